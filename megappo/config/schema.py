@@ -1,0 +1,347 @@
+"""Every key a run can set, with its type, range, default and meaning.
+
+The models are frozen and reject unknown keys. The text under a field is its documentation: `docs/config.md`, the JSON schema and
+`megappo config` are generated from it. Rules that involve two or more keys live in `checks.py`; reading YAML and command line
+overrides lives in `loading.py`. Imports nothing of megappo.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Optional
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Positive = Annotated[int, Field(ge=1)]
+NonNegative = Annotated[int, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+PositiveFloat = Annotated[float, Field(gt=0.0)]
+NonNegativeFloat = Annotated[float, Field(ge=0.0)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, strict=False)
+
+
+# ------------------------------------------------------------------------------------------------------------------ roles
+
+
+class ParallelConfig(Section):
+    tp: Positive = 1
+    """Tensor-parallel size: every weight matrix is cut over this many ranks."""
+    pp: Positive = 1
+    """Pipeline-parallel size: the layers are cut into this many stages (1F1B schedule)."""
+    sequence_parallel: bool = False
+    """Shard the activations outside the matrix products over the tp ranks as well. Needs tp > 1."""
+
+
+class OptimizerConfig(Section):
+    lr: PositiveFloat = 1e-6
+    """Peak learning rate of AdamW."""
+    beta1: Fraction = 0.9
+    """Decay of the first moment."""
+    beta2: Fraction = 0.95
+    """Decay of the second moment."""
+    eps: PositiveFloat = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: NonNegativeFloat = 0.0
+    """Decoupled weight decay, applied to matrices only (never to norms and biases)."""
+    clip_grad: NonNegativeFloat = 1.0
+    """Global gradient norm above which gradients are scaled down; 0 turns clipping off."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape after the warm-up; linear and cosine reach `lr * min_lr_ratio` at the last optimizer step of the run."""
+    warmup_steps: NonNegative = 0
+    """Optimizer steps of linear warm-up from 0."""
+    min_lr_ratio: Fraction = 0.0
+    """Final learning rate as a share of `lr` (linear and cosine)."""
+    distributed: bool = True
+    """Shard fp32 main parameters and moments over data-parallel ranks (Megatron-core's distributed optimizer, ZeRO-1)."""
+
+
+class OffloadConfig(Section):
+    parameters: bool = False
+    """Keep weights in host memory while another role works."""
+    gradients: bool = False
+    """Free the gradient buffers while another role works."""
+    optimizer: bool = False
+    """Keep fp32 main parameters and moments in host memory except during the optimizer step."""
+
+
+class RoleConfig(Section):
+    dtype: Literal["bf16", "fp32"] = "bf16"
+    """Type of weights and activations. bf16 keeps fp32 main parameters and fp32 gradient sums."""
+    parallel: ParallelConfig = ParallelConfig()
+    micro_batch_tokens: Positive = 16384
+    """Token budget of one packed micro-batch of a data-parallel rank; a longer sequence gets a micro-batch of its own."""
+
+
+class TrainableConfig(RoleConfig):
+    optimizer: OptimizerConfig = OptimizerConfig()
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Recompute activations in the backward pass: selective = core attention, full = every layer."""
+    offload: OffloadConfig = OffloadConfig()
+
+
+class PolicyConfig(TrainableConfig):
+    model: str
+    """Directory of a Hugging Face checkpoint (config.json and safetensors)."""
+
+
+class CriticConfig(TrainableConfig):
+    model: Optional[str] = None
+    """Checkpoint that initialises the critic; null means `policy.model`. A reward or critic checkpoint may carry its head."""
+    value_head: Literal["zero", "normal", "checkpoint"] = "zero"
+    """Value head at the start: zeros, normal(0, 1/(hidden+1)), or read from the checkpoint (`score.weight` or `v_head.weight`)."""
+    warmup_steps: NonNegative = 0
+    """PPO steps at the start that train the critic alone; the policy is left as it is."""
+
+
+class FrozenOffloadConfig(Section):
+    parameters: bool = False
+    """Keep weights in host memory while another role works."""
+
+
+class ReferenceConfig(RoleConfig):
+    model: Optional[str] = None
+    """Checkpoint of the reference model; null means `policy.model`."""
+    offload: FrozenOffloadConfig = FrozenOffloadConfig()
+
+
+# ---------------------------------------------------------------------------------------------------------------- rollout
+
+
+class SamplingConfig(Section):
+    temperature: NonNegativeFloat = 1.0
+    """Divides the logits, of the sampler and of recomputed log-probs alike; 0 (greedy) is for evaluation only."""
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """Nucleus sampling: smallest set of tokens with this much probability."""
+    top_k: Annotated[int, Field(ge=-1)] = -1
+    """Sample among this many best tokens; -1 means all."""
+
+
+class RolloutConfig(Section):
+    engine: Literal["vllm", "megatron"] = "vllm"
+    """vllm, or megatron: generation by the policy's own Megatron model, for platforms without vLLM and as a cross-check."""
+    tp: Positive = 1
+    """Tensor-parallel size of one vLLM replica; the world holds world_size / tp replicas."""
+    dtype: Literal["auto", "bf16", "fp32"] = "auto"
+    """Type of the vLLM weights; auto means `policy.dtype`."""
+    samples_per_prompt: Positive = 1
+    """Responses drawn for every prompt of a training step."""
+    max_response_tokens: Positive = 512
+    """Responses are cut here; a cut response has no end-of-sequence token."""
+    sampling: SamplingConfig = SamplingConfig()
+    stop: tuple[str, ...] = ()
+    """Strings that end a response, beside the end-of-sequence token."""
+    max_num_seqs: Positive = 256
+    """Sequences that one vLLM replica decodes at once."""
+    memory_share: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.4
+    """Share of GPU memory that vLLM may take for weights and KV cache."""
+    kv_cache_gib: Optional[PositiveFloat] = None
+    """KV cache of one vLLM rank in GiB; null lets `memory_share` decide on a GPU and means 0.25 on the CPU."""
+    enforce_eager: bool = False
+    """Do not capture CUDA graphs."""
+    max_prob_diff: PositiveFloat = 0.01
+    """Stop when the mean |probability difference| between the sampler and the trainer on sampled tokens is above this."""
+
+
+# ------------------------------------------------------------------------------------------------------------------- data
+
+
+class DataConfig(Section):
+    train: str
+    """Training prompts: a .jsonl or .parquet file, or the name of a Hugging Face dataset (`name`, or `name:subset:split`)."""
+    eval: Optional[str] = None
+    """Held-out prompts for validation, same forms as `train`."""
+    tokenizer: Optional[str] = None
+    """Directory of a Hugging Face tokenizer or path of a SentencePiece .model file; null means `policy.model`."""
+    prompt_key: str = "prompt"
+    """Field of a record that holds the question (a string, or a list of chat messages)."""
+    answer_key: str = "answer"
+    """Field of a record that holds the reference answer handed to the rewards."""
+    chat_template: bool = True
+    """Wrap the question with the tokenizer's chat template."""
+    system_prompt: Optional[str] = None
+    """System message before the question (needs `chat_template`)."""
+    prompt_suffix: str = ""
+    """Text appended to every question, for example an instruction on the answer's format."""
+    max_prompt_tokens: Positive = 512
+    """Longest prompt in tokens."""
+    overlong: Literal["filter", "error"] = "filter"
+    """What happens to longer prompts: left out (the count is printed), or the run is refused. They are never truncated."""
+    shuffle: bool = True
+    """Visit the prompts in a new seeded order every epoch."""
+    prompts_per_step: Positive = 256
+    """Prompts per PPO step (the train batch, before `rollout.samples_per_prompt`)."""
+    eval_prompts: Optional[Positive] = None
+    """Evaluate on the first so many held-out prompts; null means all."""
+
+
+class RewardPart(Section):
+    name: str
+    """Name of the rule, see `megappo doctor` for the list."""
+    weight: float = 1.0
+    """Factor of this part in the score."""
+
+
+class RewardConfig(Section):
+    parts: tuple[RewardPart, ...] = (RewardPart(name="exact_match"),)
+    """Rules whose weighted sum is the score of a response; each is logged by its name."""
+    missing_eos_penalty: NonNegativeFloat = 0.0
+    """Subtracted from the score of a response cut by the length limit."""
+    length_penalty: NonNegativeFloat = 0.0
+    """Subtracted per response token beyond `length_penalty_start`."""
+    length_penalty_start: NonNegative = 0
+    """Response tokens that are free of the length penalty."""
+
+
+# -------------------------------------------------------------------------------------------------------------- algorithm
+
+
+class KLConfig(Section):
+    placement: Literal["none", "reward", "loss"] = "reward"
+    """Where the KL to the reference enters: in the per-token reward, in the policy loss, or nowhere (no reference is built)."""
+    estimator: Literal["k1", "k2", "k3"] = "k1"
+    """k1 = log-ratio, k2 = half its square, k3 = exp(-d) - 1 + d (Schulman, "Approximating KL divergence")."""
+    coef: NonNegativeFloat = 0.001
+    """Factor of the KL (start value of the adaptive controller)."""
+    controller: Literal["fixed", "adaptive"] = "fixed"
+    """adaptive steers the factor towards `target` (Ziegler et al. 2019, section 2.2); only with placement: reward."""
+    target: PositiveFloat = 6.0
+    """KL per response that the adaptive controller aims at, in nats."""
+    horizon: Positive = 10000
+    """Responses over which the adaptive controller reacts."""
+
+
+class AlgorithmConfig(Section):
+    gamma: Fraction = 1.0
+    """Discount per token."""
+    lam: Fraction = 0.95
+    """GAE lambda of the policy's advantages."""
+    lam_value: Optional[Fraction] = None
+    """GAE lambda of the critic's returns; null means `lam`."""
+    lam_length_alpha: Optional[PositiveFloat] = None
+    """Length-adaptive policy lambda 1 - 1/(alpha * length) (VAPO, 2025); replaces `lam`."""
+    clip_low: PositiveFloat = 0.2
+    """The ratio is clipped below at 1 - clip_low."""
+    clip_high: PositiveFloat = 0.2
+    """The ratio is clipped above at 1 + clip_high."""
+    dual_clip: Optional[Annotated[float, Field(gt=1.0)]] = None
+    """Bound of the loss at this ratio where the advantage is negative (Ye et al. 2020); null turns it off."""
+    value_clip: Optional[PositiveFloat] = 0.2
+    """New values are clipped to this distance of the old ones in the value loss; null turns it off."""
+    entropy_coef: NonNegativeFloat = 0.0
+    """Factor of the entropy bonus."""
+    whiten_advantages: bool = True
+    """Normalise advantages by mean and standard deviation of the global batch."""
+    kl: KLConfig = KLConfig()
+    ppo_epochs: Positive = 1
+    """Passes over the experience of a step."""
+    mini_batch_size: Positive = 256
+    """Samples (responses) per optimizer step, over all data-parallel ranks."""
+    target_kl: Optional[PositiveFloat] = None
+    """Stop the policy's updates of this step once the approximate KL to the sampling policy is above 1.5 times this."""
+    loss_aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "fixed-length"] = "token-mean"
+    """How token losses become one number; fixed-length divides by samples * `rollout.max_response_tokens`."""
+    bootstrap_truncated: bool = False
+    """Bootstrap responses cut by the length limit with the critic's value after the last token instead of 0."""
+
+
+# -------------------------------------------------------------------------------------------------------------------- run
+
+
+class RunConfig(Section):
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,63}$")] = "run"
+    """Name of the run; everything is written to `output_dir/name`."""
+    output_dir: str = "runs"
+    """Directory that holds the runs."""
+    seed: NonNegative = 0
+    """Seed of sampling, shuffling and initialisation."""
+    num_ranks: Optional[Positive] = None
+    """Ranks that `megappo train` starts on this machine; null means one per GPU, or 1. Under torchrun it must match the world."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where models live; auto takes CUDA where it is available."""
+
+
+class TrainerConfig(Section):
+    epochs: Positive = 1
+    """Passes over the training prompts."""
+    steps: Optional[Positive] = None
+    """PPO steps; null means `epochs` full passes."""
+    eval_every: NonNegative = 10
+    """Validate (greedy) every so many steps and at the end; 0 validates never."""
+    eval_before: bool = True
+    """Validate before the first step."""
+
+
+class CheckpointConfig(Section):
+    save_every: NonNegative = 0
+    """Save every so many steps; 0 saves at the end only."""
+    keep_last: Positive = 2
+    """Checkpoints kept; older ones are removed after a newer one is complete."""
+    save_only_model: bool = False
+    """Save weights without optimizer, RNG and cursor: smaller, but it cannot be resumed."""
+    export_at_end: bool = True
+    """Write the final policy as a Hugging Face checkpoint to `export/` in the run directory."""
+
+
+class TelemetryConfig(Section):
+    tensorboard: bool = True
+    """Write TensorBoard event files."""
+    trajectories_every: NonNegative = 10
+    """Write full trajectories every so many steps; 0 writes none."""
+    trajectories_per_step: Positive = 8
+    """Trajectories written at such a step."""
+
+
+class TrainConfig(Section):
+    """Configuration of `megappo train`."""
+
+    run: RunConfig = RunConfig()
+    policy: PolicyConfig
+    critic: CriticConfig = CriticConfig()
+    reference: ReferenceConfig = ReferenceConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    data: DataConfig
+    reward: RewardConfig = RewardConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    telemetry: TelemetryConfig = TelemetryConfig()
+
+
+# -------------------------------------------------------------------------------------------------------------------- sft
+
+
+class SftDataConfig(Section):
+    train: str
+    """Demonstrations: a .jsonl or .parquet file, or the name of a Hugging Face dataset."""
+    tokenizer: Optional[str] = None
+    """Directory of a Hugging Face tokenizer or path of a SentencePiece .model file; null means `policy.model`."""
+    prompt_key: str = "prompt"
+    """Field that holds the question."""
+    response_key: str = "answer"
+    """Field that holds the response to learn; the loss covers its tokens and the end-of-sequence token."""
+    chat_template: bool = True
+    """Wrap the question with the tokenizer's chat template."""
+    system_prompt: Optional[str] = None
+    """System message before the question (needs `chat_template`)."""
+    prompt_suffix: str = ""
+    """Text appended to every question."""
+    max_tokens: Positive = 1024
+    """Longest prompt plus response; longer records are left out and counted."""
+
+
+class SftTrainerConfig(Section):
+    steps: Positive = 100
+    """Optimizer steps."""
+    batch_size: Positive = 64
+    """Demonstrations per optimizer step over all data-parallel ranks."""
+
+
+class SftConfig(Section):
+    """Configuration of `megappo sft`."""
+
+    run: RunConfig = RunConfig(name="sft")
+    policy: PolicyConfig
+    data: SftDataConfig
+    trainer: SftTrainerConfig = SftTrainerConfig()
