@@ -1,0 +1,105 @@
+"""Packed batches: sequences laid end to end without padding.
+
+The one batch type of every hot path. Building micro-batches from it is `parallel/balance.py`; what the fields mean (alignment of
+log-probs and values to tokens) is the contract of `algo/`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """Sequences b = 0..B-1 laid end to end.
+
+    tokens: [T] int64. cu_seqlens: [B+1] int32, cu_seqlens[b] is where sequence b starts and cu_seqlens[B] = T.
+    token_fields: name -> [T], one value per token. sequence_fields: name -> [B], one value per sequence.
+    """
+
+    tokens: Tensor
+    cu_seqlens: Tensor
+    token_fields: Mapping[str, Tensor] = field(default_factory=dict)
+    sequence_fields: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.tokens.numel()
+
+    @property
+    def num_sequences(self) -> int:
+        return self.cu_seqlens.numel() - 1
+
+    @property
+    def lengths(self) -> Tensor:
+        """[B] int64, tokens of each sequence."""
+        return (self.cu_seqlens[1:] - self.cu_seqlens[:-1]).long()
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name in self.token_fields:
+            return self.token_fields[name]
+        return self.sequence_fields[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.token_fields or name in self.sequence_fields
+
+    def with_fields(self, token_fields: Mapping[str, Tensor] = {}, sequence_fields: Mapping[str, Tensor] = {}) -> PackedBatch:
+        """A batch that holds these fields too (same names are replaced)."""
+        for name, value in token_fields.items():
+            assert value.shape == self.tokens.shape, f"{name}: {tuple(value.shape)} is not one value for each of {self.num_tokens} tokens"
+        for name, value in sequence_fields.items():
+            assert value.shape[0] == self.num_sequences, f"{name}: {tuple(value.shape)} is not one value for each of {self.num_sequences} sequences"
+        return replace(
+            self,
+            token_fields={**self.token_fields, **token_fields},
+            sequence_fields={**self.sequence_fields, **sequence_fields},
+        )
+
+    def token_index(self, sequences: Sequence[int] | Tensor) -> Tensor:
+        """[sum of lengths] int64: where the tokens of these sequences stand in this batch, in the given order."""
+        chosen = torch.as_tensor(sequences, dtype=torch.long, device=self.tokens.device)
+        lengths = self.lengths[chosen]
+        starts = self.cu_seqlens[:-1].long()[chosen]
+        total = lengths.cumsum(0)
+        offset = torch.arange(int(lengths.sum()), device=self.tokens.device) - (total - lengths).repeat_interleave(lengths)
+        return starts.repeat_interleave(lengths) + offset
+
+    def select(self, sequences: Sequence[int] | Tensor) -> PackedBatch:
+        """The batch of these sequences, in the given order, with all fields."""
+        chosen = torch.as_tensor(sequences, dtype=torch.long, device=self.tokens.device)
+        index = self.token_index(chosen)
+        return PackedBatch(
+            tokens=self.tokens[index],
+            cu_seqlens=cu_seqlens_of(self.lengths[chosen]),
+            token_fields={k: v[index] for k, v in self.token_fields.items()},
+            sequence_fields={k: v[chosen] for k, v in self.sequence_fields.items()},
+        )
+
+    def to(self, device: torch.device | str) -> PackedBatch:
+        return PackedBatch(
+            self.tokens.to(device),
+            self.cu_seqlens.to(device),
+            {k: v.to(device) for k, v in self.token_fields.items()},
+            {k: v.to(device) for k, v in self.sequence_fields.items()},
+        )
+
+
+def cu_seqlens_of(lengths: Tensor | Sequence[int]) -> Tensor:
+    """[B] lengths -> [B+1] int32 offsets, starting with 0."""
+    lengths = torch.as_tensor(lengths)
+    out = torch.zeros(lengths.numel() + 1, dtype=torch.int32, device=lengths.device)
+    out[1:] = lengths.cumsum(0)
+    return out
+
+
+def pack(sequences: Sequence[Sequence[int]], device: torch.device | str = "cpu") -> PackedBatch:
+    """Lists of token ids -> packed batch without fields."""
+    flat = [token for sequence in sequences for token in sequence]
+    return PackedBatch(
+        tokens=torch.tensor(flat, dtype=torch.long, device=device),
+        cu_seqlens=cu_seqlens_of(torch.tensor([len(s) for s in sequences], dtype=torch.long)).to(device),
+    )

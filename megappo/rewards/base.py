@@ -1,0 +1,25 @@
+"""What a reward rule sees and returns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Mapping, Protocol
+
+
+@dataclass(frozen=True)
+class RewardInput:
+    """One finished response. `record` is the whole data record the prompt came from; `num_tokens` counts sampled tokens."""
+
+    prompt: str
+    response: str
+    answer: str
+    truncated: bool
+    num_tokens: int
+    record: Mapping[str, Any]
+    sample_id: str
+
+
+class RewardRule(Protocol):
+    """A rule: response -> finite number. It may raise; the caller names the sample and stops all ranks."""
+
+    def __call__(self, sample: RewardInput) -> float: ...
