@@ -1,0 +1,89 @@
+"""Small gloo worlds for tests: start n processes, run one function on every rank, collect what the ranks return.
+
+Starting a world imports torch and Megatron once per rank (seconds), so a test module starts few worlds and runs many cases in each.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+import tempfile
+import time
+import traceback
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Callable
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+class WorldError(AssertionError):
+    """A rank failed or the world ran past its time; the text holds the traceback that came first."""
+
+
+def _rank_main(rank: int, fn: Callable, world_size: int, folder: str, timeout_s: float, args: tuple) -> None:
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group(
+            "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world_size,
+            timeout=timedelta(seconds=timeout_s),
+        )
+        result = fn(rank, *args)
+        Path(folder, f"result{rank}").write_bytes(pickle.dumps(result))
+        dist.barrier()
+        dist.destroy_process_group()
+    except BaseException:
+        # The parent reads the earliest file: peers of the rank that failed first die of closed connections.
+        Path(folder, f"failed{rank}").write_text(f"{time.time_ns()}\n{traceback.format_exc()}")
+        sys.stdout.flush()
+        os._exit(1)
+
+
+def _first_failure(folder: str, world_size: int) -> str:
+    failures = []
+    for rank in range(world_size):
+        path = Path(folder, f"failed{rank}")
+        if path.exists():
+            stamp, text = path.read_text().split("\n", 1)
+            failures.append((int(stamp), rank, text))
+    if not failures:
+        return "a rank died without a traceback (killed, or out of memory)"
+    _, rank, text = min(failures)
+    return f"rank {rank} failed first:\n{text}"
+
+
+def spawn_world(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 240.0) -> list[Any]:
+    """Run `fn(rank, *args)` on every rank of a new gloo world; returns the ranks' results, which must be picklable.
+
+    `fn` is a module-level function. Raises WorldError with the first traceback, or after `timeout_s` seconds.
+    """
+    with tempfile.TemporaryDirectory(prefix="world") as folder:
+        context = mp.get_context("spawn")
+        processes = [
+            context.Process(target=_rank_main, args=(rank, fn, world_size, folder, timeout_s, args), daemon=True)
+            for rank in range(world_size)
+        ]
+        for process in processes:
+            process.start()
+        deadline = time.monotonic() + timeout_s
+        try:
+            while any(p.is_alive() for p in processes):
+                if any(p.exitcode not in (None, 0) for p in processes):
+                    time.sleep(0.5)  # let a rank that failed at the same moment write its traceback
+                    raise WorldError(_first_failure(folder, world_size))
+                if time.monotonic() > deadline:
+                    alive = [rank for rank, p in enumerate(processes) if p.is_alive()]
+                    raise WorldError(f"world of {world_size} ran past {timeout_s:.0f} s; ranks {alive} still run")
+                time.sleep(0.05)
+            if any(p.exitcode for p in processes):
+                raise WorldError(_first_failure(folder, world_size))
+        finally:
+            for process in processes:
+                if process.is_alive():
+                    process.kill()
+                process.join()
+        return [pickle.loads(Path(folder, f"result{rank}").read_bytes()) for rank in range(world_size)]
