@@ -1,0 +1,32 @@
+"""Which device this rank works on, and which torch.distributed backend goes with it."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from megappo.platform import cpu
+
+
+def select_device(requested: Literal["auto", "cpu", "cuda"]) -> torch.device:
+    """The rank's device. Raises ValueError where CUDA is asked for and absent."""
+    if requested == "cuda" and not torch.cuda.is_available():
+        raise ValueError("run.device = cuda: torch sees no CUDA device; use run.device=cpu or install a CUDA build of torch")
+    if requested == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def start_distributed(device: torch.device, timeout_s: float = 600.0) -> None:
+    """Join the world that torchrun described in the environment, and prepare Megatron-core for the device."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    else:
+        cpu.install()
+    if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
