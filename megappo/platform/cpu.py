@@ -24,6 +24,8 @@ _RETARGETED: dict[str, tuple[str, ...]] = {
     ),
     # scratch buffers and type assertions of gradient norm and clipping
     "megatron.core.optimizer.clip_grads": ("get_grad_norm_fp32", "clip_grad_by_total_norm_fp32", "count_zeros_fp32"),
+    # scratch buffer of the gradient norm where neither TransformerEngine nor Apex is installed
+    "megatron.core.utils": ("local_multi_tensor_l2_norm",),
     # found_inf and scale buffers; fp16/fp32 parameter split by type name
     "megatron.core.optimizer.optimizer": (
         "MixedPrecisionOptimizer.__init__",
@@ -60,7 +62,7 @@ def install() -> None:
 
 
 def _patch_torch() -> None:
-    """Three calls that raise without CUDA anyway, so nothing that works today can change its meaning."""
+    """Four calls that raise without CUDA anyway, so nothing that works today can change its meaning."""
 
     def current_device() -> torch.device:
         return torch.device("cpu")
@@ -68,6 +70,8 @@ def _patch_torch() -> None:
     setattr(current_device, "megappo_cpu", True)
     # Megatron passes its result as device= to factories.
     setattr(torch.cuda, "current_device", current_device)
+    # The exchange of tensor shapes between pipeline stages waits for the device.
+    setattr(torch.cuda, "synchronize", lambda *args, **kwargs: None)
     # Tied embeddings (language_module.py) and optimizer reload call .cuda() on tensors and modules.
     setattr(torch.Tensor, "cuda", lambda self, *args, **kwargs: self)
     setattr(torch.nn.Module, "cuda", lambda self, *args, **kwargs: self)
