@@ -1,0 +1,107 @@
+"""What a role (policy, critic, reference) may ask of the engine that runs its model.
+
+Roles are written against this and do not know which engine runs. The engine knows nothing of PPO: losses arrive as callables. Batches
+are global: every rank passes the same packed batch and the engine takes the part that its layout needs.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, Callable, Mapping, Optional, Protocol
+
+import torch
+from torch import Tensor
+
+from megappo.data.packing import PackedBatch
+
+
+@dataclass(frozen=True)
+class ModelOutput:
+    """What the last pipeline stage hands to a loss function for one micro-batch of T tokens.
+
+    hidden: [T, H] final hidden states ([T / tp, H] under sequence parallel), None for a value model.
+    weight: [V / tp, H] output projection of this rank, None for a value model. vocab_start: global id of its first row;
+    num_valid: how many of its rows are real vocabulary (the rest is padding).
+    values: [T] fp32 raw outputs of the value head, None for a language model.
+    """
+
+    tp_group: torch.distributed.ProcessGroup
+    sequence_parallel: bool
+    hidden: Optional[Tensor] = None
+    weight: Optional[Tensor] = None
+    vocab_start: int = 0
+    num_valid: int = 0
+    values: Optional[Tensor] = None
+
+
+@dataclass(frozen=True)
+class LossOutput:
+    """What a loss function returns for one micro-batch.
+
+    loss_sum: scalar, the un-normalised sum (None when the pass is forward only). tokens: name -> [T] results to hand back.
+    sums / maxima: name -> scalar, combined over micro-batches and data-parallel ranks by sum / max.
+    """
+
+    loss_sum: Optional[Tensor] = None
+    tokens: Mapping[str, Tensor] = field(default_factory=dict)
+    sums: Mapping[str, Tensor] = field(default_factory=dict)
+    maxima: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+LossFunction = Callable[[ModelOutput, PackedBatch], LossOutput]
+
+
+@dataclass(frozen=True)
+class PassResult:
+    """Outcome of one pass over a global batch, identical on every rank. tokens: name -> [T] fp32 in the batch's order."""
+
+    tokens: dict[str, Tensor]
+    sums: dict[str, float]
+    maxima: dict[str, float]
+    num_micro_batches: int
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """grad_norm: global L2 norm before clipping. applied: False when it was not finite and the step was skipped on all ranks."""
+
+    grad_norm: float
+    applied: bool
+
+
+class Engine(Protocol):
+    """One model, sharded, with its optimizer if it has one. All methods are collective over the role's ranks."""
+
+    def train_mode(self) -> AbstractContextManager[None]:
+        """Parameters and gradients are resident and dropout is on inside; offloads on exit what the role offloads."""
+
+    def eval_mode(self) -> AbstractContextManager[None]:
+        """Parameters are resident inside, gradients are not recorded."""
+
+    def forward_backward(
+        self, batch: PackedBatch, loss_fn: LossFunction, *, denominator: float = 1.0, forward_only: bool = False
+    ) -> PassResult:
+        """Run the micro-batches of the global batch; gradients of sum(loss_sum) / denominator are accumulated and reduced."""
+
+    def shard_data(self, batch: PackedBatch) -> list[PackedBatch]:
+        """This data-parallel rank's micro-batches, the same number on every rank."""
+
+    def unshard_data(self, batch: PackedBatch, tokens: list[Mapping[str, Tensor]], names: list[str]) -> dict[str, Tensor]:
+        """Per-token results of the local micro-batches -> [T] in the global batch's order, on every rank."""
+
+    def optimizer_zero_grad(self) -> None: ...
+
+    def optimizer_step(self) -> StepResult: ...
+
+    def lr_scheduler_step(self) -> float:
+        """Advance the schedule by one optimizer step; returns the learning rate that this step uses."""
+
+    def to(self, device: str, *, model: bool = True, optimizer: bool = True) -> None:
+        """Move to "host" (offloaded) or "device" (resident)."""
+
+    def save_state(self, *, with_optimizer: bool) -> dict[str, Any]:
+        """Sharded state for the checkpoint writer."""
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take back what `save_state` described, after the checkpoint reader filled it."""
