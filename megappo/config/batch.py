@@ -1,0 +1,52 @@
+"""The batch arithmetic of a PPO step: how many samples, mini-batches and optimizer steps the keys amount to.
+
+Used by the checks, by `megappo plan` and by the trainer, so that all three count alike. Plain integers, no torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megappo.config.schema import TrainConfig
+
+
+@dataclass(frozen=True)
+class StepArithmetic:
+    """Counts of one PPO step. `optimizer_steps` are those of the critic; the policy makes as many unless target_kl stops it."""
+
+    prompts: int
+    samples: int
+    mini_batches: int
+    optimizer_steps: int
+    max_sequence_tokens: int
+
+
+def step_arithmetic(config: TrainConfig) -> StepArithmetic:
+    """Counts of one PPO step; meaningful when mini_batch_size divides the samples (`checks.py`)."""
+    samples = config.data.prompts_per_step * config.rollout.samples_per_prompt
+    mini_batches = samples // config.algorithm.mini_batch_size
+    return StepArithmetic(
+        prompts=config.data.prompts_per_step,
+        samples=samples,
+        mini_batches=mini_batches,
+        optimizer_steps=mini_batches * config.algorithm.ppo_epochs,
+        max_sequence_tokens=config.data.max_prompt_tokens + config.rollout.max_response_tokens,
+    )
+
+
+def micro_batches_bound(sequences: int, sequence_tokens: int, budget_tokens: int) -> int:
+    """Most micro-batches that `sequences` of at most `sequence_tokens` tokens need under a token budget.
+
+    Filling in order, a micro-batch that is full holds at least floor(budget / longest) sequences; a sequence longer than the budget
+    gets a micro-batch of its own.
+    """
+    each = max(1, budget_tokens // sequence_tokens)
+    return -(-sequences // each)
+
+
+def nearest_divisors(number: int, wanted: int) -> list[int]:
+    """The divisors of `number` next to `wanted`, from below and from above (one of them where only one exists)."""
+    divisors = [d for d in range(1, number + 1) if number % d == 0]
+    below = [d for d in divisors if d <= wanted][-1:]
+    above = [d for d in divisors if d > wanted][:1]
+    return below + above

@@ -1,0 +1,130 @@
+"""Keys that have no effect under the other keys of a configuration.
+
+Writing such a key is an error (`checks.py`): a user who sets `kl.target` under a fixed controller believes that it acts. The dump of a
+resolved configuration leaves them out, so that it can be loaded again. One row per reason; a name that ends in `.*` is a section.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Mapping, NamedTuple
+
+from pydantic import BaseModel
+
+from megappo.config.batch import step_arithmetic
+from megappo.config.keys import value_keys
+from megappo.config.schema import OptimizerConfig, SftConfig, TrainConfig
+
+
+class Dead(NamedTuple):
+    """`keys` do nothing where `when(config)`; `because` finishes the sentence "has no effect: ..."."""
+
+    keys: tuple[str, ...]
+    when: Callable[[Any], bool]
+    because: str
+
+
+def _constant(optimizer: OptimizerConfig) -> bool:
+    return optimizer.lr_schedule == "constant"
+
+
+TRAIN: tuple[Dead, ...] = (
+    Dead(
+        ("reference.*", "algorithm.kl.estimator", "algorithm.kl.coef", "algorithm.kl.controller", "algorithm.kl.target", "algorithm.kl.horizon"),
+        lambda c: c.algorithm.kl.placement == "none",
+        "algorithm.kl.placement is none, so there is no reference model; remove it, or set placement to reward or loss",
+    ),
+    Dead(
+        ("algorithm.kl.target", "algorithm.kl.horizon"),
+        lambda c: c.algorithm.kl.controller == "fixed",
+        "algorithm.kl.controller is fixed; remove it, or set controller to adaptive",
+    ),
+    Dead(
+        ("algorithm.lam",),
+        lambda c: c.algorithm.lam_length_alpha is not None and c.algorithm.lam_value is not None,
+        "lam_length_alpha replaces it for the policy and lam_value for the critic; remove one of the three",
+    ),
+    Dead(
+        ("algorithm.target_kl",),
+        lambda c: step_arithmetic(c).optimizer_steps <= 1,
+        "a step makes one update, and there is no later one to stop; remove it, or raise ppo_epochs, or lower mini_batch_size",
+    ),
+    Dead(
+        ("rollout.tp", "rollout.dtype", "rollout.max_num_seqs", "rollout.memory_share", "rollout.kv_cache_gib", "rollout.enforce_eager"),
+        lambda c: c.rollout.engine == "megatron",
+        "rollout.engine is megatron, which generates with the policy's own shards; remove it, or set engine to vllm",
+    ),
+    Dead(
+        ("rollout.memory_share",),
+        lambda c: c.rollout.kv_cache_gib is not None,
+        "rollout.kv_cache_gib fixes the size of the KV cache; remove one of the two",
+    ),
+    Dead(
+        ("rollout.sampling.top_k", "rollout.sampling.top_p"),
+        lambda c: c.rollout.sampling.temperature == 0,
+        "rollout.sampling.temperature is 0 (greedy); remove it, or sample with a temperature",
+    ),
+    Dead(
+        ("trainer.eval_every", "trainer.eval_before", "data.eval_prompts"),
+        lambda c: c.data.eval is None,
+        "data.eval is not set; remove it, or name the held-out prompts",
+    ),
+    Dead(
+        ("data.eval", "data.eval_prompts"),
+        lambda c: c.data.eval is not None and c.trainer.eval_every == 0 and not c.trainer.eval_before,
+        "trainer.eval_every is 0 and eval_before is false, so nothing is evaluated; remove it, or evaluate",
+    ),
+    Dead(("trainer.epochs",), lambda c: c.trainer.steps is not None, "trainer.steps sets the length of the run; remove one of the two"),
+    Dead(("data.system_prompt",), lambda c: not c.data.chat_template, "data.chat_template is false; remove it, or use the template"),
+    Dead(("reward.length_penalty_start",), lambda c: c.reward.length_penalty == 0, "reward.length_penalty is 0; remove it, or set a penalty"),
+    Dead(
+        ("policy.optimizer.min_lr_ratio",),
+        lambda c: _constant(c.policy.optimizer),
+        "policy.optimizer.lr_schedule is constant; remove it, or use linear or cosine",
+    ),
+    Dead(
+        ("critic.optimizer.min_lr_ratio",),
+        lambda c: _constant(c.critic.optimizer),
+        "critic.optimizer.lr_schedule is constant; remove it, or use linear or cosine",
+    ),
+    Dead(
+        ("checkpoint.keep_last",),
+        lambda c: c.checkpoint.save_every == 0,
+        "checkpoint.save_every is 0, so there is one checkpoint, at the end; remove it, or set save_every",
+    ),
+    Dead(
+        ("telemetry.trajectories_per_step",),
+        lambda c: c.telemetry.trajectories_every == 0,
+        "telemetry.trajectories_every is 0; remove it, or set trajectories_every",
+    ),
+)
+
+SFT: tuple[Dead, ...] = (
+    Dead(("data.system_prompt",), lambda c: not c.data.chat_template, "data.chat_template is false; remove it, or use the template"),
+    Dead(
+        ("policy.optimizer.min_lr_ratio",),
+        lambda c: _constant(c.policy.optimizer),
+        "policy.optimizer.lr_schedule is constant; remove it, or use linear or cosine",
+    ),
+    Dead(
+        ("policy.offload.parameters", "policy.offload.gradients"),
+        lambda c: True,
+        "fine-tuning has one role, which never waits for another; remove it",
+    ),
+)
+
+RULES: Mapping[type[BaseModel], tuple[Dead, ...]] = {TrainConfig: TRAIN, SftConfig: SFT}
+
+
+def dead_keys(config: BaseModel) -> dict[str, str]:
+    """Dotted name -> reason, of every value key that does nothing under this configuration."""
+    found: dict[str, str] = {}
+    for rule in RULES[type(config)]:
+        if rule.when(config):
+            for name, _ in value_keys(type(config)):
+                if any(_covers(pattern, name) for pattern in rule.keys):
+                    found.setdefault(name, rule.because)
+    return found
+
+
+def _covers(pattern: str, name: str) -> bool:
+    return name.startswith(pattern[:-1]) if pattern.endswith(".*") else name == pattern

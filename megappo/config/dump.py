@@ -1,0 +1,42 @@
+"""The resolved configuration as YAML: every key with its value, in the order of the schema, without those that have no effect.
+
+What is written loads back to an equal configuration and passes the checks again.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Iterable
+
+import yaml
+from pydantic import BaseModel
+
+from megappo.config.dead_keys import dead_keys
+from megappo.config.yaml_reader import CoreDumper
+
+
+def dump_yaml(config: BaseModel) -> str:
+    """Text of the resolved configuration. Keys without effect are named in a comment at the end, with the reason."""
+    data = config.model_dump(mode="json")
+    dead = dead_keys(config)
+    for name in dead:
+        _remove(data, name.split("."))
+    text = yaml.dump(data, Dumper=CoreDumper, sort_keys=False, allow_unicode=True, width=120)
+    return text + "".join(f"# {line}\n" for line in _comments(dead.items()))
+
+
+def _remove(data: dict[str, Any], path: list[str]) -> None:
+    """Take one key out, and the sections that it leaves empty."""
+    head, *rest = path
+    if not rest:
+        del data[head]
+        return
+    _remove(data[head], rest)
+    if not data[head]:
+        del data[head]
+
+
+def _comments(dead: Iterable[tuple[str, str]]) -> list[str]:
+    reasons: dict[str, list[str]] = {}
+    for name, because in dead:
+        reasons.setdefault(because, []).append(name)
+    return [f"no effect here: {', '.join(names)} ({because.split(';')[0]})" for because, names in reasons.items()]

@@ -1,0 +1,190 @@
+"""A YAML file and `key=value` overrides -> a validated, frozen configuration; every mistake is one line that names its place.
+
+The file is read by `yaml_reader.py`. Here: overrides are laid over it, unknown keys are refused with the nearest known one, and
+pydantic validates in strict mode (no "2" for 2, no true for 1). Rules about several keys are `checks.py`'s.
+"""
+
+from __future__ import annotations
+
+import json
+from itertools import takewhile
+from pathlib import Path
+from typing import Any, Mapping, Optional, Sequence, TypeVar, get_args
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from megappo.config.errors import ConfigError, problem
+from megappo.config.keys import item_class, nearest_key, section_class, value_keys, written_keys
+from megappo.config.schema import TrainConfig
+from megappo.config.yaml_reader import parse_yaml, read_yaml
+
+Config = TypeVar("Config", bound=BaseModel)
+
+COMMAND_LINE = "command line"
+
+# pydantic's error types -> what to write instead; {name} are the fields of the error's context.
+FIXES: Mapping[str, str] = {
+    "greater_than_equal": "must be >= {ge}",
+    "greater_than": "must be > {gt}",
+    "less_than_equal": "must be <= {le}",
+    "less_than": "must be < {lt}",
+    "int_type": "must be an integer",
+    "int_from_float": "must be an integer",
+    "int_parsing_size": "must be a smaller integer",
+    "float_type": "must be a number",
+    "finite_number": "must be a finite number",
+    "bool_type": "must be true or false",
+    "string_type": "must be a string; put it in quotes if it looks like a number",
+    "string_pattern_mismatch": "must match {pattern} (letters, digits and . _ -)",
+    "literal_error": "must be one of {expected}",
+    "tuple_type": "must be a list, for example [a, b]",
+    "model_type": "is a section; give it keys, or leave it out",
+    "model_attributes_type": "is a section; give it keys, or leave it out",
+}
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = (), cls: type[Config] = TrainConfig) -> Config:
+    """Read `path`, lay the overrides (`policy.parallel.tp=2`, values in YAML) over it and validate.
+
+    `key=null` on a key or section that cannot be null takes back what the file says, and the default holds.
+    Raises ConfigError: one line with the place (file and line, or the command line), the key, its value and the fix.
+    """
+    document = read_yaml(path)
+    origins = {key: f"{path}:{line}" for key, line in document.lines.items()}
+    for override in overrides:
+        key, value = parse_override(override, cls)
+        if value is None and not _takes_null(key, cls):
+            _remove(document.data, key)
+        else:
+            _assign(document.data, key, value, str(path))
+            origins[key] = COMMAND_LINE
+    _refuse_unknown(document.data, cls, origins, str(path))
+    try:
+        # JSON mode is what lets a list stand for a tuple while everything else stays strict.
+        return cls.model_validate_json(json.dumps(document.data), strict=True)
+    except ValidationError as error:
+        raise ConfigError(_first_line(error, cls, origins, str(path))) from None
+
+
+def parse_override(text: str, cls: type[BaseModel]) -> tuple[str, Any]:
+    """`a.b=value` -> (dotted key, plain value). Raises ConfigError, with the right key for another trainer's flag."""
+    key, equals, value = text.partition("=")
+    values = [name for name, _ in value_keys(cls)]
+    if key.startswith("-"):
+        meant = nearest_key(key, cls)
+        hint = f"; did you mean {meant}=VALUE?" if meant else ""
+        raise ConfigError(f"{COMMAND_LINE}: {key}: options are set as key=value{hint}")
+    if not equals or not key:
+        raise ConfigError(f"{COMMAND_LINE}: {text}: not an override; write key=value, for example run.name=first")
+    data, _ = parse_yaml(value, f"{COMMAND_LINE}: {key}")
+    for name in values:
+        if name.startswith(key + ".") and data is not None:
+            raise ConfigError(f"{COMMAND_LINE}: {problem(key, value, f'is a section; set its keys, for example {name}=VALUE')}")
+        if key.startswith(name + "."):
+            raise ConfigError(f"{COMMAND_LINE}: {problem(key, value, f'{name} is set as a whole, for example {name}=VALUE')}")
+    if key not in values and not _names_section(key, cls):
+        raise ConfigError(f"{COMMAND_LINE}: {problem(key, value, _unknown(key, cls))}")
+    return key, data
+
+
+def _assign(data: dict[str, Any], key: str, value: Any, name: str) -> None:
+    """Set a dotted key in nested mappings, making sections on the way."""
+    *parents, last = key.split(".")
+    here = data
+    for depth, part in enumerate(parents):
+        inner = here.setdefault(part, {})
+        if not isinstance(inner, dict):
+            section = ".".join(parents[: depth + 1])
+            raise ConfigError(f"{name}: {problem(section, inner, f'is a section, and {key} is set on the command line; remove the value')}")
+        here = inner
+    here[last] = value
+
+
+def _remove(data: dict[str, Any], key: str) -> None:
+    """Take a dotted key or section out of nested mappings, where it is there."""
+    head, _, rest = key.partition(".")
+    if not rest:
+        data.pop(head, None)
+    elif isinstance(data.get(head), dict):
+        _remove(data[head], rest)
+
+
+def _takes_null(key: str, cls: type[BaseModel]) -> bool:
+    field = dict(value_keys(cls)).get(key)
+    return field is not None and type(None) in get_args(field.annotation)
+
+
+def _place(key: str, origins: Mapping[str, str], name: str) -> str:
+    """Where a key, or the nearest thing around it, was written."""
+    parts = key.split(".")
+    for size in range(len(parts), 0, -1):
+        if (found := origins.get(".".join(parts[:size]))) is not None:
+            return found
+    return name
+
+
+def _refuse_unknown(data: Mapping[str, Any], cls: type[BaseModel], origins: Mapping[str, str], name: str) -> None:
+    known = {key for key, _ in value_keys(cls)}
+    for key, value in written_keys(data, cls):
+        if key in known or _names_section(key, cls):
+            continue
+        raise ConfigError(f"{_place(key, origins, name)}: {problem(key, value, _unknown(key, cls))}")
+
+
+def _unknown(key: str, cls: type[BaseModel]) -> str:
+    meant = nearest_key(key, cls)
+    return "unknown key" + (f"; did you mean {meant}?" if meant else "; `megappo config --schema` lists the keys")
+
+
+def _names_section(key: str, cls: type[BaseModel]) -> bool:
+    section: Optional[type[BaseModel]] = cls
+    for part in key.split("."):
+        field = section.model_fields.get(part) if section is not None else None
+        section = section_class(field) if field is not None else None
+    return section is not None
+
+
+def _first_line(error: ValidationError, cls: type[BaseModel], origins: Mapping[str, str], name: str) -> str:
+    """The first of pydantic's errors in our form."""
+    first = error.errors(include_url=False)[0]
+    key = ".".join(str(part) for part in first["loc"])
+    place = _place(key, origins, name)
+    if first["type"] == "missing":
+        return f"{place}: {_missing(key, cls)}"
+    return f"{place}: {problem(key, first['input'], _fix(first, cls))}"
+
+
+def _missing(key: str, cls: type[BaseModel]) -> str:
+    """A missing key, or the first required key of a missing section, with what it is for."""
+    for name, field in value_keys(cls):
+        if (name == key or name.startswith(key + ".")) and field.is_required():
+            return f"{name} is missing: {field.description}"
+    return f"{key} is missing"
+
+
+def _fix(error: ErrorDetails, cls: type[BaseModel]) -> str:
+    if error["type"] == "model_type" and error["input"] is None:
+        return "is an empty section; give it keys, or leave it out"
+    if error["type"] == "extra_forbidden":  # only inside lists of sections: _refuse_unknown has seen everything else
+        items = item_class(dict(value_keys(cls))[".".join(takewhile(lambda part: isinstance(part, str), error["loc"]))])
+        return f"unknown key; the keys are {', '.join(items.model_fields)}" if items else "unknown key"
+    template = FIXES.get(error["type"])
+    return template.format(**error.get("ctx", {})) if template else error["msg"]
+
+
+def explicit_keys(config: BaseModel, prefix: str = "") -> frozenset[str]:
+    """Dotted names of the value keys that the user wrote (in the file or as overrides), whatever their value."""
+    found: set[str] = set()
+    for name in config.model_fields_set:
+        value = getattr(config, name)
+        if isinstance(value, BaseModel):
+            found |= explicit_keys(value, f"{prefix}{name}.")
+        else:
+            found.add(prefix + name)
+    return frozenset(found)
+
+
+def json_schema(cls: type[BaseModel] = TrainConfig) -> dict[str, Any]:
+    """JSON schema (draft 2020-12) for editors: types, ranges, defaults and texts of every key."""
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **cls.model_json_schema()}

@@ -1,0 +1,156 @@
+"""YAML to plain data, strictly: the scalars of YAML 1.2, no duplicate keys, no tags, bounded size, and the line of every key.
+
+PyYAML's own loader follows YAML 1.1, where `no` is false, `1e-6` is a string, `12:30` is 750 and a second `lr:` silently wins. Each of
+these is a wrong configuration that runs. What the keys mean is `loading.py`'s business. Imports nothing of megappo but the error.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Mapping, Optional
+
+import yaml
+
+from megappo.config.errors import ConfigError
+
+MAX_BYTES = 1 << 20
+MAX_VALUES = 10_000  # after aliases are followed: a small file can unfold to billions of values
+MAX_DEPTH = 20
+
+# tag, pattern, possible first characters: the core schema of YAML 1.2, without infinities and NaN, which no key accepts.
+SCALARS = (
+    ("tag:yaml.org,2002:null", re.compile(r"^(?:~|null|Null|NULL|)$"), ["~", "n", "N", ""]),
+    ("tag:yaml.org,2002:bool", re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")),
+    ("tag:yaml.org,2002:int", re.compile(r"^[-+]?[0-9]+$"), list("-+0123456789")),
+    ("tag:yaml.org,2002:float", re.compile(r"^[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?$"), list("-+.0123456789")),
+)
+
+
+def _resolvers(base: Mapping[Any, list]) -> dict[Any, list]:
+    """PyYAML's table, first character -> [(tag, pattern)], of `base` with the core schema behind it."""
+    table = {first: list(rules) for first, rules in base.items()}
+    for tag, pattern, firsts in SCALARS:
+        for first in firsts:
+            table.setdefault(first, []).append((tag, pattern))
+    return table
+
+
+class CoreLoader(yaml.SafeLoader):
+    """Composes nodes whose plain scalars are resolved by YAML 1.2's rules."""
+
+    yaml_implicit_resolvers = _resolvers({})
+
+
+class CoreDumper(yaml.SafeDumper):
+    """Writes YAML that 1.1 and 1.2 readers understand alike: a string that either takes for something else is quoted."""
+
+    yaml_implicit_resolvers = _resolvers(yaml.SafeDumper.yaml_implicit_resolvers)
+
+
+@dataclass
+class Document:
+    """A YAML mapping as plain data, and the line (from 1) of each of its keys by dotted name."""
+
+    data: dict[str, Any]
+    lines: dict[str, int] = field(default_factory=dict)
+
+
+class _Converter:
+    """Node graph -> plain data. Counts what it makes, so that aliases cannot unfold without bound."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.values = 0
+        self.lines: dict[str, int] = {}
+
+    def error(self, node: yaml.Node, text: str) -> ConfigError:
+        return ConfigError(f"{self.name}:{node.start_mark.line + 1}: {text}")
+
+    def convert(self, node: yaml.Node, path: tuple[str, ...] = ()) -> Any:
+        self.values += 1
+        if self.values > MAX_VALUES or len(path) > MAX_DEPTH:
+            raise self.error(node, f"unfolds to more than {MAX_VALUES} values or {MAX_DEPTH} levels (aliases?)")
+        if isinstance(node, yaml.MappingNode) and node.tag == "tag:yaml.org,2002:map":
+            return self.mapping(node, path)
+        if isinstance(node, yaml.SequenceNode) and node.tag == "tag:yaml.org,2002:seq":
+            return [self.convert(item, (*path, str(index))) for index, item in enumerate(node.value)]
+        if isinstance(node, yaml.ScalarNode):
+            return self.scalar(node)
+        raise self.error(node, f"tag {node.tag} is not allowed; write a plain value")
+
+    def mapping(self, node: yaml.MappingNode, path: tuple[str, ...]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        first: dict[str, int] = {}
+        for key_node, value_node in node.value:
+            key = self.scalar(key_node) if isinstance(key_node, yaml.ScalarNode) else None
+            if not isinstance(key, str):
+                raise self.error(key_node, "a key must be a plain name")
+            line = key_node.start_mark.line + 1
+            if key in found:
+                raise self.error(key_node, f"{'.'.join((*path, key))} is written twice (first on line {first[key]}); keep one")
+            first[key] = line
+            self.lines[".".join((*path, key))] = line
+            found[key] = self.convert(value_node, (*path, key))
+        return found
+
+    def scalar(self, node: yaml.ScalarNode) -> Any:
+        kind = node.tag.removeprefix("tag:yaml.org,2002:")
+        if kind == "str":
+            return node.value
+        if kind == "null":
+            return None
+        if kind == "bool":
+            return node.value.lower() == "true"
+        if kind in ("int", "float"):
+            return self.number(node, kind)
+        raise self.error(node, f"tag {node.tag} is not allowed; write a plain value")
+
+    def number(self, node: yaml.ScalarNode, kind: str) -> int | float:
+        try:
+            return int(node.value) if kind == "int" else float(node.value)
+        except ValueError:  # an explicit tag on other text, or more digits than Python converts
+            raise self.error(node, f"{node.value[:40]!r} is not a number") from None
+
+
+def parse_yaml(text: str, name: str) -> tuple[Any, dict[str, int]]:
+    """Text -> (plain data, lines of the keys by dotted name). `name` stands in messages. Raises ConfigError."""
+    try:
+        node: Optional[yaml.Node] = yaml.compose(text, Loader=CoreLoader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f":{mark.line + 1}" if mark else ""
+        raise ConfigError(f"{name}{where}: not valid YAML: {error.problem or error.context}") from None
+    except yaml.YAMLError as error:  # characters that YAML does not allow
+        raise ConfigError(f"{name}: not valid YAML: {' '.join(str(error).split())}") from None
+    except RecursionError:
+        raise ConfigError(f"{name}: not a configuration: nested too deeply") from None
+    if node is None:
+        return None, {}
+    converter = _Converter(name)
+    return converter.convert(node), converter.lines
+
+
+def read_yaml(path: str | Path) -> Document:
+    """Read a YAML file whose top level is a mapping; an empty file is an empty mapping. Raises ConfigError."""
+    path = Path(path)
+    if not path.is_file():
+        what = "is a directory" if path.is_dir() else "no such file"
+        raise ConfigError(f"{path}: {what}; give the path of a YAML configuration")
+    try:
+        with path.open("rb") as file:
+            raw = file.read(MAX_BYTES + 1)
+        text = raw.decode("utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8 text (byte {error.start})") from None
+    if len(raw) > MAX_BYTES:
+        raise ConfigError(f"{path}: larger than {MAX_BYTES} bytes; this is not a configuration")
+    data, lines = parse_yaml(text, str(path))
+    if data is None:
+        return Document({})
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path}: must hold sections with keys (policy:, data:, ...), not a {type(data).__name__}")
+    return Document(data, lines)
