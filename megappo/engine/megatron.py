@@ -1,0 +1,311 @@
+"""The engine that runs a model of Megatron-core: pipeline schedules, gradient reduction, optimizer, offload.
+
+It takes global packed batches, gives every data-parallel rank its balanced part, and hands per-token results back in the global order
+to every rank. What a loss means is not known here.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Callable, Iterator, Mapping, Optional
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.pipeline_parallel.schedules import (
+    forward_backward_no_pipelining,
+    forward_backward_pipelining_without_interleaving,
+)
+from torch import Tensor
+
+from megappo.config.schema import OffloadConfig
+from megappo.data.packing import PackedBatch
+from megappo.engine.base import LossFunction, LossOutput, ModelOutput, PassResult, StepResult
+from megappo.engine.offload import StorageOffload, storages_of
+from megappo.engine.optimizer import Optimizer
+from megappo.models.attention import packed_seq_params
+from megappo.parallel.balance import MicroBatchPlan, plan_micro_batches
+from megappo.parallel.groups import ProcessGroups
+
+# Skipped steps in a row after which the run stops: a diverged model does not come back by itself.
+MAX_SKIPPED_STEPS = 3
+
+
+class NonFiniteGradient(RuntimeError):
+    """Gradients were NaN or infinite several steps in a row."""
+
+
+class MegatronEngine:
+    """Engine (see base.py) of one role.
+
+    model: a GPTModel subclass of `models/build.py`, wrapped in DDP when it trains. `optimizer` is None for a frozen role.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        model: torch.nn.Module,
+        groups: ProcessGroups,
+        *,
+        device: torch.device,
+        micro_batch_tokens: int,
+        optimizer: Optional[Optimizer] = None,
+        offload: OffloadConfig = OffloadConfig(),
+    ) -> None:
+        self.name = name
+        self.groups = groups
+        self.device = device
+        self._wrapped = model
+        self._model = model.module if isinstance(model, DistributedDataParallel) else model
+        self._micro_batch_tokens = micro_batch_tokens
+        self._optimizer = optimizer
+        self._offload = offload
+        self._skipped_steps = 0
+        self._model.config.finalize_model_grads_func = _sum_gradients
+        self._parked_parameters = StorageOffload(self._model.parameters)
+        self._parked_optimizer = StorageOffload(self._optimizer_tensors)
+        self._gradients_freed = False
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """The bare model of this rank."""
+        return self._model
+
+    # ------------------------------------------------------------------------------------------------ modes and memory
+
+    @contextmanager
+    def train_mode(self) -> Iterator[None]:
+        self._wrapped.train()
+        self.to("device", model=True, optimizer=False)
+        self._restore_gradients()
+        yield
+        self._park_what_is_offloaded()
+
+    @contextmanager
+    def eval_mode(self) -> Iterator[None]:
+        self._wrapped.eval()
+        self.to("device", model=True, optimizer=False)
+        with torch.no_grad():
+            yield
+        self._park_what_is_offloaded()
+
+    def to(self, device: str, *, model: bool = True, optimizer: bool = True) -> None:
+        for wanted, parked in ((model, self._parked_parameters), (optimizer, self._parked_optimizer)):
+            if wanted:
+                parked.restore() if device == "device" else parked.offload()
+
+    def _park_what_is_offloaded(self) -> None:
+        self.to("host", model=self._offload.parameters, optimizer=self._offload.optimizer)
+        if self._offload.gradients and isinstance(self._wrapped, DistributedDataParallel) and not self._gradients_freed:
+            self._wrapped.offload_grad_buffers(empty_cache=self.device.type == "cuda")
+            self._gradients_freed = True
+
+    def _restore_gradients(self) -> None:
+        if self._gradients_freed:
+            self._wrapped.restore_grad_buffers()
+            self._gradients_freed = False
+
+    def _optimizer_tensors(self) -> Iterator[Tensor]:
+        """Optimizer state without what is a model parameter itself (fp32 training without the distributed optimizer)."""
+        if self._optimizer is not None:
+            mine = storages_of(self._model.parameters())
+            yield from (t for t in self._optimizer.tensors() if t.untyped_storage().data_ptr() not in mine)
+
+    # ---------------------------------------------------------------------------------------------------------- passes
+
+    def forward_backward(
+        self, batch: PackedBatch, loss_fn: LossFunction, *, denominator: float = 1.0, forward_only: bool = False
+    ) -> PassResult:
+        plan = self._plan(batch)
+        mine = plan[self.groups.coordinates.dp]
+        micro_batches = [self._on_device(batch.select(sequences)) for sequences in mine]
+        outputs: list[LossOutput] = []
+        self._run_schedule(micro_batches, partial(self._compute_loss, loss_fn, denominator, outputs), forward_only)
+        tokens = [
+            {name: values[: int(batch.lengths[sequences].sum())] for name, values in output.tokens.items()}
+            for sequences, output in zip(mine, outputs)
+        ]
+        names = self._agree_on_names(outputs)
+        sums, maxima = self._combine_metrics(outputs, names["sums"], names["maxima"])
+        return PassResult(self.unshard_data(batch, tokens, names["tokens"]), sums, maxima, len(mine))
+
+    def shard_data(self, batch: PackedBatch) -> list[PackedBatch]:
+        return [batch.select(sequences) for sequences in self._plan(batch)[self.groups.coordinates.dp]]
+
+    def unshard_data(self, batch: PackedBatch, tokens: list[Mapping[str, Tensor]], names: list[str]) -> dict[str, Tensor]:
+        if not names:
+            return {}
+        # Each position is written by exactly one reporting rank; adding zeros keeps the bits.
+        gathered = torch.zeros(len(names), batch.num_tokens, dtype=torch.float32, device=self.device)
+        if self.groups.is_reporter:
+            for sequences, values in zip(self._plan(batch)[self.groups.coordinates.dp], tokens):
+                index = batch.token_index(sequences).to(self.device)
+                for row, name in enumerate(names):
+                    gathered[row, index] = values[name].float()
+        dist.all_reduce(gathered, group=self._everyone)
+        return {name: gathered[row].to(batch.tokens.device) for row, name in enumerate(names)}
+
+    @property
+    def _everyone(self) -> dist.ProcessGroup:
+        return self.groups.collection.intra_dist_opt
+
+    def _plan(self, batch: PackedBatch) -> MicroBatchPlan:
+        return plan_micro_batches(batch.lengths.tolist(), self.groups.layout.dp, self._micro_batch_tokens)
+
+    def _on_device(self, micro: PackedBatch) -> PackedBatch:
+        layout = self.groups.layout
+        return micro.padded_to_multiple(layout.tp if layout.sequence_parallel else 1).to(self.device)
+
+    def _run_schedule(
+        self, micro_batches: list[PackedBatch], compute_loss: Callable[[PackedBatch, Tensor], Any], forward_only: bool
+    ) -> None:
+        def forward_step(iterator: Iterator[PackedBatch], model: torch.nn.Module) -> tuple[Tensor, Callable]:
+            micro = next(iterator)
+            output = model(
+                input_ids=micro.tokens[None],
+                position_ids=_positions(micro)[None],
+                attention_mask=None,
+                packed_seq_params=packed_seq_params(micro.cu_seqlens),
+            )
+            return output, partial(compute_loss, micro)
+
+        common = dict(
+            forward_step_func=forward_step,
+            data_iterator=iter(micro_batches),
+            model=self._wrapped,
+            num_microbatches=len(micro_batches),
+            # Shapes travel with the tensors (variable_seq_lengths), these two are only read for fixed shapes.
+            seq_length=micro_batches[0].num_tokens,
+            micro_batch_size=1,
+            forward_only=forward_only,
+            pg_collection=self.groups.collection,
+        )
+        if self.groups.layout.pp == 1:
+            forward_backward_no_pipelining(**common)
+        else:
+            communicator = P2PCommunicator(pp_group=self.groups.pp, config=self._model.config)
+            forward_backward_pipelining_without_interleaving(p2p_communicator=communicator, **common)
+
+    def _compute_loss(
+        self, loss_fn: LossFunction, denominator: float, outputs: list[LossOutput], micro: PackedBatch, raw: Tensor
+    ) -> tuple[Tensor, Tensor, dict]:
+        output = loss_fn(self._model_output(raw), micro)
+        outputs.append(
+            LossOutput(
+                tokens={name: value.detach() for name, value in output.tokens.items()},
+                sums={name: value.detach() for name, value in output.sums.items()},
+                maxima={name: value.detach() for name, value in output.maxima.items()},
+            )
+        )
+        loss = raw.new_zeros(()) if output.loss_sum is None else output.loss_sum / denominator
+        # The token count is Megatron's normaliser; ours is already in the loss, so one token is reported and never used.
+        return loss, torch.ones((), dtype=torch.int, device=self.device), {}
+
+    def _model_output(self, raw: Tensor) -> ModelOutput:
+        layout = self.groups.layout
+        common = dict(tp_group=self.groups.tp, sequence_parallel=layout.sequence_parallel)
+        if self._model.is_critic:
+            return ModelOutput(values=raw, **common)
+        weight = self._model.output_weight()
+        start = self.groups.coordinates.tp * weight.shape[0]
+        num_valid = max(0, min(weight.shape[0], self._model.arch.vocab_size - start))
+        return ModelOutput(hidden=raw.squeeze(1), weight=weight, vocab_start=start, num_valid=num_valid, **common)
+
+    def _agree_on_names(self, outputs: list[LossOutput]) -> dict[str, list[str]]:
+        """Names of the results; only the last stage computed them, every rank takes part in combining them."""
+        layout = self.groups.layout
+        names = None
+        if outputs:
+            names = {kind: sorted(getattr(outputs[0], kind)) for kind in ("tokens", "sums", "maxima")}
+        if layout.pp == 1:
+            assert names is not None
+            return names
+        box = [names]
+        dist.broadcast_object_list(box, src=layout.rank_of(0, 0, layout.pp - 1), group=self._everyone)
+        return box[0]
+
+    def _combine_metrics(
+        self, outputs: list[LossOutput], sum_names: list[str], maximum_names: list[str]
+    ) -> tuple[dict[str, float], dict[str, float]]:
+        sums = torch.zeros(len(sum_names), dtype=torch.float64, device=self.device)
+        maxima = torch.full((len(maximum_names),), -torch.inf, dtype=torch.float64, device=self.device)
+        if self.groups.is_reporter:
+            for output in outputs:
+                for row, name in enumerate(sum_names):
+                    sums[row] += output.sums[name].double()
+                for row, name in enumerate(maximum_names):
+                    maxima[row] = torch.maximum(maxima[row], output.maxima[name].double())
+        if sum_names:
+            dist.all_reduce(sums, group=self._everyone)
+        if maximum_names:
+            dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=self._everyone)
+        return dict(zip(sum_names, sums.tolist())), dict(zip(maximum_names, maxima.tolist()))
+
+    # ------------------------------------------------------------------------------------------------------- optimizer
+
+    def optimizer_zero_grad(self) -> None:
+        self._wrapped.zero_grad_buffer()
+        self._trained().zero_grad()
+
+    def lr_scheduler_step(self) -> float:
+        return self._trained().advance_schedule()
+
+    def optimizer_step(self) -> StepResult:
+        self._parked_optimizer.restore()
+        result = self._trained().step()
+        if self._offload.optimizer:
+            self._parked_optimizer.offload()
+        self._skipped_steps = 0 if result.applied else self._skipped_steps + 1
+        if self._skipped_steps >= MAX_SKIPPED_STEPS:
+            raise NonFiniteGradient(
+                f"{self.name}: gradient norm {result.grad_norm} in {self._skipped_steps} steps in a row; rank {dist.get_rank()} "
+                f"(stage {self.groups.coordinates.pp}, tp {self.groups.coordinates.tp}) sees it in {self._non_finite_names()}"
+            )
+        return result
+
+    def _trained(self) -> Optimizer:
+        assert self._optimizer is not None, f"{self.name} is frozen: it has no optimizer"
+        return self._optimizer
+
+    def _non_finite_names(self) -> str:
+        bad = [name for name, p in self._model.named_parameters() if not torch.isfinite(p.main_grad).all()]
+        return ", ".join(bad[:4]) + (f" and {len(bad) - 4} more" if len(bad) > 4 else "") if bad else "none of its own tensors"
+
+    # ------------------------------------------------------------------------------------------------------ checkpoint
+
+    def save_state(self, *, with_optimizer: bool) -> dict[str, Any]:
+        return self._sharded_state(with_optimizer=with_optimizer, is_loading=False)
+
+    def state_to_load(self, *, with_optimizer: bool) -> dict[str, Any]:
+        """Sharded description of what `load_state` takes, to be filled by the checkpoint reader."""
+        return self._sharded_state(with_optimizer=with_optimizer, is_loading=True)
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.to("device")
+        self._model.load_state_dict(state["model"])
+        if "optimizer" in state:
+            self._trained().load_state_dict(state["optimizer"])
+        elif self._optimizer is not None:
+            self._optimizer.reload_main_parameters()
+        self._park_what_is_offloaded()
+
+    def _sharded_state(self, *, with_optimizer: bool, is_loading: bool) -> dict[str, Any]:
+        self.to("device")
+        model_state = self._model.sharded_state_dict(metadata={"dp_cp_group": self.groups.collection.dp_cp})
+        state: dict[str, Any] = {"model": model_state}
+        if with_optimizer:
+            state["optimizer"] = self._trained().sharded_state_dict(model_state, is_loading=is_loading)
+        return state
+
+
+def _positions(batch: PackedBatch) -> Tensor:
+    """[T] position of each token within its sequence."""
+    starts = batch.cu_seqlens[:-1].long().repeat_interleave(batch.lengths)
+    return torch.arange(batch.num_tokens, device=batch.tokens.device) - starts
+
+
+def _sum_gradients(model: list, num_tokens: Tensor, pg_collection: Any, force_all_reduce: bool = False) -> None:
+    """Megatron's reduction over dp, sequence-parallel and tied-embedding copies, without its division by the token count."""
+    finalize_model_grads(model, None, pg_collection=pg_collection, force_all_reduce=force_all_reduce)

@@ -1,0 +1,113 @@
+"""AdamW and its learning-rate schedule around a sharded model, by Megatron-core's optimizer and scheduler."""
+
+from __future__ import annotations
+
+import math
+from typing import Iterator
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch import Tensor
+
+from megappo.config.schema import OptimizerConfig
+from megappo.engine.base import StepResult
+from megappo.parallel.groups import ProcessGroups
+
+
+def wrap_with_ddp(model: torch.nn.Module, groups: ProcessGroups, *, distributed_optimizer: bool) -> DistributedDataParallel:
+    """Gradient buffers (fp32) and their reduction over data-parallel ranks."""
+    config = DistributedDataParallelConfig(
+        use_distributed_optimizer=distributed_optimizer, grad_reduce_in_fp32=True, overlap_grad_reduce=False
+    )
+    return DistributedDataParallel(model.config, config, model, pg_collection=groups.collection)
+
+
+class Optimizer:
+    """Megatron-core's optimizer with its schedule; a step whose gradient is not finite is skipped on every rank."""
+
+    def __init__(self, model: DistributedDataParallel, groups: ProcessGroups, config: OptimizerConfig, total_steps: int) -> None:
+        params_dtype = model.config.params_dtype
+        self._optimizer: MegatronOptimizer = get_megatron_optimizer(
+            MegatronOptimizerConfig(
+                optimizer="adam",
+                lr=config.lr,
+                min_lr=config.lr * config.min_lr_ratio,
+                weight_decay=config.weight_decay,
+                adam_beta1=config.beta1,
+                adam_beta2=config.beta2,
+                adam_eps=config.eps,
+                clip_grad=config.clip_grad,
+                bf16=params_dtype == torch.bfloat16,
+                params_dtype=params_dtype,
+                use_distributed_optimizer=config.distributed,
+            ),
+            [model],
+            pg_collection=groups.collection,
+            use_gloo_process_groups=False,
+        )
+        self._clip_grad = config.clip_grad
+        self._scheduler = OptimizerParamScheduler(
+            self._optimizer,
+            init_lr=0.0,
+            max_lr=config.lr,
+            min_lr=config.lr * config.min_lr_ratio,
+            lr_warmup_steps=config.warmup_steps,
+            lr_decay_steps=max(total_steps, config.warmup_steps + 1),
+            lr_decay_style=config.lr_schedule,
+            start_wd=config.weight_decay,
+            end_wd=config.weight_decay,
+            wd_incr_steps=0,
+            wd_incr_style="constant",
+        )
+
+    def zero_grad(self) -> None:
+        self._optimizer.zero_grad()
+
+    def advance_schedule(self) -> float:
+        """Set the learning rate of the next step and return it: step k of the warm-up uses k / warmup_steps of the peak."""
+        self._scheduler.step(increment=1)
+        return max(group["lr"] for group in self._optimizer.param_groups)
+
+    def step(self) -> StepResult:
+        """Clip by the global norm and update. The norm is reduced over all ranks, so all ranks decide alike."""
+        found_inf = self._optimizer.prepare_grads()
+        grad_norm = float(self._optimizer.get_grad_norm())
+        if found_inf or not math.isfinite(grad_norm):
+            return StepResult(grad_norm, applied=False)
+        if self._clip_grad > 0:
+            for optimizer in self._chained():
+                parameters = optimizer.get_parameters()
+                if parameters:
+                    clip_grad_by_total_norm_fp32(parameters, max_norm=self._clip_grad, total_norm=grad_norm)
+        self._optimizer.step_with_ready_grads()
+        return StepResult(grad_norm, applied=True)
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Main parameters and moments held by this rank."""
+        for optimizer in self._chained():
+            for group in optimizer.optimizer.param_groups:
+                yield from group["params"]
+            for state in optimizer.optimizer.state.values():
+                yield from (value for value in state.values() if isinstance(value, Tensor) and value.dim() > 0)
+
+    def reload_main_parameters(self) -> None:
+        """Copy the model's weights into the fp32 main parameters, after weights were loaded from elsewhere."""
+        self._optimizer.reload_model_params()
+
+    def sharded_state_dict(self, model_state: dict, *, is_loading: bool) -> dict:
+        return {
+            "optimizer": self._optimizer.sharded_state_dict(model_state, is_loading=is_loading),
+            "scheduler": self._scheduler.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict) -> None:
+        self._optimizer.load_state_dict(state["optimizer"])
+        self._scheduler.load_state_dict(state["scheduler"])
+
+    def _chained(self) -> list[MegatronOptimizer]:
+        return list(getattr(self._optimizer, "chained_optimizers", [self._optimizer]))
