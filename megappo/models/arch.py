@@ -1,0 +1,239 @@
+"""The facts of a Hugging Face config.json that decide shapes and arithmetic, normalised into one frozen value.
+
+Reads JSON only: no remote code, no transformers. A feature of the config that the model does not implement is an error, never ignored.
+Which tensors an architecture has is `families.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from math import gcd
+from pathlib import Path
+from typing import Any, Mapping, Optional
+
+_HEADS = ("CausalLM", "SequenceClassification", "TokenClassification")
+_STEMS = {"Llama": "llama", "Qwen2": "qwen2", "Qwen3": "qwen3", "Mistral": "mistral", "Ministral3": "ministral3"}
+
+ARCHITECTURES: dict[str, str] = {f"{stem}For{head}": family for stem, family in _STEMS.items() for head in _HEADS}
+"""Hugging Face architecture -> family. Mistral3ForConditionalGeneration is resolved through its text_config."""
+
+_COMPOSITE = "Mistral3ForConditionalGeneration"
+_DEFAULT_HEAD_DIM = {"qwen3": 128, "ministral3": 128}
+_DEFAULT_KV_HEADS = {"mistral": 8, "ministral3": 8}
+_DEFAULT_EPS = {"ministral3": 1e-5}
+_DEFAULT_WINDOW = {"mistral": 4096}
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary embedding. Fields that `type` does not use are None; `llama4_beta` scales queries by position (ministral3)."""
+
+    type: str = "default"
+    theta: float = 10000.0
+    factor: Optional[float] = None
+    original_max_positions: Optional[int] = None
+    low_freq_factor: Optional[float] = None
+    high_freq_factor: Optional[float] = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: Optional[float] = None
+    mscale: Optional[float] = None
+    mscale_all_dim: Optional[float] = None
+    truncate: bool = True
+    llama4_beta: Optional[float] = None
+
+
+@dataclass(frozen=True)
+class ModelArch:
+    """One decoder-only transformer. qkv_bias: biases on q, k, v only. qk_norm: RMSNorm over each head of q and k before the rotation."""
+
+    family: str
+    architecture: str
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn_size: int
+    vocab_size: int
+    max_positions: int
+    tied_embeddings: bool
+    norm_eps: float
+    rope: Rope
+    qkv_bias: bool = False
+    qk_norm: bool = False
+
+    @property
+    def heads_per_group(self) -> int:
+        """Query heads that share one KV head."""
+        return self.num_heads // self.num_kv_heads
+
+
+def padded_vocab(arch: ModelArch, tp: int) -> int:
+    """Vocabulary rounded up so that every tp rank holds the same number of rows."""
+    return -(-arch.vocab_size // tp) * tp
+
+
+def check_tp(arch: ModelArch, tp: int) -> None:
+    """Raises ValueError where tp does not divide heads, KV heads or the MLP, naming the largest tp that does."""
+    largest = gcd(arch.num_kv_heads, arch.ffn_size)
+    for what, size in (("KV heads", arch.num_kv_heads), ("attention heads", arch.num_heads), ("MLP columns", arch.ffn_size)):
+        if size % tp:
+            raise ValueError(f"tp {tp} does not divide the {size} {what} of this {arch.family} model; the largest tp that works is {largest}")
+
+
+def read_config(path: str | Path) -> dict[str, Any]:
+    """config.json of a checkpoint directory. ValueError where it is missing or not JSON."""
+    file = Path(path) / "config.json"
+    if not file.is_file():
+        what = "has no config.json" if Path(path).is_dir() else "is not a directory"
+        raise ValueError(f"{path} {what}; a Hugging Face checkpoint directory is needed")
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is not valid JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"{file} does not hold a JSON object")
+    return config
+
+
+def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The language model's part of a config, as a stand-alone text-only config (identity for text-only checkpoints)."""
+    if _architecture(config) != _COMPOSITE:
+        return dict(config)
+    text = dict(config.get("text_config") or {})
+    stem = {"mistral": "Mistral", "ministral3": "Ministral3"}.get(text.get("model_type", "mistral"))
+    if stem is None:
+        raise ValueError(f"{_COMPOSITE} with text_config.model_type {text['model_type']!r}: supported are mistral, ministral3")
+    text["architectures"] = [f"{stem}ForCausalLM"]
+    text.setdefault("tie_word_embeddings", config.get("tie_word_embeddings", True))
+    for key in ("quantization_config", "auto_map"):
+        if key in config:
+            text[key] = config[key]
+    for key in ("dtype", "torch_dtype", "transformers_version", "bos_token_id", "eos_token_id", "pad_token_id"):
+        if key in config:
+            text.setdefault(key, config[key])
+    return text
+
+
+def read_arch(path: str | Path) -> ModelArch:
+    """Architecture of the checkpoint directory `path`. ValueError names the key and value that is not supported."""
+    try:
+        return arch_of(read_config(path))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}" if str(path) not in str(error) else str(error)) from None
+
+
+def arch_of(config: Mapping[str, Any]) -> ModelArch:
+    """Architecture of a parsed config.json."""
+    text = text_config(config)
+    architecture = _architecture(text)
+    if "auto_map" in text:
+        raise ValueError("config.json has auto_map (remote code), which is never run; use a checkpoint of a built-in architecture")
+    if architecture not in ARCHITECTURES:
+        supported = ", ".join([f"{stem}ForCausalLM" for stem in _STEMS] + [_COMPOSITE])
+        raise ValueError(f"architecture {architecture} is not supported; supported are {supported}")
+    family = ARCHITECTURES[architecture]
+    _refuse_unimplemented(text, family)
+    hidden, heads = _positive(text, "hidden_size"), _positive(text, "num_attention_heads")
+    kv_heads = text.get("num_key_value_heads", _DEFAULT_KV_HEADS.get(family)) or heads
+    if heads % kv_heads:
+        raise ValueError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
+    head_dim = text.get("head_dim", _DEFAULT_HEAD_DIM.get(family)) or hidden // heads
+    if head_dim % 2:
+        raise ValueError(f"head_dim {head_dim} is odd; rotary embeddings need an even one")
+    return ModelArch(
+        family=family,
+        architecture=_architecture(config),
+        num_layers=_positive(text, "num_hidden_layers"),
+        hidden_size=hidden,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        ffn_size=_positive(text, "intermediate_size"),
+        vocab_size=_positive(text, "vocab_size"),
+        max_positions=_positive(text, "max_position_embeddings"),
+        tied_embeddings=bool(text.get("tie_word_embeddings", False)),
+        norm_eps=float(text.get("rms_norm_eps", _DEFAULT_EPS.get(family, 1e-6))),
+        rope=_read_rope(text, family),
+        qkv_bias=family == "qwen2",
+        qk_norm=family == "qwen3",
+    )
+
+
+def _architecture(config: Mapping[str, Any]) -> str:
+    names = config.get("architectures") or ["(none: config.json has no architectures)"]
+    return names[0]
+
+
+def _positive(config: Mapping[str, Any], key: str) -> int:
+    value = config.get(key)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"config.json: {key} = {value!r}; a positive integer is needed")
+    return value
+
+
+def _refuse_unimplemented(config: Mapping[str, Any], family: str) -> None:
+    if config.get("quantization_config"):
+        method = config["quantization_config"].get("quant_method", "unknown")
+        raise ValueError(f"the checkpoint is quantised ({method}); training needs its bf16, fp16 or fp32 version")
+    activation = config.get("hidden_act", "silu")
+    if activation not in ("silu", "swish"):
+        raise ValueError(f"hidden_act {activation!r} is not supported; only silu is")
+    for key in ("attention_bias", "mlp_bias"):
+        if config.get(key):
+            raise ValueError(f"{key} = true is not supported (biases on o_proj or the MLP)")
+    if config.get("attention_dropout"):
+        raise ValueError(f"attention_dropout {config['attention_dropout']} is not supported; set it to 0 in config.json")
+    if config.get("pretraining_tp", 1) not in (None, 1):
+        raise ValueError(f"pretraining_tp {config['pretraining_tp']} is not supported; set it to 1 in config.json")
+    window = config.get("sliding_window", _DEFAULT_WINDOW.get(family))
+    if family in ("qwen2", "qwen3"):
+        window = window if config.get("use_sliding_window", False) else None
+    if window is not None and window < _positive(config, "max_position_embeddings") and family != "llama":
+        raise ValueError(
+            f"sliding_window {window} is shorter than max_position_embeddings {config['max_position_embeddings']} and sliding "
+            f"attention is not implemented; set max_position_embeddings to {window} if no sequence is longer"
+        )
+
+
+def _read_rope(config: Mapping[str, Any], family: str) -> Rope:
+    given = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
+    if any(isinstance(value, Mapping) for value in given.values()):
+        raise ValueError("rope_parameters per layer type are not supported")
+    older_name = given.pop("type", None)
+    kind = given.pop("rope_type", None) or older_name or "default"
+    if kind not in _ROPE_TYPES:
+        raise ValueError(f"rope type {kind!r} is not supported; supported are {', '.join(_ROPE_TYPES)}")
+    theta = given.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
+    partial = given.pop("partial_rotary_factor", config.get("partial_rotary_factor"))
+    if partial not in (None, 1, 1.0):
+        raise ValueError(f"partial_rotary_factor {partial} is not supported; the whole head must be rotated")
+    given.pop("max_position_embeddings", None)  # written by ministral3 configs beside the real one, read by nobody
+    beta = given.pop("llama_4_scaling_beta", None)
+    original = given.pop("original_max_position_embeddings", None)
+    if (beta is not None) != (family == "ministral3"):
+        raise ValueError(f"rope llama_4_scaling_beta is {beta}; ministral3 needs it and no other family has it")
+    if beta is not None and original is None:
+        raise ValueError("rope original_max_position_embeddings is missing; llama_4_scaling_beta needs it")
+    used = {
+        "default": (),
+        "linear": ("factor",),
+        "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+        "yarn": ("factor", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate"),
+    }[kind]
+    # A key of another type set to null is harmless; a set one would change the model in a way that we do not know.
+    unknown = sorted(key for key, value in given.items() if key not in used and value is not None)
+    if unknown:
+        raise ValueError(f"rope key {unknown[0]!r} is not known for rope type {kind!r}")
+    fields = {key: given[key] for key in used if given.get(key) is not None}
+    if kind in ("llama3", "yarn"):
+        original = config.get("original_max_position_embeddings") or original or _positive(config, "max_position_embeddings")
+    if kind == "yarn" and "factor" not in fields:
+        fields["factor"] = _positive(config, "max_position_embeddings") / original
+    missing = [key for key in ("factor", "low_freq_factor", "high_freq_factor") if key in used and key not in fields]
+    if missing:
+        raise ValueError(f"rope type {kind!r} needs the key {missing[0]!r}")
+    return Rope(type=kind, theta=float(theta), original_max_positions=original, llama4_beta=beta, **fields)

@@ -1,0 +1,90 @@
+"""Rotary position embedding of packed sequences: frequencies, the table of one micro-batch, and the rotation itself.
+
+Frequencies follow transformers' modeling_rope_utils operation by operation in fp32, so the two agree bit for bit. Megatron's own
+rotary modules are not used: they recompute cos and sin for q and k in every layer and cannot express all of these types.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from megappo.models.arch import Rope
+
+
+def inverse_frequencies(rope: Rope, head_dim: int) -> tuple[Tensor, float]:
+    """([head_dim / 2] fp32 inverse frequencies, factor on cos and sin)."""
+    powers = rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    if rope.type == "default":
+        return 1.0 / powers, 1.0
+    assert rope.factor is not None
+    if rope.type == "linear":
+        return 1.0 / powers / rope.factor, 1.0
+    if rope.type == "llama3":
+        return _llama3(rope, 1.0 / powers), 1.0
+    assert rope.type == "yarn", rope.type
+    return _yarn(rope, powers, head_dim), _yarn_attention_factor(rope)
+
+
+def _llama3(rope: Rope, inv_freq: Tensor) -> Tensor:
+    """Llama 3.1: long waves are stretched by `factor`, short ones kept, a ramp between."""
+    assert rope.factor and rope.low_freq_factor and rope.high_freq_factor and rope.original_max_positions
+    wavelength = 2 * math.pi / inv_freq
+    longest = rope.original_max_positions / rope.low_freq_factor
+    shortest = rope.original_max_positions / rope.high_freq_factor
+    stretched = torch.where(wavelength > longest, inv_freq / rope.factor, inv_freq)
+    smooth = (rope.original_max_positions / wavelength - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    ramp = (1 - smooth) * stretched / rope.factor + smooth * stretched
+    return torch.where((wavelength >= shortest) & (wavelength <= longest), ramp, stretched)
+
+
+def _yarn(rope: Rope, powers: Tensor, dim: int) -> Tensor:
+    """Peng et al. 2023, "YaRN", section 3.2 (NTK by parts)."""
+    assert rope.factor and rope.original_max_positions
+
+    def dim_with_rotations(rotations: float) -> float:
+        return dim * math.log(rope.original_max_positions / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = dim_with_rotations(rope.beta_fast), dim_with_rotations(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    if low == high:
+        high += 0.001
+    keep = 1 - torch.clamp((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low), 0, 1)
+    return 1.0 / (rope.factor * powers) * (1 - keep) + 1.0 / powers * keep
+
+
+def _yarn_attention_factor(rope: Rope) -> float:
+    assert rope.factor
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+
+    def scale(mscale: float) -> float:
+        return 1.0 if rope.factor <= 1 else 0.1 * mscale * math.log(rope.factor) + 1.0
+
+    if rope.mscale and rope.mscale_all_dim:
+        return scale(rope.mscale) / scale(rope.mscale_all_dim)
+    return scale(1.0)
+
+
+def rotary_table(positions: Tensor, inv_freq: Tensor, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin of positions [T] as [T, 1, head_dim] in the dtype of the activations."""
+    angles = positions[:, None].float() * inv_freq.to(positions.device)
+    angles = torch.cat((angles, angles), dim=-1)[:, None, :]
+    return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
+
+
+def query_scale(positions: Tensor, rope: Rope, dtype: torch.dtype) -> Tensor:
+    """[T, 1, 1] factor 1 + beta * log(1 + floor(position / original length)) on rotated queries (ministral3, from Llama 4)."""
+    assert rope.llama4_beta is not None and rope.original_max_positions is not None
+    scale = 1 + rope.llama4_beta * torch.log(1 + torch.floor(positions / rope.original_max_positions))
+    return scale[:, None, None].to(dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate x [T, heads, head_dim]; the two halves of a head are the real and imaginary parts."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
