@@ -1,0 +1,55 @@
+"""How token losses become one number: a weight per token and one global denominator.
+
+loss = sum over all ranks and micro-batches of (weight * token loss) / total count. The weights depend on the sequence alone and the
+counts add, so neither the split into micro-batches nor the layout changes the loss.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Optional
+
+import torch
+from torch import Tensor
+
+AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "fixed-length")
+
+
+class TokenWeights(NamedTuple):
+    """weight: [T] fp32, 0 where the mask is false. count: 0-dim fp64, this batch's share of the global denominator."""
+
+    weight: Tensor
+    count: Tensor
+
+
+def tokens_per_sequence(mask: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """[B] int64, true entries of mask [T] in each sequence."""
+    running = torch.cat((mask.new_zeros(1, dtype=torch.long), mask.long().cumsum(0)))
+    return running[cu_seqlens[1:].long()] - running[cu_seqlens[:-1].long()]
+
+
+def token_weights(mode: str, mask: Tensor, cu_seqlens: Tensor, max_tokens: Optional[int] = None) -> TokenWeights:
+    """Weights and count of a packed batch of whole sequences. mask: [T] bool, cu_seqlens: [B+1].
+
+    token-mean            every token counts the same: weight 1, count = tokens (DAPO)
+    seq-mean-token-mean   every sequence counts the same: weight 1/length, count = sequences (GRPO)
+    seq-mean-token-sum    weight 1, count = sequences
+    fixed-length          weight 1, count = sequences * max_tokens (Dr. GRPO)
+
+    A sequence without a true mask entry counts nowhere. Raises ValueError for another mode or a missing `max_tokens`.
+    """
+    if mode not in AGGREGATIONS:
+        raise ValueError(f"loss aggregation {mode!r} is not one of {', '.join(AGGREGATIONS)}")
+    if mode == "fixed-length" and not max_tokens:
+        raise ValueError("loss aggregation fixed-length needs max_tokens, the longest response")
+    lengths = tokens_per_sequence(mask, cu_seqlens)
+    weight = mask.float()
+    if mode == "token-mean":
+        return TokenWeights(weight, lengths.sum().double())
+    sequences = (lengths > 0).sum().double()
+    if mode == "seq-mean-token-mean":
+        per_sequence = lengths.clamp(min=1).float().reciprocal()
+        spans = (cu_seqlens[1:] - cu_seqlens[:-1]).long()
+        weight = weight * torch.repeat_interleave(per_sequence, spans, output_size=mask.numel())
+    if mode == "fixed-length":
+        sequences = sequences * max_tokens
+    return TokenWeights(weight, sequences)

@@ -1,0 +1,59 @@
+"""Summaries over masked tokens that add over ranks and batches: mean, spread, extremes, explained variance.
+
+Every summary starts as a small fp64 vector whose first entries add and whose last combine by maximum; the names of what is logged are
+in `telemetry/metrics.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Summary(NamedTuple):
+    """Python floats; nan where there is no valid entry."""
+
+    mean: float
+    std: float
+    min: float
+    max: float
+
+
+def masked_moments(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """x [T], mask [T] bool -> (sums [3] fp64: count, sum, sum of squares; maxima [2] fp64: -min, max, -inf without valid entries)."""
+    kept = torch.where(mask, x.double(), 0.0)
+    sums = torch.stack((mask.sum().double(), kept.sum(), kept.square().sum()))
+    extremes = torch.stack((torch.where(mask, -x.double(), -math.inf), torch.where(mask, x.double(), -math.inf)))
+    none = extremes.new_full((2, 1), -math.inf)
+    return sums, torch.cat((extremes, none), 1).amax(1)
+
+
+def summarise(sums: Tensor, maxima: Tensor) -> Summary:
+    """Totals over all ranks -> mean, population standard deviation, min, max."""
+    count, total, squares = sums.tolist()
+    if count == 0:
+        return Summary(math.nan, math.nan, math.nan, math.nan)
+    mean = total / count
+    return Summary(mean, math.sqrt(max(squares / count - mean * mean, 0.0)), -float(maxima[0]), float(maxima[1]))
+
+
+def regression_moments(value: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
+    """[5] fp64 sums over the mask: count, R, R^2, R - V, (R - V)^2."""
+    target = torch.where(mask, returns.double(), 0.0)
+    error = torch.where(mask, returns.double() - value.double(), 0.0)
+    return torch.stack((mask.sum().double(), target.sum(), target.square().sum(), error.sum(), error.square().sum()))
+
+
+def explained_variance(moments: Tensor) -> float:
+    """1 - Var(R - V) / Var(R) from summed `regression_moments`; nan where the returns do not vary (up to fp32 rounding)."""
+    count, target, target_squares, error, error_squares = moments.tolist()
+    if count == 0:
+        return math.nan
+    variance = target_squares / count - (target / count) ** 2
+    # equal fp32 returns leave a rounding residue of about 1e-16 of their square
+    if variance <= 1e-14 * target_squares / count:
+        return math.nan
+    return 1.0 - (error_squares / count - (error / count) ** 2) / variance

@@ -1,0 +1,162 @@
+"""Log-prob and entropy from vocab-parallel logits: one statistic per token and shard, a merge, and the backward of the local shard.
+
+    torch.ops.megappo.vocab_stats            logits[T, Vl]    -> stats[T, 4]: m, s, t, z_y
+    torch.ops.megappo.vocab_stats_merge      gathered[R, T, 4] -> logprob[T], entropy[T], lse[T]
+    torch.ops.megappo.vocab_logits_backward  ...              -> dlogits[T, Vl]
+
+With x = logits * inv_temp of one shard: m = max x, s = sum e^(x-m), t = sum e^(x-m) (x-m), z_y = x at the target (-inf where another
+shard owns it). entropy = log s - t/s, which unlike log s + m - sum(e^x x)/s keeps its precision under a common offset of the logits.
+These are the reference implementations in plain PyTorch; the collective between statistic and merge, argument checks and autograd are in
+`logprob.py`. Everything is fp32, or fp64 for fp64 logits (which exists for gradient checks).
+"""
+
+from __future__ import annotations
+
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+# e^-120 is 0 in fp32, so the bound changes no sum; it turns the product e^d * d of a -inf column into 0 * -120 instead of 0 * -inf
+EXPONENT_FLOOR = -120.0
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """fp32 for half types and fp32, fp64 for fp64."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _scaled(logits: Tensor, num_valid: int, inv_temp: float, row_inv_temp: Optional[Tensor]) -> Tensor:
+    """x[T, num_valid] in the compute type; may be a view of `logits`, so callers never write into it."""
+    x = logits[:, :num_valid].to(compute_dtype(logits.dtype))
+    if row_inv_temp is not None:
+        return x * row_inv_temp.to(x.dtype)[:, None]
+    return x if inv_temp == 1.0 else x * inv_temp
+
+
+def _local_target(target: Tensor, vocab_start: int, num_valid: int, ignore_index: int) -> tuple[Tensor, Tensor]:
+    """(owned[T] bool, column[T] int64 that is safe to gather from)."""
+    local = target - vocab_start
+    owned = (local >= 0) & (local < num_valid) & (target != ignore_index)
+    return owned, local.clamp(0, max(num_valid - 1, 0))
+
+
+@torch.library.custom_op("megappo::vocab_stats", mutates_args=())
+def vocab_stats(
+    logits: Tensor,
+    target: Tensor,
+    vocab_start: int,
+    num_valid: int,
+    inv_temp: float,
+    row_inv_temp: Optional[Tensor],
+    ignore_index: int,
+    want_entropy: bool,
+) -> Tensor:
+    """Statistic of one vocabulary shard.
+
+    logits: [T, Vl], columns from `num_valid` on are padding. target: [T] int64, ids of the whole vocabulary; this shard owns
+    vocab_start .. vocab_start + num_valid. inv_temp: 1/temperature of all rows, replaced by row_inv_temp [T] where given.
+    want_entropy false leaves t at 0. Returns [T, 4] (m, s, t, z_y); an empty or all -inf shard has m = -inf, s = t = 0.
+    """
+    stats = torch.zeros(logits.shape[0], 4, dtype=compute_dtype(logits.dtype), device=logits.device)
+    if num_valid == 0:
+        stats[:, 0] = stats[:, 3] = -torch.inf
+        return stats
+    x = _scaled(logits, num_valid, inv_temp, row_inv_temp)
+    m = x.amax(1)
+    shift = x - m.masked_fill(m == -torch.inf, 0.0)[:, None]
+    shift.clamp_(min=EXPONENT_FLOOR)
+    e = shift.exp()
+    stats[:, 0] = m
+    # s of a shard whose columns are all -inf: every term is below the smallest fp32 number, but in fp64 it is 1e-52 and not 0
+    stats[:, 1] = e.sum(1).masked_fill(m == -torch.inf, 0.0)
+    if want_entropy:
+        stats[:, 2] = e.mul_(shift).sum(1).masked_fill(m == -torch.inf, 0.0)
+    owned, column = _local_target(target, vocab_start, num_valid, ignore_index)
+    stats[:, 3] = x.gather(1, column[:, None]).squeeze(1).masked_fill(~owned, -torch.inf)
+    return stats
+
+
+@vocab_stats.register_fake
+def _(logits, target, vocab_start, num_valid, inv_temp, row_inv_temp, ignore_index, want_entropy):
+    return logits.new_empty((logits.shape[0], 4), dtype=compute_dtype(logits.dtype))
+
+
+@torch.library.custom_op("megappo::vocab_stats_merge", mutates_args=())
+def vocab_stats_merge(gathered: Tensor, target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Merge the shards' statistics [R, T, 4], in rank order, to (logprob, entropy, lse), each [T].
+
+    Every rank that merges the same bits gets the same bits. Ignored targets have logprob = entropy = 0 (lse stays theirs); a target that
+    no shard owns has logprob -inf.
+    """
+    m_r, s_r, t_r, z_r = gathered.unbind(2)
+    m = m_r.amax(0)
+    shift = (m_r - m.masked_fill(m == -torch.inf, 0.0)).clamp(min=EXPONENT_FLOOR)
+    weight = shift.exp()
+    empty = s_r == 0
+    s = (weight * s_r).sum(0)
+    t = (weight * (t_r + shift * s_r)).masked_fill(empty, 0.0).sum(0)
+    log_s = s.log()
+    ignored = target == ignore_index
+    lse = m + log_s
+    logprob = (z_r.amax(0) - lse).masked_fill(ignored, 0.0)
+    entropy = (log_s - t / s).masked_fill(ignored, 0.0)
+    return logprob, entropy, lse
+
+
+@vocab_stats_merge.register_fake
+def _(gathered, target, ignore_index):
+    return tuple(gathered.new_empty(gathered.shape[1]) for _ in range(3))
+
+
+@torch.library.custom_op("megappo::vocab_logits_backward", mutates_args=())
+def vocab_logits_backward(
+    logits: Tensor,
+    target: Tensor,
+    lse: Tensor,
+    entropy: Tensor,
+    g_logprob: Tensor,
+    g_entropy: Optional[Tensor],
+    vocab_start: int,
+    num_valid: int,
+    inv_temp: float,
+    row_inv_temp: Optional[Tensor],
+    ignore_index: int,
+) -> Tensor:
+    """Gradient of this shard's logits, [T, Vl] in their dtype; padding columns and ignored rows are exactly 0.
+
+    dlogits_v = inv_temp [ g_lp (1[v=y] - p_v) - g_H p_v (x_v - lse + H) ], p_v = e^(x_v - lse). At the target 1 - p is -expm1(x - lse):
+    rounding p first loses 20 % at p = 0.99 in bf16. lse, entropy, g_*: [T] as merged over all shards. Needs no collective.
+    """
+    if num_valid == 0:
+        return torch.zeros_like(logits, memory_format=torch.contiguous_format)
+    log_p = _scaled(logits, num_valid, inv_temp, row_inv_temp) - lse[:, None]
+    if g_entropy is not None:
+        log_p.clamp_(min=EXPONENT_FLOOR)
+    scale = inv_temp if row_inv_temp is None else row_inv_temp.to(log_p.dtype)
+    g = (g_logprob.to(log_p.dtype) * scale)[:, None]
+    owned, column = _local_target(target, vocab_start, num_valid, ignore_index)
+    column = column[:, None]
+    log_p_y = log_p.gather(1, column)
+    at_target = -g * log_p_y.expm1()
+
+    p = log_p.exp()
+    if g_entropy is None:
+        grad = p.mul_(-g)
+    else:
+        g_h = (g_entropy.to(log_p.dtype) * scale)[:, None]
+        h = entropy[:, None]
+        at_target -= g_h * log_p_y.exp() * (log_p_y + h)
+        grad = p.mul_(log_p.add_(h).mul_(g_h).add_(g)).neg_()
+    grad.scatter_(1, column, torch.where(owned[:, None], at_target, grad.gather(1, column)))
+    grad.masked_fill_((target == ignore_index)[:, None], 0.0)
+    if num_valid == logits.shape[1]:
+        return grad.to(logits.dtype)
+    out = torch.zeros_like(logits, memory_format=torch.contiguous_format)
+    out[:, :num_valid] = grad
+    return out
+
+
+@vocab_logits_backward.register_fake
+def _(logits, target, lse, entropy, g_logprob, g_entropy, vocab_start, num_valid, inv_temp, row_inv_temp, ignore_index):
+    return logits.new_empty(logits.shape)
