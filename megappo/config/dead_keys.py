@@ -59,11 +59,6 @@ TRAIN: tuple[Dead, ...] = (
         "rollout.kv_cache_gib fixes the size of the KV cache; remove one of the two",
     ),
     Dead(
-        ("rollout.sampling.top_k", "rollout.sampling.top_p"),
-        lambda c: c.rollout.sampling.temperature == 0,
-        "rollout.sampling.temperature is 0 (greedy); remove it, or sample with a temperature",
-    ),
-    Dead(
         ("trainer.eval_every", "trainer.eval_before", "data.eval_prompts"),
         lambda c: c.data.eval is None,
         "data.eval is not set; remove it, or name the held-out prompts",

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 PositiveFloat = Annotated[float, Field(gt=0.0)]
 NonNegativeFloat = Annotated[float, Field(ge=0.0)]
 
@@ -37,9 +38,9 @@ class ParallelConfig(Section):
 class OptimizerConfig(Section):
     lr: PositiveFloat = 1e-6
     """Peak learning rate of AdamW."""
-    beta1: Fraction = 0.9
+    beta1: Decay = 0.9
     """Decay of the first moment."""
-    beta2: Fraction = 0.95
+    beta2: Decay = 0.95
     """Decay of the second moment."""
     eps: PositiveFloat = 1e-8
     """Added to the root of the second moment."""
@@ -70,15 +71,18 @@ class RoleConfig(Section):
     dtype: Literal["bf16", "fp32"] = "bf16"
     """Type of weights and activations. bf16 keeps fp32 main parameters and fp32 gradient sums."""
     parallel: ParallelConfig = ParallelConfig()
+    """Layout of the role over the ranks; what tp and pp leave is data parallel."""
     micro_batch_tokens: Positive = 16384
     """Token budget of one packed micro-batch of a data-parallel rank; a longer sequence gets a micro-batch of its own."""
 
 
 class TrainableConfig(RoleConfig):
     optimizer: OptimizerConfig = OptimizerConfig()
+    """AdamW and its schedule."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Recompute activations in the backward pass: selective = core attention, full = every layer."""
     offload: OffloadConfig = OffloadConfig()
+    """What leaves the GPU while it is not needed."""
 
 
 class PolicyConfig(TrainableConfig):
@@ -104,6 +108,7 @@ class ReferenceConfig(RoleConfig):
     model: Optional[str] = None
     """Checkpoint of the reference model; null means `policy.model`."""
     offload: FrozenOffloadConfig = FrozenOffloadConfig()
+    """What leaves the GPU while it is not needed."""
 
 
 # ---------------------------------------------------------------------------------------------------------------- rollout
@@ -130,6 +135,7 @@ class RolloutConfig(Section):
     max_response_tokens: Positive = 512
     """Responses are cut here; a cut response has no end-of-sequence token."""
     sampling: SamplingConfig = SamplingConfig()
+    """How training responses are drawn."""
     stop: tuple[str, ...] = ()
     """Strings that end a response, beside the end-of-sequence token."""
     max_num_seqs: Positive = 256
@@ -234,6 +240,7 @@ class AlgorithmConfig(Section):
     whiten_advantages: bool = True
     """Normalise advantages by mean and standard deviation of the global batch."""
     kl: KLConfig = KLConfig()
+    """KL to the reference model."""
     ppo_epochs: Positive = 1
     """Passes over the experience of a step."""
     mini_batch_size: Positive = 256
@@ -297,16 +304,27 @@ class TrainConfig(Section):
     """Configuration of `megappo train`."""
 
     run: RunConfig = RunConfig()
+    """Name, place and processes of the run."""
     policy: PolicyConfig
+    """The model that is trained to act."""
     critic: CriticConfig = CriticConfig()
+    """The model that learns the value of a prefix; it has its own layout and optimizer."""
     reference: ReferenceConfig = ReferenceConfig()
+    """The frozen model that the KL is measured against; built unless `algorithm.kl.placement` is none."""
     rollout: RolloutConfig = RolloutConfig()
+    """Generation of responses."""
     data: DataConfig
+    """Prompts and how they are written for the model."""
     reward: RewardConfig = RewardConfig()
+    """Score of a response."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    """PPO."""
     trainer: TrainerConfig = TrainerConfig()
+    """Length of the run and validation."""
     checkpoint: CheckpointConfig = CheckpointConfig()
+    """What is saved, and when."""
     telemetry: TelemetryConfig = TelemetryConfig()
+    """What is recorded beside the metrics of every step."""
 
 
 # -------------------------------------------------------------------------------------------------------------------- sft
@@ -342,6 +360,10 @@ class SftConfig(Section):
     """Configuration of `megappo sft`."""
 
     run: RunConfig = RunConfig(name="sft")
+    """Name, place and processes of the run."""
     policy: PolicyConfig
+    """The model that is fine-tuned."""
     data: SftDataConfig
+    """Demonstrations and how they are written for the model."""
     trainer: SftTrainerConfig = SftTrainerConfig()
+    """Length of the run."""

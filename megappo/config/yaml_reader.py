@@ -6,6 +6,7 @@ these is a wrong configuration that runs. What the keys mean is `loading.py`'s b
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -109,9 +110,12 @@ class _Converter:
 
     def number(self, node: yaml.ScalarNode, kind: str) -> int | float:
         try:
-            return int(node.value) if kind == "int" else float(node.value)
+            value = int(node.value) if kind == "int" else float(node.value)
         except ValueError:  # an explicit tag on other text, or more digits than Python converts
-            raise self.error(node, f"{node.value[:40]!r} is not a number") from None
+            value = math.nan
+        if not math.isfinite(value):
+            raise self.error(node, f"{node.value[:40]!r} is not a number that can be used")
+        return value
 
 
 def parse_yaml(text: str, name: str) -> tuple[Any, dict[str, int]]:

@@ -1,0 +1,294 @@
+"""Rules about several keys, checked once before anything is built. Each rule is one function that returns a message or None.
+
+What a single key may hold is in `schema.py`; what depends on the model, the tokenizer or the data is `megappo/plan`'s. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Callable, Iterator, Literal, Optional
+
+from megappo.config.batch import nearest_divisors, step_arithmetic
+from megappo.config.dead_keys import dead_keys
+from megappo.config.errors import ConfigError, problem
+from megappo.config.keys import value_at
+from megappo.config.schema import OptimizerConfig, ParallelConfig, RewardConfig, RunConfig, SftConfig, TrainConfig
+
+Device = Literal["cpu", "cuda"]
+MAX_ADAPTIVE_STEP = 0.2  # clip of the error in the adaptive KL controller (Ziegler et al. 2019, section 2.2)
+
+
+def check_config(config: TrainConfig | SftConfig, explicit: frozenset[str], world_size: int, device: Device) -> list[str]:
+    """Raise ConfigError with the first problem; otherwise return notes on written keys that this device does not need.
+
+    `explicit`: the keys that the user wrote (`loading.explicit_keys`). `world_size`: ranks of the run.
+    """
+    for message in problems(config, explicit, world_size):
+        raise ConfigError(message)
+    return device_notes(config, explicit, device)
+
+
+def problems(config: TrainConfig | SftConfig, explicit: frozenset[str], world_size: int) -> Iterator[str]:
+    """Every problem, the ones about the world first."""
+    yield from _world_problems(config, world_size)
+    if isinstance(config, TrainConfig):
+        found = (rule(config) for rule in TRAIN_RULES)
+    else:
+        found = (rule(config) for rule in SFT_RULES)
+    yield from (message for message in found if message is not None)
+    yield from dead_key_problems(config, explicit)
+
+
+def dead_key_problems(config: TrainConfig | SftConfig, explicit: frozenset[str]) -> Iterator[str]:
+    """Keys that the user wrote and that do nothing. A key written as null states no intent and passes."""
+    for name, because in dead_keys(config).items():
+        value = value_at(config, name)
+        if name in explicit and value is not None:
+            yield problem(name, value, f"has no effect: {because}")
+
+
+# ------------------------------------------------------------------------------------------------------------------ world
+
+
+def roles_in_use(config: TrainConfig | SftConfig) -> dict[str, ParallelConfig]:
+    """Role -> its parallel sizes, of the roles that this configuration builds."""
+    if isinstance(config, SftConfig):
+        return {"policy": config.policy.parallel}
+    roles = {"policy": config.policy.parallel, "critic": config.critic.parallel}
+    if config.algorithm.kl.placement != "none":
+        roles["reference"] = config.reference.parallel
+    return roles
+
+
+def _world_problems(config: TrainConfig | SftConfig, world_size: int) -> Iterator[str]:
+    wanted = config.run.num_ranks
+    if wanted is not None and wanted != world_size:
+        yield problem("run.num_ranks", wanted, f"the run has {world_size} ranks; start {wanted} processes or leave the key out")
+    for role, parallel in roles_in_use(config).items():
+        model_ranks = parallel.tp * parallel.pp
+        if world_size % model_ranks:
+            sizes = f"tp {parallel.tp} x pp {parallel.pp} = {model_ranks}"
+            yield f"{role}.parallel: {sizes} does not divide the {world_size} ranks; {_worlds(model_ranks, world_size)}"
+        if parallel.sequence_parallel and parallel.tp == 1:
+            yield problem(f"{role}.parallel.sequence_parallel", True, "shards over the tp ranks and needs tp > 1; set tp, or leave it out")
+    if isinstance(config, TrainConfig) and config.rollout.engine == "vllm" and world_size % config.rollout.tp:
+        fix = f"does not divide the {world_size} ranks into replicas; {_worlds(config.rollout.tp, world_size)}"
+        yield problem("rollout.tp", config.rollout.tp, fix)
+
+
+def _worlds(model_ranks: int, world_size: int) -> str:
+    """Which numbers of ranks would do."""
+    below = world_size // model_ranks * model_ranks
+    fitting = [str(ranks) for ranks in (below, below + model_ranks) if ranks > 0]
+    return f"lower the sizes or use {' or '.join(fitting)} ranks (run.num_ranks, or torchrun's --nproc-per-node)"
+
+
+# ------------------------------------------------------------------------------------------------------------------ train
+
+
+def _mini_batches(config: TrainConfig) -> Optional[str]:
+    size, samples = config.algorithm.mini_batch_size, step_arithmetic(config).samples
+    if samples % size == 0:
+        return None
+    product = f"data.prompts_per_step {config.data.prompts_per_step} x rollout.samples_per_prompt {config.rollout.samples_per_prompt}"
+    left = f"{samples % size} would be dropped" if size < samples else "not one mini-batch would be full"
+    nearest = " or ".join(str(d) for d in nearest_divisors(samples, size))
+    return problem("algorithm.mini_batch_size", size, f"must divide the {samples} samples of a step ({product}): {left}; use {nearest}")
+
+
+def _greedy_training(config: TrainConfig) -> Optional[str]:
+    if config.rollout.sampling.temperature == 0:
+        return problem("rollout.sampling.temperature", 0.0, "greedy responses have no probability to train on; use a value > 0 (evaluation is always greedy)")
+    return None
+
+
+def _top_k_zero(config: TrainConfig) -> Optional[str]:
+    return problem("rollout.sampling.top_k", 0, "must be >= 1, or -1 for all tokens") if config.rollout.sampling.top_k == 0 else None
+
+
+def _empty_stop(config: TrainConfig) -> Optional[str]:
+    if "" in config.rollout.stop:
+        return problem("rollout.stop", list(config.rollout.stop), "an empty string would end every response at once; remove it")
+    return None
+
+
+def _adaptive_placement(config: TrainConfig) -> Optional[str]:
+    kl = config.algorithm.kl
+    if kl.controller == "adaptive" and kl.placement == "loss":
+        return problem("algorithm.kl.controller", "adaptive", "steers the KL in the reward; set placement: reward, or controller: fixed")
+    return None
+
+
+def _adaptive_from_zero(config: TrainConfig) -> Optional[str]:
+    kl = config.algorithm.kl
+    if kl.placement == "reward" and kl.controller == "adaptive" and kl.coef == 0:
+        return problem("algorithm.kl.coef", 0.0, "the adaptive controller multiplies it and 0 stays 0; use a start value such as 0.001")
+    return None
+
+
+def _adaptive_horizon(config: TrainConfig) -> Optional[str]:
+    kl, samples = config.algorithm.kl, step_arithmetic(config).samples
+    least = int(samples * MAX_ADAPTIVE_STEP) + 1
+    if kl.placement == "reward" and kl.controller == "adaptive" and kl.horizon < least:
+        return problem("algorithm.kl.horizon", kl.horizon, f"with {samples} samples per step the KL factor could fall to 0 or below; use at least {least}")
+    return None
+
+
+def _k1_in_loss(config: TrainConfig) -> Optional[str]:
+    kl = config.algorithm.kl
+    if kl.placement == "loss" and kl.estimator == "k1":
+        return problem("algorithm.kl.estimator", "k1", "its gradient does not depend on the reference, so it does nothing in the loss; use k2 or k3")
+    return None
+
+
+def _critic_head(config: TrainConfig) -> Optional[str]:
+    if config.critic.value_head == "checkpoint" and config.critic.model is None:
+        return problem("critic.value_head", "checkpoint", "needs critic.model, a reward or critic checkpoint that holds the head; set it, or use zero")
+    return None
+
+
+def _critic_warmup(config: TrainConfig) -> Optional[str]:
+    warmup, steps = config.critic.warmup_steps, config.trainer.steps
+    if steps is not None and warmup > steps:
+        return problem("critic.warmup_steps", warmup, f"longer than the run of {steps} steps, the policy would never train; lower it")
+    return None
+
+
+def _warmup_fits(key: str, optimizer: OptimizerConfig, total: int) -> Optional[str]:
+    if optimizer.warmup_steps and optimizer.warmup_steps >= total:
+        return problem(key, optimizer.warmup_steps, f"the run has {total} optimizer steps and would never reach lr; lower it")
+    return None
+
+
+def _policy_lr_warmup(config: TrainConfig) -> Optional[str]:
+    if config.trainer.steps is None:
+        return None
+    steps = max(0, config.trainer.steps - config.critic.warmup_steps)
+    total = steps * step_arithmetic(config).optimizer_steps
+    return _warmup_fits("policy.optimizer.warmup_steps", config.policy.optimizer, total)
+
+
+def _critic_lr_warmup(config: TrainConfig) -> Optional[str]:
+    if config.trainer.steps is None:
+        return None
+    total = config.trainer.steps * step_arithmetic(config).optimizer_steps
+    return _warmup_fits("critic.optimizer.warmup_steps", config.critic.optimizer, total)
+
+
+def _rewards(config: TrainConfig) -> Optional[str]:
+    names = [part.name for part in config.reward.parts]
+    if not names:
+        return problem("reward.parts", [], "a run needs a reward; name at least one, for example [{name: exact_match}]")
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        return problem("reward.parts", names, f"{twice[0]} is there twice; keep one and set its weight")
+    if all(part.weight == 0 for part in config.reward.parts):
+        return problem("reward.parts", names, "every weight is 0, so every score is 0; give one a weight")
+    return None
+
+
+def _length_penalty(config: TrainConfig) -> Optional[str]:
+    reward: RewardConfig = config.reward
+    longest = config.rollout.max_response_tokens
+    if reward.length_penalty > 0 and reward.length_penalty_start >= longest:
+        return problem("reward.length_penalty_start", reward.length_penalty_start, f"no response is longer than rollout.max_response_tokens {longest}; lower it")
+    return None
+
+
+def _trajectories(config: TrainConfig) -> Optional[str]:
+    wanted, samples = config.telemetry.trajectories_per_step, step_arithmetic(config).samples
+    explicit = "trajectories_per_step" in config.telemetry.model_fields_set
+    if explicit and config.telemetry.trajectories_every and wanted > samples:
+        return problem("telemetry.trajectories_per_step", wanted, f"a step has {samples} samples; lower it")
+    return None
+
+
+TrainRule = Callable[[TrainConfig], Optional[str]]
+
+TRAIN_RULES: tuple[TrainRule, ...] = (
+    _mini_batches,
+    _greedy_training,
+    _top_k_zero,
+    _empty_stop,
+    _adaptive_placement,
+    _adaptive_from_zero,
+    _adaptive_horizon,
+    _k1_in_loss,
+    _critic_head,
+    _critic_warmup,
+    _policy_lr_warmup,
+    _critic_lr_warmup,
+    _rewards,
+    _length_penalty,
+    _trajectories,
+)
+
+
+# -------------------------------------------------------------------------------------------------------------------- sft
+
+
+def _sft_lr_warmup(config: SftConfig) -> Optional[str]:
+    return _warmup_fits("policy.optimizer.warmup_steps", config.policy.optimizer, config.trainer.steps)
+
+
+SFT_RULES: tuple[Callable[[SftConfig], Optional[str]], ...] = (_sft_lr_warmup,)
+
+
+# ----------------------------------------------------------------------------------------------------------------- device
+
+# Keys that only a GPU needs. One file serves both devices, so on the CPU they are named in a note and not refused.
+GPU_KEYS = (
+    "rollout.memory_share",
+    "rollout.enforce_eager",
+    "policy.offload.parameters",
+    "policy.offload.optimizer",
+    "critic.offload.parameters",
+    "critic.offload.optimizer",
+    "reference.offload.parameters",
+)
+
+
+def device_notes(config: TrainConfig | SftConfig, explicit: frozenset[str], device: Device) -> list[str]:
+    """One line per written key that does nothing on this device."""
+    if device == "cuda":
+        return []
+    return [problem(name, value_at(config, name), "for GPUs, no effect on the CPU") for name in GPU_KEYS if name in explicit]
+
+
+# ---------------------------------------------------------------------------------------------------------- run directory
+
+
+def run_dir_of(run: RunConfig) -> Path:
+    """Where a run writes: `output_dir/name`. Raises ConfigError where a link leads out of output_dir."""
+    path = Path(run.output_dir) / run.name
+    if not path.resolve().is_relative_to(Path(run.output_dir).resolve()):
+        raise ConfigError(problem("run.name", run.name, f"{path} is a link that leads out of run.output_dir; choose another name"))
+    return path
+
+
+def check_run_dir(run: RunConfig, resume: bool) -> Path:
+    """The directory of a run, checked and not touched.
+
+    A new run needs a directory that is absent or empty, a resumed one a directory that holds a run. Raises ConfigError.
+    """
+    path = run_dir_of(run)
+    base = Path(run.output_dir)
+    existing = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
+    if not existing.is_dir():
+        raise ConfigError(problem("run.output_dir", run.output_dir, f"{existing} is a file; name a directory"))
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise ConfigError(problem("run.output_dir", run.output_dir, f"no permission to write in {existing}; choose another directory"))
+    holds_run = path.is_dir() and any(path.iterdir())
+    if holds_run and not resume:
+        fix = f"{path} holds another run; use run.name={_free_name(base, run.name)} for a new one, or continue it with --resume"
+        raise ConfigError(problem("run.name", run.name, fix))
+    if resume and not holds_run:
+        runs = sorted(entry.name for entry in base.iterdir() if entry.is_dir())[:8] if base.is_dir() else []
+        there = f"runs there: {', '.join(runs)}" if runs else "there are no runs there"
+        raise ConfigError(problem("run.name", run.name, f"{path} holds no run to resume ({there}); leave --resume out or name one of them"))
+    return path
+
+
+def _free_name(base: Path, name: str) -> str:
+    return next(f"{name}-{n}" for n in range(2, 10_000) if not (base / f"{name}-{n}").exists())
