@@ -161,9 +161,9 @@ class DataConfig(Section):
     tokenizer: Optional[str] = None
     """Directory of a Hugging Face tokenizer or path of a SentencePiece .model file; null means `policy.model`."""
     prompt_key: str = "prompt"
-    """Field of a record that holds the question (a string, or a list of chat messages)."""
+    """Field of a record that holds the question (a string, or a list of chat messages); `a.b` reaches into a nested object."""
     answer_key: str = "answer"
-    """Field of a record that holds the reference answer handed to the rewards."""
+    """Field of a record that holds the reference answer handed to the rewards; `a.b` reaches into a nested object."""
     chat_template: bool = True
     """Wrap the question with the tokenizer's chat template."""
     system_prompt: Optional[str] = None

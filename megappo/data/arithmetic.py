@@ -1,0 +1,129 @@
+"""The quickstart's task: short sums a small model can learn, and the character tokenizer they are written in.
+
+Problems are drawn without replacement from all pairs of operands, and a held-out problem never appears in the training data, not even
+with its operands exchanged. Training on the files is left to `megappo sft` and `megappo train`.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import operator
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Iterable, Sequence
+
+ALPHABET = "0123456789+-*="
+
+_OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
+_COMMUTATIVE = "+*"
+
+
+@dataclass(frozen=True)
+class ArithmeticTask:
+    """Problems `a∘b=` with lowest <= a, b <= highest and ∘ one of `operations` (characters of "+-*"). Answers may be negative."""
+
+    lowest: int = 0
+    highest: int = 99
+    operations: str = "+"
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.lowest <= self.highest:
+            raise ValueError(f"operands {self.lowest}..{self.highest}: need 0 <= lowest <= highest")
+        unknown = set(self.operations) - set(_OPERATIONS)
+        if unknown or not self.operations:
+            raise ValueError(f"operations {self.operations!r}: choose from {''.join(_OPERATIONS)}")
+
+    def problems(self) -> list[list[dict[str, str]]]:
+        """Every problem once as {prompt, answer}, grouped: problems that differ only in the order of commuting operands go together."""
+        groups = []
+        for symbol in dict.fromkeys(self.operations):
+            for a in range(self.lowest, self.highest + 1):
+                first = a if symbol in _COMMUTATIVE else self.lowest
+                for b in range(first, self.highest + 1):
+                    pairs = [(a, b), (b, a)] if symbol in _COMMUTATIVE and a != b else [(a, b)]
+                    groups.append([_problem(x, symbol, y) for x, y in pairs])
+        return groups
+
+
+@dataclass(frozen=True)
+class ArithmeticFiles:
+    """train: prompts of PPO. eval: held out from both others. sft: demonstrations, drawn from the training problems."""
+
+    train: Path
+    eval: Path
+    sft: Path
+
+
+def write_arithmetic(
+    directory: str | Path, num_train: int, num_eval: int, num_sft: int, seed: int, task: ArithmeticTask = ArithmeticTask()
+) -> ArithmeticFiles:
+    """Write train.jsonl, eval.jsonl and sft.jsonl, one {"prompt": "12+34=", "answer": "46"} per line; the same seed, the same bytes.
+
+    Demonstrations are a part of the training problems (num_sft <= num_train). ValueError where the task has too few problems.
+    """
+    rng = random.Random(f"arithmetic {seed}")
+    groups = task.problems()
+    rng.shuffle(groups)
+    held_out = [rng.choice(group) for group in groups[:num_eval]]
+    train = [problem for group in groups[num_eval:] for problem in group]
+    rng.shuffle(train)
+    if len(held_out) < num_eval or len(train) < num_train:
+        raise ValueError(f"operands {task.lowest}..{task.highest} with {task.operations} give {len(held_out):,} held-out and {len(train):,} "
+                         f"training problems, not {num_eval:,} and {num_train:,}: widen the operands or ask for fewer")  # fmt: skip
+    if num_sft > num_train:
+        raise ValueError(f"num_sft={num_sft:,} is more than num_train={num_train:,}: demonstrations are drawn from the training problems")
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    files = ArithmeticFiles(directory / "train.jsonl", directory / "eval.jsonl", directory / "sft.jsonl")
+    _write(files.train, train[:num_train])
+    _write(files.eval, held_out)
+    _write(files.sft, rng.sample(train[:num_train], num_sft))
+    return files
+
+
+def train_tokenizer(directory: str | Path, alphabet: str = ALPHABET) -> Path:
+    """Train a character-level SentencePiece model of this alphabet and write it as `tokenizer.model`; returns its path.
+
+    Ids: pad 0, bos 1, eos 2, unk 3, then the characters. Text is taken as it is: no normalisation, no dummy prefix, no byte fallback, so
+    every text of the alphabet round-trips exactly. Needs no spaces in the alphabet (SentencePiece gives them a piece of their own).
+    """
+    from sentencepiece import SentencePieceTrainer
+
+    if len(set(alphabet)) != len(alphabet) or any(c.isspace() for c in alphabet):
+        raise ValueError(f"alphabet {alphabet!r}: need distinct characters without spaces")
+    model = io.BytesIO()
+    SentencePieceTrainer.train(
+        sentence_iterator=iter(_alphabet_sentences(alphabet)),
+        model_writer=model,
+        model_type="char",
+        vocab_size=len(alphabet) + 4,
+        character_coverage=1.0,
+        normalization_rule_name="identity",
+        add_dummy_prefix=False,
+        remove_extra_whitespaces=False,
+        byte_fallback=False,
+        pad_id=0,
+        bos_id=1,
+        eos_id=2,
+        unk_id=3,
+        minloglevel=2,
+    )
+    path = Path(directory) / "tokenizer.model"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(model.getvalue())
+    return path
+
+
+def _alphabet_sentences(alphabet: str) -> Sequence[str]:
+    """Texts in which earlier characters are more frequent: SentencePiece sorts pieces by frequency, so ids follow the alphabet."""
+    return [alphabet[: i + 1] for i in range(len(alphabet))]
+
+
+def _problem(a: int, symbol: str, b: int) -> dict[str, str]:
+    return {"prompt": f"{a}{symbol}{b}=", "answer": str(_OPERATIONS[symbol](a, b))}
+
+
+def _write(path: Path, records: Iterable[dict[str, str]]) -> None:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")

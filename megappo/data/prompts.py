@@ -1,0 +1,226 @@
+"""Prompts of a run: records -> token ids, the overlong filter, and the resumable order in which they are visited.
+
+Reading files is `sources.py`. Every rank builds the same PromptSet and the same loader, so nothing has to be communicated.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any, Literal, Mapping, Optional, Sequence
+
+from megappo.data.tokenizers import Message, Tokenizer
+
+Record = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class PromptFormat:
+    """How a record's question becomes token ids; the fields are the keys of the same name under `data`."""
+
+    chat_template: bool = True
+    system_prompt: Optional[str] = None
+    prompt_suffix: str = ""
+
+    def __post_init__(self) -> None:
+        if self.system_prompt is not None and not self.chat_template:
+            raise ValueError("data.system_prompt needs data.chat_template=true: without a template there is no system message")
+
+    def encode(self, question: Any, tokenizer: Tokenizer) -> list[int]:
+        """A string, or a list of {role, content} messages -> ids up to where the response starts. ValueError without a record's name."""
+        if isinstance(question, str):
+            if not self.chat_template:
+                return tokenizer.encode_prompt(question + self.prompt_suffix)
+            question = [{"role": "user", "content": question}]
+        elif not self.chat_template:
+            raise ValueError("the question is a list of chat messages, which needs data.chat_template=true")
+        return tokenizer.chat(self._complete(question))
+
+    def _complete(self, messages: Sequence[Message]) -> list[Message]:
+        """Adds the suffix to the last message and the system message in front."""
+        completed = [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + self.prompt_suffix}]
+        if self.system_prompt is None:
+            return completed
+        if messages[0]["role"] == "system":
+            raise ValueError("the question has a system message of its own: unset data.system_prompt")
+        return [{"role": "system", "content": self.system_prompt}, *completed]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One question. id: `source#row` (row counts from 0, before filtering). text: the question without template and suffix."""
+
+    id: str
+    tokens: tuple[int, ...]
+    text: str
+    answer: str
+    record: Record
+
+
+@dataclass(frozen=True)
+class PromptSet:
+    """The prompts that are short enough, in the order of the records."""
+
+    prompts: tuple[Prompt, ...]
+    num_records: int
+    num_overlong: int
+    max_prompt_tokens: int
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def __getitem__(self, index: int) -> Prompt:
+        return self.prompts[index]
+
+    def summary(self) -> str:
+        text = f"kept {len(self):,} of {self.num_records:,} prompts"
+        if self.num_overlong:
+            text += f"; {self.num_overlong:,} longer than data.max_prompt_tokens={self.max_prompt_tokens}"
+        return text
+
+
+def build_prompts(
+    records: Sequence[Record],
+    tokenizer: Tokenizer,
+    *,
+    source: str,
+    prompt_key: str,
+    answer_key: str,
+    prompt_format: PromptFormat,
+    max_prompt_tokens: int,
+    overlong: Literal["filter", "error"] = "filter",
+    limit: Optional[int] = None,
+) -> PromptSet:
+    """Tokenise every record once (GSM8K: seconds). `source` names the data in ids and messages; `limit` keeps the first so many prompts.
+
+    ValueError, one line: a key that a record lacks (its keys are listed), a question of the wrong type, a prompt without tokens, a prompt
+    longer than max_prompt_tokens with overlong="error", or nothing left.
+    """
+    kept: list[Prompt] = []
+    overlong_prompts: list[tuple[str, int]] = []
+    for row, record in enumerate(records):
+        if limit is not None and len(kept) == limit:
+            break
+        name = f"{source}#{row}"
+        question = question_field(record, prompt_key, "data.prompt_key", name)
+        answer = record_field(record, answer_key, "data.answer_key", name)
+        tokens = encode_question(question, tokenizer, prompt_format, name)
+        if len(tokens) > max_prompt_tokens:
+            overlong_prompts.append((name, len(tokens)))
+        else:
+            text = question if isinstance(question, str) else question[-1]["content"]
+            kept.append(Prompt(name, tuple(tokens), text, str(answer), record))
+    seen = len(kept) + len(overlong_prompts)
+    built = PromptSet(tuple(kept), seen, len(overlong_prompts), max_prompt_tokens)
+    if overlong_prompts and overlong == "error":
+        name, length = max(overlong_prompts, key=lambda pair: pair[1])
+        raise ValueError(f"{len(overlong_prompts):,} of {seen:,} prompts are longer than data.max_prompt_tokens={max_prompt_tokens} "
+                         f"(longest: {name}, {length} tokens): raise it, or set data.overlong=filter to leave them out")  # fmt: skip
+    if not kept:
+        raise ValueError(f"no prompts are left of {source}: {built.summary()}")
+    return built
+
+
+def encode_question(question: Any, tokenizer: Tokenizer, prompt_format: PromptFormat, name: str) -> list[int]:
+    """Ids of one question; a ValueError starts with the record's name, except for a missing chat template, which concerns all."""
+    if prompt_format.chat_template and not tokenizer.has_chat_template:
+        return tokenizer.chat([])  # raises, with the fix
+    try:
+        tokens = prompt_format.encode(question, tokenizer)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+    if not tokens:
+        raise ValueError(f"{name}: the prompt is empty, it has no tokens that a response could follow")
+    return tokens
+
+
+def record_field(record: Record, key: str, option: str, name: str) -> Any:
+    """record[key]; where there is no such key, `a.b` reaches into nested objects. ValueError lists the record's keys."""
+    if key in record:
+        return record[key]
+    value: Any = record
+    for part in key.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            raise ValueError(f"{option}={key}: {name} has no such key; it has {', '.join(map(str, record))}")
+        value = value[part]
+    return value
+
+
+def question_field(record: Record, key: str, option: str, name: str) -> str | list[Message]:
+    """The question of a record: a string, or a non-empty list of messages with string role and content. ValueError otherwise."""
+    value = record_field(record, key, option, name)
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list) and value and all(_is_message(m) for m in value):
+        return value
+    raise ValueError(f"{option}={key}: {name} holds {_shorten(value)}, not a string or a list of chat messages (role, content)")
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, Mapping) and isinstance(value.get("role"), str) and isinstance(value.get("content"), str)
+
+
+def _shorten(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+class PromptLoader:
+    """Which prompts a step takes: an endless walk through seeded permutations, one per epoch, that can be left and resumed anywhere.
+
+    No prompt is dropped: a step that comes to the end of an epoch takes the rest from the next one. So every prompt is visited exactly
+    once per epoch, and only a step that crosses an epoch's end can hold a prompt twice. The permutation of an epoch depends on (seed,
+    epoch) alone; without shuffle it is the order of the data.
+    """
+
+    def __init__(self, num_prompts: int, prompts_per_step: int, shuffle: bool, seed: int) -> None:
+        if prompts_per_step > num_prompts:
+            raise ValueError(f"data.prompts_per_step={prompts_per_step} is more than the {num_prompts:,} prompts: lower it or add data")
+        self.num_prompts = num_prompts
+        self.prompts_per_step = prompts_per_step
+        self.shuffle = shuffle
+        self.seed = seed
+        self.epoch = 0
+        self.index = 0
+        self._order = self._permutation(0)
+
+    def num_steps(self, epochs: int = 1) -> int:
+        """Fewest steps that visit every prompt `epochs` times: ceil(epochs * num_prompts / prompts_per_step). What the last of them
+        has too much is the start of the next epoch."""
+        return -(-epochs * self.num_prompts // self.prompts_per_step)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return self.num_steps(1)
+
+    def next_step(self) -> list[int]:
+        """[prompts_per_step] indices of prompts; moves the cursor."""
+        chosen: list[int] = []
+        while len(chosen) < self.prompts_per_step:
+            if self.index == self.num_prompts:
+                self.epoch, self.index = self.epoch + 1, 0
+                self._order = self._permutation(self.epoch)
+            taken = self._order[self.index : self.index + self.prompts_per_step - len(chosen)]
+            self.index += len(taken)
+            chosen += taken
+        return chosen
+
+    def state_dict(self) -> dict[str, int]:
+        """The cursor, and what it is valid for. JSON-compatible."""
+        return {"epoch": self.epoch, "index": self.index, "num_prompts": self.num_prompts, "shuffle": int(self.shuffle), "seed": self.seed}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Continue after the last prompt of the saved run. prompts_per_step may differ; data, shuffle and seed may not (ValueError)."""
+        for name, option in (("num_prompts", "data.train"), ("shuffle", "data.shuffle"), ("seed", "run.seed")):
+            mine = int(getattr(self, name))
+            if state[name] != mine:
+                raise ValueError(f"cannot resume: {option} changed ({name} was {state[name]}, is {mine}); restore it or start a new run")
+        self.epoch, self.index = state["epoch"], state["index"]
+        self._order = self._permutation(self.epoch)
+
+    def _permutation(self, epoch: int) -> list[int]:
+        order = list(range(self.num_prompts))
+        if self.shuffle:
+            # Seeding by a string hashes all of it (SHA-512); random.Random keeps its sequence across Python versions.
+            random.Random(f"prompts {self.seed} {epoch}").shuffle(order)
+        return order

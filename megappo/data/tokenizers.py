@@ -1,0 +1,234 @@
+"""Text to token ids and back: Hugging Face tokenizer directories and raw SentencePiece models behind one protocol.
+
+Models, rollouts and losses see token ids only; text is made from ids for rewards and logs, never the other way round for a sampled
+response. This is the only file outside `models/` that imports transformers. Both libraries are imported where a tokenizer is opened,
+because transformers takes seconds and the SentencePiece path does not need it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Callable, Mapping, Optional, Protocol, Sequence
+
+Message = Mapping[str, str]
+
+# Files that may belong to a Hugging Face tokenizer, beside the vocabulary files its class names.
+_HF_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
+             "tokenizer.model", "chat_template.jinja", "chat_template.json", "generation_config.json")  # fmt: skip
+
+
+class Tokenizer(Protocol):
+    """What the rest of megappo knows of a tokenizer.
+
+    vocab_size counts ids (0..vocab_size-1). eos_id ends a demonstration; eos_ids are all ids that end a response, eos_id first
+    (`generation_config.json` may name more). pad_id is None where the tokenizer has none: batches are packed, so nothing is padded.
+    fingerprint is the SHA-256 of the names and bytes of its files.
+    """
+
+    path: Path
+    vocab_size: int
+    bos_id: Optional[int]
+    eos_id: int
+    eos_ids: tuple[int, ...]
+    pad_id: Optional[int]
+    has_chat_template: bool
+    fingerprint: str
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a continuation: no special token is added."""
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Ids of the start of a sequence: preceded by the beginning-of-sequence id where this tokenizer adds one."""
+
+    def chat(self, messages: Sequence[Message]) -> list[int]:
+        """Ids of a conversation ({role, content} each) up to where the assistant's answer starts. ValueError without a template."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text without special tokens. An id that stands for no token (a model's vocabulary is often padded) becomes U+FFFD."""
+
+    def save(self, directory: str | Path) -> None:
+        """Copy the tokenizer's files, byte for byte."""
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """A `.model` file or a directory -> tokenizer. ValueError names the path and the fix.
+
+    A directory with tokenizer.json or tokenizer_config.json is Hugging Face's; one with only tokenizer.model is SentencePiece's.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise ValueError(f"tokenizer {path} does not exist; set data.tokenizer to a tokenizer directory or a SentencePiece .model file")
+    if path.is_file():
+        if path.suffix != ".model":
+            raise ValueError(f"tokenizer {path} is a file but not a SentencePiece .model; for a Hugging Face tokenizer name its directory")
+        return SentencePieceTokenizer(path)
+    if (path / "tokenizer.json").exists() or (path / "tokenizer_config.json").exists():
+        return HuggingFaceTokenizer(path)
+    if (path / "tokenizer.model").exists():
+        return SentencePieceTokenizer(path / "tokenizer.model")
+    raise ValueError(f"{path} holds no tokenizer (tokenizer.json, tokenizer_config.json or tokenizer.model); set data.tokenizer")
+
+
+class HuggingFaceTokenizer:
+    """A tokenizer directory read by transformers' AutoTokenizer. Code that the directory brings along (`auto_map`) is refused."""
+
+    def __init__(self, directory: Path) -> None:
+        from transformers import AutoTokenizer
+
+        config = _read_json(directory / "tokenizer_config.json")
+        _read_json(directory / "tokenizer.json")
+        if "auto_map" in config:
+            raise ValueError(f"{directory / 'tokenizer_config.json'} asks to run its own code (auto_map); megappo does not: remove the key "
+                             "if the tokenizer works without it")  # fmt: skip
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(str(directory), trust_remote_code=False, local_files_only=True)
+        except (OSError, ValueError, ImportError, KeyError, TypeError) as error:
+            raise ValueError(f"transformers cannot read the tokenizer in {directory}: {_first_line(error)}") from error
+        if tokenizer.eos_token_id is None:
+            raise ValueError(f'{directory / "tokenizer_config.json"} names no eos_token: set it to the token that ends a response, '
+                             'for example "eos_token": "</s>"')  # fmt: skip
+        self._tokenizer = tokenizer
+        self.path = directory
+        self.vocab_size = len(tokenizer)
+        self.bos_id = tokenizer.bos_token_id
+        self.pad_id = tokenizer.pad_token_id
+        self.eos_id = tokenizer.eos_token_id
+        self.eos_ids = _eos_ids(self.eos_id, directory)
+        self.has_chat_template = tokenizer.chat_template is not None
+        starts_with = tokenizer("")["input_ids"][:1]
+        # Only the leading id: a tokenizer set to append eos to every text must not end the prompt before the response starts.
+        self._prefix = list(starts_with) if self.bos_id is not None and starts_with == [self.bos_id] else []
+        names = {*_HF_FILES, *tokenizer.vocab_files_names.values()}
+        files = [directory / name for name in names if (directory / name).is_file()]
+        self._files = sorted(files + list(directory.glob("additional_chat_templates/*.jinja")))
+        self.fingerprint = _fingerprint(self._files, directory)
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def encode_prompt(self, text: str) -> list[int]:
+        return self._prefix + self.encode(text)
+
+    def chat(self, messages: Sequence[Message]) -> list[int]:
+        from jinja2 import TemplateError
+
+        if not self.has_chat_template:
+            raise _no_chat_template(self.path)
+        try:
+            return self._tokenizer.apply_chat_template([dict(m) for m in messages], add_generation_prompt=True, return_dict=False)
+        except TemplateError as error:  # raise_exception() of the template, for example "system role not supported"
+            raise ValueError(f"the chat template of {self.path} refuses the messages: {_first_line(error)}") from error
+
+    def decode(self, ids: Sequence[int]) -> str:
+        def known(run: list[int]) -> str:
+            return self._tokenizer.decode(run, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+        return _decode(ids, self.vocab_size, known)
+
+    def save(self, directory: str | Path) -> None:
+        _copy(self._files, self.path, Path(directory))
+
+
+class SentencePieceTokenizer:
+    """A raw SentencePiece model. A prompt starts with bos where the model defines that piece; there is no chat template."""
+
+    has_chat_template = False
+
+    def __init__(self, model: Path) -> None:
+        from sentencepiece import SentencePieceProcessor
+
+        try:
+            self._processor = SentencePieceProcessor(model_file=str(model))
+        except (OSError, RuntimeError) as error:
+            raise ValueError(f"{model} is not a SentencePiece model: {_first_line(error)}") from error
+        if self._processor.eos_id() < 0:
+            raise ValueError(f"{model} has no end-of-sequence piece: train it with eos_id >= 0 (spm_train --eos_id=2)")
+        self.path = model
+        self.vocab_size = self._processor.vocab_size()
+        self.bos_id = _optional(self._processor.bos_id())
+        self.pad_id = _optional(self._processor.pad_id())
+        self.eos_id = self._processor.eos_id()
+        self.eos_ids = _eos_ids(self.eos_id, model.parent)
+        self._control = frozenset(i for i in range(self.vocab_size) if self._processor.is_control(i))
+        self._files = [f for f in (model, model.parent / "generation_config.json") if f.is_file()]
+        self.fingerprint = _fingerprint(self._files, model.parent)
+
+    def encode(self, text: str) -> list[int]:
+        return self._processor.encode(text)
+
+    def encode_prompt(self, text: str) -> list[int]:
+        prefix = [] if self.bos_id is None else [self.bos_id]
+        return prefix + self.encode(text)
+
+    def chat(self, messages: Sequence[Message]) -> list[int]:
+        raise _no_chat_template(self.path)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        def known(run: list[int]) -> str:
+            return self._processor.decode([i for i in run if i not in self._control])
+
+        return _decode(ids, self.vocab_size, known)
+
+    def save(self, directory: str | Path) -> None:
+        """As the protocol says; the model is always written as tokenizer.model, the name by which a directory is recognised."""
+        _copy(self._files, self.path.parent, Path(directory), rename={self.path.name: "tokenizer.model"})
+
+
+def _decode(ids: Sequence[int], vocab_size: int, known: Callable[[list[int]], str]) -> str:
+    """Runs of ids that stand for a token go through `known`, the others become one U+FFFD each."""
+    runs = groupby(ids, key=lambda i: 0 <= i < vocab_size)
+    return "".join(known(list(run)) if inside else "\ufffd" * len(list(run)) for inside, run in runs)
+
+
+def _eos_ids(eos_id: int, directory: Path) -> tuple[int, ...]:
+    """eos_id and the further ids of generation_config.json (an int or a list there)."""
+    more = _read_json(directory / "generation_config.json").get("eos_token_id")
+    more = more if isinstance(more, list) else [] if more is None else [more]
+    return tuple(dict.fromkeys([eos_id, *more]))
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    """The object in this file, {} where the file does not exist; ValueError where it is something else."""
+    if not file.exists():
+        return {}
+    try:
+        value = json.loads(file.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{file} is not valid JSON: {_first_line(error)}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{file} holds a JSON {type(value).__name__}, not an object")
+    return value
+
+
+def _fingerprint(files: Sequence[Path], root: Path) -> str:
+    digest = hashlib.sha256()
+    for file in files:
+        content = file.read_bytes()
+        # Name and length delimit the files, so that bytes moved from one to the next change the digest.
+        digest.update(f"{file.relative_to(root).as_posix()}\0{len(content)}\0".encode())
+        digest.update(content)
+    return digest.hexdigest()
+
+
+def _copy(files: Sequence[Path], root: Path, directory: Path, rename: Mapping[str, str] = {}) -> None:
+    for file in files:
+        name = file.relative_to(root).as_posix()
+        target = directory / rename.get(name, name)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, target)
+
+
+def _no_chat_template(path: Path) -> ValueError:
+    return ValueError(f"the tokenizer {path} has no chat template: set data.chat_template=false")
+
+
+def _optional(token_id: int) -> Optional[int]:
+    return None if token_id < 0 else token_id
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,49 @@
+"""The table of reward rules, and the rules that need no arithmetic.
+
+A configuration names rules of this table; a data record never does, so that data cannot choose how it is scored. Weights and penalties
+are `compose.py`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import unicodedata
+from typing import Callable, Mapping
+
+from megappo.rewards.base import RewardInput, RewardRule
+from megappo.rewards.gsm8k import gsm8k_flexible, gsm8k_format, gsm8k_strict
+from megappo.rewards.symbolic import MathVerify
+
+
+def exact_match(sample: RewardInput) -> float:
+    """1 where the whole response equals the answer, after Unicode NFKC and with runs of white space as one space; case counts."""
+    return float(_normalised(sample.response) == _normalised(sample.answer))
+
+
+def has_eos(sample: RewardInput) -> float:
+    """1 where the response ended by itself, 0 where the length limit cut it."""
+    return float(not sample.truncated)
+
+
+def _normalised(text: str) -> str:
+    return " ".join(unicodedata.normalize("NFKC", text).split())
+
+
+# name -> makes the rule. Most rules are plain functions; math_verify holds a worker process, so every scorer makes its own.
+RULES: Mapping[str, Callable[[], RewardRule]] = {
+    "exact_match": lambda: exact_match,
+    "gsm8k_strict": lambda: gsm8k_strict,
+    "gsm8k_flexible": lambda: gsm8k_flexible,
+    "gsm8k_format": lambda: gsm8k_format,
+    "math_verify": MathVerify,
+    "has_eos": lambda: has_eos,
+}
+
+
+def make_rule(name: str) -> RewardRule:
+    """The rule of this name; ValueError with the nearest name and the whole list."""
+    if name in RULES:
+        return RULES[name]()
+    nearest = difflib.get_close_matches(name, RULES, n=1, cutoff=0.5)
+    hint = f"did you mean {nearest[0]}? " if nearest else ""
+    raise ValueError(f"reward.parts: there is no rule {name!r}; {hint}Rules: {', '.join(RULES)}")

@@ -1,0 +1,113 @@
+"""The rule `math_verify`: is the response's final answer mathematically equal to the reference answer (math-verify, sympy)?
+
+sympy evaluates what a policy happens to write, and `9^{9^{9^9}}` never ends. math-verify's own time limits are SIGALRM handlers: they work
+in the main thread only, and cannot interrupt a computation inside C. So the comparison runs in one worker process without those limits, and
+the kernel ends the worker when one comparison takes too much CPU time. The worker is `symbolic_worker.py`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Optional
+
+from megappo.rewards.base import RewardInput
+
+_WORKER = Path(__file__).with_name("symbolic_worker.py")
+
+logger = logging.getLogger(__name__)
+
+
+class MathVerify:
+    """1 where the final answer equals the reference answer, else 0.
+
+    The final answer is the rest of the line after the last `####` where the response has one (GSM8K), otherwise what math-verify finds:
+    \\boxed{}, "the answer is", LaTeX, the last expression. The reference answer is what stands after its last `####`, or all of it.
+    A comparison that needs more than `cpu_limit_s` seconds is undecided: it scores 0, is logged as a warning and counted in `undecided`.
+    ValueError: a reference answer that is no mathematical expression. RuntimeError: the worker died of anything but its limit.
+    Threads may share a rule; calls follow one another.
+    """
+
+    def __init__(self, cpu_limit_s: float = 5.0) -> None:
+        if importlib.util.find_spec("math_verify") is None:
+            raise ValueError("reward.parts: math_verify needs the math-verify package: pip install math-verify[antlr4_13_2]")
+        self.cpu_limit_s = cpu_limit_s
+        self.undecided = 0
+        self._lock = threading.Lock()
+        self._worker: Optional[subprocess.Popen[str]] = None
+
+    def __call__(self, sample: RewardInput) -> float:
+        with self._lock:
+            reply = self._ask({"answer": _after_marker(sample.answer), "response": _final_answer(sample.response)})
+            if reply is None:
+                self.undecided += 1
+                logger.warning("math_verify: no decision on %s within %g s, scored 0 (%d so far)", sample.sample_id, self.cpu_limit_s,
+                               self.undecided)  # fmt: skip
+                return 0.0
+        if "error" in reply:
+            raise ValueError(reply["error"])
+        return float(reply["equal"])
+
+    def close(self) -> None:
+        """End the worker; the next call starts another."""
+        with self._lock:
+            if self._worker is not None:
+                self._reap()
+
+    def __del__(self) -> None:
+        # An instance whose constructor refused has no worker.
+        if getattr(self, "_worker", None) is not None:
+            self._reap()
+
+    def _ask(self, question: dict[str, str]) -> Optional[dict]:
+        """The worker's reply, or None where it ran into its limit (it is gone then)."""
+        if self._worker is None:
+            # -P: the worker's folder must not be searched for modules. It leaves when its input ends, so it never outlives this process.
+            command = [sys.executable, "-P", str(_WORKER), str(self.cpu_limit_s)]
+            self._worker = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8")
+        assert self._worker.stdin is not None and self._worker.stdout is not None
+        reply: Optional[str] = None
+        try:
+            self._worker.stdin.write(json.dumps(question) + "\n")
+            self._worker.stdin.flush()
+            reply = self._worker.stdout.readline()
+        except BrokenPipeError:
+            reply = ""
+        finally:
+            if reply is None:  # interrupted: a late reply must not answer the next question
+                self._worker.kill()
+                self._reap()
+        if reply:
+            return json.loads(reply)
+        code = self._reap()
+        if code == -signal.SIGPROF:
+            return None
+        raise RuntimeError(f"the math_verify worker ended with code {code}; its message is on the standard error of this rank")
+
+    def _reap(self) -> int:
+        """Close the pipes, wait for the worker, return its exit code."""
+        worker, self._worker = self._worker, None
+        assert worker is not None and worker.stdin is not None and worker.stdout is not None
+        try:
+            worker.stdin.close()
+        except BrokenPipeError:
+            pass  # what it did not read any more is lost with it
+        code = worker.wait()
+        worker.stdout.close()
+        return code
+
+
+def _after_marker(answer: str) -> str:
+    return answer.rsplit("####", 1)[-1].strip()
+
+
+def _final_answer(response: str) -> str:
+    if "####" not in response:
+        return response
+    return response.rsplit("####", 1)[-1].split("\n", 1)[0].strip()

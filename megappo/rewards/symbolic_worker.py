@@ -1,0 +1,58 @@
+"""Worker process of `symbolic.py`: reads questions, one JSON object per line, answers each with one line, ends with its input.
+
+Run as a file, not imported: it needs nothing of megappo, so it starts in the time that math-verify takes to import (0.3 s).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import resource
+import signal
+import sys
+
+_MEMORY_LIMIT = 4 << 30  # bytes of address space; big integers are the only thing that comes near
+
+
+def main() -> None:
+    from math_verify import parse, verify
+
+    cpu_limit_s = float(sys.argv[1])
+    _prepare_signals()
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own time limits are off
+    _limit_memory()
+    replies, sys.stdout = sys.stdout, sys.stderr  # nothing but replies may reach the pipe
+    for line in sys.stdin:
+        question = json.loads(line)
+        signal.setitimer(signal.ITIMER_PROF, cpu_limit_s)
+        gold = parse(_boxed(question["answer"]), parsing_timeout=None)
+        if gold:
+            found = parse(question["response"], parsing_timeout=None)
+            reply = {"equal": bool(verify(gold, found, timeout_seconds=None))}
+        else:
+            reply = {"error": f"the reference answer {question['answer'][:80]!r} is no mathematical expression"}
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        replies.write(json.dumps(reply) + "\n")
+        replies.flush()
+
+
+def _boxed(answer: str) -> str:
+    """A bare answer, or one between dollar signs, goes into a box, where math-verify reads all of it; other texts stay."""
+    bare = answer.strip("$")
+    return answer if "\\boxed" in bare or "$" in bare else f"\\boxed{{{bare}}}"
+
+
+def _limit_memory() -> None:
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_LIMIT if hard == resource.RLIM_INFINITY else min(hard, _MEMORY_LIMIT), hard))
+
+
+def _prepare_signals() -> None:
+    """SIGPROF ends the process in the kernel, whatever Python is doing; Ctrl-C is the parent's business."""
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+if __name__ == "__main__":
+    main()
