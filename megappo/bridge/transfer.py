@@ -1,0 +1,119 @@
+"""Carries out a plan: pack -> all_to_all -> hand over, bucket by bucket.
+
+Works on the trainer's parameters as they are (any float dtype; the wire has the engine's) and hands rectangles to a receiver, which
+knows how to put them into an engine. gloo on CPU tensors, NCCL on CUDA tensors; nothing else differs. Rectangles whose sender and
+receiver are the same rank are handed over as views of the parameters and never reach a buffer.
+"""
+
+from __future__ import annotations
+
+from typing import Iterable, Mapping, NamedTuple, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megappo.bridge.destination import Land, rectangle
+from megappo.bridge.plan import Move
+
+Tensors = Mapping[str, Tensor]
+
+
+class Round(NamedTuple):
+    """One bucket seen from one rank. outgoing[d] and incoming[s] list moves in plan order, which both ends share."""
+
+    outgoing: tuple[tuple[Move, ...], ...]
+    incoming: tuple[tuple[Move, ...], ...]
+    local: tuple[Move, ...]
+    on_wire: bool  # whether any rank sends anything: all ranks then take part
+
+    @classmethod
+    def of(cls, bucket: Sequence[Move], rank: int, world_size: int) -> Round:
+        out: list[list[Move]] = [[] for _ in range(world_size)]
+        into: list[list[Move]] = [[] for _ in range(world_size)]
+        local = []
+        for move in bucket:
+            if move.src == move.dst == rank:
+                local.append(move)
+            elif move.src == rank:
+                out[move.dst].append(move)
+            elif move.dst == rank:
+                into[move.src].append(move)
+        on_wire = any(move.src != move.dst for move in bucket)
+        return cls(tuple(map(tuple, out)), tuple(map(tuple, into)), tuple(local), on_wire)
+
+
+class Traffic(NamedTuple):
+    """Bytes of a transfer as one rank saw them."""
+
+    sent: int
+    received: int
+    local: int
+
+
+class _InFlight(NamedTuple):
+    round: Round
+    buffer: Tensor
+    packed: Tensor  # kept until the wire is done with it
+    work: dist.Work | None
+
+
+def transfer(rounds: Sequence[Round], tensors: Tensors, land: Land, dtype: torch.dtype, device: torch.device,
+             group: dist.ProcessGroup | None = None) -> Traffic:
+    """Collective: run all rounds. Packing of a round overlaps the wire of the round before it; two rounds are in memory at most.
+
+    tensors: this rank's parameters by local name. land(move, [rows, cols]): takes one rectangle; it must copy before it returns.
+    """
+    sent = received = local = 0
+    flying: _InFlight | None = None
+    for current in rounds:
+        started = _start(current, tensors, dtype, device, group)
+        if flying is not None:
+            _finish(flying, tensors, land)
+        flying = started
+        sent += started.packed.nbytes
+        received += started.buffer.nbytes
+        local += _numel(current.local) * dtype.itemsize
+    if flying is not None:
+        _finish(flying, tensors, land)
+    return Traffic(sent, received, local)
+
+
+def _numel(moves: Iterable[Move]) -> int:
+    return sum(move.numel for move in moves)
+
+
+def _source_view(move: Move, tensors: Tensors) -> Tensor:
+    return rectangle(tensors[move.source].detach(), move.s_slot, move.s_row, move.s_col, move.rows, move.cols)
+
+
+def _start(current: Round, tensors: Tensors, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup | None) -> _InFlight:
+    send_counts = [_numel(moves) for moves in current.outgoing]
+    receive_counts = [_numel(moves) for moves in current.incoming]
+    packed = torch.empty(sum(send_counts), dtype=dtype, device=device)
+    buffer = torch.empty(sum(receive_counts), dtype=dtype, device=device)
+    offset = 0
+    for moves in current.outgoing:
+        for move in moves:
+            packed[offset : offset + move.numel].view(move.rows, move.cols).copy_(_source_view(move, tensors))
+            offset += move.numel
+    work = None
+    if current.on_wire:  # as bytes: every backend carries them, whatever the dtype
+        work = dist.all_to_all_single(
+            buffer.view(torch.uint8), packed.view(torch.uint8),
+            [n * dtype.itemsize for n in receive_counts], [n * dtype.itemsize for n in send_counts],
+            group=group, async_op=True,
+        )
+    return _InFlight(current, buffer, packed, work)
+
+
+def _finish(flying: _InFlight, tensors: Tensors, land: Land) -> None:
+    for move in flying.round.local:
+        land(move, _source_view(move, tensors))
+    if flying.work is not None:
+        flying.work.wait()
+    offset = 0
+    for moves in flying.round.incoming:
+        for move in moves:
+            land(move, flying.buffer[offset : offset + move.numel].view(move.rows, move.cols))
+            offset += move.numel

@@ -1,0 +1,174 @@
+"""Asks vLLM where every element of a checkpoint goes, by watching its own loader.
+
+`model.load_weights` runs once on meta tensors while every copy into a parameter is recorded and none is carried out. Fused qkv and
+gate/up, replicated KV heads, vocabulary padding and tensor parallelism come out of vLLM's code instead of a table of ours. Nothing is
+moved and the live weights are left as they were.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, Iterator, Mapping, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megappo.bridge.destination import Destination, Fill, Shape
+from megappo.bridge.vllm_reload import ReloadApi
+from megappo.models.pieces import Box, Piece
+
+
+class _Region(NamedTuple):
+    """A strided region of a tensor."""
+
+    name: str
+    offset: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @classmethod
+    def of(cls, name: str, tensor: Tensor) -> _Region:
+        return cls(name, tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride()))
+
+
+class _LoaderRecorder(TorchDispatchMode):
+    """Records copies and fills into the watched parameters instead of doing them; everything else runs.
+
+    sources, targets: storage -> name.
+    """
+
+    def __init__(self, sources: Mapping[int, str], targets: Mapping[int, str]) -> None:
+        super().__init__()
+        self.sources, self.targets = sources, targets
+        self.copies: list[tuple[_Region, _Region]] = []
+        self.fills: list[tuple[_Region, float]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        aten = torch.ops.aten
+        target = self.targets.get(_storage(args[0])) if args and isinstance(args[0], Tensor) else None
+        if target is None or not func._schema.is_mutable:
+            return func(*args, **(kwargs or {}))
+        region = _Region.of(target, args[0])
+        if func is aten.copy_.default:
+            self._record_copy(region, args[1])
+        elif func is aten.fill_.Scalar:
+            self.fills.append((region, float(args[1])))
+        elif func is aten.zero_.default:
+            self.fills.append((region, 0.0))
+        else:
+            raise ValueError(f"vLLM's loader of {target} runs {func} on it: not a copy of a checkpoint slice, so the bridge "
+                             "cannot plan it")
+        return args[0]
+
+    def _record_copy(self, region: _Region, source: Tensor) -> None:
+        name = self.sources.get(_storage(source))
+        if name is None:
+            raise ValueError(f"vLLM's loader copies a computed tensor into {region.name}: not a pure slice of a checkpoint tensor, so "
+                             "the bridge cannot plan it")
+        if tuple(source.shape) != region.size:
+            raise ValueError(f"vLLM's loader broadcasts {name} {tuple(source.shape)} into {region.name} {region.size}: not a pure slice")
+        self.copies.append((_Region.of(name, source), region))
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _rectangle(region: _Region, shape: Shape) -> tuple[int, Box]:
+    """A region of a contiguous tensor of this shape -> (slot, box). ValueError where it is not a rectangle."""
+    size, stride = region.size, region.stride
+    while len(size) > 2 and size[0] == 1:
+        size, stride = size[1:], stride[1:]
+    if len(size) == 1 and shape.cols == 1:
+        rows, cols = size[0], 1
+        row_stride, col_stride = stride[0], 1
+    elif len(size) == 1:
+        rows, cols, row_stride, col_stride = 1, size[0], shape.cols, stride[0]
+    elif len(size) == 2:
+        (rows, cols), (row_stride, col_stride) = size, stride
+    else:
+        raise ValueError(f"{region.name}: a region of {len(size)} dimensions {size} is not a rectangle")
+    if (rows > 1 and row_stride != shape.cols) or (cols > 1 and col_stride != 1):
+        raise ValueError(f"{region.name}: the region {size} with strides {stride} is transposed or strided, not a rectangle of {shape}")
+    slot, rest = divmod(region.offset, shape.rows * shape.cols)
+    row, col = divmod(rest, shape.cols)
+    box = Box(row, row + rows, col, col + cols)
+    if box.r1 > shape.rows or box.c1 > shape.cols:
+        raise ValueError(f"{region.name}: the region at {region.offset} of size {size} wraps around the rows of {shape}")
+    return slot, box
+
+
+def _piece(source: _Region, target: _Region, sources: Mapping[str, Shape], targets: Mapping[str, Shape]) -> Piece:
+    _, box = _rectangle(source, sources[source.name])
+    slot, place = _rectangle(target, targets[target.name])
+    if (place.rows, place.cols) != (box.rows, box.cols):
+        raise ValueError(f"{source.name}{tuple(box)} is reshaped into {target.name}{tuple(place)}: not a pure slice")
+    return Piece(source.name, box, target.name, place.r0, place.c0, slot)
+
+
+@contextlib.contextmanager
+def _loader_format(model: torch.nn.Module, api: ReloadApi) -> Iterator[None]:
+    """Parameters as the checkpoint loader fills them (meta tensors) within; the live ones come back unchanged."""
+    api.initialize(model)
+    try:
+        yield
+    finally:
+        for layer in model.modules():
+            info = api.info(layer)
+            if info.can_load():
+                if info.kernel_tensors is not None:
+                    api.restore(layer, info)
+                info.reset()
+
+
+def bake(model: torch.nn.Module, api: ReloadApi, tensors: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> Destination:
+    """This worker's parameters as pieces of the checkpoint tensors `tensors` (name -> shape).
+
+    dtype: the engine's. Call inside vLLM's `set_current_vllm_config`. Raises ValueError naming the tensor for a loader that computes,
+    for a parameter the checkpoint does not fill, and for one of another dtype.
+    """
+    order = [name for name, _ in model.named_modules()]
+    parameter_names = {name for name, _ in model.named_parameters()}
+    with _loader_format(model, api), torch.no_grad():
+        watched: dict[str, Tensor] = {}
+        for module_name, module in model.named_modules():
+            for name, tensor in api.layer_tensors(module).items():
+                tensor.weight_loader = api.original_loader(tensor)
+                watched[f"{module_name}.{name}"] = tensor
+        weights = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in tensors.items()}
+        recorder = _LoaderRecorder(
+            {_storage(tensor): name for name, tensor in weights.items()},
+            {_storage(tensor): name for name, tensor in watched.items()},
+        )
+        with recorder:
+            model.load_weights(iter(weights.items()))
+        filled = {target.name for _, target in recorder.copies}
+        _check_parameters(watched, filled, parameter_names, dtype)
+        shapes = {name: Shape.of(tensor.shape) for name, tensor in watched.items() if name in filled}
+    sources = {name: Shape.of(shape) for name, shape in tensors.items()}
+    fills = []
+    for region, value in recorder.fills:
+        if region.name in filled and 0 not in region.size:
+            slot, box = _rectangle(region, shapes[region.name])
+            fills.append(Fill(region.name, slot, box, value))
+    destination = Destination(
+        pieces=tuple(_piece(source, target, sources, shapes) for source, target in recorder.copies),
+        fills=tuple(fills),
+        shapes=shapes,
+        modules=tuple(order),
+        dtype=dtype,
+    )
+    destination.check_complete()
+    return destination
+
+
+def _check_parameters(watched: Mapping[str, Tensor], filled: set[str], parameters: set[str], dtype: torch.dtype) -> None:
+    missing = sorted(parameters - filled)
+    if missing:
+        raise ValueError(f"vLLM's parameter {missing[0]} is filled by no tensor of the policy ({len(missing)} in all)")
+    for name in sorted(filled):
+        if watched[name].dtype != dtype:
+            raise ValueError(f"vLLM keeps {name} in {watched[name].dtype}, the rest of the model in {dtype}: the bridge sends one dtype")
+        if not watched[name].is_contiguous():
+            raise ValueError(f"vLLM's parameter {name} {tuple(watched[name].shape)} is not contiguous in loader format")

@@ -1,0 +1,125 @@
+"""Puts rectangles of a plan into a live vLLM model, module by module.
+
+A module's parameters return to loader format with its first rectangle; with its last one vLLM's own processing packs them for its kernels
+and copies them into the storage that the engine (and its CUDA graphs) uses. So packed CPU weights and quantised layers need nothing
+special here. What goes where was recorded by `vllm_layout.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter, defaultdict
+from typing import Any, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from megappo.bridge.destination import Destination, Fill, Inspect, Land, rectangle
+from megappo.bridge.plan import Move, module_of
+from megappo.bridge.vllm_layout import bake
+from megappo.bridge.vllm_reload import reload_api
+
+
+class VllmReceiver:
+    """The engine's end of the bridge on one rank (see `destination.WeightReceiver`).
+
+    worker: vLLM's in-process worker, whose model runner holds the model.
+    """
+
+    def __init__(self, worker: Any, dtype: torch.dtype) -> None:
+        self._api = reload_api()
+        self._worker = worker
+        self._model: torch.nn.Module = worker.model_runner.model
+        self._modules = dict(self._model.named_modules())
+        self._dtype = dtype
+        self._destination: Destination | None = None
+
+    def describe(self, tensors: Mapping[str, tuple[int, ...]]) -> Destination:
+        with self._vllm_config():
+            self._destination = bake(self._model, self._api, tensors, self._dtype)
+        for name in self._destination.shapes:
+            if self._api.is_deferred(self._modules[module_of(name)]):
+                raise ValueError(f"vLLM loads {name} into an attention layer after all others; the bridge does not transfer such scales")
+        return self._destination
+
+    @contextlib.contextmanager
+    def session(self, moves: Sequence[Move], inspect: Inspect | None) -> Iterator[Land]:
+        assert self._destination is not None, "describe() comes before the first session"
+        with self._vllm_config(), torch.no_grad():
+            self._api.initialize(self._model)
+            landing = _Landing(self, moves, self._destination.fills, inspect)
+            yield landing.land
+            landing.check_finished()
+            self._restore_untouched()
+            self._api.finalize(self._model, self._worker.model_config)
+
+    def open_module(self, name: str, fills: Sequence[Fill]) -> None:
+        """Give the module loader-format parameters and set its constants."""
+        layer = self._modules[name]
+        self._api.materialize(layer, self._api.info(layer))
+        for fill in fills:
+            box = fill.box
+            rectangle(self.parameter(fill.target), fill.slot, box.r0, box.c0, box.rows, box.cols).fill_(fill.value)
+
+    def parameter(self, target: str) -> Tensor:
+        module, _, name = target.rpartition(".")
+        return getattr(self._modules[module], name).data
+
+    def close_module(self, name: str) -> None:
+        """Every rectangle of the module is in: hand it to vLLM."""
+        layer = self._modules[name]
+        method = getattr(layer, "quant_method", None)
+        if self._worker.device.type == "cpu" and getattr(method, "moe_kernel", None) is not None:
+            # vLLM 0.32 on CPU prepacks experts only while there is no kernel: with the old one a reload leaves garbage.
+            method.moe_kernel = None
+        self._api.process(layer, self._api.info(layer))
+
+    def _restore_untouched(self) -> None:
+        """Modules that own buffers only (rotary tables) get them back; vLLM would warn about each that nothing was loaded."""
+        for layer in self._modules.values():
+            info = self._api.info(layer)
+            if info.can_load() and not self._api.is_deferred(layer):
+                self._api.restore(layer, info)
+                info.reset()
+
+    def _vllm_config(self) -> contextlib.AbstractContextManager:
+        from vllm.config import set_current_vllm_config
+
+        return set_current_vllm_config(self._worker.vllm_config)
+
+
+class _Landing:
+    """State of one session: which modules are open and how many rectangles each still expects."""
+
+    def __init__(self, receiver: VllmReceiver, moves: Sequence[Move], fills: Sequence[Fill], inspect: Inspect | None) -> None:
+        self._receiver = receiver
+        self._expected = Counter(module_of(move.target) for move in moves)
+        self._targets: dict[str, list[str]] = defaultdict(list)
+        for target in dict.fromkeys(move.target for move in moves):
+            self._targets[module_of(target)].append(target)
+        self._fills: dict[str, list[Fill]] = defaultdict(list)
+        for fill in fills:
+            self._fills[module_of(fill.target)].append(fill)
+        self._open: dict[str, dict[str, Tensor]] = {}
+        self._inspect = inspect
+
+    def land(self, move: Move, values: Tensor) -> None:
+        module = module_of(move.target)
+        if module not in self._open:
+            self._receiver.open_module(module, self._fills[module])
+            self._open[module] = {target: self._receiver.parameter(target) for target in self._targets[module]}
+        target = self._open[module][move.target]
+        rectangle(target, move.d_slot, move.d_row, move.d_col, move.rows, move.cols).copy_(values)
+        self._expected[module] -= 1
+        if self._expected[module] == 0:
+            if self._inspect is not None:
+                for name, tensor in self._open[module].items():
+                    self._inspect(name, tensor)
+            self._receiver.close_module(module)
+            del self._open[module]
+
+    def check_finished(self) -> None:
+        missing = {module: count for module, count in self._expected.items() if count}
+        if missing:
+            module, count = next(iter(missing.items()))
+            raise RuntimeError(f"weight transfer ended with {count} rectangles of {module} missing ({len(missing)} modules incomplete)")

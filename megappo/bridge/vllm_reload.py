@@ -1,0 +1,78 @@
+"""The private part of vLLM that the bridge stands on, in one place.
+
+vLLM reloads weights layer by layer (`model_executor/model_loader/reload`): a layer's parameters return to the format the checkpoint
+loader fills, are filled, processed by the layer's kernel (packed, quantised) and copied into the storage the engine runs on. The bridge
+uses those steps one by one. They are not public; `reload_api` refuses a vLLM in which they changed instead of loading garbage.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any, Callable
+
+_WRITTEN_FOR = "0.32"
+_SIGNATURES = {
+    "initialize_layerwise_reload": ["model"],
+    "finalize_layerwise_processing": ["model", "model_config"],
+    "get_layerwise_info": ["layer"],
+    "_layerwise_process": ["layer", "info"],
+    "_place_kernel_tensors": ["layer", "info"],
+    "_get_original_loader": ["tensor"],
+    "materialize_layer": ["layer", "info"],
+    "get_layer_tensors": ["layer"],
+    "is_deferred_attention_layer": ["layer"],
+}
+_INFO_FIELDS = {"kernel_tensors", "loaded_weights", "restore_device", "restore_metadata"}
+
+
+@dataclass(frozen=True)
+class ReloadApi:
+    """vLLM's steps. `info(layer)` has `can_load()`, `kernel_tensors` and `reset()`."""
+
+    initialize: Callable[[Any], None]
+    """Return all layers of a model to loader format, on the meta device."""
+    finalize: Callable[[Any, Any], None]
+    """(model, model_config): finish the layers that were left, attention last."""
+    info: Callable[[Any], Any]
+    materialize: Callable[[Any, Any], None]
+    """(layer, info): give a layer's meta tensors memory."""
+    process: Callable[[Any, Any], None]
+    """(layer, info): run the layer's kernel preparation and copy into live storage."""
+    restore: Callable[[Any, Any], None]
+    """(layer, info): put the live tensors back unchanged."""
+    original_loader: Callable[[Any], Callable]
+    layer_tensors: Callable[[Any], dict[str, Any]]
+    is_deferred: Callable[[Any], bool]
+    """Whether a layer (attention) is processed after all others; it holds no weights, only scales."""
+
+
+def reload_api() -> ReloadApi:
+    """Raises RuntimeError when the installed vLLM does not have these steps with these arguments."""
+    import vllm
+    from vllm.model_executor.model_loader.reload import layerwise
+    from vllm.model_executor.model_loader.reload.types import LayerReloadingInfo
+
+    problems = []
+    for name, parameters in _SIGNATURES.items():
+        function = getattr(layerwise, name, None)
+        found = None if function is None else list(inspect.signature(function).parameters)
+        if found != parameters:
+            problems.append(f"{name}({', '.join(parameters)}) is " + ("gone" if found is None else f"now ({', '.join(found)})"))
+    missing = _INFO_FIELDS - set(LayerReloadingInfo.__dataclass_fields__)
+    if missing or not hasattr(LayerReloadingInfo, "can_load"):
+        problems.append(f"LayerReloadingInfo lacks {sorted(missing) or 'can_load'}")
+    if problems:
+        raise RuntimeError(f"vLLM {vllm.__version__} reloads weights in another way than {_WRITTEN_FOR}, which the bridge is "
+                           f"written for: {'; '.join(problems)}")
+    return ReloadApi(
+        initialize=layerwise.initialize_layerwise_reload,
+        finalize=layerwise.finalize_layerwise_processing,
+        info=layerwise.get_layerwise_info,
+        materialize=layerwise.materialize_layer,
+        process=layerwise._layerwise_process,
+        restore=layerwise._place_kernel_tensors,
+        original_loader=layerwise._get_original_loader,
+        layer_tensors=layerwise.get_layer_tensors,
+        is_deferred=layerwise.is_deferred_attention_layer,
+    )

@@ -1,0 +1,224 @@
+"""Generation by vLLM inside the trainer's ranks.
+
+Every rank hosts one vLLM worker; tp neighbouring ranks form a replica, and the replicas share the requests. Weights never come from disk:
+vLLM starts with dummy weights and the bridge fills them (`push_weights`). What vLLM does to the process is contained in
+`vllm_process.py`; how weights get in is `bridge/`.
+"""
+
+from __future__ import annotations
+
+import gc
+from array import array
+from bisect import bisect_left
+from typing import Any, Callable, Mapping, NamedTuple, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megappo.bridge.sync import WeightSync
+from megappo.bridge.vllm_loader import VllmReceiver
+from megappo.models.arch import ModelArch
+from megappo.parallel.layout import ParallelLayout
+from megappo.rollout.sharing import share_requests
+from megappo.rollout.types import Request, Response, SamplingParams
+from megappo.rollout.vllm_process import colocated_executor, default_group_kept, require_vllm, vllm_running
+
+Detokenize = Callable[[Sequence[int]], str]
+CPU_KV_CACHE_GIB = 0.25
+_DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+
+
+class _Drawn(NamedTuple):
+    """A response on its way to the other ranks. finish: 0 length, 1 stop."""
+
+    index: int
+    tokens: array
+    logprobs: array
+    finish: int
+
+
+class VllmEngine:
+    """vLLM over the default process group, which must exist; construction is collective.
+
+    model: directory with config.json. tp: ranks per replica. max_model_len: longest prompt plus response in tokens. eos_token_ids: end a
+    response and are part of it. tokenizer: Hugging Face tokenizer directory, needed by vLLM for stop strings only; without one,
+    `detokenize` (token ids -> text) finds them after the fact. memory_share: of GPU memory. kv_cache_gib: per rank; on a CPU None means
+    0.25. enforce_eager: no CUDA graphs; a CPU always runs eagerly (compiling takes minutes there).
+    Raises ValueError for what the user can mend: vLLM missing, tp that does not divide the world.
+    """
+
+    name = "vllm"
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        tp: int,
+        dtype: torch.dtype,
+        max_model_len: int,
+        eos_token_ids: Sequence[int],
+        seed: int,
+        device: torch.device,
+        max_num_seqs: int = 256,
+        memory_share: float = 0.4,
+        kv_cache_gib: float | None = None,
+        enforce_eager: bool = False,
+        tokenizer: str | None = None,
+        detokenize: Detokenize | None = None,
+    ) -> None:
+        require_vllm()
+        world = dist.get_world_size()
+        if world % tp:
+            raise ValueError(f"rollout.tp: {tp} does not divide the {world} ranks")
+        self.device = device
+        self._replicas = world // tp
+        self._replica, self._tp_rank = divmod(dist.get_rank(), tp)
+        self._max_model_len = max_model_len
+        self._eos_token_ids = tuple(eos_token_ids)
+        self._tokenizer = tokenizer
+        self._detokenize = detokenize
+        self._version: int | None = None
+        self._sync: WeightSync | None = None
+        if kv_cache_gib is None and device.type == "cpu":
+            kv_cache_gib = CPU_KV_CACHE_GIB
+        with vllm_running(device):
+            from vllm import LLM
+
+            self._llm: Any = LLM(
+                model,
+                tokenizer=tokenizer,
+                skip_tokenizer_init=tokenizer is None,
+                load_format="dummy",
+                generation_config="vllm",
+                tensor_parallel_size=tp,
+                distributed_executor_backend=colocated_executor(),
+                dtype=_DTYPE_NAMES[dtype],
+                max_model_len=max_model_len,
+                max_num_seqs=max_num_seqs,
+                gpu_memory_utilization=memory_share,
+                kv_cache_memory_bytes=None if kv_cache_gib is None else int(kv_cache_gib * 2**30),
+                enforce_eager=enforce_eager or device.type == "cpu",
+                logprobs_mode="processed_logprobs",
+                seed=seed,
+            )
+            worker = self._llm.llm_engine.model_executor.driver_worker.worker
+            self.receiver = VllmReceiver(worker, dtype)
+
+    def connect(self, named_params: Callable[[], Mapping[str, Tensor]], arch: ModelArch, layout: ParallelLayout) -> None:
+        """Collective: plan the way from the policy's parameters (see `bridge.sync.WeightSync`) into this engine."""
+        self._sync = WeightSync(named_params, arch, layout, self)
+
+    def push_weights(self, version: int, verify: bool | None = None) -> dict[str, float]:
+        """Collective. verify: compare checksums; None means on the first push of this process, so after every start and resume."""
+        assert self._sync is not None, "connect() comes before the first push"
+        return self._sync.push(version, self._version is None if verify is None else verify)
+
+    def weights_changing(self) -> None:
+        self._version = None
+
+    def weights_changed(self, version: int) -> None:
+        with vllm_running(self.device):
+            if not self._llm.reset_prefix_cache():
+                raise RuntimeError("vLLM did not reset its prefix cache: requests are still running")
+        self._version = version
+
+    def generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Response]:
+        """Collective; see `rollout.types.RolloutEngine`. With temperature 0 the log-probs are those at temperature 1.
+
+        Raises ValueError for a request longer than the context and for stop strings without tokenizer, RuntimeError before the first
+        push or after a failed one.
+        """
+        if self._version is None:
+            raise RuntimeError("the vLLM engine holds no weights: none were pushed, or the last push failed")
+        self._check(requests, sampling)
+        shares = share_requests([request.prompt for request in requests], self._replicas)
+        with vllm_running(self.device):
+            drawn = self._draw(requests, shares[self._replica], sampling)
+        return self._gather(drawn if self._tp_rank == 0 else [], len(requests))
+
+    def close(self) -> None:
+        """Collective: free the engine and its process groups; the default group stays. Call it before that one is destroyed."""
+        if self._llm is None:
+            return
+        with vllm_running(self.device), default_group_kept():
+            self._llm.llm_engine.engine_core.shutdown()
+        self._llm = self._sync = self._version = None
+        del self.receiver
+        gc.collect()
+
+    def _check(self, requests: Sequence[Request], sampling: SamplingParams) -> None:
+        for index, request in enumerate(requests):
+            total = len(request.prompt) + sampling.max_tokens
+            if total > self._max_model_len or not request.prompt:
+                raise ValueError(f"request {index}: prompt of {len(request.prompt)} tokens plus max_tokens {sampling.max_tokens} is not "
+                                 f"within 1 and the engine's {self._max_model_len}")
+        if sampling.stop and self._tokenizer is None and self._detokenize is None:
+            raise ValueError(f"rollout.stop: {list(sampling.stop)} needs a Hugging Face tokenizer or a detokenize function; "
+                             "leave it empty or use stop token ids")
+
+    def _draw(self, requests: Sequence[Request], share: Sequence[int], sampling: SamplingParams) -> list[_Drawn]:
+        """Run this replica's share."""
+        if not share:
+            return []
+        prompts = [{"prompt_token_ids": list(requests[index].prompt)} for index in share]
+        params = [self._vllm_sampling(sampling, requests[index].seed) for index in share]
+        outputs = self._llm.generate(prompts, params, use_tqdm=False)
+        return [self._drawn(index, output.outputs[0], sampling) for index, output in zip(share, outputs, strict=True)]
+
+    def _vllm_sampling(self, sampling: SamplingParams, seed: int) -> Any:
+        from vllm import SamplingParams as VllmSampling
+
+        native_stop = bool(sampling.stop) and self._tokenizer is not None
+        return VllmSampling(
+            max_tokens=sampling.max_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            seed=seed,
+            stop=list(sampling.stop) if native_stop else None,
+            stop_token_ids=[*self._eos_token_ids, *sampling.stop_token_ids],
+            ignore_eos=True,  # the ids above say what ends a response, whatever the tokenizer's files say
+            detokenize=native_stop,
+            logprobs=0,  # the sampled token's only
+            flat_logprobs=True,  # lists instead of an object per token
+        )
+
+    def _drawn(self, index: int, output: Any, sampling: SamplingParams) -> _Drawn:
+        tokens = list(output.token_ids)
+        logprobs = output.logprobs.logprobs
+        assert output.logprobs.token_ids == tokens, "vLLM gives one log-prob per sampled token"
+        if output.finish_reason not in ("stop", "length"):
+            raise RuntimeError(f"vLLM ended request {index} with {output.finish_reason!r}")
+        finish = int(output.finish_reason == "stop")
+        if sampling.stop and self._tokenizer is None:
+            end = self._stop_length(tokens, sampling.stop)
+            if end is not None:
+                tokens, logprobs, finish = tokens[:end], logprobs[:end], 1
+        return _Drawn(index, array("q", tokens), array("f", logprobs), finish)
+
+    def _stop_length(self, tokens: Sequence[int], stop: Sequence[str]) -> int | None:
+        """Number of tokens up to the one that completes a stop string; None where there is none."""
+        assert self._detokenize is not None
+        detokenize = self._detokenize
+
+        def stopped(length: int) -> bool:
+            text = detokenize(tokens[:length])
+            return any(string in text for string in stop)
+
+        if not stopped(len(tokens)):
+            return None
+        return bisect_left(range(len(tokens) + 1), True, key=stopped)
+
+    def _gather(self, drawn: Sequence[_Drawn], count: int) -> list[Response]:
+        """Collective: the responses of all replicas, in request order."""
+        everywhere: list[Sequence[_Drawn] | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(everywhere, drawn)
+        responses: list[Response | None] = [None] * count
+        assert self._version is not None
+        for index, tokens, logprobs, finish in (item for part in everywhere for item in part or ()):
+            responses[index] = Response(tuple(tokens), tuple(logprobs), "stop" if finish else "length", self._version)
+        missing = [index for index, response in enumerate(responses) if response is None]
+        if missing:
+            raise RuntimeError(f"no replica answered request {missing[0]} ({len(missing)} of {count} in all)")
+        return [response for response in responses if response is not None]

