@@ -336,7 +336,7 @@ class SftDataConfig(Section):
     tokenizer: Optional[str] = None
     """Directory of a Hugging Face tokenizer or path of a SentencePiece .model file; null means `policy.model`."""
     prompt_key: str = "prompt"
-    """Field that holds the question."""
+    """Field that holds the question (a string, or a list of chat messages); `a.b` reaches into a nested object."""
     response_key: str = "answer"
     """Field that holds the response to learn; the loss covers its tokens and the end-of-sequence token."""
     chat_template: bool = True
