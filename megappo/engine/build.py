@@ -1,0 +1,61 @@
+"""From a role's configuration to a running Megatron engine: model, weights, gradient buffers, optimizer."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from megappo.config.schema import FrozenOffloadConfig, OffloadConfig, RoleConfig, TrainableConfig
+from megappo.engine.megatron import MegatronEngine
+from megappo.engine.optimizer import Optimizer, wrap_with_ddp
+from megappo.models.arch import ModelArch
+from megappo.models.build import build_model
+from megappo.models.hf_import import load_pretrained
+from megappo.parallel.groups import ProcessGroups
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def build_trainable(
+    name: str,
+    path: str,
+    arch: ModelArch,
+    config: TrainableConfig,
+    groups: ProcessGroups,
+    *,
+    device: torch.device,
+    total_updates: int,
+    seed: int,
+    value_head: Literal["none", "zero", "normal", "checkpoint"] = "none",
+) -> MegatronEngine:
+    """A model that trains, loaded from the checkpoint at `path`. total_updates: optimizer steps of the whole run (for the schedule)."""
+    model = build_model(
+        arch, groups, dtype=DTYPES[config.dtype], recompute=config.recompute, value_head=value_head != "none", device=device
+    )
+    load_pretrained(model, arch, groups, path, value_head=None if value_head == "none" else value_head, seed=seed)
+    wrapped = wrap_with_ddp(model, groups, distributed_optimizer=config.optimizer.distributed)
+    optimizer = Optimizer(wrapped, groups, config.optimizer, total_updates)
+    return MegatronEngine(
+        name, wrapped, groups, device=device, micro_batch_tokens=config.micro_batch_tokens, optimizer=optimizer, offload=config.offload
+    )
+
+
+def build_frozen(
+    name: str,
+    path: str,
+    arch: ModelArch,
+    config: RoleConfig,
+    groups: ProcessGroups,
+    *,
+    device: torch.device,
+    offload: FrozenOffloadConfig = FrozenOffloadConfig(),
+) -> MegatronEngine:
+    """A model that only gives log-probs."""
+    model = build_model(arch, groups, dtype=DTYPES[config.dtype], recompute="none", value_head=False, device=device)
+    load_pretrained(model, arch, groups, path)
+    model.requires_grad_(False)
+    return MegatronEngine(
+        name, model, groups, device=device, micro_batch_tokens=config.micro_batch_tokens,
+        offload=OffloadConfig(parameters=offload.parameters),
+    )  # fmt: skip

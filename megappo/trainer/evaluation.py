@@ -1,0 +1,42 @@
+"""Validation: greedy answers to held-out prompts, scored by the rules of the training reward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Sequence
+
+from megappo.data.prompts import Prompt
+from megappo.data.tokenizers import Tokenizer
+from megappo.rewards.compose import Scorer
+from megappo.rollout.types import RolloutEngine, SamplingParams
+from megappo.trainer.experience import make_requests
+from megappo.trainer.scoring import score_responses
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Mean score, mean of every reward part, mean response length in tokens and share cut by the length limit."""
+
+    num_prompts: int
+    score: float
+    parts: dict[str, float]
+    length: float
+    truncated: float
+
+
+def evaluate(
+    prompts: Sequence[Prompt], rollout: RolloutEngine, sampling: SamplingParams, tokenizer: Tokenizer, scorer: Scorer
+) -> Evaluation:
+    """Collective. `sampling` gives limits and stop strings; its temperature is replaced by 0."""
+    # Seeds play no part in greedy decoding.
+    requests = make_requests([p.tokens for p in prompts], samples_per_prompt=1, run_seed=0, step=0)
+    responses = rollout.generate(requests, replace(sampling, temperature=0.0, top_p=1.0, top_k=-1))
+    scored = score_responses(prompts, responses, tokenizer, scorer)
+    count = len(prompts)
+    return Evaluation(
+        num_prompts=count,
+        score=sum(scored.total) / count,
+        parts={name: sum(values) / count for name, values in scored.parts.items()},
+        length=sum(len(r.tokens) for r in responses) / count,
+        truncated=sum(r.finish == "length" for r in responses) / count,
+    )

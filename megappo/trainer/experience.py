@@ -1,0 +1,54 @@
+"""Requests for the rollout engine, and the packed batch made of what came back.
+
+Seeds depend only on the run's seed, the step and the place of the sample, so a resumed run draws what the uninterrupted one would have.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Sequence
+
+import torch
+
+from megappo.data.packing import PackedBatch, cu_seqlens_of
+from megappo.rollout.types import Request, Response
+
+
+def sample_seed(run_seed: int, step: int, sample: int) -> int:
+    """A 63-bit seed for one sample, the same on every rank and after a resume."""
+    digest = hashlib.sha256(f"{run_seed}/{step}/{sample}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
+
+
+def make_requests(prompts: Sequence[Sequence[int]], samples_per_prompt: int, run_seed: int, step: int) -> list[Request]:
+    """`samples_per_prompt` requests for each prompt, the samples of one prompt next to each other."""
+    return [
+        Request(tuple(prompt), sample_seed(run_seed, step, index * samples_per_prompt + sample))
+        for index, prompt in enumerate(prompts)
+        for sample in range(samples_per_prompt)
+    ]
+
+
+def pack_experience(requests: Sequence[Request], responses: Sequence[Response]) -> PackedBatch:
+    """Prompt and response of every sample, end to end.
+
+    Token fields: response_mask (true on sampled tokens), rollout_logprob (the sampler's, 0 elsewhere). Sequence field: truncated (cut
+    by the length limit).
+    """
+    tokens: list[int] = []
+    mask: list[bool] = []
+    logprobs: list[float] = []
+    for request, response in zip(requests, responses, strict=True):
+        tokens += [*request.prompt, *response.tokens]
+        mask += [False] * len(request.prompt) + [True] * len(response.tokens)
+        logprobs += [0.0] * len(request.prompt) + list(response.logprobs)
+    lengths = [len(q.prompt) + len(r.tokens) for q, r in zip(requests, responses)]
+    return PackedBatch(
+        tokens=torch.tensor(tokens, dtype=torch.long),
+        cu_seqlens=cu_seqlens_of(torch.tensor(lengths, dtype=torch.long)),
+        token_fields={
+            "response_mask": torch.tensor(mask, dtype=torch.bool),
+            "rollout_logprob": torch.tensor(logprobs, dtype=torch.float32),
+        },
+        sequence_fields={"truncated": torch.tensor([r.finish == "length" for r in responses])},
+    )

@@ -1,0 +1,248 @@
+"""Assembles a PPO run from its configuration and runs it on this rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Mapping, Optional
+
+import torch
+import torch.distributed as dist
+
+from megappo.algo.kl import AdaptiveKL, FixedKL, KLController
+from megappo.checkpoint.store import CheckpointStore
+from megappo.config.dump import dump_yaml
+from megappo.config.schema import AlgorithmConfig, DataConfig, KLConfig, RolloutConfig, TrainConfig
+from megappo.data.prompts import PromptFormat, PromptLoader, PromptSet, build_prompts
+from megappo.data.sources import read_records
+from megappo.data.tokenizers import Tokenizer, load_tokenizer
+from megappo.engine.build import build_frozen, build_trainable
+from megappo.engine.megatron import MegatronEngine
+from megappo.models.arch import ModelArch, read_arch
+from megappo.models.hf_export import export_pretrained
+from megappo.parallel.groups import ProcessGroups, build_groups
+from megappo.parallel.layout import ParallelLayout
+from megappo.platform.device import select_device, start_distributed
+from megappo.rewards.compose import Scorer
+from megappo.rollout.build import build_rollout
+from megappo.rollout.types import SamplingParams
+from megappo.telemetry.runlog import RunLog
+from megappo.trainer.facts import run_facts
+from megappo.trainer.ppo import PPO, PPOSettings
+from megappo.trainer.roles import Critic, LanguageModel, Policy, PolicyLossConfig
+from megappo.trainer.rundir import RunDir
+from megappo.trainer.shaping import AdvantageShaping
+from megappo.trainer.state import TrainerState
+from megappo.trainer.updates import MiniBatches
+
+
+def train(config: TrainConfig, *, resume: bool) -> None:
+    """Run PPO on this rank of the world to its end. ValueError for what the user can mend."""
+    device = select_device(config.run.device)
+    start_distributed(device)
+    torch.manual_seed(config.run.seed)
+    run_dir = RunDir.of(config.run)
+    run_dir.claim(dump_yaml(config), resume=resume)
+    parts = _Parts(config, run_dir, device)
+    if resume:
+        parts.resume()
+    parts.ppo.run()
+    parts.log.close()
+    if config.checkpoint.export_at_end:
+        with parts.policy_engine.eval_mode():
+            export_pretrained(
+                parts.policy_engine.model, parts.policy_arch, parts.policy_engine.groups, run_dir.export, Path(config.policy.model)
+            )
+    parts.close()
+
+
+class _Parts:
+    """Everything one run is made of."""
+
+    def __init__(self, config: TrainConfig, run_dir: RunDir, device: torch.device) -> None:
+        self.config = config
+        self.tokenizer = load_tokenizer(config.data.tokenizer or config.policy.model)
+        train_set = load_prompts(config.data, config.data.train, self.tokenizer)
+        eval_set = load_prompts(config.data, config.data.eval, self.tokenizer, config.data.eval_prompts) if config.data.eval else None
+        self.loader = PromptLoader(len(train_set), config.data.prompts_per_step, config.data.shuffle, config.run.seed)
+        total_steps = config.trainer.steps or self.loader.num_steps(config.trainer.epochs)
+        self.log = RunLog(run_dir.root, tensorboard=config.telemetry.tensorboard)
+        self.log.note(f"train: {train_set.summary()}" + (f" | eval: {eval_set.summary()}" if eval_set else ""))
+
+        self.policy_arch = read_arch(config.policy.model)
+        self._groups: dict[ParallelLayout, ProcessGroups] = {}
+        self.policy_engine = self._build_policy(device, total_steps)
+        self.critic_engine = self._build_critic(device, total_steps)
+        reference = self._build_reference(device)
+        sampling = sampling_params(config.rollout, self.tokenizer)
+        self.rollout = build_rollout(config, self.policy_engine, self.policy_arch, self.tokenizer, device)
+        temperature = sampling.temperature
+
+        self.state = TrainerState()
+        self.kl_controller = kl_controller(config.algorithm.kl)
+        self.store = CheckpointStore(run_dir.checkpoints, config.checkpoint.keep_last, config.checkpoint.save_only_model)
+        self._facts = run_facts(config, self.tokenizer)
+        self.ppo = PPO(
+            _settings(config, total_steps),
+            policy=Policy(self.policy_engine, temperature, _policy_loss(config.algorithm)),
+            critic=Critic(self.critic_engine, config.algorithm.value_clip),
+            reference=reference,
+            rollout=self.rollout,
+            sampling=sampling,
+            prompts=train_set.prompts,
+            loader=self.loader,
+            eval_prompts=eval_set.prompts if eval_set else (),
+            tokenizer=self.tokenizer,
+            scorer=_scorer(config),
+            shaping=_shaping(config.algorithm),
+            kl_controller=self.kl_controller,
+            mini_batches=_mini_batches(config),
+            state=self.state,
+            log=self.log,
+            save=self.save,
+        )
+
+    # ------------------------------------------------------------------------------------------------------ checkpoints
+
+    @property
+    def _engines(self) -> Mapping[str, MegatronEngine]:
+        return {"policy": self.policy_engine, "critic": self.critic_engine}
+
+    @property
+    def _components(self) -> dict:
+        return {"trainer": self.state, "loader": self.loader, "kl_controller": self.kl_controller}
+
+    def save(self, step: int) -> None:
+        self.store.save(step, self._engines, self._components, self._facts)
+
+    def resume(self) -> None:
+        step = self.store.load(self._engines, self._components, self._facts)
+        self.log.resume_after(step)
+        self.log.note(f"resumed after step {step}")
+
+    def close(self) -> None:
+        if hasattr(self.rollout, "close"):
+            self.rollout.close()
+        dist.barrier()
+        dist.destroy_process_group()
+
+    # ----------------------------------------------------------------------------------------------------------- models
+
+    def _groups_of(self, layout: ParallelLayout) -> ProcessGroups:
+        """Roles with the same layout share their groups."""
+        if layout not in self._groups:
+            self._groups[layout] = build_groups(layout)
+        return self._groups[layout]
+
+    def _build_policy(self, device: torch.device, total_steps: int) -> MegatronEngine:
+        config = self.config
+        steps = max(1, total_steps - config.critic.warmup_steps)
+        return build_trainable(
+            "policy", config.policy.model, self.policy_arch, config.policy, self._groups_of(layout_of(config.policy.parallel)),
+            device=device, total_updates=steps * updates_per_step(config), seed=config.run.seed,
+        )  # fmt: skip
+
+    def _build_critic(self, device: torch.device, total_steps: int) -> MegatronEngine:
+        config = self.config
+        path = config.critic.model or config.policy.model
+        return build_trainable(
+            "critic", path, read_arch(path), config.critic, self._groups_of(layout_of(config.critic.parallel)), device=device,
+            total_updates=total_steps * updates_per_step(config), seed=config.run.seed, value_head=config.critic.value_head,
+        )  # fmt: skip
+
+    def _build_reference(self, device: torch.device) -> Optional[LanguageModel]:
+        config = self.config
+        if config.algorithm.kl.placement == "none":
+            return None
+        path = config.reference.model or config.policy.model
+        engine = build_frozen(
+            "reference", path, read_arch(path), config.reference, self._groups_of(layout_of(config.reference.parallel)),
+            device=device, offload=config.reference.offload,
+        )  # fmt: skip
+        return LanguageModel(engine, config.rollout.sampling.temperature)
+
+
+def load_prompts(data: DataConfig, source: str, tokenizer: Tokenizer, limit: Optional[int] = None) -> PromptSet:
+    """The prompts of one source, formatted and filtered as `data` says."""
+    return build_prompts(
+        read_records(source),
+        tokenizer,
+        source=source,
+        prompt_key=data.prompt_key,
+        answer_key=data.answer_key,
+        prompt_format=PromptFormat(data.chat_template, data.system_prompt, data.prompt_suffix),
+        max_prompt_tokens=data.max_prompt_tokens,
+        overlong=data.overlong,
+        limit=limit,
+    )
+
+
+def layout_of(parallel) -> ParallelLayout:
+    return ParallelLayout(dist.get_world_size(), parallel.tp, parallel.pp, parallel.sequence_parallel)
+
+
+def sampling_params(rollout: RolloutConfig, tokenizer: Tokenizer) -> SamplingParams:
+    s = rollout.sampling
+    return SamplingParams(rollout.max_response_tokens, s.temperature, s.top_p, s.top_k, rollout.stop, tokenizer.eos_ids)
+
+
+def updates_per_step(config: TrainConfig) -> int:
+    """Optimizer steps of one role in one PPO step."""
+    samples = config.data.prompts_per_step * config.rollout.samples_per_prompt
+    return samples // config.algorithm.mini_batch_size * config.algorithm.ppo_epochs
+
+
+def kl_controller(kl: KLConfig) -> KLController:
+    if kl.controller == "adaptive":
+        return AdaptiveKL(kl.coef, kl.target, kl.horizon)
+    return FixedKL(kl.coef)
+
+
+def _settings(config: TrainConfig, total_steps: int) -> PPOSettings:
+    return PPOSettings(
+        total_steps=total_steps,
+        seed=config.run.seed,
+        samples_per_prompt=config.rollout.samples_per_prompt,
+        critic_warmup_steps=config.critic.warmup_steps,
+        max_prob_diff=config.rollout.max_prob_diff,
+        eval_every=config.trainer.eval_every,
+        eval_before=config.trainer.eval_before,
+        save_every=config.checkpoint.save_every,
+        trajectories_every=config.telemetry.trajectories_every,
+        trajectories_per_step=config.telemetry.trajectories_per_step,
+    )
+
+
+def _policy_loss(algorithm: AlgorithmConfig) -> PolicyLossConfig:
+    return PolicyLossConfig(
+        clip_low=algorithm.clip_low,
+        clip_high=algorithm.clip_high,
+        dual_clip=algorithm.dual_clip,
+        entropy_coef=algorithm.entropy_coef,
+        kl_coef=algorithm.kl.coef if algorithm.kl.placement == "loss" else 0.0,
+        kl_estimator=algorithm.kl.estimator,
+        target_kl=algorithm.target_kl,
+    )
+
+
+def _scorer(config: TrainConfig) -> Scorer:
+    reward = config.reward
+    parts = [(part.name, part.weight) for part in reward.parts]
+    return Scorer(parts, reward.missing_eos_penalty, reward.length_penalty, reward.length_penalty_start)
+
+
+def _shaping(algorithm: AlgorithmConfig) -> AdvantageShaping:
+    return AdvantageShaping(
+        gamma=algorithm.gamma,
+        lam=algorithm.lam,
+        lam_value=algorithm.lam_value,
+        lam_length_alpha=algorithm.lam_length_alpha,
+        kl_in_reward=algorithm.kl.placement == "reward",
+        kl_estimator=algorithm.kl.estimator,
+        whiten=algorithm.whiten_advantages,
+        bootstrap_truncated=algorithm.bootstrap_truncated,
+    )
+
+
+def _mini_batches(config: TrainConfig) -> MiniBatches:
+    a = config.algorithm
+    return MiniBatches(a.mini_batch_size, a.ppo_epochs, a.loss_aggregation, config.rollout.max_response_tokens)

@@ -1,0 +1,166 @@
+"""Proximal policy optimisation with a learned critic (Schulman et al. 2017; Ouyang et al. 2022 for the KL-shaped reward).
+
+One step has eight stages, numbered here as in the design. Every rank runs every line: a stage that needs only some ranks decides that
+inside. Nothing tensor-level happens here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Callable, Optional, Sequence
+
+import torch
+
+from megappo.algo.kl import KLController
+from megappo.data.packing import PackedBatch
+from megappo.data.prompts import Prompt, PromptLoader
+from megappo.data.tokenizers import Tokenizer
+from megappo.rewards.compose import Scorer
+from megappo.rollout.types import RolloutEngine, SamplingParams
+from megappo.telemetry.runlog import RunLog
+from megappo.telemetry.timers import StageTimers
+from megappo.trainer.agreement import compare_with_sampler, require_agreement
+from megappo.trainer.evaluation import Evaluation, evaluate
+from megappo.trainer.experience import make_requests, pack_experience, sample_seed
+from megappo.trainer.report import StepRecord, trajectories_of
+from megappo.trainer.roles import Critic, LanguageModel, Policy
+from megappo.trainer.scoring import score_responses
+from megappo.trainer.shaping import AdvantageShaping
+from megappo.trainer.state import TrainerState
+from megappo.trainer.updates import MiniBatches, UpdateSummary, run_updates
+
+
+@dataclass(frozen=True)
+class PPOSettings:
+    """Numbers of the loop. Intervals are in PPO steps; 0 means never."""
+
+    total_steps: int
+    seed: int
+    samples_per_prompt: int
+    critic_warmup_steps: int
+    max_prob_diff: float
+    eval_every: int
+    eval_before: bool
+    save_every: int
+    trajectories_every: int
+    trajectories_per_step: int
+
+
+class PPO:
+    """The loop. Its parts are built in `main.py`; `save` writes a checkpoint of all of them."""
+
+    def __init__(
+        self,
+        settings: PPOSettings,
+        *,
+        policy: Policy,
+        critic: Critic,
+        reference: Optional[LanguageModel],
+        rollout: RolloutEngine,
+        sampling: SamplingParams,
+        prompts: Sequence[Prompt],
+        loader: PromptLoader,
+        eval_prompts: Sequence[Prompt],
+        tokenizer: Tokenizer,
+        scorer: Scorer,
+        shaping: AdvantageShaping,
+        kl_controller: KLController,
+        mini_batches: MiniBatches,
+        state: TrainerState,
+        log: RunLog,
+        save: Callable[[int], None],
+    ) -> None:
+        self.settings = settings
+        self.policy, self.critic, self.reference = policy, critic, reference
+        self.rollout, self.sampling = rollout, sampling
+        self.prompts, self.loader, self.eval_prompts = prompts, loader, eval_prompts
+        self.tokenizer, self.scorer = tokenizer, scorer
+        self.shaping, self.kl_controller, self.mini_batches = shaping, kl_controller, mini_batches
+        self.state, self.log, self.save = state, log, save
+
+    def run(self) -> Optional[Evaluation]:
+        """All remaining steps; returns the last evaluation."""
+        self.rollout.push_weights(version=self.state.step)
+        evaluation = None
+        if self.settings.eval_before and self.state.step == 0:
+            evaluation = self.evaluate()
+        while self.state.step < self.settings.total_steps:
+            evaluation = self.step() or evaluation
+        return evaluation
+
+    def step(self) -> Optional[Evaluation]:
+        step = self.state.step + 1
+        timers = StageTimers()
+
+        with timers.stage("prompts"):  # 1
+            chosen = [self.prompts[i] for i in self.loader.next_step()]
+            n = self.settings.samples_per_prompt
+            requests = make_requests([p.tokens for p in chosen], n, self.settings.seed, step)
+            asked = [prompt for prompt in chosen for _ in range(n)]
+
+        with timers.stage("generate"):  # 2
+            responses = self.rollout.generate(requests, self.sampling)
+            batch = pack_experience(requests, responses)
+
+        with timers.stage("score"):  # 3
+            scored = score_responses(asked, responses, self.tokenizer, self.scorer)
+
+        with timers.stage("logprobs"):  # 4
+            batch = self.add_model_outputs(batch)
+            truncated_sampling = self.sampling.top_p < 1.0 or self.sampling.top_k > 0
+            agreement = compare_with_sampler(batch, truncated_sampling=truncated_sampling)
+            require_agreement(agreement, self.settings.max_prob_diff, step, self.rollout.name)
+
+        with timers.stage("advantages"):  # 5
+            kl_coef = self.kl_controller.coef
+            batch = self.shaping.apply(batch, torch.tensor(scored.total), kl_coef)
+
+        with timers.stage("update_critic"):  # 6
+            seed = sample_seed(self.settings.seed, step, -1)
+            critic = run_updates(self.critic, batch, self.mini_batches, seed)
+        with timers.stage("update_policy"):
+            policy = UpdateSummary()
+            if step > self.settings.critic_warmup_steps:
+                policy = run_updates(self.policy, batch, self.mini_batches, seed)
+
+        with timers.stage("push_weights"):  # 7
+            pushed = self.rollout.push_weights(version=step)
+
+        record = StepRecord(step, batch, scored, agreement, kl_coef, critic, policy, pushed)  # 8
+        self.kl_controller.update(record.kl_per_response(), batch.num_sequences)
+        self.count(batch, critic, policy)
+        evaluation = self.evaluate(timers) if self.is_due(step, self.settings.eval_every) else None
+        self.log.step(record.metrics(timers, evaluation), step, self.settings.total_steps)
+        if self.settings.trajectories_every and step % self.settings.trajectories_every == 0:
+            self.log.trajectories(step, trajectories_of(record, asked, self.settings.trajectories_per_step))
+        if self.is_due(step, self.settings.save_every) or step == self.settings.total_steps:
+            self.save(step)
+        return evaluation
+
+    def add_model_outputs(self, batch: PackedBatch) -> PackedBatch:
+        """Stage 4: log-probs and entropy of the policy, log-probs of the reference, values of the critic."""
+        logprob, entropy = self.policy.logprobs(batch)
+        value, bootstrap = self.critic.values(batch)
+        fields = {"logprob": logprob, "entropy": entropy, "value": value}
+        if self.reference is not None:
+            fields["ref_logprob"], _ = self.reference.logprobs(batch)
+        return batch.with_fields(fields, {"bootstrap": bootstrap})
+
+    def evaluate(self, timers: Optional[StageTimers] = None) -> Optional[Evaluation]:
+        """Greedy score on the held-out prompts with the weights that the rollout engine holds."""
+        if not self.eval_prompts:
+            return None
+        with (timers or StageTimers()).stage("evaluate"):
+            evaluation = evaluate(self.eval_prompts, self.rollout, self.sampling, self.tokenizer, self.scorer)
+        self.log.evaluation(evaluation, self.state.step)
+        return evaluation
+
+    def is_due(self, step: int, interval: int) -> bool:
+        return interval > 0 and (step % interval == 0 or step == self.settings.total_steps)
+
+    def count(self, batch: PackedBatch, critic: UpdateSummary, policy: UpdateSummary) -> None:
+        self.state.step += 1
+        self.state.episodes += batch.num_sequences
+        self.state.tokens += int(batch["response_mask"].sum())
+        self.state.critic_updates += critic.num_updates
+        self.state.policy_updates += policy.num_updates

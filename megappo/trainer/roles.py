@@ -1,0 +1,148 @@
+"""The three models of PPO, each as what the loop asks of it: log-probs, values, updates. Which engine runs them is not known here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Optional
+
+from torch import Tensor
+
+from megappo.algo.alignment import align_values, next_token_targets, shift_right
+from megappo.algo.kl import kl_loss
+from megappo.data.packing import PackedBatch
+from megappo.engine.base import Engine, LossOutput, ModelOutput, PassResult, StepResult
+from megappo.ops.logprob import linear_logprob
+from megappo.ops.losses import entropy_loss, policy_loss, value_loss
+
+
+@dataclass(frozen=True)
+class PolicyLossConfig:
+    """Coefficients of the policy's loss; see `config.schema.AlgorithmConfig`."""
+
+    clip_low: float
+    clip_high: float
+    dual_clip: Optional[float]
+    entropy_coef: float
+    kl_coef: float
+    kl_estimator: str
+    target_kl: Optional[float]
+
+
+@dataclass(frozen=True)
+class UpdateResult:
+    """One mini-batch update. lr and step are None when no optimizer step was taken (target KL reached)."""
+
+    losses: PassResult
+    step: Optional[StepResult]
+    lr: Optional[float]
+
+
+class LanguageModel:
+    """A model that gives log-probs of tokens: the reference, and the policy below."""
+
+    def __init__(self, engine: Engine, temperature: float) -> None:
+        self.engine = engine
+        self.temperature = temperature
+
+    def logprobs(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
+        """(logprob [T], entropy [T]) of every token given its prefix, under the sampling temperature; 0 at sequence starts."""
+        with self.engine.eval_mode():
+            result = self.engine.forward_backward(batch, partial(self._report, want_entropy=True), forward_only=True)
+        return result.tokens["logprob"], result.tokens["entropy"]
+
+    def _report(self, output: ModelOutput, micro: PackedBatch, want_entropy: bool) -> LossOutput:
+        logprob, entropy = self.token_logprobs(output, micro, want_entropy)
+        return LossOutput(tokens={"logprob": logprob, "entropy": entropy})
+
+    def token_logprobs(self, output: ModelOutput, micro: PackedBatch, want_entropy: bool) -> tuple[Tensor, Optional[Tensor]]:
+        """Differentiable (logprob [T], entropy [T]) aligned with their own tokens."""
+        logprob, entropy = linear_logprob(
+            output.hidden,
+            output.weight,
+            next_token_targets(micro.tokens, micro.cu_seqlens),
+            output.tp_group,
+            sequence_parallel=output.sequence_parallel,
+            vocab_start=output.vocab_start,
+            num_valid=output.num_valid,
+            temperature=self.temperature,
+            want_entropy=want_entropy,
+        )
+        aligned = shift_right(logprob, micro.cu_seqlens)
+        return aligned, None if entropy is None else shift_right(entropy, micro.cu_seqlens)
+
+
+class Policy(LanguageModel):
+    """The model that is trained to act."""
+
+    def __init__(self, engine: Engine, temperature: float, loss: PolicyLossConfig) -> None:
+        super().__init__(engine, temperature)
+        self._loss = loss
+
+    def update(self, mini: PackedBatch, denominator: float) -> UpdateResult:
+        """One optimizer step on a global mini-batch with fields logprob, advantage, weight (and ref_logprob with KL in the loss)."""
+        self.engine.optimizer_zero_grad()
+        losses = self.engine.forward_backward(mini, self._loss_of, denominator=denominator)
+        if self._loss.target_kl is not None and _approx_kl(losses) > 1.5 * self._loss.target_kl:
+            return UpdateResult(losses, step=None, lr=None)
+        lr = self.engine.lr_scheduler_step()
+        return UpdateResult(losses, self.engine.optimizer_step(), lr)
+
+    def _loss_of(self, output: ModelOutput, micro: PackedBatch) -> LossOutput:
+        c = self._loss
+        logprob, entropy = self.token_logprobs(output, micro, want_entropy=True)
+        weight = micro["weight"]
+        surrogate, metrics = policy_loss(
+            logprob, micro["logprob"], micro["advantage"], weight,
+            clip_low=c.clip_low, clip_high=c.clip_high, dual_clip=c.dual_clip,
+        )
+        bonus, entropy_metrics = entropy_loss(entropy, weight)
+        metrics = {**metrics, **entropy_metrics, "surrogate_sum": surrogate}
+        loss = surrogate + c.entropy_coef * bonus
+        if c.kl_coef > 0:
+            penalty, kl_metrics = kl_loss(logprob, micro["ref_logprob"], weight, c.kl_estimator)
+            loss = loss + c.kl_coef * penalty
+            metrics = {**metrics, **kl_metrics}
+        return _loss_output(loss, metrics)
+
+
+class Critic:
+    """The model of state values V(s_t)."""
+
+    def __init__(self, engine: Engine, value_clip: Optional[float]) -> None:
+        self.engine = engine
+        self._value_clip = value_clip
+
+    def values(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
+        """(value [T], value after the last token [B]); value[t] = V(x_<t), 0 at the first token of a sequence."""
+        with self.engine.eval_mode():
+            result = self.engine.forward_backward(batch, self._report, forward_only=True)
+        raw = result.tokens["raw_value"]
+        return align_values(raw, batch.cu_seqlens)
+
+    def update(self, mini: PackedBatch, denominator: float) -> UpdateResult:
+        """One optimizer step on a global mini-batch with fields value, returns, weight."""
+        self.engine.optimizer_zero_grad()
+        losses = self.engine.forward_backward(mini, self._loss_of, denominator=denominator)
+        lr = self.engine.lr_scheduler_step()
+        return UpdateResult(losses, self.engine.optimizer_step(), lr)
+
+    def _report(self, output: ModelOutput, micro: PackedBatch) -> LossOutput:
+        return LossOutput(tokens={"raw_value": output.values})
+
+    def _loss_of(self, output: ModelOutput, micro: PackedBatch) -> LossOutput:
+        value, _ = align_values(output.values, micro.cu_seqlens)
+        loss, metrics = value_loss(value, micro["value"], micro["returns"], micro["weight"], clip=self._value_clip)
+        return _loss_output(loss, {**metrics, "loss_sum": loss})
+
+
+def _loss_output(loss: Tensor, metrics: dict[str, Tensor]) -> LossOutput:
+    return LossOutput(
+        loss_sum=loss,
+        sums={name: value for name, value in metrics.items() if name.endswith("_sum")},
+        maxima={name: value for name, value in metrics.items() if name.endswith("_max")},
+    )
+
+
+def _approx_kl(losses: PassResult) -> float:
+    return losses.sums["approx_kl_sum"] / max(1.0, losses.sums["tokens_sum"])

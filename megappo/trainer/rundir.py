@@ -1,0 +1,54 @@
+"""The directory of one run: who may write to it, and where things lie in it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megappo.config.schema import RunConfig
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """Paths below `output_dir/name`."""
+
+    root: Path
+
+    @classmethod
+    def of(cls, run: RunConfig) -> RunDir:
+        return cls(Path(run.output_dir) / run.name)
+
+    @property
+    def config(self) -> Path:
+        return self.root / "config.yaml"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    @property
+    def export(self) -> Path:
+        return self.root / "export"
+
+    def check_free(self, *, resume: bool) -> None:
+        """ValueError where a new run would write over another one, or a resume finds none."""
+        if resume and not self.config.exists():
+            raise ValueError(f"--resume: {self.root} holds no run; check run.output_dir and run.name, or start without --resume")
+        if not resume and self.root.exists() and any(self.root.iterdir()):
+            raise ValueError(f"run.name = {self.root.name}: {self.root} holds another run; choose a new run.name or pass --resume")
+
+    def claim(self, config_text: str, *, resume: bool) -> None:
+        """Collective: rank 0 checks, creates the directory and writes the resolved config; all ranks raise its error alike."""
+        problem = [None]
+        if dist.get_rank() == 0:
+            try:
+                self.check_free(resume=resume)
+                self.root.mkdir(parents=True, exist_ok=True)
+                self.config.write_text(config_text)
+            except (ValueError, OSError) as error:
+                problem = [str(error)]
+        dist.broadcast_object_list(problem, src=0)
+        if problem[0] is not None:
+            raise ValueError(problem[0])

@@ -1,0 +1,74 @@
+"""Stage 3: the rewards of the sampled responses, computed once over all ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Sequence
+
+import torch.distributed as dist
+
+from megappo.data.prompts import Prompt
+from megappo.data.tokenizers import Tokenizer
+from megappo.rewards.base import RewardInput
+from megappo.rewards.compose import RewardError, Scorer
+from megappo.rollout.types import Response
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Texts and scores of all samples, the same on every rank. total: [B]; parts: rule name -> [B]."""
+
+    texts: list[str]
+    total: list[float]
+    parts: dict[str, list[float]]
+
+
+def score_responses(prompts: Sequence[Prompt], responses: Sequence[Response], tokenizer: Tokenizer, scorer: Scorer) -> Scored:
+    """Decode and score; prompts[i] belongs to responses[i]. Collective: each rank scores its share, all get all.
+
+    A rule that fails anywhere raises the same RewardError on every rank, so none is left waiting in a collective.
+    """
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    mine = range(rank, len(responses), world_size)
+    texts = [response_text(responses[i], tokenizer) for i in mine]
+    samples = [_reward_input(prompts[i], responses[i], text, i) for i, text in zip(mine, texts)]
+    try:
+        scores = scorer.score(samples)
+        share: tuple = ("scored", texts, scores.total.tolist(), {name: values.tolist() for name, values in scores.parts.items()})
+    except RewardError as error:
+        share = ("failed", str(error))
+    shares: list = [None] * world_size
+    dist.all_gather_object(shares, share)
+    failures = [item[1] for item in shares if item[0] == "failed"]
+    if failures:
+        raise RewardError(failures[0])
+    return Scored(
+        texts=_interleave([item[1] for item in shares], len(responses)),
+        total=_interleave([item[2] for item in shares], len(responses)),
+        parts={name: _interleave([item[3][name] for item in shares], len(responses)) for name in shares[0][3]},
+    )
+
+
+def response_text(response: Response, tokenizer: Tokenizer) -> str:
+    """The response without the end-of-sequence token."""
+    tokens = list(response.tokens)
+    if tokens and tokens[-1] in tokenizer.eos_ids:
+        tokens.pop()
+    return tokenizer.decode(tokens)
+
+
+def _reward_input(prompt: Prompt, response: Response, text: str, index: int) -> RewardInput:
+    return RewardInput(
+        prompt=prompt.text,
+        response=text,
+        answer=prompt.answer,
+        truncated=response.finish == "length",
+        num_tokens=len(response.tokens),
+        record=prompt.record,
+        sample_id=f"{prompt.id} (sample {index})",
+    )
+
+
+def _interleave(shares: list[list], count: int) -> list:
+    """Undo the split i -> rank i % world_size."""
+    return [shares[i % len(shares)][i // len(shares)] for i in range(count)]

@@ -1,0 +1,24 @@
+"""How far the run is. Everything else that a resume needs keeps its own state (engines, loader cursor, KL controller, RNG)."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Mapping
+
+
+@dataclass
+class TrainerState:
+    """step: PPO steps done. episodes: responses sampled. tokens: response tokens sampled. policy_updates / critic_updates: optimizer steps."""
+
+    step: int = 0
+    episodes: int = 0
+    tokens: int = 0
+    policy_updates: int = 0
+    critic_updates: int = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for name in asdict(self):
+            setattr(self, name, int(state[name]))

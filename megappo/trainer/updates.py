@@ -1,0 +1,96 @@
+"""Stage 6: epochs of mini-batches over one step's experience, for the critic and for the policy."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Iterator, Optional, Protocol
+
+import torch
+
+from megappo.algo.aggregation import token_weights
+from megappo.data.packing import PackedBatch
+from megappo.engine.base import Engine
+from megappo.trainer.roles import UpdateResult
+
+
+@dataclass(frozen=True)
+class MiniBatches:
+    """How experience is cut: `size` samples per optimizer step, `epochs` passes, each in a new seeded order."""
+
+    size: int
+    epochs: int
+    aggregation: str
+    max_response_tokens: int
+
+    def of(self, batch: PackedBatch, seed: int) -> Iterator[tuple[PackedBatch, float]]:
+        """(mini-batch with field `weight`, denominator); the denominator counts the whole mini-batch over all ranks."""
+        for epoch in range(self.epochs):
+            generator = torch.Generator().manual_seed((seed + epoch) % 2**63)
+            order = torch.randperm(batch.num_sequences, generator=generator)
+            for chosen in order.split(self.size):
+                mini = batch.select(chosen)
+                weights = token_weights(self.aggregation, mini["response_mask"], mini.cu_seqlens, self.max_response_tokens)
+                # Without a single sampled token every weight is 0; any denominator keeps the loss 0 instead of NaN.
+                yield mini.with_fields({"weight": weights.weight}), max(float(weights.count), 1.0)
+
+
+class Trainable(Protocol):
+    """Policy or critic."""
+
+    engine: Engine
+
+    def update(self, mini: PackedBatch, denominator: float) -> UpdateResult: ...
+
+
+@dataclass
+class UpdateSummary:
+    """Totals of one role's updates in a step. means: name -> value per token (or per mini-batch for losses and gradient norm)."""
+
+    num_updates: int = 0
+    skipped: int = 0
+    stopped_early: bool = False
+    lr: Optional[float] = None
+    grad_norms: list[float] = field(default_factory=list)
+    losses: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    sums: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    maxima: dict[str, float] = field(default_factory=dict)
+
+    def add(self, result: UpdateResult, denominator: float) -> None:
+        for name, value in result.losses.sums.items():
+            self.sums[name] += value
+        for name, value in result.losses.maxima.items():
+            self.maxima[name] = max(self.maxima.get(name, value), value)
+        for name in ("surrogate_sum", "loss_sum"):
+            if name in result.losses.sums:
+                self.losses[name].append(result.losses.sums[name] / denominator)
+        if result.step is None:
+            self.stopped_early = True
+            return
+        self.lr = result.lr
+        self.num_updates += 1
+        self.skipped += not result.step.applied
+        self.grad_norms.append(result.step.grad_norm)
+
+    def per_token(self, name: str) -> float:
+        return self.sums[name] / max(self.sums["tokens_sum"], 1.0)
+
+    def loss(self, name: str) -> float:
+        values = self.losses[name]
+        return sum(values) / len(values) if values else 0.0
+
+    @property
+    def grad_norm(self) -> float:
+        return sum(self.grad_norms) / len(self.grad_norms) if self.grad_norms else 0.0
+
+
+def run_updates(role: Trainable, batch: PackedBatch, mini_batches: MiniBatches, seed: int) -> UpdateSummary:
+    """All epochs of one role. Ends early where the role declines a step (target KL): every rank sees the same KL, so all stop."""
+    summary = UpdateSummary()
+    with role.engine.train_mode():
+        for mini, denominator in mini_batches.of(batch, seed):
+            result = role.update(mini, denominator)
+            summary.add(result, denominator)
+            if result.step is None:
+                break
+    return summary
