@@ -190,8 +190,11 @@ def _refuse_unimplemented(config: Mapping[str, Any], family: str) -> None:
     if config.get("pretraining_tp", 1) not in (None, 1):
         raise ValueError(f"pretraining_tp {config['pretraining_tp']} is not supported; set it to 1 in config.json")
     window = config.get("sliding_window", _DEFAULT_WINDOW.get(family))
-    if family in ("qwen2", "qwen3"):
-        window = window if config.get("use_sliding_window", False) else None
+    layer_types = config.get("layer_types") or []
+    if family in ("qwen2", "qwen3") and not config.get("use_sliding_window", False):
+        window = None
+    elif layer_types and all(kind == "full_attention" for kind in layer_types):
+        window = None
     if window is not None and window < _positive(config, "max_position_embeddings") and family != "llama":
         raise ValueError(
             f"sliding_window {window} is shorter than max_position_embeddings {config['max_position_embeddings']} and sliding "

@@ -1,0 +1,230 @@
+"""Causal attention over packed sequences, and what all layers of one micro-batch share for it.
+
+`PackedAttention` takes the place of Megatron's core_attention where TransformerEngine is absent, `RotaryTEAttention` wraps
+TransformerEngine's. Both rotate q and k themselves with the tables of `PackedSequences`, which are computed once per micro-batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Callable, Optional, Sequence
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.enums import AttnMaskType
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from megappo.models.arch import ModelArch
+from megappo.models.rope import inverse_frequencies, query_scale, rotary_table, rotate
+
+# A sequence joins a group of padded sequences when it fills at least this share of the group's length (attention costs length^2,
+# so a share of 0.8 wastes at most 36 % of the products); below _SHORT tokens a call costs more than the padding.
+_FILL = 0.8
+_SHORT = 32
+
+
+@dataclass(frozen=True)
+class LengthGroup:
+    """`num_sequences` sequences padded to `length`, standing at row `start` of the padded layout."""
+
+    start: int
+    num_sequences: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Grouping:
+    """Padded layout of a packed batch. padded: [P] packed index of each padded row. packed: [T] padded row of each token."""
+
+    groups: tuple[LengthGroup, ...]
+    padded: Tensor
+    packed: Tensor
+
+
+def group_by_length(cu_seqlens: Sequence[int]) -> Grouping:
+    """Sort sequences by length and cut them into groups whose padding is bounded."""
+    lengths = torch.tensor(cu_seqlens).diff()
+    starts = torch.tensor(cu_seqlens[:-1], dtype=torch.long)
+    order = torch.argsort(lengths, descending=True, stable=True)
+    order = order[lengths[order] > 0]
+    groups: list[LengthGroup] = []
+    padded: list[Tensor] = []
+    packed = torch.empty(cu_seqlens[-1], dtype=torch.long)
+    row = first = 0
+    sorted_lengths = lengths[order].tolist()
+    while first < len(sorted_lengths):
+        length = sorted_lengths[first]
+        last = first
+        while last < len(sorted_lengths) and (length <= _SHORT or sorted_lengths[last] >= _FILL * length):
+            last += 1
+        members = order[first:last]
+        offset = torch.arange(length)[None, :]
+        # Padding repeats the sequence's own last token: causal queries never see it, and no value of a neighbour can leak.
+        index = starts[members, None] + torch.minimum(offset, lengths[members, None] - 1)
+        real = offset < lengths[members, None]
+        packed[index[real]] = row + torch.arange(index.numel()).view_as(index)[real]
+        padded.append(index.flatten())
+        groups.append(LengthGroup(row, len(members), length))
+        row += index.numel()
+        first = last
+    return Grouping(tuple(groups), torch.cat(padded) if padded else packed, packed)
+
+
+@dataclass
+class PackedSequences(PackedSeqParams):
+    """Megatron's thd parameters with the position tables and the grouping of one micro-batch.
+
+    cos, sin: [T, 1, head_dim] in the dtype of the activations. query_scale: [T, 1, 1] or None.
+    """
+
+    cos: Optional[Tensor] = None
+    sin: Optional[Tensor] = None
+    query_scale: Optional[Tensor] = None
+    _grouping: Optional[Grouping] = field(default=None, repr=False)
+
+    def grouping(self) -> Grouping:
+        """Computed at first use, then shared by all layers and by recomputation."""
+        if self._grouping is None:
+            grouping = group_by_length(self.cu_seqlens_q.tolist())
+            device = self.cu_seqlens_q.device
+            self._grouping = Grouping(grouping.groups, grouping.padded.to(device), grouping.packed.to(device))
+        return self._grouping
+
+    def rotate(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """Positions enter: rotated query and key [T, heads, head_dim]."""
+        assert self.cos is not None and self.sin is not None
+        query, key = rotate(query, self.cos, self.sin), rotate(key, self.cos, self.sin)
+        return (query if self.query_scale is None else query * self.query_scale), key
+
+
+def packed_sequences(arch: ModelArch, cu_seqlens: Tensor, device: torch.device, dtype: torch.dtype) -> PackedSequences:
+    """Everything the layers need to know about sequences cu_seqlens [B+1] (int32, on the host or the device)."""
+    ends = cu_seqlens.long()
+    lengths = ends.diff()
+    positions = torch.arange(int(ends[-1]), device=ends.device) - ends[:-1].repeat_interleave(lengths)
+    positions = positions.to(device)
+    inv_freq, factor = inverse_frequencies(arch.rope, arch.head_dim)
+    cos, sin = rotary_table(positions, inv_freq, factor, dtype)
+    longest = int(lengths.max()) if lengths.numel() else 0
+    cu_seqlens = cu_seqlens.to(device=device, dtype=torch.int32)
+    return PackedSequences(
+        qkv_format="thd",
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_kv=cu_seqlens,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        cos=cos,
+        sin=sin,
+        query_scale=None if arch.rope.llama4_beta is None else query_scale(positions, arch.rope, dtype),
+    )
+
+
+class _Pad(torch.autograd.Function):
+    """Packed [T, ...] -> padded [P, ...]. Padding has zero gradient (nothing reads it), so the backward is a plain gather."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, grouping: Grouping) -> Tensor:
+        ctx.grouping = grouping
+        return x.index_select(0, grouping.padded)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.index_select(0, ctx.grouping.packed), None
+
+
+class _Unpad(torch.autograd.Function):
+    """Padded [P, ...] -> packed [T, ...]; the backward leaves zeros at the padding, which `_Pad` relies on."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, grouping: Grouping) -> Tensor:
+        ctx.grouping, ctx.num_rows = grouping, x.size(0)
+        return x.index_select(0, grouping.packed)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        padded = grad.new_zeros(ctx.num_rows, *grad.shape[1:])
+        return padded.index_copy_(0, ctx.grouping.packed, grad), None
+
+
+def grouped_attention(query: Tensor, key: Tensor, value: Tensor, grouping: Grouping, scale: float) -> Tensor:
+    """Causal attention within each sequence: one scaled_dot_product_attention call per length group.
+
+    query [T, heads, dim], key and value [T, kv_heads, dim] -> [T, heads, dim]. K and V are shared by query heads, not repeated.
+    """
+    if not grouping.groups:
+        return query.new_zeros(query.shape)
+    padded = [_Pad.apply(x, grouping) for x in (query, key, value)]
+    outputs = []
+    for group in grouping.groups:
+        rows = group.num_sequences * group.length
+        q, k, v = (
+            x.narrow(0, group.start, rows).view(group.num_sequences, group.length, *x.shape[1:]).transpose(1, 2) for x in padded
+        )
+        out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.size(1) != k.size(1))
+        outputs.append(out.transpose(1, 2).reshape(rows, *query.shape[1:]))
+    return _Unpad.apply(torch.cat(outputs), grouping)
+
+
+def varlen_attention(query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences, scale: float) -> Tensor:
+    """The same through torch's flash kernel for packed sequences: CUDA, fp16 or bf16. num_splits 1 keeps sequences independent."""
+    from torch.nn.attention.varlen import varlen_attn  # needs a CUDA build of torch
+
+    return varlen_attn(
+        query, key, value, packed.cu_seqlens_q, packed.cu_seqlens_kv, packed.max_seqlen_q, packed.max_seqlen_kv,
+        scale=scale, window_size=(-1, 0), enable_gqa=query.size(1) != key.size(1), num_splits=1,
+    )
+
+
+class PackedAttention(torch.nn.Module):
+    """Core attention of Megatron's SelfAttention (local layer spec)."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        cp_comm_type: Optional[str] = None,
+        softmax_scale: Optional[float] = None,
+        pg_collection: Optional[ProcessGroupCollection] = None,
+    ) -> None:
+        super().__init__()
+        assert attn_mask_type == AttnMaskType.causal and attention_type == "self" and config.context_parallel_size == 1
+        assert config.kv_channels is not None and config.attention_dropout == 0.0
+        self.scale = config.kv_channels**-0.5 if softmax_scale is None else softmax_scale
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Optional[Tensor] = None,
+        *,
+        attn_mask_type: Optional[AttnMaskType] = None,
+        attention_bias: Optional[Tensor] = None,
+        packed_seq_params: Optional[PackedSeqParams] = None,
+    ) -> Tensor:
+        """query [T, heads, dim], key, value [T, kv_heads, dim] -> [T, heads * dim]."""
+        assert attention_mask is None and attention_bias is None
+        assert isinstance(packed_seq_params, PackedSequences), "the model's own forward builds PackedSequences"
+        query, key = packed_seq_params.rotate(query, key)
+        if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
+            out = varlen_attention(query, key, value, packed_seq_params, self.scale)
+        else:
+            out = grouped_attention(query, key, value, packed_seq_params.grouping(), self.scale)
+        return out.flatten(1)
+
+
+def rotary_te_attention() -> Callable[..., torch.nn.Module]:
+    """TransformerEngine's attention with our rotation in front. A function, because the base class exists only where TE does."""
+    from megatron.core.extensions.transformer_engine import TEDotProductAttention
+
+    class RotaryTEAttention(TEDotProductAttention):
+        def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            query, key = kwargs["packed_seq_params"].rotate(query, key)
+            return super().forward(query, key, value, *args, **kwargs)
+
+    return RotaryTEAttention

@@ -1,0 +1,134 @@
+"""Policy and critic: Megatron-core's GPTModel with a packed-batch forward and the output that PPO needs.
+
+Neither computes logits: the policy hands out hidden states and its output weight (log-probs are an op over chunks of tokens), the
+critic one fp32 value per token. `build.py` writes their TransformerConfig and layer spec.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Optional
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
+from torch import Tensor
+
+from megappo.models.arch import ModelArch, padded_vocab
+from megappo.models.attention import packed_sequences
+
+
+class PackedModel(GPTModel):
+    """Forward over a packed batch; what the last stage returns is up to the subclass."""
+
+    def __init__(
+        self,
+        arch: ModelArch,
+        config: TransformerConfig,
+        layers: TransformerBlockSubmodules,
+        groups: ProcessGroupCollection,
+        pre_process: bool,
+        post_process: bool,
+        tied_embeddings: bool,
+    ) -> None:
+        super().__init__(
+            config,
+            layers,
+            vocab_size=padded_vocab(arch, config.tensor_model_parallel_size),
+            max_sequence_length=arch.max_positions,
+            pre_process=pre_process,
+            post_process=post_process,
+            share_embeddings_and_output_weights=tied_embeddings,
+            position_embedding_type="none",  # positions enter in the core attention
+            pg_collection=groups,
+        )
+        self.arch = arch
+
+    def forward(self, tokens: Tensor, cu_seqlens: Tensor) -> Tensor:
+        """tokens [T] int64 and cu_seqlens [B+1] -> hidden states for the next stage, or the subclass's output on the last one.
+
+        Under sequence parallel the tokens are padded to a multiple of tp by one more sequence, so inner shapes are [ceil(T / tp), 1, H].
+        """
+        tokens, cu_seqlens = self._pad_for_sequence_parallel(tokens, cu_seqlens)
+        packed = packed_sequences(self.arch, cu_seqlens, tokens.device, self.config.params_dtype)
+        return super().forward(input_ids=tokens[None], position_ids=None, attention_mask=None, packed_seq_params=packed)
+
+    def _pad_for_sequence_parallel(self, tokens: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+        missing = -tokens.numel() % self.config.tensor_model_parallel_size if self.config.sequence_parallel else 0
+        if not missing:
+            return tokens, cu_seqlens
+        return torch.nn.functional.pad(tokens, (0, missing)), torch.cat((cu_seqlens, cu_seqlens[-1:] + missing))
+
+
+class PolicyModel(PackedModel):
+    """Language model. The last stage returns the final hidden states [T, 1, H] ([ceil(T / tp), 1, H] under sequence parallel)."""
+
+    def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:
+        return hidden_states
+
+    def output_weight(self) -> Tensor:
+        """[padded vocabulary / tp, H] of this rank, on the last stage; the embedding where they are tied."""
+        assert self.post_process
+        return self.embedding.word_embeddings.weight if self.output_layer.weight is None else self.output_layer.weight
+
+    def tie_embeddings_and_output_weights_state_dict(
+        self,
+        sharded_state_dict: dict[str, Any],
+        output_layer_weight_key: str,
+        first_stage_word_emb_key: str,
+        metadata: Optional[dict] = None,
+    ) -> None:
+        """As Megatron's, but with our groups: its own asks parallel_state for the data-parallel rank."""
+        if not self.post_process or self.pre_process:
+            assert output_layer_weight_key not in sharded_state_dict
+            return
+        dp_cp_group = self.pg_collection.dp_cp
+        sharded_state_dict[output_layer_weight_key] = make_tp_sharded_tensor_for_checkpoint(
+            tensor=self.output_layer.weight,
+            key=first_stage_word_emb_key,
+            replica_id=(1, 0, dp_cp_group.rank()),  # the first stage holds the main copy
+            allow_shape_mismatch=True,
+            tp_group=self.tp_group,
+            dp_cp_group=dp_cp_group,
+        )
+
+
+class CriticModel(PackedModel):
+    """Value model. The last stage returns V after every token, [T] fp32 on every tp rank, not shifted.
+
+    The head is a replicated fp32 Linear(H, 1). There is no output projection and embeddings are never tied, whatever the checkpoint
+    says: a shared embedding would make the pipeline wait for a gradient that a value model does not have.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, tied_embeddings=False, **kwargs)
+        if self.post_process:
+            del self.output_layer
+            device = None if self.config.use_cpu_initialization else torch.cuda.current_device()
+            self.value_head = torch.nn.Linear(self.config.hidden_size, 1, bias=False, device=device, dtype=torch.float32)
+            torch.nn.init.zeros_(self.value_head.weight)
+            # Each tp rank sees its part of the tokens only: finalize_model_grads sums the partial gradients.
+            setattr(self.value_head.weight, "sequence_parallel", self.config.sequence_parallel)
+
+    def forward(self, tokens: Tensor, cu_seqlens: Tensor) -> Tensor:
+        output = super().forward(tokens, cu_seqlens)
+        return output[: tokens.numel()] if self.post_process else output
+
+    def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:
+        if not self.post_process:
+            return hidden_states
+        values = self.value_head(hidden_states.float()).flatten()
+        if self.config.sequence_parallel:
+            # Every tp rank computes the same loss from all values, so the backward takes this rank's slice and adds nothing up.
+            values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False, group=self.tp_group)
+        return values
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: Optional[dict] = None
+    ) -> dict[str, Any]:
+        """GPTModel's own version insists on an output layer."""
+        return MegatronModule.sharded_state_dict(self, prefix, sharded_offsets, metadata)
