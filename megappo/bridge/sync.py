@@ -62,7 +62,9 @@ class WeightSync:
         self._world = dist.get_world_size(group)
         assert layout.world_size == self._world, f"layout of {layout.world_size} ranks on a group of {self._world}"
         started = time.perf_counter()
-        self._destinations = self._gather(engine.receiver.describe(hf_tensors(arch)))
+        tensors = hf_tensors(arch)
+        self._destinations = self._gather(engine.receiver.describe(tensors))
+        self._check_all_used(tensors)
         plan = self._agreed_plan(policy_pieces(arch, layout))
         destination = self._destinations[self._rank]
         buckets = make_buckets(plan, destination.modules, destination.dtype.itemsize, bucket_bytes)
@@ -81,6 +83,12 @@ class WeightSync:
             if (destination.modules, destination.dtype) != (first.modules, first.dtype):
                 raise RuntimeError(f"rank {rank}'s engine holds other modules or another dtype than rank 0's")
         return destinations
+
+    def _check_all_used(self, tensors: Mapping[str, tuple[int, ...]]) -> None:
+        used = {piece.hf for destination in self._destinations.values() for piece in destination.pieces}
+        unused = [name for name in tensors if name not in used]
+        if unused:
+            raise ValueError(f"the engine's model has no place for {unused[0]} of the policy ({len(unused)} such tensors)")
 
     def _agreed_plan(self, sources: Mapping[int, Sequence[Piece]]) -> list[Move]:
         destinations = {rank: destination.pieces for rank, destination in self._destinations.items()}

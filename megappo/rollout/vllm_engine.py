@@ -18,11 +18,18 @@ from torch import Tensor
 
 from megappo.bridge.sync import WeightSync
 from megappo.bridge.vllm_loader import VllmReceiver
-from megappo.models.arch import ModelArch
+from megappo.models.arch import ModelArch, read_config, text_config
 from megappo.parallel.layout import ParallelLayout
 from megappo.rollout.sharing import share_requests
 from megappo.rollout.types import Request, Response, SamplingParams
-from megappo.rollout.vllm_process import colocated_executor, default_group_kept, require_vllm, vllm_running
+from megappo.rollout.vllm_process import (
+    colocated_executor,
+    default_group_kept,
+    new_identity,
+    require_vllm,
+    unlink_shared_memory,
+    vllm_running,
+)
 
 Detokenize = Callable[[Sequence[int]], str]
 CPU_KV_CACHE_GIB = 0.25
@@ -36,6 +43,21 @@ class _Drawn(NamedTuple):
     tokens: array
     logprobs: array
     finish: int
+
+
+def _text_only(model: str) -> Callable[[Any], Any]:
+    """How vLLM reads a multimodal checkpoint: as its language model alone, which is all that is trained."""
+    text = text_config(read_config(model))
+
+    def language_model(config: Any) -> Any:
+        inner = getattr(config, "text_config", None)
+        if inner is None:
+            return config
+        inner.architectures = text["architectures"]
+        inner.tie_word_embeddings = text.get("tie_word_embeddings", False)
+        return inner
+
+    return language_model
 
 
 class VllmEngine:
@@ -82,17 +104,20 @@ class VllmEngine:
         self._sync: WeightSync | None = None
         if kv_cache_gib is None and device.type == "cpu":
             kv_cache_gib = CPU_KV_CACHE_GIB
+        identity = new_identity()
         with vllm_running(device):
             from vllm import LLM
 
             self._llm: Any = LLM(
                 model,
+                config_format="hf",
+                hf_overrides=_text_only(model),
                 tokenizer=tokenizer,
                 skip_tokenizer_init=tokenizer is None,
                 load_format="dummy",
                 generation_config="vllm",
                 tensor_parallel_size=tp,
-                distributed_executor_backend=colocated_executor(),
+                distributed_executor_backend=colocated_executor(identity),
                 dtype=_DTYPE_NAMES[dtype],
                 max_model_len=max_model_len,
                 max_num_seqs=max_num_seqs,
@@ -104,6 +129,9 @@ class VllmEngine:
             )
             worker = self._llm.llm_engine.model_executor.driver_worker.worker
             self.receiver = VllmReceiver(worker, dtype)
+            # vLLM would shut down, and destroy the trainer's process group, when it is collected or at exit; close() does it in order.
+            self._llm.llm_engine.engine_core._finalizer.detach()
+        unlink_shared_memory(identity)
 
     def connect(self, named_params: Callable[[], Mapping[str, Tensor]], arch: ModelArch, layout: ParallelLayout) -> None:
         """Collective: plan the way from the policy's parameters (see `bridge.sync.WeightSync`) into this engine."""
@@ -142,7 +170,7 @@ class VllmEngine:
         if self._llm is None:
             return
         with vllm_running(self.device), default_group_kept():
-            self._llm.llm_engine.engine_core.shutdown()
+            self._llm.llm_engine.engine_core.engine_core.shutdown()
         self._llm = self._sync = self._version = None
         del self.receiver
         gc.collect()

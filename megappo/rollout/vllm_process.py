@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import logging
 import os
 import random
 import uuid
+import warnings
+from pathlib import Path
 from typing import Any, Iterator
 
 import numpy
@@ -100,7 +103,8 @@ def vllm_running(device: torch.device) -> Iterator[None]:
     """Everything that calls vLLM, its first import included, happens within; environment, random state and torch come back after."""
     on_cpu = device.type == "cpu"
     # vLLM's CPU worker warns about LD_PRELOAD at every start; nothing is wrong, so only errors are shown there.
-    level = os.environ.get("VLLM_LOGGING_LEVEL", "ERROR" if on_cpu else "WARNING")
+    level = os.environ.get("VLLM_LOGGING_LEVEL", "ERROR" if on_cpu else "WARNING").upper()
+    logging.getLogger("vllm").setLevel(level)  # it speaks before it configures its logger
     with contextlib.ExitStack() as stack:
         stack.enter_context(_environment({**_ENVIRONMENT, "VLLM_LOGGING_LEVEL": level}))
         stack.enter_context(_random_state_kept())
@@ -108,26 +112,40 @@ def vllm_running(device: torch.device) -> Iterator[None]:
             stack.enter_context(_attributes_kept())
             # Compiling vLLM's one compiled helper takes 20 s on a CPU and gains nothing.
             stack.enter_context(torch.compiler.set_stance("force_eager"))
+            stack.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("ignore", FutureWarning)  # of vLLM's import, about torch names it only looks at
             _install_cpu_placeholders()
         yield
 
 
-def colocated_executor() -> type:
+def new_identity() -> str:
+    """Collective: a name for one engine's shared memory that no other engine or job on the host has."""
+    box = [f"megappo-{uuid.uuid4().hex}" if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def colocated_executor(identity: str) -> type:
     """vLLM executor class for one worker inside each trainer rank; the default process group must exist.
 
     vLLM's own external launcher names its shared memory after the launch method, alike for all jobs of a host, so two jobs collide and a
-    crash poisons the next run. This one gives every engine a name of its own.
+    crash poisons the next run. Here the name comes from `identity`.
     """
     from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
     class ColocatedExecutor(ExecutorWithExternalLauncher):
         def _distributed_args(self) -> tuple[str, int, int]:
-            box = [f"megappo-{uuid.uuid4().hex}" if dist.get_rank() == 0 else ""]
-            dist.broadcast_object_list(box, src=0)
-            # The name is all that is used of this: the process group exists already.
-            return f"file:///{box[0]}", dist.get_rank(), int(os.environ.get("LOCAL_RANK", "0"))
+            # vLLM names shared memory after the last part of this; nothing else of it is used, as the process group exists already.
+            return f"file:///{identity}", dist.get_rank(), int(os.environ.get("LOCAL_RANK", "0"))
 
     return ColocatedExecutor
+
+
+def unlink_shared_memory(identity: str, folder: Path = Path("/dev/shm")) -> None:
+    """Collective: remove the names of an engine's shared memory once all ranks have mapped it, so that no crash can leave it behind."""
+    dist.barrier()
+    for path in folder.glob(f"{identity}*"):
+        path.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
