@@ -71,6 +71,11 @@ class ModelArch:
         return self.num_heads // self.num_kv_heads
 
 
+def hf_architecture(family: str, head: str) -> str:
+    """Name of transformers' text-only class, for example ("qwen2", "CausalLM") -> Qwen2ForCausalLM."""
+    return next(f"{stem}For{head}" for stem, name in _STEMS.items() if name == family)
+
+
 def padded_vocab(arch: ModelArch, tp: int) -> int:
     """Vocabulary rounded up so that every tp rank holds the same number of rows."""
     return -(-arch.vocab_size // tp) * tp

@@ -85,3 +85,12 @@ def logits_errors(rank, folder, cases, layouts):
             if logits is not None:
                 errors[case, layout] = float((logits - expected).abs().max())
     return errors
+
+
+def export_all(rank, folder, jobs):
+    """Import and export again: jobs are (source, target, layout, critic, value_head, shard_bytes)."""
+    from megappo.models.hf_export import export_pretrained
+
+    for source, target, layout, critic, value_head, shard_bytes in jobs:
+        arch, groups, model = build(Path(folder, source), layout, critic=critic, value_head=value_head)
+        export_pretrained(model, arch, groups, Path(folder, target), Path(folder, source), shard_bytes=shard_bytes)

@@ -1,0 +1,212 @@
+"""Writes a model as a Hugging Face checkpoint: safetensors shards, index, config and tokenizer files.
+
+Each pipeline stage writes its own shards. Tensors are gathered to tp rank 0 of data-parallel rank 0 one at a time, so memory stays at
+one shard. Which file holds which tensor follows from the architecture alone, so the index needs no communication.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Callable, Mapping, Optional
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megappo.models.arch import ModelArch, hf_architecture, read_config, text_config
+from megappo.models.families import VALUE_HEAD, hf_tensors, megatron_pieces
+from megappo.models.gpt import CriticModel, PackedModel
+from megappo.models.pieces import Piece, as_2d
+from megappo.parallel.groups import ProcessGroups
+
+_SHARD_BYTES = 4 << 30
+_DTYPE_NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
+# Everything a tokenizer or the generation settings may be stored in; weights and remote code are never copied.
+_COPIED = (
+    "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "vocab.txt", "merges.txt", "tokenizer.model", "tekken.json", "chat_template.jinja", "chat_template.json",
+)
+_SCORE_BIAS = "score.bias"
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One file and the tensors in it, written by pipeline stage `stage`."""
+
+    file: str
+    stage: int
+    names: tuple[str, ...]
+
+
+def plan_shards(arch: ModelArch, pp: int, value_head: bool, itemsize: int, shard_bytes: int = _SHARD_BYTES) -> list[Shard]:
+    """Which tensor goes to which file. A tensor is written by the first stage that holds it."""
+    shapes = hf_tensors(arch, value_head)
+    written: set[str] = set()
+    parts: list[tuple[int, list[str]]] = []
+    for stage in range(pp):
+        size = shard_bytes + 1
+        for name in dict.fromkeys(piece.hf for piece in megatron_pieces(arch, 1, pp, 0, stage, value_head)):
+            if name in written:
+                continue
+            written.add(name)
+            tensor_bytes = math.prod(shapes[name]) * itemsize
+            if size + tensor_bytes > shard_bytes:
+                parts.append((stage, []))
+                size = 0
+            parts[-1][1].append(name)
+            size += tensor_bytes
+    assert written == set(shapes), sorted(set(shapes) - written)
+    if value_head:
+        parts[-1][1].append(_SCORE_BIAS)  # transformers' token classifiers have a bias; ours is always 0
+    if len(parts) == 1:
+        return [Shard("model.safetensors", 0, tuple(parts[0][1]))]
+    total = len(parts)
+    return [Shard(f"model-{i:05d}-of-{total:05d}.safetensors", stage, tuple(names)) for i, (stage, names) in enumerate(parts, 1)]
+
+
+def export_pretrained(
+    model: PackedModel,
+    arch: ModelArch,
+    groups: ProcessGroups,
+    out_dir: str | Path,
+    source_dir: str | Path,
+    dtype: Optional[torch.dtype] = None,
+    shard_bytes: int = _SHARD_BYTES,
+) -> None:
+    """Write `model` (not wrapped) to `out_dir` in `dtype` (the model's own by default). Collective over the role's ranks.
+
+    config.json, generation settings and tokenizer files come from `source_dir`. A critic becomes a token classifier with one label,
+    whose head stays fp32 in the file. The directory appears under its name when it is complete and must not exist before. A ValueError or
+    OSError of any rank is raised on all.
+    """
+    out, partial = Path(out_dir), Path(f"{out_dir}.partial")
+    dtype = dtype or model.config.params_dtype
+    value_head = isinstance(model, CriticModel)
+    shards = plan_shards(arch, groups.layout.pp, value_head, dtype.itemsize, shard_bytes)
+    is_first = dist.get_rank() == 0
+    _on_all_ranks(lambda: _start(out, partial) if is_first else None)
+    _on_all_ranks(lambda: _write_stage(model, arch, groups, partial, shards, dtype) if groups.coordinates.dp == 0 else None)
+    _on_all_ranks(lambda: _finish(arch, out, partial, Path(source_dir), shards, dtype, value_head) if is_first else None)
+
+
+def _on_all_ranks(step: Callable[[], None]) -> None:
+    """Run a step; where it fails on any rank, every rank raises, so that none is left waiting."""
+    own: Optional[tuple[type, str]] = None
+    try:
+        step()
+    except (ValueError, OSError, SafetensorError) as error:
+        own = (ValueError if isinstance(error, ValueError) else OSError, str(error))
+    outcomes: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(outcomes, own)
+    for rank, outcome in enumerate(outcomes):
+        if outcome is not None:
+            kind, text = outcome
+            raise kind(text if kind is ValueError else f"export on rank {rank}: {text}")
+
+
+def _start(out: Path, partial: Path) -> None:
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise ValueError(f"{out} exists; export to another directory or remove it")
+    if partial.exists():  # left by an export that was interrupted
+        shutil.rmtree(partial)
+    partial.mkdir(parents=True)
+
+
+def _write_stage(
+    model: PackedModel, arch: ModelArch, groups: ProcessGroups, folder: Path, shards: list[Shard], dtype: torch.dtype
+) -> None:
+    parameters = {name: parameter.data for name, parameter in model.named_parameters()}
+    gather = _Gather(parameters, arch, groups, isinstance(model, CriticModel))
+    failure: Optional[Exception] = None
+    for shard in shards:
+        if shard.stage != groups.coordinates.pp:
+            continue
+        tensors = {}
+        for name in shard.names:
+            kept = torch.float32 if name in (VALUE_HEAD, _SCORE_BIAS) else dtype
+            whole = torch.zeros(1, dtype=kept) if name == _SCORE_BIAS else gather(name, kept)
+            if whole is not None:
+                tensors[name] = whole
+        if groups.coordinates.tp == 0 and failure is None:
+            try:
+                save_file(tensors, folder / shard.file, metadata={"format": "pt"})
+            except (OSError, SafetensorError) as error:
+                failure = error  # the peers still send the rest: receive it, then report
+    if failure is not None:
+        raise failure
+
+
+class _Gather:
+    """Assembles one Hugging Face tensor after the other on tp rank 0 of this stage."""
+
+    def __init__(self, parameters: Mapping[str, Tensor], arch: ModelArch, groups: ProcessGroups, value_head: bool) -> None:
+        layout, self.at = groups.layout, groups.coordinates
+        self.parameters, self.group = parameters, groups.tp
+        self.shapes = hf_tensors(arch, value_head)
+        self.ranks = [layout.rank_of(tp, self.at.dp, self.at.pp) for tp in range(layout.tp)]
+        self.pieces: list[dict[str, list[Piece]]] = []
+        for tp in range(layout.tp):
+            by_name: dict[str, list[Piece]] = {}
+            for piece in megatron_pieces(arch, layout.tp, layout.pp, tp, self.at.pp, value_head):
+                by_name.setdefault(piece.hf, []).append(piece)
+            self.pieces.append(by_name)
+
+    def __call__(self, name: str, dtype: torch.dtype) -> Optional[Tensor]:
+        """The whole tensor on the host of tp rank 0, None on the other tp ranks."""
+        shape, covered = self.shapes[name], 0
+        whole = torch.empty(shape, dtype=dtype) if self.at.tp == 0 else None
+        for tp, by_name in enumerate(self.pieces):
+            pieces = by_name.get(name, [])
+            if not pieces or covered == math.prod(shape):
+                continue  # a rank of vocabulary padding, or a replicated tensor that tp rank 0 has given already
+            sizes = [piece.box.area for piece in pieces]
+            covered += sum(sizes)
+            if tp == self.at.tp:
+                values = torch.cat([self._take(piece).to(dtype).flatten() for piece in pieces])
+                if tp:
+                    dist.send(values, self.ranks[0], group=self.group)
+            elif whole is not None:
+                values = torch.empty(sum(sizes), dtype=dtype, device=self._take(pieces[0]).device)
+                dist.recv(values, self.ranks[tp], group=self.group)
+            if whole is not None:
+                for piece, part in zip(pieces, values.cpu().split(sizes)):
+                    box = piece.box
+                    as_2d(whole)[box.r0 : box.r1, box.c0 : box.c1] = part.view(box.rows, box.cols)
+        assert covered == math.prod(shape), f"{name}: pieces cover {covered} of {math.prod(shape)} elements"
+        return whole
+
+    def _take(self, piece: Piece) -> Tensor:
+        box = piece.box
+        return as_2d(self.parameters[piece.local])[piece.row : piece.row + box.rows, piece.col : piece.col + box.cols]
+
+
+def _finish(
+    arch: ModelArch, out: Path, partial: Path, source: Path, shards: list[Shard], dtype: torch.dtype, value_head: bool
+) -> None:
+    if len(shards) > 1:
+        index = {"metadata": {}, "weight_map": {name: shard.file for shard in shards for name in shard.names}}
+        (partial / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True), encoding="utf-8")
+    config = export_config(arch, read_config(source), dtype, value_head)
+    (partial / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")
+    for name in _COPIED:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, partial / name)
+    partial.rename(out)
+
+
+def export_config(arch: ModelArch, source: Mapping[str, Any], dtype: torch.dtype, value_head: bool) -> dict[str, Any]:
+    """config.json of the exported text-only model, from the config it was trained from."""
+    config = text_config(source)
+    config["architectures"] = [hf_architecture(arch.family, "TokenClassification" if value_head else "CausalLM")]
+    config["torch_dtype" if "torch_dtype" in config else "dtype"] = _DTYPE_NAMES[dtype]
+    for key in ("num_labels", "id2label", "label2id"):
+        config.pop(key, None)
+    if value_head:
+        config.update(id2label={"0": "VALUE"}, label2id={"VALUE": 0})
+    return config
