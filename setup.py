@@ -1,0 +1,33 @@
+"""Package metadata. The exact versions that are tested together are pinned in requirements/."""
+
+from setuptools import find_packages, setup
+
+setup(
+    name="megappo",
+    version="0.1.0",
+    description="Tensor- and pipeline-parallel PPO for large language models: Megatron-core shards, vLLM rollouts, one SPMD program",
+    packages=find_packages(include=["megappo", "megappo.*"]),
+    python_requires=">=3.11",
+    install_requires=[
+        "torch>=2.11",
+        "megatron-core>=0.16.1",
+        "einops",
+        "numpy",
+        "psutil",
+        "pydantic>=2.12",
+        "pyyaml",
+        "safetensors>=0.6.2",
+        "sentencepiece",
+        "tensorboard",
+        "transformers>=5.16.1,<5.20",
+    ],
+    extras_require={
+        "vllm": ["vllm>=0.26,<0.33"],
+        "gpu": ["transformer-engine[pytorch]>=2"],
+        "math": ["math-verify>=0.9"],
+        "datasets": ["datasets", "pyarrow"],
+        "plot": ["matplotlib"],
+        "test": ["pytest", "hypothesis"],
+    },
+    entry_points={"console_scripts": ["megappo = megappo.cli:entry"]},
+)
