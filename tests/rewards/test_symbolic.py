@@ -1,0 +1,137 @@
+"""math_verify: equality as mathematics, agreement with GSM8K, and responses whose evaluation never ends."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Iterator
+
+import pytest
+
+from megappo.rewards.symbolic import MathVerify
+from tests.gsm8k_files import gsm8k, needs_gsm8k
+from tests.rewards.samples import sample
+
+
+@pytest.fixture(scope="module")
+def rule() -> Iterator[MathVerify]:
+    rule = MathVerify()
+    yield rule
+    rule.close()
+
+
+TABLE = [
+    ("#### 72", "72", 1),
+    ("#### 72", "a solution with <<48/2=24>>24\n#### 72", 1),
+    ("#### $1,234.00", "1234", 1),
+    ("\\boxed{72}", "72", 1),
+    ("so the answer is \\boxed{\\frac{1}{2}}", "0.5", 1),
+    ("so the answer is $\\frac{2}{4}$", "\\frac{1}{2}", 1),
+    ("It is 1/2.", "$\\frac{1}{2}$", 1),
+    ("\\boxed{(x+1)^2}", "x^2+2x+1", 1),
+    ("\\boxed{\\sqrt{8}}", "2\\sqrt{2}", 1),
+    ("\\boxed{-5}", "-5", 1),
+    ("\\boxed{5}", "-5", 0),
+    ("\\boxed{73}", "72", 0),
+    ("\\boxed{(x+1)^2}", "x^2+1", 0),
+    ("#### 71\n the answer is \\boxed{72}", "72", 0),  # the marker decides where there is one
+    ("the answer is \\boxed{71}\n#### 72", "72", 1),
+    ("#### ", "72", 0),
+    ("I do not know", "72", 0),
+    ("", "72", 0),
+    ("\\boxed{", "72", 0),
+    ("a\nb \u2028 \x00 \ud800 \\boxed{72}", "72", 1),  # whatever text a policy makes travels to the worker and back
+]
+
+
+@pytest.mark.parametrize("response, answer, expected", TABLE)
+def test_final_answers_are_compared_as_mathematics(rule: MathVerify, response: str, answer: str, expected: int) -> None:
+    assert rule(sample(response, answer)) == expected
+
+
+@needs_gsm8k
+def test_all_gold_answers_agree_inside_a_thread_within_a_minute(rule: MathVerify) -> None:
+    """8,792 gold answers as responses score 1; every 20th with its last digit changed scores 0. Not the main thread: no signals there."""
+
+    def score_all() -> tuple[int, int]:
+        assert threading.current_thread() is not threading.main_thread()
+        golds = [record["answer"] for record in gsm8k("train", "test")]
+        changed = [(re.sub(r"[0-9](?=[^0-9]*$)", lambda m: str((int(m[0]) + 1) % 10), gold), gold) for gold in golds[::20]]
+        return sum(rule(sample(g, g)) == 1.0 for g in golds), sum(rule(sample(c, g)) == 1.0 for c, g in changed)
+
+    started = time.monotonic()
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(score_all).result() == (8792, 0)
+    assert time.monotonic() - started < 60
+
+
+@pytest.mark.parametrize("endless", ["$10^{10^{10}}$", "\\boxed{9^{9^{9^9}}}", "\\boxed{1000000000!}"])
+def test_a_response_that_cannot_be_decided_scores_0_is_counted_and_does_no_harm(endless: str, caplog: pytest.LogCaptureFixture) -> None:
+    rule = MathVerify(cpu_limit_s=0.8)
+    with caplog.at_level(logging.WARNING):
+        assert rule(sample(endless, "5", sample_id="train#7/3")) == 0.0
+    assert rule.undecided == 1
+    assert "no decision on train#7/3 within 0.8 s, scored 0 (1 so far)" in caplog.text
+    assert rule(sample("\\boxed{5}", "5")) == 1.0 and rule.undecided == 1
+    rule.close()
+
+
+def test_threads_share_one_worker(rule: MathVerify) -> None:
+    samples = [sample(f"\\boxed{{{i}}}", str(i - i % 2)) for i in range(200)]
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(rule, samples)) == [float(i % 2 == 0) for i in range(200)]
+
+
+@pytest.mark.parametrize("answer", ["", "$$", "\\boxed{}"])
+def test_a_reference_answer_that_is_no_expression_is_an_error(rule: MathVerify, answer: str) -> None:
+    with pytest.raises(ValueError, match="the reference answer .* is no mathematical expression"):
+        rule(sample("\\boxed{5}", answer))
+    assert rule(sample("\\boxed{5}", "5")) == 1.0
+
+
+def test_a_worker_killed_by_something_else_is_a_fault_and_not_a_score() -> None:
+    rule = MathVerify()
+    assert rule(sample("5", "5")) == 1.0
+    assert rule._worker is not None
+    os.kill(rule._worker.pid, signal.SIGKILL)
+    with pytest.raises(RuntimeError, match="worker ended with code -9"):
+        rule(sample("5", "5"))
+    assert rule(sample("5", "5")) == 1.0  # a new worker serves the next call
+    rule.close()
+
+
+def test_a_call_that_is_interrupted_leaves_no_late_reply() -> None:
+    """An exception out of a signal handler in the middle of a call: the next call must not read the first one's reply."""
+
+    class Stop(Exception):
+        pass
+
+    def stop(*_: object) -> None:
+        raise Stop
+
+    rule = MathVerify(cpu_limit_s=1.5)
+    assert rule(sample("5", "5")) == 1.0
+    previous = signal.signal(signal.SIGALRM, stop)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        with pytest.raises(Stop):
+            rule(sample("$10^{10^{10}}$", "5"))
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+    assert [rule(sample("5", "5")), rule(sample("6", "5"))] == [1.0, 0.0]
+    rule.close()
+
+
+def test_the_worker_ends_with_its_rule() -> None:
+    rule = MathVerify()
+    rule(sample("5", "5"))
+    worker = rule._worker
+    assert worker is not None and worker.poll() is None
+    del rule
+    assert worker.wait(timeout=10) == 0
