@@ -40,6 +40,13 @@ def problems(config: TrainConfig | SftConfig, explicit: frozenset[str], world_si
     yield from dead_key_problems(config, explicit)
 
 
+def step_problems(config: TrainConfig, total_steps: int) -> Iterator[str]:
+    """The rules on the length of the run, once the data has said how many steps `trainer.epochs` are."""
+    counted = config.model_copy(update={"trainer": config.trainer.model_copy(update={"steps": total_steps})})
+    found = (rule(counted) for rule in (_critic_warmup, _policy_lr_warmup, _critic_lr_warmup))
+    yield from (message for message in found if message is not None)
+
+
 def dead_key_problems(config: TrainConfig | SftConfig, explicit: frozenset[str]) -> Iterator[str]:
     """Keys that the user wrote and that do nothing. A key written as null states no intent and passes."""
     for name, because in dead_keys(config).items():
@@ -151,7 +158,7 @@ def _critic_head(config: TrainConfig) -> Optional[str]:
 def _critic_warmup(config: TrainConfig) -> Optional[str]:
     warmup, steps = config.critic.warmup_steps, config.trainer.steps
     if steps is not None and warmup > steps:
-        return problem("critic.warmup_steps", warmup, f"longer than the run of {steps} steps, the policy would never train; lower it")
+        return problem("critic.warmup_steps", warmup, f"is longer than the run of {steps} steps, so the policy would never train; lower it")
     return None
 
 

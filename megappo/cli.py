@@ -1,0 +1,231 @@
+"""The `megappo` command: parse, call, exit code. What the commands do is elsewhere, and imported only when one is chosen.
+
+Exit codes: 0 done; 1 it ran and failed (or `doctor` found something missing); 2 a mistake of the user, told in one line on stderr, before
+anything was written; 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import NoReturn, Optional, Sequence
+
+from megappo.config.errors import ConfigError
+
+Arguments = argparse.Namespace
+PACKAGE = Path(__file__).parent
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse with one-line errors."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; see `{self.prog} --help`")
+
+
+def cmd_train(args: Arguments) -> int:
+    from megappo.config.checks import check_run_dir
+    from megappo.config.loading import load_config
+    from megappo.launch import is_rank, start_ranks, world_size
+
+    config = load_config(args.config, args.overrides)
+    if is_rank():
+        from megappo.trainer.main import train
+
+        train(config, resume=args.resume)
+        return 0
+    check_run_dir(config.run, args.resume)
+    ranks = world_size(config.run)
+    prepared = _prepare(config, ranks, None)
+    print(prepared.report(), flush=True)
+    return start_ranks(ranks, ["train", args.config, *args.overrides, *(["--resume"] if args.resume else [])])
+
+
+def cmd_sft(args: Arguments) -> int:
+    from megappo.config.checks import check_config, check_run_dir
+    from megappo.config.loading import explicit_keys, load_config
+    from megappo.config.schema import SftConfig
+    from megappo.launch import is_rank, start_ranks, world_size
+    from megappo.plan.layouts import check_layouts, read_archs
+
+    config = load_config(args.config, args.overrides, SftConfig)
+    if is_rank():
+        from megappo.trainer.sft import train_sft
+
+        train_sft(config)
+        return 0
+    check_run_dir(config.run, resume=False)
+    ranks = world_size(config.run)
+    for note in check_config(config, explicit_keys(config), ranks, _device(config.run.device)):
+        print(f"note: {note}")
+    check_layouts(config, read_archs(config), ranks)
+    return start_ranks(ranks, ["sft", args.config, *args.overrides])
+
+
+def cmd_plan(args: Arguments) -> int:
+    from megappo.config.loading import load_config
+    from megappo.launch import world_size
+
+    config = load_config(args.config, args.overrides)
+    ranks = args.world_size if args.world_size is not None else world_size(config.run)
+    print(_prepare(config, ranks, args.gpu_memory_gib).report(), end="")
+    return 0
+
+
+def cmd_generate(args: Arguments) -> int:
+    from megappo.trainer.generate import generate
+
+    return generate(args)
+
+
+def cmd_export(args: Arguments) -> int:
+    from megappo.trainer.export import export
+
+    return export(args)
+
+
+def cmd_doctor(args: Arguments) -> int:
+    from megappo.doctor import report
+
+    text, code = report()
+    print(text, end="")
+    return code
+
+
+def cmd_config(args: Arguments) -> int:
+    import json
+
+    from megappo.config.dump import dump_yaml
+    from megappo.config.loading import json_schema, load_config
+    from megappo.config.schema import SftConfig, TrainConfig
+
+    cls = SftConfig if args.sft else TrainConfig
+    if args.schema:
+        print(json.dumps(json_schema(cls), indent=1))
+    elif args.config is None:
+        raise ConfigError("config: name a YAML file, or ask for --schema")
+    else:
+        print(dump_yaml(load_config(args.config, args.overrides, cls)), end="")
+    return 0
+
+
+# ------------------------------------------------------------------------------------------------------------------ shared
+
+
+def _device(requested: str) -> str:
+    """cpu or cuda, as the ranks will choose it."""
+    if requested != "auto":
+        return requested
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _prepare(config, ranks: int, gpu_memory_gib: Optional[float]):
+    """Everything checked; a given GPU memory plans for GPUs that are not on this machine."""
+    from megappo.plan.estimate import bytes_of_gib
+    from megappo.plan.prepare import prepare
+
+    if gpu_memory_gib is not None:
+        return prepare(config, ranks, "cuda", bytes_of_gib(gpu_memory_gib))
+    device = _device(config.run.device)
+    memory = None
+    if device == "cuda":
+        import torch
+
+        memory = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
+    return prepare(config, ranks, device, memory)
+
+
+def build_parser() -> Parser:
+    parser = Parser(prog="megappo", description="PPO for large language models on Megatron-core and vLLM.", allow_abbrev=False)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
+
+    def command(name: str, run, text: str, *, config: Optional[str] = "CONFIG") -> Parser:
+        sub = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
+        sub.set_defaults(run=run, takes_overrides=config is not None)
+        if config is not None:
+            sub.add_argument("config", metavar="CONFIG", nargs="?" if config == "[CONFIG]" else None, help="YAML file, see docs/config.md")
+            sub.add_argument("overrides", metavar="key=value", nargs="*", help="keys set over the file, for example policy.parallel.tp=2")
+        return sub
+
+    train = command("train", cmd_train, "Train with PPO. Starts the ranks itself unless torchrun or srun has.")
+    train.add_argument("--resume", action="store_true", help="continue the run of this name after its last checkpoint")
+    command("sft", cmd_sft, "Fine-tune on demonstrations with the same engine.")
+    plan = command("plan", cmd_plan, "Print ranks, memory, batch arithmetic and steps of a run, and refuse what cannot work.")
+    plan.add_argument("--world-size", type=_positive_int, metavar="N", help="ranks to plan for (default: run.num_ranks, or one per GPU)")
+    plan.add_argument("--gpu-memory-gib", type=_positive_float, metavar="GIB", help="plan for GPUs of this size, whatever is here")
+    generate = command("generate", cmd_generate, "Answer prompts with a checkpoint.", config=None)
+    generate.add_argument("model", metavar="MODEL", help="Hugging Face checkpoint directory")
+    generate.add_argument("--prompt", action="append", metavar="TEXT", help="a prompt (may be repeated; default: lines of stdin)")
+    generate.add_argument("--max-tokens", type=_positive_int, default=256, metavar="N", help="longest response")
+    generate.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy")
+    generate.add_argument("--raw", action="store_true", help="do not apply the chat template")
+    export = command("export", cmd_export, "Write a run's checkpoint as a Hugging Face checkpoint.", config=None)
+    export.add_argument("run_dir", metavar="RUN_DIR", help="directory of a run (output_dir/name)")
+    export.add_argument("output", metavar="OUTPUT", help="directory to write")
+    export.add_argument("--step", type=_positive_int, metavar="N", help="which checkpoint (default: the last)")
+    export.add_argument("--role", choices=("policy", "critic"), default="policy")
+    command("doctor", cmd_doctor, "Say what is installed, what works here, and what is missing for what.", config=None)
+    config = command("config", cmd_config, "Print the resolved configuration.", config="[CONFIG]")
+    config.add_argument("--sft", action="store_true", help="the file is a configuration of `megappo sft`")
+    config.add_argument("--schema", action="store_true", help="print the JSON schema instead")
+    return parser
+
+
+def _positive_int(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not an integer >= 1")
+    return int(text)
+
+
+def _positive_float(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not a number > 0")
+    return value
+
+
+def _parse(argv: Optional[Sequence[str]]) -> Arguments:
+    parser = build_parser()
+    # argparse hands back what it cannot place: overrides after an option, and flags of other trainers, which get a hint as overrides.
+    args, rest = parser.parse_known_args(argv)
+    if rest and not args.takes_overrides:
+        raise ConfigError(f"unrecognized arguments: {' '.join(rest)}; see `megappo {args.command} --help`")
+    if args.takes_overrides:
+        args.overrides = [*rest, *args.overrides] if any(text.startswith("-") for text in rest) else [*args.overrides, *rest]
+    return args
+
+
+def _is_users_mistake(error: ValueError) -> bool:
+    """True where megappo itself raised it; a ValueError out of a library is a fault, and its traceback is needed."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and Path(trace.tb_frame.f_code.co_filename).is_relative_to(PACKAGE)
+
+
+def main(argv: Optional[Sequence[str]] = None) -> int:
+    """Run one command; returns its exit code."""
+    try:
+        args = _parse(argv)
+        return args.run(args)
+    except ValueError as error:
+        if not _is_users_mistake(error):
+            raise
+        print(f"megappo: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader (head, less) went away; Python would complain again while it closes stdout
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,63 @@
+"""The tokenizer and the prompts of a run: loaded once, counted for the plan, handed to the trainer.
+
+Formatting and filtering are `megappo/data`'s; here the keys of the configuration meet its functions, and the counts meet the batch
+size and the length of the run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Optional
+
+from megappo.config.checks import step_problems
+from megappo.config.errors import ConfigError, problem
+from megappo.config.schema import DataConfig, TrainConfig
+from megappo.data.prompts import PromptFormat, PromptLoader, PromptSet, build_prompts
+from megappo.data.sources import read_records
+from megappo.data.tokenizers import Tokenizer, load_tokenizer
+from megappo.models.arch import ModelArch
+
+
+@dataclass(frozen=True)
+class RunData:
+    """What a run reads. `loader` stands at its start; total_steps are PPO steps."""
+
+    tokenizer: Tokenizer
+    train: PromptSet
+    eval: Optional[PromptSet]
+    loader: PromptLoader
+    total_steps: int
+
+
+def load_run_data(config: TrainConfig, policy: ModelArch) -> RunData:
+    """Tokenizer and prompts of this configuration.
+
+    ValueError, one line: missing or unreadable files, keys that records lack, nothing left after the filter, fewer prompts than a step
+    takes, a tokenizer with ids that the model does not have, warm-ups longer than the run.
+    """
+    tokenizer = load_tokenizer(config.data.tokenizer or config.policy.model)
+    if tokenizer.vocab_size > policy.vocab_size:
+        fix = f"has {tokenizer.vocab_size} ids and policy.model only {policy.vocab_size}; use the tokenizer of the model"
+        raise ConfigError(problem("data.tokenizer", config.data.tokenizer or config.policy.model, fix))
+    train = load_prompts(config.data, config.data.train, tokenizer)
+    held_out = load_prompts(config.data, config.data.eval, tokenizer, config.data.eval_prompts) if config.data.eval is not None else None
+    loader = PromptLoader(len(train), config.data.prompts_per_step, config.data.shuffle, config.run.seed)
+    total_steps = config.trainer.steps or loader.num_steps(config.trainer.epochs)
+    for message in step_problems(config, total_steps):
+        raise ConfigError(message)
+    return RunData(tokenizer, train, held_out, loader, total_steps)
+
+
+def load_prompts(data: DataConfig, source: str, tokenizer: Tokenizer, limit: Optional[int] = None) -> PromptSet:
+    """The prompts of one source, formatted and filtered as `data` says."""
+    return build_prompts(
+        read_records(source),
+        tokenizer,
+        source=source,
+        prompt_key=data.prompt_key,
+        answer_key=data.answer_key,
+        prompt_format=PromptFormat(data.chat_template, data.system_prompt, data.prompt_suffix),
+        max_prompt_tokens=data.max_prompt_tokens,
+        overlong=data.overlong,
+        limit=limit,
+    )

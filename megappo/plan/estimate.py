@@ -1,0 +1,179 @@
+"""The plan of a run as a value: layouts, memory of every role and stage, rollout replicas, and what does not fit.
+
+`report.py` prints it. Memory that is certain (weights, gradients, optimizer, KV cache) can refuse a run; the estimate of activations only
+warns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Mapping, Optional
+
+from megappo.config.batch import StepArithmetic, micro_batches_bound, step_arithmetic
+from megappo.config.checks import Device
+from megappo.config.errors import ConfigError, problem
+from megappo.config.schema import CriticConfig, PolicyConfig, TrainConfig
+from megappo.models.arch import ModelArch
+from megappo.parallel.layout import ParallelLayout
+from megappo.plan.memory import CPU_KV_CACHE_GIB, GIB, ITEMSIZE, RoleMemory, RolloutMemory, role_memory, rollout_memory
+from megappo.plan.tables import gib
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run will do. memory[role][stage] holds for one rank of the stage; `device_memory` in bytes, None where it is not known."""
+
+    config: TrainConfig
+    archs: Mapping[str, ModelArch]
+    layouts: Mapping[str, ParallelLayout]
+    world_size: int
+    device: Device
+    device_memory: Optional[int]
+    step: StepArithmetic
+    micro_batches: Mapping[str, int]
+    memory: Mapping[str, tuple[RoleMemory, ...]]
+    rollout: Optional[RolloutMemory]
+    warnings: tuple[str, ...] = field(default=())
+
+    @property
+    def replicas(self) -> int:
+        """vLLM replicas, or the data-parallel ranks of the policy that generate."""
+        if self.rollout is None:
+            return self.layouts["policy"].dp
+        return self.world_size // self.config.rollout.tp
+
+    def stage(self, role: str, rank: int) -> RoleMemory:
+        """Memory of a role on one rank of the world."""
+        return self.memory[role][self.layouts[role].coordinates(rank).pp]
+
+    def rollout_bytes(self) -> int:
+        """What vLLM keeps on a rank for the whole run."""
+        return self.rollout.weights + max(0, self.rollout.kv_cache or 0) if self.rollout is not None else 0
+
+    def certain(self, rank: int) -> int:
+        """Bytes of one rank without activations, in its fullest moment."""
+        roles = [self.stage(role, rank) for role in self.layouts]
+        return self.rollout_bytes() + sum(m.resident for m in roles) + max(m.offloaded for m in roles)
+
+    def peak(self, rank: int) -> int:
+        """Bytes of one rank in its fullest moment, with the estimate of activations."""
+        roles = [self.stage(role, rank) for role in self.layouts]
+        return self.rollout_bytes() + sum(m.resident for m in roles) + max(m.active for m in roles)
+
+    def fullest_rank(self) -> int:
+        return max(range(self.world_size), key=lambda rank: (self.peak(rank), -rank))
+
+
+def make_plan(
+    config: TrainConfig,
+    archs: Mapping[str, ModelArch],
+    layouts: Mapping[str, ParallelLayout],
+    world_size: int,
+    device: Device,
+    device_memory: Optional[int] = None,
+) -> Plan:
+    """Work everything out. ConfigError where the run cannot fit into `device_memory` (bytes) whatever its activations are."""
+    step = step_arithmetic(config)
+    micro_batches = {role: _micro_batches(config, role, layout, step) for role, layout in layouts.items()}
+    memory = {
+        role: tuple(_stage_memory(config, role, archs[role], layout, stage, micro_batches[role], step, device) for stage in range(layout.pp))
+        for role, layout in layouts.items()
+    }
+    rollout = _rollout(config, archs["policy"], device, device_memory) if config.rollout.engine == "vllm" else None
+    plan = Plan(config, archs, layouts, world_size, device, device_memory, step, micro_batches, memory, rollout)
+    if rollout is not None:
+        _check_kv_cache(plan, rollout)
+    return _check_fit(plan)
+
+
+def _sequences(config: TrainConfig, role: str, layout: ParallelLayout, step: StepArithmetic) -> int:
+    """Sequences of a data-parallel rank in one pass: of a mini-batch, or of the whole step for the reference."""
+    samples = step.samples if role == "reference" else config.algorithm.mini_batch_size
+    return -(-samples // layout.dp)
+
+
+def _micro_batches(config: TrainConfig, role: str, layout: ParallelLayout, step: StepArithmetic) -> int:
+    """Micro-batches of such a pass when every sequence is at its longest."""
+    return micro_batches_bound(_sequences(config, role, layout, step), step.max_sequence_tokens, getattr(config, role).micro_batch_tokens)
+
+
+def _stage_memory(
+    config: TrainConfig, role: str, arch: ModelArch, layout: ParallelLayout, stage: int, micro_batches: int, step: StepArithmetic, device: Device
+) -> RoleMemory:
+    settings = getattr(config, role)
+    sequences = _sequences(config, role, layout, step)
+    common = {
+        "dtype": settings.dtype,
+        "micro_batch_tokens": min(max(settings.micro_batch_tokens, step.max_sequence_tokens), sequences * step.max_sequence_tokens),
+        "num_micro_batches": micro_batches,
+        "value_head": role == "critic",
+        "padded_attention": device == "cpu",
+    }
+    if isinstance(settings, (PolicyConfig, CriticConfig)):
+        away = settings.offload
+        offload = (away.parameters, away.gradients, away.optimizer) if device == "cuda" else (False, False, False)
+        return role_memory(
+            arch, layout, stage, trained=True, distributed_optimizer=settings.optimizer.distributed, recompute=settings.recompute,
+            offload=offload, **common,
+        )  # fmt: skip
+    return role_memory(arch, layout, stage, trained=False, offload=(settings.offload.parameters and device == "cuda", False, False), **common)
+
+
+def _rollout(config: TrainConfig, arch: ModelArch, device: Device, device_memory: Optional[int]) -> RolloutMemory:
+    rollout = config.rollout
+    dtype = config.policy.dtype if rollout.dtype == "auto" else rollout.dtype
+    cache_gib = CPU_KV_CACHE_GIB if rollout.kv_cache_gib is None and device == "cpu" else rollout.kv_cache_gib
+    return rollout_memory(arch, rollout.tp, ITEMSIZE[dtype], cache_gib, rollout.memory_share, device_memory)
+
+
+def _check_kv_cache(plan: Plan, rollout: RolloutMemory) -> None:
+    """vLLM refuses to start where its cache cannot hold one sequence at its longest."""
+    if rollout.kv_cache is None:
+        return
+    longest = plan.step.max_sequence_tokens
+    needed = longest * rollout.kv_bytes_per_token
+    if rollout.kv_cache >= needed:
+        return
+    config = plan.config.rollout
+    sequence = f"one sequence of {longest} tokens needs {gib(needed)} GiB"
+    if config.kv_cache_gib is not None or plan.device == "cpu":
+        fix = f"{sequence} of KV cache; use at least {gib(needed * 1.01)}, or shorter sequences"
+        raise ConfigError(problem("rollout.kv_cache_gib", config.kv_cache_gib, fix))
+    assert plan.device_memory is not None
+    least = (rollout.weights + needed) / plan.device_memory
+    raise ConfigError(
+        problem(
+            "rollout.memory_share",
+            config.memory_share,
+            f"of {gib(plan.device_memory)} GiB holds vLLM's weights ({gib(rollout.weights)} GiB) but {sequence} of KV cache on top; "
+            f"use more than {least:.2f}, or raise rollout.tp",
+        )
+    )
+
+
+def _check_fit(plan: Plan) -> Plan:
+    if plan.device_memory is None:
+        return plan
+    rank = plan.fullest_rank()
+    certain, peak, have = plan.certain(rank), plan.peak(rank), plan.device_memory
+    if certain > have:
+        raise ConfigError(
+            f"rank {rank} needs {gib(certain)} GiB for weights, gradients, optimizer and rollout and has {gib(have)} GiB; "
+            f"raise {_widest(plan, rank)}.parallel.tp or .pp, offload a role (policy.offload.*), or lower rollout.memory_share"
+        )
+    if peak <= have:
+        return plan
+    warning = (
+        f"rank {rank} may run out of memory: {gib(peak)} GiB with activations (an estimate), {gib(have)} GiB there; "
+        f"lower micro_batch_tokens, or set recompute: full"
+    )
+    return Plan(**{**plan.__dict__, "warnings": (warning,)})
+
+
+def _widest(plan: Plan, rank: int) -> str:
+    """The role that takes most on this rank."""
+    return max(plan.layouts, key=lambda role: plan.stage(role, rank).resident)
+
+
+def bytes_of_gib(value: Optional[float]) -> Optional[int]:
+    return None if value is None else int(value * GIB)

@@ -1,0 +1,120 @@
+"""Whether every role's model fits its layout: architectures are read, tensor sizes checked, sequence lengths compared.
+
+Reads config.json files and the names of the weight files, never weights. `check_layouts` is also what `megappo train` calls before it
+builds a model.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Mapping
+
+from megappo.config.batch import nearest_divisors, step_arithmetic
+from megappo.config.checks import roles_in_use
+from megappo.config.errors import ConfigError, problem
+from megappo.config.schema import SftConfig, TrainConfig
+from megappo.models.arch import ModelArch, check_tp, read_arch
+from megappo.parallel.layout import ParallelLayout
+
+
+def model_paths(config: TrainConfig | SftConfig) -> dict[str, tuple[str, str]]:
+    """Role -> (the key that names its checkpoint, the path), of the roles that are built."""
+    paths: dict[str, tuple[str, str]] = {}
+    for role in roles_in_use(config):
+        own = getattr(config, role).model
+        paths[role] = (f"{role}.model", own) if own is not None else ("policy.model", config.policy.model)
+    return paths
+
+
+def read_archs(config: TrainConfig | SftConfig) -> dict[str, ModelArch]:
+    """Role -> architecture of its checkpoint. ConfigError names the key of a checkpoint that is missing or not supported."""
+    archs: dict[str, ModelArch] = {}
+    for role, (key, path) in model_paths(config).items():
+        try:
+            archs[role] = read_arch(path)
+        except ValueError as error:
+            raise ConfigError(problem(key, path, str(error))) from None
+        _check_weights_exist(key, path)
+    return archs
+
+
+def _check_weights_exist(key: str, path: str) -> None:
+    directory = Path(path)
+    if any(directory.glob("*.safetensors")):
+        return
+    others = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in directory.glob(pattern))
+    if others:
+        fix = f"holds {others[0]} and no .safetensors; pickled weights are never read, save it with transformers' save_pretrained"
+    else:
+        fix = "holds no .safetensors weights; the download may be incomplete"
+    raise ConfigError(problem(key, path, fix))
+
+
+def role_layouts(config: TrainConfig | SftConfig, world_size: int) -> dict[str, ParallelLayout]:
+    """Role -> layout. ValueError where the sizes do not divide the world."""
+    return {
+        role: ParallelLayout(world_size, sizes.tp, sizes.pp, sizes.sequence_parallel) for role, sizes in roles_in_use(config).items()
+    }
+
+
+def check_layouts(config: TrainConfig | SftConfig, archs: Mapping[str, ModelArch], world_size: int) -> dict[str, ParallelLayout]:
+    """Refuse what cannot work, with one line that names key, value and fix; returns role -> layout.
+
+    Vocabularies need no rule here: they are padded to a multiple of tp.
+    """
+    layouts = role_layouts(config, world_size)
+    for role, layout in layouts.items():
+        arch = archs[role]
+        try:
+            check_tp(arch, layout.tp)
+        except ValueError as error:
+            raise ConfigError(problem(f"{role}.parallel.tp", layout.tp, str(error))) from None
+        if arch.num_layers % layout.pp:
+            fitting = " or ".join(str(d) for d in nearest_divisors(arch.num_layers, layout.pp))
+            raise ConfigError(problem(f"{role}.parallel.pp", layout.pp, f"does not divide the {arch.num_layers} layers into stages; use {fitting}"))
+    if isinstance(config, TrainConfig):
+        _check_rollout(config, archs["policy"])
+        _check_lengths(config, archs)
+        _check_vocabularies(archs)
+    elif config.data.max_tokens > archs["policy"].max_positions:
+        _too_long("data.max_tokens", config.data.max_tokens, "policy", archs["policy"])
+    return layouts
+
+
+def _check_rollout(config: TrainConfig, arch: ModelArch) -> None:
+    """vLLM cuts query heads and the MLP evenly and repeats KV heads where there are fewer than ranks."""
+    tp = config.rollout.tp
+    if config.rollout.engine != "vllm":
+        return
+    for what, size in (("attention heads", arch.num_heads), ("MLP columns", arch.ffn_size)):
+        if size % tp:
+            fitting = " or ".join(str(d) for d in nearest_divisors(size, tp))
+            raise ConfigError(problem("rollout.tp", tp, f"does not divide the {size} {what} of policy.model; use {fitting}"))
+    if arch.num_kv_heads % tp and tp % arch.num_kv_heads:
+        fitting = " or ".join(str(d) for d in nearest_divisors(arch.num_kv_heads, tp))
+        raise ConfigError(problem("rollout.tp", tp, f"and the {arch.num_kv_heads} KV heads of policy.model: neither divides the other; use {fitting}"))
+
+
+def _check_lengths(config: TrainConfig, archs: Mapping[str, ModelArch]) -> None:
+    longest = step_arithmetic(config).max_sequence_tokens
+    for role, arch in archs.items():
+        if longest > arch.max_positions:
+            room = arch.max_positions - config.data.max_prompt_tokens
+            if room < 1:
+                _too_long("data.max_prompt_tokens", config.data.max_prompt_tokens, role, arch)
+            sequence = f"with data.max_prompt_tokens {config.data.max_prompt_tokens} a sequence has {longest} tokens"
+            fix = f"{sequence}, more than the {arch.max_positions} positions of the {role}; use at most {room}"
+            raise ConfigError(problem("rollout.max_response_tokens", config.rollout.max_response_tokens, fix))
+
+
+def _too_long(key: str, tokens: int, role: str, arch: ModelArch) -> None:
+    raise ConfigError(problem(key, tokens, f"the {role} has {arch.max_positions} positions; use fewer tokens"))
+
+
+def _check_vocabularies(archs: Mapping[str, ModelArch]) -> None:
+    """Every role reads the tokens that the policy writes; the KL also compares the two distributions entry by entry."""
+    wanted = archs["policy"].vocab_size
+    for role, arch in archs.items():
+        same = arch.vocab_size == wanted if role == "reference" else arch.vocab_size >= wanted
+        if not same:
+            raise ConfigError(f"{role}.model: its vocabulary has {arch.vocab_size} tokens and the policy's {wanted}; use a checkpoint of the same vocabulary")

@@ -1,0 +1,162 @@
+"""Memory of one rank, role by role, from the shapes of its parameters.
+
+Weights, gradients and optimizer state are exact counts of what Megatron-core allocates. Activations are an estimate in the manner of
+Korthikanti et al. 2022 ("Reducing activation recomputation in large transformer models", section 4), redone for this model: packed
+tokens, no dropout, SwiGLU, attention that never stores its scores. Temporary buffers of kernels and allocators are not counted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Literal, Optional
+
+from megappo.models.arch import ModelArch
+from megappo.models.families import local_shapes
+from megappo.parallel.layout import ParallelLayout, stage_layers
+
+GIB = 1 << 30
+ITEMSIZE = {"bf16": 2, "fp32": 4}
+FP32 = 4
+CPU_KV_CACHE_GIB = 0.25
+LOGPROB_CHUNK_TOKENS = 4096  # ops/logprob.py holds the logits of this many tokens at once
+
+Recompute = Literal["none", "selective", "full"]
+
+
+@dataclass(frozen=True)
+class RoleMemory:
+    """Bytes of one rank of one role. `resident` stays while other roles work, `active` is there only while this role works."""
+
+    parameters: int
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    offloaded: int = 0
+
+    @property
+    def resident(self) -> int:
+        return self.weights + self.gradients + self.optimizer - self.offloaded
+
+    @property
+    def active(self) -> int:
+        return self.offloaded + self.activations
+
+
+def count_parameters(arch: ModelArch, layout: ParallelLayout, stage: int, value_head: bool = False) -> int:
+    """Parameters of one rank of this stage (all tp ranks hold equally many)."""
+    return sum(prod(shape) for shape in local_shapes(arch, layout.tp, layout.pp, 0, stage, value_head).values())
+
+
+def role_memory(
+    arch: ModelArch,
+    layout: ParallelLayout,
+    stage: int,
+    *,
+    dtype: Literal["bf16", "fp32"],
+    trained: bool,
+    micro_batch_tokens: int,
+    num_micro_batches: int,
+    value_head: bool = False,
+    distributed_optimizer: bool = True,
+    recompute: Recompute = "none",
+    padded_attention: bool = False,
+    offload: tuple[bool, bool, bool] = (False, False, False),
+) -> RoleMemory:
+    """Memory of a rank of `stage`. offload: parameters, gradients, optimizer. micro_batch_tokens: tokens of a full micro-batch."""
+    parameters = count_parameters(arch, layout, stage, value_head)
+    head = arch.hidden_size if value_head and stage == layout.pp - 1 else 0  # the value head stays fp32
+    itemsize = ITEMSIZE[dtype]
+    weights = (parameters - head) * itemsize + head * FP32
+    gradients = parameters * FP32 if trained else 0
+    optimizer = _optimizer_bytes(parameters, head, itemsize, layout.dp if distributed_optimizer else 1) if trained else 0
+    in_flight = min(layout.pp - stage, num_micro_batches) if trained else 1
+    activations = activation_bytes(
+        arch, layout, stage, micro_batch_tokens, itemsize, recompute if trained else "full", padded_attention, trained=trained
+    )
+    output = output_bytes(arch, layout, micro_batch_tokens, trained) if stage == layout.pp - 1 and not value_head else 0
+    offloaded = sum(size for size, away in zip((weights, gradients, optimizer), offload) if away)
+    return RoleMemory(parameters, weights, gradients, optimizer, activations * in_flight + output, offloaded)
+
+
+def _optimizer_bytes(parameters: int, fp32_parameters: int, itemsize: int, shards: int) -> int:
+    """Two fp32 moments, and an fp32 copy of every weight that is not fp32 itself; cut over the data-parallel ranks by ZeRO-1."""
+    copies = 0 if itemsize == FP32 else parameters - fp32_parameters
+    return -(-(copies + 2 * parameters) * FP32 // shards)
+
+
+def activation_bytes(
+    arch: ModelArch,
+    layout: ParallelLayout,
+    stage: int,
+    tokens: int,
+    itemsize: int,
+    recompute: Recompute,
+    padded_attention: bool = False,
+    *,
+    trained: bool = True,
+) -> int:
+    """Bytes that the layers of a stage keep of one micro-batch for its backward pass; without one, what a single layer needs."""
+    layer = layer_elements_per_token(arch, layout, recompute, padded_attention)
+    boundary = arch.hidden_size // _sequence_shards(layout)
+    layers = len(stage_layers(arch.num_layers, layout.pp, stage))
+    if not trained:
+        elements = layer
+    elif recompute == "full":  # the input of every layer, and everything of the layer that is being recomputed
+        elements = layers * boundary + layer
+    else:
+        elements = layers * layer
+    return tokens * elements * itemsize
+
+
+def layer_elements_per_token(arch: ModelArch, layout: ParallelLayout, recompute: Recompute, padded_attention: bool = False) -> int:
+    """Activations that one layer keeps per token, in elements.
+
+    Input and output of both norms; query, key, value and the attention's output; the MLP's gate and up, silu(gate) and the product.
+    Without recomputation, attention on padded groups (no varlen kernel) keeps a padded copy of query, key and value as well.
+    """
+    qkv = (arch.num_heads + 2 * arch.num_kv_heads) * arch.head_dim
+    attention = qkv + arch.num_heads * arch.head_dim
+    if padded_attention and recompute != "selective":
+        attention += qkv
+    return 4 * arch.hidden_size // _sequence_shards(layout) + (attention + 4 * arch.ffn_size) // layout.tp
+
+
+def _sequence_shards(layout: ParallelLayout) -> int:
+    return layout.tp if layout.sequence_parallel else 1
+
+
+def output_bytes(arch: ModelArch, layout: ParallelLayout, tokens: int, trained: bool) -> int:
+    """Log-probs without full logits: fp32 logits of one chunk (twice with their gradient) and the fp32 gradient of the projection."""
+    rows = -(-arch.vocab_size // layout.tp)
+    logits = min(tokens, LOGPROB_CHUNK_TOKENS) * rows * FP32
+    return 2 * logits + rows * arch.hidden_size * FP32 if trained else logits
+
+
+# ---------------------------------------------------------------------------------------------------------------- rollout
+
+
+@dataclass(frozen=True)
+class RolloutMemory:
+    """Bytes of one vLLM rank. kv_cache: what the cache may take, None where that depends on a GPU that is not known here."""
+
+    weights: int
+    kv_bytes_per_token: int
+    kv_cache: Optional[int]
+
+
+def rollout_memory(
+    arch: ModelArch, tp: int, itemsize: int, kv_cache_gib: Optional[float], memory_share: float, device_memory: Optional[int]
+) -> RolloutMemory:
+    """Weights and KV cache of one rank of a vLLM replica; KV heads are repeated where there are fewer of them than ranks."""
+    repeated = replace(arch, num_kv_heads=max(arch.num_kv_heads, tp))
+    weights = itemsize * count_parameters(repeated, ParallelLayout(tp, tp=tp), stage=0)
+    per_token = 2 * arch.num_layers * repeated.num_kv_heads // tp * arch.head_dim * itemsize
+    if kv_cache_gib is not None:
+        cache: Optional[int] = int(kv_cache_gib * GIB)
+    elif device_memory is not None:
+        cache = int(memory_share * device_memory) - weights
+    else:
+        cache = None
+    return RolloutMemory(weights, per_token, cache)

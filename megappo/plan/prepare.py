@@ -1,0 +1,58 @@
+"""Everything that is checked before a model is built, in one order, for `megappo plan` and `megappo train` alike.
+
+Cheap checks come first: keys, installed packages, architectures, memory, and the data at last.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Optional
+
+from megappo.config.checks import Device, check_config
+from megappo.config.errors import ConfigError, problem
+from megappo.config.loading import explicit_keys
+from megappo.config.schema import TrainConfig
+from megappo.doctor import missing_package
+from megappo.plan.data import RunData, load_run_data
+from megappo.plan.estimate import Plan, make_plan
+from megappo.plan.layouts import check_layouts, read_archs
+from megappo.plan.report import report
+from megappo.rewards.rules import RULES, make_rule
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run that can start: its plan, its data, and remarks on keys that this device does not need."""
+
+    plan: Plan
+    data: RunData
+    notes: tuple[str, ...]
+
+    def report(self) -> str:
+        return report(self.plan, self.data, self.notes)
+
+
+def prepare(config: TrainConfig, world_size: int, device: Device, device_memory: Optional[int] = None) -> Prepared:
+    """Check a run completely without building anything. ValueError, one line, with the first thing that cannot work.
+
+    device_memory: bytes of one GPU; None where it is not known, and then nothing is refused for its size.
+    """
+    notes = check_config(config, explicit_keys(config), world_size, device)
+    _check_names(config)
+    archs = read_archs(config)
+    layouts = check_layouts(config, archs, world_size)
+    plan = make_plan(config, archs, layouts, world_size, device, device_memory)
+    return Prepared(plan, load_run_data(config, archs["policy"]), tuple(notes))
+
+
+def _check_names(config: TrainConfig) -> None:
+    """Rewards that do not exist, and packages that this configuration needs and that are absent."""
+    for part in config.reward.parts:
+        if part.name not in RULES:
+            make_rule(part.name)  # raises, with the nearest name
+    needed = {"math_verify": "math-verify"} if any(part.name == "math_verify" for part in config.reward.parts) else {}
+    for key, package in needed.items():
+        if (how := missing_package(package)) is not None:
+            raise ConfigError(problem("reward.parts", key, how))
+    if config.rollout.engine == "vllm" and (how := missing_package("vllm")) is not None:
+        raise ConfigError(problem("rollout.engine", "vllm", f"{how}, or set rollout.engine=megatron"))

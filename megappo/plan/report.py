@@ -1,0 +1,166 @@
+"""The plan as text of at most 100 columns."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Iterator, Optional, Sequence
+
+from megappo.config.batch import StepArithmetic
+from megappo.models.families import hf_tensors
+from megappo.plan.data import RunData
+from megappo.plan.estimate import Plan
+from megappo.plan.layouts import model_paths
+from megappo.plan.memory import RoleMemory
+from megappo.plan.tables import GIB, MIB, figures, gib, groups_text, ranks_text, table
+
+
+def report(plan: Plan, data: Optional[RunData] = None, notes: Sequence[str] = ()) -> str:
+    """Everything that is known of the run before it starts."""
+    blocks = [
+        ["models", *_model_lines(plan)],
+        ["ranks", *_rank_lines(plan)],
+        _memory_lines(plan),
+        ["batch", *_batch_lines(plan)],
+    ]
+    if data is not None:
+        blocks.append(["data", *_data_lines(plan, data)])
+    remarks = [f"  note: {note}" for note in notes] + [f"  WARNING: {warning}" for warning in plan.warnings]
+    if remarks:
+        blocks.append(["remarks", *remarks])
+    return "\n\n".join("\n".join(block) for block in blocks) + "\n"
+
+
+def _model_lines(plan: Plan) -> list[str]:
+    rows = []
+    for role, (_, path) in model_paths(plan.config).items():
+        arch = plan.archs[role]
+        parameters = sum(prod(shape) for shape in hf_tensors(arch, value_head=role == "critic").values())
+        heads = f"{arch.num_heads} / {arch.num_kv_heads}"
+        rows.append([
+            role, arch.family, f"{parameters:,}", str(arch.num_layers), str(arch.hidden_size), heads, str(arch.ffn_size),
+            f"{arch.vocab_size:,}", path,
+        ])  # fmt: skip
+    lines = table(["role", "family", "parameters", "layers", "hidden", "heads / KV", "ffn", "vocab"], [row[:-1] for row in rows], left=2)
+    return lines + [f"  {row[0]}: {row[-1]}" for row in rows]
+
+
+def _rank_lines(plan: Plan) -> list[str]:
+    rows = []
+    for role, layout in plan.layouts.items():
+        groups = [groups_text(layout.axis_groups(axis)) if size > 1 else "-" for axis, size in _axes(layout)]
+        sizes = [str(layout.tp) + (" sp" if layout.sequence_parallel else ""), str(layout.pp), str(layout.dp)]
+        rows.append([role, *sizes, *groups])
+    lines = [f"  {plan.world_size} ranks on {plan.device}"]
+    header = ["role", "tp", "pp", "dp", "tp groups", "pp groups", "dp groups"]
+    if sum(max(len(row[column]) for row in rows) for column in (4, 5, 6)) <= 64:
+        lines += table(header, rows, left=7)
+    else:  # groups below each role, where three columns of them would be too wide
+        lines += table(header[:4], [row[:4] for row in rows], left=4)
+        lines += [f"  {row[0]:9} {name[:2]}  {groups}" for row in rows for name, groups in zip(header[4:], row[4:]) if groups != "-"]
+    return lines + [f"  {_rollout_ranks(plan)}"]
+
+
+def _axes(layout) -> Iterator[tuple[str, int]]:
+    for axis in ("tp", "pp", "dp"):
+        yield axis, getattr(layout, axis)
+
+
+def _rollout_ranks(plan: Plan) -> str:
+    if plan.rollout is None:
+        return f"rollout by megatron: the policy's own shards, {plan.replicas} data-parallel parts"
+    tp = plan.config.rollout.tp
+    replicas = [range(start, start + tp) for start in range(0, plan.world_size, tp)]
+    count = "1 replica" if plan.replicas == 1 else f"{plan.replicas} replicas"
+    return f"rollout by vllm: {count} of tp {tp} on ranks {groups_text(replicas)}"
+
+
+def _memory_lines(plan: Plan) -> list[str]:
+    rank = plan.fullest_rank()
+    unit, name = (GIB, "GiB") if plan.peak(rank) >= GIB else (MIB, "MiB")
+
+    def size(value: int) -> str:
+        return f"{value / unit:,.2f}"
+
+    rows = []
+    for role, stages in plan.memory.items():
+        for stage, m in _distinct_stages(stages):
+            sizes = map(size, (m.weights, m.gradients, m.optimizer, m.activations, m.resident + m.active))
+            rows.append([role, stage, f"{m.parameters:,}", *sizes])
+    if plan.rollout is not None:
+        cache = size(plan.rollout.kv_cache) if plan.rollout.kv_cache is not None else "?"
+        rows.append(["rollout", "-", "", size(plan.rollout.weights), "", "", f"KV {cache}", size(plan.rollout_bytes())])
+    have = f" of {size(plan.device_memory)}" if plan.device_memory is not None else ""
+    return [
+        f"memory of one rank ({name})",
+        *table(["role", "stage", "parameters", "weights", "gradients", "optimizer", "activations", "sum"], rows, left=2),
+        f"  fullest rank: {rank}, about {size(plan.peak(rank))}{have} at its peak, {size(plan.certain(rank))} of it without activations",
+        "  activations are an estimate of one role at work; offloaded parts count while their role works",
+        *(f"  {line}" for line in _cache_lines(plan)),
+    ]
+
+
+def _distinct_stages(stages: Sequence[RoleMemory]) -> Iterator[tuple[str, RoleMemory]]:
+    """Stages of equal memory in one line: `0`, `1-6`, `7`."""
+    first = 0
+    for stage in range(1, len(stages) + 1):
+        if stage == len(stages) or stages[stage] != stages[first]:
+            yield ranks_text(range(first, stage)) if stage - first > 1 else str(first), stages[first]
+            first = stage
+
+
+def _cache_lines(plan: Plan) -> Iterator[str]:
+    rollout = plan.rollout
+    if rollout is None:
+        return
+    at_once = min(plan.config.rollout.max_num_seqs, -(-plan.step.samples // plan.replicas))
+    longest = plan.step.max_sequence_tokens
+    text = f"KV cache: {figures(rollout.kv_bytes_per_token / 1024)} KiB per token and rank"
+    if rollout.kv_cache is None:
+        wanted = at_once * longest * rollout.kv_bytes_per_token
+        yield f"{text}; {at_once} sequences of {longest:,} tokens at once would take {gib(wanted)} GiB"
+        return
+    tokens = rollout.kv_cache // rollout.kv_bytes_per_token
+    yield f"{text}, room for {tokens:,} tokens = {tokens // longest:,} sequences of {longest:,} (wanted at once: {at_once})"
+
+
+def _batch_lines(plan: Plan) -> list[str]:
+    config, step = plan.config, plan.step
+    epochs = "1 epoch" if config.algorithm.ppo_epochs == 1 else f"{config.algorithm.ppo_epochs} epochs"
+    lines = [
+        f"  step: {step.prompts:,} prompts x {config.rollout.samples_per_prompt} samples = {_count(step.samples, 'sample')}",
+        f"  updates: {_count(step.mini_batches, 'mini-batch')} of {config.algorithm.mini_batch_size:,} x {epochs} "
+        f"= {_count(step.optimizer_steps, 'optimizer step')} per step and role, nothing dropped",
+    ]
+    lines += table(
+        ["micro-batches", "data-parallel ranks", "sequences each", "token budget", "micro-batches at most"], list(_micro_rows(plan, step)), left=1
+    )
+    return lines + [f"  at most: when every sequence has all {step.max_sequence_tokens:,} tokens"]
+
+
+def _micro_rows(plan: Plan, step: StepArithmetic) -> Iterator[list[str]]:
+    for role, layout in plan.layouts.items():
+        samples = step.samples if role == "reference" else plan.config.algorithm.mini_batch_size
+        what = f"{role}, {'all samples' if role == 'reference' else 'one mini-batch'}"
+        budget = getattr(plan.config, role).micro_batch_tokens
+        yield [what, str(layout.dp), f"{-(-samples // layout.dp):,}", f"{budget:,}", f"{plan.micro_batches[role]:,}"]
+
+
+def _count(number: int, what: str) -> str:
+    plural = what + ("es" if what.endswith("ch") else "s")
+    return f"{number:,} {what if number == 1 else plural}"
+
+
+def _data_lines(plan: Plan, data: RunData) -> list[str]:
+    per_epoch, per_step, prompts = data.loader.steps_per_epoch, plan.step.prompts, len(data.train)
+    epochs = data.total_steps * per_step / prompts
+    over = per_epoch * per_step - prompts
+    crossing = f" (its last step takes {over:,} from the next epoch)" if over else ""
+    lines = [
+        f"  train: {data.train.summary()}",
+        f"  epoch: {prompts:,} prompts / {per_step:,} per step = {_count(per_epoch, 'step')}{crossing}",
+        f"  run: {_count(data.total_steps, 'step')} = {epochs:.3g} epochs, {data.total_steps * plan.step.samples:,} samples, "
+        f"{data.total_steps * plan.step.optimizer_steps:,} optimizer steps of the critic",
+    ]
+    if data.eval is not None:
+        lines.append(f"  eval: {data.eval.summary()}")
+    return lines

@@ -1,0 +1,61 @@
+"""Aligned plain-text tables and short texts for numbers: what `megappo plan` and `megappo doctor` print."""
+
+from __future__ import annotations
+
+import math
+from itertools import groupby
+from typing import Sequence
+
+MIB = 1 << 20
+GIB = 1 << 30
+SHOWN_GROUPS = 4
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> list[str]:
+    """Lines of a table; the first `left` columns are aligned to the left, the others to the right."""
+    cells = [list(header), *[list(row) for row in rows]]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
+    lines = []
+    for row in cells:
+        aligned = [text.ljust(width) if column < left else text.rjust(width) for column, (text, width) in enumerate(zip(row, widths))]
+        lines.append("  " + "  ".join(aligned).rstrip())
+    return lines
+
+
+def figures(value: float) -> str:
+    """A number >= 0 with at least three figures and no exponent: `0`, `0.00421`, `1.57`, `25.3`, `141`, `2048`."""
+    if value == 0:
+        return "0"
+    decimals = max(0, 2 - math.floor(math.log10(value)))
+    return f"{value:.{decimals}f}"
+
+
+def gib(size: int | float) -> str:
+    """Bytes as a number of GiB."""
+    return figures(size / GIB)
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Ascending ranks, short: `0-7`, `0,4`, `0-56 by 8`."""
+    steps = {b - a for a, b in zip(ranks, ranks[1:])}
+    if len(ranks) > 2 and len(steps) == 1:
+        step = steps.pop()
+        return f"{ranks[0]}-{ranks[-1]}" + (f" by {step}" if step > 1 else "")
+    return ",".join(_run_text(list(run)) for _, run in groupby(ranks, key=_offset_key(ranks)))
+
+
+def _offset_key(ranks: Sequence[int]):
+    """Constant along a run of neighbouring ranks."""
+    place = {rank: index for index, rank in enumerate(ranks)}
+    return lambda rank: rank - place[rank]
+
+
+def _run_text(run: list[int]) -> str:
+    return f"{run[0]}-{run[-1]}" if len(run) > 2 else ",".join(map(str, run))
+
+
+def groups_text(groups: Sequence[Sequence[int]]) -> str:
+    """Groups of ranks, short: `0-7 | 8-15`, and of many the first two and the last."""
+    if len(groups) > SHOWN_GROUPS:
+        return f"{ranks_text(groups[0])} | {ranks_text(groups[1])} | ... | {ranks_text(groups[-1])} ({len(groups)} groups)"
+    return " | ".join(ranks_text(group) for group in groups)
