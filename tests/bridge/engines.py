@@ -1,0 +1,117 @@
+"""An engine to aim plans at, written twice: as tensors cut out of the checkpoint with cat and narrow, and as pieces.
+
+The tensor form follows vLLM's documentation of its parallel layers (column parallel rows, row parallel columns, KV heads replicated when
+there are fewer than ranks, vocabulary padded to a multiple of 64) and shares no code with the bridge; it is the oracle.
+"""
+
+from __future__ import annotations
+
+from typing import Iterator
+
+import torch
+from torch import Tensor
+
+from megappo.bridge.destination import Destination, Fill, Shape
+from megappo.models.arch import ModelArch, Rope
+from megappo.models.families import hf_tensors, local_shapes, megatron_pieces
+from megappo.models.pieces import Box, Piece, as_2d
+from megappo.parallel.layout import ParallelLayout
+
+
+def arch_like(family: str, **changes: object) -> ModelArch:
+    values = dict(
+        family=family, architecture="any", num_layers=4, hidden_size=16, num_heads=4, num_kv_heads=2, head_dim=6, ffn_size=24,
+        vocab_size=54, max_positions=256, tied_embeddings=False, norm_eps=1e-6, rope=Rope(),
+        qkv_bias=family == "qwen2", qk_norm=family == "qwen3",
+    )
+    return ModelArch(**{**values, **changes})
+
+
+def random_checkpoint(arch: ModelArch, seed: int) -> dict[str, Tensor]:
+    """Values that are exact in bf16 and differ almost everywhere."""
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator).bfloat16().float() for name, shape in hf_tensors(arch).items()}
+
+
+def policy_tensors(arch: ModelArch, layout: ParallelLayout, rank: int, checkpoint: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What a Megatron rank holds of a checkpoint; padding of the vocabulary is NaN so that nobody can send it unnoticed."""
+    at = layout.coordinates(rank)
+    shapes = local_shapes(arch, layout.tp, layout.pp, at.tp, at.pp)
+    tensors = {name: torch.full(shape, float("nan")) for name, shape in shapes.items()}
+    for piece in megatron_pieces(arch, layout.tp, layout.pp, at.tp, at.pp):
+        box = piece.box
+        place = as_2d(tensors[piece.local])[piece.row : piece.row + box.rows, piece.col : piece.col + box.cols]
+        place.copy_(as_2d(checkpoint[piece.hf])[box.r0 : box.r1, box.c0 : box.c1])
+    return tensors
+
+
+def engine_tensors(arch: ModelArch, checkpoint: dict[str, Tensor], tp: int, rank: int) -> dict[str, Tensor]:
+    """The oracle: parameters of one engine rank, by vLLM's names."""
+    rows = lambda tensor: tensor.chunk(tp, 0)[rank]
+    first_kv = rank * arch.num_kv_heads // tp
+    num_kv = max(1, arch.num_kv_heads // tp)
+    kv = lambda tensor: tensor[first_kv * arch.head_dim : (first_kv + num_kv) * arch.head_dim]
+
+    def vocab(tensor: Tensor) -> Tensor:
+        padding = -tensor.shape[0] % 64
+        return rows(torch.cat([tensor, torch.zeros(padding, tensor.shape[1])]))
+
+    out = {"model.embed_tokens.weight": vocab(checkpoint["model.embed_tokens.weight"]), "model.norm.weight": checkpoint["model.norm.weight"]}
+    if not arch.tied_embeddings:
+        out["lm_head.weight"] = vocab(checkpoint["lm_head.weight"])
+    for layer in range(arch.num_layers):
+        prefix = f"model.layers.{layer}."
+        hf = {name.removeprefix(prefix): tensor for name, tensor in checkpoint.items() if name.startswith(prefix)}
+        for kind in ("weight", "bias") if arch.qkv_bias else ("weight",):
+            parts = [rows(hf[f"self_attn.q_proj.{kind}"]), kv(hf[f"self_attn.k_proj.{kind}"]), kv(hf[f"self_attn.v_proj.{kind}"])]
+            out[f"{prefix}self_attn.qkv_proj.{kind}"] = torch.cat(parts)
+        out[f"{prefix}mlp.gate_up_proj.weight"] = torch.cat([rows(hf["mlp.gate_proj.weight"]), rows(hf["mlp.up_proj.weight"])])
+        for name in ("self_attn.o_proj.weight", "mlp.down_proj.weight"):
+            out[prefix + name] = hf[name].chunk(tp, 1)[rank]
+        for name in hf:
+            if "norm" in name:
+                out[prefix + name] = hf[name]
+    return out
+
+
+def engine_pieces(arch: ModelArch, tp: int, rank: int) -> Iterator[Piece]:
+    """The same as pieces, by arithmetic."""
+    hidden, dim = arch.hidden_size, arch.head_dim
+    query, kv = arch.num_heads // tp * dim, max(1, arch.num_kv_heads // tp) * dim
+    kv_row, ffn, heads = rank * arch.num_kv_heads // tp * dim, arch.ffn_size // tp, arch.num_heads // tp * dim
+    vocab = -(-arch.vocab_size // 64) * 64 // tp
+    for name, shape in hf_tensors(arch).items():
+        head, _, leaf = name.rpartition("self_attn." if "self_attn." in name else "mlp." if "mlp." in name else "model.")
+        cols = shape[1] if len(shape) == 2 else 1
+        if name in ("model.embed_tokens.weight", "lm_head.weight"):
+            start, end = rank * vocab, min((rank + 1) * vocab, arch.vocab_size)
+            if start < end:
+                yield Piece(name, Box(start, end, 0, hidden), name, 0, 0)
+        elif leaf.startswith("q_proj"):
+            yield Piece(name, Box(rank * query, (rank + 1) * query, 0, cols), name.replace("q_proj", "qkv_proj"), 0, 0)
+        elif leaf.startswith(("k_proj", "v_proj")):
+            row = query + kv * leaf.startswith("v")
+            yield Piece(name, Box(kv_row, kv_row + kv, 0, cols), name.replace(leaf[:6], "qkv_proj"), row, 0)
+        elif leaf.startswith(("gate_proj", "up_proj")):
+            target = f"{head}mlp.gate_up_proj.weight"
+            yield Piece(name, Box(rank * ffn, (rank + 1) * ffn, 0, hidden), target, ffn * leaf.startswith("up"), 0)
+        elif leaf.startswith(("o_proj", "down_proj")):
+            width = heads if leaf.startswith("o") else ffn
+            yield Piece(name, Box(0, hidden, rank * width, (rank + 1) * width), name, 0, 0)
+        else:
+            yield Piece(name, Box(0, shape[0], 0, cols), name, 0, 0)
+
+
+def engine_destination(arch: ModelArch, tp: int, rank: int, dtype: torch.dtype) -> Destination:
+    """Pieces, padding and shapes of one engine rank; layers in order, as an engine's modules are."""
+    blank = {name: torch.zeros(shape) for name, shape in hf_tensors(arch).items()}
+    shapes = {name: Shape.of(tensor.shape) for name, tensor in engine_tensors(arch, blank, tp, rank).items()}
+    pieces = tuple(engine_pieces(arch, tp, rank))
+    fills = []
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        if name in shapes:
+            filled = sum(piece.box.rows for piece in pieces if piece.local == name)
+            if filled < shapes[name].rows:
+                fills.append(Fill(name, 0, Box(filled, shapes[name].rows, 0, arch.hidden_size), 0.0))
+    modules = dict.fromkeys(["model.embed_tokens", *sorted(name.rpartition(".")[0] for name in shapes)])
+    return Destination(pieces, tuple(fills), shapes, tuple(modules), dtype)

@@ -1,0 +1,189 @@
+"""The whole bridge over gloo with a plain engine: layouts, dtypes, bucket sizes, and every fault that a push must report."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from megappo.bridge.destination import Destination, rectangle
+from megappo.bridge.sync import WeightSync
+from megappo.models.arch import ModelArch
+from megappo.parallel.layout import ParallelLayout
+
+from ..worlds import spawn_world
+from .engines import arch_like, engine_destination, engine_tensors, policy_tensors, random_checkpoint
+
+RANKS = 4
+ARCHS = {"llama": arch_like("llama", num_kv_heads=4), "qwen2_tied": arch_like("qwen2", tied_embeddings=True)}
+# arch, train (tp, pp), engine tp, policy dtype, engine dtype, bucket bytes
+PUSHES = {
+    "tp2-pp2-to-tp2": ("llama", (2, 2), 2, torch.float32, torch.float32, 1 << 20),
+    "tp4-to-tp1-in-small-buckets": ("llama", (4, 1), 1, torch.float32, torch.float32, 500),
+    "pp4-tied-to-tp4-kv-replicated": ("qwen2_tied", (1, 4), 4, torch.float32, torch.float32, 1 << 20),
+    "dp2-tp2-tied-to-tp4": ("qwen2_tied", (2, 1), 4, torch.float32, torch.float32, 2000),
+    "fp32-policy-bf16-engine": ("llama", (2, 1), 1, torch.float32, torch.bfloat16, 1 << 20),
+    "bf16-policy-fp32-engine": ("llama", (1, 2), 2, torch.bfloat16, torch.float32, 1 << 20),
+}
+FAULTS = {
+    "flipped_bit": "arrived with checksum",
+    "gate_up_swapped": "gate_up_proj.weight arrived with checksum",
+    "stale_rank": "arrived with checksum",
+    "padding_touched": "embed_tokens.weight arrived with checksum",
+    "missing_parameter": "rank 3 has no parameter decoder.layers.0.mlp.linear_fc1.weight",
+    "wrong_shape": "rank 3: decoder.layers.0.mlp.linear_fc1.weight of shape (1, 16) is too small",
+}
+
+
+class PlainEngine:
+    """Parameters in a dict; `spoil(move, values)` may change what lands."""
+
+    def __init__(self, arch: ModelArch, tp: int, rank: int, dtype: torch.dtype) -> None:
+        self.receiver = self
+        self.device = torch.device("cpu")
+        self.version: int | None = None
+        self._destination = engine_destination(arch, tp, rank, dtype)
+        self.tensors: dict[str, Tensor] = {}
+        self.spoil = lambda move, values: (move, values)
+        self.spoil_end = lambda tensors: None
+
+    def describe(self, tensors: Any) -> Destination:
+        return self._destination
+
+    @contextlib.contextmanager
+    def session(self, moves: Any, inspect: Any) -> Iterator[Any]:
+        dtype = self._destination.dtype
+        self.tensors = {n: torch.zeros(s.rows, s.cols, dtype=dtype) for n, s in self._destination.shapes.items()}
+
+        def land(move, values):
+            move, values = self.spoil(move, values)
+            rectangle(self.tensors[move.target], 0, move.d_row, move.d_col, move.rows, move.cols).copy_(values)
+
+        yield land
+        self.spoil_end(self.tensors)
+        for name, tensor in self.tensors.items():
+            if inspect is not None:
+                inspect(name, tensor)
+
+    def weights_changing(self) -> None:
+        self.version = None
+
+    def weights_changed(self, version: int) -> None:
+        self.version = version
+
+
+def run_push(rank: int, case: tuple) -> dict[str, Any]:
+    name, (tp, pp), engine_tp, policy_dtype, engine_dtype, cap = case
+    arch, layout = ARCHS[name], ParallelLayout(RANKS, tp=tp, pp=pp)
+    engine = PlainEngine(arch, engine_tp, rank % engine_tp, engine_dtype)
+    local: dict[str, Tensor] = {}
+    sync = WeightSync(lambda: local, arch, layout, engine, bucket_bytes=cap)
+    wrong, metrics = [], {}
+    for version in (1, 2):
+        checkpoint = random_checkpoint(arch, seed=version)
+        local.update({n: t.to(policy_dtype) for n, t in policy_tensors(arch, layout, rank, checkpoint).items()})
+        metrics = sync.push(version, verify=version == 1)
+        for target, want in engine_tensors(arch, checkpoint, engine_tp, rank % engine_tp).items():
+            if not torch.equal(engine.tensors[target], want.to(engine_dtype).view(want.shape[0], -1)):
+                wrong.append(f"version {version} {target}")
+        assert engine.version == version
+    needed = sum(t.numel() for t in engine.tensors.values()) - sum(f.box.area for f in engine.describe({}).fills)
+    return {"wrong": wrong, "metrics": metrics, "needed": needed * engine_dtype.itemsize}
+
+
+def run_fault(rank: int, fault: str | None) -> str:
+    """Push with one fault on rank 1 (or in rank 3's parameters); returns the error this rank raised."""
+    arch, layout = arch_like("llama", num_kv_heads=4, vocab_size=50), ParallelLayout(RANKS, tp=4)
+    engine = PlainEngine(arch, 1, 0, torch.float32)
+    local = policy_tensors(arch, layout, rank, random_checkpoint(arch, seed=1))
+    sync = WeightSync(lambda: local, arch, layout, engine)
+    fc1 = "decoder.layers.0.mlp.linear_fc1.weight"
+    if fault == "flipped_bit" and rank == 1:
+        def flip(move, values):
+            values = values.clone()
+            if "o_proj" in move.hf:
+                values.view(torch.int32)[0, 0] ^= 1
+            return move, values
+        engine.spoil = flip
+    elif fault == "gate_up_swapped" and rank == 1:
+        half = arch.ffn_size
+        engine.spoil = lambda move, values: (
+            (move._replace(d_row=(move.d_row + half) % (2 * half)), values) if "gate_up" in move.target else (move, values)
+        )
+    elif fault == "stale_rank" and rank == 1:
+        engine.spoil = lambda move, values: (move, torch.zeros_like(values) if move.src == 2 else values)
+    elif fault == "padding_touched" and rank == 1:
+        engine.spoil_end = lambda tensors: tensors["model.embed_tokens.weight"][-1].fill_(1.0)
+    elif fault == "missing_parameter" and rank == 3:
+        del local[fc1]
+    elif fault == "wrong_shape" and rank == 3:
+        local[fc1] = local[fc1][:1]
+    try:
+        sync.push(7, verify=True)
+    except RuntimeError as error:
+        assert engine.version is None
+        return str(error)
+    assert engine.version == 7
+    return ""
+
+
+def disagree(rank: int) -> str:
+    """Rank 2 plans for another layout."""
+    arch = ARCHS["llama"]
+    layout = ParallelLayout(RANKS, tp=2 if rank == 2 else 4)
+    try:
+        WeightSync(dict, arch, layout, PlainEngine(arch, 1, 0, torch.float32))
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def in_world(rank: int) -> dict[str, Any]:
+    return {
+        "push": {name: run_push(rank, case) for name, case in PUSHES.items()},
+        "fault": {fault: run_fault(rank, fault) for fault in (None, *FAULTS)},
+        "disagree": disagree(rank),
+    }
+
+
+@pytest.fixture(scope="module")
+def world() -> list[dict[str, Any]]:
+    return spawn_world(in_world, RANKS)
+
+
+@pytest.mark.parametrize("name", PUSHES)
+def test_pushed_weights_are_those_of_the_policy(world, name):
+    for rank, result in enumerate(world):
+        assert result["push"][name]["wrong"] == [], f"rank {rank}"
+
+
+@pytest.mark.parametrize("name", PUSHES)
+def test_bytes_are_accounted_for(world, name):
+    results = [result["push"][name] for result in world]
+    for result in results:
+        assert result["metrics"]["bytes_received"] + result["metrics"]["bytes_local"] == result["needed"]
+    assert sum(r["metrics"]["bytes_sent"] for r in results) == sum(r["metrics"]["bytes_received"] for r in results)
+
+
+def test_verified_says_whether_checksums_were_compared(world):
+    assert {result["push"]["tp2-pp2-to-tp2"]["metrics"]["verified"] for result in world} == {0.0}  # of the second push
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_reported_by_every_rank_with_the_names(world, fault):
+    messages = {result["fault"][fault] for result in world}
+    assert len(messages) == 1, "all ranks raise the same"
+    message = messages.pop()
+    assert "push of weights 7: rank" in message and FAULTS[fault] in message
+    assert ("rank 3" if FAULTS[fault].startswith("rank 3") else "rank 1") in message
+
+
+def test_the_same_push_without_a_fault_passes(world):
+    assert [result["fault"][None] for result in world] == [""] * RANKS
+
+
+def test_ranks_with_different_plans_refuse_to_start(world):
+    assert all("different weight transfer plans" in result["disagree"] for result in world)

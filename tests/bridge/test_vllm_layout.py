@@ -1,0 +1,115 @@
+"""Watching a loader: pure slices become pieces, anything else is refused with the tensor's name. No vLLM needed."""
+
+from __future__ import annotations
+
+import types
+from typing import Any, Callable, Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from megappo.bridge.destination import Fill, Shape
+from megappo.bridge.vllm_layout import bake
+from megappo.models.pieces import Box, Piece
+
+SHAPES = {"q": (4, 6), "k": (2, 6), "norm": (6,), "experts": (5, 6)}
+
+
+class Model(nn.Module):
+    """Parameters on meta, filled by `loader(parameters, weights)` as vLLM's models are."""
+
+    def __init__(self, loader: Callable) -> None:
+        super().__init__()
+        self.layer = nn.Module()
+        self.layer.qk = nn.Parameter(torch.empty(6, 6, device="meta"), requires_grad=False)
+        self.layer.norm = nn.Parameter(torch.empty(6, device="meta"), requires_grad=False)
+        self.layer.w = nn.Parameter(torch.empty(2, 3, 6, device="meta"), requires_grad=False)
+        self.layer.register_buffer("table", torch.zeros(3))
+        self._loader = loader
+
+    def load_weights(self, weights: Iterator) -> None:
+        self._loader(dict(self.named_parameters()), dict(weights))
+
+
+def good(params: dict, weights: dict) -> None:
+    params["layer.qk"][:4].copy_(weights["q"])
+    params["layer.qk"].narrow(0, 4, 2).copy_(weights["k"])
+    params["layer.norm"].data.copy_(weights["norm"])
+    params["layer.w"][0].copy_(weights["experts"].narrow(0, 0, 3))
+    params["layer.w"][1, :2].copy_(weights["experts"][3:])
+    params["layer.w"][1, 2:].fill_(0)
+    params["layer.w"][1, 3:].fill_(7)  # empty
+
+
+def but(**changes: Callable) -> Callable:
+    """The good loader with one parameter loaded differently."""
+
+    def loader(params: dict, weights: dict) -> None:
+        for step, change in changes.items():
+            change(params, weights)
+        good(params, weights)
+
+    return loader
+
+
+API = types.SimpleNamespace(
+    initialize=lambda model: None,
+    info=lambda layer: types.SimpleNamespace(can_load=lambda: False),
+    layer_tensors=lambda layer: {**layer._parameters, **layer._buffers},
+    original_loader=lambda tensor: None,
+)
+
+
+def baked(loader: Callable) -> Any:
+    return bake(Model(loader), API, SHAPES, torch.float32)
+
+
+def test_slices_become_pieces():
+    destination = baked(good)
+    assert set(destination.pieces) == {
+        Piece("q", Box(0, 4, 0, 6), "layer.qk", 0, 0),
+        Piece("k", Box(0, 2, 0, 6), "layer.qk", 4, 0),
+        Piece("norm", Box(0, 6, 0, 1), "layer.norm", 0, 0),
+        Piece("experts", Box(0, 3, 0, 6), "layer.w", 0, 0, 0),
+        Piece("experts", Box(3, 5, 0, 6), "layer.w", 0, 0, 1),
+    }
+    assert destination.fills == (Fill("layer.w", 1, Box(2, 3, 0, 6), 0.0),)
+    assert destination.shapes == {"layer.qk": Shape(1, 6, 6), "layer.norm": Shape(1, 6, 1), "layer.w": Shape(2, 3, 6)}
+    assert destination.modules == ("", "layer")
+
+
+@pytest.mark.parametrize("change, message", [
+    (lambda p, w: p["layer.norm"].copy_(w["norm"] + 1), "computed tensor into layer.norm"),
+    (lambda p, w: p["layer.norm"].copy_(w["norm"][:1]), "broadcasts norm"),
+    (lambda p, w: p["layer.qk"].copy_(w["q"].repeat(2, 1)[:6]), "computed tensor into layer.qk"),
+    (lambda p, w: p["layer.qk"][:, :4].copy_(w["q"].t()), "q: .* transposed or strided"),
+    (lambda p, w: p["layer.qk"][::2][:2].copy_(w["q"][:2]), "layer.qk: .* transposed or strided"),
+    (lambda p, w: p["layer.norm"].mul_(2), "mul_.* on it"),
+    (lambda p, w: p["layer.norm"].view(2, 3).copy_(w["norm"].view(2, 3)), "norm"),
+    (lambda p, w: p["layer.qk"][0].copy_(w["q"][0]), "layer.qk.* overlap"),
+])
+def test_anything_but_a_slice_is_refused_with_the_name(change, message):
+    with pytest.raises(ValueError, match=message):
+        baked(but(step=change))
+
+
+def test_a_parameter_that_nothing_fills_is_refused():
+    with pytest.raises(ValueError, match="layer.norm is filled by no tensor of the policy"):
+        baked(lambda params, weights: good({**params, "layer.norm": torch.empty(6, device="meta")}, weights))
+
+
+def test_a_gap_in_a_parameter_is_refused():
+    def gap(params, weights):
+        good({**params, "layer.w": torch.empty(2, 3, 6, device="meta")}, weights)
+        params["layer.w"][0].copy_(weights["experts"].narrow(0, 0, 3))
+
+    with pytest.raises(ValueError, match="engine parameter layer.w: 0 of 18 elements"):
+        baked(gap)
+
+
+def test_a_parameter_of_another_dtype_is_refused():
+    model = Model(good)
+    model.layer.norm = nn.Parameter(torch.empty(6, device="meta", dtype=torch.bfloat16), requires_grad=False)
+    with pytest.raises(ValueError, match="layer.norm in torch.bfloat16"):
+        bake(model, API, SHAPES, torch.float32)
