@@ -1,0 +1,125 @@
+import dataclasses
+import json
+
+import pytest
+
+from megappo.models.arch import Rope, arch_of, check_tp, padded_vocab, read_arch
+from tests.models.checkpoints import CASES, write_checkpoint
+
+LLAMA = dict(
+    architectures=["LlamaForCausalLM"], hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+    intermediate_size=96, vocab_size=131, max_position_embeddings=128,
+)
+MISTRAL = {**LLAMA, "architectures": ["MistralForCausalLM"], "sliding_window": None}
+QWEN2 = {**LLAMA, "architectures": ["Qwen2ForCausalLM"]}
+MINISTRAL = {**LLAMA, "architectures": ["Ministral3ForCausalLM"]}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_facts_equal_those_of_the_transformers_model(case, tmp_path):
+    """Oracle: the modules that transformers builds from the same config, not its config."""
+    stem, config = CASES[case]
+    model = write_checkpoint(tmp_path, case)
+    arch = read_arch(tmp_path)
+    layer = model.model.layers[0]
+    assert arch.architecture == f"{stem}ForCausalLM" and arch.num_layers == len(model.model.layers)
+    assert (arch.vocab_size, arch.hidden_size) == tuple(model.model.embed_tokens.weight.shape)
+    assert arch.num_heads * arch.head_dim == layer.self_attn.q_proj.out_features
+    assert arch.num_kv_heads * arch.head_dim == layer.self_attn.k_proj.out_features
+    assert arch.head_dim == layer.self_attn.head_dim and arch.ffn_size == layer.mlp.gate_proj.out_features
+    assert arch.qkv_bias == (layer.self_attn.q_proj.bias is not None) and arch.qk_norm == hasattr(layer.self_attn, "q_norm")
+    assert arch.tied_embeddings == (model.lm_head.weight is model.model.embed_tokens.weight)
+    assert arch.norm_eps == layer.input_layernorm.variance_epsilon
+    assert arch.rope.llama4_beta == model.config.rope_parameters.get("llama_4_scaling_beta")
+
+
+def test_older_rope_spelling_reads_the_same():
+    old = arch_of({**LLAMA, "rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}})
+    new = arch_of({**LLAMA, "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}})
+    assert old == new and old.rope == Rope("linear", 5e5, 2.0)
+
+
+def test_a_composite_checkpoint_gives_its_language_model():
+    rope = {**YARN, "llama_4_scaling_beta": 0.1, "type": "yarn"}
+    text = {**MINISTRAL, "model_type": "ministral3", "tie_word_embeddings": True, "rope_parameters": rope}
+    del text["architectures"]
+    arch = arch_of({"architectures": ["Mistral3ForConditionalGeneration"], "text_config": text, "vision_config": {"hidden_size": 8}})
+    assert arch.family == "ministral3" and arch.tied_embeddings and arch.head_dim == 128
+    assert arch == dataclasses.replace(arch_of({**MINISTRAL, **text}), architecture="Mistral3ForConditionalGeneration")
+
+
+# config, pieces of the message
+REFUSED = [
+    ({**LLAMA, "architectures": ["GPT2LMHeadModel"]}, ("GPT2LMHeadModel is not supported", "LlamaForCausalLM", "Ministral3ForCausalLM")),
+    ({**LLAMA, "architectures": []}, ("no architectures",)),
+    ({**LLAMA, "auto_map": {"AutoModel": "x.py"}}, ("auto_map", "never run")),
+    ({**LLAMA, "hidden_act": "gelu"}, ("hidden_act 'gelu'",)),
+    ({**LLAMA, "attention_bias": True}, ("attention_bias = true",)),
+    ({**LLAMA, "mlp_bias": True}, ("mlp_bias = true",)),
+    ({**LLAMA, "attention_dropout": 0.1}, ("attention_dropout 0.1",)),
+    ({**LLAMA, "pretraining_tp": 2}, ("pretraining_tp 2",)),
+    ({**LLAMA, "hidden_size": "64"}, ("hidden_size = '64'", "positive integer")),
+    ({k: v for k, v in LLAMA.items() if k != "vocab_size"}, ("vocab_size = None",)),
+    ({**LLAMA, "num_key_value_heads": 3}, ("num_attention_heads 4", "num_key_value_heads 3")),
+    ({**LLAMA, "head_dim": 15}, ("head_dim 15 is odd",)),
+    ({**LLAMA, "quantization_config": {"quant_method": "fp8"}}, ("quantised (fp8)",)),
+    ({**MISTRAL, "sliding_window": 64}, ("sliding_window 64", "max_position_embeddings 128", "set max_position_embeddings to 64")),
+    ({**MISTRAL, "sliding_window": 4096, "max_position_embeddings": 32768}, ("sliding_window 4096",)),
+    ({k: v for k, v in {**MISTRAL, "max_position_embeddings": 32768}.items() if k != "sliding_window"}, ("sliding_window 4096",)),
+    ({**QWEN2, "use_sliding_window": True, "sliding_window": 32}, ("sliding_window 32",)),
+    ({**LLAMA, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, ("rope type 'dynamic'", "default, linear, llama3, yarn")),
+    ({**LLAMA, "rope_scaling": {"rope_type": "linear"}}, ("'linear' needs the key 'factor'",)),
+    ({**LLAMA, "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}}, ("'high_freq_factor'",)),
+    ({**LLAMA, "rope_scaling": {**YARN, "surprise": 1}}, ("rope key 'surprise'", "'yarn'")),
+    ({**LLAMA, "rope_parameters": {"full_attention": {"rope_type": "default"}}}, ("per layer type",)),
+    ({**LLAMA, "partial_rotary_factor": 0.5}, ("partial_rotary_factor 0.5",)),
+    ({**LLAMA, "rope_scaling": {**YARN, "llama_4_scaling_beta": 0.1}}, ("llama_4_scaling_beta is 0.1",)),
+    ({**MINISTRAL, "rope_parameters": YARN}, ("llama_4_scaling_beta is None",)),
+    ({"architectures": ["Mistral3ForConditionalGeneration"], "text_config": {"model_type": "gemma"}}, ("'gemma'", "ministral3")),
+]
+
+
+@pytest.mark.parametrize("config, expected", REFUSED, ids=[r[1][0].replace(" ", "_") for r in REFUSED])
+def test_what_is_not_implemented_is_refused_in_one_line(config, expected, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError) as error:
+        read_arch(tmp_path)
+    assert "\n" not in str(error.value) and all(part in str(error.value) for part in (*expected, str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {**MISTRAL, "sliding_window": 128},
+        {**QWEN2, "use_sliding_window": False, "sliding_window": 32},
+        {**QWEN2, "use_sliding_window": True, "sliding_window": 32, "layer_types": ["full_attention"] * 2},
+        {**LLAMA, "pretraining_tp": 1, "attention_bias": False, "rope_scaling": None},
+    ],
+)
+def test_inactive_features_are_accepted(config):
+    assert arch_of(config).num_layers == 2
+
+
+@pytest.mark.parametrize("content, expected", [(None, "has no config.json"), ("{", "not valid JSON"), ("[]", "JSON object")])
+def test_a_bad_config_file_is_named(content, expected, tmp_path):
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ValueError, match=expected):
+        read_arch(tmp_path)
+    with pytest.raises(ValueError, match="is not a directory"):
+        read_arch(tmp_path / "absent")
+
+
+def test_tp_that_does_not_fit_names_the_largest_that_does():
+    arch = arch_of({**LLAMA, "num_attention_heads": 12, "num_key_value_heads": 6, "hidden_size": 96, "intermediate_size": 128})
+    check_tp(arch, 2)
+    with pytest.raises(ValueError, match="tp 4 does not divide the 6 KV heads.*largest tp that works is 2"):
+        check_tp(arch, 4)
+    with pytest.raises(ValueError, match="tp 3 does not divide the 128 MLP columns.*largest tp that works is 2"):
+        check_tp(arch, 3)
+
+
+def test_vocabulary_is_padded_to_equal_rows():
+    arch = arch_of(LLAMA)
+    assert [padded_vocab(arch, tp) for tp in (1, 2, 4, 131)] == [131, 132, 132, 131]
