@@ -1,0 +1,56 @@
+import math
+
+import pytest
+import torch
+
+from megappo.algo.explained import explained_variance, masked_moments, regression_moments, summarise
+from megappo.algo.lambdas import length_adaptive_lambda
+
+
+def data(n=50):
+    x, y = torch.randn(2, n, generator=torch.Generator().manual_seed(0))
+    mask = torch.arange(n) % 3 != 0
+    return torch.where(mask, x, torch.nan), torch.where(mask, x + 0.5 * y + 3, torch.inf), mask
+
+
+def test_summary_of_masked_values_adds_over_parts():
+    x, _, mask = data()
+    parts = [masked_moments(a, m) for a, m in zip((x[:7], x[7:8], x[8:8], x[8:]), (mask[:7], mask[7:8], mask[8:8], mask[8:]))]
+    got = summarise(sum(s for s, _ in parts), torch.stack([m for _, m in parts]).amax(0))
+    kept = x[mask].double()
+    want = (kept.mean(), kept.std(unbiased=False), kept.min(), kept.max())
+    assert got == pytest.approx(tuple(map(float, want)), rel=1e-9)
+
+
+def test_summary_of_nothing_is_nan():
+    assert all(math.isnan(v) for v in summarise(*masked_moments(torch.ones(3), torch.zeros(3, dtype=torch.bool))))
+
+
+def test_explained_variance_adds_over_parts():
+    value, returns, mask = data()
+    got = explained_variance(sum(regression_moments(*part) for part in zip(value.chunk(4), returns.chunk(4), mask.chunk(4))))
+    v, r = value[mask].double(), returns[mask].double()
+    assert got == pytest.approx(1 - float((r - v).var() / r.var()), rel=1e-9)
+    means = [explained_variance(regression_moments(*part)) for part in zip(value.chunk(4), returns.chunk(4), mask.chunk(4))]
+    assert sum(means) / 4 != pytest.approx(got, rel=1e-3)  # averaging the parts' figures is another number
+
+
+@pytest.mark.parametrize("level", [0.0, 0.1, 1e4])
+def test_constant_returns_explain_nothing(level):
+    mask = torch.ones(9, dtype=torch.bool)
+    assert math.isnan(explained_variance(regression_moments(torch.randn(9), torch.full((9,), level), mask)))
+
+
+def test_perfect_and_useless_critics():
+    r, mask = torch.randn(100), torch.ones(100, dtype=torch.bool)
+    assert explained_variance(regression_moments(r, r, mask)) == 1.0
+    assert explained_variance(regression_moments(torch.zeros(100), r, mask)) == pytest.approx(0.0, abs=1e-9)
+
+
+def test_length_adaptive_lambda():
+    lam = length_adaptive_lambda(torch.tensor([0, 1, 20, 2000]), 0.05)
+    assert lam.tolist() == pytest.approx([0.0, 0.0, 0.0, 0.99])
+    # the sum of the weights lambda^k is proportional to the length
+    assert 1 / (1 - length_adaptive_lambda(torch.tensor([400]), 0.05)) == pytest.approx(20.0)
+    with pytest.raises(ValueError, match="lam_length_alpha"):
+        length_adaptive_lambda(torch.tensor([1]), 0.0)

@@ -1,0 +1,105 @@
+"""fp64 oracle of log-prob, entropy and gradients, by autograd through log_softmax of the whole vocabulary; and shards in one process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Callable, Optional
+
+import torch
+from torch import Tensor
+
+import megappo.ops.linear_stats  # noqa: F401
+import megappo.ops.vocab_stats  # noqa: F401
+
+IGNORE = -100
+
+
+@dataclass
+class Answer:
+    logprob: Tensor
+    entropy: Tensor
+    dlogits: Tensor
+
+
+def oracle(logits: Tensor, target: Tensor, temperature: float | Tensor, g_logprob: Tensor, g_entropy: Optional[Tensor]) -> Answer:
+    """logits: [T, V] of the real vocabulary, any dtype; everything after the cast is fp64."""
+    x = logits.double().detach().requires_grad_()
+    inverse = temperature.double().reciprocal()[:, None] if isinstance(temperature, Tensor) else 1.0 / temperature
+    log_p = (x * inverse).log_softmax(1)
+    kept = target != IGNORE
+    logprob = torch.where(kept, log_p.gather(1, target.clamp(min=0)[:, None])[:, 0], 0.0)
+    finite = log_p.masked_fill(log_p == -torch.inf, 0.0)
+    entropy = torch.where(kept, -(log_p.exp() * finite).sum(1), 0.0)
+    loss = (logprob * g_logprob.double()).sum()
+    if g_entropy is not None:
+        loss = loss + (entropy * g_entropy.double()).sum()
+    loss.backward()
+    return Answer(logprob.detach(), entropy.detach(), x.grad)
+
+
+@dataclass(frozen=True)
+class Shard:
+    start: int
+    num_valid: int
+    padding: int = 0
+
+
+def cut(vocab: int, *sizes: int, padding: int = 0) -> list[Shard]:
+    """Shards of these sizes, each with padding columns; the sizes sum to the vocabulary."""
+    assert sum(sizes) == vocab
+    return [Shard(sum(sizes[:r]), size, padding) for r, size in enumerate(sizes)]
+
+
+def shard_columns(full: Tensor, shard: Shard, junk: float = 0.0) -> Tensor:
+    own = full[:, shard.start : shard.start + shard.num_valid]
+    return torch.cat((own, own.new_full((full.shape[0], shard.padding), junk)), 1)
+
+
+def run_shards(
+    logits: Tensor,
+    target: Tensor,
+    shards: list[Shard],
+    temperature: float | Tensor,
+    g_logprob: Tensor,
+    g_entropy: Optional[Tensor],
+    *,
+    junk: float = 50.0,
+    stats: Callable = torch.ops.megappo.vocab_stats,
+    merge: Callable = torch.ops.megappo.vocab_stats_merge,
+    backward: Callable = torch.ops.megappo.vocab_logits_backward,
+) -> Answer:
+    """What the ranks of a tensor-parallel group compute, one after the other; padding columns hold `junk`."""
+    if isinstance(temperature, Tensor):
+        scale = (1.0, temperature.float().reciprocal())
+    else:
+        scale = (1.0 / temperature, None)
+    columns = [shard_columns(logits, s, junk) for s in shards]
+    gathered = torch.stack([stats(x, target, s.start, s.num_valid, *scale, IGNORE, True) for x, s in zip(columns, shards)])
+    logprob, entropy, lse = merge(gathered, target, IGNORE)
+    grads = []
+    for x, s in zip(columns, shards):
+        before = x.clone()
+        grad = backward(x, target, lse, entropy, g_logprob, g_entropy, s.start, s.num_valid, *scale, IGNORE)
+        assert torch.equal(x, before) or x.isnan().any(), "the logits were overwritten"
+        assert grad.dtype == x.dtype and not grad[:, s.num_valid :].any(), "padding columns have a gradient"
+        grads.append(grad[:, : s.num_valid])
+    return Answer(logprob, entropy, torch.cat(grads, 1))
+
+
+def forward_tolerance(logits: Tensor, temperature: float | Tensor) -> float:
+    """4 roundings of the largest scaled logit, and 2e-6 for the sums."""
+    scaled = logits.double().abs() / (float(temperature.min()) if isinstance(temperature, Tensor) else temperature)
+    finite = scaled[scaled.isfinite()]
+    largest = float(finite.max()) if finite.numel() else 1.0
+    return 4 * 2**-24 * max(1.0, largest) + 2e-6
+
+
+def assert_matches(got: Answer, want: Answer, logits: Tensor, temperature: float | Tensor, g_scale: float) -> None:
+    tolerance = forward_tolerance(logits, temperature)
+    torch.testing.assert_close(got.logprob.double(), want.logprob, rtol=0, atol=tolerance)
+    # entropy is a sum of V terms p (x - lse); its error is that of lse plus roundings of |x - m| <= log V + 16 terms of weight
+    torch.testing.assert_close(got.entropy.double(), want.entropy, rtol=4e-6, atol=8 * tolerance)
+    unit = {torch.bfloat16: 2**-8, torch.float16: 2**-11}.get(got.dlogits.dtype, 0.0)
+    # p is e^(x - lse): an error of lse multiplies it; then one rounding to the type of the logits
+    inverse = 1.0 / (float(temperature.min()) if isinstance(temperature, Tensor) else temperature)
+    torch.testing.assert_close(got.dlogits.double(), want.dlogits, rtol=unit + 4 * tolerance, atol=2 * tolerance * g_scale * inverse)
