@@ -1,7 +1,7 @@
 """The quickstart's task: short sums a small model can learn, and the character tokenizer they are written in.
 
-Problems are drawn without replacement from all pairs of operands, and a held-out problem never appears in the training data, not even
-with its operands exchanged. Training on the files is left to `megappo sft` and `megappo train`.
+Problems are drawn without replacement from all pairs of operands, and a held-out problem never appears in the training data, not
+even with its operands exchanged. Training on the files is left to `megappo sft` and `megappo train`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class ArithmeticTask:
             raise ValueError(f"operations {self.operations!r}: choose from {''.join(_OPERATIONS)}")
 
     def problems(self) -> list[list[dict[str, str]]]:
-        """Every problem once as {prompt, answer}, grouped: problems that differ only in the order of commuting operands go together."""
+        """Every problem once as {prompt, answer}; those that differ only in the order of commuting operands form one group."""
         groups = []
         for symbol in dict.fromkeys(self.operations):
             for a in range(self.lowest, self.highest + 1):
@@ -59,7 +59,7 @@ class ArithmeticFiles:
 def write_arithmetic(
     directory: str | Path, num_train: int, num_eval: int, num_sft: int, seed: int, task: ArithmeticTask = ArithmeticTask()
 ) -> ArithmeticFiles:
-    """Write train.jsonl, eval.jsonl and sft.jsonl, one {"prompt": "12+34=", "answer": "46"} per line; the same seed, the same bytes.
+    """Write train.jsonl, eval.jsonl and sft.jsonl, one {"prompt": "12+34=", "answer": "46"} per line. Same seed, same bytes.
 
     Demonstrations are a part of the training problems (num_sft <= num_train). ValueError where the task has too few problems.
     """
@@ -70,10 +70,14 @@ def write_arithmetic(
     train = [problem for group in groups[num_eval:] for problem in group]
     rng.shuffle(train)
     if len(held_out) < num_eval or len(train) < num_train:
-        raise ValueError(f"operands {task.lowest}..{task.highest} with {task.operations} give {len(held_out):,} held-out and {len(train):,} "
-                         f"training problems, not {num_eval:,} and {num_train:,}: widen the operands or ask for fewer")  # fmt: skip
+        raise ValueError(
+            f"operands {task.lowest}..{task.highest} with {task.operations} give {len(held_out):,} held-out and {len(train):,} "
+            f"training problems, not {num_eval:,} and {num_train:,}: widen the operands or ask for fewer"
+        )
     if num_sft > num_train:
-        raise ValueError(f"num_sft={num_sft:,} is more than num_train={num_train:,}: demonstrations are drawn from the training problems")
+        raise ValueError(
+            f"num_sft={num_sft:,} is more than num_train={num_train:,}: demonstrations are drawn from the training problems"
+        )
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     files = ArithmeticFiles(directory / "train.jsonl", directory / "eval.jsonl", directory / "sft.jsonl")
@@ -86,8 +90,9 @@ def write_arithmetic(
 def train_tokenizer(directory: str | Path, alphabet: str = ALPHABET) -> Path:
     """Train a character-level SentencePiece model of this alphabet and write it as `tokenizer.model`; returns its path.
 
-    Ids: pad 0, bos 1, eos 2, unk 3, then the characters. Text is taken as it is: no normalisation, no dummy prefix, no byte fallback, so
-    every text of the alphabet round-trips exactly. Needs no spaces in the alphabet (SentencePiece gives them a piece of their own).
+    Ids: pad 0, bos 1, eos 2, unk 3, then the characters. Text is taken as it is: no normalisation, no dummy prefix, no byte
+    fallback, so every text of the alphabet round-trips exactly. Needs no spaces in the alphabet (SentencePiece gives them a piece
+    of their own).
     """
     from sentencepiece import SentencePieceTrainer
 
@@ -117,7 +122,7 @@ def train_tokenizer(directory: str | Path, alphabet: str = ALPHABET) -> Path:
 
 
 def _alphabet_sentences(alphabet: str) -> Sequence[str]:
-    """Texts in which earlier characters are more frequent: SentencePiece sorts pieces by frequency, so ids follow the alphabet."""
+    """Texts with earlier characters more frequent: SentencePiece sorts pieces by frequency, so ids follow the alphabet."""
     return [alphabet[: i + 1] for i in range(len(alphabet))]
 
 

@@ -27,7 +27,7 @@ class PromptFormat:
             raise ValueError("data.system_prompt needs data.chat_template=true: without a template there is no system message")
 
     def encode(self, question: Any, tokenizer: Tokenizer) -> list[int]:
-        """A string, or a list of {role, content} messages -> ids up to where the response starts. ValueError without a record's name."""
+        """A string, or a list of {role, content} messages -> ids up to where the response starts. Errors name no record."""
         if isinstance(question, str):
             if not self.chat_template:
                 return tokenizer.encode_prompt(question + self.prompt_suffix)
@@ -91,10 +91,10 @@ def build_prompts(
     overlong: Literal["filter", "error"] = "filter",
     limit: Optional[int] = None,
 ) -> PromptSet:
-    """Tokenise every record once (GSM8K: seconds). `source` names the data in ids and messages; `limit` keeps the first so many prompts.
+    """Tokenise every record once (GSM8K: a second). `source` names the data in ids and messages; `limit` ends at so many prompts.
 
-    ValueError, one line: a key that a record lacks (its keys are listed), a question of the wrong type, a prompt without tokens, a prompt
-    longer than max_prompt_tokens with overlong="error", or nothing left.
+    ValueError, one line: a key that a record lacks (its keys are listed), a question of the wrong type, a prompt without tokens,
+    a prompt longer than max_prompt_tokens with overlong="error", or nothing left.
     """
     kept: list[Prompt] = []
     overlong_prompts: list[tuple[str, int]] = []
@@ -114,8 +114,10 @@ def build_prompts(
     built = PromptSet(tuple(kept), seen, len(overlong_prompts), max_prompt_tokens)
     if overlong_prompts and overlong == "error":
         name, length = max(overlong_prompts, key=lambda pair: pair[1])
-        raise ValueError(f"{len(overlong_prompts):,} of {seen:,} prompts are longer than data.max_prompt_tokens={max_prompt_tokens} "
-                         f"(longest: {name}, {length} tokens): raise it, or set data.overlong=filter to leave them out")  # fmt: skip
+        raise ValueError(
+            f"{len(overlong_prompts):,} of {seen:,} prompts are longer than data.max_prompt_tokens={max_prompt_tokens} "
+            f"(longest: {name}, {length} tokens): raise it, or set data.overlong=filter to leave them out"
+        )
     if not kept:
         raise ValueError(f"no prompts are left of {source}: {built.summary()}")
     return built
@@ -166,16 +168,18 @@ def _shorten(value: Any) -> str:
 
 
 class PromptLoader:
-    """Which prompts a step takes: an endless walk through seeded permutations, one per epoch, that can be left and resumed anywhere.
+    """Which prompts a step takes: an endless, resumable walk through seeded permutations, one per epoch.
 
-    No prompt is dropped: a step that comes to the end of an epoch takes the rest from the next one. So every prompt is visited exactly
-    once per epoch, and only a step that crosses an epoch's end can hold a prompt twice. The permutation of an epoch depends on (seed,
-    epoch) alone; without shuffle it is the order of the data.
+    No prompt is dropped: a step that comes to the end of an epoch takes the rest from the next one. So every prompt is visited
+    exactly once per epoch, and only a step that crosses an epoch's end can hold a prompt twice. The permutation of an epoch
+    depends on (seed, epoch) alone; without shuffle it is the order of the data.
     """
 
     def __init__(self, num_prompts: int, prompts_per_step: int, shuffle: bool, seed: int) -> None:
         if prompts_per_step > num_prompts:
-            raise ValueError(f"data.prompts_per_step={prompts_per_step} is more than the {num_prompts:,} prompts: lower it or add data")
+            raise ValueError(
+                f"data.prompts_per_step={prompts_per_step} is more than the {num_prompts:,} prompts: lower it or add data"
+            )
         self.num_prompts = num_prompts
         self.prompts_per_step = prompts_per_step
         self.shuffle = shuffle
@@ -185,8 +189,8 @@ class PromptLoader:
         self._order = self._permutation(0)
 
     def num_steps(self, epochs: int = 1) -> int:
-        """Fewest steps that visit every prompt `epochs` times: ceil(epochs * num_prompts / prompts_per_step). What the last of them
-        has too much is the start of the next epoch."""
+        """Fewest steps that visit every prompt `epochs` times: ceil(epochs * num_prompts / prompts_per_step). What the last of
+        them has too much is the start of the next epoch."""
         return -(-epochs * self.num_prompts // self.prompts_per_step)
 
     @property
@@ -207,14 +211,22 @@ class PromptLoader:
 
     def state_dict(self) -> dict[str, int]:
         """The cursor, and what it is valid for. JSON-compatible."""
-        return {"epoch": self.epoch, "index": self.index, "num_prompts": self.num_prompts, "shuffle": int(self.shuffle), "seed": self.seed}
+        return {
+            "epoch": self.epoch,
+            "index": self.index,
+            "num_prompts": self.num_prompts,
+            "shuffle": int(self.shuffle),
+            "seed": self.seed,
+        }
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continue after the last prompt of the saved run. prompts_per_step may differ; data, shuffle and seed may not (ValueError)."""
+        """Continue after the saved run's last prompt. prompts_per_step may differ; ValueError where data, shuffle or seed do."""
         for name, option in (("num_prompts", "data.train"), ("shuffle", "data.shuffle"), ("seed", "run.seed")):
             mine = int(getattr(self, name))
             if state[name] != mine:
-                raise ValueError(f"cannot resume: {option} changed ({name} was {state[name]}, is {mine}); restore it or start a new run")
+                raise ValueError(
+                    f"cannot resume: {option} changed ({name} was {state[name]}, is {mine}); restore it or start a new run"
+                )
         self.epoch, self.index = state["epoch"], state["index"]
         self._order = self._permutation(self.epoch)
 

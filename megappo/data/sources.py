@@ -15,8 +15,8 @@ _DATASET = re.compile(r"[\w.-]+(/[\w.-]+)?")
 def read_records(spec: str) -> list[Record]:
     """All records of a `.jsonl` file, a `.parquet` file or a Hugging Face dataset, in their order.
 
-    A dataset is `name` (its "train" split) or `name:subset:split` (an empty subset means the default one). ValueError, one line, for a
-    missing or malformed source; a bad line of a .jsonl file is named by its number.
+    A dataset is `name` (its "train" split) or `name:subset:split` (an empty subset means the default one). ValueError, one line,
+    for a missing or malformed source; a bad line of a .jsonl file is named by its number.
     """
     path = Path(spec)
     if path.suffix in (".jsonl", ".parquet"):
@@ -62,14 +62,18 @@ def _read_dataset(spec: str) -> list[Record]:
     try:
         import datasets
     except ImportError as error:
-        raise ValueError(f"data source {spec} is a Hugging Face dataset, which needs the datasets package: pip install datasets") from error
+        raise ValueError(
+            f"data source {spec} is a Hugging Face dataset, which needs the datasets package: pip install datasets"
+        ) from error
 
     try:
         return datasets.load_dataset(name, subset, split=split).to_list()
     # OSError covers a failed connection, offline mode and a missing dataset; ValueError an unknown subset or split.
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ValueError(f"cannot load the Hugging Face dataset {spec}: {reason}; for a local file give a .jsonl or .parquet path") from error
+        raise ValueError(
+            f"cannot load the Hugging Face dataset {spec}: {reason}; for a local file give a .jsonl or .parquet path"
+        ) from error
 
 
 def _dataset_parts(spec: str) -> tuple[str, str | None, str]:

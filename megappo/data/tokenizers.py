@@ -1,8 +1,8 @@
 """Text to token ids and back: Hugging Face tokenizer directories and raw SentencePiece models behind one protocol.
 
-Models, rollouts and losses see token ids only; text is made from ids for rewards and logs, never the other way round for a sampled
-response. This is the only file outside `models/` that imports transformers. Both libraries are imported where a tokenizer is opened,
-because transformers takes seconds and the SentencePiece path does not need it.
+Models, rollouts and losses see token ids only; text is made from ids for rewards and logs, never the other way round for a
+sampled response. This is the only file outside `models/` that imports transformers. Both libraries are imported where a tokenizer
+is opened, because transformers takes seconds and the SentencePiece path does not need it.
 """
 
 from __future__ import annotations
@@ -17,16 +17,26 @@ from typing import Any, Callable, Mapping, Optional, Protocol, Sequence
 Message = Mapping[str, str]
 
 # Files that may belong to a Hugging Face tokenizer, beside the vocabulary files its class names.
-_HF_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
-             "tokenizer.model", "chat_template.jinja", "chat_template.json", "generation_config.json")  # fmt: skip
+_HF_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+)
 
 
 class Tokenizer(Protocol):
     """What the rest of megappo knows of a tokenizer.
 
     vocab_size counts ids (0..vocab_size-1). eos_id ends a demonstration; eos_ids are all ids that end a response, eos_id first
-    (`generation_config.json` may name more). pad_id is None where the tokenizer has none: batches are packed, so nothing is padded.
-    fingerprint is the SHA-256 of the names and bytes of its files.
+    (`generation_config.json` may name more). pad_id is None where the tokenizer has none: batches are packed, so nothing is
+    padded. fingerprint is the SHA-256 of the names and bytes of its files.
     """
 
     path: Path
@@ -45,7 +55,7 @@ class Tokenizer(Protocol):
         """Ids of the start of a sequence: preceded by the beginning-of-sequence id where this tokenizer adds one."""
 
     def chat(self, messages: Sequence[Message]) -> list[int]:
-        """Ids of a conversation ({role, content} each) up to where the assistant's answer starts. ValueError without a template."""
+        """Ids of a conversation ({role, content} each) up to the start of the answer. ValueError without a template."""
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text without special tokens. An id that stands for no token (a model's vocabulary is often padded) becomes U+FFFD."""
@@ -61,10 +71,14 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     """
     path = Path(path)
     if not path.exists():
-        raise ValueError(f"tokenizer {path} does not exist; set data.tokenizer to a tokenizer directory or a SentencePiece .model file")
+        raise ValueError(
+            f"tokenizer {path} does not exist; set data.tokenizer to a tokenizer directory or a SentencePiece .model file"
+        )
     if path.is_file():
         if path.suffix != ".model":
-            raise ValueError(f"tokenizer {path} is a file but not a SentencePiece .model; for a Hugging Face tokenizer name its directory")
+            raise ValueError(
+                f"tokenizer {path} is a file but not a SentencePiece .model; for a Hugging Face tokenizer name its directory"
+            )
         return SentencePieceTokenizer(path)
     if (path / "tokenizer.json").exists() or (path / "tokenizer_config.json").exists():
         return HuggingFaceTokenizer(path)
@@ -82,15 +96,19 @@ class HuggingFaceTokenizer:
         config = _read_json(directory / "tokenizer_config.json")
         _read_json(directory / "tokenizer.json")
         if "auto_map" in config:
-            raise ValueError(f"{directory / 'tokenizer_config.json'} asks to run its own code (auto_map); megappo does not: remove the key "
-                             "if the tokenizer works without it")  # fmt: skip
+            raise ValueError(
+                f"{directory / 'tokenizer_config.json'} asks to run its own code (auto_map); megappo does not: remove the key "
+                "if the tokenizer works without it"
+            )
         try:
             tokenizer = AutoTokenizer.from_pretrained(str(directory), trust_remote_code=False, local_files_only=True)
         except (OSError, ValueError, ImportError, KeyError, TypeError) as error:
             raise ValueError(f"transformers cannot read the tokenizer in {directory}: {_first_line(error)}") from error
         if tokenizer.eos_token_id is None:
-            raise ValueError(f'{directory / "tokenizer_config.json"} names no eos_token: set it to the token that ends a response, '
-                             'for example "eos_token": "</s>"')  # fmt: skip
+            raise ValueError(
+                f"{directory / 'tokenizer_config.json'} names no eos_token: set it to the token that ends a response, "
+                'for example "eos_token": "</s>"'
+            )
         self._tokenizer = tokenizer
         self.path = directory
         self.vocab_size = len(tokenizer)
@@ -104,8 +122,9 @@ class HuggingFaceTokenizer:
         self._prefix = list(starts_with) if self.bos_id is not None and starts_with == [self.bos_id] else []
         names = {*_HF_FILES, *tokenizer.vocab_files_names.values()}
         files = [directory / name for name in names if (directory / name).is_file()]
-        self._files = sorted(files + list(directory.glob("additional_chat_templates/*.jinja")))
-        self.fingerprint = _fingerprint(self._files, directory)
+        files += directory.glob("additional_chat_templates/*.jinja")
+        self._files = {file.relative_to(directory).as_posix(): file for file in files}
+        self.fingerprint = _fingerprint(self._files)
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -119,18 +138,21 @@ class HuggingFaceTokenizer:
         if not self.has_chat_template:
             raise _no_chat_template(self.path)
         try:
-            return self._tokenizer.apply_chat_template([dict(m) for m in messages], add_generation_prompt=True, return_dict=False)
+            ids = self._tokenizer.apply_chat_template([dict(m) for m in messages], add_generation_prompt=True, return_dict=False)
         except TemplateError as error:  # raise_exception() of the template, for example "system role not supported"
             raise ValueError(f"the chat template of {self.path} refuses the messages: {_first_line(error)}") from error
+        return list(ids)
 
     def decode(self, ids: Sequence[int]) -> str:
         def known(run: list[int]) -> str:
-            return self._tokenizer.decode(run, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+            text = self._tokenizer.decode(run, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+            assert isinstance(text, str)  # a list only for a batch
+            return text
 
         return _decode(ids, self.vocab_size, known)
 
     def save(self, directory: str | Path) -> None:
-        _copy(self._files, self.path, Path(directory))
+        _copy(self._files, Path(directory))
 
 
 class SentencePieceTokenizer:
@@ -154,8 +176,10 @@ class SentencePieceTokenizer:
         self.eos_id = self._processor.eos_id()
         self.eos_ids = _eos_ids(self.eos_id, model.parent)
         self._control = frozenset(i for i in range(self.vocab_size) if self._processor.is_control(i))
-        self._files = [f for f in (model, model.parent / "generation_config.json") if f.is_file()]
-        self.fingerprint = _fingerprint(self._files, model.parent)
+        # Whatever the file is called, it is known and written as tokenizer.model, the name by which a directory is recognised.
+        more = model.parent / "generation_config.json"
+        self._files = {"tokenizer.model": model, **({more.name: more} if more.is_file() else {})}
+        self.fingerprint = _fingerprint(self._files)
 
     def encode(self, text: str) -> list[int]:
         return self._processor.encode(text)
@@ -174,8 +198,7 @@ class SentencePieceTokenizer:
         return _decode(ids, self.vocab_size, known)
 
     def save(self, directory: str | Path) -> None:
-        """As the protocol says; the model is always written as tokenizer.model, the name by which a directory is recognised."""
-        _copy(self._files, self.path.parent, Path(directory), rename={self.path.name: "tokenizer.model"})
+        _copy(self._files, Path(directory))
 
 
 def _decode(ids: Sequence[int], vocab_size: int, known: Callable[[list[int]], str]) -> str:
@@ -204,20 +227,19 @@ def _read_json(file: Path) -> dict[str, Any]:
     return value
 
 
-def _fingerprint(files: Sequence[Path], root: Path) -> str:
+def _fingerprint(files: Mapping[str, Path]) -> str:
     digest = hashlib.sha256()
-    for file in files:
-        content = file.read_bytes()
+    for name in sorted(files):
+        content = files[name].read_bytes()
         # Name and length delimit the files, so that bytes moved from one to the next change the digest.
-        digest.update(f"{file.relative_to(root).as_posix()}\0{len(content)}\0".encode())
+        digest.update(f"{name}\0{len(content)}\0".encode())
         digest.update(content)
     return digest.hexdigest()
 
 
-def _copy(files: Sequence[Path], root: Path, directory: Path, rename: Mapping[str, str] = {}) -> None:
-    for file in files:
-        name = file.relative_to(root).as_posix()
-        target = directory / rename.get(name, name)
+def _copy(files: Mapping[str, Path], directory: Path) -> None:
+    for name, file in files.items():
+        target = directory / name
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(file, target)
 

@@ -32,7 +32,7 @@ class Scores:
 
 
 class Scorer:
-    """score = sum over rules of weight * rule - missing_eos_penalty * [cut] - length_penalty * max(0, num_tokens - length_penalty_start).
+    """score = sum of weight * rule - missing_eos_penalty * [cut] - length_penalty * max(0, num_tokens - length_penalty_start).
 
     A rule of weight 0 is logged without counting. Penalties of 0 have no part.
     """
@@ -70,7 +70,8 @@ class Scorer:
             excess = [max(0, s.num_tokens - self._length_penalty_start) for s in samples]
             penalties[LENGTH] = [-self._length_penalty * n for n in excess]
         total = [
-            sum(self._weights[name] * values[i] for name, values in rules.items()) + sum(values[i] for values in penalties.values())
+            sum(self._weights[name] * values[i] for name, values in rules.items())
+            + sum(values[i] for values in penalties.values())
             for i in range(len(samples))
         ]
         parts = {name: torch.tensor(values, dtype=torch.float32) for name, values in {**rules, **penalties}.items()}

@@ -1,9 +1,10 @@
 """GSM8K's answer convention: the final line of a solution is `#### 72` (Cobbe et al. 2021, "Training Verifiers to Solve Math Word
 Problems").
 
-A number is: an optional sign (- + or U+2212), an optional $ before or after the sign, digits with correct thousands commas or none, an
-optional decimal part. Numbers are compared as exact decimals, so 5, 5.00 and 05 are equal, and so are 1,000 and 1000. What follows the
-number (a full stop, %, a unit) does not count; a number that runs on as something else (3/4, 2^5, 1,23, 5e3, 36+36=72) is no number.
+A number is: an optional sign (- + or U+2212), an optional $ before or after the sign, digits with correct thousands commas or
+none, an optional decimal part. Numbers are compared as exact decimals, so 5, 5.00 and 05 are equal, and so are 1,000 and 1000.
+What follows the number (a full stop, %, a unit) does not count; a number that runs on as something else (3/4, 2^5, 1,23, 5e3,
+36+36=72) is no number.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from megappo.rewards.base import RewardInput
 
 _DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|(?<!\.)\.[0-9]+"
 _NUMBER = rf"(?P<sign>[-+\u2212]?)[ ]?\$?(?P<sign_after>[-\u2212]?)[ ]?(?P<digits>{_DIGITS})"
-# What may not follow: more digits, a decimal or grouped part that the number could not take in, an operator and its operand, an exponent.
+# What may not follow: more digits, a decimal or grouped part that the number could not take in, an operator and its operand, an
+# exponent.
 _END = r"(?![0-9]|[.,][0-9]|[ ]?[-+/^*=]{1,2}[ ]?[$]?[0-9(]|[eE][-+]?[0-9])"
 _MARKED = re.compile(rf"####[^\S\n]*{_NUMBER}{_END}")
 # In running text a minus is a sign only where no operand stands before it, and sums and lists are left apart: "2+3" ends with 3.

@@ -1,7 +1,7 @@
 """The table of reward rules, and the rules that need no arithmetic.
 
-A configuration names rules of this table; a data record never does, so that data cannot choose how it is scored. Weights and penalties
-are `compose.py`.
+A configuration names rules of this table; a data record never does, so that data cannot choose how it is scored. Weights and
+penalties are `compose.py`.
 """
 
 from __future__ import annotations

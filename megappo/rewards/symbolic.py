@@ -1,8 +1,9 @@
 """The rule `math_verify`: is the response's final answer mathematically equal to the reference answer (math-verify, sympy)?
 
-sympy evaluates what a policy happens to write, and `9^{9^{9^9}}` never ends. math-verify's own time limits are SIGALRM handlers: they work
-in the main thread only, and cannot interrupt a computation inside C. So the comparison runs in one worker process without those limits, and
-the kernel ends the worker when one comparison takes too much CPU time. The worker is `symbolic_worker.py`.
+sympy evaluates what a policy happens to write, and `9^{9^{9^9}}` never ends. math-verify's own time limits are SIGALRM handlers:
+they work in the main thread only, and cannot interrupt a computation inside C. So the comparison runs in one worker process
+without those limits, and the kernel ends the worker when one comparison takes too much CPU time. The worker is
+`symbolic_worker.py`.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ logger = logging.getLogger(__name__)
 class MathVerify:
     """1 where the final answer equals the reference answer, else 0.
 
-    The final answer is the rest of the line after the last `####` where the response has one (GSM8K), otherwise what math-verify finds:
-    \\boxed{}, "the answer is", LaTeX, the last expression. The reference answer is what stands after its last `####`, or all of it.
-    A comparison that needs more than `cpu_limit_s` seconds is undecided: it scores 0, is logged as a warning and counted in `undecided`.
-    ValueError: a reference answer that is no mathematical expression. RuntimeError: the worker died of anything but its limit.
-    Threads may share a rule; calls follow one another.
+    The final answer is the rest of the line after the last `####` where the response has one (GSM8K), otherwise what math-verify
+    finds: \\boxed{}, "the answer is", LaTeX, the last expression. The reference answer is what stands after its last `####`, or
+    all of it. A comparison that needs more than `cpu_limit_s` seconds is undecided: it scores 0, is logged as a warning and
+    counted in `undecided`. ValueError: a reference answer that is no mathematical expression. RuntimeError: the worker died of
+    anything but its limit. Threads may share a rule; calls follow one another.
     """
 
     def __init__(self, cpu_limit_s: float = 5.0) -> None:
@@ -47,8 +48,12 @@ class MathVerify:
             reply = self._ask({"answer": _after_marker(sample.answer), "response": _final_answer(sample.response)})
             if reply is None:
                 self.undecided += 1
-                logger.warning("math_verify: no decision on %s within %g s, scored 0 (%d so far)", sample.sample_id, self.cpu_limit_s,
-                               self.undecided)  # fmt: skip
+                logger.warning(
+                    "math_verify: no decision on %s within %g s, scored 0 (%d so far)",
+                    sample.sample_id,
+                    self.cpu_limit_s,
+                    self.undecided,
+                )
                 return 0.0
         if "error" in reply:
             raise ValueError(reply["error"])
@@ -68,7 +73,8 @@ class MathVerify:
     def _ask(self, question: dict[str, str]) -> Optional[dict]:
         """The worker's reply, or None where it ran into its limit (it is gone then)."""
         if self._worker is None:
-            # -P: the worker's folder must not be searched for modules. It leaves when its input ends, so it never outlives this process.
+            # -P: the worker's folder must not be searched for modules. It leaves when its input ends, so it never outlives this
+            # process.
             command = [sys.executable, "-P", str(_WORKER), str(self.cpu_limit_s)]
             self._worker = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8")
         assert self._worker.stdin is not None and self._worker.stdout is not None

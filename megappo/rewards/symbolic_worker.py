@@ -11,29 +11,31 @@ import resource
 import signal
 import sys
 
+from math_verify import parse, verify
+
 _MEMORY_LIMIT = 4 << 30  # bytes of address space; big integers are the only thing that comes near
 
 
 def main() -> None:
-    from math_verify import parse, verify
-
     cpu_limit_s = float(sys.argv[1])
     _prepare_signals()
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own time limits are off
     _limit_memory()
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own time limits are off
     replies, sys.stdout = sys.stdout, sys.stderr  # nothing but replies may reach the pipe
     for line in sys.stdin:
         question = json.loads(line)
         signal.setitimer(signal.ITIMER_PROF, cpu_limit_s)
-        gold = parse(_boxed(question["answer"]), parsing_timeout=None)
-        if gold:
-            found = parse(question["response"], parsing_timeout=None)
-            reply = {"equal": bool(verify(gold, found, timeout_seconds=None))}
-        else:
-            reply = {"error": f"the reference answer {question['answer'][:80]!r} is no mathematical expression"}
+        reply = _compare(question["answer"], question["response"])
         signal.setitimer(signal.ITIMER_PROF, 0)
         replies.write(json.dumps(reply) + "\n")
         replies.flush()
+
+
+def _compare(answer: str, response: str) -> dict[str, object]:
+    gold = parse(_boxed(answer), parsing_timeout=None)
+    if not gold:
+        return {"error": f"the reference answer {answer[:80]!r} is no mathematical expression"}
+    return {"equal": bool(verify(gold, parse(response, parsing_timeout=None), timeout_seconds=None))}
 
 
 def _boxed(answer: str) -> str:

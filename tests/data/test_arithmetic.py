@@ -62,7 +62,7 @@ def test_the_same_seed_writes_the_same_bytes(tmp_path: Path) -> None:
 
 
 def test_every_problem_round_trips_character_by_character(tmp_path: Path) -> None:
-    """No dummy prefix, no lost or merged character, no unknown: one id per character, in prompts and in responses on their own."""
+    """No dummy prefix, no lost, merged or unknown character: one id each, in prompts and in responses on their own."""
     tokenizer = load_tokenizer(train_tokenizer(tmp_path))
     task = ArithmeticTask(0, 99, "+-*")
     for group in task.problems():
@@ -80,14 +80,17 @@ def test_training_the_tokenizer_twice_writes_the_same_bytes(tmp_path: Path) -> N
     assert train_tokenizer(tmp_path / "a").read_bytes() == train_tokenizer(tmp_path / "b").read_bytes()
 
 
-@pytest.mark.parametrize("call, says", [
-    (lambda d: write_arithmetic(d, 100, 10, 5, 0, ArithmeticTask(0, 5)), "widen the operands or ask for fewer"),
-    (lambda d: write_arithmetic(d, 100, 10, 101, 0), "num_sft=101 is more than num_train=100"),
-    (lambda d: ArithmeticTask(5, 4), "need 0 <= lowest <= highest"),
-    (lambda d: ArithmeticTask(0, 4, "+/"), "choose from +-*"),
-    (lambda d: train_tokenizer(d, "1 2"), "distinct characters without spaces"),
-    (lambda d: train_tokenizer(d, "121"), "distinct characters without spaces"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "call, says",
+    [
+        (lambda d: write_arithmetic(d, 100, 10, 5, 0, ArithmeticTask(0, 5)), "widen the operands or ask for fewer"),
+        (lambda d: write_arithmetic(d, 100, 10, 101, 0), "num_sft=101 is more than num_train=100"),
+        (lambda d: ArithmeticTask(5, 4), "need 0 <= lowest <= highest"),
+        (lambda d: ArithmeticTask(0, 4, "+/"), "choose from +-*"),
+        (lambda d: train_tokenizer(d, "1 2"), "distinct characters without spaces"),
+        (lambda d: train_tokenizer(d, "121"), "distinct characters without spaces"),
+    ],
+)
 def test_impossible_tasks_are_refused(tmp_path: Path, call, says: str) -> None:
     with pytest.raises(ValueError) as caught:
         call(tmp_path)

@@ -18,9 +18,18 @@ def char(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return load_tokenizer(train_tokenizer(tmp_path_factory.mktemp("char")))
 
 
-def build(records: list, tokenizer: Tokenizer, prompt_format=PromptFormat(chat_template=False), max_tokens: int = 99) -> DemonstrationSet:
-    return build_demonstrations(records, tokenizer, source="s", prompt_key="prompt", response_key="answer", prompt_format=prompt_format,
-                                max_tokens=max_tokens)  # fmt: skip
+def build(
+    records: list, tokenizer: Tokenizer, prompt_format=PromptFormat(chat_template=False), max_tokens: int = 99
+) -> DemonstrationSet:
+    return build_demonstrations(
+        records,
+        tokenizer,
+        source="s",
+        prompt_key="prompt",
+        response_key="answer",
+        prompt_format=prompt_format,
+        max_tokens=max_tokens,
+    )
 
 
 def test_the_mask_covers_the_response_and_eos_and_nothing_else(char: Tokenizer) -> None:
@@ -48,13 +57,19 @@ def test_longer_records_are_left_out_and_counted(char: Tokenizer) -> None:
     assert built.summary() == "kept 1 of 2 demonstrations; 1 longer than data.max_tokens=7"
 
 
-@pytest.mark.parametrize("records, says", [
-    ([{"prompt": "1+1=", "gold": "2"}], "data.response_key=answer: s#0 has no such key; it has prompt, gold"),
-    ([{"question": "1+1=", "answer": "2"}], "data.prompt_key=prompt: s#0 has no such key; it has question, answer"),
-    ([{"prompt": "1+1=", "answer": 2}], "data.response_key=answer: s#0 holds a int, not a string"),
-    ([{"prompt": "1+1=", "answer": "2" * 99}], "no demonstrations are left of s: kept 0 of 1 demonstrations; 1 longer than data.max_tokens=99"),
-    ([], "no demonstrations are left of s: kept 0 of 0 demonstrations"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "records, says",
+    [
+        ([{"prompt": "1+1=", "gold": "2"}], "data.response_key=answer: s#0 has no such key; it has prompt, gold"),
+        ([{"question": "1+1=", "answer": "2"}], "data.prompt_key=prompt: s#0 has no such key; it has question, answer"),
+        ([{"prompt": "1+1=", "answer": 2}], "data.response_key=answer: s#0 holds a int, not a string"),
+        (
+            [{"prompt": "1+1=", "answer": "2" * 99}],
+            "no demonstrations are left of s: kept 0 of 1 demonstrations; 1 longer than data.max_tokens=99",
+        ),
+        ([], "no demonstrations are left of s: kept 0 of 0 demonstrations"),
+    ],
+)
 def test_bad_data_gives_one_line(char: Tokenizer, records: list, says: str) -> None:
     with pytest.raises(ValueError) as caught:
         build(records, char)

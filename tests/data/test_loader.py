@@ -1,4 +1,4 @@
-"""The prompt loader's order: every prompt once per epoch, nothing dropped, and a resumed run continues as if it had not stopped."""
+"""The prompt loader's order: every prompt once per epoch, nothing dropped, and a resumed run goes on as if never stopped."""
 
 from __future__ import annotations
 
@@ -103,11 +103,14 @@ def test_another_batch_size_may_resume() -> None:
     assert large.next_step() == whole[4:9]
 
 
-@pytest.mark.parametrize("other, says", [
-    ((11, 2, True, 0), "data.train changed (num_prompts was 10, is 11)"),
-    ((10, 2, False, 0), "data.shuffle changed (shuffle was 1, is 0)"),
-    ((10, 2, True, 7), "run.seed changed (seed was 0, is 7)"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "other, says",
+    [
+        ((11, 2, True, 0), "data.train changed (num_prompts was 10, is 11)"),
+        ((10, 2, False, 0), "data.shuffle changed (shuffle was 1, is 0)"),
+        ((10, 2, True, 7), "run.seed changed (seed was 0, is 7)"),
+    ],
+)
 def test_resuming_over_other_data_is_refused(other: tuple, says: str) -> None:
     with pytest.raises(ValueError) as caught:
         PromptLoader(*other).load_state_dict(PromptLoader(10, 2, True, 0).state_dict())

@@ -58,7 +58,9 @@ def test_suffix_and_system_prompt_enter_the_conversation_that_the_template_sees(
 
 
 def test_a_suffix_joins_the_question_before_tokens_are_made(char: Tokenizer) -> None:
-    assert build(records_of("1+1"), char, PromptFormat(chat_template=False, prompt_suffix="="))[0].tokens == tuple(char.encode_prompt("1+1="))
+    assert build(records_of("1+1"), char, PromptFormat(chat_template=False, prompt_suffix="="))[0].tokens == tuple(
+        char.encode_prompt("1+1=")
+    )
 
 
 def test_dotted_keys_reach_into_nested_records_and_plain_keys_come_first(char: Tokenizer) -> None:
@@ -74,18 +76,48 @@ def test_limit_takes_the_first_prompts_that_fit(char: Tokenizer) -> None:
 
 MESSAGE = {"role": "user", "content": "1"}
 BAD = {
-    "prompt key": ([{"question": "1", "answer": "2", "n": 3}], PLAIN, {}, "data.prompt_key=prompt: t.jsonl#0 has no such key; it has question, answer, n"),
-    "answer key": ([{"prompt": "1", "gold": "2"}], PLAIN, {}, "data.answer_key=answer: t.jsonl#0 has no such key; it has prompt, gold"),
-    "nested key": ([{"prompt": "1", "a": {"b": 1}}], PLAIN, {"answer_key": "a.c"}, "data.answer_key=a.c: t.jsonl#0 has no such key; it has prompt, a"),
+    "prompt key": (
+        [{"question": "1", "answer": "2", "n": 3}],
+        PLAIN,
+        {},
+        "data.prompt_key=prompt: t.jsonl#0 has no such key; it has question, answer, n",
+    ),
+    "answer key": (
+        [{"prompt": "1", "gold": "2"}],
+        PLAIN,
+        {},
+        "data.answer_key=answer: t.jsonl#0 has no such key; it has prompt, gold",
+    ),
+    "nested key": (
+        [{"prompt": "1", "a": {"b": 1}}],
+        PLAIN,
+        {"answer_key": "a.c"},
+        "data.answer_key=a.c: t.jsonl#0 has no such key; it has prompt, a",
+    ),
     "type": (records_of("1", 5), PLAIN, {}, "data.prompt_key=prompt: t.jsonl#1 holds 5, not a string or a list of chat messages"),
     "no messages": (records_of([]), PLAIN, {}, "t.jsonl#0 holds [], not a string"),
     "half a message": (records_of([{"role": "user"}]), PLAIN, {}, "t.jsonl#0 holds [{'role': 'user'}], not a string"),
-    "messages without template": (records_of("1", [MESSAGE]), PLAIN, {}, "t.jsonl#1: the question is a list of chat messages, which needs"),
+    "messages without template": (
+        records_of("1", [MESSAGE]),
+        PLAIN,
+        {},
+        "t.jsonl#1: the question is a list of chat messages, which needs",
+    ),
     "no template": (records_of("1"), PromptFormat(), {}, "has no chat template: set data.chat_template=false"),
-    "overlong": (records_of("1", "123456", "1234567"), PLAIN, {"overlong": "error"}, "2 of 3 prompts are longer than data.max_prompt_tokens=6 (longest: t.jsonl#2, 8 tokens)"),
-    "all filtered": (records_of("123456", "1234567"), PLAIN, {}, "no prompts are left of t.jsonl: kept 0 of 2 prompts; 2 longer than data.max_prompt_tokens=6"),
+    "overlong": (
+        records_of("1", "123456", "1234567"),
+        PLAIN,
+        {"overlong": "error"},
+        "2 of 3 prompts are longer than data.max_prompt_tokens=6 (longest: t.jsonl#2, 8 tokens)",
+    ),
+    "all filtered": (
+        records_of("123456", "1234567"),
+        PLAIN,
+        {},
+        "no prompts are left of t.jsonl: kept 0 of 2 prompts; 2 longer than data.max_prompt_tokens=6",
+    ),
     "no records": ([], PLAIN, {}, "no prompts are left of t.jsonl: kept 0 of 0 prompts"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", BAD)
@@ -112,8 +144,15 @@ def test_an_empty_prompt_without_bos_is_refused(tmp_path: Path) -> None:
     from sentencepiece import SentencePieceTrainer
 
     prefix = str(tmp_path / "nobos")
-    SentencePieceTrainer.train(sentence_iterator=iter(["1+2="]), model_prefix=prefix, model_type="char", vocab_size=7, hard_vocab_limit=False,
-                               bos_id=-1, minloglevel=2)  # fmt: skip
+    SentencePieceTrainer.train(
+        sentence_iterator=iter(["1+2="]),
+        model_prefix=prefix,
+        model_type="char",
+        vocab_size=7,
+        hard_vocab_limit=False,
+        bos_id=-1,
+        minloglevel=2,
+    )
     with pytest.raises(ValueError, match="t.jsonl#0: the prompt is empty"):
         build(records_of(""), load_tokenizer(prefix + ".model"))
 
@@ -134,4 +173,6 @@ def test_gsm8k_is_built_with_the_template_within_seconds(hf: Tokenizer) -> None:
     assert 0 < len(short) < len(records) == 7473
     assert [p.id for p in built.prompts] == [f"t.jsonl#{i}" for i in short]
     assert [list(p.tokens) for p in built.prompts] == [expected[i] for i in short]
-    assert built.summary() == f"kept {len(short):,} of 7,473 prompts; {7473 - len(short):,} longer than data.max_prompt_tokens=400"
+    assert (
+        built.summary() == f"kept {len(short):,} of 7,473 prompts; {7473 - len(short):,} longer than data.max_prompt_tokens=400"
+    )

@@ -34,7 +34,9 @@ def train_unigram(path: Path, **options: object) -> Path:
     from sentencepiece import SentencePieceTrainer
 
     model = io.BytesIO()
-    SentencePieceTrainer.train(sentence_iterator=iter(TEXTS * 5), model_writer=model, vocab_size=60, hard_vocab_limit=False, minloglevel=2, **options)
+    SentencePieceTrainer.train(
+        sentence_iterator=iter(TEXTS * 5), model_writer=model, vocab_size=60, hard_vocab_limit=False, minloglevel=2, **options
+    )
     path.write_bytes(model.getvalue())
     return path
 
@@ -82,6 +84,8 @@ def test_sentencepiece_defaults_agree_with_the_library(tmp_path: Path) -> None:
     tokenizer, oracle = load_tokenizer(path), SentencePieceProcessor(model_file=str(path))
     assert tokenizer.encode(TEXTS[0]) == oracle.encode(TEXTS[0])
     assert tokenizer.decode(tokenizer.encode_prompt(TEXTS[0])) == TEXTS[0]
+    tokenizer.save(tmp_path / "export")
+    assert load_tokenizer(tmp_path / "export").fingerprint == tokenizer.fingerprint  # whatever the file was called
     assert tokenizer.pad_id is None  # spm_train's default has no pad; packed batches need none
 
 

@@ -1,4 +1,4 @@
-"""Writes a small real Hugging Face tokenizer: byte-level BPE, bos in front of prompts, a ChatML template, two ids that end a response."""
+"""Writes a small real Hugging Face tokenizer: byte-level BPE, bos in front of prompts, a ChatML template, two eos ids."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 SPECIAL = ["<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"]
-TEXTS = ["What is 12 + 34? The answer is 46.", "Natalia sold clips to 48 of her friends in April.\n#### 72", "How many?  Twice as much."]
+TEXTS = [
+    "What is 12 + 34? The answer is 46.",
+    "Natalia sold clips to 48 of her friends in April.\n#### 72",
+    "How many?  Twice as much.",
+]
 
 
 def write_hf_tokenizer(directory: Path, **config: object) -> Path:
@@ -22,11 +26,19 @@ def write_hf_tokenizer(directory: Path, **config: object) -> Path:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    tokenizer.train_from_iterator(TEXTS, trainers.BpeTrainer(special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False))
+    tokenizer.train_from_iterator(
+        TEXTS, trainers.BpeTrainer(special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False)
+    )
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)])
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(directory / "tokenizer.json"))
-    default = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "chat_template": TEMPLATE}
+    default = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "pad_token": "<pad>",
+        "chat_template": TEMPLATE,
+    }
     settings = {key: value for key, value in {**default, **config}.items() if value is not None}
     (directory / "tokenizer_config.json").write_text(json.dumps(settings))
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [4, 2]}))

@@ -55,13 +55,16 @@ def raises(given: RewardInput) -> float:
     raise KeyError("gold")
 
 
-@pytest.mark.parametrize("rule, says", [
-    (raises, "reward rule exact_match raised KeyError: 'gold'; sample t#41, response 'yyy"),
-    (lambda s: math.nan, "reward rule exact_match returned nan, not a finite number; sample t#41"),
-    (lambda s: -math.inf, "returned -inf, not a finite number; sample t#41"),
-    (lambda s: None, "returned None, not a finite number; sample t#41"),
-    (lambda s: "1", "returned '1', not a finite number; sample t#41"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "rule, says",
+    [
+        (raises, "reward rule exact_match raised KeyError: 'gold'; sample t#41, response 'yyy"),
+        (lambda s: math.nan, "reward rule exact_match returned nan, not a finite number; sample t#41"),
+        (lambda s: -math.inf, "returned -inf, not a finite number; sample t#41"),
+        (lambda s: None, "returned None, not a finite number; sample t#41"),
+        (lambda s: "1", "returned '1', not a finite number; sample t#41"),
+    ],
+)
 def test_a_rule_that_fails_names_sample_rule_and_response(monkeypatch: pytest.MonkeyPatch, rule, says: str) -> None:
     monkeypatch.setattr(compose, "make_rule", lambda name: lambda s: 1.0 if s.response == "good" else rule(s))
     scorer = Scorer([("exact_match", 1.0)])
@@ -77,12 +80,15 @@ def test_a_malformed_gold_answer_stops_the_run_and_never_scores_0() -> None:
         Scorer([("gsm8k_strict", 1.0)]).score([sample("#### 70", "seventy")])
 
 
-@pytest.mark.parametrize("parts, says", [
-    ([], "reward.parts is empty"),
-    ([("exact_match", 1.0), ("exact_match", 2.0)], "reward.parts names exact_match twice"),
-    ([("exact_match", math.nan)], "the weight of exact_match is nan"),
-    ([("exact", 1.0)], "did you mean exact_match?"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "parts, says",
+    [
+        ([], "reward.parts is empty"),
+        ([("exact_match", 1.0), ("exact_match", 2.0)], "reward.parts names exact_match twice"),
+        ([("exact_match", math.nan)], "the weight of exact_match is nan"),
+        ([("exact", 1.0)], "did you mean exact_match?"),
+    ],
+)
 def test_impossible_compositions_are_refused(parts: list, says: str) -> None:
     with pytest.raises(ValueError) as caught:
         Scorer(parts)

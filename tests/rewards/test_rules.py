@@ -37,11 +37,14 @@ def test_every_rule_of_the_table_tells_right_from_wrong() -> None:
     assert all({make_rule(name)(s) for s in responses} == {0.0, 1.0} for name in RULES)
 
 
-@pytest.mark.parametrize("name, hint", [
-    ("exactmatch", "did you mean exact_match? Rules: exact_match, gsm8k_strict"),
-    ("math-verify", "did you mean math_verify? "),
-    ("zzz", "there is no rule 'zzz'; Rules: exact_match"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, hint",
+    [
+        ("exactmatch", "did you mean exact_match? Rules: exact_match, gsm8k_strict"),
+        ("math-verify", "did you mean math_verify? "),
+        ("zzz", "there is no rule 'zzz'; Rules: exact_match"),
+    ],
+)
 def test_an_unknown_rule_gives_the_nearest_and_the_list(name: str, hint: str) -> None:
     with pytest.raises(ValueError) as caught:
         make_rule(name)

@@ -56,7 +56,8 @@ def test_final_answers_are_compared_as_mathematics(rule: MathVerify, response: s
 
 @needs_gsm8k
 def test_all_gold_answers_agree_inside_a_thread_within_a_minute(rule: MathVerify) -> None:
-    """8,792 gold answers as responses score 1; every 20th with its last digit changed scores 0. Not the main thread: no signals there."""
+    """8,792 gold answers as responses score 1; every 20th with its last digit changed scores 0. Not the main thread: no signals
+    there."""
 
     def score_all() -> tuple[int, int]:
         assert threading.current_thread() is not threading.main_thread()
@@ -71,7 +72,9 @@ def test_all_gold_answers_agree_inside_a_thread_within_a_minute(rule: MathVerify
 
 
 @pytest.mark.parametrize("endless", ["$10^{10^{10}}$", "\\boxed{9^{9^{9^9}}}", "\\boxed{1000000000!}"])
-def test_a_response_that_cannot_be_decided_scores_0_is_counted_and_does_no_harm(endless: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_response_that_cannot_be_decided_scores_0_is_counted_and_does_no_harm(
+    endless: str, caplog: pytest.LogCaptureFixture
+) -> None:
     rule = MathVerify(cpu_limit_s=0.8)
     with caplog.at_level(logging.WARNING):
         assert rule(sample(endless, "5", sample_id="train#7/3")) == 0.0
