@@ -1,10 +1,16 @@
 """Package metadata. The exact versions that are tested together are pinned in requirements/."""
 
+import ast
+from pathlib import Path
+
 from setuptools import find_packages, setup
+
+source = ast.parse(Path(__file__).with_name("megappo").joinpath("__init__.py").read_text())
+version = next(node.value.value for node in source.body if isinstance(node, ast.Assign) and node.targets[0].id == "__version__")
 
 setup(
     name="megappo",
-    version="0.1.0",
+    version=version,
     description="Tensor- and pipeline-parallel PPO for large language models: Megatron-core shards, vLLM rollouts, one SPMD program",
     packages=find_packages(include=["megappo", "megappo.*"]),
     python_requires=">=3.11",
@@ -29,5 +35,5 @@ setup(
         "plot": ["matplotlib"],
         "test": ["pytest", "hypothesis"],
     },
-    entry_points={"console_scripts": ["megappo = megappo.cli:entry"]},
+    entry_points={"console_scripts": ["megappo = megappo.cli:main"]},
 )

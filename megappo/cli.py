@@ -31,13 +31,13 @@ def cmd_train(args: Arguments) -> int:
     from megappo.launch import is_rank, start_ranks, world_size
 
     config = load_config(args.config, args.overrides)
+    ranks = world_size(config.run)
     if is_rank():
         from megappo.trainer.main import train
 
-        train(config, resume=args.resume)
+        train(config, _prepare(config, ranks, None).data, resume=args.resume)
         return 0
     check_run_dir(config.run, args.resume)
-    ranks = world_size(config.run)
     prepared = _prepare(config, ranks, None)
     print(prepared.report(), flush=True)
     return start_ranks(ranks, ["train", args.config, *args.overrides, *(["--resume"] if args.resume else [])])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Optional
 
 import torch
 
@@ -27,13 +27,13 @@ def build_trainable(
     device: torch.device,
     total_updates: int,
     seed: int,
-    value_head: Literal["none", "zero", "normal", "checkpoint"] = "none",
+    value_head: Optional[Literal["zero", "normal", "checkpoint"]] = None,
 ) -> MegatronEngine:
-    """A model that trains, loaded from the checkpoint at `path`. total_updates: optimizer steps of the whole run (for the schedule)."""
-    model = build_model(
-        arch, groups, dtype=DTYPES[config.dtype], recompute=config.recompute, value_head=value_head != "none", device=device
-    )
-    load_pretrained(model, arch, groups, path, value_head=None if value_head == "none" else value_head, seed=seed)
+    """A model that trains, loaded from the checkpoint at `path`. total_updates: optimizer steps of the whole run (for the schedule).
+    value_head: how a critic's head starts; None builds a policy.
+    """
+    model = build_model(arch, groups, dtype=DTYPES[config.dtype], recompute=config.recompute, value_head=value_head is not None)
+    load_pretrained(model, arch, groups, path, value_head=value_head or "zero", seed=seed)
     wrapped = wrap_with_ddp(model, groups, distributed_optimizer=config.optimizer.distributed)
     optimizer = Optimizer(wrapped, groups, config.optimizer, total_updates)
     return MegatronEngine(
@@ -52,7 +52,7 @@ def build_frozen(
     offload: FrozenOffloadConfig = FrozenOffloadConfig(),
 ) -> MegatronEngine:
     """A model that only gives log-probs."""
-    model = build_model(arch, groups, dtype=DTYPES[config.dtype], recompute="none", value_head=False, device=device)
+    model = build_model(arch, groups, dtype=DTYPES[config.dtype], recompute="none", value_head=False)
     load_pretrained(model, arch, groups, path)
     model.requires_grad_(False)
     return MegatronEngine(

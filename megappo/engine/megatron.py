@@ -25,7 +25,7 @@ from megappo.data.packing import PackedBatch
 from megappo.engine.base import LossFunction, LossOutput, ModelOutput, PassResult, StepResult
 from megappo.engine.offload import StorageOffload, storages_of
 from megappo.engine.optimizer import Optimizer
-from megappo.models.attention import packed_seq_params
+from megappo.models.gpt import CriticModel
 from megappo.parallel.balance import MicroBatchPlan, plan_micro_batches
 from megappo.parallel.groups import ProcessGroups
 
@@ -163,13 +163,7 @@ class MegatronEngine:
     ) -> None:
         def forward_step(iterator: Iterator[PackedBatch], model: torch.nn.Module) -> tuple[Tensor, Callable]:
             micro = next(iterator)
-            output = model(
-                input_ids=micro.tokens[None],
-                position_ids=_positions(micro)[None],
-                attention_mask=None,
-                packed_seq_params=packed_seq_params(micro.cu_seqlens),
-            )
-            return output, partial(compute_loss, micro)
+            return model(micro.tokens, micro.cu_seqlens), partial(compute_loss, micro)
 
         common = dict(
             forward_step_func=forward_step,
@@ -206,7 +200,7 @@ class MegatronEngine:
     def _model_output(self, raw: Tensor) -> ModelOutput:
         layout = self.groups.layout
         common = dict(tp_group=self.groups.tp, sequence_parallel=layout.sequence_parallel)
-        if self._model.is_critic:
+        if isinstance(self._model, CriticModel):
             return ModelOutput(values=raw, **common)
         weight = self._model.output_weight()
         start = self.groups.coordinates.tp * weight.shape[0]
@@ -298,12 +292,6 @@ class MegatronEngine:
         if with_optimizer:
             state["optimizer"] = self._trained().sharded_state_dict(model_state, is_loading=is_loading)
         return state
-
-
-def _positions(batch: PackedBatch) -> Tensor:
-    """[T] position of each token within its sequence."""
-    starts = batch.cu_seqlens[:-1].long().repeat_interleave(batch.lengths)
-    return torch.arange(batch.num_tokens, device=batch.tokens.device) - starts
 
 
 def _sum_gradients(model: list, num_tokens: Tensor, pg_collection: Any, force_all_reduce: bool = False) -> None:

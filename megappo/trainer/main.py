@@ -10,17 +10,17 @@ import torch.distributed as dist
 
 from megappo.algo.kl import AdaptiveKL, FixedKL, KLController
 from megappo.checkpoint.store import CheckpointStore
+from megappo.config.batch import step_arithmetic
 from megappo.config.dump import dump_yaml
-from megappo.config.schema import AlgorithmConfig, DataConfig, KLConfig, RolloutConfig, TrainConfig
-from megappo.data.prompts import PromptFormat, PromptLoader, PromptSet, build_prompts
-from megappo.data.sources import read_records
-from megappo.data.tokenizers import Tokenizer, load_tokenizer
+from megappo.config.schema import AlgorithmConfig, KLConfig, ParallelConfig, RolloutConfig, TrainConfig
+from megappo.data.tokenizers import Tokenizer
 from megappo.engine.build import build_frozen, build_trainable
 from megappo.engine.megatron import MegatronEngine
 from megappo.models.arch import ModelArch, read_arch
 from megappo.models.hf_export import export_pretrained
 from megappo.parallel.groups import ProcessGroups, build_groups
 from megappo.parallel.layout import ParallelLayout
+from megappo.plan.data import RunData
 from megappo.platform.device import select_device, start_distributed
 from megappo.rewards.compose import Scorer
 from megappo.rollout.build import build_rollout
@@ -35,14 +35,14 @@ from megappo.trainer.state import TrainerState
 from megappo.trainer.updates import MiniBatches
 
 
-def train(config: TrainConfig, *, resume: bool) -> None:
-    """Run PPO on this rank of the world to its end. ValueError for what the user can mend."""
+def train(config: TrainConfig, data: RunData, *, resume: bool) -> None:
+    """Run PPO on this rank of the world to its end. `config` and `data` have been checked by `plan.prepare`."""
     device = select_device(config.run.device)
     start_distributed(device)
     torch.manual_seed(config.run.seed)
     run_dir = RunDir.of(config.run)
-    run_dir.claim(dump_yaml(config), resume=resume)
-    parts = _Parts(config, run_dir, device)
+    run_dir.claim(config.run, dump_yaml(config), resume=resume)
+    parts = _Parts(config, data, run_dir, device)
     if resume:
         parts.resume()
     parts.ppo.run()
@@ -58,40 +58,38 @@ def train(config: TrainConfig, *, resume: bool) -> None:
 class _Parts:
     """Everything one run is made of."""
 
-    def __init__(self, config: TrainConfig, run_dir: RunDir, device: torch.device) -> None:
+    def __init__(self, config: TrainConfig, data: RunData, run_dir: RunDir, device: torch.device) -> None:
         self.config = config
-        self.tokenizer = load_tokenizer(config.data.tokenizer or config.policy.model)
-        train_set = load_prompts(config.data, config.data.train, self.tokenizer)
-        eval_set = load_prompts(config.data, config.data.eval, self.tokenizer, config.data.eval_prompts) if config.data.eval else None
-        self.loader = PromptLoader(len(train_set), config.data.prompts_per_step, config.data.shuffle, config.run.seed)
-        total_steps = config.trainer.steps or self.loader.num_steps(config.trainer.epochs)
+        self.data = data
         self.log = RunLog(run_dir.root, tensorboard=config.telemetry.tensorboard)
-        self.log.note(f"train: {train_set.summary()}" + (f" | eval: {eval_set.summary()}" if eval_set else ""))
 
         self.policy_arch = read_arch(config.policy.model)
         self._groups: dict[ParallelLayout, ProcessGroups] = {}
-        self.policy_engine = self._build_policy(device, total_steps)
-        self.critic_engine = self._build_critic(device, total_steps)
+        self.policy_engine = self._build_policy(device)
+        self.critic_engine = self._build_critic(device)
         reference = self._build_reference(device)
-        sampling = sampling_params(config.rollout, self.tokenizer)
-        self.rollout = build_rollout(config, self.policy_engine, self.policy_arch, self.tokenizer, device)
+        sampling = sampling_params(config.rollout, data.tokenizer)
+        self.rollout = build_rollout(
+            config.rollout, self.policy_engine, model=config.policy.model, arch=self.policy_arch, tokenizer=data.tokenizer,
+            max_prompt_tokens=config.data.max_prompt_tokens, policy_dtype=config.policy.dtype, seed=config.run.seed, device=device,
+        )  # fmt: skip
         temperature = sampling.temperature
 
         self.state = TrainerState()
         self.kl_controller = kl_controller(config.algorithm.kl)
         self.store = CheckpointStore(run_dir.checkpoints, config.checkpoint.keep_last, config.checkpoint.save_only_model)
-        self._facts = run_facts(config, self.tokenizer)
+        self._facts = run_facts(config, data.tokenizer)
         self.ppo = PPO(
-            _settings(config, total_steps),
+            _settings(config, data.total_steps),
             policy=Policy(self.policy_engine, temperature, _policy_loss(config.algorithm)),
             critic=Critic(self.critic_engine, config.algorithm.value_clip),
             reference=reference,
             rollout=self.rollout,
             sampling=sampling,
-            prompts=train_set.prompts,
-            loader=self.loader,
-            eval_prompts=eval_set.prompts if eval_set else (),
-            tokenizer=self.tokenizer,
+            prompts=data.train.prompts,
+            loader=data.loader,
+            eval_prompts=data.eval.prompts if data.eval else (),
+            tokenizer=data.tokenizer,
             scorer=_scorer(config),
             shaping=_shaping(config.algorithm),
             kl_controller=self.kl_controller,
@@ -109,7 +107,7 @@ class _Parts:
 
     @property
     def _components(self) -> dict:
-        return {"trainer": self.state, "loader": self.loader, "kl_controller": self.kl_controller}
+        return {"trainer": self.state, "loader": self.data.loader, "kl_controller": self.kl_controller}
 
     def save(self, step: int) -> None:
         self.store.save(step, self._engines, self._components, self._facts)
@@ -133,20 +131,20 @@ class _Parts:
             self._groups[layout] = build_groups(layout)
         return self._groups[layout]
 
-    def _build_policy(self, device: torch.device, total_steps: int) -> MegatronEngine:
+    def _build_policy(self, device: torch.device) -> MegatronEngine:
         config = self.config
-        steps = max(1, total_steps - config.critic.warmup_steps)
+        steps = max(1, self.data.total_steps - config.critic.warmup_steps)
         return build_trainable(
             "policy", config.policy.model, self.policy_arch, config.policy, self._groups_of(layout_of(config.policy.parallel)),
-            device=device, total_updates=steps * updates_per_step(config), seed=config.run.seed,
+            device=device, total_updates=steps * step_arithmetic(config).optimizer_steps, seed=config.run.seed,
         )  # fmt: skip
 
-    def _build_critic(self, device: torch.device, total_steps: int) -> MegatronEngine:
+    def _build_critic(self, device: torch.device) -> MegatronEngine:
         config = self.config
         path = config.critic.model or config.policy.model
         return build_trainable(
             "critic", path, read_arch(path), config.critic, self._groups_of(layout_of(config.critic.parallel)), device=device,
-            total_updates=total_steps * updates_per_step(config), seed=config.run.seed, value_head=config.critic.value_head,
+            total_updates=self.data.total_steps * step_arithmetic(config).optimizer_steps, seed=config.run.seed, value_head=config.critic.value_head,
         )  # fmt: skip
 
     def _build_reference(self, device: torch.device) -> Optional[LanguageModel]:
@@ -161,34 +159,13 @@ class _Parts:
         return LanguageModel(engine, config.rollout.sampling.temperature)
 
 
-def load_prompts(data: DataConfig, source: str, tokenizer: Tokenizer, limit: Optional[int] = None) -> PromptSet:
-    """The prompts of one source, formatted and filtered as `data` says."""
-    return build_prompts(
-        read_records(source),
-        tokenizer,
-        source=source,
-        prompt_key=data.prompt_key,
-        answer_key=data.answer_key,
-        prompt_format=PromptFormat(data.chat_template, data.system_prompt, data.prompt_suffix),
-        max_prompt_tokens=data.max_prompt_tokens,
-        overlong=data.overlong,
-        limit=limit,
-    )
-
-
-def layout_of(parallel) -> ParallelLayout:
+def layout_of(parallel: ParallelConfig) -> ParallelLayout:
     return ParallelLayout(dist.get_world_size(), parallel.tp, parallel.pp, parallel.sequence_parallel)
 
 
 def sampling_params(rollout: RolloutConfig, tokenizer: Tokenizer) -> SamplingParams:
     s = rollout.sampling
     return SamplingParams(rollout.max_response_tokens, s.temperature, s.top_p, s.top_k, rollout.stop, tokenizer.eos_ids)
-
-
-def updates_per_step(config: TrainConfig) -> int:
-    """Optimizer steps of one role in one PPO step."""
-    samples = config.data.prompts_per_step * config.rollout.samples_per_prompt
-    return samples // config.algorithm.mini_batch_size * config.algorithm.ppo_epochs
 
 
 def kl_controller(kl: KLConfig) -> KLController:

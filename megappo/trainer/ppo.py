@@ -80,7 +80,7 @@ class PPO:
 
     def run(self) -> Optional[Evaluation]:
         """All remaining steps; returns the last evaluation."""
-        self.rollout.push_weights(version=self.state.step)
+        self.push_weights(self.state.step)
         evaluation = None
         if self.settings.eval_before and self.state.step == 0:
             evaluation = self.evaluate()
@@ -124,7 +124,7 @@ class PPO:
                 policy = run_updates(self.policy, batch, self.mini_batches, seed)
 
         with timers.stage("push_weights"):  # 7
-            pushed = self.rollout.push_weights(version=step)
+            pushed = self.push_weights(step)
 
         record = StepRecord(step, batch, scored, agreement, kl_coef, critic, policy, pushed)  # 8
         self.kl_controller.update(record.kl_per_response(), batch.num_sequences)
@@ -145,6 +145,11 @@ class PPO:
         if self.reference is not None:
             fields["ref_logprob"], _ = self.reference.logprobs(batch)
         return batch.with_fields(fields, {"bootstrap": bootstrap})
+
+    def push_weights(self, version: int) -> dict[str, float]:
+        """The policy's present weights into the rollout engine; they must be resident for that."""
+        with self.policy.engine.eval_mode():
+            return self.rollout.push_weights(version)
 
     def evaluate(self, timers: Optional[StageTimers] = None) -> Optional[Evaluation]:
         """Greedy score on the held-out prompts with the weights that the rollout engine holds."""

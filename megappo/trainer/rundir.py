@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from megappo.config.checks import check_run_dir, run_dir_of
 from megappo.config.schema import RunConfig
 
 
@@ -18,7 +19,7 @@ class RunDir:
 
     @classmethod
     def of(cls, run: RunConfig) -> RunDir:
-        return cls(Path(run.output_dir) / run.name)
+        return cls(run_dir_of(run))
 
     @property
     def config(self) -> Path:
@@ -32,19 +33,12 @@ class RunDir:
     def export(self) -> Path:
         return self.root / "export"
 
-    def check_free(self, *, resume: bool) -> None:
-        """ValueError where a new run would write over another one, or a resume finds none."""
-        if resume and not self.config.exists():
-            raise ValueError(f"--resume: {self.root} holds no run; check run.output_dir and run.name, or start without --resume")
-        if not resume and self.root.exists() and any(self.root.iterdir()):
-            raise ValueError(f"run.name = {self.root.name}: {self.root} holds another run; choose a new run.name or pass --resume")
-
-    def claim(self, config_text: str, *, resume: bool) -> None:
+    def claim(self, run: RunConfig, config_text: str, *, resume: bool) -> None:
         """Collective: rank 0 checks, creates the directory and writes the resolved config; all ranks raise its error alike."""
         problem = [None]
         if dist.get_rank() == 0:
             try:
-                self.check_free(resume=resume)
+                check_run_dir(run, resume)
                 self.root.mkdir(parents=True, exist_ok=True)
                 self.config.write_text(config_text)
             except (ValueError, OSError) as error:

@@ -1,0 +1,54 @@
+"""Chooses and builds the rollout engine that the configuration names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megappo.config.schema import RolloutConfig
+from megappo.data.tokenizers import HuggingFaceTokenizer, Tokenizer
+from megappo.models.arch import ModelArch
+from megappo.rollout.megatron_engine import MegatronRollout
+from megappo.rollout.types import RolloutEngine
+
+_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def build_rollout(
+    config: RolloutConfig,
+    policy: Any,
+    *,
+    model: str,
+    arch: ModelArch,
+    tokenizer: Tokenizer,
+    max_prompt_tokens: int,
+    policy_dtype: str,
+    seed: int,
+    device: torch.device,
+) -> RolloutEngine:
+    """The engine of `rollout.engine`, connected to the policy. Collective.
+
+    policy: its MegatronEngine. model: directory with the policy's config.json. ValueError where vLLM is missing.
+    """
+    if config.engine == "megatron":
+        return MegatronRollout(policy, tokenizer.decode)
+    from megappo.rollout.vllm_engine import VllmEngine
+
+    engine = VllmEngine(
+        model,
+        tp=config.tp,
+        dtype=_DTYPES[policy_dtype if config.dtype == "auto" else config.dtype],
+        max_model_len=max_prompt_tokens + config.max_response_tokens,
+        eos_token_ids=tokenizer.eos_ids,
+        seed=seed,
+        device=device,
+        max_num_seqs=config.max_num_seqs,
+        memory_share=config.memory_share,
+        kv_cache_gib=config.kv_cache_gib,
+        enforce_eager=config.enforce_eager,
+        tokenizer=str(tokenizer.path) if config.stop and isinstance(tokenizer, HuggingFaceTokenizer) else None,
+        detokenize=tokenizer.decode,
+    )
+    engine.connect(lambda: dict(policy.model.named_parameters()), arch, policy.groups.layout)
+    return engine

@@ -1,0 +1,133 @@
+"""Generation by the policy's own Megatron model: for platforms without vLLM, and as a cross-check of it.
+
+There is no KV cache: every new token runs the whole prefix again, so the cost grows with the square of the length. In exchange there
+is nothing to push, and the log-probs are the trainer's by construction.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Callable, Optional, Sequence
+
+import torch
+from torch import Tensor
+
+from megappo.data.packing import PackedBatch, pack
+from megappo.engine.base import Engine, LossOutput, ModelOutput
+from megappo.rollout.types import Request, Response, SamplingParams
+
+
+class MegatronRollout:
+    """Samples with an engine of the role `policy`. `detokenize` (ids -> text) is needed for stop strings only."""
+
+    name = "megatron"
+
+    def __init__(self, engine: Engine, detokenize: Optional[Callable[[Sequence[int]], str]] = None) -> None:
+        self._engine = engine
+        self._detokenize = detokenize
+        self._version = 0
+
+    def push_weights(self, version: int) -> dict[str, float]:
+        """Nothing moves: the model that samples is the model that trains."""
+        self._version = version
+        return {"bytes_sent": 0.0, "seconds": 0.0}
+
+    def generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Response]:
+        """Collective; see `rollout.types.RolloutEngine`. With temperature 0 the log-probs are those at temperature 1."""
+        if sampling.stop and self._detokenize is None:
+            raise ValueError(f"rollout.stop = {list(sampling.stop)}: stop strings need a tokenizer; use stop token ids")
+        sampled: list[list[int]] = [[] for _ in requests]
+        logprobs: list[list[float]] = [[] for _ in requests]
+        finished = [False] * len(requests)
+        with self._engine.eval_mode():
+            for position in range(sampling.max_tokens):
+                active = [i for i, done in enumerate(finished) if not done]
+                if not active:
+                    break
+                batch = pack([[*requests[i].prompt, *sampled[i]] for i in active])
+                batch = batch.with_fields(sequence_fields={"draw": _draws([requests[i] for i in active], position)})
+                result = self._engine.forward_backward(batch, partial(_sample_next, sampling), forward_only=True)
+                ends = batch.cu_seqlens[1:].long() - 1
+                for i, token, logprob in zip(active, result.tokens["token"][ends].tolist(), result.tokens["logprob"][ends].tolist()):
+                    sampled[i].append(int(token))
+                    logprobs[i].append(logprob)
+                    finished[i] = self._ends(sampled[i], sampling)
+        return [
+            Response(tuple(tokens), tuple(values), "stop" if done else "length", self._version)
+            for tokens, values, done in zip(sampled, logprobs, finished)
+        ]
+
+    def _ends(self, tokens: list[int], sampling: SamplingParams) -> bool:
+        if tokens[-1] in sampling.stop_token_ids:
+            return True
+        if not sampling.stop:
+            return False
+        assert self._detokenize is not None
+        text = self._detokenize(tokens)
+        return any(string in text for string in sampling.stop)
+
+
+def _draws(requests: Sequence[Request], position: int) -> Tensor:
+    """[B] uniform numbers in [0, 1), a function of each request's seed and the position alone."""
+    values = [
+        float(torch.rand((), generator=torch.Generator().manual_seed((r.seed + 0x9E3779B97F4A7C15 * position) % 2**63), dtype=torch.float64))
+        for r in requests
+    ]
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def _sample_next(sampling: SamplingParams, output: ModelOutput, micro: PackedBatch) -> LossOutput:
+    """Next token and its log-prob at the last position of every sequence; the whole vocabulary is gathered for these rows only."""
+    ends = micro.cu_seqlens[1:].long() - 1
+    logits = _last_logits(output, ends)
+    if sampling.temperature > 0:
+        logprobs = truncated_logprobs(logits / sampling.temperature, sampling.top_p, sampling.top_k)
+        cumulative = logprobs.exp().cumsum(-1)
+        # Rounding can leave the last sum below 1: never choose a token of probability 0.
+        target = micro["draw"].to(cumulative.device)[:, None] * cumulative[:, -1:]
+        token = torch.searchsorted(cumulative, target, right=True).clamp(max=logits.shape[1] - 1)[:, 0]
+    else:
+        logprobs = torch.log_softmax(logits, -1)
+        token = logits.argmax(-1)
+    chosen = logprobs.gather(1, token[:, None])[:, 0]
+    num_tokens = micro.num_tokens
+    return LossOutput(tokens={"token": _at(token, ends, num_tokens), "logprob": _at(chosen, ends, num_tokens)})
+
+
+def truncated_logprobs(logits: Tensor, top_p: float, top_k: int) -> Tensor:
+    """[B, V] fp64 log-probs after top-k and top-p, -inf outside. Ties with the k-th best token stay."""
+    if top_k > 0:
+        worst = logits.topk(min(top_k, logits.shape[1]), dim=-1).values[:, -1:]
+        logits = logits.masked_fill(logits < worst, -torch.inf)
+    if top_p < 1.0:
+        ordered, order = logits.sort(dim=-1, descending=True)
+        before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)
+        outside = torch.zeros_like(before, dtype=torch.bool).scatter(1, order, before >= top_p)
+        logits = logits.masked_fill(outside, -torch.inf)
+    return torch.log_softmax(logits, -1)
+
+
+def _last_logits(output: ModelOutput, ends: Tensor) -> Tensor:
+    """[B, V] fp64 logits of the whole vocabulary at packed positions `ends`, on every tp rank."""
+    assert output.hidden is not None and output.weight is not None
+    hidden = _gathered(output.hidden, output) if output.sequence_parallel else output.hidden
+    local = (hidden[ends] @ output.weight.t()).float()
+    local[:, output.num_valid :] = -torch.inf
+    return _gathered(local.t().contiguous(), output).t().double()
+
+
+def _gathered(local: Tensor, output: ModelOutput) -> Tensor:
+    """Concatenate over tp ranks along the first dimension."""
+    world = torch.distributed.get_world_size(output.tp_group)
+    if world == 1:
+        return local
+    full = local.new_empty(world * local.shape[0], *local.shape[1:])
+    torch.distributed.all_gather_into_tensor(full, local.contiguous(), group=output.tp_group)
+    return full
+
+
+def _at(values: Tensor, positions: Tensor, num_tokens: int) -> Tensor:
+    """[B] at their packed positions of a [T] fp64 tensor; token ids below 2^24 survive the fp32 that results travel in."""
+    placed = values.new_zeros(num_tokens, dtype=torch.float64)
+    placed[positions] = values.double()
+    return placed

@@ -1,0 +1,107 @@
+"""Supervised fine-tuning on demonstrations: the warm-up before PPO, through the same engine, ops and loss normalisation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megappo.config.dump import dump_yaml
+from megappo.config.schema import SftConfig
+from megappo.data.demonstrations import DemonstrationSet, build_demonstrations
+from megappo.data.packing import PackedBatch
+from megappo.data.prompts import PromptFormat, PromptLoader
+from megappo.data.sources import read_records
+from megappo.data.tokenizers import Tokenizer, load_tokenizer
+from megappo.engine.base import LossOutput, ModelOutput
+from megappo.engine.build import build_trainable
+from megappo.engine.megatron import MegatronEngine
+from megappo.models.arch import read_arch
+from megappo.models.hf_export import export_pretrained
+from megappo.parallel.groups import build_groups
+from megappo.parallel.layout import ParallelLayout
+from megappo.platform.device import select_device, start_distributed
+from megappo.telemetry.runlog import RunLog
+from megappo.telemetry.timers import StageTimers
+from megappo.trainer.roles import LanguageModel
+from megappo.trainer.rundir import RunDir
+
+
+def train_sft(config: SftConfig) -> None:
+    """Train on this rank of the world, then export the model to `export/` of the run directory."""
+    device = select_device(config.run.device)
+    start_distributed(device)
+    torch.manual_seed(config.run.seed)
+    run_dir = RunDir.of(config.run)
+    run_dir.claim(dump_yaml(config), resume=False)
+    tokenizer = load_tokenizer(config.data.tokenizer or config.policy.model)
+    demonstrations = load_demonstrations(config, tokenizer)
+    log = RunLog(run_dir.root)
+    log.note(f"sft: {demonstrations.summary()}")
+
+    arch = read_arch(config.policy.model)
+    parallel = config.policy.parallel
+    groups = build_groups(ParallelLayout(dist.get_world_size(), parallel.tp, parallel.pp, parallel.sequence_parallel))
+    engine = build_trainable(
+        "policy", config.policy.model, arch, config.policy, groups,
+        device=device, total_updates=config.trainer.steps, seed=config.run.seed,
+    )  # fmt: skip
+    run_sft(engine, demonstrations, steps=config.trainer.steps, batch_size=config.trainer.batch_size, seed=config.run.seed, log=log)
+    log.close()
+    with engine.eval_mode():
+        export_pretrained(engine.model, arch, groups, run_dir.export, Path(config.policy.model))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def load_demonstrations(config: SftConfig, tokenizer: Tokenizer) -> DemonstrationSet:
+    data = config.data
+    return build_demonstrations(
+        read_records(data.train),
+        tokenizer,
+        source=data.train,
+        prompt_key=data.prompt_key,
+        response_key=data.response_key,
+        prompt_format=PromptFormat(data.chat_template, data.system_prompt, data.prompt_suffix),
+        max_tokens=data.max_tokens,
+    )
+
+
+def run_sft(
+    engine: MegatronEngine, demonstrations: DemonstrationSet, *, steps: int, batch_size: int, seed: int, log: RunLog
+) -> None:
+    """`steps` optimizer steps; the loss is the mean negative log-prob of response tokens over the whole batch."""
+    loader = PromptLoader(len(demonstrations), batch_size, shuffle=True, seed=seed)
+    loss = NegativeLogProb(engine)
+    for step in range(1, steps + 1):
+        timers = StageTimers()
+        batch = demonstrations.packed(loader.next_step())
+        num_tokens = int(batch["response_mask"].sum())
+        with timers.stage("update"), engine.train_mode():
+            engine.optimizer_zero_grad()
+            result = engine.forward_backward(batch, loss, denominator=num_tokens)
+            lr = engine.lr_scheduler_step()
+            taken = engine.optimizer_step()
+        log.sft_step(
+            {
+                "sft/loss": result.sums["loss_sum"] / num_tokens,
+                "sft/grad_norm": taken.grad_norm,
+                "sft/lr": lr,
+                "throughput/tokens_per_s": batch.num_tokens / timers.total_s,
+            },
+            step,
+            steps,
+        )
+
+
+class NegativeLogProb:
+    """Loss of one micro-batch: the sum of -log p over response tokens."""
+
+    def __init__(self, engine: MegatronEngine) -> None:
+        self._model = LanguageModel(engine, temperature=1.0)
+
+    def __call__(self, output: ModelOutput, micro: PackedBatch) -> LossOutput:
+        logprob, _ = self._model.token_logprobs(output, micro, want_entropy=False)
+        loss = -torch.where(micro["response_mask"], logprob, 0.0).sum()
+        return LossOutput(loss_sum=loss, sums={"loss_sum": loss})
