@@ -12,7 +12,7 @@ import transformers
 LENGTHS = (7, 1, 40, 12, 40, 33, 12)
 _BASE = dict(
     hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=131,
-    max_position_embeddings=256, attn_implementation="eager", pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    max_position_embeddings=256, attn_implementation="eager", pad_token_id=None, bos_token_id=1, eos_token_id=2,
 )
 _LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64,

@@ -7,33 +7,16 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from tests.models.checkpoints import CASES, example_sequences, reference_logits, write_checkpoint
-from tests.models.worlds import export_all
-from tests.worlds import spawn_world
-
-LAYOUTS = [(2, 1, True), (1, 2, False), (2, 2, False)]
-
+from tests.models.cases import EXPORT_LAYOUTS
+from tests.models.checkpoints import CASES, example_sequences, reference_logits
 
 def tensors_of(folder):
     return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("export")
-    for case in CASES:
-        write_checkpoint(folder / case, case)
-        (folder / case / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
-        (folder / case / "modeling_custom.py").write_text("raise RuntimeError")
-    write_checkpoint(folder / "reward", "qwen2_tied", head="SequenceClassification", num_labels=1)
-    jobs = [
-        (case, f"{case}.out{i}", layout, False, "zero", 1 << 30 if i else 60_000)
-        for case in CASES for i, layout in enumerate(LAYOUTS) if i == 2 or case in ("llama", "qwen2_tied")
-    ]
-    jobs += [("reward", f"reward.out{i}", layout, True, "checkpoint", 60_000) for i, layout in enumerate(LAYOUTS)]
-    jobs += [("llama", f"normal.out{i}", layout, True, "normal", 1 << 30) for i, layout in enumerate(LAYOUTS)]
-    spawn_world(export_all, 4, str(folder), jobs)
-    return folder
+def folder(checkpoints, four_ranks):
+    return checkpoints
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -69,7 +52,7 @@ def test_small_shards_have_a_complete_index(folder):
     assert {name: file for file in {*index.values()} for name in load_file(out / file)} == index
 
 
-@pytest.mark.parametrize("number", range(len(LAYOUTS)))
+@pytest.mark.parametrize("number", range(len(EXPORT_LAYOUTS)))
 def test_a_critic_becomes_a_token_classifier_with_the_head_of_the_reward_model(folder, number):
     classifier = transformers.AutoModelForTokenClassification.from_pretrained(folder / f"reward.out{number}", dtype="auto").eval()
     reward = transformers.AutoModelForSequenceClassification.from_pretrained(folder / "reward", dtype="auto").eval()
@@ -81,7 +64,7 @@ def test_a_critic_becomes_a_token_classifier_with_the_head_of_the_reward_model(f
 
 
 def test_a_normal_value_head_is_the_same_in_every_layout_and_has_the_stated_variance(folder):
-    heads = [tensors_of(folder / f"normal.out{i}")["score.weight"] for i in range(len(LAYOUTS))]
+    heads = [tensors_of(folder / f"normal.out{i}")["score.weight"] for i in range(len(EXPORT_LAYOUTS))]
     assert all(torch.equal(heads[0], head) for head in heads[1:])
     # 64 draws: the mean square has relative standard deviation sqrt(2 / 64)
     assert abs(heads[0].square().mean().item() * 65 - 1) < 4 * (2 / 64) ** 0.5

@@ -94,3 +94,114 @@ def export_all(rank, folder, jobs):
     for source, target, layout, critic, value_head, shard_bytes in jobs:
         arch, groups, model = build(Path(folder, source), layout, critic=critic, value_head=value_head)
         export_pretrained(model, arch, groups, Path(folder, target), Path(folder, source), shard_bytes=shard_bytes)
+
+
+def built_shapes(rank, folder, cases, layouts):
+    """[(case, layout, critic, {name: (shape, dtype, sharded)})] of the really built model, with this rank's coordinates."""
+    out = []
+    for case in cases:
+        for layout in layouts:
+            for critic in (False, True):
+                _, groups, model = build(Path(folder, case), layout, critic=critic)
+                facts = {
+                    name: (tuple(p.shape), p.dtype, getattr(p, "tensor_model_parallel", False), getattr(p, "sequence_parallel", False))
+                    for name, p in model.named_parameters()
+                }
+                state = model.sharded_state_dict(metadata={"dp_cp_group": groups.dp})
+                keys = {name: (entry.key, tuple(entry.global_shape)) for name, entry in state.items() if hasattr(entry, "global_shape")}
+                out.append((case, layout, critic, groups.coordinates.tp, groups.coordinates.pp, facts, keys))
+    return out
+
+
+def _policy_loss(arch, groups, model, hidden, weight):
+    """sum(logits * weight) of this rank's vocabulary shard; the gradient of hidden is summed over tp by Megatron's own mappings."""
+    from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
+
+    if groups.layout.sequence_parallel:
+        hidden = gather_from_sequence_parallel_region(hidden, group=groups.tp)
+    else:
+        hidden = copy_to_tensor_model_parallel_region(hidden, group=groups.tp)
+    local = model.output_weight()
+    start = groups.coordinates.tp * local.size(0)
+    shard = torch.nn.functional.pad(weight, (0, local.size(0) * groups.layout.tp - weight.size(1)))[:, start : start + local.size(0)]
+    return ((hidden[: weight.size(0), 0] @ local.T) * shard).sum()
+
+
+def train_step(arch, groups, model, sequences, weight, *, critic, distributed_optimizer=False):
+    """One forward and backward through Megatron's DDP and schedule; gradients are reduced. Returns the wrapped model."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.pipeline_parallel import schedules
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+    model.config.finalize_model_grads_func = finalize_model_grads
+    settings = DistributedDataParallelConfig(use_distributed_optimizer=distributed_optimizer, grad_reduce_in_fp32=True)
+    wrapped = DistributedDataParallel(model.config, settings, model, pg_collection=groups.collection)
+    wrapped.zero_grad_buffer()
+
+    def forward_step(iterator, chunk):
+        tokens, cu_seqlens = next(iterator)
+
+        def loss(output):
+            total = (output * weight[:, 0]).sum() if critic else _policy_loss(arch, groups, model, output, weight)
+            return total, torch.tensor(1, dtype=torch.int), {}
+
+        return chunk(tokens, cu_seqlens), loss
+
+    arguments = dict(
+        forward_step_func=forward_step, data_iterator=iter([(torch.cat(sequences), cu_seqlens_of([len(s) for s in sequences]))]),
+        model=wrapped, num_microbatches=1, seq_length=1, micro_batch_size=1, forward_only=False, pg_collection=groups.collection,
+    )
+    if groups.layout.pp == 1:
+        schedules.forward_backward_no_pipelining(**arguments)
+    else:
+        communicator = P2PCommunicator(pp_group=groups.pp, config=model.config)
+        schedules.forward_backward_pipelining_without_interleaving(**arguments, p2p_communicator=communicator)
+    return wrapped
+
+
+def gradients(rank, folder, jobs):
+    """Per job this rank's gradient as pieces: [(hf name, box, values)]. jobs: (case, layout, critic, recompute)."""
+    from megappo.models.families import megatron_pieces
+    from megappo.models.pieces import as_2d
+
+    out = []
+    for case, layout, critic, recompute in jobs:
+        arch, groups, model = build(Path(folder, case), layout, recompute=recompute, critic=critic, value_head="normal")
+        model.train()
+        weight = torch.load(Path(folder, "weight.pt"))
+        train_step(arch, groups, model, example_sequences(), weight, critic=critic)
+        grads = {name: parameter.main_grad for name, parameter in model.named_parameters()}
+        at, layout = groups.coordinates, groups.layout
+        out.append([
+            (p.hf, p.box, as_2d(grads[p.local])[p.row : p.row + p.box.rows, p.col : p.col + p.box.cols].clone())
+            for p in megatron_pieces(arch, layout.tp, layout.pp, at.tp, at.pp, critic)
+        ])
+    return out
+
+
+def bf16_critic_step(rank, folder, layouts, lr):
+    """(change of the value head, its dtype, head after the step) per layout after one Adam step of the distributed optimizer."""
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    out = []
+    for layout in layouts:
+        arch, groups, model = build(Path(folder, "llama"), layout, dtype=torch.bfloat16, critic=True, value_head="normal")
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        weight = torch.load(Path(folder, "weight.pt"))
+        wrapped = train_step(arch, groups, model, example_sequences(), weight, critic=True, distributed_optimizer=True)
+        config = OptimizerConfig(
+            optimizer="adam", lr=lr, weight_decay=0.0, clip_grad=0.0, bf16=True, params_dtype=torch.bfloat16, use_distributed_optimizer=True
+        )
+        optimizer = get_megatron_optimizer(config, [wrapped], pg_collection=groups.collection, use_gloo_process_groups=False)
+        assert optimizer.step()[0]
+        after = {name: p.detach() for name, p in model.named_parameters()}
+        # A step of lr is below the resolution of bf16 norms near 1, but not of the small weights of the projections.
+        moved = all(not torch.equal(before[name], after[name]) for name in before if "linear" in name)
+        head = after.get("value_head.weight")
+        out.append((moved, None if head is None else (head - before["value_head.weight"], head.dtype, head.clone())))
+    return out
+
+
+def run_all(rank, calls):
+    """Several of these functions in one world: {name: result}; starting a world costs more than most of them."""
+    return {name: fn(rank, *args) for name, (fn, args) in calls.items()}
