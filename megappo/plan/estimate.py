@@ -107,7 +107,6 @@ def _stage_memory(
         "micro_batch_tokens": min(max(settings.micro_batch_tokens, step.max_sequence_tokens), sequences * step.max_sequence_tokens),
         "num_micro_batches": micro_batches,
         "value_head": role == "critic",
-        "padded_attention": device == "cpu",
     }
     if isinstance(settings, (PolicyConfig, CriticConfig)):
         away = settings.offload

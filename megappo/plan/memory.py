@@ -61,7 +61,6 @@ def role_memory(
     value_head: bool = False,
     distributed_optimizer: bool = True,
     recompute: Recompute = "none",
-    padded_attention: bool = False,
     offload: tuple[bool, bool, bool] = (False, False, False),
 ) -> RoleMemory:
     """Memory of a rank of `stage`. offload: parameters, gradients, optimizer. micro_batch_tokens: tokens of a full micro-batch."""
@@ -72,9 +71,7 @@ def role_memory(
     gradients = parameters * FP32 if trained else 0
     optimizer = _optimizer_bytes(parameters, head, itemsize, layout.dp if distributed_optimizer else 1) if trained else 0
     in_flight = min(layout.pp - stage, num_micro_batches) if trained else 1
-    activations = activation_bytes(
-        arch, layout, stage, micro_batch_tokens, itemsize, recompute if trained else "full", padded_attention, trained=trained
-    )
+    activations = activation_bytes(arch, layout, stage, micro_batch_tokens, itemsize, recompute, trained=trained)
     output = output_bytes(arch, layout, micro_batch_tokens, trained) if stage == layout.pp - 1 and not value_head else 0
     offloaded = sum(size for size, away in zip((weights, gradients, optimizer), offload) if away)
     return RoleMemory(parameters, weights, gradients, optimizer, activations * in_flight + output, offloaded)
@@ -87,18 +84,13 @@ def _optimizer_bytes(parameters: int, fp32_parameters: int, itemsize: int, shard
 
 
 def activation_bytes(
-    arch: ModelArch,
-    layout: ParallelLayout,
-    stage: int,
-    tokens: int,
-    itemsize: int,
-    recompute: Recompute,
-    padded_attention: bool = False,
-    *,
-    trained: bool = True,
+    arch: ModelArch, layout: ParallelLayout, stage: int, tokens: int, itemsize: int, recompute: Recompute, *, trained: bool = True
 ) -> int:
-    """Bytes that the layers of a stage keep of one micro-batch for its backward pass; without one, what a single layer needs."""
-    layer = layer_elements_per_token(arch, layout, recompute, padded_attention)
+    """Bytes that the layers of a stage keep of one micro-batch for its backward pass; without one, what a single layer needs.
+
+    recompute: selective counts like none, because attention stores no scores that it could save.
+    """
+    layer = layer_elements_per_token(arch, layout, itemsize)
     boundary = arch.hidden_size // _sequence_shards(layout)
     layers = len(stage_layers(arch.num_layers, layout.pp, stage))
     if not trained:
@@ -110,17 +102,16 @@ def activation_bytes(
     return tokens * elements * itemsize
 
 
-def layer_elements_per_token(arch: ModelArch, layout: ParallelLayout, recompute: Recompute, padded_attention: bool = False) -> int:
-    """Activations that one layer keeps per token, in elements.
+def layer_elements_per_token(arch: ModelArch, layout: ParallelLayout, itemsize: int) -> int:
+    """Activations that one layer keeps per token, in elements of `itemsize` bytes.
 
-    Input and output of both norms; query, key, value and the attention's output; the MLP's gate and up, silu(gate) and the product.
-    Without recomputation, attention on padded groups (no varlen kernel) keeps a padded copy of query, key and value as well.
+    Each of the two norms: its input (in fp32), the normalised input and the output. Attention: the projected query, key and value, the
+    rotated query and key, the output and its copy in the packed order. MLP: gate and up, up again (Megatron adds an offset to it),
+    silu(gate), and the product. A test holds this against the tensors that a real model saves.
     """
-    qkv = (arch.num_heads + 2 * arch.num_kv_heads) * arch.head_dim
-    attention = qkv + arch.num_heads * arch.head_dim
-    if padded_attention and recompute != "selective":
-        attention += qkv
-    return 4 * arch.hidden_size // _sequence_shards(layout) + (attention + 4 * arch.ffn_size) // layout.tp
+    norms = 2 * (arch.hidden_size * FP32 // itemsize + 2 * arch.hidden_size)
+    attention = 3 * (arch.num_heads + arch.num_kv_heads) * arch.head_dim
+    return norms // _sequence_shards(layout) + (attention + 5 * arch.ffn_size) // layout.tp
 
 
 def _sequence_shards(layout: ParallelLayout) -> int:

@@ -1,0 +1,26 @@
+"""Small configurations that the tests of config/ start from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Sequence
+
+from megappo.config.loading import load_config
+from megappo.config.schema import SftConfig, TrainConfig
+
+TRAIN = "policy: {model: some/model}\ndata: {train: train.jsonl}\n"
+SFT = "policy: {model: some/model}\ndata: {train: train.jsonl}\n"
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "config.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def train_config(folder: Path, overrides: Sequence[str] = (), text: str = TRAIN) -> TrainConfig:
+    return load_config(write(folder, text), overrides)
+
+
+def sft_config(folder: Path, overrides: Sequence[str] = ()) -> SftConfig:
+    return load_config(write(folder, SFT), overrides, SftConfig)

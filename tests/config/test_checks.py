@@ -1,0 +1,198 @@
+"""Rules across keys: each refuses its case with the key and the numbers, and lets the nearest good case pass."""
+
+import math
+import os
+
+import pytest
+
+from megappo.config import checks
+from megappo.config.batch import micro_batches_bound, nearest_divisors, step_arithmetic
+from megappo.config.checks import check_config, check_run_dir, device_notes, problems, step_problems
+from megappo.config.errors import ConfigError
+from megappo.config.loading import explicit_keys
+from megappo.config.schema import RunConfig
+
+from .examples import sft_config, train_config
+
+ADAPTIVE = "algorithm.kl.controller=adaptive"
+# rule, overrides that break it, what the message must contain, one override more that mends it
+BROKEN = [
+    ("_mini_batches", ["algorithm.mini_batch_size=100"], ["algorithm.mini_batch_size = 100", "256 samples", "256 x rollout.samples_per_prompt 1", "56 would be dropped", "use 64 or 128"], "algorithm.mini_batch_size=128"),
+    ("_mini_batches", ["algorithm.mini_batch_size=512"], ["not one mini-batch would be full; use 256"], "rollout.samples_per_prompt=2"),
+    ("_greedy_training", ["rollout.sampling.temperature=0"], ["rollout.sampling.temperature = 0.0"], "rollout.sampling.temperature=0.1"),
+    ("_top_k_zero", ["rollout.sampling.top_k=0"], ["rollout.sampling.top_k = 0", "-1 for all"], "rollout.sampling.top_k=-1"),
+    ("_empty_stop", ["rollout.stop=['']"], ["rollout.stop", "empty string"], "rollout.stop=[x]"),
+    ("_adaptive_placement", [ADAPTIVE, "algorithm.kl.placement=loss", "algorithm.kl.estimator=k3"], ["algorithm.kl.controller", "placement: reward"], "algorithm.kl.placement=reward"),
+    ("_adaptive_from_zero", [ADAPTIVE, "algorithm.kl.coef=0"], ["algorithm.kl.coef = 0.0", "0 stays 0"], "algorithm.kl.coef=0.001"),
+    ("_adaptive_horizon", [ADAPTIVE, "algorithm.kl.horizon=51"], ["algorithm.kl.horizon = 51", "256 samples", "at least 52"], "algorithm.kl.horizon=52"),
+    ("_k1_in_loss", ["algorithm.kl.placement=loss"], ["algorithm.kl.estimator", "k2 or k3"], "algorithm.kl.estimator=k3"),
+    ("_critic_head", ["critic.value_head=checkpoint"], ["critic.value_head", "needs critic.model"], "critic.model=m"),
+    ("_critic_warmup", ["critic.warmup_steps=11", "trainer.steps=10"], ["critic.warmup_steps = 11", "10 steps"], "trainer.steps=12"),
+    ("_policy_lr_warmup", ["policy.optimizer.warmup_steps=20", "trainer.steps=10", "algorithm.mini_batch_size=128"], ["policy.optimizer.warmup_steps = 20", "20 optimizer steps"], "trainer.steps=11"),
+    ("_policy_lr_warmup", ["policy.optimizer.warmup_steps=9", "trainer.steps=10", "critic.warmup_steps=2"], ["8 optimizer steps"], "critic.warmup_steps=0"),
+    ("_critic_lr_warmup", ["critic.optimizer.warmup_steps=10", "trainer.steps=10"], ["critic.optimizer.warmup_steps = 10"], "algorithm.ppo_epochs=2"),
+    ("_rewards", ["reward.parts=[]"], ["reward.parts = []"], "reward.parts=[{name: exact_match}]"),
+    ("_rewards", ["reward.parts=[{name: a}, {name: a}]"], ["a is there twice"], "reward.parts=[{name: a}, {name: b}]"),
+    ("_rewards", ["reward.parts=[{name: a, weight: 0}]"], ["every weight is 0"], "reward.parts=[{name: a, weight: 0.1}]"),
+    ("_length_penalty", ["reward.length_penalty=0.1", "reward.length_penalty_start=512"], ["reward.length_penalty_start = 512", "512"], "reward.length_penalty_start=511"),
+    ("_trajectories", ["telemetry.trajectories_per_step=257"], ["telemetry.trajectories_per_step = 257", "256 samples"], "telemetry.trajectories_per_step=256"),
+]  # fmt: skip
+
+
+def first_problem(config, world_size=1):
+    return next(problems(config, explicit_keys(config), world_size), None)
+
+
+@pytest.mark.parametrize("rule, overrides, fragments, mend", BROKEN, ids=[f"{case[0]}-{n}" for n, case in enumerate(BROKEN)])
+def test_a_rule_refuses_its_case_and_nothing_beside_it(tmp_path, rule, overrides, fragments, mend):
+    text = first_problem(train_config(tmp_path, overrides))
+    assert text is not None and "\n" not in text
+    assert all(fragment in text for fragment in fragments), text
+    assert getattr(checks, rule)(train_config(tmp_path, overrides)) == text, "another rule spoke"
+    mended = train_config(tmp_path, [*overrides, mend])
+    assert getattr(checks, rule)(mended) is None
+
+
+def test_every_rule_has_a_case():
+    assert {rule.__name__ for rule in checks.TRAIN_RULES} == {case[0] for case in BROKEN}
+
+
+def test_the_defaults_pass(tmp_path):
+    assert check_config(train_config(tmp_path), frozenset(), 1, "cpu") == []
+    assert check_config(sft_config(tmp_path), frozenset(), 1, "cpu") == []
+
+
+# overrides, ranks, what the message must contain
+WORLDS = [
+    (["policy.parallel.tp=2"], 3, ["policy.parallel: tp 2 x pp 1 = 2 does not divide the 3 ranks", "2 or 4 ranks"]),
+    (["critic.parallel.pp=4"], 2, ["critic.parallel: tp 1 x pp 4 = 4 does not divide the 2 ranks", "use 4 ranks"]),
+    (["reference.parallel.tp=2", "reference.parallel.pp=2"], 6, ["reference.parallel: tp 2 x pp 2 = 4", "4 or 8 ranks"]),
+    (["rollout.tp=2"], 1, ["rollout.tp = 2", "1 ranks", "use 2 ranks"]),
+    (["policy.parallel.sequence_parallel=true"], 1, ["policy.parallel.sequence_parallel", "needs tp > 1"]),
+    (["critic.parallel.sequence_parallel=true"], 1, ["critic.parallel.sequence_parallel"]),
+    (["run.num_ranks=4"], 2, ["run.num_ranks = 4", "2 ranks"]),
+]
+
+
+@pytest.mark.parametrize("overrides, ranks, fragments", WORLDS)
+def test_a_layout_that_does_not_fit_the_world_is_refused_with_what_fits(tmp_path, overrides, ranks, fragments):
+    text = first_problem(train_config(tmp_path, overrides), ranks)
+    assert text is not None and all(fragment in text for fragment in fragments), text
+
+
+@pytest.mark.parametrize("overrides, ranks", [
+    (["policy.parallel.tp=2", "critic.parallel.pp=2", "policy.parallel.sequence_parallel=true", "rollout.tp=2"], 2),
+    (["reference.parallel.tp=4", "algorithm.kl.placement=none", "reference=null"], 1),
+    (["rollout.engine=megatron"], 3),
+    (["run.num_ranks=2"], 2),
+])  # fmt: skip
+def test_a_layout_that_fits_passes(tmp_path, overrides, ranks):
+    assert first_problem(train_config(tmp_path, overrides), ranks) is None
+
+
+def test_a_mini_batch_is_right_exactly_when_it_divides_the_samples(tmp_path):
+    for prompts, samples, size in [(6, 2, s) for s in range(1, 15)] + [(7, 3, s) for s in (1, 3, 7, 21, 20)]:
+        overrides = [f"data.prompts_per_step={prompts}", f"rollout.samples_per_prompt={samples}", f"algorithm.mini_batch_size={size}"]
+        refused = checks._mini_batches(train_config(tmp_path, overrides)) is not None
+        assert refused == (prompts * samples % size != 0), (prompts, samples, size)
+
+
+def test_the_horizon_bound_is_where_the_controller_turns_negative(tmp_path):
+    # Ziegler et al. 2019: beta <- beta * (1 + clip(error, -0.2, 0.2) * samples / horizon)
+    for samples in (5, 256, 1024):
+        for horizon in range(1, 260, 3):
+            overrides = [ADAPTIVE, f"algorithm.kl.horizon={horizon}", f"data.prompts_per_step={samples}"]
+            refused = checks._adaptive_horizon(train_config(tmp_path, overrides)) is not None
+            assert refused == (1 - 0.2 * samples / horizon <= 1e-12), (samples, horizon)
+
+
+def test_rules_on_the_length_wait_for_the_data(tmp_path):
+    config = train_config(tmp_path, ["critic.warmup_steps=40", "trainer.epochs=2"])
+    assert first_problem(config) is None
+    assert list(step_problems(config, 40)) == []
+    assert "40" in next(step_problems(config, 39))
+
+
+def test_sft_rules(tmp_path):
+    assert "policy.optimizer.warmup_steps = 100" in first_problem(sft_config(tmp_path, ["policy.optimizer.warmup_steps=100"]))
+    assert first_problem(sft_config(tmp_path, ["policy.optimizer.warmup_steps=99"])) is None
+    assert "policy.parallel: tp 2" in first_problem(sft_config(tmp_path, ["policy.parallel.tp=2"]), 3)
+
+
+def test_keys_for_gpus_are_noted_on_the_cpu_only(tmp_path):
+    config = train_config(tmp_path, ["rollout.memory_share=0.5", "policy.offload.optimizer=true"])
+    notes = check_config(config, explicit_keys(config), 1, "cpu")
+    assert [note.split(" = ")[0] for note in notes] == ["rollout.memory_share", "policy.offload.optimizer"]
+    assert device_notes(config, explicit_keys(config), "cuda") == []
+    assert device_notes(config, frozenset(), "cpu") == [], "nobody wrote them"
+
+
+def test_batch_arithmetic_by_hand(tmp_path):
+    # the deepseek recipe: 1024 prompts, mini-batches of 256, 512 + 512 tokens
+    overrides = ["data.prompts_per_step=1024", "algorithm.mini_batch_size=256", "algorithm.ppo_epochs=2", "rollout.max_response_tokens=512"]
+    step = step_arithmetic(train_config(tmp_path, overrides))
+    assert (step.samples, step.mini_batches, step.optimizer_steps, step.max_sequence_tokens) == (1024, 4, 8, 1024)
+
+
+def test_micro_batches_bound_is_reached_by_full_sequences_and_never_passed_by_shorter_ones():
+    from megappo.parallel.balance import plan_micro_batches
+
+    for count, longest, budget in [(32, 1024, 16384), (7, 100, 250), (5, 300, 200), (1, 1, 1), (64, 24, 100)]:
+        bound = micro_batches_bound(count, longest, budget)
+        assert len(plan_micro_batches([longest] * count, 1, budget)[0]) == bound
+        assert bound == math.ceil(count / max(1, budget // longest))
+        shorter = [1 + (i * 7919) % longest for i in range(count)]
+        assert len(plan_micro_batches(shorter, 1, budget)[0]) <= bound
+
+
+def test_nearest_divisors():
+    assert [nearest_divisors(256, 100), nearest_divisors(32, 3), nearest_divisors(28, 28), nearest_divisors(7, 9)] == [
+        [64, 128], [2, 4], [28], [7],
+    ]  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------------------- run directory
+
+
+def test_a_directory_that_holds_another_run_is_refused_and_left_alone(tmp_path):
+    run = RunConfig(name="first", output_dir=str(tmp_path))
+    assert check_run_dir(run, resume=False) == tmp_path / "first"
+    assert not (tmp_path / "first").exists(), "checking writes nothing"
+    (tmp_path / "first").mkdir()
+    check_run_dir(run, resume=False)  # empty is free
+    (tmp_path / "first" / "metrics.jsonl").write_text("precious")
+    with pytest.raises(ConfigError, match=r"first holds another run; use run.name=first-2 .* or continue it with --resume"):
+        check_run_dir(run, resume=False)
+    (tmp_path / "first-2").mkdir()
+    with pytest.raises(ConfigError, match="run.name=first-3"):
+        check_run_dir(run, resume=False)
+    assert check_run_dir(run, resume=True) == tmp_path / "first"
+    assert (tmp_path / "first" / "metrics.jsonl").read_text() == "precious"
+
+
+def test_resume_needs_a_run_and_lists_those_there(tmp_path):
+    (tmp_path / "runs" / "other").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="holds no run to resume .runs there: other"):
+        check_run_dir(RunConfig(name="first", output_dir=str(tmp_path / "runs")), resume=True)
+    with pytest.raises(ConfigError, match="there are no runs there"):
+        check_run_dir(RunConfig(name="first", output_dir=str(tmp_path / "absent")), resume=True)
+
+
+def test_a_run_stays_below_its_output_directory(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "first").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match="leads out of run.output_dir"):
+        check_run_dir(RunConfig(name="first", output_dir=str(tmp_path / "runs")), resume=False)
+
+
+def test_an_output_directory_that_cannot_be_written_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="run.output_dir = .* is a file"):
+        check_run_dir(RunConfig(output_dir=str(tmp_path / "file")), resume=False)
+    if os.geteuid() == 0:
+        pytest.skip("root may write everywhere")
+    locked = tmp_path / "locked"
+    locked.mkdir(mode=0o500)
+    with pytest.raises(ConfigError, match="no permission to write"):
+        check_run_dir(RunConfig(output_dir=str(locked)), resume=False)

@@ -1,0 +1,124 @@
+"""A key that would be ignored is an error exactly when the user wrote it; a dump leaves it out and loads again."""
+
+import pytest
+import yaml
+
+from megappo.config.checks import check_config, dead_key_problems, problems
+from megappo.config.dead_keys import RULES, dead_keys
+from megappo.config.dump import dump_yaml
+from megappo.config.errors import ConfigError
+from megappo.config.keys import value_keys
+from megappo.config.loading import explicit_keys, load_config
+from megappo.config.schema import SftConfig, TrainConfig
+from megappo.config.yaml_reader import CoreDumper
+
+from .examples import SFT, TRAIN, sft_config, train_config, write
+
+EVAL, ADAPTIVE, NONE = "data.eval=e.jsonl", "algorithm.kl.controller=adaptive", "algorithm.kl.placement=none"
+MEGATRON = "rollout.engine=megatron"
+# overrides that set the scene, the key that is dead there (with a value), an override that brings it to life
+DEAD = [
+    ([NONE], "reference.model=m", "algorithm.kl.placement=reward"),
+    ([NONE], "reference.parallel.tp=1", "algorithm.kl.placement=reward"),
+    ([NONE], "algorithm.kl.coef=0.1", "algorithm.kl.placement=reward"),
+    ([NONE], "algorithm.kl.estimator=k3", "algorithm.kl.placement=loss"),
+    ([NONE], "algorithm.kl.controller=fixed", "algorithm.kl.placement=reward"),
+    ([], "algorithm.kl.target=6.0", ADAPTIVE),
+    ([], "algorithm.kl.horizon=10000", ADAPTIVE),
+    (["algorithm.lam_length_alpha=0.05", "algorithm.lam_value=1.0"], "algorithm.lam=0.9", "algorithm.lam_value=null"),
+    ([], "algorithm.target_kl=0.1", "algorithm.ppo_epochs=2"),
+    ([MEGATRON], "rollout.tp=1", "rollout.engine=vllm"),
+    ([MEGATRON], "rollout.dtype=bf16", "rollout.engine=vllm"),
+    ([MEGATRON], "rollout.max_num_seqs=8", "rollout.engine=vllm"),
+    ([MEGATRON], "rollout.memory_share=0.5", "rollout.engine=vllm"),
+    ([MEGATRON], "rollout.kv_cache_gib=1.0", "rollout.engine=vllm"),
+    ([MEGATRON], "rollout.enforce_eager=true", "rollout.engine=vllm"),
+    (["rollout.kv_cache_gib=1.0"], "rollout.memory_share=0.5", "rollout.kv_cache_gib=null"),
+    ([], "trainer.eval_every=5", EVAL),
+    ([], "trainer.eval_before=false", EVAL),
+    ([], "data.eval_prompts=5", EVAL),
+    (["trainer.eval_every=0", "trainer.eval_before=false"], EVAL, "trainer.eval_before=true"),
+    (["trainer.steps=5"], "trainer.epochs=2", "trainer.steps=null"),
+    (["data.chat_template=false"], "data.system_prompt=hello", "data.chat_template=true"),
+    ([], "reward.length_penalty_start=5", "reward.length_penalty=0.1"),
+    ([], "policy.optimizer.min_lr_ratio=0.1", "policy.optimizer.lr_schedule=cosine"),
+    ([], "critic.optimizer.min_lr_ratio=0.1", "critic.optimizer.lr_schedule=linear"),
+    ([], "checkpoint.keep_last=3", "checkpoint.save_every=5"),
+    (["telemetry.trajectories_every=0"], "telemetry.trajectories_per_step=4", "telemetry.trajectories_every=5"),
+]
+DEAD_SFT = [
+    (["data.chat_template=false"], "data.system_prompt=hello", "data.chat_template=true"),
+    ([], "policy.optimizer.min_lr_ratio=0.1", "policy.optimizer.lr_schedule=cosine"),
+    ([], "policy.offload.parameters=true", None),
+]
+
+
+def refused(config):
+    return list(dead_key_problems(config, explicit_keys(config)))
+
+
+@pytest.mark.parametrize("make, scene, dead, alive", [(train_config, *case) for case in DEAD] + [(sft_config, *case) for case in DEAD_SFT])
+def test_a_written_key_without_effect_is_refused_and_passes_where_it_acts(tmp_path, make, scene, dead, alive):
+    key = dead.split("=")[0]
+    mine = [text for text in refused(make(tmp_path, [*scene, dead])) if text.startswith(f"{key} = ")]
+    assert len(mine) == 1 and "has no effect: " in mine[0] and "\n" not in mine[0]
+    assert not [text for text in refused(make(tmp_path, scene)) if text.startswith(f"{key} = ")], "nobody wrote it"
+    if alive is not None:
+        assert not [text for text in refused(make(tmp_path, [*scene, dead, alive])) if text.startswith(f"{key} = ")]
+
+
+def test_check_config_refuses_them(tmp_path):
+    config = train_config(tmp_path, ["algorithm.kl.target=6.0"])
+    with pytest.raises(ConfigError, match="algorithm.kl.target = 6.0: has no effect: algorithm.kl.controller is fixed"):
+        check_config(config, explicit_keys(config), 1, "cpu")
+
+
+def test_every_row_of_the_table_has_a_case(tmp_path):
+    for cls, make, cases in ((TrainConfig, train_config, DEAD), (SftConfig, sft_config, DEAD_SFT)):
+        fired = set()
+        for scene, dead, _ in cases:
+            config, key = make(tmp_path, [*scene, dead]), dead.split("=")[0]
+            for row in RULES[cls]:
+                if row.when(config) and any(key == k or (k.endswith(".*") and key.startswith(k[:-1])) for k in row.keys):
+                    fired.add(row)
+        assert fired == set(RULES[cls])
+
+
+def test_the_rows_name_keys_that_exist():
+    for cls, rows in RULES.items():
+        known = [key for key, _ in value_keys(cls)]
+        for row in rows:
+            for pattern in row.keys:
+                assert any(key == pattern or (pattern.endswith(".*") and key.startswith(pattern[:-1])) for key in known), pattern
+
+
+def test_a_key_written_as_null_states_no_intent(tmp_path):
+    assert refused(train_config(tmp_path, ["algorithm.target_kl=null", "data.eval_prompts=null"])) == []
+
+
+SCENES = [scene for scene, _, _ in DEAD] + [[*scene, alive] for scene, _, alive in DEAD] + [[EVAL, ADAPTIVE], []]
+
+
+@pytest.mark.parametrize("scene", SCENES, ids=[" ".join(scene) or "defaults" for scene in SCENES])
+def test_a_dump_loads_to_an_equal_configuration_that_passes_again(tmp_path, scene):
+    config = train_config(tmp_path, scene)
+    if next(problems(config, explicit_keys(config), 1), None) is not None:
+        pytest.skip("the scene alone is not a valid run, and only valid ones are dumped")
+    again = load_config(write(tmp_path, dump_yaml(config)))
+    assert again == config
+    assert refused(again) == [], "every key of the dump counts as written"
+
+
+def test_a_dump_with_dead_keys_would_be_refused(tmp_path):
+    """Negative control for the test above."""
+    config = train_config(tmp_path, text=TRAIN)
+    full = yaml.dump(config.model_dump(mode="json"), Dumper=CoreDumper)
+    assert refused(load_config(write(tmp_path, full))) != []
+
+
+def test_a_dump_of_fine_tuning_loads_again(tmp_path):
+    config = sft_config(tmp_path, ["data.chat_template=false"])
+    again = load_config(write(tmp_path, dump_yaml(config)), (), SftConfig)
+    assert again == config and refused(again) == []
+    assert "policy.offload.parameters" in dead_keys(again)
+    assert load_config(write(tmp_path, SFT), (), SftConfig) != again

@@ -1,0 +1,49 @@
+"""The committed page and schemas are those that the schema generates, and every key is documented."""
+
+from pathlib import Path
+
+import pytest
+
+from megappo.config import docs
+from megappo.config.keys import item_class, sections, value_keys
+from megappo.config.schema import SftConfig, TrainConfig
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("name", docs.generated_files())
+def test_the_committed_file_is_current(name):
+    assert (ROOT / name).read_text() == docs.generated_files()[name], "run: python -m megappo.config.docs"
+
+
+def test_every_key_has_a_text_and_stands_on_the_page():
+    page = docs.page()
+    for cls in (TrainConfig, SftConfig):
+        for key, field in value_keys(cls):
+            assert field.description, key
+            assert field.description.replace("|", "\\|").replace("\n", " ") in page, key
+        for name, section in sections(cls):
+            assert f"### {name}\n" in page
+        for key, field in value_keys(cls):
+            if (items := item_class(field)) is not None:
+                assert all(f"| `{name}` |" in page for name in items.model_fields)
+
+
+@pytest.mark.parametrize("key, cells", [
+    ("run.num_ranks", "| `num_ranks` | integer >= 1 or null | `null` |"),
+    ("policy.model", "| `model` | text | **required** |"),
+    ("rollout.memory_share", "| `memory_share` | number > 0, < 1 | `0.4` |"),
+    ("algorithm.dual_clip", "| `dual_clip` | number > 1 or null | `null` |"),
+    ("rollout.stop", "| `stop` | list of text | `[]` |"),
+    ("reward.parts", '| `parts` | list of sections | `[{"name": "exact_match", "weight": 1.0}]` |'),
+    ("algorithm.kl.placement", "| `placement` | one of `none`, `reward`, `loss` | `\"reward\"` |"),
+])  # fmt: skip
+def test_type_range_and_default_are_on_the_page(key, cells):
+    assert cells in docs.page()
+
+
+def test_a_changed_default_makes_the_page_stale(monkeypatch):
+    """Negative control: the comparison sees a change of one default."""
+    before = docs.page()
+    monkeypatch.setattr(TrainConfig.model_fields["run"].annotation.model_fields["seed"], "default", 1)
+    assert docs.page() != before

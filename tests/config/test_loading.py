@@ -1,0 +1,263 @@
+"""Loading: what is written is what is set, and every mistake is one line that names its place, its key and the fix."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megappo.config.dump import dump_yaml
+from megappo.config.errors import ConfigError
+from megappo.config.keys import OTHER_NAMES, nearest_key, sections, value_at, value_keys
+from megappo.config.loading import explicit_keys, json_schema, load_config, parse_override
+from megappo.config.schema import SftConfig, TrainConfig
+from megappo.config.yaml_reader import CoreDumper, parse_yaml
+
+from .examples import TRAIN, train_config, write
+
+# (overrides, what the message must contain)
+BAD_OVERRIDES = [
+    (["policy.parallel.tp=0"], ["command line: policy.parallel.tp = 0: must be >= 1"]),
+    (["policy.parallel.tp=two"], ['policy.parallel.tp = "two": must be an integer']),
+    (["policy.parallel.tp='2'"], ['policy.parallel.tp = "2": must be an integer']),
+    (["policy.parallel.tp=2.0"], ["policy.parallel.tp = 2.0: must be an integer"]),
+    (["policy.parallel.tp=true"], ["policy.parallel.tp = true: must be an integer"]),
+    (["policy.parallel.sequence_parallel=1"], ["policy.parallel.sequence_parallel = 1: must be true or false"]),
+    (["policy.parallel.sequence_parallel=yes"], ['= "yes": must be true or false']),
+    (["policy.optimizer.lr=0"], ["policy.optimizer.lr = 0: must be > 0"]),
+    (["policy.optimizer.lr=.inf"], ["policy.optimizer.lr", "must be a number"]),
+    (["policy.optimizer.lr=1e999"], ["policy.optimizer.lr", "not a number that can be used"]),
+    (["policy.optimizer.beta1=1"], ["policy.optimizer.beta1 = 1: must be < 1"]),
+    (["algorithm.gamma=1.5"], ["algorithm.gamma = 1.5: must be <= 1"]),
+    (["algorithm.kl.placement=los"], ['algorithm.kl.placement = "los"', "'none', 'reward' or 'loss'"]),
+    (["rollout.engine=sglang"], ['rollout.engine = "sglang"', "'vllm' or 'megatron'"]),
+    (["rollout.stop=END"], ['rollout.stop = "END": must be a list']),
+    (["run.name=../elsewhere"], ['run.name = "../elsewhere"', "letters, digits"]),
+    (["run.name=7"], ["run.name = 7: must be a string"]),
+    (["reward.parts=[{name: exact_match, weigth: 2}]"], ["reward.parts.0.weigth", "unknown key; the keys are name, weight"]),
+    (["reward.parts=[{weight: 2}]"], ["reward.parts.0.name is missing"]),
+    (["reward.parts.0.weight=2"], ["reward.parts is set as a whole"]),
+    (["policy.parallel=2"], ["policy.parallel", "is a section; set its keys, for example policy.parallel.tp=VALUE"]),
+    (["policy.parallel={tp: 2}"], ["is a section"]),
+    (["data.system_prompt=You: are"], ["data.system_prompt", "must be a string"]),
+    (["data.train=null"], ["data.train is missing: Training prompts"]),
+    (["policy.model=null"], ["policy.model is missing: Directory of a Hugging Face checkpoint"]),
+    (["run.seed"], ["run.seed: not an override; write key=value"]),
+    (["=3"], ["not an override"]),
+    (["data.train=[a"], ["data.train", "not valid YAML"]),
+    (["rolle.critic=3"], ["rolle.critic", "unknown key"]),
+]
+
+
+@pytest.mark.parametrize("overrides, fragments", BAD_OVERRIDES, ids=[case[0][0] for case in BAD_OVERRIDES])
+def test_a_bad_override_is_one_line_with_key_value_and_fix(tmp_path, overrides, fragments):
+    with pytest.raises(ConfigError) as error:
+        train_config(tmp_path, overrides)
+    text = str(error.value)
+    assert "\n" not in text
+    assert all(fragment in text for fragment in fragments), text
+
+
+# (file, what the message must contain)
+BAD_FILES = [
+    ("", ["policy.model is missing"]),
+    ("- a\n- b\n", ["must hold sections"]),
+    ("policy: {}\ndata: {train: t}\n", ["policy.model is missing"]),
+    (TRAIN + "critic:\n", [":3: critic = null: is an empty section"]),
+    (TRAIN + "critic: 3\n", [":3: critic = 3: is a section"]),
+    (TRAIN + "algorithm:\n  gama: 1.0\n", [":4: algorithm.gama = 1.0: unknown key; did you mean algorithm.gamma?"]),
+    (TRAIN + "algorithm:\n  gamma: -1\n", [":4: algorithm.gamma = -1: must be >= 0"]),
+    (TRAIN + "policy: {model: b}\n", [":3: policy is written twice (first on line 1)"]),
+    (TRAIN + "rollout:\n  tp: 1\n  tp: 2\n", [":5: rollout.tp is written twice (first on line 4)"]),
+    (TRAIN + "1: 2\n", [":3: a key must be a plain name"]),
+    (TRAIN + "[a, b]: 2\n", ["a key must be a plain name"]),
+    (TRAIN + "run: {name: !!python/object/apply:os.system [ls]}\n", [":3: tag", "is not allowed"]),
+    (TRAIN + "run: {seed: !!int abc}\n", ["'abc' is not a number"]),
+    (TRAIN + "run: [1\n", ["not valid YAML"]),
+    ("\x01", ["not valid YAML"]),
+    ("[" * 5000, ["nested too deeply"]),
+    ("a: &a [x, *a]\n", ["unfolds to more than"]),
+    ("---\na: 1\n---\nb: 2\n", ["not valid YAML"]),
+]
+
+
+@pytest.mark.parametrize("text, fragments", BAD_FILES, ids=range(len(BAD_FILES)))
+def test_a_bad_file_is_one_line_with_its_line_number(tmp_path, text, fragments):
+    path = write(tmp_path, text)
+    with pytest.raises(ConfigError) as error:
+        load_config(path)
+    message = str(error.value)
+    assert "\n" not in message and message.startswith(str(path))
+    assert all(fragment in message for fragment in fragments), message
+
+
+def test_aliases_cannot_unfold_without_bound(tmp_path):
+    levels = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    levels += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 12)]
+    with pytest.raises(ConfigError, match="unfolds to more than 10000 values"):
+        load_config(write(tmp_path, "\n".join(levels)))
+    shared = TRAIN + "critic: {optimizer: &o {lr: 2e-5}}\n"
+    assert train_config(tmp_path, text=shared.replace("model: some/model", "model: m, optimizer: {lr: 1e-6}")).critic.optimizer.lr == 2e-5
+
+
+@pytest.mark.parametrize("make, fragment", [
+    (lambda p: p / "absent.yaml", "no such file"),
+    (lambda p: p, "is a directory"),
+    (lambda p: (p / "big.yaml").write_bytes(b"#" * (1 << 20) + b"\n") and p / "big.yaml", "larger than"),
+    (lambda p: (p / "latin.yaml").write_bytes(b"a: \xe9\n") and p / "latin.yaml", "not UTF-8"),
+])  # fmt: skip
+def test_a_file_that_cannot_be_read_is_named(tmp_path, make, fragment):
+    path = make(tmp_path)
+    with pytest.raises(ConfigError, match=fragment) as error:
+        load_config(path)
+    assert str(path) in str(error.value)
+
+
+# plain scalar -> value by YAML 1.2; the last column: PyYAML's YAML 1.1 loader says something else
+SCALARS = [
+    ("1e-6", 1e-6, True),
+    ("1E3", 1000.0, True),
+    ("12:30", "12:30", True),
+    ("no", "no", True),
+    ("on", "on", True),
+    ("010", 10, True),
+    ("1_000", "1_000", True),
+    ("2024-01-01", "2024-01-01", True),
+    (".inf", ".inf", True),
+    ("true", True, False),
+    ("null", None, False),
+    ("~", None, False),
+    ("-7", -7, False),
+    ("0.5", 0.5, False),
+    (".5", 0.5, False),
+    ("hello world", "hello world", False),
+    ("gsm8k:main:train", "gsm8k:main:train", False),
+]
+
+
+@pytest.mark.parametrize("text, value, differs", SCALARS)
+def test_scalars_follow_yaml_1_2(text, value, differs):
+    found, _ = parse_yaml(text, "here")
+    assert found == value and type(found) is type(value)
+    assert (yaml.safe_load(text) != value) == differs  # negative control: the ordinary loader would set another value
+
+
+# written key -> the key that was meant
+SUGGESTIONS = [
+    ("policy.tp", "policy.parallel.tp"),
+    ("critic.lr", "critic.optimizer.lr"),
+    ("policy.modle", "policy.model"),
+    ("policy.optimizer.weight_deacy", "policy.optimizer.weight_decay"),
+    ("algorithm.kl_coef", "algorithm.kl.coef"),
+    ("algorithm.kl.coeff", "algorithm.kl.coef"),
+    ("rollout.temperature", "rollout.sampling.temperature"),
+    ("data.prompts_per_steps", "data.prompts_per_step"),
+    ("trainer.total_epochs", "trainer.epochs"),
+    ("actor_rollout_ref.actor.ppo_mini_batch_size", "algorithm.mini_batch_size"),
+    ("checkpoint.save_freq", "checkpoint.save_every"),
+    ("--tensor-model-parallel-size", "policy.parallel.tp"),
+    ("--pipeline-model-parallel-size", "policy.parallel.pp"),
+    ("--sequence-parallel", "policy.parallel.sequence_parallel"),
+    ("--lr", "policy.optimizer.lr"),
+    ("--global-batch-size", "data.prompts_per_step"),
+    ("--recompute-granularity", "policy.recompute"),
+    ("--save-interval", "checkpoint.save_every"),
+    ("zzzzzz", None),
+]
+
+
+@pytest.mark.parametrize("written, meant", SUGGESTIONS)
+def test_an_unknown_key_names_the_nearest_known_one(written, meant):
+    assert nearest_key(written, TrainConfig) == meant
+
+
+@pytest.mark.parametrize("written", [written for written, meant in SUGGESTIONS if meant])
+def test_suggestions_reach_the_message(tmp_path, written):
+    override = written if written.startswith("--") else f"{written}=1"
+    with pytest.raises(ConfigError, match=f"did you mean {nearest_key(written, TrainConfig)}"):
+        train_config(tmp_path, [override])
+
+
+def test_other_trainers_names_lead_to_keys_that_exist():
+    known = {key for key, _ in value_keys(TrainConfig)}
+    assert set(OTHER_NAMES.values()) <= known
+    assert nearest_key("eval_interval", SftConfig) != "trainer.eval_every", "fine-tuning has no such key"
+
+
+def test_every_known_key_is_accepted_as_an_override():
+    for cls in (TrainConfig, SftConfig):
+        for key, _ in value_keys(cls):
+            assert parse_override(f"{key}=1", cls) == (key, 1)
+        for key, _ in sections(cls):
+            assert parse_override(f"{key}=null", cls) == (key, None)
+
+
+def test_overrides_win_in_order_and_null_takes_back(tmp_path):
+    text = TRAIN + "algorithm: {gamma: 0.5, lam: 0.5, kl: {coef: 1.0}}\ncritic: {model: other}\nreference: {dtype: fp32}\n"
+    overrides = ["algorithm.lam=0.6", "algorithm.lam=0.7", "algorithm.gamma=null", "critic.model=null", "reference=null"]
+    config = train_config(tmp_path, overrides, text)
+    assert (config.algorithm.lam, config.algorithm.gamma, config.algorithm.kl.coef) == (0.7, 1.0, 1.0)
+    assert config.critic.model is None and config.reference.dtype == "bf16"
+    written = {"policy.model", "data.train", "algorithm.lam", "algorithm.kl.coef", "critic.model"}
+    assert explicit_keys(config) == written
+
+
+def test_explicit_keys_are_exactly_those_written(tmp_path):
+    assert explicit_keys(train_config(tmp_path)) == {"policy.model", "data.train"}
+    config = train_config(tmp_path, ["rollout.sampling.top_p=1.0", "rollout.stop=[a]"])  # one of them at its default
+    assert explicit_keys(config) == {"policy.model", "data.train", "rollout.sampling.top_p", "rollout.stop"}
+
+
+def test_a_loaded_configuration_is_frozen(tmp_path):
+    config = train_config(tmp_path)
+    with pytest.raises(ValueError, match="frozen"):
+        config.policy.parallel.tp = 2
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.text(st.characters(exclude_categories=["Cs", "Cc"]), max_size=30))
+def test_any_text_survives_dump_and_load(text):
+    dumped = yaml.dump({"key": text}, Dumper=CoreDumper, allow_unicode=True)
+    assert parse_yaml(dumped, "here")[0] == {"key": text}
+    assert yaml.safe_load(dumped) == {"key": text}  # other readers see the same
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.floats(allow_nan=False, allow_infinity=False))
+def test_any_number_survives_dump_and_load(number):
+    assert parse_yaml(yaml.dump({"key": number}, Dumper=CoreDumper), "here")[0] == {"key": number}
+
+
+def test_the_json_schema_knows_every_key_and_refuses_others(tmp_path):
+    schema = json_schema(TrainConfig)
+    json.dumps(schema)
+    for key, field in value_keys(TrainConfig):
+        here = schema
+        for part in key.split("."):
+            here = here["properties"][part]
+            while "$ref" in here:
+                here = schema["$defs"][here["$ref"].rsplit("/", 1)[-1]]
+        assert here["description"] == field.description, key
+    assert schema["additionalProperties"] is False
+
+
+def test_loading_needs_neither_torch_nor_megatron(tmp_path):
+    path = write(tmp_path, TRAIN)
+    code = (
+        "import sys; from megappo.config.loading import load_config; from megappo.config.checks import check_config\n"
+        f"load_config({str(path)!r}); heavy = {{'torch', 'megatron', 'vllm', 'transformers'}} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_resolved_dump_loads_to_an_equal_configuration(tmp_path):
+    overrides = ["run.name='1e-6'", "data.system_prompt='yes: # no'", "rollout.stop=['\n', '\"']", "policy.optimizer.lr=3e-7"]
+    config = train_config(tmp_path, overrides)
+    again = train_config(tmp_path, text=dump_yaml(config))
+    assert again == config
+    assert value_at(again, "run.name") == "1e-6"
+    assert dump_yaml(again) == dump_yaml(config), "the order is stable"
