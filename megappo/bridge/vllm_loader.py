@@ -50,7 +50,7 @@ class VllmReceiver:
             landing = _Landing(self, moves, self._destination.fills, inspect)
             yield landing.land
             landing.check_finished()
-            self._restore_untouched()
+            self._restore_untouched({module_of(move.target) for move in moves})
             self._api.finalize(self._model, self._worker.model_config)
 
     def open_module(self, name: str, fills: Sequence[Fill]) -> None:
@@ -74,13 +74,23 @@ class VllmReceiver:
             method.moe_kernel = None
         self._api.process(layer, self._api.info(layer))
 
-    def _restore_untouched(self) -> None:
-        """Modules that own buffers only (rotary tables) get them back; vLLM would warn about each that nothing was loaded."""
+    def _restore_untouched(self, landed: set[str]) -> None:
+        """Give the modules that received nothing their live tensors back, and let those that share a parameter with one that did see it.
+
+        Rotary tables belong here (vLLM would warn about each that nothing was loaded), and tied output layers: on a CPU they multiply
+        with a packed copy of the embedding, which vLLM 0.32 does not renew in a reload.
+        """
+        untouched = []
         for layer in self._modules.values():
             info = self._api.info(layer)
             if info.can_load() and not self._api.is_deferred(layer):
                 self._api.restore(layer, info)
                 info.reset()
+                untouched.append(layer)
+        renewed = {id(parameter) for name in landed for parameter in self._modules[name].parameters(recurse=False)}
+        for layer in untouched:
+            if any(id(parameter) in renewed for parameter in layer.parameters(recurse=False)):
+                layer.quant_method.process_weights_after_loading(layer)
 
     def _vllm_config(self) -> contextlib.AbstractContextManager:
         from vllm.config import set_current_vllm_config

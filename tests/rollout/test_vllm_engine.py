@@ -1,0 +1,482 @@
+"""vLLM beside the trainer in the same ranks: weights through the bridge, tokens and log-probs against transformers.
+
+One world of two ranks runs every case (importing vLLM takes as long as all of them); the tests look at what it returned. transformers is
+the oracle throughout: it reads the checkpoints the policy's shards were cut from and scores vLLM's tokens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import random
+from pathlib import Path
+from typing import Any, Iterator
+
+import numpy
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+
+from megappo.bridge import sync as sync_module
+from megappo.bridge.vllm_reload import reload_api
+from megappo.models.arch import read_arch
+from megappo.parallel.layout import ParallelLayout
+from megappo.rollout.types import Request, Response, SamplingParams
+from megappo.rollout.vllm_engine import VllmEngine
+
+from ..bridge.engines import engine_tensors, policy_tensors
+from ..models.checkpoints import write_checkpoint
+from ..worlds import spawn_world
+
+RANKS = 2
+TOLERANCE = 1e-4  # fp32; BRIDGE measured at most 3e-5 on peaky logits, a wrong slice gives 1e-1 and more
+GREEDY = SamplingParams(max_tokens=16, temperature=0.0)
+EOS = 130  # outside of what the tests sample unless they mean to
+
+# name -> (checkpoint case, changes of its config, engine tp, train layouts (tp, pp))
+CASES: dict[str, tuple[str, dict, int, tuple[tuple[int, int], ...]]] = {
+    "llama to tp1 x 2": ("llama", dict(head_dim=32), 1, ((2, 1), (1, 2), (1, 1))),
+    "llama to tp2": ("llama", dict(head_dim=32), 2, ((2, 1), (1, 2))),
+    "one kv head to tp2": ("llama", dict(head_dim=32, num_key_value_heads=1, num_attention_heads=4), 2, ((1, 2),)),
+    "qwen2 tied with biases to tp1 x 2": ("qwen2_tied", dict(hidden_size=128), 1, ((2, 1),)),
+    "qwen2 tied with biases to tp2": ("qwen2_tied", dict(hidden_size=128), 2, ((1, 2),)),
+    "qwen3 to tp2": ("qwen3", dict(head_dim=32), 2, ((2, 1),)),
+    "multimodal ministral3 to tp1 x 2": ("ministral3_tied", dict(head_dim=32), 1, ((1, 2),)),
+}
+
+
+# ------------------------------------------------------------------------------------------------------------- in the world
+
+
+def load(path: str) -> torch.nn.Module:
+    return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+def requests_of(seed: int, count: int = 6, longest: int = 30) -> list[Request]:
+    rng = random.Random(seed)
+    return [Request(tuple(rng.randrange(3, 129) for _ in range(rng.randint(3, longest))), seed=i) for i in range(count)]
+
+
+def long_requests() -> list[Request]:
+    """Longer than vLLM's 128-token cache blocks, so that stale cached keys and values would be used."""
+    rng = random.Random(9)
+    return [Request(tuple(rng.randrange(3, 129) for _ in range(170)), seed=i) for i in range(2)]
+
+
+def distance(model: torch.nn.Module, requests: list[Request], responses: list[Response], temperature: float = 1.0) -> float:
+    """Largest |log-prob difference| to transformers on the same tokens; 1e9 where a greedy token is not transformers' best."""
+    worst = 0.0
+    for request, response in zip(requests, responses, strict=True):
+        ids = torch.tensor([request.prompt + response.tokens])
+        with torch.no_grad():
+            logprobs = torch.log_softmax(model(input_ids=ids).logits[0].float() / temperature, -1)[len(request.prompt) - 1 : -1]
+        chosen = logprobs.gather(1, torch.tensor(response.tokens)[:, None])[:, 0]
+        worst = max(worst, float((chosen - torch.tensor(response.logprobs)).abs().max()))
+    return worst
+
+
+def is_greedy(model: torch.nn.Module, requests: list[Request], responses: list[Response]) -> bool:
+    for request, response in zip(requests, responses, strict=True):
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([request.prompt + response.tokens])).logits[0]
+        best = logits[len(request.prompt) - 1 : -1].argmax(-1)
+        if best.tolist() != list(response.tokens):
+            return False
+    return True
+
+
+def make_engine(path: str, tp: int, **changes: Any) -> VllmEngine:
+    values = dict(
+        tp=tp, dtype=torch.float32, max_model_len=256, eos_token_ids=(EOS,), seed=0, device=torch.device("cpu"), max_num_seqs=16,
+        kv_cache_gib=1 / 32,
+    )
+    return VllmEngine(path, **{**values, **changes})
+
+
+class Policy:
+    """Megatron shards of one rank, refilled from a transformers model."""
+
+    def __init__(self, path: str, tp: int, pp: int) -> None:
+        self.arch = read_arch(path)
+        self.layout = ParallelLayout(RANKS, tp=tp, pp=pp)
+        self.local: dict[str, torch.Tensor] = {}
+
+    def become(self, model: torch.nn.Module) -> None:
+        self.local = policy_tensors(self.arch, self.layout, dist.get_rank(), model.state_dict())
+
+
+def run_case(rank: int, folder: str, name: str) -> dict[str, Any]:
+    _, _, engine_tp, layouts = CASES[name]
+    old, new = (load(f"{folder}/{name}/{which}") for which in ("old", "new"))
+    path = f"{folder}/{name}/{'multimodal' if name.startswith('multimodal') else 'old'}"
+    requests = requests_of(1) + long_requests()
+    with contextlib.closing(make_engine(path, engine_tp)) as engine:
+        results: dict[str, Any] = {"push": {}}
+        for tp, pp in layouts:
+            policy = Policy(path, tp, pp)
+            engine.connect(lambda: policy.local, policy.arch, policy.layout)
+            steps = []
+            for version, model in ((1, old), (2, new)):
+                policy.become(model)
+                metrics = engine.push_weights(version, verify=True)
+                responses = engine.generate(requests, GREEDY)
+                other = new if model is old else old
+                steps.append({
+                    "distance": distance(model, requests, responses), "greedy": is_greedy(model, requests, responses),
+                    "to_other": distance(other, requests, responses), "version": {r.version for r in responses},
+                    "lengths": [len(r.tokens) for r in responses], "metrics": metrics,
+                })
+            results["push"][tp, pp] = steps
+        results["layout"] = layout_mistakes(engine, policy, new, engine_tp, rank)
+        results["shared_memory"] = [name for name in os.listdir("/dev/shm") if name.startswith("megappo-")]
+        if name == "llama to tp1 x 2":
+            results["sampling"] = run_sampling(engine, new)
+            results["faults"] = run_faults(engine, policy, old, new, rank)
+    return results
+
+
+def layout_mistakes(engine: VllmEngine, policy: Policy, model: torch.nn.Module, tp: int, rank: int) -> list[str]:
+    """vLLM's own account of its parameters against the hand-written one."""
+    destination = engine.receiver.describe(sync_module.hf_tensors(policy.arch))
+    want = engine_tensors(policy.arch, dict(model.state_dict()), tp, rank % tp)
+    mistakes = sorted(want.keys() ^ destination.shapes.keys())
+    for name, tensor in want.items():
+        got = torch.zeros_like(tensor).view(tensor.shape[0], -1)
+        for p in (p for p in destination.pieces if p.local == name):
+            source = model.state_dict()[p.hf]
+            source = source.view(source.shape[0], -1)[p.box.r0 : p.box.r1, p.box.c0 : p.box.c1]
+            got[p.row : p.row + p.box.rows, p.col : p.col + p.box.cols] = source
+        if not torch.equal(got, tensor.view(got.shape)):
+            mistakes.append(name)
+    return mistakes
+
+
+def run_sampling(engine: VllmEngine, model: torch.nn.Module) -> dict[str, Any]:
+    requests = requests_of(2, count=7)
+    warm = SamplingParams(max_tokens=24, temperature=0.8)
+    drawn = engine.generate(requests, warm)
+    again = engine.generate(list(reversed(requests)), warm)[::-1]
+    alone = engine.generate(requests[2:3], warm)
+    reseeded = engine.generate([dataclasses.replace(r, seed=r.seed + 100) for r in requests], warm)
+    narrow = engine.generate(requests, SamplingParams(max_tokens=24, temperature=0.8, top_k=5))
+    nucleus = engine.generate(requests, SamplingParams(max_tokens=24, temperature=1.0, top_p=0.6))
+    ending = drawn[0].tokens[5]
+    stopped = engine.generate(requests, dataclasses.replace(warm, stop_token_ids=(ending,)))
+    engine._detokenize = lambda tokens: "".join(f"<{token}>" for token in tokens)
+    word = f"{drawn[1].tokens[7] % 10}><{drawn[1].tokens[8]}>"
+    worded = engine.generate(requests, dataclasses.replace(warm, stop=(word,)))
+    engine._detokenize = None
+    errors = {}
+    for key, bad, how in (
+        ("long", [Request((5,) * 250, 0)], warm), ("empty", [Request((), 0)], warm), ("stop", requests, dataclasses.replace(warm, stop=("x",))),
+    ):
+        with contextlib.suppress(ValueError) as _:
+            try:
+                engine.generate(bad, how)
+            except ValueError as error:
+                errors[key] = str(error)
+    return {
+        "requests": requests, "drawn": drawn, "again": again, "alone": alone, "reseeded": reseeded, "narrow": narrow, "nucleus": nucleus,
+        "stopped": (ending, stopped), "worded": (word, worded), "errors": errors, "distance": distance(model, requests, drawn, 0.8),
+        "narrow_distance": truncated_distance(model, requests, narrow, 0.8, top_k=5),
+        "nucleus_distance": truncated_distance(model, requests, nucleus, 1.0, top_p=0.6), "none": engine.generate([], warm),
+    }
+
+
+def truncated_distance(model: torch.nn.Module, requests: list[Request], responses: list[Response], temperature: float,
+                       top_k: int = 0, top_p: float = 1.0) -> float:
+    """Largest |log-prob difference| to the renormalised top-k or nucleus distribution, written with a sort in float64."""
+    worst = 0.0
+    for request, response in zip(requests, responses, strict=True):
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([request.prompt + response.tokens])).logits[0].double() / temperature
+        for position, (token, logprob) in enumerate(zip(response.tokens, response.logprobs), start=len(request.prompt) - 1):
+            probs, order = torch.softmax(logits[position], -1).sort(descending=True)
+            kept = top_k or int(((probs.cumsum(0) - probs) < top_p).sum())
+            where = order[:kept].tolist().index(token) if token in order[:kept].tolist() else None
+            if where is None:
+                return 1e9
+            worst = max(worst, abs(float(torch.log(probs[where] / probs[:kept].sum())) - logprob))
+    return worst
+
+
+def run_faults(engine: VllmEngine, policy: Policy, old: torch.nn.Module, new: torch.nn.Module, rank: int) -> dict[str, Any]:
+    """Break one thing at a time; each must show."""
+    result: dict[str, Any] = {}
+    requests = requests_of(3) + long_requests()
+
+    def restart(tp: int, pp: int) -> Policy:
+        fresh = Policy(f"{policy_path}", tp, pp)
+        fresh.become(new)
+        engine.connect(lambda: fresh.local, fresh.arch, fresh.layout)
+        return fresh
+
+    policy_path = engine._llm.llm_engine.model_config.model
+
+    # A flipped bit on its way into rank 1's engine.
+    fresh = restart(2, 1)
+    receiver = engine.receiver
+    engine.receiver = Flipping(receiver) if rank == 1 else receiver
+    result["flip"] = error_of(lambda: engine.push_weights(3, verify=True))
+    engine.receiver = receiver
+    result["refuses"] = error_of(lambda: engine.generate(requests, GREEDY))
+    engine.push_weights(4, verify=True)
+    result["recovered"] = distance(new, requests, engine.generate(requests, GREEDY))
+
+    # Stale keys and values: the reset left out.
+    fresh.become(old)
+    with left_out_reset(engine):
+        engine.push_weights(5)
+    result["no_reset"] = distance(old, requests, engine.generate(requests, GREEDY))
+    engine.push_weights(6)
+    result["with_reset"] = distance(old, requests, engine.generate(requests, GREEDY))
+
+    # Gate and up exchanged in the map of the policy: consistent, so checksums pass, but the model is another one.
+    real = sync_module.policy_pieces
+    sync_module.policy_pieces = lambda arch, layout: {
+        r: [p._replace(hf=exchanged(p.hf)) for p in pieces] for r, pieces in real(arch, layout).items()
+    }
+    restart(2, 1)
+    sync_module.policy_pieces = real
+    result["swap_verified"] = engine.push_weights(7, verify=True)["verified"]
+    result["swap"] = distance(new, requests, engine.generate(requests, GREEDY))
+
+    # A rectangle that never comes (on both ranks, so that neither waits for the other).
+    restart(1, 1)
+    assert engine._sync is not None
+    first = engine._sync._rounds[0]
+    engine._sync._rounds[0] = first._replace(local=first.local[1:])
+    result["dropped"] = error_of(lambda: engine.push_weights(8, verify=True))
+    return result
+
+
+def exchanged(name: str) -> str:
+    return name.replace("gate_proj", "x").replace("up_proj", "gate_proj").replace("x", "up_proj") if "mlp" in name else name
+
+
+def error_of(call: Any) -> str:
+    try:
+        call()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@contextlib.contextmanager
+def left_out_reset(engine: VllmEngine) -> Iterator[None]:
+    real = engine._llm.reset_prefix_cache
+    engine._llm.reset_prefix_cache = lambda: True
+    yield
+    engine._llm.reset_prefix_cache = real
+
+
+class Flipping:
+    """A receiver that flips the lowest bit of one element of every o_proj."""
+
+    def __init__(self, real: Any) -> None:
+        self._real = real
+
+    @contextlib.contextmanager
+    def session(self, moves: Any, inspect: Any) -> Iterator[Any]:
+        with self._real.session(moves, inspect) as land:
+
+            def flipping(move: Any, values: torch.Tensor) -> None:
+                if "o_proj" in move.hf:
+                    values = values.clone()
+                    values.view(torch.int32)[-1, -1] ^= 1
+                land(move, values)
+
+            yield flipping
+
+
+def process_state() -> dict[str, Any]:
+    return {
+        "torch random": torch.get_rng_state().sum().item(), "numpy random": numpy.random.get_state()[1].sum(),
+        "python random": hash(random.getstate()), "environment": dict(os.environ), "set_num_threads": torch.set_num_threads,
+        "threads": torch.get_num_threads(), "events": (torch.Event, torch.cuda.Event, torch.cuda.Stream, torch.cuda.current_stream),
+        "accelerator": (torch.accelerator.synchronize, torch.accelerator.empty_cache), "pin_memory": torch.Tensor.pin_memory,
+        "record_stream": torch.Tensor.record_stream, "default dtype": torch.get_default_dtype(), "grad": torch.is_grad_enabled(),
+    }
+
+
+def run_process(folder: str) -> dict[str, Any]:
+    """What an engine's life leaves behind in the process, and two ways to refuse."""
+    path = f"{folder}/llama to tp2/old"
+    before = process_state()
+    with contextlib.closing(make_engine(path, 2)) as engine:
+        built = process_state()
+        policy = Policy(path, 2, 1)
+        policy.become(load(path))
+        engine.connect(lambda: policy.local, policy.arch, policy.layout)
+        unpushed = error_of(lambda: engine.generate(requests_of(1), GREEDY))
+        first = engine.push_weights(1)["verified"], engine.push_weights(2)["verified"]
+        engine.generate(requests_of(1), GREEDY)
+        ran = process_state()
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    changed = [name for state in (built, ran, process_state()) for name in state if state[name] != before[name]]
+
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    real, layerwise.materialize_layer = layerwise.materialize_layer, lambda layer: None
+    other_vllm = error_of(reload_api)
+    layerwise.materialize_layer = real
+    return {"changed": changed, "group": total.item(), "unpushed": unpushed, "verified": first, "other_vllm": other_vllm}
+
+
+def in_world(rank: int, folder: str) -> dict[str, Any]:
+    return {"process": run_process(folder), "cases": {name: run_case(rank, folder, name) for name in CASES}}
+
+
+# ----------------------------------------------------------------------------------------------------------------- tests
+
+
+def write_multimodal(folder: Path, text: Path) -> None:
+    """config.json of a vision-language checkpoint around this language model; weights never come from disk."""
+    folder.mkdir()
+    config = json.loads((text / "config.json").read_text())
+    tied = config.pop("tie_word_embeddings")
+    config.pop("architectures")
+    vision = dict(model_type="pixtral", hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=32, patch_size=16)
+    whole = dict(architectures=["Mistral3ForConditionalGeneration"], model_type="mistral3", text_config=config, vision_config=vision,
+                 tie_word_embeddings=tied)
+    (folder / "config.json").write_text(json.dumps(whole))
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("checkpoints")
+    for name, (case, changes, _, _) in CASES.items():
+        (folder / name).mkdir()
+        for seed, which in enumerate(("old", "new")):
+            write_checkpoint(folder / name / which, case, seed=seed, **changes)
+        if name.startswith("multimodal"):
+            write_multimodal(folder / name / "multimodal", folder / name / "old")
+    return spawn_world(in_world, RANKS, str(folder), timeout_s=400)
+
+
+PUSHES = [pytest.param(name, layout, id=f"tp{layout[0]}pp{layout[1]} {name}") for name, case in CASES.items() for layout in case[3]]
+
+
+@pytest.mark.parametrize("name, layout", PUSHES)
+def test_the_engine_computes_with_the_pushed_weights(world, name, layout):
+    for result in world:
+        for version, step in enumerate(result["cases"][name]["push"][layout], start=1):
+            assert step["distance"] < TOLERANCE and step["greedy"]
+            assert step["to_other"] > 0.1, "the comparison would not notice the other weights"
+            assert step["version"] == {version} and step["metrics"]["verified"] == 1.0
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_vllm_describes_its_parameters_as_its_layers_define_them(world, name):
+    assert [result["cases"][name]["layout"] for result in world] == [[], []]
+
+
+def test_equal_cuts_send_nothing_over_the_wire(world):
+    for result in world:
+        metrics = result["cases"]["llama to tp2"]["push"][2, 1][0]["metrics"]
+        assert metrics["bytes_local"] > 0
+        # vLLM pads the vocabulary to 192 rows and the policy to 132, so the embeddings alone are cut elsewhere
+        assert 0 <= metrics["bytes_received"] <= 2 * 32 * 64 * 4
+
+
+@pytest.fixture(scope="module")
+def sampling(world) -> dict[str, Any]:
+    first, second = (result["cases"]["llama to tp1 x 2"]["sampling"] for result in world)
+    assert first == second, "every rank gets every response"
+    return first
+
+
+def test_sampled_logprobs_are_of_the_distribution_sampled_from(sampling):
+    assert sampling["distance"] < TOLERANCE
+    assert sampling["narrow_distance"] < TOLERANCE
+    assert sampling["nucleus_distance"] < TOLERANCE
+
+
+def test_seeds_reproduce_whatever_the_batch(sampling):
+    tokens = lambda responses: [response.tokens for response in responses]
+    assert tokens(sampling["again"]) == tokens(sampling["drawn"])
+    assert sampling["alone"][0].tokens == sampling["drawn"][2].tokens
+    assert all(a != b for a, b in zip(tokens(sampling["reseeded"]), tokens(sampling["drawn"])))
+    assert len(set(tokens(sampling["drawn"]))) == len(sampling["drawn"])
+
+
+def test_a_stop_token_ends_the_response_and_is_part_of_it(sampling):
+    ending, stopped = sampling["stopped"]
+    for response, full in zip(stopped, sampling["drawn"]):
+        if ending in full.tokens:
+            assert response.tokens == full.tokens[: full.tokens.index(ending) + 1] and response.finish == "stop"
+        else:
+            assert response.tokens == full.tokens and response.finish == "length"
+        assert len(response.logprobs) == len(response.tokens)
+    assert {response.finish for response in stopped} == {"stop", "length"}
+
+
+def test_a_stop_string_ends_the_response_with_the_token_that_completes_it(sampling):
+    word, worded = sampling["worded"]
+    cut = worded[1]
+    assert cut.finish == "stop" and len(cut.tokens) <= 9 and cut.tokens == sampling["drawn"][1].tokens[: len(cut.tokens)]
+    text = "".join(f"<{token}>" for token in cut.tokens)
+    assert word in text and word not in "".join(f"<{token}>" for token in cut.tokens[:-1])
+    assert len(cut.logprobs) == len(cut.tokens)
+
+
+def test_requests_that_cannot_be_served_are_refused(sampling):
+    assert "request 0: prompt of 250 tokens plus max_tokens 24" in sampling["errors"]["long"]
+    assert "request 0: prompt of 0 tokens" in sampling["errors"]["empty"]
+    assert "rollout.stop" in sampling["errors"]["stop"]
+    assert sampling["none"] == []
+
+
+@pytest.fixture(scope="module")
+def faults(world) -> list[dict[str, Any]]:
+    return [result["cases"]["llama to tp1 x 2"]["faults"] for result in world]
+
+
+def test_a_flipped_bit_is_named_by_all_ranks_and_the_engine_refuses_to_work(faults):
+    for fault in faults:
+        assert "push of weights 3: rank 1: model.layers.0.self_attn.o_proj.weight arrived with checksum" in fault["flip"]
+        assert "holds no weights" in fault["refuses"]
+        assert fault["recovered"] < TOLERANCE
+
+
+def test_a_stale_prefix_cache_would_show(faults):
+    for fault in faults:
+        assert fault["no_reset"] > 0.1 and fault["with_reset"] < TOLERANCE
+
+
+def test_a_wrong_weight_map_would_show_although_checksums_pass(faults):
+    for fault in faults:
+        assert fault["swap_verified"] == 1.0 and fault["swap"] > 0.1
+
+
+def test_a_missing_rectangle_is_reported(faults):
+    for fault in faults:
+        assert "rectangles of model.embed_tokens missing" in fault["dropped"]
+
+
+def test_vllm_leaves_the_process_as_it_was(world):
+    for result in world:
+        assert result["process"]["changed"] == []
+        assert result["process"]["group"] == RANKS, "the default process group works after close()"
+
+
+def test_engines_leave_no_names_in_shared_memory(world):
+    for result in world:
+        assert all(case["shared_memory"] == [] for case in result["cases"].values())
+
+
+def test_only_the_first_push_is_verified_by_default(world):
+    assert {result["process"]["verified"] for result in world} == {(1.0, 0.0)}
+
+
+def test_generation_before_the_first_push_is_refused(world):
+    assert all("holds no weights" in result["process"]["unpushed"] for result in world)
+
+
+def test_a_vllm_that_reloads_differently_is_refused(world):
+    for result in world:
+        assert "materialize_layer(layer, info) is now (layer)" in result["process"]["other_vllm"]
