@@ -1,0 +1,27 @@
+"""Logging of many ranks: rank 0 speaks, the others only warn, and every line says whose it is. Imports nothing of megappo."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Optional, TextIO
+
+
+class RankFormatter(logging.Formatter):
+    """`12:34:56 rank 3 WARNING megappo.engine: text`; one process alone leaves the rank out."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        who = f"rank {rank} " if world_size > 1 else ""
+        super().__init__(f"%(asctime)s {who}%(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S")
+
+
+def configure_logging(rank: int, world_size: int, level: int = logging.INFO, stream: Optional[TextIO] = None) -> None:
+    """Set up the `megappo` logger of this process; calling it again replaces the earlier set-up. Other loggers are left alone."""
+    logger = logging.getLogger("megappo")
+    for handler in list(logger.handlers):
+        logger.removeHandler(handler)
+    handler = logging.StreamHandler(stream or sys.stderr)
+    handler.setFormatter(RankFormatter(rank, world_size))
+    logger.addHandler(handler)
+    logger.setLevel(level if rank == 0 else max(level, logging.WARNING))
+    logger.propagate = False

@@ -1,0 +1,107 @@
+"""The catalogue of what a run logs: every metric's name, defined once, with its meaning and unit.
+
+A name is `group/metric`; the group is TensorBoard's section. Names that depend on the configuration (parts of the reward, stages) end
+in `*` here. How the numbers are computed is the trainer's; this file only knows what they are called.
+"""
+
+from __future__ import annotations
+
+import math
+from enum import Enum
+from typing import Any
+
+GROUPS = ("reward", "eval", "policy", "critic", "kl", "lengths", "rollout", "timing", "throughput", "memory", "sft")
+
+
+class Metric(str, Enum):
+    """Value: the name in JSONL and TensorBoard. meaning: one line for the documentation."""
+
+    meaning: str
+
+    def __new__(cls, name: str, meaning: str) -> Metric:
+        member = str.__new__(cls, name)
+        member._value_ = name
+        member.meaning = meaning
+        return member
+
+    SCORE_MEAN = "reward/score_mean", "mean score of the step's responses, penalties included"
+    SCORE_STD = "reward/score_std", "standard deviation of the scores"
+    SCORE_MIN = "reward/score_min", "smallest score"
+    SCORE_MAX = "reward/score_max", "largest score"
+    SHAPED_MEAN = "reward/shaped_mean", "mean over responses of the summed per-token reward (score minus KL penalty)"
+    REWARD_PART = "reward/*", "mean of one reward rule, before its weight"
+
+    EVAL_SCORE = "eval/score", "mean score of greedy answers to the held-out prompts"
+    EVAL_LENGTH = "eval/length", "mean response length of the evaluation, tokens"
+    EVAL_TRUNCATED = "eval/truncated", "share of evaluated responses cut by the length limit"
+    EVAL_PART = "eval/*", "mean of one reward rule over the held-out prompts"
+
+    POLICY_LOSS = "policy/loss", "clipped surrogate loss, mean over the step's updates"
+    POLICY_ENTROPY = "policy/entropy", "mean entropy of the next-token distribution at sampled tokens, nats"
+    POLICY_CLIP_LOW = "policy/clip_low", "share of tokens whose gradient the lower clip cut"
+    POLICY_CLIP_HIGH = "policy/clip_high", "share of tokens whose gradient the upper clip cut"
+    POLICY_DUAL_CLIP = "policy/dual_clip", "share of tokens whose gradient the dual clip cut"
+    POLICY_APPROX_KL = "policy/approx_kl", "k3 estimate of KL(sampling policy || updated policy) per token, nats"
+    POLICY_RATIO_MEAN = "policy/ratio_mean", "mean probability ratio of updated and sampling policy"
+    POLICY_RATIO_MAX = "policy/ratio_max", "largest probability ratio"
+    POLICY_GRAD_NORM = "policy/grad_norm", "global gradient norm before clipping, mean over updates"
+    POLICY_LR = "policy/lr", "learning rate of the last update"
+    POLICY_UPDATES = "policy/updates", "optimizer steps taken"
+    POLICY_SKIPPED = "policy/skipped_updates", "updates left out because a gradient was not finite"
+    POLICY_STOPPED = "policy/stopped_early", "1 where target_kl ended the step's updates"
+    ADVANTAGE = "policy/advantage_*", "mean, std, min, max of the advantages before whitening"
+
+    CRITIC_LOSS = "critic/loss", "clipped value loss, mean over the step's updates"
+    CRITIC_EXPLAINED_VARIANCE = "critic/explained_variance", "1 - Var(return - value) / Var(return) before the updates"
+    CRITIC_VALUE_CLIP = "critic/value_clip", "share of tokens whose gradient the value clip cut"
+    CRITIC_VALUE_ERROR_MAX = "critic/value_error_max", "largest |value - return|"
+    CRITIC_GRAD_NORM = "critic/grad_norm", "global gradient norm before clipping, mean over updates"
+    CRITIC_LR = "critic/lr", "learning rate of the last update"
+    CRITIC_UPDATES = "critic/updates", "optimizer steps taken"
+    CRITIC_SKIPPED = "critic/skipped_updates", "updates left out because a gradient was not finite"
+    VALUE = "critic/value_*", "mean, std, min, max of the values"
+    RETURN = "critic/return_*", "mean, std, min, max of the returns"
+
+    KL_TOKEN = "kl/per_token", "mean log-ratio of policy and reference per sampled token (k1), nats"
+    KL_TOKEN_K3 = "kl/per_token_k3", "the same as k3 estimate"
+    KL_RESPONSE = "kl/per_response", "mean over responses of the summed log-ratio, nats"
+    KL_COEF = "kl/coef", "factor of the KL penalty used in this step"
+
+    RESPONSE_MEAN = "lengths/response_mean", "mean response length, tokens"
+    RESPONSE_MAX = "lengths/response_max", "longest response, tokens"
+    PROMPT_MEAN = "lengths/prompt_mean", "mean prompt length, tokens"
+    PROMPT_MAX = "lengths/prompt_max", "longest prompt, tokens"
+    TRUNCATED = "lengths/truncated", "share of responses cut by the length limit"
+
+    PROB_DIFF_MEAN = "rollout/prob_diff_mean", "mean |probability difference| of sampler and trainer on sampled tokens"
+    PROB_DIFF_MAX = "rollout/prob_diff_max", "largest such difference"
+    PUSH = "rollout/push_*", "what the rollout engine reports of the weight push"
+
+    STEP_SECONDS = "timing/step_s", "wall time of the step, s"
+    STAGE_SECONDS = "timing/*", "wall time of one stage of the step, s"
+    TOKENS_PER_S = "throughput/tokens_per_s", "prompt and response tokens of the step per second of the whole step"
+    GENERATED_PER_S = "throughput/generated_tokens_per_s", "response tokens per second of generation"
+    SAMPLES_PER_S = "throughput/samples_per_s", "responses per second of the whole step"
+    HOST_PEAK = "memory/host_peak_gib", "peak resident memory of rank 0, GiB"
+    DEVICE_PEAK = "memory/device_peak_gib", "peak allocated device memory of rank 0, GiB"
+
+    SFT_LOSS = "sft/loss", "mean negative log-prob of response tokens, nats"
+    SFT_GRAD_NORM = "sft/grad_norm", "global gradient norm before clipping"
+    SFT_LR = "sft/lr", "learning rate"
+
+
+def metric_of(name: str) -> Metric | None:
+    """The catalogue's entry of a logged name; an entry that ends in `*` stands for every name that starts like it, longest first."""
+    fitting = [m for m in Metric if m.value == name or (m.value.endswith("*") and name.startswith(m.value[:-1]))]
+    return max(fitting, key=lambda m: (m.value == name, len(m.value)), default=None)
+
+
+def finite_or_none(value: Any) -> Any:
+    """JSON has no NaN and no infinity: non-finite floats become None, in lists and mappings too."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: finite_or_none(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite_or_none(item) for item in value]
+    return value

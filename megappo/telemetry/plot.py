@@ -1,0 +1,113 @@
+"""The learning curve of a run as an SVG, drawn from its own metrics.jsonl with nothing but the standard library."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Optional, Sequence
+from xml.sax.saxutils import escape
+
+from megappo.telemetry.jsonl import read_lines
+from megappo.telemetry.metrics import Metric
+
+WIDTH, HEIGHT = 420, 240
+LEFT, RIGHT, TOP, BOTTOM = 58, 14, 34, 34
+COLORS = ("#1f6fb2", "#d1581f")
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One set of axes with one or two curves."""
+
+    title: str
+    curves: tuple[tuple[str, Metric], ...]
+
+
+PANELS = (
+    Panel("score", (("training", Metric.SCORE_MEAN), ("held-out, greedy", Metric.EVAL_SCORE))),
+    Panel("KL to the reference per response, nats", (("", Metric.KL_RESPONSE),)),
+    Panel("explained variance of the critic", (("", Metric.CRITIC_EXPLAINED_VARIANCE),)),
+    Panel("entropy, nats per token", (("", Metric.POLICY_ENTROPY),)),
+    Panel("response length, tokens", (("", Metric.RESPONSE_MEAN),)),
+    Panel("loss of supervised fine-tuning, nats per token", (("", Metric.SFT_LOSS),)),
+)
+
+
+def write_learning_curve(run_dir: Path) -> Optional[Path]:
+    """Draw run_dir/metrics.jsonl to run_dir/learning_curve.svg; panels without data are left out. None where nothing was logged."""
+    metrics = run_dir / "metrics.jsonl"
+    records = read_lines(metrics) if metrics.exists() else []
+    picture = learning_curve_svg(records, run_dir.name)
+    if picture is None:
+        return None
+    path = run_dir / "learning_curve.svg"
+    path.write_text(picture, encoding="utf-8")
+    return path
+
+
+def learning_curve_svg(records: Sequence[dict[str, Any]], title: str) -> Optional[str]:
+    """Two columns of panels over the steps."""
+    drawn = []
+    for panel in PANELS:
+        curves = [(label, _points(records, metric)) for label, metric in panel.curves]
+        if any(len(points) > 1 for _, points in curves):
+            drawn.append(_panel(panel.title, [(label, points) for label, points in curves if points]))
+    if not drawn:
+        return None
+    columns = min(2, len(drawn))
+    rows = math.ceil(len(drawn) / columns)
+    placed = "".join(
+        f'<g transform="translate({i % columns * WIDTH},{30 + i // columns * HEIGHT})">{panel}</g>' for i, panel in enumerate(drawn)
+    )
+    width, height = columns * WIDTH, 30 + rows * HEIGHT
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
+        f'font-family="sans-serif" font-size="11"><rect width="100%" height="100%" fill="white"/>'
+        f'<text x="{LEFT}" y="20" font-size="15">{escape(title)}</text>{placed}</svg>\n'
+    )
+
+
+def _points(records: Sequence[dict[str, Any]], metric: Metric) -> list[tuple[int, float]]:
+    return [(r["step"], r[metric.value]) for r in records if r.get(metric.value) is not None]
+
+
+def _panel(title: str, curves: Sequence[tuple[str, list[tuple[int, float]]]]) -> str:
+    steps = [step for _, points in curves for step, _ in points]
+    values = [value for _, points in curves for _, value in points]
+    x_ticks, y_ticks = _ticks(min(steps), max(steps), whole=True), _ticks(min(values), max(values))
+
+    def x(step: float) -> float:
+        return LEFT + (step - x_ticks[0]) / (x_ticks[-1] - x_ticks[0]) * (WIDTH - LEFT - RIGHT)
+
+    def y(value: float) -> float:
+        return HEIGHT - BOTTOM - (value - y_ticks[0]) / (y_ticks[-1] - y_ticks[0]) * (HEIGHT - TOP - BOTTOM)
+
+    parts = [f'<text x="{LEFT}" y="{TOP - 14}" font-weight="bold">{escape(title)}</text>']
+    for tick in y_ticks:
+        parts.append(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(tick):.1f}" y2="{y(tick):.1f}" stroke="#ddd"/>')
+        parts.append(f'<text x="{LEFT - 6}" y="{y(tick) + 4:.1f}" text-anchor="end">{tick:g}</text>')
+    for tick in x_ticks:
+        parts.append(f'<text x="{x(tick):.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{tick:g}</text>')
+    for number, (label, points) in enumerate(curves):
+        color = COLORS[number]
+        path = " ".join(f"{x(step):.1f},{y(value):.1f}" for step, value in points)
+        parts.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="1.6"/>')
+        if len(points) <= 40:
+            parts += [f'<circle cx="{x(step):.1f}" cy="{y(value):.1f}" r="2.2" fill="{color}"/>' for step, value in points]
+        if label:
+            parts.append(f'<text x="{WIDTH - RIGHT}" y="{TOP - 14 + 13 * number}" text-anchor="end" fill="{color}">{escape(label)}</text>')
+    return "".join(parts)
+
+
+def _ticks(low: float, high: float, whole: bool = False) -> list[float]:
+    """About five round numbers whose first and last enclose low and high."""
+    if high <= low:
+        high = low + (1.0 if whole else max(abs(low) * 0.1, 1e-6))
+    rough = (high - low) / 4
+    magnitude = 10.0 ** math.floor(math.log10(rough))
+    step = next(magnitude * factor for factor in (1, 2, 2.5, 5, 10) if magnitude * factor >= rough * 0.999)
+    if whole:
+        step = max(1.0, math.ceil(step))
+    first, last = math.floor(low / step), math.ceil(high / step)
+    return [round(i * step, 12) for i in range(first, last + 1)]

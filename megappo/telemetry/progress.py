@@ -1,0 +1,88 @@
+"""The console table of a run: a header, then one line per step with the few numbers that matter. Plain lines, so a log file is as
+readable as a terminal."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Callable, Mapping, Optional, Sequence, TextIO
+
+from megappo.telemetry.metrics import Metric
+
+# steps over which the time left is averaged
+ETA_WINDOW = 10
+HEADER_EVERY = 40
+
+
+@dataclass(frozen=True)
+class Column:
+    """title and metric; format: of a finite number, e.g. `.3f`."""
+
+    title: str
+    metric: Metric
+    format: str
+    width: int = 7
+
+
+PPO_COLUMNS = (
+    Column("score", Metric.SCORE_MEAN, ".3f"),
+    Column("eval", Metric.EVAL_SCORE, ".3f"),
+    Column("kl", Metric.KL_RESPONSE, ".3f"),
+    Column("entropy", Metric.POLICY_ENTROPY, ".3f"),
+    Column("length", Metric.RESPONSE_MEAN, ".1f"),
+    Column("v loss", Metric.CRITIC_LOSS, ".4f"),
+    Column("expl.v", Metric.CRITIC_EXPLAINED_VARIANCE, ".2f"),
+    Column("tok/s", Metric.TOKENS_PER_S, ",.0f", 9),
+    Column("s/step", Metric.STEP_SECONDS, ".2f"),
+)
+SFT_COLUMNS = (
+    Column("loss", Metric.SFT_LOSS, ".4f"),
+    Column("grad", Metric.SFT_GRAD_NORM, ".3f"),
+    Column("lr", Metric.SFT_LR, ".1e", 8),
+    Column("tok/s", Metric.TOKENS_PER_S, ",.0f", 9),
+)
+
+
+class Progress:
+    """Prints rows to `stream`. every: print only each so many steps, the first and the last. clock: seconds, for the time left."""
+
+    def __init__(
+        self, columns: Sequence[Column], stream: TextIO, every: int = 1, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._columns, self._stream, self._every, self._clock = columns, stream, every, clock
+        self._ends: deque[float] = deque([clock()], maxlen=ETA_WINDOW + 1)
+        self._rows = 0
+
+    def row(self, metrics: Mapping[str, float], step: int, total: int) -> None:
+        """A metric that is absent or not finite prints as `-`."""
+        self._ends.append(self._clock())
+        if not (step % self._every == 0 or step == total or self._rows == 0):
+            return
+        if self._rows % HEADER_EVERY == 0:
+            self._print(self._line("step".rjust(11), [c.title for c in self._columns], "eta"))
+        self._rows += 1
+        cells = [_cell(metrics.get(c.metric), c.format) for c in self._columns]
+        self._print(self._line(f"{step}/{total}".rjust(11), cells, self._time_left(total - step)))
+
+    def text(self, line: str) -> None:
+        self._print(line)
+
+    def _line(self, first: str, cells: Sequence[str], last: str) -> str:
+        middle = " ".join(cell.rjust(column.width) for cell, column in zip(cells, self._columns))
+        return f"{first} {middle} {last.rjust(8)}"
+
+    def _time_left(self, steps: int) -> str:
+        seconds = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1) * steps
+        minutes, seconds = divmod(round(seconds), 60)
+        hours, minutes = divmod(minutes, 60)
+        return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+    def _print(self, line: str) -> None:
+        # flush: the output of torchrun and sbatch is a pipe, and a step can take minutes
+        print(line, file=self._stream, flush=True)
+
+
+def _cell(value: Optional[float], spec: str) -> str:
+    return "-" if value is None or not math.isfinite(value) else format(value, spec)

@@ -1,0 +1,139 @@
+"""One call per step, fanned out to metrics.jsonl, TensorBoard and the console. Every rank calls; the first rank writes."""
+
+from __future__ import annotations
+
+import logging
+import math
+import sys
+import time
+from pathlib import Path
+from typing import Any, Mapping, Optional, Protocol, Sequence, TextIO
+
+import torch.distributed as dist
+
+from megappo.telemetry.jsonl import MetricsFile
+from megappo.telemetry.metrics import Metric
+from megappo.telemetry.plot import write_learning_curve
+from megappo.telemetry.progress import PPO_COLUMNS, SFT_COLUMNS, Progress
+from megappo.telemetry.tensorboard import TensorBoard
+from megappo.telemetry.trajectories import write_trajectories
+
+logger = logging.getLogger(__name__)
+
+# lines that a supervised run prints, however many steps it has
+SFT_ROWS = 20
+
+
+class EvaluationResult(Protocol):
+    """What a validation hands over; `trainer.evaluation.Evaluation` is one."""
+
+    num_prompts: int
+    score: float
+    parts: dict[str, float]
+    length: float
+    truncated: float
+
+
+def evaluation_metrics(evaluation: EvaluationResult) -> dict[str, float]:
+    return {
+        Metric.EVAL_SCORE.value: evaluation.score,
+        Metric.EVAL_LENGTH.value: evaluation.length,
+        Metric.EVAL_TRUNCATED.value: evaluation.truncated,
+        **{f"eval/{name}": value for name, value in evaluation.parts.items()},
+    }
+
+
+class RunLog:
+    """Writes metrics.jsonl, tensorboard/, trajectories/ and learning_curve.svg below `root`, and the table to `stream` (stdout)."""
+
+    def __init__(self, root: Path, *, tensorboard: bool = True, stream: Optional[TextIO] = None) -> None:
+        self._root = root
+        self._writes = not dist.is_initialized() or dist.get_rank() == 0
+        self._stream = stream or sys.stdout
+        self._file = MetricsFile(root / "metrics.jsonl")
+        self._wants_board = tensorboard
+        self._board: Optional[TensorBoard] = None
+        self._resumed_step: Optional[int] = None
+        self._progress: Optional[Progress] = None
+        self._held: Optional[tuple[int, dict[str, float]]] = None
+        self._warned: set[str] = set()
+
+    def resume_after(self, step: int) -> None:
+        """Before the first step of a resumed run: forget what was logged after `step`."""
+        if self._writes:
+            self._resumed_step = step
+            self._file.keep_through(step)
+
+    def note(self, text: str) -> None:
+        """A line for the reader of the console."""
+        if self._writes:
+            print(text, file=self._stream, flush=True)
+
+    def step(self, metrics: Mapping[str, float], step: int, total_steps: int) -> None:
+        """Log one PPO step: a line in the file, scalars, a row on the console."""
+        if self._writes:
+            if self._progress is None:
+                self._progress = Progress(PPO_COLUMNS, self._stream)
+            held = self._take_held(step)
+            self._write({**held, **metrics}, step)
+            self._progress.row({**held, **metrics}, step, total_steps)
+
+    def sft_step(self, metrics: Mapping[str, float], step: int, total_steps: int) -> None:
+        """Log one step of supervised fine-tuning; the console gets about 20 rows in all."""
+        if self._writes:
+            if self._progress is None:
+                self._progress = Progress(SFT_COLUMNS, self._stream, every=max(1, total_steps // SFT_ROWS))
+            self._write(metrics, step)
+            self._progress.row(metrics, step, total_steps)
+
+    def evaluation(self, evaluation: EvaluationResult, step: int) -> None:
+        """Log a validation of the weights after `step`. It joins the line of that step, which is logged after it; step 0 has none."""
+        if not self._writes:
+            return
+        metrics = evaluation_metrics(evaluation)
+        if step > 0:
+            self._held = (step, metrics)
+            return
+        self._write(metrics, step)
+        parts = "".join(f", {name} {value:.3f}" for name, value in evaluation.parts.items())
+        self.note(
+            f"before training: score {evaluation.score:.3f} on {evaluation.num_prompts} held-out prompts{parts}, "
+            f"mean length {evaluation.length:.1f} tokens, {evaluation.truncated:.1%} cut"
+        )
+
+    def trajectories(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Write samples of a step in full."""
+        if self._writes:
+            write_trajectories(self._root, step, rows)
+
+    def close(self) -> None:
+        """Finish the files and draw the learning curve."""
+        if not self._writes:
+            return
+        self._take_held(None)
+        self._file.close()
+        if self._board is not None:
+            self._board.close()
+        write_learning_curve(self._root)
+
+    def _take_held(self, step: Optional[int]) -> dict[str, float]:
+        """The held evaluation where it belongs to `step`; one of another step gets a line of its own."""
+        if self._held is None:
+            return {}
+        (at, metrics), self._held = self._held, None
+        if at == step:
+            return metrics
+        self._write(metrics, at)
+        return {}
+
+    def _write(self, metrics: Mapping[str, float], step: int) -> None:
+        plain = {str(getattr(name, "value", name)): value for name, value in metrics.items()}
+        for name, value in plain.items():
+            if not math.isfinite(value) and name not in self._warned:
+                self._warned.add(name)
+                logger.warning("%s is %s at step %d; it is logged as null (said once)", name, value, step)
+        self._file.append({"step": step, "time": round(time.time(), 3), **plain})
+        if self._wants_board:
+            if self._board is None:
+                self._board = TensorBoard(self._root / "tensorboard", self._resumed_step)
+            self._board.scalars(plain, step)

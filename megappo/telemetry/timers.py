@@ -1,0 +1,43 @@
+"""Wall time of the named stages of one step."""
+
+from __future__ import annotations
+
+import time
+from contextlib import contextmanager
+from typing import Callable, Iterator
+
+import torch
+
+
+def wait_for_device() -> None:
+    """Let a stage end when its work is done and not when it is queued; a process that never touched CUDA has nothing to wait for."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
+class StageTimers:
+    """seconds: stage -> wall time; a stage that is entered again adds up. One object serves one step."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._started = clock()
+        self._open: list[str] = []
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Times its body, also when it raises. Stages do not nest: their times would count twice."""
+        assert not self._open, f"stage {name} begins inside {self._open[-1]}"
+        self._open.append(name)
+        start = self._clock()
+        try:
+            yield
+            wait_for_device()
+        finally:
+            self._open.pop()
+            self.seconds[name] = self.seconds.get(name, 0.0) + self._clock() - start
+
+    @property
+    def total_s(self) -> float:
+        """Seconds since this object was made, what lies between the stages included."""
+        return self._clock() - self._started

@@ -1,0 +1,53 @@
+"""The catalogue is complete: every name that the trainer logs is in it, in a known group."""
+
+import ast
+import re
+from pathlib import Path
+
+import megappo
+from megappo.telemetry.metrics import GROUPS, Metric, finite_or_none, metric_of
+
+NAME = re.compile(rf"^({'|'.join(GROUPS)})/[a-z0-9_]*$")
+
+
+def logged_names(source: str) -> set[str]:
+    """Literals that look like metric names; an f-string counts by its literal beginning, marked with a trailing *."""
+    names = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.JoinedStr) and isinstance(node.values[0], ast.Constant) and NAME.match(node.values[0].value):
+            names.add(node.values[0].value + "*")
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and NAME.match(node.value):
+            names.add(node.value)
+    return {n for n in names if n.endswith("*") or n + "*" not in names}
+
+
+def unknown(names: set[str]) -> set[str]:
+    """A literal may also be the beginning of a family such as critic/value_*."""
+    families = {m.value for m in Metric if m.value.endswith("_*")}
+    return {n for n in names if metric_of(n.rstrip("*") + ("x" if n.endswith("*") else "")) is None and n + "_*" not in families}
+
+
+def test_every_name_the_trainer_logs_is_in_the_catalogue():
+    sources = sorted(Path(megappo.__file__).parent.glob("trainer/*.py"))
+    names = set().union(*(logged_names(path.read_text()) for path in sources))
+    assert len(names) > 30
+    assert not unknown(names)
+
+
+def test_a_name_outside_the_catalogue_is_noticed():
+    assert unknown(logged_names('log({"policy/entropee": 1, f"sft/{x}": 2, "policy/entropy": 3})')) == {"policy/entropee", "sft/*"}
+
+
+def test_groups_and_names():
+    assert {m.value.split("/")[0] for m in Metric} == set(GROUPS)
+    assert len({m.value for m in Metric}) == len(Metric)
+    assert metric_of("timing/step_s") is Metric.STEP_SECONDS and metric_of("timing/generate_s") is Metric.STAGE_SECONDS
+    assert metric_of("critic/value_clip") is Metric.CRITIC_VALUE_CLIP and metric_of("critic/value_mean") is Metric.VALUE
+    assert {Metric.SCORE_MEAN: 1.0} == {"reward/score_mean": 1.0}
+
+
+def test_finite_or_none_reaches_into_structures():
+    inf = float("inf")
+    assert finite_or_none({"a": [1.0, -inf, (inf, "x")], "b": {"c": float("nan")}, "d": 3}) == {
+        "a": [1.0, None, [None, "x"]], "b": {"c": None}, "d": 3,
+    }
