@@ -175,7 +175,6 @@ class SentencePieceTokenizer:
         self.pad_id = _optional(self._processor.pad_id())
         self.eos_id = self._processor.eos_id()
         self.eos_ids = _eos_ids(self.eos_id, model.parent)
-        self._control = frozenset(i for i in range(self.vocab_size) if self._processor.is_control(i))
         # Whatever the file is called, it is known and written as tokenizer.model, the name by which a directory is recognised.
         more = model.parent / "generation_config.json"
         self._files = {"tokenizer.model": model, **({more.name: more} if more.is_file() else {})}
@@ -192,10 +191,7 @@ class SentencePieceTokenizer:
         raise _no_chat_template(self.path)
 
     def decode(self, ids: Sequence[int]) -> str:
-        def known(run: list[int]) -> str:
-            return self._processor.decode([i for i in run if i not in self._control])
-
-        return _decode(ids, self.vocab_size, known)
+        return _decode(ids, self.vocab_size, self._processor.decode)  # which leaves control pieces out
 
     def save(self, directory: str | Path) -> None:
         _copy(self._files, Path(directory))

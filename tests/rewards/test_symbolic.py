@@ -41,6 +41,8 @@ TABLE = [
     ("\\boxed{(x+1)^2}", "x^2+1", 0),
     ("#### 71\n the answer is \\boxed{72}", "72", 0),  # the marker decides where there is one
     ("the answer is \\boxed{71}\n#### 72", "72", 1),
+    ("#### 71\n#### 72", "72", 1),  # the last one
+    ("#### 72\n#### 71", "72", 0),
     ("#### ", "72", 0),
     ("I do not know", "72", 0),
     ("", "72", 0),
@@ -117,7 +119,8 @@ def test_a_call_that_is_interrupted_leaves_no_late_reply() -> None:
     def stop(*_: object) -> None:
         raise Stop
 
-    rule = MathVerify(cpu_limit_s=1.5)
+    rule = MathVerify(cpu_limit_s=60)  # the abandoned computation is ended, not waited for
+    started = time.monotonic()
     assert rule(sample("5", "5")) == 1.0
     previous = signal.signal(signal.SIGALRM, stop)
     try:
@@ -128,6 +131,7 @@ def test_a_call_that_is_interrupted_leaves_no_late_reply() -> None:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous)
     assert [rule(sample("5", "5")), rule(sample("6", "5"))] == [1.0, 0.0]
+    assert time.monotonic() - started < 30
     rule.close()
 
 
