@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NoReturn, Optional, Sequence
 
 from megappo.config.errors import ConfigError
+from megappo.platform.quiet import quiet_libraries
 
 Arguments = argparse.Namespace
 PACKAGE = Path(__file__).parent
@@ -75,9 +76,16 @@ def cmd_plan(args: Arguments) -> int:
 
 
 def cmd_generate(args: Arguments) -> int:
-    from megappo.trainer.generate import generate
+    from megappo.trainer.generate import answer
 
-    return generate(args)
+    prompts = args.prompt or [line.rstrip("\n") for line in sys.stdin if line.strip()]
+    answers = answer(
+        args.model, prompts, tokenizer_path=args.tokenizer, engine=args.engine, max_tokens=args.max_tokens,
+        temperature=args.temperature, chat_template=not args.raw, dtype=args.dtype,
+    )  # fmt: skip
+    for prompt, text in zip(prompts, answers):
+        print(f"{prompt}\n{text}\n" if len(prompts) > 1 else text)
+    return 0
 
 
 def cmd_export(args: Arguments) -> int:
@@ -162,6 +170,9 @@ def build_parser() -> Parser:
     generate.add_argument("--prompt", action="append", metavar="TEXT", help="a prompt (may be repeated; default: lines of stdin)")
     generate.add_argument("--max-tokens", type=_positive_int, default=256, metavar="N", help="longest response")
     generate.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy")
+    generate.add_argument("--tokenizer", metavar="PATH", help="tokenizer directory or SentencePiece .model (default: MODEL)")
+    generate.add_argument("--engine", choices=("vllm", "megatron"), default="vllm", help="what generates")
+    generate.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16")
     generate.add_argument("--raw", action="store_true", help="do not apply the chat template")
     export = command("export", cmd_export, "Write a run's checkpoint as a Hugging Face checkpoint.", config=None)
     export.add_argument("run_dir", metavar="RUN_DIR", help="directory of a run (output_dir/name)")
@@ -212,6 +223,7 @@ def _is_users_mistake(error: ValueError) -> bool:
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Run one command; returns its exit code."""
+    quiet_libraries()
     try:
         args = _parse(argv)
         return args.run(args)

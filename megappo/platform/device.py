@@ -21,6 +21,14 @@ def select_device(requested: Literal["auto", "cpu", "cuda"]) -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
 
+def start_alone(device: torch.device) -> None:
+    """A world of this one process, for commands that no launcher started; nothing listens on a port."""
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    start_distributed(device)
+
+
 def start_distributed(device: torch.device, timeout_s: float = 600.0) -> None:
     """Join the world that torchrun described in the environment, and prepare Megatron-core for the device."""
     if device.type == "cuda":

@@ -57,6 +57,9 @@ class MegatronRollout:
             for tokens, values, done in zip(sampled, logprobs, finished)
         ]
 
+    def close(self) -> None:
+        """Nothing of its own to free."""
+
     def _ends(self, tokens: list[int], sampling: SamplingParams) -> bool:
         if tokens[-1] in sampling.stop_token_ids:
             return True

@@ -51,3 +51,6 @@ class RolloutEngine(Protocol):
 
     def push_weights(self, version: int) -> dict[str, float]:
         """Bring the policy's present weights into the engine; returns metrics (seconds, bytes, whether verified)."""
+
+    def close(self) -> None:
+        """Free the engine; the default process group stays."""

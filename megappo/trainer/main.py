@@ -118,8 +118,7 @@ class _Parts:
         self.log.note(f"resumed after step {step}")
 
     def close(self) -> None:
-        if hasattr(self.rollout, "close"):
-            self.rollout.close()
+        self.rollout.close()
         dist.barrier()
         dist.destroy_process_group()
 

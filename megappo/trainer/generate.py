@@ -1,0 +1,57 @@
+"""Answers prompts with a Hugging Face checkpoint, through the same model, bridge and engine as a training run."""
+
+from __future__ import annotations
+
+from typing import Literal, Optional, Sequence
+
+import torch.distributed as dist
+
+from megappo.config.schema import RoleConfig, RolloutConfig
+from megappo.data.prompts import PromptFormat, encode_question
+from megappo.data.tokenizers import load_tokenizer
+from megappo.engine.build import build_frozen
+from megappo.models.arch import read_arch
+from megappo.parallel.groups import build_groups
+from megappo.parallel.layout import ParallelLayout
+from megappo.platform.device import select_device, start_alone
+from megappo.rollout.build import build_rollout
+from megappo.rollout.types import SamplingParams
+from megappo.trainer.experience import make_requests
+from megappo.trainer.scoring import response_text
+
+
+def answer(
+    model: str,
+    prompts: Sequence[str],
+    *,
+    tokenizer_path: Optional[str],
+    engine: Literal["vllm", "megatron"],
+    max_tokens: int,
+    temperature: float,
+    chat_template: bool,
+    dtype: Literal["bf16", "fp32"],
+) -> list[str]:
+    """One response text per prompt, in one process. ValueError for a missing checkpoint, tokenizer or engine, or no prompts."""
+    if not prompts:
+        raise ValueError("generate: no prompts; give --prompt TEXT or lines on standard input")
+    arch = read_arch(model)
+    tokenizer = load_tokenizer(tokenizer_path or model)
+    prompt_format = PromptFormat(chat_template, None, "")
+    tokens = [encode_question(prompt, tokenizer, prompt_format, f"prompt {i + 1}") for i, prompt in enumerate(prompts)]
+    longest = max(len(prompt) for prompt in tokens)
+    if longest + max_tokens > arch.max_positions:
+        raise ValueError(f"--max-tokens {max_tokens}: a prompt of {longest} tokens leaves {arch.max_positions - longest} of {model}")
+    device = select_device("auto")
+    start_alone(device)
+    groups = build_groups(ParallelLayout(world_size=1))
+    policy = build_frozen("policy", model, arch, RoleConfig(dtype=dtype), groups, device=device)
+    config = RolloutConfig(engine=engine, max_response_tokens=max_tokens)
+    rollout = build_rollout(
+        config, policy, model=model, arch=arch, tokenizer=tokenizer, max_prompt_tokens=longest, policy_dtype=dtype, seed=0, device=device
+    )
+    rollout.push_weights(version=0)
+    sampling = SamplingParams(max_tokens, temperature, stop_token_ids=tokenizer.eos_ids)
+    responses = rollout.generate(make_requests(tokens, samples_per_prompt=1, run_seed=0, step=0), sampling)
+    rollout.close()
+    dist.destroy_process_group()
+    return [response_text(response, tokenizer) for response in responses]
