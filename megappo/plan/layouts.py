@@ -51,10 +51,14 @@ def _check_weights_exist(key: str, path: str) -> None:
 
 
 def role_layouts(config: TrainConfig | SftConfig, world_size: int) -> dict[str, ParallelLayout]:
-    """Role -> layout. ValueError where the sizes do not divide the world."""
-    return {
-        role: ParallelLayout(world_size, sizes.tp, sizes.pp, sizes.sequence_parallel) for role, sizes in roles_in_use(config).items()
-    }
+    """Role -> layout. ConfigError where the sizes do not fit the world."""
+    layouts: dict[str, ParallelLayout] = {}
+    for role, sizes in roles_in_use(config).items():
+        try:
+            layouts[role] = ParallelLayout(world_size, sizes.tp, sizes.pp, sizes.sequence_parallel)
+        except ValueError as error:
+            raise ConfigError(f"{role}.parallel: {error}") from None
+    return layouts
 
 
 def check_layouts(config: TrainConfig | SftConfig, archs: Mapping[str, ModelArch], world_size: int) -> dict[str, ParallelLayout]:

@@ -114,13 +114,13 @@ def _cache_lines(plan: Plan) -> Iterator[str]:
         return
     at_once = min(plan.config.rollout.max_num_seqs, -(-plan.step.samples // plan.replicas))
     longest = plan.step.max_sequence_tokens
-    text = f"KV cache: {figures(rollout.kv_bytes_per_token / 1024)} KiB per token and rank"
+    yield f"KV cache: {figures(rollout.kv_bytes_per_token / 1024)} KiB per token and rank"
     if rollout.kv_cache is None:
         wanted = at_once * longest * rollout.kv_bytes_per_token
-        yield f"{text}; {at_once} sequences of {longest:,} tokens at once would take {gib(wanted)} GiB"
+        yield f"  {at_once} sequences of {longest:,} tokens run at once and would take {gib(wanted)} GiB"
         return
     tokens = rollout.kv_cache // rollout.kv_bytes_per_token
-    yield f"{text}, room for {tokens:,} tokens = {tokens // longest:,} sequences of {longest:,} (wanted at once: {at_once})"
+    yield f"  room for {tokens:,} tokens = {tokens // longest:,} sequences of {longest:,}; {at_once} run at once"
 
 
 def _batch_lines(plan: Plan) -> list[str]:

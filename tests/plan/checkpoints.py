@@ -1,0 +1,53 @@
+"""Checkpoint directories without weights worth the name: what plans and checks read is config.json, file names and the tokenizer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from megappo.data.arithmetic import train_tokenizer
+
+TINY = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 4, "hidden_size": 128,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 384, "vocab_size": 64, "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "hidden_act": "silu",
+}  # fmt: skip
+LLAMA_7B = TINY | {
+    "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 32, "intermediate_size": 11008,
+    "vocab_size": 32000, "max_position_embeddings": 4096,
+}  # fmt: skip
+
+
+def write_checkpoint(folder: Path, facts: dict[str, Any] = TINY, *, weights: bool = True, tokenizer: bool = True) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(facts))
+    if weights:
+        save_file({"placeholder": torch.zeros(1)}, folder / "model.safetensors")
+    if tokenizer:
+        train_tokenizer(folder)
+    return folder
+
+
+def write_prompts(path: Path, count: int = 100) -> Path:
+    path.write_text("".join(json.dumps({"prompt": f"{n}+1=", "answer": str(n + 1)}) + "\n" for n in range(count)))
+    return path
+
+
+def write_run(folder: Path, extra: str = "") -> Path:
+    """A configuration file with its checkpoint and prompts: policy tp 2, critic pp 2 on 2 ranks, as in the quickstart."""
+    model = write_checkpoint(folder / "model")
+    prompts = write_prompts(folder / "train.jsonl")
+    path = folder / "run.yaml"
+    path.write_text(
+        f"run: {{num_ranks: 2, device: cpu, output_dir: {folder / 'runs'}}}\n"
+        f"policy: {{model: {model}, dtype: fp32, parallel: {{tp: 2}}}}\n"
+        "critic: {dtype: fp32, parallel: {pp: 2}}\n"
+        f"data: {{train: {prompts}, chat_template: false, max_prompt_tokens: 16, prompts_per_step: 32}}\n"
+        "rollout: {max_response_tokens: 8, samples_per_prompt: 2}\n"
+        "algorithm: {mini_batch_size: 16}\n" + extra
+    )
+    return path

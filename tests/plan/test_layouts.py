@@ -1,0 +1,114 @@
+"""What cannot work with a model is refused by key, value and fix, before anything is built."""
+
+import json
+
+import pytest
+
+from megappo.config.errors import ConfigError
+from megappo.config.loading import load_config
+from megappo.config.schema import SftConfig
+from megappo.plan.layouts import check_layouts, model_paths, read_archs, role_layouts
+
+from .checkpoints import TINY, write_checkpoint, write_run
+
+NONE = "algorithm.kl.placement=none"
+# architecture of the policy, overrides, ranks, what the message must contain
+IMPOSSIBLE = [
+    (TINY, ["policy.parallel.tp=4"], 4, ["policy.parallel.tp = 4", "2 KV heads", "largest tp that works is 2"]),
+    (TINY, ["critic.parallel.tp=4", "critic.parallel.pp=1"], 4, ["critic.parallel.tp = 4", "2 KV heads"]),
+    (TINY, ["reference.parallel.tp=3"], 6, ["reference.parallel.tp = 3", "2 KV heads"]),
+    (TINY | {"num_key_value_heads": 4, "intermediate_size": 383}, [], 2, ["policy.parallel.tp = 2", "383 MLP columns"]),
+    (TINY, ["critic.parallel.pp=3"], 6, ["critic.parallel.pp = 3", "4 layers", "use 2 or 4"]),
+    (TINY, ["policy.parallel.tp=1", "policy.parallel.pp=8"], 8, ["policy.parallel.pp = 8", "4 layers", "use 4"]),
+    (TINY, ["rollout.tp=3"], 6, ["rollout.tp = 3", "4 attention heads", "use 2 or 4"]),
+    (TINY | {"num_attention_heads": 12, "num_key_value_heads": 6, "head_dim": 32}, ["rollout.tp=4"], 4,
+     ["rollout.tp = 4", "6 KV heads", "neither divides the other", "use 3 or 6"]),
+    (TINY, ["policy.parallel.tp=3"], 4, ["policy.parallel: tp 3 x pp 1 = 3 does not divide the 4 ranks"]),
+    (TINY, ["rollout.max_response_tokens=241"], 2, ["rollout.max_response_tokens = 241", "257 tokens", "256 positions of the policy", "at most 240"]),
+    (TINY, ["data.max_prompt_tokens=256"], 2, ["data.max_prompt_tokens = 256", "256 positions"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("facts, overrides, ranks, fragments", IMPOSSIBLE)
+def test_an_impossible_layout_is_refused_with_what_works(tmp_path, facts, overrides, ranks, fragments):
+    path = write_run(tmp_path)
+    write_checkpoint(tmp_path / "model", facts, tokenizer=False)
+    config = load_config(path, ["run.num_ranks=null", *overrides])
+    with pytest.raises(ConfigError) as error:
+        check_layouts(config, read_archs(config), ranks)
+    text = str(error.value)
+    assert "\n" not in text and all(fragment in text for fragment in fragments), text
+
+
+@pytest.mark.parametrize("overrides, ranks", [
+    (["rollout.tp=4", "policy.parallel.tp=1"], 4),  # vLLM repeats the two KV heads
+    (["policy.parallel.pp=2", "critic.parallel.pp=4"], 8),
+    (["rollout.max_response_tokens=240"], 2),
+    (["rollout.engine=megatron"], 6),
+    ([NONE, "policy.parallel.tp=1"], 2),
+])  # fmt: skip
+def test_a_layout_that_works_passes(tmp_path, overrides, ranks):
+    config = load_config(write_run(tmp_path), ["run.num_ranks=null", *overrides])
+    layouts = check_layouts(config, read_archs(config), ranks)
+    assert set(layouts) == ({"policy", "critic"} if NONE in overrides else {"policy", "critic", "reference"})
+    assert layouts == role_layouts(config, ranks)
+
+
+# what is wrong with the directory, what the message must contain
+BROKEN_CHECKPOINTS = [
+    (lambda p: None, ["policy.model", "is not a directory"]),
+    (lambda p: p.mkdir(), ["has no config.json"]),
+    (lambda p: write_checkpoint(p, TINY | {"architectures": ["GPT2LMHeadModel"]}), ["GPT2LMHeadModel is not supported", "LlamaForCausalLM", "Qwen2ForCausalLM"]),
+    (lambda p: write_checkpoint(p, TINY | {"hidden_act": "gelu"}), ["hidden_act", "gelu"]),
+    (lambda p: write_checkpoint(p, weights=False), ["holds no .safetensors", "incomplete"]),
+    (lambda p: (write_checkpoint(p, weights=False) / "pytorch_model.bin").write_bytes(b""), ["holds pytorch_model.bin", "save_pretrained"]),
+    (lambda p: (write_checkpoint(p) / "config.json").write_text("{"), ["not valid JSON"]),
+]
+
+
+@pytest.mark.parametrize("make, fragments", BROKEN_CHECKPOINTS)
+def test_a_checkpoint_that_cannot_be_used_is_named_by_its_key(tmp_path, make, fragments):
+    path = write_run(tmp_path)
+    make(tmp_path / "broken")
+    for key in ("policy.model", "critic.model", "reference.model"):
+        config = load_config(path, [f"{key}={tmp_path / 'broken'}"])
+        with pytest.raises(ConfigError) as error:
+            read_archs(config)
+        text = str(error.value)
+        assert text.startswith(f"{key} = ") and str(tmp_path / "broken") in text and "\n" not in text
+        assert all(fragment in text for fragment in fragments if fragment != "policy.model"), text
+
+
+def test_roles_without_a_model_of_their_own_use_the_policys(tmp_path):
+    other = write_checkpoint(tmp_path / "other", TINY | {"num_hidden_layers": 2}, tokenizer=False)
+    config = load_config(write_run(tmp_path), [f"critic.model={other}"])
+    assert {role: key for role, (key, _) in model_paths(config).items()} == {
+        "policy": "policy.model", "critic": "critic.model", "reference": "policy.model",
+    }  # fmt: skip
+    assert {role: arch.num_layers for role, arch in read_archs(config).items()} == {"policy": 4, "critic": 2, "reference": 4}
+
+
+def test_roles_must_read_the_policys_tokens(tmp_path):
+    path = write_run(tmp_path)
+    larger = write_checkpoint(tmp_path / "larger", TINY | {"vocab_size": 65}, tokenizer=False)
+    smaller = write_checkpoint(tmp_path / "smaller", TINY | {"vocab_size": 63}, tokenizer=False)
+    for key, model, works in [("critic", larger, True), ("critic", smaller, False), ("reference", larger, False)]:
+        config = load_config(path, [f"{key}.model={model}"])
+        if works:
+            check_layouts(config, read_archs(config), 2)
+        else:
+            with pytest.raises(ConfigError, match=f"{key}.model: its vocabulary has 6[35] tokens and the policy's 64"):
+                check_layouts(config, read_archs(config), 2)
+
+
+def test_fine_tuning_is_checked_alike(tmp_path):
+    model = write_checkpoint(tmp_path / "model", tokenizer=False)
+    path = tmp_path / "sft.yaml"
+    path.write_text(json.dumps({"policy": {"model": str(model), "parallel": {"tp": 4}}, "data": {"train": "t.jsonl", "max_tokens": 200}}))
+    config = load_config(path, (), SftConfig)
+    with pytest.raises(ConfigError, match="policy.parallel.tp = 4"):
+        check_layouts(config, read_archs(config), 4)
+    long = load_config(path, ["policy.parallel.tp=1", "data.max_tokens=257"], SftConfig)
+    with pytest.raises(ConfigError, match="data.max_tokens = 257: the policy has 256 positions"):
+        check_layouts(long, read_archs(long), 4)
+    assert set(check_layouts(load_config(path, ["policy.parallel.tp=2"], SftConfig), read_archs(config), 4)) == {"policy"}

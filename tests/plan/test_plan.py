@@ -1,0 +1,215 @@
+"""The plan of small runs against hand-computed numbers, its text, and what it refuses."""
+
+import json
+import re
+
+import pytest
+
+from megappo.config.errors import ConfigError
+from megappo.config.loading import load_config
+from megappo.plan.layouts import check_layouts, read_archs
+from megappo.plan.estimate import make_plan
+from megappo.plan.memory import GIB
+from megappo.plan.prepare import prepare
+from megappo.plan.report import report
+from megappo.plan.tables import figures, groups_text, ranks_text, table
+
+from .checkpoints import LLAMA_7B, TINY, write_checkpoint, write_prompts, write_run
+
+
+def plan_of(path, overrides=(), ranks=2, device="cpu", memory=None):
+    config = load_config(path, overrides)
+    archs = read_archs(config)
+    return make_plan(config, archs, check_layouts(config, archs, ranks), ranks, device, memory)
+
+
+def test_the_quickstart_plan_by_hand(tmp_path):
+    plan = plan_of(write_run(tmp_path))
+    # parameters: see test_memory.py; the tp rank holds half of the matrices and all 9 norms of 128
+    total = 64 * 128 + 4 * (128 * 128 + 2 * 64 * 128 + 128 * 128 + 3 * 128 * 384 + 2 * 128) + 128 + 64 * 128
+    policy, critic = plan.memory["policy"], plan.memory["critic"]
+    assert [m.parameters for m in policy] == [(total - 9 * 128) // 2 + 9 * 128]
+    body = (total - 2 * 64 * 128 - 128) // 2
+    assert [m.parameters for m in critic] == [body + 64 * 128, body + 128 + 128]
+    assert policy[0].weights == 4 * policy[0].parameters and policy[0].optimizer == 8 * policy[0].parameters
+    assert (plan.step.samples, plan.step.mini_batches, plan.replicas) == (64, 4, 2)
+    # 16 sequences of at most 24 tokens, far below 16,384: one micro-batch, and activations of 16 * 24 tokens only
+    assert plan.micro_batches == {"policy": 1, "critic": 1, "reference": 1}
+    per_layer = 2 * 3 * 128 + (3 * (4 + 2) * 32 + 5 * 384) // 2
+    output = 2 * 16 * 24 * 32 * 4 + 32 * 128 * 4  # 64 rows of the output over two tp ranks
+    assert policy[0].activations == 16 * 24 * 4 * per_layer * 4 + output
+    assert plan.rollout.kv_cache == GIB // 4
+
+
+def test_the_peak_is_the_sum_of_what_stays_and_the_largest_that_works(tmp_path):
+    plan = plan_of(write_run(tmp_path))
+    for rank in (0, 1):
+        memories = [plan.memory["policy"][0], plan.memory["critic"][rank], plan.memory["reference"][0]]
+        stays = sum(m.weights + m.gradients + m.optimizer for m in memories) + plan.rollout.weights + GIB // 4
+        assert plan.certain(rank) == stays
+        assert plan.peak(rank) == stays + max(m.activations for m in memories)
+    assert plan.fullest_rank() == max((0, 1), key=lambda rank: plan.peak(rank))
+
+
+def test_micro_batches_follow_the_token_budget(tmp_path):
+    plan = plan_of(write_run(tmp_path), ["policy.micro_batch_tokens=100", "critic.micro_batch_tokens=10"])
+    # 100 tokens hold 4 sequences of 24; a budget below one sequence gives each its own
+    assert (plan.micro_batches["policy"], plan.micro_batches["critic"]) == (4, 16)
+
+
+def run_7b(folder):
+    path = write_run(folder)
+    write_checkpoint(folder / "model", LLAMA_7B, tokenizer=False)
+    return path
+
+
+BF16 = ["run.num_ranks=null", "policy.dtype=bf16", "critic.dtype=bf16", "policy.parallel.tp=8", "critic.parallel.pp=1"]
+
+
+def test_what_cannot_fit_is_refused_with_the_numbers(tmp_path):
+    path = run_7b(tmp_path)
+    # one H100: policy and critic alone are 2 * 6.7e9 * 18 bytes
+    with pytest.raises(ConfigError, match=r"rank 0 needs \d+ GiB for weights, gradients, optimizer and rollout and has 80.0 GiB"):
+        plan_of(path, [*BF16, "policy.parallel.tp=1"], 1, "cuda", 80 * GIB)
+    fits = [*BF16, "critic.parallel.tp=8", "reference.parallel.tp=8", "rollout.tp=8"]
+    plan = plan_of(path, fits, 64, "cuda", 80 * GIB)
+    assert not plan.warnings and plan.replicas == 8
+    assert plan_of(path, fits, 64, "cuda").rollout.kv_cache is None, "a GPU of unknown size refuses nothing"
+
+
+def test_vllm_that_cannot_start_is_refused(tmp_path):
+    path = run_7b(tmp_path)
+    full = [*BF16, "critic.parallel.tp=8", "reference.parallel.tp=8"]
+    with pytest.raises(ConfigError, match="rollout.memory_share = 0.1: of 80.0 GiB holds vLLM's weights .12.6 GiB. but one sequence of 24 tokens"):
+        plan_of(path, [*full, "rollout.memory_share=0.1"], 8, "cuda", 80 * GIB)
+    with pytest.raises(ConfigError, match="rollout.kv_cache_gib = 0.01: one sequence of 24 tokens needs 0.0117 GiB"):
+        plan_of(path, [*full, "rollout.kv_cache_gib=0.01"], 8, "cuda", 80 * GIB)
+    needed = 24 * 512 * 1024 / GIB
+    plan_of(path, [*full, f"rollout.kv_cache_gib={needed * 1.001}"], 8, "cuda", 80 * GIB)
+
+
+def test_an_estimate_only_warns(tmp_path):
+    path = run_7b(tmp_path)
+    long = ["data.max_prompt_tokens=2000", "rollout.max_response_tokens=2000", "algorithm.mini_batch_size=64"]
+    plan = plan_of(path, [*BF16, "critic.parallel.tp=8", "reference.parallel.tp=8", "rollout.tp=8", *long], 8, "cuda", 64 * GIB)
+    assert "rank 0 may run out of memory" in plan.warnings[0]
+    full = plan_of(
+        path,
+        [*BF16, "critic.parallel.tp=8", "reference.parallel.tp=8", "rollout.tp=8", *long, "policy.recompute=full", "critic.recompute=full"],
+        8, "cuda", 64 * GIB,
+    )  # fmt: skip
+    assert not full.warnings and full.peak(0) < plan.peak(0)
+
+
+def test_the_report_says_what_the_plan_holds_in_100_columns(tmp_path):
+    config = load_config(write_run(tmp_path), ["trainer.epochs=3"])
+    prepared = prepare(config, 2, "cpu")
+    text = prepared.report()
+    assert all(len(line) <= 100 for line in text.splitlines() if str(tmp_path) not in line)
+    for expected in (
+        "803,968", "402,560", "2 ranks on cpu", "2 replicas of tp 1 on ranks 0 | 1",
+        "32 prompts x 2 samples = 64 samples", "4 mini-batches of 16 x 1 epoch = 4 optimizer steps",
+        "kept 100 of 100 prompts", "100 prompts / 32 per step = 4 steps (its last step takes 28 from the next epoch)",
+        "run: 10 steps",  # ceil(300 / 32)
+    ):  # fmt: skip
+        assert expected in text, expected
+    assert prepared.data.total_steps == 10
+
+
+def test_a_large_world_is_printed_compactly(tmp_path):
+    path = run_7b(tmp_path)
+    overrides = [*BF16, "critic.parallel.tp=4", "critic.parallel.pp=2", "reference.parallel.tp=8", "rollout.tp=4", "algorithm.mini_batch_size=64"]
+    plan = plan_of(path, overrides, 1024, "cuda", 80 * GIB)
+    text = report(plan)
+    assert all(len(line) <= 100 for line in text.splitlines() if str(tmp_path) not in line)
+    assert len(text.splitlines()) < 60
+    assert "0-7 | 8-15 | ... | 1016-1023 (128 groups)" in text and "0,512 | 1,513 | ... | 511,1023 (512 groups)" in text
+
+
+# what is wrong with the data, what the message must contain
+BAD_DATA = [
+    (["data.train=absent.jsonl"], ["absent.jsonl does not exist"]),
+    (["data.prompts_per_step=112", "algorithm.mini_batch_size=224"], ["data.prompts_per_step=112", "100 prompts"]),
+    (["data.prompt_key=question"], ["data.prompt_key=question", "prompt, answer"]),
+    (["data.max_prompt_tokens=2"], ["no prompts are left", "kept 0 of 100"]),
+    (["data.chat_template=true"], ["no chat template", "data.chat_template=false"]),
+    (["data.tokenizer=absent"], ["absent", "data.tokenizer"]),
+    (["reward.parts=[{name: exact_mach}]"], ["exact_mach", "did you mean exact_match?"]),
+    (["critic.warmup_steps=5"], ["critic.warmup_steps = 5", "4 steps"]),
+    (["policy.optimizer.warmup_steps=16"], ["policy.optimizer.warmup_steps = 16", "16 optimizer steps"]),
+    (["reference.dtype=fp32", "algorithm.kl.placement=none"], ["reference.dtype", "has no effect"]),
+]
+
+
+@pytest.mark.parametrize("overrides, fragments", BAD_DATA, ids=[case[0][0] for case in BAD_DATA])
+def test_bad_input_is_refused_before_anything_is_built(tmp_path, overrides, fragments):
+    config = load_config(write_run(tmp_path), overrides)
+    with pytest.raises(ValueError) as error:
+        prepare(config, 2, "cpu")
+    text = str(error.value)
+    assert "\n" not in text and all(fragment in text for fragment in fragments), text
+
+
+def test_a_tokenizer_with_more_ids_than_the_model_is_refused(tmp_path):
+    path = write_run(tmp_path)
+    write_checkpoint(tmp_path / "model", TINY | {"vocab_size": 8}, tokenizer=False)
+    with pytest.raises(ConfigError, match="data.tokenizer = .* ids and policy.model only 8"):
+        prepare(load_config(path), 2, "cpu")
+
+
+def test_missing_packages_are_named_with_the_way_to_install_them(tmp_path, monkeypatch):
+    from megappo import doctor
+
+    path = write_run(tmp_path)
+    config = load_config(path)
+    monkeypatch.setattr(doctor, "installed_version", lambda requirement: None if requirement.name == "vllm" else "1")
+    with pytest.raises(ConfigError, match="rollout.engine = \"vllm\": vllm is not installed: pip install vllm .*rollout.engine=megatron"):
+        prepare(config, 2, "cpu")
+    prepare(load_config(path, ["rollout.engine=megatron"]), 2, "cpu")
+    monkeypatch.setattr(doctor, "installed_version", lambda requirement: None if requirement.name == "math-verify" else "1")
+    with pytest.raises(ConfigError, match="reward.parts = \"math_verify\": math-verify is not installed"):
+        prepare(load_config(path, ["reward.parts=[{name: math_verify}]"]), 2, "cpu")
+
+
+def test_planning_writes_nothing(tmp_path):
+    path = write_run(tmp_path)
+    before = sorted(p.relative_to(tmp_path) for p in tmp_path.rglob("*"))
+    prepare(load_config(path), 2, "cpu")
+    assert sorted(p.relative_to(tmp_path) for p in tmp_path.rglob("*")) == before
+
+
+def test_evaluation_prompts_are_counted_with_their_limit(tmp_path):
+    held_out = write_prompts(tmp_path / "eval.jsonl", 30)
+    prepared = prepare(load_config(write_run(tmp_path), [f"data.eval={held_out}", "data.eval_prompts=20"]), 2, "cpu")
+    assert len(prepared.data.eval) == 20 and "eval: kept 20" in prepared.report()
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("")
+    with pytest.raises(ValueError, match="no prompts are left of .*empty.jsonl"):
+        prepare(load_config(write_run(tmp_path), [f"data.eval={empty}"]), 2, "cpu")
+    empty.write_text(json.dumps({"question": "x"}))
+    with pytest.raises(ValueError, match="data.prompt_key=prompt"):
+        prepare(load_config(write_run(tmp_path), [f"data.eval={empty}"]), 2, "cpu")
+
+
+# ------------------------------------------------------------------------------------------------------------------ tables
+
+
+def test_ranks_are_written_short():
+    cases = {
+        (0,): "0", (0, 1): "0,1", (0, 1, 2): "0-2", (0, 8): "0,8", (0, 8, 16): "0-16 by 8", (0, 1, 4, 5): "0,1,4,5",
+        (0, 1, 2, 8, 9, 10): "0-2,8-10",
+    }  # fmt: skip
+    assert {ranks: ranks_text(ranks) for ranks in cases} == cases
+    assert groups_text([[0, 1], [2, 3]]) == "0,1 | 2,3"
+    assert groups_text([[n, n + 1] for n in range(0, 12, 2)]) == "0,1 | 2,3 | ... | 10,11 (6 groups)"
+
+
+def test_figures_keep_three_of_them():
+    values = {0: "0", 0.0042143: "0.00421", 0.5: "0.500", 1.567: "1.57", 25.32: "25.3", 141.4: "141", 2048.0: "2048"}
+    assert {value: figures(value) for value in values} == values
+
+
+def test_columns_of_a_table_line_up():
+    lines = table(["name", "n"], [["a", "1"], ["longer", "1,000"]])
+    assert lines == ["  name        n", "  a           1", "  longer  1,000"]
+    assert len({re.search(r"\S+$", line).end() for line in lines}) == 1
