@@ -13,6 +13,8 @@ from megappo.algo.aggregation import tokens_per_sequence
 from megappo.algo.explained import explained_variance, masked_moments, regression_moments, summarise
 from megappo.data.packing import PackedBatch
 from megappo.data.prompts import Prompt
+from megappo.telemetry.metrics import Metric
+from megappo.telemetry.runlog import evaluation_metrics
 from megappo.telemetry.timers import StageTimers
 from megappo.trainer.agreement import Agreement
 from megappo.trainer.evaluation import Evaluation
@@ -43,7 +45,7 @@ class StepRecord:
         """Name -> value, grouped by the part before the slash."""
         return {
             **self._reward(),
-            **self._evaluation(evaluation),
+            **(evaluation_metrics(evaluation) if evaluation else {}),
             **self._policy(),
             **self._critic(),
             **self._kl_metrics(),
@@ -57,57 +59,50 @@ class StepRecord:
         parts = {f"reward/{name}": _mean(torch.tensor(values)) for name, values in self.scored.parts.items()}
         shaped = self._per_sequence("reward")
         return {
-            "reward/score_mean": _mean(score),
-            "reward/score_std": float(score.std(correction=0)),
-            "reward/score_min": float(score.min()),
-            "reward/score_max": float(score.max()),
-            "reward/shaped_mean": _mean(shaped),
+            Metric.SCORE_MEAN.value: _mean(score),
+            Metric.SCORE_STD.value: float(score.std(correction=0)),
+            Metric.SCORE_MIN.value: float(score.min()),
+            Metric.SCORE_MAX.value: float(score.max()),
+            Metric.SHAPED_MEAN.value: _mean(shaped),
             **parts,
         }
 
-    @staticmethod
-    def _evaluation(evaluation: Optional[Evaluation]) -> dict[str, float]:
-        if evaluation is None:
-            return {}
-        parts = {f"eval/{name}": value for name, value in evaluation.parts.items()}
-        return {"eval/score": evaluation.score, "eval/length": evaluation.length, "eval/truncated": evaluation.truncated, **parts}
-
     def _policy(self) -> dict[str, float]:
         p, advantage = self.policy, self._summary("raw_advantage", "policy/advantage")
-        metrics = {"policy/entropy": _masked_mean(self.batch["entropy"], self._mask), **advantage, "policy/updates": p.num_updates}
+        metrics = {Metric.POLICY_ENTROPY.value: _masked_mean(self.batch["entropy"], self._mask), **advantage, Metric.POLICY_UPDATES.value: p.num_updates}
         if p.sums:
             metrics |= {
-                "policy/loss": p.loss("surrogate_sum"),
-                "policy/clip_low": p.per_token("clip_low_sum"),
-                "policy/clip_high": p.per_token("clip_high_sum"),
-                "policy/dual_clip": p.per_token("dual_clip_sum"),
-                "policy/approx_kl": p.per_token("approx_kl_sum"),
-                "policy/ratio_mean": p.per_token("ratio_sum"),
-                "policy/ratio_max": p.maxima["ratio_max"],
-                "policy/grad_norm": p.grad_norm,
-                "policy/skipped_updates": p.skipped,
-                "policy/stopped_early": float(p.stopped_early),
+                Metric.POLICY_LOSS.value: p.loss("surrogate_sum"),
+                Metric.POLICY_CLIP_LOW.value: p.per_token("clip_low_sum"),
+                Metric.POLICY_CLIP_HIGH.value: p.per_token("clip_high_sum"),
+                Metric.POLICY_DUAL_CLIP.value: p.per_token("dual_clip_sum"),
+                Metric.POLICY_APPROX_KL.value: p.per_token("approx_kl_sum"),
+                Metric.POLICY_RATIO_MEAN.value: p.per_token("ratio_sum"),
+                Metric.POLICY_RATIO_MAX.value: p.maxima["ratio_max"],
+                Metric.POLICY_GRAD_NORM.value: p.grad_norm,
+                Metric.POLICY_SKIPPED.value: p.skipped,
+                Metric.POLICY_STOPPED.value: float(p.stopped_early),
             }
         if p.lr is not None:
-            metrics["policy/lr"] = p.lr
+            metrics[Metric.POLICY_LR.value] = p.lr
         return metrics
 
     def _critic(self) -> dict[str, float]:
         c = self.critic
         fit = regression_moments(self.batch["value"], self.batch["returns"], self._mask)
         metrics = {
-            "critic/loss": c.loss("loss_sum"),
-            "critic/explained_variance": explained_variance(fit),
-            "critic/value_clip": c.per_token("value_clip_sum"),
-            "critic/value_error_max": c.maxima.get("value_error_max", 0.0),
-            "critic/grad_norm": c.grad_norm,
-            "critic/skipped_updates": c.skipped,
-            "critic/updates": c.num_updates,
+            Metric.CRITIC_LOSS.value: c.loss("loss_sum"),
+            Metric.CRITIC_EXPLAINED_VARIANCE.value: explained_variance(fit),
+            Metric.CRITIC_VALUE_CLIP.value: c.per_token("value_clip_sum"),
+            Metric.CRITIC_VALUE_ERROR_MAX.value: c.maxima.get("value_error_max", 0.0),
+            Metric.CRITIC_GRAD_NORM.value: c.grad_norm,
+            Metric.CRITIC_SKIPPED.value: c.skipped,
+            Metric.CRITIC_UPDATES.value: c.num_updates,
             **self._summary("value", "critic/value"),
             **self._summary("returns", "critic/return"),
         }
         if c.lr is not None:
-            metrics["critic/lr"] = c.lr
+            metrics[Metric.CRITIC_LR.value] = c.lr
         return metrics
 
     def _kl_metrics(self) -> dict[str, float]:
@@ -115,27 +110,27 @@ class StepRecord:
             return {}
         d = self._kl()[self._mask]
         return {
-            "kl/per_token": _mean(d),
-            "kl/per_token_k3": _mean(torch.expm1(-d) + d),
-            "kl/per_response": self.kl_per_response(),
-            "kl/coef": self.kl_coef,
+            Metric.KL_TOKEN.value: _mean(d),
+            Metric.KL_TOKEN_K3.value: _mean(torch.expm1(-d) + d),
+            Metric.KL_RESPONSE.value: self.kl_per_response(),
+            Metric.KL_COEF.value: self.kl_coef,
         }
 
     def _lengths(self) -> dict[str, float]:
         lengths = tokens_per_sequence(self._mask, self.batch.cu_seqlens).float()
         prompts = self.batch.lengths.float() - lengths
         return {
-            "lengths/response_mean": _mean(lengths),
-            "lengths/response_max": float(lengths.max()),
-            "lengths/prompt_mean": _mean(prompts),
-            "lengths/prompt_max": float(prompts.max()),
-            "lengths/truncated": _mean(self.batch["truncated"].float()),
+            Metric.RESPONSE_MEAN.value: _mean(lengths),
+            Metric.RESPONSE_MAX.value: float(lengths.max()),
+            Metric.PROMPT_MEAN.value: _mean(prompts),
+            Metric.PROMPT_MAX.value: float(prompts.max()),
+            Metric.TRUNCATED.value: _mean(self.batch["truncated"].float()),
         }
 
     def _rollout(self) -> dict[str, float]:
         return {
-            "rollout/prob_diff_mean": self.agreement.mean,
-            "rollout/prob_diff_max": self.agreement.max,
+            Metric.PROB_DIFF_MEAN.value: self.agreement.mean,
+            Metric.PROB_DIFF_MAX.value: self.agreement.max,
             **{f"rollout/push_{name}": value for name, value in self.pushed.items()},
         }
 
@@ -144,14 +139,14 @@ class StepRecord:
         total = timers.total_s
         costs = {f"timing/{name}_s": seconds for name, seconds in timers.seconds.items()}
         costs |= {
-            "timing/step_s": total,
-            "throughput/tokens_per_s": self.batch.num_tokens / total,
-            "throughput/generated_tokens_per_s": generated / max(timers.seconds["generate"], 1e-9),
-            "throughput/samples_per_s": self.batch.num_sequences / total,
-            "memory/host_peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+            Metric.STEP_SECONDS.value: total,
+            Metric.TOKENS_PER_S.value: self.batch.num_tokens / total,
+            Metric.GENERATED_PER_S.value: generated / max(timers.seconds["generate"], 1e-9),
+            Metric.SAMPLES_PER_S.value: self.batch.num_sequences / total,
+            Metric.HOST_PEAK.value: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
         }
         if torch.cuda.is_available():
-            costs["memory/device_peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+            costs[Metric.DEVICE_PEAK.value] = torch.cuda.max_memory_allocated() / 2**30
         return costs
 
     @property

@@ -22,6 +22,7 @@ from megappo.models.hf_export import export_pretrained
 from megappo.parallel.groups import build_groups
 from megappo.parallel.layout import ParallelLayout
 from megappo.platform.device import select_device, start_distributed
+from megappo.telemetry.metrics import Metric
 from megappo.telemetry.runlog import RunLog
 from megappo.telemetry.timers import StageTimers
 from megappo.trainer.roles import LanguageModel
@@ -85,10 +86,10 @@ def run_sft(
             taken = engine.optimizer_step()
         log.sft_step(
             {
-                "sft/loss": result.sums["loss_sum"] / num_tokens,
-                "sft/grad_norm": taken.grad_norm,
-                "sft/lr": lr,
-                "throughput/tokens_per_s": batch.num_tokens / timers.total_s,
+                Metric.SFT_LOSS.value: result.sums["loss_sum"] / num_tokens,
+                Metric.SFT_GRAD_NORM.value: taken.grad_norm,
+                Metric.SFT_LR.value: lr,
+                Metric.TOKENS_PER_S.value: batch.num_tokens / timers.total_s,
             },
             step,
             steps,

@@ -1,0 +1,55 @@
+"""What a finished run achieved and where its files are, read from its own metrics.jsonl.
+
+    python -m megappo.telemetry.summary RUN_DIR
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any, Sequence
+
+from megappo.telemetry.metrics import Metric
+
+
+def summary(run_dir: Path) -> str:
+    """First and last evaluation, seconds per stage of a step, and the paths to look at. ValueError where there is no run."""
+    path = run_dir / "metrics.jsonl"
+    if not path.exists():
+        raise ValueError(f"{path} does not exist: {run_dir} holds no finished run")
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    lines = [*_scores(rows), *_stages(rows)]
+    lines += [
+        f"learning curve:      {run_dir / 'learning_curve.svg'}",
+        f"TensorBoard:         tensorboard --logdir {run_dir / 'tensorboard'}",
+        f"sample trajectories: {run_dir / 'trajectories'}",
+        f"exported checkpoint: {run_dir / 'export'}",
+    ]
+    return "\n".join(lines)
+
+
+def _scores(rows: Sequence[dict[str, Any]]) -> list[str]:
+    name = Metric.EVAL_SCORE.value
+    evaluated = [row for row in rows if row.get(name) is not None]
+    if not evaluated:
+        return []
+    first, last = evaluated[0], evaluated[-1]
+    return [f"held-out score:      {first[name]:.1%} at step {first['step']} -> {last[name]:.1%} at step {last['step']}"]
+
+
+def _stages(rows: Sequence[dict[str, Any]]) -> list[str]:
+    stages = [key for row in rows for key in row if key.startswith("timing/") and key != Metric.STEP_SECONDS.value]
+    means = {key: _mean(rows, key) for key in dict.fromkeys(stages)}
+    parts = ", ".join(f"{key.removeprefix('timing/').removesuffix('_s')} {value:.2f}" for key, value in means.items() if value >= 0.005)
+    whole = _mean(rows, Metric.STEP_SECONDS.value)
+    return [f"seconds per step:    {whole:.2f} ({parts})"] if means else []
+
+
+def _mean(rows: Sequence[dict[str, Any]], key: str) -> float:
+    values = [row[key] for row in rows if row.get(key) is not None]
+    return sum(values) / len(values) if values else 0.0
+
+
+if __name__ == "__main__":
+    print(summary(Path(sys.argv[1])))

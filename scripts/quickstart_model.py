@@ -1,0 +1,55 @@
+"""Writes what the quickstart starts from: a small random llama as a Hugging Face checkpoint, a SentencePiece tokenizer, and sums.
+
+    python scripts/quickstart_model.py runs/quickstart
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+from megappo.data.arithmetic import ArithmeticTask, train_tokenizer, write_arithmetic
+
+# Two-digit addition: 10,000 problems, of which 500 are held out.
+TASK = ArithmeticTask(lowest=0, highest=99, operations="+")
+NUM_TRAIN, NUM_EVAL, NUM_SFT = 8000, 500, 4000
+VOCAB_SIZE = 32
+SEED = 0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("directory", type=Path, help="receives model/ and data/")
+    directory = parser.parse_args().directory
+    torch.manual_seed(SEED)
+    model = LlamaForCausalLM(llama_config())
+    model.generation_config = GenerationConfig(bos_token_id=1, eos_token_id=2, pad_token_id=0)
+    model.save_pretrained(directory / "model")
+    train_tokenizer(directory / "model")
+    files = write_arithmetic(directory / "data", NUM_TRAIN, NUM_EVAL, NUM_SFT, SEED, TASK)
+    parameters = sum(p.numel() for p in model.parameters())
+    print(f"model: llama, {parameters:,} parameters -> {directory / 'model'}")
+    print(f"data: {NUM_TRAIN:,} training and {NUM_EVAL} held-out sums, {NUM_SFT:,} demonstrations -> {files.train.parent}")
+
+
+def llama_config() -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+        tie_word_embeddings=False,
+    )
+
+
+if __name__ == "__main__":
+    main()
