@@ -1,7 +1,7 @@
 """How token losses become one number: a weight per token and one global denominator.
 
-loss = sum over all ranks and micro-batches of (weight * token loss) / total count. The weights depend on the sequence alone and the
-counts add, so neither the split into micro-batches nor the layout changes the loss.
+loss = sum over all ranks and micro-batches of (weight * token loss) / total count. The weights depend on the sequence alone and
+the counts add, so neither the split into micro-batches nor the layout changes the loss.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Which model output belongs to which token: the one place that shifts.
 
-A causal model's output at position t-1 is about token x_t. Every per-token field of megappo stands at its own token (log pi(x_t | x_<t)
-and V(x_<t) at t), so outputs move one place to the right within their sequence. Leaving this out trains without any error and costs
-10 points on GSM8K.
+A causal model's output at position t-1 is about token x_t. Every per-token field of megappo stands at its own token (log pi(x_t |
+x_<t) and V(x_<t) at t), so outputs move one place to the right within their sequence. Leaving this out trains without any error
+and costs 10 points on GSM8K.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def first_token_mask(num_tokens: int, cu_seqlens: Tensor) -> Tensor:
 
 
 def shift_right(output: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Model output [T] -> [T] at its own token: out[t] = output[t-1] within each sequence, 0 at the first token. Differentiable."""
+    """Model output [T] -> [T] at its own token: out[t] = output[t-1] in each sequence, 0 at its first token. Differentiable."""
     before = torch.cat((output[:1], output[:-1]))
     return torch.where(first_token_mask(output.numel(), cu_seqlens), 0.0, before)
 
@@ -30,8 +30,9 @@ def shift_right(output: Tensor, cu_seqlens: Tensor) -> Tensor:
 def align_values(output: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
     """Value head output [T] -> (value [T], bootstrap [B]), differentiable.
 
-    value[t] = V(x_<t) = output[t-1], 0 at the first token. bootstrap[b] = output at the last token of sequence b, the value after the
-    whole response, 0 for an empty sequence. Whether bootstrap is used (only for responses cut by the length limit) is the caller's.
+    value[t] = V(x_<t) = output[t-1], 0 at the first token. bootstrap[b] = output at the last token of sequence b, the value after
+    the whole response, 0 for an empty sequence. Whether bootstrap is used (only for responses cut by the length limit) is the
+    caller's.
     """
     value = shift_right(output, cu_seqlens)
     starts, ends = cu_seqlens[:-1].long(), cu_seqlens[1:].long()

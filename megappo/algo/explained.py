@@ -1,7 +1,7 @@
 """Summaries over masked tokens that add over ranks and batches: mean, spread, extremes, explained variance.
 
-Every summary starts as a small fp64 vector whose first entries add and whose last combine by maximum; the names of what is logged are
-in `telemetry/metrics.py`.
+Every summary starts as a small fp64 vector whose first entries add and whose last combine by maximum; the names of what is logged
+are in `telemetry/metrics.py`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Summary(NamedTuple):
 
 
 def masked_moments(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """x [T], mask [T] bool -> (sums [3] fp64: count, sum, sum of squares; maxima [2] fp64: -min, max, -inf without valid entries)."""
+    """x [T], mask [T] bool -> fp64 (sums [3]: count, sum, sum of squares; maxima [2]: -min, max, both -inf without entries)."""
     kept = torch.where(mask, x.double(), 0.0)
     sums = torch.stack((mask.sum().double(), kept.sum(), kept.square().sum()))
     extremes = torch.stack((torch.where(mask, -x.double(), -math.inf), torch.where(mask, x.double(), -math.inf)))

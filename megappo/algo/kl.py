@@ -1,4 +1,4 @@
-"""Estimators of KL(policy || reference) from sampled tokens, the KL term of the policy loss, and the controllers of its factor."""
+"""Estimators of KL(policy || reference) from sampled tokens, the KL term of the policy loss, and controllers of the factor."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ MAX_LOG_RATIO = 20.0
 def kl_estimate(logprob: Tensor, ref_logprob: Tensor, kind: str) -> Tensor:
     """Per-token estimate [T] with d = logprob - ref_logprob (Schulman, "Approximating KL divergence", 2020); differentiable.
 
-    k1 = d: unbiased, but its gradient has mean 0, so as a loss term it does nothing. k2 = d^2 / 2: biased, its gradient is that of the
-    true KL. k3 = exp(-d) - 1 + d: unbiased and never negative; its gradient is that of KL(reference || policy).
+    k1 = d: unbiased, but its gradient has mean 0, so as a loss term it does nothing. k2 = d^2 / 2: biased, its gradient is that
+    of the true KL. k3 = exp(-d) - 1 + d: unbiased and never negative; its gradient is that of KL(reference || policy).
     """
     if kind not in KL_ESTIMATORS:
         raise ValueError(f"KL estimator {kind!r} is not one of {', '.join(KL_ESTIMATORS)}")
@@ -40,7 +40,7 @@ def kl_loss(logprob: Tensor, ref_logprob: Tensor, weight: Tensor, kind: str) -> 
 
 
 class KLController(Protocol):
-    """Gives the factor of the KL penalty. `update` takes the mean KL of a response in nats and the number of responses of the step."""
+    """Gives the factor of the KL penalty. `update` takes the step's mean KL per response in nats and its number of responses."""
 
     coef: float
 
@@ -69,7 +69,7 @@ class FixedKL:
 
 @dataclass
 class AdaptiveKL:
-    """Steers the KL per response to `target` (Ziegler et al. 2019, section 2.2): coef *= 1 + clip(kl/target - 1, +-0.2) n/horizon."""
+    """Steers the KL per response to `target`: coef *= 1 + clip(kl/target - 1, +-0.2) n/horizon (Ziegler et al. 2019, 2.2)."""
 
     coef: float
     target: float

@@ -3,10 +3,11 @@
     torch.ops.megappo.gae               reward, value      -> advantage, returns, moments
     torch.ops.megappo.token_advantages  log-probs, score, value -> reward, advantage, returns, moments
 
-GAE (Schulman et al. 2016) over the sampled tokens is the affine recurrence A_t = delta_t + gamma lambda A_next(t), where next(t) is the
-next *sampled* token of the sequence, so a token that the policy did not sample (prompt, tool output, padding) is the identity: no TD
-error, no decay. The reference solves it by pointer jumping: after k passes every token holds the sum over its next 2^k sampled tokens.
-That is log2(T) passes over [T] in fp64, with no loop over tokens, no padding and no host sync. Not differentiable: advantages are data.
+GAE (Schulman et al. 2016) over the sampled tokens is the affine recurrence A_t = delta_t + gamma lambda A_next(t), where next(t)
+is the next *sampled* token of the sequence, so a token that the policy did not sample (prompt, tool output, padding) is the
+identity: no TD error, no decay. The reference solves it by pointer jumping: after k passes every token holds the sum over its
+next 2^k sampled tokens. That is log2(T) passes over [T] in fp64, with no loop over tokens, no padding and no host sync. Not
+differentiable: advantages are data.
 """
 
 from __future__ import annotations
@@ -38,13 +39,15 @@ def token_advantages(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(reward [T], advantage [T], returns [T], moments [3]) of a packed batch.
 
-    logprob, ref_logprob, value: [T] aligned to their own token (`algo/alignment.py`); ref_logprob None means no KL. score: [B], added
-    to the reward of the last sampled token; a sequence without sampled tokens has nowhere to put it. response_mask: [T] bool, true
-    where the policy sampled. cu_seqlens: [B+1]. bootstrap: [B] value after the last sampled token, None means 0. lam_*: a number or
-    [B]; the policy's advantages use lam_policy, returns = value + advantages under lam_value. kl_kind: k1, k2 or k3.
+    logprob, ref_logprob, value: [T] aligned to their own token (`algo/alignment.py`); ref_logprob None means no KL. score: [B],
+    added to the reward of the last sampled token; a sequence without sampled tokens has nowhere to put it. response_mask: [T]
+    bool, true where the policy sampled. cu_seqlens: [B+1]. bootstrap: [B] value after the last sampled token, None means 0.
+    lam_*: a number or [B]; the policy's advantages use lam_policy, returns = value + advantages under lam_value. kl_kind: k1, k2
+    or k3.
 
-    Outputs are fp32 and exactly 0 where the mask is false, whatever stands there. moments: fp64 count, sum and sum of squares of the
-    advantages over the mask; those of several ranks or batches add, `whiten_apply` uses the total. Raises ValueError for shapes.
+    Outputs are fp32 and exactly 0 where the mask is false, whatever stands there. moments: fp64 count, sum and sum of squares of
+    the advantages over the mask; those of several ranks or batches add, `whiten_apply` uses the total. Raises ValueError for
+    shapes.
     """
     if kl_kind not in KL_KINDS:
         raise ValueError(f"kl_kind {kl_kind!r} is not one of {', '.join(KL_KINDS)}")
@@ -119,8 +122,8 @@ def _token_advantages(
     # an empty batch has no sequence to index
     at_end = score.double()[sequence] if score.numel() else reward
     reward = torch.where(response_mask, reward + torch.where(last, at_end, 0.0), 0.0)
-    advantage, returns, moments = _scan(reward, value, response_mask, sequence, following, bootstrap, gamma, lam_policy, lam_value)
-    return reward.float(), advantage, returns, moments
+    scanned = _scan(reward, value, response_mask, sequence, following, bootstrap, gamma, lam_policy, lam_value)
+    return reward.float(), *scanned
 
 
 @_token_advantages.register_fake
@@ -158,7 +161,7 @@ def _kl(log_ratio: Tensor, kind: str) -> Tensor:
 
 
 def _links(response_mask: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
-    """(sequence [T] each token belongs to, following [T] position of the next sampled token of its sequence, T where there is none)."""
+    """(sequence [T] of each token, following [T]: position of the next sampled token of its sequence, T where there is none)."""
     num_tokens = response_mask.numel()
     position = torch.arange(num_tokens, device=response_mask.device)
     # right: an empty sequence starts where the next one does, and owns nothing

@@ -3,8 +3,8 @@
     torch.ops.megappo.linear_stats            hidden[T, H], weight[Vl, H] -> stats[T, 4]
     torch.ops.megappo.linear_logprob_backward ...                        -> dhidden[T, H] of this shard, dweight[Vl, H] fp32
 
-Logits are fp32 whatever the weights are (staging them in bf16 costs up to 0.16 in a log-prob) and are computed again in the backward.
-Reference implementations: a GEMM per chunk and the row operations of `vocab_stats.py`.
+Logits are fp32 whatever the weights are (staging them in bf16 costs up to 0.16 in a log-prob) and are computed again in the
+backward. Reference implementations: a GEMM per chunk and the row operations of `vocab_stats.py`.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Differentiable log-prob and entropy of target tokens over a vocabulary that is cut over a tensor-parallel group.
 
-`vocab_parallel_logprob` starts from logits, `linear_logprob` from hidden states and the output weight. Both make exactly one all-gather
-of 16 bytes per token and rank in the forward; all ranks then hold the same bits. Arithmetic is in `vocab_stats.py` and
-`linear_stats.py`; this file checks arguments, talks to the group and holds the autograd pairs. Which targets belong to which token is
-`algo/alignment.py`.
+`vocab_parallel_logprob` starts from logits, `linear_logprob` from hidden states and the output weight. Both make exactly one
+all-gather of 16 bytes per token and rank in the forward; all ranks then hold the same bits. Arithmetic is in `vocab_stats.py` and
+`linear_stats.py`; this file checks arguments, talks to the group and holds the autograd pairs. Which targets belong to which
+token is `algo/alignment.py`.
 
-Temperature divides the logits. Targets equal to `ignore_index` have log-prob, entropy and gradient 0. The upstream gradients must be
-the same on all ranks of the group, as they are for a loss that every rank computes from the same log-probs.
+Temperature divides the logits. Targets equal to `ignore_index` have log-prob, entropy and gradient 0. The upstream gradients must
+be the same on all ranks of the group, as they are for a loss that every rank computes from the same log-probs.
 """
 
 from __future__ import annotations
@@ -54,12 +54,13 @@ def vocab_parallel_logprob(
 ) -> tuple[Tensor, Optional[Tensor]]:
     """(logprob [T], entropy [T] or None), fp32, the same on every rank of the group and differentiable with respect to `logits`.
 
-    logits: [T, Vl], this rank's columns, bf16/fp16/fp32; the first `num_valid` are vocabulary entries vocab_start.., the rest padding.
-    target: [T] ids of the whole vocabulary, the same on all ranks. group: None or the tensor-parallel group. temperature: a positive
-    number, or [T]. want_entropy false saves a pass and returns None for the entropy.
+    logits: [T, Vl], this rank's columns, bf16/fp16/fp32; the first `num_valid` are vocabulary entries vocab_start.., the rest
+    padding. target: [T] ids of the whole vocabulary, the same on all ranks. group: None or the tensor-parallel group.
+    temperature: a positive number, or [T]. want_entropy false saves a pass and returns None for the entropy.
 
-    Raises ValueError for shapes that do not fit and, on the CPU, for a target outside the vocabulary (or with logit -inf), naming the
-    token. On a GPU that check would wait for the device; there such a target gives logprob -inf, which the engine's finite vote stops.
+    Raises ValueError for shapes that do not fit and, on the CPU, for a target outside the vocabulary (or with logit -inf), naming
+    the token. On a GPU that check would wait for the device; there such a target gives logprob -inf, which the engine's finite
+    vote stops.
     """
     if logits.dim() != 2 or target.shape != logits.shape[:1]:
         raise ValueError(f"logits {tuple(logits.shape)} and target {tuple(target.shape)}: want [T, vocabulary] and [T]")
@@ -84,18 +85,19 @@ def linear_logprob(
     want_entropy: bool = True,
     ignore_index: int = IGNORE_INDEX,
 ) -> tuple[Tensor, Optional[Tensor]]:
-    """As `vocab_parallel_logprob` of hidden @ weight.T, holding at most chunk_tokens x Vl logits; they are recomputed in the backward.
+    """As `vocab_parallel_logprob` of hidden @ weight.T, holding at most chunk_tokens x Vl logits; they are recomputed in the
+    backward.
 
-    hidden: [T, H], the same on all ranks, or with sequence_parallel this rank's T/tp consecutive rows. weight: [Vl, H] of hidden's
-    dtype. target: [T]. The gradient of `hidden` is summed over the group (sequence_parallel: reduce-scattered, so each rank gets its
-    own rows), that of `weight` is this shard's, summed over tokens in fp32 and rounded to weight's dtype once.
+    hidden: [T, H], the same on all ranks, or with sequence_parallel this rank's T/tp consecutive rows. weight: [Vl, H] of
+    hidden's dtype. target: [T]. The gradient of `hidden` is summed over the group (sequence_parallel: reduce-scattered, so each
+    rank gets its own rows), that of `weight` is this shard's, summed over tokens in fp32 and rounded to weight's dtype once.
     """
     tp = 1 if group is None else dist.get_world_size(group)
     num_tokens = hidden.shape[0] * (tp if sequence_parallel else 1)
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1] or target.shape != (num_tokens,):
         raise ValueError(
-            f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)}, target {tuple(target.shape)}: want [T, H], [vocabulary, H], "
-            f"[T] (sequence_parallel={sequence_parallel}, tp {tp})"
+            f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)}, target {tuple(target.shape)}: "
+            f"want [T, H], [vocabulary, H], [T] (sequence_parallel={sequence_parallel}, tp {tp})"
         )
     if hidden.dtype != weight.dtype:
         raise ValueError(f"hidden is {hidden.dtype} and weight is {weight.dtype}: cast one of them")
@@ -140,8 +142,8 @@ def _check_owned(gathered: Tensor, target: Tensor, ignore_index: int) -> None:
     if bool(lost.any()):
         at = int(lost.nonzero()[0, 0])
         raise ValueError(
-            f"target {int(target[at])} of token {at} is outside the vocabulary or has logit -inf ({int(lost.sum())} such tokens); "
-            f"use {ignore_index} for tokens without a target"
+            f"target {int(target[at])} of token {at} is outside the vocabulary or has logit -inf "
+            f"({int(lost.sum())} such tokens); use {ignore_index} for tokens without a target"
         )
 
 

@@ -3,9 +3,9 @@
     torch.ops.megappo.policy_loss  -> loss_sum, dloss/dlogprob [T], sums, maxima
     torch.ops.megappo.value_loss   -> loss_sum, dloss/dvalue [T], sums, maxima
 
-`weight` [T] is mask times aggregation weight (`algo/aggregation.py`); a token with weight 0 takes part in nothing, whatever stands
-there. Losses are sums: the caller divides by the global count. Metrics are 0-dim fp64 tensors by name. Those ending in `_sum` add over
-micro-batches, ranks and steps, those ending in `_max` combine by maximum; a mean is X_sum / tokens_sum.
+`weight` [T] is mask times aggregation weight (`algo/aggregation.py`); a token with weight 0 takes part in nothing, whatever
+stands there. Losses are sums: the caller divides by the global count. Metrics are 0-dim fp64 tensors by name. Those ending in
+`_sum` add over micro-batches, ranks and steps, those ending in `_max` combine by maximum; a mean is X_sum / tokens_sum.
 """
 
 from __future__ import annotations
@@ -42,8 +42,9 @@ def policy_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """(sum of weight * l, metrics), l = max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)), r = exp(logprob - old_logprob).
 
-    Where A < 0 and dual_clip is given, l is at most -A dual_clip (Ye et al. 2020, eq. 5). All tensors [T]; differentiable with respect
-    to `logprob`. PPO: Schulman et al. 2017, eq. 7; different bounds: DAPO, Yu et al. 2025. Metrics: POLICY_SUMS, POLICY_MAXIMA.
+    Where A < 0 and dual_clip is given, l is at most -A dual_clip (Ye et al. 2020, eq. 5). All tensors [T]; differentiable with
+    respect to `logprob`. PPO: Schulman et al. 2017, eq. 7; different bounds: DAPO, Yu et al. 2025. Metrics: POLICY_SUMS,
+    POLICY_MAXIMA.
     """
     _check(logprob=logprob, old_logprob=old_logprob, advantage=advantage, weight=weight)
     loss, _, sums, maxima = torch.ops.megappo.policy_loss(logprob, old_logprob, advantage, weight, clip_low, clip_high, dual_clip)
@@ -55,7 +56,8 @@ def value_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """(sum of weight * l, metrics), l = max((v - R)^2, (v_clipped - R)^2) / 2, v_clipped within `clip` of old_value.
 
-    All tensors [T]; differentiable with respect to `value`; clip None is the plain squared error. Metrics: VALUE_SUMS, VALUE_MAXIMA.
+    All tensors [T]; differentiable with respect to `value`; clip None is the plain squared error. Metrics: VALUE_SUMS,
+    VALUE_MAXIMA.
     """
     _check(value=value, old_value=old_value, returns=returns, weight=weight)
     loss, _, sums, maxima = torch.ops.megappo.value_loss(value, old_value, returns, weight, clip)
@@ -63,7 +65,7 @@ def value_loss(
 
 
 def entropy_loss(entropy: Tensor, weight: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """(-sum of weight * entropy, {"entropy_sum": unweighted sum over tokens with weight}): add coef * loss for an entropy bonus."""
+    """(-sum of weight * entropy, {"entropy_sum": unweighted sum over tokens with weight}); coef * loss is the entropy bonus."""
     _check(entropy=entropy, weight=weight)
     kept = torch.where(weight != 0, entropy, 0.0)
     return -(weight * kept).sum(), {"entropy_sum": kept.detach().double().sum()}
@@ -80,7 +82,7 @@ def _named(sum_names: tuple[str, ...], sums: Tensor, max_names: tuple[str, ...],
 
 
 def _metrics(valid: Tensor, sums: list[Tensor], maximum: Tensor) -> tuple[Tensor, Tensor]:
-    """Per-token quantities -> ([1 + n] fp64 sums with the token count first, [1] fp64 maximum); without valid tokens the maximum is 0."""
+    """Per-token quantities -> fp64 ([1 + n] sums, the token count first; [1] maximum, 0 without valid tokens)."""
     columns = [valid, *sums]
     totals = torch.stack([column.sum(dtype=torch.float64) for column in columns])
     return totals, torch.cat((maximum.double(), maximum.new_zeros(1, dtype=torch.float64))).amax().reshape(1)

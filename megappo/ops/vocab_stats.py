@@ -1,13 +1,14 @@
-"""Log-prob and entropy from vocab-parallel logits: one statistic per token and shard, a merge, and the backward of the local shard.
+"""Log-prob and entropy from vocab-parallel logits: one statistic per token and shard, a merge, and the backward of the local
+shard.
 
     torch.ops.megappo.vocab_stats            logits[T, Vl]    -> stats[T, 4]: m, s, t, z_y
     torch.ops.megappo.vocab_stats_merge      gathered[R, T, 4] -> logprob[T], entropy[T], lse[T]
     torch.ops.megappo.vocab_logits_backward  ...              -> dlogits[T, Vl]
 
-With x = logits * inv_temp of one shard: m = max x, s = sum e^(x-m), t = sum e^(x-m) (x-m), z_y = x at the target (-inf where another
-shard owns it). entropy = log s - t/s, which unlike log s + m - sum(e^x x)/s keeps its precision under a common offset of the logits.
-These are the reference implementations in plain PyTorch; the collective between statistic and merge, argument checks and autograd are in
-`logprob.py`. Everything is fp32, or fp64 for fp64 logits (which exists for gradient checks).
+With x = logits * inv_temp of one shard: m = max x, s = sum e^(x-m), t = sum e^(x-m) (x-m), z_y = x at the target (-inf where
+another shard owns it). entropy = log s - t/s, which unlike log s + m - sum(e^x x)/s keeps its precision under a common offset of
+the logits. These are the reference implementations in plain PyTorch; the collective between statistic and merge, argument checks
+and autograd are in `logprob.py`. Everything is fp32, or fp64 for fp64 logits (which exists for gradient checks).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-# e^-120 is 0 in fp32, so the bound changes no sum; it turns the product e^d * d of a -inf column into 0 * -120 instead of 0 * -inf
+# e^-120 is 0 in fp32, so the bound changes no sum; it turns e^d * d of a -inf column into 0 * -120 instead of 0 * -inf
 EXPONENT_FLOOR = -120.0
 
 
@@ -86,8 +87,8 @@ def _(logits, target, vocab_start, num_valid, inv_temp, row_inv_temp, ignore_ind
 def vocab_stats_merge(gathered: Tensor, target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor, Tensor]:
     """Merge the shards' statistics [R, T, 4], in rank order, to (logprob, entropy, lse), each [T].
 
-    Every rank that merges the same bits gets the same bits. Ignored targets have logprob = entropy = 0 (lse stays theirs); a target that
-    no shard owns has logprob -inf.
+    Every rank that merges the same bits gets the same bits. Ignored targets have logprob = entropy = 0 (lse stays theirs); a
+    target that no shard owns has logprob -inf.
     """
     m_r, s_r, t_r, z_r = gathered.unbind(2)
     m = m_r.amax(0)
@@ -125,8 +126,8 @@ def vocab_logits_backward(
 ) -> Tensor:
     """Gradient of this shard's logits, [T, Vl] in their dtype; padding columns and ignored rows are exactly 0.
 
-    dlogits_v = inv_temp [ g_lp (1[v=y] - p_v) - g_H p_v (x_v - lse + H) ], p_v = e^(x_v - lse). At the target 1 - p is -expm1(x - lse):
-    rounding p first loses 20 % at p = 0.99 in bf16. lse, entropy, g_*: [T] as merged over all shards. Needs no collective.
+    dlogits_v = inv_temp [ g_lp (1[v=y] - p_v) - g_H p_v (x_v - lse + H) ], p_v = e^(x_v - lse). At the target 1 - p is -expm1(x -
+    lse): rounding p first loses 20 % at p = 0.99 in bf16. lse, entropy, g_*: [T] as merged over all shards. Needs no collective.
     """
     if num_valid == 0:
         return torch.zeros_like(logits, memory_format=torch.contiguous_format)

@@ -1,7 +1,7 @@
 """Whitening of advantages with the moments of the whole global batch.
 
-The moments come from `token_advantages` and are summed over data-parallel ranks by the caller; whitening a rank or a micro-batch with
-its own moments would make the update depend on the layout.
+The moments come from `token_advantages` and are summed over data-parallel ranks by the caller; whitening a rank or a micro-batch
+with its own moments would make the update depend on the layout.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ EPSILON = 1e-8
 def whiten_apply(advantage: Tensor, mask: Tensor, moments: Tensor) -> Tensor:
     """(advantage - mean) / sqrt(var + 1e-8) on the mask, exactly 0 elsewhere; [T] fp32.
 
-    advantage: [T]. mask: [T] bool. moments: [3] fp64 global count, sum, sum of squares. The variance is the unbiased one (count - 1).
-    With 0 or 1 valid tokens the result is 0 everywhere.
+    advantage: [T]. mask: [T] bool. moments: [3] fp64 global count, sum, sum of squares. The variance is the unbiased one (count -
+    1). With 0 or 1 valid tokens the result is 0 everywhere.
     """
     count, total, squares = moments.unbind()
     mean = total / count.clamp(min=1.0)

@@ -1,7 +1,7 @@
 """The catalogue of what a run logs: every metric's name, defined once, with its meaning and unit.
 
-A name is `group/metric`; the group is TensorBoard's section. Names that depend on the configuration (parts of the reward, stages) end
-in `*` here. How the numbers are computed is the trainer's; this file only knows what they are called.
+A name is `group/metric`; the group is TensorBoard's section. Names that depend on the configuration (parts of the reward, stages)
+end in `*` here. How the numbers are computed is the trainer's; this file only knows what they are called.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Metric(str, Enum):
 
 
 def metric_of(name: str) -> Metric | None:
-    """The catalogue's entry of a logged name; an entry that ends in `*` stands for every name that starts like it, longest first."""
+    """The catalogue's entry of a logged name; one that ends in `*` stands for all names that start like it, longest first."""
     fitting = [m for m in Metric if m.value == name or (m.value.endswith("*") and name.startswith(m.value[:-1]))]
     return max(fitting, key=lambda m: (m.value == name, len(m.value)), default=None)
 

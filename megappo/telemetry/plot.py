@@ -35,7 +35,7 @@ PANELS = (
 
 
 def write_learning_curve(run_dir: Path) -> Optional[Path]:
-    """Draw run_dir/metrics.jsonl to run_dir/learning_curve.svg; panels without data are left out. None where nothing was logged."""
+    """Draw run_dir/metrics.jsonl to run_dir/learning_curve.svg, without the panels that have no data; None where none has."""
     metrics = run_dir / "metrics.jsonl"
     records = read_lines(metrics) if metrics.exists() else []
     picture = learning_curve_svg(records, run_dir.name)
@@ -58,7 +58,8 @@ def learning_curve_svg(records: Sequence[dict[str, Any]], title: str) -> Optiona
     columns = min(2, len(drawn))
     rows = math.ceil(len(drawn) / columns)
     placed = "".join(
-        f'<g transform="translate({i % columns * WIDTH},{30 + i // columns * HEIGHT})">{panel}</g>' for i, panel in enumerate(drawn)
+        f'<g transform="translate({i % columns * WIDTH},{30 + i // columns * HEIGHT})">{panel}</g>'
+        for i, panel in enumerate(drawn)
     )
     width, height = columns * WIDTH, 30 + rows * HEIGHT
     return (
@@ -96,7 +97,8 @@ def _panel(title: str, curves: Sequence[tuple[str, list[tuple[int, float]]]]) ->
         if len(points) <= 40:
             parts += [f'<circle cx="{x(step):.1f}" cy="{y(value):.1f}" r="2.2" fill="{color}"/>' for step, value in points]
         if label:
-            parts.append(f'<text x="{WIDTH - RIGHT}" y="{TOP - 14 + 13 * number}" text-anchor="end" fill="{color}">{escape(label)}</text>')
+            place = f'x="{WIDTH - RIGHT}" y="{TOP - 14 + 13 * number}" text-anchor="end"'
+            parts.append(f'<text {place} fill="{color}">{escape(label)}</text>')
     return "".join(parts)
 
 

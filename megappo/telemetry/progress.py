@@ -1,5 +1,7 @@
-"""The console table of a run: a header, then one line per step with the few numbers that matter. Plain lines, so a log file is as
-readable as a terminal."""
+"""The console table of a run: a header, then one line per step with the few numbers that matter.
+
+Plain lines without control characters, so a log file is as readable as a terminal.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,7 @@ SFT_COLUMNS = (
 
 
 class Progress:
-    """Prints rows to `stream`. every: print only each so many steps, the first and the last. clock: seconds, for the time left."""
+    """Prints rows to `stream`: the first, every so many steps (`every`), the last. clock: seconds, for the time left."""
 
     def __init__(
         self, columns: Sequence[Column], stream: TextIO, every: int = 1, clock: Callable[[], float] = time.monotonic

@@ -44,7 +44,7 @@ def evaluation_metrics(evaluation: EvaluationResult) -> dict[str, float]:
 
 
 class RunLog:
-    """Writes metrics.jsonl, tensorboard/, trajectories/ and learning_curve.svg below `root`, and the table to `stream` (stdout)."""
+    """Writes metrics.jsonl, tensorboard/, trajectories/ and learning_curve.svg to `root`, and the table to `stream` (stdout)."""
 
     def __init__(self, root: Path, *, tensorboard: bool = True, stream: Optional[TextIO] = None) -> None:
         self._root = root
@@ -87,7 +87,7 @@ class RunLog:
             self._progress.row(metrics, step, total_steps)
 
     def evaluation(self, evaluation: EvaluationResult, step: int) -> None:
-        """Log a validation of the weights after `step`. It joins the line of that step, which is logged after it; step 0 has none."""
+        """Log a validation of the weights after `step`. It joins the line of that step, logged next; step 0 gets its own."""
         if not self._writes:
             return
         metrics = evaluation_metrics(evaluation)

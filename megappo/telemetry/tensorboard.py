@@ -10,7 +10,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 
 class TensorBoard:
-    """Scalars by step below `directory`. After a resume the steps after `resumed_step` of older files are hidden by TensorBoard."""
+    """Scalars by step in `directory`. After a resume TensorBoard hides what older files hold after `resumed_step`."""
 
     def __init__(self, directory: Path, resumed_step: Optional[int] = None) -> None:
         self._writer = SummaryWriter(str(directory), purge_step=None if resumed_step is None else resumed_step + 1)

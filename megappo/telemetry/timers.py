@@ -10,7 +10,7 @@ import torch
 
 
 def wait_for_device() -> None:
-    """Let a stage end when its work is done and not when it is queued; a process that never touched CUDA has nothing to wait for."""
+    """Let a stage end when its work is done, not when it is queued. Nothing to do where CUDA was never touched."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
 

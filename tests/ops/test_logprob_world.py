@@ -1,4 +1,4 @@
-"""Two tensor-parallel ranks over gloo: the same bits on both, the oracle's values, one collective, gradients summed where they must be."""
+"""Two tensor-parallel ranks over gloo: same bits on both, the oracle's values, one collective, gradients summed."""
 
 import pytest
 import torch
@@ -10,7 +10,11 @@ from tests.ops.vocab_oracle import cut, oracle, shard_columns
 from tests.worlds import spawn_world
 
 VOCAB, TOKENS = 50, 38
-CUTS = {"even": cut(VOCAB, 25, 25), "uneven, padded": cut(VOCAB, 17, 33, padding=5), "pad-only shard": cut(VOCAB, 50, 0, padding=8)}
+CUTS = {
+    "even": cut(VOCAB, 25, 25),
+    "uneven, padded": cut(VOCAB, 17, 33, padding=5),
+    "pad-only shard": cut(VOCAB, 50, 0, padding=8),
+}
 TEMPERATURE = 0.8
 
 
@@ -145,4 +149,5 @@ def test_a_target_outside_the_vocabulary_raises_on_all_ranks(world):
 def test_the_oracle_itself_depends_on_temperature():
     h, w, target, g_lp, g_h = problem(TOKENS, VOCAB, padding=0)
     logits = h.detach() @ w.detach().t()
-    assert not torch.allclose(oracle(logits, target, 1.0, g_lp, g_h).logprob, oracle(logits, target, TEMPERATURE, g_lp, g_h).logprob)
+    plain, scaled = (oracle(logits, target, t, g_lp, g_h).logprob for t in (1.0, TEMPERATURE))
+    assert not torch.allclose(plain, scaled)

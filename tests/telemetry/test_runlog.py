@@ -27,9 +27,15 @@ class Result:
 
 def metrics(step):
     return {
-        "reward/score_mean": step / 10, "kl/per_response": 0.01 * step, "policy/entropy": 1.0 / step, "lengths/response_mean": 5.0,
-        "critic/loss": 0.1, "critic/explained_variance": math.nan if step == 1 else 0.5, "throughput/tokens_per_s": 12345.6,
-        "timing/step_s": 2.0, "policy/grad_norm": math.inf if step == 2 else 1.0,
+        "reward/score_mean": step / 10,
+        "kl/per_response": 0.01 * step,
+        "policy/entropy": 1.0 / step,
+        "policy/grad_norm": math.inf if step == 2 else 1.0,
+        "critic/loss": 0.1,
+        "critic/explained_variance": math.nan if step == 1 else 0.5,
+        "lengths/response_mean": 5.0,
+        "throughput/tokens_per_s": 12345.6,
+        "timing/step_s": 2.0,
     }
 
 
@@ -128,7 +134,7 @@ def test_a_broken_line_in_the_middle_is_named(tmp_path):
 def test_the_console_has_a_header_and_one_line_per_step(tmp_path):
     rows = run(tmp_path, 1, 3).splitlines()
     assert rows[0].startswith("before training: score 0.500 on 500 held-out prompts, exact_match 0.250")
-    assert rows[1].split() == ["step", "score", "eval", "kl", "entropy", "length", "v", "loss", "expl.v", "tok/s", "s/step", "eta"]
+    assert rows[1].split() == "step score eval kl entropy length v loss expl.v tok/s s/step eta".split()
     assert rows[2].split()[:-1] == ["1/8", "0.100", "-", "0.010", "1.000", "5.0", "0.1000", "-", "12,346", "2.00"]
     assert rows[3].split()[2] == "0.750" and len(rows) == 5 and len({len(row) for row in rows[1:]}) == 1
     assert "\r" not in "".join(rows) and "\x1b" not in "".join(rows)
