@@ -81,12 +81,20 @@ def padded_vocab(arch: ModelArch, tp: int) -> int:
     return -(-arch.vocab_size // tp) * tp
 
 
+def vocab_shard(arch: ModelArch, tp: int, tp_rank: int) -> tuple[int, int]:
+    """(global id of the first vocabulary row of this tp rank, how many of its rows are real vocabulary; the rest is padding)."""
+    rows = padded_vocab(arch, tp) // tp
+    start = tp_rank * rows
+    return start, max(0, min(rows, arch.vocab_size - start))
+
+
 def check_tp(arch: ModelArch, tp: int) -> None:
     """Raises ValueError where tp does not divide heads, KV heads or the MLP, naming the largest tp that does."""
     largest = gcd(arch.num_kv_heads, arch.ffn_size)
     for what, size in (("KV heads", arch.num_kv_heads), ("attention heads", arch.num_heads), ("MLP columns", arch.ffn_size)):
         if size % tp:
-            raise ValueError(f"tp {tp} does not divide the {size} {what} of this {arch.family} model; the largest tp that works is {largest}")
+            fix = f"the largest tp that works is {largest}"
+            raise ValueError(f"tp {tp} does not divide the {size} {what} of this {arch.family} model; {fix}")
 
 
 def read_config(path: str | Path) -> dict[str, Any]:

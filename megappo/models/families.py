@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Iterator, Protocol
 
-from megappo.models.arch import ModelArch, check_tp, padded_vocab
+from megappo.models.arch import ModelArch, check_tp, padded_vocab, vocab_shard
 from megappo.models.pieces import Box, Piece
 from megappo.parallel.layout import stage_layers
 
@@ -211,7 +211,6 @@ def megatron_pieces(arch: ModelArch, tp: int, pp: int, tp_rank: int, stage: int,
 
 
 def _vocab_piece(arch: ModelArch, tp: int, tp_rank: int, hf: str, local: str) -> list[Piece]:
-    rows = padded_vocab(arch, tp) // tp
-    start, end = tp_rank * rows, min((tp_rank + 1) * rows, arch.vocab_size)
+    start, rows = vocab_shard(arch, tp, tp_rank)
     # A rank that holds padding only has no piece.
-    return [Piece(hf, Box(start, end, 0, arch.hidden_size), local, 0, 0)] if start < end else []
+    return [Piece(hf, Box(start, start + rows, 0, arch.hidden_size), local, 0, 0)] if rows else []

@@ -16,3 +16,8 @@ RECOMPUTE_JOBS = [
 
 BF16_LAYOUTS = [(1, 1, False), (2, 1, True), (1, 2, False)]
 LEARNING_RATE = 1e-4
+BF16_CASES = ["llama", "qwen3", "ministral3_tied"]
+
+# Everything at once, on 4 ranks.
+DENSE_LAYOUT = (2, 2, True)
+DENSE_JOBS = [(case, DENSE_LAYOUT, critic, "full") for case in ("qwen2_tied", "qwen3") for critic in (False, True)]

@@ -36,13 +36,31 @@ CASES: dict[str, tuple[str, dict]] = {
     "ministral3_tied": ("Ministral3", dict(head_dim=20, rope_parameters=_MINISTRAL, tie_word_embeddings=True)),
 }
 
+COMPOSITE = "mistral3"
+"""Mistral3ForConditionalGeneration: a vision tower beside the language model, as Ministral 3 is shipped."""
+_VISION = dict(
+    model_type="pixtral", hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, head_dim=8, image_size=28,
+    patch_size=14,
+)
+
+
+def composite_config() -> transformers.PretrainedConfig:
+    text = {**_BASE, **CASES["ministral3_tied"][1], "model_type": "ministral3"}
+    attention = text.pop("attn_implementation")
+    return transformers.Mistral3Config(
+        text_config=text, vision_config=_VISION, tie_word_embeddings=True, attn_implementation=attention
+    )
+
 
 def write_checkpoint(folder: Path, case: str, head: str = "CausalLM", seed: int = 0, **changes: object) -> torch.nn.Module:
     """Write one case to `folder` in fp32 and return the transformers model."""
-    stem, config = CASES[case]
-    config = getattr(transformers, f"{stem}Config")(**{**_BASE, **config, **changes})
     torch.manual_seed(seed)
-    model = getattr(transformers, f"{stem}For{head}")(config).float().eval()
+    if case == COMPOSITE:
+        model = transformers.Mistral3ForConditionalGeneration(composite_config()).float().eval()
+    else:
+        stem, config = CASES[case]
+        config = getattr(transformers, f"{stem}Config")(**{**_BASE, **config, **changes})
+        model = getattr(transformers, f"{stem}For{head}")(config).float().eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
@@ -55,12 +73,12 @@ def write_checkpoint(folder: Path, case: str, head: str = "CausalLM", seed: int 
     return model
 
 
-def example_sequences(vocab: int = 131) -> list[torch.Tensor]:
+def example_sequences() -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
-    return [torch.randint(0, vocab, (n,), generator=generator) for n in LENGTHS]
+    return [torch.randint(0, _BASE["vocab_size"], (n,), generator=generator) for n in LENGTHS]
 
 
 def reference_logits(model: torch.nn.Module) -> torch.Tensor:
     """[T, vocab] fp32, one sequence at a time."""
     with torch.no_grad():
-        return torch.cat([model(input_ids=tokens[None]).logits[0] for tokens in example_sequences(model.config.vocab_size)])
+        return torch.cat([model(input_ids=tokens[None]).logits[0] for tokens in example_sequences()])

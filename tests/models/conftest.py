@@ -5,9 +5,19 @@ import torch
 
 from tests.models import worlds
 from tests.models.cases import (
-    BF16_LAYOUTS, EXPORT_LAYOUTS, GRADIENT_CASES, GRADIENT_JOBS, LEARNING_RATE, LOGIT_LAYOUTS, RECOMPUTE_JOBS, SHAPE_CASES, SHAPE_LAYOUTS,
+    BF16_CASES,
+    BF16_LAYOUTS,
+    DENSE_JOBS,
+    DENSE_LAYOUT,
+    EXPORT_LAYOUTS,
+    GRADIENT_JOBS,
+    LEARNING_RATE,
+    LOGIT_LAYOUTS,
+    RECOMPUTE_JOBS,
+    SHAPE_CASES,
+    SHAPE_LAYOUTS,
 )
-from tests.models.checkpoints import CASES, example_sequences, reference_logits, write_checkpoint
+from tests.models.checkpoints import CASES, COMPOSITE, example_sequences, reference_logits, write_checkpoint
 from tests.worlds import spawn_world
 
 
@@ -15,7 +25,7 @@ from tests.worlds import spawn_world
 def checkpoints(tmp_path_factory):
     """Folder with every case, a reward model, the logits of transformers and the weights of the test loss."""
     folder = tmp_path_factory.mktemp("checkpoints")
-    for case in CASES:
+    for case in (*CASES, COMPOSITE):
         torch.save(reference_logits(write_checkpoint(folder / case, case)), folder / f"{case}.pt")
         (folder / case / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
         (folder / case / "modeling_custom.py").write_text("raise RuntimeError")
@@ -27,26 +37,30 @@ def checkpoints(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def two_ranks(checkpoints):
-    """[rank]{"logits", "gradients", "bf16"} of a world of 2."""
+    """[rank]{"logits", "bf16_logits", "gradients", "bf16_step"} of a world of 2."""
     folder = str(checkpoints)
     return spawn_world(worlds.run_all, 2, {
-        "logits": (worlds.logits_errors, (folder, list(CASES), LOGIT_LAYOUTS)),
+        "logits": (worlds.logits_errors, (folder, [*CASES, COMPOSITE], LOGIT_LAYOUTS)),
+        "bf16_logits": (worlds.logits_errors, (folder, BF16_CASES, BF16_LAYOUTS, torch.bfloat16)),
         "gradients": (worlds.gradients, (folder, GRADIENT_JOBS + RECOMPUTE_JOBS)),
-        "bf16": (worlds.bf16_critic_step, (folder, BF16_LAYOUTS, LEARNING_RATE)),
+        "bf16_step": (worlds.bf16_critic_step, (folder, BF16_LAYOUTS, LEARNING_RATE)),
     }, timeout_s=500)
 
 
 @pytest.fixture(scope="session")
 def four_ranks(checkpoints):
-    """[rank]{"shapes"} of a world of 4, which also writes the exports `<case>.out<number of the layout>`."""
+    """[rank]{"shapes", "logits", "gradients"} of a world of 4, which also writes the exports `<case>.out<number of the layout>`."""
     folder = str(checkpoints)
     jobs = [
         (case, f"{case}.out{i}", layout, False, "zero", 1 << 30 if i else 60_000)
         for case in CASES for i, layout in enumerate(EXPORT_LAYOUTS) if i == 2 or case in ("llama", "qwen2_tied")
     ]
+    jobs += [(COMPOSITE, f"{COMPOSITE}.out2", EXPORT_LAYOUTS[2], False, "zero", 1 << 30)]
     jobs += [("reward", f"reward.out{i}", layout, True, "checkpoint", 60_000) for i, layout in enumerate(EXPORT_LAYOUTS)]
     jobs += [("llama", f"normal.out{i}", layout, True, "normal", 1 << 30) for i, layout in enumerate(EXPORT_LAYOUTS)]
     return spawn_world(worlds.run_all, 4, {
         "exports": (worlds.export_all, (folder, jobs)),
         "shapes": (worlds.built_shapes, (folder, SHAPE_CASES, SHAPE_LAYOUTS)),
+        "logits": (worlds.logits_errors, (folder, list(CASES), [DENSE_LAYOUT])),
+        "gradients": (worlds.gradients, (folder, DENSE_JOBS)),
     }, timeout_s=500)

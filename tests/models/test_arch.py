@@ -3,7 +3,7 @@ import json
 
 import pytest
 
-from megappo.models.arch import Rope, arch_of, check_tp, padded_vocab, read_arch
+from megappo.models.arch import Rope, arch_of, check_tp, padded_vocab, read_arch, vocab_shard
 from tests.models.checkpoints import CASES, write_checkpoint
 
 LLAMA = dict(
@@ -123,3 +123,5 @@ def test_tp_that_does_not_fit_names_the_largest_that_does():
 def test_vocabulary_is_padded_to_equal_rows():
     arch = arch_of(LLAMA)
     assert [padded_vocab(arch, tp) for tp in (1, 2, 4, 131)] == [131, 132, 132, 131]
+    assert [vocab_shard(arch, 2, rank) for rank in range(2)] == [(0, 66), (66, 65)]
+    assert [vocab_shard(arch_of({**LLAMA, "vocab_size": 5}), 4, rank) for rank in range(4)] == [(0, 2), (2, 2), (4, 1), (6, 0)]

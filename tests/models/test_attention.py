@@ -4,8 +4,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megappo.models.attention import group_by_length, grouped_attention
+from megappo.models.attention import PackedSequences, group_by_length, grouped_attention, varlen_attention
 
 CASES = {"one": (9,), "equal": (5, 5, 5), "mixed": (40, 1, 33, 7, 64, 0, 41, 2), "long": (200, 190, 100, 3)}
 
@@ -91,3 +92,14 @@ def test_the_oracle_detects_a_wrong_grouping(fault):
         grouping.padded[[0, 1]] = grouping.padded[[1, 0]]
     out = grouped_attention(q, k, v, grouping, 1.0)
     assert (out - slow_attention(q, k, v, lengths, 1.0)).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_the_cuda_kernel_takes_our_arguments(kv_heads):
+    """Shapes and arguments only, on fake tensors: what the kernel computes needs a GPU."""
+    with FakeTensorMode():
+        q, k, v = (torch.empty(16, h, 32, dtype=torch.bfloat16) for h in (4, kv_heads, kv_heads))
+        ends = torch.empty(4, dtype=torch.int32)
+        packed = PackedSequences(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=7, max_seqlen_kv=7)
+        out = varlen_attention(q, k, v, packed, 0.2)
+        assert out.shape == q.shape and out.dtype == torch.bfloat16

@@ -6,7 +6,7 @@ import transformers
 
 from megappo.models.arch import read_arch
 from megappo.models.families import local_shapes
-from tests.models.cases import GRADIENT_CASES, GRADIENT_JOBS, LEARNING_RATE, RECOMPUTE_JOBS, SHAPE_CASES, SHAPE_LAYOUTS
+from tests.models.cases import DENSE_JOBS, GRADIENT_CASES, GRADIENT_JOBS, LEARNING_RATE, RECOMPUTE_JOBS, SHAPE_CASES, SHAPE_LAYOUTS
 from tests.models.checkpoints import example_sequences
 
 def test_parameters_are_those_of_the_weight_map(checkpoints, four_ranks):
@@ -42,10 +42,9 @@ def hf_gradients(folder, case, critic):
     return {name: p.grad.view(-1, 1) if p.dim() == 1 else p.grad for name, p in model.named_parameters()}
 
 
-def gathered(two_ranks):
-    """{job: pieces of both ranks}"""
-    jobs = GRADIENT_JOBS + RECOMPUTE_JOBS
-    return {job: [piece for rank in two_ranks for piece in rank["gradients"][i]] for i, job in enumerate(jobs)}
+def gathered(ranks, jobs):
+    """{job: pieces of all ranks}"""
+    return {job: [piece for rank in ranks for piece in rank["gradients"][i]] for i, job in enumerate(jobs)}
 
 
 def worst_error(pieces, expected):
@@ -58,9 +57,10 @@ def worst_error(pieces, expected):
 
 @pytest.mark.parametrize("critic", [False, True], ids=["policy", "critic"])
 @pytest.mark.parametrize("case", GRADIENT_CASES)
-def test_gradients_equal_transformers_in_every_layout(checkpoints, two_ranks, case, critic):
+def test_gradients_equal_transformers_in_every_layout(checkpoints, two_ranks, four_ranks, case, critic):
     expected = hf_gradients(checkpoints, case, critic)
-    for job, pieces in gathered(two_ranks).items():
+    by_job = {**gathered(two_ranks, GRADIENT_JOBS + RECOMPUTE_JOBS), **gathered(four_ranks, DENSE_JOBS)}
+    for job, pieces in by_job.items():
         if job[0] == case and job[2] == critic:
             assert {name for name, *_ in pieces} >= {n for n in expected if n != "score.bias"} - {"lm_head.weight"}
             assert worst_error(pieces, expected) < 2e-5, job
@@ -71,7 +71,7 @@ def test_the_comparison_detects_double_counting(checkpoints, two_ranks, fault):
     """Negative control: what a missing or doubled reduction under sequence parallel would give."""
     job = ("llama", (2, 1, True), True, "none")
     name, factor = {"doubled value head": ("score.weight", 2.0), "halved norm": ("model.norm.weight", 0.5)}[fault]
-    pieces = [(n, box, values * factor if n == name else values) for n, box, values in gathered(two_ranks)[job]]
+    pieces = [(n, box, values * factor if n == name else values) for n, box, values in gathered(two_ranks, GRADIENT_JOBS)[job]]
     assert worst_error(pieces, hf_gradients(checkpoints, "llama", True)) > 0.1
 
 
@@ -79,7 +79,7 @@ def test_an_fp32_value_head_trains_inside_a_bf16_critic(two_ranks):
     """Adam's first step is lr * sign(gradient): 1e-4 on weights of 0.1 would be lost if the head were rounded to bf16."""
     heads = []
     for rank in two_ranks:
-        for moved, head in rank["bf16"]:
+        for moved, head in rank["bf16_step"]:
             assert moved
             if head is not None:
                 change, dtype, after = head

@@ -8,7 +8,7 @@ import transformers
 from safetensors.torch import load_file
 
 from tests.models.cases import EXPORT_LAYOUTS
-from tests.models.checkpoints import CASES, example_sequences, reference_logits
+from tests.models.checkpoints import CASES, COMPOSITE, example_sequences, reference_logits
 
 def tensors_of(folder):
     return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
@@ -36,6 +36,13 @@ def test_transformers_loads_the_export(folder, case):
     original = transformers.AutoModelForCausalLM.from_pretrained(folder / case, attn_implementation="eager", dtype="auto")
     # Equal weights at other file offsets are aligned differently in memory, which changes the last bit of a CPU product.
     torch.testing.assert_close(reference_logits(exported), reference_logits(original), rtol=0, atol=1e-5)
+
+
+def test_a_composite_checkpoint_is_exported_as_its_language_model(folder):
+    out = folder / f"{COMPOSITE}.out2"
+    exported = transformers.AutoModelForCausalLM.from_pretrained(out, attn_implementation="eager", dtype="auto")
+    assert type(exported).__name__ == "Ministral3ForCausalLM"
+    torch.testing.assert_close(reference_logits(exported), torch.load(folder / f"{COMPOSITE}.pt"), rtol=0, atol=1e-5)
 
 
 def test_export_copies_the_tokenizer_and_no_code(folder):

@@ -7,10 +7,11 @@ from megappo.models.arch import read_arch
 from megappo.models.rope import inverse_frequencies, query_scale, rotary_table, rotate
 from tests.models.checkpoints import CASES, write_checkpoint
 
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32}
 EXTRA = {
-    "yarn_attention_factor": ("llama", {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32, "attention_factor": 0.7}),
-    "yarn_no_truncate": ("llama", {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32, "truncate": False}),
-    "yarn_betas": ("qwen3", {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 128, "beta_fast": 16.0, "beta_slow": 2.0}),
+    "yarn_attention_factor": ("llama", {**YARN, "attention_factor": 0.7}),
+    "yarn_no_truncate": ("llama", {**YARN, "truncate": False}),
+    "yarn_betas": ("qwen3", {**YARN, "beta_fast": 16.0, "beta_slow": 2.0}),
     "yarn_no_original": ("qwen3", {"rope_type": "yarn", "factor": 2.0}),
     "theta": ("mistral", {"rope_type": "default", "rope_theta": 1e6}),
 }

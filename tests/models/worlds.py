@@ -74,16 +74,17 @@ def policy_logits(arch, groups, model, sequences):
     return logits[:, : arch.vocab_size]
 
 
-def logits_errors(rank, folder, cases, layouts):
-    """{(case, layout): largest |difference| to transformers} of every last-stage rank."""
+def logits_errors(rank, folder, cases, layouts, dtype=torch.float32):
+    """{(case, layout): (largest, root mean square) difference to transformers in fp32} of every last-stage rank."""
     errors = {}
     for case in cases:
         expected = torch.load(Path(folder, f"{case}.pt"))
         for layout in layouts:
-            arch, groups, model = build(Path(folder, case), layout)
-            logits = policy_logits(arch, groups, model, example_sequences(arch.vocab_size))
+            arch, groups, model = build(Path(folder, case), layout, dtype=dtype)
+            logits = policy_logits(arch, groups, model, example_sequences())
             if logits is not None:
-                errors[case, layout] = float((logits - expected).abs().max())
+                difference = logits.float() - expected
+                errors[case, layout] = float(difference.abs().max()), float(difference.square().mean().sqrt())
     return errors
 
 
