@@ -25,6 +25,7 @@ from megappo.platform.device import select_device, start_distributed
 from megappo.rewards.compose import Scorer
 from megappo.rollout.build import build_rollout
 from megappo.rollout.types import SamplingParams
+from megappo.telemetry.log import configure_logging
 from megappo.telemetry.runlog import RunLog
 from megappo.trainer.facts import run_facts
 from megappo.trainer.ppo import PPO, PPOSettings
@@ -39,6 +40,7 @@ def train(config: TrainConfig, data: RunData, *, resume: bool) -> None:
     """Run PPO on this rank of the world to its end. `config` and `data` have been checked by `plan.prepare`."""
     device = select_device(config.run.device)
     start_distributed(device)
+    configure_logging(dist.get_rank(), dist.get_world_size())
     torch.manual_seed(config.run.seed)
     run_dir = RunDir.of(config.run)
     run_dir.claim(config.run, dump_yaml(config), resume=resume)

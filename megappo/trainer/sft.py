@@ -22,6 +22,7 @@ from megappo.models.hf_export import export_pretrained
 from megappo.parallel.groups import build_groups
 from megappo.parallel.layout import ParallelLayout
 from megappo.platform.device import select_device, start_distributed
+from megappo.telemetry.log import configure_logging
 from megappo.telemetry.metrics import Metric
 from megappo.telemetry.runlog import RunLog
 from megappo.telemetry.timers import StageTimers
@@ -33,6 +34,7 @@ def train_sft(config: SftConfig) -> None:
     """Train on this rank of the world, then export the model to `export/` of the run directory."""
     device = select_device(config.run.device)
     start_distributed(device)
+    configure_logging(dist.get_rank(), dist.get_world_size())
     torch.manual_seed(config.run.seed)
     run_dir = RunDir.of(config.run)
     run_dir.claim(dump_yaml(config), resume=False)
