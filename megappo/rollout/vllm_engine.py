@@ -7,7 +7,6 @@ vLLM starts with dummy weights and the bridge fills them (`push_weights`). What 
 
 from __future__ import annotations
 
-import gc
 from array import array
 from bisect import bisect_left
 from typing import Any, Callable, Mapping, NamedTuple, Sequence
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from megappo.bridge.sync import WeightSync
 from megappo.bridge.vllm_loader import VllmReceiver
-from megappo.models.arch import ModelArch, read_config, text_config
+from megappo.models.arch import ModelArch, arch_of, read_config, text_config
 from megappo.parallel.layout import ParallelLayout
 from megappo.rollout.sharing import share_requests
 from megappo.rollout.types import Request, Response, SamplingParams
@@ -45,19 +44,31 @@ class _Drawn(NamedTuple):
     finish: int
 
 
-def _text_only(model: str) -> Callable[[Any], Any]:
-    """How vLLM reads a multimodal checkpoint: as its language model alone, which is all that is trained."""
+def _vllm_config(model: str) -> Callable[[Any], Any]:
+    """How vLLM should read config.json: a multimodal checkpoint as its language model alone, which is all that is trained."""
     text = text_config(read_config(model))
+    rope = arch_of(text).rope
 
-    def language_model(config: Any) -> Any:
-        inner = getattr(config, "text_config", None)
-        if inner is None:
-            return config
-        inner.architectures = text["architectures"]
-        inner.tie_word_embeddings = text.get("tie_word_embeddings", False)
-        return inner
+    def override(config: Any) -> Any:
+        config = getattr(config, "text_config", config)
+        config.architectures = text["architectures"]
+        config.tie_word_embeddings = text.get("tie_word_embeddings", False)
+        if rope.llama4_beta is not None:
+            # vLLM knows this scaling of the queries by the name that Mistral's own config files use, and ignores Hugging Face's.
+            config.llama_4_scaling = {"original_max_position_embeddings": rope.original_max_positions, "beta": rope.llama4_beta}
+        return config
 
-    return language_model
+    return override
+
+
+def _check_positions(model: str, max_model_len: int) -> None:
+    """vLLM tabulates YaRN's rotation up to its scaled length and reads past the table beyond it."""
+    rope = arch_of(read_config(model)).rope
+    if rope.type == "yarn" and rope.factor is not None and rope.original_max_positions is not None:
+        tabulated = int(rope.original_max_positions * rope.factor)
+        if max_model_len > tabulated:
+            raise ValueError(f"prompt plus response may take {max_model_len} tokens, but {model} scales positions to {tabulated} "
+                             "(YaRN factor x original length); lower data.max_prompt_tokens or rollout.max_response_tokens")
 
 
 class VllmEngine:
@@ -67,7 +78,7 @@ class VllmEngine:
     response and are part of it. tokenizer: Hugging Face tokenizer directory, needed by vLLM for stop strings only; without one,
     `detokenize` (token ids -> text) finds them after the fact. memory_share: of GPU memory. kv_cache_gib: per rank; on a CPU None means
     0.25. enforce_eager: no CUDA graphs; a CPU always runs eagerly (compiling takes minutes there).
-    Raises ValueError for what the user can mend: vLLM missing, tp that does not divide the world.
+    Raises ValueError for what the user can mend: vLLM missing, tp that does not divide the world, a context longer than the model's.
     """
 
     name = "vllm"
@@ -93,6 +104,7 @@ class VllmEngine:
         world = dist.get_world_size()
         if world % tp:
             raise ValueError(f"rollout.tp: {tp} does not divide the {world} ranks")
+        _check_positions(model, max_model_len)
         self.device = device
         self._replicas = world // tp
         self._replica, self._tp_rank = divmod(dist.get_rank(), tp)
@@ -111,7 +123,7 @@ class VllmEngine:
             self._llm: Any = LLM(
                 model,
                 config_format="hf",
-                hf_overrides=_text_only(model),
+                hf_overrides=_vllm_config(model),
                 tokenizer=tokenizer,
                 skip_tokenizer_init=tokenizer is None,
                 load_format="dummy",
@@ -173,7 +185,6 @@ class VllmEngine:
             self._llm.llm_engine.engine_core.engine_core.shutdown()
         self._llm = self._sync = self._version = None
         del self.receiver
-        gc.collect()
 
     def _check(self, requests: Sequence[Request], sampling: SamplingParams) -> None:
         for index, request in enumerate(requests):

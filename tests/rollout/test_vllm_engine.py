@@ -36,15 +36,19 @@ TOLERANCE = 1e-4  # fp32; BRIDGE measured at most 3e-5 on peaky logits, a wrong 
 GREEDY = SamplingParams(max_tokens=16, temperature=0.0)
 EOS = 130  # outside of what the tests sample unless they mean to
 
+# Positions of the long requests are past the original length, where YaRN and the scaling of the queries act.
+_MINISTRAL_ROPE = {
+    "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0, "mscale": 1.0,
+    "mscale_all_dim": 0.5, "beta_fast": 32.0, "beta_slow": 1.0, "llama_4_scaling_beta": 0.1,
+}
 # name -> (checkpoint case, changes of its config, engine tp, train layouts (tp, pp))
 CASES: dict[str, tuple[str, dict, int, tuple[tuple[int, int], ...]]] = {
     "llama to tp1 x 2": ("llama", dict(head_dim=32), 1, ((2, 1), (1, 2), (1, 1))),
     "llama to tp2": ("llama", dict(head_dim=32), 2, ((2, 1), (1, 2))),
     "one kv head to tp2": ("llama", dict(head_dim=32, num_key_value_heads=1, num_attention_heads=4), 2, ((1, 2),)),
-    "qwen2 tied with biases to tp1 x 2": ("qwen2_tied", dict(hidden_size=128), 1, ((2, 1),)),
     "qwen2 tied with biases to tp2": ("qwen2_tied", dict(hidden_size=128), 2, ((1, 2),)),
     "qwen3 to tp2": ("qwen3", dict(head_dim=32), 2, ((2, 1),)),
-    "multimodal ministral3 to tp1 x 2": ("ministral3_tied", dict(head_dim=32), 1, ((1, 2),)),
+    "multimodal ministral3 to tp1 x 2": ("ministral3_tied", dict(head_dim=32, rope_parameters=_MINISTRAL_ROPE), 1, ((1, 2),)),
 }
 
 
@@ -113,15 +117,18 @@ def run_case(rank: int, folder: str, name: str) -> dict[str, Any]:
     old, new = (load(f"{folder}/{name}/{which}") for which in ("old", "new"))
     path = f"{folder}/{name}/{'multimodal' if name.startswith('multimodal') else 'old'}"
     requests = requests_of(1) + long_requests()
+    before = process_state()
     with contextlib.closing(make_engine(path, engine_tp)) as engine:
-        results: dict[str, Any] = {"push": {}}
+        built = process_state()
+        results: dict[str, Any] = {"push": {}, "built": [name for name in built if built[name] != before[name]]}
         for tp, pp in layouts:
             policy = Policy(path, tp, pp)
             engine.connect(lambda: policy.local, policy.arch, policy.layout)
+            results.setdefault("unpushed", error_of(lambda: engine.generate(requests, GREEDY)))
             steps = []
             for version, model in ((1, old), (2, new)):
                 policy.become(model)
-                metrics = engine.push_weights(version, verify=True)
+                metrics = engine.push_weights(version)
                 responses = engine.generate(requests, GREEDY)
                 other = new if model is old else old
                 steps.append({
@@ -134,7 +141,7 @@ def run_case(rank: int, folder: str, name: str) -> dict[str, Any]:
         results["shared_memory"] = [name for name in os.listdir("/dev/shm") if name.startswith("megappo-")]
         if name == "llama to tp1 x 2":
             results["sampling"] = run_sampling(engine, new)
-            results["faults"] = run_faults(engine, policy, old, new, rank)
+            results["faults"] = run_faults(engine, path, old, new, rank)
     return results
 
 
@@ -173,11 +180,10 @@ def run_sampling(engine: VllmEngine, model: torch.nn.Module) -> dict[str, Any]:
     for key, bad, how in (
         ("long", [Request((5,) * 250, 0)], warm), ("empty", [Request((), 0)], warm), ("stop", requests, dataclasses.replace(warm, stop=("x",))),
     ):
-        with contextlib.suppress(ValueError) as _:
-            try:
-                engine.generate(bad, how)
-            except ValueError as error:
-                errors[key] = str(error)
+        try:
+            engine.generate(bad, how)
+        except ValueError as error:
+            errors[key] = str(error)
     return {
         "requests": requests, "drawn": drawn, "again": again, "alone": alone, "reseeded": reseeded, "narrow": narrow, "nucleus": nucleus,
         "stopped": (ending, stopped), "worded": (word, worded), "errors": errors, "distance": distance(model, requests, drawn, 0.8),
@@ -203,18 +209,16 @@ def truncated_distance(model: torch.nn.Module, requests: list[Request], response
     return worst
 
 
-def run_faults(engine: VllmEngine, policy: Policy, old: torch.nn.Module, new: torch.nn.Module, rank: int) -> dict[str, Any]:
+def run_faults(engine: VllmEngine, path: str, old: torch.nn.Module, new: torch.nn.Module, rank: int) -> dict[str, Any]:
     """Break one thing at a time; each must show."""
     result: dict[str, Any] = {}
     requests = requests_of(3) + long_requests()
 
     def restart(tp: int, pp: int) -> Policy:
-        fresh = Policy(f"{policy_path}", tp, pp)
+        fresh = Policy(path, tp, pp)
         fresh.become(new)
         engine.connect(lambda: fresh.local, fresh.arch, fresh.layout)
         return fresh
-
-    policy_path = engine._llm.llm_engine.model_config.model
 
     # A flipped bit on its way into rank 1's engine.
     fresh = restart(2, 1)
@@ -303,32 +307,30 @@ def process_state() -> dict[str, Any]:
 
 
 def run_process(folder: str) -> dict[str, Any]:
-    """What an engine's life leaves behind in the process, and two ways to refuse."""
-    path = f"{folder}/llama to tp2/old"
+    """The case of the same name again, with what an engine's life leaves behind in the process."""
     before = process_state()
-    with contextlib.closing(make_engine(path, 2)) as engine:
-        built = process_state()
-        policy = Policy(path, 2, 1)
-        policy.become(load(path))
-        engine.connect(lambda: policy.local, policy.arch, policy.layout)
-        unpushed = error_of(lambda: engine.generate(requests_of(1), GREEDY))
-        first = engine.push_weights(1)["verified"], engine.push_weights(2)["verified"]
-        engine.generate(requests_of(1), GREEDY)
-        ran = process_state()
+    results = run_case(dist.get_rank(), folder, "llama to tp2")
     total = torch.ones(1)
     dist.all_reduce(total)
-    changed = [name for state in (built, ran, process_state()) for name in state if state[name] != before[name]]
+    after = process_state()
+    changed = [f"{name}: {before[name]} -> {after[name]}" for name in after if after[name] != before[name]]
+    return {**results, "changed": changed, "group": total.item(), "other_vllm": other_vllm()}
 
+
+def other_vllm() -> str:
+    """The error when one of the functions that the bridge stands on has other arguments."""
     from vllm.model_executor.model_loader.reload import layerwise
 
     real, layerwise.materialize_layer = layerwise.materialize_layer, lambda layer: None
-    other_vllm = error_of(reload_api)
+    error = error_of(reload_api)
     layerwise.materialize_layer = real
-    return {"changed": changed, "group": total.item(), "unpushed": unpushed, "verified": first, "other_vllm": other_vllm}
+    return error
 
 
 def in_world(rank: int, folder: str) -> dict[str, Any]:
-    return {"process": run_process(folder), "cases": {name: run_case(rank, folder, name) for name in CASES}}
+    process = run_process(folder)  # first, as its engine imports vLLM
+    cases = {name: process if name == "llama to tp2" else run_case(rank, folder, name) for name in CASES}
+    return {"process": process, "cases": cases}
 
 
 # ----------------------------------------------------------------------------------------------------------------- tests
@@ -367,7 +369,7 @@ def test_the_engine_computes_with_the_pushed_weights(world, name, layout):
         for version, step in enumerate(result["cases"][name]["push"][layout], start=1):
             assert step["distance"] < TOLERANCE and step["greedy"]
             assert step["to_other"] > 0.1, "the comparison would not notice the other weights"
-            assert step["version"] == {version} and step["metrics"]["verified"] == 1.0
+            assert step["version"] == {version}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -461,6 +463,7 @@ def test_a_missing_rectangle_is_reported(faults):
 def test_vllm_leaves_the_process_as_it_was(world):
     for result in world:
         assert result["process"]["changed"] == []
+        assert all(case["built"] == [] for case in result["cases"].values())
         assert result["process"]["group"] == RANKS, "the default process group works after close()"
 
 
@@ -469,12 +472,15 @@ def test_engines_leave_no_names_in_shared_memory(world):
         assert all(case["shared_memory"] == [] for case in result["cases"].values())
 
 
-def test_only_the_first_push_is_verified_by_default(world):
-    assert {result["process"]["verified"] for result in world} == {(1.0, 0.0)}
+def test_only_the_first_push_of_an_engine_is_verified_by_default(world):
+    for result in world:
+        for name, case in CASES.items():
+            verified = [step["metrics"]["verified"] for layout in case[3] for step in result["cases"][name]["push"][layout]]
+            assert verified == [1.0] + [0.0] * (len(verified) - 1)
 
 
 def test_generation_before_the_first_push_is_refused(world):
-    assert all("holds no weights" in result["process"]["unpushed"] for result in world)
+    assert all("holds no weights" in case["unpushed"] for result in world for case in result["cases"].values())
 
 
 def test_a_vllm_that_reloads_differently_is_refused(world):
