@@ -33,36 +33,37 @@ def cmd_train(args: Arguments) -> int:
 
     config = load_config(args.config, args.overrides)
     ranks = world_size(config.run)
-    if is_rank():
-        from megappo.trainer.main import train
-
-        train(config, _prepare(config, ranks, None).data, resume=args.resume)
-        return 0
-    check_run_dir(config.run, args.resume)
+    if not is_rank():
+        # Everything is checked here once, so that a mistake is one line and not the traceback of a launcher.
+        check_run_dir(config.run, args.resume)
+        _prepare(config, ranks, None)
+        return start_ranks(ranks, ["train", args.config, *args.overrides, *(["--resume"] if args.resume else [])])
     prepared = _prepare(config, ranks, None)
-    print(prepared.report(), flush=True)
-    return start_ranks(ranks, ["train", args.config, *args.overrides, *(["--resume"] if args.resume else [])])
+    _print_on_rank_0(prepared.report())
+    from megappo.trainer.main import train
+
+    train(config, prepared.data, resume=args.resume)
+    return 0
 
 
 def cmd_sft(args: Arguments) -> int:
-    from megappo.config.checks import check_config, check_run_dir
-    from megappo.config.loading import explicit_keys, load_config
+    from megappo.config.checks import check_run_dir
+    from megappo.config.loading import load_config
     from megappo.config.schema import SftConfig
     from megappo.launch import is_rank, start_ranks, world_size
-    from megappo.plan.layouts import check_layouts, read_archs
+    from megappo.plan.prepare import prepare_sft
 
     config = load_config(args.config, args.overrides, SftConfig)
-    if is_rank():
-        from megappo.trainer.sft import train_sft
-
-        train_sft(config)
-        return 0
-    check_run_dir(config.run, resume=False)
     ranks = world_size(config.run)
-    for note in check_config(config, explicit_keys(config), ranks, _device(config.run.device)):
-        print(f"note: {note}")
-    check_layouts(config, read_archs(config), ranks)
-    return start_ranks(ranks, ["sft", args.config, *args.overrides])
+    if not is_rank():
+        check_run_dir(config.run, resume=False)
+        prepare_sft(config, ranks, _device(config.run.device))
+        return start_ranks(ranks, ["sft", args.config, *args.overrides])
+    _print_on_rank_0(prepare_sft(config, ranks, _device(config.run.device)).report())
+    from megappo.trainer.sft import train_sft
+
+    train_sft(config)
+    return 0
 
 
 def cmd_plan(args: Arguments) -> int:
@@ -120,6 +121,11 @@ def cmd_config(args: Arguments) -> int:
 
 
 # ------------------------------------------------------------------------------------------------------------------ shared
+
+
+def _print_on_rank_0(text: str) -> None:
+    if os.environ["RANK"] == "0":
+        print(text, flush=True)
 
 
 def _device(requested: str) -> str:

@@ -80,11 +80,11 @@ def parse_override(text: str, cls: type[BaseModel]) -> tuple[str, Any]:
     data, _ = parse_yaml(value, f"{COMMAND_LINE}: {key}")
     for name in values:
         if name.startswith(key + ".") and data is not None:
-            raise ConfigError(f"{COMMAND_LINE}: {problem(key, value, f'is a section; set its keys, for example {name}=VALUE')}")
+            raise ConfigError(f"{COMMAND_LINE}: {problem(key, data, f'is a section; set its keys, for example {name}=VALUE')}")
         if key.startswith(name + "."):
-            raise ConfigError(f"{COMMAND_LINE}: {problem(key, value, f'{name} is set as a whole, for example {name}=VALUE')}")
+            raise ConfigError(f"{COMMAND_LINE}: {problem(key, data, f'{name} is set as a whole, for example {name}=VALUE')}")
     if key not in values and not _names_section(key, cls):
-        raise ConfigError(f"{COMMAND_LINE}: {problem(key, value, _unknown(key, cls))}")
+        raise ConfigError(f"{COMMAND_LINE}: {problem(key, data, _unknown(key, cls))}")
     return key, data
 
 

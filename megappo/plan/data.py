@@ -11,7 +11,8 @@ from typing import Optional
 
 from megappo.config.checks import step_problems
 from megappo.config.errors import ConfigError, problem
-from megappo.config.schema import DataConfig, TrainConfig
+from megappo.config.schema import DataConfig, SftConfig, TrainConfig
+from megappo.data.demonstrations import DemonstrationSet, build_demonstrations
 from megappo.data.prompts import PromptFormat, PromptLoader, PromptSet, build_prompts
 from megappo.data.sources import read_records
 from megappo.data.tokenizers import Tokenizer, load_tokenizer
@@ -35,10 +36,7 @@ def load_run_data(config: TrainConfig, policy: ModelArch) -> RunData:
     ValueError, one line: missing or unreadable files, keys that records lack, nothing left after the filter, fewer prompts than a step
     takes, a tokenizer with ids that the model does not have, warm-ups longer than the run.
     """
-    tokenizer = load_tokenizer(config.data.tokenizer or config.policy.model)
-    if tokenizer.vocab_size > policy.vocab_size:
-        fix = f"has {tokenizer.vocab_size} ids and policy.model only {policy.vocab_size}; use the tokenizer of the model"
-        raise ConfigError(problem("data.tokenizer", config.data.tokenizer or config.policy.model, fix))
+    tokenizer = _tokenizer(config.data.tokenizer or config.policy.model, policy)
     train = load_prompts(config.data, config.data.train, tokenizer)
     held_out = load_prompts(config.data, config.data.eval, tokenizer, config.data.eval_prompts) if config.data.eval is not None else None
     loader = PromptLoader(len(train), config.data.prompts_per_step, config.data.shuffle, config.run.seed)
@@ -46,6 +44,41 @@ def load_run_data(config: TrainConfig, policy: ModelArch) -> RunData:
     for message in step_problems(config, total_steps):
         raise ConfigError(message)
     return RunData(tokenizer, train, held_out, loader, total_steps)
+
+
+@dataclass(frozen=True)
+class SftData:
+    """What fine-tuning reads."""
+
+    tokenizer: Tokenizer
+    demonstrations: DemonstrationSet
+
+
+def load_sft_data(config: SftConfig, policy: ModelArch) -> SftData:
+    """Tokenizer and demonstrations of this configuration. ValueError, one line, as `load_run_data`."""
+    data = config.data
+    tokenizer = _tokenizer(data.tokenizer or config.policy.model, policy)
+    demonstrations = build_demonstrations(
+        read_records(data.train),
+        tokenizer,
+        source=data.train,
+        prompt_key=data.prompt_key,
+        response_key=data.response_key,
+        prompt_format=PromptFormat(data.chat_template, data.system_prompt, data.prompt_suffix),
+        max_tokens=data.max_tokens,
+    )
+    if config.trainer.batch_size > len(demonstrations):
+        fix = f"more than the {len(demonstrations):,} demonstrations of data.train ({demonstrations.summary()}); lower it or add data"
+        raise ConfigError(problem("trainer.batch_size", config.trainer.batch_size, fix))
+    return SftData(tokenizer, demonstrations)
+
+
+def _tokenizer(path: str, policy: ModelArch) -> Tokenizer:
+    tokenizer = load_tokenizer(path)
+    if tokenizer.vocab_size > policy.vocab_size:
+        fix = f"has {tokenizer.vocab_size} ids and policy.model only {policy.vocab_size}; use the tokenizer of the model"
+        raise ConfigError(problem("data.tokenizer", path, fix))
+    return tokenizer
 
 
 def load_prompts(data: DataConfig, source: str, tokenizer: Tokenizer, limit: Optional[int] = None) -> PromptSet:

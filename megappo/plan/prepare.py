@@ -6,17 +6,22 @@ Cheap checks come first: keys, installed packages, architectures, memory, and th
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import Optional
 
 from megappo.config.checks import Device, check_config
 from megappo.config.errors import ConfigError, problem
 from megappo.config.loading import explicit_keys
-from megappo.config.schema import TrainConfig
+from megappo.config.schema import SftConfig, TrainConfig
 from megappo.doctor import missing_package
-from megappo.plan.data import RunData, load_run_data
+from megappo.models.arch import ModelArch
+from megappo.models.families import hf_tensors
+from megappo.parallel.layout import ParallelLayout
+from megappo.plan.data import RunData, SftData, load_run_data, load_sft_data
 from megappo.plan.estimate import Plan, make_plan
 from megappo.plan.layouts import check_layouts, read_archs
 from megappo.plan.report import report
+from megappo.plan.tables import figures
 from megappo.rewards.rules import RULES, make_rule
 
 
@@ -43,6 +48,37 @@ def prepare(config: TrainConfig, world_size: int, device: Device, device_memory:
     layouts = check_layouts(config, archs, world_size)
     plan = make_plan(config, archs, layouts, world_size, device, device_memory)
     return Prepared(plan, load_run_data(config, archs["policy"]), tuple(notes))
+
+
+@dataclass(frozen=True)
+class PreparedSft:
+    """A fine-tuning that can start."""
+
+    config: SftConfig
+    arch: ModelArch
+    layout: ParallelLayout
+    data: SftData
+    notes: tuple[str, ...]
+
+    def report(self) -> str:
+        trainer, demonstrations = self.config.trainer, self.data.demonstrations
+        parameters = sum(prod(shape) for shape in hf_tensors(self.arch).values())
+        epochs = trainer.steps * trainer.batch_size / len(demonstrations)
+        lines = [
+            f"policy: {self.arch.family} of {parameters:,} parameters, {self.layout} on {self.layout.world_size} ranks",
+            f"data: {demonstrations.summary()}",
+            f"run: {trainer.steps:,} steps of {trainer.batch_size:,} demonstrations = {figures(epochs)} epochs",
+            *(f"note: {note}" for note in self.notes),
+        ]
+        return "\n".join(lines) + "\n"
+
+
+def prepare_sft(config: SftConfig, world_size: int, device: Device) -> PreparedSft:
+    """As `prepare`, for fine-tuning."""
+    notes = check_config(config, explicit_keys(config), world_size, device)
+    arch = read_archs(config)["policy"]
+    layout = check_layouts(config, {"policy": arch}, world_size)["policy"]
+    return PreparedSft(config, arch, layout, load_sft_data(config, arch), tuple(notes))
 
 
 def _check_names(config: TrainConfig) -> None:

@@ -163,7 +163,7 @@ def test_missing_packages_are_named_with_the_way_to_install_them(tmp_path, monke
     path = write_run(tmp_path)
     config = load_config(path)
     monkeypatch.setattr(doctor, "installed_version", lambda requirement: None if requirement.name == "vllm" else "1")
-    with pytest.raises(ConfigError, match="rollout.engine = \"vllm\": vllm is not installed: pip install vllm .*rollout.engine=megatron"):
+    with pytest.raises(ConfigError, match="rollout.engine = \"vllm\": vllm is not installed: pip install 'megappo.vllm.'.*rollout.engine=megatron"):
         prepare(config, 2, "cpu")
     prepare(load_config(path, ["rollout.engine=megatron"]), 2, "cpu")
     monkeypatch.setattr(doctor, "installed_version", lambda requirement: None if requirement.name == "math-verify" else "1")

@@ -1,0 +1,231 @@
+"""The command line: exit codes, one line on stderr, nothing written; what needs no torch does not import it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megappo import cli
+from tests.plan.checkpoints import TINY, write_checkpoint, write_run
+
+ROOT = Path(__file__).parents[1]
+
+
+def files_of(folder):
+    return {path.relative_to(folder): path.stat().st_mtime_ns for path in folder.rglob("*")}
+
+
+def run(capsys, *arguments):
+    """(exit code, stdout, stderr)"""
+    code = cli.main([str(argument) for argument in arguments])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+@pytest.fixture
+def outside_a_launcher(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def make_other_run(folder):
+    (folder / "runs" / "run").mkdir(parents=True)
+    (folder / "runs" / "run" / "metrics.jsonl").write_text("precious")
+
+
+def make_unsupported(folder):
+    write_checkpoint(folder / "model", TINY | {"architectures": ["FalconForCausalLM"]}, tokenizer=False)
+
+
+def make_incomplete_prompts(folder):
+    (folder / "train.jsonl").write_text(json.dumps({"question": "1+1=", "gold": "2"}) + "\n")
+
+
+def nothing(folder):
+    pass
+
+
+# what is prepared, arguments after the configuration, what stderr must contain
+BAD = [
+    (nothing, ["policy.model=absent"], ['policy.model = "absent"', "Hugging Face checkpoint directory"]),
+    (nothing, ["data.train=absent.jsonl"], ["absent.jsonl does not exist"]),
+    (make_unsupported, [], ["policy.model", "FalconForCausalLM is not supported", "LlamaForCausalLM", "Qwen3ForCausalLM"]),
+    (nothing, ["policy.optimizer.lr=fast"], ['policy.optimizer.lr = "fast": must be a number']),
+    (nothing, ["algorithm.gamma=2"], ["algorithm.gamma = 2: must be <= 1"]),
+    (nothing, ["policy.parallel.tp=4"], ["policy.parallel: tp 4 x pp 1 = 4 does not divide the 2 ranks"]),
+    (nothing, ["run.num_ranks=4", "policy.parallel.tp=4"], ["policy.parallel.tp = 4", "2 KV heads", "largest tp that works is 2"]),
+    (nothing, ["data.max_prompt_tokens=1"], ["no prompts are left", "kept 0 of 100"]),
+    (make_incomplete_prompts, [], ["data.prompt_key=prompt", "question, gold"]),
+    (nothing, ["data.prompts_per_step=128"], ["data.prompts_per_step=128", "100 prompts"]),
+    (nothing, ["algorithm.mini_batch_size=24"], ["algorithm.mini_batch_size = 24", "64 samples", "use 16 or 32"]),
+    (nothing, ["polcy.model=x"], ["did you mean policy.model?"]),
+    (nothing, ["roles.judge.model=x"], ["roles.judge.model", "unknown key"]),
+    (nothing, ["rollout.engine=sglang"], ['rollout.engine = "sglang"', "'vllm' or 'megatron'"]),
+    (nothing, ["reward.parts=[{name: bleu}]"], ["bleu", "exact_match"]),
+    (nothing, ["algorithm.kl.target=5.0"], ["algorithm.kl.target", "has no effect"]),
+    (nothing, ["--tensor-model-parallel-size", "2"], ["did you mean policy.parallel.tp=VALUE?"]),
+    (nothing, ["--resum"], ["--resum: options are set as key=value"]),
+]
+BAD_TRAIN_ONLY = [
+    (make_other_run, [], ["holds another run", "run.name=run-2", "--resume"]),
+    (nothing, ["--resume"], ["holds no run to resume"]),
+]
+
+
+@pytest.mark.parametrize("prepare, arguments, fragments", BAD + BAD_TRAIN_ONLY, ids=range(len(BAD + BAD_TRAIN_ONLY)))
+def test_train_refuses_bad_input_in_one_line_and_writes_nothing(tmp_path, capsys, monkeypatch, outside_a_launcher, prepare, arguments, fragments):
+    def start_ranks(*_):
+        raise AssertionError("ranks were started")
+
+    monkeypatch.setattr("megappo.launch.start_ranks", start_ranks)
+    path = write_run(tmp_path)
+    prepare(tmp_path)
+    before = files_of(tmp_path)
+    code, out, err = run(capsys, "train", path, *arguments)
+    assert code == 2 and out == ""
+    assert err.count("\n") == 1 and "Traceback" not in err
+    assert all(fragment in err for fragment in fragments), err
+    assert files_of(tmp_path) == before
+
+
+@pytest.mark.parametrize("prepare, arguments, fragments", BAD[:8], ids=range(8))
+def test_plan_refuses_the_same(tmp_path, capsys, outside_a_launcher, prepare, arguments, fragments):
+    path = write_run(tmp_path)
+    prepare(tmp_path)
+    code, out, err = run(capsys, "plan", path, *arguments)
+    assert (code, out) == (2, "") and err.count("\n") == 1
+    assert all(fragment in err for fragment in fragments), err
+
+
+def test_train_starts_the_ranks_that_the_configuration_asks_for(tmp_path, capsys, monkeypatch, outside_a_launcher):
+    """Negative control of the table above: the unchanged configuration does start."""
+    started = []
+    monkeypatch.setattr("megappo.launch.start_ranks", lambda ranks, arguments: started.append((ranks, arguments)) or 7)
+    path = write_run(tmp_path)
+    assert run(capsys, "train", path, "run.seed=3")[0] == 7, "the exit code of the ranks is handed on"
+    assert started == [(2, ["train", str(path), "run.seed=3"])]
+    make_other_run(tmp_path)
+    run(capsys, "train", "--resume", path, "run.seed=3")
+    run(capsys, "train", path, "--resume", "run.seed=3")
+    assert started[1:] == [(2, ["train", str(path), "run.seed=3", "--resume"])] * 2
+
+
+@pytest.mark.parametrize("arguments, fragments", [
+    ([], ["required: COMMAND"]),
+    (["trian", "x.yaml"], ["invalid choice: 'trian'", "train"]),
+    (["train"], ["required: CONFIG"]),
+    (["plan", "x.yaml", "--world-size", "0"], ["0 is not an integer >= 1"]),
+    (["plan", "x.yaml", "--gpu-memory-gib", "nan"], ["nan is not a number > 0"]),
+    (["plan", "absent.yaml"], ["absent.yaml: no such file"]),
+    (["doctor", "--all"], ["unrecognized arguments: --all"]),
+    (["config"], ["name a YAML file"]),
+])  # fmt: skip
+def test_a_wrong_command_line_is_one_line(capsys, arguments, fragments):
+    code, out, err = run(capsys, *arguments)
+    assert (code, out) == (2, "") and err.count("\n") == 1
+    assert all(fragment in err for fragment in fragments), err
+
+
+def test_help_lists_every_command(capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["--help"])
+    assert stop.value.code == 0
+    text = capsys.readouterr().out
+    assert all(name in text for name in ("train", "sft", "plan", "generate", "export", "doctor", "config"))
+
+
+def test_a_fault_keeps_its_traceback(capsys, monkeypatch):
+    """A ValueError of a library is not a user's mistake: it must not shrink to one line."""
+    monkeypatch.setattr(cli, "cmd_doctor", lambda args: json.loads("{"))
+    with pytest.raises(ValueError):
+        cli.main(["doctor"])
+
+    def interrupted(args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "cmd_doctor", interrupted)
+    assert cli.main(["doctor"]) == 130
+
+
+def test_plan_prints_for_other_machines(tmp_path, capsys, outside_a_launcher):
+    path = write_run(tmp_path)
+    code, out, _ = run(capsys, "plan", path, "run.num_ranks=null", "--world-size", "8", "--gpu-memory-gib", "80")
+    assert code == 0 and "8 ranks on cuda" in out and "of 81,920.00 at its peak" not in out and "KV" in out
+    code, out, _ = run(capsys, "plan", path)
+    assert code == 0 and "2 ranks on cpu" in out
+
+
+def test_config_prints_what_loads_again(tmp_path, capsys):
+    path = write_run(tmp_path)
+    code, out, _ = run(capsys, "config", path, "policy.optimizer.lr=3e-6")
+    assert code == 0
+    (tmp_path / "resolved.yaml").write_text(out)
+    assert run(capsys, "config", tmp_path / "resolved.yaml")[1] == out
+    code, out, _ = run(capsys, "config", "--schema")
+    assert code == 0 and "policy" in json.loads(out)["properties"]
+    assert "reward" not in json.loads(run(capsys, "config", "--sft", "--schema")[1])["properties"]
+
+
+def write_sft(folder):
+    write_run(folder)
+    path = folder / "sft.yaml"
+    path.write_text(
+        f"run: {{num_ranks: 2, device: cpu, output_dir: {folder / 'runs'}}}\n"
+        f"policy: {{model: {folder / 'model'}, dtype: fp32, parallel: {{tp: 2}}}}\n"
+        f"data: {{train: {folder / 'train.jsonl'}, chat_template: false, max_tokens: 32}}\ntrainer: {{steps: 10, batch_size: 20}}\n"
+    )
+    return path
+
+
+@pytest.mark.parametrize("arguments, fragments", [
+    (["data.train=absent.jsonl"], ["absent.jsonl does not exist"]),
+    (["data.response_key=gold"], ["data.response_key=gold", "prompt, answer"]),
+    (["data.max_tokens=1"], ["no demonstrations are left"]),
+    (["trainer.batch_size=101"], ["trainer.batch_size = 101", "100 demonstrations"]),
+    (["policy.parallel.pp=3", "policy.parallel.tp=1", "run.num_ranks=3"], ["policy.parallel.pp = 3", "use 2 or 4"]),
+    (["policy.offload.parameters=true"], ["policy.offload.parameters", "has no effect"]),
+    (["critic.model=x"], ["critic.model", "unknown key"]),
+])  # fmt: skip
+def test_sft_refuses_bad_input(tmp_path, capsys, outside_a_launcher, arguments, fragments):
+    path = write_sft(tmp_path)
+    before = files_of(tmp_path)
+    code, out, err = run(capsys, "sft", path, *arguments)
+    assert (code, out) == (2, "") and err.count("\n") == 1
+    assert all(fragment in err for fragment in fragments), err
+    assert files_of(tmp_path) == before
+
+
+def test_sft_starts_and_says_what_it_will_do(tmp_path, capsys, monkeypatch, outside_a_launcher):
+    from megappo.config.loading import load_config
+    from megappo.config.schema import SftConfig
+    from megappo.plan.prepare import prepare_sft
+
+    started = []
+    monkeypatch.setattr("megappo.launch.start_ranks", lambda ranks, arguments: started.append(ranks) or 0)
+    path = write_sft(tmp_path)
+    assert run(capsys, "sft", path)[0] == 0 and started == [2]
+    text = prepare_sft(load_config(path, (), SftConfig), 2, "cpu").report()
+    assert "llama of 803,968 parameters, tp2 pp1 dp1 on 2 ranks" in text
+    assert "kept 100 of 100 demonstrations" in text and "10 steps of 20 demonstrations = 2.00 epochs" in text
+
+
+def test_the_installed_command_exits_with_2_and_no_traceback(tmp_path):
+    path = write_run(tmp_path)
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")} | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "megappo", "config", str(path), "policy.tp=2"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr == "megappo: command line: policy.tp = 2: unknown key; did you mean policy.parallel.tp?\n"
+
+
+def test_config_and_help_import_nothing_heavy(tmp_path):
+    path = write_run(tmp_path)
+    code = (
+        "import sys; from megappo.cli import main\n"
+        f"assert main(['config', {str(path)!r}]) == 0 and main(['config', {str(path)!r}, 'a.b=1']) == 2\n"
+        "heavy = {'torch', 'megatron', 'vllm', 'transformers', 'numpy'} & set(sys.modules); assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, env=dict(os.environ, PYTHONPATH=str(ROOT)), stdout=subprocess.DEVNULL)
