@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
-import subprocess
+import signal
 import sys
 from typing import Sequence
 
@@ -35,12 +36,22 @@ def world_size(run: RunConfig) -> int:
 
 
 def start_ranks(num_ranks: int, arguments: Sequence[str]) -> int:
-    """Run `megappo ARGUMENTS` on `num_ranks` ranks by torchrun; returns the exit code. A free port is chosen by torchrun itself."""
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks),
-        "-m", "megappo.cli", *arguments,
-    ]  # fmt: skip
-    environment = dict(os.environ)
-    # torchrun would set 1 and print a warning about it; each rank gets its share of the cores instead.
-    environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))
-    return subprocess.run(command, env=environment, check=False).returncode
+    """Run `megappo ARGUMENTS` on `num_ranks` ranks by torchrun; returns the exit code. torchrun itself chooses a free port."""
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import parse_args, run
+
+    # torchrun would set 1 thread and warn about it; each rank gets its share of the cores instead.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))
+    # Its own records of a failing rank say less than the rank's traceback.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    try:
+        run(parse_args(["--standalone", "--nproc-per-node", str(num_ranks), "-m", "megappo.cli", *arguments]))
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        print(f"megappo: rank {rank} ended first, {_how_it_ended(failure.exitcode)}; what it said is above", file=sys.stderr)
+        return failure.exitcode if failure.exitcode > 0 else 1
+    return 0
+
+
+def _how_it_ended(exit_code: int) -> str:
+    return f"killed by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"exit code {exit_code}"

@@ -37,7 +37,7 @@ def train_sft(config: SftConfig) -> None:
     configure_logging(dist.get_rank(), dist.get_world_size())
     torch.manual_seed(config.run.seed)
     run_dir = RunDir.of(config.run)
-    run_dir.claim(dump_yaml(config), resume=False)
+    run_dir.claim(config.run, dump_yaml(config), resume=False)
     tokenizer = load_tokenizer(config.data.tokenizer or config.policy.model)
     demonstrations = load_demonstrations(config, tokenizer)
     log = RunLog(run_dir.root)
