@@ -65,7 +65,7 @@ def learning_curve_svg(records: Sequence[dict[str, Any]], title: str) -> Optiona
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
         f'font-family="sans-serif" font-size="11"><rect width="100%" height="100%" fill="white"/>'
-        f'<text x="{LEFT}" y="20" font-size="15">{escape(title)}</text>{placed}</svg>\n'
+        f'<text x="{LEFT}" y="20" font-size="15">{escape(title)}, by step</text>{placed}</svg>\n'
     )
 
 
@@ -96,9 +96,8 @@ def _panel(title: str, curves: Sequence[tuple[str, list[tuple[int, float]]]]) ->
         parts.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="1.6"/>')
         if len(points) <= 40:
             parts += [f'<circle cx="{x(step):.1f}" cy="{y(value):.1f}" r="2.2" fill="{color}"/>' for step, value in points]
-        if label:
-            place = f'x="{WIDTH - RIGHT}" y="{TOP - 14 + 13 * number}" text-anchor="end"'
-            parts.append(f'<text {place} fill="{color}">{escape(label)}</text>')
+    names = "  ".join(f'<tspan fill="{COLORS[n]}">{escape(label)}</tspan>' for n, (label, _) in enumerate(curves))
+    parts.append(f'<text x="{WIDTH - RIGHT}" y="{TOP - 14}" text-anchor="end" xml:space="preserve">{names}</text>')
     return "".join(parts)
 
 

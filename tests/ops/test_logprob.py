@@ -157,6 +157,11 @@ def test_linear_ops_are_functional_and_have_fake_kernels():
     opcheck(torch.ops.megappo.linear_logprob_backward, (h, w, target, lse, lse, g_lp, g_h, *tail, 4))
 
 
+def test_logits_of_three_axes_are_refused():
+    with pytest.raises(ValueError, match=r"logits \(2, 3, 5\)"):
+        vocab_parallel_logprob(torch.zeros(2, 3, 5), torch.zeros(2, 3, dtype=torch.long), None, vocab_start=0, num_valid=5)
+
+
 def test_no_tokens():
     w = torch.randn(5, 3, requires_grad=True)
     logprob, _ = linear_logprob(torch.zeros(0, 3), w, torch.zeros(0, dtype=torch.long), None, vocab_start=0, num_valid=5)

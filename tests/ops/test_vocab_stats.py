@@ -144,6 +144,16 @@ def test_strided_logits_and_expanded_gradients(layout):
     torch.testing.assert_close(grad, want.dlogits, rtol=0, atol=2e-6)
 
 
+def test_a_token_has_the_same_bits_whatever_stands_around_it():
+    logits, target, g_lp, g_h = batch(61, 300)
+    shards = cut(300, 128, 172)
+    whole = run_shards(logits, target, shards, 0.7, g_lp, g_h)
+    for chosen in (torch.randperm(61, generator=torch.Generator().manual_seed(0)), torch.tensor([17]), torch.arange(5, 44)):
+        part = run_shards(logits[chosen], target[chosen], shards, 0.7, g_lp[chosen], g_h[chosen])
+        for name in ("logprob", "entropy", "dlogits"):
+            assert torch.equal(getattr(part, name), getattr(whole, name)[chosen]), name
+
+
 def test_no_tokens():
     got = run_shards(torch.zeros(0, 8), torch.zeros(0, dtype=torch.long), cut(8, 4, 4), 1.0, torch.zeros(0), torch.zeros(0))
     assert got.logprob.shape == (0,) and got.dlogits.shape == (0, 8)
