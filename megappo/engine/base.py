@@ -103,5 +103,11 @@ class Engine(Protocol):
     def save_state(self, *, with_optimizer: bool) -> dict[str, Any]:
         """Sharded state for the checkpoint writer."""
 
+    def release_state(self) -> None:
+        """What `save_state` returned has been written."""
+
+    def state_to_load(self, *, with_optimizer: bool) -> dict[str, Any]:
+        """Description of the state, for the checkpoint reader to fill."""
+
     def load_state(self, state: dict[str, Any]) -> None:
-        """Take back what `save_state` described, after the checkpoint reader filled it."""
+        """Take back what `state_to_load` described, after the checkpoint reader filled it."""

@@ -272,6 +272,10 @@ class MegatronEngine:
     def save_state(self, *, with_optimizer: bool) -> dict[str, Any]:
         return self._sharded_state(with_optimizer=with_optimizer, is_loading=False)
 
+    def release_state(self) -> None:
+        """What `save_state` returned has been written: offload again what it made resident."""
+        self._park_what_is_offloaded()
+
     def state_to_load(self, *, with_optimizer: bool) -> dict[str, Any]:
         """Sharded description of what `load_state` takes, to be filled by the checkpoint reader."""
         return self._sharded_state(with_optimizer=with_optimizer, is_loading=True)
@@ -287,7 +291,9 @@ class MegatronEngine:
 
     def _sharded_state(self, *, with_optimizer: bool, is_loading: bool) -> dict[str, Any]:
         self.to("device")
-        model_state = self._model.sharded_state_dict(metadata={"dp_cp_group": self.groups.collection.dp_cp})
+        # The group keeps Megatron off its globals; per-layer names let any pipeline split read any other's checkpoint.
+        metadata = {"dp_cp_group": self.groups.collection.dp_cp, "non_homogeneous_layers": True}
+        model_state = self._model.sharded_state_dict(metadata=metadata)
         state: dict[str, Any] = {"model": model_state}
         if with_optimizer:
             state["optimizer"] = self._trained().sharded_state_dict(model_state, is_loading=is_loading)

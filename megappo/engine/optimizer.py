@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megappo.config.schema import OptimizerConfig
 from megappo.engine.base import StepResult
+from megappo.engine.optimizer_state import load_optimizer_state, sharded_optimizer_state
 from megappo.parallel.groups import ProcessGroups
 
 
@@ -100,14 +101,20 @@ class Optimizer:
         self._optimizer.reload_model_params()
 
     def sharded_state_dict(self, model_state: dict, *, is_loading: bool) -> dict:
+        """model_state: the model's sharded_state_dict. The schedule is its position only: after a resume the configuration rules."""
         return {
-            "optimizer": self._optimizer.sharded_state_dict(model_state, is_loading=is_loading),
-            "scheduler": self._scheduler.state_dict(),
+            "optimizers": {
+                str(index): sharded_optimizer_state(optimizer, model_state, is_loading=is_loading)
+                for index, optimizer in enumerate(self._chained())
+            },
+            "schedule_steps": self._scheduler.num_steps,
         }
 
     def load_state_dict(self, state: dict) -> None:
-        self._optimizer.load_state_dict(state["optimizer"])
-        self._scheduler.load_state_dict(state["scheduler"])
+        for index, optimizer in enumerate(self._chained()):
+            load_optimizer_state(optimizer, state["optimizers"][str(index)])
+        self._scheduler.num_steps = 0
+        self._scheduler.step(increment=state["schedule_steps"])
 
     def _chained(self) -> list[MegatronOptimizer]:
         return list(getattr(self._optimizer, "chained_optimizers", [self._optimizer]))

@@ -1,0 +1,63 @@
+"""Facts about a run that its checkpoints carry: what must be the same on resume, and what is only written down.
+
+A resumed run with another reference model or tokenizer trains towards something else without any error; layouts and versions may change.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+from typing import Any, Mapping
+
+from megappo.checkpoint.manifest import Manifest
+
+_SAMPLES = 16
+_SAMPLE_BYTES = 1 << 16
+_WHOLE_FILE_BYTES = 1 << 20
+
+
+MUST_MATCH = ("reference", "tokenizer")
+"""Keys of the facts that a resumed run must share with its checkpoint; all other keys are only recorded."""
+
+
+def require_same_run(manifest: Manifest, facts: Mapping[str, Any], name: str) -> None:
+    """ValueError, in one line, where a fact that must match does not. A fact with a "sha256" is compared by it: paths may move."""
+    for key in MUST_MATCH:
+        saved, now = manifest.facts.get(key), facts.get(key)
+        if _identity(saved) != _identity(now):
+            raise ValueError(
+                f"{name} was written with {key} {saved!r}, this run has {now!r}; resume with the same one, or start a new run in another directory"
+            )
+
+
+def _identity(fact: Any) -> Any:
+    return fact["sha256"] if isinstance(fact, Mapping) else fact
+
+
+def identity_of_model(directory: str | Path) -> dict[str, str]:
+    """The fact about a model that is loaded from its own source: path (recorded) and fingerprint (compared)."""
+    return {"path": str(directory), "sha256": fingerprint_model(directory)}
+
+
+def fingerprint_model(directory: str | Path) -> str:
+    """Identity of a Hugging Face checkpoint directory, cheap for any size: SHA-256 over its JSON files and samples of its weights.
+
+    Per weight file: size, the first MiB (the safetensors header with names and shapes lies there) and 16 blocks of 64 KiB spread over
+    the rest. The path is not part of it. ValueError where the directory holds no config.json.
+    """
+    directory = Path(directory)
+    if not (directory / "config.json").is_file():
+        raise ValueError(f"{directory} has no config.json; a Hugging Face checkpoint directory is needed")
+    digest = hashlib.sha256()
+    files = [path for path in directory.iterdir() if path.suffix == ".safetensors" or path.name == "config.json"]
+    for path in sorted(files):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}\n".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(_WHOLE_FILE_BYTES))
+            for sample in range(_SAMPLES if size > _WHOLE_FILE_BYTES else 0):
+                file.seek(_WHOLE_FILE_BYTES + (size - _WHOLE_FILE_BYTES) * sample // _SAMPLES, os.SEEK_SET)
+                digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
+

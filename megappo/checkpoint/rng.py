@@ -1,0 +1,54 @@
+"""Random generators of one rank as tensors and numbers: python, numpy, torch CPU, CUDA, Megatron's tracker of named states."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import numpy
+import torch
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+_TRACKER = "megatron."
+
+
+def save_rng(path: Path) -> None:
+    """Write the state of every generator of this process (safetensors: no pickle)."""
+    version, python_words, gauss_next = random.getstate()
+    _, numpy_words, position, has_gauss, gauss = numpy.random.get_state()
+    tensors: dict[str, Tensor] = {
+        "python": torch.tensor(python_words, dtype=torch.int64),
+        "numpy": torch.from_numpy(numpy_words.astype(numpy.int64)),
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        tensors["cuda"] = torch.cuda.get_rng_state()
+    for name, state in get_cuda_rng_tracker().get_states().items():
+        tensors[_TRACKER + name] = state.clone()
+    numbers = {
+        "python": [version, gauss_next],
+        "numpy": [int(position), int(has_gauss), float(gauss)],
+    }
+    save_file(tensors, path, metadata={"numbers": json.dumps(numbers)})
+
+
+def load_rng(path: Path) -> None:
+    """Put every generator of this process back where `save_rng` found it. ValueError where the file has no CUDA state and CUDA is used."""
+    with safe_open(path, framework="pt", device="cpu") as file:
+        numbers = json.loads(file.metadata()["numbers"])
+        tensors = {name: file.get_tensor(name) for name in file.keys()}
+    if torch.cuda.is_available() and "cuda" not in tensors:
+        raise ValueError(f"{path.name} was written without CUDA; resume with run.device=cpu")
+    version, gauss_next = numbers["python"]
+    random.setstate((version, tuple(tensors["python"].tolist()), gauss_next))
+    position, has_gauss, gauss = numbers["numpy"]
+    numpy.random.set_state(("MT19937", tensors["numpy"].numpy().astype(numpy.uint32), position, has_gauss, gauss))
+    torch.set_rng_state(tensors["torch"])
+    if torch.cuda.is_available():
+        torch.cuda.set_rng_state(tensors["cuda"])
+    tracker = get_cuda_rng_tracker()
+    tracker.set_states({name.removeprefix(_TRACKER): state for name, state in tensors.items() if name.startswith(_TRACKER)})

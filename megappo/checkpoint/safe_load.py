@@ -1,0 +1,77 @@
+"""The only place that reads a pickle: the index (`.metadata`) of a torch distributed checkpoint, by an allow-list of its classes.
+
+torch reads that file with `pickle.load`, which runs whatever the file says. Here a name outside the table is refused before it is
+imported. The shard files themselves are read by torch with `weights_only=True`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import pickle
+from pathlib import PurePosixPath
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata
+
+# Data classes without behaviour on construction, and two functions of torch that turn a string into a constant.
+_ALLOWED = frozenset(
+    {
+        ("builtins", "dict"),
+        ("builtins", "list"),
+        ("builtins", "set"),
+        ("collections", "OrderedDict"),
+        ("pathlib", "PosixPath"),
+        ("torch", "Size"),
+        ("torch.serialization", "_get_layout"),
+        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+        ("torch.distributed.checkpoint.metadata", "BytesStorageMetadata"),
+        ("torch.distributed.checkpoint.metadata", "ChunkStorageMetadata"),
+        ("torch.distributed.checkpoint.metadata", "Metadata"),
+        ("torch.distributed.checkpoint.metadata", "MetadataIndex"),
+        ("torch.distributed.checkpoint.metadata", "StorageMeta"),
+        ("torch.distributed.checkpoint.metadata", "TensorProperties"),
+        ("torch.distributed.checkpoint.metadata", "TensorStorageMetadata"),
+        ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
+    }
+)
+
+
+class UnsafeCheckpoint(ValueError):
+    """The checkpoint asks for something that a checkpoint of megappo never contains. Nothing of it was run."""
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _ALLOWED:
+            return getattr(importlib.import_module(module), name)
+        constant = getattr(torch, name, None) if module == "torch" else None
+        if isinstance(constant, torch.dtype):
+            return constant
+        raise UnsafeCheckpoint(f"checkpoint index names {module}.{name}, which no index contains; the file is not from megappo")
+
+
+def load_index(content: bytes) -> Metadata:
+    """Parsed `.metadata` of a torch distributed checkpoint. UnsafeCheckpoint where it names anything but data."""
+    try:
+        index = _IndexUnpickler(io.BytesIO(content)).load()
+    except (pickle.UnpicklingError, EOFError, AttributeError, IndexError, TypeError, ImportError) as error:
+        raise UnsafeCheckpoint(f"checkpoint index is not readable: {error}") from None
+    if not isinstance(index, Metadata) or not isinstance(index.storage_data, dict):
+        raise UnsafeCheckpoint("checkpoint index does not describe a torch distributed checkpoint")
+    for place in index.storage_data.values():
+        path = PurePosixPath(place.relative_path)
+        if len(path.parts) != 1 or path.name in ("", ".", ".."):
+            raise UnsafeCheckpoint(f"checkpoint index points to {place.relative_path!r}, outside its directory")
+        if place.transform_descriptors:
+            raise UnsafeCheckpoint(f"checkpoint index asks for the transforms {place.transform_descriptors}; none are known")
+    return index
+
+
+def load_tensors_and_plain_data(source: Any) -> Any:
+    """torch.load restricted to tensors, containers and numbers, onto the CPU. source: path or binary stream."""
+    try:
+        return torch.load(source, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise UnsafeCheckpoint(f"{source} holds more than tensors and plain data: {str(error).splitlines()[0]}") from None

@@ -1,0 +1,135 @@
+"""Sharded state of one engine <-> one directory, in Megatron-core's dist_checkpointing format (torch_dist).
+
+The files are Megatron's own, but they are written by torch's writer in this process (Megatron's starts a manager process and forks
+writers) and read without its pickle. Model and optimizer come back in any layout.
+"""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import torch.distributed.checkpoint as dcp
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, CheckpointingException, save_config
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME, TorchCommonLoadStrategy, TorchCommonSaveStrategy
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreLoadPlanner,
+    MCoreSavePlanner,
+    TorchDistLoadShardedStrategy,
+    _replace_sharded_keys_with_state_dict_keys,
+    _replace_state_dict_keys_with_sharded_keys,
+    _restore_dict_types,
+    _unwrap_pyt_sharded_tensor,
+    mcore_to_pyt_state_dict,
+)
+from megatron.core.dist_checkpointing.validation import StrictHandling
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import ReadItem
+
+from megappo.checkpoint.safe_load import load_index, load_tensors_and_plain_data
+from megappo.checkpoint.vote import RankFault, on_rank_zero
+
+
+def save_sharded(state: dict[str, Any], directory: Path) -> None:
+    """Write `state` (tensors wrapped in ShardedTensor, the rest plain and equal on all ranks) into an empty directory.
+
+    Collective over the world. RankFault on every rank where one cannot write.
+    """
+    shards, common = save_preprocess(state, validate_access_integrity=True)
+    on_rank_zero(
+        f"writing {COMMON_STATE_FNAME}", lambda: TorchCommonSaveStrategy("torch", 1).save_common(common, str(directory))
+    )
+    by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(shards, keep_only_main_replica=True)
+    try:
+        dcp.save(
+            mcore_to_pyt_state_dict(by_key),
+            storage_writer=dcp.FileSystemWriter(directory, sync_files=True),
+            planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
+        )
+    except CheckpointException as error:
+        # torch gathers the faults of all ranks and raises on all, but as a BaseException.
+        raise RankFault(f"writing shards failed on {_first_failure(error)}") from error
+    # Last, as Megatron does it: a directory without this file is not a checkpoint.
+    on_rank_zero("writing metadata.json", lambda: save_config(CheckpointingConfig("torch_dist", 1), str(directory)))
+
+
+def load_sharded(state: dict[str, Any], directory: Path) -> dict[str, Any]:
+    """Fill the sharded description `state` from a directory that `save_sharded` wrote, whatever layout it was written in.
+
+    Collective. ValueError where the model has other tensors or shapes than the checkpoint.
+    """
+    try:
+        return dist_checkpointing.load(
+            state,
+            str(directory),
+            sharded_strategy=_SafeShardedStrategy(),
+            common_strategy=_SafeCommonStrategy(),
+            strict=StrictHandling.RAISE_ALL,
+        )
+    except CheckpointingException as error:
+        raise ValueError(f"{directory} does not fit the model: {' '.join(str(error).split())}") from None
+    except CheckpointException as error:
+        raise ValueError(f"{directory} does not fit the model: {_first_failure(error)}") from None
+
+
+def _first_failure(error: CheckpointException) -> str:
+    rank, (fault, _) = min(error.failures.items())
+    return f"rank {rank}: {type(fault).__name__}: {fault}"
+
+
+class _SafeCommonStrategy(TorchCommonLoadStrategy):
+    def load_common(self, checkpoint_dir: str | Path) -> Any:
+        return load_tensors_and_plain_data(Path(checkpoint_dir, COMMON_STATE_FNAME))
+
+
+class _SafeReader(dcp.FileSystemReader):
+    """torch's reader with the index read through the allow-list."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        index = load_index(Path(self.path, ".metadata").read_bytes())
+        index.storage_meta = StorageMeta(load_id=self.load_id)
+        return index
+
+
+class _SafePlanner(MCoreLoadPlanner):
+    """Megatron's planner; objects (layers' extra state) are plain data or refused. torch's version unpickles them."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        self.original_state_dict[read_item.dest_index.fqn] = load_tensors_and_plain_data(value)
+
+
+class _SafeShardedStrategy(TorchDistLoadShardedStrategy):
+    """Megatron's torch_dist loading with the safe reader and planner, which its own version does not let in from outside."""
+
+    def load(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> dict[str, Any]:
+        tensors = [value for value in nested_values(sharded_state_dict) if isinstance(value, ShardedTensor)]
+        by_key, flat_mapping, rename_mapping = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict)
+        filled = mcore_to_pyt_state_dict(by_key, is_loading=True)
+        dcp.load(
+            filled,
+            storage_reader=_SafeReader(checkpoint_dir),
+            planner=_SafePlanner(
+                shapes_validation_sharded_tensors=[tensor for tensor in tensors if not tensor.allow_shape_mismatch],
+                allow_shape_mismatch_sharded_tensors={t.key: t for t in tensors if t.allow_shape_mismatch},
+                flatten_state_dict=False,
+            ),
+        )
+        unwrapped = {key: _unwrap_pyt_sharded_tensor(value) for key, value in filled.items()}
+        state = _replace_sharded_keys_with_state_dict_keys(unwrapped, flat_mapping, rename_mapping)
+        _restore_dict_types(state, sharded_state_dict)
+        return state
+
+    def load_sharded_metadata(self, checkpoint_dir: str | Path) -> dict[str, Any]:
+        """Names and shapes of what the checkpoint holds, for the comparison with what the model asks for."""
+        index = _SafeReader(checkpoint_dir).read_metadata()
+        held = self.load_tensors_metadata(Path(checkpoint_dir), index)
+        for key, entry in index.state_dict_metadata.items():
+            if isinstance(entry, BytesStorageMetadata):
+                held[key] = ShardedObject.empty_from_unique_key(key)
+        return held

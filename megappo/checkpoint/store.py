@@ -1,0 +1,252 @@
+"""Saves and restores a run: engines (sharded), components (JSON) and random generators, all or nothing.
+
+The order of a save is what makes it safe against a kill at any moment: all files, their hashes, a vote of all ranks, the manifest, one
+rename, LATEST, and only then the removal of old ones. A load verifies every file before it opens one. The trainer is not known here.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import secrets
+from pathlib import Path
+from typing import Any, Mapping, Optional, Protocol
+
+import torch.distributed as dist
+
+from megappo.checkpoint.directory import CheckpointDirectory
+from megappo.checkpoint.facts import require_same_run
+from megappo.checkpoint.manifest import (
+    FileEntry,
+    Manifest,
+    find_wrong_content,
+    fingerprint_file,
+    list_files,
+    write_manifest,
+    write_synced,
+)
+from megappo.checkpoint.rng import load_rng, save_rng
+from megappo.checkpoint.sharded import load_sharded, save_sharded
+from megappo.checkpoint.vote import RankFault, on_every_rank, on_rank_zero
+
+logger = logging.getLogger(__name__)
+
+_STATE = "state.json"
+# Writer of a file by its name: __3_0.distcp and rng-00003.safetensors are rank 3's, everything else is rank 0's.
+_WRITER = re.compile(r"(?:__|rng-0*)(\d+)[_.][^/]*$")
+
+
+class SaveFailed(RuntimeError):
+    """A checkpoint was not written; raised on all ranks, nothing is left of it and earlier ones are untouched."""
+
+
+class StatefulEngine(Protocol):
+    """A sharded model with its optimizer; see `MegatronEngine`. All methods are collective."""
+
+    def save_state(self, *, with_optimizer: bool) -> dict[str, Any]: ...
+
+    def state_to_load(self, *, with_optimizer: bool) -> dict[str, Any]: ...
+
+    def load_state(self, state: dict[str, Any]) -> None: ...
+
+    def release_state(self) -> None:
+        """The state that `save_state` returned has been written: memory that it occupied may be offloaded again."""
+
+
+class StatefulComponent(Protocol):
+    """Something small with state that is the same on every rank: strings, numbers, lists and dicts with string keys."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class CheckpointStore:
+    """Checkpoints of one run under `directory`, which all ranks share. Every method is collective.
+
+    keep_last: complete checkpoints that stay. save_only_model: weights only, for export, not for resuming.
+    """
+
+    def __init__(self, directory: str | Path, keep_last: int, save_only_model: bool = False) -> None:
+        if keep_last < 1:
+            raise ValueError(f"checkpoint.keep_last = {keep_last}; at least 1 must be kept")
+        self._directory = CheckpointDirectory(Path(directory))
+        self._keep_last = keep_last
+        self._save_only_model = save_only_model
+
+    def latest_step(self) -> Optional[int]:
+        """Step of the newest checkpoint that looks complete, None where there is none."""
+        newest = on_rank_zero("looking for checkpoints", self._directory.newest)
+        return newest.step if newest else None
+
+    # ------------------------------------------------------------------------------------------------------------ save
+
+    def save(
+        self,
+        step: int,
+        engines: Mapping[str, StatefulEngine],
+        components: Mapping[str, StatefulComponent],
+        facts: Mapping[str, Any],
+    ) -> Path:
+        """Write checkpoint `step`; returns its directory. facts: JSON-compatible, see `facts.py`.
+
+        SaveFailed on every rank where one of them cannot write: then nothing is left of it and earlier checkpoints are untouched.
+        """
+        try:
+            place = on_rank_zero("preparing it", lambda: self._directory.begin(step, secrets.token_hex(4)))
+            self._write(place, engines, components)
+            files = self._fingerprint(place)
+            manifest = Manifest(step, dist.get_world_size(), self._save_only_model, facts, files)
+            on_rank_zero("committing the checkpoint", lambda: self._commit(place, manifest))
+        except RankFault as failure:
+            on_rank_zero("removing the failed checkpoint", self._directory.remove_leftovers)
+            raise SaveFailed(f"checkpoint of step {step} was not saved: {failure}") from failure
+        removed = on_rank_zero("removing old checkpoints", lambda: self._directory.retain(self._keep_last, step))
+        logger.info("saved step-%d (%.1f MB)%s", step, manifest.total_bytes / 1e6, f", removed {removed}" if removed else "")
+        return self._directory.step_path(step)
+
+    def _write(self, place: Path, engines: Mapping[str, StatefulEngine], components: Mapping[str, StatefulComponent]) -> None:
+        on_every_rank("looking for the checkpoint directory", lambda: _require_shared(place))
+        for name, engine in engines.items():
+            target = place / "megatron" / name
+            on_rank_zero(f"creating {target.name}", lambda: target.mkdir(parents=True))
+            try:
+                save_sharded(engine.save_state(with_optimizer=not self._save_only_model), target)
+            finally:
+                engine.release_state()
+        if self._save_only_model:
+            return
+        state = _as_json(components)
+        on_rank_zero("writing the trainer's state", lambda: write_synced(place / _STATE, state))
+        on_every_rank("writing random states", lambda: save_rng(place / _rng_file(dist.get_rank())))
+
+    def _fingerprint(self, place: Path) -> dict[str, FileEntry]:
+        """Every rank hashes and syncs what it wrote, so a torn write is found by who made it; every file must be reported."""
+        rank = dist.get_rank()
+        reports = on_every_rank(
+            "reading the checkpoint back",
+            lambda: {name: fingerprint_file(place / name, sync=True) for name in list_files(place) if _writer(name) == rank},
+        )
+        return {name: entry for report in reports for name, entry in report.items()}
+
+    def _commit(self, place: Path, manifest: Manifest) -> None:
+        unreported = set(list_files(place)) ^ set(manifest.files)
+        if unreported:
+            raise ValueError(f"files that no rank reported: {sorted(unreported)}")
+        write_manifest(place, manifest)
+        self._directory.publish(place, manifest.step)
+
+    # ------------------------------------------------------------------------------------------------------------ load
+
+    def load(
+        self,
+        engines: Mapping[str, StatefulEngine],
+        components: Mapping[str, StatefulComponent],
+        facts: Mapping[str, Any],
+    ) -> int:
+        """Restore the newest valid checkpoint and return its step. Damaged ones are renamed to bad-step-N and the next older is taken.
+
+        Weights and optimizer come back in any layout; random states only where the number of ranks is the same. ValueError where there
+        is no valid checkpoint, it holds weights only, or facts that must match do not.
+        """
+        manifest = self._newest_verified()
+        source = self._directory.step_path(manifest.step)
+        if manifest.model_only:
+            raise ValueError(
+                f"{source} holds weights only (checkpoint.save_only_model = true) and cannot be resumed; "
+                "export it, or start a new run with policy.model pointing to the export"
+            )
+        require_same_run(manifest, facts, source.name)
+        state = _read_state(source, components)
+        for name, engine in engines.items():
+            engine.load_state(load_sharded(engine.state_to_load(with_optimizer=True), source / "megatron" / name))
+        for name, component in components.items():
+            component.load_state_dict(state[name])
+        # Last: building and loading draw random numbers too.
+        self._restore_rng(source, manifest)
+        return manifest.step
+
+    def _newest_verified(self) -> Manifest:
+        steps = on_rank_zero("looking for checkpoints", self._tidy_steps)
+        for step in steps:
+            manifest, fault = self._verify(step)
+            if manifest is not None:
+                return manifest
+            aside = on_rank_zero("setting a damaged checkpoint aside", lambda: self._directory.set_aside(step))
+            logger.warning("step-%d is damaged (%s); renamed to %s, trying the next older one", step, fault, aside.name)
+        raise ValueError(f"{self._directory.path} holds no valid checkpoint ({len(steps)} damaged); start without --resume")
+
+    def _tidy_steps(self) -> list[int]:
+        self._directory.remove_leftovers()
+        return self._directory.steps()
+
+    def _verify(self, step: int) -> tuple[Optional[Manifest], str]:
+        """Check manifest, sizes and all hashes; the ranks share the files among them. The same result on every rank."""
+        manifest, fault = on_rank_zero("reading the manifest", lambda: _attempt_read(self._directory, step))
+        if manifest is None:
+            return None, fault
+        mine = sorted(manifest.files)[dist.get_rank() :: dist.get_world_size()]
+        place = self._directory.step_path(step)
+        faults = on_every_rank("verifying the checkpoint", lambda: find_wrong_content(place, manifest, mine))
+        found = [fault for fault in faults if fault is not None]
+        return (None, found[0]) if found else (manifest, "")
+
+    def _restore_rng(self, source: Path, manifest: Manifest) -> None:
+        if manifest.world_size == dist.get_world_size():
+            load_rng(source / _rng_file(dist.get_rank()))
+        else:
+            logger.warning(
+                "%s was written by %d ranks, this run has %d: random generators start from the seed",
+                source.name, manifest.world_size, dist.get_world_size(),
+            )
+
+
+def _attempt_read(directory: CheckpointDirectory, step: int) -> tuple[Optional[Manifest], str]:
+    try:
+        return directory.read(step), ""
+    except ValueError as error:
+        return None, str(error)
+
+
+def _require_shared(place: Path) -> None:
+    if not place.is_dir():
+        raise ValueError(f"{place} was created by rank 0 and is not visible here; the run directory must be on a shared file system")
+
+
+def _writer(name: str) -> int:
+    match = _WRITER.search(name)
+    return int(match[1]) if match else 0
+
+
+def _rng_file(rank: int) -> str:
+    return f"rng-{rank:05d}.safetensors"
+
+
+def _as_json(components: Mapping[str, StatefulComponent]) -> str:
+    """State of all components as text. RankFault where it is not plain data or differs between ranks (only rank 0's is kept)."""
+    encoded = on_every_rank(
+        "encoding the trainer's state", lambda: {name: _encode(name, component.state_dict()) for name, component in components.items()}
+    )
+    for name, text in encoded[0].items():
+        differing = [rank for rank, theirs in enumerate(encoded) if theirs.get(name) != text]
+        if differing:
+            raise RankFault(f"state of {name} on ranks {differing} differs from rank 0's")
+    return json.dumps({name: json.loads(text) for name, text in encoded[0].items()}, indent=1)
+
+
+def _encode(name: str, state: dict[str, Any]) -> str:
+    try:
+        text = json.dumps(state, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"state of {name} is not plain data: {error}") from None
+    if json.loads(text) != state:
+        raise ValueError(f"state of {name} changes on the way through JSON (tuples, or keys that are not strings)")
+    return text
+
+
+def _read_state(source: Path, components: Mapping[str, StatefulComponent]) -> dict[str, Any]:
+    state = json.loads((source / _STATE).read_text(encoding="utf-8"))
+    if state.keys() != components.keys():
+        raise ValueError(f"{source.name} holds the state of {sorted(state)}, this run has {sorted(components)}; resume with the same megappo")
+    return state

@@ -1,0 +1,44 @@
+"""Work that may fail on one rank, done so that every rank learns of it and all go the same way.
+
+A rank that raises alone leaves its peers waiting in the next collective until the timeout.
+"""
+
+from __future__ import annotations
+
+from typing import Callable, Optional, TypeVar
+
+import torch.distributed as dist
+from safetensors import SafetensorError
+
+Result = TypeVar("Result")
+
+# What writing and reading files raises: full disk, lost mount, broken file, state that does not serialise.
+_FAULTS = (OSError, RuntimeError, ValueError, TypeError, LookupError, SafetensorError)
+
+
+class RankFault(RuntimeError):
+    """Something failed on at least one rank; raised on all of them with the first rank's words."""
+
+
+def on_every_rank(what: str, action: Callable[[], Result]) -> list[Result]:
+    """Run `action` on every rank; its results in rank order, on every rank. RankFault on all where it failed on one.
+
+    `action` must not contain collectives. Results are gathered as pickled objects: keep them small.
+    """
+    result, fault, cause = None, None, None
+    try:
+        result = action()
+    except _FAULTS as error:
+        fault, cause = f"{type(error).__name__}: {error}", error
+    outcomes: list = [None] * dist.get_world_size()
+    dist.all_gather_object(outcomes, (result, fault))
+    faults = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(outcomes) if text is not None]
+    if faults:
+        raise RankFault(f"{what} failed on {len(faults)} of {len(outcomes)} ranks; {faults[0]}") from cause
+    return [value for value, _ in outcomes]
+
+
+def on_rank_zero(what: str, action: Callable[[], Result]) -> Result:
+    """Run `action` on rank 0 only; its result on every rank. RankFault on all ranks where it failed."""
+    result: Optional[list[Result]] = on_every_rank(what, lambda: action() if dist.get_rank() == 0 else None)
+    return result[0]

@@ -1,0 +1,167 @@
+"""A small training run inside a test world: policy tp=2 and critic pp=2 on two ranks, a KL controller and a cursor."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from functools import partial
+
+import numpy
+import torch
+import torch.distributed as dist
+
+from megappo.checkpoint.store import CheckpointStore
+from megappo.config.schema import OffloadConfig, OptimizerConfig
+from megappo.data.packing import PackedBatch
+from megappo.engine.base import LossOutput
+from megappo.parallel.layout import ParallelLayout
+
+FACTS = {"reference": {"path": "a/model", "sha256": "abc"}, "tokenizer": "def", "config": "run: {name: test}", "layouts": {"policy": {"tp": 2}}}
+
+
+class Counter:
+    """A component: a number that the run advances."""
+
+    def __init__(self) -> None:
+        self.count, self.history = 0, []
+
+    def advance(self, value: float) -> None:
+        self.count += 1
+        self.history.append(value)
+
+    def state_dict(self) -> dict:
+        return {"count": self.count, "history": list(self.history)}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.count, self.history = state["count"], state["history"]
+
+
+def arch(tied=False, num_layers=4):
+    from megappo.models.arch import ModelArch, Rope
+
+    return ModelArch("llama", "LlamaForCausalLM", num_layers, 32, 4, 2, 8, 64, 50, 64, tied, 1e-6, Rope())
+
+
+def engine(groups, *, critic, dtype=torch.float32, tied=False, distributed=True, offload=False, seed=0, lr=1e-2):
+    from megappo.engine.megatron import MegatronEngine
+    from megappo.engine.optimizer import Optimizer, wrap_with_ddp
+    from megappo.models.build import build_model
+
+    model = build_model(arch(tied), groups, dtype=dtype, value_head=critic)
+    fill(model, groups, seed)
+    wrapped = wrap_with_ddp(model, groups, distributed_optimizer=distributed)
+    config = OptimizerConfig(lr=lr, warmup_steps=2, weight_decay=0.1, distributed=distributed)
+    return MegatronEngine(
+        "critic" if critic else "policy", wrapped, groups, device=torch.device("cpu"), micro_batch_tokens=24,
+        optimizer=Optimizer(wrapped, groups, config, total_steps=20),
+        offload=OffloadConfig(parameters=offload, gradients=offload, optimizer=offload),
+    )
+
+
+def fill(model, groups, seed):
+    """Values by global name, so that copies on different ranks agree; shards need not fit together."""
+    for name, parameter in model.named_parameters():
+        shared = parameter.dim() == 1 or name.startswith("value_head")
+        name = name.replace("output_layer", "embedding.word_embeddings") if model.share_embeddings_and_output_weights else name
+        place = 0 if shared else groups.coordinates.tp
+        digest = hashlib.sha256(f"{name} {place} {seed}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
+        drawn = torch.randn(parameter.shape, generator=generator)
+        parameter.data.copy_(1 + 0.1 * drawn if shared and parameter.dim() == 1 else 0.1 * drawn)
+
+
+def batch(seed):
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.tensor([7, 5, 9, 4])
+    cu_seqlens = torch.cat((torch.zeros(1), lengths.cumsum(0))).int()
+    return PackedBatch(torch.randint(0, 50, (int(lengths.sum()),), generator=generator), cu_seqlens)
+
+
+def noise():
+    """A number that all ranks agree on and that depends on every generator of every rank."""
+    drawn = torch.rand(())
+    dist.all_reduce(drawn)
+    return drawn.item() + random.random() + numpy.random.rand()
+
+
+def squares(weight, output, micro):
+    values = output.values if output.values is not None else output.hidden.float().square().mean(-1)
+    return LossOutput(loss_sum=(values.float() - 1).square().sum() * weight)
+
+
+class Run:
+    """What the trainer does between two checkpoints."""
+
+    def __init__(self, store, groups, seed=0, **options) -> None:
+        self.store = store
+        self.engines = {
+            "policy": engine(groups["tp2"], critic=False, seed=seed, **options),
+            "critic": engine(groups["pp2"], critic=True, seed=seed, **options),
+        }
+        self.components = {"trainer": Counter(), "kl_controller": Counter()}
+        seed_generators(seed)
+
+    @property
+    def step(self):
+        return self.components["trainer"].count
+
+    def train(self, steps):
+        for _ in range(steps):
+            for one in self.engines.values():
+                with one.train_mode():
+                    one.optimizer_zero_grad()
+                    one.forward_backward(batch(self.step), partial(squares, noise()), denominator=25.0)
+                    one.lr_scheduler_step()
+                    result = one.optimizer_step()
+                    assert result.applied
+            self.components["trainer"].advance(random.random())
+            self.components["kl_controller"].advance(result.grad_norm)
+
+    def save(self, facts=FACTS):
+        return self.store.save(self.step, self.engines, self.components, facts)
+
+    def load(self, facts=FACTS):
+        return self.store.load(self.engines, self.components, facts)
+
+    def digest(self):
+        """SHA-256 by part, of everything that the next step depends on, on this rank."""
+        parts = {f"{name} model": list(one.model.state_dict().values()) for name, one in self.engines.items()}
+        for name, one in self.engines.items():
+            one.to("device")
+            parts[f"{name} optimizer"] = list(one._optimizer.tensors())
+            parts[f"{name} schedule"] = [torch.tensor(one._optimizer._scheduler.num_steps)]
+            one.release_state()
+        parts["torch"] = [torch.get_rng_state()]
+        parts["numpy"] = [torch.from_numpy(numpy.random.get_state()[1].astype(numpy.int64)), torch.tensor(numpy.random.get_state()[2])]
+        parts["python"] = [torch.tensor(random.getstate()[1])]
+        parts["components"] = [torch.tensor(component.history) for component in self.components.values()]
+        return {part: hashlib.sha256(b"".join(raw(t) for t in tensors)).hexdigest() for part, tensors in parts.items()}
+
+
+def raw(tensor):
+    return bytes(tensor.detach().contiguous().flatten().view(torch.uint8).numpy()) if tensor is not None else b""
+
+
+def seed_generators(seed):
+    torch.manual_seed(10 * seed + dist.get_rank())  # each rank its own stream
+    random.seed(seed)
+    numpy.random.seed(seed)
+
+
+def build_worlds_groups():
+    from megappo.platform import cpu
+
+    cpu.install()
+    from megappo.parallel.groups import build_groups
+
+    return {"tp2": build_groups(ParallelLayout(2, tp=2)), "pp2": build_groups(ParallelLayout(2, pp=2)), "dp2": build_groups(ParallelLayout(2))}
+
+
+def store(path, keep_last=3, **options):
+    return CheckpointStore(path, keep_last, **options)
+
+
+def gathered(value):
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
