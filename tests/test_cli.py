@@ -56,7 +56,11 @@ BAD = [
     (nothing, ["policy.optimizer.lr=fast"], ['policy.optimizer.lr = "fast": must be a number']),
     (nothing, ["algorithm.gamma=2"], ["algorithm.gamma = 2: must be <= 1"]),
     (nothing, ["policy.parallel.tp=4"], ["policy.parallel: tp 4 x pp 1 = 4 does not divide the 2 ranks"]),
-    (nothing, ["run.num_ranks=4", "policy.parallel.tp=4"], ["policy.parallel.tp = 4", "2 KV heads", "largest tp that works is 2"]),
+    (
+        nothing,
+        ["run.num_ranks=4", "policy.parallel.tp=4"],
+        ["policy.parallel.tp = 4", "2 KV heads", "largest tp that works is 2"],
+    ),
     (nothing, ["data.max_prompt_tokens=1"], ["no prompts are left", "kept 0 of 100"]),
     (make_incomplete_prompts, [], ["data.prompt_key=prompt", "question, gold"]),
     (nothing, ["data.prompts_per_step=128"], ["data.prompts_per_step=128", "100 prompts"]),
@@ -76,7 +80,9 @@ BAD_TRAIN_ONLY = [
 
 
 @pytest.mark.parametrize("prepare, arguments, fragments", BAD + BAD_TRAIN_ONLY, ids=range(len(BAD + BAD_TRAIN_ONLY)))
-def test_train_refuses_bad_input_in_one_line_and_writes_nothing(tmp_path, capsys, monkeypatch, outside_a_launcher, prepare, arguments, fragments):
+def test_train_refuses_bad_input_in_one_line_and_writes_nothing(
+    tmp_path, capsys, monkeypatch, outside_a_launcher, prepare, arguments, fragments
+):
     def start_ranks(*_):
         raise AssertionError("ranks were started")
 
@@ -175,7 +181,8 @@ def write_sft(folder):
     path.write_text(
         f"run: {{num_ranks: 2, device: cpu, output_dir: {folder / 'runs'}}}\n"
         f"policy: {{model: {folder / 'model'}, dtype: fp32, parallel: {{tp: 2}}}}\n"
-        f"data: {{train: {folder / 'train.jsonl'}, chat_template: false, max_tokens: 32}}\ntrainer: {{steps: 10, batch_size: 20}}\n"
+        f"data: {{train: {folder / 'train.jsonl'}, chat_template: false, max_tokens: 32}}\n"
+        f"trainer: {{steps: 10, batch_size: 20}}\n"
     )
     return path
 
@@ -214,7 +221,9 @@ def test_sft_starts_and_says_what_it_will_do(tmp_path, capsys, monkeypatch, outs
 
 def test_the_installed_command_exits_with_2_and_no_traceback(tmp_path):
     path = write_run(tmp_path)
-    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")} | {"PYTHONPATH": str(ROOT)}
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")} | {
+        "PYTHONPATH": str(ROOT)
+    }
     command = [sys.executable, "-m", "megappo", "config", str(path), "policy.tp=2"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 2 and done.stdout == ""
@@ -228,4 +237,6 @@ def test_config_and_help_import_nothing_heavy(tmp_path):
         f"assert main(['config', {str(path)!r}]) == 0 and main(['config', {str(path)!r}, 'a.b=1']) == 2\n"
         "heavy = {'torch', 'megatron', 'vllm', 'transformers', 'numpy'} & set(sys.modules); assert not heavy, heavy"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, env=dict(os.environ, PYTHONPATH=str(ROOT)), stdout=subprocess.DEVNULL)
+    subprocess.run(
+        [sys.executable, "-c", code], check=True, env=dict(os.environ, PYTHONPATH=str(ROOT)), stdout=subprocess.DEVNULL
+    )

@@ -14,7 +14,11 @@ SETUP = Path(__file__).parents[1] / "setup.py"
 
 def declared():
     """name -> specifier, of everything that setup.py declares."""
-    call = next(node for node in ast.walk(ast.parse(SETUP.read_text())) if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "setup")
+    call = next(
+        node
+        for node in ast.walk(ast.parse(SETUP.read_text()))
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "setup"
+    )
     given = {keyword.arg: keyword.value for keyword in call.keywords}
     lists = [ast.literal_eval(given["install_requires"]), *ast.literal_eval(given["extras_require"]).values()]
     return {s.name.lower(): s.specifier for s in (Specified(text) for names in lists for text in names)}
@@ -35,8 +39,17 @@ def test_the_tested_versions_are_those_that_setup_declares():
 
 def fake(versions):
     """findings() as if these versions were installed, and everything else as required."""
-    defaults = {"torch": "2.13.0+cpu", "megatron-core": "0.16.1", "transformers": "5.19.0", "safetensors": "0.8.0", "pydantic": "2.14.3", "vllm": "0.32.0"}
-    return findings(lambda requirement: {**dict.fromkeys((r.name for r in REQUIREMENTS), "9"), **defaults, **versions}[requirement.name])
+    defaults = {
+        "torch": "2.13.0+cpu",
+        "megatron-core": "0.16.1",
+        "transformers": "5.19.0",
+        "safetensors": "0.8.0",
+        "pydantic": "2.14.3",
+        "vllm": "0.32.0",
+    }
+    return findings(
+        lambda requirement: {**dict.fromkeys((r.name for r in REQUIREMENTS), "9"), **defaults, **versions}[requirement.name]
+    )
 
 
 @pytest.mark.parametrize("versions, state, trains", [

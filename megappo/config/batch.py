@@ -37,8 +37,8 @@ def step_arithmetic(config: TrainConfig) -> StepArithmetic:
 def micro_batches_bound(sequences: int, sequence_tokens: int, budget_tokens: int) -> int:
     """Most micro-batches that `sequences` of at most `sequence_tokens` tokens need under a token budget.
 
-    Filling in order, a micro-batch that is full holds at least floor(budget / longest) sequences; a sequence longer than the budget
-    gets a micro-batch of its own.
+    Filling in order, a micro-batch that is full holds at least floor(budget / longest) sequences; a sequence longer than the
+    budget gets a micro-batch of its own.
     """
     each = max(1, budget_tokens // sequence_tokens)
     return -(-sequences // each)

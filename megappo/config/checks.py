@@ -1,6 +1,7 @@
 """Rules about several keys, checked once before anything is built. Each rule is one function that returns a message or None.
 
-What a single key may hold is in `schema.py`; what depends on the model, the tokenizer or the data is `megappo/plan`'s. Imports no torch.
+What a single key may hold is in `schema.py`; what depends on the model, the tokenizer or the data is `megappo/plan`'s.
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -78,7 +79,9 @@ def _world_problems(config: TrainConfig | SftConfig, world_size: int) -> Iterato
             sizes = f"tp {parallel.tp} x pp {parallel.pp} = {model_ranks}"
             yield f"{role}.parallel: {sizes} does not divide the {world_size} ranks; {_worlds(model_ranks, world_size)}"
         if parallel.sequence_parallel and parallel.tp == 1:
-            yield problem(f"{role}.parallel.sequence_parallel", True, "shards over the tp ranks and needs tp > 1; set tp, or leave it out")
+            yield problem(
+                f"{role}.parallel.sequence_parallel", True, "shards over the tp ranks and needs tp > 1; set tp, or leave it out"
+            )
     if isinstance(config, TrainConfig) and config.rollout.engine == "vllm" and world_size % config.rollout.tp:
         fix = f"does not divide the {world_size} ranks into replicas; {_worlds(config.rollout.tp, world_size)}"
         yield problem("rollout.tp", config.rollout.tp, fix)
@@ -98,20 +101,30 @@ def _mini_batches(config: TrainConfig) -> Optional[str]:
     size, samples = config.algorithm.mini_batch_size, step_arithmetic(config).samples
     if samples % size == 0:
         return None
-    product = f"data.prompts_per_step {config.data.prompts_per_step} x rollout.samples_per_prompt {config.rollout.samples_per_prompt}"
+    product = (
+        f"data.prompts_per_step {config.data.prompts_per_step} x rollout.samples_per_prompt {config.rollout.samples_per_prompt}"
+    )
     left = f"{samples % size} would be dropped" if size < samples else "not one mini-batch would be full"
     nearest = " or ".join(str(d) for d in nearest_divisors(samples, size))
-    return problem("algorithm.mini_batch_size", size, f"must divide the {samples} samples of a step ({product}): {left}; use {nearest}")
+    return problem(
+        "algorithm.mini_batch_size", size, f"must divide the {samples} samples of a step ({product}): {left}; use {nearest}"
+    )
 
 
 def _greedy_training(config: TrainConfig) -> Optional[str]:
     if config.rollout.sampling.temperature == 0:
-        return problem("rollout.sampling.temperature", 0.0, "greedy responses have no probability to train on; use a value > 0 (evaluation is always greedy)")
+        return problem(
+            "rollout.sampling.temperature",
+            0.0,
+            "greedy responses have no probability to train on; use a value > 0 (evaluation is always greedy)",
+        )
     return None
 
 
 def _top_k_zero(config: TrainConfig) -> Optional[str]:
-    return problem("rollout.sampling.top_k", 0, "must be >= 1, or -1 for all tokens") if config.rollout.sampling.top_k == 0 else None
+    return (
+        problem("rollout.sampling.top_k", 0, "must be >= 1, or -1 for all tokens") if config.rollout.sampling.top_k == 0 else None
+    )
 
 
 def _empty_stop(config: TrainConfig) -> Optional[str]:
@@ -123,14 +136,18 @@ def _empty_stop(config: TrainConfig) -> Optional[str]:
 def _adaptive_placement(config: TrainConfig) -> Optional[str]:
     kl = config.algorithm.kl
     if kl.controller == "adaptive" and kl.placement == "loss":
-        return problem("algorithm.kl.controller", "adaptive", "steers the KL in the reward; set placement: reward, or controller: fixed")
+        return problem(
+            "algorithm.kl.controller", "adaptive", "steers the KL in the reward; set placement: reward, or controller: fixed"
+        )
     return None
 
 
 def _adaptive_from_zero(config: TrainConfig) -> Optional[str]:
     kl = config.algorithm.kl
     if kl.placement == "reward" and kl.controller == "adaptive" and kl.coef == 0:
-        return problem("algorithm.kl.coef", 0.0, "the adaptive controller multiplies it and 0 stays 0; use a start value such as 0.001")
+        return problem(
+            "algorithm.kl.coef", 0.0, "the adaptive controller multiplies it and 0 stays 0; use a start value such as 0.001"
+        )
     return None
 
 
@@ -138,27 +155,41 @@ def _adaptive_horizon(config: TrainConfig) -> Optional[str]:
     kl, samples = config.algorithm.kl, step_arithmetic(config).samples
     least = int(samples * MAX_ADAPTIVE_STEP) + 1
     if kl.placement == "reward" and kl.controller == "adaptive" and kl.horizon < least:
-        return problem("algorithm.kl.horizon", kl.horizon, f"with {samples} samples per step the KL factor could fall to 0 or below; use at least {least}")
+        return problem(
+            "algorithm.kl.horizon",
+            kl.horizon,
+            f"with {samples} samples per step the KL factor could fall to 0 or below; use at least {least}",
+        )
     return None
 
 
 def _k1_in_loss(config: TrainConfig) -> Optional[str]:
     kl = config.algorithm.kl
     if kl.placement == "loss" and kl.estimator == "k1":
-        return problem("algorithm.kl.estimator", "k1", "its gradient does not depend on the reference, so it does nothing in the loss; use k2 or k3")
+        return problem(
+            "algorithm.kl.estimator",
+            "k1",
+            "its gradient does not depend on the reference, so it does nothing in the loss; use k2 or k3",
+        )
     return None
 
 
 def _critic_head(config: TrainConfig) -> Optional[str]:
     if config.critic.value_head == "checkpoint" and config.critic.model is None:
-        return problem("critic.value_head", "checkpoint", "needs critic.model, a reward or critic checkpoint that holds the head; set it, or use zero")
+        return problem(
+            "critic.value_head",
+            "checkpoint",
+            "needs critic.model, a reward or critic checkpoint that holds the head; set it, or use zero",
+        )
     return None
 
 
 def _critic_warmup(config: TrainConfig) -> Optional[str]:
     warmup, steps = config.critic.warmup_steps, config.trainer.steps
     if steps is not None and warmup > steps:
-        return problem("critic.warmup_steps", warmup, f"is longer than the run of {steps} steps, so the policy would never train; lower it")
+        return problem(
+            "critic.warmup_steps", warmup, f"is longer than the run of {steps} steps, so the policy would never train; lower it"
+        )
     return None
 
 
@@ -199,7 +230,11 @@ def _length_penalty(config: TrainConfig) -> Optional[str]:
     reward: RewardConfig = config.reward
     longest = config.rollout.max_response_tokens
     if reward.length_penalty > 0 and reward.length_penalty_start >= longest:
-        return problem("reward.length_penalty_start", reward.length_penalty_start, f"no response is longer than rollout.max_response_tokens {longest}; lower it")
+        return problem(
+            "reward.length_penalty_start",
+            reward.length_penalty_start,
+            f"no response is longer than rollout.max_response_tokens {longest}; lower it",
+        )
     return None
 
 
@@ -270,7 +305,9 @@ def run_dir_of(run: RunConfig) -> Path:
     """Where a run writes: `output_dir/name`. Raises ConfigError where a link leads out of output_dir."""
     path = Path(run.output_dir) / run.name
     if not path.resolve().is_relative_to(Path(run.output_dir).resolve()):
-        raise ConfigError(problem("run.name", run.name, f"{path} is a link that leads out of run.output_dir; choose another name"))
+        raise ConfigError(
+            problem("run.name", run.name, f"{path} is a link that leads out of run.output_dir; choose another name")
+        )
     return path
 
 
@@ -285,7 +322,9 @@ def check_run_dir(run: RunConfig, resume: bool) -> Path:
     if not existing.is_dir():
         raise ConfigError(problem("run.output_dir", run.output_dir, f"{existing} is a file; name a directory"))
     if not os.access(existing, os.W_OK | os.X_OK):
-        raise ConfigError(problem("run.output_dir", run.output_dir, f"no permission to write in {existing}; choose another directory"))
+        raise ConfigError(
+            problem("run.output_dir", run.output_dir, f"no permission to write in {existing}; choose another directory")
+        )
     holds_run = path.is_dir() and any(path.iterdir())
     if holds_run and not resume:
         fix = f"{path} holds another run; use run.name={_free_name(base, run.name)} for a new one, or continue it with --resume"
@@ -293,7 +332,9 @@ def check_run_dir(run: RunConfig, resume: bool) -> Path:
     if resume and not holds_run:
         runs = sorted(entry.name for entry in base.iterdir() if entry.is_dir())[:8] if base.is_dir() else []
         there = f"runs there: {', '.join(runs)}" if runs else "there are no runs there"
-        raise ConfigError(problem("run.name", run.name, f"{path} holds no run to resume ({there}); leave --resume out or name one of them"))
+        raise ConfigError(
+            problem("run.name", run.name, f"{path} holds no run to resume ({there}); leave --resume out or name one of them")
+        )
     return path
 
 

@@ -1,7 +1,8 @@
 """Keys that have no effect under the other keys of a configuration.
 
-Writing such a key is an error (`checks.py`): a user who sets `kl.target` under a fixed controller believes that it acts. The dump of a
-resolved configuration leaves them out, so that it can be loaded again. One row per reason; a name that ends in `.*` is a section.
+Writing such a key is an error (`checks.py`): a user who sets `kl.target` under a fixed controller believes that it acts. The
+dump of a resolved configuration leaves them out, so that it can be loaded again. One row per reason; a name that ends in
+`.*` is a section.
 """
 
 from __future__ import annotations
@@ -29,7 +30,14 @@ def _constant(optimizer: OptimizerConfig) -> bool:
 
 TRAIN: tuple[Dead, ...] = (
     Dead(
-        ("reference.*", "algorithm.kl.estimator", "algorithm.kl.coef", "algorithm.kl.controller", "algorithm.kl.target", "algorithm.kl.horizon"),
+        (
+            "reference.*",
+            "algorithm.kl.estimator",
+            "algorithm.kl.coef",
+            "algorithm.kl.controller",
+            "algorithm.kl.target",
+            "algorithm.kl.horizon",
+        ),
         lambda c: c.algorithm.kl.placement == "none",
         "algorithm.kl.placement is none, so there is no reference model; remove it, or set placement to reward or loss",
     ),
@@ -49,7 +57,14 @@ TRAIN: tuple[Dead, ...] = (
         "a step makes one update, and there is no later one to stop; remove it, or raise ppo_epochs, or lower mini_batch_size",
     ),
     Dead(
-        ("rollout.tp", "rollout.dtype", "rollout.max_num_seqs", "rollout.memory_share", "rollout.kv_cache_gib", "rollout.enforce_eager"),
+        (
+            "rollout.tp",
+            "rollout.dtype",
+            "rollout.max_num_seqs",
+            "rollout.memory_share",
+            "rollout.kv_cache_gib",
+            "rollout.enforce_eager",
+        ),
         lambda c: c.rollout.engine == "megatron",
         "rollout.engine is megatron, which generates with the policy's own shards; remove it, or set engine to vllm",
     ),
@@ -68,9 +83,19 @@ TRAIN: tuple[Dead, ...] = (
         lambda c: c.data.eval is not None and c.trainer.eval_every == 0 and not c.trainer.eval_before,
         "trainer.eval_every is 0 and eval_before is false, so nothing is evaluated; remove it, or evaluate",
     ),
-    Dead(("trainer.epochs",), lambda c: c.trainer.steps is not None, "trainer.steps sets the length of the run; remove one of the two"),
-    Dead(("data.system_prompt",), lambda c: not c.data.chat_template, "data.chat_template is false; remove it, or use the template"),
-    Dead(("reward.length_penalty_start",), lambda c: c.reward.length_penalty == 0, "reward.length_penalty is 0; remove it, or set a penalty"),
+    Dead(
+        ("trainer.epochs",),
+        lambda c: c.trainer.steps is not None,
+        "trainer.steps sets the length of the run; remove one of the two",
+    ),
+    Dead(
+        ("data.system_prompt",), lambda c: not c.data.chat_template, "data.chat_template is false; remove it, or use the template"
+    ),
+    Dead(
+        ("reward.length_penalty_start",),
+        lambda c: c.reward.length_penalty == 0,
+        "reward.length_penalty is 0; remove it, or set a penalty",
+    ),
     Dead(
         ("policy.optimizer.min_lr_ratio",),
         lambda c: _constant(c.policy.optimizer),
@@ -94,7 +119,9 @@ TRAIN: tuple[Dead, ...] = (
 )
 
 SFT: tuple[Dead, ...] = (
-    Dead(("data.system_prompt",), lambda c: not c.data.chat_template, "data.chat_template is false; remove it, or use the template"),
+    Dead(
+        ("data.system_prompt",), lambda c: not c.data.chat_template, "data.chat_template is false; remove it, or use the template"
+    ),
     Dead(
         ("policy.optimizer.min_lr_ratio",),
         lambda c: _constant(c.policy.optimizer),

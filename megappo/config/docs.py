@@ -23,9 +23,9 @@ HEAD = """# Configuration
 Generated from `megappo/config/schema.py` by `python -m megappo.config.docs`; change the text there.
 
 A configuration is one YAML file. On the command line `key=value` sets one key over the file, with the value in YAML:
-`megappo train recipe.yaml policy.optimizer.lr=2e-6 run.name=second`. `key=null` takes back what the file says where the key itself
-cannot be null. `megappo config recipe.yaml` prints the resolved configuration. Unknown keys, keys of the wrong type (`"2"` is not 2)
-and keys that would have no effect beside the others are errors.
+`megappo train recipe.yaml policy.optimizer.lr=2e-6 run.name=second`. `key=null` takes back what the file says where the key
+itself cannot be null. `megappo config recipe.yaml` prints the resolved configuration. Unknown keys, keys of the wrong type
+(`"2"` is not 2) and keys that would have no effect beside the others are errors.
 
 For completion in an editor, start a file with
 `# yaml-language-server: $schema=train.schema.json` (fine-tuning: `sft.schema.json`).

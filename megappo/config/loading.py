@@ -96,7 +96,9 @@ def _assign(data: dict[str, Any], key: str, value: Any, name: str) -> None:
         inner = here.setdefault(part, {})
         if not isinstance(inner, dict):
             section = ".".join(parents[: depth + 1])
-            raise ConfigError(f"{name}: {problem(section, inner, f'is a section, and {key} is set on the command line; remove the value')}")
+            raise ConfigError(
+                f"{name}: {problem(section, inner, f'is a section, and {key} is set on the command line; remove the value')}"
+            )
         here = inner
     here[last] = value
 

@@ -94,7 +94,7 @@ class CriticConfig(TrainableConfig):
     model: Optional[str] = None
     """Checkpoint that initialises the critic; null means `policy.model`. A reward or critic checkpoint may carry its head."""
     value_head: Literal["zero", "normal", "checkpoint"] = "zero"
-    """Value head at the start: zeros, normal(0, 1/(hidden+1)), or read from the checkpoint (`score.weight` or `v_head.weight`)."""
+    """Initial value head: zeros, normal(0, 1/(hidden+1)), or read from the checkpoint (`score.weight` or `v_head.weight`)."""
     warmup_steps: NonNegative = 0
     """PPO steps at the start that train the critic alone; the policy is left as it is."""
 

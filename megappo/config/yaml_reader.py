@@ -1,7 +1,8 @@
 """YAML to plain data, strictly: the scalars of YAML 1.2, no duplicate keys, no tags, bounded size, and the line of every key.
 
-PyYAML's own loader follows YAML 1.1, where `no` is false, `1e-6` is a string, `12:30` is 750 and a second `lr:` silently wins. Each of
-these is a wrong configuration that runs. What the keys mean is `loading.py`'s business. Imports nothing of megappo but the error.
+PyYAML's own loader follows YAML 1.1, where `no` is false, `1e-6` is a string, `12:30` is 750 and a second `lr:` silently
+wins. Each of these is a wrong configuration that runs. What the keys mean is `loading.py`'s business. Imports nothing of
+megappo but the error.
 """
 
 from __future__ import annotations
@@ -25,7 +26,11 @@ SCALARS = (
     ("tag:yaml.org,2002:null", re.compile(r"^(?:~|null|Null|NULL|)$"), ["~", "n", "N", ""]),
     ("tag:yaml.org,2002:bool", re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")),
     ("tag:yaml.org,2002:int", re.compile(r"^[-+]?[0-9]+$"), list("-+0123456789")),
-    ("tag:yaml.org,2002:float", re.compile(r"^[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?$"), list("-+.0123456789")),
+    (
+        "tag:yaml.org,2002:float",
+        re.compile(r"^[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?$"),
+        list("-+.0123456789"),
+    ),
 )
 
 

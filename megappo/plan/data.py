@@ -1,7 +1,7 @@
 """The tokenizer and the prompts of a run: loaded once, counted for the plan, handed to the trainer.
 
-Formatting and filtering are `megappo/data`'s; here the keys of the configuration meet its functions, and the counts meet the batch
-size and the length of the run.
+Formatting and filtering are `megappo/data`'s; here the keys of the configuration meet its functions, and the counts meet the
+batch size and the length of the run.
 """
 
 from __future__ import annotations
@@ -33,12 +33,14 @@ class RunData:
 def load_run_data(config: TrainConfig, policy: ModelArch) -> RunData:
     """Tokenizer and prompts of this configuration.
 
-    ValueError, one line: missing or unreadable files, keys that records lack, nothing left after the filter, fewer prompts than a step
-    takes, a tokenizer with ids that the model does not have, warm-ups longer than the run.
+    ValueError, one line: missing or unreadable files, keys that records lack, nothing left after the filter, fewer prompts than
+    a step takes, a tokenizer with ids that the model does not have, warm-ups longer than the run.
     """
     tokenizer = _tokenizer(config.data.tokenizer or config.policy.model, policy)
     train = load_prompts(config.data, config.data.train, tokenizer)
-    held_out = load_prompts(config.data, config.data.eval, tokenizer, config.data.eval_prompts) if config.data.eval is not None else None
+    held_out = (
+        load_prompts(config.data, config.data.eval, tokenizer, config.data.eval_prompts) if config.data.eval is not None else None
+    )
     loader = PromptLoader(len(train), config.data.prompts_per_step, config.data.shuffle, config.run.seed)
     total_steps = config.trainer.steps or loader.num_steps(config.trainer.epochs)
     for message in step_problems(config, total_steps):
@@ -68,7 +70,7 @@ def load_sft_data(config: SftConfig, policy: ModelArch) -> SftData:
         max_tokens=data.max_tokens,
     )
     if config.trainer.batch_size > len(demonstrations):
-        fix = f"more than the {len(demonstrations):,} demonstrations of data.train ({demonstrations.summary()}); lower it or add data"
+        fix = f"more than the {len(demonstrations):,} demonstrations ({demonstrations.summary()}); lower it or add data"
         raise ConfigError(problem("trainer.batch_size", config.trainer.batch_size, fix))
     return SftData(tokenizer, demonstrations)
 

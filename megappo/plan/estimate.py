@@ -1,7 +1,7 @@
 """The plan of a run as a value: layouts, memory of every role and stage, rollout replicas, and what does not fit.
 
-`report.py` prints it. Memory that is certain (weights, gradients, optimizer, KV cache) can refuse a run; the estimate of activations only
-warns.
+`report.py` prints it. Memory that is certain (weights, gradients, optimizer, KV cache) can refuse a run; the estimate of
+activations only warns.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megappo.plan.tables import gib
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run will do. memory[role][stage] holds for one rank of the stage; `device_memory` in bytes, None where it is not known."""
+    """What a run will do. memory[role][stage]: one rank of the stage. device_memory: bytes, None where it is not known."""
 
     config: TrainConfig
     archs: Mapping[str, ModelArch]
@@ -76,7 +76,10 @@ def make_plan(
     step = step_arithmetic(config)
     micro_batches = {role: _micro_batches(config, role, layout, step) for role, layout in layouts.items()}
     memory = {
-        role: tuple(_stage_memory(config, role, archs[role], layout, stage, micro_batches[role], step, device) for stage in range(layout.pp))
+        role: tuple(
+            _stage_memory(config, role, archs[role], layout, stage, micro_batches[role], step, device)
+            for stage in range(layout.pp)
+        )
         for role, layout in layouts.items()
     }
     rollout = _rollout(config, archs["policy"], device, device_memory) if config.rollout.engine == "vllm" else None
@@ -94,17 +97,28 @@ def _sequences(config: TrainConfig, role: str, layout: ParallelLayout, step: Ste
 
 def _micro_batches(config: TrainConfig, role: str, layout: ParallelLayout, step: StepArithmetic) -> int:
     """Micro-batches of such a pass when every sequence is at its longest."""
-    return micro_batches_bound(_sequences(config, role, layout, step), step.max_sequence_tokens, getattr(config, role).micro_batch_tokens)
+    return micro_batches_bound(
+        _sequences(config, role, layout, step), step.max_sequence_tokens, getattr(config, role).micro_batch_tokens
+    )
 
 
 def _stage_memory(
-    config: TrainConfig, role: str, arch: ModelArch, layout: ParallelLayout, stage: int, micro_batches: int, step: StepArithmetic, device: Device
+    config: TrainConfig,
+    role: str,
+    arch: ModelArch,
+    layout: ParallelLayout,
+    stage: int,
+    micro_batches: int,
+    step: StepArithmetic,
+    device: Device,
 ) -> RoleMemory:
     settings = getattr(config, role)
     sequences = _sequences(config, role, layout, step)
     common = {
         "dtype": settings.dtype,
-        "micro_batch_tokens": min(max(settings.micro_batch_tokens, step.max_sequence_tokens), sequences * step.max_sequence_tokens),
+        "micro_batch_tokens": min(
+            max(settings.micro_batch_tokens, step.max_sequence_tokens), sequences * step.max_sequence_tokens
+        ),
         "num_micro_batches": micro_batches,
         "value_head": role == "critic",
     }
@@ -115,7 +129,9 @@ def _stage_memory(
             arch, layout, stage, trained=True, distributed_optimizer=settings.optimizer.distributed, recompute=settings.recompute,
             offload=offload, **common,
         )  # fmt: skip
-    return role_memory(arch, layout, stage, trained=False, offload=(settings.offload.parameters and device == "cuda", False, False), **common)
+    return role_memory(
+        arch, layout, stage, trained=False, offload=(settings.offload.parameters and device == "cuda", False, False), **common
+    )
 
 
 def _rollout(config: TrainConfig, arch: ModelArch, device: Device, device_memory: Optional[int]) -> RolloutMemory:
@@ -144,8 +160,8 @@ def _check_kv_cache(plan: Plan, rollout: RolloutMemory) -> None:
         problem(
             "rollout.memory_share",
             config.memory_share,
-            f"of {gib(plan.device_memory)} GiB holds vLLM's weights ({gib(rollout.weights)} GiB) but {sequence} of KV cache on top; "
-            f"use more than {least:.2f}, or raise rollout.tp",
+            f"of {gib(plan.device_memory)} GiB holds vLLM's weights ({gib(rollout.weights)} GiB) but {sequence} "
+            f"of KV cache on top; use more than {least:.2f}, or raise rollout.tp",
         )
     )
 

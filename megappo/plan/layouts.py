@@ -1,7 +1,7 @@
 """Whether every role's model fits its layout: architectures are read, tensor sizes checked, sequence lengths compared.
 
-Reads config.json files and the names of the weight files, never weights. `check_layouts` is also what `megappo train` calls before it
-builds a model.
+Reads config.json files and the names of the weight files, never weights. `check_layouts` is also what `megappo train` calls
+before it builds a model.
 """
 
 from __future__ import annotations
@@ -75,7 +75,11 @@ def check_layouts(config: TrainConfig | SftConfig, archs: Mapping[str, ModelArch
             raise ConfigError(problem(f"{role}.parallel.tp", layout.tp, str(error))) from None
         if arch.num_layers % layout.pp:
             fitting = " or ".join(str(d) for d in nearest_divisors(arch.num_layers, layout.pp))
-            raise ConfigError(problem(f"{role}.parallel.pp", layout.pp, f"does not divide the {arch.num_layers} layers into stages; use {fitting}"))
+            raise ConfigError(
+                problem(
+                    f"{role}.parallel.pp", layout.pp, f"does not divide the {arch.num_layers} layers into stages; use {fitting}"
+                )
+            )
     if isinstance(config, TrainConfig):
         _check_rollout(config, archs["policy"])
         _check_lengths(config, archs)
@@ -96,7 +100,13 @@ def _check_rollout(config: TrainConfig, arch: ModelArch) -> None:
             raise ConfigError(problem("rollout.tp", tp, f"does not divide the {size} {what} of policy.model; use {fitting}"))
     if arch.num_kv_heads % tp and tp % arch.num_kv_heads:
         fitting = " or ".join(str(d) for d in nearest_divisors(arch.num_kv_heads, tp))
-        raise ConfigError(problem("rollout.tp", tp, f"and the {arch.num_kv_heads} KV heads of policy.model: neither divides the other; use {fitting}"))
+        raise ConfigError(
+            problem(
+                "rollout.tp",
+                tp,
+                f"and the {arch.num_kv_heads} KV heads of policy.model: neither divides the other; use {fitting}",
+            )
+        )
 
 
 def _check_lengths(config: TrainConfig, archs: Mapping[str, ModelArch]) -> None:
@@ -121,4 +131,7 @@ def _check_vocabularies(archs: Mapping[str, ModelArch]) -> None:
     for role, arch in archs.items():
         same = arch.vocab_size == wanted if role == "reference" else arch.vocab_size >= wanted
         if not same:
-            raise ConfigError(f"{role}.model: its vocabulary has {arch.vocab_size} tokens and the policy's {wanted}; use a checkpoint of the same vocabulary")
+            raise ConfigError(
+                f"{role}.model: its vocabulary has {arch.vocab_size} tokens and the policy's {wanted}; "
+                "use a checkpoint of the same vocabulary"
+            )

@@ -1,8 +1,9 @@
 """Memory of one rank, role by role, from the shapes of its parameters.
 
-Weights, gradients and optimizer state are exact counts of what Megatron-core allocates. Activations are an estimate in the manner of
-Korthikanti et al. 2022 ("Reducing activation recomputation in large transformer models", section 4), redone for this model: packed
-tokens, no dropout, SwiGLU, attention that never stores its scores. Temporary buffers of kernels and allocators are not counted.
+Weights, gradients and optimizer state are exact counts of what Megatron-core allocates. Activations are an estimate in the
+manner of Korthikanti et al. 2022 ("Reducing activation recomputation in large transformer models", section 4), redone for
+this model: packed tokens, no dropout, SwiGLU, attention that never stores its scores. Temporary buffers of kernels and
+allocators are not counted.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def role_memory(
     recompute: Recompute = "none",
     offload: tuple[bool, bool, bool] = (False, False, False),
 ) -> RoleMemory:
-    """Memory of a rank of `stage`. offload: parameters, gradients, optimizer. micro_batch_tokens: tokens of a full micro-batch."""
+    """Memory of a rank of `stage`. offload: parameters, gradients, optimizer. micro_batch_tokens: of a full micro-batch."""
     parameters = count_parameters(arch, layout, stage, value_head)
     head = arch.hidden_size if value_head and stage == layout.pp - 1 else 0  # the value head stays fp32
     itemsize = ITEMSIZE[dtype]
@@ -105,9 +106,9 @@ def activation_bytes(
 def layer_elements_per_token(arch: ModelArch, layout: ParallelLayout, itemsize: int) -> int:
     """Activations that one layer keeps per token, in elements of `itemsize` bytes.
 
-    Each of the two norms: its input (in fp32), the normalised input and the output. Attention: the projected query, key and value, the
-    rotated query and key, the output and its copy in the packed order. MLP: gate and up, up again (Megatron adds an offset to it),
-    silu(gate), and the product. A test holds this against the tensors that a real model saves.
+    Each of the two norms: its input (in fp32), the normalised input and the output. Attention: the projected query, key and
+    value, the rotated query and key, the output and its copy in the packed order. MLP: gate and up, up again (Megatron adds an
+    offset to it), silu(gate), and the product. A test holds this against the tensors that a real model saves.
     """
     norms = 2 * (arch.hidden_size * FP32 // itemsize + 2 * arch.hidden_size)
     attention = 3 * (arch.num_heads + arch.num_kv_heads) * arch.head_dim
@@ -119,7 +120,7 @@ def _sequence_shards(layout: ParallelLayout) -> int:
 
 
 def output_bytes(arch: ModelArch, layout: ParallelLayout, tokens: int, trained: bool) -> int:
-    """Log-probs without full logits: fp32 logits of one chunk (twice with their gradient) and the fp32 gradient of the projection."""
+    """Log-probs without full logits: fp32 logits of a chunk (twice with their gradient), the projection's fp32 gradient."""
     rows = -(-arch.vocab_size // layout.tp)
     logits = min(tokens, LOGPROB_CHUNK_TOKENS) * rows * FP32
     return 2 * logits + rows * arch.hidden_size * FP32 if trained else logits

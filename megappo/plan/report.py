@@ -40,7 +40,9 @@ def _model_lines(plan: Plan) -> list[str]:
             role, arch.family, f"{parameters:,}", str(arch.num_layers), str(arch.hidden_size), heads, str(arch.ffn_size),
             f"{arch.vocab_size:,}", path,
         ])  # fmt: skip
-    lines = table(["role", "family", "parameters", "layers", "hidden", "heads / KV", "ffn", "vocab"], [row[:-1] for row in rows], left=2)
+    lines = table(
+        ["role", "family", "parameters", "layers", "hidden", "heads / KV", "ffn", "vocab"], [row[:-1] for row in rows], left=2
+    )
     return lines + [f"  {row[0]}: {row[-1]}" for row in rows]
 
 
@@ -56,7 +58,9 @@ def _rank_lines(plan: Plan) -> list[str]:
         lines += table(header, rows, left=7)
     else:  # groups below each role, where three columns of them would be too wide
         lines += table(header[:4], [row[:4] for row in rows], left=4)
-        lines += [f"  {row[0]:9} {name[:2]}  {groups}" for row in rows for name, groups in zip(header[4:], row[4:]) if groups != "-"]
+        lines += [
+            f"  {row[0]:9} {name[:2]}  {groups}" for row in rows for name, groups in zip(header[4:], row[4:]) if groups != "-"
+        ]
     return lines + [f"  {_rollout_ranks(plan)}"]
 
 
@@ -93,7 +97,8 @@ def _memory_lines(plan: Plan) -> list[str]:
     return [
         f"memory of one rank ({name})",
         *table(["role", "stage", "parameters", "weights", "gradients", "optimizer", "activations", "sum"], rows, left=2),
-        f"  fullest rank: {rank}, about {size(plan.peak(rank))}{have} at its peak, {size(plan.certain(rank))} of it without activations",
+        f"  fullest rank: {rank}, about {size(plan.peak(rank))}{have} at its peak, "
+        f"{size(plan.certain(rank))} of it without activations",
         "  activations are an estimate of one role at work; offloaded parts count while their role works",
         *(f"  {line}" for line in _cache_lines(plan)),
     ]
@@ -132,7 +137,9 @@ def _batch_lines(plan: Plan) -> list[str]:
         f"= {_count(step.optimizer_steps, 'optimizer step')} per step and role, nothing dropped",
     ]
     lines += table(
-        ["micro-batches", "data-parallel ranks", "sequences each", "token budget", "micro-batches at most"], list(_micro_rows(plan, step)), left=1
+        ["micro-batches", "data-parallel ranks", "sequences each", "token budget", "micro-batches at most"],
+        list(_micro_rows(plan, step)),
+        left=1,
     )
     return lines + [f"  at most: when every sequence has all {step.max_sequence_tokens:,} tokens"]
 

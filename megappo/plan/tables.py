@@ -17,7 +17,9 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1
     widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
     lines = []
     for row in cells:
-        aligned = [text.ljust(width) if column < left else text.rjust(width) for column, (text, width) in enumerate(zip(row, widths))]
+        aligned = [
+            text.ljust(width) if column < left else text.rjust(width) for column, (text, width) in enumerate(zip(row, widths))
+        ]
         lines.append("  " + "  ".join(aligned).rstrip())
     return lines
 

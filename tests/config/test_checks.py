@@ -17,26 +17,92 @@ from .examples import sft_config, train_config
 ADAPTIVE = "algorithm.kl.controller=adaptive"
 # rule, overrides that break it, what the message must contain, one override more that mends it
 BROKEN = [
-    ("_mini_batches", ["algorithm.mini_batch_size=100"], ["algorithm.mini_batch_size = 100", "256 samples", "256 x rollout.samples_per_prompt 1", "56 would be dropped", "use 64 or 128"], "algorithm.mini_batch_size=128"),
-    ("_mini_batches", ["algorithm.mini_batch_size=512"], ["not one mini-batch would be full; use 256"], "rollout.samples_per_prompt=2"),
-    ("_greedy_training", ["rollout.sampling.temperature=0"], ["rollout.sampling.temperature = 0.0"], "rollout.sampling.temperature=0.1"),
+    (
+        "_mini_batches",
+        ["algorithm.mini_batch_size=100"],
+        [
+            "algorithm.mini_batch_size = 100",
+            "256 samples",
+            "256 x rollout.samples_per_prompt 1",
+            "56 would be dropped",
+            "use 64 or 128",
+        ],
+        "algorithm.mini_batch_size=128",
+    ),
+    (
+        "_mini_batches",
+        ["algorithm.mini_batch_size=512"],
+        ["not one mini-batch would be full; use 256"],
+        "rollout.samples_per_prompt=2",
+    ),
+    (
+        "_greedy_training",
+        ["rollout.sampling.temperature=0"],
+        ["rollout.sampling.temperature = 0.0"],
+        "rollout.sampling.temperature=0.1",
+    ),
     ("_top_k_zero", ["rollout.sampling.top_k=0"], ["rollout.sampling.top_k = 0", "-1 for all"], "rollout.sampling.top_k=-1"),
     ("_empty_stop", ["rollout.stop=['']"], ["rollout.stop", "empty string"], "rollout.stop=[x]"),
-    ("_adaptive_placement", [ADAPTIVE, "algorithm.kl.placement=loss", "algorithm.kl.estimator=k3"], ["algorithm.kl.controller", "placement: reward"], "algorithm.kl.placement=reward"),
-    ("_adaptive_from_zero", [ADAPTIVE, "algorithm.kl.coef=0"], ["algorithm.kl.coef = 0.0", "0 stays 0"], "algorithm.kl.coef=0.001"),
-    ("_adaptive_horizon", [ADAPTIVE, "algorithm.kl.horizon=51"], ["algorithm.kl.horizon = 51", "256 samples", "at least 52"], "algorithm.kl.horizon=52"),
+    (
+        "_adaptive_placement",
+        [ADAPTIVE, "algorithm.kl.placement=loss", "algorithm.kl.estimator=k3"],
+        ["algorithm.kl.controller", "placement: reward"],
+        "algorithm.kl.placement=reward",
+    ),
+    (
+        "_adaptive_from_zero",
+        [ADAPTIVE, "algorithm.kl.coef=0"],
+        ["algorithm.kl.coef = 0.0", "0 stays 0"],
+        "algorithm.kl.coef=0.001",
+    ),
+    (
+        "_adaptive_horizon",
+        [ADAPTIVE, "algorithm.kl.horizon=51"],
+        ["algorithm.kl.horizon = 51", "256 samples", "at least 52"],
+        "algorithm.kl.horizon=52",
+    ),
     ("_k1_in_loss", ["algorithm.kl.placement=loss"], ["algorithm.kl.estimator", "k2 or k3"], "algorithm.kl.estimator=k3"),
     ("_critic_head", ["critic.value_head=checkpoint"], ["critic.value_head", "needs critic.model"], "critic.model=m"),
-    ("_critic_warmup", ["critic.warmup_steps=11", "trainer.steps=10"], ["critic.warmup_steps = 11", "10 steps"], "trainer.steps=12"),
-    ("_policy_lr_warmup", ["policy.optimizer.warmup_steps=20", "trainer.steps=10", "algorithm.mini_batch_size=128"], ["policy.optimizer.warmup_steps = 20", "20 optimizer steps"], "trainer.steps=11"),
-    ("_policy_lr_warmup", ["policy.optimizer.warmup_steps=9", "trainer.steps=10", "critic.warmup_steps=2"], ["8 optimizer steps"], "critic.warmup_steps=0"),
-    ("_critic_lr_warmup", ["critic.optimizer.warmup_steps=10", "trainer.steps=10"], ["critic.optimizer.warmup_steps = 10"], "algorithm.ppo_epochs=2"),
+    (
+        "_critic_warmup",
+        ["critic.warmup_steps=11", "trainer.steps=10"],
+        ["critic.warmup_steps = 11", "10 steps"],
+        "trainer.steps=12",
+    ),
+    (
+        "_policy_lr_warmup",
+        ["policy.optimizer.warmup_steps=20", "trainer.steps=10", "algorithm.mini_batch_size=128"],
+        ["policy.optimizer.warmup_steps = 20", "20 optimizer steps"],
+        "trainer.steps=11",
+    ),
+    (
+        "_policy_lr_warmup",
+        ["policy.optimizer.warmup_steps=9", "trainer.steps=10", "critic.warmup_steps=2"],
+        ["8 optimizer steps"],
+        "critic.warmup_steps=0",
+    ),
+    (
+        "_critic_lr_warmup",
+        ["critic.optimizer.warmup_steps=10", "trainer.steps=10"],
+        ["critic.optimizer.warmup_steps = 10"],
+        "algorithm.ppo_epochs=2",
+    ),
     ("_rewards", ["reward.parts=[]"], ["reward.parts = []"], "reward.parts=[{name: exact_match}]"),
     ("_rewards", ["reward.parts=[{name: a}, {name: a}]"], ["a is there twice"], "reward.parts=[{name: a}, {name: b}]"),
     ("_rewards", ["reward.parts=[{name: a, weight: 0}]"], ["every weight is 0"], "reward.parts=[{name: a, weight: 0.1}]"),
-    ("_length_penalty", ["reward.length_penalty=0.1", "reward.length_penalty_start=512"], ["reward.length_penalty_start = 512", "512"], "reward.length_penalty_start=511"),
-    ("_trajectories", ["telemetry.trajectories_per_step=257"], ["telemetry.trajectories_per_step = 257", "256 samples"], "telemetry.trajectories_per_step=256"),
-]  # fmt: skip
+    (
+        "_length_penalty",
+        ["reward.length_penalty=0.1", "reward.length_penalty_start=512"],
+        ["reward.length_penalty_start = 512", "512"],
+        "reward.length_penalty_start=511",
+    ),
+    (
+        "_trajectories",
+        ["telemetry.trajectories_per_step=257"],
+        ["telemetry.trajectories_per_step = 257", "256 samples"],
+        "telemetry.trajectories_per_step=256",
+    ),
+]
 
 
 def first_problem(config, world_size=1):
@@ -92,7 +158,11 @@ def test_a_layout_that_fits_passes(tmp_path, overrides, ranks):
 
 def test_a_mini_batch_is_right_exactly_when_it_divides_the_samples(tmp_path):
     for prompts, samples, size in [(6, 2, s) for s in range(1, 15)] + [(7, 3, s) for s in (1, 3, 7, 21, 20)]:
-        overrides = [f"data.prompts_per_step={prompts}", f"rollout.samples_per_prompt={samples}", f"algorithm.mini_batch_size={size}"]
+        overrides = [
+            f"data.prompts_per_step={prompts}",
+            f"rollout.samples_per_prompt={samples}",
+            f"algorithm.mini_batch_size={size}",
+        ]
         refused = checks._mini_batches(train_config(tmp_path, overrides)) is not None
         assert refused == (prompts * samples % size != 0), (prompts, samples, size)
 
@@ -129,7 +199,12 @@ def test_keys_for_gpus_are_noted_on_the_cpu_only(tmp_path):
 
 def test_batch_arithmetic_by_hand(tmp_path):
     # the deepseek recipe: 1024 prompts, mini-batches of 256, 512 + 512 tokens
-    overrides = ["data.prompts_per_step=1024", "algorithm.mini_batch_size=256", "algorithm.ppo_epochs=2", "rollout.max_response_tokens=512"]
+    overrides = [
+        "data.prompts_per_step=1024",
+        "algorithm.mini_batch_size=256",
+        "algorithm.ppo_epochs=2",
+        "rollout.max_response_tokens=512",
+    ]
     step = step_arithmetic(train_config(tmp_path, overrides))
     assert (step.samples, step.mini_batches, step.optimizer_steps, step.max_sequence_tokens) == (1024, 4, 8, 1024)
 

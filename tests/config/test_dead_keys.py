@@ -57,7 +57,9 @@ def refused(config):
     return list(dead_key_problems(config, explicit_keys(config)))
 
 
-@pytest.mark.parametrize("make, scene, dead, alive", [(train_config, *case) for case in DEAD] + [(sft_config, *case) for case in DEAD_SFT])
+@pytest.mark.parametrize(
+    "make, scene, dead, alive", [(train_config, *case) for case in DEAD] + [(sft_config, *case) for case in DEAD_SFT]
+)
 def test_a_written_key_without_effect_is_refused_and_passes_where_it_acts(tmp_path, make, scene, dead, alive):
     key = dead.split("=")[0]
     mine = [text for text in refused(make(tmp_path, [*scene, dead])) if text.startswith(f"{key} = ")]

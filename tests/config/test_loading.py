@@ -100,7 +100,10 @@ def test_aliases_cannot_unfold_without_bound(tmp_path):
     with pytest.raises(ConfigError, match="unfolds to more than 10000 values"):
         load_config(write(tmp_path, "\n".join(levels)))
     shared = TRAIN + "critic: {optimizer: &o {lr: 2e-5}}\n"
-    assert train_config(tmp_path, text=shared.replace("model: some/model", "model: m, optimizer: {lr: 1e-6}")).critic.optimizer.lr == 2e-5
+    assert (
+        train_config(tmp_path, text=shared.replace("model: some/model", "model: m, optimizer: {lr: 1e-6}")).critic.optimizer.lr
+        == 2e-5
+    )
 
 
 @pytest.mark.parametrize("make, fragment", [

@@ -1,4 +1,4 @@
-"""Checkpoint directories without weights worth the name: what plans and checks read is config.json, file names and the tokenizer."""
+"""Checkpoint directories without real weights: plans and checks read config.json, file names and the tokenizer."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from megappo.data.arithmetic import train_tokenizer
 
 TINY = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 4, "hidden_size": 128,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 384, "vocab_size": 64, "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "hidden_act": "silu",
+    "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 384, "vocab_size": 64,
+    "max_position_embeddings": 256, "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "hidden_act": "silu",
 }  # fmt: skip
 LLAMA_7B = TINY | {
-    "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 32, "intermediate_size": 11008,
-    "vocab_size": 32000, "max_position_embeddings": 4096,
+    "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 32,
+    "intermediate_size": 11008, "vocab_size": 32000, "max_position_embeddings": 4096,
 }  # fmt: skip
 
 

@@ -21,12 +21,21 @@ IMPOSSIBLE = [
     (TINY, ["critic.parallel.pp=3"], 6, ["critic.parallel.pp = 3", "4 layers", "use 2 or 4"]),
     (TINY, ["policy.parallel.tp=1", "policy.parallel.pp=8"], 8, ["policy.parallel.pp = 8", "4 layers", "use 4"]),
     (TINY, ["rollout.tp=3"], 6, ["rollout.tp = 3", "4 attention heads", "use 2 or 4"]),
-    (TINY | {"num_attention_heads": 12, "num_key_value_heads": 6, "head_dim": 32}, ["rollout.tp=4"], 4,
-     ["rollout.tp = 4", "6 KV heads", "neither divides the other", "use 3 or 6"]),
+    (
+        TINY | {"num_attention_heads": 12, "num_key_value_heads": 6, "head_dim": 32},
+        ["rollout.tp=4"],
+        4,
+        ["rollout.tp = 4", "6 KV heads", "neither divides the other", "use 3 or 6"],
+    ),
     (TINY, ["policy.parallel.tp=3"], 4, ["policy.parallel: tp 3 x pp 1 = 3 does not divide the 4 ranks"]),
-    (TINY, ["rollout.max_response_tokens=241"], 2, ["rollout.max_response_tokens = 241", "257 tokens", "256 positions of the policy", "at most 240"]),
+    (
+        TINY,
+        ["rollout.max_response_tokens=241"],
+        2,
+        ["rollout.max_response_tokens = 241", "257 tokens", "256 positions of the policy", "at most 240"],
+    ),
     (TINY, ["data.max_prompt_tokens=256"], 2, ["data.max_prompt_tokens = 256", "256 positions"]),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("facts, overrides, ranks, fragments", IMPOSSIBLE)
@@ -58,10 +67,16 @@ def test_a_layout_that_works_passes(tmp_path, overrides, ranks):
 BROKEN_CHECKPOINTS = [
     (lambda p: None, ["policy.model", "is not a directory"]),
     (lambda p: p.mkdir(), ["has no config.json"]),
-    (lambda p: write_checkpoint(p, TINY | {"architectures": ["GPT2LMHeadModel"]}), ["GPT2LMHeadModel is not supported", "LlamaForCausalLM", "Qwen2ForCausalLM"]),
+    (
+        lambda p: write_checkpoint(p, TINY | {"architectures": ["GPT2LMHeadModel"]}),
+        ["GPT2LMHeadModel is not supported", "LlamaForCausalLM", "Qwen2ForCausalLM"],
+    ),
     (lambda p: write_checkpoint(p, TINY | {"hidden_act": "gelu"}), ["hidden_act", "gelu"]),
     (lambda p: write_checkpoint(p, weights=False), ["holds no .safetensors", "incomplete"]),
-    (lambda p: (write_checkpoint(p, weights=False) / "pytorch_model.bin").write_bytes(b""), ["holds pytorch_model.bin", "save_pretrained"]),
+    (
+        lambda p: (write_checkpoint(p, weights=False) / "pytorch_model.bin").write_bytes(b""),
+        ["holds pytorch_model.bin", "save_pretrained"],
+    ),
     (lambda p: (write_checkpoint(p) / "config.json").write_text("{"), ["not valid JSON"]),
 ]
 
@@ -104,7 +119,9 @@ def test_roles_must_read_the_policys_tokens(tmp_path):
 def test_fine_tuning_is_checked_alike(tmp_path):
     model = write_checkpoint(tmp_path / "model", tokenizer=False)
     path = tmp_path / "sft.yaml"
-    path.write_text(json.dumps({"policy": {"model": str(model), "parallel": {"tp": 4}}, "data": {"train": "t.jsonl", "max_tokens": 200}}))
+    path.write_text(
+        json.dumps({"policy": {"model": str(model), "parallel": {"tp": 4}}, "data": {"train": "t.jsonl", "max_tokens": 200}})
+    )
     config = load_config(path, (), SftConfig)
     with pytest.raises(ConfigError, match="policy.parallel.tp = 4"):
         check_layouts(config, read_archs(config), 4)

@@ -17,7 +17,9 @@ from tests.worlds import spawn_world
 
 
 def llama(layers=4, hidden=128, heads=4, kv_heads=2, head_dim=32, ffn=384, vocab=64, tied=False, **more):
-    return ModelArch("llama", "LlamaForCausalLM", layers, hidden, heads, kv_heads, head_dim, ffn, vocab, 4096, tied, 1e-5, Rope(), **more)
+    return ModelArch(
+        "llama", "LlamaForCausalLM", layers, hidden, heads, kv_heads, head_dim, ffn, vocab, 4096, tied, 1e-5, Rope(), **more
+    )
 
 
 LLAMA_7B = llama(layers=32, hidden=4096, heads=32, kv_heads=32, head_dim=128, ffn=11008, vocab=32000)
@@ -34,7 +36,15 @@ COUNTS = [
     (LLAMA_7B, 8, 1, 8, 7, True, 4 * (4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096) + 4096 + 4096),
     (llama(), 1, 1, 1, 0, False, QUICKSTART),
     (llama(tied=True), 1, 1, 1, 0, False, QUICKSTART - 64 * 128),
-    (llama(tied=True), 2, 1, 2, 1, False, (QUICKSTART - 2 * 64 * 128 - 128) // 2 + 128 + 64 * 128),  # the last stage has its own copy
+    (
+        llama(tied=True),
+        2,
+        1,
+        2,
+        1,
+        False,
+        (QUICKSTART - 2 * 64 * 128 - 128) // 2 + 128 + 64 * 128,
+    ),  # the last stage has its own copy
     (llama(vocab=65), 2, 2, 1, 0, False, (QUICKSTART - 9 * 128) // 2 + 9 * 128 + 2 * 128),  # 65 rows: 2 x 33, twice
 ]
 
@@ -71,13 +81,22 @@ def test_the_value_head_stays_fp32():
     body = (QUICKSTART - 2 * 64 * 128 - 128) // 2 + 128
     assert memory.weights == 2 * body + 4 * 128
     assert memory.optimizer == 12 * body + 8 * 128  # fp32 weights need no copy
-    assert role_memory(llama(), ParallelLayout(2, 1, 2), 0, **sizes).weights == 2 * ((QUICKSTART - 2 * 64 * 128 - 128) // 2 + 64 * 128)
+    assert role_memory(llama(), ParallelLayout(2, 1, 2), 0, **sizes).weights == 2 * (
+        (QUICKSTART - 2 * 64 * 128 - 128) // 2 + 64 * 128
+    )
 
 
 def test_offloaded_parts_are_there_only_while_the_role_works():
     kept = role_memory(llama(), ParallelLayout(1), 0, dtype="bf16", trained=True, micro_batch_tokens=64, num_micro_batches=1)
     away = role_memory(
-        llama(), ParallelLayout(1), 0, dtype="bf16", trained=True, micro_batch_tokens=64, num_micro_batches=1, offload=(True, False, True)
+        llama(),
+        ParallelLayout(1),
+        0,
+        dtype="bf16",
+        trained=True,
+        micro_batch_tokens=64,
+        num_micro_batches=1,
+        offload=(True, False, True),
     )
     assert kept.resident == QUICKSTART * (2 + 4 + 12) and away.resident == QUICKSTART * 4
     assert kept.resident + kept.active == away.resident + away.active
@@ -86,11 +105,15 @@ def test_offloaded_parts_are_there_only_while_the_role_works():
 def test_pipeline_stages_hold_as_many_micro_batches_as_1f1b_needs():
     layout = ParallelLayout(4, 1, 4)
     one = [
-        role_memory(llama(), layout, stage, dtype="fp32", trained=True, micro_batch_tokens=64, num_micro_batches=1, value_head=True)
+        role_memory(
+            llama(), layout, stage, dtype="fp32", trained=True, micro_batch_tokens=64, num_micro_batches=1, value_head=True
+        )
         for stage in range(4)
     ]
     many = [
-        role_memory(llama(), layout, stage, dtype="fp32", trained=True, micro_batch_tokens=64, num_micro_batches=9, value_head=True)
+        role_memory(
+            llama(), layout, stage, dtype="fp32", trained=True, micro_batch_tokens=64, num_micro_batches=9, value_head=True
+        )
         for stage in range(4)
     ]
     assert [b.activations // a.activations for a, b in zip(one, many)] == [4, 3, 2, 1]

@@ -80,7 +80,9 @@ def test_what_cannot_fit_is_refused_with_the_numbers(tmp_path):
 def test_vllm_that_cannot_start_is_refused(tmp_path):
     path = run_7b(tmp_path)
     full = [*BF16, "critic.parallel.tp=8", "reference.parallel.tp=8"]
-    with pytest.raises(ConfigError, match="rollout.memory_share = 0.1: of 80.0 GiB holds vLLM's weights .12.6 GiB. but one sequence of 24 tokens"):
+    with pytest.raises(
+        ConfigError, match="rollout.memory_share = 0.1: of 80.0 GiB holds vLLM's weights .12.6 GiB. but one sequence of 24 tokens"
+    ):
         plan_of(path, [*full, "rollout.memory_share=0.1"], 8, "cuda", 80 * GIB)
     with pytest.raises(ConfigError, match="rollout.kv_cache_gib = 0.01: one sequence of 24 tokens needs 0.0117 GiB"):
         plan_of(path, [*full, "rollout.kv_cache_gib=0.01"], 8, "cuda", 80 * GIB)
@@ -95,9 +97,19 @@ def test_an_estimate_only_warns(tmp_path):
     assert "rank 0 may run out of memory" in plan.warnings[0]
     full = plan_of(
         path,
-        [*BF16, "critic.parallel.tp=8", "reference.parallel.tp=8", "rollout.tp=8", *long, "policy.recompute=full", "critic.recompute=full"],
-        8, "cuda", 64 * GIB,
-    )  # fmt: skip
+        [
+            *BF16,
+            "critic.parallel.tp=8",
+            "reference.parallel.tp=8",
+            "rollout.tp=8",
+            *long,
+            "policy.recompute=full",
+            "critic.recompute=full",
+        ],
+        8,
+        "cuda",
+        64 * GIB,
+    )
     assert not full.warnings and full.peak(0) < plan.peak(0)
 
 
@@ -118,7 +130,14 @@ def test_the_report_says_what_the_plan_holds_in_100_columns(tmp_path):
 
 def test_a_large_world_is_printed_compactly(tmp_path):
     path = run_7b(tmp_path)
-    overrides = [*BF16, "critic.parallel.tp=4", "critic.parallel.pp=2", "reference.parallel.tp=8", "rollout.tp=4", "algorithm.mini_batch_size=64"]
+    overrides = [
+        *BF16,
+        "critic.parallel.tp=4",
+        "critic.parallel.pp=2",
+        "reference.parallel.tp=8",
+        "rollout.tp=4",
+        "algorithm.mini_batch_size=64",
+    ]
     plan = plan_of(path, overrides, 1024, "cuda", 80 * GIB)
     text = report(plan)
     assert all(len(line) <= 100 for line in text.splitlines() if str(tmp_path) not in line)
@@ -163,11 +182,14 @@ def test_missing_packages_are_named_with_the_way_to_install_them(tmp_path, monke
     path = write_run(tmp_path)
     config = load_config(path)
     monkeypatch.setattr(doctor, "installed_version", lambda requirement: None if requirement.name == "vllm" else "1")
-    with pytest.raises(ConfigError, match="rollout.engine = \"vllm\": vllm is not installed: pip install 'megappo.vllm.'.*rollout.engine=megatron"):
+    with pytest.raises(
+        ConfigError,
+        match="rollout.engine = \"vllm\": vllm is not installed: pip install 'megappo.vllm.'.*rollout.engine=megatron",
+    ):
         prepare(config, 2, "cpu")
     prepare(load_config(path, ["rollout.engine=megatron"]), 2, "cpu")
     monkeypatch.setattr(doctor, "installed_version", lambda requirement: None if requirement.name == "math-verify" else "1")
-    with pytest.raises(ConfigError, match="reward.parts = \"math_verify\": math-verify is not installed"):
+    with pytest.raises(ConfigError, match='reward.parts = "math_verify": math-verify is not installed'):
         prepare(load_config(path, ["reward.parts=[{name: math_verify}]"]), 2, "cpu")
 
 
