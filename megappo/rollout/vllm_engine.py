@@ -17,10 +17,11 @@ from torch import Tensor
 
 from megappo.bridge.sync import WeightSync
 from megappo.bridge.vllm_loader import VllmReceiver
-from megappo.models.arch import ModelArch, arch_of, read_config, text_config
+from megappo.models.arch import ModelArch, arch_of, read_arch, read_config, text_config
 from megappo.parallel.layout import ParallelLayout
 from megappo.rollout.sharing import share_requests
 from megappo.rollout.types import Request, Response, SamplingParams
+from megappo.rollout.vllm_limits import check_vllm
 from megappo.rollout.vllm_process import (
     colocated_executor,
     default_group_kept,
@@ -61,16 +62,6 @@ def _vllm_config(model: str) -> Callable[[Any], Any]:
     return override
 
 
-def _check_positions(model: str, max_model_len: int) -> None:
-    """vLLM tabulates YaRN's rotation up to its scaled length and reads past the table beyond it."""
-    rope = arch_of(read_config(model)).rope
-    if rope.type == "yarn" and rope.factor is not None and rope.original_max_positions is not None:
-        tabulated = int(rope.original_max_positions * rope.factor)
-        if max_model_len > tabulated:
-            raise ValueError(f"prompt plus response may take {max_model_len} tokens, but {model} scales positions to {tabulated} "
-                             "(YaRN factor x original length); lower data.max_prompt_tokens or rollout.max_response_tokens")
-
-
 class VllmEngine:
     """vLLM over the default process group, which must exist; construction is collective.
 
@@ -78,7 +69,7 @@ class VllmEngine:
     response and are part of it. tokenizer: Hugging Face tokenizer directory, needed by vLLM for stop strings only; without one,
     `detokenize` (token ids -> text) finds them after the fact. memory_share: of GPU memory. kv_cache_gib: per rank; on a CPU None means
     0.25. enforce_eager: no CUDA graphs; a CPU always runs eagerly (compiling takes minutes there).
-    Raises ValueError for what the user can mend: vLLM missing, tp that does not divide the world, a context longer than the model's.
+    Raises ValueError for what the user can mend: vLLM missing, or what `vllm_limits.check_vllm` refuses.
     """
 
     name = "vllm"
@@ -102,9 +93,7 @@ class VllmEngine:
     ) -> None:
         require_vllm()
         world = dist.get_world_size()
-        if world % tp:
-            raise ValueError(f"rollout.tp: {tp} does not divide the {world} ranks")
-        _check_positions(model, max_model_len)
+        check_vllm(read_arch(model), tp, world, max_model_len, device.type)
         self.device = device
         self._replicas = world // tp
         self._replica, self._tp_rank = divmod(dist.get_rank(), tp)
@@ -116,7 +105,7 @@ class VllmEngine:
         self._sync: WeightSync | None = None
         if kv_cache_gib is None and device.type == "cpu":
             kv_cache_gib = CPU_KV_CACHE_GIB
-        identity = new_identity()
+        self._identity = new_identity()
         with vllm_running(device):
             from vllm import LLM
 
@@ -129,7 +118,7 @@ class VllmEngine:
                 load_format="dummy",
                 generation_config="vllm",
                 tensor_parallel_size=tp,
-                distributed_executor_backend=colocated_executor(identity),
+                distributed_executor_backend=colocated_executor(self._identity),
                 dtype=_DTYPE_NAMES[dtype],
                 max_model_len=max_model_len,
                 max_num_seqs=max_num_seqs,
@@ -143,7 +132,7 @@ class VllmEngine:
             self.receiver = VllmReceiver(worker, dtype)
             # vLLM would shut down, and destroy the trainer's process group, when it is collected or at exit; close() does it in order.
             self._llm.llm_engine.engine_core._finalizer.detach()
-        unlink_shared_memory(identity)
+        unlink_shared_memory(self._identity)
 
     def connect(self, named_params: Callable[[], Mapping[str, Tensor]], arch: ModelArch, layout: ParallelLayout) -> None:
         """Collective: plan the way from the policy's parameters (see `bridge.sync.WeightSync`) into this engine."""

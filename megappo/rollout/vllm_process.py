@@ -24,7 +24,6 @@ import torch.distributed as dist
 
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core runs in this process, not in one of its own
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several ranks may share a core; the launcher decides on the threads
     "HF_HUB_OFFLINE": "1",  # checkpoints are local directories
 }
 _ABSENT = object()

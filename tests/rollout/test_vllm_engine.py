@@ -28,6 +28,7 @@ from megappo.rollout.types import Request, Response, SamplingParams
 from megappo.rollout.vllm_engine import VllmEngine
 
 from ..bridge.engines import engine_tensors, policy_tensors
+from ..data.tokenizer_files import write_hf_tokenizer
 from ..models.checkpoints import write_checkpoint
 from ..worlds import spawn_world
 
@@ -138,7 +139,7 @@ def run_case(rank: int, folder: str, name: str) -> dict[str, Any]:
                 })
             results["push"][tp, pp] = steps
         results["layout"] = layout_mistakes(engine, policy, new, engine_tp, rank)
-        results["shared_memory"] = [name for name in os.listdir("/dev/shm") if name.startswith("megappo-")]
+        results["shared_memory"] = [name for name in os.listdir("/dev/shm") if name.startswith(engine._identity)]
         if name == "llama to tp1 x 2":
             results["sampling"] = run_sampling(engine, new)
             results["faults"] = run_faults(engine, path, old, new, rank)
@@ -296,6 +297,34 @@ class Flipping:
             yield flipping
 
 
+def run_tokenized(folder: str) -> dict[str, Any]:
+    """A bf16 engine under an fp32 policy, with a tokenizer so that vLLM itself looks for stop strings."""
+    path = f"{folder}/tokenized"
+    model = load(path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    requests = requests_of(4)
+    sampling = SamplingParams(max_tokens=24)
+    with contextlib.closing(make_engine(path, 1, dtype=torch.bfloat16, tokenizer=path)) as engine:
+        policy = Policy(path, 2, 1)
+        policy.become(model)
+        engine.connect(lambda: policy.local, policy.arch, policy.layout)
+        metrics = engine.push_weights(1)
+        drawn = engine.generate(requests, sampling)
+        texts = [[tokenizer.decode(response.tokens[:n]) for n in range(1, 25)] for response in drawn]
+        # the letter or digit that appears latest in the first response, so that the cut is not at its start
+        word = max((c for c in set(texts[0][-1]) if c.isascii() and c.isalnum()), key=texts[0][-1].index)
+        stopped = engine.generate(requests, dataclasses.replace(sampling, stop=(word,)))
+    expected = [next((n for n, text in enumerate(prefixes, 1) if word in text), None) for prefixes in texts]
+    differences = []
+    for request, response in zip(requests, drawn):
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([request.prompt + response.tokens])).logits[0, len(request.prompt) - 1 : -1]
+        chosen = torch.log_softmax(logits, -1).gather(1, torch.tensor(response.tokens)[:, None])[:, 0]
+        differences.append((chosen - torch.tensor(response.logprobs)).abs())
+    return {"drawn": drawn, "stopped": stopped, "expected": expected, "metrics": metrics, "mean": float(torch.cat(differences).mean()),
+            "parameters": sum(tensor.numel() for tensor in model.state_dict().values())}
+
+
 def process_state() -> dict[str, Any]:
     return {
         "torch random": torch.get_rng_state().sum().item(), "numpy random": numpy.random.get_state()[1].sum(),
@@ -330,7 +359,7 @@ def other_vllm() -> str:
 def in_world(rank: int, folder: str) -> dict[str, Any]:
     process = run_process(folder)  # first, as its engine imports vLLM
     cases = {name: process if name == "llama to tp2" else run_case(rank, folder, name) for name in CASES}
-    return {"process": process, "cases": cases}
+    return {"process": process, "cases": cases, "tokenized": run_tokenized(folder)}
 
 
 # ----------------------------------------------------------------------------------------------------------------- tests
@@ -357,6 +386,8 @@ def world(tmp_path_factory) -> list[dict[str, Any]]:
             write_checkpoint(folder / name / which, case, seed=seed, **changes)
         if name.startswith("multimodal"):
             write_multimodal(folder / name / "multimodal", folder / name / "old")
+    write_checkpoint(folder / "tokenized", "llama", head_dim=32, vocab_size=512)
+    write_hf_tokenizer(folder / "tokenized")
     return spawn_world(in_world, RANKS, str(folder), timeout_s=400)
 
 
@@ -424,6 +455,21 @@ def test_a_stop_string_ends_the_response_with_the_token_that_completes_it(sampli
     text = "".join(f"<{token}>" for token in cut.tokens)
     assert word in text and word not in "".join(f"<{token}>" for token in cut.tokens[:-1])
     assert len(cut.logprobs) == len(cut.tokens)
+
+
+def test_vllm_finds_stop_strings_itself_where_it_has_the_tokenizer(world):
+    for result in (world[0]["tokenized"], world[1]["tokenized"]):
+        assert result["expected"][0] is not None and result["expected"][0] > 1
+        for full, cut, length in zip(result["drawn"], result["stopped"], result["expected"]):
+            assert cut.tokens == full.tokens[:length] and cut.finish == ("length" if length is None else "stop")
+
+
+def test_a_bf16_engine_gets_the_fp32_policy_rounded(world):
+    for result in (world[0]["tokenized"], world[1]["tokenized"]):
+        moved = result["metrics"]["bytes_received"] + result["metrics"]["bytes_local"]
+        assert moved == 2 * result["parameters"] and result["metrics"]["verified"] == 1.0
+        # statistical: bf16 activations differ from fp32 by about 2^-8 of logits of a few units; other weights differ by whole units
+        assert 0 < result["mean"] < 0.1
 
 
 def test_requests_that_cannot_be_served_are_refused(sampling):

@@ -1,0 +1,40 @@
+"""What vLLM cannot serve, said in one line before anything heavy. Pure: neither vLLM nor a process group is needed.
+
+`megappo plan` and the engine's constructor ask the same questions.
+"""
+
+from __future__ import annotations
+
+from megappo.models.arch import ModelArch
+
+# vLLM 0.32, CPU attention backend (get_supported_head_sizes)
+CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+
+
+def check_vllm(arch: ModelArch, tp: int, world_size: int, max_model_len: int, device_type: str) -> None:
+    """Raises ValueError for a model, tp or context length that vLLM would refuse later or, worse, not notice.
+
+    max_model_len: longest prompt plus response, in tokens. device_type: "cpu" or "cuda".
+    """
+    if world_size % tp:
+        raise ValueError(f"rollout.tp: {tp} does not divide the {world_size} ranks")
+    for what, size in (("attention heads", arch.num_heads), ("MLP columns", arch.ffn_size)):
+        if size % tp:
+            raise ValueError(f"rollout.tp: {tp} does not divide the {size} {what} of the model")
+    if arch.num_kv_heads % tp and tp % arch.num_kv_heads:
+        raise ValueError(f"rollout.tp: {tp} neither divides the {arch.num_kv_heads} KV heads of the model nor is a multiple of them")
+    if device_type == "cpu" and arch.head_dim not in CPU_HEAD_DIMS:
+        raise ValueError(f"rollout.engine: vLLM on a CPU has no attention for head_dim {arch.head_dim} (it has "
+                         f"{', '.join(map(str, CPU_HEAD_DIMS))}); set rollout.engine: megatron")
+    positions = _positions(arch)
+    if max_model_len > positions:
+        raise ValueError(f"prompt plus response may take {max_model_len} tokens, but the model has {positions} positions; lower "
+                         "data.max_prompt_tokens or rollout.max_response_tokens")
+
+
+def _positions(arch: ModelArch) -> int:
+    """Positions that vLLM can rotate. It tabulates YaRN up to factor x original length and reads past the table beyond it."""
+    rope = arch.rope
+    if rope.type == "yarn" and rope.factor is not None and rope.original_max_positions is not None:
+        return min(arch.max_positions, int(rope.original_max_positions * rope.factor))
+    return arch.max_positions
