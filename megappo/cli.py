@@ -10,7 +10,7 @@ import argparse
 import os
 import sys
 from pathlib import Path
-from typing import NoReturn, Optional, Sequence
+from typing import Literal, NoReturn, Optional, Sequence
 
 from megappo.config.errors import ConfigError
 from megappo.platform.quiet import quiet_libraries
@@ -36,6 +36,7 @@ def cmd_train(args: Arguments) -> int:
     if not is_rank():
         # Everything is checked here once, so that a mistake is one line and not the traceback of a launcher.
         check_run_dir(config.run, args.resume)
+        _require_device(config.run.device)
         _prepare(config, ranks, None)
         return start_ranks(ranks, ["train", args.config, *args.overrides, *(["--resume"] if args.resume else [])])
     prepared = _prepare(config, ranks, None)
@@ -57,6 +58,7 @@ def cmd_sft(args: Arguments) -> int:
     ranks = world_size(config.run)
     if not is_rank():
         check_run_dir(config.run, resume=False)
+        _require_device(config.run.device)
         prepare_sft(config, ranks, _device(config.run.device))
         return start_ranks(ranks, ["sft", args.config, *args.overrides])
     _print_on_rank_0(prepare_sft(config, ranks, _device(config.run.device)).report())
@@ -126,6 +128,13 @@ def cmd_config(args: Arguments) -> int:
 def _print_on_rank_0(text: str) -> None:
     if os.environ["RANK"] == "0":
         print(text, flush=True)
+
+
+def _require_device(requested: Literal["auto", "cpu", "cuda"]) -> None:
+    """ValueError where the run asks for a GPU and there is none; a plan may be made for another machine."""
+    from megappo.platform.device import select_device
+
+    select_device(requested)
 
 
 def _device(requested: str) -> str:

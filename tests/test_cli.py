@@ -76,6 +76,7 @@ BAD = [
 BAD_TRAIN_ONLY = [
     (make_other_run, [], ["holds another run", "run.name=run-2", "--resume"]),
     (nothing, ["--resume"], ["holds no run to resume"]),
+    (nothing, ["run.device=cuda"], ["run.device = cuda", "run.device=cpu"]),
 ]
 
 

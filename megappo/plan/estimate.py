@@ -53,7 +53,7 @@ class Plan:
     def certain(self, rank: int) -> int:
         """Bytes of one rank without activations, in its fullest moment."""
         roles = [self.stage(role, rank) for role in self.layouts]
-        return self.rollout_bytes() + sum(m.resident for m in roles) + max(m.offloaded for m in roles)
+        return self.rollout_bytes() + sum(m.resident for m in roles) + max(m.offloaded + m.offloaded_optimizer for m in roles)
 
     def peak(self, rank: int) -> int:
         """Bytes of one rank in its fullest moment, with the estimate of activations."""
@@ -124,7 +124,7 @@ def _stage_memory(
     }
     if isinstance(settings, (PolicyConfig, CriticConfig)):
         away = settings.offload
-        offload = (away.parameters, away.gradients, away.optimizer) if device == "cuda" else (False, False, False)
+        offload = (away.parameters and device == "cuda", away.gradients, away.optimizer and device == "cuda")
         return role_memory(
             arch, layout, stage, trained=True, distributed_optimizer=settings.optimizer.distributed, recompute=settings.recompute,
             offload=offload, **common,

@@ -27,7 +27,11 @@ Recompute = Literal["none", "selective", "full"]
 
 @dataclass(frozen=True)
 class RoleMemory:
-    """Bytes of one rank of one role. `resident` stays while other roles work, `active` is there only while this role works."""
+    """Bytes of one rank of one role. `resident` stays while other roles work, `active` is there only while this role works.
+
+    offloaded: weights and gradients that are in host memory while others work; offloaded_optimizer: state that is on the device
+    during the optimizer step only, when there are no activations.
+    """
 
     parameters: int
     weights: int
@@ -35,14 +39,15 @@ class RoleMemory:
     optimizer: int
     activations: int
     offloaded: int = 0
+    offloaded_optimizer: int = 0
 
     @property
     def resident(self) -> int:
-        return self.weights + self.gradients + self.optimizer - self.offloaded
+        return self.weights + self.gradients + self.optimizer - self.offloaded - self.offloaded_optimizer
 
     @property
     def active(self) -> int:
-        return self.offloaded + self.activations
+        return self.offloaded + max(self.activations, self.offloaded_optimizer)
 
 
 def count_parameters(arch: ModelArch, layout: ParallelLayout, stage: int, value_head: bool = False) -> int:
@@ -74,8 +79,16 @@ def role_memory(
     in_flight = min(layout.pp - stage, num_micro_batches) if trained else 1
     activations = activation_bytes(arch, layout, stage, micro_batch_tokens, itemsize, recompute, trained=trained)
     output = output_bytes(arch, layout, micro_batch_tokens, trained) if stage == layout.pp - 1 and not value_head else 0
-    offloaded = sum(size for size, away in zip((weights, gradients, optimizer), offload) if away)
-    return RoleMemory(parameters, weights, gradients, optimizer, activations * in_flight + output, offloaded)
+    parameters_away, gradients_away, optimizer_away = offload
+    return RoleMemory(
+        parameters,
+        weights,
+        gradients,
+        optimizer,
+        activations * in_flight + output,
+        offloaded=weights * parameters_away + gradients * gradients_away,
+        offloaded_optimizer=optimizer * optimizer_away,
+    )
 
 
 def _optimizer_bytes(parameters: int, fp32_parameters: int, itemsize: int, shards: int) -> int:

@@ -99,7 +99,9 @@ def test_offloaded_parts_are_there_only_while_the_role_works():
         offload=(True, False, True),
     )
     assert kept.resident == QUICKSTART * (2 + 4 + 12) and away.resident == QUICKSTART * 4
-    assert kept.resident + kept.active == away.resident + away.active
+    assert kept.active == kept.activations
+    # the optimizer's state comes for its step, when the activations are gone
+    assert away.active == QUICKSTART * 2 + max(kept.activations, QUICKSTART * 12)
 
 
 def test_pipeline_stages_hold_as_many_micro_batches_as_1f1b_needs():

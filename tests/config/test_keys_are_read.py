@@ -1,0 +1,36 @@
+"""No silent knob: every key of the schema is read by something that acts on it, not only by checks and plans."""
+
+import ast
+from pathlib import Path
+
+import megappo
+from megappo.config.keys import value_keys
+from megappo.config.schema import SftConfig, TrainConfig
+
+PACKAGE = Path(megappo.__file__).parent
+# Read through a function of config/ that the product calls.
+READ_THROUGH = {"output_dir": "checks.run_dir_of"}
+
+
+def attributes_read(folders_left_out: frozenset[str]) -> set[str]:
+    """Names of all attributes that the package reads outside these folders."""
+    names: set[str] = set()
+    for path in PACKAGE.rglob("*.py"):
+        if path.relative_to(PACKAGE).parts[0] not in folders_left_out:
+            tree = ast.parse(path.read_text())
+            names |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)}
+    return names
+
+
+def test_every_key_is_read_outside_checks_and_plans():
+    read = attributes_read(frozenset({"config", "plan"})) | set(READ_THROUGH)
+    # plan/data.py builds what the trainer trains on, so the keys of the data are read there.
+    read |= {n.attr for n in ast.walk(ast.parse((PACKAGE / "plan" / "data.py").read_text())) if isinstance(n, ast.Attribute)}
+    unread = [key for cls in (TrainConfig, SftConfig) for key, _ in value_keys(cls) if key.rsplit(".", 1)[-1] not in read]
+    assert not unread, f"nobody reads {unread}"
+
+
+def test_a_key_that_nobody_reads_would_be_seen():
+    """Negative control."""
+    assert "a_key_that_nobody_reads" not in attributes_read(frozenset())
+    assert "lam_length_alpha" in attributes_read(frozenset({"config", "plan"}))

@@ -1,0 +1,39 @@
+"""Every recipe in configs/ loads, passes the rules across keys for a world that it can run on, and dumps to itself."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megappo.config.checks import problems
+from megappo.config.dump import dump_yaml
+from megappo.config.loading import explicit_keys, load_config
+from megappo.config.schema import SftConfig, TrainConfig
+
+RECIPES = sorted((Path(__file__).parents[2] / "configs").rglob("*.yaml"))
+WORLDS = (1, 2, 4, 8, 16, 32, 64)
+
+
+def kind_of(path: Path) -> type[TrainConfig] | type[SftConfig]:
+    """Recipes of `megappo sft` have sft in their name."""
+    return SftConfig if "sft" in path.stem else TrainConfig
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=[path.name for path in RECIPES])
+def test_a_recipe_is_right_for_some_world(path, tmp_path):
+    config = load_config(path, (), kind_of(path))
+    worlds = WORLDS if config.run.num_ranks is None else (config.run.num_ranks,)
+    found = {world: list(problems(config, explicit_keys(config), world)) for world in worlds}
+    assert any(not texts for texts in found.values()), found
+    (tmp_path / "resolved.yaml").write_text(dump_yaml(config))
+    assert load_config(tmp_path / "resolved.yaml", (), kind_of(path)) == config
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=[path.name for path in RECIPES])
+def test_a_recipe_with_a_wrong_key_is_refused(path, tmp_path):
+    """Negative control."""
+    data = yaml.safe_load(path.read_text())
+    data["policy"]["optimizer"] = {**data["policy"].get("optimizer", {}), "learning_rte": 1}
+    (tmp_path / "broken.yaml").write_text(yaml.safe_dump(data))
+    with pytest.raises(ValueError, match="policy.optimizer.learning_rte = 1: unknown key"):
+        load_config(tmp_path / "broken.yaml", (), kind_of(path))
