@@ -1,6 +1,7 @@
 """Small gloo worlds for tests: start n processes, run one function on every rank, collect what the ranks return.
 
-Starting a world imports torch and Megatron once per rank (seconds), so a test module starts few worlds and runs many cases in each.
+Starting a world imports torch and Megatron once per rank (seconds), so a test module starts few worlds and runs many cases in
+each.
 """
 
 from __future__ import annotations

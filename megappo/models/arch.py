@@ -1,7 +1,7 @@
 """The facts of a Hugging Face config.json that decide shapes and arithmetic, normalised into one frozen value.
 
-Reads JSON only: no remote code, no transformers. A feature of the config that the model does not implement is an error, never ignored.
-Which tensors an architecture has is `families.py`.
+Reads JSON only: no remote code, no transformers. A feature of the config that the model does not implement is an error, never
+ignored. Which tensors an architecture has is `families.py`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Rope:
 
 @dataclass(frozen=True)
 class ModelArch:
-    """One decoder-only transformer. qkv_bias: biases on q, k, v only. qk_norm: RMSNorm over each head of q and k before the rotation."""
+    """One decoder-only transformer. qkv_bias: biases on q, k and v only. qk_norm: RMSNorm of each head of q and k."""
 
     family: str
     architecture: str
@@ -144,7 +144,7 @@ def arch_of(config: Mapping[str, Any]) -> ModelArch:
     text = text_config(config)
     architecture = _architecture(text)
     if "auto_map" in text:
-        raise ValueError("config.json has auto_map (remote code), which is never run; use a checkpoint of a built-in architecture")
+        raise ValueError("config.json has auto_map (remote code), which is never run; use a built-in architecture")
     if architecture not in ARCHITECTURES:
         supported = ", ".join([f"{stem}ForCausalLM" for stem in _STEMS] + [_COMPOSITE])
         raise ValueError(f"architecture {architecture} is not supported; supported are {supported}")

@@ -172,7 +172,7 @@ def grouped_attention(query: Tensor, key: Tensor, value: Tensor, grouping: Group
 
 
 def varlen_attention(query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences, scale: float) -> Tensor:
-    """The same through torch's flash kernel for packed sequences: CUDA, fp16 or bf16. num_splits 1 keeps sequences independent."""
+    """The same through torch's flash kernel (CUDA, fp16 or bf16). num_splits 1 keeps sequences independent of each other."""
     return varlen_attn(
         query, key, value, packed.cu_seqlens_q, packed.cu_seqlens_kv, packed.max_seqlen_q, packed.max_seqlen_kv,
         scale=scale, window_size=(-1, 0), enable_gqa=query.size(1) != key.size(1), num_splits=1,

@@ -1,7 +1,7 @@
 """Builds a policy or critic for one rank: TransformerConfig, layer spec, model. Weights come from `hf_import.py`.
 
-With TransformerEngine and CUDA the layers are TransformerEngine's, otherwise Megatron-core's own with our norm and attention. Both
-have the same parameter names and shapes, so checkpoints are interchangeable.
+With TransformerEngine and CUDA the layers are TransformerEngine's, otherwise Megatron-core's own with our norm and attention.
+Both have the same parameter names and shapes, so checkpoints are interchangeable.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def _block(config: TransformerConfig, num_layers: int, implementation: Implement
 
 
 def _mark_sharded(model: PackedModel) -> None:
-    """Mark weights that are cut over tp. Megatron does this while it initialises; unmarked, they would count once in the gradient norm."""
+    """Mark weights that are cut over tp. Megatron does so while it initialises; the gradient norm relies on it."""
     for module in model.modules():
         if isinstance(module, (ColumnParallelLinear, VocabParallelEmbedding)) and module.weight is not None:
             set_tensor_model_parallel_attributes(module.weight, True, 0, 1)

@@ -1,7 +1,7 @@
 """One weight map per model family: which rectangle of which Hugging Face tensor stands where in a Megatron rank.
 
-A family is a tuple of rules; import, export, the bridge and the memory plan all read the same rules. Pure arithmetic. Hugging Face names
-are those of the text-only architecture (`model.layers.0...`); `hf_import.py` knows how other files spell them.
+A family is a tuple of rules; import, export, the bridge and the memory plan all read the same rules. Pure arithmetic. Hugging
+Face names are those of the text-only architecture (`model.layers.0...`); `hf_import.py` knows how other files spell them.
 """
 
 from __future__ import annotations
@@ -186,8 +186,8 @@ def local_shapes(arch: ModelArch, tp: int, pp: int, tp_rank: int, stage: int, va
 def megatron_pieces(arch: ModelArch, tp: int, pp: int, tp_rank: int, stage: int, value_head: bool = False) -> list[Piece]:
     """Where every Hugging Face rectangle stands in the parameters of one rank.
 
-    Elements of a local tensor that no piece covers are vocabulary padding, which is zero. With tied embeddings and pp > 1 the last
-    stage holds its own copy of the embedding as output layer. ValueError where tp or pp does not fit the architecture.
+    Elements of a local tensor that no piece covers are vocabulary padding, which is zero. With tied embeddings and pp > 1 the
+    last stage holds its own copy of the embedding as output layer. ValueError where tp or pp does not fit the architecture.
     """
     check_tp(arch, tp)
     assert 0 <= tp_rank < tp and 0 <= stage < pp

@@ -51,7 +51,7 @@ class PackedModel(GPTModel):
     def forward(self, tokens: Tensor, cu_seqlens: Tensor) -> Tensor:
         """tokens [T] int64 and cu_seqlens [B+1] -> hidden states for the next stage, or the subclass's output on the last one.
 
-        Under sequence parallel the tokens are padded to a multiple of tp by one more sequence, so inner shapes are [ceil(T / tp), 1, H].
+        Under sequence parallel one more sequence pads the tokens to a multiple of tp: inner shapes are [ceil(T / tp), 1, H].
         """
         tokens, cu_seqlens = self._pad_for_sequence_parallel(tokens, cu_seqlens)
         packed = packed_sequences(self.arch, cu_seqlens, tokens.device, self.config.params_dtype)
@@ -100,8 +100,8 @@ class PolicyModel(PackedModel):
 class CriticModel(PackedModel):
     """Value model. The last stage returns V after every token, [T] fp32 on every tp rank, not shifted.
 
-    The head is a replicated fp32 Linear(H, 1). There is no output projection and embeddings are never tied, whatever the checkpoint
-    says: a shared embedding would make the pipeline wait for a gradient that a value model does not have.
+    The head is a replicated fp32 Linear(H, 1). There is no output projection and embeddings are never tied, whatever the
+    checkpoint says: a shared embedding would make the pipeline wait for a gradient that a value model does not have.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

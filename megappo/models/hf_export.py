@@ -1,7 +1,7 @@
 """Writes a model as a Hugging Face checkpoint: safetensors shards, index, config and tokenizer files.
 
-Each pipeline stage writes its own shards. Tensors are gathered to tp rank 0 of data-parallel rank 0 one at a time, so memory stays at
-one shard. Which file holds which tensor follows from the architecture alone, so the index needs no communication.
+Each pipeline stage writes its own shards. Tensors are gathered to tp rank 0 of data-parallel rank 0 one at a time, so memory
+stays at one shard. Which file holds which tensor follows from the architecture alone, so the index needs no communication.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _SHARD_BYTES = 4 << 30
 _DTYPE_NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 # Everything a tokenizer or the generation settings may be stored in; weights and remote code are never copied.
 _COPIED = (
-    "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-    "vocab.txt", "merges.txt", "tokenizer.model", "tekken.json", "chat_template.jinja", "chat_template.json",
+    "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "tekken.json", "chat_template.jinja", "chat_template.json",
 )
 _SCORE_BIAS = "score.bias"
 
@@ -81,9 +81,9 @@ def export_pretrained(
 ) -> None:
     """Write `model` (not wrapped) to `out_dir` in `dtype` (the model's own by default). Collective over the role's ranks.
 
-    config.json, generation settings and tokenizer files come from `source_dir`. A critic becomes a token classifier with one label,
-    whose head stays fp32 in the file. The directory appears under its name when it is complete and must not exist before. A ValueError or
-    OSError of any rank is raised on all.
+    config.json, generation settings and tokenizer files come from `source_dir`. A critic becomes a token classifier with one
+    label, whose head stays fp32 in the file. The directory appears under its name when it is complete and must not exist before.
+    A ValueError or OSError of any rank is raised on all.
     """
     out, partial = Path(out_dir), Path(f"{out_dir}.partial")
     dtype = dtype or model.config.params_dtype
@@ -207,6 +207,12 @@ def export_config(arch: ModelArch, source: Mapping[str, Any], dtype: torch.dtype
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = _DTYPE_NAMES[dtype]
     for key in ("num_labels", "id2label", "label2id"):
         config.pop(key, None)
+    if arch.rope.llama4_beta is not None:
+        # vLLM 0.32 reads the query scale from Mistral's own key and not, as transformers does, from rope_parameters.
+        config["llama_4_scaling"] = {
+            "original_max_position_embeddings": arch.rope.original_max_positions,
+            "beta": arch.rope.llama4_beta,
+        }
     if value_head:
         config.update(id2label={"0": "VALUE"}, label2id={"VALUE": 0})
     return config

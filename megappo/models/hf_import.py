@@ -1,6 +1,7 @@
 """Reads a Hugging Face checkpoint into a built model: each rank reads the rectangles it holds, straight from safetensors.
 
-Nothing is unpickled. What stands where is `families.py`; this file knows how checkpoints spell names and where value heads come from.
+Nothing is unpickled. What stands where is `families.py`; this file knows how checkpoints spell names and where value heads come
+from.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ def _tensor_files(path: Path) -> dict[str, str]:
 
 
 def _spellings(name: str) -> tuple[str, ...]:
-    """Text-only name first, then Mistral3ForConditionalGeneration as on the hub and as saved by transformers 5, then base models."""
+    """Text-only name first, then Mistral3ForConditionalGeneration as on the hub and in transformers 5, then base models."""
     bare = name.removeprefix("model.")
     return name, f"language_model.{name}", f"model.language_model.{bare}", bare
 
@@ -111,8 +112,8 @@ def load_pretrained(
 ) -> None:
     """Fill every parameter of this rank from the checkpoint `path`.
 
-    model: as built, not wrapped. value_head matters for a critic: zeros, normal with variance 1/(hidden+1) from `seed`, or read from
-    the checkpoint. ValueError names tensor and file.
+    model: as built, not wrapped. value_head matters for a critic: zeros, normal with variance 1/(hidden+1) from `seed`, or read
+    from the checkpoint. ValueError names tensor and file.
     """
     parameters = {name: parameter.data for name, parameter in model.named_parameters()}
     is_critic = isinstance(model, CriticModel)
@@ -154,7 +155,8 @@ def _check_tied(reader: CheckpointReader, arch: ModelArch, pieces: list[Piece]) 
         output, where = reader.slice(OUTPUT, shape)
         embedding, _ = reader.slice(EMBEDDING, shape)
         if not torch.equal(read_box(output, piece.box), read_box(embedding, piece.box)):
-            raise ValueError(f"{where} differs from the embedding although config.json has tie_word_embeddings = true; set it to false")
+            fix = "set tie_word_embeddings to false in config.json"
+            raise ValueError(f"{where} differs from the embedding to which it is tied; {fix}")
 
 
 def _fill_value_head(weight: Tensor, arch: ModelArch, reader: CheckpointReader, source: ValueHeadSource, seed: int) -> None:
@@ -167,7 +169,8 @@ def _fill_value_head(weight: Tensor, arch: ModelArch, reader: CheckpointReader, 
     else:
         name = next((name for name in _HEAD_NAMES if reader.find(name)), None)
         if name is None:
-            raise ValueError(f"{reader.path} has no value head ({', '.join(_HEAD_NAMES)}); set critic.value_head to zero or normal")
+            known = ", ".join(_HEAD_NAMES)
+            raise ValueError(f"{reader.path} has no value head ({known}); set critic.value_head to zero or normal")
         head, _ = reader.slice(name, (1, arch.hidden_size))
         weight.copy_(head[:])
         _refuse_bias(reader, name.removesuffix("weight") + "bias")
@@ -178,4 +181,5 @@ def _refuse_bias(reader: CheckpointReader, name: str) -> None:
         return
     bias, where = reader.slice(name, (1,))
     if bool(bias[:].ne(0).any()):
-        raise ValueError(f"{where} is {bias[:].item():g}, but the value head has no bias; set critic.value_head to zero or normal")
+        fix = "set critic.value_head to zero or normal"
+        raise ValueError(f"{where} is {bias[:].item():g}, but the value head has no bias; {fix}")

@@ -8,7 +8,9 @@ SHAPE_CASES = ["llama", "llama3_tied", "qwen2_tied", "qwen3"]
 SHAPE_LAYOUTS = [(1, 1, False), (2, 1, True), (1, 2, False), (2, 2, False)]
 
 GRADIENT_CASES = ["llama", "qwen2_tied", "qwen3", "ministral3_tied"]
-GRADIENT_JOBS = [(case, layout, critic, "none") for case in GRADIENT_CASES for critic in (False, True) for layout in LOGIT_LAYOUTS]
+GRADIENT_JOBS = [
+    (case, layout, critic, "none") for case in GRADIENT_CASES for critic in (False, True) for layout in LOGIT_LAYOUTS
+]
 RECOMPUTE_JOBS = [
     ("llama", layout, critic, kind)
     for kind in ("selective", "full") for layout, critic in (((2, 1, True), True), ((1, 2, False), False))

@@ -39,8 +39,8 @@ CASES: dict[str, tuple[str, dict]] = {
 COMPOSITE = "mistral3"
 """Mistral3ForConditionalGeneration: a vision tower beside the language model, as Ministral 3 is shipped."""
 _VISION = dict(
-    model_type="pixtral", hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, head_dim=8, image_size=28,
-    patch_size=14,
+    model_type="pixtral", hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, head_dim=8,
+    image_size=28, patch_size=14,
 )
 
 

@@ -49,7 +49,7 @@ def two_ranks(checkpoints):
 
 @pytest.fixture(scope="session")
 def four_ranks(checkpoints):
-    """[rank]{"shapes", "logits", "gradients"} of a world of 4, which also writes the exports `<case>.out<number of the layout>`."""
+    """[rank]{"shapes", "logits", "gradients", "refused"} of a world of 4, which also exports `<case>.out<layout number>`."""
     folder = str(checkpoints)
     jobs = [
         (case, f"{case}.out{i}", layout, False, "zero", 1 << 30 if i else 60_000)
@@ -60,6 +60,7 @@ def four_ranks(checkpoints):
     jobs += [("llama", f"normal.out{i}", layout, True, "normal", 1 << 30) for i, layout in enumerate(EXPORT_LAYOUTS)]
     return spawn_world(worlds.run_all, 4, {
         "exports": (worlds.export_all, (folder, jobs)),
+        "refused": (worlds.refused_exports, (folder,)),
         "shapes": (worlds.built_shapes, (folder, SHAPE_CASES, SHAPE_LAYOUTS)),
         "logits": (worlds.logits_errors, (folder, list(CASES), [DENSE_LAYOUT])),
         "gradients": (worlds.gradients, (folder, DENSE_JOBS)),

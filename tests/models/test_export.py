@@ -10,6 +10,10 @@ from safetensors.torch import load_file
 from tests.models.cases import EXPORT_LAYOUTS
 from tests.models.checkpoints import CASES, COMPOSITE, example_sequences, reference_logits
 
+def language_model(folder):
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype="auto")
+
+
 def tensors_of(folder):
     return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
@@ -32,24 +36,32 @@ def test_export_of_an_import_is_bit_equal(folder, case):
 
 @pytest.mark.parametrize("case", CASES)
 def test_transformers_loads_the_export(folder, case):
-    exported = transformers.AutoModelForCausalLM.from_pretrained(folder / f"{case}.out2", attn_implementation="eager", dtype="auto")
-    original = transformers.AutoModelForCausalLM.from_pretrained(folder / case, attn_implementation="eager", dtype="auto")
+    exported = language_model(folder / f"{case}.out2")
+    original = language_model(folder / case)
     # Equal weights at other file offsets are aligned differently in memory, which changes the last bit of a CPU product.
     torch.testing.assert_close(reference_logits(exported), reference_logits(original), rtol=0, atol=1e-5)
 
 
 def test_a_composite_checkpoint_is_exported_as_its_language_model(folder):
-    out = folder / f"{COMPOSITE}.out2"
-    exported = transformers.AutoModelForCausalLM.from_pretrained(out, attn_implementation="eager", dtype="auto")
+    exported = language_model(folder / f"{COMPOSITE}.out2")
     assert type(exported).__name__ == "Ministral3ForCausalLM"
     torch.testing.assert_close(reference_logits(exported), torch.load(folder / f"{COMPOSITE}.pt"), rtol=0, atol=1e-5)
+    # Where vLLM looks for what transformers calls rope_parameters.llama_4_scaling_beta.
+    assert exported.config.llama_4_scaling == {"original_max_position_embeddings": 16, "beta": 0.1}
 
 
 def test_export_copies_the_tokenizer_and_no_code(folder):
     out = folder / "llama.out2"
     assert json.loads((out / "tokenizer_config.json").read_text()) == {"eos_token": "</s>"}
     assert (out / "generation_config.json").is_file()
-    assert not list(out.glob("*.py")) and not list(folder.glob("*.partial"))
+    assert not list(out.glob("*.py")) and not list(folder.glob("*.out?.partial"))
+
+
+def test_a_failure_of_one_rank_is_raised_on_all_and_leaves_no_export(folder, four_ranks):
+    for existing, blocked in (rank["refused"] for rank in four_ranks):
+        assert existing == ("ValueError", f"{folder / 'llama'} exists; export to another directory or remove it")
+        assert blocked[0] == "OSError" and "export on rank 2" in blocked[1]  # tp rank 0 of the last stage
+    assert not (folder / "blocked").exists() and (folder / "llama" / "config.json").is_file()
 
 
 def test_small_shards_have_a_complete_index(folder):

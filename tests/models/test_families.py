@@ -1,4 +1,4 @@
-"""The pieces describe every element of the checkpoint and of every rank exactly once. Oracle: plain slicing of whole HF tensors."""
+"""The pieces describe every element of the checkpoint and of every rank exactly once. Oracle: slices of whole HF tensors."""
 
 import time
 from collections import Counter
@@ -53,7 +53,8 @@ def expected_local(arch, tensors, tp, pp, rank, stage, value_head):
     if stage == 0:
         out["embedding.word_embeddings.weight"] = padded("model.embed_tokens.weight")
     for index in range(arch.num_layers // pp):
-        hf = {k.split(".", 3)[3]: v for k, v in tensors.items() if k.startswith(f"model.layers.{stage * (arch.num_layers // pp) + index}.")}
+        prefix = f"model.layers.{stage * (arch.num_layers // pp) + index}."
+        hf = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
         for kind in ("weight", "bias"):
             if f"self_attn.q_proj.{kind}" in hf:
                 q, k, v = (hf[f"self_attn.{x}_proj.{kind}"].chunk(arch.num_kv_heads) for x in "qkv")
@@ -102,15 +103,15 @@ def test_pieces_fill_every_rank_as_megatron_lays_it_out(arch, tp, pp, value_head
 @pytest.mark.parametrize("tp, pp", LAYOUTS)
 @pytest.mark.parametrize("arch", ARCHS, ids=lambda a: f"{a.family}{'_tied' * a.tied_embeddings}")
 def test_a_tp_group_covers_every_hf_element_once(arch, tp, pp, value_head):
-    """Replicated tensors (norms, value head) once per rank, the tied copy of the last stage once more, all others exactly once."""
+    """Replicated tensors (norms, value head) once per rank, a tied embedding once more on the last stage, all others once."""
     counts = {name: as_2d(torch.zeros(shape)) for name, shape in hf_tensors(arch, value_head).items()}
     for stage in range(pp):
         for rank in range(tp):
             for piece in megatron_pieces(arch, tp, pp, rank, stage, value_head):
                 counts[piece.hf][piece.box.r0 : piece.box.r1, piece.box.c0 : piece.box.c1] += 1
     for name, count in counts.items():
-        replicated = "norm" in name or name == "score.weight"
-        copies = tp if replicated else 1 + (name == "model.embed_tokens.weight" and arch.tied_embeddings and pp > 1 and not value_head)
+        tied_copy = name == "model.embed_tokens.weight" and arch.tied_embeddings and pp > 1 and not value_head
+        copies = tp if "norm" in name or name == "score.weight" else 1 + tied_copy
         assert bool((count == copies).all()), name
 
 
@@ -121,8 +122,9 @@ def test_the_oracle_detects_wrong_pieces(fault):
     tensors = whole_tensors(arch, False)
     pieces = megatron_pieces(arch, 2, 1, 0, 0)
     if fault == "swap gate and up":
-        swap = {"gate": "up", "up": "gate"}
-        pieces = [p._replace(hf=p.hf.replace(k, swap[k])) if (k := p.hf.split(".")[-2].split("_")[0]) in swap else p for p in pieces]
+        swap = {"gate_proj": "up_proj", "up_proj": "gate_proj"}
+        kinds = [piece.hf.split(".")[-2] for piece in pieces]
+        pieces = [p._replace(hf=p.hf.replace(kind, swap[kind])) if kind in swap else p for p, kind in zip(pieces, kinds)]
     elif fault == "shift a piece":
         at = next(i for i, p in enumerate(pieces) if "q_proj" in p.hf)
         box = pieces[at].box
@@ -160,7 +162,9 @@ def test_llama_7b_has_its_published_number_of_parameters():
 
 
 def test_pieces_of_70b_on_64_ranks_take_less_than_a_second():
-    arch = arch_of("llama", num_layers=80, hidden_size=8192, num_heads=64, num_kv_heads=8, head_dim=128, ffn_size=28672, vocab=128256)
+    arch = arch_of(
+        "llama", num_layers=80, hidden_size=8192, num_heads=64, num_kv_heads=8, head_dim=128, ffn_size=28672, vocab=128256
+    )
     start = time.perf_counter()
     for tp, pp in ((8, 4), (1, 1)):
         for rank in range(64):

@@ -1,4 +1,4 @@
-"""Checkpoints that are wrong are refused with one line that names file and tensor; the others are read whichever way they are spelt."""
+"""Checkpoints that are wrong are refused with one line that names file and tensor; others are read however they are spelt."""
 
 import json
 
@@ -53,7 +53,7 @@ def test_one_file_and_shards_read_the_same(folder):
     "spelling",
     [
         lambda name: f"language_model.{name}",  # Mistral 3 on the hub
-        lambda name: f"model.language_model.{name.removeprefix('model.')}" if name.startswith("model.") else name,  # transformers 5
+        lambda name: name.replace("model.", "model.language_model.", 1),  # transformers 5
     ],
 )
 def test_language_models_inside_composite_checkpoints_are_found(folder, spelling):
@@ -71,7 +71,8 @@ def test_language_models_inside_composite_checkpoints_are_found(folder, spelling
 def test_missing_and_misshapen_tensors_are_named_with_their_file(folder):
     name = "model.layers.1.mlp.up_proj.weight"
     path = rewrite(folder, lambda tensors: tensors.update({name: torch.zeros(3, 4)}))
-    with pytest.raises(ValueError, match=rf"model.safetensors: tensor {name} has shape \[3, 4\], config.json asks for \[96, 64\]"):
+    expected = rf"model.safetensors: tensor {name} has shape \[3, 4\], config.json asks for \[96, 64\]"
+    with pytest.raises(ValueError, match=expected):
         read_all(path)
     rewrite(folder, lambda tensors: tensors.pop(name))
     with pytest.raises(ValueError, match=f"{path}: tensor {name} is missing"):
@@ -120,7 +121,7 @@ def test_a_tied_checkpoint_with_another_output_projection_is_refused(folder, sam
         if same or rank == 0:
             _check_tied(reader, arch, pieces)
         else:
-            with pytest.raises(ValueError, match="lm_head.weight differs from the embedding .* tie_word_embeddings"):
+            with pytest.raises(ValueError, match="lm_head.weight differs from the embedding .* set tie_word_embeddings to false"):
                 _check_tied(reader, arch, pieces)
 
 

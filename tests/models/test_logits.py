@@ -18,7 +18,9 @@ def test_bf16_is_as_close_to_fp32_as_transformers_in_bf16(checkpoints, two_ranks
     ours = {key: rms for rank in two_ranks for key, (_, rms) in rank["bf16_logits"].items()}
     assert ours.keys() == {(case, layout) for case in BF16_CASES for layout in BF16_LAYOUTS}
     for case in BF16_CASES:
-        model = transformers.AutoModelForCausalLM.from_pretrained(checkpoints / case, dtype=torch.bfloat16, attn_implementation="eager")
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            checkpoints / case, dtype=torch.bfloat16, attn_implementation="eager"
+        )
         difference = reference_logits(model).float() - torch.load(checkpoints / f"{case}.pt")
         theirs = float(difference.square().mean().sqrt())
         for layout in BF16_LAYOUTS:

@@ -97,6 +97,31 @@ def export_all(rank, folder, jobs):
         export_pretrained(model, arch, groups, Path(folder, target), Path(folder, source), shard_bytes=shard_bytes)
 
 
+def refused_exports(rank, folder):
+    """What export says on this rank to a directory that exists, and to a file where one rank of the last stage must write."""
+    from megappo.models import hf_export
+
+    def message(out):
+        try:
+            hf_export.export_pretrained(model, arch, groups, Path(folder, out), Path(folder, "llama"), shard_bytes=60_000)
+        except (ValueError, OSError) as error:
+            return type(error).__name__, str(error)
+
+    def blocked_start(out, partial, start=hf_export._start):
+        start(out, partial)
+        for shard in hf_export.plan_shards(arch, 2, False, 4, 60_000)[-1:]:
+            (partial / shard.file).mkdir()
+
+    arch, groups, model = build(Path(folder, "llama"), (2, 2, False))
+    existing = message("llama")
+    original, hf_export._start = hf_export._start, blocked_start
+    try:
+        blocked = message("blocked")
+    finally:
+        hf_export._start = original
+    return existing, blocked
+
+
 def built_shapes(rank, folder, cases, layouts):
     """[(case, layout, critic, {name: (shape, dtype, sharded)})] of the really built model, with this rank's coordinates."""
     out = []
@@ -104,18 +129,19 @@ def built_shapes(rank, folder, cases, layouts):
         for layout in layouts:
             for critic in (False, True):
                 _, groups, model = build(Path(folder, case), layout, critic=critic)
+                marks = ("tensor_model_parallel", "sequence_parallel")
                 facts = {
-                    name: (tuple(p.shape), p.dtype, getattr(p, "tensor_model_parallel", False), getattr(p, "sequence_parallel", False))
+                    name: (tuple(p.shape), p.dtype, *(getattr(p, mark, False) for mark in marks))
                     for name, p in model.named_parameters()
                 }
                 state = model.sharded_state_dict(metadata={"dp_cp_group": groups.dp})
-                keys = {name: (entry.key, tuple(entry.global_shape)) for name, entry in state.items() if hasattr(entry, "global_shape")}
+                keys = {name: entry.key for name, entry in state.items() if hasattr(entry, "global_shape")}
                 out.append((case, layout, critic, groups.coordinates.tp, groups.coordinates.pp, facts, keys))
     return out
 
 
 def _policy_loss(arch, groups, model, hidden, weight):
-    """sum(logits * weight) of this rank's vocabulary shard; the gradient of hidden is summed over tp by Megatron's own mappings."""
+    """sum(logits * weight) of this rank's vocabulary shard; Megatron's own mappings sum the gradient of hidden over tp."""
     from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 
     if groups.layout.sequence_parallel:
@@ -123,8 +149,8 @@ def _policy_loss(arch, groups, model, hidden, weight):
     else:
         hidden = copy_to_tensor_model_parallel_region(hidden, group=groups.tp)
     local = model.output_weight()
-    start = groups.coordinates.tp * local.size(0)
-    shard = torch.nn.functional.pad(weight, (0, local.size(0) * groups.layout.tp - weight.size(1)))[:, start : start + local.size(0)]
+    missing = local.size(0) * groups.layout.tp - weight.size(1)
+    shard = torch.nn.functional.pad(weight, (0, missing)).chunk(groups.layout.tp, dim=1)[groups.coordinates.tp]
     return ((hidden[: weight.size(0), 0] @ local.T) * shard).sum()
 
 
@@ -191,7 +217,8 @@ def bf16_critic_step(rank, folder, layouts, lr):
         weight = torch.load(Path(folder, "weight.pt"))
         wrapped = train_step(arch, groups, model, example_sequences(), weight, critic=True, distributed_optimizer=True)
         config = OptimizerConfig(
-            optimizer="adam", lr=lr, weight_decay=0.0, clip_grad=0.0, bf16=True, params_dtype=torch.bfloat16, use_distributed_optimizer=True
+            optimizer="adam", lr=lr, weight_decay=0.0, clip_grad=0.0, bf16=True, params_dtype=torch.bfloat16,
+            use_distributed_optimizer=True,
         )
         optimizer = get_megatron_optimizer(config, [wrapped], pg_collection=groups.collection, use_gloo_process_groups=False)
         assert optimizer.step()[0]
