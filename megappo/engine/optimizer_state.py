@@ -1,8 +1,8 @@
 """What an optimizer has learned, described for the sharded checkpoint: fp32 main parameters, both moments, the step number.
 
 Hyperparameters are not part of it: after a resume the configuration rules. Every tensor is described like the model parameter that it
-belongs to, so it can be read back in another layout. Megatron-core's own descriptions lose fp32 parameters of bf16 models (the value
-head) without the distributed optimizer, and its loading with torch's AdamW misses `step`.
+belongs to, so it can be read back in another layout and by the other kind of optimizer. Megatron-core 0.16's own descriptions do not
+serve: they fail for fp32 parameters in bf16 models (the value head), and see `_pairs` and `_gathered_values`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any, Iterator
 
 import torch
+import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
@@ -18,77 +19,126 @@ from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params,
 from torch import Tensor
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+_MAIN = "fp32_param"
 
 
 def sharded_optimizer_state(optimizer: MegatronOptimizer, model_state: dict[str, Any], *, is_loading: bool) -> dict[str, Any]:
     """step: plain. parameters: ShardedTensors. model_state: the model's sharded_state_dict. Collective over data-parallel ranks.
 
-    Moments that do not exist before the first step are created as zeros.
+    Moments that do not exist before the first step are created as zeros. The distributed optimizer's shards are gathered in host memory:
+    12 bytes for each parameter of this rank's model. What is written does not depend on the kind of optimizer.
     """
     _create_moments(optimizer.optimizer)
-    if isinstance(optimizer, DistributedOptimizer):
-        _index_as_updated(optimizer)
-        parameters = optimizer.sharded_param_state_fully_reshardable(model_state, is_loading, {})
-    else:
-        parameters = _whole_parameters(optimizer, model_state)
+    tensors, _ = extract_sharded_tensors_and_factories(model_state)
+    described = {id(entry.data): entry for entry in nested_values(tensors)}
+    values = _whole_values if not isinstance(optimizer, DistributedOptimizer) else _empty_values if is_loading else _gathered_values
+    parameters = {
+        str(index): {
+            name: make_sharded_optimizer_tensor(described[id(parameter)], value, prefix=f"optimizer.state.{name}")
+            for name, value in named.items()
+        }
+        for index, (parameter, named) in enumerate(values(optimizer))
+    }
     return {"step": _step_number(optimizer.optimizer), "parameters": parameters}
 
 
 @torch.no_grad()
 def load_optimizer_state(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
     """state: as described by `sharded_optimizer_state` with is_loading, filled by the checkpoint reader."""
-    inner = optimizer.optimizer
+    held = {id(parameter): main for parameter, main in _pairs(optimizer)}
+    for index, parameter in enumerate(_parameters(optimizer)):
+        if id(parameter) not in held:
+            continue  # another data-parallel rank updates it
+        part = slice(None)
+        if isinstance(optimizer, DistributedOptimizer):
+            place = optimizer._get_model_param_range_map(parameter)["param"]
+            part = slice(place.start, place.end)
+        for name, target in _local_values(optimizer, parameter, held[id(parameter)]).items():
+            loaded = state["parameters"][str(index)][name]
+            target.copy_(loaded.flatten()[part].view_as(target))
+    _set_step_number(optimizer.optimizer, state["step"])
+
+
+def _parameters(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
+    """Model parameters in an order that all data-parallel ranks share."""
     if isinstance(optimizer, DistributedOptimizer):
-        # Megatron copies every entry of a parameter's state from the checkpoint, and torch's AdamW keeps a step beside the moments.
-        for entry in inner.state.values():
-            entry.pop("step", None)
-        optimizer.load_parameter_state_from_fully_reshardable(state["parameters"])
+        for buffer in optimizer.buffers:
+            yield from buffer.param_index_map
     else:
-        for index, (_, main) in enumerate(_parameter_pairs(optimizer)):
-            loaded = state["parameters"][str(index)]
-            for name in _MOMENTS:
-                inner.state[main][name].copy_(loaded[name])
-            if "fp32_param" in loaded:
-                main.copy_(loaded["fp32_param"])
-    _set_step_number(inner, state["step"])
+        yield from (parameter for parameter, _ in _pairs(optimizer))
 
 
-def _whole_parameters(optimizer: MegatronOptimizer, model_state: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    tensors, _ = extract_sharded_tensors_and_factories(model_state)
-    described = {id(entry.data): entry for entry in nested_values(tensors)}
-    parameters = {}
-    for index, (parameter, main) in enumerate(_parameter_pairs(optimizer)):
-        values = {name: optimizer.optimizer.state[main][name] for name in _MOMENTS}
-        if main is not parameter:
-            values["fp32_param"] = main
-        parameters[str(index)] = {
-            name: make_sharded_optimizer_tensor(described[id(parameter)], value, prefix=f"optimizer.state.{name}")
-            for name, value in values.items()
-        }
-    return parameters
+def _pairs(optimizer: MegatronOptimizer) -> Iterator[tuple[Tensor, Tensor]]:
+    """(model parameter, the tensor that this rank updates for it). They are one, or share memory, where the parameter is fp32.
 
-
-def _parameter_pairs(optimizer: MegatronOptimizer) -> Iterator[tuple[Tensor, Tensor]]:
-    """(model parameter, the tensor that the optimizer updates), which are one where the model is fp32."""
-    if isinstance(optimizer, FP32Optimizer):
-        for group in optimizer.optimizer.param_groups:
-            yield from ((parameter, parameter) for parameter in group["params"])
-        return
-    assert isinstance(optimizer, Float16OptimizerWithFloat16Params)
-    for parameters, mains in zip(optimizer.float16_groups, optimizer.fp32_from_float16_groups):
-        yield from zip(parameters, mains)
-    for parameters in optimizer.fp32_from_fp32_groups:
-        yield from ((parameter, parameter) for parameter in parameters)
-
-
-def _index_as_updated(optimizer: DistributedOptimizer) -> None:
-    """Megatron numbers a group's parameters as they lie in the buffers but updates the fp32 ones first.
-
-    Where a group has both, its table points to the wrong tensors. Training does not use the table, checkpoints do.
+    Megatron's own table of the distributed optimizer numbers a group's parameters as they lie in the buffers, but fp32 ones are updated
+    first: where a group has both, it points to wrong tensors. Training does not use that table, Megatron's checkpoints do.
     """
-    for group, (full, half) in enumerate(zip(optimizer.model_fp32_groups, optimizer.model_float16_groups)):
-        for order, parameter in enumerate([*full, *half]):
-            optimizer.model_param_group_index_map[parameter] = (group, order)
+    groups = optimizer.optimizer.param_groups
+    if isinstance(optimizer, DistributedOptimizer):
+        for full, half, group in zip(optimizer.model_fp32_groups, optimizer.model_float16_groups, groups):
+            yield from zip([*full, *half], group["params"])
+    elif isinstance(optimizer, FP32Optimizer):
+        for group in groups:
+            yield from ((parameter, parameter) for parameter in group["params"])
+    else:
+        assert isinstance(optimizer, Float16OptimizerWithFloat16Params)
+        for parameters, mains in zip(optimizer.float16_groups, optimizer.fp32_from_float16_groups):
+            yield from zip(parameters, mains)
+        for parameters in optimizer.fp32_from_fp32_groups:
+            yield from ((parameter, parameter) for parameter in parameters)
+
+
+def _names(parameter: Tensor) -> tuple[str, ...]:
+    return _MOMENTS if parameter.dtype == torch.float32 else (*_MOMENTS, _MAIN)
+
+
+def _local_values(optimizer: MegatronOptimizer, parameter: Tensor, main: Tensor) -> dict[str, Tensor]:
+    """What this rank holds for a parameter: the whole of it, or a flat part under the distributed optimizer."""
+    state = optimizer.optimizer.state[main]
+    return {name: main if name == _MAIN else state[name] for name in _names(parameter)}
+
+
+def _whole_values(optimizer: MegatronOptimizer) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
+    for parameter, main in _pairs(optimizer):
+        yield parameter, _local_values(optimizer, parameter, main)
+
+
+def _empty_values(optimizer: DistributedOptimizer) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
+    for parameter in _parameters(optimizer):
+        yield parameter, {name: torch.empty(parameter.shape, dtype=torch.float32) for name in _names(parameter)}
+
+
+def _gathered_values(optimizer: DistributedOptimizer) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
+    """Whole state of every parameter from the parts of the data-parallel ranks.
+
+    Megatron's own gathering drops the padding between buckets but keeps counting it, which shifts everything behind it; a tied embedding
+    has a bucket of its own.
+    """
+    held = {id(parameter): main for parameter, main in _pairs(optimizer)}
+    for buffer, ranges in zip(optimizer.buffers, optimizer.gbuf_ranges):
+        (bucket_ranges,) = ranges.values()
+        flat: dict[str, Tensor] = {}
+        for bucket, bucket_range in zip(buffer.buckets, bucket_ranges):
+            local = {
+                id(parameter): (place["gbuf_local"], _local_values(optimizer, parameter, held[id(parameter)]))
+                for parameter, place in bucket_range["param_map"].items()
+            }
+            for name in _names(buffer.params[0]):
+                gathered = _gather_bucket(bucket.grad_data, [(at, named[name]) for at, named in local.values()], optimizer.data_parallel_group)
+                flat.setdefault(name, torch.empty(buffer.numel))[bucket.offset : bucket.offset + gathered.numel()] = gathered
+        for parameter, (start, end, _) in buffer.param_index_map.items():
+            yield parameter, {name: whole[start:end].view(parameter.shape) for name, whole in flat.items()}
+
+
+def _gather_bucket(like: Tensor, parts: list[tuple[Any, Tensor]], group: dist.ProcessGroup) -> Tensor:
+    """[like.numel()] fp32; every rank contributes an equal slice, in which it holds `parts` at their ranges."""
+    mine = torch.zeros(like.numel() // group.size(), dtype=torch.float32, device=like.device)
+    for place, values in parts:
+        mine[place.start : place.end] = values
+    whole = [torch.empty_like(mine) for _ in range(group.size())]
+    dist.all_gather(whole, mine, group=group)
+    return torch.cat(whole)
 
 
 def _keeps_step_per_parameter(inner: torch.optim.Optimizer) -> bool:

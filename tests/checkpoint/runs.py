@@ -19,6 +19,9 @@ from megappo.parallel.layout import ParallelLayout
 FACTS = {"reference": {"path": "a/model", "sha256": "abc"}, "tokenizer": "def", "config": "run: {name: test}", "layouts": {"policy": {"tp": 2}}}
 
 
+VOCABULARY = 51  # odd, so that tp=2 pads it
+
+
 class Counter:
     """A component: a number that the run advances."""
 
@@ -39,18 +42,18 @@ class Counter:
 def arch(tied=False, num_layers=4):
     from megappo.models.arch import ModelArch, Rope
 
-    return ModelArch("llama", "LlamaForCausalLM", num_layers, 32, 4, 2, 8, 64, 50, 64, tied, 1e-6, Rope())
+    return ModelArch("llama", "LlamaForCausalLM", num_layers, 32, 4, 2, 8, 64, VOCABULARY, 64, tied, 1e-6, Rope())
 
 
-def engine(groups, *, critic, dtype=torch.float32, tied=False, distributed=True, offload=False, seed=0, lr=1e-2):
+def engine(groups, *, critic, dtype=torch.float32, tied=False, distributed=True, offload=False, seed=0, num_layers=4):
     from megappo.engine.megatron import MegatronEngine
     from megappo.engine.optimizer import Optimizer, wrap_with_ddp
     from megappo.models.build import build_model
 
-    model = build_model(arch(tied), groups, dtype=dtype, value_head=critic)
+    model = build_model(arch(tied, num_layers), groups, dtype=dtype, value_head=critic)
     fill(model, groups, seed)
     wrapped = wrap_with_ddp(model, groups, distributed_optimizer=distributed)
-    config = OptimizerConfig(lr=lr, warmup_steps=2, weight_decay=0.1, distributed=distributed)
+    config = OptimizerConfig(lr=1e-2, warmup_steps=2, weight_decay=0.1, distributed=distributed)
     return MegatronEngine(
         "critic" if critic else "policy", wrapped, groups, device=torch.device("cpu"), micro_batch_tokens=24,
         optimizer=Optimizer(wrapped, groups, config, total_steps=20),
@@ -67,14 +70,16 @@ def fill(model, groups, seed):
         digest = hashlib.sha256(f"{name} {place} {seed}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
         drawn = torch.randn(parameter.shape, generator=generator)
-        parameter.data.copy_(1 + 0.1 * drawn if shared and parameter.dim() == 1 else 0.1 * drawn)
+        parameter.data.copy_(1 + 0.1 * drawn if parameter.dim() == 1 else 0.1 * drawn)
+        if "word_embeddings" in name:
+            parameter.data[max(0, VOCABULARY - place * parameter.shape[0]) :] = 0  # padding, as an import leaves it
 
 
 def batch(seed):
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.tensor([7, 5, 9, 4])
     cu_seqlens = torch.cat((torch.zeros(1), lengths.cumsum(0))).int()
-    return PackedBatch(torch.randint(0, 50, (int(lengths.sum()),), generator=generator), cu_seqlens)
+    return PackedBatch(torch.randint(0, VOCABULARY, (int(lengths.sum()),), generator=generator), cu_seqlens)
 
 
 def noise():
@@ -125,21 +130,34 @@ class Run:
 
     def digest(self):
         """SHA-256 by part, of everything that the next step depends on, on this rank."""
-        parts = {f"{name} model": list(one.model.state_dict().values()) for name, one in self.engines.items()}
+        parts = {}
         for name, one in self.engines.items():
-            one.to("device")
-            parts[f"{name} optimizer"] = list(one._optimizer.tensors())
-            parts[f"{name} schedule"] = [torch.tensor(one._optimizer._scheduler.num_steps)]
-            one.release_state()
-        parts["torch"] = [torch.get_rng_state()]
-        parts["numpy"] = [torch.from_numpy(numpy.random.get_state()[1].astype(numpy.int64)), torch.tensor(numpy.random.get_state()[2])]
-        parts["python"] = [torch.tensor(random.getstate()[1])]
-        parts["components"] = [torch.tensor(component.history) for component in self.components.values()]
-        return {part: hashlib.sha256(b"".join(raw(t) for t in tensors)).hexdigest() for part, tensors in parts.items()}
+            parts |= {f"{name} {part}": digest for part, digest in engine_digest(one).items()}
+        parts["torch"] = sha256([torch.get_rng_state()])
+        parts["numpy"] = sha256([torch.from_numpy(numpy.random.get_state()[1].astype(numpy.int64)), torch.tensor(numpy.random.get_state()[2])])
+        parts["python"] = sha256([torch.tensor(random.getstate()[1])])
+        parts["components"] = sha256([torch.tensor(component.history) for component in self.components.values()])
+        return parts
+
+
+def engine_digest(one):
+    one.to("device")
+    optimizer = one._optimizer
+    digest = {
+        "model": sha256(list(one.model.state_dict().values())),
+        "optimizer": sha256(list(optimizer.tensors())),
+        "schedule": optimizer._scheduler.num_steps,
+    }
+    one.release_state()
+    return digest
+
+
+def sha256(tensors):
+    return hashlib.sha256(b"".join(raw(tensor) for tensor in tensors)).hexdigest()
 
 
 def raw(tensor):
-    return bytes(tensor.detach().contiguous().flatten().view(torch.uint8).numpy()) if tensor is not None else b""
+    return bytes(tensor.detach().clone().flatten().view(torch.uint8).numpy()) if tensor is not None else b""
 
 
 def seed_generators(seed):
@@ -148,7 +166,7 @@ def seed_generators(seed):
     numpy.random.seed(seed)
 
 
-def build_worlds_groups():
+def build_layouts():
     from megappo.platform import cpu
 
     cpu.install()

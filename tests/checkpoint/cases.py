@@ -1,0 +1,493 @@
+"""What the tests of the store run inside their world. Every case is called on all ranks with its own folder and returns plain data."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import random
+import resource
+import shutil
+import time
+from pathlib import Path
+
+import numpy
+import torch
+import torch.distributed as dist
+
+from megappo.checkpoint import store as store_module
+from megappo.checkpoint.manifest import MANIFEST, Manifest, fingerprint_file, list_files, read_manifest, write_manifest
+from megappo.checkpoint.store import SaveFailed
+
+from . import runs
+
+DAMAGES = ("bit flip", "truncate", "zero half", "delete")
+FILES = (
+    "megatron/policy/__0_0.distcp", "megatron/policy/__1_0.distcp", "megatron/policy/.metadata", "megatron/policy/common.pt",
+    "megatron/policy/metadata.json", "rng-00001.safetensors", "state.json", MANIFEST,
+)  # fmt: skip
+VARIANTS = {
+    "fp32": {},
+    "fp32 plain optimizer": {"distributed": False},
+    "bf16": {"dtype": torch.bfloat16},
+    "bf16 plain optimizer, offloaded": {"dtype": torch.bfloat16, "distributed": False, "offload": True},
+    "bf16 tied, offloaded": {"dtype": torch.bfloat16, "tied": True, "offload": True},
+}
+
+
+def world_main(rank, folder):
+    layouts = runs.build_layouts()
+    results = {}
+    for name, case in CASES.items():
+        place = Path(folder, name.replace(" ", "-"))
+        started = time.monotonic()
+        results[name] = case(layouts, place)
+        results[f"{name} seconds"] = time.monotonic() - started
+        dist.barrier()
+    return results
+
+
+def differing(one, other):
+    return sorted(part for part in one if one[part] != other[part])
+
+
+# ------------------------------------------------------------------------------------------------------------------ resume
+
+
+def resume(options):
+    def case(layouts, place):
+        straight = runs.Run(runs.store(place), layouts, **options)
+        straight.train(3)
+        started = time.monotonic()
+        straight.save()
+        seconds = time.monotonic() - started
+        at_three = straight.digest()
+        straight.train(3)
+        at_six = straight.digest()
+        resumed = runs.Run(runs.store(place), layouts, seed=5, **options)
+        fresh = resumed.digest()
+        step = resumed.load()
+        restored = resumed.digest()
+        resumed.train(3)
+        return {
+            "step": step, "after load": differing(at_three, restored), "after training": differing(at_six, resumed.digest()),
+            "before load": differing(at_three, fresh), "moved": differing(at_three, at_six), "save seconds": seconds,
+        }  # fmt: skip
+
+    return case
+
+
+def resume_without(part):
+    """Negative control: the same comparison with one part of the restoration left out."""
+
+    def case(layouts, place):
+        straight = runs.Run(runs.store(place), layouts)
+        straight.train(3)
+        straight.save()
+        straight.train(3)
+        resumed = runs.Run(runs.store(place), layouts, seed=5)
+        if part == "rng":
+            resumed.store._restore_rng = lambda source, manifest: None
+        else:
+            for engine in resumed.engines.values():
+                engine._optimizer.load_state_dict = lambda state: None
+        resumed.load()
+        resumed.train(3)
+        return differing(straight.digest(), resumed.digest())
+
+    return case
+
+
+def resume_before_the_first_update(layouts, place):
+    """A critic warm-up: the policy's optimizer has no moments yet when it is saved."""
+    straight = runs.Run(runs.store(place), layouts)
+    straight.save()
+    straight.train(2)
+    resumed = runs.Run(runs.store(place), layouts, seed=5)
+    resumed.load()
+    resumed.train(2)
+    return differing(straight.digest(), resumed.digest())
+
+
+def generators(layouts, place):
+    """Generators in the middle of a pair of normal draws, and Megatron's named states."""
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    def draw():
+        with get_cuda_rng_tracker().fork():
+            tracked = torch.rand(3).tolist()
+        return [random.gauss(0, 1), random.random(), *numpy.random.normal(size=3).tolist(), *torch.randn(3).tolist(), *tracked]
+
+    run = runs.Run(runs.store(place), layouts)
+    random.gauss(0, 1)
+    numpy.random.normal()
+    run.save()
+    first = draw()
+    run.load()
+    return first, draw()
+
+
+# ------------------------------------------------------------------------------------------------------------------ layouts
+
+
+def reshard(critic, dtype, distributed):
+    """Through a chain of layouts and back: weights against an oracle on each hop, optimizer bit for bit at the end."""
+    chain = ("pp2", "dp2", "tp2", "pp2") if critic else ("tp2", "pp2", "dp2", "tp2")
+
+    def case(layouts, place):
+        options = dict(critic=critic, dtype=dtype, distributed=distributed, tied=not critic)
+        first = runs.engine(layouts[chain[0]], **options)
+        for step in range(2):
+            with first.train_mode():
+                first.optimizer_zero_grad()
+                first.forward_backward(runs.batch(step), lambda output, micro: runs.squares(1.0, output, micro), denominator=25.0)
+                first.lr_scheduler_step()
+                first.optimizer_step()
+        wanted, wrong, current = whole_weights(first, layouts[chain[0]]), [], first
+        for hop, layout in enumerate(chain[1:]):
+            kept = runs.store(place / str(hop))
+            kept.save(1, {"model": current}, {}, runs.FACTS)
+            current = runs.engine(layouts[layout], seed=9, **options)
+            kept.load({"model": current}, {}, runs.FACTS)
+            found = whole_weights(current, layouts[layout])
+            wrong += [f"{layout} {name}" for name in wanted if not torch.equal(wanted[name], found[name])]
+        return {"weights": wrong, "tensors": len(wanted), "state": differing(runs.engine_digest(first), runs.engine_digest(current))}
+
+    return case
+
+
+def whole_weights(engine, groups):
+    """Hugging Face tensors assembled from all ranks' pieces."""
+    from megappo.models.families import hf_tensors, megatron_pieces
+    from megappo.models.pieces import as_2d
+
+    model, layout, at = engine.model, groups.layout, groups.coordinates
+    mine = {name: parameter.detach().float() for name, parameter in model.named_parameters()}
+    pieces = megatron_pieces(model.arch, layout.tp, layout.pp, at.tp, at.pp, hasattr(model, "value_head") or is_critic(engine))
+    held = [
+        (piece.hf, piece.box, as_2d(mine[piece.local])[piece.row : piece.row + piece.box.rows, piece.col : piece.col + piece.box.cols].clone())
+        for piece in pieces
+    ]
+    whole = {name: torch.full(shape, torch.nan) for name, shape in hf_tensors(model.arch, is_critic(engine)).items()}
+    for theirs in runs.gathered(held):
+        for name, box, values in theirs:
+            as_2d(whole[name])[box.r0 : box.r1, box.c0 : box.c1] = values
+    whole = {name: tensor for name, tensor in whole.items() if not tensor.isnan().all()}
+    assert not any(tensor.isnan().any() for tensor in whole.values())
+    return whole
+
+
+def is_critic(engine):
+    return engine.name == "critic"
+
+
+def other_architecture(layouts, place):
+    """Symmetric on all ranks: both get the ValueError."""
+    kept = runs.store(place)
+    kept.save(1, {"model": runs.engine(layouts["tp2"], critic=False, num_layers=2)}, {}, runs.FACTS)
+    return message(ValueError, lambda: kept.load({"model": runs.engine(layouts["tp2"], critic=False)}, {}, runs.FACTS))
+
+
+def read_by_megatron(layouts, place):
+    """The directory is an ordinary Megatron-core checkpoint: its own loader reads it."""
+    from megatron.core import dist_checkpointing
+
+    kept, engine = runs.store(place), runs.engine(layouts["tp2"], critic=False, dtype=torch.bfloat16)
+    saved = kept.save(1, {"policy": engine}, {}, runs.FACTS)
+    other = runs.engine(layouts["tp2"], critic=False, dtype=torch.bfloat16, seed=3)
+    other.load_state(dist_checkpointing.load(other.state_to_load(with_optimizer=True), str(saved / "megatron" / "policy")))
+    return differing(runs.engine_digest(engine), runs.engine_digest(other))
+
+
+# ------------------------------------------------------------------------------------------------------------------ damage
+
+
+class Policy:
+    """One engine and one component: enough for the cases about files."""
+
+    def __init__(self, layouts, place, seed=0, **options):
+        self.store = runs.store(place, **options)
+        self.engines = {"policy": runs.engine(layouts["tp2"], critic=False, seed=seed)}
+        self.components = {"trainer": runs.Counter()}
+
+    def save(self, step, facts=runs.FACTS):
+        self.components["trainer"].count = step
+        with torch.no_grad():
+            for parameter in self.engines["policy"].model.parameters():
+                parameter.add_(step)
+        return self.store.save(step, self.engines, self.components, facts)
+
+    def load(self, facts=runs.FACTS):
+        return self.store.load(self.engines, self.components, facts)
+
+    def at(self, place):
+        self.store = runs.store(place)
+        return self
+
+
+def message(kind, action):
+    """Text of the exception, None where there is none."""
+    try:
+        action()
+    except kind as error:
+        return str(error)
+    return None
+
+
+def on_one_rank(action):
+    if dist.get_rank() == 0:
+        action()
+    dist.barrier()
+
+
+def damage(path, how):
+    if how == "delete":
+        return path.unlink()
+    content = bytearray(path.read_bytes())
+    if how == "bit flip":
+        content[len(content) // 2] ^= 1
+    elif how == "truncate":
+        del content[len(content) * 2 // 3 :]
+    else:
+        content[len(content) // 2 :] = bytes(len(content) - len(content) // 2)
+    path.write_bytes(content)
+
+
+def corruption(layouts, place):
+    """(file, damage) -> (step that was loaded, state is that step's, damaged one set aside, opened before verification)"""
+    policy = Policy(layouts, place / "pristine")
+    policy.save(1)
+    older = runs.engine_digest(policy.engines["policy"])
+    policy.save(2)
+    opened, results = [], {}
+    unwatched = store_module.load_sharded
+
+    def watched(state, directory):
+        opened.append(directory.parts[-3])
+        return unwatched(state, directory)
+
+    store_module.load_sharded = watched
+    for file in FILES:
+        for how in DAMAGES:
+            scratch = place / f"{file.replace('/', '-')} {how}"
+            on_one_rank(lambda: shutil.copytree(place / "pristine", scratch))
+            on_one_rank(lambda: damage(scratch / "step-2" / file, how))
+            opened.clear()
+            step = policy.at(scratch).load()
+            digest = runs.engine_digest(policy.engines["policy"])
+            results[file, how] = (step, differing(older, digest)[:-1], (scratch / "bad-step-2").is_dir(), sorted(set(opened)))
+            on_one_rank(lambda: shutil.rmtree(scratch))
+    store_module.load_sharded = unwatched
+    return results
+
+
+def corruption_without_hashes(layouts, place):
+    """Negative control: with sizes only, a flipped bit in a weight is loaded without a word."""
+    policy = Policy(layouts, place)
+    policy.save(1)
+    policy.save(2)
+    before = runs.engine_digest(policy.engines["policy"])
+    on_one_rank(lambda: flip_a_weight(place / "step-2/megatron/policy/__0_0.distcp"))
+    checked = store_module.find_wrong_content
+    store_module.find_wrong_content = lambda *_: None
+    step = policy.load()
+    store_module.find_wrong_content = checked
+    return step, differing(before, runs.engine_digest(policy.engines["policy"]))
+
+
+def flip_a_weight(path):
+    """Change one bit of the largest run of tensor bytes: the middle of the file may be padding or an archive header."""
+    from megappo.checkpoint.safe_load import load_index
+
+    index = load_index(path.with_name(".metadata").read_bytes())
+    places = [(place.length, place.offset) for place in index.storage_data.values() if place.relative_path == path.name]
+    length, offset = max(places)
+    content = bytearray(path.read_bytes())
+    content[offset + length // 2] ^= 1
+    path.write_bytes(content)
+
+
+def none_valid(layouts, place):
+    policy = Policy(layouts, place)
+    empty = message(ValueError, policy.load)
+    policy.save(1)
+    on_one_rank(lambda: damage(place / "step-1/state.json", "truncate"))
+    return empty, message(ValueError, policy.load)
+
+
+def leftovers(layouts, place):
+    """A process was killed while it wrote step 2."""
+    policy = Policy(layouts, place)
+    policy.save(1)
+    left = place / ".tmp-step-2.deadbeef"
+    on_one_rank(lambda: shutil.copytree(place / "step-1", left))
+    latest = policy.store.latest_step()
+    step = policy.load()
+    after_load = left.exists()
+    dist.barrier()
+    on_one_rank(lambda: shutil.copytree(place / "step-1", left))
+    policy.save(2)
+    return {"latest": latest, "step": step, "after load": after_load, "entries": sorted(path.name for path in place.iterdir())}
+
+
+# ------------------------------------------------------------------------------------------------------------------ hostile
+
+
+class Attack:
+    """Unpickled, it creates a file."""
+
+    def __init__(self, marker):
+        self.marker = marker
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.marker),)
+
+
+def hostile(layouts, place):
+    """kind -> (message of the refusal, what the attack made). The manifest is rewritten to match: whoever writes files can do that."""
+    policy = Policy(layouts, place / "pristine")
+    policy.save(1)
+    results = {}
+    for kind, write in {"index": hostile_index, "common": hostile_common, "object": hostile_object}.items():
+        scratch, marker = place / kind, place / f"{kind} was run"
+        on_one_rank(lambda: shutil.copytree(place / "pristine", scratch))
+        on_one_rank(lambda: write(scratch / "step-1/megatron/policy", marker))
+        on_one_rank(lambda: rewrite_manifest(scratch / "step-1"))
+        results[kind] = (message(ValueError, policy.at(scratch).load), marker.exists())
+        dist.barrier()
+    return results
+
+
+def hostile_index(directory, marker):
+    (directory / ".metadata").write_bytes(pickle.dumps(Attack(marker)))
+
+
+def hostile_common(directory, marker):
+    torch.save({"optimizer": Attack(marker)}, directory / "common.pt")
+
+
+def hostile_object(directory, marker):
+    """Replace the bytes of a layer's extra state, which torch's own planner unpickles."""
+    from megappo.checkpoint.safe_load import load_index
+
+    index = load_index((directory / ".metadata").read_bytes())
+    target = next(place for entry, place in index.storage_data.items() if "_extra_state" in entry.fqn)
+    buffer = io.BytesIO()
+    torch.save([Attack(marker)], buffer)
+    shards = directory / target.relative_path
+    offset, target.offset, target.length = target.offset, shards.stat().st_size, len(buffer.getvalue())
+    assert offset != target.offset
+    with shards.open("ab") as file:
+        file.write(buffer.getvalue())
+    (directory / ".metadata").write_bytes(pickle.dumps(index))
+
+
+def rewrite_manifest(directory):
+    manifest = read_manifest(directory)
+    files = {name: fingerprint_file(directory / name) for name in list_files(directory)}
+    write_manifest(directory, Manifest(manifest.step, manifest.world_size, manifest.model_only, manifest.facts, files))
+
+
+# ------------------------------------------------------------------------------------------------------------------ failed saves
+
+
+def failed_saves(layouts, place):
+    """fault -> (message, entries afterwards, the earlier checkpoint is untouched)"""
+    policy = Policy(layouts, place)
+    policy.save(1)
+    before = {name: fingerprint_file(place / "step-1" / name) for name in [*list_files(place / "step-1"), MANIFEST]}
+    results = {}
+    for fault, broken in {
+        "shard on rank 1": lambda: limited(1, 100_000),
+        "common.pt on rank 0": lambda: limited(0, 500),
+        "state is not plain": lambda: spoiled(policy, {"tensor": torch.zeros(1)}),
+        "state is not finite": lambda: spoiled(policy, {"kl": float("nan")}),
+        "state has tuples": lambda: spoiled(policy, {"pair": (1, 2)}),
+        "state differs by rank": lambda: spoiled(policy, {"rank": dist.get_rank()}),
+    }.items():
+        repair = broken()
+        text = message(SaveFailed, lambda: policy.save(2))
+        repair()
+        after = {name: fingerprint_file(place / "step-1" / name) for name in before}
+        results[fault] = (text, sorted(path.name for path in place.iterdir()), before == after)
+        dist.barrier()
+    results["exists"] = message(SaveFailed, lambda: policy.save(1))
+    policy.save(3)
+    results["afterwards"] = policy.load()
+    return results
+
+
+def limited(rank, size):
+    """The disk of one rank is full after `size` bytes of any file."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if dist.get_rank() == rank:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def spoiled(policy, state):
+    policy.components["trainer"].state_dict = lambda: state
+
+    def repair():
+        del policy.components["trainer"].state_dict
+
+    return repair
+
+
+def only_model(layouts, place):
+    policy = Policy(layouts, place / "weights", save_only_model=True)
+    saved = policy.save(1)
+    whole = Policy(layouts, place / "all").save(1)
+    return {
+        "bytes": (read_manifest(saved).total_bytes, read_manifest(whole).total_bytes), "files": list_files(saved),
+        "message": message(ValueError, policy.load), "latest": policy.store.latest_step(),
+    }  # fmt: skip
+
+
+def facts(layouts, place):
+    policy = Policy(layouts, place)
+    policy.save(1)
+    moved = {**runs.FACTS, "reference": {"path": "elsewhere", "sha256": "abc"}, "config": "changed", "layouts": {}}
+    return {
+        "moved": policy.load(moved),
+        "reference": message(ValueError, lambda: policy.load({**runs.FACTS, "reference": {"path": "a/model", "sha256": "xyz"}})),
+        "tokenizer": message(ValueError, lambda: policy.load({**runs.FACTS, "tokenizer": "xyz"})),
+        "components": message(ValueError, lambda: policy.store.load(policy.engines, {}, runs.FACTS)),
+        "saved": json.loads((place / "step-1" / MANIFEST).read_text())["facts"],
+    }
+
+
+def retention(layouts, place):
+    policy = Policy(layouts, place, keep_last=2)
+    seen = []
+    for step in (8, 9, 10, 11):
+        policy.save(step)
+        seen.append(sorted(path.name for path in place.iterdir()))
+        dist.barrier()
+    return seen, (place / "LATEST").read_text()
+
+
+CASES = {
+    **{f"resume {name}": resume(options) for name, options in VARIANTS.items()},
+    "resume without optimizer": resume_without("optimizer"),
+    "resume without rng": resume_without("rng"),
+    "resume before the first update": resume_before_the_first_update,
+    "generators": generators,
+    **{
+        f"reshard {role} {name} {optimizer}": reshard(role == "critic", dtype, optimizer == "distributed")
+        for role in ("policy", "critic")
+        for name, dtype, optimizer in (("bf16", torch.bfloat16, "distributed"), ("fp32", torch.float32, "plain"))
+    },
+    "other architecture": other_architecture,
+    "read by Megatron": read_by_megatron,
+    "corruption": corruption,
+    "corruption without hashes": corruption_without_hashes,
+    "none valid": none_valid,
+    "leftovers": leftovers,
+    "hostile": hostile,
+    "failed saves": failed_saves,
+    "only model": only_model,
+    "facts": facts,
+    "retention": retention,
+}
