@@ -49,7 +49,7 @@ class Fill(NamedTuple):
 
 @dataclass(frozen=True)
 class Destination:
-    """One engine rank's parameters: the pieces to receive, the constants to set, shapes, and the order in which modules are loaded."""
+    """One engine rank's parameters: pieces to receive, constants to set, shapes, and the order in which modules are loaded."""
 
     pieces: tuple[Piece, ...]
     fills: tuple[Fill, ...]
@@ -61,7 +61,8 @@ class Destination:
         """Raises ValueError unless pieces and fills cover every parameter exactly once."""
         parts: dict[tuple[str, int], list[Box]] = defaultdict(list)
         for piece in self.pieces:
-            parts[piece.local, piece.slot].append(Box(piece.row, piece.row + piece.box.rows, piece.col, piece.col + piece.box.cols))
+            place = Box(piece.row, piece.row + piece.box.rows, piece.col, piece.col + piece.box.cols)
+            parts[piece.local, piece.slot].append(place)
         for fill in self.fills:
             parts[fill.target, fill.slot].append(fill.box)
         for name, shape in self.shapes.items():
@@ -78,8 +79,8 @@ class WeightReceiver(Protocol):
     def session(self, moves: Sequence[Move], inspect: Inspect | None) -> ContextManager[Land]:
         """Opens the engine for exactly these moves; the body hands each over as (move, [rows, cols] tensor of any float dtype).
 
-        `inspect(name, tensor)` sees every parameter once complete, in loader format. Raises RuntimeError at the end when a move is
-        missing. After any error the engine's weights are undefined."""
+        `inspect(name, tensor)` sees every parameter once complete, in loader format. Raises RuntimeError at the end when a move
+        is missing. After any error the engine's weights are undefined."""
 
 
 def rectangle(tensor: Tensor, slot: int, row: int, col: int, rows: int, cols: int) -> Tensor:

@@ -1,8 +1,9 @@
 """Which rectangle goes from which rank to which rank: the static plan of a weight transfer.
 
-Both sides describe what they hold (sources) or want (destinations) as pieces of Hugging Face tensors; the plan is the intersection of
-the boxes, with one sender chosen among the replicas. A pure function of the two layouts, so every rank computes the same plan and only
-a digest has to be compared. Executing it is `transfer.py`; where the pieces come from is `models/families.py` and `vllm_layout.py`.
+Both sides describe what they hold (sources) or want (destinations) as pieces of Hugging Face tensors; the plan is the
+intersection of the boxes, with one sender chosen among the replicas. A pure function of the two layouts, so every rank computes
+the same plan and only a digest has to be compared. Executing it is `transfer.py`; where the pieces come from is
+`models/families.py` and `vllm_layout.py`.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from megappo.models.pieces import Box, Piece
 
 
 class Move(NamedTuple):
-    """A rectangle of `rows` x `cols` elements of HF tensor `hf`, from (s_row, s_col) of rank `src`'s tensor `source` to (d_row, d_col)
-    of rank `dst`'s tensor `target`. `s_slot` and `d_slot` are the leading index where the tensor is 3-D."""
+    """A rectangle of `rows` x `cols` elements of HF tensor `hf`, from (s_row, s_col) of rank `src`'s tensor `source` to (d_row,
+    d_col) of rank `dst`'s tensor `target`. `s_slot` and `d_slot` are the leading index where the tensor is 3-D."""
 
     src: int
     dst: int
@@ -49,8 +50,8 @@ def make_plan(
     """Moves that fill every destination piece exactly once, ordered by destination rank and piece.
 
     sources, destinations: pieces per rank of one world. itemsize: bytes of an element on the wire; loads are balanced in bytes.
-    Among ranks that hold the same box the destination itself is taken, else a rank of its node, else the one that sends least so far
-    (lowest rank on a tie). Raises ValueError where the sources do not cover a destination piece exactly, with the names.
+    Among ranks that hold the same box the destination itself is taken, else a rank of its node, else the one that sends least
+    so far (lowest rank on a tie). Raises ValueError where the sources do not cover a destination piece exactly, with the names.
     """
     held = _holders(sources)
     sent: dict[int, int] = defaultdict(int)

@@ -1,7 +1,7 @@
 """Brings the policy's weights into the rollout engine, version by version.
 
-Ties the parts together: layouts -> plan (once) -> transfer -> verification -> engine. Every method is collective over the group. The
-trainer hands in its parameters as a callable because they may be offloaded, reallocated or re-cast between pushes.
+Ties the parts together: layouts -> plan (once) -> transfer -> verification -> engine. Every method is collective over the
+group. The trainer hands in its parameters as a callable because they may be offloaded, reallocated or re-cast between pushes.
 """
 
 from __future__ import annotations
@@ -42,8 +42,9 @@ class BridgedEngine(Protocol):
 class WeightSync:
     """Pushes the policy, laid out as `layout`, into `engine`.
 
-    named_params: this rank's parameters by the local names of `megatron_pieces`. group: the ranks of the layout in order (default:
-    the world). The plan is built here; raises ValueError when it cannot be and RuntimeError when the ranks disagree on it.
+    named_params: this rank's parameters by the local names of `megatron_pieces`. group: the ranks of the layout in order
+    (default: the world). The plan is built here; raises ValueError when it cannot be and RuntimeError when the ranks disagree
+    on it.
     """
 
     def __init__(
@@ -109,8 +110,9 @@ class WeightSync:
     def push(self, version: int, verify: bool = True) -> dict[str, float]:
         """Bring the present weights into the engine as `version`. verify: compare checksums of every engine parameter.
 
-        Returns bytes_sent, bytes_received and bytes_local of this rank, seconds, verified (0 or 1) and version. Raises RuntimeError
-        on all ranks, naming rank and tensor, when a parameter is missing here or arrived different; the engine then refuses to work.
+        Returns bytes_sent, bytes_received and bytes_local of this rank, seconds, verified (0 or 1) and version. Raises
+        RuntimeError on all ranks, naming rank and tensor, when a parameter is missing here or arrived different; the engine
+        then refuses to work.
         """
         started = time.perf_counter()
         tensors = self._named_params()
@@ -150,7 +152,8 @@ class WeightSync:
                 continue
             rows, cols = (*tensor.shape[-2:], 1)[:2] if tensor.dim() > 1 else (tensor.shape[0], 1)
             if move.s_row + move.rows > rows or move.s_col + move.cols > cols:
-                problems.append(f"rank {self._rank}: {move.source} of shape {tuple(tensor.shape)} is too small for its part of {move.hf}")
+                shape = tuple(tensor.shape)
+                problems.append(f"rank {self._rank}: {move.source} of shape {shape} is too small for its part of {move.hf}")
         return problems
 
 

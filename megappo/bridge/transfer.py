@@ -1,8 +1,8 @@
 """Carries out a plan: pack -> all_to_all -> hand over, bucket by bucket.
 
-Works on the trainer's parameters as they are (any float dtype; the wire has the engine's) and hands rectangles to a receiver, which
-knows how to put them into an engine. gloo on CPU tensors, NCCL on CUDA tensors; nothing else differs. Rectangles whose sender and
-receiver are the same rank are handed over as views of the parameters and never reach a buffer.
+Works on the trainer's parameters as they are (any float dtype; the wire has the engine's) and hands rectangles to a receiver,
+which knows how to put them into an engine. gloo on CPU tensors, NCCL on CUDA tensors; nothing else differs. Rectangles whose
+sender and receiver are the same rank are handed over as views of the parameters and never reach a buffer.
 """
 
 from __future__ import annotations
@@ -58,8 +58,14 @@ class _InFlight(NamedTuple):
     work: dist.Work | None
 
 
-def transfer(rounds: Sequence[Round], tensors: Tensors, land: Land, dtype: torch.dtype, device: torch.device,
-             group: dist.ProcessGroup | None = None) -> Traffic:
+def transfer(
+    rounds: Sequence[Round],
+    tensors: Tensors,
+    land: Land,
+    dtype: torch.dtype,
+    device: torch.device,
+    group: dist.ProcessGroup | None = None,
+) -> Traffic:
     """Collective: run all rounds. Packing of a round overlaps the wire of the round before it; two rounds are in memory at most.
 
     tensors: this rank's parameters by local name. land(move, [rows, cols]): takes one rectangle; it must copy before it returns.
@@ -87,7 +93,9 @@ def _source_view(move: Move, tensors: Tensors) -> Tensor:
     return rectangle(tensors[move.source].detach(), move.s_slot, move.s_row, move.s_col, move.rows, move.cols)
 
 
-def _start(current: Round, tensors: Tensors, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup | None) -> _InFlight:
+def _start(
+    current: Round, tensors: Tensors, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup | None
+) -> _InFlight:
     send_counts = [_numel(moves) for moves in current.outgoing]
     receive_counts = [_numel(moves) for moves in current.incoming]
     packed = torch.empty(sum(send_counts), dtype=dtype, device=device)

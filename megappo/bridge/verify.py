@@ -1,10 +1,10 @@
 """Proof that what arrived is what was sent: a checksum that senders and receivers compute independently.
 
-For one destination parameter the checksum is  sum_i bits(x_i) * w(i)  mod 2^64, where i is the element's flat index in the destination
-parameter and w(i) an odd hash of it. It is additive, so each sender contributes its rectangles and the receiver sums the whole
-parameter in loader format, padding included. As w(i) is odd, no single changed element keeps the sum; as w depends on i, neither does
-data that landed in the wrong place. It does not see a plan that names the wrong tensor (the plan proves its coverage itself), nor
-what vLLM's kernels make of the parameter afterwards.
+For one destination parameter the checksum is  sum_i bits(x_i) * w(i)  mod 2^64, where i is the element's flat index in the
+destination parameter and w(i) an odd hash of it. It is additive, so each sender contributes its rectangles and the receiver
+sums the whole parameter in loader format, padding included. As w(i) is odd, no single changed element keeps the sum; as w
+depends on i, neither does data that landed in the wrong place. It does not see a plan that names the wrong tensor (the plan
+proves its coverage itself), nor what vLLM's kernels make of the parameter afterwards.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Asks vLLM where every element of a checkpoint goes, by watching its own loader.
 
-`model.load_weights` runs once on meta tensors while every copy into a parameter is recorded and none is carried out. Fused qkv and
-gate/up, replicated KV heads, vocabulary padding and tensor parallelism come out of vLLM's code instead of a table of ours. Nothing is
-moved and the live weights are left as they were.
+`model.load_weights` runs once on meta tensors while every copy into a parameter is recorded and none is carried out. Fused qkv
+and gate/up, replicated KV heads, vocabulary padding and tensor parallelism come out of vLLM's code instead of a table of ours.
+Nothing is moved and the live weights are left as they were.
 """
 
 from __future__ import annotations
@@ -64,10 +64,11 @@ class _LoaderRecorder(TorchDispatchMode):
     def _record_copy(self, region: _Region, source: Tensor) -> None:
         name = self.sources.get(_storage(source))
         if name is None:
-            raise ValueError(f"vLLM's loader copies a computed tensor into {region.name}: not a pure slice of a checkpoint tensor, so "
-                             "the bridge cannot plan it")
+            raise ValueError(f"vLLM's loader copies a computed tensor into {region.name}: not a pure slice of a checkpoint "
+                             "tensor, so the bridge cannot plan it")
         if tuple(source.shape) != region.size:
-            raise ValueError(f"vLLM's loader broadcasts {name} {tuple(source.shape)} into {region.name} {region.size}: not a pure slice")
+            raise ValueError(f"vLLM's loader broadcasts {name} {tuple(source.shape)} into {region.name} {region.size}: "
+                             "not a pure slice")
         self.copies.append((_Region.of(name, source), region))
 
 
@@ -90,7 +91,8 @@ def _rectangle(region: _Region, shape: Shape) -> tuple[int, Box]:
     else:
         raise ValueError(f"{region.name}: a region of {len(size)} dimensions {size} is not a rectangle")
     if (rows > 1 and row_stride != shape.cols) or (cols > 1 and col_stride != 1):
-        raise ValueError(f"{region.name}: the region {size} with strides {stride} is transposed or strided, not a rectangle of {shape}")
+        raise ValueError(f"{region.name}: the region {size} with strides {stride} is transposed or strided, "
+                         f"not a rectangle of {shape}")
     slot, rest = divmod(region.offset, shape.rows * shape.cols)
     row, col = divmod(rest, shape.cols)
     box = Box(row, row + rows, col, col + cols)
@@ -125,8 +127,8 @@ def _loader_format(model: torch.nn.Module, api: ReloadApi) -> Iterator[None]:
 def bake(model: torch.nn.Module, api: ReloadApi, tensors: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> Destination:
     """This worker's parameters as pieces of the checkpoint tensors `tensors` (name -> shape).
 
-    dtype: the engine's. Call inside vLLM's `set_current_vllm_config`. Raises ValueError naming the tensor for a loader that computes,
-    for a parameter the checkpoint does not fill, and for one of another dtype.
+    dtype: the engine's. Call inside vLLM's `set_current_vllm_config`. Raises ValueError naming the tensor for a loader that
+    computes, for a parameter the checkpoint does not fill, and for one of another dtype.
     """
     order = [name for name, _ in model.named_modules()]
     parameter_names = {name for name, _ in model.named_parameters()}
@@ -153,7 +155,7 @@ def bake(model: torch.nn.Module, api: ReloadApi, tensors: Mapping[str, tuple[int
             slot, box = _rectangle(region, shapes[region.name])
             fills.append(Fill(region.name, slot, box, value))
     destination = Destination(
-        pieces=tuple(_piece(source, target, sources, shapes) for source, target in recorder.copies),
+        pieces=tuple(_piece(source, target, sources, shapes) for source, target in recorder.copies if 0 not in source.size),
         fills=tuple(fills),
         shapes=shapes,
         modules=tuple(order),
@@ -169,6 +171,7 @@ def _check_parameters(watched: Mapping[str, Tensor], filled: set[str], parameter
         raise ValueError(f"vLLM's parameter {missing[0]} is filled by no tensor of the policy ({len(missing)} in all)")
     for name in sorted(filled):
         if watched[name].dtype != dtype:
-            raise ValueError(f"vLLM keeps {name} in {watched[name].dtype}, the rest of the model in {dtype}: the bridge sends one dtype")
+            raise ValueError(f"vLLM keeps {name} in {watched[name].dtype}, the rest of the model in {dtype}: "
+                             "the bridge sends one dtype")
         if not watched[name].is_contiguous():
             raise ValueError(f"vLLM's parameter {name} {tuple(watched[name].shape)} is not contiguous in loader format")

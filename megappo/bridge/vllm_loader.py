@@ -1,8 +1,8 @@
 """Puts rectangles of a plan into a live vLLM model, module by module.
 
-A module's parameters return to loader format with its first rectangle; with its last one vLLM's own processing packs them for its kernels
-and copies them into the storage that the engine (and its CUDA graphs) uses. So packed CPU weights and quantised layers need nothing
-special here. What goes where was recorded by `vllm_layout.py`.
+A module's parameters return to loader format with its first rectangle; with its last one vLLM's own processing packs them for
+its kernels and copies them into the storage that the engine (and its CUDA graphs) uses. So packed CPU weights and quantised
+layers need nothing special here. What goes where was recorded by `vllm_layout.py`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class VllmReceiver:
             self._destination = bake(self._model, self._api, tensors, self._dtype)
         for name in self._destination.shapes:
             if self._api.is_deferred(self._modules[module_of(name)]):
-                raise ValueError(f"vLLM loads {name} into an attention layer after all others; the bridge does not transfer such scales")
+                raise ValueError(f"vLLM loads {name} into an attention layer after all others; "
+                                 "the bridge does not transfer such scales")
         return self._destination
 
     @contextlib.contextmanager
@@ -47,10 +48,10 @@ class VllmReceiver:
         assert self._destination is not None, "describe() comes before the first session"
         with self._vllm_config(), torch.no_grad():
             self._api.initialize(self._model)
-            landing = _Landing(self, moves, self._destination.fills, inspect)
+            landing = _Landing(self, moves, self._destination, inspect)
             yield landing.land
             landing.check_finished()
-            self._restore_untouched({module_of(move.target) for move in moves})
+            self._restore_untouched({module_of(name) for name in self._destination.shapes})
             self._api.finalize(self._model, self._worker.model_config)
 
     def open_module(self, name: str, fills: Sequence[Fill]) -> None:
@@ -75,10 +76,11 @@ class VllmReceiver:
         self._api.process(layer, self._api.info(layer))
 
     def _restore_untouched(self, landed: set[str]) -> None:
-        """Give the modules that received nothing their live tensors back, and let those that share a parameter with one that did see it.
+        """Give the modules that received nothing their live tensors back, and let those that share a parameter with one that
+        did see it.
 
-        Rotary tables belong here (vLLM would warn about each that nothing was loaded), and tied output layers: on a CPU they multiply
-        with a packed copy of the embedding, which vLLM 0.32 does not renew in a reload.
+        Rotary tables belong here (vLLM would warn about each that nothing was loaded), and tied output layers: on a CPU they
+        multiply with a packed copy of the embedding, which vLLM 0.32 does not renew in a reload.
         """
         untouched = []
         for layer in self._modules.values():
@@ -101,35 +103,46 @@ class VllmReceiver:
 class _Landing:
     """State of one session: which modules are open and how many rectangles each still expects."""
 
-    def __init__(self, receiver: VllmReceiver, moves: Sequence[Move], fills: Sequence[Fill], inspect: Inspect | None) -> None:
+    def __init__(self, receiver: VllmReceiver, moves: Sequence[Move], destination: Destination, inspect: Inspect | None) -> None:
         self._receiver = receiver
+        self._inspect = inspect
         self._expected = Counter(module_of(move.target) for move in moves)
-        self._targets: dict[str, list[str]] = defaultdict(list)
-        for target in dict.fromkeys(move.target for move in moves):
-            self._targets[module_of(target)].append(target)
+        self._parameters: dict[str, list[str]] = defaultdict(list)
+        for name in destination.shapes:
+            self._parameters[module_of(name)].append(name)
         self._fills: dict[str, list[Fill]] = defaultdict(list)
-        for fill in fills:
+        for fill in destination.fills:
             self._fills[module_of(fill.target)].append(fill)
         self._open: dict[str, dict[str, Tensor]] = {}
-        self._inspect = inspect
+        for module in self._parameters:  # a rank whose part of the vocabulary is all padding receives nothing
+            if not self._expected[module]:
+                self._begin(module)
+                self._end(module)
 
     def land(self, move: Move, values: Tensor) -> None:
         module = module_of(move.target)
         if module not in self._open:
-            self._receiver.open_module(module, self._fills[module])
-            self._open[module] = {target: self._receiver.parameter(target) for target in self._targets[module]}
+            self._begin(module)
         target = self._open[module][move.target]
         rectangle(target, move.d_slot, move.d_row, move.d_col, move.rows, move.cols).copy_(values)
         self._expected[module] -= 1
         if self._expected[module] == 0:
-            if self._inspect is not None:
-                for name, tensor in self._open[module].items():
-                    self._inspect(name, tensor)
-            self._receiver.close_module(module)
-            del self._open[module]
+            self._end(module)
+
+    def _begin(self, module: str) -> None:
+        self._receiver.open_module(module, self._fills[module])
+        self._open[module] = {name: self._receiver.parameter(name) for name in self._parameters[module]}
+
+    def _end(self, module: str) -> None:
+        if self._inspect is not None:
+            for name, tensor in self._open[module].items():
+                self._inspect(name, tensor)
+        self._receiver.close_module(module)
+        del self._open[module]
 
     def check_finished(self) -> None:
         missing = {module: count for module, count in self._expected.items() if count}
         if missing:
             module, count = next(iter(missing.items()))
-            raise RuntimeError(f"weight transfer ended with {count} rectangles of {module} missing ({len(missing)} modules incomplete)")
+            raise RuntimeError(f"weight transfer ended with {count} rectangles of {module} missing "
+                               f"({len(missing)} modules incomplete)")

@@ -1,8 +1,9 @@
 """The private part of vLLM that the bridge stands on, in one place.
 
-vLLM reloads weights layer by layer (`model_executor/model_loader/reload`): a layer's parameters return to the format the checkpoint
-loader fills, are filled, processed by the layer's kernel (packed, quantised) and copied into the storage the engine runs on. The bridge
-uses those steps one by one. They are not public; `reload_api` refuses a vLLM in which they changed instead of loading garbage.
+vLLM reloads weights layer by layer (`model_executor/model_loader/reload`): a layer's parameters return to the format the
+checkpoint loader fills, are filled, processed by the layer's kernel (packed, quantised) and copied into the storage the engine
+runs on. The bridge uses those steps one by one. They are not public; `reload_api` refuses a vLLM in which they changed instead
+of loading garbage.
 """
 
 from __future__ import annotations

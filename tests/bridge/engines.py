@@ -1,7 +1,8 @@
 """An engine to aim plans at, written twice: as tensors cut out of the checkpoint with cat and narrow, and as pieces.
 
-The tensor form follows vLLM's documentation of its parallel layers (column parallel rows, row parallel columns, KV heads replicated when
-there are fewer than ranks, vocabulary padded to a multiple of 64) and shares no code with the bridge; it is the oracle.
+The tensor form follows vLLM's documentation of its parallel layers (column parallel rows, row parallel columns, KV heads
+replicated when there are fewer than ranks, vocabulary padded to a multiple of 64) and shares no code with the bridge; it is the
+oracle.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ def engine_tensors(arch: ModelArch, checkpoint: dict[str, Tensor], tp: int, rank
         padding = -tensor.shape[0] % 64
         return rows(torch.cat([tensor, torch.zeros(padding, tensor.shape[1])]))
 
-    out = {"model.embed_tokens.weight": vocab(checkpoint["model.embed_tokens.weight"]), "model.norm.weight": checkpoint["model.norm.weight"]}
+    embedding, norm = "model.embed_tokens.weight", "model.norm.weight"
+    out = {embedding: vocab(checkpoint[embedding]), norm: checkpoint[norm]}
     if not arch.tied_embeddings:
         out["lm_head.weight"] = vocab(checkpoint["lm_head.weight"])
     for layer in range(arch.num_layers):

@@ -28,8 +28,8 @@ ARCHS = {
 }
 # (ranks, train tp, train pp), engine tp
 LAYOUTS = [
-    ((1, 1, 1), 1), ((2, 2, 1), 1), ((2, 2, 1), 2), ((2, 1, 2), 1), ((4, 2, 2), 2), ((4, 1, 4), 4), ((4, 4, 1), 2), ((8, 2, 2), 4),
-    ((8, 2, 2), 1), ((4, 1, 1), 4),
+    ((1, 1, 1), 1), ((2, 2, 1), 1), ((2, 2, 1), 2), ((2, 1, 2), 1), ((4, 2, 2), 2), ((4, 1, 4), 4), ((4, 4, 1), 2),
+    ((8, 2, 2), 4), ((8, 2, 2), 1), ((4, 1, 1), 4),
 ]
 CASES = [
     pytest.param(arch, layout, engine_tp, id=f"{name}-ranks{layout[0]}tp{layout[1]}pp{layout[2]}-to-tp{engine_tp}")
@@ -48,7 +48,8 @@ def carry_out(plan: list[Move], arch: ModelArch, layout: ParallelLayout, engine_
     """What the engines hold after the moves, done one by one on plain tensors."""
     ranks = range(layout.world_size)
     held = [policy_tensors(arch, layout, rank, checkpoint) for rank in ranks]
-    got = {r: {n: torch.zeros_like(t) for n, t in engine_tensors(arch, checkpoint, engine_tp, r % engine_tp).items()} for r in ranks}
+    wanted = {rank: engine_tensors(arch, checkpoint, engine_tp, rank % engine_tp) for rank in ranks}
+    got = {rank: {name: torch.zeros_like(tensor) for name, tensor in wanted[rank].items()} for rank in ranks}
     for m in plan:
         source, target = held[m.src][m.source], got[m.dst][m.target]
         if source.dim() == 1:
@@ -198,7 +199,10 @@ def test_buckets_hold_every_move_once_within_the_cap(cap):
             sent = 2 * sum(move.numel for move in bucket if move.src == rank != move.dst)
             received = 2 * sum(move.numel for move in bucket if move.dst == rank != move.src)
             assert max(sent, received) <= cap or len(names) == 1
-    assert len(buckets) == {1: len(set(seen)), 1 << 20: 1}.get(cap, len(buckets)) and (cap != 2000 or 1 < len(buckets) < len(seen))
+    if cap == 2000:
+        assert 1 < len(buckets) < len(seen)
+    else:
+        assert len(buckets) == {1: len(seen), 1 << 20: 1}[cap]
 
 
 def test_both_ends_of_a_round_agree():

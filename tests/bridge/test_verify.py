@@ -67,8 +67,10 @@ def test_one_flipped_bit_changes_the_sum(element, bit, seed):
     assert rectangle_sum(flipped, 0, 6) != before
 
 
-@pytest.mark.parametrize("moved", ["rows swapped", "shifted by one", "transposed halves"])
+@pytest.mark.parametrize("moved", ["rows swapped", "shifted by one", "halves swapped"])
 def test_the_same_values_elsewhere_change_the_sum(moved):
     values = torch.randn(8, 6, generator=torch.Generator().manual_seed(3))
-    order = {"rows swapped": [1, 0, *range(2, 8)], "shifted by one": [*range(1, 8), 0], "transposed halves": [4, 5, 6, 7, 0, 1, 2, 3]}
-    assert rectangle_sum(values[order[moved]], 0, 6) != rectangle_sum(values, 0, 6)
+    order = {
+        "rows swapped": [1, 0, *range(2, 8)], "shifted by one": [*range(1, 8), 0], "halves swapped": [*range(4, 8), *range(4)],
+    }[moved]
+    assert rectangle_sum(values[order], 0, 6) != rectangle_sum(values, 0, 6)

@@ -1,7 +1,7 @@
 """vLLM beside the trainer in the same ranks: weights through the bridge, tokens and log-probs against transformers.
 
-One world of two ranks runs every case (importing vLLM takes as long as all of them); the tests look at what it returned. transformers is
-the oracle throughout: it reads the checkpoints the policy's shards were cut from and scores vLLM's tokens.
+One world of two ranks runs every case (importing vLLM takes as long as all of them); the tests look at what it returned.
+transformers is the oracle throughout: it reads the checkpoints the policy's shards were cut from and scores vLLM's tokens.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ from ..worlds import spawn_world
 RANKS = 2
 TOLERANCE = 1e-4  # fp32; BRIDGE measured at most 3e-5 on peaky logits, a wrong slice gives 1e-1 and more
 GREEDY = SamplingParams(max_tokens=16, temperature=0.0)
-EOS = 130  # outside of what the tests sample unless they mean to
 
 # Positions of the long requests are past the original length, where YaRN and the scaling of the queries act.
 _MINISTRAL_ROPE = {
@@ -46,7 +45,8 @@ _MINISTRAL_ROPE = {
 CASES: dict[str, tuple[str, dict, int, tuple[tuple[int, int], ...]]] = {
     "llama to tp1 x 2": ("llama", dict(head_dim=32), 1, ((2, 1), (1, 2), (1, 1))),
     "llama to tp2": ("llama", dict(head_dim=32), 2, ((2, 1), (1, 2))),
-    "one kv head to tp2": ("llama", dict(head_dim=32, num_key_value_heads=1, num_attention_heads=4), 2, ((1, 2),)),
+    # vLLM pads 32 tokens to 64, so that rank 1 holds padding only
+    "one kv head and a small vocabulary to tp2": ("llama", dict(head_dim=32, num_key_value_heads=1, vocab_size=32), 2, ((1, 2),)),
     "qwen2 tied with biases to tp2": ("qwen2_tied", dict(hidden_size=128), 2, ((1, 2),)),
     "qwen3 to tp2": ("qwen3", dict(head_dim=32), 2, ((2, 1),)),
     "multimodal ministral3 to tp1 x 2": ("ministral3_tied", dict(head_dim=32, rope_parameters=_MINISTRAL_ROPE), 1, ((1, 2),)),
@@ -60,15 +60,15 @@ def load(path: str) -> torch.nn.Module:
     return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
 
 
-def requests_of(seed: int, count: int = 6, longest: int = 30) -> list[Request]:
+def requests_of(seed: int, count: int = 6, vocab: int = 131) -> list[Request]:
     rng = random.Random(seed)
-    return [Request(tuple(rng.randrange(3, 129) for _ in range(rng.randint(3, longest))), seed=i) for i in range(count)]
+    return [Request(tuple(rng.randrange(3, vocab) for _ in range(rng.randint(3, 30))), seed=i) for i in range(count)]
 
 
-def long_requests() -> list[Request]:
+def long_requests(vocab: int = 131) -> list[Request]:
     """Longer than vLLM's 128-token cache blocks, so that stale cached keys and values would be used."""
     rng = random.Random(9)
-    return [Request(tuple(rng.randrange(3, 129) for _ in range(170)), seed=i) for i in range(2)]
+    return [Request(tuple(rng.randrange(3, vocab) for _ in range(170)), seed=i) for i in range(2)]
 
 
 def distance(model: torch.nn.Module, requests: list[Request], responses: list[Response], temperature: float = 1.0) -> float:
@@ -95,7 +95,7 @@ def is_greedy(model: torch.nn.Module, requests: list[Request], responses: list[R
 
 def make_engine(path: str, tp: int, **changes: Any) -> VllmEngine:
     values = dict(
-        tp=tp, dtype=torch.float32, max_model_len=256, eos_token_ids=(EOS,), seed=0, device=torch.device("cpu"), max_num_seqs=16,
+        tp=tp, dtype=torch.float32, max_model_len=256, eos_token_ids=(), seed=0, device=torch.device("cpu"), max_num_seqs=16,
         kv_cache_gib=1 / 32,
     )
     return VllmEngine(path, **{**values, **changes})
@@ -117,7 +117,8 @@ def run_case(rank: int, folder: str, name: str) -> dict[str, Any]:
     _, _, engine_tp, layouts = CASES[name]
     old, new = (load(f"{folder}/{name}/{which}") for which in ("old", "new"))
     path = f"{folder}/{name}/{'multimodal' if name.startswith('multimodal') else 'old'}"
-    requests = requests_of(1) + long_requests()
+    vocab = read_arch(path).vocab_size
+    requests = requests_of(1, vocab=vocab) + long_requests(vocab)
     before = process_state()
     with contextlib.closing(make_engine(path, engine_tp)) as engine:
         built = process_state()
@@ -173,21 +174,26 @@ def run_sampling(engine: VllmEngine, model: torch.nn.Module) -> dict[str, Any]:
     nucleus = engine.generate(requests, SamplingParams(max_tokens=24, temperature=1.0, top_p=0.6))
     ending = drawn[0].tokens[5]
     stopped = engine.generate(requests, dataclasses.replace(warm, stop_token_ids=(ending,)))
+    engine._eos_token_ids = (ending,)
+    ended = engine.generate(requests, warm)
+    engine._eos_token_ids = ()
     engine._detokenize = lambda tokens: "".join(f"<{token}>" for token in tokens)
     word = f"{drawn[1].tokens[7] % 10}><{drawn[1].tokens[8]}>"
     worded = engine.generate(requests, dataclasses.replace(warm, stop=(word,)))
     engine._detokenize = None
     errors = {}
     for key, bad, how in (
-        ("long", [Request((5,) * 250, 0)], warm), ("empty", [Request((), 0)], warm), ("stop", requests, dataclasses.replace(warm, stop=("x",))),
+        ("long", [Request((5,) * 250, 0)], warm),
+        ("empty", [Request((), 0)], warm),
+        ("stop", requests, dataclasses.replace(warm, stop=("x",))),
     ):
         try:
             engine.generate(bad, how)
         except ValueError as error:
             errors[key] = str(error)
     return {
-        "requests": requests, "drawn": drawn, "again": again, "alone": alone, "reseeded": reseeded, "narrow": narrow, "nucleus": nucleus,
-        "stopped": (ending, stopped), "worded": (word, worded), "errors": errors, "distance": distance(model, requests, drawn, 0.8),
+        "drawn": drawn, "again": again, "alone": alone, "reseeded": reseeded, "stopped": (ending, stopped), "ended": ended,
+        "worded": (word, worded), "errors": errors, "distance": distance(model, requests, drawn, 0.8),
         "narrow_distance": truncated_distance(model, requests, narrow, 0.8, top_k=5),
         "nucleus_distance": truncated_distance(model, requests, nucleus, 1.0, top_p=0.6), "none": engine.generate([], warm),
     }
@@ -321,15 +327,19 @@ def run_tokenized(folder: str) -> dict[str, Any]:
             logits = model(input_ids=torch.tensor([request.prompt + response.tokens])).logits[0, len(request.prompt) - 1 : -1]
         chosen = torch.log_softmax(logits, -1).gather(1, torch.tensor(response.tokens)[:, None])[:, 0]
         differences.append((chosen - torch.tensor(response.logprobs)).abs())
-    return {"drawn": drawn, "stopped": stopped, "expected": expected, "metrics": metrics, "mean": float(torch.cat(differences).mean()),
-            "parameters": sum(tensor.numel() for tensor in model.state_dict().values())}
+    return {
+        "drawn": drawn, "stopped": stopped, "expected": expected, "metrics": metrics,
+        "mean": float(torch.cat(differences).mean()),
+        "parameters": sum(tensor.numel() for tensor in model.state_dict().values()),
+    }
 
 
 def process_state() -> dict[str, Any]:
     return {
         "torch random": torch.get_rng_state().sum().item(), "numpy random": numpy.random.get_state()[1].sum(),
         "python random": hash(random.getstate()), "environment": dict(os.environ), "set_num_threads": torch.set_num_threads,
-        "threads": torch.get_num_threads(), "events": (torch.Event, torch.cuda.Event, torch.cuda.Stream, torch.cuda.current_stream),
+        "events": (torch.Event, torch.cuda.Event, torch.cuda.Stream, torch.cuda.current_stream),
+        "threads": torch.get_num_threads(),
         "accelerator": (torch.accelerator.synchronize, torch.accelerator.empty_cache), "pin_memory": torch.Tensor.pin_memory,
         "record_stream": torch.Tensor.record_stream, "default dtype": torch.get_default_dtype(), "grad": torch.is_grad_enabled(),
     }
@@ -371,9 +381,14 @@ def write_multimodal(folder: Path, text: Path) -> None:
     config = json.loads((text / "config.json").read_text())
     tied = config.pop("tie_word_embeddings")
     config.pop("architectures")
-    vision = dict(model_type="pixtral", hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=32, patch_size=16)
-    whole = dict(architectures=["Mistral3ForConditionalGeneration"], model_type="mistral3", text_config=config, vision_config=vision,
-                 tie_word_embeddings=tied)
+    vision = dict(
+        model_type="pixtral", hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=32,
+        patch_size=16,
+    )
+    whole = dict(
+        architectures=["Mistral3ForConditionalGeneration"], model_type="mistral3", text_config=config, vision_config=vision,
+        tie_word_embeddings=tied,
+    )
     (folder / "config.json").write_text(json.dumps(whole))
 
 
@@ -391,7 +406,7 @@ def world(tmp_path_factory) -> list[dict[str, Any]]:
     return spawn_world(in_world, RANKS, str(folder), timeout_s=400)
 
 
-PUSHES = [pytest.param(name, layout, id=f"tp{layout[0]}pp{layout[1]} {name}") for name, case in CASES.items() for layout in case[3]]
+PUSHES = [pytest.param(name, (tp, pp), id=f"tp{tp}pp{pp} {name}") for name, case in CASES.items() for tp, pp in case[3]]
 
 
 @pytest.mark.parametrize("name, layout", PUSHES)
@@ -446,6 +461,7 @@ def test_a_stop_token_ends_the_response_and_is_part_of_it(sampling):
             assert response.tokens == full.tokens and response.finish == "length"
         assert len(response.logprobs) == len(response.tokens)
     assert {response.finish for response in stopped} == {"stop", "length"}
+    assert sampling["ended"] == stopped, "an end-of-sequence token does the same"
 
 
 def test_a_stop_string_ends_the_response_with_the_token_that_completes_it(sampling):
@@ -468,7 +484,8 @@ def test_a_bf16_engine_gets_the_fp32_policy_rounded(world):
     for result in (world[0]["tokenized"], world[1]["tokenized"]):
         moved = result["metrics"]["bytes_received"] + result["metrics"]["bytes_local"]
         assert moved == 2 * result["parameters"] and result["metrics"]["verified"] == 1.0
-        # statistical: bf16 activations differ from fp32 by about 2^-8 of logits of a few units; other weights differ by whole units
+        # statistical: bf16 activations differ from fp32 by about 2^-8 of logits of a few units; other weights differ by whole
+        # units
         assert 0 < result["mean"] < 0.1
 
 
