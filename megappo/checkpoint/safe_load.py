@@ -69,9 +69,10 @@ def load_index(content: bytes) -> Metadata:
     return index
 
 
-def load_tensors_and_plain_data(source: Any) -> Any:
-    """torch.load restricted to tensors, containers and numbers, onto the CPU. source: path or binary stream."""
+def load_tensors_and_plain_data(source: Any, what: str) -> Any:
+    """torch.load restricted to tensors, containers and numbers, onto the CPU. source: path or binary stream; what: for the message."""
     try:
         return torch.load(source, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise UnsafeCheckpoint(f"{source} holds more than tensors and plain data: {str(error).splitlines()[0]}") from None
+    except pickle.UnpicklingError:
+        # torch's own text advises to load it without the restriction.
+        raise UnsafeCheckpoint(f"{what} holds more than tensors and plain data and was not loaded; the file is not from megappo") from None

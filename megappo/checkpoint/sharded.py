@@ -85,7 +85,8 @@ def _first_failure(error: CheckpointException) -> str:
 
 class _SafeCommonStrategy(TorchCommonLoadStrategy):
     def load_common(self, checkpoint_dir: str | Path) -> Any:
-        return load_tensors_and_plain_data(Path(checkpoint_dir, COMMON_STATE_FNAME))
+        path = Path(checkpoint_dir, COMMON_STATE_FNAME)
+        return load_tensors_and_plain_data(path, str(path))
 
 
 class _SafeReader(dcp.FileSystemReader):
@@ -101,7 +102,8 @@ class _SafePlanner(MCoreLoadPlanner):
     """Megatron's planner; objects (layers' extra state) are plain data or refused. torch's version unpickles them."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        self.original_state_dict[read_item.dest_index.fqn] = load_tensors_and_plain_data(value)
+        name = read_item.dest_index.fqn
+        self.original_state_dict[name] = load_tensors_and_plain_data(value, name)
 
 
 class _SafeShardedStrategy(TorchDistLoadShardedStrategy):

@@ -103,7 +103,8 @@ class CheckpointStore:
             on_rank_zero("removing the failed checkpoint", self._directory.remove_leftovers)
             raise SaveFailed(f"checkpoint of step {step} was not saved: {failure}") from failure
         removed = on_rank_zero("removing old checkpoints", lambda: self._directory.retain(self._keep_last, step))
-        logger.info("saved step-%d (%.1f MB)%s", step, manifest.total_bytes / 1e6, f", removed {removed}" if removed else "")
+        if dist.get_rank() == 0:
+            logger.info("saved step-%d (%.1f MB)%s", step, manifest.total_bytes / 1e6, f", removed {removed}" if removed else "")
         return self._directory.step_path(step)
 
     def _write(self, place: Path, engines: Mapping[str, StatefulEngine], components: Mapping[str, StatefulComponent]) -> None:
@@ -174,8 +175,9 @@ class CheckpointStore:
             if manifest is not None:
                 return manifest
             aside = on_rank_zero("setting a damaged checkpoint aside", lambda: self._directory.set_aside(step))
-            logger.warning("step-%d is damaged (%s); renamed to %s, trying the next older one", step, fault, aside.name)
-        raise ValueError(f"{self._directory.path} holds no valid checkpoint ({len(steps)} damaged); start without --resume")
+            _warn("step-%d is damaged (%s); renamed to %s, trying the next older one", step, fault, aside.name)
+        found = f"{len(steps)} damaged checkpoints and no valid one" if steps else "no checkpoint"
+        raise ValueError(f"{self._directory.path} holds {found}; start without --resume")
 
     def _tidy_steps(self) -> list[int]:
         self._directory.remove_leftovers()
@@ -194,12 +196,18 @@ class CheckpointStore:
 
     def _restore_rng(self, source: Path, manifest: Manifest) -> None:
         if manifest.world_size == dist.get_world_size():
-            load_rng(source / _rng_file(dist.get_rank()))
+            on_every_rank("restoring random states", lambda: load_rng(source / _rng_file(dist.get_rank())))
         else:
-            logger.warning(
+            _warn(
                 "%s was written by %d ranks, this run has %d: random generators start from the seed",
                 source.name, manifest.world_size, dist.get_world_size(),
-            )
+            )  # fmt: skip
+
+
+def _warn(text: str, *values: Any) -> None:
+    """Once, not once per rank: all ranks know the same here."""
+    if dist.get_rank() == 0:
+        logger.warning(text, *values)
 
 
 def _attempt_read(directory: CheckpointDirectory, step: int) -> tuple[Optional[Manifest], str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import os
 import pickle
 import random
@@ -164,7 +165,7 @@ def whole_weights(engine, groups):
 
     model, layout, at = engine.model, groups.layout, groups.coordinates
     mine = {name: parameter.detach().float() for name, parameter in model.named_parameters()}
-    pieces = megatron_pieces(model.arch, layout.tp, layout.pp, at.tp, at.pp, hasattr(model, "value_head") or is_critic(engine))
+    pieces = megatron_pieces(model.arch, layout.tp, layout.pp, at.tp, at.pp, is_critic(engine))
     held = [
         (piece.hf, piece.box, as_2d(mine[piece.local])[piece.row : piece.row + piece.box.rows, piece.col : piece.col + piece.box.cols].clone())
         for piece in pieces
@@ -226,6 +227,15 @@ class Policy:
         return self
 
 
+class Collector(logging.Handler):
+    def __init__(self, texts):
+        super().__init__()
+        self.texts = texts
+
+    def emit(self, record):
+        self.texts.append(record.getMessage())
+
+
 def message(kind, action):
     """Text of the exception, None where there is none."""
     try:
@@ -236,6 +246,7 @@ def message(kind, action):
 
 
 def on_one_rank(action):
+    dist.barrier()  # the others have looked at what the action changes
     if dist.get_rank() == 0:
         action()
     dist.barrier()
@@ -255,12 +266,13 @@ def damage(path, how):
 
 
 def corruption(layouts, place):
-    """(file, damage) -> (step that was loaded, state is that step's, damaged one set aside, opened before verification)"""
+    """(file, damage) -> what a load did where step 2 is damaged and step 1 is not"""
     policy = Policy(layouts, place / "pristine")
     policy.save(1)
     older = runs.engine_digest(policy.engines["policy"])
     policy.save(2)
-    opened, results = [], {}
+    opened, results, warnings = [], {}, []
+    store_module.logger.addHandler(collector := Collector(warnings))
     unwatched = store_module.load_sharded
 
     def watched(state, directory):
@@ -274,11 +286,16 @@ def corruption(layouts, place):
             on_one_rank(lambda: shutil.copytree(place / "pristine", scratch))
             on_one_rank(lambda: damage(scratch / "step-2" / file, how))
             opened.clear()
+            warnings.clear()
             step = policy.at(scratch).load()
             digest = runs.engine_digest(policy.engines["policy"])
-            results[file, how] = (step, differing(older, digest)[:-1], (scratch / "bad-step-2").is_dir(), sorted(set(opened)))
+            results[file, how] = {
+                "step": step, "differs": differing(older, digest), "set aside": (scratch / "bad-step-2").is_dir(),
+                "opened": sorted(set(opened)), "warnings": list(warnings),
+            }  # fmt: skip
             on_one_rank(lambda: shutil.rmtree(scratch))
     store_module.load_sharded = unwatched
+    store_module.logger.removeHandler(collector)
     return results
 
 

@@ -1,0 +1,107 @@
+"""The index of a sharded checkpoint is read without running what it says."""
+
+import io
+import os
+import pickle
+from pathlib import PurePosixPath
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import Metadata
+
+from megappo.checkpoint.facts import fingerprint_model
+from megappo.checkpoint.safe_load import UnsafeCheckpoint, load_index, load_tensors_and_plain_data
+
+
+class Call:
+    """Pickles as a call of `function` with `arguments`."""
+
+    def __init__(self, function, *arguments):
+        self.parts = (function, arguments)
+
+    def __reduce__(self):
+        return self.parts
+
+
+def index_of(directory, state):
+    dcp.save(state, checkpoint_id=directory, no_dist=True)
+    return (directory / ".metadata").read_bytes()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.float8_e4m3fn])
+def test_an_index_of_torch_reads_as_with_pickle(tmp_path, dtype):
+    content = index_of(tmp_path / "saved", {"weight": torch.zeros(3, 4, dtype=dtype), "object": {"a": 1}})
+    assert load_index(content) == pickle.loads(content)
+
+
+@pytest.mark.parametrize("where", ["alone", "inside"])
+def test_a_call_in_the_index_is_not_run(tmp_path, where):
+    def hostile(marker):
+        call = Call(os.mkdir, str(marker))
+        return pickle.dumps(call if where == "alone" else Metadata({"weight": call}, storage_data={}))
+
+    with pytest.raises(UnsafeCheckpoint, match="posix.mkdir"):
+        load_index(hostile(tmp_path / "marker"))
+    assert not (tmp_path / "marker").exists()
+    # Negative control: the attack works on pickle.
+    pickle.loads(hostile(tmp_path / "control"))
+    assert (tmp_path / "control").exists()
+
+
+@pytest.mark.parametrize("function", [eval, exec, getattr, __import__, torch.load, torch.hub.load, torch.set_default_dtype])
+def test_functions_are_refused_by_name(function):
+    with pytest.raises(UnsafeCheckpoint, match=function.__name__):
+        load_index(pickle.dumps(Call(function, "1")))
+
+
+@pytest.mark.parametrize("name", ["Size.__class__", "os", "serialization.pickle"])
+def test_dotted_names_do_not_lead_out_of_the_table(name):
+    with pytest.raises(UnsafeCheckpoint):
+        load_index(b"\x80\x04\x8c\x05torch" + b"\x8c" + bytes([len(name)]) + name.encode() + b"\x93.")
+
+
+@pytest.mark.parametrize("path", ["../other/file", "/etc/passwd", "a/b", "..", ""])
+def test_shards_outside_the_directory_are_refused(tmp_path, path):
+    index = load_index(index_of(tmp_path / "saved", {"weight": torch.zeros(3)}))
+    for place in index.storage_data.values():
+        place.relative_path = path
+    with pytest.raises(UnsafeCheckpoint, match="outside"):
+        load_index(pickle.dumps(index))
+
+
+@pytest.mark.parametrize("content", [b"", b"nonsense", pickle.dumps([1, 2]), pickle.dumps(PurePosixPath("a").parts)])
+def test_what_is_not_an_index_is_one_line(content):
+    with pytest.raises(UnsafeCheckpoint) as refusal:
+        load_index(content)
+    assert "\n" not in str(refusal.value)
+
+
+def test_objects_in_tensor_files_are_refused(tmp_path):
+    buffer = io.BytesIO()
+    torch.save({"weight": torch.zeros(2), "extra": Call(os.mkdir, str(tmp_path / "marker"))}, buffer)
+    buffer.seek(0)
+    with pytest.raises(UnsafeCheckpoint, match="extra.pt holds more"):
+        load_tensors_and_plain_data(buffer, "extra.pt")
+    assert not (tmp_path / "marker").exists()
+
+
+def test_a_models_fingerprint_follows_its_content_not_its_path(tmp_path):
+    def model(name, weights, config=b"{}"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_bytes(config)
+        (tmp_path / name / "model.safetensors").write_bytes(weights)
+        return fingerprint_model(tmp_path / name)
+
+    large = bytearray(6 << 20)
+    first = model("a", bytes(large))
+    assert first == model("b", bytes(large))
+    assert first != model("config", bytes(large), b"{ }")
+    assert first != model("size", bytes(large[1:]))
+    for place in (0, 1 << 20, len(large) // 2):  # header, and two of the blocks that are sampled
+        changed = bytearray(large)
+        for offset in range(place, min(place + (1 << 19), len(large)), 997):
+            changed[offset] = 1
+        assert first != model(f"at{place}", bytes(changed))
+    with pytest.raises(ValueError, match="no config.json"):
+        fingerprint_model(tmp_path)
