@@ -37,7 +37,11 @@ from megappo.trainer.updates import MiniBatches
 
 
 def train(config: TrainConfig, data: RunData, *, resume: bool) -> None:
-    """Run PPO on this rank of the world to its end. `config` and `data` have been checked by `plan.prepare`."""
+    """Run PPO on this rank of the world to its end. `config` and `data` have been checked by `plan.prepare`.
+
+    A world that exists already is the caller's and stays; otherwise the launcher's is joined and left again.
+    """
+    owns_world = not dist.is_initialized()
     device = select_device(config.run.device)
     start_distributed(device)
     configure_logging(dist.get_rank(), dist.get_world_size())
@@ -55,6 +59,8 @@ def train(config: TrainConfig, data: RunData, *, resume: bool) -> None:
                 parts.policy_engine.model, parts.policy_arch, parts.policy_engine.groups, run_dir.export, Path(config.policy.model)
             )
     parts.close()
+    if owns_world:
+        dist.destroy_process_group()
 
 
 class _Parts:
@@ -122,7 +128,6 @@ class _Parts:
     def close(self) -> None:
         self.rollout.close()
         dist.barrier()
-        dist.destroy_process_group()
 
     # ----------------------------------------------------------------------------------------------------------- models
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Sequence
 
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
@@ -18,8 +19,11 @@ TEXTS = [
 ]
 
 
-def write_hf_tokenizer(directory: Path, **config: object) -> Path:
-    """tokenizer.json, tokenizer_config.json (with these keys; None removes one) and generation_config.json."""
+def write_hf_tokenizer(directory: Path, texts: Sequence[str] = TEXTS, vocab_size: int = 30000, **config: object) -> Path:
+    """tokenizer.json, tokenizer_config.json (with these keys; None removes one) and generation_config.json.
+
+    vocab_size: the most ids that training on `texts` may end with.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -27,7 +31,8 @@ def write_hf_tokenizer(directory: Path, **config: object) -> Path:
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     tokenizer.train_from_iterator(
-        TEXTS, trainers.BpeTrainer(special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False)
+        texts,
+        trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False),
     )
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)])
     directory.mkdir(parents=True, exist_ok=True)

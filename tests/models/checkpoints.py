@@ -44,8 +44,8 @@ _VISION = dict(
 )
 
 
-def composite_config() -> transformers.PretrainedConfig:
-    text = {**_BASE, **CASES["ministral3_tied"][1], "model_type": "ministral3"}
+def composite_config(**changes: object) -> transformers.PretrainedConfig:
+    text = {**_BASE, **CASES["ministral3_tied"][1], **changes, "model_type": "ministral3"}
     attention = text.pop("attn_implementation")
     return transformers.Mistral3Config(
         text_config=text, vision_config=_VISION, tie_word_embeddings=True, attn_implementation=attention
@@ -56,7 +56,7 @@ def write_checkpoint(folder: Path, case: str, head: str = "CausalLM", seed: int 
     """Write one case to `folder` in fp32 and return the transformers model."""
     torch.manual_seed(seed)
     if case == COMPOSITE:
-        model = transformers.Mistral3ForConditionalGeneration(composite_config()).float().eval()
+        model = transformers.Mistral3ForConditionalGeneration(composite_config(**changes)).float().eval()
     else:
         stem, config = CASES[case]
         config = getattr(transformers, f"{stem}Config")(**{**_BASE, **config, **changes})

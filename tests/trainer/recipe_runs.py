@@ -1,0 +1,59 @@
+"""What the world of test_recipes.py does: every recipe's first two steps, and a third one after a resume, through `train`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Optional, Sequence
+
+import torch
+import torch.distributed as dist
+
+from megappo.config.loading import load_config
+from megappo.data.packing import PackedBatch, cu_seqlens_of
+from megappo.plan.prepare import prepare
+from megappo.trainer import main
+from megappo.trainer.evaluation import Evaluation
+from megappo.trainer.ppo import PPO
+
+PROBE_LENGTHS = (7, 1, 40, 12, 150)
+
+
+def probe_sequences(vocab_size: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(0, vocab_size, (n,), generator=generator).tolist() for n in PROBE_LENGTHS]
+
+
+class ProbedPPO(PPO):
+    """The loop; after its last step it records what the engine's policy says of the probe sequences."""
+
+    probe: PackedBatch
+    said: Optional[tuple[torch.Tensor, torch.Tensor]] = None
+
+    def run(self) -> Optional[Evaluation]:
+        result = super().run()
+        type(self).said = self.policy.logprobs(self.probe)
+        return result
+
+
+def run_recipes(rank: int, jobs: Sequence[tuple[str, Path, list[str]]], vocab_size: int) -> dict[str, Any]:
+    """name -> (logprob [T], entropy [T]) of the exported policy on the probe sequences. jobs: (name, recipe, overrides)."""
+    sequences = probe_sequences(vocab_size)
+    tokens = torch.tensor([token for sequence in sequences for token in sequence])
+    ProbedPPO.probe = PackedBatch(tokens, cu_seqlens_of([len(sequence) for sequence in sequences]))
+    main.PPO = ProbedPPO
+    said = {}
+    for name, recipe, overrides in jobs:
+        try:
+            run(recipe, [*overrides, "trainer.steps=2", "checkpoint.export_at_end=false"], resume=False)
+            run(recipe, [*overrides, "trainer.steps=3"], resume=True)
+        except BaseException as error:
+            error.add_note(f"in the run of {name}")
+            raise
+        said[name] = ProbedPPO.said
+    return said
+
+
+def run(recipe: Path, overrides: list[str], *, resume: bool) -> None:
+    config = load_config(recipe, overrides)
+    prepared = prepare(config, dist.get_world_size(), "cpu")
+    main.train(config, prepared.data, resume=resume)

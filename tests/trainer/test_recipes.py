@@ -1,0 +1,182 @@
+"""The recipes on the real GSM8K files, at a size for two CPU ranks: two steps with vLLM, validation, checkpoint, resume, export.
+
+One world of two ranks runs every family one after another; the tests look at the files that the runs left. transformers is the oracle:
+it formats and counts the prompts from the same records, and reads the exported checkpoints.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import transformers
+
+from megappo.config.loading import load_config
+from megappo.config.schema import TrainConfig
+from megappo.data.prompts import PromptLoader
+from megappo.models.arch import read_arch
+from megappo.plan.data import load_run_data
+from megappo.telemetry.jsonl import read_lines
+
+from ..gsm8k_files import gsm8k, needs_gsm8k
+from ..worlds import spawn_world
+from .families import CONFIGS, FAMILIES, MAX_PROMPT, MAX_RESPONSE, MINI_BATCH, PROMPTS_PER_STEP, VOCAB, overrides_of, write_family
+from .recipe_runs import probe_sequences, run_recipes
+
+pytestmark = needs_gsm8k
+TOLERANCE = 1e-4  # fp32 against transformers', as everywhere
+
+
+class Run(NamedTuple):
+    """A finished run: its configuration, the checkpoint that it started from, its directory, and what its policy says of the probe."""
+
+    config: TrainConfig
+    model: Path
+    folder: Path
+    said: tuple[torch.Tensor, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> dict[str, Run]:
+    folder = tmp_path_factory.mktemp("recipes")
+    jobs, configs = [], {}
+    for number, (name, family) in enumerate(FAMILIES.items()):
+        model = write_family(folder / f"model{number}", family)
+        recipe, overrides = CONFIGS / f"{family.recipe}.yaml", overrides_of(family, model, folder / f"runs{number}")
+        jobs.append((name, recipe, overrides))
+        configs[name] = (load_config(recipe, overrides), model)
+    said, other = spawn_world(run_recipes, 2, jobs, VOCAB, timeout_s=900)
+    for name in FAMILIES:
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(said[name], other[name])), f"{name}: the ranks differ"
+    return {
+        name: Run(config, model, Path(config.run.output_dir) / config.run.name, said[name])
+        for name, (config, model) in configs.items()
+    }
+
+
+@pytest.fixture(params=list(FAMILIES))
+def run(request, runs) -> Run:
+    return runs[request.param]
+
+
+def by_step(run: Run) -> dict[int, dict[str, Any]]:
+    return {record["step"]: record for record in read_lines(run.folder / "metrics.jsonl")}
+
+
+def test_every_recipe_runs_here():
+    assert {family.recipe for family in FAMILIES.values()} == {path.stem for path in CONFIGS.glob("gsm8k_*.yaml")}
+
+
+def test_three_steps_train_policy_and_critic(run):
+    metrics = by_step(run)
+    assert list(metrics) == [0, 1, 2, 3], "one line per step, and one for the validation before training"
+    for step in (1, 2, 3):
+        record = metrics[step]
+        for role in ("policy", "critic"):
+            assert record[f"{role}/updates"] == PROMPTS_PER_STEP // MINI_BATCH
+            assert record[f"{role}/skipped_updates"] == 0
+            assert 0 < record[f"{role}/grad_norm"] < math.inf
+        # The sampler is within rounding of the trainer: the weights of every step reached vLLM.
+        assert record["rollout/prob_diff_max"] < TOLERANCE
+        assert 1 <= record["lengths/response_mean"] <= MAX_RESPONSE
+        assert set(rules(run)) <= set(record)
+        has_reference = run.config.algorithm.kl.placement != "none"
+        assert ("kl/per_token" in record) == has_reference
+    if "kl/per_token" in metrics[1]:
+        assert abs(metrics[1]["kl/per_token"]) < TOLERANCE, "policy and reference start equal"
+        assert abs(metrics[2]["kl/per_token"]) > TOLERANCE, "and differ after an update"
+
+
+def rules(run: Run) -> list[str]:
+    return [f"reward/{part.name}" for part in run.config.reward.parts]
+
+
+def test_held_out_prompts_are_validated_before_and_at_the_end(run):
+    evaluated = {step for step, record in by_step(run).items() if "eval/score" in record}
+    assert evaluated >= {0, 2, 3}
+    if run.config.trainer.eval_every == 1:
+        assert evaluated == {0, 1, 2, 3}
+
+
+def test_a_resumed_run_takes_the_prompts_that_follow(run):
+    """Ids of the trajectories of steps 1, 2 (first run) and 3 (resumed) are an uninterrupted walk through the kept prompts."""
+    kept = oracle_prompts(run, "train")
+    loader = PromptLoader(len(kept), PROMPTS_PER_STEP, run.config.data.shuffle, run.config.run.seed)
+    for step in (1, 2, 3):
+        rows = read_lines(next((run.folder / "trajectories").glob(f"*{step}.jsonl")))
+        expected = [kept[index] for index in loader.next_step()]
+        assert [row["id"].rsplit("#", 1)[1] for row in rows] == [str(row) for row, _ in expected]
+        assert [row["prompt_tokens"] for row in rows] == [tokens for _, tokens in expected]
+        assert [row["version"] for row in rows] == [step - 1] * PROMPTS_PER_STEP
+    checkpoints = {path.name for path in (run.folder / "checkpoints").iterdir() if path.is_dir()}
+    assert checkpoints == {"step-2", "step-3"}
+
+
+def test_the_export_is_the_trained_policy(run):
+    exported = transformers.AutoModelForCausalLM.from_pretrained(run.folder / "export", dtype=torch.float32, attn_implementation="eager")
+    logprob, entropy = run.said
+    found_logprob, found_entropy = what_transformers_says(exported)
+    assert (logprob - found_logprob).abs().max() < TOLERANCE
+    assert (entropy - found_entropy).abs().max() < 10 * TOLERANCE  # a sum over the vocabulary
+    tokenizer = transformers.AutoTokenizer.from_pretrained(run.folder / "export")
+    assert tokenizer.chat_template == transformers.AutoTokenizer.from_pretrained(run.model).chat_template
+
+
+def test_the_comparison_sees_three_steps_of_training(run):
+    """Negative control: the checkpoint that the run started from does not pass."""
+    if read_arch(run.model).architecture.endswith("ConditionalGeneration"):
+        whole = transformers.AutoModelForImageTextToText.from_pretrained(run.model, dtype=torch.float32, attn_implementation="eager")
+        logprob, _ = what_transformers_says(whole)
+    else:
+        logprob, _ = what_transformers_says(
+            transformers.AutoModelForCausalLM.from_pretrained(run.model, dtype=torch.float32, attn_implementation="eager")
+        )
+    assert (run.said[0] - logprob).abs().max() > 100 * TOLERANCE
+
+
+def what_transformers_says(model: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+    """(logprob [T], entropy [T]) of every token given its prefix; 0 at the first of a sequence."""
+    logprobs, entropies = [], []
+    for tokens in map(torch.tensor, probe_sequences(VOCAB)):
+        with torch.no_grad():
+            all_logprobs = torch.log_softmax(model.eval()(input_ids=tokens[None]).logits[0].double(), dim=-1)[:-1]
+        zero = torch.zeros(1, dtype=torch.double)
+        logprobs.append(torch.cat([zero, all_logprobs.gather(1, tokens[1:, None])[:, 0]]))
+        entropies.append(torch.cat([zero, -(all_logprobs.exp() * all_logprobs).sum(-1)]))
+    return torch.cat(logprobs), torch.cat(entropies)
+
+
+# ---------------------------------------------------------------------------------------------------------------- prompts
+
+
+def oracle_prompts(run: Run, split: str) -> list[tuple[int, list[int]]]:
+    """(row, ids) of the questions that are short enough, formatted by transformers from the real records."""
+    return _oracle_prompts(str(run.model), run.config.data.system_prompt, run.config.data.prompt_suffix, split)
+
+
+@lru_cache(maxsize=None)
+def _oracle_prompts(model: str, system: str | None, suffix: str, split: str) -> list[tuple[int, list[int]]]:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    start = [{"role": "system", "content": system}] if system else []
+    conversations = [[*start, {"role": "user", "content": record["question"] + suffix}] for record in gsm8k(split)]
+    ids = tokenizer.apply_chat_template(conversations, add_generation_prompt=True, return_dict=True)["input_ids"]
+    return [(row, tokens) for row, tokens in enumerate(ids) if len(tokens) <= MAX_PROMPT]
+
+
+def test_prompts_and_overlong_filter_are_those_of_transformers(run):
+    """All 7,473 training questions of the real file."""
+    started = time.monotonic()
+    data = load_run_data(run.config, read_arch(run.model))
+    assert time.monotonic() - started < 30
+    expected = oracle_prompts(run, "train")
+    assert 1000 < len(expected) < 7473, "the limit divides the real questions"
+    assert [list(prompt.tokens) for prompt in data.train.prompts] == [tokens for _, tokens in expected]
+    assert data.train.summary() == f"kept {len(expected):,} of 7,473 prompts; {7473 - len(expected):,} longer than data.max_prompt_tokens={MAX_PROMPT}"
+    assert data.eval is not None
+    assert [list(prompt.tokens) for prompt in data.eval.prompts] == [tokens for _, tokens in oracle_prompts(run, "test")[:4]]
+    assert all(prompt.answer == gsm8k("test")[int(prompt.id.rsplit("#", 1)[1])]["answer"] for prompt in data.eval.prompts)
