@@ -35,7 +35,8 @@ class CheckpointDirectory:
         if not self.path.is_dir():
             return []
         found = ((_STEP.fullmatch(entry.name), entry) for entry in self.path.iterdir())
-        return sorted((int(match[1]) for match, entry in found if match and entry.is_dir() and not entry.is_symlink()), reverse=True)
+        steps = (int(match[1]) for match, entry in found if match and entry.is_dir() and not entry.is_symlink())
+        return sorted(steps, reverse=True)
 
     def read(self, step: int) -> Manifest:
         """Manifest of a checkpoint whose files all have the right size; ValueError says what is wrong."""
@@ -56,7 +57,7 @@ class CheckpointDirectory:
         return None
 
     def begin(self, step: int, token: str) -> Path:
-        """Empty place to write a checkpoint into. ValueError where the step exists or the disk is too full for another like the last."""
+        """Empty place for a checkpoint. ValueError where the step exists or the disk is too full for one like the last."""
         self.path.mkdir(parents=True, exist_ok=True)
         self.remove_leftovers()
         if self.step_path(step).exists():
@@ -66,7 +67,9 @@ class CheckpointDirectory:
         needed = int(1.2 * last.total_bytes) if last else 0
         free = shutil.disk_usage(self.path).free
         if free < needed:
-            raise ValueError(f"{self.path} has {free / 2**30:.2f} GiB free, the next checkpoint needs {needed / 2**30:.2f} GiB; free some space")
+            raise ValueError(
+                f"{self.path} has {free / 2**30:.2f} GiB free, the next checkpoint needs {needed / 2**30:.2f}; free some space"
+            )
         place = self.path / f"{_TEMPORARY}step-{step}.{token}"
         place.mkdir()
         return place
@@ -82,7 +85,7 @@ class CheckpointDirectory:
         sync_directory(self.path)
 
     def retain(self, keep_last: int, step: int) -> list[int]:
-        """Remove all but the newest `keep_last` that look complete, and never `step`. Damaged ones are neither counted nor removed."""
+        """Remove all but the newest `keep_last` that look complete, never `step`. Damaged ones neither count nor go."""
         complete = [candidate for candidate in self.steps() if self._is_complete(candidate)]
         excess = [candidate for candidate in complete[keep_last:] if candidate != step]
         for candidate in excess:

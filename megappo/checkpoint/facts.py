@@ -1,6 +1,7 @@
 """Facts about a run that its checkpoints carry: what must be the same on resume, and what is only written down.
 
-A resumed run with another reference model or tokenizer trains towards something else without any error; layouts and versions may change.
+A resumed run with another reference model or tokenizer trains towards something else without any error; layouts and versions
+may change.
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ MUST_MATCH = ("reference", "tokenizer")
 
 
 def require_same_run(manifest: Manifest, facts: Mapping[str, Any], name: str) -> None:
-    """ValueError, in one line, where a fact that must match does not. A fact with a "sha256" is compared by it: paths may move."""
+    """ValueError, in one line, where a fact that must match does not. One with a "sha256" is compared by it: paths may move."""
     for key in MUST_MATCH:
         saved, now = manifest.facts.get(key), facts.get(key)
         if _identity(saved) != _identity(now):
             raise ValueError(
-                f"{name} was written with {key} {saved!r}, this run has {now!r}; resume with the same one, or start a new run in another directory"
+                f"{name} was written with {key} {saved!r}, this run has {now!r}; "
+                "resume with the same one, or start a new run in another directory"
             )
 
 
@@ -41,10 +43,10 @@ def identity_of_model(directory: str | Path) -> dict[str, str]:
 
 
 def fingerprint_model(directory: str | Path) -> str:
-    """Identity of a Hugging Face checkpoint directory, cheap for any size: SHA-256 over its JSON files and samples of its weights.
+    """Identity of a Hugging Face checkpoint directory, cheap for any size: SHA-256 over config.json and samples of its weights.
 
-    Per weight file: size, the first MiB (the safetensors header with names and shapes lies there) and 16 blocks of 64 KiB spread over
-    the rest. The path is not part of it. ValueError where the directory holds no config.json.
+    Per weight file: size, the first MiB (the safetensors header with names and shapes lies there) and 16 blocks of 64 KiB spread
+    over the rest. The path is not part of it. ValueError where the directory holds no config.json.
     """
     directory = Path(directory)
     if not (directory / "config.json").is_file():

@@ -1,7 +1,7 @@
 """What a checkpoint consists of: every file with its size and SHA-256, and the facts about the run that wrote it.
 
-The manifest is written last, so a directory without one is not a checkpoint. It finds damage, not forgery: who can write the files can
-write the manifest too. Megatron-core itself loads a bit-flipped shard without noticing.
+The manifest is written last, so a directory without one is not a checkpoint. It finds damage, not forgery: who can write the
+files can write the manifest too. Megatron-core itself loads a bit-flipped shard without noticing.
 """
 
 from __future__ import annotations

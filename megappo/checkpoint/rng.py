@@ -37,7 +37,7 @@ def save_rng(path: Path) -> None:
 
 
 def load_rng(path: Path) -> None:
-    """Put every generator of this process back where `save_rng` found it. ValueError where the file has no CUDA state and CUDA is used."""
+    """Put every generator back where `save_rng` found it. ValueError where CUDA is used and the file has no state of it."""
     with safe_open(path, framework="pt", device="cpu") as file:
         numbers = json.loads(file.metadata()["numbers"])
         tensors = {name: file.get_tensor(name) for name in file.keys()}

@@ -1,7 +1,7 @@
 """The only place that reads a pickle: the index (`.metadata`) of a torch distributed checkpoint, by an allow-list of its classes.
 
-torch reads that file with `pickle.load`, which runs whatever the file says. Here a name outside the table is refused before it is
-imported. The shard files themselves are read by torch with `weights_only=True`.
+torch reads that file with `pickle.load`, which runs whatever the file says. Here a name outside the table is refused before it
+is imported. The shard files themselves are read by torch with `weights_only=True`.
 """
 
 from __future__ import annotations
@@ -70,9 +70,9 @@ def load_index(content: bytes) -> Metadata:
 
 
 def load_tensors_and_plain_data(source: Any, what: str) -> Any:
-    """torch.load restricted to tensors, containers and numbers, onto the CPU. source: path or binary stream; what: for the message."""
+    """torch.load of nothing but tensors and plain data, onto the CPU. source: path or binary stream; what: for the message."""
     try:
         return torch.load(source, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:
         # torch's own text advises to load it without the restriction.
-        raise UnsafeCheckpoint(f"{what} holds more than tensors and plain data and was not loaded; the file is not from megappo") from None
+        raise UnsafeCheckpoint(f"{what} holds more than tensors and plain data; the file is not from megappo") from None

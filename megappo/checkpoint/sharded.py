@@ -1,7 +1,7 @@
 """Sharded state of one engine <-> one directory, in Megatron-core's dist_checkpointing format (torch_dist).
 
-The files are Megatron's own, but they are written by torch's writer in this process (Megatron's starts a manager process and forks
-writers) and read without its pickle. Model and optimizer come back in any layout.
+The files are Megatron's own, but they are written by torch's writer in this process (Megatron's starts a manager process and
+forks writers) and read without its pickle. Model and optimizer come back in any layout.
 """
 
 from __future__ import annotations
@@ -16,7 +16,11 @@ from megatron.core.dist_checkpointing.core import CheckpointingConfig, Checkpoin
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
-from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME, TorchCommonLoadStrategy, TorchCommonSaveStrategy
+from megatron.core.dist_checkpointing.strategies.common import (
+    COMMON_STATE_FNAME,
+    TorchCommonLoadStrategy,
+    TorchCommonSaveStrategy,
+)
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreLoadPlanner,
     MCoreSavePlanner,

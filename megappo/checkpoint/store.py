@@ -1,7 +1,8 @@
 """Saves and restores a run: engines (sharded), components (JSON) and random generators, all or nothing.
 
-The order of a save is what makes it safe against a kill at any moment: all files, their hashes, a vote of all ranks, the manifest, one
-rename, LATEST, and only then the removal of old ones. A load verifies every file before it opens one. The trainer is not known here.
+The order of a save is what makes it safe against a kill at any moment: all files, their hashes, a vote of all ranks, the
+manifest, one rename, LATEST, and only then the removal of old ones. A load verifies every file before it opens one. The trainer
+is not known here.
 """
 
 from __future__ import annotations
@@ -146,10 +147,10 @@ class CheckpointStore:
         components: Mapping[str, StatefulComponent],
         facts: Mapping[str, Any],
     ) -> int:
-        """Restore the newest valid checkpoint and return its step. Damaged ones are renamed to bad-step-N and the next older is taken.
+        """Restore the newest valid checkpoint and return its step. Damaged ones are renamed to bad-step-N, then the next tried.
 
-        Weights and optimizer come back in any layout; random states only where the number of ranks is the same. ValueError where there
-        is no valid checkpoint, it holds weights only, or facts that must match do not.
+        Weights and optimizer come back in any layout; random states only where the number of ranks is the same. ValueError where
+        there is no valid checkpoint, it holds weights only, or facts that must match do not.
         """
         manifest = self._newest_verified()
         source = self._directory.step_path(manifest.step)
@@ -219,7 +220,7 @@ def _attempt_read(directory: CheckpointDirectory, step: int) -> tuple[Optional[M
 
 def _require_shared(place: Path) -> None:
     if not place.is_dir():
-        raise ValueError(f"{place} was created by rank 0 and is not visible here; the run directory must be on a shared file system")
+        raise ValueError(f"{place}, created by rank 0, is not visible here; the run directory must be on a shared file system")
 
 
 def _writer(name: str) -> int:
@@ -234,7 +235,8 @@ def _rng_file(rank: int) -> str:
 def _as_json(components: Mapping[str, StatefulComponent]) -> str:
     """State of all components as text. RankFault where it is not plain data or differs between ranks (only rank 0's is kept)."""
     encoded = on_every_rank(
-        "encoding the trainer's state", lambda: {name: _encode(name, component.state_dict()) for name, component in components.items()}
+        "encoding the trainer's state",
+        lambda: {name: _encode(name, component.state_dict()) for name, component in components.items()},
     )
     for name, text in encoded[0].items():
         differing = [rank for rank, theirs in enumerate(encoded) if theirs.get(name) != text]
@@ -256,5 +258,7 @@ def _encode(name: str, state: dict[str, Any]) -> str:
 def _read_state(source: Path, components: Mapping[str, StatefulComponent]) -> dict[str, Any]:
     state = json.loads((source / _STATE).read_text(encoding="utf-8"))
     if state.keys() != components.keys():
-        raise ValueError(f"{source.name} holds the state of {sorted(state)}, this run has {sorted(components)}; resume with the same megappo")
+        raise ValueError(
+            f"{source.name} holds the state of {sorted(state)}, this run has {sorted(components)}; resume with the same megappo"
+        )
     return state

@@ -1,8 +1,9 @@
 """What an optimizer has learned, described for the sharded checkpoint: fp32 main parameters, both moments, the step number.
 
-Hyperparameters are not part of it: after a resume the configuration rules. Every tensor is described like the model parameter that it
-belongs to, so it can be read back in another layout and by the other kind of optimizer. Megatron-core 0.16's own descriptions do not
-serve: they fail for fp32 parameters in bf16 models (the value head), and see `_pairs` and `_gathered_values`.
+Hyperparameters are not part of it: after a resume the configuration rules. Every tensor is described like the model parameter
+that it belongs to, so it can be read back in another layout and by the other kind of optimizer. Megatron-core 0.16's own
+descriptions do not serve: they fail for fp32 parameters in bf16 models (the value head), and see `_pairs` and
+`_gathered_values`.
 """
 
 from __future__ import annotations
@@ -25,13 +26,15 @@ _MAIN = "fp32_param"
 def sharded_optimizer_state(optimizer: MegatronOptimizer, model_state: dict[str, Any], *, is_loading: bool) -> dict[str, Any]:
     """step: plain. parameters: ShardedTensors. model_state: the model's sharded_state_dict. Collective over data-parallel ranks.
 
-    Moments that do not exist before the first step are created as zeros. The distributed optimizer's shards are gathered in host memory:
-    12 bytes for each parameter of this rank's model. What is written does not depend on the kind of optimizer.
+    Moments that do not exist before the first step are created as zeros. The distributed optimizer's shards are gathered in host
+    memory: 12 bytes for each parameter of this rank's model. What is written does not depend on the kind of optimizer.
     """
     _create_moments(optimizer.optimizer)
     tensors, _ = extract_sharded_tensors_and_factories(model_state)
     described = {id(entry.data): entry for entry in nested_values(tensors)}
-    values = _whole_values if not isinstance(optimizer, DistributedOptimizer) else _empty_values if is_loading else _gathered_values
+    values = _whole_values
+    if isinstance(optimizer, DistributedOptimizer):
+        values = _empty_values if is_loading else _gathered_values
     parameters = {
         str(index): {
             name: make_sharded_optimizer_tensor(described[id(parameter)], value, prefix=f"optimizer.state.{name}")
@@ -71,8 +74,8 @@ def _parameters(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
 def _pairs(optimizer: MegatronOptimizer) -> Iterator[tuple[Tensor, Tensor]]:
     """(model parameter, the tensor that this rank updates for it). They are one, or share memory, where the parameter is fp32.
 
-    Megatron's own table of the distributed optimizer numbers a group's parameters as they lie in the buffers, but fp32 ones are updated
-    first: where a group has both, it points to wrong tensors. Training does not use that table, Megatron's checkpoints do.
+    Megatron's own table of the distributed optimizer numbers a group's parameters as they lie in the buffers, but fp32 ones are
+    updated first: where a group has both, it points to wrong tensors. Training does not use that table, its checkpoints do.
     """
     groups = optimizer.optimizer.param_groups
     if isinstance(optimizer, DistributedOptimizer):
@@ -112,8 +115,8 @@ def _empty_values(optimizer: DistributedOptimizer) -> Iterator[tuple[Tensor, dic
 def _gathered_values(optimizer: DistributedOptimizer) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
     """Whole state of every parameter from the parts of the data-parallel ranks.
 
-    Megatron's own gathering drops the padding between buckets but keeps counting it, which shifts everything behind it; a tied embedding
-    has a bucket of its own.
+    Megatron's own gathering drops the padding between buckets but keeps counting it, which shifts everything behind it; a tied
+    embedding has a bucket of its own.
     """
     held = {id(parameter): main for parameter, main in _pairs(optimizer)}
     for buffer, ranges in zip(optimizer.buffers, optimizer.gbuf_ranges):
@@ -125,7 +128,8 @@ def _gathered_values(optimizer: DistributedOptimizer) -> Iterator[tuple[Tensor, 
                 for parameter, place in bucket_range["param_map"].items()
             }
             for name in _names(buffer.params[0]):
-                gathered = _gather_bucket(bucket.grad_data, [(at, named[name]) for at, named in local.values()], optimizer.data_parallel_group)
+                parts = [(at, named[name]) for at, named in local.values()]
+                gathered = _gather_bucket(bucket.grad_data, parts, optimizer.data_parallel_group)
                 flat.setdefault(name, torch.empty(buffer.numel))[bucket.offset : bucket.offset + gathered.numel()] = gathered
         for parameter, (start, end, _) in buffer.param_index_map.items():
             yield parameter, {name: whole[start:end].view(parameter.shape) for name, whole in flat.items()}

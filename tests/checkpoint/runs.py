@@ -16,7 +16,9 @@ from megappo.data.packing import PackedBatch
 from megappo.engine.base import LossOutput
 from megappo.parallel.layout import ParallelLayout
 
-FACTS = {"reference": {"path": "a/model", "sha256": "abc"}, "tokenizer": "def", "config": "run: {name: test}", "layouts": {"policy": {"tp": 2}}}
+FACTS = {
+    "reference": {"path": "a/model", "sha256": "abc"}, "tokenizer": "def", "config": "run: {name: test}", "layouts": {"policy": {"tp": 2}}
+}  # fmt: skip
 
 
 VOCABULARY = 51  # odd, so that tp=2 pads it
@@ -134,7 +136,8 @@ class Run:
         for name, one in self.engines.items():
             parts |= {f"{name} {part}": digest for part, digest in engine_digest(one).items()}
         parts["torch"] = sha256([torch.get_rng_state()])
-        parts["numpy"] = sha256([torch.from_numpy(numpy.random.get_state()[1].astype(numpy.int64)), torch.tensor(numpy.random.get_state()[2])])
+        _, words, position, _, _ = numpy.random.get_state()
+        parts["numpy"] = sha256([torch.from_numpy(words.astype(numpy.int64)), torch.tensor(position)])
         parts["python"] = sha256([torch.tensor(random.getstate()[1])])
         parts["components"] = sha256([torch.tensor(component.history) for component in self.components.values()])
         return parts
@@ -172,7 +175,8 @@ def build_layouts():
     cpu.install()
     from megappo.parallel.groups import build_groups
 
-    return {"tp2": build_groups(ParallelLayout(2, tp=2)), "pp2": build_groups(ParallelLayout(2, pp=2)), "dp2": build_groups(ParallelLayout(2))}
+    layouts = {"tp2": ParallelLayout(2, tp=2), "pp2": ParallelLayout(2, pp=2), "dp2": ParallelLayout(2)}
+    return {name: build_groups(layout) for name, layout in layouts.items()}
 
 
 def store(path, keep_last=3, **options):
