@@ -1,0 +1,153 @@
+"""What the engine tests run inside spawned gloo worlds: short PPO-like updates of policy and critic on one recorded batch."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from megappo.algo.aggregation import token_weights
+from megappo.algo.alignment import first_token_mask
+from megappo.config.schema import CriticConfig, OffloadConfig, OptimizerConfig, PolicyConfig
+from megappo.data.packing import PackedBatch, pack
+
+STEPS = 2
+SEQUENCES = 9
+
+
+def recorded_batch(num_sequences: int = SEQUENCES) -> PackedBatch:
+    """Random sequences with gaps in the response mask, as if recorded from a rollout; the same on every rank."""
+    generator = torch.Generator().manual_seed(3)
+    lengths = torch.randint(2, 24, (num_sequences,), generator=generator).tolist()
+    batch = pack([torch.randint(3, 131, (n,), generator=generator).tolist() for n in lengths])
+    mask = (torch.rand(batch.num_tokens, generator=generator) < 0.6) & ~first_token_mask(batch.num_tokens, batch.cu_seqlens)
+    noise = torch.randn(batch.num_tokens, generator=generator)
+    return batch.with_fields(
+        {
+            "response_mask": mask,
+            "advantage": torch.where(mask, noise, 0.0),
+            "returns": torch.where(mask, noise.cos(), 0.0),
+            "weight": token_weights("token-mean", mask, batch.cu_seqlens).weight,
+        }
+    )
+
+
+def build_roles(path: str, groups, *, budget: int, dtype: str = "fp32", offload: bool = False, distributed: bool = True):
+    from megappo.engine.build import build_trainable
+    from megappo.models.arch import read_arch
+    from megappo.trainer.roles import Critic, Policy, PolicyLossConfig
+
+    arch = read_arch(path)
+    common = dict(
+        dtype=dtype,
+        micro_batch_tokens=budget,
+        optimizer=OptimizerConfig(lr=1e-3, distributed=distributed),
+        offload=OffloadConfig(parameters=offload, gradients=offload, optimizer=offload),
+    )
+    build = dict(device=torch.device("cpu"), total_updates=10, seed=0)
+    policy = build_trainable("policy", path, arch, PolicyConfig(model=path, **common), groups, **build)
+    critic = build_trainable("critic", path, arch, CriticConfig(**common), groups, value_head="normal", **build)
+    loss = PolicyLossConfig(0.2, 0.2, None, 0.01, 0.0, "k1", None)
+    return Policy(policy, 0.7, loss), Critic(critic, 0.2)
+
+
+def train(path: str, groups, batch: PackedBatch, **how) -> dict[str, object]:
+    """Log-probs, values, losses and gradient norms of STEPS updates, as plain numbers."""
+    policy, critic = build_roles(path, groups, **how)
+    count = float(batch["weight"].sum())
+    rows = []
+    for step in range(STEPS):
+        logprob, entropy = policy.logprobs(batch)
+        value, bootstrap = critic.values(batch)
+        if step == 0:
+            recorded = batch.with_fields({"logprob": logprob, "value": value})
+        with policy.engine.train_mode():
+            acted = policy.update(recorded, count)
+        with critic.engine.train_mode():
+            valued = critic.update(recorded, count)
+        rows.append(
+            {
+                "logprob": logprob.tolist(),
+                "entropy": entropy.tolist(),
+                "value": value.tolist(),
+                "bootstrap": bootstrap.tolist(),
+                "policy_loss": acted.losses.sums["surrogate_sum"] / count,
+                "policy_grad_norm": acted.step.grad_norm,
+                "critic_loss": valued.losses.sums["loss_sum"] / count,
+                "critic_grad_norm": valued.step.grad_norm,
+                "tokens": acted.losses.sums["tokens_sum"],
+                "ratio_max": acted.losses.maxima["ratio_max"],
+            }
+        )
+    return {"rows": rows, "micro_batches": acted.losses.num_micro_batches}
+
+
+def worlds_of(rank: int, path: str, layouts: list[tuple[int, int, bool]], extra: bool) -> dict[str, object]:
+    """Every layout with a normal budget; `extra` adds the cases that one layout is enough for."""
+    from megappo.parallel.groups import build_groups
+    from megappo.parallel.layout import ParallelLayout
+    from megappo.platform import cpu
+
+    cpu.install()
+    results: dict[str, object] = {}
+    batch = recorded_batch()
+    for tp, pp, sp in layouts:
+        layout = ParallelLayout(dist.get_world_size(), tp, pp, sp)
+        groups = build_groups(layout)
+        results[str(layout)] = train(path, groups, batch, budget=64)
+        if not extra:
+            continue
+        results[f"{layout} one sequence"] = train(path, groups, batch, budget=1)
+        results[f"{layout} whole"] = train(path, groups, batch, budget=10**6)
+        results[f"{layout} permuted"] = train(path, groups, batch.select(list(reversed(range(SEQUENCES)))), budget=64)
+        results[f"{layout} offloaded"] = train(path, groups, batch, budget=64, offload=True)
+        results[f"{layout} plain optimizer"] = train(path, groups, batch, budget=64, distributed=False)
+        results[f"{layout} single"] = train(path, groups, recorded_batch(1), budget=64)
+        results[f"{layout} non-finite"] = non_finite(path, groups, batch)
+        results[f"{layout} freed"] = freed_bytes(path, groups)
+        results[f"{layout} schedule"] = schedule(path, groups)
+    return results
+
+
+def non_finite(path: str, groups, batch: PackedBatch) -> dict[str, object]:
+    """One NaN advantage on one token: the step is skipped everywhere, and the third in a row stops the run."""
+    from megappo.engine.megatron import NonFiniteGradient
+
+    policy, _ = build_roles(path, groups, budget=64)
+    logprob, _ = policy.logprobs(batch)
+    advantage = batch["advantage"].clone()
+    advantage[int(batch["response_mask"].nonzero()[0])] = torch.nan
+    poisoned = batch.with_fields({"advantage": advantage, "logprob": logprob})
+    before = [p.detach().clone() for p in policy.engine.model.parameters()]
+    applied, error = [], ""
+    with policy.engine.train_mode():
+        try:
+            for _ in range(3):
+                applied.append(policy.update(poisoned, 10.0).step.applied)
+        except NonFiniteGradient as stopped:
+            error = str(stopped)
+    unchanged = all(torch.equal(a, b) for a, b in zip(before, policy.engine.model.parameters()))
+    return {"applied": applied, "unchanged": unchanged, "error": error}
+
+
+def freed_bytes(path: str, groups) -> dict[str, int]:
+    """Bytes behind the parameters while the role works and while it is offloaded."""
+    policy, _ = build_roles(path, groups, budget=64, offload=True)
+
+    def resident() -> int:
+        storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in policy.engine.model.parameters()}
+        return sum(storages.values())
+
+    with policy.engine.eval_mode():
+        working = resident()
+    return {"working": working, "offloaded": resident()}
+
+
+def schedule(path: str, groups) -> list[float]:
+    """Learning rates of ten steps with two warm-up steps and a linear decay to a tenth."""
+    from megappo.engine.build import build_trainable
+    from megappo.models.arch import read_arch
+
+    optimizer = OptimizerConfig(lr=1.0, lr_schedule="linear", warmup_steps=2, min_lr_ratio=0.1)
+    config = PolicyConfig(model=path, dtype="fp32", optimizer=optimizer)
+    engine = build_trainable("policy", path, read_arch(path), config, groups, device=torch.device("cpu"), total_updates=10, seed=0)
+    return [engine.lr_scheduler_step() for _ in range(10)]

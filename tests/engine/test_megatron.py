@@ -1,0 +1,119 @@
+"""Loss, gradients and results of the Megatron engine do not depend on the layout, the micro-batch split, packing or offload."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from tests.engine.runs import STEPS, recorded_batch, worlds_of
+from tests.models.checkpoints import write_checkpoint
+from tests.worlds import spawn_world
+
+TWO = [(1, 1, False), (2, 1, False), (2, 1, True), (1, 2, False)]
+FOUR = [(2, 2, True), (2, 1, False), (1, 2, False)]
+# fp32: a few hundred additions in another order; the values compared are of order 1.
+TOLERANCE = 1e-5
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> dict[str, dict]:
+    path = str(tmp_path_factory.mktemp("engine") / "llama")
+    write_checkpoint(path, "llama")
+    (alone,) = spawn_world(worlds_of, 1, path, [(1, 1, False)], True)
+    two = spawn_world(worlds_of, 2, path, TWO, True)
+    four = spawn_world(worlds_of, 4, path, FOUR, False)
+    for world in (two, four):
+        for rank, results in enumerate(world):
+            assert results == world[0] or _only_the_error_text_differs(results, world[0]), f"rank {rank} reports other numbers than rank 0"
+    return {**two[0], **four[0], **alone}
+
+
+def _only_the_error_text_differs(mine: dict, first: dict) -> bool:
+    """NonFiniteGradient names the rank that raises it."""
+    return all(mine[k] == first[k] or "non-finite" in k for k in first)
+
+
+def difference(a: object, b: object) -> float:
+    """Largest |a - b| / max(1, |b|) over nested lists and dicts of numbers."""
+    if isinstance(a, dict):
+        return max(difference(a[k], b[k]) for k in b)
+    if isinstance(a, list):
+        assert len(a) == len(b)
+        return max((difference(x, y) for x, y in zip(a, b)), default=0.0)
+    return abs(a - b) / max(1.0, abs(b))
+
+
+BASE = "tp1 pp1 dp1"
+LAYOUTS = ["tp1 pp1 dp2", "tp2 pp1 dp1", "tp2 pp1 dp1 sp", "tp1 pp2 dp1", "tp2 pp2 dp1 sp", "tp2 pp1 dp2", "tp1 pp2 dp2"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_trains_to_the_same_numbers(runs, layout: str) -> None:
+    assert difference(runs[layout]["rows"], runs[BASE]["rows"]) < TOLERANCE
+
+
+@pytest.mark.parametrize("layout", [BASE, *LAYOUTS[:4]])
+@pytest.mark.parametrize("variant", ["one sequence", "whole", "offloaded", "plain optimizer"])
+def test_micro_batches_offload_and_optimizer_sharding_change_nothing(runs, layout: str, variant: str) -> None:
+    assert difference(runs[f"{layout} {variant}"]["rows"], runs[BASE]["rows"]) < TOLERANCE
+
+
+@pytest.mark.parametrize("layout", [BASE, *LAYOUTS[:4]])
+def test_offload_gives_the_same_bits(runs, layout: str) -> None:
+    assert runs[f"{layout} offloaded"]["rows"] == runs[layout]["rows"]
+
+
+@pytest.mark.parametrize("layout", [BASE, *LAYOUTS[:4]])
+def test_order_of_sequences_changes_no_loss(runs, layout: str) -> None:
+    names = ("policy_loss", "policy_grad_norm", "critic_loss", "critic_grad_norm", "tokens")
+    for permuted, plain in zip(runs[f"{layout} permuted"]["rows"], runs[BASE]["rows"]):
+        assert difference({n: permuted[n] for n in names}, {n: plain[n] for n in names}) < TOLERANCE
+
+
+def test_budget_decides_the_number_of_micro_batches(runs) -> None:
+    assert runs[f"{BASE} one sequence"]["micro_batches"] == 9
+    assert runs[f"{BASE} whole"]["micro_batches"] == 1
+    assert 1 < runs[BASE]["micro_batches"] < 9
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[:4])
+def test_a_rank_without_sequences_takes_part(runs, layout: str) -> None:
+    """One sequence on two data-parallel ranks: one of them has nothing."""
+    assert difference(runs[f"{layout} single"]["rows"], runs[f"{BASE} single"]["rows"]) < TOLERANCE
+
+
+@pytest.mark.parametrize("layout", [BASE, *LAYOUTS[:4]])
+def test_a_non_finite_gradient_is_skipped_everywhere_and_the_third_stops(runs, layout: str) -> None:
+    result = runs[f"{layout} non-finite"]
+    assert result["applied"] == [False, False] and result["unchanged"]
+    assert "policy: gradient norm nan in 3 steps in a row" in result["error"] and "rank 0" in result["error"]
+
+
+@pytest.mark.parametrize("layout", [BASE, *LAYOUTS[:4]])
+def test_offload_frees_the_parameters(runs, layout: str) -> None:
+    assert runs[f"{layout} freed"]["working"] > 0 and runs[f"{layout} freed"]["offloaded"] == 0
+
+
+def test_schedule_warms_up_from_the_first_step_and_ends_at_its_minimum(runs) -> None:
+    rates = runs[f"{BASE} schedule"]
+    assert rates[:2] == pytest.approx([0.5, 1.0])
+    assert rates[-1] == pytest.approx(0.1)
+    assert all(a > b for a, b in zip(rates[1:], rates[2:]))
+
+
+def test_ratio_of_the_first_update_is_one(runs) -> None:
+    assert runs[BASE]["rows"][0]["ratio_max"] == pytest.approx(1.0, abs=1e-6)
+    assert runs[BASE]["rows"][STEPS - 1]["ratio_max"] > 1.001
+
+
+def test_a_denominator_per_micro_batch_would_be_noticed(runs) -> None:
+    """Negative control: averaging the means of micro-batches is what peers shipped; on this batch it is off by far more than allowed."""
+    weight, advantage = recorded_batch()["weight"], recorded_batch()["advantage"]
+    cu = recorded_batch().cu_seqlens.tolist()
+    per_sequence = [(weight[a:b].sum(), (weight * advantage)[a:b].sum()) for a, b in zip(cu, cu[1:]) if weight[a:b].sum() > 0]
+    mean_of_means = sum(float(s / w) for w, s in per_sequence) / len(per_sequence)
+    right = float((weight * advantage).sum() / weight.sum())
+    assert abs(mean_of_means - right) > 100 * TOLERANCE
+    assert runs[BASE]["rows"][0]["policy_loss"] == pytest.approx(-right, abs=TOLERANCE)
+    assert not math.isclose(runs[BASE]["rows"][0]["policy_loss"], -mean_of_means, abs_tol=TOLERANCE)

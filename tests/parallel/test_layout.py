@@ -1,0 +1,82 @@
+"""Rank grids and micro-batch plans are pure values: their properties, over random sizes."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megappo.parallel.balance import partition_balanced, plan_micro_batches
+from megappo.parallel.layout import ParallelLayout, stage_layers
+
+SIZES = st.sampled_from([1, 2, 3, 4, 8])
+
+
+@given(tp=SIZES, dp=SIZES, pp=SIZES)
+def test_coordinates_and_ranks_are_inverse(tp: int, dp: int, pp: int) -> None:
+    layout = ParallelLayout(tp * dp * pp, tp, pp)
+    assert layout.dp == dp
+    for rank in range(layout.world_size):
+        at = layout.coordinates(rank)
+        assert layout.rank_of(at.tp, at.dp, at.pp) == rank
+
+
+@given(tp=SIZES, dp=SIZES, pp=SIZES, axes=st.sets(st.sampled_from(["tp", "dp", "pp"]), min_size=1))
+def test_axis_groups_partition_the_world_and_differ_only_in_their_axes(tp: int, dp: int, pp: int, axes: set[str]) -> None:
+    layout = ParallelLayout(tp * dp * pp, tp, pp)
+    groups = layout.axis_groups(*axes)
+    assert sorted(rank for group in groups for rank in group) == list(range(layout.world_size))
+    for group in groups:
+        places = [layout.coordinates(rank) for rank in group]
+        for axis in {"tp", "dp", "pp"} - axes:
+            assert len({getattr(at, axis) for at in places}) == 1
+
+
+def test_tp_groups_are_neighbours() -> None:
+    assert ParallelLayout(8, tp=2, pp=2).axis_groups("tp") == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert ParallelLayout(8, tp=2, pp=2).axis_groups("pp") == [[0, 4], [1, 5], [2, 6], [3, 7]]
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (dict(world_size=6, tp=4), "tp 4 x pp 1 = 4 does not divide the 6 ranks"),
+        (dict(world_size=2, sequence_parallel=True), "sequence_parallel needs tp > 1"),
+    ],
+)
+def test_impossible_layouts_say_why(arguments: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ParallelLayout(**arguments)
+
+
+def test_layers_are_cut_into_equal_stages() -> None:
+    assert [list(stage_layers(6, 3, s)) for s in range(3)] == [[0, 1], [2, 3], [4, 5]]
+    with pytest.raises(ValueError, match="7 layers are not divisible by pp 2"):
+        stage_layers(7, 2, 0)
+
+
+LENGTHS = st.lists(st.integers(1, 300), max_size=40)
+
+
+@given(lengths=LENGTHS, num_dp=st.integers(1, 6), budget=st.integers(1, 600))
+def test_micro_batches_cover_every_sequence_once_within_the_budget(lengths: list[int], num_dp: int, budget: int) -> None:
+    plan = plan_micro_batches(lengths, num_dp, budget)
+    assert len(plan) == num_dp
+    assert len({len(micro_batches) for micro_batches in plan}) == 1, "every rank runs the same number"
+    flat = [i for micro_batches in plan for micro in micro_batches for i in micro]
+    assert sorted(flat) == list(range(len(lengths)))
+    for micro_batches in plan:
+        for micro in micro_batches:
+            assert len(micro) <= 1 or sum(lengths[i] for i in micro) <= budget
+
+
+@given(lengths=LENGTHS, parts=st.integers(1, 6))
+def test_parts_are_balanced(lengths: list[int], parts: int) -> None:
+    loads = [sum(lengths[i] for i in part) for part in partition_balanced(lengths, parts)]
+    # Longest first puts the last item of the fullest part onto a part that was the emptiest.
+    assert max(loads) - min(loads) <= max(lengths, default=0)
+
+
+def test_no_more_micro_batches_than_needed() -> None:
+    assert [len(m) for m in plan_micro_batches([10] * 8, num_dp=2, token_budget=40)] == [1, 1]
+    assert [len(m) for m in plan_micro_batches([10] * 8, num_dp=2, token_budget=39)] == [2, 2]

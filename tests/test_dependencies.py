@@ -1,0 +1,96 @@
+"""The direction of imports that the design states, read from the source: who may import megatron, vllm, transformers, and each other."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "megappo"
+MODULES = sorted(PACKAGE.rglob("*.py"))
+
+# Library -> parts of the package (by path prefix below megappo/) that may import it.
+ALLOWED_LIBRARIES = {
+    "megatron": ("platform/", "parallel/", "models/", "engine/megatron", "engine/optimizer", "checkpoint/"),
+    "vllm": ("rollout/vllm", "bridge/vllm"),
+    "transformers": ("models/", "data/tokenizers"),
+}
+# Part -> megappo parts that it may import, where the design restricts it. A part may always import itself.
+ALLOWED_PARTS = {
+    "config/": set(),
+    "telemetry/log.py": set(),
+    "algo/": set(),
+    "ops/": set(),
+    "platform/quiet.py": set(),
+    "bridge/": {"models", "parallel", "rollout"},
+    "checkpoint/": {"parallel", "platform"},
+    "data/": {"config"},
+    "rewards/": set(),
+}
+FORBIDDEN_PARTS = {"engine/": {"algo", "trainer", "rollout", "rewards"}, "models/": {"algo", "engine", "trainer", "rollout"}}
+
+
+def imported_names(source: str) -> set[str]:
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            names |= {node.module or ""}
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def library_faults(path: str, source: str) -> list[str]:
+    names = imported_names(source)
+    return [
+        library
+        for library, places in ALLOWED_LIBRARIES.items()
+        if any(name == library or name.startswith(f"{library}.") for name in names) and not path.startswith(places)
+    ]
+
+
+def part_faults(path: str, source: str) -> set[str]:
+    own = path.split("/")[0].removesuffix(".py")
+    parts = {name.split(".")[1] for name in imported_names(source) if name.startswith("megappo.") and name.count(".") >= 1} - {own}
+    faults: set[str] = set()
+    for prefix, allowed in ALLOWED_PARTS.items():
+        if path.startswith(prefix):
+            faults |= parts - allowed
+    for prefix, forbidden in FORBIDDEN_PARTS.items():
+        if path.startswith(prefix):
+            faults |= parts & forbidden
+    return faults
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_module_imports_only_what_its_part_may(module: Path) -> None:
+    path, source = module.relative_to(PACKAGE).as_posix(), module.read_text(encoding="utf-8")
+    assert not library_faults(path, source)
+    assert not part_faults(path, source)
+
+
+def test_a_forbidden_import_is_detected() -> None:
+    assert library_faults("trainer/ppo.py", "import megatron.core") == ["megatron"]
+    assert library_faults("rollout/types.py", "def f():\n    from vllm import LLM") == ["vllm"]
+    assert part_faults("engine/megatron.py", "from megappo.algo.kl import FixedKL") == {"algo"}
+    assert part_faults("algo/kl.py", "from megappo import ops\nimport megappo.data.packing") == {"ops", "data"}
+
+
+def test_there_are_no_import_cycles() -> None:
+    """Between modules, imports inside functions included."""
+    known = {".".join(("megappo", *p.relative_to(PACKAGE).with_suffix("").parts)): p for p in MODULES}
+    graph = {name: {other for other in imported_names(p.read_text(encoding="utf-8")) if other in known} for name, p in known.items()}
+    done: set[str] = set()
+
+    def visit(name: str, trail: tuple[str, ...]) -> None:
+        assert name not in trail, " -> ".join((*trail[trail.index(name) :], name))
+        if name not in done:
+            for other in sorted(graph[name]):
+                visit(other, (*trail, name))
+            done.add(name)
+
+    for name in sorted(graph):
+        visit(name, ())
