@@ -27,7 +27,7 @@ DEEPSEEK = (
     "\n\n{% endif %}{% endfor %}{% if add_generation_prompt %}Assistant:{% endif %}"
 )
 MISTRAL = (
-    "{{ bos_token }}{% if messages[0]['role'] != 'system' %}[SYSTEM_PROMPT]You are a model. Today is Friday.[/SYSTEM_PROMPT]{% endif %}"
+    "{{ bos_token }}{% if messages[0]['role'] != 'system' %}[SYSTEM_PROMPT]You are a model.[/SYSTEM_PROMPT]{% endif %}"
     "{% for m in messages %}{% if m['role'] == 'system' %}[SYSTEM_PROMPT]{{ m['content'] }}[/SYSTEM_PROMPT]{% else %}"
     "[INST]{{ m['content'] }}[/INST]{% endif %}{% endfor %}"
 )
@@ -41,7 +41,7 @@ _MINISTRAL_ROPE = {
 
 @dataclass(frozen=True)
 class Family:
-    """recipe: file in configs/. case, changes: see tests/models/checkpoints.py. layout: overrides that fit the roles into two ranks."""
+    """recipe: file in configs/. case, changes: see tests/models/checkpoints.py. layout: overrides for a world of two ranks."""
 
     recipe: str
     case: str
@@ -60,7 +60,8 @@ FAMILIES: dict[str, Family] = {
     ),
     "deepseek: policy pp 2, critic tp 2 sp, rollout tp 2": Family(
         "gsm8k_deepseek_7b_chat", "llama", dict(head_dim=32, num_key_value_heads=4), DEEPSEEK,
-        ("policy.parallel.tp=1", "policy.parallel.sequence_parallel=false", "policy.parallel.pp=2", "critic.parallel.tp=2", "rollout.tp=2"),
+        ("policy.parallel.tp=1", "policy.parallel.sequence_parallel=false", "policy.parallel.pp=2", "critic.parallel.tp=2",
+         "rollout.tp=2"),
     ),
     "llama 3.2, one gpu: policy pp 2, critic dp 2": Family(
         "gsm8k_llama3.2_1b", "llama3_tied", dict(head_dim=32), LLAMA3, ("policy.parallel.pp=2", "reference.parallel.pp=2"),

@@ -1,11 +1,12 @@
-"""Dimensions of the public models that the recipes name, as their config.json files state them, and their known parameter totals."""
+"""Dimensions of the public models that the recipes name, as their config.json files state them, and their parameter totals."""
 
 from __future__ import annotations
 
 from typing import Any
 
 _LLAMA3_ROPE = {
-    "rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+    "rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
 }  # fmt: skip
 _MINISTRAL_ROPE = {
     "rope_type": "yarn", "type": "yarn", "rope_theta": 1000000.0, "factor": 16.0, "original_max_position_embeddings": 16384,
@@ -45,9 +46,9 @@ MINISTRAL_3B: dict[str, Any] = {
     },
 }  # fmt: skip
 
-# recipe -> (config.json, parameters, steps of a full run on the 7,473 training prompts of GSM8K). The totals of the first five are
-# those that the models' pages state; Ministral's counts its language model, by hand: embedding 131,072 x 3,072, 26 layers of
-# 116,398,080 (query and output 3,072 x 4,096 each, key and value 3,072 x 1,024 each, MLP 3 x 3,072 x 9,216, two norms), last norm.
+# recipe -> (config.json, parameters, steps of a full run on the 7,473 training prompts of GSM8K). The totals of the first five
+# are those that the models' pages state; Ministral's counts its language model, by hand: embedding 131,072 x 3,072, 26 layers of
+# 116,398,080 (query and output 3,072 x 4,096 each, key and value 3,072 x 1,024 each, MLP 3 x 3,072 x 9,216, two norms), norm.
 PUBLIC: dict[str, tuple[dict[str, Any], int, int]] = {
     "gsm8k_qwen2.5_0.5b": (QWEN_05B, 494_032_768, 438),
     "gsm8k_qwen2.5_1.5b": (QWEN_15B, 1_543_714_304, 219),

@@ -1,16 +1,15 @@
 """The recipes on the real GSM8K files, at a size for two CPU ranks: two steps with vLLM, validation, checkpoint, resume, export.
 
-One world of two ranks runs every family one after another; the tests look at the files that the runs left. transformers is the oracle:
-it formats and counts the prompts from the same records, and reads the exported checkpoints.
+One world of two ranks runs every family one after another; the tests look at the files that the runs left. transformers is the
+oracle: it formats and counts the prompts from the same records, and reads the exported checkpoints.
 """
 
 from __future__ import annotations
 
+import json
 import math
-import time
-from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Callable, NamedTuple
 
 import pytest
 import torch
@@ -25,15 +24,26 @@ from megappo.telemetry.jsonl import read_lines
 
 from ..gsm8k_files import gsm8k, needs_gsm8k
 from ..worlds import spawn_world
-from .families import CONFIGS, FAMILIES, MAX_PROMPT, MAX_RESPONSE, MINI_BATCH, PROMPTS_PER_STEP, VOCAB, overrides_of, write_family
+from .families import (
+    CONFIGS,
+    FAMILIES,
+    MAX_PROMPT,
+    MAX_RESPONSE,
+    MINI_BATCH,
+    PROMPTS_PER_STEP,
+    VOCAB,
+    overrides_of,
+    write_family,
+)
 from .recipe_runs import probe_sequences, run_recipes
 
 pytestmark = needs_gsm8k
 TOLERANCE = 1e-4  # fp32 against transformers', as everywhere
+EXACT = dict(dtype=torch.float32, attn_implementation="eager")
 
 
 class Run(NamedTuple):
-    """A finished run: its configuration, the checkpoint that it started from, its directory, and what its policy says of the probe."""
+    """A finished run: configuration, the checkpoint that it started from, its directory, what its policy says of the probe."""
 
     config: TrainConfig
     model: Path
@@ -103,9 +113,9 @@ def test_held_out_prompts_are_validated_before_and_at_the_end(run):
         assert evaluated == {0, 1, 2, 3}
 
 
-def test_a_resumed_run_takes_the_prompts_that_follow(run):
+def test_a_resumed_run_takes_the_prompts_that_follow(run, oracle):
     """Ids of the trajectories of steps 1, 2 (first run) and 3 (resumed) are an uninterrupted walk through the kept prompts."""
-    kept = oracle_prompts(run, "train")
+    kept = oracle(run, "train")
     loader = PromptLoader(len(kept), PROMPTS_PER_STEP, run.config.data.shuffle, run.config.run.seed)
     for step in (1, 2, 3):
         rows = read_lines(next((run.folder / "trajectories").glob(f"*{step}.jsonl")))
@@ -118,7 +128,7 @@ def test_a_resumed_run_takes_the_prompts_that_follow(run):
 
 
 def test_the_export_is_the_trained_policy(run):
-    exported = transformers.AutoModelForCausalLM.from_pretrained(run.folder / "export", dtype=torch.float32, attn_implementation="eager")
+    exported = transformers.AutoModelForCausalLM.from_pretrained(run.folder / "export", **EXACT)
     logprob, entropy = run.said
     found_logprob, found_entropy = what_transformers_says(exported)
     assert (logprob - found_logprob).abs().max() < TOLERANCE
@@ -129,13 +139,9 @@ def test_the_export_is_the_trained_policy(run):
 
 def test_the_comparison_sees_three_steps_of_training(run):
     """Negative control: the checkpoint that the run started from does not pass."""
-    if read_arch(run.model).architecture.endswith("ConditionalGeneration"):
-        whole = transformers.AutoModelForImageTextToText.from_pretrained(run.model, dtype=torch.float32, attn_implementation="eager")
-        logprob, _ = what_transformers_says(whole)
-    else:
-        logprob, _ = what_transformers_says(
-            transformers.AutoModelForCausalLM.from_pretrained(run.model, dtype=torch.float32, attn_implementation="eager")
-        )
+    whole = "vision_config" in json.loads((run.model / "config.json").read_text())
+    model_class = transformers.AutoModelForImageTextToText if whole else transformers.AutoModelForCausalLM
+    logprob, _ = what_transformers_says(model_class.from_pretrained(run.model, **EXACT))
     assert (run.said[0] - logprob).abs().max() > 100 * TOLERANCE
 
 
@@ -154,29 +160,46 @@ def what_transformers_says(model: torch.nn.Module) -> tuple[torch.Tensor, torch.
 # ---------------------------------------------------------------------------------------------------------------- prompts
 
 
-def oracle_prompts(run: Run, split: str) -> list[tuple[int, list[int]]]:
-    """(row, ids) of the questions that are short enough, formatted by transformers from the real records."""
-    return _oracle_prompts(str(run.model), run.config.data.system_prompt, run.config.data.prompt_suffix, split)
+Oracle = Callable[[Run, str], list[tuple[int, list[int]]]]
 
 
-@lru_cache(maxsize=None)
-def _oracle_prompts(model: str, system: str | None, suffix: str, split: str) -> list[tuple[int, list[int]]]:
-    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
-    start = [{"role": "system", "content": system}] if system else []
-    conversations = [[*start, {"role": "user", "content": record["question"] + suffix}] for record in gsm8k(split)]
-    ids = tokenizer.apply_chat_template(conversations, add_generation_prompt=True, return_dict=True)["input_ids"]
-    return [(row, tokens) for row, tokens in enumerate(ids) if len(tokens) <= MAX_PROMPT]
+@pytest.fixture(scope="module")
+def oracle() -> Oracle:
+    """(row, ids) of the questions of a split that are short enough, formatted by transformers from the real records."""
+    known: dict[tuple[Path, str], list[tuple[int, list[int]]]] = {}
+
+    def prompts_of(run: Run, split: str) -> list[tuple[int, list[int]]]:
+        key = (run.model, split)
+        if key not in known:
+            tokenizer = transformers.AutoTokenizer.from_pretrained(run.model)
+            system, suffix = run.config.data.system_prompt, run.config.data.prompt_suffix
+            start = [{"role": "system", "content": system}] if system else []
+            conversations = [[*start, {"role": "user", "content": record["question"] + suffix}] for record in gsm8k(split)]
+            ids = tokenizer.apply_chat_template(conversations, add_generation_prompt=True, return_dict=True)["input_ids"]
+            known[key] = [(row, tokens) for row, tokens in enumerate(ids) if len(tokens) <= MAX_PROMPT]
+        return known[key]
+
+    return prompts_of
 
 
-def test_prompts_and_overlong_filter_are_those_of_transformers(run):
+def distinct_formats() -> list[str]:
+    """One family for every pair of template and system message."""
+    found: dict[tuple, str] = {}
+    for name, family in FAMILIES.items():
+        found.setdefault((family.template, load_config(CONFIGS / f"{family.recipe}.yaml").data.system_prompt), name)
+    return list(found.values())
+
+
+@pytest.mark.parametrize("name", distinct_formats())
+def test_prompts_and_overlong_filter_are_those_of_transformers(runs, name, oracle):
     """All 7,473 training questions of the real file."""
-    started = time.monotonic()
+    run = runs[name]
     data = load_run_data(run.config, read_arch(run.model))
-    assert time.monotonic() - started < 30
-    expected = oracle_prompts(run, "train")
+    expected = oracle(run, "train")
     assert 1000 < len(expected) < 7473, "the limit divides the real questions"
     assert [list(prompt.tokens) for prompt in data.train.prompts] == [tokens for _, tokens in expected]
-    assert data.train.summary() == f"kept {len(expected):,} of 7,473 prompts; {7473 - len(expected):,} longer than data.max_prompt_tokens={MAX_PROMPT}"
+    longer = f"{7473 - len(expected):,} longer than data.max_prompt_tokens={MAX_PROMPT}"
+    assert data.train.summary() == f"kept {len(expected):,} of 7,473 prompts; {longer}"
     assert data.eval is not None
-    assert [list(prompt.tokens) for prompt in data.eval.prompts] == [tokens for _, tokens in oracle_prompts(run, "test")[:4]]
+    assert [list(prompt.tokens) for prompt in data.eval.prompts] == [tokens for _, tokens in oracle(run, "test")[:4]]
     assert all(prompt.answer == gsm8k("test")[int(prompt.id.rsplit("#", 1)[1])]["answer"] for prompt in data.eval.prompts)

@@ -1,0 +1,267 @@
+"""Mistakes from end to end: exit code 2, one line on stderr that names key and fix, no rank started, nothing written.
+
+Complements `test_cli.py`, which has the mistakes in the keys themselves: here are those in what the keys name (checkpoints,
+tokenizers, data, directories, packages), for every command, and the recipes as a user meets them first: without their model.
+"""
+
+import json
+from io import BytesIO
+from pathlib import Path
+
+import pytest
+
+from megappo import cli, installed
+
+from .data.tokenizer_files import write_hf_tokenizer
+from .plan.checkpoints import TINY, write_checkpoint, write_run
+from .test_cli import files_of, run
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+
+
+@pytest.fixture(autouse=True)
+def no_rank_is_started(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+    def start_ranks(*_):
+        raise AssertionError("ranks were started")
+
+    monkeypatch.setattr("megappo.launch.start_ranks", start_ranks)
+
+
+def assert_refused(capsys, folder, fragments, *arguments):
+    before = files_of(folder)
+    code, out, err = run(capsys, *arguments)
+    assert (code, out) == (2, ""), (code, out, err)
+    assert err.startswith("megappo: ") and err.count("\n") == 1 and "Traceback" not in err, err
+    assert all(fragment in err for fragment in fragments), err
+    assert files_of(folder) == before
+
+
+# ---------------------------------------------------------------------------------------------------- what is prepared
+
+
+def nothing(folder):
+    pass
+
+
+def checkpoint(name="other", *, weights=True, tokenizer=True, **changes):
+    return lambda folder: write_checkpoint(folder / name, TINY | changes, weights=weights, tokenizer=tokenizer)
+
+
+def pickled(folder):
+    (write_checkpoint(folder / "other", weights=False) / "pytorch_model.bin").write_bytes(b"")
+
+
+def hf_tokenizer(**config):
+    """In a model with room for its ids."""
+
+    def prepare(folder):
+        write_checkpoint(folder / "model", TINY | {"vocab_size": 512}, tokenizer=False)
+        (folder / "model" / "tokenizer.model").unlink()
+        write_hf_tokenizer(folder / "model", **config)
+
+    return prepare
+
+
+def sentencepiece_without_eos(folder):
+    from sentencepiece import SentencePieceTrainer
+
+    model = BytesIO()
+    SentencePieceTrainer.train(
+        sentence_iterator=iter(["1+2=3"]), model_writer=model, model_type="char", vocab_size=8, hard_vocab_limit=False, eos_id=-1,
+        minloglevel=2,
+    )  # fmt: skip
+    (folder / "other.model").write_bytes(model.getvalue())
+
+
+def data_file(text, name="other.jsonl"):
+    return lambda folder: (folder / name).write_text(text)
+
+
+def output_file(folder):
+    (folder / "runs").write_text("a file")
+
+
+def link_out(folder):
+    (folder / "runs").mkdir()
+    (folder / "elsewhere").mkdir()
+    (folder / "runs" / "run").symlink_to(folder / "elsewhere")
+
+
+GOOD = json.dumps({"prompt": "1+1=", "answer": "2"}) + "\n"
+LONG = json.dumps({"prompt": "1+" * 40, "answer": "40"}) + "\n"
+# what is prepared, overrides ({} is the folder), what stderr must contain
+BAD = {
+    "critic checkpoint missing": (nothing, ["critic.model=absent"], ['critic.model = "absent"', "is not a directory"]),
+    "reference of another kind": (
+        checkpoint(architectures=["GPT2LMHeadModel"]), ["reference.model={}/other"],
+        ["reference.model", "GPT2LMHeadModel is not supported", "LlamaForCausalLM", "Ministral3ForCausalLM"],
+    ),
+    "weights missing": (
+        checkpoint(weights=False), ["policy.model={}/other"], ["policy.model", "no .safetensors weights", "incomplete"],
+    ),
+    "pickled weights": (pickled, ["policy.model={}/other"], ["policy.model", "pytorch_model.bin", "save_pretrained"]),
+    "quantised weights": (
+        checkpoint(quantization_config={"quant_method": "fp8"}), ["policy.model={}/other"],
+        ["policy.model", "quantised (fp8)", "bf16, fp16 or fp32"],
+    ),
+    "critic of another vocabulary": (checkpoint(vocab_size=32), ["critic.model={}/other"], ["critic.model", "32 tokens", "64"]),
+    "head that no checkpoint holds": (nothing, ["critic.value_head=checkpoint"], ["critic.value_head", "needs critic.model"]),
+    "tokenizer missing": (nothing, ["data.tokenizer=absent"], ["tokenizer absent does not exist", "data.tokenizer"]),
+    "tokenizer without eos": (hf_tokenizer(eos_token=None), [], ["tokenizer_config.json", "no eos_token", '"eos_token": "</s>"']),
+    "sentencepiece without eos": (
+        sentencepiece_without_eos, ["data.tokenizer={}/other.model"], ["other.model", "no end-of-sequence piece", "--eos_id"],
+    ),
+    "tokenizer that runs code": (hf_tokenizer(auto_map={"AutoTokenizer": "x.Y"}), [], ["auto_map", "remove the key"]),
+    "tokenizer of a larger model": (
+        lambda folder: write_hf_tokenizer(folder / "big"), ["data.tokenizer={}/big"], ["data.tokenizer", "policy.model only 64"],
+    ),
+    "template missing": (
+        hf_tokenizer(chat_template=None), ["data.chat_template=true"], ["no chat template", "data.chat_template=false"],
+    ),
+    "system prompt without template": (nothing, ["data.system_prompt=Hello"], ["data.system_prompt", "chat_template"]),
+    "data of another type": (data_file("x", "other.csv"), ["data.train={}/other.csv"], ["other.csv", ".jsonl", ".parquet"]),
+    "broken line": (data_file(GOOD + "{"), ["data.train={}/other.jsonl"], ["other.jsonl line 2 is not valid JSON"]),
+    "line of another type": (data_file("[1]\n"), ["data.train={}/other.jsonl"], ["line 1 is a JSON list, not an object"]),
+    "broken parquet": (
+        data_file("x", "other.parquet"), ["data.train={}/other.parquet"], ["other.parquet cannot be read as parquet"],
+    ),
+    "empty data": (data_file(""), ["data.train={}/other.jsonl"], ["no prompts are left of", "kept 0 of 0 prompts"]),
+    "all filtered": (
+        data_file(LONG * 3), ["data.train={}/other.jsonl"],
+        ["no prompts are left", "kept 0 of 3 prompts; 3 longer than data.max_prompt_tokens=16"],
+    ),
+    "overlong refused": (
+        data_file(GOOD * 40 + LONG), ["data.train={}/other.jsonl", "data.overlong=error"],
+        ["1 of 41 prompts are longer than data.max_prompt_tokens=16", "other.jsonl#40", "data.overlong=filter"],
+    ),
+    "answer key absent": (nothing, ["data.answer_key=gold"], ["data.answer_key=gold", "prompt, answer"]),
+    "held-out prompts missing": (nothing, ["data.eval=absent.jsonl"], ["absent.jsonl does not exist"]),
+    "held-out key absent": (
+        data_file('{"question": "x"}\n'), ["data.eval={}/other.jsonl"], ["data.prompt_key=prompt", "question"],
+    ),
+    "sequence longer than the model": (
+        nothing, ["rollout.max_response_tokens=1000"], ["rollout.max_response_tokens = 1000", "at most 240"],
+    ),
+    "layers that no stage count divides": (
+        nothing, ["run.num_ranks=6", "critic.parallel.pp=3"], ["critic.parallel.pp = 3", "4 layers", "use 2 or 4"],
+    ),
+    "rollout that heads do not fit": (nothing, ["run.num_ranks=6", "rollout.tp=3"], ["rollout.tp = 3", "4 attention heads"]),
+    "cache too small for one sequence": (
+        nothing, ["rollout.kv_cache_gib=0.00001"], ["rollout.kv_cache_gib", "one sequence of 24 tokens"],
+    ),
+    "true for a number": (nothing, ["run.seed=true"], ["run.seed = true", "integer"]),
+    "no number": (nothing, ["policy.optimizer.lr=.nan"], ["policy.optimizer.lr"]),
+    "role that there is not": (nothing, ["judge.model=x"], ["judge.model", "unknown key"]),
+    "key of a reward part": (nothing, ["reward.parts=[{name: exact_match, factor: 2}]"], ["factor", "name, weight"]),
+    "output directory is a file": (output_file, [], ["run.output_dir", "is a file"]),
+    "run that leads elsewhere": (link_out, [], ["run.name", "leads out of run.output_dir"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_train_refuses_what_its_keys_name(case, tmp_path, capsys):
+    prepare, overrides, fragments = BAD[case]
+    path = write_run(tmp_path)
+    prepare(tmp_path)
+    assert_refused(capsys, tmp_path, fragments, "train", path, *[text.replace("{}", str(tmp_path)) for text in overrides])
+
+
+def test_a_data_set_is_refused_with_its_reason_where_there_is_no_network(tmp_path, capsys, monkeypatch):
+    import datasets
+
+    def load_dataset(*_, **__):
+        raise ConnectionError("Couldn't reach the Hub\nsecond line")
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    path = write_run(tmp_path)
+    says = ["cannot load the Hugging Face dataset openai/gsm8k:main:train", "Couldn't reach the Hub", ".jsonl or .parquet path"]
+    assert_refused(capsys, tmp_path, says, "train", path, "data.train=openai/gsm8k:main:train")
+
+
+# package that is absent, overrides, what stderr must contain
+ABSENT = [
+    ("vllm", [], ["rollout.engine", "vllm is not installed: pip install", "rollout.engine=megatron"]),
+    ("math-verify", ["reward.parts=[{name: math_verify}]"], ["reward.parts", "math-verify is not installed: pip install"]),
+]
+
+
+@pytest.mark.parametrize("package, overrides, fragments", ABSENT, ids=[case[0] for case in ABSENT])
+def test_an_absent_package_is_named_with_the_way_to_install_it(tmp_path, capsys, monkeypatch, package, overrides, fragments):
+    version_of = installed.installed_version
+    monkeypatch.setattr(installed, "installed_version", lambda need: None if need.name == package else version_of(need))
+    assert_refused(capsys, tmp_path, fragments, "train", write_run(tmp_path), *overrides)
+
+
+def test_vllm_without_its_module_is_refused(tmp_path, capsys, monkeypatch):
+    """Metadata that an interrupted removal left behind is no installation."""
+    import importlib.util
+
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "vllm" else find_spec(name, *rest))
+    assert_refused(capsys, tmp_path, ["rollout.engine", "pip install"], "train", write_run(tmp_path))
+
+
+def test_a_launcher_of_another_size_is_refused(tmp_path, capsys, monkeypatch):
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "4")):
+        monkeypatch.setenv(name, value)
+    assert_refused(capsys, tmp_path, ["run.num_ranks = 2", "started 4 ranks"], "train", write_run(tmp_path))
+
+
+@pytest.mark.parametrize("recipe", sorted(CONFIGS.glob("gsm8k_*.yaml")), ids=lambda path: path.stem)
+def test_a_recipe_without_its_model_says_which_is_missing(recipe, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert_refused(capsys, tmp_path, ['policy.model = "models/', "is not a directory"], "train", recipe)
+
+
+# --------------------------------------------------------------------------------------------------------- other commands
+
+
+def sft_run(folder, **data):
+    """A configuration of `megappo sft` whose parts are all there."""
+    model = write_checkpoint(folder / "model")
+    (folder / "train.jsonl").write_text(GOOD * 80)
+    keys = {"train": str(folder / "train.jsonl"), "chat_template": False, "max_tokens": 32} | data
+    path = folder / "sft.yaml"
+    path.write_text(json.dumps({
+        "run": {"output_dir": str(folder / "runs"), "device": "cpu", "num_ranks": 1}, "policy": {"model": str(model)},
+        "data": keys, "trainer": {"steps": 2, "batch_size": 8},
+    }))  # fmt: skip
+    return path
+
+
+BAD_SFT = {
+    "data missing": ({"train": "absent.jsonl"}, [], ["absent.jsonl does not exist"]),
+    "response key absent": ({"response_key": "gold"}, [], ["data.response_key=gold", "prompt, answer"]),
+    "nothing short enough": ({"max_tokens": 2}, [], ["data.max_tokens"]),
+    "checkpoint missing": ({}, ["policy.model=absent"], ['policy.model = "absent"', "is not a directory"]),
+    "key of ppo": ({}, ["rollout.tp=2"], ["rollout.tp", "unknown key"]),
+    "impossible layout": ({}, ["policy.parallel.tp=2"], ["policy.parallel: tp 2", "1 ranks"]),
+}
+
+
+@pytest.mark.parametrize("case", BAD_SFT)
+def test_sft_refuses_the_same_way(case, tmp_path, capsys):
+    data, overrides, fragments = BAD_SFT[case]
+    assert_refused(capsys, tmp_path, fragments, "sft", sft_run(tmp_path, **data), *overrides)
+
+
+def test_generate_needs_a_checkpoint_a_tokenizer_and_room(tmp_path, capsys):
+    model = write_checkpoint(tmp_path / "model")
+    bare = write_checkpoint(tmp_path / "bare", tokenizer=False)
+    prompt = ("--prompt", "1+1=")
+    assert_refused(capsys, tmp_path, ["absent", "is not a directory"], "generate", "absent", *prompt)
+    assert_refused(capsys, tmp_path, ["bare holds no tokenizer"], "generate", bare, *prompt)
+    assert_refused(capsys, tmp_path, ["no chat template"], "generate", model, *prompt)
+    assert_refused(capsys, tmp_path, ["--max-tokens 400"], "generate", model, "--raw", "--max-tokens", "400", *prompt)
+
+
+def test_unchanged_the_configurations_are_accepted(tmp_path, capsys, monkeypatch):
+    """Negative control: what the tables change is what is refused."""
+    started = []
+    monkeypatch.setattr("megappo.launch.start_ranks", lambda ranks, arguments: started.append(arguments[0]) or 0)
+    assert cli.main(["train", str(write_run(tmp_path))]) == 0
+    assert cli.main(["sft", str(sft_run(tmp_path))]) == 0
+    assert started == ["train", "sft"]
