@@ -92,9 +92,11 @@ def cmd_generate(args: Arguments) -> int:
 
 
 def cmd_export(args: Arguments) -> int:
-    from megappo.trainer.export import export
+    from megappo.trainer.export import export_checkpoint
 
-    return export(args)
+    step = export_checkpoint(args.run_dir, args.output, role=args.role, step=args.step)
+    print(f"{args.role} of step {step} -> {args.output}")
+    return 0
 
 
 def cmd_doctor(args: Arguments) -> int:

@@ -169,6 +169,24 @@ class CheckpointStore:
         self._restore_rng(source, manifest)
         return manifest.step
 
+    def load_weights(self, name: str, engine: StatefulEngine, step: Optional[int] = None) -> int:
+        """Weights of one engine, without optimizer, from checkpoint `step` (default: the newest valid one); returns the step.
+
+        Works for `save_only_model` checkpoints and in any layout. ValueError where there is no such valid checkpoint or engine.
+        """
+        manifest = self._newest_verified() if step is None else self._verified(step)
+        source = self._directory.step_path(manifest.step) / "megatron" / name
+        if not on_rank_zero("looking for the weights", source.is_dir):
+            raise ValueError(f"{source} does not exist: the checkpoint holds no {name}")
+        engine.load_state(load_sharded(engine.state_to_load(with_optimizer=False), source))
+        return manifest.step
+
+    def _verified(self, step: int) -> Manifest:
+        manifest, fault = self._verify(step)
+        if manifest is None:
+            raise ValueError(f"{self._directory.step_path(step)}: {fault}; steps there: {on_rank_zero('listing', self._directory.steps)}")
+        return manifest
+
     def _newest_verified(self) -> Manifest:
         steps = on_rank_zero("looking for checkpoints", self._tidy_steps)
         for step in steps:

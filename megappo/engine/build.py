@@ -8,7 +8,7 @@ import torch
 
 from megappo.config.schema import FrozenOffloadConfig, OffloadConfig, RoleConfig, TrainableConfig
 from megappo.engine.megatron import MegatronEngine
-from megappo.engine.optimizer import Optimizer, wrap_with_ddp
+from megappo.engine.megatron_optimizer import Optimizer, wrap_with_ddp
 from megappo.models.arch import ModelArch
 from megappo.models.build import build_model
 from megappo.models.hf_import import load_pretrained
@@ -50,9 +50,10 @@ def build_frozen(
     *,
     device: torch.device,
     offload: FrozenOffloadConfig = FrozenOffloadConfig(),
+    value_head: bool = False,
 ) -> MegatronEngine:
-    """A model that only gives log-probs."""
-    model = build_model(arch, groups, dtype=DTYPES[config.dtype], recompute="none", value_head=False)
+    """A model that does not train: log-probs, or values with `value_head`."""
+    model = build_model(arch, groups, dtype=DTYPES[config.dtype], recompute="none", value_head=value_head)
     load_pretrained(model, arch, groups, path)
     model.requires_grad_(False)
     return MegatronEngine(

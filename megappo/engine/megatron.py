@@ -24,7 +24,7 @@ from megappo.config.schema import OffloadConfig
 from megappo.data.packing import PackedBatch
 from megappo.engine.base import LossFunction, LossOutput, ModelOutput, PassResult, StepResult
 from megappo.engine.offload import StorageOffload, storages_of
-from megappo.engine.optimizer import Optimizer
+from megappo.engine.megatron_optimizer import Optimizer
 from megappo.models.gpt import CriticModel
 from megappo.parallel.balance import MicroBatchPlan, plan_micro_batches
 from megappo.parallel.groups import ProcessGroups

@@ -1,4 +1,4 @@
-"""Silences warnings of libraries that state what is meant to be so, before those libraries are imported.
+"""Prepares a process for the libraries before they are imported: their environment, and silence where they state the intended.
 
 What is absent on a machine is told once by `megappo doctor`, not by every rank at every start. Imports nothing heavy.
 """
@@ -14,6 +14,8 @@ _MEANT_TO_BE = (
     "Apex is not installed",
     # Megatron-core's TransformerConfig about its own default.
     "full scope is deprecated",
+    # Megatron-core's optimizer looks at .grad of its views into the gradient buffer, which is None as it expects.
+    "The .grad attribute of a Tensor that is not a leaf Tensor is being accessed",
 )
 
 
@@ -21,6 +23,8 @@ def quiet_libraries() -> None:
     """Call before torch is first imported; a level that the user set is kept."""
     # torch's C++ side warns about vLLM's memory binding at every start on a CPU.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    # Megatron-core wants one hardware queue, so that tensor-parallel collectives start before the products that they overlap.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     for text in _MEANT_TO_BE:
         warnings.filterwarnings("ignore", message=text)
     # Megatron-core calls collectives by names that newer torch versions deprecate.

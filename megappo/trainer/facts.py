@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 import megappo
+from megappo.checkpoint.facts import identity_of_model
 from megappo.config.dump import dump_yaml
 from megappo.config.schema import TrainConfig
 from megappo.data.tokenizers import Tokenizer
@@ -19,7 +20,7 @@ def run_facts(config: TrainConfig, tokenizer: Tokenizer) -> dict[str, Any]:
     return {
         "config": dump_yaml(config),
         "tokenizer": tokenizer.fingerprint,
-        "reference": reference if config.algorithm.kl.placement != "none" else None,
+        "reference": identity_of_model(reference) if config.algorithm.kl.placement != "none" else None,
         "layouts": {
             name: role.parallel.model_dump()
             for name, role in (("policy", config.policy), ("critic", config.critic), ("reference", config.reference))

@@ -51,13 +51,11 @@ def train(config: TrainConfig, data: RunData, *, resume: bool) -> None:
     parts = _Parts(config, data, run_dir, device)
     if resume:
         parts.resume()
+    done_before = parts.state.step
     parts.ppo.run()
     parts.log.close()
-    if config.checkpoint.export_at_end:
-        with parts.policy_engine.eval_mode():
-            export_pretrained(
-                parts.policy_engine.model, parts.policy_arch, parts.policy_engine.groups, run_dir.export, Path(config.policy.model)
-            )
+    if config.checkpoint.export_at_end and (parts.state.step > done_before or not run_dir.export.exists()):
+        parts.export(run_dir)
     parts.close()
     if owns_world:
         dist.destroy_process_group()
@@ -124,6 +122,15 @@ class _Parts:
         step = self.store.load(self._engines, self._components, self._facts)
         self.log.resume_after(step)
         self.log.note(f"resumed after step {step}")
+
+    def export(self, run_dir: RunDir) -> None:
+        """Write the policy for transformers and vLLM; the export that a resumed run replaces keeps another name."""
+        if dist.get_rank() == 0 and run_dir.export.exists():
+            run_dir.export.rename(run_dir.export_replaced())
+        dist.barrier()
+        engine = self.policy_engine
+        with engine.eval_mode():
+            export_pretrained(engine.model, self.policy_arch, engine.groups, run_dir.export, Path(self.config.policy.model))
 
     def close(self) -> None:
         self.rollout.close()

@@ -31,7 +31,12 @@ class RunDir:
 
     @property
     def export(self) -> Path:
+        """The final policy as a Hugging Face checkpoint."""
         return self.root / "export"
+
+    def export_replaced(self) -> Path:
+        """A free name for the export that a resumed run replaces."""
+        return next(path for n in range(1, 10_000) if not (path := self.root / f"export.old{n}").exists())
 
     def claim(self, run: RunConfig, config_text: str, *, resume: bool) -> None:
         """Collective: rank 0 checks, creates the directory and writes the resolved config; all ranks raise its error alike."""

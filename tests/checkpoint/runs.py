@@ -49,7 +49,7 @@ def arch(tied=False, num_layers=4):
 
 def engine(groups, *, critic, dtype=torch.float32, tied=False, distributed=True, offload=False, seed=0, num_layers=4):
     from megappo.engine.megatron import MegatronEngine
-    from megappo.engine.optimizer import Optimizer, wrap_with_ddp
+    from megappo.engine.megatron_optimizer import Optimizer, wrap_with_ddp
     from megappo.models.build import build_model
 
     model = build_model(arch(tied, num_layers), groups, dtype=dtype, value_head=critic)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megappo.config.schema import OptimizerConfig
 from megappo.engine.base import StepResult
-from megappo.engine.optimizer_state import load_optimizer_state, sharded_optimizer_state
+from megappo.engine.megatron_optimizer_state import load_optimizer_state, sharded_optimizer_state
 from megappo.parallel.groups import ProcessGroups
 
 
