@@ -1,0 +1,71 @@
+"""A PPO run that takes seconds: a tiny llama, sums, two gloo ranks, real vLLM. For the tests of the trainer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+import yaml
+
+from megappo.data.arithmetic import ArithmeticTask, train_tokenizer, write_arithmetic
+
+
+def write_small_task(folder: Path) -> None:
+    """model/ (random llama and SentencePiece tokenizer) and data/ below `folder`."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=32, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
+        max_position_embeddings=64, bos_token_id=1, eos_token_id=2, pad_token_id=0, initializer_range=0.1,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained(folder / "model")
+    train_tokenizer(folder / "model")
+    write_arithmetic(folder / "data", num_train=60, num_eval=20, num_sft=20, seed=0, task=ArithmeticTask(0, 9, "+-"))
+
+
+def small_config(folder: Path, name: str, *, steps: int, **overrides: Any) -> dict[str, Any]:
+    """Configuration as nested dict; overrides are dotted keys."""
+    config: dict[str, Any] = {
+        "run": {"name": name, "output_dir": str(folder / "runs"), "num_ranks": 2, "device": "cpu", "seed": 1},
+        "policy": {"model": str(folder / "model"), "dtype": "fp32", "parallel": {"tp": 2}, "optimizer": {"lr": 1e-3}},
+        "critic": {"dtype": "fp32", "parallel": {"pp": 2}, "optimizer": {"lr": 1e-3}},
+        "reference": {"dtype": "fp32"},
+        "rollout": {"samples_per_prompt": 2, "max_response_tokens": 6},
+        "data": {
+            "train": str(folder / "data" / "train.jsonl"),
+            "eval": str(folder / "data" / "eval.jsonl"),
+            "tokenizer": str(folder / "model" / "tokenizer.model"),
+            "chat_template": False,
+            "max_prompt_tokens": 12,
+            "prompts_per_step": 16,
+        },
+        "reward": {"parts": [{"name": "exact_match"}, {"name": "has_eos", "weight": 0.5}]},
+        "algorithm": {
+            "mini_batch_size": 16,
+            "kl": {"coef": 0.01, "controller": "adaptive", "target": 0.5, "horizon": 100},
+            "bootstrap_truncated": True,
+        },
+        "trainer": {"steps": steps, "eval_every": 6},
+        "telemetry": {"trajectories_every": 3, "trajectories_per_step": 2},
+    }
+    for key, value in overrides.items():
+        *sections, last = key.split(".")
+        node = config
+        for section in sections:
+            node = node.setdefault(section, {})
+        node[last] = value
+    return config
+
+
+def run_many(rank: int, runs: list[tuple[dict[str, Any], bool]]) -> None:
+    """Train each configuration in turn on this rank; True resumes."""
+    from megappo.config.loading import load_config
+    from megappo.plan.prepare import prepare
+    from megappo.trainer.main import train
+
+    for config, resume in runs:
+        path = Path(config["run"]["output_dir"]).parent / f"{config['run']['name']}.{rank}.yaml"
+        path.write_text(yaml.safe_dump(config))
+        loaded = load_config(str(path), [])
+        train(loaded, prepare(loaded, 2, "cpu").data, resume=resume)
