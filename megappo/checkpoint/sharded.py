@@ -39,6 +39,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from megappo.checkpoint.safe_load import load_index, load_tensors_and_plain_data
 from megappo.checkpoint.vote import RankFault, on_rank_zero
 
+_OPTIMIZER = "optimizer."  # keys of the optimizer's tensors start with it
 
 def save_sharded(state: dict[str, Any], directory: Path) -> None:
     """Write `state` (tensors wrapped in ShardedTensor, the rest plain and equal on all ranks) into an empty directory.
@@ -63,23 +64,37 @@ def save_sharded(state: dict[str, Any], directory: Path) -> None:
     on_rank_zero("writing metadata.json", lambda: save_config(CheckpointingConfig("torch_dist", 1), str(directory)))
 
 
-def load_sharded(state: dict[str, Any], directory: Path) -> dict[str, Any]:
+def load_sharded(state: dict[str, Any], directory: Path, *, with_optimizer: bool = True) -> dict[str, Any]:
     """Fill the sharded description `state` from a directory that `save_sharded` wrote, whatever layout it was written in.
 
-    Collective. ValueError where the model has other tensors or shapes than the checkpoint.
+    Collective. ValueError where the model has other tensors or shapes than the checkpoint. Without `with_optimizer` the optimizer's
+    tensors in the directory are passed over, and nothing else is.
     """
     try:
-        return dist_checkpointing.load(
+        loaded = dist_checkpointing.load(
             state,
             str(directory),
             sharded_strategy=_SafeShardedStrategy(),
             common_strategy=_SafeCommonStrategy(),
-            strict=StrictHandling.RAISE_ALL,
+            strict=StrictHandling.RAISE_ALL if with_optimizer else StrictHandling.RETURN_ALL,
         )
     except CheckpointingException as error:
         raise ValueError(f"{directory} does not fit the model: {' '.join(str(error).split())}") from None
     except CheckpointException as error:
         raise ValueError(f"{directory} does not fit the model: {_first_failure(error)}") from None
+    if with_optimizer:
+        return loaded
+    whole, missing, unexpected = loaded
+    _require_same_weights(missing, unexpected, directory)
+    return {name: value for name, value in whole.items() if name in state}  # the file of plain values is read as a whole
+
+
+def _require_same_weights(missing: set[str], unexpected: set[str], directory: Path) -> None:
+    """`missing` are keys that only the checkpoint has, `unexpected` those that only the model has (Megatron-core's words)."""
+    wrong = sorted(unexpected) or sorted(key for key in missing if not key.startswith(_OPTIMIZER))
+    if wrong:
+        where = "only the model" if unexpected else "only the checkpoint"
+        raise ValueError(f"{directory} does not fit the model: {where} has {wrong[0]} ({len(wrong)} such tensors)")
 
 
 def _first_failure(error: CheckpointException) -> str:

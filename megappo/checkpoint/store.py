@@ -178,7 +178,7 @@ class CheckpointStore:
         source = self._directory.step_path(manifest.step) / "megatron" / name
         if not on_rank_zero("looking for the weights", source.is_dir):
             raise ValueError(f"{source} does not exist: the checkpoint holds no {name}")
-        engine.load_state(load_sharded(engine.state_to_load(with_optimizer=False), source))
+        engine.load_state(load_sharded(engine.state_to_load(with_optimizer=False), source, with_optimizer=False))
         return manifest.step
 
     def _verified(self, step: int) -> Manifest:

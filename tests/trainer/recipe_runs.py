@@ -44,7 +44,7 @@ def run_recipes(rank: int, jobs: Sequence[tuple[str, Path, list[str]]], vocab_si
     said = {}
     for name, recipe, overrides in jobs:
         try:
-            run(recipe, [*overrides, "trainer.steps=2", "checkpoint.export_at_end=false"], resume=False)
+            run(recipe, [*overrides, "trainer.steps=2"], resume=False)
             run(recipe, [*overrides, "trainer.steps=3"], resume=True)
         except BaseException as error:
             error.add_note(f"in the run of {name}")

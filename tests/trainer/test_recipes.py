@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Callable, NamedTuple
 
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 
 from megappo.config.loading import load_config
 from megappo.config.schema import TrainConfig
@@ -143,6 +148,47 @@ def test_the_comparison_sees_three_steps_of_training(run):
     model_class = transformers.AutoModelForImageTextToText if whole else transformers.AutoModelForCausalLM
     logprob, _ = what_transformers_says(model_class.from_pretrained(run.model, **EXACT))
     assert (run.said[0] - logprob).abs().max() > 100 * TOLERANCE
+
+
+def export(*arguments: object) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "megappo", "export", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=CONFIGS.parent)
+
+
+def test_a_checkpoint_exports_to_what_the_run_exported_then(runs, tmp_path):
+    """`megappo export` of step 2 in one process, bit for bit; the resumed run has put that export aside and written its own."""
+    run = runs["ministral 3 as shipped: policy tp 2 sp, critic dp 2"]
+    done = export(run.folder, tmp_path / "out", "--step", 2)
+    assert done.returncode == 0, done.stderr
+    then, now, again = (tensors_of(path) for path in (run.folder / "export.old1", run.folder / "export", tmp_path / "out"))
+    assert then.keys() == again.keys() == now.keys()
+    assert all(torch.equal(then[name], again[name]) for name in then)
+    assert not all(torch.equal(then[name], now[name]) for name in then)
+
+
+def test_a_critic_exports_to_a_token_classifier(runs, tmp_path):
+    run = runs["qwen2.5 0.5b: policy tp 2 sp, critic pp 2"]
+    done = export(run.folder, tmp_path / "out", "--role", "critic")
+    assert done.returncode == 0, done.stderr
+    _, loading = transformers.AutoModelForTokenClassification.from_pretrained(tmp_path / "out", output_loading_info=True, **EXACT)
+    assert not loading["missing_keys"] and not loading["unexpected_keys"]
+
+
+def test_a_checkpoint_of_a_deeper_model_is_not_exported_in_part(runs, tmp_path):
+    """Leaving out the optimizer's tensors must not leave out layers."""
+    name = "qwen 3: policy dp 2, critic pp 2"
+    run, family = runs[name], FAMILIES[name]
+    shutil.copytree(run.folder, tmp_path / "run")
+    write_family(tmp_path / "shallow", replace(family, changes={**family.changes, "num_hidden_layers": 1}))
+    config = tmp_path / "run" / "config.yaml"
+    config.write_text(config.read_text().replace(str(run.model), str(tmp_path / "shallow")))
+    done = export(tmp_path / "run", tmp_path / "out")
+    assert done.returncode == 2 and "only the checkpoint has decoder.layers.1" in done.stderr, done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
 
 
 def what_transformers_says(model: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
