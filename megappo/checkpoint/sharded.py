@@ -67,8 +67,8 @@ def save_sharded(state: dict[str, Any], directory: Path) -> None:
 def load_sharded(state: dict[str, Any], directory: Path, *, with_optimizer: bool = True) -> dict[str, Any]:
     """Fill the sharded description `state` from a directory that `save_sharded` wrote, whatever layout it was written in.
 
-    Collective. ValueError where the model has other tensors or shapes than the checkpoint. Without `with_optimizer` the optimizer's
-    tensors in the directory are passed over, and nothing else is.
+    Collective. ValueError where the model has other tensors or shapes than the checkpoint. Without `with_optimizer` the
+    optimizer's tensors in the directory are passed over, and nothing else is.
     """
     try:
         loaded = dist_checkpointing.load(
