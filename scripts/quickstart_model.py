@@ -13,9 +13,9 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from megappo.data.arithmetic import ArithmeticTask, train_tokenizer, write_arithmetic
 
-# Two-digit addition: 10,000 problems, of which 500 are held out.
-TASK = ArithmeticTask(lowest=0, highest=99, operations="+")
-NUM_TRAIN, NUM_EVAL, NUM_SFT = 8000, 500, 4000
+# Two-digit addition: 10,000 problems, of which 500 are held out. 47+38= is answered 58, the digits of 85 from the last one on.
+TASK = ArithmeticTask(lowest=0, highest=99, operations="+", padded=True, last_digit_first=True)
+NUM_TRAIN, NUM_EVAL, NUM_SFT = 8500, 500, 8500
 VOCAB_SIZE = 32
 SEED = 0
 
@@ -38,10 +38,10 @@ def main() -> None:
 def llama_config() -> LlamaConfig:
     return LlamaConfig(
         vocab_size=VOCAB_SIZE,
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=4,
-        num_attention_heads=4,
+        hidden_size=192,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=6,
         num_key_value_heads=2,
         max_position_embeddings=64,
         bos_token_id=1,
