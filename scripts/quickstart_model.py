@@ -13,9 +13,11 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from megappo.data.arithmetic import ArithmeticTask, train_tokenizer, write_arithmetic
 
-# Two-digit addition: 10,000 problems, of which 500 are held out. 47+38= is answered 58, the digits of 85 from the last one on.
-TASK = ArithmeticTask(lowest=0, highest=99, operations="+", padded=True, last_digit_first=True)
+# 10,000 sums like 347+8=, of which 500 are held out; answered 553, the digits of 355 from the last one on.
+TASK = ArithmeticTask(lowest=0, highest=999, highest_second=9, padded=True, last_digit_first=True)
 NUM_TRAIN, NUM_EVAL, NUM_SFT = 8500, 500, 8500
+# The pupil whose work is imitated forgets to carry more often than not: supervised training learns that too, PPO has to unlearn it.
+FORGOTTEN_CARRIES = 0.7
 VOCAB_SIZE = 32
 SEED = 0
 
@@ -29,7 +31,7 @@ def main() -> None:
     model.generation_config = GenerationConfig(bos_token_id=1, eos_token_id=2, pad_token_id=0)
     model.save_pretrained(directory / "model")
     train_tokenizer(directory / "model")
-    files = write_arithmetic(directory / "data", NUM_TRAIN, NUM_EVAL, NUM_SFT, SEED, TASK)
+    files = write_arithmetic(directory / "data", NUM_TRAIN, NUM_EVAL, NUM_SFT, SEED, TASK, FORGOTTEN_CARRIES)
     parameters = sum(p.numel() for p in model.parameters())
     print(f"model: llama, {parameters:,} parameters -> {directory / 'model'}")
     print(f"data: {NUM_TRAIN:,} training and {NUM_EVAL} held-out sums, {NUM_SFT:,} demonstrations -> {files.train.parent}")

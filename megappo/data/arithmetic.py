@@ -11,8 +11,9 @@ import json
 import operator
 import random
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
-from typing import Iterable, Sequence
+from typing import Iterable, Optional, Sequence
 
 ALPHABET = "0123456789+-*="
 
@@ -24,13 +25,14 @@ _COMMUTATIVE = "+*"
 class ArithmeticTask:
     """Problems `a∘b=` with lowest <= a, b <= highest and ∘ one of `operations` (characters of "+-*"). Answers may be negative.
 
-    padded: operands get leading zeros to the width of `highest`. last_digit_first: answers are written from the last digit on, as
+    highest_second: largest b, where that is not `highest`. padded: operands get leading zeros to equal widths. last_digit_first: answers are written from the last digit on, as
     one adds on paper; together they let a small model learn carries in a few hundred steps instead of a few thousand.
     """
 
     lowest: int = 0
     highest: int = 99
     operations: str = "+"
+    highest_second: Optional[int] = None
     padded: bool = False
     last_digit_first: bool = False
 
@@ -44,18 +46,28 @@ class ArithmeticTask:
     def problems(self) -> list[list[dict[str, str]]]:
         """Every problem once as {prompt, answer}; those that differ only in the order of commuting operands form one group."""
         groups = []
+        last = self.highest if self.highest_second is None else self.highest_second
         for symbol in dict.fromkeys(self.operations):
+            # Operands of different ranges cannot be exchanged.
+            exchange = symbol in _COMMUTATIVE and self.highest_second is None
             for a in range(self.lowest, self.highest + 1):
-                first = a if symbol in _COMMUTATIVE else self.lowest
-                for b in range(first, self.highest + 1):
-                    pairs = [(a, b), (b, a)] if symbol in _COMMUTATIVE and a != b else [(a, b)]
+                for b in range(a if exchange else self.lowest, last + 1):
+                    pairs = [(a, b), (b, a)] if exchange and a != b else [(a, b)]
                     groups.append([self._problem(x, symbol, y) for x, y in pairs])
         return groups
 
+    def without_carries(self, problem: dict[str, str]) -> dict[str, str]:
+        """The same sum with every pair of digits added by itself: 47+38 gives 75. A sum without carries stays right."""
+        first, second = (operand[::-1] for operand in problem["prompt"].removesuffix("=").split("+"))
+        digits = "".join(str((int(x) + int(y)) % 10) for x, y in zip_longest(first, second, fillvalue="0"))
+        answer = str(int(digits[::-1]))
+        return {**problem, "answer": answer[::-1] if self.last_digit_first else answer}
+
     def _problem(self, a: int, symbol: str, b: int) -> dict[str, str]:
-        width = len(str(self.highest)) if self.padded else 1
+        last = self.highest if self.highest_second is None else self.highest_second
+        first_width, second_width = (len(str(self.highest)), len(str(last))) if self.padded else (1, 1)
         answer = str(_OPERATIONS[symbol](a, b))
-        return {"prompt": f"{a:0{width}d}{symbol}{b:0{width}d}=", "answer": answer[::-1] if self.last_digit_first else answer}
+        return {"prompt": f"{a:0{first_width}d}{symbol}{b:0{second_width}d}=", "answer": answer[::-1] if self.last_digit_first else answer}
 
 
 @dataclass(frozen=True)
@@ -68,11 +80,19 @@ class ArithmeticFiles:
 
 
 def write_arithmetic(
-    directory: str | Path, num_train: int, num_eval: int, num_sft: int, seed: int, task: ArithmeticTask = ArithmeticTask()
+    directory: str | Path,
+    num_train: int,
+    num_eval: int,
+    num_sft: int,
+    seed: int,
+    task: ArithmeticTask = ArithmeticTask(),
+    forgotten_carries: float = 0.0,
 ) -> ArithmeticFiles:
     """Write train.jsonl, eval.jsonl and sft.jsonl, one {"prompt": "12+34=", "answer": "46"} per line. Same seed, same bytes.
 
-    Demonstrations are a part of the training problems (num_sft <= num_train). ValueError where the task has too few problems.
+    Demonstrations are a part of the training problems (num_sft <= num_train). forgotten_carries: the share of them that adds every
+    pair of digits without carrying, so that imitation learns a mistake which only a reward can mend; additions only. ValueError
+    where the task has too few problems.
     """
     rng = random.Random(f"arithmetic {seed}")
     groups = task.problems()
@@ -85,6 +105,8 @@ def write_arithmetic(
             f"operands {task.lowest}..{task.highest} with {task.operations} give {len(held_out):,} held-out and {len(train):,} "
             f"training problems, not {num_eval:,} and {num_train:,}: widen the operands or ask for fewer"
         )
+    if forgotten_carries and task.operations != "+":
+        raise ValueError(f"forgotten_carries={forgotten_carries} needs operations='+', not {task.operations!r}")
     if num_sft > num_train:
         raise ValueError(
             f"num_sft={num_sft:,} is more than num_train={num_train:,}: demonstrations are drawn from the training problems"
@@ -94,7 +116,8 @@ def write_arithmetic(
     files = ArithmeticFiles(directory / "train.jsonl", directory / "eval.jsonl", directory / "sft.jsonl")
     _write(files.train, train[:num_train])
     _write(files.eval, held_out)
-    _write(files.sft, rng.sample(train[:num_train], num_sft))
+    demonstrations = rng.sample(train[:num_train], num_sft)
+    _write(files.sft, [task.without_carries(d) if rng.random() < forgotten_carries else d for d in demonstrations])
     return files
 
 
