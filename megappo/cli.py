@@ -61,10 +61,11 @@ def cmd_sft(args: Arguments) -> int:
         _require_device(config.run.device)
         prepare_sft(config, ranks, _device(config.run.device))
         return start_ranks(ranks, ["sft", args.config, *args.overrides])
-    _print_on_rank_0(prepare_sft(config, ranks, _device(config.run.device)).report())
+    prepared = prepare_sft(config, ranks, _device(config.run.device))
+    _print_on_rank_0(prepared.report())
     from megappo.trainer.sft import train_sft
 
-    train_sft(config)
+    train_sft(config, prepared.data)
     return 0
 
 

@@ -20,7 +20,7 @@ command -v "$python" >/dev/null || { echo "setup: $python not found; install Pyt
 command -v gcc >/dev/null || { echo "setup: gcc not found; install it (Debian: apt-get install gcc g++)" >&2; exit 2; }
 
 say() { printf '[setup %3ds] %s\n' "$SECONDS" "$*"; }
-pip() { "$venv/bin/python" -m pip --disable-pip-version-check --quiet "$@"; }
+pip() { "$venv/bin/python" -m pip --disable-pip-version-check -qq "$@"; }
 
 if [ ! -x "$venv/bin/python" ]; then
   say "creating $venv with $("$python" --version)"

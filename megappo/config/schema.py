@@ -104,6 +104,13 @@ class FrozenOffloadConfig(Section):
     """Keep weights in host memory while another role works."""
 
 
+class ModelConfig(Section):
+    """How the layers of all roles are built."""
+
+    impl: Literal["auto", "transformer_engine", "local"] = "auto"
+    """Layers of TransformerEngine, or Megatron-core's own with torch attention; auto takes the first on a GPU that has it."""
+
+
 class ReferenceConfig(RoleConfig):
     model: Optional[str] = None
     """Checkpoint of the reference model; null means `policy.model`."""
@@ -305,6 +312,8 @@ class TrainConfig(Section):
 
     run: RunConfig = RunConfig()
     """Name, place and processes of the run."""
+    model: ModelConfig = ModelConfig()
+    """How the layers of all roles are built."""
     policy: PolicyConfig
     """The model that is trained to act."""
     critic: CriticConfig = CriticConfig()
@@ -361,6 +370,8 @@ class SftConfig(Section):
 
     run: RunConfig = RunConfig(name="sft")
     """Name, place and processes of the run."""
+    model: ModelConfig = ModelConfig()
+    """How the layers of all roles are built."""
     policy: PolicyConfig
     """The model that is fine-tuned."""
     data: SftDataConfig

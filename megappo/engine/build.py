@@ -12,6 +12,7 @@ from megappo.engine.megatron_optimizer import Optimizer, wrap_with_ddp
 from megappo.models.arch import ModelArch
 from megappo.models.build import build_model
 from megappo.models.hf_import import load_pretrained
+from megappo.models.implementation import Implementation
 from megappo.parallel.groups import ProcessGroups
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -27,12 +28,16 @@ def build_trainable(
     device: torch.device,
     total_updates: int,
     seed: int,
+    implementation: Implementation = "local",
     value_head: Optional[Literal["zero", "normal", "checkpoint"]] = None,
 ) -> MegatronEngine:
     """A model that trains, loaded from the checkpoint at `path`. total_updates: optimizer steps of the whole run (for the schedule).
     value_head: how a critic's head starts; None builds a policy.
     """
-    model = build_model(arch, groups, dtype=DTYPES[config.dtype], recompute=config.recompute, value_head=value_head is not None)
+    model = build_model(
+        arch, groups, dtype=DTYPES[config.dtype], recompute=config.recompute, value_head=value_head is not None,
+        implementation=implementation,
+    )  # fmt: skip
     load_pretrained(model, arch, groups, path, value_head=value_head or "zero", seed=seed)
     wrapped = wrap_with_ddp(model, groups, distributed_optimizer=config.optimizer.distributed)
     optimizer = Optimizer(wrapped, groups, config.optimizer, total_updates)
@@ -51,9 +56,10 @@ def build_frozen(
     device: torch.device,
     offload: FrozenOffloadConfig = FrozenOffloadConfig(),
     value_head: bool = False,
+    implementation: Implementation = "local",
 ) -> MegatronEngine:
     """A model that does not train: log-probs, or values with `value_head`."""
-    model = build_model(arch, groups, dtype=DTYPES[config.dtype], recompute="none", value_head=value_head)
+    model = build_model(arch, groups, dtype=DTYPES[config.dtype], value_head=value_head, implementation=implementation)
     load_pretrained(model, arch, groups, path)
     model.requires_grad_(False)
     return MegatronEngine(

@@ -6,7 +6,6 @@ Both have the same parameter names and shapes, so checkpoints are interchangeabl
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any, Literal
 
 import torch
@@ -29,22 +28,22 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megappo.models.arch import ModelArch, check_tp
 from megappo.models.attention import PackedAttention, rotary_te_attention
 from megappo.models.gpt import CriticModel, PackedModel, PolicyModel
+from megappo.models.implementation import Implementation
 from megappo.models.norm import RMSNorm
 from megappo.parallel.groups import ProcessGroups
 from megappo.parallel.layout import ParallelLayout, stage_layers
 
 Recompute = Literal["none", "selective", "full"]
-Implementation = Literal["transformer_engine", "local"]
-
-
-def layer_implementation() -> Implementation:
-    """Which layers `build_model` uses in this process."""
-    has_te = importlib.util.find_spec("transformer_engine") is not None
-    return "transformer_engine" if has_te and torch.cuda.is_available() else "local"
 
 
 def build_model(
-    arch: ModelArch, groups: ProcessGroups, *, dtype: torch.dtype, recompute: Recompute = "none", value_head: bool = False
+    arch: ModelArch,
+    groups: ProcessGroups,
+    *,
+    dtype: torch.dtype,
+    recompute: Recompute = "none",
+    value_head: bool = False,
+    implementation: Implementation = "local",
 ) -> PackedModel:
     """This rank's part of a policy, or of a critic with `value_head`. Parameters are uninitialised except norms and value head.
 
@@ -57,7 +56,7 @@ def build_model(
         # Megatron forks this state under sequence parallel. Nothing here is random: dropout is 0 and weights are read.
         model_parallel_cuda_manual_seed(0, tp_rank=at.tp, ep_rank=0, etp_rank=0)
     config = transformer_config(arch, layout, dtype, recompute)
-    layers = _block(config, num_layers, layer_implementation())
+    layers = _block(config, num_layers, implementation)
     ends = {"pre_process": groups.is_first_stage, "post_process": groups.is_last_stage}
     if value_head:
         model: PackedModel = CriticModel(arch, config, layers, groups.collection, **ends)

@@ -17,6 +17,7 @@ from megappo.installed import missing_package
 from megappo.models.arch import ModelArch
 from megappo.models.families import hf_tensors
 from megappo.parallel.layout import ParallelLayout
+from megappo.models.implementation import choose_implementation
 from megappo.plan.data import RunData, SftData, load_run_data, load_sft_data
 from megappo.plan.estimate import Plan, make_plan
 from megappo.plan.layouts import check_layouts, read_archs
@@ -44,6 +45,7 @@ def prepare(config: TrainConfig, world_size: int, device: Device, device_memory:
     """
     notes = check_config(config, explicit_keys(config), world_size, device)
     _check_names(config)
+    choose_implementation(config.model.impl, device)  # raises where it cannot work
     archs = read_archs(config)
     layouts = check_layouts(config, archs, world_size)
     plan = make_plan(config, archs, layouts, world_size, device, device_memory)
@@ -76,6 +78,7 @@ class PreparedSft:
 def prepare_sft(config: SftConfig, world_size: int, device: Device) -> PreparedSft:
     """As `prepare`, for fine-tuning."""
     notes = check_config(config, explicit_keys(config), world_size, device)
+    choose_implementation(config.model.impl, device)  # raises where it cannot work
     arch = read_archs(config)["policy"]
     layout = check_layouts(config, {"policy": arch}, world_size)["policy"]
     return PreparedSft(config, arch, layout, load_sft_data(config, arch), tuple(notes))

@@ -18,6 +18,7 @@ from megappo.engine.build import build_frozen, build_trainable
 from megappo.engine.megatron import MegatronEngine
 from megappo.models.arch import ModelArch, read_arch
 from megappo.models.hf_export import export_pretrained
+from megappo.models.implementation import choose_implementation
 from megappo.parallel.groups import ProcessGroups, build_groups
 from megappo.parallel.layout import ParallelLayout
 from megappo.plan.data import RunData
@@ -69,6 +70,8 @@ class _Parts:
         self.data = data
         self.log = RunLog(run_dir.root, tensorboard=config.telemetry.tensorboard)
 
+        self._implementation = choose_implementation(config.model.impl, device.type)
+        self.log.note(f"layers: {self._implementation}, rollout: {config.rollout.engine}")
         self.policy_arch = read_arch(config.policy.model)
         self._groups: dict[ParallelLayout, ProcessGroups] = {}
         self.policy_engine = self._build_policy(device)
@@ -150,6 +153,7 @@ class _Parts:
         return build_trainable(
             "policy", config.policy.model, self.policy_arch, config.policy, self._groups_of(layout_of(config.policy.parallel)),
             device=device, total_updates=steps * step_arithmetic(config).optimizer_steps, seed=config.run.seed,
+            implementation=self._implementation,
         )  # fmt: skip
 
     def _build_critic(self, device: torch.device) -> MegatronEngine:
@@ -158,6 +162,7 @@ class _Parts:
         return build_trainable(
             "critic", path, read_arch(path), config.critic, self._groups_of(layout_of(config.critic.parallel)), device=device,
             total_updates=self.data.total_steps * step_arithmetic(config).optimizer_steps, seed=config.run.seed, value_head=config.critic.value_head,
+            implementation=self._implementation,
         )  # fmt: skip
 
     def _build_reference(self, device: torch.device) -> Optional[LanguageModel]:
@@ -167,7 +172,7 @@ class _Parts:
         path = config.reference.model or config.policy.model
         engine = build_frozen(
             "reference", path, read_arch(path), config.reference, self._groups_of(layout_of(config.reference.parallel)),
-            device=device, offload=config.reference.offload,
+            device=device, offload=config.reference.offload, implementation=self._implementation,
         )  # fmt: skip
         return LanguageModel(engine, config.rollout.sampling.temperature)
 

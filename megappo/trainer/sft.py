@@ -9,18 +9,18 @@ import torch.distributed as dist
 
 from megappo.config.dump import dump_yaml
 from megappo.config.schema import SftConfig
-from megappo.data.demonstrations import DemonstrationSet, build_demonstrations
+from megappo.data.demonstrations import DemonstrationSet
 from megappo.data.packing import PackedBatch
-from megappo.data.prompts import PromptFormat, PromptLoader
-from megappo.data.sources import read_records
-from megappo.data.tokenizers import Tokenizer, load_tokenizer
+from megappo.data.prompts import PromptLoader
 from megappo.engine.base import LossOutput, ModelOutput
 from megappo.engine.build import build_trainable
 from megappo.engine.megatron import MegatronEngine
 from megappo.models.arch import read_arch
 from megappo.models.hf_export import export_pretrained
+from megappo.models.implementation import choose_implementation
 from megappo.parallel.groups import build_groups
 from megappo.parallel.layout import ParallelLayout
+from megappo.plan.data import SftData
 from megappo.platform.device import select_device, start_distributed
 from megappo.telemetry.log import configure_logging
 from megappo.telemetry.metrics import Metric
@@ -30,18 +30,20 @@ from megappo.trainer.roles import LanguageModel
 from megappo.trainer.rundir import RunDir
 
 
-def train_sft(config: SftConfig) -> None:
-    """Train on this rank of the world, then export the model to `export/` of the run directory."""
+def train_sft(config: SftConfig, data: SftData) -> None:
+    """Train on this rank of the world, then export the model to `export/` of the run directory.
+
+    `config` and `data` have been checked by `plan.prepare_sft`.
+    """
     device = select_device(config.run.device)
     start_distributed(device)
     configure_logging(dist.get_rank(), dist.get_world_size())
     torch.manual_seed(config.run.seed)
     run_dir = RunDir.of(config.run)
     run_dir.claim(config.run, dump_yaml(config), resume=False)
-    tokenizer = load_tokenizer(config.data.tokenizer or config.policy.model)
-    demonstrations = load_demonstrations(config, tokenizer)
     log = RunLog(run_dir.root)
-    log.note(f"sft: {demonstrations.summary()}")
+    implementation = choose_implementation(config.model.impl, device.type)
+    log.note(f"layers: {implementation}")
 
     arch = read_arch(config.policy.model)
     parallel = config.policy.parallel
@@ -49,26 +51,14 @@ def train_sft(config: SftConfig) -> None:
     engine = build_trainable(
         "policy", config.policy.model, arch, config.policy, groups,
         device=device, total_updates=config.trainer.steps, seed=config.run.seed,
+        implementation=implementation,
     )  # fmt: skip
-    run_sft(engine, demonstrations, steps=config.trainer.steps, batch_size=config.trainer.batch_size, seed=config.run.seed, log=log)
+    run_sft(engine, data.demonstrations, steps=config.trainer.steps, batch_size=config.trainer.batch_size, seed=config.run.seed, log=log)
     log.close()
     with engine.eval_mode():
         export_pretrained(engine.model, arch, groups, run_dir.export, Path(config.policy.model))
     dist.barrier()
     dist.destroy_process_group()
-
-
-def load_demonstrations(config: SftConfig, tokenizer: Tokenizer) -> DemonstrationSet:
-    data = config.data
-    return build_demonstrations(
-        read_records(data.train),
-        tokenizer,
-        source=data.train,
-        prompt_key=data.prompt_key,
-        response_key=data.response_key,
-        prompt_format=PromptFormat(data.chat_template, data.system_prompt, data.prompt_suffix),
-        max_tokens=data.max_tokens,
-    )
 
 
 def run_sft(
