@@ -36,10 +36,17 @@ def world_size(run: RunConfig) -> int:
 
 
 def start_ranks(num_ranks: int, arguments: Sequence[str]) -> int:
-    """Run `megappo ARGUMENTS` on `num_ranks` ranks by torchrun; returns the exit code. torchrun itself chooses a free port."""
+    """Run `megappo ARGUMENTS` on `num_ranks` ranks by torchrun; returns the exit code. torchrun itself chooses a free port.
+
+    ValueError where the machine has GPUs, but fewer than ranks.
+    """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
 
+    from megappo.platform.device import check_gpus
+
+    check_gpus(num_ranks)
     # torchrun would set 1 thread and warn about it; each rank gets its share of the cores instead.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))
     # Its own records of a failing rank say less than the rank's traceback.
@@ -50,6 +57,9 @@ def start_ranks(num_ranks: int, arguments: Sequence[str]) -> int:
         rank, failure = error.get_first_failure()
         print(f"megappo: rank {rank} ended first, {_how_it_ended(failure.exitcode)}; what it said is above", file=sys.stderr)
         return failure.exitcode if failure.exitcode > 0 else 1
+    except SignalException as error:  # torchrun has ended the ranks and says so by a traceback
+        print(f"megappo: ended by {error.sigval.name}", file=sys.stderr)
+        return 128 + error.sigval
     return 0
 
 

@@ -42,7 +42,7 @@ def load_rng(path: Path) -> None:
         numbers = json.loads(file.metadata()["numbers"])
         tensors = {name: file.get_tensor(name) for name in file.keys()}
     if torch.cuda.is_available() and "cuda" not in tensors:
-        raise ValueError(f"{path.name} was written without CUDA; resume with run.device=cpu")
+        raise ValueError(f"{path.name} was written without CUDA; resume where no GPU is visible (CUDA_VISIBLE_DEVICES=)")
     version, gauss_next = numbers["python"]
     random.setstate((version, tuple(tensors["python"].tolist()), gauss_next))
     position, has_gauss, gauss = numbers["numpy"]

@@ -13,12 +13,25 @@ from megappo.platform import cpu
 
 
 def select_device(requested: Literal["auto", "cpu", "cuda"]) -> torch.device:
-    """The rank's device. Raises ValueError where CUDA is asked for and absent."""
+    """The rank's device. ValueError where CUDA is asked for and absent, unwanted and visible, or short of a GPU for this rank."""
     if requested == "cuda" and not torch.cuda.is_available():
         raise ValueError("run.device = cuda: torch sees no CUDA device; use run.device=cpu or install a CUDA build of torch")
-    if requested == "cpu" or not torch.cuda.is_available():
+    if not torch.cuda.is_available():
         return torch.device("cpu")
+    if requested == "cpu":
+        # Megatron-core builds its models on the GPU wherever torch sees one.
+        raise ValueError("run.device = cpu: torch sees a CUDA device here; hide it (CUDA_VISIBLE_DEVICES=) or use run.device=cuda")
+    check_gpus(int(os.environ.get("LOCAL_RANK", "0")) + 1)
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def check_gpus(num_local_ranks: int) -> None:
+    """ValueError where this machine has GPUs, but fewer than ranks."""
+    if torch.cuda.is_available() and torch.cuda.device_count() < num_local_ranks:
+        raise ValueError(
+            f"run.num_ranks: {num_local_ranks} ranks on this machine need a GPU each, torch sees {torch.cuda.device_count()}; "
+            "lower run.num_ranks (or torchrun's --nproc-per-node), or make more GPUs visible"
+        )
 
 
 def start_alone(device: torch.device) -> None:

@@ -1,0 +1,70 @@
+"""Starting ranks on this machine: exit codes, signals, and GPUs that are missing or unwanted."""
+
+import signal
+
+import pytest
+import torch
+from torch.distributed.elastic.multiprocessing.api import SignalException
+
+from megappo.config.schema import RunConfig
+from megappo.launch import start_ranks, world_size
+from megappo.platform.device import select_device
+
+
+@pytest.fixture
+def two_gpus(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+
+
+def raising(error):
+    def run(arguments):
+        raise error
+
+    return run
+
+
+@pytest.mark.parametrize("received, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_the_run_in_one_line(monkeypatch, capsys, received, code):
+    monkeypatch.setattr("torch.distributed.run.run", raising(SignalException("got it", received)))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert start_ranks(2, ["train"]) == code
+    assert capsys.readouterr().err == f"megappo: ended by {received.name}\n"
+
+
+def test_other_faults_of_the_launcher_are_not_swallowed(monkeypatch):
+    monkeypatch.setattr("torch.distributed.run.run", raising(RuntimeError("out of ports")))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    with pytest.raises(RuntimeError, match="out of ports"):
+        start_ranks(2, ["train"])
+
+
+def test_more_ranks_than_gpus_are_refused_before_they_start(monkeypatch, two_gpus):
+    monkeypatch.setattr("torch.distributed.run.run", raising(AssertionError("ranks were started")))
+    with pytest.raises(ValueError, match=r"run\.num_ranks: 3 ranks on this machine .* torch sees 2"):
+        start_ranks(3, ["train"])
+    with pytest.raises(AssertionError, match="ranks were started"):
+        start_ranks(2, ["train"])
+
+
+@pytest.mark.parametrize("local_rank, requested, expected", [
+    ("1", "auto", torch.device("cuda", 1)),
+    ("0", "cuda", torch.device("cuda", 0)),
+    ("2", "auto", "torch sees 2"),
+    ("0", "cpu", "run.device = cpu: torch sees a CUDA device"),
+])  # fmt: skip
+def test_the_device_of_a_rank_on_a_machine_with_gpus(monkeypatch, two_gpus, local_rank, requested, expected):
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
+    if isinstance(expected, torch.device):
+        assert select_device(requested) == expected
+    else:
+        with pytest.raises(ValueError, match=expected):
+            select_device(requested)
+
+
+def test_the_launchers_world_counts(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert world_size(RunConfig()) == world_size(RunConfig(num_ranks=4)) == 4
+    with pytest.raises(ValueError, match="set run.num_ranks=4 or null"):
+        world_size(RunConfig(num_ranks=2))
