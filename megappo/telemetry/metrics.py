@@ -29,6 +29,7 @@ class Metric(str, Enum):
     SCORE_MIN = "reward/score_min", "smallest score"
     SCORE_MAX = "reward/score_max", "largest score"
     SHAPED_MEAN = "reward/shaped_mean", "mean over responses of the summed per-token reward (score minus KL penalty)"
+    UNDECIDED = "reward/undecided", "responses that count 0 because checking them ran out of time"
     REWARD_PART = "reward/*", "mean of one reward rule, before its weight"
 
     EVAL_SCORE = "eval/score", "mean score of greedy answers to the held-out prompts"

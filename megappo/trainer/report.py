@@ -64,6 +64,7 @@ class StepRecord:
             Metric.SCORE_MIN.value: float(score.min()),
             Metric.SCORE_MAX.value: float(score.max()),
             Metric.SHAPED_MEAN.value: _mean(shaped),
+            Metric.UNDECIDED.value: self.scored.num_undecided,
             **parts,
         }
 

@@ -16,11 +16,15 @@ from megappo.rollout.types import Response
 
 @dataclass(frozen=True)
 class Scored:
-    """Texts and scores of all samples, the same on every rank. total: [B]; parts: rule name -> [B]."""
+    """Texts and scores of all samples, the same on every rank. total: [B]; parts: rule name -> [B].
+
+    num_undecided: samples that count 0 because their check ran out of time.
+    """
 
     texts: list[str]
     total: list[float]
     parts: dict[str, list[float]]
+    num_undecided: int
 
 
 def score_responses(prompts: Sequence[Prompt], responses: Sequence[Response], tokenizer: Tokenizer, scorer: Scorer) -> Scored:
@@ -34,7 +38,8 @@ def score_responses(prompts: Sequence[Prompt], responses: Sequence[Response], to
     samples = [_reward_input(prompts[i], responses[i], text, i) for i, text in zip(mine, texts)]
     try:
         scores = scorer.score(samples)
-        share: tuple = ("scored", texts, scores.total.tolist(), {name: values.tolist() for name, values in scores.parts.items()})
+        parts = {name: values.tolist() for name, values in scores.parts.items()}
+        share: tuple = ("scored", texts, scores.total.tolist(), parts, scores.num_undecided)
     except RewardError as error:
         share = ("failed", str(error))
     shares: list = [None] * world_size
@@ -46,6 +51,7 @@ def score_responses(prompts: Sequence[Prompt], responses: Sequence[Response], to
         texts=_interleave([item[1] for item in shares], len(responses)),
         total=_interleave([item[2] for item in shares], len(responses)),
         parts={name: _interleave([item[3][name] for item in shares], len(responses)) for name in shares[0][3]},
+        num_undecided=sum(item[4] for item in shares),
     )
 
 
