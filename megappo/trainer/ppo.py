@@ -127,7 +127,8 @@ class PPO:
             pushed = self.push_weights(step)
 
         record = StepRecord(step, batch, scored, agreement, kl_coef, critic, policy, pushed)  # 8
-        self.kl_controller.update(record.kl_per_response(), batch.num_sequences)
+        if step > self.settings.critic_warmup_steps:  # before, the policy stands still and its KL says nothing about the factor
+            self.kl_controller.update(record.kl_per_response(), batch.num_sequences)
         self.count(batch, critic, policy)
         evaluation = self.evaluate(timers) if self.is_due(step, self.settings.eval_every) else None
         self.log.step(record.metrics(timers, evaluation), step, self.settings.total_steps)
