@@ -55,7 +55,7 @@ def train(config: TrainConfig, data: RunData, *, resume: bool) -> None:
     done_before = parts.state.step
     parts.ppo.run()
     parts.log.close()
-    if config.checkpoint.export_at_end and (parts.state.step > done_before or not run_dir.export.exists()):
+    if config.checkpoint.export_at_end and (parts.state.step > done_before or not run_dir.is_exported()):
         parts.export(run_dir)
     parts.close()
     if owns_world:

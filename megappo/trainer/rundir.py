@@ -34,6 +34,12 @@ class RunDir:
         """The final policy as a Hugging Face checkpoint."""
         return self.root / "export"
 
+    def is_exported(self) -> bool:
+        """Collective: whether rank 0 sees `export`; on several nodes the file systems may not agree, and all ranks must act alike."""
+        seen = [self.export.exists()]
+        dist.broadcast_object_list(seen, src=0)
+        return seen[0]
+
     def export_replaced(self) -> Path:
         """A free name for the export that a resumed run replaces."""
         return next(path for n in range(1, 10_000) if not (path := self.root / f"export.old{n}").exists())
