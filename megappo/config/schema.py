@@ -253,7 +253,8 @@ class AlgorithmConfig(Section):
     mini_batch_size: Positive = 256
     """Samples (responses) per optimizer step, over all data-parallel ranks."""
     target_kl: Optional[PositiveFloat] = None
-    """Stop the policy's updates of this step once the approximate KL to the sampling policy is above 1.5 times this."""
+    """Stop the policy's updates of this step once the approximate KL to the sampling policy is above 1.5 times this.
+    Updates that are left out do not advance the learning-rate schedule."""
     loss_aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "fixed-length"] = "token-mean"
     """How token losses become one number; fixed-length divides by samples * `rollout.max_response_tokens`."""
     bootstrap_truncated: bool = False
