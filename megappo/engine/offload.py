@@ -19,10 +19,6 @@ class StorageOffload:
         self._tensors = tensors
         self._parked: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
 
-    @property
-    def is_offloaded(self) -> bool:
-        return bool(self._parked)
-
     def offload(self) -> None:
         """Copy to host and free. Does nothing when already offloaded."""
         if self._parked:

@@ -1,6 +1,6 @@
 """Does the sampler compute the same policy as the trainer? Compared on every sampled token of every step.
 
-Rounding makes small differences; stale weights, a wrong temperature, a wrong chat of token ids or a broken reshard make large ones,
+Rounding makes small differences; stale weights, a wrong temperature, token ids that went through text or a broken reshard make large ones,
 and PPO on them degrades without any error.
 """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal, Optional, Sequence
 
 import torch.distributed as dist
@@ -31,9 +32,14 @@ def answer(
     chat_template: bool,
     dtype: Literal["bf16", "fp32"],
 ) -> list[str]:
-    """One response text per prompt, in one process. ValueError for a missing checkpoint, tokenizer or engine, or no prompts."""
+    """One response text per prompt, in one process.
+
+    ValueError for a missing checkpoint, tokenizer or engine, no prompts, a temperature below 0.
+    """
     if not prompts:
         raise ValueError("generate: no prompts; give --prompt TEXT or lines on standard input")
+    if not 0.0 <= temperature < math.inf:
+        raise ValueError(f"--temperature {temperature}: must be 0 (greedy) or a positive number")
     arch = read_arch(model)
     tokenizer = load_tokenizer(tokenizer_path or model)
     prompt_format = PromptFormat(chat_template, None, "")
