@@ -1,0 +1,416 @@
+"""The stages of a step that need no model: requests, scores, agreement with the sampler, shaped rewards, mini-batches, updates."""
+
+import hashlib
+import math
+import random
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megappo.data.packing import PackedBatch, cu_seqlens_of
+from megappo.data.prompts import Prompt
+from megappo.engine.base import PassResult, StepResult
+from megappo.rewards.compose import RewardError, Scorer
+from megappo.rollout.megatron_engine import truncated_logprobs
+from megappo.rollout.types import Response
+from megappo.trainer.agreement import Agreement, SamplerMismatch, compare_with_sampler, require_agreement
+from megappo.trainer.experience import make_requests, pack_experience, sample_seed
+from megappo.trainer.generate import answer
+from megappo.trainer.roles import UpdateResult
+from megappo.trainer.scoring import response_text, score_responses
+from megappo.trainer.shaping import AdvantageShaping
+from megappo.trainer.updates import MiniBatches, run_updates
+
+# (prompt tokens, sampled tokens, cut by the length limit); the second response was never started
+SAMPLES = [(2, 3, False), (3, 0, False), (1, 4, True), (2, 1, False), (1, 2, True)]
+
+
+def experience():
+    """A packed batch with every field that shaping reads; numbers in no relation to each other."""
+    generator = torch.Generator().manual_seed(5)
+    lengths = [prompt + sampled for prompt, sampled, _ in SAMPLES]
+    mask = torch.tensor([place >= prompt for prompt, sampled, _ in SAMPLES for place in range(prompt + sampled)])
+    fields = {name: torch.randn(sum(lengths), generator=generator) for name in ("logprob", "ref_logprob", "value")}
+    return PackedBatch(
+        tokens=torch.arange(sum(lengths)),
+        cu_seqlens=cu_seqlens_of(lengths),
+        token_fields={"response_mask": mask, **fields},
+        sequence_fields={
+            "truncated": torch.tensor([cut for _, _, cut in SAMPLES]),
+            "bootstrap": torch.randn(5, generator=generator),
+        },
+    )
+
+
+SCORE = torch.tensor([1.0, 7.0, -0.5, 0.25, 2.0])
+PLAIN = AdvantageShaping(
+    gamma=0.9, lam=0.8, lam_value=None, lam_length_alpha=None, kl_in_reward=False, kl_estimator="k1", whiten=False,
+    bootstrap_truncated=False,
+)  # fmt: skip
+
+
+def shaped_by_hand(batch, shaping, kl_coef):
+    """(reward, advantage, returns) as lists: the recurrences of the papers, token by token from the end, in Python floats."""
+    reward, advantage, returns = ([0.0] * batch.num_tokens for _ in range(3))
+    start = 0
+    for b, (prompt, sampled, cut) in enumerate(SAMPLES):
+        places = range(start + prompt, start + prompt + sampled)
+        for t in places:
+            kl = float(batch["logprob"][t]) - float(batch["ref_logprob"][t])
+            kl = {"k1": kl, "k2": kl * kl / 2, "k3": math.exp(-kl) - 1 + kl}[shaping.kl_estimator]
+            reward[t] = (-kl_coef * kl if shaping.kl_in_reward else 0.0) + (float(SCORE[b]) if t == places[-1] else 0.0)
+        alpha = shaping.lam_length_alpha
+        lam_policy = shaping.lam if alpha is None else max(0.0, 1 - 1 / (alpha * max(1, sampled)))
+        lam_value = shaping.lam if shaping.lam_value is None else shaping.lam_value
+        for out, lam, base in ((advantage, lam_policy, 0.0), (returns, lam_value, 1.0)):
+            after, carried = float(batch["bootstrap"][b]) if shaping.bootstrap_truncated and cut else 0.0, 0.0
+            for t in reversed(places):
+                value = float(batch["value"][t])
+                carried = reward[t] + shaping.gamma * after - value + shaping.gamma * lam * carried
+                out[t], after = carried + base * value, value
+        start += prompt + sampled
+    return reward, advantage, returns
+
+
+SHAPINGS = [
+    replace(PLAIN),
+    *(replace(PLAIN, kl_in_reward=True, kl_estimator=kind) for kind in ("k1", "k2", "k3")),
+    replace(PLAIN, bootstrap_truncated=True),
+    replace(PLAIN, lam_value=1.0),
+    replace(PLAIN, lam_value=0.95, lam_length_alpha=0.5),
+    replace(PLAIN, gamma=1.0, kl_in_reward=True, bootstrap_truncated=True, lam_value=1.0),
+]
+
+
+def differs_by_hand(batch, shaping, shaped, kl_coef=0.3):
+    want = shaped_by_hand(batch, shaping, kl_coef)
+    # fp32 outputs of fp64 sums of at most 4 tokens with numbers below 10
+    names = ("reward", "raw_advantage", "returns")
+    return any((shaped[name] - torch.tensor(x)).abs().max() > 1e-5 for name, x in zip(names, want))
+
+
+@pytest.mark.parametrize("shaping", SHAPINGS, ids=range(len(SHAPINGS)))
+def test_rewards_advantages_and_returns_follow_the_recurrences(shaping):
+    batch = experience()
+    assert not differs_by_hand(batch, shaping, shaping.apply(batch, SCORE, 0.3))
+
+
+@pytest.mark.parametrize("broken", [
+    {"kl_in_reward": False}, {"bootstrap_truncated": False}, {"lam_value": None}, {"gamma": 0.99}, {"kl_estimator": "k2"},
+])  # fmt: skip
+def test_shaping_that_ignores_a_setting_is_noticed(broken):
+    batch, wanted = experience(), SHAPINGS[-1]
+    assert differs_by_hand(batch, wanted, replace(wanted, **broken).apply(batch, SCORE, 0.3))
+
+
+def test_bootstrap_touches_cut_responses_only():
+    batch = experience()
+    without, bootstrapped = (replace(PLAIN, bootstrap_truncated=on).apply(batch, SCORE, 0.0) for on in (False, True))
+    changed = [bool((without["returns"] != bootstrapped["returns"])[batch.token_index([b])].any()) for b in range(5)]
+    assert changed == [cut for _, _, cut in SAMPLES]
+
+
+def test_the_reference_is_not_asked_for_where_the_kl_is_not_in_the_reward():
+    batch = experience()
+    fields = {name: values for name, values in batch.token_fields.items() if name != "ref_logprob"}
+    without = replace(batch, token_fields=fields)
+    assert torch.equal(PLAIN.apply(without, SCORE, 5.0)["reward"], PLAIN.apply(batch, SCORE, 0.0)["reward"])
+    with pytest.raises(KeyError):
+        replace(PLAIN, kl_in_reward=True).apply(without, SCORE, 5.0)
+
+
+def test_whitening_takes_the_moments_of_the_sampled_tokens():
+    batch = experience()
+    shaped = replace(PLAIN, whiten=True).apply(batch, SCORE, 0.0)
+    mask, raw = batch["response_mask"], shaped["raw_advantage"]
+    want = (raw[mask].double() - raw[mask].double().mean()) / raw[mask].double().std()
+    torch.testing.assert_close(shaped["advantage"][mask].double(), want, rtol=1e-5, atol=1e-6)
+    assert not shaped["advantage"][~mask].any()
+    everywhere = (raw - raw.mean()) / raw.std()
+    assert (everywhere[mask] - want).abs().max() > 1e-2, "moments over prompt tokens too would be noticed"
+    assert torch.equal(shaped["returns"], PLAIN.apply(batch, SCORE, 0.0)["returns"]), "the critic's returns are not whitened"
+
+
+# ----------------------------------------------------------------------------------------------------------- mini-batches
+
+
+def numbered(count):
+    """`count` sequences of one prompt token and 1 to 4 sampled ones; the tokens of sequence b are all b."""
+    lengths = [2 + b % 4 for b in range(count)]
+    tokens = torch.arange(count).repeat_interleave(torch.tensor(lengths))
+    mask = torch.cat([torch.arange(n) > 0 for n in lengths])
+    return PackedBatch(tokens, cu_seqlens_of(lengths), {"response_mask": mask})
+
+
+def order_of(mini_batches, batch, seed):
+    return [mini.tokens[mini.cu_seqlens[:-1].long()].tolist() for mini, _ in mini_batches.of(batch, seed)]
+
+
+def visits_all_once(minis, count, epochs):
+    per_epoch = len(minis) // epochs
+    passes = [sum(minis[e * per_epoch : (e + 1) * per_epoch], []) for e in range(epochs)]
+    return all(sorted(visited) == list(range(count)) for visited in passes)
+
+
+def test_every_epoch_visits_every_sample_once_in_an_order_of_its_own():
+    minis = order_of(MiniBatches(4, 3, "token-mean", 9), numbered(12), seed=11)
+    assert [len(mini) for mini in minis] == [4] * 9 and visits_all_once(minis, 12, epochs=3)
+    first, second, third = ([*minis[i], *minis[i + 1], *minis[i + 2]] for i in (0, 3, 6))
+    assert len({tuple(first), tuple(second), tuple(third)}) == 3
+    assert not visits_all_once([minis[0], *minis[:2], *minis[3:]], 12, epochs=3), "a mini-batch that is drawn twice is noticed"
+
+
+def test_the_order_is_a_function_of_the_seed():
+    mini_batches, batch = MiniBatches(4, 1, "token-mean", 9), numbered(12)
+    assert order_of(mini_batches, batch, 2**63 - 1) == order_of(mini_batches, batch, 2**63 - 1)
+    assert order_of(mini_batches, batch, 1) != order_of(mini_batches, batch, 2)
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    order_of(mini_batches, batch, 1)
+    assert torch.equal(before, torch.get_rng_state()), "the global generator, part of a checkpoint, stays where it is"
+
+
+# mode -> (weight of a token of a response of n tokens, share of that response in the denominator)
+MODES = {
+    "token-mean": (lambda n: 1.0, lambda n: n),
+    "seq-mean-token-mean": (lambda n: 1.0 / n, lambda n: 1),
+    "seq-mean-token-sum": (lambda n: 1.0, lambda n: 1),
+    "fixed-length": (lambda n: 1.0, lambda n: 9),
+}
+
+
+def wrong_weights(mode, mini_batches):
+    weight_of, share_of = MODES[mode]
+    wrong = []
+    for mini, denominator in mini_batches.of(numbered(12), seed=3):
+        sampled = [int(n) - 1 for n in mini.lengths]
+        want = [0.0 if place == 0 else weight_of(n) for n in sampled for place in range(n + 1)]
+        wrong.append(denominator != sum(map(share_of, sampled)) or not torch.allclose(mini["weight"], torch.tensor(want)))
+    return wrong
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_weights_and_denominators_are_those_of_the_whole_mini_batch(mode):
+    assert wrong_weights(mode, MiniBatches(4, 2, mode, 9)) == [False] * 6
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_weights_of_another_mode_are_noticed(mode):
+    others = [other for other in MODES if other != mode]
+    assert all(any(wrong_weights(mode, MiniBatches(4, 1, other, 9))) for other in others)
+
+
+def test_a_mini_batch_without_sampled_tokens_has_a_denominator():
+    batch = numbered(4)
+    empty = batch.with_fields({"response_mask": torch.zeros_like(batch["response_mask"])})
+    assert [(float(mini["weight"].sum()), d) for mini, d in MiniBatches(4, 1, "token-mean", 9).of(empty, 0)] == [(0.0, 1.0)]
+
+
+class Counting:
+    """A role whose mini-batch k gives gradient norm k; it declines from `stop_at` on, as the policy does above the target KL."""
+
+    def __init__(self, stop_at=None):
+        self.engine, self.calls, self.stop_at, self.training = self, 0, stop_at, False
+
+    def train_mode(self):
+        return self
+
+    def __enter__(self):
+        self.training = True
+
+    def __exit__(self, *_):
+        self.training = False
+
+    def update(self, mini, denominator):
+        assert self.training
+        self.calls += 1
+        result = PassResult({}, {"tokens_sum": 2.0, "loss_sum": 3.0 * self.calls}, {"ratio_max": 5.0 - self.calls}, 1)
+        if self.calls == self.stop_at:
+            return UpdateResult(result, None, None)
+        return UpdateResult(result, StepResult(float(self.calls), applied=self.calls != 2), 0.1 * self.calls)
+
+
+def test_updates_are_summed_up():
+    summary = run_updates(Counting(), numbered(12), MiniBatches(4, 1, "seq-mean-token-sum", 9), seed=0)
+    assert (summary.num_updates, summary.skipped, summary.stopped_early, summary.grad_norm) == (3, 1, False, 2.0)
+    assert summary.lr == pytest.approx(0.3) and summary.maxima == {"ratio_max": 4.0}
+    assert summary.loss("loss_sum") == pytest.approx((3 + 6 + 9) / 3 / 4) and summary.per_token("loss_sum") == 18 / 6
+
+
+def test_a_declined_step_ends_the_updates_of_all_epochs():
+    role = Counting(stop_at=2)
+    summary = run_updates(role, numbered(12), MiniBatches(4, 2, "token-mean", 9), seed=0)
+    assert (role.calls, summary.num_updates, summary.stopped_early, summary.lr) == (2, 1, True, 0.1)
+    assert run_updates(Counting(), numbered(12), MiniBatches(4, 2, "token-mean", 9), seed=0).num_updates == 6
+    assert not role.training
+
+
+# -------------------------------------------------------------------------------------------------------------- agreement
+
+
+def sampled(trainer, sampler):
+    """One prompt token, whose numbers must not count, and then tokens of these probabilities."""
+    mask = torch.tensor([False] + [True] * len(trainer))
+    fields = {name: torch.tensor([0.123, *p]).log() for name, p in (("logprob", trainer), ("rollout_logprob", sampler))}
+    fields["rollout_logprob"][0] = 0.0
+    return PackedBatch(torch.zeros(len(mask), dtype=torch.long), cu_seqlens_of([len(mask)]), {"response_mask": mask, **fields})
+
+
+@pytest.mark.parametrize("trainer, sampler, one_sided, mean, maximum", [
+    ([0.5, 0.5], [0.5, 0.5], False, 0.0, 0.0),
+    ([0.5, 0.2], [0.4, 0.4], False, 0.15, 0.2),
+    ([0.5, 0.2], [0.4, 0.4], True, 0.05, 0.1),
+    ([0.5, 0.2], [0.9, 0.8], True, 0.0, 0.0),
+    ([], [], False, 0.0, 0.0),
+])  # fmt: skip
+def test_agreement_is_the_difference_of_probabilities(trainer, sampler, one_sided, mean, maximum):
+    got = compare_with_sampler(sampled(trainer, sampler), truncated_sampling=one_sided)
+    assert (got.mean, got.max) == pytest.approx((mean, maximum), abs=1e-7)
+
+
+def test_a_mean_above_the_limit_stops_the_run_and_says_why():
+    message = r"step 7: vllm .* mean .*0\.0300 .*max 0\.5000.* rollout\.max_prob_diff = 0\.02.*stale prefix cache"
+    with pytest.raises(SamplerMismatch, match=message):
+        require_agreement(Agreement(0.03, 0.5), 0.02, step=7, engine="vllm")
+    require_agreement(Agreement(0.02, 0.5), 0.02, step=7, engine="vllm")
+
+
+@pytest.mark.parametrize("one_sided", [False, True])
+@pytest.mark.parametrize("trainer, sampler", [([math.nan, 0.5], [0.5, 0.5]), ([0.5, 0.5], [0.5, math.nan])])
+def test_nan_is_not_agreement(trainer, sampler, one_sided):
+    with pytest.raises(SamplerMismatch):
+        require_agreement(compare_with_sampler(sampled(trainer, sampler), truncated_sampling=one_sided), 1.0, 1, "vllm")
+
+
+# ------------------------------------------------------------------------------------------------- requests and experience
+
+
+def test_seeds_are_those_of_every_rank_and_every_start():
+    # the definition, written out: a change of it would break the resume of older runs
+    digest = hashlib.sha256(b"3/14/159").digest()
+    assert sample_seed(3, 14, 159) == int.from_bytes(digest[:8], "little") // 2 < 2**63
+    seeds = {sample_seed(run, step, sample) for run in range(3) for step in range(20) for sample in range(-1, 50)}
+    assert len(seeds) == 3 * 20 * 51, "neither run, step nor sample may be ignored"
+
+
+def test_samples_of_one_prompt_are_neighbours_with_seeds_of_their_own():
+    requests = make_requests([[1, 2], [3]], samples_per_prompt=3, run_seed=0, step=1)
+    assert [request.prompt for request in requests] == [(1, 2)] * 3 + [(3,)] * 3
+    assert len({request.seed for request in requests}) == 6
+    assert requests == make_requests([[1, 2], [3]], 3, 0, 1) and requests != make_requests([[1, 2], [3]], 3, 0, 2)
+
+
+def test_experience_lays_prompt_and_response_end_to_end():
+    requests = make_requests([[1, 2], [3]], 1, 0, 1)
+    responses = [Response((8, 9), (-0.5, -1.5), "stop", 0), Response((7,), (-2.5,), "length", 0)]
+    batch = pack_experience(requests, responses)
+    assert batch.tokens.tolist() == [1, 2, 8, 9, 3, 7] and batch.cu_seqlens.tolist() == [0, 4, 6]
+    assert batch["response_mask"].tolist() == [False, False, True, True, False, True]
+    assert batch["rollout_logprob"].tolist() == [0.0, 0.0, -0.5, -1.5, 0.0, -2.5] and batch["truncated"].tolist() == [False, True]
+    with pytest.raises(ValueError):
+        pack_experience(requests, responses[:1])
+
+
+# ---------------------------------------------------------------------------------------------------------------- scoring
+
+LETTERS = SimpleNamespace(eos_ids=(0, 1), decode=lambda ids: "".join(chr(96 + i) for i in ids))
+
+
+@pytest.fixture
+def alone():
+    """A world of this process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    "tokens, text", [((2, 3, 0), "bc"), ((2, 3, 1), "bc"), ((2, 3), "bc"), ((2, 1, 3), "bac"), ((0,), ""), ((), "")]
+)
+def test_only_the_last_end_of_sequence_token_is_left_out_of_the_text(tokens, text):
+    assert response_text(Response(tokens, (0.0,) * len(tokens), "stop", 0), LETTERS) == text
+
+
+def asked(answers):
+    return [Prompt(f"file#{i}", (1,), "?", answer, {}) for i, answer in enumerate(answers)]
+
+
+def test_scores_come_in_the_order_of_the_responses(alone):
+    ends = (((2, 0), "stop"), ((3,), "length"), ((4, 0), "stop"))
+    responses = [Response(tokens, (0.0,) * len(tokens), finish, 0) for tokens, finish in ends]
+    scored = score_responses(asked("bcx"), responses, LETTERS, Scorer([("exact_match", 2.0)], missing_eos_penalty=0.5))
+    assert scored.texts == ["b", "c", "d"] and scored.total == [2.0, 1.5, 0.0] and scored.num_undecided == 0
+    assert scored.parts == {"exact_match": [1.0, 1.0, 0.0], "missing_eos_penalty": [0.0, -0.5, 0.0]}
+
+
+@pytest.mark.parametrize("result", [math.nan, math.inf, "1", ZeroDivisionError("no")])
+def test_a_rule_that_fails_names_the_sample(alone, monkeypatch, result):
+    def rule(sample):
+        if sample.answer == "c" and isinstance(result, Exception):
+            raise result
+        return result if sample.answer == "c" else 1.0
+
+    monkeypatch.setattr("megappo.rewards.compose.make_rule", lambda name: rule)
+    responses = [Response((2, 0), (0.0,) * 2, "stop", 0)] * 2
+    with pytest.raises(RewardError, match=r"broken .*file#1 \(sample 1\)"):
+        score_responses(asked("bc"), responses, LETTERS, Scorer([("broken", 1.0)]))
+    assert score_responses(asked("bb"), responses, LETTERS, Scorer([("broken", 1.0)])).total == [1.0, 1.0]
+
+
+# ----------------------------------------------------------------------------------------------------- truncated sampling
+
+
+def truncated_by_hand(logits, top_p, top_k):
+    """Probabilities of one row in Python floats: the k best, of those the smallest set with top_p of their mass, renormalised."""
+    order = sorted(range(len(logits)), key=lambda i: -logits[i])
+    kept = order if top_k < 1 else [i for i in order if logits[i] >= logits[order[min(top_k, len(order)) - 1]]]
+    mass = {i: math.exp(logits[i] - logits[order[0]]) for i in kept}
+    whole, nucleus = sum(mass.values()), []
+    for i in kept:
+        nucleus.append(i)
+        if top_p < 1.0 and sum(mass[j] for j in nucleus) >= top_p * whole:
+            break
+    return [mass[i] / sum(mass[j] for j in nucleus) if i in nucleus else 0.0 for i in range(len(logits))]
+
+
+def rows(count=40, vocab=7):
+    generator = random.Random(1)
+    return [[generator.gauss(0, 2) for _ in range(vocab)] for _ in range(count)]
+
+
+def largest_error(got, top_p, top_k):
+    want = torch.tensor([truncated_by_hand(row, top_p, top_k) for row in rows()], dtype=torch.float64)
+    return float((got.exp() - want).abs().max())
+
+
+@pytest.mark.parametrize("top_k", [-1, 1, 3, 7, 50])
+@pytest.mark.parametrize("top_p", [0.01, 0.5, 0.9, 1.0])
+def test_truncated_distribution_is_the_one_defined(top_p, top_k):
+    got = truncated_logprobs(torch.tensor(rows(), dtype=torch.float64), top_p, top_k)
+    assert largest_error(got, top_p, top_k) < 1e-12
+
+
+def test_truncation_that_is_off_by_one_token_is_noticed():
+    logits = torch.tensor(rows(), dtype=torch.float64)
+    assert largest_error(truncated_logprobs(logits, 1.0, 2), 1.0, 3) > 1e-3
+    assert largest_error(truncated_logprobs(logits, 0.5, -1), 0.9, -1) > 1e-3
+    # the token that crosses top_p belongs to the nucleus: here it is 0.6 of the mass for top_p 0.5
+    crossing = torch.tensor([[0.6, 0.4]], dtype=torch.float64).log()
+    assert truncated_logprobs(crossing, 0.5, -1).tolist() == [[0.0, -math.inf]]
+
+
+def test_ties_with_the_kth_token_stay():
+    got = truncated_logprobs(torch.tensor([[2.0, 1.0, 1.0, 0.0]], dtype=torch.float64), 1.0, 2).exp()[0]
+    assert (got > 0).tolist() == [True, True, True, False] and float(got.sum()) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("temperature", [-1.0, math.nan, math.inf])
+def test_a_temperature_that_is_none_is_refused(temperature):
+    with pytest.raises(ValueError, match="--temperature .* must be 0"):
+        answer(
+            "absent", ["1+1="], tokenizer_path=None, engine="megatron", max_tokens=4, temperature=temperature,
+            chat_template=False, dtype="fp32",
+        )  # fmt: skip
