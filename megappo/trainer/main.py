@@ -52,6 +52,7 @@ def train(config: TrainConfig, data: RunData, *, resume: bool) -> None:
     parts = _Parts(config, data, run_dir, device)
     if resume:
         parts.resume()
+        run_dir.record_config(dump_yaml(config))
     done_before = parts.state.step
     parts.ppo.run()
     parts.log.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Callable
 
 import torch.distributed as dist
 
@@ -35,7 +36,7 @@ class RunDir:
         return self.root / "export"
 
     def is_exported(self) -> bool:
-        """Collective: whether rank 0 sees `export`; on several nodes the file systems may not agree, and all ranks must act alike."""
+        """Collective: whether rank 0 sees `export`. The file systems of several nodes may differ, and all ranks must act alike."""
         seen = [self.export.exists()]
         dist.broadcast_object_list(seen, src=0)
         return seen[0]
@@ -45,15 +46,31 @@ class RunDir:
         return next(path for n in range(1, 10_000) if not (path := self.root / f"export.old{n}").exists())
 
     def claim(self, run: RunConfig, config_text: str, *, resume: bool) -> None:
-        """Collective: rank 0 checks, creates the directory and writes the resolved config; all ranks raise its error alike."""
-        problem = [None]
-        if dist.get_rank() == 0:
-            try:
-                check_run_dir(run, resume)
-                self.root.mkdir(parents=True, exist_ok=True)
+        """Collective: rank 0 checks and creates the directory, and writes the resolved config of a new run.
+
+        That of a resumed run stays until `record_config`: the checkpoint may yet refuse the new one. ValueError on all ranks alike.
+        """
+
+        def check_and_create() -> None:
+            check_run_dir(run, resume)
+            self.root.mkdir(parents=True, exist_ok=True)
+            if not resume:
                 self.config.write_text(config_text)
-            except (ValueError, OSError) as error:
-                problem = [str(error)]
-        dist.broadcast_object_list(problem, src=0)
-        if problem[0] is not None:
-            raise ValueError(problem[0])
+
+        _on_rank_0(check_and_create)
+
+    def record_config(self, config_text: str) -> None:
+        """Collective: the resolved config that the run goes on with. ValueError on all ranks alike."""
+        _on_rank_0(lambda: self.config.write_text(config_text))
+
+
+def _on_rank_0(action: Callable[[], object]) -> None:
+    problem = [None]
+    if dist.get_rank() == 0:
+        try:
+            action()
+        except (ValueError, OSError) as error:
+            problem = [str(error)]
+    dist.broadcast_object_list(problem, src=0)
+    if problem[0] is not None:
+        raise ValueError(problem[0])

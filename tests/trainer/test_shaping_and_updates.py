@@ -1,4 +1,4 @@
-"""The stages of a step that need no model: requests, scores, agreement with the sampler, shaped rewards, mini-batches, updates."""
+"""Stages of a step that need no model: requests, scores, agreement with the sampler, shaped rewards, mini-batches, updates."""
 
 import hashlib
 import math
