@@ -13,7 +13,10 @@ from torch import Tensor
 
 
 class StorageOffload:
-    """Bytes of a set of tensors that can be parked in host memory. `tensors` is asked anew at each offload: optimizer state appears late."""
+    """Bytes of a set of tensors that can be parked in host memory.
+
+    `tensors` is asked anew at each offload: optimizer state appears late.
+    """
 
     def __init__(self, tensors: Callable[[], Iterable[Tensor]]) -> None:
         self._tensors = tensors

@@ -20,7 +20,7 @@ def select_device(requested: Literal["auto", "cpu", "cuda"]) -> torch.device:
         return torch.device("cpu")
     if requested == "cpu":
         # Megatron-core builds its models on the GPU wherever torch sees one.
-        raise ValueError("run.device = cpu: torch sees a CUDA device here; hide it (CUDA_VISIBLE_DEVICES=) or use run.device=cuda")
+        raise ValueError("run.device = cpu: torch sees a CUDA device; hide it (CUDA_VISIBLE_DEVICES=) or use run.device=cuda")
     check_gpus(int(os.environ.get("LOCAL_RANK", "0")) + 1)
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 

@@ -48,7 +48,8 @@ class MegatronRollout:
                 batch = batch.with_fields(sequence_fields={"draw": _draws([requests[i] for i in active], position)})
                 result = self._engine.forward_backward(batch, partial(_sample_next, sampling), forward_only=True)
                 ends = batch.cu_seqlens[1:].long() - 1
-                for i, token, logprob in zip(active, result.tokens["token"][ends].tolist(), result.tokens["logprob"][ends].tolist()):
+                tokens, values = (result.tokens[name][ends].tolist() for name in ("token", "logprob"))
+                for i, token, logprob in zip(active, tokens, values):
                     sampled[i].append(int(token))
                     logprobs[i].append(logprob)
                     finished[i] = self._ends(sampled[i], sampling)
@@ -72,11 +73,9 @@ class MegatronRollout:
 
 def _draws(requests: Sequence[Request], position: int) -> Tensor:
     """[B] uniform numbers in [0, 1), a function of each request's seed and the position alone."""
-    values = [
-        float(torch.rand((), generator=torch.Generator().manual_seed((r.seed + 0x9E3779B97F4A7C15 * position) % 2**63), dtype=torch.float64))
-        for r in requests
-    ]
-    return torch.tensor(values, dtype=torch.float64)
+    seeds = [(request.seed + 0x9E3779B97F4A7C15 * position) % 2**63 for request in requests]
+    draws = [torch.rand(1, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) for seed in seeds]
+    return torch.cat(draws)
 
 
 def _sample_next(sampling: SamplingParams, output: ModelOutput, micro: PackedBatch) -> LossOutput:

@@ -38,6 +38,7 @@ class Metric(str, Enum):
     EVAL_PART = "eval/*", "mean of one reward rule over the held-out prompts"
 
     POLICY_LOSS = "policy/loss", "clipped surrogate loss, mean over the step's updates"
+    POLICY_KL_LOSS = "policy/kl_loss", "KL to the reference in the loss per token, before its factor (kl.placement: loss), nats"
     POLICY_ENTROPY = "policy/entropy", "mean entropy of the next-token distribution at sampled tokens, nats"
     POLICY_CLIP_LOW = "policy/clip_low", "share of tokens whose gradient the lower clip cut"
     POLICY_CLIP_HIGH = "policy/clip_high", "share of tokens whose gradient the upper clip cut"

@@ -1,7 +1,7 @@
 """Does the sampler compute the same policy as the trainer? Compared on every sampled token of every step.
 
-Rounding makes small differences; stale weights, a wrong temperature, token ids that went through text or a broken reshard make large ones,
-and PPO on them degrades without any error.
+Rounding makes small differences; stale weights, a wrong temperature, token ids that went through text or a broken reshard make
+large ones, and PPO on them degrades without any error.
 """
 
 from __future__ import annotations

@@ -46,15 +46,19 @@ def answer(
     tokens = [encode_question(prompt, tokenizer, prompt_format, f"prompt {i + 1}") for i, prompt in enumerate(prompts)]
     longest = max(len(prompt) for prompt in tokens)
     if longest + max_tokens > arch.max_positions:
-        raise ValueError(f"--max-tokens {max_tokens}: a prompt of {longest} tokens leaves {arch.max_positions - longest} of {model}")
+        raise ValueError(
+            f"--max-tokens {max_tokens}: {model} takes {arch.max_positions} tokens in all and the longest prompt has {longest}; "
+            + (f"use at most {arch.max_positions - longest}" if longest < arch.max_positions else "shorten it")
+        )
     device = select_device("auto")
     start_alone(device)
     groups = build_groups(ParallelLayout(world_size=1))
     policy = build_frozen("policy", model, arch, RoleConfig(dtype=dtype), groups, device=device)
     config = RolloutConfig(engine=engine, max_response_tokens=max_tokens)
     rollout = build_rollout(
-        config, policy, model=model, arch=arch, tokenizer=tokenizer, max_prompt_tokens=longest, policy_dtype=dtype, seed=0, device=device
-    )
+        config, policy, model=model, arch=arch, tokenizer=tokenizer, max_prompt_tokens=longest, policy_dtype=dtype, seed=0,
+        device=device,
+    )  # fmt: skip
     rollout.push_weights(version=0)
     sampling = SamplingParams(max_tokens, temperature, stop_token_ids=tokenizer.eos_ids)
     responses = rollout.generate(make_requests(tokens, samples_per_prompt=1, run_seed=0, step=0), sampling)

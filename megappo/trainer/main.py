@@ -162,7 +162,8 @@ class _Parts:
         path = config.critic.model or config.policy.model
         return build_trainable(
             "critic", path, read_arch(path), config.critic, self._groups_of(layout_of(config.critic.parallel)), device=device,
-            total_updates=self.data.total_steps * step_arithmetic(config).optimizer_steps, seed=config.run.seed, value_head=config.critic.value_head,
+            total_updates=self.data.total_steps * step_arithmetic(config).optimizer_steps, seed=config.run.seed,
+            value_head=config.critic.value_head,
             implementation=self._implementation,
         )  # fmt: skip
 

@@ -70,7 +70,11 @@ class StepRecord:
 
     def _policy(self) -> dict[str, float]:
         p, advantage = self.policy, self._summary("raw_advantage", "policy/advantage")
-        metrics = {Metric.POLICY_ENTROPY.value: _masked_mean(self.batch["entropy"], self._mask), **advantage, Metric.POLICY_UPDATES.value: p.num_updates}
+        metrics = {
+            Metric.POLICY_ENTROPY.value: _masked_mean(self.batch["entropy"], self._mask),
+            Metric.POLICY_UPDATES.value: p.num_updates,
+            **advantage,
+        }
         if p.sums:
             metrics |= {
                 Metric.POLICY_LOSS.value: p.loss("surrogate_sum"),
@@ -84,6 +88,8 @@ class StepRecord:
                 Metric.POLICY_SKIPPED.value: p.skipped,
                 Metric.POLICY_STOPPED.value: float(p.stopped_early),
             }
+        if "kl_loss_sum" in p.sums:
+            metrics[Metric.POLICY_KL_LOSS.value] = p.per_token("kl_loss_sum")
         if p.lr is not None:
             metrics[Metric.POLICY_LR.value] = p.lr
         return metrics

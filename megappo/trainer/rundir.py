@@ -48,7 +48,7 @@ class RunDir:
     def claim(self, run: RunConfig, config_text: str, *, resume: bool) -> None:
         """Collective: rank 0 checks and creates the directory, and writes the resolved config of a new run.
 
-        That of a resumed run stays until `record_config`: the checkpoint may yet refuse the new one. ValueError on all ranks alike.
+        That of a resumed run stays until `record_config`: the checkpoint may yet refuse the new one. ValueError on all ranks.
         """
 
         def check_and_create() -> None:

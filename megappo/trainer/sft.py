@@ -53,7 +53,8 @@ def train_sft(config: SftConfig, data: SftData) -> None:
         device=device, total_updates=config.trainer.steps, seed=config.run.seed,
         implementation=implementation,
     )  # fmt: skip
-    run_sft(engine, data.demonstrations, steps=config.trainer.steps, batch_size=config.trainer.batch_size, seed=config.run.seed, log=log)
+    trainer = config.trainer
+    run_sft(engine, data.demonstrations, steps=trainer.steps, batch_size=trainer.batch_size, seed=config.run.seed, log=log)
     log.close()
     with engine.eval_mode():
         export_pretrained(engine.model, arch, groups, run_dir.export, Path(config.policy.model))

@@ -8,7 +8,10 @@ from typing import Any, Mapping
 
 @dataclass
 class TrainerState:
-    """step: PPO steps done. episodes: responses sampled. tokens: response tokens sampled. policy_updates / critic_updates: optimizer steps."""
+    """step: PPO steps done. episodes: responses sampled. tokens: response tokens sampled.
+
+    policy_updates, critic_updates: optimizer steps taken.
+    """
 
     step: int = 0
     episodes: int = 0
