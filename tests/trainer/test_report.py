@@ -1,0 +1,131 @@
+"""What a step reports, against sums written out by hand over two responses."""
+
+import math
+
+import pytest
+import torch
+
+from megappo.data.packing import PackedBatch, cu_seqlens_of
+from megappo.data.prompts import Prompt
+from megappo.engine.base import PassResult, StepResult
+from megappo.telemetry.metrics import metric_of
+from megappo.telemetry.timers import StageTimers
+from megappo.trainer.agreement import Agreement
+from megappo.trainer.report import StepRecord, trajectories_of
+from megappo.trainer.roles import UpdateResult
+from megappo.trainer.scoring import Scored
+from megappo.trainer.updates import UpdateSummary
+
+# two prompt tokens and two sampled ones, then one and three; 99 stands where nothing may be read
+MASK = [False, False, True, True, False, True, True, True]
+FIELDS = {
+    "logprob": [99.0, 99, -1.0, -2.0, 99, -0.5, -0.5, -1.0],
+    "ref_logprob": [50.0, 99, -1.5, -1.0, 70, -1.0, -1.0, -1.0],
+    "entropy": [99.0, 99, 1.0, 2.0, 99, 3.0, 4.0, 5.0],
+    "value": [99.0, 99, 0.1, 0.2, 99, 0.3, 0.4, 0.5],
+    "returns": [0.0, 0, 1.0, 1.0, 0, 0.0, 0.0, 0.5],
+    "reward": [0.0, 0, -0.1, 0.9, 0, 0.0, 0.1, 0.2],
+    "advantage": [0.0, 0, 1.0, -1.0, 0, 2.0, 0.0, -2.0],
+    "raw_advantage": [0.0, 0, 0.5, -0.5, 0, 1.0, 0.0, -1.0],
+}
+PROMPTS = [Prompt("f#0", (1, 2), "q0", "a0", {}), Prompt("f#1", (5,), "q1", "a1", {})]
+
+
+def updates(sums, denominator=2.0):
+    summary = UpdateSummary()
+    summary.add(UpdateResult(PassResult({}, sums, {"ratio_max": 1.5}, 1), StepResult(0.7, True), 1e-3), denominator)
+    return summary
+
+
+def record(policy_sums=None, fields=FIELDS):
+    batch = PackedBatch(
+        tokens=torch.arange(8),
+        cu_seqlens=cu_seqlens_of([4, 4]),
+        token_fields={"response_mask": torch.tensor(MASK), **{name: torch.tensor(x) for name, x in fields.items()}},
+        sequence_fields={"truncated": torch.tensor([False, True])},
+    )
+    scored = Scored(["r0", "r1"], [1.0, 0.5], {"exact_match": [1.0, 0.0]}, num_undecided=1)
+    policy = UpdateSummary() if policy_sums is None else updates(policy_sums)
+    critic = updates({"tokens_sum": 5.0, "loss_sum": 4.0})
+    return StepRecord(3, batch, scored, Agreement(0.001, 0.01), 0.02, critic, policy, {"seconds": 0.5})
+
+
+def metrics_of(step_record):
+    timers = StageTimers()
+    with timers.stage("generate"):
+        pass
+    return step_record.metrics(timers, None)
+
+
+POLICY_SUMS = {"surrogate_sum": 3.0, "tokens_sum": 5.0, "clip_low_sum": 1.0, "clip_high_sum": 0.0, "dual_clip_sum": 0.0,
+               "approx_kl_sum": 0.5, "ratio_sum": 5.5}  # fmt: skip
+WANT = {
+    "reward/score_mean": 0.75,
+    "reward/score_std": 0.25,
+    "reward/shaped_mean": (0.8 + 0.3) / 2,
+    "reward/exact_match": 0.5,
+    "reward/undecided": 1,
+    "policy/entropy": 3.0,
+    "policy/loss": 1.5,
+    "policy/clip_low": 0.2,
+    "policy/approx_kl": 0.1,
+    "policy/advantage_mean": 0.0,
+    "policy/advantage_max": 1.0,
+    "critic/loss": 2.0,
+    "critic/value_mean": 0.3,
+    "critic/return_max": 1.0,
+    "kl/per_token": (0.5 - 1.0 + 0.5 + 0.5 + 0.0) / 5,
+    "kl/per_response": (0.5 - 1.0 + 0.5 + 0.5 + 0.0) / 2,
+    "kl/coef": 0.02,
+    "lengths/response_mean": 2.5,
+    "lengths/prompt_mean": 1.5,
+    "lengths/truncated": 0.5,
+    "rollout/prob_diff_max": 0.01,
+    "rollout/push_seconds": 0.5,
+}
+
+
+def wrong(metrics):
+    return {name for name, value in WANT.items() if metrics[name] != pytest.approx(value, abs=1e-6)}
+
+
+def test_metrics_are_the_sums_over_sampled_tokens():
+    assert not wrong(metrics_of(record(POLICY_SUMS)))
+
+
+def test_explained_variance_is_of_values_against_returns():
+    values, returns = (torch.tensor(FIELDS[name])[torch.tensor(MASK)].double() for name in ("value", "returns"))
+    want = 1 - (returns - values).var() / returns.var()
+    assert metrics_of(record())["critic/explained_variance"] == pytest.approx(float(want), abs=1e-6)
+
+
+@pytest.mark.parametrize("name, noticed", [
+    ("entropy", "policy/entropy"),
+    ("logprob", "kl/per_token"),
+    ("value", "critic/value_mean"),
+    ("raw_advantage", "policy/advantage_mean"),
+])  # fmt: skip
+def test_a_field_that_is_one_token_off_is_noticed(name, noticed):
+    shifted = {**FIELDS, name: [FIELDS[name][-1], *FIELDS[name][:-1]]}
+    assert noticed in wrong(metrics_of(record(POLICY_SUMS, shifted)))
+
+
+def test_every_name_is_in_the_catalogue_and_every_value_finite():
+    metrics = metrics_of(record({**POLICY_SUMS, "kl_loss_sum": 2.0}))
+    assert all(metric_of(name) for name in metrics) and all(math.isfinite(value) for value in metrics.values())
+
+
+def test_what_did_not_happen_is_not_reported():
+    without = metrics_of(record(fields={name: x for name, x in FIELDS.items() if name != "ref_logprob"}))
+    assert not [name for name in without if name.startswith("kl/")]
+    assert "policy/loss" not in without and without["policy/updates"] == 0, "a critic warm-up step"
+    assert "policy/kl_loss" not in metrics_of(record(POLICY_SUMS))
+    assert metrics_of(record({**POLICY_SUMS, "kl_loss_sum": 2.0}))["policy/kl_loss"] == pytest.approx(0.4)
+
+
+def test_trajectories_hold_the_sampled_tokens_and_their_numbers():
+    first, second = trajectories_of(record(), PROMPTS, 8)
+    assert (first["id"], first["response"], first["score"], first["version"]) == ("f#0", "r0", 1.0, 2)
+    assert (second["prompt_tokens"], second["response_tokens"], second["truncated"]) == ([4], [5, 6, 7], True)
+    assert second["value"] == pytest.approx([0.3, 0.4, 0.5]) and second["parts"] == {"exact_match": 0.0}
+    assert len(trajectories_of(record(), PROMPTS, 1)) == 1
