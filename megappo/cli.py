@@ -181,7 +181,7 @@ def build_parser() -> Parser:
             )
         return sub
 
-    train = command("train", cmd_train, "Train with PPO. Starts the ranks itself unless torchrun or srun has.")
+    train = command("train", cmd_train, "Train with PPO. Starts the ranks itself unless torchrun has.")
     train.add_argument("--resume", action="store_true", help="continue the run of this name after its last checkpoint")
     command("sft", cmd_sft, "Fine-tune on demonstrations with the same engine.")
     plan = command("plan", cmd_plan, "Print ranks, memory, batch arithmetic and steps of a run, and refuse what cannot work.")

@@ -1,4 +1,4 @@
-"""Starts the ranks of a command on this machine, when nothing (torchrun, srun) has started them yet."""
+"""Starts the ranks of a command on this machine, when no launcher (torchrun, or whatever sets RANK and WORLD_SIZE) has."""
 
 from __future__ import annotations
 
