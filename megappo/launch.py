@@ -19,8 +19,10 @@ def is_rank() -> bool:
 def world_size(run: RunConfig) -> int:
     """Ranks that the run will have: the launcher's world, or `run.num_ranks`, or one per GPU, or 1.
 
-    ValueError where the launcher's world and `run.num_ranks` differ.
+    ValueError where the launcher's world and `run.num_ranks` differ, and in one of several srun tasks that nothing made ranks of.
     """
+    if not is_rank() and int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
+        raise ValueError("srun started several tasks without RANK and WORLD_SIZE: start one task per node that runs torchrun")
     if is_rank():
         started = int(os.environ["WORLD_SIZE"])
         if run.num_ranks not in (None, started):

@@ -68,3 +68,13 @@ def test_the_launchers_world_counts(monkeypatch):
     assert world_size(RunConfig()) == world_size(RunConfig(num_ranks=4)) == 4
     with pytest.raises(ValueError, match="set run.num_ranks=4 or null"):
         world_size(RunConfig(num_ranks=2))
+
+
+def test_srun_tasks_that_are_no_ranks_are_refused(monkeypatch):
+    """Each of them would start a world of its own."""
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
+    with pytest.raises(ValueError, match="one task per node that runs torchrun"):
+        world_size(RunConfig(device="cpu"))
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
+    assert world_size(RunConfig(device="cpu")) == 1

@@ -147,10 +147,13 @@ class CheckpointStore:
         components: Mapping[str, StatefulComponent],
         facts: Mapping[str, Any],
     ) -> int:
-        """Restore the newest valid checkpoint and return its step. Damaged ones are renamed to bad-step-N, then the next tried.
+        """Restore the newest valid checkpoint and return its step: `find_resumable`, then `restore`."""
+        return self.restore(self.find_resumable(facts), engines, components)
 
-        Weights and optimizer come back in any layout; random states only where the number of ranks is the same. ValueError where
-        there is no valid checkpoint, it holds weights only, or facts that must match do not.
+    def find_resumable(self, facts: Mapping[str, Any]) -> Manifest:
+        """The newest valid checkpoint, before anything is built. Damaged ones are renamed to bad-step-N and the next older is taken.
+
+        ValueError where there is no valid checkpoint, it holds weights only, or facts that must match do not.
         """
         manifest = self._newest_verified()
         source = self._directory.step_path(manifest.step)
@@ -160,6 +163,16 @@ class CheckpointStore:
                 "export it, or start a new run with policy.model pointing to the export"
             )
         require_same_run(manifest, facts, source.name)
+        return manifest
+
+    def restore(
+        self, manifest: Manifest, engines: Mapping[str, StatefulEngine], components: Mapping[str, StatefulComponent]
+    ) -> int:
+        """Take back what `find_resumable` verified; returns its step.
+
+        Weights and optimizer come back in any layout; random states only where the number of ranks is the same.
+        """
+        source = self._directory.step_path(manifest.step)
         state = _read_state(source, components)
         for name, engine in engines.items():
             engine.load_state(load_sharded(engine.state_to_load(with_optimizer=True), source / "megatron" / name))

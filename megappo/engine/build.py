@@ -41,9 +41,11 @@ def build_trainable(
     load_pretrained(model, arch, groups, path, value_head=value_head or "zero", seed=seed)
     wrapped = wrap_with_ddp(model, groups, distributed_optimizer=config.optimizer.distributed)
     optimizer = Optimizer(wrapped, groups, config.optimizer, total_updates)
-    return MegatronEngine(
+    engine = MegatronEngine(
         name, wrapped, groups, device=device, micro_batch_tokens=config.micro_batch_tokens, optimizer=optimizer, offload=config.offload
     )
+    engine.park()
+    return engine
 
 
 def build_frozen(
@@ -62,7 +64,9 @@ def build_frozen(
     model = build_model(arch, groups, dtype=DTYPES[config.dtype], value_head=value_head, implementation=implementation)
     load_pretrained(model, arch, groups, path)
     model.requires_grad_(False)
-    return MegatronEngine(
+    engine = MegatronEngine(
         name, model, groups, device=device, micro_batch_tokens=config.micro_batch_tokens,
         offload=OffloadConfig(parameters=offload.parameters),
     )  # fmt: skip
+    engine.park()
+    return engine

@@ -81,7 +81,7 @@ class MegatronEngine:
         self.to("device", model=True, optimizer=False)
         self._restore_gradients()
         yield
-        self._park_what_is_offloaded()
+        self.park()
 
     @contextmanager
     def eval_mode(self) -> Iterator[None]:
@@ -89,14 +89,15 @@ class MegatronEngine:
         self.to("device", model=True, optimizer=False)
         with torch.no_grad():
             yield
-        self._park_what_is_offloaded()
+        self.park()
 
     def to(self, device: str, *, model: bool = True, optimizer: bool = True) -> None:
         for wanted, parked in ((model, self._parked_parameters), (optimizer, self._parked_optimizer)):
             if wanted:
                 parked.restore() if device == "device" else parked.offload()
 
-    def _park_what_is_offloaded(self) -> None:
+    def park(self) -> None:
+        """Offload what this role offloads, so that the next role or the rollout engine finds the memory free."""
         self.to("host", model=self._offload.parameters, optimizer=self._offload.optimizer)
         if self._offload.gradients and isinstance(self._wrapped, DistributedDataParallel) and not self._gradients_freed:
             self._wrapped.offload_grad_buffers(empty_cache=self.device.type == "cuda")
@@ -274,7 +275,7 @@ class MegatronEngine:
 
     def release_state(self) -> None:
         """What `save_state` returned has been written: offload again what it made resident."""
-        self._park_what_is_offloaded()
+        self.park()
 
     def state_to_load(self, *, with_optimizer: bool) -> dict[str, Any]:
         """Sharded description of what `load_state` takes, to be filled by the checkpoint reader."""
@@ -287,7 +288,7 @@ class MegatronEngine:
             self._trained().load_state_dict(state["optimizer"])
         elif self._optimizer is not None:
             self._optimizer.reload_main_parameters()
-        self._park_what_is_offloaded()
+        self.park()
 
     def _sharded_state(self, *, with_optimizer: bool, is_loading: bool) -> dict[str, Any]:
         self.to("device")

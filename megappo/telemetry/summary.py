@@ -40,7 +40,9 @@ def _scores(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 def _stages(rows: Sequence[dict[str, Any]]) -> list[str]:
     stages = [key for row in rows for key in row if key.startswith("timing/") and key != Metric.STEP_SECONDS.value]
-    means = {key: _mean(rows, key) for key in dict.fromkeys(stages)}
+    # Over all steps: a stage that runs every tenth step costs a tenth per step.
+    steps = [row for row in rows if row.get(Metric.STEP_SECONDS.value) is not None]
+    means = {key: sum(row.get(key) or 0.0 for row in steps) / len(steps) for key in dict.fromkeys(stages)}
     parts = ", ".join(f"{key.removeprefix('timing/').removesuffix('_s')} {value:.2f}" for key, value in means.items() if value >= 0.005)
     whole = _mean(rows, Metric.STEP_SECONDS.value)
     return [f"seconds per step:    {whole:.2f} ({parts})"] if means else []
@@ -52,4 +54,9 @@ def _mean(rows: Sequence[dict[str, Any]], key: str) -> float:
 
 
 if __name__ == "__main__":
-    print(summary(Path(sys.argv[1])))
+    if len(sys.argv) != 2:
+        sys.exit("usage: python -m megappo.telemetry.summary RUN_DIR")
+    try:
+        print(summary(Path(sys.argv[1])))
+    except ValueError as error:
+        sys.exit(str(error))

@@ -31,7 +31,7 @@ def evaluate(
     # Seeds play no part in greedy decoding.
     requests = make_requests([p.tokens for p in prompts], samples_per_prompt=1, run_seed=0, step=0)
     responses = rollout.generate(requests, replace(sampling, temperature=0.0, top_p=1.0, top_k=-1))
-    scored = score_responses(prompts, responses, tokenizer, scorer)
+    scored = score_responses(prompts, responses, tokenizer, scorer, sampling.stop)
     count = len(prompts)
     return Evaluation(
         num_prompts=count,

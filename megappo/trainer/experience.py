@@ -32,8 +32,8 @@ def make_requests(prompts: Sequence[Sequence[int]], samples_per_prompt: int, run
 def pack_experience(requests: Sequence[Request], responses: Sequence[Response]) -> PackedBatch:
     """Prompt and response of every sample, end to end.
 
-    Token fields: response_mask (true on sampled tokens), rollout_logprob (the sampler's, 0 elsewhere). Sequence field: truncated (cut
-    by the length limit).
+    Token fields: response_mask (true on sampled tokens), rollout_logprob (the sampler's, 0 elsewhere). Sequence fields: truncated (cut
+    by the length limit), version (of the weights that drew the sample).
     """
     tokens: list[int] = []
     mask: list[bool] = []
@@ -50,5 +50,8 @@ def pack_experience(requests: Sequence[Request], responses: Sequence[Response]) 
             "response_mask": torch.tensor(mask, dtype=torch.bool),
             "rollout_logprob": torch.tensor(logprobs, dtype=torch.float32),
         },
-        sequence_fields={"truncated": torch.tensor([r.finish == "length" for r in responses])},
+        sequence_fields={
+            "truncated": torch.tensor([r.finish == "length" for r in responses]),
+            "version": torch.tensor([r.version for r in responses], dtype=torch.long),
+        },
     )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Mapping, Optional
+from typing import Any, Mapping, Optional
 
 import torch
 import torch.distributed as dist
 
 from megappo.algo.kl import AdaptiveKL, FixedKL, KLController
+from megappo.checkpoint.manifest import Manifest
 from megappo.checkpoint.store import CheckpointStore
 from megappo.config.batch import step_arithmetic
 from megappo.config.dump import dump_yaml
@@ -49,9 +50,13 @@ def train(config: TrainConfig, data: RunData, *, resume: bool) -> None:
     torch.manual_seed(config.run.seed)
     run_dir = RunDir.of(config.run)
     run_dir.claim(config.run, dump_yaml(config), resume=resume)
-    parts = _Parts(config, data, run_dir, device)
-    if resume:
-        parts.resume()
+    store = CheckpointStore(run_dir.checkpoints, config.checkpoint.keep_last, config.checkpoint.save_only_model)
+    facts = run_facts(config, data.tokenizer)
+    # A checkpoint that cannot be resumed is refused before any model is built.
+    manifest = store.find_resumable(facts) if resume else None
+    parts = _Parts(config, data, run_dir, store, facts, device)
+    if manifest is not None:
+        parts.resume(manifest)
         run_dir.record_config(dump_yaml(config))
     done_before = parts.state.step
     parts.ppo.run()
@@ -66,9 +71,12 @@ def train(config: TrainConfig, data: RunData, *, resume: bool) -> None:
 class _Parts:
     """Everything one run is made of."""
 
-    def __init__(self, config: TrainConfig, data: RunData, run_dir: RunDir, device: torch.device) -> None:
+    def __init__(
+        self, config: TrainConfig, data: RunData, run_dir: RunDir, store: CheckpointStore, facts: dict[str, Any], device: torch.device
+    ) -> None:
         self.config = config
         self.data = data
+        self.store, self._facts = store, facts
         self.log = RunLog(run_dir.root, tensorboard=config.telemetry.tensorboard)
 
         self._implementation = choose_implementation(config.model.impl, device.type)
@@ -87,8 +95,6 @@ class _Parts:
 
         self.state = TrainerState()
         self.kl_controller = kl_controller(config.algorithm.kl)
-        self.store = CheckpointStore(run_dir.checkpoints, config.checkpoint.keep_last, config.checkpoint.save_only_model)
-        self._facts = run_facts(config, data.tokenizer)
         self.ppo = PPO(
             _settings(config, data.total_steps),
             policy=Policy(self.policy_engine, temperature, _policy_loss(config.algorithm)),
@@ -122,8 +128,8 @@ class _Parts:
     def save(self, step: int) -> None:
         self.store.save(step, self._engines, self._components, self._facts)
 
-    def resume(self) -> None:
-        step = self.store.load(self._engines, self._components, self._facts)
+    def resume(self, manifest: Manifest) -> None:
+        step = self.store.restore(manifest, self._engines, self._components)
         self.log.resume_after(step)
         self.log.note(f"resumed after step {step}")
 

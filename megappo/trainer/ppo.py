@@ -103,7 +103,7 @@ class PPO:
             batch = pack_experience(requests, responses)
 
         with timers.stage("score"):  # 3
-            scored = score_responses(asked, responses, self.tokenizer, self.scorer)
+            scored = score_responses(asked, responses, self.tokenizer, self.scorer, self.sampling.stop)
 
         with timers.stage("logprobs"):  # 4
             batch = self.add_model_outputs(batch)
@@ -144,7 +144,7 @@ class PPO:
         value, bootstrap = self.critic.values(batch)
         fields = {"logprob": logprob, "entropy": entropy, "value": value}
         if self.reference is not None:
-            fields["ref_logprob"], _ = self.reference.logprobs(batch)
+            fields["ref_logprob"], _ = self.reference.logprobs(batch, want_entropy=False)
         return batch.with_fields(fields, {"bootstrap": bootstrap})
 
     def push_weights(self, version: int) -> dict[str, float]:

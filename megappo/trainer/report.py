@@ -192,7 +192,7 @@ def trajectories_of(record: StepRecord, prompts: Sequence[Prompt], count: int) -
                 "score": record.scored.total[index],
                 "parts": {name: values[index] for name, values in record.scored.parts.items()},
                 "truncated": bool(batch["truncated"][index]),
-                "version": record.step - 1,
+                "version": int(batch["version"][index]),
                 "prompt_tokens": batch.tokens[start:end][~sampled].tolist(),
                 "response_tokens": batch.tokens[start:end][sampled].tolist(),
                 **{name: batch[name][start:end][sampled].tolist() for name in fields if name in batch},

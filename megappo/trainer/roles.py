@@ -45,15 +45,15 @@ class LanguageModel:
         self.engine = engine
         self.temperature = temperature
 
-    def logprobs(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
-        """(logprob [T], entropy [T]) of every token given its prefix, under the sampling temperature; 0 at sequence starts."""
+    def logprobs(self, batch: PackedBatch, *, want_entropy: bool = True) -> tuple[Tensor, Optional[Tensor]]:
+        """(logprob [T], entropy [T] or None) of every token given its prefix, under the sampling temperature; 0 at sequence starts."""
         with self.engine.eval_mode():
-            result = self.engine.forward_backward(batch, partial(self._report, want_entropy=True), forward_only=True)
-        return result.tokens["logprob"], result.tokens["entropy"]
+            result = self.engine.forward_backward(batch, partial(self._report, want_entropy=want_entropy), forward_only=True)
+        return result.tokens["logprob"], result.tokens.get("entropy")
 
     def _report(self, output: ModelOutput, micro: PackedBatch, want_entropy: bool) -> LossOutput:
         logprob, entropy = self.token_logprobs(output, micro, want_entropy)
-        return LossOutput(tokens={"logprob": logprob, "entropy": entropy})
+        return LossOutput(tokens={"logprob": logprob} if entropy is None else {"logprob": logprob, "entropy": entropy})
 
     def token_logprobs(self, output: ModelOutput, micro: PackedBatch, want_entropy: bool) -> tuple[Tensor, Optional[Tensor]]:
         """Differentiable (logprob [T], entropy [T]) aligned with their own tokens."""
@@ -90,15 +90,17 @@ class Policy(LanguageModel):
 
     def _loss_of(self, output: ModelOutput, micro: PackedBatch) -> LossOutput:
         c = self._loss
-        logprob, entropy = self.token_logprobs(output, micro, want_entropy=True)
+        # Without a bonus the entropy and its gradient are not worth a pass over the logits.
+        logprob, entropy = self.token_logprobs(output, micro, want_entropy=c.entropy_coef > 0)
         weight = micro["weight"]
         surrogate, metrics = policy_loss(
             logprob, micro["logprob"], micro["advantage"], weight,
             clip_low=c.clip_low, clip_high=c.clip_high, dual_clip=c.dual_clip,
         )
-        bonus, entropy_metrics = entropy_loss(entropy, weight)
-        metrics = {**metrics, **entropy_metrics, "surrogate_sum": surrogate}
-        loss = surrogate + c.entropy_coef * bonus
+        metrics["surrogate_sum"] = surrogate
+        loss = surrogate
+        if entropy is not None:
+            loss = loss + c.entropy_coef * entropy_loss(entropy, weight)[0]
         if c.kl_coef > 0:
             penalty, kl_metrics = kl_loss(logprob, micro["ref_logprob"], weight, c.kl_estimator)
             loss = loss + c.kl_coef * penalty

@@ -27,14 +27,18 @@ class Scored:
     num_undecided: int
 
 
-def score_responses(prompts: Sequence[Prompt], responses: Sequence[Response], tokenizer: Tokenizer, scorer: Scorer) -> Scored:
+def score_responses(
+    prompts: Sequence[Prompt], responses: Sequence[Response], tokenizer: Tokenizer, scorer: Scorer, stop: Sequence[str] = ()
+) -> Scored:
     """Decode and score; prompts[i] belongs to responses[i]. Collective: each rank scores its share, all get all.
+
+    stop: strings that end a response; rules see the text before them, training keeps their tokens.
 
     A rule that fails anywhere raises the same RewardError on every rank, so none is left waiting in a collective.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     mine = range(rank, len(responses), world_size)
-    texts = [response_text(responses[i], tokenizer) for i in mine]
+    texts = [response_text(responses[i], tokenizer, stop) for i in mine]
     samples = [_reward_input(prompts[i], responses[i], text, i) for i, text in zip(mine, texts)]
     try:
         scores = scorer.score(samples)
@@ -55,12 +59,14 @@ def score_responses(prompts: Sequence[Prompt], responses: Sequence[Response], to
     )
 
 
-def response_text(response: Response, tokenizer: Tokenizer) -> str:
-    """The response without the end-of-sequence token."""
+def response_text(response: Response, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> str:
+    """The response without the end-of-sequence token, up to the first of the stop strings."""
     tokens = list(response.tokens)
     if tokens and tokens[-1] in tokenizer.eos_ids:
         tokens.pop()
-    return tokenizer.decode(tokens)
+    text = tokenizer.decode(tokens)
+    ends = [end for string in stop if (end := text.find(string)) >= 0]
+    return text[: min(ends)] if ends else text
 
 
 def _reward_input(prompt: Prompt, response: Response, text: str, index: int) -> RewardInput:

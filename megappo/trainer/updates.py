@@ -68,7 +68,7 @@ class UpdateSummary:
             self.stopped_early = True
             return
         self.lr = result.lr
-        self.num_updates += 1
+        self.num_updates += result.step.applied
         self.skipped += not result.step.applied
         self.grad_norms.append(result.step.grad_norm)
 

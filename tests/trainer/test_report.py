@@ -42,7 +42,7 @@ def record(policy_sums=None, fields=FIELDS):
         tokens=torch.arange(8),
         cu_seqlens=cu_seqlens_of([4, 4]),
         token_fields={"response_mask": torch.tensor(MASK), **{name: torch.tensor(x) for name, x in fields.items()}},
-        sequence_fields={"truncated": torch.tensor([False, True])},
+        sequence_fields={"truncated": torch.tensor([False, True]), "version": torch.tensor([2, 2])},
     )
     scored = Scored(["r0", "r1"], [1.0, 0.5], {"exact_match": [1.0, 0.0]}, num_undecided=1)
     policy = UpdateSummary() if policy_sums is None else updates(policy_sums)

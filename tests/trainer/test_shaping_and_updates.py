@@ -334,6 +334,13 @@ def test_only_the_last_end_of_sequence_token_is_left_out_of_the_text(tokens, tex
     assert response_text(Response(tokens, (0.0,) * len(tokens), "stop", 0), LETTERS) == text
 
 
+def test_rules_see_the_text_before_the_first_stop_string():
+    tokens = (2, 3, 4, 3, 5)
+    whole = response_text(Response(tokens, (0.0,) * 5, "stop", 0), LETTERS)
+    assert response_text(Response(tokens, (0.0,) * 5, "stop", 0), LETTERS, (whole[3:], whole[1])) == whole[0]
+    assert response_text(Response(tokens, (0.0,) * 5, "stop", 0), LETTERS, ("absent",)) == whole
+
+
 def asked(answers):
     return [Prompt(f"file#{i}", (1,), "?", answer, {}) for i, answer in enumerate(answers)]
 
