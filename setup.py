@@ -32,7 +32,6 @@ setup(
         "gpu": ["transformer-engine[pytorch]>=2"],
         "math": ["math-verify>=0.9"],
         "datasets": ["datasets", "pyarrow"],
-        "plot": ["matplotlib"],
         "test": ["pytest", "hypothesis"],
     },
     entry_points={"console_scripts": ["megappo = megappo.cli:main"]},

