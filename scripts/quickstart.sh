@@ -28,4 +28,5 @@ say "3/3 PPO (policy tp=2, critic pp=2, vLLM, on the same two ranks)"
 
 say "done in $((SECONDS - started)) s ($((installed - started)) s of them set-up)"
 "$venv/bin/python" -m megappo.telemetry.summary "$dir/ppo"
-echo "try it:              $venv/bin/megappo generate $dir/ppo/export --tokenizer $dir/model/tokenizer.model --raw --dtype fp32 --prompt 347+8= --max-tokens 6"
+echo "try it:              $venv/bin/megappo generate $dir/ppo/export --tokenizer $dir/model/tokenizer.model \\
+                     --raw --dtype fp32 --prompt 347+8= --max-tokens 6"

@@ -25,7 +25,8 @@ _COMMUTATIVE = "+*"
 class ArithmeticTask:
     """Problems `a∘b=` with lowest <= a, b <= highest and ∘ one of `operations` (characters of "+-*"). Answers may be negative.
 
-    highest_second: largest b, where that is not `highest`. padded: operands get leading zeros to equal widths. last_digit_first: answers are written from the last digit on, as
+    highest_second: largest b, where that is not `highest`. padded: operands get leading zeros to equal widths.
+    last_digit_first: answers are written from the last digit on, as
     one adds on paper; together they let a small model learn carries in a few hundred steps instead of a few thousand.
     """
 

@@ -47,12 +47,14 @@ class PackedBatch:
     def __contains__(self, name: str) -> bool:
         return name in self.token_fields or name in self.sequence_fields
 
-    def with_fields(self, token_fields: Mapping[str, Tensor] = {}, sequence_fields: Mapping[str, Tensor] = {}) -> PackedBatch:
+    def with_fields(
+        self, token_fields: Mapping[str, Tensor] = {}, sequence_fields: Mapping[str, Tensor] = {}
+    ) -> PackedBatch:
         """A batch that holds these fields too (same names are replaced)."""
         for name, value in token_fields.items():
-            assert value.shape == self.tokens.shape, f"{name}: {tuple(value.shape)} is not one value for each of {self.num_tokens} tokens"
+            assert value.shape == self.tokens.shape, f"{name}: {tuple(value.shape)} is not one for each of {self.num_tokens} tokens"
         for name, value in sequence_fields.items():
-            assert value.shape[0] == self.num_sequences, f"{name}: {tuple(value.shape)} is not one value for each of {self.num_sequences} sequences"
+            assert value.shape[0] == self.num_sequences, f"{name}: {len(value)} values for {self.num_sequences} sequences"
         return replace(
             self,
             token_fields={**self.token_fields, **token_fields},
