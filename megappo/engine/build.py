@@ -14,8 +14,7 @@ from megappo.models.build import build_model
 from megappo.models.hf_import import load_pretrained
 from megappo.models.implementation import Implementation
 from megappo.parallel.groups import ProcessGroups
-
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+from megappo.platform.device import DTYPES
 
 
 def build_trainable(

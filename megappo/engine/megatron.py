@@ -26,7 +26,7 @@ from megappo.engine.base import LossFunction, LossOutput, ModelOutput, PassResul
 from megappo.engine.offload import StorageOffload, storages_of
 from megappo.engine.megatron_optimizer import Optimizer
 from megappo.models.gpt import CriticModel
-from megappo.parallel.balance import MicroBatchPlan, plan_micro_batches
+from megappo.parallel.balance import plan_micro_batches
 from megappo.parallel.groups import ProcessGroups
 
 # Skipped steps in a row after which the run stops: a diverged model does not come back by itself.
@@ -119,8 +119,7 @@ class MegatronEngine:
     def forward_backward(
         self, batch: PackedBatch, loss_fn: LossFunction, *, denominator: float = 1.0, forward_only: bool = False
     ) -> PassResult:
-        plan = self._plan(batch)
-        mine = plan[self.groups.coordinates.dp]
+        mine = self._my_sequences(batch)
         micro_batches = [self._on_device(batch.select(sequences)) for sequences in mine]
         outputs: list[LossOutput] = []
         self._run_schedule(micro_batches, partial(self._compute_loss, loss_fn, denominator, outputs), forward_only)
@@ -130,18 +129,23 @@ class MegatronEngine:
         ]
         names = self._agree_on_names(outputs)
         sums, maxima = self._combine_metrics(outputs, names["sums"], names["maxima"])
-        return PassResult(self.unshard_data(batch, tokens, names["tokens"]), sums, maxima, len(mine))
+        return PassResult(self._gather_tokens(batch, mine, tokens, names["tokens"]), sums, maxima, len(mine))
 
     def shard_data(self, batch: PackedBatch) -> list[PackedBatch]:
-        return [batch.select(sequences) for sequences in self._plan(batch)[self.groups.coordinates.dp]]
+        return [batch.select(sequences) for sequences in self._my_sequences(batch)]
 
     def unshard_data(self, batch: PackedBatch, tokens: list[Mapping[str, Tensor]], names: list[str]) -> dict[str, Tensor]:
+        return self._gather_tokens(batch, self._my_sequences(batch), tokens, names)
+
+    def _gather_tokens(
+        self, batch: PackedBatch, mine: list[list[int]], tokens: list[Mapping[str, Tensor]], names: list[str]
+    ) -> dict[str, Tensor]:
         if not names:
             return {}
         # Each position is written by exactly one reporting rank; adding zeros keeps the bits.
         gathered = torch.zeros(len(names), batch.num_tokens, dtype=torch.float32, device=self.device)
         if self.groups.is_reporter:
-            for sequences, values in zip(self._plan(batch)[self.groups.coordinates.dp], tokens):
+            for sequences, values in zip(mine, tokens):
                 index = batch.token_index(sequences).to(self.device)
                 for row, name in enumerate(names):
                     gathered[row, index] = values[name].float()
@@ -152,8 +156,10 @@ class MegatronEngine:
     def _everyone(self) -> dist.ProcessGroup:
         return self.groups.collection.intra_dist_opt
 
-    def _plan(self, batch: PackedBatch) -> MicroBatchPlan:
-        return plan_micro_batches(batch.lengths.tolist(), self.groups.layout.dp, self._micro_batch_tokens)
+    def _my_sequences(self, batch: PackedBatch) -> list[list[int]]:
+        """Sequences of each micro-batch of this data-parallel rank."""
+        plan = plan_micro_batches(batch.lengths.tolist(), self.groups.layout.dp, self._micro_batch_tokens)
+        return plan[self.groups.coordinates.dp]
 
     def _on_device(self, micro: PackedBatch) -> PackedBatch:
         layout = self.groups.layout

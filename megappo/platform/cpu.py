@@ -20,10 +20,9 @@ _RETARGETED: dict[str, tuple[str, ...]] = {
     "megatron.core.pipeline_parallel.schedules": (
         "forward_backward_no_pipelining",
         "forward_backward_pipelining_without_interleaving",
-        "forward_backward_pipelining_with_interleaving",
     ),
     # scratch buffers and type assertions of gradient norm and clipping
-    "megatron.core.optimizer.clip_grads": ("get_grad_norm_fp32", "clip_grad_by_total_norm_fp32", "count_zeros_fp32"),
+    "megatron.core.optimizer.clip_grads": ("get_grad_norm_fp32", "clip_grad_by_total_norm_fp32"),
     # scratch buffer of the gradient norm where neither TransformerEngine nor Apex is installed
     "megatron.core.utils": ("local_multi_tensor_l2_norm",),
     # found_inf and scale buffers; fp16/fp32 parameter split by type name

@@ -11,6 +11,9 @@ import torch.distributed as dist
 
 from megappo.platform import cpu
 
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+"""Names of the configuration -> torch types."""
+
 
 def select_device(requested: Literal["auto", "cpu", "cuda"]) -> torch.device:
     """The rank's device. ValueError where CUDA is asked for and absent, unwanted and visible, or short of a GPU for this rank."""

@@ -9,10 +9,9 @@ import torch
 from megappo.config.schema import RolloutConfig
 from megappo.data.tokenizers import HuggingFaceTokenizer, Tokenizer
 from megappo.models.arch import ModelArch
+from megappo.platform.device import DTYPES
 from megappo.rollout.megatron_engine import MegatronRollout
 from megappo.rollout.types import RolloutEngine
-
-_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def build_rollout(
@@ -38,7 +37,7 @@ def build_rollout(
     engine = VllmEngine(
         model,
         tp=config.tp,
-        dtype=_DTYPES[policy_dtype if config.dtype == "auto" else config.dtype],
+        dtype=DTYPES[policy_dtype if config.dtype == "auto" else config.dtype],
         max_model_len=max_prompt_tokens + config.max_response_tokens,
         eos_token_ids=tokenizer.eos_ids,
         seed=seed,
