@@ -31,8 +31,18 @@ class ParallelConfig(Section):
     """Tensor-parallel size: every weight matrix is cut over this many ranks."""
     pp: Positive = 1
     """Pipeline-parallel size: the layers are cut into this many stages (1F1B schedule)."""
+    vpp: Positive = 1
+    """Model chunks of each pipeline stage (interleaved 1F1B: a smaller bubble for more communication). Needs pp > 1."""
+    cp: Positive = 1
+    """Context-parallel size: the tokens of every sequence are cut over this many ranks, in zig-zag order."""
+    ep: Positive = 1
+    """Expert-parallel size: the experts of a layer are distributed over this many ranks of a pipeline stage."""
+    etp: Positive = 1
+    """Tensor-parallel size of each expert; independent of tp (Megatron-core's own default is tp)."""
     sequence_parallel: bool = False
     """Shard the activations outside the matrix products over the tp ranks as well. Needs tp > 1."""
+    layers_per_stage: tuple[Positive, ...] = ()
+    """Layers of each of the pp * vpp (virtual) stages in the order of the model; empty means an even split."""
 
 
 class OptimizerConfig(Section):

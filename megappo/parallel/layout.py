@@ -1,67 +1,132 @@
-"""A parallel layout as a value: sizes of the axes, and which rank stands where.
+"""A parallel layout as a value: sizes of the axes, which rank stands where, and which layers a stage holds.
 
 Pure arithmetic, no torch.distributed: `megappo plan` and the bridge ask it about ranks of worlds that do not exist here. The order of
-the axes is Megatron's default, tp fastest, then dp, then pp, so a tp group lies on neighbouring ranks. Groups are built from it in
-`groups.py`.
+the axes is Megatron's default, tp fastest, then cp, dp and pp; experts cut the ranks of a stage a second time, etp fastest, then ep and
+what remains (edp). Groups are built from it in `groups.py`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Iterator
+
+AXES = ("tp", "cp", "dp", "pp", "etp", "ep", "edp")
 
 
 @dataclass(frozen=True)
 class Coordinates:
-    """Position of one rank in a layout's grid."""
+    """Position of one rank: (tp, cp, dp, pp) in the grid of the dense layers, (etp, ep, edp, pp) in the grid of the experts."""
 
     tp: int
+    cp: int
     dp: int
     pp: int
+    etp: int
+    ep: int
+    edp: int
 
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """tp x dp x pp ranks, from rank 0 of the world on. Raises ValueError where the sizes do not fit the world."""
+    """tp x cp x dp x pp ranks, from rank 0 of the world on. Raises ValueError where the sizes do not fit the world or each other.
+
+    vpp: model chunks of every pipeline stage (interleaved schedule). ep: ranks over which the experts of a layer are distributed;
+    etp: ranks over which each of them is cut. layers_per_stage: layers of the pp * vpp virtual stages in the order of the model, that is
+    chunk 0 of every stage, then chunk 1; empty means an even split.
+    """
 
     world_size: int
     tp: int = 1
     pp: int = 1
     sequence_parallel: bool = False
+    vpp: int = 1
+    cp: int = 1
+    ep: int = 1
+    etp: int = 1
+    layers_per_stage: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        model = self.tp * self.pp
+        model = self.tp * self.cp * self.pp
         if self.world_size % model:
-            raise ValueError(f"tp {self.tp} x pp {self.pp} = {model} does not divide the {self.world_size} ranks")
+            cp = f" x cp {self.cp}" if self.cp > 1 else ""
+            raise ValueError(f"tp {self.tp}{cp} x pp {self.pp} = {model} does not divide the {self.world_size} ranks")
         if self.sequence_parallel and self.tp == 1:
             raise ValueError("sequence_parallel needs tp > 1")
+        if self.ranks_per_stage % (self.etp * self.ep):
+            experts = f"etp {self.etp} x ep {self.ep} = {self.etp * self.ep}"
+            raise ValueError(f"{experts} does not divide the {self.ranks_per_stage} ranks of a pipeline stage (tp x cp x dp)")
+        if self.vpp > 1 and self.pp == 1:
+            raise ValueError(f"vpp {self.vpp} interleaves pipeline stages and needs pp > 1")
+        if self.layers_per_stage and len(self.layers_per_stage) != self.pp * self.vpp:
+            given = f"layers_per_stage has {len(self.layers_per_stage)} entries"
+            raise ValueError(f"{given}; pp {self.pp} x vpp {self.vpp} needs {self.pp * self.vpp}")
 
     @property
     def dp(self) -> int:
-        return self.world_size // (self.tp * self.pp)
+        return self.world_size // (self.tp * self.cp * self.pp)
+
+    @property
+    def edp(self) -> int:
+        """Ranks that hold the same part of the experts."""
+        return self.ranks_per_stage // (self.etp * self.ep)
+
+    @property
+    def ranks_per_stage(self) -> int:
+        return self.world_size // self.pp
 
     def coordinates(self, rank: int) -> Coordinates:
         assert 0 <= rank < self.world_size
-        return Coordinates(rank % self.tp, rank // self.tp % self.dp, rank // (self.tp * self.dp))
+        stage, inside = divmod(rank, self.ranks_per_stage)
+        return Coordinates(
+            tp=inside % self.tp,
+            cp=inside // self.tp % self.cp,
+            dp=inside // (self.tp * self.cp),
+            pp=stage,
+            etp=inside % self.etp,
+            ep=inside // self.etp % self.ep,
+            edp=inside // (self.etp * self.ep),
+        )
 
-    def rank_of(self, tp: int, dp: int, pp: int) -> int:
-        return tp + self.tp * (dp + self.dp * pp)
+    def rank_of(self, *, tp: int = 0, cp: int = 0, dp: int = 0, pp: int = 0) -> int:
+        return tp + self.tp * (cp + self.cp * (dp + self.dp * pp))
 
     def axis_groups(self, *axes: str) -> list[list[int]]:
-        """Ranks that differ only along these axes ("tp", "dp", "pp"), one list per group, in rank order."""
+        """Ranks that differ only along these axes, one list per group, in rank order. The axes are of one grid, see `Coordinates`."""
+        grid = ("etp", "ep", "edp", "pp") if set(axes) & {"etp", "ep", "edp"} else ("tp", "cp", "dp", "pp")
+        assert set(axes) <= set(grid), f"{axes} mix the two grids"
         groups: dict[tuple, list[int]] = {}
         for rank in range(self.world_size):
             at = self.coordinates(rank)
-            key = tuple(getattr(at, axis) for axis in ("tp", "dp", "pp") if axis not in axes)
-            groups.setdefault(key, []).append(rank)
+            groups.setdefault(tuple(getattr(at, axis) for axis in grid if axis not in axes), []).append(rank)
         return list(groups.values())
 
+    def chunk_layers(self, num_layers: int, stage: int, chunk: int = 0) -> range:
+        """Global numbers of the layers of one model chunk of a stage. ValueError where the layers do not split so."""
+        split = self._split(num_layers)
+        position = chunk * self.pp + stage
+        start = sum(split[:position])
+        return range(start, start + split[position])
+
+    def stage_layers(self, num_layers: int, stage: int) -> Iterator[int]:
+        """Global numbers of all layers of a stage, chunk by chunk."""
+        for chunk in range(self.vpp):
+            yield from self.chunk_layers(num_layers, stage, chunk)
+
+    def _split(self, num_layers: int) -> tuple[int, ...]:
+        parts = self.pp * self.vpp
+        if not self.layers_per_stage:
+            if num_layers % parts:
+                vpp = f" x vpp {self.vpp} = {parts}" if self.vpp > 1 else ""
+                raise ValueError(f"{num_layers} layers are not divisible by pp {self.pp}{vpp}; set layers_per_stage, or change pp or vpp")
+            return (num_layers // parts,) * parts
+        if sum(self.layers_per_stage) != num_layers:
+            total = sum(self.layers_per_stage)
+            raise ValueError(f"layers_per_stage {list(self.layers_per_stage)} adds up to {total}, the model has {num_layers} layers")
+        return self.layers_per_stage
+
     def __str__(self) -> str:
-        return f"tp{self.tp} pp{self.pp} dp{self.dp}" + (" sp" if self.sequence_parallel else "")
-
-
-def stage_layers(num_layers: int, pp: int, stage: int) -> range:
-    """Global numbers of the layers on this pipeline stage."""
-    if num_layers % pp:
-        raise ValueError(f"{num_layers} layers are not divisible by pp {pp}")
-    per_stage = num_layers // pp
-    return range(stage * per_stage, (stage + 1) * per_stage)
+        """Sizes that matter: tp, pp and dp always, the others where they are not 1."""
+        optional = [f"{axis}{getattr(self, axis)}" for axis in ("vpp", "cp", "ep", "etp") if getattr(self, axis) > 1]
+        split = ["split" + "-".join(map(str, self.layers_per_stage))] if self.layers_per_stage else []
+        sequence = ["sp"] if self.sequence_parallel else []
+        return " ".join([f"tp{self.tp}", f"pp{self.pp}", f"dp{self.dp}", *optional, *split, *sequence])
