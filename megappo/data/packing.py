@@ -7,6 +7,7 @@ log-probs and values to tokens) is the contract of `algo/`.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from math import lcm
 from typing import Mapping, Sequence
 
 import torch
@@ -80,6 +81,37 @@ class PackedBatch:
             token_fields={k: v[index] for k, v in self.token_fields.items()},
             sequence_fields={k: v[chosen] for k, v in self.sequence_fields.items()},
         )
+
+    def padded(self, sequence_multiple: int = 1, total_multiple: int = 1) -> tuple[PackedBatch, Tensor]:
+        """The batch with every sequence padded to a multiple, and [real tokens] int64: where this batch's tokens stand in it.
+
+        Padding is zeros (tokens 0, fields 0 or False) at the end of a sequence. One more sequence of zeros completes the total where
+        it is no multiple of `total_multiple`, or 0: an empty micro-batch still has to run through every collective. Context parallel
+        needs sequences of a multiple of 2 cp tokens, sequence parallel a total that is a multiple of cp tp.
+        """
+        lengths = -(-self.lengths // sequence_multiple) * sequence_multiple
+        multiple = lcm(sequence_multiple, total_multiple)
+        total = int(lengths.sum())
+        missing = max(1, -(-total // multiple)) * multiple - total
+        starts = lengths.cumsum(0) - lengths
+        # Token t of sequence b moves by as much as the sequence's start does.
+        index = torch.arange(self.num_tokens, device=self.tokens.device)
+        index = index + (starts - self.cu_seqlens[:-1]).repeat_interleave(self.lengths)
+        if total + missing == self.num_tokens:
+            return self, index
+        if missing:
+            lengths = torch.cat([lengths, lengths.new_full((1,), missing)])
+
+        def spread(x: Tensor) -> Tensor:
+            return x.new_zeros((total + missing, *x.shape[1:])).index_copy_(0, index, x)
+
+        batch = PackedBatch(
+            tokens=spread(self.tokens),
+            cu_seqlens=cu_seqlens_of(lengths),
+            token_fields={k: spread(v) for k, v in self.token_fields.items()},
+            sequence_fields={k: _extended(v, 1) if missing else v for k, v in self.sequence_fields.items()},
+        )
+        return batch, index
 
     def padded_to_multiple(self, multiple: int) -> PackedBatch:
         """The batch with one more sequence of zeros (tokens 0, fields 0 or False) so that T > 0 is a multiple of `multiple`.
