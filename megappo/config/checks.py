@@ -1,6 +1,7 @@
 """Rules about several keys, checked once before anything is built. Each rule is one function that returns a message or None.
 
-What a single key may hold is in `schema.py`; what depends on the model, the tokenizer or the data is `megappo/plan`'s.
+What a single key may hold is in `schema.py`; parallel sizes and ranks are in `layout_checks.py`; what depends on the model, the
+tokenizer or the data is `megappo/plan`'s.
 Imports no torch.
 """
 
@@ -14,7 +15,8 @@ from megappo.config.batch import nearest_divisors, step_arithmetic
 from megappo.config.dead_keys import dead_keys
 from megappo.config.errors import ConfigError, problem
 from megappo.config.keys import value_at
-from megappo.config.schema import OptimizerConfig, ParallelConfig, RewardConfig, RunConfig, SftConfig, TrainConfig
+from megappo.config.layout_checks import world_problems
+from megappo.config.schema import OptimizerConfig, RewardConfig, RunConfig, SftConfig, TrainConfig
 
 Device = Literal["cpu", "cuda"]
 MAX_ADAPTIVE_STEP = 0.2  # clip of the error in the adaptive KL controller (Ziegler et al. 2019, section 2.2)
@@ -32,7 +34,7 @@ def check_config(config: TrainConfig | SftConfig, explicit: frozenset[str], worl
 
 def problems(config: TrainConfig | SftConfig, explicit: frozenset[str], world_size: int) -> Iterator[str]:
     """Every problem, the ones about the world first."""
-    yield from _world_problems(config, world_size)
+    yield from world_problems(config, world_size)
     if isinstance(config, TrainConfig):
         found = (rule(config) for rule in TRAIN_RULES)
     else:
@@ -54,44 +56,6 @@ def dead_key_problems(config: TrainConfig | SftConfig, explicit: frozenset[str])
         value = value_at(config, name)
         if name in explicit and value is not None:
             yield problem(name, value, f"has no effect: {because}")
-
-
-# ------------------------------------------------------------------------------------------------------------------ world
-
-
-def roles_in_use(config: TrainConfig | SftConfig) -> dict[str, ParallelConfig]:
-    """Role -> its parallel sizes, of the roles that this configuration builds."""
-    if isinstance(config, SftConfig):
-        return {"policy": config.policy.parallel}
-    roles = {"policy": config.policy.parallel, "critic": config.critic.parallel}
-    if config.algorithm.kl.placement != "none":
-        roles["reference"] = config.reference.parallel
-    return roles
-
-
-def _world_problems(config: TrainConfig | SftConfig, world_size: int) -> Iterator[str]:
-    wanted = config.run.num_ranks
-    if wanted is not None and wanted != world_size:
-        yield problem("run.num_ranks", wanted, f"the run has {world_size} ranks; start {wanted} processes or leave the key out")
-    for role, parallel in roles_in_use(config).items():
-        model_ranks = parallel.tp * parallel.pp
-        if world_size % model_ranks:
-            sizes = f"tp {parallel.tp} x pp {parallel.pp} = {model_ranks}"
-            yield f"{role}.parallel: {sizes} does not divide the {world_size} ranks; {_worlds(model_ranks, world_size)}"
-        if parallel.sequence_parallel and parallel.tp == 1:
-            yield problem(
-                f"{role}.parallel.sequence_parallel", True, "shards over the tp ranks and needs tp > 1; set tp, or leave it out"
-            )
-    if isinstance(config, TrainConfig) and config.rollout.engine == "vllm" and world_size % config.rollout.tp:
-        fix = f"does not divide the {world_size} ranks into replicas; {_worlds(config.rollout.tp, world_size)}"
-        yield problem("rollout.tp", config.rollout.tp, fix)
-
-
-def _worlds(model_ranks: int, world_size: int) -> str:
-    """Which numbers of ranks would do."""
-    below = world_size // model_ranks * model_ranks
-    fitting = [str(ranks) for ranks in (below, below + model_ranks) if ranks > 0]
-    return f"lower the sizes or use {' or '.join(fitting)} ranks (run.num_ranks, or torchrun's --nproc-per-node)"
 
 
 # ------------------------------------------------------------------------------------------------------------------ train

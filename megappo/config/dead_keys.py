@@ -24,11 +24,23 @@ class Dead(NamedTuple):
     because: str
 
 
+def _unsplit(role: str) -> Dead:
+    """One stage of one chunk holds every layer."""
+    return Dead(
+        (f"{role}.parallel.layers_per_stage",),
+        lambda c: getattr(c, role).parallel.pp * getattr(c, role).parallel.vpp == 1,
+        f"{role}.parallel.pp is 1, so one stage holds all layers; remove it, or set pp",
+    )
+
+
 def _constant(optimizer: OptimizerConfig) -> bool:
     return optimizer.lr_schedule == "constant"
 
 
 TRAIN: tuple[Dead, ...] = (
+    _unsplit("policy"),
+    _unsplit("critic"),
+    _unsplit("reference"),
     Dead(
         (
             "reference.*",
@@ -119,6 +131,7 @@ TRAIN: tuple[Dead, ...] = (
 )
 
 SFT: tuple[Dead, ...] = (
+    _unsplit("policy"),
     Dead(
         ("data.system_prompt",), lambda c: not c.data.chat_template, "data.chat_template is false; remove it, or use the template"
     ),

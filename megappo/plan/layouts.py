@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Mapping
 
 from megappo.config.batch import nearest_divisors, step_arithmetic
-from megappo.config.checks import roles_in_use
 from megappo.config.errors import ConfigError, problem
-from megappo.config.schema import SftConfig, TrainConfig
-from megappo.models.arch import ModelArch, check_tp, read_arch
+from megappo.config.layout_checks import parallel_problems, roles_in_use
+from megappo.config.schema import ParallelConfig, SftConfig, TrainConfig
+from megappo.models.arch import ModelArch, read_arch
+from megappo.models.implementation import Implementation
 from megappo.parallel.layout import ParallelLayout
+from megappo.plan.model_rules import model_problems
 
 
 def model_paths(config: TrainConfig | SftConfig) -> dict[str, tuple[str, str]]:
@@ -50,43 +52,42 @@ def _check_weights_exist(key: str, path: str) -> None:
     raise ConfigError(problem(key, path, fix))
 
 
-def role_layouts(config: TrainConfig | SftConfig, world_size: int) -> dict[str, ParallelLayout]:
-    """Role -> layout. ConfigError where the sizes do not fit the world."""
-    layouts: dict[str, ParallelLayout] = {}
-    for role, sizes in roles_in_use(config).items():
-        try:
-            layouts[role] = ParallelLayout(world_size, sizes.tp, sizes.pp, sizes.sequence_parallel)
-        except ValueError as error:
-            raise ConfigError(f"{role}.parallel: {error}") from None
-    return layouts
+def layout_of(parallel: ParallelConfig, world_size: int) -> ParallelLayout:
+    """The layout that a section `<role>.parallel` describes on `world_size` ranks. ValueError where the sizes do not fit."""
+    return ParallelLayout(
+        world_size,
+        tp=parallel.tp,
+        pp=parallel.pp,
+        sequence_parallel=parallel.sequence_parallel,
+        vpp=parallel.vpp,
+        cp=parallel.cp,
+        ep=parallel.ep,
+        etp=parallel.etp,
+        layers_per_stage=parallel.layers_per_stage,
+    )
 
 
-def check_layouts(config: TrainConfig | SftConfig, archs: Mapping[str, ModelArch], world_size: int) -> dict[str, ParallelLayout]:
+def check_layouts(
+    config: TrainConfig | SftConfig, archs: Mapping[str, ModelArch], world_size: int, implementation: Implementation = "local"
+) -> dict[str, ParallelLayout]:
     """Refuse what cannot work, with one line that names key, value and fix; returns role -> layout.
 
-    Vocabularies need no rule here: they are padded to a multiple of tp.
+    Vocabularies need no rule here: they are padded to a multiple of tp. implementation: of the layers; `local` has the stricter rules.
     """
-    layouts = role_layouts(config, world_size)
-    for role, layout in layouts.items():
-        arch = archs[role]
-        try:
-            check_tp(arch, layout.tp)
-        except ValueError as error:
-            raise ConfigError(problem(f"{role}.parallel.tp", layout.tp, str(error))) from None
-        if arch.num_layers % layout.pp:
-            fitting = " or ".join(str(d) for d in nearest_divisors(arch.num_layers, layout.pp))
-            raise ConfigError(
-                problem(
-                    f"{role}.parallel.pp", layout.pp, f"does not divide the {arch.num_layers} layers into stages; use {fitting}"
-                )
-            )
+    roles = roles_in_use(config)
+    for role, parallel in roles.items():
+        section = f"{role}.parallel"
+        for message in parallel_problems(section, parallel, world_size):
+            raise ConfigError(message)
+        for message in model_problems(section, parallel, archs[role], implementation):
+            raise ConfigError(message)
     if isinstance(config, TrainConfig):
         _check_rollout(config, archs["policy"])
         _check_lengths(config, archs)
         _check_vocabularies(archs)
     elif config.data.max_tokens > archs["policy"].max_positions:
         _too_long("data.max_tokens", config.data.max_tokens, "policy", archs["policy"])
-    return layouts
+    return {role: layout_of(parallel, world_size) for role, parallel in roles.items()}
 
 
 def _check_rollout(config: TrainConfig, arch: ModelArch) -> None:

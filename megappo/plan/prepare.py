@@ -45,9 +45,9 @@ def prepare(config: TrainConfig, world_size: int, device: Device, device_memory:
     """
     notes = check_config(config, explicit_keys(config), world_size, device)
     _check_names(config)
-    choose_implementation(config.model.impl, device)  # raises where it cannot work
+    implementation = choose_implementation(config.model.impl, device)  # raises where it cannot work
     archs = read_archs(config)
-    layouts = check_layouts(config, archs, world_size)
+    layouts = check_layouts(config, archs, world_size, implementation)
     plan = make_plan(config, archs, layouts, world_size, device, device_memory)
     return Prepared(plan, load_run_data(config, archs["policy"]), tuple(notes))
 
@@ -78,9 +78,9 @@ class PreparedSft:
 def prepare_sft(config: SftConfig, world_size: int, device: Device) -> PreparedSft:
     """As `prepare`, for fine-tuning."""
     notes = check_config(config, explicit_keys(config), world_size, device)
-    choose_implementation(config.model.impl, device)  # raises where it cannot work
+    implementation = choose_implementation(config.model.impl, device)  # raises where it cannot work
     arch = read_archs(config)["policy"]
-    layout = check_layouts(config, {"policy": arch}, world_size)["policy"]
+    layout = check_layouts(config, {"policy": arch}, world_size, implementation)["policy"]
     return PreparedSft(config, arch, layout, load_sft_data(config, arch), tuple(notes))
 
 

@@ -23,6 +23,7 @@ from megappo.models.implementation import choose_implementation
 from megappo.parallel.groups import ProcessGroups, build_groups
 from megappo.parallel.layout import ParallelLayout
 from megappo.plan.data import RunData
+from megappo.plan.layouts import layout_of
 from megappo.platform.device import select_device, start_distributed
 from megappo.rewards.compose import Scorer
 from megappo.rollout.build import build_rollout
@@ -148,8 +149,9 @@ class _Parts:
 
     # ----------------------------------------------------------------------------------------------------------- models
 
-    def _groups_of(self, layout: ParallelLayout) -> ProcessGroups:
+    def _groups_of(self, parallel: ParallelConfig) -> ProcessGroups:
         """Roles with the same layout share their groups."""
+        layout = layout_of(parallel, dist.get_world_size())
         if layout not in self._groups:
             self._groups[layout] = build_groups(layout)
         return self._groups[layout]
@@ -158,7 +160,7 @@ class _Parts:
         config = self.config
         steps = max(1, self.data.total_steps - config.critic.warmup_steps)
         return build_trainable(
-            "policy", config.policy.model, self.policy_arch, config.policy, self._groups_of(layout_of(config.policy.parallel)),
+            "policy", config.policy.model, self.policy_arch, config.policy, self._groups_of(config.policy.parallel),
             device=device, total_updates=steps * step_arithmetic(config).optimizer_steps, seed=config.run.seed,
             implementation=self._implementation,
         )  # fmt: skip
@@ -167,7 +169,7 @@ class _Parts:
         config = self.config
         path = config.critic.model or config.policy.model
         return build_trainable(
-            "critic", path, read_arch(path), config.critic, self._groups_of(layout_of(config.critic.parallel)), device=device,
+            "critic", path, read_arch(path), config.critic, self._groups_of(config.critic.parallel), device=device,
             total_updates=self.data.total_steps * step_arithmetic(config).optimizer_steps, seed=config.run.seed,
             value_head=config.critic.value_head,
             implementation=self._implementation,
@@ -179,14 +181,10 @@ class _Parts:
             return None
         path = config.reference.model or config.policy.model
         engine = build_frozen(
-            "reference", path, read_arch(path), config.reference, self._groups_of(layout_of(config.reference.parallel)),
+            "reference", path, read_arch(path), config.reference, self._groups_of(config.reference.parallel),
             device=device, offload=config.reference.offload, implementation=self._implementation,
         )  # fmt: skip
         return LanguageModel(engine, config.rollout.sampling.temperature)
-
-
-def layout_of(parallel: ParallelConfig) -> ParallelLayout:
-    return ParallelLayout(dist.get_world_size(), parallel.tp, parallel.pp, parallel.sequence_parallel)
 
 
 def sampling_params(rollout: RolloutConfig, tokenizer: Tokenizer) -> SamplingParams:

@@ -19,8 +19,8 @@ from megappo.models.arch import read_arch
 from megappo.models.hf_export import export_pretrained
 from megappo.models.implementation import choose_implementation
 from megappo.parallel.groups import build_groups
-from megappo.parallel.layout import ParallelLayout
 from megappo.plan.data import SftData
+from megappo.plan.layouts import layout_of
 from megappo.platform.device import select_device, start_distributed
 from megappo.telemetry.log import configure_logging
 from megappo.telemetry.metrics import Metric
@@ -46,8 +46,7 @@ def train_sft(config: SftConfig, data: SftData) -> None:
     log.note(f"layers: {implementation}")
 
     arch = read_arch(config.policy.model)
-    parallel = config.policy.parallel
-    groups = build_groups(ParallelLayout(dist.get_world_size(), parallel.tp, parallel.pp, parallel.sequence_parallel))
+    groups = build_groups(layout_of(config.policy.parallel, dist.get_world_size()))
     engine = build_trainable(
         "policy", config.policy.model, arch, config.policy, groups,
         device=device, total_updates=config.trainer.steps, seed=config.run.seed,

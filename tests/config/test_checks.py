@@ -1,5 +1,6 @@
 """Rules across keys: each refuses its case with the key and the numbers, and lets the nearest good case pass."""
 
+import itertools
 import math
 import os
 
@@ -9,8 +10,10 @@ from megappo.config import checks
 from megappo.config.batch import micro_batches_bound, nearest_divisors, step_arithmetic
 from megappo.config.checks import check_config, check_run_dir, device_notes, problems, step_problems
 from megappo.config.errors import ConfigError
+from megappo.config.layout_checks import parallel_problems
 from megappo.config.loading import explicit_keys
-from megappo.config.schema import RunConfig
+from megappo.config.schema import ParallelConfig, RunConfig
+from megappo.parallel.layout import ParallelLayout
 
 from .examples import sft_config, train_config
 
@@ -137,6 +140,25 @@ WORLDS = [
     (["policy.parallel.sequence_parallel=true"], 1, ["policy.parallel.sequence_parallel", "needs tp > 1"]),
     (["critic.parallel.sequence_parallel=true"], 1, ["critic.parallel.sequence_parallel"]),
     (["run.num_ranks=4"], 2, ["run.num_ranks = 4", "2 ranks"]),
+    (["critic.parallel.cp=2"], 3, ["critic.parallel: tp 1 x cp 2 x pp 1 = 2 does not divide the 3 ranks", "use 2 or 4 ranks"]),
+    (["policy.parallel.vpp=2"], 2, ["policy.parallel.vpp = 2", "needs pp > 1; set pp, or leave it out"]),
+    (["policy.parallel.layers_per_stage=[1,2]"], 2, ["policy.parallel.layers_per_stage = [1, 2]", "2 entries and pp 1 needs 1"]),
+    (
+        ["policy.parallel.pp=2", "policy.parallel.vpp=2", "policy.parallel.layers_per_stage=[2,2]"],
+        2,
+        ["policy.parallel.layers_per_stage = [2, 2]", "2 entries and pp 2 x vpp 2 needs 4"],
+    ),
+    (
+        ["policy.parallel.ep=4", "policy.parallel.pp=2"],
+        4,
+        ["policy.parallel.ep = 4: does not divide the 2 ranks of a pipeline stage (4 ranks / pp 2); use 2"],
+    ),
+    (
+        ["policy.parallel.ep=2", "policy.parallel.etp=2"],
+        6,
+        ["policy.parallel.ep = 2: x etp 2 = 4 does not divide the 6 ranks of a pipeline stage (6 ranks / pp 1); use 1 or 3"],
+    ),
+    (["critic.parallel.etp=4"], 6, ["critic.parallel.etp = 4: does not divide the 6 ranks of a pipeline stage", "use 3 or 6"]),
 ]
 
 
@@ -151,9 +173,24 @@ def test_a_layout_that_does_not_fit_the_world_is_refused_with_what_fits(tmp_path
     (["reference.parallel.tp=4", "algorithm.kl.placement=none", "reference=null"], 1),
     (["rollout.engine=megatron"], 3),
     (["run.num_ranks=2"], 2),
+    (["policy.parallel.cp=2", "critic.parallel.ep=2", "critic.parallel.etp=2", "reference.parallel.ep=4"], 4),
+    (["policy.parallel.pp=2", "policy.parallel.vpp=2", "policy.parallel.layers_per_stage=[1,2,2,1]"], 2),
 ])  # fmt: skip
 def test_a_layout_that_fits_passes(tmp_path, overrides, ranks):
     assert first_problem(train_config(tmp_path, overrides), ranks) is None
+
+
+def test_sizes_are_refused_exactly_where_no_layout_exists():
+    """The rules against the layout itself: whatever it refuses is refused with its key before, and nothing else is."""
+    for ranks, tp, cp, pp, ep, etp in itertools.product((1, 2, 4, 6), (1, 2), (1, 2, 3), (1, 2), (1, 2, 4), (1, 2)):
+        sizes = {"tp": tp, "cp": cp, "pp": pp, "ep": ep, "etp": etp}
+        text = next(parallel_problems("policy.parallel", ParallelConfig(**sizes), ranks), None)
+        try:
+            ParallelLayout(ranks, **sizes)
+        except ValueError:
+            assert text is not None, (ranks, sizes)
+        else:
+            assert text is None, (ranks, sizes, text)
 
 
 def test_a_mini_batch_is_right_exactly_when_it_divides_the_samples(tmp_path):

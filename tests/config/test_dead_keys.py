@@ -23,6 +23,9 @@ DEAD = [
     ([NONE], "algorithm.kl.coef=0.1", "algorithm.kl.placement=reward"),
     ([NONE], "algorithm.kl.estimator=k3", "algorithm.kl.placement=loss"),
     ([NONE], "algorithm.kl.controller=fixed", "algorithm.kl.placement=reward"),
+    ([], "policy.parallel.layers_per_stage=[4]", "policy.parallel.pp=2"),
+    ([], "critic.parallel.layers_per_stage=[1,3]", "critic.parallel.pp=2"),
+    ([], "reference.parallel.layers_per_stage=[4]", "reference.parallel.pp=2"),
     ([], "algorithm.kl.target=6.0", ADAPTIVE),
     ([], "algorithm.kl.horizon=10000", ADAPTIVE),
     (["algorithm.lam_length_alpha=0.05", "algorithm.lam_value=1.0"], "algorithm.lam=0.9", "algorithm.lam_value=null"),
@@ -47,6 +50,7 @@ DEAD = [
     (["telemetry.trajectories_every=0"], "telemetry.trajectories_per_step=4", "telemetry.trajectories_every=5"),
 ]
 DEAD_SFT = [
+    ([], "policy.parallel.layers_per_stage=[4]", "policy.parallel.pp=2"),
     (["data.chat_template=false"], "data.system_prompt=hello", "data.chat_template=true"),
     ([], "policy.optimizer.min_lr_ratio=0.1", "policy.optimizer.lr_schedule=cosine"),
     ([], "policy.offload.parameters=true", None),

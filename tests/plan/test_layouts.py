@@ -6,8 +6,9 @@ import pytest
 
 from megappo.config.errors import ConfigError
 from megappo.config.loading import load_config
-from megappo.config.schema import SftConfig
-from megappo.plan.layouts import check_layouts, model_paths, read_archs, role_layouts
+from megappo.config.schema import ParallelConfig, SftConfig
+from megappo.parallel.layout import ParallelLayout
+from megappo.plan.layouts import check_layouts, layout_of, model_paths, read_archs
 
 from .checkpoints import TINY, write_checkpoint, write_run
 
@@ -20,6 +21,33 @@ IMPOSSIBLE = [
     (TINY | {"num_key_value_heads": 4, "intermediate_size": 383}, [], 2, ["policy.parallel.tp = 2", "383 MLP columns"]),
     (TINY, ["critic.parallel.pp=3"], 6, ["critic.parallel.pp = 3", "4 layers", "use 2 or 4"]),
     (TINY, ["policy.parallel.tp=1", "policy.parallel.pp=8"], 8, ["policy.parallel.pp = 8", "4 layers", "use 4"]),
+    (
+        TINY, ["policy.parallel.tp=1", "policy.parallel.pp=2", "policy.parallel.vpp=3"], 2,
+        ["policy.parallel.vpp = 3", "2 layers of a stage (4 layers / pp 2)", "use 2", "layers_per_stage"],
+    ),
+    (
+        TINY, ["critic.parallel.vpp=3"], 2,
+        ["critic.parallel.vpp = 3", "2 layers of a stage"],
+    ),
+    (
+        TINY, ["critic.parallel.layers_per_stage=[3,2]"], 2,
+        ["critic.parallel.layers_per_stage = [3, 2]", "adds up to 5", "4 layers"],
+    ),
+    (TINY, ["critic.parallel.layers_per_stage=[4]"], 2, ["critic.parallel.layers_per_stage = [4]", "1 entries", "pp 2 needs 2"]),
+    (
+        TINY, ["critic.parallel.vpp=2", "critic.parallel.layers_per_stage=[2,2]"], 2,
+        ["has 2 entries and pp 2 x vpp 2 needs 4"],
+    ),
+    (TINY, ["reference.parallel.vpp=2"], 2, ["reference.parallel.vpp = 2", "needs pp > 1"]),
+    (
+        TINY, ["reference.parallel.cp=3"], 6,
+        ["reference.parallel.cp = 3", "4 attention heads of a tp rank (4 heads / tp 1)", "use 2 or 4"],
+    ),
+    (
+        TINY, ["policy.parallel.cp=4"], 8,
+        ["policy.parallel.cp = 4", "2 attention heads of a tp rank (4 heads / tp 2)", "use 2"],
+    ),
+    (TINY, ["policy.parallel.cp=2"], 2, ["policy.parallel: tp 2 x cp 2 x pp 1 = 4 does not divide the 2 ranks", "use 4 ranks"]),
     (TINY, ["rollout.tp=3"], 6, ["rollout.tp = 3", "4 attention heads", "use 2 or 4"]),
     (
         TINY | {"num_attention_heads": 12, "num_key_value_heads": 6, "head_dim": 32},
@@ -35,7 +63,7 @@ IMPOSSIBLE = [
         ["rollout.max_response_tokens = 241", "257 tokens", "256 positions of the policy", "at most 240"],
     ),
     (TINY, ["data.max_prompt_tokens=256"], 2, ["data.max_prompt_tokens = 256", "256 positions"]),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("facts, overrides, ranks, fragments", IMPOSSIBLE)
@@ -54,13 +82,39 @@ def test_an_impossible_layout_is_refused_with_what_works(tmp_path, facts, overri
     (["policy.parallel.pp=2", "critic.parallel.pp=4"], 8),
     (["rollout.max_response_tokens=240"], 2),
     (["rollout.engine=megatron"], 6),
+    (["policy.parallel.cp=2", "critic.parallel.vpp=2", "reference.parallel.cp=4"], 4),
+    (["critic.parallel.layers_per_stage=[1,3]", "reference.parallel.pp=2", "reference.parallel.layers_per_stage=[3,1]"], 4),
+    (["policy.parallel.pp=4", "policy.parallel.tp=1", "critic.parallel.vpp=2", "critic.parallel.layers_per_stage=[1,1,1,1]"], 4),
     ([NONE, "policy.parallel.tp=1"], 2),
 ])  # fmt: skip
 def test_a_layout_that_works_passes(tmp_path, overrides, ranks):
     config = load_config(write_run(tmp_path), ["run.num_ranks=null", *overrides])
     layouts = check_layouts(config, read_archs(config), ranks)
     assert set(layouts) == ({"policy", "critic"} if NONE in overrides else {"policy", "critic", "reference"})
-    assert layouts == role_layouts(config, ranks)
+    assert all(layouts[role].tp == getattr(config, role).parallel.tp and layouts[role].world_size == ranks for role in layouts)
+
+
+def test_every_parallel_key_reaches_the_layout():
+    sizes = {"tp": 2, "pp": 2, "vpp": 2, "cp": 2, "ep": 4, "etp": 2, "sequence_parallel": True, "layers_per_stage": (1, 2, 2, 1)}
+    assert set(sizes) == set(ParallelConfig.model_fields), "a new key needs a place in the layout and here"
+    layout = layout_of(ParallelConfig(**sizes), 16)
+    assert layout == ParallelLayout(16, **sizes)
+    assert all(layout_of(ParallelConfig(**sizes | {key: default}), 16) != layout for key, default in _defaults().items())
+
+
+def _defaults():
+    """Without the two keys that others need: sequence parallel needs tp, the split needs pp and vpp."""
+    fields = ParallelConfig.model_fields
+    return {key: fields[key].default for key in ("cp", "ep", "etp", "sequence_parallel", "layers_per_stage")}
+
+
+def test_the_heads_bound_cp_only_where_attention_is_an_all_to_all(tmp_path):
+    """TransformerEngine passes keys and values round a ring, which needs no heads to spare."""
+    config = load_config(write_run(tmp_path), ["run.num_ranks=null", "policy.parallel.cp=4"])
+    archs = read_archs(config)
+    assert check_layouts(config, archs, 8, "transformer_engine")["policy"].cp == 4
+    with pytest.raises(ConfigError, match="policy.parallel.cp = 4"):
+        check_layouts(config, archs, 8, "local")
 
 
 # what is wrong with the directory, what the message must contain

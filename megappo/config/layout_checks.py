@@ -1,0 +1,78 @@
+"""Rules about parallel sizes and the number of ranks: which layouts exist at all, before anything is known of the models.
+
+What a model allows (heads, layers, experts) is checked in `megappo/plan/model_rules.py`. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from typing import Iterator
+
+from megappo.config.batch import nearest_divisors
+from megappo.config.errors import problem
+from megappo.config.schema import ParallelConfig, SftConfig, TrainConfig
+
+
+def roles_in_use(config: TrainConfig | SftConfig) -> dict[str, ParallelConfig]:
+    """Role -> its parallel sizes, of the roles that this configuration builds."""
+    if isinstance(config, SftConfig):
+        return {"policy": config.policy.parallel}
+    roles = {"policy": config.policy.parallel, "critic": config.critic.parallel}
+    if config.algorithm.kl.placement != "none":
+        roles["reference"] = config.reference.parallel
+    return roles
+
+
+def world_problems(config: TrainConfig | SftConfig, world_size: int) -> Iterator[str]:
+    """Everything that does not fit the ranks of the run, or each other, whatever the models are."""
+    wanted = config.run.num_ranks
+    if wanted is not None and wanted != world_size:
+        yield problem("run.num_ranks", wanted, f"the run has {world_size} ranks; start {wanted} processes or leave the key out")
+    for role, parallel in roles_in_use(config).items():
+        yield from parallel_problems(f"{role}.parallel", parallel, world_size)
+    if isinstance(config, TrainConfig) and config.rollout.engine == "vllm" and world_size % config.rollout.tp:
+        fix = f"does not divide the {world_size} ranks into replicas; {_worlds(config.rollout.tp, world_size)}"
+        yield problem("rollout.tp", config.rollout.tp, fix)
+
+
+def parallel_problems(section: str, parallel: ParallelConfig, world_size: int) -> Iterator[str]:
+    """What is wrong with the sizes of one role on `world_size` ranks. section: `policy.parallel`."""
+    if parallel.sequence_parallel and parallel.tp == 1:
+        yield problem(f"{section}.sequence_parallel", True, "shards over the tp ranks and needs tp > 1; set tp, or leave it out")
+    if parallel.vpp > 1 and parallel.pp == 1:
+        yield problem(
+            f"{section}.vpp", parallel.vpp, "interleaves the chunks of pipeline stages and needs pp > 1; set pp, or leave it out"
+        )
+    given, parts = parallel.layers_per_stage, parallel.pp * parallel.vpp
+    if given and len(given) != parts:
+        stages = f"pp {parallel.pp}" + (f" x vpp {parallel.vpp}" if parallel.vpp > 1 else "")
+        fix = f"has {len(given)} entries and {stages} needs {parts}; give one number per stage, or leave it out"
+        yield problem(f"{section}.layers_per_stage", list(given), fix)
+    model_ranks = parallel.tp * parallel.cp * parallel.pp
+    if world_size % model_ranks:
+        cp = f" x cp {parallel.cp}" if parallel.cp > 1 else ""
+        sizes = f"tp {parallel.tp}{cp} x pp {parallel.pp} = {model_ranks}"
+        yield f"{section}: {sizes} does not divide the {world_size} ranks; {_worlds(model_ranks, world_size)}"
+    else:
+        yield from _expert_problems(section, parallel, world_size)
+
+
+def _expert_problems(section: str, parallel: ParallelConfig, world_size: int) -> Iterator[str]:
+    """Experts are cut over the ranks of a stage, whatever these are to the dense layers."""
+    ranks = world_size // parallel.pp
+    if ranks % (parallel.etp * parallel.ep) == 0:
+        return
+    stage = f"the {ranks} ranks of a pipeline stage ({world_size} ranks / pp {parallel.pp})"
+    if ranks % parallel.etp:
+        fitting = " or ".join(map(str, nearest_divisors(ranks, parallel.etp)))
+        yield problem(f"{section}.etp", parallel.etp, f"does not divide {stage}; use {fitting}")
+        return
+    fitting = " or ".join(map(str, nearest_divisors(ranks // parallel.etp, parallel.ep)))
+    product = f"x etp {parallel.etp} = {parallel.ep * parallel.etp} " if parallel.etp > 1 else ""
+    yield problem(f"{section}.ep", parallel.ep, f"{product}does not divide {stage}; use {fitting}")
+
+
+def _worlds(model_ranks: int, world_size: int) -> str:
+    """Which numbers of ranks would do."""
+    below = world_size // model_ranks * model_ranks
+    fitting = [str(ranks) for ranks in (below, below + model_ranks) if ranks > 0]
+    return f"lower the sizes or use {' or '.join(fitting)} ranks (run.num_ranks, or torchrun's --nproc-per-node)"

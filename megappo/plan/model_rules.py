@@ -1,0 +1,54 @@
+"""Which parallel sizes a model allows: heads, columns, layers. Every rule names the key, its value and the numbers that would do.
+
+Which layouts exist at all, whatever the model, is `config/layout_checks.py`; `layouts.py` asks both for every role of a run.
+"""
+
+from __future__ import annotations
+
+from typing import Iterator
+
+from megappo.config.batch import nearest_divisors
+from megappo.config.errors import problem
+from megappo.config.schema import ParallelConfig
+from megappo.models.arch import ModelArch, check_tp
+from megappo.models.implementation import Implementation
+
+_UNEVEN = "or give an uneven split in layers_per_stage"
+
+
+def model_problems(section: str, parallel: ParallelConfig, arch: ModelArch, implementation: Implementation) -> Iterator[str]:
+    """What of these sizes the model does not allow, one line each. section: `policy.parallel`."""
+    try:
+        check_tp(arch, parallel.tp)
+    except ValueError as error:
+        yield problem(f"{section}.tp", parallel.tp, str(error))
+        return  # the rules below divide by tp
+    yield from _layer_problems(section, parallel, arch.num_layers)
+    yield from _context_problems(section, parallel, arch, implementation)
+
+
+def _layer_problems(section: str, parallel: ParallelConfig, layers: int) -> Iterator[str]:
+    """An even split must come out even; an uneven one must add up."""
+    pp, vpp, given = parallel.pp, parallel.vpp, parallel.layers_per_stage
+    if given:
+        if sum(given) != layers:
+            fix = f"adds up to {sum(given)} and the model has {layers} layers; change an entry, or leave it out for an even split"
+            yield problem(f"{section}.layers_per_stage", list(given), fix)
+    elif layers % pp:
+        yield problem(f"{section}.pp", pp, f"does not divide the {layers} layers into stages; use {_or(layers, pp)}, {_UNEVEN}")
+    elif layers // pp % vpp:
+        stage = f"the {layers // pp} layers of a stage ({layers} layers / pp {pp})"
+        yield problem(f"{section}.vpp", vpp, f"does not divide {stage} into chunks; use {_or(layers // pp, vpp)}, {_UNEVEN}")
+
+
+def _context_problems(section: str, parallel: ParallelConfig, arch: ModelArch, implementation: Implementation) -> Iterator[str]:
+    """The all-to-all of our attention gives every cp rank an equal part of the query heads; a ring passes KV on and needs none."""
+    heads = arch.num_heads // parallel.tp
+    if implementation == "local" and heads % parallel.cp:
+        of = f"the {heads} attention heads of a tp rank ({arch.num_heads} heads / tp {parallel.tp})"
+        yield problem(f"{section}.cp", parallel.cp, f"does not divide {of}; use {_or(heads, parallel.cp)}")
+
+
+def _or(number: int, wanted: int) -> str:
+    """The divisors next to `wanted`: `2 or 4`."""
+    return " or ".join(map(str, nearest_divisors(number, wanted)))
