@@ -20,6 +20,7 @@ _RETARGETED: dict[str, tuple[str, ...]] = {
     "megatron.core.pipeline_parallel.schedules": (
         "forward_backward_no_pipelining",
         "forward_backward_pipelining_without_interleaving",
+        "forward_backward_pipelining_with_interleaving",
     ),
     # scratch buffers and type assertions of gradient norm and clipping
     "megatron.core.optimizer.clip_grads": ("get_grad_norm_fp32", "clip_grad_by_total_norm_fp32"),
@@ -58,6 +59,8 @@ def install() -> None:
         for path in functions:
             _retarget(module_name, path, _resolve(module, module_name, path))
     _patch_rng_tracker()
+    _patch_token_dispatcher()
+    _patch_uneven_gather()
 
 
 def _patch_torch() -> None:
@@ -140,3 +143,45 @@ def _patch_rng_tracker() -> None:
     random._set_cuda_rng_state = set_state
     tracker.add = add
     tracker.fork = fork
+
+
+def _patch_token_dispatcher() -> None:
+    """The alltoall dispatcher of experts copies its split sizes to the host on a CUDA side stream; here they are on the host already."""
+    name = "megatron.core.transformer.moe.token_dispatcher"
+    dispatcher = _resolve(importlib.import_module(name), name, "MoEAlltoAllTokenDispatcher")
+    original = _resolve(dispatcher, name, "_maybe_dtoh_and_synchronize")
+    if "cuda_dtoh_stream" not in original.__code__.co_names:
+        raise PlatformError(f"{name}: split sizes are no longer copied on a side stream; install megatron-core==0.16.1")
+
+    def splits_as_arrays(self: Any, point: str, tokens_per_expert: Any = None) -> Any:
+        if point == self.cuda_dtoh_point:
+            for splits in ("input_splits", "output_splits", "output_splits_tp"):
+                value = getattr(self, splits)
+                # all_to_all_single takes sequences of integers, not tensors; Megatron's copies are numpy arrays too.
+                setattr(self, splits, value.numpy() if isinstance(value, torch.Tensor) else value)
+        return tokens_per_expert
+
+    dispatcher._maybe_dtoh_and_synchronize = splits_as_arrays
+    dispatcher.cuda_dtoh_stream = splits_as_arrays  # anything but None: the constructor then asks for no CUDA stream
+
+
+def _patch_uneven_gather() -> None:
+    """Experts cut over etp gather different numbers of tokens from each rank, which gloo's all_gather refuses: exchange them instead."""
+    name = "megatron.core.tensor_parallel.mappings"
+    mappings = importlib.import_module(name)
+    original = _resolve(mappings, name, "_gather_along_first_dim")
+    if "output_split_sizes" not in original.__code__.co_varnames:
+        raise PlatformError(f"{name}._gather_along_first_dim takes no split sizes any more; install megatron-core==0.16.1")
+
+    def gather(
+        input_: torch.Tensor, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False
+    ) -> torch.Tensor:
+        if output_split_sizes is None or group.size() == 1:
+            return original(input_, group, None, use_global_buffer)
+        output = input_.new_empty((sum(output_split_sizes), *input_.shape[1:]))
+        copies = torch.cat([input_] * group.size())
+        sent = [input_.size(0)] * group.size()
+        torch.distributed.all_to_all_single(output, copies, list(output_split_sizes), sent, group=group)
+        return output
+
+    setattr(mappings, "_gather_along_first_dim", gather)
