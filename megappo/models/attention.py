@@ -2,10 +2,15 @@
 
 `PackedAttention` takes the place of Megatron's core_attention where TransformerEngine is absent, `RotaryTEAttention` wraps
 TransformerEngine's. Both rotate q and k themselves with the tables of `PackedSequences`, which are computed once per micro-batch.
+
+Under context parallel a rank holds a part of every sequence (`parallel/context.py`). `PackedAttention` exchanges tokens for heads, so
+that it attends whole sequences with heads / cp heads (DeepSpeed-Ulysses, arXiv:2309.14509); TransformerEngine passes keys and values
+round a ring.
 """
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, field
 from typing import Any, Callable, Optional, Sequence
 
@@ -14,12 +19,14 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 
 from megappo.models.arch import ModelArch
 from megappo.models.rope import inverse_frequencies, query_scale, rotary_table, rotate
+from megappo.parallel.context import ContextShard
 
 # A sequence joins a group of padded sequences when it fills at least this share of the group's length (attention costs length^2,
 # so a share of 0.8 wastes at most 36 % of the products); below _SHORT tokens a call costs more than the padding.
@@ -78,12 +85,14 @@ def group_by_length(cu_seqlens: Sequence[int]) -> Grouping:
 class PackedSequences(PackedSeqParams):
     """Megatron's thd parameters with the position tables and the grouping of one micro-batch.
 
-    cos, sin: [T, 1, head_dim] in the dtype of the activations. query_scale: [T, 1, 1] or None.
+    cos, sin: [T, 1, head_dim] in the dtype of the activations. query_scale: [T, 1, 1] or None. Under context parallel these are of the
+    T / cp tokens of this rank (`context`); cu_seqlens and the grouping are always of the whole micro-batch.
     """
 
     cos: Optional[Tensor] = None
     sin: Optional[Tensor] = None
     query_scale: Optional[Tensor] = None
+    context: Optional[ContextShard] = None
     _grouping: Optional[Grouping] = field(default=None, repr=False)
 
     def grouping(self) -> Grouping:
@@ -95,18 +104,25 @@ class PackedSequences(PackedSeqParams):
         return self._grouping
 
     def rotate(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """Positions enter: rotated query and key [T, heads, head_dim]."""
+        """Positions enter: rotated query and key [T, heads, head_dim] (this rank's tokens under context parallel)."""
         assert self.cos is not None and self.sin is not None
         query, key = rotate(query, self.cos, self.sin), rotate(key, self.cos, self.sin)
         return (query if self.query_scale is None else query * self.query_scale), key
 
 
-def packed_sequences(arch: ModelArch, cu_seqlens: Tensor, device: torch.device, dtype: torch.dtype) -> PackedSequences:
-    """Everything the layers need to know about sequences cu_seqlens [B+1] (int32, on the host or the device)."""
+def packed_sequences(
+    arch: ModelArch, cu_seqlens: Tensor, device: torch.device, dtype: torch.dtype, context: Optional[ContextShard] = None
+) -> PackedSequences:
+    """Everything the layers need to know about sequences cu_seqlens [B+1] (int32, on the host or the device).
+
+    context: this rank's part of the same micro-batch under context parallel.
+    """
     ends = cu_seqlens.long()
     lengths = ends.diff()
     positions = torch.arange(int(ends[-1]), device=ends.device) - ends[:-1].repeat_interleave(lengths)
     positions = positions.to(device)
+    if context is not None:
+        positions = context.take(positions)
     inv_freq, factor = inverse_frequencies(arch.rope, arch.head_dim)
     cos, sin = rotary_table(positions, inv_freq, factor, dtype)
     longest = int(lengths.max()) if lengths.numel() else 0
@@ -117,6 +133,10 @@ def packed_sequences(arch: ModelArch, cu_seqlens: Tensor, device: torch.device, 
         cu_seqlens_kv=cu_seqlens,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
+        # TransformerEngine's ring wants them; the same tensor says that there is nothing between the sequences.
+        cu_seqlens_q_padded=None if context is None else cu_seqlens,
+        cu_seqlens_kv_padded=None if context is None else cu_seqlens,
+        context=context,
         cos=cos,
         sin=sin,
         query_scale=None if arch.rope.llama4_beta is None else query_scale(positions, arch.rope, dtype),
@@ -150,10 +170,13 @@ class _Unpad(torch.autograd.Function):
         return padded.index_copy_(0, ctx.grouping.packed, grad), None
 
 
-def grouped_attention(query: Tensor, key: Tensor, value: Tensor, grouping: Grouping, scale: float) -> Tensor:
+def grouped_attention(
+    query: Tensor, key: Tensor, value: Tensor, grouping: Grouping, scale: float, window: Optional[int] = None
+) -> Tensor:
     """Causal attention within each sequence: one scaled_dot_product_attention call per length group.
 
     query [T, heads, dim], key and value [T, kv_heads, dim] -> [T, heads, dim]. K and V are shared by query heads, not repeated.
+    window: a token sees itself and the window - 1 tokens before it.
     """
     if not grouping.groups:
         return query.new_zeros(query.shape)
@@ -166,17 +189,43 @@ def grouped_attention(query: Tensor, key: Tensor, value: Tensor, grouping: Group
             x.narrow(0, group.start, rows).view(group.num_sequences, group.length, *x.shape[1:]).transpose(1, 2).contiguous()
             for x in padded
         )
-        out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.size(1) != k.size(1))
+        mask = None if window is None or group.length <= window else band(group.length, window, q.device)
+        out = scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=q.size(1) != k.size(1)
+        )
         outputs.append(out.transpose(1, 2).reshape(rows, *query.shape[1:]))
     return _Unpad.apply(torch.cat(outputs), grouping)
 
 
-def varlen_attention(query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences, scale: float) -> Tensor:
+def band(length: int, window: int, device: torch.device) -> Tensor:
+    """[length, length] bool, [i, j] true where token i sees token j: i - window < j <= i, as in transformers' and vLLM's Mistral."""
+    return torch.ones(length, length, dtype=torch.bool, device=device).tril().triu(1 - window)
+
+
+def varlen_attention(
+    query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences, scale: float, window: Optional[int] = None
+) -> Tensor:
     """The same through torch's flash kernel (CUDA, fp16 or bf16). num_splits 1 keeps sequences independent of each other."""
     return varlen_attn(
         query, key, value, packed.cu_seqlens_q, packed.cu_seqlens_kv, packed.max_seqlen_q, packed.max_seqlen_kv,
-        scale=scale, window_size=(-1, 0), enable_gqa=query.size(1) != key.size(1), num_splits=1,
+        scale=scale, window_size=(-1 if window is None else window - 1, 0), enable_gqa=query.size(1) != key.size(1), num_splits=1,
     )
+
+
+def whole_sequences(query: Tensor, key: Tensor, value: Tensor, context: ContextShard) -> tuple[Tensor, Tensor, Tensor]:
+    """This rank's tokens with all heads [T / cp, heads, dim] -> all tokens with this rank's heads [T, heads / cp, dim]. Collective.
+
+    Fewer KV heads than cp are repeated, so that every rank gets the one that its query heads share.
+    """
+    cp, (tokens, _, dim) = context.size, query.shape
+    if key.size(1) < cp:
+        key, value = (x.repeat_interleave(cp // x.size(1), dim=1) for x in (key, value))
+    # Block r of each goes to rank r: the blocks side by side need one exchange instead of three.
+    blocks = [x.view(tokens, cp, x.size(1) // cp, dim) for x in (query, key, value)]
+    sizes = [block.size(2) for block in blocks]
+    merged = torch.cat(blocks, dim=2).view(tokens, cp * sum(sizes), dim)
+    query, key, value = context.heads_from_tokens(merged).split(sizes, dim=1)
+    return query, key, value
 
 
 class PackedAttention(torch.nn.Module):
@@ -193,9 +242,10 @@ class PackedAttention(torch.nn.Module):
         pg_collection: Optional[ProcessGroupCollection] = None,
     ) -> None:
         super().__init__()
-        assert attn_mask_type == AttnMaskType.causal and attention_type == "self" and config.context_parallel_size == 1
+        assert attn_mask_type == AttnMaskType.causal and attention_type == "self"
         assert config.kv_channels is not None and config.attention_dropout == 0.0
         self.scale = config.kv_channels**-0.5 if softmax_scale is None else softmax_scale
+        self.window = _window(config, layer_number)
 
     def forward(
         self,
@@ -208,15 +258,25 @@ class PackedAttention(torch.nn.Module):
         attention_bias: Optional[Tensor] = None,
         packed_seq_params: Optional[PackedSeqParams] = None,
     ) -> Tensor:
-        """query [T, heads, dim], key, value [T, kv_heads, dim] -> [T, heads * dim]."""
+        """query [T, heads, dim], key, value [T, kv_heads, dim] -> [T, heads * dim]; T / cp tokens under context parallel."""
         assert attention_mask is None and attention_bias is None
         assert isinstance(packed_seq_params, PackedSequences), "the model's own forward builds PackedSequences"
-        query, key = packed_seq_params.rotate(query, key)
+        packed, context = packed_seq_params, packed_seq_params.context
+        query, key = packed.rotate(query, key)
+        if context is not None:
+            query, key, value = whole_sequences(query, key, value, context)
         if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
-            out = varlen_attention(query, key, value, packed_seq_params, self.scale)
+            out = varlen_attention(query, key, value, packed, self.scale, self.window)
         else:
-            out = grouped_attention(query, key, value, packed_seq_params.grouping(), self.scale)
-        return out.flatten(1)
+            out = grouped_attention(query, key, value, packed.grouping(), self.scale, self.window)
+        return (out if context is None else context.tokens_from_heads(out)).flatten(1)
+
+
+def _window(config: TransformerConfig, layer_number: int) -> Optional[int]:
+    """Tokens that a token of this layer sees, itself included; None for all before it. layer_number: from 1, in the whole model."""
+    if not is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
+        return None
+    return config.window_size[0] + 1
 
 
 def rotary_te_attention() -> Callable[..., torch.nn.Module]:
@@ -224,8 +284,31 @@ def rotary_te_attention() -> Callable[..., torch.nn.Module]:
     from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
     class RotaryTEAttention(TEDotProductAttention):
+        """Its ring over the cp group has no sliding windows: a layer with one exchanges tokens for heads as `PackedAttention` does.
+
+        TransformerEngine's own all-to-all would need cp KV heads on every tp rank, and a version that knows it for packed sequences.
+        """
+
+        def __init__(self, config: TransformerConfig, layer_number: int, *args: Any, **kwargs: Any) -> None:
+            self.exchanges_heads = config.context_parallel_size > 1 and _window(config, layer_number) is not None
+            super().__init__(_one_cp_rank(config) if self.exchanges_heads else config, layer_number, *args, **kwargs)
+
         def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            query, key = kwargs["packed_seq_params"].rotate(query, key)
-            return super().forward(query, key, value, *args, **kwargs)
+            packed = kwargs["packed_seq_params"]
+            query, key = packed.rotate(query, key)
+            if not self.exchanges_heads or packed.context is None:
+                return super().forward(query, key, value, *args, **kwargs)
+            query, key, value = (x.contiguous() for x in whole_sequences(query, key, value, packed.context))
+            out = super().forward(query, key, value, *args, **kwargs)
+            return packed.context.tokens_from_heads(out.view(query.shape)).flatten(1)
 
     return RotaryTEAttention
+
+
+def _one_cp_rank(config: TransformerConfig) -> TransformerConfig:
+    """The attention that one cp rank computes after `whole_sequences`: without context parallel, with its share of the heads."""
+    alone = copy.copy(config)
+    alone.context_parallel_size = 1
+    alone.num_attention_heads = config.num_attention_heads // config.context_parallel_size
+    alone.num_query_groups = max(config.num_query_groups // config.context_parallel_size, config.tensor_model_parallel_size)
+    return alone

@@ -11,14 +11,17 @@ from megappo.models.attention import PackedSequences, group_by_length, grouped_a
 CASES = {"one": (9,), "equal": (5, 5, 5), "mixed": (40, 1, 33, 7, 64, 0, 41, 2), "long": (200, 190, 100, 3)}
 
 
-def slow_attention(q, k, v, lengths, scale):
+def slow_attention(q, k, v, lengths, scale, window=None):
     out, start = torch.zeros(q.shape, dtype=torch.float64), 0
     for length in lengths:
         rows = slice(start, start + length)
         for head in range(q.size(1)):
             kv = head // (q.size(1) // k.size(1))
             scores = q[rows, head].double() @ k[rows, kv].double().T * scale
-            scores = scores.masked_fill(torch.ones(length, length).triu(1).bool(), float("-inf"))
+            for i in range(length):
+                scores[i, i + 1 :] = float("-inf")
+                if window is not None:
+                    scores[i, : max(0, i + 1 - window)] = float("-inf")
             out[rows, head] = scores.softmax(-1) @ v[rows, kv].double()
         start += length
     return out
@@ -34,17 +37,26 @@ def grouping_of(lengths):
     return group_by_length([0, *torch.tensor(lengths).cumsum(0).tolist()])
 
 
-@pytest.mark.parametrize("heads, kv_heads", [(4, 4), (4, 2), (6, 1)])
+@pytest.mark.parametrize("heads, kv_heads, window", [(4, 4, None), (4, 2, None), (6, 1, None), (4, 2, 1), (4, 4, 12), (6, 1, 40)])
 @pytest.mark.parametrize("lengths", CASES.values(), ids=CASES)
-def test_output_and_gradients_equal_the_oracle(lengths, heads, kv_heads):
+def test_output_and_gradients_equal_the_oracle(lengths, heads, kv_heads, window):
     q, k, v = random_qkv(lengths, heads, kv_heads)
     weight = torch.randn(q.shape, generator=torch.Generator().manual_seed(9))
-    out = grouped_attention(q, k, v, grouping_of(lengths), 0.3)
+    out = grouped_attention(q, k, v, grouping_of(lengths), 0.3, window)
     got = [out, *torch.autograd.grad((out * weight).sum(), (q, k, v))]
-    expected = slow_attention(q, k, v, lengths, 0.3)
+    expected = slow_attention(q, k, v, lengths, 0.3, window)
     expected = [expected, *torch.autograd.grad((expected * weight).sum(), (q, k, v))]
     for ours, oracle in zip(got, expected):
         torch.testing.assert_close(ours.double(), oracle.double(), rtol=1e-5, atol=5e-6)
+
+
+@pytest.mark.parametrize("wrong", [None, 11, 13])
+def test_a_window_that_is_one_off_is_detected(wrong):
+    """Negative control."""
+    lengths = (40, 5, 13)
+    q, k, v = random_qkv(lengths)
+    out = grouped_attention(q, k, v, grouping_of(lengths), 0.3, wrong)
+    assert (out - slow_attention(q, k, v, lengths, 0.3, 12)).abs().max() > 1e-2
 
 
 def test_a_neighbour_that_is_not_a_number_stays_where_it_is():
@@ -94,12 +106,12 @@ def test_the_oracle_detects_a_wrong_grouping(fault):
     assert (out - slow_attention(q, k, v, lengths, 1.0)).abs().max() > 1e-2
 
 
-@pytest.mark.parametrize("kv_heads", [4, 2])
-def test_the_cuda_kernel_takes_our_arguments(kv_heads):
+@pytest.mark.parametrize("kv_heads, window", [(4, None), (2, None), (2, 3)])
+def test_the_cuda_kernel_takes_our_arguments(kv_heads, window):
     """Shapes and arguments only, on fake tensors: what the kernel computes needs a GPU."""
     with FakeTensorMode():
         q, k, v = (torch.empty(16, h, 32, dtype=torch.bfloat16) for h in (4, kv_heads, kv_heads))
         ends = torch.empty(4, dtype=torch.int32)
         packed = PackedSequences(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=7, max_seqlen_kv=7)
-        out = varlen_attention(q, k, v, packed, 0.2)
+        out = varlen_attention(q, k, v, packed, 0.2, window)
         assert out.shape == q.shape and out.dtype == torch.bfloat16
