@@ -148,6 +148,37 @@ BAD = {
     "layers that no stage count divides": (
         nothing, ["run.num_ranks=6", "critic.parallel.pp=3"], ["critic.parallel.pp = 3", "4 layers", "use 2 or 4"],
     ),
+    "chunks without stages": (
+        nothing, ["reference.parallel.vpp=2"], ["reference.parallel.vpp = 2: interleaves", "needs pp > 1; set pp, or leave it out"],
+    ),
+    "chunks that do not divide the layers": (
+        nothing, ["critic.parallel.vpp=4"],
+        ["critic.parallel.vpp = 4: does not divide the 2 layers of a stage (4 layers / pp 2) into chunks; use 2, or give"],
+    ),
+    "a split of another length": (
+        nothing, ["critic.parallel.layers_per_stage=[1,2,1]"],
+        ["critic.parallel.layers_per_stage = [1, 2, 1]: has 3 entries and pp 2 needs 2"],
+    ),
+    "a split of other layers": (
+        nothing, ["critic.parallel.layers_per_stage=[1,2]"],
+        ["critic.parallel.layers_per_stage = [1, 2]: adds up to 3 and the model has 4 layers"],
+    ),
+    "a split of one stage": (
+        nothing, ["policy.parallel.layers_per_stage=[4]"],
+        ["policy.parallel.layers_per_stage = [4]: has no effect: policy.parallel.pp is 1", "remove it, or set pp"],
+    ),
+    "cp without the ranks": (
+        nothing, ["policy.parallel.cp=2"],
+        ["policy.parallel: tp 2 x cp 2 x pp 1 = 4 does not divide the 2 ranks; lower the sizes or use 4 ranks"],
+    ),
+    "cp that heads do not fit": (
+        nothing, ["run.num_ranks=8", "policy.parallel.cp=4"],
+        ["policy.parallel.cp = 4: does not divide the 2 attention heads of a tp rank (4 heads / tp 2); use 2"],
+    ),
+    "experts over more ranks than a stage has": (
+        nothing, ["critic.parallel.ep=2"],
+        ["critic.parallel.ep = 2: does not divide the 1 ranks of a pipeline stage (2 ranks / pp 2); use 1"],
+    ),
     "rollout that heads do not fit": (nothing, ["run.num_ranks=6", "rollout.tp=3"], ["rollout.tp = 3", "4 attention heads"]),
     "cache too small for one sequence": (
         nothing, ["rollout.kv_cache_gib=0.00001"], ["rollout.kv_cache_gib", "one sequence of 24 tokens"],

@@ -102,6 +102,15 @@ def _micro_batches(config: TrainConfig, role: str, layout: ParallelLayout, step:
     )
 
 
+def _full_micro_batch(budget: int, sequences: int, longest: int, layout: ParallelLayout) -> int:
+    """Tokens of a micro-batch that is as full as it gets. Context parallel pads every sequence to a multiple of 2 cp."""
+    tokens = min(max(budget, longest), sequences * longest)
+    if layout.cp == 1:
+        return tokens
+    padding = -longest % (2 * layout.cp)
+    return tokens + -(-tokens // longest) * padding
+
+
 def _stage_memory(
     config: TrainConfig,
     role: str,
@@ -116,9 +125,7 @@ def _stage_memory(
     sequences = _sequences(config, role, layout, step)
     common = {
         "dtype": settings.dtype,
-        "micro_batch_tokens": min(
-            max(settings.micro_batch_tokens, step.max_sequence_tokens), sequences * step.max_sequence_tokens
-        ),
+        "micro_batch_tokens": _full_micro_batch(settings.micro_batch_tokens, sequences, step.max_sequence_tokens, layout),
         "num_micro_batches": micro_batches,
         "value_head": role == "critic",
     }
@@ -180,7 +187,7 @@ def _check_fit(plan: Plan) -> Plan:
         return plan
     warning = (
         f"rank {rank} may run out of memory: {gib(peak)} GiB with activations (an estimate), {gib(have)} GiB there; "
-        f"lower micro_batch_tokens, or set recompute: full"
+        f"lower micro_batch_tokens, raise cp, or set recompute: full"
     )
     return Plan(**{**plan.__dict__, "warnings": (warning,)})
 

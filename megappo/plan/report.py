@@ -7,11 +7,14 @@ from typing import Iterator, Optional, Sequence
 
 from megappo.config.batch import StepArithmetic
 from megappo.models.families import hf_tensors
+from megappo.parallel.layout import ParallelLayout
 from megappo.plan.data import RunData
 from megappo.plan.estimate import Plan
 from megappo.plan.layouts import model_paths
 from megappo.plan.memory import RoleMemory
 from megappo.plan.tables import GIB, MIB, figures, gib, groups_text, ranks_text, table
+
+GROUPS_WIDTH = 64  # columns of a line that groups of ranks may take beside the sizes
 
 
 def report(plan: Plan, data: Optional[RunData] = None, notes: Sequence[str] = ()) -> str:
@@ -47,26 +50,43 @@ def _model_lines(plan: Plan) -> list[str]:
 
 
 def _rank_lines(plan: Plan) -> list[str]:
-    rows = []
-    for role, layout in plan.layouts.items():
-        groups = [groups_text(layout.axis_groups(axis)) if size > 1 else "-" for axis, size in _axes(layout)]
-        sizes = [str(layout.tp) + (" sp" if layout.sequence_parallel else ""), str(layout.pp), str(layout.dp)]
-        rows.append([role, *sizes, *groups])
+    layouts = plan.layouts
+    extra = [axis for axis in ("vpp", "cp", "ep", "etp") if any(getattr(layout, axis) > 1 for layout in layouts.values())]
+    axes = ["tp", "pp", "dp", *extra]
+    grouped = [axis for axis in axes if axis != "vpp"]  # chunks lie on the same rank
+    sizes = [[role, *(_size(layout, axis) for axis in axes)] for role, layout in layouts.items()]
+    groups = [[_groups(layout, axis) for axis in grouped] for layout in layouts.values()]
+    header = ["role", *axes]
     lines = [f"  {plan.world_size} ranks on {plan.device}"]
-    header = ["role", "tp", "pp", "dp", "tp groups", "pp groups", "dp groups"]
-    if sum(max(len(row[column]) for row in rows) for column in (4, 5, 6)) <= 64:
-        lines += table(header, rows, left=7)
-    else:  # groups below each role, where three columns of them would be too wide
-        lines += table(header[:4], [row[:4] for row in rows], left=4)
+    if not extra and sum(max(map(len, column)) for column in zip(*groups)) <= GROUPS_WIDTH:
+        rows = [size + group for size, group in zip(sizes, groups)]
+        lines += table([*header, *(f"{axis} groups" for axis in grouped)], rows, left=7)
+    else:  # groups below each role, where columns of them would be too wide
+        lines += table(header, sizes, left=len(header))
         lines += [
-            f"  {row[0]:9} {name[:2]}  {groups}" for row in rows for name, groups in zip(header[4:], row[4:]) if groups != "-"
+            f"  {role:9} {axis:3} {text}" for role, row in zip(layouts, groups) for axis, text in zip(grouped, row) if text != "-"
         ]
-    return lines + [f"  {_rollout_ranks(plan)}"]
+    return [*lines, *_split_lines(plan), f"  {_rollout_ranks(plan)}"]
 
 
-def _axes(layout) -> Iterator[tuple[str, int]]:
-    for axis in ("tp", "pp", "dp"):
-        yield axis, getattr(layout, axis)
+def _size(layout: ParallelLayout, axis: str) -> str:
+    return str(getattr(layout, axis)) + (" sp" if axis == "tp" and layout.sequence_parallel else "")
+
+
+def _groups(layout: ParallelLayout, axis: str) -> str:
+    return groups_text(layout.axis_groups(axis)) if getattr(layout, axis) > 1 else "-"
+
+
+def _split_lines(plan: Plan) -> Iterator[str]:
+    """The layers of every stage, chunk by chunk, of the roles whose split somebody wrote down."""
+    for role, layout in plan.layouts.items():
+        if layout.layers_per_stage:
+            layers = plan.archs[role].num_layers
+            stages = (
+                " + ".join(str(len(layout.chunk_layers(layers, stage, chunk))) for chunk in range(layout.vpp))
+                for stage in range(layout.pp)
+            )
+            yield f"  {role}: layers of the stages {' | '.join(stages)}"
 
 
 def _rollout_ranks(plan: Plan) -> str:

@@ -5,14 +5,8 @@ import torch
 
 from megappo.models.arch import ModelArch, Rope
 from megappo.parallel.layout import ParallelLayout
-from megappo.plan.memory import (
-    GIB,
-    count_parameters,
-    layer_elements_per_token,
-    output_bytes,
-    role_memory,
-    rollout_memory,
-)
+from megappo.plan.activations import layer_elements_per_token, output_bytes, peak_in_flight
+from megappo.plan.memory import GIB, count_parameters, role_memory, rollout_memory
 from tests.worlds import spawn_world
 
 
@@ -51,7 +45,7 @@ COUNTS = [
 
 @pytest.mark.parametrize("arch, world, tp, pp, stage, value_head, expected", COUNTS)
 def test_parameters_of_a_rank(arch, world, tp, pp, stage, value_head, expected):
-    assert count_parameters(arch, ParallelLayout(world, tp, pp), stage, value_head) == expected
+    assert count_parameters(arch, ParallelLayout(world, tp, pp), stage, value_head).total == expected
 
 
 # dtype, trained, distributed, dp, bytes of weights, gradients and optimizer per parameter
@@ -121,6 +115,67 @@ def test_pipeline_stages_hold_as_many_micro_batches_as_1f1b_needs():
     assert [b.activations // a.activations for a, b in zip(one, many)] == [4, 3, 2, 1]
 
 
+def test_interleaving_holds_what_is_published():
+    """Korthikanti et al. 2022, section 4.2.3: 1 + (pp - 1) / (pp vpp) times the activations of all pp stages, on the first one."""
+    for pp, vpp in [(2, 2), (2, 4), (4, 2), (4, 3), (8, 2)]:
+        layout = ParallelLayout(pp, pp=pp, vpp=vpp)
+        assert peak_in_flight(layout, 0, 64, [1] * vpp) == pp * vpp * (1 + (pp - 1) / (pp * vpp))
+        assert peak_in_flight(ParallelLayout(pp, pp=pp), 0, 64, [vpp]) == pp * vpp
+
+
+def test_chunks_in_flight_follow_megatrons_own_schedule():
+    """Warm-up and order of the chunks are asked of Megatron-core; empty micro-batches fill the last round and hold nothing."""
+    from types import SimpleNamespace
+
+    from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches, get_schedule_table
+
+    def peak(pp, vpp, stage, real, chunks):
+        padded = -(-real // pp) * pp
+        group = SimpleNamespace(size=lambda: pp, rank=lambda: stage)
+        communicator = SimpleNamespace(pp_group=group, virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None)
+        total, _, warm_up, _ = get_pp_rank_microbatches(padded, vpp, pp, p2p_communicator=communicator)
+        order = get_schedule_table(padded, vpp, pp)
+        sizes = [chunks[chunk] if micro_batch < real else 0 for micro_batch, chunk in order]
+        freed = [chunks[vpp - 1 - chunk] if micro_batch < real else 0 for micro_batch, chunk in order]
+        # after forward pass k, the backward passes before it are those of the steady state, one for each forward pass since the warm-up
+        return max(sum(sizes[: k + 1]) - sum(freed[: max(0, k - warm_up)]) for k in range(total))
+
+    for pp, vpp in [(2, 1), (4, 1), (2, 2), (4, 2), (2, 3)]:
+        for chunks in ([1] * vpp, [3, 1, 2][:vpp]):
+            for stage in range(pp):
+                for real in (1, 2, 3, 5, 8, 13):
+                    layout = ParallelLayout(pp, pp=pp, vpp=vpp)
+                    assert peak_in_flight(layout, stage, real, chunks) == peak(pp, vpp, stage, real, chunks), (pp, vpp, stage, real)
+    assert peak(4, 2, 0, 13, [1, 1]) > peak(4, 2, 1, 13, [1, 1]), "negative control: the stage matters"
+
+
+def test_an_uneven_split_is_counted_stage_by_stage():
+    layout = ParallelLayout(2, pp=2, layers_per_stage=(3, 1))
+    layer = (QUICKSTART - 2 * 64 * 128 - 128) // 4
+    assert [count_parameters(llama(), layout, stage).total for stage in (0, 1)] == [3 * layer + 8192, layer + 8192 + 128]
+    sizes = {"dtype": "fp32", "trained": True, "micro_batch_tokens": 64, "num_micro_batches": 1, "value_head": True}
+    first, last = (role_memory(llama(), layout, stage, **sizes).activations for stage in (0, 1))
+    assert first == 3 * last
+    chunked = ParallelLayout(2, pp=2, vpp=2, layers_per_stage=(1, 1, 1, 1))
+    assert count_parameters(llama(), chunked, 0) == count_parameters(llama(), ParallelLayout(2, pp=2), 0)
+
+
+def test_context_parallel_shares_tokens_and_optimizer_state():
+    sizes = {"dtype": "bf16", "trained": True, "micro_batch_tokens": 64, "num_micro_batches": 1, "value_head": True}
+    whole = role_memory(llama(), ParallelLayout(2), 0, **sizes)
+    shared = role_memory(llama(), ParallelLayout(4, cp=2), 0, **sizes)
+    assert (shared.weights, shared.gradients) == (whole.weights, whole.gradients)
+    assert shared.optimizer * 2 == whole.optimizer  # ZeRO-1 over dp x cp: 4 ranks instead of 2
+    assert shared.activations * 2 == whole.activations
+
+
+def test_recomputation_holds_one_whole_layer_besides_the_boundaries():
+    layout, sizes = ParallelLayout(4, pp=4), {"dtype": "fp32", "trained": True, "micro_batch_tokens": 10, "value_head": True}
+    per_layer = layer_elements_per_token(llama(), ParallelLayout(1), 4)
+    full = role_memory(llama(), layout, 0, num_micro_batches=9, recompute="full", **sizes)
+    assert full.activations == 10 * 4 * (4 * 128 + per_layer)
+
+
 def test_kv_cache_by_hand():
     # LLaMA-7B: 2 (k, v) * 32 layers * 32 heads * 128 * 2 bytes = 512 KiB per token
     whole = rollout_memory(LLAMA_7B, 1, 2, None, 0.5, 80 * GIB)
@@ -168,7 +223,7 @@ def saved_bytes(rank, cases):
 
     def kept(layers, shape, dtype, recompute):
         hidden, heads, kv_heads, head_dim, ffn = shape
-        model = build_model(llama(layers, hidden, heads, kv_heads, head_dim, ffn), groups, dtype=dtype, recompute=recompute)
+        (model,) = build_model(llama(layers, hidden, heads, kv_heads, head_dim, ffn), groups, dtype=dtype, recompute=recompute)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.normal_(0, 0.02)

@@ -1,0 +1,90 @@
+"""Activations of one rank: an estimate in the manner of Korthikanti et al. 2022 ("Reducing activation recomputation in large transformer
+models", section 4), redone for this model: packed tokens, no dropout, SwiGLU, attention that never stores its scores.
+
+Temporary buffers of kernels and allocators are not counted. Weights and optimizer are `memory.py`'s.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Sequence
+
+from megappo.models.arch import ModelArch
+from megappo.parallel.layout import ParallelLayout
+
+FP32 = 4
+LOGPROB_CHUNK_TOKENS = 4096  # ops/logprob.py holds the logits of this many tokens at once
+
+Recompute = Literal["none", "selective", "full"]
+
+
+def activation_bytes(
+    arch: ModelArch,
+    layout: ParallelLayout,
+    stage: int,
+    tokens: int,
+    num_micro_batches: int,
+    itemsize: int,
+    recompute: Recompute,
+    *,
+    trained: bool = True,
+) -> int:
+    """Bytes that the layers of a stage keep at its fullest moment; without a backward pass, what a single layer needs.
+
+    tokens: of a micro-batch on this rank, its part under context parallel. recompute: selective counts like none, because attention
+    stores no scores that it could save; full keeps the input of every layer, and everything of the one that is being recomputed.
+    """
+    layer = layer_elements_per_token(arch, layout, itemsize)
+    if not trained:
+        return tokens * layer * itemsize
+    boundary = arch.hidden_size // _sequence_shards(layout)
+    kept, working = (boundary, layer) if recompute == "full" else (layer, 0)
+    chunks = [len(layout.chunk_layers(arch.num_layers, stage, chunk)) * kept for chunk in range(layout.vpp)]
+    return tokens * (peak_in_flight(layout, stage, num_micro_batches, chunks) + working) * itemsize
+
+
+def layer_elements_per_token(arch: ModelArch, layout: ParallelLayout, itemsize: int) -> int:
+    """Activations that one layer keeps per token of its rank, in elements of `itemsize` bytes.
+
+    Each of the two norms: its input (in fp32), the normalised input and the output. Attention: the projected query, key and
+    value, the rotated query and key, the output and its copy in the packed order. MLP: gate and up, up again (Megatron adds an
+    offset to it), silu(gate), and the product. A test holds this against the tensors that a real model saves.
+    """
+    norms = 2 * (arch.hidden_size * FP32 // itemsize + 2 * arch.hidden_size)
+    attention = 3 * (arch.num_heads + arch.num_kv_heads) * arch.head_dim
+    return norms // _sequence_shards(layout) + (attention + 5 * arch.ffn_size) // layout.tp
+
+
+def peak_in_flight(layout: ParallelLayout, stage: int, num_micro_batches: int, chunks: Sequence[int]) -> int:
+    """The most that a stage holds at once where a micro-batch keeps chunks[c] in model chunk c from its forward to its backward pass.
+
+    The order of 1F1B, and of its interleaved form (Narayanan et al. 2021, section 2.2): in rounds of pp micro-batches, a chunk after the
+    other forwards, in the opposite order backwards, after the warm-up of Megatron-core's `get_pp_rank_microbatches`. Micro-batches
+    that fill up the last round are empty and hold nothing.
+    """
+    pp, vpp = layout.pp, layout.vpp
+    warm_up = pp - stage - 1 if vpp == 1 else 2 * (pp - stage - 1) + (vpp - 1) * pp
+    # The warm-up is shorter than two rounds; from then on every round is like the one before.
+    rounds = min(-(-num_micro_batches // pp), 4)
+    passes = [
+        (chunk, round_ * pp + place) for round_ in range(rounds) for chunk in range(vpp) for place in range(pp)
+    ]
+    held = peak = 0
+    for step, (chunk, micro_batch) in enumerate(passes):
+        if micro_batch < num_micro_batches:
+            held += chunks[chunk]
+            peak = max(peak, held)
+        if step >= warm_up:
+            chunk, micro_batch = passes[step - warm_up]
+            held -= chunks[vpp - 1 - chunk] if micro_batch < num_micro_batches else 0
+    return peak
+
+
+def output_bytes(arch: ModelArch, layout: ParallelLayout, tokens: int, trained: bool) -> int:
+    """Log-probs without full logits: fp32 logits of a chunk (twice with their gradient), the projection's fp32 gradient."""
+    rows = -(-arch.vocab_size // layout.tp)
+    logits = min(tokens, LOGPROB_CHUNK_TOKENS) * rows * FP32
+    return 2 * logits + rows * arch.hidden_size * FP32 if trained else logits
+
+
+def _sequence_shards(layout: ParallelLayout) -> int:
+    return layout.tp if layout.sequence_parallel else 1
