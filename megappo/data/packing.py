@@ -85,9 +85,9 @@ class PackedBatch:
     def padded(self, sequence_multiple: int = 1, total_multiple: int = 1) -> tuple[PackedBatch, Tensor]:
         """The batch with every sequence padded to a multiple, and [real tokens] int64: where this batch's tokens stand in it.
 
-        Padding is zeros (tokens 0, fields 0 or False) at the end of a sequence. One more sequence of zeros completes the total where
-        it is no multiple of `total_multiple`, or 0: an empty micro-batch still has to run through every collective. Context parallel
-        needs sequences of a multiple of 2 cp tokens, sequence parallel a total that is a multiple of cp tp.
+        Padding is zeros (tokens 0, fields 0 or False) at the end of a sequence. One more sequence of zeros completes the total
+        where it is no multiple of `total_multiple`, or 0: an empty micro-batch still has to run through every collective.
+        Context parallel needs sequences of a multiple of 2 cp tokens, sequence parallel a total that is a multiple of cp tp.
         """
         lengths = -(-self.lengths // sequence_multiple) * sequence_multiple
         multiple = lcm(sequence_multiple, total_multiple)

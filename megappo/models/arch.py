@@ -12,6 +12,9 @@ from math import gcd
 from pathlib import Path
 from typing import Any, Mapping, Optional
 
+from megappo.models.implementation import Implementation
+from megappo.models.window import read_window
+
 _HEADS = ("CausalLM", "SequenceClassification", "TokenClassification")
 _STEMS = {"Llama": "llama", "Qwen2": "qwen2", "Qwen3": "qwen3", "Mistral": "mistral", "Ministral3": "ministral3"}
 
@@ -22,7 +25,6 @@ _COMPOSITE = "Mistral3ForConditionalGeneration"
 _DEFAULT_HEAD_DIM = {"qwen3": 128, "ministral3": 128}
 _DEFAULT_KV_HEADS = {"mistral": 8, "ministral3": 8}
 _DEFAULT_EPS = {"ministral3": 1e-5}
-_DEFAULT_WINDOW = {"mistral": 4096}
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
@@ -47,7 +49,11 @@ class Rope:
 
 @dataclass(frozen=True)
 class ModelArch:
-    """One decoder-only transformer. qkv_bias: biases on q, k and v only. qk_norm: RMSNorm of each head of q and k."""
+    """One decoder-only transformer. qkv_bias: biases on q, k and v only. qk_norm: RMSNorm of each head of q and k.
+
+    sliding_window: tokens that a token sees, itself included, in the layers whose `sliding_layers` is true (one entry per layer).
+    None and () where every layer sees the whole sequence.
+    """
 
     family: str
     architecture: str
@@ -64,6 +70,8 @@ class ModelArch:
     rope: Rope
     qkv_bias: bool = False
     qk_norm: bool = False
+    sliding_window: Optional[int] = None
+    sliding_layers: tuple[bool, ...] = ()
 
     @property
     def heads_per_group(self) -> int:
@@ -95,6 +103,24 @@ def check_tp(arch: ModelArch, tp: int) -> None:
         if size % tp:
             fix = f"the largest tp that works is {largest}"
             raise ValueError(f"tp {tp} does not divide the {size} {what} of this {arch.family} model; {fix}")
+
+
+def check_cp(arch: ModelArch, tp: int, cp: int, implementation: Implementation) -> None:
+    """Raises ValueError where cp does not fit the heads of a tp rank, naming the sizes that do. `check_tp` comes first.
+
+    Only attention that exchanges tokens for heads has the limit: ours, and TransformerEngine's layers with a sliding window.
+    """
+    if implementation == "transformer_engine" and arch.sliding_window is None:
+        return
+    heads, kv_heads = arch.num_heads // tp, arch.num_kv_heads // tp
+
+    def fits(size: int) -> bool:
+        return heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
+
+    if not fits(cp):
+        has = f"a tp rank has {heads} attention heads and {kv_heads} KV heads (tp {tp})"
+        sizes = ", ".join(str(size) for size in range(1, heads + 1) if fits(size))
+        raise ValueError(f"cp {cp} does not divide the heads: {has}; the sizes that work are {sizes}")
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
@@ -157,22 +183,26 @@ def arch_of(config: Mapping[str, Any]) -> ModelArch:
     head_dim = text.get("head_dim", _DEFAULT_HEAD_DIM.get(family)) or hidden // heads
     if head_dim % 2:
         raise ValueError(f"head_dim {head_dim} is odd; rotary embeddings need an even one")
+    num_layers, max_positions = _positive(text, "num_hidden_layers"), _positive(text, "max_position_embeddings")
+    window, sliding_layers = read_window(text, family, num_layers, max_positions)
     return ModelArch(
         family=family,
         architecture=_architecture(config),
-        num_layers=_positive(text, "num_hidden_layers"),
+        num_layers=num_layers,
         hidden_size=hidden,
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         ffn_size=_positive(text, "intermediate_size"),
         vocab_size=_positive(text, "vocab_size"),
-        max_positions=_positive(text, "max_position_embeddings"),
+        max_positions=max_positions,
         tied_embeddings=bool(text.get("tie_word_embeddings", False)),
         norm_eps=float(text.get("rms_norm_eps", _DEFAULT_EPS.get(family, 1e-6))),
         rope=_read_rope(text, family),
         qkv_bias=family == "qwen2",
         qk_norm=family == "qwen3",
+        sliding_window=window,
+        sliding_layers=sliding_layers,
     )
 
 
@@ -202,17 +232,6 @@ def _refuse_unimplemented(config: Mapping[str, Any], family: str) -> None:
         raise ValueError(f"attention_dropout {config['attention_dropout']} is not supported; set it to 0 in config.json")
     if config.get("pretraining_tp", 1) not in (None, 1):
         raise ValueError(f"pretraining_tp {config['pretraining_tp']} is not supported; set it to 1 in config.json")
-    window = config.get("sliding_window", _DEFAULT_WINDOW.get(family))
-    layer_types = config.get("layer_types") or []
-    if family in ("qwen2", "qwen3") and not config.get("use_sliding_window", False):
-        window = None
-    elif layer_types and all(kind == "full_attention" for kind in layer_types):
-        window = None
-    if window is not None and window < _positive(config, "max_position_embeddings") and family != "llama":
-        raise ValueError(
-            f"sliding_window {window} is shorter than max_position_embeddings {config['max_position_embeddings']} and sliding "
-            f"attention is not implemented; set max_position_embeddings to {window} if no sequence is longer"
-        )
 
 
 def _read_rope(config: Mapping[str, Any], family: str) -> Rope:

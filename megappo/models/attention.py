@@ -3,9 +3,9 @@
 `PackedAttention` takes the place of Megatron's core_attention where TransformerEngine is absent, `RotaryTEAttention` wraps
 TransformerEngine's. Both rotate q and k themselves with the tables of `PackedSequences`, which are computed once per micro-batch.
 
-Under context parallel a rank holds a part of every sequence (`parallel/context.py`). `PackedAttention` exchanges tokens for heads, so
-that it attends whole sequences with heads / cp heads (DeepSpeed-Ulysses, arXiv:2309.14509); TransformerEngine passes keys and values
-round a ring.
+Under context parallel a rank holds a part of every sequence (`parallel/context.py`). `PackedAttention` exchanges tokens for
+heads, so that it attends whole sequences with heads / cp heads (DeepSpeed-Ulysses, arXiv:2309.14509); TransformerEngine passes
+keys and values round a ring.
 """
 
 from __future__ import annotations
@@ -85,14 +85,17 @@ def group_by_length(cu_seqlens: Sequence[int]) -> Grouping:
 class PackedSequences(PackedSeqParams):
     """Megatron's thd parameters with the position tables and the grouping of one micro-batch.
 
-    cos, sin: [T, 1, head_dim] in the dtype of the activations. query_scale: [T, 1, 1] or None. Under context parallel these are of the
-    T / cp tokens of this rank (`context`); cu_seqlens and the grouping are always of the whole micro-batch.
+    cos, sin: [T, 1, head_dim] in the dtype of the activations. query_scale: [T, 1, 1] or None. Under context parallel these are
+    of the T / cp tokens of this rank (`context`); cu_seqlens and the grouping are always of the whole micro-batch. real: [real
+    tokens] int64, where the tokens that are not padding stand in it; None where all are real. Attention ignores it, the router
+    of experts does not.
     """
 
     cos: Optional[Tensor] = None
     sin: Optional[Tensor] = None
     query_scale: Optional[Tensor] = None
     context: Optional[ContextShard] = None
+    real: Optional[Tensor] = None
     _grouping: Optional[Grouping] = field(default=None, repr=False)
 
     def grouping(self) -> Grouping:
@@ -198,7 +201,7 @@ def grouped_attention(
 
 
 def band(length: int, window: int, device: torch.device) -> Tensor:
-    """[length, length] bool, [i, j] true where token i sees token j: i - window < j <= i, as in transformers' and vLLM's Mistral."""
+    """[length, length] bool, [i, j] true where token i sees token j: i - window < j <= i, as transformers and vLLM define it."""
     return torch.ones(length, length, dtype=torch.bool, device=device).tril().triu(1 - window)
 
 
@@ -213,9 +216,9 @@ def varlen_attention(
 
 
 def whole_sequences(query: Tensor, key: Tensor, value: Tensor, context: ContextShard) -> tuple[Tensor, Tensor, Tensor]:
-    """This rank's tokens with all heads [T / cp, heads, dim] -> all tokens with this rank's heads [T, heads / cp, dim]. Collective.
+    """This rank's tokens with all heads [T / cp, heads, dim] -> all tokens with this rank's heads [T, heads / cp, dim].
 
-    Fewer KV heads than cp are repeated, so that every rank gets the one that its query heads share.
+    Collective. Fewer KV heads than cp are repeated, so that every rank gets the one that its query heads share.
     """
     cp, (tokens, _, dim) = context.size, query.shape
     if key.size(1) < cp:
@@ -273,7 +276,7 @@ class PackedAttention(torch.nn.Module):
 
 
 def _window(config: TransformerConfig, layer_number: int) -> Optional[int]:
-    """Tokens that a token of this layer sees, itself included; None for all before it. layer_number: from 1, in the whole model."""
+    """Tokens that a token of this layer sees, itself included; None for all before it. layer_number: 1.. in the whole model."""
     if not is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
         return None
     return config.window_size[0] + 1
@@ -284,9 +287,9 @@ def rotary_te_attention() -> Callable[..., torch.nn.Module]:
     from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
     class RotaryTEAttention(TEDotProductAttention):
-        """Its ring over the cp group has no sliding windows: a layer with one exchanges tokens for heads as `PackedAttention` does.
+        """Its ring over the cp group has no sliding windows: a layer with one exchanges tokens for heads as `PackedAttention`.
 
-        TransformerEngine's own all-to-all would need cp KV heads on every tp rank, and a version that knows it for packed sequences.
+        TransformerEngine's own all-to-all needs cp KV heads on every tp rank, and a version that knows it for packed sequences.
         """
 
         def __init__(self, config: TransformerConfig, layer_number: int, *args: Any, **kwargs: Any) -> None:

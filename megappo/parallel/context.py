@@ -1,9 +1,9 @@
 """Context parallel: which tokens of a packed micro-batch a rank holds, and how per-token values travel between the ranks.
 
-Each sequence is cut into 2 cp chunks and rank r holds the chunks r and 2 cp - 1 - r (zig-zag, as in TransformerEngine): under a causal
-mask all ranks then have the same work. Every rank of the group knows the whole micro-batch (token ids and fields are a few bytes per
-token), so targets are made and losses are computed on whole sequences; only activations are cut. What attention does with this is
-`models/attention.py`.
+Each sequence is cut into 2 cp chunks and rank r holds the chunks r and 2 cp - 1 - r (zig-zag, as in TransformerEngine): under a
+causal mask all ranks then have the same work. Every rank of the group knows the whole micro-batch (token ids and fields are a
+few bytes per token), so targets are made and losses are computed on whole sequences; only activations are cut. What attention
+does with this is `models/attention.py`.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ def zigzag_index(cu_seqlens: Tensor, cp: int, cp_rank: int) -> Tensor:
 class ContextShard:
     """This rank's part of one micro-batch of T tokens.
 
-    index: [T / cp] int64, packed position of each token that this rank holds. order: [T] int64, where each token stands when the parts of
-    the ranks 0..cp-1 are laid end to end; ranked: [T] int64, the packed position of each token of that row (the inverse of `order`).
+    index: [T / cp] int64, packed position of each token that this rank holds. order: [T] int64, where each token stands when
+    the parts of the ranks 0..cp-1 are laid end to end; ranked: [T] int64, the packed position of each token of that row
+    (`order` inverted).
     """
 
     group: dist.ProcessGroup

@@ -2,8 +2,9 @@ import dataclasses
 import json
 
 import pytest
+import transformers
 
-from megappo.models.arch import Rope, arch_of, check_tp, padded_vocab, read_arch, vocab_shard
+from megappo.models.arch import Rope, arch_of, check_cp, check_tp, padded_vocab, read_arch, vocab_shard
 from tests.models.checkpoints import CASES, write_checkpoint
 
 LLAMA = dict(
@@ -13,6 +14,7 @@ LLAMA = dict(
 MISTRAL = {**LLAMA, "architectures": ["MistralForCausalLM"], "sliding_window": None}
 QWEN2 = {**LLAMA, "architectures": ["Qwen2ForCausalLM"]}
 MINISTRAL = {**LLAMA, "architectures": ["Ministral3ForCausalLM"]}
+MIXED = ["full_attention", "sliding_attention"]
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 
 
@@ -64,10 +66,12 @@ REFUSED = [
     ({**LLAMA, "num_key_value_heads": 3}, ("num_attention_heads 4", "num_key_value_heads 3")),
     ({**LLAMA, "head_dim": 15}, ("head_dim 15 is odd",)),
     ({**LLAMA, "quantization_config": {"quant_method": "fp8"}}, ("quantised (fp8)",)),
-    ({**MISTRAL, "sliding_window": 64}, ("sliding_window 64", "128", "set max_position_embeddings to 64")),
-    ({**MISTRAL, "sliding_window": 4096, "max_position_embeddings": 32768}, ("sliding_window 4096",)),
-    ({k: v for k, v in {**MISTRAL, "max_position_embeddings": 32768}.items() if k != "sliding_window"}, ("sliding_window 4096",)),
-    ({**QWEN2, "use_sliding_window": True, "sliding_window": 32}, ("sliding_window 32",)),
+    ({**MISTRAL, "sliding_window": 0}, ("sliding_window 0", "positive integer")),
+    ({**MISTRAL, "layer_types": MIXED}, ("layer_types has sliding_attention", "sliding_window is null")),
+    ({**QWEN2, "sliding_window": 32, "layer_types": MIXED}, ("use_sliding_window is false",)),
+    ({**MISTRAL, "sliding_window": 64, "layer_types": ["chunked_attention"] * 2}, ("'chunked_attention'", "full_attention")),
+    ({**MISTRAL, "sliding_window": 64, "layer_types": [*MIXED, "full_attention"]}, ("3 entries", "num_hidden_layers 2")),
+    ({**LLAMA, "sliding_window": 64}, ("sliding_window 64", "llama", "null")),
     ({**LLAMA, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, ("rope type 'dynamic'", "linear, llama3, yarn")),
     ({**LLAMA, "rope_scaling": {"rope_type": "linear"}}, ("'linear' needs the key 'factor'",)),
     ({**LLAMA, "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}}, ("'high_freq_factor'",)),
@@ -94,11 +98,39 @@ def test_what_is_not_implemented_is_refused_in_one_line(config, expected, tmp_pa
         {**MISTRAL, "sliding_window": 128},
         {**QWEN2, "use_sliding_window": False, "sliding_window": 32},
         {**QWEN2, "use_sliding_window": True, "sliding_window": 32, "layer_types": ["full_attention"] * 2},
+        {**QWEN2, "use_sliding_window": True, "sliding_window": 32},
         {**LLAMA, "pretraining_tp": 1, "attention_bias": False, "rope_scaling": None},
     ],
 )
 def test_inactive_features_are_accepted(config):
-    assert arch_of(config).num_layers == 2
+    arch = arch_of(config)
+    assert arch.num_layers == 2 and (arch.sliding_window, arch.sliding_layers) == (None, ())
+
+
+# config, window, layers that have it
+WINDOWS = [
+    ({**MISTRAL, "sliding_window": 64}, 64, (True, True)),
+    ({k: v for k, v in {**MISTRAL, "max_position_embeddings": 32768}.items() if k != "sliding_window"}, 4096, (True, True)),
+    ({**MISTRAL, "sliding_window": 64, "layer_types": MIXED}, 64, (False, True)),
+    ({**MINISTRAL, "rope_parameters": {**YARN, "llama_4_scaling_beta": 0.1}, "sliding_window": 9}, 9, (True, True)),
+    ({**QWEN2, "use_sliding_window": True, "sliding_window": 32, "max_window_layers": 1}, 32, (False, True)),
+    ({**QWEN2, "use_sliding_window": True, "sliding_window": 32, "layer_types": MIXED[::-1]}, 32, (True, False)),
+    ({**QWEN2, "use_sliding_window": True, "max_window_layers": 0, "max_position_embeddings": 8192}, 4096, (True, True)),
+]
+
+
+@pytest.mark.parametrize("config, window, layers", WINDOWS)
+def test_the_window_and_its_layers_are_read(config, window, layers):
+    arch = arch_of(config)
+    assert (arch.sliding_window, arch.sliding_layers) == (window, layers)
+
+
+@pytest.mark.parametrize("max_window_layers", [0, 1, 3, 4, None])
+def test_qwen_windows_are_in_the_layers_that_transformers_gives_them(max_window_layers):
+    given = {} if max_window_layers is None else {"max_window_layers": max_window_layers}
+    config = {**QWEN2, "num_hidden_layers": 30, "use_sliding_window": True, "sliding_window": 8, **given}
+    expected = [kind == "sliding_attention" for kind in transformers.Qwen2Config(**config).layer_types]
+    assert list(arch_of(config).sliding_layers) == expected
 
 
 @pytest.mark.parametrize("content, expected", [(None, "has no config.json"), ("{", "not valid JSON"), ("[]", "JSON object")])
@@ -125,3 +157,26 @@ def test_vocabulary_is_padded_to_equal_rows():
     assert [padded_vocab(arch, tp) for tp in (1, 2, 4, 131)] == [131, 132, 132, 131]
     assert [vocab_shard(arch, 2, rank) for rank in range(2)] == [(0, 66), (66, 65)]
     assert [vocab_shard(arch_of({**LLAMA, "vocab_size": 5}), 4, rank) for rank in range(4)] == [(0, 2), (2, 2), (4, 1), (6, 0)]
+
+
+# query heads, KV heads, tp, cp, sizes that work or None where it fits
+CP_CASES = [
+    (12, 4, 2, 2, None),
+    (12, 4, 2, 3, "1, 2, 6"),
+    (12, 4, 1, 8, "1, 2, 4, 12"),
+    (8, 2, 2, 4, None),
+    (12, 6, 1, 4, "1, 2, 3, 6, 12"),
+]
+
+
+@pytest.mark.parametrize("heads, kv_heads, tp, cp, sizes", CP_CASES)
+def test_cp_that_does_not_fit_the_heads_names_the_sizes_that_do(heads, kv_heads, tp, cp, sizes):
+    arch = arch_of({**LLAMA, "num_attention_heads": heads, "num_key_value_heads": kv_heads, "hidden_size": 96})
+    check_cp(arch, tp, cp, "transformer_engine")  # a ring has no such limit
+    if sizes is None:
+        check_cp(arch, tp, cp, "local")
+        return
+    wanted = rf"cp {cp} does not divide.*{heads // tp} attention heads and {kv_heads // tp} KV.*that work are {sizes}$"
+    for limited, implementation in ((arch, "local"), (dataclasses.replace(arch, sliding_window=4), "transformer_engine")):
+        with pytest.raises(ValueError, match=wanted):
+            check_cp(limited, tp, cp, implementation)
