@@ -16,13 +16,15 @@ from megappo.models.implementation import Implementation
 from megappo.models.window import read_window
 
 _HEADS = ("CausalLM", "SequenceClassification", "TokenClassification")
-_STEMS = {"Llama": "llama", "Qwen2": "qwen2", "Qwen3": "qwen3", "Mistral": "mistral", "Ministral3": "ministral3"}
+_STEMS = {
+    "Llama": "llama", "Qwen2": "qwen2", "Qwen3": "qwen3", "Qwen3Moe": "qwen3_moe", "Mistral": "mistral", "Ministral3": "ministral3",
+}  # fmt: skip
 
 ARCHITECTURES: dict[str, str] = {f"{stem}For{head}": family for stem, family in _STEMS.items() for head in _HEADS}
 """Hugging Face architecture -> family. Mistral3ForConditionalGeneration is resolved through its text_config."""
 
 _COMPOSITE = "Mistral3ForConditionalGeneration"
-_DEFAULT_HEAD_DIM = {"qwen3": 128, "ministral3": 128}
+_DEFAULT_HEAD_DIM = {"qwen3": 128, "qwen3_moe": 128, "ministral3": 128}
 _DEFAULT_KV_HEADS = {"mistral": 8, "ministral3": 8}
 _DEFAULT_EPS = {"ministral3": 1e-5}
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -45,6 +47,19 @@ class Rope:
     mscale_all_dim: Optional[float] = None
     truncate: bool = True
     llama4_beta: Optional[float] = None
+
+
+@dataclass(frozen=True)
+class MoeArch:
+    """Mixture of experts in place of the MLP. ffn_size: columns of one expert. norm_topk_prob: the weights of the chosen experts add
+    up to 1. dense_layers: numbers of the layers that have a plain MLP.
+    """
+
+    num_experts: int
+    top_k: int
+    ffn_size: int
+    norm_topk_prob: bool
+    dense_layers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -72,6 +87,15 @@ class ModelArch:
     qk_norm: bool = False
     sliding_window: Optional[int] = None
     sliding_layers: tuple[bool, ...] = ()
+    moe: Optional[MoeArch] = None
+
+    def is_sparse(self, layer: int) -> bool:
+        """Whether this layer has experts. layer: from 0, in the whole model."""
+        return self.moe is not None and layer not in self.moe.dense_layers
+
+    @property
+    def has_dense_mlp(self) -> bool:
+        return self.moe is None or bool(self.moe.dense_layers)
 
     @property
     def heads_per_group(self) -> int:
@@ -98,8 +122,11 @@ def vocab_shard(arch: ModelArch, tp: int, tp_rank: int) -> tuple[int, int]:
 
 def check_tp(arch: ModelArch, tp: int) -> None:
     """Raises ValueError where tp does not divide heads, KV heads or the MLP, naming the largest tp that does."""
-    largest = gcd(arch.num_kv_heads, arch.ffn_size)
-    for what, size in (("KV heads", arch.num_kv_heads), ("attention heads", arch.num_heads), ("MLP columns", arch.ffn_size)):
+    sizes = [("KV heads", arch.num_kv_heads), ("attention heads", arch.num_heads)]
+    if arch.has_dense_mlp:
+        sizes.append(("MLP columns", arch.ffn_size))
+    largest = gcd(*(size for _, size in sizes))
+    for what, size in sizes:
         if size % tp:
             fix = f"the largest tp that works is {largest}"
             raise ValueError(f"tp {tp} does not divide the {size} {what} of this {arch.family} model; {fix}")
@@ -121,6 +148,21 @@ def check_cp(arch: ModelArch, tp: int, cp: int, implementation: Implementation) 
         has = f"a tp rank has {heads} attention heads and {kv_heads} KV heads (tp {tp})"
         sizes = ", ".join(str(size) for size in range(1, heads + 1) if fits(size))
         raise ValueError(f"cp {cp} does not divide the heads: {has}; the sizes that work are {sizes}")
+
+
+def check_ep(arch: ModelArch, ep: int, etp: int) -> None:
+    """Raises ValueError where the experts cannot be distributed over ep ranks, or each of them cut over etp ranks."""
+    if arch.moe is None:
+        for axis, size in (("ep", ep), ("etp", etp)):
+            if size > 1:
+                raise ValueError(f"{axis} {size} needs experts and this {arch.family} model has none; set {axis} to 1")
+        return
+    if arch.moe.num_experts % ep:
+        fix = f"use a divisor of {arch.moe.num_experts}"
+        raise ValueError(f"ep {ep} does not divide the {arch.moe.num_experts} experts of this {arch.family} model; {fix}")
+    if arch.moe.ffn_size % etp:
+        fix = f"use a divisor of {arch.moe.ffn_size}"
+        raise ValueError(f"etp {etp} does not divide the {arch.moe.ffn_size} columns of an expert of this {arch.family} model; {fix}")
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
@@ -200,7 +242,8 @@ def arch_of(config: Mapping[str, Any]) -> ModelArch:
         norm_eps=float(text.get("rms_norm_eps", _DEFAULT_EPS.get(family, 1e-6))),
         rope=_read_rope(text, family),
         qkv_bias=family == "qwen2",
-        qk_norm=family == "qwen3",
+        qk_norm=family in ("qwen3", "qwen3_moe"),
+        moe=_read_moe(text) if family == "qwen3_moe" else None,
         sliding_window=window,
         sliding_layers=sliding_layers,
     )
@@ -216,6 +259,23 @@ def _positive(config: Mapping[str, Any], key: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"config.json: {key} = {value!r}; a positive integer is needed")
     return value
+
+
+def _read_moe(config: Mapping[str, Any]) -> MoeArch:
+    """router_aux_loss_coef is not read: the loss weighs what the run's configuration says."""
+    # transformers 5 spells the number of experts either way.
+    num_experts = _positive(config, "num_experts" if "num_experts" in config else "num_local_experts")
+    top_k, num_layers = _positive(config, "num_experts_per_tok"), _positive(config, "num_hidden_layers")
+    norm_topk_prob = bool(config.get("norm_topk_prob", False))
+    if top_k > num_experts:
+        raise ValueError(f"num_experts_per_tok {top_k} is more than the {num_experts} experts")
+    if top_k == 1 and norm_topk_prob:
+        raise ValueError("norm_topk_prob with num_experts_per_tok 1 gives every expert the weight 1 and the router no gradient")
+    step, listed = config.get("decoder_sparse_step") or 1, config.get("mlp_only_layers") or []
+    dense = tuple(layer for layer in range(num_layers) if layer in listed or (layer + 1) % step)
+    if len(dense) == num_layers:
+        raise ValueError("decoder_sparse_step and mlp_only_layers leave no layer with experts; use the qwen3 architecture")
+    return MoeArch(num_experts, top_k, _positive(config, "moe_intermediate_size"), norm_topk_prob, dense)
 
 
 def _refuse_unimplemented(config: Mapping[str, Any], family: str) -> None:

@@ -1,0 +1,268 @@
+"""Mixture of experts (qwen3_moe): the MLP of a sparse layer, its router with a load-balancing loss per sequence, and load statistics.
+
+Dispatch and experts are Megatron-core's (alltoall; one MLP per expert, or TransformerEngine's grouped GEMM). The router is ours: Megatron
+balances a micro-batch, whose loss changes with every way to cut a batch, so here the unit is the sequence. What the loss weighs and what
+the statistics are used for is the engine's business (`RouterState`).
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Iterator, Optional, Sequence
+
+import torch
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer import ModuleSpec, TransformerConfig, TransformerLayer
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
+from megatron.core.transformer.moe.router import Router
+from torch import Tensor
+
+from megappo.models.arch import ModelArch, check_ep
+from megappo.models.attention import PackedSequences
+from megappo.models.implementation import Implementation
+from megappo.parallel.layout import ParallelLayout
+
+
+def moe_config(arch: ModelArch, layout: ParallelLayout) -> dict[str, Any]:
+    """Arguments of TransformerConfig that a mixture of experts adds; empty for a dense model.
+
+    ValueError where the layout does not fit the experts.
+    """
+    check_ep(arch, layout.ep, layout.etp)
+    moe = arch.moe
+    if moe is None:
+        return {}
+    if layout.tp > 1 and not layout.sequence_parallel:
+        # Every tp rank would dispatch the same tokens, and each expert would see them tp times.
+        raise ValueError(f"tp {layout.tp} with experts needs sequence_parallel; set sequence_parallel to true, or tp to 1")
+    return {
+        "num_moe_experts": moe.num_experts,
+        "moe_router_topk": moe.top_k,
+        "moe_ffn_hidden_size": moe.ffn_size,
+        "moe_layer_freq": [int(arch.is_sparse(layer)) for layer in range(arch.num_layers)],
+        "moe_router_score_function": "softmax",
+        # Softmax over the chosen logits is softmax over all, normalised to the chosen.
+        "moe_router_pre_softmax": not moe.norm_topk_prob,
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "none",
+        "expert_model_parallel_size": layout.ep,
+        "expert_tensor_parallel_size": layout.etp,
+    }
+
+
+def moe_submodule(implementation: Implementation) -> ModuleSpec:
+    """The MLP of a sparse layer; its layer must be a `SparseLayer`."""
+    if implementation == "transformer_engine":
+        from megatron.core.extensions.transformer_engine import TEColumnParallelGroupedLinear, TERowParallelGroupedLinear
+
+        linears = MLPSubmodules(linear_fc1=TEColumnParallelGroupedLinear, linear_fc2=TERowParallelGroupedLinear)
+        experts = ModuleSpec(module=TEGroupedMLP, submodules=linears)
+    else:
+        linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+        experts = ModuleSpec(module=SequentialMLP, submodules=linears)
+    return ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=experts, router=SequenceRouter))
+
+
+class SparseLayer(TransformerLayer):
+    """Transformer layer whose router knows the sequences of the micro-batch, in the first forward and in a recomputed one alike."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Optional[Tensor]]:
+        with self.mlp.router.within(kwargs["packed_seq_params"]):
+            return super().forward(*args, **kwargs)
+
+
+@dataclass(frozen=True)
+class RouterLoad:
+    """What the routers of one rank saw in a training pass; sums over the ranks of a role are those of the whole batch.
+
+    tokens: [layers, experts] float64, real tokens sent to each expert. loss: [layers] float64, sum of the sequences' balancing losses,
+    neither divided by their number nor weighed. Rows of dense layers and of other stages are 0.
+    """
+
+    tokens: Tensor
+    loss: Tensor
+
+
+class RouterState:
+    """Shared by the routers of one model: weight of the balancing loss in the pass in progress, and the load that they saw in it."""
+
+    def __init__(self, num_layers: int, num_experts: int, device: torch.device) -> None:
+        self._load = RouterLoad(
+            torch.zeros(num_layers, num_experts, dtype=torch.float64, device=device),
+            torch.zeros(num_layers, dtype=torch.float64, device=device),
+        )
+        self.scale = 0.0
+
+    def begin(self, coefficient: float, num_sequences: float) -> None:
+        """Start a pass: the model's loss is coefficient / num_sequences times the sum over layers and sequences of their losses.
+
+        num_sequences: of the whole batch, over all ranks and micro-batches. With coefficient 0 only the load is recorded.
+        """
+        self.scale = coefficient / num_sequences
+        self._load.tokens.zero_()
+        self._load.loss.zero_()
+
+    def collect(self) -> RouterLoad:
+        """The load since `begin` on this rank (a copy)."""
+        return RouterLoad(self._load.tokens.clone(), self._load.loss.clone())
+
+    def record_tokens(self, layer: int, tokens: Tensor) -> None:
+        self._load.tokens[layer] += tokens
+
+    def record_loss(self, layer: int, loss: Tensor) -> None:
+        self._load.loss[layer] += loss
+
+
+def share_router_state(chunks: Sequence[torch.nn.Module]) -> Optional[RouterState]:
+    """Give all routers of a model (its chunks on this rank, not wrapped) one state. None for a dense model."""
+    config: TransformerConfig = chunks[0].config
+    if config.num_moe_experts is None:
+        return None
+    state = RouterState(config.num_layers, config.num_moe_experts, next(chunks[0].parameters()).device)
+    for chunk in chunks:
+        for module in chunk.modules():
+            if isinstance(module, SequenceRouter):
+                module.state = state
+    return state
+
+
+def load_metrics(tokens: Tensor) -> dict[str, float]:
+    """tokens [layers, experts] summed over all ranks -> figures to log.
+
+    max_violation: how far the busiest expert of any layer is above its even share, relative to it (MaxVio, arXiv:2408.15664).
+    idle_experts: share of all experts that no token chose.
+    """
+    sparse = tokens[tokens.sum(1) > 0]
+    if not len(sparse):
+        return {"max_violation": 0.0, "idle_experts": 0.0}
+    violation = sparse.amax(1) / sparse.mean(1) - 1
+    return {"max_violation": float(violation.max()), "idle_experts": float((sparse == 0).double().mean())}
+
+
+class SequenceRouter(Router):
+    """Softmax top-k router in fp32. Its balancing loss is that of DeepSeek-V3, eq. 17-20 (arXiv:2412.19437), per sequence:
+
+        L_b = sum_i f_i P_i,  f_i = E / (K T_b) * (tokens of b that chose expert i),  P_i = mean over b of the score of expert i
+
+    Padding counts nowhere. A sequence may be spread over tp and cp ranks: they add up their choices, and each takes the gradient of its
+    own tokens' scores, so the gradients of the ranks add up to that of the whole.
+    """
+
+    def __init__(self, config: TransformerConfig, pg_collection: Optional[ProcessGroupCollection] = None) -> None:
+        super().__init__(config, pg_collection)
+        if not config.use_cpu_initialization:
+            # Megatron creates this one weight on the host and moves it at the first forward, after DDP took its gradient buffers.
+            self.weight.data = self.weight.data.to(torch.cuda.current_device())
+        self.state: Optional[RouterState] = None
+        self._packed: Optional[PackedSequences] = None
+
+    @contextmanager
+    def within(self, packed: PackedSequences) -> Iterator[None]:
+        """Inside, tokens are those of this micro-batch."""
+        self._packed = packed
+        try:
+            yield
+        finally:
+            self._packed = None
+
+    def forward(self, input: Tensor, padding_mask: Optional[Tensor] = None) -> tuple[Tensor, Tensor]:
+        """[t, 1, H] of this rank's tokens -> weight of each expert [t, experts] fp32, 0 where it was not chosen, and the choice, bool."""
+        return self.routing(_RouterLinear.apply(input.flatten(0, -2), self.weight))
+
+    def routing(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        probs, chosen = topk_routing_with_score_function(
+            logits, self.config.moe_router_topk, use_pre_softmax=self.config.moe_router_pre_softmax
+        )
+        # A forward whose activations are recomputed runs without gradients first: it counts once.
+        if self.training and torch.is_grad_enabled() and self.state is not None:
+            probs = self._balance(self.state, logits, probs, chosen)
+        return probs, chosen
+
+    def _balance(self, state: RouterState, logits: Tensor, probs: Tensor, chosen: Tensor) -> Tensor:
+        """Record the load and attach the gradient of the balancing loss to `probs`."""
+        assert self._packed is not None, "the router ran outside its layer"
+        num_ranks = self.tp_group.size() if self.config.sequence_parallel else 1
+        sequence, real = local_sequences(self._packed, num_ranks, self.tp_group.rank(), logits.size(0))
+        with torch.no_grad():
+            counts = logits.new_zeros(self._packed.cu_seqlens_q.numel() - 1, self.num_experts)
+            counts.index_add_(0, sequence, (chosen & real[:, None]).to(counts.dtype))
+            state.record_tokens(self.layer_number - 1, counts.sum(0))
+        if state.scale == 0.0:
+            return probs
+        with torch.no_grad():
+            if self.tp_cp_group.size() > 1:
+                dist.all_reduce(counts, group=self.tp_cp_group)
+            num_tokens = counts.sum(1, keepdim=True) / self.config.moe_router_topk
+            # d L_b / d score of one token: f_i / T_b
+            slope = counts * (self.num_experts / self.config.moe_router_topk) / num_tokens.clamp(min=1).square()
+            slope = slope[sequence] * real[:, None]
+        loss = (torch.softmax(logits, dim=-1) * slope).sum()
+        state.record_loss(self.layer_number - 1, loss.detach())
+        return _AttachLoss.apply(probs, loss, state.scale)
+
+
+def local_sequences(packed: PackedSequences, tp: int, tp_rank: int, num_tokens: int) -> tuple[Tensor, Tensor]:
+    """([t] int64 sequence of each token of this rank, [t] bool whether it is real), t = num_tokens = T / cp / tp.
+
+    tp: ranks over which sequence parallelism cuts the tokens of a cp rank.
+    """
+    context, lengths = packed.context, packed.cu_seqlens_q.long().diff()
+    total = num_tokens * tp * (1 if context is None else context.size)
+    sequence = torch.arange(lengths.numel(), device=lengths.device).repeat_interleave(lengths, output_size=total)
+    real = torch.ones_like(sequence, dtype=torch.bool)
+    if packed.real is not None:
+        real = torch.zeros_like(real).index_fill_(0, packed.real, True)
+    if context is not None:
+        sequence, real = context.take(sequence), context.take(real)
+    return sequence.chunk(tp)[tp_rank], real.chunk(tp)[tp_rank]
+
+
+class _RouterLinear(torch.autograd.Function):
+    """x @ weight^T in fp32 from tensors of any dtype, saving them as they are: [t, H], [experts, H] -> [t, experts] fp32.
+
+    Megatron's own calls TransformerEngine's GEMM, without which it fails.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x.float() @ weight.float().T
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return (grad @ weight.float()).to(x.dtype), (grad.T @ x.float()).to(weight.dtype)
+
+
+class _AttachLoss(torch.autograd.Function):
+    """x unchanged; in the backward the loss takes the gradient `scale`, as if scale * loss had been added to the model's loss."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor, scale: float) -> Tensor:
+        ctx.scale, ctx.like = scale, (loss.dtype, loss.device)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        dtype, device = ctx.like
+        return grad, torch.tensor(ctx.scale, dtype=dtype, device=device), None
+
+
+def mark_experts(model: torch.nn.Module) -> None:
+    """Make DDP and the optimizer treat expert weights by the expert groups, whatever the sizes.
+
+    Megatron does so only where ep > 1. With ep = 1 and etp < tp under sequence parallelism the tp ranks hold copies of an expert that saw
+    different tokens: reduced over the dense data-parallel group, their gradients would stay apart. The second mark keeps the gradient norm
+    from dropping the experts of all tp ranks but the first as copies.
+    """
+    for module in model.modules():
+        if isinstance(module, (SequentialMLP, TEGroupedMLP)):
+            for parameter in module.parameters():
+                setattr(parameter, "allreduce", False)
+                setattr(parameter, "tensor_model_parallel", True)
