@@ -1,0 +1,57 @@
+"""Padding of packed batches: every token and field survives at the place that the index names, and the sizes come out even."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megappo.data.packing import PackedBatch, pack
+
+
+def batch_of(lengths: list[int]) -> PackedBatch:
+    """Tokens, a field and a mask that are nowhere what padding is."""
+    total = sum(lengths)
+    batch = pack([[7] * n for n in lengths])
+    fields = {"value": torch.arange(1.0, total + 1), "mask": torch.ones(total, dtype=torch.bool)}
+    return batch.with_fields(fields, {"score": torch.arange(1.0, len(lengths) + 1)})
+
+
+@given(st.lists(st.integers(0, 30), max_size=8), st.integers(1, 8), st.integers(1, 12))
+def test_sizes_come_out_even_and_tokens_stand_where_the_index_says(lengths, sequence_multiple, total_multiple) -> None:
+    batch = batch_of(lengths)
+    padded, index = batch.padded(sequence_multiple, total_multiple)
+    assert padded.num_tokens > 0 and padded.num_tokens % total_multiple == 0
+    assert not (padded.lengths % sequence_multiple).any() and padded.cu_seqlens[-1] == padded.num_tokens
+    assert padded.cu_seqlens.dtype == torch.int32 and padded.num_sequences - batch.num_sequences in (0, 1)
+    assert torch.equal(padded.tokens[index], batch.tokens)
+    for name in ("value", "mask"):
+        assert padded[name].dtype == batch[name].dtype and torch.equal(padded[name][index], batch[name])
+        everything_else = padded[name].clone()
+        everything_else[index] = 0
+        assert not everything_else.any()
+    # Sequences begin where they began, measured from their own first token, and the extra one has fields of zeros.
+    starts = padded.cu_seqlens[: batch.num_sequences].long().repeat_interleave(batch.lengths)
+    own_starts = batch.cu_seqlens[:-1].long().repeat_interleave(batch.lengths)
+    assert torch.equal(index - starts, torch.arange(batch.num_tokens) - own_starts)
+    assert torch.equal(padded["score"][: batch.num_sequences], batch["score"]) and not padded["score"][batch.num_sequences :].any()
+
+
+@given(st.lists(st.integers(0, 30), max_size=8), st.integers(1, 8), st.integers(1, 12))
+def test_no_more_is_padded_than_needed(lengths, sequence_multiple, total_multiple) -> None:
+    padded, _ = batch_of(lengths).padded(sequence_multiple, total_multiple)
+    assert padded.num_tokens <= max(1, sum(lengths) + len(lengths) * (sequence_multiple - 1)) + sequence_multiple * total_multiple - 1
+
+
+@pytest.mark.parametrize("lengths, sequence_multiple, total_multiple", [([4, 8], 4, 2), ([3, 5], 1, 1), ([6, 6], 1, 12)])
+def test_what_is_even_already_is_handed_back(lengths, sequence_multiple, total_multiple) -> None:
+    batch = batch_of(lengths)
+    padded, index = batch.padded(sequence_multiple, total_multiple)
+    assert padded is batch and torch.equal(index, torch.arange(sum(lengths)))
+
+
+@pytest.mark.parametrize("lengths", [[], [0, 0]])
+def test_an_empty_micro_batch_gets_one_sequence_of_padding(lengths) -> None:
+    padded, index = batch_of(lengths).padded(4, 8)
+    assert padded.lengths.tolist() == [*lengths, 8] and index.numel() == 0 and not padded["mask"].any()
