@@ -33,6 +33,9 @@ CASES: dict[str, tuple[str, dict]] = {
     "qwen2_yarn": ("Qwen2", dict(rope_parameters=_YARN)),
     "qwen3": ("Qwen3", dict(head_dim=24)),
     "mistral": ("Mistral", dict(head_dim=32, sliding_window=None)),
+    # Windows that some of the sequences exceed; Qwen's is in the second layer only.
+    "mistral_window": ("Mistral", dict(head_dim=16, sliding_window=9)),
+    "qwen2_window": ("Qwen2", dict(use_sliding_window=True, sliding_window=12, max_window_layers=1)),
     "ministral3_tied": ("Ministral3", dict(head_dim=20, rope_parameters=_MINISTRAL, tie_word_embeddings=True)),
 }
 
