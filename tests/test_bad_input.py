@@ -13,7 +13,7 @@ import pytest
 from megappo import cli, installed
 
 from .data.tokenizer_files import write_hf_tokenizer
-from .plan.checkpoints import TINY, write_checkpoint, write_run
+from .plan.checkpoints import SPARSE, TINY, write_checkpoint, write_run
 from .test_cli import files_of, run
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -48,6 +48,10 @@ def nothing(folder):
 
 def checkpoint(name="other", *, weights=True, tokenizer=True, **changes):
     return lambda folder: write_checkpoint(folder / name, TINY | changes, weights=weights, tokenizer=tokenizer)
+
+
+def sparse(folder):
+    write_checkpoint(folder / "model", SPARSE)
 
 
 def pickled(folder):
@@ -90,6 +94,7 @@ def link_out(folder):
     (folder / "runs" / "run").symlink_to(folder / "elsewhere")
 
 
+SP = "policy.parallel.sequence_parallel=true"
 GOOD = json.dumps({"prompt": "1+1=", "answer": "2"}) + "\n"
 LONG = json.dumps({"prompt": "1+" * 40, "answer": "40"}) + "\n"
 # what is prepared, overrides ({} is the folder), what stderr must contain
@@ -173,11 +178,31 @@ BAD = {
     ),
     "cp that heads do not fit": (
         nothing, ["run.num_ranks=8", "policy.parallel.cp=4"],
-        ["policy.parallel.cp = 4: does not divide the 2 attention heads of a tp rank (4 heads / tp 2); use 2"],
+        ["policy.parallel.cp = 4: cp 4 does not divide the heads", "2 attention heads and 1 KV heads (tp 2)", "that work are 1, 2"],
     ),
     "experts over more ranks than a stage has": (
         nothing, ["critic.parallel.ep=2"],
         ["critic.parallel.ep = 2: does not divide the 1 ranks of a pipeline stage (2 ranks / pp 2); use 1"],
+    ),
+    "ep without experts": (
+        nothing, ["policy.parallel.ep=2"], ["policy.parallel.ep = 2: ep 2 needs experts and this llama model has none; set ep to 1"],
+    ),
+    "etp without experts": (
+        nothing, ["policy.parallel.etp=2"], ["policy.parallel.etp = 2: etp 2 needs experts", "set etp to 1"],
+    ),
+    "balancing without experts": (
+        nothing, ["policy.router_aux_coef=0.001"], ["policy.router_aux_coef = 0.001: has no effect", "llama model has none; remove it"],
+    ),
+    "ep that does not divide the experts": (
+        sparse, ["run.num_ranks=4", SP, "policy.parallel.ep=4"],
+        ["policy.parallel.ep = 4: ep 4 does not divide the 6 experts of this qwen3_moe model; use a divisor of 6"],
+    ),
+    "etp that does not divide an expert": (
+        sparse, ["run.num_ranks=10", SP, "policy.parallel.etp=5"],
+        ["policy.parallel.etp = 5: etp 5 does not divide the 96 columns of an expert"],
+    ),
+    "experts and tp without sequence parallel": (
+        sparse, [], ["policy.parallel.sequence_parallel = false: tp 2 with experts needs it", "set it to true"],
     ),
     "rollout that heads do not fit": (nothing, ["run.num_ranks=6", "rollout.tp=3"], ["rollout.tp = 3", "4 attention heads"]),
     "cache too small for one sequence": (

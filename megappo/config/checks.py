@@ -139,7 +139,12 @@ def _k1_in_loss(config: TrainConfig) -> Optional[str]:
 
 
 def _critic_head(config: TrainConfig) -> Optional[str]:
-    if config.critic.value_head == "checkpoint" and config.critic.model is None:
+    critic = config.critic
+    if critic.value_head != "checkpoint":
+        return None
+    if critic.checkpoint is not None and critic.checkpoint_role == "policy":
+        return problem("critic.value_head", "checkpoint", "the policy of critic.checkpoint has no head; use zero or normal")
+    if critic.model is None and critic.checkpoint is None:
         return problem(
             "critic.value_head",
             "checkpoint",

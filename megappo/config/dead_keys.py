@@ -119,6 +119,16 @@ TRAIN: tuple[Dead, ...] = (
         "critic.optimizer.lr_schedule is constant; remove it, or use linear or cosine",
     ),
     Dead(
+        ("critic.checkpoint_role",),
+        lambda c: c.critic.checkpoint is None,
+        "critic.checkpoint is not set; remove it, or name the checkpoint",
+    ),
+    Dead(
+        ("critic.value_head",),
+        lambda c: c.critic.checkpoint is not None and c.critic.checkpoint_role == "critic",
+        "the critic of critic.checkpoint brings its own head; remove it, or set critic.checkpoint_role to policy",
+    ),
+    Dead(
         ("checkpoint.keep_last",),
         lambda c: c.checkpoint.save_every == 0,
         "checkpoint.save_every is 0, so there is one checkpoint, at the end; remove it, or set save_every",

@@ -12,7 +12,7 @@ from typing import Mapping
 from megappo.config.batch import nearest_divisors, step_arithmetic
 from megappo.config.errors import ConfigError, problem
 from megappo.config.layout_checks import parallel_problems, roles_in_use
-from megappo.config.schema import ParallelConfig, SftConfig, TrainConfig
+from megappo.config.schema import ParallelConfig, RoleConfig, SftConfig, TrainableConfig, TrainConfig
 from megappo.models.arch import ModelArch, read_arch
 from megappo.models.implementation import Implementation
 from megappo.parallel.layout import ParallelLayout
@@ -81,6 +81,7 @@ def check_layouts(
             raise ConfigError(message)
         for message in model_problems(section, parallel, archs[role], implementation):
             raise ConfigError(message)
+        _check_router(role, getattr(config, role), archs[role])
     if isinstance(config, TrainConfig):
         _check_rollout(config, archs["policy"])
         _check_lengths(config, archs)
@@ -90,12 +91,22 @@ def check_layouts(
     return {role: layout_of(parallel, world_size) for role, parallel in roles.items()}
 
 
+def _check_router(role: str, settings: RoleConfig, arch: ModelArch) -> None:
+    """A coefficient that is not 0 says that there are routers to balance."""
+    if isinstance(settings, TrainableConfig) and settings.router_aux_coef > 0 and arch.moe is None:
+        fix = f"has no effect: it balances experts and this {arch.family} model has none; remove it"
+        raise ConfigError(problem(f"{role}.router_aux_coef", settings.router_aux_coef, fix))
+
+
 def _check_rollout(config: TrainConfig, arch: ModelArch) -> None:
-    """vLLM cuts query heads and the MLP evenly and repeats KV heads where there are fewer than ranks."""
+    """vLLM cuts query heads, the MLP and every expert evenly and repeats KV heads where there are fewer than ranks."""
     tp = config.rollout.tp
     if config.rollout.engine != "vllm":
         return
-    for what, size in (("attention heads", arch.num_heads), ("MLP columns", arch.ffn_size)):
+    sizes = [("attention heads", arch.num_heads)]
+    sizes += [("MLP columns", arch.ffn_size)] if arch.has_dense_mlp else []
+    sizes += [("columns of an expert", arch.moe.ffn_size)] if arch.moe is not None else []
+    for what, size in sizes:
         if size % tp:
             fitting = " or ".join(str(d) for d in nearest_divisors(size, tp))
             raise ConfigError(problem("rollout.tp", tp, f"does not divide the {size} {what} of policy.model; use {fitting}"))

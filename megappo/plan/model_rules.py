@@ -1,4 +1,4 @@
-"""Which parallel sizes a model allows: heads, columns, layers. Every rule names the key, its value and the numbers that would do.
+"""Which parallel sizes a model allows: heads, columns, layers, experts. Every rule names the key, its value and the numbers that would do.
 
 Which layouts exist at all, whatever the model, is `config/layout_checks.py`; `layouts.py` asks both for every role of a run.
 """
@@ -10,7 +10,7 @@ from typing import Iterator
 from megappo.config.batch import nearest_divisors
 from megappo.config.errors import problem
 from megappo.config.schema import ParallelConfig
-from megappo.models.arch import ModelArch, check_tp
+from megappo.models.arch import ModelArch, check_cp, check_ep, check_tp
 from megappo.models.implementation import Implementation
 
 _UNEVEN = "or give an uneven split in layers_per_stage"
@@ -24,7 +24,8 @@ def model_problems(section: str, parallel: ParallelConfig, arch: ModelArch, impl
         yield problem(f"{section}.tp", parallel.tp, str(error))
         return  # the rules below divide by tp
     yield from _layer_problems(section, parallel, arch.num_layers)
-    yield from _context_problems(section, parallel, arch, implementation)
+    yield from _head_problems(section, parallel, arch, implementation)
+    yield from _expert_problems(section, parallel, arch)
 
 
 def _layer_problems(section: str, parallel: ParallelConfig, layers: int) -> Iterator[str]:
@@ -41,12 +42,23 @@ def _layer_problems(section: str, parallel: ParallelConfig, layers: int) -> Iter
         yield problem(f"{section}.vpp", vpp, f"does not divide {stage} into chunks; use {_or(layers // pp, vpp)}, {_UNEVEN}")
 
 
-def _context_problems(section: str, parallel: ParallelConfig, arch: ModelArch, implementation: Implementation) -> Iterator[str]:
-    """The all-to-all of our attention gives every cp rank an equal part of the query heads; a ring passes KV on and needs none."""
-    heads = arch.num_heads // parallel.tp
-    if implementation == "local" and heads % parallel.cp:
-        of = f"the {heads} attention heads of a tp rank ({arch.num_heads} heads / tp {parallel.tp})"
-        yield problem(f"{section}.cp", parallel.cp, f"does not divide {of}; use {_or(heads, parallel.cp)}")
+def _head_problems(section: str, parallel: ParallelConfig, arch: ModelArch, implementation: Implementation) -> Iterator[str]:
+    try:
+        check_cp(arch, parallel.tp, parallel.cp, implementation)
+    except ValueError as error:
+        yield problem(f"{section}.cp", parallel.cp, str(error))
+
+
+def _expert_problems(section: str, parallel: ParallelConfig, arch: ModelArch) -> Iterator[str]:
+    for axis, ep, etp in (("ep", parallel.ep, 1), ("etp", 1, parallel.etp)):
+        try:
+            check_ep(arch, ep, etp)
+        except ValueError as error:
+            yield problem(f"{section}.{axis}", getattr(parallel, axis), str(error))
+    if arch.moe is not None and parallel.tp > 1 and not parallel.sequence_parallel:
+        # Every tp rank would dispatch the same tokens; Megatron-core's MoELayer refuses to train so.
+        fix = f"tp {parallel.tp} with experts needs it, because Megatron-core dispatches the tokens of each tp rank; set it to true"
+        yield problem(f"{section}.sequence_parallel", False, fix)
 
 
 def _or(number: int, wanted: int) -> str:

@@ -18,6 +18,7 @@ from megappo.models.arch import ModelArch
 from megappo.models.families import hf_tensors
 from megappo.parallel.layout import ParallelLayout
 from megappo.models.implementation import choose_implementation
+from megappo.plan.critic_source import critic_source
 from megappo.plan.data import RunData, SftData, load_run_data, load_sft_data
 from megappo.plan.estimate import Plan, make_plan
 from megappo.plan.layouts import check_layouts, read_archs
@@ -48,6 +49,7 @@ def prepare(config: TrainConfig, world_size: int, device: Device, device_memory:
     implementation = choose_implementation(config.model.impl, device)  # raises where it cannot work
     archs = read_archs(config)
     layouts = check_layouts(config, archs, world_size, implementation)
+    critic_source(config.critic, archs["critic"])  # raises where there is no such checkpoint
     plan = make_plan(config, archs, layouts, world_size, device, device_memory)
     return Prepared(plan, load_run_data(config, archs["policy"]), tuple(notes))
 

@@ -67,6 +67,12 @@ BROKEN = [
     ("_k1_in_loss", ["algorithm.kl.placement=loss"], ["algorithm.kl.estimator", "k2 or k3"], "algorithm.kl.estimator=k3"),
     ("_critic_head", ["critic.value_head=checkpoint"], ["critic.value_head", "needs critic.model"], "critic.model=m"),
     (
+        "_critic_head",
+        ["critic.checkpoint=runs/other", "critic.checkpoint_role=policy", "critic.model=m", "critic.value_head=checkpoint"],
+        ["critic.value_head", "has no head; use zero or normal"],
+        "critic.value_head=zero",
+    ),
+    (
         "_critic_warmup",
         ["critic.warmup_steps=11", "trainer.steps=10"],
         ["critic.warmup_steps = 11", "10 steps"],

@@ -46,6 +46,8 @@ DEAD = [
     ([], "reward.length_penalty_start=5", "reward.length_penalty=0.1"),
     ([], "policy.optimizer.min_lr_ratio=0.1", "policy.optimizer.lr_schedule=cosine"),
     ([], "critic.optimizer.min_lr_ratio=0.1", "critic.optimizer.lr_schedule=linear"),
+    ([], "critic.checkpoint_role=critic", "critic.checkpoint=runs/other"),
+    (["critic.checkpoint=runs/other"], "critic.value_head=normal", "critic.checkpoint_role=policy"),
     ([], "checkpoint.keep_last=3", "checkpoint.save_every=5"),
     (["telemetry.trajectories_every=0"], "telemetry.trajectories_per_step=4", "telemetry.trajectories_every=5"),
 ]

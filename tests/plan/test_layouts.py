@@ -10,9 +10,9 @@ from megappo.config.schema import ParallelConfig, SftConfig
 from megappo.parallel.layout import ParallelLayout
 from megappo.plan.layouts import check_layouts, layout_of, model_paths, read_archs
 
-from .checkpoints import TINY, write_checkpoint, write_run
+from .checkpoints import SPARSE, TINY, write_checkpoint, write_run
 
-NONE = "algorithm.kl.placement=none"
+NONE, SP = "algorithm.kl.placement=none", "policy.parallel.sequence_parallel=true"
 # architecture of the policy, overrides, ranks, what the message must contain
 IMPOSSIBLE = [
     (TINY, ["policy.parallel.tp=4"], 4, ["policy.parallel.tp = 4", "2 KV heads", "largest tp that works is 2"]),
@@ -41,13 +41,21 @@ IMPOSSIBLE = [
     (TINY, ["reference.parallel.vpp=2"], 2, ["reference.parallel.vpp = 2", "needs pp > 1"]),
     (
         TINY, ["reference.parallel.cp=3"], 6,
-        ["reference.parallel.cp = 3", "4 attention heads of a tp rank (4 heads / tp 1)", "use 2 or 4"],
+        ["reference.parallel.cp = 3", "a tp rank has 4 attention heads and 2 KV heads (tp 1)", "that work are 1, 2, 4"],
     ),
     (
         TINY, ["policy.parallel.cp=4"], 8,
-        ["policy.parallel.cp = 4", "2 attention heads of a tp rank (4 heads / tp 2)", "use 2"],
+        ["policy.parallel.cp = 4", "a tp rank has 2 attention heads and 1 KV heads (tp 2)", "that work are 1, 2"],
     ),
     (TINY, ["policy.parallel.cp=2"], 2, ["policy.parallel: tp 2 x cp 2 x pp 1 = 4 does not divide the 2 ranks", "use 4 ranks"]),
+    (TINY, ["critic.parallel.ep=2"], 4, ["critic.parallel.ep = 2", "llama model has none", "set ep to 1"]),
+    (TINY, ["policy.parallel.etp=2"], 2, ["policy.parallel.etp = 2", "llama model has none", "set etp to 1"]),
+    (TINY, ["critic.router_aux_coef=0.01"], 2, ["critic.router_aux_coef = 0.01", "this llama model has none; remove it"]),
+    (SPARSE, [], 2, ["policy.parallel.sequence_parallel = false", "tp 2 with experts needs it", "set it to true"]),
+    (SPARSE, [SP, "reference.parallel.tp=2"], 2, ["reference.parallel.sequence_parallel = false", "tp 2 with experts"]),
+    (SPARSE, [SP, "policy.parallel.ep=4"], 4, ["policy.parallel.ep = 4", "does not divide the 6 experts", "divisor of 6"]),
+    (SPARSE, [SP, "critic.parallel.etp=5"], 10, ["critic.parallel.etp = 5", "does not divide the 96 columns of an expert"]),
+    (SPARSE | {"moe_intermediate_size": 90}, [SP, "rollout.tp=4"], 4, ["rollout.tp = 4", "90 columns of an expert"]),
     (TINY, ["rollout.tp=3"], 6, ["rollout.tp = 3", "4 attention heads", "use 2 or 4"]),
     (
         TINY | {"num_attention_heads": 12, "num_key_value_heads": 6, "head_dim": 32},
@@ -92,6 +100,18 @@ def test_a_layout_that_works_passes(tmp_path, overrides, ranks):
     layouts = check_layouts(config, read_archs(config), ranks)
     assert set(layouts) == ({"policy", "critic"} if NONE in overrides else {"policy", "critic", "reference"})
     assert all(layouts[role].tp == getattr(config, role).parallel.tp and layouts[role].world_size == ranks for role in layouts)
+
+
+@pytest.mark.parametrize("overrides, ranks", [
+    ([SP, "policy.parallel.ep=2", "policy.router_aux_coef=0.001"], 2),
+    ([SP, "policy.parallel.ep=3", "policy.parallel.etp=2", "critic.parallel.ep=3", "reference.parallel.etp=3"], 6),
+    (["policy.parallel.tp=1", "policy.parallel.cp=2", "policy.parallel.ep=2", "rollout.tp=2"], 2),
+])  # fmt: skip
+def test_a_layout_of_experts_that_works_passes(tmp_path, overrides, ranks):
+    path = write_run(tmp_path)
+    write_checkpoint(tmp_path / "model", SPARSE, tokenizer=False)
+    config = load_config(path, ["run.num_ranks=null", *overrides])
+    assert set(check_layouts(config, read_archs(config), ranks)) == {"policy", "critic", "reference"}
 
 
 def test_every_parallel_key_reaches_the_layout():
