@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Literal, Sequence
 
-from megappo.models.arch import ModelArch
+from megappo.models.arch import ModelArch, MoeArch
 from megappo.parallel.layout import ParallelLayout
 
 FP32 = 4
@@ -33,25 +33,44 @@ def activation_bytes(
     tokens: of a micro-batch on this rank, its part under context parallel. recompute: selective counts like none, because attention
     stores no scores that it could save; full keeps the input of every layer, and everything of the one that is being recomputed.
     """
-    layer = layer_elements_per_token(arch, layout, itemsize)
-    if not trained:
-        return tokens * layer * itemsize
     boundary = arch.hidden_size // _sequence_shards(layout)
-    kept, working = (boundary, layer) if recompute == "full" else (layer, 0)
-    chunks = [len(layout.chunk_layers(arch.num_layers, stage, chunk)) * kept for chunk in range(layout.vpp)]
-    return tokens * (peak_in_flight(layout, stage, num_micro_batches, chunks) + working) * itemsize
+    chunks = [
+        [layer_elements_per_token(arch, layout, itemsize, arch.is_sparse(layer)) for layer in layers]
+        for layers in (layout.chunk_layers(arch.num_layers, stage, chunk) for chunk in range(layout.vpp))
+    ]
+    largest = max(max(layers) for layers in chunks)
+    if not trained:
+        return tokens * largest * itemsize
+    if recompute == "full":
+        kept, working = [boundary * len(layers) for layers in chunks], largest
+    else:
+        kept, working = [sum(layers) for layers in chunks], 0
+    return tokens * (peak_in_flight(layout, stage, num_micro_batches, kept) + working) * itemsize
 
 
-def layer_elements_per_token(arch: ModelArch, layout: ParallelLayout, itemsize: int) -> int:
-    """Activations that one layer keeps per token of its rank, in elements of `itemsize` bytes.
+def layer_elements_per_token(arch: ModelArch, layout: ParallelLayout, itemsize: int, sparse: bool = False) -> int:
+    """Activations that one layer keeps per token of its rank, in elements of `itemsize` bytes. sparse: a layer of experts.
 
-    Each of the two norms: its input (in fp32), the normalised input and the output. Attention: the projected query, key and
-    value, the rotated query and key, the output and its copy in the packed order. MLP: gate and up, up again (Megatron adds an
-    offset to it), silu(gate), and the product. A test holds this against the tensors that a real model saves.
+    Each of the two norms: its input (in fp32), the normalised input and the output. Attention: query, key and value, the output, and
+    its copy in the packed order; context parallel exchanges tokens for heads, of which every rank needs at least one to be the key's.
+    A test holds this against the tensors that a real model saves.
     """
     norms = 2 * (arch.hidden_size * FP32 // itemsize + 2 * arch.hidden_size)
-    attention = 3 * (arch.num_heads + arch.num_kv_heads) * arch.head_dim
-    return norms // _sequence_shards(layout) + (attention + 5 * arch.ffn_size) // layout.tp
+    attention = 3 * (arch.num_heads // layout.tp + max(arch.num_kv_heads // layout.tp, layout.cp)) * arch.head_dim
+    mlp = _expert_elements(arch.moe, arch.hidden_size, layout, itemsize) if sparse and arch.moe else 5 * arch.ffn_size // layout.tp
+    return norms // _sequence_shards(layout) + attention + mlp
+
+
+def _expert_elements(moe: MoeArch, hidden_size: int, layout: ParallelLayout, itemsize: int) -> int:
+    """What dispatch, experts and router keep per token of a rank, where the tokens fall evenly on the experts.
+
+    A rank of ep receives as many rows as it sends, top_k for each of its tokens, and gathers those of its etp ranks. A row: its input;
+    gate and up, up with its offset, silu(gate), the product, and the product weighed by the router. Router: weight (fp32) and choice of
+    every expert, and the indices and weights of the chosen ones (24 bytes each). Experts that are chosen more often need more.
+    """
+    row = hidden_size + 6 * moe.ffn_size // layout.etp
+    router = (moe.num_experts * (FP32 + 1) + moe.top_k * 24) // itemsize
+    return (moe.top_k * layout.etp * row + router) // _sequence_shards(layout)
 
 
 def peak_in_flight(layout: ParallelLayout, stage: int, num_micro_batches: int, chunks: Sequence[int]) -> int:

@@ -181,7 +181,7 @@ def _check_fit(plan: Plan) -> Plan:
     if certain > have:
         raise ConfigError(
             f"rank {rank} needs {gib(certain)} GiB for weights, gradients, optimizer and rollout and has {gib(have)} GiB; "
-            f"raise {_widest(plan, rank)}.parallel.tp or .pp, offload a role (policy.offload.*), or lower rollout.memory_share"
+            f"raise {_cutting_keys(plan, rank)}, offload a role (policy.offload.*), or lower rollout.memory_share"
         )
     if peak <= have:
         return plan
@@ -192,9 +192,10 @@ def _check_fit(plan: Plan) -> Plan:
     return Plan(**{**plan.__dict__, "warnings": (warning,)})
 
 
-def _widest(plan: Plan, rank: int) -> str:
-    """The role that takes most on this rank."""
-    return max(plan.layouts, key=lambda role: plan.stage(role, rank).resident)
+def _cutting_keys(plan: Plan, rank: int) -> str:
+    """The keys that cut the weights of the role which takes most on this rank."""
+    role = max(plan.layouts, key=lambda role: plan.stage(role, rank).resident)
+    return f"{role}.parallel.tp or .pp" + (" or .ep" if plan.archs[role].moe is not None else "")
 
 
 def bytes_of_gib(value: Optional[float]) -> Optional[int]:

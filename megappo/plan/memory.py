@@ -131,7 +131,9 @@ def rollout_memory(
 ) -> RolloutMemory:
     """Weights and KV cache of one rank of a vLLM replica; KV heads are repeated where there are fewer of them than ranks."""
     repeated = replace(arch, num_kv_heads=max(arch.num_kv_heads, tp))
-    weights = itemsize * count_parameters(repeated, ParallelLayout(tp, tp=tp), stage=0).total
+    # vLLM cuts experts like any other matrix; Megatron's etp does the same.
+    layout = ParallelLayout(tp, tp=tp, etp=tp if arch.moe is not None else 1)
+    weights = itemsize * count_parameters(repeated, layout, stage=0).total
     per_token = 2 * arch.num_layers * repeated.num_kv_heads // tp * arch.head_dim * itemsize
     if kv_cache_gib is not None:
         cache: Optional[int] = int(kv_cache_gib * GIB)

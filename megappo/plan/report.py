@@ -6,6 +6,7 @@ from math import prod
 from typing import Iterator, Optional, Sequence
 
 from megappo.config.batch import StepArithmetic
+from megappo.models.arch import ModelArch
 from megappo.models.families import hf_tensors
 from megappo.parallel.layout import ParallelLayout
 from megappo.plan.data import RunData
@@ -40,13 +41,22 @@ def _model_lines(plan: Plan) -> list[str]:
         parameters = sum(prod(shape) for shape in hf_tensors(arch, value_head=role == "critic").values())
         heads = f"{arch.num_heads} / {arch.num_kv_heads}"
         rows.append([
-            role, arch.family, f"{parameters:,}", str(arch.num_layers), str(arch.hidden_size), heads, str(arch.ffn_size),
+            role, arch.family, f"{parameters:,}", str(arch.num_layers), str(arch.hidden_size), heads, _ffn_text(arch),
             f"{arch.vocab_size:,}", path,
         ])  # fmt: skip
     lines = table(
         ["role", "family", "parameters", "layers", "hidden", "heads / KV", "ffn", "vocab"], [row[:-1] for row in rows], left=2
     )
-    return lines + [f"  {row[0]}: {row[-1]}" for row in rows]
+    lines += [f"  {row[0]}: {row[-1]}" for row in rows]
+    critic = plan.config.critic
+    if critic.checkpoint is not None:
+        lines.append(f"  critic: starts from the {critic.checkpoint_role} in {critic.checkpoint}")
+    return lines
+
+
+def _ffn_text(arch: ModelArch) -> str:
+    """Columns of the MLP, or `2 of 8 x 96`: experts of a token, of a layer, and the columns of one."""
+    return str(arch.ffn_size) if arch.moe is None else f"{arch.moe.top_k} of {arch.moe.num_experts} x {arch.moe.ffn_size}"
 
 
 def _rank_lines(plan: Plan) -> list[str]:

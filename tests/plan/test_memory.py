@@ -1,9 +1,11 @@
 """Bytes of a rank against hand-computed values, and the estimate of activations against the tensors that a real model saves."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from megappo.models.arch import ModelArch, Rope
+from megappo.models.arch import ModelArch, MoeArch, Rope
 from megappo.parallel.layout import ParallelLayout
 from megappo.plan.activations import layer_elements_per_token, output_bytes, peak_in_flight
 from megappo.plan.memory import GIB, count_parameters, role_memory, rollout_memory
@@ -209,21 +211,40 @@ SHAPES = [  # hidden, heads, kv heads, head_dim, ffn
 ]
 
 
+MOE, FINE = MoeArch(8, 2, 96, True), MoeArch(32, 4, 48, False)
+# axes of two ranks, shape, experts, dtype, recompute
+MEASURED = (
+    [({}, shape, None, dtype, "none") for shape in SHAPES for dtype in (torch.float32, torch.bfloat16)]
+    + [({}, SHAPES[0], None, torch.float32, recompute) for recompute in ("selective", "full")]
+    + [({"cp": 2}, shape, None, torch.float32, "none") for shape in SHAPES[:2]]  # the second has fewer KV heads than ranks
+    + [({"tp": 2, "sequence_parallel": True}, SHAPES[0], None, torch.float32, "none")]
+    + [({"ep": 2}, SHAPES[0], moe, dtype, "none") for moe, dtype in ((MOE, torch.float32), (MOE, torch.bfloat16), (FINE, torch.bfloat16))]
+    + [({"tp": 2, "sequence_parallel": True, **more}, SHAPES[0], MOE, torch.float32, "none") for more in ({}, {"etp": 2}, {"ep": 2})]
+    + [({"cp": 2, "ep": 2}, SHAPES[0], MOE, torch.float32, "none")]
+)
+
+
+def shaped(layers, shape, moe):
+    arch = llama(layers, *shape)
+    return arch if moe is None else replace(arch, family="qwen3_moe", moe=moe)
+
+
 def saved_bytes(rank, cases):
-    """Bytes per token that one layer keeps: the difference between four and two layers, halved."""
+    """Bytes per token of a micro-batch that one layer keeps on this rank: the difference between four and two layers, halved."""
     from megappo.platform import cpu
 
     cpu.install()
     from megappo.data.packing import cu_seqlens_of
     from megappo.models.build import build_model
+    from megappo.parallel.context import context_shard
     from megappo.parallel.groups import build_groups
 
-    groups = build_groups(ParallelLayout(1))
     tokens = 512
 
-    def kept(layers, shape, dtype, recompute):
-        hidden, heads, kv_heads, head_dim, ffn = shape
-        (model,) = build_model(llama(layers, hidden, heads, kv_heads, head_dim, ffn), groups, dtype=dtype, recompute=recompute)
+    def kept(layers, axes, shape, moe, dtype, recompute):
+        groups = build_groups(ParallelLayout(2, **axes))
+        (model,) = build_model(shaped(layers, shape, moe), groups, dtype=dtype, recompute=recompute)
+        torch.manual_seed(0)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.normal_(0, 0.02)
@@ -236,8 +257,10 @@ def saved_bytes(rank, cases):
                 storages[storage.data_ptr()] = (storage.nbytes(), tensor)  # holding it keeps the address from being used again
             return tensor
 
+        cu_seqlens = cu_seqlens_of([tokens // 4] * 4)
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            output = model(torch.randint(0, 64, (tokens,)), cu_seqlens_of([tokens // 4] * 4))
+            context = context_shard(cu_seqlens, groups.collection.cp, torch.device("cpu"))
+            output = model(torch.randint(0, 64, (tokens,)), cu_seqlens, context)
         assert output.requires_grad
         return sum(size for size, _ in storages.values())
 
@@ -245,16 +268,76 @@ def saved_bytes(rank, cases):
 
 
 def test_the_estimate_of_activations_holds_against_a_real_model():
-    cases = [(shape, dtype, "none") for shape in SHAPES for dtype in (torch.float32, torch.bfloat16)]
-    cases += [(SHAPES[0], torch.float32, "selective"), (SHAPES[0], torch.float32, "full")]
-    measured = spawn_world(saved_bytes, 1, cases)[0]
-    for (shape, dtype, recompute), found in zip(cases, measured):
-        hidden, heads, kv_heads, head_dim, ffn = shape
-        expected = layer_elements_per_token(llama(4, *shape), ParallelLayout(1), dtype.itemsize) * dtype.itemsize
+    ranks = spawn_world(saved_bytes, 2, MEASURED)
+    for case, found in zip(MEASURED, (sum(sizes) / 2 for sizes in zip(*ranks))):  # experts are not chosen evenly: the mean counts
+        axes, shape, moe, dtype, recompute = case
+        layout = ParallelLayout(2, **axes)
+        per_token = layer_elements_per_token(shaped(4, shape, moe), layout, dtype.itemsize, sparse=moe is not None)
+        expected = per_token * dtype.itemsize / layout.cp
         if recompute == "full":
-            assert found == hidden * dtype.itemsize
+            assert found == shape[0] * dtype.itemsize
             continue
         # An upper bound, and close to it: what it leaves out (softmax sums, rms) is below 1 %, what it adds below 10 %.
-        assert 0.99 * found <= expected <= 1.10 * found, (shape, dtype, found, expected)
-        without_mlp = expected - 5 * ffn * dtype.itemsize
+        assert 0.99 * found <= expected <= 1.10 * found, (case, found, expected)
+        hidden, *_, ffn = shape
+        rows, columns = (1, 5 * ffn) if moe is None else (moe.top_k, hidden + 6 * moe.ffn_size)
+        without_mlp = expected - rows * columns * dtype.itemsize / (layout.cp * layout.tp)
         assert not 0.99 * found <= without_mlp, "negative control: a term left out is seen"
+
+
+def sparse_arch(dense_layers=()):
+    """Four layers of 8 experts, of which a token takes 2."""
+    return replace(llama(), family="qwen3_moe", qk_norm=True, moe=replace(MOE, dense_layers=dense_layers))
+
+
+EXPERT = 3 * 96 * 128
+# axes (8 ranks), stage, experts of a rank (of 8 in each of 4 layers), each cut over so many ranks
+EXPERTS = [
+    ({}, 0, 4 * 8, 1),
+    ({"ep": 4}, 0, 4 * 2, 1),
+    ({"etp": 2}, 0, 4 * 8, 2),
+    ({"ep": 2, "etp": 4}, 0, 4 * 4, 4),
+    ({"pp": 2, "ep": 2}, 1, 2 * 4, 1),
+    ({"pp": 2, "layers_per_stage": (3, 1), "cp": 2}, 0, 3 * 8, 1),
+    ({"tp": 2, "sequence_parallel": True, "ep": 8}, 0, 4 * 1, 1),
+]
+
+
+@pytest.mark.parametrize("axes, stage, experts, cut", EXPERTS)
+def test_experts_of_a_rank(axes, stage, experts, cut):
+    layout = ParallelLayout(8, **axes)
+    count = count_parameters(sparse_arch(), layout, stage)
+    assert count.experts == experts * EXPERT // cut
+    layers = len(list(layout.stage_layers(4, stage)))
+    router_and_norms = 8 * 128 + 2 * 128 + 2 * 32
+    attention = (128 * 128 + 2 * 64 * 128 + 128 * 128) // layout.tp
+    ends = 64 * 128 // layout.tp * (1 + (layout.pp == 1)) + (128 if stage == layout.pp - 1 else 0)
+    assert count.dense == layers * (router_and_norms + attention) + ends
+
+
+def test_the_state_of_experts_is_cut_over_the_ranks_that_hold_them():
+    """8 ranks: the dense layers are cut over dp x cp, experts over what ep and etp leave."""
+    sizes = {"dtype": "bf16", "trained": True, "micro_batch_tokens": 8, "num_micro_batches": 1}
+    for axes, dense_shards, expert_shards in [({}, 8, 8), ({"ep": 4}, 8, 2), ({"ep": 2, "etp": 2}, 8, 2), ({"cp": 2, "ep": 8}, 8, 1)]:
+        layout = ParallelLayout(8, **axes)
+        count = count_parameters(sparse_arch(), layout, 0)
+        whole = role_memory(sparse_arch(), layout, 0, distributed_optimizer=False, **sizes)
+        cut = role_memory(sparse_arch(), layout, 0, **sizes)
+        assert whole.optimizer == 12 * (count.dense + count.experts)
+        assert cut.optimizer == 12 * count.dense // dense_shards + 12 * count.experts // expert_shards
+        assert cut.weights == 2 * count.total and cut.gradients == 4 * count.total
+
+
+def test_layers_without_experts_are_counted_as_such():
+    layout, sizes = ParallelLayout(2, pp=2), {"dtype": "fp32", "trained": True, "micro_batch_tokens": 10, "num_micro_batches": 1}
+    mixed = sparse_arch(dense_layers=(0,))
+    dense, sparse = (layer_elements_per_token(mixed, layout, 4, kind) for kind in (False, True))
+    assert dense != sparse
+    assert role_memory(mixed, layout, 0, **sizes).activations == 10 * 4 * (dense + sparse)
+    assert count_parameters(mixed, layout, 0).experts == 8 * EXPERT
+
+
+def test_vllm_cuts_every_expert_over_its_ranks():
+    whole, quarter = (rollout_memory(sparse_arch(), tp, 2, 0.1, 0.5, None).weights for tp in (1, 2))
+    shared = 4 * (8 * 128 + 2 * 128 + 2 * 32) + 128  # routers and norms are on every rank
+    assert quarter == (whole - 2 * shared) // 2 + 2 * shared

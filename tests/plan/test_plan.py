@@ -14,7 +14,7 @@ from megappo.plan.prepare import prepare
 from megappo.plan.report import report
 from megappo.plan.tables import figures, groups_text, ranks_text, table
 
-from .checkpoints import LLAMA_7B, TINY, write_checkpoint, write_prompts, write_run
+from .checkpoints import LLAMA_7B, SPARSE, TINY, write_checkpoint, write_prompts, write_run
 
 
 def plan_of(path, overrides=(), ranks=2, device="cpu", memory=None):
@@ -143,6 +143,38 @@ def test_a_large_world_is_printed_compactly(tmp_path):
     assert all(len(line) <= 100 for line in text.splitlines() if str(tmp_path) not in line)
     assert len(text.splitlines()) < 60
     assert "0-7 | 8-15 | ... | 1016-1023 (128 groups)" in text and "0,512 | 1,513 | ... | 511,1023 (512 groups)" in text
+
+
+def test_the_report_shows_every_axis_that_a_role_uses(tmp_path):
+    path = write_run(tmp_path)
+    write_checkpoint(tmp_path / "model", SPARSE, tokenizer=False)
+    axes = [
+        "policy.parallel.sequence_parallel=true", "policy.parallel.cp=2", "policy.parallel.ep=3", "critic.parallel.vpp=2",
+        "critic.parallel.layers_per_stage=[1,1,1,1]", "reference.parallel.pp=2", "reference.parallel.layers_per_stage=[3,1]",
+    ]  # fmt: skip
+    text = report(plan_of(path, ["run.num_ranks=null", *axes], 12))
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    for expected in (
+        "role tp pp dp vpp cp ep", "policy 2 sp 1 3 1 2 3", "critic 1 2 6 2 1 1", "reference 1 2 6 1 1 1",
+        "policy cp 0,2 | 1,3 | ... | 9,11 (6 groups)", "policy ep 0-2 | 3-5 | 6-8 | 9-11",
+        "critic: layers of the stages 1 + 1 | 1 + 1", "reference: layers of the stages 3 | 1",
+    ):  # fmt: skip
+        assert expected in lines, (expected, text)
+    assert "2 of 6 x 96" in text and all(len(line) <= 100 for line in text.splitlines() if str(tmp_path) not in line)
+    plain = report(plan_of(path, ["policy.parallel.tp=1"], 2))
+    assert not {"cp", "ep", "vpp"} & set(plain.split()), "axes that nobody uses are not shown"
+
+
+def test_padding_for_context_parallel_is_counted(tmp_path):
+    """16 sequences of 24 tokens, a multiple of 2 * 3 but not of 2 * 5 (then 30), in one micro-batch."""
+    def activations(cp):
+        path = write_run(tmp_path)
+        write_checkpoint(tmp_path / "model", TINY | {"num_attention_heads": 15, "num_key_value_heads": 15, "head_dim": 8}, tokenizer=False)
+        overrides = ["run.num_ranks=null", "policy.parallel.tp=1", f"critic.parallel.cp={cp}", "critic.parallel.pp=1", "rollout.tp=1"]
+        return plan_of(path, overrides, cp).memory["critic"][0].activations
+
+    assert activations(3) * 3 == activations(1)
+    assert activations(5) * 5 == activations(1) * 30 // 24
 
 
 # what is wrong with the data, what the message must contain
