@@ -1,7 +1,7 @@
 """Sliding-window attention as a Hugging Face config.json states it: how far back tokens see, and in which layers.
 
 The families state it differently: Mistral gives one window for all layers, Qwen switches it on and names the first layer that has
-it, and `layer_types` names every layer. Reads JSON only; the mask is `attention.band`.
+it, or every layer in `layer_types`. Reads JSON only; the mask is `attention.band`.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from typing import Any, Mapping, Optional
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _DEFAULT_WINDOW = {"mistral": 4096, "qwen2": 4096, "qwen3": 4096, "qwen3_moe": 4096}
-# transformers' Qwen3MoeConfig knows neither layer_types nor max_window_layers.
-_ONE_WINDOW_FOR_ALL = ("qwen3_moe",)
-# Qwen's max_window_layers: the layers below it see everything.
+_SWITCHED = ("qwen2", "qwen3", "qwen3_moe")
+"""Families whose window holds only where use_sliding_window is true."""
+_BY_LAYER = ("qwen2", "qwen3")
+# max_window_layers of these: the layers below it see everything.
 _DEFAULT_FIRST_LAYER = 28
 
 
@@ -21,34 +22,38 @@ def read_window(
 ) -> tuple[Optional[int], tuple[bool, ...]]:
     """(tokens that a token sees, itself included; for every layer whether that holds there); (None, ()) where all layers see all.
 
-    A window of max_positions or more hides nothing and counts as none. ValueError where the config contradicts itself.
+    A window of max_positions or more hides nothing and counts as none. ValueError where the config contradicts itself, or where
+    transformers and vLLM read it differently: the policy would be another model in the rollout.
     """
     window = config.get("sliding_window", _DEFAULT_WINDOW.get(family))
-    if family.startswith("qwen") and not config.get("use_sliding_window", False):
+    if family in _SWITCHED and not config.get("use_sliding_window", False):
         window = None
-    layers = _sliding_layers(config, family, num_layers, window)
-    if not any(layers):
-        return None, ()
     if window is None:
-        raise ValueError(f"layer_types has {_SLIDING}, but sliding_window is null or use_sliding_window is false; set the window")
+        if family in _BY_LAYER and _SLIDING in (config.get("layer_types") or ()):
+            raise ValueError(f"layer_types has {_SLIDING}, but sliding_window is null or use_sliding_window is false; set both")
+        return None, ()
     if not isinstance(window, int) or isinstance(window, bool) or window < 1:
         raise ValueError(f"sliding_window {window!r}: a positive integer is needed, or null for none")
     if window >= max_positions:
         return None, ()
     if family == "llama":
-        # transformers ignores it and vLLM applies it: the policy would be another model in the rollout.
         raise ValueError(f"sliding_window {window}: llama models have no sliding attention; set it to null")
-    return window, layers
+    layers = _sliding_layers(config, family, num_layers, window)
+    return (window, layers) if any(layers) else (None, ())
 
 
-def _sliding_layers(config: Mapping[str, Any], family: str, num_layers: int, window: Optional[int]) -> tuple[bool, ...]:
+def _sliding_layers(config: Mapping[str, Any], family: str, num_layers: int, window: int) -> tuple[bool, ...]:
+    """For every layer whether it has the window."""
     kinds = config.get("layer_types")
-    if kinds and family not in _ONE_WINDOW_FOR_ALL:
+    if kinds and family in _BY_LAYER:
         unknown = sorted(set(kinds) - {_FULL, _SLIDING})
         if unknown:
             raise ValueError(f"layer_types has {unknown[0]!r}, which is not supported; supported are {_FULL} and {_SLIDING}")
         if len(kinds) != num_layers:
             raise ValueError(f"layer_types has {len(kinds)} entries for num_hidden_layers {num_layers}")
         return tuple(kind == _SLIDING for kind in kinds)
-    first = config.get("max_window_layers", _DEFAULT_FIRST_LAYER) if family in ("qwen2", "qwen3") else 0
-    return tuple(window is not None and layer >= first for layer in range(num_layers))
+    if kinds and set(kinds) != {_SLIDING}:
+        readings = f"transformers' {family} has the window in every layer, vLLM in the named ones"
+        raise ValueError(f"sliding_window {window} with layer_types: {readings}; set one of them to null")
+    first = config.get("max_window_layers", _DEFAULT_FIRST_LAYER) if family in _BY_LAYER else 0
+    return tuple(layer >= first for layer in range(num_layers))

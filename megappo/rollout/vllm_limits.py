@@ -27,6 +27,9 @@ def check_vllm(arch: ModelArch, tp: int, world_size: int, max_model_len: int, de
     if device_type == "cpu" and arch.head_dim not in CPU_HEAD_DIMS:
         raise ValueError(f"rollout.engine: vLLM on a CPU has no attention for head_dim {arch.head_dim} (it has "
                          f"{', '.join(map(str, CPU_HEAD_DIMS))}); set rollout.engine: megatron")
+    if any(arch.sliding_layers) and not all(arch.sliding_layers):
+        raise ValueError(f"rollout.engine: vLLM has no sliding attention in some layers only of a {arch.family} model; set "
+                         "rollout.engine: megatron")
     positions = _positions(arch)
     if max_model_len > positions:
         raise ValueError(f"prompt plus response may take {max_model_len} tokens, but the model has {positions} positions; lower "

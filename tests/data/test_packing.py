@@ -35,13 +35,15 @@ def test_sizes_come_out_even_and_tokens_stand_where_the_index_says(lengths, sequ
     starts = padded.cu_seqlens[: batch.num_sequences].long().repeat_interleave(batch.lengths)
     own_starts = batch.cu_seqlens[:-1].long().repeat_interleave(batch.lengths)
     assert torch.equal(index - starts, torch.arange(batch.num_tokens) - own_starts)
-    assert torch.equal(padded["score"][: batch.num_sequences], batch["score"]) and not padded["score"][batch.num_sequences :].any()
+    assert torch.equal(padded["score"][: batch.num_sequences], batch["score"])
+    assert not padded["score"][batch.num_sequences :].any()
 
 
 @given(st.lists(st.integers(0, 30), max_size=8), st.integers(1, 8), st.integers(1, 12))
 def test_no_more_is_padded_than_needed(lengths, sequence_multiple, total_multiple) -> None:
     padded, _ = batch_of(lengths).padded(sequence_multiple, total_multiple)
-    assert padded.num_tokens <= max(1, sum(lengths) + len(lengths) * (sequence_multiple - 1)) + sequence_multiple * total_multiple - 1
+    within_sequences = sum(lengths) + len(lengths) * (sequence_multiple - 1)
+    assert padded.num_tokens <= max(1, within_sequences) + sequence_multiple * total_multiple - 1
 
 
 @pytest.mark.parametrize("lengths, sequence_multiple, total_multiple", [([4, 8], 4, 2), ([3, 5], 1, 1), ([6, 6], 1, 12)])

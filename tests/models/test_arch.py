@@ -13,7 +13,11 @@ LLAMA = dict(
 )
 MISTRAL = {**LLAMA, "architectures": ["MistralForCausalLM"], "sliding_window": None}
 QWEN2 = {**LLAMA, "architectures": ["Qwen2ForCausalLM"]}
+QWEN3_MOE = {
+    **LLAMA, "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+}  # fmt: skip
 MINISTRAL = {**LLAMA, "architectures": ["Ministral3ForCausalLM"]}
+QWEN2_WINDOW = {**QWEN2, "use_sliding_window": True, "sliding_window": 32}
 MIXED = ["full_attention", "sliding_attention"]
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 
@@ -67,10 +71,11 @@ REFUSED = [
     ({**LLAMA, "head_dim": 15}, ("head_dim 15 is odd",)),
     ({**LLAMA, "quantization_config": {"quant_method": "fp8"}}, ("quantised (fp8)",)),
     ({**MISTRAL, "sliding_window": 0}, ("sliding_window 0", "positive integer")),
-    ({**MISTRAL, "layer_types": MIXED}, ("layer_types has sliding_attention", "sliding_window is null")),
+    ({**MISTRAL, "sliding_window": 64, "layer_types": MIXED}, ("sliding_window 64 with layer_types", "set one of them to null")),
+    ({**MISTRAL, "sliding_window": 64, "layer_types": ["full_attention"] * 2}, ("sliding_window 64 with layer_types",)),
     ({**QWEN2, "sliding_window": 32, "layer_types": MIXED}, ("use_sliding_window is false",)),
-    ({**MISTRAL, "sliding_window": 64, "layer_types": ["chunked_attention"] * 2}, ("'chunked_attention'", "full_attention")),
-    ({**MISTRAL, "sliding_window": 64, "layer_types": [*MIXED, "full_attention"]}, ("3 entries", "num_hidden_layers 2")),
+    ({**QWEN2_WINDOW, "layer_types": ["chunked_attention"] * 2}, ("'chunked_attention'", "full_attention")),
+    ({**QWEN2_WINDOW, "layer_types": [*MIXED, "full_attention"]}, ("3 entries", "num_hidden_layers 2")),
     ({**LLAMA, "sliding_window": 64}, ("sliding_window 64", "llama", "null")),
     ({**LLAMA, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, ("rope type 'dynamic'", "linear, llama3, yarn")),
     ({**LLAMA, "rope_scaling": {"rope_type": "linear"}}, ("'linear' needs the key 'factor'",)),
@@ -97,8 +102,9 @@ def test_what_is_not_implemented_is_refused_in_one_line(config, expected, tmp_pa
     [
         {**MISTRAL, "sliding_window": 128},
         {**QWEN2, "use_sliding_window": False, "sliding_window": 32},
-        {**QWEN2, "use_sliding_window": True, "sliding_window": 32, "layer_types": ["full_attention"] * 2},
-        {**QWEN2, "use_sliding_window": True, "sliding_window": 32},
+        {**QWEN2_WINDOW, "layer_types": ["full_attention"] * 2},
+        QWEN2_WINDOW,
+        {**MISTRAL, "layer_types": MIXED},
         {**LLAMA, "pretraining_tp": 1, "attention_bias": False, "rope_scaling": None},
     ],
 )
@@ -111,11 +117,12 @@ def test_inactive_features_are_accepted(config):
 WINDOWS = [
     ({**MISTRAL, "sliding_window": 64}, 64, (True, True)),
     ({k: v for k, v in {**MISTRAL, "max_position_embeddings": 32768}.items() if k != "sliding_window"}, 4096, (True, True)),
-    ({**MISTRAL, "sliding_window": 64, "layer_types": MIXED}, 64, (False, True)),
+    ({**MISTRAL, "sliding_window": 64, "layer_types": ["sliding_attention"] * 2}, 64, (True, True)),
     ({**MINISTRAL, "rope_parameters": {**YARN, "llama_4_scaling_beta": 0.1}, "sliding_window": 9}, 9, (True, True)),
-    ({**QWEN2, "use_sliding_window": True, "sliding_window": 32, "max_window_layers": 1}, 32, (False, True)),
-    ({**QWEN2, "use_sliding_window": True, "sliding_window": 32, "layer_types": MIXED[::-1]}, 32, (True, False)),
+    ({**QWEN2_WINDOW, "max_window_layers": 1}, 32, (False, True)),
+    ({**QWEN2_WINDOW, "layer_types": MIXED[::-1]}, 32, (True, False)),
     ({**QWEN2, "use_sliding_window": True, "max_window_layers": 0, "max_position_embeddings": 8192}, 4096, (True, True)),
+    ({**QWEN3_MOE, "use_sliding_window": True, "sliding_window": 32, "max_window_layers": 2}, 32, (True, True)),
 ]
 
 

@@ -1,4 +1,5 @@
-"""Whole models under context parallel, alone and with tp, sequence parallel and pp: logits against transformers, gradients against cp 1."""
+"""Whole models under context parallel, alone and with tp, sequence parallel and pp: logits against transformers, gradients against
+those of cp 1."""
 
 from __future__ import annotations
 
@@ -80,7 +81,7 @@ def gradients(groups, arch, model, weight) -> dict[str, torch.Tensor]:
 
 
 def compare(rank: int, folder: str) -> dict:
-    """(case, layout) -> largest difference of a logit; (case, layout, "gradient") -> largest relative difference of a gradient."""
+    """(case, layout) -> largest difference of a logit; (case, layout, "gradient") -> largest relative one of a gradient."""
     from megappo.parallel.groups import build_groups
     from megappo.platform import cpu
 

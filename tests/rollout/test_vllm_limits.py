@@ -22,6 +22,7 @@ GOOD = dict(head_dim=32, num_heads=4, num_kv_heads=2, ffn_size=24, max_positions
     ({"ffn_size": 30}, 4, 4, 256, "rollout.tp: 4 does not divide the 30 MLP columns"),
     ({"num_heads": 12, "num_kv_heads": 3}, 2, 4, 256, "rollout.tp: 2 neither divides the 3 KV heads"),
     ({"head_dim": 24}, 1, 4, 256, "head_dim 24"),
+    ({"sliding_window": 8, "sliding_layers": (False, True)}, 1, 4, 256, "no sliding attention in some layers only"),
     ({}, 1, 4, 257, "may take 257 tokens, but the model has 256 positions"),
     ({"rope": Rope(type="yarn", factor=2.0, original_max_positions=64)}, 1, 4, 129, "the model has 128 positions"),
 ])
@@ -35,6 +36,7 @@ def test_what_vllm_cannot_serve_is_refused_in_one_line(changes, tp, world, lengt
     ({}, 4, 256, "cpu"),  # KV heads replicated
     ({}, 2, 1, "cpu"),
     ({"head_dim": 24}, 1, 256, "cuda"),
+    ({"sliding_window": 8, "sliding_layers": (True, True)}, 1, 256, "cpu"),
     ({"rope": Rope(type="yarn", factor=4.0, original_max_positions=64)}, 1, 256, "cpu"),
 ])
 def test_what_it_can_serve_passes(changes, tp, length, device):
