@@ -42,7 +42,7 @@ class BridgedEngine(Protocol):
 class WeightSync:
     """Pushes the policy, laid out as `layout`, into `engine`.
 
-    named_params: this rank's parameters by the local names of `megatron_pieces`. group: the ranks of the layout in order
+    named_params: this rank's parameters by the canonical names of `megatron_pieces`. group: the ranks of the layout in order
     (default: the world). The plan is built here; raises ValueError when it cannot be and RuntimeError when the ranks disagree
     on it.
     """
@@ -159,12 +159,12 @@ class WeightSync:
 
 def policy_pieces(arch: ModelArch, layout: ParallelLayout) -> dict[int, list[Piece]]:
     """What every rank of the layout holds. Data-parallel ranks hold the same pieces under other rank numbers."""
-    by_place: dict[tuple[int, int], list[Piece]] = {}
+    by_place: dict[tuple[int, int, int, int], list[Piece]] = {}
     sources = {}
     for rank in range(layout.world_size):
         at = layout.coordinates(rank)
-        place = (at.tp, at.pp)
+        place = (at.tp, at.pp, at.etp, at.ep)
         if place not in by_place:
-            by_place[place] = megatron_pieces(arch, layout.tp, layout.pp, at.tp, at.pp)
+            by_place[place] = megatron_pieces(arch, layout, rank)
         sources[rank] = by_place[place]
     return sources

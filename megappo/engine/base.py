@@ -14,16 +14,19 @@ import torch
 from torch import Tensor
 
 from megappo.data.packing import PackedBatch
+from megappo.parallel.context import ContextShard
 
 
 @dataclass(frozen=True)
 class ModelOutput:
     """What the last pipeline stage hands to a loss function for one micro-batch of T tokens.
 
-    hidden: [T, H] final hidden states ([T / tp, H] under sequence parallel), None for a value model.
+    hidden: [T / cp, H] final hidden states ([T / cp / tp, H] under sequence parallel), None for a value model.
     weight: [V / tp, H] output projection of this rank, None for a value model. vocab_start: global id of its first row;
     num_valid: how many of its rows are real vocabulary (the rest is padding).
     values: [T] fp32 raw outputs of the value head, None for a language model.
+    context: which of the T tokens this rank holds under context parallel (None: all); fields of the batch, values, per-token results and
+    the loss are over all T, on every rank of the context-parallel group alike.
     """
 
     tp_group: torch.distributed.ProcessGroup
@@ -33,6 +36,15 @@ class ModelOutput:
     vocab_start: int = 0
     num_valid: int = 0
     values: Optional[Tensor] = None
+    context: Optional[ContextShard] = None
+
+    def own_tokens(self, x: Tensor) -> Tensor:
+        """[T, ...] -> the part of the tokens of `hidden`, [T / cp, ...]."""
+        return x if self.context is None else self.context.take(x)
+
+    def all_tokens(self, x: Tensor) -> Tensor:
+        """[T / cp, ...] -> [T, ...] on every rank; differentiable. Collective over the context-parallel group."""
+        return x if self.context is None else self.context.gather(x)
 
 
 @dataclass(frozen=True)

@@ -33,12 +33,12 @@ def build_trainable(
     """A model that trains, loaded from the checkpoint at `path`. total_updates: optimizer steps of the whole run (for the schedule).
     value_head: how a critic's head starts; None builds a policy.
     """
-    model = build_model(
+    chunks = build_model(
         arch, groups, dtype=DTYPES[config.dtype], recompute=config.recompute, value_head=value_head is not None,
         implementation=implementation,
     )  # fmt: skip
-    load_pretrained(model, arch, groups, path, value_head=value_head or "zero", seed=seed)
-    wrapped = wrap_with_ddp(model, groups, distributed_optimizer=config.optimizer.distributed)
+    load_pretrained(chunks, arch, groups, path, value_head=value_head or "zero", seed=seed)
+    wrapped = wrap_with_ddp(chunks, groups, distributed_optimizer=config.optimizer.distributed)
     optimizer = Optimizer(wrapped, groups, config.optimizer, total_updates)
     engine = MegatronEngine(
         name, wrapped, groups, device=device, micro_batch_tokens=config.micro_batch_tokens, optimizer=optimizer, offload=config.offload
@@ -60,11 +60,12 @@ def build_frozen(
     implementation: Implementation = "local",
 ) -> MegatronEngine:
     """A model that does not train: log-probs, or values with `value_head`."""
-    model = build_model(arch, groups, dtype=DTYPES[config.dtype], value_head=value_head, implementation=implementation)
-    load_pretrained(model, arch, groups, path)
-    model.requires_grad_(False)
+    chunks = build_model(arch, groups, dtype=DTYPES[config.dtype], value_head=value_head, implementation=implementation)
+    load_pretrained(chunks, arch, groups, path)
+    for chunk in chunks:
+        chunk.requires_grad_(False)
     engine = MegatronEngine(
-        name, model, groups, device=device, micro_batch_tokens=config.micro_batch_tokens,
+        name, chunks, groups, device=device, micro_batch_tokens=config.micro_batch_tokens,
         offload=OffloadConfig(parameters=offload.parameters),
     )  # fmt: skip
     engine.park()

@@ -1,21 +1,22 @@
 """The engine that runs a model of Megatron-core: pipeline schedules, gradient reduction, optimizer, offload.
 
-It takes global packed batches, gives every data-parallel rank its balanced part, and hands per-token results back in the global order
-to every rank. What a loss means is not known here.
+It takes global packed batches, gives every data-parallel rank its balanced part, pads and cuts it as the layout needs, and hands per-token
+results back in the global order to every rank. What a loss means is not known here.
 """
 
 from __future__ import annotations
 
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Callable, Iterator, Mapping, Optional
+from typing import Any, Callable, Iterator, Mapping, Optional, Sequence
 
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
-from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedules import (
     forward_backward_no_pipelining,
+    forward_backward_pipelining_with_interleaving,
     forward_backward_pipelining_without_interleaving,
 )
 from torch import Tensor
@@ -25,8 +26,12 @@ from megappo.data.packing import PackedBatch
 from megappo.engine.base import LossFunction, LossOutput, ModelOutput, PassResult, StepResult
 from megappo.engine.offload import StorageOffload, storages_of
 from megappo.engine.megatron_optimizer import Optimizer
-from megappo.models.gpt import CriticModel
+from megappo.engine.megatron_p2p import PlannedCommunicator
+from megappo.models.arch import vocab_shard
+from megappo.models.gpt import CriticModel, PackedModel
+from megappo.models.naming import named_parameters
 from megappo.parallel.balance import plan_micro_batches
+from megappo.parallel.context import ContextShard, context_shard
 from megappo.parallel.groups import ProcessGroups
 
 # Skipped steps in a row after which the run stops: a diverged model does not come back by itself.
@@ -37,16 +42,29 @@ class NonFiniteGradient(RuntimeError):
     """Gradients were NaN or infinite several steps in a row."""
 
 
+@dataclass(frozen=True)
+class MicroBatch:
+    """What the ranks of one data-parallel replica work on together.
+
+    batch: padded as the layout needs, on the device. real: [tokens of its sequences] int64, where they stand in `batch`. context: this
+    rank's tokens under context parallel.
+    """
+
+    batch: PackedBatch
+    real: Tensor
+    context: Optional[ContextShard]
+
+
 class MegatronEngine:
     """Engine (see base.py) of one role.
 
-    model: a GPTModel subclass of `models/build.py`, wrapped in DDP when it trains. `optimizer` is None for a frozen role.
+    chunks: the model chunks of `models/build.py`, each wrapped in DDP when they train. `optimizer` is None for a frozen role.
     """
 
     def __init__(
         self,
         name: str,
-        model: torch.nn.Module,
+        chunks: Sequence[torch.nn.Module],
         groups: ProcessGroups,
         *,
         device: torch.device,
@@ -57,27 +75,32 @@ class MegatronEngine:
         self.name = name
         self.groups = groups
         self.device = device
-        self._wrapped = model
-        self._model = model.module if isinstance(model, DistributedDataParallel) else model
+        self._wrapped = list(chunks)
+        self.chunks: list[PackedModel] = [c.module if isinstance(c, DistributedDataParallel) else c for c in chunks]
+        self._config = self.chunks[0].config
         self._micro_batch_tokens = micro_batch_tokens
         self._optimizer = optimizer
         self._offload = offload
         self._skipped_steps = 0
-        self._model.config.finalize_model_grads_func = _sum_gradients
-        self._parked_parameters = StorageOffload(self._model.parameters)
+        self._config.finalize_model_grads_func = _sum_gradients
+        self._parked_parameters = StorageOffload(self._parameters)
         self._parked_optimizer = StorageOffload(self._optimizer_tensors)
         self._gradients_freed = False
 
-    @property
-    def model(self) -> torch.nn.Module:
-        """The bare model of this rank."""
-        return self._model
+    def named_parameters(self) -> dict[str, torch.nn.Parameter]:
+        """Canonical name (see `models/naming.py`) -> parameter of this rank."""
+        return named_parameters(self.chunks)
+
+    def _parameters(self) -> Iterator[torch.nn.Parameter]:
+        for chunk in self.chunks:
+            yield from chunk.parameters()
 
     # ------------------------------------------------------------------------------------------------ modes and memory
 
     @contextmanager
     def train_mode(self) -> Iterator[None]:
-        self._wrapped.train()
+        for chunk in self._wrapped:
+            chunk.train()
         self.to("device", model=True, optimizer=False)
         self._restore_gradients()
         yield
@@ -85,7 +108,8 @@ class MegatronEngine:
 
     @contextmanager
     def eval_mode(self) -> Iterator[None]:
-        self._wrapped.eval()
+        for chunk in self._wrapped:
+            chunk.eval()
         self.to("device", model=True, optimizer=False)
         with torch.no_grad():
             yield
@@ -99,19 +123,21 @@ class MegatronEngine:
     def park(self) -> None:
         """Offload what this role offloads, so that the next role or the rollout engine finds the memory free."""
         self.to("host", model=self._offload.parameters, optimizer=self._offload.optimizer)
-        if self._offload.gradients and isinstance(self._wrapped, DistributedDataParallel) and not self._gradients_freed:
-            self._wrapped.offload_grad_buffers(empty_cache=self.device.type == "cuda")
+        if self._offload.gradients and self._optimizer is not None and not self._gradients_freed:
+            for chunk in self._wrapped:
+                chunk.offload_grad_buffers(empty_cache=self.device.type == "cuda")
             self._gradients_freed = True
 
     def _restore_gradients(self) -> None:
         if self._gradients_freed:
-            self._wrapped.restore_grad_buffers()
+            for chunk in self._wrapped:
+                chunk.restore_grad_buffers()
             self._gradients_freed = False
 
     def _optimizer_tensors(self) -> Iterator[Tensor]:
         """Optimizer state without what is a model parameter itself (fp32 training without the distributed optimizer)."""
         if self._optimizer is not None:
-            mine = storages_of(self._model.parameters())
+            mine = storages_of(self._parameters())
             yield from (t for t in self._optimizer.tensors() if t.untyped_storage().data_ptr() not in mine)
 
     # ---------------------------------------------------------------------------------------------------------- passes
@@ -120,12 +146,12 @@ class MegatronEngine:
         self, batch: PackedBatch, loss_fn: LossFunction, *, denominator: float = 1.0, forward_only: bool = False
     ) -> PassResult:
         mine = self._my_sequences(batch)
-        micro_batches = [self._on_device(batch.select(sequences)) for sequences in mine]
+        micro_batches = [self._prepare(batch.select(sequences)) for sequences in mine]
         outputs: list[LossOutput] = []
         self._run_schedule(micro_batches, partial(self._compute_loss, loss_fn, denominator, outputs), forward_only)
         tokens = [
-            {name: values[: int(batch.lengths[sequences].sum())] for name, values in output.tokens.items()}
-            for sequences, output in zip(mine, outputs)
+            {name: values.index_select(0, micro.real) for name, values in output.tokens.items()}
+            for micro, output in zip(micro_batches, outputs)
         ]
         names = self._agree_on_names(outputs)
         sums, maxima = self._combine_metrics(outputs, names["sums"], names["maxima"])
@@ -149,50 +175,58 @@ class MegatronEngine:
                 index = batch.token_index(sequences).to(self.device)
                 for row, name in enumerate(names):
                     gathered[row, index] = values[name].float()
-        dist.all_reduce(gathered, group=self._everyone)
+        dist.all_reduce(gathered, group=self.groups.everyone)
         return {name: gathered[row].to(batch.tokens.device) for row, name in enumerate(names)}
-
-    @property
-    def _everyone(self) -> dist.ProcessGroup:
-        return self.groups.collection.intra_dist_opt
 
     def _my_sequences(self, batch: PackedBatch) -> list[list[int]]:
         """Sequences of each micro-batch of this data-parallel rank."""
-        plan = plan_micro_batches(batch.lengths.tolist(), self.groups.layout.dp, self._micro_batch_tokens)
+        layout = self.groups.layout
+        # The interleaved schedule passes micro-batches through the stages in groups of pp.
+        multiple = layout.pp if layout.vpp > 1 else 1
+        plan = plan_micro_batches(batch.lengths.tolist(), layout.dp, self._micro_batch_tokens, multiple)
         return plan[self.groups.coordinates.dp]
 
-    def _on_device(self, micro: PackedBatch) -> PackedBatch:
+    def _prepare(self, micro: PackedBatch) -> MicroBatch:
         layout = self.groups.layout
-        return micro.padded_to_multiple(layout.tp if layout.sequence_parallel else 1).to(self.device)
+        padded, real = micro.padded(
+            sequence_multiple=2 * layout.cp if layout.cp > 1 else 1,
+            total_multiple=layout.cp * (layout.tp if layout.sequence_parallel else 1),
+        )
+        context = context_shard(padded.cu_seqlens, self.groups.cp, self.device)
+        return MicroBatch(padded.to(self.device), real.to(self.device), context)
 
     def _run_schedule(
-        self, micro_batches: list[PackedBatch], compute_loss: Callable[[PackedBatch, Tensor], Any], forward_only: bool
+        self, micro_batches: list[MicroBatch], compute_loss: Callable[[MicroBatch, Tensor], Any], forward_only: bool
     ) -> None:
-        def forward_step(iterator: Iterator[PackedBatch], model: torch.nn.Module) -> tuple[Tensor, Callable]:
+        def forward_step(iterator: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, Callable]:
             micro = next(iterator)
-            return model(micro.tokens, micro.cu_seqlens), partial(compute_loss, micro)
+            return model(micro.batch.tokens, micro.batch.cu_seqlens, micro.context, micro.real), partial(compute_loss, micro)
 
-        common = dict(
+        common: dict[str, Any] = dict(
             forward_step_func=forward_step,
-            data_iterator=iter(micro_batches),
-            model=self._wrapped,
             num_microbatches=len(micro_batches),
-            # Shapes travel with the tensors (variable_seq_lengths), these two are only read for fixed shapes.
-            seq_length=micro_batches[0].num_tokens,
+            # The communicator knows the lengths, these two are only read for fixed shapes.
+            seq_length=micro_batches[0].batch.num_tokens,
             micro_batch_size=1,
             forward_only=forward_only,
             pg_collection=self.groups.collection,
         )
-        if self.groups.layout.pp == 1:
-            forward_backward_no_pipelining(**common)
-        else:
-            communicator = P2PCommunicator(pp_group=self.groups.pp, config=self._model.config)
-            forward_backward_pipelining_without_interleaving(p2p_communicator=communicator, **common)
+        layout = self.groups.layout
+        if layout.pp > 1:
+            cuts = layout.cp * (layout.tp if layout.sequence_parallel else 1)
+            tokens = [micro.batch.num_tokens // cuts for micro in micro_batches]
+            common["p2p_communicator"] = PlannedCommunicator(self.groups.pp, self._config, tokens)
+        if layout.vpp > 1:
+            iterators = [iter(micro_batches) for _ in self._wrapped]
+            forward_backward_pipelining_with_interleaving(data_iterator=iterators, model=self._wrapped, **common)
+            return
+        schedule = forward_backward_pipelining_without_interleaving if layout.pp > 1 else forward_backward_no_pipelining
+        schedule(data_iterator=iter(micro_batches), model=self._wrapped[0], **common)
 
     def _compute_loss(
-        self, loss_fn: LossFunction, denominator: float, outputs: list[LossOutput], micro: PackedBatch, raw: Tensor
+        self, loss_fn: LossFunction, denominator: float, outputs: list[LossOutput], micro: MicroBatch, raw: Tensor
     ) -> tuple[Tensor, Tensor, dict]:
-        output = loss_fn(self._model_output(raw), micro)
+        output = loss_fn(self._model_output(raw, micro.context), micro.batch)
         outputs.append(
             LossOutput(
                 tokens={name: value.detach() for name, value in output.tokens.items()},
@@ -204,15 +238,13 @@ class MegatronEngine:
         # The token count is Megatron's normaliser; ours is already in the loss, so one token is reported and never used.
         return loss, torch.ones((), dtype=torch.int, device=self.device), {}
 
-    def _model_output(self, raw: Tensor) -> ModelOutput:
-        layout = self.groups.layout
-        common = dict(tp_group=self.groups.tp, sequence_parallel=layout.sequence_parallel)
-        if isinstance(self._model, CriticModel):
+    def _model_output(self, raw: Tensor, context: Optional[ContextShard]) -> ModelOutput:
+        layout, model = self.groups.layout, self.chunks[-1]
+        common: dict[str, Any] = dict(tp_group=self.groups.tp, sequence_parallel=layout.sequence_parallel, context=context)
+        if isinstance(model, CriticModel):
             return ModelOutput(values=raw, **common)
-        weight = self._model.output_weight()
-        start = self.groups.coordinates.tp * weight.shape[0]
-        num_valid = max(0, min(weight.shape[0], self._model.arch.vocab_size - start))
-        return ModelOutput(hidden=raw.squeeze(1), weight=weight, vocab_start=start, num_valid=num_valid, **common)
+        start, num_valid = vocab_shard(model.arch, layout.tp, self.groups.coordinates.tp)
+        return ModelOutput(hidden=raw.squeeze(1), weight=model.output_weight(), vocab_start=start, num_valid=num_valid, **common)
 
     def _agree_on_names(self, outputs: list[LossOutput]) -> dict[str, list[str]]:
         """Names of the results; only the last stage computed them, every rank takes part in combining them."""
@@ -224,7 +256,7 @@ class MegatronEngine:
             assert names is not None
             return names
         box = [names]
-        dist.broadcast_object_list(box, src=layout.rank_of(0, 0, layout.pp - 1), group=self._everyone)
+        dist.broadcast_object_list(box, src=layout.rank_of(pp=layout.pp - 1), group=self.groups.everyone)
         return box[0]
 
     def _combine_metrics(
@@ -239,15 +271,16 @@ class MegatronEngine:
                 for row, name in enumerate(maximum_names):
                     maxima[row] = torch.maximum(maxima[row], output.maxima[name].double())
         if sum_names:
-            dist.all_reduce(sums, group=self._everyone)
+            dist.all_reduce(sums, group=self.groups.everyone)
         if maximum_names:
-            dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=self._everyone)
+            dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=self.groups.everyone)
         return dict(zip(sum_names, sums.tolist())), dict(zip(maximum_names, maxima.tolist()))
 
     # ------------------------------------------------------------------------------------------------------- optimizer
 
     def optimizer_zero_grad(self) -> None:
-        self._wrapped.zero_grad_buffer()
+        for chunk in self._wrapped:
+            chunk.zero_grad_buffer()
         self._trained().zero_grad()
 
     def lr_scheduler_step(self) -> float:
@@ -271,7 +304,7 @@ class MegatronEngine:
         return self._optimizer
 
     def _non_finite_names(self) -> str:
-        bad = [name for name, p in self._model.named_parameters() if not torch.isfinite(p.main_grad).all()]
+        bad = [name for name, p in self.named_parameters().items() if not torch.isfinite(p.main_grad).all()]
         return ", ".join(bad[:4]) + (f" and {len(bad) - 4} more" if len(bad) > 4 else "") if bad else "none of its own tensors"
 
     # ------------------------------------------------------------------------------------------------------ checkpoint
@@ -289,7 +322,8 @@ class MegatronEngine:
 
     def load_state(self, state: dict[str, Any]) -> None:
         self.to("device")
-        self._model.load_state_dict(state["model"])
+        for index, chunk in enumerate(self.chunks):
+            chunk.load_state_dict(state["model"][str(index)])
         if "optimizer" in state:
             self._trained().load_state_dict(state["optimizer"])
         elif self._optimizer is not None:
@@ -300,7 +334,7 @@ class MegatronEngine:
         self.to("device")
         # The group keeps Megatron off its globals; per-layer names let any pipeline split read any other's checkpoint.
         metadata = {"dp_cp_group": self.groups.collection.dp_cp, "non_homogeneous_layers": True}
-        model_state = self._model.sharded_state_dict(metadata=metadata)
+        model_state = {str(index): chunk.sharded_state_dict(metadata=metadata) for index, chunk in enumerate(self.chunks)}
         state: dict[str, Any] = {"model": model_state}
         if with_optimizer:
             state["optimizer"] = self._trained().sharded_state_dict(model_state, is_loading=is_loading)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Iterator
+from typing import Iterator, Sequence
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -20,19 +20,23 @@ from megappo.engine.megatron_optimizer_state import load_optimizer_state, sharde
 from megappo.parallel.groups import ProcessGroups
 
 
-def wrap_with_ddp(model: torch.nn.Module, groups: ProcessGroups, *, distributed_optimizer: bool) -> DistributedDataParallel:
-    """Gradient buffers (fp32) and their reduction over data-parallel ranks."""
+def wrap_with_ddp(
+    chunks: Sequence[torch.nn.Module], groups: ProcessGroups, *, distributed_optimizer: bool
+) -> list[DistributedDataParallel]:
+    """Gradient buffers (fp32) of every model chunk and their reduction over data-parallel ranks."""
     config = DistributedDataParallelConfig(
         use_distributed_optimizer=distributed_optimizer, grad_reduce_in_fp32=True, overlap_grad_reduce=False
     )
-    return DistributedDataParallel(model.config, config, model, pg_collection=groups.collection)
+    return [DistributedDataParallel(chunk.config, config, chunk, pg_collection=groups.collection) for chunk in chunks]
 
 
 class Optimizer:
     """Megatron-core's optimizer with its schedule; a step whose gradient is not finite is skipped on every rank."""
 
-    def __init__(self, model: DistributedDataParallel, groups: ProcessGroups, config: OptimizerConfig, total_steps: int) -> None:
-        params_dtype = model.config.params_dtype
+    def __init__(
+        self, chunks: Sequence[DistributedDataParallel], groups: ProcessGroups, config: OptimizerConfig, total_steps: int
+    ) -> None:
+        params_dtype = chunks[0].config.params_dtype
         self._optimizer: MegatronOptimizer = get_megatron_optimizer(
             MegatronOptimizerConfig(
                 optimizer="adam",
@@ -47,7 +51,7 @@ class Optimizer:
                 params_dtype=params_dtype,
                 use_distributed_optimizer=config.distributed,
             ),
-            [model],
+            list(chunks),
             pg_collection=groups.collection,
             use_gloo_process_groups=False,
         )

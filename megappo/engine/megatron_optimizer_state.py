@@ -24,7 +24,8 @@ _MAIN = "fp32_param"
 
 
 def sharded_optimizer_state(optimizer: MegatronOptimizer, model_state: dict[str, Any], *, is_loading: bool) -> dict[str, Any]:
-    """step: plain. parameters: ShardedTensors. model_state: the model's sharded_state_dict. Collective over data-parallel ranks.
+    """step: plain. parameters: ShardedTensors. model_state: the sharded_state_dicts of the
+    model chunks by number. Collective over data-parallel ranks.
 
     Moments that do not exist before the first step are created as zeros. The distributed optimizer's shards are gathered in host
     memory: 12 bytes for each parameter of this rank's model. What is written does not depend on the kind of optimizer.

@@ -6,7 +6,7 @@ Both have the same parameter names and shapes, so checkpoints are interchangeabl
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, Optional
 
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -20,18 +20,20 @@ from megatron.core.tensor_parallel import (
 )
 from megatron.core.transformer import ModuleSpec, TransformerConfig, TransformerLayer, TransformerLayerSubmodules
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
-from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.enums import AttnMaskType, LayerType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-from megappo.models.arch import ModelArch, check_tp
+from megappo.models.arch import ModelArch, check_cp, check_tp
 from megappo.models.attention import PackedAttention, rotary_te_attention
 from megappo.models.gpt import CriticModel, PackedModel, PolicyModel
 from megappo.models.implementation import Implementation
+from megappo.models.moe import SparseLayer, mark_experts, moe_config, moe_submodule
 from megappo.models.norm import RMSNorm
 from megappo.parallel.groups import ProcessGroups
-from megappo.parallel.layout import ParallelLayout, stage_layers
+from megappo.parallel.layout import ParallelLayout
 
 Recompute = Literal["none", "selective", "full"]
 
@@ -44,30 +46,67 @@ def build_model(
     recompute: Recompute = "none",
     value_head: bool = False,
     implementation: Implementation = "local",
-) -> PackedModel:
-    """This rank's part of a policy, or of a critic with `value_head`. Parameters are uninitialised except norms and value head.
+) -> list[PackedModel]:
+    """This rank's model chunks (vpp of them) of a policy, or of a critic with `value_head`.
 
-    Collective over the role's ranks. ValueError where the layout does not fit the architecture.
+    Parameters are uninitialised except norms and value head. Collective over the role's ranks. ValueError where the layout does not
+    fit the architecture.
     """
-    layout, at = groups.layout, groups.coordinates
-    check_tp(arch, layout.tp)
-    num_layers = len(stage_layers(arch.num_layers, layout.pp, at.pp))
+    check_tp(arch, groups.layout.tp)
+    check_cp(arch, groups.layout.tp, groups.layout.cp, implementation)
     if not get_cuda_rng_tracker().is_initialized():
         # Megatron forks this state under sequence parallel. Nothing here is random: dropout is 0 and weights are read.
-        model_parallel_cuda_manual_seed(0, tp_rank=at.tp, ep_rank=0, etp_rank=0)
-    config = transformer_config(arch, layout, dtype, recompute)
-    layers = _block(config, num_layers, implementation)
-    ends = {"pre_process": groups.is_first_stage, "post_process": groups.is_last_stage}
+        model_parallel_cuda_manual_seed(0, tp_rank=groups.coordinates.tp, ep_rank=0, etp_rank=0)
+    config = transformer_config(arch, groups.layout, groups.coordinates.pp, dtype, recompute)
+    chunks = [_build_chunk(arch, groups, config, chunk, value_head, implementation) for chunk in range(groups.layout.vpp)]
+    for chunk in chunks:
+        _mark_sharded(chunk)
+        mark_experts(chunk)
+    return chunks
+
+
+def _build_chunk(
+    arch: ModelArch,
+    groups: ProcessGroups,
+    config: TransformerConfig,
+    chunk: int,
+    value_head: bool,
+    implementation: Implementation,
+) -> PackedModel:
+    layout = groups.layout
+    layers = layout.chunk_layers(arch.num_layers, groups.coordinates.pp, chunk)
+    ends: dict[str, Any] = {
+        "pre_process": groups.is_first_stage and chunk == 0,
+        "post_process": groups.is_last_stage and chunk == layout.vpp - 1,
+        "vp_stage": chunk if layout.vpp > 1 else None,
+    }
+    block = _block(arch, config, layers, implementation)
     if value_head:
-        model: PackedModel = CriticModel(arch, config, layers, groups.collection, **ends)
-    else:
-        model = PolicyModel(arch, config, layers, groups.collection, **ends, tied_embeddings=arch.tied_embeddings)
-    _mark_sharded(model)
-    return model
+        return CriticModel(arch, config, block, groups.collection, **ends)
+    return PolicyModel(arch, config, block, groups.collection, **ends, tied_embeddings=arch.tied_embeddings)
 
 
-def transformer_config(arch: ModelArch, layout: ParallelLayout, dtype: torch.dtype, recompute: Recompute) -> TransformerConfig:
-    """Megatron's configuration of the architecture in this layout."""
+class StageLayers(PipelineParallelLayerLayout):
+    """Which layers a stage holds, as Megatron asks for it. Megatron's own class looks up the stage in its global groups."""
+
+    def __init__(self, layout: ParallelLayout, num_layers: int, stage: int) -> None:
+        split = [["decoder"] * len(layout.chunk_layers(num_layers, s, c)) for c in range(layout.vpp) for s in range(layout.pp)]
+        split[0].insert(0, "embedding")
+        split[-1].append("loss")
+        super().__init__(split, layout.pp)
+        self._parallel_layout, self._num_layers, self._stage = layout, num_layers, stage
+
+    def get_layer_offset(
+        self, layer_type: LayerType = LayerType.decoder, vp_stage: Optional[int] = None, pp_rank: Optional[int] = None
+    ) -> int:
+        stage = self._stage if pp_rank is None else pp_rank
+        return self._parallel_layout.chunk_layers(self._num_layers, stage, vp_stage or 0).start
+
+
+def transformer_config(
+    arch: ModelArch, layout: ParallelLayout, stage: int, dtype: torch.dtype, recompute: Recompute
+) -> TransformerConfig:
+    """Megatron's configuration of the architecture on this stage of the layout."""
     recomputation: dict[str, Any] = {
         "none": {},
         "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
@@ -94,9 +133,17 @@ def transformer_config(arch: ModelArch, layout: ParallelLayout, dtype: torch.dty
         bf16=dtype == torch.bfloat16,
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+        pipeline_model_parallel_layout=StageLayers(layout, arch.num_layers, stage) if layout.pp > 1 else None,
+        # Between two interleaved stages messages are kept apart by their order, which only unbatched operations have.
+        batch_p2p_comm=not (layout.vpp > 1 and layout.pp == 2),
+        context_parallel_size=layout.cp,
+        window_size=None if arch.sliding_window is None else (arch.sliding_window - 1, 0),
+        window_attn_skip_freq=[int(slides) for slides in arch.sliding_layers] or None,
         sequence_parallel=layout.sequence_parallel,
         variable_seq_lengths=True,
-        moe_token_dispatcher_type="alltoall",  # no experts here, but the default is refused with variable_seq_lengths
+        moe_token_dispatcher_type="alltoall",  # the default is refused with variable_seq_lengths even without experts
+        **moe_config(arch, layout),
         calculate_per_token_loss=True,
         use_cpu_initialization=not torch.cuda.is_available(),
         perform_initialization=False,
@@ -110,7 +157,8 @@ def transformer_config(arch: ModelArch, layout: ParallelLayout, dtype: torch.dty
     )
 
 
-def _block(config: TransformerConfig, num_layers: int, implementation: Implementation) -> TransformerBlockSubmodules:
+def _block(arch: ModelArch, config: TransformerConfig, layers: range, implementation: Implementation) -> TransformerBlockSubmodules:
+    """layers: global numbers of the layers of one chunk."""
     if implementation == "transformer_engine":
         from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm, TERowParallelLinear
 
@@ -118,24 +166,31 @@ def _block(config: TransformerConfig, num_layers: int, implementation: Implement
     else:
         norm, column, row, attention = RMSNorm, ColumnParallelLinear, RowParallelLinear, PackedAttention
     head_norm = norm if config.qk_layernorm else IdentityOp
-    layer = ModuleSpec(
-        module=TransformerLayer,
-        submodules=TransformerLayerSubmodules(
-            input_layernorm=norm,
-            self_attention=ModuleSpec(
-                module=SelfAttention,
-                params={"attn_mask_type": AttnMaskType.causal},
-                submodules=SelfAttentionSubmodules(
-                    linear_qkv=column, core_attention=attention, linear_proj=row, q_layernorm=head_norm, k_layernorm=head_norm
+
+    def layer(module: type[TransformerLayer], mlp: ModuleSpec) -> ModuleSpec:
+        return ModuleSpec(
+            module=module,
+            submodules=TransformerLayerSubmodules(
+                input_layernorm=norm,
+                self_attention=ModuleSpec(
+                    module=SelfAttention,
+                    params={"attn_mask_type": AttnMaskType.causal},
+                    submodules=SelfAttentionSubmodules(
+                        linear_qkv=column, core_attention=attention, linear_proj=row, q_layernorm=head_norm, k_layernorm=head_norm
+                    ),
                 ),
+                self_attn_bda=get_bias_dropout_add,
+                pre_mlp_layernorm=norm,
+                mlp=mlp,
+                mlp_bda=get_bias_dropout_add,
             ),
-            self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=norm,
-            mlp=ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row)),
-            mlp_bda=get_bias_dropout_add,
-        ),
+        )
+
+    dense = layer(TransformerLayer, ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row)))
+    sparse = layer(SparseLayer, moe_submodule(implementation))
+    return TransformerBlockSubmodules(
+        layer_specs=[sparse if arch.is_sparse(number) else dense for number in layers], layer_norm=norm
     )
-    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=norm)
 
 
 def _mark_sharded(model: PackedModel) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from megappo.models.arch import ModelArch, padded_vocab
 from megappo.models.attention import packed_sequences
+from megappo.parallel.context import ContextShard
 
 
 class PackedModel(GPTModel):
@@ -34,6 +35,7 @@ class PackedModel(GPTModel):
         pre_process: bool,
         post_process: bool,
         tied_embeddings: bool,
+        vp_stage: Optional[int] = None,
     ) -> None:
         super().__init__(
             config,
@@ -45,27 +47,28 @@ class PackedModel(GPTModel):
             share_embeddings_and_output_weights=tied_embeddings,
             position_embedding_type="none",  # positions enter in the core attention
             pg_collection=groups,
+            vp_stage=vp_stage,
         )
         self.arch = arch
 
-    def forward(self, tokens: Tensor, cu_seqlens: Tensor) -> Tensor:
+    def forward(
+        self, tokens: Tensor, cu_seqlens: Tensor, context: Optional[ContextShard] = None, real: Optional[Tensor] = None
+    ) -> Tensor:
         """tokens [T] int64 and cu_seqlens [B+1] -> hidden states for the next stage, or the subclass's output on the last one.
 
-        Under sequence parallel one more sequence pads the tokens to a multiple of tp: inner shapes are [ceil(T / tp), 1, H].
+        `context`: this rank's part of the tokens under context parallelism; every rank of its group passes the whole tokens. T must be a
+        multiple of cp x tp under sequence parallel: inner shapes are [T / cp / tp, 1, H]. `real`: [real tokens] int64, where the tokens that
+        are not padding stand (experts are balanced over these); None where all are real.
         """
-        tokens, cu_seqlens = self._pad_for_sequence_parallel(tokens, cu_seqlens)
-        packed = packed_sequences(self.arch, cu_seqlens, tokens.device, self.config.params_dtype)
-        return super().forward(input_ids=tokens[None], position_ids=None, attention_mask=None, packed_seq_params=packed)
-
-    def _pad_for_sequence_parallel(self, tokens: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
-        missing = -tokens.numel() % self.config.tensor_model_parallel_size if self.config.sequence_parallel else 0
-        if not missing:
-            return tokens, cu_seqlens
-        return torch.nn.functional.pad(tokens, (0, missing)), torch.cat((cu_seqlens, cu_seqlens[-1:] + missing))
+        packed = packed_sequences(self.arch, cu_seqlens, tokens.device, self.config.params_dtype, context)
+        packed.real = real
+        mine = tokens if context is None else context.take(tokens)
+        return super().forward(input_ids=mine[None], position_ids=None, attention_mask=None, packed_seq_params=packed)
 
 
 class PolicyModel(PackedModel):
-    """Language model. The last stage returns the final hidden states [T, 1, H] ([ceil(T / tp), 1, H] under sequence parallel)."""
+    """Language model. The last stage returns the final hidden states of this rank's tokens, [T / cp, 1, H] ([T / cp / tp, 1, H]
+    under sequence parallel)."""
 
     def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:
         return hidden_states
@@ -98,7 +101,7 @@ class PolicyModel(PackedModel):
 
 
 class CriticModel(PackedModel):
-    """Value model. The last stage returns V after every token, [T] fp32 on every tp rank, not shifted.
+    """Value model. The last stage returns V after every token, [T] fp32 on every tp and cp rank, not shifted.
 
     The head is a replicated fp32 Linear(H, 1). There is no output projection and embeddings are never tied, whatever the
     checkpoint says: a shared embedding would make the pipeline wait for a gradient that a value model does not have.
@@ -114,9 +117,11 @@ class CriticModel(PackedModel):
             # Each tp rank sees its part of the tokens only: finalize_model_grads sums the partial gradients.
             setattr(self.value_head.weight, "sequence_parallel", self.config.sequence_parallel)
 
-    def forward(self, tokens: Tensor, cu_seqlens: Tensor) -> Tensor:
-        output = super().forward(tokens, cu_seqlens)
-        return output[: tokens.numel()] if self.post_process else output
+    def forward(
+        self, tokens: Tensor, cu_seqlens: Tensor, context: Optional[ContextShard] = None, real: Optional[Tensor] = None
+    ) -> Tensor:
+        output = super().forward(tokens, cu_seqlens, context, real)
+        return context.gather(output) if self.post_process and context is not None else output
 
     def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:
         if not self.post_process:

@@ -1,7 +1,7 @@
 """Writes a model as a Hugging Face checkpoint: safetensors shards, index, config and tokenizer files.
 
-Each pipeline stage writes its own shards. Tensors are gathered to tp rank 0 of data-parallel rank 0 one at a time, so memory
-stays at one shard. Which file holds which tensor follows from the architecture alone, so the index needs no communication.
+Each pipeline stage writes its own shards. Tensors are gathered to the first rank of the stage one at a time, so memory stays at one
+shard. Which file holds which tensor follows from the architecture alone, so the index needs no communication.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Callable, Mapping, Optional
+from typing import Any, Callable, Mapping, Optional, Sequence
 
 import torch
 import torch.distributed as dist
@@ -22,8 +23,10 @@ from torch import Tensor
 from megappo.models.arch import ModelArch, hf_architecture, read_config, text_config
 from megappo.models.families import VALUE_HEAD, hf_tensors, megatron_pieces
 from megappo.models.gpt import CriticModel, PackedModel
+from megappo.models.naming import named_parameters
 from megappo.models.pieces import Piece, as_2d
 from megappo.parallel.groups import ProcessGroups
+from megappo.parallel.layout import ParallelLayout
 
 _SHARD_BYTES = 4 << 30
 _DTYPE_NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
@@ -44,14 +47,18 @@ class Shard:
     names: tuple[str, ...]
 
 
-def plan_shards(arch: ModelArch, pp: int, value_head: bool, itemsize: int, shard_bytes: int = _SHARD_BYTES) -> list[Shard]:
+def plan_shards(
+    arch: ModelArch, layout: ParallelLayout, value_head: bool, itemsize: int, shard_bytes: int = _SHARD_BYTES
+) -> list[Shard]:
     """Which tensor goes to which file. A tensor is written by the first stage that holds it."""
     shapes = hf_tensors(arch, value_head)
     written: set[str] = set()
     parts: list[tuple[int, list[str]]] = []
-    for stage in range(pp):
+    # One rank for each stage: it names everything that the ranks of the stage hold together.
+    stages = ParallelLayout(layout.pp, pp=layout.pp, vpp=layout.vpp, layers_per_stage=layout.layers_per_stage)
+    for stage in range(layout.pp):
         size = shard_bytes + 1
-        for name in dict.fromkeys(piece.hf for piece in megatron_pieces(arch, 1, pp, 0, stage, value_head)):
+        for name in dict.fromkeys(piece.hf for piece in megatron_pieces(arch, stages, stage, value_head)):
             if name in written:
                 continue
             written.add(name)
@@ -71,7 +78,7 @@ def plan_shards(arch: ModelArch, pp: int, value_head: bool, itemsize: int, shard
 
 
 def export_pretrained(
-    model: PackedModel,
+    chunks: Sequence[PackedModel],
     arch: ModelArch,
     groups: ProcessGroups,
     out_dir: str | Path,
@@ -79,19 +86,19 @@ def export_pretrained(
     dtype: Optional[torch.dtype] = None,
     shard_bytes: int = _SHARD_BYTES,
 ) -> None:
-    """Write `model` (not wrapped) to `out_dir` in `dtype` (the model's own by default). Collective over the role's ranks.
+    """Write a model (its chunks, not wrapped) to `out_dir` in `dtype` (the model's own by default). Collective over the role's ranks.
 
     config.json, generation settings and tokenizer files come from `source_dir`. A critic becomes a token classifier with one
     label, whose head stays fp32 in the file. The directory appears under its name when it is complete and must not exist before.
     A ValueError or OSError of any rank is raised on all.
     """
     out, partial = Path(out_dir), Path(f"{out_dir}.partial")
-    dtype = dtype or model.config.params_dtype
-    value_head = isinstance(model, CriticModel)
-    shards = plan_shards(arch, groups.layout.pp, value_head, dtype.itemsize, shard_bytes)
+    dtype = dtype or chunks[0].config.params_dtype
+    value_head = isinstance(chunks[0], CriticModel)
+    shards = plan_shards(arch, groups.layout, value_head, dtype.itemsize, shard_bytes)
     is_first = dist.get_rank() == 0
     _on_all_ranks(lambda: _start(out, partial) if is_first else None)
-    _on_all_ranks(lambda: _write_stage(model, arch, groups, partial, shards, dtype) if groups.coordinates.dp == 0 else None)
+    _on_all_ranks(lambda: _write_stage(chunks, arch, groups, partial, shards, dtype))
     _on_all_ranks(lambda: _finish(arch, out, partial, Path(source_dir), shards, dtype, value_head) if is_first else None)
 
 
@@ -119,10 +126,10 @@ def _start(out: Path, partial: Path) -> None:
 
 
 def _write_stage(
-    model: PackedModel, arch: ModelArch, groups: ProcessGroups, folder: Path, shards: list[Shard], dtype: torch.dtype
+    chunks: Sequence[PackedModel], arch: ModelArch, groups: ProcessGroups, folder: Path, shards: list[Shard], dtype: torch.dtype
 ) -> None:
-    parameters = {name: parameter.data for name, parameter in model.named_parameters()}
-    gather = _Gather(parameters, arch, groups, isinstance(model, CriticModel))
+    parameters = {name: parameter.data for name, parameter in named_parameters(chunks).items()}
+    gather = _Gather(parameters, arch, groups, isinstance(chunks[0], CriticModel))
     failure: Optional[Exception] = None
     for shard in shards:
         if shard.stage != groups.coordinates.pp:
@@ -133,7 +140,7 @@ def _write_stage(
             whole = torch.zeros(1, dtype=kept) if name == _SCORE_BIAS else gather(name, kept)
             if whole is not None:
                 tensors[name] = whole
-        if groups.coordinates.tp == 0 and failure is None:
+        if gather.is_root and failure is None:
             try:
                 save_file(tensors, folder / shard.file, metadata={"format": "pt"})
             except (OSError, SafetensorError) as error:
@@ -143,43 +150,56 @@ def _write_stage(
 
 
 class _Gather:
-    """Assembles one Hugging Face tensor after the other on tp rank 0 of this stage."""
+    """Assembles one Hugging Face tensor after the other on the first rank of this stage."""
 
     def __init__(self, parameters: Mapping[str, Tensor], arch: ModelArch, groups: ProcessGroups, value_head: bool) -> None:
-        layout, self.at = groups.layout, groups.coordinates
-        self.parameters, self.group = parameters, groups.tp
+        layout, self.group = groups.layout, groups.collection.tp_dp_cp
+        self.rank, self.root = dist.get_rank(), layout.rank_of(pp=groups.coordinates.pp)
+        self.parameters = parameters
         self.shapes = hf_tensors(arch, value_head)
-        self.ranks = [layout.rank_of(tp, self.at.dp, self.at.pp) for tp in range(layout.tp)]
-        self.pieces: list[dict[str, list[Piece]]] = []
-        for tp in range(layout.tp):
-            by_name: dict[str, list[Piece]] = {}
-            for piece in megatron_pieces(arch, layout.tp, layout.pp, tp, self.at.pp, value_head):
-                by_name.setdefault(piece.hf, []).append(piece)
-            self.pieces.append(by_name)
+        self.pieces: dict[int, dict[str, list[Piece]]] = {}
+        places: set[tuple[int, int, int]] = set()
+        for rank in range(self.root, self.root + layout.ranks_per_stage):
+            at = layout.coordinates(rank)
+            if (at.tp, at.etp, at.ep) not in places:  # the others hold copies
+                places.add((at.tp, at.etp, at.ep))
+                self.pieces[rank] = defaultdict(list)
+                for piece in megatron_pieces(arch, layout, rank, value_head):
+                    self.pieces[rank][piece.hf].append(piece)
+
+    @property
+    def is_root(self) -> bool:
+        return self.rank == self.root
 
     def __call__(self, name: str, dtype: torch.dtype) -> Optional[Tensor]:
-        """The whole tensor on the host of tp rank 0, None on the other tp ranks."""
+        """The whole tensor on the host of the stage's first rank, None on the others."""
         shape, covered = self.shapes[name], 0
-        whole = torch.empty(shape, dtype=dtype) if self.at.tp == 0 else None
-        for tp, by_name in enumerate(self.pieces):
-            pieces = by_name.get(name, [])
-            if not pieces or covered == math.prod(shape):
-                continue  # a rank of vocabulary padding, or a replicated tensor that tp rank 0 has given already
+        whole = torch.empty(shape, dtype=dtype) if self.is_root else None
+        given: set[tuple[int, int, int, int]] = set()
+        for rank, by_name in self.pieces.items():
+            pieces = [piece for piece in by_name.get(name, []) if piece.box not in given]
+            if not pieces:
+                continue  # nothing of this tensor, or what an earlier rank has given already
+            given.update(piece.box for piece in pieces)
             sizes = [piece.box.area for piece in pieces]
             covered += sum(sizes)
-            if tp == self.at.tp:
+            if rank == self.rank:
                 values = torch.cat([self._take(piece).to(dtype).flatten() for piece in pieces])
-                if tp:
-                    dist.send(values, self.ranks[0], group=self.group)
-            elif whole is not None:
-                values = torch.empty(sum(sizes), dtype=dtype, device=self._take(pieces[0]).device)
-                dist.recv(values, self.ranks[tp], group=self.group)
+                if not self.is_root:
+                    dist.send(values, self.root, group=self.group)
+            elif self.is_root:
+                values = torch.empty(sum(sizes), dtype=dtype, device=self._device)
+                dist.recv(values, rank, group=self.group)
             if whole is not None:
                 for piece, part in zip(pieces, values.cpu().split(sizes)):
                     box = piece.box
                     as_2d(whole)[box.r0 : box.r1, box.c0 : box.c1] = part.view(box.rows, box.cols)
         assert covered == math.prod(shape), f"{name}: pieces cover {covered} of {math.prod(shape)} elements"
         return whole
+
+    @property
+    def _device(self) -> torch.device:
+        return next(iter(self.parameters.values())).device
 
     def _take(self, piece: Piece) -> Tensor:
         box = piece.box

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, Iterable, Literal, Optional, Protocol
+from typing import Any, Iterable, Literal, Optional, Protocol, Sequence
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -26,6 +27,7 @@ from megappo.models.families import (
     megatron_pieces,
 )
 from megappo.models.gpt import CriticModel, PackedModel
+from megappo.models.naming import named_parameters
 from megappo.models.pieces import Box, Piece, as_2d
 from megappo.parallel.groups import ProcessGroups
 
@@ -103,7 +105,7 @@ def _spellings(name: str) -> tuple[str, ...]:
 
 
 def load_pretrained(
-    model: PackedModel,
+    chunks: Sequence[PackedModel],
     arch: ModelArch,
     groups: ProcessGroups,
     path: str | Path,
@@ -112,13 +114,12 @@ def load_pretrained(
 ) -> None:
     """Fill every parameter of this rank from the checkpoint `path`.
 
-    model: as built, not wrapped. value_head matters for a critic: zeros, normal with variance 1/(hidden+1) from `seed`, or read
+    chunks: as built, not wrapped. value_head matters for a critic: zeros, normal with variance 1/(hidden+1) from `seed`, or read
     from the checkpoint. ValueError names tensor and file.
     """
-    parameters = {name: parameter.data for name, parameter in model.named_parameters()}
-    is_critic = isinstance(model, CriticModel)
-    layout, at = groups.layout, groups.coordinates
-    pieces = megatron_pieces(arch, layout.tp, layout.pp, at.tp, at.pp, is_critic)
+    parameters = {name: parameter.data for name, parameter in named_parameters(chunks).items()}
+    is_critic = isinstance(chunks[0], CriticModel)
+    pieces = megatron_pieces(arch, groups.layout, dist.get_rank(), is_critic)
     shapes = hf_tensors(arch, is_critic)
     reader = CheckpointReader(path)
     for local in (LOCAL_EMBEDDING, LOCAL_OUTPUT):

@@ -38,13 +38,16 @@ def _fits(lengths: Sequence[int], num_parts: int, token_budget: int) -> bool:
     return all(len(part) <= 1 or sum(lengths[i] for i in part) <= token_budget for part in parts)
 
 
-def plan_micro_batches(lengths: Sequence[int], num_dp: int, token_budget: int) -> MicroBatchPlan:
+def plan_micro_batches(lengths: Sequence[int], num_dp: int, token_budget: int, multiple: int = 1) -> MicroBatchPlan:
     """Sequences -> data-parallel ranks balanced by tokens -> the same number of micro-batches on each, within the token budget.
+
+    The number of micro-batches is a multiple of `multiple`; where there are fewer sequences, some are empty.
 
     Source of the balancing rule: Graham 1969, longest processing time first (at most 4/3 of the optimum).
     """
     per_rank = partition_balanced(lengths, num_dp)
     num_micro = max(split_by_budget([lengths[i] for i in part], token_budget) for part in per_rank)
+    num_micro = -(-num_micro // multiple) * multiple
     plan = []
     for part in per_rank:
         local = partition_balanced([lengths[i] for i in part], num_micro)

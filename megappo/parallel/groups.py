@@ -16,8 +16,9 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megappo.parallel.layout import Coordinates, ParallelLayout
 
-# Order of Megatron's default rank grid, fastest first. cp and ep have size 1 in this layout.
-_AXES = ("tp", "cp", "ep", "dp", "pp")
+# Both grids in Megatron's default order, fastest axis first. The experts cut the ranks of a stage a second time.
+_DENSE = ("tp", "cp", "dp", "pp")
+_EXPERT = ("etp", "ep", "edp", "pp")
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,15 @@ class ProcessGroups:
         return self.collection.dp
 
     @property
+    def cp(self) -> dist.ProcessGroup:
+        return self.collection.cp
+
+    @property
+    def everyone(self) -> dist.ProcessGroup:
+        """All ranks of the role."""
+        return self.collection.intra_dist_opt
+
+    @property
     def is_first_stage(self) -> bool:
         return self.coordinates.pp == 0
 
@@ -50,24 +60,24 @@ class ProcessGroups:
 
     @property
     def is_reporter(self) -> bool:
-        """True on the one rank of a dp replica that reports what the last stage computed (tp rank 0)."""
-        return self.is_last_stage and self.coordinates.tp == 0
+        """True on the one rank of a dp replica that reports what the last stage computed (tp and cp rank 0)."""
+        return self.is_last_stage and self.coordinates.tp == 0 and self.coordinates.cp == 0
 
 
 def build_groups(layout: ParallelLayout) -> ProcessGroups:
     """Create every group of the layout. Collective: all ranks of the world call it in the same order."""
-    grid = HyperCommGrid(shape=[layout.tp, 1, 1, layout.dp, layout.pp], dim_names=list(_AXES))
+    dense = HyperCommGrid(shape=[layout.tp, layout.cp, layout.dp, layout.pp], dim_names=list(_DENSE))
+    expert = HyperCommGrid(shape=[layout.etp, layout.ep, layout.edp, layout.pp], dim_names=list(_EXPERT))
     groups = ProcessGroupCollection()
-    groups.tp, groups.cp, groups.ep = grid.create_pg("tp"), grid.create_pg("cp"), grid.create_pg("ep")
-    groups.dp, groups.pp = grid.create_pg("dp"), grid.create_pg("pp")
-    groups.mp = grid.create_pg(["tp", "pp"])
-    groups.dp_cp = groups.intra_dp_cp = grid.create_pg(["cp", "dp"])
-    groups.tp_cp = grid.create_pg(["tp", "cp"])
-    groups.tp_dp_cp = grid.create_pg(["tp", "cp", "dp"])
-    groups.tp_ep, groups.tp_ep_pp = grid.create_pg(["tp", "ep"]), grid.create_pg(["tp", "ep", "pp"])
-    groups.intra_dist_opt = grid.create_pg(["tp", "cp", "ep", "dp", "pp"])
-    # Without experts the expert axes are those of the dense part.
-    groups.expt_tp, groups.expt_dp, groups.intra_expt_dp = groups.tp, groups.dp, groups.dp
+    groups.tp, groups.cp, groups.dp, groups.pp = (dense.create_pg(axis) for axis in _DENSE)
+    groups.mp = dense.create_pg(["tp", "pp"])
+    groups.dp_cp = groups.intra_dp_cp = dense.create_pg(["cp", "dp"])
+    groups.tp_cp = dense.create_pg(["tp", "cp"])
+    groups.tp_dp_cp = dense.create_pg(["tp", "cp", "dp"])
+    groups.intra_dist_opt = dense.create_pg(list(_DENSE))
+    groups.expt_tp, groups.ep = expert.create_pg("etp"), expert.create_pg("ep")
+    groups.expt_dp = groups.intra_expt_dp = expert.create_pg("edp")
+    groups.tp_ep, groups.tp_ep_pp = expert.create_pg(["etp", "ep"]), expert.create_pg(["etp", "ep", "pp"])
     groups.hcp, groups.inter_dist_opt, groups.pos_embd = None, None, None
     groups.embd = _embedding_group(layout)
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:

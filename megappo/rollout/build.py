@@ -49,5 +49,5 @@ def build_rollout(
         tokenizer=str(tokenizer.path) if config.stop and isinstance(tokenizer, HuggingFaceTokenizer) else None,
         detokenize=tokenizer.decode,
     )
-    engine.connect(lambda: dict(policy.model.named_parameters()), arch, policy.groups.layout)
+    engine.connect(policy.named_parameters, arch, policy.groups.layout)
     return engine

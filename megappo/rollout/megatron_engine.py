@@ -45,7 +45,8 @@ class MegatronRollout:
                 if not active:
                     break
                 batch = pack([[*requests[i].prompt, *sampled[i]] for i in active])
-                batch = batch.with_fields(sequence_fields={"draw": _draws([requests[i] for i in active], position)})
+                draws = _draws([requests[i] for i in active], position)
+                batch = batch.with_fields(sequence_fields={"draw": draws, "length": batch.lengths})
                 result = self._engine.forward_backward(batch, partial(_sample_next, sampling), forward_only=True)
                 ends = batch.cu_seqlens[1:].long() - 1
                 tokens, values = (result.tokens[name][ends].tolist() for name in ("token", "logprob"))
@@ -80,7 +81,8 @@ def _draws(requests: Sequence[Request], position: int) -> Tensor:
 
 def _sample_next(sampling: SamplingParams, output: ModelOutput, micro: PackedBatch) -> LossOutput:
     """Next token and its log-prob at the last position of every sequence; the whole vocabulary is gathered for these rows only."""
-    ends = micro.cu_seqlens[1:].long() - 1
+    # The engine may have padded sequences; one of padding alone has length 0 and its result is dropped.
+    ends = micro.cu_seqlens[:-1].long() + (micro["length"] - 1).clamp(min=0)
     logits = _last_logits(output, ends)
     if sampling.temperature > 0:
         logprobs = truncated_logprobs(logits / sampling.temperature, sampling.top_p, sampling.top_k)
@@ -113,7 +115,7 @@ def _last_logits(output: ModelOutput, ends: Tensor) -> Tensor:
     """[B, V] fp64 logits of the whole vocabulary at packed positions `ends`, on every tp rank."""
     assert output.hidden is not None and output.weight is not None
     hidden = _gathered(output.hidden, output) if output.sequence_parallel else output.hidden
-    local = (hidden[ends] @ output.weight.t()).float()
+    local = (output.all_tokens(hidden)[ends] @ output.weight.t()).float()
     local[:, output.num_valid :] = -torch.inf
     return _gathered(local.t().contiguous(), output).t().double()
 

@@ -38,6 +38,6 @@ def export_checkpoint(run: str, output: str, *, role: Literal["policy", "critic"
     engine = build_frozen(role, path, arch, settings, groups, device=device, value_head=role == "critic")
     exported = CheckpointStore(run_dir.checkpoints, keep_last=1).load_weights(role, engine, step)
     with engine.eval_mode():
-        export_pretrained(engine.model, arch, groups, Path(output), Path(path))
+        export_pretrained(engine.chunks, arch, groups, Path(output), Path(path))
     dist.destroy_process_group()
     return exported

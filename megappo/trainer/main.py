@@ -141,7 +141,7 @@ class _Parts:
         dist.barrier()
         engine = self.policy_engine
         with engine.eval_mode():
-            export_pretrained(engine.model, self.policy_arch, engine.groups, run_dir.export, Path(self.config.policy.model))
+            export_pretrained(engine.chunks, self.policy_arch, engine.groups, run_dir.export, Path(self.config.policy.model))
 
     def close(self) -> None:
         self.rollout.close()

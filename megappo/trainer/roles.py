@@ -60,7 +60,7 @@ class LanguageModel:
         logprob, entropy = linear_logprob(
             output.hidden,
             output.weight,
-            next_token_targets(micro.tokens, micro.cu_seqlens),
+            output.own_tokens(next_token_targets(micro.tokens, micro.cu_seqlens)),
             output.tp_group,
             sequence_parallel=output.sequence_parallel,
             vocab_start=output.vocab_start,
@@ -68,8 +68,8 @@ class LanguageModel:
             temperature=self.temperature,
             want_entropy=want_entropy,
         )
-        aligned = shift_right(logprob, micro.cu_seqlens)
-        return aligned, None if entropy is None else shift_right(entropy, micro.cu_seqlens)
+        aligned = shift_right(output.all_tokens(logprob), micro.cu_seqlens)
+        return aligned, None if entropy is None else shift_right(output.all_tokens(entropy), micro.cu_seqlens)
 
 
 class Policy(LanguageModel):

@@ -56,7 +56,7 @@ def train_sft(config: SftConfig, data: SftData) -> None:
     run_sft(engine, data.demonstrations, steps=trainer.steps, batch_size=trainer.batch_size, seed=config.run.seed, log=log)
     log.close()
     with engine.eval_mode():
-        export_pretrained(engine.model, arch, groups, run_dir.export, Path(config.policy.model))
+        export_pretrained(engine.chunks, arch, groups, run_dir.export, Path(config.policy.model))
     dist.barrier()
     dist.destroy_process_group()
 

@@ -36,10 +36,9 @@ def random_checkpoint(arch: ModelArch, seed: int) -> dict[str, Tensor]:
 
 def policy_tensors(arch: ModelArch, layout: ParallelLayout, rank: int, checkpoint: dict[str, Tensor]) -> dict[str, Tensor]:
     """What a Megatron rank holds of a checkpoint; padding of the vocabulary is NaN so that nobody can send it unnoticed."""
-    at = layout.coordinates(rank)
-    shapes = local_shapes(arch, layout.tp, layout.pp, at.tp, at.pp)
+    shapes = local_shapes(arch, layout, rank)
     tensors = {name: torch.full(shape, float("nan")) for name, shape in shapes.items()}
-    for piece in megatron_pieces(arch, layout.tp, layout.pp, at.tp, at.pp):
+    for piece in megatron_pieces(arch, layout, rank):
         box = piece.box
         place = as_2d(tensors[piece.local])[piece.row : piece.row + box.rows, piece.col : piece.col + box.cols]
         place.copy_(as_2d(checkpoint[piece.hf])[box.r0 : box.r1, box.c0 : box.c1])

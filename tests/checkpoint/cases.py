@@ -163,14 +163,14 @@ def whole_weights(engine, groups):
     from megappo.models.families import hf_tensors, megatron_pieces
     from megappo.models.pieces import as_2d
 
-    model, layout, at = engine.model, groups.layout, groups.coordinates
-    mine = {name: parameter.detach().float() for name, parameter in model.named_parameters()}
-    pieces = megatron_pieces(model.arch, layout.tp, layout.pp, at.tp, at.pp, is_critic(engine))
+    arch = engine.chunks[0].arch
+    mine = {name: parameter.detach().float() for name, parameter in engine.named_parameters().items()}
+    pieces = megatron_pieces(arch, groups.layout, dist.get_rank(), is_critic(engine))
     held = [
         (piece.hf, piece.box, as_2d(mine[piece.local])[piece.row : piece.row + piece.box.rows, piece.col : piece.col + piece.box.cols].clone())
         for piece in pieces
     ]
-    whole = {name: torch.full(shape, torch.nan) for name, shape in hf_tensors(model.arch, is_critic(engine)).items()}
+    whole = {name: torch.full(shape, torch.nan) for name, shape in hf_tensors(arch, is_critic(engine)).items()}
     for theirs in runs.gathered(held):
         for name, box, values in theirs:
             as_2d(whole[name])[box.r0 : box.r1, box.c0 : box.c1] = values
@@ -215,7 +215,7 @@ class Policy:
     def save(self, step, facts=runs.FACTS):
         self.components["trainer"].count = step
         with torch.no_grad():
-            for parameter in self.engines["policy"].model.parameters():
+            for parameter in self.engines["policy"].named_parameters().values():
                 parameter.add_(step)
         return self.store.save(step, self.engines, self.components, facts)
 

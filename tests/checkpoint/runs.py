@@ -52,9 +52,10 @@ def engine(groups, *, critic, dtype=torch.float32, tied=False, distributed=True,
     from megappo.engine.megatron_optimizer import Optimizer, wrap_with_ddp
     from megappo.models.build import build_model
 
-    model = build_model(arch(tied, num_layers), groups, dtype=dtype, value_head=critic)
-    fill(model, groups, seed)
-    wrapped = wrap_with_ddp(model, groups, distributed_optimizer=distributed)
+    chunks = build_model(arch(tied, num_layers), groups, dtype=dtype, value_head=critic)
+    for chunk in chunks:
+        fill(chunk, groups, seed)
+    wrapped = wrap_with_ddp(chunks, groups, distributed_optimizer=distributed)
     config = OptimizerConfig(lr=1e-2, warmup_steps=2, weight_decay=0.1, distributed=distributed)
     return MegatronEngine(
         "critic" if critic else "policy", wrapped, groups, device=torch.device("cpu"), micro_batch_tokens=24,
@@ -147,7 +148,7 @@ def engine_digest(one):
     one.to("device")
     optimizer = one._optimizer
     digest = {
-        "model": sha256(list(one.model.state_dict().values())),
+        "model": sha256([tensor for chunk in one.chunks for tensor in chunk.state_dict().values()]),
         "optimizer": sha256(list(optimizer.tensors())),
         "schedule": optimizer._scheduler.num_steps,
     }

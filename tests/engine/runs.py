@@ -12,6 +12,8 @@ from megappo.data.packing import PackedBatch, pack
 
 STEPS = 2
 SEQUENCES = 9
+# Adam divides by |g| + eps: with the usual 1e-8 a weight whose gradient is rounding noise would move by a full step of random sign.
+ADAM_EPS = 1e-5
 
 
 def recorded_batch(num_sequences: int = SEQUENCES) -> PackedBatch:
@@ -40,7 +42,7 @@ def build_roles(path: str, groups, *, budget: int, dtype: str = "fp32", offload:
     common = dict(
         dtype=dtype,
         micro_batch_tokens=budget,
-        optimizer=OptimizerConfig(lr=1e-3, distributed=distributed),
+        optimizer=OptimizerConfig(lr=1e-3, eps=ADAM_EPS, distributed=distributed),
         offload=OffloadConfig(parameters=offload, gradients=offload, optimizer=offload),
     )
     build = dict(device=torch.device("cpu"), total_updates=10, seed=0)
@@ -81,8 +83,8 @@ def train(path: str, groups, batch: PackedBatch, **how) -> dict[str, object]:
     return {"rows": rows, "micro_batches": acted.losses.num_micro_batches}
 
 
-def worlds_of(rank: int, path: str, layouts: list[tuple[int, int, bool]], extra: bool) -> dict[str, object]:
-    """Every layout with a normal budget; `extra` adds the cases that one layout is enough for."""
+def worlds_of(rank: int, path: str, layouts: list[dict], extra: bool) -> dict[str, object]:
+    """Every layout (sizes of ParallelLayout) with a normal budget; `extra` adds the cases that small worlds are enough for."""
     from megappo.parallel.groups import build_groups
     from megappo.parallel.layout import ParallelLayout
     from megappo.platform import cpu
@@ -90,8 +92,8 @@ def worlds_of(rank: int, path: str, layouts: list[tuple[int, int, bool]], extra:
     cpu.install()
     results: dict[str, object] = {}
     batch = recorded_batch()
-    for tp, pp, sp in layouts:
-        layout = ParallelLayout(dist.get_world_size(), tp, pp, sp)
+    for sizes in layouts:
+        layout = ParallelLayout(dist.get_world_size(), **sizes)
         groups = build_groups(layout)
         results[str(layout)] = train(path, groups, batch, budget=64)
         if not extra:
@@ -117,7 +119,7 @@ def non_finite(path: str, groups, batch: PackedBatch) -> dict[str, object]:
     advantage = batch["advantage"].clone()
     advantage[int(batch["response_mask"].nonzero()[0])] = torch.nan
     poisoned = batch.with_fields({"advantage": advantage, "logprob": logprob})
-    before = [p.detach().clone() for p in policy.engine.model.parameters()]
+    before = [p.detach().clone() for p in policy.engine.named_parameters().values()]
     applied, error = [], ""
     with policy.engine.train_mode():
         try:
@@ -125,7 +127,7 @@ def non_finite(path: str, groups, batch: PackedBatch) -> dict[str, object]:
                 applied.append(policy.update(poisoned, 10.0).step.applied)
         except NonFiniteGradient as stopped:
             error = str(stopped)
-    unchanged = all(torch.equal(a, b) for a, b in zip(before, policy.engine.model.parameters()))
+    unchanged = all(torch.equal(a, b) for a, b in zip(before, policy.engine.named_parameters().values()))
     return {"applied": applied, "unchanged": unchanged, "error": error}
 
 
@@ -134,7 +136,7 @@ def freed_bytes(path: str, groups) -> dict[str, int]:
     policy, _ = build_roles(path, groups, budget=64, offload=True)
 
     def resident() -> int:
-        storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in policy.engine.model.parameters()}
+        storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in policy.engine.named_parameters().values()}
         return sum(storages.values())
 
     with policy.engine.eval_mode():

@@ -6,12 +6,17 @@ import math
 
 import pytest
 
+from megappo.parallel.layout import ParallelLayout
 from tests.engine.runs import STEPS, recorded_batch, worlds_of
 from tests.models.checkpoints import write_checkpoint
 from tests.worlds import spawn_world
 
-TWO = [(1, 1, False), (2, 1, False), (2, 1, True), (1, 2, False)]
-FOUR = [(2, 2, True), (2, 1, False), (1, 2, False)]
+SP = dict(tp=2, sequence_parallel=True)
+TWO = [dict(), dict(tp=2), SP, dict(pp=2), dict(cp=2), dict(pp=2, vpp=2), dict(pp=2, layers_per_stage=(3, 1))]
+FOUR = [
+    dict(**SP, pp=2), dict(tp=2), dict(pp=2), dict(pp=2, vpp=2), dict(cp=2), dict(cp=4), dict(**SP, cp=2), dict(tp=2, cp=2),
+    dict(cp=2, pp=2, vpp=2), dict(**SP, pp=2, vpp=2, layers_per_stage=(1, 1, 1, 1)), dict(pp=4),
+]
 # fp32: a few hundred additions in another order; the values compared are of order 1.
 TOLERANCE = 1e-5
 
@@ -19,19 +24,19 @@ TOLERANCE = 1e-5
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> dict[str, dict]:
     path = str(tmp_path_factory.mktemp("engine") / "llama")
-    write_checkpoint(path, "llama")
-    (alone,) = spawn_world(worlds_of, 1, path, [(1, 1, False)], True)
+    write_checkpoint(path, "llama", num_hidden_layers=4)
+    (alone,) = spawn_world(worlds_of, 1, path, [dict()], True)
     two = spawn_world(worlds_of, 2, path, TWO, True)
     four = spawn_world(worlds_of, 4, path, FOUR, False)
     for world in (two, four):
         for rank, results in enumerate(world):
-            assert results == world[0] or _only_the_error_text_differs(results, world[0]), f"rank {rank} reports other numbers than rank 0"
+            assert results == world[0] or _only_facts_of_the_rank_differ(results, world[0]), f"rank {rank} reports other numbers than rank 0"
     return {**two[0], **four[0], **alone}
 
 
-def _only_the_error_text_differs(mine: dict, first: dict) -> bool:
-    """NonFiniteGradient names the rank that raises it."""
-    return all(mine[k] == first[k] or "non-finite" in k for k in first)
+def _only_facts_of_the_rank_differ(mine: dict, first: dict) -> bool:
+    """NonFiniteGradient names the rank that raises it; stages of an uneven split hold different numbers of bytes."""
+    return all(mine[k] == first[k] or k.endswith(("non-finite", "freed")) for k in first)
 
 
 def difference(a: object, b: object) -> float:
@@ -45,7 +50,8 @@ def difference(a: object, b: object) -> float:
 
 
 BASE = "tp1 pp1 dp1"
-LAYOUTS = ["tp1 pp1 dp2", "tp2 pp1 dp1", "tp2 pp1 dp1 sp", "tp1 pp2 dp1", "tp2 pp2 dp1 sp", "tp2 pp1 dp2", "tp1 pp2 dp2"]
+SMALL = [str(ParallelLayout(2, **sizes)) for sizes in TWO]
+LAYOUTS = SMALL + [str(ParallelLayout(4, **sizes)) for sizes in FOUR]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -53,18 +59,18 @@ def test_every_layout_trains_to_the_same_numbers(runs, layout: str) -> None:
     assert difference(runs[layout]["rows"], runs[BASE]["rows"]) < TOLERANCE
 
 
-@pytest.mark.parametrize("layout", [BASE, *LAYOUTS[:4]])
+@pytest.mark.parametrize("layout", [BASE, *SMALL])
 @pytest.mark.parametrize("variant", ["one sequence", "whole", "offloaded", "plain optimizer"])
 def test_micro_batches_offload_and_optimizer_sharding_change_nothing(runs, layout: str, variant: str) -> None:
     assert difference(runs[f"{layout} {variant}"]["rows"], runs[BASE]["rows"]) < TOLERANCE
 
 
-@pytest.mark.parametrize("layout", [BASE, *LAYOUTS[:4]])
+@pytest.mark.parametrize("layout", [BASE, *SMALL])
 def test_offload_gives_the_same_bits(runs, layout: str) -> None:
     assert runs[f"{layout} offloaded"]["rows"] == runs[layout]["rows"]
 
 
-@pytest.mark.parametrize("layout", [BASE, *LAYOUTS[:4]])
+@pytest.mark.parametrize("layout", [BASE, *SMALL])
 def test_order_of_sequences_changes_no_loss(runs, layout: str) -> None:
     names = ("policy_loss", "policy_grad_norm", "critic_loss", "critic_grad_norm", "tokens")
     for permuted, plain in zip(runs[f"{layout} permuted"]["rows"], runs[BASE]["rows"]):
@@ -77,20 +83,20 @@ def test_budget_decides_the_number_of_micro_batches(runs) -> None:
     assert 1 < runs[BASE]["micro_batches"] < 9
 
 
-@pytest.mark.parametrize("layout", LAYOUTS[:4])
+@pytest.mark.parametrize("layout", SMALL)
 def test_a_rank_without_sequences_takes_part(runs, layout: str) -> None:
     """One sequence on two data-parallel ranks: one of them has nothing."""
     assert difference(runs[f"{layout} single"]["rows"], runs[f"{BASE} single"]["rows"]) < TOLERANCE
 
 
-@pytest.mark.parametrize("layout", [BASE, *LAYOUTS[:4]])
+@pytest.mark.parametrize("layout", [BASE, *SMALL])
 def test_a_non_finite_gradient_is_skipped_everywhere_and_the_third_stops(runs, layout: str) -> None:
     result = runs[f"{layout} non-finite"]
     assert result["applied"] == [False, False] and result["unchanged"]
     assert "policy: gradient norm nan in 3 steps in a row" in result["error"] and "rank 0" in result["error"]
 
 
-@pytest.mark.parametrize("layout", [BASE, *LAYOUTS[:4]])
+@pytest.mark.parametrize("layout", [BASE, *SMALL])
 def test_offload_frees_the_parameters(runs, layout: str) -> None:
     assert runs[f"{layout} freed"]["working"] > 0 and runs[f"{layout} freed"]["offloaded"] == 0
 

@@ -1,5 +1,6 @@
 """Tables of the world tests of models/. A layout is (tp, pp, sequence_parallel); jobs are (case, layout, critic, recompute)."""
 
+from megappo.parallel.layout import ParallelLayout
 # (1, 1) on 2 ranks is dp 2.
 LOGIT_LAYOUTS = [(1, 1, False), (2, 1, False), (2, 1, True), (1, 2, False)]
 EXPORT_LAYOUTS = [(2, 1, True), (1, 2, False), (2, 2, False)]
@@ -23,3 +24,9 @@ BF16_CASES = ["llama", "qwen3", "ministral3_tied"]
 # Everything at once, on 4 ranks.
 DENSE_LAYOUT = (2, 2, True)
 DENSE_JOBS = [(case, DENSE_LAYOUT, critic, "full") for case in ("qwen2_tied", "qwen3") for critic in (False, True)]
+
+
+def place(tp: int, pp: int, tp_rank: int, stage: int) -> tuple[ParallelLayout, int]:
+    """(layout without data parallel, world rank) of a position in it."""
+    layout = ParallelLayout(tp * pp, tp, pp)
+    return layout, layout.rank_of(tp=tp_rank, pp=stage)

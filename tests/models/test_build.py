@@ -14,6 +14,7 @@ from tests.models.cases import (
     RECOMPUTE_JOBS,
     SHAPE_CASES,
     SHAPE_LAYOUTS,
+    place,
 )
 from tests.models.checkpoints import example_sequences
 
@@ -22,7 +23,7 @@ def test_parameters_are_those_of_the_weight_map(checkpoints, four_ranks):
         assert len(results) == len(SHAPE_CASES) * len(SHAPE_LAYOUTS) * 2
         for case, (tp, pp, sp), critic, tp_rank, stage, facts, keys in results:
             arch = read_arch(checkpoints / case)
-            mine, whole = (local_shapes(arch, n, pp, r, stage, critic) for n, r in ((tp, tp_rank), (1, 0)))
+            mine, whole = (local_shapes(arch, *place(n, pp, r, stage), critic) for n, r in ((tp, tp_rank), (1, 0)))
             assert {name: fact[0] for name, fact in facts.items()} == mine
             for name, (shape, dtype, sharded, sequence_parallel) in facts.items():
                 assert dtype == torch.float32

@@ -9,6 +9,7 @@ import torch
 from megappo.models.arch import ModelArch, Rope, padded_vocab
 from megappo.models.families import hf_tensors, local_shapes, megatron_pieces
 from megappo.models.pieces import as_2d
+from tests.models.cases import place
 
 
 def arch_of(family, tied=False, vocab=131, **changes):
@@ -32,9 +33,9 @@ def whole_tensors(arch, value_head):
 
 def fill(arch, tensors, tp, pp, rank, stage, value_head, pieces=None):
     """Local tensors of one rank from the pieces; counts how often each element is written."""
-    shapes = local_shapes(arch, tp, pp, rank, stage, value_head)
+    shapes = local_shapes(arch, *place(tp, pp, rank, stage), value_head)
     local, writes = ({n: torch.zeros(s) for n, s in shapes.items()} for _ in range(2))
-    for piece in pieces if pieces is not None else megatron_pieces(arch, tp, pp, rank, stage, value_head):
+    for piece in pieces if pieces is not None else megatron_pieces(arch, *place(tp, pp, rank, stage), value_head):
         box = piece.box
         at = slice(piece.row, piece.row + box.rows), slice(piece.col, piece.col + box.cols)
         as_2d(local[piece.local])[at] = as_2d(tensors[piece.hf])[box.r0 : box.r1, box.c0 : box.c1]
@@ -53,7 +54,8 @@ def expected_local(arch, tensors, tp, pp, rank, stage, value_head):
     if stage == 0:
         out["embedding.word_embeddings.weight"] = padded("model.embed_tokens.weight")
     for index in range(arch.num_layers // pp):
-        prefix = f"model.layers.{stage * (arch.num_layers // pp) + index}."
+        layer_number = stage * (arch.num_layers // pp) + index
+        prefix, local = f"model.layers.{layer_number}.", f"decoder.layers.{layer_number}"
         hf = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
         for kind in ("weight", "bias"):
             if f"self_attn.q_proj.{kind}" in hf:
@@ -61,7 +63,7 @@ def expected_local(arch, tensors, tp, pp, rank, stage, value_head):
                 groups = [torch.cat(parts) for parts in zip(q, k, v)]
                 per_rank = arch.num_kv_heads // tp
                 mine = torch.cat(groups[rank * per_rank : (rank + 1) * per_rank])
-                out[f"decoder.layers.{index}.self_attention.linear_qkv.{kind}"] = mine
+                out[f"{local}.self_attention.linear_qkv.{kind}"] = mine
         gate, up = (hf[f"mlp.{x}_proj.weight"].chunk(tp)[rank] for x in ("gate", "up"))
         layer = {
             "input_layernorm.weight": hf["input_layernorm.weight"],
@@ -72,7 +74,7 @@ def expected_local(arch, tensors, tp, pp, rank, stage, value_head):
         }
         if arch.qk_norm:
             layer |= {f"self_attention.{x}_layernorm.weight": hf[f"self_attn.{x}_norm.weight"] for x in "qk"}
-        out |= {f"decoder.layers.{index}.{name}": tensor for name, tensor in layer.items()}
+        out |= {f"{local}.{name}": tensor for name, tensor in layer.items()}
     if stage == pp - 1:
         out["decoder.final_layernorm.weight"] = tensors["model.norm.weight"]
         if value_head:
@@ -107,7 +109,7 @@ def test_a_tp_group_covers_every_hf_element_once(arch, tp, pp, value_head):
     counts = {name: as_2d(torch.zeros(shape)) for name, shape in hf_tensors(arch, value_head).items()}
     for stage in range(pp):
         for rank in range(tp):
-            for piece in megatron_pieces(arch, tp, pp, rank, stage, value_head):
+            for piece in megatron_pieces(arch, *place(tp, pp, rank, stage), value_head):
                 counts[piece.hf][piece.box.r0 : piece.box.r1, piece.box.c0 : piece.box.c1] += 1
     for name, count in counts.items():
         tied_copy = name == "model.embed_tokens.weight" and arch.tied_embeddings and pp > 1 and not value_head
@@ -120,7 +122,7 @@ def test_the_oracle_detects_wrong_pieces(fault):
     """Negative control: each fault must differ from the expected local tensors or be written not exactly once."""
     arch = arch_of("llama")
     tensors = whole_tensors(arch, False)
-    pieces = megatron_pieces(arch, 2, 1, 0, 0)
+    pieces = megatron_pieces(arch, *place(2, 1, 0, 0))
     if fault == "swap gate and up":
         swap = {"gate_proj": "up_proj", "up_proj": "gate_proj"}
         kinds = [piece.hf.split(".")[-2] for piece in pieces]
@@ -143,14 +145,14 @@ def test_the_oracle_detects_wrong_pieces(fault):
 def test_layouts_that_do_not_fit_are_refused():
     arch = arch_of("llama")
     with pytest.raises(ValueError, match="tp 8 does not divide the 4 KV heads .* largest tp that works is 4"):
-        megatron_pieces(arch, 8, 1, 0, 0)
+        megatron_pieces(arch, *place(8, 1, 0, 0))
     with pytest.raises(ValueError, match="4 layers are not divisible by pp 3"):
-        local_shapes(arch, 1, 3, 0, 0)
+        local_shapes(arch, *place(1, 3, 0, 0))
 
 
 def test_a_rank_may_hold_padding_only():
     arch = arch_of("llama", vocab=5, num_kv_heads=4)
-    counts = Counter(piece.local for rank in range(4) for piece in megatron_pieces(arch, 4, 1, rank, 0))
+    counts = Counter(piece.local for rank in range(4) for piece in megatron_pieces(arch, *place(4, 1, rank, 0)))
     assert counts["output_layer.weight"] == 3  # rows 2+2+1+0
 
 
@@ -158,7 +160,7 @@ def test_llama_7b_has_its_published_number_of_parameters():
     arch = arch_of(
         "llama", num_layers=32, hidden_size=4096, num_heads=32, num_kv_heads=32, head_dim=128, ffn_size=11008, vocab=32000
     )
-    assert sum(torch.Size(s).numel() for s in local_shapes(arch, 1, 1, 0, 0).values()) == 6_738_415_616
+    assert sum(torch.Size(s).numel() for s in local_shapes(arch, *place(1, 1, 0, 0)).values()) == 6_738_415_616
 
 
 def test_pieces_of_70b_on_64_ranks_take_less_than_a_second():
@@ -168,5 +170,5 @@ def test_pieces_of_70b_on_64_ranks_take_less_than_a_second():
     start = time.perf_counter()
     for tp, pp in ((8, 4), (1, 1)):
         for rank in range(64):
-            megatron_pieces(arch, tp, pp, rank % tp, rank // tp % pp)
+            megatron_pieces(arch, *place(tp, pp, rank % tp, rank // tp % pp))
     assert time.perf_counter() - start < 2.0

@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from megappo.models.arch import read_arch
 from megappo.models.families import hf_tensors, megatron_pieces
 from megappo.models.hf_import import CheckpointReader, _check_tied, _fill_value_head, read_box
+from tests.models.cases import place
 from tests.models.checkpoints import write_checkpoint
 
 
@@ -117,7 +118,7 @@ def test_a_tied_checkpoint_with_another_output_projection_is_refused(folder, sam
     (path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
     arch, reader = read_arch(path), CheckpointReader(path)
     for rank in (0, 1):
-        pieces = megatron_pieces(arch, 2, 1, rank, 0)
+        pieces = megatron_pieces(arch, *place(2, 1, rank, 0))
         if same or rank == 0:
             _check_tied(reader, arch, pieces)
         else:

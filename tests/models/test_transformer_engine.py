@@ -28,8 +28,8 @@ def both(rank: int, path: str) -> dict[str, dict]:
     batch = pack([s.tolist() for s in example_sequences()], device="cuda")
     results = {}
     for implementation in ("local", "transformer_engine"):
-        model = build_model(arch, groups, dtype=torch.bfloat16, implementation=implementation)
-        load_pretrained(model, arch, groups, path)
+        (model,) = build_model(arch, groups, dtype=torch.bfloat16, implementation=implementation)
+        load_pretrained([model], arch, groups, path)
         with torch.no_grad():
             hidden = model(batch.tokens, batch.cu_seqlens)
         shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}

@@ -24,30 +24,39 @@ def groups_of(tp: int, pp: int, sequence_parallel: bool):
 
 
 def build(path, layout, *, dtype=torch.float32, recompute="none", critic=False, value_head="zero", seed=0):
-    """(arch, groups, loaded model)"""
+    """(arch, groups, loaded model) in a layout of one chunk (tp, pp, sequence_parallel)"""
     groups = groups_of(*layout)
     from megappo.models.arch import read_arch
     from megappo.models.build import build_model
     from megappo.models.hf_import import load_pretrained
 
     arch = read_arch(path)
-    model = build_model(arch, groups, dtype=dtype, recompute=recompute, value_head=critic)
-    load_pretrained(model, arch, groups, path, value_head, seed)
+    chunks = build_model(arch, groups, dtype=dtype, recompute=recompute, value_head=critic)
+    load_pretrained(chunks, arch, groups, path, value_head, seed)
+    (model,) = chunks
     return arch, groups, model
 
 
-def forward(groups, model, tokens, cu_seqlens):
+def packed(groups, sequences):
+    """(tokens, cu_seqlens) with one more sequence of zeros where sequence parallel needs a multiple of tp tokens."""
+    lengths = [len(s) for s in sequences]
+    missing = -sum(lengths) % groups.layout.tp if groups.layout.sequence_parallel else 0
+    padding = [torch.zeros(missing, dtype=torch.long)] if missing else []
+    return torch.cat([*sequences, *padding]), cu_seqlens_of([*lengths, *(len(p) for p in padding)])
+
+
+def forward(groups, model, tokens, cu_seqlens, context=None):
     """The model's output on the last stage, None on the others; stages follow each other without a schedule. Forward only."""
     at, layout = groups.coordinates, groups.layout
-    previous = layout.rank_of(at.tp, at.dp, at.pp - 1) if at.pp else None
-    following = layout.rank_of(at.tp, at.dp, at.pp + 1) if at.pp + 1 < layout.pp else None
+    previous = layout.rank_of(tp=at.tp, cp=at.cp, dp=at.dp, pp=at.pp - 1) if at.pp else None
+    following = layout.rank_of(tp=at.tp, cp=at.cp, dp=at.dp, pp=at.pp + 1) if at.pp + 1 < layout.pp else None
     if previous is not None:
         shape = torch.empty(3, dtype=torch.long)
         dist.recv(shape, previous)
         hidden = torch.empty(*shape.tolist(), dtype=model.config.params_dtype)
         dist.recv(hidden, previous)
         model.set_input_tensor(hidden)
-    output = model(tokens, cu_seqlens)
+    output = model(tokens, cu_seqlens, context)
     if following is None:
         return output
     dist.send(torch.tensor(output.shape), following)
@@ -59,7 +68,7 @@ def policy_logits(arch, groups, model, sequences):
     """[T, vocab] on the last stage, gathered over tp, None elsewhere."""
     lengths = [len(s) for s in sequences]
     with torch.no_grad():
-        hidden = forward(groups, model, torch.cat(sequences), cu_seqlens_of(lengths))
+        hidden = forward(groups, model, *packed(groups, sequences))
         if hidden is None:
             return None
         if groups.layout.sequence_parallel:
@@ -94,7 +103,7 @@ def export_all(rank, folder, jobs):
 
     for source, target, layout, critic, value_head, shard_bytes in jobs:
         arch, groups, model = build(Path(folder, source), layout, critic=critic, value_head=value_head)
-        export_pretrained(model, arch, groups, Path(folder, target), Path(folder, source), shard_bytes=shard_bytes)
+        export_pretrained([model], arch, groups, Path(folder, target), Path(folder, source), shard_bytes=shard_bytes)
 
 
 def refused_exports(rank, folder):
@@ -103,13 +112,13 @@ def refused_exports(rank, folder):
 
     def message(out):
         try:
-            hf_export.export_pretrained(model, arch, groups, Path(folder, out), Path(folder, "llama"), shard_bytes=60_000)
+            hf_export.export_pretrained([model], arch, groups, Path(folder, out), Path(folder, "llama"), shard_bytes=60_000)
         except (ValueError, OSError) as error:
             return type(error).__name__, str(error)
 
     def blocked_start(out, partial, start=hf_export._start):
         start(out, partial)
-        for shard in hf_export.plan_shards(arch, 2, False, 4, 60_000)[-1:]:
+        for shard in hf_export.plan_shards(arch, groups.layout, False, 4, 60_000)[-1:]:
             (partial / shard.file).mkdir()
 
     arch, groups, model = build(Path(folder, "llama"), (2, 2, False))
@@ -128,11 +137,13 @@ def built_shapes(rank, folder, cases, layouts):
     for case in cases:
         for layout in layouts:
             for critic in (False, True):
+                from megappo.models.naming import named_parameters
+
                 _, groups, model = build(Path(folder, case), layout, critic=critic)
                 marks = ("tensor_model_parallel", "sequence_parallel")
                 facts = {
                     name: (tuple(p.shape), p.dtype, *(getattr(p, mark, False) for mark in marks))
-                    for name, p in model.named_parameters()
+                    for name, p in named_parameters([model]).items()
                 }
                 state = model.sharded_state_dict(metadata={"dp_cp_group": groups.dp})
                 keys = {name: entry.key for name, entry in state.items() if hasattr(entry, "global_shape")}
@@ -169,13 +180,13 @@ def train_step(arch, groups, model, sequences, weight, *, critic, distributed_op
         tokens, cu_seqlens = next(iterator)
 
         def loss(output):
-            total = (output * weight[:, 0]).sum() if critic else _policy_loss(arch, groups, model, output, weight)
+            total = (output[: weight.size(0)] * weight[:, 0]).sum() if critic else _policy_loss(arch, groups, model, output, weight)
             return total, torch.tensor(1, dtype=torch.int), {}
 
         return chunk(tokens, cu_seqlens), loss
 
     arguments = dict(
-        forward_step_func=forward_step, data_iterator=iter([(torch.cat(sequences), cu_seqlens_of([len(s) for s in sequences]))]),
+        forward_step_func=forward_step, data_iterator=iter([packed(groups, sequences)]),
         model=wrapped, num_microbatches=1, seq_length=1, micro_batch_size=1, forward_only=False, pg_collection=groups.collection,
     )
     if groups.layout.pp == 1:
@@ -189,6 +200,7 @@ def train_step(arch, groups, model, sequences, weight, *, critic, distributed_op
 def gradients(rank, folder, jobs):
     """Per job this rank's gradient as pieces: [(hf name, box, values)]. jobs: (case, layout, critic, recompute)."""
     from megappo.models.families import megatron_pieces
+    from megappo.models.naming import named_parameters
     from megappo.models.pieces import as_2d
 
     out = []
@@ -197,11 +209,10 @@ def gradients(rank, folder, jobs):
         model.train()
         weight = torch.load(Path(folder, "weight.pt"))
         train_step(arch, groups, model, example_sequences(), weight, critic=critic)
-        grads = {name: parameter.main_grad for name, parameter in model.named_parameters()}
-        at, layout = groups.coordinates, groups.layout
+        grads = {name: parameter.main_grad for name, parameter in named_parameters([model]).items()}
         out.append([
             (p.hf, p.box, as_2d(grads[p.local])[p.row : p.row + p.box.rows, p.col : p.col + p.box.cols].clone())
-            for p in megatron_pieces(arch, layout.tp, layout.pp, at.tp, at.pp, critic)
+            for p in megatron_pieces(arch, groups.layout, rank, critic)
         ])
     return out
 

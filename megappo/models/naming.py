@@ -1,0 +1,49 @@
+"""Canonical names of a role's parameters: the same tensor has the same name in every layout and implementation.
+
+Megatron numbers layers and experts from 0 on every rank (and in every model chunk). The weight maps, the bridge and messages to the
+user name the layer and the expert of the model.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Iterator, Sequence
+
+import torch
+
+from megappo.models.gpt import PackedModel
+
+_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(.*)$")
+_SEQUENTIAL_EXPERT = re.compile(r"^mlp\.experts\.local_experts\.(\d+)\.(.*)$")
+_GROUPED_EXPERT = re.compile(r"^mlp\.experts\.(linear_fc[12]\.weight)(\d+)$")  # TransformerEngine's grouped GEMM
+
+
+def named_parameters(chunks: Sequence[PackedModel]) -> dict[str, torch.nn.Parameter]:
+    """Canonical name -> parameter of this rank, over its model chunks (not wrapped)."""
+    named = {name: parameter for chunk in chunks for name, parameter in _canonical(chunk)}
+    assert len(named) == sum(1 for chunk in chunks for _ in chunk.parameters()), "two chunks hold the same layer"
+    return named
+
+
+def _canonical(chunk: PackedModel) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    for name, parameter in chunk.named_parameters():
+        match = _LAYER.match(name)
+        if match is None:
+            yield name, parameter
+            continue
+        layer = chunk.decoder.layers[int(match[1])]
+        inside = match[2]
+        if inside.startswith("mlp.experts."):
+            inside = expert_name(inside, layer.mlp.local_expert_indices[0])
+        yield f"decoder.layers.{layer.layer_number - 1}.{inside}", parameter  # Megatron counts layers from 1
+
+
+def expert_name(inside: str, first: int) -> str:
+    """Name of an expert's tensor inside its layer, in either implementation -> with the global number. first: of this rank's experts."""
+    if match := _SEQUENTIAL_EXPERT.match(inside):
+        local, tensor = int(match[1]), match[2]
+    elif match := _GROUPED_EXPERT.match(inside):
+        local, tensor = int(match[2]), match[1]
+    else:
+        raise ValueError(f"{inside} is not a tensor of an expert")
+    return f"mlp.experts.local_experts.{first + local}.{tensor}"
