@@ -154,7 +154,8 @@ BAD = {
         nothing, ["run.num_ranks=6", "critic.parallel.pp=3"], ["critic.parallel.pp = 3", "4 layers", "use 2 or 4"],
     ),
     "chunks without stages": (
-        nothing, ["reference.parallel.vpp=2"], ["reference.parallel.vpp = 2: interleaves", "needs pp > 1; set pp, or leave it out"],
+        nothing, ["reference.parallel.vpp=2"],
+        ["reference.parallel.vpp = 2: interleaves", "needs pp > 1; set pp, or leave it out"],
     ),
     "chunks that do not divide the layers": (
         nothing, ["critic.parallel.vpp=4"],
@@ -178,20 +179,22 @@ BAD = {
     ),
     "cp that heads do not fit": (
         nothing, ["run.num_ranks=8", "policy.parallel.cp=4"],
-        ["policy.parallel.cp = 4: cp 4 does not divide the heads", "2 attention heads and 1 KV heads (tp 2)", "that work are 1, 2"],
+        ["policy.parallel.cp = 4: cp 4 does not divide the heads", "2 attention heads and 1 KV heads (tp 2)", "are 1, 2"],
     ),
     "experts over more ranks than a stage has": (
         nothing, ["critic.parallel.ep=2"],
         ["critic.parallel.ep = 2: does not divide the 1 ranks of a pipeline stage (2 ranks / pp 2); use 1"],
     ),
     "ep without experts": (
-        nothing, ["policy.parallel.ep=2"], ["policy.parallel.ep = 2: ep 2 needs experts and this llama model has none; set ep to 1"],
+        nothing, ["policy.parallel.ep=2"],
+        ["policy.parallel.ep = 2: ep 2 needs experts and this llama model has none; set ep to 1"],
     ),
     "etp without experts": (
         nothing, ["policy.parallel.etp=2"], ["policy.parallel.etp = 2: etp 2 needs experts", "set etp to 1"],
     ),
     "balancing without experts": (
-        nothing, ["policy.router_aux_coef=0.001"], ["policy.router_aux_coef = 0.001: has no effect", "llama model has none; remove it"],
+        nothing, ["policy.router_aux_coef=0.001"],
+        ["policy.router_aux_coef = 0.001: has no effect", "llama model has none; remove it"],
     ),
     "ep that does not divide the experts": (
         sparse, ["run.num_ranks=4", SP, "policy.parallel.ep=4"],
@@ -203,6 +206,16 @@ BAD = {
     ),
     "experts and tp without sequence parallel": (
         sparse, [], ["policy.parallel.sequence_parallel = false: tp 2 with experts needs it", "set it to true"],
+    ),
+    "critic of no checkpoint": (
+        nothing, ["critic.checkpoint=runs/absent"],
+        ['critic.checkpoint = "runs/absent": is not a directory; name a run directory (runs/NAME) or a checkpoint of it'],
+    ),
+    "critic of a hugging face checkpoint": (
+        nothing, ["critic.checkpoint={}/model"], ["critic.checkpoint", "set critic.model to it instead"],
+    ),
+    "role without a checkpoint": (
+        nothing, ["critic.checkpoint_role=policy"], ["critic.checkpoint_role", "has no effect: critic.checkpoint is not set"],
     ),
     "rollout that heads do not fit": (nothing, ["run.num_ranks=6", "rollout.tp=3"], ["rollout.tp = 3", "4 attention heads"]),
     "cache too small for one sequence": (

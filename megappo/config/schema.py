@@ -32,20 +32,21 @@ class ParallelConfig(Section):
     pp: Positive = 1
     """Pipeline-parallel size: the layers are cut into this many stages (1F1B schedule)."""
     vpp: Positive = 1
-    """Model chunks of each pipeline stage (interleaved 1F1B: a smaller bubble for more communication). Needs pp > 1. A pass whose
-    micro-batches are no multiple of pp is filled up with empty ones."""
+    """Model chunks of each pipeline stage (interleaved 1F1B: a smaller bubble for more communication). Needs pp > 1. A pass
+    whose micro-batches are no multiple of pp is filled up with empty ones."""
     cp: Positive = 1
-    """Context-parallel size: the tokens of every sequence are cut over this many ranks, in zig-zag order. Sequences are padded to a
-    multiple of 2 * cp tokens inside the model."""
+    """Context-parallel size: the tokens of every sequence are cut over this many ranks, in zig-zag order. Sequences are padded
+    to a multiple of 2 * cp tokens inside the model."""
     ep: Positive = 1
-    """Expert-parallel size: the experts of a layer are distributed over this many ranks of a pipeline stage (tp * cp * dp ranks)."""
+    """Expert-parallel size: the experts of a layer are distributed over this many of the tp * cp * dp ranks of a stage."""
     etp: Positive = 1
     """Tensor-parallel size of each expert; independent of tp (Megatron-core's own default is tp)."""
     sequence_parallel: bool = False
-    """Shard the activations outside the matrix products over the tp ranks as well. Needs tp > 1; models with experts need it then."""
+    """Shard the activations outside the matrix products over the tp ranks as well. Needs tp > 1, where models with experts
+    need it."""
     layers_per_stage: tuple[Positive, ...] = ()
-    """Layers of each of the pp * vpp (virtual) stages in the order of the model: chunk 0 of every stage, then chunk 1. Empty means an
-    even split."""
+    """Layers of each of the pp * vpp (virtual) stages in the order of the model: chunk 0 of every stage, then chunk 1. Empty
+    means an even split."""
 
 
 class OptimizerConfig(Section):
@@ -86,8 +87,8 @@ class RoleConfig(Section):
     parallel: ParallelConfig = ParallelConfig()
     """Layout of the role over the ranks; what tp, cp and pp leave is data parallel."""
     micro_batch_tokens: Positive = 16384
-    """Token budget of one packed micro-batch of a data-parallel rank (its cp ranks share it); a longer sequence gets a micro-batch
-    of its own."""
+    """Token budget of one packed micro-batch of a data-parallel rank (its cp ranks share it); a longer sequence gets a
+    micro-batch of its own."""
 
 
 class TrainableConfig(RoleConfig):
@@ -114,7 +115,8 @@ class CriticConfig(TrainableConfig):
     """Initial value head: zeros, normal(0, 1/(hidden+1)), or read from `model` (`score.weight` or `v_head.weight`)."""
     checkpoint: Optional[str] = None
     """megappo run (`runs/NAME`: its newest checkpoint) or checkpoint (`runs/NAME/checkpoints/step-N`) whose weights initialise
-    the critic in place of those of `model`, whatever layout wrote them. `model` still names the architecture. Not read on resume."""
+    the critic in place of those of `model`, whatever layout wrote them. `model` still names the architecture. A resumed run
+    takes its own."""
     checkpoint_role: Literal["critic", "policy"] = "critic"
     """Whose weights of `checkpoint`: the critic's with its value head, or the policy's under a head made as `value_head` says."""
     warmup_steps: NonNegative = 0

@@ -1,5 +1,5 @@
-"""Activations of one rank: an estimate in the manner of Korthikanti et al. 2022 ("Reducing activation recomputation in large transformer
-models", section 4), redone for this model: packed tokens, no dropout, SwiGLU, attention that never stores its scores.
+"""Activations of one rank: an estimate in the manner of Korthikanti et al. 2022 ("Reducing activation recomputation in large
+transformer models", section 4), redone for this model: packed tokens, no dropout, SwiGLU, attention that never stores its scores.
 
 Temporary buffers of kernels and allocators are not counted. Weights and optimizer are `memory.py`'s.
 """
@@ -30,8 +30,8 @@ def activation_bytes(
 ) -> int:
     """Bytes that the layers of a stage keep at its fullest moment; without a backward pass, what a single layer needs.
 
-    tokens: of a micro-batch on this rank, its part under context parallel. recompute: selective counts like none, because attention
-    stores no scores that it could save; full keeps the input of every layer, and everything of the one that is being recomputed.
+    tokens: of a micro-batch on this rank, its part under context parallel. recompute: selective counts like none, because
+    attention stores no scores that it could save; full keeps the input of every layer, and all of the one being recomputed.
     """
     boundary = arch.hidden_size // _sequence_shards(layout)
     chunks = [
@@ -51,22 +51,27 @@ def activation_bytes(
 def layer_elements_per_token(arch: ModelArch, layout: ParallelLayout, itemsize: int, sparse: bool = False) -> int:
     """Activations that one layer keeps per token of its rank, in elements of `itemsize` bytes. sparse: a layer of experts.
 
-    Each of the two norms: its input (in fp32), the normalised input and the output. Attention: query, key and value, the output, and
-    its copy in the packed order; context parallel exchanges tokens for heads, of which every rank needs at least one to be the key's.
-    A test holds this against the tensors that a real model saves.
+    Each of the two norms: its input (in fp32), the normalised input and the output. Attention: query, key and value, the output,
+    and its copy in the packed order; context parallel exchanges tokens for heads and repeats KV heads where there are fewer than
+    ranks. A test holds this against the tensors that a real model saves.
     """
     norms = 2 * (arch.hidden_size * FP32 // itemsize + 2 * arch.hidden_size)
     attention = 3 * (arch.num_heads // layout.tp + max(arch.num_kv_heads // layout.tp, layout.cp)) * arch.head_dim
-    mlp = _expert_elements(arch.moe, arch.hidden_size, layout, itemsize) if sparse and arch.moe else 5 * arch.ffn_size // layout.tp
+    if sparse:
+        assert arch.moe is not None
+        mlp = _expert_elements(arch.moe, arch.hidden_size, layout, itemsize)
+    else:  # gate and up, up again (Megatron adds an offset to it), silu(gate), and the product
+        mlp = 5 * arch.ffn_size // layout.tp
     return norms // _sequence_shards(layout) + attention + mlp
 
 
 def _expert_elements(moe: MoeArch, hidden_size: int, layout: ParallelLayout, itemsize: int) -> int:
     """What dispatch, experts and router keep per token of a rank, where the tokens fall evenly on the experts.
 
-    A rank of ep receives as many rows as it sends, top_k for each of its tokens, and gathers those of its etp ranks. A row: its input;
-    gate and up, up with its offset, silu(gate), the product, and the product weighed by the router. Router: weight (fp32) and choice of
-    every expert, and the indices and weights of the chosen ones (24 bytes each). Experts that are chosen more often need more.
+    A rank of ep receives as many rows as it sends, top_k for each of its tokens, and gathers those of its etp ranks. A row: its
+    input; gate and up, up with its offset, silu(gate), the product, and the product weighed by the router. Router: weight (fp32)
+    and choice of every expert, and the indices and weights of the chosen ones (24 bytes each). A rank whose experts are chosen
+    more often than others needs more.
     """
     row = hidden_size + 6 * moe.ffn_size // layout.etp
     router = (moe.num_experts * (FP32 + 1) + moe.top_k * 24) // itemsize
@@ -74,11 +79,11 @@ def _expert_elements(moe: MoeArch, hidden_size: int, layout: ParallelLayout, ite
 
 
 def peak_in_flight(layout: ParallelLayout, stage: int, num_micro_batches: int, chunks: Sequence[int]) -> int:
-    """The most that a stage holds at once where a micro-batch keeps chunks[c] in model chunk c from its forward to its backward pass.
+    """The most that a stage holds at once; a micro-batch keeps chunks[c] in model chunk c from its forward to its backward pass.
 
-    The order of 1F1B, and of its interleaved form (Narayanan et al. 2021, section 2.2): in rounds of pp micro-batches, a chunk after the
-    other forwards, in the opposite order backwards, after the warm-up of Megatron-core's `get_pp_rank_microbatches`. Micro-batches
-    that fill up the last round are empty and hold nothing.
+    The order of 1F1B, and of its interleaved form (Narayanan et al. 2021, section 2.2): in rounds of pp micro-batches, a chunk
+    after the other forwards, in the opposite order backwards, after the warm-up of Megatron-core's `get_pp_rank_microbatches`.
+    Micro-batches that fill up the last round are empty and hold nothing.
     """
     pp, vpp = layout.pp, layout.vpp
     warm_up = pp - stage - 1 if vpp == 1 else 2 * (pp - stage - 1) + (vpp - 1) * pp

@@ -1,7 +1,7 @@
 """Where a critic that starts from a megappo checkpoint finds its weights: `critic.checkpoint` as a directory, a step and a role.
 
-Reads manifests and file sizes, never weights; contents are verified by the load (`checkpoint/store.py`). Critics that start from a
-Hugging Face checkpoint (`critic.model`) are the importer's business.
+Reads manifests and file sizes, never weights; contents are verified by the load (`checkpoint/store.py`). Critics that start from
+a Hugging Face checkpoint (`critic.model`) are the importer's business.
 """
 
 from __future__ import annotations

@@ -72,7 +72,8 @@ def check_layouts(
 ) -> dict[str, ParallelLayout]:
     """Refuse what cannot work, with one line that names key, value and fix; returns role -> layout.
 
-    Vocabularies need no rule here: they are padded to a multiple of tp. implementation: of the layers; `local` has the stricter rules.
+    Vocabularies need no rule here: they are padded to a multiple of tp. implementation: of the layers; that of `local` has the
+    stricter rules.
     """
     roles = roles_in_use(config)
     for role, parallel in roles.items():

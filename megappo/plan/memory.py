@@ -80,7 +80,7 @@ def role_memory(
     recompute: Recompute = "none",
     offload: tuple[bool, bool, bool] = (False, False, False),
 ) -> RoleMemory:
-    """Memory of a rank of `stage`. offload: parameters, gradients, optimizer. micro_batch_tokens: of a full micro-batch, all cp ranks."""
+    """Memory of a rank of `stage`. offload: parameters, gradients, optimizer. micro_batch_tokens: at most, over all cp ranks."""
     count = count_parameters(arch, layout, stage, value_head)
     itemsize = ITEMSIZE[dtype]
     weights = (count.total - count.fp32) * itemsize + count.fp32 * FP32

@@ -1,4 +1,4 @@
-"""Which parallel sizes a model allows: heads, columns, layers, experts. Every rule names the key, its value and the numbers that would do.
+"""Which parallel sizes a model allows: heads, columns, layers, experts. Every rule names the key, its value and what would do.
 
 Which layouts exist at all, whatever the model, is `config/layout_checks.py`; `layouts.py` asks both for every role of a run.
 """
@@ -56,8 +56,8 @@ def _expert_problems(section: str, parallel: ParallelConfig, arch: ModelArch) ->
         except ValueError as error:
             yield problem(f"{section}.{axis}", getattr(parallel, axis), str(error))
     if arch.moe is not None and parallel.tp > 1 and not parallel.sequence_parallel:
-        # Every tp rank would dispatch the same tokens; Megatron-core's MoELayer refuses to train so.
-        fix = f"tp {parallel.tp} with experts needs it, because Megatron-core dispatches the tokens of each tp rank; set it to true"
+        # Every tp rank would dispatch the same tokens, and each expert would see them tp times.
+        fix = f"tp {parallel.tp} with experts needs it (Megatron-core refuses to train without); set it to true, or tp to 1"
         yield problem(f"{section}.sequence_parallel", False, fix)
 
 

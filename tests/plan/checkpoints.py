@@ -17,8 +17,8 @@ TINY = {
     "max_position_embeddings": 256, "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "hidden_act": "silu",
 }  # fmt: skip
 SPARSE = TINY | {
-    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "head_dim": 32, "num_experts": 6, "num_experts_per_tok": 2,
-    "moe_intermediate_size": 96, "norm_topk_prob": True,
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "head_dim": 32, "num_experts": 6,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 96, "norm_topk_prob": True,
 }  # fmt: skip
 LLAMA_7B = TINY | {
     "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 32,

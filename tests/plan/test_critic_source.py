@@ -1,4 +1,7 @@
-"""`critic.checkpoint`: which checkpoint a path means, and what of it cannot initialise this critic. Manifests are real, weights are not read."""
+"""`critic.checkpoint`: which checkpoint a path means, and what of it cannot initialise this critic.
+
+Manifests are real; weights are not read.
+"""
 
 import shutil
 
@@ -21,7 +24,8 @@ def write_step(run, step, config, roles=("policy", "critic")):
     for name in names:
         (place / name).parent.mkdir(parents=True)
         (place / name).write_bytes(b"weights")
-    write_manifest(place, Manifest(step, 1, False, {"config": dump_yaml(config)}, {name: FileEntry(7, "0" * 64) for name in names}))
+    files = {name: FileEntry(7, "0" * 64) for name in names}
+    write_manifest(place, Manifest(step, 1, False, {"config": dump_yaml(config)}, files))
     return place
 
 

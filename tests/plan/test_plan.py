@@ -167,10 +167,12 @@ def test_the_report_shows_every_axis_that_a_role_uses(tmp_path):
 
 def test_padding_for_context_parallel_is_counted(tmp_path):
     """16 sequences of 24 tokens, a multiple of 2 * 3 but not of 2 * 5 (then 30), in one micro-batch."""
+    heads = {"num_attention_heads": 15, "num_key_value_heads": 15, "head_dim": 8}
+    path = write_run(tmp_path)
+    write_checkpoint(tmp_path / "model", TINY | heads, tokenizer=False)
+
     def activations(cp):
-        path = write_run(tmp_path)
-        write_checkpoint(tmp_path / "model", TINY | {"num_attention_heads": 15, "num_key_value_heads": 15, "head_dim": 8}, tokenizer=False)
-        overrides = ["run.num_ranks=null", "policy.parallel.tp=1", f"critic.parallel.cp={cp}", "critic.parallel.pp=1", "rollout.tp=1"]
+        overrides = ["run.num_ranks=null", "policy.parallel.tp=1", f"critic.parallel.cp={cp}", "critic.parallel.pp=1"]
         return plan_of(path, overrides, cp).memory["critic"][0].activations
 
     assert activations(3) * 3 == activations(1)
