@@ -113,22 +113,6 @@ class PackedBatch:
         )
         return batch, index
 
-    def padded_to_multiple(self, multiple: int) -> PackedBatch:
-        """The batch with one more sequence of zeros (tokens 0, fields 0 or False) so that T > 0 is a multiple of `multiple`.
-
-        Sequence parallelism cuts T over the tp ranks, and an empty micro-batch still has to run through every collective.
-        """
-        target = max(1, -(-self.num_tokens // multiple)) * multiple
-        missing = target - self.num_tokens
-        if missing == 0:
-            return self
-        return PackedBatch(
-            tokens=_extended(self.tokens, missing),
-            cu_seqlens=torch.cat([self.cu_seqlens, self.cu_seqlens.new_full((1,), target)]),
-            token_fields={k: _extended(v, missing) for k, v in self.token_fields.items()},
-            sequence_fields={k: _extended(v, 1) for k, v in self.sequence_fields.items()},
-        )
-
     def to(self, device: torch.device | str) -> PackedBatch:
         return PackedBatch(
             self.tokens.to(device),
