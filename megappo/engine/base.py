@@ -65,13 +65,29 @@ LossFunction = Callable[[ModelOutput, PackedBatch], LossOutput]
 
 
 @dataclass(frozen=True)
+class RouterSummary:
+    """What the routers of a model with experts did in one training pass.
+
+    tokens: [layers, experts] fp64, tokens sent to each expert (0 in dense layers). balance_loss: mean over sequences of their balancing
+    losses, summed over layers, before the coefficient; 0 where that is 0.
+    """
+
+    tokens: Tensor
+    balance_loss: float
+
+
+@dataclass(frozen=True)
 class PassResult:
-    """Outcome of one pass over a global batch, identical on every rank. tokens: name -> [T] fp32 in the batch's order."""
+    """Outcome of one pass over a global batch, identical on every rank. tokens: name -> [T] fp32 in the batch's order.
+
+    router: of a training pass of a model with experts.
+    """
 
     tokens: dict[str, Tensor]
     sums: dict[str, float]
     maxima: dict[str, float]
     num_micro_batches: int
+    router: Optional[RouterSummary] = None
 
 
 @dataclass(frozen=True)

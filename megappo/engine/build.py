@@ -41,8 +41,9 @@ def build_trainable(
     wrapped = wrap_with_ddp(chunks, groups, distributed_optimizer=config.optimizer.distributed)
     optimizer = Optimizer(wrapped, groups, config.optimizer, total_updates)
     engine = MegatronEngine(
-        name, wrapped, groups, device=device, micro_batch_tokens=config.micro_batch_tokens, optimizer=optimizer, offload=config.offload
-    )
+        name, wrapped, groups, device=device, micro_batch_tokens=config.micro_batch_tokens, optimizer=optimizer,
+        offload=config.offload, router_aux_coef=config.router_aux_coef,
+    )  # fmt: skip
     engine.park()
     return engine
 

@@ -23,12 +23,13 @@ from torch import Tensor
 
 from megappo.config.schema import OffloadConfig
 from megappo.data.packing import PackedBatch
-from megappo.engine.base import LossFunction, LossOutput, ModelOutput, PassResult, StepResult
+from megappo.engine.base import LossFunction, LossOutput, ModelOutput, PassResult, RouterSummary, StepResult
 from megappo.engine.offload import StorageOffload, storages_of
 from megappo.engine.megatron_optimizer import Optimizer
 from megappo.engine.megatron_p2p import PlannedCommunicator
 from megappo.models.arch import vocab_shard
 from megappo.models.gpt import CriticModel, PackedModel
+from megappo.models.moe import share_router_state
 from megappo.models.naming import named_parameters
 from megappo.parallel.balance import plan_micro_batches
 from megappo.parallel.context import ContextShard, context_shard
@@ -71,6 +72,7 @@ class MegatronEngine:
         micro_batch_tokens: int,
         optimizer: Optional[Optimizer] = None,
         offload: OffloadConfig = OffloadConfig(),
+        router_aux_coef: float = 0.0,
     ) -> None:
         self.name = name
         self.groups = groups
@@ -82,6 +84,8 @@ class MegatronEngine:
         self._optimizer = optimizer
         self._offload = offload
         self._skipped_steps = 0
+        self._router_state = share_router_state(self.chunks)
+        self._router_aux_coef = router_aux_coef
         self._config.finalize_model_grads_func = _sum_gradients
         self._parked_parameters = StorageOffload(self._parameters)
         self._parked_optimizer = StorageOffload(self._optimizer_tensors)
@@ -148,6 +152,8 @@ class MegatronEngine:
         mine = self._my_sequences(batch)
         micro_batches = [self._prepare(batch.select(sequences)) for sequences in mine]
         outputs: list[LossOutput] = []
+        if self._router_state is not None:
+            self._router_state.begin(self._router_aux_coef, max(1, batch.num_sequences))
         self._run_schedule(micro_batches, partial(self._compute_loss, loss_fn, denominator, outputs), forward_only)
         tokens = [
             {name: values.index_select(0, micro.real) for name, values in output.tokens.items()}
@@ -155,7 +161,8 @@ class MegatronEngine:
         ]
         names = self._agree_on_names(outputs)
         sums, maxima = self._combine_metrics(outputs, names["sums"], names["maxima"])
-        return PassResult(self._gather_tokens(batch, mine, tokens, names["tokens"]), sums, maxima, len(mine))
+        router = None if forward_only else self._combine_router_load(batch.num_sequences)
+        return PassResult(self._gather_tokens(batch, mine, tokens, names["tokens"]), sums, maxima, len(mine), router)
 
     def shard_data(self, batch: PackedBatch) -> list[PackedBatch]:
         return [batch.select(sequences) for sequences in self._my_sequences(batch)]
@@ -275,6 +282,16 @@ class MegatronEngine:
         if maximum_names:
             dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=self.groups.everyone)
         return dict(zip(sum_names, sums.tolist())), dict(zip(maximum_names, maxima.tolist()))
+
+    def _combine_router_load(self, num_sequences: int) -> Optional[RouterSummary]:
+        """What the routers of all ranks saw in this pass; None for a dense model."""
+        if self._router_state is None:
+            return None
+        load = self._router_state.collect()
+        combined = torch.cat([load.tokens, load.loss[:, None]], dim=1)
+        dist.all_reduce(combined, group=self.groups.everyone)
+        tokens, loss = combined[:, :-1], combined[:, -1]
+        return RouterSummary(tokens.cpu(), float(loss.sum()) / max(1, num_sequences))
 
     # ------------------------------------------------------------------------------------------------------- optimizer
 

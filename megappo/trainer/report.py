@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megappo.algo.aggregation import tokens_per_sequence
+from megappo.algo.expert_load import expert_load
 from megappo.algo.explained import explained_variance, masked_moments, regression_moments, summarise
 from megappo.data.packing import PackedBatch
 from megappo.data.prompts import Prompt
@@ -92,6 +93,11 @@ class StepRecord:
             metrics[Metric.POLICY_KL_LOSS.value] = p.per_token("kl_loss_sum")
         if p.lr is not None:
             metrics[Metric.POLICY_LR.value] = p.lr
+        if p.expert_tokens is not None:
+            load = expert_load(p.expert_tokens)
+            metrics[Metric.POLICY_EXPERT_VIOLATION.value] = load.max_violation
+            metrics[Metric.POLICY_EXPERTS_IDLE.value] = load.idle
+            metrics[Metric.POLICY_BALANCE_LOSS.value] = p.balance_loss
         return metrics
 
     def _critic(self) -> dict[str, float]:
@@ -110,6 +116,11 @@ class StepRecord:
         }
         if c.lr is not None:
             metrics[Metric.CRITIC_LR.value] = c.lr
+        if c.expert_tokens is not None:
+            load = expert_load(c.expert_tokens)
+            metrics[Metric.CRITIC_EXPERT_VIOLATION.value] = load.max_violation
+            metrics[Metric.CRITIC_EXPERTS_IDLE.value] = load.idle
+            metrics[Metric.CRITIC_BALANCE_LOSS.value] = c.balance_loss
         return metrics
 
     def _kl_metrics(self) -> dict[str, float]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Iterator, Optional, Protocol
 
 import torch
+from torch import Tensor
 
 from megappo.algo.aggregation import token_weights
 from megappo.data.packing import PackedBatch
@@ -55,12 +56,19 @@ class UpdateSummary:
     losses: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     sums: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     maxima: dict[str, float] = field(default_factory=dict)
+    expert_tokens: Optional[Tensor] = None
+    """[layers, experts] tokens that the routers sent to each expert, over all updates; None for a dense model."""
+    balance_losses: list[float] = field(default_factory=list)
 
     def add(self, result: UpdateResult, denominator: float) -> None:
         for name, value in result.losses.sums.items():
             self.sums[name] += value
         for name, value in result.losses.maxima.items():
             self.maxima[name] = max(self.maxima.get(name, value), value)
+        if result.losses.router is not None:
+            tokens = result.losses.router.tokens
+            self.expert_tokens = tokens if self.expert_tokens is None else self.expert_tokens + tokens
+            self.balance_losses.append(result.losses.router.balance_loss)
         for name in ("surrogate_sum", "loss_sum"):
             if name in result.losses.sums:
                 self.losses[name].append(result.losses.sums[name] / denominator)
@@ -76,12 +84,19 @@ class UpdateSummary:
         return self.sums[name] / max(self.sums["tokens_sum"], 1.0)
 
     def loss(self, name: str) -> float:
-        values = self.losses[name]
-        return sum(values) / len(values) if values else 0.0
+        return _mean(self.losses[name])
 
     @property
     def grad_norm(self) -> float:
-        return sum(self.grad_norms) / len(self.grad_norms) if self.grad_norms else 0.0
+        return _mean(self.grad_norms)
+
+    @property
+    def balance_loss(self) -> float:
+        return _mean(self.balance_losses)
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
 
 
 def run_updates(role: Trainable, batch: PackedBatch, mini_batches: MiniBatches, seed: int) -> UpdateSummary:
