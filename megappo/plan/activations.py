@@ -53,10 +53,14 @@ def layer_elements_per_token(arch: ModelArch, layout: ParallelLayout, itemsize: 
 
     Each of the two norms: its input (in fp32), the normalised input and the output. Attention: query, key and value, the output,
     and its copy in the packed order; context parallel exchanges tokens for heads and repeats KV heads where there are fewer than
-    ranks. A test holds this against the tensors that a real model saves.
+    ranks. Norms of the heads keep a copy in fp32 and the normalised one. A test holds this against the tensors that a real model
+    saves.
     """
     norms = 2 * (arch.hidden_size * FP32 // itemsize + 2 * arch.hidden_size)
-    attention = 3 * (arch.num_heads // layout.tp + max(arch.num_kv_heads // layout.tp, layout.cp)) * arch.head_dim
+    heads, kv_heads = arch.num_heads // layout.tp, arch.num_kv_heads // layout.tp
+    attention = 3 * (heads + max(kv_heads, layout.cp)) * arch.head_dim
+    if arch.qk_norm:
+        attention += 3 * (heads + kv_heads) * arch.head_dim
     if sparse:
         assert arch.moe is not None
         mlp = _expert_elements(arch.moe, arch.hidden_size, layout, itemsize)

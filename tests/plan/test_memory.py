@@ -19,6 +19,11 @@ def llama(layers=4, hidden=128, heads=4, kv_heads=2, head_dim=32, ffn=384, vocab
 
 
 LLAMA_7B = llama(layers=32, hidden=4096, heads=32, kv_heads=32, head_dim=128, ffn=11008, vocab=32000)
+# Qwen3-30B-A3B by its config.json; the number is that of its weight files (30.5 billion parameters, of which a token uses 3.3)
+QWEN3_30B_A3B = ModelArch(
+    "qwen3_moe", "Qwen3MoeForCausalLM", 48, 2048, 32, 4, 128, 6144, 151936, 40960, False, 1e-6, Rope(), qk_norm=True,
+    moe=MoeArch(128, 8, 768, True),
+)  # fmt: skip
 # quickstart-like: 64*128 embedding, per layer q 128*128, k and v 64*128, o 128*128, 3*128*384, 2*128 norms, final norm, output
 QUICKSTART = 64 * 128 + 4 * (128 * 128 + 2 * 64 * 128 + 128 * 128 + 3 * 128 * 384 + 2 * 128) + 128 + 64 * 128
 
@@ -30,6 +35,7 @@ COUNTS = [
     (LLAMA_7B, 8, 1, 8, 0, False, 32000 * 4096 + 4 * (4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096)),
     (LLAMA_7B, 8, 1, 8, 3, False, 4 * (4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096)),
     (LLAMA_7B, 8, 1, 8, 7, True, 4 * (4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096) + 4096 + 4096),
+    (QWEN3_30B_A3B, 1, 1, 1, 0, False, 30_532_122_624),
     (llama(), 1, 1, 1, 0, False, QUICKSTART),
     (llama(tied=True), 1, 1, 1, 0, False, QUICKSTART - 64 * 128),
     (
@@ -228,14 +234,74 @@ MEASURED = (
 
 def shaped(layers, shape, moe):
     arch = llama(layers, *shape)
-    return arch if moe is None else replace(arch, family="qwen3_moe", moe=moe)
+    return arch if moe is None else replace(arch, family="qwen3_moe", qk_norm=True, moe=moe)
 
 
-def saved_bytes(rank, cases):
-    """Bytes per token of a micro-batch that one layer keeps on this rank: the difference between four and two layers, halved."""
+# axes of two ranks, experts: what is built and trained with the distributed optimizer
+BUILT = [
+    ({}, None), ({"cp": 2}, None), ({"pp": 2, "vpp": 2}, None), ({"pp": 2, "layers_per_stage": (3, 1)}, None),
+    ({}, MOE), ({"ep": 2}, MOE), (SP | {"etp": 2}, MOE), (SP, MOE), ({"cp": 2, "ep": 2}, MOE), ({"pp": 2}, replace(MOE, dense_layers=(1, 3))),
+]  # fmt: skip
+
+
+def measure(rank, activations, built):
     from megappo.platform import cpu
 
     cpu.install()
+    return saved_bytes(activations), allocated_bytes(built)
+
+
+@pytest.fixture(scope="module")
+def measured():
+    """(bytes per token of MEASURED, bytes of BUILT) of each of two ranks."""
+    return spawn_world(measure, 2, MEASURED, BUILT)
+
+
+def allocated_bytes(cases):
+    """(parameters, weights, gradients, optimizer state) in bytes, the first as a number, of this rank after an update in bf16."""
+    from megappo.config.schema import OptimizerConfig
+    from megappo.engine.megatron_optimizer import Optimizer, wrap_with_ddp
+    from megappo.models.build import build_model
+    from megappo.parallel.groups import build_groups
+
+    found = []
+    for axes, moe in cases:
+        groups = build_groups(ParallelLayout(2, **axes))
+        chunks = wrap_with_ddp(
+            build_model(shaped(4, SHAPES[0], moe), groups, dtype=torch.bfloat16), groups, distributed_optimizer=True
+        )
+        optimizer = Optimizer(chunks, groups, OptimizerConfig(), total_steps=1)
+        for chunk in chunks:
+            chunk.zero_grad_buffer()
+        assert optimizer.step().applied  # moments exist after the first step
+        parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
+        gradients = [parameter.main_grad for parameter in parameters]
+        state = {tensor.data_ptr(): tensor.nbytes for tensor in optimizer.tensors()}
+        counts = [sum(tensor.nbytes for tensor in tensors) for tensors in (parameters, gradients)]
+        found.append((sum(parameter.numel() for parameter in parameters), *counts, sum(state.values())))
+    return found
+
+
+def test_what_is_counted_is_what_a_trained_model_allocates(measured):
+    for index, (axes, moe) in enumerate(BUILT):
+        layout, arch = ParallelLayout(2, **axes), shaped(4, SHAPES[0], moe)
+        sizes = {"dtype": "bf16", "trained": True, "micro_batch_tokens": 1, "num_micro_batches": 1}
+        planned = [role_memory(arch, layout, layout.coordinates(rank).pp, **sizes) for rank in (0, 1)]
+        for rank, plan in enumerate(planned):
+            assert measured[rank][1][index][:3] == (plan.parameters, plan.weights, plan.gradients), (axes, rank)
+        # The ranks that share a buffer share its state, at the borders of its buckets and not exactly in halves.
+        state = [measured[rank][1][index][3] for rank in (0, 1)]
+        stages = [state] if layout.pp == 1 else [[size] for size in state]
+        plans = [planned] if layout.pp == 1 else [[plan] for plan in planned]
+        for found, plan in zip(stages, plans):
+            assert sum(found) == pytest.approx(sum(one.optimizer for one in plan), abs=12 * len(plan)), axes
+        if axes == {"ep": 2}:
+            wrong = sum(one.optimizer for one in planned) - 12 * count_parameters(arch, layout, 0).experts
+            assert sum(state) != pytest.approx(wrong, abs=24), "negative control: experts cut like the dense layers are seen"
+
+
+def saved_bytes(cases):
+    """Bytes per token of a micro-batch that one layer keeps on this rank: the difference between four and two layers, halved."""
     from megappo.data.packing import cu_seqlens_of
     from megappo.models.build import build_model
     from megappo.parallel.context import context_shard
@@ -269,9 +335,9 @@ def saved_bytes(rank, cases):
     return [(kept(4, *case) - kept(2, *case)) / 2 / tokens for case in cases]
 
 
-def test_the_estimate_of_activations_holds_against_a_real_model():
-    ranks = spawn_world(saved_bytes, 2, MEASURED)
-    for case, found in zip(MEASURED, (sum(sizes) / 2 for sizes in zip(*ranks))):  # experts are not chosen evenly: the mean counts
+def test_the_estimate_of_activations_holds_against_a_real_model(measured):
+    # Experts are not chosen evenly: the mean over the ranks counts.
+    for case, found in zip(MEASURED, (sum(sizes) / 2 for sizes in zip(*(activations for activations, _ in measured)))):
         axes, shape, moe, dtype, recompute = case
         layout = ParallelLayout(2, **axes)
         per_token = layer_elements_per_token(shaped(4, shape, moe), layout, dtype.itemsize, sparse=moe is not None)
