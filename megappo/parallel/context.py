@@ -83,9 +83,9 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, shard: ContextShard) -> Tensor:
         ctx.shard = shard
-        parts = x.new_empty((shard.size * x.size(0), *x.shape[1:]))
-        dist.all_gather_into_tensor(parts, x.contiguous(), group=shard.group)
-        return parts.index_select(0, shard.order)
+        parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(shard.size)]
+        dist.all_gather(parts, x.contiguous(), group=shard.group)
+        return torch.cat(parts).index_select(0, shard.order)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
