@@ -308,7 +308,16 @@ BAD_SFT = {
     "checkpoint missing": ({}, ["policy.model=absent"], ['policy.model = "absent"', "is not a directory"]),
     "key of ppo": ({}, ["rollout.tp=2"], ["rollout.tp", "unknown key"]),
     "impossible layout": ({}, ["policy.parallel.tp=2"], ["policy.parallel: tp 2", "1 ranks"]),
-}
+    "chunks without stages": ({}, ["policy.parallel.vpp=2"], ["policy.parallel.vpp = 2", "needs pp > 1"]),
+    "cp without the ranks": ({}, ["policy.parallel.cp=2"], ["tp 1 x cp 2 x pp 1 = 2 does not divide the 1 ranks", "use 2 ranks"]),
+    "experts of a dense model": (
+        {}, ["run.num_ranks=2", "policy.parallel.ep=2"], ["policy.parallel.ep = 2", "llama model has none", "set ep to 1"],
+    ),
+    "layers that do not add up": (
+        {}, ["run.num_ranks=2", "policy.parallel.pp=2", "policy.parallel.layers_per_stage=[2,3]"],
+        ["policy.parallel.layers_per_stage = [2, 3]: adds up to 5 and the model has 4 layers"],
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", BAD_SFT)

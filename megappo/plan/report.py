@@ -171,6 +171,11 @@ def _batch_lines(plan: Plan) -> list[str]:
         list(_micro_rows(plan, step)),
         left=1,
     )
+    lines += [
+        f"  {role}: filled up with empty micro-batches to a multiple of pp {layout.pp} (vpp {layout.vpp})"
+        for role, layout in plan.layouts.items()
+        if layout.vpp > 1 and plan.micro_batches[role] % layout.pp
+    ]
     return lines + [f"  at most: when every sequence has all {step.max_sequence_tokens:,} tokens"]
 
 

@@ -1,14 +1,19 @@
 """What cannot work with a model is refused by key, value and fix, before anything is built."""
 
+import itertools
 import json
 
 import pytest
 
 from megappo.config.errors import ConfigError
+from megappo.config.layout_checks import parallel_problems
 from megappo.config.loading import load_config
 from megappo.config.schema import ParallelConfig, SftConfig
+from megappo.models.arch import arch_of
+from megappo.models.families import local_shapes
 from megappo.parallel.layout import ParallelLayout
 from megappo.plan.layouts import check_layouts, layout_of, model_paths, read_archs
+from megappo.plan.model_rules import model_problems
 
 from .checkpoints import SPARSE, TINY, write_checkpoint, write_run
 
@@ -112,6 +117,28 @@ def test_a_layout_of_experts_that_works_passes(tmp_path, overrides, ranks):
     write_checkpoint(tmp_path / "model", SPARSE, tokenizer=False)
     config = load_config(path, ["run.num_ranks=null", *overrides])
     assert set(check_layouts(config, read_archs(config), ranks)) == {"policy", "critic", "reference"}
+
+
+@pytest.mark.parametrize("facts", [TINY, SPARSE], ids=["dense", "experts"])
+def test_sizes_are_refused_exactly_where_a_model_cannot_be_cut_so(facts):
+    """The rules against the weight maps: what they refuse is refused with its key before, and nothing else is."""
+    arch, refused = arch_of(facts), 0
+    for tp, cp, pp, vpp, ep, etp in itertools.product((1, 2, 4), (1, 2), (1, 2, 3), (1, 2, 4), (1, 3, 4), (1, 2, 5)):
+        world = tp * cp * pp * ep * etp
+        sizes = ParallelConfig(tp=tp, cp=cp, pp=pp, vpp=vpp, ep=ep, etp=etp, sequence_parallel=tp > 1)
+        if next(parallel_problems("policy.parallel", sizes, world), None) is not None:
+            continue
+        text = next(model_problems("policy.parallel", sizes, arch, "local"), None)
+        try:
+            layout = layout_of(sizes, world)
+            for stage in range(pp):
+                local_shapes(arch, layout, layout.rank_of(pp=stage))
+        except ValueError:
+            assert text is not None and text.startswith("policy.parallel."), sizes
+            refused += 1
+        else:
+            assert text is None, (sizes, text)
+    assert refused > 50
 
 
 def test_every_parallel_key_reaches_the_layout():
