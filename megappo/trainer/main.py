@@ -13,7 +13,7 @@ from megappo.checkpoint.manifest import Manifest
 from megappo.checkpoint.store import CheckpointStore
 from megappo.config.batch import step_arithmetic
 from megappo.config.dump import dump_yaml
-from megappo.config.schema import AlgorithmConfig, KLConfig, ParallelConfig, RolloutConfig, TrainConfig
+from megappo.config.schema import KLConfig, ParallelConfig, RolloutConfig, TrainConfig
 from megappo.data.tokenizers import Tokenizer
 from megappo.engine.build import build_frozen, build_trainable
 from megappo.engine.megatron import MegatronEngine
@@ -32,11 +32,10 @@ from megappo.telemetry.log import configure_logging
 from megappo.telemetry.runlog import RunLog
 from megappo.trainer.facts import run_facts
 from megappo.trainer.ppo import PPO, PPOSettings
-from megappo.trainer.roles import Critic, LanguageModel, Policy, PolicyLossConfig
+from megappo.trainer.roles import Critic, LanguageModel, Policy
 from megappo.trainer.rundir import RunDir
-from megappo.trainer.shaping import AdvantageShaping
+from megappo.trainer.settings import advantage_shaping, mini_batches, policy_loss
 from megappo.trainer.state import TrainerState
-from megappo.trainer.updates import MiniBatches
 
 
 def train(config: TrainConfig, data: RunData, *, resume: bool) -> None:
@@ -98,7 +97,7 @@ class _Parts:
         self.kl_controller = kl_controller(config.algorithm.kl)
         self.ppo = PPO(
             _settings(config, data.total_steps),
-            policy=Policy(self.policy_engine, temperature, _policy_loss(config.algorithm)),
+            policy=Policy(self.policy_engine, temperature, policy_loss(config.algorithm)),
             critic=Critic(self.critic_engine, config.algorithm.value_clip),
             reference=reference,
             rollout=self.rollout,
@@ -108,9 +107,9 @@ class _Parts:
             eval_prompts=data.eval.prompts if data.eval else (),
             tokenizer=data.tokenizer,
             scorer=_scorer(config),
-            shaping=_shaping(config.algorithm),
+            shaping=advantage_shaping(config.algorithm),
             kl_controller=self.kl_controller,
-            mini_batches=_mini_batches(config),
+            mini_batches=mini_batches(config),
             state=self.state,
             log=self.log,
             save=self.save,
@@ -213,37 +212,7 @@ def _settings(config: TrainConfig, total_steps: int) -> PPOSettings:
     )
 
 
-def _policy_loss(algorithm: AlgorithmConfig) -> PolicyLossConfig:
-    return PolicyLossConfig(
-        clip_low=algorithm.clip_low,
-        clip_high=algorithm.clip_high,
-        dual_clip=algorithm.dual_clip,
-        entropy_coef=algorithm.entropy_coef,
-        kl_coef=algorithm.kl.coef if algorithm.kl.placement == "loss" else 0.0,
-        kl_estimator=algorithm.kl.estimator,
-        target_kl=algorithm.target_kl,
-    )
-
-
 def _scorer(config: TrainConfig) -> Scorer:
     reward = config.reward
     parts = [(part.name, part.weight) for part in reward.parts]
     return Scorer(parts, reward.missing_eos_penalty, reward.length_penalty, reward.length_penalty_start)
-
-
-def _shaping(algorithm: AlgorithmConfig) -> AdvantageShaping:
-    return AdvantageShaping(
-        gamma=algorithm.gamma,
-        lam=algorithm.lam,
-        lam_value=algorithm.lam_value,
-        lam_length_alpha=algorithm.lam_length_alpha,
-        kl_in_reward=algorithm.kl.placement == "reward",
-        kl_estimator=algorithm.kl.estimator,
-        whiten=algorithm.whiten_advantages,
-        bootstrap_truncated=algorithm.bootstrap_truncated,
-    )
-
-
-def _mini_batches(config: TrainConfig) -> MiniBatches:
-    a = config.algorithm
-    return MiniBatches(a.mini_batch_size, a.ppo_epochs, a.loss_aggregation, config.rollout.max_response_tokens)

@@ -23,7 +23,7 @@ from megappo.trainer.agreement import compare_with_sampler, require_agreement
 from megappo.trainer.evaluation import Evaluation, evaluate
 from megappo.trainer.experience import make_requests, pack_experience, sample_seed
 from megappo.trainer.report import StepRecord, trajectories_of
-from megappo.trainer.roles import Critic, LanguageModel, Policy
+from megappo.trainer.roles import Critic, LanguageModel, Policy, add_model_outputs
 from megappo.trainer.scoring import score_responses
 from megappo.trainer.shaping import AdvantageShaping
 from megappo.trainer.state import TrainerState
@@ -106,7 +106,7 @@ class PPO:
             scored = score_responses(asked, responses, self.tokenizer, self.scorer, self.sampling.stop)
 
         with timers.stage("logprobs"):  # 4
-            batch = self.add_model_outputs(batch)
+            batch = add_model_outputs(batch, self.policy, self.critic, self.reference)
             truncated_sampling = self.sampling.top_p < 1.0 or self.sampling.top_k > 0
             agreement = compare_with_sampler(batch, truncated_sampling=truncated_sampling)
             require_agreement(agreement, self.settings.max_prob_diff, step, self.rollout.name)
@@ -137,15 +137,6 @@ class PPO:
         if self.is_due(step, self.settings.save_every) or step == self.settings.total_steps:
             self.save(step)
         return evaluation
-
-    def add_model_outputs(self, batch: PackedBatch) -> PackedBatch:
-        """Stage 4: log-probs and entropy of the policy, log-probs of the reference, values of the critic."""
-        logprob, entropy = self.policy.logprobs(batch)
-        value, bootstrap = self.critic.values(batch)
-        fields = {"logprob": logprob, "entropy": entropy, "value": value}
-        if self.reference is not None:
-            fields["ref_logprob"], _ = self.reference.logprobs(batch, want_entropy=False)
-        return batch.with_fields(fields, {"bootstrap": bootstrap})
 
     def push_weights(self, version: int) -> dict[str, float]:
         """The policy's present weights into the rollout engine; they must be resident for that."""

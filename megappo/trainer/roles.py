@@ -138,6 +138,18 @@ class Critic:
         return _loss_output(loss, {**metrics, "loss_sum": loss})
 
 
+def add_model_outputs(
+    batch: PackedBatch, policy: LanguageModel, critic: Critic, reference: Optional[LanguageModel]
+) -> PackedBatch:
+    """Stage 4: logprob and entropy of the policy, ref_logprob of the reference, value and bootstrap of the critic."""
+    logprob, entropy = policy.logprobs(batch)
+    value, bootstrap = critic.values(batch)
+    fields = {"logprob": logprob, "entropy": entropy, "value": value}
+    if reference is not None:
+        fields["ref_logprob"], _ = reference.logprobs(batch, want_entropy=False)
+    return batch.with_fields(fields, {"bootstrap": bootstrap})
+
+
 def _loss_output(loss: Tensor, metrics: dict[str, Tensor]) -> LossOutput:
     return LossOutput(
         loss_sum=loss,
