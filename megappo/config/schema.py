@@ -32,8 +32,8 @@ class ParallelConfig(Section):
     pp: Positive = 1
     """Pipeline-parallel size: the layers are cut into this many stages (1F1B schedule)."""
     vpp: Positive = 1
-    """Model chunks of each pipeline stage (interleaved 1F1B: a smaller bubble for more communication). Needs pp > 1. A pass
-    whose micro-batches are no multiple of pp is filled up with empty ones."""
+    """Model chunks of each pipeline stage (interleaved 1F1B: a smaller bubble for more communication). Needs pp > 1. The
+    number of micro-batches is raised to a multiple of pp; where there are fewer sequences, some are empty."""
     cp: Positive = 1
     """Context-parallel size: the tokens of every sequence are cut over this many ranks, in zig-zag order. Sequences are padded
     to a multiple of 2 * cp tokens inside the model."""

@@ -87,7 +87,7 @@ def peak_in_flight(layout: ParallelLayout, stage: int, num_micro_batches: int, c
 
     The order of 1F1B, and of its interleaved form (Narayanan et al. 2021, section 2.2): in rounds of pp micro-batches, a chunk
     after the other forwards, in the opposite order backwards, after the warm-up of Megatron-core's `get_pp_rank_microbatches`.
-    Micro-batches that fill up the last round are empty and hold nothing.
+    Those that fill up the last round count as empty: by as much as they hold, the others are smaller.
     """
     pp, vpp = layout.pp, layout.vpp
     warm_up = pp - stage - 1 if vpp == 1 else 2 * (pp - stage - 1) + (vpp - 1) * pp

@@ -172,7 +172,7 @@ def _batch_lines(plan: Plan) -> list[str]:
         left=1,
     )
     lines += [
-        f"  {role}: filled up with empty micro-batches to a multiple of pp {layout.pp} (vpp {layout.vpp})"
+        f"  {role}: raised to a multiple of pp {layout.pp} (vpp {layout.vpp}); where there are fewer sequences, some are empty"
         for role, layout in plan.layouts.items()
         if layout.vpp > 1 and plan.micro_batches[role] % layout.pp
     ]

@@ -157,7 +157,7 @@ def test_the_report_shows_every_axis_that_a_role_uses(tmp_path):
     for expected in (
         "role tp pp dp vpp cp ep", "policy 2 sp 1 3 1 2 3", "critic 1 2 6 2 1 1", "reference 1 2 6 1 1 1",
         "policy cp 0,2 | 1,3 | ... | 9,11 (6 groups)", "policy ep 0-2 | 3-5 | 6-8 | 9-11",
-        "critic: filled up with empty micro-batches to a multiple of pp 2 (vpp 2)",
+        "critic: raised to a multiple of pp 2 (vpp 2); where there are fewer sequences, some are empty",
         "critic: layers of the stages 1 + 1 | 1 + 1", "reference: layers of the stages 3 | 1",
     ):  # fmt: skip
         assert expected in lines, (expected, text)
