@@ -39,6 +39,11 @@ CASES: dict[str, tuple[str, dict]] = {
     "ministral3_tied": ("Ministral3", dict(head_dim=20, rope_parameters=_MINISTRAL, tie_word_embeddings=True)),
 }
 
+# With experts a layout with tp needs sequence parallel, which the tables of the dense cases leave out.
+EXPERT_CASES: dict[str, tuple[str, dict]] = {
+    "qwen3_moe": ("Qwen3Moe", dict(head_dim=24, moe_intermediate_size=24, num_experts=8, num_experts_per_tok=3, norm_topk_prob=True)),
+}
+
 COMPOSITE = "mistral3"
 """Mistral3ForConditionalGeneration: a vision tower beside the language model, as Ministral 3 is shipped."""
 _VISION = dict(
@@ -61,7 +66,7 @@ def write_checkpoint(folder: Path, case: str, head: str = "CausalLM", seed: int 
     if case == COMPOSITE:
         model = transformers.Mistral3ForConditionalGeneration(composite_config(**changes)).float().eval()
     else:
-        stem, config = CASES[case]
+        stem, config = {**CASES, **EXPERT_CASES}[case]
         config = getattr(transformers, f"{stem}Config")(**{**_BASE, **config, **changes})
         model = getattr(transformers, f"{stem}For{head}")(config).float().eval()
     with torch.no_grad():
