@@ -28,7 +28,12 @@ ALLOWED_PARTS = {
     "data/": {"config"},
     "rewards/": set(),
 }
-FORBIDDEN_PARTS = {"engine/": {"algo", "trainer", "rollout", "rewards"}, "models/": {"algo", "engine", "trainer", "rollout"}}
+FORBIDDEN_PARTS = {
+    "engine/": {"algo", "trainer", "rollout", "rewards", "verify"},
+    "models/": {"algo", "engine", "trainer", "rollout", "verify"},
+    "trainer/": {"verify"},  # verify measures the trainer, which knows nothing of it
+    "verify/": {"rollout", "rewards", "checkpoint", "bridge"},
+}
 
 
 def imported_names(source: str) -> set[str]:

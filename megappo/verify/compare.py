@@ -1,0 +1,108 @@
+"""Holds one measurement against another: the largest difference of every quantity, where it stands, and whether it is within bounds.
+
+Pure arithmetic on what `measure.py` returns.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Iterator, Mapping, Optional, Sequence
+
+from torch import Tensor
+
+from megappo.verify.gather import Gathered
+from megappo.verify.measure import Measured
+
+# fp32: a few hundred additions in another order; the numbers compared are of order 1 (tensors: relative to their largest element).
+TOLERANCE = 1e-5
+# Adam turns the rounding of small gradients into parts of a step, step after step.
+PARAMETER_TOLERANCE = 1e-4
+
+GRADIENTS, PARAMETERS = "gradients", "parameters"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The largest difference of one quantity. where: the step and entry, the metric, or the tensor that has it.
+
+    relative: |a - b| / max(1, |b|) of the worst number; of a gradient or parameter max |a - b| / max |b| of the worst tensor. NaN
+    where either measurement has one.
+    """
+
+    role: str
+    quantity: str
+    where: str
+    absolute: float
+    relative: float
+    tolerance: float
+
+    @property
+    def agrees(self) -> bool:
+        return self.relative <= self.tolerance
+
+
+def compare(
+    measured: Measured, baseline: Measured, tolerance: float = TOLERANCE, parameter_tolerance: float = PARAMETER_TOLERANCE
+) -> list[Difference]:
+    """One entry for each quantity of each role of `baseline`, in its order; both measurements are of the same rollouts.
+
+    Gradients and parameters are compared where both have them, and then also the copies that several ranks of `measured` hold.
+    """
+    differences: list[Difference] = []
+    for role, expected in baseline.items():
+        found = measured[role]
+        for quantity, steps in expected.values.items():
+            differences.append(_of_numbers(role, quantity, {"": found.values[quantity]}, {"": steps}, tolerance))
+        if expected.metrics:
+            assert found.metrics.keys() == expected.metrics.keys(), f"{role}: metrics {found.metrics.keys() ^ expected.metrics.keys()}"
+            differences.append(_of_numbers(role, "metrics", found.metrics, expected.metrics, tolerance))
+        differences += _of_tensors(role, GRADIENTS, found.gradients, expected.gradients, tolerance)
+        differences += _of_tensors(role, PARAMETERS, found.parameters, expected.parameters, parameter_tolerance)
+    return differences
+
+
+def worst(differences: Sequence[Difference]) -> Difference:
+    """The one furthest beyond (or nearest to) its tolerance; NaN is beyond everything."""
+    return max(differences, key=lambda d: math.inf if math.isnan(d.relative) else d.relative / d.tolerance)
+
+
+def _of_numbers(
+    role: str, quantity: str, found: Mapping[str, Sequence[Tensor]], expected: Mapping[str, Sequence[Tensor]], tolerance: float
+) -> Difference:
+    """Over named series of steps, each a tensor of numbers of order 1."""
+    candidates = [
+        _of_step(role, quantity, f"{name} step {step}".strip(), a, b, tolerance)
+        for name, steps in expected.items()
+        for step, (a, b) in enumerate(zip(found[name], steps, strict=True), 1)
+    ]
+    return worst(candidates)
+
+
+def _of_step(role: str, quantity: str, where: str, a: Tensor, b: Tensor, tolerance: float) -> Difference:
+    assert a.shape == b.shape, f"{role} {quantity}, {where}: {tuple(a.shape)} and {tuple(b.shape)}"
+    absolute = (a.double() - b.double()).abs().flatten()
+    relative = absolute / b.double().abs().flatten().clamp(min=1.0)
+    index = int(relative.argmax())  # NaN is the largest
+    return Difference(role, quantity, f"{where} [{index}]", float(absolute[index]), float(relative[index]), tolerance)
+
+
+def _of_tensors(
+    role: str, quantity: str, found: Optional[Gathered], expected: Optional[Gathered], tolerance: float
+) -> Iterator[Difference]:
+    """The worst tensor, and the worst copy."""
+    if found is None or expected is None:
+        return
+    by_name = {name: float((found.tensors[name] - b).abs().max()) for name, b in expected.tensors.items()}
+    for what, absolute in ((quantity, by_name), (f"{quantity}, copies", found.spread)):
+        yield worst(
+            [Difference(role, what, name, size, _ratio(size, expected.tensors[name]), tolerance) for name, size in absolute.items()]
+        )
+
+
+def _ratio(size: float, tensor: Tensor) -> float:
+    """Relative to the largest element. A tensor of zeros (an expert that no token reached) must stay one."""
+    largest = float(tensor.abs().max())
+    if math.isnan(size) or math.isnan(largest):
+        return math.nan
+    return 0.0 if size == 0 else (size / largest if largest else math.inf)

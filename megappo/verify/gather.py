@@ -1,0 +1,63 @@
+"""Assembles sharded tensors under their Hugging Face names on rank 0, with the disagreement of ranks that hold copies of the same numbers.
+
+For models small enough to be compared whole. Export (`models/hf_export.py`) writes large ones tensor by tensor and reads one copy of each.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Any, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megappo.models.arch import ModelArch
+from megappo.models.families import hf_tensors, megatron_pieces
+from megappo.models.pieces import Box, as_2d
+from megappo.parallel.groups import ProcessGroups
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """tensors: Hugging Face name -> whole tensor, fp32 on the host. spread: name -> largest difference of its copies; a copy is what
+    tp, cp, dp, edp ranks or both ends of a pipeline with tied embeddings hold alike. Both empty on ranks other than 0.
+    """
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    spread: dict[str, float] = field(default_factory=dict)
+
+
+def gather_tensors(local: Mapping[str, Tensor], arch: ModelArch, groups: ProcessGroups, value_head: bool) -> Gathered:
+    """local: canonical name (`models/naming.py`) -> this rank's parameter or its gradient. Collective over the world."""
+    mine = [
+        (piece.hf, tuple(piece.box), _part(local[piece.local], piece.row, piece.col, piece.box))
+        for piece in megatron_pieces(arch, groups.layout, dist.get_rank(), value_head)
+    ]
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.gather_object(mine, parts if dist.get_rank() == 0 else None, dst=0)
+    if dist.get_rank() != 0:
+        return Gathered()
+    copies: dict[str, dict[Box, list[Tensor]]] = defaultdict(lambda: defaultdict(list))
+    for name, box, values in (part for rank in parts for part in rank):
+        copies[name][Box(*box)].append(values)
+    gathered = Gathered()
+    for name, shape in hf_tensors(arch, value_head).items():
+        gathered.tensors[name], gathered.spread[name] = _assemble(name, torch.zeros(shape), copies[name])
+    return gathered
+
+
+def _part(tensor: Tensor, row: int, col: int, box: Box) -> Tensor:
+    return as_2d(tensor.detach())[row : row + box.rows, col : col + box.cols].float().cpu().clone()
+
+
+def _assemble(name: str, whole: Tensor, boxes: Mapping[Box, list[Tensor]]) -> tuple[Tensor, float]:
+    """The tensor of the first copies, and the largest difference of another copy from it. Boxes either equal or do not overlap."""
+    covered = sum(box.area for box in boxes)
+    assert covered == whole.numel(), f"{name}: pieces cover {covered} of {whole.numel()} elements"
+    spread = 0.0
+    for box, (first, *others) in boxes.items():
+        as_2d(whole)[box.r0 : box.r1, box.c0 : box.c1] = first
+        spread = max([spread, *(float((other - first).abs().max()) for other in others)])
+    return whole, spread

@@ -1,0 +1,73 @@
+"""Synthetic recorded rollouts: what stage 2 would have handed on, drawn from a seed alone and so the same on every rank.
+
+They hold what parity breaks on: several turns with tokens between them that the policy did not sample, responses cut by the length
+limit, responses of one token, and lengths that no parallel size divides. The fields are those of `trainer/experience.py`, and the score.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Sequence
+
+import torch
+from torch import Generator
+
+from megappo.data.packing import PackedBatch, pack
+
+# Longest stretch of given and of sampled tokens in one turn.
+_LONGEST_GIVEN, _LONGEST_SAMPLED, _MOST_TURNS = 7, 12, 3
+
+LONGEST_RESPONSE = _LONGEST_SAMPLED * _MOST_TURNS
+"""Most tokens that a response can have, for `rollout.max_response_tokens`."""
+LONGEST_SEQUENCE = LONGEST_RESPONSE + _LONGEST_GIVEN * _MOST_TURNS
+
+
+class Turn(NamedTuple):
+    """Tokens that were given (prompt, or the answer of a tool) and then sampled."""
+
+    given: int
+    sampled: int
+
+
+def record_rollouts(num_rollouts: int, *, sequences: int, vocab_size: int, seed: int = 0) -> list[PackedBatch]:
+    """`num_rollouts` batches of `sequences` samples each. Every fourth sample has a response of one token, several turns, or was cut.
+
+    Token fields: response_mask, rollout_logprob. Sequence fields: truncated, version, score.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    return [_record(sequences, vocab_size, version, generator) for version in range(num_rollouts)]
+
+
+def _record(sequences: int, vocab_size: int, version: int, generator: Generator) -> PackedBatch:
+    plan = [_turns(index, generator) for index in range(sequences)]
+    batch = pack([_integers(0, vocab_size, sum(map(sum, turns)), generator) for turns in plan])
+    mask = torch.tensor([sampled for turns in plan for sampled in _mask(turns)], dtype=torch.bool)
+    logprob = -torch.rand(batch.num_tokens, generator=generator)
+    return batch.with_fields(
+        {"response_mask": mask, "rollout_logprob": torch.where(mask, logprob, 0.0)},
+        {
+            "truncated": torch.tensor([_is_cut(index) for index in range(sequences)]),
+            "version": torch.full((sequences,), version, dtype=torch.long),
+            "score": torch.randn(sequences, generator=generator),
+        },
+    )
+
+
+def _turns(index: int, generator: Generator) -> Sequence[Turn]:
+    if index % 4 == 0:
+        return [Turn(_integers(1, _LONGEST_GIVEN + 1, 1, generator)[0], 1)]
+    count = _integers(2, _MOST_TURNS + 1, 1, generator)[0] if index % 4 == 1 else 1
+    given = _integers(1, _LONGEST_GIVEN + 1, count, generator)
+    return [Turn(*lengths) for lengths in zip(given, _integers(2, _LONGEST_SAMPLED + 1, count, generator))]
+
+
+def _is_cut(index: int) -> bool:
+    return index % 4 == 2
+
+
+def _mask(turns: Sequence[Turn]) -> list[bool]:
+    return [sampled for turn in turns for sampled in [False] * turn.given + [True] * turn.sampled]
+
+
+def _integers(low: int, high: int, count: int, generator: Generator) -> list[int]:
+    """`count` numbers of low..high-1."""
+    return torch.randint(low, high, (count,), generator=generator).tolist()
