@@ -146,7 +146,8 @@ def built_shapes(rank, folder, cases, layouts):
                     for name, p in named_parameters([model]).items()
                 }
                 state = model.sharded_state_dict(metadata={"dp_cp_group": groups.dp})
-                keys = {name: entry.key for name, entry in state.items() if hasattr(entry, "global_shape")}
+                canonical = dict(zip((name for name, _ in model.named_parameters()), facts))
+                keys = {canonical[name]: entry.key for name, entry in state.items() if hasattr(entry, "global_shape")}
                 out.append((case, layout, critic, groups.coordinates.tp, groups.coordinates.pp, facts, keys))
     return out
 
