@@ -10,6 +10,9 @@ from megappo.models.arch import ModelArch
 # vLLM 0.32, CPU attention backend (get_supported_head_sizes)
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
+# the same, CPU experts (CPUUnquantizedExperts.output_alignment); it pads the columns of an expert by itself
+CPU_EXPERT_ALIGNMENT = 32
+
 
 def check_vllm(arch: ModelArch, tp: int, world_size: int, max_model_len: int, device_type: str) -> None:
     """Raises ValueError for a model, tp or context length that vLLM would refuse later or, worse, not notice.
@@ -18,7 +21,12 @@ def check_vllm(arch: ModelArch, tp: int, world_size: int, max_model_len: int, de
     """
     if world_size % tp:
         raise ValueError(f"rollout.tp: {tp} does not divide the {world_size} ranks")
-    for what, size in (("attention heads", arch.num_heads), ("MLP columns", arch.ffn_size)):
+    cut = [("attention heads", arch.num_heads)]
+    if arch.has_dense_mlp:
+        cut.append(("MLP columns", arch.ffn_size))
+    if arch.moe is not None:
+        cut.append(("columns of an expert", arch.moe.ffn_size))
+    for what, size in cut:
         if size % tp:
             raise ValueError(f"rollout.tp: {tp} does not divide the {size} {what} of the model")
     if arch.num_kv_heads % tp and tp % arch.num_kv_heads:
@@ -27,6 +35,9 @@ def check_vllm(arch: ModelArch, tp: int, world_size: int, max_model_len: int, de
     if device_type == "cpu" and arch.head_dim not in CPU_HEAD_DIMS:
         raise ValueError(f"rollout.engine: vLLM on a CPU has no attention for head_dim {arch.head_dim} (it has "
                          f"{', '.join(map(str, CPU_HEAD_DIMS))}); set rollout.engine: megatron")
+    if device_type == "cpu" and arch.moe is not None and arch.hidden_size % CPU_EXPERT_ALIGNMENT:
+        raise ValueError(f"rollout.engine: vLLM on a CPU multiplies experts in blocks of {CPU_EXPERT_ALIGNMENT} and the model's "
+                         f"hidden_size is {arch.hidden_size}; set rollout.engine: megatron")
     if any(arch.sliding_layers) and not all(arch.sliding_layers):
         raise ValueError(f"rollout.engine: vLLM has no sliding attention in some layers only of a {arch.family} model; set "
                          "rollout.engine: megatron")

@@ -1,19 +1,19 @@
 """An engine to aim plans at, written twice: as tensors cut out of the checkpoint with cat and narrow, and as pieces.
 
 The tensor form follows vLLM's documentation of its parallel layers (column parallel rows, row parallel columns, KV heads
-replicated when there are fewer than ranks, vocabulary padded to a multiple of 64) and shares no code with the bridge; it is the
-oracle.
+replicated when there are fewer than ranks, vocabulary padded to a multiple of 64, the experts of a layer stacked) and shares no code
+with the bridge; it is the oracle.
 """
 
 from __future__ import annotations
 
-from typing import Iterator
+from typing import Iterator, Mapping
 
 import torch
 from torch import Tensor
 
 from megappo.bridge.destination import Destination, Fill, Shape
-from megappo.models.arch import ModelArch, Rope
+from megappo.models.arch import ModelArch, MoeArch, Rope
 from megappo.models.families import hf_tensors, local_shapes, megatron_pieces
 from megappo.models.pieces import Box, Piece, as_2d
 from megappo.parallel.layout import ParallelLayout
@@ -23,7 +23,8 @@ def arch_like(family: str, **changes: object) -> ModelArch:
     values = dict(
         family=family, architecture="any", num_layers=4, hidden_size=16, num_heads=4, num_kv_heads=2, head_dim=6, ffn_size=24,
         vocab_size=54, max_positions=256, tied_embeddings=False, norm_eps=1e-6, rope=Rope(),
-        qkv_bias=family == "qwen2", qk_norm=family == "qwen3",
+        qkv_bias=family == "qwen2", qk_norm=family in ("qwen3", "qwen3_moe"),
+        moe=MoeArch(8, 2, 12, True, dense_layers=(1,)) if family == "qwen3_moe" else None,
     )
     return ModelArch(**{**values, **changes})
 
@@ -66,13 +67,31 @@ def engine_tensors(arch: ModelArch, checkpoint: dict[str, Tensor], tp: int, rank
         for kind in ("weight", "bias") if arch.qkv_bias else ("weight",):
             parts = [rows(hf[f"self_attn.q_proj.{kind}"]), kv(hf[f"self_attn.k_proj.{kind}"]), kv(hf[f"self_attn.v_proj.{kind}"])]
             out[f"{prefix}self_attn.qkv_proj.{kind}"] = torch.cat(parts)
-        out[f"{prefix}mlp.gate_up_proj.weight"] = torch.cat([rows(hf["mlp.gate_proj.weight"]), rows(hf["mlp.up_proj.weight"])])
-        for name in ("self_attn.o_proj.weight", "mlp.down_proj.weight"):
-            out[prefix + name] = hf[name].chunk(tp, 1)[rank]
+        if arch.is_sparse(layer):
+            out[f"{prefix}mlp.gate.weight"] = hf["mlp.gate.weight"]
+            out |= {f"{prefix}{EXPERTS}{name}": tensor for name, tensor in stacked_experts(arch, hf, tp, rank).items()}
+        else:
+            out[f"{prefix}mlp.gate_up_proj.weight"] = torch.cat([rows(hf[f"mlp.{x}_proj.weight"]) for x in ("gate", "up")])
+            out[f"{prefix}mlp.down_proj.weight"] = hf["mlp.down_proj.weight"].chunk(tp, 1)[rank]
+        out[f"{prefix}self_attn.o_proj.weight"] = hf["self_attn.o_proj.weight"].chunk(tp, 1)[rank]
         for name in hf:
             if "norm" in name:
                 out[prefix + name] = hf[name]
     return out
+
+
+EXPERTS = "mlp.experts.routed_experts."
+"""Where vLLM keeps the experts of a layer."""
+
+
+def stacked_experts(arch: ModelArch, hf: Mapping[str, Tensor], tp: int, rank: int) -> dict[str, Tensor]:
+    """Of one layer, by names inside it: [experts, gate rows above up rows, hidden] and [experts, hidden, columns]."""
+    experts = range(arch.moe.num_experts)
+    part = lambda expert, name, dim: hf[f"mlp.experts.{expert}.{name}_proj.weight"].chunk(tp, dim)[rank]
+    return {
+        "w13_weight": torch.stack([torch.cat([part(e, "gate", 0), part(e, "up", 0)]) for e in experts]),
+        "w2_weight": torch.stack([part(e, "down", 1) for e in experts]),
+    }
 
 
 def engine_pieces(arch: ModelArch, tp: int, rank: int) -> Iterator[Piece]:
@@ -81,6 +100,7 @@ def engine_pieces(arch: ModelArch, tp: int, rank: int) -> Iterator[Piece]:
     query, kv = arch.num_heads // tp * dim, max(1, arch.num_kv_heads // tp) * dim
     kv_row, ffn, heads = rank * arch.num_kv_heads // tp * dim, arch.ffn_size // tp, arch.num_heads // tp * dim
     vocab = -(-arch.vocab_size // 64) * 64 // tp
+    expert_ffn = arch.moe.ffn_size // tp if arch.moe else 0
     for name, shape in hf_tensors(arch).items():
         head, _, leaf = name.rpartition("self_attn." if "self_attn." in name else "mlp." if "mlp." in name else "model.")
         cols = shape[1] if len(shape) == 2 else 1
@@ -93,6 +113,14 @@ def engine_pieces(arch: ModelArch, tp: int, rank: int) -> Iterator[Piece]:
         elif leaf.startswith(("k_proj", "v_proj")):
             row = query + kv * leaf.startswith("v")
             yield Piece(name, Box(kv_row, kv_row + kv, 0, cols), name.replace(leaf[:6], "qkv_proj"), row, 0)
+        elif leaf.startswith("experts."):
+            _, expert, kind, _ = leaf.split(".")
+            start, end = rank * expert_ffn, (rank + 1) * expert_ffn
+            if kind == "down_proj":
+                yield Piece(name, Box(0, hidden, start, end), f"{head}{EXPERTS}w2_weight", 0, 0, int(expert))
+            else:
+                row = expert_ffn * (kind == "up_proj")
+                yield Piece(name, Box(start, end, 0, hidden), f"{head}{EXPERTS}w13_weight", row, 0, int(expert))
         elif leaf.startswith(("gate_proj", "up_proj")):
             target = f"{head}mlp.gate_up_proj.weight"
             yield Piece(name, Box(rank * ffn, (rank + 1) * ffn, 0, hidden), target, ffn * leaf.startswith("up"), 0)

@@ -8,7 +8,7 @@ import re
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megappo.bridge.plan import Move, digest, make_buckets, make_plan, module_of
@@ -25,17 +25,26 @@ ARCHS = {
     "one_kv_head": arch_like("llama", num_kv_heads=1),
     "qwen2_tied": arch_like("qwen2", tied_embeddings=True),
     "qwen3": arch_like("qwen3", num_kv_heads=4),
+    "qwen3_moe": arch_like("qwen3_moe", num_kv_heads=4),
 }
-# (ranks, train tp, train pp), engine tp
+# train layout, engine tp
 LAYOUTS = [
-    ((1, 1, 1), 1), ((2, 2, 1), 1), ((2, 2, 1), 2), ((2, 1, 2), 1), ((4, 2, 2), 2), ((4, 1, 4), 4), ((4, 4, 1), 2),
-    ((8, 2, 2), 4), ((8, 2, 2), 1), ((4, 1, 1), 4),
+    (ParallelLayout(1), 1), (ParallelLayout(2, tp=2), 1), (ParallelLayout(2, tp=2), 2), (ParallelLayout(2, pp=2), 1),
+    (ParallelLayout(4, tp=2, pp=2), 2), (ParallelLayout(4, pp=4), 4), (ParallelLayout(4, tp=4), 2),
+    (ParallelLayout(8, tp=2, pp=2), 4), (ParallelLayout(8, tp=2, pp=2), 1), (ParallelLayout(4), 4),
+    (ParallelLayout(2, pp=2, vpp=2), 2), (ParallelLayout(2, pp=2, layers_per_stage=(3, 1)), 1), (ParallelLayout(4, tp=2, cp=2), 4),
+    (ParallelLayout(4, pp=2, vpp=2, layers_per_stage=(0, 2, 1, 1)), 2), (ParallelLayout(8, tp=2, cp=2, pp=2, vpp=2), 2),
+]
+EXPERT_LAYOUTS = [
+    (ParallelLayout(2, ep=2), 1), (ParallelLayout(2, etp=2), 2), (ParallelLayout(4, ep=4), 2), (ParallelLayout(4, ep=2, etp=2), 4),
+    (ParallelLayout(8, tp=2, pp=2, ep=2), 2), (ParallelLayout(8, cp=2, pp=2, vpp=2, ep=2, etp=2), 4),
+    (ParallelLayout(8, tp=4, ep=2, etp=1), 1),
 ]
 CASES = [
-    pytest.param(arch, layout, engine_tp, id=f"{name}-ranks{layout[0]}tp{layout[1]}pp{layout[2]}-to-tp{engine_tp}")
+    pytest.param(arch, layout, engine_tp, id=f"{name} {layout} of {layout.world_size} to tp{engine_tp}")
     for name, arch in ARCHS.items()
-    for layout, engine_tp in LAYOUTS
-    if arch.num_kv_heads % layout[1] == 0
+    for layout, engine_tp in LAYOUTS + (EXPERT_LAYOUTS if arch.moe else [])
+    if arch.num_kv_heads % layout.tp == 0
 ]
 
 
@@ -52,6 +61,7 @@ def carry_out(plan: list[Move], arch: ModelArch, layout: ParallelLayout, engine_
     got = {rank: {name: torch.zeros_like(tensor) for name, tensor in wanted[rank].items()} for rank in ranks}
     for m in plan:
         source, target = held[m.src][m.source], got[m.dst][m.target]
+        target = target[m.d_slot] if target.dim() == 3 else target
         if source.dim() == 1:
             target[m.d_row : m.d_row + m.rows] = source[m.s_row : m.s_row + m.rows]
         else:
@@ -70,25 +80,88 @@ def differing(got: dict[int, dict], arch: ModelArch, engine_tp: int, checkpoint:
     ]
 
 
-@pytest.mark.parametrize("arch, ranks, engine_tp", CASES)
-def test_any_layout_fills_the_engine_exactly(arch, ranks, engine_tp):
-    layout, checkpoint = ParallelLayout(*ranks), random_checkpoint(arch, 0)
-    plan = make_plan(*both_sides(arch, layout, engine_tp), itemsize=2)
+@pytest.mark.parametrize("arch, layout, engine_tp", CASES)
+def test_any_layout_fills_the_engine_exactly(arch, layout, engine_tp):
+    check_plan(arch, layout, engine_tp)
+
+
+def check_plan(arch: ModelArch, layout: ParallelLayout, engine_tp: int) -> None:
+    checkpoint = random_checkpoint(arch, 0)
+    sources, destinations = both_sides(arch, layout, engine_tp)
+    plan = make_plan(sources, destinations, itemsize=2)
     assert differing(carry_out(plan, arch, layout, engine_tp, checkpoint), arch, engine_tp, checkpoint) == []
-    for rank in range(layout.world_size):  # no element is sent twice
-        wanted = sum(piece.box.area for piece in engine_pieces(arch, engine_tp, rank % engine_tp))
-        assert sum(move.numel for move in plan if move.dst == rank) == wanted
+    own = {rank: {(piece.hf, piece.box) for piece in pieces} for rank, pieces in sources.items()}
+    for rank in range(layout.world_size):
+        arriving = [move for move in plan if move.dst == rank]
+        wanted = sum(piece.box.area for piece in destinations[rank])
+        assert sum(move.numel for move in arriving) == wanted, "no element is sent twice"
+        # The names of sources are unique per rank and box: what a rank holds itself never comes from a replica.
+        remote = [(move.hf, source_box(move, sources[move.src])) for move in arriving if move.src != rank]
+        assert not own[rank] & set(remote)
 
 
-@pytest.mark.parametrize("spoil", ["drop", "shift", "swap"])
-def test_a_spoilt_plan_is_seen_by_that_comparison(spoil):
-    arch, layout = ARCHS["llama"], ParallelLayout(2, tp=2)
+def source_box(move: Move, held: list[Piece]) -> Box:
+    """The box of the source's piece that a move is cut out of."""
+    return next(
+        piece.box for piece in held
+        if (piece.hf, piece.local) == (move.hf, move.source)
+        and piece.row <= move.s_row < piece.row + piece.box.rows and piece.col <= move.s_col < piece.col + piece.box.cols
+    )
+
+
+@st.composite
+def random_layouts(draw: st.DrawFn) -> ParallelLayout:
+    """Any layout of up to 16 ranks that the 4 layers and 8 experts of the table's models allow."""
+    sizes = {axis: draw(st.sampled_from(choices)) for axis, choices in (
+        ("tp", (1, 2, 4)), ("cp", (1, 2)), ("pp", (1, 2, 4)), ("vpp", (1, 2)), ("ep", (1, 2, 4)), ("etp", (1, 2)),
+    )}
+    if sizes["pp"] == 1:
+        sizes["vpp"] = 1
+    inside = sizes["tp"] * sizes["cp"]
+    dp = max(1, sizes["ep"] * sizes["etp"] // inside)
+    parts = sizes["pp"] * sizes["vpp"]
+    ends = sorted(draw(st.lists(st.integers(0, 4), min_size=parts - 1, max_size=parts - 1)))
+    split = tuple(b - a for a, b in zip([0, *ends], [*ends, 4]))
+    return ParallelLayout(inside * dp * sizes["pp"], **sizes, layers_per_stage=split)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(random_layouts(), st.sampled_from((1, 2, 4)), st.sampled_from(("llama", "qwen3_moe")), st.booleans())
+def test_random_layouts_fill_the_engine_exactly(layout, engine_tp, family, tied):
+    arch = arch_like(family, num_kv_heads=4, tied_embeddings=tied)
+    if arch.moe is None:
+        layout = dataclasses.replace(layout, ep=1, etp=1)
+    if layout.world_size % engine_tp == 0:
+        check_plan(arch, layout, engine_tp)
+
+
+def test_experts_that_are_cut_alike_stay_where_they_are():
+    """etp 2 on one side and tp 2 on the other cut every expert the same way; ep 2 keeps half of all experts on each rank."""
+    arch = ARCHS["qwen3_moe"]
+    expert = lambda plan: [move for move in plan if ".experts." in move.hf]
+    alike = expert(make_plan(*both_sides(arch, ParallelLayout(2, etp=2), 2), itemsize=2))
+    assert alike and all(move.src == move.dst for move in alike)
+    spread = expert(make_plan(*both_sides(arch, ParallelLayout(2, ep=2), 1), itemsize=2))
+    per_rank = sum(move.numel for move in spread) // 2
+    for rank in range(2):
+        assert sum(move.numel for move in spread if move.dst == rank != move.src) == per_rank // 2
+
+
+@pytest.mark.parametrize("spoil, family, layout", [
+    *((spoil, "llama", ParallelLayout(2, tp=2)) for spoil in ("drop", "shift", "swap")),
+    *((spoil, "qwen3_moe", ParallelLayout(2, ep=2)) for spoil in ("drop", "shift", "swap", "slot")),
+])
+def test_a_spoilt_plan_is_seen_by_that_comparison(spoil, family, layout):
+    arch = ARCHS[family]
     checkpoint = random_checkpoint(arch, 0)
     plan = make_plan(*both_sides(arch, layout, 1), itemsize=2)
     victim = next(i for i, move in enumerate(plan) if "gate_proj" in move.hf)
     partner = next(i for i, move in enumerate(plan) if "up_proj" in move.hf)
     if spoil == "drop":
         del plan[victim]
+    elif spoil == "slot":
+        victim = next(i for i, move in enumerate(plan) if move.d_slot == 3)
+        plan[victim] = plan[victim]._replace(d_slot=4)
     elif spoil == "shift":
         plan[victim] = plan[victim]._replace(d_row=plan[victim].d_row + 1)
     else:

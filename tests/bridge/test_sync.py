@@ -18,15 +18,24 @@ from ..worlds import spawn_world
 from .engines import arch_like, engine_destination, engine_tensors, policy_tensors, random_checkpoint
 
 RANKS = 4
-ARCHS = {"llama": arch_like("llama", num_kv_heads=4), "qwen2_tied": arch_like("qwen2", tied_embeddings=True)}
-# arch, train (tp, pp), engine tp, policy dtype, engine dtype, bucket bytes
+ARCHS = {
+    "llama": arch_like("llama", num_kv_heads=4), "qwen2_tied": arch_like("qwen2", tied_embeddings=True),
+    "qwen3_moe": arch_like("qwen3_moe", num_kv_heads=4),
+}
+_FP32 = (torch.float32, torch.float32)
+# arch, train layout, engine tp, policy dtype, engine dtype, bucket bytes
 PUSHES = {
-    "tp2-pp2-to-tp2": ("llama", (2, 2), 2, torch.float32, torch.float32, 1 << 20),
-    "tp4-to-tp1-in-small-buckets": ("llama", (4, 1), 1, torch.float32, torch.float32, 500),
-    "pp4-tied-to-tp4-kv-replicated": ("qwen2_tied", (1, 4), 4, torch.float32, torch.float32, 1 << 20),
-    "dp2-tp2-tied-to-tp4": ("qwen2_tied", (2, 1), 4, torch.float32, torch.float32, 2000),
-    "fp32-policy-bf16-engine": ("llama", (2, 1), 1, torch.float32, torch.bfloat16, 1 << 20),
-    "bf16-policy-fp32-engine": ("llama", (1, 2), 2, torch.bfloat16, torch.float32, 1 << 20),
+    "tp2-pp2-to-tp2": ("llama", dict(tp=2, pp=2), 2, *_FP32, 1 << 20),
+    "tp4-to-tp1-in-small-buckets": ("llama", dict(tp=4), 1, *_FP32, 500),
+    "pp4-tied-to-tp4-kv-replicated": ("qwen2_tied", dict(pp=4), 4, *_FP32, 1 << 20),
+    "dp2-tp2-tied-to-tp4": ("qwen2_tied", dict(tp=2), 4, *_FP32, 2000),
+    "fp32-policy-bf16-engine": ("llama", dict(tp=2), 1, torch.float32, torch.bfloat16, 1 << 20),
+    "bf16-policy-fp32-engine": ("llama", dict(pp=2), 2, torch.bfloat16, torch.float32, 1 << 20),
+    "vpp2-uneven-cp2-to-tp2": ("llama", dict(cp=2, pp=2, vpp=2, layers_per_stage=(1, 1, 2, 0)), 2, *_FP32, 1 << 20),
+    "ep4-to-tp1": ("qwen3_moe", dict(ep=4), 1, *_FP32, 2000),
+    "ep2-etp2-to-tp2": ("qwen3_moe", dict(tp=2, ep=2, etp=2), 2, *_FP32, 1 << 20),
+    "ep2-pp2-vpp2-to-tp4": ("qwen3_moe", dict(pp=2, vpp=2, ep=2), 4, *_FP32, 1 << 20),
+    "ep2-tp4-fp32-to-bf16": ("qwen3_moe", dict(tp=4, ep=2), 1, torch.float32, torch.bfloat16, 500),
 }
 FAULTS = {
     "flipped_bit": "arrived with checksum",
@@ -35,6 +44,10 @@ FAULTS = {
     "padding_touched": "embed_tokens.weight arrived with checksum",
     "missing_parameter": "rank 3 has no parameter decoder.layers.0.mlp.linear_fc1.weight",
     "wrong_shape": "rank 3: decoder.layers.0.mlp.linear_fc1.weight of shape (1, 16) is too small",
+    "experts_swapped": "w13_weight arrived with checksum",
+    "expert_gate_up_swapped": "w13_weight arrived with checksum",
+    "expert_never_lands": "w2_weight arrived with checksum",
+    "missing_expert": "rank 3 has no parameter decoder.layers.0.mlp.experts.local_experts.7.linear_fc2.weight",
 }
 
 
@@ -56,11 +69,11 @@ class PlainEngine:
     @contextlib.contextmanager
     def session(self, moves: Any, inspect: Any) -> Iterator[Any]:
         dtype = self._destination.dtype
-        self.tensors = {n: torch.zeros(s.rows, s.cols, dtype=dtype) for n, s in self._destination.shapes.items()}
+        self.tensors = {n: torch.zeros(*s, dtype=dtype) for n, s in self._destination.shapes.items()}
 
         def land(move, values):
             move, values = self.spoil(move, values)
-            rectangle(self.tensors[move.target], 0, move.d_row, move.d_col, move.rows, move.cols).copy_(values)
+            rectangle(self.tensors[move.target], move.d_slot, move.d_row, move.d_col, move.rows, move.cols).copy_(values)
 
         yield land
         self.spoil_end(self.tensors)
@@ -76,8 +89,8 @@ class PlainEngine:
 
 
 def run_push(rank: int, case: tuple) -> dict[str, Any]:
-    name, (tp, pp), engine_tp, policy_dtype, engine_dtype, cap = case
-    arch, layout = ARCHS[name], ParallelLayout(RANKS, tp=tp, pp=pp)
+    name, sizes, engine_tp, policy_dtype, engine_dtype, cap = case
+    arch, layout = ARCHS[name], ParallelLayout(RANKS, **sizes)
     engine = PlainEngine(arch, engine_tp, rank % engine_tp, engine_dtype)
     local: dict[str, Tensor] = {}
     sync = WeightSync(lambda: local, arch, layout, engine, bucket_bytes=cap)
@@ -87,7 +100,7 @@ def run_push(rank: int, case: tuple) -> dict[str, Any]:
         local.update({n: t.to(policy_dtype) for n, t in policy_tensors(arch, layout, rank, checkpoint).items()})
         metrics = sync.push(version, verify=version == 1)
         for target, want in engine_tensors(arch, checkpoint, engine_tp, rank % engine_tp).items():
-            if not torch.equal(engine.tensors[target], want.to(engine_dtype).view(want.shape[0], -1)):
+            if not torch.equal(engine.tensors[target], want.to(engine_dtype).view(engine.tensors[target].shape)):
                 wrong.append(f"version {version} {target}")
         assert engine.version == version
     needed = sum(t.numel() for t in engine.tensors.values()) - sum(f.box.area for f in engine.describe({}).fills)
@@ -97,6 +110,8 @@ def run_push(rank: int, case: tuple) -> dict[str, Any]:
 def run_fault(rank: int, fault: str | None) -> str:
     """Push with one fault on rank 1 (or in rank 3's parameters); returns the error this rank raised."""
     arch, layout = arch_like("llama", num_kv_heads=4, vocab_size=50), ParallelLayout(RANKS, tp=4)
+    if fault is not None and "expert" in fault:
+        arch, layout = arch_like("qwen3_moe", num_kv_heads=4, vocab_size=50), ParallelLayout(RANKS, ep=4)
     engine = PlainEngine(arch, 1, 0, torch.float32)
     local = policy_tensors(arch, layout, rank, random_checkpoint(arch, seed=1))
     sync = WeightSync(lambda: local, arch, layout, engine)
@@ -116,7 +131,19 @@ def run_fault(rank: int, fault: str | None) -> str:
     elif fault == "stale_rank" and rank == 1:
         engine.spoil = lambda move, values: (move, torch.zeros_like(values) if move.src == 2 else values)
     elif fault == "padding_touched" and rank == 1:
-        engine.spoil_end = lambda tensors: tensors["model.embed_tokens.weight"][-1].fill_(1.0)
+        engine.spoil_end = lambda tensors: tensors["model.embed_tokens.weight"][..., -1, :].fill_(1.0)
+    elif fault == "experts_swapped" and rank == 1:
+        other = {2: 5, 5: 2}
+        engine.spoil = lambda move, values: (move._replace(d_slot=other.get(move.d_slot, move.d_slot)), values)
+    elif fault == "expert_gate_up_swapped" and rank == 1:
+        half = arch.moe.ffn_size
+        engine.spoil = lambda move, values: (
+            (move._replace(d_row=(move.d_row + half) % (2 * half)), values) if "w13" in move.target else (move, values)
+        )
+    elif fault == "expert_never_lands" and rank == 1:
+        engine.spoil = lambda move, values: (move, values * 0.0 if "experts.6.down_proj" in move.hf else values)
+    elif fault == "missing_expert" and rank == 3:
+        del local["decoder.layers.0.mlp.experts.local_experts.7.linear_fc2.weight"]
     elif fault == "missing_parameter" and rank == 3:
         del local[fc1]
     elif fault == "wrong_shape" and rank == 3:
