@@ -79,6 +79,19 @@ def cmd_plan(args: Arguments) -> int:
     return 0
 
 
+def cmd_verify(args: Arguments) -> int:
+    from megappo.config.loading import load_config
+    from megappo.launch import is_rank
+    from megappo.verify.run import verify
+
+    if is_rank():
+        raise ConfigError("verify starts its own ranks; run it once, without torchrun (RANK and WORLD_SIZE are set here)")
+    config = load_config(args.config, args.overrides)
+    _require_device(config.run.device)
+    device = _device(config.run.device)
+    return verify(config, device, max_ranks=args.max_ranks, tolerance=args.tolerance, bisect=args.bisect)
+
+
 def cmd_generate(args: Arguments) -> int:
     from megappo.trainer.generate import answer
 
@@ -191,6 +204,22 @@ def build_parser() -> Parser:
     plan.add_argument(
         "--gpu-memory-gib", type=_positive_float, metavar="GIB", help="plan for GPUs of this size, whatever is here"
     )
+    verify = command(
+        "verify", cmd_verify,
+        "Measure a small version of a run (its families, layouts and algorithm at a tiny width, random weights) in its layout and on one "
+        "rank, and print the largest difference of everything that must not depend on the layout: log-probs, values, advantages, losses, "
+        "gradients, parameters after three steps. Reads config.json of the models, no weights and no data. Exit code 1 where numbers "
+        "differ.",
+    )  # fmt: skip
+    verify.add_argument(
+        "--max-ranks", type=_positive_int, default=8, metavar="N",
+        help="ranks to start at most (default: 8, on GPUs as many as there are); layouts that need more are halved, which is said",
+    )  # fmt: skip
+    verify.add_argument(
+        "--tolerance", type=_positive_float, default=1e-5, metavar="X",
+        help="largest relative difference (default: 1e-5; ten times this for the parameters after the steps)",
+    )  # fmt: skip
+    verify.add_argument("--bisect", action="store_true", help="also measure every axis and setting alone, to find the one that breaks")
     generate = command("generate", cmd_generate, "Answer prompts with a checkpoint.", config=None)
     generate.add_argument("model", metavar="MODEL", help="Hugging Face checkpoint directory")
     generate.add_argument("--prompt", action="append", metavar="TEXT", help="a prompt (may be repeated; default: lines of stdin)")

@@ -37,8 +37,8 @@ def world_size(run: RunConfig) -> int:
     return max(1, torch.cuda.device_count())
 
 
-def start_ranks(num_ranks: int, arguments: Sequence[str]) -> int:
-    """Run `megappo ARGUMENTS` on `num_ranks` ranks by torchrun; returns the exit code. torchrun itself chooses a free port.
+def start_ranks(num_ranks: int, arguments: Sequence[str], module: str = "megappo.cli") -> int:
+    """Run `megappo ARGUMENTS` (or another module) on `num_ranks` ranks by torchrun; returns the exit code. torchrun itself chooses a free port.
 
     ValueError where the machine has GPUs, but fewer than ranks.
     """
@@ -54,7 +54,7 @@ def start_ranks(num_ranks: int, arguments: Sequence[str]) -> int:
     # Its own records of a failing rank say less than the rank's traceback.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     try:
-        run(parse_args(["--standalone", "--nproc-per-node", str(num_ranks), "-m", "megappo.cli", *arguments]))
+        run(parse_args(["--standalone", "--nproc-per-node", str(num_ranks), "-m", module, *arguments]))
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         print(f"megappo: rank {rank} ended first, {_how_it_ended(failure.exitcode)}; what it said is above", file=sys.stderr)

@@ -28,15 +28,18 @@ def model_paths(config: TrainConfig | SftConfig) -> dict[str, tuple[str, str]]:
     return paths
 
 
-def read_archs(config: TrainConfig | SftConfig) -> dict[str, ModelArch]:
-    """Role -> architecture of its checkpoint. ConfigError names the key of a checkpoint that is missing or not supported."""
+def read_archs(config: TrainConfig | SftConfig, need_weights: bool = True) -> dict[str, ModelArch]:
+    """Role -> architecture of its checkpoint. ConfigError names the key of a checkpoint that is missing, not supported, or without
+    weights where these are needed.
+    """
     archs: dict[str, ModelArch] = {}
     for role, (key, path) in model_paths(config).items():
         try:
             archs[role] = read_arch(path)
         except ValueError as error:
             raise ConfigError(problem(key, path, str(error))) from None
-        _check_weights_exist(key, path)
+        if need_weights:
+            _check_weights_exist(key, path)
     return archs
 
 

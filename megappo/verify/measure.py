@@ -41,10 +41,14 @@ class RoleMeasures:
     last step. Both are gathered on request, and there on rank 0 only; everything else is the same on every rank.
     """
 
-    values: dict[str, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
-    metrics: dict[str, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
+    values: dict[str, list[Tensor]] = field(default_factory=dict)
+    metrics: dict[str, list[Tensor]] = field(default_factory=dict)
     gradients: Optional[Gathered] = None
     parameters: Optional[Gathered] = None
+
+    def add(self, quantity: str, numbers: Tensor) -> None:
+        """One step's numbers of a quantity."""
+        self.values.setdefault(quantity, []).append(numbers.double())
 
 
 Measured = dict[str, RoleMeasures]
@@ -75,7 +79,7 @@ def measure(
         batch = shaping.apply(batch, batch["score"], config.algorithm.kl.coef)
         for role, quantity, name in _FIELDS:
             if name in batch:
-                measured[role].values[quantity].append(batch[name].double())
+                measured[role].add(quantity, batch[name])
         seed = sample_seed(config.run.seed, step, -1)
         for role in (roles.critic, roles.policy):
             run_updates(role, batch, cut, seed)
@@ -175,10 +179,10 @@ class _Recorder:
     def end_step(self) -> None:
         """The step's updates, one tensor for each metric."""
         loss = _LOSS_SUM[self._engine.name]
-        self._measures.values[LOSS].append(torch.stack([update[loss] for update in self._updates]))
-        self._measures.values[GRAD_NORM].append(torch.tensor(self._norms, dtype=torch.float64))
+        self._measures.add(LOSS, torch.stack([update[loss] for update in self._updates]))
+        self._measures.add(GRAD_NORM, torch.tensor(self._norms, dtype=torch.float64))
         for name in self._updates[0]:
-            self._measures.metrics[name].append(torch.stack([update[name] for update in self._updates]))
+            self._measures.metrics.setdefault(name, []).append(torch.stack([update[name] for update in self._updates]))
         self._updates, self._norms = [], []
 
     def gather_parameters(self) -> Gathered:

@@ -1,0 +1,93 @@
+"""The small run without its features, on one rank, and with one of them at a time: what it is held against, and what tells them apart.
+
+A feature is whatever must not change the numbers: an axis of a layout, data parallelism, recomputation, offload, the distributed optimizer,
+the token budget of a micro-batch.
+"""
+
+from __future__ import annotations
+
+from math import lcm
+from typing import Any, Optional
+
+from megappo.config.layout_checks import roles_in_use
+from megappo.config.schema import (
+    FrozenOffloadConfig,
+    OffloadConfig,
+    ParallelConfig,
+    RoleConfig,
+    TrainableConfig,
+    TrainConfig,
+)
+from megappo.models.arch import ModelArch, read_arch
+from megappo.verify.recording import LONGEST_SEQUENCE
+from megappo.verify.shrink import SAMPLES, Run
+from megappo.verify.shrink_layouts import ranks_needed
+
+_AXES = ("tp", "sequence_parallel", "pp", "vpp", "cp", "ep", "etp")
+_SETTINGS = ("recompute", "offload", "micro_batch_tokens")
+DISTRIBUTED, DP = "optimizer.distributed", "dp"
+
+
+def on_one_rank(run: Run) -> Run:
+    """The same without anything that cuts, shards, recomputes or offloads: the numbers that all layouts should give."""
+    return Run(run.config.model_copy(update={role: _plain(run.config, role) for role in roles_in_use(run.config)}), 1)
+
+
+def features(config: TrainConfig, role: str, world_size: int) -> list[str]:
+    """What `on_one_rank` takes from this role."""
+    section, plain = getattr(config, role), _plain(config, role)
+    parallel = section.parallel
+    found = [axis for axis in _AXES if getattr(parallel, axis) != getattr(plain.parallel, axis)]
+    if world_size > parallel.tp * parallel.cp * parallel.pp:
+        found.append(DP)
+    found += [key for key in _SETTINGS if getattr(section, key, None) != getattr(plain, key, None)]
+    if isinstance(section, TrainableConfig) and section.optimizer.distributed:
+        found.append(DISTRIBUTED)
+    return found
+
+
+def one_at_a_time(run: Run) -> dict[str, Run]:
+    """Feature -> the run on one rank with this feature alone (and what it cannot be without), of the features that `run` has."""
+    used = {role: features(run.config, role, run.world_size) for role in roles_in_use(run.config)}
+    runs: dict[str, Run] = {}
+    for feature in dict.fromkeys(feature for found in used.values() for feature in found):
+        config = run.config.model_copy(
+            update={role: _with_feature(run.config, role, feature if feature in found else None) for role, found in used.items()}
+        )
+        world_size = lcm(*(ranks_needed(parallel) for parallel in roles_in_use(config).values()))
+        if feature in (DP, DISTRIBUTED):
+            world_size = min(2, run.world_size)
+        runs[feature] = Run(config, world_size)
+    return runs
+
+
+def _plain(config: TrainConfig, role: str) -> RoleConfig:
+    """The role's section without features."""
+    section = getattr(config, role)
+    changes: dict[str, Any] = {"parallel": ParallelConfig(), "micro_batch_tokens": SAMPLES * LONGEST_SEQUENCE}
+    if isinstance(section, TrainableConfig):
+        optimizer = section.optimizer.model_copy(update={"distributed": False})
+        changes |= {"recompute": "none", "offload": OffloadConfig(), "optimizer": optimizer}
+    else:
+        changes["offload"] = FrozenOffloadConfig()
+    return section.model_copy(update=changes)
+
+
+def _with_feature(config: TrainConfig, role: str, feature: Optional[str]) -> RoleConfig:
+    section, plain = getattr(config, role), _plain(config, role)
+    if feature in _AXES:
+        return plain.model_copy(update={"parallel": _one_axis(section.parallel, feature, read_arch(section.model))})
+    if feature in _SETTINGS:
+        return plain.model_copy(update={feature: getattr(section, feature)})
+    if feature == DISTRIBUTED:
+        return plain.model_copy(update={"optimizer": section.optimizer})
+    return plain
+
+
+def _one_axis(parallel: ParallelConfig, axis: str, arch: ModelArch) -> ParallelConfig:
+    keys = {"sequence_parallel": ("tp", "sequence_parallel"), "vpp": ("pp", "vpp")}.get(axis, (axis,))
+    if axis in ("pp", "vpp") and parallel.layers_per_stage:
+        keys = ("pp", "vpp", "layers_per_stage")  # the layers may not divide in another way
+    if axis == "tp" and arch.moe is not None:
+        keys = ("tp", "sequence_parallel")  # experts need it
+    return ParallelConfig.model_validate({key: getattr(parallel, key) for key in keys})

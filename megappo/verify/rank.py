@@ -1,0 +1,18 @@
+"""The process of one measuring rank: `python -m megappo.verify.rank FOLDER NAME...`."""
+
+from __future__ import annotations
+
+import sys
+
+from megappo.platform.quiet import quiet_libraries
+
+
+def main() -> None:
+    quiet_libraries()  # before Megatron-core is imported
+    from megappo.verify.world import main
+
+    main(sys.argv[1], sys.argv[2:])
+
+
+if __name__ == "__main__":
+    main()

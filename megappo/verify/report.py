@@ -1,0 +1,79 @@
+"""The table of differences as text, and what to try first where numbers differ."""
+
+from __future__ import annotations
+
+from typing import Mapping, Optional, Sequence
+
+from megappo.verify.compare import GRADIENTS, Difference
+from megappo.verify.features import DISTRIBUTED, DP
+
+# Stage by stage: what comes out wrong in one makes everything in the later ones wrong.
+_FORWARD = ("logprobs", "entropies", "values", "bootstrap values")
+_EXPERIENCE = ("rewards", "advantages", "returns")
+
+# What turns a feature off, in the order in which to try: the rarer the feature, the likelier.
+_WITHOUT: Mapping[str, str] = {
+    "etp": "{role}.parallel.etp=1",
+    "ep": "{role}.parallel.ep=1",
+    "cp": "{role}.parallel.cp=1",
+    "vpp": "{role}.parallel.vpp=1",
+    "sequence_parallel": "{role}.parallel.sequence_parallel=false",
+    "pp": "{role}.parallel.pp=1",
+    "tp": "{role}.parallel.tp=1",
+    DISTRIBUTED: "{role}.optimizer.distributed=false",
+    "recompute": "{role}.recompute=none",
+    "offload": "{role}.offload=null",
+    DP: "--max-ranks 1",
+    "micro_batch_tokens": "{role}.micro_batch_tokens=1000000",
+}
+
+
+def table(differences: Sequence[Difference]) -> str:
+    """One row for each quantity, under a heading."""
+    rows = [("role", "quantity", "largest difference at", "absolute", "relative", "tolerance", "")]
+    rows += [
+        (d.role, d.quantity, d.where, f"{d.absolute:.1e}", f"{d.relative:.1e}", f"{d.tolerance:.0e}", "ok" if d.agrees else "DIFFERS")
+        for d in differences
+    ]
+    return aligned(rows)
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)
+
+
+def first_cause(differences: Sequence[Difference]) -> Optional[Difference]:
+    """Of those that differ the one that the others may follow from: forward passes come before advantages, these before updates.
+
+    The worst of its stage; among updates a gradient, where one differs.
+    """
+    differing = [d for d in differences if not d.agrees]
+    return min(differing, key=lambda d: (_stage(d), not d.relative >= 0, -d.relative / d.tolerance)) if differing else None
+
+
+def _stage(difference: Difference) -> int:
+    if difference.quantity in _FORWARD:
+        return 0
+    if difference.quantity in _EXPERIENCE:
+        return 1
+    return 2 if difference.quantity.startswith(GRADIENTS) else 3
+
+
+def verdict(cause: Optional[Difference], compared: int, used: Mapping[str, Sequence[str]]) -> str:
+    """One line. used: role -> its features (`features.features`)."""
+    if cause is None:
+        return f"ok: all {compared} quantities agree with those of one rank"
+    found = f"DIFFERS: {describe(cause)}"
+    role = cause.role if cause.role in used else "critic"  # advantages and returns are made of its values
+    candidates = [override for feature, override in _WITHOUT.items() if feature in used[role]]
+    if not candidates:
+        return found
+    return f"{found}; try first {candidates[0].format(role=role)}, or --bisect for each feature alone"
+
+
+def describe(difference: Difference) -> str:
+    return (
+        f"{difference.role} {difference.quantity} at {difference.where}: "
+        f"{difference.relative:.1e} relative (tolerance {difference.tolerance:.0e})"
+    )

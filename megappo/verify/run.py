@@ -1,0 +1,131 @@
+"""`megappo verify CONFIG`: a small version of the run, measured in its layout and on one rank, side by side.
+
+Starts the worlds one after the other, as `megappo train` starts its ranks, and reads what they wrote.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections import defaultdict
+from math import lcm
+from pathlib import Path
+from typing import Mapping, Optional
+
+import torch
+
+from megappo.config.checks import Device, check_config
+from megappo.config.layout_checks import roles_in_use
+from megappo.config.loading import explicit_keys
+from megappo.config.schema import TrainConfig
+from megappo.launch import start_ranks
+from megappo.models.arch import read_arch
+from megappo.plan.layouts import check_layouts, layout_of, read_archs
+from megappo.verify.compare import PARAMETER_TOLERANCE, TOLERANCE, Difference, compare
+from megappo.verify.features import features, on_one_rank, one_at_a_time
+from megappo.verify.report import aligned, describe, first_cause, table, verdict
+from megappo.verify.shrink import SAMPLES, STEPS, Run, implementation_of, small_run
+from megappo.verify.shrink_layouts import ranks_needed
+from megappo.verify.world import Results, read_results
+
+LAYOUT, ALONE = "layout", "one rank"
+
+
+def verify(
+    config: TrainConfig,
+    device: Device,
+    *,
+    max_ranks: int,
+    tolerance: float = TOLERANCE,
+    bisect: bool = False,
+    rank_module: str = "megappo.verify.rank",
+) -> int:
+    """Print the table and the verdict; returns 0 where all agrees, 1 where something differs, or the exit code of a rank that failed.
+
+    Parameters after the steps may differ ten times as much as the rest. rank_module: what every rank runs. ValueError, one line, where
+    the configuration cannot work.
+    """
+    _check(config, device)
+    if device == "cuda":
+        max_ranks = min(max_ranks, torch.cuda.device_count())
+    with tempfile.TemporaryDirectory(prefix="megappo-verify-") as name:
+        folder = Path(name)
+        run, notes = small_run(config, folder, max_ranks, implementation_of(config, device))
+        print("\n".join([*_described(run), *(f"note: {note}" for note in notes)]), flush=True)
+        runs = {LAYOUT: run, ALONE: on_one_rank(run), **(one_at_a_time(run) if bisect else {})}
+        code = _measure(runs, folder, rank_module)
+        if code != 0:
+            return code
+        results = {name: read_results(_file(folder, name, "pt")) for name in runs}
+    return _report(run, results, tolerance)
+
+
+def _check(config: TrainConfig, device: Device) -> None:
+    """As `megappo plan`, on the run's own ranks or the fewest that it could have, but weights and data need not be there."""
+    ranks = config.run.num_ranks
+    if ranks is None:
+        replicas = config.rollout.tp if config.rollout.engine == "vllm" else 1
+        ranks = lcm(replicas, *(ranks_needed(parallel) for parallel in roles_in_use(config).values()))
+    check_config(config, explicit_keys(config), ranks, device)
+    check_layouts(config, read_archs(config, need_weights=False), ranks, implementation_of(config, device))
+
+
+def _described(run: Run) -> list[str]:
+    lines = [f"{STEPS} PPO steps of {SAMPLES} recorded samples in fp32, on {run.world_size} ranks and on one:"]
+    rows = []
+    for role, parallel in roles_in_use(run.config).items():
+        arch = read_arch(getattr(run.config, role).model)
+        others = [name for name in features(run.config, role, run.world_size) if "." in name or name in ("recompute", "offload")]
+        rows.append((f"  {role}", f"{arch.family} of {arch.num_layers} layers", str(layout_of(parallel, run.world_size)), ", ".join(others)))
+    return [*lines, aligned(rows)]
+
+
+def _measure(runs: Mapping[str, Run], folder: Path, rank_module: str) -> int:
+    """Worlds of equal size are one. The largest goes first: the ranks of later ones get its number of threads."""
+    worlds: dict[int, list[str]] = defaultdict(list)
+    for name, run in runs.items():
+        _file(folder, name, "json").write_text(run.config.model_dump_json(), encoding="utf-8")
+        worlds[run.world_size].append(name)
+    for world_size in sorted(worlds, reverse=True):
+        stems = [_file(folder, name, "json").stem for name in worlds[world_size]]
+        code = start_ranks(world_size, [str(folder), *stems], module=rank_module)
+        if code != 0:
+            return code
+    return 0
+
+
+def _file(folder: Path, name: str, suffix: str) -> Path:
+    return folder / f"{name.replace(' ', '-').replace('.', '-')}.{suffix}"
+
+
+def _report(run: Run, results: Mapping[str, Results], tolerance: float) -> int:
+    differences = {name: _differences(results[name], results[ALONE], tolerance) for name in results if name != ALONE}
+    found = differences.pop(LAYOUT)
+    print(f"\n{table(_rows(found))}\n")
+    if differences:
+        rows = [("alone", "on one rank with this feature only")]
+        rows += [(name, _outcome(first_cause(alone))) for name, alone in differences.items()]
+        print(f"{aligned(rows)}\n")
+    used = {role: features(run.config, role, run.world_size) for role in roles_in_use(run.config)}
+    cause = first_cause(found)
+    print(verdict(cause, len(_rows(found)), used))
+    return int(cause is not None or any(first_cause(alone) for alone in differences.values()))
+
+
+def _differences(measured: Results, baseline: Results, tolerance: float) -> list[Difference]:
+    """Of the first step with its gradients, then of all steps with the parameters after them."""
+    looser = tolerance * PARAMETER_TOLERANCE / TOLERANCE
+    return [
+        *compare(measured.first, baseline.first, tolerance, looser),
+        *compare(measured.steps, baseline.steps, tolerance, looser),
+    ]
+
+
+def _rows(differences: list[Difference]) -> list[Difference]:
+    """What the table shows, role by role: all steps, and of the first one its gradients."""
+    last = {(d.role, d.quantity): d for d in differences}
+    roles = dict.fromkeys(d.role for d in differences)
+    return [d for role in roles for d in last.values() if d.role == role]
+
+
+def _outcome(cause: Optional[Difference]) -> str:
+    return "ok" if cause is None else f"DIFFERS: {describe(cause)}"

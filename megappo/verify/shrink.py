@@ -1,0 +1,95 @@
+"""The small version of a user's run that `megappo verify` measures.
+
+Kept is everything that could make numbers depend on the layout: families, layouts, recomputation, the kind of optimizer, offload, algorithm.
+Changed is what would hide a difference or takes time; `small_run` says why.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+from typing import Any, Mapping, NamedTuple
+
+from megappo.config.layout_checks import roles_in_use
+from megappo.config.schema import ParallelConfig, TrainableConfig, TrainConfig
+from megappo.models.arch import read_config
+from megappo.models.implementation import Implementation, choose_implementation
+from megappo.plan.layouts import model_paths
+from megappo.verify.recording import LONGEST_RESPONSE
+from megappo.verify.shrink_layouts import fit_layouts, split_layers
+from megappo.verify.shrink_model import small_config, write_model
+
+STEPS, SAMPLES, MINI_BATCH = 3, 12, 6
+# A few sequences: several micro-batches in a mini-batch, of different numbers of sequences.
+MICRO_BATCH_TOKENS = 64
+# Moves every weight by far more than rounding does in the few steps.
+LEARNING_RATE = 1e-3
+# With the usual 1e-8 Adam turns the rounding noise of gradients near zero into full steps of random sign.
+ADAM_EPS = 1e-5
+
+
+class Run(NamedTuple):
+    """A small run and the number of ranks that it is measured on."""
+
+    config: TrainConfig
+    world_size: int
+
+
+def small_run(config: TrainConfig, folder: Path, max_ranks: int, implementation: Implementation) -> tuple[Run, tuple[str, ...]]:
+    """The small version of `config`, whose models are written below `folder`; and notes on what had to be left out.
+
+    Roles that share a checkpoint share a small one. fp32: other types differ by their rounding. The critic's head is not zero, or no
+    gradient would reach its layers; nobody waits for a warm-up or stops at a target KL, so that every step updates both models.
+    """
+    fitted = fit_layouts(roles_in_use(config), max_ranks)
+    paths = {role: path for role, (_, path) in model_paths(config).items()}
+    parallel, models = _write_models(paths, fitted.parallel, folder, implementation)
+    sections: dict[str, Any] = {}
+    for role in paths:
+        section = getattr(config, role)
+        changes: dict[str, Any] = {
+            "model": models[role], "parallel": parallel[role], "dtype": "fp32", "micro_batch_tokens": MICRO_BATCH_TOKENS,
+        }  # fmt: skip
+        if isinstance(section, TrainableConfig):
+            optimizer = {"lr": LEARNING_RATE, "eps": ADAM_EPS, "warmup_steps": 0}
+            changes["optimizer"] = section.optimizer.model_copy(update=optimizer)
+        if role == "critic":
+            changes |= {"value_head": "normal", "warmup_steps": 0, "checkpoint": None}
+        sections[role] = section.model_copy(update=changes)
+    algorithm = {"mini_batch_size": MINI_BATCH, "ppo_epochs": min(config.algorithm.ppo_epochs, 2), "target_kl": None}
+    small = config.model_copy(
+        update={
+            **sections,
+            "algorithm": config.algorithm.model_copy(update=algorithm),
+            "rollout": config.rollout.model_copy(update={"max_response_tokens": LONGEST_RESPONSE}),
+            "model": config.model.model_copy(update={"impl": implementation}),
+            "run": config.run.model_copy(update={"num_ranks": None}),
+        }
+    )
+    return Run(small, fitted.world_size), fitted.notes
+
+
+def _write_models(
+    paths: Mapping[str, str], parallel: Mapping[str, ParallelConfig], folder: Path, implementation: Implementation
+) -> tuple[dict[str, ParallelConfig], dict[str, str]]:
+    """Role -> (its layout of the small model, directory of that model)."""
+    users: dict[str, list[str]] = defaultdict(list)
+    for role, path in paths.items():
+        users[path].append(role)
+    layouts: dict[str, ParallelConfig] = {}
+    models: dict[str, str] = {}
+    for seed, (path, roles) in enumerate(users.items()):
+        num_layers, splits = split_layers([parallel[role] for role in roles])
+        target = folder / f"model-{roles[0]}"
+        write_model(target, small_config(read_config(path), num_layers, splits, implementation), seed)
+        layouts |= dict(zip(roles, splits))
+        models |= {role: str(target) for role in roles}
+    return layouts, models
+
+
+def implementation_of(config: TrainConfig, device_type: str) -> Implementation:
+    """The layers that the run would use, where they can work in fp32."""
+    implementation = choose_implementation(config.model.impl, device_type)
+    if any(parallel.cp > 1 for parallel in roles_in_use(config).values()):
+        return "local"  # TransformerEngine's context parallelism has half-precision kernels only
+    return implementation

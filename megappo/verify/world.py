@@ -1,0 +1,89 @@
+"""What every rank of a measuring world does: measures small runs by their names. Started by `verify/run.py` through `rank.py`.
+
+FOLDER/NAME.json is a small run. Rank 0 writes what was measured to FOLDER/NAME.pt.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Mapping, NamedTuple, Optional, Sequence
+
+import torch
+import torch.distributed as dist
+
+from megappo.config.layout_checks import roles_in_use
+from megappo.config.schema import TrainConfig
+from megappo.models.implementation import Implementation, choose_implementation
+from megappo.parallel.groups import ProcessGroups, build_groups
+from megappo.parallel.layout import ParallelLayout
+from megappo.plan.layouts import layout_of
+from megappo.platform.device import select_device, start_distributed
+from megappo.verify.gather import Gathered
+from megappo.verify.measure import Measured, RoleMeasures, measure
+from megappo.verify.recording import record_rollouts
+from megappo.verify.shrink import SAMPLES, STEPS
+from megappo.verify.shrink_model import VOCAB_SIZE
+
+# A rank that waits longer for its peers waits for a collective that they do not call.
+_TIMEOUT_S = 120.0
+
+
+class Results(NamedTuple):
+    """first: the first step, with the gradients of its first mini-batch (taken without the distributed optimizer). steps: all steps,
+    with the parameters after them."""
+
+    first: Measured
+    steps: Measured
+
+
+def main(folder: str, names: Sequence[str]) -> None:
+    """Join the world that torchrun described, measure every run and leave."""
+    runs = {name: TrainConfig.model_validate_json(Path(folder, f"{name}.json").read_text(encoding="utf-8")) for name in names}
+    device = select_device(next(iter(runs.values())).run.device)
+    start_distributed(device, _TIMEOUT_S)
+    built: dict[ParallelLayout, ProcessGroups] = {}
+    for name, config in runs.items():
+        groups = {}
+        for role, parallel in roles_in_use(config).items():
+            layout = layout_of(parallel, dist.get_world_size())
+            if layout not in built:
+                built[layout] = build_groups(layout)
+            groups[role] = built[layout]
+        results = _measure(config, groups, device, choose_implementation(config.model.impl, device.type))
+        if dist.get_rank() == 0:
+            write_results(Path(folder, f"{name}.pt"), results)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _measure(
+    config: TrainConfig, groups: Mapping[str, ProcessGroups], device: torch.device, implementation: Implementation
+) -> Results:
+    rollouts = record_rollouts(STEPS, sequences=SAMPLES, vocab_size=VOCAB_SIZE, seed=config.run.seed)
+    plain = {
+        role: section.model_copy(update={"optimizer": section.optimizer.model_copy(update={"distributed": False})})
+        for role, section in (("policy", config.policy), ("critic", config.critic))
+    }
+    first = measure(
+        config.model_copy(update=plain), rollouts[:1], groups, device=device, implementation=implementation, gradients=True
+    )
+    return Results(first, measure(config, rollouts, groups, device=device, implementation=implementation, parameters=True))
+
+
+def write_results(path: Path, results: Results) -> None:
+    torch.save({name: {role: asdict(of) for role, of in getattr(results, name).items()} for name in results._fields}, path)
+
+
+def read_results(path: Path) -> Results:
+    """Nothing but tensors, numbers and text is unpickled."""
+    state = torch.load(path, weights_only=True)
+    return Results(*({role: _measures(of) for role, of in state[name].items()} for name in Results._fields))
+
+
+def _measures(state: Mapping[str, Any]) -> RoleMeasures:
+    def gathered(part: Optional[Mapping[str, Any]]) -> Optional[Gathered]:
+        return None if part is None else Gathered(**part)
+
+    return RoleMeasures(state["values"], state["metrics"], gathered(state["gradients"]), gathered(state["parameters"]))
+
