@@ -1,0 +1,280 @@
+"""qwen3_moe against transformers and a literal fp64 balancing loss: numbers, gradients, load, weight map, refusals.
+
+One world of four ranks serves all: expert groups only differ from the dense ones where a stage has several ranks.
+"""
+
+import json
+from collections import Counter
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megappo.models.arch import arch_of, check_ep, check_tp, read_arch
+from megappo.models.families import hf_tensors, local_shapes, megatron_pieces
+from megappo.models.moe import RouterState, load_metrics, moe_config
+from megappo.models.naming import expert_name
+from megappo.parallel.layout import ParallelLayout
+from tests.models import moe_worlds
+from tests.models.moe_worlds import CASES, COEFFICIENT, NUM_EXPERTS, Job
+from tests.worlds import spawn_world
+
+RANKS = 4
+SP = dict(tp=2, sequence_parallel=True)
+
+
+def layout(**sizes: object) -> ParallelLayout:
+    return ParallelLayout(RANKS, **sizes)
+
+
+PARITY = [
+    Job("sparse", layout()),  # dp 4, some micro-batches empty
+    Job("sparse", layout(ep=4)),
+    Job("mixed", layout(ep=2), budget=1),  # one sequence at a time
+    Job("mixed", layout(ep=2), budget=1000),
+    Job("sparse", layout(ep=2, etp=2)),
+    Job("sparse", layout(**SP)),  # experts uncut beside cut attention: the tp ranks are data-parallel to them
+    Job("sparse", layout(**SP, ep=4)),
+    Job("mixed", layout(**SP, ep=2, etp=2)),
+    Job("sparse", layout(cp=2, ep=2)),
+    Job("mixed", layout(**SP, cp=2, ep=2), budget=1000),
+    Job("sparse", layout(**SP, cp=2, etp=2), recompute="full"),
+    Job("mixed", layout(pp=2, ep=2)),
+    Job("sparse", layout(**SP, pp=2, ep=2), recompute="full"),
+    Job("mixed", layout(pp=4)),  # stage 1 has no experts
+    Job("mixed", layout(ep=2), recompute="selective", budget=1000),
+]
+SHARDED = [
+    Job("sparse", layout(**SP), distributed=True),
+    Job("sparse", layout(**SP, cp=2, ep=2), distributed=True),
+    Job("mixed", layout(pp=4), distributed=True),
+]
+FAULTS = [
+    Job("sparse", layout(**SP), fault="Megatron's own mark"),
+    Job("sparse", layout(cp=2), fault="padding counts"),
+    Job("sparse", layout(), budget=1000, fault="balanced per micro-batch"),
+    Job("sparse", layout(), coefficient=0.0),
+]
+EXPORTS = [("sparse", layout(ep=2, etp=2)), ("mixed", layout(**SP, pp=2, ep=2))]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """(folder with both checkpoints, {case: what transformers computes})"""
+    folder = tmp_path_factory.mktemp("moe")
+    models = {case: moe_worlds.write_checkpoint(folder, case) for case in CASES}
+    batch = moe_worlds.example_batch()
+    return folder, {case: moe_worlds.reference(model, batch, COEFFICIENT) for case, model in models.items()}
+
+
+@pytest.fixture(scope="module")
+def passes(checkpoints):
+    """{job: [result of every rank]}; the exports are written on the way."""
+    folder, _ = checkpoints
+    jobs = PARITY + SHARDED + FAULTS
+    exports = [(case, where, f"{case}.out") for case, where in EXPORTS]
+    ranks = spawn_world(moe_worlds.run_world, RANKS, str(folder), jobs, exports, timeout_s=400)
+    return {job: [rank[index] for rank in ranks] for index, job in enumerate(jobs)}
+
+
+def gradient_error(results: list[dict], expected: dict[str, torch.Tensor]) -> dict[str, float]:
+    """{tensor: largest difference relative to its largest gradient}; pieces of all ranks, copies included."""
+    errors: dict[str, float] = {}
+    for result in results:
+        for name, box, values in result["pieces"]:
+            wanted = expected[name]
+            difference = (values - wanted[box.r0 : box.r1, box.c0 : box.c1]).abs().max() / wanted.abs().max()
+            errors[name] = max(errors.get(name, 0.0), float(difference))
+    return errors
+
+
+@pytest.mark.parametrize("job", PARITY, ids=str)
+def test_logprobs_and_gradients_equal_transformers(checkpoints, passes, job):
+    """fp32, measured 2e-6 at most; the gradient holds the balancing loss of every layer."""
+    expected = checkpoints[1][job.case]
+    errors = gradient_error(passes[job], expected["gradients"])
+    assert errors.keys() == expected["gradients"].keys()
+    assert max(errors.values()) < 1e-5, max(errors.items(), key=lambda item: item[1])
+    for result in passes[job]:
+        for name in ("logprob", "evaluated"):
+            torch.testing.assert_close(result[name], expected["logprob"], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("job", PARITY + SHARDED, ids=str)
+def test_gradient_norm_load_and_balancing_loss_do_not_depend_on_the_layout(checkpoints, passes, job):
+    expected = checkpoints[1][job.case]
+    norm = torch.cat([gradient.flatten() for gradient in expected["gradients"].values()]).double().norm()
+    for result in passes[job]:
+        assert result["norm"] == pytest.approx(float(norm), rel=1e-5)
+        assert torch.equal(result["tokens"], expected["tokens"])  # counts are exact, padding is not in them
+        torch.testing.assert_close(result["loss"], expected["loss"], rtol=1e-6, atol=0)
+
+
+def test_the_micro_batches_of_the_table_differ(passes):
+    """Otherwise independence of them is not what the table shows."""
+    assert len({results[0]["num_micro_batches"] for job, results in passes.items() if job.layout == layout(ep=2)}) == 2
+
+
+def test_experts_left_with_megatrons_mark_get_a_wrong_gradient(checkpoints, passes):
+    """Negative control: with ep 1 Megatron reduces experts over the dense data-parallel group, though the tp ranks hold copies."""
+    errors = gradient_error(passes[FAULTS[0]], checkpoints[1]["sparse"]["gradients"])
+    wrong = {name for name, error in errors.items() if error > 1e-2}
+    assert wrong == {name for name in errors if ".experts." in name}
+
+
+def test_counting_padding_is_detected(checkpoints, passes):
+    expected, results = checkpoints[1]["sparse"], passes[FAULTS[1]]
+    assert all((result["tokens"] > expected["tokens"]).any() for result in results)
+    assert max(gradient_error(results, expected["gradients"]).values()) > 1e-4
+
+
+@pytest.mark.parametrize("job", FAULTS[2:], ids=["balanced per micro-batch", "no balancing loss"])
+def test_another_balancing_loss_is_detected(checkpoints, passes, job):
+    errors = gradient_error(passes[job], checkpoints[1]["sparse"]["gradients"])
+    assert min(error for name, error in errors.items() if name.endswith("mlp.gate.weight")) > 1e-3
+    assert errors["lm_head.weight"] < 1e-5  # the loss acts below the routers only
+
+
+@pytest.mark.parametrize("case, where", EXPORTS, ids=str)
+def test_export_gives_back_the_checkpoint(checkpoints, passes, case, where):
+    source, written = (tensors_of(checkpoints[0] / name) for name in (case, f"{case}.out"))
+    assert source.keys() == written.keys()
+    assert all(torch.equal(source[name], written[name]) for name in source)
+
+
+def tensors_of(folder):
+    """All tensors of a checkpoint, whatever files they are in."""
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+# ------------------------------------------------------------------------------------------------------------ weight map
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_weight_map_names_what_transformers_writes(checkpoints, case):
+    written = {name: tuple(tensor.shape) for name, tensor in tensors_of(checkpoints[0] / case).items()}
+    assert hf_tensors(read_arch(checkpoints[0] / case)) == written
+
+
+@pytest.mark.parametrize("job", PARITY, ids=str)
+def test_pieces_cover_every_tensor_and_fill_every_parameter(checkpoints, job):
+    arch, where = read_arch(checkpoints[0] / job.case), job.layout
+    copies: dict[str, Counter] = {}
+    for rank in range(RANKS):
+        filled = Counter()
+        for piece in megatron_pieces(arch, where, rank):
+            copies.setdefault(piece.hf, Counter())[piece.box] += 1
+            filled[piece.local] += piece.box.area
+        for name, shape in local_shapes(arch, where, rank).items():
+            padding = name.startswith(("embedding", "output_layer"))
+            assert filled[name] == torch.Size(shape).numel() or padding, name
+    for name, shape in hf_tensors(arch).items():
+        assert sum(box.area for box in copies[name]) == torch.Size(shape).numel(), name
+        if ".experts." in name:
+            assert set(copies[name].values()) == {where.edp}, name
+
+
+def test_an_ep_rank_holds_a_block_of_experts():
+    arch = arch_of(config_of())
+    names = {rank: [name for name in local_shapes(arch, layout(ep=2, etp=2), rank) if "experts." in name] for rank in range(RANKS)}
+    held = {rank: {int(name.split("local_experts.")[1].split(".")[0]) for name in mine} for rank, mine in names.items()}
+    assert held == {0: {0, 1, 2, 3}, 1: {0, 1, 2, 3}, 2: {4, 5, 6, 7}, 3: {4, 5, 6, 7}}
+
+
+@pytest.mark.parametrize(
+    "inside", ["mlp.experts.local_experts.1.linear_fc2.weight", "mlp.experts.linear_fc2.weight1"], ids=["local", "grouped"]
+)
+def test_both_implementations_have_the_same_canonical_names(inside):
+    assert expert_name(inside, first=4) == "mlp.experts.local_experts.5.linear_fc2.weight"
+
+
+# ------------------------------------------------------------------------------------------- architecture and refusals
+
+
+def config_of(**changes: object) -> dict:
+    config = dict(
+        architectures=["Qwen3MoeForCausalLM"], hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=131, max_position_embeddings=256, moe_intermediate_size=24, num_experts=NUM_EXPERTS,
+        num_experts_per_tok=3,
+    )  # fmt: skip
+    return {**config, **changes}
+
+
+@pytest.mark.parametrize(
+    "changes, dense",
+    [({}, ()), ({"mlp_only_layers": [0, 2]}, (0, 2)), ({"decoder_sparse_step": 2}, (0, 2)),
+     ({"decoder_sparse_step": 2, "mlp_only_layers": [3]}, (0, 2, 3))],
+)  # fmt: skip
+def test_dense_layers_among_sparse_ones(changes, dense):
+    arch = arch_of(config_of(**changes))
+    assert arch.moe.dense_layers == dense and [arch.is_sparse(i) for i in range(4)] == [i not in dense for i in range(4)]
+    assert arch.qk_norm and arch.head_dim == 128
+
+
+def test_the_number_of_experts_is_read_in_both_spellings(checkpoints):
+    """The hub says num_experts, transformers 5 writes num_local_experts."""
+    spelt = json.loads((checkpoints[0] / "sparse" / "config.json").read_text())
+    assert "num_local_experts" in spelt and arch_of(spelt).moe.num_experts == arch_of(config_of()).moe.num_experts
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok 9 is more than the 8 experts"),
+        ({"num_experts_per_tok": 1, "norm_topk_prob": True}, "no gradient"),
+        ({"mlp_only_layers": [0, 1, 2, 3]}, "leave no layer with experts"),
+        ({"num_experts": 0}, "num_experts = 0"),
+    ],
+)
+def test_impossible_experts_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        arch_of(config_of(**changes))
+
+
+@pytest.mark.parametrize(
+    "sizes, message",
+    [
+        (dict(ep=3, etp=1), "ep 3 does not divide the 8 experts"),
+        (dict(ep=1, etp=5), "etp 5 does not divide the 24 columns of an expert"),
+    ],
+)
+def test_expert_sizes_that_do_not_fit_are_refused(sizes, message):
+    with pytest.raises(ValueError, match=message):
+        check_ep(arch_of(config_of()), **sizes)
+
+
+@pytest.mark.parametrize("sizes, axis", [(dict(ep=2, etp=1), "ep"), (dict(ep=1, etp=2), "etp")])
+def test_expert_parallel_needs_experts(sizes, axis):
+    dense = arch_of({**config_of(), "architectures": ["Qwen3ForCausalLM"]})
+    with pytest.raises(ValueError, match=f"{axis} 2 needs experts .* set {axis} to 1"):
+        check_ep(dense, **sizes)
+
+
+def test_tp_with_experts_needs_sequence_parallel():
+    arch = arch_of(config_of())
+    with pytest.raises(ValueError, match="tp 2 with experts needs sequence_parallel"):
+        moe_config(arch, layout(tp=2))
+    assert moe_config(arch, layout(**SP))["expert_tensor_parallel_size"] == 1
+
+
+def test_the_width_of_absent_dense_layers_limits_no_tp():
+    check_tp(arch_of(config_of(intermediate_size=97)), 2)
+    with pytest.raises(ValueError, match="97 MLP columns"):
+        check_tp(arch_of(config_of(intermediate_size=97, mlp_only_layers=[1])), 2)
+
+
+# ------------------------------------------------------------------------------------------------------------ statistics
+
+
+def test_load_metrics():
+    tokens = torch.tensor([[4.0, 4.0, 4.0, 4.0], [8.0, 6.0, 2.0, 0.0], [0.0, 0.0, 0.0, 0.0]])  # even; busy and idle; dense
+    assert load_metrics(tokens) == {"max_violation": 1.0, "idle_experts": 1 / 8}
+    assert load_metrics(tokens[2:]) == {"max_violation": 0.0, "idle_experts": 0.0}
+
+
+def test_a_pass_starts_from_an_empty_load():
+    state = RouterState(2, 3, torch.device("cpu"))
+    state.record_tokens(1, torch.tensor([1, 2, 0]))
+    first = state.collect()
+    state.begin(coefficient=0.5, num_sequences=4)
+    assert state.scale == 0.125 and not state.collect().tokens.any() and first.tokens.sum() == 3
