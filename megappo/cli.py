@@ -206,20 +206,20 @@ def build_parser() -> Parser:
     )
     verify = command(
         "verify", cmd_verify,
-        "Measure a small version of a run (its families, layouts and algorithm at a tiny width, random weights) in its layout and on one "
-        "rank, and print the largest difference of everything that must not depend on the layout: log-probs, values, advantages, losses, "
-        "gradients, parameters after three steps. Reads config.json of the models, no weights and no data. Exit code 1 where numbers "
-        "differ.",
+        "Measure a small version of a run (its families, layouts and algorithm, tiny random models) in its layout and on one "
+        "rank, and print the largest difference of everything that must not depend on the layout: log-probs, values, advantages, "
+        "losses, gradients, parameters after three steps. Reads config.json of the models, no weights and no data. Exit code 1 where "
+        "numbers differ.",
     )  # fmt: skip
     verify.add_argument(
         "--max-ranks", type=_positive_int, default=8, metavar="N",
-        help="ranks to start at most (default: 8, on GPUs as many as there are); layouts that need more are halved, which is said",
+        help="most ranks to start (default: 8, or as many as there are GPUs); larger layouts are halved, which is said",
     )  # fmt: skip
     verify.add_argument(
         "--tolerance", type=_positive_float, default=1e-5, metavar="X",
         help="largest relative difference (default: 1e-5; ten times this for the parameters after the steps)",
     )  # fmt: skip
-    verify.add_argument("--bisect", action="store_true", help="also measure every axis and setting alone, to find the one that breaks")
+    verify.add_argument("--bisect", action="store_true", help="also measure every axis and setting alone, to find the culprit")
     generate = command("generate", cmd_generate, "Answer prompts with a checkpoint.", config=None)
     generate.add_argument("model", metavar="MODEL", help="Hugging Face checkpoint directory")
     generate.add_argument("--prompt", action="append", metavar="TEXT", help="a prompt (may be repeated; default: lines of stdin)")

@@ -14,6 +14,9 @@ _MEANT_TO_BE = (
     "Apex is not installed",
     # Megatron-core's TransformerConfig about its own default.
     "full scope is deprecated",
+    # Megatron-core about selective recomputation, which is asked for, and about experts that etp does not cut.
+    "If you are using transformer_engine as the transformer implementation, the core_attn",
+    "`sequence_parallel` is set to `True`, but tensor model parallel size is 1",
     # Megatron-core's optimizer looks at .grad of its views into the gradient buffer, which is None as it expects.
     "The .grad attribute of a Tensor that is not a leaf Tensor is being accessed",
 )

@@ -1,1 +1,1 @@
-"""Measured parity: the same recorded rollouts replayed in two layouts, and the largest differences of everything that came out."""
+"""Measured parity: the same recorded rollouts replayed in two layouts, and the largest differences of what came out."""

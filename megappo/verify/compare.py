@@ -1,4 +1,4 @@
-"""Holds one measurement against another: the largest difference of every quantity, where it stands, and whether it is within bounds.
+"""Holds one measurement against another: the largest difference of every quantity, and whether it is within bounds.
 
 Pure arithmetic on what `measure.py` returns.
 """
@@ -14,7 +14,7 @@ from torch import Tensor
 from megappo.verify.gather import Gathered
 from megappo.verify.measure import Measured
 
-# fp32: a few hundred additions in another order; the numbers compared are of order 1 (tensors: relative to their largest element).
+# fp32: a few hundred additions in another order, of numbers of order 1 (tensors: relative to their largest element).
 TOLERANCE = 1e-5
 # Adam turns the rounding of small gradients into parts of a step, step after step.
 PARAMETER_TOLERANCE = 1e-4
@@ -55,7 +55,8 @@ def compare(
         for quantity, steps in expected.values.items():
             differences.append(_of_numbers(role, quantity, {"": found.values[quantity]}, {"": steps}, tolerance))
         if expected.metrics:
-            assert found.metrics.keys() == expected.metrics.keys(), f"{role}: metrics {found.metrics.keys() ^ expected.metrics.keys()}"
+            unlike = found.metrics.keys() ^ expected.metrics.keys()
+            assert not unlike, f"{role}: metrics {unlike} on one side only"
             differences.append(_of_numbers(role, "metrics", found.metrics, expected.metrics, tolerance))
         differences += _of_tensors(role, GRADIENTS, found.gradients, expected.gradients, tolerance)
         differences += _of_tensors(role, PARAMETERS, found.parameters, expected.parameters, parameter_tolerance)
@@ -95,9 +96,8 @@ def _of_tensors(
         return
     by_name = {name: float((found.tensors[name] - b).abs().max()) for name, b in expected.tensors.items()}
     for what, absolute in ((quantity, by_name), (f"{quantity}, copies", found.spread)):
-        yield worst(
-            [Difference(role, what, name, size, _ratio(size, expected.tensors[name]), tolerance) for name, size in absolute.items()]
-        )
+        ratios = {name: _ratio(size, expected.tensors[name]) for name, size in absolute.items()}
+        yield worst([Difference(role, what, name, size, ratios[name], tolerance) for name, size in absolute.items()])
 
 
 def _ratio(size: float, tensor: Tensor) -> float:

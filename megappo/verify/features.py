@@ -1,7 +1,7 @@
-"""The small run without its features, on one rank, and with one of them at a time: what it is held against, and what tells them apart.
+"""The small run without its features, on one rank, which it is held against; and with one of them at a time.
 
-A feature is whatever must not change the numbers: an axis of a layout, data parallelism, recomputation, offload, the distributed optimizer,
-the token budget of a micro-batch.
+A feature is whatever must not change the numbers: an axis of a layout, data parallelism, recomputation, offload, the distributed
+optimizer, the token budget of a micro-batch.
 """
 
 from __future__ import annotations

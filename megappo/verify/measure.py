@@ -1,7 +1,7 @@
 """Replays recorded rollouts in given layouts through the trainer's own stages 4 to 6, and keeps everything that comes out.
 
-What the stages do is `trainer/`; here the roles are built as for a run, with an engine around the engine that writes down what passes.
-`compare.py` holds two measurements against each other.
+What the stages do is `trainer/`; here the roles are built as for a run, with an engine around the engine that writes down what
+passes. `compare.py` holds two measurements against each other.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _LOSS_SUM = {"policy": "surrogate_sum", "critic": "loss_sum"}
 class RoleMeasures:
     """What one role gave. Per quantity one tensor for every step, in the order of the rollouts.
 
-    values: per token [T] (logprobs, values, ...), per sequence [B] (bootstrap), or per mini-batch [updates] (loss, gradient norm).
-    metrics: name -> [updates]; sums are divided by the loss's denominator. gradients: of the first mini-batch. parameters: after the
-    last step. Both are gathered on request, and there on rank 0 only; everything else is the same on every rank.
+    values: per token [T] (logprobs, values, ...), per sequence [B] (bootstrap), or per mini-batch [updates] (loss, gradient
+    norm). metrics: name -> [updates]; sums are divided by the loss's denominator. gradients: of the first mini-batch. parameters:
+    after the last step. Both are gathered on request, and there on rank 0 only; everything else is the same on every rank.
     """
 
     values: dict[str, list[Tensor]] = field(default_factory=dict)
@@ -67,9 +67,10 @@ def measure(
 ) -> Measured:
     """One PPO step for each rollout (as `verify/recording.py` makes them), the critic updated before the policy. Collective.
 
-    config: models, layout-independent settings of roles and algorithm; its `parallel` sections are not read. groups: role -> its layout
-    on this world. With `gradients` those of the first mini-batch are gathered, which needs optimizer.distributed=false: the distributed
-    optimizer leaves each rank with the reduced sum of its own shard only. The factor of the KL stays at its first value.
+    config: models, layout-independent settings of roles and algorithm; its `parallel` sections are not read. groups: role -> its
+    layout on this world. With `gradients` those of the first mini-batch are gathered, which needs optimizer.distributed=false:
+    the distributed optimizer leaves each rank with the reduced sum of its own shard only. The factor of the KL stays at its first
+    value.
     """
     roles = _Roles(config, groups, sum(batch.num_sequences for batch in rollouts), device, implementation, gradients)
     shaping, cut = advantage_shaping(config.algorithm), mini_batches(config)
@@ -136,8 +137,9 @@ class _Roles:
         if a.kl.placement != "none":
             path = config.reference.model or config.policy.model
             frozen = build_frozen(
-                "reference", path, read_arch(path), config.reference, groups["reference"], offload=config.reference.offload, **common
-            )
+                "reference", path, read_arch(path), config.reference, groups["reference"],
+                offload=config.reference.offload, **common,
+            )  # fmt: skip
             self.reference = LanguageModel(frozen, temperature)
 
     def end_step(self) -> None:
@@ -150,7 +152,7 @@ class _Roles:
 
 
 class _Recorder:
-    """An engine that writes down the training passes and optimizer steps that go through it, and is the given engine otherwise."""
+    """An engine that writes down the training passes and optimizer steps that go through it; otherwise the given engine."""
 
     def __init__(self, engine: MegatronEngine, measures: RoleMeasures, gradients: bool) -> None:
         self._engine, self._measures, self._wants_gradients = engine, measures, gradients

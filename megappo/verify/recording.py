@@ -1,7 +1,8 @@
 """Synthetic recorded rollouts: what stage 2 would have handed on, drawn from a seed alone and so the same on every rank.
 
-They hold what parity breaks on: several turns with tokens between them that the policy did not sample, responses cut by the length
-limit, responses of one token, and lengths that no parallel size divides. The fields are those of `trainer/experience.py`, and the score.
+They hold what parity breaks on: several turns with tokens between them that the policy did not sample, responses cut by the
+length limit, responses of one token, and lengths that no parallel size divides. The fields are those of `trainer/experience.py`,
+and the score.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Turn(NamedTuple):
 
 
 def record_rollouts(num_rollouts: int, *, sequences: int, vocab_size: int, seed: int = 0) -> list[PackedBatch]:
-    """`num_rollouts` batches of `sequences` samples each. Every fourth sample has a response of one token, several turns, or was cut.
+    """`num_rollouts` batches of `sequences` samples. Of four one has a one-token response, one several turns, one was cut.
 
     Token fields: response_mask, rollout_logprob. Sequence fields: truncated, version, score.
     """

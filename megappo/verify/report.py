@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Mapping, Optional, Sequence
 
 from megappo.verify.compare import GRADIENTS, Difference
-from megappo.verify.features import DISTRIBUTED, DP
+from megappo.verify.features import DISTRIBUTED
 
 # Stage by stage: what comes out wrong in one makes everything in the later ones wrong.
 _FORWARD = ("logprobs", "entropies", "values", "bootstrap values")
@@ -23,7 +23,6 @@ _WITHOUT: Mapping[str, str] = {
     DISTRIBUTED: "{role}.optimizer.distributed=false",
     "recompute": "{role}.recompute=none",
     "offload": "{role}.offload=null",
-    DP: "--max-ranks 1",
     "micro_batch_tokens": "{role}.micro_batch_tokens=1000000",
 }
 
@@ -31,10 +30,9 @@ _WITHOUT: Mapping[str, str] = {
 def table(differences: Sequence[Difference]) -> str:
     """One row for each quantity, under a heading."""
     rows = [("role", "quantity", "largest difference at", "absolute", "relative", "tolerance", "")]
-    rows += [
-        (d.role, d.quantity, d.where, f"{d.absolute:.1e}", f"{d.relative:.1e}", f"{d.tolerance:.0e}", "ok" if d.agrees else "DIFFERS")
-        for d in differences
-    ]
+    for d in differences:
+        numbers = (f"{d.absolute:.1e}", f"{d.relative:.1e}", f"{d.tolerance:.0e}")
+        rows.append((d.role, d.quantity, d.where, *numbers, "ok" if d.agrees else "DIFFERS"))
     return aligned(rows)
 
 
@@ -60,16 +58,37 @@ def _stage(difference: Difference) -> int:
     return 2 if difference.quantity.startswith(GRADIENTS) else 3
 
 
-def verdict(cause: Optional[Difference], compared: int, used: Mapping[str, Sequence[str]]) -> str:
-    """One line. used: role -> its features (`features.features`)."""
+def bisection(alone: Mapping[str, Optional[Difference]]) -> str:
+    """One row for each feature that was measured alone, with the first cause of what differs there."""
+    rows = [(feature, "ok" if cause is None else f"DIFFERS: {describe(cause)}") for feature, cause in alone.items()]
+    return aligned([("feature alone", "against one rank without it"), *rows])
+
+
+def verdict(
+    cause: Optional[Difference],
+    compared: int,
+    used: Mapping[str, Sequence[str]],
+    alone: Mapping[str, Optional[Difference]],
+) -> str:
+    """One line. used: role -> its features (`features.features`). alone: what differs with one feature, if asked for."""
+    breaking = [feature for feature, found in alone.items() if found is not None]
     if cause is None:
-        return f"ok: all {compared} quantities agree with those of one rank"
-    found = f"DIFFERS: {describe(cause)}"
+        agreed = f"all {compared} quantities agree with those of one rank"
+        return f"DIFFERS: {agreed}, but not with {', '.join(breaking)} alone" if breaking else f"ok: {agreed}"
+    return f"DIFFERS: {describe(cause)}; {_next_step(cause, used, alone, breaking)}"
+
+
+def _next_step(
+    cause: Difference, used: Mapping[str, Sequence[str]], alone: Mapping[str, Optional[Difference]], breaking: Sequence[str]
+) -> str:
+    if breaking:
+        return f"so it does with {', '.join(breaking)} alone"
+    if alone:
+        return "no feature alone does that: try two at a time"
     role = cause.role if cause.role in used else "critic"  # advantages and returns are made of its values
     candidates = [override for feature, override in _WITHOUT.items() if feature in used[role]]
-    if not candidates:
-        return found
-    return f"{found}; try first {candidates[0].format(role=role)}, or --bisect for each feature alone"
+    first = f"try first {candidates[0].format(role=role)}, or " if candidates else ""
+    return f"{first}--bisect for each feature alone"
 
 
 def describe(difference: Difference) -> str:

@@ -9,7 +9,7 @@ import tempfile
 from collections import defaultdict
 from math import lcm
 from pathlib import Path
-from typing import Mapping, Optional
+from typing import Mapping
 
 import torch
 
@@ -19,10 +19,11 @@ from megappo.config.loading import explicit_keys
 from megappo.config.schema import TrainConfig
 from megappo.launch import start_ranks
 from megappo.models.arch import read_arch
+from megappo.models.implementation import choose_implementation
 from megappo.plan.layouts import check_layouts, layout_of, read_archs
 from megappo.verify.compare import PARAMETER_TOLERANCE, TOLERANCE, Difference, compare
 from megappo.verify.features import features, on_one_rank, one_at_a_time
-from megappo.verify.report import aligned, describe, first_cause, table, verdict
+from megappo.verify.report import aligned, bisection, first_cause, table, verdict
 from megappo.verify.shrink import SAMPLES, STEPS, Run, implementation_of, small_run
 from megappo.verify.shrink_layouts import ranks_needed
 from megappo.verify.world import Results, read_results
@@ -39,18 +40,19 @@ def verify(
     bisect: bool = False,
     rank_module: str = "megappo.verify.rank",
 ) -> int:
-    """Print the table and the verdict; returns 0 where all agrees, 1 where something differs, or the exit code of a rank that failed.
+    """Print the table and the verdict; returns 0 where all agrees, 1 where not, or the exit code of a rank that failed.
 
-    Parameters after the steps may differ ten times as much as the rest. rank_module: what every rank runs. ValueError, one line, where
-    the configuration cannot work.
+    Parameters after the steps may differ ten times as much as the rest. rank_module: what every rank runs. ValueError, one line,
+    where the configuration cannot work.
     """
     _check(config, device)
     if device == "cuda":
         max_ranks = min(max_ranks, torch.cuda.device_count())
     with tempfile.TemporaryDirectory(prefix="megappo-verify-") as name:
         folder = Path(name)
-        run, notes = small_run(config, folder, max_ranks, implementation_of(config, device))
-        print("\n".join([*_described(run), *(f"note: {note}" for note in notes)]), flush=True)
+        implementation, notes = implementation_of(config, device)
+        run, given_up = small_run(config, folder, max_ranks, implementation)
+        print("\n".join([*_described(run), *(f"note: {note}" for note in (*given_up, *notes))]), flush=True)
         runs = {LAYOUT: run, ALONE: on_one_rank(run), **(one_at_a_time(run) if bisect else {})}
         code = _measure(runs, folder, rank_module)
         if code != 0:
@@ -66,7 +68,7 @@ def _check(config: TrainConfig, device: Device) -> None:
         replicas = config.rollout.tp if config.rollout.engine == "vllm" else 1
         ranks = lcm(replicas, *(ranks_needed(parallel) for parallel in roles_in_use(config).values()))
     check_config(config, explicit_keys(config), ranks, device)
-    check_layouts(config, read_archs(config, need_weights=False), ranks, implementation_of(config, device))
+    check_layouts(config, read_archs(config, need_weights=False), ranks, choose_implementation(config.model.impl, device))
 
 
 def _described(run: Run) -> list[str]:
@@ -75,7 +77,8 @@ def _described(run: Run) -> list[str]:
     for role, parallel in roles_in_use(run.config).items():
         arch = read_arch(getattr(run.config, role).model)
         others = [name for name in features(run.config, role, run.world_size) if "." in name or name in ("recompute", "offload")]
-        rows.append((f"  {role}", f"{arch.family} of {arch.num_layers} layers", str(layout_of(parallel, run.world_size)), ", ".join(others)))
+        layout = str(layout_of(parallel, run.world_size))
+        rows.append((f"  {role}", f"{arch.family} of {arch.num_layers} layers", layout, ", ".join(others)))
     return [*lines, aligned(rows)]
 
 
@@ -101,14 +104,13 @@ def _report(run: Run, results: Mapping[str, Results], tolerance: float) -> int:
     differences = {name: _differences(results[name], results[ALONE], tolerance) for name in results if name != ALONE}
     found = differences.pop(LAYOUT)
     print(f"\n{table(_rows(found))}\n")
-    if differences:
-        rows = [("alone", "on one rank with this feature only")]
-        rows += [(name, _outcome(first_cause(alone))) for name, alone in differences.items()]
-        print(f"{aligned(rows)}\n")
+    alone = {name: first_cause(others) for name, others in differences.items()}
+    if alone:
+        print(f"{bisection(alone)}\n")
     used = {role: features(run.config, role, run.world_size) for role in roles_in_use(run.config)}
     cause = first_cause(found)
-    print(verdict(cause, len(_rows(found)), used))
-    return int(cause is not None or any(first_cause(alone) for alone in differences.values()))
+    print(verdict(cause, len(_rows(found)), used, alone))
+    return int(any(difference is not None for difference in (cause, *alone.values())))
 
 
 def _differences(measured: Results, baseline: Results, tolerance: float) -> list[Difference]:
@@ -125,7 +127,3 @@ def _rows(differences: list[Difference]) -> list[Difference]:
     last = {(d.role, d.quantity): d for d in differences}
     roles = dict.fromkeys(d.role for d in differences)
     return [d for role in roles for d in last.values() if d.role == role]
-
-
-def _outcome(cause: Optional[Difference]) -> str:
-    return "ok" if cause is None else f"DIFFERS: {describe(cause)}"

@@ -1,7 +1,7 @@
 """The small version of a user's run that `megappo verify` measures.
 
-Kept is everything that could make numbers depend on the layout: families, layouts, recomputation, the kind of optimizer, offload, algorithm.
-Changed is what would hide a difference or takes time; `small_run` says why.
+Kept is everything that could make numbers depend on the layout: families, layouts, recomputation, the kind of optimizer, offload,
+algorithm. Changed is what would hide a difference or takes time; `small_run` says why.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ class Run(NamedTuple):
 def small_run(config: TrainConfig, folder: Path, max_ranks: int, implementation: Implementation) -> tuple[Run, tuple[str, ...]]:
     """The small version of `config`, whose models are written below `folder`; and notes on what had to be left out.
 
-    Roles that share a checkpoint share a small one. fp32: other types differ by their rounding. The critic's head is not zero, or no
-    gradient would reach its layers; nobody waits for a warm-up or stops at a target KL, so that every step updates both models.
+    Roles that share a checkpoint share a small one. fp32: other types differ by their rounding. The critic's head is not zero, or
+    no gradient would reach its layers; nobody waits for a warm-up or stops at a target KL, so that every step updates both
+    models.
     """
     fitted = fit_layouts(roles_in_use(config), max_ranks)
     paths = {role: path for role, (_, path) in model_paths(config).items()}
@@ -87,9 +88,18 @@ def _write_models(
     return layouts, models
 
 
-def implementation_of(config: TrainConfig, device_type: str) -> Implementation:
-    """The layers that the run would use, where they can work in fp32."""
-    implementation = choose_implementation(config.model.impl, device_type)
+def implementation_of(config: TrainConfig, device_type: str) -> tuple[Implementation, tuple[str, ...]]:
+    """The layers to measure with, and a note where they are not the run's. ValueError as for a run.
+
+    TransformerEngine multiplies fp32 matrices in TF32, whose rounding hides what is looked for, and its context parallelism has
+    half-precision kernels only: it is measured where it is asked for by name, and then with a wider --tolerance.
+    """
+    wanted = choose_implementation(config.model.impl, device_type)
+    if wanted == "local":
+        return wanted, ()
     if any(parallel.cp > 1 for parallel in roles_in_use(config).values()):
-        return "local"  # TransformerEngine's context parallelism has half-precision kernels only
-    return implementation
+        return "local", ("layers are Megatron-core's own: TransformerEngine has no context parallelism in fp32",)
+    if config.model.impl == "transformer_engine":
+        return wanted, ("TransformerEngine multiplies fp32 matrices in TF32: differences of 1e-3 are its rounding",)
+    other = "model.impl=transformer_engine measures those of the run, in TF32"
+    return "local", (f"layers are Megatron-core's own, which multiply in fp32; {other}",)

@@ -71,8 +71,8 @@ def _merged(split: tuple[int, ...]) -> tuple[int, ...]:
 def split_layers(parallels: Sequence[ParallelConfig]) -> tuple[int, list[ParallelConfig]]:
     """(layers of the smallest model that all these layouts can cut, the layouts with their split of it).
 
-    An uneven split keeps the order of its stages by size: (10, 9, 9, 8) becomes (3, 2, 2, 1), and what other layouts need beyond its
-    sum goes to its largest stage.
+    An uneven split keeps the order of its stages by size: (10, 9, 9, 8) becomes (3, 2, 2, 1), and what other layouts need beyond
+    its sum goes to its largest stage.
     """
     compact = [_compact(p.layers_per_stage) for p in parallels]
     even = lcm(*(p.pp * p.vpp for p, split in zip(parallels, compact) if not split))

@@ -1,8 +1,8 @@
 """A tiny model with every feature of a user's: its config.json from theirs, and random weights in a checkpoint directory.
 
-Kept are the family, rotary embedding, biases, norms of heads, tied embeddings, kinds of layers and the way in which heads and experts
-are shared out. Widths are the smallest that the layouts divide. Windows and scaled positions are shrunk below the recorded lengths, so that
-they act. Reads and writes JSON and safetensors only.
+Kept are the family, rotary embedding, biases, norms of heads, tied embeddings, kinds of layers and the way in which heads and
+experts are shared out. Widths are the smallest that the layouts divide. Windows and scaled positions are shrunk below the
+recorded lengths, so that they act. Reads and writes JSON and safetensors only.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def _window(arch: ModelArch, num_layers: int) -> dict[str, Any]:
 
 
 def _experts(arch: ModelArch, parallels: Sequence[ParallelConfig]) -> dict[str, Any]:
-    """Experts that ep divides, twice as many as a token reaches where the user's model has so many; one dense layer if theirs has some."""
+    """Experts that ep divides, twice as many as a token reaches where theirs are so many; one dense layer where theirs has some."""
     moe = arch.moe
     if moe is None:
         return {}

@@ -30,8 +30,8 @@ _TIMEOUT_S = 120.0
 
 
 class Results(NamedTuple):
-    """first: the first step, with the gradients of its first mini-batch (taken without the distributed optimizer). steps: all steps,
-    with the parameters after them."""
+    """first: the first step, with the gradients of its first mini-batch (taken without the distributed optimizer). steps: all
+    steps, with the parameters after them."""
 
     first: Measured
     steps: Measured
