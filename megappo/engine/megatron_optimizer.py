@@ -107,16 +107,12 @@ class Optimizer:
     def sharded_state_dict(self, model_state: dict, *, is_loading: bool) -> dict:
         """model_state: the model's sharded_state_dict. The schedule is its position only: after a resume the configuration rules."""
         return {
-            "optimizers": {
-                str(index): sharded_optimizer_state(optimizer, model_state, is_loading=is_loading)
-                for index, optimizer in enumerate(self._chained())
-            },
+            "optimizers": sharded_optimizer_state(self._chained(), model_state, is_loading=is_loading),
             "schedule_steps": self._scheduler.num_steps,
         }
 
     def load_state_dict(self, state: dict) -> None:
-        for index, optimizer in enumerate(self._chained()):
-            load_optimizer_state(optimizer, state["optimizers"][str(index)])
+        load_optimizer_state(self._chained(), state["optimizers"])
         self._scheduler.num_steps = 0
         self._scheduler.step(increment=state["schedule_steps"])
 

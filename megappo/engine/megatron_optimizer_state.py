@@ -8,7 +8,7 @@ descriptions do not serve: they fail for fp32 parameters in bf16 models (the val
 
 from __future__ import annotations
 
-from typing import Any, Iterator
+from typing import Any, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -23,32 +23,50 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 _MAIN = "fp32_param"
 
 
-def sharded_optimizer_state(optimizer: MegatronOptimizer, model_state: dict[str, Any], *, is_loading: bool) -> dict[str, Any]:
-    """step: plain. parameters: ShardedTensors. model_state: the sharded_state_dicts of the
-    model chunks by number. Collective over data-parallel ranks.
+def sharded_optimizer_state(
+    chained: Sequence[MegatronOptimizer], model_state: dict[str, Any], *, is_loading: bool
+) -> dict[str, Any]:
+    """"0", "1", ... (dense weights, experts) -> step: plain; parameters: ShardedTensors. chained: the optimizers of one model.
+    model_state: the sharded_state_dicts of its chunks by number. Collective over data-parallel ranks.
 
     Moments that do not exist before the first step are created as zeros. The distributed optimizer's shards are gathered in host
     memory: 12 bytes for each parameter of this rank's model. What is written does not depend on the kind of optimizer.
     """
-    _create_moments(optimizer.optimizer)
+    for optimizer in chained:
+        _create_moments(optimizer.optimizer)
+    # Rank 0's plain values are written, and the stage of rank 0 may hold no expert: the number is that of all together.
+    step = _common_step(chained)
+    return {
+        str(index): {"step": step, "parameters": _sharded_parameters(optimizer, model_state, is_loading=is_loading)}
+        for index, optimizer in enumerate(chained)
+    }
+
+
+def _sharded_parameters(optimizer: MegatronOptimizer, model_state: dict[str, Any], *, is_loading: bool) -> dict[str, Any]:
     tensors, _ = extract_sharded_tensors_and_factories(model_state)
     described = {id(entry.data): entry for entry in nested_values(tensors)}
     values = _whole_values
     if isinstance(optimizer, DistributedOptimizer):
         values = _empty_values if is_loading else _gathered_values
-    parameters = {
+    return {
         str(index): {
             name: make_sharded_optimizer_tensor(described[id(parameter)], value, prefix=f"optimizer.state.{name}")
             for name, value in named.items()
         }
         for index, (parameter, named) in enumerate(values(optimizer))
     }
-    return {"step": _step_number(optimizer.optimizer), "parameters": parameters}
+
+
+def load_optimizer_state(chained: Sequence[MegatronOptimizer], state: dict[str, Any]) -> None:
+    """state: as described by `sharded_optimizer_state` with is_loading, filled by the checkpoint reader."""
+    for index, optimizer in enumerate(chained):
+        # The reader drops the empty dict of a stage without experts.
+        _load_parameters(optimizer, state[str(index)].get("parameters", {}))
+        _set_step_number(optimizer.optimizer, state[str(index)]["step"])
 
 
 @torch.no_grad()
-def load_optimizer_state(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
-    """state: as described by `sharded_optimizer_state` with is_loading, filled by the checkpoint reader."""
+def _load_parameters(optimizer: MegatronOptimizer, loaded: dict[str, Any]) -> None:
     held = {id(parameter): main for parameter, main in _pairs(optimizer)}
     for index, parameter in enumerate(_parameters(optimizer)):
         if id(parameter) not in held:
@@ -58,9 +76,7 @@ def load_optimizer_state(optimizer: MegatronOptimizer, state: dict[str, Any]) ->
             place = optimizer._get_model_param_range_map(parameter)["param"]
             part = slice(place.start, place.end)
         for name, target in _local_values(optimizer, parameter, held[id(parameter)]).items():
-            loaded = state["parameters"][str(index)][name]
-            target.copy_(loaded.flatten()[part].view_as(target))
-    _set_step_number(optimizer.optimizer, state["step"])
+            target.copy_(loaded[str(index)][name].flatten()[part].view_as(target))
 
 
 def _parameters(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
@@ -162,13 +178,17 @@ def _create_moments(inner: torch.optim.Optimizer) -> None:
                 state["step"] = torch.zeros((), dtype=torch.float32)
 
 
-def _step_number(inner: torch.optim.Optimizer) -> int:
-    if _keeps_step_per_parameter(inner):
-        steps = {int(state["step"]) for state in inner.state.values()}
-    else:
-        steps = {int(group.get("step", 0)) for group in inner.param_groups if group["params"]}
+def _common_step(chained: Sequence[MegatronOptimizer]) -> int:
+    """How often the parameters of this rank were updated. An optimizer without parameters here says nothing."""
+    steps = {step for optimizer in chained for step in _step_numbers(optimizer.optimizer)}
     assert len(steps) <= 1, f"parameters were updated a different number of times: {sorted(steps)}"
     return steps.pop() if steps else 0
+
+
+def _step_numbers(inner: torch.optim.Optimizer) -> set[int]:
+    if _keeps_step_per_parameter(inner):
+        return {int(state["step"]) for state in inner.state.values()}
+    return {int(group.get("step", 0)) for group in inner.param_groups if group["params"]}
 
 
 def _set_step_number(inner: torch.optim.Optimizer, step: int) -> None:

@@ -21,7 +21,8 @@ from megappo.checkpoint import store as store_module
 from megappo.checkpoint.manifest import MANIFEST, Manifest, fingerprint_file, list_files, read_manifest, write_manifest
 from megappo.checkpoint.store import SaveFailed
 
-from . import runs
+from . import resharding, runs
+from .runs import differing
 
 DAMAGES = ("bit flip", "truncate", "zero half", "delete")
 FILES = (
@@ -34,6 +35,8 @@ VARIANTS = {
     "bf16": {"dtype": torch.bfloat16},
     "bf16 plain optimizer, offloaded": {"dtype": torch.bfloat16, "distributed": False, "offload": True},
     "bf16 tied, offloaded": {"dtype": torch.bfloat16, "tied": True, "offload": True},
+    "fp32 experts": {"policy": "ep2", "critic": "pp2", "experts": True},
+    "bf16 interleaved": {"policy": "pp2 vpp2", "critic": "cp2", "dtype": torch.bfloat16},
 }
 
 
@@ -47,10 +50,6 @@ def world_main(rank, folder):
         results[f"{name} seconds"] = time.monotonic() - started
         dist.barrier()
     return results
-
-
-def differing(one, other):
-    return sorted(part for part in one if one[part] != other[part])
 
 
 # ------------------------------------------------------------------------------------------------------------------ resume
@@ -129,58 +128,7 @@ def generators(layouts, place):
     return first, draw()
 
 
-# ------------------------------------------------------------------------------------------------------------------ layouts
-
-
-def reshard(critic, dtype, distributed):
-    """Through a chain of layouts and back: weights against an oracle on each hop, optimizer bit for bit at the end."""
-    chain = ("pp2", "dp2", "tp2", "pp2") if critic else ("tp2", "pp2", "dp2", "tp2")
-
-    def case(layouts, place):
-        options = dict(critic=critic, dtype=dtype, distributed=distributed, tied=not critic)
-        first = runs.engine(layouts[chain[0]], **options)
-        for step in range(2):
-            with first.train_mode():
-                first.optimizer_zero_grad()
-                first.forward_backward(runs.batch(step), lambda output, micro: runs.squares(1.0, output, micro), denominator=25.0)
-                first.lr_scheduler_step()
-                first.optimizer_step()
-        wanted, wrong, current = whole_weights(first, layouts[chain[0]]), [], first
-        for hop, layout in enumerate(chain[1:]):
-            kept = runs.store(place / str(hop))
-            kept.save(1, {"model": current}, {}, runs.FACTS)
-            current = runs.engine(layouts[layout], seed=9, **options)
-            kept.load({"model": current}, {}, runs.FACTS)
-            found = whole_weights(current, layouts[layout])
-            wrong += [f"{layout} {name}" for name in wanted if not torch.equal(wanted[name], found[name])]
-        return {"weights": wrong, "tensors": len(wanted), "state": differing(runs.engine_digest(first), runs.engine_digest(current))}
-
-    return case
-
-
-def whole_weights(engine, groups):
-    """Hugging Face tensors assembled from all ranks' pieces."""
-    from megappo.models.families import hf_tensors, megatron_pieces
-    from megappo.models.pieces import as_2d
-
-    arch = engine.chunks[0].arch
-    mine = {name: parameter.detach().float() for name, parameter in engine.named_parameters().items()}
-    pieces = megatron_pieces(arch, groups.layout, dist.get_rank(), is_critic(engine))
-    held = [
-        (piece.hf, piece.box, as_2d(mine[piece.local])[piece.row : piece.row + piece.box.rows, piece.col : piece.col + piece.box.cols].clone())
-        for piece in pieces
-    ]
-    whole = {name: torch.full(shape, torch.nan) for name, shape in hf_tensors(arch, is_critic(engine)).items()}
-    for theirs in runs.gathered(held):
-        for name, box, values in theirs:
-            as_2d(whole[name])[box.r0 : box.r1, box.c0 : box.c1] = values
-    whole = {name: tensor for name, tensor in whole.items() if not tensor.isnan().all()}
-    assert not any(tensor.isnan().any() for tensor in whole.values())
-    return whole
-
-
-def is_critic(engine):
-    return engine.name == "critic"
+# ------------------------------------------------------------------------------------------------------------------ refusals
 
 
 def other_architecture(layouts, place):
@@ -491,11 +439,7 @@ CASES = {
     "resume without rng": resume_without("rng"),
     "resume before the first update": resume_before_the_first_update,
     "generators": generators,
-    **{
-        f"reshard {role} {name} {optimizer}": reshard(role == "critic", dtype, optimizer == "distributed")
-        for role in ("policy", "critic")
-        for name, dtype, optimizer in (("bf16", torch.bfloat16, "distributed"), ("fp32", torch.float32, "plain"))
-    },
+    **resharding.CASES,
     "other architecture": other_architecture,
     "read by Megatron": read_by_megatron,
     "corruption": corruption,

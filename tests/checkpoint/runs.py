@@ -1,4 +1,4 @@
-"""A small training run inside a test world: policy tp=2 and critic pp=2 on two ranks, a KL controller and a cursor."""
+"""A small training run inside a test world: policy (tp=2) and critic (pp=2) on two ranks, a KL controller and a cursor."""
 
 from __future__ import annotations
 
@@ -23,6 +23,21 @@ FACTS = {
 
 VOCABULARY = 51  # odd, so that tp=2 pads it
 
+_SP = {"tp": 2, "sequence_parallel": True}
+LAYOUTS = {
+    "tp2": {"tp": 2},
+    "pp2": {"pp": 2},
+    "dp2": {},
+    "cp2": {"cp": 2},
+    "pp2 vpp2": {"pp": 2, "vpp": 2},
+    "pp2 uneven": {"pp": 2, "layers_per_stage": (3, 1)},
+    "ep2": {"ep": 2},
+    "tp2 sp": _SP,
+    "tp2 sp ep2": {**_SP, "ep": 2},
+    "tp2 sp etp2": {**_SP, "etp": 2},
+}
+"""Layouts of the two ranks (sizes of ParallelLayout). The default etp is 1: under "tp2 sp" both ranks hold every expert whole."""
+
 
 class Counter:
     """A component: a number that the run advances."""
@@ -41,41 +56,57 @@ class Counter:
         self.count, self.history = state["count"], state["history"]
 
 
-def arch(tied=False, num_layers=4):
-    from megappo.models.arch import ModelArch, Rope
+def arch(tied=False, num_layers=4, experts=False):
+    """`experts`: a mixture of experts in the upper half of the layers, so that the first of two stages has none."""
+    from megappo.models.arch import ModelArch, MoeArch, Rope
 
-    return ModelArch("llama", "LlamaForCausalLM", num_layers, 32, 4, 2, 8, 64, VOCABULARY, 64, tied, 1e-6, Rope())
+    sizes = (num_layers, 32, 4, 2, 8, 64, VOCABULARY, 64, tied, 1e-6, Rope())
+    if not experts:
+        return ModelArch("llama", "LlamaForCausalLM", *sizes)
+    moe = MoeArch(num_experts=4, top_k=2, ffn_size=16, norm_topk_prob=True, dense_layers=tuple(range(num_layers // 2)))
+    return ModelArch("qwen3_moe", "Qwen3MoeForCausalLM", *sizes, qk_norm=True, moe=moe)
 
 
-def engine(groups, *, critic, dtype=torch.float32, tied=False, distributed=True, offload=False, seed=0, num_layers=4):
+def engine(
+    groups, *, critic, dtype=torch.float32, tied=False, distributed=True, offload=False, seed=0, num_layers=4, experts=False
+):
     from megappo.engine.megatron import MegatronEngine
     from megappo.engine.megatron_optimizer import Optimizer, wrap_with_ddp
     from megappo.models.build import build_model
 
-    chunks = build_model(arch(tied, num_layers), groups, dtype=dtype, value_head=critic)
-    for chunk in chunks:
-        fill(chunk, groups, seed)
+    chunks = build_model(arch(tied, num_layers, experts), groups, dtype=dtype, value_head=critic)
+    fill(chunks, groups, critic, seed)
     wrapped = wrap_with_ddp(chunks, groups, distributed_optimizer=distributed)
     config = OptimizerConfig(lr=1e-2, warmup_steps=2, weight_decay=0.1, distributed=distributed)
     return MegatronEngine(
         "critic" if critic else "policy", wrapped, groups, device=torch.device("cpu"), micro_batch_tokens=24,
         optimizer=Optimizer(wrapped, groups, config, total_steps=20),
         offload=OffloadConfig(parameters=offload, gradients=offload, optimizer=offload),
-    )
+        router_aux_coef=0.01 if experts else 0.0,
+    )  # fmt: skip
 
 
-def fill(model, groups, seed):
-    """Values by global name, so that copies on different ranks agree; shards need not fit together."""
-    for name, parameter in model.named_parameters():
-        shared = parameter.dim() == 1 or name.startswith("value_head")
-        name = name.replace("output_layer", "embedding.word_embeddings") if model.share_embeddings_and_output_weights else name
-        place = 0 if shared else groups.coordinates.tp
-        digest = hashlib.sha256(f"{name} {place} {seed}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
-        drawn = torch.randn(parameter.shape, generator=generator)
-        parameter.data.copy_(1 + 0.1 * drawn if parameter.dim() == 1 else 0.1 * drawn)
-        if "word_embeddings" in name:
-            parameter.data[max(0, VOCABULARY - place * parameter.shape[0]) :] = 0  # padding, as an import leaves it
+def fill(chunks, groups, critic, seed):
+    """The same model in every layout: values are drawn for the Hugging Face tensors and cut as an import does it."""
+    from megappo.models.families import hf_tensors, megatron_pieces
+    from megappo.models.naming import named_parameters
+    from megappo.models.pieces import as_2d
+
+    model, parameters = chunks[0].arch, named_parameters(chunks)
+    whole = {name: drawn(name, shape, seed) for name, shape in hf_tensors(model, critic).items()}
+    with torch.no_grad():
+        for parameter in parameters.values():
+            parameter.zero_()  # padding of the vocabulary
+        for piece in megatron_pieces(model, groups.layout, dist.get_rank(), critic):
+            box = piece.box
+            target = as_2d(parameters[piece.local])[piece.row : piece.row + box.rows, piece.col : piece.col + box.cols]
+            target.copy_(as_2d(whole[piece.hf])[box.r0 : box.r1, box.c0 : box.c1])
+
+
+def drawn(name, shape, seed):
+    digest = hashlib.sha256(f"{name} {seed}".encode()).digest()
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(int.from_bytes(digest[:7], "little")))
+    return 1 + 0.1 * values if len(shape) == 1 else 0.1 * values
 
 
 def batch(seed):
@@ -100,11 +131,11 @@ def squares(weight, output, micro):
 class Run:
     """What the trainer does between two checkpoints."""
 
-    def __init__(self, store, groups, seed=0, **options) -> None:
+    def __init__(self, store, groups, seed=0, policy="tp2", critic="pp2", **options) -> None:
         self.store = store
         self.engines = {
-            "policy": engine(groups["tp2"], critic=False, seed=seed, **options),
-            "critic": engine(groups["pp2"], critic=True, seed=seed, **options),
+            "policy": engine(groups[policy], critic=False, seed=seed, **options),
+            "critic": engine(groups[critic], critic=True, seed=seed, **options),
         }
         self.components = {"trainer": Counter(), "kl_controller": Counter()}
         seed_generators(seed)
@@ -156,6 +187,10 @@ def engine_digest(one):
     return digest
 
 
+def differing(one, other):
+    return sorted(part for part in one if one[part] != other[part])
+
+
 def sha256(tensors):
     return hashlib.sha256(b"".join(raw(tensor) for tensor in tensors)).hexdigest()
 
@@ -176,8 +211,7 @@ def build_layouts():
     cpu.install()
     from megappo.parallel.groups import build_groups
 
-    layouts = {"tp2": ParallelLayout(2, tp=2), "pp2": ParallelLayout(2, pp=2), "dp2": ParallelLayout(2)}
-    return {name: build_groups(layout) for name, layout in layouts.items()}
+    return {name: build_groups(ParallelLayout(2, **sizes)) for name, sizes in LAYOUTS.items()}
 
 
 def store(path, keep_last=3, **options):

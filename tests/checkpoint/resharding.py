@@ -1,0 +1,206 @@
+"""Cases of the store's world in which one layout writes and another one reads, for `test_resharding.py`.
+
+The oracle are whole Hugging Face tensors, of the weights and of everything the optimizer keeps, gathered from the optimizer's own
+tensors on all ranks: nothing of the code that describes them for a checkpoint is asked.
+"""
+
+from __future__ import annotations
+
+import re
+
+import torch
+import torch.distributed as dist
+
+from . import runs
+
+DENSE_POLICY = ("tp2", "pp2", "pp2 vpp2", "pp2 uneven", "dp2", "cp2", "tp2")
+DENSE_CRITIC = ("pp2", "dp2", "cp2", "tp2", "pp2 vpp2", "pp2 uneven", "pp2")
+EXPERTS_POLICY = ("ep2", "tp2 sp etp2", "pp2 vpp2", "tp2 sp ep2", "dp2", "ep2")
+EXPERTS_CRITIC = ("pp2", "ep2", "tp2 sp", "pp2 uneven", "cp2", "tp2 sp ep2", "pp2")
+BF16 = {"dtype": torch.bfloat16}
+PLAIN = {"distributed": False}
+# name -> (role is critic, layouts, options of runs.engine)
+CHAINS = {
+    "policy bf16": (False, DENSE_POLICY, {"tied": True, **BF16}),
+    "policy fp32 plain optimizer": (False, DENSE_POLICY, {"tied": True, **PLAIN}),
+    "critic bf16": (True, DENSE_CRITIC, BF16),
+    "critic fp32 plain optimizer": (True, DENSE_CRITIC, PLAIN),
+    "policy with experts fp32": (False, EXPERTS_POLICY, {"experts": True}),
+    "policy with experts bf16 plain optimizer": (False, EXPERTS_POLICY, {"experts": True, **BF16, **PLAIN}),
+    "critic with experts bf16": (True, EXPERTS_CRITIC, {"experts": True, **BF16}),
+}
+
+
+def chain(critic, names, options):
+    """Through a chain of layouts and back: weights and optimizer against the oracle on each hop, this rank's own bits at the end.
+    Every other hop has the other kind of optimizer.
+    """
+    kind = options.get("distributed", True)
+
+    def case(layouts, place):
+        first = runs.engine(layouts[names[0]], critic=critic, **options)
+        train(first)
+        wanted, wrong, current = whole_state(first, layouts[names[0]]), [], first
+        for hop, name in enumerate(names[1:]):
+            kept = runs.store(place / str(hop))
+            kept.save(1, {"model": current}, {}, runs.FACTS)
+            other_kind = hop % 2 == 0 and name != names[-1]
+            current = runs.engine(layouts[name], critic=critic, seed=9, **{**options, "distributed": kind != other_kind})
+            kept.load({"model": current}, {}, runs.FACTS)
+            wrong += [f"{name}: {part}" for part in differing_tensors(wanted, whole_state(current, layouts[name]))]
+        return {
+            "wrong": wrong, "parts": sorted(wanted), "own": runs.differing(runs.engine_digest(first), runs.engine_digest(current)),
+            "main is not rounded to weight": [n for n in wanted if n.startswith("main ") and not rounds_to_weight(wanted, n)],
+        }  # fmt: skip
+
+    return case
+
+
+def train(engine, steps=2):
+    for step in range(steps):
+        with engine.train_mode():
+            engine.optimizer_zero_grad()
+            engine.forward_backward(runs.batch(step), lambda output, micro: runs.squares(1.0, output, micro), denominator=25.0)
+            engine.lr_scheduler_step()
+            assert engine.optimizer_step().applied
+
+
+# ------------------------------------------------------------------------------------------------------------------ controls
+
+
+def spoiled_loads(layouts, place):
+    """kind of mistake in what is loaded -> what the oracle says differs. "none": no mistake."""
+    first = runs.engine(layouts["ep2"], critic=False, experts=True)
+    train(first)
+    wanted = whole_state(first, layouts["ep2"])
+    kept = runs.store(place)
+    kept.save(1, {"model": first}, {}, runs.FACTS)
+    results = {}
+    for mistake, spoil in SPOILS.items():
+        engine = runs.engine(layouts["dp2"], critic=False, seed=9, experts=True)
+        load_state = engine.load_state
+        engine.load_state = lambda state: load_state(spoil(state))
+        kept.load({"model": engine}, {}, runs.FACTS)
+        results[mistake] = differing_tensors(wanted, whole_state(engine, layouts["dp2"]))
+    return results
+
+
+def rename_weights(state, rename):
+    model = state["model"]["0"]
+    return {**state, "model": {"0": {rename(name): value.clone() for name, value in model.items() if value is not None}}}
+
+
+def shift_experts(state):
+    def next_expert(name):
+        return re.sub(r"local_experts\.(\d)", lambda match: f"local_experts.{(int(match[1]) + 1) % 4}", name)
+
+    return rename_weights(state, next_expert)
+
+
+def swap_layers(state):
+    other = {"2": "3", "3": "2"}
+    return rename_weights(state, lambda name: re.sub(r"layers\.([23])\.", lambda match: f"layers.{other[match[1]]}.", name))
+
+
+def shift_moments(state):
+    """The first moment of one expert's second matrix goes to another's."""
+    parameters = state["optimizer"]["optimizers"]["1"]["parameters"]
+    one, other = [index for index, named in parameters.items() if named["exp_avg"].shape == (32, 16)][:2]
+    swapped = parameters[other]["exp_avg"].clone(), parameters[one]["exp_avg"].clone()
+    parameters[one]["exp_avg"], parameters[other]["exp_avg"] = swapped
+    return state
+
+
+def forget_step(state):
+    state["optimizer"]["optimizers"]["1"]["step"] = 0
+    return state
+
+
+SPOILS = {
+    "none": lambda state: state, "experts shifted by one": shift_experts, "layers swapped": swap_layers,
+    "moments of two experts swapped": shift_moments, "step of the experts forgotten": forget_step,
+}  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------------------------ the oracle
+
+
+def whole_state(engine, groups):
+    """"weight model.norm.weight", "main ...", "exp_avg ...", "exp_avg_sq ..." -> whole tensor, fp32; "step" -> its number."""
+    engine.to("device")
+    kinds = {"weight": {name: parameter.detach().float() for name, parameter in engine.named_parameters().items()}}
+    steps = set()
+    for name, parameter in engine.named_parameters().items():
+        for kind, values in local_optimizer_state(engine, parameter, steps).items():
+            kinds.setdefault(kind, {})[name] = values
+    every = [step for theirs in runs.gathered(sorted(steps)) for step in theirs]
+    whole = {"step": torch.tensor(sorted(set(every)))}
+    for kind in sorted({kind for theirs in runs.gathered(sorted(kinds)) for kind in theirs}):
+        whole |= {f"{kind} {name}": tensor for name, tensor in assemble(kinds.get(kind, {}), engine, groups).items()}
+    return whole
+
+
+def local_optimizer_state(engine, parameter, steps):
+    """kind -> tensor shaped like the parameter, NaN where another rank keeps the values."""
+    for optimizer in engine._optimizer._chained():
+        for main, state in optimizer.optimizer.state.items():
+            start = place_in(optimizer, parameter, main)
+            if start is None:
+                continue
+            steps.add(int(state["step"]))
+            kept = {"exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}
+            if parameter.dtype != torch.float32:
+                kept["main"] = main
+            return {kind: spread(values.detach(), start, parameter) for kind, values in kept.items()}
+    return {}
+
+
+def place_in(optimizer, parameter, main):
+    """Where in the flattened parameter the tensor that the optimizer updates begins; None where it is another parameter's."""
+    if parameter.dtype == torch.float32:
+        offset, remainder = divmod(main.data_ptr() - parameter.data_ptr(), 4)
+        return offset if not remainder and 0 <= offset < parameter.numel() else None
+    if getattr(parameter, "main_param", None) is not main:
+        return None
+    sharded = getattr(parameter, "main_param_sharded", False)
+    return optimizer._get_model_param_range_map(parameter)["param"].start if sharded else 0
+
+
+def spread(values, start, parameter):
+    whole = torch.full((parameter.numel(),), torch.nan)
+    whole[start : start + values.numel()] = values.flatten()
+    return whole.view(parameter.shape)
+
+
+def assemble(mine, engine, groups):
+    """Hugging Face tensors from all ranks' pieces; copies on several ranks must be the same to the bit."""
+    from megappo.models.families import hf_tensors, megatron_pieces
+    from megappo.models.pieces import as_2d
+
+    arch, critic = engine.chunks[0].arch, engine.name == "critic"
+    held = [
+        (piece.hf, piece.box, as_2d(mine[piece.local])[piece.row : piece.row + piece.box.rows, piece.col : piece.col + piece.box.cols].clone())
+        for piece in megatron_pieces(arch, groups.layout, dist.get_rank(), critic)
+        if piece.local in mine
+    ]  # fmt: skip
+    whole = {name: torch.full(shape, torch.nan) for name, shape in hf_tensors(arch, critic).items()}
+    for theirs in runs.gathered(held):
+        for name, box, values in theirs:
+            target, known = as_2d(whole[name])[box.r0 : box.r1, box.c0 : box.c1], ~values.isnan()
+            twice = known & ~target.isnan()
+            assert torch.equal(target[twice], values[twice]), f"copies of {name} differ between ranks"
+            target[known] = values[known]
+    whole = {name: tensor for name, tensor in whole.items() if not tensor.isnan().all()}
+    assert not any(tensor.isnan().any() for tensor in whole.values()), "a part of a tensor is held by no rank"
+    return whole
+
+
+def differing_tensors(wanted, found):
+    return sorted(name for name in wanted.keys() | found.keys() if name not in found or name not in wanted or not torch.equal(wanted[name], found[name]))
+
+
+def rounds_to_weight(whole, name):
+    return torch.equal(whole[name].bfloat16().float(), whole[f"weight {name.removeprefix('main ')}"])
+
+
+CASES = {**{f"reshard {name}": chain(*case) for name, case in CHAINS.items()}, "spoiled loads": spoiled_loads}
