@@ -132,19 +132,6 @@ def share_router_state(chunks: Sequence[torch.nn.Module]) -> Optional[RouterStat
     return state
 
 
-def load_metrics(tokens: Tensor) -> dict[str, float]:
-    """tokens [layers, experts] summed over all ranks -> figures to log.
-
-    max_violation: how far the busiest expert of any layer is above its even share, relative to it (MaxVio, arXiv:2408.15664).
-    idle_experts: share of all experts that no token chose.
-    """
-    sparse = tokens[tokens.sum(1) > 0]
-    if not len(sparse):
-        return {"max_violation": 0.0, "idle_experts": 0.0}
-    violation = sparse.amax(1) / sparse.mean(1) - 1
-    return {"max_violation": float(violation.max()), "idle_experts": float((sparse == 0).double().mean())}
-
-
 class SequenceRouter(Router):
     """Softmax top-k router in fp32. Its balancing loss is that of DeepSeek-V3, eq. 17-20 (arXiv:2412.19437), per sequence:
 

@@ -38,10 +38,11 @@ class Job:
     distributed: bool = False
     coefficient: float = COEFFICIENT
     fault: str = ""
+    dtype: str = "fp32"
 
     def __str__(self) -> str:
         sharded = " sharded optimizer" if self.distributed else ""
-        return f"{self.case} {self.layout} budget {self.budget} recompute {self.recompute}{sharded} {self.fault}".strip()
+        return f"{self.case} {self.layout} budget {self.budget} recompute {self.recompute}{sharded} {self.dtype} {self.fault}".strip()
 
 
 def write_checkpoint(folder: Path, case: str) -> transformers.PreTrainedModel:
@@ -91,18 +92,16 @@ def reference(model: transformers.PreTrainedModel, batch: PackedBatch, coefficie
         for number, layer in enumerate(model.model.layers) if hasattr(layer.mlp, "gate")
     ]  # fmt: skip
     tokens = torch.zeros(NUM_LAYERS, NUM_EXPERTS, dtype=torch.float64)
-    losses = torch.zeros(NUM_LAYERS, dtype=torch.float64)
+    balance = 0.0
     logprobs = []
     for index in range(batch.num_sequences):
         sequence = batch.select([index])
-        logits = model(input_ids=sequence.tokens[None]).logits[0]
-        chosen = logits.log_softmax(1)[:-1].gather(1, sequence.tokens[1:, None])[:, 0]
-        logprobs.append(torch.cat([chosen.new_zeros(1), chosen]))
+        logprobs.append(_logprobs(model, sequence.tokens))
         total = (logprobs[-1] * sequence["weight"]).sum()
         for layer, router_logits in routed.items():
             loss, counts = balance_loss(router_logits)
             tokens[layer] += counts.detach()
-            losses[layer] += loss.detach()
+            balance += loss.item()
             total = total + coefficient / batch.num_sequences * loss
         total.backward()
     for hook in hooks:
@@ -111,8 +110,19 @@ def reference(model: transformers.PreTrainedModel, batch: PackedBatch, coefficie
         "logprob": torch.cat(logprobs).detach(),
         "gradients": _as_checkpoint(model),
         "tokens": tokens,
-        "loss": losses,
+        "loss": balance / batch.num_sequences,
     }
+
+
+def logprobs(model: transformers.PreTrainedModel, batch: PackedBatch) -> torch.Tensor:
+    """[T] fp32 from transformers, one sequence at a time; 0 for the first token of a sequence."""
+    with torch.no_grad():
+        return torch.cat([_logprobs(model, batch.select([index]).tokens) for index in range(batch.num_sequences)])
+
+
+def _logprobs(model: transformers.PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
+    chosen = model(input_ids=tokens[None]).logits[0].float().log_softmax(1)[:-1].gather(1, tokens[1:, None])[:, 0]
+    return torch.cat([chosen.new_zeros(1), chosen])
 
 
 def _as_checkpoint(model: transformers.PreTrainedModel) -> dict[str, torch.Tensor]:
@@ -148,13 +158,11 @@ def run_world(rank: int, folder: str, jobs: list[Job], exports: list[tuple[str, 
 
 def _run(folder: Path, job: Job) -> dict:
     from megappo.engine.base import LossOutput
-    from megappo.models import moe
     from megappo.trainer.roles import LanguageModel
 
     with _broken(job.fault):
         engine = _engine(folder, job)
         batch = example_batch()
-        state = moe.share_router_state(engine.chunks)
         model = LanguageModel(engine, 1.0)
 
         def loss_of(output, micro):
@@ -162,19 +170,15 @@ def _run(folder: Path, job: Job) -> dict:
             return LossOutput(loss_sum=(logprob * micro["weight"]).sum(), tokens={"logprob": logprob})
 
         evaluated, _ = model.logprobs(batch, want_entropy=False)
-        state.begin(job.coefficient, batch.num_sequences)
         with engine.train_mode():
             engine.optimizer_zero_grad()
             result = engine.forward_backward(batch, loss_of)
-            load = state.collect()
-            dist.all_reduce(load.tokens, group=engine.groups.everyone)
-            dist.all_reduce(load.loss, group=engine.groups.everyone)
             # The distributed optimizer reduces each gradient only to the rank that owns it.
             pieces = [] if job.distributed else _gradient_pieces(engine)
             norm = engine.optimizer_step().grad_norm
     return {
-        "logprob": result.tokens["logprob"], "evaluated": evaluated, "tokens": load.tokens, "loss": load.loss, "norm": norm,
-        "pieces": pieces, "num_micro_batches": result.num_micro_batches,
+        "logprob": result.tokens["logprob"], "evaluated": evaluated, "norm": norm, "pieces": pieces,
+        "tokens": result.router.tokens, "loss": result.router.balance_loss, "num_micro_batches": result.num_micro_batches,
     }  # fmt: skip
 
 
@@ -198,7 +202,7 @@ def _engine(folder: Path, job: Job):
 
     path = str(folder / job.case)
     config = PolicyConfig(
-        model=path, dtype="fp32", micro_batch_tokens=job.budget, recompute=job.recompute,
+        model=path, dtype=job.dtype, micro_batch_tokens=job.budget, recompute=job.recompute, router_aux_coef=job.coefficient,
         optimizer=OptimizerConfig(lr=1e-3, distributed=job.distributed, clip_grad=0.0),
     )  # fmt: skip
     return build_trainable(
