@@ -7,12 +7,14 @@ with the bridge; it is the oracle.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Iterator, Mapping
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
-from megappo.bridge.destination import Destination, Fill, Shape
+from megappo.bridge.destination import Destination, Fill, Shape, rectangle
 from megappo.models.arch import ModelArch, MoeArch, Rope
 from megappo.models.families import hf_tensors, local_shapes, megatron_pieces
 from megappo.models.pieces import Box, Piece, as_2d
@@ -33,6 +35,11 @@ def random_checkpoint(arch: ModelArch, seed: int) -> dict[str, Tensor]:
     """Values that are exact in bf16 and differ almost everywhere."""
     generator = torch.Generator().manual_seed(seed)
     return {name: torch.randn(shape, generator=generator).bfloat16().float() for name, shape in hf_tensors(arch).items()}
+
+
+def read_checkpoint(folder: str | Path) -> dict[str, Tensor]:
+    """Every tensor of a checkpoint directory, by the names in its files."""
+    return {name: tensor for file in sorted(Path(folder).glob("*.safetensors")) for name, tensor in load_file(file).items()}
 
 
 def policy_tensors(arch: ModelArch, layout: ParallelLayout, rank: int, checkpoint: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -144,3 +151,20 @@ def engine_destination(arch: ModelArch, tp: int, rank: int, dtype: torch.dtype) 
                 fills.append(Fill(name, 0, Box(filled, shapes[name].rows, 0, arch.hidden_size), 0.0))
     modules = dict.fromkeys(["model.embed_tokens", *sorted(name.rpartition(".")[0] for name in shapes)])
     return Destination(pieces, tuple(fills), shapes, tuple(modules), dtype)
+
+
+def layout_mistakes(destination: Destination, arch: ModelArch, checkpoint: Mapping[str, Tensor], tp: int, rank: int) -> list[str]:
+    """Parameters that an engine's description of itself and the oracle make differently of a checkpoint, padding included."""
+    want = engine_tensors(arch, dict(checkpoint), tp, rank)
+    mistakes = sorted(want.keys() ^ destination.shapes.keys())
+    for name, tensor in want.items():
+        got = torch.full_like(tensor, float("nan"))
+        for p in (p for p in destination.pieces if p.local == name):
+            box = p.box
+            source = as_2d(checkpoint[p.hf])[box.r0 : box.r1, box.c0 : box.c1]
+            rectangle(got, p.slot, p.row, p.col, box.rows, box.cols).copy_(source)
+        for fill in (fill for fill in destination.fills if fill.target == name):
+            rectangle(got, fill.slot, fill.box.r0, fill.box.c0, fill.box.rows, fill.box.cols).fill_(fill.value)
+        if not torch.equal(got, tensor):
+            mistakes.append(name)
+    return mistakes

@@ -27,7 +27,7 @@ from megappo.parallel.layout import ParallelLayout
 from megappo.rollout.types import Request, Response, SamplingParams
 from megappo.rollout.vllm_engine import VllmEngine
 
-from ..bridge.engines import engine_tensors, policy_tensors
+from ..bridge.engines import layout_mistakes, policy_tensors
 from ..data.tokenizer_files import write_hf_tokenizer
 from ..models.checkpoints import write_checkpoint
 from ..worlds import spawn_world
@@ -139,28 +139,13 @@ def run_case(rank: int, folder: str, name: str) -> dict[str, Any]:
                     "lengths": [len(r.tokens) for r in responses], "metrics": metrics,
                 })
             results["push"][tp, pp] = steps
-        results["layout"] = layout_mistakes(engine, policy, new, engine_tp, rank)
+        destination = engine.receiver.describe(sync_module.hf_tensors(policy.arch))
+        results["layout"] = layout_mistakes(destination, policy.arch, new.state_dict(), engine_tp, rank % engine_tp)
         results["shared_memory"] = [name for name in os.listdir("/dev/shm") if name.startswith(engine._identity)]
         if name == "llama to tp1 x 2":
             results["sampling"] = run_sampling(engine, new)
             results["faults"] = run_faults(engine, path, old, new, rank)
     return results
-
-
-def layout_mistakes(engine: VllmEngine, policy: Policy, model: torch.nn.Module, tp: int, rank: int) -> list[str]:
-    """vLLM's own account of its parameters against the hand-written one."""
-    destination = engine.receiver.describe(sync_module.hf_tensors(policy.arch))
-    want = engine_tensors(policy.arch, dict(model.state_dict()), tp, rank % tp)
-    mistakes = sorted(want.keys() ^ destination.shapes.keys())
-    for name, tensor in want.items():
-        got = torch.zeros_like(tensor).view(tensor.shape[0], -1)
-        for p in (p for p in destination.pieces if p.local == name):
-            source = model.state_dict()[p.hf]
-            source = source.view(source.shape[0], -1)[p.box.r0 : p.box.r1, p.box.c0 : p.box.c1]
-            got[p.row : p.row + p.box.rows, p.col : p.col + p.box.cols] = source
-        if not torch.equal(got, tensor.view(got.shape)):
-            mistakes.append(name)
-    return mistakes
 
 
 def run_sampling(engine: VllmEngine, model: torch.nn.Module) -> dict[str, Any]:

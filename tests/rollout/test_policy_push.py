@@ -1,0 +1,287 @@
+"""A Megatron policy that trains, in every kind of layout, pushed into vLLM: experts, interleaved and uneven pipelines, context parallel.
+
+The oracle is the trainer's own forward pass: what PPO needs is that the engine samples from the model that is trained. That the trainer
+computes what transformers computes is tests/models and tests/parity. One world of two ranks runs every case.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from typing import Any, Callable, Iterator
+
+import pytest
+import torch
+
+from megappo.bridge import sync as sync_module
+from megappo.bridge.vllm_loader import VllmReceiver
+from megappo.data.packing import pack
+from megappo.models.arch import read_arch
+from megappo.models.families import hf_tensors
+from megappo.parallel.layout import ParallelLayout
+from megappo.platform import cpu
+from megappo.rollout.megatron_engine import MegatronRollout
+from megappo.rollout.types import Request, Response, SamplingParams
+from megappo.rollout.vllm_engine import VllmEngine
+
+from ..bridge.engines import layout_mistakes, read_checkpoint
+from ..engine.runs import recorded_batch
+from ..models.checkpoints import write_checkpoint
+from ..worlds import spawn_world
+
+RANKS = 2
+TOLERANCE = 1e-4  # fp32; measured at most 3e-6 here, a wrong expert gives 1e-1 and more
+GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
+
+_MOE = dict(head_dim=32, num_hidden_layers=4, mlp_only_layers=[1])
+_LLAMA = dict(head_dim=32, num_hidden_layers=4)
+# name -> (checkpoint case, changes of its config, engine tp, train layouts)
+CASES: dict[str, tuple[str, dict, int, tuple[dict, ...]]] = {
+    # 64 columns of an expert are whole blocks of vLLM's kernel
+    "experts to tp1 x 2": ("qwen3_moe", {**_MOE, "moe_intermediate_size": 64}, 1, (
+        dict(ep=2), dict(tp=2, etp=2, sequence_parallel=True), dict(pp=2, vpp=2),
+    )),
+    # 24 columns are 12 a rank, which vLLM pads to a block of 32
+    "experts to tp2": ("qwen3_moe", _MOE, 2, (
+        dict(tp=2, ep=2, sequence_parallel=True), dict(cp=2, ep=2), dict(etp=2), dict(pp=2, layers_per_stage=(1, 3)),
+    )),
+    "unnormalised experts to tp1 x 2": ("qwen3_moe", {**_MOE, "norm_topk_prob": False}, 1, (dict(ep=2),)),
+    "dense to tp1 x 2": ("llama", _LLAMA, 1, (dict(pp=2, vpp=2), dict(cp=2))),
+    "dense to tp2": ("llama", _LLAMA, 2, (dict(pp=2, layers_per_stage=(3, 1)), dict(pp=2, vpp=2, layers_per_stage=(1, 0, 2, 1)))),
+}  # fmt: skip
+FAULTY = "experts to tp1 x 2"
+
+
+# ------------------------------------------------------------------------------------------------------------- in the world
+
+
+def requests() -> list[Request]:
+    """Prompts of 3 to 30 tokens, and two beyond vLLM's 128-token cache blocks, where stale keys and values would be used."""
+    rng = random.Random(4)
+    lengths = [rng.randint(3, 30) for _ in range(5)] + [170, 170]
+    return [Request(tuple(rng.randrange(3, 131) for _ in range(n)), seed=i) for i, n in enumerate(lengths)]
+
+
+def make_engine(path: str, tp: int) -> VllmEngine:
+    return VllmEngine(
+        path, tp=tp, dtype=torch.float32, max_model_len=256, eos_token_ids=(), seed=0, device=torch.device("cpu"), max_num_seqs=16,
+        kv_cache_gib=1 / 32,
+    )
+
+
+def make_policy(path: str, layout: ParallelLayout) -> Any:
+    """A policy at temperature 1 in a layout of the world; one step moves its weights by about 1e-2."""
+    from megappo.config.schema import OptimizerConfig, PolicyConfig
+    from megappo.engine.build import build_trainable
+    from megappo.parallel.groups import build_groups
+    from megappo.trainer.roles import Policy, PolicyLossConfig
+
+    config = PolicyConfig(model=path, dtype="fp32", micro_batch_tokens=256, optimizer=OptimizerConfig(lr=1e-2, eps=1e-5))
+    engine = build_trainable(
+        "policy", path, read_arch(path), config, build_groups(layout), device=torch.device("cpu"), total_updates=10, seed=0
+    )
+    return Policy(engine, 1.0, PolicyLossConfig(0.2, 0.2, None, 0.0, 0.0, "k1", None))
+
+
+def train_once(policy: Any) -> None:
+    batch = recorded_batch()
+    batch = batch.with_fields({"logprob": policy.logprobs(batch)[0]})
+    with policy.engine.train_mode():
+        policy.update(batch, float(batch["weight"].sum()))
+
+
+def of_responses(policy: Any, responses: list[Response]) -> list[torch.Tensor]:
+    """The trainer's log-probs of the sampled tokens."""
+    batch = pack([[*request.prompt, *response.tokens] for request, response in zip(requests(), responses, strict=True)])
+    logprob, _ = policy.logprobs(batch, want_entropy=False)
+    return [logprob[end - len(r.tokens) : end] for end, r in zip(batch.cu_seqlens[1:].tolist(), responses)]
+
+
+def distance(policy: Any, responses: list[Response]) -> float:
+    """Largest |log-prob of the engine - log-prob of the trainer| of a sampled token."""
+    pairs = zip(responses, of_responses(policy, responses), strict=True)
+    return max(float((torch.tensor(response.logprobs) - own).abs().max()) for response, own in pairs)
+
+
+def push_and_draw(engine: VllmEngine, policy: Any, version: int) -> dict[str, Any]:
+    metrics = engine.push_weights(version, verify=True)
+    responses = engine.generate(requests(), GREEDY)
+    greedy = MegatronRollout(policy.engine).generate(requests(), GREEDY)
+    return {
+        "distance": distance(policy, responses), "same_tokens": [r.tokens for r in responses] == [r.tokens for r in greedy],
+        "responses": responses, "metrics": metrics,
+    }
+
+
+def run_case(rank: int, path: str, name: str) -> dict[str, Any]:
+    _, _, engine_tp, layouts = CASES[name]
+    arch = read_arch(path)
+    results: dict[str, Any] = {"push": {}}
+    with contextlib.closing(make_engine(path, engine_tp)) as engine:
+        destination = engine.receiver.describe(hf_tensors(arch))
+        results["layout"] = layout_mistakes(destination, arch, read_checkpoint(path), engine_tp, rank % engine_tp)
+        for sizes in layouts:
+            policy = make_policy(path, ParallelLayout(RANKS, **sizes))
+            engine.connect(policy.engine.named_parameters, arch, policy.engine.groups.layout)
+            loaded = push_and_draw(engine, policy, 1)
+            train_once(policy)
+            stale = distance(policy, loaded.pop("responses"))
+            trained = push_and_draw(engine, policy, 2)
+            del trained["responses"]
+            results["push"][str(policy.engine.groups.layout)] = [loaded, trained, stale]
+        if name == FAULTY:
+            results["faults"] = run_faults(engine, path)
+    return results
+
+
+def run_faults(engine: VllmEngine, path: str) -> dict[str, Any]:
+    """One thing wrong at a time, in what the policy says it holds or in how the engine takes it."""
+    policy = make_policy(path, ParallelLayout(RANKS, ep=2))
+    arch, layout = read_arch(path), policy.engine.groups.layout
+    result: dict[str, Any] = {}
+
+    def push(rename: Callable[[str], str]) -> float:
+        """Distance after a push by a map that calls some tensors by others' names: consistent, so that checksums pass."""
+        real = sync_module.policy_pieces
+        sync_module.policy_pieces = lambda *args: {
+            rank: [piece._replace(hf=rename(piece.hf)) for piece in pieces] for rank, pieces in real(*args).items()
+        }
+        engine.connect(policy.engine.named_parameters, arch, layout)
+        sync_module.policy_pieces = real
+        assert engine.push_weights(3, verify=True)["verified"]
+        return distance(policy, engine.generate(requests(), GREEDY))
+
+    result["right"] = push(lambda hf: hf)
+    result["experts"] = push(lambda hf: exchanged(hf, "layers.0.mlp.experts.2.", "layers.0.mlp.experts.5."))
+    result["gate_up"] = push(lambda hf: exchanged(hf, "experts.1.gate_proj", "experts.1.up_proj"))
+
+    receiver = engine.receiver
+    engine.receiver = Misplacing(receiver)
+    engine.connect(policy.engine.named_parameters, arch, layout)
+    result["misplaced"] = error_of(lambda: engine.push_weights(4, verify=True))
+    engine.receiver = receiver
+    engine.connect(policy.engine.named_parameters, arch, layout)
+    result["again"] = engine.push_weights(5, verify=True)["verified"]
+
+    with kept_expert_kernels():
+        engine.push_weights(6, verify=True)
+        result["kept_kernels"] = distance(policy, engine.generate(requests(), GREEDY))
+    engine.push_weights(7, verify=True)
+    result["renewed_kernels"] = distance(policy, engine.generate(requests(), GREEDY))
+
+    sync = engine._sync
+    sync._rounds = [one._replace(local=tuple(m for m in one.local if "experts" not in m.hf)) for one in sync._rounds]
+    result["dropped"] = error_of(lambda: engine.push_weights(8, verify=True))
+    return result
+
+
+def exchanged(name: str, a: str, b: str) -> str:
+    return name.replace(a, "\0").replace(b, a).replace("\0", b)
+
+
+def error_of(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+class Misplacing:
+    """A receiver that lands expert 6 in the place of expert 7 and the other way round."""
+
+    def __init__(self, real: Any) -> None:
+        self._real = real
+        self.describe = real.describe
+
+    @contextlib.contextmanager
+    def session(self, moves: Any, inspect: Any) -> Iterator[Any]:
+        other = {6: 7, 7: 6}
+        with self._real.session(moves, inspect) as land:
+            yield lambda move, values: land(move._replace(d_slot=other.get(move.d_slot, move.d_slot)), values)
+
+
+@contextlib.contextmanager
+def kept_expert_kernels() -> Iterator[None]:
+    """vLLM's own reload of experts on a CPU, without what the bridge does about it."""
+
+
+    def close_module(receiver: VllmReceiver, name: str) -> None:
+        layer = receiver._modules[name]
+        receiver._api.process(layer, receiver._api.info(layer))
+
+    real, VllmReceiver.close_module = VllmReceiver.close_module, close_module
+    yield
+    VllmReceiver.close_module = real
+
+
+def in_world(rank: int, folder: str) -> dict[str, Any]:
+    cpu.install()
+    return {name: run_case(rank, f"{folder}/{name}", name) for name in CASES}
+
+
+# ----------------------------------------------------------------------------------------------------------------- tests
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("checkpoints")
+    for name, (case, changes, _, _) in CASES.items():
+        write_checkpoint(folder / name, case, **changes)
+    return spawn_world(in_world, RANKS, str(folder), timeout_s=400)
+
+
+PUSHES = [
+    pytest.param(name, str(ParallelLayout(RANKS, **sizes)), id=f"{ParallelLayout(RANKS, **sizes)} {name}")
+    for name, case in CASES.items() for sizes in case[3]
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name, layout", PUSHES)
+def test_the_engine_is_the_trainers_model_before_and_after_an_update(world, name, layout):
+    for result in world:
+        loaded, trained, stale = result[name]["push"][layout]
+        for step in (loaded, trained):
+            assert step["distance"] < TOLERANCE and step["same_tokens"]
+        assert stale > 0.1, "the comparison would notice weights of before the update"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_vllm_describes_its_parameters_as_its_layers_define_them(world, name):
+    assert [result[name]["layout"] for result in world] == [[], []]
+
+
+def test_every_byte_of_an_update_is_accounted_for(world):
+    for name in CASES:
+        for layout in world[0][name]["push"]:
+            for step in range(2):
+                metrics = [result[name]["push"][layout][step]["metrics"] for result in world]
+                assert sum(m["bytes_sent"] for m in metrics) == sum(m["bytes_received"] for m in metrics)
+                assert {m["verified"] for m in metrics} == {1.0}
+
+
+@pytest.fixture(scope="module")
+def faults(world) -> list[dict[str, Any]]:
+    return [result[FAULTY]["faults"] for result in world]
+
+
+@pytest.mark.parametrize("fault", ["experts", "gate_up"])
+def test_exchanged_tensors_show_in_logprobs_although_checksums_pass(faults, fault):
+    for result in faults:
+        assert result["right"] < TOLERANCE < 0.01 < result[fault]
+
+
+def test_a_misplaced_expert_fails_its_checksum(faults):
+    for result in faults:
+        assert "push of weights 4: rank 0: model.layers.0.mlp.experts.routed_experts.w13_weight arrived with" in result["misplaced"]
+        assert result["again"] == 1.0
+
+
+def test_a_missing_expert_is_reported(faults):
+    assert all("rectangles of model.layers.0.mlp.experts.routed_experts missing" in result["dropped"] for result in faults)
+
+
+def test_kernels_of_experts_must_be_renewed(faults):
+    """Fails when a vLLM no longer needs it: then `VllmReceiver.close_module` can do without."""
+    for result in faults:
+        assert result["kept_kernels"] > 0.1 and result["renewed_kernels"] < TOLERANCE
