@@ -37,9 +37,9 @@ def cmd_train(args: Arguments) -> int:
         # Everything is checked here once, so that a mistake is one line and not the traceback of a launcher.
         check_run_dir(config.run, args.resume)
         _require_device(config.run.device)
-        _prepare(config, ranks, None)
+        _prepare(config, ranks, None, resume=args.resume)
         return start_ranks(ranks, ["train", args.config, *args.overrides, *(["--resume"] if args.resume else [])])
-    prepared = _prepare(config, ranks, None)
+    prepared = _prepare(config, ranks, None, resume=args.resume)
     _print_on_rank_0(prepared.report())
     from megappo.trainer.main import train
 
@@ -162,7 +162,7 @@ def _device(requested: str) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _prepare(config, ranks: int, gpu_memory_gib: Optional[float]):
+def _prepare(config, ranks: int, gpu_memory_gib: Optional[float], *, resume: bool = False):
     """Everything checked; a given GPU memory plans for GPUs that are not on this machine."""
     from megappo.plan.estimate import bytes_of_gib
     from megappo.plan.prepare import prepare
@@ -175,7 +175,7 @@ def _prepare(config, ranks: int, gpu_memory_gib: Optional[float]):
         import torch
 
         memory = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
-    return prepare(config, ranks, device, memory)
+    return prepare(config, ranks, device, memory, resume=resume)
 
 
 def build_parser() -> Parser:

@@ -13,8 +13,8 @@ from typing import Any
 import torch.distributed.checkpoint as dcp
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, CheckpointingException, save_config
-from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, nested_values
+from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase, ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies.common import (
     COMMON_STATE_FNAME,
@@ -31,15 +31,17 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     _unwrap_pyt_sharded_tensor,
     mcore_to_pyt_state_dict,
 )
-from megatron.core.dist_checkpointing.validation import StrictHandling
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
 
 from megappo.checkpoint.safe_load import load_index, load_tensors_and_plain_data
-from megappo.checkpoint.vote import RankFault, on_rank_zero
+from megappo.checkpoint.vote import RankFault, on_every_rank, on_rank_zero
 
-_OPTIMIZER = "optimizer."  # keys of the optimizer's tensors start with it
+OPTIMIZER = "optimizer."
+"""Keys of the optimizer's tensors start with it."""
+_EXTRA_STATE = "._extra_state"
+
 
 def save_sharded(state: dict[str, Any], directory: Path) -> None:
     """Write `state` (tensors wrapped in ShardedTensor, the rest plain and equal on all ranks) into an empty directory.
@@ -64,37 +66,44 @@ def save_sharded(state: dict[str, Any], directory: Path) -> None:
     on_rank_zero("writing metadata.json", lambda: save_config(CheckpointingConfig("torch_dist", 1), str(directory)))
 
 
-def load_sharded(state: dict[str, Any], directory: Path, *, with_optimizer: bool = True) -> dict[str, Any]:
+def load_sharded(state: dict[str, Any], directory: Path, *, passed_over: tuple[str, ...] = ()) -> dict[str, Any]:
     """Fill the sharded description `state` from a directory that `save_sharded` wrote, whatever layout it was written in.
 
-    Collective. ValueError where the model has other tensors or shapes than the checkpoint. Without `with_optimizer` the
-    optimizer's tensors in the directory are passed over, and nothing else is.
+    Collective. ValueError where the model has other tensors or shapes than the checkpoint. passed_over: beginnings of the keys that
+    the checkpoint may have and `state` not; of tensors nothing else is left out. Extra state, which TransformerEngine's modules have where
+    others have none, is empty without FP8: it is taken where both sides have it.
     """
+    held = {entry.key for entry in _SafeShardedStrategy().load_sharded_metadata(directory).values()}
+    _keep_own_extra_state(state, held)
+    _require_same_keys(state, held, directory, passed_over)
     try:
         loaded = dist_checkpointing.load(
-            state,
-            str(directory),
-            sharded_strategy=_SafeShardedStrategy(),
-            common_strategy=_SafeCommonStrategy(),
-            strict=StrictHandling.RAISE_ALL if with_optimizer else StrictHandling.RETURN_ALL,
+            state, str(directory), sharded_strategy=_SafeShardedStrategy(), common_strategy=_SafeCommonStrategy()
         )
     except CheckpointingException as error:
         raise ValueError(f"{directory} does not fit the model: {' '.join(str(error).split())}") from None
     except CheckpointException as error:
         raise ValueError(f"{directory} does not fit the model: {_first_failure(error)}") from None
-    if with_optimizer:
-        return loaded
-    whole, missing, unexpected = loaded
-    _require_same_weights(missing, unexpected, directory)
-    return {name: value for name, value in whole.items() if name in state}  # the file of plain values is read as a whole
+    return {name: value for name, value in loaded.items() if name in state}  # the file of plain values is read as a whole
 
 
-def _require_same_weights(missing: set[str], unexpected: set[str], directory: Path) -> None:
-    """`missing` are keys that only the checkpoint has, `unexpected` those that only the model has (Megatron-core's words)."""
-    wrong = sorted(unexpected) or sorted(key for key in missing if not key.startswith(_OPTIMIZER))
-    if wrong:
-        where = "only the model" if unexpected else "only the checkpoint"
-        raise ValueError(f"{directory} does not fit the model: {where} has {wrong[0]} ({len(wrong)} such tensors)")
+def _keep_own_extra_state(state: dict[str, Any], held: set[str]) -> None:
+    """Ask the checkpoint, in place, for no object that it does not hold."""
+
+    def replace(entry: Any) -> Any:
+        return LocalNonpersistentObject(entry.data) if isinstance(entry, ShardedObject) and entry.key not in held else entry
+
+    dict_list_map_inplace(replace, state)
+
+
+def _require_same_keys(state: dict[str, Any], held: set[str], directory: Path, passed_over: tuple[str, ...]) -> None:
+    """ValueError on every rank alike. Megatron-core's own check raises on the ranks that miss something; the others wait for them."""
+    mine = sorted({entry.key for entry in nested_values(state) if isinstance(entry, ShardedBase)})
+    wanted = {key for theirs in on_every_rank("describing the model", lambda: mine) for key in theirs}
+    surplus = {key for key in held - wanted if not key.startswith(passed_over) and not key.endswith(_EXTRA_STATE)}
+    for where, keys in (("only the model", wanted - held), ("only the checkpoint", surplus)):
+        if keys:
+            raise ValueError(f"{directory} does not fit the model: {where} has {min(keys)} ({len(keys)} such tensors)")
 
 
 def _first_failure(error: CheckpointException) -> str:

@@ -28,7 +28,7 @@ from megappo.checkpoint.manifest import (
     write_synced,
 )
 from megappo.checkpoint.rng import load_rng, save_rng
-from megappo.checkpoint.sharded import load_sharded, save_sharded
+from megappo.checkpoint.sharded import OPTIMIZER, load_sharded, save_sharded
 from megappo.checkpoint.vote import RankFault, on_every_rank, on_rank_zero
 
 logger = logging.getLogger(__name__)
@@ -43,11 +43,16 @@ class SaveFailed(RuntimeError):
 
 
 class StatefulEngine(Protocol):
-    """A sharded model with its optimizer; see `MegatronEngine`. All methods are collective."""
+    """A sharded model with its optimizer; see `MegatronEngine`. All methods are collective.
+
+    head_names: keys of what may stand on top of a model (output projection, value head), whether this one has it or not.
+    """
+
+    head_names: tuple[str, ...]
 
     def save_state(self, *, with_optimizer: bool) -> dict[str, Any]: ...
 
-    def state_to_load(self, *, with_optimizer: bool) -> dict[str, Any]: ...
+    def state_to_load(self, *, with_optimizer: bool, with_head: bool = True) -> dict[str, Any]: ...
 
     def load_state(self, state: dict[str, Any]) -> None: ...
 
@@ -182,16 +187,18 @@ class CheckpointStore:
         self._restore_rng(source, manifest)
         return manifest.step
 
-    def load_weights(self, name: str, engine: StatefulEngine, step: Optional[int] = None) -> int:
+    def load_weights(self, name: str, engine: StatefulEngine, step: Optional[int] = None, *, with_head: bool = True) -> int:
         """Weights of one engine, without optimizer, from checkpoint `step` (default: the newest valid one); returns the step.
 
-        Works for `save_only_model` checkpoints and in any layout. ValueError where there is no such valid checkpoint or engine.
+        Works for `save_only_model` checkpoints and in any layout. Without `with_head` the engine keeps its own head, and the checkpoint
+        may have another one or none: a critic takes a policy's layers. ValueError where there is no such valid checkpoint or engine.
         """
         manifest = self._newest_verified() if step is None else self._verified(step)
         source = self._directory.step_path(manifest.step) / "megatron" / name
         if not on_rank_zero("looking for the weights", source.is_dir):
             raise ValueError(f"{source} does not exist: the checkpoint holds no {name}")
-        engine.load_state(load_sharded(engine.state_to_load(with_optimizer=False), source, with_optimizer=False))
+        state = engine.state_to_load(with_optimizer=False, with_head=with_head)
+        engine.load_state(load_sharded(state, source, passed_over=(OPTIMIZER,) if with_head else (OPTIMIZER, *engine.head_names)))
         return manifest.step
 
     def _verified(self, step: int) -> Manifest:

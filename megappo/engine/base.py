@@ -134,8 +134,8 @@ class Engine(Protocol):
     def release_state(self) -> None:
         """What `save_state` returned has been written."""
 
-    def state_to_load(self, *, with_optimizer: bool) -> dict[str, Any]:
-        """Description of the state, for the checkpoint reader to fill."""
+    def state_to_load(self, *, with_optimizer: bool, with_head: bool = True) -> dict[str, Any]:
+        """Description of the state, for the checkpoint reader to fill; without `with_head` the model keeps its own head."""
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Take back what `state_to_load` described, after the checkpoint reader filled it."""

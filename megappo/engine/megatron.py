@@ -13,6 +13,7 @@ from typing import Any, Callable, Iterator, Mapping, Optional, Sequence
 
 import torch
 import torch.distributed as dist
+from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.pipeline_parallel.schedules import (
     forward_backward_no_pipelining,
@@ -28,6 +29,7 @@ from megappo.engine.offload import StorageOffload, storages_of
 from megappo.engine.megatron_optimizer import Optimizer
 from megappo.engine.megatron_p2p import PlannedCommunicator
 from megappo.models.arch import vocab_shard
+from megappo.models.families import LOCAL_OUTPUT, LOCAL_VALUE_HEAD
 from megappo.models.gpt import CriticModel, PackedModel
 from megappo.models.moe import share_router_state
 from megappo.models.naming import named_parameters
@@ -61,6 +63,8 @@ class MegatronEngine:
 
     chunks: the model chunks of `models/build.py`, each wrapped in DDP when they train. `optimizer` is None for a frozen role.
     """
+
+    head_names = (LOCAL_OUTPUT, LOCAL_VALUE_HEAD)
 
     def __init__(
         self,
@@ -333,9 +337,17 @@ class MegatronEngine:
         """What `save_state` returned has been written: offload again what it made resident."""
         self.park()
 
-    def state_to_load(self, *, with_optimizer: bool) -> dict[str, Any]:
-        """Sharded description of what `load_state` takes, to be filled by the checkpoint reader."""
-        return self._sharded_state(with_optimizer=with_optimizer, is_loading=True)
+    def state_to_load(self, *, with_optimizer: bool, with_head: bool = True) -> dict[str, Any]:
+        """Sharded description of what `load_state` takes, to be filled by the checkpoint reader.
+
+        Without `with_head` the head stays as it is: the reader puts the model's own tensor where it finds a LocalNonpersistentObject.
+        """
+        state = self._sharded_state(with_optimizer=with_optimizer, is_loading=True)
+        for weights in () if with_head else state["model"].values():
+            for name, entry in list(weights.items()):
+                if getattr(entry, "key", None) in self.head_names:  # a tied output projection has the embedding's key
+                    weights[name] = LocalNonpersistentObject(entry.data)
+        return state
 
     def load_state(self, state: dict[str, Any]) -> None:
         self.to("device")

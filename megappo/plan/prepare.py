@@ -39,17 +39,21 @@ class Prepared:
         return report(self.plan, self.data, self.notes)
 
 
-def prepare(config: TrainConfig, world_size: int, device: Device, device_memory: Optional[int] = None) -> Prepared:
+def prepare(
+    config: TrainConfig, world_size: int, device: Device, device_memory: Optional[int] = None, *, resume: bool = False
+) -> Prepared:
     """Check a run completely without building anything. ValueError, one line, with the first thing that cannot work.
 
-    device_memory: bytes of one GPU; None where it is not known, and then nothing is refused for its size.
+    device_memory: bytes of one GPU; None where it is not known, and then nothing is refused for its size. resume: the run goes on from its
+    own checkpoint, and what only its start needs may be gone.
     """
     notes = check_config(config, explicit_keys(config), world_size, device)
     _check_names(config)
     implementation = choose_implementation(config.model.impl, device)  # raises where it cannot work
     archs = read_archs(config)
     layouts = check_layouts(config, archs, world_size, implementation)
-    critic_source(config.critic, archs["critic"])  # raises where there is no such checkpoint
+    if not resume:
+        critic_source(config.critic, archs["critic"])  # raises where there is no such checkpoint
     plan = make_plan(config, archs, layouts, world_size, device, device_memory)
     return Prepared(plan, load_run_data(config, archs["policy"]), tuple(notes))
 

@@ -26,6 +26,10 @@ def export_checkpoint(run: str, output: str, *, role: Literal["policy", "critic"
     run_dir = RunDir(Path(run))
     if not run_dir.config.is_file():
         raise ValueError(f"{run} holds no run: {run_dir.config} does not exist")
+    if not run_dir.checkpoints.is_dir():
+        # Fine-tuning saves none, it exports at its end.
+        there = f"; its model lies in {run_dir.export} already" if run_dir.export.is_dir() else ""
+        raise ValueError(f"{run} has no checkpoints{there}")
     if Path(output).exists():
         raise ValueError(f"{output} exists; export to another directory")
     config = load_config(str(run_dir.config), [])

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megappo.algo.kl import AdaptiveKL, FixedKL, KLController
 from megappo.checkpoint.manifest import Manifest
 from megappo.checkpoint.store import CheckpointStore
+from megappo.checkpoint.vote import on_rank_zero
 from megappo.config.batch import step_arithmetic
 from megappo.config.dump import dump_yaml
 from megappo.config.schema import KLConfig, ParallelConfig, RolloutConfig, TrainConfig
@@ -22,6 +23,7 @@ from megappo.models.hf_export import export_pretrained
 from megappo.models.implementation import choose_implementation
 from megappo.parallel.groups import ProcessGroups, build_groups
 from megappo.parallel.layout import ParallelLayout
+from megappo.plan.critic_source import critic_source
 from megappo.plan.data import RunData
 from megappo.plan.layouts import layout_of
 from megappo.platform.device import select_device, start_distributed
@@ -58,6 +60,8 @@ def train(config: TrainConfig, data: RunData, *, resume: bool) -> None:
     if manifest is not None:
         parts.resume(manifest)
         run_dir.record_config(dump_yaml(config))
+    else:
+        parts.load_critic()
     done_before = parts.state.step
     parts.ppo.run()
     parts.log.close()
@@ -132,6 +136,17 @@ class _Parts:
         step = self.store.restore(manifest, self._engines, self._components)
         self.log.resume_after(step)
         self.log.note(f"resumed after step {step}")
+
+    def load_critic(self) -> None:
+        """The weights that `critic.checkpoint` names, in place of those of `critic.model`."""
+        critic, arch = self.config.critic, self.critic_engine.chunks[0].arch
+        # Another run may be writing there: rank 0 says which of its checkpoints is meant.
+        source = on_rank_zero("finding critic.checkpoint", lambda: critic_source(critic, arch))
+        if source is None:
+            return
+        store = CheckpointStore(source.directory, keep_last=1)
+        store.load_weights(source.role, self.critic_engine, source.step, with_head=source.role == "critic")
+        self.log.note(f"critic: starts from the {source.role} of step {source.step} in {source.directory}")
 
     def export(self, run_dir: RunDir) -> None:
         """Write the policy for transformers and vLLM; the export that a resumed run replaces keeps another name."""

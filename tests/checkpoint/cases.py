@@ -22,7 +22,7 @@ from megappo.checkpoint.manifest import MANIFEST, Manifest, fingerprint_file, li
 from megappo.checkpoint.store import SaveFailed
 
 from . import resharding, runs
-from .runs import differing
+from .runs import differing, message
 
 DAMAGES = ("bit flip", "truncate", "zero half", "delete")
 FILES = (
@@ -182,15 +182,6 @@ class Collector(logging.Handler):
 
     def emit(self, record):
         self.texts.append(record.getMessage())
-
-
-def message(kind, action):
-    """Text of the exception, None where there is none."""
-    try:
-        action()
-    except kind as error:
-        return str(error)
-    return None
 
 
 def on_one_rank(action):

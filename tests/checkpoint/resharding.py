@@ -7,6 +7,7 @@ tensors on all ranks: nothing of the code that describes them for a checkpoint i
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -23,10 +24,8 @@ PLAIN = {"distributed": False}
 CHAINS = {
     "policy bf16": (False, DENSE_POLICY, {"tied": True, **BF16}),
     "policy fp32 plain optimizer": (False, DENSE_POLICY, {"tied": True, **PLAIN}),
-    "critic bf16": (True, DENSE_CRITIC, BF16),
     "critic fp32 plain optimizer": (True, DENSE_CRITIC, PLAIN),
     "policy with experts fp32": (False, EXPERTS_POLICY, {"experts": True}),
-    "policy with experts bf16 plain optimizer": (False, EXPERTS_POLICY, {"experts": True, **BF16, **PLAIN}),
     "critic with experts bf16": (True, EXPERTS_CRITIC, {"experts": True, **BF16}),
 }
 
@@ -63,6 +62,86 @@ def train(engine, steps=2):
             engine.forward_backward(runs.batch(step), lambda output, micro: runs.squares(1.0, output, micro), denominator=25.0)
             engine.lr_scheduler_step()
             assert engine.optimizer_step().applied
+
+
+# ------------------------------------------------------------------------------------------------------------------ weights of another role
+
+
+def critic_from_checkpoint(layouts, place):
+    """A critic that starts from the critic or the policy of another run, which had other layouts and another dtype."""
+    kept, options = runs.store(place), {"experts": True, **BF16}
+    policy = runs.engine(layouts["ep2"], critic=False, **options)
+    critic = runs.engine(layouts["pp2 vpp2"], critic=True, seed=1, **options)
+    kept.save(1, {"policy": policy, "critic": critic}, {}, runs.FACTS)
+
+    def start(layout, role, spoil=None, **changes):
+        engine = runs.engine(layouts[layout], critic=True, seed=9, **{**options, **changes})
+        if spoil is not None:
+            load_state = engine.load_state
+            engine.load_state = lambda state: load_state(spoil(state))
+        kept.load_weights(role, engine, 1, with_head=role == "critic")
+        engine.save_state(with_optimizer=True)  # creates the moments
+        return whole_state(engine, layouts[layout])
+
+    sources = {role: weights(one, layouts[layout]) for role, one, layout in (("policy", policy, "ep2"), ("critic", critic, "pp2 vpp2"))}
+    own_head = weights(runs.engine(layouts["dp2"], critic=True, seed=9, **options), layouts["dp2"])[HEAD]
+    from_critic, from_policy = start("cp2", "critic", dtype=torch.float32), start("pp2 uneven", "policy")
+    shifted = start("dp2", "policy", shift_experts)
+    unfit = {
+        # Only the last stage misses something: the first must not go on and wait for it.
+        "policy with head": lambda: kept.load_weights("policy", runs.engine(layouts["pp2"], critic=True, **options), 1),
+        "dense": lambda: kept.load_weights("policy", runs.engine(layouts["dp2"], critic=True), 1, with_head=False),
+        "absent": lambda: kept.load_weights("reward", runs.engine(layouts["dp2"], critic=True, **options), 1),
+    }
+    return {
+        "critic": differing_tensors(sources["critic"], only(from_critic, "weight ")),
+        "policy": differing_tensors(sources["policy"], only(from_policy, "weight ")),
+        "head": torch.equal(from_policy[HEAD], own_head),
+        "main": [name for name in only(from_policy, "main ") if not rounds_to_weight(from_policy, name)],
+        "mains": len(only(from_policy, "main ")),
+        "moments": max(float(values.abs().max()) for values in only(from_policy, "exp_avg").values()),
+        "shifted": differing_tensors(sources["policy"], only(shifted, "weight ")),
+        "unfit": {name: runs.message(ValueError, action) for name, action in unfit.items()},
+    }  # fmt: skip
+
+
+def other_implementation(layouts, place):
+    """TransformerEngine's norms have an extra state that ours lack: a checkpoint with one less, and one more, than the model asks for."""
+    kept, written = runs.store(place), runs.engine(layouts["pp2"], critic=False)
+    kept.save(1, {"policy": written}, {}, runs.FACTS)
+    engine = runs.engine(layouts["tp2"], critic=False, seed=9)
+    state_to_load, load_state = engine.state_to_load, engine.load_state
+    less, more = "decoder.layers.0.mlp.linear_fc1._extra_state", "decoder.layers.0.input_layernorm._extra_state"
+
+    def describe(**how):
+        state = state_to_load(**how)
+        weights = state["model"]["0"]
+        assert more not in weights
+        weights[more] = replace(weights.pop(less), key=more, data="own")
+        return state
+
+    def load(state):
+        weights = state["model"]["0"]
+        found.append(weights.pop(more))
+        load_state({**state, "model": {"0": {**weights, less: None}}})
+
+    found = []
+    engine.state_to_load, engine.load_state = describe, load
+    kept.load_weights("policy", engine, 1)
+    wanted, loaded = (weights(one, layouts[name]) for one, name in ((written, "pp2"), (engine, "tp2")))
+    return differing_tensors(wanted, loaded), found
+
+
+HEAD, OUTPUT = "weight score.weight", "weight lm_head.weight"
+
+
+def weights(engine, groups):
+    mine = {name: parameter.detach().float() for name, parameter in engine.named_parameters().items()}
+    return {f"weight {name}": tensor for name, tensor in assemble(mine, engine, groups).items()}
+
+
+def only(whole, start):
+    return {name: tensor for name, tensor in whole.items() if name.startswith(start)}
 
 
 # ------------------------------------------------------------------------------------------------------------------ controls
@@ -203,4 +282,9 @@ def rounds_to_weight(whole, name):
     return torch.equal(whole[name].bfloat16().float(), whole[f"weight {name.removeprefix('main ')}"])
 
 
-CASES = {**{f"reshard {name}": chain(*case) for name, case in CHAINS.items()}, "spoiled loads": spoiled_loads}
+CASES = {
+    **{f"reshard {name}": chain(*case) for name, case in CHAINS.items()},
+    "spoiled loads": spoiled_loads,
+    "critic from checkpoint": critic_from_checkpoint,
+    "other implementation": other_implementation,
+}

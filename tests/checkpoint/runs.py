@@ -191,6 +191,15 @@ def differing(one, other):
     return sorted(part for part in one if one[part] != other[part])
 
 
+def message(kind, action):
+    """Text of the exception, None where there is none."""
+    try:
+        action()
+    except kind as error:
+        return str(error)
+    return None
+
+
 def sha256(tensors):
     return hashlib.sha256(b"".join(raw(tensor) for tensor in tensors)).hexdigest()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from .resharding import CHAINS
+from .resharding import CHAINS, HEAD, OUTPUT
 
 
 @pytest.mark.parametrize("name", CHAINS)
@@ -36,3 +36,31 @@ def test_the_comparison_notices_what_lands_in_the_wrong_place(world, mistake, st
         assert rank["spoiled loads"]["none"] == []
         wrong = rank["spoiled loads"][mistake]
         assert wrong and all(part.startswith(start) and inside in part for part in wrong)
+
+
+def test_a_critic_starts_from_another_runs_critic_or_policy(world):
+    """bf16 with experts (policy ep2, critic pp2 vpp2) into an fp32 critic on cp2, and into a bf16 critic on an uneven split."""
+    for rank in world:
+        result = rank["critic from checkpoint"]
+        assert result["critic"] == []
+        assert result["policy"] == [OUTPUT, HEAD]  # each has one of the two, everything else is equal
+        assert result["head"]  # as it was made before the load
+        assert result["mains"] > 60 and result["main"] == []  # the optimizer goes on from the weights that were loaded
+        assert result["moments"] == 0
+        # Negative control.
+        assert any(".mlp.experts." in name for name in result["shifted"])
+
+
+def test_a_critic_is_refused_what_does_not_fit(world):
+    for rank in world:
+        unfit = rank["critic from checkpoint"]["unfit"]
+        assert "only the model has value_head.weight" in unfit["policy with head"]
+        assert "only the model has" in unfit["dense"] and "mlp" in unfit["dense"]
+        assert "holds no reward" in unfit["absent"]
+        assert not any("\n" in text for text in unfit.values())
+
+
+def test_extra_state_that_one_side_lacks_is_no_obstacle(world):
+    """A checkpoint of TransformerEngine's layers can be exported where there are none, and the other way round."""
+    for rank in world:
+        assert rank["other implementation"] == ([], ["own"])

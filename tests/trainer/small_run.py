@@ -68,4 +68,4 @@ def run_many(rank: int, runs: list[tuple[dict[str, Any], bool]]) -> None:
         path = Path(config["run"]["output_dir"]).parent / f"{config['run']['name']}.{rank}.yaml"
         path.write_text(yaml.safe_dump(config))
         loaded = load_config(str(path), [])
-        train(loaded, prepare(loaded, 2, "cpu").data, resume=resume)
+        train(loaded, prepare(loaded, 2, "cpu", resume=resume).data, resume=resume)

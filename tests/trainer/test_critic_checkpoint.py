@@ -1,0 +1,90 @@
+"""`critic.checkpoint`: a run whose critic starts from another run's critic or policy, in another layout; real runs of one PPO step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.trainer.small_run import run_many, small_config, write_small_task
+from tests.worlds import spawn_world
+
+# fp32 weights of order 0.1 - 1 do not move by a step of this size: what the run saves is what it started from.
+STILL = {"critic.optimizer": {"lr": 1e-12}}
+COMMON = {"rollout.engine": "megatron", "checkpoint.export_at_end": False}
+Weights = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory) -> dict[str, Weights]:
+    """"run role" -> its weights, by canonical name."""
+    folder = tmp_path_factory.mktemp("critics")
+    write_small_task(folder)
+    return spawn_world(runs_and_weights, 2, str(folder), timeout_s=500)[0]
+
+
+def runs_and_weights(rank: int, folder: str) -> dict[str, Weights]:
+    place = Path(folder)
+
+    def config(name: str, steps: int = 1, **overrides: Any) -> dict[str, Any]:
+        return small_config(place, name, steps=steps, **{**COMMON, **overrides})
+
+    source, cp2, uneven = str(place / "runs" / "source"), {"cp": 2}, {"pp": 2, "layers_per_stage": [1, 1]}
+    first = config("source")
+    from_critic = config("from_critic", **{**STILL, "critic.checkpoint": source, "critic.parallel": cp2})
+    body = {**STILL, "critic.checkpoint_role": "policy", "critic.value_head": "normal", "critic.parallel": uneven}
+    from_policy = config("from_policy", **body, **{"critic.checkpoint": f"{source}/checkpoints/step-1"})
+    # A resumed run takes its own critic: nobody looks for what the key names.
+    resumed = config("from_policy", steps=2, **body, **{"critic.checkpoint": f"{source}/checkpoints/step-99"})
+    run_many(rank, [(first, False), (from_critic, False), (from_policy, False), (resumed, True)])
+    wanted = [("source", "critic", 1), ("source", "policy", 1), ("from_critic", "critic", 1), ("from_policy", "critic", 1), ("from_policy", "critic", 2)]
+    return {f"{run} {role} {step}": weights_of(place, run, role, step) for run, role, step in wanted}
+
+
+def weights_of(place: Path, run: str, role: str, step: int) -> Weights:
+    from megappo.checkpoint.store import CheckpointStore
+    from megappo.config.schema import RoleConfig
+    from megappo.engine.build import build_frozen
+    from megappo.models.arch import read_arch
+    from megappo.parallel.groups import build_groups
+    from megappo.parallel.layout import ParallelLayout
+
+    path, groups = str(place / "model"), build_groups(ParallelLayout(dist.get_world_size()))
+    config, device = RoleConfig(dtype="fp32"), torch.device("cpu")
+    engine = build_frozen(role, path, read_arch(path), config, groups, device=device, value_head=role == "critic")
+    CheckpointStore(place / "runs" / run / "checkpoints", keep_last=1).load_weights(role, engine, step)
+    return {name: parameter.detach() for name, parameter in engine.named_parameters().items()}
+
+
+def differing(one: Weights, other: Weights) -> set[str]:
+    return {name for name in one.keys() | other.keys() if name not in one or name not in other or not close(one[name], other[name])}
+
+
+def close(one: torch.Tensor, other: torch.Tensor) -> bool:
+    # Two steps of Adam move a weight by at most 2e-12 and half a unit in the last place of a number below 2.
+    return bool((one - other).abs().max() <= 2.5e-7)
+
+
+def test_the_critic_of_another_run_with_its_head(weights) -> None:
+    assert differing(weights["from_critic critic 1"], weights["source critic 1"]) == set()
+    assert weights["source critic 1"]["value_head.weight"].abs().max() > 0
+
+
+def test_the_policy_of_another_run_under_a_new_head(weights) -> None:
+    started, source = weights["from_policy critic 1"], weights["source policy 1"]
+    assert differing(started, source) == {"value_head.weight", "output_layer.weight"}
+    hidden = started["value_head.weight"].numel()
+    drawn = torch.randn(1, hidden, generator=torch.Generator().manual_seed(1)) * (hidden + 1) ** -0.5  # run.seed = 1
+    assert close(started["value_head.weight"], drawn)
+
+
+def test_a_resumed_run_takes_its_own_critic(weights) -> None:
+    assert differing(weights["from_policy critic 2"], weights["from_policy critic 1"]) == set()
+
+
+def test_the_sources_differ(weights) -> None:
+    """Negative control: one step has moved policy and critic of the first run apart, layer by layer."""
+    assert len(differing(weights["source critic 1"], weights["source policy 1"])) > 10
