@@ -11,15 +11,9 @@ from typing import Optional
 
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.hyper_comm_grid import HyperCommGrid
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megappo.parallel.layout import Coordinates, ParallelLayout
-
-# Both grids in Megatron's default order, fastest axis first. The experts cut the ranks of a stage a second time.
-_DENSE = ("tp", "cp", "dp", "pp")
-_EXPERT = ("etp", "ep", "edp", "pp")
-
 
 @dataclass(frozen=True)
 class ProcessGroups:
@@ -65,24 +59,41 @@ class ProcessGroups:
 
 
 def build_groups(layout: ParallelLayout) -> ProcessGroups:
-    """Create every group of the layout. Collective: all ranks of the world call it in the same order."""
-    dense = HyperCommGrid(shape=[layout.tp, layout.cp, layout.dp, layout.pp], dim_names=list(_DENSE))
-    expert = HyperCommGrid(shape=[layout.etp, layout.ep, layout.edp, layout.pp], dim_names=list(_EXPERT))
+    """Create every group of the layout. Collective: all ranks of the world call it in the same order.
+
+    Names that stand for the same ranks share one group: HyperCommGrid would make one for each, and a group costs buffers on a GPU and a
+    polling thread under gloo.
+    """
+    built: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup] = {}
+
+    def along(*axes: str) -> dist.ProcessGroup:
+        ranks = layout.axis_groups(*axes)
+        key = tuple(map(tuple, ranks))
+        if key not in built:
+            built[key], _ = dist.new_subgroups_by_enumeration(ranks)
+        return built[key]
+
     groups = ProcessGroupCollection()
-    groups.tp, groups.cp, groups.dp, groups.pp = (dense.create_pg(axis) for axis in _DENSE)
-    groups.mp = dense.create_pg(["tp", "pp"])
-    groups.dp_cp = groups.intra_dp_cp = dense.create_pg(["cp", "dp"])
-    groups.tp_cp = dense.create_pg(["tp", "cp"])
-    groups.tp_dp_cp = dense.create_pg(["tp", "cp", "dp"])
-    groups.intra_dist_opt = dense.create_pg(list(_DENSE))
-    groups.expt_tp, groups.ep = expert.create_pg("etp"), expert.create_pg("ep")
-    groups.expt_dp = groups.intra_expt_dp = expert.create_pg("edp")
-    groups.tp_ep, groups.tp_ep_pp = expert.create_pg(["etp", "ep"]), expert.create_pg(["etp", "ep", "pp"])
+    groups.tp, groups.cp, groups.dp, groups.pp = along("tp"), along("cp"), along("dp"), along("pp")
+    groups.mp = along("tp", "pp")
+    groups.dp_cp = groups.intra_dp_cp = along("cp", "dp")
+    groups.tp_cp, groups.tp_dp_cp = along("tp", "cp"), along("tp", "cp", "dp")
+    groups.intra_dist_opt = along("tp", "cp", "dp", "pp")
+    groups.expt_tp, groups.ep = along("etp"), along("ep")
+    groups.expt_dp = groups.intra_expt_dp = along("edp")
+    groups.tp_ep, groups.tp_ep_pp = along("etp", "ep"), along("etp", "ep", "pp")
     groups.hcp, groups.inter_dist_opt, groups.pos_embd = None, None, None
     groups.embd = _embedding_group(layout)
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:
         parallel_state._set_global_memory_buffer()
     return ProcessGroups(layout, layout.coordinates(dist.get_rank()), groups)
+
+
+def destroy_groups(groups: ProcessGroups) -> None:
+    """Free the groups of a layout whose models are gone. Collective; for a process that goes through many layouts."""
+    held = {id(group): group for group in vars(groups.collection).values() if group is not None}
+    for group in held.values():
+        dist.destroy_process_group(group)
 
 
 def _embedding_group(layout: ParallelLayout) -> Optional[dist.ProcessGroup]:

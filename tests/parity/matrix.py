@@ -6,17 +6,18 @@
 
 from __future__ import annotations
 
-import time
+import gc
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Mapping, Optional, Sequence
+from typing import Any, Iterator, Mapping, Optional, Sequence
 
 import torch
 import torch.distributed as dist
 
 from megappo.config.schema import TrainConfig
 from megappo.parallel.layout import ParallelLayout
+from megappo.verify.recording import record_rollouts
 from tests.models.checkpoints import write_checkpoint
-from tests.worlds import spawn_world
 
 # Sizes of ParallelLayout; a pair of them is policy and critic. Four layers, 4 heads, 4 KV heads; 8 experts of which 3 are chosen.
 Sizes = Mapping[str, Any]
@@ -45,8 +46,22 @@ EXPERTS: dict[int, list[Case]] = {
     ],
 }  # fmt: skip
 MODELS: dict[str, dict[int, list[Case]]] = {"llama": DENSE, "qwen3_moe": EXPERTS}
+# Layouts by world size in which VARIANTS are run too.
+VARIED: dict[str, dict[int, list[Case]]] = {
+    "llama": {1: [{}], 2: [{}, {"cp": 2}, {"pp": 2, "vpp": 2}], 4: []},
+    "qwen3_moe": {1: [{}], 2: [{**SP, "ep": 2}], 4: []},
+}
 
 SEQUENCES = 8
+VOCABULARY = 131
+# Changes of the configuration that must not change the numbers.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "one sequence": {"policy__micro_batch_tokens": 1, "critic__micro_batch_tokens": 1, "reference__micro_batch_tokens": 1},
+    "whole batch": {"policy__micro_batch_tokens": 10**6, "critic__micro_batch_tokens": 10**6, "reference__micro_batch_tokens": 10**6},
+    "recompute selective": {"policy__recompute": "selective", "critic__recompute": "selective"},
+    "recompute full": {"policy__recompute": "full", "critic__recompute": "full"},
+    "offload": {f"{role}__offload__{what}": True for role in ("policy", "critic") for what in ("parameters", "gradients", "optimizer")},
+}
 
 
 def layouts_of(case: Case, world_size: int) -> tuple[ParallelLayout, ParallelLayout]:
@@ -96,34 +111,42 @@ def config_of(folder: Path, **changes: Any) -> TrainConfig:
     return TrainConfig.model_validate(tree)
 
 
-def run_cases(
-    rank: int, folder: str, cases: Sequence[Case], changes: Mapping[str, Mapping[str, Any]], rollouts: Optional[Sequence] = None
-) -> dict[str, Any]:
-    """{title: Measured} with gradients, and {f"{title} {variant}"} for each variant of `changes` ({"": {}} is the plain run)."""
+def run_world(rank: int, folders: Mapping[str, str], variants: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """model -> title -> Measured, for all cases of this world size; f"{title}, {variant}" for the cases of VARIED."""
     from megappo.platform import cpu
 
     cpu.install()
-    from megappo.parallel.groups import build_groups
-    from megappo.verify.measure import measure
-    from megappo.verify.recording import record_rollouts
-
-    groups, measured = {}, {}
-    rollouts = rollouts or record_rollouts(1, sequences=SEQUENCES, vocab_size=131)
-    for case in cases:
-        policy, critic = layouts_of(case, dist.get_world_size())
-        for layout in (policy, critic):
-            if layout not in groups:
-                groups[layout] = build_groups(layout)
-        roles = {"policy": groups[policy], "critic": groups[critic], "reference": groups[policy]}
-        for variant, keys in changes.items():
-            start = time.perf_counter()
-            config = config_of(Path(folder), **keys)
-            found = measure(config, rollouts, roles, device=torch.device("cpu"), gradients=True)
-            measured[f"{title(case, dist.get_world_size())} {variant}".strip()] = found
-            if rank == 0:
-                print(f"{folder.split('/')[-1]} {title(case, dist.get_world_size())} {variant}: {time.perf_counter() - start:.1f} s", flush=True)
+    size = dist.get_world_size()
+    measured: dict[str, dict[str, Any]] = {model: {} for model in folders}
+    for model, folder in folders.items():
+        cases = MODELS[model].get(size, [{}])
+        for case in cases:
+            with roles_of(case) as roles:
+                measured[model][title(case, size)] = measure_case(folder, roles)
+                for name, changes in variants.items() if case in VARIED[model][size] else ():
+                    measured[model][f"{title(case, size)}, {name}"] = measure_case(folder, roles, changes)
     return measured
 
 
-def baseline(folder: Path, changes: Mapping[str, Mapping[str, Any]] = {"": {}}) -> dict[str, Any]:
-    return spawn_world(run_cases, 1, str(folder), [{}], changes)[0]
+@contextmanager
+def roles_of(case: Case) -> Iterator[dict[str, Any]]:
+    """Role -> process groups. They are freed at the end: hundreds of idle gloo groups poll a CPU to a standstill."""
+    from megappo.parallel.groups import build_groups, destroy_groups
+
+    built = {layout: build_groups(layout) for layout in dict.fromkeys(layouts_of(case, dist.get_world_size()))}
+    policy, critic = layouts_of(case, dist.get_world_size())
+    yield {"policy": built[policy], "critic": built[critic], "reference": built[policy]}
+    gc.collect()
+    for groups in built.values():
+        destroy_groups(groups)
+
+
+def measure_case(
+    folder: str, roles: Mapping[str, Any], changes: Mapping[str, Any] = {}, rollouts: Optional[Sequence] = None, **wanted: bool
+) -> Any:
+    """`megappo.verify.measure`, with gradients and parameters unless `wanted` says otherwise. Collective."""
+    from megappo.verify.measure import measure
+
+    rollouts = rollouts or record_rollouts(1, sequences=SEQUENCES, vocab_size=VOCABULARY)
+    config = config_of(Path(folder), **changes)
+    return measure(config, rollouts, roles, device=torch.device("cpu"), **{"gradients": True, "parameters": True, **wanted})

@@ -1,0 +1,61 @@
+"""Policy and critic give the numbers of one rank in every layout, micro-batch split, order and padding."""
+
+from __future__ import annotations
+
+import pytest
+
+from megappo.verify.compare import compare
+from tests.parity.matrix import MODELS, VARIANTS, VARIED, title
+
+BASELINE = "tp1 pp1 dp1"
+LAYOUTS = [
+    pytest.param(model, size, title(case, size), id=f"{model}-{title(case, size)}")
+    for model, sizes in MODELS.items()
+    for size, cases in sizes.items()
+    for case in cases
+]
+VARIED_LAYOUTS = [
+    pytest.param(model, size, f"{title(case, size)}, {variant}", id=f"{model}-{title(case, size)}-{variant}")
+    for model, sizes in VARIED.items()
+    for size, cases in sizes.items()
+    for case in cases
+    for variant in VARIANTS
+]
+
+
+def disagreements(found, expected) -> list[str]:
+    return [
+        f"{d.role} {d.quantity} at {d.where}: {d.relative:.1e} > {d.tolerance:.0e}" for d in compare(found, expected) if not d.agrees
+    ]
+
+
+@pytest.mark.parametrize("model, size, name", LAYOUTS)
+def test_every_layout_gives_the_numbers_of_one_rank(measured, model: str, size: int, name: str) -> None:
+    assert disagreements(measured[size][model][name], measured[1][model][BASELINE]) == []
+
+
+@pytest.mark.parametrize("model, size, name", VARIED_LAYOUTS)
+def test_micro_batches_recompute_and_offload_change_nothing(measured, model: str, size: int, name: str) -> None:
+    assert disagreements(measured[size][model][name], measured[1][model][BASELINE]) == []
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_everything_is_compared(measured, model: str) -> None:
+    """Guards the comparison itself: the quantities that the claim names, for both roles, and every tensor of the model."""
+    compared = {(d.role, d.quantity) for d in compare(measured[2][model]["tp1 pp2 dp1"], measured[1][model][BASELINE])}
+    both = {"loss", "gradient norm", "metrics", "gradients", "gradients, copies", "parameters", "parameters, copies"}
+    expected = {(role, quantity) for role in ("policy", "critic") for quantity in both}
+    expected |= {("policy", "logprobs"), ("policy", "entropies"), ("reference", "logprobs"), ("critic", "values")}
+    expected |= {("critic", "bootstrap values")} | {("experience", name) for name in ("rewards", "advantages", "returns")}
+    assert compared == expected
+    gradients = measured[1][model][BASELINE]["policy"].gradients.tensors
+    assert all(float(tensor.abs().max()) > 0 for tensor in gradients.values()), "a tensor without gradient compares nothing"
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_first_mini_batch_has_a_ratio_of_one(measured, model: str) -> None:
+    for size, by_model in measured.items():
+        for name, found in by_model[model].items():
+            first, later = found["policy"].metrics["ratio_max"][0][0], found["policy"].metrics["ratio_max"][0][-1]
+            assert abs(float(first) - 1.0) <= 1e-6, (size, name)
+            assert float(later) > 1.001, "the last mini-batch is off-policy"

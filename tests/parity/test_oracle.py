@@ -1,0 +1,108 @@
+"""One rank of megappo against the step written out in fp64 with transformers: the anchor of the whole matrix.
+
+That all layouts agree with each other would not show a mistake that all of them share, such as a missing right shift.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Iterator
+
+import pytest
+import torch
+
+from megappo.trainer.experience import sample_seed
+from megappo.trainer.settings import mini_batches
+from megappo.verify.recording import record_rollouts
+from tests.parity.matrix import MODELS, SEQUENCES, VOCABULARY, config_of
+from tests.parity.oracle import Numbers, Outcome, Sample, ppo_step
+
+# fp32 against fp64 through four layers: some hundred roundings of 6e-8 each.
+TOLERANCE = 1e-5
+# The step of Adam divides by |g| + eps, see matrix.config_of.
+PARAMETER_TOLERANCE = 1e-4
+
+
+def samples() -> list[Sample]:
+    (batch,) = record_rollouts(1, sequences=SEQUENCES, vocab_size=VOCABULARY)
+    cuts = batch.cu_seqlens.tolist()
+    return [
+        Sample(batch.tokens[a:b], batch["response_mask"][a:b], float(batch["score"][i]), bool(batch["truncated"][i]))
+        for i, (a, b) in enumerate(zip(cuts, cuts[1:]))
+    ]
+
+
+def order_of(config) -> list[list[int]]:
+    """Which samples form which mini-batch: found by what is in it, for the order itself is arbitrary."""
+    (batch,) = record_rollouts(1, sequences=SEQUENCES, vocab_size=VOCABULARY)
+    numbered = batch.with_fields(sequence_fields={"number": torch.arange(SEQUENCES)})
+    return [mini["number"].tolist() for mini, _ in mini_batches(config).of(numbered, sample_seed(config.run.seed, 1, -1))]
+
+
+def numbers_of(config) -> Numbers:
+    a, o = config.algorithm, config.policy.optimizer
+    return Numbers(
+        config.rollout.sampling.temperature, a.gamma, a.lam, a.kl.coef, a.clip_low, a.value_clip, a.entropy_coef, o.lr, o.eps,
+        (o.beta1, o.beta2), o.weight_decay, o.clip_grad,
+    )
+
+
+@pytest.fixture(scope="module")
+def expected(models) -> dict[str, Outcome]:
+    outcomes = {}
+    for model, folder in models.items():
+        config = config_of(folder)
+        outcomes[model] = ppo_step(
+            folder / "policy", folder / "reference", samples(), order_of(config), numbers_of(config), config.run.seed
+        )
+    return outcomes
+
+
+# quantity of the oracle -> role and quantity of the measurement
+FIELDS = {
+    "logprobs": ("policy", "logprobs"),
+    "entropies": ("policy", "entropies"),
+    "reference logprobs": ("reference", "logprobs"),
+    "values": ("critic", "values"),
+    "rewards": ("experience", "rewards"),
+    "advantages": ("experience", "advantages"),
+    "returns": ("experience", "returns"),
+}
+
+
+def differences(found: Any, expected: Outcome) -> Iterator[tuple[str, float]]:
+    """(quantity, largest difference): relative to max(1, |b|), of tensors to their largest element."""
+    for name, (role, quantity) in FIELDS.items():
+        yield name, relative(found[role].values[quantity][0], torch.cat(expected.fields[name]))
+    yield "bootstrap values", relative(found["critic"].values["bootstrap values"][0], torch.tensor(expected.bootstrap))
+    for role in ("policy", "critic"):
+        yield f"{role} loss", relative(found[role].values["loss"][0], torch.tensor(expected.losses[role]))
+        yield f"{role} gradient norm", relative(found[role].values["gradient norm"][0], torch.tensor(expected.grad_norms[role]))
+        yield f"{role} gradients", worst_tensor(found[role].gradients.tensors, expected.gradients[role])
+        yield f"{role} parameters", worst_tensor(found[role].parameters.tensors, expected.parameters[role])
+
+
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float(((a.double() - b.double()).abs() / b.double().abs().clamp(min=1.0)).max())
+
+
+def worst_tensor(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    assert found.keys() == expected.keys()
+    return max(float((found[name] - tensor).abs().max() / tensor.abs().max().clamp(min=1e-30)) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_one_rank_gives_the_numbers_of_the_step_written_out(measured, expected, model: str) -> None:
+    found = dict(differences(measured[1][model]["tp1 pp1 dp1"], expected[model]))
+    allowed = {name: PARAMETER_TOLERANCE if name.endswith("parameters") else TOLERANCE for name in found}
+    assert {name: size for name, size in found.items() if not size <= allowed[name]} == {}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_step_written_out_takes_every_turn(expected, model: str) -> None:
+    """The comparison would be weak if nothing were clipped, cut, multi-turn or a single token."""
+    rows = samples()
+    assert any(int(s.sampled.sum()) == 1 for s in rows) and any(s.truncated for s in rows)
+    assert any(int(s.sampled.diff().sum()) > 1 or bool((~s.sampled[int(s.sampled.nonzero()[0]) :]).any()) for s in rows)
+    assert max(expected[model].grad_norms["policy"]) > 0.1
