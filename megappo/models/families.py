@@ -19,7 +19,7 @@ Part = tuple[str, Box, int, int]
 
 
 class Rule(Protocol):
-    """How one local tensor of a layer is made of Hugging Face tensors. It is cut over tp ranks, that of an expert over etp ranks."""
+    """How one local tensor of a layer is made of Hugging Face tensors. It is cut over tp ranks, an expert's over etp ranks."""
 
     local: str
 
@@ -235,7 +235,7 @@ def hf_tensors(arch: ModelArch, value_head: bool = False) -> dict[str, Shape]:
 
 
 def local_shapes(arch: ModelArch, layout: ParallelLayout, rank: int, value_head: bool = False) -> dict[str, Shape]:
-    """Parameters of one rank by their canonical names (`naming.py`). ValueError where the layout does not fit the architecture."""
+    """Parameters of one rank by canonical name (`naming.py`). ValueError where the layout does not fit the architecture."""
     check_tp(arch, layout.tp)
     check_ep(arch, layout.ep, layout.etp)
     at = layout.coordinates(rank)
@@ -270,7 +270,8 @@ def megatron_pieces(arch: ModelArch, layout: ParallelLayout, rank: int, value_he
     for layer in layout.stage_layers(arch.num_layers, at.pp):
         hf, local = hf_layer(layer), local_layer(layer)
         for rule, ranks, mine in _rank_rules(arch, layout, at, layer):
-            pieces += [Piece(hf + name, box, local + rule.local, row, col) for name, box, row, col in rule.parts(arch, ranks, mine)]
+            parts = rule.parts(arch, ranks, mine)
+            pieces += [Piece(hf + name, box, local + rule.local, row, col) for name, box, row, col in parts]
     if at.pp == layout.pp - 1:
         pieces.append(Piece(FINAL_NORM, Box(0, arch.hidden_size, 0, 1), LOCAL_FINAL_NORM, 0, 0))
         if value_head:

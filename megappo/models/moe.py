@@ -1,8 +1,8 @@
-"""Mixture of experts (qwen3_moe): the MLP of a sparse layer, its router with a load-balancing loss per sequence, and load statistics.
+"""Mixture of experts (qwen3_moe): the MLP of a sparse layer, its router with a balancing loss per sequence, and load statistics.
 
-Dispatch and experts are Megatron-core's (alltoall; one MLP per expert, or TransformerEngine's grouped GEMM). The router is ours: Megatron
-balances a micro-batch, whose loss changes with every way to cut a batch, so here the unit is the sequence. What the loss weighs and what
-the statistics are used for is the engine's business (`RouterState`).
+Dispatch and experts are Megatron-core's (alltoall; one MLP per expert, or TransformerEngine's grouped GEMM). The router is ours:
+Megatron balances a micro-batch, whose loss changes with every way to cut a batch, so here the unit is the sequence. What the loss
+weighs and what the statistics are used for is the engine's business (`RouterState`).
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def moe_submodule(implementation: Implementation) -> ModuleSpec:
 
 
 class SparseLayer(TransformerLayer):
-    """Transformer layer whose router knows the sequences of the micro-batch, in the first forward and in a recomputed one alike."""
+    """Layer whose router knows the sequences of the micro-batch, in the first forward and in a recomputed one alike."""
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Optional[Tensor]]:
         with self.mlp.router.within(kwargs["packed_seq_params"]):
@@ -81,8 +81,8 @@ class SparseLayer(TransformerLayer):
 class RouterLoad:
     """What the routers of one rank saw in a training pass; sums over the ranks of a role are those of the whole batch.
 
-    tokens: [layers, experts] float64, real tokens sent to each expert. loss: [layers] float64, sum of the sequences' balancing losses,
-    neither divided by their number nor weighed. Rows of dense layers and of other stages are 0.
+    tokens: [layers, experts] float64, real tokens sent to each expert. loss: [layers] float64, sum of the sequences' balancing
+    losses, neither divided by their number nor weighed. Rows of dense layers and of other stages are 0.
     """
 
     tokens: Tensor
@@ -90,7 +90,7 @@ class RouterLoad:
 
 
 class RouterState:
-    """Shared by the routers of one model: weight of the balancing loss in the pass in progress, and the load that they saw in it."""
+    """Shared by the routers of one model: weight of the balancing loss in the pass in progress, and the load seen in it."""
 
     def __init__(self, num_layers: int, num_experts: int, device: torch.device) -> None:
         self._load = RouterLoad(
@@ -137,8 +137,8 @@ class SequenceRouter(Router):
 
         L_b = sum_i f_i P_i,  f_i = E / (K T_b) * (tokens of b that chose expert i),  P_i = mean over b of the score of expert i
 
-    Padding counts nowhere. A sequence may be spread over tp and cp ranks: they add up their choices, and each takes the gradient of its
-    own tokens' scores, so the gradients of the ranks add up to that of the whole.
+    Padding counts nowhere. A sequence may be spread over tp and cp ranks: they add up their choices, and each takes the gradient
+    of its own tokens' scores, so the gradients of the ranks add up to that of the whole.
     """
 
     def __init__(self, config: TransformerConfig, pg_collection: Optional[ProcessGroupCollection] = None) -> None:
@@ -159,7 +159,7 @@ class SequenceRouter(Router):
             self._packed = None
 
     def forward(self, input: Tensor, padding_mask: Optional[Tensor] = None) -> tuple[Tensor, Tensor]:
-        """[t, 1, H] of this rank's tokens -> weight of each expert [t, experts] fp32, 0 where it was not chosen, and the choice, bool."""
+        """This rank's tokens [t, 1, H] -> weight of each expert [t, experts] fp32, 0 where not chosen, and the choice, bool."""
         return self.routing(_RouterLinear.apply(input.flatten(0, -2), self.weight))
 
     def routing(self, logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -244,9 +244,9 @@ class _AttachLoss(torch.autograd.Function):
 def mark_experts(model: torch.nn.Module) -> None:
     """Make DDP and the optimizer treat expert weights by the expert groups, whatever the sizes.
 
-    Megatron does so only where ep > 1. With ep = 1 and etp < tp under sequence parallelism the tp ranks hold copies of an expert that saw
-    different tokens: reduced over the dense data-parallel group, their gradients would stay apart. The second mark keeps the gradient norm
-    from dropping the experts of all tp ranks but the first as copies.
+    Megatron does so only where ep > 1. With ep = 1 and etp < tp under sequence parallelism the tp ranks hold copies of an expert
+    that saw different tokens: reduced over the dense data-parallel group, their gradients would stay apart. The second mark keeps the
+    gradient norm from dropping the experts of all tp ranks but the first as copies.
     """
     for module in model.modules():
         if isinstance(module, (SequentialMLP, TEGroupedMLP)):

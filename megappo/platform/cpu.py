@@ -146,7 +146,7 @@ def _patch_rng_tracker() -> None:
 
 
 def _patch_token_dispatcher() -> None:
-    """The alltoall dispatcher of experts copies its split sizes to the host on a CUDA side stream; here they are on the host already."""
+    """The experts' dispatcher copies its split sizes to the host on a CUDA side stream; here they are on the host already."""
     name = "megatron.core.transformer.moe.token_dispatcher"
     dispatcher = _resolve(importlib.import_module(name), name, "MoEAlltoAllTokenDispatcher")
     original = _resolve(dispatcher, name, "_maybe_dtoh_and_synchronize")
@@ -166,7 +166,7 @@ def _patch_token_dispatcher() -> None:
 
 
 def _patch_uneven_gather() -> None:
-    """Experts cut over etp gather different numbers of tokens from each rank, which gloo's all_gather refuses: exchange them instead."""
+    """Experts cut over etp gather unequal numbers of tokens from each rank; gloo's all_gather refuses, its all-to-all does not."""
     name = "megatron.core.tensor_parallel.mappings"
     mappings = importlib.import_module(name)
     original = _resolve(mappings, name, "_gather_along_first_dim")

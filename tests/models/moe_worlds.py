@@ -42,7 +42,8 @@ class Job:
 
     def __str__(self) -> str:
         sharded = " sharded optimizer" if self.distributed else ""
-        return f"{self.case} {self.layout} budget {self.budget} recompute {self.recompute}{sharded} {self.dtype} {self.fault}".strip()
+        run = f"{self.case} {self.layout} budget {self.budget} recompute {self.recompute}{sharded}"
+        return f"{run} {self.dtype} {self.fault}".strip()
 
 
 def write_checkpoint(folder: Path, case: str) -> transformers.PreTrainedModel:

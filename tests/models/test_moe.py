@@ -80,7 +80,7 @@ def passes(checkpoints):
     folder, _ = checkpoints
     jobs = PARITY + SHARDED + FAULTS + BF16
     exports = [(case, where, f"{case}.out") for case, where in EXPORTS]
-    ranks = spawn_world(moe_worlds.run_world, RANKS, str(folder), jobs, exports, timeout_s=400)
+    ranks = spawn_world(moe_worlds.run_world, RANKS, str(folder), jobs, exports, timeout_s=600)
     return {job: [rank[index] for rank in ranks] for index, job in enumerate(jobs)}
 
 
@@ -132,7 +132,7 @@ def test_the_micro_batches_of_the_table_differ(passes):
 
 
 def test_experts_left_with_megatrons_mark_get_a_wrong_gradient(checkpoints, passes):
-    """Negative control: with ep 1 Megatron reduces experts over the dense data-parallel group, though the tp ranks hold copies."""
+    """Negative control: with ep 1 Megatron reduces experts over the dense dp group only, though the tp ranks hold copies."""
     errors = gradient_error(passes[FAULTS[0]], checkpoints[1]["sparse"]["gradients"])
     wrong = {name for name, error in errors.items() if error > 1e-2}
     assert wrong == {name for name in errors if ".experts." in name}
@@ -192,8 +192,11 @@ def test_pieces_cover_every_tensor_and_fill_every_parameter(checkpoints, job):
 
 def test_an_ep_rank_holds_a_block_of_experts():
     arch = arch_of(config_of())
-    names = {rank: [name for name in local_shapes(arch, layout(ep=2, etp=2), rank) if "experts." in name] for rank in range(RANKS)}
-    held = {rank: {int(name.split("local_experts.")[1].split(".")[0]) for name in mine} for rank, mine in names.items()}
+    shapes = {rank: local_shapes(arch, layout(ep=2, etp=2), rank) for rank in range(RANKS)}
+    held = {
+        rank: {int(name.split("local_experts.")[1].split(".")[0]) for name in names if "experts." in name}
+        for rank, names in shapes.items()
+    }
     assert held == {0: {0, 1, 2, 3}, 1: {0, 1, 2, 3}, 2: {4, 5, 6, 7}, 3: {4, 5, 6, 7}}
 
 
