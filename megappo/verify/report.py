@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Mapping, Optional, Sequence
 
-from megappo.verify.compare import GRADIENTS, Difference
+from megappo.verify.compare import GRADIENTS, Difference, worst
 from megappo.verify.features import DISTRIBUTED
 
 # Stage by stage: what comes out wrong in one makes everything in the later ones wrong.
@@ -41,13 +41,16 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)
 
 
-def first_cause(differences: Sequence[Difference]) -> Optional[Difference]:
-    """Of those that differ the one that the others may follow from: forward passes come before advantages, these before updates.
-
-    The worst of its stage; among updates a gradient, where one differs.
+def first_cause(*steps: Sequence[Difference]) -> Optional[Difference]:
+    """Of those that differ the one that the others may follow from: earlier steps come before later ones, and in a step forward
+    passes before advantages, these before gradients, these before what optimizer steps do.
     """
-    differing = [d for d in differences if not d.agrees]
-    return min(differing, key=lambda d: (_stage(d), not d.relative >= 0, -d.relative / d.tolerance)) if differing else None
+    for differences in steps:
+        differing = [d for d in differences if not d.agrees]
+        if differing:
+            earliest = min(map(_stage, differing))
+            return worst([d for d in differing if _stage(d) == earliest])
+    return None
 
 
 def _stage(difference: Difference) -> int:

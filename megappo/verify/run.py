@@ -102,28 +102,26 @@ def _file(folder: Path, name: str, suffix: str) -> Path:
 
 def _report(run: Run, results: Mapping[str, Results], tolerance: float) -> int:
     differences = {name: _differences(results[name], results[ALONE], tolerance) for name in results if name != ALONE}
-    found = differences.pop(LAYOUT)
-    print(f"\n{table(_rows(found))}\n")
-    alone = {name: first_cause(others) for name, others in differences.items()}
+    first, steps = differences.pop(LAYOUT)
+    rows = _rows(first, steps)
+    print(f"\n{table(rows)}\n")
+    alone = {name: first_cause(*others) for name, others in differences.items()}
     if alone:
         print(f"{bisection(alone)}\n")
     used = {role: features(run.config, role, run.world_size) for role in roles_in_use(run.config)}
-    cause = first_cause(found)
-    print(verdict(cause, len(_rows(found)), used, alone))
+    cause = first_cause(first, steps)
+    print(verdict(cause, len(rows), used, alone))
     return int(any(difference is not None for difference in (cause, *alone.values())))
 
 
-def _differences(measured: Results, baseline: Results, tolerance: float) -> list[Difference]:
-    """Of the first step with its gradients, then of all steps with the parameters after them."""
+def _differences(measured: Results, baseline: Results, tolerance: float) -> tuple[list[Difference], list[Difference]]:
+    """Of the first step with its gradients, and of all steps with the parameters after them."""
     looser = tolerance * PARAMETER_TOLERANCE / TOLERANCE
-    return [
-        *compare(measured.first, baseline.first, tolerance, looser),
-        *compare(measured.steps, baseline.steps, tolerance, looser),
-    ]
+    return compare(measured.first, baseline.first, tolerance, looser), compare(measured.steps, baseline.steps, tolerance, looser)
 
 
-def _rows(differences: list[Difference]) -> list[Difference]:
+def _rows(first: list[Difference], steps: list[Difference]) -> list[Difference]:
     """What the table shows, role by role: all steps, and of the first one its gradients."""
-    last = {(d.role, d.quantity): d for d in differences}
-    roles = dict.fromkeys(d.role for d in differences)
+    last = {(d.role, d.quantity): d for d in (*first, *steps)}
+    roles = dict.fromkeys(d.role for d in steps)
     return [d for role in roles for d in last.values() if d.role == role]

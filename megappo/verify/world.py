@@ -26,7 +26,7 @@ from megappo.verify.shrink import SAMPLES, STEPS
 from megappo.verify.shrink_model import VOCAB_SIZE
 
 # A rank that waits longer for its peers waits for a collective that they do not call.
-_TIMEOUT_S = 120.0
+_TIMEOUT_S = 300.0
 
 
 class Results(NamedTuple):

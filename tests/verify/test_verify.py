@@ -1,0 +1,115 @@
+"""`megappo verify` end to end on two gloo ranks: a sound layout agrees, broken ones are named, bad input is one line."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megappo import cli
+from megappo.config.loading import load_config
+from megappo.verify import run as verify_run
+from megappo.verify.run import verify
+from tests.verify.models import write_config_json
+
+ROOT = Path(__file__).parents[2]
+CONFIG = """
+run: {{device: cpu}}
+policy: {{model: {model}, parallel: {{tp: 2, sequence_parallel: true}}, recompute: selective}}
+critic: {{parallel: {{pp: 2}}}}
+data: {{train: absent.jsonl}}
+algorithm: {{mini_batch_size: 128, bootstrap_truncated: true}}
+"""
+
+
+@pytest.fixture(autouse=True)
+def outside_a_launcher(monkeypatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture
+def config(tmp_path) -> str:
+    """A run of a model of which only config.json is there."""
+    path = tmp_path / "config.yaml"
+    path.write_text(CONFIG.format(model=write_config_json(tmp_path / "model", "qwen2")))
+    return str(path)
+
+
+def test_the_command_prints_the_table_and_agrees(config: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "megappo", "verify", config, "--max-ranks", "2"], cwd=ROOT, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [line.split("  ")[0] + " " + line[12:32].strip() for line in done.stdout.splitlines() if line.endswith("  ok")]
+    assert {f"{role} {quantity}" for role in ("policy", "critic") for quantity in (
+        "loss", "gradient norm", "metrics", "gradients", "gradients, copies", "parameters", "parameters, copies",
+    )} < set(rows)  # fmt: skip
+    assert {"policy logprobs", "policy entropies", "critic values", "reference logprobs", "experience advantages"} < set(rows)
+    assert "tp2 pp1 dp1 sp" in done.stdout and "tp1 pp2 dp1" in done.stdout
+    assert done.stdout.splitlines()[-1] == "ok: all 22 quantities agree with those of one rank"
+    assert done.stderr == ""
+
+
+def test_a_forgotten_sum_of_gradients_is_found_with_its_tensor_and_its_axis(config: str, capfd, monkeypatch) -> None:
+    """Negative control: under sequence parallel every tp rank has the gradient of its own tokens only."""
+    monkeypatch.setenv("VERIFY_FAULT", "forget_sequence_parallel_sums")
+    code = verify(load_config(config), "cpu", max_ranks=2, bisect=True, rank_module="tests.verify.broken_ranks")
+    lines = capfd.readouterr().out.splitlines()
+    assert code == 1
+    assert lines[-1].startswith("DIFFERS: policy gradients") and lines[-1].endswith("so it does with sequence_parallel alone")
+    assert "norm.weight" in lines[-1] or ".bias" in lines[-1]
+    outcome = dict(line.split(maxsplit=1) for line in lines if line.startswith(("tp ", "sequence_parallel ", "pp ", "dp ")))
+    assert outcome["sequence_parallel"].startswith("DIFFERS: policy gradients")
+    assert outcome["tp"] == outcome["pp"] == outcome["dp"] == "ok"
+    differing = [line for line in lines if line.endswith("DIFFERS")]
+    assert any(line.startswith("policy") and "gradients, copies" in line for line in differing)
+    assert not any(line.startswith("critic") and " gradients" in line for line in differing), "the critic has no sequence parallelism"
+
+
+def test_values_without_their_right_shift_are_found(config: str, capfd, monkeypatch) -> None:
+    """Negative control: the advantages that follow from them differ by more, and the values are named."""
+    monkeypatch.setenv("VERIFY_FAULT", "forget_right_shift")
+    assert verify(load_config(config), "cpu", max_ranks=2, rank_module="tests.verify.broken_ranks") == 1
+    lines = capfd.readouterr().out.splitlines()
+    assert lines[-1].startswith("DIFFERS: critic values at step 1") and "try first critic.parallel.pp=1" in lines[-1]
+    assert any(line.startswith("experience") and "advantages" in line and line.endswith("DIFFERS") for line in lines)
+
+
+# arguments after the configuration, what stderr must contain
+BAD = [
+    (["policy.model=absent"], ['policy.model = "absent"', "Hugging Face checkpoint directory"]),
+    (["policy.parallel.tp=4"], ["policy.parallel.tp = 4", "2 KV heads", "largest tp that works is 2"]),
+    (["critic.parallel.pp=5"], ["critic.parallel.pp = 5", "does not divide the 24 layers", "4 or 6"]),
+    (["critic.parallel.ep=2"], ["critic.parallel.ep = 2", "has none; set ep to 1"]),
+    (["run.num_ranks=3"], ["tp 2 x pp 1 = 2 does not divide the 3 ranks"]),
+    (["critic.parallel.vp=2"], ["unknown key; did you mean critic.parallel.vpp?"]),
+    (["rollout.sampling.temperature=0.0"], ["rollout.sampling.temperature = 0.0", "use a value > 0"]),
+    (["run.device=cuda"], ["run.device = cuda", "run.device=cpu"]),
+    (["--max-ranks", "0"], ["--max-ranks: 0 is not an integer >= 1"]),
+    (["--tolerance", "-1"], ["--tolerance", "not a number > 0"]),
+]
+
+
+@pytest.mark.parametrize("arguments, fragments", BAD, ids=range(len(BAD)))
+def test_bad_input_is_one_line_and_starts_nothing(config: str, capsys, monkeypatch, arguments, fragments) -> None:
+    monkeypatch.setattr(verify_run, "start_ranks", lambda *_, **__: pytest.fail("ranks were started"))
+    assert cli.main(["verify", config, *arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1
+    assert all(fragment in captured.err for fragment in fragments), captured.err
+
+
+def test_it_is_not_run_by_a_launcher(config: str, capsys, monkeypatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert cli.main(["verify", config]) == 2
+    assert "run it once, without torchrun" in capsys.readouterr().err
+
+
+def test_the_exit_code_of_a_failed_rank_is_handed_on(config: str, monkeypatch) -> None:
+    monkeypatch.setattr(verify_run, "start_ranks", lambda *_, **__: 7)
+    assert verify(load_config(config), "cpu", max_ranks=2) == 7
