@@ -117,7 +117,7 @@ def _window(arch: ModelArch, num_layers: int) -> dict[str, Any]:
 
 
 def _experts(arch: ModelArch, parallels: Sequence[ParallelConfig]) -> dict[str, Any]:
-    """Experts that ep divides, twice as many as a token reaches where theirs are so many; one dense layer where theirs has some."""
+    """Experts that ep divides, twice as many as a token reaches if theirs are so many; one dense layer if theirs has some."""
     moe = arch.moe
     if moe is None:
         return {}

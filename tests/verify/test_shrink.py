@@ -140,12 +140,14 @@ def test_roles_with_checkpoints_of_their_own_keep_them_apart(tmp_path) -> None:
     config = configured(tmp_path, "qwen2", "tp and pp")
     other = config.critic.model_copy(update={"model": write_config_json(tmp_path / "other", "llama3")})
     run, _ = small_run(config.model_copy(update={"critic": other}), tmp_path / "small", 4, "local")
-    assert {role: arch.family for role, arch in archs_of(run).items()} == {"policy": "qwen2", "critic": "llama", "reference": "qwen2"}
+    families = {role: arch.family for role, arch in archs_of(run).items()}
+    assert families == {"policy": "qwen2", "critic": "llama", "reference": "qwen2"}
     assert run.config.policy.model == run.config.reference.model != run.config.critic.model
 
 
 def test_settings_of_the_run_are_kept_and_switched_off_on_one_rank(tmp_path) -> None:
-    config = configured(tmp_path, "llama", "tp and pp", recompute="full", offload={"optimizer": True}, optimizer={"clip_grad": 0.3})
+    settings = dict(recompute="full", offload={"optimizer": True}, optimizer={"clip_grad": 0.3})
+    config = configured(tmp_path, "llama", "tp and pp", **settings)
     run, _ = small_run(config, tmp_path / "small", 4, "local")
     kept, alone = run.config.policy, on_one_rank(run).config.policy
     assert (kept.recompute, kept.offload.optimizer, kept.optimizer.distributed) == ("full", True, True)

@@ -41,8 +41,9 @@ def config(tmp_path) -> str:
 
 def test_the_command_prints_the_table_and_agrees(config: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "megappo", "verify", config, "--max-ranks", "2"], cwd=ROOT, capture_output=True, text=True, timeout=600
-    )
+        [sys.executable, "-m", "megappo", "verify", config, "--max-ranks", "2"],
+        cwd=ROOT, capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [line.split("  ")[0] + " " + line[12:32].strip() for line in done.stdout.splitlines() if line.endswith("  ok")]
     assert {f"{role} {quantity}" for role in ("policy", "critic") for quantity in (
@@ -67,7 +68,7 @@ def test_a_forgotten_sum_of_gradients_is_found_with_its_tensor_and_its_axis(conf
     assert outcome["tp"] == outcome["pp"] == outcome["dp"] == "ok"
     differing = [line for line in lines if line.endswith("DIFFERS")]
     assert any(line.startswith("policy") and "gradients, copies" in line for line in differing)
-    assert not any(line.startswith("critic") and " gradients" in line for line in differing), "the critic has no sequence parallelism"
+    assert not any(line.startswith("critic") and " gradients" in line for line in differing), "it has no sequence parallelism"
 
 
 def test_values_without_their_right_shift_are_found(config: str, capfd, monkeypatch) -> None:
