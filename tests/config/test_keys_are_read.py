@@ -8,8 +8,8 @@ from megappo.config.keys import value_keys
 from megappo.config.schema import SftConfig, TrainConfig
 
 PACKAGE = Path(megappo.__file__).parent
-# Read through a function of config/ that the product calls.
-READ_THROUGH = {"output_dir": "checks.run_dir_of"}
+# Read through a function of config/ or plan/ that the trainer calls.
+READ_THROUGH = {"output_dir": "checks.run_dir_of", "checkpoint_role": "plan.critic_source.critic_source"}
 
 
 def attributes_read(folders_left_out: frozenset[str]) -> set[str]:
