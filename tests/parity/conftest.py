@@ -1,12 +1,17 @@
-"""The worlds of the parity matrix, started once: one rank, two and four."""
+"""The worlds of the parity matrix, started once (one rank, two, four), and the step written out."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+import torch
 
-from tests.parity.matrix import MODELS, VARIANTS, run_world, write_models
+from megappo.trainer.experience import sample_seed
+from megappo.trainer.settings import mini_batches
+from megappo.verify.recording import record_rollouts
+from tests.parity.matrix import MODELS, SEQUENCES, VARIANTS, VOCABULARY, config_of, run_world, write_models
+from tests.parity.oracle import Numbers, Outcome, Sample, ppo_step
 from tests.worlds import spawn_world
 
 
@@ -27,3 +32,38 @@ def measured(models) -> dict[int, dict]:
         ranks = spawn_world(run_world, size, {model: str(folder) for model, folder in models.items()}, VARIANTS, timeout_s=500)
         worlds[size] = ranks[0]
     return worlds
+
+
+@pytest.fixture(scope="session")
+def expected(models) -> dict[str, Outcome]:
+    outcomes = {}
+    for model, folder in models.items():
+        config = config_of(folder)
+        outcomes[model] = ppo_step(
+            folder / "policy", folder / "reference", samples(), order_of(config), numbers_of(config), config.run.seed
+        )
+    return outcomes
+
+
+def samples() -> list[Sample]:
+    (batch,) = record_rollouts(1, sequences=SEQUENCES, vocab_size=VOCABULARY)
+    cuts = batch.cu_seqlens.tolist()
+    return [
+        Sample(batch.tokens[a:b], batch["response_mask"][a:b], float(batch["score"][i]), bool(batch["truncated"][i]))
+        for i, (a, b) in enumerate(zip(cuts, cuts[1:]))
+    ]
+
+
+def order_of(config) -> list[list[int]]:
+    """Which samples form which mini-batch: found by what is in it, for the order itself is arbitrary."""
+    (batch,) = record_rollouts(1, sequences=SEQUENCES, vocab_size=VOCABULARY)
+    numbered = batch.with_fields(sequence_fields={"number": torch.arange(SEQUENCES)})
+    return [mini["number"].tolist() for mini, _ in mini_batches(config).of(numbered, sample_seed(config.run.seed, 1, -1))]
+
+
+def numbers_of(config) -> Numbers:
+    a, o = config.algorithm, config.policy.optimizer
+    return Numbers(
+        config.rollout.sampling.temperature, a.gamma, a.lam, a.kl.coef, a.clip_low, a.value_clip, a.entropy_coef, o.lr, o.eps,
+        (o.beta1, o.beta2), o.weight_decay, o.clip_grad, config.policy.router_aux_coef,
+    )

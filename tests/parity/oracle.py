@@ -42,6 +42,7 @@ class Numbers:
     betas: tuple[float, float]
     weight_decay: float
     clip_grad: float
+    router_aux_coef: float
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,33 @@ def load(folder: Path) -> torch.nn.Module:
     """The plainest code path of transformers; its grouped GEMM for experts has no fp64."""
     config = transformers.AutoConfig.from_pretrained(folder, attn_implementation="eager", experts_implementation="eager")
     return transformers.AutoModelForCausalLM.from_pretrained(folder, config=config).double().eval()
+
+
+class BalancingLoss:
+    """Sum over sparse layers of L = sum_i f_i P_i of the sequence that went through `model` last (DeepSeek-V3, eq. 17-20)."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._config = load_config_of(model)
+        self._seen: list[tuple[torch.nn.Module, Tensor]] = []
+        for name, module in model.named_modules():
+            if name.endswith("mlp.gate"):
+                module.register_forward_pre_hook(lambda gate, inputs: self._seen.append((gate, inputs[0])))
+
+    def forget(self) -> None:
+        self._seen.clear()
+
+    def of_last(self) -> Tensor | float:
+        total: Tensor | float = 0.0
+        for gate, hidden in self._seen:
+            scores = torch.softmax(hidden.flatten(0, -2) @ gate.weight.T, -1)
+            top_k, num_experts = self._config.num_experts_per_tok, scores.shape[1]
+            counts = torch.bincount(scores.topk(top_k, -1).indices.flatten(), minlength=num_experts)
+            total = total + (counts * num_experts / (top_k * len(scores)) * scores.mean(0)).sum()
+        return total
+
+
+def load_config_of(model: torch.nn.Module) -> transformers.PretrainedConfig:
+    return model.body.config if isinstance(model, ValueModel) else model.config
 
 
 def token_logprobs(model: torch.nn.Module, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
@@ -169,12 +197,17 @@ def ppo_step(
     losses, norms, gradients, parameters = {}, {}, {}, {}
     for role, model, loss_of in (("critic", critic, critic_loss), ("policy", policy, policy_loss)):
         first: Optional[dict[str, Tensor]] = None
-        optimizer = adamw(model, n)
+        optimizer, balance = adamw(model, n), BalancingLoss(model)
         losses[role], norms[role] = [], []
         for chosen in order:
             count = sum(int(samples[i].sampled.sum()) for i in chosen)
             optimizer.zero_grad()
-            total, reported = (sum(parts) / count for parts in zip(*(loss_of(i) for i in chosen)))
+            total = reported = 0.0
+            for index in chosen:
+                balance.forget()
+                objective, plain = loss_of(index)
+                total = total + objective / count + n.router_aux_coef * balance.of_last() / len(chosen)
+                reported = reported + plain / count
             total.backward()
             if first is None:
                 first = {k: v.grad.clone() for k, v in model.named_parameters() if v.grad is not None}

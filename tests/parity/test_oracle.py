@@ -6,57 +6,19 @@ That all layouts agree with each other would not show a mistake that all of them
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Iterator
 
 import pytest
 import torch
 
-from megappo.trainer.experience import sample_seed
-from megappo.trainer.settings import mini_batches
-from megappo.verify.recording import record_rollouts
-from tests.parity.matrix import MODELS, SEQUENCES, VOCABULARY, config_of
-from tests.parity.oracle import Numbers, Outcome, Sample, ppo_step
+from tests.parity.conftest import samples
+from tests.parity.matrix import MODELS
+from tests.parity.oracle import Outcome
 
 # fp32 against fp64 through four layers: some hundred roundings of 6e-8 each.
 TOLERANCE = 1e-5
 # The step of Adam divides by |g| + eps, see matrix.config_of.
 PARAMETER_TOLERANCE = 1e-4
-
-
-def samples() -> list[Sample]:
-    (batch,) = record_rollouts(1, sequences=SEQUENCES, vocab_size=VOCABULARY)
-    cuts = batch.cu_seqlens.tolist()
-    return [
-        Sample(batch.tokens[a:b], batch["response_mask"][a:b], float(batch["score"][i]), bool(batch["truncated"][i]))
-        for i, (a, b) in enumerate(zip(cuts, cuts[1:]))
-    ]
-
-
-def order_of(config) -> list[list[int]]:
-    """Which samples form which mini-batch: found by what is in it, for the order itself is arbitrary."""
-    (batch,) = record_rollouts(1, sequences=SEQUENCES, vocab_size=VOCABULARY)
-    numbered = batch.with_fields(sequence_fields={"number": torch.arange(SEQUENCES)})
-    return [mini["number"].tolist() for mini, _ in mini_batches(config).of(numbered, sample_seed(config.run.seed, 1, -1))]
-
-
-def numbers_of(config) -> Numbers:
-    a, o = config.algorithm, config.policy.optimizer
-    return Numbers(
-        config.rollout.sampling.temperature, a.gamma, a.lam, a.kl.coef, a.clip_low, a.value_clip, a.entropy_coef, o.lr, o.eps,
-        (o.beta1, o.beta2), o.weight_decay, o.clip_grad,
-    )
-
-
-@pytest.fixture(scope="module")
-def expected(models) -> dict[str, Outcome]:
-    outcomes = {}
-    for model, folder in models.items():
-        config = config_of(folder)
-        outcomes[model] = ppo_step(
-            folder / "policy", folder / "reference", samples(), order_of(config), numbers_of(config), config.run.seed
-        )
-    return outcomes
 
 
 # quantity of the oracle -> role and quantity of the measurement

@@ -1,0 +1,143 @@
+"""Mistakes that public trainers have shipped, put into megappo for the time of one measurement.
+
+Each is a context manager that changes a running process and nothing on disk. The tests assert that parity notices every one of them.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import Any, Callable, Iterator
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@contextmanager
+def no_right_shift() -> Iterator[None]:
+    """V(s_{t+1}) is taken for V(s_t)."""
+    from megappo.trainer import roles
+
+    right = roles.align_values
+    with mock.patch.object(roles, "align_values", lambda output, cu_seqlens: (output, right(output, cu_seqlens)[1])):
+        yield
+
+
+@contextmanager
+def temperature_on_values() -> Iterator[None]:
+    """The sampling temperature divides the critic's output as it divides logits."""
+    from megappo.trainer import roles
+
+    right = roles.align_values
+    with mock.patch.object(roles, "align_values", lambda output, cu_seqlens: right(output / 0.7, cu_seqlens)):
+        yield
+
+
+@contextmanager
+def labels_rolled_over_the_pack() -> Iterator[None]:
+    """Targets and log-probs are shifted through the whole packed row, so the first token of a sequence is judged by its neighbour."""
+    from megappo.trainer import roles
+
+    with (
+        mock.patch.object(roles, "next_token_targets", lambda tokens, cu_seqlens: tokens.roll(-1)),
+        mock.patch.object(roles, "shift_right", lambda output, cu_seqlens: output.roll(1)),
+    ):
+        yield
+
+
+@contextmanager
+def labels_rolled_on_each_cp_rank() -> Iterator[None]:
+    """The tokens are cut before the labels are shifted: the last token of a chunk is asked for the first of another."""
+    from megappo.trainer import roles
+
+    class Shard:
+        """`roles` shifts, then cuts; this puts off the shift until after the cut."""
+
+        def __init__(self, tokens: Tensor) -> None:
+            self.tokens = tokens
+
+    def own_tokens(output: Any, x: Shard) -> Tensor:
+        return output.context.take(x.tokens).roll(-1)
+
+    with (
+        mock.patch.object(roles, "next_token_targets", lambda tokens, cu_seqlens: Shard(tokens)),
+        mock.patch("megappo.engine.base.ModelOutput.own_tokens", own_tokens),
+    ):
+        yield
+
+
+@contextmanager
+def normalised_per_micro_batch() -> Iterator[None]:
+    """Each micro-batch is divided by its own token count, and the micro-batches are averaged."""
+    from megappo.engine.megatron import MegatronEngine
+
+    right_pass, right_loss = MegatronEngine.forward_backward, MegatronEngine._compute_loss
+    num_micro_batches = [1]
+
+    def forward_backward(self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        num_micro_batches[0] = len(self._my_sequences(batch)) * self.groups.layout.dp
+        return right_pass(self, batch, *args, **kwargs)
+
+    def compute_loss(self: Any, loss_fn: Any, denominator: float, outputs: Any, micro: Any, raw: Tensor) -> Any:
+        if "weight" in micro.batch:
+            denominator = max(1.0, float(micro.batch["weight"].sum())) * num_micro_batches[0]
+        return right_loss(self, loss_fn, denominator, outputs, micro, raw)
+
+    with (
+        mock.patch.object(MegatronEngine, "forward_backward", forward_backward),
+        mock.patch.object(MegatronEngine, "_compute_loss", compute_loss),
+    ):
+        yield
+
+
+@contextmanager
+def whitened_on_each_rank() -> Iterator[None]:
+    """Every rank takes mean and deviation of its own share of the sequences."""
+    from megappo.trainer import shaping
+
+    right = shaping.whiten_apply
+
+    def whiten_apply(advantage: Tensor, mask: Tensor, moments: Tensor) -> Tensor:
+        mine = torch.zeros_like(mask)
+        mine.chunk(dist.get_world_size())[dist.get_rank()].fill_(True)
+        inside = advantage[mask & mine].double()
+        own = torch.stack([torch.tensor(float(inside.numel()), dtype=torch.float64), inside.sum(), inside.square().sum()])
+        return right(advantage, mask, own)
+
+    with mock.patch.object(shaping, "whiten_apply", whiten_apply):
+        yield
+
+
+def forgotten_all_reduce(part: str) -> Callable[[], Any]:
+    """Under sequence parallel each tp rank sees its own tokens; the gradient of a replicated weight with `part` in its name stays so."""
+
+    @contextmanager
+    def fault() -> Iterator[None]:
+        from megappo.models import build
+
+        right = build._mark_sharded
+
+        def forget(model: torch.nn.Module) -> None:
+            right(model)
+            for name, parameter in model.named_parameters():
+                if part in name:
+                    parameter.sequence_parallel = False
+
+        with mock.patch.object(build, "_mark_sharded", forget):
+            yield
+
+    return fault
+
+
+FAULTS: dict[str, Callable[[], Any]] = {
+    "no right shift": no_right_shift,
+    "temperature on values": temperature_on_values,
+    "labels rolled over the pack": labels_rolled_over_the_pack,
+    "labels rolled on each cp rank": labels_rolled_on_each_cp_rank,
+    "normalised per micro-batch": normalised_per_micro_batch,
+    "whitened on each rank": whitened_on_each_rank,
+    "forgotten all-reduce of norms": forgotten_all_reduce("layernorm"),
+    "forgotten all-reduce of the router": forgotten_all_reduce("router"),
+    "forgotten all-reduce of the value head": forgotten_all_reduce("value_head"),
+}

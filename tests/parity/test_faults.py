@@ -1,0 +1,67 @@
+"""Negative controls: every mistake of `faults.py` turns the comparison red, and by far more than the tolerance."""
+
+from __future__ import annotations
+
+import pytest
+
+from megappo.verify.compare import compare
+from tests.parity.matrix import SP, Case, measure_case, roles_of
+from tests.parity.test_layouts import BASELINE
+from tests.parity.test_oracle import TOLERANCE, differences
+from tests.worlds import spawn_world
+
+# Mistakes that all layouts share show against the step written out; fault -> quantity that gives it away.
+SHARED = {
+    "no right shift": "values",
+    "temperature on values": "values",
+    "labels rolled over the pack": "logprobs",
+}
+# Others show between layouts: fault -> (model, layout of two ranks, (role, quantity)).
+BETWEEN: dict[str, tuple[str, Case, tuple[str, str]]] = {
+    "labels rolled on each cp rank": ("llama", {"cp": 2}, ("policy", "logprobs")),
+    "normalised per micro-batch": ("llama", {}, ("critic", "gradients")),
+    "whitened on each rank": ("llama", {}, ("experience", "advantages")),
+    "forgotten all-reduce of norms": ("llama", SP, ("policy", "gradients")),
+    "forgotten all-reduce of the router": ("qwen3_moe", {**SP, "ep": 2}, ("policy", "gradients")),
+    "forgotten all-reduce of the value head": ("llama", SP, ("critic", "gradients, copies")),
+}
+
+
+def measure_with_fault(rank: int, folder: str, case: Case, name: str):
+    from megappo.platform import cpu
+    from tests.parity.faults import FAULTS
+
+    cpu.install()
+    with roles_of(case) as roles, FAULTS[name]():
+        return measure_case(folder, roles)
+
+
+def measure_all(rank: int, jobs: list[tuple[str, Case, str]]):
+    return {name: measure_with_fault(rank, folder, case, name) for folder, case, name in jobs}
+
+
+@pytest.fixture(scope="module")
+def faulty(models):
+    """fault -> Measured with it."""
+    alone = spawn_world(measure_all, 1, [(str(models["llama"]), {}, name) for name in SHARED])[0]
+    jobs = [(str(models[model]), case, name) for name, (model, case, _) in BETWEEN.items()]
+    return {**alone, **spawn_world(measure_all, 2, jobs)[0]}
+
+
+@pytest.mark.parametrize("fault", SHARED)
+def test_a_mistake_in_every_layout_is_noticed_by_the_step_written_out(faulty, expected, fault: str) -> None:
+    found = dict(differences(faulty[fault], expected["llama"]))
+    assert found[SHARED[fault]] > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize("fault", BETWEEN)
+def test_a_mistake_in_one_layout_is_noticed_between_layouts(faulty, measured, fault: str) -> None:
+    model, _, quantity = BETWEEN[fault]
+    by_quantity = {(d.role, d.quantity): d for d in compare(faulty[fault], measured[1][model][BASELINE])}
+    assert by_quantity[quantity].relative > 100 * by_quantity[quantity].tolerance
+
+
+def test_no_right_shift_is_invisible_between_layouts(faulty, measured) -> None:
+    """Why the step written out is needed: its gradients are finite, its loss falls, and every layout would agree with it."""
+    found = {(d.role, d.quantity): d for d in compare(faulty["no right shift"], measured[1]["llama"][BASELINE])}
+    assert found["policy", "logprobs"].agrees and not found["critic", "values"].agrees
