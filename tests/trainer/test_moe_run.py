@@ -1,0 +1,113 @@
+"""Complete PPO steps of models that are more than a dense transformer, with vLLM in the loop: experts, and sliding windows.
+
+Every step compares the sampler's probabilities with the trainer's; from the second step on they are those of weights that were trained
+and pushed. The third run leaves the pushes out, to show that the comparison would notice.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from tests.trainer.small_run import run_many, small_config, write_small_task
+from tests.worlds import spawn_world
+
+STEPS = 3
+AGREEMENT = 1e-5  # of probabilities, fp32
+_SIZES = dict(
+    vocab_size=32, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, head_dim=32,
+    max_position_embeddings=64, bos_token_id=1, eos_token_id=2, pad_token_id=0, initializer_range=0.1,
+)  # fmt: skip
+EXPERTS = dict(moe_intermediate_size=24, num_experts=8, num_experts_per_tok=2, norm_topk_prob=True)
+WINDOW = 4
+TP_SP_EP = {"tp": 2, "sequence_parallel": True, "ep": 2}
+
+
+def write_models(folder: Path) -> None:
+    """moe/ and window/ below `folder`, each with the small task's tokenizer beside it."""
+    write_small_task(folder)
+    torch.manual_seed(0)
+    models = {
+        "moe": transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**_SIZES, **EXPERTS)),
+        "window": transformers.MistralForCausalLM(transformers.MistralConfig(**_SIZES, sliding_window=WINDOW)),
+    }
+    for name, model in models.items():
+        model.save_pretrained(folder / name)
+        shutil.copy(folder / "model" / "tokenizer.model", folder / name)
+
+
+def config_of(folder: Path, name: str, model: str, **overrides: Any) -> dict[str, Any]:
+    return small_config(folder, name, steps=STEPS, **{
+        "policy.model": str(folder / model), "policy.optimizer.lr": 5e-3, "critic.optimizer.lr": 5e-3, "trainer.eval_every": 0, **overrides,
+    })
+
+
+def run_all(rank: int, runs: list[tuple[dict[str, Any], bool]], stale: list[tuple[dict[str, Any], bool]]) -> None:
+    """The runs as they are, then those in `stale` with an engine that keeps the weights of its first push."""
+    from megappo.bridge.sync import WeightSync
+
+    run_many(rank, runs)
+    real = WeightSync.push
+
+    def push_once(sync: WeightSync, version: int, verify: bool = True) -> dict[str, float]:
+        if sync._engine._version is None:
+            return real(sync, version, verify)
+        sync._engine.weights_changed(version)
+        return {"seconds": 0.0}
+
+    WeightSync.push = push_once
+    run_many(rank, stale)
+    WeightSync.push = real
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("moe")
+    write_models(folder)
+    moe = {"policy.parallel": {"ep": 2}, "policy.router_aux_coef": 0.01, "critic.parallel": TP_SP_EP, "critic.router_aux_coef": 0.01}
+    window = {"policy.parallel": {"cp": 2}, "critic.parallel": {"pp": 2}, "rollout.tp": 2}
+    runs = [(config_of(folder, "moe", "moe", **moe), False), (config_of(folder, "window", "window", **window), False)]
+    stale = [(config_of(folder, "stale", "moe", **moe, **{"rollout.max_prob_diff": 1.0}), False)]
+    spawn_world(run_all, 2, runs, stale, timeout_s=400)
+    return folder
+
+
+def steps_of(folder: Path, name: str) -> list[dict[str, Any]]:
+    rows = [json.loads(line) for line in (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if "policy/loss" in row]
+
+
+@pytest.mark.parametrize("name", ["moe", "window"])
+def test_the_sampler_follows_the_trained_policy(runs: Path, name: str) -> None:
+    rows = steps_of(runs, name)
+    assert len(rows) == STEPS
+    for row in rows:
+        assert row["rollout/prob_diff_max"] < AGREEMENT
+        assert row["policy/grad_norm"] > 0 and row["critic/grad_norm"] > 0 and row["policy/skipped_updates"] == 0
+
+
+def test_weights_that_are_not_pushed_would_show(runs: Path) -> None:
+    first, *later = steps_of(runs, "stale")
+    assert first["rollout/prob_diff_max"] < AGREEMENT
+    assert all(row["rollout/prob_diff_max"] > 100 * AGREEMENT for row in later)
+
+
+def test_the_load_of_the_experts_is_logged(runs: Path) -> None:
+    for row in steps_of(runs, "moe"):
+        for role in ("policy", "critic"):
+            assert 0 < row[f"{role}/expert_max_violation"] <= EXPERTS["num_experts"] / EXPERTS["num_experts_per_tok"] - 1
+            assert 0 <= row[f"{role}/experts_idle"] < 1
+            # One for each of the two layers when the experts of every sequence are used evenly.
+            assert row[f"{role}/balance_loss"] > 1.5
+    assert not [name for row in steps_of(runs, "window") for name in row if "expert" in name]
+
+
+def test_a_window_hides_part_of_every_prompt(runs: Path) -> None:
+    """Otherwise the run would say nothing about windows."""
+    assert min(row["lengths/prompt_mean"] for row in steps_of(runs, "window")) > WINDOW
