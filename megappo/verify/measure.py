@@ -72,6 +72,8 @@ def measure(
     the distributed optimizer leaves each rank with the reduced sum of its own shard only. The factor of the KL stays at its first
     value.
     """
+    sharded = config.policy.optimizer.distributed or config.critic.optimizer.distributed
+    assert not (gradients and sharded), "gradients are gathered without the distributed optimizer"
     roles = _Roles(config, groups, sum(batch.num_sequences for batch in rollouts), device, implementation, gradients)
     shaping, cut = advantage_shaping(config.algorithm), mini_batches(config)
     measured = roles.measures
