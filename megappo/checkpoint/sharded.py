@@ -69,9 +69,9 @@ def save_sharded(state: dict[str, Any], directory: Path) -> None:
 def load_sharded(state: dict[str, Any], directory: Path, *, passed_over: tuple[str, ...] = ()) -> dict[str, Any]:
     """Fill the sharded description `state` from a directory that `save_sharded` wrote, whatever layout it was written in.
 
-    Collective. ValueError where the model has other tensors or shapes than the checkpoint. passed_over: beginnings of the keys that
-    the checkpoint may have and `state` not; of tensors nothing else is left out. Extra state, which TransformerEngine's modules have where
-    others have none, is empty without FP8: it is taken where both sides have it.
+    Collective. ValueError where the model has other tensors or shapes than the checkpoint. passed_over: beginnings of the keys
+    that the checkpoint may have and `state` not; of tensors nothing else is left out. Extra state, which TransformerEngine's
+    modules have where others have none, is empty without FP8: it is taken where both sides have it.
     """
     held = {entry.key for entry in _SafeShardedStrategy().load_sharded_metadata(directory).values()}
     _keep_own_extra_state(state, held)
@@ -97,7 +97,7 @@ def _keep_own_extra_state(state: dict[str, Any], held: set[str]) -> None:
 
 
 def _require_same_keys(state: dict[str, Any], held: set[str], directory: Path, passed_over: tuple[str, ...]) -> None:
-    """ValueError on every rank alike. Megatron-core's own check raises on the ranks that miss something; the others wait for them."""
+    """ValueError on every rank alike. Megatron-core's own check raises on the ranks that miss something, the others wait."""
     mine = sorted({entry.key for entry in nested_values(state) if isinstance(entry, ShardedBase)})
     wanted = {key for theirs in on_every_rank("describing the model", lambda: mine) for key in theirs}
     surplus = {key for key in held - wanted if not key.startswith(passed_over) and not key.endswith(_EXTRA_STATE)}

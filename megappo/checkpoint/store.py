@@ -190,15 +190,17 @@ class CheckpointStore:
     def load_weights(self, name: str, engine: StatefulEngine, step: Optional[int] = None, *, with_head: bool = True) -> int:
         """Weights of one engine, without optimizer, from checkpoint `step` (default: the newest valid one); returns the step.
 
-        Works for `save_only_model` checkpoints and in any layout. Without `with_head` the engine keeps its own head, and the checkpoint
-        may have another one or none: a critic takes a policy's layers. ValueError where there is no such valid checkpoint or engine.
+        Works for `save_only_model` checkpoints and in any layout. Without `with_head` the engine keeps its own head, and the
+        checkpoint may have another one or none: a critic takes a policy's layers. ValueError where there is no such valid
+        checkpoint or engine.
         """
         manifest = self._newest_verified() if step is None else self._verified(step)
         source = self._directory.step_path(manifest.step) / "megatron" / name
         if not on_rank_zero("looking for the weights", source.is_dir):
             raise ValueError(f"{source} does not exist: the checkpoint holds no {name}")
         state = engine.state_to_load(with_optimizer=False, with_head=with_head)
-        engine.load_state(load_sharded(state, source, passed_over=(OPTIMIZER,) if with_head else (OPTIMIZER, *engine.head_names)))
+        passed_over = (OPTIMIZER,) if with_head else (OPTIMIZER, *engine.head_names)
+        engine.load_state(load_sharded(state, source, passed_over=passed_over))
         return manifest.step
 
     def _verified(self, step: int) -> Manifest:

@@ -340,7 +340,7 @@ class MegatronEngine:
     def state_to_load(self, *, with_optimizer: bool, with_head: bool = True) -> dict[str, Any]:
         """Sharded description of what `load_state` takes, to be filled by the checkpoint reader.
 
-        Without `with_head` the head stays as it is: the reader puts the model's own tensor where it finds a LocalNonpersistentObject.
+        Without `with_head` the head stays as it is: for a LocalNonpersistentObject the reader gives back the model's own tensor.
         """
         state = self._sharded_state(with_optimizer=with_optimizer, is_loading=True)
         for weights in () if with_head else state["model"].values():

@@ -44,8 +44,8 @@ def prepare(
 ) -> Prepared:
     """Check a run completely without building anything. ValueError, one line, with the first thing that cannot work.
 
-    device_memory: bytes of one GPU; None where it is not known, and then nothing is refused for its size. resume: the run goes on from its
-    own checkpoint, and what only its start needs may be gone.
+    device_memory: bytes of one GPU; None where it is not known, and then nothing is refused for its size. resume: the run goes on
+    from its own checkpoint, and what only its start needs may be gone.
     """
     notes = check_config(config, explicit_keys(config), world_size, device)
     _check_names(config)

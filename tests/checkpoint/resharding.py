@@ -17,13 +17,12 @@ from . import runs
 DENSE_POLICY = ("tp2", "pp2", "pp2 vpp2", "pp2 uneven", "dp2", "cp2", "tp2")
 DENSE_CRITIC = ("pp2", "dp2", "cp2", "tp2", "pp2 vpp2", "pp2 uneven", "pp2")
 EXPERTS_POLICY = ("ep2", "tp2 sp etp2", "pp2 vpp2", "tp2 sp ep2", "dp2", "ep2")
-EXPERTS_CRITIC = ("pp2", "ep2", "tp2 sp", "pp2 uneven", "cp2", "tp2 sp ep2", "pp2")
+EXPERTS_CRITIC = ("pp2", "ep2", "tp2 sp", "cp2", "pp2")
 BF16 = {"dtype": torch.bfloat16}
 PLAIN = {"distributed": False}
 # name -> (role is critic, layouts, options of runs.engine)
 CHAINS = {
     "policy bf16": (False, DENSE_POLICY, {"tied": True, **BF16}),
-    "policy fp32 plain optimizer": (False, DENSE_POLICY, {"tied": True, **PLAIN}),
     "critic fp32 plain optimizer": (True, DENSE_CRITIC, PLAIN),
     "policy with experts fp32": (False, EXPERTS_POLICY, {"experts": True}),
     "critic with experts bf16": (True, EXPERTS_CRITIC, {"experts": True, **BF16}),
@@ -31,8 +30,8 @@ CHAINS = {
 
 
 def chain(critic, names, options):
-    """Through a chain of layouts and back: weights and optimizer against the oracle on each hop, this rank's own bits at the end.
-    Every other hop has the other kind of optimizer.
+    """Through a chain of layouts and back, every other hop with the other kind of optimizer: weights and optimizer against the
+    oracle on each hop, this rank's own bits at the end.
     """
     kind = options.get("distributed", True)
 
@@ -83,7 +82,7 @@ def critic_from_checkpoint(layouts, place):
         engine.save_state(with_optimizer=True)  # creates the moments
         return whole_state(engine, layouts[layout])
 
-    sources = {role: weights(one, layouts[layout]) for role, one, layout in (("policy", policy, "ep2"), ("critic", critic, "pp2 vpp2"))}
+    sources = {"policy": weights(policy, layouts["ep2"]), "critic": weights(critic, layouts["pp2 vpp2"])}
     own_head = weights(runs.engine(layouts["dp2"], critic=True, seed=9, **options), layouts["dp2"])[HEAD]
     from_critic, from_policy = start("cp2", "critic", dtype=torch.float32), start("pp2 uneven", "policy")
     shifted = start("dp2", "policy", shift_experts)
@@ -106,7 +105,7 @@ def critic_from_checkpoint(layouts, place):
 
 
 def other_implementation(layouts, place):
-    """TransformerEngine's norms have an extra state that ours lack: a checkpoint with one less, and one more, than the model asks for."""
+    """A checkpoint that has one extra state less, and one more, than the model asks for, as with TransformerEngine's norms."""
     kept, written = runs.store(place), runs.engine(layouts["pp2"], critic=False)
     kept.save(1, {"policy": written}, {}, runs.FACTS)
     engine = runs.engine(layouts["tp2"], critic=False, seed=9)
@@ -258,10 +257,10 @@ def assemble(mine, engine, groups):
 
     arch, critic = engine.chunks[0].arch, engine.name == "critic"
     held = [
-        (piece.hf, piece.box, as_2d(mine[piece.local])[piece.row : piece.row + piece.box.rows, piece.col : piece.col + piece.box.cols].clone())
+        (piece.hf, box, as_2d(mine[piece.local])[piece.row : piece.row + box.rows, piece.col : piece.col + box.cols].clone())
         for piece in megatron_pieces(arch, groups.layout, dist.get_rank(), critic)
-        if piece.local in mine
-    ]  # fmt: skip
+        if piece.local in mine and (box := piece.box)
+    ]
     whole = {name: torch.full(shape, torch.nan) for name, shape in hf_tensors(arch, critic).items()}
     for theirs in runs.gathered(held):
         for name, box, values in theirs:
@@ -275,7 +274,8 @@ def assemble(mine, engine, groups):
 
 
 def differing_tensors(wanted, found):
-    return sorted(name for name in wanted.keys() | found.keys() if name not in found or name not in wanted or not torch.equal(wanted[name], found[name]))
+    lonely = wanted.keys() ^ found.keys()
+    return sorted(lonely | {name for name in wanted.keys() & found.keys() if not torch.equal(wanted[name], found[name])})
 
 
 def rounds_to_weight(whole, name):

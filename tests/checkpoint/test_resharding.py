@@ -1,4 +1,4 @@
-"""What one layout writes another one reads, weights and optimizer alike. The cases run in `resharding.py`, on the store's two ranks."""
+"""What one layout writes another one reads, weights and optimizer alike. The cases run in `resharding.py`, in the store's world."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`critic.checkpoint`: a run whose critic starts from another run's critic or policy, in another layout; real runs of one PPO step."""
+"""`critic.checkpoint`: a run whose critic starts from another run's critic or policy, in another layout; runs of one PPO step."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ def runs_and_weights(rank: int, folder: str) -> dict[str, Weights]:
     # A resumed run takes its own critic: nobody looks for what the key names.
     resumed = config("from_policy", steps=2, **body, **{"critic.checkpoint": f"{source}/checkpoints/step-99"})
     run_many(rank, [(first, False), (from_critic, False), (from_policy, False), (resumed, True)])
-    wanted = [("source", "critic", 1), ("source", "policy", 1), ("from_critic", "critic", 1), ("from_policy", "critic", 1), ("from_policy", "critic", 2)]
-    return {f"{run} {role} {step}": weights_of(place, run, role, step) for run, role, step in wanted}
+    wanted = ("source critic 1", "source policy 1", "from_critic critic 1", "from_policy critic 1", "from_policy critic 2")
+    return {name: weights_of(place, *name.split()) for name in wanted}
 
 
-def weights_of(place: Path, run: str, role: str, step: int) -> Weights:
+def weights_of(place: Path, run: str, role: str, step: str) -> Weights:
     from megappo.checkpoint.store import CheckpointStore
     from megappo.config.schema import RoleConfig
     from megappo.engine.build import build_frozen
@@ -55,7 +55,7 @@ def weights_of(place: Path, run: str, role: str, step: int) -> Weights:
     path, groups = str(place / "model"), build_groups(ParallelLayout(dist.get_world_size()))
     config, device = RoleConfig(dtype="fp32"), torch.device("cpu")
     engine = build_frozen(role, path, read_arch(path), config, groups, device=device, value_head=role == "critic")
-    CheckpointStore(place / "runs" / run / "checkpoints", keep_last=1).load_weights(role, engine, step)
+    CheckpointStore(place / "runs" / run / "checkpoints", keep_last=1).load_weights(role, engine, int(step))
     return {name: parameter.detach() for name, parameter in engine.named_parameters().items()}
 
 
