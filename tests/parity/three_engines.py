@@ -28,6 +28,8 @@ from megappo.rollout.vllm_engine import VllmEngine
 from megappo.rollout.vllm_process import vllm_running
 from megappo.trainer.roles import LanguageModel
 
+from ..rollout.engines import garbage_kept, make_engine
+
 RANKS = 2
 VOCABULARY = 131
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
@@ -115,11 +117,7 @@ def continue_by_megatron(engine: Any) -> Tokens:
 
 @contextlib.contextmanager
 def vllm_with_weights(path: str, policy: Any, tp: int, dtype: str) -> Iterator[VllmEngine]:
-    engine = VllmEngine(
-        path, tp=tp, dtype=DTYPES[dtype], max_model_len=128, eos_token_ids=(), seed=0, device=torch.device("cpu"), max_num_seqs=16,
-        kv_cache_gib=1 / 32,
-    )
-    with contextlib.closing(engine):
+    with contextlib.closing(make_engine(path, tp, dtype=DTYPES[dtype], max_model_len=128)) as engine:
         engine.connect(policy.named_parameters, read_arch(path), policy.groups.layout)
         engine.push_weights(1)
         yield engine
@@ -213,8 +211,9 @@ def in_world(rank: int, folder: str, cases: Mapping[str, Case], wrong: Sequence[
     cpu.install()
     worlds = Worlds()
     root = Path(folder)
-    return {
-        "fp32": {name: run_fp32(str(root / name), case, worlds) for name, case in cases.items()},
-        "bf16": {name: run_bf16(str(root / name), case, worlds) for name, case in cases.items()},
-        "wrong": {other: run_wrong(str(root / name), str(root / other), worlds) for name, other in wrong},
-    }
+    with garbage_kept():
+        return {
+            "fp32": {name: run_fp32(str(root / name), case, worlds) for name, case in cases.items()},
+            "bf16": {name: run_bf16(str(root / name), case, worlds) for name, case in cases.items()},
+            "wrong": {other: run_wrong(str(root / name), str(root / other), worlds) for name, other in wrong},
+        }

@@ -28,6 +28,7 @@ from ..bridge.engines import layout_mistakes, read_checkpoint
 from ..engine.runs import recorded_batch
 from ..models.checkpoints import write_checkpoint
 from ..worlds import spawn_world
+from .engines import garbage_kept, make_engine
 
 RANKS = 2
 TOLERANCE = 1e-4  # fp32; measured at most 3e-6 here, a wrong expert gives 1e-1 and more
@@ -60,13 +61,6 @@ def requests() -> list[Request]:
     rng = random.Random(4)
     lengths = [rng.randint(3, 30) for _ in range(5)] + [170, 170]
     return [Request(tuple(rng.randrange(3, 131) for _ in range(n)), seed=i) for i, n in enumerate(lengths)]
-
-
-def make_engine(path: str, tp: int) -> VllmEngine:
-    return VllmEngine(
-        path, tp=tp, dtype=torch.float32, max_model_len=256, eos_token_ids=(), seed=0, device=torch.device("cpu"), max_num_seqs=16,
-        kv_cache_gib=1 / 32,
-    )
 
 
 def make_policy(path: str, layout: ParallelLayout) -> Any:
@@ -217,7 +211,8 @@ def kept_expert_kernels() -> Iterator[None]:
 
 def in_world(rank: int, folder: str) -> dict[str, Any]:
     cpu.install()
-    return {name: run_case(rank, f"{folder}/{name}", name) for name in CASES}
+    with garbage_kept():
+        return {name: run_case(rank, f"{folder}/{name}", name) for name in CASES}
 
 
 # ----------------------------------------------------------------------------------------------------------------- tests

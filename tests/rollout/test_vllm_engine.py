@@ -31,6 +31,7 @@ from ..bridge.engines import layout_mistakes, policy_tensors
 from ..data.tokenizer_files import write_hf_tokenizer
 from ..models.checkpoints import write_checkpoint
 from ..worlds import spawn_world
+from .engines import garbage_kept, make_engine
 
 RANKS = 2
 TOLERANCE = 1e-4  # fp32; BRIDGE measured at most 3e-5 on peaky logits, a wrong slice gives 1e-1 and more
@@ -91,14 +92,6 @@ def is_greedy(model: torch.nn.Module, requests: list[Request], responses: list[R
         if best.tolist() != list(response.tokens):
             return False
     return True
-
-
-def make_engine(path: str, tp: int, **changes: Any) -> VllmEngine:
-    values = dict(
-        tp=tp, dtype=torch.float32, max_model_len=256, eos_token_ids=(), seed=0, device=torch.device("cpu"), max_num_seqs=16,
-        kv_cache_gib=1 / 32,
-    )
-    return VllmEngine(path, **{**values, **changes})
 
 
 class Policy:
@@ -353,8 +346,9 @@ def other_vllm() -> str:
 
 def in_world(rank: int, folder: str) -> dict[str, Any]:
     process = run_process(folder)  # first, as its engine imports vLLM
-    cases = {name: process if name == "llama to tp2" else run_case(rank, folder, name) for name in CASES}
-    return {"process": process, "cases": cases, "tokenized": run_tokenized(folder)}
+    with garbage_kept():
+        cases = {name: process if name == "llama to tp2" else run_case(rank, folder, name) for name in CASES}
+        return {"process": process, "cases": cases, "tokenized": run_tokenized(folder)}
 
 
 # ----------------------------------------------------------------------------------------------------------------- tests
