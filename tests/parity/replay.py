@@ -1,0 +1,92 @@
+"""Twenty PPO steps from the same recorded rollouts: parameters at the end across layouts, and curves against a golden file.
+
+`python -m tests.parity.replay` writes the golden file anew; a change of it needs a reason in the commit.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any, Mapping
+
+import torch
+import torch.distributed as dist
+
+from megappo.verify.recording import record_rollouts
+from tests.parity.matrix import SEQUENCES, SP, VOCABULARY, Case, measure_case, roles_of, title, write_models
+from tests.worlds import spawn_world
+
+STEPS = 20
+GOLDEN = Path(__file__).with_name("golden.json")
+REPLAYED: dict[str, dict[int, list[Case]]] = {
+    "llama": {1: [{}], 2: [{}, SP, {"pp": 2, "vpp": 2}, {"cp": 2}, ({"tp": 2}, {"pp": 2})], 4: [{**SP, "cp": 2}, {"pp": 2, "vpp": 2}]},
+    "qwen3_moe": {1: [{}], 2: [{**SP, "ep": 2}], 4: [{"ep": 2, "pp": 2}]},
+}
+SHARDED = {"policy__optimizer__distributed": True, "critic__optimizer__distributed": True}
+Curves = dict[str, list[float]]
+
+
+def replay_world(rank: int, folders: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    """model -> title -> Measured over all steps, with the distributed optimizer."""
+    from megappo.platform import cpu
+
+    cpu.install()
+    size = dist.get_world_size()
+    rollouts = record_rollouts(STEPS, sequences=SEQUENCES, vocab_size=VOCABULARY)
+    measured: dict[str, dict[str, Any]] = {model: {} for model in folders}
+    for model, folder in folders.items():
+        for case in REPLAYED[model].get(size, []):
+            with roles_of(case) as roles:
+                measured[model][title(case, size)] = measure_case(folder, roles, SHARDED, rollouts, gradients=False)
+    return measured
+
+
+def kl_world(rank: int, folder: str, cases: list[Case]) -> dict[str, list[tuple[float, float]]]:
+    """title -> for two steps (largest |log pi - log pi_ref|, mean k3 estimate) on sampled tokens; the reference is the first policy."""
+    from megappo.platform import cpu
+
+    cpu.install()
+    rollouts = record_rollouts(2, sequences=SEQUENCES, vocab_size=VOCABULARY)
+    changes = {"reference__model": str(Path(folder) / "policy")}
+    found: dict[str, list[tuple[float, float]]] = {}
+    for case in cases:
+        with roles_of(case) as roles:
+            measured = measure_case(folder, roles, changes, rollouts, gradients=False, parameters=False)
+        rows = []
+        for rollout, logprob, ref in zip(
+            rollouts, measured["policy"].values["logprobs"], measured["reference"].values["logprobs"], strict=True
+        ):
+            d = (logprob - ref)[rollout["response_mask"]]
+            rows.append((float(d.abs().max()), float((torch.expm1(-d) + d).mean())))
+        found[title(case, dist.get_world_size())] = rows
+    return found
+
+
+def curves(measured: Any) -> Curves:
+    """What a user watches, one number for each step."""
+    out: Curves = {}
+    for role in ("policy", "critic"):
+        out[f"{role}/loss"] = [float(step.mean()) for step in measured[role].values["loss"]]
+        out[f"{role}/grad_norm"] = [float(step.mean()) for step in measured[role].values["gradient norm"]]
+    out["policy/approx_kl"] = [float(step.mean()) for step in measured["policy"].metrics["approx_kl_sum"]]
+    out["reward/shaped_sum"] = [float(step.sum()) for step in measured["experience"].values["rewards"]]
+    out["critic/value_mean"] = [float(step.mean()) for step in measured["critic"].values["values"]]
+    return out
+
+
+def write_golden() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        folders = {model: str(Path(folder, model)) for model in REPLAYED}
+        for model in folders:
+            write_models(Path(folders[model]), model)
+        (alone,) = spawn_world(replay_world, 1, folders)
+    golden = {
+        model: {name: [float(f"{value:.7g}") for value in values] for name, values in curves(found["tp1 pp1 dp1"]).items()}
+        for model, found in alone.items()
+    }
+    GOLDEN.write_text(json.dumps(golden, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write_golden()
