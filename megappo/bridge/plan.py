@@ -56,16 +56,25 @@ def make_plan(
     held = _holders(sources)
     sent: dict[int, int] = defaultdict(int)
     plan: list[Move] = []
+    cut: dict[tuple[str, Box], list[tuple[Box, Holders]]] = {}  # replicas of the engine want the same boxes
     for dst in sorted(destinations):
         for piece in destinations[dst]:
-            parts = [(box, holders) for source, holders in held.get(piece.hf, {}).items() if (box := source.intersect(piece.box))]
-            check_tiling(piece.box, [box for box, _ in parts], f"{piece.hf} -> {piece.local} of rank {dst}")
-            for box, holders in sorted(parts, key=lambda part: part[0]):
+            wanted = piece.hf, piece.box
+            if wanted not in cut:
+                cut[wanted] = _parts(piece, held.get(piece.hf, {}), f"{piece.hf} -> {piece.local} of rank {dst}")
+            for box, holders in cut[wanted]:
                 src = _choose(holders, dst, sent, ranks_per_node)
                 if src != dst:
                     sent[src] += box.area * itemsize
                 plan.append(_move(src, dst, box, holders[src], piece))
     return plan
+
+
+def _parts(piece: Piece, held: Mapping[Box, Holders], what: str) -> list[tuple[Box, Holders]]:
+    """The boxes of which a destination piece is put together, in order, each with its holders."""
+    parts = [(box, holders) for source, holders in held.items() if (box := source.intersect(piece.box))]
+    check_tiling(piece.box, [box for box, _ in parts], what)
+    return sorted(parts, key=lambda part: part[0])
 
 
 def _holders(sources: Mapping[int, Sequence[Piece]]) -> dict[str, dict[Box, Holders]]:
