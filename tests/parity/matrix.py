@@ -45,7 +45,12 @@ EXPERTS: dict[int, list[Case]] = {
         ({**SP, "ep": 2, "etp": 2}, {"cp": 2, "ep": 2, "pp": 2}),
     ],
 }  # fmt: skip
-MODELS: dict[str, dict[int, list[Case]]] = {"llama": DENSE, "qwen3_moe": EXPERTS}
+# Tied embeddings live on both ends of a pipeline, and the critic's are not tied.
+TIED: dict[int, list[Case]] = {2: [{"pp": 2}, {"pp": 2, "vpp": 2}, SP], 4: [{**SP, "pp": 2}]}
+WINDOW: dict[int, list[Case]] = {2: [{"cp": 2}, {"tp": 2}], 4: [{"cp": 2, "pp": 2}]}
+MODELS: dict[str, dict[int, list[Case]]] = {
+    "llama": DENSE, "qwen3_moe": EXPERTS, "llama3_tied": TIED, "mistral_window": WINDOW,
+}  # fmt: skip
 # Layouts by world size in which VARIANTS are run too.
 VARIED: dict[str, dict[int, list[Case]]] = {
     "llama": {1: [{}], 2: [{}, {"cp": 2}, {"pp": 2, "vpp": 2}], 4: []},
@@ -54,12 +59,13 @@ VARIED: dict[str, dict[int, list[Case]]] = {
 
 SEQUENCES = 8
 VOCABULARY = 131
-# Changes of the configuration that must not change the numbers.
+# Changes of the configuration that must not change the numbers; bf16 by no more than its rounding.
 VARIANTS: dict[str, dict[str, Any]] = {
     "one sequence": {"policy__micro_batch_tokens": 1, "critic__micro_batch_tokens": 1, "reference__micro_batch_tokens": 1},
     "whole batch": {"policy__micro_batch_tokens": 10**6, "critic__micro_batch_tokens": 10**6, "reference__micro_batch_tokens": 10**6},
     "recompute selective": {"policy__recompute": "selective", "critic__recompute": "selective"},
     "recompute full": {"policy__recompute": "full", "critic__recompute": "full"},
+    "bf16": {f"{role}__dtype": "bf16" for role in ("policy", "critic", "reference")},
     "offload": {f"{role}__offload__{what}": True for role in ("policy", "critic") for what in ("parameters", "gradients", "optimizer")},
 }
 
@@ -123,7 +129,7 @@ def run_world(rank: int, folders: Mapping[str, str], variants: Mapping[str, Mapp
         for case in cases:
             with roles_of(case) as roles:
                 measured[model][title(case, size)] = measure_case(folder, roles)
-                for name, changes in variants.items() if case in VARIED[model][size] else ():
+                for name, changes in variants.items() if case in VARIED.get(model, {}).get(size, []) else ():
                     measured[model][f"{title(case, size)}, {name}"] = measure_case(folder, roles, changes)
     return measured
 

@@ -1,7 +1,7 @@
 """transformers, Megatron and vLLM on the same checkpoint: what a world of two ranks measures for `test_three_engines.py`.
 
-transformers (eager attention) reads the checkpoint by itself and is the oracle. Megatron imports it in several layouts; vLLM gets the
-weights over the bridge from the last of them. Every engine scores the same sequences and continues the same prompts greedily.
+transformers (eager attention) reads the checkpoint by itself and is the oracle. Megatron imports it in several layouts; vLLM gets
+the weights over the bridge from the last of them. Every engine scores the same sequences and continues the same prompts greedily.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ def run_fp32(path: str, case: Case, worlds: Worlds) -> dict[str, Any]:
 
 
 def run_bf16(path: str, case: Case, worlds: Worlds) -> dict[str, Any]:
-    """Errors against transformers in fp32 with the same rounded weights: of transformers itself in bf16, of Megatron and of vLLM."""
+    """Errors against transformers in fp32 with the same rounded weights: of transformers in bf16, of Megatron and of vLLM."""
     rounded = load_transformers(path, torch.bfloat16)
     own = score_by_transformers(rounded)
     exact = score_by_transformers(rounded.float())

@@ -1,0 +1,99 @@
+"""How sequences are laid out is no part of the result: order, padding, and a batch too small for all ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megappo.data.packing import PackedBatch
+from megappo.verify.compare import compare
+from megappo.verify.recording import record_rollouts
+from tests.parity.matrix import SEQUENCES, SP, VOCABULARY, Case, measure_case, roles_of, title
+from tests.parity.test_layouts import disagreements
+from tests.worlds import spawn_world
+
+# One mini-batch of everything, so that it is the same set in any order. The padding here is of the user's own making: it moves the
+# last token, which bootstraps, and is balanced over the experts like any other token. Padding of the engine does neither.
+WHOLE = {
+    "algorithm__mini_batch_size": SEQUENCES, "algorithm__ppo_epochs": 1, "algorithm__bootstrap_truncated": False,
+    "policy__router_aux_coef": 0.0, "critic__router_aux_coef": 0.0,
+}  # fmt: skip
+SINGLE = {"algorithm__mini_batch_size": 1, "algorithm__ppo_epochs": 2, "data__prompts_per_step": 1}
+PADDED_TO = 64
+CASES: dict[str, list[Case]] = {"llama": [{}, {"cp": 2}, SP, {"pp": 2, "vpp": 2}], "qwen3_moe": [{"ep": 2}, {**SP, "ep": 2}]}
+ORDER = list(reversed(range(SEQUENCES)))
+
+
+def recorded() -> PackedBatch:
+    return record_rollouts(1, sequences=SEQUENCES, vocab_size=VOCABULARY)[0]
+
+
+def arrangements() -> dict[str, tuple[PackedBatch, torch.Tensor]]:
+    """name -> (batch, where its tokens stand in the recorded order)"""
+    plain = recorded()
+    padded, real = plain.padded(sequence_multiple=PADDED_TO)
+    return {
+        "plain": (plain, torch.arange(plain.num_tokens)),
+        "reversed": (plain.select(ORDER), torch.argsort(plain.token_index(ORDER))),
+        "padded": (padded, real),
+    }
+
+
+def packing_world(rank: int, folders: dict[str, str]):
+    """model -> title -> arrangement -> Measured; "single" is one sequence for all ranks."""
+    from megappo.platform import cpu
+
+    cpu.install()
+    size = dist.get_world_size()
+    found: dict = {}
+    for model, folder in folders.items():
+        for case in CASES[model] if size > 1 else [{}]:
+            with roles_of(case) as roles:
+                by_name = {name: measure_case(folder, roles, WHOLE, [batch]) for name, (batch, _) in arrangements().items()}
+                one = record_rollouts(1, sequences=1, vocab_size=VOCABULARY, seed=5)
+                by_name["single"] = measure_case(folder, roles, SINGLE, one)
+            found.setdefault(model, {})[title(case, size)] = by_name
+    return found
+
+
+@pytest.fixture(scope="module")
+def packed(models):
+    folders = {model: str(models[model]) for model in CASES}
+    return {size: spawn_world(packing_world, size, folders)[0] for size in (1, 2)}
+
+
+RUNS = [pytest.param(m, 1, "tp1 pp1 dp1", id=f"{m}-alone") for m in CASES] + [
+    pytest.param(model, 2, title(case, 2), id=f"{model}-{title(case, 2)}") for model, cases in CASES.items() for case in cases
+]
+
+
+@pytest.mark.parametrize("arrangement", ["plain", "reversed", "padded"])
+@pytest.mark.parametrize("model, size, name", RUNS)
+def test_order_and_padding_change_nothing(packed, model: str, size: int, name: str, arrangement: str) -> None:
+    _, index = arrangements()[arrangement]
+    found, expected = packed[size][model][name][arrangement], packed[1][model]["tp1 pp1 dp1"]["plain"]
+    for role, quantity in (
+        ("policy", "logprobs"), ("policy", "entropies"), ("critic", "values"), ("experience", "advantages"), ("experience", "returns"),
+    ):  # fmt: skip
+        a, b = found[role].values[quantity][0][index], expected[role].values[quantity][0]
+        assert float(((a - b).abs() / b.abs().clamp(min=1)).max()) < 1e-5, quantity
+    for role in ("policy", "critic"):
+        for quantity in ("loss", "gradient norm"):
+            a, b = found[role].values[quantity][0], expected[role].values[quantity][0]
+            assert a.tolist() == pytest.approx(b.tolist(), rel=1e-5, abs=1e-5), (role, quantity)
+        for kind in ("gradients", "parameters"):
+            for tensor, b in getattr(expected[role], kind).tensors.items():
+                error = (getattr(found[role], kind).tensors[tensor] - b).abs().max() / b.abs().max()
+                assert float(error) < 1e-5, (role, kind, tensor)
+
+
+@pytest.mark.parametrize("model, size, name", RUNS[len(CASES) :])
+def test_a_batch_of_one_sequence_gives_the_same_and_every_rank_takes_part(packed, model: str, size: int, name: str) -> None:
+    """A rank without sequences runs through every collective: pipeline, all-to-all of the experts, gradients, metrics."""
+    assert disagreements(packed[size][model][name]["single"], packed[1][model]["tp1 pp1 dp1"]["single"]) == []
+
+
+def test_the_comparison_notices_a_wrong_order(packed) -> None:
+    found = packed[1]["llama"]["tp1 pp1 dp1"]
+    assert any(not d.agrees for d in compare(found["reversed"], found["plain"]))
