@@ -1,8 +1,8 @@
 """An engine to aim plans at, written twice: as tensors cut out of the checkpoint with cat and narrow, and as pieces.
 
 The tensor form follows vLLM's documentation of its parallel layers (column parallel rows, row parallel columns, KV heads
-replicated when there are fewer than ranks, vocabulary padded to a multiple of 64, the experts of a layer stacked) and shares no code
-with the bridge; it is the oracle.
+replicated when there are fewer than ranks, vocabulary padded to a multiple of 64, the experts of a layer stacked) and shares no
+code with the bridge; it is the oracle.
 """
 
 from __future__ import annotations

@@ -32,12 +32,14 @@ LAYOUTS = [
     (ParallelLayout(1), 1), (ParallelLayout(2, tp=2), 1), (ParallelLayout(2, tp=2), 2), (ParallelLayout(2, pp=2), 1),
     (ParallelLayout(4, tp=2, pp=2), 2), (ParallelLayout(4, pp=4), 4), (ParallelLayout(4, tp=4), 2),
     (ParallelLayout(8, tp=2, pp=2), 4), (ParallelLayout(8, tp=2, pp=2), 1), (ParallelLayout(4), 4),
-    (ParallelLayout(2, pp=2, vpp=2), 2), (ParallelLayout(2, pp=2, layers_per_stage=(3, 1)), 1), (ParallelLayout(4, tp=2, cp=2), 4),
-    (ParallelLayout(4, pp=2, vpp=2, layers_per_stage=(0, 2, 1, 1)), 2), (ParallelLayout(8, tp=2, cp=2, pp=2, vpp=2), 2),
+    (ParallelLayout(2, pp=2, vpp=2), 2), (ParallelLayout(2, pp=2, layers_per_stage=(3, 1)), 1),
+    (ParallelLayout(4, tp=2, cp=2), 4), (ParallelLayout(4, pp=2, vpp=2, layers_per_stage=(0, 2, 1, 1)), 2),
+    (ParallelLayout(8, tp=2, cp=2, pp=2, vpp=2), 2),
 ]
 EXPERT_LAYOUTS = [
-    (ParallelLayout(2, ep=2), 1), (ParallelLayout(2, etp=2), 2), (ParallelLayout(4, ep=4), 2), (ParallelLayout(4, ep=2, etp=2), 4),
-    (ParallelLayout(8, tp=2, pp=2, ep=2), 2), (ParallelLayout(8, cp=2, pp=2, vpp=2, ep=2, etp=2), 4),
+    (ParallelLayout(2, ep=2), 1), (ParallelLayout(2, etp=2), 2), (ParallelLayout(4, ep=4), 2),
+    (ParallelLayout(4, ep=2, etp=2), 4), (ParallelLayout(8, tp=2, pp=2, ep=2), 2),
+    (ParallelLayout(8, cp=2, pp=2, vpp=2, ep=2, etp=2), 4),
     (ParallelLayout(8, tp=4, ep=2, etp=1), 1),
 ]
 CASES = [

@@ -77,8 +77,8 @@ def test_greedy_tokens_are_decided_by_the_model(world, name):
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("engine", ["megatron", "vllm"])
 def test_bf16_rounds_no_worse_than_transformers_does(world, name, engine):
-    """Against fp32 with the same rounded weights, over 348 tokens. Measured: means 0.7 to 1.05 times, maxima 0.6 to 1.6 times those
-    of transformers, which are about 0.009 and 0.05 (0.26 where experts flip).
+    """Against fp32 with the same rounded weights, over 348 tokens. Measured: means 0.7 to 1.05 times, maxima 0.6 to 1.6 times
+    those of transformers, which are about 0.009 and 0.05 (0.26 where experts flip).
     """
     found = world["bf16"][name]
     own = found["transformers"]

@@ -22,7 +22,7 @@ def make_engine(path: str, tp: int, **changes: Any) -> VllmEngine:
 
 @contextlib.contextmanager
 def garbage_kept() -> Iterator[None]:
-    """vLLM collects garbage seven times in the life of an engine, 0.4 s each once everything is imported: two thirds of the tests' time."""
+    """vLLM collects garbage seven times in the life of an engine, 0.4 s each: two thirds of the time of such tests."""
     real, gc.collect = gc.collect, lambda *args: 0
     try:
         yield

@@ -1,7 +1,7 @@
 """Complete PPO steps of models that are more than a dense transformer, with vLLM in the loop: experts, and sliding windows.
 
-Every step compares the sampler's probabilities with the trainer's; from the second step on they are those of weights that were trained
-and pushed. The third run leaves the pushes out, to show that the comparison would notice.
+Every step compares the sampler's probabilities with the trainer's; from the second step on they are those of weights that were
+trained and pushed. The third run leaves the pushes out, to show that the comparison would notice.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from tests.worlds import spawn_world
 STEPS = 3
 AGREEMENT = 1e-5  # of probabilities, fp32
 _SIZES = dict(
-    vocab_size=32, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, head_dim=32,
-    max_position_embeddings=64, bos_token_id=1, eos_token_id=2, pad_token_id=0, initializer_range=0.1,
+    vocab_size=32, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
+    head_dim=32, max_position_embeddings=64, bos_token_id=1, eos_token_id=2, pad_token_id=0, initializer_range=0.1,
 )  # fmt: skip
 EXPERTS = dict(moe_intermediate_size=24, num_experts=8, num_experts_per_tok=2, norm_topk_prob=True)
 WINDOW = 4
@@ -44,7 +44,8 @@ def write_models(folder: Path) -> None:
 
 def config_of(folder: Path, name: str, model: str, **overrides: Any) -> dict[str, Any]:
     return small_config(folder, name, steps=STEPS, **{
-        "policy.model": str(folder / model), "policy.optimizer.lr": 5e-3, "critic.optimizer.lr": 5e-3, "trainer.eval_every": 0, **overrides,
+        "policy.model": str(folder / model), "policy.optimizer.lr": 5e-3, "critic.optimizer.lr": 5e-3, "trainer.eval_every": 0,
+        **overrides,
     })
 
 
@@ -70,7 +71,8 @@ def run_all(rank: int, runs: list[tuple[dict[str, Any], bool]], stale: list[tupl
 def runs(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("moe")
     write_models(folder)
-    moe = {"policy.parallel": {"ep": 2}, "policy.router_aux_coef": 0.01, "critic.parallel": TP_SP_EP, "critic.router_aux_coef": 0.01}
+    moe = {"policy.parallel": {"ep": 2}, "critic.parallel": TP_SP_EP}
+    moe |= {"policy.router_aux_coef": 0.01, "critic.router_aux_coef": 0.01}
     window = {"policy.parallel": {"cp": 2}, "critic.parallel": {"pp": 2}, "rollout.tp": 2}
     runs = [(config_of(folder, "moe", "moe", **moe), False), (config_of(folder, "window", "window", **window), False)]
     stale = [(config_of(folder, "stale", "moe", **moe, **{"rollout.max_prob_diff": 1.0}), False)]
