@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Mapping
+
 import pytest
 
 from megappo.verify.compare import compare
@@ -40,12 +43,18 @@ def measure_all(rank: int, jobs: list[tuple[str, Case, str]]):
     return {name: measure_with_fault(rank, folder, case, name) for folder, case, name in jobs}
 
 
+def jobs_alone(models: Mapping[str, Path]) -> list[tuple[str, Case, str]]:
+    return [(str(models["llama"]), {}, name) for name in SHARED]
+
+
+def jobs_between(models: Mapping[str, Path]) -> list[tuple[str, Case, str]]:
+    return [(str(models[model]), case, name) for name, (model, case, _) in BETWEEN.items()]
+
+
 @pytest.fixture(scope="module")
 def faulty(models):
     """fault -> Measured with it."""
-    alone = spawn_world(measure_all, 1, [(str(models["llama"]), {}, name) for name in SHARED])[0]
-    jobs = [(str(models[model]), case, name) for name, (model, case, _) in BETWEEN.items()]
-    return {**alone, **spawn_world(measure_all, 2, jobs)[0]}
+    return {**spawn_world(measure_all, 1, jobs_alone(models))[0], **spawn_world(measure_all, 2, jobs_between(models))[0]}
 
 
 @pytest.mark.parametrize("fault", SHARED)
