@@ -50,6 +50,15 @@ class Grouping:
     groups: tuple[LengthGroup, ...]
     padded: Tensor
     packed: Tensor
+    _masks: dict[tuple[int, int, torch.dtype], Tensor] = field(default_factory=dict, repr=False, compare=False)
+
+    def mask(self, length: int, window: int, dtype: torch.dtype) -> Tensor:
+        """[length, length], 0 inside `band` and -inf outside. All layers share one, which the backward keeps for each of them."""
+        key = length, window, dtype
+        if key not in self._masks:
+            outside = ~band(length, window, self.packed.device)
+            self._masks[key] = torch.zeros(length, length, dtype=dtype, device=outside.device).masked_fill_(outside, -torch.inf)
+        return self._masks[key]
 
 
 def group_by_length(cu_seqlens: Sequence[int]) -> Grouping:
@@ -88,7 +97,7 @@ class PackedSequences(PackedSeqParams):
     cos, sin: [T, 1, head_dim] in the dtype of the activations. query_scale: [T, 1, 1] or None. Under context parallel these are
     of the T / cp tokens of this rank (`context`); cu_seqlens and the grouping are always of the whole micro-batch. real: [real
     tokens] int64, where the tokens that are not padding stand in it; None where all are real. Attention ignores it, the router
-    of experts does not.
+    of experts does not. own_sequences: what `moe.local_sequences` says of this rank, from the first router on.
     """
 
     cos: Optional[Tensor] = None
@@ -96,6 +105,7 @@ class PackedSequences(PackedSeqParams):
     query_scale: Optional[Tensor] = None
     context: Optional[ContextShard] = None
     real: Optional[Tensor] = None
+    own_sequences: Optional[tuple[Tensor, Tensor]] = field(default=None, repr=False)
     _grouping: Optional[Grouping] = field(default=None, repr=False)
 
     def grouping(self) -> Grouping:
@@ -192,7 +202,7 @@ def grouped_attention(
             x.narrow(0, group.start, rows).view(group.num_sequences, group.length, *x.shape[1:]).transpose(1, 2).contiguous()
             for x in padded
         )
-        mask = None if window is None or group.length <= window else band(group.length, window, q.device)
+        mask = None if window is None or group.length <= window else grouping.mask(group.length, window, q.dtype)
         out = scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=q.size(1) != k.size(1)
         )

@@ -174,10 +174,13 @@ class SequenceRouter(Router):
     def _balance(self, state: RouterState, logits: Tensor, probs: Tensor, chosen: Tensor) -> Tensor:
         """Record the load and attach the gradient of the balancing loss to `probs`."""
         assert self._packed is not None, "the router ran outside its layer"
-        num_ranks = self.tp_group.size() if self.config.sequence_parallel else 1
-        sequence, real = local_sequences(self._packed, num_ranks, self.tp_group.rank(), logits.size(0))
+        packed = self._packed
+        if packed.own_sequences is None:  # the same in every layer
+            num_ranks = self.tp_group.size() if self.config.sequence_parallel else 1
+            packed.own_sequences = local_sequences(packed, num_ranks, self.tp_group.rank(), logits.size(0))
+        sequence, real = packed.own_sequences
         with torch.no_grad():
-            counts = logits.new_zeros(self._packed.cu_seqlens_q.numel() - 1, self.num_experts)
+            counts = logits.new_zeros(packed.cu_seqlens_q.numel() - 1, self.num_experts)
             counts.index_add_(0, sequence, (chosen & real[:, None]).to(counts.dtype))
             state.record_tokens(self.layer_number - 1, counts.sum(0))
         if state.scale == 0.0:
@@ -238,15 +241,16 @@ class _AttachLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         dtype, device = ctx.like
-        return grad, torch.tensor(ctx.scale, dtype=dtype, device=device), None
+        # Filled on the device: a copy from the host would wait for it in every layer.
+        return grad, torch.full((), ctx.scale, dtype=dtype, device=device), None
 
 
 def mark_experts(model: torch.nn.Module) -> None:
     """Make DDP and the optimizer treat expert weights by the expert groups, whatever the sizes.
 
     Megatron does so only where ep > 1. With ep = 1 and etp < tp under sequence parallelism the tp ranks hold copies of an expert
-    that saw different tokens: reduced over the dense data-parallel group, their gradients would stay apart. The second mark keeps the
-    gradient norm from dropping the experts of all tp ranks but the first as copies.
+    that saw different tokens: reduced over the dense data-parallel group, their gradients would stay apart. The second mark keeps
+    the gradient norm from dropping the experts of all tp ranks but the first as copies.
     """
     for module in model.modules():
         if isinstance(module, (SequentialMLP, TEGroupedMLP)):
