@@ -150,6 +150,12 @@ BAD = {
     "sequence longer than the model": (
         nothing, ["rollout.max_response_tokens=1000"], ["rollout.max_response_tokens = 1000", "at most 240"],
     ),
+    "windows that vLLM has not": (
+        checkpoint(
+            "model", architectures=["Qwen2ForCausalLM"], use_sliding_window=True, sliding_window=64, max_window_layers=2,
+        ),
+        [], ["rollout.engine: vLLM has no sliding attention in some layers only of a qwen2 model", "set rollout.engine: megatron"],
+    ),
     "layers that no stage count divides": (
         nothing, ["run.num_ranks=6", "critic.parallel.pp=3"], ["critic.parallel.pp = 3", "4 layers", "use 2 or 4"],
     ),
@@ -159,7 +165,7 @@ BAD = {
     ),
     "chunks that do not divide the layers": (
         nothing, ["critic.parallel.vpp=4"],
-        ["critic.parallel.vpp = 4: does not divide the 2 layers of a stage (4 layers / pp 2) into chunks; use 2, or give"],
+        ["critic.parallel.vpp = 4: does not divide the 2 layers of a stage (4 layers / pp 2) into chunks; use 2"],
     ),
     "a split of another length": (
         nothing, ["critic.parallel.layers_per_stage=[1,2,1]"],

@@ -13,8 +13,6 @@ from megappo.config.schema import ParallelConfig
 from megappo.models.arch import ModelArch, check_cp, check_ep, check_tp
 from megappo.models.implementation import Implementation
 
-_UNEVEN = "or give an uneven split in layers_per_stage"
-
 
 def model_problems(section: str, parallel: ParallelConfig, arch: ModelArch, implementation: Implementation) -> Iterator[str]:
     """What of these sizes the model does not allow, one line each. section: `policy.parallel`."""
@@ -35,11 +33,14 @@ def _layer_problems(section: str, parallel: ParallelConfig, layers: int) -> Iter
         if sum(given) != layers:
             fix = f"adds up to {sum(given)} and the model has {layers} layers; change an entry, or leave it out for an even split"
             yield problem(f"{section}.layers_per_stage", list(given), fix)
-    elif layers % pp:
-        yield problem(f"{section}.pp", pp, f"does not divide the {layers} layers into stages; use {_or(layers, pp)}, {_UNEVEN}")
+        return
+    # Every chunk needs a layer.
+    uneven = ", or give an uneven split in layers_per_stage" if pp * vpp <= layers else ""
+    if layers % pp:
+        yield problem(f"{section}.pp", pp, f"does not divide the {layers} layers into stages; use {_or(layers, pp)}{uneven}")
     elif layers // pp % vpp:
         stage = f"the {layers // pp} layers of a stage ({layers} layers / pp {pp})"
-        yield problem(f"{section}.vpp", vpp, f"does not divide {stage} into chunks; use {_or(layers // pp, vpp)}, {_UNEVEN}")
+        yield problem(f"{section}.vpp", vpp, f"does not divide {stage} into chunks; use {_or(layers // pp, vpp)}{uneven}")
 
 
 def _head_problems(section: str, parallel: ParallelConfig, arch: ModelArch, implementation: Implementation) -> Iterator[str]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Optional
 
+from megappo.config.batch import step_arithmetic
 from megappo.config.checks import Device, check_config
 from megappo.config.errors import ConfigError, problem
 from megappo.config.loading import explicit_keys
@@ -25,6 +26,7 @@ from megappo.plan.layouts import check_layouts, read_archs
 from megappo.plan.report import report
 from megappo.plan.tables import figures
 from megappo.rewards.rules import RULES, make_rule
+from megappo.rollout.vllm_limits import check_vllm
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,9 @@ def prepare(
     implementation = choose_implementation(config.model.impl, device)  # raises where it cannot work
     archs = read_archs(config)
     layouts = check_layouts(config, archs, world_size, implementation)
+    if config.rollout.engine == "vllm":
+        longest = step_arithmetic(config).max_sequence_tokens
+        check_vllm(archs["policy"], config.rollout.tp, world_size, longest, device)  # raises what vLLM cannot serve
     if not resume:
         critic_source(config.critic, archs["critic"])  # raises where there is no such checkpoint
     plan = make_plan(config, archs, layouts, world_size, device, device_memory)

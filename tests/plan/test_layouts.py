@@ -24,11 +24,11 @@ IMPOSSIBLE = [
     (TINY, ["critic.parallel.tp=4", "critic.parallel.pp=1"], 4, ["critic.parallel.tp = 4", "2 KV heads"]),
     (TINY, ["reference.parallel.tp=3"], 6, ["reference.parallel.tp = 3", "2 KV heads"]),
     (TINY | {"num_key_value_heads": 4, "intermediate_size": 383}, [], 2, ["policy.parallel.tp = 2", "383 MLP columns"]),
-    (TINY, ["critic.parallel.pp=3"], 6, ["critic.parallel.pp = 3", "4 layers", "use 2 or 4"]),
-    (TINY, ["policy.parallel.tp=1", "policy.parallel.pp=8"], 8, ["policy.parallel.pp = 8", "4 layers", "use 4"]),
+    (TINY, ["critic.parallel.pp=3"], 6, ["critic.parallel.pp = 3", "4 layers", "use 2 or 4, or give an uneven split"]),
+    (TINY, ["policy.parallel.tp=1", "policy.parallel.pp=8"], 8, ["policy.parallel.pp = 8", "4 layers into stages; use 4"]),
     (
         TINY, ["policy.parallel.tp=1", "policy.parallel.pp=2", "policy.parallel.vpp=3"], 2,
-        ["policy.parallel.vpp = 3", "2 layers of a stage (4 layers / pp 2)", "use 2", "layers_per_stage"],
+        ["policy.parallel.vpp = 3", "2 layers of a stage (4 layers / pp 2)", "use 2"],
     ),
     (
         TINY, ["critic.parallel.vpp=3"], 2,
