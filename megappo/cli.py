@@ -182,8 +182,8 @@ def build_parser() -> Parser:
     parser = Parser(prog="megappo", description="PPO for large language models on Megatron-core and vLLM.", allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
 
-    def command(name: str, run, text: str, *, config: Optional[str] = "CONFIG") -> Parser:
-        sub = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
+    def command(name: str, run, text: str, more: str = "", *, config: Optional[str] = "CONFIG") -> Parser:
+        sub = commands.add_parser(name, help=text, description=f"{text} {more}".strip(), allow_abbrev=False)
         sub.set_defaults(run=run, takes_overrides=config is not None)
         if config is not None:
             sub.add_argument(
@@ -206,14 +206,16 @@ def build_parser() -> Parser:
     )
     verify = command(
         "verify", cmd_verify,
-        "Measure a small version of a run (its families, layouts and algorithm, tiny random models) in its layout and on one "
-        "rank, and print the largest difference of everything that must not depend on the layout: log-probs, values, advantages, "
-        "losses, gradients, parameters after three steps. Reads config.json of the models, no weights and no data. Exit code 1 where "
-        "numbers differ.",
+        "Measure a small version of a run in its layout and on one rank, and print where the numbers differ.",
+        "The version has the run's families, layouts and algorithm and tiny random models. Printed is the largest difference of "
+        "everything that must not depend on the layout: log-probs, values, advantages, losses, gradients, parameters after three "
+        "steps. Reads config.json of the models, no weights and no data. Exit code: 0 where all agrees, 1 where numbers differ, "
+        "2 for a configuration that cannot work.",
     )  # fmt: skip
     verify.add_argument(
         "--max-ranks", type=_positive_int, default=8, metavar="N",
-        help="most ranks to start (default: 8, or as many as there are GPUs); larger layouts are halved, which is said",
+        help="most ranks to start (default: 8, and never more than there are GPUs; run.device=cpu needs none); larger layouts "
+        "are halved, which is said",
     )  # fmt: skip
     verify.add_argument(
         "--tolerance", type=_positive_float, default=1e-5, metavar="X",

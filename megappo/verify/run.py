@@ -23,7 +23,7 @@ from megappo.models.implementation import choose_implementation
 from megappo.plan.layouts import check_layouts, layout_of, read_archs
 from megappo.verify.compare import PARAMETER_TOLERANCE, TOLERANCE, Difference, compare
 from megappo.verify.features import features, on_one_rank, one_at_a_time
-from megappo.verify.report import aligned, bisection, first_cause, table, verdict
+from megappo.verify.report import LEGEND, aligned, bisection, first_cause, table, verdict
 from megappo.verify.shrink import SAMPLES, STEPS, Run, implementation_of, small_run
 from megappo.verify.shrink_layouts import ranks_needed
 from megappo.verify.world import Results, read_results
@@ -104,7 +104,7 @@ def _report(run: Run, results: Mapping[str, Results], tolerance: float) -> int:
     differences = {name: _differences(results[name], results[ALONE], tolerance) for name in results if name != ALONE}
     first, steps = differences.pop(LAYOUT)
     rows = _rows(first, steps)
-    print(f"\n{table(rows)}\n")
+    print(f"\n{table(rows)}\n{LEGEND}\n")
     alone = {name: first_cause(*others) for name, others in differences.items()}
     if alone:
         print(f"{bisection(alone)}\n")

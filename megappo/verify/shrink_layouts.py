@@ -34,8 +34,9 @@ def fit_layouts(wanted: Mapping[str, ParallelConfig], max_ranks: int) -> FittedL
     while (world_size := lcm(*map(ranks_needed, parallel.values()))) > max_ranks:
         largest = max(parallel, key=lambda role: ranks_needed(parallel[role]))
         parallel[largest] = _halved(parallel[largest])
+    limit = f"{max_ranks} ranks (--max-ranks, GPUs)"
     notes = tuple(
-        f"{role}: {_sizes(wanted[role])} needs more than {max_ranks} ranks, verified as {_sizes(parallel[role])}"
+        f"{role}: {_sizes(wanted[role])} needs more than {limit}, verified as {_sizes(parallel[role])}"
         for role in wanted
         if parallel[role] != wanted[role]
     )
