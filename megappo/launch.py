@@ -38,9 +38,9 @@ def world_size(run: RunConfig) -> int:
 
 
 def start_ranks(num_ranks: int, arguments: Sequence[str], module: str = "megappo.cli") -> int:
-    """Run `megappo ARGUMENTS` (or another module) on `num_ranks` ranks by torchrun; returns the exit code. torchrun itself chooses a free port.
+    """Run `megappo ARGUMENTS` (or another module) on `num_ranks` ranks by torchrun, which chooses a free port.
 
-    ValueError where the machine has GPUs, but fewer than ranks.
+    Returns the exit code. ValueError where the machine has GPUs, but fewer than ranks.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

@@ -25,8 +25,8 @@ class ModelOutput:
     weight: [V / tp, H] output projection of this rank, None for a value model. vocab_start: global id of its first row;
     num_valid: how many of its rows are real vocabulary (the rest is padding).
     values: [T] fp32 raw outputs of the value head, None for a language model.
-    context: which of the T tokens this rank holds under context parallel (None: all); fields of the batch, values, per-token results and
-    the loss are over all T, on every rank of the context-parallel group alike.
+    context: which of the T tokens this rank holds under context parallel (None: all); fields of the batch, values, per-token
+    results and the loss are over all T, on every rank of the context-parallel group alike.
     """
 
     tp_group: torch.distributed.ProcessGroup
@@ -68,8 +68,8 @@ LossFunction = Callable[[ModelOutput, PackedBatch], LossOutput]
 class RouterSummary:
     """What the routers of a model with experts did in one training pass.
 
-    tokens: [layers, experts] fp64, tokens sent to each expert (0 in dense layers). balance_loss: mean over sequences of their balancing
-    losses, summed over layers, before the coefficient; 0 where that is 0.
+    tokens: [layers, experts] fp64, tokens sent to each expert (0 in dense layers). balance_loss: mean over sequences of their
+    balancing losses, summed over layers, before the coefficient; 0 where that is 0.
     """
 
     tokens: Tensor

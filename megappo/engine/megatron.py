@@ -1,7 +1,7 @@
 """The engine that runs a model of Megatron-core: pipeline schedules, gradient reduction, optimizer, offload.
 
-It takes global packed batches, gives every data-parallel rank its balanced part, pads and cuts it as the layout needs, and hands per-token
-results back in the global order to every rank. What a loss means is not known here.
+It takes global packed batches, gives every data-parallel rank its balanced part, pads and cuts it as the layout needs, and
+hands per-token results back in the global order to every rank. What a loss means is not known here.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class NonFiniteGradient(RuntimeError):
 class MicroBatch:
     """What the ranks of one data-parallel replica work on together.
 
-    batch: padded as the layout needs, on the device. real: [tokens of its sequences] int64, where they stand in `batch`. context: this
-    rank's tokens under context parallel.
+    batch: padded as the layout needs, on the device. real: [tokens of its sequences] int64, where they stand in `batch`.
+    context: this rank's tokens under context parallel.
     """
 
     batch: PackedBatch

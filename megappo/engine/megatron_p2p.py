@@ -1,8 +1,9 @@
 """Messages between pipeline stages whose micro-batches differ in length.
 
-Megatron-core exchanges the shape of every tensor before the tensor, with a device synchronisation each time; in its interleaved schedule
-that exchange can also deadlock, because a rank that waits for its peer's shape has not yet asked for the tensor that the peer is sending.
-Every rank of a replica knows all its micro-batches, so here the shapes are worked out from the order of the schedule instead.
+Megatron-core exchanges the shape of every tensor before the tensor, with a device synchronisation each time; in its
+interleaved schedule that exchange can also deadlock, because a rank that waits for its peer's shape has not yet asked for the
+tensor that the peer is sending. Every rank of a replica knows all its micro-batches, so here the shapes are worked out from
+the order of the schedule instead.
 """
 
 from __future__ import annotations

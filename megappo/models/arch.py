@@ -17,7 +17,8 @@ from megappo.models.window import read_window
 
 _HEADS = ("CausalLM", "SequenceClassification", "TokenClassification")
 _STEMS = {
-    "Llama": "llama", "Qwen2": "qwen2", "Qwen3": "qwen3", "Qwen3Moe": "qwen3_moe", "Mistral": "mistral", "Ministral3": "ministral3",
+    "Llama": "llama", "Qwen2": "qwen2", "Qwen3": "qwen3", "Qwen3Moe": "qwen3_moe", "Mistral": "mistral",
+    "Ministral3": "ministral3",
 }  # fmt: skip
 
 ARCHITECTURES: dict[str, str] = {f"{stem}For{head}": family for stem, family in _STEMS.items() for head in _HEADS}
@@ -51,8 +52,8 @@ class Rope:
 
 @dataclass(frozen=True)
 class MoeArch:
-    """Mixture of experts in place of the MLP. ffn_size: columns of one expert. norm_topk_prob: the weights of the chosen experts add
-    up to 1. dense_layers: numbers of the layers that have a plain MLP.
+    """Mixture of experts in place of the MLP. ffn_size: columns of one expert. norm_topk_prob: the weights of the chosen
+    experts add up to 1. dense_layers: numbers of the layers that have a plain MLP.
     """
 
     num_experts: int
@@ -161,8 +162,8 @@ def check_ep(arch: ModelArch, ep: int, etp: int) -> None:
         fix = f"use a divisor of {arch.moe.num_experts}"
         raise ValueError(f"ep {ep} does not divide the {arch.moe.num_experts} experts of this {arch.family} model; {fix}")
     if arch.moe.ffn_size % etp:
-        fix = f"use a divisor of {arch.moe.ffn_size}"
-        raise ValueError(f"etp {etp} does not divide the {arch.moe.ffn_size} columns of an expert of this {arch.family} model; {fix}")
+        columns = f"the {arch.moe.ffn_size} columns of an expert of this {arch.family} model"
+        raise ValueError(f"etp {etp} does not divide {columns}; use a divisor of {arch.moe.ffn_size}")
 
 
 def read_config(path: str | Path) -> dict[str, Any]:

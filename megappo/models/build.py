@@ -49,8 +49,8 @@ def build_model(
 ) -> list[PackedModel]:
     """This rank's model chunks (vpp of them) of a policy, or of a critic with `value_head`.
 
-    Parameters are uninitialised except norms and value head. Collective over the role's ranks. ValueError where the layout does not
-    fit the architecture.
+    Parameters are uninitialised except norms and value head. Collective over the role's ranks. ValueError where the layout
+    does not fit the architecture.
     """
     check_tp(arch, groups.layout.tp)
     check_cp(arch, groups.layout.tp, groups.layout.cp, implementation)
@@ -157,7 +157,9 @@ def transformer_config(
     )
 
 
-def _block(arch: ModelArch, config: TransformerConfig, layers: range, implementation: Implementation) -> TransformerBlockSubmodules:
+def _block(
+    arch: ModelArch, config: TransformerConfig, layers: range, implementation: Implementation
+) -> TransformerBlockSubmodules:
     """layers: global numbers of the layers of one chunk."""
     if implementation == "transformer_engine":
         from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm, TERowParallelLinear

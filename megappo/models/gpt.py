@@ -56,9 +56,9 @@ class PackedModel(GPTModel):
     ) -> Tensor:
         """tokens [T] int64 and cu_seqlens [B+1] -> hidden states for the next stage, or the subclass's output on the last one.
 
-        `context`: this rank's part of the tokens under context parallelism; every rank of its group passes the whole tokens. T must be a
-        multiple of cp x tp under sequence parallel: inner shapes are [T / cp / tp, 1, H]. `real`: [real tokens] int64, where the tokens that
-        are not padding stand (experts are balanced over these); None where all are real.
+        `context`: this rank's part of the tokens under context parallelism; every rank of its group passes the whole tokens.
+        T must be a multiple of cp x tp under sequence parallel: inner shapes are [T / cp / tp, 1, H]. `real`: [real tokens]
+        int64, where the tokens that are not padding stand (experts are balanced over these); None where all are real.
         """
         packed = packed_sequences(self.arch, cu_seqlens, tokens.device, self.config.params_dtype, context)
         packed.real = real

@@ -1,7 +1,7 @@
 """Writes a model as a Hugging Face checkpoint: safetensors shards, index, config and tokenizer files.
 
-Each pipeline stage writes its own shards. Tensors are gathered to the first rank of the stage one at a time, so memory stays at one
-shard. Which file holds which tensor follows from the architecture alone, so the index needs no communication.
+Each pipeline stage writes its own shards. Tensors are gathered to the first rank of the stage one at a time, so memory stays
+at one shard. Which file holds which tensor follows from the architecture alone, so the index needs no communication.
 """
 
 from __future__ import annotations
@@ -86,7 +86,9 @@ def export_pretrained(
     dtype: Optional[torch.dtype] = None,
     shard_bytes: int = _SHARD_BYTES,
 ) -> None:
-    """Write a model (its chunks, not wrapped) to `out_dir` in `dtype` (the model's own by default). Collective over the role's ranks.
+    """Write a model (its chunks, not wrapped) to `out_dir` in `dtype` (the model's own by default).
+
+    Collective over the role's ranks.
 
     config.json, generation settings and tokenizer files come from `source_dir`. A critic becomes a token classifier with one
     label, whose head stays fp32 in the file. The directory appears under its name when it is complete and must not exist before.

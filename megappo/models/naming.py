@@ -1,7 +1,7 @@
 """Canonical names of a role's parameters: the same tensor has the same name in every layout and implementation.
 
-Megatron numbers layers and experts from 0 on every rank (and in every model chunk). The weight maps, the bridge and messages to the
-user name the layer and the expert of the model.
+Megatron numbers layers and experts from 0 on every rank (and in every model chunk). The weight maps, the bridge and messages
+to the user name the layer and the expert of the model.
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ def _canonical(chunk: PackedModel) -> Iterator[tuple[str, torch.nn.Parameter]]:
 
 
 def expert_name(inside: str, first: int) -> str:
-    """Name of an expert's tensor inside its layer, in either implementation -> with the global number. first: of this rank's experts."""
+    """Name of an expert's tensor inside its layer, in either implementation -> canonical.
+
+    first: number of this rank's first expert. ValueError where it is no such name.
+    """
     if match := _SEQUENTIAL_EXPERT.match(inside):
         local, tensor = int(match[1]), match[2]
     elif match := _GROUPED_EXPERT.match(inside):

@@ -61,8 +61,8 @@ class ProcessGroups:
 def build_groups(layout: ParallelLayout) -> ProcessGroups:
     """Create every group of the layout. Collective: all ranks of the world call it in the same order.
 
-    Names that stand for the same ranks share one group: HyperCommGrid would make one for each, and a group costs buffers on a GPU and a
-    polling thread under gloo.
+    Names that stand for the same ranks share one group: HyperCommGrid would make one for each, and a group costs buffers on a
+    GPU and a polling thread under gloo.
     """
     built: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup] = {}
 

@@ -1,8 +1,8 @@
 """A parallel layout as a value: sizes of the axes, which rank stands where, and which layers a stage holds.
 
 Pure arithmetic, no torch.distributed: `megappo plan` and the bridge ask it about ranks of worlds that do not exist here. The order of
-the axes is Megatron's default, tp fastest, then cp, dp and pp; experts cut the ranks of a stage a second time, etp fastest, then ep and
-what remains (edp). Groups are built from it in `groups.py`.
+the axes is Megatron's default, tp fastest, then cp, dp and pp; experts cut the ranks of a stage a second time, etp fastest,
+then ep and what remains (edp). Groups are built from it in `groups.py`.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class ParallelLayout:
     """tp x cp x dp x pp ranks, from rank 0 of the world on. Raises ValueError where the sizes do not fit the world or each other.
 
     vpp: model chunks of every pipeline stage (interleaved schedule). ep: ranks over which the experts of a layer are distributed;
-    etp: ranks over which each of them is cut. layers_per_stage: layers of the pp * vpp virtual stages in the order of the model, that is
-    chunk 0 of every stage, then chunk 1; empty means an even split.
+    etp: ranks over which each of them is cut. layers_per_stage: layers of the pp * vpp virtual stages in the order of the
+    model, that is chunk 0 of every stage, then chunk 1; empty means an even split.
     """
 
     world_size: int
@@ -91,7 +91,7 @@ class ParallelLayout:
         return tp + self.tp * (cp + self.cp * (dp + self.dp * pp))
 
     def axis_groups(self, *axes: str) -> list[list[int]]:
-        """Ranks that differ only along these axes, one list per group, in rank order. The axes are of one grid, see `Coordinates`."""
+        """Ranks that differ only along these axes, one list per group, in rank order; axes of one grid, see `Coordinates`."""
         grid = ("etp", "ep", "edp", "pp") if set(axes) & {"etp", "ep", "edp"} else ("tp", "cp", "dp", "pp")
         assert set(axes) <= set(grid), f"{axes} mix the two grids"
         groups: dict[tuple, list[int]] = {}
@@ -117,11 +117,12 @@ class ParallelLayout:
         if not self.layers_per_stage:
             if num_layers % parts:
                 vpp = f" x vpp {self.vpp} = {parts}" if self.vpp > 1 else ""
-                raise ValueError(f"{num_layers} layers are not divisible by pp {self.pp}{vpp}; set layers_per_stage, or change pp or vpp")
+                fix = "set layers_per_stage, or change pp or vpp"
+                raise ValueError(f"{num_layers} layers are not divisible by pp {self.pp}{vpp}; {fix}")
             return (num_layers // parts,) * parts
         if sum(self.layers_per_stage) != num_layers:
-            total = sum(self.layers_per_stage)
-            raise ValueError(f"layers_per_stage {list(self.layers_per_stage)} adds up to {total}, the model has {num_layers} layers")
+            given = f"layers_per_stage {list(self.layers_per_stage)} adds up to {sum(self.layers_per_stage)}"
+            raise ValueError(f"{given}, the model has {num_layers} layers")
         return self.layers_per_stage
 
     def __str__(self) -> str:

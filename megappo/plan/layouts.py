@@ -29,8 +29,8 @@ def model_paths(config: TrainConfig | SftConfig) -> dict[str, tuple[str, str]]:
 
 
 def read_archs(config: TrainConfig | SftConfig, need_weights: bool = True) -> dict[str, ModelArch]:
-    """Role -> architecture of its checkpoint. ConfigError names the key of a checkpoint that is missing, not supported, or without
-    weights where these are needed.
+    """Role -> architecture of its checkpoint. ConfigError names the key of a checkpoint that is missing, not supported, or
+    without weights where these are needed.
     """
     archs: dict[str, ModelArch] = {}
     for role, (key, path) in model_paths(config).items():

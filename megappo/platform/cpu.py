@@ -166,7 +166,7 @@ def _patch_token_dispatcher() -> None:
 
 
 def _patch_uneven_gather() -> None:
-    """Experts cut over etp gather unequal numbers of tokens from each rank; gloo's all_gather refuses, its all-to-all does not."""
+    """Experts cut over etp gather unequal numbers of tokens from each rank: gloo's all_gather refuses, its all-to-all does it."""
     name = "megatron.core.tensor_parallel.mappings"
     mappings = importlib.import_module(name)
     original = _resolve(mappings, name, "_gather_along_first_dim")

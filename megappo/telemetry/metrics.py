@@ -53,7 +53,7 @@ class Metric(str, Enum):
     POLICY_STOPPED = "policy/stopped_early", "1 where target_kl ended the step's updates"
     POLICY_EXPERT_VIOLATION = "policy/expert_max_violation", "busiest expert of any layer above its even share, relative to it"
     POLICY_EXPERTS_IDLE = "policy/experts_idle", "share of the experts that no token of the updates chose"
-    POLICY_BALANCE_LOSS = "policy/balance_loss", "routers' balancing loss per sequence, summed over layers, before router_aux_coef"
+    POLICY_BALANCE_LOSS = "policy/balance_loss", "routers' balancing loss per sequence, all layers, before router_aux_coef"
     ADVANTAGE = "policy/advantage_*", "mean, std, min, max of the advantages before whitening"
 
     CRITIC_LOSS = "critic/loss", "clipped value loss, mean over the step's updates"
@@ -66,7 +66,7 @@ class Metric(str, Enum):
     CRITIC_SKIPPED = "critic/skipped_updates", "updates left out because a gradient was not finite"
     CRITIC_EXPERT_VIOLATION = "critic/expert_max_violation", "busiest expert of any layer above its even share, relative to it"
     CRITIC_EXPERTS_IDLE = "critic/experts_idle", "share of the experts that no token of the updates chose"
-    CRITIC_BALANCE_LOSS = "critic/balance_loss", "routers' balancing loss per sequence, summed over layers, before router_aux_coef"
+    CRITIC_BALANCE_LOSS = "critic/balance_loss", "routers' balancing loss per sequence, all layers, before router_aux_coef"
     VALUE = "critic/value_*", "mean, std, min, max of the values"
     RETURN = "critic/return_*", "mean, std, min, max of the returns"
 

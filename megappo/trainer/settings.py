@@ -1,4 +1,4 @@
-"""Keys of the configuration as the values that roles and stages take: for a run, and for the parity measurement that replays one."""
+"""Keys of the configuration as the values that roles and stages take: for a run, and for what replays one (`verify/`)."""
 
 from __future__ import annotations
 
