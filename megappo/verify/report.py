@@ -7,7 +7,7 @@ from typing import Mapping, Optional, Sequence
 from megappo.verify.compare import GRADIENTS, Difference, worst
 from megappo.verify.features import DISTRIBUTED
 
-LEGEND = "step n [i]: token i of its batch; bootstrap values: sample i; loss, gradient norm and metrics: mini-batch i, all from 0"
+LEGEND = "[n]: token, sample (bootstrap values) or mini-batch (loss, gradient norm, metrics) of the step, counted from 0"
 
 # Stage by stage: what comes out wrong in one makes everything in the later ones wrong.
 _FORWARD = ("logprobs", "entropies", "values", "bootstrap values")
