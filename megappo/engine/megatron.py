@@ -7,19 +7,13 @@ hands per-token results back in the global order to every rank. What a loss mean
 from __future__ import annotations
 
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Callable, Iterator, Mapping, Optional, Sequence
+from typing import Any, Iterator, Mapping, Optional, Sequence
 
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
-from megatron.core.pipeline_parallel.schedules import (
-    forward_backward_no_pipelining,
-    forward_backward_pipelining_with_interleaving,
-    forward_backward_pipelining_without_interleaving,
-)
 from torch import Tensor
 
 from megappo.config.schema import OffloadConfig
@@ -27,14 +21,14 @@ from megappo.data.packing import PackedBatch
 from megappo.engine.base import LossFunction, LossOutput, ModelOutput, PassResult, RouterSummary, StepResult
 from megappo.engine.offload import StorageOffload, storages_of
 from megappo.engine.megatron_optimizer import Optimizer
-from megappo.engine.megatron_p2p import PlannedCommunicator
+from megappo.engine.megatron_schedule import MicroBatch, run_schedule
 from megappo.models.arch import vocab_shard
 from megappo.models.families import LOCAL_OUTPUT, LOCAL_VALUE_HEAD
 from megappo.models.gpt import CriticModel, PackedModel
 from megappo.models.moe import share_router_state
 from megappo.models.naming import named_parameters
 from megappo.parallel.balance import plan_micro_batches
-from megappo.parallel.context import ContextShard, context_shard
+from megappo.parallel.context import ContextShard
 from megappo.parallel.groups import ProcessGroups
 
 # Skipped steps in a row after which the run stops: a diverged model does not come back by itself.
@@ -43,19 +37,6 @@ MAX_SKIPPED_STEPS = 3
 
 class NonFiniteGradient(RuntimeError):
     """Gradients were NaN or infinite several steps in a row."""
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """What the ranks of one data-parallel replica work on together.
-
-    batch: padded as the layout needs, on the device. real: [tokens of its sequences] int64, where they stand in `batch`.
-    context: this rank's tokens under context parallel.
-    """
-
-    batch: PackedBatch
-    real: Tensor
-    context: Optional[ContextShard]
 
 
 class MegatronEngine:
@@ -154,11 +135,12 @@ class MegatronEngine:
         self, batch: PackedBatch, loss_fn: LossFunction, *, denominator: float = 1.0, forward_only: bool = False
     ) -> PassResult:
         mine = self._my_sequences(batch)
-        micro_batches = [self._prepare(batch.select(sequences)) for sequences in mine]
+        micro_batches = [MicroBatch.of(batch.select(sequences), self.groups, self.device) for sequences in mine]
         outputs: list[LossOutput] = []
         if self._router_state is not None:
             self._router_state.begin(self._router_aux_coef, max(1, batch.num_sequences))
-        self._run_schedule(micro_batches, partial(self._compute_loss, loss_fn, denominator, outputs), forward_only)
+        compute_loss = partial(self._compute_loss, loss_fn, denominator, outputs)
+        run_schedule(self._wrapped, micro_batches, compute_loss, self.groups, forward_only=forward_only)
         tokens = [
             {name: values.index_select(0, micro.real) for name, values in output.tokens.items()}
             for micro, output in zip(micro_batches, outputs)
@@ -196,43 +178,6 @@ class MegatronEngine:
         multiple = layout.pp if layout.vpp > 1 else 1
         plan = plan_micro_batches(batch.lengths.tolist(), layout.dp, self._micro_batch_tokens, multiple)
         return plan[self.groups.coordinates.dp]
-
-    def _prepare(self, micro: PackedBatch) -> MicroBatch:
-        layout = self.groups.layout
-        padded, real = micro.padded(
-            sequence_multiple=2 * layout.cp if layout.cp > 1 else 1,
-            total_multiple=layout.cp * (layout.tp if layout.sequence_parallel else 1),
-        )
-        context = context_shard(padded.cu_seqlens, self.groups.cp, self.device)
-        return MicroBatch(padded.to(self.device), real.to(self.device), context)
-
-    def _run_schedule(
-        self, micro_batches: list[MicroBatch], compute_loss: Callable[[MicroBatch, Tensor], Any], forward_only: bool
-    ) -> None:
-        def forward_step(iterator: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, Callable]:
-            micro = next(iterator)
-            return model(micro.batch.tokens, micro.batch.cu_seqlens, micro.context, micro.real), partial(compute_loss, micro)
-
-        common: dict[str, Any] = dict(
-            forward_step_func=forward_step,
-            num_microbatches=len(micro_batches),
-            # The communicator knows the lengths, these two are only read for fixed shapes.
-            seq_length=micro_batches[0].batch.num_tokens,
-            micro_batch_size=1,
-            forward_only=forward_only,
-            pg_collection=self.groups.collection,
-        )
-        layout = self.groups.layout
-        if layout.pp > 1:
-            cuts = layout.cp * (layout.tp if layout.sequence_parallel else 1)
-            tokens = [micro.batch.num_tokens // cuts for micro in micro_batches]
-            common["p2p_communicator"] = PlannedCommunicator(self.groups.pp, self._config, tokens)
-        if layout.vpp > 1:
-            iterators = [iter(micro_batches) for _ in self._wrapped]
-            forward_backward_pipelining_with_interleaving(data_iterator=iterators, model=self._wrapped, **common)
-            return
-        schedule = forward_backward_pipelining_without_interleaving if layout.pp > 1 else forward_backward_no_pipelining
-        schedule(data_iterator=iter(micro_batches), model=self._wrapped[0], **common)
 
     def _compute_loss(
         self, loss_fn: LossFunction, denominator: float, outputs: list[LossOutput], micro: MicroBatch, raw: Tensor
