@@ -98,10 +98,13 @@ def _keep_own_extra_state(state: dict[str, Any], held: set[str]) -> None:
 
 def _require_same_keys(state: dict[str, Any], held: set[str], directory: Path, passed_over: tuple[str, ...]) -> None:
     """ValueError on every rank alike. Megatron-core's own check raises on the ranks that miss something, the others wait."""
-    mine = sorted({entry.key for entry in nested_values(state) if isinstance(entry, ShardedBase)})
-    wanted = {key for theirs in on_every_rank("describing the model", lambda: mine) for key in theirs}
-    surplus = {key for key in held - wanted if not key.startswith(passed_over) and not key.endswith(_EXTRA_STATE)}
-    for where, keys in (("only the model", wanted - held), ("only the checkpoint", surplus)):
+    mine, ordered = {entry.key for entry in nested_values(state) if isinstance(entry, ShardedBase)}, sorted(held)
+    # A byte for each of the checkpoint's keys: their text, from every rank of a large world, would be hundreds of megabytes.
+    ranks = on_every_rank("describing the model", lambda: (sorted(mine - held), bytes(key in mine for key in ordered)))
+    missing = {key for unknown, _ in ranks for key in unknown}
+    unused = {key for index, key in enumerate(ordered) if not any(wanted[index] for _, wanted in ranks)}
+    surplus = {key for key in unused if not key.startswith(passed_over) and not key.endswith(_EXTRA_STATE)}
+    for where, keys in (("only the model", missing), ("only the checkpoint", surplus)):
         if keys:
             raise ValueError(f"{directory} does not fit the model: {where} has {min(keys)} ({len(keys)} such tensors)")
 
