@@ -10,7 +10,7 @@ import torch
 from megappo.trainer.experience import sample_seed
 from megappo.trainer.settings import mini_batches
 from megappo.verify.recording import record_rollouts
-from tests.parity.matrix import MODELS, SEQUENCES, VARIANTS, VOCABULARY, config_of, run_world, write_models
+from tests.parity.matrix import ALGORITHMS, MODELS, SEQUENCES, VARIANTS, VOCABULARY, config_of, run_world, write_models
 from tests.parity.oracle import Numbers, Outcome, Sample, ppo_step
 from tests.worlds import spawn_world
 
@@ -29,7 +29,8 @@ def measured(models) -> dict[int, dict]:
     """world size -> model -> title -> Measured of rank 0."""
     worlds = {}
     for size in (1, 2, 4):
-        ranks = spawn_world(run_world, size, {model: str(folder) for model, folder in models.items()}, VARIANTS, timeout_s=500)
+        folders = {model: str(folder) for model, folder in models.items()}
+        ranks = spawn_world(run_world, size, folders, {**VARIANTS, **ALGORITHMS}, timeout_s=500)
         worlds[size] = ranks[0]
     return worlds
 

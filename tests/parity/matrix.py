@@ -70,6 +70,19 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
+# Other losses: each layout against one rank with the same ones.
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    "mean of sequences, KL in the loss": {
+        "algorithm__loss_aggregation": "seq-mean-token-mean",
+        "algorithm__kl": {"placement": "loss", "estimator": "k3", "coef": 0.05},
+    },
+    "fixed length, dual clip, no whitening": {
+        "algorithm__loss_aggregation": "fixed-length", "algorithm__dual_clip": 2.0, "algorithm__whiten_advantages": False,
+        "algorithm__lam_length_alpha": 0.05, "algorithm__value_clip": None,
+    },
+}  # fmt: skip
+
+
 def layouts_of(case: Case, world_size: int) -> tuple[ParallelLayout, ParallelLayout]:
     """(policy's, critic's)"""
     policy, critic = case if isinstance(case, tuple) else (case, case)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megappo.verify.compare import compare
-from tests.parity.matrix import MODELS, VARIANTS, VARIED, title
+from tests.parity.matrix import ALGORITHMS, MODELS, VARIANTS, VARIED, title
 
 BASELINE = "tp1 pp1 dp1"
 # Log-probs, values and losses of order 1 to 10 through four layers whose numbers have 8 bits; experts may be chosen differently.
@@ -24,6 +24,14 @@ VARIED_LAYOUTS = [
     for case in cases
     for variant in VARIANTS
     if variant != "bf16"
+]
+OTHER_LOSSES = [
+    pytest.param(model, size, title(case, size), variant, id=f"{model}-{title(case, size)}-{variant}")
+    for model, sizes in VARIED.items()
+    for size, cases in sizes.items()
+    for case in cases
+    for variant in ALGORITHMS
+    if size > 1
 ]
 BF16_LAYOUTS = [
     pytest.param(model, size, title(case, size), id=f"{model}-{title(case, size)}")
@@ -47,6 +55,14 @@ def test_every_layout_gives_the_numbers_of_one_rank(measured, model: str, size: 
 @pytest.mark.parametrize("model, size, name", VARIED_LAYOUTS)
 def test_micro_batches_recompute_and_offload_change_nothing(measured, model: str, size: int, name: str) -> None:
     assert disagreements(measured[size][model][name], measured[1][model][BASELINE]) == []
+
+
+@pytest.mark.parametrize("model, size, name, variant", OTHER_LOSSES)
+def test_other_losses_give_the_numbers_of_one_rank(measured, model: str, size: int, name: str, variant: str) -> None:
+    alone = measured[1][model][f"{BASELINE}, {variant}"]
+    assert disagreements(measured[size][model][f"{name}, {variant}"], alone) == []
+    first, other = (found["policy"].values["loss"][0] for found in (measured[1][model][BASELINE], alone))
+    assert float((first - other).abs().max()) > 1e-3, "the change must change something"
 
 
 @pytest.mark.parametrize("model, size, name", BF16_LAYOUTS)
