@@ -28,11 +28,12 @@ from megappo.parallel.layout import ParallelLayout
 class MicroBatch:
     """What the ranks of one data-parallel replica work on together.
 
-    batch: padded as the layout needs, on the device. real: [tokens of its sequences] int64, where they stand in `batch`. context: this
-    rank's tokens under context parallel.
+    batch: padded as the layout needs, on the device. cu_seqlens: its offsets on the host, where the model plans with them. real: [tokens
+    of its sequences] int64, where they stand in `batch`. context: this rank's tokens under context parallel.
     """
 
     batch: PackedBatch
+    cu_seqlens: Tensor
     real: Tensor
     context: Optional[ContextShard]
 
@@ -43,7 +44,7 @@ class MicroBatch:
         sequence_multiple = 2 * layout.cp if layout.cp > 1 else 1  # zig-zag
         padded, real = sequences.padded(sequence_multiple, total_multiple=token_cuts(layout))
         context = context_shard(padded.cu_seqlens, groups.cp, device)
-        return cls(padded.to(device), real.to(device), context)
+        return cls(padded.to(device), padded.cu_seqlens, real.to(device), context)
 
 
 def token_cuts(layout: ParallelLayout) -> int:
@@ -71,7 +72,7 @@ def run_schedule(
 
     def forward_step(iterator: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, Callable]:
         micro = next(iterator)
-        return model(micro.batch.tokens, micro.batch.cu_seqlens, micro.context, micro.real), partial(compute_loss, micro)
+        return model(micro.batch.tokens, micro.cu_seqlens, micro.context, micro.real), partial(compute_loss, micro)
 
     common: dict[str, Any] = dict(
         forward_step_func=forward_step,

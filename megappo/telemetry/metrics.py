@@ -96,6 +96,9 @@ class Metric(str, Enum):
     SFT_LOSS = "sft/loss", "mean negative log-prob of response tokens, nats"
     SFT_GRAD_NORM = "sft/grad_norm", "global gradient norm before clipping"
     SFT_LR = "sft/lr", "learning rate"
+    SFT_EXPERT_VIOLATION = "sft/expert_max_violation", "busiest expert of any layer above its even share, relative to it"
+    SFT_EXPERTS_IDLE = "sft/experts_idle", "share of the experts that no token of the update chose"
+    SFT_BALANCE_LOSS = "sft/balance_loss", "routers' balancing loss per sequence, summed over layers, before router_aux_coef"
 
 
 def metric_of(name: str) -> Metric | None:

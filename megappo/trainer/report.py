@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 from dataclasses import dataclass
-from typing import Any, Optional, Sequence
+from typing import Any, Literal, Optional, Sequence
 
 import torch
 from torch import Tensor
@@ -93,12 +93,7 @@ class StepRecord:
             metrics[Metric.POLICY_KL_LOSS.value] = p.per_token("kl_loss_sum")
         if p.lr is not None:
             metrics[Metric.POLICY_LR.value] = p.lr
-        if p.expert_tokens is not None:
-            load = expert_load(p.expert_tokens)
-            metrics[Metric.POLICY_EXPERT_VIOLATION.value] = load.max_violation
-            metrics[Metric.POLICY_EXPERTS_IDLE.value] = load.idle
-            metrics[Metric.POLICY_BALANCE_LOSS.value] = p.balance_loss
-        return metrics
+        return metrics | expert_metrics("policy", p.expert_tokens, p.balance_loss)
 
     def _critic(self) -> dict[str, float]:
         c = self.critic
@@ -116,12 +111,7 @@ class StepRecord:
         }
         if c.lr is not None:
             metrics[Metric.CRITIC_LR.value] = c.lr
-        if c.expert_tokens is not None:
-            load = expert_load(c.expert_tokens)
-            metrics[Metric.CRITIC_EXPERT_VIOLATION.value] = load.max_violation
-            metrics[Metric.CRITIC_EXPERTS_IDLE.value] = load.idle
-            metrics[Metric.CRITIC_BALANCE_LOSS.value] = c.balance_loss
-        return metrics
+        return metrics | expert_metrics("critic", c.expert_tokens, c.balance_loss)
 
     def _kl_metrics(self) -> dict[str, float]:
         if "ref_logprob" not in self.batch:
@@ -184,6 +174,22 @@ class StepRecord:
     def _summary(self, name: str, prefix: str) -> dict[str, float]:
         summary = summarise(*masked_moments(self.batch[name], self._mask))
         return {f"{prefix}_{key}": value for key, value in summary._asdict().items()}
+
+
+_EXPERT_METRICS = {
+    "policy": (Metric.POLICY_EXPERT_VIOLATION, Metric.POLICY_EXPERTS_IDLE, Metric.POLICY_BALANCE_LOSS),
+    "critic": (Metric.CRITIC_EXPERT_VIOLATION, Metric.CRITIC_EXPERTS_IDLE, Metric.CRITIC_BALANCE_LOSS),
+    "sft": (Metric.SFT_EXPERT_VIOLATION, Metric.SFT_EXPERTS_IDLE, Metric.SFT_BALANCE_LOSS),
+}
+
+
+def expert_metrics(role: Literal["policy", "critic", "sft"], tokens: Optional[Tensor], balance_loss: float) -> dict[str, float]:
+    """tokens: [layers, experts] that the routers sent to each expert, None for a dense model, which has no such metrics."""
+    if tokens is None:
+        return {}
+    load = expert_load(tokens)
+    violation, idle, balance = _EXPERT_METRICS[role]
+    return {violation.value: load.max_violation, idle.value: load.idle, balance.value: balance_loss}
 
 
 def trajectories_of(record: StepRecord, prompts: Sequence[Prompt], count: int) -> list[dict[str, Any]]:

@@ -26,6 +26,7 @@ from megappo.telemetry.log import configure_logging
 from megappo.telemetry.metrics import Metric
 from megappo.telemetry.runlog import RunLog
 from megappo.telemetry.timers import StageTimers
+from megappo.trainer.report import expert_metrics
 from megappo.trainer.roles import LanguageModel
 from megappo.trainer.rundir import RunDir
 
@@ -82,6 +83,7 @@ def run_sft(
                 Metric.SFT_GRAD_NORM.value: taken.grad_norm,
                 Metric.SFT_LR.value: lr,
                 Metric.TOKENS_PER_S.value: batch.num_tokens / timers.total_s,
+                **({} if result.router is None else expert_metrics("sft", result.router.tokens, result.router.balance_loss)),
             },
             step,
             steps,

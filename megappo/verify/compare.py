@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import Iterator, Mapping, Optional, Sequence
 
+import torch
 from torch import Tensor
 
 from megappo.verify.gather import Gathered
@@ -85,7 +86,8 @@ def _of_step(role: str, quantity: str, where: str, a: Tensor, b: Tensor, toleran
     absolute = (a.double() - b.double()).abs().flatten()
     relative = absolute / b.double().abs().flatten().clamp(min=1.0)
     index = int(relative.argmax())  # NaN is the largest
-    return Difference(role, quantity, f"{where} [{index}]", float(absolute[index]), float(relative[index]), tolerance)
+    place = ", ".join(str(int(i)) for i in torch.unravel_index(torch.tensor(index), a.shape))
+    return Difference(role, quantity, f"{where} [{place}]", float(absolute[index]), float(relative[index]), tolerance)
 
 
 def _of_tensors(

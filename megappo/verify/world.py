@@ -5,6 +5,7 @@ FOLDER/NAME.json is a small run. Rank 0 writes what was measured to FOLDER/NAME.
 
 from __future__ import annotations
 
+import gc
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Mapping, NamedTuple, Optional, Sequence
@@ -15,8 +16,7 @@ import torch.distributed as dist
 from megappo.config.layout_checks import roles_in_use
 from megappo.config.schema import TrainConfig
 from megappo.models.implementation import Implementation, choose_implementation
-from megappo.parallel.groups import ProcessGroups, build_groups
-from megappo.parallel.layout import ParallelLayout
+from megappo.parallel.groups import ProcessGroups, build_groups, destroy_groups
 from megappo.plan.layouts import layout_of
 from megappo.platform.device import select_device, start_distributed
 from megappo.verify.gather import Gathered
@@ -42,17 +42,16 @@ def main(folder: str, names: Sequence[str]) -> None:
     runs = {name: TrainConfig.model_validate_json(Path(folder, f"{name}.json").read_text(encoding="utf-8")) for name in names}
     device = select_device(next(iter(runs.values())).run.device)
     start_distributed(device, _TIMEOUT_S)
-    built: dict[ParallelLayout, ProcessGroups] = {}
     for name, config in runs.items():
-        groups = {}
-        for role, parallel in roles_in_use(config).items():
-            layout = layout_of(parallel, dist.get_world_size())
-            if layout not in built:
-                built[layout] = build_groups(layout)
-            groups[role] = built[layout]
+        layouts = {role: layout_of(parallel, dist.get_world_size()) for role, parallel in roles_in_use(config).items()}
+        built = {layout: build_groups(layout) for layout in dict.fromkeys(layouts.values())}
+        groups = {role: built[layout] for role, layout in layouts.items()}
         results = _measure(config, groups, device, choose_implementation(config.model.impl, device.type))
         if dist.get_rank() == 0:
             write_results(Path(folder, f"{name}.pt"), results)
+        gc.collect()  # models are cycles that hold their groups
+        for groups_of_layout in built.values():
+            destroy_groups(groups_of_layout)
     dist.barrier()
     dist.destroy_process_group()
 
