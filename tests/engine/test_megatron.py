@@ -1,4 +1,7 @@
-"""Loss, gradients and results of the Megatron engine do not depend on the layout, the micro-batch split, packing or offload."""
+"""What the Megatron engine does beside the numbers: optimizer sharding, offload, skipped steps, the schedule, budgets.
+
+That the numbers do not depend on the layout is measured on the whole PPO step in tests/parity.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,7 @@ from tests.models.checkpoints import write_checkpoint
 from tests.worlds import spawn_world
 
 SP = dict(tp=2, sequence_parallel=True)
-TWO = [dict(), dict(tp=2), SP, dict(pp=2), dict(cp=2), dict(pp=2, vpp=2), dict(pp=2, layers_per_stage=(3, 1))]
-FOUR = [
-    dict(**SP, pp=2), dict(tp=2), dict(pp=2), dict(pp=2, vpp=2), dict(cp=2), dict(cp=4), dict(**SP, cp=2), dict(tp=2, cp=2),
-    dict(cp=2, pp=2, vpp=2), dict(**SP, pp=2, vpp=2, layers_per_stage=(1, 1, 1, 1)), dict(pp=4),
-]
+TWO = [dict(), SP, dict(cp=2), dict(pp=2, vpp=2)]
 # fp32: a few hundred additions in another order; the values compared are of order 1.
 TOLERANCE = 1e-5
 
@@ -25,17 +24,16 @@ TOLERANCE = 1e-5
 def runs(tmp_path_factory) -> dict[str, dict]:
     path = str(tmp_path_factory.mktemp("engine") / "llama")
     write_checkpoint(path, "llama", num_hidden_layers=4)
-    (alone,) = spawn_world(worlds_of, 1, path, [dict()], True)
-    two = spawn_world(worlds_of, 2, path, TWO, True)
-    four = spawn_world(worlds_of, 4, path, FOUR, False)
-    for world in (two, four):
-        for rank, results in enumerate(world):
-            assert results == world[0] or _only_facts_of_the_rank_differ(results, world[0]), f"rank {rank} reports other numbers than rank 0"
-    return {**two[0], **four[0], **alone}
+    (alone,) = spawn_world(worlds_of, 1, path, [dict()])
+    two = spawn_world(worlds_of, 2, path, TWO)
+    for rank, results in enumerate(two):
+        same = results == two[0] or _only_facts_of_the_rank_differ(results, two[0])
+        assert same, f"rank {rank} reports other numbers than rank 0"
+    return {**two[0], **alone}
 
 
 def _only_facts_of_the_rank_differ(mine: dict, first: dict) -> bool:
-    """NonFiniteGradient names the rank that raises it; stages of an uneven split hold different numbers of bytes."""
+    """NonFiniteGradient names the rank that raises it; stages may hold different numbers of bytes."""
     return all(mine[k] == first[k] or k.endswith(("non-finite", "freed")) for k in first)
 
 
@@ -50,31 +48,18 @@ def difference(a: object, b: object) -> float:
 
 
 BASE = "tp1 pp1 dp1"
-SMALL = [str(ParallelLayout(2, **sizes)) for sizes in TWO]
-LAYOUTS = SMALL + [str(ParallelLayout(4, **sizes)) for sizes in FOUR]
+LAYOUTS = [str(ParallelLayout(2, **sizes)) for sizes in TWO]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_trains_to_the_same_numbers(runs, layout: str) -> None:
-    assert difference(runs[layout]["rows"], runs[BASE]["rows"]) < TOLERANCE
+@pytest.mark.parametrize("layout", [BASE, *LAYOUTS])
+@pytest.mark.parametrize("variant", ["", "offloaded", "plain optimizer"])
+def test_offload_and_optimizer_sharding_change_nothing(runs, layout: str, variant: str) -> None:
+    assert difference(runs[f"{layout} {variant}".strip()]["rows"], runs[BASE]["rows"]) < TOLERANCE
 
 
-@pytest.mark.parametrize("layout", [BASE, *SMALL])
-@pytest.mark.parametrize("variant", ["one sequence", "whole", "offloaded", "plain optimizer"])
-def test_micro_batches_offload_and_optimizer_sharding_change_nothing(runs, layout: str, variant: str) -> None:
-    assert difference(runs[f"{layout} {variant}"]["rows"], runs[BASE]["rows"]) < TOLERANCE
-
-
-@pytest.mark.parametrize("layout", [BASE, *SMALL])
+@pytest.mark.parametrize("layout", [BASE, *LAYOUTS])
 def test_offload_gives_the_same_bits(runs, layout: str) -> None:
     assert runs[f"{layout} offloaded"]["rows"] == runs[layout]["rows"]
-
-
-@pytest.mark.parametrize("layout", [BASE, *SMALL])
-def test_order_of_sequences_changes_no_loss(runs, layout: str) -> None:
-    names = ("policy_loss", "policy_grad_norm", "critic_loss", "critic_grad_norm", "tokens")
-    for permuted, plain in zip(runs[f"{layout} permuted"]["rows"], runs[BASE]["rows"]):
-        assert difference({n: permuted[n] for n in names}, {n: plain[n] for n in names}) < TOLERANCE
 
 
 def test_budget_decides_the_number_of_micro_batches(runs) -> None:
@@ -83,20 +68,14 @@ def test_budget_decides_the_number_of_micro_batches(runs) -> None:
     assert 1 < runs[BASE]["micro_batches"] < 9
 
 
-@pytest.mark.parametrize("layout", SMALL)
-def test_a_rank_without_sequences_takes_part(runs, layout: str) -> None:
-    """One sequence on two data-parallel ranks: one of them has nothing."""
-    assert difference(runs[f"{layout} single"]["rows"], runs[f"{BASE} single"]["rows"]) < TOLERANCE
-
-
-@pytest.mark.parametrize("layout", [BASE, *SMALL])
+@pytest.mark.parametrize("layout", [BASE, *LAYOUTS])
 def test_a_non_finite_gradient_is_skipped_everywhere_and_the_third_stops(runs, layout: str) -> None:
     result = runs[f"{layout} non-finite"]
     assert result["applied"] == [False, False] and result["unchanged"]
     assert "policy: gradient norm nan in 3 steps in a row" in result["error"] and "rank 0" in result["error"]
 
 
-@pytest.mark.parametrize("layout", [BASE, *SMALL])
+@pytest.mark.parametrize("layout", [BASE, *LAYOUTS])
 def test_offload_frees_the_parameters(runs, layout: str) -> None:
     assert runs[f"{layout} freed"]["working"] > 0 and runs[f"{layout} freed"]["offloaded"] == 0
 
