@@ -74,12 +74,17 @@ def verdict(
     compared: int,
     used: Mapping[str, Sequence[str]],
     alone: Mapping[str, Optional[Difference]],
+    *,
+    in_smaller_layouts: bool,
 ) -> str:
-    """One line. used: role -> its features (`features.features`). alone: what differs with one feature, if asked for."""
+    """One line. used: role -> its features (`features.features`). alone: what differs with one feature, if asked for.
+    in_smaller_layouts: an axis had to be given up for the ranks there are, so that agreement says nothing about it.
+    """
     breaking = [feature for feature, found in alone.items() if found is not None]
     if cause is None:
         agreed = f"all {compared} quantities agree with those of one rank"
-        return f"DIFFERS: {agreed}, but not with {', '.join(breaking)} alone" if breaking else f"ok: {agreed}"
+        limit = ", in smaller layouts than the run's (see the notes above)" if in_smaller_layouts else ""
+        return f"DIFFERS: {agreed}, but not with {', '.join(breaking)} alone" if breaking else f"ok: {agreed}{limit}"
     return f"DIFFERS: {describe(cause)}; {_next_step(cause, used, alone, breaking)}"
 
 

@@ -58,7 +58,7 @@ def verify(
         if code != 0:
             return code
         results = {name: read_results(_file(folder, name, "pt")) for name in runs}
-    return _report(run, results, tolerance)
+    return _report(run, results, tolerance, in_smaller_layouts=bool(given_up))
 
 
 def _check(config: TrainConfig, device: Device) -> None:
@@ -100,7 +100,7 @@ def _file(folder: Path, name: str, suffix: str) -> Path:
     return folder / f"{name.replace(' ', '-').replace('.', '-')}.{suffix}"
 
 
-def _report(run: Run, results: Mapping[str, Results], tolerance: float) -> int:
+def _report(run: Run, results: Mapping[str, Results], tolerance: float, *, in_smaller_layouts: bool) -> int:
     differences = {name: _differences(results[name], results[ALONE], tolerance) for name in results if name != ALONE}
     first, steps = differences.pop(LAYOUT)
     rows = _rows(first, steps)
@@ -110,7 +110,7 @@ def _report(run: Run, results: Mapping[str, Results], tolerance: float) -> int:
         print(f"{bisection(alone)}\n")
     used = {role: features(run.config, role, run.world_size) for role in roles_in_use(run.config)}
     cause = first_cause(first, steps)
-    print(verdict(cause, len(rows), used, alone))
+    print(verdict(cause, len(rows), used, alone, in_smaller_layouts=in_smaller_layouts))
     return int(any(difference is not None for difference in (cause, *alone.values())))
 
 
