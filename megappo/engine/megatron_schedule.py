@@ -28,8 +28,8 @@ from megappo.parallel.layout import ParallelLayout
 class MicroBatch:
     """What the ranks of one data-parallel replica work on together.
 
-    batch: padded as the layout needs, on the device. cu_seqlens: its offsets on the host, where the model plans with them. real: [tokens
-    of its sequences] int64, where they stand in `batch`. context: this rank's tokens under context parallel.
+    batch: padded as the layout needs, on the device. cu_seqlens: its offsets on the host, where the model plans with them.
+    real: [tokens of its sequences] int64, where they stand in `batch`. context: this rank's tokens under context parallel.
     """
 
     batch: PackedBatch
@@ -39,7 +39,7 @@ class MicroBatch:
 
     @classmethod
     def of(cls, sequences: PackedBatch, groups: ProcessGroups, device: torch.device) -> MicroBatch:
-        """These sequences, padded. Without any the micro-batch is padding alone, and takes part in every collective all the same."""
+        """These sequences, padded. Without any it is padding alone, and takes part in every collective all the same."""
         layout = groups.layout
         sequence_multiple = 2 * layout.cp if layout.cp > 1 else 1  # zig-zag
         padded, real = sequences.padded(sequence_multiple, total_multiple=token_cuts(layout))
@@ -64,8 +64,9 @@ def run_schedule(
     *,
     forward_only: bool,
 ) -> None:
-    """One pass: forward, and backward with gradient reduction unless `forward_only`. compute_loss runs on the last stage, in order.
+    """One pass: forward, and backward with gradient reduction unless `forward_only`.
 
+    compute_loss runs on the last stage, in order of the micro-batches.
     chunks: this rank's model chunks, wrapped in DDP where they train. Collective over the role's ranks.
     """
     layout, config = groups.layout, chunks[0].config

@@ -1,8 +1,8 @@
 """A parallel layout as a value: sizes of the axes, which rank stands where, and which layers a stage holds.
 
-Pure arithmetic, no torch.distributed: `megappo plan` and the bridge ask it about ranks of worlds that do not exist here. The order of
-the axes is Megatron's default, tp fastest, then cp, dp and pp; experts cut the ranks of a stage a second time, etp fastest,
-then ep and what remains (edp). Groups are built from it in `groups.py`.
+Pure arithmetic, no torch.distributed: `megappo plan` and the bridge ask it about ranks of worlds that do not exist here. The
+order of the axes is Megatron's default, tp fastest, then cp, dp and pp; experts cut the ranks of a stage a second time, etp
+fastest, then ep and what remains (edp). Groups are built from it in `groups.py`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Mistakes that public trainers have shipped, put into megappo for the time of one measurement.
 
-Each is a context manager that changes a running process and nothing on disk. The tests assert that parity notices every one of them.
+Each is a context manager that changes a running process and nothing on disk. The tests assert that parity notices every one.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def temperature_on_values() -> Iterator[None]:
 
 @contextmanager
 def labels_rolled_over_the_pack() -> Iterator[None]:
-    """Targets and log-probs are shifted through the whole packed row, so the first token of a sequence is judged by its neighbour."""
+    """Targets and log-probs are shifted through the whole packed row: a first token is judged by its neighbour."""
     from megappo.trainer import roles
 
     with (
@@ -110,7 +110,7 @@ def whitened_on_each_rank() -> Iterator[None]:
 
 
 def forgotten_all_reduce(part: str) -> Callable[[], Any]:
-    """Under sequence parallel each tp rank sees its own tokens; the gradient of a replicated weight with `part` in its name stays so."""
+    """Each tp rank sees its own tokens under sequence parallel; the gradient of a replicated weight (`part` of its name) stays so."""
 
     @contextmanager
     def fault() -> Iterator[None]:

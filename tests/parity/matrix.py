@@ -26,7 +26,8 @@ Case = Sizes | tuple[Sizes, Sizes]
 SP = {"tp": 2, "sequence_parallel": True}
 DENSE: dict[int, list[Case]] = {
     2: [
-        {}, {"tp": 2}, SP, {"pp": 2}, {"pp": 2, "vpp": 2}, {"pp": 2, "layers_per_stage": (3, 1)}, {"cp": 2}, ({"tp": 2}, {"pp": 2}),
+        {}, {"tp": 2}, SP, {"pp": 2}, {"pp": 2, "vpp": 2}, {"pp": 2, "layers_per_stage": (3, 1)}, {"cp": 2},
+        ({"tp": 2}, {"pp": 2}),
     ],
     4: [
         {"tp": 4}, {**SP, "tp": 4}, {"pp": 4}, {"cp": 4}, {"tp": 2}, {"pp": 2}, {"cp": 2}, {"tp": 2, "pp": 2}, {**SP, "pp": 2},
@@ -40,7 +41,8 @@ EXPERTS: dict[int, list[Case]] = {
         ({"ep": 2}, {"pp": 2}),
     ],
     4: [
-        {"ep": 2}, {"ep": 4}, {"ep": 2, "pp": 2}, {"ep": 2, "etp": 2}, {**SP, "ep": 2}, {**SP, "ep": 4}, {**SP, "ep": 2, "etp": 2},
+        {"ep": 2}, {"ep": 4}, {"ep": 2, "pp": 2}, {"ep": 2, "etp": 2}, {**SP, "ep": 2}, {**SP, "ep": 4},
+        {**SP, "ep": 2, "etp": 2},
         {**SP, "ep": 2, "pp": 2}, {"cp": 2, "ep": 4}, {"cp": 2, "ep": 2, "pp": 2}, {"ep": 2, "pp": 2, "vpp": 2},
         ({**SP, "ep": 2, "etp": 2}, {"cp": 2, "ep": 2, "pp": 2}),
     ],
@@ -61,12 +63,14 @@ SEQUENCES = 8
 VOCABULARY = 131
 # Changes of the configuration that must not change the numbers; bf16 by no more than its rounding.
 VARIANTS: dict[str, dict[str, Any]] = {
-    "one sequence": {"policy__micro_batch_tokens": 1, "critic__micro_batch_tokens": 1, "reference__micro_batch_tokens": 1},
-    "whole batch": {"policy__micro_batch_tokens": 10**6, "critic__micro_batch_tokens": 10**6, "reference__micro_batch_tokens": 10**6},
+    "one sequence": {f"{role}__micro_batch_tokens": 1 for role in ("policy", "critic", "reference")},
+    "whole batch": {f"{role}__micro_batch_tokens": 10**6 for role in ("policy", "critic", "reference")},
     "recompute selective": {"policy__recompute": "selective", "critic__recompute": "selective"},
     "recompute full": {"policy__recompute": "full", "critic__recompute": "full"},
     "bf16": {f"{role}__dtype": "bf16" for role in ("policy", "critic", "reference")},
-    "offload": {f"{role}__offload__{what}": True for role in ("policy", "critic") for what in ("parameters", "gradients", "optimizer")},
+    "offload": {
+        f"{role}__offload__{what}": True for role in ("policy", "critic") for what in ("parameters", "gradients", "optimizer")
+    },
 }
 
 
@@ -101,13 +105,13 @@ def write_models(folder: Path, model: str) -> None:
 
 
 def config_of(folder: Path, **changes: Any) -> TrainConfig:
-    """One PPO step with everything on that can differ: temperature, entropy bonus, KL in the reward, value clip, bootstrap, experts.
+    """One PPO step with everything on: temperature, entropy bonus, KL in the reward, value clip, bootstrap, balanced experts.
 
     changes: `section.key` with dots written as __, for example policy__micro_batch_tokens=1.
     """
     role = {
         "dtype": "fp32", "micro_batch_tokens": 48, "router_aux_coef": 0.01 if "moe" in str(folder) else 0.0,
-        # Adam divides by |g| + eps: with the usual 1e-8 a weight whose gradient is rounding noise would move by a full step of random sign.
+        # Adam divides by |g| + eps: with the usual 1e-8 a weight whose gradient is rounding noise would move a full step.
         "optimizer": {"lr": 3e-4, "eps": 1e-5, "weight_decay": 0.01, "distributed": False},
     }  # fmt: skip
     tree: dict[str, Any] = {
@@ -117,8 +121,8 @@ def config_of(folder: Path, **changes: Any) -> TrainConfig:
         "rollout": {"sampling": {"temperature": 0.7}, "max_response_tokens": 64},
         "data": {"train": "none.jsonl", "prompts_per_step": SEQUENCES},
         "algorithm": {
-            "entropy_coef": 0.01, "mini_batch_size": SEQUENCES // 2, "ppo_epochs": 2, "kl": {"coef": 0.05}, "bootstrap_truncated": True,
-            "gamma": 0.99,
+            "entropy_coef": 0.01, "mini_batch_size": SEQUENCES // 2, "ppo_epochs": 2, "kl": {"coef": 0.05}, "gamma": 0.99,
+            "bootstrap_truncated": True,
         },
     }  # fmt: skip
     for key, value in changes.items():
