@@ -17,6 +17,7 @@ from megappo.models.arch import ModelArch, read_arch
 from megappo.models.implementation import Implementation
 from megappo.parallel.layout import ParallelLayout
 from megappo.plan.model_rules import model_problems
+from megappo.rollout.vllm_limits import cut_sizes, kv_heads_fit
 
 
 def model_paths(config: TrainConfig | SftConfig) -> dict[str, tuple[str, str]]:
@@ -103,18 +104,15 @@ def _check_router(role: str, settings: RoleConfig, arch: ModelArch) -> None:
 
 
 def _check_rollout(config: TrainConfig, arch: ModelArch) -> None:
-    """vLLM cuts query heads, the MLP and every expert evenly and repeats KV heads where there are fewer than ranks."""
+    """The sizes that vLLM cuts, with the values of `rollout.tp` that would do; its other limits are in `rollout/vllm_limits.py`."""
     tp = config.rollout.tp
     if config.rollout.engine != "vllm":
         return
-    sizes = [("attention heads", arch.num_heads)]
-    sizes += [("MLP columns", arch.ffn_size)] if arch.has_dense_mlp else []
-    sizes += [("columns of an expert", arch.moe.ffn_size)] if arch.moe is not None else []
-    for what, size in sizes:
+    for what, size in cut_sizes(arch):
         if size % tp:
             fitting = " or ".join(str(d) for d in nearest_divisors(size, tp))
             raise ConfigError(problem("rollout.tp", tp, f"does not divide the {size} {what} of policy.model; use {fitting}"))
-    if arch.num_kv_heads % tp and tp % arch.num_kv_heads:
+    if not kv_heads_fit(arch, tp):
         fitting = " or ".join(str(d) for d in nearest_divisors(arch.num_kv_heads, tp))
         raise ConfigError(
             problem(

@@ -14,6 +14,18 @@ CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 CPU_EXPERT_ALIGNMENT = 32
 
 
+def cut_sizes(arch: ModelArch) -> list[tuple[str, int]]:
+    """(what, how many) of everything that vLLM cuts evenly over the ranks of a replica."""
+    sizes = [("attention heads", arch.num_heads)]
+    sizes += [("MLP columns", arch.ffn_size)] if arch.has_dense_mlp else []
+    return sizes + ([("columns of an expert", arch.moe.ffn_size)] if arch.moe is not None else [])
+
+
+def kv_heads_fit(arch: ModelArch, tp: int) -> bool:
+    """KV heads are cut evenly, or repeated where there are fewer of them than ranks."""
+    return arch.num_kv_heads % tp == 0 or tp % arch.num_kv_heads == 0
+
+
 def check_vllm(arch: ModelArch, tp: int, world_size: int, max_model_len: int, device_type: str) -> None:
     """Raises ValueError for a model, tp or context length that vLLM would refuse later or, worse, not notice.
 
@@ -21,15 +33,10 @@ def check_vllm(arch: ModelArch, tp: int, world_size: int, max_model_len: int, de
     """
     if world_size % tp:
         raise ValueError(f"rollout.tp: {tp} does not divide the {world_size} ranks")
-    cut = [("attention heads", arch.num_heads)]
-    if arch.has_dense_mlp:
-        cut.append(("MLP columns", arch.ffn_size))
-    if arch.moe is not None:
-        cut.append(("columns of an expert", arch.moe.ffn_size))
-    for what, size in cut:
+    for what, size in cut_sizes(arch):
         if size % tp:
             raise ValueError(f"rollout.tp: {tp} does not divide the {size} {what} of the model")
-    if arch.num_kv_heads % tp and tp % arch.num_kv_heads:
+    if not kv_heads_fit(arch, tp):
         raise ValueError(f"rollout.tp: {tp} neither divides the {arch.num_kv_heads} KV heads of the model nor is a "
                          "multiple of them")
     if device_type == "cpu" and arch.head_dim not in CPU_HEAD_DIMS:
