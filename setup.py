@@ -1,18 +1,52 @@
-"""Package metadata. The exact versions that are tested together are pinned in requirements/."""
+"""Package metadata and the kernels. The exact versions that are tested together are pinned in requirements/."""
 
 import ast
+import shutil
+import sys
 from pathlib import Path
 
-from setuptools import find_packages, setup
+from setuptools import Extension, find_packages, setup
+from setuptools.command.build_ext import build_ext
 
-source = ast.parse(Path(__file__).with_name("megappo").joinpath("__init__.py").read_text())
+HERE = Path(__file__).parent.resolve()
+sys.path.insert(0, str(HERE))
+
+from csrc.build import BuildError, build  # noqa: E402  needs the line above
+
+source = ast.parse((HERE / "megappo/__init__.py").read_text())
 version = next(node.value.value for node in source.body if isinstance(node, ast.Assign) and node.targets[0].id == "__version__")
+
+
+class BuildKernels(build_ext):
+    """Compiles csrc/ by csrc/build.py, which also says what is left out and why."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        # The library holds no Python ABI, so its name says nothing of a Python version.
+        return fullname.replace(".", "/") + ".so"
+
+    def build_extension(self, ext: Extension) -> None:
+        library = Path(self.get_ext_fullpath(ext.name))
+        library.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            print("megappo:", build(library, HERE / "build/kernels"))
+        except BuildError as error:
+            raise SystemExit(f"megappo: {error}") from None
+
+    def copy_extensions_to_source(self) -> None:
+        super().copy_extensions_to_source()
+        for ext in self.extensions:
+            facts = Path(self.get_ext_filename(ext.name)).with_suffix(".json")
+            shutil.copyfile(Path(self.build_lib, facts), HERE / facts)
+
 
 setup(
     name="megappo",
     version=version,
     description="Tensor- and pipeline-parallel PPO for large language models: Megatron-core shards, vLLM rollouts, one SPMD program",
     packages=find_packages(include=["megappo", "megappo.*"]),
+    package_data={"megappo": ["_native.json"]},
+    ext_modules=[Extension("megappo._native", sources=[])],
+    cmdclass={"build_ext": BuildKernels},
     python_requires=">=3.11",
     install_requires=[
         "torch>=2.11",
@@ -32,6 +66,7 @@ setup(
         "gpu": ["transformer-engine[pytorch]>=2"],
         "math": ["math-verify>=0.9"],
         "datasets": ["datasets", "pyarrow"],
+        "plot": ["matplotlib"],
         "test": ["pytest", "hypothesis"],
     },
     entry_points={"console_scripts": ["megappo = megappo.cli:main"]},

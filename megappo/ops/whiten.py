@@ -9,11 +9,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megappo.ops.dispatch import op
+
 # added to the variance, so that constant advantages become 0 and not noise divided by noise
 EPSILON = 1e-8
 
 
-@torch.library.custom_op("megappo::whiten_apply", mutates_args=())
+@op
 def whiten_apply(advantage: Tensor, mask: Tensor, moments: Tensor) -> Tensor:
     """(advantage - mean) / sqrt(var + 1e-8) on the mask, exactly 0 elsewhere; [T] fp32.
 

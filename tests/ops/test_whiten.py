@@ -7,14 +7,14 @@ from megappo.ops.whiten import whiten_apply
 
 def moments_of(advantage, mask):
     kept = advantage[mask].double()
-    return torch.stack((torch.tensor(float(kept.numel())).double(), kept.sum(), kept.square().sum()))
+    return torch.stack((kept.new_tensor(float(kept.numel())), kept.sum(), kept.square().sum()))
 
 
 @pytest.mark.parametrize("mean,std", [(0.0, 1.0), (3.0, 0.01), (1e4, 1.0), (-5.0, 100.0)])
-def test_result_has_mean_zero_and_unit_deviation(mean, std):
+def test_result_has_mean_zero_and_unit_deviation(kernels, mean, std):
     x = torch.randn(5000, generator=torch.Generator().manual_seed(0)) * std + mean
     mask = torch.arange(5000) % 3 != 0
-    white = whiten_apply(x, mask, moments_of(x, mask))
+    white = whiten_apply(*(a.to(kernels) for a in (x, mask, moments_of(x, mask)))).cpu()
     want = (x.double() - x[mask].double().mean()) / x[mask].double().std()
     # variance of fp64 moments: mean^2 / var of the 1e-16 is lost; epsilon 1e-8 shifts the deviation by 1e-8 / (2 var)
     torch.testing.assert_close(white[mask].double(), want[mask], rtol=1e-6 + 1e-8 / std**2, atol=1e-6)
@@ -22,17 +22,25 @@ def test_result_has_mean_zero_and_unit_deviation(mean, std):
 
 
 @pytest.mark.parametrize("value", [0.0, 0.1, 1e4])
-def test_constant_advantages_become_zero(value):
-    x = torch.full((1000,), value)
-    mask = torch.ones(1000, dtype=torch.bool)
+def test_constant_advantages_become_zero(kernels, value):
+    x = torch.full((1000,), value, device=kernels)
+    mask = torch.ones(1000, dtype=torch.bool, device=kernels)
     assert whiten_apply(x, mask, moments_of(x, mask)).abs().max() < 1e-3
 
 
 @pytest.mark.parametrize("num_valid", [0, 1])
-def test_nothing_to_normalise_gives_zero(num_valid):
-    x = torch.tensor([3.0, torch.nan, torch.inf])
-    mask = torch.arange(3) < num_valid
-    assert torch.equal(whiten_apply(x, mask, moments_of(x, mask)), torch.zeros(3))
+def test_nothing_to_normalise_gives_zero(kernels, num_valid):
+    x = torch.tensor([3.0, torch.nan, torch.inf], device=kernels)
+    mask = torch.arange(3, device=kernels) < num_valid
+    assert torch.equal(whiten_apply(x, mask, moments_of(x, mask)).cpu(), torch.zeros(3))
+
+
+def test_strided_and_empty_inputs(kernels):
+    x, mask = torch.randn(20, device=kernels), torch.arange(20, device=kernels) % 4 < 3
+    moments = moments_of(x[::2], mask[::2])
+    dense = whiten_apply(x[::2].contiguous(), mask[::2].contiguous(), moments)
+    assert torch.equal(whiten_apply(x[::2], mask[::2], moments), dense)
+    assert whiten_apply(x[:0], mask[:0], moments).shape == (0,)
 
 
 def whitened_in_parts(x, mask, moments):
