@@ -1,12 +1,7 @@
-"""Which implementation of an op runs: C++ on the CPU, CUDA or Triton on a GPU, or the reference in PyTorch.
+"""Runs ops by the implementation that is selected for a device: see `kernels.py` for which there are.
 
 Every op of ops/ is `torch.ops.megappo.NAME` with a schema, a fake kernel and a reference; `op` makes it one. A call runs what is
-selected for the device of its first tensor:
-
-    cpp        csrc/*/cpu.cpp         CPU tensors
-    cuda       csrc/*/cuda.cu         CUDA tensors
-    triton     ops/triton/FILE.py     CUDA tensors, and CPU tensors under TRITON_INTERPRET=1 (tests)
-    reference  the op's own file      every device; and every fp64 input, which exists for gradient checks
+selected for the device of its first tensor; fp64 inputs, which exist for gradient checks, always run the reference.
 
 `kernels: auto` takes cuda, then triton, then reference on a GPU; cpp, then reference on the CPU. A named implementation that is
 missing is an error with the reason. The choice holds for the whole process, as roles must compute the same numbers.
@@ -15,21 +10,15 @@ missing is an error with the reason. The choice holds for the whole process, as 
 from __future__ import annotations
 
 import importlib
-import importlib.util
-import json
-import os
 from contextlib import contextmanager
 from functools import cache
-from pathlib import Path
-from typing import Any, Callable, Iterator, Literal, Optional, get_args
+from typing import Any, Callable, Iterator, Optional, get_args
 
 import torch
 from torch import Tensor
 from torch.library import CustomOpDef
 
-Kernels = Literal["auto", "cpp", "triton", "cuda", "reference"]
-ORDER = {"cpu": ("cpp", "reference"), "cuda": ("cuda", "triton", "reference")}
-LIBRARY = Path(__file__).parent.parent / "_native.so"
+from megappo.ops.kernels import LIBRARY, ORDER, Kernels, missing
 
 
 class _Selection:
@@ -119,30 +108,10 @@ def _lookup(candidate: str, name: str) -> Optional[Callable[..., Any]]:
     if candidate == "triton":
         file = _references[name].__module__.rsplit(".", 1)[1]
         return getattr(importlib.import_module(f"megappo.ops.triton.{file}"), name, None)
+    _load_library()
     return getattr(getattr(torch.ops, _selection.native), name, None)
 
 
-def missing(candidate: str, device_type: str) -> Optional[str]:
-    """Why an implementation cannot run on this kind of device here; None where it can."""
-    if candidate == "reference":
-        return None
-    if candidate == "triton":
-        if device_type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-            return "Triton kernels run on a GPU, and this run is on the CPU"
-        return None if importlib.util.find_spec("triton") else "triton is not installed"
-    if (candidate == "cpp") != (device_type == "cpu"):
-        return f"{candidate} kernels run on {'the CPU' if candidate == 'cpp' else 'a GPU'}, and this run is on {device_type}"
-    unavailable = _load_library()
-    if unavailable or candidate == "cpp":
-        return unavailable
-    facts = json.loads(LIBRARY.with_suffix(".json").read_text())
-    return None if facts["cuda"] else f"megappo was built without CUDA kernels ({facts['cuda_reason']})"
-
-
 @cache
-def _load_library() -> Optional[str]:
-    """Load the compiled ops once; why there are none."""
-    if not LIBRARY.exists():
-        return "the compiled kernels are missing: install megappo with a C++ compiler (pip install --no-build-isolation -e .)"
+def _load_library() -> None:
     torch.ops.load_library(str(LIBRARY))
-    return None

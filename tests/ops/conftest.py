@@ -15,6 +15,7 @@ import torch
 
 from csrc.build import compile_cuda_for_cpu
 from megappo.ops import dispatch
+from megappo.ops.kernels import LIBRARY
 
 HERE = Path(__file__).parent
 ON_CPU = ["reference", "cpp", "triton", "cuda_on_cpu"]
@@ -26,7 +27,7 @@ def cuda_on_cpu() -> str:
     """Namespace of the CUDA kernels compiled for the CPU; compiled again when a source is newer than the library."""
     work = HERE.parent.parent / "build/cuda_on_cpu"
     library = work / "kernels.so"
-    sources = [*dispatch.LIBRARY.parent.parent.joinpath("csrc").rglob("*.*"), *HERE.joinpath("cuda_on_cpu").iterdir()]
+    sources = [*LIBRARY.parent.parent.joinpath("csrc").rglob("*.*"), *HERE.joinpath("cuda_on_cpu").iterdir()]
     if not library.exists() or library.stat().st_mtime < max(source.stat().st_mtime for source in sources):
         compile_cuda_for_cpu(library, work, HERE / "cuda_on_cpu")
     torch.ops.load_library(str(library))
