@@ -339,6 +339,9 @@ class TrainConfig(Section):
     """Name, place and processes of the run."""
     model: ModelConfig = ModelConfig()
     """How the layers of all roles are built."""
+    kernels: Literal["auto", "cpp", "triton", "cuda", "reference"] = "auto"
+    """Implementation of the ops (log-probs, advantages, losses): auto takes cuda, triton, reference on a GPU and cpp, reference on
+    the CPU, in this order; a named one that is missing is an error. docs/kernels.md has the figures."""
     policy: PolicyConfig
     """The model that is trained to act."""
     critic: CriticConfig = CriticConfig()
@@ -397,6 +400,9 @@ class SftConfig(Section):
     """Name, place and processes of the run."""
     model: ModelConfig = ModelConfig()
     """How the layers of all roles are built."""
+    kernels: Literal["auto", "cpp", "triton", "cuda", "reference"] = "auto"
+    """Implementation of the ops (log-probs, advantages, losses): auto takes cuda, triton, reference on a GPU and cpp, reference on
+    the CPU, in this order; a named one that is missing is an error. docs/kernels.md has the figures."""
     policy: PolicyConfig
     """The model that is fine-tuned."""
     data: SftDataConfig

@@ -17,11 +17,12 @@ from megappo.config.schema import SftConfig, TrainConfig
 from megappo.installed import missing_package
 from megappo.models.arch import ModelArch
 from megappo.models.families import hf_tensors
-from megappo.parallel.layout import ParallelLayout
 from megappo.models.implementation import choose_implementation
+from megappo.parallel.layout import ParallelLayout
 from megappo.plan.critic_source import critic_source
 from megappo.plan.data import RunData, SftData, load_run_data, load_sft_data
 from megappo.plan.estimate import Plan, make_plan
+from megappo.plan.kernels import check_kernels
 from megappo.plan.layouts import check_layouts, read_archs
 from megappo.plan.report import report
 from megappo.plan.tables import figures
@@ -52,6 +53,7 @@ def prepare(
     notes = check_config(config, explicit_keys(config), world_size, device)
     _check_names(config)
     implementation = choose_implementation(config.model.impl, device)  # raises where it cannot work
+    check_kernels(config.kernels, device)
     archs = read_archs(config)
     layouts = check_layouts(config, archs, world_size, implementation)
     if config.rollout.engine == "vllm":
@@ -90,6 +92,7 @@ def prepare_sft(config: SftConfig, world_size: int, device: Device) -> PreparedS
     """As `prepare`, for fine-tuning."""
     notes = check_config(config, explicit_keys(config), world_size, device)
     implementation = choose_implementation(config.model.impl, device)  # raises where it cannot work
+    check_kernels(config.kernels, device)
     arch = read_archs(config)["policy"]
     layout = check_layouts(config, {"policy": arch}, world_size, implementation)["policy"]
     return PreparedSft(config, arch, layout, load_sft_data(config, arch), tuple(notes))

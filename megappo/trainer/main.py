@@ -33,6 +33,7 @@ from megappo.rollout.types import SamplingParams
 from megappo.telemetry.log import configure_logging
 from megappo.telemetry.runlog import RunLog
 from megappo.trainer.facts import run_facts
+from megappo.trainer.kernels import select_kernels
 from megappo.trainer.ppo import PPO, PPOSettings
 from megappo.trainer.roles import Critic, LanguageModel, Policy
 from megappo.trainer.rundir import RunDir
@@ -85,6 +86,7 @@ class _Parts:
 
         self._implementation = choose_implementation(config.model.impl, device.type)
         self.log.note(f"layers: {self._implementation}, rollout: {config.rollout.engine}")
+        select_kernels(config.kernels, device, self.log)
         self.policy_arch = read_arch(config.policy.model)
         self._groups: dict[ParallelLayout, ProcessGroups] = {}
         self.policy_engine = self._build_policy(device)

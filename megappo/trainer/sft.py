@@ -26,6 +26,7 @@ from megappo.telemetry.log import configure_logging
 from megappo.telemetry.metrics import Metric
 from megappo.telemetry.runlog import RunLog
 from megappo.telemetry.timers import StageTimers
+from megappo.trainer.kernels import select_kernels
 from megappo.trainer.report import expert_metrics
 from megappo.trainer.roles import LanguageModel
 from megappo.trainer.rundir import RunDir
@@ -45,6 +46,7 @@ def train_sft(config: SftConfig, data: SftData) -> None:
     log = RunLog(run_dir.root)
     implementation = choose_implementation(config.model.impl, device.type)
     log.note(f"layers: {implementation}")
+    select_kernels(config.kernels, device, log)
 
     arch = read_arch(config.policy.model)
     groups = build_groups(layout_of(config.policy.parallel, dist.get_world_size()))

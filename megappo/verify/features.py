@@ -1,7 +1,7 @@
 """The small run without its features, on one rank, which it is held against; and with one of them at a time.
 
 A feature is whatever must not change the numbers: an axis of a layout, data parallelism, recomputation, offload, the distributed
-optimizer, the token budget of a micro-batch.
+optimizer, the token budget of a micro-batch, the kernels.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ from megappo.verify.shrink_layouts import ranks_needed
 
 _AXES = ("tp", "sequence_parallel", "pp", "vpp", "cp", "ep", "etp")
 _SETTINGS = ("recompute", "offload", "micro_batch_tokens")
-DISTRIBUTED, DP = "optimizer.distributed", "dp"
+DISTRIBUTED, DP, KERNELS = "optimizer.distributed", "dp", "kernels"
 
 
 def on_one_rank(run: Run) -> Run:
-    """The same without anything that cuts, shards, recomputes or offloads: the numbers that all layouts should give."""
-    return Run(run.config.model_copy(update={role: _plain(run.config, role) for role in roles_in_use(run.config)}), 1)
+    """The same without anything that cuts, shards, recomputes or offloads, by the reference ops: the numbers to agree with."""
+    plain = {role: _plain(run.config, role) for role in roles_in_use(run.config)}
+    return Run(run.config.model_copy(update={**plain, KERNELS: "reference"}), 1)
 
 
 def features(config: TrainConfig, role: str, world_size: int) -> list[str]:
@@ -49,9 +50,12 @@ def features(config: TrainConfig, role: str, world_size: int) -> list[str]:
 def one_at_a_time(run: Run) -> dict[str, Run]:
     """Feature -> the run on one rank with this feature alone (and what it cannot be without), of the features that `run` has."""
     used = {role: features(run.config, role, run.world_size) for role in roles_in_use(run.config)}
+    alone = on_one_rank(run).config
     runs: dict[str, Run] = {}
+    if run.config.kernels != alone.kernels:
+        runs[KERNELS] = Run(alone.model_copy(update={KERNELS: run.config.kernels}), 1)
     for feature in dict.fromkeys(feature for found in used.values() for feature in found):
-        config = run.config.model_copy(
+        config = alone.model_copy(
             update={role: _with_feature(run.config, role, feature if feature in found else None) for role, found in used.items()}
         )
         world_size = lcm(*(ranks_needed(parallel) for parallel in roles_in_use(config).values()))

@@ -20,6 +20,7 @@ from megappo.config.schema import TrainConfig
 from megappo.launch import start_ranks
 from megappo.models.arch import read_arch
 from megappo.models.implementation import choose_implementation
+from megappo.plan.kernels import check_kernels
 from megappo.plan.layouts import check_layouts, layout_of, read_archs
 from megappo.verify.compare import PARAMETER_TOLERANCE, TOLERANCE, Difference, compare
 from megappo.verify.features import features, on_one_rank, one_at_a_time
@@ -68,11 +69,12 @@ def _check(config: TrainConfig, device: Device) -> None:
         replicas = config.rollout.tp if config.rollout.engine == "vllm" else 1
         ranks = lcm(replicas, *(ranks_needed(parallel) for parallel in roles_in_use(config).values()))
     check_config(config, explicit_keys(config), ranks, device)
+    check_kernels(config.kernels, device)
     check_layouts(config, read_archs(config, need_weights=False), ranks, choose_implementation(config.model.impl, device))
 
 
 def _described(run: Run) -> list[str]:
-    lines = [f"{STEPS} PPO steps of {SAMPLES} recorded samples in fp32, on {run.world_size} ranks and on one:"]
+    lines = [f"{STEPS} PPO steps of {SAMPLES} recorded samples in fp32, on {run.world_size} ranks and on one with reference kernels:"]
     rows = []
     for role, parallel in roles_in_use(run.config).items():
         arch = read_arch(getattr(run.config, role).model)
