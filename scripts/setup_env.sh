@@ -11,13 +11,14 @@ want=base
 [ "${1:-}" = "--test" ] && want=test
 
 # The mark names what is installed; a change of the lists installs again.
-mark_of() { cat scripts/setup_env.sh setup.py requirements/*.txt | sha256sum | cut -c1-16; }
+mark_of() { { cat scripts/setup_env.sh setup.py requirements/*.txt; find csrc -type f -not -path '*/__pycache__/*' | sort | xargs cat; } | sha256sum | cut -c1-16; }
 mark="$venv/.megappo-$want-$(mark_of)"
 [ -e "$mark" ] && exit 0
 
 command -v "$python" >/dev/null || { echo "setup: $python not found; install Python 3.11 or set MEGAPPO_PYTHON" >&2; exit 2; }
-# Triton and parts of vLLM compile small helpers at run time.
-command -v gcc >/dev/null || { echo "setup: gcc not found; install it (Debian: apt-get install gcc g++)" >&2; exit 2; }
+# megappo's kernels are compiled here; Triton and parts of vLLM compile small helpers at run time.
+command -v gcc >/dev/null && command -v g++ >/dev/null \
+  || { echo "setup: gcc or g++ not found; install them (Debian: apt-get install gcc g++)" >&2; exit 2; }
 
 say() { printf '[setup %3ds] %s\n' "$SECONDS" "$*"; }
 pip() { "$venv/bin/python" -m pip --disable-pip-version-check -qq "$@"; }
@@ -42,7 +43,8 @@ if [ "$want" = test ]; then
   say "test tools"
   pip install -r requirements/test.txt -c requirements/constraints.txt
 fi
-say "megappo"
+say "megappo and its kernels"
 pip install --no-deps --no-build-isolation --editable .
+say "$("$venv/bin/python" -m megappo.ops.kernels)"
 touch "$mark"
 say "done"

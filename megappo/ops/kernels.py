@@ -38,3 +38,16 @@ def missing(implementation: str, device_type: str) -> Optional[str]:
     if implementation == "cuda" and not facts["cuda"]:
         return f"megappo was built without CUDA kernels: {facts['cuda_reason']}; install it again with nvcc and a CUDA torch"
     return None
+
+
+def describe() -> str:
+    """One line: what the installed library holds, and what is left out and why."""
+    if not LIBRARY.exists():
+        return "no compiled kernels: the ops run their PyTorch references"
+    facts = json.loads(LIBRARY.with_suffix(".json").read_text())
+    cpu = f"C++ kernels for {', '.join(facts['isas'])}"
+    return f"{cpu}; CUDA kernels" if facts["cuda"] else f"{cpu}; no CUDA kernels ({facts['cuda_reason']}): a GPU runs Triton's"
+
+
+if __name__ == "__main__":
+    print(describe())
