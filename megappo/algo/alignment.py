@@ -47,6 +47,12 @@ def next_token_targets(tokens: Tensor, cu_seqlens: Tensor) -> Tensor:
 
     The log-probs of these targets go back to their own token with `shift_right`.
     """
-    after = torch.cat((tokens[1:], tokens.new_full((min(tokens.numel(), 1),), IGNORE_INDEX)))
-    starts_next = torch.cat((first_token_mask(tokens.numel(), cu_seqlens)[1:], torch.ones_like(tokens[:1], dtype=torch.bool)))
-    return torch.where(starts_next, IGNORE_INDEX, after)
+    return shift_left(tokens, cu_seqlens, IGNORE_INDEX)
+
+
+def shift_left(field: Tensor, cu_seqlens: Tensor, fill: int) -> Tensor:
+    """What belongs to a token [T, ...] -> at the output about it: out[t] = field[t+1] in each sequence, `fill` at its last."""
+    after = torch.cat((field[1:], field[:1]))
+    last = torch.ones(field.shape[0], dtype=torch.bool, device=field.device)
+    last[:-1] = first_token_mask(field.shape[0], cu_seqlens)[1:]
+    return after.masked_fill(last.view(-1, *(1,) * (field.dim() - 1)), fill)

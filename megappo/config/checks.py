@@ -19,6 +19,8 @@ from megappo.config.layout_checks import world_problems
 from megappo.config.schema import OptimizerConfig, RewardConfig, RunConfig, SftConfig, TrainConfig
 
 Device = Literal["cpu", "cuda"]
+# Ids recorded for a sampled token: 4 bytes each in the experience, and about 90 in vLLM's Python lists while it generates.
+MAX_REPLAYED_TOP_K = 128
 MAX_ADAPTIVE_STEP = 0.2  # clip of the error in the adaptive KL controller (Ziegler et al. 2019, section 2.2)
 
 
@@ -89,6 +91,38 @@ def _top_k_zero(config: TrainConfig) -> Optional[str]:
     return (
         problem("rollout.sampling.top_k", 0, "must be >= 1, or -1 for all tokens") if config.rollout.sampling.top_k == 0 else None
     )
+
+
+def _kept_tokens(config: TrainConfig) -> Optional[str]:
+    sampling = config.rollout.sampling
+    if not sampling.replay_kept_tokens or (sampling.top_p == 1.0 and sampling.top_k < 1):
+        return None
+    without = "or rollout.sampling.replay_kept_tokens: false to train on log-probs of the whole vocabulary"
+    if sampling.top_k < 1:
+        return problem(
+            "rollout.sampling.top_p",
+            sampling.top_p,
+            f"any number of tokens may survive it, too many to record for replay; set top_k too (1 to {MAX_REPLAYED_TOP_K}), {without}",
+        )
+    if sampling.top_k > MAX_REPLAYED_TOP_K:
+        return problem(
+            "rollout.sampling.top_k",
+            sampling.top_k,
+            f"recording so many ids of every sampled token costs too much; use at most {MAX_REPLAYED_TOP_K}, {without}",
+        )
+    return None
+
+
+def _bf16_logits(config: TrainConfig) -> Optional[str]:
+    """Rounding that the sampler does not do would add a difference instead of removing one."""
+    if config.policy.logits_dtype == "fp32" or config.rollout.engine == "megatron":
+        return None
+    sampler = config.policy.dtype if config.rollout.dtype == "auto" else config.rollout.dtype
+    if sampler == "fp32":
+        return problem(
+            "policy.logits_dtype", "bf16", "the logits of vLLM are fp32 (rollout.dtype, policy.dtype); use fp32, or sample in bf16"
+        )
+    return None
 
 
 def _empty_stop(config: TrainConfig) -> Optional[str]:
@@ -221,6 +255,8 @@ TRAIN_RULES: tuple[TrainRule, ...] = (
     _mini_batches,
     _greedy_training,
     _top_k_zero,
+    _kept_tokens,
+    _bf16_logits,
     _empty_stop,
     _adaptive_placement,
     _adaptive_from_zero,

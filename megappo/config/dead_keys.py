@@ -38,6 +38,11 @@ def _constant(optimizer: OptimizerConfig) -> bool:
 
 
 TRAIN: tuple[Dead, ...] = (
+    Dead(
+        ("rollout.sampling.replay_kept_tokens",),
+        lambda c: c.rollout.sampling.top_p == 1.0 and c.rollout.sampling.top_k < 1,
+        "neither top_p nor top_k cuts anything; remove it, or set top_k",
+    ),
     _unsplit("policy"),
     _unsplit("critic"),
     _unsplit("reference"),
@@ -150,6 +155,7 @@ SFT: tuple[Dead, ...] = (
         lambda c: _constant(c.policy.optimizer),
         "policy.optimizer.lr_schedule is constant; remove it, or use linear or cosine",
     ),
+    Dead(("policy.logits_dtype",), lambda c: True, "fine-tuning has no sampler to agree with; remove it"),
     Dead(
         ("policy.offload.parameters", "policy.offload.gradients"),
         lambda c: True,

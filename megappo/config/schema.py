@@ -106,6 +106,9 @@ class TrainableConfig(RoleConfig):
 class PolicyConfig(TrainableConfig):
     model: str
     """Directory of a Hugging Face checkpoint (config.json and safetensors)."""
+    logits_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Rounding of the logits behind the log-probs of policy and reference: none, or to bf16, which is what a sampler in bf16
+    draws from (docs/agreement.md)."""
 
 
 class CriticConfig(TrainableConfig):
@@ -152,6 +155,10 @@ class SamplingConfig(Section):
     """Nucleus sampling: smallest set of tokens with this much probability."""
     top_k: Annotated[int, Field(ge=-1)] = -1
     """Sample among this many best tokens; -1 means all."""
+    replay_kept_tokens: bool = True
+    """With top_p or top_k: record for every sampled token the ids that it was drawn from, and compute the log-probs of policy and
+    reference over the same ids. Needs top_k. Without, they are over the whole vocabulary and PPO's ratios are of another
+    distribution than was sampled (docs/agreement.md)."""
 
 
 class RolloutConfig(Section):

@@ -13,13 +13,17 @@ from typing import Mapping, Sequence
 import torch
 from torch import Tensor
 
+# In fields of token ids, which are int32: none.
+NO_ID = -1
+
 
 @dataclass(frozen=True)
 class PackedBatch:
     """Sequences b = 0..B-1 laid end to end.
 
     tokens: [T] int64. cu_seqlens: [B+1] int32, cu_seqlens[b] is where sequence b starts and cu_seqlens[B] = T.
-    token_fields: name -> [T], one value per token. sequence_fields: name -> [B], one value per sequence.
+    token_fields: name -> [T] (or [T, ...]), one value per token; int32 holds token ids or NO_ID. sequence_fields: name -> [B], one value
+    per sequence.
     """
 
     tokens: Tensor
@@ -53,7 +57,7 @@ class PackedBatch:
     ) -> PackedBatch:
         """A batch that holds these fields too (same names are replaced)."""
         for name, value in token_fields.items():
-            assert value.shape == self.tokens.shape, f"{name}: {tuple(value.shape)} is not one for each of {self.num_tokens} tokens"
+            assert value.shape[:1] == self.tokens.shape, f"{name}: {tuple(value.shape)} is not one for each of {self.num_tokens} tokens"
         for name, value in sequence_fields.items():
             assert value.shape[0] == self.num_sequences, f"{name}: {len(value)} values for {self.num_sequences} sequences"
         return replace(
@@ -85,8 +89,8 @@ class PackedBatch:
     def padded(self, sequence_multiple: int = 1, total_multiple: int = 1) -> tuple[PackedBatch, Tensor]:
         """The batch with every sequence padded to a multiple, and [real tokens] int64: where this batch's tokens stand in it.
 
-        Padding is zeros (tokens 0, fields 0 or False) at the end of a sequence. One more sequence of zeros completes the total
-        where it is no multiple of `total_multiple`, or 0: an empty micro-batch still has to run through every collective.
+        Padding is zeros (tokens 0, fields 0 or False, ids of fields NO_ID) at the end of a sequence. One more sequence of it completes
+        the total where it is no multiple of `total_multiple`, or 0: an empty micro-batch still has to run through every collective.
         Context parallel needs sequences of a multiple of 2 cp tokens, sequence parallel a total that is a multiple of cp tp.
         """
         lengths = -(-self.lengths // sequence_multiple) * sequence_multiple
@@ -102,13 +106,13 @@ class PackedBatch:
         if missing:
             lengths = torch.cat([lengths, lengths.new_full((1,), missing)])
 
-        def spread(x: Tensor) -> Tensor:
-            return x.new_zeros((total + missing, *x.shape[1:])).index_copy_(0, index, x)
+        def spread(x: Tensor, fill: int = 0) -> Tensor:
+            return x.new_full((total + missing, *x.shape[1:]), fill).index_copy_(0, index, x)
 
         batch = PackedBatch(
             tokens=spread(self.tokens),
             cu_seqlens=cu_seqlens_of(lengths),
-            token_fields={k: spread(v) for k, v in self.token_fields.items()},
+            token_fields={k: spread(v, NO_ID if v.dtype == torch.int32 else 0) for k, v in self.token_fields.items()},
             sequence_fields={k: _extended(v, 1) if missing else v for k, v in self.sequence_fields.items()},
         )
         return batch, index

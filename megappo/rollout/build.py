@@ -23,15 +23,16 @@ def build_rollout(
     tokenizer: Tokenizer,
     max_prompt_tokens: int,
     policy_dtype: str,
+    logits_dtype: str = "fp32",
     seed: int,
     device: torch.device,
 ) -> RolloutEngine:
     """The engine of `rollout.engine`, connected to the policy. Collective.
 
-    policy: its MegatronEngine. model: directory with the policy's config.json. ValueError where vLLM is missing.
+    policy: its MegatronEngine. logits_dtype: what the Megatron engine rounds logits to; vLLM's are of its own type. model: directory with the policy's config.json. ValueError where vLLM is missing.
     """
     if config.engine == "megatron":
-        return MegatronRollout(policy, tokenizer.decode)
+        return MegatronRollout(policy, tokenizer.decode, bf16_logits=logits_dtype == "bf16")
     from megappo.rollout.vllm_engine import VllmEngine
 
     engine = VllmEngine(

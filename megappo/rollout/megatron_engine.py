@@ -7,24 +7,34 @@ is nothing to push, and the log-probs are the trainer's by construction.
 from __future__ import annotations
 
 from functools import partial
+from itertools import repeat
 from typing import Callable, Optional, Sequence
 
 import torch
 from torch import Tensor
 
-from megappo.data.packing import PackedBatch, pack
+from megappo.data.packing import NO_ID, PackedBatch, pack
 from megappo.engine.base import Engine, LossOutput, ModelOutput
-from megappo.rollout.types import Request, Response, SamplingParams
+from megappo.rollout.types import KeptIds, Request, Response, SamplingParams
+
+# Results of the engine are a number per token: the ids that a token was drawn from are as many results, "kept 0", "kept 1", ...
+_KEPT = "kept "
 
 
 class MegatronRollout:
-    """Samples with an engine of the role `policy`. `detokenize` (ids -> text) is needed for stop strings only."""
+    """Samples with an engine of the role `policy`. `detokenize` (ids -> text) is needed for stop strings only.
+
+    bf16_logits: round them as the trainer does with `policy.logits_dtype: bf16`.
+    """
 
     name = "megatron"
 
-    def __init__(self, engine: Engine, detokenize: Optional[Callable[[Sequence[int]], str]] = None) -> None:
+    def __init__(
+        self, engine: Engine, detokenize: Optional[Callable[[Sequence[int]], str]] = None, *, bf16_logits: bool = False
+    ) -> None:
         self._engine = engine
         self._detokenize = detokenize
+        self._bf16_logits = bf16_logits
         self._version = 0
 
     def push_weights(self, version: int) -> dict[str, float]:
@@ -38,6 +48,8 @@ class MegatronRollout:
             raise ValueError(f"rollout.stop = {list(sampling.stop)}: stop strings need a tokenizer; use stop token ids")
         sampled: list[list[int]] = [[] for _ in requests]
         logprobs: list[list[float]] = [[] for _ in requests]
+        kept: list[list[list[int]]] = [[] for _ in requests]
+        sample_next = partial(_sample_next, sampling, self._bf16_logits)
         finished = [False] * len(requests)
         with self._engine.eval_mode():
             for position in range(sampling.max_tokens):
@@ -47,17 +59,23 @@ class MegatronRollout:
                 batch = pack([[*requests[i].prompt, *sampled[i]] for i in active])
                 draws = _draws([requests[i] for i in active], position)
                 batch = batch.with_fields(sequence_fields={"draw": draws, "length": batch.lengths})
-                result = self._engine.forward_backward(batch, partial(_sample_next, sampling), forward_only=True)
+                result = self._engine.forward_backward(batch, sample_next, forward_only=True)
                 ends = batch.cu_seqlens[1:].long() - 1
-                tokens, values = (result.tokens[name][ends].tolist() for name in ("token", "logprob"))
-                for i, token, logprob in zip(active, tokens, values):
+                drawn = {name: values[ends].tolist() for name, values in result.tokens.items()}
+                columns = [values for name, values in drawn.items() if name.startswith(_KEPT)]
+                rows = zip(*columns) if columns else repeat(())
+                for i, token, logprob, row in zip(active, drawn["token"], drawn["logprob"], rows):
                     sampled[i].append(int(token))
                     logprobs[i].append(logprob)
+                    kept[i].append([int(one) for one in row if one != NO_ID])
                     finished[i] = self._ends(sampled[i], sampling)
         return [
-            Response(tuple(tokens), tuple(values), "stop" if done else "length", self._version)
-            for tokens, values, done in zip(sampled, logprobs, finished)
-        ]
+            Response(
+                tuple(sampled[i]), tuple(logprobs[i]), "stop" if finished[i] else "length", self._version,
+                KeptIds.of(kept[i]) if sampling.kept_width else None,
+            )
+            for i in range(len(requests))
+        ]  # fmt: skip
 
     def close(self) -> None:
         """Nothing of its own to free."""
@@ -79,11 +97,14 @@ def _draws(requests: Sequence[Request], position: int) -> Tensor:
     return torch.cat(draws)
 
 
-def _sample_next(sampling: SamplingParams, output: ModelOutput, micro: PackedBatch) -> LossOutput:
-    """Next token and its log-prob at the last position of every sequence; the whole vocabulary is gathered for these rows only."""
+def _sample_next(sampling: SamplingParams, bf16_logits: bool, output: ModelOutput, micro: PackedBatch) -> LossOutput:
+    """Next token, its log-prob and what it was drawn from, at the last position of every sequence.
+
+    The whole vocabulary is gathered for these rows only. Ids of what a token was drawn from: one result for each, NO_ID beyond.
+    """
     # The engine may have padded sequences; one of padding alone has length 0 and its result is dropped.
     ends = micro.cu_seqlens[:-1].long() + (micro["length"] - 1).clamp(min=0)
-    logits = _last_logits(output, ends)
+    logits = _last_logits(output, ends, bf16_logits)
     if sampling.temperature > 0:
         logprobs = truncated_logprobs(logits / sampling.temperature, sampling.top_p, sampling.top_k)
         cumulative = logprobs.exp().cumsum(-1)
@@ -93,9 +114,21 @@ def _sample_next(sampling: SamplingParams, output: ModelOutput, micro: PackedBat
     else:
         logprobs = torch.log_softmax(logits, -1)
         token = logits.argmax(-1)
-    chosen = logprobs.gather(1, token[:, None])[:, 0]
-    num_tokens = micro.num_tokens
-    return LossOutput(tokens={"token": _at(token, ends, num_tokens), "logprob": _at(chosen, ends, num_tokens)})
+    found = {"token": token, "logprob": logprobs.gather(1, token[:, None])[:, 0]}
+    kept = _kept_ids(logprobs, token, min(sampling.kept_width, logprobs.shape[1]))
+    found |= {f"{_KEPT}{place}": ids for place, ids in enumerate(kept.unbind(1))}
+    return LossOutput(tokens={name: _at(values, ends, micro.num_tokens) for name, values in found.items()})
+
+
+def _kept_ids(logprobs: Tensor, token: Tensor, width: int) -> Tensor:
+    """[B, width] the most likely ids of those with a finite log-prob, the sampled one always among them; NO_ID beyond."""
+    if width == 0:
+        return token.new_empty(token.shape[0], 0)
+    best = logprobs.topk(width, dim=-1)
+    ids = best.indices.masked_fill(best.values == -torch.inf, NO_ID)
+    missing = (ids != token[:, None]).all(1)  # more ids than `width` tie
+    ids[:, -1] = torch.where(missing, token, ids[:, -1])
+    return ids
 
 
 def truncated_logprobs(logits: Tensor, top_p: float, top_k: int) -> Tensor:
@@ -111,13 +144,21 @@ def truncated_logprobs(logits: Tensor, top_p: float, top_k: int) -> Tensor:
     return torch.log_softmax(logits, -1)
 
 
-def _last_logits(output: ModelOutput, ends: Tensor) -> Tensor:
+def _last_logits(output: ModelOutput, ends: Tensor, bf16_logits: bool) -> Tensor:
     """[B, V] fp64 logits of the whole vocabulary at packed positions `ends`, on every tp rank."""
     assert output.hidden is not None and output.weight is not None
     hidden = _gathered(output.hidden, output) if output.sequence_parallel else output.hidden
-    local = (output.all_tokens(hidden)[ends] @ output.weight.t()).float()
+    local = _product(output.all_tokens(hidden)[ends], output.weight)
+    local = local.bfloat16().float() if bf16_logits else local
     local[:, output.num_valid :] = -torch.inf
     return _gathered(local.t().contiguous(), output).t().double()
+
+
+def _product(hidden: Tensor, weight: Tensor) -> Tensor:
+    """[B, V / tp] fp32 hidden @ weight.T; a product in the type of bf16 weights would round it."""
+    if hidden.dtype == torch.float32:
+        return hidden @ weight.t()
+    return torch.mm(hidden, weight.t(), out_dtype=torch.float32) if hidden.is_cuda else hidden.float() @ weight.float().t()
 
 
 def _gathered(local: Tensor, output: ModelOutput) -> Tensor:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
-from typing import Any, Callable, Mapping, NamedTuple, Sequence
+from typing import Any, Callable, Mapping, NamedTuple, Optional, Sequence
 
+import numpy
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -20,7 +21,7 @@ from megappo.bridge.vllm_loader import VllmReceiver
 from megappo.models.arch import ModelArch, arch_of, read_arch, read_config, text_config
 from megappo.parallel.layout import ParallelLayout
 from megappo.rollout.sharing import share_requests
-from megappo.rollout.types import Request, Response, SamplingParams
+from megappo.rollout.types import KeptIds, Request, Response, SamplingParams
 from megappo.rollout.vllm_limits import check_vllm
 from megappo.rollout.vllm_process import (
     colocated_executor,
@@ -43,6 +44,7 @@ class _Drawn(NamedTuple):
     tokens: array
     logprobs: array
     finish: int
+    kept: Optional[KeptIds]
 
 
 def _vllm_config(model: str) -> Callable[[Any], Any]:
@@ -93,11 +95,13 @@ class VllmEngine:
     ) -> None:
         require_vllm()
         world = dist.get_world_size()
-        check_vllm(read_arch(model), tp, world, max_model_len, device.type)
+        arch = read_arch(model)
+        check_vllm(arch, tp, world, max_model_len, device.type)
         self.device = device
         self._replicas = world // tp
         self._replica, self._tp_rank = divmod(dist.get_rank(), tp)
         self._max_model_len = max_model_len
+        self._vocab_size = arch.vocab_size
         self._eos_token_ids = tuple(eos_token_ids)
         self._tokenizer = tokenizer
         self._detokenize = detokenize
@@ -125,7 +129,10 @@ class VllmEngine:
                 gpu_memory_utilization=memory_share,
                 kv_cache_memory_bytes=None if kv_cache_gib is None else int(kv_cache_gib * 2**30),
                 enforce_eager=enforce_eager or device.type == "cpu",
+                # after temperature, top-k and top-p: what was cut is -inf. (vLLM's own return_sampling_mask needs its second model
+                # runner, which has no CPU, and refuses the greedy requests of an evaluation.)
                 logprobs_mode="processed_logprobs",
+                max_logprobs=arch.vocab_size,
                 seed=seed,
             )
             worker = self._llm.llm_engine.model_executor.driver_worker.worker
@@ -209,14 +216,20 @@ class VllmEngine:
             stop_token_ids=[*self._eos_token_ids, *sampling.stop_token_ids],
             ignore_eos=True,  # the ids above say what ends a response, whatever the tokenizer's files say
             detokenize=native_stop,
-            logprobs=0,  # the sampled token's only
+            logprobs=self._best(sampling),  # the sampled token's and those of the best so many
             flat_logprobs=True,  # lists instead of an object per token
         )
 
+    def _best(self, sampling: SamplingParams) -> int:
+        """How many of the most likely ids vLLM reports for every token."""
+        return min(sampling.kept_width, self._vocab_size)
+
     def _drawn(self, index: int, output: Any, sampling: SamplingParams) -> _Drawn:
         tokens = list(output.token_ids)
-        logprobs = output.logprobs.logprobs
-        assert output.logprobs.token_ids == tokens, "vLLM gives one log-prob per sampled token"
+        best = self._best(sampling)
+        logprobs = output.logprobs.logprobs[:: best + 1]
+        assert output.logprobs.token_ids[:: best + 1] == tokens, "vLLM gives the sampled token first"
+        kept = _kept_ids(output.logprobs.token_ids, output.logprobs.logprobs, best) if best else None
         if output.finish_reason not in ("stop", "length"):
             raise RuntimeError(f"vLLM ended request {index} with {output.finish_reason!r}")
         finish = int(output.finish_reason == "stop")
@@ -224,7 +237,8 @@ class VllmEngine:
             end = self._stop_length(tokens, sampling.stop)
             if end is not None:
                 tokens, logprobs, finish = tokens[:end], logprobs[:end], 1
-        return _Drawn(index, array("q", tokens), array("f", logprobs), finish)
+                kept = kept and kept.first(end)
+        return _Drawn(index, array("q", tokens), array("f", logprobs), finish, kept)
 
     def _stop_length(self, tokens: Sequence[int], stop: Sequence[str]) -> int | None:
         """Number of tokens up to the one that completes a stop string; None where there is none."""
@@ -245,9 +259,18 @@ class VllmEngine:
         dist.all_gather_object(everywhere, drawn)
         responses: list[Response | None] = [None] * count
         assert self._version is not None
-        for index, tokens, logprobs, finish in (item for part in everywhere for item in part or ()):
-            responses[index] = Response(tuple(tokens), tuple(logprobs), "stop" if finish else "length", self._version)
+        for index, tokens, logprobs, finish, kept in (item for part in everywhere for item in part or ()):
+            responses[index] = Response(tuple(tokens), tuple(logprobs), "stop" if finish else "length", self._version, kept)
         missing = [index for index, response in enumerate(responses) if response is None]
         if missing:
             raise RuntimeError(f"no replica answered request {missing[0]} ({len(missing)} of {count} in all)")
         return [response for response in responses if response is not None]
+
+
+def _kept_ids(ids: Sequence[int], logprobs: Sequence[float], best: int) -> KeptIds:
+    """ids, logprobs: for every token those of the sampled id and then of the `best` most likely, -inf where top-k or top-p cut."""
+    table = numpy.array(ids, dtype=numpy.int32).reshape(-1, best + 1)
+    kept = (numpy.array(logprobs, dtype=numpy.float32) > -numpy.inf).reshape(table.shape)
+    # The sampled id stands again in its place among the best, unless more ids tie with the last of them than were asked for.
+    kept[:, 0] &= ~(kept[:, 1:] & (table[:, 1:] == table[:, :1])).any(1)
+    return KeptIds(array("i", kept.sum(1, dtype=numpy.int32).tobytes()), array("i", table[kept].tobytes()))

@@ -83,6 +83,8 @@ class Metric(str, Enum):
 
     PROB_DIFF_MEAN = "rollout/prob_diff_mean", "mean |probability difference| of sampler and trainer on sampled tokens"
     PROB_DIFF_MAX = "rollout/prob_diff_max", "largest such difference"
+    KEPT_IDS = "rollout/kept_ids", "mean number of ids that top-k and top-p left to draw a token from"
+    KEPT_OVERFLOW = "rollout/kept_overflow", "share of tokens with more such ids, all tied with the last, than are recorded"
     PUSH = "rollout/push_*", "what the rollout engine reports of the weight push"
 
     STEP_SECONDS = "timing/step_s", "wall time of the step, s"

@@ -1,16 +1,18 @@
 """Does the sampler compute the same policy as the trainer? Compared on every sampled token of every step.
 
 Rounding makes small differences; stale weights, a wrong temperature, token ids that went through text or a broken reshard make
-large ones, and PPO on them degrades without any error.
+large ones, and PPO on them degrades without any error. What both sides mean by a log-prob is in docs/agreement.md.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Optional
 
 import torch
 
-from megappo.data.packing import PackedBatch
+from megappo.data.packing import NO_ID, PackedBatch
+from megappo.rollout.types import SamplingParams
 
 
 class SamplerMismatch(RuntimeError):
@@ -19,24 +21,42 @@ class SamplerMismatch(RuntimeError):
 
 @dataclass(frozen=True)
 class Agreement:
-    """|difference| of the probabilities of sampled tokens between sampler and trainer."""
+    """|difference| of the probabilities of sampled tokens between sampler and trainer.
+
+    kept: where sampling was cut to recorded ids (field `kept`), how that went.
+    """
 
     mean: float
     max: float
+    kept: Optional[KeptSummary] = None
 
 
-def compare_with_sampler(batch: PackedBatch, *, truncated_sampling: bool) -> Agreement:
-    """batch has logprob (trainer) and rollout_logprob (sampler), [T].
+@dataclass(frozen=True)
+class KeptSummary:
+    """ids: mean number of ids that a token was drawn from. overflow: share of tokens with as many as are recorded at most; there
+    more may have tied with the last, and the trainer leaves those out."""
 
-    With top-p or top-k the sampler renormalises over fewer tokens, so its probabilities are rightly larger: then only the amounts by
-    which they are smaller count.
+    ids: float
+    overflow: float
+
+
+def compare_with_sampler(batch: PackedBatch, sampling: SamplingParams) -> Agreement:
+    """batch has logprob (trainer) and rollout_logprob (sampler), [T], and `kept` where the trainer's are of the truncated
+    distribution.
+
+    With top-p or top-k the sampler renormalises over fewer tokens. Without `kept` the trainer does not, so that the sampler's
+    probabilities are rightly larger: then only the amounts by which they are smaller count.
     """
     mask = batch["response_mask"]
     difference = batch["logprob"][mask].double().exp() - batch["rollout_logprob"][mask].double().exp()
-    difference = difference.clamp(min=0) if truncated_sampling else difference.abs()
+    difference = difference.clamp(min=0) if sampling.truncates and "kept" not in batch else difference.abs()
     if difference.numel() == 0:
         return Agreement(0.0, 0.0)
-    return Agreement(float(difference.mean()), float(difference.max()))
+    kept = None
+    if "kept" in batch:
+        counts = (batch["kept"][mask] != NO_ID).sum(1).double()
+        kept = KeptSummary(float(counts.mean()), float((counts >= sampling.kept_width).double().mean()))
+    return Agreement(float(difference.mean()), float(difference.max()), kept)
 
 
 def require_agreement(agreement: Agreement, limit: float, step: int, engine: str) -> None:
@@ -46,5 +66,5 @@ def require_agreement(agreement: Agreement, limit: float, step: int, engine: str
         raise SamplerMismatch(
             f"step {step}: {engine} and the trainer disagree on sampled tokens: mean |probability difference| {agreement.mean:.4f} "
             f"(max {agreement.max:.4f}) is above rollout.max_prob_diff = {limit}. Usual causes: weights not pushed or pushed wrongly, "
-            "another dtype (rollout.dtype), a rope or norm setting that one side ignores, a stale prefix cache"
+            "another dtype (rollout.dtype, policy.logits_dtype), a rope or norm setting that one side ignores, a stale prefix cache"
         )

@@ -9,9 +9,10 @@ import hashlib
 from typing import Sequence
 
 import torch
+from torch import Tensor
 
-from megappo.data.packing import PackedBatch, cu_seqlens_of
-from megappo.rollout.types import Request, Response
+from megappo.data.packing import NO_ID, PackedBatch, cu_seqlens_of
+from megappo.rollout.types import KeptIds, Request, Response
 
 
 def sample_seed(run_seed: int, step: int, sample: int) -> int:
@@ -32,8 +33,9 @@ def make_requests(prompts: Sequence[Sequence[int]], samples_per_prompt: int, run
 def pack_experience(requests: Sequence[Request], responses: Sequence[Response]) -> PackedBatch:
     """Prompt and response of every sample, end to end.
 
-    Token fields: response_mask (true on sampled tokens), rollout_logprob (the sampler's, 0 elsewhere). Sequence fields: truncated (cut
-    by the length limit), version (of the weights that drew the sample).
+    Token fields: response_mask (true on sampled tokens), rollout_logprob (the sampler's, 0 elsewhere), and where responses tell it
+    kept ([T, K] int32, the ids that the token was drawn from, NO_ID beyond and in prompts; K is as many as any token has).
+    Sequence fields: truncated (cut by the length limit), version (of the weights that drew the sample).
     """
     tokens: list[int] = []
     mask: list[bool] = []
@@ -43,15 +45,27 @@ def pack_experience(requests: Sequence[Request], responses: Sequence[Response]) 
         mask += [False] * len(request.prompt) + [True] * len(response.tokens)
         logprobs += [0.0] * len(request.prompt) + list(response.logprobs)
     lengths = [len(q.prompt) + len(r.tokens) for q, r in zip(requests, responses)]
+    sampled = torch.tensor(mask, dtype=torch.bool)
+    fields = {"response_mask": sampled, "rollout_logprob": torch.tensor(logprobs, dtype=torch.float32)}
+    kept = [response.kept for response in responses if response.kept is not None]
+    if kept:
+        fields["kept"] = _kept_field(kept, sampled)
     return PackedBatch(
         tokens=torch.tensor(tokens, dtype=torch.long),
         cu_seqlens=cu_seqlens_of(torch.tensor(lengths, dtype=torch.long)),
-        token_fields={
-            "response_mask": torch.tensor(mask, dtype=torch.bool),
-            "rollout_logprob": torch.tensor(logprobs, dtype=torch.float32),
-        },
+        token_fields=fields,
         sequence_fields={
             "truncated": torch.tensor([r.finish == "length" for r in responses]),
             "version": torch.tensor([r.version for r in responses], dtype=torch.long),
         },
     )
+
+
+def _kept_field(kept: Sequence[KeptIds], sampled: Tensor) -> Tensor:
+    """[T, K] int32 of the ids of all sampled tokens, in their order."""
+    counts = torch.zeros(sampled.numel(), dtype=torch.long)
+    counts[sampled] = torch.cat([torch.tensor(one.counts, dtype=torch.long) for one in kept])
+    places = torch.arange(int(counts.max()) if counts.numel() else 0) < counts[:, None]
+    field = torch.full(places.shape, NO_ID, dtype=torch.int32)
+    field[places] = torch.cat([torch.tensor(one.ids, dtype=torch.int32) for one in kept])
+    return field

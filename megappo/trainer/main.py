@@ -95,7 +95,8 @@ class _Parts:
         sampling = sampling_params(config.rollout, data.tokenizer)
         self.rollout = build_rollout(
             config.rollout, self.policy_engine, model=config.policy.model, arch=self.policy_arch, tokenizer=data.tokenizer,
-            max_prompt_tokens=config.data.max_prompt_tokens, policy_dtype=config.policy.dtype, seed=config.run.seed, device=device,
+            max_prompt_tokens=config.data.max_prompt_tokens, policy_dtype=config.policy.dtype,
+            logits_dtype=config.policy.logits_dtype, seed=config.run.seed, device=device,
         )  # fmt: skip
         temperature = sampling.temperature
 
@@ -103,7 +104,7 @@ class _Parts:
         self.kl_controller = kl_controller(config.algorithm.kl)
         self.ppo = PPO(
             _settings(config, data.total_steps),
-            policy=Policy(self.policy_engine, temperature, policy_loss(config.algorithm)),
+            policy=Policy(self.policy_engine, temperature, policy_loss(config.algorithm), config.policy.logits_dtype),
             critic=Critic(self.critic_engine, config.algorithm.value_clip),
             reference=reference,
             rollout=self.rollout,
@@ -200,12 +201,14 @@ class _Parts:
             "reference", path, read_arch(path), config.reference, self._groups_of(config.reference.parallel),
             device=device, offload=config.reference.offload, implementation=self._implementation,
         )  # fmt: skip
-        return LanguageModel(engine, config.rollout.sampling.temperature)
+        return LanguageModel(engine, config.rollout.sampling.temperature, config.policy.logits_dtype)
 
 
 def sampling_params(rollout: RolloutConfig, tokenizer: Tokenizer) -> SamplingParams:
     s = rollout.sampling
-    return SamplingParams(rollout.max_response_tokens, s.temperature, s.top_p, s.top_k, rollout.stop, tokenizer.eos_ids)
+    return SamplingParams(
+        rollout.max_response_tokens, s.temperature, s.top_p, s.top_k, rollout.stop, tokenizer.eos_ids, s.replay_kept_tokens
+    )
 
 
 def kl_controller(kl: KLConfig) -> KLController:

@@ -107,8 +107,7 @@ class PPO:
 
         with timers.stage("logprobs"):  # 4
             batch = add_model_outputs(batch, self.policy, self.critic, self.reference)
-            truncated_sampling = self.sampling.top_p < 1.0 or self.sampling.top_k > 0
-            agreement = compare_with_sampler(batch, truncated_sampling=truncated_sampling)
+            agreement = compare_with_sampler(batch, self.sampling)
             require_agreement(agreement, self.settings.max_prob_diff, step, self.rollout.name)
 
         with timers.stage("advantages"):  # 5

@@ -136,9 +136,11 @@ class StepRecord:
         }
 
     def _rollout(self) -> dict[str, float]:
+        kept = self.agreement.kept
         return {
             Metric.PROB_DIFF_MEAN.value: self.agreement.mean,
             Metric.PROB_DIFF_MAX.value: self.agreement.max,
+            **({} if kept is None else {Metric.KEPT_IDS.value: kept.ids, Metric.KEPT_OVERFLOW.value: kept.overflow}),
             **{f"rollout/push_{name}": value for name, value in self.pushed.items()},
         }
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Optional
+from typing import Literal, Optional
 
 from torch import Tensor
 
-from megappo.algo.alignment import align_values, next_token_targets, shift_right
+from megappo.algo.alignment import align_values, next_token_targets, shift_left, shift_right
 from megappo.algo.kl import kl_loss
-from megappo.data.packing import PackedBatch
+from megappo.data.packing import NO_ID, PackedBatch
 from megappo.engine.base import Engine, LossOutput, ModelOutput, PassResult, StepResult
 from megappo.ops.logprob import linear_logprob
 from megappo.ops.losses import entropy_loss, policy_loss, value_loss
+
+LogitsDtype = Literal["fp32", "bf16"]
 
 
 @dataclass(frozen=True)
@@ -39,11 +41,16 @@ class UpdateResult:
 
 
 class LanguageModel:
-    """A model that gives log-probs of tokens: the reference, and the policy below."""
+    """A model that gives log-probs of tokens: the reference, and the policy below.
 
-    def __init__(self, engine: Engine, temperature: float) -> None:
+    Their definition is the sampler's: temperature and logits_dtype (see `config.schema.PolicyConfig`) here, and of a batch with the
+    field `kept` only the ids in it could have been drawn. Policy and reference share it, so that their KL is between like things.
+    """
+
+    def __init__(self, engine: Engine, temperature: float, logits_dtype: LogitsDtype = "fp32") -> None:
         self.engine = engine
         self.temperature = temperature
+        self.logits_dtype = logits_dtype
 
     def logprobs(self, batch: PackedBatch, *, want_entropy: bool = True) -> tuple[Tensor, Optional[Tensor]]:
         """(logprob [T], entropy [T] or None) of every token given its prefix, under the sampling temperature; 0 at sequence starts."""
@@ -57,6 +64,7 @@ class LanguageModel:
 
     def token_logprobs(self, output: ModelOutput, micro: PackedBatch, want_entropy: bool) -> tuple[Tensor, Optional[Tensor]]:
         """Differentiable (logprob [T], entropy [T]) aligned with their own tokens."""
+        kept = output.own_tokens(shift_left(micro["kept"], micro.cu_seqlens, NO_ID)) if "kept" in micro else None
         logprob, entropy = linear_logprob(
             output.hidden,
             output.weight,
@@ -67,6 +75,8 @@ class LanguageModel:
             num_valid=output.num_valid,
             temperature=self.temperature,
             want_entropy=want_entropy,
+            logits_dtype=self.logits_dtype,
+            kept=kept,
         )
         aligned = shift_right(output.all_tokens(logprob), micro.cu_seqlens)
         return aligned, None if entropy is None else shift_right(output.all_tokens(entropy), micro.cu_seqlens)
@@ -75,8 +85,10 @@ class LanguageModel:
 class Policy(LanguageModel):
     """The model that is trained to act."""
 
-    def __init__(self, engine: Engine, temperature: float, loss: PolicyLossConfig) -> None:
-        super().__init__(engine, temperature)
+    def __init__(
+        self, engine: Engine, temperature: float, loss: PolicyLossConfig, logits_dtype: LogitsDtype = "fp32"
+    ) -> None:
+        super().__init__(engine, temperature, logits_dtype)
         self._loss = loss
 
     def update(self, mini: PackedBatch, denominator: float) -> UpdateResult:

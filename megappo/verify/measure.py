@@ -133,7 +133,8 @@ class _Roles:
         self._recorders = {
             role: _Recorder(engine, self.measures[role], gradients) for role, engine in (("policy", policy), ("critic", critic))
         }
-        self.policy = Policy(self._recorders["policy"], temperature, policy_loss(a))
+        logits_dtype = config.policy.logits_dtype
+        self.policy = Policy(self._recorders["policy"], temperature, policy_loss(a), logits_dtype)
         self.critic = Critic(self._recorders["critic"], a.value_clip)
         self.reference: Optional[LanguageModel] = None
         if a.kl.placement != "none":
@@ -142,7 +143,7 @@ class _Roles:
                 "reference", path, read_arch(path), config.reference, groups["reference"],
                 offload=config.reference.offload, **common,
             )  # fmt: skip
-            self.reference = LanguageModel(frozen, temperature)
+            self.reference = LanguageModel(frozen, temperature, logits_dtype)
 
     def end_step(self) -> None:
         for recorder in self._recorders.values():

@@ -51,6 +51,8 @@ def small_run(config: TrainConfig, folder: Path, max_ranks: int, implementation:
         changes: dict[str, Any] = {
             "model": models[role], "parallel": parallel[role], "dtype": "fp32", "micro_batch_tokens": MICRO_BATCH_TOKENS,
         }  # fmt: skip
+        if role == "policy":
+            changes["logits_dtype"] = "fp32"
         if isinstance(section, TrainableConfig):
             optimizer = {"lr": LEARNING_RATE, "eps": ADAM_EPS, "warmup_steps": 0}
             changes["optimizer"] = section.optimizer.model_copy(update=optimizer)

@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megappo.algo.alignment import IGNORE_INDEX, align_values, next_token_targets, shift_right
+from megappo.algo.alignment import IGNORE_INDEX, align_values, next_token_targets, shift_left, shift_right
 
 LENGTHS = st.lists(st.integers(0, 5), max_size=7)
 
@@ -41,6 +41,17 @@ def test_targets_are_the_next_token_of_the_same_sequence(lengths):
         want += [*range(start + 1, start + n), IGNORE_INDEX] if n else []
         start += n
     assert next_token_targets(tokens, offsets(lengths)).tolist() == want
+
+
+@given(LENGTHS, st.integers(0, 3))
+def test_rows_of_a_token_stand_at_the_output_about_it(lengths, width):
+    """Fields of several numbers per token, as they are and as the targets of the first column are."""
+    tokens = torch.arange(100, 100 + sum(lengths))
+    rows = tokens[:, None] * 10 + torch.arange(width)
+    shifted = shift_left(rows, offsets(lengths), -1)
+    targets = next_token_targets(tokens, offsets(lengths))
+    want = torch.where((targets == IGNORE_INDEX)[:, None], -1, targets[:, None] * 10 + torch.arange(width))
+    assert torch.equal(shifted, want)
 
 
 @given(LENGTHS)

@@ -45,6 +45,25 @@ BROKEN = [
         "rollout.sampling.temperature=0.1",
     ),
     ("_top_k_zero", ["rollout.sampling.top_k=0"], ["rollout.sampling.top_k = 0", "-1 for all"], "rollout.sampling.top_k=-1"),
+    (
+        "_kept_tokens",
+        ["rollout.sampling.top_p=0.9"],
+        ["rollout.sampling.top_p = 0.9", "set top_k too (1 to 128)", "replay_kept_tokens: false"],
+        "rollout.sampling.top_k=128",
+    ),
+    (
+        "_kept_tokens",
+        ["rollout.sampling.top_k=129"],
+        ["rollout.sampling.top_k = 129", "at most 128"],
+        "rollout.sampling.replay_kept_tokens=false",
+    ),
+    (
+        "_bf16_logits",
+        ["policy.dtype=fp32", "policy.logits_dtype=bf16"],
+        ["policy.logits_dtype", "the logits of vLLM are fp32"],
+        "rollout.dtype=bf16",
+    ),
+    ("_bf16_logits", ["rollout.dtype=fp32", "policy.logits_dtype=bf16"], ["policy.logits_dtype", "sample in bf16"], "rollout.dtype=auto"),
     ("_empty_stop", ["rollout.stop=['']"], ["rollout.stop", "empty string"], "rollout.stop=[x]"),
     (
         "_adaptive_placement",

@@ -37,6 +37,7 @@ DEAD = [
     ([MEGATRON], "rollout.kv_cache_gib=1.0", "rollout.engine=vllm"),
     ([MEGATRON], "rollout.enforce_eager=true", "rollout.engine=vllm"),
     (["rollout.kv_cache_gib=1.0"], "rollout.memory_share=0.5", "rollout.kv_cache_gib=null"),
+    ([], "rollout.sampling.replay_kept_tokens=true", "rollout.sampling.top_k=5"),
     ([], "trainer.eval_every=5", EVAL),
     ([], "trainer.eval_before=false", EVAL),
     ([], "data.eval_prompts=5", EVAL),
@@ -56,6 +57,7 @@ DEAD_SFT = [
     (["data.chat_template=false"], "data.system_prompt=hello", "data.chat_template=true"),
     ([], "policy.optimizer.min_lr_ratio=0.1", "policy.optimizer.lr_schedule=cosine"),
     ([], "policy.offload.parameters=true", None),
+    ([], "policy.logits_dtype=bf16", None),
 ]
 
 

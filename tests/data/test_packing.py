@@ -53,6 +53,17 @@ def test_what_is_even_already_is_handed_back(lengths, sequence_multiple, total_m
     assert padded is batch and torch.equal(index, torch.arange(sum(lengths)))
 
 
+def test_ids_of_padding_are_none_and_rows_stay_whole() -> None:
+    batch = batch_of([3, 1])
+    batch = batch.with_fields({"kept": torch.arange(8, dtype=torch.int32).view(4, 2)})
+    padded, index = batch.padded(4, 16)
+    assert torch.equal(padded["kept"][index], batch["kept"])
+    rest = torch.ones(16, dtype=torch.bool)
+    rest[index] = False
+    assert (padded["kept"][rest] == -1).all() and padded["kept"].dtype == torch.int32
+    assert batch.select([1])["kept"].tolist() == [[6, 7]]
+
+
 @pytest.mark.parametrize("lengths", [[], [0, 0]])
 def test_an_empty_micro_batch_gets_one_sequence_of_padding(lengths) -> None:
     padded, index = batch_of(lengths).padded(4, 8)

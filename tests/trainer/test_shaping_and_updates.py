@@ -15,7 +15,7 @@ from megappo.data.prompts import Prompt
 from megappo.engine.base import PassResult, StepResult
 from megappo.rewards.compose import RewardError, Scorer
 from megappo.rollout.megatron_engine import truncated_logprobs
-from megappo.rollout.types import Response
+from megappo.rollout.types import KeptIds, Response, SamplingParams
 from megappo.trainer.agreement import Agreement, SamplerMismatch, compare_with_sampler, require_agreement
 from megappo.trainer.experience import make_requests, pack_experience, sample_seed
 from megappo.trainer.generate import answer
@@ -259,16 +259,47 @@ def sampled(trainer, sampler):
     return PackedBatch(torch.zeros(len(mask), dtype=torch.long), cu_seqlens_of([len(mask)]), {"response_mask": mask, **fields})
 
 
-@pytest.mark.parametrize("trainer, sampler, one_sided, mean, maximum", [
-    ([0.5, 0.5], [0.5, 0.5], False, 0.0, 0.0),
-    ([0.5, 0.2], [0.4, 0.4], False, 0.15, 0.2),
-    ([0.5, 0.2], [0.4, 0.4], True, 0.05, 0.1),
-    ([0.5, 0.2], [0.9, 0.8], True, 0.0, 0.0),
-    ([], [], False, 0.0, 0.0),
+WHOLE = SamplingParams(8)
+UNREPLAYED = SamplingParams(8, top_p=0.5)
+REPLAYED = SamplingParams(8, top_k=2, record_kept=True)
+SAMPLINGS = [WHOLE, UNREPLAYED, REPLAYED]
+
+
+def drawn_with(sampling, batch):
+    """The batch as the trainer has it after this sampling: what was recorded stands beside the log-probs."""
+    if not sampling.record_kept:
+        return batch
+    kept = torch.tensor([[-1] * 3] + [[0, 5, 7], [0, -1, -1]][: batch.num_tokens - 1], dtype=torch.int32)
+    return batch.with_fields({"kept": kept})
+
+
+@pytest.mark.parametrize("trainer, sampler, sampling, mean, maximum", [
+    ([0.5, 0.5], [0.5, 0.5], WHOLE, 0.0, 0.0),
+    ([0.5, 0.2], [0.4, 0.4], WHOLE, 0.15, 0.2),
+    ([0.5, 0.2], [0.4, 0.4], UNREPLAYED, 0.05, 0.1),
+    ([0.5, 0.2], [0.9, 0.8], UNREPLAYED, 0.0, 0.0),
+    ([0.5, 0.2], [0.4, 0.4], REPLAYED, 0.15, 0.2),
+    ([0.5, 0.2], [0.9, 0.8], REPLAYED, 0.5, 0.6),
+    ([], [], WHOLE, 0.0, 0.0),
 ])  # fmt: skip
-def test_agreement_is_the_difference_of_probabilities(trainer, sampler, one_sided, mean, maximum):
-    got = compare_with_sampler(sampled(trainer, sampler), truncated_sampling=one_sided)
+def test_agreement_is_the_difference_of_probabilities(trainer, sampler, sampling, mean, maximum):
+    got = compare_with_sampler(drawn_with(sampling, sampled(trainer, sampler)), sampling)
     assert (got.mean, got.max) == pytest.approx((mean, maximum), abs=1e-7)
+    assert (got.kept is None) == (not sampling.record_kept)
+
+
+@pytest.mark.parametrize("width, ids, overflow", [(1, 1.0, 1.0), (17, 17.0, 0.0), (18, 9.5, 0.5), (20, 10.5, 0.5)])
+def test_tokens_with_as_many_ids_as_are_recorded_are_counted(width, ids, overflow):
+    """The first token was drawn from `width` ids, the second from 1 (from `width` where all rows are equal); 18 are recorded."""
+    sampling = SamplingParams(8, top_k=2, record_kept=True)
+    assert sampling.kept_width == 18
+    batch = sampled([0.5, 0.5], [0.5, 0.5])
+    kept = torch.full((3, width), -1, dtype=torch.int32)
+    kept[1], kept[2, 0] = torch.arange(width, dtype=torch.int32), 3
+    if width == 17:
+        kept[2] = kept[1]
+    got = compare_with_sampler(batch.with_fields({"kept": kept}), sampling).kept
+    assert got is not None and got.ids == ids and got.overflow == (0.0 if width < 18 else overflow)
 
 
 def test_a_mean_above_the_limit_stops_the_run_and_says_why():
@@ -278,11 +309,11 @@ def test_a_mean_above_the_limit_stops_the_run_and_says_why():
     require_agreement(Agreement(0.02, 0.5), 0.02, step=7, engine="vllm")
 
 
-@pytest.mark.parametrize("one_sided", [False, True])
+@pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize("trainer, sampler", [([math.nan, 0.5], [0.5, 0.5]), ([0.5, 0.5], [0.5, math.nan])])
-def test_nan_is_not_agreement(trainer, sampler, one_sided):
+def test_nan_is_not_agreement(trainer, sampler, sampling):
     with pytest.raises(SamplerMismatch):
-        require_agreement(compare_with_sampler(sampled(trainer, sampler), truncated_sampling=one_sided), 1.0, 1, "vllm")
+        require_agreement(compare_with_sampler(drawn_with(sampling, sampled(trainer, sampler)), sampling), 1.0, 1, "vllm")
 
 
 # ------------------------------------------------------------------------------------------------- requests and experience
@@ -310,8 +341,32 @@ def test_experience_lays_prompt_and_response_end_to_end():
     assert batch.tokens.tolist() == [1, 2, 8, 9, 3, 7] and batch.cu_seqlens.tolist() == [0, 4, 6]
     assert batch["response_mask"].tolist() == [False, False, True, True, False, True]
     assert batch["rollout_logprob"].tolist() == [0.0, 0.0, -0.5, -1.5, 0.0, -2.5] and batch["truncated"].tolist() == [False, True]
+    assert "kept" not in batch
     with pytest.raises(ValueError):
         pack_experience(requests, responses[:1])
+
+
+def test_experience_holds_the_ids_that_each_token_was_drawn_from():
+    requests = make_requests([[1, 2], [3], [4]], 1, 0, 1)
+    responses = [
+        Response((8, 9), (-0.5, -1.5), "stop", 0, KeptIds.of([[8, 1], [9]])),
+        Response((), (), "stop", 0, KeptIds.of([])),
+        Response((7,), (-2.5,), "length", 0, KeptIds.of([[5, 6, 7]])),
+    ]
+    kept = pack_experience(requests, responses)["kept"]
+    none = [-1, -1, -1]
+    assert kept.dtype == torch.int32
+    assert kept.tolist() == [none, none, [8, 1, -1], [9, -1, -1], none, none, [5, 6, 7]]
+    assert pack_experience(requests[1:2], responses[1:2])["kept"].shape == (1, 0)
+    assert responses[0].kept.first(1) == KeptIds.of([[8, 1]]) and responses[0].kept.first(2) == responses[0].kept
+
+
+def test_ids_can_be_recorded_only_where_their_number_is_bounded():
+    assert [SamplingParams(8, temperature, p, k, record_kept=True).kept_width for temperature, p, k in (
+        (1.0, 1.0, -1), (0.0, 0.9, 5), (1.0, 1.0, 8), (0.5, 0.9, 50), (1.0, 0.9, 128))] == [0, 0, 25, 72, 160]
+    assert SamplingParams(8, top_p=0.9).kept_width == 0
+    with pytest.raises(ValueError, match="top_p 0.9 .*set top_k too"):
+        SamplingParams(8, top_p=0.9, record_kept=True)
 
 
 # ---------------------------------------------------------------------------------------------------------------- scoring
