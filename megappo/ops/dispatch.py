@@ -39,14 +39,23 @@ def op(reference: Callable[..., Any]) -> CustomOpDef:
 
     The caller adds `register_fake` (and `register_autograd`). Implementations elsewhere have the same name and arguments.
     """
+    return _register(reference, ())
+
+
+def mutating_op(*mutates_args: str) -> Callable[[Callable[..., Any]], CustomOpDef]:
+    """As `op`, for a function `NAME_` that writes into the arguments named here and returns nothing."""
+    return lambda reference: _register(reference, mutates_args)
+
+
+def _register(reference: Callable[..., Any], mutates_args: tuple[str, ...]) -> CustomOpDef:
     name = reference.__name__.lstrip("_")
     _references[name] = reference
 
     def run(*args: Any) -> Any:
         return implementation(name, args)(*args)
 
-    schema = torch.library.infer_schema(reference, mutates_args=())
-    return torch.library.custom_op(f"megappo::{name}", run, mutates_args=(), schema=schema)
+    schema = torch.library.infer_schema(reference, mutates_args=mutates_args)
+    return torch.library.custom_op(f"megappo::{name}", run, mutates_args=mutates_args, schema=schema)
 
 
 def implementation(name: str, args: tuple[Any, ...]) -> Callable[..., Any]:

@@ -4,11 +4,17 @@ shard.
     torch.ops.megappo.vocab_stats            logits[T, Vl]    -> stats[T, 4]: m, s, t, z_y
     torch.ops.megappo.vocab_stats_merge      gathered[R, T, 4] -> logprob[T], entropy[T], lse[T]
     torch.ops.megappo.vocab_logits_backward  ...              -> dlogits[T, Vl]
+    torch.ops.megappo.vocab_logits_backward_ ...              the same, written over the logits
 
 With x = logits * inv_temp of one shard: m = max x, s = sum e^(x-m), t = sum e^(x-m) (x-m), z_y = x at the target (-inf where
 another shard owns it). entropy = log s - t/s, which unlike log s + m - sum(e^x x)/s keeps its precision under a common offset of
-the logits. These are the reference implementations in plain PyTorch; the collective between statistic and merge, argument checks
-and autograd are in `logprob.py`. Everything is fp32, or fp64 for fp64 logits (which exists for gradient checks).
+the logits. Here are the reference implementations in plain PyTorch; others are in csrc/vocab_stats/ and triton/vocab_stats.py.
+The collective between statistic and merge, argument checks and autograd are in `logprob.py`. Everything is fp32, or fp64 for fp64
+logits (which exists for gradient checks).
+
+Rows that cannot matter are not read: the statistic of an ignored target is that of an empty shard, and a row whose upstream
+gradients are 0 has gradient 0, whatever stands in it (a masked token's inf or NaN never becomes 0 * inf). The bits of a row do not
+depend on the rows around it nor on the number of threads.
 """
 
 from __future__ import annotations
@@ -17,6 +23,8 @@ from typing import Optional
 
 import torch
 from torch import Tensor
+
+from megappo.ops.dispatch import mutating_op, op
 
 # e^-120 is 0 in fp32, so the bound changes no sum; it turns e^d * d of a -inf column into 0 * -120 instead of 0 * -inf
 EXPONENT_FLOOR = -120.0
@@ -42,7 +50,7 @@ def _local_target(target: Tensor, vocab_start: int, num_valid: int, ignore_index
     return owned, local.clamp(0, max(num_valid - 1, 0))
 
 
-@torch.library.custom_op("megappo::vocab_stats", mutates_args=())
+@op
 def vocab_stats(
     logits: Tensor,
     target: Tensor,
@@ -57,11 +65,12 @@ def vocab_stats(
 
     logits: [T, Vl], columns from `num_valid` on are padding. target: [T] int64, ids of the whole vocabulary; this shard owns
     vocab_start .. vocab_start + num_valid. inv_temp: 1/temperature of all rows, replaced by row_inv_temp [T] where given.
-    want_entropy false leaves t at 0. Returns [T, 4] (m, s, t, z_y); an empty or all -inf shard has m = -inf, s = t = 0.
+    want_entropy false leaves t at 0. Returns [T, 4] (m, s, t, z_y); an empty or all -inf shard and an ignored target have m = z_y
+    = -inf, s = t = 0.
     """
     stats = torch.zeros(logits.shape[0], 4, dtype=compute_dtype(logits.dtype), device=logits.device)
     if num_valid == 0:
-        stats[:, 0] = stats[:, 3] = -torch.inf
+        stats[:, 0::3] = -torch.inf
         return stats
     x = _scaled(logits, num_valid, inv_temp, row_inv_temp)
     m = x.amax(1)
@@ -75,6 +84,9 @@ def vocab_stats(
         stats[:, 2] = e.mul_(shift).sum(1).masked_fill(m == -torch.inf, 0.0)
     owned, column = _local_target(target, vocab_start, num_valid, ignore_index)
     stats[:, 3] = x.gather(1, column[:, None]).squeeze(1).masked_fill(~owned, -torch.inf)
+    ignored = (target == ignore_index)[:, None]
+    stats[:, 0::3].masked_fill_(ignored, -torch.inf)
+    stats[:, 1:3].masked_fill_(ignored, 0.0)
     return stats
 
 
@@ -83,12 +95,12 @@ def _(logits, target, vocab_start, num_valid, inv_temp, row_inv_temp, ignore_ind
     return logits.new_empty((logits.shape[0], 4), dtype=compute_dtype(logits.dtype))
 
 
-@torch.library.custom_op("megappo::vocab_stats_merge", mutates_args=())
+@op
 def vocab_stats_merge(gathered: Tensor, target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor, Tensor]:
     """Merge the shards' statistics [R, T, 4], in rank order, to (logprob, entropy, lse), each [T].
 
-    Every rank that merges the same bits gets the same bits. Ignored targets have logprob = entropy = 0 (lse stays theirs); a
-    target that no shard owns has logprob -inf.
+    Every rank that merges the same bits gets the same bits. Ignored targets have logprob = entropy = 0; a target that no shard
+    owns has logprob -inf.
     """
     m_r, s_r, t_r, z_r = gathered.unbind(2)
     m = m_r.amax(0)
@@ -110,8 +122,7 @@ def _(gathered, target, ignore_index):
     return tuple(gathered.new_empty(gathered.shape[1]) for _ in range(3))
 
 
-@torch.library.custom_op("megappo::vocab_logits_backward", mutates_args=())
-def vocab_logits_backward(
+def _gradient(
     logits: Tensor,
     target: Tensor,
     lse: Tensor,
@@ -124,11 +135,6 @@ def vocab_logits_backward(
     row_inv_temp: Optional[Tensor],
     ignore_index: int,
 ) -> Tensor:
-    """Gradient of this shard's logits, [T, Vl] in their dtype; padding columns and ignored rows are exactly 0.
-
-    dlogits_v = inv_temp [ g_lp (1[v=y] - p_v) - g_H p_v (x_v - lse + H) ], p_v = e^(x_v - lse). At the target 1 - p is -expm1(x -
-    lse): rounding p first loses 20 % at p = 0.99 in bf16. lse, entropy, g_*: [T] as merged over all shards. Needs no collective.
-    """
     if num_valid == 0:
         return torch.zeros_like(logits, memory_format=torch.contiguous_format)
     log_p = _scaled(logits, num_valid, inv_temp, row_inv_temp) - lse[:, None]
@@ -150,7 +156,8 @@ def vocab_logits_backward(
         at_target -= g_h * log_p_y.exp() * (log_p_y + h)
         grad = p.mul_(log_p.add_(h).mul_(g_h).add_(g)).neg_()
     grad.scatter_(1, column, torch.where(owned[:, None], at_target, grad.gather(1, column)))
-    grad.masked_fill_((target == ignore_index)[:, None], 0.0)
+    unused = g_logprob == 0 if g_entropy is None else (g_logprob == 0) & (g_entropy == 0)
+    grad.masked_fill_((unused | (target == ignore_index))[:, None], 0.0)
     if num_valid == logits.shape[1]:
         return grad.to(logits.dtype)
     out = torch.zeros_like(logits, memory_format=torch.contiguous_format)
@@ -158,6 +165,61 @@ def vocab_logits_backward(
     return out
 
 
+@op
+def vocab_logits_backward(
+    logits: Tensor,
+    target: Tensor,
+    lse: Tensor,
+    entropy: Tensor,
+    g_logprob: Tensor,
+    g_entropy: Optional[Tensor],
+    vocab_start: int,
+    num_valid: int,
+    inv_temp: float,
+    row_inv_temp: Optional[Tensor],
+    ignore_index: int,
+) -> Tensor:
+    """Gradient of this shard's logits, [T, Vl] in their dtype; padding columns, ignored rows and rows without an upstream gradient
+    are exactly 0.
+
+    dlogits_v = inv_temp [ g_lp (1[v=y] - p_v) - g_H p_v (x_v - lse + H) ], p_v = e^(x_v - lse). At the target 1 - p is -expm1(x -
+    lse): rounding p first loses 20 % at p = 0.99 in bf16. lse, entropy, g_*: [T] as merged over all shards. Needs no collective.
+    """
+    return _gradient(
+        logits, target, lse, entropy, g_logprob, g_entropy, vocab_start, num_valid, inv_temp, row_inv_temp, ignore_index
+    )
+
+
 @vocab_logits_backward.register_fake
 def _(logits, target, lse, entropy, g_logprob, g_entropy, vocab_start, num_valid, inv_temp, row_inv_temp, ignore_index):
     return logits.new_empty(logits.shape)
+
+
+@mutating_op("logits")
+def vocab_logits_backward_(
+    logits: Tensor,
+    target: Tensor,
+    lse: Tensor,
+    entropy: Tensor,
+    g_logprob: Tensor,
+    g_entropy: Optional[Tensor],
+    vocab_start: int,
+    num_valid: int,
+    inv_temp: float,
+    row_inv_temp: Optional[Tensor],
+    ignore_index: int,
+) -> None:
+    """`vocab_logits_backward` written over `logits`, for a caller that owns them and needs them no more; same bits.
+
+    The columns must be adjacent (logits.stride(1) == 1) and the rows must not overlap.
+    """
+    logits.copy_(
+        _gradient(
+            logits, target, lse, entropy, g_logprob, g_entropy, vocab_start, num_valid, inv_temp, row_inv_temp, ignore_index
+        )
+    )
+
+
+@vocab_logits_backward_.register_fake
+def _(logits, target, lse, entropy, g_logprob, g_entropy, vocab_start, num_valid, inv_temp, row_inv_temp, ignore_index):
+    return None
