@@ -1,5 +1,5 @@
 // CUDA's execution model on the CPU, for tests of csrc/*/cuda.cu on machines without a GPU. Blocks run one after another, in
-// rising order; the threads of a block are fibers that hand over where
+// rising order, those of a cluster together; the threads of a block are fibers that hand over where
 // they wait at a barrier or a warp operation. It checks indexing,
 // reductions, masks and shared memory against the oracle; it cannot show data races between blocks or what a GPU's memory order
 // does.
@@ -55,6 +55,7 @@ struct Fiber {
   ucontext_t context;
   std::vector<char> stack;
   bool done = false;
+  std::shared_ptr<void> pending;  // hopper.h: matrix products that are issued and not yet computed
 };
 
 // Threads that ended no longer count: a barrier waits for those that still run.
@@ -74,6 +75,10 @@ struct Block {
   std::vector<char> dynamic_shared;
   std::function<void()> body;
   bool moved = false;  // whether any thread got on in this round
+  unsigned rank = 0;   // in the cluster, which is this block alone unless the launch says otherwise
+  std::vector<Block*>* cluster = nullptr;
+  Barrier* cluster_barrier = nullptr;
+  std::vector<Barrier> named;
 };
 
 inline Block* block = nullptr;
@@ -104,11 +109,15 @@ inline void fiber_main() {
   release_if_full(block->all);
   --my_warp().members;
   release_if_full(my_warp());
+  --block->cluster_barrier->members;
+  release_if_full(*block->cluster_barrier);
 }
 
-// The fibers take turns until all have ended; a round in which none gets on is a deadlock of the kernel.
-inline void run_block(Block& b) {
+inline void start_block(Block& b) {
   b.all = Barrier{b.size.x};
+  b.named.clear();
+  // What a kernel has not written yet is as good as anything: NaN shows in results.
+  std::fill(b.dynamic_shared.begin(), b.dynamic_shared.end(), static_cast<char>(0xff));
   b.warps.assign((b.size.x + 31) / 32, Barrier{});
   for (unsigned t = 0; t < b.size.x; ++t) ++b.warps[t / 32].members;
   for (auto& fiber : b.fibers) {
@@ -117,18 +126,35 @@ inline void run_block(Block& b) {
     fiber->context.uc_stack.ss_sp = fiber->stack.data();
     fiber->context.uc_stack.ss_size = fiber->stack.size();
     fiber->context.uc_link = &b.scheduler;
+    fiber->pending.reset();
     makecontext(&fiber->context, fiber_main, 0);
   }
+}
+
+// The fibers of a cluster's blocks take turns until all have ended; a round in which none gets on is a deadlock of the kernel.
+inline void run_cluster(std::vector<Block*>& cluster) {
+  Barrier of_cluster;
+  for (Block* b : cluster) {
+    of_cluster.members += b->size.x;
+    b->cluster = &cluster;
+    b->cluster_barrier = &of_cluster;
+    start_block(*b);
+  }
   for (bool running = true; running;) {
-    running = b.moved = false;
-    for (b.thread = 0; b.thread < b.fibers.size(); ++b.thread) {
-      Fiber& fiber = *b.fibers[b.thread];
-      if (fiber.done) continue;
-      swapcontext(&b.scheduler, &fiber.context);
-      running |= !fiber.done;
+    bool moved = running = false;
+    for (Block* b : cluster) {
+      block = b;
+      b->moved = false;
+      for (b->thread = 0; b->thread < b->fibers.size(); ++b->thread) {
+        Fiber& fiber = *b->fibers[b->thread];
+        if (fiber.done) continue;
+        swapcontext(&b->scheduler, &fiber.context);
+        running |= !fiber.done;
+      }
+      moved |= b->moved;
     }
-    if (running && !b.moved) {
-      std::fprintf(stderr, "cuda_on_cpu: block (%u, %u): threads wait for each other\n", b.index.x, b.index.y);
+    if (running && !moved) {
+      std::fprintf(stderr, "cuda_on_cpu: block (%u, %u): threads wait for each other\n", cluster[0]->index.x, cluster[0]->index.y);
       std::abort();
     }
   }
@@ -223,23 +249,30 @@ T min(T a, T b) { return b < a ? b : a; }
 template <class T>
 T max(T a, T b) { return a < b ? b : a; }
 
+// cluster: neighbouring blocks that run together; it divides blocks.x.
 template <class F>
-void run_on_cpu(dim3 blocks, int threads, size_t shared_bytes, F&& body) {
-  cuda_on_cpu::Block b;
-  b.grid = blocks;
-  b.size = dim3(static_cast<unsigned>(threads));
-  b.lanes.resize(2 * static_cast<size_t>(threads));
-  b.dynamic_shared.resize(shared_bytes + 64);
-  b.body = body;
-  for (int t = 0; t < threads; ++t) {
-    b.fibers.push_back(std::make_unique<cuda_on_cpu::Fiber>());
-    b.fibers.back()->stack.resize(64 * 1024);
+void run_on_cpu(dim3 blocks, int threads, size_t shared_bytes, F&& body, unsigned cluster = 1) {
+  std::vector<std::unique_ptr<cuda_on_cpu::Block>> together;
+  std::vector<cuda_on_cpu::Block*> pointers;
+  for (unsigned rank = 0; rank < cluster; ++rank) {
+    together.push_back(std::make_unique<cuda_on_cpu::Block>());
+    cuda_on_cpu::Block& b = *together.back();
+    b.grid = blocks;
+    b.size = dim3(static_cast<unsigned>(threads));
+    b.rank = rank;
+    b.lanes.resize(2 * static_cast<size_t>(threads));
+    b.dynamic_shared.resize(shared_bytes + 64);
+    b.body = body;
+    for (int t = 0; t < threads; ++t) {
+      b.fibers.push_back(std::make_unique<cuda_on_cpu::Fiber>());
+      b.fibers.back()->stack.resize(64 * 1024);
+    }
+    pointers.push_back(&b);
   }
-  cuda_on_cpu::block = &b;
   for (unsigned y = 0; y < blocks.y; ++y) {
-    for (unsigned x = 0; x < blocks.x; ++x) {
-      b.index = dim3(x, y);
-      cuda_on_cpu::run_block(b);
+    for (unsigned x = 0; x < blocks.x; x += cluster) {
+      for (unsigned rank = 0; rank < cluster; ++rank) together[rank]->index = dim3(x + rank, y);
+      cuda_on_cpu::run_cluster(pointers);
     }
   }
   cuda_on_cpu::block = nullptr;

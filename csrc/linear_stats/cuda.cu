@@ -1,0 +1,353 @@
+// linear_stats on Hopper: hidden x weight^T by WGMMA, reduced to (m, s, t, z_y) on the accumulators, so that no logit leaves the
+// registers. For passes without gradient (the policy's old and the reference's log-probs); bf16, fp32 sums.
+//
+// A cluster of two blocks takes 256 tokens, 128 each, against the same 256 ids at a time; each block copies half of the weight tile
+// to both, which halves the weight's traffic from L2: a lone block would read 48 bytes each clock, near what an SM can get from L2.
+// In a block, one thread keeps 4 stages of 64 columns of hidden and weight (192 KiB) on their way by TMA; two warpgroups multiply
+// 64 tokens x 256 ids each. The second one starts two stages behind the first: while one reduces its accumulators, about 1,500
+// clocks of 65,000 at H = 4096, the other's products keep the tensor cores busy for the most part.
+//
+// Statistics of a row live in registers over a run of vocabulary tiles (a split); a second kernel merges the splits in rising
+// order, so equal calls on equal devices give equal bits. Splits are chosen such that every cluster gets about the same number of
+// tiles. At one time 8 pairs of token tiles share their weight tiles: hidden and weight then stay in L2 with about sqrt(clusters) tiles
+// of each, and HBM is read at a tenth of its rate.
+//
+// Checked by compilation (no spills, no serialised products) and, instruction by instruction, in emulation on the CPU
+// (tests/ops/test_linear_stats_cuda.py). Not yet run on hardware: neither the speed reasoned about here nor the result has been seen
+// on a GPU.
+#include <cmath>
+
+#include "linear_stats/hopper.cuh"
+#include "linear_stats/linear_stats.h"
+
+namespace megappo::cuda {
+namespace wgmma_stats {
+
+using hopper::TensorMap;
+
+inline constexpr int kCluster = 2;
+inline constexpr int kTokenTile = 128, kVocabTile = 256, kColumns = 64;  // of one block; columns of hidden and weight in a stage
+inline constexpr int kPairTokens = kCluster * kTokenTile;
+inline constexpr int kConsumers = 2, kWarpgroup = 128;
+inline constexpr int kThreads = (kConsumers + 1) * kWarpgroup;
+inline constexpr int kStages = 4, kLag = 2;
+inline constexpr int kHiddenBytes = kTokenTile * kColumns * 2, kWeightBytes = kVocabTile * kColumns * 2;
+inline constexpr int kStageBytes = kHiddenBytes + kWeightBytes;
+// The swizzle's pattern starts at multiples of 1024 bytes, the dynamic shared memory need not; the barriers come last.
+inline constexpr int kSharedBytes = 1024 + kStages * (kStageBytes + 2 * 8);
+// Registers of a thread after the split of roles: 128 x 40 + 256 x 232 of 65,536.
+inline constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
+inline constexpr int kPairsTogether = 8;
+inline constexpr int kMergeThreads = 128;
+// e^-120 is 0 in fp32: the bound changes no sum, it keeps e^d d of a -inf logit at 0.
+inline constexpr float kExponentFloor = -120.0f;
+inline constexpr float kLog2E = 1.4426950408889634f;
+
+// Which tokens and ids a cluster works on; an item is one pair of token tiles and one split of the vocabulary tiles.
+struct Schedule {
+  int pairs, vocab_tiles, splits;
+
+  __host__ __device__ int items() const { return pairs * splits; }
+  __device__ int first_tile(int split) const {
+    return static_cast<int>(static_cast<std::int64_t>(split) * vocab_tiles / splits);
+  }
+  // Items that run at one time: the splits of kPairsTogether pairs, pairs fastest.
+  __device__ void locate(int item, int& pair, int& split) const {
+    const int group = item / (kPairsTogether * splits), first = group * kPairsTogether;
+    const int together = min(kPairsTogether, pairs - first), inside = item - first * splits;
+    pair = first + inside % together;
+    split = inside / together;
+  }
+};
+
+#ifdef MEGAPPO_HOPPER_CODE
+
+// One row's statistics over some of its columns.
+struct RowStats {
+  float m = -INFINITY, s = 0.0f, t = 0.0f, z = -INFINITY;
+};
+
+__device__ __forceinline__ float exponential(float d) { return hopper::exp2_fast(d * kLog2E); }
+__device__ __forceinline__ float shift(float x, float base) { return hopper::max_nan(x - base, kExponentFloor); }
+// What is subtracted before the exponential: m, but 0 where every logit so far is -inf, as -inf - -inf is NaN.
+__device__ __forceinline__ float base_of(float m) { return m == -INFINITY ? 0.0f : m; }
+
+template <bool kEntropy>
+__device__ __forceinline__ void rescale(RowStats& row, float base) {
+  const float d = shift(row.m, base), w = exponential(d);
+  if (kEntropy) row.t = w * (row.t + d * row.s);
+  row.s *= w;
+}
+
+template <bool kEntropy>
+__device__ __forceinline__ RowStats merge(RowStats a, RowStats b) {
+  const float m = hopper::max_nan(a.m, b.m), base = base_of(m);
+  rescale<kEntropy>(a, base);
+  rescale<kEntropy>(b, base);
+  return {m, a.s + b.s, a.t + b.t, hopper::max_nan(a.z, b.z)};
+}
+
+// The columns that this thread holds of its two rows: register 4 j + 2 h + i is row h, column `first` + 8 j + i.
+struct Rows {
+  RowStats stats[2];
+  float inv_temp[2];
+  int target[2];  // column of the shard, or -1 where it is not in the shard
+};
+
+// Adds the row h of a tile of logits. Four chains each for the maximum and the sums: one would wait for its own latency.
+template <bool kEntropy, int h>
+__device__ __forceinline__ void add_row(Rows& rows, float (&x)[128], int first, int num_valid) {
+  RowStats& row = rows.stats[h];
+#pragma unroll
+  for (int j = 0; j < 32; ++j) {
+    x[4 * j + 2 * h] *= rows.inv_temp[h];
+    x[4 * j + 2 * h + 1] *= rows.inv_temp[h];
+  }
+  if (first - first % kVocabTile + kVocabTile > num_valid) {
+#pragma unroll
+    for (int j = 0; j < 32; ++j) {
+      if (first + 8 * j >= num_valid) x[4 * j + 2 * h] = -INFINITY;
+      if (first + 8 * j + 1 >= num_valid) x[4 * j + 2 * h + 1] = -INFINITY;
+    }
+  }
+  const int wanted = rows.target[h] - first;
+  if (wanted >= 0 && wanted < kVocabTile) {
+#pragma unroll
+    for (int j = 0; j < 32; ++j) {
+      if (wanted == 8 * j) row.z = x[4 * j + 2 * h];
+      if (wanted == 8 * j + 1) row.z = x[4 * j + 2 * h + 1];
+    }
+  }
+  float top[4] = {row.m, row.m, row.m, row.m};
+#pragma unroll
+  for (int j = 0; j < 32; ++j) {
+    top[j % 2] = hopper::max_nan(top[j % 2], x[4 * j + 2 * h]);
+    top[2 + j % 2] = hopper::max_nan(top[2 + j % 2], x[4 * j + 2 * h + 1]);
+  }
+  const float m = hopper::max_nan(hopper::max_nan(top[0], top[1]), hopper::max_nan(top[2], top[3])), base = base_of(m);
+  rescale<kEntropy>(row, base);
+  row.m = m;
+  float s[4] = {}, t[4] = {};
+#pragma unroll
+  for (int j = 0; j < 32; ++j) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float d = shift(x[4 * j + 2 * h + i], base), e = exponential(d);
+      s[2 * i + j % 2] += e;
+      if (kEntropy) t[2 * i + j % 2] += e * d;
+    }
+  }
+  row.s += (s[0] + s[1]) + (s[2] + s[3]);
+  if (kEntropy) row.t += (t[0] + t[1]) + (t[2] + t[3]);
+}
+
+// Stages of the ring in the order in which all roles use them.
+struct Ring {
+  std::uint32_t stages, barriers;
+  int stage = 0;
+  unsigned parity = 0;
+
+  __device__ std::uint32_t hidden() const { return stages + stage * kStageBytes; }
+  __device__ std::uint32_t weight() const { return hidden() + kHiddenBytes; }
+  __device__ std::uint32_t full() const { return barriers + 16 * stage; }
+  __device__ std::uint32_t empty() const { return full() + 8; }
+  __device__ void next() {
+    stage = stage + 1 == kStages ? 0 : stage + 1;
+    parity ^= stage == 0;
+  }
+};
+
+// Runs on one thread of a block: keeps the ring full. A stage is free again when both blocks' consumers have read it, because each
+// block's half of the weight tile goes to both.
+__device__ __forceinline__ void produce(Ring ring, const TensorMap& hidden, const TensorMap& weight, const Schedule& schedule,
+                                        int column_tiles, int rank) {
+  constexpr int kHalf = kVocabTile / kCluster;
+  for (int item = blockIdx.x / kCluster; item < schedule.items(); item += gridDim.x / kCluster) {
+    int pair, split;
+    schedule.locate(item, pair, split);
+    const int token = pair * kPairTokens + rank * kTokenTile;
+    for (int tile = schedule.first_tile(split); tile < schedule.first_tile(split + 1); ++tile) {
+      for (int k = 0; k < column_tiles; ++k) {
+        hopper::mbarrier_wait(ring.empty(), ring.parity ^ 1);
+        hopper::mbarrier_arrive_expect_tx(ring.full(), kStageBytes);
+        hopper::copy_box(ring.hidden(), hidden, ring.full(), token, k * kColumns);
+        hopper::copy_box_multicast(ring.weight() + rank * (kWeightBytes / kCluster), weight, ring.full(),
+                                   tile * kVocabTile + rank * kHalf, k * kColumns, (1 << kCluster) - 1);
+        ring.next();
+      }
+    }
+  }
+}
+
+// Tells both blocks' producers that this warp is done with the stage.
+__device__ __forceinline__ void release(const Ring& ring) {
+  const unsigned lane = threadIdx.x % kWarp;
+  if (lane < kCluster) hopper::mbarrier_arrive_cluster(ring.empty(), lane);
+}
+
+// x = the 64 x 256 logits of one tile before the temperature, over all columns of hidden. A stage is released one step late, when
+// the products that read it have ended while the next ones run. `leads`: the warpgroup that lets the other one start.
+__device__ __forceinline__ void multiply(float (&x)[128], Ring& ring, int consumer, int column_tiles, bool leads) {
+  Ring done = ring;
+  for (int k = 0; k < column_tiles; ++k) {
+    hopper::mbarrier_wait(ring.full(), ring.parity);
+    const std::uint64_t a = hopper::matrix_descriptor(ring.hidden() + consumer * (kHiddenBytes / kConsumers));
+    const std::uint64_t b = hopper::matrix_descriptor(ring.weight());
+    hopper::wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kColumns / 16; ++step) {
+      hopper::wgmma_m64n256k16(x, a + step * 2, b + step * 2, k > 0 || step > 0);
+    }
+    hopper::wgmma_commit();
+    if (leads && k == min(kLag, column_tiles) - 1) hopper::named_arrive(1, kConsumers * kWarpgroup);
+    hopper::wgmma_wait<1>(x);
+    if (k > 0) {
+      release(done);
+      done.next();
+    }
+    ring.next();
+  }
+  hopper::wgmma_wait<0>(x);
+  release(done);
+}
+
+template <bool kEntropy>
+__device__ __forceinline__ void consume(Ring ring, const LinearStatsArgs& a, const Schedule& schedule, int column_tiles, int rank) {
+  const int consumer = threadIdx.x / kWarpgroup, warp = threadIdx.x % kWarpgroup / kWarp, lane = threadIdx.x % kWarp;
+  const int num_valid = static_cast<int>(a.num_valid), column = 2 * (lane % 4);
+  bool leads = consumer == 0;
+  if (!leads) hopper::named_sync(1, kConsumers * kWarpgroup);
+  for (int item = blockIdx.x / kCluster; item < schedule.items(); item += gridDim.x / kCluster) {
+    int pair, split;
+    schedule.locate(item, pair, split);
+    const std::int64_t token = static_cast<std::int64_t>(pair) * kPairTokens + rank * kTokenTile + consumer * 64 + warp * 16 + lane / 4;
+    Rows rows;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const std::int64_t row = token + 8 * h;
+      const bool exists = row < a.num_tokens;
+      const std::int64_t id = exists ? a.target[row] : a.ignore_index, local = id - a.vocab_start;
+      rows.target[h] = id != a.ignore_index && local >= 0 && local < a.num_valid ? static_cast<int>(local) : -1;
+      rows.inv_temp[h] = exists && a.row_inv_temp != nullptr ? a.row_inv_temp[row] : a.inv_temp;
+    }
+    for (int tile = schedule.first_tile(split); tile < schedule.first_tile(split + 1); ++tile) {
+      float x[128];
+      multiply(x, ring, consumer, column_tiles, leads);
+      leads = false;
+      add_row<kEntropy, 0>(rows, x, tile * kVocabTile + column, num_valid);
+      add_row<kEntropy, 1>(rows, x, tile * kVocabTile + column, num_valid);
+    }
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {  // the four threads of a row
+      RowStats row = rows.stats[h];
+#pragma unroll
+      for (int offset = 1; offset < 4; offset *= 2) {
+        row = merge<kEntropy>(row, {__shfl_xor_sync(kAllLanes, row.m, offset), __shfl_xor_sync(kAllLanes, row.s, offset),
+                                    __shfl_xor_sync(kAllLanes, row.t, offset), __shfl_xor_sync(kAllLanes, row.z, offset)});
+      }
+      if (lane % 4 == 0 && token + 8 * h < a.num_tokens) {
+        reinterpret_cast<float4*>(a.partial)[split * a.num_tokens + token + 8 * h] = make_float4(row.m, row.s, row.t, row.z);
+      }
+    }
+  }
+}
+
+#endif  // MEGAPPO_HOPPER_CODE
+
+template <bool kEntropy>
+__global__ void __launch_bounds__(kThreads, 1)
+    linear_stats_kernel(const __grid_constant__ TensorMap hidden, const __grid_constant__ TensorMap weight, LinearStatsArgs a,
+                        Schedule schedule) {
+#ifdef MEGAPPO_HOPPER_CODE
+  MEGAPPO_DYNAMIC_SHARED(unsigned char, shared);
+  Ring ring{(hopper::shared_address(shared) + 1023u) & ~1023u, 0};
+  ring.barriers = ring.stages + kStages * kStageBytes;
+  const int rank = static_cast<int>(hopper::cluster_rank());
+  const int column_tiles = static_cast<int>((a.hidden_size + kColumns - 1) / kColumns);
+  if (threadIdx.x == 0) {
+    Ring each = ring;
+    for (int stage = 0; stage < kStages; ++stage, each.next()) {
+      hopper::mbarrier_init(each.full(), 1);
+      hopper::mbarrier_init(each.empty(), kCluster * kConsumers * (kWarpgroup / kWarp));
+    }
+    hopper::fence_mbarrier_init();
+    hopper::prefetch_tensor_map(hidden);
+    hopper::prefetch_tensor_map(weight);
+  }
+  hopper::cluster_sync();
+  if (threadIdx.x >= kConsumers * kWarpgroup) {
+    hopper::registers_down<kProducerRegisters>();
+    if (threadIdx.x == kConsumers * kWarpgroup) produce(ring, hidden, weight, schedule, column_tiles, rank);
+  } else {
+    hopper::registers_up<kConsumerRegisters>();
+    consume<kEntropy>(ring, a, schedule, column_tiles, rank);
+  }
+  // A block must not end while the other one may still copy into its shared memory or arrive at its barriers.
+  hopper::cluster_sync();
+#else
+  __trap();  // linear_stats_splits() has refused every device that this code is for
+#endif
+}
+
+// One thread for each token. No split at all (an empty shard): m = z = -inf, s = t = 0.
+template <bool kEntropy>
+__global__ void __launch_bounds__(kMergeThreads) linear_stats_merge(LinearStatsArgs a, int splits) {
+#ifdef MEGAPPO_HOPPER_CODE
+  const std::int64_t token = static_cast<std::int64_t>(blockIdx.x) * kMergeThreads + threadIdx.x;
+  if (token >= a.num_tokens) return;
+  RowStats row;
+#pragma unroll 4
+  for (int split = 0; split < splits; ++split) {
+    const float4 part = reinterpret_cast<const float4*>(a.partial)[split * a.num_tokens + token];
+    row = merge<kEntropy>(row, {part.x, part.y, part.z, part.w});
+  }
+  reinterpret_cast<float4*>(a.stats)[token] = make_float4(row.m, row.s, row.t, row.z);
+#else
+  __trap();
+#endif
+}
+
+inline int ceil_div(std::int64_t a, std::int64_t b) { return static_cast<int>((a + b - 1) / b); }
+
+template <bool kEntropy>
+void run(LinearStatsArgs a, int splits, Stream stream) {
+  if (splits == 1) a.partial = a.stats;
+  if (splits > 0) {
+    const Schedule schedule{ceil_div(a.num_tokens, kPairTokens), ceil_div(a.num_valid, kVocabTile), splits};
+    const TensorMap hidden = hopper::tensor_map(a.hidden, a.num_tokens, a.hidden_size, kTokenTile);
+    const TensorMap weight = hopper::tensor_map(a.weight, a.num_valid, a.hidden_size, kVocabTile / kCluster);
+    const int clusters = hopper::multiprocessors() / kCluster;
+    const unsigned blocks = kCluster * (schedule.items() < clusters ? schedule.items() : clusters);
+    hopper::launch_clusters("linear_stats", linear_stats_kernel<kEntropy>, blocks, kCluster, kThreads, kSharedBytes, stream, hidden,
+                            weight, a, schedule);
+  }
+  if (splits != 1) {
+    const dim3 blocks(static_cast<unsigned>(ceil_div(a.num_tokens, kMergeThreads)));
+    launch("linear_stats_merge", linear_stats_merge<kEntropy>, blocks, kMergeThreads, 0, stream, a, splits);
+  }
+}
+
+}  // namespace wgmma_stats
+
+int linear_stats_splits(std::int64_t num_tokens, std::int64_t num_valid) {
+  using namespace wgmma_stats;
+  const int clusters = hopper::multiprocessors() / kCluster;
+  const std::int64_t pairs = ceil_div(num_tokens, kPairTokens), tiles = ceil_div(num_valid, kVocabTile);
+  if (pairs == 0 || tiles == 0) return 0;
+  // The busiest cluster's time in tiles; starting and ending a split costs about a tenth of one. Past 4 splits for each cluster the
+  // balance cannot gain what that costs.
+  int best = 1;
+  double least = INFINITY;
+  for (int splits = 1; splits <= tiles && splits <= 4 * clusters; ++splits) {
+    const double time = ceil_div(pairs * splits, clusters) * (ceil_div(tiles, splits) + 0.1);
+    if (time < least) best = splits, least = time;
+  }
+  return best;
+}
+
+void linear_stats_wgmma(const LinearStatsArgs& args, int splits, Stream stream) {
+  if (args.num_tokens == 0) return;
+  args.want_entropy ? wgmma_stats::run<true>(args, splits, stream) : wgmma_stats::run<false>(args, splits, stream);
+}
+
+}  // namespace megappo::cuda

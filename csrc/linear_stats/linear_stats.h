@@ -1,0 +1,29 @@
+// Statistics (m, s, t, z_y) of one vocabulary shard straight from hidden states, without logits in memory; see
+// megappo/ops/linear_stats.py, which has the other ways to compute them.
+#pragma once
+
+#include <cstdint>
+
+#include "common/stream.h"
+
+namespace megappo {
+
+struct LinearStatsArgs {
+  const void* hidden;          // [num_tokens, hidden_size] bf16, from a 16-byte address
+  const void* weight;          // [num_valid or more, hidden_size] bf16, from a 16-byte address
+  const std::int64_t* target;  // [num_tokens] ids of the whole vocabulary
+  const float* row_inv_temp;   // [num_tokens] 1/temperature, or null: inv_temp for all
+  float* partial;              // [splits, num_tokens, 4] where splits > 1
+  float* stats;                // [num_tokens, 4]
+  std::int64_t num_tokens, hidden_size, vocab_start, num_valid, ignore_index;
+  float inv_temp;
+  bool want_entropy;
+};
+
+namespace cuda {
+// The rows of `partial` that linear_stats_wgmma needs on the current device. Raises where it has no such kernel.
+int linear_stats_splits(std::int64_t num_tokens, std::int64_t num_valid);
+void linear_stats_wgmma(const LinearStatsArgs&, int splits, Stream);
+}  // namespace cuda
+
+}  // namespace megappo
