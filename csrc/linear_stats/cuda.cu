@@ -334,12 +334,14 @@ int linear_stats_splits(std::int64_t num_tokens, std::int64_t num_valid) {
   const int clusters = hopper::multiprocessors() / kCluster;
   const std::int64_t pairs = ceil_div(num_tokens, kPairTokens), tiles = ceil_div(num_valid, kVocabTile);
   if (pairs == 0 || tiles == 0) return 0;
-  // The busiest cluster's time in tiles; starting and ending a split costs about a tenth of one. Past 4 splits for each cluster the
-  // balance cannot gain what that costs.
+  // The busiest cluster's time in tiles; starting and ending a split costs about a tenth of one. With more than two groups of pairs
+  // at work their hidden states do not stay in L2 but come from HBM for every tile: 5 % is a guess of what that costs. Past 4 splits
+  // for each cluster the balance cannot gain what they cost.
   int best = 1;
   double least = INFINITY;
   for (int splits = 1; splits <= tiles && splits <= 4 * clusters; ++splits) {
-    const double time = ceil_div(pairs * splits, clusters) * (ceil_div(tiles, splits) + 0.1);
+    const bool from_hbm = pairs > 2 * kPairsTogether && ceil_div(clusters, kPairsTogether * splits) > 2;
+    const double time = ceil_div(pairs * splits, clusters) * (ceil_div(tiles, splits) + 0.1) * (from_hbm ? 1.05 : 1.0);
     if (time < least) best = splits, least = time;
   }
   return best;

@@ -123,13 +123,14 @@ inline void copy_box_multicast(std::uint32_t to, const TensorMap& map, std::uint
   const bool swizzle = !fault("no_swizzle");
   for (unsigned rank = 0; rank < block->cluster->size(); ++rank) {
     if ((blocks >> rank & 1) == 0) continue;
+    const bool lost = fault("half_weight") && rank != cluster_rank();
     const std::uint32_t box = (to & offset) | rank << kRankShift;
     for (int r = 0; r < map.box_rows; ++r) {
       for (int c = 0; c < 64; ++c) {
         const bool inside = row + r >= 0 && row + r < map.rows && column + c >= 0 && column + c < map.columns;
         const std::uint16_t value = inside ? map.base[(row + r) * map.columns + column + c] : std::uint16_t{0};
         const std::uint32_t at = box + 128 * r + 2 * c;
-        std::memcpy(shared_memory(swizzle ? swizzled(at) : at, 2), &value, 2);
+        if (!lost) std::memcpy(shared_memory(swizzle ? swizzled(at) : at, 2), &value, 2);
       }
     }
     complete_bytes((barrier & offset) | rank << kRankShift, map.box_rows * 128);
@@ -175,10 +176,10 @@ inline float operand(std::uint64_t descriptor, int row, int k) {
 
 // This thread's part of a product (PTX ISA: accumulator fragment of m64nNk16). The others' parts are their own.
 inline void compute(const Product& product) {
-  const int t = static_cast<int>(block->thread % 128);
+  const int t = static_cast<int>(block->thread % 128), eight = fault("rows_swapped") ? -8 : 8, second = eight < 0 ? 1 : 0;
   float a[2][16];
   for (int h = 0; h < 2; ++h) {
-    for (int k = 0; k < 16; ++k) a[h][k] = operand(product.a, 16 * (t / 32) + t % 32 / 4 + 8 * h, k);
+    for (int k = 0; k < 16; ++k) a[h][k] = operand(product.a, 16 * (t / 32) + t % 32 / 4 + 8 * second + eight * h, k);
   }
   for (int j = 0; j < 32; ++j) {
     for (int i = 0; i < 2; ++i) {

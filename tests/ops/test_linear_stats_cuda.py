@@ -1,0 +1,266 @@
+"""The WGMMA kernel of linear statistics (csrc/linear_stats) against fp64: on the CPU, where cuda_on_cpu/hopper.h plays Hopper's
+copies, barriers and matrix products, and, marked gpu, on a Hopper GPU.
+
+The emulated machine has two clusters, so that 513 tokens (3 pairs of token tiles) take several rounds.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Callable, Optional
+
+import pytest
+import torch
+from torch import Tensor
+
+from megappo.ops import dispatch
+
+IGNORE = -100
+BF16 = torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Kernel:
+    op: Callable[..., Tensor]
+    device: torch.device
+
+
+@pytest.fixture(params=["cuda_on_cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+def kernel(request: pytest.FixtureRequest) -> Kernel:
+    if request.param == "gpu":
+        dispatch.implementation("vocab_stats", (torch.empty(1, 1, device="cuda"),))  # loads the library
+        return Kernel(torch.ops.megappo_native.linear_stats_wgmma, torch.device("cuda"))
+    namespace = getattr(torch.ops, request.getfixturevalue("cuda_on_cpu"))
+    return Kernel(namespace.linear_stats_wgmma, torch.device("cpu"))
+
+
+@dataclass
+class Problem:
+    hidden: Tensor
+    weight: Tensor
+    target: Tensor
+    vocab_start: int
+    num_valid: int
+    inv_temp: float = 1.0
+    row_inv_temp: Optional[Tensor] = None
+
+    def run(self, kernel: Kernel, want_entropy: bool = True) -> Tensor:
+        tensors = [x.to(kernel.device) for x in (self.hidden, self.weight, self.target)]
+        rows = None if self.row_inv_temp is None else self.row_inv_temp.to(kernel.device)
+        return kernel.op(*tensors, self.vocab_start, self.num_valid, self.inv_temp, rows, IGNORE, want_entropy).cpu()
+
+    def scaled_logits(self) -> Tensor:
+        x = self.hidden.double() @ self.weight[: self.num_valid].double().t()
+        return x * (self.inv_temp if self.row_inv_temp is None else self.row_inv_temp.double()[:, None])
+
+
+def problem(num_tokens: int, hidden_size: int, vocab: int, num_valid: int, vocab_start: int = 0, seed: int = 0) -> Problem:
+    """Logits of deviation 3; targets in and around the shard; rows of padding that would be noticed."""
+    g = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(num_tokens, hidden_size, generator=g).to(BF16)
+    weight = (torch.randn(vocab, hidden_size, generator=g) * 3 / math.sqrt(hidden_size)).to(BF16)
+    weight[num_valid:] = torch.nan
+    target = torch.randint(vocab_start - 9, vocab_start + vocab + 9, (num_tokens,), generator=g)
+    target[::7] = IGNORE
+    return Problem(hidden, weight, target, vocab_start, num_valid)
+
+
+def oracle(p: Problem) -> Tensor:
+    """[T, 4] fp64."""
+    x = p.scaled_logits()
+    m = x.amax(1)
+    d = x - m.masked_fill(m == -torch.inf, 0.0)[:, None]
+    e = d.exp()
+    local = p.target - p.vocab_start
+    owned = (local >= 0) & (local < p.num_valid) & (p.target != IGNORE)
+    z = x.gather(1, local.clamp(0, p.num_valid - 1)[:, None])[:, 0].masked_fill(~owned, -torch.inf)
+    return torch.stack((m, e.sum(1), (e * d.masked_fill(e == 0, 0.0)).sum(1), z), 1)
+
+
+def assert_matches(stats: Tensor, p: Problem) -> None:
+    """A logit is a sum of H products: its rounding errors add like sqrt(H) steps of half a unit of the largest logit, and four
+    times that is a generous tail. An error of x multiplies e^x; 2^-21 is 2 units of the fast exponential and of the sums."""
+    want = oracle(p)
+    logits = p.scaled_logits()
+    largest = float(logits[logits.isfinite()].abs().amax()) if logits.isfinite().any() else 1.0
+    unit = 4 * math.sqrt(p.hidden.shape[1]) * 2**-24 * max(1.0, largest)
+    got = stats.double()
+    torch.testing.assert_close(got[:, [0, 3]], want[:, [0, 3]], rtol=0, atol=unit, equal_nan=True)
+    torch.testing.assert_close(got[:, 1], want[:, 1], rtol=2 * unit + 2**-21, atol=0, equal_nan=True)
+    # t = sum e d moves by (1 + |d|) times the error of d; |d| e averages to entropy-like sizes below log V + 1
+    atol = (2 * unit + 2**-21) * float((want[:, 1] * (2 + math.log(max(p.num_valid, 2)))).nan_to_num().amax())
+    torch.testing.assert_close(got[:, 2], want[:, 2], rtol=0, atol=atol, equal_nan=True)
+
+
+SHAPES = {  # tokens, hidden, rows of the weight, of which valid
+    "one token": (1, 64, 256, 256),
+    "less than a tile": (5, 72, 300, 290),
+    "one more than a tile": (129, 64, 257, 257),
+    "second block of the cluster has no token": (128, 64, 40, 31),
+    "more columns than the ring has stages": (70, 64 * 9, 300, 300),
+    "hidden ends within a stage": (33, 64 * 5 + 8, 260, 259),
+    "several rounds": (513, 64, 1300, 1281),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_statistics_are_those_of_fp64_logits(kernel, shape):
+    p = problem(*shape, vocab_start=1000)
+    assert_matches(p.run(kernel), p)
+
+
+@pytest.mark.parametrize("inv_temp,rows", [(1.7, False), (0.0, False), (1.0, True)])
+def test_temperature_scales_logits(kernel, inv_temp, rows):
+    p = problem(140, 64, 300, 290, seed=1)
+    p.inv_temp = inv_temp
+    p.row_inv_temp = torch.linspace(0.3, 2.5, 140) if rows else None
+    assert_matches(p.run(kernel), p)
+
+
+def test_every_column_is_counted_once_and_padding_never(kernel):
+    """Equal logits: s is the number of columns, exactly."""
+    for num_valid in (1, 255, 256, 257, 700):
+        p = problem(3, 64, 700, num_valid)
+        p.hidden = torch.zeros_like(p.hidden)
+        stats = p.run(kernel)
+        assert stats[:, 1].tolist() == [num_valid] * 3 and not stats[:, [0, 2]].any()
+
+
+def test_every_row_and_column_of_a_tile_has_its_place(kernel):
+    """hidden picks one column of weight, which counts the ids: the target's logit is its id, wherever rows and columns lie."""
+    num_tokens, vocab = 256, 512
+    ids = torch.randperm(vocab, generator=torch.Generator().manual_seed(2))[:num_tokens]
+    hidden, weight = torch.zeros(num_tokens, 64), torch.zeros(vocab, 64)
+    hidden[:, 3] = hidden[:, 60] = 1.0
+    weight[:, 3], weight[:, 60] = torch.arange(vocab) // 16 * 16, torch.arange(vocab) % 16  # both exact in bf16
+    hidden[:, 3] *= torch.arange(num_tokens) % 2 + 1.0
+    p = Problem(hidden.to(BF16), weight.to(BF16), ids, 0, vocab)
+    stats = p.run(kernel)
+    want = (ids // 16 * 16).double() * (torch.arange(num_tokens) % 2 + 1) + ids % 16
+    assert torch.equal(stats[:, 3].double(), want)
+    assert torch.equal(stats[:, 0].double(), oracle(p)[:, 0])
+
+
+@pytest.mark.parametrize("offset", [0.0, 30.0, -150.0, 1e4, -1e4])
+def test_common_offset_leaves_s_and_t(kernel, offset):
+    """The logits are multiples of 1/8 below 2^14 + 8, which fp32 holds exactly, whatever the offset."""
+    g = torch.Generator().manual_seed(3)
+    hidden = torch.zeros(4, 64)
+    hidden[:, 0], hidden[:, 1] = 1.0, torch.tensor([1.0, 2.0, 4.0, 8.0])
+    weight = torch.zeros(300, 64)
+    weight[:, 1] = torch.randint(-8, 9, (300,), generator=g) / 8
+    p = Problem(hidden.to(BF16), weight.to(BF16), torch.arange(4), 0, 300)
+    at_zero = p.run(kernel)
+    p.weight[:, 0] = offset  # bf16 rounds 1e4 to 9984
+    stats = p.run(kernel)
+    assert torch.equal(stats[:, 1:3], at_zero[:, 1:3])
+    assert torch.equal(stats[:, [0, 3]] - float(p.weight[0, 0]), at_zero[:, [0, 3]])
+
+
+def test_minus_infinity_contributes_nothing_and_nan_stays_in_its_row(kernel):
+    p = problem(150, 64, 600, 600, seed=4)
+    p.hidden[:, 0] = 1.0
+    p.weight[1::2, 0] = -torch.inf
+    p.hidden[17, 5] = torch.nan
+    stats = p.run(kernel)
+    others = torch.arange(150) != 17
+    assert stats[17, :3].isnan().all() and not stats[others].isnan().any()
+    p.hidden[17, 5] = 0.0
+    assert_matches(torch.cat((stats[:17], p.run(kernel)[17:18], stats[18:])), p)
+    p.weight[:, 0] = -torch.inf
+    stats = p.run(kernel)
+    assert (stats[:, [0, 3]] == -torch.inf).all() and not stats[:, 1:3].any()
+
+
+def test_extreme_logits_do_not_overflow(kernel):
+    hidden, weight = torch.zeros(2, 64), torch.zeros(600, 64)
+    hidden[0, 0], hidden[1, 0] = 1.0, -1.0
+    weight[:, 0] = -60.0
+    weight[555, 0] = 60.0
+    p = Problem(hidden.to(BF16), weight.to(BF16), torch.tensor([555, 555]), 0, 600)
+    stats = p.run(kernel)
+    assert stats[0].tolist() == [60.0, 1.0, 0.0, 60.0]
+    assert stats[1].tolist() == [60.0, 599.0, 0.0, -60.0]
+
+
+def test_ignored_and_foreign_targets_have_no_logit(kernel):
+    p = problem(8, 64, 300, 290, vocab_start=1000, seed=5)
+    p.target = torch.tensor([IGNORE, 999, 1000, 1289, 1290, 1299, 2**40, -(2**40)])
+    assert p.run(kernel)[:, 3].isfinite().tolist() == [False, False, True, True] + [False] * 4
+    p.vocab_start = -200  # an ignored id that would be a column
+    assert not p.run(kernel)[0, 3].isfinite()
+
+
+def test_entropy_can_be_left_out(kernel):
+    p = problem(130, 64, 600, 590, seed=6)
+    with_t, without = p.run(kernel), p.run(kernel, want_entropy=False)
+    assert torch.equal(with_t[:, [0, 1, 3]], without[:, [0, 1, 3]]) and not without[:, 2].any() and with_t[:, 2].all()
+
+
+def test_equal_calls_give_equal_bits_and_inputs_stay(kernel):
+    p = problem(300, 128, 700, 690, seed=7)
+    before = p.hidden.clone(), p.weight.clone().nan_to_num(), p.target.clone()
+    assert torch.equal(p.run(kernel), p.run(kernel))
+    assert all(torch.equal(a, b) for a, b in zip(before, (p.hidden, p.weight.nan_to_num(), p.target)))
+
+
+def test_strided_and_misaligned_inputs(kernel):
+    p = problem(20, 64, 300, 290, seed=8)
+    dense = p.run(kernel)
+    shifted = torch.empty(20 * 64 + 1, dtype=BF16, device=kernel.device)[1:].view(20, 64)  # an odd address
+    shifted.copy_(p.hidden)
+    strided = torch.empty(300, 128, dtype=BF16, device=kernel.device)[:, ::2]
+    strided.copy_(p.weight)
+    target = torch.stack((p.target, p.target), 1).to(kernel.device)[:, 0]
+    assert torch.equal(kernel.op(shifted, strided, target, 0, 290, 1.0, None, IGNORE, True).cpu(), dense)
+
+
+def test_nothing_to_do(kernel):
+    p = problem(3, 64, 40, 0)
+    assert torch.equal(p.run(kernel), torch.tensor([[-torch.inf, 0.0, 0.0, -torch.inf]] * 3))
+    p = problem(3, 64, 40, 40)
+    p.hidden, p.target = p.hidden[:0], p.target[:0]
+    assert p.run(kernel).shape == (0, 4)
+
+
+BAD = {
+    "hidden must be bf16": lambda p: setattr(p, "hidden", p.hidden.half()),
+    "weight must be bf16": lambda p: setattr(p, "weight", p.weight.float()),
+    "weight must have 64 columns": lambda p: setattr(p, "weight", p.weight[:, :56]),
+    "multiple of 8 columns": lambda p: (setattr(p, "hidden", p.hidden[:, :60]), setattr(p, "weight", p.weight[:, :60])),
+    "num_valid must be 0 to 300": lambda p: setattr(p, "num_valid", 301),
+    "target must be int64": lambda p: setattr(p, "target", p.target.int()),
+    "target must have one value for each of 4": lambda p: setattr(p, "target", p.target[:3]),
+    "row_inv_temp must have one value for each of 4": lambda p: setattr(p, "row_inv_temp", torch.ones(3)),
+}
+
+
+@pytest.mark.parametrize("text", BAD)
+def test_what_the_kernel_does_not_take_is_refused(kernel, text):
+    p = problem(4, 64, 300, 300)
+    BAD[text](p)
+    with pytest.raises(RuntimeError, match=text):
+        p.run(kernel)
+
+
+@pytest.mark.parametrize("fault", ["no_swizzle", "no_wait", "rows_swapped", "half_weight"])
+def test_a_machine_that_differs_is_noticed(cuda_on_cpu, monkeypatch, fault):
+    """hopper.h with one fault: a kernel that disagrees with the machine about layout or order does not pass the tests above."""
+    p = problem(140, 64, 300, 290, seed=9)
+    kernel = Kernel(getattr(torch.ops, cuda_on_cpu).linear_stats_wgmma, torch.device("cpu"))
+    assert_matches(p.run(kernel), p)
+    monkeypatch.setenv("MEGAPPO_ON_CPU_FAULT", fault)
+    with pytest.raises(AssertionError):
+        assert_matches(p.run(kernel), p)
+
+
+@pytest.mark.gpu
+def test_at_full_size_it_is_as_exact_as_an_fp32_product():
+    p = problem(512, 4096, 151936, 151700, seed=10)
+    kernel = Kernel(torch.ops.megappo_native.linear_stats_wgmma, torch.device("cuda"))
+    want, got = oracle(p), p.run(kernel).double()
+    plain = torch.mm(p.hidden.cuda(), p.weight[: p.num_valid].cuda().t(), out_dtype=torch.float32).cpu().double()
+    worst = max(float((plain.logsumexp(1) - (want[:, 0] + want[:, 1].log())).abs().amax()), 2e-6)
+    lse = got[:, 0] + got[:, 1].log()
+    assert float((lse - (want[:, 0] + want[:, 1].log())).abs().amax()) <= 3 * worst
