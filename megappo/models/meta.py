@@ -1,0 +1,55 @@
+"""The Megatron model of any rank of any world, built on the meta device in this one process: shapes without memory or peers.
+
+Megatron-core builds its modules by the sizes of process groups and the rank in them. A fake process group (of torch's own tests)
+answers for a world of any size, so that what is counted is the model that the rank would really build.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+
+from megappo.models.arch import ModelArch
+from megappo.models.build import build_model
+from megappo.models.gpt import PackedModel
+from megappo.models.implementation import Implementation
+from megappo.models.naming import named_parameters
+from megappo.parallel.groups import build_groups
+from megappo.parallel.layout import ParallelLayout
+
+
+@contextmanager
+def meta_model(
+    arch: ModelArch,
+    layout: ParallelLayout,
+    rank: int,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    value_head: bool = False,
+    implementation: Implementation = "local",
+) -> Iterator[Sequence[PackedModel]]:
+    """The model chunks of `rank`, on the meta device. ValueError where the layout does not fit the architecture.
+
+    Needs a process without a default process group; the fake one is gone afterwards.
+    """
+    # Imported here: it is torch's, but not public, and nothing but this needs it.
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=rank, world_size=layout.world_size, store=FakeStore())
+    try:
+        with torch.device("meta"):
+            chunks = build_model(arch, build_groups(layout), dtype=dtype, value_head=value_head, implementation=implementation)
+        yield chunks
+    finally:
+        dist.destroy_process_group()
+
+
+def parameters_of_rank(
+    arch: ModelArch, layout: ParallelLayout, rank: int, *, dtype: torch.dtype = torch.bfloat16, value_head: bool = False
+) -> dict[str, torch.nn.Parameter]:
+    """Canonical name (`naming.py`) -> parameter on the meta device, of a policy or (value_head) a critic."""
+    with meta_model(arch, layout, rank, dtype=dtype, value_head=value_head) as chunks:
+        return named_parameters(chunks)
