@@ -35,6 +35,30 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def check_arguments(logits: Tensor, target: Tensor, num_valid: int, **per_token: Optional[Tensor]) -> None:
+    """Raises ValueError where the kernels would read past an end or misread a type."""
+    if logits.dim() != 2 or target.shape != logits.shape[:1]:
+        raise ValueError(f"logits {tuple(logits.shape)} and target {tuple(target.shape)}: want [T, vocabulary] and [T]")
+    if not logits.is_floating_point():
+        raise ValueError(f"logits are {logits.dtype}: want fp32, bf16 or fp16")
+    if target.dtype != torch.int64:
+        raise ValueError(f"target is {target.dtype}: want int64, as target.long() gives")
+    if not 0 <= num_valid <= logits.shape[1]:
+        raise ValueError(f"num_valid {num_valid} is not within the {logits.shape[1]} columns of this shard")
+    for name, x in {"target": target, **per_token}.items():
+        if x is not None and x.shape != target.shape:
+            raise ValueError(f"{name} {tuple(x.shape)} is not one value for each of {target.numel()} tokens")
+        if x is not None and x.device != logits.device:
+            raise ValueError(f"{name} is on {x.device} and logits are on {logits.device}: move one of them")
+
+
+def check_overwritable(logits: Tensor) -> None:
+    """Raises ValueError for logits whose memory another element shares or whose columns are not adjacent."""
+    num_tokens, num_columns = logits.shape
+    if (num_columns > 1 and logits.stride(1) != 1) or (num_tokens > 1 and logits.stride(0) < num_columns):
+        raise ValueError(f"logits with strides {logits.stride()} cannot be overwritten: pass logits.contiguous()")
+
+
 def _scaled(logits: Tensor, num_valid: int, inv_temp: float, row_inv_temp: Optional[Tensor]) -> Tensor:
     """x[T, num_valid] in the compute type; may be a view of `logits`, so callers never write into it."""
     x = logits[:, :num_valid].to(compute_dtype(logits.dtype))
@@ -213,6 +237,7 @@ def vocab_logits_backward_(
 
     The columns must be adjacent (logits.stride(1) == 1) and the rows must not overlap.
     """
+    check_overwritable(logits)
     logits.copy_(
         _gradient(
             logits, target, lse, entropy, g_logprob, g_entropy, vocab_start, num_valid, inv_temp, row_inv_temp, ignore_index

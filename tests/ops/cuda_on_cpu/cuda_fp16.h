@@ -15,3 +15,5 @@ inline float __half2float(__half x) {
   std::memcpy(&h, &x.bits, 2);
   return static_cast<float>(h);
 }
+struct __half2 { __half x, y; };
+inline __half2 __floats2half2_rn(float low, float high) { return {__float2half_rn(low), __float2half_rn(high)}; }

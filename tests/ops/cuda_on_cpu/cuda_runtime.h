@@ -240,6 +240,13 @@ template <class T>
 void __stcs(T* at, T value) { *at = value; }
 inline float __uint_as_float(unsigned bits) { float x; std::memcpy(&x, &bits, 4); return x; }
 inline unsigned __float_as_uint(float x) { unsigned bits; std::memcpy(&bits, &x, 4); return bits; }
+inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned bits) {
+  return static_cast<unsigned>((static_cast<std::uint64_t>(high) << 32 | low) >> (bits & 31u));
+}
+inline float __fmul_rn(float x, float y) {
+  volatile float product = x * y;  // never fused with what follows
+  return product;
+}
 inline float __expf(float x) { return std::exp(x); }
 inline float __logf(float x) { return std::log(x); }
 using std::isnan;
