@@ -186,9 +186,9 @@ def test_ops_are_functional_and_have_fake_kernels():
     lam = torch.full((2,), 0.9, dtype=torch.float64)
     opcheck(torch.ops.megappo.token_advantages, (
         x["logprob"], x["ref_logprob"], x["score"], x["value"], x["response_mask"], x["cu_seqlens"], None,
-        1.0, lam, lam, "k1", 0.1,
+        1.0, 0.9, 0.9, lam, None, "k1", 0.1,
     ))
-    opcheck(torch.ops.megappo.gae, (x["value"], x["value"], x["response_mask"], x["cu_seqlens"], x["bootstrap"], 1.0, lam, lam))
+    opcheck(torch.ops.megappo.gae, (x["value"], x["value"], x["response_mask"], x["cu_seqlens"], x["bootstrap"], None, 1.0, 0.9, 0.8, None, lam))
 
 
 @pytest.mark.parametrize("change,text", [

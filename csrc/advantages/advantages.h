@@ -1,0 +1,68 @@
+// KL-shaped rewards, GAE under two lambdas and whitening moments over packed sequences; see megappo/ops/advantages.py.
+//
+// All kernels walk a sequence from its last token to its first with one number per lambda, x: what the tokens after t contribute
+// to A_t. With u = reward - value,
+//     sampled token  A = u + x, then x <- gamma value + gamma lambda A
+//     other token    x stays
+//     end of sequence  x <- gamma bootstrap + score, before its last token
+//     done             x <- 0, before the token
+// This is the recurrence of Schulman et al. 2016 with delta's gamma V_next and the decayed advantage in one term; as an affine map
+// of x a stretch of tokens is x <- a x + c, so that stretches compose. Everything is fp64 and rounded to fp32 once.
+#pragma once
+
+#include <cstdint>
+
+#include "common/isa.h"
+#include "common/stream.h"
+
+namespace megappo {
+
+enum class Kl : std::int32_t { none, k1, k2, k3 };
+
+// exp(20) = 4.9e8: beyond this log-ratio k3 is capped, so that one token cannot turn the batch into inf.
+constexpr double kMaxLogRatio = 20.0;
+
+struct Lambda {
+  double all;          // of every sequence, where `each` is null
+  const double* each;  // [num_sequences] or null
+};
+
+struct AdvantageArgs {
+  const float* reward;        // [num_tokens]; null: -kl_coef * KL of the log-probs, plus the score on the last sampled token
+  const float* logprob;       // [num_tokens], read where kl is not none
+  const float* ref_logprob;   // the same
+  const float* score;         // [num_sequences], read where reward is null
+  const float* value;         // [num_tokens]
+  const bool* mask;           // [num_tokens]
+  const bool* done;           // [num_tokens] or null
+  const std::int32_t* cu32;   // [num_sequences + 1], this
+  const std::int64_t* cu64;   // or this
+  const float* bootstrap;     // [num_sequences] or null
+  double gamma;
+  Lambda policy, critic;
+  Kl kl;
+  double kl_coef;
+  float* shaped;              // [num_tokens] the reward, where `reward` is null
+  float* advantage;           // [num_tokens]
+  float* returns;             // [num_tokens]
+  double* moments;            // [3]; on the CPU [advantage_tasks(num_tokens), 3], to be added in order
+  std::int64_t num_tokens, num_sequences;
+};
+
+// On the CPU a task has the sequences that start in its stretch of tokens: the split, and with it the order in which moments are
+// added, does not depend on the number of threads.
+constexpr std::int64_t kTokensPerTask = 1 << 14;
+
+inline std::int64_t advantage_tasks(std::int64_t num_tokens) { return (num_tokens + kTokensPerTask - 1) / kTokensPerTask; }
+
+// Tasks [begin, end); needs cu64, which must be sound: from 0, never falling, to num_tokens.
+MEGAPPO_CPU_KERNEL(advantage_tokens, const AdvantageArgs&, std::int64_t begin, std::int64_t end)
+
+namespace cuda {
+// Bytes of scratch memory, uninitialised, that `advantages` wants.
+std::int64_t advantages_scratch(std::int64_t num_tokens);
+// cu_seqlens that are not sound make every output NaN: looking at them first would stop the stream.
+void advantages(const AdvantageArgs&, void* scratch, Stream);
+}  // namespace cuda
+
+}  // namespace megappo
