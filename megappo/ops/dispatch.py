@@ -32,6 +32,7 @@ class _Selection:
 
 _selection = _Selection()
 _references: dict[str, Callable[..., Any]] = {}
+_row_ops: dict[str, str] = {}
 
 
 def op(reference: Callable[..., Any]) -> CustomOpDef:
@@ -56,6 +57,16 @@ def _register(reference: Callable[..., Any], mutates_args: tuple[str, ...]) -> C
 
     schema = torch.library.infer_schema(reference, mutates_args=mutates_args)
     return torch.library.custom_op(f"megappo::{name}", run, mutates_args=mutates_args, schema=schema)
+
+
+def op_around(row_op: str) -> Callable[[Callable[..., Any]], CustomOpDef]:
+    """As `op`, for a reference that is matrix products around another op: it stands in where the op has no kernel but that has."""
+
+    def decorate(reference: Callable[..., Any]) -> CustomOpDef:
+        _row_ops[reference.__name__] = row_op
+        return op(reference)
+
+    return decorate
 
 
 def implementation(name: str, args: tuple[Any, ...]) -> Callable[..., Any]:
@@ -106,8 +117,11 @@ def _find(name: str, device_type: str) -> tuple[str, Callable[..., Any]]:
     for candidate in ORDER[device_type] if wanted == "auto" else (wanted,):
         reason = missing(candidate, device_type)
         found = None if reason else _lookup(candidate, name)
-        if found is not None:
+        if found is not None and not (candidate == "reference" and name in _row_ops):
             return candidate, found
+    if name in _row_ops and not reason:
+        row_op = _resolve(_row_ops[name], device_type)[0]
+        return "reference" if row_op == "reference" else f"gemm + {row_op}", _references[name]
     raise ValueError(f"kernels = {wanted}: {reason or f'there is no such implementation of {name}'}; use kernels=auto")
 
 

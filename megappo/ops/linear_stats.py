@@ -1,56 +1,51 @@
-"""The statistics of `vocab_stats` straight from hidden states, in chunks of tokens, so that [T, Vl] logits never exist.
+"""The statistics of `vocab_stats` and their gradients straight from hidden states: [T, Vl] logits never exist.
 
-    torch.ops.megappo.linear_stats            hidden[T, H], weight[Vl, H] -> stats[T, 4]
-    torch.ops.megappo.linear_logprob_backward ...                        -> dhidden[T, H] of this shard, dweight[Vl, H] fp32
+    torch.ops.megappo.linear_stats     hidden[T, H], weight[Vl, H] -> stats[T, 4], logits[T, num_valid] | empty
+    torch.ops.megappo.linear_backward  ...                         -> dhidden[T, H] of this shard, dweight[Vl, H]
 
-Logits are fp32 whatever the weights are (staging them in bf16 costs up to 0.16 in a log-prob) and are computed again in the
-backward. Reference implementations: a GEMM per chunk and the row operations of `vocab_stats.py`.
-
-bf16_logits rounds the logits to bf16 before anything else, as an inference engine whose output layer computes in bf16 does; the
-gradient passes straight through the rounding. kept: see `kept_ids.py`.
+A matrix product per block (`linear_blocks.py`), then the row operations of `vocab_stats.py` in whichever implementation is selected,
+while the block is in the cache. The backward computes the logits again (4 products in all), or takes those that the forward kept
+(3). This is the implementation for every device. A fused forward that keeps the logits on the chip may replace `linear_stats` under
+the same schema: Triton's is `triton/linear_stats.py`; one in CUDA may leave to `stats_in_blocks` what it does not cover.
 """
 
 from __future__ import annotations
 
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 from torch import Tensor
 
-from megappo.ops.kept_ids import restrict_
+from megappo.ops.dispatch import op_around
+from megappo.ops.gemm import add_mm_
+from megappo.ops.linear_blocks import LinearLogits, logits_dtype_of, merge_blocks
 from megappo.ops.vocab_stats import compute_dtype
 
 
-def _matmul(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b with the products summed and returned in fp32 (fp64 for fp64)."""
-    if a.dtype == compute_dtype(a.dtype):
-        return a @ b
-    if a.is_cuda:
-        return torch.mm(a, b, out_dtype=torch.float32)
-    return a.float() @ b.float()
+def stats_in_blocks(problem: LinearLogits, want_entropy: bool, keep_logits: bool, chunk_tokens: int) -> tuple[Tensor, Tensor]:
+    """The results of `linear_stats`, by matrix products and `vocab_stats`."""
+    hidden, weight = problem.hidden, problem.weight
+    blocks_of_tokens, blocks_of_columns = problem.blocks(chunk_tokens)
+    kept_logits = hidden.new_empty(_kept_shape(hidden, problem.num_valid, keep_logits), dtype=problem.dtype)
+    stats = hidden.new_empty(max(len(blocks_of_columns), 1), problem.num_tokens, 4, dtype=compute_dtype(hidden.dtype))
+    if not blocks_of_columns:  # a shard of padding alone
+        stats.zero_()[:, :, ::3] = -torch.inf
+    h = problem.operand(hidden)
+    for b, columns in enumerate(blocks_of_columns):
+        w = problem.operand(weight[columns])
+        for tokens in blocks_of_tokens:
+            logits = problem.logits(h[tokens], w, tokens, columns)
+            stats[b, tokens] = problem.stats(logits, tokens, columns, want_entropy)
+            if keep_logits:
+                kept_logits[tokens, columns] = logits
+    return merge_blocks(stats), kept_logits
 
 
-def _logits(
-    hidden: Tensor, valid: Tensor, kept: Optional[Tensor], vocab_start: int, bf16_logits: bool
-) -> Tensor:
-    """[t, num_valid] of one chunk: fp32, or rounded to bf16 (bf16 weights: as bf16, others: in their own compute type)."""
-    logits = _matmul(hidden, valid.t())
-    if bf16_logits:
-        logits = logits.bfloat16()
-        if valid.dtype != torch.bfloat16:  # dlogits come out in the type of the logits
-            logits = logits.to(compute_dtype(valid.dtype))
-    return logits if kept is None else restrict_(logits, kept, vocab_start)
+def _kept_shape(hidden: Tensor, num_valid: int, keep_logits: bool) -> tuple[int, int]:
+    return (hidden.shape[0], num_valid) if keep_logits else (0, 0)
 
 
-def _chunks(num_tokens: int, chunk_tokens: int) -> list[slice]:
-    return [slice(start, min(start + chunk_tokens, num_tokens)) for start in range(0, num_tokens, chunk_tokens)]
-
-
-def _rows(tensor: Optional[Tensor], chunk: slice) -> Optional[Tensor]:
-    return None if tensor is None else tensor[chunk]
-
-
-@torch.library.custom_op("megappo::linear_stats", mutates_args=())
+@op_around("vocab_stats")
 def linear_stats(
     hidden: Tensor,
     weight: Tensor,
@@ -63,26 +58,34 @@ def linear_stats(
     want_entropy: bool,
     kept: Optional[Tensor],
     bf16_logits: bool,
+    keep_logits: bool,
     chunk_tokens: int,
-) -> Tensor:
-    """vocab_stats(hidden @ weight.T): hidden [T, H], weight [Vl, H] of one dtype; other arguments and the result as there."""
-    stats = hidden.new_empty(hidden.shape[0], 4, dtype=compute_dtype(hidden.dtype))
-    valid = weight[:num_valid]
-    for chunk in _chunks(hidden.shape[0], chunk_tokens):
-        logits = _logits(hidden[chunk], valid, _rows(kept, chunk), vocab_start, bf16_logits)
-        stats[chunk] = torch.ops.megappo.vocab_stats(
-            logits, target[chunk], vocab_start, num_valid, inv_temp, _rows(row_inv_temp, chunk), ignore_index, want_entropy
-        )
-    return stats
+    invariant: bool,
+) -> tuple[Tensor, Tensor]:
+    """(stats [T, 4] of hidden @ weight.T as `vocab_stats` defines them, logits).
+
+    hidden: [T, H], weight: [Vl, H] of one dtype, rows from `num_valid` on are padding. kept: see `kept_ids.py`; bf16_logits: see
+    `linear_blocks.py`. keep_logits: also return logits [T, num_valid] for `linear_backward`, rounded and restricted, before
+    temperature; else [0, 0]. chunk_tokens: tokens in a block at most, 0 for what suits the device. invariant: the bits of a row do
+    not depend on the other rows or on T. Everything else as `vocab_stats`.
+    """
+    problem = LinearLogits(hidden, weight, target, vocab_start, num_valid, inv_temp, row_inv_temp, ignore_index, kept, bf16_logits,
+                           invariant)
+    return stats_in_blocks(problem, want_entropy, keep_logits, chunk_tokens)
 
 
 @linear_stats.register_fake
-def _(hidden, weight, target, vocab_start, num_valid, inv_temp, row_inv_temp, ignore_index, want_entropy, kept, bf16_logits, chunk_tokens):
-    return hidden.new_empty((hidden.shape[0], 4), dtype=compute_dtype(hidden.dtype))
+def _(
+    hidden: Tensor, weight: Tensor, target: Tensor, vocab_start: int, num_valid: int, inv_temp: float,
+    row_inv_temp: Optional[Tensor], ignore_index: int, want_entropy: bool, kept: Optional[Tensor], bf16_logits: bool,
+    keep_logits: bool, *blocking: Any,
+) -> tuple[Tensor, Tensor]:
+    stats = hidden.new_empty((hidden.shape[0], 4), dtype=compute_dtype(hidden.dtype))
+    return stats, hidden.new_empty(_kept_shape(hidden, num_valid, keep_logits), dtype=logits_dtype_of(weight, bf16_logits))
 
 
-@torch.library.custom_op("megappo::linear_logprob_backward", mutates_args=())
-def linear_logprob_backward(
+@op_around("vocab_logits_backward")
+def linear_backward(
     hidden: Tensor,
     weight: Tensor,
     target: Tensor,
@@ -96,28 +99,59 @@ def linear_logprob_backward(
     row_inv_temp: Optional[Tensor],
     ignore_index: int,
     kept: Optional[Tensor],
+    logits: Optional[Tensor],
     bf16_logits: bool,
     chunk_tokens: int,
+    invariant: bool,
 ) -> tuple[Tensor, Tensor]:
-    """(dhidden [T, H] in hidden's dtype, this shard's part of the sum over shards; dweight [Vl, H] in fp32, padding rows 0).
+    """(dhidden [T, H], this shard's part of the sum over shards; dweight [Vl, H], padding rows 0), in the inputs' dtypes.
 
-    dweight sums its chunks in fp32: in bf16 the sum over 64 chunks has six times the error of one rounding.
+    lse, entropy, g_*: [T] as merged over all shards. logits: what `linear_stats` kept, None to compute them again. Both gradients
+    are summed over their blocks in fp32: summed in bf16, 64 chunks have six times the error of one rounding.
     """
-    dhidden = torch.empty_like(hidden, memory_format=torch.contiguous_format)
-    dweight = torch.zeros(weight.shape, dtype=compute_dtype(weight.dtype), device=weight.device)
-    valid, dvalid = weight[:num_valid], dweight[:num_valid]
-    for chunk in _chunks(hidden.shape[0], chunk_tokens):
-        h = hidden[chunk]
-        logits = _logits(h, valid, _rows(kept, chunk), vocab_start, bf16_logits)
-        dlogits = torch.ops.megappo.vocab_logits_backward(
-            logits, target[chunk], lse[chunk], entropy[chunk], g_logprob[chunk], _rows(g_entropy, chunk),
-            vocab_start, num_valid, inv_temp, _rows(row_inv_temp, chunk), ignore_index,
-        ).to(weight.dtype)
-        dhidden[chunk] = dlogits @ valid
-        dvalid += _matmul(dlogits.t(), h)
-    return dhidden, dweight
+    problem = LinearLogits(hidden, weight, target, vocab_start, num_valid, inv_temp, row_inv_temp, ignore_index, kept, bf16_logits,
+                           invariant)
+    dweight = torch.zeros_like(weight, memory_format=torch.contiguous_format)
+    return backward_in_blocks(problem, lse, entropy, g_logprob, g_entropy, logits, chunk_tokens, dweight, add=False), dweight
 
 
-@linear_logprob_backward.register_fake
-def _(hidden, weight, target, lse, entropy, g_logprob, g_entropy, *args):
-    return hidden.new_empty(hidden.shape), weight.new_empty(weight.shape, dtype=compute_dtype(weight.dtype))
+@linear_backward.register_fake
+def _(hidden: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return hidden.new_empty(hidden.shape), weight.new_empty(weight.shape)
+
+
+def backward_in_blocks(
+    problem: LinearLogits,
+    lse: Tensor,
+    entropy: Tensor,
+    g_logprob: Tensor,
+    g_entropy: Optional[Tensor],
+    logits: Optional[Tensor],
+    chunk_tokens: int,
+    dweight: Tensor,
+    *,
+    add: bool,
+) -> Tensor:
+    """dhidden of `linear_backward`. The weight's gradient is written to `dweight` [Vl, H] of any type; with `add` it is added, by
+    the products themselves, to a `dweight` of the compute type (an optimizer's fp32 accumulator)."""
+    hidden, weight = problem.hidden, problem.weight
+    blocks_of_tokens, blocks_of_columns = problem.blocks(chunk_tokens)
+    dtype = compute_dtype(weight.dtype)
+    dhidden = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
+    # one block of tokens needs no sum, and its product is rounded by being made
+    direct = dweight.dtype == dtype or (dweight.dtype == weight.dtype and len(blocks_of_tokens) == 1)
+    h = problem.operand(hidden) if logits is None else hidden
+    for b, columns in enumerate(blocks_of_columns):
+        w = problem.operand(weight[columns]) if logits is None else weight[columns]
+        total = dweight[columns] if direct else torch.zeros(w.shape, dtype=dtype, device=w.device)
+        for i, tokens in enumerate(blocks_of_tokens):
+            x = problem.logits(h[tokens], w, tokens, columns) if logits is None else logits[tokens, columns]
+            dlogits = problem.dlogits(
+                x, tokens, columns, lse[tokens], entropy[tokens], g_logprob[tokens],
+                None if g_entropy is None else g_entropy[tokens], own=logits is None,
+            )
+            add_mm_(dhidden[tokens], dlogits, weight[columns], first=b == 0, exact=False)
+            add_mm_(total, dlogits.t(), hidden[tokens], first=i == 0 and not add)
+        if not direct:
+            dweight[columns] = total
+    return dhidden.to(hidden.dtype)

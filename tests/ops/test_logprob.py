@@ -96,14 +96,14 @@ class LargestTensor(TorchDispatchMode):
 def test_linear_never_holds_more_than_a_chunk_of_logits():
     import megappo.ops.linear_stats as linear
 
-    h, w, target, g_lp, g_h = problem(num_tokens=640, vocab=2000, hidden=8, padding=0)
+    h, w, target, g_lp, g_h = (x.detach() for x in problem(num_tokens=640, vocab=2000, hidden=8, padding=0))
     lse = torch.full((640,), 9.0)
     with LargestTensor() as seen:
-        linear.linear_stats._init_fn(h, w, target, 0, 2000, 1.0, None, IGNORE, True, None, False, 64)
-        linear.linear_logprob_backward._init_fn(h, w, target, lse, lse, g_lp, g_h, 0, 2000, 1.0, None, IGNORE, None, False, 64)
+        linear.linear_stats._init_fn(h, w, target, 0, 2000, 1.0, None, IGNORE, True, None, False, False, 64, False)
+        linear.linear_backward._init_fn(h, w, target, lse, lse, g_lp, g_h, 0, 2000, 1.0, None, IGNORE, None, None, False, 64, False)
     assert seen.largest == 64 * 2000
     with LargestTensor() as seen:
-        linear.linear_stats._init_fn(h, w, target, 0, 2000, 1.0, None, IGNORE, True, None, False, 640)
+        linear.linear_stats._init_fn(h, w, target, 0, 2000, 1.0, None, IGNORE, True, None, False, False, 640, False)
     assert seen.largest == 640 * 2000
 
 
@@ -152,9 +152,9 @@ def test_linear_ops_are_functional_and_have_fake_kernels():
     h, w, target, g_lp, g_h = problem(6)
     tail = (0, 50, 1.0, None, IGNORE)
     h, w = h.detach(), w.detach()
-    opcheck(torch.ops.megappo.linear_stats, (h, w, target, *tail, True, None, False, 4))
+    opcheck(torch.ops.megappo.linear_stats, (h, w, target, *tail, True, None, False, True, 4, False))
     lse = torch.full((6,), 4.0)
-    opcheck(torch.ops.megappo.linear_logprob_backward, (h, w, target, lse, lse, g_lp, g_h, *tail, None, False, 4))
+    opcheck(torch.ops.megappo.linear_backward, (h, w, target, lse, lse, g_lp, g_h, *tail, None, None, False, 4, False))
 
 
 def test_logits_of_three_axes_are_refused():

@@ -1,0 +1,44 @@
+"""Matrix products whose sums are fp32 whatever their operands are (fp64 for fp64), on a GPU and on the CPU.
+
+A GPU multiplies bf16 and can return its fp32 accumulators. The CPU's product of bf16 matrices rounds its result to bf16, which in
+logits costs up to 0.16 of a log-prob, so there such products are made of widened operands, at half the speed.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megappo.ops.vocab_stats import compute_dtype
+
+
+def operand(x: Tensor) -> Tensor:
+    """`x` as `mm_wide` takes it: widened on the CPU, as it is on a GPU."""
+    return x if x.is_cuda else x.to(compute_dtype(x.dtype))
+
+
+def mm_wide(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b in the compute type, of two `operand`s."""
+    if a.dtype == compute_dtype(a.dtype):
+        return a @ b
+    return torch.mm(a, b, out_dtype=torch.float32)
+
+
+def add_mm_(total: Tensor, a: Tensor, b: Tensor, *, first: bool, exact: bool = True) -> None:
+    """total += a @ b, or total = a @ b for the first term. total: in the type of `a` and `b`, or fp32.
+
+    exact false lets the CPU round the term of a half-type product to that type, which doubles its speed.
+    """
+    if a.dtype == total.dtype:
+        torch.mm(a, b, out=total) if first else total.addmm_(a, b)
+    elif a.is_cuda:
+        if first:
+            torch.mm(a, b, out_dtype=total.dtype, out=total)
+        else:
+            torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    elif exact:
+        add_mm_(total, a.to(total.dtype), b.to(total.dtype), first=first)
+    elif first:
+        total.copy_(a @ b)
+    else:
+        total.add_(a @ b)

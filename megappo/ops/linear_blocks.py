@@ -1,0 +1,153 @@
+"""Logits of hidden @ weight.T in blocks of tokens and columns that are small enough to be forgotten again.
+
+`LinearLogits` gives the logits of a block, their statistics and their gradient, the last two by the row operations of
+`vocab_stats.py`. What is done with the blocks is `linear_stats.py` and `linear_loss.py`.
+
+Logits are fp32 whatever the weights are. bf16_logits rounds them to bf16 before anything else, as an inference engine whose output
+layer computes in bf16 does; the gradient passes straight through the rounding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+from megappo.ops.gemm import mm_wide, operand
+from megappo.ops.kept_ids import restrict_
+from megappo.ops.vocab_stats import compute_dtype
+
+# Logits of a block. CPU: 8 MB of fp32 stay near the cores between the product and the row operation (products of [1024 x 512 x
+# 2000] also run faster than of [1024 x 512 x 32000]). GPU: 256 MB, products large enough for full speed.
+BLOCK_LOGITS = {"cpu": 1 << 21, "cuda": 1 << 26}
+BLOCK_TOKENS = {"cpu": 1024, "cuda": 4096}
+# Weights of a block on the CPU, where half types are widened for the product: 16 MB of fp32.
+BLOCK_WEIGHTS = 1 << 22
+# Rows of every product in invariant mode; fewer tokens are padded with zeros.
+INVARIANT_TOKENS = {"cpu": 128, "cuda": 1024}
+
+
+def logits_dtype_of(weight: Tensor, bf16_logits: bool) -> torch.dtype:
+    """Type in which logits are held. Rounded ones of wider weights stay in the wider type, which is that of their gradient."""
+    return torch.bfloat16 if bf16_logits and weight.dtype == torch.bfloat16 else compute_dtype(weight.dtype)
+
+
+def cut(size: int, step: int) -> list[slice]:
+    """0 .. size in slices of `step`, the last one shorter."""
+    return [slice(start, min(start + step, size)) for start in range(0, size, step)]
+
+
+def _cut_evenly(size: int, limit: int) -> list[slice]:
+    """Slices of about the same length, multiples of 64, of about `limit` at most: the last product is not a sliver."""
+    count = max(-(-size // limit), 1)
+    return cut(size, max(-(-size // (count * 64)) * 64, 1))
+
+
+def _rows(tensor: Optional[Tensor], tokens: slice) -> Optional[Tensor]:
+    return None if tensor is None else tensor[tokens]
+
+
+@dataclass(frozen=True)
+class LinearLogits:
+    """hidden [T, H] @ weight[:num_valid].T; the other fields as the arguments of `linear_stats`."""
+
+    hidden: Tensor
+    weight: Tensor
+    target: Tensor
+    vocab_start: int
+    num_valid: int
+    inv_temp: float
+    row_inv_temp: Optional[Tensor]
+    ignore_index: int
+    kept: Optional[Tensor]
+    bf16_logits: bool
+    invariant: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        return self.hidden.shape[0]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the logits."""
+        return logits_dtype_of(self.weight, self.bf16_logits)
+
+    def blocks(self, chunk_tokens: int) -> tuple[list[slice], list[slice]]:
+        """(tokens, columns) to loop over. chunk_tokens: tokens in a block at most, 0 for what suits the device.
+
+        Invariant: a product has the same shape whatever the batch, so both are fixed by the device and the vocabulary.
+        """
+        device = self.hidden.device.type
+        if self.invariant:
+            tokens = self._invariant_rows
+        else:
+            tokens = max(min(chunk_tokens or BLOCK_TOKENS[device], self.num_tokens), 1)
+        columns = max(BLOCK_LOGITS[device] // tokens, 256)
+        if device == "cpu":
+            columns = min(columns, max(BLOCK_WEIGHTS // max(self.hidden.shape[1], 1), 256))
+        return cut(self.num_tokens, tokens), _cut_evenly(self.num_valid, columns)
+
+    @property
+    def _invariant_rows(self) -> int:
+        return INVARIANT_TOKENS[self.hidden.device.type]
+
+    def operand(self, x: Tensor) -> Tensor:
+        """`x` as the products of logits take it. On the CPU a bf16 product rounds, just where bf16_logits wants it."""
+        return x if self.dtype == torch.bfloat16 else operand(x)
+
+    def logits(self, hidden: Tensor, weight: Tensor, tokens: slice, columns: slice) -> Tensor:
+        """[t, c] in a tensor of its own; hidden and weight: the block's rows of each, as `operand` gives them."""
+        num_tokens = hidden.shape[0]
+        if self.invariant and num_tokens < self._invariant_rows:
+            hidden = torch.nn.functional.pad(hidden, (0, 0, 0, self._invariant_rows - num_tokens))
+        if self.dtype == torch.bfloat16:
+            logits = hidden @ weight.t()
+        else:
+            logits = mm_wide(hidden, weight.t())
+            if self.bf16_logits:
+                logits = logits.bfloat16().to(logits.dtype)
+        logits = logits[:num_tokens]
+        return logits if self.kept is None else restrict_(logits, self.kept[tokens], self.vocab_start + columns.start)
+
+    def stats(self, logits: Tensor, tokens: slice, columns: slice, want_entropy: bool) -> Tensor:
+        """[t, 4] of a block as `vocab_stats`."""
+        return torch.ops.megappo.vocab_stats(
+            logits, self.target[tokens], self.vocab_start + columns.start, logits.shape[1], self.inv_temp,
+            _rows(self.row_inv_temp, tokens), self.ignore_index, want_entropy,
+        )
+
+    def dlogits(
+        self,
+        logits: Tensor,
+        tokens: slice,
+        columns: slice,
+        lse: Tensor,
+        entropy: Tensor,
+        g_logprob: Tensor,
+        g_entropy: Optional[Tensor],
+        *,
+        own: bool,
+    ) -> Tensor:
+        """[t, c] gradient of a block in the weight's dtype. lse, entropy and the upstream gradients: [t] of the block. own: it may
+        be written over `logits`."""
+        arguments = (
+            logits, self.target[tokens], lse, entropy, g_logprob, g_entropy, self.vocab_start + columns.start, logits.shape[1],
+            self.inv_temp, _rows(self.row_inv_temp, tokens), self.ignore_index,
+        )
+        if own:
+            torch.ops.megappo.vocab_logits_backward_(*arguments)
+            return logits.to(self.weight.dtype)
+        return torch.ops.megappo.vocab_logits_backward(*arguments).to(self.weight.dtype)
+
+
+def merge_blocks(stats: Tensor) -> Tensor:
+    """Statistics [B, T, 4] of the columns' blocks -> [T, 4] of all of them, summed in a fixed order."""
+    m_b, s_b, t_b, z_b = stats.unbind(2)
+    m = m_b.amax(0)
+    shift = m_b - m.masked_fill(m == -torch.inf, 0.0)
+    weight = shift.exp()
+    # a block without probability has shift -inf: 0, not 0 * -inf
+    t = (weight * (t_b + shift * s_b)).masked_fill(weight == 0, 0.0)
+    return torch.stack((m, (weight * s_b).sum(0), t.sum(0), z_b.amax(0)), 1)

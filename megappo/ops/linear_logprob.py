@@ -1,0 +1,211 @@
+"""`linear_logprob`: log-prob and entropy from hidden states and the output weight, differentiable, over a tensor-parallel group.
+
+Arithmetic is in `linear_stats.py`, the group in `vocab_shard.py`; this file checks arguments and holds the autograd pair. Contracts
+are those of `vocab_parallel_logprob` (`logprob.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, Optional
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+import megappo.ops.linear_stats  # noqa: F401  registers torch.ops.megappo.linear_*
+from megappo.ops.gemm import compute_dtype
+from megappo.ops.kept_ids import check_kept
+from megappo.ops.linear_blocks import LinearLogits
+from megappo.ops.linear_stats import backward_in_blocks
+from megappo.ops.vocab_shard import IGNORE_INDEX, VocabShard, gather_rows, inverse_temperature, merge_shards, reduce_scatter_rows
+
+LOGITS_DTYPES = ("fp32", "bf16")
+MODES = ("fast", "invariant")
+
+
+@dataclass(frozen=True)
+class LinearCall:
+    """What a call is about besides its tensors."""
+
+    shard: VocabShard
+    bf16_logits: bool
+    chunk_tokens: int
+    scattered: bool
+    """hidden is this rank's rows of sequence parallelism."""
+    into_main_grad: bool
+    invariant: bool = False
+    keep_logits: bool = False
+
+    def problem(
+        self, hidden: Tensor, weight: Tensor, target: Tensor, row_inv_temp: Optional[Tensor], kept: Optional[Tensor]
+    ) -> LinearLogits:
+        s = self.shard
+        return LinearLogits(hidden, weight, target, s.start, s.num_valid, s.inv_temp, row_inv_temp, s.ignore_index, kept,
+                            self.bf16_logits, self.invariant)
+
+    def all_rows(self, hidden: Tensor) -> Tensor:
+        """[T, H] of the group's tokens."""
+        return gather_rows(hidden, self.shard) if self.scattered else hidden
+
+    def sum_over_shards(self, dhidden: Tensor) -> Tensor:
+        """Each rank's part of the gradient of all rows [T, H] -> gradient of this rank's `hidden`."""
+        if self.scattered:
+            return reduce_scatter_rows(dhidden, self.shard)
+        if self.shard.size > 1:
+            dist.all_reduce(dhidden, group=self.shard.group)
+        return dhidden
+
+
+def linear_logprob(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    group: Optional[dist.ProcessGroup],
+    *,
+    sequence_parallel: bool = False,
+    vocab_start: int,
+    num_valid: int,
+    temperature: float | Tensor = 1.0,
+    chunk_tokens: Optional[int] = None,
+    want_entropy: bool = True,
+    ignore_index: int = IGNORE_INDEX,
+    logits_dtype: Literal["fp32", "bf16"] = "fp32",
+    kept: Optional[Tensor] = None,
+    mode: Literal["fast", "invariant"] = "fast",
+    keep_logits: bool = False,
+    into_main_grad: bool = False,
+) -> tuple[Tensor, Optional[Tensor]]:
+    """As `vocab_parallel_logprob` of hidden @ weight.T, without the [T, Vl] logits: blocks of them are computed, and computed again
+    in the backward.
+
+    hidden: [T, H], the same on all ranks, or with sequence_parallel this rank's T/tp consecutive rows. weight: [Vl, H] of
+    hidden's dtype. target: [T]. The gradient of `hidden` is summed over the group (sequence_parallel: reduce-scattered, so each
+    rank gets its own rows), that of `weight` is this shard's, summed over tokens in fp32 and rounded to weight's dtype once.
+
+    chunk_tokens: tokens in a block of logits at most, None for what suits the device (8 MB of logits on the CPU, 256 MB on a GPU).
+    logits_dtype "bf16" rounds the logits to bf16 before temperature and softmax, where an inference engine in bf16 does; the
+    gradient passes straight through the rounding. mode "invariant": the bits of a token's log-prob and entropy, and of its row of
+    hidden's gradient, do not depend on the tokens around it, for up to 128 (GPU: 1024) rows of wasted work; chunk_tokens has no
+    effect. keep_logits: spend [T, Vl] of memory (2 bytes a logit with bf16 logits of bf16 weights, else 4) instead of the fourth
+    matrix product. into_main_grad: see `main_grad_of`.
+    """
+    call = linear_call(
+        hidden, weight, target, group, sequence_parallel, vocab_start, num_valid, temperature, chunk_tokens, ignore_index,
+        logits_dtype, kept, into_main_grad, mode, keep_logits,
+    )
+    _, row_inv_temp = inverse_temperature(temperature, target)
+    return _LinearLogprob.apply(hidden, weight, target.long(), row_inv_temp, kept, call, want_entropy)
+
+
+def linear_call(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    group: Optional[dist.ProcessGroup],
+    sequence_parallel: bool,
+    vocab_start: int,
+    num_valid: int,
+    temperature: float | Tensor,
+    chunk_tokens: Optional[int],
+    ignore_index: int,
+    logits_dtype: str,
+    kept: Optional[Tensor],
+    into_main_grad: bool,
+    mode: str = "fast",
+    keep_logits: bool = False,
+) -> LinearCall:
+    """The arguments of `linear_logprob`, checked. Raises ValueError for those that do not fit."""
+    tp = 1 if group is None else dist.get_world_size(group)
+    num_tokens = hidden.shape[0] * (tp if sequence_parallel else 1)
+    if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1] or target.shape != (num_tokens,):
+        raise ValueError(
+            f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)}, target {tuple(target.shape)}: "
+            f"want [T, H], [vocabulary, H], [T] (sequence_parallel={sequence_parallel}, tp {tp})"
+        )
+    if hidden.dtype != weight.dtype:
+        raise ValueError(f"hidden is {hidden.dtype} and weight is {weight.dtype}: cast one of them")
+    if not 0 <= num_valid <= weight.shape[0]:
+        raise ValueError(f"num_valid {num_valid} is not within the {weight.shape[0]} rows of this shard")
+    if chunk_tokens is not None and chunk_tokens < 1:
+        raise ValueError(f"chunk_tokens must be at least 1, not {chunk_tokens}")
+    if logits_dtype not in LOGITS_DTYPES:
+        raise ValueError(f"logits_dtype {logits_dtype!r} is not one of {', '.join(LOGITS_DTYPES)}")
+    if mode not in MODES:
+        raise ValueError(f"mode {mode!r} is not one of {', '.join(MODES)}")
+    if into_main_grad:
+        main_grad_of(weight)
+    check_kept(kept, target)
+    inv_temp, _ = inverse_temperature(temperature, target)
+    shard = VocabShard(vocab_start, num_valid, inv_temp, ignore_index, group)
+    return LinearCall(
+        shard, logits_dtype == "bf16", chunk_tokens or 0, sequence_parallel and tp > 1, into_main_grad, mode == "invariant",
+        keep_logits,
+    )
+
+
+def main_grad_of(weight: Tensor) -> Tensor:
+    """The fp32 accumulator [Vl, H] that Megatron's DistributedDataParallel hangs on a parameter.
+
+    With into_main_grad the weight's gradient is added there, in fp32, and not returned. Megatron's protocol of gradient accumulation
+    fusion: `weight.grad_added_to_main_grad` says so to DDP's hook, which fires all the same because a gradient that nobody reads
+    is returned. A weight that has another use besides (tied embeddings: `zero_out_wgrad`) gets zeros instead, as the hook adds
+    the sum of what its uses return.
+    """
+    main_grad = getattr(weight, "main_grad", None)
+    if main_grad is None or main_grad.dtype != compute_dtype(weight.dtype) or main_grad.shape != weight.shape:
+        raise ValueError(f"into_main_grad: weight {tuple(weight.shape)} has no fp32 main_grad of its shape; leave it to autograd")
+    return main_grad
+
+
+def handed_over(weight: Tensor) -> Tensor:
+    """What autograd gets for a gradient that is in main_grad already."""
+    setattr(weight, "grad_added_to_main_grad", True)
+    return torch.zeros_like(weight) if getattr(weight, "zero_out_wgrad", False) else torch.empty_like(weight)
+
+
+class _LinearLogprob(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        target: Tensor,
+        row_inv_temp: Optional[Tensor],
+        kept: Optional[Tensor],
+        call: LinearCall,
+        want_entropy: bool,
+    ) -> tuple[Tensor, Optional[Tensor]]:
+        shard = call.shard
+        keep_logits = call.keep_logits and (ctx.needs_input_grad[0] or ctx.needs_input_grad[1])
+        stats, logits = torch.ops.megappo.linear_stats(
+            call.all_rows(hidden), weight, target, shard.start, shard.num_valid, shard.inv_temp, row_inv_temp, shard.ignore_index,
+            want_entropy, kept, call.bf16_logits, keep_logits, call.chunk_tokens, call.invariant,
+        )
+        logprob, entropy, lse = merge_shards(stats, target, shard)
+        ctx.save_for_backward(hidden, weight, target, row_inv_temp, kept, lse, entropy, logits if keep_logits else None)
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        return logprob, entropy if want_entropy else None
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g_logprob: Optional[Tensor], g_entropy: Optional[Tensor]) -> tuple[Optional[Tensor], ...]:
+        hidden, weight, target, row_inv_temp, kept, lse, entropy, logits = ctx.saved_tensors
+        call, shard = ctx.call, ctx.call.shard
+        if g_logprob is None:
+            g_logprob = torch.zeros_like(lse)
+        rows = call.all_rows(hidden)
+        if call.into_main_grad:
+            dhidden = backward_in_blocks(
+                call.problem(rows, weight, target, row_inv_temp, kept), lse, entropy, g_logprob, g_entropy, logits,
+                call.chunk_tokens, main_grad_of(weight), add=True,
+            )
+            dweight = handed_over(weight)
+        else:
+            dhidden, dweight = torch.ops.megappo.linear_backward(
+                rows, weight, target, lse, entropy, g_logprob, g_entropy, shard.start, shard.num_valid, shard.inv_temp, row_inv_temp,
+                shard.ignore_index, kept, logits, call.bf16_logits, call.chunk_tokens, call.invariant,
+            )
+        return call.sum_over_shards(dhidden), dweight, None, None, None, None, None

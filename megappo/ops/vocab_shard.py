@@ -1,0 +1,85 @@
+"""The part of a vocabulary that one tensor-parallel rank holds, and what its ranks say to each other.
+
+Statistics of the shards (`vocab_stats.py`, `linear_stats.py`) are gathered and merged here: one all-gather of 16 bytes per token and
+rank, after which every rank holds the same bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Optional
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import megappo.ops.vocab_stats  # noqa: F401  registers torch.ops.megappo.vocab_*
+
+IGNORE_INDEX = -100
+
+
+@dataclass(frozen=True)
+class VocabShard:
+    """Which part of the vocabulary this rank holds, and how its logits are scaled."""
+
+    start: int
+    num_valid: int
+    inv_temp: float
+    ignore_index: int
+    group: Optional[dist.ProcessGroup]
+
+    @property
+    def size(self) -> int:
+        """Ranks that share the vocabulary; no group means one."""
+        return 1 if self.group is None else dist.get_world_size(self.group)
+
+
+def inverse_temperature(temperature: float | Tensor, target: Tensor) -> tuple[float, Optional[Tensor]]:
+    """(1 / temperature of all rows, or 1.0 and [T] fp32). ValueError unless it can divide the logits of each target."""
+    if isinstance(temperature, Tensor):
+        if temperature.shape != target.shape:
+            raise ValueError(f"temperature {tuple(temperature.shape)} is not one value for each of {target.numel()} tokens")
+        return 1.0, temperature.detach().float().reciprocal()
+    if not temperature > 0:
+        raise ValueError(f"temperature {temperature} cannot divide logits: log-probs need a positive temperature")
+    return 1.0 / temperature, None
+
+
+def merge_shards(stats: Tensor, target: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor, Tensor]:
+    """Gather the shards' statistics and merge them: the one collective of the forward."""
+    if shard.size == 1:
+        gathered = stats[None]
+    else:
+        # two axes because gloo concatenates along the first: [R * T, 4] is [R, T, 4]
+        flat = stats.new_empty(shard.size * stats.shape[0], 4)
+        dist.all_gather_into_tensor(flat, stats, group=shard.group)
+        gathered = flat.view(shard.size, -1, 4)
+    logprob, entropy, lse = torch.ops.megappo.vocab_stats_merge(gathered, target, shard.ignore_index)
+    if stats.device.type == "cpu" and not torch.compiler.is_compiling():
+        _check_owned(gathered, target, shard.ignore_index)
+    return logprob, entropy, lse
+
+
+def _check_owned(gathered: Tensor, target: Tensor, ignore_index: int) -> None:
+    """Every rank sees the same `gathered`, so all ranks raise together."""
+    lost = (gathered[:, :, 3] == -torch.inf).all(0) & (target != ignore_index)
+    if bool(lost.any()):
+        at = int(lost.nonzero()[0, 0])
+        raise ValueError(
+            f"target {int(target[at])} of token {at} is outside the vocabulary, not among its kept ids, or has logit -inf "
+            f"({int(lost.sum())} such tokens); use {ignore_index} for tokens without a target"
+        )
+
+
+def gather_rows(local: Tensor, shard: VocabShard) -> Tensor:
+    """[T/tp, H] of each rank -> [T, H] in rank order."""
+    out = local.new_empty(shard.size * local.shape[0], local.shape[1])
+    dist.all_gather_into_tensor(out, local.contiguous(), group=shard.group)
+    return out
+
+
+def reduce_scatter_rows(full: Tensor, shard: VocabShard) -> Tensor:
+    """[T, H] partial sums on each rank -> this rank's [T/tp, H] of the sum."""
+    out = full.new_empty(full.shape[0] // shard.size, full.shape[1])
+    dist.reduce_scatter_tensor(out, full, group=shard.group)
+    return out
