@@ -1,3 +1,5 @@
+#include <algorithm>
+
 #include "common/torch.h"
 #include "linear_stats/linear_stats.h"
 
@@ -7,6 +9,9 @@
 namespace megappo {
 namespace {
 
+// The batch for which the work is divided in invariant mode, whatever the batch is.
+constexpr int64_t kInvariantTokens = 8192;
+
 // Contiguous and at a 16-byte address, as the copy engine wants it; copied where it is not.
 Tensor as_matrix(const Tensor& x) {
   const Tensor dense = torch::stable::contiguous(x);
@@ -15,9 +20,10 @@ Tensor as_matrix(const Tensor& x) {
 
 }  // namespace
 
-// The statistics by linear_stats_wgmma; which calls it takes is said by `fused_forward_takes` in megappo/ops/linear_stats.py.
+// Which calls of linear_stats this one takes is said in megappo/ops/cuda/linear_stats.py. invariant: the bits of a token do not depend
+// on the others.
 Tensor linear_stats_wgmma(Tensor hidden, Tensor weight, Tensor target, int64_t vocab_start, int64_t num_valid, double inv_temp,
-                          OptionalTensor row_inv_temp, int64_t ignore_index, bool want_entropy) {
+                          OptionalTensor row_inv_temp, int64_t ignore_index, bool want_entropy, bool bf16_logits, bool invariant) {
   STD_TORCH_CHECK(hidden.dim() == 2 && weight.dim() == 2, "hidden and weight must be matrices");
   const int64_t num_tokens = hidden.size(0), hidden_size = hidden.size(1);
   check_type(hidden, ScalarType::BFloat16, "hidden", "bf16");
@@ -39,19 +45,19 @@ Tensor linear_stats_wgmma(Tensor hidden, Tensor weight, Tensor target, int64_t v
 
   const Tensor x = as_matrix(hidden), w = as_matrix(weight), ids = torch::stable::contiguous(target);
   const CudaContext context(x);
-  const int splits = cuda::linear_stats_splits(num_tokens, num_valid);
+  const int splits = cuda::linear_stats_splits(invariant ? std::min(num_tokens, int64_t{1}) * kInvariantTokens : num_tokens, num_valid);
   const Tensor stats = torch::stable::new_empty(x, {num_tokens, 4}, ScalarType::Float);
   const Tensor partial = splits > 1 ? torch::stable::new_empty(x, {splits, num_tokens, 4}, ScalarType::Float) : stats;
   cuda::linear_stats_wgmma({x.data_ptr(), w.data_ptr(), data<int64_t>(ids), data<float>(row_inv_temp), out<float>(partial),
                             out<float>(stats), num_tokens, hidden_size, vocab_start, num_valid, ignore_index,
-                            static_cast<float>(inv_temp), want_entropy},
+                            static_cast<float>(inv_temp), want_entropy, bf16_logits},
                            splits, context.stream);
   return stats;
 }
 
 #define MEGAPPO_LINEAR_STATS_SCHEMA                                                                              \
   "(Tensor hidden, Tensor weight, Tensor target, int vocab_start, int num_valid, float inv_temp, Tensor? row_inv_temp, " \
-  "int ignore_index, bool want_entropy) -> Tensor"
+  "int ignore_index, bool want_entropy, bool bf16_logits, bool invariant) -> Tensor"
 
 #ifdef MEGAPPO_CUDA_ON_CPU
 MEGAPPO_OP(linear_stats_wgmma, MEGAPPO_LINEAR_STATS_SCHEMA)

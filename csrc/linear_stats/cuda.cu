@@ -92,12 +92,20 @@ struct Rows {
   RowStats stats[2];
   float inv_temp[2];
   int target[2];  // column of the shard, or -1 where it is not in the shard
+  bool bf16_logits;
 };
 
 // Adds the row h of a tile of logits. Four chains each for the maximum and the sums: one would wait for its own latency.
 template <bool kEntropy, int h>
 __device__ __forceinline__ void add_row(Rows& rows, float (&x)[128], int first, int num_valid) {
   RowStats& row = rows.stats[h];
+  if (rows.bf16_logits) {
+#pragma unroll
+    for (int j = 0; j < 32; ++j) {
+      x[4 * j + 2 * h] = hopper::round_to_bf16(x[4 * j + 2 * h]);
+      x[4 * j + 2 * h + 1] = hopper::round_to_bf16(x[4 * j + 2 * h + 1]);
+    }
+  }
 #pragma unroll
   for (int j = 0; j < 32; ++j) {
     x[4 * j + 2 * h] *= rows.inv_temp[h];
@@ -222,6 +230,7 @@ __device__ __forceinline__ void consume(Ring ring, const LinearStatsArgs& a, con
     schedule.locate(item, pair, split);
     const std::int64_t token = static_cast<std::int64_t>(pair) * kPairTokens + rank * kTokenTile + consumer * 64 + warp * 16 + lane / 4;
     Rows rows;
+    rows.bf16_logits = a.bf16_logits;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const std::int64_t row = token + 8 * h;
@@ -349,7 +358,8 @@ int linear_stats_splits(std::int64_t num_tokens, std::int64_t num_valid) {
 
 void linear_stats_wgmma(const LinearStatsArgs& args, int splits, Stream stream) {
   if (args.num_tokens == 0) return;
-  args.want_entropy ? wgmma_stats::run<true>(args, splits, stream) : wgmma_stats::run<false>(args, splits, stream);
+  using namespace wgmma_stats;
+  args.want_entropy ? run<true>(args, splits, stream) : run<false>(args, splits, stream);
 }
 
 }  // namespace megappo::cuda

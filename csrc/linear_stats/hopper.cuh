@@ -229,6 +229,14 @@ __device__ __forceinline__ float max_nan(float a, float b) {
   return larger;
 }
 
+// The nearest bf16. In one instruction block on float registers: bit casts in C++ make the compiler keep accumulators as integers, which
+// it then copies between the products, and ptxas serialises those.
+__device__ __forceinline__ float round_to_bf16(float x) {
+  float rounded;
+  asm("{\n .reg .b16 h;\n cvt.rn.bf16.f32 h, %1;\n cvt.f32.bf16 %0, h;\n}\n" : "=f"(rounded) : "f"(x));
+  return rounded;
+}
+
 // 2^x within 2 units in the last place; results below the normal numbers are 0.
 __device__ __forceinline__ float exp2_fast(float x) {
   float e;

@@ -44,14 +44,18 @@ class Problem:
     num_valid: int
     inv_temp: float = 1.0
     row_inv_temp: Optional[Tensor] = None
+    bf16_logits: bool = False
 
-    def run(self, kernel: Kernel, want_entropy: bool = True) -> Tensor:
+    def run(self, kernel: Kernel, want_entropy: bool = True, invariant: bool = False) -> Tensor:
         tensors = [x.to(kernel.device) for x in (self.hidden, self.weight, self.target)]
         rows = None if self.row_inv_temp is None else self.row_inv_temp.to(kernel.device)
-        return kernel.op(*tensors, self.vocab_start, self.num_valid, self.inv_temp, rows, IGNORE, want_entropy).cpu()
+        scale = self.vocab_start, self.num_valid, self.inv_temp, rows
+        return kernel.op(*tensors, *scale, IGNORE, want_entropy, self.bf16_logits, invariant).cpu()
 
     def scaled_logits(self) -> Tensor:
         x = self.hidden.double() @ self.weight[: self.num_valid].double().t()
+        if self.bf16_logits:
+            x = x.to(BF16).double()
         return x * (self.inv_temp if self.row_inv_temp is None else self.row_inv_temp.double()[:, None])
 
 
@@ -116,6 +120,29 @@ def test_temperature_scales_logits(kernel, inv_temp, rows):
     p.inv_temp = inv_temp
     p.row_inv_temp = torch.linspace(0.3, 2.5, 140) if rows else None
     assert_matches(p.run(kernel), p)
+
+
+def test_logits_can_be_rounded_to_bf16_before_the_temperature(kernel):
+    """Products of small integers: the sums are exact in fp32, so that all round alike."""
+    g = torch.Generator().manual_seed(11)
+    hidden, weight = (torch.randint(-9, 10, size, generator=g).to(BF16) for size in ((130, 64), (300, 64)))
+    p = Problem(hidden, weight / 128, torch.arange(130), 0, 300, inv_temp=1.3)
+    plain = p.run(kernel)
+    p.bf16_logits = True
+    rounded = p.run(kernel)
+    assert_matches(rounded, p)
+    assert (rounded[:, 3] != plain[:, 3]).any()
+
+
+def test_invariant_bits_do_not_depend_on_the_other_tokens(kernel):
+    p = problem(300, 64, 1300, 1290, seed=12)
+    whole = p.run(kernel, invariant=True)
+    order = torch.randperm(300, generator=torch.Generator().manual_seed(13))
+    q = Problem(p.hidden[order], p.weight, p.target[order], 0, 1290)
+    assert torch.equal(q.run(kernel, invariant=True), whole[order])
+    few = Problem(p.hidden[77:90], p.weight, p.target[77:90], 0, 1290)
+    assert torch.equal(few.run(kernel, invariant=True), whole[77:90])
+    assert not torch.equal(few.run(kernel), p.run(kernel)[77:90]), "the division of the work makes no difference here"
 
 
 def test_every_column_is_counted_once_and_padding_never(kernel):
@@ -213,7 +240,7 @@ def test_strided_and_misaligned_inputs(kernel):
     strided = torch.empty(300, 128, dtype=BF16, device=kernel.device)[:, ::2]
     strided.copy_(p.weight)
     target = torch.stack((p.target, p.target), 1).to(kernel.device)[:, 0]
-    assert torch.equal(kernel.op(shifted, strided, target, 0, 290, 1.0, None, IGNORE, True).cpu(), dense)
+    assert torch.equal(kernel.op(shifted, strided, target, 0, 290, 1.0, None, IGNORE, True, False, False).cpu(), dense)
 
 
 def test_nothing_to_do(kernel):
