@@ -1,0 +1,157 @@
+"""Helpers that make candidates: our op under each implementation, the same PyTorch function plain and compiled, installed peers."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import shutil
+import signal
+import threading
+import warnings
+from contextlib import contextmanager, nullcontext
+from types import ModuleType
+from typing import Any, Callable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from megappo.ops import dispatch
+from megappo.ops.kernels import Kernels
+from scripts.bench.model import Absent, Calls, Candidate
+
+IMPLEMENTATIONS: tuple[Kernels, ...] = ("cuda", "cpp", "triton", "reference")
+Names = Sequence[str]
+MOST_COMPILATIONS = 256
+
+
+def differentiable(
+    function: Callable[..., Sequence[Tensor]],
+    inputs: Mapping[str, Tensor],
+    outputs: Mapping[str, Tensor],
+    **hooks: Callable[[], object],
+) -> Calls:
+    """Calls of `function(*inputs)`. inputs: by the name of their gradient. outputs: names of what it returns, with the upstream
+    gradients. hooks: reset and close of Calls."""
+    leaves = [tensor.detach().requires_grad_() for tensor in inputs.values()]
+    plain, upstream = [tensor.detach() for tensor in inputs.values()], list(outputs.values())
+
+    def forward() -> Sequence[Tensor]:
+        with torch.no_grad():
+            return function(*plain)
+
+    return Calls(
+        forward=forward,
+        named=lambda values: dict(zip(outputs, values)),
+        graph=lambda: function(*leaves),
+        backward=lambda values: torch.autograd.grad(values, leaves, upstream),
+        named_gradients=lambda gradients: dict(zip(inputs, gradients)),
+        **hooks,
+    )
+
+
+def ours(op: str, uses: Names, device: torch.device, make: Callable[[], Calls], note: str = "") -> list[Candidate]:
+    """The op under every implementation. uses: the dispatched ops that a call runs."""
+
+    undispatched = [name for name in uses if not _dispatched(name, device)]
+
+    def candidate(kernels: Kernels) -> Candidate:
+        @contextmanager
+        def selected() -> Iterator[None]:
+            with dispatch.using(kernels):
+                # resolved here, so that no timed call looks it up
+                for name in uses:
+                    dispatch.implementation(name, (torch.empty(0, device=device),))
+                yield
+
+        def checked() -> Calls:
+            if undispatched and kernels != "reference":
+                raise Absent(f"{undispatched[0]} has only its reference")
+            try:
+                with nullcontext() if undispatched else selected():
+                    return make()
+            except ValueError as error:
+                raise Absent(str(error).removesuffix("; use kernels=auto")) from None
+
+        return Candidate(f"megappo {kernels}", "ours", checked, note, selected=nullcontext if undispatched else selected)
+
+    return [candidate(kernels) for kernels in IMPLEMENTATIONS]
+
+
+def _dispatched(name: str, device: torch.device) -> bool:
+    with dispatch.using("reference"):
+        try:
+            dispatch.implementation(name, (torch.empty(0, device=device),))
+        except KeyError:
+            return False
+    return True
+
+
+def plain_and_compiled(name: str, function: Callable[..., Any], make: Callable[[Callable[..., Any]], Calls], **fields: Any) -> list[Candidate]:
+    """`make(function)` and `make(torch.compile(function))`."""
+
+    def compiled() -> Calls:
+        if not torch.cuda.is_available() and shutil.which("g++") is None:
+            raise Absent("torch.compile needs g++ on the CPU")
+        # every shape of the run is compiled for itself; from the ninth on PyTorch would stop compiling
+        torch._dynamo.config.recompile_limit = MOST_COMPILATIONS
+        return make(torch.compile(function, dynamic=False))
+
+    return [
+        Candidate(f"torch eager, {name}", "torch", lambda: make(function), **fields),
+        Candidate(f"torch.compile, {name}", "compile", compiled, **fields),
+    ]
+
+
+def peer(name: str, package: str, module: str, make: Callable[[ModuleType], Calls], device: torch.device, *,
+         needs_gpu: bool = True, note: str = "", **fields: Any) -> Candidate:  # fmt: skip
+    """A candidate from another package, absent where that is not installed or cannot be imported here."""
+
+    def checked() -> Calls:
+        if importlib.util.find_spec(package) is None:
+            raise Absent(f"{package} is not installed")
+        if needs_gpu and device.type != "cuda":
+            raise Absent(f"{package}{_version(package)} runs on a GPU only")
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # about each other's absence
+                imported = importlib.import_module(module)
+            return make(imported)
+        except (ImportError, AttributeError, OSError, RuntimeError) as error:
+            raise Absent(f"{package}{_version(package)} cannot be used: {first_line(error)}") from None
+
+    return Candidate(name, "peer", checked, note, **fields)
+
+
+def _version(package: str) -> str:
+    for distribution in importlib.metadata.packages_distributions().get(package, ()):
+        return f" {importlib.metadata.version(distribution)}"
+    return ""
+
+
+def first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"[:160]
+
+
+class TooSlow(Exception):
+    """A candidate took longer than it was given."""
+
+
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raises TooSlow in the block after that time; where signals do not reach (other threads, Windows) there is no limit."""
+    if not hasattr(signal, "SIGALRM") or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(*_: Any) -> None:
+        raise TooSlow(f"took longer than {seconds:.0f} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)

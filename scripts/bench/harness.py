@@ -1,0 +1,189 @@
+"""Runs the candidates of a benchmark on a problem: check, memory, then interleaved times.
+
+`prepare` makes every candidate and runs it once (compilation happens here, under a time limit), with --check compares it with the fp64
+oracle, and takes its peak memory. `measure` does rounds: in each, the probes and every candidate once, in a rotating order, with the
+cache flushed before each. What slows the machine down in one round slows candidates and floor alike.
+"""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import dataclass, field
+from typing import Any, Callable, Iterator, Optional, Sequence
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from scripts.bench.candidates import TooSlow, first_line, time_limit
+from scripts.bench.clock import Clock, Memory, summary
+from scripts.bench.model import Absent, Benchmark, Calls, Candidate, Difference, Line, Problem, Report
+
+# What candidates are known to raise where a device, a version or a size does not suit them; anything else is a bug and stops the run.
+FAULTS = (RuntimeError, ValueError, TypeError, AttributeError, AssertionError, ImportError, KeyError, IndexError, TooSlow)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """seconds: measuring time after which a candidate gets no more than MIN_REPEATS repetitions. leave_out: prefixes of names."""
+
+    repeats: int = 20
+    warm_up: int = 5
+    seconds: float = 20.0
+    first_call_s: float = 240.0
+    check: bool = False
+    leave_out: tuple[str, ...] = ()
+
+
+MIN_REPEATS = 3
+
+
+@dataclass
+class Entry:
+    """A candidate that takes part, with its samples by phase."""
+
+    candidate: Candidate
+    calls: Calls
+    line: Line
+    samples: dict[str, list[float]] = field(default_factory=dict)
+
+    @property
+    def spent_s(self) -> float:
+        return sum(map(sum, self.samples.values()))
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A problem with the candidates that take part, checked and weighed but not yet timed."""
+
+    name: str
+    shape: str
+    dtype: torch.dtype
+    problem: Problem
+    lines: list[Line]
+    entries: list[Entry]
+
+    def close(self) -> None:
+        for entry in self.entries:
+            entry.calls.close()
+
+
+def prepare(benchmark: Benchmark, shape: str, dtype: torch.dtype, clock: Clock, settings: Settings) -> Prepared:
+    """Raises Mistake for a shape that the benchmark cannot read."""
+    gc.collect()  # what other problems left in cycles is not freed while this one is weighed
+    problem = benchmark.problem(benchmark.read(shape), dtype, clock.device)
+    memory = Memory(clock.device)
+    found = [_enter(candidate, problem, memory, settings) for candidate in benchmark.candidates(problem)]
+    lines, entries = [line for line, _ in found], [entry for _, entry in found if entry is not None]
+    return Prepared(benchmark.name, shape, dtype, problem, lines, entries)
+
+
+def measure(prepared: Prepared, clock: Clock, settings: Settings) -> Report:
+    problem, entries = prepared.problem, prepared.entries
+    probes = _measure(entries, problem, clock, settings)
+    timings = {name: summary(samples) for name, samples in probes.items()}
+    per_unit = {name: timing.median for name, timing in timings.items()}
+    per_unit["copy"] /= clock.copy_moves
+    floors = {phase: sum(amount * per_unit[probe] for probe, amount in parts.items()) for phase, parts in problem.floors.items()}
+    for entry in entries:
+        entry.line.times = {phase: summary(samples, entry.calls.scale) for phase, samples in entry.samples.items()}
+        entry.line.ratios = {phase: t.median / floors[phase] for phase, t in entry.line.times.items() if phase in floors}
+    dtype = str(prepared.dtype).removeprefix("torch.")
+    return Report(prepared.name, prepared.shape, dtype, floors, timings, 1.0 / per_unit["copy"], prepared.lines)
+
+
+def _enter(candidate: Candidate, problem: Problem, memory: Memory, settings: Settings) -> tuple[Line, Optional[Entry]]:
+    """First run of a candidate: its line, and its entry unless it is absent, fails or is wrong."""
+    line = Line(candidate.name, candidate.kind, note=candidate.note)
+    left_out = next((prefix for prefix in settings.leave_out if candidate.name.startswith(prefix)), None)
+    if left_out is not None:
+        line.status, line.reason = "absent", "left out"
+        return line, None
+    try:
+        with time_limit(settings.first_call_s):
+            calls = candidate.make()
+            entry = Entry(candidate, calls, line)
+            with candidate.selected():
+                differences = _first_calls(entry, problem, memory, settings.check)
+    except Absent as reason:
+        line.status, line.reason = "absent", str(reason)
+        return line, None
+    except FAULTS as error:
+        line.status, line.reason = "failed", first_line(error)
+        return line, None
+    wrong = [d for d in differences if d.wrong]
+    if wrong:
+        worst = max(wrong, key=lambda d: d.of_tolerance)
+        line.status = "wrong"
+        line.reason = f"{worst.result} is off by {worst.largest:.2e}, {worst.of_tolerance:.1f} times the tolerance"
+        return line, None
+    return line, entry
+
+
+def _first_calls(entry: Entry, problem: Problem, memory: Memory, check: bool) -> list[Difference]:
+    calls, line = entry.calls, entry.line
+    results: dict[str, Tensor] = {}
+    calls.reset()
+    results |= calls.named(calls.forward())
+    if calls.graph is not None:
+        calls.reset()
+        results |= calls.named_gradients(calls.backward(calls.graph()))
+    rounds_to, ours = entry.candidate.rounds_to, entry.candidate.kind == "ours"
+    differences = problem.differences(results, rounds_to, ours) if check else []
+    results.clear()
+    calls.reset()
+    weighed = memory.peak(lambda: _outcome(calls))
+    if weighed is not None and calls.scale == 1.0:
+        line.peak_bytes = weighed[0]
+        line.result_bytes = _bytes_of(weighed[1])
+    return differences
+
+
+def _outcome(calls: Calls) -> Any:
+    """Outputs and gradients, all alive at the end as they are in a training step."""
+    if calls.graph is None:
+        return calls.forward()
+    outputs = calls.graph()
+    gradients = calls.backward(outputs)
+    return [x.detach() for x in pytree.tree_leaves(outputs) if isinstance(x, Tensor)], gradients
+
+
+def _bytes_of(tree: Any) -> int:
+    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in pytree.tree_leaves(tree) if isinstance(x, Tensor)}
+    return sum(storages.values())
+
+
+def _measure(entries: Sequence[Entry], problem: Problem, clock: Clock, settings: Settings) -> dict[str, list[float]]:
+    probes: dict[str, Callable[[], Any]] = {"copy": clock.copy, **problem.probes}
+    samples: dict[str, list[float]] = {name: [] for name in probes}
+    for turn in range(settings.warm_up + settings.repeats):
+        warm = turn >= settings.warm_up
+        for name, probe in probes.items():
+            (seconds,), _ = clock.laps([lambda _: probe()])
+            if warm:
+                samples[name].append(seconds)
+        for entry in _rotated(entries, turn):
+            if entry.spent_s > settings.seconds and turn >= settings.warm_up + MIN_REPEATS:
+                continue
+            for phase, seconds in _repetition(entry, clock):
+                if warm:
+                    entry.samples.setdefault(phase, []).append(seconds)
+    return samples
+
+
+def _rotated(entries: Sequence[Entry], turn: int) -> list[Entry]:
+    start = turn % len(entries) if entries else 0
+    return [*entries[start:], *entries[:start]]
+
+
+def _repetition(entry: Entry, clock: Clock) -> Iterator[tuple[str, float]]:
+    calls = entry.calls
+    with entry.candidate.selected():
+        calls.reset()
+        (forward,), _ = clock.laps([lambda _: calls.forward()])
+        yield "forward", forward
+        if calls.graph is not None:
+            calls.reset()
+            (recording, backward), _ = clock.laps([lambda _: calls.graph(), calls.backward])
+            yield "backward", backward
+            yield "both", recording + backward

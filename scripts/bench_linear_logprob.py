@@ -1,0 +1,153 @@
+"""Log-prob and entropy from hidden states and the output weight: `python scripts/bench_linear_logprob.py [--check] ...`.
+
+A shape is TxHxV, or TxHxV/TP for one tensor-parallel shard of V. The floor is the bare matrix products of that shape and dtype, timed
+in the same rounds: one in the forward, two in the backward (hidden, weight); "fwd+bwd, logits recomputed" adds the fourth that a
+method pays which keeps no logits. Reading and writing rows would add little: the products of a real hidden size hide it.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Callable, Mapping, Optional, Sequence
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+from megappo.ops.logprob import linear_logprob  # noqa: E402
+from scripts.bench.candidates import differentiable, ours, plain_and_compiled  # noqa: E402
+from scripts.bench.cli import run  # noqa: E402
+from scripts.bench.model import Benchmark, Calls, Candidate, Difference, Mistake, merged, worst, worst_row  # noqa: E402
+from scripts.bench.peers import linear_peers  # noqa: E402
+from scripts.bench.vocab import log_softmax_logprob, logsumexp_logprob, numbers, oracle_rows, row_chunks  # noqa: E402
+
+FORM = "tokens x hidden x vocabulary like 1024x512x32000, or one shard of it like 8192x4096x151936/8"
+USES = ("linear_stats", "linear_logprob_backward", "vocab_stats_merge")
+RECOMPUTED = "fwd+bwd, logits recomputed"
+
+
+def read(text: str) -> tuple[int, int, int]:
+    """(tokens, hidden size, columns of this shard)."""
+    sizes, slash, tp = text.partition("/")
+    num_tokens, hidden, vocab = numbers(sizes, "x", 3, FORM)
+    parts = numbers(tp, "x", 1, FORM)[0] if slash else 1
+    if vocab % parts:
+        raise Mistake(f"shape {text!r}: {vocab} columns do not divide by {parts}")
+    return num_tokens, hidden, vocab // parts
+
+
+@dataclass(frozen=True)
+class LinearProblem:
+    hidden: Tensor
+    weight: Tensor
+    target: Tensor
+    g_logprob: Tensor
+    g_entropy: Tensor
+
+    @cached_property
+    def probes(self) -> Mapping[str, Callable[[], Any]]:
+        logits = torch.empty(self.hidden.shape[0], self.weight.shape[0], dtype=self.hidden.dtype, device=self.hidden.device)
+        dlogits = torch.randn_like(logits)
+        dhidden, dweight = torch.empty_like(self.hidden), torch.empty_like(self.weight)
+        return {
+            "logits product": lambda: torch.mm(self.hidden, self.weight.t(), out=logits),
+            "dhidden product": lambda: torch.mm(dlogits, self.weight, out=dhidden),
+            "dweight product": lambda: torch.mm(dlogits.t(), self.hidden, out=dweight),
+        }
+
+    @property
+    def floors(self) -> Mapping[str, Mapping[str, float]]:
+        backward = {"dhidden product": 1.0, "dweight product": 1.0}
+        return {
+            "forward": {"logits product": 1.0},
+            "backward": backward,
+            "both": {"logits product": 1.0, **backward},
+            RECOMPUTED: {"logits product": 2.0, **backward},
+        }
+
+    def differences(self, results: Mapping[str, Tensor], rounds_to: Optional[torch.dtype], ours: bool) -> list[Difference]:
+        """Three times what an fp32 product of this length loses, and what `bench_logprob` allows the rows. Gradients row by row:
+        dlogits and the result are rounded to the type of the weights once each. Others are forgiven 8 times that, and logits
+        rounded to what they stage them in."""
+        if "logprob" not in results:
+            return []  # a sum with another upstream gradient: not the same function
+        hidden, weight = self.hidden.double(), self.weight.double()
+        lengths = float(hidden.norm(dim=1).amax() * weight.norm(dim=1).amax())
+        slack = 1 if ours else 8
+        tolerance = slack * (3 * hidden.shape[1] ** 0.5 * 2**-24 * lengths + 4 * 2**-24 * lengths + 2e-6)
+        staged = 2**-8 * float((hidden[:64] @ weight.t()).abs().amax()) if rounds_to == torch.bfloat16 else 0.0
+        unit = {torch.bfloat16: 2**-7, torch.float16: 2**-10}.get(self.hidden.dtype, 2e-5)
+        g_entropy = self.g_entropy if "entropy" in results else None
+        dweight = torch.zeros_like(weight)
+        parts = []
+        for rows in row_chunks(hidden.shape[0], weight.shape[0]):
+            upstream = self.g_logprob[rows], None if g_entropy is None else g_entropy[rows]
+            logprob, entropy, dlogits = oracle_rows(hidden[rows] @ weight.t(), self.target[rows], *upstream)
+            dweight += dlogits.t() @ hidden[rows]
+            parts.append(worst("logprob", results["logprob"][rows], logprob, tolerance + staged))
+            parts.append(worst_row("dhidden", results["dhidden"][rows], dlogits @ weight, slack * unit + staged))
+            if "entropy" in results:
+                parts.append(worst("entropy", results["entropy"][rows], entropy, 8 * tolerance + staged, 4e-6))
+        parts.append(worst_row("dweight", results["dweight"], dweight, slack * unit + staged))
+        return merged(parts)
+
+
+def problem(sizes: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> LinearProblem:
+    generator = torch.Generator(device).manual_seed(0)
+    num_tokens, size, vocab = sizes
+    hidden = torch.randn(num_tokens, size, generator=generator, device=device).to(dtype)
+    weight = (torch.randn(vocab, size, generator=generator, device=device) * (2.0 / size**0.5)).to(dtype)
+    target = torch.randint(0, vocab, (num_tokens,), generator=generator, device=device)
+    g_logprob, g_entropy = torch.randn(2, num_tokens, generator=generator, device=device)
+    return LinearProblem(hidden, weight, target, g_logprob, g_entropy)
+
+
+def log_softmax_linear(hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    return log_softmax_logprob(hidden @ weight.t(), target)
+
+
+def logsumexp_linear(hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    return logsumexp_logprob(hidden @ weight.t(), target)
+
+
+def candidates(p: LinearProblem) -> Sequence[Candidate]:
+    def calls(function: Callable[..., Sequence[Tensor]]) -> Calls:
+        inputs = {"dhidden": p.hidden, "dweight": p.weight}
+        return differentiable(function, inputs, {"logprob": p.g_logprob, "entropy": p.g_entropy})
+
+    def megappo(hidden: Tensor, weight: Tensor) -> Sequence[Tensor]:
+        return linear_logprob(hidden, weight, p.target, None, vocab_start=0, num_valid=p.weight.shape[0])
+
+    def plain(function: Callable[..., Sequence[Tensor]]) -> Calls:
+        return calls(lambda hidden, weight: function(hidden, weight, p.target))
+
+    staged = p.hidden.dtype if p.hidden.dtype != torch.float32 else None
+    return [
+        *ours("linear_logprob", USES, p.hidden.device, lambda: calls(megappo)),
+        *plain_and_compiled("log_softmax", log_softmax_linear, plain, rounds_to=staged),
+        *plain_and_compiled("logsumexp", logsumexp_linear, plain, rounds_to=staged),
+        *linear_peers(p.hidden, p.weight, p.target, p.g_logprob, p.g_entropy),
+    ]
+
+
+LINEAR_LOGPROB = Benchmark(
+    name="linear_logprob",
+    shape_form=FORM,
+    shapes={"cpu": ["1024x512x32000"], "cuda": ["8192x4096x151936", "8192x4096x151936/8"]},
+    dtypes={"cpu": [torch.float32, torch.bfloat16], "cuda": [torch.bfloat16]},
+    read=read,
+    problem=problem,
+    candidates=candidates,
+)
+
+
+def main(argv: Optional[Sequence[str]] = None) -> int:
+    return run("bench_linear_logprob", "Log-prob and entropy from hidden states and the output weight.", [LINEAR_LOGPROB], argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,120 @@
+"""Log-prob and entropy from logits: `python scripts/bench_logprob.py [--check] [--json FILE] [--plot FILE]`, on the CPU or a GPU.
+
+A shape is TxV, or TxV/TP for one tensor-parallel shard of V: the targets are then those that the shard owns, and the all-gather of
+16 bytes per token is left out. The floor is the time that the copy of the same run takes for the logits once (forward), and twice
+(backward: read the logits, write the gradient).
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Callable, Mapping, Optional, Sequence
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+from megappo.ops.logprob import vocab_parallel_logprob  # noqa: E402
+from scripts.bench.candidates import differentiable, ours, plain_and_compiled  # noqa: E402
+from scripts.bench.cli import run  # noqa: E402
+from scripts.bench.model import Benchmark, Calls, Candidate, Difference, Mistake, merged, worst  # noqa: E402
+from scripts.bench.peers import logits_peers  # noqa: E402
+from scripts.bench.vocab import log_softmax_logprob, logsumexp_logprob, numbers, oracle_rows, row_chunks  # noqa: E402
+
+FORM = "tokens x vocabulary like 2048x32000, or one shard of it like 8192x151936/8"
+USES = ("vocab_stats", "vocab_stats_merge", "vocab_logits_backward")
+
+
+def read(text: str) -> tuple[int, int]:
+    """(tokens, columns of this shard)."""
+    sizes, slash, tp = text.partition("/")
+    num_tokens, vocab = numbers(sizes, "x", 2, FORM)
+    parts = numbers(tp, "x", 1, FORM)[0] if slash else 1
+    if vocab % parts:
+        raise Mistake(f"shape {text!r}: {vocab} columns do not divide by {parts}")
+    return num_tokens, vocab // parts
+
+
+@dataclass(frozen=True)
+class LogprobProblem:
+    logits: Tensor
+    target: Tensor
+    g_logprob: Tensor
+    g_entropy: Tensor
+
+    @property
+    def probes(self) -> Mapping[str, Callable[[], Any]]:
+        return {}
+
+    @property
+    def floors(self) -> Mapping[str, Mapping[str, float]]:
+        size = self.logits.nbytes
+        return {"forward": {"copy": size}, "backward": {"copy": 2 * size}, "both": {"copy": 3 * size}}
+
+    def differences(self, results: Mapping[str, Tensor], rounds_to: Optional[torch.dtype], ours: bool) -> list[Difference]:
+        """4 roundings of the largest logit and 2e-6 for the sums; gradients by one rounding to their type besides. Others are
+        forgiven 8 times that, and one rounding to what they stage in."""
+        largest = float(self.logits.abs().amax())
+        tolerance = (4 * 2**-24 * max(1.0, largest) + 2e-6) * (1 if ours else 8)
+        staged = 2**-8 if rounds_to == torch.bfloat16 else 0.0
+        unit = max({torch.bfloat16: 2**-8, torch.float16: 2**-11}.get(self.logits.dtype, 0.0), staged)
+        g_entropy = self.g_entropy if "entropy" in results else None
+        g_largest = float(torch.maximum(self.g_logprob.abs().amax(), self.g_entropy.abs().amax()))
+        parts = []
+        for rows in row_chunks(*self.logits.shape):
+            upstream = self.g_logprob[rows], None if g_entropy is None else g_entropy[rows]
+            logprob, entropy, dlogits = oracle_rows(self.logits[rows].double(), self.target[rows], *upstream)
+            parts.append(worst("logprob", results["logprob"][rows], logprob, tolerance + staged * largest))
+            parts.append(worst("dlogits", results["dlogits"][rows], dlogits, (2 * tolerance + staged) * g_largest, unit + 4 * tolerance))
+            if "entropy" in results:
+                parts.append(worst("entropy", results["entropy"][rows], entropy, 8 * tolerance, 4e-6))
+        return merged(parts)
+
+
+def problem(sizes: tuple[int, int], dtype: torch.dtype, device: torch.device) -> LogprobProblem:
+    generator = torch.Generator(device).manual_seed(0)
+    num_tokens, vocab = sizes
+    logits = (3.0 * torch.randn(num_tokens, vocab, generator=generator, device=device)).to(dtype)
+    target = torch.randint(0, vocab, (num_tokens,), generator=generator, device=device)
+    g_logprob, g_entropy = torch.randn(2, num_tokens, generator=generator, device=device)
+    return LogprobProblem(logits, target, g_logprob, g_entropy)
+
+
+def candidates(p: LogprobProblem) -> Sequence[Candidate]:
+    def calls(function: Callable[..., Sequence[Tensor]]) -> Calls:
+        return differentiable(function, {"dlogits": p.logits}, {"logprob": p.g_logprob, "entropy": p.g_entropy})
+
+    def megappo(logits: Tensor) -> Sequence[Tensor]:
+        return vocab_parallel_logprob(logits, p.target, None, vocab_start=0, num_valid=p.logits.shape[1])
+
+    def plain(function: Callable[..., Sequence[Tensor]]) -> Calls:
+        return calls(lambda logits: function(logits, p.target))
+
+    return [
+        *ours("logprob", USES, p.logits.device, lambda: calls(megappo)),
+        *plain_and_compiled("log_softmax", log_softmax_logprob, plain),
+        *plain_and_compiled("logsumexp", logsumexp_logprob, plain),
+        *logits_peers(p.logits, p.target, p.g_logprob),
+    ]
+
+
+LOGPROB = Benchmark(
+    name="logprob",
+    shape_form=FORM,
+    shapes={"cpu": ["2048x32000"], "cuda": ["8192x151936", "8192x151936/8"]},
+    dtypes={"cpu": [torch.float32, torch.bfloat16], "cuda": [torch.bfloat16]},
+    read=read,
+    problem=problem,
+    candidates=candidates,
+)
+
+
+def main(argv: Optional[Sequence[str]] = None) -> int:
+    return run("bench_logprob", "Log-prob and entropy from logits, forward and backward.", [LOGPROB], argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
