@@ -6,6 +6,9 @@
 `weight` [T] is mask times aggregation weight (`algo/aggregation.py`); a token with weight 0 takes part in nothing, whatever
 stands there. Losses are sums: the caller divides by the global count. Metrics are 0-dim fp64 tensors by name. Those ending in
 `_sum` add over micro-batches, ranks and steps, those ending in `_max` combine by maximum; a mean is X_sum / tokens_sum.
+
+Half-precision inputs are computed in fp32, fp64 in fp64; sums are fp64 and do not depend on the number of threads. A NaN of a token
+with weight reaches the loss, the gradient of that token and the metrics it is part of.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from typing import Optional
 import torch
 from torch import Tensor
 
+from megappo.ops.dispatch import op
 from megappo.ops.vocab_stats import compute_dtype
 
 # exp(20) = 4.9e8: ratios are capped here (gradient 0 beyond) instead of overflowing
@@ -44,7 +48,7 @@ def policy_loss(
 
     Where A < 0 and dual_clip is given, l is at most -A dual_clip (Ye et al. 2020, eq. 5). All tensors [T]; differentiable with
     respect to `logprob`. PPO: Schulman et al. 2017, eq. 7; different bounds: DAPO, Yu et al. 2025. Metrics: POLICY_SUMS,
-    POLICY_MAXIMA.
+    POLICY_MAXIMA. Raises ValueError for tensors of different shapes or devices.
     """
     _check(logprob=logprob, old_logprob=old_logprob, advantage=advantage, weight=weight)
     loss, _, sums, maxima = torch.ops.megappo.policy_loss(logprob, old_logprob, advantage, weight, clip_low, clip_high, dual_clip)
@@ -56,8 +60,8 @@ def value_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """(sum of weight * l, metrics), l = max((v - R)^2, (v_clipped - R)^2) / 2, v_clipped within `clip` of old_value.
 
-    All tensors [T]; differentiable with respect to `value`; clip None is the plain squared error. Metrics: VALUE_SUMS,
-    VALUE_MAXIMA.
+    All tensors [T]; differentiable with respect to `value`; clip None is the plain squared error and does not read old_value.
+    Metrics: VALUE_SUMS, VALUE_MAXIMA. Raises ValueError for tensors of different shapes or devices.
     """
     _check(value=value, old_value=old_value, returns=returns, weight=weight)
     loss, _, sums, maxima = torch.ops.megappo.value_loss(value, old_value, returns, weight, clip)
@@ -73,8 +77,13 @@ def entropy_loss(entropy: Tensor, weight: Tensor) -> tuple[Tensor, dict[str, Ten
 
 def _check(**tensors: Tensor) -> None:
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    if len(set(shapes.values())) != 1:
+    if len(set(shapes.values())) != 1 or len(next(iter(shapes.values()))) != 1:
         raise ValueError("one value per token is wanted, got " + ", ".join(f"{name} {shape}" for name, shape in shapes.items()))
+    if len({tensor.device for tensor in tensors.values()}) != 1:
+        raise ValueError("one device is wanted, got " + ", ".join(f"{name} on {x.device}" for name, x in tensors.items()))
+    for name, tensor in tensors.items():
+        if not tensor.dtype.is_floating_point:
+            raise ValueError(f"{name} is {tensor.dtype}: give it a floating type, {name}.float()")
 
 
 def _named(sum_names: tuple[str, ...], sums: Tensor, max_names: tuple[str, ...], maxima: Tensor) -> dict[str, Tensor]:
@@ -88,7 +97,7 @@ def _metrics(valid: Tensor, sums: list[Tensor], maximum: Tensor) -> tuple[Tensor
     return totals, torch.cat((maximum.double(), maximum.new_zeros(1, dtype=torch.float64))).amax().reshape(1)
 
 
-@torch.library.custom_op("megappo::policy_loss", mutates_args=())
+@op
 def _policy_loss(
     logprob: Tensor,
     old_logprob: Tensor,
@@ -114,16 +123,18 @@ def _policy_loss(
         limit = -adv * dual_clip
         dual = (adv < 0) & (loss > limit)
         loss = torch.where(dual, limit, loss)
-    flat = cut | dual | (bounded != log_ratio)
+    # not `bounded != log_ratio`, which holds for NaN and would turn its gradient into 0
+    flat = cut | dual | (log_ratio.abs() > MAX_LOG_RATIO)
     w = weight.to(dtype)
     gradient = torch.where(flat, 0.0, w * plain)
-    k3 = bounded.expm1() - bounded
+    # fp32 would leave few digits of d^2 / 2 where ratios are close to 1, where all of them are at first
+    k3 = bounded.double().expm1() - bounded.double()
     sums, maxima = _metrics(valid, [cut & (adv < 0), cut & (adv > 0), dual, k3, torch.where(valid, ratio, 0.0)],
                             torch.where(valid, ratio, 0.0))
     return (w * loss).sum(dtype=torch.float64).to(dtype), gradient, sums, maxima
 
 
-@torch.library.custom_op("megappo::value_loss", mutates_args=())
+@op
 def _value_loss(
     value: Tensor, old_value: Tensor, returns: Tensor, weight: Tensor, clip: Optional[float]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -131,16 +142,20 @@ def _value_loss(
     valid = weight != 0
     new, old, target = (torch.where(valid, x.to(dtype), 0.0) for x in (value, old_value, returns))
     error = new - target
-    loss = error.square()
     cut = torch.zeros_like(valid)
-    if clip is not None:
-        clipped = (old + (new - old).clamp(-clip, clip) - target).square()
+    if clip is None:
+        loss = error.square()
+    else:
+        moved = new - old
+        # an old value that is NaN would lose every comparison
+        error = torch.where(moved.isnan(), moved, error)
+        clipped = (old + moved.clamp(-clip, clip) - target).square()
         # inside the clip both are the same up to rounding: only tokens outside may be cut
-        cut = (clipped > loss) & ((new - old).abs() > clip)
-        loss = torch.where(cut, clipped, loss)
+        cut = (clipped > error.square()) & (moved.abs() > clip)
+        loss = torch.where(cut, clipped, error.square())
     w = weight.to(dtype)
     gradient = torch.where(cut, 0.0, w * error)
-    sums, maxima = _metrics(valid, [cut, error, error.double().square(), new], error.abs())
+    sums, maxima = _metrics(valid, [cut, error, error.square(), new], error.abs())
     return 0.5 * (w * loss).sum(dtype=torch.float64).to(dtype), gradient, sums, maxima
 
 

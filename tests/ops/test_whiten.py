@@ -57,6 +57,28 @@ def test_moments_of_all_ranks_not_of_one():
         torch.testing.assert_close(whitened_in_parts(x, mask, moments_of), whole, rtol=0, atol=1e-2)
 
 
+@pytest.mark.parametrize("name, wrong, message", [
+    ("advantage", torch.zeros(2, 2), r"advantage is \(2, 2\) torch.float32: one floating value for each token is wanted"),
+    ("advantage", torch.zeros(4, dtype=torch.int64), r"advantage is \(4,\) torch.int64"),
+    ("mask", torch.ones(4), r"mask is \(4,\) torch.float32: \(4,\) torch.bool is wanted"),
+    ("mask", torch.ones(3, dtype=torch.bool), r"mask is \(3,\) torch.bool: \(4,\) torch.bool is wanted"),
+    ("mask", torch.ones(4, dtype=torch.bool, device="meta"), "mask is on meta and advantage on cpu"),
+    ("moments", torch.zeros(3), r"moments is \(3,\) torch.float32: \(3,\) torch.float64 is wanted"),
+    ("moments", torch.zeros(2, dtype=torch.float64), r"moments is \(2,\) torch.float64"),
+])  # fmt: skip
+def test_an_unfit_tensor_is_named(name, wrong, message):
+    right = {"advantage": torch.zeros(4), "mask": torch.ones(4, dtype=torch.bool), "moments": torch.zeros(3, dtype=torch.float64)}
+    with pytest.raises(ValueError, match=message):
+        whiten_apply(**{**right, name: wrong})
+
+
 def test_op_is_functional_and_has_a_fake_kernel():
     mask = torch.tensor([True, False, True])
     opcheck(torch.ops.megappo.whiten_apply, (torch.randn(3), mask, moments_of(torch.randn(3), mask)))
+
+
+def test_half_precision_is_whitened_in_fp64(kernels):
+    x, mask = torch.randn(70, generator=torch.Generator().manual_seed(2)).bfloat16(), torch.arange(70) % 2 == 0
+    moments = moments_of(x, mask)
+    got = whiten_apply(x.to(kernels), mask.to(kernels), moments.to(kernels)).cpu()
+    torch.testing.assert_close(got, whiten_apply(x.double(), mask, moments), rtol=1e-6, atol=1e-6)
