@@ -1,6 +1,7 @@
 // In blocks of tokens: vector code for what a token has alone (KL, reward - value, rounding, moments), and between them the serial
 // recurrence, one multiply-add per token and lambda on its chain of dependent operations.
 #include <algorithm>
+#include <bit>
 #include <cstring>
 
 #include "advantages/advantages.h"
@@ -12,7 +13,6 @@ constexpr int kLanes = 8;
 using Doubles = double __attribute__((vector_size(8 * kLanes)));
 using Longs = std::int64_t __attribute__((vector_size(8 * kLanes)));
 using Floats = float __attribute__((vector_size(4 * kLanes)));
-using Bytes = std::uint8_t __attribute__((vector_size(kLanes)));
 
 }  // namespace
 
@@ -50,25 +50,62 @@ struct Carry {
   double x_policy = 0.0, x_critic = 0.0;
 };
 
-// The first `count` lanes; the rest is 0.
 template <class V, class T>
-inline V load(const T* at, int count) {
-  V x{};
-  std::memcpy(&x, at, count < kLanes ? static_cast<std::size_t>(count) * sizeof(T) : sizeof(V));
+inline V load(const T* at) {
+  V x;
+  std::memcpy(&x, at, sizeof x);
   return x;
 }
 
 template <class V, class T>
-inline void store(T* at, const V& x, int count) {
-  std::memcpy(at, &x, count < kLanes ? static_cast<std::size_t>(count) * sizeof(T) : sizeof(V));
+inline void store(T* at, const V& x) {
+  std::memcpy(at, &x, sizeof x);
 }
 
-inline Doubles load_floats(const float* at, int count) { return __builtin_convertvector(load<Floats>(at, count), Doubles); }
+// Eight tokens at once, or fewer at the end of a block: those lanes are 0.
+struct Whole {
+  template <class V, class T>
+  V read(const T* at) const { return load<V>(at); }
+  template <class V, class T>
+  void write(T* at, const V& x) const { store(at, x); }
+};
 
-inline void store_floats(float* at, Doubles x, int count) { store(at, __builtin_convertvector(x, Floats), count); }
+struct Part {
+  int count;
+  template <class V, class T>
+  V read(const T* at) const {
+    V x{};
+    std::memcpy(&x, at, static_cast<std::size_t>(count) * sizeof(T));
+    return x;
+  }
+  template <class V, class T>
+  void write(T* at, const V& x) const { std::memcpy(at, &x, static_cast<std::size_t>(count) * sizeof(T)); }
+};
 
-// -1 where sampled.
-inline Longs load_mask(const bool* at, int count) { return __builtin_convertvector(load<Bytes>(at, count), Longs) != 0; }
+template <class Lanes>
+inline Doubles read_floats(const Lanes& lanes, const float* at) {
+  return __builtin_convertvector(lanes.template read<Floats>(at), Doubles);
+}
+
+template <class Lanes>
+inline void write_floats(const Lanes& lanes, float* at, const Doubles& x) {
+  lanes.write(at, __builtin_convertvector(x, Floats));
+}
+
+// -1 where sampled. The eight bytes go to every lane and each shifts its own down, which needs no widening of bytes.
+template <class Lanes>
+inline Longs read_mask(const Lanes& lanes, const bool* at) {
+  static_assert(std::endian::native == std::endian::little);
+  constexpr Longs kByte = {0, 8, 16, 24, 32, 40, 48, 56};
+  struct Bytes {
+    std::int64_t all;
+  };
+  return -(((Longs{} + lanes.template read<Bytes>(at).all) >> kByte) & 1);
+}
+
+inline Doubles where(const Longs& mask, const Doubles& x) {
+  return std::bit_cast<Doubles>(mask & std::bit_cast<Longs>(x));
+}
 
 // e^x - 1 for x <= 20 to 1e-16 of max(|x|, result), for many lanes at once.
 inline Doubles expm1_below_20(Doubles x) {
@@ -83,8 +120,7 @@ inline Doubles expm1_below_20(Doubles x) {
     p = p * r + 1.0 / k;
   }
   p = p * r * r + r;
-  const Longs exponent = (reinterpret_cast<const Longs&>(shifted) + 1023) << 52;
-  const Doubles power = reinterpret_cast<const Doubles&>(exponent);
+  const Doubles power = std::bit_cast<Doubles>((std::bit_cast<Longs>(shifted) + 1023) << 52);
   return power * p + (power - 1.0);
 }
 
@@ -95,21 +131,21 @@ inline Doubles kl_of(Kl kind, Doubles log_ratio) {
   return expm1_below_20(minus > kMaxLogRatio ? Doubles{} + kMaxLogRatio : minus) + log_ratio;
 }
 
-inline Doubles load_reward(const AdvantageArgs& a, std::int64_t t, int count) {
-  if (a.reward) return load_floats(a.reward + t, count);
+template <class Lanes>
+inline Doubles read_reward(const AdvantageArgs& a, const Lanes& lanes, std::int64_t t) {
+  if (a.reward) return read_floats(lanes, a.reward + t);
   if (a.kl == Kl::none) return Doubles{};
-  return -a.kl_coef * kl_of(a.kl, load_floats(a.logprob + t, count) - load_floats(a.ref_logprob + t, count));
+  return -a.kl_coef * kl_of(a.kl, read_floats(lanes, a.logprob + t) - read_floats(lanes, a.ref_logprob + t));
 }
 
-void prepare(const AdvantageArgs& a, std::int64_t first, int n, Block& block) {
-  for (int i = 0; i < n; i += kLanes) {
-    const Longs sampled = load_mask(a.mask + first + i, n - i);
-    const Doubles value = sampled ? load_floats(a.value + first + i, n - i) : Doubles{};
-    const Doubles reward = sampled ? load_reward(a, first + i, n - i) : Doubles{};
-    store(block.shaped + i, reward, kLanes);
-    store(block.value + i, value, kLanes);
-    store(block.u + i, reward - value, kLanes);
-  }
+template <class Lanes>
+inline void prepare(const AdvantageArgs& a, const Lanes& lanes, std::int64_t first, int i, Block& block) {
+  const Longs sampled = read_mask(lanes, a.mask + first + i);
+  const Doubles value = where(sampled, read_floats(lanes, a.value + first + i));
+  const Doubles reward = where(sampled, read_reward(a, lanes, first + i));
+  store(block.shaped + i, reward);
+  store(block.value + i, value);
+  store(block.u + i, reward - value);
 }
 
 // Tokens [low, high) of the block, one sequence or part of one. The factor of a masked token is 1 and its u and value are 0, which
@@ -163,34 +199,38 @@ void walk(const AdvantageArgs& a, std::int64_t first, int n, Block& block, Carry
   }
 }
 
-void finish(const AdvantageArgs& a, std::int64_t first, int n, const Block& block, Moments& moments) {
-  for (int i = 0; i < n; i += kLanes) {
-    const Longs sampled = load_mask(a.mask + first + i, n - i);
-    const Doubles u = load<Doubles>(block.u + i, kLanes), value = load<Doubles>(block.value + i, kLanes);
-    const Doubles advantage = sampled ? u + load<Doubles>(block.x_policy + i, kLanes) : Doubles{};
-    const Doubles returns = sampled ? u + load<Doubles>(block.x_critic + i, kLanes) + value : Doubles{};
-    const Floats rounded = __builtin_convertvector(advantage, Floats);
-    store(a.advantage + first + i, rounded, n - i);
-    store_floats(a.returns + first + i, returns, n - i);
-    if (a.shaped) store_floats(a.shaped + first + i, load<Doubles>(block.shaped + i, kLanes), n - i);
-    const Doubles kept = __builtin_convertvector(rounded, Doubles);
-    moments.count -= sampled;
-    moments.sum += kept;
-    moments.squares += kept * kept;
-  }
+template <class Lanes>
+inline void finish(const AdvantageArgs& a, const Lanes& lanes, std::int64_t first, int i, const Block& block, Moments& moments) {
+  const Longs sampled = read_mask(lanes, a.mask + first + i);
+  const Doubles u = load<Doubles>(block.u + i), value = load<Doubles>(block.value + i);
+  const Floats rounded = __builtin_convertvector(where(sampled, u + load<Doubles>(block.x_policy + i)), Floats);
+  lanes.write(a.advantage + first + i, rounded);
+  write_floats(lanes, a.returns + first + i, where(sampled, u + load<Doubles>(block.x_critic + i) + value));
+  if (a.shaped) write_floats(lanes, a.shaped + first + i, load<Doubles>(block.shaped + i));
+  const Doubles kept = __builtin_convertvector(rounded, Doubles);
+  moments.count -= sampled;
+  moments.sum += kept;
+  moments.squares += kept * kept;
 }
 
-void one_task(const AdvantageArgs& a, std::int64_t low, std::int64_t high, std::int64_t last_sequence, Moments& moments) {
+// Whole sequences in tokens [low, high); by value, so that no store can change the arguments under the loops.
+Moments one_task(const AdvantageArgs a, std::int64_t low, std::int64_t high, std::int64_t last_sequence) {
   Block block;
+  Moments moments;
   Carry carry{last_sequence};
   for (std::int64_t end = high; end > low;) {
     const std::int64_t first = std::max(low, end - kBlock);
     const int n = static_cast<int>(end - first);
-    prepare(a, first, n, block);
+    // From the last token here too: the hardware fetches ahead in a stream of one direction.
+    const int whole = n / kLanes * kLanes;
+    if (whole < n) prepare(a, Part{n - whole}, first, whole, block);
+    for (int i = whole - kLanes; i >= 0; i -= kLanes) prepare(a, Whole{}, first, i, block);
     walk(a, first, n, block, carry);
-    finish(a, first, n, block, moments);
+    if (whole < n) finish(a, Part{n - whole}, first, whole, block, moments);
+    for (int i = whole - kLanes; i >= 0; i -= kLanes) finish(a, Whole{}, first, i, block, moments);
     end = first;
   }
+  return moments;
 }
 
 }  // namespace
@@ -200,9 +240,7 @@ void advantage_tokens(const AdvantageArgs& a, std::int64_t begin, std::int64_t e
   for (std::int64_t task = begin; task < end; ++task) {
     const std::int64_t from = std::lower_bound(cu, starts_end, task * kTokensPerTask) - cu;
     const std::int64_t to = std::lower_bound(cu + from, starts_end, (task + 1) * kTokensPerTask) - cu;
-    Moments moments;
-    one_task(a, cu[from], cu[to], to - 1, moments);
-    moments.store(a.moments + 3 * task);
+    one_task(a, cu[from], cu[to], to - 1).store(a.moments + 3 * task);
   }
 }
 
