@@ -271,6 +271,7 @@ def _kept_ids(ids: Sequence[int], logprobs: Sequence[float], best: int) -> KeptI
     """ids, logprobs: for every token those of the sampled id and then of the `best` most likely, -inf where top-k or top-p cut."""
     table = numpy.array(ids, dtype=numpy.int32).reshape(-1, best + 1)
     kept = (numpy.array(logprobs, dtype=numpy.float32) > -numpy.inf).reshape(table.shape)
-    # The sampled id stands again in its place among the best, unless more ids tie with the last of them than were asked for.
+    # The sampled id stands again in its place among the best; where more ids tie than were asked for it may take that of the last.
     kept[:, 0] &= ~(kept[:, 1:] & (table[:, 1:] == table[:, :1])).any(1)
+    kept[:, best] &= ~kept[:, 0]
     return KeptIds(array("i", kept.sum(1, dtype=numpy.int32).tobytes()), array("i", table[kept].tobytes()))

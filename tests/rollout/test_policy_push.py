@@ -28,6 +28,7 @@ from ..bridge.engines import layout_mistakes, read_checkpoint
 from ..engine.runs import recorded_batch
 from ..models.checkpoints import write_checkpoint
 from ..worlds import spawn_world
+from . import truncated
 from .engines import garbage_kept, make_engine
 
 RANKS = 2
@@ -48,9 +49,14 @@ CASES: dict[str, tuple[str, dict, int, tuple[dict, ...]]] = {
     )),
     "unnormalised experts to tp1 x 2": ("qwen3_moe", {**_MOE, "norm_topk_prob": False}, 1, (dict(ep=2),)),
     "dense to tp1 x 2": ("llama", _LLAMA, 1, (dict(pp=2, vpp=2), dict(cp=2))),
-    "dense to tp2": ("llama", _LLAMA, 2, (dict(pp=2, layers_per_stage=(3, 1)), dict(pp=2, vpp=2, layers_per_stage=(1, 0, 2, 1)))),
+    "dense to tp2": ("llama", _LLAMA, 2, (
+        dict(tp=2, sequence_parallel=True), dict(pp=2, layers_per_stage=(3, 1)), dict(pp=2, vpp=2, layers_per_stage=(1, 0, 2, 1)),
+    )),
 }  # fmt: skip
 FAULTY = "experts to tp1 x 2"
+# Cases that also sample with top-k and top-p; the last layout of TIED has the whole output layer on every rank.
+TRUNCATED = ("dense to tp1 x 2", "dense to tp2")
+TIED = "dense to tp1 x 2"
 
 
 # ------------------------------------------------------------------------------------------------------------- in the world
@@ -123,6 +129,10 @@ def run_case(rank: int, path: str, name: str) -> dict[str, Any]:
             trained = push_and_draw(engine, policy, 2)
             del trained["responses"]
             results["push"][str(policy.engine.groups.layout)] = [loaded, trained, stale]
+            if name in TRUNCATED:
+                results.setdefault("truncated", {})[str(policy.engine.groups.layout)] = truncated.measure(engine, policy, requests())
+        if name == TIED:
+            results["ties"] = truncated.measure_ties(engine, policy, requests(), 3)
         if name == FAULTY:
             results["faults"] = run_faults(engine, path)
     return results
@@ -281,3 +291,50 @@ def test_kernels_of_experts_must_be_renewed(faults):
     """Fails when a vLLM no longer needs it: then `VllmReceiver.close_module` can do without."""
     for result in faults:
         assert result["kept_kernels"] > 0.1 and result["renewed_kernels"] < TOLERANCE
+
+
+# ----------------------------------------------------------------------------------------------------- top-k and top-p
+
+TRUNCATED_PUSHES = [param for param in PUSHES if param.values[0] in TRUNCATED]
+
+
+@pytest.mark.parametrize("name, layout", TRUNCATED_PUSHES)
+@pytest.mark.parametrize("how", ["vllm", "top_k", "stopped", "worded", "megatron"])
+def test_logprobs_over_the_recorded_ids_are_those_of_the_sampler(world, name, layout, how):
+    for result in world:
+        found = result[name]["truncated"][layout][how]
+        assert found["exact"] < TOLERANCE and found["own"] == 1.0
+        assert found["agreement"].max < TOLERANCE and found["agreement"].kept.overflow == 0.0
+        assert found["agreement"].kept.ids == pytest.approx(sum(found["counts"]) / len(found["counts"]))
+        assert found["without"] > 0.1, "over the whole vocabulary they are others"
+        assert how == "megatron" or found["others"] < 0.9, "the ids of another token are others"
+
+
+@pytest.mark.parametrize("name, layout", TRUNCATED_PUSHES)
+def test_top_k_leaves_k_ids_and_top_p_fewer(world, name, layout):
+    for result in world:
+        found = result[name]["truncated"][layout]
+        assert set(found["top_k"]["counts"]) == {5}
+        assert max(found["vllm"]["counts"]) <= 5 and min(found["vllm"]["counts"]) < 5
+        drawn, stopped, worded = found["lengths"]
+        assert sum(stopped) < sum(drawn) and sum(worded) < sum(drawn) and len(found["stopped"]["counts"]) == sum(stopped)
+        assert found["greedy"] == [None] * len(drawn), "an evaluation records nothing"
+
+
+@pytest.mark.parametrize("how", ["vllm", "megatron"])
+def test_ids_that_tie_with_the_kth_best_are_recorded(world, how):
+    for result in world:
+        found = result[TIED]["ties"]["twins"][how]
+        # the last of 131 ids has no twin
+        assert 6 in found["counts"] and set(found["counts"]) <= {5, 6} and found["own"] == 1.0
+        assert found["exact"] < TOLERANCE and found["agreement"].kept.overflow == 0.0
+
+
+@pytest.mark.parametrize("how", ["vllm", "megatron"])
+def test_more_ties_than_can_be_recorded_are_counted_and_show_in_the_agreement(world, how):
+    """All 131 ids are drawn with the same probability and 21 are recorded."""
+    for result in world:
+        found = result[TIED]["ties"]["equal"][how]
+        assert set(found["counts"]) == {truncated.TOP_K.kept_width} == {21} and found["own"] == 1.0
+        assert found["agreement"].kept.overflow == 1.0
+        assert found["agreement"].mean == pytest.approx(1 / 21 - 1 / 131, rel=1e-4)
