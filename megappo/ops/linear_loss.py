@@ -1,0 +1,213 @@
+"""A loss of token log-probs from hidden states with three matrix products: logits, dhidden, dweight.
+
+`linear_token_loss` takes any loss that is a sum over tokens, `linear_ppo` is the clipped policy loss. For a chunk of tokens at a time
+the logits are computed, merged over the tensor-parallel group to log-prob and entropy, and the loss gives the gradient of these,
+so the logits' gradient is written over the logits while they exist: nothing is computed again and nothing of size [T, Vl] is
+kept. All gradients come from the forward; the backward multiplies them by the upstream scalar. That saves the fourth product of
+`linear_logprob`'s backward for a dweight in fp32 between forward and backward.
+
+Where a token's loss needs the log-probs of tokens on other ranks (context parallel), `linear_logprob` and a loss after it do the
+same in two steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Callable, Literal, Optional
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megappo.ops.gemm import add_mm_, compute_dtype
+from megappo.ops.linear_blocks import LinearLogits, cut
+from megappo.ops.linear_logprob import LinearCall, handed_over, linear_call, main_grad_of
+from megappo.ops.losses import entropy_loss, policy_loss
+from megappo.ops.vocab_shard import IGNORE_INDEX, inverse_temperature, merge_shards
+
+# Of the device, not of the shard: ranks with uneven shards must make the same collectives.
+CHUNK_TOKENS = {"cpu": 512, "cuda": 4096}
+
+TokenLoss = Callable[[slice, Tensor, Optional[Tensor]], tuple[Tensor, dict[str, Tensor]]]
+"""(tokens, logprob [t], entropy [t] or None) -> (scalar sum over these tokens, metrics). The same on every rank of the group."""
+
+
+@dataclass(frozen=True)
+class LinearLoss:
+    """loss: scalar, differentiable with respect to hidden and weight. logprob, entropy: [T], without gradient. metrics: those of
+    the token loss over all chunks: *_max by maximum, others by sum."""
+
+    loss: Tensor
+    logprob: Tensor
+    entropy: Optional[Tensor]
+    metrics: dict[str, Tensor]
+
+
+def linear_token_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    token_loss: TokenLoss,
+    group: Optional[dist.ProcessGroup],
+    *,
+    sequence_parallel: bool = False,
+    vocab_start: int,
+    num_valid: int,
+    temperature: float | Tensor = 1.0,
+    chunk_tokens: Optional[int] = None,
+    want_entropy: bool = True,
+    ignore_index: int = IGNORE_INDEX,
+    logits_dtype: Literal["fp32", "bf16"] = "fp32",
+    kept: Optional[Tensor] = None,
+    into_main_grad: bool = False,
+) -> LinearLoss:
+    """Sum of token_loss over chunks of `linear_logprob`'s results, with its gradients; arguments as there.
+
+    chunk_tokens: tokens whose logits exist at a time, None for 512 on the CPU and 4096 on a GPU, so [4096, Vl] fp32. The group
+    gathers statistics once per chunk and reduces dhidden once, in the forward. Raises ValueError as `linear_logprob`.
+    """
+    call = linear_call(
+        hidden, weight, target, group, sequence_parallel, vocab_start, num_valid, temperature, chunk_tokens, ignore_index,
+        logits_dtype, kept, into_main_grad,
+    )
+    _, row_inv_temp = inverse_temperature(temperature, target)
+    wanted = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    with torch.no_grad():
+        rows = call.all_rows(hidden)
+        chunks = _Chunks(call, call.problem(rows, weight, target.long(), row_inv_temp, kept), token_loss, want_entropy, wanted)
+        result = chunks.run()
+    if not wanted:
+        return result
+    dhidden = call.sum_over_shards(chunks.dhidden)
+    return LinearLoss(
+        _WithGradients.apply(hidden, weight, result.loss, dhidden, chunks.dweight, into_main_grad),
+        result.logprob, result.entropy, result.metrics,
+    )
+
+
+def linear_ppo(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    old_logprob: Tensor,
+    advantage: Tensor,
+    token_weight: Tensor,
+    group: Optional[dist.ProcessGroup],
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: Optional[float] = None,
+    entropy_coef: float = 0.0,
+    **where: Any,
+) -> LinearLoss:
+    """`policy_loss` of `linear_logprob`, plus entropy_coef * `entropy_loss`, in three matrix products.
+
+    old_logprob, advantage, token_weight: [T], each about the target of its row. where: the keyword arguments of
+    `linear_token_loss`; without an entropy bonus the entropy is None. Metrics: those of the two losses.
+    """
+    for name, field in {"old_logprob": old_logprob, "advantage": advantage, "token_weight": token_weight}.items():
+        if field.shape != target.shape:
+            raise ValueError(f"{name} {tuple(field.shape)} is not one value for each of {target.numel()} tokens")
+
+    def token_loss(tokens: slice, logprob: Tensor, entropy: Optional[Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        loss, metrics = policy_loss(
+            logprob, old_logprob[tokens], advantage[tokens], token_weight[tokens],
+            clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip,
+        )
+        if entropy is None:
+            return loss, metrics
+        bonus, entropy_metrics = entropy_loss(entropy, token_weight[tokens])
+        return loss + entropy_coef * bonus, {**metrics, **entropy_metrics}
+
+    return linear_token_loss(hidden, weight, target, token_loss, group, want_entropy=entropy_coef != 0.0, **where)
+
+
+class _Chunks:
+    """One pass over the chunks of tokens; `dhidden` is this shard's part."""
+
+    def __init__(self, call: LinearCall, problem: LinearLogits, token_loss: TokenLoss, want_entropy: bool, gradients: bool) -> None:
+        self.call, self.problem = call, problem
+        self.token_loss, self.want_entropy, self.gradients = token_loss, want_entropy, gradients
+        hidden, weight = problem.hidden, problem.weight
+        self.dhidden = torch.zeros_like(hidden, memory_format=torch.contiguous_format) if gradients else hidden
+        dtype = compute_dtype(weight.dtype)
+        self.dweight = torch.zeros(weight.shape, dtype=dtype, device=weight.device) if gradients else weight
+
+    def run(self) -> LinearLoss:
+        num_tokens = self.problem.num_tokens
+        step = self.call.chunk_tokens or CHUNK_TOKENS[self.problem.hidden.device.type]
+        # without tokens the loss is asked all the same, for its metrics and so that every rank makes the same collectives
+        results = [self.chunk(tokens) for tokens in cut(num_tokens, step) or [slice(0, 0)]]
+        losses, logprobs, entropies, metrics = zip(*results)
+        return LinearLoss(
+            torch.stack(losses).sum(),
+            torch.cat(logprobs),
+            torch.cat(entropies) if self.want_entropy else None,
+            {name: _combined(name, [m[name] for m in metrics]) for name in metrics[0]},
+        )
+
+    def chunk(self, tokens: slice) -> tuple[Tensor, Tensor, Optional[Tensor], dict[str, Tensor]]:
+        problem, shard = self.problem, self.call.shard
+        columns = slice(0, problem.num_valid)
+        logits = self.logits(tokens)
+        stats = problem.stats(logits, tokens, columns, self.want_entropy)
+        logprob, entropy, lse = merge_shards(stats, problem.target[tokens], shard)
+        loss, g_logprob, g_entropy, metrics = self.differentiate(tokens, logprob, entropy if self.want_entropy else None)
+        if self.gradients:
+            dlogits = problem.dlogits(logits, tokens, columns, lse, entropy, g_logprob, g_entropy, own=True)
+            self.dhidden[tokens] = dlogits @ problem.weight[columns]
+            for block in problem.blocks(dlogits.shape[0])[1]:
+                add_mm_(self.dweight[block], dlogits[:, block].t(), problem.hidden[tokens], first=tokens.start == 0)
+        return loss, logprob, entropy if self.want_entropy else None, metrics
+
+    def logits(self, tokens: slice) -> Tensor:
+        """[t, num_valid], made of blocks: on the CPU the weights of one at a time are widened."""
+        problem = self.problem
+        h = problem.operand(problem.hidden[tokens])
+        logits = h.new_empty(h.shape[0], problem.num_valid, dtype=problem.dtype)
+        for columns in problem.blocks(h.shape[0])[1]:
+            logits[:, columns] = problem.logits(h, problem.operand(problem.weight[columns]), tokens, columns)
+        return logits
+
+    def differentiate(
+        self, tokens: slice, logprob: Tensor, entropy: Optional[Tensor]
+    ) -> tuple[Tensor, Tensor, Optional[Tensor], dict[str, Tensor]]:
+        """(loss, its gradients by logprob and entropy, metrics) of a chunk."""
+        with torch.enable_grad():
+            leaf = logprob.detach().requires_grad_()
+            entropy_leaf = None if entropy is None else entropy.detach().requires_grad_()
+            loss, metrics = self.token_loss(tokens, leaf, entropy_leaf)
+            if not self.gradients:
+                return loss.detach(), leaf, None, metrics
+            inputs = [leaf] if entropy_leaf is None else [leaf, entropy_leaf]
+            gradients = torch.autograd.grad(loss, inputs, materialize_grads=True)
+        return loss.detach(), gradients[0], gradients[1] if len(gradients) == 2 else None, metrics
+
+
+def _combined(name: str, values: list[Tensor]) -> Tensor:
+    stacked = torch.stack([value.detach() for value in values])
+    return stacked.amax(0) if name.endswith("_max") else stacked.sum(0)
+
+
+class _WithGradients(torch.autograd.Function):
+    """`loss` with gradients that are known already."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, loss: Tensor, dhidden: Tensor, dweight: Tensor, into_main_grad: bool
+    ) -> Tensor:
+        ctx.save_for_backward(weight, dhidden, dweight)
+        ctx.into_main_grad = into_main_grad
+        return loss.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Optional[Tensor], ...]:
+        weight, dhidden, dweight = ctx.saved_tensors
+        if ctx.into_main_grad:
+            main_grad_of(weight).addcmul_(dweight, g)
+            weight_grad = handed_over(weight)
+        else:
+            weight_grad = (dweight * g).to(weight.dtype)
+        return dhidden * g, weight_grad, None, None, None, None
