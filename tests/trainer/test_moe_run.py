@@ -1,7 +1,7 @@
-"""Complete PPO steps of models that are more than a dense transformer, with vLLM in the loop: experts, and sliding windows.
+"""Complete PPO steps beyond a dense transformer and plain sampling, with vLLM in the loop: experts, sliding windows, top-k and top-p.
 
 Every step compares the sampler's probabilities with the trainer's; from the second step on they are those of weights that were
-trained and pushed. The third run leaves the pushes out, to show that the comparison would notice.
+trained and pushed. The last run leaves the pushes out, to show that the comparison would notice.
 """
 
 from __future__ import annotations
@@ -75,6 +75,16 @@ def runs(tmp_path_factory) -> Path:
     moe |= {"policy.router_aux_coef": 0.01, "critic.router_aux_coef": 0.01}
     window = {"policy.parallel": {"cp": 2}, "critic.parallel": {"pp": 2}, "rollout.tp": 2}
     runs = [(config_of(folder, "moe", "moe", **moe), False), (config_of(folder, "window", "window", **window), False)]
+    # One update a step, so that every ratio is of the policy to itself.
+    cut = {"rollout.sampling": {"temperature": 0.7, "top_p": 0.8, "top_k": 5}, "algorithm.mini_batch_size": 32}
+    cut |= {"algorithm.entropy_coef": 0.01}
+    by_trainer = {**cut, "rollout.engine": "megatron", "trainer.steps": 2}
+    whole = {**by_trainer, "rollout.sampling": {**cut["rollout.sampling"], "replay_kept_tokens": False}}
+    runs += [
+        (config_of(folder, "truncated", "window", **{**window, **cut, "rollout.tp": 1}), False),
+        (config_of(folder, "truncated_megatron", "moe", **moe, **by_trainer), False),
+        (config_of(folder, "not_replayed", "moe", **moe, **whole), False),
+    ]
     stale = [(config_of(folder, "stale", "moe", **moe, **{"rollout.max_prob_diff": 1.0}), False)]
     spawn_world(run_all, 2, runs, stale, timeout_s=400)
     return folder
@@ -113,3 +123,26 @@ def test_the_load_of_the_experts_is_logged(runs: Path) -> None:
 def test_a_window_hides_part_of_every_prompt(runs: Path) -> None:
     """Otherwise the run would say nothing about windows."""
     assert min(row["lengths/prompt_mean"] for row in steps_of(runs, "window")) > WINDOW
+
+
+@pytest.mark.parametrize("name, steps", [("truncated", STEPS), ("truncated_megatron", 2)])
+def test_the_trainer_computes_the_probabilities_of_truncated_sampling(runs: Path, name: str, steps: int) -> None:
+    rows = steps_of(runs, name)
+    assert len(rows) == steps
+    for row in rows:
+        assert row["rollout/prob_diff_max"] < AGREEMENT and row["rollout/kept_overflow"] == 0.0
+        assert 1.0 < row["rollout/kept_ids"] < 5.0
+        assert row["policy/ratio_max"] == pytest.approx(1.0, abs=1e-6), "the updates are over the same ids"
+        assert row["policy/entropy"] < torch.log(torch.tensor(5.0)), "of at most five ids"
+        assert row["policy/grad_norm"] > 0 and row["policy/skipped_updates"] == 0
+    # The reference starts as the policy and is held against it over the same ids.
+    assert abs(rows[0]["kl/per_token"]) < AGREEMENT < abs(rows[1]["kl/per_token"])
+
+
+def test_without_replay_the_probabilities_are_of_the_whole_vocabulary(runs: Path) -> None:
+    """Half of the comparison is all that there is then, and the responses are the same."""
+    for row, replayed in zip(steps_of(runs, "not_replayed")[:1], steps_of(runs, "truncated_megatron")):
+        assert row["rollout/prob_diff_max"] < AGREEMENT and "rollout/kept_ids" not in row
+        assert row["reward/score_mean"] == replayed["reward/score_mean"]
+        assert row["policy/entropy"] > 1.5 * replayed["policy/entropy"]
+        assert row["policy/ratio_max"] == pytest.approx(1.0, abs=1e-6)
