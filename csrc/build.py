@@ -163,14 +163,16 @@ def build(library: Path, work: Path) -> str:
             compile_cxx(source, "", _torch_flags(torch) if source.name == "binding.cpp" else [])
     _run_all(commands)
     extra: list[str] = []
+    archs = os.environ.get("MEGAPPO_CUDA_ARCHS", DEFAULT_ARCHS) if with_cuda else ""
     if with_cuda:
-        cuda_objects = compile_cuda(work, os.environ.get("MEGAPPO_CUDA_ARCHS", DEFAULT_ARCHS))
+        cuda_objects = compile_cuda(work, archs)
         objects += cuda_objects
         toolkit = Path(nvcc_path() or "").parent.parent
         extra = [f"-L{toolkit / 'lib64'}", "-lcudart"]
     _link(objects, library, torch, extra)
     facts = library.with_suffix(".json")
-    facts.write_text(json.dumps({"torch": torch.version, "isas": isas(), "cuda": with_cuda, "cuda_reason": reason}) + "\n")
+    built = {"torch": torch.version, "isas": isas(), "cuda": with_cuda, "cuda_archs": archs, "cuda_reason": reason}
+    facts.write_text(json.dumps(built) + "\n")
     if with_cuda:
         return f"C++ kernels ({', '.join(isas())}) and CUDA kernels built; registers and spills are in {work / 'ptxas.log'}"
     return f"C++ kernels built ({', '.join(isas())}); CUDA kernels skipped: {reason}. On a GPU the Triton kernels would run."

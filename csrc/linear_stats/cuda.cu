@@ -255,6 +255,7 @@ __device__ __forceinline__ void consume(Ring ring, const LinearStatsArgs& a, con
                                     __shfl_xor_sync(kAllLanes, row.t, offset), __shfl_xor_sync(kAllLanes, row.z, offset)});
       }
       if (lane % 4 == 0 && token + 8 * h < a.num_tokens) {
+        if (a.target[token + 8 * h] == a.ignore_index) row = RowStats{};  // what vocab_stats has for it: an empty shard
         reinterpret_cast<float4*>(a.partial)[split * a.num_tokens + token + 8 * h] = make_float4(row.m, row.s, row.t, row.z);
       }
     }

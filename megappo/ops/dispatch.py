@@ -10,6 +10,7 @@ missing is an error with the reason. The choice holds for the whole process, as 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, Callable, Iterator, Optional, get_args
@@ -129,9 +130,25 @@ def _lookup(candidate: str, name: str) -> Optional[Callable[..., Any]]:
     if candidate == "reference":
         return _references[name]
     if candidate == "triton":
-        file = _references[name].__module__.rsplit(".", 1)[1]
-        return getattr(importlib.import_module(f"megappo.ops.triton.{file}"), name, None)
+        return _in_python("triton", name)
     _load_library()
+    # A CUDA kernel that leaves some calls to others has a file that says which; `usable` there speaks for the whole GPU.
+    found = _in_python("cuda", name) if candidate == "cuda" else None
+    return found or native_op(name)
+
+
+def _in_python(folder: str, name: str) -> Optional[Callable[..., Any]]:
+    """The function NAME of ops/<folder>/<file of the op>, where there is one that can run here."""
+    path = f"megappo.ops.{folder}.{_references[name].__module__.rsplit('.', 1)[1]}"
+    if importlib.util.find_spec(path) is None:
+        return None
+    module = importlib.import_module(path)
+    usable: Callable[[], bool] = getattr(module, "usable", lambda: True)
+    return getattr(module, name, None) if usable() else None
+
+
+def native_op(name: str) -> Optional[Callable[..., Any]]:
+    """The compiled op of this name, None where there is none. The library is loaded by the choice of an implementation."""
     return getattr(getattr(torch.ops, _selection.native), name, None)
 
 

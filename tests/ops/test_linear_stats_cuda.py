@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megappo.ops import dispatch
+from megappo.ops.cuda import linear_stats as cuda_linear_stats
 
 IGNORE = -100
 BF16 = torch.bfloat16
@@ -79,7 +80,9 @@ def oracle(p: Problem) -> Tensor:
     local = p.target - p.vocab_start
     owned = (local >= 0) & (local < p.num_valid) & (p.target != IGNORE)
     z = x.gather(1, local.clamp(0, p.num_valid - 1)[:, None])[:, 0].masked_fill(~owned, -torch.inf)
-    return torch.stack((m, e.sum(1), (e * d.masked_fill(e == 0, 0.0)).sum(1), z), 1)
+    stats = torch.stack((m, e.sum(1), (e * d.masked_fill(e == 0, 0.0)).sum(1), z), 1)
+    stats[p.target == IGNORE] = torch.tensor([-torch.inf, 0.0, 0.0, -torch.inf], dtype=stats.dtype)
+    return stats
 
 
 def assert_matches(stats: Tensor, p: Problem) -> None:
@@ -149,7 +152,7 @@ def test_every_column_is_counted_once_and_padding_never(kernel):
     """Equal logits: s is the number of columns, exactly."""
     for num_valid in (1, 255, 256, 257, 700):
         p = problem(3, 64, 700, num_valid)
-        p.hidden = torch.zeros_like(p.hidden)
+        p.hidden, p.target = torch.zeros_like(p.hidden), torch.zeros(3, dtype=torch.int64)
         stats = p.run(kernel)
         assert stats[:, 1].tolist() == [num_valid] * 3 and not stats[:, [0, 2]].any()
 
@@ -187,6 +190,7 @@ def test_common_offset_leaves_s_and_t(kernel, offset):
 
 def test_minus_infinity_contributes_nothing_and_nan_stays_in_its_row(kernel):
     p = problem(150, 64, 600, 600, seed=4)
+    p.target.clamp_(min=0)
     p.hidden[:, 0] = 1.0
     p.weight[1::2, 0] = -torch.inf
     p.hidden[17, 5] = torch.nan
@@ -214,15 +218,18 @@ def test_extreme_logits_do_not_overflow(kernel):
 def test_ignored_and_foreign_targets_have_no_logit(kernel):
     p = problem(8, 64, 300, 290, vocab_start=1000, seed=5)
     p.target = torch.tensor([IGNORE, 999, 1000, 1289, 1290, 1299, 2**40, -(2**40)])
-    assert p.run(kernel)[:, 3].isfinite().tolist() == [False, False, True, True] + [False] * 4
-    p.vocab_start = -200  # an ignored id that would be a column
-    assert not p.run(kernel)[0, 3].isfinite()
+    p.hidden[0] = torch.nan
+    for start in (1000, -200):  # from -200 on the ignored id would be a column
+        p.vocab_start = start
+        stats = p.run(kernel)
+        assert stats[0].tolist() == [-torch.inf, 0.0, 0.0, -torch.inf] and stats[1:, :3].isfinite().all()
+        assert stats[:, 3].isfinite().tolist() == [False, False, start > 0, start > 0] + [False] * 4
 
 
 def test_entropy_can_be_left_out(kernel):
     p = problem(130, 64, 600, 590, seed=6)
     with_t, without = p.run(kernel), p.run(kernel, want_entropy=False)
-    assert torch.equal(with_t[:, [0, 1, 3]], without[:, [0, 1, 3]]) and not without[:, 2].any() and with_t[:, 2].all()
+    assert torch.equal(with_t[:, [0, 1, 3]], without[:, [0, 1, 3]]) and not without[:, 2].any() and with_t[p.target != IGNORE, 2].all()
 
 
 def test_equal_calls_give_equal_bits_and_inputs_stay(kernel):
@@ -269,6 +276,46 @@ def test_what_the_kernel_does_not_take_is_refused(kernel, text):
     BAD[text](p)
     with pytest.raises(RuntimeError, match=text):
         p.run(kernel)
+
+
+CALLS = {  # changes to a call of the op; whether the kernel takes it
+    "bf16": ({}, True),
+    "rounded": ({"bf16_logits": True}, True),
+    "invariant": ({"invariant": True}, True),
+    "without entropy": ({"want_entropy": False}, True),
+    "temperature of each row": ({"row_inv_temp": torch.linspace(0.5, 2.0, 40)}, True),
+    "logits wanted": ({"keep_logits": True}, False),
+    "restricted": ({"kept": torch.arange(0, 296, 2).expand(40, -1).contiguous()}, False),
+    "fp32": ({"hidden": torch.float32, "weight": torch.float32}, False),
+    "rows of 14 bytes": ({"columns": 7}, False),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_the_op_takes_the_kernel_where_it_applies_and_blocks_elsewhere(cuda_on_cpu, monkeypatch, call):
+    """The Python side, on CPU tensors: the op's arguments arrive in their places, and the answer is that of the reference."""
+    changes, taken = dict(CALLS[call][0]), CALLS[call][1]
+    p = problem(40, 64, 300, 290, seed=14)
+    p.weight = p.weight.nan_to_num()
+    width = changes.pop("columns", 64)
+    arguments = {
+        "hidden": p.hidden[:, :width].to(changes.pop("hidden", BF16)), "weight": p.weight[:, :width].to(changes.pop("weight", BF16)),
+        "target": p.target, "vocab_start": 0, "num_valid": 290, "inv_temp": 0.7, "row_inv_temp": None, "ignore_index": IGNORE,
+        "want_entropy": True, "kept": None, "bf16_logits": False, "keep_logits": False, "chunk_tokens": 16, "invariant": False,
+    }  # fmt: skip
+    arguments |= changes
+    with dispatch.using("reference"):
+        want = torch.ops.megappo.linear_stats(*arguments.values())
+    calls = []
+    kernel = getattr(torch.ops, cuda_on_cpu).linear_stats_wgmma
+    monkeypatch.setattr(cuda_linear_stats, "native_op", lambda name: lambda *a: calls.append(name) or kernel(*a))
+    with dispatch.using("reference"):
+        got = cuda_linear_stats.linear_stats(*arguments.values())
+    assert calls == ["linear_stats_wgmma"] * taken
+    assert got[1].shape == want[1].shape and got[1].dtype == want[1].dtype
+    # bf16 rounds a logit of 16 by up to 2^-5 when the two sums that are rounded differ in their last bit
+    rtol, atol = (0.05, 0.04) if arguments["bf16_logits"] else (1e-5, 1e-4)
+    torch.testing.assert_close(got[0], want[0], rtol=rtol, atol=atol)
 
 
 @pytest.mark.parametrize("fault", ["no_swizzle", "no_wait", "rows_swapped", "half_weight"])

@@ -1,0 +1,66 @@
+"""`linear_stats` by the WGMMA kernel of csrc/linear_stats, which keeps the logits in registers, where that applies.
+
+It applies on Hopper GPUs to bf16 hidden states and weights whose rows are whole 16 bytes, unless the logits themselves are wanted
+(`keep_logits`) or restricted to kept ids. Every other call of the op runs in blocks, as it does on other GPUs.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+from megappo.ops.dispatch import native_op
+from megappo.ops.kernels import LIBRARY
+from megappo.ops.linear_blocks import LinearLogits, logits_dtype_of
+from megappo.ops.linear_stats import stats_in_blocks
+
+
+def usable() -> bool:
+    """Whether this build has the kernel and the process's GPU runs it."""
+    archs = json.loads(LIBRARY.with_suffix(".json").read_text()).get("cuda_archs", "")
+    return "9.0a" in archs and torch.cuda.get_device_capability() == (9, 0)
+
+
+def takes(hidden: Tensor, weight: Tensor, kept: Optional[Tensor], keep_logits: bool) -> bool:
+    """Whether the kernel computes this call: see the head of the file. Tensor maps want rows of a multiple of 16 bytes."""
+    hidden_size = hidden.shape[1]
+    return (
+        hidden.dtype == weight.dtype == torch.bfloat16
+        and hidden_size > 0
+        and hidden_size % 8 == 0
+        and kept is None
+        and not keep_logits
+    )
+
+
+def linear_stats(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    vocab_start: int,
+    num_valid: int,
+    inv_temp: float,
+    row_inv_temp: Optional[Tensor],
+    ignore_index: int,
+    want_entropy: bool,
+    kept: Optional[Tensor],
+    bf16_logits: bool,
+    keep_logits: bool,
+    chunk_tokens: int,
+    invariant: bool,
+) -> tuple[Tensor, Tensor]:
+    """As the op of this name. The kernel needs no chunks: beside its result it holds 16 bytes for each token and split of the
+    vocabulary (at most 264 splits on an H200, usually 33)."""
+    if takes(hidden, weight, kept, keep_logits):
+        kernel = native_op("linear_stats_wgmma")
+        assert kernel is not None, "usable() asks for a build that has it"
+        stats = kernel(
+            hidden, weight, target, vocab_start, num_valid, inv_temp, row_inv_temp, ignore_index, want_entropy, bf16_logits, invariant
+        )
+        return stats, hidden.new_empty((0, 0), dtype=logits_dtype_of(weight, bf16_logits))
+    problem = LinearLogits(hidden, weight, target, vocab_start, num_valid, inv_temp, row_inv_temp, ignore_index, kept, bf16_logits,
+                           invariant)
+    return stats_in_blocks(problem, want_entropy, keep_logits, chunk_tokens)
