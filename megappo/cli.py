@@ -1,7 +1,7 @@
 """The `megappo` command: parse, call, exit code. What the commands do is elsewhere, and imported only when one is chosen.
 
 Exit codes: 0 done; 1 it ran and failed (or `doctor` found something missing); 2 a mistake of the user, told in one line on
-stderr, before anything was written; 130 interrupted.
+stderr, before anything was written; 75 stopped by a signal after a checkpoint, to be resumed; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ import argparse
 import os
 import sys
 from pathlib import Path
-from typing import Literal, NoReturn, Optional, Sequence
+from typing import Callable, Literal, NoReturn, Optional, Sequence
 
 from megappo.config.errors import ConfigError
 from megappo.platform.quiet import quiet_libraries
 
 Arguments = argparse.Namespace
 PACKAGE = Path(__file__).parent
+EXIT_STOPPED = 75  # EX_TEMPFAIL of sysexits.h: the run was asked to stop, has saved, and can be resumed
 
 
 class Parser(argparse.ArgumentParser):
@@ -27,23 +28,31 @@ class Parser(argparse.ArgumentParser):
 
 
 def cmd_train(args: Arguments) -> int:
-    from megappo.config.checks import check_run_dir
+    from megappo.config.checks import STOPPED, check_run_dir
     from megappo.config.loading import load_config
-    from megappo.launch import is_rank, start_ranks, world_size
+    from megappo.launch.local import start_ranks
+    from megappo.launch.world import is_rank, join_srun, world_size
+    from megappo.resilience.signals import StopRequest
 
+    join_srun()
+    stop = StopRequest()
+    if is_rank():
+        _enter_rank(stop)
     config = load_config(args.config, args.overrides)
     ranks = world_size(config.run)
     if not is_rank():
         # Everything is checked here once, so that a mistake is one line and not the traceback of a launcher.
-        check_run_dir(config.run, args.resume)
+        run_dir = check_run_dir(config.run, args.resume)
         _require_device(config.run.device)
         _prepare(config, ranks, None, resume=args.resume)
-        return start_ranks(ranks, ["train", args.config, *args.overrides, *(["--resume"] if args.resume else [])])
+        code = start_ranks(ranks, ["train", args.config, *args.overrides, *(["--resume"] if args.resume else [])])
+        return EXIT_STOPPED if code == 0 and (run_dir / STOPPED).exists() else code
     prepared = _prepare(config, ranks, None, resume=args.resume)
     _print_on_rank_0(prepared.report())
     from megappo.trainer.main import train
 
-    train(config, prepared.data, resume=args.resume)
+    train(config, prepared.data, resume=args.resume, stop=stop)
+    # 0 after a stop too: with another code, torchrun or srun would take the first rank to leave for a failure and kill the others.
     return 0
 
 
@@ -51,9 +60,11 @@ def cmd_sft(args: Arguments) -> int:
     from megappo.config.checks import check_run_dir
     from megappo.config.loading import load_config
     from megappo.config.schema import SftConfig
-    from megappo.launch import is_rank, start_ranks, world_size
+    from megappo.launch.local import start_ranks
+    from megappo.launch.world import is_rank, join_srun, world_size
     from megappo.plan.prepare import prepare_sft
 
+    join_srun()
     config = load_config(args.config, args.overrides, SftConfig)
     ranks = world_size(config.run)
     if not is_rank():
@@ -71,17 +82,80 @@ def cmd_sft(args: Arguments) -> int:
 
 def cmd_plan(args: Arguments) -> int:
     from megappo.config.loading import load_config
-    from megappo.launch import world_size
+    from megappo.launch.world import world_size
 
     config = load_config(args.config, args.overrides)
     ranks = args.world_size if args.world_size is not None else world_size(config.run)
-    print(_prepare(config, ranks, args.gpu_memory_gib).report(), end="")
+    print(_prepare(config, ranks, args.gpu_memory_gib, resume=args.resume).report(), end="")
     return 0
+
+
+def cmd_launch(args: Arguments) -> int:
+    from megappo.config.checks import check_run_dir
+    from megappo.config.loading import load_config
+    from megappo.launch import submit
+    from megappo.launch.script import Job
+
+    if args.local:
+        return _launch_here(args)
+    for option, value in (("--nodes", args.nodes), ("--gpus-per-node", args.gpus_per_node)):
+        if value is None:
+            raise ConfigError(f"launch: {option} is missing (how many; --local needs none)")
+    config = load_config(args.config, args.overrides)
+    limits = submit.Limits(args.partition, args.account, args.time)
+    job = Job(
+        args.nodes, args.gpus_per_node, gpus=config.run.device != "cpu", launcher=args.launcher, signal_lead_s=args.signal_lead,
+        max_requeues=args.max_requeues, cpus_per_rank=args.cpus_per_rank, container=args.container, mounts=tuple(args.mount),
+        options=(*limits.options(), *args.sbatch),
+    )  # fmt: skip
+    # Seconds here, not a place in the queue: everything that can be known before the ranks start, as `megappo plan` does.
+    submit.check_job(config, job, limits)
+    if not args.dry_run:
+        submit.check_cluster(job, limits)
+    run_dir = check_run_dir(config.run, args.resume)
+    _prepare(config, job.world_size, args.gpu_memory_gib, resume=args.resume, device="cuda" if job.gpus else "cpu")
+    if args.dry_run:
+        print(submit.print_script(config, job, resume=args.resume), end="")
+        return 0
+    folder = submit.record(config, run_dir)
+    job_id = submit.submit(config, job, folder, resume=args.resume)
+    print((folder / "job.sbatch").read_text())
+    for note in submit.remarks(config, job, limits):
+        print(f"note: {note}")
+    print(f"job {job_id}: {job.nodes} nodes x {job.ranks_per_node} ranks, {job.launcher}")
+    print(f"log:     {folder / f'job-{job_id}.log'}")
+    print(f"rank 0:  {folder / 'attempt-0' / 'rank-0.log'}")
+    print(f"stop it with a checkpoint: scancel --signal=USR1 {job_id}")
+    return 0
+
+
+def _launch_here(args: Arguments) -> int:
+    """The ranks of one machine, with the same record in the run directory as a job of Slurm."""
+    from megappo.config.checks import check_run_dir
+    from megappo.config.loading import load_config
+    from megappo.launch import submit
+    from megappo.launch.local import start_ranks
+    from megappo.launch.world import world_size
+
+    for option, value in (("--nodes", args.nodes if args.nodes != 1 else None), ("--partition", args.partition), ("--time", args.time)):
+        if value is not None:
+            raise ConfigError(f"launch: {option} {value} does not go with --local, which starts the ranks on this machine")
+    config = load_config(args.config, args.overrides)
+    ranks = args.gpus_per_node if args.gpus_per_node is not None else world_size(config.run)
+    run_dir = check_run_dir(config.run, args.resume)
+    _require_device(config.run.device)
+    report = _prepare(config, ranks, args.gpu_memory_gib, resume=args.resume).report()
+    if args.dry_run:
+        print(report, end="")
+        return 0
+    folder = submit.record(config, run_dir)
+    print(f"record:  {folder}", flush=True)
+    return start_ranks(ranks, ["train", str(folder / "config.yaml"), *(["--resume"] if args.resume else [])])
 
 
 def cmd_verify(args: Arguments) -> int:
     from megappo.config.loading import load_config
-    from megappo.launch import is_rank
+    from megappo.launch.world import is_rank
     from megappo.verify.run import verify
 
     if is_rank():
@@ -141,6 +215,14 @@ def cmd_config(args: Arguments) -> int:
 # ------------------------------------------------------------------------------------------------------------------ shared
 
 
+def _enter_rank(stop) -> None:
+    """What a rank does before anything heavy is imported."""
+    from megappo.launch.failure import record_exceptions
+
+    stop.listen()
+    record_exceptions(int(os.environ["RANK"]))
+
+
 def _print_on_rank_0(text: str) -> None:
     if os.environ["RANK"] == "0":
         print(text, flush=True)
@@ -162,14 +244,14 @@ def _device(requested: str) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _prepare(config, ranks: int, gpu_memory_gib: Optional[float], *, resume: bool = False):
-    """Everything checked; a given GPU memory plans for GPUs that are not on this machine."""
+def _prepare(config, ranks: int, gpu_memory_gib: Optional[float], *, resume: bool = False, device: Optional[str] = None):
+    """Everything checked; a given GPU memory, or device, plans for GPUs that are not on this machine."""
     from megappo.plan.estimate import bytes_of_gib
     from megappo.plan.prepare import prepare
 
     if gpu_memory_gib is not None:
-        return prepare(config, ranks, "cuda", bytes_of_gib(gpu_memory_gib))
-    device = _device(config.run.device)
+        return prepare(config, ranks, "cuda", bytes_of_gib(gpu_memory_gib), resume=resume)
+    device = device or _device(config.run.device)
     memory = None
     if device == "cuda":
         import torch
@@ -204,6 +286,8 @@ def build_parser() -> Parser:
     plan.add_argument(
         "--gpu-memory-gib", type=_positive_float, metavar="GIB", help="plan for GPUs of this size, whatever is here"
     )
+    plan.add_argument("--resume", action="store_true", help="plan to continue a run: what only its start reads may be gone")
+    _add_launch(command)
     verify = command(
         "verify", cmd_verify,
         "Measure a small version of a run in its layout and on one rank, and print where the numbers differ.",
@@ -241,6 +325,39 @@ def build_parser() -> Parser:
     config.add_argument("--sft", action="store_true", help="the file is a configuration of `megappo sft`")
     config.add_argument("--schema", action="store_true", help="print the JSON schema instead")
     return parser
+
+
+def _add_launch(command: Callable[..., Parser]) -> None:
+    launch = command(
+        "launch", cmd_launch,
+        "Check a run here, write its job script, and submit it to Slurm.",
+        "One rank per GPU. The script, the resolved configuration and what it was launched with are kept in the run directory.",
+    )  # fmt: skip
+    add = launch.add_argument
+    add("--nodes", type=_positive_int, metavar="N", help="nodes of the job")
+    add("--gpus-per-node", type=_positive_int, metavar="N", help="GPUs, and ranks, of a node (with run.device=cpu: ranks)")
+    add("--partition", metavar="NAME", help="Slurm's partition")
+    add("--account", metavar="NAME", help="Slurm's account")
+    add("--time", metavar="TIME", help="longest time of one attempt, for example 24:00:00 or 2-0")
+    add("--launcher", choices=("srun", "torchrun"), default="srun",
+        help="srun: one task per rank (default); torchrun: one task per node, c10d rendezvous")  # fmt: skip
+    add("--signal-lead", type=_positive_int, default=180, metavar="S",
+        help="seconds before the time limit at which a checkpoint is asked for; at least the longest step plus a save (default: 180)")  # fmt: skip
+    add("--max-requeues", type=_non_negative_int, default=3, metavar="N", help="most requeues of the job (default: 3)")
+    add("--cpus-per-rank", type=_positive_int, metavar="N", help="cores of a rank (default: the cluster's)")
+    add("--container", metavar="IMAGE", help="run in this image: *.sif with apptainer, anything else with pyxis and enroot")
+    add("--mount", action="append", default=[], metavar="HOST:CONTAINER", help="of the container, beside the working directory")
+    add("--sbatch", action="append", default=[], metavar="OPTION", help="one more option of sbatch, for example --sbatch=--exclusive")
+    add("--gpu-memory-gib", type=_positive_float, metavar="GIB", help="refuse a layout that does not fit GPUs of this size")
+    add("--resume", action="store_true", help="continue the run of this name after its last checkpoint")
+    add("--dry-run", action="store_true", help="check, and print the script; write and submit nothing")
+    add("--local", action="store_true", help="start the ranks on this machine, without Slurm")
+
+
+def _non_negative_int(text: str) -> int:
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text} is not an integer >= 0")
+    return int(text)
 
 
 def _positive_int(text: str) -> int:

@@ -27,7 +27,7 @@ def no_rank_is_started(monkeypatch):
     def start_ranks(*_):
         raise AssertionError("ranks were started")
 
-    monkeypatch.setattr("megappo.launch.start_ranks", start_ranks)
+    monkeypatch.setattr("megappo.launch.local.start_ranks", start_ranks)
 
 
 def assert_refused(capsys, folder, fragments, *arguments):
@@ -349,7 +349,7 @@ def test_generate_needs_a_checkpoint_a_tokenizer_and_room(tmp_path, capsys):
 def test_unchanged_the_configurations_are_accepted(tmp_path, capsys, monkeypatch):
     """Negative control: what the tables change is what is refused."""
     started = []
-    monkeypatch.setattr("megappo.launch.start_ranks", lambda ranks, arguments: started.append(arguments[0]) or 0)
+    monkeypatch.setattr("megappo.launch.local.start_ranks", lambda ranks, arguments: started.append(arguments[0]) or 0)
     assert cli.main(["train", str(write_run(tmp_path))]) == 0
     assert cli.main(["sft", str(sft_run(tmp_path))]) == 0
     assert started == ["train", "sft"]

@@ -87,7 +87,7 @@ def test_train_refuses_bad_input_in_one_line_and_writes_nothing(
     def start_ranks(*_):
         raise AssertionError("ranks were started")
 
-    monkeypatch.setattr("megappo.launch.start_ranks", start_ranks)
+    monkeypatch.setattr("megappo.launch.local.start_ranks", start_ranks)
     path = write_run(tmp_path)
     prepare(tmp_path)
     before = files_of(tmp_path)
@@ -110,7 +110,7 @@ def test_plan_refuses_the_same(tmp_path, capsys, outside_a_launcher, prepare, ar
 def test_train_starts_the_ranks_that_the_configuration_asks_for(tmp_path, capsys, monkeypatch, outside_a_launcher):
     """Negative control of the table above: the unchanged configuration does start."""
     started = []
-    monkeypatch.setattr("megappo.launch.start_ranks", lambda ranks, arguments: started.append((ranks, arguments)) or 7)
+    monkeypatch.setattr("megappo.launch.local.start_ranks", lambda ranks, arguments: started.append((ranks, arguments)) or 7)
     path = write_run(tmp_path)
     assert run(capsys, "train", path, "run.seed=3")[0] == 7, "the exit code of the ranks is handed on"
     assert started == [(2, ["train", str(path), "run.seed=3"])]
@@ -212,7 +212,7 @@ def test_sft_starts_and_says_what_it_will_do(tmp_path, capsys, monkeypatch, outs
     from megappo.plan.prepare import prepare_sft
 
     started = []
-    monkeypatch.setattr("megappo.launch.start_ranks", lambda ranks, arguments: started.append(ranks) or 0)
+    monkeypatch.setattr("megappo.launch.local.start_ranks", lambda ranks, arguments: started.append(ranks) or 0)
     path = write_sft(tmp_path)
     assert run(capsys, "sft", path)[0] == 0 and started == [2]
     text = prepare_sft(load_config(path, (), SftConfig), 2, "cpu").report()

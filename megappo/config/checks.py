@@ -306,6 +306,12 @@ def device_notes(config: TrainConfig | SftConfig, explicit: frozenset[str], devi
 # ---------------------------------------------------------------------------------------------------------- run directory
 
 
+LAUNCHES = "launch"
+"""Folder of a run directory that `megappo launch` fills before the run itself starts."""
+STOPPED = "stopped.json"
+"""File of a run directory that is there while a run that was asked to stop waits to be resumed."""
+
+
 def run_dir_of(run: RunConfig) -> Path:
     """Where a run writes: `output_dir/name`. Raises ConfigError where a link leads out of output_dir."""
     path = Path(run.output_dir) / run.name
@@ -330,7 +336,7 @@ def check_run_dir(run: RunConfig, resume: bool) -> Path:
         raise ConfigError(
             problem("run.output_dir", run.output_dir, f"no permission to write in {existing}; choose another directory")
         )
-    holds_run = path.is_dir() and any(path.iterdir())
+    holds_run = path.is_dir() and any(entry.name != LAUNCHES for entry in path.iterdir())
     if holds_run and not resume:
         fix = f"{path} holds another run; use run.name={_free_name(base, run.name)} for a new one, or continue it with --resume"
         raise ConfigError(problem("run.name", run.name, fix))

@@ -27,6 +27,7 @@ from megappo.plan.critic_source import critic_source
 from megappo.plan.data import RunData
 from megappo.plan.layouts import layout_of
 from megappo.platform.device import select_device, start_distributed
+from megappo.resilience.signals import StopRequest
 from megappo.rewards.compose import Scorer
 from megappo.rollout.build import build_rollout
 from megappo.rollout.types import SamplingParams
@@ -41,10 +42,11 @@ from megappo.trainer.settings import advantage_shaping, mini_batches, policy_los
 from megappo.trainer.state import TrainerState
 
 
-def train(config: TrainConfig, data: RunData, *, resume: bool) -> None:
-    """Run PPO on this rank of the world to its end. `config` and `data` have been checked by `plan.prepare`.
+def train(config: TrainConfig, data: RunData, *, resume: bool, stop: Optional[StopRequest] = None) -> bool:
+    """Run PPO on this rank of the world. `config` and `data` have been checked by `plan.prepare`.
 
-    A world that exists already is the caller's and stays; otherwise the launcher's is joined and left again.
+    True where the run reached its end, False where a rank was asked to `stop`: it can be resumed then, and `RunDir.stopped` says
+    so. A world that exists already is the caller's and stays; otherwise the launcher's is joined and left again.
     """
     owns_world = not dist.is_initialized()
     device = select_device(config.run.device)
@@ -57,7 +59,8 @@ def train(config: TrainConfig, data: RunData, *, resume: bool) -> None:
     facts = run_facts(config, data.tokenizer)
     # A checkpoint that cannot be resumed is refused before any model is built.
     manifest = store.find_resumable(facts) if resume else None
-    parts = _Parts(config, data, run_dir, store, facts, device)
+    stop = stop or StopRequest()
+    parts = _Parts(config, data, run_dir, store, facts, device, stop)
     if manifest is not None:
         parts.resume(manifest)
         run_dir.record_config(dump_yaml(config))
@@ -66,18 +69,30 @@ def train(config: TrainConfig, data: RunData, *, resume: bool) -> None:
     done_before = parts.state.step
     parts.ppo.run()
     parts.log.close()
-    if config.checkpoint.export_at_end and (parts.state.step > done_before or not run_dir.is_exported()):
+    finished = not parts.ppo.stopped
+    if not finished:
+        run_dir.record_stop(parts.state.step, stop.received)
+        parts.log.note(f"stopped after step {parts.state.step} with a checkpoint; --resume goes on")
+    elif config.checkpoint.export_at_end and (parts.state.step > done_before or not run_dir.is_exported()):
         parts.export(run_dir)
     parts.close()
     if owns_world:
         dist.destroy_process_group()
+    return finished
 
 
 class _Parts:
     """Everything one run is made of."""
 
     def __init__(
-        self, config: TrainConfig, data: RunData, run_dir: RunDir, store: CheckpointStore, facts: dict[str, Any], device: torch.device
+        self,
+        config: TrainConfig,
+        data: RunData,
+        run_dir: RunDir,
+        store: CheckpointStore,
+        facts: dict[str, Any],
+        device: torch.device,
+        stop: StopRequest,
     ) -> None:
         self.config = config
         self.data = data
@@ -120,6 +135,7 @@ class _Parts:
             state=self.state,
             log=self.log,
             save=self.save,
+            stop_agreed=lambda: _on_any_rank(stop.received is not None),
         )
 
     # ------------------------------------------------------------------------------------------------------ checkpoints
@@ -202,6 +218,13 @@ class _Parts:
             device=device, offload=config.reference.offload, implementation=self._implementation,
         )  # fmt: skip
         return LanguageModel(engine, config.rollout.sampling.temperature, config.policy.logits_dtype)
+
+
+def _on_any_rank(flag: bool) -> bool:
+    """Collective, on the host."""
+    count = torch.tensor(int(flag))
+    dist.all_reduce(count)
+    return bool(count)
 
 
 def sampling_params(rollout: RolloutConfig, tokenizer: Tokenizer) -> SamplingParams:

@@ -47,7 +47,10 @@ class PPOSettings:
 
 
 class PPO:
-    """The loop. Its parts are built in `main.py`; `save` writes a checkpoint of all of them."""
+    """The loop. Its parts are built in `main.py`; `save` writes a checkpoint of all of them.
+
+    stop_agreed: collective; whether any rank was asked to stop. The run then ends after the present step, with a checkpoint.
+    """
 
     def __init__(
         self,
@@ -69,6 +72,7 @@ class PPO:
         state: TrainerState,
         log: RunLog,
         save: Callable[[int], None],
+        stop_agreed: Callable[[], bool],
     ) -> None:
         self.settings = settings
         self.policy, self.critic, self.reference = policy, critic, reference
@@ -77,14 +81,15 @@ class PPO:
         self.tokenizer, self.scorer = tokenizer, scorer
         self.shaping, self.kl_controller, self.mini_batches = shaping, kl_controller, mini_batches
         self.state, self.log, self.save = state, log, save
+        self.stop_agreed, self.stopped = stop_agreed, False
 
     def run(self) -> Optional[Evaluation]:
-        """All remaining steps; returns the last evaluation."""
+        """All remaining steps, or those until a stop; returns the last evaluation."""
         self.push_weights(self.state.step)
         evaluation = None
         if self.settings.eval_before and self.state.step == 0:
             evaluation = self.evaluate()
-        while self.state.step < self.settings.total_steps:
+        while self.state.step < self.settings.total_steps and not self.stopped:
             evaluation = self.step() or evaluation
         return evaluation
 
@@ -133,7 +138,8 @@ class PPO:
         self.log.step(record.metrics(timers, evaluation), step, self.settings.total_steps)
         if self.settings.trajectories_every and step % self.settings.trajectories_every == 0:
             self.log.trajectories(step, trajectories_of(record, asked, self.settings.trajectories_per_step))
-        if self.is_due(step, self.settings.save_every) or step == self.settings.total_steps:
+        self.stopped = step < self.settings.total_steps and self.stop_agreed()
+        if self.is_due(step, self.settings.save_every) or step == self.settings.total_steps or self.stopped:
             self.save(step)
         return evaluation
 

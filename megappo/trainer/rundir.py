@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import signal
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Callable
+from typing import Callable, Optional
 
 import torch.distributed as dist
 
-from megappo.config.checks import check_run_dir, run_dir_of
+from megappo.config.checks import STOPPED, check_run_dir, run_dir_of
 from megappo.config.schema import RunConfig
 
 
@@ -35,6 +37,18 @@ class RunDir:
         """The final policy as a Hugging Face checkpoint."""
         return self.root / "export"
 
+    @property
+    def stopped(self) -> Path:
+        """There while a run that was asked to stop waits to be resumed."""
+        return self.root / STOPPED
+
+    def record_stop(self, step: int, received: Optional[signal.Signals]) -> None:
+        """Collective: the run ended after `step` because a rank was asked to; `received` is what this rank was sent, if anything."""
+        names: list = [None] * dist.get_world_size()
+        dist.all_gather_object(names, received.name if received else None)
+        asked = {str(rank): name for rank, name in enumerate(names) if name is not None}
+        _on_rank_0(lambda: self.stopped.write_text(json.dumps({"step": step, "signals": asked}) + "\n"))
+
     def is_exported(self) -> bool:
         """Collective: whether rank 0 sees `export`. The file systems of several nodes may differ, and all ranks must act alike."""
         seen = [self.export.exists()]
@@ -54,6 +68,7 @@ class RunDir:
         def check_and_create() -> None:
             check_run_dir(run, resume)
             self.root.mkdir(parents=True, exist_ok=True)
+            self.stopped.unlink(missing_ok=True)
             if not resume:
                 self.config.write_text(config_text)
 

@@ -17,7 +17,7 @@ from megappo.config.checks import Device, check_config
 from megappo.config.layout_checks import roles_in_use
 from megappo.config.loading import explicit_keys
 from megappo.config.schema import TrainConfig
-from megappo.launch import start_ranks
+from megappo.launch.local import start_ranks
 from megappo.models.arch import read_arch
 from megappo.models.implementation import choose_implementation
 from megappo.plan.kernels import check_kernels

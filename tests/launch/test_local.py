@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
-from megappo.config.schema import RunConfig
-from megappo.launch import start_ranks, world_size
+from megappo.launch.local import start_ranks
 from megappo.platform.device import select_device
 
 
@@ -60,21 +59,3 @@ def test_the_device_of_a_rank_on_a_machine_with_gpus(monkeypatch, two_gpus, loca
     else:
         with pytest.raises(ValueError, match=expected):
             select_device(requested)
-
-
-def test_the_launchers_world_counts(monkeypatch):
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    assert world_size(RunConfig()) == world_size(RunConfig(num_ranks=4)) == 4
-    with pytest.raises(ValueError, match="set run.num_ranks=4 or null"):
-        world_size(RunConfig(num_ranks=2))
-
-
-def test_srun_tasks_that_are_no_ranks_are_refused(monkeypatch):
-    """Each of them would start a world of its own."""
-    monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
-    with pytest.raises(ValueError, match="one task per node that runs torchrun"):
-        world_size(RunConfig(device="cpu"))
-    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
-    assert world_size(RunConfig(device="cpu")) == 1

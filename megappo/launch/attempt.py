@@ -1,0 +1,131 @@
+"""What a job script asks before and after its ranks: start or resume, and requeue or end.
+
+    python -m megappo.launch.attempt begin LAUNCH_DIR CONFIG [key=value ...]
+    python -m megappo.launch.attempt end   LAUNCH_DIR --status CODE --max-requeues N CONFIG [key=value ...]
+
+Every start of a job's ranks is an attempt, numbered by Slurm's count of restarts. Progress is measured by checkpoints: what was
+trained after the last one is lost to the next attempt anyway. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Optional, Sequence
+
+from megappo.checkpoint.directory import CheckpointDirectory
+from megappo.config.checks import LAUNCHES, STOPPED, run_dir_of
+from megappo.config.errors import ConfigError
+from megappo.config.loading import load_config
+from megappo.launch.environment import report
+from megappo.launch.failure import first_failure
+
+EXIT_REQUEUE, EXIT_MISTAKE, EXIT_NO_PROGRESS = 75, 2, 17
+# A lost node or a preemption is nobody's fault, so Slurm's own requeues may start at the same step, but not for ever.
+MAX_STARTS_AT_A_STEP = 3
+
+
+@dataclass(frozen=True)
+class Start:
+    """One line of attempts.jsonl. step: of the checkpoint that the attempt starts from, 0 without one."""
+
+    attempt: int
+    step: int
+    time: float
+    nodes: str
+
+
+def newest_step(run_dir: Path) -> int:
+    manifest = CheckpointDirectory(run_dir / "checkpoints").newest()
+    return manifest.step if manifest is not None else 0
+
+
+def begin(launch_dir: Path, run_dir: Path, attempt: int, *, resume: bool) -> bool:
+    """Record the start of an attempt. True where it goes on from a checkpoint.
+
+    resume: whether the first attempt does. Leftovers of an attempt that died before its first checkpoint are moved into that
+    attempt's folder. ConfigError where several attempts in a row started at the same step.
+    """
+    folder = launch_dir / f"attempt-{attempt}"
+    folder.mkdir(parents=True, exist_ok=True)
+    step = newest_step(run_dir)
+    same = [start for start in _starts(launch_dir) if start.step == step and start.attempt < attempt]
+    if len(same) >= MAX_STARTS_AT_A_STEP:
+        raise ConfigError(f"{len(same)} attempts started at step {step} and none reached another checkpoint: not tried again")
+    if attempt > 0 and step == 0:
+        _set_aside(run_dir, launch_dir / f"attempt-{attempt - 1}")
+    start = Start(attempt, step, round(time.time(), 3), os.environ.get("SLURM_JOB_NODELIST", ""))
+    with (launch_dir / "attempts.jsonl").open("a") as file:
+        file.write(json.dumps(asdict(start)) + "\n")
+    (folder / "environment.json").write_text(json.dumps(report(), indent=1) + "\n")
+    return step > 0 if attempt > 0 else resume
+
+
+def end(launch_dir: Path, run_dir: Path, attempt: int, *, status: int, max_requeues: int) -> tuple[str, int]:
+    """What to tell at the end of the log, and the exit code: 75 asks for a requeue. status: of the ranks."""
+    started_at = next(start.step for start in reversed(_starts(launch_dir)) if start.attempt == attempt)
+    step = newest_step(run_dir)
+    stopped = status == 0 and (run_dir / STOPPED).exists()
+    if status == 0 and not stopped:
+        return f"megappo: finished; results in {run_dir}", 0
+    code = status or EXIT_NO_PROGRESS
+    failure = None if stopped else first_failure(launch_dir / f"attempt-{attempt}")
+    if stopped:
+        said = f"megappo: stopped after step {step} with a checkpoint\n"
+    else:
+        said = failure.report() if failure is not None else f"megappo: the ranks ended with exit code {status}\n"
+    if failure is not None and failure.code == EXIT_MISTAKE:
+        why, code = "a mistake in the configuration", EXIT_MISTAKE
+    elif step <= started_at:
+        why = f"no checkpoint was saved since this attempt started at step {started_at}"
+    elif attempt >= max_requeues:
+        why = f"--max-requeues {max_requeues}; `megappo launch ... --resume` goes on after step {step}"
+    else:
+        return f"{said}megappo: requeue {attempt + 1} of {max_requeues}, goes on after step {step}", EXIT_REQUEUE
+    return f"{said}megappo: not requeued: {why}", code
+
+
+def _starts(launch_dir: Path) -> list[Start]:
+    path = launch_dir / "attempts.jsonl"
+    return [Start(**json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def _set_aside(run_dir: Path, folder: Path) -> None:
+    for entry in sorted(run_dir.iterdir()) if run_dir.is_dir() else ():
+        if entry.name != LAUNCHES:
+            folder.mkdir(parents=True, exist_ok=True)
+            entry.rename(folder / entry.name)
+
+
+def main(argv: Optional[Sequence[str]] = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m megappo.launch.attempt", allow_abbrev=False)
+    parser.add_argument("action", choices=("begin", "end"))
+    parser.add_argument("launch_dir", type=Path)
+    parser.add_argument("config")
+    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--status", type=int, default=0)
+    parser.add_argument("--max-requeues", type=int, default=0)
+    args = parser.parse_args(argv)
+    attempt = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+    try:
+        run_dir = run_dir_of(load_config(args.config, args.overrides).run)
+        if args.action == "begin":
+            if begin(args.launch_dir, run_dir, attempt, resume=args.resume):
+                print("--resume")
+            return 0
+    except ConfigError as error:
+        print(f"megappo: {error}", file=sys.stderr)
+        return EXIT_MISTAKE
+    text, code = end(args.launch_dir, run_dir, attempt, status=args.status, max_requeues=args.max_requeues)
+    print(text, flush=True)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,60 @@
+"""What a run was started with: code, packages, machine, and the environment variables that matter, without secrets."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Mapping, Optional
+
+import megappo
+
+REPOSITORY = Path(megappo.__file__).parents[1]
+# Variables that change how a run behaves or where it runs; everything else is left out.
+SHOWN = re.compile(
+    r"^(SLURM|SBATCH|SRUN|NCCL|TORCH|TORCHELASTIC|GLOO|CUDA|NVIDIA|OMP|MKL|KMP|VLLM|HF|TRANSFORMERS|PYTHON|MEGAPPO|UCX|FI|MASTER|TRITON"
+    r"|RANK|WORLD|LOCAL|PYTORCH|VIRTUAL_ENV|CONDA|ENROOT|APPTAINER|SINGULARITY|LD|HOSTNAME|PATH)(_|$)"
+)
+SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSW|CREDENTIAL|AUTH|JWT|COOKIE", re.IGNORECASE)
+HIDDEN = "(hidden)"
+
+
+def report(env: Mapping[str, str] = os.environ) -> dict[str, Any]:
+    """Plain data for a JSON file."""
+    from megappo.installed import findings
+
+    return {
+        "megappo": megappo.__version__,
+        "revision": revision(REPOSITORY),
+        "python": f"{platform.python_version()} ({sys.executable})",
+        "machine": f"{socket.gethostname()}, {platform.platform()}",
+        "gpus": _lines_of("nvidia-smi", "-L"),
+        "packages": {found.requirement.name: found.version for found in findings() if found.version is not None},
+        "environment": shown_variables(env),
+    }
+
+
+def shown_variables(env: Mapping[str, str]) -> dict[str, str]:
+    """By name; the value of anything that is called like a secret is hidden."""
+    return {name: HIDDEN if SECRET.search(name) else env[name] for name in sorted(env) if SHOWN.match(name)}
+
+
+def revision(repository: Path) -> Optional[dict[str, Any]]:
+    """Git commit of the code and the files that differ from it; None where it is not a work tree of git."""
+    commit = _lines_of("git", "-C", str(repository), "rev-parse", "HEAD")
+    if not commit:
+        return None
+    return {"commit": commit[0], "changed": _lines_of("git", "-C", str(repository), "status", "--porcelain")}
+
+
+def _lines_of(*command: str) -> list[str]:
+    """stdout of a program that need not be there."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return done.stdout.splitlines() if done.returncode == 0 else []

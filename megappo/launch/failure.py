@@ -1,0 +1,103 @@
+"""Which rank failed first, and what it said: every rank leaves its evidence in one folder, and the job reads it at the end.
+
+    rank-3.log         what the rank printed
+    rank-3.traceback   written the moment an exception reaches the top, before the process is taken down
+    rank-3.exit        exit code, time (ns) and node, written by the shell that the job script starts the rank from; absent where
+                       that was killed together with the rank
+
+The folder is named by MEGAPPO_ATTEMPT_DIR; without it nothing is recorded.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Optional
+
+from megappo.launch.local import how_it_ended
+
+ATTEMPT_DIR = "MEGAPPO_ATTEMPT_DIR"
+LOG_LINES = 20
+KILLED = 128 + signal.SIGKILL
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The first failure. code: as a shell says it; None where nobody waited for the rank. text: traceback, or the end of its log."""
+
+    rank: int
+    host: str
+    code: Optional[int]
+    text: str
+
+    def report(self) -> str:
+        how = how_it_ended(self.code) if self.code is not None else "exception"
+        return f"{self.text.rstrip()}\nmegappo: rank {self.rank} on {self.host} failed first ({how}); what it said is above\n"
+
+
+def record_exceptions(rank: int) -> None:
+    """From now on the traceback of an exception that ends this process is kept for `first_failure`."""
+    folder = os.environ.get(ATTEMPT_DIR)
+    if folder is None:
+        return
+
+    def record(kind: type[BaseException], error: BaseException, trace: Optional[TracebackType]) -> None:
+        content = {
+            "time_ns": time.time_ns(),
+            "host": socket.gethostname(),
+            "text": "".join(traceback.format_exception(kind, error, trace)),
+        }
+        Path(folder, f"rank-{rank}.traceback").write_text(json.dumps(content))
+        sys.__excepthook__(kind, error, trace)
+
+    sys.excepthook = record
+
+
+def first_failure(folder: Path) -> Optional[Failure]:
+    """None where no rank left any evidence.
+
+    Ranks that lose a peer fail too: of tracebacks the first counts. A rank that ended first and left none counts where it was
+    killed from outside (a launcher kills the rest only after the first end), or where no traceback is older than its end.
+    """
+    tracebacks = {_rank(path): json.loads(path.read_text()) for path in folder.glob("rank-*.traceback")}
+    exits = {_rank(path): _Exit.read(path) for path in folder.glob("rank-*.exit")}
+    raised = min(tracebacks, key=lambda rank: tracebacks[rank]["time_ns"], default=None)
+    ended = min(exits, key=lambda rank: exits[rank].time_ns, default=None)
+    if ended is not None and ended not in tracebacks:
+        first = exits[ended]
+        if first.code == KILLED or raised is None or first.time_ns < tracebacks[raised]["time_ns"]:
+            return Failure(ended, first.host, first.code, _end_of_log(folder / f"rank-{ended}.log"))
+    if raised is None:
+        return None
+    seen = exits.get(raised)
+    host = seen.host if seen is not None else tracebacks[raised]["host"]
+    return Failure(raised, host, seen.code if seen is not None else None, tracebacks[raised]["text"])
+
+
+@dataclass(frozen=True)
+class _Exit:
+    code: int
+    time_ns: int
+    host: str
+
+    @classmethod
+    def read(cls, path: Path) -> _Exit:
+        code, time_ns, *host = path.read_text().split()
+        return cls(int(code), int(time_ns), " ".join(host))
+
+
+def _rank(path: Path) -> int:
+    return int(path.stem.removeprefix("rank-"))
+
+
+def _end_of_log(log: Path) -> str:
+    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+    return "\n".join(lines[-LOG_LINES:])

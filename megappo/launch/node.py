@@ -1,0 +1,56 @@
+"""torchrun on one node of a Slurm job, in one task per node: `python -m megappo.launch.node --nproc-per-node 8 -m MODULE ...`.
+
+What follows is torchrun's own command line; the number of nodes and the c10d rendezvous are added, from Slurm's variables. USR1
+and TERM are left to the ranks (`resilience/signals.py`): torchrun would end at the first, and end the ranks at the second.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import sys
+from typing import Mapping, Sequence
+
+from megappo.launch.local import SHUTDOWN_S, run_torchrun
+from megappo.launch.world import SlurmTask, first_host, port_of
+
+
+def rendezvous(env: Mapping[str, str]) -> list[str]:
+    """torchrun's options for this node. ValueError outside of srun, and where srun started several tasks on the node."""
+    task = SlurmTask.of(env)
+    if task is None:
+        raise ValueError("megappo.launch.node is started by srun, one task per node; without Slurm use torchrun itself")
+    if task.num_tasks != task.num_nodes:
+        raise ValueError(
+            f"srun started {task.num_tasks} tasks on {task.num_nodes} nodes: torchrun needs one task per node (--ntasks-per-node=1)"
+        )
+    # Slurm's name of a node need not be the name that the node has for itself, by which torchrun would look for the host.
+    is_host = str(task.node == 0).lower()
+    return [
+        "--nnodes", str(task.num_nodes),
+        "--rdzv-backend", "c10d",
+        "--rdzv-endpoint", f"{first_host(task.nodelist)}:{port_of(task.job, task.step)}",
+        "--rdzv-id", f"{task.job}.{task.step}.{env.get('SLURM_RESTART_COUNT', '0')}",
+        "--rdzv-conf", f"is_host={is_host}",
+        "--max-restarts", "0",
+    ]  # fmt: skip
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Exit code of the first rank that failed here, or 0."""
+    try:
+        command = [*rendezvous(os.environ), *arguments]
+    except ValueError as error:
+        print(f"megappo: {error}", file=sys.stderr)
+        return 2
+    for ignored in (signal.SIGUSR1, signal.SIGTERM):
+        signal.signal(ignored, signal.SIG_IGN)
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGINT,SIGHUP,SIGQUIT"
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_S))
+    print("torchrun", shlex.join(command), flush=True)
+    return run_torchrun(command)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,159 @@
+"""`megappo launch`: check everything here, write the script and what it is made of into the run directory, and hand it to Slurm.
+
+    runs/NAME/launch/001/     one folder per launch of the run
+      config.yaml             the resolved configuration, which the job reads
+      launch.json             command line, code, packages and environment of the launch
+      job.sbatch, job_id      the script, and its id in Slurm
+      job-123.log             of the job: one part per attempt; ends with the first traceback, where there is one
+      attempts.jsonl          every start: time, nodes, step
+      attempt-0/              rank-N.log, plan.txt, environment.json, and what failed
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Optional
+
+from megappo.config.checks import LAUNCHES, check_run_dir
+from megappo.config.dump import dump_yaml
+from megappo.config.errors import ConfigError, problem
+from megappo.config.schema import TrainConfig
+from megappo.launch import slurm
+from megappo.launch.environment import report
+from megappo.launch.script import Job, render
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What Slurm is asked for beside nodes; None leaves it to the cluster."""
+
+    partition: Optional[str] = None
+    account: Optional[str] = None
+    time: Optional[str] = None
+
+    def options(self) -> tuple[str, ...]:
+        given = {"partition": self.partition, "account": self.account, "time": self.time}
+        return tuple(f"--{name}={value}" for name, value in given.items() if value is not None)
+
+
+def check_job(config: TrainConfig, job: Job, limits: Limits) -> None:
+    """What can be known without Slurm. ConfigError, one line, for the first thing that cannot work."""
+    ranks = config.run.num_ranks
+    if ranks not in (None, job.world_size):
+        fix = f"{job.nodes} nodes x {job.ranks_per_node} are {job.world_size} ranks; set run.num_ranks={job.world_size} or null"
+        raise ConfigError(problem("run.num_ranks", ranks, fix))
+    for key, tp in _tensor_parallel(config).items():
+        # A tensor-parallel group lies within a node, or is made of whole nodes.
+        if job.nodes > 1 and job.ranks_per_node % tp != 0 and tp % job.ranks_per_node != 0:
+            fix = f"does not divide the {job.ranks_per_node} GPUs of a node, so groups would lie across two nodes; use a divisor"
+            raise ConfigError(problem(key, tp, fix))
+    if config.checkpoint.save_only_model and job.max_requeues:
+        raise ConfigError(
+            problem("checkpoint.save_only_model", True, "a requeued job could not resume; set it to false, or --max-requeues 0")
+        )
+    limit_s = slurm.parse_time(limits.time) if limits.time is not None else None
+    needed = job.signal_lead_s + slurm.SIGNAL_RESOLUTION_S
+    if limit_s is not None and limit_s <= needed:
+        raise ConfigError(
+            f"--time {limits.time}: too short for one checkpoint: Slurm asks for it up to {needed} s before the end "
+            f"(--signal-lead {job.signal_lead_s}, and Slurm may be {slurm.SIGNAL_RESOLUTION_S} s early); give more time"
+        )
+
+
+def _tensor_parallel(config: TrainConfig) -> dict[str, int]:
+    vllm = {"rollout.tp": config.rollout.tp} if config.rollout.engine == "vllm" else {}
+    return {"policy.parallel.tp": config.policy.parallel.tp, "critic.parallel.tp": config.critic.parallel.tp, **vllm}
+
+
+def check_cluster(job: Job, limits: Limits) -> None:
+    """What Slurm knows. ConfigError where it is not here, or cannot run the job."""
+    if not slurm.has_slurm():
+        raise ConfigError("no Slurm on this machine (sbatch is not in PATH): --local starts the ranks here, --dry-run prints the script")
+    if limits.partition is None:
+        return
+    known = slurm.partitions()
+    if limits.partition not in known:
+        raise ConfigError(f"--partition {limits.partition}: unknown to sinfo; there are {', '.join(known) or 'none'}")
+    partition = known[limits.partition]
+    if not partition.up:
+        raise ConfigError(f"--partition {limits.partition}: is down; there are {', '.join(known)}")
+    if job.nodes > partition.nodes:
+        raise ConfigError(f"--nodes {job.nodes}: partition {partition.name} has {partition.nodes} nodes")
+    limit_s = slurm.parse_time(limits.time) if limits.time is not None else None
+    if limit_s is not None and partition.limit_s is not None and limit_s > partition.limit_s:
+        raise ConfigError(f"--time {limits.time}: jobs in partition {partition.name} end after {partition.limit_s // 60} minutes")
+
+
+def remarks(config: TrainConfig, job: Job, limits: Limits) -> list[str]:
+    """What works, but perhaps not as meant."""
+    notes = []
+    if config.checkpoint.save_every == 0 and job.max_requeues:
+        notes.append("checkpoint.save_every = 0: a crash loses everything since the start, only a stop by signal saves; set it")
+    if limits.time is None:
+        notes.append("no --time: the partition's own limit holds")
+    for key, tp in _tensor_parallel(config).items():
+        if tp > job.ranks_per_node:
+            notes.append(f"{key} = {tp}: crosses nodes of {job.ranks_per_node} GPUs, so every layer waits for the network")
+    return notes
+
+
+def print_script(config: TrainConfig, job: Job, *, resume: bool) -> str:
+    """The script that a launch would submit; nothing is written."""
+    return _script(job, _free_folder(check_run_dir(config.run, resume)), config.run.name, resume)
+
+
+def record(config: TrainConfig, run_dir: Path) -> Path:
+    """A new folder below the run directory with the configuration and where it comes from. ConfigError while a job of it lives."""
+    _refuse_second_job(run_dir)
+    folder = _free_folder(run_dir)
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(dump_yaml(config))
+    content = {"command": sys.argv, "directory": str(Path.cwd()), **report()}
+    (folder / "launch.json").write_text(json.dumps(content, indent=1) + "\n")
+    return folder
+
+
+def submit(config: TrainConfig, job: Job, folder: Path, *, resume: bool) -> str:
+    """Write the script into the folder of `record` and submit it; job id. Where Slurm refuses, the folder is removed again."""
+    script = folder / "job.sbatch"
+    script.write_text(_script(job, folder, config.run.name, resume))
+    try:
+        job_id = slurm.submit(script)
+    except ConfigError:
+        forget(folder)
+        raise
+    (folder / "job_id").write_text(job_id + "\n")
+    return job_id
+
+
+def forget(folder: Path) -> None:
+    """Remove a launch that did not start, and the directories that were made for it."""
+    shutil.rmtree(folder)
+    for parent in (folder.parent, folder.parent.parent):
+        if not any(parent.iterdir()):
+            parent.rmdir()
+
+
+def _script(job: Job, folder: Path, name: str, resume: bool) -> str:
+    # The interpreter's own path and not what it links to: that one knows nothing of the virtual environment.
+    python = sys.executable if job.container is None else "python3"
+    return render(
+        job, root=Path.cwd(), python=python, config=folder / "config.yaml", launch_dir=folder, log=folder / "job-{job}.log",
+        name=name, resume=resume,
+    )  # fmt: skip
+
+
+def _free_folder(run_dir: Path) -> Path:
+    launches = run_dir.absolute() / LAUNCHES
+    return next(path for n in range(1, 10_000) if not (path := launches / f"{n:03d}").exists())
+
+
+def _refuse_second_job(run_dir: Path) -> None:
+    for file in sorted((run_dir / LAUNCHES).glob("*/job_id")):
+        job = file.read_text().strip()
+        if slurm.has_slurm() and slurm.is_alive(job):
+            raise ConfigError(problem("run.name", run_dir.name, f"job {job} has this run already; scancel it, or use another name"))

@@ -1,0 +1,161 @@
+"""Which world this process is a rank of: torchrun's, srun's (one task per rank), or none yet.
+
+torchrun describes the world in RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT. For the tasks of a Slurm
+step the same six are derived here from Slurm's own variables, alike on every rank and without asking the controller. Imports
+neither torch nor the configuration's rules: it runs before both.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from typing import Mapping, MutableMapping, Optional
+
+from megappo.config.schema import RunConfig
+
+# Below the ephemeral ports of Linux (32768 and up), so that no outgoing connection holds one by chance.
+FIRST_PORT, NUM_PORTS = 10000, 20000
+_PORTS_PER_JOB = 37  # a prime that shares no factor with NUM_PORTS: jobs of neighbouring ids keep their steps apart
+_RANK_VARIABLES = ("RANK", "WORLD_SIZE")
+
+
+@dataclass(frozen=True)
+class SlurmTask:
+    """One task of a Slurm step, as slurmstepd describes it to the task.
+
+    tasks_here: tasks of the step on this node. nodelist: in Slurm's compressed form.
+    """
+
+    job: int
+    step: int
+    rank: int
+    num_tasks: int
+    local_rank: int
+    tasks_here: int
+    num_nodes: int
+    node: int
+    nodelist: str
+
+    @classmethod
+    def of(cls, env: Mapping[str, str]) -> Optional[SlurmTask]:
+        """None outside of a step: a batch script has SLURM_PROCID too, but no step of its own."""
+        if "SLURM_STEP_NUM_TASKS" not in env or "SLURM_PROCID" not in env:
+            return None
+        node = int(env["SLURM_NODEID"])
+        return cls(
+            job=int(env["SLURM_JOB_ID"]),
+            step=int(env["SLURM_STEP_ID"]),
+            rank=int(env["SLURM_PROCID"]),
+            num_tasks=int(env["SLURM_STEP_NUM_TASKS"]),
+            local_rank=int(env["SLURM_LOCALID"]),
+            tasks_here=tasks_per_node(env["SLURM_STEP_TASKS_PER_NODE"])[node],
+            num_nodes=int(env["SLURM_STEP_NUM_NODES"]),
+            node=node,
+            nodelist=env["SLURM_STEP_NODELIST"],
+        )
+
+
+def is_rank() -> bool:
+    """True in a process that a launcher started as one rank of a world; the tasks of srun once they have `joined`."""
+    return all(name in os.environ for name in _RANK_VARIABLES)
+
+
+def join_srun(env: MutableMapping[str, str] = os.environ) -> None:
+    """Where srun started one task per rank, describe the world as torchrun would. Call it first in a process that may be a rank.
+
+    A step of one task is left alone: it may start torchrun, or the ranks of its node. MASTER_ADDR and MASTER_PORT that the user
+    set are kept. ValueError, one line, where torchrun and srun both describe a world and disagree.
+    """
+    task = SlurmTask.of(env)
+    if task is None or task.num_tasks == 1:
+        return
+    if "RANK" in env and "WORLD_SIZE" in env:
+        _require_agreement(env, task)
+        return
+    bound = _is_bound_to_one_gpu(env, task)
+    env.update(
+        RANK=str(task.rank),
+        WORLD_SIZE=str(task.num_tasks),
+        # A task that Slurm shows one GPU (--gpus-per-task, --gpu-bind=single:1) finds it as device 0.
+        LOCAL_RANK="0" if bound else str(task.local_rank),
+        LOCAL_WORLD_SIZE=str(task.tasks_here),
+    )
+    env.setdefault("MASTER_ADDR", first_host(task.nodelist))
+    env.setdefault("MASTER_PORT", str(port_of(task.job, task.step)))
+
+
+def _require_agreement(env: Mapping[str, str], task: SlurmTask) -> None:
+    rank, size = int(env["RANK"]), int(env["WORLD_SIZE"])
+    if "TORCHELASTIC_RUN_ID" not in env:
+        if (rank, size) != (task.rank, task.num_tasks):
+            raise ValueError(
+                f"RANK={rank} and WORLD_SIZE={size} are set, but this is task {task.rank} of {task.num_tasks} of srun: unset both "
+                "(a job script or a shell start-up file exports them), or start one task per node that runs torchrun"
+            )
+        return
+    local_size = int(env["LOCAL_WORLD_SIZE"])
+    if size == local_size:
+        raise ValueError(
+            f"srun started {task.num_tasks} tasks, and torchrun in each of them a world of its own of {size} ranks: "
+            f"give torchrun --nnodes {task.num_nodes} --rdzv-backend c10d --rdzv-endpoint HOST:PORT --rdzv-id {task.job}"
+        )
+    if task.num_tasks != task.num_nodes:
+        raise ValueError(
+            f"srun started {task.num_tasks} tasks on {task.num_nodes} nodes, and torchrun {local_size} ranks in each: "
+            "start torchrun in one task per node (--ntasks-per-node=1), or one task per rank without torchrun"
+        )
+
+
+def _is_bound_to_one_gpu(env: Mapping[str, str], task: SlurmTask) -> bool:
+    visible = [device for device in env.get("CUDA_VISIBLE_DEVICES", "").split(",") if device]
+    return len(visible) == 1 and task.tasks_here > 1
+
+
+def world_size(run: RunConfig) -> int:
+    """Ranks that the run will have: the launcher's world, or `run.num_ranks`, or one per GPU, or 1.
+
+    ValueError where the launcher's world and `run.num_ranks` differ, and in a job of several nodes outside of srun.
+    """
+    if is_rank():
+        started = int(os.environ["WORLD_SIZE"])
+        if run.num_ranks not in (None, started):
+            raise ValueError(f"run.num_ranks = {run.num_ranks}: the launcher started {started} ranks; set run.num_ranks={started} or null")
+        return started
+    nodes = int(os.environ.get("SLURM_JOB_NUM_NODES", "1"))
+    if nodes > 1 and "SLURM_STEP_ID" not in os.environ:
+        raise ValueError(f"this Slurm job has {nodes} nodes, and only the first would be used: start it with srun, or submit it by `megappo launch`")
+    if run.num_ranks is not None:
+        return run.num_ranks
+    if run.device == "cpu":
+        return 1
+    import torch
+
+    return max(1, torch.cuda.device_count())
+
+
+# ------------------------------------------------------------------------------------------------------- Slurm's notations
+
+
+def port_of(job: int, step: int) -> int:
+    """A TCP port that belongs to this step alone among the jobs of a host."""
+    return FIRST_PORT + (job * _PORTS_PER_JOB + step) % NUM_PORTS
+
+
+def first_host(nodelist: str) -> str:
+    """`gpu[03-06,9],login1` -> `gpu03`; several brackets in one name are legal. ValueError for what is no list of hosts."""
+    first = re.match(r"(?:[^,\[\]]|\[[^\[\]]*\])+", nodelist)
+    if first is None:
+        raise ValueError(f"SLURM_STEP_NODELIST={nodelist}: not a list of hosts")
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0])
+
+
+def tasks_per_node(text: str) -> list[int]:
+    """`2(x3),1` -> [2, 2, 2, 1]."""
+    counts: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if match is None:
+            raise ValueError(f"SLURM_STEP_TASKS_PER_NODE={text}: not in the form 2(x3),1")
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts
