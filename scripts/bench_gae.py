@@ -1,7 +1,7 @@
 """GAE, and KL-shaped rewards with GAE (`token_advantages`): `python scripts/bench_gae.py [--check] ...`, on the CPU or a GPU.
 
-A shape is T, a packed batch of T tokens in sequences of 512 to 3584 (1Mi and 4Mi are powers of two), or BxL, B sequences of exactly L.
-A fifth of every sequence, its start, is prompt, and a twentieth of the rest is masked as tool output. The floor is one read of the
+A shape is T, a packed batch of T tokens in sequences of 512 to 3584 (1Mi is a power of two), or BxL, B sequences of exactly L. A
+fifth of every sequence, its start, is prompt, and a twentieth of the rest is masked as tool output. The floor is one read of the
 inputs and one write of the outputs at the bandwidth of the run's copy: 17 bytes per token for gae, 25 for token_advantages.
 """
 
@@ -65,8 +65,8 @@ def make_batch(lengths: Sequence[int], device: torch.device) -> Batch:
 
 
 def errors(batch: Batch, results: Mapping[str, Tensor], rounds_to: Optional[torch.dtype], ours: bool) -> list[Difference]:
-    """Against the loop in fp64. fp32 loops add up an error per step, ours a rounding per result; a loop that was timed on a slice is
-    compared on the slice."""
+    """Against the loop in fp64. fp32 loops add up an error per step, ours a rounding per result; a loop that was timed on a slice
+    is compared on the slice."""
     slack = 1 if ours else 64
     covered = results["advantage"].numel()
     num_sequences = next(i for i, bound in enumerate(batch.bounds) if bound == covered)
@@ -102,25 +102,22 @@ def gae_candidates(p: GaeProblem) -> Sequence[Candidate]:
     device = b.value.device
 
     def megappo() -> Calls:
-        return Calls(lambda: gae(b.reward, b.value, b.mask, b.cu_seqlens, gamma=GAMMA, lam_policy=LAMBDA, lam_value=LAMBDA), named)
+        numbers = {"gamma": GAMMA, "lam_policy": LAMBDA, "lam_value": LAMBDA}
+        return Calls(lambda: gae(b.reward, b.value, b.mask, b.cu_seqlens, **numbers), named)
 
     def doubling(function: Callable[..., Sequence[Tensor]]) -> Calls:
         return Calls(lambda: function(b.reward, b.value, b.mask, b.cu_seqlens), named)
 
     return [
-        *ours("gae", ("gae",), device, megappo, "reference: pointer jumping in fp64"),
+        *ours(("gae",), device, megappo),
         *plain_and_compiled("doubling", loops.doubling, doubling),
         Candidate("torch eager, padded loop over time", "torch", lambda: _padded_loop(b, time_major=False),
                   "as verl, TRL and OpenRLHF; padding and unpadding are not timed"),
         Candidate("torch eager, padded loop, time first", "torch", lambda: _padded_loop(b, time_major=True),
                   "the same on [L, B]"),
-        Candidate("Python loop over numbers", "torch", lambda: _sliced(b, NUMBERS_SLICE, loops.python_loop), _scaled(NUMBERS_SLICE)),
-        Candidate("Python loop over tensors", "torch", lambda: _sliced(b, TENSORS_SLICE, loops.tensor_loop), _scaled(TENSORS_SLICE)),
+        _sliced("Python loop over numbers", b, NUMBERS_SLICE, loops.python_loop),
+        _sliced("Python loop over tensors", b, TENSORS_SLICE, loops.tensor_loop),
     ]  # fmt: skip
-
-
-def _scaled(tokens: int) -> str:
-    return f"timed on the first whole sequences of at least {tokens} tokens and scaled to the batch"
 
 
 def _padded_loop(batch: Batch, *, time_major: bool) -> Calls:
@@ -131,9 +128,11 @@ def _padded_loop(batch: Batch, *, time_major: bool) -> Calls:
     )
 
 
-def _sliced(batch: Batch, tokens: int, loop: Callable[[Batch, int], Sequence[Tensor]]) -> Calls:
+def _sliced(name: str, batch: Batch, tokens: int, loop: Callable[[Batch, int], Sequence[Tensor]]) -> Candidate:
+    """A loop over tokens, timed on the first whole sequences of at least so many tokens and scaled to the batch."""
     count = next((i for i, bound in enumerate(batch.bounds) if bound >= tokens), len(batch.bounds) - 1)
-    return Calls(lambda: loop(batch, count), named, scale=batch.bounds[-1] / batch.bounds[count])
+    calls = Calls(lambda: loop(batch, count), named, scale=batch.bounds[-1] / batch.bounds[count])
+    return Candidate(name, "torch", lambda: calls, f"timed on {batch.bounds[count]} tokens and scaled to {batch.bounds[-1]}")
 
 
 @dataclass(frozen=True)
@@ -186,13 +185,15 @@ def token_advantages_problem(lengths: Sequence[int], dtype: torch.dtype, device:
 
 def token_advantages_candidates(p: TokenAdvantagesProblem) -> Sequence[Candidate]:
     b = p.batch
-    all_named: Callable[[Sequence[Tensor]], Mapping[str, Tensor]] = lambda values: dict(zip((*NAMES, "reward"), values))  # noqa: E731
+
+    def all_named(values: Sequence[Tensor]) -> Mapping[str, Tensor]:
+        return dict(zip((*NAMES, "reward"), values))
 
     def megappo() -> Calls:
         def forward() -> Sequence[Tensor]:
             reward, advantage, returns, _ = token_advantages(
-                p.logprob, p.ref_logprob, p.score, b.value, b.mask, b.cu_seqlens, gamma=GAMMA, lam_policy=LAMBDA, lam_value=LAMBDA,
-                kl_kind="k1", kl_coef=KL_COEF,
+                p.logprob, p.ref_logprob, p.score, b.value, b.mask, b.cu_seqlens,
+                gamma=GAMMA, lam_policy=LAMBDA, lam_value=LAMBDA, kl_kind="k1", kl_coef=KL_COEF,
             )  # fmt: skip
             return advantage, returns, reward
 
@@ -202,7 +203,7 @@ def token_advantages_candidates(p: TokenAdvantagesProblem) -> Sequence[Candidate
         return Calls(lambda: function(p.logprob, p.ref_logprob, p.score, b.value, b.mask, b.cu_seqlens, p.last), all_named)
 
     return [
-        *ours("token_advantages", ("token_advantages",), b.value.device, megappo, "moments for whitening included"),
+        *ours(("token_advantages",), b.value.device, megappo, note="moments for whitening included"),
         *plain_and_compiled("reward, doubling", shaped_doubling, doubling),
     ]
 

@@ -1,8 +1,8 @@
 """Log-prob and entropy from logits: `python scripts/bench_logprob.py [--check] [--json FILE] [--plot FILE]`, on the CPU or a GPU.
 
-A shape is TxV, or TxV/TP for one tensor-parallel shard of V: the targets are then those that the shard owns, and the all-gather of
-16 bytes per token is left out. The floor is the time that the copy of the same run takes for the logits once (forward), and twice
-(backward: read the logits, write the gradient).
+A shape is TxV, or TxV/TP for one tensor-parallel shard of V: the targets are then those that the shard owns, and the all-gather
+of 16 bytes per token is left out. The floor is the time that the copy of the same run takes for the logits once (forward), and
+twice (backward: read the logits, write the gradient).
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ class LogprobProblem:
             upstream = self.g_logprob[rows], None if g_entropy is None else g_entropy[rows]
             logprob, entropy, dlogits = oracle_rows(self.logits[rows].double(), self.target[rows], *upstream)
             parts.append(worst("logprob", results["logprob"][rows], logprob, tolerance + staged * largest))
-            parts.append(worst("dlogits", results["dlogits"][rows], dlogits, (2 * tolerance + staged) * g_largest, unit + 4 * tolerance))
+            atol, rtol = (2 * tolerance + staged) * g_largest, unit + 4 * tolerance
+            parts.append(worst("dlogits", results["dlogits"][rows], dlogits, atol, rtol))
             if "entropy" in results:
                 parts.append(worst("entropy", results["entropy"][rows], entropy, 8 * tolerance, 4e-6))
         return merged(parts)
@@ -94,7 +95,7 @@ def candidates(p: LogprobProblem) -> Sequence[Candidate]:
         return calls(lambda logits: function(logits, p.target))
 
     return [
-        *ours("logprob", USES, p.logits.device, lambda: calls(megappo)),
+        *ours(USES, p.logits.device, lambda: calls(megappo)),
         *plain_and_compiled("log_softmax", log_softmax_logprob, plain),
         *plain_and_compiled("logsumexp", logsumexp_logprob, plain),
         *logits_peers(p.logits, p.target, p.g_logprob),

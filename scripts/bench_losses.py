@@ -1,8 +1,8 @@
-"""Policy loss, value loss and whitening: `python scripts/bench_losses.py [--check] ...`, on the CPU or a GPU. A shape is T tokens.
+"""Policy loss, value loss and whitening: `python scripts/bench_losses.py [--check] ...`. A shape is a number of tokens.
 
 All formulations return the loss and the metrics that the trainer logs. The floor is one read of the inputs and one write of the
-gradient or result at the bandwidth of the run's copy: 20 bytes per token for a loss (its gradient is made in the forward), 8 more in
-the backward, which multiplies by the upstream gradient; 9 for whitening.
+gradient or result at the bandwidth of the run's copy: 20 bytes per token for a loss (its gradient is made in the forward), 8 more
+in the backward, which multiplies by the upstream gradient; 9 for whitening.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ def plain_value_loss(value: Tensor, old_value: Tensor, returns: Tensor, weight: 
     valid = (weight != 0).to(value.dtype)
     with torch.no_grad():
         kept = error * valid
-        metrics = kept.sum(), kept.square().sum(), ((cut > plain) * valid).sum(), (value * valid).sum(), valid.sum(), kept.abs().amax()
+        num_cut, values = ((cut > plain) * valid).sum(), (value * valid).sum()
+        metrics = kept.sum(), kept.square().sum(), num_cut, values, valid.sum(), kept.abs().amax()
     return 0.5 * (weight * torch.maximum(plain, cut)).sum(), *metrics
 
 
@@ -90,8 +91,8 @@ class LossProblem:
         return {"forward": {"copy": 20 * num_tokens}, "backward": {"copy": 8 * num_tokens}, "both": {"copy": 28 * num_tokens}}
 
     def differences(self, results: Mapping[str, Tensor], rounds_to: Optional[torch.dtype], ours: bool) -> list[Difference]:
-        """Sums by the rounding of their terms in fp32, gradients by a few roundings each. No token is within 1e-3 of a clip, where
-        fp32 and fp64 may differ in which side it is on."""
+        """Sums by the rounding of their terms in fp32, gradients by a few roundings each. No token is within 1e-3 of a clip,
+        where fp32 and fp64 may differ in which side it is on."""
         x = self.inputs[0].double().requires_grad_()
         loss, *metrics = self.exact(x, *(t.double() for t in self.inputs[1:]))
         (gradient,) = torch.autograd.grad(loss, x)
@@ -100,10 +101,11 @@ class LossProblem:
         terms = x.numel() * max(1.0, float(gradient.abs().amax()))
         found = [worst(name, results[name], want, slack * 2**-24 * terms) for name, want in sums.items()]
         # exp(log ratio): the rounding of a log-prob of size 3 is an absolute error of the exponent
-        return [*found, worst(self.gradient, results[self.gradient], gradient, slack * 1e-7 * float(gradient.abs().amax()), slack * 2e-6)]
+        atol = slack * 1e-7 * float(gradient.abs().amax())
+        return [*found, worst(self.gradient, results[self.gradient], gradient, atol, slack * 2e-6)]
 
 
-def _away_from(bounds: Sequence[float], x: Tensor) -> Tensor:
+def away_from(bounds: Sequence[float], x: Tensor) -> Tensor:
     for bound in bounds:
         x = torch.where((x - bound).abs() < 1e-3, bound + 2e-3, x)
     return x
@@ -112,7 +114,7 @@ def _away_from(bounds: Sequence[float], x: Tensor) -> Tensor:
 def policy_problem(num_tokens: int, dtype: torch.dtype, device: torch.device) -> LossProblem:
     generator = torch.Generator(device).manual_seed(0)
     logprob, advantage, noise = torch.randn(3, num_tokens, generator=generator, device=device)
-    ratio = _away_from([1 - CLIP, 1 + CLIP], (0.2 * noise).exp())
+    ratio = away_from([1 - CLIP, 1 + CLIP], (0.2 * noise).exp())
     weight = (torch.rand(num_tokens, generator=generator, device=device) < 0.7).float()
     logprob = logprob - 2.0
     return LossProblem((logprob, logprob - ratio.log(), advantage, weight), plain_policy_loss, POLICY_METRICS, "dlogprob")
@@ -121,7 +123,7 @@ def policy_problem(num_tokens: int, dtype: torch.dtype, device: torch.device) ->
 def value_problem(num_tokens: int, dtype: torch.dtype, device: torch.device) -> LossProblem:
     generator = torch.Generator(device).manual_seed(0)
     old_value, returns, noise = torch.randn(3, num_tokens, generator=generator, device=device)
-    change = _away_from([-VALUE_CLIP, VALUE_CLIP], 0.2 * noise)
+    change = away_from([-VALUE_CLIP, VALUE_CLIP], 0.2 * noise)
     weight = (torch.rand(num_tokens, generator=generator, device=device) < 0.7).float()
     value = old_value + change
     # where the clipped error is as large as the plain one, either may be taken
@@ -136,9 +138,11 @@ def loss_candidates(p: LossProblem, op: str, megappo: Callable[..., Sequence[Ten
     def calls(function: Callable[..., Sequence[Tensor]]) -> Calls:
         made = differentiable(lambda x: function(x, *p.inputs[1:]), {p.gradient: p.inputs[0]}, {"loss": one})
         assert made.backward is not None
-        return replace(made, named=lambda values: dict(zip(("loss", *p.metrics), values)), backward=lambda values: made.backward(values[:1]))
+        backward = made.backward  # of the loss alone
+        names = ("loss", *p.metrics)
+        return replace(made, named=lambda values: dict(zip(names, values)), backward=lambda values: backward(values[:1]))
 
-    return [*ours(op, (op,), one.device, lambda: calls(megappo)), *plain_and_compiled("with metrics", p.exact, calls)]
+    return [*ours((op,), one.device, lambda: calls(megappo)), *plain_and_compiled("with metrics", p.exact, calls)]
 
 
 def megappo_policy_loss(*inputs: Tensor) -> tuple[Tensor, ...]:
@@ -186,7 +190,7 @@ def whiten_candidates(p: WhitenProblem) -> Sequence[Candidate]:
         return Calls(lambda: function(p.advantage, p.mask, p.moments), lambda value: {"whitened": value})
 
     return [
-        *ours("whiten_apply", ("whiten_apply",), p.mask.device, lambda: calls(whiten_apply)),
+        *ours(("whiten_apply",), p.mask.device, lambda: calls(whiten_apply)),
         *plain_and_compiled("fp32 moments", plain_whiten, calls),
     ]
 
@@ -196,12 +200,15 @@ FP32 = {"cpu": [torch.float32], "cuda": [torch.float32]}
 POLICY_LOSS = Benchmark(
     "policy_loss", FORM, SHAPES, FP32, read, policy_problem, lambda p: loss_candidates(p, "policy_loss", megappo_policy_loss)
 )
-VALUE_LOSS = Benchmark("value_loss", FORM, SHAPES, FP32, read, value_problem, lambda p: loss_candidates(p, "value_loss", megappo_value_loss))
+VALUE_LOSS = Benchmark(
+    "value_loss", FORM, SHAPES, FP32, read, value_problem, lambda p: loss_candidates(p, "value_loss", megappo_value_loss)
+)
 WHITEN_APPLY = Benchmark("whiten_apply", FORM, SHAPES, FP32, read, whiten_problem, whiten_candidates)
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
-    return run("bench_losses", "Policy loss, value loss and whitening, with their metrics.", [POLICY_LOSS, VALUE_LOSS, WHITEN_APPLY], argv)
+    benchmarks = [POLICY_LOSS, VALUE_LOSS, WHITEN_APPLY]
+    return run("bench_losses", "Policy loss and value loss with their metrics, and whitening.", benchmarks, argv)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Every benchmark of the ops in one run, and at its end what the kernels have to reach: `python scripts/bench_ops.py [--check] ...`.
+"""Every benchmark of the ops in one run, and at its end what they have to reach: `python scripts/bench_ops.py [--check] ...`.
 
-The bars compare figures of the same run, at the default shapes; what a run leaves out is "not measured". That a PPO step is not slower
-than with the references is measured by `scripts/bench_step.py`.
+The bars compare figures of the same run, at the default shapes; what a run leaves out is "not measured". That a PPO step is not
+slower than with the references is measured by `scripts/bench_step.py`.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from scripts.bench.bars import bars  # noqa: E402
 from scripts.bench.cli import run  # noqa: E402
 from scripts.bench_gae import GAE, TOKEN_ADVANTAGES  # noqa: E402
 from scripts.bench_linear_logprob import LINEAR_LOGPROB  # noqa: E402
+from scripts.bench_linear_ppo import LINEAR_PPO  # noqa: E402
 from scripts.bench_logprob import LOGPROB  # noqa: E402
 from scripts.bench_losses import POLICY_LOSS, VALUE_LOSS, WHITEN_APPLY  # noqa: E402
 
-BENCHMARKS = [LOGPROB, LINEAR_LOGPROB, GAE, TOKEN_ADVANTAGES, POLICY_LOSS, VALUE_LOSS, WHITEN_APPLY]
+BENCHMARKS = [LOGPROB, LINEAR_LOGPROB, LINEAR_PPO, GAE, TOKEN_ADVANTAGES, POLICY_LOSS, VALUE_LOSS, WHITEN_APPLY]
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
-    return run("bench_ops", "All ops: log-probs, advantages, losses, whitening; and the bars that they have to reach.", BENCHMARKS, argv, bars)
+    return run("bench_ops", "All ops, and the bars that they have to reach.", BENCHMARKS, argv, bars)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Helpers that make candidates: our op under each implementation, the same PyTorch function plain and compiled, installed peers."""
+"""Makes candidates: our op under each implementation, a PyTorch function plain and compiled, what other packages offer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import shutil
 import signal
 import threading
 import warnings
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, Callable, Iterator, Mapping, Sequence
 
@@ -50,10 +50,9 @@ def differentiable(
     )
 
 
-def ours(op: str, uses: Names, device: torch.device, make: Callable[[], Calls], note: str = "") -> list[Candidate]:
-    """The op under every implementation. uses: the dispatched ops that a call runs."""
-
-    undispatched = [name for name in uses if not _dispatched(name, device)]
+def ours(uses: Names, device: torch.device, make: Callable[[], Calls], *, variant: str = "", **fields: Any) -> list[Candidate]:
+    """An op of ours under every implementation. uses: the dispatched ops that a call runs. variant: other arguments than the
+    defaults, in words; of those the reference is not shown."""
 
     def candidate(kernels: Kernels) -> Candidate:
         @contextmanager
@@ -65,29 +64,20 @@ def ours(op: str, uses: Names, device: torch.device, make: Callable[[], Calls], 
                 yield
 
         def checked() -> Calls:
-            if undispatched and kernels != "reference":
-                raise Absent(f"{undispatched[0]} has only its reference")
             try:
-                with nullcontext() if undispatched else selected():
+                with selected():
                     return make()
             except ValueError as error:
                 raise Absent(str(error).removesuffix("; use kernels=auto")) from None
 
-        return Candidate(f"megappo {kernels}", "ours", checked, note, selected=nullcontext if undispatched else selected)
+        return Candidate(f"megappo {kernels}{variant and ', '}{variant}", "ours", checked, selected=selected, **fields)
 
-    return [candidate(kernels) for kernels in IMPLEMENTATIONS]
-
-
-def _dispatched(name: str, device: torch.device) -> bool:
-    with dispatch.using("reference"):
-        try:
-            dispatch.implementation(name, (torch.empty(0, device=device),))
-        except KeyError:
-            return False
-    return True
+    return [candidate(kernels) for kernels in IMPLEMENTATIONS if not (variant and kernels == "reference")]
 
 
-def plain_and_compiled(name: str, function: Callable[..., Any], make: Callable[[Callable[..., Any]], Calls], **fields: Any) -> list[Candidate]:
+def plain_and_compiled(
+    name: str, function: Callable[..., Any], make: Callable[[Callable[..., Any]], Calls], **fields: Any
+) -> list[Candidate]:
     """`make(function)` and `make(torch.compile(function))`."""
 
     def compiled() -> Calls:

@@ -13,6 +13,7 @@ from typing import Any, Callable, NoReturn, Optional, Sequence
 
 import torch
 
+from megappo.ops import dispatch
 from scripts.bench.clock import Clock, Memory, set_freed_memory
 from scripts.bench.harness import Prepared, Settings, measure, prepare
 from scripts.bench.model import Benchmark, Mistake, Report
@@ -33,7 +34,9 @@ class _Parser(argparse.ArgumentParser):
         raise Mistake(message)
 
 
-def run(name: str, description: str, benchmarks: Sequence[Benchmark], argv: Optional[Sequence[str]], bars: Optional[Bars] = None) -> int:
+def run(
+    name: str, description: str, benchmarks: Sequence[Benchmark], argv: Optional[Sequence[str]], bars: Optional[Bars] = None
+) -> int:
     """Exit code: 0, or 1 where an op of ours failed or --check found a wrong result, or 2 for wrong arguments."""
     try:
         args = _parser(name, description, benchmarks).parse_args(argv)
@@ -44,8 +47,10 @@ def run(name: str, description: str, benchmarks: Sequence[Benchmark], argv: Opti
 
 
 def _parser(name: str, description: str, benchmarks: Sequence[Benchmark]) -> argparse.ArgumentParser:
-    forms = "; ".join(f"{b.name}: {b.shape_form}, by default {' '.join(b.shapes['cpu'])} (CPU), {' '.join(b.shapes['cuda'])} (GPU)"
-                      for b in benchmarks)  # fmt: skip
+    forms = "; ".join(
+        f"{b.name}: {b.shape_form}, by default {' '.join(b.shapes['cpu'])} (CPU), {' '.join(b.shapes['cuda'])} (GPU)"
+        for b in benchmarks
+    )
     parser = _Parser(prog=name, description=description, epilog=f"Shapes: {forms}")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU if there is one")
     parser.add_argument("--shapes", help="comma-separated, instead of the defaults; NAME:SHAPE for one of several ops")
@@ -53,12 +58,12 @@ def _parser(name: str, description: str, benchmarks: Sequence[Benchmark]) -> arg
     parser.add_argument("--only", help=f"comma-separated ops, of {', '.join(b.name for b in benchmarks)}")
     parser.add_argument("--without", default="", help="comma-separated candidates to leave out, by the start of their names")
     parser.add_argument("--repeats", type=int, default=20, help="timed repetitions of each candidate")
-    parser.add_argument("--seconds", type=float, default=20.0, help="measuring time after which a candidate gets 3 repetitions only")
+    parser.add_argument("--seconds", type=float, default=20.0, help="measuring time of a candidate, 3 repetitions at least")
     parser.add_argument("--threads", type=int, help="threads of PyTorch and of our kernels on the CPU")
     parser.add_argument("--quick", action="store_true", help="5 repetitions, a small copy probe, and nothing that compiles")
     parser.add_argument("--check", action="store_true", help="compare every candidate with the fp64 oracle before timing it")
     parser.add_argument("--system-malloc", action="store_true",
-                        help="leave freed memory to the rules of malloc (CPU): charges candidates the page faults of large blocks")
+                        help="leave freed memory to malloc (CPU): charges candidates the page faults of large blocks")
     parser.add_argument("--json", type=Path, help="file for everything measured")
     parser.add_argument("--plot", type=Path, help="PNG; needs matplotlib")
     return parser
@@ -202,10 +207,18 @@ def describe(device: torch.device, freed: str, settings: Settings) -> dict[str, 
         "triton": _installed("triton"),
         "memory": Memory(device).method or "not measured: this system cannot reset the peak of the resident set",
         "freed memory": freed if device.type == "cpu" else "kept by torch",
+        "auto runs": _selected(device),
         "repeats": settings.repeats,
         "checked": "every candidate against the fp64 oracle" if settings.check else "no (--check)",
         "load": " ".join(f"{load:.1f}" for load in os.getloadavg()) if hasattr(os, "getloadavg") else "unknown",
     }
+
+
+def _selected(device: torch.device) -> str:
+    ops: dict[str, list[str]] = {}
+    for name, chosen in dispatch.selected(device.type).items():
+        ops.setdefault(chosen, []).append(name)
+    return "; ".join(f"{chosen}: {', '.join(names)}" for chosen, names in ops.items())
 
 
 def _machine_name(device: torch.device) -> str:

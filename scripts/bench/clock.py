@@ -1,9 +1,8 @@
 """Time and memory of a call on the CPU or a GPU, with cold caches, and the copy that floors are counted in.
 
 CPU time is the wall clock: calls take from tens of microseconds to seconds and run one at a time, and the timers of
-torch.utils.benchmark can neither empty a cache between repetitions nor interleave candidates. GPU time is between CUDA events, with
-the flush queued before the first of them, so that the host is ahead of the device and a call of several kernels is not charged for
-the host's head start.
+torch.utils.benchmark can neither empty a cache between repetitions nor interleave candidates. GPU time is between CUDA events,
+with the flush queued before the first of them, so that the host is ahead of the device and its head start is charged to no call.
 """
 
 from __future__ import annotations
@@ -77,8 +76,8 @@ def summary(seconds: Sequence[float], scale: float = 1.0) -> Timing:
 
 
 class Memory:
-    """Peak memory of a call. On a GPU what torch's allocator held at most. On the CPU the peak of the resident set, which the kernel
-    of Linux can reset: it counts every allocation that was touched, inside compiled kernels too."""
+    """Peak memory of a call. On a GPU what torch's allocator held at most. On the CPU the peak of the resident set, which Linux
+    can reset: it counts every allocation that was touched, inside compiled kernels too."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -109,10 +108,11 @@ class Memory:
         return max(_status_bytes("VmHWM") - before, 0), value
 
 
-# What glibc's malloc does with freed memory. "usual" is where its own rules lead a process that frees large tensors: blocks from 32 MiB
-# on are mapped and returned one by one. "kept" is what torch's allocator for CUDA does; without it every candidate is charged the page
-# faults of all that it allocates, which on a virtual machine take several times as long as the arithmetic. "returned" at once makes
-# the resident set follow what is alive; it has to come before "kept", whose freed blocks malloc would hand out again.
+# What glibc's malloc does with freed memory. "usual" is where its own rules lead a process that frees large tensors: blocks from
+# 32 MiB on are mapped and returned one by one. "kept" is what torch's allocator for CUDA does; without it every candidate is
+# charged the page faults of all that it allocates, which on a virtual machine take several times as long as the arithmetic.
+# "returned" at once makes the resident set follow what is alive; it has to come before "kept", whose freed blocks malloc would
+# hand out again.
 FREED_MEMORY = {
     "usual": {_MMAP_MAX: 65536, _MMAP_THRESHOLD: 32 * 2**20, _TRIM_THRESHOLD: 64 * 2**20},
     "kept": {_MMAP_MAX: 0, _TRIM_THRESHOLD: _NEVER},

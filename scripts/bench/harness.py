@@ -1,8 +1,8 @@
 """Runs the candidates of a benchmark on a problem: check, memory, then interleaved times.
 
-`prepare` makes every candidate and runs it once (compilation happens here, under a time limit), with --check compares it with the fp64
-oracle, and takes its peak memory. `measure` does rounds: in each, the probes and every candidate once, in a rotating order, with the
-cache flushed before each. What slows the machine down in one round slows candidates and floor alike.
+`prepare` makes every candidate and runs it once (compilation happens here, under a time limit), with --check compares it with the
+fp64 oracle, and takes its peak memory. `measure` does rounds: in each, the probes and every candidate once, in a rotating order,
+with the cache flushed before each. What slows the machine down in one round slows candidates and floor alike.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from scripts.bench.candidates import TooSlow, first_line, time_limit
 from scripts.bench.clock import Clock, Memory, summary
 from scripts.bench.model import Absent, Benchmark, Calls, Candidate, Difference, Line, Problem, Report
 
-# What candidates are known to raise where a device, a version or a size does not suit them; anything else is a bug and stops the run.
+# What candidates raise where a device, a version or a size does not suit them; anything else is a bug and stops the run.
 FAULTS = (RuntimeError, ValueError, TypeError, AttributeError, AssertionError, ImportError, KeyError, IndexError, TooSlow)
 
 
@@ -149,8 +149,8 @@ def _outcome(calls: Calls) -> Any:
 
 
 def _bytes_of(tree: Any) -> int:
-    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in pytree.tree_leaves(tree) if isinstance(x, Tensor)}
-    return sum(storages.values())
+    storages = [x.untyped_storage() for x in pytree.tree_leaves(tree) if isinstance(x, Tensor)]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def _measure(entries: Sequence[Entry], problem: Problem, clock: Clock, settings: Settings) -> dict[str, list[float]]:
@@ -162,9 +162,11 @@ def _measure(entries: Sequence[Entry], problem: Problem, clock: Clock, settings:
             (seconds,), _ = clock.laps([lambda _: probe()])
             if warm:
                 samples[name].append(seconds)
+        if turn >= settings.warm_up + MIN_REPEATS:
+            entries = [entry for entry in entries if entry.spent_s <= settings.seconds]
+            if not entries and turn > settings.warm_up + MIN_REPEATS:
+                break
         for entry in _rotated(entries, turn):
-            if entry.spent_s > settings.seconds and turn >= settings.warm_up + MIN_REPEATS:
-                continue
             for phase, seconds in _repetition(entry, clock):
                 if warm:
                     entry.samples.setdefault(phase, []).append(seconds)

@@ -1,7 +1,7 @@
 """What a benchmark is made of: problems (inputs, oracle, floor), candidates that solve them, and what was measured.
 
-A benchmark is one op. For each shape and dtype it makes a problem; every candidate turns the problem into calls, which the harness
-checks, times and weighs. Nothing here runs anything.
+A benchmark is one op. For each shape and dtype it makes a problem; every candidate turns the problem into calls, which the
+harness checks, times and weighs. Nothing here runs anything.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Calls:
     """What one candidate does for one problem.
 
     forward runs without gradients and returns anything; graph runs with gradients and returns what backward takes. named and
-    named_gradients turn what forward and backward returned into results by name; neither is timed. reset is called, untimed, before
-    every repetition, close at the end of the run. scale: times are multiplied by it, where only a part of the problem was solved.
+    named_gradients turn what forward and backward returned into results by name; neither is timed. reset is called, untimed,
+    before every repetition, close at the end of the run. scale: times are multiplied by it, where only a part was solved.
     """
 
     forward: Callable[[], Any]
@@ -80,8 +80,8 @@ class Problem(Protocol):
 
     @property
     def floors(self) -> Mapping[str, Mapping[str, float]]:
-        """Phase -> probe -> how much of it; of "copy" in bytes that must move, of others in calls. "both" may be left out where it
-        is the sum of the two others. Further names are further floors, printed but compared with nothing."""
+        """Phase -> probe -> how much of it; of "copy" in bytes that must move, of others in calls. Names that are no phase are
+        further floors, printed only."""
 
     def differences(self, results: Mapping[str, Tensor], rounds_to: Optional[torch.dtype], ours: bool) -> list[Difference]:
         """Against the fp64 oracle."""
@@ -89,7 +89,7 @@ class Problem(Protocol):
 
 @dataclass(frozen=True)
 class Benchmark:
-    """shapes, dtypes: the defaults, by kind of device. read turns the text of a shape into what problem takes, or raises Mistake."""
+    """shapes, dtypes: the defaults, by kind of device. read turns a shape's text into what problem takes, or raises Mistake."""
 
     name: str
     shape_form: str
@@ -156,7 +156,7 @@ def worst(result: str, got: Tensor, want: Tensor, atol: float, rtol: float = 0.0
 
 
 def worst_row(result: str, got: Tensor, want: Tensor, rtol: float) -> Difference:
-    """Rows [N, D] against fp64 by their norm; a row far smaller than the others is held against a hundredth of their mean norm."""
+    """Rows [N, D] against fp64 by their norm; a row far smaller than the others against a hundredth of their mean norm."""
     norms = want.norm(dim=1)
     errors = (got.detach().double() - want).norm(dim=1)
     relative = errors / (rtol * norms.clamp(min=0.01 * float(norms.mean()) + 1e-30))

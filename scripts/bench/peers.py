@@ -43,7 +43,8 @@ def logits_peers(logits: Tensor, target: Tensor, g_logprob: Tensor) -> list[Cand
 
     def megatron_unfused(module: ModuleType) -> Calls:
         _megatron_group(device)
-        return calls(lambda x: module.vocab_parallel_cross_entropy(x[:, None], target[:, None])[:, 0], overwrites=True, close=_leave_megatron)
+        return calls(lambda x: module.vocab_parallel_cross_entropy(x[:, None], target[:, None])[:, 0],
+                     overwrites=True, close=_leave_megatron)  # fmt: skip
 
     def megatron_fused(module: ModuleType) -> Calls:
         group = _megatron_group(device)
@@ -52,10 +53,11 @@ def logits_peers(logits: Tensor, target: Tensor, g_logprob: Tensor) -> list[Cand
 
     core = {"needs_gpu": False, "device": device}
     return [
-        peer("Liger cross entropy", "liger_kernel", "liger_kernel.transformers.functional", liger, device, note=overwritten, rounds_to=BF16),
+        peer("Liger cross entropy", "liger_kernel", "liger_kernel.transformers.functional", liger, device,
+             note=overwritten, rounds_to=BF16),
         peer("QuACK cross entropy", "quack", "quack.cross_entropy", quack, device, note=NO_ENTROPY, rounds_to=BF16),
-        peer("TransformerEngine cross entropy", "transformer_engine", "transformer_engine.pytorch.cross_entropy", transformer_engine,
-             device, note=overwritten, rounds_to=BF16),
+        peer("TransformerEngine cross entropy", "transformer_engine", "transformer_engine.pytorch.cross_entropy",
+             transformer_engine, device, note=overwritten, rounds_to=BF16),
         peer("Megatron-core unfused", "megatron", "megatron.core.tensor_parallel.cross_entropy", megatron_unfused,
              note=f"{overwritten} where they are fp32", **core),
         peer("Megatron-core fused", "megatron", "megatron.core.fusions.fused_cross_entropy", megatron_fused,

@@ -1,4 +1,4 @@
-"""The benchmarks run, say what is absent, keep their own books straight, and with --check notice an op that computes something else."""
+"""The benchmarks run, say what is absent, count right, and with --check notice an op that computes something else."""
 
 import json
 from dataclasses import replace
@@ -6,8 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megappo.ops import advantages as advantages_op
+from megappo.ops import linear_logprob as linear_op
 from megappo.ops import logprob as logprob_op
-from scripts import bench_gae, bench_linear_logprob, bench_logprob, bench_losses, bench_ops
+from scripts import bench_gae, bench_linear_logprob, bench_linear_ppo, bench_logprob, bench_losses, bench_ops
 from scripts.bench import candidates, clock
 from scripts.bench.bars import MET, NOT_MEASURED, NOT_MET, bars
 from scripts.bench.harness import Settings, measure, prepare
@@ -18,6 +20,7 @@ QUICK = ["--device", "cpu", "--quick", "--repeats", "2", "--threads", "1", "--sy
 SCRIPTS = {
     "logprob": (bench_logprob, "24x300,16x96/4", ["--without", "Megatron-core"]),
     "linear": (bench_linear_logprob, "24x16x300", []),
+    "linear_ppo": (bench_linear_ppo, "24x16x300", []),
     "gae": (bench_gae, "600,3x70", []),
     "losses": (bench_losses, "1Ki", []),
 }
@@ -61,12 +64,16 @@ def test_floors_come_from_the_probes_of_the_run_and_ratios_from_the_floors(writt
         assert moved == pytest.approx(2 * 32 * 2**20)
         for line in case["lines"]:
             for phase, timing in line["times"].items():
+                if phase not in case["floors"]:  # the backward of linear_ppo hands out what the forward made
+                    assert case["benchmark"] == "linear_ppo" and phase not in line["ratios"]
+                    continue
                 assert line["ratios"][phase] == pytest.approx(timing["median"] / case["floors"][phase])
                 assert 0 < timing["best"] <= timing["median"] and timing["spread"] >= 0
 
 
 def test_floor_counts_the_bytes_that_must_move(written):
-    by_shape = {(case["benchmark"], case["shape"], case["dtype"]): case for case in written["logprob"]["cases"] + written["gae"]["cases"]}
+    cases = written["logprob"]["cases"] + written["gae"]["cases"]
+    by_shape = {(case["benchmark"], case["shape"], case["dtype"]): case for case in cases}
     for key, phase, num_bytes in [
         (("logprob", "24x300", "float32"), "forward", 24 * 300 * 4),
         (("logprob", "24x300", "bfloat16"), "both", 3 * 24 * 300 * 2),
@@ -107,21 +114,19 @@ def wrong_entropy(*args, **kwargs):
 def unsummed_dweight(hidden, weight, *args, **kwargs):
     """The gradient of the weight misses the last token."""
     detached = torch.cat((weight[None], weight[None].detach()))
-    first, second = (logprob_op.linear_logprob(hidden, w, *args, **kwargs) for w in detached)
+    first, second = (linear_op.linear_logprob(hidden, w, *args, **kwargs) for w in detached)
     keep = torch.arange(hidden.shape[0]) < hidden.shape[0] - 1
     return tuple(torch.where(keep, a, b) for a, b in zip(first, second))
 
 
 def decayed_over_masked(reward, value, mask, cu_seqlens, **kwargs):
     """GAE that takes a masked step for a step, a fault that others shipped."""
-    return bench_gae_gae(torch.where(mask, reward, 0.0), torch.where(mask, value, 0.0), torch.ones_like(mask), cu_seqlens, **kwargs)
-
-
-bench_gae_gae = bench_gae.gae
+    reward, value = torch.where(mask, reward, 0.0), torch.where(mask, value, 0.0)
+    return advantages_op.gae(reward, value, torch.ones_like(mask), cu_seqlens, **kwargs)
 
 
 @pytest.mark.parametrize("script,name,broken,shapes,said", [
-    (bench_logprob, "vocab_parallel_logprob", wrong_entropy, "24x300", "logprob 24x300 float32: megappo reference wrong: entropy"),
+    (bench_logprob, "vocab_parallel_logprob", wrong_entropy, "24x300", "24x300 float32: megappo reference wrong: entropy"),
     (bench_linear_logprob, "linear_logprob", unsummed_dweight, "24x16x300", "wrong: dweight"),
     (bench_gae, "gae", decayed_over_masked, "gae:600", "gae 600 float32: megappo reference wrong: returns"),
 ])  # fmt: skip
@@ -225,7 +230,8 @@ def test_nan_and_a_wrong_row_are_beyond_the_tolerance():
 def report_of(benchmark, shape, dtype, times, floors, kinds, phase="both"):
     lines = []
     for (name, seconds), kind in zip(times.items(), kinds):
-        line = Line(name, kind, times={phase: Timing(seconds, 0.0, seconds, 1)}, peak_bytes=1000 if kind == "torch" else 50, result_bytes=0)
+        line = Line(name, kind, times={phase: Timing(seconds, 0.0, seconds, 1)}, result_bytes=0)
+        line.peak_bytes = 1000 if kind == "torch" else 50
         line.ratios = {phase: seconds / floors[phase]}
         lines.append(line)
     return Report(benchmark, shape, dtype, floors, {}, 1.0, lines)
@@ -248,7 +254,8 @@ def test_bar_against_torch_compile_is_open_without_it():
 
 def test_bars_of_the_linear_op_and_gae():
     times = {"megappo cpp": 1.1, "torch eager, log_softmax": 5.0}
-    linear = report_of("linear_logprob", "1024x512x32000", "float32", times, {"both": 0.75, "fwd+bwd, logits recomputed": 1.0}, ["ours", "torch"])
+    floors = {"both": 0.75, "fwd+bwd, logits recomputed": 1.0}
+    linear = report_of("linear_logprob", "1024x512x32000", "float32", times, floors, ["ours", "torch"])
     times = {"megappo cpp": 1.0, "torch eager, doubling": 2.9, "Python loop over numbers": 100.0}
     gae = report_of("gae", "1Mi", "float32", times, {"forward": 0.5}, ["ours", "torch", "torch"], "forward")
     found = [bar.verdict for bar in bars([linear, gae], "cpu") if bar.verdict != NOT_MEASURED]
