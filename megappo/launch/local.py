@@ -10,7 +10,7 @@ from types import FrameType
 from typing import Optional, Sequence
 
 # Seconds that ranks have to end after one of them failed, before they are killed: they may wait for the dead one for ever.
-SHUTDOWN_S = 10
+SHUTDOWN_S = 5
 
 
 def start_ranks(num_ranks: int, arguments: Sequence[str], module: str = "megappo.cli") -> int:

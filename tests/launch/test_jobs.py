@@ -1,0 +1,132 @@
+"""Job scripts on a real Slurm of two nodes, with a stand-in for the training: worlds, failures, and what the log says at its end."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from megappo.launch.script import Job, render, render_by_hand
+from tests.launch.cluster import NODES, Cluster
+from tests.plan.checkpoints import write_run
+
+ROOT = Path(__file__).parents[2]
+NUM_RANKS = 4
+NODE = f"({'|'.join(NODES)})"  # torchrun orders the nodes by its own rule
+
+
+@dataclass
+class Submitted:
+    """A job and where it writes."""
+
+    id: str
+    folder: Path
+    log: Path
+
+    def ranks(self, attempt: int = 0) -> list[dict]:
+        """What every stand-in printed first, by rank."""
+        logs = [self.folder / f"attempt-{attempt}" / f"rank-{rank}.log" for rank in range(NUM_RANKS)]
+        return [json.loads(log.read_text().splitlines()[0]) for log in logs]
+
+
+def submit(cluster: Cluster, folder: Path, stub: str, **job) -> Submitted:
+    """A job of 2 nodes x 2 ranks, whose ranks are `stub_rank.py` and whose plan accepts everything."""
+    folder.mkdir()
+    config = write_run(folder)
+    python = folder / "python"
+    train = f"exec {sys.executable} {ROOT}/tests/launch/stub_rank.py"
+    python.write_text(
+        f'#!/bin/bash\ncase "$*" in\n  "-m megappo train"*) {train} "${{@:4}}" ;;\n  "-m megappo plan"*) ;;\n'
+        f'  *) exec {sys.executable} "$@" ;;\nesac\n'
+    )
+    python.chmod(0o755)
+    script = render(
+        Job(2, 2, gpus=False, **job), root=ROOT, python=str(python), config=config, launch_dir=folder / "launch dir",
+        log=folder / "job-{job}.log", name="stub", resume=False,
+    )  # fmt: skip
+    (folder / "job.sbatch").write_text(script)
+    environment = cluster.environment | {"STUB": stub, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        ["sbatch", "--parsable", folder / "job.sbatch"], env=environment, capture_output=True, text=True, check=True
+    )
+    job_id = done.stdout.strip()
+    return Submitted(job_id, folder / "launch dir", folder / f"job-{job_id}.log")
+
+
+def end_of(cluster: Cluster, job: Submitted, timeout_s: float = 60) -> list[str]:
+    cluster.wait_for("the job's end", lambda: cluster.has_ended(job.id), timeout_s, job.log)
+    return job.log.read_text().splitlines()
+
+
+@pytest.fixture(scope="module")
+def jobs(cluster, tmp_path_factory) -> dict[tuple[str, str], Submitted]:
+    """All at once, on the same two nodes."""
+    folder = tmp_path_factory.mktemp("jobs")
+    cases = [(launcher, stub) for launcher in ("srun", "torchrun") for stub in ("rank 1 raises", "rank 2 is killed")]
+    return {case: submit(cluster, folder / f"{n}", case[1], launcher=case[0]) for n, case in enumerate(cases)}
+
+
+@pytest.mark.parametrize("launcher", ["srun", "torchrun"])
+def test_every_rank_finds_its_place_in_one_world(cluster, jobs, launcher) -> None:
+    job = jobs[launcher, "rank 1 raises"]
+    end_of(cluster, job)
+    ranks = job.ranks()
+    assert [r["RANK"] for r in ranks] == ["0", "1", "2", "3"] and [r["LOCAL_RANK"] for r in ranks] == ["0", "1"] * 2
+    assert {(r["WORLD_SIZE"], r["LOCAL_WORLD_SIZE"]) for r in ranks} == {("4", "2")}
+    assert len({(r["MASTER_ADDR"], r["MASTER_PORT"]) for r in ranks}) == 1
+    if launcher == "srun":
+        assert ranks[0]["MASTER_ADDR"] == NODES[0]
+    else:
+        said = (job.folder / "attempt-0" / "node-1.log").read_text()
+        assert "torchrun --nnodes 2 --rdzv-backend c10d" in said and "is_host=false" in said
+
+
+def test_jobs_on_the_same_host_have_ports_of_their_own(cluster, jobs) -> None:
+    ports = []
+    for (launcher, _), job in jobs.items():
+        end_of(cluster, job)
+        ports += [job.ranks()[0]["MASTER_PORT"]] if launcher == "srun" else []
+    assert len(ports) == len(set(ports)) == 2
+
+
+@pytest.mark.parametrize("launcher", ["srun", "torchrun"])
+def test_the_first_traceback_ends_the_log_and_the_ranks_that_wait_are_ended(cluster, jobs, launcher) -> None:
+    """The other ranks would sleep for ten minutes."""
+    job = jobs[launcher, "rank 1 raises"]
+    log = end_of(cluster, job)
+    assert log[-3] == "RuntimeError: the culprit"
+    assert re.fullmatch(rf"megappo: rank 1 on {NODE} failed first \(exit code 1\); what it said is above", log[-2])
+    assert log[-1] == "megappo: not requeued: no checkpoint was saved since this attempt started at step 0"
+    assert cluster.job(job.id)["JobState"] == "FAILED"
+
+
+@pytest.mark.parametrize("launcher", ["srun", "torchrun"])
+def test_a_rank_that_is_killed_is_named_and_not_those_that_lost_it(cluster, jobs, launcher) -> None:
+    log = end_of(cluster, jobs[launcher, "rank 2 is killed"])
+    assert re.fullmatch(rf"megappo: rank 2 on {NODE} failed first \(killed by SIGKILL\); what it said is above", log[-2])
+    assert "a victim" not in "\n".join(log)
+
+
+def test_a_wrong_configuration_is_refused_before_any_rank_starts(cluster, tmp_path) -> None:
+    """By a script as scripts/slurm/ has them, with the real `megappo plan` on the first node."""
+    config = write_run(tmp_path)
+    script = tmp_path / "two_nodes.sbatch"
+    script.write_text(render_by_hand(Job(2, 2, gpus=False), script.name, "Two nodes of two ranks."))
+    environment = cluster.environment | {"MEGAPPO_PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        ["sbatch", "--parsable", script, config, "run.num_ranks=4", "policy.parallel.tp=3"],
+        env=environment, cwd=tmp_path, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    job_id = done.stdout.strip()
+    log = tmp_path / f"slurm-{job_id}.out"
+    cluster.wait_for("the job's end", lambda: cluster.has_ended(job_id), 60, log)
+    first, *rest = log.read_text().splitlines()
+    assert first.startswith("=== job ") and len(rest) == 1, rest
+    assert rest[0].startswith("megappo: policy.parallel: tp 3") and "4 ranks" in rest[0]
+    assert cluster.job(job_id)["ExitCode"] == "2:0"
+    assert not list(tmp_path.glob("slurm-*/attempt-0/rank-*")) and not (tmp_path / "runs").exists()
