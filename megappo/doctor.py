@@ -45,18 +45,30 @@ def parts_lines() -> list[str]:
         f"  rollout engines: {', '.join(engines)}",
         f"  model families: {', '.join(dict.fromkeys(ARCHITECTURES.values()))}",
         f"  rewards: {', '.join(rules)}",
-        f"  kernels: {', '.join(_kernels())}",
     ]
 
 
-def _kernels() -> list[str]:
-    """Names of the registered operations."""
+def kernel_lines() -> tuple[list[str], list[str]]:
+    """(what each op runs on the CPU and on a GPU, and whether that computes what its reference does; lines about what is wrong)."""
     import torch
 
-    # Importing a file of ops/ registers its operations.
-    from megappo.ops import advantages, logprob, losses, whiten  # noqa: F401
+    from megappo.ops import dispatch, kernels, selfcheck
 
-    return sorted(torch.ops.megappo)
+    columns, wrong = [], []
+    for kind in kernels.ORDER:
+        chosen = dispatch.selected(kind)
+        if kind == "cuda" and not torch.cuda.is_available():
+            columns.append({op: [implementation, "no GPU here"] for op, implementation in chosen.items()})
+            continue
+        device = torch.device(kind)
+        found = selfcheck.run_checks(device)
+        wrong += [finding.line(device) for finding in found if not finding.ok]
+        # an op that only others call has no result of its own
+        state = dict.fromkeys(chosen, "in others") | {op: "ok" for finding in found for op in finding.ops}
+        state |= {op: "WRONG" for finding in found if not finding.ok for op in finding.ops}
+        columns.append({op: [implementation, state[op]] for op, implementation in chosen.items()})
+    rows = [[op, *(cell for column in columns for cell in column[op])] for op in columns[0]]
+    return [f"  {kernels.describe()}", *table(["op", "CPU", "state", "GPU", "state"], rows, left=5)], wrong
 
 
 def report() -> tuple[str, int]:
@@ -72,8 +84,10 @@ def report() -> tuple[str, int]:
         "packages",
         *table(["package", "installed", "tested", "state", "needed for"], rows, left=5),
     ]
+    differing: list[str] = []
     if next(f for f in found if f.requirement.name == "torch").version is not None:
-        lines += ["", "available", *parts_lines()]
+        kernels, differing = kernel_lines()
+        lines += ["", "available", *parts_lines(), "", "kernels", *kernels]
     wrong = [f for f in found if f.state != "ok"]
     if wrong:
         lines += ["", "missing"]
@@ -81,6 +95,9 @@ def report() -> tuple[str, int]:
             f"  {f.requirement.purpose}: {f.requirement.install} ({f.state}, tested: {f.requirement.versions or 'any'})"
             for f in wrong
         ]
-    ready = can_train(found)
-    lines += ["", "PPO can run on this machine" if ready else "PPO cannot run on this machine: install what is missing above"]
+    if differing:
+        lines += ["", "wrong", *(f"  {line}" for line in differing)]
+    ready = can_train(found) and not differing
+    fix = "its kernels compute something else than their references" if differing else "install what is missing above"
+    lines += ["", "PPO can run on this machine" if ready else f"PPO cannot run on this machine: {fix}"]
     return "\n".join(lines) + "\n", 0 if ready else 1

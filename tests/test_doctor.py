@@ -1,13 +1,16 @@
 """Doctor: what is missing is said with what it is for and how to install it, and the exit code says whether PPO can run."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
+import torch
 from packaging.requirements import Requirement as Specified
 
 from megappo import doctor, installed
 from megappo.installed import REQUIREMENTS, Finding, can_train, findings, missing_package
+from megappo.ops import dispatch
 
 SETUP = Path(__file__).parents[1] / "setup.py"
 
@@ -78,6 +81,25 @@ def test_the_report_names_what_is_missing_for_what(monkeypatch):
     assert code == 1 and "PPO cannot run on this machine" in text
     assert "rollout.engine: vllm: pip install 'megappo[vllm]'" in text
     assert "rollout engines: megatron\n" in text and "math_verify," not in text
+
+
+def test_the_report_says_what_each_op_runs_and_whether_it_is_right(monkeypatch):
+    text, code = doctor.report()
+    rows = {line.split()[0]: line.split()[1:] for line in text.split("\nkernels\n")[1].split("\n\n")[0].splitlines() if line}
+    for op, implementation in dispatch.selected("cpu").items():
+        assert rows[op][: len(implementation.split())] == implementation.split()
+    assert rows["policy_loss"][1] == "ok" and "WRONG" not in text
+    right = dispatch.implementation("policy_loss", (torch.zeros(1),))
+
+    def doubled(*args):
+        loss, *others = right(*args)
+        return 2.0 * loss, *others
+
+    monkeypatch.setitem(dispatch._selection.resolved, ("policy_loss", "cpu"), ("cpp", doubled))
+    text, code = doctor.report()
+    assert code == 1 and "PPO cannot run on this machine: its kernels compute something else than their references" in text
+    assert re.search(r"policy_loss +cpp +WRONG", text) and "WRONG" not in re.sub(r"policy_loss +cpp +WRONG", "", text)
+    assert "\nwrong\n  kernels: policy_loss (cpp) differs from its reference by" in text
 
 
 def test_a_missing_package_comes_with_its_installation(monkeypatch):

@@ -1,0 +1,253 @@
+"""Whether the selected kernels compute what their references do, on this machine and now.
+
+A build for another GPU architecture, a compiler that miscompiles a kernel or a library of another version would otherwise show as a
+run that learns slowly. `run_checks` calls every public function of ops/ on a small fixed problem, forward and backward, and holds
+the results against the same call in fp64, which always runs the reference, on the same device. `require_sound` turns the first
+difference into one line. A few thousand tokens: below 0.5 s on a CPU; on a GPU seconds, while Triton compiles. Tensor parallelism is
+not checked here: it gathers and adds the same statistics.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Callable, Iterator, Optional
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megappo.ops import dispatch
+from megappo.ops.advantages import gae, token_advantages
+from megappo.ops.kernels import ORDER, missing
+from megappo.ops.linear_logprob import linear_logprob
+from megappo.ops.logprob import vocab_parallel_logprob
+from megappo.ops.losses import policy_loss, value_loss
+from megappo.ops.whiten import whiten_apply
+
+NUM_TOKENS = 3001
+NUM_ROWS, NUM_COLUMNS, NUM_VALID, HIDDEN = 37, 1100, 1055, 128
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One result of one function. error: of the worst element, absolute; allowed: what that element may differ by."""
+
+    function: str
+    result: str
+    ops: dict[str, str]
+    """What ran since the function's result before, op -> implementation."""
+    error: float
+    allowed: float
+    at: tuple[int, ...]
+    failure: Optional[str] = None
+    """Text of an error that the kernel raised instead."""
+
+    @property
+    def ok(self) -> bool:
+        return self.failure is None and self.error <= self.allowed
+
+    def line(self, device: torch.device) -> str:
+        """What is wrong and what to do, for a finding that is not ok."""
+        kernels = ", ".join(f"{op} ({implementation})" for op, implementation in self.ops.items())
+        others = [
+            f"kernels={other}" for other in ORDER.get(device.type, ())
+            if missing(other, device.type) is None and not any(other in ran for ran in self.ops.values())
+        ]  # fmt: skip
+        advice = f"use {' or '.join(others)}, and report this" if others else "report this"
+        if self.failure is not None:
+            return f"kernels: {kernels or self.function} failed: {self.failure}; {advice}"
+        where = f"{self.result} of {self.function}" + (f" at {list(self.at)}" if self.at else "")
+        return f"kernels: {kernels} differs from its reference by {self.error:.2g}, not {self.allowed:.2g}, in {where}; {advice}"
+
+
+class Numbers:
+    """Random inputs that are the same numbers in every precision: rounded to the type that is asked for, then made fp64 if `wide`."""
+
+    def __init__(self, device: torch.device, *, wide: bool) -> None:
+        self.device, self._wide = device, wide
+        self._generator = torch.Generator().manual_seed(0)
+
+    def normal(self, *shape: int, scale: float = 1.0, dtype: torch.dtype = torch.float32) -> Tensor:
+        return self._placed(torch.randn(shape, generator=self._generator) * scale, dtype)
+
+    def uniform(self, *shape: int) -> Tensor:
+        return self._placed(torch.rand(shape, generator=self._generator), torch.float32)
+
+    def flags(self, size: int, share: float) -> Tensor:
+        return (torch.rand(size, generator=self._generator) < share).to(self.device)
+
+    def integers(self, size: int, below: int) -> Tensor:
+        return torch.randint(below, (size,), generator=self._generator).to(self.device)
+
+    def _placed(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        return x.to(self.device, dtype).to(torch.float64 if self._wide else dtype)
+
+
+Results = Iterator[tuple[str, Tensor]]
+
+
+def _from_logits(numbers: Numbers, dtype: torch.dtype) -> Results:
+    logits = numbers.normal(NUM_ROWS, NUM_COLUMNS, scale=4.0, dtype=dtype).requires_grad_()
+    target = numbers.integers(NUM_ROWS, below=NUM_VALID)
+    logprob, entropy = vocab_parallel_logprob(logits, target, None, vocab_start=0, num_valid=NUM_VALID, temperature=0.7)
+    yield "logprob", logprob
+    yield "entropy", entropy
+    upstream = [numbers.normal(NUM_ROWS), numbers.normal(NUM_ROWS)]
+    yield "gradient of logits", torch.autograd.grad([logprob, entropy], logits, upstream)[0]
+
+
+def _from_hidden(numbers: Numbers, dtype: torch.dtype, keep_logits: bool) -> Results:
+    hidden = numbers.normal(NUM_ROWS, HIDDEN, dtype=dtype).requires_grad_()
+    weight = numbers.normal(NUM_COLUMNS, HIDDEN, scale=HIDDEN**-0.5, dtype=dtype).requires_grad_()
+    target = numbers.integers(NUM_ROWS, below=NUM_VALID)
+    logprob, entropy = linear_logprob(
+        hidden, weight, target, None, vocab_start=0, num_valid=NUM_VALID, temperature=0.7, keep_logits=keep_logits
+    )
+    yield "logprob", logprob
+    yield "entropy", entropy
+    upstream = [numbers.normal(NUM_ROWS), numbers.normal(NUM_ROWS)]
+    dhidden, dweight = torch.autograd.grad([logprob, entropy], [hidden, weight], upstream)
+    yield "gradient of hidden", dhidden
+    yield "gradient of weight", dweight
+
+
+def _advantages(numbers: Numbers) -> Results:
+    """Sequences of 0, 1, many and few tokens, with gaps in the mask."""
+    cu_seqlens = torch.tensor([0, 0, 1, 2100, 2101, 2900, NUM_TOKENS], dtype=torch.int32, device=numbers.device)
+    logprob = numbers.normal(NUM_TOKENS)
+    value, mask = numbers.normal(NUM_TOKENS), numbers.flags(NUM_TOKENS, 0.8)
+    names = "reward", "advantage", "returns", "moments"
+    shaped = token_advantages(
+        logprob, numbers.normal(NUM_TOKENS), numbers.normal(6), value, mask, cu_seqlens, numbers.normal(6),
+        gamma=0.99, lam_policy=0.95, lam_value=0.9, kl_kind="k3", kl_coef=0.1,
+    )  # fmt: skip
+    yield from zip(names, shaped)
+
+
+def _whitening(numbers: Numbers) -> Results:
+    advantage, mask = numbers.normal(NUM_TOKENS), numbers.flags(NUM_TOKENS, 0.8)
+    kept = torch.where(mask, advantage.double(), 0.0)
+    yield "result", whiten_apply(advantage, mask, torch.stack((mask.sum().double(), kept.sum(), kept.square().sum())))
+
+
+def _gae(numbers: Numbers) -> Results:
+    cu_seqlens = torch.tensor([0, 0, 1, 2100, 2101, 2900, NUM_TOKENS], dtype=torch.int32, device=numbers.device)
+    reward, value, mask = numbers.normal(NUM_TOKENS), numbers.normal(NUM_TOKENS), numbers.flags(NUM_TOKENS, 0.8)
+    done = numbers.flags(NUM_TOKENS, 0.01)
+    results = gae(reward, value, mask, cu_seqlens, numbers.normal(6), done=done, gamma=0.99, lam_policy=0.95, lam_value=0.9)
+    yield from zip(("advantage", "returns", "moments"), results)
+
+
+def _policy(numbers: Numbers) -> Results:
+    logprob = numbers.normal(NUM_TOKENS, scale=0.3).requires_grad_()
+    weight = numbers.uniform(NUM_TOKENS) * numbers.flags(NUM_TOKENS, 0.8)
+    loss, metrics = policy_loss(logprob, numbers.normal(NUM_TOKENS, scale=0.3), numbers.normal(NUM_TOKENS), weight, dual_clip=1.5)
+    yield "loss", loss
+    yield "gradient", torch.autograd.grad(loss, logprob)[0]
+    yield from metrics.items()
+
+
+def _value(numbers: Numbers) -> Results:
+    value = numbers.normal(NUM_TOKENS).requires_grad_()
+    weight = numbers.uniform(NUM_TOKENS) * numbers.flags(NUM_TOKENS, 0.8)
+    loss, metrics = value_loss(value, numbers.normal(NUM_TOKENS), numbers.normal(NUM_TOKENS), weight, clip=0.2)
+    yield "loss", loss
+    yield "gradient", torch.autograd.grad(loss, value)[0]
+    yield from metrics.items()
+
+
+@dataclass(frozen=True)
+class Problem:
+    """run: yields the results of `function` in the order in which they are computed. precision: error allowed in a result, of its
+    largest element, gradient_precision: in gradients; a rounding to the result's own type comes on top."""
+
+    function: str
+    run: Callable[[Numbers], Results]
+    precision: float = 1e-5  # 84 roundings of fp32: sums of a few thousand terms of either sign, a division, an exponential
+    gradient_precision: float = 1e-5
+
+
+# Products of bf16 are exact and added in fp32, but the gradient of logits is rounded to bf16 (2^-9) before the two products of the
+# backward, so their results differ by that much of their terms.
+ROUNDED_LOGITS_GRADIENT = 2**-7
+
+
+def problems() -> list[Problem]:
+    bf16, fp32 = torch.bfloat16, torch.float32
+    return [
+        Problem("vocab_parallel_logprob", lambda n: _from_logits(n, fp32)),
+        Problem("vocab_parallel_logprob", lambda n: _from_logits(n, bf16)),
+        Problem("linear_logprob", lambda n: _from_hidden(n, bf16, False), gradient_precision=ROUNDED_LOGITS_GRADIENT),
+        Problem("linear_logprob", lambda n: _from_hidden(n, bf16, True), gradient_precision=ROUNDED_LOGITS_GRADIENT),
+        Problem("token_advantages", _advantages),
+        Problem("gae", _gae),
+        Problem("whiten_apply", _whitening),
+        Problem("policy_loss", _policy),
+        Problem("value_loss", _value),
+    ]
+
+
+class _Calls(TorchDispatchMode):
+    """Remembers which ops of megappo ran."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "megappo":
+            self.names.append(func._opname)
+        return func(*args, **(kwargs or {}))
+
+    def take(self) -> list[str]:
+        """Names since the last call."""
+        names, self.names = list(dict.fromkeys(self.names)), []
+        return names
+
+
+def run_checks(device: torch.device) -> list[Finding]:
+    """Every result of every problem, with the kernels that are selected now. Waits for the device."""
+    chosen = dispatch.selected(device.type)
+    return [finding for problem in problems() for finding in _check(problem, device, chosen)]
+
+
+def require_sound(device: torch.device) -> None:
+    """RuntimeError with one line about the first result that differs."""
+    wrong = next((finding for finding in run_checks(device) if not finding.ok), None)
+    if wrong is not None:
+        raise RuntimeError(wrong.line(device))
+
+
+def _check(problem: Problem, device: torch.device, chosen: dict[str, str]) -> Iterator[Finding]:
+    wanted = problem.run(Numbers(device, wide=True))
+    ran: dict[str, str] = {}
+    with _Calls() as calls:
+        got = problem.run(Numbers(device, wide=False))
+        while True:
+            try:
+                step = next(got, None)
+            except RuntimeError as error:  # what a launch that CUDA refuses and the checks of the C++ layer raise
+                failed = {name: chosen[name] for name in calls.take()}
+                text = str(error).strip().partition("\n")[0]
+                yield Finding(problem.function, "", failed, math.inf, 0.0, (), text)
+                return
+            if step is None:
+                return
+            # a result without a new op is another result of the op before
+            ran = {name: chosen[name] for name in calls.take()} or ran
+            name, want = next(wanted)
+            yield _compared(problem, name, ran, step[1].detach(), want.detach())
+
+
+def _compared(problem: Problem, name: str, ran: dict[str, str], got: Tensor, want: Tensor) -> Finding:
+    if got.numel() == 0 or got.shape != want.shape:
+        return Finding(problem.function, name, ran, math.inf, 0.0, (), f"{name} has shape {tuple(got.shape)}, not {tuple(want.shape)}")
+    difference = (got.double() - want.double()).abs()
+    difference = torch.where(difference.isnan(), torch.inf, difference)
+    own_rounding = torch.finfo(got.dtype).eps if got.dtype.itemsize < 4 else 0.0
+    precision = problem.gradient_precision if name.startswith("gradient") else problem.precision
+    allowed = precision * want.abs().amax().clamp(min=1e-3).double() + own_rounding * want.abs().double()
+    worst = int((difference / allowed).argmax())
+    at = tuple(int(i) for i in torch.unravel_index(torch.tensor(worst), got.shape)) if got.dim() else ()
+    return Finding(problem.function, name, ran, float(difference.flatten()[worst]), float(allowed.flatten()[worst]), at)

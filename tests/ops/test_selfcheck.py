@@ -1,0 +1,118 @@
+"""The check at the start of a run: every implementation passes, and a wrong kernel of any op is found and named."""
+
+import re
+
+import pytest
+import torch
+
+from megappo.ops import dispatch, selfcheck
+from megappo.ops.selfcheck import Numbers, require_sound, run_checks
+
+CPU = torch.device("cpu")
+# Called by linear_backward between its products: its results are seen in linear_backward's.
+IN_OTHERS = {"vocab_logits_backward_"}
+OPS = sorted(set(dispatch.selected("cpu")) - IN_OTHERS)
+
+
+def test_every_implementation_passes(kernels):
+    findings = run_checks(kernels)
+    assert [finding.line(kernels) for finding in findings if not finding.ok] == []
+    require_sound(kernels)
+
+
+def test_every_op_is_checked():
+    ran = {op: implementation for finding in run_checks(CPU) for op, implementation in finding.ops.items()}
+    assert sorted(ran) == OPS
+    assert ran == {op: implementation for op, implementation in dispatch.selected("cpu").items() if op in ran}
+
+
+def one_wrong_element(result):
+    result.flatten()[result.numel() // 2] += 0.03 * result.abs().amax()
+
+
+def unwritten_end(result):
+    """A grid that is one tile short."""
+    result[-max(1, len(result) // 40) :] = 0.0
+
+
+def not_a_number(result):
+    result.flatten()[-1] = torch.nan
+
+
+def inject(monkeypatch, op, fault):
+    """Replaces the op's implementation by one whose first floating result with tokens is spoiled."""
+    name, right = dispatch._resolve(op, "cpu")
+
+    def wrong(*args):
+        results = right(*args)
+        first = results if isinstance(results, torch.Tensor) else next(x for x in results if x.dim())
+        fault(first)
+        return results
+
+    monkeypatch.setitem(dispatch._selection.resolved, (op, "cpu"), (name, wrong))
+
+
+@pytest.mark.parametrize("fault", [one_wrong_element, unwritten_end, not_a_number])
+@pytest.mark.parametrize("op", OPS)
+def test_a_wrong_kernel_is_named(monkeypatch, op, fault):
+    assert all(finding.ok for finding in run_checks(CPU))
+    inject(monkeypatch, op, fault)
+    wrong = [finding for finding in run_checks(CPU) if not finding.ok]
+    assert wrong and op in wrong[0].ops
+    with pytest.raises(RuntimeError, match=rf"^kernels: .*{op} \(.*\) differs from its reference by [^\n]*report this$"):
+        require_sound(CPU)
+
+
+def test_the_line_says_what_differs_where_and_what_to_do(monkeypatch):
+    right = dispatch.implementation("policy_loss", (torch.zeros(1),))
+
+    def wrong(*args):
+        loss, gradient, *metrics = right(*args)
+        gradient[1234] += 0.5
+        return loss, gradient, *metrics
+
+    monkeypatch.setitem(dispatch._selection.resolved, ("policy_loss", "cpu"), ("cpp", wrong))
+    with pytest.raises(RuntimeError) as raised:
+        require_sound(CPU)
+    assert re.fullmatch(
+        r"kernels: policy_loss \(cpp\) differs from its reference by 0\.5, not \S+, in gradient of policy_loss at \[1234\]; "
+        r"use kernels=reference, and report this", str(raised.value),
+    )  # fmt: skip
+
+
+def test_a_kernel_that_raises_is_named(monkeypatch):
+    def refused(*args):
+        raise RuntimeError("value_loss: no kernel image is available for execution on the device\nmore about it")
+
+    monkeypatch.setitem(dispatch._selection.resolved, ("value_loss", "cpu"), ("cpp", refused))
+    line = (
+        "kernels: value_loss (cpp) failed: value_loss: no kernel image is available for execution on the device; "
+        "use kernels=reference, and report this"
+    )
+    with pytest.raises(RuntimeError, match=f"^{re.escape(line)}$"):
+        require_sound(CPU)
+
+
+def test_a_shape_that_differs_is_named(monkeypatch):
+    right = dispatch.implementation("whiten_apply", (torch.zeros(1),))
+    monkeypatch.setitem(dispatch._selection.resolved, ("whiten_apply", "cpu"), ("cpp", lambda *args: right(*args)[:-1]))
+    with pytest.raises(RuntimeError, match=r"whiten_apply \(cpp\) failed: result has shape \(3000,\), not \(3001,\)"):
+        require_sound(CPU)
+
+
+def test_only_what_is_possible_and_did_not_run_is_advised(monkeypatch):
+    monkeypatch.setattr(selfcheck, "missing", lambda implementation, kind: "not built" if implementation == "triton" else None)
+    finding = selfcheck.Finding("policy_loss", "loss", {"policy_loss": "cuda"}, 1.0, 0.1, ())
+    assert finding.line(torch.device("cuda")).endswith("in loss of policy_loss; use kernels=reference, and report this")
+    monkeypatch.setattr(selfcheck, "missing", lambda implementation, kind: None)
+    assert finding.line(torch.device("cuda")).endswith("use kernels=triton or kernels=reference, and report this")
+    gemm = selfcheck.Finding("linear_logprob", "logprob", {"linear_stats": "gemm + reference"}, 1.0, 0.1, ())
+    assert gemm.line(CPU).endswith("use kernels=cpp, and report this")
+
+
+def test_both_precisions_get_the_same_numbers():
+    narrow, wide = Numbers(CPU, wide=False), Numbers(CPU, wide=True)
+    for draw in (lambda n: n.normal(50, dtype=torch.bfloat16), lambda n: n.uniform(50), lambda n: n.flags(50, 0.5)):
+        a, b = draw(narrow), draw(wide)
+        assert torch.equal(a.double(), b.double())
+    assert torch.equal(narrow.integers(50, below=7), wide.integers(50, below=7))
