@@ -95,7 +95,7 @@ def _top_k_zero(config: TrainConfig) -> Optional[str]:
 
 def _kept_tokens(config: TrainConfig) -> Optional[str]:
     sampling = config.rollout.sampling
-    if not sampling.replay_kept_tokens or (sampling.top_p == 1.0 and sampling.top_k < 1):
+    if not (sampling.replay_kept_tokens and sampling.truncates):
         return None
     without = "or rollout.sampling.replay_kept_tokens: false to train on log-probs of the whole vocabulary"
     if sampling.top_k < 1:

@@ -40,7 +40,7 @@ def _constant(optimizer: OptimizerConfig) -> bool:
 TRAIN: tuple[Dead, ...] = (
     Dead(
         ("rollout.sampling.replay_kept_tokens",),
-        lambda c: c.rollout.sampling.top_p == 1.0 and c.rollout.sampling.top_k < 1,
+        lambda c: not c.rollout.sampling.truncates,
         "neither top_p nor top_k cuts anything; remove it, or set top_k",
     ),
     _unsplit("policy"),

@@ -160,6 +160,11 @@ class SamplingConfig(Section):
     reference over the same ids. Needs top_k. Without, they are over the whole vocabulary and PPO's ratios are of another
     distribution than was sampled (docs/agreement.md)."""
 
+    @property
+    def truncates(self) -> bool:
+        """Whether top_p or top_k cuts anything."""
+        return self.top_p < 1.0 or self.top_k > 0
+
 
 class RolloutConfig(Section):
     engine: Literal["vllm", "megatron"] = "vllm"

@@ -10,12 +10,15 @@ from __future__ import annotations
 from typing import NamedTuple, Sequence
 
 import torch
-from torch import Generator
+from torch import Generator, Tensor
 
-from megappo.data.packing import PackedBatch, pack
+from megappo.config.schema import SamplingConfig
+from megappo.data.packing import NO_ID, PackedBatch, pack
 
 # Longest stretch of given and of sampled tokens in one turn.
 _LONGEST_GIVEN, _LONGEST_SAMPLED, _MOST_TURNS = 7, 12, 3
+# Ids that a token was drawn from; more would be most of the small vocabularies.
+_MOST_KEPT = 8
 
 LONGEST_RESPONSE = _LONGEST_SAMPLED * _MOST_TURNS
 """Most tokens that a response can have, for `rollout.max_response_tokens`."""
@@ -29,13 +32,20 @@ class Turn(NamedTuple):
     sampled: int
 
 
-def record_rollouts(num_rollouts: int, *, sequences: int, vocab_size: int, seed: int = 0) -> list[PackedBatch]:
+def record_rollouts(num_rollouts: int, *, sequences: int, vocab_size: int, seed: int = 0, kept: int = 0) -> list[PackedBatch]:
     """`num_rollouts` batches of `sequences` samples. Of four one has a one-token response, one several turns, one was cut.
 
-    Token fields: response_mask, rollout_logprob. Sequence fields: truncated, version, score.
+    Token fields: response_mask, rollout_logprob, and the field kept where that is the largest number of ids that a token was drawn
+    from. Sequence fields: truncated, version, score.
     """
     generator = torch.Generator().manual_seed(seed)
-    return [_record(sequences, vocab_size, version, generator) for version in range(num_rollouts)]
+    rollouts = [_record(sequences, vocab_size, version, generator) for version in range(num_rollouts)]
+    return [batch.with_fields({"kept": _kept(batch, kept, vocab_size, generator)}) for batch in rollouts] if kept else rollouts
+
+
+def num_kept(sampling: SamplingConfig) -> int:
+    """`kept` of `record_rollouts` for a run that samples like this."""
+    return min(sampling.top_k, _MOST_KEPT) if sampling.truncates and sampling.replay_kept_tokens else 0
 
 
 def _record(sequences: int, vocab_size: int, version: int, generator: Generator) -> PackedBatch:
@@ -51,6 +61,15 @@ def _record(sequences: int, vocab_size: int, version: int, generator: Generator)
             "score": torch.randn(sequences, generator=generator),
         },
     )
+
+
+def _kept(batch: PackedBatch, most: int, vocab_size: int, generator: Generator) -> Tensor:
+    """[T, most] int32: the sampled token and up to most - 1 other ids, NO_ID beyond and where nothing was sampled."""
+    ids = torch.randint(0, vocab_size, (batch.num_tokens, most), generator=generator, dtype=torch.int32)
+    ids[:, 0] = batch.tokens
+    counts = torch.randint(1, most + 1, (batch.num_tokens, 1), generator=generator)
+    unsampled = ~batch["response_mask"][:, None] | (torch.arange(most) >= counts)
+    return ids.masked_fill(unsampled, NO_ID)
 
 
 def _turns(index: int, generator: Generator) -> Sequence[Turn]:

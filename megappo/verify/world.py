@@ -22,7 +22,7 @@ from megappo.plan.layouts import layout_of
 from megappo.platform.device import select_device, start_distributed
 from megappo.verify.gather import Gathered
 from megappo.verify.measure import Measured, RoleMeasures, measure
-from megappo.verify.recording import record_rollouts
+from megappo.verify.recording import num_kept, record_rollouts
 from megappo.verify.shrink import SAMPLES, STEPS
 from megappo.verify.shrink_model import VOCAB_SIZE
 
@@ -61,7 +61,8 @@ def main(folder: str, names: Sequence[str]) -> None:
 def _measure(
     config: TrainConfig, groups: Mapping[str, ProcessGroups], device: torch.device, implementation: Implementation
 ) -> Results:
-    rollouts = record_rollouts(STEPS, sequences=SAMPLES, vocab_size=VOCAB_SIZE, seed=config.run.seed)
+    kept = num_kept(config.rollout.sampling)
+    rollouts = record_rollouts(STEPS, sequences=SAMPLES, vocab_size=VOCAB_SIZE, seed=config.run.seed, kept=kept)
     plain = {
         role: section.model_copy(update={"optimizer": section.optimizer.model_copy(update={"distributed": False})})
         for role, section in (("policy", config.policy), ("critic", config.critic))

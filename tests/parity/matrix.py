@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from megappo.config.schema import TrainConfig
 from megappo.parallel.layout import ParallelLayout
-from megappo.verify.recording import record_rollouts
+from megappo.verify.recording import num_kept, record_rollouts
 from tests.models.checkpoints import write_checkpoint
 
 # Sizes of ParallelLayout; a pair of them is policy and critic. Four layers, 4 heads, 4 KV heads; 8 experts of which 3 are chosen.
@@ -84,6 +84,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
         "algorithm__loss_aggregation": "fixed-length", "algorithm__dual_clip": 2.0, "algorithm__whiten_advantages": False,
         "algorithm__lam_length_alpha": 0.05, "algorithm__value_clip": None,
     },
+    "top-k and top-p": {"rollout__sampling__top_k": 6, "rollout__sampling__top_p": 0.9},
 }  # fmt: skip
 
 
@@ -170,6 +171,7 @@ def measure_case(
     """`megappo.verify.measure`, with gradients and parameters unless `wanted` says otherwise. Collective."""
     from megappo.verify.measure import measure
 
-    rollouts = rollouts or record_rollouts(1, sequences=SEQUENCES, vocab_size=VOCABULARY)
     config = config_of(Path(folder), **changes)
+    kept = num_kept(config.rollout.sampling)
+    rollouts = rollouts or record_rollouts(1, sequences=SEQUENCES, vocab_size=VOCABULARY, kept=kept)
     return measure(config, rollouts, roles, device=torch.device("cpu"), **{"gradients": True, "parameters": True, **wanted})
