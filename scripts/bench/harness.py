@@ -19,8 +19,8 @@ from scripts.bench.candidates import TooSlow, first_line, time_limit
 from scripts.bench.clock import Clock, Memory, summary
 from scripts.bench.model import Absent, Benchmark, Calls, Candidate, Difference, Line, Problem, Report
 
-# What candidates raise where a device, a version or a size does not suit them; anything else is a bug and stops the run.
-FAULTS = (RuntimeError, ValueError, TypeError, AttributeError, AssertionError, ImportError, KeyError, IndexError, TooSlow)
+# What ours raise where a size or a device does not suit them; anything else is a bug and stops the run.
+OUR_FAULTS = (RuntimeError, ValueError, TooSlow)
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def _enter(candidate: Candidate, problem: Problem, memory: Memory, settings: Set
     except Absent as reason:
         line.status, line.reason = "absent", str(reason)
         return line, None
-    except FAULTS as error:
+    except OUR_FAULTS if candidate.kind == "ours" else Exception as error:  # whatever other code raises is its result
         line.status, line.reason = "failed", first_line(error)
         return line, None
     wrong = [d for d in differences if d.wrong]

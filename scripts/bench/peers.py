@@ -30,7 +30,7 @@ def logits_peers(logits: Tensor, target: Tensor, g_logprob: Tensor) -> list[Cand
         hooks: dict[str, Callable[[], object]] = {"reset": lambda: scratch.copy_(logits)} if overwrites else {}
         if close is not None:
             hooks["close"] = close
-        return differentiable(lambda x: (-function(x),), {"dlogits": scratch}, {"logprob": g_logprob}, **hooks)
+        return differentiable(lambda x: (-function(x).float(),), {"dlogits": scratch}, {"logprob": g_logprob}, **hooks)
 
     def liger(module: ModuleType) -> Calls:
         return calls(lambda x: module.liger_cross_entropy(x, target, reduction="none"), overwrites=True)
@@ -71,7 +71,7 @@ def linear_peers(hidden: Tensor, weight: Tensor, target: Tensor, g_logprob: Tens
     inputs = {"dhidden": hidden, "dweight": weight}
 
     def logprob_only(function: Callable[[Tensor, Tensor], Tensor]) -> Calls:
-        return differentiable(lambda h, w: (-function(h, w),), inputs, {"logprob": g_logprob})
+        return differentiable(lambda h, w: (-function(h, w).float(),), inputs, {"logprob": g_logprob})
 
     def cut_cross_entropy(module: ModuleType) -> Calls:
         return logprob_only(lambda h, w: module.linear_cross_entropy(h, w, target, reduction="none"))
@@ -79,8 +79,8 @@ def linear_peers(hidden: Tensor, weight: Tensor, target: Tensor, g_logprob: Tens
     def liger(module: ModuleType) -> Calls:
         # per-token upstream gradients cannot be had from it: its gradient is made in the forward, for a sum
         ones = torch.ones((), device=device)
-        return differentiable(lambda h, w: (module.liger_fused_linear_cross_entropy(h, w, target, reduction="sum"),), inputs,
-                              {"summed": ones})  # fmt: skip
+        fused = module.liger_fused_linear_cross_entropy
+        return differentiable(lambda h, w: (fused(h, w, target, reduction="sum").float(),), inputs, {"summed": ones})
 
     def verl(module: ModuleType) -> Calls:
         outputs = {"logprob": g_logprob, "entropy": g_entropy}

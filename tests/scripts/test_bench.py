@@ -9,7 +9,7 @@ import torch
 from megappo.ops import advantages as advantages_op
 from megappo.ops import linear_logprob as linear_op
 from megappo.ops import logprob as logprob_op
-from scripts import bench_gae, bench_linear_logprob, bench_linear_ppo, bench_logprob, bench_losses, bench_ops
+from scripts import bench_gae, bench_linear_logprob, bench_linear_ppo, bench_logprob, bench_losses, bench_ops, bench_step
 from scripts.bench import candidates, clock
 from scripts.bench.bars import MET, NOT_MEASURED, NOT_MET, bars
 from scripts.bench.harness import Settings, measure, prepare
@@ -277,3 +277,12 @@ def test_all_ops_in_one_run_end_with_the_bars(capsys):
     assert bench_ops.main([*QUICK, *argv]) == 0
     out = capsys.readouterr().out
     assert "whiten_apply 1Ki float32" in out and "bars:" in out and "not measured" in out
+
+
+def test_step_benchmark_compares_medians_with_the_references(tmp_path, capsys):
+    samples = {"reference": {"timing/step_s": [1.0, 1.2, 9.0]}, "auto": {"timing/step_s": [1.1, 1.1, 1.1]}}
+    assert "kernels=auto is not slower than with reference: 0.917x: met" in bench_step.report(samples)
+    samples["auto"]["timing/step_s"] = [1.3, 1.3, 1.3]
+    assert "1.083x: not met" in bench_step.report(samples)
+    assert bench_step.main([str(tmp_path)]) == 2
+    assert "run scripts/quickstart.sh first" in capsys.readouterr().err
