@@ -1,5 +1,3 @@
-#include <algorithm>
-
 #include "common/torch.h"
 #include "linear_stats/linear_stats.h"
 
@@ -20,10 +18,11 @@ Tensor as_matrix(const Tensor& x) {
 
 }  // namespace
 
-// Which calls of linear_stats this one takes is said in megappo/ops/cuda/linear_stats.py. invariant: the bits of a token do not depend
-// on the others.
+// Which calls of linear_stats this one takes is said in megappo/ops/cuda/linear_stats.py. invariant: the bits of a token do not
+// depend on the others.
 Tensor linear_stats_wgmma(Tensor hidden, Tensor weight, Tensor target, int64_t vocab_start, int64_t num_valid, double inv_temp,
-                          OptionalTensor row_inv_temp, int64_t ignore_index, bool want_entropy, bool bf16_logits, bool invariant) {
+                          OptionalTensor row_inv_temp, int64_t ignore_index, bool want_entropy, bool bf16_logits,
+                          bool invariant) {
   STD_TORCH_CHECK(hidden.dim() == 2 && weight.dim() == 2, "hidden and weight must be matrices");
   const int64_t num_tokens = hidden.size(0), hidden_size = hidden.size(1);
   check_type(hidden, ScalarType::BFloat16, "hidden", "bf16");
@@ -31,8 +30,8 @@ Tensor linear_stats_wgmma(Tensor hidden, Tensor weight, Tensor target, int64_t v
   STD_TORCH_CHECK(weight.size(1) == hidden_size, "weight must have ", hidden_size, " columns, as hidden, not ", weight.size(1));
   STD_TORCH_CHECK(hidden_size > 0 && hidden_size % 8 == 0, "hidden must have a multiple of 8 columns, not ", hidden_size);
   STD_TORCH_CHECK(num_valid >= 0 && num_valid <= weight.size(0), "num_valid must be 0 to ", weight.size(0), ", not ", num_valid);
-  STD_TORCH_CHECK(num_tokens < (int64_t{1} << 31) - 256 && num_valid < (int64_t{1} << 31) - 256 && hidden_size < (int64_t{1} << 31) - 64,
-                  "hidden and weight must have less than 2^31 - 256 rows and columns");
+  constexpr int64_t kMost = (int64_t{1} << 31) - 256;
+  STD_TORCH_CHECK(num_tokens < kMost && num_valid < kMost && hidden_size < kMost, "no side may have 2^31 - 256 rows or columns");
   check_vector(target, num_tokens, "target");
   check_type(target, ScalarType::Long, "target", "int64");
   check_device(weight, hidden, "weight");
@@ -45,7 +44,8 @@ Tensor linear_stats_wgmma(Tensor hidden, Tensor weight, Tensor target, int64_t v
 
   const Tensor x = as_matrix(hidden), w = as_matrix(weight), ids = torch::stable::contiguous(target);
   const CudaContext context(x);
-  const int splits = cuda::linear_stats_splits(invariant ? std::min(num_tokens, int64_t{1}) * kInvariantTokens : num_tokens, num_valid);
+  const int64_t divided_for = invariant && num_tokens > 0 ? kInvariantTokens : num_tokens;
+  const int splits = cuda::linear_stats_splits(divided_for, num_valid);
   const Tensor stats = torch::stable::new_empty(x, {num_tokens, 4}, ScalarType::Float);
   const Tensor partial = splits > 1 ? torch::stable::new_empty(x, {splits, num_tokens, 4}, ScalarType::Float) : stats;
   cuda::linear_stats_wgmma({x.data_ptr(), w.data_ptr(), data<int64_t>(ids), data<float>(row_inv_temp), out<float>(partial),

@@ -1,20 +1,20 @@
-// linear_stats on Hopper: hidden x weight^T by WGMMA, reduced to (m, s, t, z_y) on the accumulators, so that no logit leaves the
-// registers. For passes without gradient (the policy's old and the reference's log-probs); bf16, fp32 sums.
+// linear_stats on Hopper: hidden x weight^T by WGMMA, reduced to (m, s, t, z_y) on the accumulators, so that no logit leaves
+// the registers. For passes without gradient (the policy's old and the reference's log-probs); bf16, fp32 sums.
 //
-// A cluster of two blocks takes 256 tokens, 128 each, against the same 256 ids at a time; each block copies half of the weight tile
-// to both, which halves the weight's traffic from L2: a lone block would read 48 bytes each clock, near what an SM can get from L2.
-// In a block, one thread keeps 4 stages of 64 columns of hidden and weight (192 KiB) on their way by TMA; two warpgroups multiply
-// 64 tokens x 256 ids each. The second one starts two stages behind the first: while one reduces its accumulators, about 1,500
-// clocks of 65,000 at H = 4096, the other's products keep the tensor cores busy for the most part.
+// A cluster of two blocks takes 256 tokens, 128 each, against the same 256 ids at a time; each block copies half of the weight
+// tile to both, which halves the weight's traffic from L2: a lone block would read 48 bytes each clock, near what an SM can get
+// from L2. In a block, one thread keeps 4 stages of 64 columns of hidden and weight (192 KiB) on their way by TMA; two
+// warpgroups multiply 64 tokens x 256 ids each. The second one starts two stages behind the first: while one reduces its
+// accumulators, about 1,500 clocks of 65,000 at H = 4096, the other's products keep the tensor cores busy for the most part.
 //
 // Statistics of a row live in registers over a run of vocabulary tiles (a split); a second kernel merges the splits in rising
-// order, so equal calls on equal devices give equal bits. Splits are chosen such that every cluster gets about the same number of
-// tiles. At one time 8 pairs of token tiles share their weight tiles: hidden and weight then stay in L2 with about sqrt(clusters) tiles
-// of each, and HBM is read at a tenth of its rate.
+// order, so equal calls on equal devices give equal bits. Splits are chosen such that every cluster gets about the same number
+// of tiles. At one time 8 pairs of token tiles share their weight tiles: hidden and weight then stay in L2 with about
+// sqrt(clusters) tiles of each, and HBM is read at a tenth of its rate.
 //
 // Checked by compilation (no spills, no serialised products) and, instruction by instruction, in emulation on the CPU
-// (tests/ops/test_linear_stats_cuda.py). Not yet run on hardware: neither the speed reasoned about here nor the result has been seen
-// on a GPU.
+// (tests/ops/test_linear_stats_cuda.py). Not yet run on hardware: neither the speed reasoned about here nor the result has been
+// seen on a GPU.
 #include <cmath>
 
 #include "linear_stats/hopper.cuh"
@@ -165,8 +165,8 @@ struct Ring {
   }
 };
 
-// Runs on one thread of a block: keeps the ring full. A stage is free again when both blocks' consumers have read it, because each
-// block's half of the weight tile goes to both.
+// Runs on one thread of a block: keeps the ring full. A stage is free again when both blocks' consumers have read it, because
+// each block's half of the weight tile goes to both.
 __device__ __forceinline__ void produce(Ring ring, const TensorMap& hidden, const TensorMap& weight, const Schedule& schedule,
                                         int column_tiles, int rank) {
   constexpr int kHalf = kVocabTile / kCluster;
@@ -193,8 +193,8 @@ __device__ __forceinline__ void release(const Ring& ring) {
   if (lane < kCluster) hopper::mbarrier_arrive_cluster(ring.empty(), lane);
 }
 
-// x = the 64 x 256 logits of one tile before the temperature, over all columns of hidden. A stage is released one step late, when
-// the products that read it have ended while the next ones run. `leads`: the warpgroup that lets the other one start.
+// x = the 64 x 256 logits of one tile before the temperature, over all columns of hidden. A stage is released one step late,
+// when the products that read it have ended while the next ones run. `leads`: the warpgroup that lets the other one start.
 __device__ __forceinline__ void multiply(float (&x)[128], Ring& ring, int consumer, int column_tiles, bool leads) {
   Ring done = ring;
   for (int k = 0; k < column_tiles; ++k) {
@@ -220,7 +220,8 @@ __device__ __forceinline__ void multiply(float (&x)[128], Ring& ring, int consum
 }
 
 template <bool kEntropy>
-__device__ __forceinline__ void consume(Ring ring, const LinearStatsArgs& a, const Schedule& schedule, int column_tiles, int rank) {
+__device__ __forceinline__ void consume(Ring ring, const LinearStatsArgs& a, const Schedule& schedule, int column_tiles,
+                                        int rank) {
   const int consumer = threadIdx.x / kWarpgroup, warp = threadIdx.x % kWarpgroup / kWarp, lane = threadIdx.x % kWarp;
   const int num_valid = static_cast<int>(a.num_valid), column = 2 * (lane % 4);
   bool leads = consumer == 0;
@@ -228,7 +229,8 @@ __device__ __forceinline__ void consume(Ring ring, const LinearStatsArgs& a, con
   for (int item = blockIdx.x / kCluster; item < schedule.items(); item += gridDim.x / kCluster) {
     int pair, split;
     schedule.locate(item, pair, split);
-    const std::int64_t token = static_cast<std::int64_t>(pair) * kPairTokens + rank * kTokenTile + consumer * 64 + warp * 16 + lane / 4;
+    const std::int64_t block_token = static_cast<std::int64_t>(pair) * kPairTokens + rank * kTokenTile;
+    const std::int64_t token = block_token + consumer * 64 + warp * 16 + lane / 4;  // of row 0; row 1 is 8 further
     Rows rows;
     rows.bf16_logits = a.bf16_logits;
 #pragma unroll
@@ -328,8 +330,8 @@ void run(LinearStatsArgs a, int splits, Stream stream) {
     const TensorMap weight = hopper::tensor_map(a.weight, a.num_valid, a.hidden_size, kVocabTile / kCluster);
     const int clusters = hopper::multiprocessors() / kCluster;
     const unsigned blocks = kCluster * (schedule.items() < clusters ? schedule.items() : clusters);
-    hopper::launch_clusters("linear_stats", linear_stats_kernel<kEntropy>, blocks, kCluster, kThreads, kSharedBytes, stream, hidden,
-                            weight, a, schedule);
+    hopper::launch_clusters("linear_stats", linear_stats_kernel<kEntropy>, blocks, kCluster, kThreads, kSharedBytes, stream,
+                            hidden, weight, a, schedule);
   }
   if (splits != 1) {
     const dim3 blocks(static_cast<unsigned>(ceil_div(a.num_tokens, kMergeThreads)));
@@ -344,9 +346,9 @@ int linear_stats_splits(std::int64_t num_tokens, std::int64_t num_valid) {
   const int clusters = hopper::multiprocessors() / kCluster;
   const std::int64_t pairs = ceil_div(num_tokens, kPairTokens), tiles = ceil_div(num_valid, kVocabTile);
   if (pairs == 0 || tiles == 0) return 0;
-  // The busiest cluster's time in tiles; starting and ending a split costs about a tenth of one. With more than two groups of pairs
-  // at work their hidden states do not stay in L2 but come from HBM for every tile: 5 % is a guess of what that costs. Past 4 splits
-  // for each cluster the balance cannot gain what they cost.
+  // The busiest cluster's time in tiles; starting and ending a split costs about a tenth of one. With more than two groups of
+  // pairs at work their hidden states do not stay in L2 but come from HBM for every tile: 5 % is a guess of what that costs.
+  // Past 4 splits for each cluster the balance cannot gain what they cost.
   int best = 1;
   double least = INFINITY;
   for (int splits = 1; splits <= tiles && splits <= 4 * clusters; ++splits) {

@@ -1,7 +1,7 @@
-// Hopper's asynchronous instructions as functions: transaction barriers, bulk tensor copies (TMA), warpgroup matrix products (WGMMA),
-// thread block clusters. One function for each instruction, named after it, from the PTX ISA 8.3 (sections 9.7.9.25, 9.7.13.15,
-// 9.7.15); what they are put together to is the kernels' business. Everything is addressed by 32-bit shared memory addresses, so
-// that the tests can replace this file's functions by those of tests/ops/cuda_on_cpu/hopper.h, which do the same on the CPU.
+// Hopper's asynchronous instructions as functions: transaction barriers, bulk tensor copies (TMA), warpgroup matrix products
+// (WGMMA), thread block clusters. One function for each instruction, named after it, from the PTX ISA; what they are put together
+// to is the kernels' business. Everything is addressed by 32-bit shared memory addresses, so that the tests can replace this
+// file's functions by those of tests/ops/cuda_on_cpu/hopper.h, which do the same on the CPU.
 //
 // Device code for sm_90a only: MEGAPPO_HOPPER_CODE is defined in the passes that may use it.
 #pragma once
@@ -22,10 +22,11 @@ namespace megappo::cuda::hopper {
 
 using TensorMap = CUtensorMap;
 
-// A row-major bf16 matrix [rows, columns], copied by boxes of [box_rows, 64 columns = 128 bytes]: a row of the box is 128 bytes of
-// shared memory, its 16-byte pieces permuted by the row's number modulo 8 (the 128-byte swizzle, without which the 8 rows that a
-// matrix product reads at once are in the same banks). What lies outside the matrix arrives as 0. `base` and the row's size must
-// be multiples of 16 bytes. The encoder is the driver's; the runtime finds it, so that libcuda is needed to run but not to link.
+// A row-major bf16 matrix [rows, columns], copied by boxes of [box_rows, 64 columns = 128 bytes]: a row of the box is 128 bytes
+// of shared memory, its 16-byte pieces permuted by the row's number modulo 8 (the 128-byte swizzle, without which the 8 rows
+// that a matrix product reads at once are in the same banks). What lies outside the matrix arrives as 0. `base` and the row's
+// size must be multiples of 16 bytes. The encoder is the driver's; the runtime finds it, so that libcuda is needed to run but
+// not to link.
 inline TensorMap tensor_map(const void* base, std::uint64_t rows, std::uint64_t columns, std::uint32_t box_rows) {
   void* found = nullptr;
   cudaDriverEntryPointQueryResult result;
@@ -66,7 +67,8 @@ inline int multiprocessors() {
   check(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device), "cudaDeviceGetAttribute");
   check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute");
   if (major != 9 || minor != 0) {
-    throw std::runtime_error("this kernel is for compute capability 9.0, not " + std::to_string(major) + "." + std::to_string(minor));
+    const std::string found = std::to_string(major) + "." + std::to_string(minor);
+    throw std::runtime_error("this kernel is for GPUs of compute capability 9.0, not " + found);
   }
   return count;
 }
@@ -130,8 +132,8 @@ __device__ __forceinline__ void copy_box(std::uint32_t to, const TensorMap& map,
 }
 
 // The same to this address in every block of the cluster whose bit is set in `blocks`, counted at each one's barrier.
-__device__ __forceinline__ void copy_box_multicast(std::uint32_t to, const TensorMap& map, std::uint32_t barrier, int row, int column,
-                                                   unsigned short blocks) {
+__device__ __forceinline__ void copy_box_multicast(std::uint32_t to, const TensorMap& map, std::uint32_t barrier, int row,
+                                                   int column, unsigned short blocks) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
       " [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(to),
@@ -145,8 +147,8 @@ __device__ __forceinline__ void copy_box_multicast(std::uint32_t to, const Tenso
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
-// Waits until at most `kPending` of the committed groups are unfinished. The accumulators are operands, so that the compiler keeps
-// what reads them behind the wait.
+// Waits until at most `kPending` of the committed groups are unfinished. The accumulators are operands, so that the compiler
+// keeps what reads them behind the wait.
 template <int kPending>
 __device__ __forceinline__ void wgmma_wait(float (&d)[128]) {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
@@ -154,8 +156,8 @@ __device__ __forceinline__ void wgmma_wait(float (&d)[128]) {
   for (int i = 0; i < 128; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-// d[64, 256] fp32 = (accumulate ? d : 0) + a[64, 16] b[256, 16]^T of bf16 in shared memory. Of d, thread t of the warpgroup holds in
-// register 4 j + 2 h + i the row 16 (t / 32) + 8 h + t % 32 / 4 and the column 8 j + 2 (t % 4) + i.
+// d[64, 256] fp32 = (accumulate ? d : 0) + a[64, 16] b[256, 16]^T of bf16 in shared memory. Of d, thread t of the warpgroup
+// holds in register 4 j + 2 h + i the row 16 (t / 32) + 8 h + t % 32 / 4 and the column 8 j + 2 (t % 4) + i.
 __device__ __forceinline__ void wgmma_m64n256k16(float (&d)[128], std::uint64_t a, std::uint64_t b, int accumulate) {
 #define MEGAPPO_D8(i) \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
@@ -229,8 +231,8 @@ __device__ __forceinline__ float max_nan(float a, float b) {
   return larger;
 }
 
-// The nearest bf16. In one instruction block on float registers: bit casts in C++ make the compiler keep accumulators as integers, which
-// it then copies between the products, and ptxas serialises those.
+// The nearest bf16. In one instruction block on float registers: bit casts in C++ make the compiler keep accumulators as
+// integers, which it then copies between the products, and ptxas serialises those.
 __device__ __forceinline__ float round_to_bf16(float x) {
   float rounded;
   asm("{\n .reg .b16 h;\n cvt.rn.bf16.f32 h, %1;\n cvt.f32.bf16 %0, h;\n}\n" : "=f"(rounded) : "f"(x));
@@ -271,9 +273,10 @@ void launch_clusters(const char* name, void (*kernel)(Parameters...), unsigned b
 #ifdef MEGAPPO_HOPPER_CODE
 namespace megappo::cuda::hopper {
 
-// Descriptor of a matrix in shared memory, 64 bf16 columns to a row of 128 bytes and 128-byte swizzled as tensor_map() copies it. `at`
-// is a multiple of 1024 (where the swizzle's pattern starts) plus 32 for each 16 columns. Bits 0-13: address / 16; 16-29: leading
-// offset, without meaning for a swizzled row; 32-45: 1024 / 16, from 8 rows to the next 8; 62-63: 1 for the 128-byte swizzle.
+// Descriptor of a matrix in shared memory, 64 bf16 columns to a row of 128 bytes and 128-byte swizzled as tensor_map() copies
+// it. `at` is a multiple of 1024 (where the swizzle's pattern starts) plus 32 for each 16 columns. Bits 0-13: address / 16;
+// 16-29: leading offset, without meaning for a swizzled row; 32-45: 1024 / 16, from 8 rows to the next 8; 62-63: 1 for the
+// 128-byte swizzle.
 __device__ inline std::uint64_t matrix_descriptor(std::uint32_t at) {
   return (at & 0x3ffffu) >> 4 | std::uint64_t{1} << 16 | std::uint64_t{1024 >> 4} << 32 | std::uint64_t{1} << 62;
 }

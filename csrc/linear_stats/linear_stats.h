@@ -22,8 +22,9 @@ struct LinearStatsArgs {
 };
 
 namespace cuda {
-// The rows of `partial` that linear_stats_wgmma needs on the current device. The sums of a token are cut at the splits' borders: for
-// bits that do not depend on the batch, ask for a number of tokens that does not. Raises where there is no such kernel.
+// The rows of `partial` that linear_stats_wgmma needs on the current device. The sums of a token are cut at the splits'
+// borders: for bits that do not depend on the batch, ask for a number of tokens that does not. Raises where there is no such
+// kernel.
 int linear_stats_splits(std::int64_t num_tokens, std::int64_t num_valid);
 void linear_stats_wgmma(const LinearStatsArgs&, int splits, Stream);
 }  // namespace cuda

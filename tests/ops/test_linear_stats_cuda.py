@@ -229,7 +229,8 @@ def test_ignored_and_foreign_targets_have_no_logit(kernel):
 def test_entropy_can_be_left_out(kernel):
     p = problem(130, 64, 600, 590, seed=6)
     with_t, without = p.run(kernel), p.run(kernel, want_entropy=False)
-    assert torch.equal(with_t[:, [0, 1, 3]], without[:, [0, 1, 3]]) and not without[:, 2].any() and with_t[p.target != IGNORE, 2].all()
+    assert torch.equal(with_t[:, [0, 1, 3]], without[:, [0, 1, 3]])
+    assert not without[:, 2].any() and with_t[p.target != IGNORE, 2].all()
 
 
 def test_equal_calls_give_equal_bits_and_inputs_stay(kernel):
@@ -298,8 +299,9 @@ def test_the_op_takes_the_kernel_where_it_applies_and_blocks_elsewhere(cuda_on_c
     p = problem(40, 64, 300, 290, seed=14)
     p.weight = p.weight.nan_to_num()
     width = changes.pop("columns", 64)
+    hidden, weight = (x[:, :width].to(changes.pop(name, BF16)) for name, x in (("hidden", p.hidden), ("weight", p.weight)))
     arguments = {
-        "hidden": p.hidden[:, :width].to(changes.pop("hidden", BF16)), "weight": p.weight[:, :width].to(changes.pop("weight", BF16)),
+        "hidden": hidden, "weight": weight,
         "target": p.target, "vocab_start": 0, "num_valid": 290, "inv_temp": 0.7, "row_inv_temp": None, "ignore_index": IGNORE,
         "want_entropy": True, "kept": None, "bf16_logits": False, "keep_logits": False, "chunk_tokens": 16, "invariant": False,
     }  # fmt: skip

@@ -58,9 +58,11 @@ def linear_stats(
         kernel = native_op("linear_stats_wgmma")
         assert kernel is not None, "usable() asks for a build that has it"
         stats = kernel(
-            hidden, weight, target, vocab_start, num_valid, inv_temp, row_inv_temp, ignore_index, want_entropy, bf16_logits, invariant
-        )
+            hidden, weight, target, vocab_start, num_valid, inv_temp, row_inv_temp, ignore_index, want_entropy, bf16_logits,
+            invariant,
+        )  # fmt: skip
         return stats, hidden.new_empty((0, 0), dtype=logits_dtype_of(weight, bf16_logits))
-    problem = LinearLogits(hidden, weight, target, vocab_start, num_valid, inv_temp, row_inv_temp, ignore_index, kept, bf16_logits,
-                           invariant)
+    problem = LinearLogits(
+        hidden, weight, target, vocab_start, num_valid, inv_temp, row_inv_temp, ignore_index, kept, bf16_logits, invariant
+    )
     return stats_in_blocks(problem, want_entropy, keep_logits, chunk_tokens)

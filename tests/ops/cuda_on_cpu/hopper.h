@@ -1,11 +1,12 @@
-// The functions of csrc/linear_stats/hopper.cuh on the CPU, with the behaviour that the PTX ISA documents: transaction barriers with
-// phases and byte counts, box copies that write 128-byte swizzled rows and zeros for what lies outside, warpgroup products that read
-// both operands through their descriptors out of swizzled shared memory and spread the result over the threads. Written from the
-// ISA's tables, not from the kernel, so that a wrong offset, swizzle, phase or fragment shows as a wrong result or a deadlock.
+// The functions of csrc/linear_stats/hopper.cuh on the CPU, with the behaviour that the PTX ISA documents: transaction barriers
+// with phases and byte counts, box copies that write 128-byte swizzled rows and zeros for what lies outside, warpgroup products
+// that read both operands through their descriptors out of swizzled shared memory and spread the result over the threads.
+// Written from the ISA's tables, not from the kernel, so that a wrong offset, swizzle, phase or fragment shows as a wrong
+// result or a deadlock.
 //
-// Products are computed as late as the ISA allows, when a wait demands them: a stage that is released too early, or a result that is
-// read too early, is wrong here. Copies are done at once; the consumers, whose fibers run first, still meet unfilled stages. What a
-// GPU's memory order does, and how fast it is, does not show.
+// Products are computed as late as the ISA allows, when a wait demands them: a stage that is released too early, or a result
+// that is read too early, is wrong here. Copies are done at once; the consumers, whose fibers run first, still meet unfilled
+// stages. What a GPU's memory order does, and how fast it is, does not show.
 //
 // MEGAPPO_ON_CPU_FAULT names one fault to build into this machine (fault() below), for the tests that want to see it detected.
 #pragma once
@@ -119,7 +120,8 @@ inline void prefetch_tensor_map(const TensorMap&) {}
 // The 128-byte swizzle: bits 4-6 of an address are combined with its bits 7-9.
 inline std::uint32_t swizzled(std::uint32_t address) { return address ^ (address >> 3 & 0x70u); }
 
-inline void copy_box_multicast(std::uint32_t to, const TensorMap& map, std::uint32_t barrier, int row, int column, unsigned short blocks) {
+inline void copy_box_multicast(std::uint32_t to, const TensorMap& map, std::uint32_t barrier, int row, int column,
+                               unsigned short blocks) {
   constexpr std::uint32_t offset = (1u << kRankShift) - 1;
   const bool swizzle = !fault("no_swizzle");
   for (unsigned rank = 0; rank < block->cluster->size(); ++rank) {
@@ -164,12 +166,13 @@ inline Pending& pending() {
 
 // Element (row, k) of an operand: the descriptor's address and stride between groups of 8 rows, 128 bytes from row to row.
 inline float operand(std::uint64_t descriptor, int row, int k) {
-  const auto start = static_cast<std::uint32_t>(descriptor & 0x3fff) << 4, stride = static_cast<std::uint32_t>(descriptor >> 32 & 0x3fff) << 4;
+  const auto field = [descriptor](int bit) { return static_cast<std::uint32_t>(descriptor >> bit & 0x3fff) << 4; };
   if (descriptor >> 62 != 1) {
     std::fprintf(stderr, "cuda_on_cpu: only 128-byte swizzled operands are modelled\n");
     std::abort();
   }
-  const std::uint32_t at = start + static_cast<std::uint32_t>(row / 8) * stride + static_cast<std::uint32_t>(row % 8) * 128 + 2 * static_cast<std::uint32_t>(k);
+  const auto r = static_cast<std::uint32_t>(row);
+  const std::uint32_t at = field(0) + r / 8 * field(32) + r % 8 * 128 + 2 * static_cast<std::uint32_t>(k);
   std::uint16_t bits;
   std::memcpy(&bits, shared_memory(swizzled(at) | cluster_rank() << kRankShift, 2), 2);
   return __uint_as_float(static_cast<unsigned>(bits) << 16);
@@ -245,8 +248,8 @@ inline float exp2_fast(float x) {
 }
 
 template <class... Parameters, class... Args>
-void launch_clusters(const char*, void (*kernel)(Parameters...), unsigned blocks, unsigned cluster, int threads, size_t shared_bytes,
-                     CUstream_st*, Args&&... args) {
+void launch_clusters(const char*, void (*kernel)(Parameters...), unsigned blocks, unsigned cluster, int threads,
+                     size_t shared_bytes, CUstream_st*, Args&&... args) {
   run_on_cpu(dim3(blocks), threads, shared_bytes, [&] { kernel(static_cast<Parameters>(args)...); }, cluster);
 }
 
