@@ -79,6 +79,12 @@ __device__ __forceinline__ std::uint32_t shared_address(const void* at) {
   return static_cast<std::uint32_t>(__cvta_generic_to_shared(at));
 }
 
+__device__ __forceinline__ std::uint64_t nanoseconds() {
+  std::uint64_t now;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+  return now;
+}
+
 // --- transaction barriers: a phase ends when its arrivals and the bytes they announced are complete ---
 
 __device__ __forceinline__ void mbarrier_init(std::uint32_t barrier, unsigned arrivals) {
@@ -103,17 +109,25 @@ __device__ __forceinline__ void mbarrier_arrive_cluster(std::uint32_t barrier, u
       : "memory");
 }
 
-// Waits until the phase of this parity has ended: phases count 0, 1, 0, ...; parity 1 on a new barrier does not wait.
+// Whether the phase of this parity has ended: phases count 0, 1, 0, ...; parity 1 on a new barrier has.
+__device__ __forceinline__ bool mbarrier_ended(std::uint32_t barrier, unsigned parity) {
+  unsigned ended;
+  asm volatile(
+      "{\n .reg .pred p;\n"
+      " mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+      " selp.u32 %0, 1, 0, p;\n}\n"
+      : "=r"(ended)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return ended != 0;
+}
+
+// Waits for it. A wait takes microseconds; after a minute it is a deadlock, and an error is better than a run that hangs.
 __device__ __forceinline__ void mbarrier_wait(std::uint32_t barrier, unsigned parity) {
-  unsigned ended = 0;
-  while (!ended) {
-    asm volatile(
-        "{\n .reg .pred p;\n"
-        " mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
-        " selp.u32 %0, 1, 0, p;\n}\n"
-        : "=r"(ended)
-        : "r"(barrier), "r"(parity)
-        : "memory");
+  if (mbarrier_ended(barrier, parity)) return;
+  const std::uint64_t start = nanoseconds();
+  while (!mbarrier_ended(barrier, parity)) {
+    if (nanoseconds() - start > 60'000'000'000u) __trap();
   }
 }
 
