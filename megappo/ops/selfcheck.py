@@ -112,6 +112,15 @@ def _from_hidden(numbers: Numbers, dtype: torch.dtype, keep_logits: bool) -> Res
     yield "gradient of weight", dweight
 
 
+def _without_gradient(numbers: Numbers, num_tokens: int, num_columns: int) -> Results:
+    hidden = numbers.normal(num_tokens, 600, dtype=torch.bfloat16)
+    weight = numbers.normal(num_columns, 600, scale=600**-0.5, dtype=torch.bfloat16)
+    target = numbers.integers(num_tokens, below=num_columns - 9)
+    with torch.no_grad():
+        results = linear_logprob(hidden, weight, target, None, vocab_start=0, num_valid=num_columns - 9)
+    yield from zip(("logprob", "entropy"), results)
+
+
 def _advantages(numbers: Numbers) -> Results:
     """Sequences of 0, 1, many and few tokens, with gaps in the mask."""
     cu_seqlens = torch.tensor([0, 0, 1, 2100, 2101, 2900, NUM_TOKENS], dtype=torch.int32, device=numbers.device)
@@ -188,6 +197,15 @@ def problems() -> list[Problem]:
     ]
 
 
+def gpu_problems() -> list[Problem]:
+    """What a CPU would take seconds for: sizes at which a kernel of a GPU that keeps its blocks for many tiles gives each of them
+    many tiles of the vocabulary, and many tiles of tokens."""
+    return [
+        Problem("linear_logprob", lambda n: _without_gradient(n, 300, 40_000)),
+        Problem("linear_logprob", lambda n: _without_gradient(n, 17_000, 2_000)),
+    ]
+
+
 class _Calls(TorchDispatchMode):
     """Remembers which ops of megappo ran."""
 
@@ -209,7 +227,8 @@ class _Calls(TorchDispatchMode):
 def run_checks(device: torch.device) -> list[Finding]:
     """Every result of every problem, with the kernels that are selected now. Waits for the device."""
     chosen = dispatch.selected(device.type)
-    return [finding for problem in problems() for finding in _check(problem, device, chosen)]
+    every = problems() + (gpu_problems() if device.type == "cuda" else [])
+    return [finding for problem in every for finding in _check(problem, device, chosen)]
 
 
 def require_sound(device: torch.device) -> None:
