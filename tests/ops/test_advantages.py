@@ -1,6 +1,4 @@
-"""Rewards, GAE and moments against a loop over tokens in fp64 that is written from the contract, not from the code."""
-
-import math
+"""KL-shaped rewards, advantages and moments against a loop over tokens; what `gae` has besides is in test_gae.py."""
 
 import pytest
 import torch
@@ -9,176 +7,189 @@ from hypothesis import strategies as st
 from torch.library import opcheck
 
 from megappo.ops.advantages import gae, token_advantages
+from tests.ops.advantages_oracle import (
+    MASKS,
+    assert_moments,
+    assert_rounded,
+    batch,
+    examples,
+    kernels,
+    lists,
+    on,
+    oracle,
+    per_sequence,
+    shaped_reward,
+)
+
+CPU = torch.device("cpu")
 
 
-def oracle(logprob, ref_logprob, score, value, mask, cu, bootstrap, gamma, lam_policy, lam_value, kl_kind, kl_coef):
-    """All lists of Python floats; lam_* and score per sequence. Walks every sequence from its last token to its first."""
-    n = len(value)
-    reward, advantage, returns = [0.0] * n, [0.0] * n, [0.0] * n
-    for b in range(len(cu) - 1):
-        sampled = [t for t in range(cu[b], cu[b + 1]) if mask[t]]
-        for t in sampled:
-            d = logprob[t] - ref_logprob[t]
-            kl = {"k1": d, "k2": d * d / 2, "k3": math.exp(min(-d, 20.0)) - 1 + d}[kl_kind]
-            reward[t] = -kl_coef * kl if kl_coef else 0.0
-        if sampled:
-            reward[sampled[-1]] += score[b]
-        next_value = bootstrap[b] if bootstrap is not None else 0.0
-        acc_policy = acc_value = 0.0
-        for t in reversed(sampled):
-            delta = reward[t] + gamma * next_value - value[t]
-            acc_policy = delta + gamma * lam_policy[b] * acc_policy
-            acc_value = delta + gamma * lam_value[b] * acc_value
-            advantage[t], returns[t] = acc_policy, acc_value + value[t]
-            next_value = value[t]
-    return reward, advantage, returns
-
-
-def batch(lengths, seed=0, mask="random"):
-    generator = torch.Generator().manual_seed(seed)
-    cu = torch.tensor([0, *torch.tensor(lengths, dtype=torch.long).cumsum(0).tolist()], dtype=torch.int32)
-    total, count = int(cu[-1]), len(lengths)
-    fields = torch.randn(3, total, generator=generator)
-    position = torch.cat([torch.arange(n) for n in lengths]) if mask in ("prefix", "suffix") and lengths else torch.arange(total)
-    half = torch.tensor(lengths, dtype=torch.long).repeat_interleave(torch.tensor(lengths, dtype=torch.long)) // 2
-    masks = {
-        "random": torch.rand(total, generator=generator) < 0.6, "all": torch.ones(total, dtype=torch.bool),
-        "none": torch.zeros(total, dtype=torch.bool), "prefix": position < half, "suffix": position >= half,
-    }
-    return {
-        "logprob": -fields[0].abs(),
-        "ref_logprob": -fields[0].abs() + 0.3 * fields[1],
-        "score": torch.randn(count, generator=generator),
-        "value": fields[2],
-        "response_mask": masks[mask],
-        "cu_seqlens": cu,
-        "bootstrap": torch.randn(count, generator=generator),
-    }
-
-
-def check(inputs, call=token_advantages, gamma=0.98, lam_policy=0.9, lam_value=0.97, kl_kind="k1", kl_coef=0.05):
-    reward, advantage, returns, moments = call(
-        **inputs, gamma=gamma, lam_policy=lam_policy, lam_value=lam_value, kl_kind=kl_kind, kl_coef=kl_coef
-    )
-    count = inputs["score"].numel()
-    lams = [lam.tolist() if isinstance(lam, torch.Tensor) else [lam] * count for lam in (lam_policy, lam_value)]
-    lists = {k: v.tolist() if v is not None else None for k, v in inputs.items()}
-    want = oracle(
-        lists["logprob"], lists["ref_logprob"], lists["score"], lists["value"], lists["response_mask"], lists["cu_seqlens"],
-        lists["bootstrap"], gamma, *lams, kl_kind, kl_coef,
-    )
-    scale = max((max(map(abs, x), default=0.0) for x in want), default=0.0)
-    for name, got, expected in zip(("reward", "advantage", "returns"), (reward, advantage, returns), want):
-        expected = torch.tensor(expected, dtype=torch.float64)
-        # one rounding to fp32 of each result
-        atol = 2**-40 * max(scale, 1.0)
-        torch.testing.assert_close(got.double(), expected, rtol=2**-23, atol=atol, msg=lambda m: f"{name}: {m}")
-        assert not got[~inputs["response_mask"]].any()
-    kept = advantage[inputs["response_mask"]].double()
-    torch.testing.assert_close(moments.tolist(), [float(kept.numel()), float(kept.sum()), float(kept.square().sum())])
+def check(device, inputs, call=token_advantages, gamma=0.98, lam_policy=0.9, lam_value=0.97, kl_kind="k1", kl_coef=0.05):
+    got = call(
+        **on(device, inputs), gamma=gamma, kl_kind=kl_kind, kl_coef=kl_coef,
+        **on(device, {"lam_policy": lam_policy, "lam_value": lam_value}),
+    )  # fmt: skip
+    reward, advantage, returns, moments = (x.cpu() for x in got)
+    mask, count = inputs["response_mask"], inputs["score"].numel()
+    logprob, ref_logprob, score, value, sampled, cu, bootstrap = lists(*inputs.values())
+    want_reward = shaped_reward(logprob, ref_logprob, score, sampled, cu, kl_kind, kl_coef)
+    lams = per_sequence(lam_policy, count), per_sequence(lam_value, count)
+    want_advantage, want_returns = oracle(want_reward, value, sampled, cu, bootstrap, None, gamma, *lams)
+    assert_rounded(reward, want_reward, mask, "reward")
+    assert_rounded(advantage, want_advantage, mask, "advantage")
+    assert_rounded(returns, want_returns, mask, "returns")
+    assert_moments(moments, advantage, mask)
     return reward, advantage, returns, moments
 
 
-LENGTHS = [[1], [7], [3, 1, 5], [0, 4, 0, 0, 6, 0], [0], [], [127, 128, 129], [1] * 40]
+LENGTHS = [[1], [7], [3, 1, 5], [0, 4, 0, 0, 6, 0], [0], [], [127, 128, 129], [1] * 40, [31, 33, 64, 0, 2, 300]]
 
 
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
-@pytest.mark.parametrize("mask", ["random", "all", "none", "prefix", "suffix"])
-def test_packed_sequences_match_the_loop(lengths, mask):
-    check(batch(lengths, mask=mask))
+def test_packed_sequences_match_the_loop(kernels, lengths):
+    check(kernels, batch(lengths, mask="mixed"))
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_kinds_of_masks(kernels, mask):
+    check(kernels, batch([9, 0, 17, 66, 1], mask=mask))
 
 
 LIMITS = [(0.0, 0.9, 0.9), (1.0, 0.0, 1.0), (1.0, 1.0, 0.0), (0.9, 1.0, 1.0), (1.0, 1.0, 1.0)]
 
 
 @pytest.mark.parametrize("gamma,lam_policy,lam_value", LIMITS)
-def test_limits_of_gamma_and_lambda(gamma, lam_policy, lam_value):
-    check(batch([9, 4, 17]), gamma=gamma, lam_policy=lam_policy, lam_value=lam_value)
+def test_limits_of_gamma_and_lambda(kernels, gamma, lam_policy, lam_value):
+    check(kernels, batch([9, 4, 17]), gamma=gamma, lam_policy=lam_policy, lam_value=lam_value)
 
 
 @pytest.mark.parametrize("kl_kind", ["k1", "k2", "k3"])
-def test_kl_kinds(kl_kind):
-    check(batch([9, 4, 17]), kl_kind=kl_kind, kl_coef=0.2)
+def test_kl_kinds_from_tiny_to_extreme_ratios(kernels, kl_kind):
+    inputs = batch([9, 4, 33], mask="all")
+    ratios = torch.tensor([0.0, 1e-7, -1e-5, 1e-3, -0.009, 0.011, -0.3, 0.3, 3.0, -19.9, -20.1, 60.0, -60.0, 100.0, -100.0, 1e4, -1e4])
+    inputs["logprob"][:17] = -1.0
+    inputs["ref_logprob"][:17] = -1.0 - ratios
+    assert all(x.isfinite().all() for x in check(kernels, inputs, kl_kind=kl_kind, kl_coef=0.2))
 
 
-def test_an_extreme_log_ratio_stays_finite():
-    inputs = batch([4], mask="all")
-    inputs["ref_logprob"] = inputs["logprob"] + torch.tensor([100.0, -100.0, 0.0, 1e4])
-    assert all(x.isfinite().all() for x in check(inputs, kl_kind="k3"))
+def test_no_reference_is_no_kl(kernels):
+    inputs = on(kernels, batch([5, 12]))
+    without = token_advantages(**{**inputs, "ref_logprob": None}, kl_coef=0.3)
+    for a, b in zip(without, token_advantages(**{**inputs, "ref_logprob": inputs["ref_logprob"] * torch.nan}, kl_coef=0.0)):
+        assert torch.equal(a, b)
 
 
-@settings(max_examples=60, deadline=None)
-@given(
-    st.lists(st.integers(0, 12), max_size=6), st.integers(0, 10**6), st.sampled_from(["k1", "k2", "k3"]), st.booleans(),
-    st.booleans(),
-)
-def test_any_lengths_and_masks(lengths, seed, kl_kind, with_bootstrap, per_sequence):
-    inputs = batch(lengths, seed=seed)
-    if not with_bootstrap:
-        inputs["bootstrap"] = None
-    lam = torch.linspace(0.1, 1.0, len(lengths), dtype=torch.float64) if per_sequence else 0.9
-    check(inputs, kl_kind=kl_kind, lam_policy=lam)
+def test_any_lengths_masks_and_lambdas(kernels, request):
+    @settings(max_examples=examples(request), deadline=None)
+    @given(
+        st.lists(st.one_of(st.integers(0, 12), st.integers(0, 90)), max_size=6), st.integers(0, 10**6),
+        st.sampled_from(["k1", "k2", "k3"]), st.booleans(), st.booleans(), st.sampled_from([*MASKS, "mixed"]),
+    )  # fmt: skip
+    def run(lengths, seed, kl_kind, with_bootstrap, each, mask):
+        inputs = batch(lengths, seed, mask)
+        if not with_bootstrap:
+            inputs["bootstrap"] = None
+        lam = torch.linspace(0.1, 1.0, len(lengths), dtype=torch.float64) if each else 0.9
+        check(kernels, inputs, kl_kind=kl_kind, lam_policy=lam)
+
+    run()
 
 
-def test_garbage_in_masked_slots_never_leaks():
-    clean = batch([5, 8, 3], seed=3)
+def test_garbage_in_masked_slots_never_leaks(kernels):
+    clean = batch([5, 8, 3, 40], seed=3)
     dirty = dict(clean)
     for name, junk in (("logprob", torch.inf), ("ref_logprob", -torch.inf), ("value", torch.nan)):
         dirty[name] = torch.where(clean["response_mask"], clean[name], junk)
+    clean, dirty = on(kernels, clean), on(kernels, dirty)
     for a, b in zip(token_advantages(**clean, kl_coef=0.1, kl_kind="k3"), token_advantages(**dirty, kl_coef=0.1, kl_kind="k3")):
         assert torch.equal(a, b)
 
 
-def test_nan_stays_in_its_sequence():
-    inputs = batch([5, 8, 3], mask="all")
+@pytest.mark.parametrize("lam", [0.0, 0.9, 1.0])
+def test_nan_stays_in_its_sequence(kernels, lam):
+    inputs = batch([5, 8, 3, 50], mask="all")
     inputs["value"][7] = torch.nan
-    _, advantage, _, _ = token_advantages(**inputs)
-    assert advantage[:5].isfinite().all() and advantage[13:].isfinite().all() and advantage[5:8].isnan().all()
+    _, advantage, returns, moments = token_advantages(**on(kernels, inputs), lam_policy=lam, lam_value=lam)
+    for x in (advantage.cpu(), returns.cpu()):
+        assert x[:5].isfinite().all() and x[8:].isfinite().all() and x[6:8].isnan().any()
+    assert moments[1].isnan() and moments[0] == 66
 
 
-def test_packed_equals_alone_bitwise():
-    inputs = batch([6, 1, 30, 0, 11], seed=5)
+def test_a_score_without_a_token_goes_nowhere(kernels):
+    inputs = batch([4, 6, 5], mask="all")
+    inputs["response_mask"][4:10] = False
+    inputs["score"][1] = inputs["bootstrap"][1] = torch.nan
+    reward, *rest = token_advantages(**on(kernels, inputs))
+    assert all(x.isfinite().all() for x in (reward, *rest))
+    torch.testing.assert_close(reward.sum().cpu(), inputs["score"][::2].sum())
+
+
+def test_terminal_reward_reaches_the_last_sampled_token(kernels):
+    inputs = batch([10, 70], mask="all")
+    inputs["response_mask"][6:10] = False
+    inputs["response_mask"][12:] = False
+    reward = token_advantages(**on(kernels, inputs))[0].cpu()
+    want = torch.zeros(80)
+    want[5], want[11] = inputs["score"]
+    assert torch.equal(reward, want)
+
+
+def test_packed_equals_alone_bitwise(kernels):
+    inputs = on(kernels, batch([6, 1, 30, 0, 11, 75], seed=5))
     packed = token_advantages(**inputs, kl_coef=0.1)
     cu = inputs["cu_seqlens"].tolist()
     for b, (start, end) in enumerate(zip(cu, cu[1:])):
         alone = {k: v[start:end] for k, v in inputs.items() if k in ("logprob", "ref_logprob", "value", "response_mask")}
-        alone |= {k: inputs[k][b : b + 1] for k in ("score", "bootstrap")} | {"cu_seqlens": torch.tensor([0, end - start])}
+        alone |= {k: inputs[k][b : b + 1] for k in ("score", "bootstrap")}
+        alone["cu_seqlens"] = torch.tensor([0, end - start], device=kernels)
         for whole, part in zip(packed[:3], token_advantages(**alone, kl_coef=0.1)[:3]):
             assert torch.equal(whole[start:end], part)
 
 
-def test_masked_tokens_are_as_if_they_were_not_there():
-    inputs = batch([20], seed=9)
+def test_masked_tokens_are_as_if_they_were_not_there(kernels):
+    inputs = batch([70], seed=9)
     kept = inputs["response_mask"]
     dense = {k: (v[kept] if v.shape == kept.shape else v) for k, v in inputs.items()}
     dense["cu_seqlens"] = torch.tensor([0, int(kept.sum())])
-    for gappy, plain in zip(token_advantages(**inputs)[:3], token_advantages(**dense)[:3]):
-        torch.testing.assert_close(gappy[kept], plain, rtol=0, atol=0)
+    for gappy, plain in zip(token_advantages(**on(kernels, inputs))[:3], token_advantages(**on(kernels, dense))[:3]):
+        torch.testing.assert_close(gappy.cpu()[kept], plain.cpu(), rtol=0, atol=0)
 
 
-def test_two_lambdas_are_two_runs_and_rewards_are_linear():
-    inputs = batch([20, 4], seed=2)
+def test_two_lambdas_are_two_runs_and_rewards_are_linear(kernels):
+    inputs = on(kernels, batch([20, 40], seed=2))
     _, advantage, returns, _ = token_advantages(**inputs, lam_policy=0.5, lam_value=0.99)
     _, only_policy, _, _ = token_advantages(**inputs, lam_policy=0.5, lam_value=0.5)
     _, _, only_value, _ = token_advantages(**inputs, lam_policy=0.99, lam_value=0.99)
     assert torch.equal(advantage, only_policy) and torch.equal(returns, only_value)
 
-    zero = torch.zeros(24)
-    gae_inputs = (zero, inputs["response_mask"], inputs["cu_seqlens"])
-    a, b = torch.randn(2, 24, generator=torch.Generator().manual_seed(1))
+    gae_inputs = (torch.zeros(60, device=kernels), inputs["response_mask"], inputs["cu_seqlens"])
+    a, b = torch.randn(2, 60, generator=torch.Generator().manual_seed(1)).to(kernels)
     of_sum, of_a, of_b = (gae(x, *gae_inputs)[0].double() for x in (a + 2 * b, a, b))
     torch.testing.assert_close(of_sum, of_a + 2 * of_b, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("lengths", [[131072], [1] * 100_000], ids=["one long sequence", "many short ones"])
-def test_long_batches_at_gamma_lambda_one(lengths):
-    inputs = batch(lengths, mask="all")
-    reward, advantage, _, _ = token_advantages(**inputs, gamma=1.0, lam_policy=1.0, lam_value=1.0, kl_coef=0.1)
-    # with gamma = lambda = 1 the advantage is the reward still to come, plus the bootstrap, minus the value
-    backwards = reward.double().flip(0).cumsum(0).flip(0)
-    to_come = backwards if len(lengths) == 1 else reward.double()
-    want = to_come + inputs["bootstrap"].double().expand_as(to_come) - inputs["value"].double()
-    torch.testing.assert_close(advantage.double(), want, rtol=1e-6, atol=2e-7 * float(want.abs().max()))
+def test_lambda_is_a_number_a_scalar_or_one_per_sequence(kernels):
+    inputs = on(kernels, batch([20, 0, 40], seed=2))
+    number = token_advantages(**inputs, lam_policy=0.5, lam_value=0.25)
+    for lam in (torch.tensor(0.5), torch.full((3,), 0.5), torch.full((3,), 0.5, dtype=torch.float64)):
+        other = token_advantages(**inputs, lam_policy=lam.to(kernels), lam_value=lam.to(kernels) / 2)
+        assert all(torch.equal(x, y) for x, y in zip(number, other))
+
+
+def test_inputs_may_be_strided_offset_and_of_other_floats_and_stay_as_they_are(kernels):
+    inputs = on(kernels, batch([20, 45, 3], seed=2))
+    plain = token_advantages(**inputs, kl_coef=0.1)
+    spread = {k: torch.stack((v, v), 1).flatten()[::2] for k, v in inputs.items()}
+    # one element into its storage: nothing is aligned to 16 bytes
+    offset = {k: torch.cat((v[:1], v))[1:] for k, v in inputs.items()}
+    wide = {**inputs, "cu_seqlens": inputs["cu_seqlens"].long()}
+    for other in (spread, offset, wide):
+        before = {k: v.clone() for k, v in other.items()}
+        assert all(torch.equal(x, y) for x, y in zip(plain, token_advantages(**other, kl_coef=0.1)))
+        assert all(torch.equal(v, before[k]) for k, v in other.items())
+    halves = {k: v.bfloat16() if v.is_floating_point() else v for k, v in inputs.items()}
+    widened = {k: v.float() if v.is_floating_point() else v for k, v in halves.items()}
+    assert all(torch.equal(x, y) for x, y in zip(token_advantages(**halves), token_advantages(**widened)))
 
 
 def test_ops_are_functional_and_have_fake_kernels():
@@ -186,15 +197,41 @@ def test_ops_are_functional_and_have_fake_kernels():
     lam = torch.full((2,), 0.9, dtype=torch.float64)
     opcheck(torch.ops.megappo.token_advantages, (
         x["logprob"], x["ref_logprob"], x["score"], x["value"], x["response_mask"], x["cu_seqlens"], None,
-        1.0, 0.9, 0.9, lam, None, "k1", 0.1,
-    ))
-    opcheck(torch.ops.megappo.gae, (x["value"], x["value"], x["response_mask"], x["cu_seqlens"], x["bootstrap"], None, 1.0, 0.9, 0.8, None, lam))
+        1.0, 0.9, 0.8, lam, None, "k1", 0.1,
+    ))  # fmt: skip
+    done = torch.arange(8) == 3
+    opcheck(torch.ops.megappo.gae, (
+        x["value"], x["value"], x["response_mask"], x["cu_seqlens"], x["bootstrap"], done, 1.0, 0.9, 0.8, None, lam
+    ))  # fmt: skip
 
 
-@pytest.mark.parametrize("change,text", [
-    ({"value": torch.zeros(3)}, "not one value for each of 3 tokens"), ({"score": torch.zeros(7)}, "score"),
-    ({"kl_kind": "k4"}, "k1, k2, k3"), ({"response_mask": torch.ones(8)}, "bool"), ({"lam_policy": torch.ones(3)}, "lambda"),
-])
+def test_compiles_without_a_break():
+    x = batch([5, 3])
+    compiled = torch.compile(lambda **kw: token_advantages(**kw, kl_coef=0.1), fullgraph=True, backend="aot_eager")
+    assert all(torch.equal(a, b) for a, b in zip(compiled(**x), token_advantages(**x, kl_coef=0.1)))
+
+
+WRONG = [
+    ({"value": torch.zeros(3)}, "logprob .* not one value for each of 3 tokens"),
+    ({"value": torch.zeros(2, 4)}, "value .* must be"),
+    ({"score": torch.zeros(7)}, "score"),
+    ({"score": torch.zeros(2, dtype=torch.long)}, "score must be floating-point"),
+    ({"bootstrap": torch.zeros(3)}, "bootstrap"),
+    ({"kl_kind": "k4"}, "k1, k2, k3"),
+    ({"response_mask": torch.ones(8)}, "response_mask must be bool"),
+    ({"lam_policy": torch.ones(3)}, "lam_policy .* for each of 2 sequences"),
+    ({"value": torch.zeros(8, device="meta")}, "logprob is on cpu, value on meta"),
+    ({"lam_value": torch.zeros(2, device="meta")}, "lam_value is on meta"),
+    ({"cu_seqlens": torch.tensor([0.0, 5.0, 8.0])}, "cu_seqlens .* int32 or int64"),
+    ({"cu_seqlens": torch.tensor([], dtype=torch.int32)}, "cu_seqlens"),
+    ({"cu_seqlens": torch.tensor([0]), "score": torch.zeros(0), "bootstrap": None}, "names no sequence for 8 tokens"),
+    ({"cu_seqlens": torch.tensor([1, 5, 8])}, "goes from 1 to 8, but must go from 0 to the 8 tokens"),
+    ({"cu_seqlens": torch.tensor([0, 5, 9])}, "goes from 0 to 9"),
+    ({"cu_seqlens": torch.tensor([0, 9, 8])}, "falls from 9 to 8 after entry 1"),
+]
+
+
+@pytest.mark.parametrize("change,text", WRONG, ids=lambda x: x if isinstance(x, str) else "")
 def test_wrong_arguments_are_named(change, text):
     with pytest.raises(ValueError, match=text):
         token_advantages(**{**batch([5, 3]), **change})
@@ -227,12 +264,19 @@ def one_lambda_for_both(**kw):
     return token_advantages(**{**kw, "lam_value": kw["lam_policy"]})
 
 
+def moments_of_masked_tokens_too(**kw):
+    *outputs, moments = token_advantages(**kw)
+    moments[0] = kw["value"].numel()
+    return *outputs, moments
+
+
 @pytest.mark.parametrize("broken", [
     decays_over_masked_tokens, score_on_the_last_token_of_the_sequence, ignores_sequence_borders, one_lambda_for_both,
-])
+    moments_of_masked_tokens_too,
+])  # fmt: skip
 def test_an_injected_fault_is_noticed(broken):
     inputs = batch([12, 9], seed=4)
     inputs["response_mask"][-1] = False
-    check(inputs)
+    check(CPU, inputs)
     with pytest.raises(AssertionError):
-        check(inputs, call=broken)
+        check(CPU, inputs, call=broken)

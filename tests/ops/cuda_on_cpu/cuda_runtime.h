@@ -225,6 +225,15 @@ inline int __syncthreads_or(int value) {
   __syncthreads();
   return any;
 }
+inline int __syncthreads_count(int value) {
+  auto& b = *cuda_on_cpu::block;
+  b.lanes[2 * b.thread] = static_cast<std::uint64_t>(value != 0);
+  __syncthreads();
+  int count = 0;
+  for (unsigned t = 0; t < b.size.x; ++t) count += static_cast<int>(b.lanes[2 * t]);
+  __syncthreads();
+  return count;
+}
 template <class T>
 T atomicAdd(T* at, T value) {
   const T old = *at;
@@ -234,6 +243,8 @@ T atomicAdd(T* at, T value) {
 
 template <class T>
 T __ldg(const T* at) { return *at; }
+template <class T>
+T __ldcg(const T* at) { return *at; }
 template <class T>
 T __ldcs(const T* at) { return *at; }
 template <class T>

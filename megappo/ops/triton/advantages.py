@@ -1,0 +1,330 @@
+"""Triton twin of `ops/advantages.py`: the recurrence as a reverse `associative_scan` over tiles of the packed batch.
+
+A token is an affine map of x, what the tokens behind it contribute to its advantage (csrc/advantages/advantages.h has the
+recurrence); maps compose, and an end of a sequence cuts. Slot t of a scan holds the map of token t + 1, so that an inclusive scan
+gives the x which token t meets. Four launches: the map of every tile, one program that carries x over the tiles from the right,
+the tiles again with their x, and one program that adds their moments in order. Inputs are read twice, 26 bytes a token for `gae`
+where csrc/advantages/cuda.cu moves 17: the portable fallback needs no communication between running programs.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Optional
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megappo.ops.advantages import KL_KINDS, MAX_LOG_RATIO
+
+BLOCK = 1024
+# flags of a map: what is to its right does not matter; it has sampled tokens of the sequence at its left edge
+CUT, SEEN = tl.constexpr(1), tl.constexpr(2)
+# KIND of `_token`: rewards are given, or start from 0, or are minus the KL estimate of that index
+GIVEN, NO_KL = tl.constexpr(-1), tl.constexpr(0)
+
+
+class _Fields(NamedTuple):
+    """What the tiles read; None where an op has it not."""
+
+    reward: Optional[Tensor]
+    logprob: Optional[Tensor]
+    ref_logprob: Optional[Tensor]
+    score: Optional[Tensor]
+    value: Tensor
+    mask: Tensor
+    done: Optional[Tensor]
+    cu_seqlens: Tensor
+    bootstrap: Optional[Tensor]
+    policy_each: Optional[Tensor]
+    critic_each: Optional[Tensor]
+
+
+@triton.jit
+def _compose(a_right, c_right, a2_right, c2_right, flags_right, a, c, a2, c2, flags):
+    """The map of two neighbouring stretches; a scan from the right passes the right one first."""
+    cut = (flags & CUT) != 0
+    return (
+        tl.where(cut, a, a * a_right), tl.where(cut, c, a * c_right + c),
+        tl.where(cut, a2, a2 * a2_right), tl.where(cut, c2, a2 * c2_right + c2),
+        tl.where(cut, flags, flags | flags_right),
+    )  # fmt: skip
+
+
+@triton.jit
+def _first(x, slot):
+    """The entry of slot 0, whatever the others are."""
+    return tl.sum(tl.where(slot == 0, x, tl.zeros_like(x)), axis=0)
+
+
+@triton.jit
+def _search(cu_seqlens, t, num_sequences):
+    """The sequence of one token: how many of cu_seqlens[1..] are not behind it."""
+    low, high = num_sequences * 0, num_sequences
+    while low < high:
+        middle = (low + high) // 2
+        passed = tl.load(cu_seqlens + middle + 1) <= t
+        low = tl.where(passed, middle + 1, low)
+        high = tl.where(passed, high, middle)
+    return tl.minimum(low, num_sequences - 1)
+
+
+@triton.jit
+def _search_all(cu_seqlens, at, inside, low_sequence, high_sequence):
+    """The same for a tile, between the sequences of its first and last token."""
+    low, high = tl.zeros_like(at) + low_sequence, tl.zeros_like(at) + high_sequence
+    width = high_sequence - low_sequence
+    while width > 0:
+        middle = (low + high) // 2
+        open_ = inside & (low < high)
+        passed = tl.load(cu_seqlens + middle + 1, mask=open_, other=0) <= at
+        low = tl.where(open_ & passed, middle + 1, low)
+        high = tl.where(open_ & (passed == 0), middle, high)
+        width = width // 2
+    return low
+
+
+@triton.jit
+def _kl(log_ratio, KIND: tl.constexpr, MAX_LOG_RATIO: tl.constexpr):
+    if KIND == 1:
+        return log_ratio
+    elif KIND == 2:
+        return 0.5 * log_ratio * log_ratio
+    else:
+        x = tl.where(-log_ratio > MAX_LOG_RATIO, MAX_LOG_RATIO, -log_ratio)
+        # there is no expm1: near 0 the difference is its series
+        series = 0.5 * x * x * (1 + x / 3 * (1 + x / 4 * (1 + x / 5 * (1 + x / 6 * (1 + x / 7)))))
+        return tl.where(tl.abs(log_ratio) < 0.01, series, tl.exp(x) - 1.0 + log_ratio)
+
+
+@triton.jit
+def _token(reward, logprob, ref_logprob, value, mask, at, inside, kl_coef, KIND: tl.constexpr, MAX_LOG_RATIO: tl.constexpr):
+    """(sampled, reward, value) of each token; the numbers are fp64, and 0 where it was not sampled."""
+    sampled = tl.load(mask + at, mask=inside, other=0) != 0
+    # what is not sampled is not read either
+    v = tl.load(value + at, mask=sampled, other=0.0).to(tl.float64)
+    if KIND == GIVEN:
+        r = tl.load(reward + at, mask=sampled, other=0.0).to(tl.float64)
+    elif KIND == NO_KL:
+        r = tl.zeros_like(v)
+    else:
+        taken = tl.load(logprob + at, mask=sampled, other=0.0).to(tl.float64)
+        reference = tl.load(ref_logprob + at, mask=sampled, other=0.0).to(tl.float64)
+        r = tl.where(sampled, -(kl_coef * _kl(taken - reference, KIND, MAX_LOG_RATIO)), 0.0)
+    return sampled, r, v
+
+
+@triton.jit
+def _scan_tile(
+    reward, logprob, ref_logprob, score, value, mask, done, cu_seqlens, bootstrap, policy_each, critic_each,
+    num_tokens, num_sequences, gamma, lam_policy, lam_value, kl_coef, KIND: tl.constexpr, MAX_LOG_RATIO: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """(a, c, a2, c2, flags) from each slot of this program's tile to the right edge of the tile, and the slots' sequences."""
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    at = first + tl.arange(0, BLOCK)
+    inside = at < num_tokens
+    last = tl.minimum(first + BLOCK, num_tokens) - 1
+    sequence = _search_all(
+        cu_seqlens, at, inside, _search(cu_seqlens, first, num_sequences), _search(cu_seqlens, last, num_sequences)
+    )
+    sampled, r, v = _token(
+        reward, logprob, ref_logprob, value, mask, at + 1, at + 1 < num_tokens, kl_coef, KIND, MAX_LOG_RATIO
+    )  # fmt: skip
+    u, after = r - v, gamma * v
+    decay = tl.zeros_like(v) + gamma
+    decay2 = decay
+    if policy_each is not None:
+        decay = decay * tl.load(policy_each + sequence, mask=inside, other=0.0)
+    else:
+        decay = decay * lam_policy
+    if critic_each is not None:
+        decay2 = decay2 * tl.load(critic_each + sequence, mask=inside, other=0.0)
+    else:
+        decay2 = decay2 * lam_value
+    a, c = tl.where(sampled, decay, 1.0), tl.where(sampled, decay * u + after, 0.0)
+    a2, c2 = tl.where(sampled, decay2, 1.0), tl.where(sampled, decay2 * u + after, 0.0)
+
+    # the start of x at an end of a sequence, and 0 where an episode is done
+    start = tl.zeros_like(v)
+    if bootstrap is not None:
+        start += gamma * tl.load(bootstrap + sequence, mask=inside, other=0.0).to(tl.float64)
+    if KIND != GIVEN:
+        start += tl.load(score + sequence, mask=inside, other=0.0).to(tl.float64)
+    cut = inside & (at + 1 == tl.load(cu_seqlens + sequence + 1, mask=inside, other=0))
+    if done is not None:
+        over = tl.load(done + at, mask=inside, other=0) != 0
+        start = tl.where(over, 0.0, start)
+        cut = cut | over
+    flags = tl.where(cut, CUT, tl.where(sampled, SEEN, 0))
+    a, a2 = tl.where(cut, 0.0, a), tl.where(cut, 0.0, a2)
+    c, c2 = tl.where(cut, start, c), tl.where(cut, start, c2)
+    a, c, a2, c2, flags = tl.associative_scan((a, c, a2, c2, flags), 0, _compose, reverse=True)
+    return a, c, a2, c2, flags, sequence
+
+
+@triton.jit
+def _maps(
+    reward, logprob, ref_logprob, score, value, mask, done, cu_seqlens, bootstrap, policy_each, critic_each,
+    maps, flags_out, faults, num_tokens, num_sequences, num_tiles,
+    gamma: tl.float64, lam_policy: tl.float64, lam_value: tl.float64, kl_coef: tl.float64,
+    KIND: tl.constexpr, MAX_LOG_RATIO: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(0).to(tl.int64)
+    slot = tl.arange(0, BLOCK)
+    a, c, a2, c2, flags, _ = _scan_tile(
+        reward, logprob, ref_logprob, score, value, mask, done, cu_seqlens, bootstrap, policy_each, critic_each,
+        num_tokens, num_sequences, gamma, lam_policy, lam_value, kl_coef, KIND, MAX_LOG_RATIO, BLOCK,
+    )  # fmt: skip
+    tl.store(maps + tile, _first(a, slot))
+    tl.store(maps + num_tiles + tile, _first(c, slot))
+    tl.store(maps + 2 * num_tiles + tile, _first(a2, slot))
+    tl.store(maps + 3 * num_tiles + tile, _first(c2, slot))
+    tl.store(flags_out + tile, _first(flags, slot))
+    # this tile's share of the check that cu_seqlens goes from 0 to num_tokens and never falls
+    share = tl.cdiv(num_sequences, num_tiles)
+    fault = tl.where(tile == 0, (tl.load(cu_seqlens) != 0) | (tl.load(cu_seqlens + num_sequences) != num_tokens), 0).to(tl.int32)
+    end = tl.minimum((tile + 1) * share, num_sequences)
+    begin = tile * share
+    while begin < end:
+        i = begin + slot
+        falls = tl.load(cu_seqlens + i, mask=i < end, other=0) > tl.load(cu_seqlens + i + 1, mask=i < end, other=0)
+        fault += tl.sum(falls.to(tl.int32), axis=0)
+        begin += BLOCK
+    tl.store(faults + tile, fault)
+
+
+@triton.jit
+def _carry(maps, flags_in, faults, entries, seen_out, sound, num_tiles, BLOCK: tl.constexpr):
+    """The x at the right edge of every tile, from the last tile to the first; one program."""
+    slot = tl.arange(0, BLOCK)
+    x, x2 = tl.zeros((), dtype=tl.float64), tl.zeros((), dtype=tl.float64)
+    seen, fault = tl.zeros((), dtype=tl.int32), tl.zeros((), dtype=tl.int32)
+    begin = (tl.cdiv(num_tiles, BLOCK).to(tl.int64) - 1) * BLOCK
+    while begin >= 0:
+        tile = begin + slot
+        right = tile + 1 < num_tiles
+        a, c, a2, c2, flags = tl.associative_scan((
+            tl.load(maps + tile + 1, mask=right, other=1.0), tl.load(maps + num_tiles + tile + 1, mask=right, other=0.0),
+            tl.load(maps + 2 * num_tiles + tile + 1, mask=right, other=1.0),
+            tl.load(maps + 3 * num_tiles + tile + 1, mask=right, other=0.0), tl.load(flags_in + tile + 1, mask=right, other=0),
+        ), 0, _compose, reverse=True)  # fmt: skip
+        cut = (flags & CUT) != 0
+        entry, entry2 = tl.where(cut, c, a * x + c), tl.where(cut, c2, a2 * x2 + c2)
+        seen_here = tl.where(cut, flags & SEEN, (flags & SEEN) | seen)
+        tl.store(entries + tile, entry, mask=tile < num_tiles)
+        tl.store(entries + num_tiles + tile, entry2, mask=tile < num_tiles)
+        tl.store(seen_out + tile, seen_here, mask=tile < num_tiles)
+        fault += tl.sum(tl.load(faults + tile, mask=tile < num_tiles, other=0), axis=0)
+        x, x2, seen = _first(entry, slot), _first(entry2, slot), _first(seen_here, slot)
+        begin -= BLOCK
+    tl.store(sound, (fault == 0).to(tl.int32))
+
+
+@triton.jit
+def _apply(
+    reward, logprob, ref_logprob, score, value, mask, done, cu_seqlens, bootstrap, policy_each, critic_each,
+    entries, seen_in, sound, shaped, advantage, returns, partials, num_tokens, num_sequences, num_tiles,
+    gamma: tl.float64, lam_policy: tl.float64, lam_value: tl.float64, kl_coef: tl.float64,
+    KIND: tl.constexpr, MAX_LOG_RATIO: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(0).to(tl.int64)
+    a, c, a2, c2, flags, sequence = _scan_tile(
+        reward, logprob, ref_logprob, score, value, mask, done, cu_seqlens, bootstrap, policy_each, critic_each,
+        num_tokens, num_sequences, gamma, lam_policy, lam_value, kl_coef, KIND, MAX_LOG_RATIO, BLOCK,
+    )  # fmt: skip
+    at = tile * BLOCK + tl.arange(0, BLOCK)
+    inside = at < num_tokens
+    sampled, r, v = _token(reward, logprob, ref_logprob, value, mask, at, inside, kl_coef, KIND, MAX_LOG_RATIO)
+    cut = (flags & CUT) != 0
+    x = tl.where(cut, c, a * tl.load(entries + tile) + c)
+    x2 = tl.where(cut, c2, a2 * tl.load(entries + num_tiles + tile) + c2)
+    is_sound = tl.load(sound) != 0
+    kept = tl.where(sampled, r - v + x, 0.0).to(tl.float32)
+    tl.store(advantage + at, tl.where(is_sound, kept, float("nan")), mask=inside)
+    tl.store(returns + at, tl.where(is_sound, tl.where(sampled, r - v + x2 + v, 0.0), float("nan")).to(tl.float32), mask=inside)
+    if KIND != GIVEN:
+        seen = (flags & SEEN) | tl.where(cut, 0, tl.load(seen_in + tile))
+        at_end = tl.load(score + sequence, mask=sampled & (seen == 0), other=0.0).to(tl.float64)
+        tl.store(shaped + at, tl.where(is_sound, r + at_end, float("nan")).to(tl.float32), mask=inside)
+    exact = kept.to(tl.float64)
+    tl.store(partials + tile, tl.sum(sampled.to(tl.float64), axis=0))
+    tl.store(partials + num_tiles + tile, tl.sum(exact, axis=0))
+    tl.store(partials + 2 * num_tiles + tile, tl.sum(exact * exact, axis=0))
+
+
+@triton.jit
+def _add(partials, sound, moments, num_tiles, BLOCK: tl.constexpr):
+    is_sound = tl.load(sound) != 0
+    for row in tl.static_range(3):
+        total = tl.zeros((BLOCK,), dtype=tl.float64)
+        for begin in range(0, num_tiles, BLOCK):
+            tile = begin + tl.arange(0, BLOCK)
+            total += tl.load(partials + row * num_tiles + tile, mask=tile < num_tiles, other=0.0)
+        tl.store(moments + row, tl.where(is_sound, tl.sum(total, axis=0), float("nan")))
+
+
+def token_advantages(
+    logprob: Tensor,
+    ref_logprob: Optional[Tensor],
+    score: Tensor,
+    value: Tensor,
+    response_mask: Tensor,
+    cu_seqlens: Tensor,
+    bootstrap: Optional[Tensor],
+    gamma: float,
+    lam_policy: float,
+    lam_value: float,
+    lam_policy_each: Optional[Tensor],
+    lam_value_each: Optional[Tensor],
+    kl_kind: str,
+    kl_coef: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See `megappo.ops.advantages.token_advantages`."""
+    kind = NO_KL.value if ref_logprob is None or kl_coef == 0.0 else KL_KINDS.index(kl_kind) + 1
+    fields = _Fields(None, logprob, ref_logprob, score, value, response_mask, None, cu_seqlens, bootstrap, lam_policy_each, lam_value_each)
+    reward = torch.empty(value.shape, dtype=torch.float32, device=value.device)
+    return reward, *_run(fields, reward, (gamma, lam_policy, lam_value, kl_coef), kind)
+
+
+def gae(
+    reward: Tensor,
+    value: Tensor,
+    response_mask: Tensor,
+    cu_seqlens: Tensor,
+    bootstrap: Optional[Tensor],
+    done: Optional[Tensor],
+    gamma: float,
+    lam_policy: float,
+    lam_value: float,
+    lam_policy_each: Optional[Tensor],
+    lam_value_each: Optional[Tensor],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `megappo.ops.advantages.gae`."""
+    fields = _Fields(reward, None, None, None, value, response_mask, done, cu_seqlens, bootstrap, lam_policy_each, lam_value_each)
+    return _run(fields, None, (gamma, lam_policy, lam_value, 0.0), GIVEN.value)
+
+
+def _run(fields: _Fields, shaped: Optional[Tensor], numbers: tuple[float, ...], kind: int) -> tuple[Tensor, Tensor, Tensor]:
+    """numbers: gamma, lam_policy, lam_value, kl_coef."""
+    fields = _Fields(*(x if x is None else x.contiguous() for x in fields))
+    num_tokens, num_sequences = fields.value.numel(), fields.cu_seqlens.numel() - 1
+
+    def empty(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=fields.value.device)
+
+    advantage, returns = empty(num_tokens, dtype=torch.float32), empty(num_tokens, dtype=torch.float32)
+    if num_tokens == 0:
+        return advantage, returns, empty(3).zero_()
+    tiles = triton.cdiv(num_tokens, BLOCK)
+    maps, entries, partials, moments = empty(4, tiles), empty(2, tiles), empty(3, tiles), empty(3)
+    flags, faults, seen, sound = empty(4, tiles, dtype=torch.int32)
+    constants: dict[str, Any] = {"KIND": kind, "MAX_LOG_RATIO": MAX_LOG_RATIO, "BLOCK": BLOCK}
+    _maps[(tiles,)](*fields, maps, flags, faults, num_tokens, num_sequences, tiles, *numbers, **constants)
+    _carry[(1,)](maps, flags, faults, entries, seen, sound, tiles, BLOCK=BLOCK)
+    _apply[(tiles,)](
+        *fields, entries, seen, sound, shaped, advantage, returns, partials, num_tokens, num_sequences, tiles, *numbers, **constants
+    )
+    _add[(1,)](partials, sound, moments, tiles, BLOCK=BLOCK)
+    return advantage, returns, moments

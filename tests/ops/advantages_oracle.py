@@ -1,0 +1,116 @@
+"""What tests of the advantage ops share: a loop over tokens in fp64 written from the contract, batches, and the comparison."""
+
+import importlib
+import math
+import os
+
+import pytest
+import torch
+
+from tests.ops.interpreted_scan import scan_in_steps
+
+MASKS = ("random", "all", "none", "prefix", "suffix")
+
+
+@pytest.fixture
+def kernels(kernels, monkeypatch):
+    """conftest's, with tiles so small that short batches cross their borders, and a scan that the interpreter is through with."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        monkeypatch.setattr("megappo.ops.triton.advantages.BLOCK", 32)
+        monkeypatch.setattr(importlib.import_module("triton.runtime.interpreter").ScanOps, "generic_scan", scan_in_steps)
+    return kernels
+
+
+def examples(request):
+    """How many of hypothesis's examples the implementation of this test is quick enough for."""
+    return 60 if request.node.callspec.params["kernels"].split()[0] in ("reference", "cpp") else 6
+
+
+def oracle(reward, value, mask, cu, bootstrap, done, gamma, lam_policy, lam_value):
+    """GAE over lists of Python floats; lam_* and bootstrap per sequence. Walks every sequence from its last token to its first."""
+    advantage, returns = [0.0] * len(value), [0.0] * len(value)
+    for b in range(len(cu) - 1):
+        next_value = bootstrap[b] if bootstrap is not None else 0.0
+        acc_policy = acc_value = 0.0
+        for t in reversed(range(cu[b], cu[b + 1])):
+            if done is not None and done[t]:
+                next_value = acc_policy = acc_value = 0.0
+            if not mask[t]:
+                continue
+            delta = reward[t] + gamma * next_value - value[t]
+            acc_policy = delta + gamma * lam_policy[b] * acc_policy
+            acc_value = delta + gamma * lam_value[b] * acc_value
+            advantage[t], returns[t] = acc_policy, acc_value + value[t]
+            next_value = value[t]
+    return advantage, returns
+
+
+def shaped_reward(logprob, ref_logprob, score, mask, cu, kl_kind, kl_coef):
+    reward = [0.0] * len(mask)
+    for b in range(len(cu) - 1):
+        sampled = [t for t in range(cu[b], cu[b + 1]) if mask[t]]
+        for t in sampled if kl_coef else ():
+            d = logprob[t] - ref_logprob[t]
+            kl = {"k1": d, "k2": d * d / 2, "k3": math.expm1(min(-d, 20.0)) + d}[kl_kind]
+            reward[t] = -kl_coef * kl
+        if sampled:
+            reward[sampled[-1]] += score[b]
+    return reward
+
+
+def sequence_mask(kind, length, generator):
+    if kind == "random":
+        return torch.rand(length, generator=generator) < 0.6
+    position = torch.arange(length)
+    return {"all": position >= 0, "none": position < 0, "prefix": position < length // 2, "suffix": position >= length // 2}[kind]
+
+
+def batch(lengths, seed=0, mask="random"):
+    """Inputs of token_advantages; mask "mixed" takes another kind for each sequence."""
+    generator = torch.Generator().manual_seed(seed)
+    cu = torch.tensor([0, *lengths], dtype=torch.long).cumsum(0)
+    total, count = int(cu[-1]), len(lengths)
+    fields = torch.randn(3, total, generator=generator)
+    kinds = [MASKS[i % len(MASKS)] if mask == "mixed" else mask for i in range(count)]
+    masks = [sequence_mask(kind, length, generator) for kind, length in zip(kinds, lengths)]
+    return {
+        "logprob": -fields[0].abs(),
+        "ref_logprob": -fields[0].abs() + 0.3 * fields[1],
+        "score": torch.randn(count, generator=generator),
+        "value": fields[2],
+        "response_mask": torch.cat([torch.zeros(0, dtype=torch.bool), *masks]),
+        "cu_seqlens": cu.int(),
+        "bootstrap": torch.randn(count, generator=generator),
+    }
+
+
+def gae_batch(lengths, seed=0, mask="random"):
+    """Inputs of gae."""
+    x = batch(lengths, seed, mask)
+    return {"reward": x["logprob"], **{name: x[name] for name in ("value", "response_mask", "cu_seqlens", "bootstrap")}}
+
+
+def on(device, inputs):
+    return {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
+
+
+def lists(*tensors):
+    return [x.tolist() if x is not None else None for x in tensors]
+
+
+def per_sequence(lam, count):
+    return lam.tolist() if isinstance(lam, torch.Tensor) else [lam] * count
+
+
+def assert_rounded(got, want, mask, name):
+    """One rounding to fp32 of each result, and 0 where masked."""
+    want = torch.tensor(want, dtype=torch.float64)
+    atol = 2**-40 * max(float(want.abs().max()) if want.numel() else 0.0, 1.0)
+    torch.testing.assert_close(got.double(), want, rtol=2**-23, atol=atol, msg=lambda m: f"{name}: {m}")
+    assert got.dtype == torch.float32 and not got[~mask].any(), name
+
+
+def assert_moments(moments, advantage, mask):
+    kept = advantage[mask].double()
+    want = torch.tensor([float(kept.numel()), float(kept.sum()), float(kept.square().sum())], dtype=torch.float64)
+    torch.testing.assert_close(moments, want, rtol=1e-12, atol=1e-12 * max(1.0, float(kept.abs().sum())))
