@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Callable, Mapping, Optional, Sequence
 
@@ -80,6 +80,7 @@ def errors(batch: Batch, results: Mapping[str, Tensor], rounds_to: Optional[torc
 @dataclass(frozen=True)
 class GaeProblem:
     batch: Batch
+    known: dict[Any, Any] = field(default_factory=dict, compare=False)
 
     @property
     def probes(self) -> Mapping[str, Callable[[], Any]]:
@@ -144,6 +145,7 @@ class TokenAdvantagesProblem:
     ref_logprob: Tensor
     score: Tensor
     last: Tensor
+    known: dict[Any, Any] = field(default_factory=dict, compare=False)
 
     @property
     def probes(self) -> Mapping[str, Callable[[], Any]]:

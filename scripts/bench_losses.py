@@ -8,7 +8,7 @@ in the backward, which multiplies by the upstream gradient; 9 for whitening.
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Callable, Mapping, Optional, Sequence
 
@@ -80,6 +80,7 @@ class LossProblem:
     exact: Callable[..., tuple[Tensor, ...]]
     metrics: tuple[str, str]
     gradient: str
+    known: dict[Any, Any] = field(default_factory=dict, compare=False)
 
     @property
     def probes(self) -> Mapping[str, Callable[[], Any]]:
@@ -160,6 +161,7 @@ class WhitenProblem:
     advantage: Tensor
     mask: Tensor
     moments: Tensor
+    known: dict[Any, Any] = field(default_factory=dict, compare=False)
 
     @property
     def probes(self) -> Mapping[str, Callable[[], Any]]:

@@ -74,6 +74,7 @@ def prepare(benchmark: Benchmark, shape: str, dtype: torch.dtype, clock: Clock, 
     problem = benchmark.problem(benchmark.read(shape), dtype, clock.device)
     memory = Memory(clock.device)
     found = [_enter(candidate, problem, memory, settings) for candidate in benchmark.candidates(problem)]
+    problem.known.clear()
     lines, entries = [line for line, _ in found], [entry for _, entry in found if entry is not None]
     return Prepared(benchmark.name, shape, dtype, problem, lines, entries)
 

@@ -72,7 +72,9 @@ class Difference:
 
 
 class Problem(Protocol):
-    """Inputs of one shape and dtype on one device."""
+    """Inputs of one shape and dtype on one device. known: what the oracle says, kept while candidates are checked."""
+
+    known: dict[Any, Any]
 
     @property
     def probes(self) -> Mapping[str, Callable[[], Any]]:
