@@ -40,6 +40,8 @@ class Failure:
 
     def report(self) -> str:
         how = how_it_ended(self.code) if self.code is not None else "exception"
+        if self.code == KILLED:
+            how += ": by hand, or by the kernel for want of host memory, see dmesg or sacct"
         return f"{self.text.rstrip()}\nmegappo: rank {self.rank} on {self.host} failed first ({how}); what it said is above\n"
 
 

@@ -133,7 +133,7 @@ def submit(config: TrainConfig, job: Job, folder: Path, *, resume: bool) -> str:
 def forget(folder: Path) -> None:
     """Remove a launch that did not start, and the directories that were made for it."""
     shutil.rmtree(folder)
-    for parent in (folder.parent, folder.parent.parent):
+    for parent in folder.parents[:3]:  # launch, the run, output_dir
         if not any(parent.iterdir()):
             parent.rmdir()
 

@@ -3,7 +3,7 @@
 Slurm sends its signal to every process of a job step: to the ranks, and to whatever they started (a reward's worker, a compiler).
 So a rank blocks USR1, which its children inherit and never notice, and takes it in a thread that waits for it. TERM has to end
 children, so that is a plain handler; it does not end the rank either. Whether all ranks stop is decided by all of them together
-(`trainer/main.py`). Imports no torch: threads that exist before `listen` would not block USR1.
+(`agreement.py`). Imports no torch: threads that exist before `listen` would not block USR1.
 """
 
 from __future__ import annotations

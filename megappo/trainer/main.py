@@ -27,6 +27,7 @@ from megappo.plan.critic_source import critic_source
 from megappo.plan.data import RunData
 from megappo.plan.layouts import layout_of
 from megappo.platform.device import select_device, start_distributed
+from megappo.resilience.agreement import any_rank
 from megappo.resilience.signals import StopRequest
 from megappo.rewards.compose import Scorer
 from megappo.rollout.build import build_rollout
@@ -135,7 +136,7 @@ class _Parts:
             state=self.state,
             log=self.log,
             save=self.save,
-            stop_agreed=lambda: _on_any_rank(stop.received is not None),
+            stop_agreed=lambda: any_rank(stop.received is not None),
         )
 
     # ------------------------------------------------------------------------------------------------------ checkpoints
@@ -218,13 +219,6 @@ class _Parts:
             device=device, offload=config.reference.offload, implementation=self._implementation,
         )  # fmt: skip
         return LanguageModel(engine, config.rollout.sampling.temperature, config.policy.logits_dtype)
-
-
-def _on_any_rank(flag: bool) -> bool:
-    """Collective, on the host."""
-    count = torch.tensor(int(flag))
-    dist.all_reduce(count)
-    return bool(count)
 
 
 def sampling_params(rollout: RolloutConfig, tokenizer: Tokenizer) -> SamplingParams:

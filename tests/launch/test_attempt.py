@@ -1,0 +1,101 @@
+"""Start or resume, requeue or end: the decisions of a job script, on run directories that are written by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megappo.checkpoint.manifest import Manifest, write_manifest
+from megappo.config.checks import STOPPED, check_run_dir
+from megappo.config.errors import ConfigError
+from megappo.config.schema import RunConfig
+from megappo.launch.attempt import EXIT_MISTAKE, EXIT_NO_PROGRESS, EXIT_REQUEUE, begin, end
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    folder = tmp_path / "runs" / "run"
+    (folder / "launch" / "001").mkdir(parents=True)
+    return folder
+
+
+def save(run_dir: Path, step: int) -> None:
+    folder = run_dir / "checkpoints" / f"step-{step}"
+    folder.mkdir(parents=True)
+    write_manifest(folder, Manifest(step, 1, False, {}, {}))
+
+
+def fail(run_dir: Path, attempt: int, code: int) -> None:
+    (run_dir / "launch" / "001" / f"attempt-{attempt}" / "rank-1.exit").write_text(f"{code} 1 n2\n")
+
+
+def started(run_dir: Path, attempt: int, *, resume: bool = False) -> bool:
+    return begin(run_dir / "launch" / "001", run_dir, attempt, resume=resume)
+
+
+def ended(run_dir: Path, attempt: int, status: int, max_requeues: int = 3) -> tuple[str, int]:
+    return end(run_dir / "launch" / "001", run_dir, attempt, status=status, max_requeues=max_requeues)
+
+
+def test_a_run_that_reached_its_end_is_not_requeued(run_dir: Path) -> None:
+    assert not started(run_dir, 0)
+    assert ended(run_dir, 0, status=0)[1] == 0
+
+
+def test_a_stopped_run_is_requeued_and_resumes(run_dir: Path) -> None:
+    started(run_dir, 0)
+    save(run_dir, 12)
+    (run_dir / STOPPED).write_text("{}")
+    text, code = ended(run_dir, 0, status=0)
+    assert code == EXIT_REQUEUE and text.endswith("requeue 1 of 3, goes on after step 12")
+    assert started(run_dir, 1)
+
+
+def test_a_failure_after_progress_is_requeued_at_most_so_often(run_dir: Path) -> None:
+    for attempt in range(3):
+        started(run_dir, attempt)
+        save(run_dir, 10 * (attempt + 1))
+        fail(run_dir, attempt, 137)
+        text, code = ended(run_dir, attempt, status=137, max_requeues=2)
+        assert code == (EXIT_REQUEUE if attempt < 2 else 137)
+    assert "rank 1 on n2 failed first (killed by SIGKILL" in text and "not requeued: --max-requeues 2" in text
+
+
+@pytest.mark.parametrize("stopped, status, expected", [(False, 1, 1), (True, 0, EXIT_NO_PROGRESS)])
+def test_without_progress_nothing_is_requeued(run_dir: Path, stopped: bool, status: int, expected: int) -> None:
+    save(run_dir, 5)
+    assert started(run_dir, 0, resume=True)
+    if stopped:
+        (run_dir / STOPPED).write_text("{}")
+    text, code = ended(run_dir, 0, status)
+    assert code == expected and "no checkpoint was saved since this attempt started at step 5" in text
+
+
+def test_a_mistake_in_the_configuration_is_not_requeued(run_dir: Path) -> None:
+    started(run_dir, 0)
+    save(run_dir, 5)
+    fail(run_dir, 0, 2)
+    assert ended(run_dir, 0, status=2)[1] == EXIT_MISTAKE
+
+
+def test_attempts_that_slurm_requeued_itself_start_at_the_same_step_three_times_at_most(run_dir: Path) -> None:
+    """A lost node ends the script before it could decide anything."""
+    save(run_dir, 5)
+    for attempt in range(3):
+        assert started(run_dir, attempt, resume=True)
+    with pytest.raises(ConfigError, match="3 attempts started at step 5 and none reached another checkpoint"):
+        started(run_dir, 3)
+    save(run_dir, 6)
+    assert started(run_dir, 4)
+
+
+def test_what_died_before_its_first_checkpoint_starts_again_and_its_files_are_kept(run_dir: Path) -> None:
+    started(run_dir, 0)
+    (run_dir / "metrics.jsonl").write_text("of the first attempt")
+    run = RunConfig(name="run", output_dir=str(run_dir.parent))
+    with pytest.raises(ConfigError, match="holds another run"):
+        check_run_dir(run, resume=False)
+    assert not started(run_dir, 1)
+    assert (run_dir / "launch" / "001" / "attempt-0" / "metrics.jsonl").read_text() == "of the first attempt"
+    assert check_run_dir(run, resume=False) == run_dir

@@ -1,0 +1,59 @@
+"""Which rank failed first, from what ranks leave behind; the evidence is made by the code and the shell that make it in a job."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megappo.launch.failure import ATTEMPT_DIR, first_failure
+
+BEFORE, AT, AFTER = 1_000, 2_000, 3_000
+
+
+def raised(folder: Path, rank: int, time_ns: int) -> None:
+    text = f"Traceback (most recent call last):\nRuntimeError: of rank {rank}\n"
+    (folder / f"rank-{rank}.traceback").write_text(json.dumps({"time_ns": time_ns, "host": "n1", "text": text}))
+
+
+def ended(folder: Path, rank: int, code: int, time_ns: int) -> None:
+    (folder / f"rank-{rank}.exit").write_text(f"{code} {time_ns} node{rank}\n")
+    (folder / f"rank-{rank}.log").write_text(f"last words of {rank}\n")
+
+
+CASES = {
+    "first traceback, although a victim ended before": ([("raised", 1, BEFORE), ("raised", 0, AT), ("ended", 0, 1, AT), ("ended", 1, 1, AFTER)], 1),
+    "killed, although victims raised before it was seen": ([("raised", 0, BEFORE), ("ended", 2, 137, AT), ("ended", 0, 1, AFTER)], 2),
+    "killed with the rest after a failure": ([("raised", 1, BEFORE), ("ended", 1, 1, AT), ("ended", 2, 137, AFTER)], 1),
+    "aborted by a library after it lost a peer": ([("raised", 1, BEFORE), ("ended", 0, 134, AT), ("ended", 1, 1, AFTER)], 1),
+    "aborted by itself": ([("ended", 3, 134, BEFORE), ("raised", 1, AT), ("ended", 1, 1, AFTER)], 3),
+    "refused, without a traceback": ([("ended", 0, 2, BEFORE), ("ended", 1, 2, AT)], 0),
+    "a traceback whose end nobody saw": ([("raised", 4, AT)], 4),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_rank_that_failed_first_is_found(tmp_path: Path, case: str) -> None:
+    events, expected = CASES[case]
+    for kind, *values in events:
+        (raised if kind == "raised" else ended)(tmp_path, *values)
+    failure = first_failure(tmp_path)
+    assert failure is not None and failure.rank == expected
+    assert failure.text.strip().endswith((f"of rank {expected}", f"last words of {expected}"))
+
+
+def test_nothing_is_made_up_where_no_rank_left_anything(tmp_path: Path) -> None:
+    assert first_failure(tmp_path) is None
+
+
+def test_an_exception_is_kept_with_its_whole_traceback(tmp_path: Path) -> None:
+    code = "from megappo.launch.failure import record_exceptions\nrecord_exceptions(7)\nraise KeyError('the culprit')"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={ATTEMPT_DIR: str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    failure = first_failure(tmp_path)
+    assert failure is not None and failure.rank == 7 and failure.text == done.stderr and "the culprit" in failure.text

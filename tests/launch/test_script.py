@@ -1,0 +1,128 @@
+"""The job script: what it asks of Slurm, whether a shell reads it as it was meant, and scripts/slurm/ made of the same template."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from megappo.launch.script import EXAMPLES, Job, examples, render
+
+HOSTILE = "a b; touch $(touch gone) 'x' \"y\" %j"
+
+
+def script(folder: Path, job: Job, *, resume: bool = False) -> str:
+    return render(
+        job, root=folder, python=f"{folder}/python", config=folder / "config.yaml", launch_dir=folder / "launch",
+        log=folder / "job-{job}.log", name="run", resume=resume,
+    )  # fmt: skip
+
+
+def options(text: str) -> list[str]:
+    return [line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH")]
+
+
+def write_program(path: Path, text: str) -> None:
+    path.write_text(f"#!/bin/bash\n{text}\n")
+    path.chmod(0o755)
+
+
+def run_script(folder: Path, job: Job, **environment: str) -> tuple[list[list[str]], subprocess.CompletedProcess[str]]:
+    """Run a script by bash, with a srun that starts its command once and a python that writes down how it was called."""
+    programs = folder / "bin"
+    programs.mkdir(parents=True)
+    write_program(programs / "srun", 'while [ "${1#-}" != "$1" ]; do shift; done; exec "$@"')
+    write_program(programs / "apptainer", 'while [ "${1%.sif}" = "$1" ]; do shift; done; shift; CONTAINED=1 exec "$@"')
+    write_program(programs / "scontrol", 'printf "%s\\0" scontrol "$@" END >> "$CALLS"')
+    code = 'case "$*" in *" attempt end "*|*"attempt end"*) exit "${DECISION:-0}" ;; *begin*) echo "$RESUME" ;; esac'
+    write_program(folder / "python", f'printf "%s\\0" python "${{CONTAINED:-}}" "$@" END >> "$CALLS"\n{code}')
+    (programs / "python3").symlink_to(folder / "python")
+    text = render(
+        job, root=folder, python=str(folder / "python") if job.container is None else "python3", config=folder / "config.yaml",
+        launch_dir=folder / "launch", log=folder / "job-{job}.log", name="run", resume=False,
+    )  # fmt: skip
+    calls = folder / "calls"
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_CPUS_ON_NODE": "8", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_PROCID": "0", "RESUME": ""}
+    env = slurm | {"PATH": f"{programs}:{os.environ['PATH']}", "CALLS": str(calls)} | environment
+    done = subprocess.run(["bash", "-c", text], env=env, cwd="/", capture_output=True, text=True)
+    words = calls.read_text().split("\0")[:-1]
+    found: list[list[str]] = [[]]
+    for word in words:
+        if word == "END":
+            found.append([])
+        else:
+            found[-1].append(word)
+    return found[:-1], done
+
+
+def test_the_scripts_in_the_repository_are_those_of_the_template() -> None:
+    assert {path.name: path.read_text() for path in EXAMPLES.iterdir()} == examples()
+
+
+JOBS = {
+    "srun": Job(8, 8, gpus=True),
+    "torchrun": Job(8, 8, gpus=True, launcher="torchrun"),
+    "cpu": Job(2, 2, gpus=False),
+    "cores": Job(2, 4, gpus=True, launcher="torchrun", cpus_per_rank=6),
+    "pyxis": Job(2, 4, gpus=True, container="nvcr.io#nvidia/pytorch:26.01-py3", mounts=("/data:/data",)),
+    "apptainer": Job(2, 4, gpus=True, launcher="torchrun", container="images/megappo.sif", mounts=("/data:/data",)),
+}
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_a_shell_can_read_every_script(tmp_path: Path, name: str) -> None:
+    subprocess.run(["bash", "-n"], input=script(tmp_path, JOBS[name]), text=True, check=True)
+
+
+def test_what_is_asked_of_slurm() -> None:
+    folder = Path("/runs")
+    asked = options(script(folder, Job(8, 4, gpus=True, signal_lead_s=300, options=("--partition=h100", "--exclusive"))))
+    assert asked == [
+        "--job-name=run", '--output="/runs/job-%j.log"', "--partition=h100", "--exclusive", "--nodes=8", "--ntasks-per-node=4",
+        "--gpus-per-node=4", "--signal=USR1@300", "--requeue", "--open-mode=append",
+    ]  # fmt: skip
+    assert "--ntasks-per-node=1" in options(script(folder, JOBS["torchrun"]))
+    assert "--cpus-per-task=24" in options(script(folder, JOBS["cores"]))
+    assert not [option for option in options(script(folder, JOBS["cpu"])) if "gpu" in option]
+
+
+def test_a_percent_sign_in_a_path_is_not_slurms(tmp_path: Path) -> None:
+    assert f'--output="{tmp_path}/50%%/job-%j.log"' in options(script(tmp_path / "50%", JOBS["cpu"]))
+
+
+@pytest.mark.parametrize("resume", ["", "--resume"])
+def test_preflight_ranks_and_end_get_the_configuration_as_it_is_named(tmp_path: Path, resume: str) -> None:
+    """In a folder whose name a careless script would run as commands."""
+    folder = tmp_path / HOSTILE
+    calls, done = run_script(folder, JOBS["cpu"], RESUME=resume)
+    assert done.returncode == 0, done.stderr
+    config, launch_dir, more = str(folder / "config.yaml"), str(folder / "launch"), [resume] if resume else []
+    assert [call[2:] for call in calls] == [
+        ["-m", "megappo.launch.attempt", "begin", launch_dir, config],
+        ["-m", "megappo", "plan", *more, "--world-size", "4", config],
+        ["-m", "megappo", "train", *more, config],
+        ["-m", "megappo.launch.attempt", "end", launch_dir, "--status", "0", "--max-requeues", "3", config],
+    ]
+    assert not list(tmp_path.rglob("gone")) and not Path("/gone").exists()
+
+
+@pytest.mark.parametrize("decision, requeued, code", [("0", False, 0), ("75", True, 0), ("17", False, 17), ("2", False, 2)])
+def test_the_job_is_requeued_where_the_end_says_so(tmp_path: Path, decision: str, requeued: bool, code: int) -> None:
+    calls, done = run_script(tmp_path / "run", JOBS["cpu"], DECISION=decision)
+    assert done.returncode == code
+    assert (calls[-1] == ["scontrol", "requeue", "7"]) == requeued
+
+
+def test_apptainer_contains_every_python(tmp_path: Path) -> None:
+    """The stand-in for apptainer leaves a mark in the environment of what it starts."""
+    calls, done = run_script(tmp_path / "run", JOBS["apptainer"])
+    assert done.returncode == 0 and {(call[0], call[1]) for call in calls} == {("python", "1")}
+    assert [call[3] for call in calls] == ["megappo.launch.attempt", "megappo", "megappo.launch.node", "megappo.launch.attempt"]
+
+
+def test_pyxis_contains_every_step(tmp_path: Path) -> None:
+    lines = [line for line in script(tmp_path, JOBS["pyxis"]).splitlines() if "srun " in line and not line.startswith("#")]
+    assert len(lines) == 2 and all('"${contained[@]}"' in line for line in lines)
+    assert "contained=(--container-image='nvcr.io#nvidia/pytorch:26.01-py3' " in script(tmp_path, JOBS["pyxis"])

@@ -1,0 +1,150 @@
+"""`megappo launch` up to the submission: mistakes cost one line, exit code 2, nothing written and nothing submitted."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from megappo import cli
+from megappo.config.errors import ConfigError
+from megappo.launch.environment import HIDDEN, shown_variables
+from megappo.launch.slurm import parse_time
+from tests.launch.cluster import Cluster
+from tests.plan.checkpoints import write_run
+
+TWO_BY_TWO = ["--nodes", "2", "--gpus-per-node", "2", "run.num_ranks=4"]
+
+
+@pytest.fixture(autouse=True)
+def outside_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "SLURM_JOB_NUM_NODES"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def launch(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    code = cli.main(["launch", *(str(argument) for argument in arguments)])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def files_of(folder: Path) -> dict[Path, int]:
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+
+
+MISTAKES = {
+    "no nodes": (["--gpus-per-node", "2"], "--nodes is missing"),
+    "no ranks": (["--nodes", "2"], "--gpus-per-node is missing"),
+    "zero nodes": (["--nodes", "0", "--gpus-per-node", "2"], "argument --nodes: 0 is not an integer >= 1"),
+    "negative": (["--nodes", "2", "--gpus-per-node=-8"], "argument --gpus-per-node: -8 is not an integer >= 1"),
+    "another world": (["--nodes", "2", "--gpus-per-node", "4"], "run.num_ranks = 2: 2 nodes x 4 are 8 ranks; set run.num_ranks=8 or null"),
+    "layout": ([*TWO_BY_TWO, "critic.parallel.pp=3"], "critic.parallel: tp 1 x pp 3 = 3 does not divide the 4 ranks"),
+    "tp over two nodes": (
+        ["--nodes", "4", "--gpus-per-node", "3", "run.num_ranks=12", "policy.parallel.tp=2"],
+        "policy.parallel.tp = 2: does not divide the 3 GPUs of a node",
+    ),
+    "time": ([*TWO_BY_TWO, "--time", "4"], "--time 4: too short for one checkpoint: Slurm asks for it up to 240 s before the end"),
+    "no time": ([*TWO_BY_TWO, "--time", "tomorrow"], "--time tomorrow: not a time"),
+    "lead": ([*TWO_BY_TWO, "--time", "1:00:00", "--signal-lead", "3600"], "--signal-lead 3600"),
+    "weights only": ([*TWO_BY_TWO, "checkpoint.save_only_model=true"], "checkpoint.save_only_model = true: a requeued job could not resume"),
+    "unknown key": ([*TWO_BY_TWO, "policy.parallel.tpp=2"], "unknown key; did you mean policy.parallel.tp?"),
+    "resume": ([*TWO_BY_TWO, "--resume"], "holds no run to resume"),
+    "local nodes": (["--local", "--nodes", "2"], "--nodes 2 does not go with --local"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dry_run", [(), ("--dry-run",)], ids=["submit", "dry"])
+@pytest.mark.parametrize("case", MISTAKES)
+def test_mistakes_are_refused_in_one_line(tmp_path: Path, capsys, monkeypatch, case: str, dry_run: tuple[str, ...]) -> None:
+    monkeypatch.setattr("megappo.launch.slurm.has_slurm", lambda: True)
+    monkeypatch.setattr("megappo.launch.slurm.submit", lambda script: pytest.fail("it was submitted"))
+    arguments, message = MISTAKES[case]
+    config = write_run(tmp_path)
+    before = files_of(tmp_path)
+    code, out, err = launch(capsys, config, *dry_run, *arguments)
+    assert (code, out) == (2, "") and err.startswith("megappo: ") and err.count("\n") == 1, err
+    assert message in err
+    assert files_of(tmp_path) == before
+
+
+def test_without_slurm_it_says_what_else_can_be_done(tmp_path: Path, capsys, monkeypatch) -> None:
+    monkeypatch.setenv("PATH", "/nonexistent")
+    config = write_run(tmp_path)
+    code, out, err = launch(capsys, config, *TWO_BY_TWO)
+    assert (code, out) == (2, "") and "no Slurm on this machine" in err and "--local" in err and "--dry-run" in err
+    code, out, err = launch(capsys, config, *TWO_BY_TWO, "--dry-run")
+    assert (code, err) == (0, "") and out.startswith("#!/bin/bash\n") and not (tmp_path / "runs").exists()
+
+
+ON_CLUSTER = {
+    "partition": (["--partition", "h100"], "--partition h100: unknown to sinfo; there are main"),
+    "nodes": (["--partition", "main", "--nodes", "4", "run.num_ranks=8"], "--nodes 4: partition main has 2 nodes"),
+    "limit": (["--partition", "main", "--time", "3-0"], "--time 3-0: jobs in partition main end after 1440 minutes"),
+    "account": (["--sbatch=--qos-of-nobody"], "Slurm refuses: sbatch: unrecognized option '--qos-of-nobody'"),
+}
+
+
+@pytest.mark.parametrize("case", ON_CLUSTER)
+def test_what_the_cluster_cannot_run_is_refused(tmp_path: Path, capsys, on_cluster: Cluster, case: str) -> None:
+    arguments, message = ON_CLUSTER[case]
+    config = write_run(tmp_path)
+    before, jobs = files_of(tmp_path), on_cluster.command("squeue", "--noheader")
+    code, _, err = launch(capsys, config, *TWO_BY_TWO, *arguments)
+    assert code == 2 and message in err and err.count("\n") == 1, err
+    assert files_of(tmp_path).keys() == before.keys() and on_cluster.command("squeue", "--noheader") == jobs
+
+
+def test_a_launch_is_recorded_and_its_run_cannot_be_launched_twice(tmp_path: Path, capsys, on_cluster: Cluster) -> None:
+    """The job is held back, so that it starts nothing."""
+    config = write_run(tmp_path)
+    code, out, err = launch(capsys, config, *TWO_BY_TWO, "--partition", "main", "--time", "1:00:00", "--sbatch=--hold")
+    assert (code, err) == (0, "")
+    folder = tmp_path / "runs" / "run" / "launch" / "001"
+    job = (folder / "job_id").read_text().strip()
+    script = (folder / "job.sbatch").read_text()
+    assert script in out and f"job {job}: 2 nodes x 2 ranks, srun" in out and str(folder / f"job-{job}.log") in out
+    record = json.loads((folder / "launch.json").read_text())
+    assert record["revision"]["commit"] and record["command"]
+    assert on_cluster.job(job)["JobState"] == "PENDING" and on_cluster.job(job)["TimeLimit"] == "01:00:00"
+    code, _, err = launch(capsys, config, *TWO_BY_TWO)
+    assert code == 2 and f"job {job} has this run already; scancel it" in err
+    on_cluster.command("scancel", job)
+    on_cluster.wait_for("the cancelled job", lambda: not on_cluster.command("squeue", "--noheader", "--jobs", job), 30)
+    assert launch(capsys, config, *TWO_BY_TWO, "--sbatch=--hold")[0] == 0
+    again = (folder.parent / "002" / "job_id").read_text().strip()
+    on_cluster.command("scancel", again)
+
+
+def test_local_starts_the_ranks_here_with_the_recorded_configuration(tmp_path: Path, capsys, monkeypatch) -> None:
+    started = []
+    monkeypatch.setattr("megappo.launch.local.start_ranks", lambda ranks, arguments: started.append((ranks, arguments)) or 7)
+    code, _, _ = launch(capsys, write_run(tmp_path), "--local", "run.seed=3")
+    recorded = tmp_path / "runs" / "run" / "launch" / "001" / "config.yaml"
+    assert code == 7 and started == [(2, ["train", str(recorded)])] and "seed: 3" in recorded.read_text()
+
+
+@pytest.mark.parametrize(
+    "text, seconds",
+    [
+        ("90", 5400), ("10:30", 630), ("24:00:00", 86400), ("2-0", 172800), ("1-12:30", 131400), ("1-01:01:01", 90061),
+        ("infinite", None), ("UNLIMITED", None),
+    ],
+)  # fmt: skip
+def test_times_are_read_as_slurm_reads_them(text: str, seconds: int | None) -> None:
+    assert parse_time(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "1h", "-5", "1:2:3:4", "1.5", "1-"])
+def test_other_times_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="not a time"):
+        parse_time(text)
+
+
+def test_the_record_of_the_environment_hides_secrets_and_leaves_out_what_does_not_matter() -> None:
+    secrets = {name: "s3cret" for name in ("HF_TOKEN", "VLLM_API_KEY", "SLURM_JWT", "NCCL_PASSWORD", "MEGAPPO_SECRET", "WANDB_API_KEY")}
+    shown = shown_variables(secrets | {"NCCL_DEBUG": "INFO", "SLURM_JOB_ID": "7", "MAIL": "me", "http_proxy": "http://me:pw@host"})
+    assert shown["NCCL_DEBUG"] == "INFO" and shown["SLURM_JOB_ID"] == "7" and shown["HF_TOKEN"] == HIDDEN
+    assert "s3cret" not in shown.values() and not shown.keys() & {"MAIL", "http_proxy", "WANDB_API_KEY"}
+    assert os.environ.get("PATH") == shown_variables(os.environ).get("PATH")
