@@ -6,6 +6,7 @@ The emulated machine has two clusters, so that 513 tokens (3 pairs of token tile
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass
 from typing import Callable, Optional
@@ -108,6 +109,7 @@ SHAPES = {  # tokens, hidden, rows of the weight, of which valid
     "more columns than the ring has stages": (70, 64 * 9, 300, 300),
     "hidden ends within a stage": (33, 64 * 5 + 8, 260, 259),
     "several rounds": (513, 64, 1300, 1281),
+    "a last group of one pair of token tiles": (2300, 64, 300, 290),
 }
 
 
@@ -277,6 +279,16 @@ def test_what_the_kernel_does_not_take_is_refused(kernel, text):
     BAD[text](p)
     with pytest.raises(RuntimeError, match=text):
         p.run(kernel)
+
+
+@pytest.mark.parametrize("archs,capability,want", [
+    ("8.0;9.0a", (9, 0), True), ("8.0;9.0a", (8, 0), False), ("9.0a", (10, 0), False), ("8.0;9.0", (9, 0), False),
+])  # fmt: skip
+def test_only_a_build_for_hopper_on_hopper_has_the_kernel(tmp_path, monkeypatch, archs, capability, want):
+    tmp_path.joinpath("library.json").write_text(json.dumps({"cuda": True, "cuda_archs": archs}))
+    monkeypatch.setattr(cuda_linear_stats, "LIBRARY", tmp_path / "library.so")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    assert cuda_linear_stats.usable() is want
 
 
 CALLS = {  # changes to a call of the op; whether the kernel takes it
