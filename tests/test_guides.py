@@ -5,11 +5,14 @@ from pathlib import Path
 
 import pytest
 
+from megappo.config.checks import MAX_REPLAYED_TOP_K
 from megappo.config.keys import sections, value_keys
 from megappo.config.loading import load_config
 from megappo.config.schema import TrainConfig
 from megappo.rewards.base import RewardInput
 from megappo.rewards.rules import make_rule
+from megappo.rollout.types import SamplingParams
+from megappo.telemetry.metrics import metric_of
 
 from .trainer.public_models import PUBLIC
 
@@ -45,11 +48,21 @@ def test_the_comparison_names_keys_of_megappo_that_exist():
     assert len([row for row in rows if unknown_keys(row[1])]) >= 30
 
 
-def test_text_and_examples_of_the_guides_name_keys_that_exist():
+@pytest.mark.parametrize("name", ["gsm8k.md", "agreement.md"])
+def test_text_and_examples_of_the_guides_name_keys_that_exist(name):
     heads = {name.split(".")[0] for name, _ in sections(TrainConfig)}
-    page = (ROOT / "docs" / "gsm8k.md").read_text()
+    page = (ROOT / "docs" / name).read_text()
     written = {match for match in re.findall(r"\b([a-z_]+(?:\.[a-z_]+)+)\b(?!/)", page) if match.split(".")[0] in heads}
     assert written and written <= KEYS, written - KEYS
+    metrics = {match for match in re.findall(r"`((?:rollout|policy|kl)/[a-z_]+)`", page)}
+    assert all(metric_of(metric) is not None for metric in metrics)
+
+
+def test_the_page_on_agreement_states_the_limits_of_the_code():
+    page = (ROOT / "docs" / "agreement.md").read_text()
+    assert f"1 to {MAX_REPLAYED_TOP_K};" in page and "`top_k + top_k/8 + 16` ids" in page
+    width = SamplingParams(1, top_k=50, record_kept=True).kept_width
+    assert width == 50 + 50 // 8 + 16 and f"{4 * width} bytes a token with `top_k: 50`" in page
 
 
 @pytest.mark.parametrize("row", table_rows((ROOT / "docs" / "gsm8k.md").read_text())[:6], ids=lambda row: row[0])

@@ -1,0 +1,89 @@
+"""Log-probs over the ids that a sampler kept: the role against the definition, and what a wrong alignment would do."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megappo.data.packing import NO_ID, PackedBatch, pack
+from megappo.engine.base import ModelOutput
+from megappo.trainer import roles
+from megappo.trainer.roles import LanguageModel
+
+VOCAB, HIDDEN, TEMPERATURE = 23, 6, 0.7
+SEQUENCES = [[3, 7, 7, 1, 22], [5], [9, 0, 4]]
+SAMPLED = {2: {7, 1, 2, 8}, 3: {1}, 4: {22, 0, 5}, 8: {4, 3}}
+"""Position in the batch -> the ids that its token was drawn from; the others were given."""
+
+
+@pytest.fixture
+def alone():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def batch_of(kept: dict[int, set[int]]) -> PackedBatch:
+    batch = pack(SEQUENCES)
+    field = torch.full((batch.num_tokens, 5), NO_ID, dtype=torch.int32)
+    for position, ids in kept.items():
+        field[position, : len(ids)] = torch.tensor(sorted(ids), dtype=torch.int32)
+    return batch.with_fields({"kept": field})
+
+
+def output_of() -> ModelOutput:
+    """Hidden states and an output layer whose last rows are padding; logits of up to 20."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = 3 * torch.randn(sum(map(len, SEQUENCES)), HIDDEN, generator=generator)
+    weight = torch.randn(VOCAB + 2, HIDDEN, generator=generator)
+    return ModelOutput(dist.group.WORLD, False, hidden=hidden.requires_grad_(), weight=weight, num_valid=VOCAB)
+
+
+def by_definition(output: ModelOutput, kept: dict[int, set[int]], bf16: bool) -> tuple[list[float], list[float]]:
+    """(log-probs, entropies) in Python floats: of a token the softmax over its ids, or over the vocabulary, of the row before it."""
+    logits = output.hidden @ output.weight[:VOCAB].t()
+    logits = (logits.bfloat16() if bf16 else logits).double() / TEMPERATURE
+    logprobs, entropies, start = [], [], 0
+    for sequence in SEQUENCES:
+        for place, token in enumerate(sequence):
+            if place == 0:
+                logprobs.append(0.0), entropies.append(0.0)
+                continue
+            row = logits[start + place - 1].tolist()
+            ids = sorted(kept.get(start + place, set(range(VOCAB))))
+            top = max(row[i] for i in ids)
+            whole = sum(math.exp(row[i] - top) for i in ids)
+            logprobs.append(row[token] - top - math.log(whole))
+            entropies.append(-sum(math.exp(row[i] - top) / whole * (row[i] - top - math.log(whole)) for i in ids))
+        start += len(sequence)
+    return logprobs, entropies
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("kept", [SAMPLED, {}])
+def test_logprobs_and_entropies_are_over_the_ids_of_their_own_token(alone, kept, bf16):
+    output = output_of()
+    model = LanguageModel(None, TEMPERATURE, "bf16" if bf16 else "fp32")
+    logprob, entropy = model.token_logprobs(output, batch_of(kept), True)
+    want, want_entropy = by_definition(output, kept, bf16)
+    assert logprob.tolist() == pytest.approx(want, abs=5e-6) and entropy.tolist() == pytest.approx(want_entropy, abs=5e-6)
+    other, _ = by_definition(output, kept, not bf16)
+    assert max(abs(a - b) for a, b in zip(want, other)) > 1e-3, "the rounding shows"
+
+
+def test_a_token_with_one_id_has_no_gradient(alone):
+    output = output_of()
+    logprob, _ = LanguageModel(None, TEMPERATURE).token_logprobs(output, batch_of(SAMPLED), False)
+    assert logprob[3] == 0.0, "token 3 could only be what it is"
+    (gradient,) = torch.autograd.grad(logprob[3] + logprob[4], output.hidden)
+    assert not gradient[2].any() and gradient[3].any()
+
+
+@pytest.mark.parametrize("shift", [lambda field, *_: field, lambda field, *_: field.roll(1, 0)])
+def test_ids_of_another_token_are_noticed(alone, monkeypatch, shift):
+    monkeypatch.setattr(roles, "shift_left", shift)
+    with pytest.raises(ValueError, match="not among its kept ids"):
+        LanguageModel(None, TEMPERATURE).token_logprobs(output_of(), batch_of(SAMPLED), False)
