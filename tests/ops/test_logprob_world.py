@@ -1,21 +1,33 @@
-"""Two tensor-parallel ranks over gloo: same bits on both, the oracle's values, one collective, gradients summed."""
+"""Two and four tensor-parallel ranks over gloo: same bits on all, the oracle's values, one collective, gradients summed."""
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from megappo.ops.linear_loss import linear_ppo
 from megappo.ops.logprob import linear_logprob, vocab_parallel_logprob
+from tests.ops.test_kept_ids import keep_some
+from tests.ops.test_linear_loss import CLIP, fields, two_steps
 from tests.ops.test_logprob import linear_oracle, problem
 from tests.ops.vocab_oracle import cut, oracle, shard_columns
 from tests.worlds import spawn_world
 
-VOCAB, TOKENS = 50, 38
+VOCAB, TOKENS = 50, 40
 CUTS = {
-    "even": cut(VOCAB, 25, 25),
-    "uneven, padded": cut(VOCAB, 17, 33, padding=5),
-    "pad-only shard": cut(VOCAB, 50, 0, padding=8),
+    2: {
+        "even": cut(VOCAB, 25, 25),
+        "uneven, padded": cut(VOCAB, 17, 33, padding=5),
+        "pad-only shard": cut(VOCAB, 50, 0, padding=8),
+    },
+    4: {
+        "even": cut(VOCAB, 13, 13, 12, 12),
+        "uneven, padded": cut(VOCAB, 17, 5, 20, 8, padding=5),
+        "pad-only shards": cut(VOCAB, 30, 20, 0, 0, padding=8),
+    },
 }
 TEMPERATURE = 0.8
+BONUS = 0.01
+LINEAR = [(kind, sequence_parallel) for kind in ("linear", "kept", "ppo") for sequence_parallel in (False, True)]
 
 
 class CountCollectives:
@@ -41,109 +53,191 @@ class CountCollectives:
             setattr(dist, name, function)
 
 
-def on_rank(rank):
-    group = dist.new_group([0, 1])
-    h, w, target, g_lp, g_h = problem(TOKENS, VOCAB, padding=0)
-    h, w = h.detach(), w.detach()
+def from_logits(logits, target, group, where, g_lp, g_h):
+    logits.requires_grad_()
+    with CountCollectives() as forward:
+        logprob, entropy = vocab_parallel_logprob(logits, target, group, **where)
+    with CountCollectives() as backward:
+        (logprob * g_lp + entropy * g_h).sum().backward()
+    return {"tokens": (logprob.detach(), entropy.detach()), "dlogits": logits.grad, "calls": (forward.calls, backward.calls)}
+
+
+def from_hidden(kind, h, w, target, group, where, g_lp, g_h):
+    h, w = h.clone().requires_grad_(), w.clone().requires_grad_()
+    with CountCollectives() as forward:
+        if kind == "ppo":
+            result = linear_ppo(h, w, target, *fields(target), group, entropy_coef=BONUS, **CLIP, **where)
+            tokens, loss = (result.logprob, result.entropy, result.loss.detach()), result.loss
+            metrics = result.metrics
+        else:
+            logprob, entropy = linear_logprob(h, w, target, group, **where)
+            tokens, loss = (logprob.detach(), entropy.detach()), (logprob * g_lp + entropy * g_h).sum()
+            metrics = {}
+    with CountCollectives() as backward:
+        loss.backward()
+    return {"tokens": tokens, "dhidden": h.grad, "dweight": w.grad, "calls": (forward.calls, backward.calls), "metrics": metrics}
+
+
+def on_rank(rank, world_size):
+    group = dist.new_group(list(range(world_size)))
+    h, w, target, g_lp, g_h = (x.detach() for x in problem(TOKENS, VOCAB, padding=0))
     results = {}
-    for name, shards in CUTS.items():
+    for name, shards in CUTS[world_size].items():
         shard = shards[rank]
         where = {"vocab_start": shard.start, "num_valid": shard.num_valid, "temperature": TEMPERATURE}
-
-        logits = shard_columns(h @ w.t(), shard, junk=50.0).requires_grad_()
-        with CountCollectives() as forward:
-            logprob, entropy = vocab_parallel_logprob(logits, target, group, **where)
-        with CountCollectives() as backward:
-            (logprob * g_lp + entropy * g_h).sum().backward()
-        results[name, "logits"] = (logprob.detach(), entropy.detach(), logits.grad, forward.calls, backward.calls)
-
+        logits = shard_columns(h @ w.t(), shard, junk=50.0)
+        results[name, "logits"] = from_logits(logits, target, group, where, g_lp, g_h)
         own = shard_columns(w.t(), shard, junk=50.0).t().contiguous()
-        for sequence_parallel in (False, True):
-            local_h = (h.chunk(2)[rank] if sequence_parallel else h).clone().requires_grad_()
-            local_w = own.clone().requires_grad_()
-            with CountCollectives() as forward:
-                logprob, entropy = linear_logprob(
-                    local_h, local_w, target, group, sequence_parallel=sequence_parallel, chunk_tokens=16, **where
-                )
-            (logprob * g_lp + entropy * g_h).sum().backward()
-            results[name, "linear", sequence_parallel] = (
-                logprob.detach(), entropy.detach(), local_h.grad, local_w.grad, forward.calls
-            )
-    try:
-        vocab_parallel_logprob(torch.zeros(TOKENS, 25), target.clamp(min=0) + VOCAB, group, vocab_start=25 * rank, num_valid=25)
-    except ValueError as error:
-        results["error"] = str(error)
+        for kind, sequence_parallel in LINEAR:
+            rows = h.chunk(world_size)[rank] if sequence_parallel else h
+            options = {**where, "sequence_parallel": sequence_parallel, "chunk_tokens": TOKENS if kind == "ppo" else 16}
+            if kind == "kept":
+                options["kept"] = keep_some(target)
+            results[name, kind, sequence_parallel] = from_hidden(kind, rows, own, target, group, options, g_lp, g_h)
+        if name == "even":
+            options = {**where, "kept": keep_some(target)}
+            results[name, "kept logits"] = from_logits(shard_columns(h @ w.t(), shard), target, group, options, g_lp, g_h)
+            # more chunks than one: as many gathers on the rank with the wide shard as on the others
+            split = from_hidden("ppo", h, own, target, group, {**where, "chunk_tokens": 7}, g_lp, g_h)
+            results["ppo in chunks"] = split
+    outside = target.clamp(min=0) + VOCAB
+    for start, call in (("logits", lambda: vocab_parallel_logprob(torch.zeros(TOKENS, 8), outside, group, vocab_start=8 * rank, num_valid=8)),
+                        ("hidden", lambda: linear_logprob(h, w[:8], outside, group, vocab_start=8 * rank, num_valid=8))):
+        try:
+            call()
+        except ValueError as error:
+            results["error", start] = str(error)
     return results
 
 
-@pytest.fixture(scope="module")
-def world():
-    return spawn_world(on_rank, 2, timeout_s=60.0)
+@pytest.fixture(scope="module", params=[2, 4])
+def world(request):
+    return spawn_world(on_rank, request.param, request.param, timeout_s=180.0)
+
+
+def cuts(world):
+    return CUTS[len(world)].items()
 
 
 @pytest.fixture(scope="module")
 def truth():
+    """kind -> (log-prob, entropy, dlogits, dhidden, dweight) of the whole vocabulary in fp64."""
     h, w, target, g_lp, g_h = problem(TOKENS, VOCAB, padding=0)
-    return linear_oracle(h, w, target, VOCAB, TEMPERATURE, g_lp, g_h)
+    answer, dh, dw = linear_oracle(h, w, target, VOCAB, TEMPERATURE, g_lp, g_h)
+    whole = {"linear": (answer.logprob, answer.entropy, answer.dlogits, dh, dw)}
+
+    logits = h.detach().double() @ w.detach().double().t()
+    for row, ids in enumerate(keep_some(target).tolist()):
+        listed = [i for i in ids if i >= 0]
+        if listed:
+            logits[row, [i for i in range(VOCAB) if i not in listed]] = -torch.inf
+    kept = oracle(logits, target, TEMPERATURE, g_lp, g_h)
+    d = kept.dlogits.nan_to_num(0.0)
+    whole["kept"] = (kept.logprob, kept.entropy, d, d @ w.detach().double(), d.t() @ h.detach().double())
+
+    h64, w64 = (x.detach().double().requires_grad_() for x in (h, w))
+    where = {"vocab_start": 0, "num_valid": VOCAB, "temperature": TEMPERATURE}
+    loss, logprob, entropy, metrics = two_steps(h64, w64, target, *(x.double() for x in fields(target)), BONUS, **where)
+    dh, dw = torch.autograd.grad(loss, (h64, w64))
+    whole["ppo"] = (logprob.detach(), entropy.detach(), None, dh, dw)
+    whole["ppo loss"] = (loss.detach(), {name: value.detach() for name, value in metrics.items()})
+    return whole
 
 
-CASES = [(name, kind) for name in CUTS for kind in (("logits",), ("linear", False), ("linear", True))]
+def close(got, want, atol):
+    torch.testing.assert_close(got.double(), want, rtol=0, atol=atol)
 
 
-@pytest.mark.parametrize("name,kind", CASES)
-def test_ranks_agree_bitwise_and_match_the_oracle(world, truth, name, kind):
-    (lp0, h0, *_), (lp1, h1, *_) = (results[name, *kind] for results in world)
-    assert torch.equal(lp0, lp1) and torch.equal(h0, h1)
-    torch.testing.assert_close(lp0.double(), truth[0].logprob, rtol=0, atol=6e-6)
-    torch.testing.assert_close(h0.double(), truth[0].entropy, rtol=0, atol=2e-5)
+@pytest.mark.parametrize("kind", [("logits",), *LINEAR])
+def test_ranks_agree_bitwise_and_match_the_oracle(world, truth, kind):
+    want = truth["linear" if kind[0] == "logits" else kind[0]]
+    for name, _ in cuts(world):
+        first, *others = (results[name, *kind]["tokens"] for results in world)
+        for other in others:
+            assert all(torch.equal(a, b) for a, b in zip(first, other))
+        close(first[0], want[0], 6e-6)
+        close(first[1], want[1], 2e-5)
 
 
-@pytest.mark.parametrize("name", CUTS)
-def test_every_rank_has_the_gradient_of_its_columns(world, truth, name):
-    for rank, shard in enumerate(CUTS[name]):
-        grad = world[rank][name, "logits"][2]
-        torch.testing.assert_close(grad.double(), shard_columns(truth[0].dlogits, shard), rtol=0, atol=2e-5)
-        assert not grad[:, shard.num_valid :].any()
+def test_every_rank_has_the_gradient_of_its_columns(world, truth):
+    for name, shards in cuts(world):
+        for results, shard in zip(world, shards):
+            grad = results[name, "logits"]["dlogits"]
+            close(grad, shard_columns(truth["linear"][2], shard), 2e-5)
+            assert not grad[:, shard.num_valid :].any()
 
 
-def check_dhidden(world, truth, name, gather):
-    full = gather([results[name, "linear", True][2] for results in world])
-    torch.testing.assert_close(full.double(), truth[1], rtol=0, atol=6e-5)
+def test_restricted_logits_have_gradients_on_kept_ids_only(world, truth):
+    shards = CUTS[len(world)]["even"]
+    for results, shard in zip(world, shards):
+        want = shard_columns(truth["kept"][2], shard)
+        close(results["even", "kept logits"]["dlogits"], want, 2e-5)
+        assert not results["even", "kept logits"]["dlogits"][want == 0].any()
+
+
+def check_dhidden(world, truth, name, kind):
+    want = truth[kind][3]
+    close(torch.cat([results[name, kind, True]["dhidden"] for results in world]), want, 6e-5)
     for results in world:
-        torch.testing.assert_close(results[name, "linear", False][2].double(), truth[1], rtol=0, atol=6e-5)
+        close(results[name, kind, False]["dhidden"], want, 6e-5)
 
 
-@pytest.mark.parametrize("name", CUTS)
-def test_hidden_gradient_is_summed_over_the_shards(world, truth, name):
-    check_dhidden(world, truth, name, torch.cat)
+@pytest.mark.parametrize("kind", ["linear", "kept", "ppo"])
+def test_hidden_gradient_is_summed_over_the_shards(world, truth, kind):
+    for name, _ in cuts(world):
+        check_dhidden(world, truth, name, kind)
 
 
 def test_a_hidden_gradient_that_is_not_summed_would_be_noticed(world, truth):
-    h, w, target, g_lp, g_h = problem(TOKENS, VOCAB, padding=0)
-    partial = truth[0].dlogits[:, :25] @ w.detach().double()[:25]
-    broken = [{**results, ("even", "linear", False): (None, None, partial)} for results in world]
+    w = problem(TOKENS, VOCAB, padding=0)[1].detach().double()
+    partial = truth["linear"][2][:, :13] @ w[:13]
+    broken = [{**results, ("even", "linear", False): {"dhidden": partial}} for results in world]
     with pytest.raises(AssertionError):
-        check_dhidden(broken, truth, "even", torch.cat)
+        check_dhidden(broken, truth, "even", "linear")
 
 
-@pytest.mark.parametrize("name", CUTS)
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_weight_gradient_is_that_of_the_shard(world, truth, name, sequence_parallel):
-    for rank, shard in enumerate(CUTS[name]):
-        want = shard_columns(truth[2].t(), shard).t()
-        torch.testing.assert_close(world[rank][name, "linear", sequence_parallel][3].double(), want, rtol=0, atol=6e-5)
+@pytest.mark.parametrize("kind,sequence_parallel", LINEAR)
+def test_weight_gradient_is_that_of_the_shard(world, truth, kind, sequence_parallel):
+    for name, shards in cuts(world):
+        for results, shard in zip(world, shards):
+            close(results[name, kind, sequence_parallel]["dweight"], shard_columns(truth[kind][4].t(), shard).t(), 6e-5)
 
 
-def test_one_collective_forward_and_none_backward(world):
+def test_ppo_loss_and_metrics_are_the_same_on_every_rank(world, truth):
+    want, metrics = truth["ppo loss"]
+    for name, _ in cuts(world):
+        for results in world:
+            found = results[name, "ppo", True]
+            close(found["tokens"][2], want, 2e-5)
+            assert found["metrics"].keys() == metrics.keys()
+            for key, value in metrics.items():
+                torch.testing.assert_close(found["metrics"][key].double(), value.double(), rtol=1e-5, atol=1e-5)
+                assert torch.equal(found["metrics"][key], world[0][name, "ppo", True]["metrics"][key])
+
+
+def test_ppo_in_several_chunks_gives_the_same(world, truth):
     for results in world:
-        for name in CUTS:
-            assert results[name, "logits"][3:] == (["all_gather_into_tensor"], [])
-            assert results[name, "linear", False][4] == ["all_gather_into_tensor"]
-            assert results[name, "linear", True][4] == ["all_gather_into_tensor"] * 2  # the hidden states, and the statistics
+        close(results["ppo in chunks"]["tokens"][2], truth["ppo loss"][0], 2e-5)
+        close(results["ppo in chunks"]["dhidden"], truth["ppo"][3], 6e-5)
+        gathers = -(-TOKENS // 7)
+        assert results["ppo in chunks"]["calls"] == (["all_gather_into_tensor"] * gathers + ["all_reduce"], [])
 
 
-def test_a_target_outside_the_vocabulary_raises_on_all_ranks(world):
-    assert world[0]["error"] == world[1]["error"] and "outside the vocabulary" in world[0]["error"]
+def test_one_collective_for_the_log_probs(world):
+    gather, two = ["all_gather_into_tensor"], ["all_gather_into_tensor"] * 2
+    for results in world:
+        for name, _ in cuts(world):
+            assert results[name, "logits"]["calls"] == (gather, [])
+            assert results[name, "linear", False]["calls"] == (gather, ["all_reduce"])
+            # the hidden states besides, in the backward again
+            assert results[name, "linear", True]["calls"] == (two, [*gather, "reduce_scatter_tensor"])
+            assert results[name, "ppo", False]["calls"] == ([*gather, "all_reduce"], [])
+            assert results[name, "ppo", True]["calls"] == ([*two, "reduce_scatter_tensor"], [])
+
+
+@pytest.mark.parametrize("start", ["logits", "hidden"])
+def test_a_target_outside_the_vocabulary_raises_on_all_ranks(world, start):
+    assert len({results["error", start] for results in world}) == 1 and "outside the vocabulary" in world[0]["error", start]
 
 
 def test_the_oracle_itself_depends_on_temperature():
