@@ -64,7 +64,7 @@ def _gpu_bars(reports: Sequence[Report]) -> Iterator[Bar]:
         if line is None:
             yield Bar(title, f"<= {most_ms} ms", "nothing", NOT_MEASURED)
         else:
-            milliseconds = 1e3 * line.times[phase].median
+            milliseconds = 1e3 * line.times[phase].shown
             yield Bar(title, f"<= {most_ms} ms", f"{milliseconds:.3f} ms ({line.candidate})", _verdict(milliseconds <= most_ms))
 
 
@@ -74,7 +74,7 @@ def _logprob(report: Optional[Report], dtype: str) -> Bar:
     line, best = _ours(report, "both"), _best(report, "both", ("torch", "compile"))
     if report is None or line is None or best is None:
         return Bar(title, required, "nothing", NOT_MEASURED)
-    speedup, share = best.times["both"].median / line.times["both"].median, 1 / line.ratios["both"]
+    speedup, share = best.times["both"].shown / line.times["both"].shown, 1 / line.ratios["both"]
     measured = f"{speedup:.2f}x ({line.candidate} against {best.candidate}), {share:.0%} of copy bandwidth"
     if not _compiled(report) and share < 0.7:
         return Bar(title, required, measured + ", without torch.compile", NOT_MEASURED)
@@ -87,7 +87,7 @@ def _linear_time(report: Optional[Report], dtype: str) -> Bar:
     line = _ours(report, "both")
     if report is None or line is None:
         return Bar(title, required, "nothing", NOT_MEASURED)
-    ratio = line.times["both"].median / report.floors[RECOMPUTED]
+    ratio = line.times["both"].shown / report.floors[RECOMPUTED]
     three = f"{line.ratios['both']:.2f}x of 3 products"
     measured = f"{ratio:.2f}x of {duration(report.floors[RECOMPUTED])} ({line.candidate}; {three})"
     return Bar(title, required, measured, _verdict(ratio <= 1.15))
@@ -111,8 +111,8 @@ def _faster(title: str, report: Optional[Report], factor: float, others: Sequenc
     found = [other for other in report.lines if other.candidate in others and other.times] if report else []
     if line is None or not found:
         return Bar(title, required, "nothing", NOT_MEASURED)
-    best = min(found, key=lambda other: other.times["forward"].median)
-    speedup = best.times["forward"].median / line.times["forward"].median
+    best = min(found, key=lambda other: other.times["forward"].shown)
+    speedup = best.times["forward"].shown / line.times["forward"].shown
     return Bar(title, required, f"{speedup:.1f}x ({line.candidate} against {best.candidate})", _verdict(speedup >= factor))
 
 
@@ -128,12 +128,12 @@ def _ours(report: Optional[Report], phase: str, name: Optional[str] = None) -> O
     if name is not None:
         return next((line for line in lines if line.candidate == name), None)
     kernels = [line for line in lines if line.candidate != "megappo reference"] or lines
-    return min(kernels, key=lambda line: line.times[phase].median, default=None)
+    return min(kernels, key=lambda line: line.times[phase].shown, default=None)
 
 
 def _best(report: Optional[Report], phase: str, kinds: Sequence[str]) -> Optional[Line]:
     lines = [line for line in report.lines if line.kind in kinds and phase in line.times] if report else []
-    return min(lines, key=lambda line: line.times[phase].median, default=None)
+    return min(lines, key=lambda line: line.times[phase].shown, default=None)
 
 
 def _compiled(report: Report) -> bool:

@@ -17,7 +17,7 @@ from megappo.ops import dispatch
 from scripts.bench.clock import Clock, Memory, set_freed_memory
 from scripts.bench.harness import Prepared, Settings, measure, prepare
 from scripts.bench.model import Benchmark, Mistake, Report
-from scripts.bench.report import plot_problem, table, write_json, write_plot
+from scripts.bench.report import markdown, plot_problem, table, write_json, write_plot
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 COPY_MIB = {"cpu": 256, "cuda": 1024}
@@ -59,12 +59,14 @@ def _parser(name: str, description: str, benchmarks: Sequence[Benchmark]) -> arg
     parser.add_argument("--without", default="", help="comma-separated candidates to leave out, by the start of their names")
     parser.add_argument("--repeats", type=int, default=20, help="timed repetitions of each candidate")
     parser.add_argument("--seconds", type=float, default=20.0, help="measuring time of a candidate, 3 repetitions at least")
+    parser.add_argument("--best", action="store_true", help="show the best repetition, not the median (a busy machine)")
     parser.add_argument("--threads", type=int, help="threads of PyTorch and of our kernels on the CPU")
     parser.add_argument("--quick", action="store_true", help="5 repetitions, a small copy probe, and nothing that compiles")
     parser.add_argument("--check", action="store_true", help="compare every candidate with the fp64 oracle before timing it")
     parser.add_argument("--system-malloc", action="store_true",
                         help="leave freed memory to malloc (CPU): charges candidates the page faults of large blocks")
     parser.add_argument("--json", type=Path, help="file for everything measured")
+    parser.add_argument("--markdown", type=Path, help="file for the tables in Markdown")
     parser.add_argument("--plot", type=Path, help="PNG; needs matplotlib")
     return parser
 
@@ -80,7 +82,7 @@ def _run(name: str, benchmarks: Sequence[Benchmark], args: argparse.Namespace, b
         if args.threads < 1:
             raise Mistake(f"--threads {args.threads}: at least 1")
         torch.set_num_threads(args.threads)
-    for path in (args.json, args.plot):
+    for path in (args.json, args.markdown, args.plot):
         if path is not None and not path.parent.is_dir():
             raise Mistake(f"{path}: there is no folder {path.parent}")
     if args.plot and (reason := plot_problem()):
@@ -120,6 +122,8 @@ def _run(name: str, benchmarks: Sequence[Benchmark], args: argparse.Namespace, b
         print("\nbars:\n" + "\n".join(f"  {verdict}" for verdict in verdicts))
     if args.json:
         write_json(args.json, machine, reports, verdicts)
+    if args.markdown:
+        args.markdown.write_text(markdown(reports, verdicts), encoding="utf-8")
     if args.plot:
         write_plot(args.plot, f"{name}: {machine['machine']}, {machine['threads']} threads", reports)
     return _faults(name, reports)
@@ -195,6 +199,7 @@ def _settings(args: argparse.Namespace) -> Settings:
         first_call_s=QUICK_FIRST_CALL_S if args.quick else FIRST_CALL_S,
         check=args.check,
         leave_out=leave_out,
+        show_best=args.best,
     )
 
 
@@ -208,7 +213,7 @@ def describe(device: torch.device, freed: str, settings: Settings) -> dict[str, 
         "memory": Memory(device).method or "not measured: this system cannot reset the peak of the resident set",
         "freed memory": freed if device.type == "cpu" else "kept by torch",
         "auto runs": _selected(device),
-        "repeats": settings.repeats,
+        "times": f"{'best' if settings.show_best else 'median'} of {settings.repeats} repetitions, quartiles' distance",
         "checked": "every candidate against the fp64 oracle" if settings.check else "no (--check)",
         "load": " ".join(f"{load:.1f}" for load in os.getloadavg()) if hasattr(os, "getloadavg") else "unknown",
     }

@@ -69,10 +69,11 @@ class Clock:
         return [b - a for a, b in zip(marks, marks[1:])], value
 
 
-def summary(seconds: Sequence[float], scale: float = 1.0) -> Timing:
+def summary(seconds: Sequence[float], scale: float = 1.0, *, show_best: bool = False) -> Timing:
     ordered = sorted(s * scale for s in seconds)
     first, _, third = statistics.quantiles(ordered, n=4, method="inclusive") if len(ordered) > 1 else (ordered[0],) * 3
-    return Timing(statistics.median(ordered), third - first, ordered[0], len(ordered))
+    median = statistics.median(ordered)
+    return Timing(ordered[0] if show_best else median, median, third - first, ordered[0], len(ordered))
 
 
 class Memory:

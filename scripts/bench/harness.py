@@ -33,6 +33,7 @@ class Settings:
     first_call_s: float = 240.0
     check: bool = False
     leave_out: tuple[str, ...] = ()
+    show_best: bool = False
 
 
 MIN_REPEATS = 3
@@ -82,13 +83,14 @@ def prepare(benchmark: Benchmark, shape: str, dtype: torch.dtype, clock: Clock, 
 def measure(prepared: Prepared, clock: Clock, settings: Settings) -> Report:
     problem, entries = prepared.problem, prepared.entries
     probes = _measure(entries, problem, clock, settings)
-    timings = {name: summary(samples) for name, samples in probes.items()}
-    per_unit = {name: timing.median for name, timing in timings.items()}
+    timings = {name: summary(samples, show_best=settings.show_best) for name, samples in probes.items()}
+    per_unit = {name: timing.shown for name, timing in timings.items()}
     per_unit["copy"] /= clock.copy_moves
     floors = {phase: sum(amount * per_unit[probe] for probe, amount in parts.items()) for phase, parts in problem.floors.items()}
     for entry in entries:
-        entry.line.times = {phase: summary(samples, entry.calls.scale) for phase, samples in entry.samples.items()}
-        entry.line.ratios = {phase: t.median / floors[phase] for phase, t in entry.line.times.items() if phase in floors}
+        scale, samples = entry.calls.scale, entry.samples
+        entry.line.times = {phase: summary(found, scale, show_best=settings.show_best) for phase, found in samples.items()}
+        entry.line.ratios = {phase: t.shown / floors[phase] for phase, t in entry.line.times.items() if phase in floors}
     dtype = str(prepared.dtype).removeprefix("torch.")
     return Report(prepared.name, prepared.shape, dtype, floors, timings, 1.0 / per_unit["copy"], prepared.lines)
 

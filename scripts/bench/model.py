@@ -104,8 +104,10 @@ class Benchmark:
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds over the repetitions; spread is the distance of the quartiles."""
+    """Seconds over the repetitions. spread: distance of the quartiles. shown: the median or the best, whichever was asked for;
+    tables, ratios and bars are of it."""
 
+    shown: float
     median: float
     spread: float
     best: float
@@ -123,7 +125,7 @@ class Line:
     note: str = ""
     times: dict[str, Timing] = field(default_factory=dict)
     ratios: dict[str, float] = field(default_factory=dict)
-    """Phase -> median over the floor of the same run."""
+    """Phase -> time over the floor of the same run."""
     peak_bytes: Optional[int] = None
     """Most memory above the inputs while `both` (or `forward`) ran."""
     result_bytes: Optional[int] = None

@@ -33,7 +33,7 @@ def table(report: Report) -> str:
         if line.status == "measured":
             rows.append([line.candidate, *_cells(line, phases), *_memory(line)])
     floors = ", ".join(f"{TITLES.get(name, name)} {duration(seconds)}" for name, seconds in report.floors.items())
-    probes = ", ".join(f"{name} {duration(t.median)} +- {duration(t.spread / 2)}" for name, t in report.probes.items())
+    probes = ", ".join(f"{name} {duration(t.shown)} +- {duration(t.spread / 2)}" for name, t in report.probes.items())
     return "\n".join([
         f"{report.benchmark} {report.shape} {report.dtype}",
         f"  floor: {floors}",
@@ -43,6 +43,30 @@ def table(report: Report) -> str:
         *(f"  absent ({reason}): {', '.join(names)}" for reason, names in _absent(report).items()),
         *(f"  note on {line.candidate}: {line.note}" for line in report.lines if line.note and line.status == "measured"),
     ])  # fmt: skip
+
+
+def markdown(reports: Sequence[Report], bars: Sequence[Any]) -> str:
+    """The tables for a page: a title, the floors and what was measured; then the bars."""
+    parts = []
+    for report in reports:
+        phases = [phase for phase in PHASES if any(phase in line.times for line in report.lines)]
+        head = ["", *(cell for phase in phases for cell in (TITLES[phase], "x floor")), "workspace, MiB"]
+        rows = [head, ["---", *["---:"] * (len(head) - 1)], ["*floor*", *_floor_cells(report, phases), ""]]
+        for line in report.lines:
+            if line.status == "measured":
+                cells = [cell for i, cell in enumerate(_cells(line, phases)) if i % 3 != 1]
+                rows.append([line.candidate, *cells, _memory(line)[1]])
+        others = [f"{name} {duration(seconds)}" for name, seconds in report.floors.items() if name not in PHASES]
+        title = f"**{report.benchmark} {report.shape} {report.dtype}**; copies {report.copy_bytes_per_s / 1e9:.1f} GB/s"
+        parts.append("\n".join(["; ".join([title, *others]), "", *(f"| {' | '.join(row)} |" for row in rows)]))
+    if bars:
+        rows = [["bar", "required", "measured", ""], ["---"] * 4, *([bar.name, bar.required, bar.measured, bar.verdict] for bar in bars)]
+        parts.append("\n".join(f"| {' | '.join(row)} |" for row in rows))
+    return "\n\n".join(parts) + "\n"
+
+
+def _floor_cells(report: Report, phases: Sequence[str]) -> list[str]:
+    return [cell for phase in phases for cell in (duration(report.floors[phase]) if phase in report.floors else "-", "")]
 
 
 def _absent(report: Report) -> dict[str, list[str]]:
@@ -60,7 +84,7 @@ def _cells(line: Line, phases: Sequence[str]) -> Iterator[str]:
         if timing is None:
             yield from ("-", "-", "-")
         else:
-            yield from (duration(timing.median), f"{100 * timing.spread / timing.median:.0f} %", _ratio(line.ratios.get(phase)))
+            yield from (duration(timing.shown), f"{100 * timing.spread / timing.median:.0f} %", _ratio(line.ratios.get(phase)))
 
 
 def _ratio(ratio: Optional[float]) -> str:
@@ -111,7 +135,7 @@ def write_plot(path: Path, title: str, reports: Sequence[Report]) -> None:
     for axis, (report, lines) in zip(axes, panels):
         phase = "both" if any("both" in line.times for line in lines) else "forward"
         shown = [line for line in lines if phase in line.times][::-1]
-        milliseconds = [1e3 * line.times[phase].median for line in shown]
+        milliseconds = [1e3 * line.times[phase].shown for line in shown]
         axis.barh([line.candidate for line in shown], milliseconds, color=[colours[line.kind] for line in shown])
         axis.axvline(1e3 * report.floors[phase], color="black", linestyle="--", linewidth=1)
         axis.set_xscale("log")

@@ -230,7 +230,7 @@ def test_nan_and_a_wrong_row_are_beyond_the_tolerance():
 def report_of(benchmark, shape, dtype, times, floors, kinds, phase="both"):
     lines = []
     for (name, seconds), kind in zip(times.items(), kinds):
-        line = Line(name, kind, times={phase: Timing(seconds, 0.0, seconds, 1)}, result_bytes=0)
+        line = Line(name, kind, times={phase: Timing(seconds, seconds, 0.0, seconds, 1)}, result_bytes=0)
         line.peak_bytes = 1000 if kind == "torch" else 50
         line.ratios = {phase: seconds / floors[phase]}
         lines.append(line)
@@ -272,9 +272,19 @@ def test_gpu_targets_are_about_the_named_implementation():
     assert found["gae 4Mi forward"] == NOT_MEASURED
 
 
-def test_all_ops_in_one_run_end_with_the_bars(capsys):
+def test_best_is_shown_where_asked_for():
+    seconds = [3.0, 1.0, 2.0, 9.0, 2.0]
+    assert clock.summary(seconds).shown == 2.0 and clock.summary(seconds, show_best=True).shown == 1.0
+    assert clock.summary(seconds, 10.0).spread == pytest.approx(10.0) and clock.summary(seconds).count == 5
+
+
+def test_all_ops_in_one_run_end_with_the_bars(capsys, tmp_path):
     argv = ["--only", "whiten_apply,logprob", "--shapes", "whiten_apply:1Ki,logprob:8x40", "--without", "torch,Megatron"]
-    assert bench_ops.main([*QUICK, *argv]) == 0
+    page = tmp_path / "x.md"
+    assert bench_ops.main([*QUICK, *argv, "--markdown", str(page)]) == 0
+    lines = page.read_text().splitlines()
+    assert any(line.startswith("**whiten_apply 1Ki float32**") for line in lines)
+    assert any(line.startswith("| megappo reference | ") for line in lines)
     out = capsys.readouterr().out
     assert "whiten_apply 1Ki float32" in out and "bars:" in out and "not measured" in out
 
