@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 from megappo.ops.kept_ids import check_kept, restrict_
 from megappo.ops.linear_logprob import linear_logprob
 from megappo.ops.vocab_shard import IGNORE_INDEX, VocabShard, inverse_temperature, merge_shards
+from megappo.ops.vocab_stats import check_arguments
 
 __all__ = ["IGNORE_INDEX", "linear_logprob", "vocab_parallel_logprob"]
 
@@ -49,14 +50,12 @@ def vocab_parallel_logprob(
     -inf), naming the token. On a GPU that check would wait for the device; there such a target gives logprob -inf, which the
     engine's finite vote stops.
     """
-    if logits.dim() != 2 or target.shape != logits.shape[:1]:
-        raise ValueError(f"logits {tuple(logits.shape)} and target {tuple(target.shape)}: want [T, vocabulary] and [T]")
-    if not 0 <= num_valid <= logits.shape[1]:
-        raise ValueError(f"num_valid {num_valid} is not within the {logits.shape[1]} columns of this shard")
+    target = target if target.is_floating_point() else target.long()
+    check_arguments(logits, target, num_valid, temperature=temperature if isinstance(temperature, Tensor) else None)
     check_kept(kept, target)
     inv_temp, row_inv_temp = inverse_temperature(temperature, target)
     shard = VocabShard(vocab_start, num_valid, inv_temp, ignore_index, group)
-    return _VocabParallelLogprob.apply(logits, target.long(), row_inv_temp, kept, shard, want_entropy)
+    return _VocabParallelLogprob.apply(logits, target, row_inv_temp, kept, shard, want_entropy)
 
 
 def _restricted(logits: Tensor, kept: Optional[Tensor], shard: VocabShard) -> Tensor:

@@ -52,6 +52,12 @@ def check_arguments(logits: Tensor, target: Tensor, num_valid: int, **per_token:
             raise ValueError(f"{name} is on {x.device} and logits are on {logits.device}: move one of them")
 
 
+def check_gathered(gathered: Tensor, target: Tensor) -> None:
+    """Raises ValueError for statistics that are not [R, T, 4] for the T targets."""
+    if gathered.dim() != 3 or gathered.shape[0] == 0 or gathered.shape[2] != 4 or target.shape != gathered.shape[1:2]:
+        raise ValueError(f"gathered {tuple(gathered.shape)} and target {tuple(target.shape)}: want [R, T, 4] and [T]")
+
+
 def check_overwritable(logits: Tensor) -> None:
     """Raises ValueError for logits whose memory another element shares or whose columns are not adjacent."""
     num_tokens, num_columns = logits.shape
@@ -92,6 +98,7 @@ def vocab_stats(
     want_entropy false leaves t at 0. Returns [T, 4] (m, s, t, z_y); an empty or all -inf shard and an ignored target have m = z_y
     = -inf, s = t = 0.
     """
+    check_arguments(logits, target, num_valid, row_inv_temp=row_inv_temp)
     stats = torch.zeros(logits.shape[0], 4, dtype=compute_dtype(logits.dtype), device=logits.device)
     if num_valid == 0:
         stats[:, 0::3] = -torch.inf
@@ -126,6 +133,7 @@ def vocab_stats_merge(gathered: Tensor, target: Tensor, ignore_index: int) -> tu
     Every rank that merges the same bits gets the same bits. Ignored targets have logprob = entropy = 0; a target that no shard
     owns has logprob -inf.
     """
+    check_gathered(gathered, target)
     m_r, s_r, t_r, z_r = gathered.unbind(2)
     m = m_r.amax(0)
     shift = (m_r - m.masked_fill(m == -torch.inf, 0.0)).clamp(min=EXPONENT_FLOOR)
@@ -159,6 +167,8 @@ def _gradient(
     row_inv_temp: Optional[Tensor],
     ignore_index: int,
 ) -> Tensor:
+    rows = {"lse": lse, "entropy": entropy, "g_logprob": g_logprob, "g_entropy": g_entropy, "row_inv_temp": row_inv_temp}
+    check_arguments(logits, target, num_valid, **rows)
     if num_valid == 0:
         return torch.zeros_like(logits, memory_format=torch.contiguous_format)
     log_p = _scaled(logits, num_valid, inv_temp, row_inv_temp) - lse[:, None]

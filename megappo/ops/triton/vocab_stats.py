@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megappo.ops.vocab_stats import EXPONENT_FLOOR, check_arguments, check_overwritable
+from megappo.ops.vocab_stats import EXPONENT_FLOOR, check_arguments, check_gathered, check_overwritable
 
 SEGMENT = 32768
 LANES, ROWS = 1024, 4
@@ -49,12 +49,11 @@ def _segments(
         base = tl.where(top == NOTHING, 0.0, top)
         d = m - base
         w = tl.exp(d)
-        t = w * (t + tl.maximum(d, FLOOR) * s)
-        d = z - base[None, :]
-        e = tl.exp(d)
-        s = w * s + tl.sum(e, 0)
+        shift = z - base[None, :]
+        e = tl.exp(shift)
         if ENTROPY:
-            t += tl.sum(e * tl.maximum(d, FLOOR), 0)
+            t = w * (t + tl.maximum(d, FLOOR) * s) + tl.sum(e * tl.maximum(shift, FLOOR), 0)
+        s = w * s + tl.sum(e, 0)
         m = top
 
     top = tl.max(m, 0)
@@ -65,7 +64,7 @@ def _segments(
     at = out + unit.to(tl.int64) * 4
     tl.store(at, top)
     tl.store(at + 1, tl.sum(w * s, 0))
-    tl.store(at + 2, tl.sum(w * (t + tl.maximum(d, FLOOR) * s), 0))
+    tl.store(at + 2, tl.sum(w * (t + tl.maximum(d, FLOOR) * s), 0) if ENTROPY else 0.0)
     tl.store(at + 3, tl.load(x + local, mask=owned, other=NOTHING).to(tl.float32) * scale if owned else NOTHING)
 
 
@@ -208,6 +207,7 @@ def vocab_stats(
 
 def vocab_stats_merge(gathered: Tensor, target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor, Tensor]:
     """See `megappo.ops.vocab_stats.vocab_stats_merge`."""
+    check_gathered(gathered, target)
     num_ranks, num_tokens, _ = gathered.shape
     logprob, entropy, lse = (gathered.new_empty(num_tokens) for _ in range(3))
     if num_tokens:
