@@ -20,6 +20,7 @@ import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from megappo.ops.linear_logprob import linear_logprob  # noqa: E402
+from scripts.bench.bars import RECOMPUTED, WIDENED  # noqa: E402
 from scripts.bench.candidates import differentiable, ours, plain_and_compiled  # noqa: E402
 from scripts.bench.cli import run  # noqa: E402
 from scripts.bench.model import Benchmark, Calls, Candidate, Difference, Mistake, worst, worst_row  # noqa: E402
@@ -29,7 +30,6 @@ from scripts.bench.vocab import log_softmax_logprob, logsumexp_logprob, numbers,
 FORM = "tokens x hidden x vocabulary like 1024x512x32000, or one shard of it like 8192x4096x151936/8"
 ROW_OPS = ("vocab_stats", "vocab_stats_merge", "vocab_logits_backward", "vocab_logits_backward_")
 USES = ("linear_stats", "linear_backward", *ROW_OPS)
-RECOMPUTED, WIDENED = "fwd+bwd, logits recomputed", "the same, products in fp32"
 
 
 def read(text: str) -> tuple[int, int, int]:

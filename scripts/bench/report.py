@@ -60,8 +60,8 @@ def markdown(reports: Sequence[Report], bars: Sequence[Any]) -> str:
         title = f"**{report.benchmark} {report.shape} {report.dtype}**; copies {report.copy_bytes_per_s / 1e9:.1f} GB/s"
         parts.append("\n".join(["; ".join([title, *others]), "", *(f"| {' | '.join(row)} |" for row in rows)]))
     if bars:
-        rows = [["bar", "required", "measured", ""], ["---"] * 4, *([bar.name, bar.required, bar.measured, bar.verdict] for bar in bars)]
-        parts.append("\n".join(f"| {' | '.join(row)} |" for row in rows))
+        cells = [[bar.name, bar.required, bar.measured, bar.verdict] for bar in bars]
+        parts.append("\n".join(f"| {' | '.join(row)} |" for row in [["bar", "required", "measured", ""], ["---"] * 4, *cells]))
     return "\n\n".join(parts) + "\n"
 
 
