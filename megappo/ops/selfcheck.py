@@ -26,7 +26,9 @@ from megappo.ops.losses import policy_loss, value_loss
 from megappo.ops.whiten import whiten_apply
 
 NUM_TOKENS = 3001
-NUM_ROWS, NUM_COLUMNS, NUM_VALID, HIDDEN = 37, 1100, 1055, 128
+NUM_ROWS, NUM_COLUMNS, PADDING, HIDDEN = 37, 1100, 45, 128
+# kernels cut rows that are longer than 32768
+LONG_ROWS, LONG_COLUMNS = 4, 40_000
 
 
 @dataclass(frozen=True)
@@ -87,22 +89,24 @@ class Numbers:
 Results = Iterator[tuple[str, Tensor]]
 
 
-def _from_logits(numbers: Numbers, dtype: torch.dtype) -> Results:
-    logits = numbers.normal(NUM_ROWS, NUM_COLUMNS, scale=4.0, dtype=dtype).requires_grad_()
-    target = numbers.integers(NUM_ROWS, below=NUM_VALID)
-    logprob, entropy = vocab_parallel_logprob(logits, target, None, vocab_start=0, num_valid=NUM_VALID, temperature=0.7)
+def _from_logits(numbers: Numbers, dtype: torch.dtype, rows: int = NUM_ROWS, columns: int = NUM_COLUMNS) -> Results:
+    logits = numbers.normal(rows, columns, scale=4.0, dtype=dtype).requires_grad_()
+    num_valid = columns - PADDING
+    target = numbers.integers(rows, below=num_valid)
+    logprob, entropy = vocab_parallel_logprob(logits, target, None, vocab_start=0, num_valid=num_valid, temperature=0.7)
     yield "logprob", logprob
     yield "entropy", entropy
-    upstream = [numbers.normal(NUM_ROWS), numbers.normal(NUM_ROWS)]
+    upstream = [numbers.normal(rows), numbers.normal(rows)]
     yield "gradient of logits", torch.autograd.grad([logprob, entropy], logits, upstream)[0]
 
 
 def _from_hidden(numbers: Numbers, dtype: torch.dtype, keep_logits: bool) -> Results:
     hidden = numbers.normal(NUM_ROWS, HIDDEN, dtype=dtype).requires_grad_()
     weight = numbers.normal(NUM_COLUMNS, HIDDEN, scale=HIDDEN**-0.5, dtype=dtype).requires_grad_()
-    target = numbers.integers(NUM_ROWS, below=NUM_VALID)
+    num_valid = NUM_COLUMNS - PADDING
+    target = numbers.integers(NUM_ROWS, below=num_valid)
     logprob, entropy = linear_logprob(
-        hidden, weight, target, None, vocab_start=0, num_valid=NUM_VALID, temperature=0.7, keep_logits=keep_logits
+        hidden, weight, target, None, vocab_start=0, num_valid=num_valid, temperature=0.7, keep_logits=keep_logits
     )
     yield "logprob", logprob
     yield "entropy", entropy
@@ -187,6 +191,7 @@ def problems() -> list[Problem]:
     return [
         Problem("vocab_parallel_logprob", lambda n: _from_logits(n, fp32)),
         Problem("vocab_parallel_logprob", lambda n: _from_logits(n, bf16)),
+        Problem("vocab_parallel_logprob", lambda n: _from_logits(n, bf16, LONG_ROWS, LONG_COLUMNS)),
         Problem("linear_logprob", lambda n: _from_hidden(n, bf16, False), gradient_precision=ROUNDED_LOGITS_GRADIENT),
         Problem("linear_logprob", lambda n: _from_hidden(n, bf16, True), gradient_precision=ROUNDED_LOGITS_GRADIENT),
         Problem("token_advantages", _advantages),
