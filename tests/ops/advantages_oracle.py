@@ -16,7 +16,8 @@ MASKS = ("random", "all", "none", "prefix", "suffix")
 def kernels(kernels, monkeypatch):
     """conftest's, with tiles so small that short batches cross their borders, and a scan that the interpreter is through with."""
     if os.environ.get("TRITON_INTERPRET") == "1":
-        monkeypatch.setattr("megappo.ops.triton.advantages.BLOCK", 32)
+        monkeypatch.setattr("megappo.ops.triton.advantages.BLOCK", 64)
+        monkeypatch.setattr("megappo.ops.triton.advantages.TILES_AT_ONCE", 4)
         monkeypatch.setattr(importlib.import_module("triton.runtime.interpreter").ScanOps, "generic_scan", scan_in_steps)
     return kernels
 

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from megappo.ops.advantages import KL_KINDS, MAX_LOG_RATIO
 
-BLOCK = 1024
+# tokens of a tile, and tiles that the single programs take at once
+BLOCK, TILES_AT_ONCE = 1024, 1024
 # flags of a map: what is to its right does not matter; it has sampled tokens of the sequence at its left edge
 CUT, SEEN = tl.constexpr(1), tl.constexpr(2)
 # KIND of `_token`: rewards are given, or start from 0, or are minus the KL estimate of that index
@@ -283,7 +284,9 @@ def token_advantages(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See `megappo.ops.advantages.token_advantages`."""
     kind = NO_KL.value if ref_logprob is None or kl_coef == 0.0 else KL_KINDS.index(kl_kind) + 1
-    fields = _Fields(None, logprob, ref_logprob, score, value, response_mask, None, cu_seqlens, bootstrap, lam_policy_each, lam_value_each)
+    fields = _Fields(
+        None, logprob, ref_logprob, score, value, response_mask, None, cu_seqlens, bootstrap, lam_policy_each, lam_value_each
+    )  # fmt: skip
     reward = torch.empty(value.shape, dtype=torch.float32, device=value.device)
     return reward, *_run(fields, reward, (gamma, lam_policy, lam_value, kl_coef), kind)
 
@@ -322,9 +325,9 @@ def _run(fields: _Fields, shaped: Optional[Tensor], numbers: tuple[float, ...], 
     flags, faults, seen, sound = empty(4, tiles, dtype=torch.int32)
     constants: dict[str, Any] = {"KIND": kind, "MAX_LOG_RATIO": MAX_LOG_RATIO, "BLOCK": BLOCK}
     _maps[(tiles,)](*fields, maps, flags, faults, num_tokens, num_sequences, tiles, *numbers, **constants)
-    _carry[(1,)](maps, flags, faults, entries, seen, sound, tiles, BLOCK=BLOCK)
+    _carry[(1,)](maps, flags, faults, entries, seen, sound, tiles, BLOCK=TILES_AT_ONCE)
     _apply[(tiles,)](
         *fields, entries, seen, sound, shaped, advantage, returns, partials, num_tokens, num_sequences, tiles, *numbers, **constants
     )
-    _add[(1,)](partials, sound, moments, tiles, BLOCK=BLOCK)
+    _add[(1,)](partials, sound, moments, tiles, BLOCK=TILES_AT_ONCE)
     return advantage, returns, moments
