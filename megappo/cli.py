@@ -28,7 +28,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def cmd_train(args: Arguments) -> int:
-    from megappo.config.checks import STOPPED, check_run_dir
+    from megappo.config.checks import check_run_dir
     from megappo.config.loading import load_config
     from megappo.launch.local import start_ranks
     from megappo.launch.world import is_rank, join_srun, world_size
@@ -45,8 +45,7 @@ def cmd_train(args: Arguments) -> int:
         run_dir = check_run_dir(config.run, args.resume)
         _require_device(config.run.device)
         _prepare(config, ranks, None, resume=args.resume)
-        code = start_ranks(ranks, ["train", args.config, *args.overrides, *(["--resume"] if args.resume else [])])
-        return EXIT_STOPPED if code == 0 and (run_dir / STOPPED).exists() else code
+        return _stopped_or(start_ranks(ranks, ["train", args.config, *args.overrides, *_resume(args)]), run_dir)
     prepared = _prepare(config, ranks, None, resume=args.resume)
     _print_on_rank_0(prepared.report())
     from megappo.trainer.main import train
@@ -150,7 +149,7 @@ def _launch_here(args: Arguments) -> int:
         return 0
     folder = submit.record(config, run_dir)
     print(f"record:  {folder}", flush=True)
-    return start_ranks(ranks, ["train", str(folder / "config.yaml"), *(["--resume"] if args.resume else [])])
+    return _stopped_or(start_ranks(ranks, ["train", str(folder / "config.yaml"), *_resume(args)]), run_dir)
 
 
 def cmd_verify(args: Arguments) -> int:
@@ -213,6 +212,17 @@ def cmd_config(args: Arguments) -> int:
 
 
 # ------------------------------------------------------------------------------------------------------------------ shared
+
+
+def _resume(args: Arguments) -> list[str]:
+    return ["--resume"] if args.resume else []
+
+
+def _stopped_or(code: int, run_dir: Path) -> int:
+    """The exit code of a run's ranks, which is 0 after a stop too."""
+    from megappo.config.checks import STOPPED
+
+    return EXIT_STOPPED if code == 0 and (run_dir / STOPPED).exists() else code
 
 
 def _enter_rank(stop) -> None:

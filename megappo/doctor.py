@@ -27,7 +27,8 @@ def device_lines() -> list[str]:
             lines.append(f"  GPU {index}: {gpu.name}, {gpu.total_memory / (1 << 30):.0f} GiB, CUDA {torch.version.cuda}")
     else:
         lines.append("  no GPU that torch can use: models, kernels and vLLM run on the CPU")
-    for tool, purpose in (("nvcc", "compiling the CUDA kernels"), ("g++", "compiling the C++ kernels")):
+    tools = (("nvcc", "compiling the CUDA kernels"), ("g++", "compiling the C++ kernels"), ("sbatch", "jobs of Slurm: megappo launch"))
+    for tool, purpose in tools:
         where = shutil.which(tool)
         lines.append(f"  {tool}: {where or f'not found (needed only for {purpose})'}")
     return lines

@@ -25,7 +25,8 @@ def rendezvous(env: Mapping[str, str]) -> list[str]:
         raise ValueError(
             f"srun started {task.num_tasks} tasks on {task.num_nodes} nodes: torchrun needs one task per node (--ntasks-per-node=1)"
         )
-    # Slurm's name of a node need not be the name that the node has for itself, by which torchrun would look for the host.
+    # A node is known by Slurm's name for it. Its own name for itself, which torchrun would take, may be unknown to the others, and
+    # ranks would follow the order of those names.
     is_host = str(task.node == 0).lower()
     return [
         "--nnodes", str(task.num_nodes),
@@ -33,6 +34,7 @@ def rendezvous(env: Mapping[str, str]) -> list[str]:
         "--rdzv-endpoint", f"{first_host(task.nodelist)}:{port_of(task.job, task.step)}",
         "--rdzv-id", f"{task.job}.{task.step}.{env.get('SLURM_RESTART_COUNT', '0')}",
         "--rdzv-conf", f"is_host={is_host}",
+        "--local-addr", env["SLURMD_NODENAME"],
         "--max-restarts", "0",
     ]  # fmt: skip
 

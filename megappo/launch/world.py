@@ -65,12 +65,19 @@ def join_srun(env: MutableMapping[str, str] = os.environ) -> None:
     """Where srun started one task per rank, describe the world as torchrun would. Call it first in a process that may be a rank.
 
     A step of one task is left alone: it may start torchrun, or the ranks of its node. MASTER_ADDR and MASTER_PORT that the user
-    set are kept. ValueError, one line, where torchrun and srun both describe a world and disagree.
+    set are kept. ValueError, one line, where torchrun and srun both describe a world and disagree, and in a job of several nodes
+    outside of srun and torchrun.
     """
     task = SlurmTask.of(env)
+    described = all(name in env for name in _RANK_VARIABLES)
+    if task is None and not described and int(env.get("SLURM_JOB_NUM_NODES", "1")) > 1:
+        raise ValueError(
+            f"this Slurm job has {env['SLURM_JOB_NUM_NODES']} nodes, and only this one would be used: start the ranks with srun, or "
+            "submit the run by `megappo launch`"
+        )
     if task is None or task.num_tasks == 1:
         return
-    if "RANK" in env and "WORLD_SIZE" in env:
+    if described:
         _require_agreement(env, task)
         return
     bound = _is_bound_to_one_gpu(env, task)
@@ -115,16 +122,13 @@ def _is_bound_to_one_gpu(env: Mapping[str, str], task: SlurmTask) -> bool:
 def world_size(run: RunConfig) -> int:
     """Ranks that the run will have: the launcher's world, or `run.num_ranks`, or one per GPU, or 1.
 
-    ValueError where the launcher's world and `run.num_ranks` differ, and in a job of several nodes outside of srun.
+    ValueError where the launcher's world and `run.num_ranks` differ.
     """
     if is_rank():
         started = int(os.environ["WORLD_SIZE"])
         if run.num_ranks not in (None, started):
             raise ValueError(f"run.num_ranks = {run.num_ranks}: the launcher started {started} ranks; set run.num_ranks={started} or null")
         return started
-    nodes = int(os.environ.get("SLURM_JOB_NUM_NODES", "1"))
-    if nodes > 1 and "SLURM_STEP_ID" not in os.environ:
-        raise ValueError(f"this Slurm job has {nodes} nodes, and only the first would be used: start it with srun, or submit it by `megappo launch`")
     if run.num_ranks is not None:
         return run.num_ranks
     if run.device == "cpu":

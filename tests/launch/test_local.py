@@ -1,13 +1,18 @@
 """Starting ranks on this machine: exit codes, signals, and GPUs that are missing or unwanted."""
 
+import os
 import signal
+import subprocess
 
 import pytest
 import torch
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
+from megappo import cli
+from megappo.config.checks import STOPPED
 from megappo.launch.local import start_ranks
 from megappo.platform.device import select_device
+from tests.plan.checkpoints import write_run
 
 
 @pytest.fixture
@@ -59,3 +64,33 @@ def test_the_device_of_a_rank_on_a_machine_with_gpus(monkeypatch, two_gpus, loca
     else:
         with pytest.raises(ValueError, match=expected):
             select_device(requested)
+
+
+def test_a_request_to_stop_that_the_command_gets_is_handed_to_its_ranks(monkeypatch):
+    """`kill -USR1` of `megappo train` itself; without that the signal would end it and leave the ranks."""
+    child = subprocess.Popen(["sleep", "30"])
+
+    def run(arguments):
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    monkeypatch.setattr("torch.distributed.run.run", run)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    before = signal.getsignal(signal.SIGUSR1)
+    assert start_ranks(2, ["train"]) == 0
+    assert child.wait(10) == -signal.SIGUSR1
+    assert signal.getsignal(signal.SIGUSR1) == before
+
+
+@pytest.mark.parametrize("of_ranks, stops, code", [(0, True, 75), (0, False, 0), (1, True, 1)])
+def test_the_command_says_that_a_run_was_stopped_and_can_be_resumed(tmp_path, monkeypatch, of_ranks, stops, code):
+    for name in ("RANK", "WORLD_SIZE", "SLURM_JOB_NUM_NODES"):
+        monkeypatch.delenv(name, raising=False)
+
+    def ranks(*_):
+        (tmp_path / "runs" / "run").mkdir(parents=True)
+        if stops:
+            (tmp_path / "runs" / "run" / STOPPED).write_text("{}")
+        return of_ranks
+
+    monkeypatch.setattr("megappo.launch.local.start_ranks", ranks)
+    assert cli.main(["train", str(write_run(tmp_path))]) == code
