@@ -145,6 +145,12 @@ def linear_call(
     )
 
 
+def has_main_grad(weight: Tensor) -> bool:
+    """Whether `weight` has an accumulator as into_main_grad wants it: fp32, of its shape."""
+    main_grad = getattr(weight, "main_grad", None)
+    return main_grad is not None and main_grad.dtype == compute_dtype(weight.dtype) and main_grad.shape == weight.shape
+
+
 def main_grad_of(weight: Tensor) -> Tensor:
     """The fp32 accumulator [Vl, H] that Megatron's DistributedDataParallel hangs on a parameter.
 
@@ -153,10 +159,9 @@ def main_grad_of(weight: Tensor) -> Tensor:
     is returned. A weight that has another use besides (tied embeddings: `zero_out_wgrad`) gets zeros instead, as the hook adds
     the sum of what its uses return.
     """
-    main_grad = getattr(weight, "main_grad", None)
-    if main_grad is None or main_grad.dtype != compute_dtype(weight.dtype) or main_grad.shape != weight.shape:
+    if not has_main_grad(weight):
         raise ValueError(f"into_main_grad: weight {tuple(weight.shape)} has no fp32 main_grad of its shape; leave it to autograd")
-    return main_grad
+    return getattr(weight, "main_grad")
 
 
 def handed_over(weight: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, Optional
+from typing import Any, Literal, Mapping, Optional
 
 from torch import Tensor
 
@@ -12,7 +12,8 @@ from megappo.algo.alignment import align_values, next_token_targets, shift_left,
 from megappo.algo.kl import kl_loss
 from megappo.data.packing import NO_ID, PackedBatch
 from megappo.engine.base import Engine, LossOutput, ModelOutput, PassResult, StepResult
-from megappo.ops.logprob import linear_logprob
+from megappo.ops.linear_logprob import has_main_grad, linear_logprob
+from megappo.ops.linear_loss import linear_token_loss
 from megappo.ops.losses import entropy_loss, policy_loss, value_loss
 
 LogitsDtype = Literal["fp32", "bf16"]
@@ -64,22 +65,26 @@ class LanguageModel:
 
     def token_logprobs(self, output: ModelOutput, micro: PackedBatch, want_entropy: bool) -> tuple[Tensor, Optional[Tensor]]:
         """Differentiable (logprob [T], entropy [T]) aligned with their own tokens."""
+        logprob, entropy = linear_logprob(**self._rows(output, micro), want_entropy=want_entropy)
+        aligned = shift_right(output.all_tokens(logprob), micro.cu_seqlens)
+        return aligned, None if entropy is None else shift_right(output.all_tokens(entropy), micro.cu_seqlens)
+
+    def _rows(self, output: ModelOutput, micro: PackedBatch) -> dict[str, Any]:
+        """Arguments of the linear ops: a row of hidden states is about the next token."""
         kept = output.own_tokens(shift_left(micro["kept"], micro.cu_seqlens, NO_ID)) if "kept" in micro else None
-        logprob, entropy = linear_logprob(
-            output.hidden,
-            output.weight,
-            output.own_tokens(next_token_targets(micro.tokens, micro.cu_seqlens)),
-            output.tp_group,
+        return dict(
+            hidden=output.hidden,
+            weight=output.weight,
+            target=output.own_tokens(next_token_targets(micro.tokens, micro.cu_seqlens)),
+            group=output.tp_group,
             sequence_parallel=output.sequence_parallel,
             vocab_start=output.vocab_start,
             num_valid=output.num_valid,
             temperature=self.temperature,
-            want_entropy=want_entropy,
             logits_dtype=self.logits_dtype,
             kept=kept,
+            into_main_grad=has_main_grad(output.weight),
         )
-        aligned = shift_right(output.all_tokens(logprob), micro.cu_seqlens)
-        return aligned, None if entropy is None else shift_right(output.all_tokens(entropy), micro.cu_seqlens)
 
 
 class Policy(LanguageModel):
@@ -101,12 +106,34 @@ class Policy(LanguageModel):
         return UpdateResult(losses, self.engine.optimizer_step(), lr)
 
     def _loss_of(self, output: ModelOutput, micro: PackedBatch) -> LossOutput:
-        c = self._loss
         # Without a bonus the entropy and its gradient are not worth a pass over the logits.
-        logprob, entropy = self.token_logprobs(output, micro, want_entropy=c.entropy_coef > 0)
-        weight = micro["weight"]
+        want_entropy = self._loss.entropy_coef > 0
+        if output.context is not None:
+            # The loss needs the log-probs of the tokens that other context-parallel ranks hold: log-probs first, then the loss.
+            logprob, entropy = self.token_logprobs(output, micro, want_entropy)
+            return _loss_output(*self._token_loss({name: micro[name] for name in self._fields}, logprob, entropy))
+
+        fields = {name: shift_left(micro[name], micro.cu_seqlens, 0) for name in self._fields}
+
+        def token_loss(tokens: slice, logprob: Tensor, entropy: Optional[Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+            return self._token_loss({name: field[tokens] for name, field in fields.items()}, logprob, entropy)
+
+        result = linear_token_loss(**self._rows(output, micro), token_loss=token_loss, want_entropy=want_entropy)
+        return _loss_output(result.loss, result.metrics)
+
+    @property
+    def _fields(self) -> tuple[str, ...]:
+        """Names of the batch's fields that the loss reads."""
+        return ("logprob", "advantage", "weight") + (("ref_logprob",) if self._loss.kl_coef > 0 else ())
+
+    def _token_loss(
+        self, fields: Mapping[str, Tensor], logprob: Tensor, entropy: Optional[Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """(loss, metrics) of some tokens; `fields` and log-probs of the same ones."""
+        c = self._loss
+        weight = fields["weight"]
         surrogate, metrics = policy_loss(
-            logprob, micro["logprob"], micro["advantage"], weight,
+            logprob, fields["logprob"], fields["advantage"], weight,
             clip_low=c.clip_low, clip_high=c.clip_high, dual_clip=c.dual_clip,
         )
         metrics["surrogate_sum"] = surrogate
@@ -114,10 +141,10 @@ class Policy(LanguageModel):
         if entropy is not None:
             loss = loss + c.entropy_coef * entropy_loss(entropy, weight)[0]
         if c.kl_coef > 0:
-            penalty, kl_metrics = kl_loss(logprob, micro["ref_logprob"], weight, c.kl_estimator)
+            penalty, kl_metrics = kl_loss(logprob, fields["ref_logprob"], weight, c.kl_estimator)
             loss = loss + c.kl_coef * penalty
             metrics = {**metrics, **kl_metrics}
-        return _loss_output(loss, metrics)
+        return loss, metrics
 
 
 class Critic:
