@@ -1,7 +1,9 @@
-"""Log-probs over the ids that a sampler kept: the role against the definition, and what a wrong alignment would do."""
+"""Log-probs over the ids that a sampler kept: the role against the definition, the Megatron engine against the role, and what a
+wrong alignment would do."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -10,6 +12,8 @@ import torch.distributed as dist
 
 from megappo.data.packing import NO_ID, PackedBatch, pack
 from megappo.engine.base import ModelOutput
+from megappo.rollout.megatron_engine import _sample_next
+from megappo.rollout.types import SamplingParams
 from megappo.trainer import roles
 from megappo.trainer.roles import LanguageModel
 
@@ -87,3 +91,26 @@ def test_ids_of_another_token_are_noticed(alone, monkeypatch, shift):
     monkeypatch.setattr(roles, "shift_left", shift)
     with pytest.raises(ValueError, match="not among its kept ids"):
         LanguageModel(None, TEMPERATURE).token_logprobs(output_of(), batch_of(SAMPLED), False)
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_megatron_engine_draws_from_the_trainers_logits(alone, dtype, bf16):
+    """Whatever the type of the model is, its logits are rounded only where the trainer rounds them."""
+    output = output_of()
+    output = dataclasses.replace(output, hidden=output.hidden.detach().to(dtype), weight=output.weight.to(dtype))
+    sampling = SamplingParams(1, TEMPERATURE, top_p=0.9, top_k=4, record_kept=True)
+    batch = pack(SEQUENCES)
+    drawing = batch.with_fields(sequence_fields={"draw": torch.tensor([0.1, 0.5, 0.9]), "length": batch.lengths})
+    drawn = _sample_next(sampling, bf16, output, drawing).tokens
+    ends = (batch.cu_seqlens[1:] - 1).tolist()
+    kept = [[int(drawn[name][end]) for name in drawn if name.startswith("kept")] for end in ends]
+    for end, ids in zip(ends, kept):
+        token, found = int(drawn["token"][end]), [one for one in ids if one != NO_ID]
+        assert token in found and 1 <= len(found) <= 4
+        row = dataclasses.replace(output, hidden=output.hidden[[end, end]])
+        pair = pack([[0, token]]).with_fields({"kept": torch.tensor([[NO_ID] * len(ids), ids], dtype=torch.int32)})
+        for rounded in (False, True):
+            model = LanguageModel(None, TEMPERATURE, "bf16" if rounded else "fp32")
+            difference = abs(float(model.token_logprobs(row, pair, False)[0][1] - drawn["logprob"][end]))
+            assert (difference < 5e-6) == (rounded == bf16 or len(found) == 1)
