@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Callable, Iterator, Optional
+from typing import Any, Callable, Iterator, Optional
 
 import torch
 from torch import Tensor
@@ -218,9 +218,11 @@ class _Calls(TorchDispatchMode):
         super().__init__()
         self.names: list[str] = []
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(
+        self, func: torch._ops.OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: Optional[dict[str, Any]] = None
+    ) -> Any:
         if func.namespace == "megappo":
-            self.names.append(func._opname)
+            self.names.append(func.name().removeprefix("megappo::"))
         return func(*args, **(kwargs or {}))
 
     def take(self) -> list[str]:
@@ -237,7 +239,8 @@ def run_checks(device: torch.device) -> list[Finding]:
 
 
 def require_sound(device: torch.device) -> None:
-    """RuntimeError with one line about the first result that differs."""
+    """RuntimeError with one line about the first result that differs. An error of Triton's compiler passes as it is: it names the
+    kernel and the place in it."""
     wrong = next((finding for finding in run_checks(device) if not finding.ok), None)
     if wrong is not None:
         raise RuntimeError(wrong.line(device))
