@@ -82,10 +82,11 @@ def cmd_sft(args: Arguments) -> int:
 def cmd_plan(args: Arguments) -> int:
     from megappo.config.loading import load_config
     from megappo.launch.world import world_size
+    from megappo.plan.counted import counter_of_built_models
 
     config = load_config(args.config, args.overrides)
     ranks = args.world_size if args.world_size is not None else world_size(config.run)
-    print(_prepare(config, ranks, args.gpu_memory_gib, resume=args.resume).report(), end="")
+    print(_prepare(config, ranks, args.gpu_memory_gib, resume=args.resume, counter=counter_of_built_models()).report(), end="")
     return 0
 
 
@@ -254,20 +255,27 @@ def _device(requested: str) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _prepare(config, ranks: int, gpu_memory_gib: Optional[float], *, resume: bool = False, device: Optional[str] = None):
-    """Everything checked; a given GPU memory, or device, plans for GPUs that are not on this machine."""
+def _prepare(
+    config, ranks: int, gpu_memory_gib: Optional[float], *, resume: bool = False, device: Optional[str] = None, counter=None
+):
+    """Everything checked; a given GPU memory, or device, plans for GPUs that are not on this machine.
+
+    counter: see `plan.memory.Counter`; None counts by shapes.
+    """
     from megappo.plan.estimate import bytes_of_gib
+    from megappo.plan.memory import count_parameters
     from megappo.plan.prepare import prepare
 
+    counter = counter or count_parameters
     if gpu_memory_gib is not None:
-        return prepare(config, ranks, "cuda", bytes_of_gib(gpu_memory_gib), resume=resume)
+        return prepare(config, ranks, "cuda", bytes_of_gib(gpu_memory_gib), resume=resume, counter=counter)
     device = device or _device(config.run.device)
     memory = None
     if device == "cuda":
         import torch
 
         memory = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
-    return prepare(config, ranks, device, memory, resume=resume)
+    return prepare(config, ranks, device, memory, resume=resume, counter=counter)
 
 
 def build_parser() -> Parser:

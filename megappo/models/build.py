@@ -6,6 +6,7 @@ Both have the same parameter names and shapes, so checkpoints are interchangeabl
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any, Literal, Optional
 
 import torch
@@ -46,11 +47,12 @@ def build_model(
     recompute: Recompute = "none",
     value_head: bool = False,
     implementation: Implementation = "local",
+    device: Optional[torch.device] = None,
 ) -> list[PackedModel]:
     """This rank's model chunks (vpp of them) of a policy, or of a critic with `value_head`.
 
-    Parameters are uninitialised except norms and value head. Collective over the role's ranks. ValueError where the layout
-    does not fit the architecture.
+    Parameters are uninitialised except norms and value head. device: None is the rank's GPU, or the CPU where there is none.
+    Collective over the role's ranks. ValueError where the layout does not fit the architecture.
     """
     check_tp(arch, groups.layout.tp)
     check_cp(arch, groups.layout.tp, groups.layout.cp, implementation)
@@ -58,7 +60,10 @@ def build_model(
         # Megatron forks this state under sequence parallel. Nothing here is random: dropout is 0 and weights are read.
         model_parallel_cuda_manual_seed(0, tp_rank=groups.coordinates.tp, ep_rank=0, etp_rank=0)
     config = transformer_config(arch, groups.layout, groups.coordinates.pp, dtype, recompute)
-    chunks = [_build_chunk(arch, groups, config, chunk, value_head, implementation) for chunk in range(groups.layout.vpp)]
+    # Megatron's modules name the GPU by themselves, unless they are to be made in host memory: then they name no device.
+    config.use_cpu_initialization = device is not None or not torch.cuda.is_available()
+    with torch.device(device) if device is not None else nullcontext():
+        chunks = [_build_chunk(arch, groups, config, chunk, value_head, implementation) for chunk in range(groups.layout.vpp)]
     for chunk in chunks:
         _mark_sharded(chunk)
         mark_experts(chunk)
@@ -145,7 +150,6 @@ def transformer_config(
         moe_token_dispatcher_type="alltoall",  # the default is refused with variable_seq_lengths even without experts
         **moe_config(arch, layout),
         calculate_per_token_loss=True,
-        use_cpu_initialization=not torch.cuda.is_available(),
         perform_initialization=False,
         # These need CUDA extensions that may be absent.
         gradient_accumulation_fusion=False,

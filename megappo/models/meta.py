@@ -19,6 +19,7 @@ from megappo.models.implementation import Implementation
 from megappo.models.naming import named_parameters
 from megappo.parallel.groups import build_groups
 from megappo.parallel.layout import ParallelLayout
+from megappo.platform import cpu
 
 
 @contextmanager
@@ -38,11 +39,13 @@ def meta_model(
     # Imported here: it is torch's, but not public, and nothing but this needs it.
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    cpu.install()
     dist.init_process_group("fake", rank=rank, world_size=layout.world_size, store=FakeStore())
     try:
-        with torch.device("meta"):
-            chunks = build_model(arch, build_groups(layout), dtype=dtype, value_head=value_head, implementation=implementation)
-        yield chunks
+        yield build_model(
+            arch, build_groups(layout), dtype=dtype, value_head=value_head, implementation=implementation,
+            device=torch.device("meta"),
+        )  # fmt: skip
     finally:
         dist.destroy_process_group()
 

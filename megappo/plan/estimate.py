@@ -15,7 +15,7 @@ from megappo.config.errors import ConfigError, problem
 from megappo.config.schema import CriticConfig, PolicyConfig, TrainConfig
 from megappo.models.arch import ModelArch
 from megappo.parallel.layout import ParallelLayout
-from megappo.plan.memory import CPU_KV_CACHE_GIB, GIB, ITEMSIZE, RoleMemory, RolloutMemory, role_memory, rollout_memory
+from megappo.plan.memory import CPU_KV_CACHE_GIB, GIB, ITEMSIZE, Counter, RoleMemory, RolloutMemory, count_parameters, role_memory, rollout_memory
 from megappo.plan.tables import gib
 
 
@@ -71,22 +71,36 @@ def make_plan(
     world_size: int,
     device: Device,
     device_memory: Optional[int] = None,
+    counter: Counter = count_parameters,
 ) -> Plan:
     """Work everything out. ConfigError where the run cannot fit into `device_memory` (bytes) whatever its activations are."""
+    plan = work_out(config, archs, layouts, world_size, device, device_memory, counter)
+    if plan.rollout is not None:
+        _check_kv_cache(plan, plan.rollout)
+    return _check_fit(plan)
+
+
+def work_out(
+    config: TrainConfig,
+    archs: Mapping[str, ModelArch],
+    layouts: Mapping[str, ParallelLayout],
+    world_size: int,
+    device: Device,
+    device_memory: Optional[int] = None,
+    counter: Counter = count_parameters,
+) -> Plan:
+    """As `make_plan`, whether it fits or not."""
     step = step_arithmetic(config)
     micro_batches = {role: _micro_batches(config, role, layout, step) for role, layout in layouts.items()}
     memory = {
         role: tuple(
-            _stage_memory(config, role, archs[role], layout, stage, micro_batches[role], step, device)
+            _stage_memory(config, role, archs[role], layout, stage, micro_batches[role], step, device, counter)
             for stage in range(layout.pp)
         )
         for role, layout in layouts.items()
     }
     rollout = _rollout(config, archs["policy"], device, device_memory) if config.rollout.engine == "vllm" else None
-    plan = Plan(config, archs, layouts, world_size, device, device_memory, step, micro_batches, memory, rollout)
-    if rollout is not None:
-        _check_kv_cache(plan, rollout)
-    return _check_fit(plan)
+    return Plan(config, archs, layouts, world_size, device, device_memory, step, micro_batches, memory, rollout)
 
 
 def _sequences(config: TrainConfig, role: str, layout: ParallelLayout, step: StepArithmetic) -> int:
@@ -120,6 +134,7 @@ def _stage_memory(
     micro_batches: int,
     step: StepArithmetic,
     device: Device,
+    counter: Counter,
 ) -> RoleMemory:
     settings = getattr(config, role)
     sequences = _sequences(config, role, layout, step)
@@ -128,6 +143,7 @@ def _stage_memory(
         "micro_batch_tokens": _full_micro_batch(settings.micro_batch_tokens, sequences, step.max_sequence_tokens, layout),
         "num_micro_batches": micro_batches,
         "value_head": role == "critic",
+        "counter": counter,
     }
     if isinstance(settings, (PolicyConfig, CriticConfig)):
         away = settings.offload

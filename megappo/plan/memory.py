@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Literal, Optional
+from typing import Literal, Optional, Protocol
 
 from megappo.models.arch import ModelArch
 from megappo.models.families import LOCAL_VALUE_HEAD, local_shapes
@@ -18,15 +18,16 @@ from megappo.plan.activations import FP32, Recompute, activation_bytes, output_b
 GIB = 1 << 30
 ITEMSIZE = {"bf16": 2, "fp32": 4}
 CPU_KV_CACHE_GIB = 0.25
-_EXPERTS = ".mlp.experts."  # in the canonical name of an expert's parameter
+EXPERTS = ".mlp.experts."  # in the canonical name of an expert's parameter
 
 
 @dataclass(frozen=True)
 class RoleMemory:
     """Bytes of one rank of one role. `resident` stays while other roles work, `active` is there only while this role works.
 
-    offloaded: weights and gradients that are in host memory while others work; offloaded_optimizer: state that is on the device
-    during the optimizer step only, when there are no activations.
+    forward: activations of a pass without gradients. offloaded: weights (offloaded_weights) and gradients that are in host memory
+    while others work; offloaded_optimizer: state that is on the device during the optimizer step only, when there are no
+    activations.
     """
 
     parameters: int
@@ -34,7 +35,9 @@ class RoleMemory:
     gradients: int
     optimizer: int
     activations: int
+    forward: int
     offloaded: int = 0
+    offloaded_weights: int = 0
     offloaded_optimizer: int = 0
 
     @property
@@ -59,10 +62,16 @@ class ParameterCount:
         return self.dense + self.experts
 
 
+class Counter(Protocol):
+    """Counts the parameters of a rank of a stage, of a policy or (value_head) a critic."""
+
+    def __call__(self, arch: ModelArch, layout: ParallelLayout, stage: int, value_head: bool = False) -> ParameterCount: ...
+
+
 def count_parameters(arch: ModelArch, layout: ParallelLayout, stage: int, value_head: bool = False) -> ParameterCount:
-    """Parameters of a rank of this stage; all of its ranks hold equally many, though not the same."""
+    """By the shapes of the weight maps (`families.py`). All ranks of a stage hold equally many, though not the same."""
     sizes = {name: prod(shape) for name, shape in local_shapes(arch, layout, layout.rank_of(pp=stage), value_head).items()}
-    experts = sum(size for name, size in sizes.items() if _EXPERTS in name)
+    experts = sum(size for name, size in sizes.items() if EXPERTS in name)
     return ParameterCount(sum(sizes.values()) - experts, experts, sizes.get(LOCAL_VALUE_HEAD, 0))
 
 
@@ -79,24 +88,35 @@ def role_memory(
     distributed_optimizer: bool = True,
     recompute: Recompute = "none",
     offload: tuple[bool, bool, bool] = (False, False, False),
+    counter: Counter = count_parameters,
 ) -> RoleMemory:
-    """Memory of a rank of `stage`. offload: parameters, gradients, optimizer. micro_batch_tokens: at most, over all cp ranks."""
-    count = count_parameters(arch, layout, stage, value_head)
+    """Memory of a rank of `stage`.
+
+    offload: parameters, gradients, optimizer. micro_batch_tokens: at most, over all cp ranks.
+    """
+    count = counter(arch, layout, stage, value_head)
     itemsize = ITEMSIZE[dtype]
     weights = (count.total - count.fp32) * itemsize + count.fp32 * FP32
     gradients = count.total * FP32 if trained else 0
     optimizer = _optimizer_bytes(count, itemsize, layout, distributed_optimizer) if trained else 0
     tokens = -(-micro_batch_tokens // layout.cp)
-    activations = activation_bytes(arch, layout, stage, tokens, num_micro_batches, itemsize, recompute, trained=trained)
-    output = output_bytes(arch, layout, tokens, trained) if stage == layout.pp - 1 and not value_head else 0
+
+    def passing(trained: bool) -> int:
+        layers = activation_bytes(arch, layout, stage, tokens, num_micro_batches, itemsize, recompute, trained=trained)
+        has_logits = stage == layout.pp - 1 and not value_head
+        return layers + (output_bytes(arch, layout, tokens, trained) if has_logits else 0)
+
+    forward = passing(trained=False)
     parameters_away, gradients_away, optimizer_away = offload
     return RoleMemory(
         count.total,
         weights,
         gradients,
         optimizer,
-        activations + output,
+        passing(trained=True) if trained else forward,
+        forward,
         offloaded=weights * parameters_away + gradients * gradients_away,
+        offloaded_weights=weights * parameters_away,
         offloaded_optimizer=optimizer * optimizer_away,
     )
 

@@ -24,6 +24,7 @@ from megappo.plan.data import RunData, SftData, load_run_data, load_sft_data
 from megappo.plan.estimate import Plan, make_plan
 from megappo.plan.kernels import check_kernels
 from megappo.plan.layouts import check_layouts, read_archs
+from megappo.plan.memory import Counter, count_parameters
 from megappo.plan.report import report
 from megappo.plan.tables import figures
 from megappo.rewards.rules import RULES, make_rule
@@ -43,7 +44,13 @@ class Prepared:
 
 
 def prepare(
-    config: TrainConfig, world_size: int, device: Device, device_memory: Optional[int] = None, *, resume: bool = False
+    config: TrainConfig,
+    world_size: int,
+    device: Device,
+    device_memory: Optional[int] = None,
+    *,
+    resume: bool = False,
+    counter: Counter = count_parameters,
 ) -> Prepared:
     """Check a run completely without building anything. ValueError, one line, with the first thing that cannot work.
 
@@ -61,7 +68,7 @@ def prepare(
         check_vllm(archs["policy"], config.rollout.tp, world_size, longest, device)  # raises what vLLM cannot serve
     if not resume:
         critic_source(config.critic, archs["critic"])  # raises where there is no such checkpoint
-    plan = make_plan(config, archs, layouts, world_size, device, device_memory)
+    plan = make_plan(config, archs, layouts, world_size, device, device_memory, counter)
     return Prepared(plan, load_run_data(config, archs["policy"]), tuple(notes))
 
 

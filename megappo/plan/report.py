@@ -10,9 +10,11 @@ from megappo.models.arch import ModelArch
 from megappo.models.families import hf_tensors
 from megappo.parallel.layout import ParallelLayout
 from megappo.plan.data import RunData
-from megappo.plan.estimate import Plan
+from megappo.config.schema import TrainConfig
+from megappo.plan.estimate import Plan, work_out
 from megappo.plan.layouts import model_paths
 from megappo.plan.memory import RoleMemory
+from megappo.plan.phases import phases, reliefs, tightest
 from megappo.plan.tables import GIB, MIB, figures, gib, groups_text, ranks_text, table
 
 GROUPS_WIDTH = 64  # columns of a line that groups of ranks may take beside the sizes
@@ -24,6 +26,7 @@ def report(plan: Plan, data: Optional[RunData] = None, notes: Sequence[str] = ()
         ["models", *_model_lines(plan)],
         ["ranks", *_rank_lines(plan)],
         _memory_lines(plan),
+        phase_lines(plan),
         ["batch", *_batch_lines(plan)],
     ]
     if data is not None:
@@ -132,6 +135,30 @@ def _memory_lines(plan: Plan) -> list[str]:
         "  activations are an estimate of one role at work; offloaded parts count while their role works",
         *(f"  {line}" for line in _cache_lines(plan)),
     ]
+
+
+def phase_lines(plan: Plan) -> list[str]:
+    """The fullest rank through a step: what rests, what the phase adds; and for each role what would relieve its tightest phase."""
+    rank = plan.fullest_rank()
+    unit, name = (GIB, "GiB") if plan.peak(rank) >= GIB else (MIB, "MiB")
+    steps = phases(plan, rank)
+    fullest = max(steps, key=lambda phase: phase.total)
+    rows = [
+        [phase.name, f"{phase.rest / unit:,.2f}", f"{phase.work / unit:,.2f}", f"{phase.total / unit:,.2f}",
+         "tightest" if phase == fullest else ""]
+        for phase in steps
+    ]  # fmt: skip
+    lines = [f"memory of rank {rank} by phase ({name})", *table(["phase", "at rest", "at work", "sum", ""], rows, left=1)]
+
+    def changed(config: TrainConfig) -> Plan:
+        return work_out(config, plan.archs, plan.layouts, plan.world_size, plan.device, plan.device_memory)
+
+    advice = [
+        [role if first else "", phase.name if first else "", relief.override, f"{relief.saved / unit:,.2f}"]
+        for role, phase in tightest(plan, rank).items()
+        for first, relief in zip((True, False), reliefs(plan, rank, role, changed))
+    ]
+    return lines + (table(["role", "tightest phase", "would relieve it", f"by {name}"], advice, left=3) if advice else [])
 
 
 def _distinct_stages(stages: Sequence[RoleMemory]) -> Iterator[tuple[str, RoleMemory]]:

@@ -60,15 +60,20 @@ def composite_config(**changes: object) -> transformers.PretrainedConfig:
     )
 
 
+def hf_config(case: str, **changes: object) -> transformers.PretrainedConfig:
+    """The case's configuration, as transformers has it."""
+    stem, config = {**CASES, **EXPERT_CASES}[case]
+    return getattr(transformers, f"{stem}Config")(**{**_BASE, **config, **changes})
+
+
 def write_checkpoint(folder: Path, case: str, head: str = "CausalLM", seed: int = 0, **changes: object) -> torch.nn.Module:
     """Write one case to `folder` in fp32 and return the transformers model."""
     torch.manual_seed(seed)
     if case == COMPOSITE:
         model = transformers.Mistral3ForConditionalGeneration(composite_config(**changes)).float().eval()
     else:
-        stem, config = {**CASES, **EXPERT_CASES}[case]
-        config = getattr(transformers, f"{stem}Config")(**{**_BASE, **config, **changes})
-        model = getattr(transformers, f"{stem}For{head}")(config).float().eval()
+        stem, _ = {**CASES, **EXPERT_CASES}[case]
+        model = getattr(transformers, f"{stem}For{head}")(hf_config(case, **changes)).float().eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:

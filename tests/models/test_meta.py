@@ -1,0 +1,99 @@
+"""Parameters on the meta device against models that are really built, for every family and every layout of the parity matrix."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megappo.models.arch import ModelArch, arch_of
+from megappo.models.meta import meta_model, parameters_of_rank
+from megappo.parallel.layout import ParallelLayout
+from megappo.plan.counted import counter_of_built_models
+from megappo.plan.memory import count_parameters
+from tests.models.checkpoints import CASES, EXPERT_CASES, hf_config
+from tests.parity.matrix import MODELS, SP, Sizes
+from tests.worlds import spawn_world
+
+RANKS = 4
+OTHERS: list[Sizes] = [{**SP, "pp": 2}, {"pp": 2, "vpp": 2}]
+
+
+def arch(model: str) -> ModelArch:
+    stem, _ = {**CASES, **EXPERT_CASES}[model]
+    config = hf_config(model, num_hidden_layers=4, num_key_value_heads=4, architectures=[f"{stem}ForCausalLM"])
+    return arch_of(config.to_dict())
+
+
+def cases() -> list[tuple[str, ParallelLayout]]:
+    """The matrix's models in its layouts (those of two ranks with twice the data-parallel ranks), the other families in two."""
+    families = {arch(model).family: model for model in (*CASES, *MODELS)}  # of the matrix where it has the family
+    found = []
+    for model in dict.fromkeys((*families.values(), *MODELS)):
+        sizes = [size for table in MODELS.get(model, {}).values() for case in table for size in as_pair(case)] or OTHERS
+        found += [(model, layout) for layout in dict.fromkeys(ParallelLayout(RANKS, **size) for size in sizes)]
+    return found
+
+
+def as_pair(case) -> tuple[Sizes, ...]:
+    return case if isinstance(case, tuple) else (case,)
+
+
+def build_all(rank: int) -> list[dict[str, tuple]]:
+    """Of every case and role: name -> (shape, dtype) of this rank's parameters, on the CPU."""
+    from megappo.models.build import build_model
+    from megappo.models.naming import named_parameters
+    from megappo.parallel.groups import build_groups, destroy_groups
+    from megappo.platform import cpu
+
+    cpu.install()
+    built = []
+    for model, layout in cases():
+        groups = build_groups(layout)
+        for value_head in (False, True):
+            chunks = build_model(arch(model), groups, dtype=torch.bfloat16, value_head=value_head)
+            assert {p.device.type for chunk in chunks for p in chunk.parameters()} == {"cpu"}
+            built.append({name: (tuple(p.shape), p.dtype) for name, p in named_parameters(chunks).items()})
+            del chunks
+        destroy_groups(groups)
+    return built
+
+
+@pytest.fixture(scope="module")
+def built() -> list[list[dict[str, tuple]]]:
+    return spawn_world(build_all, RANKS)
+
+
+def test_meta_models_have_the_parameters_of_built_ones(built) -> None:
+    for index, (model, layout) in enumerate(cases()):
+        for value_head in (False, True):
+            for rank in range(RANKS):
+                counted = parameters_of_rank(arch(model), layout, rank, value_head=value_head)
+                assert {p.device.type for p in counted.values()} == {"meta"}
+                expected = built[rank][2 * index + value_head]
+                assert {name: (tuple(p.shape), p.dtype) for name, p in counted.items()} == expected, (model, layout, rank)
+
+
+def test_the_plan_counts_what_is_built(built) -> None:
+    count = counter_of_built_models()
+    for index, (model, layout) in enumerate(cases()):
+        for value_head in (False, True):
+            for rank in range(RANKS):
+                stage = layout.coordinates(rank).pp
+                parameters = built[rank][2 * index + value_head]
+                total = sum(torch.Size(shape).numel() for shape, _ in parameters.values())
+                assert count(arch(model), layout, stage, value_head).total == total, (model, layout, rank)
+                assert count_parameters(arch(model), layout, stage, value_head) == count(arch(model), layout, stage, value_head)
+
+
+def test_a_world_of_thousands_of_ranks_needs_none_of_them() -> None:
+    layout = ParallelLayout(4096, tp=4, pp=4, sequence_parallel=True)
+    with meta_model(arch("llama"), layout, 4095) as (chunk,):
+        assert chunk.decoder.layers[0].layer_number == 4
+    assert not dist.is_initialized()
+
+
+def test_a_wrong_tp_is_seen() -> None:
+    """Negative control."""
+    halves, quarters = (parameters_of_rank(arch("llama"), ParallelLayout(RANKS, tp=tp), 0) for tp in (2, 4))
+    assert {n: p.shape for n, p in halves.items()} != {n: p.shape for n, p in quarters.items()}
