@@ -42,7 +42,9 @@ class Failure:
         how = how_it_ended(self.code) if self.code is not None else "exception"
         if self.code == KILLED:
             how += ": by hand, or by the kernel for want of host memory, see dmesg or sacct"
-        return f"{self.text.rstrip()}\nmegappo: rank {self.rank} on {self.host} failed first ({how}); what it said is above\n"
+        said = f"{self.text.rstrip()}\n" if self.text.strip() else ""
+        where = "what it said is above" if said else "it said nothing"
+        return f"{said}megappo: rank {self.rank} on {self.host} failed first ({how}); {where}\n"
 
 
 def record_exceptions(rank: int) -> None:

@@ -1,0 +1,42 @@
+"""docs/launch.md names options that exist, and messages that the code prints."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from megappo.cli import build_parser
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "launch.md").read_text()
+
+
+def options_of(command: str) -> set[str]:
+    commands = next(action for action in build_parser()._actions if isinstance(action.choices, dict)).choices
+    assert commands is not None
+    return {option for action in commands[command]._actions for option in action.option_strings}
+
+
+def test_every_option_of_launch_is_explained_and_no_other() -> None:
+    table = PAGE.split("| option | |")[1].split("\n\n")[0]
+    named = set(re.findall(r"`(--[a-z-]+)", "\n".join(line.split(" | ")[0] for line in table.splitlines())))
+    assert named == options_of("launch") - {"-h", "--help"}
+
+
+def test_the_commands_of_the_page_use_options_that_exist() -> None:
+    lines = re.findall(r"^ {4}(?:\$ )?megappo (launch|plan) (.*)$", PAGE, flags=re.MULTILINE)
+    assert len(lines) >= 5
+    for command, rest in lines:
+        assert set(re.findall(r"(?<= )--[a-z-]+", rest.split("#")[0])) <= options_of(command), rest
+
+
+def test_the_messages_of_the_page_are_those_of_the_code() -> None:
+    """Their words, between the values."""
+    sources = [path.read_text() for folder in ("launch", "config") for path in (ROOT / "megappo" / folder).glob("*")if path.is_file()]
+    text = re.sub(r'"\n\s+f?"', "", "\n".join([*sources, (ROOT / "megappo" / "cli.py").read_text()]))
+    pieces = [
+        "unset both", "a world of its own of", "and only this one would be used", "no Slurm on this machine (sbatch is not in PATH)",
+        "unknown to sinfo; there are", "too short for one checkpoint: Slurm asks for it up to", "has this run already; scancel it",
+        "failed first (", "no checkpoint was saved since this attempt started at step", "Slurm does not requeue this job", "crosses nodes",
+    ]  # fmt: skip
+    assert [piece for piece in pieces if piece not in PAGE] == [] and [piece for piece in pieces if piece not in text] == []
