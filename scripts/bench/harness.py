@@ -21,6 +21,7 @@ from scripts.bench.model import Absent, Benchmark, Calls, Candidate, Difference,
 
 # What ours raise where a size or a device does not suit them; anything else is a bug and stops the run.
 OUR_FAULTS = (RuntimeError, ValueError, TooSlow)
+MIN_REPEATS = 3
 
 
 @dataclass(frozen=True)
@@ -34,9 +35,6 @@ class Settings:
     check: bool = False
     leave_out: tuple[str, ...] = ()
     show_best: bool = False
-
-
-MIN_REPEATS = 3
 
 
 @dataclass
@@ -82,7 +80,7 @@ def prepare(benchmark: Benchmark, shape: str, dtype: torch.dtype, clock: Clock, 
 
 def measure(prepared: Prepared, clock: Clock, settings: Settings) -> Report:
     problem, entries = prepared.problem, prepared.entries
-    probes = _measure(entries, problem, clock, settings)
+    probes = _rounds(entries, problem, clock, settings)
     timings = {name: summary(samples, show_best=settings.show_best) for name, samples in probes.items()}
     per_unit = {name: timing.shown for name, timing in timings.items()}
     per_unit["copy"] /= clock.copy_moves
@@ -104,10 +102,13 @@ def _enter(candidate: Candidate, problem: Problem, memory: Memory, settings: Set
         return line, None
     try:
         with time_limit(settings.first_call_s):
-            calls = candidate.make()
-            entry = Entry(candidate, calls, line)
+            entry = Entry(candidate, candidate.make(), line)
             with candidate.selected():
-                differences = _first_calls(entry, problem, memory, settings.check)
+                results = _results(entry.calls)
+        differences = problem.differences(results, candidate.rounds_to, candidate.kind == "ours") if settings.check else []
+        del results
+        with candidate.selected():
+            _weigh(entry, memory)
     except Absent as reason:
         line.status, line.reason = "absent", str(reason)
         return line, None
@@ -123,28 +124,29 @@ def _enter(candidate: Candidate, problem: Problem, memory: Memory, settings: Set
     return line, entry
 
 
-def _first_calls(entry: Entry, problem: Problem, memory: Memory, check: bool) -> list[Difference]:
-    calls, line = entry.calls, entry.line
-    results: dict[str, Tensor] = {}
+def _results(calls: Calls) -> dict[str, Tensor]:
+    """Outputs and gradients by name."""
     calls.reset()
-    results |= calls.named(calls.forward())
-    if calls.graph is not None:
+    results = dict(calls.named(calls.forward()))
+    if calls.graph is not None and calls.backward is not None:
         calls.reset()
         results |= calls.named_gradients(calls.backward(calls.graph()))
-    rounds_to, ours = entry.candidate.rounds_to, entry.candidate.kind == "ours"
-    differences = problem.differences(results, rounds_to, ours) if check else []
-    results.clear()
+    return results
+
+
+def _weigh(entry: Entry, memory: Memory) -> None:
+    calls, line = entry.calls, entry.line
+    if calls.scale != 1.0:
+        return  # a part of the problem says nothing of the memory of the whole
     calls.reset()
     weighed = memory.peak(lambda: _outcome(calls))
-    if weighed is not None and calls.scale == 1.0:
-        line.peak_bytes = weighed[0]
-        line.result_bytes = _bytes_of(weighed[1])
-    return differences
+    if weighed is not None:
+        line.peak_bytes, line.result_bytes = weighed[0], _bytes_of(weighed[1])
 
 
 def _outcome(calls: Calls) -> Any:
     """Outputs and gradients, all alive at the end as they are in a training step."""
-    if calls.graph is None:
+    if calls.graph is None or calls.backward is None:
         return calls.forward()
     outputs = calls.graph()
     gradients = calls.backward(outputs)
@@ -156,7 +158,7 @@ def _bytes_of(tree: Any) -> int:
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
-def _measure(entries: Sequence[Entry], problem: Problem, clock: Clock, settings: Settings) -> dict[str, list[float]]:
+def _rounds(entries: Sequence[Entry], problem: Problem, clock: Clock, settings: Settings) -> dict[str, list[float]]:
     probes: dict[str, Callable[[], Any]] = {"copy": clock.copy, **problem.probes}
     samples: dict[str, list[float]] = {name: [] for name in probes}
     for turn in range(settings.warm_up + settings.repeats):
@@ -187,7 +189,7 @@ def _repetition(entry: Entry, clock: Clock) -> Iterator[tuple[str, float]]:
         calls.reset()
         (forward,), _ = clock.laps([lambda _: calls.forward()])
         yield "forward", forward
-        if calls.graph is not None:
+        if calls.graph is not None and calls.backward is not None:
             calls.reset()
             (recording, backward), _ = clock.laps([lambda _: calls.graph(), calls.backward])
             yield "backward", backward
