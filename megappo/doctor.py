@@ -50,7 +50,7 @@ def parts_lines() -> list[str]:
 
 
 def kernel_lines() -> tuple[list[str], list[str]]:
-    """(what each op runs on the CPU and on a GPU, and whether that computes what its reference does; lines about what is wrong)."""
+    """(what each op runs on the CPU and on a GPU, and whether that computes what its reference does; lines on what is wrong)."""
     import torch
 
     from megappo.ops import dispatch, kernels, selfcheck

@@ -1,7 +1,7 @@
 // Both losses are bound by memory: 16 bytes read and 4 written for each token. A thread takes 4 tokens of each array with one
-// 16-byte load, so a block has 16 KiB in flight; four blocks fit an SM (60 registers), which is more than twice the 23 KiB that hide
-// the latency of an H200's memory (4.3 TB/s * 0.7 us / 132). Larger batches loop. Sums are fp64, at half the rate of fp32 on sm_80
-// and sm_90 hidden behind the memory, in an order that depends on num_tokens alone: thread, warp, block, then a second kernel of
+// 16-byte load, so a block has 16 KiB in flight; four blocks fit an SM (60 registers), which is more than twice the 23 KiB that
+// hide the latency of an H200's memory (4.3 TB/s * 0.7 us / 132). Larger batches loop. Sums are fp64, at half the rate of fp32 on
+// sm_80 and sm_90 hidden behind the memory, in an order that depends on num_tokens alone: thread, warp, block, then a second kernel of
 // one block. No atomics, nothing to zero before, nothing left over after: a captured graph can replay it.
 #include "common/cuda.cuh"
 #include "losses/losses.h"

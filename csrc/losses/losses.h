@@ -27,8 +27,8 @@ struct LossArgs {
   std::int64_t num_blocks;
 };
 
-// Tokens of a CPU block: few enough that two threads share 16 Ki tokens evenly, and that counts are exact in fp32; many enough that
-// adding a block's partial results is nothing beside its 80 KiB of memory traffic.
+// Tokens of a CPU block: few enough that two threads share 16 Ki tokens evenly, and that counts are exact in fp32; many enough
+// that adding a block's partial results is nothing beside its 80 KiB of memory traffic.
 constexpr std::int64_t kCpuLossBlock = 4096;
 
 MEGAPPO_CPU_KERNEL(policy_loss_blocks, const LossArgs&, const PolicyRule&, std::int64_t begin, std::int64_t end)

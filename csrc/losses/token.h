@@ -1,6 +1,6 @@
-// The losses of one token, or of a vector of tokens: the same text is compiled for float (CUDA) and for GCC's vector types (CPU), so
-// the branches exist once. Conditions are bool or a vector mask; `condition ? x : y` selects in both. Every comparison is written so
-// that a NaN of a token with weight reaches its loss and its gradient.
+// The losses of one token, or of a vector of tokens: the same text is compiled for float (CUDA) and for GCC's vector types (CPU),
+// so the branches exist once. Conditions are bool or a vector mask; `condition ? x : y` selects in both. Every comparison is written
+// so that a NaN of a token with weight reaches its loss and its gradient.
 #pragma once
 
 #include <bit>
@@ -64,8 +64,8 @@ MEGAPPO_TOKEN void exp_and_remainder(F x, F& exponential, F& remainder) {
   remainder = n == F{} ? small : exponential - 1.0f - x;
 }
 
-// max(-A r, -A clip(r)), at most -A dual where A < 0. Counts: tokens, cut by the lower, upper and dual clip; values: k3 estimate of
-// KL(old || new), ratio; maximum: ratio.
+// max(-A r, -A clip(r)), at most -A dual where A < 0. Counts: tokens, cut by the lower, upper and dual clip; values: k3 estimate
+// of KL(old || new), ratio; maximum: ratio.
 struct PolicyRule {
   static constexpr int kCounts = 4, kValues = 2;
   float low, high, dual;  // bounds of the ratio; dual is infinite where there is none

@@ -7,8 +7,8 @@
 stands there. Losses are sums: the caller divides by the global count. Metrics are 0-dim fp64 tensors by name. Those ending in
 `_sum` add over micro-batches, ranks and steps, those ending in `_max` combine by maximum; a mean is X_sum / tokens_sum.
 
-Half-precision inputs are computed in fp32, fp64 in fp64; sums are fp64 and do not depend on the number of threads. A NaN of a token
-with weight reaches the loss, the gradient of that token and the metrics it is part of.
+Half-precision inputs are computed in fp32, fp64 in fp64; sums are fp64 and do not depend on the number of threads. A NaN of a
+token with weight reaches the loss, the gradient of that token and the metrics it is part of.
 """
 
 from __future__ import annotations

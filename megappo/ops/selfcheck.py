@@ -1,10 +1,10 @@
 """Whether the selected kernels compute what their references do, on this machine and now.
 
-A build for another GPU architecture, a compiler that miscompiles a kernel or a library of another version would otherwise show as a
-run that learns slowly. `run_checks` calls every public function of ops/ on a small fixed problem, forward and backward, and holds
+A build for another GPU architecture, a compiler that miscompiles a kernel or a library of another version would otherwise show as
+a run that learns slowly. `run_checks` calls every public function of ops/ on a small fixed problem, forward and backward, and holds
 the results against the same call in fp64, which always runs the reference, on the same device. `require_sound` turns the first
-difference into one line. A few thousand tokens: below 0.5 s on a CPU; on a GPU seconds, while Triton compiles. Tensor parallelism is
-not checked here: it gathers and adds the same statistics.
+difference into one line. A few thousand tokens: below 0.5 s on a CPU; on a GPU seconds, while Triton compiles. Tensor parallelism
+is not checked here: it gathers and adds the same statistics.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Finding:
 
 
 class Numbers:
-    """Random inputs that are the same numbers in every precision: rounded to the type that is asked for, then made fp64 if `wide`."""
+    """Random inputs that are the same numbers in every precision: rounded to the type asked for, then made fp64 if `wide`."""
 
     def __init__(self, device: torch.device, *, wide: bool) -> None:
         self.device, self._wide = device, wide
@@ -181,8 +181,8 @@ class Problem:
     gradient_precision: float = 1e-5
 
 
-# Products of bf16 are exact and added in fp32, but the gradient of logits is rounded to bf16 (2^-9) before the two products of the
-# backward, so their results differ by that much of their terms.
+# Products of bf16 are exact and added in fp32, but the gradient of logits is rounded to bf16 (2^-9) before the two products of
+# the backward, so their results differ by that much of their terms.
 ROUNDED_LOGITS_GRADIENT = 2**-7
 
 
@@ -269,7 +269,8 @@ def _check(problem: Problem, device: torch.device, chosen: dict[str, str]) -> It
 
 def _compared(problem: Problem, name: str, ran: dict[str, str], got: Tensor, want: Tensor) -> Finding:
     if got.numel() == 0 or got.shape != want.shape:
-        return Finding(problem.function, name, ran, math.inf, 0.0, (), f"{name} has shape {tuple(got.shape)}, not {tuple(want.shape)}")
+        text = f"{name} has shape {tuple(got.shape)}, not {tuple(want.shape)}"
+        return Finding(problem.function, name, ran, math.inf, 0.0, (), text)
     difference = (got.double() - want.double()).abs()
     difference = torch.where(difference.isnan(), torch.inf, difference)
     own_rounding = torch.finfo(got.dtype).eps if got.dtype.itemsize < 4 else 0.0

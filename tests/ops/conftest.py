@@ -20,7 +20,7 @@ from megappo.ops.kernels import LIBRARY
 
 HERE = Path(__file__).parent
 ON_CPU = ["reference", "cpp", "triton", "cuda_on_cpu"]
-# tl.sum, tl.max and the like are interpreted only if Triton was first imported under the variable; torch imports it at some point.
+# tl.sum, tl.max and the like are interpreted only if Triton was first imported under the variable; torch imports it some time.
 # With a GPU they stay compiled, and the interpreter's tests are for the machine without one.
 if importlib.util.find_spec("triton") and not torch.cuda.is_available():
     with pytest.MonkeyPatch.context() as patch:

@@ -1,4 +1,4 @@
-"""Clipped losses of every implementation against the loss written plainly in fp64, its autograd, and metrics counted case by case."""
+"""Clipped losses of every implementation against the loss written plainly in fp64, its autograd, and metrics counted by case."""
 
 import math
 
@@ -144,7 +144,8 @@ def test_the_clip_starts_beyond_its_bound(kernels, log_ratio):
     for bound, gradient in ((ratio, -ratio * advantage), (nearer, 0 * one)):
         low, high = (0.0, bound - 1.0) if log_ratio > 0 else (1.0 - bound, 0.0)
         loss, metrics = policy_loss(lp, 0 * one, advantage, one, clip_low=low, clip_high=high)
-        assert torch.equal(torch.autograd.grad(loss, lp)[0], gradient) and float(loss.detach()) == pytest.approx(-float(advantage) * bound)
+        assert torch.equal(torch.autograd.grad(loss, lp)[0], gradient)
+        assert float(loss.detach()) == pytest.approx(-float(advantage) * bound)
         assert float(metrics["clip_low_sum"] + metrics["clip_high_sum"]) == (bound == nearer)
 
 

@@ -81,7 +81,8 @@ def test_layout_of_the_inputs_changes_no_bit(batch, loss_fn):
     strided = [torch.stack((x, x + 1), dim=1)[:, 0] for x in batch]
     assert_same_bits(with_gradient(loss_fn, *strided), want)
     expanded = [x[:1].expand(NUM_TOKENS) for x in batch[2:]]
-    assert_same_bits(with_gradient(loss_fn, *batch[:2], *expanded), with_gradient(loss_fn, *batch[:2], *(x.clone() for x in expanded)))
+    dense = [x.clone() for x in expanded]
+    assert_same_bits(with_gradient(loss_fn, *batch[:2], *expanded), with_gradient(loss_fn, *batch[:2], *dense))
 
 
 def test_inputs_stay_as_they_are_and_results_repeat(batch, loss_fn):

@@ -1,7 +1,7 @@
 """Triton twin of `ops/losses.py`.
 
-One program per 1024 tokens leaves fp64 partial results, [results, programs]; a second kernel of one program adds them in order. So
-there are no atomics, and a result depends on the tokens alone.
+One program per 1024 tokens leaves fp64 partial results, [results, programs]; a second kernel of one program adds them in order.
+So there are no atomics, and a result depends on the tokens alone.
 """
 
 from __future__ import annotations
