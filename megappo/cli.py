@@ -83,10 +83,16 @@ def cmd_plan(args: Arguments) -> int:
     from megappo.config.loading import load_config
     from megappo.launch.world import world_size
     from megappo.plan.counted import counter_of_built_models
+    from megappo.plan.plot import check_plot, plot
 
+    target = None if args.plot is None else check_plot(args.plot)
     config = load_config(args.config, args.overrides)
     ranks = args.world_size if args.world_size is not None else world_size(config.run)
-    print(_prepare(config, ranks, args.gpu_memory_gib, resume=args.resume, counter=counter_of_built_models()).report(), end="")
+    prepared = _prepare(config, ranks, args.gpu_memory_gib, resume=args.resume, counter=counter_of_built_models())
+    print(prepared.report(), end="")
+    if target is not None:
+        plot(prepared.plan, target)
+        print(f"\npicture: {target}")
     return 0
 
 
@@ -304,6 +310,7 @@ def build_parser() -> Parser:
     plan.add_argument(
         "--gpu-memory-gib", type=_positive_float, metavar="GIB", help="plan for GPUs of this size, whatever is here"
     )
+    plan.add_argument("--plot", metavar="FILE", help="draw rank grids and pipelines (.png, .svg or .pdf)")
     plan.add_argument("--resume", action="store_true", help="plan to continue a run: what only its start reads may be gone")
     _add_launch(command)
     verify = command(

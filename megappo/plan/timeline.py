@@ -1,0 +1,94 @@
+"""When each stage of a pipeline runs the forward and the backward of every micro-batch, and how long it waits.
+
+The orders are Megatron-core's: 1F1B (Narayanan et al. 2021, "Efficient large-scale language model training on GPU clusters",
+section 2.2) and its interleaved form for vpp > 1. Communication takes no time here; time is in forwards of a whole stage.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megappo.parallel.layout import ParallelLayout
+
+Kind = Literal["forward", "backward"]
+# A backward computes the gradients of inputs and of weights: twice the products of a forward. Recomputation adds a forward.
+BACKWARD = 2.0
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One chunk of one stage over one micro-batch, from `start` to `end`."""
+
+    kind: Kind
+    stage: int
+    chunk: int
+    micro_batch: int
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Every pass, and the time when the last one ends."""
+
+    passes: tuple[Pass, ...]
+    total: float
+    num_stages: int
+
+    @property
+    def bubble(self) -> float:
+        """Share of the stages' time in which they wait."""
+        busy = sum(one.end - one.start for one in self.passes)
+        return 1.0 - busy / (self.total * self.num_stages)
+
+
+def timeline(layout: ParallelLayout, num_micro_batches: int, *, backward: float = BACKWARD) -> Timeline:
+    """Of a training pass. Under vpp > 1 the number of micro-batches is raised to a multiple of pp, as the engine does."""
+    pp, vpp = layout.pp, layout.vpp
+    count = -(-num_micro_batches // pp) * pp if vpp > 1 else num_micro_batches
+    orders = [_order(stage, pp, vpp, count) for stage in range(pp)]
+    durations = {"forward": 1.0 / vpp, "backward": backward / vpp}
+    ends: dict[tuple[Kind, int, int, int], float] = {}
+    free, places, passes = [0.0] * pp, [0] * pp, []
+    while any(place < len(order) for place, order in zip(places, orders)):
+        before = len(passes)
+        for stage in range(pp):
+            while places[stage] < len(orders[stage]):
+                kind, chunk, micro = orders[stage][places[stage]]
+                needed = _needs(kind, stage, chunk, micro, pp, vpp)
+                if needed is not None and needed not in ends:
+                    break
+                start = max(free[stage], ends[needed] if needed is not None else 0.0)
+                free[stage] = ends[kind, stage, chunk, micro] = start + durations[kind]
+                passes.append(Pass(kind, stage, chunk, micro, start, free[stage]))
+                places[stage] += 1
+        assert len(passes) > before, "the orders of the stages wait for each other"
+    return Timeline(tuple(passes), max(free), pp)
+
+
+def _order(stage: int, pp: int, vpp: int, count: int) -> list[tuple[Kind, int, int]]:
+    """(kind, chunk, micro-batch) in the order in which a stage runs them."""
+    if vpp == 1:
+        warm_up = min(pp - stage - 1, count)
+        forwards = backwards = [(0, micro) for micro in range(count)]
+    else:
+        warm_up = min(2 * (pp - stage - 1) + (vpp - 1) * pp, count * vpp)
+        rounds = [(first, chunk) for first in range(0, count, pp) for chunk in range(vpp)]
+        forwards = [(chunk, first + place) for first, chunk in rounds for place in range(pp)]
+        backwards = [(vpp - 1 - chunk, micro) for chunk, micro in forwards]
+    order: list[tuple[Kind, int, int]] = [("forward", *one) for one in forwards[:warm_up]]
+    for ahead, behind in zip(forwards[warm_up:], backwards):
+        order += [("forward", *ahead), ("backward", *behind)]
+    return order + [("backward", *one) for one in backwards[len(forwards) - warm_up :]]
+
+
+def _needs(kind: Kind, stage: int, chunk: int, micro: int, pp: int, vpp: int) -> tuple[Kind, int, int, int] | None:
+    """The pass whose result this one takes; None where it starts from the data."""
+    if kind == "forward":
+        if stage > 0:
+            return "forward", stage - 1, chunk, micro
+        return ("forward", pp - 1, chunk - 1, micro) if chunk > 0 else None
+    if stage < pp - 1:
+        return "backward", stage + 1, chunk, micro
+    return ("backward", 0, chunk + 1, micro) if chunk < vpp - 1 else ("forward", stage, chunk, micro)
