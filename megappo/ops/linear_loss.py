@@ -157,8 +157,10 @@ class _Chunks:
         if self.gradients:
             dlogits = problem.dlogits(logits, tokens, columns, lse, entropy, g_logprob, g_entropy, own=True)
             self.dhidden[tokens] = dlogits @ problem.weight[columns]
+            # what ends in the weight's own type may round its terms to it
+            exact = self.call.into_main_grad
             for block in problem.blocks(dlogits.shape[0])[1]:
-                add_mm_(self.dweight[block], dlogits[:, block].t(), problem.hidden[tokens], first=tokens.start == 0)
+                add_mm_(self.dweight[block], dlogits[:, block].t(), problem.hidden[tokens], first=tokens.start == 0, exact=exact)
         return loss, logprob, entropy if self.want_entropy else None, metrics
 
     def logits(self, tokens: slice) -> Tensor:
