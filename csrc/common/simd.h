@@ -15,6 +15,8 @@
 #endif
 
 #define MEGAPPO_INLINE inline __attribute__((always_inline))
+// For lambdas: [&](Floats x) MEGAPPO_INLINE_LAMBDA { ... }
+#define MEGAPPO_INLINE_LAMBDA __attribute__((always_inline))
 
 namespace megappo::MEGAPPO_ISA {
 
@@ -66,13 +68,35 @@ MEGAPPO_INLINE Floats operator*(Floats a, Floats b) {
   return a;
 }
 
-// The larger of two; where either is NaN, b. x86's maximum instruction has these semantics.
+// The larger of two; where either is NaN, b: what x86's instruction does, which compilers do not always see in a comparison.
+MEGAPPO_INLINE NativeFloats native_max(NativeFloats a, NativeFloats b) {
+#if defined(__AVX512F__)
+  return _mm512_maskz_max_ps(0xffff, a, b);
+#elif defined(__AVX2__)
+  return _mm256_max_ps(a, b);
+#elif defined(__SSE2__)
+  return _mm_max_ps(a, b);
+#else
+  return a > b ? a : b;
+#endif
+}
+MEGAPPO_INLINE NativeFloats native_min(NativeFloats a, NativeFloats b) {
+#if defined(__AVX512F__)
+  return _mm512_maskz_min_ps(0xffff, a, b);
+#elif defined(__AVX2__)
+  return _mm256_min_ps(a, b);
+#elif defined(__SSE2__)
+  return _mm_min_ps(a, b);
+#else
+  return a < b ? a : b;
+#endif
+}
 MEGAPPO_INLINE Floats max(Floats a, Floats b) {
-  for (int i = 0; i < kParts; ++i) a.part[i] = a.part[i] > b.part[i] ? a.part[i] : b.part[i];
+  for (int i = 0; i < kParts; ++i) a.part[i] = native_max(a.part[i], b.part[i]);
   return a;
 }
 MEGAPPO_INLINE Floats min(Floats a, Floats b) {
-  for (int i = 0; i < kParts; ++i) a.part[i] = a.part[i] < b.part[i] ? a.part[i] : b.part[i];
+  for (int i = 0; i < kParts; ++i) a.part[i] = native_min(a.part[i], b.part[i]);
   return a;
 }
 
@@ -94,8 +118,7 @@ MEGAPPO_INLINE Floats rounded(Floats x) {
   return x;
 }
 
-// e^x to 2 roundings for x in [-87, 88]; x is clamped to that, so that nothing overflows; NaN stays NaN. Cephes' polynomial on
-// [-log 2 / 2, log 2 / 2].
+// e^x to 2 roundings, for x in [-87, 88] or NaN: Cephes' polynomial on [-log 2 / 2, log 2 / 2].
 constexpr float kExpLowest = -87.0f, kExpHighest = 88.0f;
 
 MEGAPPO_INLINE NativeFloats native_exp(NativeFloats x) {
@@ -112,11 +135,13 @@ MEGAPPO_INLINE NativeFloats native_exp(NativeFloats x) {
   return bits_as<NativeFloats>(bits_as<NativeInts>(p) + (bits_as<NativeInts>(shifted) << 23));
 }
 
-MEGAPPO_INLINE Floats exp(Floats x) {
-  x = min(splat(kExpHighest), max(splat(kExpLowest), x));
+MEGAPPO_INLINE Floats exp_within(Floats x) {
   for (int i = 0; i < kParts; ++i) x.part[i] = native_exp(x.part[i]);
   return x;
 }
+
+// The same for every x: what is outside is taken for the bound.
+MEGAPPO_INLINE Floats exp(Floats x) { return exp_within(min(splat(kExpHighest), max(splat(kExpLowest), x))); }
 
 MEGAPPO_INLINE float sum(Floats x) {
   float lane[kLanes];
@@ -145,18 +170,38 @@ MEGAPPO_INLINE T read(const void* at) {
 
 MEGAPPO_INLINE NativeFloats widen(const float* at) { return read<NativeFloats>(at); }
 
-MEGAPPO_INLINE NativeFloats widen(const bf16* at) {
-  return bits_as<NativeFloats>(__builtin_convertvector(read<NativeHalves>(at), NativeWords) << 16);
+// 16-bit numbers to the low halves of words and back. Compilers make several instructions of the generic conversion.
+MEGAPPO_INLINE NativeWords words_of(const void* at) {
+#if defined(__AVX512F__)
+  return bits_as<NativeWords>(_mm512_maskz_cvtepu16_epi32(0xffff, read<__m256i>(at)));
+#elif defined(__AVX2__)
+  return bits_as<NativeWords>(_mm256_cvtepu16_epi32(read<__m128i>(at)));
+#else
+  return __builtin_convertvector(read<NativeHalves>(at), NativeWords);
+#endif
 }
+
+MEGAPPO_INLINE NativeHalves halves_of(NativeWords x) {
+#if defined(__AVX512F__)
+  return bits_as<NativeHalves>(_mm512_maskz_cvtepi32_epi16(0xffff, bits_as<__m512i>(x)));
+#elif defined(__AVX2__)
+  const __m256i words = bits_as<__m256i>(x);
+  return bits_as<NativeHalves>(_mm_packus_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
+#else
+  return __builtin_convertvector(x, NativeHalves);
+#endif
+}
+
+MEGAPPO_INLINE NativeFloats widen(const bf16* at) { return bits_as<NativeFloats>(words_of(at) << 16); }
 
 MEGAPPO_INLINE NativeFloats widen(const f16* at) {
 #if defined(__AVX512F__)
-  return _mm512_cvtph_ps(read<__m256i>(at));
+  return _mm512_maskz_cvtph_ps(0xffff, read<__m256i>(at));
 #elif defined(__F16C__)
   return _mm256_cvtph_ps(read<__m128i>(at));
 #else
   // Exponent and mantissa moved to their fp32 places are the number times 2^-112; infinities and NaN need the fp32 exponent.
-  const NativeWords bits = __builtin_convertvector(read<NativeHalves>(at), NativeWords), rest = bits & 0x7fffu;
+  const NativeWords bits = words_of(at), rest = bits & 0x7fffu;
   const NativeFloats scaled = bits_as<NativeFloats>(rest << 13) * 0x1p112f;
   const NativeWords special = rest >= 0x7c00u ? NativeWords{} + 0x7f800000u : NativeWords{};
   return bits_as<NativeFloats>(bits_as<NativeWords>(scaled) | special | ((bits & 0x8000u) << 16));
@@ -168,13 +213,13 @@ MEGAPPO_INLINE void narrow(float* at, NativeFloats x) { std::memcpy(at, &x, size
 MEGAPPO_INLINE void narrow(bf16* at, NativeFloats x) {
   const NativeWords bits = bits_as<NativeWords>(x);
   const NativeWords nearest_even = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-  const NativeHalves half = __builtin_convertvector(x == x ? nearest_even : NativeWords{} + 0x7fc0u, NativeHalves);
+  const NativeHalves half = halves_of(x == x ? nearest_even : NativeWords{} + 0x7fc0u);
   std::memcpy(at, &half, sizeof(half));
 }
 
 MEGAPPO_INLINE void narrow(f16* at, NativeFloats x) {
 #if defined(__AVX512F__)
-  const __m256i half = _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  const __m256i half = _mm512_maskz_cvtps_ph(0xffff, x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 #elif defined(__F16C__)
   const __m128i half = _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 #else
@@ -184,7 +229,7 @@ MEGAPPO_INLINE void narrow(f16* at, NativeFloats x) {
   const NativeWords normal = (rest - 0x37fff001u + ((rest >> 13) & 1u)) >> 13;
   const NativeWords large = rest > 0x7f800000u ? NativeWords{} + 0x7e00u : NativeWords{} + 0x7c00u;
   const NativeWords magnitude = rest < 0x38800000u ? tiny : (rest >= 0x47800000u ? large : normal);
-  const NativeHalves half = __builtin_convertvector(magnitude | ((bits >> 16) & 0x8000u), NativeHalves);
+  const NativeHalves half = halves_of(magnitude | ((bits >> 16) & 0x8000u));
 #endif
   std::memcpy(at, &half, sizeof(half));
 }

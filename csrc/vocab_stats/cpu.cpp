@@ -20,11 +20,9 @@ float inverse_temperature(const VocabRows& a, std::int64_t row) {
   return a.row_inv_temp != nullptr ? a.row_inv_temp[row] : a.inv_temp;
 }
 
-// f(Floats x, chunk) for 16 columns after the other; missing lanes of the last chunk are -inf. Chunks take turns over kChains
-// accumulators, so that an addition need not wait for the one before it.
-constexpr int kChains = 4;
-
-template <class T, class F>
+// f(x, chain) for 16 columns after the other; missing lanes of the last ones are -inf. They take turns over `kChains` accumulators,
+// so that an addition need not wait for the one before it.
+template <int kChains, class T, class F>
 MEGAPPO_INLINE void for_lanes(const T* x, std::int64_t count, F&& f) {
   std::int64_t at = 0;
   for (; at + kChains * kLanes <= count; at += kChains * kLanes) {
@@ -37,8 +35,8 @@ MEGAPPO_INLINE void for_lanes(const T* x, std::int64_t count, F&& f) {
 template <class T>
 float largest(const T* x, std::int64_t count, float inv_temp) {
   const Floats scale = splat(inv_temp);
-  Floats m[kChains] = {splat(-kInfinity), splat(-kInfinity), splat(-kInfinity), splat(-kInfinity)};
-  for_lanes(x, count, [&](Floats v, int chain) { m[chain] = max(v * scale, m[chain]); });
+  Floats m[4] = {splat(-kInfinity), splat(-kInfinity), splat(-kInfinity), splat(-kInfinity)};
+  for_lanes<4>(x, count, [&](Floats v, int chain) MEGAPPO_INLINE_LAMBDA { m[chain] = max(v * scale, m[chain]); });
   return max_of(max(max(m[0], m[1]), max(m[2], m[3])));
 }
 
@@ -46,7 +44,7 @@ float largest(const T* x, std::int64_t count, float inv_temp) {
 template <class T>
 float nothing_or_nan(const T* x, std::int64_t count) {
   Floats total = splat(0.0f);
-  for_lanes(x, count, [&](Floats v, int) { total = total + v; });
+  for_lanes<1>(x, count, [&](Floats v, int) MEGAPPO_INLINE_LAMBDA { total = total + v; });
   const float all = sum(total);
   return all == all ? 0.0f : all;
 }
@@ -58,14 +56,14 @@ VocabStats segment_stats(const T* x, std::int64_t count, float inv_temp) {
   const float m = largest(x, count, inv_temp);
   if (m == -kInfinity) return {m, nothing_or_nan(x, count), 0.0f, -kInfinity};
   const Floats scale = splat(inv_temp), top = splat(m);
-  Floats s[kChains] = {}, t[kChains] = {};
-  for_lanes(x, count, [&](Floats v, int chain) {
+  Floats s[2] = {}, t[2] = {};
+  for_lanes<2>(x, count, [&](Floats v, int chain) MEGAPPO_INLINE_LAMBDA {
     const Floats d = max(splat(kExpLowest), rounded(v * scale) - top);
-    const Floats e = exp(d);
+    const Floats e = exp_within(d);
     s[chain] = s[chain] + e;
     if constexpr (kEntropy) t[chain] = t[chain] + e * d;
   });
-  return {m, sum((s[0] + s[1]) + (s[2] + s[3])), sum((t[0] + t[1]) + (t[2] + t[3])), -kInfinity};
+  return {m, sum(s[0] + s[1]), sum(t[0] + t[1]), -kInfinity};
 }
 
 // The fold of two neighbours; an empty one (s = 0) is the identity. NaN in either stays.
@@ -88,12 +86,12 @@ struct RowGradient {
 template <bool kEntropy, class T>
 void segment_gradient(const T* x, T* out, std::int64_t count, RowGradient r) {
   const Floats scale = splat(r.inv_temp), lse = splat(r.lse), h = splat(r.entropy), g = splat(-r.g), g_h = splat(-r.g_h);
-  const Floats lowest = splat(kExpLowest), zero = splat(0.0f);
-  const auto gradient = [&](Floats v) {
-    const Floats d = rounded(v * scale) - lse;
-    const Floats p = where_below(d, lowest, zero, exp(d));
+  const Floats lowest = splat(kExpLowest), highest = splat(kExpHighest), zero = splat(0.0f);
+  const auto gradient = [&](Floats v) MEGAPPO_INLINE_LAMBDA {
+    const Floats log_p = rounded(v * scale) - lse, near = min(highest, max(lowest, log_p));
+    const Floats p = where_below(log_p, lowest, zero, exp_within(near));
     if constexpr (!kEntropy) return p * g;
-    return p * (max(splat(kExponentFloor), d + h) * g_h + g);
+    return p * ((near + h) * g_h + g);
   };
   std::int64_t at = 0;
   for (; at + kLanes <= count; at += kLanes) store(out + at, gradient(load(x + at)));
