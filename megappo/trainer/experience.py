@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 from typing import Sequence
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -64,8 +65,8 @@ def pack_experience(requests: Sequence[Request], responses: Sequence[Response]) 
 def _kept_field(kept: Sequence[KeptIds], sampled: Tensor) -> Tensor:
     """[T, K] int32 of the ids of all sampled tokens, in their order."""
     counts = torch.zeros(sampled.numel(), dtype=torch.long)
-    counts[sampled] = torch.cat([torch.tensor(one.counts, dtype=torch.long) for one in kept])
+    counts[sampled] = torch.from_numpy(numpy.concatenate([one.counts for one in kept])).long()
     places = torch.arange(int(counts.max()) if counts.numel() else 0) < counts[:, None]
     field = torch.full(places.shape, NO_ID, dtype=torch.int32)
-    field[places] = torch.cat([torch.tensor(one.ids, dtype=torch.int32) for one in kept])
+    field[places] = torch.from_numpy(numpy.concatenate([one.ids for one in kept]))
     return field
