@@ -104,6 +104,17 @@ __device__ inline void load_groups(const T* row, int first, int stride, int grou
   for (int u = 0; u < kUnroll; ++u) raw[u] = realigned(raw[u], next[u], bytes);
 }
 
+// e^x by one instruction; 0 where it is below the smallest normal number. __expf pays three more for those.
+__device__ inline float quick_exp(float x) {
+#ifdef MEGAPPO_CUDA_ON_CPU
+  return __expf(x);
+#else
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * 1.44269504088896341f));
+  return y;
+#endif
+}
+
 // The running statistic of one thread; its maximum grows at most once for a batch of values.
 struct Running {
   float m = -kInfinity, s = 0.0f, t = 0.0f;
@@ -114,7 +125,7 @@ struct Running {
   __device__ void raise(float top) {
     if (top <= m) return;
     if (m != -kInfinity) {
-      const float d = m - top, w = __expf(d);
+      const float d = m - top, w = quick_exp(d);
       t = w * (t + d * s);
       s = w * s;
     }
@@ -123,7 +134,7 @@ struct Running {
 
   template <bool kEntropy>
   __device__ void add(float x, float top) {
-    const float d = x - top, e = __expf(d);
+    const float d = x - top, e = quick_exp(d);
     s += e;
     if (kEntropy) t += e * fmaxf(d, kExponentFloor);  // e = 0 and d = -inf: 0
   }
@@ -193,7 +204,7 @@ __global__ void __launch_bounds__(kMaxThreads, 4) segments_kernel(VocabStatsArgs
   }
 
   const float m = block_max(running.m, scratch);
-  const float d = running.m == -kInfinity ? 0.0f : running.m - m, w = __expf(d);
+  const float d = running.m == -kInfinity ? 0.0f : running.m - m, w = quick_exp(d);
   const float t = kEntropy ? block_sum(w * (running.t + d * running.s), scratch) : 0.0f;
   const float s = block_sum(w * running.s, scratch);
   if (me == 0) {
@@ -237,11 +248,11 @@ __global__ void merge_kernel(VocabMergeArgs a) {
 struct RowGradient {
   float inv_temp, lse, entropy, g, g_h;
 
-  // -dlogits without the target's own term: p (g + g_h (log p + H)).
+  // dlogits of a column that is not the target: -p (g + g_h (log p + H)).
   template <bool kEntropy>
-  __device__ float spread(float x) const {
-    const float d = __fmul_rn(x, inv_temp) - lse, p = __expf(d);
-    return kEntropy ? p * (g + g_h * fmaxf(d + entropy, kExponentFloor)) : p * g;
+  __device__ float elsewhere(float x) const {
+    const float d = __fmul_rn(x, inv_temp) - lse, p = quick_exp(d);
+    return kEntropy ? -p * (g + g_h * fmaxf(d + entropy, kExponentFloor)) : -p * g;
   }
 
   template <bool kEntropy>
@@ -249,16 +260,10 @@ struct RowGradient {
     const float d = __fmul_rn(x, inv_temp) - lse, grad = -g * expm1f(d);
     return kEntropy ? grad - g_h * expf(d) * fmaxf(d + entropy, kExponentFloor) : grad;
   }
-
-  template <bool kEntropy>
-  __device__ float of(float x, int column, int target, int valid) const {
-    if (column >= valid) return 0.0f;
-    return column == target ? at_target<kEntropy>(x) : -spread<kEntropy>(x);
-  }
 };
 
 // Threads share the columns in 16-byte groups of `out`: nothing is summed here, so they may follow the address. `out` may be the
-// logits: a thread reads what it then overwrites, and the target's term is made by the thread that has it.
+// logits: a thread reads what it then overwrites, and the one that has read the target writes its term last.
 template <class T, bool kEntropy>
 __global__ void __launch_bounds__(kMaxThreads, 4) backward_kernel(VocabBackwardArgs a) {
   const std::int64_t unit = blockIdx.x, row = unit / a.num_segments, start = unit % a.num_segments * a.segment_columns;
@@ -283,6 +288,8 @@ __global__ void __launch_bounds__(kMaxThreads, 4) backward_kernel(VocabBackwardA
   const std::int64_t owned = owned_column(a.rows, target) - start, valid_left = a.rows.num_valid - start;
   const int mine = owned >= 0 && owned < count ? static_cast<int>(owned) : -1;
   const int valid = static_cast<int>(max(std::int64_t{0}, min(valid_left, static_cast<std::int64_t>(count))));
+  bool have_target = false;
+  float x_target = 0.0f;
 
   for (int first = me; first < groups; first += kUnroll * threads) {
     uint4 raw[kUnroll];
@@ -293,17 +300,27 @@ __global__ void __launch_bounds__(kMaxThreads, 4) backward_kernel(VocabBackwardA
       if (group >= groups) break;
       float v[kVector<T>];
       unpack(raw[u], v, T{});
-      if ((mine >= column && mine < column + kVector<T>) || column + kVector<T> > valid) {
+      if (mine >= column && mine < column + kVector<T>) {
+        have_target = true;
 #pragma unroll
-        for (int i = 0; i < kVector<T>; ++i) v[i] = gradient.of<kEntropy>(v[i], column + i, mine, valid);
-      } else {
+        for (int i = 0; i < kVector<T>; ++i) x_target = column + i == mine ? v[i] : x_target;
+      }
 #pragma unroll
-        for (int i = 0; i < kVector<T>; ++i) v[i] = -gradient.spread<kEntropy>(v[i]);
+      for (int i = 0; i < kVector<T>; ++i) v[i] = gradient.elsewhere<kEntropy>(v[i]);
+      if (column + kVector<T> > valid) {
+#pragma unroll
+        for (int i = 0; i < kVector<T>; ++i) v[i] = column + i < valid ? v[i] : 0.0f;
       }
       __stcs(out_groups + group, pack(v, T{}));
     }
   }
-  if (single < count) out[single] = from_float<T>(gradient.of<kEntropy>(to_float(x[single]), single, mine, valid));
+  if (single < count) {
+    const float v = to_float(x[single]);
+    have_target |= single == mine;
+    x_target = single == mine ? v : x_target;
+    out[single] = from_float<T>(single < valid ? gradient.elsewhere<kEntropy>(v) : 0.0f);
+  }
+  if (have_target) out[mine] = from_float<T>(gradient.at_target<kEntropy>(x_target));
 }
 
 // Threads for a segment: no more warps than it has groups for.
