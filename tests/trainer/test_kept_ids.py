@@ -81,9 +81,9 @@ def test_logprobs_and_entropies_are_over_the_ids_of_their_own_token(alone, kept,
 def test_a_token_with_one_id_has_no_gradient(alone):
     output = output_of()
     logprob, _ = LanguageModel(None, TEMPERATURE).token_logprobs(output, batch_of(SAMPLED), False)
-    assert logprob[3] == 0.0, "token 3 could only be what it is"
+    assert abs(float(logprob[3])) < 1e-7, "token 3 could only be what it is"
     (gradient,) = torch.autograd.grad(logprob[3] + logprob[4], output.hidden)
-    assert not gradient[2].any() and gradient[3].any()
+    assert gradient[2].abs().max() < 1e-7 and gradient[3].abs().max() > 0.1
 
 
 @pytest.mark.parametrize("shift", [lambda field, *_: field, lambda field, *_: field.roll(1, 0)])
