@@ -17,6 +17,8 @@ from megappo.platform.quiet import quiet_libraries
 
 Arguments = argparse.Namespace
 PACKAGE = Path(__file__).parent
+JOB_DEFAULTS = ("launcher", "signal_lead_s", "max_requeues")  # options of `launch` whose defaults are those of `launch.script.Job`
+OF_SLURM = (*JOB_DEFAULTS, "nodes", "partition", "account", "time", "cpus_per_rank", "container", "mount", "sbatch")
 EXIT_STOPPED = 75  # EX_TEMPFAIL of sysexits.h: the run was asked to stop, has saved, and can be resumed
 
 
@@ -88,7 +90,9 @@ def cmd_plan(args: Arguments) -> int:
     target = None if args.plot is None else check_plot(args.plot)
     config = load_config(args.config, args.overrides)
     ranks = args.world_size if args.world_size is not None else world_size(config.run)
-    prepared = _prepare(config, ranks, args.gpu_memory_gib, resume=args.resume, counter=counter_of_built_models())
+    prepared = _prepare(
+        config, ranks, args.gpu_memory_gib, resume=args.resume, shapes_only=args.shapes_only, counter=counter_of_built_models()
+    )
     print(prepared.report(), end="")
     if target is not None:
         plot(prepared.plan, target)
@@ -104,15 +108,17 @@ def cmd_launch(args: Arguments) -> int:
 
     if args.local:
         return _launch_here(args)
+    if args.mount and args.container is None:
+        raise ConfigError(f"launch: --mount {args.mount[0]} has no effect without --container")
     for option, value in (("--nodes", args.nodes), ("--gpus-per-node", args.gpus_per_node)):
         if value is None:
             raise ConfigError(f"launch: {option} is missing (how many; --local needs none)")
     config = load_config(args.config, args.overrides)
     limits = submit.Limits(args.partition, args.account, args.time)
     job = Job(
-        args.nodes, args.gpus_per_node, gpus=config.run.device != "cpu", launcher=args.launcher, signal_lead_s=args.signal_lead,
-        max_requeues=args.max_requeues, cpus_per_rank=args.cpus_per_rank, container=args.container, mounts=tuple(args.mount),
-        options=(*limits.options(), *args.sbatch),
+        args.nodes, args.gpus_per_node, gpus=config.run.device != "cpu", cpus_per_rank=args.cpus_per_rank,
+        container=args.container, mounts=tuple(args.mount), options=(*limits.options(), *args.sbatch),
+        **{name: value for name, value in vars(args).items() if name in JOB_DEFAULTS and value is not None},
     )  # fmt: skip
     # Seconds here, not a place in the queue: everything that can be known before the ranks start, as `megappo plan` does.
     submit.check_job(config, job, limits)
@@ -143,8 +149,9 @@ def _launch_here(args: Arguments) -> int:
     from megappo.launch.local import start_ranks
     from megappo.launch.world import world_size
 
-    for option, value in (("--nodes", args.nodes if args.nodes != 1 else None), ("--partition", args.partition), ("--time", args.time)):
-        if value is not None:
+    for name in OF_SLURM:
+        if value := getattr(args, name):
+            option = "--" + name.removesuffix("_s").replace("_", "-")
             raise ConfigError(f"launch: {option} {value} does not go with --local, which starts the ranks on this machine")
     config = load_config(args.config, args.overrides)
     ranks = args.gpus_per_node if args.gpus_per_node is not None else world_size(config.run)
@@ -262,26 +269,27 @@ def _device(requested: str) -> str:
 
 
 def _prepare(
-    config, ranks: int, gpu_memory_gib: Optional[float], *, resume: bool = False, device: Optional[str] = None, counter=None
-):
+    config, ranks: int, gpu_memory_gib: Optional[float], *, resume: bool = False, shapes_only: bool = False,
+    device: Optional[str] = None, counter=None,
+):  # fmt: skip
     """Everything checked; a given GPU memory, or device, plans for GPUs that are not on this machine.
 
-    counter: see `plan.memory.Counter`; None counts by shapes.
+    shapes_only: see `plan.prepare.prepare`. counter: see `plan.memory.Counter`; None counts by shapes.
     """
     from megappo.plan.estimate import bytes_of_gib
     from megappo.plan.memory import count_parameters
     from megappo.plan.prepare import prepare
 
-    counter = counter or count_parameters
+    how = {"resume": resume, "shapes_only": shapes_only, "counter": counter or count_parameters}
     if gpu_memory_gib is not None:
-        return prepare(config, ranks, "cuda", bytes_of_gib(gpu_memory_gib), resume=resume, counter=counter)
+        return prepare(config, ranks, "cuda", bytes_of_gib(gpu_memory_gib), **how)
     device = device or _device(config.run.device)
     memory = None
     if device == "cuda":
         import torch
 
         memory = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
-    return prepare(config, ranks, device, memory, resume=resume, counter=counter)
+    return prepare(config, ranks, device, memory, **how)
 
 
 def build_parser() -> Parser:
@@ -309,6 +317,9 @@ def build_parser() -> Parser:
     )
     plan.add_argument(
         "--gpu-memory-gib", type=_positive_float, metavar="GIB", help="plan for GPUs of this size, whatever is here"
+    )
+    plan.add_argument(
+        "--shapes-only", action="store_true", help="read config.json of the models alone: weights, tokenizer and data may be missing"
     )
     plan.add_argument("--plot", metavar="FILE", help="draw rank grids and pipelines (.png, .svg or .pdf)")
     plan.add_argument("--resume", action="store_true", help="plan to continue a run: what only its start reads may be gone")
@@ -364,11 +375,11 @@ def _add_launch(command: Callable[..., Parser]) -> None:
     add("--partition", metavar="NAME", help="Slurm's partition")
     add("--account", metavar="NAME", help="Slurm's account")
     add("--time", metavar="TIME", help="longest time of one attempt, for example 24:00:00 or 2-0")
-    add("--launcher", choices=("srun", "torchrun"), default="srun",
+    add("--launcher", choices=("srun", "torchrun"),
         help="srun: one task per rank (default); torchrun: one task per node, c10d rendezvous")  # fmt: skip
-    add("--signal-lead", type=_positive_int, default=180, metavar="S",
+    add("--signal-lead", dest="signal_lead_s", type=_positive_int, metavar="S",
         help="seconds before the time limit at which a checkpoint is asked for; at least the longest step plus a save (default: 180)")  # fmt: skip
-    add("--max-requeues", type=_non_negative_int, default=3, metavar="N", help="most requeues of the job (default: 3)")
+    add("--max-requeues", type=_non_negative_int, metavar="N", help="most requeues of the job (default: 3)")
     add("--cpus-per-rank", type=_positive_int, metavar="N", help="cores of a rank (default: the cluster's)")
     add("--container", metavar="IMAGE", help="run in this image: *.sif with apptainer, anything else with pyxis and enroot")
     add("--mount", action="append", default=[], metavar="HOST:CONTAINER", help="of the container, beside the working directory")

@@ -33,10 +33,13 @@ from megappo.rollout.vllm_limits import check_vllm
 
 @dataclass(frozen=True)
 class Prepared:
-    """A run that can start: its plan, its data, and remarks on keys that this device does not need."""
+    """A run that can start: its plan, its data, and remarks on keys that this device does not need.
+
+    data: None where only shapes were looked at, and then nothing is known of whether the run could start.
+    """
 
     plan: Plan
-    data: RunData
+    data: Optional[RunData]
     notes: tuple[str, ...]
 
     def report(self) -> str:
@@ -50,25 +53,30 @@ def prepare(
     device_memory: Optional[int] = None,
     *,
     resume: bool = False,
+    shapes_only: bool = False,
     counter: Counter = count_parameters,
 ) -> Prepared:
     """Check a run completely without building anything. ValueError, one line, with the first thing that cannot work.
 
     device_memory: bytes of one GPU; None where it is not known, and then nothing is refused for its size. resume: the run goes on
-    from its own checkpoint, and what only its start needs may be gone.
+    from its own checkpoint, and what only its start needs may be gone. shapes_only: config.json of the models is enough; weights,
+    tokenizer, data and packages need not be there.
     """
     notes = check_config(config, explicit_keys(config), world_size, device)
-    _check_names(config)
+    if not shapes_only:
+        _check_names(config)
     implementation = choose_implementation(config.model.impl, device)  # raises where it cannot work
     check_kernels(config.kernels, device)
-    archs = read_archs(config)
+    archs = read_archs(config, need_weights=not shapes_only)
     layouts = check_layouts(config, archs, world_size, implementation)
     if config.rollout.engine == "vllm":
         longest = step_arithmetic(config).max_sequence_tokens
         check_vllm(archs["policy"], config.rollout.tp, world_size, longest, device)  # raises what vLLM cannot serve
-    if not resume:
+    if not resume and not shapes_only:
         critic_source(config.critic, archs["critic"])  # raises where there is no such checkpoint
     plan = make_plan(config, archs, layouts, world_size, device, device_memory, counter)
+    if shapes_only:
+        return Prepared(plan, None, (*notes, "only shapes were looked at: weights, tokenizer and data may be missing"))
     return Prepared(plan, load_run_data(config, archs["policy"]), tuple(notes))
 
 

@@ -162,12 +162,17 @@ def phase_lines(plan: Plan) -> list[str]:
 
 
 def _distinct_stages(stages: Sequence[RoleMemory]) -> Iterator[tuple[str, RoleMemory]]:
-    """Stages of equal memory in one line: `0`, `1-6`, `7`."""
+    """Neighbours that hold as much in one line, with the most activations among them: `0`, `1-6`, `7`."""
     first = 0
     for stage in range(1, len(stages) + 1):
-        if stage == len(stages) or stages[stage] != stages[first]:
-            yield ranks_text(range(first, stage)) if stage - first > 1 else str(first), stages[first]
+        if stage == len(stages) or _held(stages[stage]) != _held(stages[first]):
+            fullest = max(stages[first:stage], key=lambda memory: memory.activations)
+            yield ranks_text(range(first, stage)) if stage - first > 1 else str(first), fullest
             first = stage
+
+
+def _held(memory: RoleMemory) -> tuple[int, ...]:
+    return memory.parameters, memory.weights, memory.gradients, memory.optimizer
 
 
 def _cache_lines(plan: Plan) -> Iterator[str]:
