@@ -136,15 +136,38 @@ def test_kept_and_recomputed_logits_give_the_same_bits(kernels):
             for keep_logits in (False, True):
                 # the same forward for both: a fused one has other roundings in lse
                 stats, logits = OPS.linear_stats(
-                    h, w, target, 0, 90, 1.25, None, IGNORE, True, None, logits_dtype == "bf16", True, 16, False
+                    h, w, target, 0, 90, 1.25, None, IGNORE, True, None, logits_dtype == "bf16", True, 35, False
                 )
                 logprob, entropy, lse = OPS.vocab_stats_merge(stats[None], target, IGNORE)
                 grads.append(OPS.linear_backward(
                     h.detach(), w.detach(), target, lse.detach(), entropy.detach(), g_lp, g_h, 0, 90, 1.25, None, IGNORE, None,
-                    logits.detach() if keep_logits else None, logits_dtype == "bf16", 16, False,
+                    logits.detach() if keep_logits else None, logits_dtype == "bf16", 35, False,
                 ))  # fmt: skip
             assert torch.equal(grads[0][0], grads[1][0]) and torch.equal(grads[0][1], grads[1][1])
             assert logits.dtype == (torch.bfloat16 if logits_dtype == "bf16" and dtype == torch.bfloat16 else torch.float32)
+
+
+@pytest.mark.parametrize("keep_logits", [False, True])
+def test_backward_twice_leaves_inputs_and_kept_logits_as_they_are(keep_logits):
+    h, w, target, g_lp, g_h = problem()
+    before = h.detach().clone(), w.detach().clone()
+    logprob, entropy = linear_logprob(h, w, target, None, vocab_start=0, num_valid=VOCAB, keep_logits=keep_logits)
+    loss = (logprob * g_lp + entropy * g_h).sum()
+    first = torch.autograd.grad(loss, (h, w), retain_graph=True)
+    second = torch.autograd.grad(loss, (h, w))
+    assert all(torch.equal(a, b) for a, b in zip((*first, *before), (*second, h, w)))
+
+
+@pytest.mark.parametrize("which", ["logprob", "entropy"])
+def test_one_output_alone_has_the_gradient_it_has_with_the_other(which):
+    h, w, target, g_lp, g_h = problem()
+    where = {"vocab_start": 0, "num_valid": VOCAB}
+    pick = {"logprob": lambda lp, e: (lp * g_lp).sum(), "entropy": lambda lp, e: (e * g_h).sum()}[which]
+    alone = torch.autograd.grad(pick(*linear_logprob(h, w, target, None, **where)), (h, w))
+    logprob, entropy = linear_logprob(h, w, target, None, **where)
+    other = 0.0 * (entropy.sum() if which == "logprob" else logprob.sum())
+    for a, b in zip(alone, torch.autograd.grad(pick(logprob, entropy) + other, (h, w))):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
 
 
 def test_strided_inputs_and_expanded_gradients(kernels):

@@ -18,8 +18,12 @@ from torch import Tensor
 from megappo.ops.linear_blocks import LinearLogits, logits_dtype_of, merge_blocks
 from megappo.ops.linear_stats import stats_in_blocks
 
-# Of half types: 128 accumulators for each of 256 threads, and three stages of 48 KB. fp32 has no tensor cores at full precision.
-HALF_TILE = {"BLOCK_T": 128, "BLOCK_V": 256, "BLOCK_H": 64, "num_warps": 8, "num_stages": 3}
+# Half types from Hopper on: 128 accumulators for each of 256 threads, and four stages of 48 KB. Before it mma.sync needs registers
+# for its operands too: half as many accumulators, and four stages of 32 KB. Compiled for sm_80 and sm_90a,
+# none spills inside its loop over the hidden size, and at most ten registers around it.
+HOPPER_TILE = {"BLOCK_T": 128, "BLOCK_V": 256, "BLOCK_H": 64, "num_warps": 8, "num_stages": 4}
+AMPERE_TILE = {"BLOCK_T": 128, "BLOCK_V": 128, "BLOCK_H": 64, "num_warps": 8, "num_stages": 4}
+# At full precision fp32 has no tensor cores.
 FP32_TILE = {"BLOCK_T": 64, "BLOCK_V": 64, "BLOCK_H": 32, "num_warps": 4, "num_stages": 2}
 # Programs per multiprocessor: with 16 rounds, the last one half empty costs 3 %.
 ROUNDS = 16
@@ -39,6 +43,9 @@ def _linear_stats(
     k = tl.arange(0, BLOCK_H)
     h_at = hidden + row[:, None] * hidden_stride + k[None, :]
     label = tl.load(target + row, mask=in_rows, other=ignore_index)
+    # in 32 bits: ids of 64 would cost the registers that the accumulators need
+    owned = (label >= vocab_start) & (label < vocab_start + num_valid)
+    own_label = tl.where(owned, label - vocab_start, -1).to(tl.int32)
     scale = tl.load(row_inv_temp + row, mask=in_rows, other=1.0) if PER_ROW else tl.full((BLOCK_T,), inv_temp, tl.float32)
 
     m = tl.full((BLOCK_T,), NOTHING, tl.float32)
@@ -46,9 +53,9 @@ def _linear_stats(
     t = tl.zeros((BLOCK_T,), tl.float32)
     z = tl.full((BLOCK_T,), NOTHING, tl.float32)
     for tile in range(split * tiles_per_split, (split + 1) * tiles_per_split):
-        column = (tile * BLOCK_V + tl.arange(0, BLOCK_V)).to(tl.int64)
+        column = tile * BLOCK_V + tl.arange(0, BLOCK_V)
         in_columns = column < num_valid
-        w_at = weight + column[None, :] * weight_stride + k[:, None]
+        w_at = weight + column[None, :].to(tl.int64) * weight_stride + k[:, None]
         x = tl.zeros((BLOCK_T, BLOCK_V), tl.float32)
         for first in range(0, hidden_size, BLOCK_H):
             if EVEN_H:
@@ -63,7 +70,7 @@ def _linear_stats(
             x = tl.dot(h, w, x, input_precision="ieee")
         x = tl.where(in_columns[None, :], x * scale[:, None], NOTHING)
 
-        here = column[None, :] + vocab_start == label[:, None]
+        here = column[None, :] == own_label[:, None]
         z = tl.maximum(z, tl.max(tl.where(here, x, NOTHING), 1))
         top = tl.maximum(m, tl.max(x, 1))
         base = tl.where(top == NOTHING, 0.0, top)
@@ -108,7 +115,7 @@ def linear_stats(
         problem = LinearLogits(hidden, weight, target, vocab_start, num_valid, inv_temp, row_inv_temp, ignore_index, kept, bf16_logits,
                                invariant)
         return stats_in_blocks(problem, want_entropy, keep_logits, chunk_tokens)
-    tile = FP32_TILE if hidden.dtype == torch.float32 else HALF_TILE
+    tile = _tile(hidden)
     hidden, weight = (x if x.stride(1) == 1 else x.contiguous() for x in (hidden, weight))
     blocks_of_tokens, tiles = triton.cdiv(num_tokens, tile["BLOCK_T"]), triton.cdiv(num_valid, tile["BLOCK_V"])
     tiles_per_split = triton.cdiv(tiles, _splits(hidden.device, blocks_of_tokens, tiles))
@@ -122,6 +129,13 @@ def linear_stats(
         **tile,
     )
     return merge_blocks(partial), hidden.new_empty((0, 0), dtype=logits_dtype_of(weight, bf16_logits))
+
+
+def _tile(hidden: Tensor) -> dict[str, int]:
+    if hidden.dtype == torch.float32:
+        return FP32_TILE
+    hopper = hidden.device.type == "cpu" or torch.cuda.get_device_capability(hidden.device) >= (9, 0)
+    return HOPPER_TILE if hopper else AMPERE_TILE
 
 
 def _splits(device: torch.device, blocks_of_tokens: int, tiles: int) -> int:
