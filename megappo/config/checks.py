@@ -102,7 +102,7 @@ def _kept_tokens(config: TrainConfig) -> Optional[str]:
         return problem(
             "rollout.sampling.top_p",
             sampling.top_p,
-            f"any number of tokens may survive it, too many to record for replay; set top_k too (1 to {MAX_REPLAYED_TOP_K}), {without}",
+            f"may leave too many tokens to record for replay; set top_k too (1 to {MAX_REPLAYED_TOP_K}), {without}",
         )
     if sampling.top_k > MAX_REPLAYED_TOP_K:
         return problem(

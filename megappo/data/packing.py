@@ -22,8 +22,8 @@ class PackedBatch:
     """Sequences b = 0..B-1 laid end to end.
 
     tokens: [T] int64. cu_seqlens: [B+1] int32, cu_seqlens[b] is where sequence b starts and cu_seqlens[B] = T.
-    token_fields: name -> [T] (or [T, ...]), one value per token; int32 holds token ids or NO_ID. sequence_fields: name -> [B], one value
-    per sequence.
+    token_fields: name -> [T] (or [T, ...]), one value per token; int32 holds token ids or NO_ID. sequence_fields: name -> [B], one
+    value per sequence.
     """
 
     tokens: Tensor
@@ -57,7 +57,7 @@ class PackedBatch:
     ) -> PackedBatch:
         """A batch that holds these fields too (same names are replaced)."""
         for name, value in token_fields.items():
-            assert value.shape[:1] == self.tokens.shape, f"{name}: {tuple(value.shape)} is not one for each of {self.num_tokens} tokens"
+            assert value.shape[:1] == self.tokens.shape, f"{name}: {tuple(value.shape)} are not of {self.num_tokens} tokens"
         for name, value in sequence_fields.items():
             assert value.shape[0] == self.num_sequences, f"{name}: {len(value)} values for {self.num_sequences} sequences"
         return replace(
@@ -89,8 +89,9 @@ class PackedBatch:
     def padded(self, sequence_multiple: int = 1, total_multiple: int = 1) -> tuple[PackedBatch, Tensor]:
         """The batch with every sequence padded to a multiple, and [real tokens] int64: where this batch's tokens stand in it.
 
-        Padding is zeros (tokens 0, fields 0 or False, ids of fields NO_ID) at the end of a sequence. One more sequence of it completes
-        the total where it is no multiple of `total_multiple`, or 0: an empty micro-batch still has to run through every collective.
+        Padding is zeros (tokens 0, fields 0 or False, ids of fields NO_ID) at the end of a sequence. One more sequence of it
+        completes the total where it is no multiple of `total_multiple`, or 0: an empty micro-batch still has to run through every
+        collective.
         Context parallel needs sequences of a multiple of 2 cp tokens, sequence parallel a total that is a multiple of cp tp.
         """
         lengths = -(-self.lengths // sequence_multiple) * sequence_multiple

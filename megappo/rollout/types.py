@@ -11,8 +11,8 @@ from typing import Literal, Optional, Protocol, Sequence
 class SamplingParams:
     """How to sample. temperature 0 is greedy. stop: strings; stop_token_ids: ids that end a response and are part of it.
 
-    record_kept: each response says which ids top-k and top-p left for each of its tokens. ValueError for top_p without top_k, which
-    leaves up to the whole vocabulary.
+    record_kept: each response says which ids top-k and top-p left for each of its tokens. ValueError for top_p without top_k,
+    which leaves up to the whole vocabulary.
     """
 
     max_tokens: int
@@ -36,9 +36,9 @@ class SamplingParams:
     def kept_width(self) -> int:
         """Ids recorded for a token at most; 0 where none are.
 
-        Ties with the k-th best logit are all kept where vLLM runs on a CPU, and bf16 logits tie: they are 1/8 apart from 16 to 32,
-        where logits near the k-th best are dense enough (about k / 1.5 in an interval of 1) for k / 12 of them to be equal. The
-        margin is several standard deviations beyond that; `trainer/agreement.py` counts what does not fit all the same.
+        Ties with the k-th best logit are all kept where vLLM runs on a CPU, and bf16 logits tie: from 16 to 32 they are 1/8 apart,
+        and near the k-th best there are about k / 1.5 in an interval of 1, so that k / 12 are equal. The margin is several
+        standard deviations beyond that; `trainer/agreement.py` counts what does not fit all the same.
         """
         return self.top_k + 16 + self.top_k // 8 if self.record_kept and self.truncates else 0
 

@@ -129,8 +129,8 @@ class VllmEngine:
                 gpu_memory_utilization=memory_share,
                 kv_cache_memory_bytes=None if kv_cache_gib is None else int(kv_cache_gib * 2**30),
                 enforce_eager=enforce_eager or device.type == "cpu",
-                # after temperature, top-k and top-p: what was cut is -inf. (vLLM's own return_sampling_mask needs its second model
-                # runner, which has no CPU, and refuses the greedy requests of an evaluation.)
+                # After temperature, top-k and top-p: what was cut is -inf. (vLLM's own return_sampling_mask needs its second
+                # model runner, which has no CPU, and refuses the greedy requests of an evaluation.)
                 logprobs_mode="processed_logprobs",
                 max_logprobs=arch.vocab_size,
                 seed=seed,
@@ -268,10 +268,10 @@ class VllmEngine:
 
 
 def _kept_ids(ids: Sequence[int], logprobs: Sequence[float], best: int) -> KeptIds:
-    """ids, logprobs: for every token those of the sampled id and then of the `best` most likely, -inf where top-k or top-p cut."""
+    """ids, logprobs: for every token those of the sampled id, then of the `best` most likely, -inf where top-k or top-p cut."""
     table = numpy.array(ids, dtype=numpy.int32).reshape(-1, best + 1)
     kept = (numpy.array(logprobs, dtype=numpy.float32) > -numpy.inf).reshape(table.shape)
-    # The sampled id stands again in its place among the best; where more ids tie than were asked for it may take that of the last.
+    # The sampled id stands again in its place among the best; where more tie than were asked for it may take that of the last.
     kept[:, 0] &= ~(kept[:, 1:] & (table[:, 1:] == table[:, :1])).any(1)
     kept[:, best] &= ~kept[:, 0]
     return KeptIds(array("i", kept.sum(1, dtype=numpy.int32).tobytes()), array("i", table[kept].tobytes()))

@@ -66,5 +66,5 @@ def require_agreement(agreement: Agreement, limit: float, step: int, engine: str
         raise SamplerMismatch(
             f"step {step}: {engine} and the trainer disagree on sampled tokens: mean |probability difference| {agreement.mean:.4f} "
             f"(max {agreement.max:.4f}) is above rollout.max_prob_diff = {limit}. Usual causes: weights not pushed or pushed wrongly, "
-            "another dtype (rollout.dtype, policy.logits_dtype), a rope or norm setting that one side ignores, a stale prefix cache"
+            "another dtype (rollout.dtype, policy.logits_dtype), a rope or norm that one side ignores, a stale prefix cache"
         )

@@ -34,8 +34,8 @@ def make_requests(prompts: Sequence[Sequence[int]], samples_per_prompt: int, run
 def pack_experience(requests: Sequence[Request], responses: Sequence[Response]) -> PackedBatch:
     """Prompt and response of every sample, end to end.
 
-    Token fields: response_mask (true on sampled tokens), rollout_logprob (the sampler's, 0 elsewhere), and where responses tell it
-    kept ([T, K] int32, the ids that the token was drawn from, NO_ID beyond and in prompts; K is as many as any token has).
+    Token fields: response_mask (true on sampled tokens), rollout_logprob (the sampler's, 0 elsewhere), and where responses tell
+    it kept ([T, K] int32, the ids that the token was drawn from, NO_ID beyond and in prompts; K is as many as any token has).
     Sequence fields: truncated (cut by the length limit), version (of the weights that drew the sample).
     """
     tokens: list[int] = []

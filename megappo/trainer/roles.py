@@ -44,8 +44,8 @@ class UpdateResult:
 class LanguageModel:
     """A model that gives log-probs of tokens: the reference, and the policy below.
 
-    Their definition is the sampler's: temperature and logits_dtype (see `config.schema.PolicyConfig`) here, and of a batch with the
-    field `kept` only the ids in it could have been drawn. Policy and reference share it, so that their KL is between like things.
+    Their definition is the sampler's: temperature and logits_dtype (see `config.schema.PolicyConfig`) here, and of a batch with
+    the field `kept` only the ids in it could have been drawn. Policy and reference share it, so that their KL is of like things.
     """
 
     def __init__(self, engine: Engine, temperature: float, logits_dtype: LogitsDtype = "fp32") -> None:

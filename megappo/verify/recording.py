@@ -35,8 +35,8 @@ class Turn(NamedTuple):
 def record_rollouts(num_rollouts: int, *, sequences: int, vocab_size: int, seed: int = 0, kept: int = 0) -> list[PackedBatch]:
     """`num_rollouts` batches of `sequences` samples. Of four one has a one-token response, one several turns, one was cut.
 
-    Token fields: response_mask, rollout_logprob, and the field kept where that is the largest number of ids that a token was drawn
-    from. Sequence fields: truncated, version, score.
+    Token fields: response_mask, rollout_logprob, and with `kept` ids at most that a token was drawn from the field of that name.
+    Sequence fields: truncated, version, score.
     """
     generator = torch.Generator().manual_seed(seed)
     rollouts = [_record(sequences, vocab_size, version, generator) for version in range(num_rollouts)]

@@ -63,7 +63,7 @@ BROKEN = [
         ["policy.logits_dtype", "the logits of vLLM are fp32"],
         "rollout.dtype=bf16",
     ),
-    ("_bf16_logits", ["rollout.dtype=fp32", "policy.logits_dtype=bf16"], ["policy.logits_dtype", "sample in bf16"], "rollout.dtype=auto"),
+    ("_bf16_logits", ["rollout.dtype=fp32", "policy.logits_dtype=bf16"], ["sample in bf16"], "rollout.dtype=auto"),
     ("_empty_stop", ["rollout.stop=['']"], ["rollout.stop", "empty string"], "rollout.stop=[x]"),
     (
         "_adaptive_placement",

@@ -130,7 +130,8 @@ def run_case(rank: int, path: str, name: str) -> dict[str, Any]:
             del trained["responses"]
             results["push"][str(policy.engine.groups.layout)] = [loaded, trained, stale]
             if name in TRUNCATED:
-                results.setdefault("truncated", {})[str(policy.engine.groups.layout)] = truncated.measure(engine, policy, requests())
+                found = truncated.measure(engine, policy, requests())
+                results.setdefault("truncated", {})[str(policy.engine.groups.layout)] = found
         if name == TIED:
             results["ties"] = truncated.measure_ties(engine, policy, requests(), 3)
         if name == FAULTY:

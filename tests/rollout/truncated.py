@@ -23,17 +23,20 @@ SAMPLING = SamplingParams(max_tokens=10, temperature=0.7, top_p=0.8, top_k=5, re
 TOP_K = dataclasses.replace(SAMPLING, top_p=1.0)
 
 
-def differences(policy: Any, requests: Sequence[Request], responses: Sequence[Response], sampling: SamplingParams) -> dict[str, Any]:
+def differences(
+    policy: Any, requests: Sequence[Request], responses: Sequence[Response], sampling: SamplingParams
+) -> dict[str, Any]:
     """|log-prob of the sampler - of the trainer| of the sampled tokens: largest with the recorded ids, mean without them.
 
-    counts: ids that each token was drawn from. own, others: share of tokens that stand among their own ids, and among those of the
-    token before.
+    counts: ids that each token was drawn from. own, others: share of tokens that stand among their own ids, and among those of
+    the token before.
     """
     batch = pack_experience(requests, responses)
     mask, kept = batch["response_mask"], batch["kept"]
     whole = dataclasses.replace(batch, token_fields={name: field for name, field in batch.token_fields.items() if name != "kept"})
     with_ids = of_trainer(policy, batch, sampling)
-    exact, without = ((logprob - batch["rollout_logprob"])[mask].abs() for logprob in (with_ids, of_trainer(policy, whole, sampling)))
+    logprobs = (with_ids, of_trainer(policy, whole, sampling))
+    exact, without = ((logprob - batch["rollout_logprob"])[mask].abs() for logprob in logprobs)
     inside = (kept == batch.tokens[:, None]).any(1), (kept.roll(1, 0) == batch.tokens[:, None]).any(1)
     both = mask & mask.roll(1)
     return {

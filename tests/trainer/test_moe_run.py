@@ -1,4 +1,4 @@
-"""Complete PPO steps beyond a dense transformer and plain sampling, with vLLM in the loop: experts, sliding windows, top-k and top-p.
+"""Complete PPO steps beyond a dense model and plain sampling, with vLLM in the loop: experts, sliding windows, top-k and top-p.
 
 Every step compares the sampler's probabilities with the trainer's; from the second step on they are those of weights that were
 trained and pushed. The last run leaves the pushes out, to show that the comparison would notice.
