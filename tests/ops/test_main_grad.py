@@ -7,6 +7,7 @@ from megappo.ops.linear_logprob import linear_logprob
 from megappo.ops.linear_loss import linear_ppo
 from tests.ops.test_linear_loss import fields
 from tests.ops.test_logprob import problem
+from tests.worlds import spawn_world
 
 WHERE = {"vocab_start": 0, "num_valid": 50}
 WAYS = ("two steps", "kept logits", "fused")
@@ -96,3 +97,46 @@ def test_a_weight_without_a_fitting_accumulator_is_refused(accumulator):
     w.main_grad = accumulator
     with pytest.raises(ValueError, match=r"weight \(56, 24\) has no fp32 main_grad"):
         linear_logprob(h, w, target, None, into_main_grad=True, **WHERE)
+
+
+class Tied(torch.nn.Module):
+    """One matrix that is embedding and output projection."""
+
+    def __init__(self, weight):
+        super().__init__()
+        from megatron.core.transformer import TransformerConfig
+
+        self.config = TransformerConfig(num_layers=1, hidden_size=24, num_attention_heads=1)
+        self.weight = torch.nn.Parameter(weight.detach().clone())
+        self.weight.zero_out_wgrad = True
+
+    def forward(self, ids):
+        return torch.nn.functional.embedding(ids, self.weight)
+
+
+def gradients_under_megatron(rank):
+    from megappo.engine.megatron_optimizer import wrap_with_ddp
+    from megappo.parallel.groups import build_groups
+    from megappo.parallel.layout import ParallelLayout
+    from megappo.platform import cpu
+
+    cpu.install()
+    _, w, target, *_ = problem()
+    ids = torch.arange(37) % 50
+    groups = build_groups(ParallelLayout(1))
+    found = []
+    for into_main_grad in (False, True):
+        module, = wrap_with_ddp([Tied(w)], groups, distributed_optimizer=False)
+        module.zero_grad_buffer()
+        for way in WAYS:
+            weight = module.module.weight
+            loss_of(way, module(ids), weight, target, into_main_grad=into_main_grad).backward()
+            assert weight.grad_added_to_main_grad == into_main_grad and weight.grad is None
+        found.append(weight.main_grad.clone())
+    return found
+
+
+def test_megatrons_own_data_parallel_wrapper_gets_both_gradients_of_tied_embeddings():
+    plain, direct = spawn_world(gradients_under_megatron, 1, timeout_s=120.0)[0]
+    assert plain.abs().max() > 0.1
+    torch.testing.assert_close(direct, plain, rtol=1e-5, atol=1e-6)
