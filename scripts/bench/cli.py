@@ -194,7 +194,7 @@ def _settings(args: argparse.Namespace) -> Settings:
         leave_out += ("torch.compile", "Megatron-core fused")
     return Settings(
         repeats=min(args.repeats, 5) if args.quick else args.repeats,
-        warm_up=1 if args.quick else 5,
+        warm_up=1 if args.quick else 3,
         seconds=args.seconds,
         first_call_s=QUICK_FIRST_CALL_S if args.quick else FIRST_CALL_S,
         check=args.check,

@@ -29,7 +29,7 @@ class Settings:
     """seconds: measuring time after which a candidate gets no more than MIN_REPEATS repetitions. leave_out: prefixes of names."""
 
     repeats: int = 20
-    warm_up: int = 5
+    warm_up: int = 3
     seconds: float = 20.0
     first_call_s: float = 240.0
     check: bool = False
