@@ -6,7 +6,7 @@
 //     other token    x stays
 //     end of sequence  x <- gamma bootstrap + score, before its last token
 //     done             x <- 0, before the token
-// This is the recurrence of Schulman et al. 2016 with delta's gamma V_next and the decayed advantage in one term; as an affine map
+// It is the recurrence of Schulman et al. 2016 with delta's gamma V_next and the decayed advantage in one term; as an affine map
 // of x a stretch of tokens is x <- a x + c, so that stretches compose. Everything is fp64 and rounded to fp32 once.
 #pragma once
 

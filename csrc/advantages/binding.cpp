@@ -112,7 +112,8 @@ Tensor run_on_cuda(AdvantageArgs a, const Tensor& value, Stream stream) {
 #endif
 
 Tokens run(AdvantageArgs& a, const Inputs& in) {
-  Tensor advantage = torch::stable::new_empty(in.value, {in.num_tokens}), returns = torch::stable::new_empty(in.value, {in.num_tokens});
+  Tensor advantage = torch::stable::new_empty(in.value, {in.num_tokens});
+  Tensor returns = torch::stable::new_empty(in.value, {in.num_tokens});
   a.advantage = out<float>(advantage);
   a.returns = out<float>(returns);
   Tensor moments;

@@ -1,4 +1,4 @@
-// In blocks of tokens: vector code for what a token has alone (KL, reward - value, rounding, moments), and between them the serial
+// By blocks of tokens: vector code for a token alone (KL, reward - value, rounding, moments), and between them the serial
 // recurrence, one multiply-add per token and lambda on its chain of dependent operations.
 #include <algorithm>
 #include <bit>
@@ -148,7 +148,7 @@ inline void prepare(const AdvantageArgs& a, const Lanes& lanes, std::int64_t fir
   store(block.u + i, reward - value);
 }
 
-// Tokens [low, high) of the block, one sequence or part of one. The factor of a masked token is 1 and its u and value are 0, which
+// Tokens [low, high) of the block, one sequence or part of one. The factor of a masked token is 1, its u and value are 0, which
 // leaves x as it is without a branch.
 template <bool kDone>
 void recur(const AdvantageArgs& a, std::int64_t first, int low, int high, Block& block, Carry& carry) {

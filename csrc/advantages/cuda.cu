@@ -1,6 +1,6 @@
 // One launch. A block takes a tile of 2048 tokens, 8 in a row to a thread, and turns them into an affine map of x (advantages.h);
 // maps compose in the block, between tiles, and then every thread runs the recurrence over its tokens from its own x. Each input
-// is read once and each output written once, 17 bytes a token for gae: at 4.3 TB/s an H200 has 130 fp64 operations for a token and
+// is read once and each output written once, 17 B a token for gae: at 4.3 TB/s an H200 has 130 fp64 operations for a token and
 // this takes about 25. 8 tokens a thread are 72 bytes asked for before anything waits, over 50 KiB per SM.
 //
 // Between tiles: two levels in an order fixed by position, so that results do not depend on which block was faster, as they would
@@ -144,9 +144,10 @@ __device__ inline Run enter(const AdvantageArgs& a, std::int64_t index) {
           a.gamma * (a.critic.each ? a.critic.each[index] : a.critic.all)};
 }
 
-// Calls ends(x) where a sequence or an episode ends behind token i, with the x it starts from, and token(i, run) for sampled ones.
+// Calls ends(x) where a sequence or an episode ends behind token i, with the x it starts from, and token(i, run) where sampled.
 template <bool kShaped, class Ends, class Token>
-__device__ inline void walk(const AdvantageArgs& a, const Chunk<kShaped>& chunk, std::int64_t last_sequence, Ends&& ends, Token&& token) {
+__device__ inline void walk(const AdvantageArgs& a, const Chunk<kShaped>& chunk, std::int64_t last_sequence, Ends&& ends,
+                            Token&& token) {
   if (chunk.count == 0) return;
   Run run = enter(a, last_sequence);
 #pragma unroll
@@ -191,7 +192,7 @@ __device__ inline unsigned read_bits(const bool* at, int count, bool vectors) {
   return (bytes.x * 0x01020408u >> 24 & 15u) | (bytes.y * 0x01020408u >> 24 & 15u) << 4;
 }
 
-// `vectors` holds for the whole warp. Neighbouring lanes swap halves first, so that every instruction writes whole 32-byte sectors.
+// `vectors` holds for the whole warp. Neighbouring lanes swap halves, so that every instruction writes whole 32-byte sectors.
 __device__ inline void write_floats(float* at, int count, bool vectors, const float (&x)[kPerThread]) {
   if (!vectors) {
 #pragma unroll
@@ -261,7 +262,7 @@ __device__ inline Map map_of(const AdvantageArgs& a, const Chunk<kShaped>& chunk
   return map;
 }
 
-// The map of all tiles to the right of this one, as far as they matter; called by a full warp. `published` is this tile's own map.
+// The map of all tiles to the right of this one, as far as they matter; called by a full warp. `own` is this tile's map.
 __device__ inline Map look_right(const Scratch& scratch, unsigned ticket, const Map& own, bool open, int lane) {
   const int before = static_cast<int>(ticket % kGroup);
   const std::int64_t group = ticket / kGroup;
@@ -279,8 +280,8 @@ __device__ inline Map look_right(const Scratch& scratch, unsigned ticket, const 
 
 // The recurrence over the tokens of a thread, and its outputs; adds to the moments.
 template <bool kShaped>
-__device__ inline void run_chunk(const AdvantageArgs& a, const Chunk<kShaped>& chunk, std::int64_t last_sequence, Entry in, bool vectors,
-                                 double (&moments)[3]) {
+__device__ inline void run_chunk(const AdvantageArgs& a, const Chunk<kShaped>& chunk, std::int64_t last_sequence, Entry in,
+                                 bool vectors, double (&moments)[3]) {
   float shaped[kPerThread] = {}, advantage[kPerThread] = {}, returns[kPerThread] = {};
   if (kShaped) {
 #pragma unroll

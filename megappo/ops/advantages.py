@@ -44,16 +44,16 @@ def token_advantages(
 
     logprob, ref_logprob, value: [T] aligned to their own token (`algo/alignment.py`); ref_logprob None means no KL. score: [B],
     added to the reward of the last sampled token; a sequence without sampled tokens has nowhere to put it. response_mask: [T]
-    bool, true where the policy sampled. cu_seqlens: [B+1] int32 or int64, from 0 to T. bootstrap: [B] value after the last sampled
-    token, None means 0. lam_*: a number or [B]; the policy's advantages use lam_policy, returns = value + advantages under
+    bool, true where the policy sampled. cu_seqlens: [B+1] int32 or int64, from 0 to T. bootstrap: [B] value after the last
+    sampled token, None means 0. lam_*: number or [B]; the policy's advantages use lam_policy, returns = value + advantages under
     lam_value. kl_kind: k1, k2 or k3.
 
     Outputs are fp32 and exactly 0 where the mask is false, whatever stands there. moments: fp64 count, sum and sum of squares of
-    the advantages over the mask; those of several ranks or batches add, `whiten_apply` uses the total. A NaN stays in its sequence
-    (and reaches the moments).
+    the advantages over the mask; those of several ranks or batches add, `whiten_apply` uses the total. A NaN stays in its
+    sequence (and reaches the moments).
 
-    Raises ValueError for shapes, dtypes and devices, and on the CPU for cu_seqlens that does not go from 0 to T or falls. On a GPU
-    that would stop the stream: there such cu_seqlens makes every output NaN.
+    Raises ValueError for shapes, dtypes and devices, and on the CPU for cu_seqlens that does not go from 0 to T or falls. On a
+    GPU that would stop the stream: there such cu_seqlens makes every output NaN.
     """
     if kl_kind not in KL_KINDS:
         raise ValueError(f"kl_kind {kl_kind!r} is not one of {', '.join(KL_KINDS)}")
@@ -81,15 +81,17 @@ def gae(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(advantage, returns, moments [3]) from a reward per token; everything else as `token_advantages`.
 
-    Packed: reward, value, response_mask and done are [T], with cu_seqlens. Padded: they are [B, S] and cu_seqlens is None; padding
-    is masked, on either side or between. advantage and returns have the shape of reward. Packing changes none of their bits in C++;
-    where tiles meet (Triton, CUDA) it moves the last bit of an fp64 sum, which rounds to another fp32 once in about 10^8 tokens.
+    Packed: reward, value, response_mask and done are [T], with cu_seqlens. Padded: they are [B, S] and cu_seqlens is None;
+    padding is masked, on either side or between. advantage and returns have the shape of reward. Packing changes none of
+    their bits in C++; where tiles meet (Triton, CUDA) it moves the last bit of an fp64 sum, which rounds to another fp32
+    once in about 10^8 tokens.
     done: bool, an episode ends with this token, sampled or not (an environment may end it in its own turn; padding is False): no
-    value, advantage or bootstrap passes from behind it to it or to tokens before it. None: an episode ends where its sequence does.
+    value, advantage or bootstrap passes from behind it to it or to tokens before it. None: an episode is a sequence.
     """
     if cu_seqlens is None:
         return _padded(reward, value, response_mask, bootstrap, done, gamma, lam_policy, lam_value)
-    _check({"reward": reward, "value": value}, {"response_mask": response_mask, "done": done}, cu_seqlens, {"bootstrap": bootstrap})
+    floats, bools = {"reward": reward, "value": value}, {"response_mask": response_mask, "done": done}
+    _check(floats, bools, cu_seqlens, {"bootstrap": bootstrap})
     policy, policy_each = _lambda("lam_policy", lam_policy, cu_seqlens)
     critic, critic_each = _lambda("lam_value", lam_value, cu_seqlens)
     return torch.ops.megappo.gae(

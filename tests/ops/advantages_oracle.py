@@ -28,7 +28,7 @@ def examples(request):
 
 
 def oracle(reward, value, mask, cu, bootstrap, done, gamma, lam_policy, lam_value):
-    """GAE over lists of Python floats; lam_* and bootstrap per sequence. Walks every sequence from its last token to its first."""
+    """GAE over lists of Python floats; lam_* and bootstrap per sequence. Walks a sequence from its last token to its first."""
     advantage, returns = [0.0] * len(value), [0.0] * len(value)
     for b in range(len(cu) - 1):
         next_value = bootstrap[b] if bootstrap is not None else 0.0

@@ -9,7 +9,8 @@ def scan_in_steps(self, inputs):
     (size,) = inputs[0].handle.data.shape
     place, data = np.arange(size), [x.handle.data for x in inputs]
     for step in (1 << k for k in range((size - 1).bit_length())):
-        before, here = ([self.to_tensor(d, x.dtype) for d, x in zip(part, inputs)] for part in ([np.roll(d, step) for d in data], data))
+        shifted = [np.roll(d, step) for d in data]
+        before, here = ([self.to_tensor(d, x.dtype) for d, x in zip(part, inputs)] for part in (shifted, data))
         combined = self.combine_fn.fn(*before, *here)
         data = [np.where(place >= step, new.handle.data, old) for new, old in zip(combined, data)]
     return [self.to_tensor(d, x.dtype) for d, x in zip(data, inputs)]

@@ -62,7 +62,9 @@ def test_any_lengths_masks_and_episodes(kernels, request):
     run()
 
 
-@pytest.mark.parametrize("where", ["on a sampled token", "on a masked token", "on the last token", "behind the last sampled token"])
+@pytest.mark.parametrize(
+    "where", ["on a sampled token", "on a masked token", "on the last token", "behind the last sampled token"]
+)
 def test_an_episode_that_ends_lets_nothing_back(kernels, where):
     inputs = gae_batch([40], mask="all")
     inputs["response_mask"][20] = inputs["response_mask"][38:] = False
@@ -139,7 +141,7 @@ def test_no_tokens(kernels, shape):
 
 
 def size_for(kernels_name):
-    """Tokens that cross every border the implementation has: tiles of 64 and 4 of them carried at once in the tests' Triton kernels,
+    """Tokens over every border the implementation has: tiles of 64 and 4 of them carried at once in the tests' Triton kernels,
     tiles of 2048 and groups of 32 of them in CUDA, blocks of 256 and tasks of 16384 in C++."""
     return {"triton": 64 * 9 + 5, "cuda_on_cpu": 2048 * 65 + 5}.get(kernels_name, 131072)
 
@@ -241,7 +243,9 @@ def test_unsound_borders_give_nan_where_looking_would_wait(kernels, request, cu)
     per_sequence = torch.zeros(len(cu) - 1, device=kernels)
     borders = torch.tensor(cu, dtype=torch.int32, device=kernels)
     calls = [
-        lambda: torch.ops.megappo.gae(reward, value, mask, borders, per_sequence, None, 0.9, 0.9, 0.8, None, per_sequence.double()),
+        lambda: torch.ops.megappo.gae(
+            reward, value, mask, borders, per_sequence, None, 0.9, 0.9, 0.8, None, per_sequence.double()
+        ),
         lambda: torch.ops.megappo.token_advantages(
             reward, value, per_sequence, value, mask, borders, None, 0.9, 0.9, 0.8, None, None, "k1", 0.1
         ),

@@ -327,7 +327,8 @@ def _run(fields: _Fields, shaped: Optional[Tensor], numbers: tuple[float, ...], 
     _maps[(tiles,)](*fields, maps, flags, faults, num_tokens, num_sequences, tiles, *numbers, **constants)
     _carry[(1,)](maps, flags, faults, entries, seen, sound, tiles, BLOCK=TILES_AT_ONCE)
     _apply[(tiles,)](
-        *fields, entries, seen, sound, shaped, advantage, returns, partials, num_tokens, num_sequences, tiles, *numbers, **constants
-    )
+        *fields, entries, seen, sound, shaped, advantage, returns, partials, num_tokens, num_sequences, tiles, *numbers,
+        **constants,
+    )  # fmt: skip
     _add[(1,)](partials, sound, moments, tiles, BLOCK=TILES_AT_ONCE)
     return advantage, returns, moments
