@@ -103,6 +103,19 @@ def work_out(
     return Plan(config, archs, layouts, world_size, device, device_memory, step, micro_batches, memory, rollout)
 
 
+def memory_of_stage(
+    config: TrainConfig, role: str, arch: ModelArch, layout: ParallelLayout, stage: int, device: Device, counter: Counter
+) -> RoleMemory:
+    """Of one rank of a stage, as in the plan of this configuration, for those that ask about one role at a time."""
+    step = step_arithmetic(config)
+    return _stage_memory(config, role, arch, layout, stage, _micro_batches(config, role, layout, step), step, device, counter)
+
+
+def memory_of_rollout(config: TrainConfig, arch: ModelArch, device: Device, device_memory: Optional[int]) -> RolloutMemory:
+    """Of one rank of vLLM, as in the plan of this configuration."""
+    return _rollout(config, arch, device, device_memory)
+
+
 def _sequences(config: TrainConfig, role: str, layout: ParallelLayout, step: StepArithmetic) -> int:
     """Sequences of a data-parallel rank in one pass: of a mini-batch, or of the whole step for the reference."""
     samples = step.samples if role == "reference" else config.algorithm.mini_batch_size

@@ -1,0 +1,178 @@
+"""`scripts/tune_parallelism.py`: from a configuration and a number of GPUs to a ranking and overrides. Parsing is the script's."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Optional, Sequence
+
+from megappo.config.batch import step_arithmetic
+from megappo.config.checks import check_config
+from megappo.config.dump import dump_yaml
+from megappo.config.errors import ConfigError, problem
+from megappo.config.layout_checks import roles_in_use
+from megappo.config.loading import explicit_keys, load_config
+from megappo.config.schema import ParallelConfig, TrainConfig
+from megappo.models.implementation import choose_implementation
+from megappo.plan.estimate import make_plan
+from megappo.plan.layouts import check_layouts, read_archs
+from megappo.rollout.vllm_limits import check_vllm
+from megappo.tune.cost import Workload, workload_of
+from megappo.tune.profiles import Hardware
+from megappo.tune.report import name_of, overrides_of
+from megappo.tune.search import ROLLOUT, Candidate, Choice, Machine, Search, gpus_needed
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked. prompt_tokens, response_tokens: means of a sequence, None for the longest."""
+
+    config_path: str
+    overrides: tuple[str, ...]
+    gpus: int
+    hardware: Hardware
+    roles: Optional[tuple[str, ...]] = None
+    prompt_tokens: Optional[float] = None
+    response_tokens: Optional[float] = None
+
+
+def default_profile(path: str, overrides: Sequence[str]) -> str:
+    """`cpu` for a run that names the CPU; otherwise the profile has to be named."""
+    if load_config(path, overrides).run.device == "cpu":
+        return "cpu"
+    raise ConfigError("--gpu is missing: a100, h100, h200, b200, or a YAML file with a profile (--probe measures this machine)")
+
+
+def num_gpus(asked: Optional[int], path: str, overrides: Sequence[str]) -> int:
+    """--gpus, or what the configuration says."""
+    if asked is not None:
+        return asked
+    configured = load_config(path, overrides).run.num_ranks
+    if configured is None:
+        raise ConfigError("--gpus is missing: how many GPUs the run will have (run.num_ranks does not say)")
+    return configured
+
+
+def make_search(question: Question) -> Search:
+    """The search that a question asks for. ConfigError, one line, where it cannot be asked so."""
+    _check_gpus(question.gpus, question.hardware)
+    config = load_config(question.config_path, [*question.overrides, f"run.num_ranks={question.gpus}"])
+    tuned = _tuned_roles(config, question.roles)
+    machine_device = "cuda" if question.hardware.is_gpu() else "cpu"
+    implementation = choose_implementation(config.model.impl, machine_device)
+    machine = Machine(question.gpus, question.hardware, implementation)
+    neutral = _neutral(config, tuned)
+    check_config(neutral, explicit_keys(neutral), question.gpus, machine.device)
+    archs = read_archs(config, need_weights=False)
+    check_layouts(neutral, archs, question.gpus, implementation)
+    if config.rollout.engine == "vllm":
+        longest = step_arithmetic(config).max_sequence_tokens
+        check_vllm(archs["policy"], neutral.rollout.tp, question.gpus, longest, machine.device)
+    return Search(config, archs, machine, _workload(config, question), tuned)
+
+
+def _check_gpus(gpus: int, hardware: Hardware) -> None:
+    if gpus < 1:
+        raise ConfigError(f"--gpus {gpus}: must be >= 1")
+    if gpus > hardware.gpus_per_node and gpus % hardware.gpus_per_node:
+        below = gpus // hardware.gpus_per_node * hardware.gpus_per_node
+        fitting = f"use {below} or {below + hardware.gpus_per_node}, or --gpus-per-node"
+        raise ConfigError(f"--gpus {gpus}: is not a multiple of the {hardware.gpus_per_node} GPUs of a node; {fitting}")
+
+
+def _tuned_roles(config: TrainConfig, asked: Optional[Sequence[str]]) -> tuple[str, ...]:
+    there = [*roles_in_use(config), *([ROLLOUT] if config.rollout.engine == "vllm" else [])]
+    for role in asked or ():
+        if role in there:
+            continue
+        known = ("policy", "critic", "reference", ROLLOUT)
+        why = "is no role" if role not in known else "is not there: rollout.engine is megatron" if role == ROLLOUT else "is not built: algorithm.kl.placement is none"
+        raise ConfigError(f"--roles {role}: {why}; use {', '.join(there)}")
+    return tuple(asked) if asked is not None else tuple(there)
+
+
+def _neutral(config: TrainConfig, tuned: Sequence[str]) -> TrainConfig:
+    """Without the layouts that are to be chosen, so that what else is wrong is said at once. Keys that nobody wrote stay unwritten."""
+    changes: dict[str, Any] = {}
+    for role in tuned:
+        section = getattr(config, role)
+        changes[role] = section.model_copy(update={"tp": 1} if role == ROLLOUT else {"parallel": ParallelConfig()})
+    return config.model_copy(update=changes)
+
+
+def _workload(config: TrainConfig, question: Question) -> Workload:
+    for name, value, most in (
+        ("--mean-prompt-tokens", question.prompt_tokens, config.data.max_prompt_tokens),
+        ("--mean-response-tokens", question.response_tokens, config.rollout.max_response_tokens),
+    ):
+        if value is not None and not 0 < value <= most:
+            raise ConfigError(f"{name} {value:g}: must be > 0 and at most the longest, {most}")
+    return workload_of(config, question.prompt_tokens, question.response_tokens)
+
+
+def find_best(search: Search) -> Choice:
+    """The fastest run that fits. ConfigError says how many GPUs would be needed where none does."""
+    best = search.best()
+    if best is not None:
+        return best
+    machine = search.machine
+    needed = gpus_needed(search)
+    what = f"no layout fits on {machine.world_size} x {machine.hardware.name}"
+    if needed is not None:
+        raise ConfigError(f"--gpus {machine.world_size}: {what}; it needs about {needed} (found by doubling), or offload (policy.offload.*)")
+    fix = "lower rollout.memory_share, shorten the sequences, or offload (policy.offload.*)"
+    raise ConfigError(f"--gpus {machine.world_size}: {what}, and not on {1024 * machine.world_size} either; {fix}")
+
+
+def chosen_config(search: Search, choice: Choice, question: Question) -> TrainConfig:
+    """The configuration with the winner's overrides, checked and planned as `megappo plan` does."""
+    machine = search.machine
+    config = load_config(question.config_path, [*question.overrides, *overrides_of(search, choice)])
+    layouts = check_layouts(config, search.archs, machine.world_size, machine.implementation)
+    memory = machine.hardware.memory_bytes if machine.device == "cuda" else None
+    make_plan(config, search.archs, layouts, machine.world_size, machine.device, memory)
+    return config
+
+
+def write_output(path: Path, config: TrainConfig, overrides: Sequence[str]) -> None:
+    """A whole configuration into a .yaml file; into any other the overrides, one in a line."""
+    if path.suffix in (".yaml", ".yml"):
+        path.write_text(dump_yaml(config), encoding="utf-8")
+    else:
+        path.write_text("".join(f"{line}\n" for line in overrides), encoding="utf-8")
+
+
+def check_target(option: str, text: str) -> Path:
+    """Where a file is to be written. ConfigError before anything is computed where it cannot be."""
+    path = Path(text)
+    if path.is_dir() or not path.parent.is_dir():
+        raise ConfigError(f"{option} {text}: " + ("is a directory" if path.is_dir() else f"{path.parent} is not a directory"))
+    return path
+
+
+def as_json(search: Search, choice: Choice, top: int) -> str:
+    """The ranking for other programs: what the tables show, in seconds and bytes."""
+    tables: dict[str, Any] = {
+        role: [_facts(one) for one in search.beside(choice, role)[:top]] for role in choice.roles if role in search.tuned
+    }
+    if ROLLOUT in search.tuned:
+        tables[ROLLOUT] = [
+            {"tp": one.tp, "seconds": one.total_s, "bytes": one.bytes} for one in search.rollouts_beside(choice)[:top]
+        ]
+    facts = {
+        "gpus": search.machine.world_size,
+        "hardware": search.machine.hardware.name,
+        "step_seconds": choice.total_s,
+        "peak_bytes": choice.peak,
+        "overrides": overrides_of(search, choice),
+        "roles": tables,
+    }
+    return json.dumps(facts, indent=1) + "\n"
+
+
+def _facts(one: Candidate) -> dict[str, Any]:
+    return {
+        "layout": name_of(one), "overrides": one.overrides(), "seconds": one.total_s, "phases": dict(one.cost.phases),
+        "parts": dict(one.cost.parts), "resident_bytes": one.resident, "active_bytes": one.active,
+    }  # fmt: skip

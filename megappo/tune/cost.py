@@ -1,0 +1,213 @@
+"""Seconds that one role takes in a PPO step (trainer/ppo.py, stages 4 and 6), from its layout, its model and the hardware.
+
+All roles work one after the other on all ranks, so that a step is the sum of its roles, generation (`generation.py`) and the push of
+weights. Not counted: the imbalance of sequences of different lengths, kernels that are slow because a shard is small, overlap of
+communication with computation (megappo does not overlap the reduction of gradients), checkpoints, scoring, data.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Mapping, Optional
+
+from megappo.config.batch import micro_batches_bound, step_arithmetic
+from megappo.config.schema import CriticConfig, PolicyConfig, ReferenceConfig, TrainConfig
+from megappo.models.arch import ModelArch
+from megappo.parallel.layout import ParallelLayout
+from megappo.plan.memory import ITEMSIZE, ParameterCount
+from megappo.tune.links import Links, span
+from megappo.tune.profiles import Hardware
+from megappo.tune.work import FP32, Pass, stage_pass
+
+Trained = PolicyConfig | CriticConfig
+Settings = Trained | ReferenceConfig
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What a PPO step has to do. Tokens are means of a sequence; without better knowledge they are the longest allowed."""
+
+    samples: int
+    mini_batch: int
+    epochs: int
+    prompt_tokens: float
+    response_tokens: float
+    longest: int
+
+    @property
+    def length(self) -> float:
+        return self.prompt_tokens + self.response_tokens
+
+    @property
+    def updates(self) -> int:
+        return self.samples // self.mini_batch * self.epochs
+
+
+def workload_of(config: TrainConfig, prompt_tokens: Optional[float] = None, response_tokens: Optional[float] = None) -> Workload:
+    """Of a configuration; the means are those given, or the longest."""
+    step = step_arithmetic(config)
+    return Workload(
+        step.samples, config.algorithm.mini_batch_size, config.algorithm.ppo_epochs,
+        float(config.data.max_prompt_tokens if prompt_tokens is None else prompt_tokens),
+        float(config.rollout.max_response_tokens if response_tokens is None else response_tokens),
+        step.max_sequence_tokens,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class RoleCost:
+    """Seconds of one role in a step. phases: `forward` (log-probs or values) and `update`. parts: where they go, over both phases;
+    they add up to the same. num_micro_batches: of a data-parallel rank in one update (in the forward pass for a frozen role).
+    """
+
+    phases: Mapping[str, float]
+    parts: Mapping[str, float]
+    num_micro_batches: int
+
+    @property
+    def total_s(self) -> float:
+        return sum(self.phases.values())
+
+    @property
+    def is_trained(self) -> bool:
+        return "update" in self.phases
+
+    def share(self, part: str) -> float:
+        return self.parts.get(part, 0.0) / self.total_s if self.total_s else 0.0
+
+
+def role_cost(
+    role: str,
+    arch: ModelArch,
+    layout: ParallelLayout,
+    settings: Settings,
+    workload: Workload,
+    hardware: Hardware,
+    counts: Mapping[int, ParameterCount],
+) -> RoleCost:
+    """Seconds of `role`. settings: its dtype, micro-batch budget, recomputation, offload. counts: stage -> parameters of a rank."""
+    trained = isinstance(settings, (PolicyConfig, CriticConfig))
+    parts: dict[str, float] = defaultdict(float)
+
+    def one_pass(samples: int, trained: bool) -> int:
+        """Adds a pass over so many samples to `parts`; returns its number of micro-batches."""
+        sequences = -(-samples // layout.dp)
+        count = num_micro_batches(settings.micro_batch_tokens, sequences, workload, layout)
+        stages = [
+            stage_pass(
+                arch, layout, stage, dtype=settings.dtype, tokens=sequences * _padded(workload.length, layout) / count,
+                length=workload.length, recompute=getattr(settings, "recompute", "none"), value_head=role == "critic",
+                trained=trained, hardware=hardware,
+            )
+            for stage in _distinct_stages(layout)
+        ]  # fmt: skip
+        for part, seconds in pipeline_parts(stages, layout, count).items():
+            parts[part] += seconds
+        return count
+
+    num = one_pass(workload.samples, trained=False)
+    _offload_weights(parts, settings, counts, hardware)
+    forward_s = sum(parts.values())
+    if not trained:
+        return RoleCost({"forward": forward_s}, dict(parts), num)
+    before = dict(parts)
+    parts.clear()
+    num = one_pass(workload.mini_batch, trained=True)
+    _reduce_gradients(parts, layout, settings, counts, hardware)
+    _optimizer(parts, layout, settings, counts, hardware)
+    for part in parts:
+        parts[part] *= workload.updates
+    _offload_weights(parts, settings, counts, hardware)
+    update_s = sum(parts.values())
+    for part, seconds in before.items():
+        parts[part] += seconds
+    return RoleCost({"forward": forward_s, "update": update_s}, dict(parts), num)
+
+
+def num_micro_batches(budget: int, sequences: int, workload: Workload, layout: ParallelLayout) -> int:
+    """As the balancer makes them of sequences of the mean length; a multiple of pp under the interleaved schedule."""
+    count = micro_batches_bound(sequences, max(1, round(workload.length)), budget)
+    return -(-count // layout.pp) * layout.pp if layout.vpp > 1 else count
+
+
+def _padded(length: float, layout: ParallelLayout) -> float:
+    """Context parallel pads every sequence to a multiple of 2 cp; on average by half of it."""
+    return length if layout.cp == 1 else length + layout.cp - 0.5
+
+
+def _distinct_stages(layout: ParallelLayout) -> list[int]:
+    """First, last, and one of those between: they have the most layers, and are alike but for one layer of an uneven split."""
+    return [0] if layout.pp == 1 else [0, layout.pp - 1] if layout.pp == 2 else [0, layout.pp // 2, layout.pp - 1]
+
+
+def pipeline_parts(stages: list[Pass], layout: ParallelLayout, count: int) -> dict[str, float]:
+    """Seconds of a pass of `count` micro-batches, by part; `bubble` is what the slowest stage waits.
+
+    The slowest stage works without a pause once the pipeline is full; before and after it waits for one micro-batch to pass the
+    other stages, a chunk of each: count * s + (sum of the others) / vpp. With equal stages this is (count + (pp - 1) / vpp) * s, the
+    length of 1F1B and of its interleaved form (Narayanan et al. 2021, section 2.2; `plan/timeline.py`, which a test compares).
+    stages: the first, one between, the last, as many as there are.
+    """
+    weights = [1] * len(stages)
+    if len(stages) == 3:
+        weights[1] = layout.pp - 2
+    slowest = max(stages, key=lambda one: one.total_s)
+    parts: dict[str, float] = defaultdict(float)
+    for direction in (slowest.forward, slowest.backward):
+        for part, seconds in direction.items():
+            parts[part] += count * seconds
+    every = sum(weight * one.total_s for weight, one in zip(weights, stages))
+    parts["bubble"] = (every - slowest.total_s) / layout.vpp
+    return dict(parts)
+
+
+def _reduce_gradients(
+    parts: dict[str, float], layout: ParallelLayout, settings: Trained, counts: Mapping[int, ParameterCount], hardware: Hardware
+) -> None:
+    """After the backward pass: fp32 gradients are summed over the ranks with the same weights, and with the distributed optimizer
+    (ZeRO-1, Rajbhandari et al. 2020) cut over them; its new weights are gathered."""
+    links, itemsize = Links.of(hardware), ITEMSIZE[settings.dtype]
+    slowest = 0.0
+    for count in counts.values():
+        seconds = 0.0
+        for axis, size in (("gradients", count.dense), ("expert gradients", count.experts)):
+            group = span(layout, axis, hardware.gpus_per_node)
+            if not size:
+                continue
+            if settings.optimizer.distributed:
+                seconds += links.gather_s(group, size * FP32) + links.gather_s(group, size * itemsize)
+            else:
+                seconds += links.all_reduce_s(group, size * FP32)
+        slowest = max(slowest, seconds)
+    parts["dp"] += slowest
+
+
+def _optimizer(
+    parts: dict[str, float], layout: ParallelLayout, settings: Trained, counts: Mapping[int, ParameterCount], hardware: Hardware
+) -> None:
+    """Bound by memory. Of every fp32 value of a rank's shard: gradient, weight and two moments are read, the last three written,
+    the weight written in its own type; the norm and its clipping read the gradient twice and write it once. The whole gradient buffer
+    is zeroed. With optimizer.offload the shard's state comes from host memory and goes back.
+    """
+    itemsize = ITEMSIZE[settings.dtype]
+    largest = 0.0
+    for count in counts.values():
+        if settings.optimizer.distributed:
+            shard = count.dense / (layout.dp * layout.cp) + count.experts / layout.edp
+        else:
+            shard = float(count.total)
+        seconds = (shard * (10 * FP32 + itemsize) + count.total * FP32) / hardware.memory_bytes_per_s
+        if settings.offload.optimizer and hardware.is_gpu():
+            seconds += 2 * 3 * FP32 * shard / hardware.host_bytes_per_s
+        largest = max(largest, seconds)
+    parts["optimizer"] += largest
+
+
+def _offload_weights(
+    parts: dict[str, float], settings: Settings, counts: Mapping[int, ParameterCount], hardware: Hardware
+) -> None:
+    """Weights come from host memory before a phase and go back after it."""
+    if settings.offload.parameters and hardware.is_gpu():
+        size = max(count.total for count in counts.values()) * ITEMSIZE[settings.dtype]
+        parts["offload"] += 2 * size / hardware.host_bytes_per_s

@@ -1,0 +1,102 @@
+"""Every layout that a model allows on a number of ranks, and the secondary choices that go with it.
+
+What is legal is not decided here: the sizes are the divisors that could be, and `config/layout_checks.py` and `plan/model_rules.py`, the
+rules of `megappo plan`, say which of them are.
+"""
+
+from __future__ import annotations
+
+from typing import Iterator, Optional
+
+from megappo.config.layout_checks import parallel_problems
+from megappo.config.schema import ParallelConfig
+from megappo.models.arch import ModelArch
+from megappo.models.implementation import Implementation
+from megappo.plan.model_rules import model_problems
+from megappo.rollout.vllm_limits import cut_sizes, kv_heads_fit
+
+MOST_MICRO_BATCH_TOKENS = 65536
+CHOICES_OF_TOKENS = 4
+
+
+def divisors(number: int) -> list[int]:
+    """Ascending."""
+    return [size for size in range(1, number + 1) if number % size == 0]
+
+
+def layouts(arch: ModelArch, world_size: int, implementation: Implementation = "local") -> Iterator[ParallelConfig]:
+    """Every legal choice of tp, sequence_parallel, pp, vpp, cp, ep and etp; layers_per_stage only where an even split does not exist.
+
+    tp with experts always has sequence parallel, which it needs.
+    """
+    for tp in divisors(world_size):
+        if not _legal(ParallelConfig(tp=tp, sequence_parallel=tp > 1), arch, world_size, implementation):
+            continue
+        for cp in divisors(world_size // tp):
+            if not _legal(ParallelConfig(tp=tp, cp=cp, sequence_parallel=tp > 1), arch, world_size, implementation):
+                continue
+            for pp in divisors(world_size // (tp * cp)):
+                for ep, etp in _expert_sizes(arch, world_size // pp):
+                    yield from _variants(arch, world_size, implementation, tp=tp, cp=cp, pp=pp, ep=ep, etp=etp)
+
+
+def _expert_sizes(arch: ModelArch, ranks_per_stage: int) -> Iterator[tuple[int, int]]:
+    if arch.moe is None:
+        yield 1, 1
+        return
+    for ep in divisors(arch.moe.num_experts):
+        for etp in divisors(arch.moe.ffn_size):
+            if ranks_per_stage % (ep * etp) == 0:
+                yield ep, etp
+
+
+def _variants(
+    arch: ModelArch, world_size: int, implementation: Implementation, *, pp: int, tp: int, **sizes: int
+) -> Iterator[ParallelConfig]:
+    """With and without sequence parallel, and every number of chunks."""
+    for sequence_parallel in (True, False) if tp > 1 else (False,):
+        common = {**sizes, "tp": tp, "pp": pp, "sequence_parallel": sequence_parallel}
+        if arch.num_layers % pp:
+            splits = [ParallelConfig(**common, layers_per_stage=nearly_even(arch.num_layers, pp))] if pp <= arch.num_layers else []
+        else:
+            chunks = divisors(arch.num_layers // pp) if pp > 1 else [1]
+            splits = [ParallelConfig(**common, vpp=vpp) for vpp in chunks]
+        yield from (parallel for parallel in splits if _legal(parallel, arch, world_size, implementation))
+
+
+def nearly_even(num_layers: int, pp: int) -> tuple[int, ...]:
+    """Layers of every stage where pp does not divide them: one less on the last stages and the first ones, in turns, which hold the
+    output and the embedding as well (Llama 3, 2024, section 3.3.2 takes a layer from each end).
+    """
+    least, larger = divmod(num_layers, pp)
+    smaller = pp - larger
+    first = smaller // 2
+    return tuple([least] * first + [least + 1] * larger + [least] * (smaller - first))
+
+
+def _legal(parallel: ParallelConfig, arch: ModelArch, world_size: int, implementation: Implementation) -> bool:
+    found = next(parallel_problems("", parallel, world_size), None) or next(model_problems("", parallel, arch, implementation), None)
+    return found is None
+
+
+def rollout_sizes(arch: ModelArch, world_size: int) -> list[int]:
+    """Every rollout.tp that cuts the model and the ranks."""
+    return [
+        tp for tp in divisors(world_size)
+        if all(size % tp == 0 for _, size in cut_sizes(arch)) and kv_heads_fit(arch, tp)
+    ]  # fmt: skip
+
+
+def token_budgets(configured: int, longest: int) -> list[int]:
+    """Micro-batch budgets to try: what is configured, and 1, 2, 4, ... sequences of the longest kind, ascending."""
+    sizes = {longest << power for power in range(CHOICES_OF_TOKENS) if longest << power <= MOST_MICRO_BATCH_TOKENS}
+    return sorted(sizes | {max(configured, longest)})
+
+
+def recompute_choices(configured: Optional[str]) -> list[str]:
+    """`selective` saves nothing where attention stores no scores (`plan/activations.py`), so it is tried only where it is configured.
+    None: of a role that does not train.
+    """
+    if configured is None:
+        return ["none"]
+    return ["none", "full"] + (["selective"] if configured == "selective" else [])

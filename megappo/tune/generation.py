@@ -1,0 +1,103 @@
+"""Seconds of generation and of the push of weights (trainer/ppo.py, stages 2 and 7), from the layout of the rollout replicas.
+
+Decoding is bound by memory: every token of a batch reads the weights once and its own KV cache (Pope et al. 2022, "Efficiently scaling
+transformer inference", section 2). Not counted: sampling, scheduling beyond a fixed time per token, imbalance of response lengths, reuse
+of prefixes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Mapping, Optional
+
+from megappo.config.schema import PolicyConfig, RolloutConfig
+from megappo.models.arch import ModelArch
+from megappo.parallel.layout import ParallelLayout
+from megappo.plan.memory import ITEMSIZE, ParameterCount, RolloutMemory
+from megappo.tune.cost import Workload, role_cost
+from megappo.tune.links import Links, Span
+from megappo.tune.profiles import Dtype, Hardware
+from megappo.tune.work import keys_seen, layer_weights
+
+
+@dataclass(frozen=True)
+class GenerationCost:
+    """Seconds of one step's generation. at_once: sequences that a replica decodes together; waves: how often it does."""
+
+    prefill_s: float
+    decode_s: float
+    at_once: int
+    waves: int
+
+    @property
+    def total_s(self) -> float:
+        return self.prefill_s + self.decode_s
+
+
+def vllm_cost(
+    arch: ModelArch, rollout: RolloutConfig, dtype: Dtype, memory: RolloutMemory, workload: Workload, world_size: int, hardware: Hardware
+) -> GenerationCost:
+    """Of replicas of `rollout.tp` ranks each. memory: of one rank, as the plan counts it.
+
+    A token: the larger of reading weights and the KV cache, and of the products; two all-reduces of the hidden states per layer; a
+    fixed time. Of experts only those are read that some token of the batch is sent to, on average 1 - (1 - k / E)^B of them.
+    """
+    tp, links = rollout.tp, Links.of(hardware)
+    group = Span(tp, min(tp, hardware.gpus_per_node))
+    samples = -(-workload.samples * tp // world_size)
+    at_once = min(rollout.max_num_seqs, samples)
+    if memory.kv_cache is not None:
+        at_once = max(1, min(at_once, int(memory.kv_cache // (memory.kv_bytes_per_token * workload.length))))
+    waves = -(-samples // at_once)
+    at_once = -(-samples // waves)
+    itemsize, rate = ITEMSIZE[dtype], hardware.flops_per_s(dtype)
+    products = sum(sum(layer_weights(arch, arch.is_sparse(layer))) for layer in range(arch.num_layers))
+    token_flops = 2 * (products + arch.hidden_size * arch.vocab_size) / tp
+    context = workload.prompt_tokens + workload.response_tokens / 2
+    read = memory.weights * _share_of_weights(arch, at_once) + at_once * context * memory.kv_bytes_per_token
+    reduce_s = 2 * arch.num_layers * links.all_reduce_s(group, at_once * arch.hidden_size * itemsize)
+    token_s = max(read / hardware.memory_bytes_per_s, at_once * token_flops / rate) + reduce_s + hardware.decode_overhead_us * 1e-6
+    prompt = samples * workload.prompt_tokens
+    attention = sum(4 * arch.num_heads * arch.head_dim * keys_seen(arch, l, workload.prompt_tokens) for l in range(arch.num_layers)) / tp
+    prefill = prompt * (token_flops + attention) / rate
+    prefill += 2 * arch.num_layers * links.all_reduce_s(group, prompt * arch.hidden_size * itemsize)
+    return GenerationCost(prefill, waves * workload.response_tokens * token_s, at_once, waves)
+
+
+def _share_of_weights(arch: ModelArch, batch: int) -> float:
+    """Of a layer's weights, those that a batch of tokens passes: all of a dense layer."""
+    if arch.moe is None:
+        return 1.0
+    touched = 1 - (1 - arch.moe.top_k / arch.moe.num_experts) ** batch
+    total = chosen = 0.0
+    for layer in range(arch.num_layers):
+        attention, mlp = layer_weights(arch, arch.is_sparse(layer))
+        every = mlp * arch.moe.num_experts / arch.moe.top_k if arch.is_sparse(layer) else mlp
+        total += attention + every
+        chosen += attention + (every * touched if arch.is_sparse(layer) else mlp)
+    return chosen / total
+
+
+def megatron_s(
+    arch: ModelArch, layout: ParallelLayout, policy: PolicyConfig, workload: Workload, hardware: Hardware,
+    counts: Mapping[int, ParameterCount],
+) -> float:  # fmt: skip
+    """Of the policy's own model, which has no KV cache: every token is a pass over the whole prefix, on average half a response."""
+    prefix = replace(workload, response_tokens=workload.response_tokens / 2)
+    without_offload = policy.model_copy(update={"offload": policy.offload.model_copy(update={"parameters": False})})
+    one = role_cost("policy", arch, layout, without_offload, prefix, hardware, counts).phases["forward"]
+    return workload.response_tokens * one
+
+
+def push_s(
+    policy: ParallelLayout, memory: Optional[RolloutMemory], hardware: Hardware
+) -> float:
+    """The policy's weights into the replicas: every rank receives its part of the model, of which those layers come over the network
+    whose stage is on another node. Nothing is taken to be in place already.
+    """
+    if memory is None:
+        return 0.0
+    links = Links.of(hardware)
+    stages_here = max(1, hardware.gpus_per_node // policy.ranks_per_stage) if policy.pp > 1 else 1
+    elsewhere = 0.0 if policy.ranks_per_stage >= policy.world_size else max(0.0, 1 - stages_here / policy.pp)
+    return memory.weights * (elsewhere / links.network_bytes_per_s + (1 - elsewhere) / links.node_bytes_per_s)

@@ -1,0 +1,98 @@
+"""Time of collectives over the links that a group's ranks have between them.
+
+Which links these are follows from the rank order of `ParallelLayout` (tp fastest, then cp, dp, pp; experts etp, ep, edp) and from the
+number of ranks of a node. The formulas are those of ring algorithms (Thakur, Rabenseifner, Gropp 2005, "Optimization of collective
+communication operations in MPICH"; the "bus bandwidth" of NCCL's tests): n ranks move (n - 1) / n of the data, once for an all-gather or
+a reduce-scatter and twice for an all-reduce, in n - 1 or 2 (n - 1) steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megappo.parallel.layout import ParallelLayout
+from megappo.tune.profiles import Hardware
+
+Axis = Literal["tp", "cp", "gradients", "pp", "etp", "ep", "expert gradients"]
+
+
+@dataclass(frozen=True)
+class Span:
+    """The ranks of a group: how many, and how many of them share a node."""
+
+    size: int
+    in_node: int
+
+    @property
+    def crosses_nodes(self) -> bool:
+        return self.in_node < self.size
+
+
+def span(layout: ParallelLayout, axis: Axis, ranks_per_node: int) -> Span:
+    """Of the group of rank 0. `gradients`: the ranks that hold the same dense weights (dp x cp); `expert gradients`: edp."""
+    stride, size = {
+        "tp": (1, layout.tp),
+        "cp": (layout.tp, layout.cp),
+        "gradients": (layout.tp, layout.cp * layout.dp),
+        "pp": (layout.ranks_per_stage, layout.pp),
+        "etp": (1, layout.etp),
+        "ep": (layout.etp, layout.ep),
+        "expert gradients": (layout.etp * layout.ep, layout.edp),
+    }[axis]
+    return Span(size, min(size, max(1, -(-ranks_per_node // stride))))
+
+
+@dataclass(frozen=True)
+class Links:
+    """What the links of a rank reach. bytes_per_s: of one rank, one direction."""
+
+    node_bytes_per_s: float
+    network_bytes_per_s: float
+    node_latency_s: float
+    network_latency_s: float
+
+    @classmethod
+    def of(cls, hardware: Hardware) -> Links:
+        share = hardware.link_share * 1e9
+        return cls(
+            hardware.node_link_gb_s * share, hardware.network_gb_s * share, hardware.node_latency_us * 1e-6,
+            hardware.network_latency_us * 1e-6,
+        )  # fmt: skip
+
+    def _ring_bytes_per_s(self, group: Span) -> float:
+        """A ring through several nodes leaves each of them over the adapters of all its ranks there, one ring for each."""
+        if not group.crosses_nodes:
+            return self.node_bytes_per_s
+        through = group.in_node * self.network_bytes_per_s
+        return min(self.node_bytes_per_s, through) if group.in_node > 1 else through
+
+    def _latency_s(self, group: Span) -> float:
+        return self.network_latency_s if group.crosses_nodes else self.node_latency_s
+
+    def gather_s(self, group: Span, size: float) -> float:
+        """All-gather to `size` bytes, or reduce-scatter of them."""
+        if group.size == 1:
+            return 0.0
+        moved = size * (group.size - 1) / group.size
+        return moved / self._ring_bytes_per_s(group) + (group.size - 1) * self._latency_s(group)
+
+    def all_reduce_s(self, group: Span, size: float) -> float:
+        """A reduce-scatter and an all-gather."""
+        return 2 * self.gather_s(group, size)
+
+    def all_to_all_s(self, group: Span, size: float) -> float:
+        """Every rank sends `size` bytes, an equal part to each rank; those of other nodes go through its own adapter."""
+        if group.size == 1:
+            return 0.0
+        part = size / group.size
+        inside = (group.in_node - 1) * part / self.node_bytes_per_s
+        outside = (group.size - group.in_node) * part / self.network_bytes_per_s
+        return max(inside, outside) + (group.size - 1) * self._latency_s(group)
+
+    def send_s(self, group: Span, size: float) -> float:
+        """To a neighbour in the group; the slowest pair decides."""
+        if group.size == 1:
+            return 0.0
+        rate = self.network_bytes_per_s if group.crosses_nodes else self.node_bytes_per_s
+        return size / rate + self._latency_s(group)

@@ -1,0 +1,124 @@
+"""What a rank's hardware can do: profiles of GPUs from `profiles.yaml`, from a file of the user's, or measured (`probe.py`).
+
+Rates come from data sheets with a stated share that is reached; `Hardware` hands out what is reached, in bytes, FLOPs and seconds.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Literal, Mapping
+
+from megappo.config.errors import ConfigError, problem
+from megappo.config.yaml_reader import read_yaml
+
+PROFILES = Path(__file__).with_name("profiles.yaml")
+GIB = 1 << 30
+Dtype = Literal["bf16", "fp32"]
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One rank's share of a machine. Fields are named as in `profiles.yaml`, which says what they mean and where they come from."""
+
+    name: str
+    memory_gib: float
+    reserve_gib: float
+    bf16_tflops: float
+    fp32_tflops: float
+    memory_tb_s: float
+    node_link_gb_s: float
+    network_gb_s: float
+    host_link_gb_s: float
+    gpus_per_node: int
+    matmul_share: float
+    memory_share: float
+    link_share: float
+    host_share: float
+    node_latency_us: float
+    network_latency_us: float
+    layer_overhead_us: float
+    decode_overhead_us: float
+    source: str
+
+    @property
+    def memory_bytes(self) -> int:
+        """All of the device's memory: what `megappo plan --gpu-memory-gib` is given."""
+        return int(self.memory_gib * GIB)
+
+    @property
+    def usable_bytes(self) -> int:
+        """Without what the CUDA context, NCCL's buffers and fragmentation take, which the plan does not count."""
+        return int((self.memory_gib - self.reserve_gib) * GIB)
+
+    def flops_per_s(self, dtype: Dtype) -> float:
+        """Reached by matrix products."""
+        return (self.bf16_tflops if dtype == "bf16" else self.fp32_tflops) * 1e12 * self.matmul_share
+
+    @property
+    def memory_bytes_per_s(self) -> float:
+        """Reached by kernels that only read and write."""
+        return self.memory_tb_s * 1e12 * self.memory_share
+
+    @property
+    def host_bytes_per_s(self) -> float:
+        """Between the device and host memory, one direction."""
+        return self.host_link_gb_s * 1e9 * self.host_share
+
+    @property
+    def layer_overhead_s(self) -> float:
+        """Host time of one layer's forward: launches of its kernels, Python."""
+        return self.layer_overhead_us * 1e-6
+
+    def is_gpu(self) -> bool:
+        return not self.name.startswith("cpu")
+
+
+def load_hardware(name: str) -> Hardware:
+    """A profile by its name, or the one in a YAML file of the user's. ConfigError, one line, for neither."""
+    known = _profiles(PROFILES)
+    if name in known:
+        return known[name]
+    if Path(name).is_file():
+        own = _profiles(Path(name))
+        if len(own) != 1:
+            raise ConfigError(f"--gpu {name}: the file holds {len(own)} profiles; give it one")
+        return next(iter(own.values()))
+    raise ConfigError(f"--gpu {name}: no such profile; use {', '.join(known)}, or a YAML file with one (--probe prints one)")
+
+
+def dump_hardware(hardware: Hardware) -> str:
+    """As YAML, to be saved and given to --gpu."""
+    lines = [f"{hardware.name}:"]
+    for key, value in asdict(hardware).items():
+        if key != "name":
+            lines.append(f"  {key}: {value:.6g}" if isinstance(value, float) else f"  {key}: {value}")
+    return "\n".join(lines) + "\n"
+
+
+def _profiles(path: Path) -> dict[str, Hardware]:
+    return {name: hardware_of(name, values, str(path)) for name, values in read_yaml(path).data.items()}
+
+
+def hardware_of(name: str, values: Any, where: str) -> Hardware:
+    """A profile from plain data. ConfigError names what is missing, unknown or not a positive number."""
+    wanted = {field.name: field.type for field in fields(Hardware) if field.name != "name"}
+    if not isinstance(values, Mapping) or set(values) != set(wanted):
+        given = set(values) if isinstance(values, Mapping) else set()
+        wrong = sorted(set(wanted) ^ given)
+        raise ConfigError(f"{where}: profile {name}: {wrong[0]} is {'missing' if wrong[0] in wanted else 'not a key of a profile'}")
+    numbers: dict[str, Any] = {}
+    for key, kind in wanted.items():
+        value = values[key]
+        if kind == "str":
+            numbers[key] = str(value)
+            continue
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+            raise ConfigError(f"{where}: {problem(f'{name}.{key}', value, 'must be a number > 0')}")
+        if key.endswith("_share") and value > 1:
+            raise ConfigError(f"{where}: {problem(f'{name}.{key}', value, 'is a share of what the hardware could do; must be <= 1')}")
+        numbers[key] = int(value) if kind == "int" else float(value)
+    if numbers["reserve_gib"] >= numbers["memory_gib"]:
+        raise ConfigError(f"{where}: {problem(f'{name}.reserve_gib', numbers['reserve_gib'], 'must be less than memory_gib')}")
+    return Hardware(name, **numbers)

@@ -1,0 +1,163 @@
+"""The ranking as text: for every role a table with the reasons, the chosen run's step by phase and memory, and its overrides."""
+
+from __future__ import annotations
+
+from typing import Iterator, Mapping, Optional, Sequence
+
+from megappo.models.arch import ModelArch
+from megappo.plan.tables import GIB, figures, table
+from megappo.tune.cost import Workload
+from megappo.tune.links import Axis, span
+from megappo.tune.search import ROLLOUT, Candidate, Choice, Machine, RolloutCandidate, Search, peak
+
+NOTABLE = 0.05  # share of a role's time from which a part of it is a reason
+MOST_REASONS = 3
+
+
+def report(search: Search, choice: Choice, top: int, measured: Mapping[str, float] = {}) -> str:
+    """Everything. measured: name of a layout (`name_of`) -> seconds, of those that were tried."""
+    blocks = [_assumptions(search.workload, search.machine)]
+    for role in search.candidates:
+        if role in search.tuned:
+            blocks.append(role_lines(search, choice, role, top))
+    if ROLLOUT in search.tuned and choice.rollout.tp is not None:
+        blocks.append(rollout_lines(search, choice, top))
+    blocks.append(step_lines(search, choice))
+    return "\n\n".join("\n".join(block) for block in blocks) + "\n"
+
+
+def _assumptions(workload: Workload, machine: Machine) -> list[str]:
+    hardware = machine.hardware
+    nodes = -(-machine.world_size // hardware.gpus_per_node)
+    return [
+        f"{machine.world_size} x {hardware.name} on {nodes} node{'s' if nodes > 1 else ''}: {figures(hardware.usable_bytes / GIB)} GiB each, "
+        f"matrix products at {hardware.matmul_share:.0%} of the peak",
+        f"a step: {workload.samples:,} samples of {workload.prompt_tokens:,.0f} + {workload.response_tokens:,.0f} tokens, "
+        f"{workload.updates} updates of {workload.mini_batch:,}",
+    ]
+
+
+def role_lines(search: Search, choice: Choice, role: str, top: int) -> list[str]:
+    """The fastest layouts of a role that fit beside what the other roles have in `choice`."""
+    found = search.beside(choice, role)
+    trained = choice.roles[role].cost.is_trained
+    header = ["", "layout", "tokens", *(["recompute"] if trained else []), "step s", *(["forward", "update"] if trained else []),
+              "bubble", "GiB", "why"]  # fmt: skip
+    rows = []
+    for place, one in enumerate(found[:top], 1):
+        phases = one.cost.phases
+        rows.append([
+            str(place), str(one.layout), f"{one.settings.micro_batch_tokens:,}", *([one.settings.recompute] if trained else []),
+            figures(one.total_s), *([figures(phases["forward"]), figures(phases["update"])] if trained else []),
+            f"{one.cost.share('bubble'):.0%}", figures(choice.with_role(one).peak / GIB), "; ".join(reasons(one, search)),
+        ])  # fmt: skip
+    count = f"{len(found)} of {len({one.layout for one in search.candidates[role]})} layouts that fit alone fit beside the others"
+    return [f"{role}: {count}", *_aligned(header, rows)]
+
+
+def rollout_lines(search: Search, choice: Choice, top: int) -> list[str]:
+    rows = []
+    for place, one in enumerate(search.rollouts_beside(choice)[:top], 1):
+        assert one.cost is not None and one.tp is not None
+        rows.append([
+            str(place), f"tp{one.tp}", str(search.machine.world_size // one.tp), figures(one.total_s), figures(one.cost.prefill_s),
+            figures(one.cost.decode_s), f"{one.cost.at_once} x {one.cost.waves}", figures(peak(choice.roles.values(), one) / GIB),
+            "; ".join(_rollout_reasons(one, search.machine)),
+        ])  # fmt: skip
+    return ["rollout", *_aligned(["", "layout", "replicas", "step s", "prefill", "decode", "at once", "GiB", "why"], rows)]
+
+
+def _aligned(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Numbers to the right, names and reasons to the left."""
+    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header) - 1)]
+    left = {"layout", "recompute"}
+    lines = []
+    for row in [header, *rows]:
+        cells = [text.ljust(width) if name in left else text.rjust(width) for name, text, width in zip(header, row, widths)]
+        lines.append(("  " + "  ".join([*cells, row[-1]])).rstrip())
+    return lines
+
+
+def step_lines(search: Search, choice: Choice) -> list[str]:
+    """The chosen layouts through a step (trainer/ppo.py, stages 2, 4, 6 and 7), and what is fullest."""
+    rows = []
+    for name, seconds, role in _phases(choice):
+        share = seconds / choice.total_s
+        what = ""
+        if role is not None:
+            one = choice.roles[role]
+            what = f"{one.layout}, {figures((choice.peak - max(c.active for c in choice.roles.values()) + one.active) / GIB)} GiB"
+        rows.append([name, figures(seconds), f"{share:.0%}", what])
+    lines = table(["the chosen step", "s", "share", "at work"], rows, left=1)
+    widest = max(choice.roles.values(), key=lambda one: one.active)
+    room = search.machine.hardware.usable_bytes
+    return [*lines, f"  together {figures(choice.total_s)} s; fullest while the {widest.role} works: "
+            f"{figures(choice.peak / GIB)} of {figures(room / GIB)} GiB"]  # fmt: skip
+
+
+def _phases(choice: Choice) -> Iterator[tuple[str, float, Optional[str]]]:
+    policy = choice.roles["policy"]
+    yield "generate", choice.rollout.total_s + policy.generate_s, None
+    for role, name in (("policy", "log-probs"), ("critic", "values"), ("reference", "reference log-probs")):
+        if role in choice.roles:
+            yield name, choice.roles[role].cost.phases["forward"], role
+    for role in ("critic", "policy"):
+        yield f"{role} update", choice.roles[role].cost.phases["update"], role
+    yield "push weights", choice.push_s, None
+
+
+def reasons(one: Candidate, search: Search) -> list[str]:
+    """What of this layout's time is not arithmetic, the largest first; and its optimizer state, where that is what fills the rank."""
+    return [text for _, text in sorted(_shares(one, search.machine), key=lambda pair: -pair[0])][:MOST_REASONS] or [
+        f"matrix products {one.cost.share('matmul') + one.cost.share('head') + one.cost.share('attention'):.0%}"
+    ]
+
+
+def _shares(one: Candidate, machine: Machine) -> Iterator[tuple[float, str]]:
+    layout, cost = one.layout, one.cost
+    collectives = "all-gather and reduce-scatter" if layout.sequence_parallel else "all-reduce"
+    axes: list[tuple[str, Axis, str, str]] = [
+        ("tp", "tp", f"tp {layout.tp}", collectives),
+        ("cp", "cp", f"cp {layout.cp}", "all-to-all"),
+        ("ep", "ep", f"ep {layout.ep}" + (f" etp {layout.etp}" if layout.etp > 1 else ""), "all-to-all"),
+        ("pp", "pp", f"pp {layout.pp}" + (f" vpp {layout.vpp}" if layout.vpp > 1 else ""), "messages"),
+        ("dp", "gradients", f"dp {layout.dp}", "gradients and new weights"),
+    ]
+    for part, axis, name, what in axes:
+        if (share := cost.share(part)) >= NOTABLE:
+            crosses = " crosses nodes" if span(layout, axis, machine.hardware.gpus_per_node).crosses_nodes else ""
+            yield share, f"{name}{crosses}: {share:.0%} is {what}"
+    if (share := cost.share("bubble")) >= NOTABLE:
+        yield share, f"pp {layout.pp}: bubble {share:.0%} of {cost.num_micro_batches} micro-batches"
+    if (share := cost.share("optimizer")) >= NOTABLE:
+        yield share, f"dp {layout.dp}: {figures(one.memory.optimizer / GIB)} GiB optimizer, {share:.0%}"
+    if (share := cost.share("memory")) >= 2 * NOTABLE:
+        yield share, f"elementwise kernels {share:.0%}" + ("" if layout.tp == 1 or layout.sequence_parallel else ", no sequence parallel")
+    if (share := cost.share("host")) >= 2 * NOTABLE:
+        yield share, f"small micro-batches: {share:.0%} is launches"
+    if (share := cost.share("offload")) >= 2 * NOTABLE:
+        yield share, f"offload: {share:.0%}"
+
+
+def _rollout_reasons(one: RolloutCandidate, machine: Machine) -> Iterator[str]:
+    assert one.tp is not None and one.cost is not None
+    if one.tp > machine.hardware.gpus_per_node:
+        yield f"tp {one.tp} crosses nodes"
+    if one.cost.waves > 1:
+        yield f"{one.cost.waves} waves of {one.cost.at_once} sequences"
+    if one.cost.prefill_s >= 0.25 * one.total_s:
+        yield f"prefill {one.cost.prefill_s / one.total_s:.0%}"
+
+
+def name_of(one: Candidate) -> str:
+    """Layout and secondary choices in one line: `tp4 pp2 dp8 sp, 4096 tokens, recompute full`."""
+    recompute = f", recompute {one.settings.recompute}" if one.cost.is_trained and one.settings.recompute != "none" else ""
+    return f"{one.layout}, {one.settings.micro_batch_tokens} tokens{recompute}"
+
+
+def overrides_of(search: Search, choice: Choice) -> list[str]:
+    """`key=value` lines of the tuned roles, and the number of ranks."""
+    lines = [f"run.num_ranks={search.machine.world_size}"]
+    for role, one in choice.roles.items():
+        lines += one.overrides() if role in search.tuned else []
+    return lines + (choice.rollout.overrides() if ROLLOUT in search.tuned else [])

@@ -1,0 +1,179 @@
+"""What one micro-batch costs one rank of one pipeline stage: matrix products, memory traffic and communication of its layers.
+
+The forward pass is counted; the caller doubles it for the backward pass. Times are in seconds, sizes in bytes unless named otherwise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, Mapping
+
+from megappo.models.arch import ModelArch
+from megappo.parallel.layout import ParallelLayout
+from megappo.plan.activations import layer_elements_per_token
+from megappo.plan.memory import ITEMSIZE
+from megappo.tune.links import Links, span
+from megappo.tune.profiles import Dtype, Hardware
+
+Part = Literal["matmul", "attention", "memory", "head", "host", "tp", "cp", "ep", "pp"]
+FP32 = 4
+BACKWARD = 2  # a backward pass has two matrix products for each of the forward's
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Seconds of one micro-batch in the forward and in the backward pass of one stage, by part."""
+
+    forward: Mapping[Part, float] = field(default_factory=dict)
+    backward: Mapping[Part, float] = field(default_factory=dict)
+
+    @property
+    def forward_s(self) -> float:
+        return sum(self.forward.values())
+
+    @property
+    def total_s(self) -> float:
+        return self.forward_s + sum(self.backward.values())
+
+
+def layer_weights(arch: ModelArch, sparse: bool) -> tuple[int, int]:
+    """(parameters of the attention's and router's matrices, parameters of the MLP that one token passes) of a layer."""
+    heads, kv_heads, h = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim, arch.hidden_size
+    attention = h * (heads + 2 * kv_heads) + heads * h
+    if not sparse:
+        return attention, 3 * h * arch.ffn_size
+    assert arch.moe is not None
+    return attention + h * arch.moe.num_experts, 3 * h * arch.moe.ffn_size * arch.moe.top_k
+
+
+def keys_seen(arch: ModelArch, layer: int, length: float) -> float:
+    """Keys that a token attends to, on average over a sequence of this length."""
+    if arch.sliding_window is None or not arch.sliding_layers[layer] or length <= arch.sliding_window:
+        return (length + 1) / 2
+    window = arch.sliding_window
+    return (window * (window + 1) / 2 + (length - window) * window) / length
+
+
+def stage_pass(
+    arch: ModelArch,
+    layout: ParallelLayout,
+    stage: int,
+    *,
+    dtype: Dtype,
+    tokens: float,
+    length: float,
+    recompute: str,
+    value_head: bool,
+    trained: bool,
+    hardware: Hardware,
+) -> Pass:
+    """One micro-batch on one rank of `stage`.
+
+    tokens: of the micro-batch, over its cp ranks; length: of a sequence. Matrix products take 2 FLOPs for each weight and token,
+    attention 4 for each channel of a head and key that it sees (Narayanan et al. 2021, appendix; half of it under a causal mask). A
+    product is never faster than its weights are read. Elementwise kernels write and read what a layer keeps (`plan/activations.py`).
+    Backward: twice the products and traffic; full recomputation adds a forward, selective that of attention.
+    """
+    mine = tokens / layout.cp
+    itemsize, rate = ITEMSIZE[dtype], hardware.flops_per_s(dtype)
+    layers = [layer for chunk in range(layout.vpp) for layer in layout.chunk_layers(arch.num_layers, stage, chunk)]
+    times: dict[Part, float] = {"matmul": 0.0, "attention": 0.0, "memory": 0.0, "head": 0.0}
+    weights_bytes = 0.0
+    for sparse, windowed, count in _kinds(arch, layers):
+        attention, mlp = layer_weights(arch, sparse)
+        held = (attention / layout.tp + _mlp_held(arch, layout, sparse)) * itemsize
+        products = mine * 2 * (attention + mlp) / layout.tp / rate
+        times["matmul"] += count * max(products, held / hardware.memory_bytes_per_s)
+        seen = keys_seen(arch, windowed, length)
+        times["attention"] += count * mine * 4 * arch.num_heads * arch.head_dim * seen / layout.tp / rate
+        kept = layer_elements_per_token(arch, layout, itemsize, sparse) * itemsize
+        times["memory"] += count * 2 * mine * kept / hardware.memory_bytes_per_s
+        weights_bytes += count * held
+    if stage == layout.pp - 1 and not value_head:
+        times["head"] = _head_s(arch, layout, mine, rate, hardware)
+    times["host"] = (len(layers) + layout.vpp) * hardware.layer_overhead_s
+    talk = _communication(arch, layout, stage, layers, mine, itemsize, Links.of(hardware), hardware.gpus_per_node)
+    forward = {**times, **talk.forward}
+    if not trained:
+        return Pass(forward)
+    backward = {part: BACKWARD * seconds for part, seconds in times.items()}
+    # Gradients are added to an fp32 buffer: the product is written and read, the buffer read and written.
+    backward["memory"] += weights_bytes / itemsize * (2 * itemsize + 2 * FP32) / hardware.memory_bytes_per_s
+    for part, seconds in talk.backward.items():
+        backward[part] = backward.get(part, 0.0) + seconds
+    again: set[Part] = {"matmul", "attention", "memory", "host", "tp", "cp", "ep"} if recompute == "full" else set()
+    again |= {"attention"} if recompute == "selective" else set()
+    for part in again & set(forward):
+        backward[part] = backward.get(part, 0.0) + forward[part]
+    return Pass(forward, backward)
+
+
+def _kinds(arch: ModelArch, layers: list[int]) -> list[tuple[bool, int, int]]:
+    """(has experts, a layer of this kind, how many) of the kinds of layers."""
+    found: dict[tuple[bool, bool], list[int]] = {}
+    for layer in layers:
+        slides = bool(arch.sliding_layers) and arch.sliding_layers[layer]
+        found.setdefault((arch.is_sparse(layer), slides), []).append(layer)
+    return [(sparse, numbers[0], len(numbers)) for (sparse, _), numbers in found.items()]
+
+
+def _mlp_held(arch: ModelArch, layout: ParallelLayout, sparse: bool) -> float:
+    """Parameters of a layer's MLP on a rank: its part of the columns, or its experts."""
+    if not sparse:
+        return 3 * arch.hidden_size * arch.ffn_size / layout.tp
+    assert arch.moe is not None
+    return 3 * arch.hidden_size * arch.moe.ffn_size * arch.moe.num_experts / (layout.ep * layout.etp)
+
+
+def _head_s(arch: ModelArch, layout: ParallelLayout, tokens: float, rate: float, hardware: Hardware) -> float:
+    """Output projection and log-probs, whose fp32 logits are written and read once, chunk by chunk."""
+    rows = arch.vocab_size / layout.tp
+    return tokens * rows * (2 * arch.hidden_size / rate + 2 * FP32 / hardware.memory_bytes_per_s)
+
+
+def _communication(
+    arch: ModelArch,
+    layout: ParallelLayout,
+    stage: int,
+    layers: list[int],
+    tokens: float,
+    itemsize: int,
+    links: Links,
+    ranks_per_node: int,
+) -> Pass:
+    """Seconds of the collectives of a stage's layers and of its messages to its neighbours. tokens: of this rank.
+
+    tp: two all-reduces of the hidden states per layer and direction, or with sequence parallel two all-gathers and two
+    reduce-scatters, and in the backward pass two all-gathers more, of the inputs that are kept cut (Korthikanti et al. 2022, section
+    4.2.2). cp: queries, keys and values are exchanged for heads and the output back (`models/attention.py`). ep: the rows of the
+    chosen experts go there and back (Megatron-core's all-to-all dispatcher), gathered and added up over etp.
+    pp: the hidden states of a micro-batch go over every boundary of a chunk.
+    """
+    forward: dict[Part, float] = {}
+    backward: dict[Part, float] = {}
+    hidden = tokens * arch.hidden_size * itemsize
+    sequence_shards = layout.tp if layout.sequence_parallel else 1
+    num_sparse = sum(arch.is_sparse(layer) for layer in layers)
+    if layout.tp > 1:
+        group = span(layout, "tp", ranks_per_node)
+        half = links.gather_s(group, hidden)  # of an all-reduce
+        blocks = 2 * len(layers) - num_sparse  # attention, and the MLP where it is cut over tp
+        ends = (stage == 0) + 2 * (stage == layout.pp - 1)  # embedding; log-probs gather the hidden states and add up
+        forward["tp"] = half * (2 * blocks + ends)
+        backward["tp"] = half * (2 * blocks + ends + (blocks if layout.sequence_parallel else 0))
+    if layout.cp > 1:
+        group = span(layout, "cp", ranks_per_node)
+        heads, kv_heads = arch.num_heads // layout.tp, max(arch.num_kv_heads // layout.tp, layout.cp)
+        row = arch.head_dim * itemsize
+        each = links.all_to_all_s(group, tokens * (heads + 2 * kv_heads) * row) + links.all_to_all_s(group, tokens * heads * row)
+        forward["cp"] = backward["cp"] = each * len(layers)
+    if num_sparse and layout.ep * layout.etp > 1:
+        assert arch.moe is not None
+        rows = hidden * arch.moe.top_k / sequence_shards
+        each = 2 * links.all_to_all_s(span(layout, "ep", ranks_per_node), rows)
+        each += 2 * links.gather_s(span(layout, "etp", ranks_per_node), rows * layout.etp)
+        forward["ep"] = backward["ep"] = each * num_sparse
+    if layout.pp > 1:
+        group = span(layout, "pp", ranks_per_node)
+        forward["pp"] = backward["pp"] = layout.vpp * links.send_s(group, hidden / sequence_shards)
+    return Pass(forward, backward)

@@ -1,0 +1,113 @@
+#!/usr/bin/env python
+"""Ranks the parallel layouts of a run on given GPUs by a model of its step time, and writes the best as overrides.
+
+    scripts/tune_parallelism.py configs/large/llama3.1_70b_64gpu.yaml --gpus 64 --gpu h200 policy.model=configs/models/Llama-3.1-70B-Instruct
+
+docs/tuning.md explains the tables. Exit codes are those of `megappo`: 2 for a mistake, told in one line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import NoReturn, Optional, Sequence
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megappo.config.errors import ConfigError  # noqa: E402  needs the line above
+from megappo.platform.quiet import quiet_libraries  # noqa: E402
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse with one-line errors."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; see {self.prog} --help")
+
+
+def build_parser() -> Parser:
+    parser = Parser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    add = parser.add_argument
+    add("config", metavar="CONFIG", nargs="?", help="YAML file of the run (none with --probe: only measure this machine)")
+    add("overrides", metavar="key=value", nargs="*", help="keys set over the file")
+    add("--gpus", type=int, metavar="N", help="ranks, one per GPU (default: run.num_ranks)")
+    add("--gpu", metavar="NAME", help="a100, h100, h200, b200, cpu, or a YAML file with one profile (default: cpu with run.device=cpu)")
+    add("--gpus-per-node", type=int, metavar="N", help="GPUs that share the fast link (default: the profile's)")
+    add("--roles", metavar="A,B", help="roles whose layout is open (default: all, rollout among them); the others keep theirs")
+    add("--top", type=int, default=10, metavar="N", help="rows of a table (default: 10)")
+    add("--mean-prompt-tokens", type=float, metavar="N", help="of a sequence on average (default: data.max_prompt_tokens)")
+    add("--mean-response-tokens", type=float, metavar="N", help="the same (default: rollout.max_response_tokens)")
+    add("--measure", type=int, metavar="K", help="run short trials of the best K here and rank them by what was measured")
+    add("--probe", action="store_true", help="measure this machine and rank by that instead of a profile")
+    add("--output", metavar="FILE", help="write the winner: a whole configuration (.yaml), or its key=value lines")
+    add("--json", metavar="FILE", help="write the ranking")
+    return parser
+
+
+def main(argv: Optional[Sequence[str]] = None) -> int:
+    """Returns the exit code."""
+    quiet_libraries()
+    try:
+        args = _parse(argv)
+        return run(args)
+    except ConfigError as error:
+        print(f"tune_parallelism: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+
+
+def _parse(argv: Optional[Sequence[str]]) -> argparse.Namespace:
+    args, rest = build_parser().parse_known_args(argv)
+    args.overrides = [*args.overrides, *rest]
+    for option, value in (("--top", args.top), ("--measure", args.measure), ("--gpus-per-node", args.gpus_per_node)):
+        if value is not None and value < 1:
+            raise ConfigError(f"{option} {value}: must be >= 1")
+    return args
+
+
+def run(args: argparse.Namespace) -> int:
+    from megappo.tune import command
+    from megappo.tune.profiles import dump_hardware, load_hardware
+    from megappo.tune.report import overrides_of, report
+
+    targets = {option: command.check_target(option, text) for option, text in (("--output", args.output), ("--json", args.json)) if text}
+    if args.probe and args.gpu is not None:
+        raise ConfigError(f"--gpu {args.gpu}: --probe measures this machine instead; leave one of the two out")
+    if args.probe:
+        from megappo.tune.probe import probe
+
+        hardware = probe()
+        print(dump_hardware(hardware), end="", flush=True)
+        if args.config is None:
+            return 0
+    if args.config is None:
+        raise ConfigError("CONFIG is missing: a YAML file, see docs/config.md")
+    if not args.probe:
+        hardware = load_hardware(args.gpu or command.default_profile(args.config, args.overrides))
+    if args.gpus_per_node is not None:
+        hardware = replace(hardware, gpus_per_node=args.gpus_per_node)
+    question = command.Question(
+        args.config, tuple(args.overrides), command.num_gpus(args.gpus, args.config, args.overrides), hardware,
+        tuple(part.strip() for part in args.roles.split(",")) if args.roles is not None else None,
+        args.mean_prompt_tokens, args.mean_response_tokens,
+    )  # fmt: skip
+    search = command.make_search(question)
+    choice = command.find_best(search)
+    print(report(search, choice, args.top))
+    if args.measure is not None:
+        from megappo.tune.measure import measure_best
+
+        choice = measure_best(search, choice, question, args.measure)
+    config = command.chosen_config(search, choice, question)
+    overrides = overrides_of(search, choice)
+    print("overrides\n" + "\n".join(f"  {line}" for line in overrides))
+    if "--output" in targets:
+        command.write_output(targets["--output"], config, overrides)
+    if "--json" in targets:
+        targets["--json"].write_text(command.as_json(search, choice, args.top), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
