@@ -61,7 +61,7 @@ def _register(reference: Callable[..., Any], mutates_args: tuple[str, ...]) -> C
 
 
 def op_around(row_op: str) -> Callable[[Callable[..., Any]], CustomOpDef]:
-    """As `op`, for a reference that is matrix products around another op: it stands in where the op has no kernel but that has."""
+    """As `op`, for a reference that is matrix products around another op: it stands in where this has no kernel and that has."""
 
     def decorate(reference: Callable[..., Any]) -> CustomOpDef:
         _row_ops[reference.__name__] = row_op

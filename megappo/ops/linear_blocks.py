@@ -3,8 +3,8 @@
 `LinearLogits` gives the logits of a block, their statistics and their gradient, the last two by the row operations of
 `vocab_stats.py`. What is done with the blocks is `linear_stats.py` and `linear_loss.py`.
 
-Logits are fp32 whatever the weights are. bf16_logits rounds them to bf16 before anything else, as an inference engine whose output
-layer computes in bf16 does; the gradient passes straight through the rounding.
+Logits are fp32 whatever the weights are. bf16_logits rounds them to bf16 before anything else, as an inference engine whose
+output layer computes in bf16 does; the gradient passes straight through the rounding.
 """
 
 from __future__ import annotations
@@ -130,8 +130,8 @@ class LinearLogits:
         *,
         own: bool,
     ) -> Tensor:
-        """[t, c] gradient of a block in the weight's dtype. lse, entropy and the upstream gradients: [t] of the block. own: it may
-        be written over `logits`."""
+        """[t, c] gradient of a block in the weight's dtype. lse, entropy and the upstream gradients: [t] of the block. own: it
+        may be written over `logits`."""
         arguments = (
             logits, self.target[tokens], lse, entropy, g_logprob, g_entropy, self.vocab_start + columns.start, logits.shape[1],
             self.inv_temp, _rows(self.row_inv_temp, tokens), self.ignore_index,

@@ -1,7 +1,7 @@
 """`linear_logprob`: log-prob and entropy from hidden states and the output weight, differentiable, over a tensor-parallel group.
 
-Arithmetic is in `linear_stats.py`, the group in `vocab_shard.py`; this file checks arguments and holds the autograd pair. Contracts
-are those of `vocab_parallel_logprob` (`logprob.py`).
+Arithmetic is in `linear_stats.py`, the group in `vocab_shard.py`; this file checks arguments and holds the autograd pair.
+Contracts are those of `vocab_parallel_logprob` (`logprob.py`).
 """
 
 from __future__ import annotations
@@ -77,19 +77,19 @@ def linear_logprob(
     keep_logits: bool = False,
     into_main_grad: bool = False,
 ) -> tuple[Tensor, Optional[Tensor]]:
-    """As `vocab_parallel_logprob` of hidden @ weight.T, without the [T, Vl] logits: blocks of them are computed, and computed again
-    in the backward.
+    """As `vocab_parallel_logprob` of hidden @ weight.T, without the [T, Vl] logits: blocks of them are computed, and computed
+    again in the backward.
 
     hidden: [T, H], the same on all ranks, or with sequence_parallel this rank's T/tp consecutive rows. weight: [Vl, H] of
     hidden's dtype. target: [T]. The gradient of `hidden` is summed over the group (sequence_parallel: reduce-scattered, so each
     rank gets its own rows), that of `weight` is this shard's, summed over tokens in fp32 and rounded to weight's dtype once.
 
-    chunk_tokens: tokens in a block of logits at most, None for what suits the device (8 MB of logits on the CPU, 256 MB on a GPU).
-    logits_dtype "bf16" rounds the logits to bf16 before temperature and softmax, where an inference engine in bf16 does; the
-    gradient passes straight through the rounding. mode "invariant": the bits of a token's log-prob and entropy, and of its row of
-    hidden's gradient, do not depend on the tokens around it, for up to 128 (GPU: 1024) rows of wasted work; chunk_tokens has no
-    effect. keep_logits: spend [T, Vl] of memory (2 bytes a logit with bf16 logits of bf16 weights, else 4) instead of the fourth
-    matrix product. into_main_grad: see `main_grad_of`.
+    chunk_tokens: tokens in a block of logits at most, None for what suits the device (8 MB of logits on the CPU, 256 MB on a
+    GPU). logits_dtype "bf16" rounds the logits to bf16 before temperature and softmax, where an inference engine in bf16
+    does; the gradient passes straight through the rounding. mode "invariant": the bits of a token's log-prob and entropy, and
+    of its row of hidden's gradient, do not depend on the tokens around it, for up to 128 (GPU: 1024) rows of wasted work;
+    chunk_tokens has no effect. keep_logits: spend [T, Vl] of memory (2 bytes a logit with bf16 logits of bf16 weights, else
+    4) instead of the fourth matrix product. into_main_grad: see `main_grad_of`.
     """
     call = linear_call(
         hidden, weight, target, group, sequence_parallel, vocab_start, num_valid, temperature, chunk_tokens, ignore_index,
@@ -154,10 +154,10 @@ def has_main_grad(weight: Tensor) -> bool:
 def main_grad_of(weight: Tensor) -> Tensor:
     """The fp32 accumulator [Vl, H] that Megatron's DistributedDataParallel hangs on a parameter.
 
-    With into_main_grad the weight's gradient is added there, in fp32, and not returned. Megatron's protocol of gradient accumulation
-    fusion: `weight.grad_added_to_main_grad` says so to DDP's hook, which fires all the same because a gradient that nobody reads
-    is returned. A weight that has another use besides (tied embeddings: `zero_out_wgrad`) gets zeros instead, as the hook adds
-    the sum of what its uses return.
+    With into_main_grad the weight's gradient is added there, in fp32, and not returned. Megatron's protocol of gradient
+    accumulation fusion: `weight.grad_added_to_main_grad` says so to DDP's hook, which fires all the same because a gradient
+    that nobody reads is returned. A weight that has another use besides (tied embeddings: `zero_out_wgrad`) gets zeros
+    instead, as the hook adds the sum of what its uses return.
     """
     if not has_main_grad(weight):
         raise ValueError(f"into_main_grad: weight {tuple(weight.shape)} has no fp32 main_grad of its shape; leave it to autograd")
@@ -210,7 +210,7 @@ class _LinearLogprob(torch.autograd.Function):
             dweight = handed_over(weight)
         else:
             dhidden, dweight = torch.ops.megappo.linear_backward(
-                rows, weight, target, lse, entropy, g_logprob, g_entropy, shard.start, shard.num_valid, shard.inv_temp, row_inv_temp,
-                shard.ignore_index, kept, logits, call.bf16_logits, call.chunk_tokens, call.invariant,
+                rows, weight, target, lse, entropy, g_logprob, g_entropy, shard.start, shard.num_valid, shard.inv_temp,
+                row_inv_temp, shard.ignore_index, kept, logits, call.bf16_logits, call.chunk_tokens, call.invariant,
             )
         return call.sum_over_shards(dhidden), dweight, None, None, None, None, None

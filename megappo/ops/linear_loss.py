@@ -1,10 +1,10 @@
 """A loss of token log-probs from hidden states with three matrix products: logits, dhidden, dweight.
 
-`linear_token_loss` takes any loss that is a sum over tokens, `linear_ppo` is the clipped policy loss. For a chunk of tokens at a time
-the logits are computed, merged over the tensor-parallel group to log-prob and entropy, and the loss gives the gradient of these,
-so the logits' gradient is written over the logits while they exist: nothing is computed again and nothing of size [T, Vl] is
-kept. All gradients come from the forward; the backward multiplies them by the upstream scalar. That saves the fourth product of
-`linear_logprob`'s backward for a dweight in fp32 between forward and backward.
+`linear_token_loss` takes any loss that is a sum over tokens, `linear_ppo` is the clipped policy loss. For a chunk of tokens
+at a time the logits are computed, merged over the tensor-parallel group to log-prob and entropy, and the loss gives the
+gradient of these, so the logits' gradient is written over the logits while they exist: nothing is computed again and nothing
+of size [T, Vl] is kept. All gradients come from the forward; the backward multiplies them by the upstream scalar. That saves
+the fourth product of `linear_logprob`'s backward for a dweight in fp32 between forward and backward.
 
 Where a token's loss needs the log-probs of tokens on other ranks (context parallel), `linear_logprob` and a loss after it do the
 same in two steps.
@@ -126,7 +126,9 @@ def linear_ppo(
 class _Chunks:
     """One pass over the chunks of tokens; `dhidden` is this shard's part."""
 
-    def __init__(self, call: LinearCall, problem: LinearLogits, token_loss: TokenLoss, want_entropy: bool, gradients: bool) -> None:
+    def __init__(
+        self, call: LinearCall, problem: LinearLogits, token_loss: TokenLoss, want_entropy: bool, gradients: bool
+    ) -> None:
         self.call, self.problem = call, problem
         self.token_loss, self.want_entropy, self.gradients = token_loss, want_entropy, gradients
         hidden, weight = problem.hidden, problem.weight

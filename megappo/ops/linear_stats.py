@@ -3,10 +3,11 @@
     torch.ops.megappo.linear_stats     hidden[T, H], weight[Vl, H] -> stats[T, 4], logits[T, num_valid] | empty
     torch.ops.megappo.linear_backward  ...                         -> dhidden[T, H] of this shard, dweight[Vl, H]
 
-A matrix product per block (`linear_blocks.py`), then the row operations of `vocab_stats.py` in whichever implementation is selected,
-while the block is in the cache. The backward computes the logits again (4 products in all), or takes those that the forward kept
-(3). This is the implementation for every device. A fused forward that keeps the logits on the chip may replace `linear_stats` under
-the same schema: Triton's is `triton/linear_stats.py`; one in CUDA may leave to `stats_in_blocks` what it does not cover.
+A matrix product per block (`linear_blocks.py`), then the row operations of `vocab_stats.py` in whichever implementation is
+selected, while the block is in the cache. The backward computes the logits again (4 products in all), or takes those that the
+forward kept (3). This is the implementation for every device. A fused forward that keeps the logits on the chip may replace
+`linear_stats` under the same schema: Triton's is `triton/linear_stats.py`; one in CUDA may leave to `stats_in_blocks` what it
+does not cover.
 """
 
 from __future__ import annotations
@@ -64,13 +65,13 @@ def linear_stats(
 ) -> tuple[Tensor, Tensor]:
     """(stats [T, 4] of hidden @ weight.T as `vocab_stats` defines them, logits).
 
-    hidden: [T, H], weight: [Vl, H] of one dtype, rows from `num_valid` on are padding. kept: see `kept_ids.py`; bf16_logits: see
-    `linear_blocks.py`. keep_logits: also return logits [T, num_valid] for `linear_backward`, rounded and restricted, before
-    temperature; else [0, 0]. chunk_tokens: tokens in a block at most, 0 for what suits the device. invariant: the bits of a row do
-    not depend on the other rows or on T. Everything else as `vocab_stats`.
+    hidden: [T, H], weight: [Vl, H] of one dtype, rows from `num_valid` on are padding. kept: see `kept_ids.py`; bf16_logits:
+    see `linear_blocks.py`. keep_logits: also return logits [T, num_valid] for `linear_backward`, rounded and restricted,
+    before temperature; else [0, 0]. chunk_tokens: tokens in a block at most, 0 for what suits the device. invariant: the bits
+    of a row do not depend on the other rows or on T. Everything else as `vocab_stats`.
     """
-    problem = LinearLogits(hidden, weight, target, vocab_start, num_valid, inv_temp, row_inv_temp, ignore_index, kept, bf16_logits,
-                           invariant)
+    problem = LinearLogits(hidden, weight, target, vocab_start, num_valid, inv_temp, row_inv_temp, ignore_index, kept,
+                           bf16_logits, invariant)
     return stats_in_blocks(problem, want_entropy, keep_logits, chunk_tokens)
 
 
@@ -109,8 +110,8 @@ def linear_backward(
     lse, entropy, g_*: [T] as merged over all shards. logits: what `linear_stats` kept, None to compute them again. Both gradients
     are summed over their blocks in fp32: summed in bf16, 64 chunks have six times the error of one rounding.
     """
-    problem = LinearLogits(hidden, weight, target, vocab_start, num_valid, inv_temp, row_inv_temp, ignore_index, kept, bf16_logits,
-                           invariant)
+    problem = LinearLogits(hidden, weight, target, vocab_start, num_valid, inv_temp, row_inv_temp, ignore_index, kept,
+                           bf16_logits, invariant)
     dweight = torch.zeros_like(weight, memory_format=torch.contiguous_format)
     return backward_in_blocks(problem, lse, entropy, g_logprob, g_entropy, logits, chunk_tokens, dweight, add=False), dweight
 

@@ -1,7 +1,7 @@
 """The part of a vocabulary that one tensor-parallel rank holds, and what its ranks say to each other.
 
-Statistics of the shards (`vocab_stats.py`, `linear_stats.py`) are gathered and merged here: one all-gather of 16 bytes per token and
-rank, after which every rank holds the same bits.
+Statistics of the shards (`vocab_stats.py`, `linear_stats.py`) are gathered and merged here: one all-gather of 16 bytes per
+token and rank, after which every rank holds the same bits.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Peak memory of the linear ops against full logits, in a process of its own: the resident set, which counts native allocations too."""
+"""Peak memory of the linear ops against full logits, in a process of its own: its resident set, native allocations included."""
 
 import ctypes
 from pathlib import Path

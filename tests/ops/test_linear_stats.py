@@ -1,4 +1,4 @@
-"""Statistics and gradients from hidden states, over every implementation: against the oracle, in blocks, kept and computed again."""
+"""Statistics and gradients from hidden states, over every implementation: the oracle, blocks, kept and recomputed logits."""
 
 import math
 import os
@@ -50,7 +50,8 @@ def test_values_and_gradients_match_the_oracle(kernels, dtype, num_tokens, vocab
     # fp16 ends at 2^-24: what is smaller is lost, in each of the terms of a sum
     least = max(num_tokens, vocab) * 2**-24 * 4 if dtype == torch.float16 else 0.0
     h64, w64 = h.detach().abs().double(), w.detach().abs().double()[:vocab]
-    for got, exact, terms in ((h_.grad, dh, want.dlogits.abs() @ w64), (w_.grad[:vocab], dw[:vocab], want.dlogits.abs().t() @ h64)):
+    of_h, of_w = want.dlogits.abs() @ w64, want.dlogits.abs().t() @ h64
+    for got, exact, terms in ((h_.grad, dh, of_h), (w_.grad[:vocab], dw[:vocab], of_w)):
         assert ((got.cpu().double() - exact).abs() <= unit * (terms + exact.abs()) + 16 * tolerance + least).all()
     assert not w_.grad[vocab:].any() and not h_.grad[::6].any()
 
@@ -193,7 +194,9 @@ def test_no_tokens_and_an_empty_shard(kernels):
     stats, _ = OPS.linear_stats(h, w, target, 12, 0, 1.0, None, IGNORE, *tail)
     assert (stats[:, 0] == -torch.inf).all() and not stats[:, 1:3].any() and (stats[:, 3] == -torch.inf).all()
     zero = torch.zeros(5, device=kernels)
-    dhidden, dweight = OPS.linear_backward(h, w, target, zero, zero, zero, None, 12, 0, 1.0, None, IGNORE, None, None, False, 0, False)
+    dhidden, dweight = OPS.linear_backward(
+        h, w, target, zero, zero, zero, None, 12, 0, 1.0, None, IGNORE, None, None, False, 0, False
+    )
     assert not dhidden.any() and not dweight.any() and dhidden.shape == h.shape and dweight.shape == w.shape
 
 
@@ -243,10 +246,11 @@ def test_packed_and_padded_batches_agree_bitwise_in_invariant_mode():
 
 
 def test_blocks_cover_everything_once_and_in_bounds():
-    for device_tokens, hidden_size, vocab, chunk_tokens in ((5000, 512, 32000, 0), (1, 8192, 151936, 0), (7, 4, 3, 0), (300, 64, 129, 64)):
-        h, w = torch.empty(device_tokens, hidden_size, device="meta"), torch.empty(vocab, hidden_size, device="meta")
-        blocks = LinearLogits(torch.empty(device_tokens, hidden_size), w, h, 0, vocab, 1.0, None, IGNORE, None, False).blocks(chunk_tokens)
-        for size, slices in zip((device_tokens, vocab), blocks):
+    cases = ((5000, 512, 32000, 0), (1, 8192, 151936, 0), (7, 4, 3, 0), (300, 64, 129, 64))
+    for num_tokens, hidden, vocab, chunk_tokens in cases:
+        h, w = torch.empty(num_tokens, hidden), torch.empty(vocab, hidden, device="meta")
+        blocks = LinearLogits(h, w, h, 0, vocab, 1.0, None, IGNORE, None, False).blocks(chunk_tokens)
+        for size, slices in zip((num_tokens, vocab), blocks):
             assert [i for s in slices for i in range(s.start, s.stop)] == list(range(size))
         largest = max(t.stop - t.start for t in blocks[0]) * max(c.stop - c.start for c in blocks[1])
         assert largest <= 2**22 and (not chunk_tokens or max(t.stop - t.start for t in blocks[0]) <= chunk_tokens)

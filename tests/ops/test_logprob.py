@@ -100,7 +100,9 @@ def test_linear_never_holds_more_than_a_chunk_of_logits():
     lse = torch.full((640,), 9.0)
     with LargestTensor() as seen:
         linear.linear_stats._init_fn(h, w, target, 0, 2000, 1.0, None, IGNORE, True, None, False, False, 64, False)
-        linear.linear_backward._init_fn(h, w, target, lse, lse, g_lp, g_h, 0, 2000, 1.0, None, IGNORE, None, None, False, 64, False)
+        linear.linear_backward._init_fn(
+            h, w, target, lse, lse, g_lp, g_h, 0, 2000, 1.0, None, IGNORE, None, None, False, 64, False
+        )
     assert seen.largest == 64 * 2000
     with LargestTensor() as seen:
         linear.linear_stats._init_fn(h, w, target, 0, 2000, 1.0, None, IGNORE, True, None, False, False, 640, False)

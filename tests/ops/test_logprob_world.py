@@ -101,10 +101,9 @@ def on_rank(rank, world_size):
             split = from_hidden("ppo", h, own, target, group, {**where, "chunk_tokens": 7}, g_lp, g_h)
             results["ppo in chunks"] = split
     outside = target.clamp(min=0) + VOCAB
-    for start, call in (("logits", lambda: vocab_parallel_logprob(torch.zeros(TOKENS, 8), outside, group, vocab_start=8 * rank, num_valid=8)),
-                        ("hidden", lambda: linear_logprob(h, w[:8], outside, group, vocab_start=8 * rank, num_valid=8))):
+    for start, function, inputs in (("logits", vocab_parallel_logprob, (h @ w[:8].t(),)), ("hidden", linear_logprob, (h, w[:8]))):
         try:
-            call()
+            function(*inputs, outside, group, vocab_start=8 * rank, num_valid=8)
         except ValueError as error:
             results["error", start] = str(error)
     return results

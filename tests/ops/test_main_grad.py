@@ -50,8 +50,8 @@ def test_micro_batches_add_up_in_fp32(way, dtype):
     for h, _, target, *_ in micro_batches(dtype):
         (loss_of(way, h, weight, target, into_main_grad=True) / 3.0).backward()
         assert weight.grad is None and weight.grad_added_to_main_grad
-        exact += torch.autograd.grad(loss_of(way, h.detach().double(), w64 := w.detach().double().requires_grad_(), target) / 3.0, w64)[0]
-        w_ = w.detach().requires_grad_()
+        w64, w_ = w.detach().double().requires_grad_(), w.detach().requires_grad_()
+        exact += torch.autograd.grad(loss_of(way, h.detach().double(), w64, target) / 3.0, w64)[0]
         rounded += torch.autograd.grad(loss_of(way, h.detach(), w_, target) / 3.0, w_)[0].float()
     errors = [float((x.double() - exact).norm() / exact.norm()) for x in (weight.main_grad, rounded)]
     assert not weight.main_grad[50:].any()

@@ -1,9 +1,10 @@
 """Fused `linear_stats`: the logits of a tile live in registers between the product and the running statistic, never in memory.
 
-A program takes a block of tokens and a split of the vocabulary, tile by tile: the product over the hidden size, then (m, s, t, z_y) of
-the tile's rows onto the running ones. The splits' statistics [splits, T, 4] are merged as blocks of columns are. Programs of the
-same split are neighbours, so that a tile of weights is read from memory once and from the L2 by the other blocks of tokens. Calls that
-want the logits, restrict or round them, or ask for bits that do not depend on the batch run in blocks of `linear_stats.py`.
+A program takes a block of tokens and a split of the vocabulary, tile by tile: the product over the hidden size, then (m, s,
+t, z_y) of the tile's rows onto the running ones. The splits' statistics [splits, T, 4] are merged as blocks of columns are.
+Programs of the same split are neighbours, so that a tile of weights is read from memory once and from the L2 by the other
+blocks of tokens. Calls that want the logits, restrict or round them, or ask for bits that do not depend on the batch run in
+blocks of `linear_stats.py`.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from torch import Tensor
 from megappo.ops.linear_blocks import LinearLogits, logits_dtype_of, merge_blocks
 from megappo.ops.linear_stats import stats_in_blocks
 
-# Half types from Hopper on: 128 accumulators for each of 256 threads, and four stages of 48 KB. Before it mma.sync needs registers
-# for its operands too: half as many accumulators, and four stages of 32 KB. Compiled for sm_80 and sm_90a,
-# none spills inside its loop over the hidden size, and at most ten registers around it.
+# Half types from Hopper on: 128 accumulators for each of 256 threads, and four stages of 48 KB. Before it mma.sync needs
+# registers for its operands too: half as many accumulators, and four stages of 32 KB. Compiled for sm_80 and sm_90a, none
+# spills inside its loop over the hidden size, and at most ten registers around it.
 HOPPER_TILE = {"BLOCK_T": 128, "BLOCK_V": 256, "BLOCK_H": 64, "num_warps": 8, "num_stages": 4}
 AMPERE_TILE = {"BLOCK_T": 128, "BLOCK_V": 128, "BLOCK_H": 64, "num_warps": 8, "num_stages": 4}
 # At full precision fp32 has no tensor cores.
@@ -112,8 +113,8 @@ def linear_stats(
     """See `megappo.ops.linear_stats.linear_stats`. Beside its result the kernel holds 16 bytes for each token and split."""
     num_tokens, hidden_size = hidden.shape
     if kept is not None or bf16_logits or keep_logits or invariant or num_tokens == 0 or num_valid == 0:
-        problem = LinearLogits(hidden, weight, target, vocab_start, num_valid, inv_temp, row_inv_temp, ignore_index, kept, bf16_logits,
-                               invariant)
+        problem = LinearLogits(hidden, weight, target, vocab_start, num_valid, inv_temp, row_inv_temp, ignore_index, kept,
+                               bf16_logits, invariant)
         return stats_in_blocks(problem, want_entropy, keep_logits, chunk_tokens)
     tile = _tile(hidden)
     hidden, weight = (x if x.stride(1) == 1 else x.contiguous() for x in (hidden, weight))
