@@ -1,5 +1,5 @@
-// Fresh memory in large pages. The first write to a new page costs a fault, and 64 Ki faults of 4 KiB take longer than a kernel that
-// writes 256 MiB; Linux maps 2 MiB at a time where it is asked to (transparent_hugepage = madvise or always).
+// Fresh memory in large pages. The first write to a new page costs a fault, and 64 Ki faults of 4 KiB take longer than a kernel
+// that writes 256 MiB; Linux maps 2 MiB at a time where it is asked to (transparent_hugepage = madvise or always).
 #pragma once
 
 #include <cstddef>

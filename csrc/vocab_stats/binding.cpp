@@ -58,8 +58,8 @@ struct Rows {
       check_device(*row_inv_temp_, given, "row_inv_temp");
       row_inv_temp = as_floats(*row_inv_temp_);
     }
-    args = {logits.data_ptr(), dtype, logits.stride(0), data<int64_t>(target), data<float>(row_inv_temp), static_cast<float>(inv_temp),
-            num_tokens, vocab_start, num_valid, ignore_index};
+    args = {logits.data_ptr(), dtype, logits.stride(0), data<int64_t>(target), data<float>(row_inv_temp),
+            static_cast<float>(inv_temp), num_tokens, vocab_start, num_valid, ignore_index};
   }
 };
 
@@ -91,8 +91,8 @@ void backward_into(const Tensor& out, const Rows& rows, const Tensor& lse, const
 
 }  // namespace
 
-Tensor vocab_stats(Tensor logits, Tensor target, int64_t vocab_start, int64_t num_valid, double inv_temp, OptionalTensor row_inv_temp,
-                   int64_t ignore_index, bool want_entropy) {
+Tensor vocab_stats(Tensor logits, Tensor target, int64_t vocab_start, int64_t num_valid, double inv_temp,
+                   OptionalTensor row_inv_temp, int64_t ignore_index, bool want_entropy) {
   const Rows rows(logits, target, vocab_start, num_valid, inv_temp, row_inv_temp, ignore_index);
   const int64_t num_tokens = rows.args.num_tokens;
   const Segments cuts = cut(num_valid, logits);
@@ -135,8 +135,8 @@ std::tuple<Tensor, Tensor, Tensor> vocab_stats_merge(Tensor gathered, Tensor tar
   const Tensor stats = torch::stable::contiguous(gathered), labels = torch::stable::contiguous(target);
   const auto empty = [&] { return torch::stable::new_empty(gathered, {num_tokens}); };
   Tensor logprob = empty(), entropy = empty(), lse = empty();
-  const VocabMergeArgs args{data<VocabStats>(stats), data<int64_t>(labels), out<float>(logprob), out<float>(entropy), out<float>(lse),
-                            gathered.size(0), num_tokens, ignore_index};
+  const VocabMergeArgs args{data<VocabStats>(stats), data<int64_t>(labels), out<float>(logprob), out<float>(entropy),
+                            out<float>(lse), gathered.size(0), num_tokens, ignore_index};
   on_device_of(
       gathered,
       [&] {
@@ -168,8 +168,8 @@ void vocab_logits_backward_(Tensor logits, Tensor target, Tensor lse, Tensor ent
 }
 
 MEGAPPO_OP(vocab_stats,
-           "(Tensor logits, Tensor target, int vocab_start, int num_valid, float inv_temp, Tensor? row_inv_temp, int ignore_index, "
-           "bool want_entropy) -> Tensor")
+           "(Tensor logits, Tensor target, int vocab_start, int num_valid, float inv_temp, Tensor? row_inv_temp, "
+           "int ignore_index, bool want_entropy) -> Tensor")
 MEGAPPO_OP(vocab_stats_merge, "(Tensor gathered, Tensor target, int ignore_index) -> (Tensor, Tensor, Tensor)")
 MEGAPPO_OP(vocab_logits_backward,
            "(Tensor logits, Tensor target, Tensor lse, Tensor entropy, Tensor g_logprob, Tensor? g_entropy, int vocab_start, "

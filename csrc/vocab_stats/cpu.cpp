@@ -20,8 +20,8 @@ float inverse_temperature(const VocabRows& a, std::int64_t row) {
   return a.row_inv_temp != nullptr ? a.row_inv_temp[row] : a.inv_temp;
 }
 
-// f(x, chain) for 16 columns after the other; missing lanes of the last ones are -inf. They take turns over `kChains` accumulators,
-// so that an addition need not wait for the one before it.
+// f(x, chain) for 16 columns after the other; missing lanes of the last ones are -inf. They take turns over `kChains`
+// accumulators, so that an addition need not wait for the one before it.
 template <int kChains, class T, class F>
 MEGAPPO_INLINE void for_lanes(const T* x, std::int64_t count, F&& f) {
   std::int64_t at = 0;
@@ -49,8 +49,8 @@ float nothing_or_nan(const T* x, std::int64_t count) {
   return all == all ? 0.0f : all;
 }
 
-// The segment lies in the L1 cache after `largest`, so the memory is read once. A term e^(x-m) of a -inf column is e^-87 here, which
-// leaves a sum that has a term 1 as it is.
+// The segment lies in the L1 cache after `largest`, so the memory is read once. A term e^(x-m) of a -inf column is e^-87 here,
+// which leaves a sum that has a term 1 as it is.
 template <bool kEntropy, class T>
 VocabStats segment_stats(const T* x, std::int64_t count, float inv_temp) {
   const float m = largest(x, count, inv_temp);

@@ -1,10 +1,10 @@
-// Statistic and backward of vocabulary-parallel logits at the speed of the memory: every logit is read once (the backward writes it
-// once), in 16-byte loads of which a thread has four under way. A block of 256 threads works on one segment of a row, and several
+// Statistic and backward of vocabulary-parallel logits at the speed of the memory: every logit is read once (the backward writes
+// it once), in 16-byte loads of which a thread has four under way. A block of 256 threads works on one segment of a row, and several
 // blocks share a multiprocessor, so about 64 KiB are in flight on each: twice what the latency of an H100's memory asks for. Per
 // logit there are about ten instructions and one exponential, half of what fits into the time that its two bytes take.
 //
-// Which thread takes which columns depends on the column alone, not on the address: rows of odd length (V = 50257 in bf16) start at
-// any multiple of two bytes, and a row must have the same bits wherever it lies. A row that is not aligned is read as the two
+// Which thread takes which columns depends on the column alone, not on the address: rows of odd length (V = 50257 in bf16) start
+// at any multiple of two bytes, and a row must have the same bits wherever it lies. A row that is not aligned is read as the two
 // aligned neighbours of each 16 bytes; the second comes from the L1 cache.
 #include <cmath>
 
@@ -58,10 +58,13 @@ __device__ inline uint4 pack(const float (&x)[4], float) {
 }
 template <class T>
 __device__ inline uint4 pack(const float (&x)[8], T type) {
-  return make_uint4(pack_two(x[0], x[1], type), pack_two(x[2], x[3], type), pack_two(x[4], x[5], type), pack_two(x[6], x[7], type));
+  return make_uint4(pack_two(x[0], x[1], type), pack_two(x[2], x[3], type), pack_two(x[4], x[5], type),
+                    pack_two(x[6], x[7], type));
 }
 
-__device__ inline unsigned misalignment(const void* at) { return static_cast<unsigned>(reinterpret_cast<std::uintptr_t>(at) & 15u); }
+__device__ inline unsigned misalignment(const void* at) {
+  return static_cast<unsigned>(reinterpret_cast<std::uintptr_t>(at) & 15u);
+}
 
 // The 16 bytes from `bytes` (1 to 15) on of two neighbours.
 __device__ inline uint4 realigned(uint4 a, uint4 b, unsigned bytes) {
@@ -361,7 +364,8 @@ void vocab_backward(const VocabBackwardArgs& a, Stream stream) {
     using T = decltype(type);
     const auto kernel = a.g_entropy != nullptr ? backward_kernel<T, true> : backward_kernel<T, false>;
     const std::int64_t columns = a.segment_columns < a.num_columns ? a.segment_columns : a.num_columns;
-    launch("vocab_logits_backward", kernel, one_block_each(a.rows.num_tokens * a.num_segments), threads_for<T>(columns), 0, stream, a);
+    const dim3 blocks = one_block_each(a.rows.num_tokens * a.num_segments);
+    launch("vocab_logits_backward", kernel, blocks, threads_for<T>(columns), 0, stream, a);
   });
 }
 

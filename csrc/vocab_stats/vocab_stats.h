@@ -1,7 +1,7 @@
 // Statistic, merge and backward of vocabulary-parallel logits; see megappo/ops/vocab_stats.py for the formulas.
 //
-// A row is cut into segments of columns whose length depends on the width of the vocabulary alone. Each segment has a statistic of
-// its own and the segments of a row are folded from left to right, so a row has the same bits whatever the other rows are and
+// A row is cut into segments of columns whose length depends on the width of the vocabulary alone. Each segment has a statistic
+// of its own and the segments of a row are folded from left to right, so a row has the same bits whatever the other rows are and
 // however many threads or blocks share the work. Few rows still fill a machine: the segments are the units of work.
 #pragma once
 

@@ -13,8 +13,8 @@ The collective between statistic and merge, argument checks and autograd are in 
 logits (which exists for gradient checks).
 
 Rows that cannot matter are not read: the statistic of an ignored target is that of an empty shard, and a row whose upstream
-gradients are 0 has gradient 0, whatever stands in it (a masked token's inf or NaN never becomes 0 * inf). The bits of a row do not
-depend on the rows around it nor on the number of threads.
+gradients are 0 has gradient 0, whatever stands in it (a masked token's inf or NaN never becomes 0 * inf). The bits of a row depend
+neither on the rows around it nor on the number of threads.
 """
 
 from __future__ import annotations
@@ -213,8 +213,8 @@ def vocab_logits_backward(
     row_inv_temp: Optional[Tensor],
     ignore_index: int,
 ) -> Tensor:
-    """Gradient of this shard's logits, [T, Vl] in their dtype; padding columns, ignored rows and rows without an upstream gradient
-    are exactly 0.
+    """Gradient of this shard's logits, [T, Vl] in their dtype; padding columns, ignored rows and rows without an upstream
+    gradient are exactly 0.
 
     dlogits_v = inv_temp [ g_lp (1[v=y] - p_v) - g_H p_v (x_v - lse + H) ], p_v = e^(x_v - lse). At the target 1 - p is -expm1(x -
     lse): rounding p first loses 20 % at p = 0.99 in bf16. lse, entropy, g_*: [T] as merged over all shards. Needs no collective.

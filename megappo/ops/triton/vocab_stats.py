@@ -132,8 +132,8 @@ def _expm1(x):
 
 @triton.jit
 def _backward(
-    logits, row_stride, target, lse, entropy, g_logprob, g_entropy, row_inv_temp, inv_temp, out, out_stride, num_blocks, num_columns,
-    vocab_start, num_valid, ignore_index, PER_ROW: tl.constexpr, ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
+    logits, row_stride, target, lse, entropy, g_logprob, g_entropy, row_inv_temp, inv_temp, out, out_stride, num_blocks,
+    num_columns, vocab_start, num_valid, ignore_index, PER_ROW: tl.constexpr, ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     unit = tl.program_id(0)
     row = (unit // num_blocks).to(tl.int64)
