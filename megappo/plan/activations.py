@@ -12,7 +12,9 @@ from megappo.models.arch import ModelArch, MoeArch
 from megappo.parallel.layout import ParallelLayout
 
 FP32 = 4
-LOGPROB_CHUNK_TOKENS = 4096  # ops/logprob.py holds the logits of this many tokens at once
+# What the ops keep of the logits on a GPU; a test holds both against ops/linear_loss.py and ops/linear_blocks.py, which need torch.
+CHUNK_TOKENS = 4096  # tokens whose logits over a whole shard exist at once while the policy trains
+BLOCK_LOGITS = 1 << 26  # logits that exist at once in a pass without gradients
 
 Recompute = Literal["none", "selective", "full"]
 
@@ -107,11 +109,15 @@ def peak_in_flight(layout: ParallelLayout, stage: int, num_micro_batches: int, c
     return peak
 
 
-def output_bytes(arch: ModelArch, layout: ParallelLayout, tokens: int, trained: bool) -> int:
-    """Log-probs without full logits: fp32 logits of a chunk (twice with their gradient), the projection's fp32 gradient."""
+def output_bytes(arch: ModelArch, layout: ParallelLayout, tokens: int, itemsize: int, trained: bool) -> int:
+    """Log-probs without full logits. Training: fp32 logits of a chunk, their gradient in the weights' type (fp32 is written over
+    the logits), and the projection's fp32 gradient, which waits for the backward pass.
+    """
     rows = -(-arch.vocab_size // layout.tp)
-    logits = min(tokens, LOGPROB_CHUNK_TOKENS) * rows * FP32
-    return 2 * logits + rows * arch.hidden_size * FP32 if trained else logits
+    if not trained:
+        return min(tokens * rows, BLOCK_LOGITS) * FP32
+    logit = FP32 if itemsize == FP32 else FP32 + itemsize
+    return min(tokens, CHUNK_TOKENS) * rows * logit + rows * arch.hidden_size * FP32
 
 
 def _sequence_shards(layout: ParallelLayout) -> int:

@@ -104,7 +104,7 @@ def role_memory(
     def passing(trained: bool) -> int:
         layers = activation_bytes(arch, layout, stage, tokens, num_micro_batches, itemsize, recompute, trained=trained)
         has_logits = stage == layout.pp - 1 and not value_head
-        return layers + (output_bytes(arch, layout, tokens, trained) if has_logits else 0)
+        return layers + (output_bytes(arch, layout, tokens, itemsize, trained) if has_logits else 0)
 
     forward = passing(trained=False)
     parameters_away, gradients_away, optimizer_away = offload

@@ -7,6 +7,7 @@ import torch
 
 from megappo.models.arch import ModelArch, MoeArch, Rope
 from megappo.parallel.layout import ParallelLayout
+from megappo.plan import activations
 from megappo.plan.activations import layer_elements_per_token, output_bytes, peak_in_flight
 from megappo.plan.memory import GIB, count_parameters, role_memory, rollout_memory
 from tests.worlds import spawn_world
@@ -205,8 +206,17 @@ def test_kv_heads_are_repeated_where_vllm_has_more_ranks_than_heads():
 
 def test_the_output_holds_one_chunk_of_logits():
     layout = ParallelLayout(2, 2)
-    assert output_bytes(llama(vocab=1000), layout, 10_000, trained=False) == 4096 * 500 * 4
-    assert output_bytes(llama(vocab=1000), layout, 100, trained=True) == 2 * 100 * 500 * 4 + 500 * 128 * 4
+    assert output_bytes(llama(vocab=1000), layout, 10_000, 2, trained=False) == 10_000 * 500 * 4
+    assert output_bytes(llama(vocab=128_000), layout, 10_000, 2, trained=False) == (1 << 26) * 4
+    assert output_bytes(llama(vocab=1000), layout, 100, 4, trained=True) == 100 * 500 * 4 + 500 * 128 * 4
+    assert output_bytes(llama(vocab=1000), layout, 10_000, 2, trained=True) == 4096 * 500 * (4 + 2) + 500 * 128 * 4
+
+
+def test_the_blocks_are_those_of_the_ops():
+    from megappo.ops import linear_blocks, linear_loss
+
+    assert activations.CHUNK_TOKENS == linear_loss.CHUNK_TOKENS["cuda"]
+    assert activations.BLOCK_LOGITS == linear_blocks.BLOCK_LOGITS["cuda"]
 
 
 # ------------------------------------------------------------------------------------------------------------ activations

@@ -36,7 +36,7 @@ def test_the_quickstart_plan_by_hand(tmp_path):
     # 16 sequences of at most 24 tokens, far below 16,384: one micro-batch, and activations of 16 * 24 tokens only
     assert plan.micro_batches == {"policy": 1, "critic": 1, "reference": 1}
     per_layer = 2 * 3 * 128 + (3 * (4 + 2) * 32 + 5 * 384) // 2
-    output = 2 * 16 * 24 * 32 * 4 + 32 * 128 * 4  # 64 rows of the output over two tp ranks
+    output = 16 * 24 * 32 * 4 + 32 * 128 * 4  # 64 rows of the output over two tp ranks
     assert policy[0].activations == 16 * 24 * 4 * per_layer * 4 + output
     assert plan.rollout.kv_cache == GIB // 4
 
