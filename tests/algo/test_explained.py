@@ -54,3 +54,11 @@ def test_length_adaptive_lambda():
     assert 1 / (1 - length_adaptive_lambda(torch.tensor([400]), 0.05)) == pytest.approx(20.0)
     with pytest.raises(ValueError, match="lam_length_alpha"):
         length_adaptive_lambda(torch.tensor([1]), 0.0)
+
+
+def test_rounding_of_log_probs_is_not_explained():
+    """A batch where nothing scores: returns of 1e-7 and values of 1e-2 gave an explained variance of -1e13."""
+    mask = torch.ones(100, dtype=torch.bool)
+    returns = torch.randn(100, generator=torch.Generator().manual_seed(0)) * 1e-7
+    assert math.isnan(explained_variance(regression_moments(torch.full((100,), 0.01), returns, mask)))
+    assert explained_variance(regression_moments(returns * 1e4, returns * 1e4, mask)) == 1.0
