@@ -25,7 +25,8 @@ from megappo.config.loading import load_config
 from megappo.launch.environment import report
 from megappo.launch.failure import first_failure
 
-EXIT_REQUEUE, EXIT_MISTAKE, EXIT_NO_PROGRESS = 75, 2, 17
+EXIT_STOPPED = EXIT_REQUEUE = 75
+EXIT_MISTAKE, EXIT_NO_PROGRESS = 2, 17
 # A lost node or a preemption is nobody's fault, so Slurm's own requeues may start at the same step, but not for ever.
 MAX_STARTS_AT_A_STEP = 3
 
@@ -70,10 +71,11 @@ def end(launch_dir: Path, run_dir: Path, attempt: int, *, status: int, max_reque
     """What to tell at the end of the log, and the exit code: 75 asks for a requeue. status: of the ranks."""
     started_at = next(start.step for start in reversed(_starts(launch_dir)) if start.attempt == attempt)
     step = newest_step(run_dir)
-    stopped = status == 0 and (run_dir / STOPPED).exists()
+    # A job of one rank runs the command that starts it, which says by its code that the rank was stopped.
+    stopped = status in (0, EXIT_STOPPED) and (run_dir / STOPPED).exists()
     if status == 0 and not stopped:
         return f"megappo: finished; results in {run_dir}", 0
-    code = status or EXIT_NO_PROGRESS
+    code = EXIT_NO_PROGRESS if stopped else status
     failure = None if stopped else first_failure(launch_dir / f"attempt-{attempt}")
     if stopped:
         said = f"megappo: stopped after step {step} with a checkpoint\n"

@@ -2,7 +2,7 @@
 
     rank-3.log         what the rank printed
     rank-3.traceback   written the moment an exception reaches the top, before the process is taken down
-    rank-3.exit        exit code, time (ns) and node, written by the shell that the job script starts the rank from; absent where
+    rank-3.exit        exit code, time (ns), step and node, written by the shell that the job script starts the rank from; absent where
                        that was killed together with the rank
 
 The folder is named by MEGAPPO_ATTEMPT_DIR; without it nothing is recorded.
@@ -94,7 +94,7 @@ class _Exit:
 
     @classmethod
     def read(cls, path: Path) -> _Exit:
-        code, time_ns, *host = path.read_text().split()
+        code, time_ns, _, *host = path.read_text().split()
         return cls(int(code), int(time_ns), " ".join(host))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -61,4 +62,6 @@ def _hand_on(received: int, frame: Optional[FrameType]) -> None:
     import psutil
 
     for child in psutil.Process().children():
-        child.send_signal(received)
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+            if "TORCHELASTIC_RUN_ID" in child.environ():
+                child.send_signal(received)

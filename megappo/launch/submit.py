@@ -46,6 +46,12 @@ def check_job(config: TrainConfig, job: Job, limits: Limits) -> None:
     if ranks not in (None, job.world_size):
         fix = f"{job.nodes} nodes x {job.ranks_per_node} are {job.world_size} ranks; set run.num_ranks={job.world_size} or null"
         raise ConfigError(problem("run.num_ranks", ranks, fix))
+    for option in job.options:
+        if not option.startswith("--") or "\n" in option:
+            raise ConfigError(problem("--sbatch", option, "must be one option in one line, for example --sbatch=--exclusive"))
+    for mount in job.mounts:
+        if not all(mount.partition(":")[::2]):
+            raise ConfigError(f"--mount {mount}: must be HOST:CONTAINER, for example /data:/data")
     for key, tp in _tensor_parallel(config).items():
         # A tensor-parallel group lies within a node, or is made of whole nodes.
         if job.nodes > 1 and job.ranks_per_node % tp != 0 and tp % job.ranks_per_node != 0:

@@ -21,6 +21,7 @@ PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "sinf
 NODES = ("127.0.0.1", "127.0.0.2")
 CPUS_PER_NODE = 8
 START_S = 30.0
+REQUEUE_S = 3.0
 
 
 def missing_programs() -> list[str]:
@@ -55,6 +56,7 @@ class Cluster:
         """Poll until the condition holds. AssertionError, with the end of `log`, after `timeout_s` seconds."""
         deadline = time.monotonic() + timeout_s
         while not condition():
+            assert all(daemon.poll() is None for daemon in self._daemons), "a daemon of the cluster ended"
             if time.monotonic() > deadline:
                 said = "\n".join(log.read_text().splitlines()[-40:]) if log is not None and log.exists() else ""
                 raise AssertionError(f"{what}: not within {timeout_s:.0f} s\n{self.command('squeue')}\n{said}")
@@ -64,10 +66,12 @@ class Cluster:
         return self.job(job_id)["JobState"] in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 
     def release_requeued(self, job_id: str) -> bool:
-        """Slurm keeps a requeued job back for two minutes; True once this one waited, and starts at once."""
+        """Slurm keeps a requeued job back for two minutes; True once this one was requeued, and let go after seconds."""
         job = self.job(job_id)
         if job["JobState"] != "PENDING" or job["Restarts"] == "0":
             return False
+        # Not at once: a node takes a start in the second of the requeue, or before, for the one that was revoked.
+        time.sleep(REQUEUE_S)
         self.command("scontrol", "update", f"JobId={job_id}", "StartTime=now")
         return True
 
@@ -152,8 +156,8 @@ ReturnToService=2
 MpiDefault=none
 JobAcctGatherType=jobacct_gather/none
 SlurmdParameters=config_overrides
-# Seconds that a job has between SIGTERM and SIGKILL; and no pause before a job is looked at.
-KillWait=10
+# Seconds between SIGTERM and SIGKILL: so many that a job that waited for them would be noticed. No pause before a job is looked at.
+KillWait=60
 SchedulerParameters=batch_sched_delay=0,sched_min_interval=0
 {nodes}
 PartitionName=main Nodes={",".join(NODES)} Default=YES MaxTime=24:00:00 State=UP

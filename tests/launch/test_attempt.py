@@ -10,7 +10,7 @@ from megappo.checkpoint.manifest import Manifest, write_manifest
 from megappo.config.checks import STOPPED, check_run_dir
 from megappo.config.errors import ConfigError
 from megappo.config.schema import RunConfig
-from megappo.launch.attempt import EXIT_MISTAKE, EXIT_NO_PROGRESS, EXIT_REQUEUE, begin, end
+from megappo.launch.attempt import EXIT_MISTAKE, EXIT_NO_PROGRESS, EXIT_REQUEUE, EXIT_STOPPED, begin, end
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def save(run_dir: Path, step: int) -> None:
 
 
 def fail(run_dir: Path, attempt: int, code: int) -> None:
-    (run_dir / "launch" / "001" / f"attempt-{attempt}" / "rank-1.exit").write_text(f"{code} 1 n2\n")
+    (run_dir / "launch" / "001" / f"attempt-{attempt}" / "rank-1.exit").write_text(f"{code} 1 0 n2\n")
 
 
 def started(run_dir: Path, attempt: int, *, resume: bool = False) -> bool:
@@ -43,11 +43,12 @@ def test_a_run_that_reached_its_end_is_not_requeued(run_dir: Path) -> None:
     assert ended(run_dir, 0, status=0)[1] == 0
 
 
-def test_a_stopped_run_is_requeued_and_resumes(run_dir: Path) -> None:
+@pytest.mark.parametrize("status", [0, EXIT_STOPPED])
+def test_a_stopped_run_is_requeued_and_resumes(run_dir: Path, status: int) -> None:
     started(run_dir, 0)
     save(run_dir, 12)
     (run_dir / STOPPED).write_text("{}")
-    text, code = ended(run_dir, 0, status=0)
+    text, code = ended(run_dir, 0, status=status)
     assert code == EXIT_REQUEUE and text.endswith("requeue 1 of 3, goes on after step 12")
     assert started(run_dir, 1)
 

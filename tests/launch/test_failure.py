@@ -20,7 +20,7 @@ def raised(folder: Path, rank: int, time_ns: int) -> None:
 
 
 def ended(folder: Path, rank: int, code: int, time_ns: int) -> None:
-    (folder / f"rank-{rank}.exit").write_text(f"{code} {time_ns} node{rank}\n")
+    (folder / f"rank-{rank}.exit").write_text(f"{code} {time_ns} 0 node{rank}\n")
     (folder / f"rank-{rank}.log").write_text(f"last words of {rank}\n")
 
 

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from tests.plan.checkpoints import write_run
 
 ROOT = Path(__file__).parents[2]
 NUM_RANKS = 4
+PROGRESS = "rank 1 fails after a checkpoint"
 
 
 @dataclass
@@ -66,7 +68,19 @@ def jobs(cluster, tmp_path_factory) -> dict[tuple[str, str], Submitted]:
     """All at once, on the same two nodes."""
     folder = tmp_path_factory.mktemp("jobs")
     cases = [(launcher, stub) for launcher in ("srun", "torchrun") for stub in ("rank 1 raises", "rank 2 is killed")]
-    return {case: submit(cluster, folder / f"{n}", case[1], launcher=case[0]) for n, case in enumerate(cases)}
+    cases.append(("srun", PROGRESS))
+    return {case: submit(cluster, folder / f"{n}", case[1], launcher=case[0], max_requeues=1) for n, case in enumerate(cases)}
+
+
+def test_a_job_that_makes_progress_is_requeued_as_often_as_allowed(cluster, jobs) -> None:
+    job = jobs["srun", PROGRESS]
+    cluster.wait_for("the requeue", lambda: cluster.release_requeued(job.id), 60, job.log)
+    log = end_of(cluster, job)
+    starts = [json.loads(line) for line in (job.folder / "attempts.jsonl").read_text().splitlines()]
+    assert [start["step"] for start in starts] == [0, 1]
+    assert ["--resume" in job.ranks(attempt)[3]["arguments"] for attempt in (0, 1)] == [False, True]
+    assert "megappo: requeue 1 of 1, goes on after step 1" in log
+    assert log[-1] == "megappo: not requeued: --max-requeues 1; `megappo launch ... --resume` goes on after step 2"
 
 
 @pytest.mark.parametrize("launcher", ["srun", "torchrun"])
@@ -85,21 +99,25 @@ def test_every_rank_finds_its_place_in_one_world(cluster, jobs, launcher) -> Non
 
 def test_jobs_on_the_same_host_have_ports_of_their_own(cluster, jobs) -> None:
     ports = []
-    for (launcher, _), job in jobs.items():
-        end_of(cluster, job)
-        ports += [job.ranks()[0]["MASTER_PORT"]] if launcher == "srun" else []
+    for (launcher, stub), job in jobs.items():
+        if launcher == "srun" and stub != PROGRESS:
+            end_of(cluster, job)
+            ports.append(job.ranks()[0]["MASTER_PORT"])
     assert len(ports) == len(set(ports)) == 2
 
 
 @pytest.mark.parametrize("launcher", ["srun", "torchrun"])
 def test_the_first_traceback_ends_the_log_and_the_ranks_that_wait_are_ended(cluster, jobs, launcher) -> None:
-    """The other ranks would sleep for ten minutes."""
+    """The other ranks would sleep for ten minutes, and for one after SIGTERM."""
     job = jobs[launcher, "rank 1 raises"]
     log = end_of(cluster, job)
     assert log[-3] == "RuntimeError: the culprit"
     assert log[-2] == f"megappo: rank 1 on {NODES[0]} failed first (exit code 1); what it said is above"
     assert log[-1] == "megappo: not requeued: no checkpoint was saved since this attempt started at step 0"
     assert cluster.job(job.id)["JobState"] == "FAILED"
+    failed_at = int((job.folder / "attempt-0" / "rank-1.exit").read_text().split()[1]) / 1e9
+    ended_at = datetime.fromisoformat(cluster.job(job.id)["EndTime"]).timestamp()
+    assert ended_at - failed_at < 30
 
 
 @pytest.mark.parametrize("launcher", ["srun", "torchrun"])

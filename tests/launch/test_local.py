@@ -68,7 +68,8 @@ def test_the_device_of_a_rank_on_a_machine_with_gpus(monkeypatch, two_gpus, loca
 
 def test_a_request_to_stop_that_the_command_gets_is_handed_to_its_ranks(monkeypatch):
     """`kill -USR1` of `megappo train` itself; without that the signal would end it and leave the ranks."""
-    child = subprocess.Popen(["sleep", "30"])
+    rank = subprocess.Popen(["sleep", "30"], env=os.environ | {"TORCHELASTIC_RUN_ID": "x"})
+    other = subprocess.Popen(["sleep", "30"])
 
     def run(arguments):
         os.kill(os.getpid(), signal.SIGUSR1)
@@ -77,8 +78,11 @@ def test_a_request_to_stop_that_the_command_gets_is_handed_to_its_ranks(monkeypa
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     before = signal.getsignal(signal.SIGUSR1)
     assert start_ranks(2, ["train"]) == 0
-    assert child.wait(10) == -signal.SIGUSR1
+    assert rank.wait(10) == -signal.SIGUSR1
     assert signal.getsignal(signal.SIGUSR1) == before
+    assert other.poll() is None
+    other.kill()
+    other.wait()
 
 
 @pytest.mark.parametrize("of_ranks, stops, code", [(0, True, 75), (0, False, 0), (1, True, 1)])

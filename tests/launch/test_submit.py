@@ -52,6 +52,10 @@ MISTAKES = {
     "unknown key": ([*TWO_BY_TWO, "policy.parallel.tpp=2"], "unknown key; did you mean policy.parallel.tp?"),
     "resume": ([*TWO_BY_TWO, "--resume"], "holds no run to resume"),
     "local nodes": (["--local", "--nodes", "2"], "--nodes 2 does not go with --local"),
+    "local lead": (["--local", "--signal-lead", "60"], "--signal-lead 60 does not go with --local"),
+    "mount alone": ([*TWO_BY_TWO, "--mount", "/data:/data"], "--mount /data:/data has no effect without --container"),
+    "mount": ([*TWO_BY_TWO, "--container", "x.sif", "--mount", "/data"], "--mount /data: must be HOST:CONTAINER"),
+    "two lines": ([*TWO_BY_TWO, "--account", "me\ntouch gone"], "must be one option in one line"),
 }  # fmt: skip
 
 
