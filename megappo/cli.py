@@ -10,16 +10,15 @@ import argparse
 import os
 import sys
 from pathlib import Path
-from typing import Callable, Literal, NoReturn, Optional, Sequence
+from typing import Literal, NoReturn, Optional, Sequence
 
+from megappo.arguments import positive_float, positive_int
 from megappo.config.errors import ConfigError
+from megappo.launch.options import add_options
 from megappo.platform.quiet import quiet_libraries
 
 Arguments = argparse.Namespace
 PACKAGE = Path(__file__).parent
-JOB_DEFAULTS = ("launcher", "signal_lead_s", "max_requeues")  # options of `launch` whose defaults are those of `launch.script.Job`
-OF_SLURM = (*JOB_DEFAULTS, "nodes", "partition", "account", "time", "cpus_per_rank", "container", "mount", "sbatch")
-EXIT_STOPPED = 75  # EX_TEMPFAIL of sysexits.h: the run was asked to stop, has saved, and can be resumed
 
 
 class Parser(argparse.ArgumentParser):
@@ -32,7 +31,7 @@ class Parser(argparse.ArgumentParser):
 def cmd_train(args: Arguments) -> int:
     from megappo.config.checks import check_run_dir
     from megappo.config.loading import load_config
-    from megappo.launch.local import start_ranks
+    from megappo.launch.local import start_ranks, stopped_or
     from megappo.launch.world import is_rank, join_srun, world_size
     from megappo.resilience.signals import StopRequest
 
@@ -47,7 +46,7 @@ def cmd_train(args: Arguments) -> int:
         run_dir = check_run_dir(config.run, args.resume)
         _require_device(config.run.device)
         _prepare(config, ranks, None, resume=args.resume)
-        return _stopped_or(start_ranks(ranks, ["train", args.config, *args.overrides, *_resume(args)]), run_dir)
+        return stopped_or(start_ranks(ranks, ["train", args.config, *args.overrides, *_resume(args)]), run_dir)
     prepared = _prepare(config, ranks, None, resume=args.resume)
     _print_on_rank_0(prepared.report())
     from megappo.trainer.main import train
@@ -101,69 +100,9 @@ def cmd_plan(args: Arguments) -> int:
 
 
 def cmd_launch(args: Arguments) -> int:
-    from megappo.config.checks import check_run_dir
-    from megappo.config.loading import load_config
-    from megappo.launch import submit
-    from megappo.launch.script import Job
+    from megappo.launch.command import launch, launch_here
 
-    if args.local:
-        return _launch_here(args)
-    if args.mount and args.container is None:
-        raise ConfigError(f"launch: --mount {args.mount[0]} has no effect without --container")
-    for option, value in (("--nodes", args.nodes), ("--gpus-per-node", args.gpus_per_node)):
-        if value is None:
-            raise ConfigError(f"launch: {option} is missing (how many; --local needs none)")
-    config = load_config(args.config, args.overrides)
-    limits = submit.Limits(args.partition, args.account, args.time)
-    job = Job(
-        args.nodes, args.gpus_per_node, gpus=config.run.device != "cpu", cpus_per_rank=args.cpus_per_rank,
-        container=args.container, mounts=tuple(args.mount), options=(*limits.options(), *args.sbatch),
-        **{name: value for name, value in vars(args).items() if name in JOB_DEFAULTS and value is not None},
-    )  # fmt: skip
-    # Seconds here, not a place in the queue: everything that can be known before the ranks start, as `megappo plan` does.
-    submit.check_job(config, job, limits)
-    if not args.dry_run:
-        submit.check_cluster(job, limits)
-    run_dir = check_run_dir(config.run, args.resume)
-    _prepare(config, job.world_size, args.gpu_memory_gib, resume=args.resume, device="cuda" if job.gpus else "cpu")
-    if args.dry_run:
-        print(submit.print_script(config, job, resume=args.resume), end="")
-        return 0
-    folder = submit.record(config, run_dir)
-    job_id = submit.submit(config, job, folder, resume=args.resume)
-    print((folder / "job.sbatch").read_text())
-    for note in submit.remarks(config, job, limits):
-        print(f"note: {note}")
-    print(f"job {job_id}: {job.nodes} nodes x {job.ranks_per_node} ranks, {job.launcher}")
-    print(f"log:     {folder / f'job-{job_id}.log'}")
-    print(f"rank 0:  {folder / 'attempt-0' / 'rank-0.log'}")
-    print(f"stop it with a checkpoint: scancel --signal=USR1 {job_id}")
-    return 0
-
-
-def _launch_here(args: Arguments) -> int:
-    """The ranks of one machine, with the same record in the run directory as a job of Slurm."""
-    from megappo.config.checks import check_run_dir
-    from megappo.config.loading import load_config
-    from megappo.launch import submit
-    from megappo.launch.local import start_ranks
-    from megappo.launch.world import world_size
-
-    for name in OF_SLURM:
-        if value := getattr(args, name):
-            option = "--" + name.removesuffix("_s").replace("_", "-")
-            raise ConfigError(f"launch: {option} {value} does not go with --local, which starts the ranks on this machine")
-    config = load_config(args.config, args.overrides)
-    ranks = args.gpus_per_node if args.gpus_per_node is not None else world_size(config.run)
-    run_dir = check_run_dir(config.run, args.resume)
-    _require_device(config.run.device)
-    report = _prepare(config, ranks, args.gpu_memory_gib, resume=args.resume).report()
-    if args.dry_run:
-        print(report, end="")
-        return 0
-    folder = submit.record(config, run_dir)
-    print(f"record:  {folder}", flush=True)
-    return _stopped_or(start_ranks(ranks, ["train", str(folder / "config.yaml"), *_resume(args)]), run_dir)
+    return launch_here(args, _prepare) if args.local else launch(args, _prepare)
 
 
 def cmd_verify(args: Arguments) -> int:
@@ -230,13 +169,6 @@ def cmd_config(args: Arguments) -> int:
 
 def _resume(args: Arguments) -> list[str]:
     return ["--resume"] if args.resume else []
-
-
-def _stopped_or(code: int, run_dir: Path) -> int:
-    """The exit code of a run's ranks, which is 0 after a stop too."""
-    from megappo.config.checks import STOPPED
-
-    return EXIT_STOPPED if code == 0 and (run_dir / STOPPED).exists() else code
 
 
 def _enter_rank(stop) -> None:
@@ -313,17 +245,21 @@ def build_parser() -> Parser:
     command("sft", cmd_sft, "Fine-tune on demonstrations with the same engine.")
     plan = command("plan", cmd_plan, "Print ranks, memory, batch arithmetic and steps of a run, and refuse what cannot work.")
     plan.add_argument(
-        "--world-size", type=_positive_int, metavar="N", help="ranks to plan for (default: run.num_ranks, or one per GPU)"
+        "--world-size", type=positive_int, metavar="N", help="ranks to plan for (default: run.num_ranks, or one per GPU)"
     )
     plan.add_argument(
-        "--gpu-memory-gib", type=_positive_float, metavar="GIB", help="plan for GPUs of this size, whatever is here"
+        "--gpu-memory-gib", type=positive_float, metavar="GIB", help="plan for GPUs of this size, whatever is here"
     )
     plan.add_argument(
         "--shapes-only", action="store_true", help="read config.json of the models alone: weights, tokenizer and data may be missing"
     )
     plan.add_argument("--plot", metavar="FILE", help="draw rank grids and pipelines (.png, .svg or .pdf)")
     plan.add_argument("--resume", action="store_true", help="plan to continue a run: what only its start reads may be gone")
-    _add_launch(command)
+    add_options(command(
+        "launch", cmd_launch,
+        "Check a run here, write its job script, and submit it to Slurm.",
+        "One rank per GPU. The script, the resolved configuration and what it was launched with are kept in the run directory.",
+    ))  # fmt: skip
     verify = command(
         "verify", cmd_verify,
         "Measure a small version of a run in its layout and on one rank, and print where the numbers differ.",
@@ -333,19 +269,19 @@ def build_parser() -> Parser:
         "2 for a configuration that cannot work.",
     )  # fmt: skip
     verify.add_argument(
-        "--max-ranks", type=_positive_int, default=8, metavar="N",
+        "--max-ranks", type=positive_int, default=8, metavar="N",
         help="most ranks to start (default: 8, and never more than there are GPUs; run.device=cpu needs none); larger layouts "
         "are halved, which is said",
     )  # fmt: skip
     verify.add_argument(
-        "--tolerance", type=_positive_float, default=1e-5, metavar="X",
+        "--tolerance", type=positive_float, default=1e-5, metavar="X",
         help="largest relative difference (default: 1e-5; ten times this for the parameters after the steps)",
     )  # fmt: skip
     verify.add_argument("--bisect", action="store_true", help="also measure every axis and setting alone, to find the culprit")
     generate = command("generate", cmd_generate, "Answer prompts with a checkpoint.", config=None)
     generate.add_argument("model", metavar="MODEL", help="Hugging Face checkpoint directory")
     generate.add_argument("--prompt", action="append", metavar="TEXT", help="a prompt (may be repeated; default: lines of stdin)")
-    generate.add_argument("--max-tokens", type=_positive_int, default=256, metavar="N", help="longest response")
+    generate.add_argument("--max-tokens", type=positive_int, default=256, metavar="N", help="longest response")
     generate.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy")
     generate.add_argument("--tokenizer", metavar="PATH", help="tokenizer directory or SentencePiece .model (default: MODEL)")
     generate.add_argument("--engine", choices=("vllm", "megatron"), default="vllm", help="what generates")
@@ -354,62 +290,13 @@ def build_parser() -> Parser:
     export = command("export", cmd_export, "Write a run's checkpoint as a Hugging Face checkpoint.", config=None)
     export.add_argument("run_dir", metavar="RUN_DIR", help="directory of a run (output_dir/name)")
     export.add_argument("output", metavar="OUTPUT", help="directory to write")
-    export.add_argument("--step", type=_positive_int, metavar="N", help="which checkpoint (default: the last)")
+    export.add_argument("--step", type=positive_int, metavar="N", help="which checkpoint (default: the last)")
     export.add_argument("--role", choices=("policy", "critic"), default="policy")
     command("doctor", cmd_doctor, "Say what is installed, what works here, and what is missing for what.", config=None)
     config = command("config", cmd_config, "Print the resolved configuration.", config="[CONFIG]")
     config.add_argument("--sft", action="store_true", help="the file is a configuration of `megappo sft`")
     config.add_argument("--schema", action="store_true", help="print the JSON schema instead")
     return parser
-
-
-def _add_launch(command: Callable[..., Parser]) -> None:
-    launch = command(
-        "launch", cmd_launch,
-        "Check a run here, write its job script, and submit it to Slurm.",
-        "One rank per GPU. The script, the resolved configuration and what it was launched with are kept in the run directory.",
-    )  # fmt: skip
-    add = launch.add_argument
-    add("--nodes", type=_positive_int, metavar="N", help="nodes of the job")
-    add("--gpus-per-node", type=_positive_int, metavar="N", help="GPUs, and ranks, of a node (with run.device=cpu: ranks)")
-    add("--partition", metavar="NAME", help="Slurm's partition")
-    add("--account", metavar="NAME", help="Slurm's account")
-    add("--time", metavar="TIME", help="longest time of one attempt, for example 24:00:00 or 2-0")
-    add("--launcher", choices=("srun", "torchrun"),
-        help="srun: one task per rank (default); torchrun: one task per node, c10d rendezvous")  # fmt: skip
-    add("--signal-lead", dest="signal_lead_s", type=_positive_int, metavar="S",
-        help="seconds before the time limit at which a checkpoint is asked for; at least the longest step plus a save (default: 180)")  # fmt: skip
-    add("--max-requeues", type=_non_negative_int, metavar="N", help="most requeues of the job (default: 3)")
-    add("--cpus-per-rank", type=_positive_int, metavar="N", help="cores of a rank (default: the cluster's)")
-    add("--container", metavar="IMAGE", help="run in this image: *.sif with apptainer, anything else with pyxis and enroot")
-    add("--mount", action="append", default=[], metavar="HOST:CONTAINER", help="of the container, beside the working directory")
-    add("--sbatch", action="append", default=[], metavar="OPTION", help="one more option of sbatch, for example --sbatch=--exclusive")
-    add("--gpu-memory-gib", type=_positive_float, metavar="GIB", help="refuse a layout that does not fit GPUs of this size")
-    add("--resume", action="store_true", help="continue the run of this name after its last checkpoint")
-    add("--dry-run", action="store_true", help="check, and print the script; write and submit nothing")
-    add("--local", action="store_true", help="start the ranks on this machine, without Slurm")
-
-
-def _non_negative_int(text: str) -> int:
-    if not text.isdigit():
-        raise argparse.ArgumentTypeError(f"{text} is not an integer >= 0")
-    return int(text)
-
-
-def _positive_int(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not an integer >= 1")
-    return int(text)
-
-
-def _positive_float(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not a number > 0")
-    return value
 
 
 def _parse(argv: Optional[Sequence[str]]) -> Arguments:

@@ -24,9 +24,9 @@ from megappo.config.errors import ConfigError
 from megappo.config.loading import load_config
 from megappo.launch.environment import report
 from megappo.launch.failure import first_failure
+from megappo.launch.local import EXIT_STOPPED
 
-EXIT_STOPPED = EXIT_REQUEUE = 75
-EXIT_MISTAKE, EXIT_NO_PROGRESS = 2, 17
+EXIT_REQUEUE, EXIT_MISTAKE, EXIT_NO_PROGRESS = 75, 2, 17
 # A lost node or a preemption is nobody's fault, so Slurm's own requeues may start at the same step, but not for ever.
 MAX_STARTS_AT_A_STEP = 3
 

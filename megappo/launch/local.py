@@ -7,9 +7,13 @@ import logging
 import os
 import signal
 import sys
+from pathlib import Path
 from types import FrameType
 from typing import Optional, Sequence
 
+from megappo.config.checks import STOPPED
+
+EXIT_STOPPED = 75  # EX_TEMPFAIL of sysexits.h: the run was asked to stop, has saved, and can be resumed
 # Seconds that ranks have to end after one of them failed, before they are killed: they may wait for the dead one for ever.
 SHUTDOWN_S = 5
 
@@ -29,6 +33,11 @@ def start_ranks(num_ranks: int, arguments: Sequence[str], module: str = "megappo
         return run_torchrun(["--standalone", "--nproc-per-node", str(num_ranks), "-m", module, *arguments])
     finally:
         signal.signal(signal.SIGUSR1, handler)
+
+
+def stopped_or(code: int, run_dir: Path) -> int:
+    """Exit code of a command whose ranks ended with `code`, which is 0 after a stop too."""
+    return EXIT_STOPPED if code == 0 and (run_dir / STOPPED).exists() else code
 
 
 def run_torchrun(arguments: Sequence[str]) -> int:

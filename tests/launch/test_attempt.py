@@ -10,7 +10,8 @@ from megappo.checkpoint.manifest import Manifest, write_manifest
 from megappo.config.checks import STOPPED, check_run_dir
 from megappo.config.errors import ConfigError
 from megappo.config.schema import RunConfig
-from megappo.launch.attempt import EXIT_MISTAKE, EXIT_NO_PROGRESS, EXIT_REQUEUE, EXIT_STOPPED, begin, end
+from megappo.launch.attempt import EXIT_MISTAKE, EXIT_NO_PROGRESS, EXIT_REQUEUE, begin, end
+from megappo.launch.local import EXIT_STOPPED
 
 
 @pytest.fixture

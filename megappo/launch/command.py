@@ -1,0 +1,74 @@
+"""`megappo launch`: from the options to a job, or to the ranks of this machine. What is checked and written is `submit.py`'s."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Callable
+
+from megappo.config.checks import check_run_dir
+from megappo.config.errors import ConfigError
+from megappo.config.loading import load_config
+from megappo.launch import local, submit
+from megappo.launch.options import JOB_DEFAULTS, OF_SLURM
+from megappo.launch.script import Job
+from megappo.launch.world import world_size
+
+Prepare = Callable
+"""`cli._prepare`: everything that `megappo plan` checks; returns what has a `report()`."""
+
+
+def launch(args: argparse.Namespace, prepare: Prepare) -> int:
+    """Submit a job to Slurm; with --dry-run print its script. ConfigError for whatever cannot work, before anything is written."""
+    if args.mount and args.container is None:
+        raise ConfigError(f"launch: --mount {args.mount[0]} has no effect without --container")
+    for option, value in (("--nodes", args.nodes), ("--gpus-per-node", args.gpus_per_node)):
+        if value is None:
+            raise ConfigError(f"launch: {option} is missing (how many; --local needs none)")
+    config = load_config(args.config, args.overrides)
+    limits = submit.Limits(args.partition, args.account, args.time)
+    job = Job(
+        args.nodes, args.gpus_per_node, gpus=config.run.device != "cpu", cpus_per_rank=args.cpus_per_rank,
+        container=args.container, mounts=tuple(args.mount), options=(*limits.options(), *args.sbatch),
+        **{name: value for name, value in vars(args).items() if name in JOB_DEFAULTS and value is not None},
+    )  # fmt: skip
+    # Seconds here, not a place in the queue: everything that can be known before the ranks start, as `megappo plan` does.
+    submit.check_job(config, job, limits)
+    if not args.dry_run:
+        submit.check_cluster(job, limits)
+    run_dir = check_run_dir(config.run, args.resume)
+    prepare(config, job.world_size, args.gpu_memory_gib, resume=args.resume, device="cuda" if job.gpus else "cpu")
+    if args.dry_run:
+        print(submit.print_script(config, job, resume=args.resume), end="")
+        return 0
+    folder = submit.record(config, run_dir)
+    job_id = submit.submit(config, job, folder, resume=args.resume)
+    print((folder / "job.sbatch").read_text())
+    for note in submit.remarks(config, job, limits):
+        print(f"note: {note}")
+    print(f"job {job_id}: {job.nodes} nodes x {job.ranks_per_node} ranks, {job.launcher}")
+    print(f"log:     {folder / f'job-{job_id}.log'}")
+    print(f"rank 0:  {folder / 'attempt-0' / 'rank-0.log'}")
+    print(f"stop it with a checkpoint: scancel --signal=USR1 {job_id}")
+    return 0
+
+
+def launch_here(args: argparse.Namespace, prepare: Prepare) -> int:
+    """Start the ranks of this machine, with the same record in the run directory as a job of Slurm; their exit code."""
+    from megappo.platform.device import select_device
+
+    for name in OF_SLURM:
+        if (value := getattr(args, name)) not in (None, []):
+            option = "--" + name.removesuffix("_s").replace("_", "-")
+            raise ConfigError(f"launch: {option} {value} does not go with --local, which starts the ranks on this machine")
+    config = load_config(args.config, args.overrides)
+    ranks = args.gpus_per_node if args.gpus_per_node is not None else world_size(config.run)
+    run_dir = check_run_dir(config.run, args.resume)
+    select_device(config.run.device)  # raises where there is none of the kind
+    prepared = prepare(config, ranks, args.gpu_memory_gib, resume=args.resume)
+    if args.dry_run:
+        print(prepared.report(), end="")
+        return 0
+    folder = submit.record(config, run_dir)
+    print(f"record:  {folder}", flush=True)
+    resume = ["--resume"] if args.resume else []
+    return local.stopped_or(local.start_ranks(ranks, ["train", str(folder / "config.yaml"), *resume]), run_dir)
