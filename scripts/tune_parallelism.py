@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
     if args.measure is not None:
         from megappo.tune.measure import measure_best
 
-        choice = measure_best(search, choice, question, args.measure)
+        choice = measure_best(search, choice, args.measure)
     config = command.chosen_config(search, choice, question)
     overrides = overrides_of(search, choice)
     print("overrides\n" + "\n".join(f"  {line}" for line in overrides))

@@ -3,11 +3,13 @@
 Which links these are follows from the rank order of `ParallelLayout` (tp fastest, then cp, dp, pp; experts etp, ep, edp) and from the
 number of ranks of a node. The formulas are those of ring algorithms (Thakur, Rabenseifner, Gropp 2005, "Optimization of collective
 communication operations in MPICH"; the "bus bandwidth" of NCCL's tests): n ranks move (n - 1) / n of the data, once for an all-gather or
-a reduce-scatter and twice for an all-reduce, in n - 1 or 2 (n - 1) steps.
+a reduce-scatter and twice for an all-reduce. Small messages wait for log2 n steps, as the algorithms that are chosen for them do (ibid.:
+recursive doubling, Bruck; NCCL's trees).
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -68,14 +70,15 @@ class Links:
         return min(self.node_bytes_per_s, through) if group.in_node > 1 else through
 
     def _latency_s(self, group: Span) -> float:
-        return self.network_latency_s if group.crosses_nodes else self.node_latency_s
+        step = self.network_latency_s if group.crosses_nodes else self.node_latency_s
+        return step * math.ceil(math.log2(group.size))
 
     def gather_s(self, group: Span, size: float) -> float:
         """All-gather to `size` bytes, or reduce-scatter of them."""
         if group.size == 1:
             return 0.0
         moved = size * (group.size - 1) / group.size
-        return moved / self._ring_bytes_per_s(group) + (group.size - 1) * self._latency_s(group)
+        return moved / self._ring_bytes_per_s(group) + self._latency_s(group)
 
     def all_reduce_s(self, group: Span, size: float) -> float:
         """A reduce-scatter and an all-gather."""
@@ -88,11 +91,11 @@ class Links:
         part = size / group.size
         inside = (group.in_node - 1) * part / self.node_bytes_per_s
         outside = (group.size - group.in_node) * part / self.network_bytes_per_s
-        return max(inside, outside) + (group.size - 1) * self._latency_s(group)
+        return max(inside, outside) + self._latency_s(group)
 
     def send_s(self, group: Span, size: float) -> float:
         """To a neighbour in the group; the slowest pair decides."""
         if group.size == 1:
             return 0.0
         rate = self.network_bytes_per_s if group.crosses_nodes else self.node_bytes_per_s
-        return size / rate + self._latency_s(group)
+        return size / rate + (self.network_latency_s if group.crosses_nodes else self.node_latency_s)

@@ -27,6 +27,7 @@ class Hardware:
     reserve_gib: float
     bf16_tflops: float
     fp32_tflops: float
+    processors: int
     memory_tb_s: float
     node_link_gb_s: float
     network_gb_s: float

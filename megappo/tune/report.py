@@ -49,7 +49,7 @@ def role_lines(search: Search, choice: Choice, role: str, top: int) -> list[str]
         rows.append([
             str(place), str(one.layout), f"{one.settings.micro_batch_tokens:,}", *([one.settings.recompute] if trained else []),
             figures(one.total_s), *([figures(phases["forward"]), figures(phases["update"])] if trained else []),
-            f"{one.cost.share('bubble'):.0%}", figures(choice.with_role(one).peak / GIB), "; ".join(reasons(one, search)),
+            f"{one.cost.share('bubble'):.0%}", figures(choice.with_role(one).peak_of(role) / GIB), "; ".join(reasons(one, search)),
         ])  # fmt: skip
     count = f"{len(found)} of {len({one.layout for one in search.candidates[role]})} layouts that fit alone fit beside the others"
     return [f"{role}: {count}", *_aligned(header, rows)]
@@ -86,7 +86,7 @@ def step_lines(search: Search, choice: Choice) -> list[str]:
         what = ""
         if role is not None:
             one = choice.roles[role]
-            what = f"{one.layout}, {figures((choice.peak - max(c.active for c in choice.roles.values()) + one.active) / GIB)} GiB"
+            what = f"{one.layout}, {figures(choice.peak_of(role) / GIB)} GiB"
         rows.append([name, figures(seconds), f"{share:.0%}", what])
     lines = table(["the chosen step", "s", "share", "at work"], rows, left=1)
     widest = max(choice.roles.values(), key=lambda one: one.active)

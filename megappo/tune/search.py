@@ -27,6 +27,8 @@ from megappo.tune.profiles import Hardware
 
 ROLLOUT = "rollout"
 MOST_DOUBLINGS = 10
+# What a role needs while it works is mostly activations, an estimate that is held to 10 %.
+MARGIN = 1.1
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,8 @@ class Machine:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A role in one layout with its secondary choices. memory: of the fullest stage; resident, active: the most of any stage.
+    """A role in one layout with its secondary choices. memory: of the fullest stage; resident, active: the most of any stage, the
+    latter with its margin.
 
     generate_s: of generation by the role itself (the policy, where there is no vLLM).
     """
@@ -115,6 +118,11 @@ class Choice:
 
     def with_role(self, candidate: Candidate) -> Choice:
         return replace(self, roles={**self.roles, candidate.role: candidate})
+
+
+    def peak_of(self, role: str) -> int:
+        """Bytes of one rank while this role works."""
+        return self.rollout.bytes + sum(one.resident for one in self.roles.values()) + self.roles[role].active
 
 
 def peak(roles: Iterable[Candidate], rollout: RolloutCandidate) -> int:
@@ -193,7 +201,7 @@ class Search:
         generates = role == "policy" and self.config.rollout.engine == "megatron"
         generate_s = megatron_s(arch, layout, settings, self.workload, hardware, counts) if generates else 0.0
         fullest = max(stages, key=lambda one: one.resident + one.active)
-        resident, active = max(one.resident for one in stages), max(one.active for one in stages)
+        resident, active = max(one.resident for one in stages), int(MARGIN * max(one.active for one in stages))
         return Candidate(role, settings, layout, cost, generate_s, fullest, resident, active)
 
     def _count(self, arch: ModelArch, layout: ParallelLayout, stage: int, value_head: bool = False) -> ParameterCount:

@@ -5,8 +5,9 @@ The forward pass is counted; the caller doubles it for the backward pass. Times 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
-from typing import Literal, Mapping
+from typing import Literal, Mapping, NamedTuple
 
 from megappo.models.arch import ModelArch
 from megappo.parallel.layout import ParallelLayout
@@ -17,6 +18,7 @@ from megappo.tune.profiles import Dtype, Hardware
 
 Part = Literal["matmul", "attention", "memory", "head", "host", "tp", "cp", "ep", "pp"]
 FP32 = 4
+TILE_ROWS, TILE_COLUMNS = 128, 256  # of the output, by one processor at a time
 BACKWARD = 2  # a backward pass has two matrix products for each of the forward's
 
 
@@ -46,6 +48,45 @@ def layer_weights(arch: ModelArch, sparse: bool) -> tuple[int, int]:
     return attention + h * arch.moe.num_experts, 3 * h * arch.moe.ffn_size * arch.moe.top_k
 
 
+class Product(NamedTuple):
+    """`count` matrix products of equal size: [rows, inner] x [inner, columns] on one rank."""
+
+    rows: float
+    inner: float
+    columns: float
+    count: float = 1.0
+
+    @property
+    def weights(self) -> float:
+        return self.inner * self.columns * self.count
+
+
+def layer_products(arch: ModelArch, layout: ParallelLayout, sparse: bool, tokens: float) -> list[Product]:
+    """The forward products of one layer on one rank that holds `tokens` (its part under context parallel), experts evenly chosen."""
+    h, tp = arch.hidden_size, layout.tp
+    heads, kv_heads = arch.num_heads * arch.head_dim / tp, arch.num_kv_heads * arch.head_dim / tp
+    attention = [Product(tokens, h, heads + 2 * kv_heads), Product(tokens, heads, h)]
+    if not sparse:
+        return [*attention, Product(tokens, h, 2 * arch.ffn_size / tp), Product(tokens, arch.ffn_size / tp, h)]
+    assert arch.moe is not None
+    routed = tokens / (tp if layout.sequence_parallel else 1)
+    experts, columns = arch.moe.num_experts / layout.ep, arch.moe.ffn_size / layout.etp
+    # A rank computes as many rows as it sends, and those of its etp peers.
+    rows = routed * arch.moe.top_k * layout.etp / experts
+    router = Product(routed, h, arch.moe.num_experts)
+    return [*attention, router, Product(rows, h, 2 * columns, experts), Product(rows, columns, h, experts)]
+
+
+def product_s(product: Product, itemsize: int, rate: float, hardware: Hardware) -> float:
+    """Seconds. Never faster than its weights are read. The processors work tile by tile and the last round of tiles leaves on average
+    half of them idle (NVIDIA, "Matrix Multiplication Background User's Guide", tile and wave quantization)."""
+    rows = TILE_ROWS * math.ceil(product.rows / TILE_ROWS) if hardware.processors > 1 else product.rows
+    tiles = rows / TILE_ROWS * max(1.0, product.columns / TILE_COLUMNS) * product.count
+    idle = 1 + hardware.processors / 2 / tiles if hardware.processors > 1 else 1.0
+    arithmetic = 2 * rows * product.inner * product.columns * product.count / rate * idle
+    return max(arithmetic, product.weights * itemsize / hardware.memory_bytes_per_s)
+
+
 def keys_seen(arch: ModelArch, layer: int, length: float) -> float:
     """Keys that a token attends to, on average over a sequence of this length."""
     if arch.sliding_window is None or not arch.sliding_layers[layer] or length <= arch.sliding_window:
@@ -70,8 +111,8 @@ def stage_pass(
     """One micro-batch on one rank of `stage`.
 
     tokens: of the micro-batch, over its cp ranks; length: of a sequence. Matrix products take 2 FLOPs for each weight and token,
-    attention 4 for each channel of a head and key that it sees (Narayanan et al. 2021, appendix; half of it under a causal mask). A
-    product is never faster than its weights are read. Elementwise kernels write and read what a layer keeps (`plan/activations.py`).
+    attention 4 for each channel of a head and key that it sees (Narayanan et al. 2021, appendix; half of it under a causal mask).
+    Elementwise kernels write and read what a layer keeps (`plan/activations.py`).
     Backward: twice the products and traffic; full recomputation adds a forward, selective that of attention.
     """
     mine = tokens / layout.cp
@@ -80,10 +121,9 @@ def stage_pass(
     times: dict[Part, float] = {"matmul": 0.0, "attention": 0.0, "memory": 0.0, "head": 0.0}
     weights_bytes = 0.0
     for sparse, windowed, count in _kinds(arch, layers):
-        attention, mlp = layer_weights(arch, sparse)
-        held = (attention / layout.tp + _mlp_held(arch, layout, sparse)) * itemsize
-        products = mine * 2 * (attention + mlp) / layout.tp / rate
-        times["matmul"] += count * max(products, held / hardware.memory_bytes_per_s)
+        products = layer_products(arch, layout, sparse, mine)
+        held = sum(one.weights for one in products) * itemsize
+        times["matmul"] += count * sum(product_s(one, itemsize, rate, hardware) for one in products)
         seen = keys_seen(arch, windowed, length)
         times["attention"] += count * mine * 4 * arch.num_heads * arch.head_dim * seen / layout.tp / rate
         kept = layer_elements_per_token(arch, layout, itemsize, sparse) * itemsize
@@ -115,14 +155,6 @@ def _kinds(arch: ModelArch, layers: list[int]) -> list[tuple[bool, int, int]]:
         slides = bool(arch.sliding_layers) and arch.sliding_layers[layer]
         found.setdefault((arch.is_sparse(layer), slides), []).append(layer)
     return [(sparse, numbers[0], len(numbers)) for (sparse, _), numbers in found.items()]
-
-
-def _mlp_held(arch: ModelArch, layout: ParallelLayout, sparse: bool) -> float:
-    """Parameters of a layer's MLP on a rank: its part of the columns, or its experts."""
-    if not sparse:
-        return 3 * arch.hidden_size * arch.ffn_size / layout.tp
-    assert arch.moe is not None
-    return 3 * arch.hidden_size * arch.moe.ffn_size * arch.moe.num_experts / (layout.ep * layout.etp)
 
 
 def _head_s(arch: ModelArch, layout: ParallelLayout, tokens: float, rate: float, hardware: Hardware) -> float:

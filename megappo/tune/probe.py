@@ -1,0 +1,107 @@
+"""Measures this machine: matrix products, copies and an all-reduce, by two ranks that work at once where there is room for two.
+
+Ranks share a machine's memory and cores, so what one of them gets beside the other is what a profile is about.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import tempfile
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, Callable
+
+import psutil
+import torch
+
+from megappo.config.schema import TrainConfig
+from megappo.launch.local import start_ranks
+from megappo.tune.profiles import GIB, PROFILES, Hardware, hardware_of, load_hardware
+
+RANKS = 2
+# Six layers of next to nothing: what is left of their time is launches and Python.
+TINY = {
+    "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 6, "hidden_size": 32, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "intermediate_size": 32, "vocab_size": 32, "max_position_embeddings": 64,
+}  # fmt: skip
+
+
+def probe() -> Hardware:
+    """The profile `cpu-here` or `gpu-here`. What cannot be measured (the network, decoding) is taken from the profile that is nearest.
+
+    ValueError where the ranks fail; what they said is above.
+    """
+    gpus = torch.cuda.device_count()
+    ranks = min(RANKS, gpus) if gpus else min(RANKS, os.cpu_count() or 1)
+    with tempfile.TemporaryDirectory(prefix="megappo-probe-") as name:
+        folder = Path(name)
+        (folder / "config.json").write_text(json.dumps(TINY), encoding="utf-8")
+        code = start_ranks(ranks, [name], module="megappo.tune.probe_rank")
+        if code != 0:
+            raise ValueError(f"--probe: a rank ended with exit code {code}; what it said is above")
+        rates = json.loads((folder / "rates.json").read_text(encoding="utf-8"))
+    base = load_hardware("h100" if gpus else "cpu")
+    here = f"{platform.node()}, {platform.machine()}, {'' if gpus else f'{os.cpu_count()} cores, '}torch {torch.__version__}"
+    memory = torch.cuda.get_device_properties(0).total_memory if gpus else psutil.virtual_memory().total / max(1, os.cpu_count() or 1)
+    measured = {
+        **rates, "memory_gib": memory / GIB, "gpus_per_node": gpus or os.cpu_count() or 1, "matmul_share": 1.0, "memory_share": 1.0,
+        "link_share": 1.0, "source": f"measured by --probe with {ranks} ranks on {here}",
+    }  # fmt: skip
+    if gpus:
+        measured["processors"] = torch.cuda.get_device_properties(0).multi_processor_count
+    name = "gpu-here" if gpus else "cpu-here"
+    facts = {key: value for key, value in asdict(replace(base, name=name)).items() if key != "name"}
+    return hardware_of(name, {**facts, **measured}, str(PROFILES))
+
+
+def measure_rates(device: torch.device, folder: str) -> dict[str, float]:
+    """On one rank of the world, together with the others. Keys are fields of `Hardware`, as reached."""
+    import torch.distributed as dist
+
+    size = 8192 if device.type == "cuda" else 768
+    rates: dict[str, float] = {}
+    for name, dtype in (("fp32_tflops", torch.float32), ("bf16_tflops", torch.bfloat16)):
+        a = torch.randn(size, size, device=device).to(dtype)
+        rates[name] = 2 * size**3 / _seconds(lambda a=a: a @ a, device) / 1e12
+    x = torch.zeros((1 << 30 if device.type == "cuda" else 1 << 26) // 4, device=device)
+    y = torch.empty_like(x)
+    rates["memory_tb_s"] = 2 * x.numel() * 4 / _seconds(lambda: y.copy_(x), device) / 1e12
+    if dist.get_world_size() > 1:
+        small, large = x[:64].clone(), x[: 1 << 22].clone()
+        latency = _seconds(lambda: dist.all_reduce(small), device)
+        seconds = _seconds(lambda: dist.all_reduce(large), device)
+        # An all-reduce of two ranks is two halves: each sends and receives half of the data, and waits once.
+        rates["node_latency_us"] = latency / 2 * 1e6
+        rates["node_link_gb_s"] = large.numel() * 4 / max(seconds - latency, 1e-9) / 1e9
+    rates["layer_overhead_us"] = _layer_overhead_s(folder, device) * 1e6
+    return rates
+
+
+def _seconds(work: Callable[[], Any], device: torch.device) -> float:
+    """The fastest of several, after one that is not counted."""
+    from megappo.telemetry.timers import wait_for_device
+
+    times = []
+    for _ in range(8):
+        start = time.perf_counter()
+        work()
+        wait_for_device()
+        times.append(time.perf_counter() - start)
+    return min(times[1:])
+
+
+def _layer_overhead_s(folder: str, device: torch.device) -> float:
+    """Of a pass over a model of nothing but layers; a micro-batch has the time of one more (`tune/work.py`)."""
+    from megappo.tune.trial import Trial, run_trial
+
+    config = TrainConfig.model_validate(
+        {"policy": {"model": folder, "dtype": "fp32", "micro_batch_tokens": 8}, "data": {"train": "none"}, "run": {"device": device.type}}
+    )
+    trial = Trial(config=config, role="reference", samples=8, prompt_tokens=4, response_tokens=4, repeats=5)
+    import torch.distributed as dist
+
+    micro_batches = trial.samples // dist.get_world_size()
+    return run_trial(trial, device).forward_s / micro_batches / (TINY["num_hidden_layers"] + 1)

@@ -1,0 +1,31 @@
+"""The process of one probing rank: `python -m megappo.tune.probe_rank FOLDER`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from megappo.platform.quiet import quiet_libraries
+
+
+def main() -> None:
+    quiet_libraries()  # before Megatron-core is imported
+    import torch.distributed as dist
+
+    from megappo.ops import dispatch
+    from megappo.platform.device import select_device, start_distributed
+    from megappo.tune.probe import measure_rates
+
+    device = select_device("auto")
+    start_distributed(device)
+    dispatch.select("auto")
+    rates = measure_rates(device, sys.argv[1])
+    if dist.get_rank() == 0:
+        Path(sys.argv[1], "rates.json").write_text(json.dumps(rates), encoding="utf-8")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,198 @@
+"""What every rank of a trial does: builds one role in one layout with random weights and times its passes and updates.
+
+Nothing of the run's data or weights is needed: time does not depend on values. FOLDER/NAME.json describes a trial; rank 0 writes what was
+measured to FOLDER/NAME.result.json as soon as the trial is over, so that a failing one does not take the others along.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import time
+from pathlib import Path
+from typing import Any, Callable, Optional, Sequence
+
+import torch
+import torch.distributed as dist
+from pydantic import BaseModel
+
+from megappo.algo.aggregation import token_weights
+from megappo.config.schema import FrozenOffloadConfig, OffloadConfig, TrainableConfig, TrainConfig
+from megappo.data.packing import PackedBatch, pack
+from megappo.engine.megatron import MegatronEngine
+from megappo.engine.megatron_optimizer import Optimizer, wrap_with_ddp
+from megappo.models.arch import ModelArch, read_arch
+from megappo.models.build import build_model
+from megappo.models.implementation import choose_implementation
+from megappo.ops import dispatch
+from megappo.parallel.groups import ProcessGroups, build_groups, destroy_groups
+from megappo.plan.layouts import layout_of
+from megappo.platform.device import DTYPES, select_device, start_distributed
+from megappo.telemetry.timers import wait_for_device
+from megappo.trainer.roles import Critic, LanguageModel, Policy
+from megappo.trainer.settings import policy_loss
+
+REPEATS = 3
+_TIMEOUT_S = 300.0  # a rank that waits longer for its peers waits for a collective that they do not call
+
+
+class Trial(BaseModel):
+    """One role of `config` in its layout there. Tokens are of every sequence; samples: of a pass and of an update."""
+
+    config: TrainConfig
+    role: str
+    samples: int
+    prompt_tokens: int
+    response_tokens: int
+    repeats: int = REPEATS
+
+
+class Measured(BaseModel):
+    """Seconds, the least of the repeats. forward_s: of a pass without gradients over the samples; update_s: of one optimizer step on
+    them, None where the role does not train."""
+
+    forward_s: float
+    update_s: Optional[float]
+
+
+def main(folder: str, names: Sequence[str]) -> None:
+    """Join the world that the launcher described, run every trial and leave."""
+    trials = {name: Trial.model_validate_json(Path(folder, f"{name}.json").read_text(encoding="utf-8")) for name in names}
+    device = select_device(next(iter(trials.values())).config.run.device)
+    start_distributed(device, _TIMEOUT_S)
+    for name, trial in trials.items():
+        dispatch.select(trial.config.kernels)
+        measured = run_trial(trial, device)
+        if dist.get_rank() == 0:
+            Path(folder, f"{name}.result.json").write_text(measured.model_dump_json(), encoding="utf-8")
+            print(f"  {name}: forward {measured.forward_s:.4g} s, update {measured.update_s or 0:.4g} s", flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def run_trial(trial: Trial, device: torch.device) -> Measured:
+    """Collective. The first pass of each kind is not counted: it allocates, compiles and connects."""
+    section = getattr(trial.config, trial.role)
+    groups = build_groups(layout_of(section.parallel, dist.get_world_size()))
+    engine = _build_engine(trial, groups, device)
+    passes = _Passes(trial, engine)
+    forward_s = _fastest(passes.forward, trial.repeats)
+    update_s = None
+    if isinstance(section, TrainableConfig):
+        with engine.train_mode():
+            update_s = _fastest(passes.update, trial.repeats)
+    del engine, passes
+    gc.collect()  # models are cycles that hold their groups
+    destroy_groups(groups)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return Measured(forward_s=forward_s, update_s=update_s)
+
+
+def _fastest(work: Callable[[], Any], repeats: int) -> float:
+    """Seconds until the slowest rank is done, in the fastest of the repeats."""
+    times = []
+    for _ in range(repeats + 1):
+        dist.barrier()
+        start = time.perf_counter()
+        work()
+        wait_for_device()
+        dist.barrier()
+        times.append(time.perf_counter() - start)
+    return min(times[1:])
+
+
+def _build_engine(trial: Trial, groups: ProcessGroups, device: torch.device) -> MegatronEngine:
+    config, role = trial.config, trial.role
+    section = getattr(config, role)
+    chunks = build_model(
+        _arch(trial), groups, dtype=DTYPES[section.dtype], recompute=getattr(section, "recompute", "none"),
+        value_head=role == "critic", implementation=choose_implementation(config.model.impl, device.type),
+    )  # fmt: skip
+    _fill(chunks)
+    common: dict[str, Any] = dict(device=device, micro_batch_tokens=section.micro_batch_tokens)
+    if not isinstance(section, TrainableConfig):
+        for chunk in chunks:
+            chunk.requires_grad_(False)
+        assert isinstance(section.offload, FrozenOffloadConfig)
+        offload = OffloadConfig(parameters=section.offload.parameters)
+        engine = MegatronEngine(role, chunks, groups, offload=offload, **common)
+    else:
+        wrapped = wrap_with_ddp(chunks, groups, distributed_optimizer=section.optimizer.distributed)
+        optimizer = Optimizer(wrapped, groups, section.optimizer, total_steps=1000)
+        engine = MegatronEngine(
+            role, wrapped, groups, optimizer=optimizer, offload=section.offload, router_aux_coef=section.router_aux_coef, **common
+        )
+    engine.park()
+    return engine
+
+
+def _arch(trial: Trial) -> ModelArch:
+    return read_arch(getattr(trial.config, trial.role).model or trial.config.policy.model)
+
+
+def _fill(chunks: Sequence[torch.nn.Module]) -> None:
+    """Small random matrices: activations and gradients stay finite, and experts are chosen about equally often."""
+    generators: dict[torch.device, torch.Generator] = {}
+    with torch.no_grad():
+        for chunk in chunks:
+            for parameter in chunk.parameters():
+                if parameter.dim() > 1:
+                    source = generators.setdefault(parameter.device, torch.Generator(parameter.device).manual_seed(0))
+                    parameter.normal_(0.0, 0.02, generator=source)
+
+
+class _Passes:
+    """The role's own passes (trainer/roles.py) over one batch of random tokens, the same on every rank."""
+
+    def __init__(self, trial: Trial, engine: MegatronEngine) -> None:
+        config, algorithm = trial.config, trial.config.algorithm
+        temperature = config.rollout.sampling.temperature
+        self._batch = _random_batch(trial, _arch(trial).vocab_size)
+        weights = token_weights(
+            algorithm.loss_aggregation, self._batch["response_mask"], self._batch.cu_seqlens, config.rollout.max_response_tokens
+        )
+        self._mini, self._count = self._batch.with_fields({"weight": weights.weight}), max(float(weights.count), 1.0)
+        loss = policy_loss(algorithm.model_copy(update={"target_kl": None}))  # an update that is left out takes no time
+        self._role: Policy | Critic | LanguageModel
+        if trial.role == "policy":
+            self._role = Policy(engine, temperature, loss, config.policy.logits_dtype)
+        elif trial.role == "critic":
+            self._role = Critic(engine, algorithm.value_clip)
+        else:
+            self._role = LanguageModel(engine, temperature, config.policy.logits_dtype)
+
+    def forward(self) -> None:
+        if isinstance(self._role, Critic):
+            self._role.values(self._batch)
+        else:
+            self._role.logprobs(self._batch, want_entropy=isinstance(self._role, Policy))
+
+    def update(self) -> None:
+        assert isinstance(self._role, (Policy, Critic))
+        self._role.update(self._mini, self._count)
+
+
+def _random_batch(trial: Trial, vocab_size: int) -> PackedBatch:
+    """Sequences of one length, with every field that stages 4 to 6 read."""
+    generator = torch.Generator().manual_seed(trial.config.run.seed)
+    length = trial.prompt_tokens + trial.response_tokens
+    tokens = torch.randint(0, vocab_size, (trial.samples, length), generator=generator)
+    batch = pack(tokens.tolist())
+    mask = torch.zeros(trial.samples, length, dtype=torch.bool)
+    mask[:, trial.prompt_tokens :] = True
+    fields = {name: torch.randn(batch.num_tokens, generator=generator) * 0.1 for name in ("advantage", "returns", "value")}
+    near = torch.full((batch.num_tokens,), -torch.log(torch.tensor(float(vocab_size))).item())
+    fields |= {"logprob": near, "ref_logprob": near}
+    return batch.with_fields({**fields, "response_mask": mask.flatten()})
+
+
+def write_trial(folder: Path, name: str, trial: Trial) -> None:
+    """The description that `main` reads."""
+    (folder / f"{name}.json").write_text(trial.model_dump_json(), encoding="utf-8")
+
+
+def read_measured(folder: Path, name: str) -> Optional[Measured]:
+    """What rank 0 wrote; None where the trial did not end."""
+    file = folder / f"{name}.result.json"
+    return Measured(**json.loads(file.read_text(encoding="utf-8"))) if file.exists() else None
