@@ -108,6 +108,7 @@ def test_a_launch_is_recorded_and_its_run_cannot_be_launched_twice(tmp_path: Pat
     folder = tmp_path / "runs" / "run" / "launch" / "001"
     job = (folder / "job_id").read_text().strip()
     script = (folder / "job.sbatch").read_text()
+    assert "note: checkpoint.save_every = 0: a crash loses everything" in out and "note: no --time" not in out
     assert script in out and f"job {job}: 2 nodes x 2 ranks, srun" in out and str(folder / f"job-{job}.log") in out
     record = json.loads((folder / "launch.json").read_text())
     assert record["revision"]["commit"] and record["command"]
@@ -119,6 +120,14 @@ def test_a_launch_is_recorded_and_its_run_cannot_be_launched_twice(tmp_path: Pat
     assert launch(capsys, config, *TWO_BY_TWO, "--sbatch=--hold")[0] == 0
     again = (folder.parent / "002" / "job_id").read_text().strip()
     on_cluster.command("scancel", again)
+
+
+def test_a_layout_that_crosses_nodes_is_remarked(tmp_path: Path, capsys, on_cluster: Cluster) -> None:
+    code, out, _ = launch(
+        capsys, write_run(tmp_path), "--nodes", "2", "--gpus-per-node", "1", "policy.parallel.tp=2", "--sbatch=--hold"
+    )
+    assert code == 0 and "note: policy.parallel.tp = 2: crosses nodes of 1 GPUs" in out and "note: no --time" in out
+    on_cluster.command("scancel", (tmp_path / "runs" / "run" / "launch" / "001" / "job_id").read_text().strip())
 
 
 def test_local_starts_the_ranks_here_with_the_recorded_configuration(tmp_path: Path, capsys, monkeypatch) -> None:
