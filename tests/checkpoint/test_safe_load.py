@@ -8,7 +8,7 @@ from pathlib import PurePosixPath
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
 from megappo.checkpoint.facts import fingerprint_model
 from megappo.checkpoint.safe_load import UnsafeCheckpoint, load_index, load_tensors_and_plain_data
@@ -53,6 +53,16 @@ def test_a_call_in_the_index_is_not_run(tmp_path, where):
 def test_functions_are_refused_by_name(function):
     with pytest.raises(UnsafeCheckpoint, match=function.__name__):
         load_index(pickle.dumps(Call(function, "1")))
+
+
+def test_members_of_the_one_enum_may_be_written_as_getattr():
+    """As Python 3.11.0 to 3.11.3 do; anything else that getattr could reach is refused."""
+    member = _MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT
+    written = Metadata({"weight": Call(getattr, _MEM_FORMAT_ENCODING, member.name)}, storage_data={})
+    assert load_index(pickle.dumps(written)).state_dict_metadata == {"weight": member}
+    for owner, name in ((_MEM_FORMAT_ENCODING, "__class__"), (Metadata, "__init__"), (_MEM_FORMAT_ENCODING, "mro")):
+        with pytest.raises(UnsafeCheckpoint, match="builtins.getattr"):
+            load_index(pickle.dumps(Call(getattr, owner, name)))
 
 
 @pytest.mark.parametrize("name", ["Size.__class__", "os", "serialization.pickle"])
