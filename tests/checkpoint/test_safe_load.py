@@ -56,7 +56,7 @@ def test_functions_are_refused_by_name(function):
 
 
 def test_members_of_the_one_enum_may_be_written_as_getattr():
-    """As Python 3.11.0 to 3.11.3 do; anything else that getattr could reach is refused."""
+    """As Python 3.11.2 does; anything else that getattr could reach is refused."""
     member = _MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT
     written = Metadata({"weight": Call(getattr, _MEM_FORMAT_ENCODING, member.name)}, storage_data={})
     assert load_index(pickle.dumps(written)).state_dict_metadata == {"weight": member}
