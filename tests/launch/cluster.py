@@ -1,4 +1,5 @@
-"""A real Slurm of two nodes on this machine, in a scratch folder, with a munge of its own: nothing outside the folder is touched.
+"""A real Slurm of two nodes on this machine, in a scratch folder, with a munge of its own: nothing outside the folder is touched,
+and nothing is left running, even where pytest is killed (`guard.py`).
 
 The nodes are called 127.0.0.1 and 127.0.0.2. Both are addresses of this machine, so a rank that takes the first node's name for
 the master address finds it, as it would on a cluster.
@@ -12,6 +13,7 @@ import os
 import shutil
 import socket
 import subprocess
+import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +23,7 @@ PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "sinf
 NODES = ("127.0.0.1", "127.0.0.2")
 CPUS_PER_NODE = 8
 START_S = 30.0
+GUARD = Path(__file__).with_name("guard.py")
 REQUEUE_S = 3.0
 
 
@@ -108,18 +111,6 @@ class Cluster:
         )
         return done.stdout.split() == [str(len(NODES)), "idle"]
 
-    def stop(self) -> None:
-        """End all jobs, then the daemons, the controller first."""
-        subprocess.run(["scancel", "--full", "--signal=KILL", "--user", getpass.getuser()], env=self.environment, timeout=60)
-        for daemon in reversed(self._daemons):
-            daemon.terminate()
-        for daemon in self._daemons:
-            try:
-                daemon.wait(15)
-            except subprocess.TimeoutExpired:
-                daemon.kill()
-                daemon.wait()
-
 
 def _free_ports(count: int) -> list[int]:
     with contextlib.ExitStack() as stack:
@@ -177,10 +168,15 @@ def two_nodes(folder: Path) -> Iterator[Cluster]:
     key.chmod(0o600)
     (folder / "slurm.conf").write_text(_configuration(folder, munge_socket))
     # What a test inherits from a Slurm job that it may run in would lead to that job's cluster.
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "SBATCH"))}
-    cluster = Cluster(folder, environment | {"SLURM_CONF": str(folder / "slurm.conf")})
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "SBATCH"))}
+    configuration = str(folder / "slurm.conf")
+    # In a session of its own: what interrupts pytest does not interrupt it.
+    guard = subprocess.Popen([sys.executable, GUARD, configuration], env=clean, stdin=subprocess.PIPE, start_new_session=True)
+    cluster = Cluster(folder, clean | {"SLURM_CONF": configuration})
     try:
         cluster._start(munge_socket, key)
         yield cluster
     finally:
-        cluster.stop()
+        guard.communicate()
+        for daemon in cluster._daemons:
+            daemon.wait()
