@@ -118,7 +118,9 @@ def find_best(search: Search) -> Choice:
         return best
     machine = search.machine
     needed = gpus_needed(search)
-    what = f"no layout fits on {machine.world_size} x {machine.hardware.name}"
+    kept = [role for role in search.candidates if role not in search.tuned]
+    beside = f" beside the {' and the '.join(kept)} as configured" if kept else ""
+    what = f"no layout fits on {machine.world_size} x {machine.hardware.name}{beside}"
     if needed is not None:
         raise ConfigError(f"--gpus {machine.world_size}: {what}; it needs about {needed} (found by doubling), or offload (policy.offload.*)")
     fix = "lower rollout.memory_share, shorten the sequences, or offload (policy.offload.*)"

@@ -90,18 +90,22 @@ def role_cost(
     trained = isinstance(settings, (PolicyConfig, CriticConfig))
     parts: dict[str, float] = defaultdict(float)
 
+    passes: dict[float, list[Pass]] = {}  # tokens of a micro-batch -> of the stages that differ
+
     def one_pass(samples: int, trained: bool) -> int:
         """Adds a pass over so many samples to `parts`; returns its number of micro-batches."""
         sequences = -(-samples // layout.dp)
         count = num_micro_batches(settings.micro_batch_tokens, sequences, workload, layout)
-        stages = [
-            stage_pass(
-                arch, layout, stage, dtype=settings.dtype, tokens=sequences * _padded(workload.length, layout) / count,
-                length=workload.length, recompute=getattr(settings, "recompute", "none"), value_head=role == "critic",
-                trained=trained, hardware=hardware,
-            )
-            for stage in _distinct_stages(layout)
-        ]  # fmt: skip
+        tokens = sequences * _padded(workload.length, layout) / count
+        if tokens not in passes:
+            passes[tokens] = [
+                stage_pass(
+                    arch, layout, stage, dtype=settings.dtype, tokens=tokens, length=workload.length,
+                    recompute=getattr(settings, "recompute", "none"), value_head=role == "critic", hardware=hardware,
+                )
+                for stage in _distinct_stages(layout)
+            ]  # fmt: skip
+        stages = passes[tokens] if trained else [Pass(one.forward) for one in passes[tokens]]
         for part, seconds in pipeline_parts(stages, layout, count).items():
             parts[part] += seconds
         return count

@@ -25,7 +25,7 @@ def divisors(number: int) -> list[int]:
 
 
 def layouts(arch: ModelArch, world_size: int, implementation: Implementation = "local") -> Iterator[ParallelConfig]:
-    """Every legal choice of tp, sequence_parallel, pp, vpp, cp, ep and etp; layers_per_stage only where an even split does not exist.
+    """Every legal choice of tp, sequence_parallel, pp, vpp, cp, ep and etp; layers_per_stage only where there is no even split.
 
     tp with experts always has sequence parallel, which it needs.
     """
@@ -56,22 +56,26 @@ def _variants(
     """With and without sequence parallel, and every number of chunks."""
     for sequence_parallel in (True, False) if tp > 1 else (False,):
         common = {**sizes, "tp": tp, "pp": pp, "sequence_parallel": sequence_parallel}
-        if arch.num_layers % pp:
-            splits = [ParallelConfig(**common, layers_per_stage=nearly_even(arch.num_layers, pp))] if pp <= arch.num_layers else []
-        else:
-            chunks = divisors(arch.num_layers // pp) if pp > 1 else [1]
-            splits = [ParallelConfig(**common, vpp=vpp) for vpp in chunks]
-        yield from (parallel for parallel in splits if _legal(parallel, arch, world_size, implementation))
+        for vpp in range(1, arch.num_layers // pp + 1) if pp > 1 else [1]:
+            split = nearly_even(arch.num_layers, pp * vpp) if arch.num_layers % (pp * vpp) else ()
+            if split is None:
+                continue
+            parallel = ParallelConfig(**common, vpp=vpp, layers_per_stage=split)
+            if _legal(parallel, arch, world_size, implementation):
+                yield parallel
 
 
-def nearly_even(num_layers: int, pp: int) -> tuple[int, ...]:
-    """Layers of every stage where pp does not divide them: one less on the last stages and the first ones, in turns, which hold the
-    output and the embedding as well (Llama 3, 2024, section 3.3.2 takes a layer from each end).
+def nearly_even(num_layers: int, parts: int) -> Optional[tuple[int, ...]]:
+    """Layers of every stage, or chunk, where their number does not divide the layers: one less on the last one, or on the first as
+    well, which hold the output and the embedding (Llama 3, 2024, section 3.3.2, takes a layer from each end). None where that does not
+    do, or leaves one without a layer.
     """
-    least, larger = divmod(num_layers, pp)
-    smaller = pp - larger
-    first = smaller // 2
-    return tuple([least] * first + [least + 1] * larger + [least] * (smaller - first))
+    least, larger = divmod(num_layers, parts)
+    smaller = parts - larger
+    if smaller > 2 or least == 0:
+        return None
+    first = smaller - 1
+    return (least,) * first + (least + 1,) * larger + (least,)
 
 
 def _legal(parallel: ParallelConfig, arch: ModelArch, world_size: int, implementation: Implementation) -> bool:

@@ -12,6 +12,7 @@ import tempfile
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
+from statistics import median
 from typing import Any, Callable
 
 import psutil
@@ -71,7 +72,8 @@ def measure_rates(device: torch.device, folder: str) -> dict[str, float]:
     rates["memory_tb_s"] = 2 * x.numel() * 4 / _seconds(lambda: y.copy_(x), device) / 1e12
     if dist.get_world_size() > 1:
         small, large = x[:64].clone(), x[: 1 << 22].clone()
-        latency = _seconds(lambda: dist.all_reduce(small), device)
+        # A pass makes hundreds of small ones, which wait as long as is usual, not as short as can be.
+        latency = _seconds(lambda: dist.all_reduce(small), device, repeats=100, of=median)
         seconds = _seconds(lambda: dist.all_reduce(large), device)
         # An all-reduce of two ranks is two halves: each sends and receives half of the data, and waits once.
         rates["node_latency_us"] = latency / 2 * 1e6
@@ -80,17 +82,19 @@ def measure_rates(device: torch.device, folder: str) -> dict[str, float]:
     return rates
 
 
-def _seconds(work: Callable[[], Any], device: torch.device) -> float:
-    """The fastest of several, after one that is not counted."""
+def _seconds(
+    work: Callable[[], Any], device: torch.device, repeats: int = 8, of: Callable[[list[float]], float] = min
+) -> float:
+    """`of` several times, after one that is not counted."""
     from megappo.telemetry.timers import wait_for_device
 
     times = []
-    for _ in range(8):
+    for _ in range(repeats):
         start = time.perf_counter()
         work()
         wait_for_device()
         times.append(time.perf_counter() - start)
-    return min(times[1:])
+    return of(times[1:])
 
 
 def _layer_overhead_s(folder: str, device: torch.device) -> float:

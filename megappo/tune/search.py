@@ -175,34 +175,41 @@ class Search:
         settings: Settings = getattr(self.config, role)
         arch, machine = self.archs[role], self.machine
         if role not in self.tuned:
-            yield self.candidate(role, settings)
+            own = self.candidate(role, settings)
+            assert own is not None
+            yield own
             return
-        longest = step_arithmetic(self.config).max_sequence_tokens
+        longest, room = step_arithmetic(self.config).max_sequence_tokens, machine.hardware.usable_bytes
+        budgets = token_budgets(settings.micro_batch_tokens, longest)
         for parallel in layouts(arch, machine.world_size, machine.implementation):
-            for tokens in token_budgets(settings.micro_batch_tokens, longest):
-                for recompute in recompute_choices(getattr(settings, "recompute", None)):
-                    chosen = {"parallel": parallel, "micro_batch_tokens": tokens}
-                    yield self.candidate(role, settings.model_copy(update=chosen | self._recompute(settings, recompute)))
+            for recompute in recompute_choices(getattr(settings, "recompute", None)):
+                for tokens in budgets:
+                    chosen = {"parallel": parallel, "micro_batch_tokens": tokens} | self._recompute(settings, recompute)
+                    one = self.candidate(role, settings.model_copy(update=chosen), room)
+                    if one is None:  # nor would larger micro-batches fit
+                        break
+                    yield one
 
     @staticmethod
     def _recompute(settings: Settings, recompute: str) -> dict[str, str]:
         return {"recompute": recompute} if hasattr(settings, "recompute") else {}
 
-    def candidate(self, role: str, settings: Settings) -> Candidate:
-        """This role with these settings, whether it fits or not."""
+    def candidate(self, role: str, settings: Settings, room: Optional[int] = None) -> Optional[Candidate]:
+        """This role with these settings; None where it does not fit into `room` bytes by itself."""
         arch, machine, hardware = self.archs[role], self.machine, self.machine.hardware
         layout = layout_of(settings.parallel, machine.world_size)
         config = self.config.model_copy(update={role: settings})
-        stages = [
-            memory_of_stage(config, role, arch, layout, stage, machine.device, self._count) for stage in fullest_stages(arch, layout)
-        ]
-        counts = {stage: self._count(arch, layout, stage, role == "critic") for stage in fullest_stages(arch, layout)}
+        fullest = fullest_stages(arch, layout)
+        stages = [memory_of_stage(config, role, arch, layout, stage, machine.device, self._count) for stage in fullest]
+        resident, active = max(one.resident for one in stages), int(MARGIN * max(one.active for one in stages))
+        if room is not None and resident + active > room:
+            return None
+        counts = {stage: self._count(arch, layout, stage, role == "critic") for stage in fullest}
         cost = role_cost(role, arch, layout, settings, self.workload, hardware, counts)
         generates = role == "policy" and self.config.rollout.engine == "megatron"
         generate_s = megatron_s(arch, layout, settings, self.workload, hardware, counts) if generates else 0.0
-        fullest = max(stages, key=lambda one: one.resident + one.active)
-        resident, active = max(one.resident for one in stages), int(MARGIN * max(one.active for one in stages))
-        return Candidate(role, settings, layout, cost, generate_s, fullest, resident, active)
+        memory = max(stages, key=lambda one: one.resident + one.active)
+        return Candidate(role, settings, layout, cost, generate_s, memory, resident, active)
 
     def _count(self, arch: ModelArch, layout: ParallelLayout, stage: int, value_head: bool = False) -> ParameterCount:
         """By shapes, once for each kind of stage: neither cp nor dp nor the order of the chunks changes it."""
@@ -248,7 +255,9 @@ def fullest_stages(arch: ModelArch, layout: ParallelLayout) -> list[int]:
     """Stages among which the fullest is: the ends, the first one with the most layers, and all where layers differ."""
     if arch.moe is not None and arch.moe.dense_layers:
         return list(range(layout.pp))
-    sizes = [len(list(layout.stage_layers(arch.num_layers, stage))) for stage in range(layout.pp)]
+    if not layout.layers_per_stage:
+        return sorted({0, layout.pp - 1})
+    sizes = [sum(layout.layers_per_stage[stage :: layout.pp]) for stage in range(layout.pp)]
     return sorted({0, sizes.index(max(sizes)), layout.pp - 1})
 
 

@@ -105,7 +105,6 @@ def stage_pass(
     length: float,
     recompute: str,
     value_head: bool,
-    trained: bool,
     hardware: Hardware,
 ) -> Pass:
     """One micro-batch on one rank of `stage`.
@@ -117,7 +116,7 @@ def stage_pass(
     """
     mine = tokens / layout.cp
     itemsize, rate = ITEMSIZE[dtype], hardware.flops_per_s(dtype)
-    layers = [layer for chunk in range(layout.vpp) for layer in layout.chunk_layers(arch.num_layers, stage, chunk)]
+    layers = list(layout.stage_layers(arch.num_layers, stage))
     times: dict[Part, float] = {"matmul": 0.0, "attention": 0.0, "memory": 0.0, "head": 0.0}
     weights_bytes = 0.0
     for sparse, windowed, count in _kinds(arch, layers):
@@ -134,8 +133,6 @@ def stage_pass(
     times["host"] = (len(layers) + layout.vpp) * hardware.layer_overhead_s
     talk = _communication(arch, layout, stage, layers, mine, itemsize, Links.of(hardware), hardware.gpus_per_node)
     forward = {**times, **talk.forward}
-    if not trained:
-        return Pass(forward)
     backward = {part: BACKWARD * seconds for part, seconds in times.items()}
     # Gradients are added to an fp32 buffer: the product is written and read, the buffer read and written.
     backward["memory"] += weights_bytes / itemsize * (2 * itemsize + 2 * FP32) / hardware.memory_bytes_per_s
@@ -150,6 +147,8 @@ def stage_pass(
 
 def _kinds(arch: ModelArch, layers: list[int]) -> list[tuple[bool, int, int]]:
     """(has experts, a layer of this kind, how many) of the kinds of layers."""
+    if arch.moe is None and not arch.sliding_layers:
+        return [(False, layers[0], len(layers))]
     found: dict[tuple[bool, bool], list[int]] = {}
     for layer in layers:
         slides = bool(arch.sliding_layers) and arch.sliding_layers[layer]

@@ -1,0 +1,157 @@
+"""The script: tables, overrides that `megappo plan` takes, trials that are run once, and one line for every mistake."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+from megappo.config.loading import load_config
+from megappo.plan.estimate import make_plan
+from megappo.plan.layouts import check_layouts, read_archs
+from megappo.tune import measure
+from megappo.tune.profiles import load_hardware
+
+from ..plan.checkpoints import LLAMA_7B, SPARSE, write_checkpoint
+
+ROOT = Path(__file__).parents[2]
+spec = importlib.util.spec_from_file_location("tune_parallelism", ROOT / "scripts/tune_parallelism.py")
+assert spec is not None and spec.loader is not None
+script = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(script)
+
+
+def write_run(folder, facts=LLAMA_7B, extra=""):
+    model = write_checkpoint(folder / "model", facts, weights=False, tokenizer=False)
+    path = folder / "run.yaml"
+    path.write_text(
+        f"run: {{num_ranks: 16, output_dir: {folder / 'runs'}}}\npolicy: {{model: {model}, parallel: {{tp: 2, pp: 2, layers_per_stage: [15, 17]}}}}\n"
+        "data: {train: none, max_prompt_tokens: 256, prompts_per_step: 128}\nrollout: {max_response_tokens: 512}\n"
+        "algorithm: {mini_batch_size: 64}\n" + extra
+    )
+    return path
+
+
+# What the kept roles need while they work.
+SMALL = ["policy.micro_batch_tokens=1024", "reference.micro_batch_tokens=1024"]
+
+
+def tune(capsys, *arguments):
+    code = script.main([str(argument) for argument in arguments])
+    return code, capsys.readouterr()
+
+
+def test_the_winner_is_what_the_plan_accepts(tmp_path, capsys):
+    path, lines, whole = write_run(tmp_path), tmp_path / "layout.txt", tmp_path / "tuned.yaml"
+    code, told = tune(capsys, path, "--gpus", 16, "--gpu", "h100", "--top", 3, "--output", lines, "--json", tmp_path / "all.json")
+    assert code == 0, told.err
+    for heading in ("policy:", "critic:", "reference:", "rollout", "the chosen step", "overrides"):
+        assert any(line.strip().startswith(heading) for line in told.out.splitlines()), heading
+    overrides = lines.read_text().split()
+    assert "run.num_ranks=16" in overrides and "policy.parallel.layers_per_stage=null" in overrides
+    config = load_config(path, overrides)
+    archs = read_archs(config, need_weights=False)
+    plan = make_plan(config, archs, check_layouts(config, archs, 16), 16, "cuda", load_hardware("h100").memory_bytes)
+    facts = json.loads((tmp_path / "all.json").read_text())
+    assert not plan.warnings and facts["overrides"] == overrides
+    assert plan.peak(plan.fullest_rank()) <= facts["peak_bytes"] <= load_hardware("h100").usable_bytes
+    assert len(facts["roles"]["policy"]) == 3 and facts["roles"]["policy"][0]["overrides"] == [o for o in overrides if o.startswith("policy.")]
+    seconds = [one["seconds"] for one in facts["roles"]["policy"]]
+    assert seconds == sorted(seconds)
+    assert tune(capsys, path, "--gpus", 16, "--gpu", "h100", "--top", 3, "--output", whole)[0] == 0
+    assert load_config(whole) == config
+
+
+def test_roles_that_are_not_asked_for_keep_their_layout(tmp_path, capsys):
+    path, lines = write_run(tmp_path), tmp_path / "layout.txt"
+    arguments = [path, "--gpus", 16, "--gpu", "h200", "--roles", "critic", "--top", 1, "--output", lines, *SMALL]
+    code, told = tune(capsys, *arguments, "policy.parallel.tp=4", "policy.parallel.layers_per_stage=null")
+    assert code == 0, told.err
+    assert {line.split(".")[0] for line in lines.read_text().split()} == {"run", "critic"}
+    assert "tp4 pp2 dp2" in told.out, "the policy's own, in the chosen step"
+
+
+def test_experts_are_placed(tmp_path, capsys):
+    path = write_run(tmp_path, SPARSE | {"max_position_embeddings": 1024}, "critic: {dtype: bf16}\n")
+    code, told = tune(capsys, path, "--gpus", 4, "--gpu", "h100", "--roles", "critic", "policy.parallel=null", "--top", 40)
+    assert code == 0, told.err
+    assert "ep2" in told.out and "etp2" in told.out
+
+
+MISTAKES = [
+    (["--gpu", "h900"], "--gpu h900: no such profile; use a100, h100, h200, b200, cpu"),
+    (["--gpu", "h100", "--gpus", "0"], "--gpus 0: must be >= 1"),
+    (["--gpu", "h100", "--gpus", "-8"], "--gpus -8: must be >= 1"),
+    (["--gpu", "h100", "--gpus", "12"], "--gpus 12: is not a multiple of the 8 GPUs of a node; use 8 or 16, or --gpus-per-node"),
+    (["--gpu", "h100", "--gpus-per-node", "0"], "--gpus-per-node 0: must be >= 1"),
+    (["--gpu", "h100", "--roles", "policy,judge"], "--roles judge: is no role; use policy, critic, reference, rollout"),
+    (["--gpu", "h100", "--roles", "reference", "algorithm.kl.placement=none"], "--roles reference: is not built: algorithm.kl.placement is none"),
+    (["--gpu", "h100", "--roles", "rollout", "rollout.engine=megatron"], "--roles rollout: is not there: rollout.engine is megatron"),
+    (["--gpu", "h100", "--top", "0"], "--top 0: must be >= 1"),
+    (["--gpu", "h100", "--measure", "0"], "--measure 0: must be >= 1"),
+    (["--gpu", "h100", "--mean-response-tokens", "9999"], "--mean-response-tokens 9999: must be > 0 and at most the longest, 512"),
+    (["--gpu", "h100", "policy.model=missing"], 'policy.model = "missing": missing is not a directory'),
+    (["--gpu", "h100", "--output", "/nowhere/layout.txt"], "--output /nowhere/layout.txt: /nowhere is not a directory"),
+    (["--gpu", "h100", "algorithm.mini_batch_size=100"], "algorithm.mini_batch_size = 100: must divide the 128 samples"),
+    (["--gpu", "h100", "--probe"], "--gpu h100: --probe measures this machine instead"),
+    ([], "--gpu is missing: a100"),
+    (["--gpu", "h100", "--gpus", "many"], "argument --gpus: invalid int value: 'many'"),
+    (["--gpu", "h100", "--tensor-model-parallel-size", "8"], "command line: --tensor-model-parallel-size: options are set as key=value; did you mean policy.parallel.tp=VALUE?"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("arguments, message", MISTAKES, ids=lambda value: " ".join(value) if isinstance(value, list) else "")
+def test_a_mistake_is_one_line(tmp_path, capsys, monkeypatch, arguments, message):
+    code, told = tune(capsys, write_run(tmp_path), *arguments)
+    assert code == 2 and told.out == "" and told.err.count("\n") == 1
+    assert told.err.startswith("tune_parallelism: ") and message in told.err
+
+
+def test_a_model_that_fits_nowhere_says_what_it_would_need(tmp_path, capsys):
+    path = write_run(tmp_path)
+    code, told = tune(capsys, path, "--gpus", 1, "--gpu", "h100")
+    assert code == 2 and told.err.count("\n") == 1
+    needed = int(told.err.split("it needs about ")[1].split()[0])
+    assert needed > 1 and tune(capsys, path, "--gpus", needed, "--gpu", "h100", "--top", 1)[0] == 0
+    assert tune(capsys, path, "--gpus", needed // 2, "--gpu", "h100", "--top", 1)[0] == 2
+
+
+def test_a_profile_of_the_users_own(tmp_path, capsys):
+    own = tmp_path / "mine.yaml"
+    text = (ROOT / "megappo/tune/profiles.yaml").read_text()
+    own.write_text("mine:" + text.split("\nh200:")[1].split("\nb200:")[0])
+    assert load_hardware(str(own)).memory_gib == load_hardware("h200").memory_gib
+    own.write_text(own.read_text().replace("memory_tb_s: 4.8", "memory_tb_s: -1.0"))
+    code, told = tune(capsys, write_run(tmp_path), "--gpu", own)
+    assert code == 2 and "mine.memory_tb_s = -1.0: must be a number > 0" in told.err
+
+
+def test_trials_are_run_once_and_decide(tmp_path, capsys, monkeypatch):
+    """The ranks are replaced by one that finds the second layout of each role the fastest; real ranks: `record_trials.py`."""
+    path = write_run(tmp_path, LLAMA_7B | {"hidden_size": 256, "intermediate_size": 512}, "critic: {dtype: fp32}\n")
+    started = []
+
+    def start_ranks(world, arguments, module):
+        folder, *names = arguments
+        assert (world, module) == (2, "megappo.tune.rank")
+        for place, name in enumerate(names):
+            assert json.loads(Path(folder, f"{name}.json").read_text())["samples"] == 64
+            seconds = 1.0 if place % 3 == 1 else 2.0
+            Path(folder, f"{name}.result.json").write_text(json.dumps({"forward_s": seconds, "update_s": 3 * seconds}))
+        started.append(names)
+        return 0
+
+    monkeypatch.setattr(measure, "start_ranks", start_ranks)
+    arguments = [path, "--gpus", 2, "--measure", 3, "--roles", "critic", "run.device=cpu", "rollout.engine=megatron", "policy.parallel=null", *SMALL, "--json", tmp_path / "all.json"]  # fmt: skip
+    code, told = tune(capsys, *arguments)
+    assert code == 0, told.err
+    assert len(started) == 1 and len(started[0]) == 3
+    lines = told.out.split("critic, measured")[1].splitlines()
+    # A pass over 128 samples and two updates of 64.
+    assert lines[1].split()[-3] == "8.00" and lines[2].split()[-3] == "16.0"
+    ranking = json.loads((tmp_path / "all.json").read_text())["roles"]["critic"]
+    chosen = [line.strip() for line in told.out.split("overrides")[1].splitlines() if "critic" in line]
+    assert chosen == ranking[1]["overrides"] != ranking[0]["overrides"]
+    assert tune(capsys, *arguments)[0] == 0 and len(started) == 1, "what is known is not run again"

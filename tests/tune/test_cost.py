@@ -1,0 +1,172 @@
+"""The parts of the step-time model against what they stand for: schedules, rings, counted FLOPs, and plain directions."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import prod
+
+import pytest
+
+from megappo.config.schema import TrainConfig
+from megappo.models.arch import ModelArch, MoeArch, Rope
+from megappo.models.families import hf_tensors
+from megappo.parallel.layout import ParallelLayout
+from megappo.plan.memory import RolloutMemory, count_parameters
+from megappo.plan.timeline import timeline
+from megappo.tune.cost import Workload, pipeline_parts, role_cost
+from megappo.tune.generation import push_s, vllm_cost
+from megappo.tune.links import Links, Span, span
+from megappo.tune.profiles import load_hardware
+from megappo.tune.work import Pass, keys_seen, layer_products, stage_pass
+
+ARCH = ModelArch("llama", "LlamaForCausalLM", 16, 2048, 16, 8, 128, 5632, 32000, 8192, False, 1e-6, Rope())
+SPARSE = replace(ARCH, family="qwen3_moe", architecture="Qwen3MoeForCausalLM", moe=MoeArch(16, 2, 1024, True))
+H100 = load_hardware("h100")
+LINKS = Links(100e9, 10e9, 1e-6, 10e-6)
+WORK = Workload(samples=256, mini_batch=64, epochs=1, prompt_tokens=256, response_tokens=768, longest=1024)
+
+
+def cost(layout, arch=ARCH, role="policy", work=WORK, hardware=H100, **settings):
+    config = TrainConfig.model_validate({"policy": {"model": "none"} | settings, "critic": settings, "data": {"train": "none"}})
+    counts = {stage: count_parameters(arch, layout, stage, role == "critic") for stage in range(layout.pp)}
+    return role_cost(role, arch, layout, getattr(config, role), work, hardware, counts)
+
+
+@pytest.mark.parametrize("pp, vpp, count", [(1, 1, 3), (2, 1, 1), (2, 1, 7), (4, 1, 2), (4, 1, 16), (2, 2, 4), (4, 2, 8), (4, 4, 16), (8, 2, 8)])
+@pytest.mark.parametrize("backward", [1.0, 2.0, 3.0])
+def test_the_time_of_a_pipeline_is_that_of_its_timeline(pp, vpp, count, backward):
+    layout = ParallelLayout(pp, pp=pp, vpp=vpp)
+    stages = [Pass({"matmul": 1.0}, {"matmul": backward})] * min(pp, 3)
+    parts, drawn = pipeline_parts(stages, layout, count), timeline(layout, count, backward=backward)
+    assert sum(parts.values()) == pytest.approx(drawn.total)
+    assert parts["bubble"] / sum(parts.values()) == pytest.approx(drawn.bubble)
+
+
+def test_a_slow_stage_sets_the_pace():
+    slow, fast = Pass({"matmul": 2.0}), Pass({"matmul": 1.0})
+    assert sum(pipeline_parts([fast, fast, slow], ParallelLayout(4, pp=4), 10).values()) == pytest.approx(10 * 2 + 3 * 1)
+
+
+@pytest.mark.parametrize(
+    "layout, axis, size, in_node",
+    [
+        (ParallelLayout(64, tp=8, pp=4), "tp", 8, 8),
+        (ParallelLayout(64, tp=8, pp=4), "gradients", 2, 1),
+        (ParallelLayout(64, tp=2, pp=4), "gradients", 8, 4),
+        (ParallelLayout(64, tp=4, cp=4), "cp", 4, 2),
+        (ParallelLayout(64, tp=8, pp=8), "pp", 8, 1),
+        (ParallelLayout(16, tp=1, pp=8), "pp", 8, 4),
+        (ParallelLayout(16, tp=16), "tp", 16, 8),
+        (ParallelLayout(32, tp=4, ep=8), "ep", 8, 8),
+        (ParallelLayout(32, tp=4, ep=8, etp=2), "expert gradients", 2, 1),
+    ],
+    ids=str,
+)
+def test_spans_are_those_of_the_rank_order(layout, axis, size, in_node):
+    """Against the groups themselves, on nodes of 8."""
+    axes = {"gradients": ("cp", "dp"), "expert gradients": ("edp",)}.get(axis, (axis,))
+    ranks = layout.axis_groups(*axes)[0]
+    assert (len(ranks), sum(rank // 8 == ranks[0] // 8 for rank in ranks)) == (size, in_node)
+    assert span(layout, axis, 8) == Span(size, in_node)
+
+
+def test_collectives_take_what_a_ring_takes():
+    inside, across = Span(4, 4), Span(16, 8)
+    assert LINKS.gather_s(Span(1, 1), 1e9) == 0
+    assert LINKS.gather_s(inside, 1e9) == pytest.approx(0.75 * 1e9 / 100e9 + 2e-6)
+    assert LINKS.all_reduce_s(inside, 1e9) == pytest.approx(2 * LINKS.gather_s(inside, 1e9))
+    # Eight adapters of a node carry the ring out of it: 80 GB/s, less than the links inside.
+    assert LINKS.gather_s(across, 1e9) == pytest.approx(15 / 16 * 1e9 / 80e9 + 40e-6)
+    # Half of what a rank sends leaves the node, through its own adapter alone.
+    assert LINKS.all_to_all_s(across, 1e9) == pytest.approx(0.5 * 1e9 / 10e9 + 40e-6)
+    assert LINKS.send_s(across, 1e9) == pytest.approx(0.1 + 10e-6)
+
+
+@pytest.mark.parametrize("arch", [ARCH, SPARSE], ids=lambda arch: arch.family)
+def test_products_are_two_flops_for_every_weight_that_a_token_passes(arch):
+    """Against the shapes of the checkpoint."""
+    shapes = {name: shape for name, shape in hf_tensors(arch).items() if name.startswith("model.layers.0.") and len(shape) == 2}
+    active = 2 / 16
+    weights = sum(prod(shape) * (active if ".experts." in name else 1) for name, shape in shapes.items())
+    products = layer_products(arch, ParallelLayout(1), arch.moe is not None, tokens=64)
+    assert sum(2 * one.rows * one.inner * one.columns * one.count for one in products) == pytest.approx(2 * 64 * weights)
+
+
+@pytest.mark.parametrize("layout", [{"tp": 4, "sequence_parallel": True}, {"tp": 2, "ep": 2, "sequence_parallel": True}, {"ep": 4}], ids=str)
+def test_ranks_share_the_products(layout):
+    cut = ParallelLayout(4, **layout)
+    whole, mine = (layer_products(SPARSE, one, True, 64) for one in (ParallelLayout(1), cut))
+    flops = [sum(one.rows * one.inner * one.columns * one.count for one in products) for products in (whole, mine)]
+    assert flops[1] == pytest.approx(flops[0] / cut.tp)
+    assert mine[-1].weights * cut.ep == pytest.approx(whole[-1].weights)
+
+
+def test_keys_seen_are_counted():
+    window = replace(ARCH, sliding_window=4, sliding_layers=(True,) * 16)
+    assert keys_seen(ARCH, 0, 10) == sum(range(1, 11)) / 10
+    assert keys_seen(window, 0, 10) == sum(min(i, 4) for i in range(1, 11)) / 10
+
+
+def test_the_step_is_near_six_flops_for_every_parameter_and_token():
+    """In a large model with large micro-batches: 6 N a token to train, 2 N for a pass (Kaplan et al. 2020), and what comes on top."""
+    found = cost(ParallelLayout(8), micro_batch_tokens=16384)
+    parameters = sum(prod(shape) for shape in hf_tensors(ARCH).values()) - ARCH.vocab_size * ARCH.hidden_size
+    tokens = WORK.samples * WORK.length / 8
+    least = 8 * parameters * tokens / H100.flops_per_s("bf16")
+    products = found.parts["matmul"] + found.parts["head"]
+    assert 1.0 < products / least < 1.25
+
+
+def test_parts_add_up_to_the_phases():
+    for layout in (ParallelLayout(16, tp=2, pp=2, cp=2), ParallelLayout(16, tp=8, sequence_parallel=True), ParallelLayout(16, pp=4, vpp=2)):
+        for role in ("policy", "critic"):
+            found = cost(layout, role=role, recompute="full", offload={"parameters": True, "optimizer": True})
+            assert sum(found.parts.values()) == pytest.approx(found.total_s)
+
+
+@pytest.mark.parametrize(
+    "better, worse",
+    [
+        (ParallelLayout(16, tp=8, sequence_parallel=True), ParallelLayout(16, tp=16, sequence_parallel=True)),
+        (ParallelLayout(16, tp=8, sequence_parallel=True), ParallelLayout(16, tp=8)),
+        (ParallelLayout(8, tp=2, pp=4, vpp=2, sequence_parallel=True), ParallelLayout(8, tp=2, pp=4, sequence_parallel=True)),
+    ],
+    ids=str,
+)
+def test_what_everybody_knows(better, worse):
+    """tp inside a node; sequence parallel; interleaving where micro-batches are few."""
+    settings = {"micro_batch_tokens": 8192}
+    arch = replace(ARCH, num_kv_heads=16)
+    assert cost(better, arch, **settings).total_s < cost(worse, arch, **settings).total_s
+
+
+def test_recomputation_costs_one_forward_pass_of_the_layers():
+    layout = ParallelLayout(8)
+    plain, again = (cost(layout, recompute=how, micro_batch_tokens=8192) for how in ("none", "full"))
+    updates = WORK.updates * WORK.mini_batch / WORK.samples
+    assert again.parts["matmul"] - plain.parts["matmul"] == pytest.approx(updates * plain.parts["matmul"] / 4)
+
+
+def test_a_token_is_decoded_as_fast_as_weights_and_cache_are_read():
+    rollout = TrainConfig.model_validate({"policy": {"model": "none"}, "data": {"train": "none"}}).rollout
+    memory = {tp: RolloutMemory(int(2e9 / tp), int(65536 / tp), int(20e9)) for tp in (1, 2)}
+    found = {
+        tp: vllm_cost(ARCH, rollout.model_copy(update={"tp": tp}), "bf16", memory[tp], WORK, 8, H100) for tp in (1, 2)
+    }
+    assert found[1].at_once == 32 and found[2].at_once == 64
+    reads = memory[1].weights + 32 * (256 + 384) * 65536
+    assert found[1].decode_s == pytest.approx(768 * (reads / H100.memory_bytes_per_s + H100.decode_overhead_us * 1e-6))
+
+
+def test_weights_of_other_nodes_come_over_the_network():
+    memory = RolloutMemory(int(10e9), 1, None)
+    local, remote = push_s(ParallelLayout(16, tp=8), memory, H100), push_s(ParallelLayout(16, tp=8, pp=2), memory, H100)
+    assert remote > 3 * local and push_s(ParallelLayout(16, tp=8), None, H100) == 0
+
+
+def test_a_stage_without_the_head_is_cheaper():
+    layout = ParallelLayout(2, pp=2)
+    common = dict(dtype="bf16", tokens=4096.0, length=1024.0, recompute="none", hardware=H100)
+    first, last = (stage_pass(ARCH, layout, stage, value_head=False, **common) for stage in (0, 1))
+    critic = stage_pass(ARCH, layout, 1, value_head=True, **common)
+    assert first.total_s < last.total_s and critic.total_s == pytest.approx(first.total_s)
