@@ -9,11 +9,14 @@ if [ "${1:-}" = "--gpu" ]; then
 fi
 scripts/setup_env.sh --test
 venv=${MEGAPPO_VENV:-.venv}
-# The tests of the launch submit jobs to a real Slurm of two nodes, which they start themselves; without Slurm they fail and say so.
-slurm_is_here() { for program in slurmctld slurmd munged sbatch; do PATH=$PATH:/usr/sbin:/sbin command -v "$program" >/dev/null || return; done; }
+# The tests of the launch submit jobs to a real Slurm of two nodes, which they start themselves; without it they fail and say so.
+slurm_is_here() {
+  for program in slurmctld slurmd munged sbatch; do PATH=$PATH:/usr/sbin:/sbin command -v "$program" >/dev/null || return; done
+}
 if ! slurm_is_here && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
   echo "[test] installing Slurm (slurm-wlm, munge)"
-  { apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends slurm-wlm munge; } >/dev/null \
+  { apt-get -qq update \
+    && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends slurm-wlm munge; } >/dev/null \
     || echo "[test] Slurm could not be installed" >&2
 fi
 # One thread per process: the worlds of the tests are several processes on few cores.

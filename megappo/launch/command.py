@@ -18,7 +18,7 @@ Prepare = Callable
 
 
 def launch(args: argparse.Namespace, prepare: Prepare) -> int:
-    """Submit a job to Slurm; with --dry-run print its script. ConfigError for whatever cannot work, before anything is written."""
+    """Submit a job to Slurm, or print its script (--dry-run). ConfigError for what cannot work, before anything is written."""
     if args.mount and args.container is None:
         raise ConfigError(f"launch: --mount {args.mount[0]} has no effect without --container")
     for option, value in (("--nodes", args.nodes), ("--gpus-per-node", args.gpus_per_node)):

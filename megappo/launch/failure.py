@@ -2,8 +2,8 @@
 
     rank-3.log         what the rank printed
     rank-3.traceback   written the moment an exception reaches the top, before the process is taken down
-    rank-3.exit        exit code, time (ns), step and node, written by the shell that the job script starts the rank from; absent where
-                       that was killed together with the rank
+    rank-3.exit        exit code, time (ns), step and node, written by the shell that the job script starts the rank from; absent
+                       where that was killed together with the rank
 
 The folder is named by MEGAPPO_ATTEMPT_DIR; without it nothing is recorded.
 """
@@ -31,7 +31,7 @@ KILLED = 128 + signal.SIGKILL
 
 @dataclass(frozen=True)
 class Failure:
-    """The first failure. code: as a shell says it; None where nobody waited for the rank. text: traceback, or the end of its log."""
+    """The first failure. code: as a shell says it, None where nobody waited for the rank. text: traceback, or end of its log."""
 
     rank: int
     host: str

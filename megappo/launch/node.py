@@ -23,10 +23,11 @@ def rendezvous(env: Mapping[str, str]) -> list[str]:
         raise ValueError("megappo.launch.node is started by srun, one task per node; without Slurm use torchrun itself")
     if task.num_tasks != task.num_nodes:
         raise ValueError(
-            f"srun started {task.num_tasks} tasks on {task.num_nodes} nodes: torchrun needs one task per node (--ntasks-per-node=1)"
+            f"srun started {task.num_tasks} tasks on {task.num_nodes} nodes: torchrun needs one task per node "
+            "(--ntasks-per-node=1)"
         )
-    # A node is known by Slurm's name for it. Its own name for itself, which torchrun would take, may be unknown to the others, and
-    # ranks would follow the order of those names.
+    # A node is known by Slurm's name for it. Its own name for itself, which torchrun would take, may be unknown to the others,
+    # and ranks would follow the order of those names.
     is_host = str(task.node == 0).lower()
     return [
         "--nnodes", str(task.num_nodes),

@@ -25,13 +25,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add(
         "--signal-lead", dest="signal_lead_s", type=positive_int, metavar="S",
-        help="seconds before the time limit at which a checkpoint is asked for; at least the longest step plus a save (default: 180)",
+        help="seconds before the time limit at which a checkpoint is asked for; at least the longest step plus a save "
+        "(default: 180)",
     )  # fmt: skip
     add("--max-requeues", type=non_negative_int, metavar="N", help="most requeues of the job (default: 3)")
     add("--cpus-per-rank", type=positive_int, metavar="N", help="cores of a rank (default: the cluster's)")
     add("--container", metavar="IMAGE", help="run in this image: *.sif with apptainer, anything else with pyxis and enroot")
     add("--mount", action="append", default=[], metavar="HOST:CONTAINER", help="of the container, beside the working directory")
-    add("--sbatch", action="append", default=[], metavar="OPTION", help="one more option of sbatch, for example --sbatch=--exclusive")
+    add("--sbatch", action="append", default=[], metavar="OPTION", help="another option of sbatch, e.g. --sbatch=--exclusive")
     add("--gpu-memory-gib", type=positive_float, metavar="GIB", help="refuse a layout that does not fit GPUs of this size")
     add("--resume", action="store_true", help="continue the run of this name after its last checkpoint")
     add("--dry-run", action="store_true", help="check, and print the script; write and submit nothing")

@@ -46,7 +46,10 @@ def render(job: Job, *, root: Path, python: str, config: Path, launch_dir: Path,
         head=["Written by `megappo launch`; docs/launch.md explains it."],
         options=[f"--job-name={name}", f"--output={_sbatch_path(log)}", *job.options],
         resume=resume,
-        **{key: shlex.quote(str(value)) for key, value in dict(root=root, python=python, config=config, launch_dir=launch_dir).items()},
+        root=shlex.quote(str(root)),
+        python=shlex.quote(python),
+        config=shlex.quote(str(config)),
+        launch_dir=shlex.quote(str(launch_dir)),
     )
 
 
@@ -76,8 +79,8 @@ def examples() -> dict[str, str]:
 
 def _render(job: Job, *, head: Sequence[str], options: Sequence[str], resume: bool, by_hand: str = "", **paths: str) -> str:
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent), undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True,
-        keep_trailing_newline=True,
+        loader=jinja2.FileSystemLoader(Path(__file__).parent), undefined=jinja2.StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
     )  # fmt: skip
     return environment.get_template("job.sbatch.jinja").render(
         head=head,

@@ -78,7 +78,9 @@ def _tensor_parallel(config: TrainConfig) -> dict[str, int]:
 def check_cluster(job: Job, limits: Limits) -> None:
     """What Slurm knows. ConfigError where it is not here, or cannot run the job."""
     if not slurm.has_slurm():
-        raise ConfigError("no Slurm on this machine (sbatch is not in PATH): --local starts the ranks here, --dry-run prints the script")
+        raise ConfigError(
+            "no Slurm on this machine (sbatch is not in PATH): --local starts the ranks here, --dry-run prints the script"
+        )
     if limits.partition is None:
         return
     known = slurm.partitions()
@@ -113,7 +115,7 @@ def print_script(config: TrainConfig, job: Job, *, resume: bool) -> str:
 
 
 def record(config: TrainConfig, run_dir: Path) -> Path:
-    """A new folder below the run directory with the configuration and where it comes from. ConfigError while a job of it lives."""
+    """A new folder below the run directory with the configuration and its origin. ConfigError while a job of it lives."""
     _refuse_second_job(run_dir)
     folder = _free_folder(run_dir)
     folder.mkdir(parents=True)
@@ -162,4 +164,5 @@ def _refuse_second_job(run_dir: Path) -> None:
     for file in sorted((run_dir / LAUNCHES).glob("*/job_id")):
         job = file.read_text().strip()
         if slurm.has_slurm() and slurm.is_alive(job):
-            raise ConfigError(problem("run.name", run_dir.name, f"job {job} has this run already; scancel it, or use another name"))
+            fix = f"job {job} has this run already; scancel it, or use another name"
+            raise ConfigError(problem("run.name", run_dir.name, fix))

@@ -1,8 +1,8 @@
 """Which world this process is a rank of: torchrun's, srun's (one task per rank), or none yet.
 
-torchrun describes the world in RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT. For the tasks of a Slurm
-step the same six are derived here from Slurm's own variables, alike on every rank and without asking the controller. Imports
-neither torch nor the configuration's rules: it runs before both.
+torchrun describes the world in RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT. For the tasks of a
+Slurm step the same six are derived here from Slurm's own variables, alike on every rank and without asking the controller.
+Imports neither torch nor the configuration's rules: it runs before both.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ def join_srun(env: MutableMapping[str, str] = os.environ) -> None:
     described = all(name in env for name in _RANK_VARIABLES)
     if task is None and not described and int(env.get("SLURM_JOB_NUM_NODES", "1")) > 1:
         raise ValueError(
-            f"this Slurm job has {env['SLURM_JOB_NUM_NODES']} nodes, and only this one would be used: start the ranks with srun, or "
-            "submit the run by `megappo launch`"
+            f"this Slurm job has {env['SLURM_JOB_NUM_NODES']} nodes, and only this one would be used: start the ranks with srun, "
+            "or submit the run by `megappo launch`"
         )
     if task is None or task.num_tasks == 1:
         return
@@ -97,8 +97,8 @@ def _require_agreement(env: Mapping[str, str], task: SlurmTask) -> None:
     if "TORCHELASTIC_RUN_ID" not in env:
         if (rank, size) != (task.rank, task.num_tasks):
             raise ValueError(
-                f"RANK={rank} and WORLD_SIZE={size} are set, but this is task {task.rank} of {task.num_tasks} of srun: unset both "
-                "(a job script or a shell start-up file exports them), or start one task per node that runs torchrun"
+                f"RANK={rank} and WORLD_SIZE={size} are set, but this is task {task.rank} of {task.num_tasks} of srun: unset "
+                "both (a job script or a shell start-up file exports them), or start one task per node that runs torchrun"
             )
         return
     local_size = int(env["LOCAL_WORLD_SIZE"])
@@ -127,7 +127,9 @@ def world_size(run: RunConfig) -> int:
     if is_rank():
         started = int(os.environ["WORLD_SIZE"])
         if run.num_ranks not in (None, started):
-            raise ValueError(f"run.num_ranks = {run.num_ranks}: the launcher started {started} ranks; set run.num_ranks={started} or null")
+            raise ValueError(
+                f"run.num_ranks = {run.num_ranks}: the launcher started {started} ranks; set run.num_ranks={started} or null"
+            )
         return started
     if run.num_ranks is not None:
         return run.num_ranks

@@ -2,8 +2,8 @@
 
     python guard.py SLURM_CONF
 
-A job outlives slurmd by design, and a killed pytest runs no fixture to its end. Daemons, steps and ranks are told from others by the
-SLURM_CONF that they were started with.
+A job outlives slurmd by design, and a killed pytest runs no fixture to its end. Daemons, steps and ranks are told from others by
+the SLURM_CONF that they were started with.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Job scripts on a real Slurm of two nodes, with a stand-in for the training: worlds, failures, and what the log says at its end."""
+"""Job scripts on a real Slurm of two nodes, with a stand-in for the training: worlds, failures, and the end of the log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The job script: what it asks of Slurm, whether a shell reads it as it was meant, and scripts/slurm/ made of the same template."""
+"""The job script: what it asks of Slurm, whether a shell reads it as it was meant, and scripts/slurm/ of the same template."""
 
 from __future__ import annotations
 

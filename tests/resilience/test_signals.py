@@ -33,7 +33,7 @@ def test_all_ranks_stop_at_the_step_at_which_one_was_asked_to() -> None:
     assert spawn_world(steps_until_stop, 2) == [(3, None), (3, "SIGTERM")]
 
 
-# USR1 as Slurm sends it: to the process and to what it started, while the process computes; ignored until then, as by the job script.
+# USR1 as Slurm sends it: to the process and what it started, while the process computes; ignored until then, as by the script.
 LISTENER = """
 import os, signal, subprocess, sys, time
 from megappo.resilience.signals import StopRequest
