@@ -9,15 +9,19 @@ the SLURM_CONF that they were started with.
 import contextlib
 import sys
 import time
+from pathlib import Path
 
 import psutil
 
 
 def belonging(configuration: str) -> list[psutil.Process]:
+    mark = f"SLURM_CONF={configuration}".encode()
     found = []
     for process in psutil.process_iter():
-        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-            if process.status() != psutil.STATUS_ZOMBIE and process.environ().get("SLURM_CONF") == configuration:
+        with contextlib.suppress(OSError, psutil.NoSuchProcess):  # it has just ended, or is another user's
+            # Not by psutil: slurmstepd writes its title over the first variables, and psutil reads up to the first empty one.
+            variables = Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
+            if mark in variables and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
     return found
 
