@@ -106,12 +106,12 @@ def gae_candidates(p: GaeProblem) -> Sequence[Candidate]:
         numbers = {"gamma": GAMMA, "lam_policy": LAMBDA, "lam_value": LAMBDA}
         return Calls(lambda: gae(b.reward, b.value, b.mask, b.cu_seqlens, **numbers), named)
 
-    def doubling(function: Callable[..., Sequence[Tensor]]) -> Calls:
-        return Calls(lambda: function(b.reward, b.value, b.mask, b.cu_seqlens), named)
+    def doubling(one_pass: Callable[..., tuple[Tensor, Tensor]]) -> Calls:
+        return Calls(lambda: loops.doubling(b.reward, b.value, b.mask, b.cu_seqlens, one_pass), named)
 
     return [
         *ours(("gae",), device, megappo),
-        *plain_and_compiled("doubling", loops.doubling, doubling),
+        *plain_and_compiled("doubling", loops.advance, doubling),
         Candidate("torch eager, padded loop over time", "torch", lambda: _padded_loop(b, time_major=False),
                   "as verl, TRL and OpenRLHF; padding and unpadding are not timed"),
         Candidate("torch eager, padded loop, time first", "torch", lambda: _padded_loop(b, time_major=True),
@@ -168,12 +168,6 @@ def shaped_reward(logprob: Tensor, ref_logprob: Tensor, score: Tensor, mask: Ten
     return reward.index_add(0, last, score.to(reward.dtype))
 
 
-def shaped_doubling(logprob: Tensor, ref_logprob: Tensor, score: Tensor, value: Tensor, mask: Tensor, cu_seqlens: Tensor,
-                    last: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    reward = shaped_reward(logprob, ref_logprob, score, mask, last)
-    return *loops.doubling(reward, value, mask, cu_seqlens), reward
-
-
 def token_advantages_problem(lengths: Sequence[int], dtype: torch.dtype, device: torch.device) -> TokenAdvantagesProblem:
     batch = make_batch(lengths, device)
     generator = torch.Generator(device).manual_seed(1)
@@ -201,12 +195,16 @@ def token_advantages_candidates(p: TokenAdvantagesProblem) -> Sequence[Candidate
 
         return Calls(forward, all_named)
 
-    def doubling(function: Callable[..., Sequence[Tensor]]) -> Calls:
-        return Calls(lambda: function(p.logprob, p.ref_logprob, p.score, b.value, b.mask, b.cu_seqlens, p.last), all_named)
+    def doubling(one_pass: Callable[..., tuple[Tensor, Tensor]]) -> Calls:
+        def forward() -> Sequence[Tensor]:
+            reward = shaped_reward(p.logprob, p.ref_logprob, p.score, b.mask, p.last)
+            return *loops.doubling(reward, b.value, b.mask, b.cu_seqlens, one_pass), reward
+
+        return Calls(forward, all_named)
 
     return [
         *ours(("token_advantages",), b.value.device, megappo, note="moments for whitening included"),
-        *plain_and_compiled("reward, doubling", shaped_doubling, doubling),
+        *plain_and_compiled("reward, doubling", loops.advance, doubling),
     ]
 
 

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from scripts.bench.candidates import TooSlow, first_line, time_limit
 from scripts.bench.clock import Clock, Memory, summary
-from scripts.bench.model import Absent, Benchmark, Calls, Candidate, Difference, Line, Problem, Report
+from scripts.bench.model import Absent, Benchmark, Calls, Candidate, Line, Problem, Report
 
 # What ours raise where a size or a device does not suit them; anything else is a bug and stops the run.
 OUR_FAULTS = (RuntimeError, ValueError, TooSlow)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Sequence
+from typing import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -99,7 +99,19 @@ def padded_loop(reward: Tensor, value: Tensor, mask: Tensor, *, time_major: bool
     return advantage, (advantage + value) * kept
 
 
-def doubling(reward: Tensor, value: Tensor, mask: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+def advance(total: Tensor, factor: Tensor, step: int) -> tuple[Tensor, Tensor]:
+    """A pass of `doubling`: the part that torch.compile fuses."""
+    total = torch.cat((total[:-step] + factor[:-step] * total[step:], total[-step:]))
+    return total, torch.cat((factor[:-step] * factor[step:], torch.zeros_like(factor[-step:])))
+
+
+def doubling(
+    reward: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    cu_seqlens: Tensor,
+    one_pass: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]] = advance,
+) -> tuple[Tensor, Tensor]:
     """The packed batch at once: log2(T) passes, in pass k a token takes over the sum of the token 2^k further on. In fp32, on the
     sampled tokens only, so that the next token is the neighbour."""
     index = mask.nonzero()[:, 0]
@@ -107,16 +119,12 @@ def doubling(reward: Tensor, value: Tensor, mask: Tensor, cu_seqlens: Tensor) ->
     sequence = torch.searchsorted(cu_seqlens[1:].long(), index, right=True)
     last = torch.ones_like(sequence, dtype=torch.bool)
     last[:-1] = sequence[1:] != sequence[:-1]
-    zero = v.new_zeros(1)
-    next_value = torch.where(last, 0.0, torch.cat((v[1:], zero)))
+    next_value = torch.where(last, 0.0, torch.cat((v[1:], v.new_zeros(1))))
     total = r + GAMMA * next_value - v
     factor = torch.where(last, 0.0, GAMMA * LAMBDA)
-    longest = int(torch.diff(cu_seqlens).max())
-    step = 1
+    step, longest = 1, min(int(torch.diff(cu_seqlens).max()), index.numel())
     while step < longest:
-        total[:-step] += factor[:-step] * total[step:].clone()
-        factor[:-step] *= factor[step:].clone()
-        factor[-step:] = 0.0
+        total, factor = one_pass(total, factor, step)
         step *= 2
     advantage, returns = torch.zeros_like(value), torch.zeros_like(value)
     advantage[index] = total
