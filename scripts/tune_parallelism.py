@@ -9,6 +9,7 @@ docs/tuning.md explains the tables. Exit codes are those of `megappo`: 2 for a m
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -55,6 +56,11 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     except ConfigError as error:
         print(f"tune_parallelism: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader (head, less) went away; Python would complain again while it closes stdout
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
 
 
 def _parse(argv: Optional[Sequence[str]]) -> argparse.Namespace:

@@ -23,7 +23,7 @@ from megappo.plan.tables import figures, table
 from megappo.tune.cost import Workload
 from megappo.tune.report import name_of
 from megappo.tune.search import Candidate, Choice, Search, peak
-from megappo.tune.trial import Measured, Trial, read_measured, write_trial
+from megappo.tune.trials import Measured, Trial, read_measured, write_trial
 
 
 @dataclass(frozen=True)

@@ -99,7 +99,8 @@ def _seconds(
 
 def _layer_overhead_s(folder: str, device: torch.device) -> float:
     """Of a pass over a model of nothing but layers; a micro-batch has the time of one more (`tune/work.py`)."""
-    from megappo.tune.trial import Trial, run_trial
+    from megappo.tune.trial import run_trial
+    from megappo.tune.trials import Trial
 
     config = TrainConfig.model_validate(
         {"policy": {"model": folder, "dtype": "fp32", "micro_batch_tokens": 8}, "data": {"train": "none"}, "run": {"device": device.type}}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Iterator, Mapping, Optional, Sequence
+from dataclasses import replace
+from itertools import groupby
+from typing import Iterator, Optional, Sequence
 
-from megappo.models.arch import ModelArch
-from megappo.plan.tables import GIB, figures, table
+from megappo.parallel.layout import ParallelLayout
+from megappo.plan.tables import GIB, figures
 from megappo.tune.cost import Workload
 from megappo.tune.links import Axis, span
 from megappo.tune.search import ROLLOUT, Candidate, Choice, Machine, RolloutCandidate, Search, peak
@@ -14,8 +16,8 @@ NOTABLE = 0.05  # share of a role's time from which a part of it is a reason
 MOST_REASONS = 3
 
 
-def report(search: Search, choice: Choice, top: int, measured: Mapping[str, float] = {}) -> str:
-    """Everything. measured: name of a layout (`name_of`) -> seconds, of those that were tried."""
+def report(search: Search, choice: Choice, top: int) -> str:
+    """Everything that is known without a trial."""
     blocks = [_assumptions(search.workload, search.machine)]
     for role in search.candidates:
         if role in search.tuned:
@@ -47,7 +49,7 @@ def role_lines(search: Search, choice: Choice, role: str, top: int) -> list[str]
     for place, one in enumerate(found[:top], 1):
         phases = one.cost.phases
         rows.append([
-            str(place), str(one.layout), f"{one.settings.micro_batch_tokens:,}", *([one.settings.recompute] if trained else []),
+            str(place), layout_text(one.layout), f"{one.settings.micro_batch_tokens:,}", *([one.settings.recompute] if trained else []),
             figures(one.total_s), *([figures(phases["forward"]), figures(phases["update"])] if trained else []),
             f"{one.cost.share('bubble'):.0%}", figures(choice.with_role(one).peak_of(role) / GIB), "; ".join(reasons(one, search)),
         ])  # fmt: skip
@@ -70,7 +72,7 @@ def rollout_lines(search: Search, choice: Choice, top: int) -> list[str]:
 def _aligned(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """Numbers to the right, names and reasons to the left."""
     widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header) - 1)]
-    left = {"layout", "recompute"}
+    left = {"layout", "recompute", "the chosen step"}
     lines = []
     for row in [header, *rows]:
         cells = [text.ljust(width) if name in left else text.rjust(width) for name, text, width in zip(header, row, widths)]
@@ -86,9 +88,9 @@ def step_lines(search: Search, choice: Choice) -> list[str]:
         what = ""
         if role is not None:
             one = choice.roles[role]
-            what = f"{one.layout}, {figures(choice.peak_of(role) / GIB)} GiB"
+            what = f"{layout_text(one.layout)}, {figures(choice.peak_of(role) / GIB)} GiB"
         rows.append([name, figures(seconds), f"{share:.0%}", what])
-    lines = table(["the chosen step", "s", "share", "at work"], rows, left=1)
+    lines = [line.rstrip() for line in _aligned(["the chosen step", "s", "share", "at work"], rows)]
     widest = max(choice.roles.values(), key=lambda one: one.active)
     room = search.machine.hardware.usable_bytes
     return [*lines, f"  together {figures(choice.total_s)} s; fullest while the {widest.role} works: "
@@ -130,7 +132,8 @@ def _shares(one: Candidate, machine: Machine) -> Iterator[tuple[float, str]]:
     if (share := cost.share("bubble")) >= NOTABLE:
         yield share, f"pp {layout.pp}: bubble {share:.0%} of {cost.num_micro_batches} micro-batches"
     if (share := cost.share("optimizer")) >= NOTABLE:
-        yield share, f"dp {layout.dp}: {figures(one.memory.optimizer / GIB)} GiB optimizer, {share:.0%}"
+        where = " over the host link" if one.memory.offloaded_optimizer else ""
+        yield share, f"dp {layout.dp}: {figures(one.memory.optimizer / GIB)} GiB optimizer, {share:.0%}{where}"
     if (share := cost.share("memory")) >= 2 * NOTABLE:
         yield share, f"elementwise kernels {share:.0%}" + ("" if layout.tp == 1 or layout.sequence_parallel else ", no sequence parallel")
     if (share := cost.share("host")) >= 2 * NOTABLE:
@@ -149,10 +152,19 @@ def _rollout_reasons(one: RolloutCandidate, machine: Machine) -> Iterator[str]:
         yield f"prefill {one.cost.prefill_s / one.total_s:.0%}"
 
 
+def layout_text(layout: ParallelLayout) -> str:
+    """As `str`, with long splits shortened: `tp8 pp16 dp2 split 7, 14 x 8, 7`."""
+    if not layout.layers_per_stage:
+        return str(layout)
+    runs = [(layers, len(list(group))) for layers, group in groupby(layout.layers_per_stage)]
+    split = ", ".join(f"{count} x {layers}" if count > 1 else str(layers) for layers, count in runs)
+    return f"{replace(layout, layers_per_stage=())} split {split}"
+
+
 def name_of(one: Candidate) -> str:
     """Layout and secondary choices in one line: `tp4 pp2 dp8 sp, 4096 tokens, recompute full`."""
     recompute = f", recompute {one.settings.recompute}" if one.cost.is_trained and one.settings.recompute != "none" else ""
-    return f"{one.layout}, {one.settings.micro_batch_tokens} tokens{recompute}"
+    return f"{layout_text(one.layout)}, {one.settings.micro_batch_tokens} tokens{recompute}"
 
 
 def overrides_of(search: Search, choice: Choice) -> list[str]:

@@ -1,23 +1,21 @@
 """What every rank of a trial does: builds one role in one layout with random weights and times its passes and updates.
 
-Nothing of the run's data or weights is needed: time does not depend on values. FOLDER/NAME.json describes a trial; rank 0 writes what was
-measured to FOLDER/NAME.result.json as soon as the trial is over, so that a failing one does not take the others along.
+Nothing of the run's data or weights is needed: time does not depend on values. Rank 0 writes what was measured as soon as a trial is over,
+so that a failing one does not take the others along. Descriptions and results are `trials.py`'s.
 """
 
 from __future__ import annotations
 
 import gc
-import json
 import time
 from pathlib import Path
-from typing import Any, Callable, Optional, Sequence
+from typing import Any, Callable, Sequence
 
 import torch
 import torch.distributed as dist
-from pydantic import BaseModel
 
 from megappo.algo.aggregation import token_weights
-from megappo.config.schema import FrozenOffloadConfig, OffloadConfig, TrainableConfig, TrainConfig
+from megappo.config.schema import FrozenOffloadConfig, OffloadConfig, TrainableConfig
 from megappo.data.packing import PackedBatch, pack
 from megappo.engine.megatron import MegatronEngine
 from megappo.engine.megatron_optimizer import Optimizer, wrap_with_ddp
@@ -31,40 +29,21 @@ from megappo.platform.device import DTYPES, select_device, start_distributed
 from megappo.telemetry.timers import wait_for_device
 from megappo.trainer.roles import Critic, LanguageModel, Policy
 from megappo.trainer.settings import policy_loss
+from megappo.tune.trials import Measured, Trial, read_trial, write_measured
 
-REPEATS = 3
 _TIMEOUT_S = 300.0  # a rank that waits longer for its peers waits for a collective that they do not call
-
-
-class Trial(BaseModel):
-    """One role of `config` in its layout there. Tokens are of every sequence; samples: of a pass and of an update."""
-
-    config: TrainConfig
-    role: str
-    samples: int
-    prompt_tokens: int
-    response_tokens: int
-    repeats: int = REPEATS
-
-
-class Measured(BaseModel):
-    """Seconds, the least of the repeats. forward_s: of a pass without gradients over the samples; update_s: of one optimizer step on
-    them, None where the role does not train."""
-
-    forward_s: float
-    update_s: Optional[float]
 
 
 def main(folder: str, names: Sequence[str]) -> None:
     """Join the world that the launcher described, run every trial and leave."""
-    trials = {name: Trial.model_validate_json(Path(folder, f"{name}.json").read_text(encoding="utf-8")) for name in names}
+    trials = {name: read_trial(Path(folder), name) for name in names}
     device = select_device(next(iter(trials.values())).config.run.device)
     start_distributed(device, _TIMEOUT_S)
     for name, trial in trials.items():
         dispatch.select(trial.config.kernels)
         measured = run_trial(trial, device)
         if dist.get_rank() == 0:
-            Path(folder, f"{name}.result.json").write_text(measured.model_dump_json(), encoding="utf-8")
+            write_measured(Path(folder), name, measured)
             print(f"  {name}: forward {measured.forward_s:.4g} s, update {measured.update_s or 0:.4g} s", flush=True)
     dist.barrier()
     dist.destroy_process_group()
@@ -185,14 +164,3 @@ def _random_batch(trial: Trial, vocab_size: int) -> PackedBatch:
     near = torch.full((batch.num_tokens,), -torch.log(torch.tensor(float(vocab_size))).item())
     fields |= {"logprob": near, "ref_logprob": near}
     return batch.with_fields({**fields, "response_mask": mask.flatten()})
-
-
-def write_trial(folder: Path, name: str, trial: Trial) -> None:
-    """The description that `main` reads."""
-    (folder / f"{name}.json").write_text(trial.model_dump_json(), encoding="utf-8")
-
-
-def read_measured(folder: Path, name: str) -> Optional[Measured]:
-    """What rank 0 wrote; None where the trial did not end."""
-    file = folder / f"{name}.result.json"
-    return Measured(**json.loads(file.read_text(encoding="utf-8"))) if file.exists() else None

@@ -2,8 +2,9 @@
 
     python tests/tune/record_trials.py
 
-writes `tests/tune/trials_cpu.json`. Not part of the suite: it takes minutes, and wants a machine with nothing else to do. Every layout is
-measured in several rounds, each in a world of its own, and the fastest counts: what disturbs a round makes it slower, never faster.
+writes `tests/tune/trials_cpu.json`, or adds to it where it is of this machine. Not part of the suite: it takes minutes, and wants a machine
+with nothing else to do. Every layout is measured in rounds, each in a world of its own, and the fastest of all rounds counts, of the probe
+too: what disturbs a round makes it slower, never faster.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import platform
 import sys
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +23,10 @@ import torch
 from megappo.config.loading import load_config
 from megappo.launch.local import start_ranks
 from megappo.tune.probe import probe
-from megappo.tune.profiles import dump_hardware
-from megappo.tune.trial import Trial, read_measured, write_trial
+from megappo.tune.trials import Trial, read_measured, write_trial
 
 TARGET = Path(__file__).with_name("trials_cpu.json")
-RANKS, ROUNDS = 2, 2
+RANKS, ROUNDS = 2, 1
 MODEL = {
     "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 8, "hidden_size": 256, "num_attention_heads": 8,
     "num_key_value_heads": 4, "intermediate_size": 704, "vocab_size": 2048, "max_position_embeddings": 256,
@@ -72,7 +73,9 @@ def write_run(folder: Path) -> Path:
 
 
 def main() -> int:
-    hardware = probe()
+    machine = f"{platform.node()}, {platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}"
+    old = json.loads(TARGET.read_text(encoding="utf-8")) if TARGET.exists() else {}
+    record = old if old.get("machine") == machine else {"rounds": 0, "profile": {}, "seconds": {}}
     with tempfile.TemporaryDirectory(prefix="megappo-trials-") as name:
         folder = Path(name)
         path = write_run(folder)
@@ -80,23 +83,33 @@ def main() -> int:
         for stem, layout in stems.items():
             config = load_config(path, LAYOUTS[layout])
             write_trial(folder, stem, Trial(config=config, role="policy", samples=SAMPLES, prompt_tokens=PROMPT, response_tokens=RESPONSE))
-        best: dict[str, dict[str, float]] = {}
         for _ in range(ROUNDS):
+            record["profile"] = fastest_profile(record["profile"], asdict(probe()))
             if (code := start_ranks(RANKS, [name, *stems], module="megappo.tune.rank")) != 0:
                 return code
             for stem, layout in stems.items():
                 measured = read_measured(folder, stem)
-                assert measured is not None and measured.update_s is not None
-                old = best.setdefault(layout, {"forward_s": float("inf"), "update_s": float("inf")})
-                best[layout] = {"forward_s": min(old["forward_s"], measured.forward_s), "update_s": min(old["update_s"], measured.update_s)}
-    record: dict[str, Any] = {
-        "command": "python tests/tune/record_trials.py",
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, load {os.getloadavg()[0]:.1f}",
-        "profile": dump_hardware(hardware).split("\n"),
-        "seconds": best,
-    }
-    TARGET.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+                assert measured is not None
+                record["seconds"][layout] = fastest(record["seconds"].get(layout, {}), measured.model_dump())
+            record["rounds"] += 1
+            facts = {"command": "python tests/tune/record_trials.py", "machine": machine, **record}
+            TARGET.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
     return 0
+
+
+def fastest(known: dict[str, float], seconds: dict[str, float]) -> dict[str, float]:
+    return {name: min(value, known.get(name, value)) for name, value in seconds.items()}
+
+
+def fastest_profile(known: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
+    """The highest rates and the shortest times."""
+    merged = dict(found)
+    for name in known:
+        if name.endswith(("_tflops", "_tb_s", "_gb_s")):
+            merged[name] = max(known[name], found[name])
+        elif name.endswith("_us"):
+            merged[name] = min(known[name], found[name])
+    return merged
 
 
 if __name__ == "__main__":
