@@ -31,7 +31,8 @@ ALLOWED_PARTS = {
 FORBIDDEN_PARTS = {
     "engine/": {"algo", "trainer", "rollout", "rewards", "verify"},
     "models/": {"algo", "engine", "trainer", "rollout", "verify"},
-    "trainer/": {"verify"},  # verify measures the trainer, which knows nothing of it
+    "trainer/": {"verify", "tune"},  # both measure the trainer, which knows nothing of them
+    "plan/": {"tune"},
     "verify/": {"rollout", "rewards", "checkpoint", "bridge"},
 }
 

@@ -21,7 +21,7 @@ from megappo.rollout.vllm_limits import check_vllm
 from megappo.tune.cost import Workload, workload_of
 from megappo.tune.profiles import Hardware
 from megappo.tune.report import name_of, overrides_of
-from megappo.tune.search import ROLLOUT, Candidate, Choice, Machine, Search, gpus_needed
+from megappo.tune.search import MOST_DOUBLINGS, ROLLOUT, Candidate, Choice, Machine, Search, gpus_needed
 
 
 @dataclass(frozen=True)
@@ -118,13 +118,15 @@ def find_best(search: Search) -> Choice:
         return best
     machine = search.machine
     needed = gpus_needed(search)
+    resting = all(getattr(search.config, role).offload.parameters for role in search.candidates)
+    offload = "" if resting else ", or offload (policy.offload.*)"
     kept = [role for role in search.candidates if role not in search.tuned]
     beside = f" beside the {' and the '.join(kept)} as configured" if kept else ""
     what = f"no layout fits on {machine.world_size} x {machine.hardware.name}{beside}"
     if needed is not None:
-        raise ConfigError(f"--gpus {machine.world_size}: {what}; it needs about {needed} (found by doubling), or offload (policy.offload.*)")
-    fix = "lower rollout.memory_share, shorten the sequences, or offload (policy.offload.*)"
-    raise ConfigError(f"--gpus {machine.world_size}: {what}, and not on {1024 * machine.world_size} either; {fix}")
+        raise ConfigError(f"--gpus {machine.world_size}: {what}; it needs about {needed} (found by doubling){offload}")
+    fix = f"lower rollout.memory_share, shorten the sequences{offload}"
+    raise ConfigError(f"--gpus {machine.world_size}: {what}, and not on {2**MOST_DOUBLINGS * machine.world_size} either; {fix}")
 
 
 def chosen_config(search: Search, choice: Choice, question: Question) -> TrainConfig:

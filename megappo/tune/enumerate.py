@@ -24,10 +24,13 @@ def divisors(number: int) -> list[int]:
     return [size for size in range(1, number + 1) if number % size == 0]
 
 
-def layouts(arch: ModelArch, world_size: int, implementation: Implementation = "local") -> Iterator[ParallelConfig]:
+def layouts(
+    arch: ModelArch, world_size: int, implementation: Implementation = "local", *, frugal: bool = False
+) -> Iterator[ParallelConfig]:
     """Every legal choice of tp, sequence_parallel, pp, vpp, cp, ep and etp; layers_per_stage only where there is no even split.
 
-    tp with experts always has sequence parallel, which it needs.
+    tp with experts always has sequence parallel, which it needs. frugal: only those that no other undercuts in memory, without
+    chunks and with sequence parallel.
     """
     for tp in divisors(world_size):
         if not _legal(ParallelConfig(tp=tp, sequence_parallel=tp > 1), arch, world_size, implementation):
@@ -37,7 +40,7 @@ def layouts(arch: ModelArch, world_size: int, implementation: Implementation = "
                 continue
             for pp in divisors(world_size // (tp * cp)):
                 for ep, etp in _expert_sizes(arch, world_size // pp):
-                    yield from _variants(arch, world_size, implementation, tp=tp, cp=cp, pp=pp, ep=ep, etp=etp)
+                    yield from _variants(arch, world_size, implementation, frugal, tp=tp, cp=cp, pp=pp, ep=ep, etp=etp)
 
 
 def _expert_sizes(arch: ModelArch, ranks_per_stage: int) -> Iterator[tuple[int, int]]:
@@ -51,12 +54,12 @@ def _expert_sizes(arch: ModelArch, ranks_per_stage: int) -> Iterator[tuple[int, 
 
 
 def _variants(
-    arch: ModelArch, world_size: int, implementation: Implementation, *, pp: int, tp: int, **sizes: int
+    arch: ModelArch, world_size: int, implementation: Implementation, frugal: bool, *, pp: int, tp: int, **sizes: int
 ) -> Iterator[ParallelConfig]:
     """With and without sequence parallel, and every number of chunks."""
-    for sequence_parallel in (True, False) if tp > 1 else (False,):
+    for sequence_parallel in (False,) if tp == 1 else (True,) if frugal else (True, False):
         common = {**sizes, "tp": tp, "pp": pp, "sequence_parallel": sequence_parallel}
-        for vpp in range(1, arch.num_layers // pp + 1) if pp > 1 else [1]:
+        for vpp in range(1, arch.num_layers // pp + 1) if pp > 1 and not frugal else [1]:
             split = nearly_even(arch.num_layers, pp * vpp) if arch.num_layers % (pp * vpp) else ()
             if split is None:
                 continue

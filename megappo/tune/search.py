@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
 from typing import Iterable, Iterator, Mapping, Optional, Sequence
 
 from megappo.config.batch import step_arithmetic
@@ -26,7 +27,7 @@ from megappo.tune.generation import GenerationCost, megatron_s, push_s, vllm_cos
 from megappo.tune.profiles import Hardware
 
 ROLLOUT = "rollout"
-MOST_DOUBLINGS = 10
+MOST_DOUBLINGS = 8
 # What a role needs while it works is mostly activations, an estimate that is held to 10 %.
 MARGIN = 1.1
 
@@ -198,13 +199,11 @@ class Search:
         """This role with these settings; None where it does not fit into `room` bytes by itself."""
         arch, machine, hardware = self.archs[role], self.machine, self.machine.hardware
         layout = layout_of(settings.parallel, machine.world_size)
-        config = self.config.model_copy(update={role: settings})
-        fullest = fullest_stages(arch, layout)
-        stages = [memory_of_stage(config, role, arch, layout, stage, machine.device, self._count) for stage in fullest]
+        stages = self._stages(role, settings)
         resident, active = max(one.resident for one in stages), int(MARGIN * max(one.active for one in stages))
         if room is not None and resident + active > room:
             return None
-        counts = {stage: self._count(arch, layout, stage, role == "critic") for stage in fullest}
+        counts = {stage: self._count(arch, layout, stage, role == "critic") for stage in fullest_stages(arch, layout)}
         cost = role_cost(role, arch, layout, settings, self.workload, hardware, counts)
         generates = role == "policy" and self.config.rollout.engine == "megatron"
         generate_s = megatron_s(arch, layout, settings, self.workload, hardware, counts) if generates else 0.0
@@ -236,6 +235,42 @@ class Search:
                 if best is None or choice.total_s < best.total_s:
                     best = choice
         return best
+
+    def fits(self) -> bool:
+        """Whether anything fits at all: of every role the layouts and the settings that need least are tried, and their time is not."""
+        room = self.machine.hardware.usable_bytes - min((one.bytes for one in self.rollouts), default=self.machine.hardware.usable_bytes)
+        needs = []
+        for role in roles_in_use(self.config):
+            settings: Settings = getattr(self.config, role)
+            found = [self._memory(role, settings)] if role not in self.tuned else self._least_memory(role, settings, room)
+            front = []
+            for resident, active in sorted(found):
+                if not front or active < front[-1][1]:
+                    front.append((resident, active))
+            needs.append(front)
+        return any(
+            sum(resident for resident, _ in chosen) + max(active for _, active in chosen) <= room for chosen in product(*needs)
+        )
+
+    def _least_memory(self, role: str, settings: Settings, room: int) -> list[tuple[int, int]]:
+        if room <= 0:
+            return []
+        chosen = {"micro_batch_tokens": step_arithmetic(self.config).max_sequence_tokens} | self._recompute(settings, "full")
+        least = settings.model_copy(update=chosen)
+        found = layouts(self.archs[role], self.machine.world_size, self.machine.implementation, frugal=True)
+        return [self._memory(role, least.model_copy(update={"parallel": parallel})) for parallel in found]
+
+    def _memory(self, role: str, settings: Settings) -> tuple[int, int]:
+        """(resident, active) of the fullest stages."""
+        stages = self._stages(role, settings)
+        return max(one.resident for one in stages), int(MARGIN * max(one.active for one in stages))
+
+    def _stages(self, role: str, settings: Settings) -> list[RoleMemory]:
+        arch, layout = self.archs[role], layout_of(settings.parallel, self.machine.world_size)
+        config = self.config.model_copy(update={role: settings})
+        return [
+            memory_of_stage(config, role, arch, layout, stage, self.machine.device, self._count) for stage in fullest_stages(arch, layout)
+        ]
 
     def beside(self, choice: Choice, role: str) -> list[Candidate]:
         """The candidates of a role that fit with what the others have in `choice`, the fastest first, each layout once."""
@@ -304,6 +339,6 @@ def gpus_needed(search: Search) -> Optional[int]:
     for _ in range(MOST_DOUBLINGS):
         machine = replace(machine, world_size=2 * machine.world_size)
         larger = Search(search.config, search.archs, machine, search.workload, search.tuned)
-        if larger.best() is not None:
+        if larger.fits():
             return machine.world_size
     return None

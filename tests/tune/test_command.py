@@ -118,6 +118,11 @@ def test_a_model_that_fits_nowhere_says_what_it_would_need(tmp_path, capsys):
     assert tune(capsys, path, "--gpus", needed // 2, "--gpu", "h100", "--top", 1)[0] == 2
 
 
+def test_what_no_number_of_gpus_helps_says_so(tmp_path, capsys):
+    code, told = tune(capsys, write_run(tmp_path), "--gpus", 1, "--gpu", "h100", "rollout.memory_share=0.98")
+    assert code == 2 and "no layout fits on 1 x h100, and not on 256 either; lower rollout.memory_share" in told.err
+
+
 def test_a_profile_of_the_users_own(tmp_path, capsys):
     own = tmp_path / "mine.yaml"
     text = (ROOT / "megappo/tune/profiles.yaml").read_text()
