@@ -1,7 +1,8 @@
 #!/usr/bin/env python
 """Ranks the parallel layouts of a run on given GPUs by a model of its step time, and writes the best as overrides.
 
-    scripts/tune_parallelism.py configs/large/llama3.1_70b_64gpu.yaml --gpus 64 --gpu h200 policy.model=configs/models/Llama-3.1-70B-Instruct
+    scripts/tune_parallelism.py configs/large/llama3.1_70b_64gpu.yaml --gpus 64 --gpu h200 \\
+        policy.model=configs/models/Llama-3.1-70B-Instruct
 
 docs/tuning.md explains the tables. Exit codes are those of `megappo`: 2 for a mistake, told in one line.
 """
@@ -34,7 +35,7 @@ def build_parser() -> Parser:
     add("config", metavar="CONFIG", nargs="?", help="YAML file of the run (none with --probe: only measure this machine)")
     add("overrides", metavar="key=value", nargs="*", help="keys set over the file")
     add("--gpus", type=int, metavar="N", help="ranks, one per GPU (default: run.num_ranks)")
-    add("--gpu", metavar="NAME", help="a100, h100, h200, b200, cpu, or a YAML file with one profile (default: cpu with run.device=cpu)")
+    add("--gpu", metavar="NAME", help="a100, h100, h200, b200, cpu, or a YAML file with one (default: cpu with run.device=cpu)")
     add("--gpus-per-node", type=int, metavar="N", help="GPUs that share the fast link (default: the profile's)")
     add("--roles", metavar="A,B", help="roles whose layout is open (default: all, rollout among them); the others keep theirs")
     add("--top", type=int, default=10, metavar="N", help="rows of a table (default: 10)")
@@ -77,7 +78,8 @@ def run(args: argparse.Namespace) -> int:
     from megappo.tune.profiles import dump_hardware, load_hardware
     from megappo.tune.report import overrides_of, report
 
-    targets = {option: command.check_target(option, text) for option, text in (("--output", args.output), ("--json", args.json)) if text}
+    named = {"--output": args.output, "--json": args.json}
+    targets = {option: command.check_target(option, text) for option, text in named.items() if text}
     if args.probe and args.gpu is not None:
         raise ConfigError(f"--gpu {args.gpu}: --probe measures this machine instead; leave one of the two out")
     if args.probe:

@@ -36,8 +36,9 @@ def activation_bytes(
     attention stores no scores that it could save; full keeps the input of every layer, and all of the one being recomputed.
     """
     boundary = arch.hidden_size // _sequence_shards(layout)
-    sparse = [[arch.is_sparse(layer) for layer in layout.chunk_layers(arch.num_layers, stage, chunk)] for chunk in range(layout.vpp)]
-    elements = {kind: layer_elements_per_token(arch, layout, itemsize, kind) for kind in {kind for chunk in sparse for kind in chunk}}
+    numbers = [layout.chunk_layers(arch.num_layers, stage, chunk) for chunk in range(layout.vpp)]
+    sparse = [[arch.is_sparse(layer) for layer in chunk] for chunk in numbers]
+    elements = {kind: layer_elements_per_token(arch, layout, itemsize, kind) for kind in {*sum(sparse, [])}}
     chunks = [[elements[kind] for kind in chunk] for chunk in sparse]
     largest = max(max(layers) for layers in chunks)
     if not trained:

@@ -1,4 +1,5 @@
-"""`scripts/tune_parallelism.py`: from a configuration and a number of GPUs to a ranking and overrides. Parsing is the script's."""
+"""`scripts/tune_parallelism.py`: from a configuration and a number of GPUs to a ranking and overrides. Parsing is the
+script's."""
 
 from __future__ import annotations
 
@@ -87,13 +88,15 @@ def _tuned_roles(config: TrainConfig, asked: Optional[Sequence[str]]) -> tuple[s
         if role in there:
             continue
         known = ("policy", "critic", "reference", ROLLOUT)
-        why = "is no role" if role not in known else "is not there: rollout.engine is megatron" if role == ROLLOUT else "is not built: algorithm.kl.placement is none"
+        absent = "is not there: rollout.engine is megatron" if role == ROLLOUT else "is not built: algorithm.kl.placement is none"
+        why = absent if role in known else "is no role"
         raise ConfigError(f"--roles {role}: {why}; use {', '.join(there)}")
     return tuple(asked) if asked is not None else tuple(there)
 
 
 def _neutral(config: TrainConfig, tuned: Sequence[str]) -> TrainConfig:
-    """Without the layouts that are to be chosen, so that what else is wrong is said at once. Keys that nobody wrote stay unwritten."""
+    """Without the layouts that are to be chosen, so that what else is wrong is said at once. Keys that nobody wrote stay
+    unwritten."""
     changes: dict[str, Any] = {}
     for role in tuned:
         section = getattr(config, role)

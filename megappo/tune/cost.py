@@ -1,8 +1,8 @@
 """Seconds that one role takes in a PPO step (trainer/ppo.py, stages 4 and 6), from its layout, its model and the hardware.
 
-All roles work one after the other on all ranks, so that a step is the sum of its roles, generation (`generation.py`) and the push of
-weights. Not counted: the imbalance of sequences of different lengths, kernels that are slow because a shard is small, overlap of
-communication with computation (megappo does not overlap the reduction of gradients), checkpoints, scoring, data.
+All roles work one after the other on all ranks, so that a step is the sum of its roles, generation (`generation.py`) and the push
+of weights. Not counted: the imbalance of sequences of different lengths, kernels that are slow because a shard is small, overlap
+of communication with computation (megappo does not overlap the reduction of gradients), checkpoints, scoring, data.
 """
 
 from __future__ import annotations
@@ -57,8 +57,9 @@ def workload_of(config: TrainConfig, prompt_tokens: Optional[float] = None, resp
 
 @dataclass(frozen=True)
 class RoleCost:
-    """Seconds of one role in a step. phases: `forward` (log-probs or values) and `update`. parts: where they go, over both phases;
-    they add up to the same. num_micro_batches: of a data-parallel rank in one update (in the forward pass for a frozen role).
+    """Seconds of one role in a step. phases: `forward` (log-probs or values) and `update`. parts: where they go, over both
+    phases; they add up to the same. num_micro_batches: of a data-parallel rank in one update (in the forward pass for a frozen
+    role).
     """
 
     phases: Mapping[str, float]
@@ -86,7 +87,8 @@ def role_cost(
     hardware: Hardware,
     counts: Mapping[int, ParameterCount],
 ) -> RoleCost:
-    """Seconds of `role`. settings: its dtype, micro-batch budget, recomputation, offload. counts: stage -> parameters of a rank."""
+    """Seconds of `role`. settings: its dtype, micro-batch budget, recomputation, offload. counts: stage -> parameters of a
+    rank."""
     trained = isinstance(settings, (PolicyConfig, CriticConfig))
     parts: dict[str, float] = defaultdict(float)
 
@@ -149,9 +151,9 @@ def pipeline_parts(stages: list[Pass], layout: ParallelLayout, count: int) -> di
     """Seconds of a pass of `count` micro-batches, by part; `bubble` is what the slowest stage waits.
 
     The slowest stage works without a pause once the pipeline is full; before and after it waits for one micro-batch to pass the
-    other stages, a chunk of each: count * s + (sum of the others) / vpp. With equal stages this is (count + (pp - 1) / vpp) * s, the
-    length of 1F1B and of its interleaved form (Narayanan et al. 2021, section 2.2; `plan/timeline.py`, which a test compares).
-    stages: the first, one between, the last, as many as there are.
+    other stages, a chunk of each: count * s + (sum of the others) / vpp. With equal stages this is (count + (pp - 1) / vpp) * s,
+    the length of 1F1B and of its interleaved form (Narayanan et al. 2021, section 2.2; `plan/timeline.py`, which a test
+    compares). stages: the first, one between, the last, as many as there are.
     """
     weights = [1] * len(stages)
     if len(stages) == 3:
@@ -191,8 +193,8 @@ def _optimizer(
     parts: dict[str, float], layout: ParallelLayout, settings: Trained, counts: Mapping[int, ParameterCount], hardware: Hardware
 ) -> None:
     """Bound by memory. Of every fp32 value of a rank's shard: gradient, weight and two moments are read, the last three written,
-    the weight written in its own type; the norm and its clipping read the gradient twice and write it once. The whole gradient buffer
-    is zeroed. With optimizer.offload the shard's state comes from host memory and goes back.
+    the weight written in its own type; the norm and its clipping read the gradient twice and write it once. The whole gradient
+    buffer is zeroed. With optimizer.offload the shard's state comes from host memory and goes back.
     """
     itemsize = ITEMSIZE[settings.dtype]
     largest = 0.0

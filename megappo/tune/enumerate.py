@@ -1,11 +1,12 @@
 """Every layout that a model allows on a number of ranks, and the secondary choices that go with it.
 
-What is legal is not decided here: the sizes are the divisors that could be, and `config/layout_checks.py` and `plan/model_rules.py`, the
-rules of `megappo plan`, say which of them are.
+What is legal is not decided here: the sizes are the divisors that could be, and `config/layout_checks.py` and
+`plan/model_rules.py`, the rules of `megappo plan`, say which of them are.
 """
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Iterator, Optional
 
 from megappo.config.layout_checks import parallel_problems
@@ -69,9 +70,9 @@ def _variants(
 
 
 def nearly_even(num_layers: int, parts: int) -> Optional[tuple[int, ...]]:
-    """Layers of every stage, or chunk, where their number does not divide the layers: one less on the last one, or on the first as
-    well, which hold the output and the embedding (Llama 3, 2024, section 3.3.2, takes a layer from each end). None where that does not
-    do, or leaves one without a layer.
+    """Layers of every stage, or chunk, where their number does not divide the layers: one less on the last one, or on the first
+    as well, which hold the output and the embedding (Llama 3, 2024, section 3.3.2, takes a layer from each end). None where that
+    does not do, or leaves one without a layer.
     """
     least, larger = divmod(num_layers, parts)
     smaller = parts - larger
@@ -82,8 +83,8 @@ def nearly_even(num_layers: int, parts: int) -> Optional[tuple[int, ...]]:
 
 
 def _legal(parallel: ParallelConfig, arch: ModelArch, world_size: int, implementation: Implementation) -> bool:
-    found = next(parallel_problems("", parallel, world_size), None) or next(model_problems("", parallel, arch, implementation), None)
-    return found is None
+    problems = chain(parallel_problems("", parallel, world_size), model_problems("", parallel, arch, implementation))
+    return next(problems, None) is None
 
 
 def rollout_sizes(arch: ModelArch, world_size: int) -> list[int]:
@@ -101,8 +102,8 @@ def token_budgets(configured: int, longest: int) -> list[int]:
 
 
 def recompute_choices(configured: Optional[str]) -> list[str]:
-    """`selective` saves nothing where attention stores no scores (`plan/activations.py`), so it is tried only where it is configured.
-    None: of a role that does not train.
+    """`selective` saves nothing where attention stores no scores (`plan/activations.py`), so it is tried only where it is
+    configured. None: of a role that does not train.
     """
     if configured is None:
         return ["none"]

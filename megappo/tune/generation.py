@@ -1,8 +1,8 @@
 """Seconds of generation and of the push of weights (trainer/ppo.py, stages 2 and 7), from the layout of the rollout replicas.
 
-Decoding is bound by memory: every token of a batch reads the weights once and its own KV cache (Pope et al. 2022, "Efficiently scaling
-transformer inference", section 2). Not counted: sampling, scheduling beyond a fixed time per token, imbalance of response lengths, reuse
-of prefixes.
+Decoding is bound by memory: every token of a batch reads the weights once and its own KV cache (Pope et al. 2022, "Efficiently
+scaling transformer inference", section 2). Not counted: sampling, scheduling beyond a fixed time per token, imbalance of response
+lengths, reuse of prefixes.
 """
 
 from __future__ import annotations
@@ -35,12 +35,13 @@ class GenerationCost:
 
 
 def vllm_cost(
-    arch: ModelArch, rollout: RolloutConfig, dtype: Dtype, memory: RolloutMemory, workload: Workload, world_size: int, hardware: Hardware
-) -> GenerationCost:
+    arch: ModelArch, rollout: RolloutConfig, dtype: Dtype, memory: RolloutMemory, workload: Workload, world_size: int,
+    hardware: Hardware,
+) -> GenerationCost:  # fmt: skip
     """Of replicas of `rollout.tp` ranks each. memory: of one rank, as the plan counts it.
 
-    A token: the larger of reading weights and the KV cache, and of the products; two all-reduces of the hidden states per layer; a
-    fixed time. Of experts only those are read that some token of the batch is sent to, on average 1 - (1 - k / E)^B of them.
+    A token: the larger of reading weights and the KV cache, and of the products; two all-reduces of the hidden states per layer;
+    a fixed time. Of experts only those are read that some token of the batch is sent to, on average 1 - (1 - k / E)^B of them.
     """
     tp, links = rollout.tp, Links.of(hardware)
     group = Span(tp, min(tp, hardware.gpus_per_node))
@@ -56,9 +57,11 @@ def vllm_cost(
     context = workload.prompt_tokens + workload.response_tokens / 2
     read = memory.weights * _share_of_weights(arch, at_once) + at_once * context * memory.kv_bytes_per_token
     reduce_s = 2 * arch.num_layers * links.all_reduce_s(group, at_once * arch.hidden_size * itemsize)
-    token_s = max(read / hardware.memory_bytes_per_s, at_once * token_flops / rate) + reduce_s + hardware.decode_overhead_us * 1e-6
+    token_s = max(read / hardware.memory_bytes_per_s, at_once * token_flops / rate)
+    token_s += reduce_s + hardware.decode_overhead_us * 1e-6
     prompt = samples * workload.prompt_tokens
-    attention = sum(4 * arch.num_heads * arch.head_dim * keys_seen(arch, l, workload.prompt_tokens) for l in range(arch.num_layers)) / tp
+    keys = sum(keys_seen(arch, layer, workload.prompt_tokens) for layer in range(arch.num_layers))
+    attention = 4 * arch.num_heads * arch.head_dim * keys / tp
     prefill = prompt * (token_flops + attention) / rate
     prefill += 2 * arch.num_layers * links.all_reduce_s(group, prompt * arch.hidden_size * itemsize)
     return GenerationCost(prefill, waves * workload.response_tokens * token_s, at_once, waves)
@@ -82,18 +85,17 @@ def megatron_s(
     arch: ModelArch, layout: ParallelLayout, policy: PolicyConfig, workload: Workload, hardware: Hardware,
     counts: Mapping[int, ParameterCount],
 ) -> float:  # fmt: skip
-    """Of the policy's own model, which has no KV cache: every token is a pass over the whole prefix, on average half a response."""
+    """Of the policy's own model, which has no KV cache: every token is a pass over the whole prefix, on average half a
+    response."""
     prefix = replace(workload, response_tokens=workload.response_tokens / 2)
     without_offload = policy.model_copy(update={"offload": policy.offload.model_copy(update={"parameters": False})})
     one = role_cost("policy", arch, layout, without_offload, prefix, hardware, counts).phases["forward"]
     return workload.response_tokens * one
 
 
-def push_s(
-    policy: ParallelLayout, memory: Optional[RolloutMemory], hardware: Hardware
-) -> float:
-    """The policy's weights into the replicas: every rank receives its part of the model, of which those layers come over the network
-    whose stage is on another node. Nothing is taken to be in place already.
+def push_s(policy: ParallelLayout, memory: Optional[RolloutMemory], hardware: Hardware) -> float:
+    """The policy's weights into the replicas: every rank receives its part of the model, of which those layers come over the
+    network whose stage is on another node. Nothing is taken to be in place already.
     """
     if memory is None:
         return 0.0

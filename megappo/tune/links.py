@@ -1,10 +1,10 @@
 """Time of collectives over the links that a group's ranks have between them.
 
-Which links these are follows from the rank order of `ParallelLayout` (tp fastest, then cp, dp, pp; experts etp, ep, edp) and from the
-number of ranks of a node. The formulas are those of ring algorithms (Thakur, Rabenseifner, Gropp 2005, "Optimization of collective
-communication operations in MPICH"; the "bus bandwidth" of NCCL's tests): n ranks move (n - 1) / n of the data, once for an all-gather or
-a reduce-scatter and twice for an all-reduce. Small messages wait for log2 n steps, as the algorithms that are chosen for them do (ibid.:
-recursive doubling, Bruck; NCCL's trees).
+Which links these are follows from the rank order of `ParallelLayout` (tp fastest, then cp, dp, pp; experts etp, ep, edp) and from
+the number of ranks of a node. The formulas are those of ring algorithms (Thakur, Rabenseifner, Gropp 2005, "Optimization of
+collective communication operations in MPICH"; the "bus bandwidth" of NCCL's tests): n ranks move (n - 1) / n of the data, once
+for an all-gather or a reduce-scatter and twice for an all-reduce. Small messages wait for log2 n steps, as the algorithms that
+are chosen for them do (ibid.: recursive doubling, Bruck; NCCL's trees).
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""`--measure K`: short trials of the best layouts of every role, on the ranks of this machine, and the ranking by what was measured.
+"""`--measure K`: short trials of the best layouts of every role, on the ranks of this machine, and the ranking by what was
+measured.
 
-Trials and results lie in `OUTPUT_DIR/tuning`, next to the run's directory: NAME.json says what is run and NAME.result.json what it took,
-where NAME names the role and digests model, settings, batch, world and machine. What is there already is not run again.
+Trials and results lie in `OUTPUT_DIR/tuning`, next to the run's directory: NAME.json says what is run and NAME.result.json what
+it took, where NAME names the role and digests model, settings, batch, world and machine. What is there already is not run again.
 """
 
 from __future__ import annotations
@@ -96,12 +97,15 @@ def _run(search: Search, folder: Path, names: Sequence[str]) -> None:
     world, gpus = search.machine.world_size, torch.cuda.device_count()
     if search.machine.hardware.is_gpu() and gpus < world:
         per_node = search.machine.hardware.gpus_per_node
-        command = f"srun --nodes {-(-world // per_node)} --ntasks-per-node {per_node} python -m megappo.tune.rank {folder} {' '.join(names)}"
-        raise ConfigError(f"--measure: {world} ranks need a GPU each and this machine has {gpus}; run `{command}` there and ask again")
+        srun = f"srun --nodes {-(-world // per_node)} --ntasks-per-node {min(world, per_node)}"
+        command = f"{srun} python -m megappo.tune.rank {folder} {' '.join(names)}"
+        why = f"{world} ranks need a GPU each and this machine has {gpus}"
+        raise ConfigError(f"--measure: {why}; run `{command}` there and ask again")
     print(f"trials: {len(names)} on {world} ranks, results in {folder}", flush=True)
     code = start_ranks(world, [str(folder), *names], module="megappo.tune.rank")
     if code != 0:
-        raise ConfigError(f"--measure: a trial ended with exit code {code}, its message is above; those before it are kept in {folder}")
+        kept = f"its message is above; those before it are kept in {folder}"
+        raise ConfigError(f"--measure: a trial ended with exit code {code}, {kept}")
 
 
 def _tried(one: Candidate, measured: Optional[Measured], workload: Workload) -> Tried:

@@ -31,7 +31,8 @@ TINY = {
 
 
 def probe() -> Hardware:
-    """The profile `cpu-here` or `gpu-here`. What cannot be measured (the network, decoding) is taken from the profile that is nearest.
+    """The profile `cpu-here` or `gpu-here`. What cannot be measured (the network, decoding) is taken from the profile that is
+    nearest.
 
     ValueError where the ranks fail; what they said is above.
     """
@@ -46,9 +47,10 @@ def probe() -> Hardware:
         rates = json.loads((folder / "rates.json").read_text(encoding="utf-8"))
     base = load_hardware("h100" if gpus else "cpu")
     here = f"{platform.node()}, {platform.machine()}, {'' if gpus else f'{os.cpu_count()} cores, '}torch {torch.__version__}"
-    memory = torch.cuda.get_device_properties(0).total_memory if gpus else psutil.virtual_memory().total / max(1, os.cpu_count() or 1)
+    cores = os.cpu_count() or 1
+    memory = torch.cuda.get_device_properties(0).total_memory if gpus else psutil.virtual_memory().total / cores
     measured = {
-        **rates, "memory_gib": memory / GIB, "gpus_per_node": gpus or os.cpu_count() or 1, "matmul_share": 1.0, "memory_share": 1.0,
+        **rates, "memory_gib": memory / GIB, "gpus_per_node": gpus or cores, "matmul_share": 1.0, "memory_share": 1.0,
         "link_share": 1.0, "source": f"measured by --probe with {ranks} ranks on {here}",
     }  # fmt: skip
     if gpus:
@@ -103,7 +105,8 @@ def _layer_overhead_s(folder: str, device: torch.device) -> float:
     from megappo.tune.trials import Trial
 
     config = TrainConfig.model_validate(
-        {"policy": {"model": folder, "dtype": "fp32", "micro_batch_tokens": 8}, "data": {"train": "none"}, "run": {"device": device.type}}
+        {"run": {"device": device.type}, "policy": {"model": folder}, "data": {"train": "none"}}
+        | {"reference": {"dtype": "fp32", "micro_batch_tokens": 8}}
     )
     trial = Trial(config=config, role="reference", samples=8, prompt_tokens=4, response_tokens=4, repeats=5)
     import torch.distributed as dist

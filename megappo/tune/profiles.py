@@ -1,6 +1,7 @@
 """What a rank's hardware can do: profiles of GPUs from `profiles.yaml`, from a file of the user's, or measured (`probe.py`).
 
-Rates come from data sheets with a stated share that is reached; `Hardware` hands out what is reached, in bytes, FLOPs and seconds.
+Rates come from data sheets with a stated share that is reached; `Hardware` hands out what is reached, in bytes, FLOPs and
+seconds.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ Dtype = Literal["bf16", "fp32"]
 
 @dataclass(frozen=True)
 class Hardware:
-    """One rank's share of a machine. Fields are named as in `profiles.yaml`, which says what they mean and where they come from."""
+    """One rank's share of a machine. Fields are named as in `profiles.yaml`, which says what they mean and where they come
+    from."""
 
     name: str
     memory_gib: float
@@ -108,7 +110,8 @@ def hardware_of(name: str, values: Any, where: str) -> Hardware:
     if not isinstance(values, Mapping) or set(values) != set(wanted):
         given = set(values) if isinstance(values, Mapping) else set()
         wrong = sorted(set(wanted) ^ given)
-        raise ConfigError(f"{where}: profile {name}: {wrong[0]} is {'missing' if wrong[0] in wanted else 'not a key of a profile'}")
+        what = "missing" if wrong[0] in wanted else "not a key of a profile"
+        raise ConfigError(f"{where}: profile {name}: {wrong[0]} is {what}")
     numbers: dict[str, Any] = {}
     for key, kind in wanted.items():
         value = values[key]
@@ -118,7 +121,8 @@ def hardware_of(name: str, values: Any, where: str) -> Hardware:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
             raise ConfigError(f"{where}: {problem(f'{name}.{key}', value, 'must be a number > 0')}")
         if key.endswith("_share") and value > 1:
-            raise ConfigError(f"{where}: {problem(f'{name}.{key}', value, 'is a share of what the hardware could do; must be <= 1')}")
+            fix = "is a share of what the hardware could do; must be <= 1"
+            raise ConfigError(f"{where}: {problem(f'{name}.{key}', value, fix)}")
         numbers[key] = int(value) if kind == "int" else float(value)
     if numbers["reserve_gib"] >= numbers["memory_gib"]:
         raise ConfigError(f"{where}: {problem(f'{name}.reserve_gib', numbers['reserve_gib'], 'must be less than memory_gib')}")

@@ -32,8 +32,8 @@ def _assumptions(workload: Workload, machine: Machine) -> list[str]:
     hardware = machine.hardware
     nodes = -(-machine.world_size // hardware.gpus_per_node)
     return [
-        f"{machine.world_size} x {hardware.name} on {nodes} node{'s' if nodes > 1 else ''}: {figures(hardware.usable_bytes / GIB)} GiB each, "
-        f"matrix products at {hardware.matmul_share:.0%} of the peak",
+        f"{machine.world_size} x {hardware.name} on {nodes} node{'s' if nodes > 1 else ''}: "
+        f"{figures(hardware.usable_bytes / GIB)} GiB each, matrix products at {hardware.matmul_share:.0%} of the peak",
         f"a step: {workload.samples:,} samples of {workload.prompt_tokens:,.0f} + {workload.response_tokens:,.0f} tokens, "
         f"{workload.updates} updates of {workload.mini_batch:,}",
     ]
@@ -49,9 +49,11 @@ def role_lines(search: Search, choice: Choice, role: str, top: int) -> list[str]
     for place, one in enumerate(found[:top], 1):
         phases = one.cost.phases
         rows.append([
-            str(place), layout_text(one.layout), f"{one.settings.micro_batch_tokens:,}", *([one.settings.recompute] if trained else []),
-            figures(one.total_s), *([figures(phases["forward"]), figures(phases["update"])] if trained else []),
-            f"{one.cost.share('bubble'):.0%}", figures(choice.with_role(one).peak_of(role) / GIB), "; ".join(reasons(one, search)),
+            str(place), layout_text(one.layout), f"{one.settings.micro_batch_tokens:,}",
+            *([one.settings.recompute] if trained else []), figures(one.total_s),
+            *([figures(phases["forward"]), figures(phases["update"])] if trained else []),
+            f"{one.cost.share('bubble'):.0%}", figures(choice.with_role(one).peak_of(role) / GIB),
+            "; ".join(reasons(one, search)),
         ])  # fmt: skip
     count = f"{len(found)} of {len({one.layout for one in search.candidates[role]})} layouts that fit alone fit beside the others"
     return [f"{role}: {count}", *_aligned(header, rows)]
@@ -62,8 +64,9 @@ def rollout_lines(search: Search, choice: Choice, top: int) -> list[str]:
     for place, one in enumerate(search.rollouts_beside(choice)[:top], 1):
         assert one.cost is not None and one.tp is not None
         rows.append([
-            str(place), f"tp{one.tp}", str(search.machine.world_size // one.tp), figures(one.total_s), figures(one.cost.prefill_s),
-            figures(one.cost.decode_s), f"{one.cost.at_once} x {one.cost.waves}", figures(peak(choice.roles.values(), one) / GIB),
+            str(place), f"tp{one.tp}", str(search.machine.world_size // one.tp), figures(one.total_s),
+            figures(one.cost.prefill_s), figures(one.cost.decode_s), f"{one.cost.at_once} x {one.cost.waves}",
+            figures(peak(choice.roles.values(), one) / GIB),
             "; ".join(_rollout_reasons(one, search.machine)),
         ])  # fmt: skip
     return ["rollout", *_aligned(["", "layout", "replicas", "step s", "prefill", "decode", "at once", "GiB", "why"], rows)]
@@ -109,7 +112,8 @@ def _phases(choice: Choice) -> Iterator[tuple[str, float, Optional[str]]]:
 
 
 def reasons(one: Candidate, search: Search) -> list[str]:
-    """What of this layout's time is not arithmetic, the largest first; and its optimizer state, where that is what fills the rank."""
+    """What of this layout's time is not arithmetic, the largest first; and its optimizer state, where that is what fills the
+    rank."""
     return [text for _, text in sorted(_shares(one, search.machine), key=lambda pair: -pair[0])][:MOST_REASONS] or [
         f"matrix products {one.cost.share('matmul') + one.cost.share('head') + one.cost.share('attention'):.0%}"
     ]
@@ -135,7 +139,8 @@ def _shares(one: Candidate, machine: Machine) -> Iterator[tuple[float, str]]:
         where = " over the host link" if one.memory.offloaded_optimizer else ""
         yield share, f"dp {layout.dp}: {figures(one.memory.optimizer / GIB)} GiB optimizer, {share:.0%}{where}"
     if (share := cost.share("memory")) >= 2 * NOTABLE:
-        yield share, f"elementwise kernels {share:.0%}" + ("" if layout.tp == 1 or layout.sequence_parallel else ", no sequence parallel")
+        whole = layout.tp > 1 and not layout.sequence_parallel
+        yield share, f"elementwise kernels {share:.0%}" + (", no sequence parallel" if whole else "")
     if (share := cost.share("host")) >= 2 * NOTABLE:
         yield share, f"small micro-batches: {share:.0%} is launches"
     if (share := cost.share("offload")) >= 2 * NOTABLE:

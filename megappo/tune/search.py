@@ -1,8 +1,8 @@
 """Finds the fastest layouts that fit: every role is ranked by itself, then the roles are combined under their common memory.
 
-Roles take turns on the same ranks, so the step time is a sum and the roles bind each other only through memory: what all of them keep
-while others work, and the most of what one needs while it works. A role's fullest stage stands for all of its ranks, which overestimates
-where the fullest stages of two roles lie on different ranks.
+Roles take turns on the same ranks, so the step time is a sum and the roles bind each other only through memory: what all of them
+keep while others work, and the most of what one needs while it works. A role's fullest stage stands for all of its ranks, which
+overestimates where the fullest stages of two roles lie on different ranks.
 """
 
 from __future__ import annotations
@@ -237,8 +237,10 @@ class Search:
         return best
 
     def fits(self) -> bool:
-        """Whether anything fits at all: of every role the layouts and the settings that need least are tried, and their time is not."""
-        room = self.machine.hardware.usable_bytes - min((one.bytes for one in self.rollouts), default=self.machine.hardware.usable_bytes)
+        """Whether anything fits at all: of every role the layouts and the settings that need least are tried, and their time is
+        not."""
+        usable = self.machine.hardware.usable_bytes
+        room = usable - min((one.bytes for one in self.rollouts), default=usable)
         needs = []
         for role in roles_in_use(self.config):
             settings: Settings = getattr(self.config, role)
@@ -269,7 +271,8 @@ class Search:
         arch, layout = self.archs[role], layout_of(settings.parallel, self.machine.world_size)
         config = self.config.model_copy(update={role: settings})
         return [
-            memory_of_stage(config, role, arch, layout, stage, self.machine.device, self._count) for stage in fullest_stages(arch, layout)
+            memory_of_stage(config, role, arch, layout, stage, self.machine.device, self._count)
+            for stage in fullest_stages(arch, layout)
         ]
 
     def beside(self, choice: Choice, role: str) -> list[Candidate]:

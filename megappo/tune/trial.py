@@ -1,7 +1,7 @@
 """What every rank of a trial does: builds one role in one layout with random weights and times its passes and updates.
 
-Nothing of the run's data or weights is needed: time does not depend on values. Rank 0 writes what was measured as soon as a trial is over,
-so that a failing one does not take the others along. Descriptions and results are `trials.py`'s.
+Nothing of the run's data or weights is needed: time does not depend on values. Rank 0 writes what was measured as soon as a trial
+is over, so that a failing one does not take the others along. Descriptions and results are `trials.py`'s.
 """
 
 from __future__ import annotations

@@ -24,8 +24,8 @@ class Trial(BaseModel):
 
 
 class Measured(BaseModel):
-    """Seconds, the least of the repeats. forward_s: of a pass without gradients over the samples; update_s: of one optimizer step on
-    them, None where the role does not train."""
+    """Seconds, the least of the repeats. forward_s: of a pass without gradients over the samples; update_s: of one optimizer step
+    on them, None where the role does not train."""
 
     forward_s: float
     update_s: Optional[float]

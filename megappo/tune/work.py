@@ -1,6 +1,7 @@
 """What one micro-batch costs one rank of one pipeline stage: matrix products, memory traffic and communication of its layers.
 
-The forward pass is counted; the caller doubles it for the backward pass. Times are in seconds, sizes in bytes unless named otherwise.
+The forward pass is counted; the caller doubles it for the backward pass. Times are in seconds, sizes in bytes unless named
+otherwise.
 """
 
 from __future__ import annotations
@@ -62,7 +63,8 @@ class Product(NamedTuple):
 
 
 def layer_products(arch: ModelArch, layout: ParallelLayout, sparse: bool, tokens: float) -> list[Product]:
-    """The forward products of one layer on one rank that holds `tokens` (its part under context parallel), experts evenly chosen."""
+    """The forward products of one layer on one rank that holds `tokens` (its part under context parallel), experts evenly
+    chosen."""
     h, tp = arch.hidden_size, layout.tp
     heads, kv_heads = arch.num_heads * arch.head_dim / tp, arch.num_kv_heads * arch.head_dim / tp
     attention = [Product(tokens, h, heads + 2 * kv_heads), Product(tokens, heads, h)]
@@ -78,8 +80,8 @@ def layer_products(arch: ModelArch, layout: ParallelLayout, sparse: bool, tokens
 
 
 def product_s(product: Product, itemsize: int, rate: float, hardware: Hardware) -> float:
-    """Seconds. Never faster than its weights are read. The processors work tile by tile and the last round of tiles leaves on average
-    half of them idle (NVIDIA, "Matrix Multiplication Background User's Guide", tile and wave quantization)."""
+    """Seconds. Never faster than its weights are read. The processors work tile by tile and the last round of tiles leaves on
+    average half of them idle (NVIDIA, "Matrix Multiplication Background User's Guide", tile and wave quantization)."""
     rows = TILE_ROWS * math.ceil(product.rows / TILE_ROWS) if hardware.processors > 1 else product.rows
     tiles = rows / TILE_ROWS * max(1.0, product.columns / TILE_COLUMNS) * product.count
     idle = 1 + hardware.processors / 2 / tiles if hardware.processors > 1 else 1.0
@@ -175,10 +177,10 @@ def _communication(
     """Seconds of the collectives of a stage's layers and of its messages to its neighbours. tokens: of this rank.
 
     tp: two all-reduces of the hidden states per layer and direction, or with sequence parallel two all-gathers and two
-    reduce-scatters, and in the backward pass two all-gathers more, of the inputs that are kept cut (Korthikanti et al. 2022, section
-    4.2.2). cp: queries, keys and values are exchanged for heads and the output back (`models/attention.py`). ep: the rows of the
-    chosen experts go there and back (Megatron-core's all-to-all dispatcher), gathered and added up over etp.
-    pp: the hidden states of a micro-batch go over every boundary of a chunk.
+    reduce-scatters, and in the backward pass two all-gathers more, of the inputs that are kept cut (Korthikanti et al. 2022,
+    section 4.2.2). cp: queries, keys and values are exchanged for heads and the output back (`models/attention.py`). ep: the rows
+    of the chosen experts go there and back (Megatron-core's all-to-all dispatcher), gathered and added up over etp. pp: the
+    hidden states of a micro-batch go over every boundary of a chunk.
     """
     forward: dict[Part, float] = {}
     backward: dict[Part, float] = {}

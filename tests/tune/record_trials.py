@@ -2,9 +2,9 @@
 
     python tests/tune/record_trials.py
 
-writes `tests/tune/trials_cpu.json`, or adds to it where it is of this machine. Not part of the suite: it takes minutes, and wants a machine
-with nothing else to do. Every layout is measured in rounds, each in a world of its own, and the fastest of all rounds counts, of the probe
-too: what disturbs a round makes it slower, never faster.
+writes `tests/tune/trials_cpu.json`, or adds to it where it is of this machine. Not part of the suite: it takes minutes, and wants
+a machine with nothing else to do. Every layout is measured in rounds, each in a world of its own, and the fastest of all rounds
+counts, of the probe too: what disturbs a round makes it slower, never faster.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ LAYOUTS: dict[str, list[str]] = {
     "tp2, 8 micro-batches": ["policy.parallel.tp=2", "policy.micro_batch_tokens=128"],
     "tp2 sp": ["policy.parallel.tp=2", "policy.parallel.sequence_parallel=true", "policy.micro_batch_tokens=1024"],
     "tp2 sp, recompute full": [
-        "policy.parallel.tp=2", "policy.parallel.sequence_parallel=true", "policy.micro_batch_tokens=1024", "policy.recompute=full",
+        "policy.parallel.tp=2", "policy.parallel.sequence_parallel=true", "policy.micro_batch_tokens=1024",
+        "policy.recompute=full",
     ],
     "cp2": ["policy.parallel.cp=2", "policy.micro_batch_tokens=1024"],
     "pp2, 1 micro-batch": ["policy.parallel.pp=2", "policy.micro_batch_tokens=1024"],
@@ -82,7 +83,8 @@ def main() -> int:
         stems = {f"layout-{index}": layout for index, layout in enumerate(LAYOUTS)}
         for stem, layout in stems.items():
             config = load_config(path, LAYOUTS[layout])
-            write_trial(folder, stem, Trial(config=config, role="policy", samples=SAMPLES, prompt_tokens=PROMPT, response_tokens=RESPONSE))
+            trial = Trial(config=config, role="policy", samples=SAMPLES, prompt_tokens=PROMPT, response_tokens=RESPONSE)
+            write_trial(folder, stem, trial)
         for _ in range(ROUNDS):
             record["profile"] = fastest_profile(record["profile"], asdict(probe()))
             if (code := start_ranks(RANKS, [name, *stems], module="megappo.tune.rank")) != 0:

@@ -27,7 +27,8 @@ def write_run(folder, facts=LLAMA_7B, extra=""):
     model = write_checkpoint(folder / "model", facts, weights=False, tokenizer=False)
     path = folder / "run.yaml"
     path.write_text(
-        f"run: {{num_ranks: 16, output_dir: {folder / 'runs'}}}\npolicy: {{model: {model}, parallel: {{tp: 2, pp: 2, layers_per_stage: [15, 17]}}}}\n"
+        f"run: {{num_ranks: 16, output_dir: {folder / 'runs'}}}\n"
+        f"policy: {{model: {model}, parallel: {{tp: 2, pp: 2, layers_per_stage: [15, 17]}}}}\n"
         "data: {train: none, max_prompt_tokens: 256, prompts_per_step: 128}\nrollout: {max_response_tokens: 512}\n"
         "algorithm: {mini_batch_size: 64}\n" + extra
     )
@@ -57,8 +58,9 @@ def test_the_winner_is_what_the_plan_accepts(tmp_path, capsys):
     facts = json.loads((tmp_path / "all.json").read_text())
     assert not plan.warnings and facts["overrides"] == overrides
     assert plan.peak(plan.fullest_rank()) <= facts["peak_bytes"] <= load_hardware("h100").usable_bytes
-    assert len(facts["roles"]["policy"]) == 3 and facts["roles"]["policy"][0]["overrides"] == [o for o in overrides if o.startswith("policy.")]
-    seconds = [one["seconds"] for one in facts["roles"]["policy"]]
+    table = facts["roles"]["policy"]
+    assert len(table) == 3 and table[0]["overrides"] == [line for line in overrides if line.startswith("policy.")]
+    seconds = [one["seconds"] for one in table]
     assert seconds == sorted(seconds)
     assert tune(capsys, path, "--gpus", 16, "--gpu", "h100", "--top", 3, "--output", whole)[0] == 0
     assert load_config(whole) == config
@@ -87,18 +89,18 @@ MISTAKES = [
     (["--gpu", "h100", "--gpus", "12"], "--gpus 12: is not a multiple of the 8 GPUs of a node; use 8 or 16, or --gpus-per-node"),
     (["--gpu", "h100", "--gpus-per-node", "0"], "--gpus-per-node 0: must be >= 1"),
     (["--gpu", "h100", "--roles", "policy,judge"], "--roles judge: is no role; use policy, critic, reference, rollout"),
-    (["--gpu", "h100", "--roles", "reference", "algorithm.kl.placement=none"], "--roles reference: is not built: algorithm.kl.placement is none"),
-    (["--gpu", "h100", "--roles", "rollout", "rollout.engine=megatron"], "--roles rollout: is not there: rollout.engine is megatron"),
+    (["--gpu", "h100", "--roles", "reference", "algorithm.kl.placement=none"], "--roles reference: is not built: algorithm.kl"),
+    (["--gpu", "h100", "--roles", "rollout", "rollout.engine=megatron"], "--roles rollout: is not there: rollout.engine"),
     (["--gpu", "h100", "--top", "0"], "--top 0: must be >= 1"),
     (["--gpu", "h100", "--measure", "0"], "--measure 0: must be >= 1"),
-    (["--gpu", "h100", "--mean-response-tokens", "9999"], "--mean-response-tokens 9999: must be > 0 and at most the longest, 512"),
+    (["--gpu", "h100", "--mean-response-tokens", "9999"], "--mean-response-tokens 9999: must be > 0 and at most the longest"),
     (["--gpu", "h100", "policy.model=missing"], 'policy.model = "missing": missing is not a directory'),
     (["--gpu", "h100", "--output", "/nowhere/layout.txt"], "--output /nowhere/layout.txt: /nowhere is not a directory"),
     (["--gpu", "h100", "algorithm.mini_batch_size=100"], "algorithm.mini_batch_size = 100: must divide the 128 samples"),
     (["--gpu", "h100", "--probe"], "--gpu h100: --probe measures this machine instead"),
     ([], "--gpu is missing: a100"),
     (["--gpu", "h100", "--gpus", "many"], "argument --gpus: invalid int value: 'many'"),
-    (["--gpu", "h100", "--tensor-model-parallel-size", "8"], "command line: --tensor-model-parallel-size: options are set as key=value; did you mean policy.parallel.tp=VALUE?"),
+    (["--gpu", "h100", "--tensor-model-parallel-size", "8"], "set as key=value; did you mean policy.parallel.tp=VALUE?"),
 ]  # fmt: skip
 
 
@@ -149,7 +151,8 @@ def test_trials_are_run_once_and_decide(tmp_path, capsys, monkeypatch):
         return 0
 
     monkeypatch.setattr(measure, "start_ranks", start_ranks)
-    arguments = [path, "--gpus", 2, "--measure", 3, "--roles", "critic", "run.device=cpu", "rollout.engine=megatron", "policy.parallel=null", *SMALL, "--json", tmp_path / "all.json"]  # fmt: skip
+    settings = ["run.device=cpu", "rollout.engine=megatron", "policy.parallel=null", *SMALL]
+    arguments = [path, "--gpus", 2, "--measure", 3, "--roles", "critic", *settings, "--json", tmp_path / "all.json"]
     code, told = tune(capsys, *arguments)
     assert code == 0, told.err
     assert len(started) == 1 and len(started[0]) == 3

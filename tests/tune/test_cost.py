@@ -32,7 +32,9 @@ def cost(layout, arch=ARCH, role="policy", work=WORK, hardware=H100, **settings)
     return role_cost(role, arch, layout, getattr(config, role), work, hardware, counts)
 
 
-@pytest.mark.parametrize("pp, vpp, count", [(1, 1, 3), (2, 1, 1), (2, 1, 7), (4, 1, 2), (4, 1, 16), (2, 2, 4), (4, 2, 8), (4, 4, 16), (8, 2, 8)])
+@pytest.mark.parametrize(
+    "pp, vpp, count", [(1, 1, 3), (2, 1, 1), (2, 1, 7), (4, 1, 2), (4, 1, 16), (2, 2, 4), (4, 2, 8), (4, 4, 16), (8, 2, 8)]
+)
 @pytest.mark.parametrize("backward", [1.0, 2.0, 3.0])
 def test_the_time_of_a_pipeline_is_that_of_its_timeline(pp, vpp, count, backward):
     layout = ParallelLayout(pp, pp=pp, vpp=vpp)
@@ -92,7 +94,9 @@ def test_products_are_two_flops_for_every_weight_that_a_token_passes(arch):
     assert sum(2 * one.rows * one.inner * one.columns * one.count for one in products) == pytest.approx(2 * 64 * weights)
 
 
-@pytest.mark.parametrize("layout", [{"tp": 4, "sequence_parallel": True}, {"tp": 2, "ep": 2, "sequence_parallel": True}, {"ep": 4}], ids=str)
+@pytest.mark.parametrize(
+    "layout", [{"tp": 4, "sequence_parallel": True}, {"tp": 2, "ep": 2, "sequence_parallel": True}, {"ep": 4}], ids=str
+)
 def test_ranks_share_the_products(layout):
     cut = ParallelLayout(4, **layout)
     whole, mine = (layer_products(SPARSE, one, True, 64) for one in (ParallelLayout(1), cut))
@@ -108,7 +112,8 @@ def test_keys_seen_are_counted():
 
 
 def test_the_step_is_near_six_flops_for_every_parameter_and_token():
-    """In a large model with large micro-batches: 6 N a token to train, 2 N for a pass (Kaplan et al. 2020), and what comes on top."""
+    """In a large model with large micro-batches: 6 N a token to train, 2 N for a pass (Kaplan et al. 2020), and what comes on
+    top."""
     found = cost(ParallelLayout(8), micro_batch_tokens=16384)
     parameters = sum(prod(shape) for shape in hf_tensors(ARCH).values()) - ARCH.vocab_size * ARCH.hidden_size
     tokens = WORK.samples * WORK.length / 8
@@ -118,7 +123,8 @@ def test_the_step_is_near_six_flops_for_every_parameter_and_token():
 
 
 def test_parts_add_up_to_the_phases():
-    for layout in (ParallelLayout(16, tp=2, pp=2, cp=2), ParallelLayout(16, tp=8, sequence_parallel=True), ParallelLayout(16, pp=4, vpp=2)):
+    for sizes in ({"tp": 2, "pp": 2, "cp": 2}, {"tp": 8, "sequence_parallel": True}, {"pp": 4, "vpp": 2}):
+        layout = ParallelLayout(16, **sizes)
         for role in ("policy", "critic"):
             found = cost(layout, role=role, recompute="full", offload={"parameters": True, "optimizer": True})
             assert sum(found.parts.values()) == pytest.approx(found.total_s)

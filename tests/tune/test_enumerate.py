@@ -35,11 +35,12 @@ def archs(draw):
     kv_heads = draw(st.sampled_from([1, 2, 3, 4, 8]))
     moe = None
     if draw(st.booleans()):
-        moe = MoeArch(draw(st.sampled_from([4, 6, 8, 16])), 2, draw(st.sampled_from([12, 64])), True, draw(st.sampled_from([(), (0,)])))
+        experts, columns, dense = (draw(st.sampled_from(sizes)) for sizes in ([4, 6, 8, 16], [12, 64], [(), (0,)]))
+        moe = MoeArch(experts, 2, columns, True, dense)
     return ModelArch(
         "qwen3_moe" if moe else "llama", "Qwen3MoeForCausalLM" if moe else "LlamaForCausalLM", draw(st.integers(2, 14)), 64,
-        kv_heads * draw(st.sampled_from([1, 2, 4])), kv_heads, 8, draw(st.sampled_from([48, 64, 96])), 128, 4096, False, 1e-6, Rope(),
-        moe=moe,
+        kv_heads * draw(st.sampled_from([1, 2, 4])), kv_heads, 8, draw(st.sampled_from([48, 64, 96])), 128, 4096, False, 1e-6,
+        Rope(), moe=moe,
     )  # fmt: skip
 
 
@@ -79,7 +80,10 @@ def test_a_layout_that_the_plan_refuses_would_be_noticed():
 
 @pytest.mark.parametrize(
     "layers, parts, split",
-    [(126, 16, (7, *[8] * 14, 7)), (126, 64, (1, *[2] * 62, 1)), (7, 4, (2, 2, 2, 1)), (10, 4, (2, 3, 3, 2)), (9, 4, None), (3, 4, None)],
+    [
+        (126, 16, (7, *[8] * 14, 7)), (126, 64, (1, *[2] * 62, 1)), (7, 4, (2, 2, 2, 1)), (10, 4, (2, 3, 3, 2)), (9, 4, None),
+        (3, 4, None),
+    ],  # fmt: skip
 )
 def test_uneven_stages_are_short_at_the_ends(layers, parts, split):
     assert nearly_even(layers, parts) == split

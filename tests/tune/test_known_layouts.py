@@ -1,7 +1,7 @@
 """Layouts that others published as good are among the first ten, told apart by tp, cp, pp, ep and etp.
 
-Megatron-Bridge's recipes for the h100 are for FP8, whose activations take less memory than ours: they are looked up with the memory of
-the h200, whose arithmetic and links are the same. Batch and sequence length are those of the source.
+Megatron-Bridge's recipes for the h100 are for FP8, whose activations take less memory than ours: they are looked up with the
+memory of the h200, whose arithmetic and links are the same. Batch and sequence length are those of the source.
 """
 
 from __future__ import annotations
@@ -28,19 +28,22 @@ LLAMA_405B = LLAMA | {"num_hidden_layers": 126, "hidden_size": 16384, "num_atten
 QWEN3_30B = {
     "architectures": ["Qwen3MoeForCausalLM"], "num_hidden_layers": 48, "hidden_size": 2048, "num_attention_heads": 32,
     "num_key_value_heads": 4, "head_dim": 128, "intermediate_size": 6144, "vocab_size": 151936, "max_position_embeddings": 40960,
-    "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True, "tie_word_embeddings": False,
+    "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True,
+    "tie_word_embeddings": False,
 }  # fmt: skip
 
-# "Efficient large-scale language model training on GPU clusters" (Narayanan et al. 2021), table 1. Two matrices of 4 h columns in the MLP
-# have as many parameters as three of 8 h / 3.
+# "Efficient large-scale language model training on GPU clusters" (Narayanan et al. 2021), table 1. Two matrices of 4 h columns in
+# the MLP have as many parameters as three of 8 h / 3.
 GPT = {
     "architectures": ["LlamaForCausalLM"], "vocab_size": 51200, "max_position_embeddings": 2048, "tie_word_embeddings": True,
 }  # fmt: skip
 GPT_76B = GPT | {
-    "num_hidden_layers": 60, "hidden_size": 10240, "num_attention_heads": 80, "num_key_value_heads": 80, "intermediate_size": 27264,
+    "num_hidden_layers": 60, "hidden_size": 10240, "num_attention_heads": 80, "num_key_value_heads": 80,
+    "intermediate_size": 27264,
 }  # fmt: skip
 GPT_145B = GPT | {
-    "num_hidden_layers": 80, "hidden_size": 12288, "num_attention_heads": 96, "num_key_value_heads": 96, "intermediate_size": 32768,
+    "num_hidden_layers": 80, "hidden_size": 12288, "num_attention_heads": 96, "num_key_value_heads": 96,
+    "intermediate_size": 32768,
 }  # fmt: skip
 
 BRIDGE = "NVIDIA, Megatron-Bridge documentation, performance summary, container 25.11, DGX-H100"
