@@ -6,7 +6,6 @@ cuda_on_cpu/, which shows wrong arithmetic and indexing but not what only a GPU 
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from pathlib import Path
 from typing import Iterator
@@ -20,12 +19,6 @@ from megappo.ops.kernels import LIBRARY
 
 HERE = Path(__file__).parent
 ON_CPU = ["reference", "cpp", "triton", "cuda_on_cpu"]
-# tl.sum, tl.max and the like are interpreted only if Triton was first imported under the variable; torch imports it some time.
-# With a GPU they stay compiled, and the interpreter's tests are for the machine without one.
-if importlib.util.find_spec("triton") and not torch.cuda.is_available():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")
-        importlib.import_module("triton.language")
 ON_GPU = [pytest.param(f"{name} on a gpu", marks=pytest.mark.gpu) for name in ("reference", "triton", "cuda")]
 
 
