@@ -5,9 +5,9 @@
 
 A matrix product per block (`linear_blocks.py`), then the row operations of `vocab_stats.py` in whichever implementation is
 selected, while the block is in the cache. The backward computes the logits again (4 products in all), or takes those that the
-forward kept (3). This is the implementation for every device. A fused forward that keeps the logits on the chip may replace
-`linear_stats` under the same schema: Triton's is `triton/linear_stats.py`; one in CUDA may leave to `stats_in_blocks` what it
-does not cover.
+forward kept (3). This is the implementation for every device. Fused forwards that keep the logits on the chip replace
+`linear_stats` under the same schema: `triton/linear_stats.py`, and `cuda/linear_stats.py` on Hopper. Both leave to
+`stats_in_blocks` what they do not cover.
 """
 
 from __future__ import annotations
