@@ -42,6 +42,38 @@ def is_alive(job: str) -> bool:
     return done.returncode == 0 and bool(done.stdout.strip())  # an id that Slurm has forgotten is an error of squeue
 
 
+_LIVING = ("PENDING", "CONFIGURING", "RUNNING", "SUSPENDED", "COMPLETING", "STAGE_OUT", "STOPPED", "SIGNALING", "RESIZING")
+_REQUEUED = ("REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD")
+
+
+@dataclass(frozen=True)
+class JobStatus:
+    """state: Slurm's, e.g. PENDING. reason: why it waits. nodes: its list, empty while it waits. code: as a shell says it."""
+
+    state: str
+    reason: str
+    nodes: str
+    code: int
+
+    @property
+    def is_over(self) -> bool:
+        return self.state not in (*_LIVING, *_REQUEUED)
+
+
+def job_status(job: str) -> Optional[JobStatus]:
+    """None for a job that Slurm does not know, or no longer (MinJobAge of slurm.conf). ConfigError where it does not answer."""
+    done = subprocess.run(["scontrol", "show", "job", "--oneliner", job], capture_output=True, text=True, timeout=120)
+    if done.returncode != 0:
+        if "Invalid job id" in done.stderr:
+            return None
+        raise ConfigError(f"Slurm does not answer: {' '.join(done.stderr.split())}")
+    # Reversed: of a name that comes twice the first counts, for the texts of the user's come late.
+    facts = dict(word.split("=", 1) for word in reversed(done.stdout.split()) if "=" in word)
+    code, _, number = facts["ExitCode"].partition(":")
+    nodes = facts.get("NodeList", "").replace("(null)", "")
+    return JobStatus(facts["JobState"], facts["Reason"], nodes, 128 + int(number) if int(number) else int(code))
+
+
 def submit(script: Path) -> str:
     """Job id. ConfigError, with sbatch's own words, where Slurm refuses it."""
     return _ask("sbatch", "--parsable", str(script)).strip().split(";")[0]
