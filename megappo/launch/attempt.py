@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Optional, Sequence
 
 from megappo.checkpoint.directory import CheckpointDirectory
-from megappo.config.checks import LAUNCHES, STOPPED, run_dir_of
-from megappo.config.errors import ConfigError
+from megappo.config.checks import LAUNCHES, STOPPED, check_run_dir, run_dir_of
+from megappo.config.errors import ConfigError, problem
 from megappo.config.loading import load_config
+from megappo.config.schema import RunConfig
 from megappo.launch.environment import report
 from megappo.launch.failure import first_failure
 from megappo.launch.local import EXIT_STOPPED
@@ -46,25 +47,39 @@ def newest_step(run_dir: Path) -> int:
     return manifest.step if manifest is not None else 0
 
 
-def begin(launch_dir: Path, run_dir: Path, attempt: int, *, resume: bool) -> bool:
+def check_start(run: RunConfig, *, resume: bool) -> Path:
+    """Directory of the run. ConfigError where a new run finds another one there, or a resumed one no checkpoint."""
+    run_dir = check_run_dir(run, resume)
+    if resume and newest_step(run_dir) == 0:
+        fix = f"{run_dir} holds no checkpoint to resume; leave --resume out and use another name"
+        raise ConfigError(problem("run.name", run.name, fix))
+    return run_dir
+
+
+def begin(launch_dir: Path, run: RunConfig, attempt: int, *, resume: bool) -> bool:
     """Record the start of an attempt. True where it goes on from a checkpoint.
 
     resume: whether the first attempt does. Leftovers of an attempt that died before its first checkpoint are moved into that
-    attempt's folder. ConfigError where several attempts in a row started at the same step.
+    attempt's folder. ConfigError where several attempts in a row started at the same step, and where the first finds another run, or
+    nothing to resume: `megappo launch` asked that before, a script that was submitted by hand did not.
     """
-    folder = launch_dir / f"attempt-{attempt}"
-    folder.mkdir(parents=True, exist_ok=True)
+    starts = _starts(launch_dir)
+    run_dir = run_dir_of(run)
+    if not starts:
+        check_start(run, resume=resume)
     step = newest_step(run_dir)
-    same = [start for start in _starts(launch_dir) if start.step == step and start.attempt < attempt]
+    same = [start for start in starts if start.step == step]
     if len(same) >= MAX_STARTS_AT_A_STEP:
         raise ConfigError(f"{len(same)} attempts started at step {step} and none reached another checkpoint: not tried again")
-    if attempt > 0 and step == 0:
-        _set_aside(run_dir, launch_dir / f"attempt-{attempt - 1}")
+    if starts and step == 0:
+        _set_aside(run_dir, launch_dir / f"attempt-{starts[-1].attempt}")
+    folder = launch_dir / f"attempt-{attempt}"
+    folder.mkdir(parents=True, exist_ok=True)
     start = Start(attempt, step, round(time.time(), 3), os.environ.get("SLURM_JOB_NODELIST", ""))
     with (launch_dir / "attempts.jsonl").open("a") as file:
         file.write(json.dumps(asdict(start)) + "\n")
     (folder / "environment.json").write_text(json.dumps(report(), indent=1) + "\n")
-    return step > 0 if attempt > 0 else resume
+    return step > 0 if starts else resume
 
 
 def end(launch_dir: Path, run_dir: Path, attempt: int, *, status: int, max_requeues: int) -> tuple[str, int]:
@@ -116,15 +131,15 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     args = parser.parse_args(argv)
     attempt = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
     try:
-        run_dir = run_dir_of(load_config(args.config, args.overrides).run)
+        run = load_config(args.config, args.overrides).run
         if args.action == "begin":
-            if begin(args.launch_dir, run_dir, attempt, resume=args.resume):
+            if begin(args.launch_dir, run, attempt, resume=args.resume):
                 print("--resume")
             return 0
     except ConfigError as error:
         print(f"megappo: {error}", file=sys.stderr)
         return EXIT_MISTAKE
-    text, code = end(args.launch_dir, run_dir, attempt, status=args.status, max_requeues=args.max_requeues)
+    text, code = end(args.launch_dir, run_dir_of(run), attempt, status=args.status, max_requeues=args.max_requeues)
     print(text, flush=True)
     return code
 

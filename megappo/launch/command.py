@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 from typing import Callable
 
-from megappo.config.checks import check_run_dir
 from megappo.config.errors import ConfigError
 from megappo.config.loading import load_config
 from megappo.launch import local, submit
+from megappo.launch.attempt import check_start
 from megappo.launch.options import JOB_DEFAULTS, OF_SLURM
 from megappo.launch.script import Job
 from megappo.launch.world import world_size
@@ -35,7 +35,7 @@ def launch(args: argparse.Namespace, prepare: Prepare) -> int:
     submit.check_job(config, job, limits)
     if not args.dry_run:
         submit.check_cluster(job, limits)
-    run_dir = check_run_dir(config.run, args.resume)
+    run_dir = check_start(config.run, resume=args.resume)
     prepare(config, job.world_size, args.gpu_memory_gib, resume=args.resume, device="cuda" if job.gpus else "cpu")
     if args.dry_run:
         print(submit.print_script(config, job, resume=args.resume), end="")
@@ -62,7 +62,7 @@ def launch_here(args: argparse.Namespace, prepare: Prepare) -> int:
             raise ConfigError(f"launch: {option} {value} does not go with --local, which starts the ranks on this machine")
     config = load_config(args.config, args.overrides)
     ranks = args.gpus_per_node if args.gpus_per_node is not None else world_size(config.run)
-    run_dir = check_run_dir(config.run, args.resume)
+    run_dir = check_start(config.run, resume=args.resume)
     select_device(config.run.device)  # raises where there is none of the kind
     prepared = prepare(config, ranks, args.gpu_memory_gib, resume=args.resume)
     if args.dry_run:

@@ -44,11 +44,12 @@ def shown_variables(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def revision(repository: Path) -> Optional[dict[str, Any]]:
-    """Git commit of the code and the files that differ from it; None where it is not a work tree of git."""
-    commit = _lines_of("git", "-C", str(repository), "rev-parse", "HEAD")
-    if not commit:
+    """Git commit of the code and the files that differ from it; None where it is not the top of a work tree of git (an installed
+    package may lie within a user's own)."""
+    found = _lines_of("git", "-C", str(repository), "rev-parse", "--show-toplevel", "HEAD")
+    if not found or Path(found[0]).resolve() != repository.resolve():
         return None
-    return {"commit": commit[0], "changed": _lines_of("git", "-C", str(repository), "status", "--porcelain")}
+    return {"commit": found[1], "changed": _lines_of("git", "-C", str(repository), "status", "--porcelain")}
 
 
 def _lines_of(*command: str) -> list[str]:

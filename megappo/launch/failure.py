@@ -20,7 +20,7 @@ import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Optional
+from typing import Iterable, Optional
 
 from megappo.launch.local import how_it_ended
 
@@ -59,8 +59,8 @@ def record_exceptions(rank: int) -> None:
             "host": socket.gethostname(),
             "text": "".join(traceback.format_exception(kind, error, trace)),
         }
-        Path(folder, f"rank-{rank}.traceback").write_text(json.dumps(content))
         sys.__excepthook__(kind, error, trace)
+        Path(folder, f"rank-{rank}.traceback").write_text(json.dumps(content) + "\n")
 
     sys.excepthook = record
 
@@ -71,8 +71,8 @@ def first_failure(folder: Path) -> Optional[Failure]:
     Ranks that lose a peer fail too: of tracebacks the first counts. A rank that ended first and left none counts where it was
     killed from outside (a launcher kills the rest only after the first end), or where no traceback is older than its end.
     """
-    tracebacks = {_rank(path): json.loads(path.read_text()) for path in folder.glob("rank-*.traceback")}
-    exits = {_rank(path): _Exit.read(path) for path in folder.glob("rank-*.exit")}
+    tracebacks = {_rank(path): json.loads(path.read_text()) for path in _whole(folder.glob("rank-*.traceback"))}
+    exits = {_rank(path): _Exit.read(path) for path in _whole(folder.glob("rank-*.exit"))}
     raised = min(tracebacks, key=lambda rank: tracebacks[rank]["time_ns"], default=None)
     ended = min(exits, key=lambda rank: exits[rank].time_ns, default=None)
     if ended is not None and ended not in tracebacks:
@@ -96,6 +96,11 @@ class _Exit:
     def read(cls, path: Path) -> _Exit:
         code, time_ns, _, *host = path.read_text().split()
         return cls(int(code), int(time_ns), " ".join(host))
+
+
+def _whole(paths: Iterable[Path]) -> list[Path]:
+    """Without those that their writer left unfinished, killed or on a full disk: both kinds are one line."""
+    return [path for path in paths if path.read_text().endswith("\n")]
 
 
 def _rank(path: Path) -> int:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +20,9 @@ EXAMPLES = Path(__file__).parents[2] / "scripts" / "slurm"
 class Job:
     """What a script depends on. gpus: whether ranks need one each. signal_lead_s: from USR1 to the time limit.
 
-    container: an image; apptainer's where it ends in .sif, otherwise pyxis'. mounts: `HOST:CONTAINER` paths beside the working
-    directory. options: further options of sbatch, whole, e.g. `--partition=gpu`.
+    container: an image; apptainer's where it is a .sif, otherwise pyxis': a registry's, or a file where the name says so (.sqsh, or a
+    path that begins with . or /). mounts: `HOST:CONTAINER` paths beside the working directory. options: further options of sbatch,
+    whole, e.g. `--partition=gpu`.
     """
 
     nodes: int
@@ -38,26 +40,38 @@ class Job:
     def world_size(self) -> int:
         return self.nodes * self.ranks_per_node
 
+    @property
+    def uses_pyxis(self) -> bool:
+        return self.container is not None and not self.container.endswith(".sif")
+
+    @property
+    def image_file(self) -> Optional[str]:
+        """The image where it is a file."""
+        is_file = self.container is not None and (self.container.endswith((".sif", ".sqsh")) or self.container[:1] in (".", "/"))
+        return self.container if is_file else None
+
 
 def render(job: Job, *, root: Path, python: str, config: Path, launch_dir: Path, log: Path, name: str, resume: bool) -> str:
     """The script of `megappo launch`; every path in it is absolute. log: with Slurm's %j for the job id."""
     return _render(
         job,
         head=["Written by `megappo launch`; docs/launch.md explains it."],
-        options=[f"--job-name={name}", f"--output={_sbatch_path(log)}", *job.options],
+        options=[_directive(option) for option in (f"--job-name={name}", f"--output={_sbatch_path(log)}", *job.options)],
         resume=resume,
         root=shlex.quote(str(root)),
         python=shlex.quote(python),
         config=shlex.quote(str(config)),
         launch_dir=shlex.quote(str(launch_dir)),
+        # pyxis takes a name without a slash in front for a registry's.
+        container=shlex.quote(str(root / job.container) if job.image_file else job.container) if job.container else None,
     )
 
 
 def render_by_hand(job: Job, file_name: str, purpose: str) -> str:
-    """A script that takes the configuration from its command line."""
+    """A script that takes the configuration from its command line. With torchrun for GPUs only: sbatch then says how many ranks."""
     head = [
         purpose,
-        f"    sbatch --time=24:00:00 {file_name} CONFIG [key=value ...]",
+        f"    sbatch --time=24:00:00 {file_name} CONFIG [--resume] [key=value ...]",
         "Made of megappo/launch/job.sbatch.jinja, as the scripts of `megappo launch` are: change that one, and this one by",
         "`python -m megappo.launch.script`. A copy under another name is yours.",
     ]
@@ -77,11 +91,12 @@ def examples() -> dict[str, str]:
     return {name: render_by_hand(job, f"scripts/slurm/{name}", purpose) for name, (job, purpose) in jobs.items()}
 
 
-def _render(job: Job, *, head: Sequence[str], options: Sequence[str], resume: bool, by_hand: str = "", **paths: str) -> str:
+def _render(job: Job, *, head: Sequence[str], options: Sequence[str], resume: bool, by_hand: str = "", **words: Optional[str]) -> str:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent), undefined=jinja2.StrictUndefined,
         trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
     )  # fmt: skip
+    environment.filters |= {"quote": shlex.quote, "in_double_quotes": _in_double_quotes}
     return environment.get_template("job.sbatch.jinja").render(
         head=head,
         options=options,
@@ -94,16 +109,29 @@ def _render(job: Job, *, head: Sequence[str], options: Sequence[str], resume: bo
         signal_lead_s=job.signal_lead_s,
         max_requeues=job.max_requeues,
         cpus_per_rank=job.cpus_per_rank,
-        container=shlex.quote(job.container) if job.container else None,
-        pyxis=job.container is not None and not job.container.endswith(".sif"),
-        mounts=[shlex.quote(mount) for mount in job.mounts],
-        **paths,
+        pyxis=job.uses_pyxis,
+        mounts=job.mounts,
+        **words,
     )
 
 
 def _sbatch_path(path: Path) -> str:
-    """A path in a line of #SBATCH, where % is Slurm's; the %j of the job id is written as {job}."""
-    return '"' + str(path).replace("%", "%%").replace("{job}", "%j") + '"'
+    """A path for sbatch, where % is Slurm's; the %j of the job id is written as {job}."""
+    return str(path).replace("%", "%%").replace("{job}", "%j")
+
+
+def _in_double_quotes(text: str) -> str:
+    """Text for between double quotes of a shell."""
+    return re.sub(r'([\\"$`])', r"\\\1", text)
+
+
+def _directive(option: str) -> str:
+    """An option as a line of #SBATCH holds it: sbatch splits at blanks, ends at # and drops quotes that are not escaped."""
+    name, equals, value = option.partition("=")
+    if re.fullmatch(r"[\w.,:/@%+=\[\]-]*", value):
+        return option
+    escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+    return f'{name}{equals}"{escaped}"'
 
 
 if __name__ == "__main__":

@@ -2,48 +2,37 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
 import shutil
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Optional
+from typing import Mapping, Optional
 
 from megappo.config.errors import ConfigError
 
 # Slurm may send the signal of --signal this much earlier than asked for (its man page, sbatch --signal).
 SIGNAL_RESOLUTION_S = 60
 _UNLIMITED = ("infinite", "unlimited", "n/a")
+_LIVING = ("PENDING", "CONFIGURING", "RUNNING", "SUSPENDED", "COMPLETING", "STAGE_OUT", "STOPPED", "SIGNALING", "RESIZING")
+_REQUEUED = ("REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD")
+# Of the variables of a job, those that are the cluster's.
+_OF_THE_CLUSTER = ("SLURM_CONF", "SLURM_JWT")
+_PATIENCE_S = 120
 
 
 @dataclass(frozen=True)
 class Partition:
-    """limit_s: longest job in seconds, None for no limit. nodes: all of them, in whatever state."""
+    """default: whether jobs go there that name none. limit_s: longest job in seconds, None for no limit. nodes: all of them, in
+    whatever state."""
 
     name: str
+    default: bool
     up: bool
     limit_s: Optional[int]
     nodes: int
-
-
-def has_slurm() -> bool:
-    return shutil.which("sbatch") is not None
-
-
-def partitions() -> dict[str, Partition]:
-    """By name, as sinfo lists them. ConfigError where Slurm does not answer."""
-    rows = [line.split("|") for line in _ask("sinfo", "--noheader", "--summarize", "--format=%R|%a|%l|%D").splitlines()]
-    return {name: Partition(name, up == "up", parse_time(limit), int(nodes)) for name, up, limit, nodes in rows}
-
-
-def is_alive(job: str) -> bool:
-    """Whether a job of this id waits or runs."""
-    done = subprocess.run(["squeue", "--noheader", "--jobs", job, "--format=%i"], capture_output=True, text=True, timeout=60)
-    return done.returncode == 0 and bool(done.stdout.strip())  # an id that Slurm has forgotten is an error of squeue
-
-
-_LIVING = ("PENDING", "CONFIGURING", "RUNNING", "SUSPENDED", "COMPLETING", "STAGE_OUT", "STOPPED", "SIGNALING", "RESIZING")
-_REQUEUED = ("REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD")
 
 
 @dataclass(frozen=True)
@@ -60,23 +49,58 @@ class JobStatus:
         return self.state not in (*_LIVING, *_REQUEUED)
 
 
+def has_slurm() -> bool:
+    return shutil.which("sbatch") is not None
+
+
+def partitions() -> dict[str, Partition]:
+    """By name, as sinfo lists them, hidden ones too. ConfigError where Slurm does not answer."""
+    rows = [line.split("|") for line in _ask("sinfo", "--all", "--noheader", "--summarize", "--format=%P|%a|%l|%D").splitlines()]
+    found = [
+        Partition(name.removesuffix("*"), name.endswith("*"), up == "up", parse_time(limit), int(nodes))
+        for name, up, limit, nodes in rows
+    ]
+    return {partition.name: partition for partition in found}
+
+
+def is_alive(job: str) -> bool:
+    """Whether a job of this id waits or runs. ConfigError where Slurm does not answer."""
+    status = job_status(job)
+    return status is not None and not status.is_over
+
+
 def job_status(job: str) -> Optional[JobStatus]:
     """None for a job that Slurm does not know, or no longer (MinJobAge of slurm.conf). ConfigError where it does not answer."""
-    done = subprocess.run(["scontrol", "show", "job", "--oneliner", job], capture_output=True, text=True, timeout=120)
-    if done.returncode != 0:
-        if "Invalid job id" in done.stderr:
+    try:
+        said = _ask("scontrol", "show", "job", "--oneliner", job)
+    except ConfigError as error:
+        if "Invalid job id" in str(error):
             return None
-        raise ConfigError(f"Slurm does not answer: {' '.join(done.stderr.split())}")
+        raise
     # Reversed: of a name that comes twice the first counts, for the texts of the user's come late.
-    facts = dict(word.split("=", 1) for word in reversed(done.stdout.split()) if "=" in word)
+    facts = dict(word.split("=", 1) for word in reversed(said.split()) if "=" in word)
     code, _, number = facts["ExitCode"].partition(":")
     nodes = facts.get("NodeList", "").replace("(null)", "")
     return JobStatus(facts["JobState"], facts["Reason"], nodes, 128 + int(number) if int(number) else int(code))
 
 
 def submit(script: Path) -> str:
-    """Job id. ConfigError, with sbatch's own words, where Slurm refuses it."""
-    return _ask("sbatch", "--parsable", str(script)).strip().split(";")[0]
+    """Job id. ConfigError, with sbatch's own words, where Slurm refuses it.
+
+    The options that the script holds are given on the command line as well: there alone they count for more than SBATCH_PARTITION,
+    SBATCH_TIMELIMIT and others that a site or a start-up file may export.
+    """
+    options = [shlex.split(line)[1] for line in script.read_text().splitlines() if line.startswith("#SBATCH ")]
+    said = _ask("sbatch", "--parsable", *options, str(script), env=outside_of_a_job(os.environ))
+    return said.strip().split(";")[0]
+
+
+def outside_of_a_job(env: Mapping[str, str]) -> dict[str, str]:
+    """Without what describes the job and the step that this process runs in: sbatch would hand it on, and srun in the new job would
+    take memory, cores and bindings of the old one for its own."""
+    if "SLURM_JOB_ID" not in env:
+        return dict(env)
+    return {name: env[name] for name in env if name in _OF_THE_CLUSTER or not name.startswith(("SLURM_", "SLURMD_", "SRUN_"))}
 
 
 def parse_time(text: str) -> Optional[int]:
@@ -97,9 +121,12 @@ def parse_time(text: str) -> Optional[int]:
     return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
-def _ask(*command: str) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+def _ask(*command: str, env: Optional[Mapping[str, str]] = None) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE_S, env=env)
+    except subprocess.TimeoutExpired:
+        raise ConfigError(f"Slurm does not answer: {command[0]} took more than {_PATIENCE_S} s") from None
     if done.returncode != 0:
         said = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
-        raise ConfigError(f"Slurm refuses: {said}")
+        raise ConfigError(f"Slurm {'refuses' if command[0] == 'sbatch' else 'does not answer'}: {said}")
     return done.stdout

@@ -11,10 +11,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import shutil
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Optional
 
@@ -46,12 +48,8 @@ def check_job(config: TrainConfig, job: Job, limits: Limits) -> None:
     if ranks not in (None, job.world_size):
         fix = f"{job.nodes} nodes x {job.ranks_per_node} are {job.world_size} ranks; set run.num_ranks={job.world_size} or null"
         raise ConfigError(problem("run.num_ranks", ranks, fix))
-    for option in job.options:
-        if not option.startswith("--") or "\n" in option:
-            raise ConfigError(problem("--sbatch", option, "must be one option in one line, for example --sbatch=--exclusive"))
-    for mount in job.mounts:
-        if not all(mount.partition(":")[::2]):
-            raise ConfigError(f"--mount {mount}: must be HOST:CONTAINER, for example /data:/data")
+    _check_options(job, limits)
+    _check_mounts(job)
     for key, tp in _tensor_parallel(config).items():
         # A tensor-parallel group lies within a node, or is made of whole nodes.
         if job.nodes > 1 and job.ranks_per_node % tp != 0 and tp % job.ranks_per_node != 0:
@@ -70,6 +68,37 @@ def check_job(config: TrainConfig, job: Job, limits: Limits) -> None:
         )
 
 
+# What a script says itself, with the option of `megappo launch` that changes it; None where nothing does.
+_OWN_OPTIONS = {
+    "nodes": "--nodes", "ntasks": "--gpus-per-node", "ntasks-per-node": "--gpus-per-node", "gpus-per-node": "--gpus-per-node",
+    "cpus-per-task": "--cpus-per-rank", "partition": "--partition", "account": "--account", "time": "--time",
+    "signal": "--signal-lead", "requeue": "--max-requeues", "no-requeue": "--max-requeues", "output": None, "error": None,
+    "open-mode": None, "job-name": None, "chdir": None, "array": None, "wrap": None, "parsable": None, "test-only": None,
+}  # fmt: skip
+
+
+def _check_options(job: Job, limits: Limits) -> None:
+    for option in job.options:
+        if not option.startswith("--") or "\n" in option:
+            raise ConfigError(problem("--sbatch", option, "must be one option in one line, for example --sbatch=--exclusive"))
+    for option in job.options[len(limits.options()) :]:
+        name = option.removeprefix("--").partition("=")[0]
+        if name in _OWN_OPTIONS:
+            instead = _OWN_OPTIONS[name]
+            fix = f"use {instead} of megappo launch" if instead else "the script depends on its own; change a copy of --dry-run's"
+            raise ConfigError(problem("--sbatch", option, fix))
+
+
+def _check_mounts(job: Job) -> None:
+    for mount in job.mounts:
+        if not all(mount.partition(":")[::2]):
+            raise ConfigError(f"--mount {mount}: must be HOST:CONTAINER, for example /data:/data")
+    # The separators of pyxis and apptainer, which know no way to write them in a path; a blank is one of pyxis alone.
+    separators = ",: " if job.uses_pyxis else ",:"
+    if job.container is not None and (bad := set(str(Path.cwd())) & set(separators)):
+        raise ConfigError(f"--container: the working directory {Path.cwd()} cannot be mounted, for {sorted(bad)[0]!r} in its name")
+
+
 def _tensor_parallel(config: TrainConfig) -> dict[str, int]:
     vllm = {"rollout.tp": config.rollout.tp} if config.rollout.engine == "vllm" else {}
     return {"policy.parallel.tp": config.policy.parallel.tp, "critic.parallel.tp": config.critic.parallel.tp, **vllm}
@@ -81,19 +110,29 @@ def check_cluster(job: Job, limits: Limits) -> None:
         raise ConfigError(
             "no Slurm on this machine (sbatch is not in PATH): --local starts the ranks here, --dry-run prints the script"
         )
-    if limits.partition is None:
-        return
+    if job.image_file is not None and not Path(job.image_file).exists():
+        raise ConfigError(f"--container {job.container}: no such file")
     known = slurm.partitions()
-    if limits.partition not in known:
-        raise ConfigError(f"--partition {limits.partition}: unknown to sinfo; there are {', '.join(known) or 'none'}")
-    partition = known[limits.partition]
+    named = limits.partition or os.environ.get("SBATCH_PARTITION")
+    names = named.split(",") if named else [partition.name for partition in known.values() if partition.default]
+    if unknown := [name for name in names if name not in known]:
+        raise ConfigError(f"--partition {unknown[0]}: unknown to sinfo; there are {', '.join(known) or 'none'}")
+    # The job starts in any of several partitions that can run it.
+    obstacles = [_obstacle(job, limits, known[name]) for name in names]
+    if obstacles and all(obstacles):
+        raise ConfigError(obstacles[0])
+
+
+def _obstacle(job: Job, limits: Limits, partition: slurm.Partition) -> str:
+    """Why the partition cannot run the job; empty where it can."""
     if not partition.up:
-        raise ConfigError(f"--partition {limits.partition}: is down; there are {', '.join(known)}")
+        return f"--partition {partition.name}: is down"
     if job.nodes > partition.nodes:
-        raise ConfigError(f"--nodes {job.nodes}: partition {partition.name} has {partition.nodes} nodes")
+        return f"--nodes {job.nodes}: partition {partition.name} has {partition.nodes} nodes"
     limit_s = slurm.parse_time(limits.time) if limits.time is not None else None
     if limit_s is not None and partition.limit_s is not None and limit_s > partition.limit_s:
-        raise ConfigError(f"--time {limits.time}: jobs in partition {partition.name} end after {partition.limit_s // 60} minutes")
+        return f"--time {limits.time}: jobs in partition {partition.name} end after {partition.limit_s // 60} minutes"
+    return ""
 
 
 def remarks(config: TrainConfig, job: Job, limits: Limits) -> list[str]:
@@ -141,14 +180,17 @@ def submit(config: TrainConfig, job: Job, folder: Path, *, resume: bool) -> str:
 def forget(folder: Path) -> None:
     """Remove a launch that did not start, and the directories that were made for it."""
     shutil.rmtree(folder)
-    for parent in folder.parents[:3]:  # launch, the run, output_dir
-        if not any(parent.iterdir()):
+    with contextlib.suppress(OSError):  # something else lies in it, or it is a link
+        for parent in folder.parents[:3]:  # launch, the run, output_dir
             parent.rmdir()
 
 
 def _script(job: Job, folder: Path, name: str, resume: bool) -> str:
     # The interpreter's own path and not what it links to: that one knows nothing of the virtual environment.
     python = sys.executable if job.container is None else "python3"
+    run_dir = folder.parents[1]
+    if job.container is not None and not run_dir.is_relative_to(Path.cwd()):
+        job = replace(job, mounts=(*job.mounts, f"{run_dir}:{run_dir}"))
     return render(
         job, root=Path.cwd(), python=python, config=folder / "config.yaml", launch_dir=folder, log=folder / "job-{job}.log",
         name=name, resume=resume,

@@ -18,6 +18,8 @@ from megappo.config.schema import RunConfig
 FIRST_PORT, NUM_PORTS = 10000, 20000
 _PORTS_PER_JOB = 37  # a prime that shares no factor with NUM_PORTS: jobs of neighbouring ids keep their steps apart
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE")
+_TORCHRUN = "TORCHELASTIC_RUN_ID"  # set by torchrun alone
+_THIS_HOST = ("localhost", "127.0.0.1", "::1")
 
 
 @dataclass(frozen=True)
@@ -65,8 +67,9 @@ def join_srun(env: MutableMapping[str, str] = os.environ) -> None:
     """Where srun started one task per rank, describe the world as torchrun would. Call it first in a process that may be a rank.
 
     A step of one task is left alone: it may start torchrun, or the ranks of its node. MASTER_ADDR and MASTER_PORT that the user
-    set are kept. ValueError, one line, where torchrun and srun both describe a world and disagree, and in a job of several nodes
-    outside of srun and torchrun.
+    set are kept, and so are those of enroot's hook for PyTorch images, which sets RANK and WORLD_SIZE but not all six. ValueError,
+    one line, where torchrun and srun both describe a world and disagree, in a job of several nodes outside of srun and torchrun, and
+    for a MASTER_ADDR that every node would take for itself.
     """
     task = SlurmTask.of(env)
     described = all(name in env for name in _RANK_VARIABLES)
@@ -79,7 +82,8 @@ def join_srun(env: MutableMapping[str, str] = os.environ) -> None:
         return
     if described:
         _require_agreement(env, task)
-        return
+        if _TORCHRUN in env:
+            return
     bound = _is_bound_to_one_gpu(env, task)
     env.update(
         RANK=str(task.rank),
@@ -90,11 +94,16 @@ def join_srun(env: MutableMapping[str, str] = os.environ) -> None:
     )
     env.setdefault("MASTER_ADDR", first_host(task.nodelist))
     env.setdefault("MASTER_PORT", str(port_of(task.job, task.step)))
+    if task.num_nodes > 1 and env["MASTER_ADDR"] in _THIS_HOST and env["MASTER_ADDR"] != first_host(task.nodelist):
+        raise ValueError(
+            f"MASTER_ADDR={env['MASTER_ADDR']} is set, which each of the {task.num_nodes} nodes takes for itself: unset it (a job "
+            f"script or a shell start-up file exports it), or set it to {first_host(task.nodelist)}"
+        )
 
 
 def _require_agreement(env: Mapping[str, str], task: SlurmTask) -> None:
     rank, size = int(env["RANK"]), int(env["WORLD_SIZE"])
-    if "TORCHELASTIC_RUN_ID" not in env:
+    if _TORCHRUN not in env:
         if (rank, size) != (task.rank, task.num_tasks):
             raise ValueError(
                 f"RANK={rank} and WORLD_SIZE={size} are set, but this is task {task.rank} of {task.num_tasks} of srun: unset "

@@ -32,7 +32,7 @@ def fail(run_dir: Path, attempt: int, code: int) -> None:
 
 
 def started(run_dir: Path, attempt: int, *, resume: bool = False) -> bool:
-    return begin(run_dir / "launch" / "001", run_dir, attempt, resume=resume)
+    return begin(run_dir / "launch" / "001", RunConfig(name="run", output_dir=str(run_dir.parent)), attempt, resume=resume)
 
 
 def ended(run_dir: Path, attempt: int, status: int, max_requeues: int = 3) -> tuple[str, int]:
@@ -101,3 +101,16 @@ def test_what_died_before_its_first_checkpoint_starts_again_and_its_files_are_ke
     assert not started(run_dir, 1)
     assert (run_dir / "launch" / "001" / "attempt-0" / "metrics.jsonl").read_text() == "of the first attempt"
     assert check_run_dir(run, resume=False) == run_dir
+
+
+def test_a_first_attempt_that_finds_another_run_or_nothing_to_resume_is_refused_and_does_not_count(run_dir: Path) -> None:
+    """Of a job that was submitted by hand; requeued by hand, it must not take the other run for its own."""
+    (run_dir / "metrics.jsonl").write_text("of another run")
+    with pytest.raises(ConfigError, match="holds no checkpoint to resume"):
+        started(run_dir, 0, resume=True)
+    save(run_dir, 5)
+    for attempt in range(2):
+        with pytest.raises(ConfigError, match="holds another run"):
+            started(run_dir, attempt)
+    assert (run_dir / "metrics.jsonl").exists() and not (run_dir / "launch" / "001" / "attempts.jsonl").exists()
+    assert started(run_dir, 2, resume=True)

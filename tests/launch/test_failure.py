@@ -16,7 +16,7 @@ BEFORE, AT, AFTER = 1_000, 2_000, 3_000
 
 def raised(folder: Path, rank: int, time_ns: int) -> None:
     text = f"Traceback (most recent call last):\nRuntimeError: of rank {rank}\n"
-    (folder / f"rank-{rank}.traceback").write_text(json.dumps({"time_ns": time_ns, "host": "n1", "text": text}))
+    (folder / f"rank-{rank}.traceback").write_text(json.dumps({"time_ns": time_ns, "host": "n1", "text": text}) + "\n")
 
 
 def ended(folder: Path, rank: int, code: int, time_ns: int) -> None:
@@ -43,6 +43,20 @@ def test_the_rank_that_failed_first_is_found(tmp_path: Path, case: str) -> None:
     failure = first_failure(tmp_path)
     assert failure is not None and failure.rank == expected
     assert failure.text.strip().endswith((f"of rank {expected}", f"last words of {expected}"))
+
+
+def test_evidence_that_was_not_written_to_its_end_is_no_evidence(tmp_path: Path) -> None:
+    """A full disk, or a rank that was killed meanwhile; an earlier time would make them the first."""
+    raised(tmp_path, 0, BEFORE)
+    whole = (tmp_path / "rank-0.traceback").read_text()
+    for rank, part in enumerate(("", whole[:20], whole[:-1])):
+        (tmp_path / f"rank-{rank}.traceback").write_text(part)
+    (tmp_path / "rank-4.exit").write_text("")
+    (tmp_path / "rank-5.exit").write_text("1 10")
+    assert first_failure(tmp_path) is None
+    ended(tmp_path, 6, 1, AFTER)
+    failure = first_failure(tmp_path)
+    assert failure is not None and failure.rank == 6
 
 
 def test_nothing_is_made_up_where_no_rank_left_anything(tmp_path: Path) -> None:

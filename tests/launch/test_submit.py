@@ -55,6 +55,8 @@ MISTAKES = {
     "local lead": (["--local", "--signal-lead", "60"], "--signal-lead 60 does not go with --local"),
     "mount alone": ([*TWO_BY_TWO, "--mount", "/data:/data"], "--mount /data:/data has no effect without --container"),
     "mount": ([*TWO_BY_TWO, "--container", "x.sif", "--mount", "/data"], "--mount /data: must be HOST:CONTAINER"),
+    "an option of ours": ([*TWO_BY_TWO, "--sbatch=--time=1:00:00"], '--sbatch = "--time=1:00:00": use --time of megappo launch'),
+    "an array": ([*TWO_BY_TWO, "--sbatch=--array=0-3"], '--sbatch = "--array=0-3": the script depends on its own'),
     "two lines": ([*TWO_BY_TWO, "--account", "me\ntouch gone"], "must be one option in one line"),
 }  # fmt: skip
 
@@ -63,6 +65,7 @@ MISTAKES = {
 @pytest.mark.parametrize("case", MISTAKES)
 def test_mistakes_are_refused_in_one_line(tmp_path: Path, capsys, monkeypatch, case: str, dry_run: tuple[str, ...]) -> None:
     monkeypatch.setattr("megappo.launch.slurm.has_slurm", lambda: True)
+    monkeypatch.setattr("megappo.launch.slurm.partitions", dict)
     monkeypatch.setattr("megappo.launch.slurm.submit", lambda script: pytest.fail("it was submitted"))
     arguments, message = MISTAKES[case]
     config = write_run(tmp_path)
@@ -85,7 +88,11 @@ def test_without_slurm_it_says_what_else_can_be_done(tmp_path: Path, capsys, mon
 ON_CLUSTER = {
     "partition": (["--partition", "h100"], "--partition h100: unknown to sinfo; there are main"),
     "nodes": (["--partition", "main", "--nodes", "4", "run.num_ranks=8"], "--nodes 4: partition main has 2 nodes"),
+    "one of two partitions": (["--partition", "main,h100"], "--partition h100: unknown to sinfo; there are main"),
+    "nodes of the default": (["--nodes", "4", "run.num_ranks=8"], "--nodes 4: partition main has 2 nodes"),
     "limit": (["--partition", "main", "--time", "3-0"], "--time 3-0: jobs in partition main end after 1440 minutes"),
+    "limit of the default": (["--time", "3-0"], "--time 3-0: jobs in partition main end after 1440 minutes"),
+    "image": (["--container", "images/none.sif"], "--container images/none.sif: no such file"),
     "account": (["--sbatch=--qos-of-nobody"], "Slurm refuses: sbatch: unrecognized option '--qos-of-nobody'"),
 }
 

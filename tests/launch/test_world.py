@@ -35,6 +35,13 @@ def test_a_task_of_srun_becomes_a_rank() -> None:
     assert (expected | {"MASTER_ADDR": "gpu03", "MASTER_PORT": port}).items() <= env.items()
 
 
+def test_an_address_of_this_host_is_right_on_one_node_and_where_it_is_the_nodes_name() -> None:
+    for env in (task(1, 2, "2", local=1, node=0), task(1, 2, "1(x2)", local=0, node=1, SLURM_STEP_NODELIST="127.0.0.[1-2]")):
+        env["MASTER_ADDR"] = "127.0.0.1"
+        join_srun(env)
+        assert env["MASTER_ADDR"] == "127.0.0.1"
+
+
 def test_nodes_may_have_different_numbers_of_tasks() -> None:
     env = task(9, 10, "8,2", local=1, node=1)
     join_srun(env)
@@ -45,6 +52,14 @@ def test_address_and_port_that_the_user_chose_are_kept() -> None:
     env = task(1, 2, "2", local=1, node=0, MASTER_ADDR="10.0.0.7", MASTER_PORT="4000")
     join_srun(env)
     assert (env["MASTER_ADDR"], env["MASTER_PORT"]) == ("10.0.0.7", "4000")
+
+
+def test_what_enroots_hook_for_pytorch_images_leaves_out_is_added() -> None:
+    """It sets RANK, LOCAL_RANK and WORLD_SIZE, address and port where scontrol is at hand, and no LOCAL_WORLD_SIZE."""
+    env = task(9, 16, "8(x2)", local=1, node=1, RANK="9", WORLD_SIZE="16", LOCAL_RANK="1", MASTER_PORT="61007")
+    join_srun(env)
+    expected = {"RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "8"}
+    assert (expected | {"MASTER_ADDR": "gpu03", "MASTER_PORT": "61007"}).items() <= env.items()
 
 
 @pytest.mark.parametrize("visible, local_rank", [("3", "0"), ("0,1,2,3", "3"), ("", "3")])
@@ -63,7 +78,6 @@ LEFT_ALONE = {
     "torchrun alone": torchrun(3, 8, 8),
     "torchrun in one task per node": torchrun(3, 16, 8) | task(0, 2, "1(x2)", local=0, node=0),
     "torchrun in the only task": torchrun(3, 8, 8) | task(0, 1, "1", local=0, node=0),
-    "RANK as srun has it": {"RANK": "5", "WORLD_SIZE": "16"} | task(5, 16, "8(x2)", local=5, node=0),
 }
 
 
@@ -78,6 +92,10 @@ DISAGREEMENTS = {
     "a shell exports RANK": (
         {"RANK": "0", "WORLD_SIZE": "1"} | task(3, 8, "4(x2)", local=3, node=0),
         "RANK=0 and WORLD_SIZE=1 are set, but this is task 3 of 8 of srun: unset both",
+    ),
+    "a shell exports MASTER_ADDR": (
+        {"MASTER_ADDR": "localhost"} | task(3, 8, "4(x2)", local=3, node=0),
+        "MASTER_ADDR=localhost is set, which each of the 2 nodes takes for itself: unset it .* or set it to gpu03",
     ),
     "torchrun without rendezvous": (
         torchrun(1, 8, 8) | task(1, 2, "1(x2)", local=0, node=1),
