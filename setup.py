@@ -44,7 +44,7 @@ setup(
     version=version,
     description="Tensor- and pipeline-parallel PPO for large language models: Megatron-core shards, vLLM rollouts, one SPMD program",
     packages=find_packages(include=["megappo", "megappo.*"]),
-    package_data={"megappo": ["launch/*.jinja", "tune/*.yaml", "_native.json"]},
+    package_data={"megappo": ["launch/*.jinja", "tune/*.jinja", "tune/*.yaml", "_native.json"]},
     ext_modules=[Extension("megappo._native", sources=[])],
     cmdclass={"build_ext": BuildKernels},
     python_requires=">=3.11",

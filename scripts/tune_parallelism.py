@@ -41,10 +41,16 @@ def build_parser() -> Parser:
     add("--top", type=int, default=10, metavar="N", help="rows of a table (default: 10)")
     add("--mean-prompt-tokens", type=float, metavar="N", help="of a sequence on average (default: data.max_prompt_tokens)")
     add("--mean-response-tokens", type=float, metavar="N", help="the same (default: rollout.max_response_tokens)")
-    add("--measure", type=int, metavar="K", help="run short trials of the best K here and rank them by what was measured")
+    add("--measure", type=int, metavar="K", help="run short trials of the best K and rank them by what was measured")
     add("--probe", action="store_true", help="measure this machine and rank by that instead of a profile")
     add("--output", metavar="FILE", help="write the winner: a whole configuration (.yaml), or its key=value lines")
     add("--json", metavar="FILE", help="write the ranking")
+    add = parser.add_argument_group("trials as a job").add_argument
+    add("--slurm", action="store_true", help="run the trials of --measure as a job of Slurm instead of here")
+    add("--partition", metavar="NAME", help="Slurm's partition")
+    add("--account", metavar="NAME", help="Slurm's account")
+    add("--time", metavar="TIME", help="longest time of the job, for example 30:00")
+    add("--sbatch", action="append", metavar="OPTION", help="another option of sbatch, e.g. --sbatch=--exclusive")
     return parser
 
 
@@ -70,6 +76,11 @@ def _parse(argv: Optional[Sequence[str]]) -> argparse.Namespace:
     for option, value in (("--top", args.top), ("--measure", args.measure), ("--gpus-per-node", args.gpus_per_node)):
         if value is not None and value < 1:
             raise ConfigError(f"{option} {value}: must be >= 1")
+    if args.slurm and args.measure is None:
+        raise ConfigError("--slurm runs the trials of --measure K as a job, and has no effect without it")
+    for option in ("partition", "account", "time", "sbatch"):
+        if getattr(args, option) is not None and not args.slurm:
+            raise ConfigError(f"--{option} is of the job of --slurm, and has no effect without it")
     return args
 
 
@@ -101,19 +112,28 @@ def run(args: argparse.Namespace) -> int:
         args.mean_prompt_tokens, args.mean_response_tokens,
     )  # fmt: skip
     search = command.make_search(question)
-    choice = command.find_best(search)
-    print(report(search, choice, args.top))
-    if args.measure is not None:
-        from megappo.tune.measure import measure_best
+    job = None
+    if args.slurm:
+        from megappo.launch.submit import Limits
+        from megappo.tune.job import job_for
 
-        choice = measure_best(search, choice, args.measure)
+        job = job_for(search.machine, Limits(args.partition, args.account, args.time), args.sbatch or ())
+    choice = command.find_best(search)
+    print(report(search, choice, args.top), flush=True)
+    measurement = None
+    if args.measure is not None:
+        from megappo.tune.measure import best_measured, measure
+
+        measurement = measure(search, choice, args.measure, job)
+        print("\n".join(measurement.lines()))
+        choice = best_measured(search, choice, measurement)
     config = command.chosen_config(search, choice, question)
     overrides = overrides_of(search, choice)
     print("overrides\n" + "\n".join(f"  {line}" for line in overrides))
     if "--output" in targets:
         command.write_output(targets["--output"], config, overrides)
     if "--json" in targets:
-        targets["--json"].write_text(command.as_json(search, choice, args.top), encoding="utf-8")
+        targets["--json"].write_text(command.as_json(search, choice, args.top, measurement.facts() if measurement else None), encoding="utf-8")
     return 0
 
 

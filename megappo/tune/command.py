@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Optional, Sequence
+from typing import Any, Mapping, Optional, Sequence
 
 from megappo.config.batch import step_arithmetic
 from megappo.config.checks import check_config
@@ -158,8 +158,8 @@ def check_target(option: str, text: str) -> Path:
     return path
 
 
-def as_json(search: Search, choice: Choice, top: int) -> str:
-    """The ranking for other programs: what the tables show, in seconds and bytes."""
+def as_json(search: Search, choice: Choice, top: int, measured: Optional[Mapping[str, Any]] = None) -> str:
+    """The ranking for other programs: what the tables show, in seconds and bytes. measured: facts of the trials, by role."""
     tables: dict[str, Any] = {
         role: [_facts(one) for one in search.beside(choice, role)[:top]] for role in choice.roles if role in search.tuned
     }
@@ -174,6 +174,7 @@ def as_json(search: Search, choice: Choice, top: int) -> str:
         "peak_bytes": choice.peak,
         "overrides": overrides_of(search, choice),
         "roles": tables,
+        **({"measured": measured} if measured is not None else {}),
     }
     return json.dumps(facts, indent=1) + "\n"
 

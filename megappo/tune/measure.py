@@ -1,8 +1,8 @@
-"""`--measure K`: short trials of the best layouts of every role, on the ranks of this machine, and the ranking by what was
+"""`--measure K`: short trials of the best layouts of every role, on this machine or in a job of Slurm, and the ranking by what was
 measured.
 
 Trials and results lie in `OUTPUT_DIR/tuning`, next to the run's directory: NAME.json says what is run and NAME.result.json what
-it took, where NAME names the role and digests model, settings, batch, world and machine. What is there already is not run again.
+came of it, where NAME names the role and digests model, settings, batch, world and machine. What is there is not run again.
 """
 
 from __future__ import annotations
@@ -14,46 +14,73 @@ import platform
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
-from typing import Mapping, Optional, Sequence
+from typing import Any, Mapping, Optional, Sequence
 
 import torch
 
-from megappo.config.errors import ConfigError
-from megappo.launch.local import start_ranks
+import megappo
+from megappo.config.errors import ConfigError, problem
+from megappo.launch.script import Job
 from megappo.plan.tables import figures, table
+from megappo.tune.batch import ranks_here, run_trials
 from megappo.tune.cost import Workload
+from megappo.tune.generation import push_s
+from megappo.tune.job import Follower, living_jobs, submit
 from megappo.tune.report import name_of
 from megappo.tune.search import Candidate, Choice, Search, peak
-from megappo.tune.trials import Measured, Trial, read_measured, write_trial
-
+from megappo.tune.trials import Failed, Outcome, Trial, outcome_file, read_outcome, trial_file, write_trial
 
 @dataclass(frozen=True)
 class Tried:
-    """A candidate with what its trial took. total_s: of its passes and updates in a whole step, like `Candidate.total_s`."""
+    """A candidate with what came of its trial. total_s: of its passes and updates in a whole step, like `RoleCost.total_s`; None
+    where the trial failed. file: of the outcome."""
 
     candidate: Candidate
-    measured: Measured
-    total_s: float
+    outcome: Outcome
+    total_s: Optional[float]
+    file: Path
 
 
-def measure_best(search: Search, choice: Choice, most: int) -> Choice:
-    """Try the best `most` layouts of every tuned role beside `choice`, print the tables, and return the best that was measured.
+@dataclass(frozen=True)
+class Measurement:
+    """role -> what was tried, the fastest first, what failed last."""
 
-    ConfigError where the ranks cannot be started here; it says how to start them where they can.
+    tried: Mapping[str, Sequence[Tried]]
+
+    def lines(self) -> list[str]:
+        return [line for role, found in self.tried.items() for line in (*_lines(role, found), "")]
+
+    def facts(self) -> dict[str, Any]:
+        """For other programs."""
+        return {role: [_facts(one) for one in found] for role, found in self.tried.items()}
+
+
+def measure(search: Search, choice: Choice, most: int, job: Optional[Job] = None) -> Measurement:
+    """Try the best `most` layouts of every tuned role beside `choice`: here, or in a job of Slurm.
+
+    ConfigError where the ranks cannot be started here, or ended outside of a trial.
     """
     roles = {role: search.beside(choice, role)[:most] for role in choice.roles if role in search.tuned}
+    candidates = {trial_name(search, one, job): one for found in roles.values() for one in found}
     folder = Path(search.config.run.output_dir) / "tuning"
-    folder.mkdir(parents=True, exist_ok=True)
-    names = {role: [trial_name(search, one) for one in found] for role, found in roles.items()}
-    missing = _write_missing(search, folder, roles, names)
+    missing = [name for name in candidates if read_outcome(folder, name) is None]
+    living = living_jobs(folder, missing)
+    missing = [name for name in missing if not any(name in names for names in living.values())]
+    if missing and job is None:
+        _require_gpus(search)
     if missing:
-        _run(search, folder, missing)
-    tried = {
-        role: [_tried(one, read_measured(folder, name), search.workload) for one, name in zip(found, names[role])]
-        for role, found in roles.items()
-    }
-    print("\n\n".join("\n".join(_lines(role, found)) for role, found in tried.items()), end="\n\n")
-    return _best(search, choice, tried)
+        _make_folder(folder, search.config.run.output_dir)
+        for name in missing:
+            write_trial(folder, name, trial_of(search, candidates[name]))
+        if job is None:
+            _run_here(search.machine.world_size, folder, missing)
+        else:
+            living[_submit(job, folder, missing)] = missing
+    for job_id, names in living.items():
+        Follower(job_id, folder, names).wait()
+    tried = [_tried(one, folder, name, search.workload) for name, one in candidates.items()]
+    ranked = sorted(tried, key=lambda one: float("inf") if one.total_s is None else one.total_s)
+    return Measurement({role: [one for one in ranked if one.candidate.role == role] for role in roles})
 
 
 def trial_of(search: Search, one: Candidate) -> Trial:
@@ -62,73 +89,116 @@ def trial_of(search: Search, one: Candidate) -> Trial:
     run = search.config.run.model_copy(update={"device": search.machine.device})
     return Trial(
         config=search.config.model_copy(update={one.role: one.settings, "run": run}), role=one.role,
-        samples=min(workload.samples, workload.mini_batch), prompt_tokens=max(1, round(workload.prompt_tokens)),
-        response_tokens=max(1, round(workload.response_tokens)),
+        label=f"{one.role} {name_of(one)}", samples=min(workload.samples, workload.mini_batch),
+        prompt_tokens=max(1, round(workload.prompt_tokens)), response_tokens=max(1, round(workload.response_tokens)),
     )  # fmt: skip
 
 
-def trial_name(search: Search, one: Candidate) -> str:
+def trial_name(search: Search, one: Candidate, job: Optional[Job] = None) -> str:
     """`policy-1f0c...`: everything that the time depends on."""
-    trial, hardware = trial_of(search, one), search.machine.hardware
-    own = f"{platform.node()}, {os.cpu_count()} cores" if not hardware.is_gpu() else hardware.name
+    trial, machine = trial_of(search, one), search.machine
     facts = {
         "arch": asdict(search.archs[one.role]), "settings": one.settings.model_dump(mode="json", exclude={"model"}),
-        "batch": [trial.samples, trial.prompt_tokens, trial.response_tokens], "kernels": trial.config.kernels,
-        "world": search.machine.world_size, "machine": own, "torch": torch.__version__,
+        "logits": trial.config.policy.logits_dtype, "implementation": machine.implementation, "kernels": trial.config.kernels,
+        "batch": [trial.samples, trial.prompt_tokens, trial.response_tokens], "world": machine.world_size,
+        "ranks of a node": machine.hardware.gpus_per_node, "machine": _machine_name(search, job),
+        "versions": [megappo.__version__, torch.__version__],
     }  # fmt: skip
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
     return f"{one.role}-{digest[:16]}"
 
 
-def _write_missing(
-    search: Search, folder: Path, roles: Mapping[str, Sequence[Candidate]], names: Mapping[str, Sequence[str]]
-) -> list[str]:
-    """Names of the trials that were not run yet."""
-    missing: dict[str, None] = {}
-    for role, found in roles.items():
-        for one, name in zip(found, names[role]):
-            if read_measured(folder, name) is None:
-                write_trial(folder, name, trial_of(search, one))
-                missing[name] = None
-    return list(missing)
+def _machine_name(search: Search, job: Optional[Job]) -> str:
+    """GPUs of one kind are alike; CPUs are not."""
+    if search.machine.hardware.is_gpu():
+        return search.machine.hardware.name
+    if job is None:
+        return f"{platform.node()}, {os.cpu_count()} cores"
+    return next((option for option in job.options if option.startswith("--partition=")), "the default partition")
 
 
-def _run(search: Search, folder: Path, names: Sequence[str]) -> None:
+def _require_gpus(search: Search) -> None:
     world, gpus = search.machine.world_size, torch.cuda.device_count()
     if search.machine.hardware.is_gpu() and gpus < world:
-        per_node = search.machine.hardware.gpus_per_node
-        srun = f"srun --nodes {-(-world // per_node)} --ntasks-per-node {min(world, per_node)}"
-        command = f"{srun} python -m megappo.tune.rank {folder} {' '.join(names)}"
         why = f"{world} ranks need a GPU each and this machine has {gpus}"
-        raise ConfigError(f"--measure: {why}; run `{command}` there and ask again")
-    print(f"trials: {len(names)} on {world} ranks, results in {folder}", flush=True)
-    code = start_ranks(world, [str(folder), *names], module="megappo.tune.rank")
+        raise ConfigError(f"--measure: {why}; --slurm runs the trials as a job")
+
+
+def _make_folder(folder: Path, output_dir: str) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(problem("run.output_dir", output_dir, f"{error.filename}: {error.strerror}; name another one")) from None
+
+
+def _submit(job: Job, folder: Path, names: Sequence[str]) -> str:
+    """Job id. Where Slurm refuses it, nothing of it is left."""
+    try:
+        job_id = submit(job, folder, names)
+    except ConfigError:
+        for name in names:
+            trial_file(folder, name).unlink()
+        for path in (folder, folder.parent):
+            if not any(path.iterdir()):
+                path.rmdir()
+        raise
+    log = folder / f"job-{job_id}.log"
+    print(f"job {job_id}: {len(names)} trials on {job.nodes} nodes x {job.ranks_per_node} ranks, log {log}", flush=True)
+    return job_id
+
+
+def _run_here(world_size: int, folder: Path, names: Sequence[str]) -> None:
+    print(f"{len(names)} trials on {world_size} ranks here, results in {folder}", flush=True)
+    code = run_trials(folder, names, ranks_here(world_size))
     if code != 0:
-        kept = f"its message is above; those before it are kept in {folder}"
-        raise ConfigError(f"--measure: a trial ended with exit code {code}, {kept}")
+        kept = f"what it said is above; what was measured is kept in {folder}"
+        raise ConfigError(f"--measure: the ranks ended with exit code {code}, and not in a trial; {kept}")
+    print(flush=True)
 
 
-def _tried(one: Candidate, measured: Optional[Measured], workload: Workload) -> Tried:
-    assert measured is not None, "every trial has run"
+def _tried(one: Candidate, folder: Path, name: str, workload: Workload) -> Tried:
+    outcome = read_outcome(folder, name)
+    assert outcome is not None, "every trial has run"
+    if isinstance(outcome, Failed):
+        return Tried(one, outcome, None, outcome_file(folder, name))
     passes = max(1.0, workload.samples / workload.mini_batch)
-    return Tried(one, measured, measured.forward_s * passes + (measured.update_s or 0.0) * workload.updates)
+    seconds = outcome.forward_s * passes + (outcome.update_s or 0.0) * workload.updates
+    return Tried(one, outcome, seconds, outcome_file(folder, name))
 
 
 def _lines(role: str, tried: Sequence[Tried]) -> list[str]:
-    rows = []
-    for one in sorted(tried, key=lambda tried: tried.total_s):
+    rows, failures = [], []
+    for one in tried:
         predicted = one.candidate.cost.total_s
-        rows.append([name_of(one.candidate), figures(one.total_s), figures(predicted), f"{one.total_s / predicted:.2f}"])
-    return table([f"{role}, measured", "step s", "predicted", "ratio"], rows, left=1)
+        if one.total_s is not None:
+            rows.append([name_of(one.candidate), figures(one.total_s), figures(predicted), f"{one.total_s / predicted:.2f}"])
+        else:
+            failures.append(f"  {name_of(one.candidate)}: {one.outcome} (delete {one.file} to try it again)")
+    return [*table([f"{role}, measured", "step s", "predicted", "ratio"], rows, left=1), *failures]
 
 
-def _best(search: Search, choice: Choice, tried: Mapping[str, Sequence[Tried]]) -> Choice:
-    """The combination that fits and is fastest by what was measured; roles that are not tuned stay."""
-    room = search.machine.hardware.usable_bytes
-    best, fastest = choice, float("inf")
-    for combination in product(*tried.values()):
+def _facts(one: Tried) -> dict[str, Any]:
+    return {
+        "layout": name_of(one.candidate), "overrides": one.candidate.overrides(), "seconds": one.total_s,
+        "predicted_seconds": one.candidate.cost.total_s, **one.outcome.model_dump(),
+    }  # fmt: skip
+
+
+def best_measured(search: Search, choice: Choice, measurement: Measurement) -> Choice:
+    """The combination that fits and is fastest by what was measured; roles that are not tuned stay. ConfigError where nothing is
+    left."""
+    room, rollout = search.machine.hardware.usable_bytes, choice.rollout
+    working = {role: [one for one in found if one.total_s is not None] for role, found in measurement.tried.items()}
+    for role, found in measurement.tried.items():
+        if not working[role]:
+            fix = f"try more of them (--measure {2 * len(found)}), or lower {role}.micro_batch_tokens"
+            raise ConfigError(f"--measure: all {len(found)} layouts of the {role} failed, see above; {fix}")
+    best, fastest = None, float("inf")
+    for combination in product(*working.values()):
         roles = {**choice.roles, **{one.candidate.role: one.candidate for one in combination}}
-        seconds = sum(one.total_s for one in combination)
-        if seconds < fastest and peak(roles.values(), choice.rollout) <= room:
-            best, fastest = Choice(roles, choice.rollout, choice.push_s), seconds
-    return best
+        seconds = sum(one.total_s or 0.0 for one in combination)
+        if seconds < fastest and peak(roles.values(), rollout) <= room:
+            best, fastest = roles, seconds
+    if best is None:
+        raise ConfigError("--measure: no combination of the layouts that were measured fits; measure more of them")
+    return Choice(best, rollout, push_s(best["policy"].layout, rollout.memory, search.machine.hardware))

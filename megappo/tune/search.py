@@ -120,7 +120,6 @@ class Choice:
     def with_role(self, candidate: Candidate) -> Choice:
         return replace(self, roles={**self.roles, candidate.role: candidate})
 
-
     def peak_of(self, role: str) -> int:
         """Bytes of one rank while this role works."""
         return self.rollout.bytes + sum(one.resident for one in self.roles.values()) + self.roles[role].active

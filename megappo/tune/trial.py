@@ -1,7 +1,7 @@
 """What every rank of a trial does: builds one role in one layout with random weights and times its passes and updates.
 
 Nothing of the run's data or weights is needed: time does not depend on values. Rank 0 writes what was measured as soon as a trial
-is over, so that a failing one does not take the others along. Descriptions and results are `trials.py`'s.
+is over, and before that which one it is at, for `batch.py` to see which one failed. Descriptions and results are `trials.py`'s.
 """
 
 from __future__ import annotations
@@ -19,32 +19,39 @@ from megappo.config.schema import FrozenOffloadConfig, OffloadConfig, TrainableC
 from megappo.data.packing import PackedBatch, pack
 from megappo.engine.megatron import MegatronEngine
 from megappo.engine.megatron_optimizer import Optimizer, wrap_with_ddp
+from megappo.launch.world import is_rank
 from megappo.models.arch import ModelArch, read_arch
 from megappo.models.build import build_model
 from megappo.models.implementation import choose_implementation
 from megappo.ops import dispatch
 from megappo.parallel.groups import ProcessGroups, build_groups, destroy_groups
 from megappo.plan.layouts import layout_of
-from megappo.platform.device import DTYPES, select_device, start_distributed
+from megappo.platform.device import DTYPES, select_device, start_alone, start_distributed
 from megappo.telemetry.timers import wait_for_device
 from megappo.trainer.roles import Critic, LanguageModel, Policy
 from megappo.trainer.settings import policy_loss
-from megappo.tune.trials import Measured, Trial, read_trial, write_measured
+from megappo.tune.trials import RUNNING, Measured, Trial, read_trial, world_folder, write_outcome
 
 _TIMEOUT_S = 300.0  # a rank that waits longer for its peers waits for a collective that they do not call
 
 
-def main(folder: str, names: Sequence[str]) -> None:
+def main(folder: Path, names: Sequence[str]) -> None:
     """Join the world that the launcher described, run every trial and leave."""
-    trials = {name: read_trial(Path(folder), name) for name in names}
+    trials, running = {name: read_trial(folder, name) for name in names}, world_folder(folder, names) / RUNNING
     device = select_device(next(iter(trials.values())).config.run.device)
-    start_distributed(device, _TIMEOUT_S)
+    if is_rank():
+        start_distributed(device, _TIMEOUT_S)
+    else:  # the only task of a step
+        start_alone(device)
     for name, trial in trials.items():
+        if dist.get_rank() == 0:
+            running.write_text(name, encoding="utf-8")
         dispatch.select(trial.config.kernels)
         measured = run_trial(trial, device)
         if dist.get_rank() == 0:
-            write_measured(Path(folder), name, measured)
-            print(f"  {name}: forward {measured.forward_s:.4g} s, update {measured.update_s or 0:.4g} s", flush=True)
+            write_outcome(folder, name, measured)
+            running.unlink()
+            print(f"  {trial.label}: {measured}", flush=True)
     dist.barrier()
     dist.destroy_process_group()
 

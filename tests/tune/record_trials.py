@@ -21,9 +21,9 @@ from typing import Any
 import torch
 
 from megappo.config.loading import load_config
-from megappo.launch.local import start_ranks
+from megappo.tune.batch import ranks_here, run_trials
 from megappo.tune.probe import probe
-from megappo.tune.trials import Trial, read_measured, write_trial
+from megappo.tune.trials import Measured, Trial, outcome_file, read_outcome, write_trial
 
 TARGET = Path(__file__).with_name("trials_cpu.json")
 RANKS, ROUNDS = 2, 1
@@ -83,15 +83,18 @@ def main() -> int:
         stems = {f"layout-{index}": layout for index, layout in enumerate(LAYOUTS)}
         for stem, layout in stems.items():
             config = load_config(path, LAYOUTS[layout])
-            trial = Trial(config=config, role="policy", samples=SAMPLES, prompt_tokens=PROMPT, response_tokens=RESPONSE)
+            trial = Trial(
+                config=config, role="policy", label=layout, samples=SAMPLES, prompt_tokens=PROMPT, response_tokens=RESPONSE
+            )
             write_trial(folder, stem, trial)
         for _ in range(ROUNDS):
             record["profile"] = fastest_profile(record["profile"], asdict(probe()))
-            if (code := start_ranks(RANKS, [name, *stems], module="megappo.tune.rank")) != 0:
+            if (code := run_trials(folder, list(stems), ranks_here(RANKS))) != 0:
                 return code
             for stem, layout in stems.items():
-                measured = read_measured(folder, stem)
-                assert measured is not None
+                measured = read_outcome(folder, stem)
+                assert isinstance(measured, Measured), measured
+                outcome_file(folder, stem).unlink()  # for the next round
                 record["seconds"][layout] = fastest(record["seconds"].get(layout, {}), measured.model_dump())
             record["rounds"] += 1
             facts = {"command": "python tests/tune/record_trials.py", "machine": machine, **record}

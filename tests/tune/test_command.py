@@ -11,7 +11,7 @@ import pytest
 from megappo.config.loading import load_config
 from megappo.plan.estimate import make_plan
 from megappo.plan.layouts import check_layouts, read_archs
-from megappo.tune import measure
+from megappo.tune import batch
 from megappo.tune.profiles import load_hardware
 
 from ..plan.checkpoints import LLAMA_7B, SPARSE, write_checkpoint
@@ -93,6 +93,10 @@ MISTAKES = [
     (["--gpu", "h100", "--roles", "rollout", "rollout.engine=megatron"], "--roles rollout: is not there: rollout.engine"),
     (["--gpu", "h100", "--top", "0"], "--top 0: must be >= 1"),
     (["--gpu", "h100", "--measure", "0"], "--measure 0: must be >= 1"),
+    (["--gpu", "h100", "--measure", "1"], "--measure: 16 ranks need a GPU each and this machine has 0; --slurm runs the trials as a job"),
+    (["--gpu", "h100", "--slurm"], "--slurm runs the trials of --measure K as a job, and has no effect without it"),
+    (["--gpu", "h100", "--measure", "1", "--partition", "a"], "--partition is of the job of --slurm, and has no effect without it"),
+    (["--gpu", "h100", "--measure", "1", "--sbatch=--exclusive"], "--sbatch is of the job of --slurm, and has no effect without it"),
     (["--gpu", "h100", "--mean-response-tokens", "9999"], "--mean-response-tokens 9999: must be > 0 and at most the longest"),
     (["--gpu", "h100", "policy.model=missing"], 'policy.model = "missing": missing is not a directory'),
     (["--gpu", "h100", "--output", "/nowhere/layout.txt"], "--output /nowhere/layout.txt: /nowhere is not a directory"),
@@ -107,7 +111,7 @@ MISTAKES = [
 @pytest.mark.parametrize("arguments, message", MISTAKES, ids=lambda value: " ".join(value) if isinstance(value, list) else "")
 def test_a_mistake_is_one_line(tmp_path, capsys, monkeypatch, arguments, message):
     code, told = tune(capsys, write_run(tmp_path), *arguments)
-    assert code == 2 and told.out == "" and told.err.count("\n") == 1
+    assert code == 2 and told.err.count("\n") == 1 and (told.out == "" or "need a GPU each" in message)
     assert told.err.startswith("tune_parallelism: ") and message in told.err
 
 
@@ -150,7 +154,7 @@ def test_trials_are_run_once_and_decide(tmp_path, capsys, monkeypatch):
         started.append(names)
         return 0
 
-    monkeypatch.setattr(measure, "start_ranks", start_ranks)
+    monkeypatch.setattr(batch, "start_ranks", start_ranks)
     settings = ["run.device=cpu", "rollout.engine=megatron", "policy.parallel=null", *SMALL]
     arguments = [path, "--gpus", 2, "--measure", 3, "--roles", "critic", *settings, "--json", tmp_path / "all.json"]
     code, told = tune(capsys, *arguments)

@@ -1,0 +1,99 @@
+"""Runs trials one after the other in one world of ranks, and goes on in a new world after a trial that took its world down.
+
+A rank that runs out of memory leaves the others waiting for it, so that its whole world has to end. Which trial that was, and what
+the first rank to fail said, is recorded as the trial's outcome.
+
+    python -m megappo.tune.batch FOLDER NAME...      # in a job of Slurm (`job.py`), where a world is a step
+"""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Callable, Optional, Sequence
+
+from megappo.launch.failure import Failure, first_failure
+from megappo.launch.local import how_it_ended, start_ranks
+from megappo.tune.trials import RUNNING, Failed, read_outcome, read_trial, world_folder, write_outcome
+
+Start = Callable[[Path, Sequence[str]], int]
+"""Starts a world that runs the trials of these names in the folder; exit code."""
+
+_INTERRUPTED = tuple(128 + number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
+MOST_CHARACTERS = 240  # of a reason: torch's "out of memory" goes on with advice
+# A job that is cancelled, or out of time, ends its ranks and this process alike, but not in the same instant.
+GRACE_S = 2.0
+# What a shell around each rank leaves for `first_failure`, of a rank that could say nothing itself (killed for want of memory).
+RANK = """\
+"$@"
+code=$?
+[ $code -eq 0 ] || echo "$code $(date +%s%N) $SLURM_STEP_ID $SLURMD_NODENAME" > "$0/rank-$SLURM_PROCID.exit"
+exit $code"""
+
+
+def run_trials(folder: Path, names: Sequence[str], start: Start) -> int:
+    """Every trial that has no outcome yet. 0 once all have one; otherwise the exit code of a world that ended outside of a
+    trial, after which the next one would end in the same way."""
+    left = _without_outcome(folder, names)
+    while left:
+        world = world_folder(folder, left)
+        shutil.rmtree(world, ignore_errors=True)
+        world.mkdir()
+        try:
+            code = start(folder, left)
+            if code != 0 and (world / RUNNING).exists():
+                name, failed = (world / RUNNING).read_text(encoding="utf-8"), Failed(reason=reason_of(first_failure(world), code))
+                write_outcome(folder, name, failed)
+                print(f"  {read_trial(folder, name).label}: {failed}", flush=True)
+        finally:
+            shutil.rmtree(world)
+        still = _without_outcome(folder, left)
+        if len(still) == len(left):
+            return code or 1
+        left = still
+    return 0
+
+
+def ranks_here(num_ranks: int) -> Start:
+    """Worlds of so many ranks on this machine. They raise KeyboardInterrupt where the user ends them, or this process."""
+
+    def start(folder: Path, names: Sequence[str]) -> int:
+        code = start_ranks(num_ranks, [str(folder), *names], module="megappo.tune.rank")
+        if code in _INTERRUPTED:
+            raise KeyboardInterrupt
+        return code
+
+    return start
+
+
+def start_step(folder: Path, names: Sequence[str]) -> int:
+    """A world of all tasks of this Slurm job. The first rank to end badly ends the others."""
+    world = world_folder(folder, names)
+    rank = [sys.executable, "-m", "megappo.tune.rank", str(folder), *names]
+    command = ["srun", "--kill-on-bad-exit=1", "--distribution=block", "bash", "-c", RANK, str(world), *rank]
+    code = subprocess.run(command).returncode
+    if code != 0:
+        time.sleep(GRACE_S)
+    return code
+
+
+def _without_outcome(folder: Path, names: Sequence[str]) -> list[str]:
+    return [name for name in names if read_outcome(folder, name) is None]
+
+
+def reason_of(failure: Optional[Failure], code: int) -> str:
+    if failure is None:
+        return f"its ranks ended ({how_it_ended(code)})"
+    if "Traceback" not in failure.text:  # the end of a log that nobody wrote
+        return f"rank {failure.rank} on {failure.host} ended ({how_it_ended(failure.code or code)})"
+    lines = failure.text.rpartition("Traceback (most recent call last):")[2].strip("\n").splitlines()
+    said = next((number for number, line in enumerate(lines) if not line.startswith(" ")), len(lines) - 1)
+    return f"rank {failure.rank}: {' '.join(' '.join(lines[said:]).split())[:MOST_CHARACTERS]}"
+
+
+if __name__ == "__main__":
+    sys.exit(run_trials(Path(sys.argv[1]), sys.argv[2:], start_step))

@@ -1,0 +1,180 @@
+"""`--measure K --slurm`: the trials as a job of Slurm, which is waited for and can be left to itself.
+
+    OUTPUT_DIR/tuning/job-12.sbatch   the script; job-12.log what it said; job-12.json the trials that it runs
+
+Results are files (`trials.py`), so that nothing is lost where the wait is broken off: the next call finds the job, or what it left.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Optional, Sequence
+
+import jinja2
+
+from megappo.config.errors import ConfigError, problem
+from megappo.launch import slurm
+from megappo.launch.environment import REPOSITORY
+from megappo.launch.script import Job
+from megappo.launch.submit import Limits, check_cluster
+from megappo.tune.search import Machine
+from megappo.tune.trials import Outcome, read_outcome, read_trial, world_folder
+
+POLL_S = 5.0
+# What another node wrote may be seen late: a network file system asks for a directory's news about once a minute.
+LATE_S = 90.0
+LAST_LINES = 15
+
+
+def job_for(machine: Machine, limits: Limits, options: Sequence[str]) -> Job:
+    """The job that the trials of this machine need. ConfigError where Slurm is not here, or cannot run it."""
+    per_node = machine.hardware.gpus_per_node
+    nodes = -(-machine.world_size // per_node)
+    for option in options:
+        if not option.startswith("--") or "\n" in option:
+            raise ConfigError(problem("--sbatch", option, "must be one option in one line, for example --sbatch=--exclusive"))
+    if any("\n" in option for option in limits.options()):
+        raise ConfigError("--partition, --account, --time: must be one line each")
+    if limits.time is not None:
+        slurm.parse_time(limits.time)
+    if not slurm.has_slurm():
+        raise ConfigError("--slurm: no Slurm on this machine (sbatch is not in PATH); run this where jobs are submitted")
+    if limits.partition is not None:
+        known = slurm.partitions().get(limits.partition)
+        if known is not None and nodes > known.nodes:
+            need = f"{machine.world_size} ranks are {nodes} nodes of {per_node}"
+            raise ConfigError(f"--partition {known.name}: has {known.nodes} nodes, and {need} (--gpus, --gpus-per-node)")
+    job = Job(nodes, min(machine.world_size, per_node), machine.hardware.is_gpu(), options=(*limits.options(), *options))
+    check_cluster(job, limits)
+    return job
+
+
+def render(job: Job, folder: Path, names: Sequence[str]) -> str:
+    """The script; every path in it is absolute."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent), undefined=jinja2.StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
+    )  # fmt: skip
+    log = str(folder.absolute() / "job-").replace("%", "%%")
+    return environment.get_template("trials.sbatch.jinja").render(
+        options=["--job-name=megappo-tune", f'--output="{log}%j.log"', *job.options],
+        nodes=job.nodes,
+        ranks_per_node=job.ranks_per_node,
+        gpus=job.gpus,
+        root=shlex.quote(str(Path.cwd())),
+        code=shlex.quote(str(REPOSITORY)),
+        python=shlex.quote(sys.executable),
+        folder=shlex.quote(str(folder.absolute())),
+        names=[shlex.quote(name) for name in names],
+    )
+
+
+def submit(job: Job, folder: Path, names: Sequence[str]) -> str:
+    """Job id. ConfigError, with sbatch's own words, where Slurm refuses it."""
+    script = folder / f"{names[0]}.sbatch"
+    script.write_text(render(job, folder, names), encoding="utf-8")
+    try:
+        job_id = slurm.submit(script)
+    except ConfigError:
+        script.unlink()
+        raise
+    script.rename(folder / f"job-{job_id}.sbatch")
+    (folder / f"job-{job_id}.json").write_text(json.dumps(names) + "\n", encoding="utf-8")
+    return job_id
+
+
+def living_jobs(folder: Path, names: Sequence[str]) -> dict[str, list[str]]:
+    """Jobs that wait or run, with those of the trials that are theirs."""
+    found = {}
+    for file in folder.glob("job-*.json"):
+        theirs = set(json.loads(file.read_text(encoding="utf-8")))
+        job_id, mine = file.stem.removeprefix("job-"), [name for name in names if name in theirs]
+        if mine and slurm.has_slurm() and slurm.is_alive(job_id):
+            found[job_id] = mine
+    return found
+
+
+@dataclass
+class Follower:
+    """What was said already of a job and its trials."""
+
+    job_id: str
+    folder: Path
+    names: Sequence[str]
+    _told: set[str] = field(default_factory=set)
+    _line: str = ""
+
+    @property
+    def log(self) -> Path:
+        return self.folder / f"job-{self.job_id}.log"
+
+    def wait(self) -> None:
+        """Until the job is over, with a line for every change and every trial. ConfigError where it leaves trials without an
+        outcome. KeyboardInterrupt leaves the job alone."""
+        try:
+            while not self._is_over():
+                time.sleep(POLL_S)
+        except KeyboardInterrupt:
+            print(
+                f"\njob {self.job_id} goes on: ask again in the same words, what it has measured by then is used; "
+                f"`scancel {self.job_id}` ends it",
+                flush=True,
+            )
+            raise
+
+    def _is_over(self) -> bool:
+        try:
+            status = slurm.job_status(self.job_id)
+        except ConfigError as error:  # a controller that restarts says nothing about the job
+            self._say(f"  {error}; still asking")
+            return False
+        self._tell_outcomes()
+        if status is not None and not status.is_over:
+            self._say(_what_it_does(status))
+            return False
+        for name in self.names:  # what a world leaves that was ended with the job
+            shutil.rmtree(world_folder(self.folder, [name]), ignore_errors=True)
+        deadline = time.monotonic() + (LATE_S if status is not None and status.code == 0 else 0)
+        while self._missing() and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+            self._tell_outcomes()
+        if self._missing():
+            raise ConfigError(self._what_went_wrong(status))
+        return True
+
+    def _missing(self) -> list[str]:
+        return [name for name in self.names if name not in self._told]
+
+    def _tell_outcomes(self) -> None:
+        for name in self._missing():
+            outcome: Optional[Outcome] = read_outcome(self.folder, name)
+            if outcome is not None:
+                self._told.add(name)
+                print(f"  {read_trial(self.folder, name).label}: {outcome}", flush=True)
+
+    def _say(self, line: str) -> None:
+        if line != self._line:
+            print(line, flush=True)
+            self._line = line
+
+    def _what_went_wrong(self, status: Optional[slurm.JobStatus]) -> str:
+        """One line, below the end of the log."""
+        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines() if self.log.exists() else []
+        print("\n".join(f"  | {line}" for line in lines[-LAST_LINES:]), file=sys.stderr, flush=True)
+        how = f"ended ({status.state}, exit code {status.code})" if status is not None else "is no longer known to Slurm"
+        log = f"its log is {self.log}" + (", whose end is above" if lines else ", which is not there")
+        kept = f"{len(self._missing())} of {len(self.names)} trials have no result, the others are kept"
+        return f"--measure: job {self.job_id} {how}; {log}; {kept}; ask again to run them"
+
+
+def _what_it_does(status: slurm.JobStatus) -> str:
+    if status.state == "RUNNING":
+        return f"  runs on {status.nodes}"
+    reason = "" if status.reason == "None" else f" ({status.reason})"
+    return f"  waits{reason}" if status.state == "PENDING" else f"  {status.state.lower()}{reason}"

@@ -1,0 +1,42 @@
+"""A stand-in for `megappo.tune.rank`, which it is started like: does what a trial's name says, and imports no torch."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+from megappo.launch.failure import ATTEMPT_DIR, record_exceptions
+from megappo.launch.world import join_srun
+from megappo.tune.trials import RUNNING, Measured, world_folder, write_outcome
+
+
+def main(folder: Path, names: list[str]) -> None:
+    join_srun()
+    rank, world = int(os.environ["RANK"]), world_folder(folder, names)
+    os.environ[ATTEMPT_DIR] = str(world)
+    record_exceptions(rank)
+    if rank == 0:
+        with (folder / "starts").open("a") as starts:
+            starts.write(" ".join(names) + "\n")
+    for name in names:
+        if "nowhere" in name:
+            raise RuntimeError("before any trial")
+        if rank == 0:
+            (world / RUNNING).write_text(name)
+        if "fails" in name:
+            if rank == 1:
+                raise MemoryError("of this\nrank")
+            time.sleep(600)
+        if "killed" in name:
+            if rank == 1:
+                os.kill(os.getpid(), 9)
+            time.sleep(600)
+        if rank == 0:
+            write_outcome(folder, name, Measured(forward_s=1.0, update_s=2.0))
+            (world / RUNNING).unlink()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])

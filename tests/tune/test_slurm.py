@@ -1,0 +1,178 @@
+"""`--measure K --slurm` on a real Slurm of two nodes: trials as a job that is waited for, found again, and believed where it fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+
+import psutil
+import pytest
+
+from megappo.tune import job, measure
+from megappo.tune.measure import trial_name
+from megappo.tune.trials import RUNNING, Failed, Measured, read_outcome
+
+from ..plan.checkpoints import TINY, write_checkpoint
+from .test_batch import STUB
+from .test_command import script
+
+PYTHON = sys.executable
+FOUR_RANKS = ["--gpus", "4", "--gpus-per-node", "2", "--roles", "critic", "--top", "3"]
+
+
+def write_run(folder, name="run"):
+    model = write_checkpoint(folder / "model", TINY, weights=False, tokenizer=False)
+    path = folder / f"{name}.yaml"
+    path.write_text(
+        f"run: {{device: cpu, output_dir: {folder / 'runs here'}}}\n"
+        f"policy: {{model: {model}, dtype: fp32}}\ncritic: {{dtype: fp32}}\nreference: {{dtype: fp32}}\n"
+        "data: {train: none, max_prompt_tokens: 16, prompts_per_step: 8}\n"
+        "rollout: {engine: megatron, max_response_tokens: 16}\nalgorithm: {mini_batch_size: 8}\n"
+    )
+    return path
+
+
+@pytest.fixture(autouse=True)
+def outside_a_job(monkeypatch):
+    monkeypatch.setattr(job, "POLL_S", 0.3)
+    for name in ("RANK", "WORLD_SIZE", "SLURM_JOB_NUM_NODES"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def tune(capsys, path, *arguments):
+    code = script.main([str(path), *FOUR_RANKS, *arguments])
+    return code, capsys.readouterr()
+
+
+def stand_in(folder, monkeypatch, stub):
+    """The job's Python runs `stub_rank.py` for a rank; the names of trials end as in `stub`."""
+    python = folder / "python"
+    python.write_text(
+        f'#!/bin/bash\ncase "$*" in\n  "-m megappo.tune.rank"*) exec {PYTHON} {STUB} "${{@:3}}" ;;\n'
+        f'  *) exec {PYTHON} -c "import sys, runpy; sys.executable = sys.argv.pop(1); sys.argv[:3] = [\'batch\']; '
+        "runpy.run_module('megappo.tune.batch', run_name='__main__')\" \"$0\" \"$@\" ;;\nesac\n"
+    )
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    seen = []
+
+    def named(search, one, job=None):
+        name = trial_name(search, one, job)
+        seen.append(name) if name not in seen else None
+        return f"{name}-{stub[seen.index(name)]}"
+
+    monkeypatch.setattr(measure, "trial_name", named)
+
+
+def kill_rank_one(folder, killed):
+    """As the kernel does for want of host memory, as soon as the job's second trial has begun."""
+    while not killed:
+        time.sleep(0.02)
+        names = next((json.loads(file.read_text()) for file in folder.glob("job-*.json")), [])
+        running = [file.read_text() for file in folder.glob(f"*.world/{RUNNING}") if file.exists()]
+        if running != names[1:2] or not running:
+            continue
+        for process in psutil.process_iter(["cmdline"]):
+            command = process.info["cmdline"] or []
+            if command[:3] == [PYTHON, "-m", "megappo.tune.rank"] and str(folder) in command:
+                if process.environ()["SLURM_PROCID"] == "1":
+                    process.kill()
+                    killed += running
+
+
+def test_trials_run_as_a_job_and_are_reused_and_a_killed_rank_costs_its_trial_only(tmp_path, capsys, on_cluster):
+    """The ranks are real ones, over gloo, two on each of two nodes."""
+    path, folder, killed = write_run(tmp_path), tmp_path / "runs here" / "tuning", []
+    threading.Thread(target=kill_rank_one, args=(folder, killed), daemon=True).start()
+    ranking = tmp_path / "all.json"
+    code, told = tune(capsys, path, "--measure", "2", "--slurm", "--partition", "main", "--time", "10", "--json", str(ranking))
+    assert code == 0, told
+    job_id = next(folder.glob("job-*.json")).stem.removeprefix("job-")
+    names = json.loads((folder / f"job-{job_id}.json").read_text())
+    lines = told.out.splitlines()
+    start = lines.index(f"job {job_id}: 2 trials on 2 nodes x 2 ranks, log {folder}/job-{job_id}.log")
+    assert "  runs on 127.0.0.[1-2]" in lines[start : start + 4]
+    assert killed == [names[1]] and isinstance(read_outcome(folder, names[0]), Measured)
+    failed = read_outcome(folder, names[1])
+    assert isinstance(failed, Failed) and failed.reason == "rank 1 on 127.0.0.1 ended (killed by SIGKILL)"
+    table = told.out.split("critic, measured")[1].split("overrides")[0].splitlines()
+    assert len(table[1].split()) > 4 and f"failed: {failed.reason} (delete {folder}/{names[1]}.result.json" in table[2]
+    facts = json.loads(ranking.read_text())
+    assert [one.get("reason") for one in facts["measured"]["critic"]] == [None, failed.reason]
+    chosen = [line for line in facts["overrides"] if line.startswith("critic.")]
+    assert chosen == facts["measured"]["critic"][0]["overrides"] == facts["roles"]["critic"][0]["overrides"]
+    assert f"critic {table[1].split('  ')[1]}" in (folder / f"job-{job_id}.log").read_text()
+    sbatch = (folder / f"job-{job_id}.sbatch").read_text()
+    assert "#SBATCH --time=10\n" in sbatch and "--gpus-per-node" not in sbatch
+    before = on_cluster.command("squeue", "--noheader", "--states=all", "--format=%i")
+    code, again = tune(capsys, path, "--measure", "2", "--slurm", "--partition", "main")
+    assert code == 0 and again.out.split("critic, measured")[1] == told.out.split("critic, measured")[1]
+    assert on_cluster.command("squeue", "--noheader", "--states=all", "--format=%i") == before, "nothing is run again"
+    assert not list(folder.glob("*.world"))
+
+
+def test_a_job_goes_on_after_trials_that_fail_and_its_end_is_told(tmp_path, capsys, on_cluster, monkeypatch):
+    path, folder = write_run(tmp_path), tmp_path / "runs here" / "tuning"
+    stand_in(tmp_path, monkeypatch, ["a", "fails", "b"])
+    begun = time.monotonic()
+    code, told = tune(capsys, path, "--measure", "3", "--slurm", "--time", "2")
+    assert code == 0, told
+    assert "failed: rank 1: MemoryError: of this rank" in told.out and time.monotonic() - begun < 60
+    starts = (folder / "starts").read_text().splitlines()
+    assert [len(line.split()) for line in starts] == [3, 1]
+    # Another run, whose ranks do not even come to a trial: blamed on none, with the end of the log.
+    other = write_run(tmp_path, "other")
+    other.write_text(other.read_text().replace("max_response_tokens: 16", "max_response_tokens: 17"))
+    stand_in(tmp_path, monkeypatch, ["nowhere", "b"])
+    code, told = tune(capsys, other, "--measure", "2", "--slurm", "--time", "2")
+    assert code == 2 and "  | RuntimeError: before any trial\n" in told.err
+    last = told.err.splitlines()[-1]
+    log = next(folder.glob("*-nowhere.json")).parent
+    assert last.startswith("tune_parallelism: --measure: job ") and " ended (FAILED, exit code 1); its log is " in last
+    assert "2 of 2 trials have no result" in last and str(log) in last
+
+
+def test_an_interrupt_leaves_the_job_alone_and_the_next_call_finds_it(tmp_path, capsys, on_cluster, monkeypatch):
+    """The job is held back until it was interrupted, so that it is still to come."""
+    path, folder = write_run(tmp_path), tmp_path / "runs here" / "tuning"
+    stand_in(tmp_path, monkeypatch, ["a"])
+
+    def interrupt():
+        while not list(folder.glob("job-*.json")):
+            time.sleep(0.02)
+        time.sleep(0.5)
+        signal.raise_signal(signal.SIGINT)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    code, told = tune(capsys, path, "--measure", "1", "--slurm", "--sbatch=--hold")
+    job_id = next(folder.glob("job-*.json")).stem.removeprefix("job-")
+    assert code == 130 and f"\njob {job_id} goes on: ask again in the same words" in told.out and f"scancel {job_id}" in told.out
+    assert "  waits (JobHeldUser)\n" in told.out
+    assert on_cluster.job(job_id)["JobState"] == "PENDING"
+    on_cluster.command("scontrol", "release", job_id)
+    code, told = tune(capsys, path, "--measure", "1", "--slurm", "--sbatch=--hold")
+    assert code == 0 and "critic, measured" in told.out, told
+    assert len(list(folder.glob("job-*.json"))) == 1, "and no second job"
+
+
+REFUSED = {
+    "partition": (["--partition", "h100"], "--partition h100: unknown to sinfo; there are main"),
+    "nodes": (["--partition", "main", "--gpus", "8"], "--partition main: has 2 nodes, and 8 ranks are 4 nodes of 2"),
+    "limit": (["--partition", "main", "--time", "3-0"], "--time 3-0: jobs in partition main end after 1440 minutes"),
+    "time": (["--time", "soon"], "--time soon: not a time"),
+    "option": (["--sbatch=exclusive"], '--sbatch = "exclusive": must be one option in one line'),
+    "sbatch": (["--sbatch=--qos-of-nobody"], "Slurm refuses: sbatch: unrecognized option '--qos-of-nobody'"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_slurm_cannot_run_is_refused_and_leaves_nothing(tmp_path, capsys, on_cluster, case):
+    path, (arguments, message) = write_run(tmp_path), REFUSED[case]
+    code, told = tune(capsys, path, "--measure", "1", "--slurm", *arguments)
+    assert code == 2 and message in told.err and told.err.count("\n") == 1
+    assert not (tmp_path / "runs here").exists() and sorted(os.listdir(tmp_path)) == ["model", "run.yaml"]
+    assert case == "sbatch" or told.out == "", "before anything is computed"
