@@ -1,7 +1,7 @@
 """What a job script asks before and after its ranks: start or resume, and requeue or end.
 
-    python -m megappo.launch.attempt begin LAUNCH_DIR CONFIG [key=value ...]
-    python -m megappo.launch.attempt end   LAUNCH_DIR --status CODE --max-requeues N CONFIG [key=value ...]
+    python -m megappo.launch.attempt begin LAUNCH_DIR CONFIG [--resume] [key=value ...]                      prints --resume, or nothing
+    python -m megappo.launch.attempt end   LAUNCH_DIR --status CODE --max-requeues N CONFIG [key=value ...]  prints the exit code
 
 Every start of a job's ranks is an attempt, numbered by Slurm's count of restarts. Progress is measured by checkpoints: what was
 trained after the last one is lost to the next attempt anyway. Imports no torch.
@@ -83,7 +83,7 @@ def begin(launch_dir: Path, run: RunConfig, attempt: int, *, resume: bool) -> bo
 
 
 def end(launch_dir: Path, run_dir: Path, attempt: int, *, status: int, max_requeues: int) -> tuple[str, int]:
-    """What to tell at the end of the log, and the exit code: 75 asks for a requeue. status: of the ranks."""
+    """What to tell at the end of the log, and the exit code of the job: 75 asks for a requeue. status: of the ranks."""
     started_at = next(start.step for start in reversed(_starts(launch_dir)) if start.attempt == attempt)
     step = newest_step(run_dir)
     # A job of one rank runs the command that starts it, which says by its code that the rank was stopped.
@@ -128,7 +128,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--status", type=int, default=0)
     parser.add_argument("--max-requeues", type=int, default=0)
-    args = parser.parse_args(argv)
+    args = parser.parse_intermixed_args(argv)  # overrides may stand on both sides of --resume
     attempt = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
     try:
         run = load_config(args.config, args.overrides).run
@@ -140,8 +140,9 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         print(f"megappo: {error}", file=sys.stderr)
         return EXIT_MISTAKE
     text, code = end(args.launch_dir, run_dir_of(run), attempt, status=args.status, max_requeues=args.max_requeues)
-    print(text, flush=True)
-    return code
+    print(text, file=sys.stderr)
+    print(code)  # not as this process' own: srun, which starts it in a container, would have the last word about it in the log
+    return 0
 
 
 if __name__ == "__main__":

@@ -10,8 +10,9 @@ from megappo.checkpoint.manifest import Manifest, write_manifest
 from megappo.config.checks import STOPPED, check_run_dir
 from megappo.config.errors import ConfigError
 from megappo.config.schema import RunConfig
-from megappo.launch.attempt import EXIT_MISTAKE, EXIT_NO_PROGRESS, EXIT_REQUEUE, begin, end
+from megappo.launch.attempt import EXIT_MISTAKE, EXIT_NO_PROGRESS, EXIT_REQUEUE, begin, end, main
 from megappo.launch.local import EXIT_STOPPED
+from tests.plan.checkpoints import write_run
 
 
 @pytest.fixture
@@ -114,3 +115,19 @@ def test_a_first_attempt_that_finds_another_run_or_nothing_to_resume_is_refused_
             started(run_dir, attempt)
     assert (run_dir / "metrics.jsonl").exists() and not (run_dir / "launch" / "001" / "attempts.jsonl").exists()
     assert started(run_dir, 2, resume=True)
+
+
+def test_a_job_script_gets_words_for_its_log_and_a_number_for_itself(run_dir: Path, tmp_path: Path, capsys, monkeypatch) -> None:
+    """Overrides may stand on both sides of --resume, as a user of scripts/slurm/ writes them."""
+    config, launch_dir = write_run(tmp_path), str(run_dir / "launch" / "001")
+    given = [str(config), "--resume", "run.name=run", "trainer.steps=9"]
+    monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
+    assert main(["begin", launch_dir, *given]) == EXIT_MISTAKE
+    assert "holds no run to resume" in capsys.readouterr().err
+    save(run_dir, 5)
+    assert main(["begin", launch_dir, *given]) == 0 and capsys.readouterr().out == "--resume\n"
+    save(run_dir, 6)
+    fail(run_dir, 0, 1)
+    assert main(["end", launch_dir, "--status", "1", "--max-requeues", "1", *given]) == 0
+    said = capsys.readouterr()
+    assert said.out == "75\n" and said.err.endswith("megappo: requeue 1 of 1, goes on after step 6\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -18,6 +19,22 @@ from tests.plan.checkpoints import write_run
 ROOT = Path(__file__).parents[2]
 NUM_RANKS = 4
 PROGRESS = "rank 1 fails after a checkpoint"
+REGISTRY, IMAGE = "registry.example#team/megappo:1", "images/megappo.sif"
+# Stand-ins for what no test can install: each notes its options, and starts what it was asked to start where it is.
+PYXIS = f"""#!/bin/bash
+while [ "${{1#-}}" != "$1" ]; do
+  case $1 in --container-*) container+=("$1") ;; *) slurms+=("$1") ;; esac
+  shift
+done
+[ -z "${{container[*]}}" ] || printf '%s\\n' "${{container[*]}}" >> "$CALLS"
+exec {shutil.which("srun")} "${{slurms[@]}}" "$@"
+"""
+APPTAINER = """#!/bin/bash
+while [ "${1%.sif}" = "$1" ]; do options+=("$1"); shift; done
+printf '%s\\n' "${options[*]} $1" >> "$CALLS"
+shift
+exec "$@"
+"""
 
 
 @dataclass
@@ -33,6 +50,9 @@ class Submitted:
         logs = [self.folder / f"attempt-{attempt}" / f"rank-{rank}.log" for rank in range(NUM_RANKS)]
         return [json.loads(log.read_text().splitlines()[0]) for log in logs]
 
+    def failed_in_step(self, attempt: int) -> str:
+        return (self.folder / f"attempt-{attempt}" / "rank-1.exit").read_text().split()[2]
+
 
 def submit(cluster: Cluster, folder: Path, stub: str, **job) -> Submitted:
     """A job of 2 nodes x 2 ranks, whose ranks are `stub_rank.py` and whose plan accepts everything."""
@@ -45,12 +65,18 @@ def submit(cluster: Cluster, folder: Path, stub: str, **job) -> Submitted:
         f'  *) exec {sys.executable} "$@" ;;\nesac\n'
     )
     python.chmod(0o755)
+    for name, text in (("srun", PYXIS), ("apptainer", APPTAINER)):
+        (folder / "bin").mkdir(exist_ok=True)
+        (folder / "bin" / name).write_text(text)
+        (folder / "bin" / name).chmod(0o755)
     script = render(
         Job(2, 2, gpus=False, **job), root=ROOT, python=str(python), config=config, launch_dir=folder / "launch dir",
         log=folder / "job-{job}.log", name="stub", resume=False,
     )  # fmt: skip
     (folder / "job.sbatch").write_text(script)
-    environment = cluster.environment | {"STUB": stub, "PYTHONPATH": str(ROOT)}
+    environment = cluster.environment | {"STUB": stub, "PYTHONPATH": str(ROOT), "CALLS": str(folder / "calls")}
+    if "container" in job:
+        environment["PATH"] = f"{folder / 'bin'}:{environment['PATH']}"
     done = subprocess.run(
         ["sbatch", "--parsable", folder / "job.sbatch"], env=environment, capture_output=True, text=True, check=True
     )
@@ -69,7 +95,16 @@ def jobs(cluster, tmp_path_factory) -> dict[tuple[str, str], Submitted]:
     folder = tmp_path_factory.mktemp("jobs")
     cases = [(launcher, stub) for launcher in ("srun", "torchrun") for stub in ("rank 1 raises", "rank 2 is killed")]
     cases.append(("srun", PROGRESS))
-    return {case: submit(cluster, folder / f"{n}", case[1], launcher=case[0], max_requeues=1) for n, case in enumerate(cases)}
+    how = {
+        # As at sites where the environment of the submission stays behind: srun would keep back that of the script as well.
+        ("srun", "rank 1 raises"): {"options": ("--export=STUB,PYTHONPATH,PATH,SLURM_CONF",)},
+        ("srun", PROGRESS): {"container": REGISTRY, "mounts": ("/data:/data",)},
+        ("torchrun", "rank 2 is killed"): {"container": IMAGE, "mounts": ("/data:/data",)},
+    }
+    return {
+        case: submit(cluster, folder / f"{n}", case[1], launcher=case[0], max_requeues=1, **how.get(case, {}))
+        for n, case in enumerate(cases)
+    }
 
 
 def test_a_job_that_makes_progress_is_requeued_as_often_as_allowed(cluster, jobs) -> None:
@@ -81,6 +116,23 @@ def test_a_job_that_makes_progress_is_requeued_as_often_as_allowed(cluster, jobs
     assert ["--resume" in job.ranks(attempt)[3]["arguments"] for attempt in (0, 1)] == [False, True]
     assert "megappo: requeue 1 of 1, goes on after step 1" in log
     assert log[-1] == "megappo: not requeued: --max-requeues 1; `megappo launch ... --resume` goes on after step 2"
+
+
+def test_every_step_of_a_job_runs_in_the_image_of_pyxis(cluster, jobs) -> None:
+    """Before the ranks, for the ranks and after them, in both attempts; this job's end is that of the test above."""
+    job = jobs["srun", PROGRESS]
+    end_of(cluster, job)
+    options = f"--container-image={REGISTRY} --container-mounts={ROOT}:{ROOT},/data:/data --container-workdir={ROOT}"
+    assert (job.folder.parent / "calls").read_text().splitlines() == [options] * 8
+    assert [job.failed_in_step(attempt) for attempt in (0, 1)] == ["2", "2"]
+
+
+def test_every_python_of_a_job_runs_in_the_image_of_apptainer(cluster, jobs) -> None:
+    """begin, plan, torchrun on two nodes, end; the end of the log is looked at below."""
+    job = jobs["torchrun", "rank 2 is killed"]
+    end_of(cluster, job)
+    options = f"exec --bind {ROOT} --bind /data:/data --pwd {ROOT} {ROOT}/{IMAGE}"
+    assert (job.folder.parent / "calls").read_text().splitlines() == [options] * 5
 
 
 @pytest.mark.parametrize("launcher", ["srun", "torchrun"])

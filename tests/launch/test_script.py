@@ -40,7 +40,7 @@ def run_script(folder: Path, job: Job, **environment: str) -> tuple[list[list[st
     write_program(programs / "apptainer", 'while [ "${1%.sif}" = "$1" ]; do shift; done; shift; CONTAINED=1 exec "$@"')
     write_program(programs / "scontrol", 'printf "%s\\0" scontrol "$@" END >> "$CALLS"')
     seen = f'echo "${{PYTHONNOUSERSITE:-unset}}" >> {shlex.quote(str(folder / "user_site"))}'
-    code = 'case "$*" in *" attempt end "*|*"attempt end"*) exit "${DECISION:-0}" ;; *begin*) echo "$RESUME" ;; esac'
+    code = 'case "$*" in *"attempt end"*) echo "${DECISION:-0}" ;; *begin*) echo "$RESUME" ;; esac'
     write_program(folder / "python", f'printf "%s\\0" python "${{CONTAINED:-}}" "$@" END >> "$CALLS"\n{seen}\n{code}')
     (programs / "python3").symlink_to(folder / "python")
     text = render(

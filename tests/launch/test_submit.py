@@ -11,7 +11,7 @@ import pytest
 from megappo import cli
 from megappo.config.errors import ConfigError
 from megappo.launch.environment import HIDDEN, shown_variables
-from megappo.launch.slurm import parse_time
+from megappo.launch.slurm import outside_of_a_job, parse_time
 from tests.launch.cluster import Cluster
 from tests.plan.checkpoints import write_run
 
@@ -53,6 +53,7 @@ MISTAKES = {
     "resume": ([*TWO_BY_TWO, "--resume"], "holds no run to resume"),
     "local nodes": (["--local", "--nodes", "2"], "--nodes 2 does not go with --local"),
     "local lead": (["--local", "--signal-lead", "60"], "--signal-lead 60 does not go with --local"),
+    "local image": (["--local", "--container", "x.sif"], "--container x.sif does not go with --local"),
     "mount alone": ([*TWO_BY_TWO, "--mount", "/data:/data"], "--mount /data:/data has no effect without --container"),
     "mount": ([*TWO_BY_TWO, "--container", "x.sif", "--mount", "/data"], "--mount /data: must be HOST:CONTAINER"),
     "an option of ours": ([*TWO_BY_TWO, "--sbatch=--time=1:00:00"], '--sbatch = "--time=1:00:00": use --time of megappo launch'),
@@ -107,9 +108,13 @@ def test_what_the_cluster_cannot_run_is_refused(tmp_path: Path, capsys, on_clust
     assert files_of(tmp_path).keys() == before.keys() and on_cluster.command("squeue", "--noheader") == jobs
 
 
-def test_a_launch_is_recorded_and_its_run_cannot_be_launched_twice(tmp_path: Path, capsys, on_cluster: Cluster) -> None:
-    """The job is held back, so that it starts nothing."""
+def test_a_launch_is_recorded_and_its_run_cannot_be_launched_twice(
+    tmp_path: Path, capsys, monkeypatch, on_cluster: Cluster
+) -> None:
+    """The job is held back, so that it starts nothing. What a site exports for sbatch would beat the lines of the script."""
     config = write_run(tmp_path)
+    monkeypatch.setenv("SBATCH_PARTITION", "nonsense")
+    monkeypatch.setenv("SBATCH_TIMELIMIT", "5")
     code, out, err = launch(capsys, config, *TWO_BY_TWO, "--partition", "main", "--time", "1:00:00", "--sbatch=--hold")
     assert (code, err) == (0, "")
     folder = tmp_path / "runs" / "run" / "launch" / "001"
@@ -119,7 +124,9 @@ def test_a_launch_is_recorded_and_its_run_cannot_be_launched_twice(tmp_path: Pat
     assert script in out and f"job {job}: 2 nodes x 2 ranks, srun" in out and str(folder / f"job-{job}.log") in out
     record = json.loads((folder / "launch.json").read_text())
     assert record["revision"]["commit"] and record["command"]
-    assert on_cluster.job(job)["JobState"] == "PENDING" and on_cluster.job(job)["TimeLimit"] == "01:00:00"
+    asked = on_cluster.job(job)
+    assert (asked["JobState"], asked["Partition"], asked["TimeLimit"]) == ("PENDING", "main", "01:00:00")
+    monkeypatch.delenv("SBATCH_PARTITION")
     code, _, err = launch(capsys, config, *TWO_BY_TWO)
     assert code == 2 and f"job {job} has this run already; scancel it" in err
     on_cluster.command("scancel", job)
@@ -127,6 +134,33 @@ def test_a_launch_is_recorded_and_its_run_cannot_be_launched_twice(tmp_path: Pat
     assert launch(capsys, config, *TWO_BY_TWO, "--sbatch=--hold")[0] == 0
     again = (folder.parent / "002" / "job_id").read_text().strip()
     on_cluster.command("scancel", again)
+
+
+def test_a_launch_from_within_a_job_does_not_hand_on_what_describes_that_job() -> None:
+    cluster = {"SLURM_CONF": "/etc/slurm.conf", "SLURM_JWT": "x", "PATH": "/bin", "SBATCH_ACCOUNT": "me"}
+    of_the_step = {"SLURM_JOB_ID": "7", "SLURM_STEP_NUM_TASKS": "1", "SLURM_CPU_BIND": "mask", "SLURM_MEM_PER_NODE": "4096", "SRUN_DEBUG": "3"}
+    assert outside_of_a_job(cluster | of_the_step) == cluster
+    wanted = cluster | {"SLURM_CLUSTERS": "west"}
+    assert outside_of_a_job(wanted) == wanted
+
+
+def test_an_image_sees_the_run_directory_wherever_it_is(tmp_path: Path, capsys, monkeypatch) -> None:
+    config = write_run(tmp_path)
+    (tmp_path / "x.sif").touch()
+    arguments = [config, *TWO_BY_TWO, "--container", "x.sif", "--mount", "/data:/data", "--dry-run"]
+    for directory, mounts in ((tmp_path, ""), (tmp_path / "model", f" --bind {tmp_path}/runs/run:{tmp_path}/runs/run")):
+        monkeypatch.chdir(directory)
+        code, out, _ = launch(capsys, *arguments)
+        assert code == 0 and f'--bind "$PWD" --bind /data:/data{mounts} --pwd "$PWD" {directory}/x.sif)' in out
+
+
+@pytest.mark.parametrize("image, name, refused", [("x.sif", "a b", False), ("x.sif", "a,b", True), ("team/x", "a b", True)])
+def test_directories_that_a_container_cannot_mount_are_refused(tmp_path: Path, capsys, monkeypatch, image, name, refused) -> None:
+    (tmp_path / name).mkdir()
+    config = write_run(tmp_path)
+    monkeypatch.chdir(tmp_path / name)
+    code, _, err = launch(capsys, config, *TWO_BY_TWO, "--container", image, "--dry-run")
+    assert (code == 2 and f"the working directory {tmp_path}/{name} cannot be mounted" in err) if refused else (code == 0)
 
 
 def test_a_layout_that_crosses_nodes_is_remarked(tmp_path: Path, capsys, on_cluster: Cluster) -> None:
