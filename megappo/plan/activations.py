@@ -28,26 +28,103 @@ def activation_bytes(
     itemsize: int,
     recompute: Recompute,
     *,
-    trained: bool = True,
+    value_head: bool = False,
 ) -> int:
-    """Bytes that the layers of a stage keep at its fullest moment; without a backward pass, what a single layer needs.
+    """Bytes of a stage at its fullest moment of a training pass: what its micro-batches in flight keep, and the larger of what the
+    backward pass of a layer and what the model's output need besides.
 
     tokens: of a micro-batch on this rank, its part under context parallel. recompute: selective counts like none, because
     attention stores no scores that it could save; full keeps the input of every layer, and all of the one being recomputed.
     """
-    boundary = arch.hidden_size // _sequence_shards(layout)
-    numbers = [layout.chunk_layers(arch.num_layers, stage, chunk) for chunk in range(layout.vpp)]
-    sparse = [[arch.is_sparse(layer) for layer in chunk] for chunk in numbers]
-    elements = {kind: layer_elements_per_token(arch, layout, itemsize, kind) for kind in {*sum(sparse, [])}}
-    chunks = [[elements[kind] for kind in chunk] for chunk in sparse]
-    largest = max(max(layers) for layers in chunks)
-    if not trained:
-        return tokens * largest * itemsize
+    boundary = arch.hidden_size // sequence_shards(layout)
+    sparse = _sparse_layers(arch, layout, stage)
+    kept = {kind: layer_elements_per_token(arch, layout, itemsize, kind) for kind in {*sum(sparse, [])}}
+    backward = max(backward_elements(arch, layout, kind) for kind in kept)
+    # Messages of the pipeline outlive the pass that made or read them; the input is the first layer's own under recomputation.
+    messages = 0 if layout.pp == 1 else boundary * (1 if recompute == "full" else 2)
     if recompute == "full":
-        kept, working = [boundary * len(layers) for layers in chunks], largest
+        chunks = [messages + boundary * len(layers) for layers in sparse]
+        backward += max(kept.values())
     else:
-        kept, working = [sum(layers) for layers in chunks], 0
-    return tokens * (peak_in_flight(layout, stage, num_micro_batches, kept) + working) * itemsize
+        chunks = [messages + sum(kept[kind] for kind in layers) for layers in sparse]
+    output = 0
+    if stage == layout.pp - 1:
+        output = tokens * _final_norm_elements(arch, layout, itemsize, value_head) * itemsize
+        output += 0 if value_head else output_bytes(arch, layout, tokens, itemsize, trained=True)
+    in_flight = peak_in_flight(layout, stage, num_micro_batches, chunks)
+    return tokens * in_flight * itemsize + max(tokens * backward * itemsize, output)
+
+
+def forward_bytes(
+    arch: ModelArch, layout: ParallelLayout, stage: int, tokens: int, itemsize: int, *, value_head: bool = False
+) -> int:
+    """Bytes of a stage at its fullest moment of a pass without gradients: one layer, or the model's output."""
+    kinds = {*sum(_sparse_layers(arch, layout, stage), [])}
+    layer = tokens * max(forward_elements(arch, layout, kind) for kind in kinds) * itemsize
+    if stage < layout.pp - 1 or value_head:
+        return layer
+    return max(layer, output_bytes(arch, layout, tokens, itemsize, trained=False))
+
+
+def _sparse_layers(arch: ModelArch, layout: ParallelLayout, stage: int) -> list[list[bool]]:
+    """Of every chunk of the stage: whether each layer has experts."""
+    numbers = [layout.chunk_layers(arch.num_layers, stage, chunk) for chunk in range(layout.vpp)]
+    return [[arch.is_sparse(layer) for layer in chunk] for chunk in numbers]
+
+
+def forward_elements(arch: ModelArch, layout: ParallelLayout, sparse: bool = False) -> int:
+    """Activations per token that exist at once in one layer of a pass without gradients, in elements.
+
+    The residual, its norm and what is added to it; with sequence parallel the gathered input of a product. Then the larger of
+    attention (query, key and value together, apart and rotated, and the output; the CPU's kernel takes twice as much, for copies
+    in padded order) and MLP: gate and up, silu(gate), up with its offset, and the product, or the rows of experts on their way
+    there and back.
+    """
+    hidden = 4 * arch.hidden_size // sequence_shards(layout) + _gathered(arch, layout) + _message(arch, layout)
+    attention = 4 * (arch.num_heads + arch.num_kv_heads) // layout.tp * arch.head_dim
+    if not sparse:
+        return hidden + max(attention, 5 * arch.ffn_size // layout.tp)
+    moe = arch.moe
+    assert moe is not None
+    own = 6 * moe.ffn_size // layout.etp // (moe.num_experts // layout.ep)  # one expert after the other
+    rows = moe.top_k * layout.etp * max(5 * arch.hidden_size, 3 * arch.hidden_size + own) // sequence_shards(layout)
+    return hidden + max(attention, rows)
+
+
+def backward_elements(arch: ModelArch, layout: ParallelLayout, sparse: bool = False) -> int:
+    """What the backward pass of one layer needs besides what was kept, per token, in elements.
+
+    The gradients of the residual and of a norm. Then, where the most is there: the gradients of the MLP's product and of its two
+    factors, when one kept tensor has gone; or with sequence parallel the gathered input of the first product and the gradient
+    before it is scattered, when all kept of the MLP has gone and the gradient of gate and up is there. Of experts the rows on
+    their way there and back.
+    """
+    hidden = 2 * arch.hidden_size // sequence_shards(layout)
+    if sparse:
+        assert arch.moe is not None
+        return hidden + 5 * arch.moe.top_k * layout.etp * arch.hidden_size // sequence_shards(layout)
+    ffn = arch.ffn_size // layout.tp
+    return hidden + max(2 * ffn, 2 * _gathered(arch, layout) - 3 * ffn)
+
+
+def _final_norm_elements(arch: ModelArch, layout: ParallelLayout, itemsize: int, value_head: bool) -> int:
+    """Per token behind the last layer: the norm's input (in fp32), the normalised input and the output; then the gathered output
+    and its gradient of a language model, or the fp32 copy that the value head takes and the fp32 gradients of both.
+    """
+    wide = FP32 // itemsize
+    norm = arch.hidden_size * (wide + 2) // sequence_shards(layout)
+    if value_head:
+        return norm + 3 * wide * arch.hidden_size // sequence_shards(layout)
+    return norm + arch.hidden_size + _gathered(arch, layout)
+
+
+def _gathered(arch: ModelArch, layout: ParallelLayout) -> int:
+    """The input of a product under sequence parallel: the tokens of all tp ranks."""
+    return arch.hidden_size if layout.sequence_parallel else 0
+
+
+def _message(arch: ModelArch, layout: ParallelLayout) -> int:
+    return 0 if layout.pp == 1 else arch.hidden_size // sequence_shards(layout)
 
 
 def layer_elements_per_token(arch: ModelArch, layout: ParallelLayout, itemsize: int, sparse: bool = False) -> int:
@@ -68,7 +145,7 @@ def layer_elements_per_token(arch: ModelArch, layout: ParallelLayout, itemsize: 
         mlp = _expert_elements(arch.moe, arch.hidden_size, layout, itemsize)
     else:  # gate and up, up again (Megatron adds an offset to it), silu(gate), and the product
         mlp = 5 * arch.ffn_size // layout.tp
-    return norms // _sequence_shards(layout) + attention + mlp
+    return norms // sequence_shards(layout) + attention + mlp
 
 
 def _expert_elements(moe: MoeArch, hidden_size: int, layout: ParallelLayout, itemsize: int) -> int:
@@ -81,7 +158,7 @@ def _expert_elements(moe: MoeArch, hidden_size: int, layout: ParallelLayout, ite
     """
     row = hidden_size + 6 * moe.ffn_size // layout.etp
     router = (moe.num_experts * (FP32 + 1) + moe.top_k * 24) // itemsize
-    return (moe.top_k * layout.etp * row + router) // _sequence_shards(layout)
+    return (moe.top_k * layout.etp * row + router) // sequence_shards(layout)
 
 
 def peak_in_flight(layout: ParallelLayout, stage: int, num_micro_batches: int, chunks: Sequence[int]) -> int:
@@ -110,15 +187,18 @@ def peak_in_flight(layout: ParallelLayout, stage: int, num_micro_batches: int, c
 
 
 def output_bytes(arch: ModelArch, layout: ParallelLayout, tokens: int, itemsize: int, trained: bool) -> int:
-    """Log-probs without full logits. Training: fp32 logits of a chunk, their gradient in the weights' type (fp32 is written over
-    the logits), and the projection's fp32 gradient, which waits for the backward pass.
+    """Log-probs without full logits. Training: fp32 logits of a chunk; while they are made a block of them a second time, then
+    their gradient in the weights' type (fp32 is written over the logits); and the projection's fp32 gradient, which waits for the
+    backward pass. Otherwise a block of logits, and with sequence parallel the gathered input.
     """
     rows = -(-arch.vocab_size // layout.tp)
     if not trained:
-        return min(tokens * rows, BLOCK_LOGITS) * FP32
-    logit = FP32 if itemsize == FP32 else FP32 + itemsize
-    return min(tokens, CHUNK_TOKENS) * rows * logit + rows * arch.hidden_size * FP32
+        return min(tokens * rows, BLOCK_LOGITS) * FP32 + tokens * _gathered(arch, layout) * itemsize
+    logits = min(tokens, CHUNK_TOKENS) * rows
+    second = max(min(logits, BLOCK_LOGITS) * FP32, 0 if itemsize == FP32 else logits * itemsize)
+    return logits * FP32 + second + rows * arch.hidden_size * FP32
 
 
-def _sequence_shards(layout: ParallelLayout) -> int:
+def sequence_shards(layout: ParallelLayout) -> int:
+    """Ranks over which the activations between the matrix products are cut."""
     return layout.tp if layout.sequence_parallel else 1

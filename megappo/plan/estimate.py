@@ -7,6 +7,7 @@ activations only warns.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import ceil
 from typing import Mapping, Optional
 
 from megappo.config.batch import StepArithmetic, micro_batches_bound, step_arithmetic
@@ -42,6 +43,13 @@ class Plan:
             return self.layouts["policy"].dp
         return self.world_size // self.config.rollout.tp
 
+    def distinct_ranks(self) -> list[int]:
+        """The first rank of each combination of stages: others with the same ones hold as much."""
+        seen: dict[tuple[int, ...], int] = {}
+        for rank in range(self.world_size):
+            seen.setdefault(tuple(layout.coordinates(rank).pp for layout in self.layouts.values()), rank)
+        return list(seen.values())
+
     def stage(self, role: str, rank: int) -> RoleMemory:
         """Memory of a role on one rank of the world."""
         return self.memory[role][self.layouts[role].coordinates(rank).pp]
@@ -60,8 +68,12 @@ class Plan:
         roles = [self.stage(role, rank) for role in self.layouts]
         return self.rollout_bytes() + sum(m.resident for m in roles) + max(m.active for m in roles)
 
+    def parked(self, rank: int) -> int:
+        """Host memory of one rank that the offloaded parts of all roles take while none of them works."""
+        return sum(self.stage(role, rank).parked for role in self.layouts)
+
     def fullest_rank(self) -> int:
-        return max(range(self.world_size), key=lambda rank: (self.peak(rank), -rank))
+        return max(self.distinct_ranks(), key=lambda rank: (self.peak(rank), -rank))
 
 
 def make_plan(
@@ -75,8 +87,7 @@ def make_plan(
 ) -> Plan:
     """Work everything out. ConfigError where the run cannot fit into `device_memory` (bytes) whatever its activations are."""
     plan = work_out(config, archs, layouts, world_size, device, device_memory, counter)
-    if plan.rollout is not None:
-        _check_kv_cache(plan, plan.rollout)
+    check_kv_cache(plan)
     return _check_fit(plan)
 
 
@@ -163,7 +174,7 @@ def _stage_memory(
         offload = (away.parameters and device == "cuda", away.gradients, away.optimizer and device == "cuda")
         return role_memory(
             arch, layout, stage, trained=True, distributed_optimizer=settings.optimizer.distributed, recompute=settings.recompute,
-            offload=offload, **common,
+            offload=offload, adam_buffers=device == "cuda" and config.model.impl == "local", **common,
         )  # fmt: skip
     return role_memory(
         arch, layout, stage, trained=False, offload=(settings.offload.parameters and device == "cuda", False, False), **common
@@ -177,9 +188,15 @@ def _rollout(config: TrainConfig, arch: ModelArch, device: Device, device_memory
     return rollout_memory(arch, rollout.tp, ITEMSIZE[dtype], cache_gib, rollout.memory_share, device_memory)
 
 
-def _check_kv_cache(plan: Plan, rollout: RolloutMemory) -> None:
-    """vLLM refuses to start where its cache cannot hold one sequence at its longest."""
-    if rollout.kv_cache is None:
+def sequences_at_once(plan: Plan) -> int:
+    """Sequences that one vLLM replica decodes together at most."""
+    return min(plan.config.rollout.max_num_seqs, -(-plan.step.samples // plan.replicas))
+
+
+def check_kv_cache(plan: Plan) -> None:
+    """ConfigError where vLLM would refuse to start: its cache cannot hold one sequence at its longest."""
+    rollout = plan.rollout
+    if rollout is None or rollout.kv_cache is None:
         return
     longest = plan.step.max_sequence_tokens
     needed = longest * rollout.kv_bytes_per_token
@@ -188,16 +205,18 @@ def _check_kv_cache(plan: Plan, rollout: RolloutMemory) -> None:
     config = plan.config.rollout
     sequence = f"one sequence of {longest} tokens needs {gib(needed)} GiB"
     if config.kv_cache_gib is not None or plan.device == "cpu":
-        fix = f"{sequence} of KV cache; use at least {gib(needed * 1.01)}, or shorter sequences"
+        on_cpu = f" (null is {CPU_KV_CACHE_GIB} on a CPU)" if config.kv_cache_gib is None else ""
+        fix = f"{sequence} of KV cache{on_cpu}; use at least {gib(needed * 1.01)}, or shorter sequences"
         raise ConfigError(problem("rollout.kv_cache_gib", config.kv_cache_gib, fix))
     assert plan.device_memory is not None
-    least = (rollout.weights + needed) / plan.device_memory
+    least = ceil(100 * (rollout.weights + needed) / plan.device_memory) / 100
+    fix = f"use at least {least:.2f}, or raise rollout.tp" if least < 1 else "raise rollout.tp, or use larger GPUs"
     raise ConfigError(
         problem(
             "rollout.memory_share",
             config.memory_share,
-            f"of {gib(plan.device_memory)} GiB holds vLLM's weights ({gib(rollout.weights)} GiB) but {sequence} "
-            f"of KV cache on top; use more than {least:.2f}, or raise rollout.tp",
+            f"of {gib(plan.device_memory)} GiB must hold vLLM's weights ({gib(rollout.weights)} GiB), and {sequence} "
+            f"of KV cache on top; {fix}",
         )
     )
 

@@ -13,7 +13,7 @@ from typing import Literal, Optional, Protocol
 from megappo.models.arch import ModelArch
 from megappo.models.families import LOCAL_VALUE_HEAD, local_shapes
 from megappo.parallel.layout import ParallelLayout
-from megappo.plan.activations import FP32, Recompute, activation_bytes, output_bytes
+from megappo.plan.activations import FP32, Recompute, activation_bytes, forward_bytes
 
 GIB = 1 << 30
 ITEMSIZE = {"bf16": 2, "fp32": 4}
@@ -25,9 +25,9 @@ EXPERTS = ".mlp.experts."  # in the canonical name of an expert's parameter
 class RoleMemory:
     """Bytes of one rank of one role. `resident` stays while other roles work, `active` is there only while this role works.
 
-    forward: activations of a pass without gradients. offloaded: weights (offloaded_weights) and gradients that are in host memory
-    while others work; offloaded_optimizer: state that is on the device during the optimizer step only, when there are no
-    activations.
+    forward: activations of a pass without gradients. offloaded: weights (offloaded_weights) and gradients that are not on the
+    device while others work; offloaded_optimizer: state that is there during the optimizer step only, when there are no
+    activations; step_buffers: what that step allocates besides.
     """
 
     parameters: int
@@ -39,14 +39,40 @@ class RoleMemory:
     offloaded: int = 0
     offloaded_weights: int = 0
     offloaded_optimizer: int = 0
+    step_buffers: int = 0
 
     @property
     def resident(self) -> int:
         return self.weights + self.gradients + self.optimizer - self.offloaded - self.offloaded_optimizer
 
     @property
+    def passing(self) -> int:
+        """At work in a pass without gradients."""
+        return self.offloaded_weights + self.forward
+
+    @property
+    def updating(self) -> int:
+        """At work in forward and backward passes."""
+        return self.offloaded + self.activations
+
+    @property
+    def stepping(self) -> int:
+        """At work in the optimizer step."""
+        return self.offloaded + self.offloaded_optimizer + self.step_buffers
+
+    @property
+    def saving(self) -> int:
+        """At work while its checkpoint is written."""
+        return self.offloaded_weights + self.offloaded_optimizer
+
+    @property
     def active(self) -> int:
-        return self.offloaded + max(self.activations, self.offloaded_optimizer)
+        return max(self.passing, self.updating, self.stepping)
+
+    @property
+    def parked(self) -> int:
+        """Host memory while others work. Gradients are freed, not kept."""
+        return self.offloaded_weights + self.offloaded_optimizer
 
 
 @dataclass(frozen=True)
@@ -88,11 +114,14 @@ def role_memory(
     distributed_optimizer: bool = True,
     recompute: Recompute = "none",
     offload: tuple[bool, bool, bool] = (False, False, False),
+    adam_buffers: bool = False,
     counter: Counter = count_parameters,
 ) -> RoleMemory:
     """Memory of a rank of `stage`.
 
-    offload: parameters, gradients, optimizer. micro_batch_tokens: at most, over all cp ranks.
+    offload: parameters, gradients, optimizer. micro_batch_tokens: at most, over all cp ranks. adam_buffers: torch's AdamW on a
+    GPU, which Megatron-core takes without TransformerEngine and Apex, updates all parameters at once (its `foreach`): the roots
+    of all second moments exist together.
     """
     count = counter(arch, layout, stage, value_head)
     itemsize = ITEMSIZE[dtype]
@@ -100,35 +129,37 @@ def role_memory(
     gradients = count.total * FP32 if trained else 0
     optimizer = _optimizer_bytes(count, itemsize, layout, distributed_optimizer) if trained else 0
     tokens = -(-micro_batch_tokens // layout.cp)
-
-    def passing(trained: bool) -> int:
-        layers = activation_bytes(arch, layout, stage, tokens, num_micro_batches, itemsize, recompute, trained=trained)
-        has_logits = stage == layout.pp - 1 and not value_head
-        return layers + (output_bytes(arch, layout, tokens, itemsize, trained) if has_logits else 0)
-
-    forward = passing(trained=False)
+    forward = forward_bytes(arch, layout, stage, tokens, itemsize, value_head=value_head)
+    activations = forward
+    if trained:
+        activations = activation_bytes(arch, layout, stage, tokens, num_micro_batches, itemsize, recompute, value_head=value_head)
     parameters_away, gradients_away, optimizer_away = offload
     return RoleMemory(
         count.total,
         weights,
         gradients,
         optimizer,
-        passing(trained=True) if trained else forward,
+        activations,
         forward,
         offloaded=weights * parameters_away + gradients * gradients_away,
         offloaded_weights=weights * parameters_away,
         offloaded_optimizer=optimizer * optimizer_away,
+        step_buffers=_sharded(count, 1, 1, layout, distributed_optimizer) if trained and adam_buffers else 0,
     )
 
 
 def _optimizer_bytes(count: ParameterCount, itemsize: int, layout: ParallelLayout, distributed: bool) -> int:
-    """Two fp32 moments, and an fp32 copy of every weight that is not fp32 itself.
+    """Two fp32 moments, and an fp32 copy of every weight that is not fp32 itself."""
+    return _sharded(count, 2 if itemsize == FP32 else 3, 2, layout, distributed)
+
+
+def _sharded(count: ParameterCount, each: int, fp32_each: int, layout: ParallelLayout, distributed: bool) -> int:
+    """Bytes of so many fp32 values for each parameter, and for each of those that no dtype changes.
 
     ZeRO-1 cuts them over the ranks that hold the same weights: dp x cp for the dense layers, edp for the experts.
     """
-    copies = 0 if itemsize == FP32 else 1
-    dense = (2 + copies) * count.dense - copies * count.fp32
-    experts = (2 + copies) * count.experts
+    dense = each * (count.dense - count.fp32) + fp32_each * count.fp32
+    experts = each * count.experts
     if not distributed:
         return (dense + experts) * FP32
     return -(-dense * FP32 // (layout.dp * layout.cp)) + -(-experts * FP32 // layout.edp)

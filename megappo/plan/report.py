@@ -10,11 +10,11 @@ from megappo.models.arch import ModelArch
 from megappo.models.families import hf_tensors
 from megappo.parallel.layout import ParallelLayout
 from megappo.plan.data import RunData
-from megappo.config.schema import TrainConfig
-from megappo.plan.estimate import Plan, work_out
+from megappo.plan.estimate import Plan, sequences_at_once, work_out
 from megappo.plan.layouts import model_paths
 from megappo.plan.memory import RoleMemory
-from megappo.plan.phases import phases, reliefs, tightest
+from megappo.plan.phases import phases, tightest
+from megappo.plan.reliefs import reliefs
 from megappo.plan.tables import GIB, MIB, figures, gib, groups_text, ranks_text, table
 
 GROUPS_WIDTH = 64  # columns of a line that groups of ranks may take beside the sizes
@@ -133,8 +133,28 @@ def _memory_lines(plan: Plan) -> list[str]:
         f"  fullest rank: {rank}, about {size(plan.peak(rank))}{have} at its peak, "
         f"{size(plan.certain(rank))} of it without activations",
         "  activations are an estimate of one role at work; offloaded parts count while their role works",
+        *_parked_lines(plan),
+        *_adam_lines(plan),
         *(f"  {line}" for line in _cache_lines(plan)),
     ]
+
+
+def _parked_lines(plan: Plan) -> Iterator[str]:
+    """What offload costs on the other side."""
+    ranks = plan.distinct_ranks()
+    parked = max(plan.parked(rank) for rank in ranks)
+    if parked and plan.device == "cuda":
+        yield f"  offloaded parts take {gib(parked)} GiB of pinned host memory a rank, {gib(8 * parked)} on a node of 8"
+
+
+def _adam_lines(plan: Plan) -> Iterator[str]:
+    """Whether layers, and with them the optimizer, are TransformerEngine's is known on the GPUs only."""
+    if plan.device != "cuda" or plan.config.model.impl != "auto":
+        return
+    local = plan.config.model_copy(update={"model": plan.config.model.model_copy(update={"impl": "local"})})
+    torchs = work_out(local, plan.archs, plan.layouts, plan.world_size, plan.device, plan.device_memory)
+    buffers = max(stage.step_buffers for stages in torchs.memory.values() for stage in stages)
+    yield f"  {gib(buffers)} GiB more in optimizer steps without TransformerEngine or Apex; model.impl=local counts them"
 
 
 def phase_lines(plan: Plan) -> list[str]:
@@ -150,15 +170,21 @@ def phase_lines(plan: Plan) -> list[str]:
     ]  # fmt: skip
     lines = [f"memory of rank {rank} by phase ({name})", *table(["phase", "at rest", "at work", "sum", ""], rows, left=1)]
 
-    def changed(config: TrainConfig) -> Plan:
-        return work_out(config, plan.archs, plan.layouts, plan.world_size, plan.device, plan.device_memory)
+    advice = []
+    for role, (phase, fullest_rank) in tightest(plan).items():
+        found = reliefs(plan, role) or [None]
+        for index, relief in enumerate(found):
+            what = [role, phase.name, str(fullest_rank), f"{phase.total / unit:,.2f}"] if index == 0 else [""] * 4
+            advice.append(what + (["-", ""] if relief is None else [relief.override, f"{relief.saved / unit:,.2f}"]))
+    return lines + _relief_table(advice, name)
 
-    advice = [
-        [role if first else "", phase.name if first else "", relief.override, f"{relief.saved / unit:,.2f}"]
-        for role, phase in tightest(plan, rank).items()
-        for first, relief in zip((True, False), reliefs(plan, rank, role, changed))
-    ]
-    return lines + (table(["role", "tightest phase", "would relieve it", f"by {name}"], advice, left=3) if advice else [])
+
+def _relief_table(rows: Sequence[Sequence[str]], unit: str) -> list[str]:
+    """Numbers to the right, beside what they belong to."""
+    header = ["role", "tightest phase", "rank", unit, "would relieve it", "by"]
+    wide = [max(len(row[column]) for row in (header, *rows)) for column in (2, 3)]
+    aligned = [[row[0], row[1], row[2].rjust(wide[0]), row[3].rjust(wide[1]), *row[4:]] for row in (header, *rows)]
+    return table(aligned[0], aligned[1:], left=5)
 
 
 def _distinct_stages(stages: Sequence[RoleMemory]) -> Iterator[tuple[str, RoleMemory]]:
@@ -179,7 +205,7 @@ def _cache_lines(plan: Plan) -> Iterator[str]:
     rollout = plan.rollout
     if rollout is None:
         return
-    at_once = min(plan.config.rollout.max_num_seqs, -(-plan.step.samples // plan.replicas))
+    at_once = sequences_at_once(plan)
     longest = plan.step.max_sequence_tokens
     yield f"KV cache: {figures(rollout.kv_bytes_per_token / 1024)} KiB per token and rank"
     if rollout.kv_cache is None:

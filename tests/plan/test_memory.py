@@ -12,6 +12,8 @@ from megappo.plan.activations import layer_elements_per_token, output_bytes, pea
 from megappo.plan.memory import GIB, count_parameters, role_memory, rollout_memory
 from tests.worlds import spawn_world
 
+from . import live
+
 
 def llama(layers=4, hidden=128, heads=4, kv_heads=2, head_dim=32, ffn=384, vocab=64, tied=False, **more):
     return ModelArch(
@@ -121,7 +123,9 @@ def test_pipeline_stages_hold_as_many_micro_batches_as_1f1b_needs():
         )
         for stage in range(4)
     ]
-    assert [b.activations // a.activations for a, b in zip(one, many)] == [4, 3, 2, 1]
+    # A micro-batch keeps its layer and, from stage to stage, the input and the output.
+    kept = 64 * 4 * (layer_elements_per_token(llama(), layout, 4) + 2 * 128)
+    assert [b.activations - a.activations for a, b in zip(one, many)] == [3 * kept, 2 * kept, kept, 0]
 
 
 def test_interleaving_holds_what_is_published():
@@ -165,7 +169,12 @@ def test_an_uneven_split_is_counted_stage_by_stage():
     assert [count_parameters(llama(), layout, stage).total for stage in (0, 1)] == [3 * layer + 8192, layer + 8192 + 128]
     sizes = {"dtype": "fp32", "trained": True, "micro_batch_tokens": 64, "num_micro_batches": 1, "value_head": True}
     first, last = (role_memory(llama(), layout, stage, **sizes).activations for stage in (0, 1))
-    assert first == 3 * last
+    one = 64 * 4 * layer_elements_per_token(llama(), layout, 4)
+    messages = 64 * 4 * 2 * 128
+    # Beside them, the gradients of an MLP (two of 384 columns) and of the residual and a norm; at the end, the norm and its
+    # gradients, as wide as 6 residuals, are less.
+    assert first == 3 * one + messages + 64 * 4 * (2 * 384 + 2 * 128)
+    assert last == one + messages + 64 * 4 * max(2 * 384 + 2 * 128, 6 * 128)
     chunked = ParallelLayout(2, pp=2, vpp=2, layers_per_stage=(1, 1, 1, 1))
     assert count_parameters(llama(), chunked, 0) == count_parameters(llama(), ParallelLayout(2, pp=2), 0)
 
@@ -183,7 +192,16 @@ def test_recomputation_holds_one_whole_layer_besides_the_boundaries():
     layout, sizes = ParallelLayout(4, pp=4), {"dtype": "fp32", "trained": True, "micro_batch_tokens": 10, "value_head": True}
     per_layer = layer_elements_per_token(llama(), ParallelLayout(1), 4)
     full = role_memory(llama(), layout, 0, num_micro_batches=9, recompute="full", **sizes)
-    assert full.activations == 10 * 4 * (4 * 128 + per_layer)
+    # 4 micro-batches with the input and the output of the one layer; that layer, and what its backward pass takes
+    assert full.activations == 10 * 4 * (4 * 2 * 128 + per_layer + 2 * 384 + 2 * 128)
+
+
+def test_the_step_of_torchs_adam_takes_another_moment_on_a_gpu():
+    sizes = {"dtype": "bf16", "trained": True, "micro_batch_tokens": 10, "num_micro_batches": 1, "offload": (True, True, True)}
+    layout = ParallelLayout(4, tp=2)
+    fused, each = (role_memory(llama(), layout, 0, adam_buffers=it, **sizes) for it in (False, True))
+    assert each.step_buffers * 3 == each.optimizer and each.stepping - fused.stepping == each.step_buffers
+    assert (each.passing, each.updating, each.saving) == (fused.passing, fused.updating, fused.saving)
 
 
 def test_kv_cache_by_hand():
@@ -208,8 +226,12 @@ def test_the_output_holds_one_chunk_of_logits():
     layout = ParallelLayout(2, 2)
     assert output_bytes(llama(vocab=1000), layout, 10_000, 2, trained=False) == 10_000 * 500 * 4
     assert output_bytes(llama(vocab=128_000), layout, 10_000, 2, trained=False) == (1 << 26) * 4
-    assert output_bytes(llama(vocab=1000), layout, 100, 4, trained=True) == 100 * 500 * 4 + 500 * 128 * 4
-    assert output_bytes(llama(vocab=1000), layout, 10_000, 2, trained=True) == 4096 * 500 * (4 + 2) + 500 * 128 * 4
+    # while logits are made they exist twice, as far as a block reaches; then their gradient stands beside them
+    assert output_bytes(llama(vocab=1000), layout, 100, 4, trained=True) == 100 * 500 * (4 + 4) + 500 * 128 * 4
+    assert output_bytes(llama(vocab=1000), layout, 10_000, 2, trained=True) == 4096 * 500 * (4 + 4) + 500 * 128 * 4
+    wide = llama(vocab=128_000)
+    assert output_bytes(wide, layout, 10_000, 2, trained=True) == 4096 * 64_000 * (4 + 2) + 64_000 * 128 * 4
+    assert output_bytes(wide, layout, 10_000, 4, trained=True) == (4096 * 64_000 + (1 << 26)) * 4 + 64_000 * 128 * 4
 
 
 def test_the_blocks_are_those_of_the_ops():
@@ -247,68 +269,145 @@ def shaped(layers, shape, moe):
     return arch if moe is None else replace(arch, family="qwen3_moe", qk_norm=True, moe=moe)
 
 
-# axes of two ranks, experts: what is built and trained with the distributed optimizer
+# axes of two ranks, architecture, type, value head, distributed optimizer: what is built and trained
+TIED = replace(llama(4, *SHAPES[0]), tied_embeddings=True)
+BF16, FP32 = torch.bfloat16, torch.float32
 BUILT = [
-    ({}, None), ({"cp": 2}, None), ({"pp": 2, "vpp": 2}, None), ({"pp": 2, "layers_per_stage": (3, 1)}, None),
-    ({}, MOE), ({"ep": 2}, MOE), (SP | {"etp": 2}, MOE), (SP, MOE), ({"cp": 2, "ep": 2}, MOE),
-    ({"pp": 2}, replace(MOE, dense_layers=(1, 3))),
+    *(
+        (axes, shaped(4, SHAPES[0], moe), BF16, False, True)
+        for axes, moe in [
+            ({}, None), ({"cp": 2}, None), ({"tp": 2}, None), ({"pp": 2, "vpp": 2}, None),
+            ({"pp": 2, "layers_per_stage": (3, 1)}, None), ({}, MOE), ({"ep": 2}, MOE), (SP | {"etp": 2}, MOE), (SP, MOE),
+            ({"cp": 2, "ep": 2}, MOE), ({"pp": 2}, replace(MOE, dense_layers=(1, 3))),
+        ]
+    ),
+    ({}, shaped(4, SHAPES[0], None), BF16, True, True),
+    ({"pp": 2}, shaped(4, SHAPES[0], None), BF16, True, True),
+    (SP, shaped(4, SHAPES[0], None), FP32, True, True),
+    ({}, shaped(4, SHAPES[0], None), BF16, False, False),
+    ({}, shaped(4, SHAPES[0], MOE), FP32, True, False),
+    ({"pp": 2}, TIED, BF16, False, True),
 ]  # fmt: skip
 
+# A llama with enough tokens for its small tensors not to count: axes of two ranks, architecture, type, recompute, value head
+WIDE = llama(layers=4, hidden=256, heads=4, kv_heads=2, head_dim=64, ffn=768, vocab=512)
+LENGTHS, BUDGET = [64] * 16, 512
+PEAKS = [
+    ({}, WIDE, BF16, "none", False),
+    ({}, WIDE, BF16, "selective", False),
+    ({}, WIDE, FP32, "full", False),
+    ({}, WIDE, BF16, "full", True),
+    (SP, replace(WIDE, family="qwen3", qk_norm=True), BF16, "none", False),
+    (SP, WIDE, BF16, "full", True),
+    ({"cp": 2}, WIDE, BF16, "none", True),
+    ({"ep": 2}, replace(WIDE, family="qwen3_moe", qk_norm=True, moe=MoeArch(8, 4, 192, True)), BF16, "full", False),
+    ({"pp": 2}, WIDE, BF16, "none", False),
+    ({"pp": 2, "vpp": 2}, WIDE, BF16, "full", False),
+]  # fmt: skip
+MODES = [({}, False), ({"pp": 2}, True), ({"ep": 2}, False)]  # axes of two ranks, value head
 
-def measure(rank, activations, built):
+
+def measure(rank, activations, built, peaked, moded):
     from megappo.platform import cpu
 
     cpu.install()
-    return saved_bytes(activations), allocated_bytes(built)
+    arch = {axes.get("ep", 1): shaped(4, SHAPES[0], MOE if "ep" in axes else None) for axes, _ in moded}
+    return (
+        saved_bytes(activations),
+        [allocated_bytes(*case) for case in built],
+        [live.peaks(arch, axes, dtype, how, critic, LENGTHS, BUDGET) for axes, arch, dtype, how, critic in peaked],
+        [live.modes(arch[axes.get("ep", 1)], axes, critic, [32] * 4) for axes, critic in moded],
+    )
 
 
 @pytest.fixture(scope="module")
 def measured():
-    """(bytes per token of MEASURED, bytes of BUILT) of each of two ranks."""
-    return spawn_world(measure, 2, MEASURED, BUILT)
+    """(bytes per token of MEASURED, bytes of BUILT, PEAKS and MODES) of each of two ranks."""
+    return spawn_world(measure, 2, MEASURED, BUILT, PEAKS, MODES)
 
 
-def allocated_bytes(cases):
-    """(parameters, weights, gradients, optimizer state) in bytes, the first as a number, of this rank after an update in bf16."""
+def allocated_bytes(axes, arch, dtype, value_head, distributed):
+    """(parameters, weights, gradients, optimizer state) in bytes, the first as a number, of this rank after an update."""
     from megappo.config.schema import OptimizerConfig
     from megappo.engine.megatron_optimizer import Optimizer, wrap_with_ddp
     from megappo.models.build import build_model
     from megappo.parallel.groups import build_groups
 
-    found = []
-    for axes, moe in cases:
-        groups = build_groups(ParallelLayout(2, **axes))
-        chunks = wrap_with_ddp(
-            build_model(shaped(4, SHAPES[0], moe), groups, dtype=torch.bfloat16), groups, distributed_optimizer=True
-        )
-        optimizer = Optimizer(chunks, groups, OptimizerConfig(), total_steps=1)
-        for chunk in chunks:
-            chunk.zero_grad_buffer()
-        assert optimizer.step().applied  # moments exist after the first step
-        parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
-        gradients = [parameter.main_grad for parameter in parameters]
-        state = {tensor.data_ptr(): tensor.nbytes for tensor in optimizer.tensors()}
-        counts = [sum(tensor.nbytes for tensor in tensors) for tensors in (parameters, gradients)]
-        found.append((sum(parameter.numel() for parameter in parameters), *counts, sum(state.values())))
-    return found
+    groups = build_groups(ParallelLayout(2, **axes))
+    chunks = wrap_with_ddp(
+        build_model(arch, groups, dtype=dtype, value_head=value_head), groups, distributed_optimizer=distributed
+    )
+    optimizer = Optimizer(chunks, groups, OptimizerConfig(distributed=distributed), total_steps=1)
+    for chunk in chunks:
+        chunk.zero_grad_buffer()
+    assert optimizer.step().applied  # moments exist after the first step
+    parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
+    gradients = [parameter.main_grad for parameter in parameters]
+    own = {parameter.untyped_storage()._cdata for parameter in parameters}  # fp32 weights are their own main parameters
+    state = {t.data_ptr(): t.nbytes for t in optimizer.tensors() if t.untyped_storage()._cdata not in own}
+    counts = [sum(tensor.nbytes for tensor in tensors) for tensors in (parameters, gradients)]
+    return (sum(parameter.numel() for parameter in parameters), *counts, sum(state.values()))
 
 
 def test_what_is_counted_is_what_a_trained_model_allocates(measured):
-    for index, (axes, moe) in enumerate(BUILT):
-        layout, arch = ParallelLayout(2, **axes), shaped(4, SHAPES[0], moe)
-        sizes = {"dtype": "bf16", "trained": True, "micro_batch_tokens": 1, "num_micro_batches": 1}
+    for index, (axes, arch, dtype, value_head, distributed) in enumerate(BUILT):
+        layout = ParallelLayout(2, **axes)
+        sizes = {"dtype": "bf16" if dtype == BF16 else "fp32", "trained": True, "micro_batch_tokens": 1, "num_micro_batches": 1}
+        sizes |= {"value_head": value_head, "distributed_optimizer": distributed}
         planned = [role_memory(arch, layout, layout.coordinates(rank).pp, **sizes) for rank in (0, 1)]
         for rank, plan in enumerate(planned):
-            assert measured[rank][1][index][:3] == (plan.parameters, plan.weights, plan.gradients), (axes, rank)
+            assert measured[rank][1][index][:3] == (plan.parameters, plan.weights, plan.gradients), (BUILT[index], rank)
         # The ranks that share a buffer share its state, at the borders of its buckets and not exactly in halves.
         state = [measured[rank][1][index][3] for rank in (0, 1)]
         stages = [state] if layout.pp == 1 else [[size] for size in state]
         plans = [planned] if layout.pp == 1 else [[plan] for plan in planned]
         for found, plan in zip(stages, plans):
-            assert sum(found) == pytest.approx(sum(one.optimizer for one in plan), abs=12 * len(plan)), axes
+            assert sum(found) == pytest.approx(sum(one.optimizer for one in plan), abs=12 * len(plan)), BUILT[index]
         if axes == {"ep": 2}:
             wrong = sum(one.optimizer for one in planned) - 12 * count_parameters(arch, layout, 0).experts
             assert sum(state) != pytest.approx(wrong, abs=24), "negative control: experts cut like the dense layers are seen"
+
+
+def test_the_peak_of_a_pass_is_the_estimate_within_a_tenth(measured):
+    """Of every tensor that the engine's passes make, beside weights, gradients and optimizer."""
+    missed = 0
+    for index, (axes, arch, dtype, recompute, critic) in enumerate(PEAKS):
+        layout = ParallelLayout(2, **axes)
+        micro_batches = len(LENGTHS) // layout.dp // (BUDGET // LENGTHS[0])
+        for rank in (0, 1):
+            stage = layout.coordinates(rank).pp
+
+            def planned(how):
+                return role_memory(
+                    arch, layout, stage, dtype="bf16" if dtype == BF16 else "fp32", trained=True, micro_batch_tokens=BUDGET,
+                    num_micro_batches=micro_batches, value_head=critic, recompute=how,
+                )  # fmt: skip
+
+            forward, trained = measured[rank][2][index]
+            assert planned(recompute).forward == pytest.approx(forward, rel=0.1), (PEAKS[index], rank)
+            assert planned(recompute).activations == pytest.approx(trained, rel=0.1), (PEAKS[index], rank)
+            other = "none" if recompute == "full" else "full"
+            missed += planned(other).activations != pytest.approx(trained, rel=0.1)
+    assert missed == 2 * len(PEAKS), "negative control: the other kind of recomputation is never within a tenth"
+
+
+def test_what_is_on_the_device_in_every_mode_of_an_engine_is_what_the_phases_say(measured):
+    for index, (axes, critic) in enumerate(MODES):
+        layout, arch = ParallelLayout(2, **axes), shaped(4, SHAPES[0], MOE if "ep" in axes else None)
+        for rank in (0, 1):
+            memory = role_memory(
+                arch, layout, layout.coordinates(rank).pp, dtype="bf16", trained=True, micro_batch_tokens=128,
+                num_micro_batches=1, value_head=critic, offload=(True, True, True),
+            )  # fmt: skip
+            found = {mode: sum(sizes) for mode, sizes in measured[rank][3][index].items()}
+            update = memory.updating - memory.activations
+            expected = {
+                "rest": memory.resident, "log-probs": memory.passing - memory.forward, "update": update,
+                "optimizer step": memory.stepping, "update after a step": update, "rest after": memory.resident,
+                "checkpoint": memory.saving, "rest at the end": memory.resident,
+            }  # fmt: skip
+            assert memory.resident == 0 and found == pytest.approx(expected, rel=0.02), (MODES[index], rank)
+            assert found["update"] != pytest.approx(memory.stepping, rel=0.02), "negative control"
 
 
 def saved_bytes(cases):
@@ -348,7 +447,7 @@ def saved_bytes(cases):
 
 def test_the_estimate_of_activations_holds_against_a_real_model(measured):
     # Experts are not chosen evenly: the mean over the ranks counts.
-    for case, found in zip(MEASURED, (sum(sizes) / 2 for sizes in zip(*(activations for activations, _ in measured)))):
+    for case, found in zip(MEASURED, (sum(sizes) / 2 for sizes in zip(*(one[0] for one in measured)))):
         axes, shape, moe, dtype, recompute = case
         layout = ParallelLayout(2, **axes)
         per_token = layer_elements_per_token(shaped(4, shape, moe), layout, dtype.itemsize, sparse=moe is not None)
@@ -413,7 +512,8 @@ def test_layers_without_experts_are_counted_as_such():
     mixed = sparse_arch(dense_layers=(0,))
     dense, sparse = (layer_elements_per_token(mixed, layout, 4, kind) for kind in (False, True))
     assert dense != sparse
-    assert role_memory(mixed, layout, 0, **sizes).activations == 10 * 4 * (dense + sparse)
+    messages, backward = 2 * 128, max(activations.backward_elements(mixed, layout, kind) for kind in (False, True))
+    assert role_memory(mixed, layout, 0, **sizes).activations == 10 * 4 * (dense + sparse + messages + backward)
     assert count_parameters(mixed, layout, 0).experts == 8 * EXPERT
 
 

@@ -36,8 +36,10 @@ def test_the_quickstart_plan_by_hand(tmp_path):
     # 16 sequences of at most 24 tokens, far below 16,384: one micro-batch, and activations of 16 * 24 tokens only
     assert plan.micro_batches == {"policy": 1, "critic": 1, "reference": 1}
     per_layer = 2 * 3 * 128 + (3 * (4 + 2) * 32 + 5 * 384) // 2
-    output = 16 * 24 * 32 * 4 + 32 * 128 * 4  # 64 rows of the output over two tp ranks
-    assert policy[0].activations == 16 * 24 * 4 * per_layer * 4 + output
+    # 64 rows of the output over two tp ranks, twice while they are made; the final norm (3 of 128) and the gradient of its output
+    output = 16 * 24 * 32 * 4 * 2 + 32 * 128 * 4 + 16 * 24 * 4 * 4 * 128
+    backward = 16 * 24 * 4 * (2 * 384 // 2 + 2 * 128)  # gradients of the MLP's two factors, of the residual and of a norm
+    assert policy[0].activations == 16 * 24 * 4 * per_layer * 4 + max(output, backward)
     assert plan.rollout.kv_cache == GIB // 4
 
 
@@ -81,9 +83,12 @@ def test_vllm_that_cannot_start_is_refused(tmp_path):
     path = run_7b(tmp_path)
     full = [*BF16, "critic.parallel.tp=8", "reference.parallel.tp=8"]
     with pytest.raises(
-        ConfigError, match="rollout.memory_share = 0.1: of 80.0 GiB holds vLLM's weights .12.6 GiB. but one sequence of 24 tokens"
+        ConfigError, match="rollout.memory_share = 0.1: of 80.0 GiB must hold vLLM's weights .12.6 GiB., and one sequence of 24 .* at least 0.16"
     ):
         plan_of(path, [*full, "rollout.memory_share=0.1"], 8, "cuda", 80 * GIB)
+    plan_of(path, [*full, "rollout.memory_share=0.16"], 8, "cuda", 80 * GIB)
+    with pytest.raises(ConfigError, match="rollout.memory_share = 0.4: of 12.0 GiB .* on top; raise rollout.tp, or use larger GPUs"):
+        plan_of(path, full, 8, "cuda", 12 * GIB)
     with pytest.raises(ConfigError, match="rollout.kv_cache_gib = 0.01: one sequence of 24 tokens needs 0.0117 GiB"):
         plan_of(path, [*full, "rollout.kv_cache_gib=0.01"], 8, "cuda", 80 * GIB)
     needed = 24 * 512 * 1024 / GIB

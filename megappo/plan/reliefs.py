@@ -1,0 +1,103 @@
+"""What would relieve the tightest phase of a role: one key changed, the plan worked out again. No rules of thumb.
+
+Proposed is only what `megappo plan` accepts, and only what takes something off the role's fullest phase on any rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+from typing import Any, Iterator, Optional
+
+from megappo.config.errors import ConfigError
+from megappo.config.schema import RoleConfig, TrainableConfig, TrainConfig
+from megappo.plan.estimate import Plan, check_kv_cache, sequences_at_once, work_out
+from megappo.plan.layouts import check_layouts
+from megappo.plan.phases import tightest
+
+LEAST_SHARE = 0.01  # of the phase; less is not worth a line
+AXES = ("tp", "pp", "cp", "ep")
+
+
+@dataclass(frozen=True)
+class Relief:
+    """An override and the bytes that it takes off the tightest phase of the role."""
+
+    override: str
+    saved: int
+
+
+def reliefs(plan: Plan, role: str, most: int = 2) -> list[Relief]:
+    """The changes that take most off the tightest phase of `role`, the largest first: at most `most` of settings, and then one of
+    its layout, which every other cost of the role hangs on.
+    """
+    now = tightest(plan)[role][0].total
+    found = []
+    for changes in (_settings(plan, role), _layouts(plan.config, role)):
+        saved = [Relief(override, now - after) for override, config in changes if (after := _tightest_of(plan, config, role))]
+        worth = [relief for relief in saved if relief.saved > LEAST_SHARE * now]
+        found.append(sorted(worth, key=lambda relief: -relief.saved))
+    settings, layouts = found
+    return settings[:most] + layouts[:1]
+
+
+def _tightest_of(plan: Plan, config: TrainConfig, role: str) -> Optional[int]:
+    """Bytes of the role's tightest phase under another configuration; None where that would be refused for another reason than its
+    size."""
+    try:
+        layouts = check_layouts(config, plan.archs, plan.world_size)
+        changed = work_out(config, plan.archs, layouts, plan.world_size, plan.device, plan.device_memory)
+        check_kv_cache(changed)
+    except ConfigError:
+        return None
+    return tightest(changed)[role][0].total
+
+
+def _settings(plan: Plan, role: str) -> Iterator[tuple[str, TrainConfig]]:
+    """Of the role that works, of those that rest, and of vLLM, which is there all the time."""
+    config = plan.config
+    if role in plan.layouts:
+        section: RoleConfig = getattr(config, role)
+        half = section.micro_batch_tokens // 2
+        if half >= plan.step.max_sequence_tokens:
+            yield f"{role}.micro_batch_tokens={half}", _with(config, role, micro_batch_tokens=half)
+        if isinstance(section, TrainableConfig) and section.recompute != "full":
+            yield f"{role}.recompute=full", _with(config, role, recompute="full")
+    if plan.device == "cuda":
+        for other in plan.layouts:
+            offload = getattr(config, other).offload
+            for what in type(offload).model_fields:
+                if not getattr(offload, what):
+                    away = offload.model_copy(update={what: True})
+                    yield f"{other}.offload.{what}=true", _with(config, other, offload=away)
+    share = _smaller_share(plan)
+    if share is not None:
+        yield f"rollout.memory_share={share}", _with(config, "rollout", memory_share=share)
+
+
+def _smaller_share(plan: Plan) -> Optional[float]:
+    """The least memory_share, in steps of 0.05, whose cache still holds all sequences that run at once; None where it is no less
+    than the present one, or something else decides."""
+    rollout = plan.rollout
+    if rollout is None or plan.device_memory is None or plan.device == "cpu" or plan.config.rollout.kv_cache_gib is not None:
+        return None
+    needed = rollout.weights + sequences_at_once(plan) * plan.step.max_sequence_tokens * rollout.kv_bytes_per_token
+    share = ceil(20 * needed / plan.device_memory) / 20
+    return share if share < plan.config.rollout.memory_share else None
+
+
+def _layouts(config: TrainConfig, role: str) -> Iterator[tuple[str, TrainConfig]]:
+    """One size of the role's layout doubled; a split that somebody wrote down cannot be doubled with it."""
+    if role == "rollout":
+        return
+    parallel = getattr(config, role).parallel
+    for axis in AXES:
+        size = 2 * getattr(parallel, axis)
+        yield f"{role}.parallel.{axis}={size}", _with(config, role, parallel=parallel.model_copy(update={axis: size}))
+    if parallel.tp > 1 and not parallel.sequence_parallel:
+        cut = parallel.model_copy(update={"sequence_parallel": True})
+        yield f"{role}.parallel.sequence_parallel=true", _with(config, role, parallel=cut)
+
+
+def _with(config: TrainConfig, section: str, **changes: Any) -> TrainConfig:
+    return config.model_copy(update={section: getattr(config, section).model_copy(update=changes)})

@@ -1,0 +1,155 @@
+"""Bytes of tensors that are alive while something runs, and what the engines of a role hold in each of their modes.
+
+`Live` sees every tensor that an operator makes, so its peak is what an allocator without gaps would need, on any device.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any, Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megappo.models.arch import ModelArch
+from megappo.parallel.layout import ParallelLayout
+
+
+class Live(TorchDispatchMode):
+    """Counts the storages made inside. known: those that are there already."""
+
+    def __init__(self, known: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.sizes = {tensor.untyped_storage()._cdata: 0 for tensor in known}
+        self.now = self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self._add(leaf.untyped_storage())
+        return result
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key not in self.sizes:
+            self.sizes[key] = storage.nbytes()
+            self.now += storage.nbytes()
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self._gone, key)
+
+    def _gone(self, key: int) -> None:
+        self.now -= self.sizes.pop(key, 0)
+
+
+def peak_of(what: Callable[[], object], known: Iterable[Tensor]) -> int:
+    """The most bytes alive at once that `what` makes. Cycles are not collected meanwhile, as a GPU's allocator cannot wait for it."""
+    gc.collect()
+    gc.disable()
+    live = Live(known)
+    try:
+        with live:
+            what()
+    finally:
+        gc.enable()
+    return live.peak
+
+
+def held(tensors: Iterable[Tensor]) -> int:
+    """Bytes behind the tensors, each storage once; what is parked has none."""
+    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())
+
+
+def role_of(
+    arch: ModelArch, axes: dict[str, Any], dtype: torch.dtype, recompute: str, critic: bool, budget: int, offload: bool = False
+) -> tuple[Any, list[Any]]:
+    """(policy or critic with an engine of random weights on two ranks, its wrapped chunks)."""
+    from megappo.config.schema import OffloadConfig, OptimizerConfig
+    from megappo.engine.megatron import MegatronEngine
+    from megappo.engine.megatron_optimizer import Optimizer, wrap_with_ddp
+    from megappo.models.build import build_model
+    from megappo.parallel.groups import build_groups
+    from megappo.trainer.roles import Critic, Policy, PolicyLossConfig
+
+    groups = build_groups(ParallelLayout(2, **axes))
+    chunks = build_model(arch, groups, dtype=dtype, recompute=recompute, value_head=critic)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for chunk in chunks:
+            for parameter in chunk.parameters():
+                parameter.normal_(0, 0.02)
+    wrapped = wrap_with_ddp(chunks, groups, distributed_optimizer=True)
+    engine = MegatronEngine(
+        "role", wrapped, groups, device=torch.device("cpu"), micro_batch_tokens=budget,
+        optimizer=Optimizer(wrapped, groups, OptimizerConfig(), 1),
+        offload=OffloadConfig(parameters=offload, gradients=offload, optimizer=offload),
+    )  # fmt: skip
+    loss = PolicyLossConfig(0.2, 0.2, None, 0.0, 0.0, "k1", None)
+    return Critic(engine, 0.2) if critic else Policy(engine, 1.0, loss), wrapped
+
+
+def batch_of(lengths: Sequence[int], vocab_size: int) -> Any:
+    from megappo.data.packing import PackedBatch, cu_seqlens_of
+
+    tokens = sum(lengths)
+    generator = torch.Generator().manual_seed(1)
+    fields = {name: 0.01 * torch.randn(tokens, generator=generator) for name in ("logprob", "advantage", "value", "returns")}
+    ids = torch.randint(0, vocab_size, (tokens,), generator=generator)
+    return PackedBatch(ids, cu_seqlens_of(lengths)).with_fields({**fields, "weight": torch.ones(tokens)})
+
+
+def peaks(arch: ModelArch, axes: dict, dtype: torch.dtype, recompute: str, critic: bool, lengths: list[int], budget: int) -> tuple:
+    """Bytes of (a pass without gradients, forward and backward passes) on this rank, beyond weights, gradients and optimizer."""
+    role, wrapped = role_of(arch, axes, dtype, recompute, critic, budget)
+    engine, batch = role.engine, batch_of(lengths, arch.vocab_size)
+    # gloo sums the gradients through copies of the whole buffer, NCCL in place.
+    wrapped[0].module.config.finalize_model_grads_func = lambda *args, **kwargs: None
+    buffers = [buffer for chunk in wrapped for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    known = [tensor for buffer in buffers for tensor in (buffer.grad_data, buffer.param_data) if tensor is not None]
+    known += list(engine.named_parameters().values())
+    forward = peak_of(lambda: role.values(batch) if critic else role.logprobs(batch), known)
+    with engine.train_mode():
+        engine.optimizer_zero_grad()
+        trained = peak_of(lambda: engine.forward_backward(batch, role._loss_of, denominator=1.0), known)
+    return forward, trained
+
+
+def modes(arch: ModelArch, axes: dict, critic: bool, lengths: list[int]) -> dict[str, tuple[int, int, int]]:
+    """mode -> bytes of (weights, gradients, optimizer) of a role that offloads everything, in the order of a step."""
+    role, wrapped = role_of(arch, axes, torch.bfloat16, "none", critic, sum(lengths), offload=True)
+    engine, batch = role.engine, batch_of(lengths, arch.vocab_size)
+    optimizer = engine._optimizer
+    buffers = [buffer for chunk in wrapped for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    found: dict[str, tuple[int, int, int]] = {}
+
+    def look(mode: str) -> None:
+        weights = held(engine.named_parameters().values())
+        found[mode] = weights, held(b.grad_data for b in buffers), held(engine._optimizer_tensors())
+
+    def seen(mode: str, step: Callable) -> Callable:
+        def stepping() -> Any:
+            result = step()
+            look(mode)
+            return result
+
+        return stepping
+
+    engine.park()
+    look("rest")
+    with engine.eval_mode():
+        look("log-probs")
+    with engine.train_mode():
+        look("update")
+        optimizer.step = seen("optimizer step", optimizer.step)
+        role.update(batch, 1.0)
+        look("update after a step")
+    look("rest after")
+    engine.save_state(with_optimizer=True)
+    look("checkpoint")
+    engine.release_state()
+    look("rest at the end")
+    return found
