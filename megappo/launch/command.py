@@ -48,7 +48,9 @@ def launch(args: argparse.Namespace, prepare: Prepare) -> int:
     print(f"job {job_id}: {job.nodes} nodes x {job.ranks_per_node} ranks, {job.launcher}")
     print(f"log:     {folder / f'job-{job_id}.log'}")
     print(f"rank 0:  {folder / 'attempt-0' / 'rank-0.log'}")
-    print(f"stop it with a checkpoint: scancel --signal=USR1 {job_id}")
+    then = "go on after a requeue" if job.max_requeues else "end"
+    print(f"save, and {then}: scancel --signal=USR1 {job_id}")
+    print(f"end at once: scancel {job_id} (saved is what a step and a save need no longer for than Slurm's KillWait, 30 s by default)")
     return 0
 
 

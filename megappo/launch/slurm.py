@@ -90,7 +90,8 @@ def submit(script: Path) -> str:
     The options that the script holds are given on the command line as well: there alone they count for more than SBATCH_PARTITION,
     SBATCH_TIMELIMIT and others that a site or a start-up file may export.
     """
-    options = [shlex.split(line)[1] for line in script.read_text().splitlines() if line.startswith("#SBATCH ")]
+    lines = [line for line in script.read_text().splitlines() if line.startswith("#SBATCH ")]
+    options = [word for line in lines for word in shlex.split(line)[1:]]
     said = _ask("sbatch", "--parsable", *options, str(script), env=outside_of_a_job(os.environ))
     return said.strip().split(";")[0]
 

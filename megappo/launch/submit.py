@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import sys
 from dataclasses import dataclass, replace
@@ -82,10 +83,10 @@ def _check_options(job: Job, limits: Limits) -> None:
         if not option.startswith("--") or "\n" in option:
             raise ConfigError(problem("--sbatch", option, "must be one option in one line, for example --sbatch=--exclusive"))
     for option in job.options[len(limits.options()) :]:
-        name = option.removeprefix("--").partition("=")[0]
+        name = re.split("[= ]", option.removeprefix("--"), maxsplit=1)[0]
         if name in _OWN_OPTIONS:
             instead = _OWN_OPTIONS[name]
-            fix = f"use {instead} of megappo launch" if instead else "the script depends on its own; change a copy of --dry-run's"
+            fix = f"use {instead} of megappo launch" if instead else "the script has its own; change a copy of what --dry-run prints"
             raise ConfigError(problem("--sbatch", option, fix))
 
 
@@ -142,6 +143,11 @@ def remarks(config: TrainConfig, job: Job, limits: Limits) -> list[str]:
         notes.append("checkpoint.save_every = 0: a crash loses everything since the start, only a stop by signal saves; set it")
     if limits.time is None:
         notes.append("no --time: the partition's own limit holds")
+    elif re.fullmatch(r"\d+:\d+", limits.time):
+        notes.append(f"--time {limits.time}: Slurm reads minutes:seconds; hours are {limits.time}:00")
+    if job.gpus and job.cpus_per_rank is None and not any(option.startswith("--exclusive") for option in job.options):
+        shared = "one core per rank" if job.launcher == "srun" else "one core for all ranks of a node"
+        notes.append(f"no --cpus-per-rank: the cluster's default holds, which may be {shared}")
     for key, tp in _tensor_parallel(config).items():
         if tp > job.ranks_per_node:
             notes.append(f"{key} = {tp}: crosses nodes of {job.ranks_per_node} GPUs, so every layer waits for the network")

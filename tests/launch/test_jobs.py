@@ -180,13 +180,13 @@ def test_a_rank_that_is_killed_is_named_and_not_those_that_lost_it(cluster, jobs
 
 
 def test_a_wrong_configuration_is_refused_before_any_rank_starts(cluster, tmp_path) -> None:
-    """By a script as scripts/slurm/ has them, with the real `megappo plan` on the first node."""
+    """By a script as scripts/slurm/ has them, with the real `megappo plan` on the first node; sbatch's options count as given."""
     config = write_run(tmp_path)
     script = tmp_path / "two_nodes.sbatch"
     script.write_text(render_by_hand(Job(2, 2, gpus=False), script.name, "Two nodes of two ranks."))
     environment = cluster.environment | {"MEGAPPO_PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        ["sbatch", "--parsable", script, config, "run.num_ranks=4", "policy.parallel.tp=3"],
+        ["sbatch", "--parsable", "--ntasks-per-node=3", script, config, "run.num_ranks=6", "policy.parallel.tp=4"],
         env=environment, cwd=tmp_path, capture_output=True, text=True, check=True,
     )  # fmt: skip
     job_id = done.stdout.strip()
@@ -194,6 +194,6 @@ def test_a_wrong_configuration_is_refused_before_any_rank_starts(cluster, tmp_pa
     cluster.wait_for("the job's end", lambda: cluster.has_ended(job_id), 60, log)
     first, *rest = log.read_text().splitlines()
     assert first.startswith("=== job ") and len(rest) == 1, rest
-    assert rest[0].startswith("megappo: policy.parallel: tp 3") and "4 ranks" in rest[0]
+    assert rest[0].startswith("megappo: policy.parallel: tp 4") and "6 ranks" in rest[0]
     assert cluster.job(job_id)["ExitCode"] == "2:0"
     assert not list(tmp_path.glob("slurm-*/attempt-0/rank-*")) and not (tmp_path / "runs").exists()

@@ -10,8 +10,11 @@ import pytest
 
 from megappo import cli
 from megappo.config.errors import ConfigError
+from megappo.config.loading import load_config
 from megappo.launch.environment import HIDDEN, shown_variables
+from megappo.launch.script import Job
 from megappo.launch.slurm import outside_of_a_job, parse_time
+from megappo.launch.submit import Limits, remarks
 from tests.launch.cluster import Cluster
 from tests.plan.checkpoints import write_run
 
@@ -22,6 +25,9 @@ TWO_BY_TWO = ["--nodes", "2", "--gpus-per-node", "2", "run.num_ranks=4"]
 def outside_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "SLURM_JOB_NUM_NODES"):
         monkeypatch.delenv(name, raising=False)
+
+
+HELD = ["--sbatch=--hold", "--sbatch=--mincpus 3", "--sbatch=--comment=a # b"]
 
 
 def launch(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
@@ -57,7 +63,8 @@ MISTAKES = {
     "mount alone": ([*TWO_BY_TWO, "--mount", "/data:/data"], "--mount /data:/data has no effect without --container"),
     "mount": ([*TWO_BY_TWO, "--container", "x.sif", "--mount", "/data"], "--mount /data: must be HOST:CONTAINER"),
     "an option of ours": ([*TWO_BY_TWO, "--sbatch=--time=1:00:00"], '--sbatch = "--time=1:00:00": use --time of megappo launch'),
-    "an array": ([*TWO_BY_TWO, "--sbatch=--array=0-3"], '--sbatch = "--array=0-3": the script depends on its own'),
+    "an option of ours in two words": ([*TWO_BY_TWO, "--sbatch=--time 60"], '--sbatch = "--time 60": use --time of megappo launch'),
+    "an array": ([*TWO_BY_TWO, "--sbatch=--array=0-3"], '--sbatch = "--array=0-3": the script has its own'),
     "two lines": ([*TWO_BY_TWO, "--account", "me\ntouch gone"], "must be one option in one line"),
 }  # fmt: skip
 
@@ -115,7 +122,7 @@ def test_a_launch_is_recorded_and_its_run_cannot_be_launched_twice(
     config = write_run(tmp_path)
     monkeypatch.setenv("SBATCH_PARTITION", "nonsense")
     monkeypatch.setenv("SBATCH_TIMELIMIT", "5")
-    code, out, err = launch(capsys, config, *TWO_BY_TWO, "--partition", "main", "--time", "1:00:00", "--sbatch=--hold")
+    code, out, err = launch(capsys, config, *TWO_BY_TWO, "--partition", "main", "--time", "1:00:00", *HELD)
     assert (code, err) == (0, "")
     folder = tmp_path / "runs" / "run" / "launch" / "001"
     job = (folder / "job_id").read_text().strip()
@@ -124,6 +131,7 @@ def test_a_launch_is_recorded_and_its_run_cannot_be_launched_twice(
     assert script in out and f"job {job}: 2 nodes x 2 ranks, srun" in out and str(folder / f"job-{job}.log") in out
     record = json.loads((folder / "launch.json").read_text())
     assert record["revision"]["commit"] and record["command"]
+    assert on_cluster.command("squeue", "--noheader", "--format=%c|%k", "--jobs", job) == "3|a # b\n"
     asked = on_cluster.job(job)
     assert (asked["JobState"], asked["Partition"], asked["TimeLimit"]) == ("PENDING", "main", "01:00:00")
     monkeypatch.delenv("SBATCH_PARTITION")
@@ -134,6 +142,21 @@ def test_a_launch_is_recorded_and_its_run_cannot_be_launched_twice(
     assert launch(capsys, config, *TWO_BY_TWO, "--sbatch=--hold")[0] == 0
     again = (folder.parent / "002" / "job_id").read_text().strip()
     on_cluster.command("scancel", again)
+
+
+@pytest.mark.parametrize(
+    "job, time, expected",
+    [
+        (Job(2, 8, gpus=True), "24:00", ["--time 24:00: Slurm reads minutes:seconds; hours are 24:00:00", "one core per rank"]),
+        (Job(2, 8, gpus=True, launcher="torchrun"), "24:00:00", ["one core for all ranks of a node"]),
+        (Job(2, 8, gpus=True, options=("--exclusive",)), "1-0", []),
+        (Job(2, 8, gpus=True, cpus_per_rank=4), None, ["no --time"]),
+        (Job(2, 8, gpus=False), "60", []),
+    ],
+)  # fmt: skip
+def test_what_is_perhaps_not_meant_is_remarked(tmp_path: Path, job: Job, time: str | None, expected: list[str]) -> None:
+    notes = remarks(load_config(write_run(tmp_path), ["checkpoint.save_every=5"]), job, Limits(time=time))
+    assert len(notes) == len(expected) and all(part in note for part, note in zip(expected, notes)), notes
 
 
 def test_a_launch_from_within_a_job_does_not_hand_on_what_describes_that_job() -> None:
