@@ -7,9 +7,9 @@ of communication with computation (megappo does not overlap the reduction of gra
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass
-from typing import Mapping, Optional
+from typing import Mapping, Optional, Sequence
 
 from megappo.config.batch import micro_batches_bound, step_arithmetic
 from megappo.config.schema import CriticConfig, PolicyConfig, ReferenceConfig, TrainConfig
@@ -33,7 +33,6 @@ class Workload:
     epochs: int
     prompt_tokens: float
     response_tokens: float
-    longest: int
 
     @property
     def length(self) -> float:
@@ -51,7 +50,6 @@ def workload_of(config: TrainConfig, prompt_tokens: Optional[float] = None, resp
         step.samples, config.algorithm.mini_batch_size, config.algorithm.ppo_epochs,
         float(config.data.max_prompt_tokens if prompt_tokens is None else prompt_tokens),
         float(config.rollout.max_response_tokens if response_tokens is None else response_tokens),
-        step.max_sequence_tokens,
     )  # fmt: skip
 
 
@@ -92,7 +90,8 @@ def role_cost(
     trained = isinstance(settings, (PolicyConfig, CriticConfig))
     parts: dict[str, float] = defaultdict(float)
 
-    passes: dict[float, list[Pass]] = {}  # tokens of a micro-batch -> of the stages that differ
+    kinds = stage_kinds(arch, layout)
+    passes: dict[float, list[Pass]] = {}  # tokens of a micro-batch -> of a stage of each kind
 
     def one_pass(samples: int, trained: bool) -> int:
         """Adds a pass over so many samples to `parts`; returns its number of micro-batches."""
@@ -105,10 +104,10 @@ def role_cost(
                     arch, layout, stage, dtype=settings.dtype, tokens=tokens, length=workload.length,
                     recompute=getattr(settings, "recompute", "none"), value_head=role == "critic", hardware=hardware,
                 )
-                for stage in _distinct_stages(layout)
+                for stage in kinds
             ]  # fmt: skip
         stages = passes[tokens] if trained else [Pass(one.forward) for one in passes[tokens]]
-        for part, seconds in pipeline_parts(stages, layout, count).items():
+        for part, seconds in pipeline_parts(list(zip(stages, kinds.values())), layout, count).items():
             parts[part] += seconds
         return count
 
@@ -142,28 +141,37 @@ def _padded(length: float, layout: ParallelLayout) -> float:
     return length if layout.cp == 1 else length + layout.cp - 0.5
 
 
-def _distinct_stages(layout: ParallelLayout) -> list[int]:
-    """First, last, and one of those between: they have the most layers, and are alike but for one layer of an uneven split."""
-    return [0] if layout.pp == 1 else [0, layout.pp - 1] if layout.pp == 2 else [0, layout.pp // 2, layout.pp - 1]
+def stage_kinds(arch: ModelArch, layout: ParallelLayout) -> dict[int, int]:
+    """The first stage of every kind -> how many are like it. Stages differ by the embedding, the head and their layers."""
+    alike = arch.moe is None or not arch.moe.dense_layers
+
+    def kind(stage: int) -> tuple[object, ...]:
+        layers = list(layout.stage_layers(arch.num_layers, stage))
+        if alike and not arch.sliding_layers:
+            return stage == 0, stage == layout.pp - 1, len(layers)
+        kinds = Counter((arch.is_sparse(layer), bool(arch.sliding_layers) and arch.sliding_layers[layer]) for layer in layers)
+        return stage == 0, stage == layout.pp - 1, *sorted(kinds.items())
+
+    found: dict[tuple[object, ...], list[int]] = {}
+    for stage in range(layout.pp):
+        found.setdefault(kind(stage), []).append(stage)
+    return {stages[0]: len(stages) for stages in found.values()}
 
 
-def pipeline_parts(stages: list[Pass], layout: ParallelLayout, count: int) -> dict[str, float]:
+def pipeline_parts(stages: Sequence[tuple[Pass, int]], layout: ParallelLayout, count: int) -> dict[str, float]:
     """Seconds of a pass of `count` micro-batches, by part; `bubble` is what the slowest stage waits.
 
     The slowest stage works without a pause once the pipeline is full; before and after it waits for one micro-batch to pass the
     other stages, a chunk of each: count * s + (sum of the others) / vpp. With equal stages this is (count + (pp - 1) / vpp) * s,
     the length of 1F1B and of its interleaved form (Narayanan et al. 2021, section 2.2; `plan/timeline.py`, which a test
-    compares). stages: the first, one between, the last, as many as there are.
+    compares). stages: one of each kind, and how many are like it.
     """
-    weights = [1] * len(stages)
-    if len(stages) == 3:
-        weights[1] = layout.pp - 2
-    slowest = max(stages, key=lambda one: one.total_s)
+    slowest = max((one for one, _ in stages), key=lambda one: one.total_s)
     parts: dict[str, float] = defaultdict(float)
     for direction in (slowest.forward, slowest.backward):
         for part, seconds in direction.items():
             parts[part] += count * seconds
-    every = sum(weight * one.total_s for weight, one in zip(weights, stages))
+    every = sum(number * one.total_s for one, number in stages)
     parts["bubble"] = (every - slowest.total_s) / layout.vpp
     return dict(parts)
 

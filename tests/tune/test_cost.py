@@ -13,7 +13,7 @@ from megappo.models.families import hf_tensors
 from megappo.parallel.layout import ParallelLayout
 from megappo.plan.memory import RolloutMemory, count_parameters
 from megappo.plan.timeline import timeline
-from megappo.tune.cost import Workload, pipeline_parts, role_cost
+from megappo.tune.cost import Workload, pipeline_parts, role_cost, stage_kinds
 from megappo.tune.generation import push_s, vllm_cost
 from megappo.tune.links import Links, Span, span
 from megappo.tune.profiles import load_hardware
@@ -23,7 +23,7 @@ ARCH = ModelArch("llama", "LlamaForCausalLM", 16, 2048, 16, 8, 128, 5632, 32000,
 SPARSE = replace(ARCH, family="qwen3_moe", architecture="Qwen3MoeForCausalLM", moe=MoeArch(16, 2, 1024, True))
 H100 = load_hardware("h100")
 LINKS = Links(100e9, 10e9, 1e-6, 10e-6)
-WORK = Workload(samples=256, mini_batch=64, epochs=1, prompt_tokens=256, response_tokens=768, longest=1024)
+WORK = Workload(samples=256, mini_batch=64, epochs=1, prompt_tokens=256, response_tokens=768)
 
 
 def cost(layout, arch=ARCH, role="policy", work=WORK, hardware=H100, **settings):
@@ -38,7 +38,7 @@ def cost(layout, arch=ARCH, role="policy", work=WORK, hardware=H100, **settings)
 @pytest.mark.parametrize("backward", [1.0, 2.0, 3.0])
 def test_the_time_of_a_pipeline_is_that_of_its_timeline(pp, vpp, count, backward):
     layout = ParallelLayout(pp, pp=pp, vpp=vpp)
-    stages = [Pass({"matmul": 1.0}, {"matmul": backward})] * min(pp, 3)
+    stages = [(Pass({"matmul": 1.0}, {"matmul": backward}), pp)]
     parts, drawn = pipeline_parts(stages, layout, count), timeline(layout, count, backward=backward)
     assert sum(parts.values()) == pytest.approx(drawn.total)
     assert parts["bubble"] / sum(parts.values()) == pytest.approx(drawn.bubble)
@@ -46,7 +46,17 @@ def test_the_time_of_a_pipeline_is_that_of_its_timeline(pp, vpp, count, backward
 
 def test_a_slow_stage_sets_the_pace():
     slow, fast = Pass({"matmul": 2.0}), Pass({"matmul": 1.0})
-    assert sum(pipeline_parts([fast, fast, slow], ParallelLayout(4, pp=4), 10).values()) == pytest.approx(10 * 2 + 3 * 1)
+    assert sum(pipeline_parts([(fast, 3), (slow, 1)], ParallelLayout(4, pp=4), 10).values()) == pytest.approx(10 * 2 + 3 * 1)
+
+
+def test_a_slow_stage_in_the_middle_sets_the_pace_too():
+    """Of a split that the user chose, and of a model whose first layers have no experts."""
+    even, uneven = ParallelLayout(4, pp=4), ParallelLayout(4, pp=4, layers_per_stage=(2, 10, 2, 2))
+    assert cost(uneven).parts["matmul"] == pytest.approx(10 / 4 * cost(even).parts["matmul"])
+    assert stage_kinds(ARCH, uneven) == {0: 1, 1: 1, 2: 1, 3: 1} and stage_kinds(ARCH, even) == {0: 1, 1: 2, 3: 1}
+    mixed = replace(SPARSE, moe=replace(SPARSE.moe, dense_layers=tuple(range(6))))
+    assert stage_kinds(mixed, ParallelLayout(8, pp=8)) == {0: 1, 1: 2, 3: 4, 7: 1}
+    assert stage_kinds(ARCH, ParallelLayout(1)) == {0: 1}
 
 
 @pytest.mark.parametrize(
