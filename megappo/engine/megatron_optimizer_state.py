@@ -21,6 +21,8 @@ from torch import Tensor
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _MAIN = "fp32_param"
+# Values of all ranks that are on the device at once while a bucket is gathered: 256 MiB.
+GATHERED_VALUES = 1 << 26
 
 
 def sharded_optimizer_state(
@@ -30,7 +32,7 @@ def sharded_optimizer_state(
     model_state: the sharded_state_dicts of its chunks by number. Collective over data-parallel ranks.
 
     Moments that do not exist before the first step are created as zeros. The distributed optimizer's shards are gathered in host
-    memory: 12 bytes for each parameter of this rank's model. What is written does not depend on the kind of optimizer.
+    memory, piece by piece: 12 bytes for each parameter of this rank's model. What is written does not depend on the kind of optimizer.
     """
     for optimizer in chained:
         _create_moments(optimizer.optimizer)
@@ -153,13 +155,25 @@ def _gathered_values(optimizer: DistributedOptimizer) -> Iterator[tuple[Tensor, 
 
 
 def _gather_bucket(like: Tensor, parts: list[tuple[Any, Tensor]], group: dist.ProcessGroup) -> Tensor:
-    """[like.numel()] fp32; every rank contributes an equal slice, in which it holds `parts` at their ranges."""
-    mine = torch.zeros(like.numel() // group.size(), dtype=torch.float32, device=like.device)
-    for place, values in parts:
-        mine[place.start : place.end] = values
-    whole = [torch.empty_like(mine) for _ in range(group.size())]
-    dist.all_gather(whole, mine, group=group)
-    return torch.cat(whole)
+    """[like.numel()] fp32 in host memory; every rank contributes an equal slice, in which it holds `parts` at their ranges.
+
+    In pieces: a bucket holds all gradients of the model, and on the device there may be no room for as much again.
+    """
+    size, device = like.numel() // group.size(), like.device
+    whole = torch.empty(group.size(), size)
+    step = max(1, GATHERED_VALUES // group.size())
+    for start in range(0, size, step):
+        end = min(start + step, size)
+        mine = torch.zeros(end - start, dtype=torch.float32, device=device)
+        for place, values in parts:
+            first, last = max(place.start, start), min(place.end, end)
+            if first < last:
+                mine[first - start : last - start] = values[first - place.start : last - place.start]
+        gathered = [torch.empty_like(mine) for _ in range(group.size())]
+        dist.all_gather(gathered, mine, group=group)
+        for rank, piece in enumerate(gathered):
+            whole[rank, start:end] = piece
+    return whole.flatten()
 
 
 def _keeps_step_per_parameter(inner: torch.optim.Optimizer) -> bool:

@@ -153,3 +153,29 @@ def modes(arch: ModelArch, axes: dict, critic: bool, lengths: list[int]) -> dict
     engine.release_state()
     look("rest at the end")
     return found
+
+
+def gathered(arch: ModelArch, axes: dict, at_once: int) -> tuple[int, dict[str, Tensor]]:
+    """(the most values that one collective brings to this rank while a checkpoint is described, the optimizer's tensors in it)."""
+    import torch.distributed as dist
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    from megappo.engine import megatron_optimizer_state as state
+
+    role, _ = role_of(arch, axes, torch.bfloat16, "none", False, 64)
+    with role.engine.train_mode():
+        role.update(batch_of([16] * 4, arch.vocab_size), 1.0)
+    sizes, all_gather, usual = [0], dist.all_gather, state.GATHERED_VALUES
+
+    def counting(outputs: list[Tensor], mine: Tensor, **where: Any) -> Any:
+        sizes.append(sum(output.numel() for output in outputs))
+        return all_gather(outputs, mine, **where)
+
+    dist.all_gather, state.GATHERED_VALUES = counting, at_once
+    try:
+        described = nested_values(role.engine.save_state(with_optimizer=True)["optimizer"])
+    finally:
+        dist.all_gather, state.GATHERED_VALUES = all_gather, usual
+    tensors = [entry for entry in described if isinstance(entry, ShardedTensor)]
+    return max(sizes), {f"{entry.key} {entry.global_offset}": entry.data.cpu().clone() for entry in tensors}

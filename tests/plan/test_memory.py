@@ -304,6 +304,7 @@ PEAKS = [
     ({"pp": 2}, WIDE, BF16, "none", False),
     ({"pp": 2, "vpp": 2}, WIDE, BF16, "full", False),
 ]  # fmt: skip
+GATHERED_AT_ONCE = 5000
 MODES = [({}, False), ({"pp": 2}, True), ({"ep": 2}, False)]  # axes of two ranks, value head
 
 
@@ -317,12 +318,13 @@ def measure(rank, activations, built, peaked, moded):
         [allocated_bytes(*case) for case in built],
         [live.peaks(arch, axes, dtype, how, critic, LENGTHS, BUDGET) for axes, arch, dtype, how, critic in peaked],
         [live.modes(arch[axes.get("ep", 1)], axes, critic, [32] * 4) for axes, critic in moded],
+        [live.gathered(arch[2], {"ep": 2}, at_once) for at_once in (GATHERED_AT_ONCE, 1 << 26)],
     )
 
 
 @pytest.fixture(scope="module")
 def measured():
-    """(bytes per token of MEASURED, bytes of BUILT, PEAKS and MODES) of each of two ranks."""
+    """(bytes per token of MEASURED, bytes of BUILT, PEAKS and MODES, what a checkpoint gathers) of each of two ranks."""
     return spawn_world(measure, 2, MEASURED, BUILT, PEAKS, MODES)
 
 
@@ -408,6 +410,14 @@ def test_what_is_on_the_device_in_every_mode_of_an_engine_is_what_the_phases_say
             }  # fmt: skip
             assert memory.resident == 0 and found == pytest.approx(expected, rel=0.02), (MODES[index], rank)
             assert found["update"] != pytest.approx(memory.stepping, rel=0.02), "negative control"
+
+
+def test_a_checkpoint_needs_no_second_copy_of_the_optimizer_on_the_device(measured):
+    """Gathered in pieces, it is what it was."""
+    for *_, (pieces, whole) in measured:
+        assert 0 < pieces[0] <= GATHERED_AT_ONCE < whole[0]
+        assert pieces[1].keys() == whole[1].keys() and any("exp_avg" in name for name in whole[1])
+        assert all(torch.equal(pieces[1][name], whole[1][name]) for name in whole[1])
 
 
 def saved_bytes(cases):
