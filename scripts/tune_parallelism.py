@@ -113,6 +113,10 @@ def run(args: argparse.Namespace) -> int:
     )  # fmt: skip
     search = command.make_search(question)
     job = None
+    if args.measure is not None:
+        from megappo.tune.measure import best_measured, check_measurable, measure
+
+        check_measurable(search)
     if args.slurm:
         from megappo.launch.submit import Limits
         from megappo.tune.job import job_for
@@ -122,8 +126,6 @@ def run(args: argparse.Namespace) -> int:
     print(report(search, choice, args.top), flush=True)
     measurement = None
     if args.measure is not None:
-        from megappo.tune.measure import best_measured, measure
-
         measurement = measure(search, choice, args.measure, job)
         print("\n".join(measurement.lines()))
         choice = best_measured(search, choice, measurement)

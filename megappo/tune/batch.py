@@ -71,10 +71,13 @@ def ranks_here(num_ranks: int) -> Start:
 
 
 def start_step(folder: Path, names: Sequence[str]) -> int:
-    """A world of all tasks of this Slurm job. The first rank to end badly ends the others."""
+    """A world of all tasks of this Slurm job. The first rank to end badly ends the others.
+
+    --export: a job that was submitted with --export=NONE would hand its ranks nothing of the job script's environment.
+    """
     world = world_folder(folder, names)
     rank = [sys.executable, "-m", "megappo.tune.rank", str(folder), *names]
-    command = ["srun", "--kill-on-bad-exit=1", "--distribution=block", "bash", "-c", RANK, str(world), *rank]
+    command = ["srun", "--export=ALL", "--kill-on-bad-exit=1", "--distribution=block", "bash", "-c", RANK, str(world), *rank]
     code = subprocess.run(command).returncode
     if code != 0:
         time.sleep(GRACE_S)

@@ -4,6 +4,7 @@ script's."""
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Mapping, Optional, Sequence
@@ -22,7 +23,7 @@ from megappo.rollout.vllm_limits import check_vllm
 from megappo.tune.cost import Workload, workload_of
 from megappo.tune.profiles import Hardware
 from megappo.tune.report import name_of, overrides_of
-from megappo.tune.search import MOST_DOUBLINGS, ROLLOUT, Candidate, Choice, Machine, Search, gpus_needed
+from megappo.tune.search import ROLLOUT, Candidate, Choice, Machine, Search, gpus_needed, larger_worlds
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,7 @@ def find_best(search: Search) -> Choice:
     if needed is not None:
         raise ConfigError(f"--gpus {machine.world_size}: {what}; it needs about {needed} (found by doubling){offload}")
     fix = f"lower rollout.memory_share, shorten the sequences{offload}"
-    raise ConfigError(f"--gpus {machine.world_size}: {what}, and not on {2**MOST_DOUBLINGS * machine.world_size} either; {fix}")
+    raise ConfigError(f"--gpus {machine.world_size}: {what}, and not on {larger_worlds(machine)[-1]} either; {fix}")
 
 
 def chosen_config(search: Search, choice: Choice, question: Question) -> TrainConfig:
@@ -155,6 +156,8 @@ def check_target(option: str, text: str) -> Path:
     path = Path(text)
     if path.is_dir() or not path.parent.is_dir():
         raise ConfigError(f"{option} {text}: " + ("is a directory" if path.is_dir() else f"{path.parent} is not a directory"))
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConfigError(f"{option} {text}: no permission to write there")
     return path
 
 

@@ -42,6 +42,7 @@ def vllm_cost(
 
     A token: the larger of reading weights and the KV cache, and of the products; two all-reduces of the hidden states per layer;
     a fixed time. Of experts only those are read that some token of the batch is sent to, on average 1 - (1 - k / E)^B of them.
+    Of a prompt only the last token has logits.
     """
     tp, links = rollout.tp, Links.of(hardware)
     group = Span(tp, min(tp, hardware.gpus_per_node))
@@ -52,17 +53,17 @@ def vllm_cost(
     waves = -(-samples // at_once)
     at_once = -(-samples // waves)
     itemsize, rate = ITEMSIZE[dtype], hardware.flops_per_s(dtype)
-    products = sum(sum(layer_weights(arch, arch.is_sparse(layer))) for layer in range(arch.num_layers))
-    token_flops = 2 * (products + arch.hidden_size * arch.vocab_size) / tp
+    layer_flops = 2 * sum(sum(layer_weights(arch, arch.is_sparse(layer))) for layer in range(arch.num_layers)) / tp
+    head_flops = 2 * arch.hidden_size * arch.vocab_size / tp
     context = workload.prompt_tokens + workload.response_tokens / 2
     read = memory.weights * _share_of_weights(arch, at_once) + at_once * context * memory.kv_bytes_per_token
     reduce_s = 2 * arch.num_layers * links.all_reduce_s(group, at_once * arch.hidden_size * itemsize)
-    token_s = max(read / hardware.memory_bytes_per_s, at_once * token_flops / rate)
+    token_s = max(read / hardware.memory_bytes_per_s, at_once * (layer_flops + head_flops) / rate)
     token_s += reduce_s + hardware.decode_overhead_us * 1e-6
     prompt = samples * workload.prompt_tokens
     keys = sum(keys_seen(arch, layer, workload.prompt_tokens) for layer in range(arch.num_layers))
     attention = 4 * arch.num_heads * arch.head_dim * keys / tp
-    prefill = prompt * (token_flops + attention) / rate
+    prefill = (prompt * (layer_flops + attention) + samples * head_flops) / rate
     prefill += 2 * arch.num_layers * links.all_reduce_s(group, prompt * arch.hidden_size * itemsize)
     return GenerationCost(prefill, waves * workload.response_tokens * token_s, at_once, waves)
 
@@ -93,13 +94,15 @@ def megatron_s(
     return workload.response_tokens * one
 
 
-def push_s(policy: ParallelLayout, memory: Optional[RolloutMemory], hardware: Hardware) -> float:
+def push_s(policy: ParallelLayout, memory: Optional[RolloutMemory], hardware: Hardware, offloaded: int = 0) -> float:
     """The policy's weights into the replicas: every rank receives its part of the model, of which those layers come over the
-    network whose stage is on another node. Nothing is taken to be in place already.
+    network whose stage is on another node. Nothing is taken to be in place already. offloaded: bytes of the policy's weights that
+    come from host memory for it and go back.
     """
+    loading = 2 * offloaded / hardware.host_bytes_per_s
     if memory is None:
-        return 0.0
+        return loading
     links = Links.of(hardware)
     stages_here = max(1, hardware.gpus_per_node // policy.ranks_per_stage) if policy.pp > 1 else 1
     elsewhere = 0.0 if policy.ranks_per_stage >= policy.world_size else max(0.0, 1 - stages_here / policy.pp)
-    return memory.weights * (elsewhere / links.network_bytes_per_s + (1 - elsewhere) / links.node_bytes_per_s)
+    return loading + memory.weights * (elsewhere / links.network_bytes_per_s + (1 - elsewhere) / links.node_bytes_per_s)

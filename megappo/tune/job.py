@@ -30,6 +30,12 @@ POLL_S = 5.0
 # What another node wrote may be seen late: a network file system asks for a directory's news about once a minute.
 LATE_S = 90.0
 LAST_LINES = 15
+# What the script says itself, with the option that changes it; None where nothing does.
+OWN_OPTIONS = {
+    "partition": "--partition", "account": "--account", "time": "--time", "nodes": "--gpus", "ntasks": "--gpus",
+    "ntasks-per-node": "--gpus-per-node", "gpus-per-node": "--gpus-per-node", "job-name": None, "output": None, "error": None,
+    "open-mode": None, "chdir": None, "array": None, "wrap": None, "parsable": None, "test-only": None,
+}  # fmt: skip
 
 
 def job_for(machine: Machine, limits: Limits, options: Sequence[str]) -> Job:
@@ -39,17 +45,21 @@ def job_for(machine: Machine, limits: Limits, options: Sequence[str]) -> Job:
     for option in options:
         if not option.startswith("--") or "\n" in option:
             raise ConfigError(problem("--sbatch", option, "must be one option in one line, for example --sbatch=--exclusive"))
+        name = option.removeprefix("--").partition("=")[0]
+        if name in OWN_OPTIONS:
+            instead = OWN_OPTIONS[name]
+            raise ConfigError(problem("--sbatch", option, f"use {instead}" if instead else "the trials depend on their own"))
     if any("\n" in option for option in limits.options()):
         raise ConfigError("--partition, --account, --time: must be one line each")
     if limits.time is not None:
         slurm.parse_time(limits.time)
     if not slurm.has_slurm():
         raise ConfigError("--slurm: no Slurm on this machine (sbatch is not in PATH); run this where jobs are submitted")
-    if limits.partition is not None:
-        known = slurm.partitions().get(limits.partition)
-        if known is not None and nodes > known.nodes:
-            need = f"{machine.world_size} ranks are {nodes} nodes of {per_node}"
-            raise ConfigError(f"--partition {known.name}: has {known.nodes} nodes, and {need} (--gpus, --gpus-per-node)")
+    named = (limits.partition or "").split(",")
+    asked = [one for one in slurm.partitions().values() if one.name in named or (limits.partition is None and one.default)]
+    if asked and nodes > max(one.nodes for one in asked):
+        need = f"{machine.world_size} ranks are {nodes} nodes of {per_node} (--gpus, --gpus-per-node)"
+        raise ConfigError(f"--partition {asked[0].name}: has {asked[0].nodes} nodes, and {need}")
     job = Job(nodes, min(machine.world_size, per_node), machine.hardware.is_gpu(), options=(*limits.options(), *options))
     check_cluster(job, limits)
     return job
@@ -62,8 +72,9 @@ def render(job: Job, folder: Path, names: Sequence[str]) -> str:
         trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
     )  # fmt: skip
     log = str(folder.absolute() / "job-").replace("%", "%%")
+    options = ["--job-name=megappo-tune", f"--output={log}%j.log", *job.options]
     return environment.get_template("trials.sbatch.jinja").render(
-        options=["--job-name=megappo-tune", f'--output="{log}%j.log"', *job.options],
+        options=[_in_quotes(option) for option in options],
         nodes=job.nodes,
         ranks_per_node=job.ranks_per_node,
         gpus=job.gpus,
@@ -73,6 +84,11 @@ def render(job: Job, folder: Path, names: Sequence[str]) -> str:
         folder=shlex.quote(str(folder.absolute())),
         names=[shlex.quote(name) for name in names],
     )
+
+
+def _in_quotes(option: str) -> str:
+    """In a line of #SBATCH, which is split at blanks and ends at #."""
+    return '"' + option.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
 def submit(job: Job, folder: Path, names: Sequence[str]) -> str:

@@ -24,11 +24,10 @@ from megappo.launch.script import Job
 from megappo.plan.tables import figures, table
 from megappo.tune.batch import ranks_here, run_trials
 from megappo.tune.cost import Workload
-from megappo.tune.generation import push_s
 from megappo.tune.job import Follower, living_jobs, submit
 from megappo.tune.report import name_of
-from megappo.tune.search import Candidate, Choice, Search, peak
-from megappo.tune.trials import Failed, Outcome, Trial, outcome_file, read_outcome, trial_file, write_trial
+from megappo.tune.search import ROLLOUT, Candidate, Choice, Search, peak
+from megappo.tune.trials import Failed, Measured, Outcome, Trial, outcome_file, read_outcome, trial_file, write_trial
 
 @dataclass(frozen=True)
 class Tried:
@@ -53,6 +52,12 @@ class Measurement:
     def facts(self) -> dict[str, Any]:
         """For other programs."""
         return {role: [_facts(one) for one in found] for role, found in self.tried.items()}
+
+
+def check_measurable(search: Search) -> None:
+    """ConfigError where there is nothing to try."""
+    if set(search.tuned) <= {ROLLOUT}:
+        raise ConfigError(f"--measure: trials are of the policy, critic and reference, not of --roles {ROLLOUT}")
 
 
 def measure(search: Search, choice: Choice, most: int, job: Optional[Job] = None) -> Measurement:
@@ -161,9 +166,14 @@ def _tried(one: Candidate, folder: Path, name: str, workload: Workload) -> Tried
     assert outcome is not None, "every trial has run"
     if isinstance(outcome, Failed):
         return Tried(one, outcome, None, outcome_file(folder, name))
+    return Tried(one, outcome, step_s(outcome, workload), outcome_file(folder, name))
+
+
+def step_s(measured: Measured, workload: Workload) -> float:
+    """Seconds of a role in a whole step: its passes over all samples, and its updates."""
     passes = max(1.0, workload.samples / workload.mini_batch)
-    seconds = outcome.forward_s * passes + (outcome.update_s or 0.0) * workload.updates
-    return Tried(one, outcome, seconds, outcome_file(folder, name))
+    seconds = (measured.forward_s - measured.offload_s) * passes + measured.offload_s
+    return seconds if measured.update_s is None else seconds + measured.update_s * workload.updates + measured.offload_s
 
 
 def _lines(role: str, tried: Sequence[Tried]) -> list[str]:
@@ -201,4 +211,4 @@ def best_measured(search: Search, choice: Choice, measurement: Measurement) -> C
             best, fastest = roles, seconds
     if best is None:
         raise ConfigError("--measure: no combination of the layouts that were measured fits; measure more of them")
-    return Choice(best, rollout, push_s(best["policy"].layout, rollout.memory, search.machine.hardware))
+    return search.choice(best, rollout)

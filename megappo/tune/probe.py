@@ -79,9 +79,15 @@ def measure_rates(device: torch.device, folder: str) -> dict[str, float]:
         seconds = _seconds(lambda: dist.all_reduce(large), device)
         # An all-reduce of two ranks is two halves: each sends and receives half of the data, and waits once.
         rates["node_latency_us"] = latency / 2 * 1e6
-        rates["node_link_gb_s"] = large.numel() * 4 / max(seconds - latency, 1e-9) / 1e9
+        rates["node_link_gb_s"] = link_gb_s(large.numel() * 4, seconds, latency)
     rates["layer_overhead_us"] = _layer_overhead_s(folder, device) * 1e6
     return rates
+
+
+def link_gb_s(size: int, seconds: float, latency: float) -> float:
+    """Of an all-reduce of two ranks, of which a small one takes `latency` seconds. On a busy machine the usual wait of a small one
+    may be longer than the shortest of a large one; half of that is taken to be data at least."""
+    return size / max(seconds - latency, seconds / 2) / 1e9
 
 
 def _seconds(

@@ -123,6 +123,8 @@ def hardware_of(name: str, values: Any, where: str) -> Hardware:
         if key.endswith("_share") and value > 1:
             fix = "is a share of what the hardware could do; must be <= 1"
             raise ConfigError(f"{where}: {problem(f'{name}.{key}', value, fix)}")
+        if kind == "int" and value != int(value):
+            raise ConfigError(f"{where}: {problem(f'{name}.{key}', value, 'must be an integer')}")
         numbers[key] = int(value) if kind == "int" else float(value)
     if numbers["reserve_gib"] >= numbers["memory_gib"]:
         raise ConfigError(f"{where}: {problem(f'{name}.reserve_gib', numbers['reserve_gib'], 'must be less than memory_gib')}")

@@ -127,7 +127,7 @@ def _shares(one: Candidate, machine: Machine) -> Iterator[tuple[float, str]]:
         ("cp", "cp", f"cp {layout.cp}", "all-to-all"),
         ("ep", "ep", f"ep {layout.ep}" + (f" etp {layout.etp}" if layout.etp > 1 else ""), "all-to-all"),
         ("pp", "pp", f"pp {layout.pp}" + (f" vpp {layout.vpp}" if layout.vpp > 1 else ""), "messages"),
-        ("dp", "gradients", f"dp {layout.dp}", "gradients and new weights"),
+        ("dp", "gradients", _shards(layout), "gradients and new weights"),
     ]
     for part, axis, name, what in axes:
         if (share := cost.share(part)) >= NOTABLE:
@@ -137,7 +137,7 @@ def _shares(one: Candidate, machine: Machine) -> Iterator[tuple[float, str]]:
         yield share, f"pp {layout.pp}: bubble {share:.0%} of {cost.num_micro_batches} micro-batches"
     if (share := cost.share("optimizer")) >= NOTABLE:
         where = " over the host link" if one.memory.offloaded_optimizer else ""
-        yield share, f"dp {layout.dp}: {figures(one.memory.optimizer / GIB)} GiB optimizer, {share:.0%}{where}"
+        yield share, f"{_shards(layout)}: {figures(one.memory.optimizer / GIB)} GiB optimizer, {share:.0%}{where}"
     if (share := cost.share("memory")) >= 2 * NOTABLE:
         whole = layout.tp > 1 and not layout.sequence_parallel
         yield share, f"elementwise kernels {share:.0%}" + (", no sequence parallel" if whole else "")
@@ -145,6 +145,11 @@ def _shares(one: Candidate, machine: Machine) -> Iterator[tuple[float, str]]:
         yield share, f"small micro-batches: {share:.0%} is launches"
     if (share := cost.share("offload")) >= 2 * NOTABLE:
         yield share, f"offload: {share:.0%}"
+
+
+def _shards(layout: ParallelLayout) -> str:
+    """The ranks that hold the same weights, over which gradients are summed and the optimizer is cut."""
+    return f"dp {layout.dp}" + (f" x cp {layout.cp}" if layout.cp > 1 else "")
 
 
 def _rollout_reasons(one: RolloutCandidate, machine: Machine) -> Iterator[str]:

@@ -230,10 +230,14 @@ class Search:
         for rollout in self.rollouts:
             for roles in _combinations(list(fronts.values()), room - rollout.bytes, _limit(best, rollout)):
                 by_role = {one.role: one for one in roles}
-                choice = Choice(by_role, rollout, push_s(by_role["policy"].layout, rollout.memory, self.machine.hardware))
+                choice = self.choice(by_role, rollout)
                 if best is None or choice.total_s < best.total_s:
                     best = choice
         return best
+
+    def choice(self, roles: Mapping[str, Candidate], rollout: RolloutCandidate) -> Choice:
+        policy = roles["policy"]
+        return Choice(roles, rollout, push_s(policy.layout, rollout.memory, self.machine.hardware, policy.memory.offloaded_weights))
 
     def fits(self) -> bool:
         """Whether anything fits at all: of every role the layouts and the settings that need least are tried, and their time is
@@ -335,12 +339,19 @@ def _combinations(fronts: Sequence[Sequence[Candidate]], room: int, limit_s: flo
     return extend((), 0.0, 0, 0)
 
 
-def gpus_needed(search: Search) -> Optional[int]:
-    """The smallest number of GPUs, by doubling, on which something fits; None where even the largest does not help."""
-    machine = search.machine
+def larger_worlds(machine: Machine) -> list[int]:
+    """Numbers of GPUs by doubling; from a part of a node, or of several, on to whole nodes."""
+    sizes, per_node = [machine.world_size], machine.hardware.gpus_per_node
     for _ in range(MOST_DOUBLINGS):
-        machine = replace(machine, world_size=2 * machine.world_size)
-        larger = Search(search.config, search.archs, machine, search.workload, search.tuned)
-        if larger.fits():
-            return machine.world_size
+        twice = 2 * sizes[-1]
+        sizes.append(twice if twice <= per_node else -(-twice // per_node) * per_node)
+    return sizes[1:]
+
+
+def gpus_needed(search: Search) -> Optional[int]:
+    """The smallest of `larger_worlds` on which something fits; None where even the largest does not help."""
+    for world_size in larger_worlds(search.machine):
+        machine = replace(search.machine, world_size=world_size)
+        if Search(search.config, search.archs, machine, search.workload, search.tuned).fits():
+            return world_size
     return None

@@ -62,6 +62,7 @@ def run_trial(trial: Trial, device: torch.device) -> Measured:
     groups = build_groups(layout_of(section.parallel, dist.get_world_size()))
     engine = _build_engine(trial, groups, device)
     passes = _Passes(trial, engine)
+    offload_s = _fastest(passes.nothing, trial.repeats) if section.offload.parameters else 0.0
     forward_s = _fastest(passes.forward, trial.repeats)
     update_s = None
     if isinstance(section, TrainableConfig):
@@ -72,7 +73,7 @@ def run_trial(trial: Trial, device: torch.device) -> Measured:
     destroy_groups(groups)
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    return Measured(forward_s=forward_s, update_s=update_s)
+    return Measured(forward_s=forward_s, update_s=update_s, offload_s=min(offload_s, forward_s))
 
 
 def _fastest(work: Callable[[], Any], repeats: int) -> float:
@@ -147,6 +148,11 @@ class _Passes:
             self._role = Critic(engine, algorithm.value_clip)
         else:
             self._role = LanguageModel(engine, temperature, config.policy.logits_dtype)
+
+    def nothing(self) -> None:
+        """What a pass does without a batch: its weights come, and go."""
+        with self._role.engine.eval_mode():
+            pass
 
     def forward(self) -> None:
         if isinstance(self._role, Critic):

@@ -29,10 +29,12 @@ class Trial(BaseModel):
 
 class Measured(BaseModel):
     """Seconds, the least of the repeats. forward_s: of a pass without gradients over the samples; update_s: of one optimizer step
-    on them, None where the role does not train."""
+    on them, None where the role does not train; offload_s: in forward_s, of weights that come from host memory and go back, which
+    a phase does once, however many passes and updates it has."""
 
     forward_s: float
     update_s: Optional[float]
+    offload_s: float = 0.0
 
     def __str__(self) -> str:
         return f"forward {self.forward_s:.4g} s" + (f", update {self.update_s:.4g} s" if self.update_s is not None else "")

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
+from megappo.config.errors import ConfigError
 from megappo.config.loading import load_config
 from megappo.plan.estimate import make_plan
 from megappo.plan.layouts import check_layouts, read_archs
 from megappo.tune import batch
-from megappo.tune.profiles import load_hardware
+from megappo.tune.profiles import hardware_of, load_hardware
 
 from ..plan.checkpoints import LLAMA_7B, SPARSE, write_checkpoint
 
@@ -94,6 +97,7 @@ MISTAKES = [
     (["--gpu", "h100", "--top", "0"], "--top 0: must be >= 1"),
     (["--gpu", "h100", "--measure", "0"], "--measure 0: must be >= 1"),
     (["--gpu", "h100", "--measure", "1"], "--measure: 16 ranks need a GPU each and this machine has 0; --slurm runs the trials as a job"),
+    (["--gpu", "h100", "--measure", "1", "--roles", "rollout"], "--measure: trials are of the policy, critic and reference"),
     (["--gpu", "h100", "--slurm"], "--slurm runs the trials of --measure K as a job, and has no effect without it"),
     (["--gpu", "h100", "--measure", "1", "--partition", "a"], "--partition is of the job of --slurm, and has no effect without it"),
     (["--gpu", "h100", "--measure", "1", "--sbatch=--exclusive"], "--sbatch is of the job of --slurm, and has no effect without it"),
@@ -137,6 +141,21 @@ def test_a_profile_of_the_users_own(tmp_path, capsys):
     own.write_text(own.read_text().replace("memory_tb_s: 4.8", "memory_tb_s: -1.0"))
     code, told = tune(capsys, write_run(tmp_path), "--gpu", own)
     assert code == 2 and "mine.memory_tb_s = -1.0: must be a number > 0" in told.err
+
+
+@pytest.mark.parametrize("key", ["processors", "gpus_per_node"])
+def test_a_number_of_things_is_an_integer(tmp_path, key):
+    """Half a processor would become none, and then a division by zero."""
+    values = asdict(load_hardware("h200"))
+    values.pop("name")
+    with pytest.raises(ConfigError, match=f"mine.{key} = 0.5: must be an integer"):
+        hardware_of("mine", values | {key: 0.5}, "mine.yaml")
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_computed(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    code, told = tune(capsys, write_run(tmp_path), "--gpu", "h100", "--json", tmp_path / "all.json")
+    assert code == 2 and told.out == "" and "all.json: no permission to write there" in told.err
 
 
 def test_trials_are_run_once_and_decide(tmp_path, capsys, monkeypatch):

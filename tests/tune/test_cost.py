@@ -16,7 +16,11 @@ from megappo.plan.timeline import timeline
 from megappo.tune.cost import Workload, pipeline_parts, role_cost, stage_kinds
 from megappo.tune.generation import push_s, vllm_cost
 from megappo.tune.links import Links, Span, span
+from megappo.tune.measure import step_s
+from megappo.tune.probe import link_gb_s
 from megappo.tune.profiles import load_hardware
+from megappo.tune.search import MOST_DOUBLINGS, Machine, larger_worlds
+from megappo.tune.trials import Measured
 from megappo.tune.work import Pass, keys_seen, layer_products, stage_pass
 
 ARCH = ModelArch("llama", "LlamaForCausalLM", 16, 2048, 16, 8, 128, 5632, 32000, 8192, False, 1e-6, Rope())
@@ -174,10 +178,41 @@ def test_a_token_is_decoded_as_fast_as_weights_and_cache_are_read():
     assert found[1].decode_s == pytest.approx(768 * (reads / H100.memory_bytes_per_s + H100.decode_overhead_us * 1e-6))
 
 
+def test_only_the_last_token_of_a_prompt_has_logits():
+    rollout = TrainConfig.model_validate({"policy": {"model": "none"}, "data": {"train": "none"}}).rollout
+    wide = replace(ARCH, vocab_size=10 * ARCH.vocab_size)
+    narrow, wider = (
+        vllm_cost(arch, rollout, "bf16", RolloutMemory(int(2e9), 65536, int(20e9)), WORK, 8, H100).prefill_s for arch in (ARCH, wide)
+    )
+    samples = WORK.samples / 8
+    more = samples * 2 * ARCH.hidden_size * 9 * ARCH.vocab_size / H100.flops_per_s("bf16")
+    assert wider - narrow == pytest.approx(more)
+
+
 def test_weights_of_other_nodes_come_over_the_network():
     memory = RolloutMemory(int(10e9), 1, None)
     local, remote = push_s(ParallelLayout(16, tp=8), memory, H100), push_s(ParallelLayout(16, tp=8, pp=2), memory, H100)
     assert remote > 3 * local and push_s(ParallelLayout(16, tp=8), None, H100) == 0
+    offloaded = push_s(ParallelLayout(16, tp=8), memory, H100, offloaded=int(10e9))
+    assert offloaded - local == pytest.approx(20e9 / H100.host_bytes_per_s), "they come from host memory, and go back"
+
+
+def test_larger_worlds_are_of_whole_nodes():
+    """8 GPUs in a node."""
+    assert larger_worlds(Machine(1, H100))[:5] == [2, 4, 8, 16, 32]
+    assert larger_worlds(Machine(7, H100))[:3] == [16, 32, 64] and larger_worlds(Machine(3, H100))[:3] == [6, 16, 32]
+    assert larger_worlds(Machine(24, H100))[:2] == [48, 96] and len(larger_worlds(Machine(24, H100))) == MOST_DOUBLINGS
+
+
+def test_what_was_measured_is_a_step_with_weights_that_come_once():
+    """256 samples in mini-batches of 64; a second of every pass, and before the updates, is the way from host memory and back."""
+    assert step_s(Measured(forward_s=3.0, update_s=5.0, offload_s=1.0), WORK) == pytest.approx(1 + 4 * 2 + 1 + 4 * 5)
+    assert step_s(Measured(forward_s=3.0, update_s=None), WORK) == pytest.approx(4 * 3)
+
+
+def test_a_link_is_not_taken_to_be_faster_than_what_was_seen():
+    assert link_gb_s(10**9, seconds=1.2, latency=0.2) == pytest.approx(1.0)
+    assert link_gb_s(10**9, seconds=1.0, latency=1.5) == pytest.approx(2.0), "a busy machine, and not a million GB/s"
 
 
 def test_a_stage_without_the_head_is_cheaper():

@@ -29,7 +29,7 @@ def write_run(folder, name="run"):
     path = folder / f"{name}.yaml"
     path.write_text(
         f"run: {{device: cpu, output_dir: {folder / 'runs here'}}}\n"
-        f"policy: {{model: {model}, dtype: fp32}}\ncritic: {{dtype: fp32}}\nreference: {{dtype: fp32}}\n"
+        f"policy: {{model: {model}, dtype: fp32}}\ncritic: {{dtype: fp32, offload: {{parameters: true}}}}\nreference: {{dtype: fp32}}\n"
         "data: {train: none, max_prompt_tokens: 16, prompts_per_step: 8}\n"
         "rollout: {engine: megatron, max_response_tokens: 16}\nalgorithm: {mini_batch_size: 8}\n"
     )
@@ -96,7 +96,8 @@ def test_trials_run_as_a_job_and_are_reused_and_a_killed_rank_costs_its_trial_on
     lines = told.out.splitlines()
     start = lines.index(f"job {job_id}: 2 trials on 2 nodes x 2 ranks, log {folder}/job-{job_id}.log")
     assert "  runs on 127.0.0.[1-2]" in lines[start : start + 4]
-    assert killed == [names[1]] and isinstance(read_outcome(folder, names[0]), Measured)
+    measured = read_outcome(folder, names[0])
+    assert killed == [names[1]] and isinstance(measured, Measured) and 0 < measured.offload_s < measured.forward_s
     failed = read_outcome(folder, names[1])
     assert isinstance(failed, Failed) and failed.reason == "rank 1 on 127.0.0.1 ended (killed by SIGKILL)"
     table = told.out.split("critic, measured")[1].split("overrides")[0].splitlines()
@@ -107,7 +108,7 @@ def test_trials_run_as_a_job_and_are_reused_and_a_killed_rank_costs_its_trial_on
     assert chosen == facts["measured"]["critic"][0]["overrides"] == facts["roles"]["critic"][0]["overrides"]
     assert f"critic {table[1].split('  ')[1]}" in (folder / f"job-{job_id}.log").read_text()
     sbatch = (folder / f"job-{job_id}.sbatch").read_text()
-    assert "#SBATCH --time=10\n" in sbatch and "--gpus-per-node" not in sbatch
+    assert '#SBATCH "--time=10"\n' in sbatch and "--gpus-per-node" not in sbatch
     before = on_cluster.command("squeue", "--noheader", "--states=all", "--format=%i")
     code, again = tune(capsys, path, "--measure", "2", "--slurm", "--partition", "main")
     assert code == 0 and again.out.split("critic, measured")[1] == told.out.split("critic, measured")[1]
@@ -165,6 +166,9 @@ REFUSED = {
     "limit": (["--partition", "main", "--time", "3-0"], "--time 3-0: jobs in partition main end after 1440 minutes"),
     "time": (["--time", "soon"], "--time soon: not a time"),
     "option": (["--sbatch=exclusive"], '--sbatch = "exclusive": must be one option in one line'),
+    "own option": (["--sbatch=--nodes=1"], '--sbatch = "--nodes=1": use --gpus'),
+    "log": (["--sbatch=--output=here"], '--sbatch = "--output=here": the trials depend on their own'),
+    "default partition": (["--gpus", "8"], "--partition main: has 2 nodes, and 8 ranks are 4 nodes of 2"),
     "sbatch": (["--sbatch=--qos-of-nobody"], "Slurm refuses: sbatch: unrecognized option '--qos-of-nobody'"),
 }
 
