@@ -16,7 +16,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn, Optional, Sequence
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+ROOT = str(Path(__file__).resolve().parent.parent)
+sys.path.insert(0, ROOT)
 
 from megappo.config.errors import ConfigError  # noqa: E402  needs the line above
 from megappo.platform.quiet import quiet_libraries  # noqa: E402
@@ -57,6 +58,8 @@ def build_parser() -> Parser:
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Returns the exit code."""
     quiet_libraries()
+    paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and path != ROOT]
+    os.environ["PYTHONPATH"] = os.pathsep.join([ROOT, *paths])  # for the ranks of trials and of the probe
     try:
         args = _parse(argv)
         return run(args)

@@ -45,8 +45,11 @@ def run_trials(folder: Path, names: Sequence[str], start: Start) -> int:
         world.mkdir()
         try:
             code = start(folder, left)
+            failure = first_failure(world)
+            if failure is None and code == 128 + signal.SIGTERM:  # the job is ended (preempted), and no trial's fault
+                return code
             if code != 0 and (world / RUNNING).exists():
-                name, failed = (world / RUNNING).read_text(encoding="utf-8"), Failed(reason=reason_of(first_failure(world), code))
+                name, failed = (world / RUNNING).read_text(encoding="utf-8"), Failed(reason=reason_of(failure, code))
                 write_outcome(folder, name, failed)
                 print(f"  {read_trial(folder, name).label}: {failed}", flush=True)
         finally:

@@ -33,6 +33,8 @@ def main(folder: Path, names: list[str]) -> None:
             if rank == 1:
                 os.kill(os.getpid(), 9)
             time.sleep(600)
+        if "preempted" in name:
+            os.kill(os.getpid(), 15)
         if rank == 0:
             write_outcome(folder, name, Measured(forward_s=1.0, update_s=2.0))
             (world / RUNNING).unlink()

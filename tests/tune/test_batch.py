@@ -57,6 +57,13 @@ def test_a_world_that_ends_outside_of_a_trial_blames_none(tmp_path):
     assert len((tmp_path / "starts").read_text().splitlines()) == 1, "the next one would end in the same way"
 
 
+def test_a_job_that_is_ended_blames_none(tmp_path):
+    names = write_trials(tmp_path, "a", "b-preempted", "c")
+    assert run_trials(tmp_path, names, start_stubs) == 143
+    assert [type(read_outcome(tmp_path, name)) for name in names] == [Measured, type(None), type(None)]
+    assert not list(tmp_path.glob("*.world"))
+
+
 @pytest.mark.parametrize("code", [130, 143])
 def test_the_users_end_is_no_trials_failure(tmp_path, monkeypatch, code):
     names = write_trials(tmp_path, "a", "b")

@@ -12,12 +12,15 @@ import time
 import psutil
 import pytest
 
+from megappo.config.errors import ConfigError
+from megappo.launch import slurm
+from megappo.launch.slurm import JobStatus
 from megappo.tune import job, measure
 from megappo.tune.measure import trial_name
-from megappo.tune.trials import RUNNING, Failed, Measured, read_outcome
+from megappo.tune.trials import RUNNING, Failed, Measured, read_outcome, write_outcome
 
 from ..plan.checkpoints import TINY, write_checkpoint
-from .test_batch import STUB
+from .test_batch import STUB, write_trials
 from .test_command import script
 
 PYTHON = sys.executable
@@ -158,6 +161,23 @@ def test_an_interrupt_leaves_the_job_alone_and_the_next_call_finds_it(tmp_path, 
     code, told = tune(capsys, path, "--measure", "1", "--slurm", "--sbatch=--hold")
     assert code == 0 and "critic, measured" in told.out, told
     assert len(list(folder.glob("job-*.json"))) == 1, "and no second job"
+
+
+def test_a_controller_that_restarts_says_nothing_about_the_job(tmp_path, capsys, monkeypatch):
+    """And neither does a file system that shows a result late."""
+    (name,) = write_trials(tmp_path, "a")
+    answers = [ConfigError("Slurm refuses: connection refused")] * 2 + [JobStatus("COMPLETED", "None", "n1", 0)]
+
+    def job_status(job_id):
+        answer = answers.pop(0)
+        if isinstance(answer, ConfigError):
+            raise answer
+        threading.Timer(0.5, write_outcome, (tmp_path, name, Measured(forward_s=1.0, update_s=None))).start()
+        return answer
+
+    monkeypatch.setattr(slurm, "job_status", job_status)
+    job.Follower("7", tmp_path, [name]).wait()
+    assert capsys.readouterr().out == "  Slurm refuses: connection refused; still asking\n  a: forward 1 s\n"
 
 
 REFUSED = {
