@@ -123,7 +123,7 @@ def find_best(search: Search) -> Choice:
     machine = search.machine
     needed = gpus_needed(search)
     resting = all(getattr(search.config, role).offload.parameters for role in search.candidates)
-    offload = "" if resting else ", or offload (policy.offload.*)"
+    offload = "" if resting or machine.device == "cpu" else ", or offload (policy.offload.*)"
     kept = [role for role in search.candidates if role not in search.tuned]
     beside = f" beside the {' and the '.join(kept)} as configured" if kept else ""
     what = f"no layout fits on {machine.world_size} x {machine.hardware.name}{beside}"

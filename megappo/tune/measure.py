@@ -31,13 +31,18 @@ from megappo.tune.trials import Failed, Measured, Outcome, Trial, outcome_file, 
 
 @dataclass(frozen=True)
 class Tried:
-    """A candidate with what came of its trial. total_s: of its passes and updates in a whole step, like `RoleCost.total_s`; None
+    """A candidate with what came of its trial. measured_s: of its passes and updates in a whole step, like `RoleCost.total_s`; None
     where the trial failed. file: of the outcome."""
 
     candidate: Candidate
     outcome: Outcome
-    total_s: Optional[float]
+    measured_s: Optional[float]
     file: Path
+
+    @property
+    def total_s(self) -> float:
+        """With generation, where it is this role's, as predicted: no trial measures that. Infinite where the trial failed."""
+        return float("inf") if self.measured_s is None else self.measured_s + self.candidate.generate_s
 
 
 @dataclass(frozen=True)
@@ -84,7 +89,7 @@ def measure(search: Search, choice: Choice, most: int, job: Optional[Job] = None
     for job_id, names in living.items():
         Follower(job_id, folder, names).wait()
     tried = [_tried(one, folder, name, search.workload) for name, one in candidates.items()]
-    ranked = sorted(tried, key=lambda one: float("inf") if one.total_s is None else one.total_s)
+    ranked = sorted(tried, key=lambda one: one.total_s)
     return Measurement({role: [one for one in ranked if one.candidate.role == role] for role in roles})
 
 
@@ -178,18 +183,23 @@ def step_s(measured: Measured, workload: Workload) -> float:
 
 def _lines(role: str, tried: Sequence[Tried]) -> list[str]:
     rows, failures = [], []
+    generates = any(one.candidate.generate_s > 0 for one in tried)
     for one in tried:
         predicted = one.candidate.cost.total_s
-        if one.total_s is not None:
-            rows.append([name_of(one.candidate), figures(one.total_s), figures(predicted), f"{one.total_s / predicted:.2f}"])
+        if one.measured_s is not None:
+            rows.append([
+                name_of(one.candidate), figures(one.measured_s), figures(predicted), f"{one.measured_s / predicted:.2f}",
+                *([figures(one.total_s)] if generates else []),
+            ])  # fmt: skip
         else:
             failures.append(f"  {name_of(one.candidate)}: {one.outcome} (delete {one.file} to try it again)")
-    return [*table([f"{role}, measured", "step s", "predicted", "ratio"], rows, left=1), *failures]
+    header = [f"{role}, measured", "step s", "predicted", "ratio", *(["with generation, predicted"] if generates else [])]
+    return [*table(header, rows, left=1), *failures]
 
 
 def _facts(one: Tried) -> dict[str, Any]:
     return {
-        "layout": name_of(one.candidate), "overrides": one.candidate.overrides(), "seconds": one.total_s,
+        "layout": name_of(one.candidate), "overrides": one.candidate.overrides(), "seconds": one.measured_s,
         "predicted_seconds": one.candidate.cost.total_s, **one.outcome.model_dump(),
     }  # fmt: skip
 
@@ -198,7 +208,7 @@ def best_measured(search: Search, choice: Choice, measurement: Measurement) -> C
     """The combination that fits and is fastest by what was measured; roles that are not tuned stay. ConfigError where nothing is
     left."""
     room, rollout = search.machine.hardware.usable_bytes, choice.rollout
-    working = {role: [one for one in found if one.total_s is not None] for role, found in measurement.tried.items()}
+    working = {role: [one for one in found if one.measured_s is not None] for role, found in measurement.tried.items()}
     for role, found in measurement.tried.items():
         if not working[role]:
             fix = f"try more of them (--measure {2 * len(found)}), or lower {role}.micro_batch_tokens"
@@ -206,7 +216,7 @@ def best_measured(search: Search, choice: Choice, measurement: Measurement) -> C
     best, fastest = None, float("inf")
     for combination in product(*working.values()):
         roles = {**choice.roles, **{one.candidate.role: one.candidate for one in combination}}
-        seconds = sum(one.total_s or 0.0 for one in combination)
+        seconds = sum(one.total_s for one in combination)
         if seconds < fastest and peak(roles.values(), rollout) <= room:
             best, fastest = roles, seconds
     if best is None:

@@ -43,14 +43,16 @@ def role_lines(search: Search, choice: Choice, role: str, top: int) -> list[str]
     """The fastest layouts of a role that fit beside what the other roles have in `choice`."""
     found = search.beside(choice, role)
     trained = choice.roles[role].cost.is_trained
-    header = ["", "layout", "tokens", *(["recompute"] if trained else []), "step s", *(["forward", "update"] if trained else []),
-              "bubble", "GiB", "why"]  # fmt: skip
+    generates = choice.roles[role].generate_s > 0
+    header = ["", "layout", "tokens", *(["recompute"] if trained else []), "step s", *(["generate"] if generates else []),
+              *(["forward", "update"] if trained else []), "bubble", "GiB", "why"]  # fmt: skip
     rows = []
     for place, one in enumerate(found[:top], 1):
         phases = one.cost.phases
         rows.append([
             str(place), layout_text(one.layout), f"{one.settings.micro_batch_tokens:,}",
             *([one.settings.recompute] if trained else []), figures(one.total_s),
+            *([figures(one.generate_s)] if generates else []),
             *([figures(phases["forward"]), figures(phases["update"])] if trained else []),
             f"{one.cost.share('bubble'):.0%}", figures(choice.with_role(one).peak_of(role) / GIB),
             "; ".join(reasons(one, search)),

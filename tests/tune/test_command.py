@@ -128,6 +128,14 @@ def test_a_model_that_fits_nowhere_says_what_it_would_need(tmp_path, capsys):
     assert tune(capsys, path, "--gpus", needed // 2, "--gpu", "h100", "--top", 1)[0] == 2
 
 
+def test_offload_is_no_advice_without_a_gpu_or_where_it_is_on(tmp_path, capsys):
+    arguments = [write_run(tmp_path, extra="critic: {dtype: fp32}\n"), "--gpus", 1, "rollout.engine=megatron"]
+    on = [f"{role}.offload.parameters=true" for role in ("policy", "critic", "reference")]
+    for gpu, settings, advised in (("h100", [], True), ("h100", on, False), ("cpu", ["policy.dtype=fp32"], False)):
+        code, told = tune(capsys, *arguments, "--gpu", gpu, *settings)
+        assert code == 2 and "no layout fits on 1 x" in told.err and ("or offload" in told.err) == advised, told.err
+
+
 def test_what_no_number_of_gpus_helps_says_so(tmp_path, capsys):
     code, told = tune(capsys, write_run(tmp_path), "--gpus", 1, "--gpu", "h100", "rollout.memory_share=0.98")
     assert code == 2 and "no layout fits on 1 x h100, and not on 256 either; lower rollout.memory_share" in told.err
@@ -186,3 +194,25 @@ def test_trials_are_run_once_and_decide(tmp_path, capsys, monkeypatch):
     chosen = [line.strip() for line in told.out.split("overrides")[1].splitlines() if "critic" in line]
     assert chosen == ranking[1]["overrides"] != ranking[0]["overrides"]
     assert tune(capsys, *arguments)[0] == 0 and len(started) == 1, "what is known is not run again"
+
+
+def test_generation_counts_where_the_measured_policy_generates(tmp_path, capsys, monkeypatch):
+    """The fastest updates are those of a layout that generates more slowly than it wins by them."""
+    path = write_run(tmp_path, LLAMA_7B | {"hidden_size": 256, "intermediate_size": 512}, "critic: {dtype: fp32}\n")
+
+    def start_ranks(world, arguments, module):
+        folder, *names = arguments
+        for place, name in enumerate(names):
+            Path(folder, f"{name}.result.json").write_text(json.dumps({"forward_s": 1e-3 / (1 + place), "update_s": 0.0}))
+        return 0
+
+    monkeypatch.setattr(batch, "start_ranks", start_ranks)
+    settings = ["run.device=cpu", "rollout.engine=megatron", "policy.parallel=null", *SMALL]
+    arguments = [path, "--gpus", 2, "--measure", 2, "--roles", "policy", *settings, "critic.micro_batch_tokens=1024", "--json", tmp_path / "all.json"]
+    code, told = tune(capsys, *arguments)
+    assert code == 0, told.err
+    assert "  generate  forward  update" in told.out and "ratio  with generation, predicted" in told.out
+    facts = json.loads((tmp_path / "all.json").read_text())
+    slow, fast = facts["measured"]["policy"]
+    assert slow["seconds"] > fast["seconds"], "ranked with generation"
+    assert [line for line in facts["overrides"] if line.startswith("policy.")] == slow["overrides"]
