@@ -1,7 +1,8 @@
 """torchrun on one node of a Slurm job, in one task per node: `python -m megappo.launch.node --nproc-per-node 8 -m MODULE ...`.
 
 What follows is torchrun's own command line; the number of nodes and the c10d rendezvous are added, from Slurm's variables. USR1
-and TERM are left to the ranks (`resilience/signals.py`): torchrun would end at the first, and end the ranks at the second.
+and TERM are left to the ranks (`resilience/signals.py`), which Slurm sends them too: torchrun would end at the first, and kill the
+ranks some seconds after the second, in the middle of a step.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ def rendezvous(env: Mapping[str, str]) -> list[str]:
         "--rdzv-conf", f"is_host={is_host}",
         "--local-addr", env["SLURMD_NODENAME"],
         "--max-restarts", "0",
+        "--signals-to-handle", "SIGINT,SIGHUP,SIGQUIT",
     ]  # fmt: skip
 
 
@@ -49,7 +51,6 @@ def main(arguments: Sequence[str]) -> int:
         return 2
     for ignored in (signal.SIGUSR1, signal.SIGTERM):
         signal.signal(ignored, signal.SIG_IGN)
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGINT,SIGHUP,SIGQUIT"
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_S))
     print("torchrun", shlex.join(command), flush=True)
     return run_torchrun(command)

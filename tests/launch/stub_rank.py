@@ -3,22 +3,37 @@
 import json
 import os
 import signal
+import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 from megappo.checkpoint.manifest import Manifest, write_manifest
-from megappo.config.checks import run_dir_of
+from megappo.config.checks import STOPPED, run_dir_of
 from megappo.config.loading import load_config
-from megappo.launch.failure import record_exceptions
+from megappo.launch.failure import ATTEMPT_DIR, record_exceptions
+from megappo.launch.local import SHUTDOWN_S
 from megappo.launch.world import join_srun
 
 WORLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def save(step: int) -> Path:
+    """A checkpoint, as far as the launch looks at it; the run's directory."""
+    run_dir = run_dir_of(load_config(sys.argv[-1]).run)
+    folder = run_dir / "checkpoints" / f"step-{step}"
+    folder.mkdir(parents=True)
+    write_manifest(folder, Manifest(step, 4, False, {}, {}))
+    return run_dir
+
 
 if __name__ == "__main__":
     join_srun()
     rank = int(os.environ["RANK"])
     record_exceptions(rank)
+    asked = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: asked.set())
     print(json.dumps({"arguments": sys.argv[1:], **{name: os.environ[name] for name in WORLD}}), flush=True)
     if os.environ["STUB"] == "rank 1 raises":
         if rank == 1:
@@ -26,10 +41,7 @@ if __name__ == "__main__":
             raise RuntimeError("the culprit")
         time.sleep(600)
     if os.environ["STUB"] == "rank 1 fails after a checkpoint" and rank == 0:
-        step = 1 + int(os.environ.get("SLURM_RESTART_COUNT", "0"))
-        folder = run_dir_of(load_config(sys.argv[-1]).run) / "checkpoints" / f"step-{step}"
-        folder.mkdir(parents=True)
-        write_manifest(folder, Manifest(step, 4, False, {}, {}))
+        save(1 + int(os.environ.get("SLURM_RESTART_COUNT", "0")))
         time.sleep(600)
     if os.environ["STUB"] == "rank 1 fails after a checkpoint" and rank == 1:
         time.sleep(2)
@@ -39,3 +51,12 @@ if __name__ == "__main__":
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(0.5)
         raise ConnectionError("a victim: connection closed by peer")
+    if os.environ["STUB"] == "all are asked to stop":
+        if rank == 0:
+            while sum(log.stat().st_size > 0 for log in Path(os.environ[ATTEMPT_DIR]).glob("rank-*.log")) < 4:
+                time.sleep(0.1)
+            subprocess.run(["scancel", "--signal=TERM", os.environ["SLURM_JOB_ID"]], check=True)
+        assert asked.wait(600)
+        time.sleep(SHUTDOWN_S + 2)  # the rest of the step: longer than torchrun waits for what it has told to end
+        if rank == 0:
+            (save(1) / STOPPED).write_text("{}")

@@ -19,6 +19,7 @@ from tests.plan.checkpoints import write_run
 ROOT = Path(__file__).parents[2]
 NUM_RANKS = 4
 PROGRESS = "rank 1 fails after a checkpoint"
+STOP = "all are asked to stop"
 REGISTRY, IMAGE = "registry.example#team/megappo:1", "images/megappo.sif"
 # Stand-ins for what no test can install: each notes its options, and starts what it was asked to start where it is.
 PYXIS = f"""#!/bin/bash
@@ -94,7 +95,7 @@ def jobs(cluster, tmp_path_factory) -> dict[tuple[str, str], Submitted]:
     """All at once, on the same two nodes."""
     folder = tmp_path_factory.mktemp("jobs")
     cases = [(launcher, stub) for launcher in ("srun", "torchrun") for stub in ("rank 1 raises", "rank 2 is killed")]
-    cases.append(("srun", PROGRESS))
+    cases = [("srun", PROGRESS), ("torchrun", STOP), *cases]
     how = {
         # As at sites where the environment of the submission stays behind: srun would keep back that of the script as well.
         ("srun", "rank 1 raises"): {"options": ("--export=STUB,PYTHONPATH,PATH,SLURM_CONF",)},
@@ -116,6 +117,14 @@ def test_a_job_that_makes_progress_is_requeued_as_often_as_allowed(cluster, jobs
     assert ["--resume" in job.ranks(attempt)[3]["arguments"] for attempt in (0, 1)] == [False, True]
     assert "megappo: requeue 1 of 1, goes on after step 1" in log
     assert log[-1] == "megappo: not requeued: --max-requeues 1; `megappo launch ... --resume` goes on after step 2"
+
+
+def test_ranks_that_are_asked_to_stop_by_sigterm_finish_their_step_under_torchrun_too(cluster, jobs) -> None:
+    job = jobs["torchrun", STOP]
+    wanted = "megappo: stopped after step 1 with a checkpoint\nmegappo: requeue 1 of 1, goes on after step 1\n"
+    cluster.wait_for("the requeue", lambda: job.log.exists() and "requeue" in job.log.read_text(), 60, job.log)
+    assert wanted in job.log.read_text()
+    cluster.command("scancel", job.id)
 
 
 def test_every_step_of_a_job_runs_in_the_image_of_pyxis(cluster, jobs) -> None:

@@ -167,6 +167,7 @@ def test_torchrun_on_a_node_takes_the_rendezvous_from_slurm() -> None:
     assert options == {
         "--nnodes": "2", "--rdzv-backend": "c10d", "--rdzv-endpoint": f"gpu03:{port_of(4711, 2)}", "--rdzv-id": "4711.2.1",
         "--rdzv-conf": "is_host=true", "--local-addr": "gpu03", "--max-restarts": "0",
+        "--signals-to-handle": "SIGINT,SIGHUP,SIGQUIT",
     }  # fmt: skip
     assert [word for word in second if word not in first] == ["is_host=false", "gpu04"]
     with pytest.raises(ValueError, match="one task per node"):
