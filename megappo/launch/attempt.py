@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -86,8 +87,8 @@ def end(launch_dir: Path, run_dir: Path, attempt: int, *, status: int, max_reque
     """What to tell at the end of the log, and the exit code of the job: 75 asks for a requeue. status: of the ranks."""
     started_at = next(start.step for start in reversed(_starts(launch_dir)) if start.attempt == attempt)
     step = newest_step(run_dir)
-    # A job of one rank runs the command that starts it, which says by its code that the rank was stopped.
-    stopped = status in (0, EXIT_STOPPED) and (run_dir / STOPPED).exists()
+    # A job of one rank runs the command that starts it, which says by its code that the rank was stopped, or how.
+    stopped = status in (0, EXIT_STOPPED, 128 + signal.SIGTERM) and (run_dir / STOPPED).exists()
     if status == 0 and not stopped:
         return f"megappo: finished; results in {run_dir}", 0
     code = EXIT_NO_PROGRESS if stopped else status

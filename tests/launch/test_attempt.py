@@ -45,7 +45,7 @@ def test_a_run_that_reached_its_end_is_not_requeued(run_dir: Path) -> None:
     assert ended(run_dir, 0, status=0)[1] == 0
 
 
-@pytest.mark.parametrize("status", [0, EXIT_STOPPED])
+@pytest.mark.parametrize("status", [0, EXIT_STOPPED, 143])
 def test_a_stopped_run_is_requeued_and_resumes(run_dir: Path, status: int) -> None:
     started(run_dir, 0)
     save(run_dir, 12)
