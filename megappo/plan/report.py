@@ -14,6 +14,7 @@ from megappo.plan.estimate import Plan, sequences_at_once, work_out
 from megappo.plan.layouts import model_paths
 from megappo.plan.memory import RoleMemory
 from megappo.plan.phases import phases, tightest
+from megappo.plan.pipeline import TRAINED, bubble
 from megappo.plan.reliefs import reliefs
 from megappo.plan.tables import GIB, MIB, figures, gib, groups_text, ranks_text, table
 
@@ -225,7 +226,7 @@ def _batch_lines(plan: Plan) -> list[str]:
         f"= {_count(step.optimizer_steps, 'optimizer step')} per step and role, nothing dropped",
     ]
     lines += table(
-        ["micro-batches", "data-parallel ranks", "sequences each", "token budget", "micro-batches at most"],
+        ["micro-batches", "dp", "sequences each", "token budget", "micro-batches at most", "bubble"],
         list(_micro_rows(plan, step)),
         left=1,
     )
@@ -234,7 +235,9 @@ def _batch_lines(plan: Plan) -> list[str]:
         for role, layout in plan.layouts.items()
         if layout.vpp > 1 and plan.micro_batches[role] % layout.pp
     ]
-    return lines + [f"  at most: when every sequence has all {step.max_sequence_tokens:,} tokens"]
+    at_most = f"  at most: when every sequence has all {step.max_sequence_tokens:,} tokens"
+    deep = any(layout.pp > 1 for layout in plan.layouts.values())
+    return lines + [at_most + ("; with fewer micro-batches the bubble is larger" if deep else "")]
 
 
 def _micro_rows(plan: Plan, step: StepArithmetic) -> Iterator[list[str]]:
@@ -242,7 +245,8 @@ def _micro_rows(plan: Plan, step: StepArithmetic) -> Iterator[list[str]]:
         samples = step.samples if role == "reference" else plan.config.algorithm.mini_batch_size
         what = f"{role}, {'all samples' if role == 'reference' else 'one mini-batch'}"
         budget = getattr(plan.config, role).micro_batch_tokens
-        yield [what, str(layout.dp), f"{-(-samples // layout.dp):,}", f"{budget:,}", f"{plan.micro_batches[role]:,}"]
+        waiting = f"{100 * bubble(plan, role):.0f} %" if role in TRAINED else ""
+        yield [what, str(layout.dp), f"{-(-samples // layout.dp):,}", f"{budget:,}", f"{plan.micro_batches[role]:,}", waiting]
 
 
 def _count(number: int, what: str) -> str:

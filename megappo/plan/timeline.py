@@ -7,7 +7,7 @@ section 2.2) and its interleaved form for vpp > 1. Communication takes no time h
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Optional, Sequence
 
 from megappo.parallel.layout import ParallelLayout
 
@@ -43,12 +43,30 @@ class Timeline:
         return 1.0 - busy / (self.total * self.num_stages)
 
 
-def timeline(layout: ParallelLayout, num_micro_batches: int, *, backward: float = BACKWARD) -> Timeline:
-    """Of a training pass. Under vpp > 1 the number of micro-batches is raised to a multiple of pp, as the engine does."""
+def chunk_work(layout: ParallelLayout, num_layers: int) -> list[list[float]]:
+    """[stage][chunk] its layers over those of a stage in the mean: forwards of that stage."""
+    mean = num_layers / layout.pp
+    return [
+        [len(layout.chunk_layers(num_layers, stage, chunk)) / mean for chunk in range(layout.vpp)] for stage in range(layout.pp)
+    ]
+
+
+def timeline(
+    layout: ParallelLayout,
+    num_micro_batches: int,
+    *,
+    backward: float = BACKWARD,
+    work: Optional[Sequence[Sequence[float]]] = None,
+) -> Timeline:
+    """Of a training pass. Under vpp > 1 the number of micro-batches is raised to a multiple of pp, as the engine does.
+
+    backward: in forwards. work: [stage][chunk] time of a forward (see `chunk_work`); all alike without.
+    """
     pp, vpp = layout.pp, layout.vpp
-    count = -(-num_micro_batches // pp) * pp if vpp > 1 else num_micro_batches
+    count = padded_micro_batches(layout, num_micro_batches)
     orders = [_order(stage, pp, vpp, count) for stage in range(pp)]
-    durations = {"forward": 1.0 / vpp, "backward": backward / vpp}
+    times = work if work is not None else [[1.0 / vpp] * vpp] * pp
+    factor = {"forward": 1.0, "backward": backward}
     ends: dict[tuple[Kind, int, int, int], float] = {}
     free, places, passes = [0.0] * pp, [0] * pp, []
     while any(place < len(order) for place, order in zip(places, orders)):
@@ -60,11 +78,16 @@ def timeline(layout: ParallelLayout, num_micro_batches: int, *, backward: float 
                 if needed is not None and needed not in ends:
                     break
                 start = max(free[stage], ends[needed] if needed is not None else 0.0)
-                free[stage] = ends[kind, stage, chunk, micro] = start + durations[kind]
+                free[stage] = ends[kind, stage, chunk, micro] = start + factor[kind] * times[stage][chunk]
                 passes.append(Pass(kind, stage, chunk, micro, start, free[stage]))
                 places[stage] += 1
         assert len(passes) > before, "the orders of the stages wait for each other"
     return Timeline(tuple(passes), max(free), pp)
+
+
+def padded_micro_batches(layout: ParallelLayout, num_micro_batches: int) -> int:
+    """Those that run: the interleaved schedule passes them through the stages in groups of pp."""
+    return -(-num_micro_batches // layout.pp) * layout.pp if layout.vpp > 1 else num_micro_batches
 
 
 def _order(stage: int, pp: int, vpp: int, count: int) -> list[tuple[Kind, int, int]]:
