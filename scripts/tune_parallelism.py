@@ -130,7 +130,7 @@ def run(args: argparse.Namespace) -> int:
     measurement = None
     if args.measure is not None:
         measurement = measure(search, choice, args.measure, job)
-        print("\n".join(measurement.lines()))
+        print(measurement.report())
         choice = best_measured(search, choice, measurement)
     config = command.chosen_config(search, choice, question)
     overrides = overrides_of(search, choice)

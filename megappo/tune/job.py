@@ -156,7 +156,7 @@ class Follower:
             return False
         for name in self.names:  # what a world leaves that was ended with the job
             shutil.rmtree(world_folder(self.folder, [name]), ignore_errors=True)
-        deadline = time.monotonic() + (LATE_S if status is not None and status.code == 0 else 0)
+        deadline = time.monotonic() + (LATE_S if status is not None and status.state == "COMPLETED" else 0)
         while self._missing() and time.monotonic() < deadline:
             time.sleep(POLL_S)
             self._tell_outcomes()

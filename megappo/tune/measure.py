@@ -51,8 +51,9 @@ class Measurement:
 
     tried: Mapping[str, Sequence[Tried]]
 
-    def lines(self) -> list[str]:
-        return [line for role, found in self.tried.items() for line in (*_lines(role, found), "")]
+    def report(self) -> str:
+        """A table for every role."""
+        return "\n\n".join("\n".join(_lines(role, found)) for role, found in self.tried.items()) + "\n"
 
     def facts(self) -> dict[str, Any]:
         """For other programs."""
@@ -88,6 +89,8 @@ def measure(search: Search, choice: Choice, most: int, job: Optional[Job] = None
             living[_submit(job, folder, missing)] = missing
     for job_id, names in living.items():
         Follower(job_id, folder, names).wait()
+    if missing or living:
+        print()
     tried = [_tried(one, folder, name, search.workload) for name, one in candidates.items()]
     ranked = sorted(tried, key=lambda one: one.total_s)
     return Measurement({role: [one for one in ranked if one.candidate.role == role] for role in roles})
@@ -163,7 +166,6 @@ def _run_here(world_size: int, folder: Path, names: Sequence[str]) -> None:
     if code != 0:
         kept = f"what it said is above; what was measured is kept in {folder}"
         raise ConfigError(f"--measure: the ranks ended with exit code {code}, and not in a trial; {kept}")
-    print(flush=True)
 
 
 def _tried(one: Candidate, folder: Path, name: str, workload: Workload) -> Tried:
@@ -211,7 +213,7 @@ def best_measured(search: Search, choice: Choice, measurement: Measurement) -> C
     working = {role: [one for one in found if one.measured_s is not None] for role, found in measurement.tried.items()}
     for role, found in measurement.tried.items():
         if not working[role]:
-            fix = f"try more of them (--measure {2 * len(found)}), or lower {role}.micro_batch_tokens"
+            fix = f"try more of them (--measure {2 * len(found)}), or a profile with a larger reserve_gib (--gpu FILE)"
             raise ConfigError(f"--measure: all {len(found)} layouts of the {role} failed, see above; {fix}")
     best, fastest = None, float("inf")
     for combination in product(*working.values()):

@@ -216,3 +216,29 @@ def test_generation_counts_where_the_measured_policy_generates(tmp_path, capsys,
     slow, fast = facts["measured"]["policy"]
     assert slow["seconds"] > fast["seconds"], "ranked with generation"
     assert [line for line in facts["overrides"] if line.startswith("policy.")] == slow["overrides"]
+
+
+def test_a_layout_whose_trial_fails_is_left_out_and_where_all_fail_it_says_so(tmp_path, capsys, monkeypatch):
+    path = write_run(tmp_path, LLAMA_7B | {"hidden_size": 256, "intermediate_size": 512}, "critic: {dtype: fp32}\n")
+    fails = 1
+
+    def start_ranks(world, arguments, module):
+        folder, *names = arguments
+        for place, name in enumerate(names):
+            text = {"reason": "rank 3: no room"} if place < fails else {"forward_s": 1.0, "update_s": 1.0}
+            Path(folder, f"{name}.result.json").write_text(json.dumps(text))
+        return 0
+
+    monkeypatch.setattr(batch, "start_ranks", start_ranks)
+    settings = ["run.device=cpu", "rollout.engine=megatron", "policy.parallel=null", *SMALL]
+    arguments = [path, "--gpus", 2, "--measure", 2, "--roles", "critic", *settings, "--json", tmp_path / "all.json"]
+    code, told = tune(capsys, *arguments)
+    assert code == 0, told.err
+    measured = json.loads((tmp_path / "all.json").read_text())
+    best, failed = measured["measured"]["critic"]
+    assert [line for line in measured["overrides"] if line.startswith("critic.")] == best["overrides"]
+    assert failed["seconds"] is None and f"  {failed['layout']}: failed: rank 3: no room (delete {tmp_path}/runs/tuning/critic-" in told.out
+    assert failed["overrides"] == measured["roles"]["critic"][0]["overrides"], "the predicted best"
+    fails = 2
+    code, told = tune(capsys, *arguments, "run.output_dir=" + str(tmp_path / "again"))
+    assert code == 2 and "--measure: all 2 layouts of the critic failed, see above; try more of them (--measure 4)" in told.err

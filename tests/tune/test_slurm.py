@@ -180,6 +180,19 @@ def test_a_controller_that_restarts_says_nothing_about_the_job(tmp_path, capsys,
     assert capsys.readouterr().out == "  Slurm refuses: connection refused; still asking\n  a: forward 1 s\n"
 
 
+def test_a_job_out_of_time_is_not_waited_for(tmp_path, capsys, monkeypatch):
+    """Slurm gives it exit code 0. What it had measured is kept."""
+    names = write_trials(tmp_path, "a", "b")
+    write_outcome(tmp_path, "a", Measured(forward_s=1.0, update_s=None))
+    (tmp_path / "job-7.log").write_text("".join(f"line {n}\n" for n in range(40)))
+    monkeypatch.setattr(slurm, "job_status", lambda job_id: JobStatus("TIMEOUT", "TimeLimit", "n1", 0))
+    monkeypatch.setattr(job.time, "sleep", lambda seconds: pytest.fail("it waits"))
+    with pytest.raises(ConfigError, match=r"job 7 ended \(TIMEOUT, exit code 0\); its log is .*; 1 of 2 trials have no result"):
+        job.Follower("7", tmp_path, names).wait()
+    told = capsys.readouterr()
+    assert told.out == "  a: forward 1 s\n" and told.err == "".join(f"  | line {n}\n" for n in range(25, 40))
+
+
 REFUSED = {
     "partition": (["--partition", "h100"], "--partition h100: unknown to sinfo; there are main"),
     "nodes": (["--partition", "main", "--gpus", "8"], "--partition main: has 2 nodes, and 8 ranks are 4 nodes of 2"),
