@@ -117,7 +117,8 @@ def _set_aside(run_dir: Path, folder: Path) -> None:
     for entry in sorted(run_dir.iterdir()) if run_dir.is_dir() else ():
         if entry.name != LAUNCHES:
             folder.mkdir(parents=True, exist_ok=True)
-            entry.rename(folder / entry.name)
+            names = (entry.name, *(f"{entry.name}.old{n}" for n in range(1, 10_000)))
+            entry.rename(next(path for name in names if not (path := folder / name).exists()))
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:

@@ -100,8 +100,19 @@ def test_what_died_before_its_first_checkpoint_starts_again_and_its_files_are_ke
     with pytest.raises(ConfigError, match="holds another run"):
         check_run_dir(run, resume=False)
     assert not started(run_dir, 1)
-    assert (run_dir / "launch" / "001" / "attempt-0" / "metrics.jsonl").read_text() == "of the first attempt"
+    kept = run_dir / "launch" / "001" / "attempt-0"
+    assert (kept / "metrics.jsonl").read_text() == "of the first attempt"
     assert check_run_dir(run, resume=False) == run_dir
+
+
+def test_a_script_that_is_submitted_once_more_keeps_what_both_jobs_left(run_dir: Path) -> None:
+    """Attempts are numbered by Slurm's count of restarts, which begins anew."""
+    for text in ("of the first job", "of the second"):
+        assert not started(run_dir, 0)
+        (run_dir / "metrics.jsonl").write_text(text)
+    assert not started(run_dir, 1)
+    kept = sorted((run_dir / "launch" / "001" / "attempt-0").glob("metrics*"))
+    assert [path.read_text() for path in kept] == ["of the first job", "of the second"]
 
 
 def test_a_first_attempt_that_finds_another_run_or_nothing_to_resume_is_refused_and_does_not_count(run_dir: Path) -> None:

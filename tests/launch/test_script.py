@@ -124,6 +124,15 @@ def test_preflight_ranks_and_end_get_the_configuration_as_it_is_named(tmp_path: 
     assert (folder / "user_site").read_text().split() == ["unset"] * 4
 
 
+def test_a_script_that_is_submitted_once_more_does_not_end_for_the_failure_of_the_first_job(tmp_path: Path) -> None:
+    attempt = tmp_path / "run" / "launch" / "attempt-0"
+    attempt.mkdir(parents=True)
+    for name in ("rank-0.exit", "rank-1.traceback", "rank-0.log"):
+        (attempt / name).write_text("1 2 0 n1\n")
+    _, done = run_script(tmp_path / "run", JOBS["cpu"])
+    assert done.returncode == 0 and {path.name for path in attempt.iterdir()} == {"rank-0.log", "plan.txt"}
+
+
 @pytest.mark.parametrize("decision, requeued, code", [("0", False, 0), ("75", True, 0), ("17", False, 17), ("2", False, 2)])
 def test_the_job_is_requeued_where_the_end_says_so(tmp_path: Path, decision: str, requeued: bool, code: int) -> None:
     calls, done = run_script(tmp_path / "run", JOBS["cpu"], DECISION=decision)
