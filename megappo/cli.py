@@ -93,6 +93,8 @@ def cmd_plan(args: Arguments) -> int:
         config, ranks, args.gpu_memory_gib, resume=args.resume, shapes_only=args.shapes_only, counter=counter_of_built_models()
     )
     print(prepared.report(), end="")
+    if prepared.plan.device == "cpu" and config.run.device == "auto":
+        print("\nplanned for CPUs: run.device is auto and this machine has no GPU; --gpu-memory-gib plans for GPUs")
     if target is not None:
         plot(prepared.plan, target)
         print(f"\npicture: {target}")

@@ -26,7 +26,8 @@ def world_problems(config: TrainConfig | SftConfig, world_size: int) -> Iterator
     """Everything that does not fit the ranks of the run, or each other, whatever the models are."""
     wanted = config.run.num_ranks
     if wanted is not None and wanted != world_size:
-        yield problem("run.num_ranks", wanted, f"the run has {world_size} ranks; start {wanted} processes or leave the key out")
+        fix = f"the run has {world_size} ranks; set it to {world_size} or leave it out, or start {wanted} processes"
+        yield problem("run.num_ranks", wanted, fix)
     for role, parallel in roles_in_use(config).items():
         yield from parallel_problems(f"{role}.parallel", parallel, world_size)
     if isinstance(config, TrainConfig) and config.rollout.engine == "vllm" and world_size % config.rollout.tp:

@@ -220,10 +220,10 @@ def arch_of(config: Mapping[str, Any]) -> ModelArch:
     family = ARCHITECTURES[architecture]
     _refuse_unimplemented(text, family)
     hidden, heads = _positive(text, "hidden_size"), _positive(text, "num_attention_heads")
-    kv_heads = text.get("num_key_value_heads", _DEFAULT_KV_HEADS.get(family)) or heads
+    kv_heads = _positive_or(text, "num_key_value_heads", _DEFAULT_KV_HEADS.get(family), heads)
     if heads % kv_heads:
         raise ValueError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
-    head_dim = text.get("head_dim", _DEFAULT_HEAD_DIM.get(family)) or hidden // heads
+    head_dim = _positive_or(text, "head_dim", _DEFAULT_HEAD_DIM.get(family), hidden // heads)
     if head_dim % 2:
         raise ValueError(f"head_dim {head_dim} is odd; rotary embeddings need an even one")
     num_layers, max_positions = _positive(text, "num_hidden_layers"), _positive(text, "max_position_embeddings")
@@ -260,6 +260,13 @@ def _positive(config: Mapping[str, Any], key: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"config.json: {key} = {value!r}; a positive integer is needed")
     return value
+
+
+def _positive_or(config: Mapping[str, Any], key: str, family_default: Optional[int], otherwise: int) -> int:
+    """The value; the family's default where the key is absent; `otherwise` where there is none, or the key is null."""
+    if config.get(key, family_default) is None:
+        return otherwise
+    return _positive({key: family_default, **config}, key)
 
 
 def _read_moe(config: Mapping[str, Any]) -> MoeArch:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from math import ceil
-from typing import Mapping, Optional
+from typing import Iterator, Mapping, Optional
 
 from megappo.config.batch import StepArithmetic, micro_batches_bound, step_arithmetic
 from megappo.config.checks import Device
@@ -206,7 +206,8 @@ def check_kv_cache(plan: Plan) -> None:
     sequence = f"one sequence of {longest} tokens needs {gib(needed)} GiB"
     if config.kv_cache_gib is not None or plan.device == "cpu":
         on_cpu = f" (null is {CPU_KV_CACHE_GIB} on a CPU)" if config.kv_cache_gib is None else ""
-        fix = f"{sequence} of KV cache{on_cpu}; use at least {gib(needed * 1.01)}, or shorter sequences"
+        gpu = "; --gpu-memory-gib plans for GPUs" if plan.device == "cpu" and plan.config.run.device == "auto" else ""
+        fix = f"{sequence} of KV cache{on_cpu}; use at least {gib(needed * 1.01)}, or shorter sequences{gpu}"
         raise ConfigError(problem("rollout.kv_cache_gib", config.kv_cache_gib, fix))
     assert plan.device_memory is not None
     least = ceil(100 * (rollout.weights + needed) / plan.device_memory) / 100
@@ -229,21 +230,28 @@ def _check_fit(plan: Plan) -> Plan:
     if certain > have:
         raise ConfigError(
             f"rank {rank} needs {gib(certain)} GiB for weights, gradients, optimizer and rollout and has {gib(have)} GiB; "
-            f"raise {_cutting_keys(plan, rank)}, offload a role (policy.offload.*), or lower rollout.memory_share"
+            + ", or ".join(_ways_to_fit(plan, rank))
         )
     if peak <= have:
         return plan
     warning = (
         f"rank {rank} may run out of memory: {gib(peak)} GiB with activations (an estimate), {gib(have)} GiB there; "
-        f"lower micro_batch_tokens, raise cp, or set recompute: full"
+        "the table of phases says what would relieve it"
     )
     return Plan(**{**plan.__dict__, "warnings": (warning,)})
 
 
-def _cutting_keys(plan: Plan, rank: int) -> str:
-    """The keys that cut the weights of the role which takes most on this rank."""
-    role = max(plan.layouts, key=lambda role: plan.stage(role, rank).resident)
-    return f"{role}.parallel.tp or .pp" + (" or .ep" if plan.archs[role].moe is not None else "")
+def _ways_to_fit(plan: Plan, rank: int) -> Iterator[str]:
+    """What would lower the certain part: sizes of the role that has most on this rank, offload that is not on yet, a smaller cache."""
+    role = max(plan.layouts, key=lambda role: plan.stage(role, rank).held)
+    yield f"raise {role}.parallel.tp or .pp" + (" or .ep" if plan.archs[role].moe is not None else "")
+    resting = max(plan.layouts, key=lambda role: plan.stage(role, rank).resident)
+    offload = getattr(plan.config, resting).offload
+    here = [what for what in type(offload).model_fields if not getattr(offload, what)]
+    if here and plan.device == "cuda":
+        yield f"set {resting}.offload.{here[-1]}=true"
+    if plan.rollout is not None:
+        yield "lower " + ("rollout.memory_share" if plan.config.rollout.kv_cache_gib is None else "rollout.kv_cache_gib")
 
 
 def bytes_of_gib(value: Optional[float]) -> Optional[int]:

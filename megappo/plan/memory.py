@@ -42,8 +42,13 @@ class RoleMemory:
     step_buffers: int = 0
 
     @property
+    def held(self) -> int:
+        """Weights, gradients and optimizer, wherever they are."""
+        return self.weights + self.gradients + self.optimizer
+
+    @property
     def resident(self) -> int:
-        return self.weights + self.gradients + self.optimizer - self.offloaded - self.offloaded_optimizer
+        return self.held - self.offloaded - self.offloaded_optimizer
 
     @property
     def passing(self) -> int:

@@ -68,6 +68,9 @@ REFUSED = [
     ({**LLAMA, "hidden_size": "64"}, ("hidden_size = '64'", "positive integer")),
     ({k: v for k, v in LLAMA.items() if k != "vocab_size"}, ("vocab_size = None",)),
     ({**LLAMA, "num_key_value_heads": 3}, ("num_attention_heads 4", "num_key_value_heads 3")),
+    ({**LLAMA, "num_key_value_heads": 0}, ("num_key_value_heads = 0", "positive integer")),
+    ({**LLAMA, "num_key_value_heads": -2}, ("num_key_value_heads = -2", "positive integer")),
+    ({**LLAMA, "head_dim": 0}, ("head_dim = 0", "positive integer")),
     ({**LLAMA, "head_dim": 15}, ("head_dim 15 is odd",)),
     ({**LLAMA, "quantization_config": {"quant_method": "fp8"}}, ("quantised (fp8)",)),
     ({**MISTRAL, "sliding_window": 0}, ("sliding_window 0", "positive integer")),
@@ -95,6 +98,15 @@ def test_what_is_not_implemented_is_refused_in_one_line(config, expected, tmp_pa
     with pytest.raises(ValueError) as error:
         read_arch(tmp_path)
     assert "\n" not in str(error.value) and all(part in str(error.value) for part in (*expected, str(tmp_path)))
+
+
+@pytest.mark.parametrize("config, kv_heads", [
+    (LLAMA, 2), ({**LLAMA, "num_key_value_heads": None}, 4), ({k: v for k, v in LLAMA.items() if k != "num_key_value_heads"}, 4),
+    ({k: v for k, v in {**MISTRAL, "num_attention_heads": 8}.items() if k != "num_key_value_heads"}, 8),
+    ({**MISTRAL, "num_attention_heads": 4, "num_key_value_heads": None}, 4),
+])  # fmt: skip
+def test_kv_heads_that_are_not_written_are_the_familys(config, kv_heads):
+    assert arch_of(config).num_kv_heads == kv_heads
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+from megappo import cli
 from megappo.config.errors import ConfigError
 from megappo.config.loading import load_config
 from megappo.plan.layouts import check_layouts, read_archs
@@ -73,6 +74,14 @@ def test_what_cannot_fit_is_refused_with_the_numbers(tmp_path):
     # one H100: policy and critic alone are 2 * 6.7e9 * 18 bytes
     with pytest.raises(ConfigError, match=r"rank 0 needs \d+ GiB for weights, gradients, optimizer and rollout and has 80.0 GiB"):
         plan_of(path, [*BF16, "policy.parallel.tp=1"], 1, "cuda", 80 * GIB)
+    offloaded = [f"{role}.offload.{what}=true" for role in ("policy", "critic") for what in ("parameters", "gradients", "optimizer")]
+    for more, fix in (
+        ([], "raise policy.parallel.tp or .pp, or set policy.offload.optimizer=true, or lower rollout.memory_share"),
+        (offloaded, "or set reference.offload.parameters=true, or lower rollout.memory_share"),
+        ([*offloaded, "reference.offload.parameters=true", "rollout.kv_cache_gib=1"], "tp or .pp, or lower rollout.kv_cache_gib"),
+    ):
+        with pytest.raises(ConfigError, match=fix + "$"):
+            plan_of(path, [*BF16, "policy.parallel.tp=1", "run.device=auto", *more], 1, "cuda", 80 * GIB)
     fits = [*BF16, "critic.parallel.tp=8", "reference.parallel.tp=8", "rollout.tp=8"]
     plan = plan_of(path, fits, 64, "cuda", 80 * GIB)
     assert not plan.warnings and plan.replicas == 8
@@ -93,6 +102,25 @@ def test_vllm_that_cannot_start_is_refused(tmp_path):
         plan_of(path, [*full, "rollout.kv_cache_gib=0.01"], 8, "cuda", 80 * GIB)
     needed = 24 * 512 * 1024 / GIB
     plan_of(path, [*full, f"rollout.kv_cache_gib={needed * 1.001}"], 8, "cuda", 80 * GIB)
+
+
+def test_a_plan_of_a_machine_without_a_gpu_says_so(tmp_path, capsys):
+    """On a head node, where a run of GPUs is planned."""
+    path = write_run(tmp_path)
+    arguments = ["plan", str(path), "--shapes-only", "run.device=auto"]
+    assert cli.main(arguments) == 0
+    assert "this machine has no GPU; --gpu-memory-gib plans for GPUs" in capsys.readouterr().out
+    assert cli.main([*arguments[:-1], "run.device=cpu"]) == 0 and "has no GPU" not in capsys.readouterr().out
+    assert cli.main([*arguments, "--gpu-memory-gib", "80"]) == 0 and "has no GPU" not in capsys.readouterr().out
+    write_checkpoint(tmp_path / "model", TINY | {"head_dim": 256, "max_position_embeddings": 32768}, tokenizer=False)
+    assert cli.main([*arguments, "data.max_prompt_tokens=20000"]) == 2
+    error = capsys.readouterr().err
+    assert "rollout.kv_cache_gib = null" in error and "(null is 0.25 on a CPU)" in error and "--gpu-memory-gib plans for" in error
+
+
+def test_a_world_that_is_not_the_configurations_is_refused_with_both_ways_out(tmp_path, capsys):
+    assert cli.main(["plan", str(write_run(tmp_path)), "--world-size", "4"]) == 2
+    assert "run.num_ranks = 2: the run has 4 ranks; set it to 4 or leave it out, or start 2" in capsys.readouterr().err
 
 
 def test_an_estimate_only_warns(tmp_path):
