@@ -68,7 +68,7 @@ setup(
         "math": ["math-verify>=0.9"],
         "datasets": ["datasets", "pyarrow"],
         "plot": ["matplotlib"],
-        "test": ["pytest", "hypothesis"],
+        "test": ["pytest", "pytest-xdist", "hypothesis"],
     },
     entry_points={"console_scripts": ["megappo = megappo.cli:main"]},
 )

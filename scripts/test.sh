@@ -19,6 +19,7 @@ if ! slurm_is_here && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
     && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends slurm-wlm munge; } >/dev/null \
     || echo "[test] Slurm could not be installed" >&2
 fi
-# One thread per process: the worlds of the tests are several processes on few cores.
+# One thread per process: the worlds of the tests are several processes on few cores. Two workers, because the ranks of a world wait
+# for each other half of their time.
 export OMP_NUM_THREADS=1
-exec "$venv/bin/python" -m pytest -q "${@:-tests}"
+exec "$venv/bin/python" -m pytest -q -n 2 --dist loadgroup --no-loadscope-reorder "${@:-tests}"

@@ -7,11 +7,27 @@ machine without one. Worlds that tests start do not inherit the variable.
 
 import importlib
 import importlib.util
+from pathlib import Path
 
 import pytest
 import torch
+
+TESTS = Path(__file__).parent
+# Folders whose tests take minutes. They go to the workers first, so that none of them is left to one worker at the end.
+LONG = ("parity", "trainer", "models", "launch", "ops", "rollout", "checkpoint")
 
 if importlib.util.find_spec("triton") and not torch.cuda.is_available():
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
         importlib.import_module("triton.language")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With pytest-xdist (`scripts/test.sh`) a folder's tests stay in one process: its fixtures start worlds that they share."""
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(_folder(item)))
+    items.sort(key=lambda item: LONG.index(_folder(item)) if _folder(item) in LONG else len(LONG))
+
+
+def _folder(item: pytest.Item) -> str:
+    return item.path.relative_to(TESTS).parts[0]

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from megappo import cli, installed
+from megappo.resilience.signals import StopRequest
 
 from .data.tokenizer_files import write_hf_tokenizer
 from .plan.checkpoints import SPARSE, TINY, write_checkpoint, write_run
@@ -285,6 +286,8 @@ def test_vllm_without_its_module_is_refused(tmp_path, capsys, monkeypatch):
 def test_a_launcher_of_another_size_is_refused(tmp_path, capsys, monkeypatch):
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "4")):
         monkeypatch.setenv(name, value)
+    # A rank blocks USR1 for good; what later tests start from this process would inherit that.
+    monkeypatch.setattr(StopRequest, "listen", lambda self: None)
     assert_refused(capsys, tmp_path, ["run.num_ranks = 2", "started 4 ranks"], "train", write_run(tmp_path))
 
 
