@@ -28,7 +28,7 @@ from megappo.launch.environment import report
 from megappo.launch.failure import first_failure
 from megappo.launch.local import EXIT_STOPPED
 
-EXIT_REQUEUE, EXIT_MISTAKE, EXIT_NO_PROGRESS = 75, 2, 17
+EXIT_REQUEUE, EXIT_MISTAKE, EXIT_NOT_REQUEUED = 75, 2, 17
 # A lost node or a preemption is nobody's fault, so Slurm's own requeues may start at the same step, but not for ever.
 MAX_STARTS_AT_A_STEP = 3
 
@@ -91,7 +91,7 @@ def end(launch_dir: Path, run_dir: Path, attempt: int, *, status: int, max_reque
     stopped = status in (0, EXIT_STOPPED, 128 + signal.SIGTERM) and (run_dir / STOPPED).exists()
     if status == 0 and not stopped:
         return f"megappo: finished; results in {run_dir}", 0
-    code = EXIT_NO_PROGRESS if stopped else status
+    code = EXIT_NOT_REQUEUED if stopped else status
     failure = None if stopped else first_failure(launch_dir / f"attempt-{attempt}")
     if stopped:
         said = f"megappo: stopped after step {step} with a checkpoint\n"

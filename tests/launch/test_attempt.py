@@ -10,7 +10,7 @@ from megappo.checkpoint.manifest import Manifest, write_manifest
 from megappo.config.checks import STOPPED, check_run_dir
 from megappo.config.errors import ConfigError
 from megappo.config.schema import RunConfig
-from megappo.launch.attempt import EXIT_MISTAKE, EXIT_NO_PROGRESS, EXIT_REQUEUE, begin, end, main
+from megappo.launch.attempt import EXIT_MISTAKE, EXIT_NOT_REQUEUED, EXIT_REQUEUE, begin, end, main
 from megappo.launch.local import EXIT_STOPPED
 from tests.plan.checkpoints import write_run
 
@@ -65,7 +65,7 @@ def test_a_failure_after_progress_is_requeued_at_most_so_often(run_dir: Path) ->
     assert "rank 1 on n2 failed first (killed by SIGKILL" in text and "not requeued: --max-requeues 2" in text
 
 
-@pytest.mark.parametrize("stopped, status, expected", [(False, 1, 1), (True, 0, EXIT_NO_PROGRESS)])
+@pytest.mark.parametrize("stopped, status, expected", [(False, 1, 1), (True, 0, EXIT_NOT_REQUEUED)])
 def test_without_progress_nothing_is_requeued(run_dir: Path, stopped: bool, status: int, expected: int) -> None:
     save(run_dir, 5)
     assert started(run_dir, 0, resume=True)

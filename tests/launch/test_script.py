@@ -95,6 +95,8 @@ def test_what_is_asked_of_slurm() -> None:
     assert "--ntasks-per-node=1" in options(script(folder, JOBS["torchrun"]))
     assert "--cpus-per-task=24" in options(script(folder, JOBS["cores"]))
     assert not [option for option in options(script(folder, JOBS["cpu"])) if "gpu" in option]
+    once = options(script(folder, Job(1, 1, gpus=False, max_requeues=0)))
+    assert "--no-requeue" in once and "--requeue" not in once
 
 
 def test_a_percent_sign_in_a_path_is_not_slurms(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,10 @@ import pytest
 from megappo import cli
 from megappo.config.errors import ConfigError
 from megappo.config.loading import load_config
-from megappo.launch.environment import HIDDEN, shown_variables
+from megappo.launch.environment import HIDDEN, revision, shown_variables
 from megappo.launch.script import Job
 from megappo.launch.slurm import outside_of_a_job, parse_time
-from megappo.launch.submit import Limits, remarks
+from megappo.launch.submit import Limits, forget, remarks
 from tests.launch.cluster import Cluster
 from tests.plan.checkpoints import write_run
 
@@ -200,6 +201,25 @@ def test_local_starts_the_ranks_here_with_the_recorded_configuration(tmp_path: P
     code, _, _ = launch(capsys, write_run(tmp_path), "--local", "run.seed=3")
     recorded = tmp_path / "runs" / "run" / "launch" / "001" / "config.yaml"
     assert code == 7 and started == [(2, ["train", str(recorded)])] and "seed: 3" in recorded.read_text()
+
+
+def test_the_commit_is_megappos_own_and_not_of_a_repository_that_it_was_installed_in(tmp_path: Path) -> None:
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=x", "-c", "user.email=x@example.org"]
+    for command in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "x"]):
+        subprocess.run([*git, *command], check=True)
+    (tmp_path / "site-packages").mkdir()
+    assert revision(tmp_path / "site-packages") is None
+    found = revision(tmp_path)
+    assert found is not None and len(found["commit"]) == 40 and found["changed"] == []
+
+
+def test_what_a_refused_launch_made_is_removed_and_a_link_is_left(tmp_path: Path) -> None:
+    (tmp_path / "scratch").mkdir()
+    (tmp_path / "runs").symlink_to("scratch")
+    folder = tmp_path / "runs" / "run" / "launch" / "001"
+    folder.mkdir(parents=True)
+    forget(folder)
+    assert (tmp_path / "runs").is_symlink() and not list((tmp_path / "scratch").iterdir())
 
 
 @pytest.mark.parametrize(
