@@ -84,6 +84,10 @@ def _parse(argv: Optional[Sequence[str]]) -> argparse.Namespace:
     for option in ("partition", "account", "time", "sbatch"):
         if getattr(args, option) is not None and not args.slurm:
             raise ConfigError(f"--{option} is of the job of --slurm, and has no effect without it")
+    if args.probe and args.config is None:
+        for name in ("gpus", "gpus-per-node", "roles", "mean-prompt-tokens", "mean-response-tokens", "measure", "output", "json"):
+            if getattr(args, name.replace("-", "_")) is not None:
+                raise ConfigError(f"--{name} has no effect: --probe without CONFIG only measures this machine")
     return args
 
 
@@ -138,7 +142,8 @@ def run(args: argparse.Namespace) -> int:
     if "--output" in targets:
         command.write_output(targets["--output"], config, overrides)
     if "--json" in targets:
-        targets["--json"].write_text(command.as_json(search, choice, args.top, measurement.facts() if measurement else None), encoding="utf-8")
+        measured = measurement.facts() if measurement is not None else None
+        targets["--json"].write_text(command.as_json(search, choice, args.top, measured), encoding="utf-8")
     return 0
 
 

@@ -1,7 +1,7 @@
 """Runs trials one after the other in one world of ranks, and goes on in a new world after a trial that took its world down.
 
-A rank that runs out of memory leaves the others waiting for it, so that its whole world has to end. Which trial that was, and what
-the first rank to fail said, is recorded as the trial's outcome.
+A rank that runs out of memory leaves the others waiting for it, so that its whole world has to end. Which trial that was, and
+what the first rank to fail said, is recorded as the trial's outcome.
 
     python -m megappo.tune.batch FOLDER NAME...      # in a job of Slurm (`job.py`), where a world is a step
 """
@@ -48,6 +48,8 @@ def run_trials(folder: Path, names: Sequence[str], start: Start) -> int:
             failure = first_failure(world)
             if failure is None and code == 128 + signal.SIGTERM:  # the job is ended (preempted), and no trial's fault
                 return code
+            if failure is not None and failure.code:  # srun says the highest, of those that it ended too
+                code = failure.code
             if code != 0 and (world / RUNNING).exists():
                 name, failed = (world / RUNNING).read_text(encoding="utf-8"), Failed(reason=reason_of(failure, code))
                 write_outcome(folder, name, failed)

@@ -2,7 +2,8 @@
 
     OUTPUT_DIR/tuning/job-12.sbatch   the script; job-12.log what it said; job-12.json the trials that it runs
 
-Results are files (`trials.py`), so that nothing is lost where the wait is broken off: the next call finds the job, or what it left.
+Results are files (`trials.py`), so that nothing is lost where the wait is broken off: the next call finds the job, or what it
+left.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""`--measure K`: short trials of the best layouts of every role, on this machine or in a job of Slurm, and the ranking by what was
-measured.
+"""`--measure K`: short trials of the best layouts of every role, on this machine or in a job of Slurm, and the ranking by what
+was measured.
 
 Trials and results lie in `OUTPUT_DIR/tuning`, next to the run's directory: NAME.json says what is run and NAME.result.json what
 came of it, where NAME names the role and digests model, settings, batch, world and machine. What is there is not run again.
@@ -31,8 +31,8 @@ from megappo.tune.trials import Failed, Measured, Outcome, Trial, outcome_file, 
 
 @dataclass(frozen=True)
 class Tried:
-    """A candidate with what came of its trial. measured_s: of its passes and updates in a whole step, like `RoleCost.total_s`; None
-    where the trial failed. file: of the outcome."""
+    """A candidate with what came of its trial. measured_s: of its passes and updates in a whole step, like `RoleCost.total_s`;
+    None where the trial failed. file: of the outcome."""
 
     candidate: Candidate
     outcome: Outcome
@@ -141,7 +141,8 @@ def _make_folder(folder: Path, output_dir: str) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(problem("run.output_dir", output_dir, f"{error.filename}: {error.strerror}; name another one")) from None
+        why = f"{error.filename}: {error.strerror}; name another one"
+        raise ConfigError(problem("run.output_dir", output_dir, why)) from None
 
 
 def _submit(job: Job, folder: Path, names: Sequence[str]) -> str:

@@ -85,8 +85,8 @@ def measure_rates(device: torch.device, folder: str) -> dict[str, float]:
 
 
 def link_gb_s(size: int, seconds: float, latency: float) -> float:
-    """Of an all-reduce of two ranks, of which a small one takes `latency` seconds. On a busy machine the usual wait of a small one
-    may be longer than the shortest of a large one; half of that is taken to be data at least."""
+    """Of an all-reduce of two ranks, of which a small one takes `latency` seconds. On a busy machine the usual wait of a small
+    one may be longer than the shortest of a large one; half of that is taken to be data at least."""
     return size / max(seconds - latency, seconds / 2) / 1e9
 
 

@@ -221,7 +221,8 @@ class Search:
     # ---------------------------------------------------------------------------------------------------------- combined
 
     def best(self) -> Optional[Choice]:
-        """The fastest candidates that fit together; None where none do."""
+        """The fastest candidates that fit together; None where none do. Between policies the push of weights, about a percent of
+        a step, does not decide."""
         if not self.rollouts or not all(self.candidates.values()):
             return None
         room = self.machine.hardware.usable_bytes
@@ -236,8 +237,8 @@ class Search:
         return best
 
     def choice(self, roles: Mapping[str, Candidate], rollout: RolloutCandidate) -> Choice:
-        policy = roles["policy"]
-        return Choice(roles, rollout, push_s(policy.layout, rollout.memory, self.machine.hardware, policy.memory.offloaded_weights))
+        policy, hardware = roles["policy"], self.machine.hardware
+        return Choice(roles, rollout, push_s(policy.layout, rollout.memory, hardware, policy.memory.offloaded_weights))
 
     def fits(self) -> bool:
         """Whether anything fits at all: of every role the layouts and the settings that need least are tried, and their time is

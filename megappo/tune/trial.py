@@ -46,6 +46,7 @@ def main(folder: Path, names: Sequence[str]) -> None:
     for name, trial in trials.items():
         if dist.get_rank() == 0:
             running.write_text(name, encoding="utf-8")
+        dist.barrier()  # so that no rank fails in a trial that is not known to have begun
         dispatch.select(trial.config.kernels)
         measured = run_trial(trial, device)
         if dist.get_rank() == 0:

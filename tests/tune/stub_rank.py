@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
@@ -9,7 +10,7 @@ from pathlib import Path
 
 from megappo.launch.failure import ATTEMPT_DIR, record_exceptions
 from megappo.launch.world import join_srun
-from megappo.tune.trials import RUNNING, Measured, world_folder, write_outcome
+from megappo.tune.trials import RUNNING, Measured, read_outcome, world_folder, write_outcome
 
 
 def main(folder: Path, names: list[str]) -> None:
@@ -22,9 +23,13 @@ def main(folder: Path, names: list[str]) -> None:
             starts.write(" ".join(names) + "\n")
     for name in names:
         if "nowhere" in name:
-            raise RuntimeError("before any trial")
+            if rank == 0:
+                raise RuntimeError("before any trial")
+            time.sleep(600)
         if rank == 0:
             (world / RUNNING).write_text(name)
+        else:
+            _wait_for(name, world, folder)
         if "fails" in name:
             if rank == 1:
                 raise MemoryError("of this\nrank")
@@ -38,6 +43,15 @@ def main(folder: Path, names: list[str]) -> None:
         if rank == 0:
             write_outcome(folder, name, Measured(forward_s=1.0, update_s=2.0))
             (world / RUNNING).unlink()
+
+
+def _wait_for(name: str, world: Path, folder: Path) -> None:
+    """In place of a barrier: until the trial has begun, or is over."""
+    while read_outcome(folder, name) is None:
+        with contextlib.suppress(FileNotFoundError):
+            if (world / RUNNING).read_text() == name:
+                return
+        time.sleep(0.01)
 
 
 if __name__ == "__main__":

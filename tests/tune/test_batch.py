@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -26,14 +27,16 @@ def write_trials(folder, *names):
 
 
 def start_stubs(folder, names):
-    """Two ranks without a world; the first that fails ends the other. The exit code is the first one's."""
+    """Two ranks without a world; the first that fails ends the other, and gives the exit code."""
     environments = [os.environ | {"RANK": str(rank), "WORLD_SIZE": "2", "PYTHONPATH": str(ROOT)} for rank in range(2)]
     command = [sys.executable, str(STUB), str(folder), *names]
     ranks = [subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL) for environment in environments]
-    code = ranks[1].wait()
-    if code != 0:
-        ranks[0].kill()
-    ranks[0].wait()
+    while not any(codes := [rank.poll() for rank in ranks]) and None in codes:
+        time.sleep(0.01)
+    for rank in ranks:
+        rank.kill()
+        rank.wait()
+    code = next((code for code in codes if code), 0)
     return code if code >= 0 else 128 - code
 
 
@@ -83,8 +86,9 @@ def test_the_users_end_is_no_trials_failure(tmp_path, monkeypatch, code):
 
 def test_a_reason_is_one_line_of_bounded_length(tmp_path):
     """As torch says it: one sentence, and advice."""
-    text = 'Traceback (most recent call last):\n  File "x.py", line 1, in f\n    g()\ntorch.OutOfMemoryError: CUDA out of memory. Tried'
-    failure = batch.Failure(3, "node", 1, text + " to allocate 20.00 GiB. " + "advice " * 100)
+    said = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 GiB. "
+    text = 'Traceback (most recent call last):\n  File "x.py", line 1, in f\n    g()\n' + said + "advice " * 100
+    failure = batch.Failure(3, "node", 1, text)
     reason = batch.reason_of(failure, 1)
     assert reason.startswith("rank 3: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 GiB.")
     assert len(reason) < 260 and "\n" not in reason

@@ -96,11 +96,11 @@ MISTAKES = [
     (["--gpu", "h100", "--roles", "rollout", "rollout.engine=megatron"], "--roles rollout: is not there: rollout.engine"),
     (["--gpu", "h100", "--top", "0"], "--top 0: must be >= 1"),
     (["--gpu", "h100", "--measure", "0"], "--measure 0: must be >= 1"),
-    (["--gpu", "h100", "--measure", "1"], "--measure: 16 ranks need a GPU each and this machine has 0; --slurm runs the trials as a job"),
+    (["--gpu", "h100", "--measure", "1"], "16 ranks need a GPU each and this machine has 0; --slurm runs the trials as a job"),
     (["--gpu", "h100", "--measure", "1", "--roles", "rollout"], "--measure: trials are of the policy, critic and reference"),
     (["--gpu", "h100", "--slurm"], "--slurm runs the trials of --measure K as a job, and has no effect without it"),
-    (["--gpu", "h100", "--measure", "1", "--partition", "a"], "--partition is of the job of --slurm, and has no effect without it"),
-    (["--gpu", "h100", "--measure", "1", "--sbatch=--exclusive"], "--sbatch is of the job of --slurm, and has no effect without it"),
+    (["--gpu", "h100", "--measure", "1", "--partition", "a"], "--partition is of the job of --slurm, and has no effect"),
+    (["--gpu", "h100", "--measure", "1", "--sbatch=--exclusive"], "--sbatch is of the job of --slurm, and has no effect"),
     (["--gpu", "h100", "--mean-response-tokens", "9999"], "--mean-response-tokens 9999: must be > 0 and at most the longest"),
     (["--gpu", "h100", "policy.model=missing"], 'policy.model = "missing": missing is not a directory'),
     (["--gpu", "h100", "--output", "/nowhere/layout.txt"], "--output /nowhere/layout.txt: /nowhere is not a directory"),
@@ -117,6 +117,12 @@ def test_a_mistake_is_one_line(tmp_path, capsys, monkeypatch, arguments, message
     code, told = tune(capsys, write_run(tmp_path), *arguments)
     assert code == 2 and told.err.count("\n") == 1 and (told.out == "" or "need a GPU each" in message)
     assert told.err.startswith("tune_parallelism: ") and message in told.err
+
+
+@pytest.mark.parametrize("arguments", [["--gpus", "2"], ["--output", "x"], ["--measure", "1"], ["--gpus-per-node", "4"]], ids=str)
+def test_what_a_probe_alone_does_not_use_is_refused(capsys, arguments):
+    code, told = tune(capsys, "--probe", *arguments)
+    assert code == 2 and told.out == "" and f"{arguments[0]} has no effect: --probe without CONFIG" in told.err
 
 
 def test_a_model_that_fits_nowhere_says_what_it_would_need(tmp_path, capsys):
@@ -207,8 +213,8 @@ def test_generation_counts_where_the_measured_policy_generates(tmp_path, capsys,
         return 0
 
     monkeypatch.setattr(batch, "start_ranks", start_ranks)
-    settings = ["run.device=cpu", "rollout.engine=megatron", "policy.parallel=null", *SMALL]
-    arguments = [path, "--gpus", 2, "--measure", 2, "--roles", "policy", *settings, "critic.micro_batch_tokens=1024", "--json", tmp_path / "all.json"]
+    settings = ["run.device=cpu", "rollout.engine=megatron", "policy.parallel=null", "critic.micro_batch_tokens=1024", *SMALL]
+    arguments = [path, "--gpus", 2, "--measure", 2, "--roles", "policy", *settings, "--json", tmp_path / "all.json"]
     code, told = tune(capsys, *arguments)
     assert code == 0, told.err
     assert "  generate  forward  update" in told.out and "ratio  with generation, predicted" in told.out
@@ -237,7 +243,8 @@ def test_a_layout_whose_trial_fails_is_left_out_and_where_all_fail_it_says_so(tm
     measured = json.loads((tmp_path / "all.json").read_text())
     best, failed = measured["measured"]["critic"]
     assert [line for line in measured["overrides"] if line.startswith("critic.")] == best["overrides"]
-    assert failed["seconds"] is None and f"  {failed['layout']}: failed: rank 3: no room (delete {tmp_path}/runs/tuning/critic-" in told.out
+    where = f"{tmp_path}/runs/tuning/critic-"
+    assert failed["seconds"] is None and f"  {failed['layout']}: failed: rank 3: no room (delete {where}" in told.out
     assert failed["overrides"] == measured["roles"]["critic"][0]["overrides"], "the predicted best"
     fails = 2
     code, told = tune(capsys, *arguments, "run.output_dir=" + str(tmp_path / "again"))

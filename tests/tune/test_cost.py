@@ -181,9 +181,8 @@ def test_a_token_is_decoded_as_fast_as_weights_and_cache_are_read():
 def test_only_the_last_token_of_a_prompt_has_logits():
     rollout = TrainConfig.model_validate({"policy": {"model": "none"}, "data": {"train": "none"}}).rollout
     wide = replace(ARCH, vocab_size=10 * ARCH.vocab_size)
-    narrow, wider = (
-        vllm_cost(arch, rollout, "bf16", RolloutMemory(int(2e9), 65536, int(20e9)), WORK, 8, H100).prefill_s for arch in (ARCH, wide)
-    )
+    memory = RolloutMemory(int(2e9), 65536, int(20e9))
+    narrow, wider = (vllm_cost(arch, rollout, "bf16", memory, WORK, 8, H100).prefill_s for arch in (ARCH, wide))
     samples = WORK.samples / 8
     more = samples * 2 * ARCH.hidden_size * 9 * ARCH.vocab_size / H100.flops_per_s("bf16")
     assert wider - narrow == pytest.approx(more)

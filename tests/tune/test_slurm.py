@@ -1,4 +1,4 @@
-"""`--measure K --slurm` on a real Slurm of two nodes: trials as a job that is waited for, found again, and believed where it fails."""
+"""`--measure K --slurm` on a real Slurm of two nodes: a job that is waited for, found again, and told of where it fails."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def write_run(folder, name="run"):
     path = folder / f"{name}.yaml"
     path.write_text(
         f"run: {{device: cpu, output_dir: {folder / 'runs here'}}}\n"
-        f"policy: {{model: {model}, dtype: fp32}}\ncritic: {{dtype: fp32, offload: {{parameters: true}}}}\nreference: {{dtype: fp32}}\n"
+        f"policy: {{model: {model}, dtype: fp32}}\nreference: {{dtype: fp32}}\n"
+        "critic: {dtype: fp32, offload: {parameters: true}}\n"
         "data: {train: none, max_prompt_tokens: 16, prompts_per_step: 8}\n"
         "rollout: {engine: megatron, max_response_tokens: 16}\nalgorithm: {mini_batch_size: 8}\n"
     )
