@@ -214,14 +214,17 @@ def _cache_lines(plan: Plan) -> Iterator[str]:
         yield f"  {at_once} sequences of {longest:,} tokens run at once and would take {gib(wanted)} GiB"
         return
     tokens = rollout.kv_cache // rollout.kv_bytes_per_token
-    yield f"  room for {tokens:,} tokens = {tokens // longest:,} sequences of {longest:,}; {at_once} run at once"
+    # vLLM's own activations and graphs come out of its share too.
+    bound = "" if plan.config.rollout.kv_cache_gib is not None or plan.device == "cpu" else "at most "
+    yield f"  room for {bound}{tokens:,} tokens = {tokens // longest:,} sequences of {longest:,}; {at_once} run at once"
 
 
 def _batch_lines(plan: Plan) -> list[str]:
     config, step = plan.config, plan.step
     epochs = "1 epoch" if config.algorithm.ppo_epochs == 1 else f"{config.algorithm.ppo_epochs} epochs"
     lines = [
-        f"  step: {step.prompts:,} prompts x {config.rollout.samples_per_prompt} samples = {_count(step.samples, 'sample')}",
+        f"  step: {step.prompts:,} prompts x {config.rollout.samples_per_prompt} samples = {_count(step.samples, 'sample')}, "
+        f"{step.samples * step.max_sequence_tokens:,} tokens at most",
         f"  updates: {_count(step.mini_batches, 'mini-batch')} of {config.algorithm.mini_batch_size:,} x {epochs} "
         f"= {_count(step.optimizer_steps, 'optimizer step')} per step and role, nothing dropped",
     ]

@@ -18,6 +18,7 @@ from megappo.plan.memory import count_parameters
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 FACTS = CONFIGS / "models"
+PAGE = (CONFIGS.parent / "docs" / "plan.md").read_text()
 # recipe, facts, GPUs, parameters by the weight files of the published checkpoint
 RECIPES = [
     ("llama3.1_70b_64gpu", "Llama-3.1-70B-Instruct", 64, 70_553_706_496),
@@ -40,6 +41,9 @@ def test_plan_accepts_it_from_the_facts_alone_and_refuses_a_third_of_the_memory(
     text = capsys.readouterr().out
     assert f"{parameters:,}" in text and f"{gpus} ranks on cuda" in text
     assert "WARNING" not in text and "would relieve it" in text
+    if f"configs/large/{recipe}.yaml" in PAGE:  # what the page shows is what is printed
+        shown = [line.removeprefix("    ") for line in PAGE.splitlines() if line.startswith("     ")]
+        assert len(shown) >= 30 and [line for line in shown if line.strip() != "..." and line not in text.splitlines()] == []
     assert cli.main([*arguments, "27"]) == 2, "negative control"
     assert "GiB" in capsys.readouterr().err
 
