@@ -1,7 +1,9 @@
 """What a job script asks before and after its ranks: start or resume, and requeue or end.
 
-    python -m megappo.launch.attempt begin LAUNCH_DIR CONFIG [--resume] [key=value ...]                      prints --resume, or nothing
-    python -m megappo.launch.attempt end   LAUNCH_DIR --status CODE --max-requeues N CONFIG [key=value ...]  prints the exit code
+    python -m megappo.launch.attempt begin LAUNCH_DIR CONFIG [--resume] [key=value ...]
+    python -m megappo.launch.attempt end   LAUNCH_DIR --status CODE --max-requeues N CONFIG [key=value ...]
+
+`begin` prints --resume or nothing, `end` the job's exit code; what they have to say goes to stderr.
 
 Every start of a job's ranks is an attempt, numbered by Slurm's count of restarts. Progress is measured by checkpoints: what was
 trained after the last one is lost to the next attempt anyway. Imports no torch.
@@ -61,8 +63,8 @@ def begin(launch_dir: Path, run: RunConfig, attempt: int, *, resume: bool) -> bo
     """Record the start of an attempt. True where it goes on from a checkpoint.
 
     resume: whether the first attempt does. Leftovers of an attempt that died before its first checkpoint are moved into that
-    attempt's folder. ConfigError where several attempts in a row started at the same step, and where the first finds another run, or
-    nothing to resume: `megappo launch` asked that before, a script that was submitted by hand did not.
+    attempt's folder. ConfigError where several attempts in a row started at the same step, and where the first finds another run,
+    or nothing to resume: `megappo launch` asked that before, a script that was submitted by hand did not.
     """
     starts = _starts(launch_dir)
     run_dir = run_dir_of(run)

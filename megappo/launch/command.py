@@ -50,7 +50,7 @@ def launch(args: argparse.Namespace, prepare: Prepare) -> int:
     print(f"rank 0:  {folder / 'attempt-0' / 'rank-0.log'}")
     then = "go on after a requeue" if job.max_requeues else "end"
     print(f"save, and {then}: scancel --signal=USR1 {job_id}")
-    print(f"end at once: scancel {job_id} (saved is what a step and a save need no longer for than Slurm's KillWait, 30 s by default)")
+    print(f"end now: scancel {job_id} (saves first, where a step and a save fit into Slurm's KillWait, 30 s by default)")
     return 0
 
 

@@ -27,7 +27,7 @@ def start_ranks(num_ranks: int, arguments: Sequence[str], module: str = "megappo
 
     check_gpus(num_ranks)
     # torchrun would set 1 thread and warn about it; each rank gets its share of the cores instead.
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _num_cores() // num_ranks)))
     handler = signal.signal(signal.SIGUSR1, _hand_on)
     try:
         return run_torchrun(["--standalone", "--nproc-per-node", str(num_ranks), "-m", module, *arguments])
@@ -64,6 +64,11 @@ def how_it_ended(exit_code: int) -> str:
     """exit_code: as a parent sees it (-9), or as a shell says it (137)."""
     number = -exit_code if exit_code < 0 else exit_code - 128
     return f"killed by {signal.Signals(number).name}" if number in set(signal.Signals) else f"exit code {exit_code}"
+
+
+def _num_cores() -> int:
+    """Those that this process may use: in a job of Slurm perhaps few of the machine's."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _hand_on(received: int, frame: Optional[FrameType]) -> None:

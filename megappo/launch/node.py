@@ -1,8 +1,8 @@
 """torchrun on one node of a Slurm job, in one task per node: `python -m megappo.launch.node --nproc-per-node 8 -m MODULE ...`.
 
 What follows is torchrun's own command line; the number of nodes and the c10d rendezvous are added, from Slurm's variables. USR1
-and TERM are left to the ranks (`resilience/signals.py`), which Slurm sends them too: torchrun would end at the first, and kill the
-ranks some seconds after the second, in the middle of a step.
+and TERM are left to the ranks (`resilience/signals.py`), to which Slurm sends them too: torchrun would end at the first, and kill
+the ranks some seconds after the second, in the middle of a step.
 """
 
 from __future__ import annotations

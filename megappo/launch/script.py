@@ -20,9 +20,9 @@ EXAMPLES = Path(__file__).parents[2] / "scripts" / "slurm"
 class Job:
     """What a script depends on. gpus: whether ranks need one each. signal_lead_s: from USR1 to the time limit.
 
-    container: an image; apptainer's where it is a .sif, otherwise pyxis': a registry's, or a file where the name says so (.sqsh, or a
-    path that begins with . or /). mounts: `HOST:CONTAINER` paths beside the working directory. options: further options of sbatch,
-    whole, e.g. `--partition=gpu`.
+    container: an image; apptainer's where it is a .sif, otherwise pyxis': a registry's, or a file where the name says so (.sqsh,
+    or a path that begins with . or /). mounts: `HOST:CONTAINER` paths beside the working directory. options: further options of
+    sbatch, whole, e.g. `--partition=gpu`.
     """
 
     nodes: int
@@ -68,7 +68,7 @@ def render(job: Job, *, root: Path, python: str, config: Path, launch_dir: Path,
 
 
 def render_by_hand(job: Job, file_name: str, purpose: str) -> str:
-    """A script that takes the configuration from its command line. With torchrun for GPUs only: sbatch then says how many ranks."""
+    """A script that takes the configuration from its command line. With torchrun a node has as many ranks as GPUs."""
     head = [
         purpose,
         f"    sbatch --time=24:00:00 {file_name} CONFIG [--resume] [key=value ...]",
@@ -91,7 +91,9 @@ def examples() -> dict[str, str]:
     return {name: render_by_hand(job, f"scripts/slurm/{name}", purpose) for name, (job, purpose) in jobs.items()}
 
 
-def _render(job: Job, *, head: Sequence[str], options: Sequence[str], resume: bool, by_hand: str = "", **words: Optional[str]) -> str:
+def _render(
+    job: Job, *, head: Sequence[str], options: Sequence[str], resume: bool, by_hand: str = "", **words: Optional[str]
+) -> str:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent), undefined=jinja2.StrictUndefined,
         trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,

@@ -25,8 +25,7 @@ _PATIENCE_S = 120
 
 @dataclass(frozen=True)
 class Partition:
-    """default: whether jobs go there that name none. limit_s: longest job in seconds, None for no limit. nodes: all of them, in
-    whatever state."""
+    """default: for jobs that name none. limit_s: longest job in seconds, None for no limit. nodes: all, in whatever state."""
 
     name: str
     default: bool
@@ -87,7 +86,7 @@ def job_status(job: str) -> Optional[JobStatus]:
 def submit(script: Path) -> str:
     """Job id. ConfigError, with sbatch's own words, where Slurm refuses it.
 
-    The options that the script holds are given on the command line as well: there alone they count for more than SBATCH_PARTITION,
+    The options that the script holds are given on the command line as well: only there they count for more than SBATCH_PARTITION,
     SBATCH_TIMELIMIT and others that a site or a start-up file may export.
     """
     lines = [line for line in script.read_text().splitlines() if line.startswith("#SBATCH ")]
@@ -97,8 +96,8 @@ def submit(script: Path) -> str:
 
 
 def outside_of_a_job(env: Mapping[str, str]) -> dict[str, str]:
-    """Without what describes the job and the step that this process runs in: sbatch would hand it on, and srun in the new job would
-    take memory, cores and bindings of the old one for its own."""
+    """Without what describes the job and the step that this process runs in: sbatch would hand it on, and srun in the new job
+    would take memory, cores and bindings of the old one for its own."""
     if "SLURM_JOB_ID" not in env:
         return dict(env)
     return {name: env[name] for name in env if name in _OF_THE_CLUSTER or not name.startswith(("SLURM_", "SLURMD_", "SRUN_"))}

@@ -85,8 +85,8 @@ def _check_options(job: Job, limits: Limits) -> None:
     for option in job.options[len(limits.options()) :]:
         name = re.split("[= ]", option.removeprefix("--"), maxsplit=1)[0]
         if name in _OWN_OPTIONS:
-            instead = _OWN_OPTIONS[name]
-            fix = f"use {instead} of megappo launch" if instead else "the script has its own; change a copy of what --dry-run prints"
+            own = "the script has its own; change a copy of what --dry-run prints"
+            fix = f"use {_OWN_OPTIONS[name]} of megappo launch" if _OWN_OPTIONS[name] else own
             raise ConfigError(problem("--sbatch", option, fix))
 
 
@@ -96,8 +96,9 @@ def _check_mounts(job: Job) -> None:
             raise ConfigError(f"--mount {mount}: must be HOST:CONTAINER, for example /data:/data")
     # The separators of pyxis and apptainer, which know no way to write them in a path; a blank is one of pyxis alone.
     separators = ",: " if job.uses_pyxis else ",:"
-    if job.container is not None and (bad := set(str(Path.cwd())) & set(separators)):
-        raise ConfigError(f"--container: the working directory {Path.cwd()} cannot be mounted, for {sorted(bad)[0]!r} in its name")
+    directory = str(Path.cwd())
+    if job.container is not None and (bad := set(directory) & set(separators)):
+        raise ConfigError(f"--container: the working directory {directory} cannot be mounted, for {min(bad)!r} in its name")
 
 
 def _tensor_parallel(config: TrainConfig) -> dict[str, int]:

@@ -67,9 +67,9 @@ def join_srun(env: MutableMapping[str, str] = os.environ) -> None:
     """Where srun started one task per rank, describe the world as torchrun would. Call it first in a process that may be a rank.
 
     A step of one task is left alone: it may start torchrun, or the ranks of its node. MASTER_ADDR and MASTER_PORT that the user
-    set are kept, and so are those of enroot's hook for PyTorch images, which sets RANK and WORLD_SIZE but not all six. ValueError,
-    one line, where torchrun and srun both describe a world and disagree, in a job of several nodes outside of srun and torchrun, and
-    for a MASTER_ADDR that every node would take for itself.
+    set are kept, and so are those of enroot's hook for PyTorch images, which sets RANK and WORLD_SIZE but not all six.
+    ValueError, one line, where torchrun and srun both describe a world and disagree, in a job of several nodes outside of srun
+    and torchrun, and for a MASTER_ADDR that every node would take for itself.
     """
     task = SlurmTask.of(env)
     described = all(name in env for name in _RANK_VARIABLES)
@@ -96,8 +96,8 @@ def join_srun(env: MutableMapping[str, str] = os.environ) -> None:
     env.setdefault("MASTER_PORT", str(port_of(task.job, task.step)))
     if task.num_nodes > 1 and env["MASTER_ADDR"] in _THIS_HOST and env["MASTER_ADDR"] != first_host(task.nodelist):
         raise ValueError(
-            f"MASTER_ADDR={env['MASTER_ADDR']} is set, which each of the {task.num_nodes} nodes takes for itself: unset it (a job "
-            f"script or a shell start-up file exports it), or set it to {first_host(task.nodelist)}"
+            f"MASTER_ADDR={env['MASTER_ADDR']} is set, which each of the {task.num_nodes} nodes takes for itself: unset it (a "
+            f"job script or a shell start-up file exports it), or set it to {first_host(task.nodelist)}"
         )
 
 

@@ -36,6 +36,16 @@ def test_a_signal_ends_the_run_in_one_line(monkeypatch, capsys, received, code):
     assert capsys.readouterr().err == f"megappo: ended by {received.name}\n"
 
 
+def test_ranks_share_the_cores_that_this_process_may_use(monkeypatch):
+    """On a shared node, Slurm gives a job some of the machine's."""
+    monkeypatch.setattr("torch.distributed.run.run", lambda arguments: None)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {3, 4, 5, 6})
+    monkeypatch.setattr(os, "cpu_count", lambda: 128)
+    monkeypatch.setenv("OMP_NUM_THREADS", "")  # so that what it was comes back
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    assert start_ranks(2, ["train"]) == 0 and os.environ["OMP_NUM_THREADS"] == "2"
+
+
 def test_other_faults_of_the_launcher_are_not_swallowed(monkeypatch):
     monkeypatch.setattr("torch.distributed.run.run", raising(RuntimeError("out of ports")))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")

@@ -152,7 +152,7 @@ def test_without_a_container_nothing_stands_before_a_command(tmp_path: Path) -> 
 
 
 def test_apptainer_contains_every_python(tmp_path: Path) -> None:
-    """The stand-in for apptainer leaves a mark in the environment of what it starts. Packages in ~/.local of the host stay out."""
+    """The stand-in for apptainer leaves a mark in the environment of what it starts. The host's ~/.local stays out."""
     calls, done = run_script(tmp_path / "run", JOBS["apptainer"])
     assert (tmp_path / "run" / "user_site").read_text().split() == ["1"] * 4
     assert done.returncode == 0 and {(call[0], call[1]) for call in calls} == {("python", "1")}

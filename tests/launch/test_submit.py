@@ -64,7 +64,7 @@ MISTAKES = {
     "mount alone": ([*TWO_BY_TWO, "--mount", "/data:/data"], "--mount /data:/data has no effect without --container"),
     "mount": ([*TWO_BY_TWO, "--container", "x.sif", "--mount", "/data"], "--mount /data: must be HOST:CONTAINER"),
     "an option of ours": ([*TWO_BY_TWO, "--sbatch=--time=1:00:00"], '--sbatch = "--time=1:00:00": use --time of megappo launch'),
-    "an option of ours in two words": ([*TWO_BY_TWO, "--sbatch=--time 60"], '--sbatch = "--time 60": use --time of megappo launch'),
+    "ours in two words": ([*TWO_BY_TWO, "--sbatch=--time 60"], '--sbatch = "--time 60": use --time of megappo launch'),
     "an array": ([*TWO_BY_TWO, "--sbatch=--array=0-3"], '--sbatch = "--array=0-3": the script has its own'),
     "two lines": ([*TWO_BY_TWO, "--account", "me\ntouch gone"], "must be one option in one line"),
 }  # fmt: skip
@@ -162,7 +162,7 @@ def test_what_is_perhaps_not_meant_is_remarked(tmp_path: Path, job: Job, time: s
 
 def test_a_launch_from_within_a_job_does_not_hand_on_what_describes_that_job() -> None:
     cluster = {"SLURM_CONF": "/etc/slurm.conf", "SLURM_JWT": "x", "PATH": "/bin", "SBATCH_ACCOUNT": "me"}
-    of_the_step = {"SLURM_JOB_ID": "7", "SLURM_STEP_NUM_TASKS": "1", "SLURM_CPU_BIND": "mask", "SLURM_MEM_PER_NODE": "4096", "SRUN_DEBUG": "3"}
+    of_the_step = {"SLURM_JOB_ID": "7", "SLURM_STEP_NUM_TASKS": "1", "SLURM_CPU_BIND": "mask", "SRUN_DEBUG": "3"}
     assert outside_of_a_job(cluster | of_the_step) == cluster
     wanted = cluster | {"SLURM_CLUSTERS": "west"}
     assert outside_of_a_job(wanted) == wanted
