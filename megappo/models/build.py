@@ -151,7 +151,7 @@ def transformer_config(
         **moe_config(arch, layout),
         calculate_per_token_loss=True,
         perform_initialization=False,
-        # These need CUDA extensions that may be absent.
+        # These need CUDA extensions that may be absent, or a compiler when the model runs (torch.compile).
         gradient_accumulation_fusion=False,
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
