@@ -120,25 +120,18 @@ def test_trials_run_as_a_job_and_are_reused_and_a_killed_rank_costs_its_trial_on
     assert not list(folder.glob("*.world"))
 
 
-def test_a_job_goes_on_after_trials_that_fail_and_its_end_is_told(tmp_path, capsys, on_cluster, monkeypatch):
+def test_a_job_goes_on_after_a_trial_that_fails_and_its_end_is_told(tmp_path, capsys, on_cluster, monkeypatch):
+    """The third one's ranks do not even come to the trial: blamed on none, with the end of the log."""
     path, folder = write_run(tmp_path), tmp_path / "runs here" / "tuning"
-    stand_in(tmp_path, monkeypatch, ["a", "fails", "b"])
-    begun = time.monotonic()
+    stand_in(tmp_path, monkeypatch, ["a", "fails", "nowhere"])
     code, told = tune(capsys, path, "--measure", "3", "--slurm", "--time", "2")
-    assert code == 0, told
-    assert "failed: rank 1: MemoryError: of this rank" in told.out and time.monotonic() - begun < 60
+    assert code == 2 and ": forward 1 s, update 2 s\n" in told.out and ": failed: rank 1: MemoryError: of this rank\n" in told.out
     starts = (folder / "starts").read_text().splitlines()
     assert [len(line.split()) for line in starts] == [3, 1]
-    # Another run, whose ranks do not even come to a trial: blamed on none, with the end of the log.
-    other = write_run(tmp_path, "other")
-    other.write_text(other.read_text().replace("max_response_tokens: 16", "max_response_tokens: 17"))
-    stand_in(tmp_path, monkeypatch, ["nowhere", "b"])
-    code, told = tune(capsys, other, "--measure", "2", "--slurm", "--time", "2")
-    assert code == 2 and "  | RuntimeError: before any trial\n" in told.err
-    last = told.err.splitlines()[-1]
-    log = next(folder.glob("*-nowhere.json")).parent
-    assert last.startswith("tune_parallelism: --measure: job ") and " ended (FAILED, exit code 1); its log is " in last
-    assert "2 of 2 trials have no result" in last and str(log) in last
+    assert "  | RuntimeError: before any trial\n" in told.err
+    last, log = told.err.splitlines()[-1], next(folder.glob("job-*.log"))
+    assert last.startswith("tune_parallelism: --measure: job ") and f" ended (FAILED, exit code 1); its log is {log}" in last
+    assert "1 of 3 trials have no result" in last
 
 
 def test_an_interrupt_leaves_the_job_alone_and_the_next_call_finds_it(tmp_path, capsys, on_cluster, monkeypatch):
