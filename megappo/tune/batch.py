@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from textwrap import shorten
 from typing import Callable, Optional, Sequence
 
 from megappo.launch.failure import Failure, first_failure
@@ -46,7 +47,8 @@ def run_trials(folder: Path, names: Sequence[str], start: Start) -> int:
         try:
             code = start(folder, left)
             failure = first_failure(world)
-            if failure is None and code == 128 + signal.SIGTERM:  # the job is ended (preempted), and no trial's fault
+            unseen = failure is None or failure.code is None  # no rank's end was seen, but at most what a rank said
+            if unseen and code == 128 + signal.SIGTERM:  # the job is ended (preempted), and no trial's fault
                 return code
             if failure is not None and failure.code:  # srun says the highest, of those that it ended too
                 code = failure.code
@@ -94,13 +96,14 @@ def _without_outcome(folder: Path, names: Sequence[str]) -> list[str]:
 
 
 def reason_of(failure: Optional[Failure], code: int) -> str:
-    if failure is None:
-        return f"its ranks ended ({how_it_ended(code)})"
+    """code: of the rank that ended first. One that is killed says nothing, and those that lose it do."""
+    if failure is None or (failure.code is None and code > 128):
+        return f"a rank ended ({how_it_ended(code)})"
     if "Traceback" not in failure.text:  # the end of a log that nobody wrote
         return f"rank {failure.rank} on {failure.host} ended ({how_it_ended(failure.code or code)})"
     lines = failure.text.rpartition("Traceback (most recent call last):")[2].strip("\n").splitlines()
     said = next((number for number, line in enumerate(lines) if not line.startswith(" ")), len(lines) - 1)
-    return f"rank {failure.rank}: {' '.join(' '.join(lines[said:]).split())[:MOST_CHARACTERS]}"
+    return f"rank {failure.rank}: {shorten(' '.join(lines[said:]), MOST_CHARACTERS, placeholder=' ...')}"
 
 
 if __name__ == "__main__":

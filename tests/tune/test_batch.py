@@ -92,7 +92,9 @@ def test_a_reason_is_one_line_of_bounded_length(tmp_path):
     reason = batch.reason_of(failure, 1)
     assert reason.startswith("rank 3: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 GiB.")
     assert len(reason) < 260 and "\n" not in reason
-    assert batch.reason_of(None, 139) == "its ranks ended (killed by SIGSEGV)"
+    assert batch.reason_of(None, 139) == "a rank ended (killed by SIGSEGV)"
+    victim = batch.Failure(0, "node", None, text.replace(said, "RuntimeError: Connection closed by peer"))
+    assert batch.reason_of(victim, 137) == "a rank ended (killed by SIGKILL)", "torchrun saw it, and the victim's word is second"
 
 
 def test_outcomes_are_told_apart(tmp_path):
