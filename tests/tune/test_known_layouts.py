@@ -16,7 +16,7 @@ import pytest
 from megappo.config.loading import load_config
 from megappo.models.arch import read_arch
 from megappo.tune.cost import workload_of
-from megappo.tune.profiles import load_hardware
+from megappo.tune.profiles import Hardware, load_hardware
 from megappo.tune.search import Machine, Search
 
 # Facts of "The Llama 3 Herd of Models" (2024), table 3, and of "Qwen3 Technical Report" (2025), table 2.
@@ -33,14 +33,29 @@ QWEN3_30B = {
     "tie_word_embeddings": False,
 }  # fmt: skip
 
-# "Efficient large-scale language model training on GPU clusters" (Narayanan et al. 2021), table 1: heads, hidden size, layers. Two
-# matrices of 4 h columns in the MLP have as many parameters as three of 8 h / 3.
+# "Efficient large-scale language model training on GPU clusters" (Narayanan et al. 2021), table 1.
+GPT_LENGTH = 2048
 GPT = {
-    "architectures": ["LlamaForCausalLM"], "vocab_size": 51200, "max_position_embeddings": 2048, "tie_word_embeddings": True,
+    "architectures": ["LlamaForCausalLM"], "vocab_size": 51200, "max_position_embeddings": GPT_LENGTH, "tie_word_embeddings": True,
 }  # fmt: skip
+# parameters -> heads, hidden size, layers, tp, pp, GPUs, sequences of a step, TFLOP/s of a GPU
+GPT_RUNS = {
+    "1.7B": (24, 2304, 24, 1, 1, 32, 512, 137),
+    "3.6B": (32, 3072, 30, 2, 1, 64, 512, 138),
+    "7.5B": (32, 4096, 36, 4, 1, 128, 512, 142),
+    "18B": (48, 6144, 40, 8, 1, 256, 1024, 135),
+    "39B": (64, 8192, 48, 8, 2, 512, 1536, 138),
+    "76B": (80, 10240, 60, 8, 4, 1024, 1792, 140),
+    "145B": (96, 12288, 80, 8, 8, 1536, 2304, 148),
+    "310B": (128, 16384, 96, 8, 16, 1920, 2160, 155),
+    "530B": (128, 20480, 105, 8, 35, 2520, 2520, 163),
+    "1T": (160, 25600, 128, 8, 64, 3072, 3072, 163),
+}
+NOT_AMONG_THE_FIRST = ("18B", "39B")
 
 
 def gpt(heads: int, hidden: int, layers: int) -> dict:
+    """Two matrices of 4 h columns in the MLP have as many parameters as three of 8 h / 3."""
     ffn = round(8 * hidden / 3 / 128) * 128
     sizes = {"num_attention_heads": heads, "num_key_value_heads": heads, "hidden_size": hidden, "num_hidden_layers": layers}
     return GPT | sizes | {"intermediate_size": ffn}
@@ -53,31 +68,35 @@ PUBLISHED = {
     "llama-70b": (LLAMA_70B, 64, "h200", 128, 8192, (4, 1, 8, 1, 1), BRIDGE),
     "llama-405b": (LLAMA_405B, 1024, "h200", 512, 8192, (8, 2, 8, 1, 1), BRIDGE),
     "qwen3-30b-a3b": (QWEN3_30B, 16, "h200", 512, 4096, (1, 1, 2, 8, 1), BRIDGE),
-    "gpt-1.7b": (gpt(24, 2304, 24), 32, "a100", 512, 2048, (1, 1, 1, 1, 1), MEGATRON),
-    "gpt-3.6b": (gpt(32, 3072, 30), 64, "a100", 512, 2048, (2, 1, 1, 1, 1), MEGATRON),
-    "gpt-7.5b": (gpt(32, 4096, 36), 128, "a100", 512, 2048, (4, 1, 1, 1, 1), MEGATRON),
-    "gpt-76b": (gpt(80, 10240, 60), 1024, "a100", 1792, 2048, (8, 1, 4, 1, 1), MEGATRON),
-    "gpt-145b": (gpt(96, 12288, 80), 1536, "a100", 2304, 2048, (8, 1, 8, 1, 1), MEGATRON),
-    "gpt-310b": (gpt(128, 16384, 96), 1920, "a100", 2160, 2048, (8, 1, 16, 1, 1), MEGATRON),
-    "gpt-530b": (gpt(128, 20480, 105), 2520, "a100", 2520, 2048, (8, 1, 35, 1, 1), MEGATRON),
-    "gpt-1t": (gpt(160, 25600, 128), 3072, "a100", 3072, 2048, (8, 1, 64, 1, 1), MEGATRON),
+    **{
+        f"gpt-{name}": (gpt(*sizes), gpus, "a100", batch, GPT_LENGTH, (tp, 1, pp, 1, 1), MEGATRON)
+        for name, (*sizes, tp, pp, gpus, batch, _) in GPT_RUNS.items()
+        if name not in NOT_AMONG_THE_FIRST
+    },
 }
 
 
-def ranked(folder: Path, facts, gpus, sequences, length, hardware, distributed=True):
-    """(tp, cp, pp, ep, etp) of a critic's updates, the fastest first: training as such, without a sampler."""
+def training(
+    folder: Path, role: str, facts: dict, gpus: int, sequences: int, length: int, hardware: Hardware, **settings
+) -> Search:
+    """Training as such, without a sampler: the updates of a role on so many sequences. settings: of the role."""
     (folder / "config.json").write_text(json.dumps(facts))
+    run: dict = {
+        "policy": {"model": str(folder)},
+        "algorithm": {"mini_batch_size": sequences, "kl": {"placement": "none"}},
+        "rollout": {"engine": "megatron", "max_response_tokens": length // 2},
+        "data": {"train": "none", "max_prompt_tokens": length // 2, "prompts_per_step": sequences},
+    }
+    run[role] = {**run.get(role, {}), "micro_batch_tokens": length, **settings}
     path = folder / "run.yaml"
-    path.write_text(
-        f"policy: {{model: {folder}}}\n"
-        f"critic: {{micro_batch_tokens: {length}, optimizer: {{distributed: {str(distributed).lower()}}}}}\n"
-        f"algorithm: {{mini_batch_size: {sequences}, kl: {{placement: none}}}}\n"
-        f"rollout: {{engine: megatron, max_response_tokens: {length // 2}}}\n"
-        f"data: {{train: none, max_prompt_tokens: {length // 2}, prompts_per_step: {sequences}}}\n"
-    )
+    path.write_text(json.dumps(run))  # which is YAML too
     config, arch = load_config(path), read_arch(folder)
-    machine = Machine(gpus, hardware)
-    search = Search(config, {"policy": arch, "critic": arch}, machine, workload_of(config), ("critic",))
+    return Search(config, {"policy": arch, "critic": arch}, Machine(gpus, hardware), workload_of(config), (role,))
+
+
+def ranked(folder: Path, facts, gpus, sequences, length, hardware, distributed=True):
+    """(tp, cp, pp, ep, etp) of a critic's updates, the fastest first."""
+    search = training(folder, "critic", facts, gpus, sequences, length, hardware, optimizer={"distributed": distributed})
     found = sorted(search.candidates["critic"], key=lambda one: one.cost.phases["update"])
     return list(dict.fromkeys((one.layout.tp, one.layout.cp, one.layout.pp, one.layout.ep, one.layout.etp) for one in found))
 
