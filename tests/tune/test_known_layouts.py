@@ -36,7 +36,8 @@ QWEN3_30B = {
 # "Efficient large-scale language model training on GPU clusters" (Narayanan et al. 2021), table 1.
 GPT_LENGTH = 2048
 GPT = {
-    "architectures": ["LlamaForCausalLM"], "vocab_size": 51200, "max_position_embeddings": GPT_LENGTH, "tie_word_embeddings": True,
+    "architectures": ["LlamaForCausalLM"], "vocab_size": 51200, "max_position_embeddings": GPT_LENGTH,
+    "tie_word_embeddings": True,
 }  # fmt: skip
 # parameters -> heads, hidden size, layers, tp, pp, GPUs, sequences of a step, TFLOP/s of a GPU
 GPT_RUNS = {

@@ -25,14 +25,16 @@ def predicted_tflops(folder: Path, name: str, hardware: Hardware = A100) -> floa
     """TFLOP/s of a GPU in an update, as the paper counts them."""
     heads, hidden, layers, tp, pp, gpus, batch, _ = GPT_RUNS[name]
     model = gpt(heads, hidden, layers)
-    search = training(folder, "policy", model, gpus, batch, GPT_LENGTH, hardware, recompute="full", optimizer={"distributed": False})
+    settings = {"recompute": "full", "optimizer": {"distributed": False}}
+    search = training(folder, "policy", model, gpus, batch, GPT_LENGTH, hardware, **settings)
     found = []
     for vpp in divisors(layers // pp) if pp > 1 else [1]:
         for tokens in token_budgets(GPT_LENGTH, GPT_LENGTH):
             chosen = {"parallel": ParallelConfig(tp=tp, pp=pp, vpp=vpp), "micro_batch_tokens": tokens}
             one = search.candidate("policy", search.config.policy.model_copy(update=chosen), hardware.usable_bytes)
             found += [one.cost.phases["update"]] if one is not None else []
-    flops = 96 * batch * GPT_LENGTH * layers * hidden**2 * (1 + GPT_LENGTH / (6 * hidden) + GPT["vocab_size"] / (16 * layers * hidden))
+    beside = GPT_LENGTH / (6 * hidden) + GPT["vocab_size"] / (16 * layers * hidden)
+    flops = 96 * batch * GPT_LENGTH * layers * hidden**2 * (1 + beside)
     return flops / gpus / min(found) / 1e12
 
 
