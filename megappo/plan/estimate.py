@@ -45,10 +45,8 @@ class Plan:
 
     def distinct_ranks(self) -> list[int]:
         """The first rank of each combination of stages: others with the same ones hold as much."""
-        seen: dict[tuple[int, ...], int] = {}
-        for rank in range(self.world_size):
-            seen.setdefault(tuple(layout.coordinates(rank).pp for layout in self.layouts.values()), rank)
-        return list(seen.values())
+        # Stages are runs of neighbouring ranks: a combination begins where a stage of some role does.
+        return sorted({layout.rank_of(pp=stage) for layout in self.layouts.values() for stage in range(layout.pp)})
 
     def stage(self, role: str, rank: int) -> RoleMemory:
         """Memory of a role on one rank of the world."""
@@ -130,6 +128,10 @@ def memory_of_rollout(config: TrainConfig, arch: ModelArch, device: Device, devi
 def _sequences(config: TrainConfig, role: str, layout: ParallelLayout, step: StepArithmetic) -> int:
     """Sequences of a data-parallel rank in one pass: of a mini-batch, or of the whole step for the reference."""
     samples = step.samples if role == "reference" else config.algorithm.mini_batch_size
+    return _each(samples, layout)
+
+
+def _each(samples: int, layout: ParallelLayout) -> int:
     return -(-samples // layout.dp)
 
 
@@ -161,10 +163,14 @@ def _stage_memory(
     counter: Counter,
 ) -> RoleMemory:
     settings = getattr(config, role)
-    sequences = _sequences(config, role, layout, step)
+
+    def full(sequences: int) -> int:
+        return _full_micro_batch(settings.micro_batch_tokens, sequences, step.max_sequence_tokens, layout)
+
     common = {
         "dtype": settings.dtype,
-        "micro_batch_tokens": _full_micro_batch(settings.micro_batch_tokens, sequences, step.max_sequence_tokens, layout),
+        "micro_batch_tokens": full(_sequences(config, role, layout, step)),
+        "forward_tokens": full(_each(step.samples, layout)),  # log-probs and values are of the whole step
         "num_micro_batches": micro_batches,
         "value_head": role == "critic",
         "counter": counter,

@@ -115,6 +115,7 @@ def role_memory(
     trained: bool,
     micro_batch_tokens: int,
     num_micro_batches: int,
+    forward_tokens: Optional[int] = None,
     value_head: bool = False,
     distributed_optimizer: bool = True,
     recompute: Recompute = "none",
@@ -124,9 +125,9 @@ def role_memory(
 ) -> RoleMemory:
     """Memory of a rank of `stage`.
 
-    offload: parameters, gradients, optimizer. micro_batch_tokens: at most, over all cp ranks. adam_buffers: torch's AdamW on a
-    GPU, which Megatron-core takes without TransformerEngine and Apex, updates all parameters at once (its `foreach`): the roots
-    of all second moments exist together.
+    offload: parameters, gradients, optimizer. micro_batch_tokens: at most, over all cp ranks; forward_tokens: the same of a pass
+    without gradients, where it differs. adam_buffers: torch's AdamW on a GPU, which Megatron-core takes without TransformerEngine
+    and Apex, updates all parameters at once (its `foreach`): the roots of all second moments exist together.
     """
     count = counter(arch, layout, stage, value_head)
     itemsize = ITEMSIZE[dtype]
@@ -134,7 +135,8 @@ def role_memory(
     gradients = count.total * FP32 if trained else 0
     optimizer = _optimizer_bytes(count, itemsize, layout, distributed_optimizer) if trained else 0
     tokens = -(-micro_batch_tokens // layout.cp)
-    forward = forward_bytes(arch, layout, stage, tokens, itemsize, value_head=value_head)
+    passing = tokens if forward_tokens is None else -(-forward_tokens // layout.cp)
+    forward = forward_bytes(arch, layout, stage, passing, itemsize, value_head=value_head)
     activations = forward
     if trained:
         activations = activation_bytes(arch, layout, stage, tokens, num_micro_batches, itemsize, recompute, value_head=value_head)

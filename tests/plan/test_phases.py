@@ -80,11 +80,19 @@ def test_a_policy_that_generates_itself_works_then(tmp_path):
     assert (first.name, first.role, first.work) == ("generate", "policy", memory.weights + memory.forward)
 
 
-def test_a_forward_pass_needs_less_than_training(tmp_path):
-    plan = planned(write_run(tmp_path), [])
+def test_a_forward_pass_of_as_many_tokens_needs_less_than_training(tmp_path):
+    plan = planned(write_run(tmp_path), ["algorithm.mini_batch_size=64"])
     for role in plan.layouts:
         memory = plan.stage(role, 0)
         assert memory.forward < memory.activations if role != "reference" else memory.forward == memory.activations
+
+
+def test_log_probs_are_of_the_whole_step_however_small_the_mini_batches(tmp_path):
+    path = write_run(tmp_path)
+    large, small = (planned(path, [f"algorithm.mini_batch_size={size}"]) for size in (64, 2))
+    for role in ("policy", "critic"):
+        many, few = large.stage(role, 0), small.stage(role, 0)
+        assert many.forward == few.forward and many.activations > few.activations
 
 
 BUDGET = ["policy.micro_batch_tokens=384", "critic.micro_batch_tokens=384", "run.num_ranks=null"]

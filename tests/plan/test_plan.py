@@ -50,7 +50,7 @@ def test_the_peak_is_the_sum_of_what_stays_and_the_largest_that_works(tmp_path):
         memories = [plan.memory["policy"][0], plan.memory["critic"][rank], plan.memory["reference"][0]]
         stays = sum(m.weights + m.gradients + m.optimizer for m in memories) + plan.rollout.weights + GIB // 4
         assert plan.certain(rank) == stays
-        assert plan.peak(rank) == stays + max(m.activations for m in memories)
+        assert plan.peak(rank) == stays + max(max(m.activations, m.forward) for m in memories)
     assert plan.fullest_rank() == max((0, 1), key=lambda rank: plan.peak(rank))
 
 
