@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -14,6 +16,7 @@ import pytest
 
 from megappo.config.errors import ConfigError
 from megappo.launch import slurm
+from megappo.launch.script import Job
 from megappo.launch.slurm import JobStatus
 from megappo.tune import job, measure
 from megappo.tune.measure import trial_name
@@ -185,6 +188,23 @@ def test_a_job_out_of_time_is_not_waited_for(tmp_path, capsys, monkeypatch):
         job.Follower("7", tmp_path, names).wait()
     told = capsys.readouterr()
     assert told.out == "  a: forward 1 s\n" and told.err == "".join(f"  | line {n}\n" for n in range(25, 40))
+
+
+def test_a_script_for_gpus_keeps_every_path_whole(tmp_path):
+    """Its commands are replaced by one that prints what it is given."""
+    folder, name = tmp_path / "a 100% 'b' $HOME \"c\"", "policy-1"
+    folder.mkdir()
+    text = job.render(Job(8, 4, gpus=True, options=("--comment=two words",)), folder, [name, "critic-2"])
+    lines = text.splitlines()
+    assert {"#SBATCH --nodes=8", "#SBATCH --ntasks-per-node=4", "#SBATCH --gpus-per-node=4"} <= set(lines)
+    options = [shlex.split(line)[1] for line in lines if line.startswith("#SBATCH ")]
+    log = f"{folder}/job-%j.log".replace("100%", "100%%")
+    assert options[:3] == ["--job-name=megappo-tune", f"--output={log}", "--comment=two words"]
+    shown = text.replace("exec ", "printf '%s\\n' ")
+    run = {"env": {"SLURM_CPUS_ON_NODE": "8", "SLURM_CPUS_PER_TASK": "2", "PATH": os.environ["PATH"]}, "text": True}
+    done = subprocess.run(["bash", "-eu", "-c", shown + "env"], capture_output=True, check=True, **run)
+    assert done.stdout.splitlines()[:6] == [PYTHON, "-m", "megappo.tune.batch", str(folder), name, "critic-2"]
+    assert {"OMP_NUM_THREADS=2", "SRUN_CPUS_PER_TASK=2", "NCCL_DEBUG=WARN", "PYTHONUNBUFFERED=1"} <= set(done.stdout.splitlines())
 
 
 REFUSED = {
