@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
+from math import lcm
 from typing import Iterable, Iterator, Mapping, Optional, Sequence
 
 from megappo.config.batch import step_arithmetic
@@ -341,11 +342,11 @@ def _combinations(fronts: Sequence[Sequence[Candidate]], room: int, limit_s: flo
 
 
 def larger_worlds(machine: Machine) -> list[int]:
-    """Numbers of GPUs by doubling; from a part of a node, or of several, on to whole nodes."""
+    """Numbers of GPUs by doubling, of whole nodes where it is more than one. Layouts that are kept divide them too."""
     sizes, per_node = [machine.world_size], machine.hardware.gpus_per_node
     for _ in range(MOST_DOUBLINGS):
         twice = 2 * sizes[-1]
-        sizes.append(twice if twice <= per_node else -(-twice // per_node) * per_node)
+        sizes.append(twice if twice <= per_node else lcm(twice, per_node))
     return sizes[1:]
 
 

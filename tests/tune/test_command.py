@@ -134,6 +134,16 @@ def test_a_model_that_fits_nowhere_says_what_it_would_need(tmp_path, capsys):
     assert tune(capsys, path, "--gpus", needed // 2, "--gpu", "h100", "--top", 1)[0] == 2
 
 
+def test_more_gpus_are_such_that_the_kept_layouts_divide(tmp_path, capsys):
+    """The reference's 6 ranks do not divide the 16 of two nodes."""
+    settings = ["reference.micro_batch_tokens=1024", "policy.parallel=null"]
+    facts = LLAMA_7B | {"num_attention_heads": 48, "num_key_value_heads": 48, "hidden_size": 12288}
+    path = write_run(tmp_path, facts, "reference: {parallel: {pp: 2, cp: 3}}\n")
+    code, told = tune(capsys, path, "--gpus", 6, "--gpu", "h100", "--roles", "policy,critic,rollout", *settings)
+    assert code == 2 and "no layout fits on 6 x h100 beside the reference as configured; it needs about" in told.err
+    assert int(told.err.split("it needs about ")[1].split()[0]) % 24 == 0
+
+
 def test_offload_is_no_advice_without_a_gpu_or_where_it_is_on(tmp_path, capsys):
     arguments = [write_run(tmp_path, extra="critic: {dtype: fp32}\n"), "--gpus", 1, "rollout.engine=megatron"]
     on = [f"{role}.offload.parameters=true" for role in ("policy", "critic", "reference")]
