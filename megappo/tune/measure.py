@@ -27,7 +27,7 @@ from megappo.tune.cost import Workload
 from megappo.tune.job import Follower, living_jobs, submit
 from megappo.tune.report import name_of
 from megappo.tune.search import ROLLOUT, Candidate, Choice, Search, peak
-from megappo.tune.trials import Failed, Measured, Outcome, Trial, outcome_file, read_outcome, trial_file, write_trial
+from megappo.tune.trials import REPEATS, Failed, Measured, Outcome, Trial, outcome_file, read_outcome, trial_file, write_trial
 
 @dataclass(frozen=True)
 class Tried:
@@ -86,7 +86,8 @@ def measure(search: Search, choice: Choice, most: int, job: Optional[Job] = None
         if job is None:
             _run_here(search.machine.world_size, folder, missing)
         else:
-            living[_submit(job, folder, missing)] = missing
+            seconds = sum(predicted_s(candidates[name], search.workload) for name in missing)
+            living[_submit(job, folder, missing, seconds)] = missing
     for job_id, names in living.items():
         Follower(job_id, folder, names).wait()
     if missing or living:
@@ -145,8 +146,14 @@ def _make_folder(folder: Path, output_dir: str) -> None:
         raise ConfigError(problem("run.output_dir", output_dir, why)) from None
 
 
-def _submit(job: Job, folder: Path, names: Sequence[str]) -> str:
-    """Job id. Where Slurm refuses it, nothing of it is left."""
+def predicted_s(one: Candidate, workload: Workload) -> float:
+    """Of a trial, without its start."""
+    phases, passes = one.cost.phases, max(1.0, workload.samples / workload.mini_batch)
+    return (REPEATS + 1) * (phases["forward"] / passes + phases.get("update", 0.0) / workload.updates)
+
+
+def _submit(job: Job, folder: Path, names: Sequence[str], seconds: float) -> str:
+    """Job id. Where Slurm refuses it, nothing of it is left. seconds: that the trials are predicted to take."""
     try:
         job_id = submit(job, folder, names)
     except ConfigError:
@@ -157,7 +164,8 @@ def _submit(job: Job, folder: Path, names: Sequence[str]) -> str:
                 path.rmdir()
         raise
     log = folder / f"job-{job_id}.log"
-    print(f"job {job_id}: {len(names)} trials on {job.nodes} nodes x {job.ranks_per_node} ranks, log {log}", flush=True)
+    what = f"{len(names)} trials on {job.nodes} nodes x {job.ranks_per_node} ranks"
+    print(f"job {job_id}: {what}, predicted to take {figures(seconds)} s and the start of the ranks, log {log}", flush=True)
     return job_id
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import prod
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,10 +14,10 @@ from megappo.models.families import hf_tensors
 from megappo.parallel.layout import ParallelLayout
 from megappo.plan.memory import RolloutMemory, count_parameters
 from megappo.plan.timeline import timeline
-from megappo.tune.cost import Workload, pipeline_parts, role_cost, stage_kinds
+from megappo.tune.cost import RoleCost, Workload, pipeline_parts, role_cost, stage_kinds
 from megappo.tune.generation import push_s, vllm_cost
 from megappo.tune.links import Links, Span, span
-from megappo.tune.measure import step_s
+from megappo.tune.measure import predicted_s, step_s
 from megappo.tune.probe import link_gb_s
 from megappo.tune.profiles import load_hardware
 from megappo.tune.search import MOST_DOUBLINGS, Machine, larger_worlds
@@ -207,6 +208,13 @@ def test_what_was_measured_is_a_step_with_weights_that_come_once():
     """256 samples in mini-batches of 64; a second of every pass, and before the updates, is the way from host memory and back."""
     assert step_s(Measured(forward_s=3.0, update_s=5.0, offload_s=1.0), WORK) == pytest.approx(1 + 4 * 2 + 1 + 4 * 5)
     assert step_s(Measured(forward_s=3.0, update_s=None), WORK) == pytest.approx(4 * 3)
+
+
+def test_a_trial_is_predicted_as_one_mini_batch_of_the_step():
+    """Four passes and updates of 64 of the 256 samples, the first of which is not counted."""
+    one = SimpleNamespace(cost=RoleCost({"forward": 8.0, "update": 24.0}, {}, 1))
+    assert predicted_s(one, WORK) == pytest.approx(4 * (8 / 4 + 24 / 4))
+    assert predicted_s(SimpleNamespace(cost=RoleCost({"forward": 8.0}, {}, 1)), WORK) == pytest.approx(4 * 8 / 4)
 
 
 def test_a_link_is_not_taken_to_be_faster_than_what_was_seen():

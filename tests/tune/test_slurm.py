@@ -101,7 +101,9 @@ def test_trials_run_as_a_job_and_are_reused_and_a_killed_rank_costs_its_trial_on
     job_id = next(folder.glob("job-*.json")).stem.removeprefix("job-")
     names = json.loads((folder / f"job-{job_id}.json").read_text())
     lines = told.out.splitlines()
-    start = lines.index(f"job {job_id}: 2 trials on 2 nodes x 2 ranks, log {folder}/job-{job_id}.log")
+    first = f"job {job_id}: 2 trials on 2 nodes x 2 ranks, predicted to take "
+    start = next(number for number, line in enumerate(lines) if line.startswith(first))
+    assert lines[start].endswith(f" s and the start of the ranks, log {folder}/job-{job_id}.log")
     assert "  runs on 127.0.0.[1-2]" in lines[start : start + 4]
     measured = read_outcome(folder, names[0])
     assert killed == [names[1]] and isinstance(measured, Measured) and 0 < measured.offload_s < measured.forward_s
