@@ -21,9 +21,10 @@ from megappo.plan.estimate import make_plan
 from megappo.plan.layouts import check_layouts, read_archs
 from megappo.rollout.vllm_limits import check_vllm
 from megappo.tune.cost import Workload, workload_of
+from megappo.tune.needed import gpus_needed, larger_worlds
 from megappo.tune.profiles import Hardware
 from megappo.tune.report import name_of, overrides_of
-from megappo.tune.search import ROLLOUT, Candidate, Choice, Machine, Search, gpus_needed, larger_worlds
+from megappo.tune.search import ROLLOUT, Candidate, Choice, Machine, Search
 
 
 @dataclass(frozen=True)

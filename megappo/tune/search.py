@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
-from math import lcm
 from typing import Iterable, Iterator, Mapping, Optional, Sequence
 
 from megappo.config.batch import step_arithmetic
@@ -28,7 +27,6 @@ from megappo.tune.generation import GenerationCost, megatron_s, push_s, vllm_cos
 from megappo.tune.profiles import Hardware
 
 ROLLOUT = "rollout"
-MOST_DOUBLINGS = 8
 # What a role needs while it works is mostly activations, an estimate that is held to 10 %.
 MARGIN = 1.1
 
@@ -339,21 +337,3 @@ def _combinations(fronts: Sequence[Sequence[Candidate]], room: int, limit_s: flo
                 yield from extend((*chosen, one), total, keeps, needs)
 
     return extend((), 0.0, 0, 0)
-
-
-def larger_worlds(machine: Machine) -> list[int]:
-    """Numbers of GPUs by doubling, of whole nodes where it is more than one. Layouts that are kept divide them too."""
-    sizes, per_node = [machine.world_size], machine.hardware.gpus_per_node
-    for _ in range(MOST_DOUBLINGS):
-        twice = 2 * sizes[-1]
-        sizes.append(twice if twice <= per_node else lcm(twice, per_node))
-    return sizes[1:]
-
-
-def gpus_needed(search: Search) -> Optional[int]:
-    """The smallest of `larger_worlds` on which something fits; None where even the largest does not help."""
-    for world_size in larger_worlds(search.machine):
-        machine = replace(search.machine, world_size=world_size)
-        if Search(search.config, search.archs, machine, search.workload, search.tuned).fits():
-            return world_size
-    return None

@@ -1,0 +1,29 @@
+"""How many GPUs a run would need that does not fit on those there are."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import lcm
+from typing import Optional
+
+from megappo.tune.search import Machine, Search
+
+MOST_DOUBLINGS = 8
+
+
+def larger_worlds(machine: Machine) -> list[int]:
+    """Numbers of GPUs by doubling, of whole nodes where it is more than one. Layouts that are kept divide them too."""
+    sizes, per_node = [machine.world_size], machine.hardware.gpus_per_node
+    for _ in range(MOST_DOUBLINGS):
+        twice = 2 * sizes[-1]
+        sizes.append(twice if twice <= per_node else lcm(twice, per_node))
+    return sizes[1:]
+
+
+def gpus_needed(search: Search) -> Optional[int]:
+    """The smallest of `larger_worlds` on which something fits; None where even the largest does not help."""
+    for world_size in larger_worlds(search.machine):
+        machine = replace(search.machine, world_size=world_size)
+        if Search(search.config, search.archs, machine, search.workload, search.tuned).fits():
+            return world_size
+    return None
