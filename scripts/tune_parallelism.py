@@ -100,6 +100,8 @@ def run(args: argparse.Namespace) -> int:
     targets = {option: command.check_target(option, text) for option, text in named.items() if text}
     if args.probe and args.gpu is not None:
         raise ConfigError(f"--gpu {args.gpu}: --probe measures this machine instead; leave one of the two out")
+    if args.config is not None:  # before a probe, which takes half a minute
+        gpus = command.num_gpus(args.gpus, args.config, args.overrides)
     if args.probe:
         from megappo.tune.probe import probe
 
@@ -114,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
     if args.gpus_per_node is not None:
         hardware = replace(hardware, gpus_per_node=args.gpus_per_node)
     question = command.Question(
-        args.config, tuple(args.overrides), command.num_gpus(args.gpus, args.config, args.overrides), hardware,
+        args.config, tuple(args.overrides), gpus, hardware,
         tuple(part.strip() for part in args.roles.split(",")) if args.roles is not None else None,
         args.mean_prompt_tokens, args.mean_response_tokens,
     )  # fmt: skip

@@ -12,7 +12,7 @@ from typing import Any, Mapping, Optional, Sequence
 from megappo.config.batch import step_arithmetic
 from megappo.config.checks import check_config
 from megappo.config.dump import dump_yaml
-from megappo.config.errors import ConfigError, problem
+from megappo.config.errors import ConfigError
 from megappo.config.layout_checks import roles_in_use
 from megappo.config.loading import explicit_keys, load_config
 from megappo.config.schema import ParallelConfig, TrainConfig
@@ -48,10 +48,10 @@ def default_profile(path: str, overrides: Sequence[str]) -> str:
 
 
 def num_gpus(asked: Optional[int], path: str, overrides: Sequence[str]) -> int:
-    """--gpus, or what the configuration says."""
+    """--gpus, or what the configuration says, which is read in any case: a mistake in it is told first."""
+    configured = load_config(path, overrides).run.num_ranks
     if asked is not None:
         return asked
-    configured = load_config(path, overrides).run.num_ranks
     if configured is None:
         raise ConfigError("--gpus is missing: how many GPUs the run will have (run.num_ranks does not say)")
     return configured

@@ -14,7 +14,7 @@ from megappo.config.errors import ConfigError
 from megappo.config.loading import load_config
 from megappo.plan.estimate import make_plan
 from megappo.plan.layouts import check_layouts, read_archs
-from megappo.tune import batch
+from megappo.tune import batch, probe
 from megappo.tune.profiles import hardware_of, load_hardware
 
 from ..plan.checkpoints import LLAMA_7B, SPARSE, write_checkpoint
@@ -117,6 +117,13 @@ def test_a_mistake_is_one_line(tmp_path, capsys, monkeypatch, arguments, message
     code, told = tune(capsys, write_run(tmp_path), *arguments)
     assert code == 2 and told.err.count("\n") == 1 and (told.out == "" or "need a GPU each" in message)
     assert told.err.startswith("tune_parallelism: ") and message in told.err
+
+
+@pytest.mark.parametrize("setting", ["policy.tp=2", "policy.parallel.tp=two"])
+def test_a_wrong_configuration_is_told_before_a_probe(tmp_path, capsys, monkeypatch, setting):
+    monkeypatch.setattr(probe, "probe", lambda: pytest.fail("it measures"))
+    code, told = tune(capsys, write_run(tmp_path), "--probe", "--gpus", 2, setting)
+    assert code == 2 and told.out == "" and setting.split("=")[0] in told.err
 
 
 @pytest.mark.parametrize("arguments", [["--gpus", "2"], ["--output", "x"], ["--measure", "1"], ["--gpus-per-node", "4"]], ids=str)
