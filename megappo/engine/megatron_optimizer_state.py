@@ -32,7 +32,8 @@ def sharded_optimizer_state(
     model_state: the sharded_state_dicts of its chunks by number. Collective over data-parallel ranks.
 
     Moments that do not exist before the first step are created as zeros. The distributed optimizer's shards are gathered in host
-    memory, piece by piece: 12 bytes for each parameter of this rank's model. What is written does not depend on the kind of optimizer.
+    memory, piece by piece: 12 bytes for each parameter of this rank's model. What is written does not depend on the kind of
+    optimizer.
     """
     for optimizer in chained:
         _create_moments(optimizer.optimizer)

@@ -16,7 +16,17 @@ from megappo.config.errors import ConfigError, problem
 from megappo.config.schema import CriticConfig, PolicyConfig, TrainConfig
 from megappo.models.arch import ModelArch
 from megappo.parallel.layout import ParallelLayout
-from megappo.plan.memory import CPU_KV_CACHE_GIB, GIB, ITEMSIZE, Counter, RoleMemory, RolloutMemory, count_parameters, role_memory, rollout_memory
+from megappo.plan.memory import (
+    CPU_KV_CACHE_GIB,
+    GIB,
+    ITEMSIZE,
+    Counter,
+    RoleMemory,
+    RolloutMemory,
+    count_parameters,
+    role_memory,
+    rollout_memory,
+)
 from megappo.plan.tables import gib
 
 
@@ -248,7 +258,7 @@ def _check_fit(plan: Plan) -> Plan:
 
 
 def _ways_to_fit(plan: Plan, rank: int) -> Iterator[str]:
-    """What would lower the certain part: sizes of the role that has most on this rank, offload that is not on yet, a smaller cache."""
+    """What would lower the certain part: sizes of the largest role on this rank, offload that is not on yet, a smaller cache."""
     role = max(plan.layouts, key=lambda role: plan.stage(role, rank).held)
     yield f"raise {role}.parallel.tp or .pp" + (" or .ep" if plan.archs[role].moe is not None else "")
     resting = max(plan.layouts, key=lambda role: plan.stage(role, rank).resident)

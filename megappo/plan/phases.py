@@ -42,7 +42,10 @@ def phases(plan: Plan, rank: int) -> list[Phase]:
     def memory(role: str) -> RoleMemory:
         return plan.stage(role, rank)
 
-    add("generate", "rollout" if plan.rollout is not None else "policy", 0 if plan.rollout is not None else memory("policy").passing)
+    if plan.rollout is not None:
+        add("generate", "rollout", 0)
+    else:
+        add("generate", "policy", memory("policy").passing)
     for role, name in (("policy", "log-probs"), ("critic", "values"), ("reference", "reference log-probs")):
         if role in plan.layouts:
             add(name, role, memory(role).passing)

@@ -75,7 +75,7 @@ def figure_of(plan: Plan) -> Figure:
 
 @dataclass(frozen=True)
 class _Grid:
-    """Ranks of every cell, stage by stage, the colours of the stages, and of each rank its part of the experts where there are any."""
+    """Ranks of every cell, stage by stage, the colours of the stages, and each rank's part of the experts where there are any."""
 
     stages: list[list[range]]
     colours: Sequence[Any]

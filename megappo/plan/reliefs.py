@@ -42,8 +42,7 @@ def reliefs(plan: Plan, role: str, most: int = 2) -> list[Relief]:
 
 
 def _tightest_of(plan: Plan, config: TrainConfig, role: str) -> Optional[int]:
-    """Bytes of the role's tightest phase under another configuration; None where that would be refused for another reason than its
-    size."""
+    """Bytes of the role's tightest phase under another configuration; None where that would be refused, but for its size."""
     try:
         layouts = check_layouts(config, plan.archs, plan.world_size)
         changed = work_out(config, plan.archs, layouts, plan.world_size, plan.device, plan.device_memory)

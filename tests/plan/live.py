@@ -46,7 +46,7 @@ class Live(TorchDispatchMode):
 
 
 def peak_of(what: Callable[[], object], known: Iterable[Tensor]) -> int:
-    """The most bytes alive at once that `what` makes. Cycles are not collected meanwhile, as a GPU's allocator cannot wait for it."""
+    """The most bytes alive at once that `what` makes. Cycles are not collected meanwhile: a GPU's allocator does not wait."""
     gc.collect()
     gc.disable()
     live = Live(known)

@@ -58,7 +58,7 @@ def test_ranks_of_the_same_stages_hold_as_much(tmp_path):
 
 
 def test_offloaded_state_works_only_in_its_phases(tmp_path):
-    """Stages 2, 4, 6, 7 and 8 of the step; what an engine really holds in each is in test_memory.py."""
+    """Stages 2, 4, 6, 7 and 8 of the step; what an engine really holds in each is in test_engines.py."""
     plan = planned(write_run(tmp_path), [*OFFLOAD, "model.impl=local"])
     memory = plan.stage("policy", 0)
     assert memory.step_buffers > 0
@@ -119,21 +119,29 @@ def large(recipe, facts):
 
 
 @pytest.mark.parametrize(
-    "recipe, facts",
-    [("llama3.1_70b_64gpu", "Llama-3.1-70B-Instruct"), ("qwen3_30b_a3b_32gpu", "Qwen3-30B-A3B"),
-     ("llama3.1_405b_256gpu", "Llama-3.1-405B-Instruct")],
+    "recipe, facts, overrides",
+    [("llama3.1_70b_64gpu", "Llama-3.1-70B-Instruct", []), ("qwen3_30b_a3b_32gpu", "Qwen3-30B-A3B", []),
+     ("llama3.1_405b_256gpu", "Llama-3.1-405B-Instruct", ["rollout.memory_share=0.45"])],
 )  # fmt: skip
-def test_every_relief_of_a_large_recipe_is_a_configuration_that_is_accepted_and_relieves(recipe, facts):
+def test_every_relief_of_a_large_recipe_is_a_configuration_that_is_accepted_and_relieves(recipe, facts, overrides):
     plan_of = large(recipe, facts)
-    plan = plan_of()
+    plan = plan_of(*overrides)
     for role, (now, _) in tightest(plan).items():
         found = reliefs(plan, role)
         assert found, f"nothing would relieve the {role}"
         for relief in found:
-            changed = plan_of(relief.override)  # ConfigError where it is refused
+            changed = plan_of(*overrides, relief.override)  # ConfigError where it is refused
             assert now.total - tightest(changed)[role][0].total == relief.saved > 0
     with pytest.raises(ConfigError, match="rollout.memory_share"):  # negative control: half the share cannot hold the weights
         large("llama3.1_405b_256gpu", "Llama-3.1-405B-Instruct")("rollout.memory_share=0.23")
+
+
+def test_a_role_that_no_single_key_relieves_is_shown_all_the_same():
+    """Everything is offloaded, the step of the optimizer is the tightest, and vLLM has no more than it needs."""
+    plan = large("llama3.1_405b_256gpu", "Llama-3.1-405B-Instruct")()
+    assert reliefs(plan, "policy") == []
+    *_, row = (line.split() for line in phase_lines(plan) if line.startswith("  policy "))
+    assert row == ["policy", "policy", "optimizer", "step", "16", f"{plan.peak(16) / GIB:.2f}", "-"]
 
 
 def test_a_smaller_share_still_holds_all_sequences_that_run_at_once():

@@ -108,9 +108,9 @@ def test_a_picture_of_a_large_run_shows_every_rank_and_no_text_on_another(ranks,
         assert bubble(plan, role) == pytest.approx(whole.bubble)
         (row,) = (line for line in printed.splitlines() if line.startswith(f"  {role}, one mini-batch"))
         assert row.endswith(f" {100 * whole.bubble:.0f} %")
-    if ranks == 1024:
-        monkeypatch.setattr(plot, "CELLS_WIDE", 32)
-        assert overlaps(boxes_of_texts(plot.figure_of(plan))), "negative control: cells too narrow for their numbers"
+    if ranks == 64:
+        monkeypatch.setattr(plot, "_WIDTH_INCHES", 5.0)
+        assert overlaps(boxes_of_texts(plot.figure_of(plan))), "negative control: a picture too narrow for its numbers"
 
 
 def test_plan_draws_the_picture(tmp_path, capsys):
