@@ -65,9 +65,20 @@ def held(tensors: Iterable[Tensor]) -> int:
 
 
 def role_of(
-    arch: ModelArch, axes: dict[str, Any], dtype: torch.dtype, recompute: str, critic: bool, budget: int, offload: bool = False
+    arch: ModelArch,
+    axes: dict[str, Any],
+    dtype: torch.dtype,
+    recompute: str,
+    critic: bool,
+    budget: int,
+    *,
+    offload: bool = False,
+    device: str = "cpu",
+    implementation: str = "local",
 ) -> tuple[Any, list[Any]]:
-    """(policy or critic with an engine of random weights on two ranks, its wrapped chunks)."""
+    """(policy or critic with an engine of random weights on all ranks of the world, its wrapped chunks)."""
+    import torch.distributed as dist
+
     from megappo.config.schema import OffloadConfig, OptimizerConfig
     from megappo.engine.megatron import MegatronEngine
     from megappo.engine.megatron_optimizer import Optimizer, wrap_with_ddp
@@ -75,8 +86,8 @@ def role_of(
     from megappo.parallel.groups import build_groups
     from megappo.trainer.roles import Critic, Policy, PolicyLossConfig
 
-    groups = build_groups(ParallelLayout(2, **axes))
-    chunks = build_model(arch, groups, dtype=dtype, recompute=recompute, value_head=critic)
+    groups = build_groups(ParallelLayout(dist.get_world_size(), **axes))
+    chunks = build_model(arch, groups, dtype=dtype, recompute=recompute, value_head=critic, implementation=implementation)
     torch.manual_seed(0)
     with torch.no_grad():
         for chunk in chunks:
@@ -84,7 +95,7 @@ def role_of(
                 parameter.normal_(0, 0.02)
     wrapped = wrap_with_ddp(chunks, groups, distributed_optimizer=True)
     engine = MegatronEngine(
-        "role", wrapped, groups, device=torch.device("cpu"), micro_batch_tokens=budget,
+        "role", wrapped, groups, device=torch.device(device), micro_batch_tokens=budget,
         optimizer=Optimizer(wrapped, groups, OptimizerConfig(), 1),
         offload=OffloadConfig(parameters=offload, gradients=offload, optimizer=offload),
     )  # fmt: skip
