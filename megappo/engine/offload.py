@@ -32,9 +32,8 @@ class StorageOffload:
             if storage.nbytes() == 0 or storage.data_ptr() in seen:
                 continue
             seen.add(storage.data_ptr())
-            host = torch.UntypedStorage(storage.nbytes(), device="cpu")
-            if storage.device.type == "cuda":
-                host = host.pin_memory()
+            pinned = storage.device.type == "cuda"
+            host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pinned).untyped_storage()
             host.copy_(storage)
             self._parked.append((storage, host))
         for storage, _ in self._parked:
