@@ -16,6 +16,7 @@ from megappo.plan.layouts import check_layouts
 from megappo.plan.phases import tightest
 
 LEAST_SHARE = 0.01  # of the phase; less is not worth a line
+VLLM_ROOM = 0.025  # of the GPU, 2 GiB of 80
 AXES = ("tp", "pp", "cp", "ep")
 
 
@@ -57,7 +58,9 @@ def _settings(plan: Plan, role: str) -> Iterator[tuple[str, TrainConfig]]:
     config = plan.config
     if role in plan.layouts:
         section: RoleConfig = getattr(config, role)
-        half = section.micro_batch_tokens // 2
+        # A budget that no pass reaches can be halved without effect.
+        reached = -(-plan.step.samples // plan.layouts[role].dp) * plan.step.max_sequence_tokens
+        half = min(section.micro_batch_tokens, reached) // 2
         if half >= plan.step.max_sequence_tokens:
             yield f"{role}.micro_batch_tokens={half}", _with(config, role, micro_batch_tokens=half)
         if isinstance(section, TrainableConfig) and section.recompute != "full":
@@ -75,13 +78,13 @@ def _settings(plan: Plan, role: str) -> Iterator[tuple[str, TrainConfig]]:
 
 
 def _smaller_share(plan: Plan) -> Optional[float]:
-    """The least memory_share, in steps of 0.05, whose cache still holds all sequences that run at once; None where it is no less
-    than the present one, or something else decides."""
+    """The least memory_share, in steps of 0.05, whose cache still holds all sequences that run at once, with some room for vLLM's
+    own activations and graphs; None where it is no less than the present one, or something else decides."""
     rollout = plan.rollout
     if rollout is None or plan.device_memory is None or plan.device == "cpu" or plan.config.rollout.kv_cache_gib is not None:
         return None
     needed = rollout.weights + sequences_at_once(plan) * plan.step.max_sequence_tokens * rollout.kv_bytes_per_token
-    share = ceil(20 * needed / plan.device_memory) / 20
+    share = ceil(20 * (needed / plan.device_memory + VLLM_ROOM)) / 20
     return share if share < plan.config.rollout.memory_share else None
 
 

@@ -121,7 +121,7 @@ def large(recipe, facts):
 @pytest.mark.parametrize(
     "recipe, facts, overrides",
     [("llama3.1_70b_64gpu", "Llama-3.1-70B-Instruct", []), ("qwen3_30b_a3b_32gpu", "Qwen3-30B-A3B", []),
-     ("llama3.1_405b_256gpu", "Llama-3.1-405B-Instruct", ["rollout.memory_share=0.45"])],
+     ("llama3.1_405b_256gpu", "Llama-3.1-405B-Instruct", ["rollout.memory_share=0.5"])],
 )  # fmt: skip
 def test_every_relief_of_a_large_recipe_is_a_configuration_that_is_accepted_and_relieves(recipe, facts, overrides):
     plan_of = large(recipe, facts)
@@ -150,6 +150,14 @@ def test_a_smaller_share_still_holds_all_sequences_that_run_at_once():
     smaller = large("llama3.1_70b_64gpu", "Llama-3.1-70B-Instruct")(share)
     at_once = sequences_at_once(smaller) * smaller.step.max_sequence_tokens
     assert smaller.rollout.kv_cache // smaller.rollout.kv_bytes_per_token >= at_once
+    assert float(share.split("=")[1]) < plan.config.rollout.memory_share
+    assert "rollout.memory_share" not in {relief.override.split("=")[0] for relief in reliefs(smaller, "rollout")}
+
+
+def test_a_budget_that_no_pass_reaches_is_halved_from_what_is_reached(tmp_path):
+    """Of 16,384 tokens 1,536 are used."""
+    plan = planned(write_run(tmp_path), ["critic.recompute=full"])
+    assert "critic.micro_batch_tokens=768" in {relief.override for relief in reliefs(plan, "critic")}
 
 
 def test_the_report_names_the_tightest_phase_of_every_role_and_a_relief(tmp_path):
