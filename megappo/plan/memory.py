@@ -18,6 +18,7 @@ from megappo.plan.activations import FP32, Recompute, activation_bytes, forward_
 GIB = 1 << 30
 ITEMSIZE = {"bf16": 2, "fp32": 4}
 CPU_KV_CACHE_GIB = 0.25
+VLLM_VOCAB_MULTIPLE = 64  # rows of its embeddings; vLLM's DEFAULT_VOCAB_PADDING_SIZE
 EXPERTS = ".mlp.experts."  # in the canonical name of an expert's parameter
 
 
@@ -188,7 +189,8 @@ def rollout_memory(
     arch: ModelArch, tp: int, itemsize: int, kv_cache_gib: Optional[float], memory_share: float, device_memory: Optional[int]
 ) -> RolloutMemory:
     """Weights and KV cache of one rank of a vLLM replica; KV heads are repeated where there are fewer of them than ranks."""
-    repeated = replace(arch, num_kv_heads=max(arch.num_kv_heads, tp))
+    vocab_size = -(-arch.vocab_size // VLLM_VOCAB_MULTIPLE) * VLLM_VOCAB_MULTIPLE
+    repeated = replace(arch, num_kv_heads=max(arch.num_kv_heads, tp), vocab_size=vocab_size)
     # vLLM cuts experts like any other matrix; Megatron's etp does the same.
     layout = ParallelLayout(tp, tp=tp, etp=tp if arch.moe is not None else 1)
     weights = itemsize * count_parameters(repeated, layout, stage=0).total

@@ -25,6 +25,7 @@ from megappo.bridge.vllm_reload import reload_api
 from megappo.models.arch import read_arch
 from megappo.ops.logprob import linear_logprob
 from megappo.parallel.layout import ParallelLayout
+from megappo.plan.memory import rollout_memory
 from megappo.rollout.types import Request, Response, SamplingParams
 from megappo.rollout.vllm_engine import VllmEngine
 from megappo.rollout.vllm_process import vllm_running
@@ -96,6 +97,17 @@ def is_greedy(model: torch.nn.Module, requests: list[Request], responses: list[R
     return True
 
 
+def memory_of(engine: VllmEngine, destination: Any) -> dict[str, int]:
+    """Parameters, and of the KV cache the bytes and the tokens that fit into it, of this rank."""
+    runner = engine._llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    caches = {cache.untyped_storage().data_ptr(): cache.untyped_storage().nbytes() for cache in runner.kv_caches}
+    cache_config = runner.vllm_config.cache_config
+    return {
+        "parameters": sum(shape.slots * shape.rows * shape.cols for shape in destination.shapes.values()),
+        "cache_bytes": sum(caches.values()), "cache_tokens": cache_config.num_gpu_blocks * cache_config.block_size,
+    }  # fmt: skip
+
+
 class Policy:
     """Megatron shards of one rank, refilled from a transformers model."""
 
@@ -135,6 +147,7 @@ def run_case(rank: int, folder: str, name: str) -> dict[str, Any]:
                 })
             results["push"][tp, pp] = steps
         destination = engine.receiver.describe(sync_module.hf_tensors(policy.arch))
+        results["memory"] = memory_of(engine, destination)
         results["layout"] = layout_mistakes(destination, policy.arch, new.state_dict(), engine_tp, rank % engine_tp)
         results["shared_memory"] = [name for name in os.listdir("/dev/shm") if name.startswith(engine._identity)]
         if name == "llama to tp1 x 2":
@@ -424,6 +437,20 @@ def test_the_engine_computes_with_the_pushed_weights(world, name, layout):
 @pytest.mark.parametrize("name", CASES)
 def test_vllm_describes_its_parameters_as_its_layers_define_them(world, name):
     assert [result["cases"][name]["layout"] for result in world] == [[], []]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_plan_counts_what_vllm_holds(world, tmp_path, name):
+    case, changes, tp, _ = CASES[name]
+    write_checkpoint(tmp_path / "model", case, **changes)
+    arch = read_arch(tmp_path / "model")
+    planned = rollout_memory(arch, tp, 4, 1 / 32, 0.4, None)
+    for result in world:
+        held = result["cases"][name]["memory"]
+        assert held["parameters"] * 4 == planned.weights
+        assert held["cache_bytes"] == held["cache_tokens"] * planned.kv_bytes_per_token <= planned.kv_cache
+    other = rollout_memory(arch, 3 - tp, 4, 1 / 32, 0.4, None)
+    assert other.weights != planned.weights, "negative control: the other tp"
 
 
 def test_equal_cuts_send_nothing_over_the_wire(world):
