@@ -1,7 +1,8 @@
 """Small gloo worlds for tests: start n processes, run one function on every rank, collect what the ranks return.
 
-Starting a world imports torch and Megatron once per rank (seconds), so a test module starts few worlds and runs many cases in
-each.
+Ranks are forked from a server that has imported torch, Megatron and the trainer once (seconds of processor time for each rank
+otherwise). What else a module's function needs is imported in every rank, so a test module starts few worlds and runs many cases
+in each.
 """
 
 from __future__ import annotations
@@ -21,11 +22,19 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 
+# They start no thread, so that the server can be forked.
+IMPORTED_ONCE = ["torch", "transformers.models.auto.modeling_auto", "megappo.engine.megatron", "megappo.trainer.ppo"]
+
+
 class WorldError(AssertionError):
     """A rank failed or the world ran past its time; the text holds the traceback that came first."""
 
 
-def _rank_main(rank: int, fn: Callable, world_size: int, folder: str, timeout_s: float, args: tuple) -> None:
+def _rank_main(
+    rank: int, fn: Callable, world_size: int, folder: str, timeout_s: float, environment: dict[str, str], args: tuple
+) -> None:
+    os.environ.clear()  # of the server, which is that of its start
+    os.environ.update(environment)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
     torch.set_num_threads(1)
     try:
@@ -63,10 +72,11 @@ def spawn_world(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: 
     `fn` is a module-level function. Raises WorldError with the first traceback, or after `timeout_s` seconds.
     """
     with tempfile.TemporaryDirectory(prefix="world") as folder:
-        context = mp.get_context("spawn")
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(IMPORTED_ONCE)
+        common = (fn, world_size, folder, timeout_s, dict(os.environ), args)
         processes = [
-            context.Process(target=_rank_main, args=(rank, fn, world_size, folder, timeout_s, args), daemon=True)
-            for rank in range(world_size)
+            context.Process(target=_rank_main, args=(rank, *common), daemon=True) for rank in range(world_size)
         ]
         for process in processes:
             process.start()
