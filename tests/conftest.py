@@ -1,8 +1,9 @@
 """Loaded before every test module: makes Triton's library functions interpretable in this process.
 
-tl.sum, tl.max and the like are interpreted only if Triton was first imported under TRITON_INTERPRET=1; torch, Megatron-core and
-vLLM import it some time, so nothing may come before this. With a GPU they stay compiled, and the interpreter's tests are for the
-machine without one. Worlds that tests start do not inherit the variable.
+tl.sum, tl.max and the like are interpreted only if Triton was first imported under TRITON_INTERPRET=1, and a kernel only if its
+file was; torch, Megatron-core and vLLM import the one some time, and tests of the choice of kernels the other, so nothing may come
+before this. With a GPU they stay compiled, and the interpreter's tests are for the machine without one. Worlds that tests start do
+not inherit the variable.
 """
 
 import importlib
@@ -20,8 +21,11 @@ if importlib.util.find_spec("triton") and not torch.cuda.is_available():
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
         importlib.import_module("triton.language")
+        for file in (TESTS.parent / "megappo" / "ops" / "triton").glob("[!_]*.py"):
+            importlib.import_module(f"megappo.ops.triton.{file.stem}")
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """With pytest-xdist (`scripts/test.sh`) a folder's tests stay in one process: its fixtures start worlds that they share."""
     for item in items:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-SHOWN_CHARACTERS = 80
+SHOWN_CHARACTERS = 240  # a path is of no use without its end
 
 
 class ConfigError(ValueError):

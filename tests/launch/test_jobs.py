@@ -18,6 +18,7 @@ from tests.plan.checkpoints import write_run
 
 ROOT = Path(__file__).parents[2]
 NUM_RANKS = 4
+LONGEST_S = 180  # of a job that takes seconds, while other tests use all cores
 PROGRESS = "rank 1 fails after a checkpoint"
 STOP = "all are asked to stop"
 REGISTRY, IMAGE = "registry.example#team/megappo:1", "images/megappo.sif"
@@ -85,7 +86,7 @@ def submit(cluster: Cluster, folder: Path, stub: str, **job) -> Submitted:
     return Submitted(job_id, folder / "launch dir", folder / f"job-{job_id}.log")
 
 
-def end_of(cluster: Cluster, job: Submitted, timeout_s: float = 60) -> list[str]:
+def end_of(cluster: Cluster, job: Submitted, timeout_s: float = LONGEST_S) -> list[str]:
     cluster.wait_for("the job's end", lambda: cluster.has_ended(job.id), timeout_s, job.log)
     return job.log.read_text().splitlines()
 
@@ -110,7 +111,7 @@ def jobs(cluster, tmp_path_factory) -> dict[tuple[str, str], Submitted]:
 
 def test_a_job_that_makes_progress_is_requeued_as_often_as_allowed(cluster, jobs) -> None:
     job = jobs["srun", PROGRESS]
-    cluster.wait_for("the requeue", lambda: cluster.release_requeued(job.id), 60, job.log)
+    cluster.wait_for("the requeue", lambda: cluster.release_requeued(job.id), LONGEST_S, job.log)
     log = end_of(cluster, job)
     starts = [json.loads(line) for line in (job.folder / "attempts.jsonl").read_text().splitlines()]
     assert [start["step"] for start in starts] == [0, 1]
@@ -122,7 +123,7 @@ def test_a_job_that_makes_progress_is_requeued_as_often_as_allowed(cluster, jobs
 def test_ranks_that_are_asked_to_stop_by_sigterm_finish_their_step_under_torchrun_too(cluster, jobs) -> None:
     job = jobs["torchrun", STOP]
     wanted = "megappo: stopped after step 1 with a checkpoint\nmegappo: requeue 1 of 1, goes on after step 1\n"
-    cluster.wait_for("the requeue", lambda: job.log.exists() and "requeue" in job.log.read_text(), 60, job.log)
+    cluster.wait_for("the requeue", lambda: job.log.exists() and "requeue" in job.log.read_text(), LONGEST_S, job.log)
     assert wanted in job.log.read_text()
     cluster.command("scancel", job.id)
 
@@ -200,7 +201,7 @@ def test_a_wrong_configuration_is_refused_before_any_rank_starts(cluster, tmp_pa
     )  # fmt: skip
     job_id = done.stdout.strip()
     log = tmp_path / f"slurm-{job_id}.out"
-    cluster.wait_for("the job's end", lambda: cluster.has_ended(job_id), 60, log)
+    cluster.wait_for("the job's end", lambda: cluster.has_ended(job_id), LONGEST_S, log)
     first, *rest = log.read_text().splitlines()
     assert first.startswith("=== job ") and len(rest) == 1, rest
     assert rest[0].startswith("megappo: policy.parallel: tp 4") and "6 ranks" in rest[0]

@@ -143,6 +143,7 @@ def test_an_interrupt_leaves_the_job_alone_and_the_next_call_finds_it(tmp_path, 
     """The job is held back until it was interrupted, so that it is still to come."""
     path, folder = write_run(tmp_path), tmp_path / "runs here" / "tuning"
     stand_in(tmp_path, monkeypatch, ["a"])
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a worker of pytest-xdist ignores it
 
     def interrupt():
         while not list(folder.glob("job-*.json")):
@@ -152,6 +153,7 @@ def test_an_interrupt_leaves_the_job_alone_and_the_next_call_finds_it(tmp_path, 
 
     threading.Thread(target=interrupt, daemon=True).start()
     code, told = tune(capsys, path, "--measure", "1", "--slurm", "--sbatch=--hold")
+    signal.signal(signal.SIGINT, before)
     job_id = next(folder.glob("job-*.json")).stem.removeprefix("job-")
     assert code == 130 and f"\njob {job_id} goes on: ask again in the same words" in told.out and f"scancel {job_id}" in told.out
     assert "  waits (JobHeldUser)\n" in told.out
