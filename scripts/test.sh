@@ -22,4 +22,4 @@ fi
 # One thread per process: the worlds of the tests are several processes on few cores. Two workers, because the ranks of a world wait
 # for each other half of their time.
 export OMP_NUM_THREADS=1
-exec "$venv/bin/python" -m pytest -q -n 2 --dist loadgroup --no-loadscope-reorder "${@:-tests}"
+exec "$venv/bin/python" -m pytest -q -n 2 --no-loadscope-reorder "${@:-tests}"

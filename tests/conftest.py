@@ -9,6 +9,7 @@ not inherit the variable.
 import importlib
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,13 +26,23 @@ if importlib.util.find_spec("triton") and not torch.cuda.is_available():
             importlib.import_module(f"megappo.ops.triton.{file.stem}")
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The same order on every worker, and without workers."""
+    items.sort(key=lambda item: LONG.index(_folder(item.nodeid)) if _folder(item.nodeid) in LONG else len(LONG))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """With pytest-xdist (`scripts/test.sh`) a folder's tests stay in one process: its fixtures start worlds that they share."""
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(_folder(item)))
-    items.sort(key=lambda item: LONG.index(_folder(item)) if _folder(item) in LONG else len(LONG))
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFolder(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return _folder(nodeid)
+
+    return ByFolder(config, log)
 
 
-def _folder(item: pytest.Item) -> str:
-    return item.path.relative_to(TESTS).parts[0]
+def _folder(nodeid: str) -> str:
+    """`tests/ops/test_gae.py::...` -> ops, `tests/test_cli.py::...` -> test_cli.py"""
+    return nodeid.split("::")[0].split("/")[1]
