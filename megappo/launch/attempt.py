@@ -27,7 +27,7 @@ from megappo.config.errors import ConfigError, problem
 from megappo.config.loading import load_config
 from megappo.config.schema import RunConfig
 from megappo.launch.environment import report
-from megappo.launch.failure import first_failure
+from megappo.launch.failure import REST_LIVES_S, first_failure
 from megappo.launch.local import EXIT_STOPPED
 
 EXIT_REQUEUE, EXIT_MISTAKE, EXIT_NOT_REQUEUED = 75, 2, 17
@@ -94,7 +94,7 @@ def end(launch_dir: Path, run_dir: Path, attempt: int, *, status: int, max_reque
     if status == 0 and not stopped:
         return f"megappo: finished; results in {run_dir}", 0
     code = EXIT_NOT_REQUEUED if stopped else status
-    failure = None if stopped else first_failure(launch_dir / f"attempt-{attempt}")
+    failure = None if stopped else first_failure(launch_dir / f"attempt-{attempt}", REST_LIVES_S)
     if stopped:
         said = f"megappo: stopped after step {step} with a checkpoint\n"
     else:

@@ -27,6 +27,8 @@ from megappo.launch.local import how_it_ended
 ATTEMPT_DIR = "MEGAPPO_ATTEMPT_DIR"
 LOG_LINES = 20
 KILLED = 128 + signal.SIGKILL
+# Seconds from the first end to that of all ranks in a job script: for the tracebacks of the others, and for a late witness.
+REST_LIVES_S = 2
 
 
 @dataclass(frozen=True)
@@ -65,16 +67,21 @@ def record_exceptions(rank: int) -> None:
     sys.excepthook = record
 
 
-def first_failure(folder: Path) -> Optional[Failure]:
+def first_failure(folder: Path, rest_lives_s: float = 0.0) -> Optional[Failure]:
     """None where no rank left any evidence.
 
     Ranks that lose a peer fail too: of tracebacks the first counts. A rank that ended first and left none counts where it was
-    killed from outside (a launcher kills the rest only after the first end), or where no traceback is older than its end.
+    killed from outside (a launcher kills the rest only after the first end), or where no traceback is older than its end. The
+    end of a killed rank may be noticed after that of its victims: it counts as first within `rest_lives_s` of the first end, in
+    which the launcher kills nobody.
     """
     tracebacks = {_rank(path): json.loads(path.read_text()) for path in _whole(folder.glob("rank-*.traceback"))}
     exits = {_rank(path): _Exit.read(path) for path in _whole(folder.glob("rank-*.exit"))}
     raised = min(tracebacks, key=lambda rank: tracebacks[rank]["time_ns"], default=None)
-    ended = min(exits, key=lambda rank: exits[rank].time_ns, default=None)
+    by_time = sorted(exits, key=lambda rank: exits[rank].time_ns)
+    alive_until = exits[by_time[0]].time_ns + int(rest_lives_s * 1e9) if by_time else 0
+    killed = [r for r in by_time if exits[r].code == KILLED and r not in tracebacks and exits[r].time_ns < alive_until]
+    ended = next(iter(killed + by_time), None)
     if ended is not None and ended not in tracebacks:
         first = exits[ended]
         if first.code == KILLED or raised is None or first.time_ns < tracebacks[raised]["time_ns"]:

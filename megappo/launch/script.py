@@ -13,6 +13,8 @@ from typing import Literal, Optional, Sequence
 
 import jinja2
 
+from megappo.launch.failure import REST_LIVES_S
+
 EXAMPLES = Path(__file__).parents[2] / "scripts" / "slurm"
 
 
@@ -109,6 +111,7 @@ def _render(
         gpus=job.gpus,
         launcher=job.launcher,
         signal_lead_s=job.signal_lead_s,
+        rest_lives_s=REST_LIVES_S,
         max_requeues=job.max_requeues,
         cpus_per_rank=job.cpus_per_rank,
         pyxis=job.uses_pyxis,

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from megappo.launch.failure import ATTEMPT_DIR, first_failure
+from megappo.launch.failure import ATTEMPT_DIR, REST_LIVES_S, first_failure
 
 BEFORE, AT, AFTER = 1_000, 2_000, 3_000
+LATER = AFTER + int(REST_LIVES_S * 1e9)  # when the script has killed the rest
 
 
 def raised(folder: Path, rank: int, time_ns: int) -> None:
@@ -27,7 +28,9 @@ def ended(folder: Path, rank: int, code: int, time_ns: int) -> None:
 CASES = {
     "first traceback, although a victim ended before": ([("raised", 1, BEFORE), ("raised", 0, AT), ("ended", 0, 1, AT), ("ended", 1, 1, AFTER)], 1),
     "killed, although victims raised before it was seen": ([("raised", 0, BEFORE), ("ended", 2, 137, AT), ("ended", 0, 1, AFTER)], 2),
-    "killed with the rest after a failure": ([("raised", 1, BEFORE), ("ended", 1, 1, AT), ("ended", 2, 137, AFTER)], 1),
+    "killed with the rest after a failure": ([("raised", 1, BEFORE), ("ended", 1, 1, AT), ("ended", 2, 137, LATER)], 1),
+    "killed, and noticed after the end of a victim": ([("raised", 1, BEFORE), ("ended", 1, 1, AT), ("ended", 2, 137, AFTER)], 2),
+    "killed, and a victim ended without a traceback": ([("ended", 3, 1, AT), ("ended", 2, 137, AFTER)], 2),
     "aborted by a library after it lost a peer": ([("raised", 1, BEFORE), ("ended", 0, 134, AT), ("ended", 1, 1, AFTER)], 1),
     "aborted by itself": ([("ended", 3, 134, BEFORE), ("raised", 1, AT), ("ended", 1, 1, AFTER)], 3),
     "refused, without a traceback": ([("ended", 0, 2, BEFORE), ("ended", 1, 2, AT)], 0),
@@ -35,12 +38,20 @@ CASES = {
 }  # fmt: skip
 
 
+def test_where_the_rest_is_killed_at_once_the_first_end_counts(tmp_path: Path) -> None:
+    raised(tmp_path, 1, BEFORE)
+    ended(tmp_path, 1, 1, AT)
+    ended(tmp_path, 2, 137, AFTER)
+    failure = first_failure(tmp_path)
+    assert failure is not None and failure.rank == 1
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_the_rank_that_failed_first_is_found(tmp_path: Path, case: str) -> None:
     events, expected = CASES[case]
     for kind, *values in events:
         (raised if kind == "raised" else ended)(tmp_path, *values)
-    failure = first_failure(tmp_path)
+    failure = first_failure(tmp_path, REST_LIVES_S)
     assert failure is not None and failure.rank == expected
     assert failure.text.strip().endswith((f"of rank {expected}", f"last words of {expected}"))
 
