@@ -55,7 +55,8 @@ if __name__ == "__main__":
         if rank == 0:
             while sum(log.stat().st_size > 0 for log in Path(os.environ[ATTEMPT_DIR]).glob("rank-*.log")) < 4:
                 time.sleep(0.1)
-            subprocess.run(["scancel", "--signal=TERM", os.environ["SLURM_JOB_ID"]], check=True)
+            # scancel is in the step too, and would end itself.
+            subprocess.run(["bash", "-c", 'trap "" TERM; exec scancel --signal=TERM "$SLURM_JOB_ID"'], check=True)
         assert asked.wait(600)
         time.sleep(SHUTDOWN_S + 2)  # the rest of the step: longer than torchrun waits for what it has told to end
         if rank == 0:
