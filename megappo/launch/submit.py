@@ -19,7 +19,7 @@ import shutil
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Optional
+from typing import Mapping, Optional, Sequence
 
 from megappo.config.checks import LAUNCHES, check_run_dir
 from megappo.config.dump import dump_yaml
@@ -78,16 +78,22 @@ _OWN_OPTIONS = {
 }  # fmt: skip
 
 
-def _check_options(job: Job, limits: Limits) -> None:
-    for option in job.options:
+def check_options(options: Sequence[str], own: Mapping[str, str]) -> None:
+    """Options of sbatch as a user gives them. own: name of one that the script has itself -> what to do instead. ConfigError for
+    such a one, and for what is not one option in one line."""
+    for option in options:
         if not option.startswith("--") or "\n" in option:
             raise ConfigError(problem("--sbatch", option, "must be one option in one line, for example --sbatch=--exclusive"))
-    for option in job.options[len(limits.options()) :]:
         name = re.split("[= ]", option.removeprefix("--"), maxsplit=1)[0]
-        if name in _OWN_OPTIONS:
-            own = "the script has its own; change a copy of what --dry-run prints"
-            fix = f"use {_OWN_OPTIONS[name]} of megappo launch" if _OWN_OPTIONS[name] else own
-            raise ConfigError(problem("--sbatch", option, fix))
+        if name in own:
+            raise ConfigError(problem("--sbatch", option, own[name]))
+
+
+def _check_options(job: Job, limits: Limits) -> None:
+    own = "the script has its own; change a copy of what --dry-run prints"
+    fixes = {name: f"use {instead} of megappo launch" if instead else own for name, instead in _OWN_OPTIONS.items()}
+    check_options(job.options, {})
+    check_options(job.options[len(limits.options()) :], fixes)
 
 
 def _check_mounts(job: Job) -> None:

@@ -16,6 +16,7 @@ from megappo.config.schema import CriticConfig, PolicyConfig, ReferenceConfig, T
 from megappo.models.arch import ModelArch
 from megappo.parallel.layout import ParallelLayout
 from megappo.plan.memory import ITEMSIZE, ParameterCount
+from megappo.plan.timeline import padded_micro_batches
 from megappo.tune.links import Links, span
 from megappo.tune.profiles import Hardware
 from megappo.tune.work import FP32, Pass, stage_pass
@@ -132,8 +133,7 @@ def role_cost(
 
 def num_micro_batches(budget: int, sequences: int, workload: Workload, layout: ParallelLayout) -> int:
     """As the balancer makes them of sequences of the mean length; a multiple of pp under the interleaved schedule."""
-    count = micro_batches_bound(sequences, max(1, round(workload.length)), budget)
-    return -(-count // layout.pp) * layout.pp if layout.vpp > 1 else count
+    return padded_micro_batches(layout, micro_batches_bound(sequences, max(1, round(workload.length)), budget))
 
 
 def _padded(length: float, layout: ParallelLayout) -> float:

@@ -19,11 +19,11 @@ from typing import Optional, Sequence
 
 import jinja2
 
-from megappo.config.errors import ConfigError, problem
+from megappo.config.errors import ConfigError
 from megappo.launch import slurm
 from megappo.launch.environment import REPOSITORY
 from megappo.launch.script import Job
-from megappo.launch.submit import Limits, check_cluster
+from megappo.launch.submit import Limits, check_cluster, check_options
 from megappo.tune.search import Machine
 from megappo.tune.trials import Outcome, read_outcome, read_trial, world_folder
 
@@ -43,13 +43,8 @@ def job_for(machine: Machine, limits: Limits, options: Sequence[str]) -> Job:
     """The job that the trials of this machine need. ConfigError where Slurm is not here, or cannot run it."""
     per_node = machine.hardware.gpus_per_node
     nodes = -(-machine.world_size // per_node)
-    for option in options:
-        if not option.startswith("--") or "\n" in option:
-            raise ConfigError(problem("--sbatch", option, "must be one option in one line, for example --sbatch=--exclusive"))
-        name = option.removeprefix("--").partition("=")[0]
-        if name in OWN_OPTIONS:
-            instead = OWN_OPTIONS[name]
-            raise ConfigError(problem("--sbatch", option, f"use {instead}" if instead else "the trials depend on their own"))
+    own = "the trials depend on their own"
+    check_options(options, {name: f"use {instead}" if instead else own for name, instead in OWN_OPTIONS.items()})
     if any("\n" in option for option in limits.options()):
         raise ConfigError("--partition, --account, --time: must be one line each")
     if limits.time is not None:

@@ -198,7 +198,7 @@ class Search:
         arch, machine, hardware = self.archs[role], self.machine, self.machine.hardware
         layout = layout_of(settings.parallel, machine.world_size)
         stages = self._stages(role, settings)
-        resident, active = max(one.resident for one in stages), int(MARGIN * max(one.active for one in stages))
+        resident, active = _needs(stages)
         if room is not None and resident + active > room:
             return None
         counts = {stage: self._count(arch, layout, stage, role == "critic") for stage in fullest_stages(arch, layout)}
@@ -267,8 +267,7 @@ class Search:
 
     def _memory(self, role: str, settings: Settings) -> tuple[int, int]:
         """(resident, active) of the fullest stages."""
-        stages = self._stages(role, settings)
-        return max(one.resident for one in stages), int(MARGIN * max(one.active for one in stages))
+        return _needs(self._stages(role, settings))
 
     def _stages(self, role: str, settings: Settings) -> list[RoleMemory]:
         arch, layout = self.archs[role], layout_of(settings.parallel, self.machine.world_size)
@@ -290,6 +289,11 @@ class Search:
     def rollouts_beside(self, choice: Choice) -> list[RolloutCandidate]:
         room = self.machine.hardware.usable_bytes
         return [one for one in self.rollouts if peak(choice.roles.values(), one) <= room]
+
+
+def _needs(stages: Sequence[RoleMemory]) -> tuple[int, int]:
+    """(resident, active) that cover every stage, the latter with its margin."""
+    return max(one.resident for one in stages), int(MARGIN * max(one.active for one in stages))
 
 
 def fullest_stages(arch: ModelArch, layout: ParallelLayout) -> list[int]:
