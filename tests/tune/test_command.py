@@ -189,27 +189,37 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_computed(tm
     assert code == 2 and told.out == "" and "all.json: no permission to write there" in told.err
 
 
-def test_trials_are_run_once_and_decide(tmp_path, capsys, monkeypatch):
-    """The ranks are replaced by one that finds the second layout of each role the fastest; real ranks: `record_trials.py`."""
-    path = write_run(tmp_path, LLAMA_7B | {"hidden_size": 256, "intermediate_size": 512}, "critic: {dtype: fp32}\n")
+def measuring(folder, monkeypatch, role, most, outcome, *settings):
+    """Arguments that measure on two CPU ranks, which are replaced: `outcome(place)` is what the trial at this place leaves. Also
+    a list that grows by (folder, names) with every world."""
+    path = write_run(folder, LLAMA_7B | {"hidden_size": 256, "intermediate_size": 512}, "critic: {dtype: fp32}\n")
     started = []
 
     def start_ranks(world, arguments, module):
-        folder, *names = arguments
         assert (world, module) == (2, "megappo.tune.rank")
+        where, *names = arguments
         for place, name in enumerate(names):
-            assert json.loads(Path(folder, f"{name}.json").read_text())["samples"] == 64
-            seconds = 1.0 if place % 3 == 1 else 2.0
-            Path(folder, f"{name}.result.json").write_text(json.dumps({"forward_s": seconds, "update_s": 3 * seconds}))
-        started.append(names)
+            Path(where, f"{name}.result.json").write_text(json.dumps(outcome(place)))
+        started.append((Path(where), names))
         return 0
 
     monkeypatch.setattr(batch, "start_ranks", start_ranks)
-    settings = ["run.device=cpu", "rollout.engine=megatron", "policy.parallel=null", *SMALL]
-    arguments = [path, "--gpus", 2, "--measure", 3, "--roles", "critic", *settings, "--json", tmp_path / "all.json"]
+    common = ["run.device=cpu", "rollout.engine=megatron", "policy.parallel=null", *settings, *SMALL]
+    return [path, "--gpus", 2, "--measure", most, "--roles", role, *common, "--json", folder / "all.json"], started
+
+
+def test_trials_are_run_once_and_decide(tmp_path, capsys, monkeypatch):
+    """The ranks are replaced by one that finds the second layout of each role the fastest; real ranks: `record_trials.py`."""
+
+    def outcome(place):
+        seconds = 1.0 if place % 3 == 1 else 2.0
+        return {"forward_s": seconds, "update_s": 3 * seconds}
+
+    arguments, started = measuring(tmp_path, monkeypatch, "critic", 3, outcome)
     code, told = tune(capsys, *arguments)
     assert code == 0, told.err
-    assert len(started) == 1 and len(started[0]) == 3
+    ((folder, names),) = started
+    assert len(names) == 3 and all(json.loads((folder / f"{name}.json").read_text())["samples"] == 64 for name in names)
     lines = told.out.split("critic, measured")[1].splitlines()
     # A pass over 128 samples and two updates of 64.
     assert lines[1].split()[-3] == "8.00" and lines[2].split()[-3] == "16.0"
@@ -221,17 +231,11 @@ def test_trials_are_run_once_and_decide(tmp_path, capsys, monkeypatch):
 
 def test_generation_counts_where_the_measured_policy_generates(tmp_path, capsys, monkeypatch):
     """The fastest updates are those of a layout that generates more slowly than it wins by them."""
-    path = write_run(tmp_path, LLAMA_7B | {"hidden_size": 256, "intermediate_size": 512}, "critic: {dtype: fp32}\n")
 
-    def start_ranks(world, arguments, module):
-        folder, *names = arguments
-        for place, name in enumerate(names):
-            Path(folder, f"{name}.result.json").write_text(json.dumps({"forward_s": 1e-3 / (1 + place), "update_s": 0.0}))
-        return 0
+    def outcome(place):
+        return {"forward_s": 1e-3 / (1 + place), "update_s": 0.0}
 
-    monkeypatch.setattr(batch, "start_ranks", start_ranks)
-    settings = ["run.device=cpu", "rollout.engine=megatron", "policy.parallel=null", "critic.micro_batch_tokens=1024", *SMALL]
-    arguments = [path, "--gpus", 2, "--measure", 2, "--roles", "policy", *settings, "--json", tmp_path / "all.json"]
+    arguments, _ = measuring(tmp_path, monkeypatch, "policy", 2, outcome, "critic.micro_batch_tokens=1024")
     code, told = tune(capsys, *arguments)
     assert code == 0, told.err
     assert "  generate  forward  update" in told.out and "ratio  with generation, predicted" in told.out
@@ -242,19 +246,12 @@ def test_generation_counts_where_the_measured_policy_generates(tmp_path, capsys,
 
 
 def test_a_layout_whose_trial_fails_is_left_out_and_where_all_fail_it_says_so(tmp_path, capsys, monkeypatch):
-    path = write_run(tmp_path, LLAMA_7B | {"hidden_size": 256, "intermediate_size": 512}, "critic: {dtype: fp32}\n")
     fails = 1
 
-    def start_ranks(world, arguments, module):
-        folder, *names = arguments
-        for place, name in enumerate(names):
-            text = {"reason": "rank 3: no room"} if place < fails else {"forward_s": 1.0, "update_s": 1.0}
-            Path(folder, f"{name}.result.json").write_text(json.dumps(text))
-        return 0
+    def outcome(place):
+        return {"reason": "rank 3: no room"} if place < fails else {"forward_s": 1.0, "update_s": 1.0}
 
-    monkeypatch.setattr(batch, "start_ranks", start_ranks)
-    settings = ["run.device=cpu", "rollout.engine=megatron", "policy.parallel=null", *SMALL]
-    arguments = [path, "--gpus", 2, "--measure", 2, "--roles", "critic", *settings, "--json", tmp_path / "all.json"]
+    arguments, _ = measuring(tmp_path, monkeypatch, "critic", 2, outcome)
     code, told = tune(capsys, *arguments)
     assert code == 0, told.err
     measured = json.loads((tmp_path / "all.json").read_text())
