@@ -41,11 +41,12 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     parser = _Parser(prog="bench_step", description="Whole PPO steps under each implementation of the ops.")
     parser.add_argument("folder", type=Path, help="what scripts/quickstart.sh wrote")
     parser.add_argument("--kernels", default="reference,auto", help="implementations to compare, comma-separated")
-    parser.add_argument("--steps", type=int, default=12, help=f"steps of a run, of which the first {LEFT_OUT} do not count")
+    parser.add_argument("--steps", type=int, default=16, help=f"steps of a run, of which the first {LEFT_OUT} do not count")
     parser.add_argument("--rounds", type=int, default=2, help="runs of each implementation")
     parser.add_argument("--json", type=Path, help="file for the samples")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="of configs/quickstart.yaml, for example run.device=cuda")
     try:
-        args = parser.parse_args(argv)
+        args = parser.parse_intermixed_args(argv)
         kernels = _checked(args)
     except Mistake as error:
         print(f"bench_step: {error}", file=sys.stderr)
@@ -53,7 +54,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     samples: dict[str, Samples] = {name: {} for name in kernels}
     for turn in range(args.rounds):
         for name in kernels if turn % 2 == 0 else kernels[::-1]:
-            if not _run(args.folder, name, args.steps, samples[name]):
+            if not _run(args.folder, name, args.steps, args.overrides, samples[name]):
                 return 1
     print(report(samples))
     if args.json:
@@ -75,10 +76,11 @@ def _checked(args: argparse.Namespace) -> list[str]:
     return kernels
 
 
-def _run(folder: Path, kernels: str, steps: int, samples: Samples) -> bool:
+def _run(folder: Path, kernels: str, steps: int, overrides: Sequence[str], samples: Samples) -> bool:
     """Adds the seconds of every counted step to `samples`; False, with the end of the output, where the run failed."""
     with tempfile.TemporaryDirectory() as output:
-        done = subprocess.run(_command(folder, Path(output), kernels, steps), cwd=ROOT, capture_output=True, text=True)
+        command = [*_command(folder, Path(output), kernels, steps), *overrides]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         if done.returncode != 0:
             print(f"bench_step: kernels={kernels} failed:\n{(done.stdout + done.stderr)[-2000:]}", file=sys.stderr)
             return False

@@ -23,7 +23,10 @@ def main() -> None:
     from megappo.platform.quiet import quiet_libraries
 
     quiet_libraries()  # before Megatron-core is imported
-    rows = measure(arguments)
+    try:
+        rows = measure(arguments)
+    except ValueError as error:
+        sys.exit(f"measure_agreement: {error}")
     print(f"{'log-probs':10} {'mean':>9} {'99 %':>9} {'max':>9} {'equal':>7}")
     for dtype, d in rows.items():
         equal = (d < 1e-5).float().mean()

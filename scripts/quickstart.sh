@@ -1,30 +1,52 @@
 #!/usr/bin/env bash
 # Sets up an environment and runs PPO from nothing to a trained model, on a machine without a GPU, in minutes.
-# Everything is written below runs/quickstart (the next free name if that exists). Arguments are overrides of configs/quickstart.yaml,
-# for example: scripts/quickstart.sh trainer.steps=10
+#   scripts/quickstart.sh [--gpu N] [--out DIR] [KEY=VALUE ...]      for example: scripts/quickstart.sh trainer.steps=10
+# --gpu N: the same on N GPUs (1 or 2), in the environment that MEGAPPO_VENV names (docs/gpu.md); nothing is installed then.
+# --out DIR: where everything is written; otherwise runs/quickstart, or the next free name. KEY=VALUE: overrides of
+# configs/quickstart.yaml.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 started=$SECONDS
 
-scripts/setup_env.sh
+gpus= dir=
+while :; do
+  case "${1:-}" in
+    --gpu) gpus=${2:-}; [[ $gpus =~ ^[12]$ ]] || { echo "quickstart: --gpu $gpus: 1 or 2 GPUs" >&2; exit 2; }; shift 2 ;;
+    --out) dir=${2:?quickstart: --out needs a directory}; shift 2 ;;
+    -*) echo "quickstart: $1: unknown option; see the head of scripts/quickstart.sh" >&2; exit 2 ;;
+    *) break ;;
+  esac
+done
+
+layout=() critic_layout=()  # the configurations' own: policy tp=2, critic pp=2 on two CPU ranks
+if [ -n "$gpus" ]; then
+  : "${MEGAPPO_VENV:?quickstart: name the environment that holds CUDA torch (docs/gpu.md)}"
+  layout=(run.device=cuda "run.num_ranks=$gpus" "policy.parallel.tp=$gpus")
+  critic_layout=("critic.parallel.pp=$gpus")
+else
+  scripts/setup_env.sh
+fi
 venv=${MEGAPPO_VENV:-.venv}
 installed=$SECONDS
 
-dir=runs/quickstart
-n=2
-while [ -e "$dir" ]; do dir=runs/quickstart-$n; n=$((n + 1)); done
+if [ -z "$dir" ]; then
+  dir=runs/quickstart n=2
+  while [ -e "$dir" ]; do dir=runs/quickstart-$n; n=$((n + 1)); done
+fi
+ranks=${gpus:-2}
 say() { printf '\n=== %s\n' "$*"; }
 
 say "1/3 model, tokenizer and data in $dir"
 TRANSFORMERS_VERBOSITY=error HF_HUB_DISABLE_PROGRESS_BARS=1 "$venv/bin/python" scripts/quickstart_model.py "$dir"
 
-say "2/3 supervised warm-up (policy tp=2)"
+say "2/3 supervised warm-up (policy tp=$ranks)"
 "$venv/bin/megappo" sft configs/quickstart_sft.yaml run.output_dir="$dir" policy.model="$dir/model" \
-  data.train="$dir/data/sft.jsonl" data.tokenizer="$dir/model/tokenizer.model"
+  data.train="$dir/data/sft.jsonl" data.tokenizer="$dir/model/tokenizer.model" "${layout[@]}"
 
-say "3/3 PPO (policy tp=2, critic pp=2, vLLM, on the same two ranks)"
+say "3/3 PPO (policy tp=$ranks, critic pp=$ranks, vLLM, on the same ranks)"
 "$venv/bin/megappo" train configs/quickstart.yaml run.output_dir="$dir" policy.model="$dir/sft/export" \
-  data.train="$dir/data/train.jsonl" data.eval="$dir/data/eval.jsonl" data.tokenizer="$dir/model/tokenizer.model" "$@"
+  data.train="$dir/data/train.jsonl" data.eval="$dir/data/eval.jsonl" data.tokenizer="$dir/model/tokenizer.model" \
+  "${layout[@]}" "${critic_layout[@]}" "$@"
 
 say "done in $((SECONDS - started)) s ($((installed - started)) s of them set-up)"
 "$venv/bin/python" -m megappo.telemetry.summary "$dir/ppo"

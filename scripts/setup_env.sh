@@ -12,8 +12,10 @@ want=base
 
 # The mark names what is installed; a change of the lists installs again.
 mark_of() { { cat scripts/setup_env.sh setup.py requirements/*.txt; find csrc -type f -not -path '*/__pycache__/*' | sort | xargs cat; } | sha256sum | cut -c1-16; }
-mark="$venv/.megappo-$want-$(mark_of)"
-[ -e "$mark" ] && exit 0
+sum=$(mark_of)
+mark="$venv/.megappo-$want-$sum"
+# What the tests need includes what a run needs.
+[ -e "$mark" ] || [ "$want" = base ] && [ -e "$venv/.megappo-test-$sum" ] && exit 0
 
 command -v "$python" >/dev/null || { echo "setup: $python not found; install Python 3.11 or set MEGAPPO_PYTHON" >&2; exit 2; }
 # megappo's kernels are compiled here; Triton and parts of vLLM compile small helpers at run time.
