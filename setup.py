@@ -1,6 +1,8 @@
 """Package metadata and the kernels. The exact versions that are tested together are pinned in requirements/."""
 
 import ast
+import importlib.util
+import runpy
 import shutil
 import sys
 from pathlib import Path
@@ -11,10 +13,19 @@ from setuptools.command.build_ext import build_ext
 HERE = Path(__file__).parent.resolve()
 sys.path.insert(0, str(HERE))
 
-from csrc.build import BuildError, build  # noqa: E402  needs the line above
+from csrc.build import NO_TORCH, BuildError, build  # noqa: E402  needs the line above
+
+# Said before anything is built: pip shows it alone then, not below a page of what setuptools did.
+if importlib.util.find_spec("torch") is None:
+    raise SystemExit(f"megappo: {NO_TORCH}")
 
 source = ast.parse((HERE / "megappo/__init__.py").read_text())
 version = next(node.value.value for node in source.body if isinstance(node, ast.Assign) and node.targets[0].id == "__version__")
+versions = runpy.run_path(str(HERE / "megappo/versions.py"))
+
+
+def listed(group: dict[str, str]) -> list[str]:
+    return [name + specifier for name, specifier in group.items()]
 
 
 class BuildKernels(build_ext):
@@ -47,28 +58,9 @@ setup(
     package_data={"megappo": ["launch/*.jinja", "tune/*.jinja", "tune/*.yaml", "_native.json"]},
     ext_modules=[Extension("megappo._native", sources=[])],
     cmdclass={"build_ext": BuildKernels},
-    python_requires=">=3.11",
-    install_requires=[
-        "torch>=2.11",
-        "megatron-core>=0.16.1",
-        "einops",
-        "jinja2",
-        "numpy",
-        "psutil",
-        "pydantic>=2.12",
-        "pyyaml",
-        "safetensors>=0.6.2",
-        "sentencepiece",
-        "tensorboard",
-        "transformers>=5.16.1,<5.20",
-    ],
-    extras_require={
-        "vllm": ["vllm>=0.26,<0.33"],
-        "gpu": ["transformer-engine[pytorch]>=2"],
-        "math": ["math-verify>=0.9"],
-        "datasets": ["datasets", "pyarrow"],
-        "plot": ["matplotlib"],
-        "test": ["pytest", "pytest-xdist", "hypothesis"],
-    },
+    python_requires=versions["PYTHON"],
+    classifiers=["Programming Language :: Python :: 3.11", "Programming Language :: Python :: 3.12"],
+    install_requires=listed(versions["REQUIRED"]),
+    extras_require={name: listed(group) for name, group in versions["EXTRAS"].items()},
     entry_points={"console_scripts": ["megappo = megappo.cli:main"]},
 )

