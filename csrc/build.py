@@ -3,8 +3,8 @@
 Used by setup.py, and by the tests, which compile the CUDA part without a CUDA torch (`compile_cuda`) and for the CPU
 (`compile_cuda_for_cpu`). The library uses only torch's stable ABI and no Python ABI, so one binary serves torch 2.11 and later.
 
-Environment: MEGAPPO_CUDA=0 leaves CUDA out, MEGAPPO_CUDA=1 makes a missing nvcc an error. MEGAPPO_CUDA_ARCHS: semicolon-separated,
-default "8.0;9.0a". CXX: the C++ compiler. CUDA_HOME: where nvcc is, if not on PATH.
+Environment: MEGAPPO_CUDA and CUDA_HOME, see toolkit.py. MEGAPPO_CUDA_ARCHS: semicolon-separated, by default toolkit.py's
+DEFAULT_ARCHS. CXX: the C++ compiler.
 """
 
 from __future__ import annotations
@@ -14,14 +14,17 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Mapping, Optional, Sequence
+from typing import Sequence
+
+from csrc.toolkit import DEFAULT_ARCHS, BuildError, Torch, arch_flags, cuda_decision, cudart, nvcc_path, toolkit_version
 
 CSRC = Path(__file__).parent
-# The oldest torch whose stable ABI the library may be loaded by: 2.11.
-TARGET_VERSION = "0x020b000000000000"
+# The oldest torch whose stable ABI the library may be loaded by, for Python and for the headers (two bytes each).
+OLDEST_TORCH = (2, 11)
+TARGET_VERSION = f"0x{OLDEST_TORCH[0]:02x}{OLDEST_TORCH[1]:02x}000000000000"
 # -ffp-contract=fast lets the compiler fuse a*b+c; -fno-math-errno and -fno-trapping-math allow vector code and change no result.
 CXX_FLAGS = ["-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-Wall", "-Wno-psabi"]
 ISA_FLAGS = {
@@ -29,81 +32,28 @@ ISA_FLAGS = {
     "avx2": ["-mavx2", "-mfma", "-mf16c"],
     "avx512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c", "-mprefer-vector-width=512"],
 }
-DEFAULT_ARCHS = "8.0;9.0a"
 NO_TORCH = (
     "the kernels are compiled against the installed torch, and there is none here: run `pip install torch==2.13.0 setuptools` first, then "
     "this command with --no-build-isolation"
 )
 
 
-class BuildError(RuntimeError):
-    """A compiler is missing or failed; the text says which and what that means."""
-
-
-@dataclass(frozen=True)
-class Torch:
-    """Where the torch that the library is linked against lives."""
-
-    include: Path
-    lib: Path
-    version: str
-    cuda: Optional[str]
-
-    @classmethod
-    def installed(cls) -> Torch:
-        try:
-            import torch
-        except ImportError:
-            raise BuildError(NO_TORCH) from None
-        root = Path(torch.__file__).parent
-        return cls(root / "include", root / "lib", torch.__version__, torch.version.cuda)
+def installed_torch() -> Torch:
+    """The torch of this Python. Raises BuildError if there is none or an older one than the library's stable ABI."""
+    try:
+        import torch
+    except ImportError:
+        raise BuildError(NO_TORCH) from None
+    if tuple(map(int, torch.__version__.split(".")[:2])) < OLDEST_TORCH:
+        oldest = ".".join(map(str, OLDEST_TORCH))
+        raise BuildError(f"torch {torch.__version__} is older than {oldest}: run `pip install torch==2.13.0` and install megappo again")
+    root = Path(torch.__file__).parent
+    return Torch(root / "include", root / "lib", torch.__version__, torch.version.cuda)
 
 
 def isas() -> list[str]:
     """Instruction sets that the CPU kernels are compiled for on this kind of machine."""
     return list(ISA_FLAGS) if platform.machine() in ("x86_64", "AMD64") else ["baseline"]
-
-
-def nvcc_path() -> Optional[str]:
-    """nvcc of CUDA_HOME, else on PATH, else None."""
-    home = os.environ.get("CUDA_HOME")
-    if home and (Path(home) / "bin/nvcc").exists():
-        return str(Path(home) / "bin/nvcc")
-    return shutil.which("nvcc")
-
-
-def cuda_decision(torch: Torch, environ: Mapping[str, str] = os.environ) -> tuple[bool, str]:
-    """(whether the CUDA part is built, why or why not)."""
-    wanted = environ.get("MEGAPPO_CUDA")
-    if wanted not in (None, "0", "1"):
-        raise BuildError(f"MEGAPPO_CUDA = {wanted}: use 0 (leave CUDA out) or 1 (require it)")
-    missing = None
-    if torch.cuda is None:
-        missing = f"torch {torch.version} has no CUDA"
-    elif nvcc_path() is None:
-        missing = "nvcc was not found (set CUDA_HOME or PATH)"
-    if wanted == "0":
-        return False, "MEGAPPO_CUDA = 0"
-    if missing and wanted == "1":
-        raise BuildError(f"MEGAPPO_CUDA = 1, but {missing}")
-    return missing is None, missing or f"nvcc {nvcc_path()}"
-
-
-def arch_flags(archs: str) -> list[str]:
-    """"8.0;9.0a" -> nvcc's -gencode flags."""
-    names = [arch.strip() for arch in archs.split(";") if arch.strip()]
-    for name in names:
-        major, _, minor = name.removesuffix("a").removesuffix("+PTX").partition(".")
-        if not (major.isdigit() and minor.isdigit() and int(major) >= 8):
-            raise BuildError(f"MEGAPPO_CUDA_ARCHS = {archs}: {name!r} is not a compute capability from 8.0 on, like {DEFAULT_ARCHS!r}")
-    if not names:
-        raise BuildError(f"MEGAPPO_CUDA_ARCHS is empty: name compute capabilities like {DEFAULT_ARCHS!r}")
-    flags = []
-    for name in names:
-        number = name.removesuffix("+PTX").replace(".", "")
-        code = f"[sm_{number},compute_{number}]" if name.endswith("+PTX") else f"sm_{number}"
-        flags += ["-gencode", f"arch=compute_{number},code={code}"]
-    return flags
 
 
 def _run(command: Sequence[str]) -> str:
@@ -130,12 +80,17 @@ def _torch_flags(torch: Torch) -> list[str]:
     return [*include, f"-DTORCH_TARGET_VERSION={TARGET_VERSION}"]
 
 
-def _link(objects: Sequence[Path], output: Path, torch: Torch, extra: Sequence[str] = ()) -> None:
+def _link(objects: Sequence[Path], output: Path, torch: Torch, runtime: Sequence[Path] = ()) -> None:
+    """Link `output` against torch and the libraries of `runtime`, to be found where they are now, and load it once."""
     output.parent.mkdir(parents=True, exist_ok=True)
     # Linked under another name and renamed: a process that has the old library mapped keeps it.
     fresh = output.with_suffix(".new")
+    # libtorch.so brings libtorch_cuda.so where torch has CUDA. Naming it here would load it into a process of a CPU torch too.
     libraries = [f"-L{torch.lib}", f"-Wl,-rpath,{torch.lib}", "-ltorch", "-ltorch_cpu", "-lc10"]
-    _run([_cxx(), "-shared", "-o", str(fresh), *map(str, objects), *libraries, *extra])
+    libraries += [*map(str, runtime), *(f"-Wl,-rpath,{path.parent}" for path in runtime)]
+    _run([_cxx(), "-shared", "-o", str(fresh), *map(str, objects), *libraries])
+    # A symbol that no library has shows only here: the linker does not look for them.
+    _run([sys.executable, "-c", "import sys, torch; torch.ops.load_library(sys.argv[1])", str(fresh)])
     fresh.replace(output)
 
 
@@ -143,40 +98,52 @@ def _object(folder: Path, source: Path, variant: str = "") -> Path:
     return folder / ("_".join(source.relative_to(CSRC).with_suffix("").parts) + variant + ".o")
 
 
+def cxx_commands(torch: Torch, with_cuda: bool, work: Path) -> dict[Path, list[str]]:
+    """Object -> command that compiles it, of every C++ file of the library."""
+    # USE_CUDA: torch's headers declare the current CUDA stream under that name only.
+    common = [_cxx(), *CXX_FLAGS, *(["-DMEGAPPO_CUDA", "-DUSE_CUDA"] if with_cuda else []), f"-I{CSRC}"]
+    commands = {}
+    for source in sorted(CSRC.rglob("*.cpp")):
+        variants: dict[str, list[str]] = {"": _torch_flags(torch) if source.name == "binding.cpp" else []}
+        if source.name == "cpu.cpp":
+            variants = {f"_{isa}": [f"-DMEGAPPO_ISA={isa}", *ISA_FLAGS[isa]] for isa in isas()}
+        for variant, flags in variants.items():
+            made = _object(work, source, variant)
+            commands[made] = [*common, *flags, "-c", str(source), "-o", str(made)]
+    return commands
+
+
 def build(library: Path, work: Path) -> str:
     """Compile and link `library`, with what was built in a .json beside it; returns a line about it. Raises BuildError."""
-    torch = Torch.installed()
-    with_cuda, reason = cuda_decision(torch)
+    torch = installed_torch()
+    decision = cuda_decision(torch)
     work.mkdir(parents=True, exist_ok=True)
-    cxx, defines = _cxx(), ["-DMEGAPPO_CUDA"] if with_cuda else []
-    common = [*CXX_FLAGS, *defines, f"-I{CSRC}"]
-    commands, objects = [], []
-
-    def compile_cxx(source: Path, variant: str, flags: Sequence[str]) -> None:
-        objects.append(_object(work, source, variant))
-        commands.append([cxx, *common, *flags, "-c", str(source), "-o", str(objects[-1])])
-
-    for source in sorted(CSRC.rglob("*.cpp")):
-        if source.name == "cpu.cpp":
-            for isa in isas():
-                compile_cxx(source, f"_{isa}", [f"-DMEGAPPO_ISA={isa}", *ISA_FLAGS[isa]])
-        else:
-            compile_cxx(source, "", _torch_flags(torch) if source.name == "binding.cpp" else [])
-    _run_all(commands)
-    extra: list[str] = []
-    archs = os.environ.get("MEGAPPO_CUDA_ARCHS", DEFAULT_ARCHS) if with_cuda else ""
-    if with_cuda:
-        cuda_objects = compile_cuda(work, archs)
-        objects += cuda_objects
-        toolkit = Path(nvcc_path() or "").parent.parent
-        extra = [f"-L{toolkit / 'lib64'}", "-lcudart"]
-    _link(objects, library, torch, extra)
-    facts = library.with_suffix(".json")
-    built = {"torch": torch.version, "isas": isas(), "cuda": with_cuda, "cuda_archs": archs, "cuda_reason": reason}
-    facts.write_text(json.dumps(built) + "\n")
-    if with_cuda:
-        return f"C++ kernels ({', '.join(isas())}) and CUDA kernels built; registers and spills are in {work / 'ptxas.log'}"
-    return f"C++ kernels built ({', '.join(isas())}); CUDA kernels skipped: {reason}. On a GPU the Triton kernels would run."
+    commands = cxx_commands(torch, decision.built, work)
+    _run_all(list(commands.values()))
+    objects, runtime, archs, toolkit = list(commands), [], "", ""
+    if decision.built:
+        nvcc = nvcc_path() or ""
+        archs, toolkit = os.environ.get("MEGAPPO_CUDA_ARCHS", DEFAULT_ARCHS), toolkit_version(nvcc)
+        objects += compile_cuda(work, archs)
+        runtime = [cudart(torch, nvcc)]
+    _link(objects, library, torch, runtime)
+    built = {
+        "torch": torch.version,
+        "isas": isas(),
+        "cuda": decision.built,
+        "cuda_archs": archs,
+        "cuda_toolkit": toolkit,
+        "cuda_reason": decision.reason,
+        "cuda_fix": decision.fix,
+    }
+    library.with_suffix(".json").write_text(json.dumps(built) + "\n")
+    if decision.built:
+        return (
+            f"C++ kernels ({', '.join(isas())}) and CUDA {toolkit} kernels ({archs}) built; registers and spills are in "
+            f"{work / 'ptxas.log'}"
+        )
+    fix = f" ({decision.fix})" if decision.fix else ""
+    return f"C++ kernels built ({', '.join(isas())}); CUDA kernels skipped: {decision.reason}{fix}. On a GPU the Triton kernels would run."
 
 
 def compile_cuda(work: Path, archs: str = DEFAULT_ARCHS) -> list[Path]:
@@ -199,7 +166,7 @@ def compile_cuda(work: Path, archs: str = DEFAULT_ARCHS) -> list[Path]:
 
 def compile_cuda_for_cpu(library: Path, work: Path, fake_cuda: Path) -> None:
     """The CUDA kernels compiled by the C++ compiler against the headers in `fake_cuda`, registered as megappo_cuda_on_cpu."""
-    torch = Torch.installed()
+    torch = installed_torch()
     work.mkdir(parents=True, exist_ok=True)
     defines = ["-DMEGAPPO_CUDA", "-DMEGAPPO_CUDA_ON_CPU", "-DMEGAPPO_NAMESPACE=megappo_cuda_on_cpu"]
     flags = [*CXX_FLAGS, "-O1", "-Wno-unknown-pragmas", *defines, f"-I{fake_cuda}", f"-I{CSRC}"]

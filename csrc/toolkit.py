@@ -1,0 +1,138 @@
+"""nvcc and what goes with it: where it is, whether it fits the installed torch, architectures, the CUDA runtime to link.
+
+Environment: MEGAPPO_CUDA=0 leaves CUDA out, MEGAPPO_CUDA=1 makes what is missing an error. CUDA_HOME: the toolkit whose nvcc is
+taken, if not the one on PATH.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Mapping, Optional
+
+# SASS of Ampere and Ada (8.x) and of Hopper, whose kernels want 9.0a, which runs on no other GPU; the PTX serves all newer ones:
+# the driver compiles it at the first use and keeps the result. PTX costs 4 % of the objects' size and no time; SASS of 10.0 and
+# 12.0 in its place would double the size (3.6 to 7.7 MB) and the time of the build.
+DEFAULT_ARCHS = "8.0+PTX;9.0a"
+
+
+class BuildError(RuntimeError):
+    """A compiler is missing or failed; the text says which and what that means."""
+
+
+@dataclass(frozen=True)
+class Torch:
+    """Where the torch that the library is linked against lives, its version and that of its CUDA (None: a build without)."""
+
+    include: Path
+    lib: Path
+    version: str
+    cuda: Optional[str]
+
+
+def nvcc_path() -> Optional[str]:
+    """nvcc of CUDA_HOME, else on PATH, else None."""
+    home = os.environ.get("CUDA_HOME")
+    if home and (Path(home) / "bin/nvcc").exists():
+        return str(Path(home) / "bin/nvcc")
+    return shutil.which("nvcc")
+
+
+def _said_by(nvcc: str, *arguments: str) -> str:
+    """What nvcc prints. Raises BuildError if it does not run."""
+    try:
+        done = subprocess.run([nvcc, *arguments], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise BuildError(f"{nvcc} {' '.join(arguments)} failed: {error}; set CUDA_HOME to a whole CUDA toolkit") from None
+    return done.stdout + done.stderr
+
+
+def toolkit_version(nvcc: str) -> str:
+    """Version of nvcc's toolkit, like "13.0"."""
+    found = re.search(r"release (\d+\.\d+)", _said_by(nvcc, "--version"))
+    if found is None:
+        raise BuildError(f"{nvcc} --version names no release; set CUDA_HOME to a CUDA toolkit")
+    return found.group(1)
+
+
+def major(version: str) -> str:
+    """"13.0" -> "13": what the library's runtime, libcudart.so.13, is named by."""
+    return version.partition(".")[0]
+
+
+@dataclass(frozen=True)
+class Decision:
+    """If the CUDA part is built, why or why not, and the command that mends what is missing ("" where nothing is)."""
+
+    built: bool
+    reason: str
+    fix: str = ""
+
+
+def cuda_decision(torch: Torch, environ: Mapping[str, str] = os.environ) -> Decision:
+    """What nvcc, torch and MEGAPPO_CUDA come to. Raises BuildError if MEGAPPO_CUDA=1 asks for what cannot be."""
+    wanted = environ.get("MEGAPPO_CUDA")
+    if wanted not in (None, "0", "1"):
+        raise BuildError(f"MEGAPPO_CUDA = {wanted}: use 0 (leave CUDA out) or 1 (require it)")
+    if wanted == "0":
+        return Decision(False, "MEGAPPO_CUDA = 0")
+    decision = _possible(torch)
+    if wanted == "1" and not decision.built:
+        raise BuildError(f"MEGAPPO_CUDA = 1, but {decision.reason}: {decision.fix}")
+    return decision
+
+
+def _possible(torch: Torch) -> Decision:
+    nvcc = nvcc_path()
+    if torch.cuda is None:
+        return Decision(False, f"torch {torch.version} has no CUDA", "pip install --force-reinstall torch===2.13.0")
+    fix = f"install the toolkit of CUDA {torch.cuda}, then export CUDA_HOME=/usr/local/cuda-{torch.cuda}"
+    if nvcc is None:
+        return Decision(False, f"nvcc was not found and torch {torch.version} has CUDA {torch.cuda}", fix)
+    found = toolkit_version(nvcc)
+    if major(found) != major(torch.cuda):
+        return Decision(False, f"{nvcc} is of CUDA {found} and torch {torch.version} of CUDA {torch.cuda}", fix)
+    return Decision(True, f"nvcc {nvcc}")
+
+
+def arch_flags(archs: str) -> list[str]:
+    """"8.0;9.0a" -> nvcc's -gencode flags. +PTX behind one adds code that the driver compiles for any later GPU."""
+    names = [arch.strip() for arch in archs.split(";") if arch.strip()]
+    for name in names:
+        first, _, second = name.removesuffix("+PTX").removesuffix("a").partition(".")
+        if not (first.isdigit() and second.isdigit() and int(first) >= 8):
+            raise BuildError(f"MEGAPPO_CUDA_ARCHS = {archs}: {name!r} is not a compute capability from 8.0 on, like {DEFAULT_ARCHS!r}")
+        if name.endswith("a+PTX"):
+            raise BuildError(f"MEGAPPO_CUDA_ARCHS = {archs}: PTX of {name!r} runs on no other GPU; use {name.removesuffix('+PTX')!r}")
+    if not names:
+        raise BuildError(f"MEGAPPO_CUDA_ARCHS is empty: name compute capabilities like {DEFAULT_ARCHS!r}")
+    flags = []
+    for name in names:
+        number = name.removesuffix("+PTX").replace(".", "")
+        code = f"[sm_{number},compute_{number}]" if name.endswith("+PTX") else f"sm_{number}"
+        flags += ["-gencode", f"arch=compute_{number},code={code}"]
+    return flags
+
+
+def cudart(torch: Torch, nvcc: str) -> Path:
+    """The CUDA runtime to link: torch's own from NVIDIA's wheels, else (a torch that came otherwise) the toolkit's.
+
+    One process can hold one only, and torch loads its own first. Raises BuildError if there is none of torch's major version.
+    """
+    assert torch.cuda is not None
+    name, packages = f"libcudart.so.{major(torch.cuda)}", torch.lib.parent.parent
+    # CUDA 13's wheels share a folder, CUDA 12's have one each.
+    folders = [packages / f"nvidia/cu{major(torch.cuda)}/lib", packages / "nvidia/cuda_runtime/lib", torch.lib]
+    # nvcc may be a link or a script of another place; it names the toolkit's root itself.
+    top = re.search(r"^#\$ TOP=(.+)$", _said_by(nvcc, "--dryrun", "-c", "-x", "cu", os.devnull), re.MULTILINE)
+    if top is not None:
+        root = Path(top.group(1).strip())
+        folders += [root / "lib64", root / "targets/x86_64-linux/lib", root / "targets/sbsa-linux/lib", root / "lib"]
+    for folder in folders:
+        if (folder / name).exists():
+            return (folder / name).parent.resolve() / name
+    raise BuildError(f"{name} is in none of {', '.join(map(str, folders))}: set CUDA_HOME to a whole toolkit of CUDA {torch.cuda}")
