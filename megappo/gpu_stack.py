@@ -1,0 +1,164 @@
+"""Driver, GPUs, CUDA toolkit, torch and megappo's library on this machine, and what of it does not fit, with the command that mends it.
+
+For `megappo doctor`. `found` asks the machine; `faults` only compares, so that every state can be tested without a GPU. Which of the
+library's kernels can run with this torch on this GPU is `ops/kernels.py`'s to say.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Optional
+
+# The first Linux driver of each major version of CUDA: it runs programs of every minor version of it.
+DRIVERS = {"12": "525.60.13", "13": "580.65.06"}
+# bf16, asynchronous copies: what the kernels, TransformerEngine and vLLM are compiled for.
+LEAST_CAPABILITY = (8, 0)
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU as nvidia-smi names it. capability: (major, minor)."""
+
+    name: str
+    memory_gib: float
+    capability: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Stack:
+    """The parts that were found. None: not there. `*_cuda` are versions of CUDA like "13.0"; the driver's is the newest that it runs."""
+
+    gpus: tuple[Gpu, ...] = ()
+    driver: Optional[str] = None
+    driver_cuda: Optional[str] = None
+    nvcc: Optional[str] = None
+    nvcc_cuda: Optional[str] = None
+    torch: Optional[str] = None
+    torch_cuda: Optional[str] = None
+    torch_sees: int = 0
+    library_has_cuda: bool = False
+
+    def lines(self) -> list[str]:
+        """One line for each part, for people."""
+        driver = f"{self.driver}, for CUDA up to {self.driver_cuda or 'unknown'}" if self.driver else "not found (nvidia-smi)"
+        lines = [
+            f"  GPU {index}: {gpu.name}, {gpu.memory_gib:.0f} GiB, compute capability {gpu.capability[0]}.{gpu.capability[1]}"
+            for index, gpu in enumerate(self.gpus)
+        ]
+        if not self.torch_sees:
+            lines.append("  no GPU that torch can use: models, kernels and vLLM run on the CPU")
+        return [
+            *lines,
+            f"  driver: {driver}",
+            f"  nvcc: {f'{self.nvcc}, CUDA {self.nvcc_cuda}' if self.nvcc else 'not found (needed only for compiling the CUDA kernels)'}",
+            f"  torch: {self.torch or 'not installed'}{f', CUDA {self.torch_cuda}' if self.torch_cuda else ', without CUDA'}",
+        ]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One line that names what does not fit and the command that mends it. stops: the GPUs cannot be used until then."""
+
+    text: str
+    stops: bool
+
+
+def _major(version: Optional[str]) -> str:
+    return (version or "").partition(".")[0]
+
+
+def faults(stack: Stack) -> list[Fault]:
+    """Obstacles to using this machine's GPUs or compiling the CUDA kernels; none on a machine that has neither GPU nor nvcc."""
+    found = []
+    build = "MEGAPPO_CUDA=1 pip install --no-build-isolation -e ."
+    if stack.torch is not None and stack.torch_cuda is None and (stack.gpus or stack.nvcc):
+        has = f"{len(stack.gpus)} GPUs" if stack.gpus else f"nvcc ({stack.nvcc})"
+        cuda_torch = "pip install --force-reinstall torch===2.13.0"
+        found.append(Fault(f"torch {stack.torch} has no CUDA, and this machine has {has}: {cuda_torch}, then {build}", bool(stack.gpus)))
+    if stack.torch_cuda is not None:
+        found += _driver_faults(stack)
+        found += _toolkit_faults(stack, build)
+    least = ".".join(map(str, LEAST_CAPABILITY))
+    for index, gpu in enumerate(stack.gpus):
+        if gpu.capability < LEAST_CAPABILITY:
+            has = ".".join(map(str, gpu.capability))
+            others = ",".join(str(i) for i, other in enumerate(stack.gpus) if other.capability >= LEAST_CAPABILITY)
+            fix = f"export CUDA_VISIBLE_DEVICES={others}" if others else f"take GPUs of {least} or later, or run.device=cpu"
+            found.append(Fault(f"GPU {index} ({gpu.name}) has compute capability {has}, and {least} is the least: {fix}", not others))
+    return found
+
+
+def _driver_faults(stack: Stack) -> list[Fault]:
+    if not stack.gpus or stack.torch_sees:
+        return []
+    needed = DRIVERS.get(_major(stack.torch_cuda), "the newest")
+    if stack.driver_cuda is not None and int(_major(stack.driver_cuda)) < int(_major(stack.torch_cuda)):
+        runs = f"driver {stack.driver} runs CUDA up to {stack.driver_cuda}, and torch {stack.torch} has CUDA {stack.torch_cuda}"
+        return [Fault(f"{runs}: install driver {needed} or later", True)]
+    python = "python -c 'import torch; torch.cuda.init()' says why"
+    return [Fault(f"torch {stack.torch} sees none of this machine's {len(stack.gpus)} GPUs (CUDA_VISIBLE_DEVICES, permissions): {python}", True)]
+
+
+def _toolkit_faults(stack: Stack, build: str) -> list[Fault]:
+    """Obstacles to a build. A library that has its CUDA kernels needs no toolkit."""
+    if stack.library_has_cuda:
+        return []
+    fix = f"install the toolkit of CUDA {stack.torch_cuda}, then CUDA_HOME=/usr/local/cuda-{stack.torch_cuda} {build}"
+    if stack.nvcc is None:
+        return [Fault(f"torch {stack.torch} has CUDA {stack.torch_cuda}, and nvcc was not found for the CUDA kernels: {fix}", False)]
+    if _major(stack.nvcc_cuda) != _major(stack.torch_cuda):
+        return [Fault(f"{stack.nvcc} is of CUDA {stack.nvcc_cuda}, and torch {stack.torch} of CUDA {stack.torch_cuda}: {fix}", False)]
+    return []
+
+
+def found(library_has_cuda: bool) -> Stack:
+    """The stack of this machine. torch is imported where it is installed."""
+    nvcc = _nvcc()
+    said = _said_by("nvidia-smi")
+    driver = re.search(r"Driver Version: *([\d.]+)", said)
+    driver_cuda = re.search(r"CUDA (?:UMD )?Version: *([\d.]+)", said)
+    release = re.search(r"release (\d+\.\d+)", _said_by(nvcc, "--version")) if nvcc else None
+    try:
+        import torch
+    except ImportError:
+        version, cuda, sees = None, None, 0
+    else:
+        version, cuda, sees = torch.__version__, torch.version.cuda, torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return Stack(
+        gpus=gpus_of(_said_by("nvidia-smi", "--query-gpu=name,memory.total,compute_cap", "--format=csv,noheader,nounits")),
+        driver=driver.group(1) if driver else None,
+        driver_cuda=driver_cuda.group(1) if driver_cuda else None,
+        nvcc=nvcc,
+        nvcc_cuda=release.group(1) if release else None,
+        torch=version,
+        torch_cuda=cuda,
+        torch_sees=sees,
+        library_has_cuda=library_has_cuda,
+    )
+
+
+def gpus_of(said: str) -> tuple[Gpu, ...]:
+    """Parse nvidia-smi's lines `name, MiB, 9.0`; lines that are none (its error texts go to stdout) are left out."""
+    rows = re.findall(r"^(.+), *(\d+), *(\d+)\.(\d+) *$", said, re.MULTILINE)
+    return tuple(Gpu(name, int(mib) / 1024, (int(major), int(minor))) for name, mib, major, minor in rows)
+
+
+def _nvcc() -> Optional[str]:
+    """The nvcc that csrc/toolkit.py would take; an installed package has no csrc/ to ask."""
+    home = os.environ.get("CUDA_HOME")
+    if home and (Path(home) / "bin/nvcc").exists():
+        return str(Path(home) / "bin/nvcc")
+    return shutil.which("nvcc")
+
+
+def _said_by(*command: str) -> str:
+    """stdout of a program that need not be there."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
