@@ -288,7 +288,10 @@ def test_only_a_build_for_hopper_on_hopper_has_the_kernel(tmp_path, monkeypatch,
     tmp_path.joinpath("library.json").write_text(json.dumps({"cuda": True, "cuda_archs": archs}))
     monkeypatch.setattr(cuda_linear_stats, "LIBRARY", tmp_path / "library.so")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert cuda_linear_stats.usable() is want
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # a CUDA torch on a machine without a GPU
+    assert cuda_linear_stats.usable() is False
 
 
 CALLS = {  # changes to a call of the op; whether the kernel takes it

@@ -19,9 +19,9 @@ from megappo.ops.linear_stats import stats_in_blocks
 
 
 def usable() -> bool:
-    """Whether this build has the kernel and the process's GPU runs it."""
+    """Whether this build has the kernel and the process's GPU runs it. False without a GPU: torch raises for its capability there."""
     archs = json.loads(LIBRARY.with_suffix(".json").read_text()).get("cuda_archs", "")
-    return "9.0a" in archs and torch.cuda.get_device_capability() == (9, 0)
+    return "9.0a" in archs and torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
 
 def takes(hidden: Tensor, weight: Tensor, kept: Optional[Tensor], keep_logits: bool) -> bool:
