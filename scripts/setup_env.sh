@@ -15,8 +15,7 @@ want=base
 mark_of() { { cat scripts/setup_env.sh setup.py pyproject.toml megappo/versions.py requirements/*.txt; find csrc -type f -not -path '*/__pycache__/*' | sort | xargs cat; } | sha256sum | cut -c1-16; }
 sum=$(mark_of)
 mark="$venv/.megappo-$want-$sum"
-# What the tests need includes what a run needs.
-[ -e "$mark" ] || [ "$want" = base ] && [ -e "$venv/.megappo-test-$sum" ] && exit 0
+if [ -e "$mark" ] || [ -e "$venv/.megappo-test-$sum" ]; then exit 0; fi  # what the tests need includes what a run needs
 
 # pyenv leaves a command of every Python it has, which fails for one that is not chosen: ask for that one.
 if ! "$python" -c '' 2>/dev/null && command -v pyenv >/dev/null; then
