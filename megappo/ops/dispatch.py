@@ -4,7 +4,8 @@ Every op of ops/ is `torch.ops.megappo.NAME` with a schema, a fake kernel and a 
 selected for the device of its first tensor; fp64 inputs, which exist for gradient checks, always run the reference.
 
 `kernels: auto` takes cuda, then triton, then reference on a GPU; cpp, then reference on the CPU. A named implementation that is
-missing is an error with the reason. The choice holds for the whole process, as roles must compute the same numbers.
+missing is an error with the reason. Kernels that failed their check (`verdicts.py`) are left out. The choice holds for the whole
+process, as roles must compute the same numbers.
 """
 
 from __future__ import annotations
@@ -12,14 +13,18 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from contextlib import contextmanager
-from functools import cache
-from typing import Any, Callable, Iterator, Optional, get_args
+from typing import Any, Callable, Iterator, Mapping, Optional, get_args
 
 import torch
 from torch import Tensor
 from torch.library import CustomOpDef
 
-from megappo.ops.kernels import LIBRARY, ORDER, Kernels, missing
+from megappo.ops.kernels import ORDER, Kernels, missing
+
+Pair = tuple[str, str]
+"""(op, implementation)"""
+Watch = Callable[[str, str, Callable[[], Any]], Any]
+"""(op, implementation, call) -> the call's result"""
 
 
 class _Selection:
@@ -27,7 +32,10 @@ class _Selection:
 
     def __init__(self) -> None:
         self.kernels: Kernels = "auto"
+        self.device_type: Optional[str] = None
         self.native = "megappo_native"
+        self.faults: Mapping[Pair, str] = {}
+        self.watch: Optional[Watch] = None
         self.resolved: dict[tuple[str, str], tuple[str, Callable[..., Any]]] = {}
 
 
@@ -54,7 +62,8 @@ def _register(reference: Callable[..., Any], mutates_args: tuple[str, ...]) -> C
     _references[name] = reference
 
     def run(*args: Any) -> Any:
-        return implementation(name, args)(*args)
+        chosen, call = _choice(name, args)
+        return call(*args) if _selection.watch is None else _selection.watch(name, chosen, lambda: call(*args))
 
     schema = torch.library.infer_schema(reference, mutates_args=mutates_args)
     return torch.library.custom_op(f"megappo::{name}", run, mutates_args=mutates_args, schema=schema)
@@ -72,10 +81,14 @@ def op_around(row_op: str) -> Callable[[Callable[..., Any]], CustomOpDef]:
 
 def implementation(name: str, args: tuple[Any, ...]) -> Callable[..., Any]:
     """What a call of the op with these arguments runs."""
+    return _choice(name, args)[1]
+
+
+def _choice(name: str, args: tuple[Any, ...]) -> tuple[str, Callable[..., Any]]:
     first = next(x for x in args if isinstance(x, Tensor))
     if first.dtype == torch.float64:
-        return _references[name]
-    return _resolve(name, first.device.type)[1]
+        return "reference", _references[name]
+    return _resolve(name, first.device.type)
 
 
 def selected(device_type: str) -> dict[str, str]:
@@ -83,25 +96,77 @@ def selected(device_type: str) -> dict[str, str]:
     return {name: _resolve(name, device_type)[0] for name in sorted(_references)}
 
 
-def select(kernels: Kernels) -> None:
-    """Choose for the process; "auto" at the start. Takes effect with the next call."""
+def unavailable(device_type: str) -> list[str]:
+    """Why `auto` cannot take what it would rather have on this kind of device, one line for each implementation."""
+    if _wanted(device_type) != "auto":
+        return []
+    reasons = [missing(candidate, device_type) for candidate in ORDER[device_type]]
+    return [reason for reason in reasons[: reasons.index(None)] if reason is not None]
+
+
+def select(kernels: Kernels, device_type: Optional[str] = None) -> None:
+    """Choose for the process; "auto" at the start. Takes effect with the next call.
+
+    device_type: of the run. A GPU's kernels cannot take what the run keeps on the host, so a name counts on that kind of device only,
+    and `auto` on others; "reference" counts on all, and so does any name where device_type is None.
+    """
     if kernels not in get_args(Kernels):
         raise ValueError(f"kernels = {kernels}: use one of {', '.join(get_args(Kernels))}")
-    _selection.kernels = kernels
+    _selection.kernels, _selection.device_type = kernels, device_type
+    _selection.resolved.clear()
+
+
+def leave_out(faults: Mapping[Pair, str]) -> None:
+    """From now on these kernels are not run, for the reasons given: `auto` takes the next, a name of theirs is an error. Replaces what
+    was left out before."""
+    _selection.faults = dict(faults)
     _selection.resolved.clear()
 
 
 @contextmanager
 def using(kernels: Kernels, *, native: Optional[str] = None) -> Iterator[None]:
     """`select` for a block. native: other namespace of the compiled ops (the tests' build of the CUDA kernels for the CPU)."""
-    before = _selection.kernels, _selection.native
-    try:
+    with _restored():
         _selection.native = native or _selection.native
         select(kernels)
         yield
+
+
+@contextmanager
+def alone(name: str, device_type: str) -> Iterator[None]:
+    """For a block, this op as it is selected now, and all others by their references."""
+    chosen = _resolve(name, device_type)
+    with _restored():
+        select("reference")
+        _selection.resolved[name, device_type] = chosen
+        yield
+
+
+@contextmanager
+def watched(watch: Watch) -> Iterator[None]:
+    """For a block, every call of an op goes through `watch`, also one that another op makes or a thread of autograd."""
+    before, _selection.watch = _selection.watch, watch
+    try:
+        yield
     finally:
-        _selection.native = before[1]
-        select(before[0])
+        _selection.watch = before
+
+
+@contextmanager
+def _restored() -> Iterator[None]:
+    before = dict(vars(_selection))
+    resolved = dict(_selection.resolved)
+    try:
+        yield
+    finally:
+        vars(_selection).update(before)
+        _selection.resolved.clear()
+        _selection.resolved.update(resolved)
+
+
+def _wanted(device_type: str) -> Kernels:
+    counts = _selection.kernels == "reference" or _selection.device_type in (None, device_type)
+    return _selection.kernels if counts else "auto"
 
 
 def _resolve(name: str, device_type: str) -> tuple[str, Callable[..., Any]]:
@@ -112,11 +177,12 @@ def _resolve(name: str, device_type: str) -> tuple[str, Callable[..., Any]]:
 
 
 def _find(name: str, device_type: str) -> tuple[str, Callable[..., Any]]:
-    wanted = _selection.kernels
+    wanted = _wanted(device_type)
     if device_type not in ORDER:
         return "reference", _references[name]
     for candidate in ORDER[device_type] if wanted == "auto" else (wanted,):
-        reason = missing(candidate, device_type)
+        fault = _selection.faults.get((name, candidate))
+        reason = missing(candidate, device_type) or (fault and f"{name} {fault}")
         found = None if reason else _lookup(candidate, name)
         if found is not None and not (candidate == "reference" and name in _row_ops):
             return candidate, found
@@ -131,7 +197,6 @@ def _lookup(candidate: str, name: str) -> Optional[Callable[..., Any]]:
         return _references[name]
     if candidate == "triton":
         return _in_python("triton", name)
-    _load_library()
     # A CUDA kernel that leaves some calls to others has a file that says which; `usable` there speaks for the whole GPU.
     found = _in_python("cuda", name) if candidate == "cuda" else None
     return found or native_op(name)
@@ -148,10 +213,5 @@ def _in_python(folder: str, name: str) -> Optional[Callable[..., Any]]:
 
 
 def native_op(name: str) -> Optional[Callable[..., Any]]:
-    """The compiled op of this name, None where there is none. The library is loaded by the choice of an implementation."""
+    """The compiled op of this name, None where there is none. The library was loaded by `missing`, which had nothing against it."""
     return getattr(getattr(torch.ops, _selection.native), name, None)
-
-
-@cache
-def _load_library() -> None:
-    torch.ops.load_library(str(LIBRARY))

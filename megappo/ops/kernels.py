@@ -1,4 +1,5 @@
-"""Which implementations of the ops exist, which run on a device, and why one cannot run here. Needs no torch.
+"""Which implementations of the ops exist, which run on a device, and why one cannot run here. Imports torch only to ask it for the GPU
+and to load the library.
 
     cpp        csrc/*/cpu.cpp         CPU tensors
     cuda       csrc/*/cuda.cu         CUDA tensors
@@ -11,17 +12,22 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+from functools import cache
 from pathlib import Path
-from typing import Literal, Optional
+from typing import Any, Literal, Optional
 
 Kernels = Literal["auto", "cpp", "triton", "cuda", "reference"]
 # What `auto` tries, best first.
 ORDER = {"cpu": ("cpp", "reference"), "cuda": ("cuda", "triton", "reference")}
 LIBRARY = Path(__file__).parent.parent / "_native.so"
+BUILD = "MEGAPPO_CUDA=1 pip install --no-build-isolation -e ."
 
 
 def missing(implementation: str, device_type: str) -> Optional[str]:
-    """Why an implementation cannot run on this kind of device ("cpu", "cuda") here; None where it can."""
+    """One line: why an implementation cannot run on this kind of device ("cpu", "cuda") here; None where it can.
+
+    The compiled ones are loaded into the process by that. The GPU is the current one of this process.
+    """
     if implementation in ("auto", "reference"):
         return None
     if implementation == "triton":
@@ -32,21 +38,78 @@ def missing(implementation: str, device_type: str) -> Optional[str]:
         return "the C++ kernels run on the CPU, and this run is on a GPU"
     if implementation == "cuda" and device_type != "cuda":
         return "the CUDA kernels run on a GPU, and this run is on the CPU"
-    if not LIBRARY.exists():
+    if not (LIBRARY.exists() and _facts_file().exists()):
         return "the compiled kernels are missing: install megappo with a C++ compiler (pip install --no-build-isolation -e .)"
-    facts = json.loads(LIBRARY.with_suffix(".json").read_text())
-    if implementation == "cuda" and not facts["cuda"]:
+    return (_no_cuda(library_facts()) if implementation == "cuda" else None) or _unloadable(LIBRARY)
+
+
+def library_facts() -> dict[str, Any]:
+    """What csrc/build.py says of the library that it made."""
+    facts: dict[str, Any] = json.loads(_facts_file().read_text())
+    return facts
+
+
+def _facts_file() -> Path:
+    return LIBRARY.with_suffix(".json")
+
+
+def _no_cuda(facts: dict[str, Any]) -> Optional[str]:
+    """Why the library's CUDA kernels cannot run with this torch and on this GPU, as far as its facts tell."""
+    if not facts["cuda"]:
         return f"megappo was built without CUDA kernels: {facts['cuda_reason']}; install it again with nvcc and a CUDA torch"
+    import torch
+
+    toolkit, runtime = facts.get("cuda_toolkit"), torch.version.cuda
+    if runtime is None:
+        return f"megappo was built with CUDA kernels, and torch {torch.__version__} has no CUDA: install it again with a CUDA torch ({BUILD})"
+    if toolkit and (major := runtime.split(".")[0]) != toolkit.split(".")[0]:
+        built = f"megappo was built with CUDA {toolkit}, and torch {torch.__version__} is for CUDA {runtime}"
+        return f"{built}: install it again with nvcc {major} on PATH ({BUILD})"
+    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+    if capability is None or serves(facts["cuda_archs"], capability):
+        return None
+    gpu, arch = "".join(map(str, capability)), ".".join(map(str, capability))
+    held = f"this GPU is sm_{gpu}, and the CUDA kernels are for {facts['cuda_archs']}"
+    return f"{held}: install megappo again for it (MEGAPPO_CUDA_ARCHS={arch} {BUILD})"
+
+
+def serves(archs: str, capability: tuple[int, int]) -> bool:
+    """Whether code for these architectures (as MEGAPPO_CUDA_ARCHS) runs on a GPU of this compute capability.
+
+    Machine code of 8.0 runs on 8.x from 8.0 on, that of 9.0a on 9.0 alone; PTX (9.0+PTX) is compiled by the driver for anything newer.
+    """
+    for arch in filter(None, map(str.strip, archs.split(";"))):
+        name = arch.removesuffix("+PTX")
+        major, minor = map(int, name.removesuffix("a").split("."))
+        if name.endswith("a"):
+            if capability == (major, minor):
+                return True
+        elif capability >= (major, minor) and (capability[0] == major or arch.endswith("+PTX")):
+            return True
+    return False
+
+
+@cache
+def _unloadable(library: Path) -> Optional[str]:
+    """Load the library into the process, once; why the loader refuses it, None where it is there now."""
+    import torch
+
+    try:
+        torch.ops.load_library(str(library))
+    except OSError as error:
+        # torch says only that it could not load; what the loader said is the cause
+        said = str(error.__cause__ or error).splitlines()[0]
+        return f"the compiled kernels cannot be loaded ({said}): install megappo again for this torch (pip install --no-build-isolation -e .)"
     return None
 
 
 def describe() -> str:
     """One line: what the installed library holds, and what is left out and why."""
-    if not LIBRARY.exists():
-        return "no compiled kernels: the ops run their PyTorch references"
-    facts = json.loads(LIBRARY.with_suffix(".json").read_text())
-    cpu = f"C++ kernels for {', '.join(facts['isas'])}"
-    return f"{cpu}; CUDA kernels" if facts["cuda"] else f"{cpu}; no CUDA kernels ({facts['cuda_reason']}): a GPU runs Triton's"
+    if (reason := missing("cpp", "cpu")) is not None:
+        return f"{reason}; until then the CPU runs the PyTorch references, and a GPU Triton's kernels"
+    cpu = f"C++ kernels for {', '.join(library_facts()['isas'])}"
+    reason = missing("cuda", "cuda")
+    return f"{cpu}; CUDA kernels" if reason is None else f"{cpu}; no CUDA kernels ({reason}): a GPU runs Triton's"
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 """Whether the selected kernels compute what their references do, on this machine and now.
 
-A build for another GPU architecture, a compiler that miscompiles a kernel or a library of another version would otherwise show as
-a run that learns slowly. `run_checks` calls every public function of ops/ on a small fixed problem, forward and backward, and holds
-the results against the same call in fp64, which always runs the reference, on the same device. `require_sound` turns the first
-difference into one line. A few thousand tokens: below 0.5 s on a CPU; on a GPU seconds, while Triton compiles. Tensor parallelism
-is not checked here: it gathers and adds the same statistics.
+A compiler that miscompiles a kernel or a library of another version would otherwise show as a run that learns slowly. `run_checks`
+calls every public function of ops/ on a small fixed problem, forward and backward, and holds the results against the same call in
+fp64, which always runs the reference, on the same device. A few thousand tokens: below 0.5 s on a CPU; on a GPU seconds, while Triton
+compiles, and there `trial.py` does it in another process, since a kernel may not come back. Tensor parallelism is not checked here: it
+gathers and adds the same statistics.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Any, Callable, Iterator, Optional
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megappo.ops import dispatch
 from megappo.ops.advantages import gae, token_advantages
@@ -57,10 +56,14 @@ class Finding:
             if missing(other, device.type) is None and not any(other in ran for ran in self.ops.values())
         ]  # fmt: skip
         advice = f"use {' or '.join(others)}, and report this" if others else "report this"
+        return f"kernels: {kernels or self.function} {self.fault()}; {advice}"
+
+    def fault(self) -> str:
+        """The same without the name of the kernel before and the advice after it."""
         if self.failure is not None:
-            return f"kernels: {kernels or self.function} failed: {self.failure}; {advice}"
+            return f"failed: {self.failure}"
         where = f"{self.result} of {self.function}" + (f" at {list(self.at)}" if self.at else "")
-        return f"kernels: {kernels} differs from its reference by {self.error:.2g}, not {self.allowed:.2g}, in {where}; {advice}"
+        return f"differs from its reference by {self.error:.2g}, not {self.allowed:.2g}, in {where}"
 
 
 class Numbers:
@@ -211,60 +214,54 @@ def gpu_problems() -> list[Problem]:
     ]
 
 
-class _Calls(TorchDispatchMode):
-    """Remembers which ops of megappo ran."""
+class Calls:
+    """Remembers which ops ran, and by which implementation; a `dispatch.Watch`."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
+        self._ran: dict[str, str] = {}
 
-    def __torch_dispatch__(
-        self, func: torch._ops.OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: Optional[dict[str, Any]] = None
-    ) -> Any:
-        if func.namespace == "megappo":
-            self.names.append(func.name().removeprefix("megappo::"))
-        return func(*args, **(kwargs or {}))
+    def __call__(self, op: str, implementation: str, call: Callable[[], Any]) -> Any:
+        self._ran[op] = implementation
+        return call()
 
-    def take(self) -> list[str]:
-        """Names since the last call."""
-        names, self.names = list(dict.fromkeys(self.names)), []
-        return names
+    def take(self) -> dict[str, str]:
+        """Those since the last call."""
+        ran, self._ran = self._ran, {}
+        return ran
+
+
+def problems_for(device_type: str) -> list[Problem]:
+    return problems() + (gpu_problems() if device_type == "cuda" else [])
 
 
 def run_checks(device: torch.device) -> list[Finding]:
-    """Every result of every problem, with the kernels that are selected now. Waits for the device."""
-    chosen = dispatch.selected(device.type)
-    every = problems() + (gpu_problems() if device.type == "cuda" else [])
-    return [finding for problem in every for finding in _check(problem, device, chosen)]
+    """Every result of every problem, with the kernels that are selected now, in this process. Waits for the device."""
+    return [finding for problem in problems_for(device.type) for finding in _check_here(problem, device)]
 
 
-def require_sound(device: torch.device) -> None:
-    """RuntimeError with one line about the first result that differs. An error of Triton's compiler passes as it is: it names the
-    kernel and the place in it."""
-    wrong = next((finding for finding in run_checks(device) if not finding.ok), None)
-    if wrong is not None:
-        raise RuntimeError(wrong.line(device))
+def _check_here(problem: Problem, device: torch.device) -> Iterator[Finding]:
+    calls = Calls()
+    try:
+        yield from check(problem, device, calls)
+    except RuntimeError as error:  # what a launch that CUDA refuses and the checks of the C++ layer raise
+        text = str(error).strip().partition("\n")[0]
+        yield Finding(problem.function, "", calls.take(), math.inf, 0.0, (), text)
 
 
-def _check(problem: Problem, device: torch.device, chosen: dict[str, str]) -> Iterator[Finding]:
+def check(problem: Problem, device: torch.device, calls: Calls) -> Iterator[Finding]:
+    """Every result of the problem. What a kernel raises passes."""
     wanted = problem.run(Numbers(device, wide=True))
+    got = problem.run(Numbers(device, wide=False))
     ran: dict[str, str] = {}
-    with _Calls() as calls:
-        got = problem.run(Numbers(device, wide=False))
-        while True:
-            try:
-                step = next(got, None)
-            except RuntimeError as error:  # what a launch that CUDA refuses and the checks of the C++ layer raise
-                failed = {name: chosen[name] for name in calls.take()}
-                text = str(error).strip().partition("\n")[0]
-                yield Finding(problem.function, "", failed, math.inf, 0.0, (), text)
-                return
-            if step is None:
-                return
-            # a result without a new op is another result of the op before
-            ran = {name: chosen[name] for name in calls.take()} or ran
-            name, want = next(wanted)
-            yield _compared(problem, name, ran, step[1].detach(), want.detach())
+    while True:
+        with dispatch.watched(calls):
+            step = next(got, None)
+        if step is None:
+            return
+        # a result without a new op is another result of the op before
+        ran = calls.take() or ran
+        name, want = next(wanted)
+        yield _compared(problem, name, ran, step[1].detach(), want.detach())
 
 
 def _compared(problem: Problem, name: str, ran: dict[str, str], got: Tensor, want: Tensor) -> Finding:

@@ -1,23 +1,108 @@
-"""Selects the implementation of the ops for a run, says once what each op runs, and checks it on a GPU."""
+"""Selects the implementation of the ops for a run, leaves out kernels that fail their check on a GPU, and says what runs."""
 
 from __future__ import annotations
 
-import torch
+import logging
+import platform
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Mapping, Optional, Sequence
 
-from megappo.ops import dispatch
-from megappo.ops.kernels import Kernels
-from megappo.ops.selfcheck import require_sound
+import torch
+import torch.distributed as dist
+
+from megappo.checkpoint.vote import on_every_rank
+from megappo.ops import dispatch, verdicts
+from megappo.ops.kernels import ORDER, Kernels
+from megappo.ops.verdicts import Faults, Look
+from megappo.resilience.agreement import any_rank
 from megappo.telemetry.runlog import RunLog
 
+logger = logging.getLogger(__name__)
 
-def select_kernels(kernels: Kernels, device: torch.device, log: RunLog) -> None:
-    """Before the first op of a run. ValueError where the requested implementation is missing; RuntimeError where a GPU's kernels
-    compute something else than their references, which depends on the GPU, its driver and Triton's compiler, so every run looks.
-    What the CPU runs depends on the build, and the tests have looked at it."""
-    dispatch.select(kernels)
+# Seconds between two words of the ranks that check and those that wait for them: no collective lasts longer.
+_POLL_S = 2.0
+# A kernel of GAE alone, for other trainers: the advantages here are token_advantages.
+_UNUSED = ("gae",)
+
+
+def select_kernels(kernels: Kernels, device: torch.device, log: RunLog, host_ops: Sequence[str] = ()) -> None:
+    """Before the first op of a run; collective. Says what each op runs and what is left out and why.
+
+    host_ops: those that the run calls on the host's tensors, whatever its device. Errors as `choose_kernels`.
+    """
+    faults = choose_kernels(kernels, device)
+    for (op, implementation), fault in faults.items():
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            logger.warning(
+                "kernels: %s (%s) %s; it is left out, please report this (%s)",
+                op, implementation, fault, verdicts.cache_file(device),
+            )  # fmt: skip
+    for line in described(device, host_ops, faults):
+        log.note(line)
+
+
+def choose_kernels(kernels: Kernels, device: torch.device) -> Faults:
+    """Select them in this process, without those that fail their check on a GPU of the world; collective. Returns what is left out.
+
+    A GPU's kernels are checked because they depend on the GPU, its driver and Triton's compiler; what the CPU runs depends on the
+    build, and the tests have looked at it. ValueError where a kernel that is named is missing or fails; RuntimeError where the check
+    cannot be done.
+    """
+    dispatch.select(kernels, device.type)
+    if device.type != "cuda" or kernels == "reference":
+        return {}
+    if not dist.is_initialized():
+        return verdicts.settle(kernels, device)
+    machines = on_every_rank("looking at the GPUs", lambda: (platform.node(), verdicts.fingerprint(device)))
+    # one rank looks for all that have the same GPU in the same machine
+    looks = machines.index(machines[dist.get_rank()]) == dist.get_rank()
+    return verdicts.settle(kernels, device, share=lambda chosen, look: _shared(chosen, look if looks else None))
+
+
+def _shared(chosen: Mapping[str, str], look: Optional[Look]) -> Faults:
+    """What all ranks that look have found, on every rank. Those that wait meet the others every two seconds, not once after minutes."""
+    with ThreadPoolExecutor(1) as pool:
+        found: Optional[Future[Faults]] = pool.submit(look) if look else None
+        while any_rank(found is not None and not found.done()):
+            if found is not None:
+                wait([found], _POLL_S)
+    ranks = on_every_rank("checking the kernels", lambda: (chosen, found.result() if found else {}))
+    faults = disagreements([of_rank for of_rank, _ in ranks])
+    for _, of_rank in ranks:
+        faults |= of_rank
+    return faults
+
+
+def disagreements(choices: Sequence[Mapping[str, str]]) -> Faults:
+    """What some ranks would take and others cannot: with an older library on one node, an op has to run by the lesser kernel on all.
+
+    choices: by rank, op -> implementation.
+    """
+    faults: Faults = {}
+    for op in choices[0]:
+        # "gemm + triton" follows the op that it is around
+        kernels = [choice[op] for choice in choices if choice[op] in ORDER["cuda"]]
+        best = min(kernels, key=ORDER["cuda"].index, default="reference")
+        other = next((rank for rank, choice in enumerate(choices) if choice[op] != best), None)
+        if other is not None and best != "reference":
+            faults[op, best] = f"cannot run on rank {other}, which takes {choices[other][op]}"
+    return faults
+
+
+def described(device: torch.device, host_ops: Sequence[str], faults: Faults) -> list[str]:
+    """Lines on what runs where: `kernels on cuda: triton: policy_loss, ...`, then what `auto` would rather have."""
+    on_host = set(host_ops) if device.type != "cpu" else set()
+    lines = [_line(device.type, [op for op in dispatch.selected(device.type) if op not in on_host and op not in _UNUSED])]
+    if on_host:
+        lines.append(_line("cpu", sorted(on_host)))
+    lines += [f"kernels left out: {op} ({implementation}) {fault}" for (op, implementation), fault in faults.items()]
+    kinds = [device.type, "cpu"] if on_host else [device.type]
+    return lines + [f"kernels left out: {reason}" for reason in dict.fromkeys(r for kind in kinds for r in dispatch.unavailable(kind))]
+
+
+def _line(device_type: str, ops: Sequence[str]) -> str:
     by_implementation: dict[str, list[str]] = {}
-    for op, chosen in dispatch.selected(device.type).items():
-        by_implementation.setdefault(chosen, []).append(op)
-    log.note("kernels: " + "; ".join(f"{chosen}: {', '.join(ops)}" for chosen, ops in by_implementation.items()))
-    if device.type == "cuda":
-        require_sound(device)
+    selected = dispatch.selected(device_type)
+    for op in ops:
+        by_implementation.setdefault(selected[op], []).append(op)
+    return f"kernels on {device_type}: " + "; ".join(f"{chosen}: {', '.join(of)}" for chosen, of in by_implementation.items())

@@ -40,6 +40,7 @@ from megappo.trainer.ppo import PPO, PPOSettings
 from megappo.trainer.roles import Critic, LanguageModel, Policy
 from megappo.trainer.rundir import RunDir
 from megappo.trainer.settings import advantage_shaping, mini_batches, policy_loss
+from megappo.trainer.shaping import HOST_OPS
 from megappo.trainer.state import TrainerState
 
 
@@ -102,7 +103,7 @@ class _Parts:
 
         self._implementation = choose_implementation(config.model.impl, device.type)
         self.log.note(f"layers: {self._implementation}, rollout: {config.rollout.engine}")
-        select_kernels(config.kernels, device, self.log)
+        select_kernels(config.kernels, device, self.log, host_ops=HOST_OPS)
         self.policy_arch = read_arch(config.policy.model)
         self._groups: dict[ParallelLayout, ProcessGroups] = {}
         self.policy_engine = self._build_policy(device)

@@ -14,6 +14,9 @@ from megappo.data.packing import PackedBatch
 from megappo.ops.advantages import token_advantages
 from megappo.ops.whiten import whiten_apply
 
+# What stage 5 calls, where the experience is: on the host.
+HOST_OPS = ("token_advantages", "whiten_apply")
+
 
 @dataclass(frozen=True)
 class AdvantageShaping:

@@ -13,13 +13,13 @@ def main() -> None:
     quiet_libraries()  # before Megatron-core is imported
     import torch.distributed as dist
 
-    from megappo.ops import dispatch
     from megappo.platform.device import select_device, start_distributed
+    from megappo.trainer.kernels import choose_kernels
     from megappo.tune.probe import measure_rates
 
     device = select_device("auto")
     start_distributed(device)
-    dispatch.select("auto")
+    choose_kernels("auto", device)
     rates = measure_rates(device, sys.argv[1])
     if dist.get_rank() == 0:
         Path(sys.argv[1], "rates.json").write_text(json.dumps(rates), encoding="utf-8")

@@ -23,11 +23,11 @@ from megappo.launch.world import is_rank
 from megappo.models.arch import ModelArch, read_arch
 from megappo.models.build import build_model
 from megappo.models.implementation import choose_implementation
-from megappo.ops import dispatch
 from megappo.parallel.groups import ProcessGroups, build_groups, destroy_groups
 from megappo.plan.layouts import layout_of
 from megappo.platform.device import DTYPES, select_device, start_alone, start_distributed
 from megappo.telemetry.timers import wait_for_device
+from megappo.trainer.kernels import choose_kernels
 from megappo.trainer.roles import Critic, LanguageModel, Policy
 from megappo.trainer.settings import policy_loss
 from megappo.tune.trials import RUNNING, Measured, Trial, read_trial, world_folder, write_outcome
@@ -47,7 +47,7 @@ def main(folder: Path, names: Sequence[str]) -> None:
         if dist.get_rank() == 0:
             running.write_text(name, encoding="utf-8")
         dist.barrier()  # so that no rank fails in a trial that is not known to have begun
-        dispatch.select(trial.config.kernels)
+        choose_kernels(trial.config.kernels, device)
         measured = run_trial(trial, device)
         if dist.get_rank() == 0:
             write_outcome(folder, name, measured)

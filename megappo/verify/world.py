@@ -16,10 +16,10 @@ import torch.distributed as dist
 from megappo.config.layout_checks import roles_in_use
 from megappo.config.schema import TrainConfig
 from megappo.models.implementation import Implementation, choose_implementation
-from megappo.ops import dispatch
 from megappo.parallel.groups import ProcessGroups, build_groups, destroy_groups
 from megappo.plan.layouts import layout_of
 from megappo.platform.device import select_device, start_distributed
+from megappo.trainer.kernels import choose_kernels
 from megappo.verify.gather import Gathered
 from megappo.verify.measure import Measured, RoleMeasures, measure
 from megappo.verify.recording import num_kept, record_rollouts
@@ -44,7 +44,7 @@ def main(folder: str, names: Sequence[str]) -> None:
     device = select_device(next(iter(runs.values())).run.device)
     start_distributed(device, _TIMEOUT_S)
     for name, config in runs.items():
-        dispatch.select(config.kernels)
+        choose_kernels(config.kernels, device)
         layouts = {role: layout_of(parallel, dist.get_world_size()) for role, parallel in roles_in_use(config).items()}
         built = {layout: build_groups(layout) for layout in dict.fromkeys(layouts.values())}
         groups = {role: built[layout] for role, layout in layouts.items()}

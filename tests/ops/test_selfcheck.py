@@ -1,4 +1,4 @@
-"""The check at the start of a run: every implementation passes, and a wrong kernel of any op is found and named."""
+"""The check of the kernels in this process: every implementation passes, and a wrong kernel of any op is found and named."""
 
 import re
 
@@ -6,16 +6,19 @@ import pytest
 import torch
 
 from megappo.ops import dispatch, selfcheck
-from megappo.ops.selfcheck import Numbers, require_sound, run_checks
+from megappo.ops.selfcheck import Numbers, run_checks
 
 CPU = torch.device("cpu")
-# Called by linear_backward between its products: its results are seen in linear_backward's.
-IN_OTHERS = {"vocab_logits_backward_"}
-OPS = sorted(set(dispatch.selected("cpu")) - IN_OTHERS)
+OPS = sorted(dispatch.selected("cpu"))
+
+
+def first_line(device):
+    """What is said of the first difference."""
+    return next(finding.line(device) for finding in run_checks(device) if not finding.ok)
 
 
 def test_every_implementation_passes(kernels):
-    require_sound(kernels)
+    assert [finding.line(kernels) for finding in run_checks(kernels) if not finding.ok] == []
 
 
 def test_every_op_is_checked():
@@ -57,8 +60,7 @@ def test_a_wrong_kernel_is_named(monkeypatch, op, fault):
     inject(monkeypatch, op, fault)
     wrong = [finding for finding in run_checks(CPU) if not finding.ok]
     assert wrong and op in wrong[0].ops
-    with pytest.raises(RuntimeError, match=rf"^kernels: .*{op} \(.*\) differs from its reference by [^\n]*report this$"):
-        require_sound(CPU)
+    assert re.fullmatch(rf"kernels: .*{op} \(.*\) differs from its reference by [^\n]*report this", first_line(CPU))
 
 
 def test_the_line_says_what_differs_where_and_what_to_do(monkeypatch):
@@ -70,11 +72,9 @@ def test_the_line_says_what_differs_where_and_what_to_do(monkeypatch):
         return loss, gradient, *metrics
 
     monkeypatch.setitem(dispatch._selection.resolved, ("policy_loss", "cpu"), ("cpp", wrong))
-    with pytest.raises(RuntimeError) as raised:
-        require_sound(CPU)
     assert re.fullmatch(
         r"kernels: policy_loss \(cpp\) differs from its reference by 0\.5, not \S+, in gradient of policy_loss at \[1234\]; "
-        r"use kernels=reference, and report this", str(raised.value),
+        r"use kernels=reference, and report this", first_line(CPU),
     )  # fmt: skip
 
 
@@ -83,19 +83,16 @@ def test_a_kernel_that_raises_is_named(monkeypatch):
         raise RuntimeError("value_loss: no kernel image is available for execution on the device\nmore about it")
 
     monkeypatch.setitem(dispatch._selection.resolved, ("value_loss", "cpu"), ("cpp", refused))
-    line = (
+    assert first_line(CPU) == (
         "kernels: value_loss (cpp) failed: value_loss: no kernel image is available for execution on the device; "
         "use kernels=reference, and report this"
     )
-    with pytest.raises(RuntimeError, match=f"^{re.escape(line)}$"):
-        require_sound(CPU)
 
 
 def test_a_shape_that_differs_is_named(monkeypatch):
     right = dispatch.implementation("whiten_apply", (torch.zeros(1),))
     monkeypatch.setitem(dispatch._selection.resolved, ("whiten_apply", "cpu"), ("cpp", lambda *args: right(*args)[:-1]))
-    with pytest.raises(RuntimeError, match=r"whiten_apply \(cpp\) failed: result has shape \(3000,\), not \(3001,\)"):
-        require_sound(CPU)
+    assert "whiten_apply (cpp) failed: result has shape (3000,), not (3001,)" in first_line(CPU)
 
 
 def test_only_what_is_possible_and_did_not_run_is_advised(monkeypatch):

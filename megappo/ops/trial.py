@@ -1,0 +1,241 @@
+"""The self-check in a process of its own, which a kernel that never comes back, or takes the device down, cannot take with it.
+
+`run_trial` starts the process and `main` is it. The process writes a line before and after every op, having waited for the device, so
+that the op that was running is known however the process ends; of several ops behind a wrong result, those are to blame that give a
+wrong one alone, all others being references.
+
+MEGAPPO_KERNEL_CHECK_S: seconds that one op may take, with its compilation by Triton; 300 if unset.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Callable, Mapping, Optional, Sequence
+
+import torch
+
+from megappo.ops import dispatch, selfcheck
+from megappo.ops.dispatch import Pair
+from megappo.ops.kernels import Kernels
+
+LIMIT_S = 300.0
+_POLL_S = 0.1
+_PACKAGE = Path(__file__).parents[2]
+# By what a process dies of its own fault; by others somebody ended it.
+_CRASHES = {signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV, signal.SIGTRAP}
+_KERNELS = ("cpp", "cuda", "triton")
+
+
+@dataclass
+class Trial:
+    """What a process found. passed: (index of a problem, the ops it ran -> implementations). faults: what is wrong with a kernel."""
+
+    passed: list[tuple[int, dict[str, str]]] = field(default_factory=list)
+    faults: dict[Pair, str] = field(default_factory=dict)
+
+
+def time_limit() -> float:
+    """Seconds for one op. ValueError where MEGAPPO_KERNEL_CHECK_S is no positive number."""
+    text = os.environ.get("MEGAPPO_KERNEL_CHECK_S", str(LIMIT_S))
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not seconds > 0:
+        raise ValueError(f"MEGAPPO_KERNEL_CHECK_S = {text}: use a number of seconds above 0, like {LIMIT_S:g}")
+    return seconds
+
+
+def run_trial(
+    device: torch.device,
+    kernels: Kernels,
+    faults: Mapping[Pair, str],
+    problems: Sequence[int],
+    *,
+    module: str = "megappo.ops.trial",
+) -> Trial:
+    """Check these of `selfcheck.problems_for` in a new process, with these kernels selected and these faults left out.
+
+    Ends with the first kernel that does not return. RuntimeError, one line, where no kernel is to blame: no GPU memory, a GPU that takes
+    one process only, a process that somebody killed, or references that differ.
+    """
+    limit_s = time_limit()
+    with tempfile.TemporaryDirectory(prefix="megappo-kernels-") as name:
+        report, errors = Path(name, "report"), Path(name, "stderr")
+        report.touch()
+        job = {
+            "report": str(report), "device": str(device), "kernels": kernels, "problems": list(problems),
+            "faults": [[*pair, fault] for pair, fault in faults.items()],
+        }  # fmt: skip
+        path = os.pathsep.join(filter(None, (str(_PACKAGE), os.environ.get("PYTHONPATH"))))
+        with errors.open("wb") as sink:
+            process = subprocess.Popen(
+                [sys.executable, "-m", module, json.dumps(job)], env={**os.environ, "PYTHONPATH": path},
+                stdin=subprocess.DEVNULL, stdout=sink, stderr=sink,
+            )  # fmt: skip
+            in_time = _wait(process, report, limit_s)
+        lines = [json.loads(line) for line in report.read_text(encoding="utf-8").splitlines()]
+        last = next(filter(None, reversed(errors.read_text(errors="replace").splitlines())), "")
+    how = None if process.returncode == 0 else _how_it_ended(process.returncode, in_time, limit_s, lines, last)
+    return _read(lines, how)
+
+
+def _wait(process: subprocess.Popen[bytes], report: Path, limit_s: float) -> bool:
+    """True where the process ended by itself; False where it wrote nothing for so long and was killed.
+
+    What is not an op (imports from a slow disk, the references) has LIMIT_S at least.
+    """
+    said, since = "", time.monotonic()
+    while process.poll() is None:
+        time.sleep(_POLL_S)
+        now = report.read_text(encoding="utf-8")
+        if now != said:
+            said, since = now, time.monotonic()
+        in_an_op = '{"begin"' in said[said.rfind("\n", 0, -1) + 1 :]
+        if time.monotonic() - since > (limit_s if in_an_op else max(limit_s, LIMIT_S)):
+            process.kill()
+            process.wait()
+            return False
+    return True
+
+
+@dataclass(frozen=True)
+class _End:
+    """How a process ended early. of_the_op: by what ran in it, not by what surrounds it."""
+
+    text: str
+    of_the_op: bool
+
+
+def _how_it_ended(code: int, in_time: bool, limit_s: float, lines: Sequence[Mapping[str, Any]], last: str) -> _End:
+    if not in_time:
+        return _End(f"did not come back within {limit_s:g} s", True)
+    if code < 0:
+        return _End(f"died of {signal.Signals(-code).name}" + (f" ({last})" if last else ""), signal.Signals(-code) in _CRASHES)
+    raised = next((line["raised"] for line in lines if "raised" in line), last)
+    return _End(f"failed: {raised}", not raised.startswith(("OutOfMemoryError", "KeyboardInterrupt")))
+
+
+def _read(lines: Sequence[Mapping[str, Any]], end: Optional[_End]) -> Trial:
+    trial, running = Trial(), []
+    for line in lines:
+        if "begin" in line:
+            running.append(tuple(line["begin"]))
+        elif "end" in line:
+            running.remove(tuple(line["end"]))
+        elif "passed" in line:
+            trial.passed.append((line["passed"], line["ran"]))
+        elif "fault" in line:
+            trial.faults[line["fault"][0], line["fault"][1]] = line["reason"]
+    if end is not None:
+        op, implementation = running[-1] if running else ("", "")
+        if not end.of_the_op or implementation not in _KERNELS:
+            where = f" in {op} ({implementation})" if running else ""
+            raise RuntimeError(f"kernels: their check {end.text}{where}, which is no kernel's fault; mend it, or use kernels=reference")
+        trial.faults[op, implementation] = end.text
+    return trial
+
+
+# ------------------------------------------------------------------------------------------------------------ the process
+
+
+class _ReportedCalls(selfcheck.Calls):
+    """Writes a line before and after each op."""
+
+    def __init__(self, say: Callable[..., None], device: torch.device) -> None:
+        super().__init__()
+        self._say, self._device = say, device
+        self.all: dict[str, str] = {}
+
+    def __call__(self, op: str, implementation: str, call: Callable[[], Any]) -> Any:
+        self.all[op] = implementation
+        self._say(begin=[op, implementation])
+        result = super().__call__(op, implementation, call)
+        wait_for(self._device)
+        self._say(end=[op, implementation])
+        return result
+
+
+def wait_for(device: torch.device) -> None:
+    """Until what was launched has run: errors of the device are raised here."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def main(argument: str) -> None:
+    """Do the job that `run_trial` described."""
+    _end_with_the_parent()
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a kernel that crashes is reported; nobody reads its core
+    job = json.loads(argument)
+    device = torch.device(job["device"])
+
+    def say(**line: Any) -> None:
+        with open(job["report"], "a", encoding="utf-8") as report:
+            report.write(json.dumps(line) + "\n")
+
+    def raised(kind: type[BaseException], error: BaseException, trace: Optional[TracebackType]) -> None:
+        say(raised=f"{kind.__name__}: {error}".strip().partition("\n")[0])
+        sys.__excepthook__(kind, error, trace)
+
+    say(started=True)
+    sys.excepthook = raised
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    faults: dict[Pair, str] = {(op, implementation): fault for op, implementation, fault in job["faults"]}
+    dispatch.select(job["kernels"], device.type)
+    dispatch.leave_out(faults)
+    every = selfcheck.problems_for(device.type)
+    for index in job["problems"]:
+        while (found := _look(every[index], device, say)).faults:
+            for (op, implementation), fault in found.faults.items():
+                say(fault=[op, implementation], reason=fault)
+            if job["kernels"] != "auto":
+                return  # one is enough to refuse them
+            faults |= found.faults
+            dispatch.leave_out(faults)
+        say(passed=index, ran=found.ran)
+
+
+@dataclass(frozen=True)
+class _Look:
+    ran: dict[str, str]
+    faults: dict[Pair, str]
+
+
+def _look(problem: selfcheck.Problem, device: torch.device, say: Callable[..., None]) -> _Look:
+    """One problem with what is selected now. RuntimeError where references alone give a wrong result."""
+    calls = _ReportedCalls(say, device)
+    wrong = next((finding for finding in selfcheck.check(problem, device, calls) if not finding.ok), None)
+    if wrong is None:
+        return _Look(calls.all, {})
+    suspects = [(op, implementation) for op, implementation in calls.all.items() if implementation in _KERNELS]
+    if not suspects:
+        raise RuntimeError(f"{', '.join(calls.all)} {wrong.fault()}, without any kernel of megappo")
+    guilty = [pair for pair in suspects if not _passes_alone(pair[0], problem, device, say)]
+    return _Look(calls.all, dict.fromkeys(guilty or suspects, wrong.fault()))
+
+
+def _passes_alone(op: str, problem: selfcheck.Problem, device: torch.device, say: Callable[..., None]) -> bool:
+    with dispatch.alone(op, device.type):
+        return all(finding.ok for finding in selfcheck.check(problem, device, _ReportedCalls(say, device)))
+
+
+def _end_with_the_parent() -> None:
+    """A rank that is killed leaves no process behind that waits for a hanging kernel."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,141 @@
+"""Which kernels are sound on this GPU: asked of `trial.py` once, and remembered.
+
+The memory is a file per GPU model, driver, torch, Triton and SHA-256 of the library and of all of ops/, so that a new one of these is
+looked at again. Delete the file for the same. It lies in MEGAPPO_CACHE, else XDG_CACHE_HOME/megappo, else ~/.cache/megappo.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import logging
+import os
+import platform
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Callable, Mapping, Optional
+
+import torch
+
+from megappo.ops import dispatch, selfcheck
+from megappo.ops.dispatch import Pair
+from megappo.ops.kernels import LIBRARY, Kernels
+from megappo.ops.trial import Trial, run_trial
+
+logger = logging.getLogger(__name__)
+
+Faults = dict[Pair, str]
+Look = Callable[[], Faults]
+Share = Callable[[Mapping[str, str], Look], Faults]
+"""(op -> implementation that this process would take, its look at them) -> what is wrong in any process"""
+_DRIVER = Path("/proc/driver/nvidia/version")
+
+
+def settle(
+    kernels: Kernels,
+    device: torch.device,
+    *,
+    share: Share = lambda chosen, look: look(),
+    module: str = "megappo.ops.trial",
+) -> Faults:
+    """Select the kernels for a run on this device, and leave out those that fail their check; returns them with what is wrong.
+
+    share: makes what one process found known to all; it is called equally often by all, since it gives all the same. ValueError, one
+    line, where a kernel that is named is missing or fails; RuntimeError where the check cannot be done (see `run_trial`).
+    """
+    dispatch.select(kernels, device.type)
+    faults: Faults = {}
+    while True:
+        dispatch.leave_out(faults)
+        chosen = dispatch.selected(device.type)
+        found = share(chosen, lambda: _find(kernels, device, chosen, faults, module))
+        if found.keys() <= faults.keys():
+            return faults
+        faults |= found
+
+
+def _find(kernels: Kernels, device: torch.device, chosen: Mapping[str, str], faults: Faults, module: str) -> Faults:
+    """Faults among what is chosen, from the file, or from a process where the file does not know. Empty: all are sound."""
+    verdicts = Verdicts.read(cache_file(device))
+    if known := {pair: fault for pair, fault in verdicts.faults.items() if pair in chosen.items()}:
+        return known
+    unknown = verdicts.unknown(chosen, len(selfcheck.problems_for(device.type)))
+    if not unknown:
+        return {}
+    logger.info("checking the kernels in a process of their own: minutes the first time, while Triton compiles")
+    trial = run_trial(device, kernels, faults, unknown, module=module)
+    verdicts.add(trial)
+    return trial.faults
+
+
+@dataclass
+class Verdicts:
+    """What is known, and the file that it is kept in. passed: problems that gave the right results, with the ops that ran."""
+
+    file: Path
+    passed: list[tuple[int, dict[str, str]]]
+    faults: Faults
+
+    @classmethod
+    def read(cls, file: Path) -> Verdicts:
+        """Empty where the file does not exist; so too, with a warning, where it is none of ours."""
+        try:
+            kept = json.loads(file.read_text(encoding="utf-8"))
+            passed = [(int(index), dict(ran)) for index, ran in kept["passed"]]
+            return cls(file, passed, {(op, implementation): fault for op, implementation, fault in kept["faults"]})
+        except FileNotFoundError:
+            return cls(file, [], {})
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            logger.warning("%s cannot be read, so the kernels are checked again: %s: %s", file, type(error).__name__, error)
+            return cls(file, [], {})
+
+    def unknown(self, chosen: Mapping[str, str], num_problems: int) -> list[int]:
+        """Problems that have not passed with these kernels."""
+        known = {index for index, ran in self.passed if ran.items() <= chosen.items()}
+        return [index for index in range(num_problems) if index not in known]
+
+    def add(self, trial: Trial) -> None:
+        """Also what another process has written meanwhile is kept. A folder that cannot be written is said, and does no other harm."""
+        now = Verdicts.read(self.file)
+        now.passed += [entry for entry in trial.passed if entry not in now.passed]
+        now.faults |= trial.faults
+        state = {"passed": now.passed, "faults": [[*pair, fault] for pair, fault in now.faults.items()]}
+        try:
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile("w", dir=self.file.parent, prefix=self.file.name, delete=False, encoding="utf-8") as fresh:
+                json.dump(state, fresh, indent=1)
+            os.replace(fresh.name, self.file)
+        except OSError as error:
+            logger.warning("%s cannot be written, so every start checks the kernels; set MEGAPPO_CACHE: %s", self.file, error)
+
+
+def cache_file(device: torch.device) -> Path:
+    """The file of this device, whether it exists or not."""
+    folder = os.environ.get("MEGAPPO_CACHE")
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return (Path(folder) if folder else Path(base, "megappo")) / f"kernels-{fingerprint(device)}.json"
+
+
+def fingerprint(device: torch.device) -> str:
+    """16 hexadecimal digits of everything that a verdict holds for."""
+    digest = hashlib.sha256("\n".join((_device_name(device), torch.__version__, str(_version("triton")))).encode())
+    for source in (LIBRARY, *sorted(Path(__file__).parent.rglob("*.py"))):
+        digest.update(source.read_bytes() if source.exists() else b"")
+    return digest.hexdigest()[:16]
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type != "cuda":
+        return platform.machine()
+    driver = _DRIVER.read_text() if _DRIVER.exists() else ""
+    gpu = torch.cuda.get_device_properties(device)
+    return f"{gpu.name} sm_{gpu.major}{gpu.minor} {driver} {torch._C._cuda_getDriverVersion()}"
+
+
+def _version(distribution: str) -> Optional[str]:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None

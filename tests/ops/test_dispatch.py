@@ -1,0 +1,207 @@
+"""Which implementation a call runs: by the device of its tensors, by what can be loaded here, and by what is left out."""
+
+import json
+import shutil
+import subprocess
+
+import pytest
+import torch
+
+from megappo.config.errors import ConfigError
+from megappo.ops import dispatch, kernels
+from megappo.plan.kernels import check_kernels
+
+BUILT = {"torch": "2.13.0+cu130", "isas": ["baseline"], "cuda": True, "cuda_archs": "8.0;9.0a", "cuda_reason": "nvcc", "cuda_toolkit": "13.0"}
+
+
+
+# ------------------------------------------------------------------------------------------------------- device of a call
+
+
+@pytest.mark.parametrize("name", ["cuda", "triton"])
+def test_a_name_of_the_gpu_counts_for_its_tensors_and_the_host_takes_what_auto_takes(monkeypatch, name):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with dispatch.using("auto"):
+        automatic = dispatch.selected("cpu")
+        dispatch.select(name, "cuda")
+        assert dispatch.selected("cpu") == automatic and automatic["token_advantages"] == "cpp"
+        # a run on the CPU alone has nothing that could take it
+        dispatch.select(name, "cpu")
+        with pytest.raises(ValueError, match="this run is on the CPU"):
+            dispatch.selected("cpu")
+
+
+def test_reference_counts_on_every_device():
+    with dispatch.using("auto"):
+        dispatch.select("reference", "cuda")
+        assert set(dispatch.selected("cpu").values()) == set(dispatch.selected("cuda").values()) == {"reference"}
+
+
+@pytest.mark.parametrize("name", ["cuda", "triton"])
+def test_a_run_on_the_cpu_alone_refuses_names_of_the_gpu_in_its_plan(monkeypatch, name):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(ConfigError, match="this run is on the CPU; set kernels=auto"):
+        check_kernels(name, "cpu")
+
+
+def test_the_advantages_of_a_run_on_a_gpu_are_computed_on_the_host(monkeypatch):
+    """Stage 5 as the trainer calls it, under the selection of a run on a GPU; `kernels: triton` stopped there."""
+    from megappo.data.packing import PackedBatch, cu_seqlens_of
+    from megappo.trainer.shaping import HOST_OPS, AdvantageShaping
+
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    token_fields = {name: torch.rand(7) for name in ("logprob", "ref_logprob", "value")}
+    token_fields["response_mask"] = torch.tensor([0, 1, 1, 0, 0, 1, 1], dtype=torch.bool)
+    batch = PackedBatch(torch.arange(7), cu_seqlens_of([3, 4]), token_fields, {"bootstrap": torch.zeros(2), "truncated": torch.zeros(2, dtype=torch.bool)})
+    shaping = AdvantageShaping(1.0, 0.95, None, None, True, "k1", True, False)
+    ran = {}
+
+    def watch(op, implementation, call):
+        ran[op] = implementation
+        return call()
+
+    with dispatch.using("auto"), dispatch.watched(watch):
+        for name in ("triton", "cuda"):
+            dispatch.select(name, "cuda")
+            shaping.apply(batch, torch.ones(2), 0.1)
+    assert ran == dict.fromkeys(HOST_OPS, "cpp")
+
+
+# ------------------------------------------------------------------------------------------------------- broken libraries
+
+
+def copy_facts(library, **facts):
+    library.with_suffix(".json").write_text(json.dumps(BUILT | facts))
+
+
+def without_its_library(folder):
+    """As when CUDA's runtime of the build is not installed: libcudart.so.13 is not found."""
+    for name, source, flags in (("libgone.so.13", "int gone() { return 0; }", ()), ("_native.so", "int gone(); int f() { return gone(); }", ("libgone.so.13",))):
+        (folder / "source.c").write_text(source)
+        subprocess.run(["gcc", "-shared", "-fPIC", "-o", name, "source.c", *flags], cwd=folder, check=True)
+    (folder / "libgone.so.13").unlink()
+    return "libgone.so.13: cannot open shared object file"
+
+
+def with_an_undefined_symbol(folder):
+    """As when it was built for another torch."""
+    (folder / "source.c").write_text("extern int aoti_torch_of_another_version; int *f() { return &aoti_torch_of_another_version; }")
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", "_native.so", "source.c"], cwd=folder, check=True)
+    return "undefined symbol: aoti_torch_of_another_version"
+
+
+def truncated(folder):
+    (folder / "_native.so").write_bytes(kernels.LIBRARY.read_bytes()[:3000])
+    return "_native.so"
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc")
+@pytest.mark.parametrize("breakage", [without_its_library, with_an_undefined_symbol, truncated])
+def test_a_library_that_cannot_be_loaded_is_done_without_and_said(monkeypatch, tmp_path, breakage):
+    said = breakage(tmp_path)
+    copy_facts(tmp_path / "_native.so", cuda_toolkit=None)
+    monkeypatch.setattr(kernels, "LIBRARY", tmp_path / "_native.so")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    with dispatch.using("auto"):
+        assert set(dispatch.selected("cpu").values()) == {"reference"}
+        assert dispatch.selected("cuda")["policy_loss"] == "triton"
+        for kind in ("cpu", "cuda"):
+            (line,) = dispatch.unavailable(kind)
+            assert "the compiled kernels cannot be loaded (" in line and said in line and "install megappo again" in line and "\n" not in line
+    for name, kind in (("cpp", "cpu"), ("cuda", "cuda")):
+        with dispatch.using(name), pytest.raises(ValueError, match=f"kernels = {name}: the compiled kernels cannot be loaded"):
+            dispatch.selected(kind)
+        with pytest.raises(ConfigError, match=r'kernels = "\w+": the compiled kernels cannot be loaded'):
+            check_kernels(name, kind)
+    assert said in kernels.describe() and "PyTorch references" in kernels.describe()
+
+
+def test_a_library_without_its_facts_is_none(monkeypatch, tmp_path):
+    (tmp_path / "_native.so").write_bytes(b"")
+    monkeypatch.setattr(kernels, "LIBRARY", tmp_path / "_native.so")
+    assert "the compiled kernels are missing" in kernels.missing("cpp", "cpu")
+
+
+# ---------------------------------------------------------------------------------------------- another CUDA, another GPU
+
+
+@pytest.mark.parametrize("archs, capability, served", [
+    ("8.0;9.0a", (8, 0), True),
+    ("8.0;9.0a", (8, 6), True),
+    ("8.0;9.0a", (8, 9), True),
+    ("8.0;9.0a", (9, 0), True),
+    ("8.0;9.0a", (7, 5), False),
+    ("8.0;9.0a", (10, 0), False),
+    ("8.0;9.0a", (12, 0), False),
+    ("8.6", (8, 0), False),
+    ("9.0a", (9, 0), True),
+    ("9.0a+PTX", (10, 0), False),
+    ("8.0;9.0+PTX", (9, 0), True),
+    ("8.0;9.0+PTX", (12, 0), True),
+    ("8.0+PTX", (9, 0), True),
+    ("8.0; 9.0+PTX;", (10, 3), True),
+    ("9.0+PTX", (8, 9), False),
+    ("", (8, 0), False),
+])  # fmt: skip
+def test_machine_code_serves_its_generation_and_ptx_what_comes_after(archs, capability, served):
+    assert kernels.serves(archs, capability) == served
+
+
+def on_a_gpu(monkeypatch, tmp_path, capability, cuda="13.0", **facts):
+    """The installed library with other facts, beside a torch for this CUDA and a GPU."""
+    library = tmp_path / "_native.so"
+    shutil.copy(kernels.LIBRARY, library)
+    copy_facts(library, **facts)
+    monkeypatch.setattr(kernels, "LIBRARY", library)
+    monkeypatch.setattr(kernels, "_unloadable", lambda path: None)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    return kernels.missing("cuda", "cuda")
+
+
+def test_a_gpu_that_the_library_does_not_serve_is_named_with_the_build_that_does(monkeypatch, tmp_path):
+    assert on_a_gpu(monkeypatch, tmp_path, (12, 0)) == (
+        "this GPU is sm_120, and the CUDA kernels are for 8.0;9.0a: install megappo again for it "
+        "(MEGAPPO_CUDA_ARCHS=12.0 MEGAPPO_CUDA=1 pip install --no-build-isolation -e .)"
+    )
+    assert on_a_gpu(monkeypatch, tmp_path, (8, 6)) is None
+    assert on_a_gpu(monkeypatch, tmp_path, (12, 0), cuda_archs="8.0;9.0+PTX") is None
+    assert on_a_gpu(monkeypatch, tmp_path, None) is None  # a plan for another machine
+    with dispatch.using("auto"):
+        on_a_gpu(monkeypatch, tmp_path, (12, 0))
+        assert dispatch.selected("cuda")["policy_loss"] == "triton" and "sm_120" in dispatch.unavailable("cuda")[0]
+    with pytest.raises(ConfigError, match="this GPU is sm_120"):
+        check_kernels("cuda", "cuda")
+
+
+def test_a_library_of_another_cuda_is_named_with_the_build_that_fits(monkeypatch, tmp_path):
+    assert on_a_gpu(monkeypatch, tmp_path, (9, 0), cuda_toolkit="12.8") == (
+        f"megappo was built with CUDA 12.8, and torch {torch.__version__} is for CUDA 13.0: install it again with nvcc 13 on PATH "
+        "(MEGAPPO_CUDA=1 pip install --no-build-isolation -e .)"
+    )
+    assert "has no CUDA: install it again with a CUDA torch" in on_a_gpu(monkeypatch, tmp_path, None, cuda=None)
+    assert on_a_gpu(monkeypatch, tmp_path, (9, 0), cuda_toolkit="13.2") is None
+    assert on_a_gpu(monkeypatch, tmp_path, (9, 0), cuda_toolkit=None) is None  # a library from before this was written down
+
+
+# ------------------------------------------------------------------------------------------------------------- left out
+
+
+def test_what_is_left_out_is_not_run_and_its_name_is_an_error():
+    with dispatch.using("auto"):
+        dispatch.leave_out({("vocab_stats", "cpp"): "died of SIGSEGV"})
+        chosen = dispatch.selected("cpu")
+        assert chosen["vocab_stats"] == "reference" and chosen["vocab_stats_merge"] == "cpp"
+        assert chosen["linear_stats"] == "reference"  # it is products of matrices around vocab_stats
+        dispatch.select("cpp")
+        with pytest.raises(ValueError, match="^kernels = cpp: vocab_stats died of SIGSEGV; use kernels=auto$"):
+            dispatch.selected("cpu")
+    assert dispatch.selected("cpu")["vocab_stats"] == "cpp"
+
+
+def test_an_op_alone_runs_its_kernel_and_all_others_their_references():
+    with dispatch.using("auto"), dispatch.alone("gae", "cpu"):
+        chosen = dispatch.selected("cpu")
+        assert chosen.pop("gae") == "cpp" and set(chosen.values()) == {"reference"}
+    assert dispatch.selected("cpu")["policy_loss"] == "cpp"
