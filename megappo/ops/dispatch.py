@@ -107,8 +107,8 @@ def unavailable(device_type: str) -> list[str]:
 def select(kernels: Kernels, device_type: Optional[str] = None) -> None:
     """Choose for the process; "auto" at the start. Takes effect with the next call.
 
-    device_type: of the run. A GPU's kernels cannot take what the run keeps on the host, so a name counts on that kind of device only,
-    and `auto` on others; "reference" counts on all, and so does any name where device_type is None.
+    device_type: of the run. A GPU's kernels cannot take what the run keeps on the host, so a name counts on that kind of device
+    only, and `auto` on others; "reference" counts on all, and so does any name where device_type is None.
     """
     if kernels not in get_args(Kernels):
         raise ValueError(f"kernels = {kernels}: use one of {', '.join(get_args(Kernels))}")
@@ -117,8 +117,8 @@ def select(kernels: Kernels, device_type: Optional[str] = None) -> None:
 
 
 def leave_out(faults: Mapping[Pair, str]) -> None:
-    """From now on these kernels are not run, for the reasons given: `auto` takes the next, a name of theirs is an error. Replaces what
-    was left out before."""
+    """From now on these kernels are not run, for the reasons given: `auto` takes the next, a name of theirs is an error. Replaces
+    what was left out before."""
     _selection.faults = dict(faults)
     _selection.resolved.clear()
 
@@ -213,5 +213,5 @@ def _in_python(folder: str, name: str) -> Optional[Callable[..., Any]]:
 
 
 def native_op(name: str) -> Optional[Callable[..., Any]]:
-    """The compiled op of this name, None where there is none. The library was loaded by `missing`, which had nothing against it."""
+    """The compiled op of this name, None where there is none. The library was loaded by `missing`."""
     return getattr(getattr(torch.ops, _selection.native), name, None)

@@ -1,5 +1,5 @@
-"""Which implementations of the ops exist, which run on a device, and why one cannot run here. Imports torch only to ask it for the GPU
-and to load the library.
+"""Which implementations of the ops exist, which run on a device, and why one cannot run here. Imports torch only to ask it for the
+GPU and to load the library.
 
     cpp        csrc/*/cpu.cpp         CPU tensors
     cuda       csrc/*/cuda.cu         CUDA tensors
@@ -61,7 +61,8 @@ def _no_cuda(facts: dict[str, Any]) -> Optional[str]:
 
     toolkit, runtime = facts.get("cuda_toolkit"), torch.version.cuda
     if runtime is None:
-        return f"megappo was built with CUDA kernels, and torch {torch.__version__} has no CUDA: install it again with a CUDA torch ({BUILD})"
+        built = f"megappo was built with CUDA kernels, and torch {torch.__version__} has no CUDA"
+        return f"{built}: install it again with a CUDA torch ({BUILD})"
     if toolkit and (major := runtime.split(".")[0]) != toolkit.split(".")[0]:
         built = f"megappo was built with CUDA {toolkit}, and torch {torch.__version__} is for CUDA {runtime}"
         return f"{built}: install it again with nvcc {major} on PATH ({BUILD})"
@@ -76,7 +77,7 @@ def _no_cuda(facts: dict[str, Any]) -> Optional[str]:
 def serves(archs: str, capability: tuple[int, int]) -> bool:
     """Whether code for these architectures (as MEGAPPO_CUDA_ARCHS) runs on a GPU of this compute capability.
 
-    Machine code of 8.0 runs on 8.x from 8.0 on, that of 9.0a on 9.0 alone; PTX (9.0+PTX) is compiled by the driver for anything newer.
+    Machine code of 8.0 runs on 8.x from 8.0 on, that of 9.0a on 9.0 alone; PTX (9.0+PTX) is compiled by the driver for what is newer.
     """
     for arch in filter(None, map(str.strip, archs.split(";"))):
         name = arch.removesuffix("+PTX")
@@ -99,7 +100,8 @@ def _unloadable(library: Path) -> Optional[str]:
     except OSError as error:
         # torch says only that it could not load; what the loader said is the cause
         said = str(error.__cause__ or error).splitlines()[0]
-        return f"the compiled kernels cannot be loaded ({said}): install megappo again for this torch (pip install --no-build-isolation -e .)"
+        again = "install megappo again for this torch (pip install --no-build-isolation -e .)"
+        return f"the compiled kernels cannot be loaded ({said}): {again}"
     return None
 
 

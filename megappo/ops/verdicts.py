@@ -1,7 +1,7 @@
 """Which kernels are sound on this GPU: asked of `trial.py` once, and remembered.
 
-The memory is a file per GPU model, driver, torch, Triton and SHA-256 of the library and of all of ops/, so that a new one of these is
-looked at again. Delete the file for the same. It lies in MEGAPPO_CACHE, else XDG_CACHE_HOME/megappo, else ~/.cache/megappo.
+The memory is a file per GPU model, driver, torch, Triton and SHA-256 of the library and of all of ops/, so that a new one of these
+is looked at again. Delete the file for the same. It lies in MEGAPPO_CACHE, else XDG_CACHE_HOME/megappo, else ~/.cache/megappo.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def settle(
 ) -> Faults:
     """Select the kernels for a run on this device, and leave out those that fail their check; returns them with what is wrong.
 
-    share: makes what one process found known to all; it is called equally often by all, since it gives all the same. ValueError, one
-    line, where a kernel that is named is missing or fails; RuntimeError where the check cannot be done (see `run_trial`).
+    share: makes what one process found known to all; it is called equally often by all, since it gives all the same. ValueError,
+    one line, where a kernel that is named is missing or fails; RuntimeError where the check cannot be done (see `run_trial`).
     """
     dispatch.select(kernels, device.type)
     faults: Faults = {}
@@ -97,16 +97,17 @@ class Verdicts:
         return [index for index in range(num_problems) if index not in known]
 
     def add(self, trial: Trial) -> None:
-        """Also what another process has written meanwhile is kept. A folder that cannot be written is said, and does no other harm."""
+        """What another process has written meanwhile is kept. A folder that cannot be written is said, and does no other harm."""
         now = Verdicts.read(self.file)
         now.passed += [entry for entry in trial.passed if entry not in now.passed]
         now.faults |= trial.faults
         state = {"passed": now.passed, "faults": [[*pair, fault] for pair, fault in now.faults.items()]}
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile("w", dir=self.file.parent, prefix=self.file.name, delete=False, encoding="utf-8") as fresh:
-                json.dump(state, fresh, indent=1)
-            os.replace(fresh.name, self.file)
+            handle, fresh = tempfile.mkstemp(dir=self.file.parent, prefix=self.file.name)
+            with open(handle, "w", encoding="utf-8") as file:
+                json.dump(state, file, indent=1)
+            os.replace(fresh, self.file)
         except OSError as error:
             logger.warning("%s cannot be written, so every start checks the kernels; set MEGAPPO_CACHE: %s", self.file, error)
 

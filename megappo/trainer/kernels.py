@@ -42,11 +42,11 @@ def select_kernels(kernels: Kernels, device: torch.device, log: RunLog, host_ops
 
 
 def choose_kernels(kernels: Kernels, device: torch.device) -> Faults:
-    """Select them in this process, without those that fail their check on a GPU of the world; collective. Returns what is left out.
+    """Select them in this process, without those that fail their check on any GPU of the world; collective. Returns what is left out.
 
     A GPU's kernels are checked because they depend on the GPU, its driver and Triton's compiler; what the CPU runs depends on the
-    build, and the tests have looked at it. ValueError where a kernel that is named is missing or fails; RuntimeError where the check
-    cannot be done.
+    build, and the tests have looked at it. ValueError where a kernel that is named is missing or fails; RuntimeError where the
+    check cannot be done.
     """
     dispatch.select(kernels, device.type)
     if device.type != "cuda" or kernels == "reference":
@@ -60,7 +60,7 @@ def choose_kernels(kernels: Kernels, device: torch.device) -> Faults:
 
 
 def _shared(chosen: Mapping[str, str], look: Optional[Look]) -> Faults:
-    """What all ranks that look have found, on every rank. Those that wait meet the others every two seconds, not once after minutes."""
+    """What all ranks that look have found, on every rank. Those that wait meet the others every two seconds: no time-out is near."""
     with ThreadPoolExecutor(1) as pool:
         found: Optional[Future[Faults]] = pool.submit(look) if look else None
         while any_rank(found is not None and not found.done()):
@@ -74,7 +74,7 @@ def _shared(chosen: Mapping[str, str], look: Optional[Look]) -> Faults:
 
 
 def disagreements(choices: Sequence[Mapping[str, str]]) -> Faults:
-    """What some ranks would take and others cannot: with an older library on one node, an op has to run by the lesser kernel on all.
+    """What some ranks would take and others cannot: with another library on one node, an op runs by the lesser kernel on all.
 
     choices: by rank, op -> implementation.
     """
@@ -97,7 +97,8 @@ def described(device: torch.device, host_ops: Sequence[str], faults: Faults) -> 
         lines.append(_line("cpu", sorted(on_host)))
     lines += [f"kernels left out: {op} ({implementation}) {fault}" for (op, implementation), fault in faults.items()]
     kinds = [device.type, "cpu"] if on_host else [device.type]
-    return lines + [f"kernels left out: {reason}" for reason in dict.fromkeys(r for kind in kinds for r in dispatch.unavailable(kind))]
+    reasons = dict.fromkeys(reason for kind in kinds for reason in dispatch.unavailable(kind))
+    return lines + [f"kernels left out: {reason}" for reason in reasons]
 
 
 def _line(device_type: str, ops: Sequence[str]) -> str:

@@ -11,7 +11,10 @@ from megappo.config.errors import ConfigError
 from megappo.ops import dispatch, kernels
 from megappo.plan.kernels import check_kernels
 
-BUILT = {"torch": "2.13.0+cu130", "isas": ["baseline"], "cuda": True, "cuda_archs": "8.0;9.0a", "cuda_reason": "nvcc", "cuda_toolkit": "13.0"}
+BUILT = {
+    "torch": "2.13.0+cu130", "isas": ["baseline"], "cuda": True, "cuda_archs": "8.0;9.0a", "cuda_reason": "nvcc",
+    "cuda_toolkit": "13.0",
+}  # fmt: skip
 
 
 
@@ -52,7 +55,8 @@ def test_the_advantages_of_a_run_on_a_gpu_are_computed_on_the_host(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     token_fields = {name: torch.rand(7) for name in ("logprob", "ref_logprob", "value")}
     token_fields["response_mask"] = torch.tensor([0, 1, 1, 0, 0, 1, 1], dtype=torch.bool)
-    batch = PackedBatch(torch.arange(7), cu_seqlens_of([3, 4]), token_fields, {"bootstrap": torch.zeros(2), "truncated": torch.zeros(2, dtype=torch.bool)})
+    sequence_fields = {"bootstrap": torch.zeros(2), "truncated": torch.zeros(2, dtype=torch.bool)}
+    batch = PackedBatch(torch.arange(7), cu_seqlens_of([3, 4]), token_fields, sequence_fields)
     shaping = AdvantageShaping(1.0, 0.95, None, None, True, "k1", True, False)
     ran = {}
 
@@ -74,25 +78,28 @@ def copy_facts(library, **facts):
     library.with_suffix(".json").write_text(json.dumps(BUILT | facts))
 
 
+def compile_library(folder, name, source, *others):
+    (folder / "source.c").write_text(source)
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", name, "source.c", *others], cwd=folder, check=True)
+
+
 def without_its_library(folder):
     """As when CUDA's runtime of the build is not installed: libcudart.so.13 is not found."""
-    for name, source, flags in (("libgone.so.13", "int gone() { return 0; }", ()), ("_native.so", "int gone(); int f() { return gone(); }", ("libgone.so.13",))):
-        (folder / "source.c").write_text(source)
-        subprocess.run(["gcc", "-shared", "-fPIC", "-o", name, "source.c", *flags], cwd=folder, check=True)
+    compile_library(folder, "libgone.so.13", "int gone() { return 0; }")
+    compile_library(folder, "_native.so", "int gone(); int f() { return gone(); }", "libgone.so.13")
     (folder / "libgone.so.13").unlink()
     return "libgone.so.13: cannot open shared object file"
 
 
 def with_an_undefined_symbol(folder):
     """As when it was built for another torch."""
-    (folder / "source.c").write_text("extern int aoti_torch_of_another_version; int *f() { return &aoti_torch_of_another_version; }")
-    subprocess.run(["gcc", "-shared", "-fPIC", "-o", "_native.so", "source.c"], cwd=folder, check=True)
-    return "undefined symbol: aoti_torch_of_another_version"
+    compile_library(folder, "_native.so", "extern int aoti_torch_another; int *f() { return &aoti_torch_another; }")
+    return "undefined symbol: aoti_torch_another"
 
 
 def truncated(folder):
-    (folder / "_native.so").write_bytes(kernels.LIBRARY.read_bytes()[:3000])
-    return "_native.so"
+    (folder / "_native.so").write_bytes(kernels.LIBRARY.read_bytes()[:10])
+    return "file too short"
 
 
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc")
@@ -107,7 +114,8 @@ def test_a_library_that_cannot_be_loaded_is_done_without_and_said(monkeypatch, t
         assert dispatch.selected("cuda")["policy_loss"] == "triton"
         for kind in ("cpu", "cuda"):
             (line,) = dispatch.unavailable(kind)
-            assert "the compiled kernels cannot be loaded (" in line and said in line and "install megappo again" in line and "\n" not in line
+            assert line.startswith("the compiled kernels cannot be loaded (") and said in line and "\n" not in line
+            assert "install megappo again" in line
     for name, kind in (("cpp", "cpu"), ("cuda", "cuda")):
         with dispatch.using(name), pytest.raises(ValueError, match=f"kernels = {name}: the compiled kernels cannot be loaded"):
             dispatch.selected(kind)
@@ -148,9 +156,9 @@ def test_machine_code_serves_its_generation_and_ptx_what_comes_after(archs, capa
 
 
 def on_a_gpu(monkeypatch, tmp_path, capability, cuda="13.0", **facts):
-    """The installed library with other facts, beside a torch for this CUDA and a GPU."""
+    """What is said of a library with these facts, beside a torch for this CUDA and a GPU."""
     library = tmp_path / "_native.so"
-    shutil.copy(kernels.LIBRARY, library)
+    library.touch()
     copy_facts(library, **facts)
     monkeypatch.setattr(kernels, "LIBRARY", library)
     monkeypatch.setattr(kernels, "_unloadable", lambda path: None)
@@ -182,7 +190,7 @@ def test_a_library_of_another_cuda_is_named_with_the_build_that_fits(monkeypatch
     )
     assert "has no CUDA: install it again with a CUDA torch" in on_a_gpu(monkeypatch, tmp_path, None, cuda=None)
     assert on_a_gpu(monkeypatch, tmp_path, (9, 0), cuda_toolkit="13.2") is None
-    assert on_a_gpu(monkeypatch, tmp_path, (9, 0), cuda_toolkit=None) is None  # a library from before this was written down
+    assert on_a_gpu(monkeypatch, tmp_path, (9, 0), cuda_toolkit=None) is None  # built before this was written down
 
 
 # ------------------------------------------------------------------------------------------------------------- left out

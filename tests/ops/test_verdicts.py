@@ -78,7 +78,8 @@ def test_a_named_kernel_that_fails_is_an_error_of_one_line(monkeypatch):
     with pytest.raises(ValueError) as raised:
         run("cpp")
     assert re.fullmatch(
-        r"kernels = cpp: policy_loss differs from its reference by \S+, not \S+, in gradient of policy_loss at \[1500\]; use kernels=auto",
+        r"kernels = cpp: policy_loss differs from its reference by \S+, not \S+, in gradient of policy_loss at \[1500\]; "
+        r"use kernels=auto",
         str(raised.value),
     )
 
@@ -179,7 +180,8 @@ def test_the_file_is_where_caches_are(monkeypatch, tmp_path):
 
 def test_another_driver_gpu_or_library_is_another_file(monkeypatch, tmp_path):
     seen = {cache_file(CPU)}
-    for name, change in {"_device_name": lambda device: "another", "_version": lambda package: "0", "LIBRARY": tmp_path / "none"}.items():
+    other = {"_device_name": lambda device: "another", "_version": lambda package: "0", "LIBRARY": tmp_path / "none"}
+    for name, change in other.items():
         with monkeypatch.context() as patch:
             patch.setattr(verdicts, name, change)
             seen.add(cache_file(CPU))
