@@ -353,7 +353,8 @@ class TrainConfig(Section):
     """How the layers of all roles are built."""
     kernels: Literal["auto", "cpp", "triton", "cuda", "reference"] = "auto"
     """Implementation of the ops (log-probs, advantages, losses): auto takes cuda, triton, reference on a GPU and cpp, reference on
-    the CPU, in this order; a named one that is missing is an error. docs/kernels.md has the figures."""
+    the CPU, in this order, without kernels that fail their check on a GPU; a named one that is missing or fails is an error. A GPU's
+    name counts on the GPU only: advantages are computed on the host. docs/kernels.md has the figures."""
     policy: PolicyConfig
     """The model that is trained to act."""
     critic: CriticConfig = CriticConfig()
@@ -414,7 +415,8 @@ class SftConfig(Section):
     """How the layers of all roles are built."""
     kernels: Literal["auto", "cpp", "triton", "cuda", "reference"] = "auto"
     """Implementation of the ops (log-probs, advantages, losses): auto takes cuda, triton, reference on a GPU and cpp, reference on
-    the CPU, in this order; a named one that is missing is an error. docs/kernels.md has the figures."""
+    the CPU, in this order, without kernels that fail their check on a GPU; a named one that is missing or fails is an error. A GPU's
+    name counts on the GPU only: advantages are computed on the host. docs/kernels.md has the figures."""
     policy: PolicyConfig
     """The model that is fine-tuned."""
     data: SftDataConfig

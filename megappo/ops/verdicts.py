@@ -130,9 +130,9 @@ def fingerprint(device: torch.device) -> str:
 def _device_name(device: torch.device) -> str:
     if device.type != "cuda":
         return platform.machine()
-    driver = _DRIVER.read_text() if _DRIVER.exists() else ""
     gpu = torch.cuda.get_device_properties(device)
-    return f"{gpu.name} sm_{gpu.major}{gpu.minor} {driver} {torch._C._cuda_getDriverVersion()}"
+    driver = _DRIVER.read_text() if _DRIVER.exists() else ""  # WSL does not have the file, and its driver is not looked at
+    return f"{gpu.name} sm_{gpu.major}{gpu.minor} {driver}"
 
 
 def _version(distribution: str) -> Optional[str]:
