@@ -352,9 +352,9 @@ class TrainConfig(Section):
     model: ModelConfig = ModelConfig()
     """How the layers of all roles are built."""
     kernels: Literal["auto", "cpp", "triton", "cuda", "reference"] = "auto"
-    """Implementation of the ops (log-probs, advantages, losses): auto takes cuda, triton, reference on a GPU and cpp, reference on
-    the CPU, in this order, without kernels that fail their check on a GPU; a named one that is missing or fails is an error. A GPU's
-    name counts on the GPU only: advantages are computed on the host. docs/kernels.md has the figures."""
+    """Implementation of the ops (log-probs, advantages, losses): auto takes cuda, triton, reference on a GPU and cpp, reference
+    on the CPU, in this order, without kernels that fail their check on a GPU; a named one that is missing or fails is an error.
+    A GPU's name counts on the GPU only: advantages are computed on the host. docs/kernels.md has the figures."""
     policy: PolicyConfig
     """The model that is trained to act."""
     critic: CriticConfig = CriticConfig()
@@ -414,9 +414,9 @@ class SftConfig(Section):
     model: ModelConfig = ModelConfig()
     """How the layers of all roles are built."""
     kernels: Literal["auto", "cpp", "triton", "cuda", "reference"] = "auto"
-    """Implementation of the ops (log-probs, advantages, losses): auto takes cuda, triton, reference on a GPU and cpp, reference on
-    the CPU, in this order, without kernels that fail their check on a GPU; a named one that is missing or fails is an error. A GPU's
-    name counts on the GPU only: advantages are computed on the host. docs/kernels.md has the figures."""
+    """Implementation of the ops (log-probs, advantages, losses): auto takes cuda, triton, reference on a GPU and cpp, reference
+    on the CPU, in this order, without kernels that fail their check on a GPU; a named one that is missing or fails is an error.
+    A GPU's name counts on the GPU only: advantages are computed on the host. docs/kernels.md has the figures."""
     policy: PolicyConfig
     """The model that is fine-tuned."""
     data: SftDataConfig

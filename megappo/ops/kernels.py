@@ -1,5 +1,5 @@
-"""Which implementations of the ops exist, which run on a device, and why one cannot run here. Imports torch only to ask it for the
-GPU and to load the library.
+"""Which implementations of the ops exist, which run on a device, and why one cannot run here. Imports torch only to ask it for
+the GPU and to load the library.
 
     cpp        csrc/*/cpu.cpp         CPU tensors
     cuda       csrc/*/cuda.cu         CUDA tensors
@@ -77,7 +77,7 @@ def _no_cuda(facts: dict[str, Any]) -> Optional[str]:
 def serves(archs: str, capability: tuple[int, int]) -> bool:
     """Whether code for these architectures (as MEGAPPO_CUDA_ARCHS) runs on a GPU of this compute capability.
 
-    Machine code of 8.0 runs on 8.x from 8.0 on, that of 9.0a on 9.0 alone; PTX (9.0+PTX) is compiled by the driver for what is newer.
+    Machine code of 8.0 runs on 8.x from 8.0 on, that of 9.0a on 9.0 alone; the driver compiles PTX (9.0+PTX) for what is newer.
     """
     for arch in filter(None, map(str.strip, archs.split(";"))):
         name = arch.removesuffix("+PTX")

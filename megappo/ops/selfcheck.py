@@ -3,8 +3,8 @@
 A compiler that miscompiles a kernel or a library of another version would otherwise show as a run that learns slowly.
 `run_checks` calls every public function of ops/ on a small fixed problem, forward and backward, and holds the results against the
 same call in fp64, which always runs the reference, on the same device. A few thousand tokens: below 0.5 s on a CPU; on a GPU
-seconds, while Triton compiles, and there `trial.py` does it in another process, since a kernel may not come back. Tensor parallelism
-is not checked here: it gathers and adds the same statistics.
+seconds, while Triton compiles, and there `trial.py` does it in another process, since a kernel may not come back. Tensor
+parallelism is not checked here: it gathers and adds the same statistics.
 """
 
 from __future__ import annotations

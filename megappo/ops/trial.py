@@ -1,8 +1,8 @@
 """The self-check in a process of its own, which a kernel that never comes back, or takes the device down, cannot take with it.
 
-`run_trial` starts the process and `main` is it. The process writes a line before and after every op, having waited for the device,
-so that the op that was running is known however the process ends; of several ops behind a wrong result, those are to blame that give
-a wrong one alone, all others being references.
+`run_trial` starts the process and `main` is it. The process writes a line before and after every op, having waited for the
+device, so that the op that was running is known however the process ends; of several ops behind a wrong result, those are to blame
+that give a wrong one alone, all others being references.
 
 MEGAPPO_KERNEL_CHECK_S: seconds that one op may take, with its compilation by Triton; 300 if unset.
 """
@@ -39,7 +39,7 @@ _KERNELS = ("cpp", "cuda", "triton")
 
 @dataclass
 class Trial:
-    """What a process found. passed: (index of a problem, the ops it ran -> implementations). faults: what is wrong with kernels."""
+    """What a process found. passed: (index of a problem, the ops it ran -> implementations). faults: what is wrong with them."""
 
     passed: list[tuple[int, dict[str, str]]] = field(default_factory=list)
     faults: dict[Pair, str] = field(default_factory=dict)
@@ -67,8 +67,8 @@ def run_trial(
 ) -> Trial:
     """Check these of `selfcheck.problems_for` in a new process, with these kernels selected and these faults left out.
 
-    Ends with the first kernel that does not return. RuntimeError, one line, where no kernel is to blame: no GPU memory, a GPU that
-    takes one process only, a process that somebody killed, or references that differ.
+    Ends with the first kernel that does not return. RuntimeError, one line, where no kernel is to blame: no GPU memory, a GPU
+    that takes one process only, a process that somebody killed, or references that differ.
     """
     limit_s = time_limit()
     with tempfile.TemporaryDirectory(prefix="megappo-kernels-") as name:

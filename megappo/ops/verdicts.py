@@ -1,7 +1,7 @@
 """Which kernels are sound on this GPU: asked of `trial.py` once, and remembered.
 
-The memory is a file per GPU model, driver, torch, Triton and SHA-256 of the library and of all of ops/, so that a new one of these
-is looked at again. Delete the file for the same. It lies in MEGAPPO_CACHE, else XDG_CACHE_HOME/megappo, else ~/.cache/megappo.
+The memory is a file per GPU model, driver, torch, Triton and SHA-256 of the library and of all of ops/, so that a new one of
+these is looked at again. Delete the file for the same. It lies in MEGAPPO_CACHE, else XDG_CACHE_HOME/megappo, else ~/.cache/megappo.
 """
 
 from __future__ import annotations

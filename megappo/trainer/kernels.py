@@ -42,7 +42,7 @@ def select_kernels(kernels: Kernels, device: torch.device, log: RunLog, host_ops
 
 
 def choose_kernels(kernels: Kernels, device: torch.device) -> Faults:
-    """Select them in this process, without those that fail their check on any GPU of the world; collective. Returns what is left out.
+    """Select them in this process, without those that fail their check on any GPU of the world; collective. Returns the latter.
 
     A GPU's kernels are checked because they depend on the GPU, its driver and Triton's compiler; what the CPU runs depends on the
     build, and the tests have looked at it. ValueError where a kernel that is named is missing or fails; RuntimeError where the
@@ -60,7 +60,7 @@ def choose_kernels(kernels: Kernels, device: torch.device) -> Faults:
 
 
 def _shared(chosen: Mapping[str, str], look: Optional[Look]) -> Faults:
-    """What all ranks that look have found, on every rank. Those that wait meet the others every two seconds: no time-out is near."""
+    """What all ranks that look have found, on every rank. All meet every two seconds, so no collective runs into its time-out."""
     with ThreadPoolExecutor(1) as pool:
         found: Optional[Future[Faults]] = pool.submit(look) if look else None
         while any_rank(found is not None and not found.done()):

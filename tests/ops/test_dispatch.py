@@ -185,8 +185,8 @@ def test_a_gpu_that_the_library_does_not_serve_is_named_with_the_build_that_does
 
 def test_a_library_of_another_cuda_is_named_with_the_build_that_fits(monkeypatch, tmp_path):
     assert on_a_gpu(monkeypatch, tmp_path, (9, 0), cuda_toolkit="12.8") == (
-        f"megappo was built with CUDA 12.8, and torch {torch.__version__} is for CUDA 13.0: install it again with nvcc 13 on PATH "
-        "(MEGAPPO_CUDA=1 pip install --no-build-isolation -e .)"
+        f"megappo was built with CUDA 12.8, and torch {torch.__version__} is for CUDA 13.0: install it again with nvcc 13 "
+        "on PATH (MEGAPPO_CUDA=1 pip install --no-build-isolation -e .)"
     )
     assert "has no CUDA: install it again with a CUDA torch" in on_a_gpu(monkeypatch, tmp_path, None, cuda=None)
     assert on_a_gpu(monkeypatch, tmp_path, (9, 0), cuda_toolkit="13.2") is None

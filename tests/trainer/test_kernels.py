@@ -1,4 +1,4 @@
-"""The kernels of a run: checked before the first model where they run on a GPU, the same on all ranks, and said once for all ops."""
+"""The kernels of a run: checked before the first model where they run on a GPU, the same on all ranks, said once for all ops."""
 
 import logging
 from types import SimpleNamespace
@@ -95,7 +95,7 @@ def test_what_one_rank_cannot_run_no_rank_runs():
 
 
 def choose_with_a_fault_on_one_node(rank):
-    """Two nodes of two ranks: which ranks look, and what each rank ends with. The second node's Triton is wrong in policy_loss."""
+    """Two nodes of two ranks: which ranks look, what each rank ends with. The second node's Triton is wrong in policy_loss."""
     looked = []
 
     def find(name, device, chosen, faults, module):
