@@ -57,7 +57,10 @@ def settle(
 
 
 def _find(kernels: Kernels, device: torch.device, chosen: Mapping[str, str], faults: Faults, module: str) -> Faults:
-    """Faults among what is chosen, from the file, or from a process where the file does not know. Empty: all are sound."""
+    """Faults among what is chosen, from the file, or from a process where the file does not know. Empty: all are sound.
+
+    RuntimeError also where the process ran something else than this one would, since that says nothing of it.
+    """
     verdicts = Verdicts.read(cache_file(device))
     if known := {pair: fault for pair, fault in verdicts.faults.items() if pair in chosen.items()}:
         return known
@@ -66,6 +69,10 @@ def _find(kernels: Kernels, device: torch.device, chosen: Mapping[str, str], fau
         return {}
     logger.info("checking the kernels in a process of their own: minutes the first time, while Triton compiles")
     trial = run_trial(device, kernels, faults, unknown, module=module)
+    others = {op: ran[op] for _, ran in trial.passed for op in ran if ran[op] != chosen[op] and not trial.faults}
+    if others:
+        op, implementation = next(iter(others.items()))
+        raise RuntimeError(f"kernels: their check ran {op} by {implementation}, and the run would by {chosen[op]}: please report this")
     verdicts.add(trial)
     return trial.faults
 

@@ -73,6 +73,14 @@ def test_sound_kernels_are_remembered_for_what_uses_them(monkeypatch):
         run("auto")
 
 
+def test_a_check_of_something_else_than_the_run_would_run_says_nothing(monkeypatch):
+    """As on a device that hands its tensors to ops as those of another kind."""
+    monkeypatch.setenv("TEST_ORDER", "reference")
+    with pytest.raises(RuntimeError, match="^kernels: their check ran [a-z_]+ by reference, and the run would by (gemm . )?cpp: "):
+        with_faults(monkeypatch, "none none none")("auto")
+    assert not cache_file(CPU).exists()
+
+
 def test_a_named_kernel_that_fails_is_an_error_of_one_line(monkeypatch):
     run = with_faults(monkeypatch, "policy_loss cpp differs, value_loss cpp differs")
     with pytest.raises(ValueError) as raised:
