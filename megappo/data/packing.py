@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from math import lcm
-from typing import Mapping, Sequence
+from typing import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -23,13 +23,14 @@ class PackedBatch:
 
     tokens: [T] int64. cu_seqlens: [B+1] int32, cu_seqlens[b] is where sequence b starts and cu_seqlens[B] = T.
     token_fields: name -> [T] (or [T, ...]), one value per token; int32 holds token ids or NO_ID. sequence_fields: name -> [B], one
-    value per sequence.
+    value per sequence. left_out: names of fields that `only` dropped; to ask for one of them is an error.
     """
 
     tokens: Tensor
     cu_seqlens: Tensor
     token_fields: Mapping[str, Tensor] = field(default_factory=dict)
     sequence_fields: Mapping[str, Tensor] = field(default_factory=dict)
+    left_out: frozenset[str] = frozenset()
 
     @property
     def num_tokens(self) -> int:
@@ -45,12 +46,27 @@ class PackedBatch:
         return (self.cu_seqlens[1:] - self.cu_seqlens[:-1]).long()
 
     def __getitem__(self, name: str) -> Tensor:
+        self._require_kept(name)
         if name in self.token_fields:
             return self.token_fields[name]
         return self.sequence_fields[name]
 
     def __contains__(self, name: str) -> bool:
+        self._require_kept(name)
         return name in self.token_fields or name in self.sequence_fields
+
+    def _require_kept(self, name: str) -> None:
+        if name in self.left_out:
+            raise KeyError(f"the batch's field {name!r} was left out of this pass: name it among the fields that the pass reads")
+
+    def only(self, names: Collection[str]) -> PackedBatch:
+        """The batch with those of the named fields that it has."""
+        return replace(
+            self,
+            token_fields={k: v for k, v in self.token_fields.items() if k in names},
+            sequence_fields={k: v for k, v in self.sequence_fields.items() if k in names},
+            left_out=self.left_out | {k for k in (*self.token_fields, *self.sequence_fields) if k not in names},
+        )
 
     def with_fields(
         self, token_fields: Mapping[str, Tensor] = {}, sequence_fields: Mapping[str, Tensor] = {}
@@ -64,6 +80,7 @@ class PackedBatch:
             self,
             token_fields={**self.token_fields, **token_fields},
             sequence_fields={**self.sequence_fields, **sequence_fields},
+            left_out=self.left_out - {*token_fields, *sequence_fields},
         )
 
     def token_index(self, sequences: Sequence[int] | Tensor) -> Tensor:
@@ -79,7 +96,8 @@ class PackedBatch:
         """The batch of these sequences, in the given order, with all fields."""
         chosen = torch.as_tensor(sequences, dtype=torch.long, device=self.tokens.device)
         index = self.token_index(chosen)
-        return PackedBatch(
+        return replace(
+            self,
             tokens=self.tokens[index],
             cu_seqlens=cu_seqlens_of(self.lengths[chosen]),
             token_fields={k: v[index] for k, v in self.token_fields.items()},
@@ -94,37 +112,51 @@ class PackedBatch:
         collective.
         Context parallel needs sequences of a multiple of 2 cp tokens, sequence parallel a total that is a multiple of cp tp.
         """
-        lengths = -(-self.lengths // sequence_multiple) * sequence_multiple
-        multiple = lcm(sequence_multiple, total_multiple)
-        total = int(lengths.sum())
-        missing = max(1, -(-total // multiple)) * multiple - total
-        starts = lengths.cumsum(0) - lengths
+        lengths = padded_lengths(self.lengths, sequence_multiple, total_multiple)
+        total, is_completed = int(lengths.sum()), lengths.numel() > self.num_sequences
+        starts = (lengths.cumsum(0) - lengths)[: self.num_sequences]
         # Token t of sequence b moves by as much as the sequence's start does.
         index = torch.arange(self.num_tokens, device=self.tokens.device)
         index = index + (starts - self.cu_seqlens[:-1]).repeat_interleave(self.lengths)
-        if total + missing == self.num_tokens:
+        if total == self.num_tokens:
             return self, index
-        if missing:
-            lengths = torch.cat([lengths, lengths.new_full((1,), missing)])
 
         def spread(x: Tensor, fill: int = 0) -> Tensor:
-            return x.new_full((total + missing, *x.shape[1:]), fill).index_copy_(0, index, x)
+            return x.new_full((total, *x.shape[1:]), fill).index_copy_(0, index, x)
 
-        batch = PackedBatch(
+        batch = replace(
+            self,
             tokens=spread(self.tokens),
             cu_seqlens=cu_seqlens_of(lengths),
             token_fields={k: spread(v, NO_ID if v.dtype == torch.int32 else 0) for k, v in self.token_fields.items()},
-            sequence_fields={k: _extended(v, 1) if missing else v for k, v in self.sequence_fields.items()},
+            sequence_fields={k: _extended(v, 1) if is_completed else v for k, v in self.sequence_fields.items()},
         )
         return batch, index
 
     def to(self, device: torch.device | str) -> PackedBatch:
-        return PackedBatch(
-            self.tokens.to(device),
-            self.cu_seqlens.to(device),
-            {k: v.to(device) for k, v in self.token_fields.items()},
-            {k: v.to(device) for k, v in self.sequence_fields.items()},
+        return replace(
+            self,
+            tokens=moved(self.tokens, device),
+            cu_seqlens=moved(self.cu_seqlens, device),
+            token_fields={k: moved(v, device) for k, v in self.token_fields.items()},
+            sequence_fields={k: moved(v, device) for k, v in self.sequence_fields.items()},
         )
+
+
+def moved(x: Tensor, device: torch.device | str) -> Tensor:
+    """x on the device. On the way to a GPU it is copied to pinned memory, so that the host need not wait for the transfer."""
+    if x.device.type == "cpu" and torch.device(device).type == "cuda":
+        return x.pin_memory().to(device, non_blocking=True)
+    return x.to(device)
+
+
+def padded_lengths(lengths: Tensor, sequence_multiple: int = 1, total_multiple: int = 1) -> Tensor:
+    """[B] int64 tokens of the sequences of `PackedBatch.padded`, or [B+1] with the one that completes the total."""
+    lengths = -(-lengths // sequence_multiple) * sequence_multiple
+    multiple = lcm(sequence_multiple, total_multiple)
+    total = int(lengths.sum())
+    missing = max(1, -(-total // multiple)) * multiple - total
+    return torch.cat([lengths, lengths.new_full((1,), missing)]) if missing else lengths
 
 
 def _extended(tensor: Tensor, count: int) -> Tensor:

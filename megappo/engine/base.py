@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Callable, Mapping, Optional, Protocol
+from typing import Any, Callable, Collection, Mapping, Optional, Protocol
 
 import torch
 from torch import Tensor
@@ -108,9 +108,19 @@ class Engine(Protocol):
         """Parameters are resident inside, gradients are not recorded."""
 
     def forward_backward(
-        self, batch: PackedBatch, loss_fn: LossFunction, *, denominator: float = 1.0, forward_only: bool = False
+        self,
+        batch: PackedBatch,
+        loss_fn: LossFunction,
+        *,
+        reads: Collection[str] = (),
+        denominator: float = 1.0,
+        forward_only: bool = False,
     ) -> PassResult:
-        """Run the micro-batches of the global batch; gradients of sum(loss_sum) / denominator are accumulated and reduced."""
+        """Run the micro-batches of the global batch; gradients of sum(loss_sum) / denominator are accumulated and reduced.
+
+        reads: fields of the batch that loss_fn looks at, where the batch has them. No others go to the device, and asking a
+        micro-batch for one of them is a KeyError.
+        """
 
     def shard_data(self, batch: PackedBatch) -> list[PackedBatch]:
         """This data-parallel rank's micro-batches, the same number on every rank."""

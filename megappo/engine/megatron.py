@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Iterator, Mapping, Optional, Sequence
+from typing import Any, Collection, Iterator, Mapping, Optional, Sequence
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from megappo.data.packing import PackedBatch
 from megappo.engine.base import LossFunction, LossOutput, ModelOutput, PassResult, RouterSummary, StepResult
 from megappo.engine.offload import StorageOffload, storages_of
 from megappo.engine.megatron_optimizer import Optimizer
-from megappo.engine.megatron_schedule import MicroBatch, run_schedule
+from megappo.engine.megatron_schedule import MicroBatch, MicroBatches, run_schedule
 from megappo.models.arch import vocab_shard
 from megappo.models.families import LOCAL_OUTPUT, LOCAL_VALUE_HEAD
 from megappo.models.gpt import CriticModel, PackedModel
@@ -90,7 +90,7 @@ class MegatronEngine:
     def train_mode(self) -> Iterator[None]:
         for chunk in self._wrapped:
             chunk.train()
-        self.to("device", model=True, optimizer=False)
+        self._parked_parameters.restore()
         self._restore_gradients()
         yield
         self.park()
@@ -99,7 +99,7 @@ class MegatronEngine:
     def eval_mode(self) -> Iterator[None]:
         for chunk in self._wrapped:
             chunk.eval()
-        self.to("device", model=True, optimizer=False)
+        self._parked_parameters.restore(to_change=False)
         with torch.no_grad():
             yield
         self.park()
@@ -132,19 +132,23 @@ class MegatronEngine:
     # ---------------------------------------------------------------------------------------------------------- passes
 
     def forward_backward(
-        self, batch: PackedBatch, loss_fn: LossFunction, *, denominator: float = 1.0, forward_only: bool = False
+        self,
+        batch: PackedBatch,
+        loss_fn: LossFunction,
+        *,
+        reads: Collection[str] = (),
+        denominator: float = 1.0,
+        forward_only: bool = False,
     ) -> PassResult:
         mine = self._my_sequences(batch)
-        micro_batches = [MicroBatch.of(batch.select(sequences), self.groups, self.device) for sequences in mine]
+        read = batch.only(reads if self.groups.is_last_stage else ())  # the loss is the last stage's
+        micro_batches = MicroBatches(read, mine, self.groups, self.device)
         outputs: list[LossOutput] = []
         if self._router_state is not None:
             self._router_state.begin(self._router_aux_coef, max(1, batch.num_sequences))
         compute_loss = partial(self._compute_loss, loss_fn, denominator, outputs)
         run_schedule(self._wrapped, micro_batches, compute_loss, self.groups, forward_only=forward_only)
-        tokens = [
-            {name: values.index_select(0, micro.real) for name, values in output.tokens.items()}
-            for micro, output in zip(micro_batches, outputs)
-        ]
+        tokens = [output.tokens for output in outputs]
         names = self._agree_on_names(outputs)
         sums, maxima = self._combine_metrics(outputs, names["sums"], names["maxima"])
         router = None if forward_only else self._combine_router_load(batch.num_sequences)
@@ -185,7 +189,7 @@ class MegatronEngine:
         output = loss_fn(self._model_output(raw, micro.context), micro.batch)
         outputs.append(
             LossOutput(
-                tokens={name: value.detach() for name, value in output.tokens.items()},
+                tokens={name: value.detach().index_select(0, micro.real) for name, value in output.tokens.items()},
                 sums={name: value.detach() for name, value in output.sums.items()},
                 maxima={name: value.detach() for name, value in output.maxima.items()},
             )
@@ -253,10 +257,9 @@ class MegatronEngine:
         return self._trained().advance_schedule()
 
     def optimizer_step(self) -> StepResult:
-        self._parked_optimizer.restore()
+        # Both stay until the mode is left: what comes back in every mini-batch would go away in every mini-batch, too.
+        self.to("device")
         result = self._trained().step()
-        if self._offload.optimizer:
-            self._parked_optimizer.offload()
         self._skipped_steps = 0 if result.applied else self._skipped_steps + 1
         if self._skipped_steps >= MAX_SKIPPED_STEPS:
             raise NonFiniteGradient(
@@ -305,7 +308,8 @@ class MegatronEngine:
         self.park()
 
     def _sharded_state(self, *, with_optimizer: bool, is_loading: bool) -> dict[str, Any]:
-        self.to("device")
+        for parked in (self._parked_parameters, self._parked_optimizer):
+            parked.restore(to_change=is_loading)
         # The group keeps Megatron off its globals; per-layer names let any pipeline split read any other's checkpoint.
         metadata = {"dp_cp_group": self.groups.collection.dp_cp, "non_homogeneous_layers": True}
         model_state = {str(index): chunk.sharded_state_dict(metadata=metadata) for index, chunk in enumerate(self.chunks)}

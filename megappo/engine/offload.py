@@ -6,47 +6,103 @@ only their bytes live in host memory meanwhile. Works on any device, also on the
 
 from __future__ import annotations
 
-from typing import Callable, Iterable
+import mmap
+import weakref
+from typing import Callable, Iterable, Optional, Sequence
 
 import torch
 from torch import Tensor
+
+ALIGNMENT = 256  # bytes: every storage starts at such a multiple in the host buffer, as the device's allocator places it
 
 
 class StorageOffload:
     """Bytes of a set of tensors that can be parked in host memory.
 
-    `tensors` is asked anew at each offload: optimizer state appears late.
+    `tensors` is asked anew at each offload; the host buffer is kept from one to the next while they stay the same. Copies are
+    queued on the current stream. A copy to the host is left out where the bytes there are known to be those of the device.
     """
 
     def __init__(self, tensors: Callable[[], Iterable[Tensor]]) -> None:
         self._tensors = tensors
-        self._parked: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
+        self._storages: list[torch.UntypedStorage] = []
+        self._sizes: list[int] = []
+        self._host: Optional[HostBuffer] = None
+        self._restored: Optional[torch.cuda.Event] = None
+        self._is_parked = False
+        self._host_is_current = False
 
     def offload(self) -> None:
         """Copy to host and free. Does nothing when already offloaded."""
-        if self._parked:
+        if self._is_parked:
             return
-        seen: set[int] = set()
-        for tensor in self._tensors():
-            storage = tensor.untyped_storage()
-            if storage.nbytes() == 0 or storage.data_ptr() in seen:
-                continue
-            seen.add(storage.data_ptr())
-            pinned = storage.device.type == "cuda"
-            host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pinned).untyped_storage()
-            host.copy_(storage)
-            self._parked.append((storage, host))
-        for storage, _ in self._parked:
+        storages = distinct_storages(self._tensors())
+        if not storages:
+            return
+        if [s._cdata for s in storages] != [s._cdata for s in self._storages]:
+            self._host = None  # before there is a second one
+            self._storages, self._sizes = storages, [s.nbytes() for s in storages]
+            self._host = HostBuffer(self._sizes, storages[0].device)
+            self._host_is_current = False
+        if not self._host_is_current:
+            self._copy(to_host=True)
+        if storages[0].device.type == "cuda":
+            # The one wait: for the copies, and for other streams that may still read what is freed here.
+            torch.cuda.synchronize(storages[0].device)
+        for storage in storages:
             storage.resize_(0)
+        self._is_parked, self._host_is_current = True, True
 
-    def restore(self) -> None:
-        """Allocate again and copy back. Does nothing when resident."""
-        for storage, host in self._parked:
-            storage.resize_(host.nbytes())
-            storage.copy_(host)
-        self._parked = []
+    def restore(self, *, to_change: bool = True) -> None:
+        """Allocate again and copy back; to_change: the bytes may differ at the next offload. Does not wait for the copies: what
+        is queued on the current stream afterwards finds them done. When resident, only remembers `to_change`.
+        """
+        if self._is_parked:
+            for storage, size in zip(self._storages, self._sizes):
+                storage.resize_(size)
+            self._copy(to_host=False)
+            self._is_parked = False
+        if to_change:
+            self._host_is_current = False
+
+    def _copy(self, *, to_host: bool) -> None:
+        assert self._host is not None
+        on_gpu = self._storages[0].device.type == "cuda"
+        if on_gpu and self._restored is not None:
+            # The last copy from the buffer may have been queued on another stream.
+            torch.cuda.current_stream(self._storages[0].device).wait_event(self._restored)
+        for storage, host in zip(self._storages, self._host.parts):
+            device = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+            (host if to_host else device).copy_(device if to_host else host, non_blocking=on_gpu)
+        if on_gpu and not to_host:
+            self._restored = torch.cuda.current_stream(self._storages[0].device).record_event()
+
+
+class HostBuffer:
+    """One block of host memory for storages of these sizes in bytes; pinned where `device` is a GPU.
+
+    parts: a uint8 tensor for each. torch's own pinned allocator rounds up to powers of two, twice the memory at worst: here it is
+    the sizes, each rounded up to `ALIGNMENT`, and the last page.
+    """
+
+    def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
+        padded = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
+        self.nbytes = sum(padded)
+        whole = torch.frombuffer(mmap.mmap(-1, self.nbytes), dtype=torch.uint8)
+        if device.type == "cuda":
+            runtime, address = torch.cuda.cudart(), whole.data_ptr()
+            torch.cuda.check_error(runtime.cudaHostRegister(address, self.nbytes, 0))
+            # At exit the process gives everything back, in an order of its own.
+            weakref.finalize(self, runtime.cudaHostUnregister, address).atexit = False
+        self.parts = [part[:size] for part, size in zip(whole.split(padded), sizes)]
+
+
+def distinct_storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
+    """Storages behind the tensors, each once, without those that hold nothing."""
+    found = {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in tensors) if storage.nbytes()}
+    return list(found.values())
 
 
 def storages_of(tensors: Iterable[Tensor]) -> set[int]:
-    """Addresses of the storages behind the tensors."""
-    return {tensor.untyped_storage().data_ptr() for tensor in tensors}
+    """Identities of the storages behind the tensors, which offloading does not change."""
+    return {tensor.untyped_storage()._cdata for tensor in tensors}

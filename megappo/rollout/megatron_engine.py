@@ -59,7 +59,7 @@ class MegatronRollout:
                 batch = pack([[*requests[i].prompt, *sampled[i]] for i in active])
                 draws = _draws([requests[i] for i in active], position)
                 batch = batch.with_fields(sequence_fields={"draw": draws, "length": batch.lengths})
-                result = self._engine.forward_backward(batch, sample_next, forward_only=True)
+                result = self._engine.forward_backward(batch, sample_next, reads=("draw", "length"), forward_only=True)
                 ends = batch.cu_seqlens[1:].long() - 1
                 drawn = {name: values[ends].tolist() for name, values in result.tokens.items()}
                 columns = [values for name, values in drawn.items() if name.startswith(_KEPT)]

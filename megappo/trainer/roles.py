@@ -48,6 +48,9 @@ class LanguageModel:
     the field `kept` only the ids in it could have been drawn. Policy and reference share it, so that their KL is of like things.
     """
 
+    sampling_fields = ("kept",)
+    """Fields of a batch that `token_logprobs` reads where they are there."""
+
     def __init__(self, engine: Engine, temperature: float, logits_dtype: LogitsDtype = "fp32") -> None:
         self.engine = engine
         self.temperature = temperature
@@ -56,7 +59,8 @@ class LanguageModel:
     def logprobs(self, batch: PackedBatch, *, want_entropy: bool = True) -> tuple[Tensor, Optional[Tensor]]:
         """(logprob [T], entropy [T] or None) of every token given its prefix, under the sampling temperature; 0 at sequence starts."""
         with self.engine.eval_mode():
-            result = self.engine.forward_backward(batch, partial(self._report, want_entropy=want_entropy), forward_only=True)
+            report = partial(self._report, want_entropy=want_entropy)
+            result = self.engine.forward_backward(batch, report, reads=self.sampling_fields, forward_only=True)
         return result.tokens["logprob"], result.tokens.get("entropy")
 
     def _report(self, output: ModelOutput, micro: PackedBatch, want_entropy: bool) -> LossOutput:
@@ -99,7 +103,8 @@ class Policy(LanguageModel):
     def update(self, mini: PackedBatch, denominator: float) -> UpdateResult:
         """One optimizer step on a global mini-batch with fields logprob, advantage, weight (and ref_logprob with KL in the loss)."""
         self.engine.optimizer_zero_grad()
-        losses = self.engine.forward_backward(mini, self._loss_of, denominator=denominator)
+        reads = (*self.sampling_fields, *self._fields)
+        losses = self.engine.forward_backward(mini, self._loss_of, reads=reads, denominator=denominator)
         if self._loss.target_kl is not None and _approx_kl(losses) > 1.5 * self._loss.target_kl:
             return UpdateResult(losses, step=None, lr=None)
         lr = self.engine.lr_scheduler_step()
@@ -150,6 +155,9 @@ class Policy(LanguageModel):
 class Critic:
     """The model of state values V(s_t)."""
 
+    _fields = ("value", "returns", "weight")
+    """Names of the batch's fields that the loss reads."""
+
     def __init__(self, engine: Engine, value_clip: Optional[float]) -> None:
         self.engine = engine
         self._value_clip = value_clip
@@ -164,7 +172,7 @@ class Critic:
     def update(self, mini: PackedBatch, denominator: float) -> UpdateResult:
         """One optimizer step on a global mini-batch with fields value, returns, weight."""
         self.engine.optimizer_zero_grad()
-        losses = self.engine.forward_backward(mini, self._loss_of, denominator=denominator)
+        losses = self.engine.forward_backward(mini, self._loss_of, reads=self._fields, denominator=denominator)
         lr = self.engine.lr_scheduler_step()
         return UpdateResult(losses, self.engine.optimizer_step(), lr)
 
@@ -173,7 +181,7 @@ class Critic:
 
     def _loss_of(self, output: ModelOutput, micro: PackedBatch) -> LossOutput:
         value, _ = align_values(output.values, micro.cu_seqlens)
-        loss, metrics = value_loss(value, micro["value"], micro["returns"], micro["weight"], clip=self._value_clip)
+        loss, metrics = value_loss(value, *(micro[name] for name in self._fields), clip=self._value_clip)
         return _loss_output(loss, {**metrics, "loss_sum": loss})
 
 

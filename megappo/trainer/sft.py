@@ -76,7 +76,7 @@ def run_sft(
         num_tokens = int(batch["response_mask"].sum())
         with timers.stage("update"), engine.train_mode():
             engine.optimizer_zero_grad()
-            result = engine.forward_backward(batch, loss, denominator=num_tokens)
+            result = engine.forward_backward(batch, loss, reads=loss.reads, denominator=num_tokens)
             lr = engine.lr_scheduler_step()
             taken = engine.optimizer_step()
         log.sft_step(
@@ -94,6 +94,8 @@ def run_sft(
 
 class NegativeLogProb:
     """Loss of one micro-batch: the sum of -log p over response tokens."""
+
+    reads = ("response_mask", *LanguageModel.sampling_fields)
 
     def __init__(self, engine: MegatronEngine) -> None:
         self._model = LanguageModel(engine, temperature=1.0)

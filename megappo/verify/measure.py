@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import Any, Mapping, Optional, Sequence
+from typing import Any, Collection, Mapping, Optional, Sequence
 
 import torch
 from torch import Tensor
@@ -166,9 +166,15 @@ class _Recorder:
         return getattr(self._engine, name)
 
     def forward_backward(
-        self, batch: PackedBatch, loss_fn: LossFunction, *, denominator: float = 1.0, forward_only: bool = False
+        self,
+        batch: PackedBatch,
+        loss_fn: LossFunction,
+        *,
+        reads: Collection[str] = (),
+        denominator: float = 1.0,
+        forward_only: bool = False,
     ) -> PassResult:
-        result = self._engine.forward_backward(batch, loss_fn, denominator=denominator, forward_only=forward_only)
+        result = self._engine.forward_backward(batch, loss_fn, reads=reads, denominator=denominator, forward_only=forward_only)
         if not forward_only:
             self._updates.append(_metrics(result, denominator))
         return result

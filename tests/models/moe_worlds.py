@@ -173,7 +173,7 @@ def _run(folder: Path, job: Job) -> dict:
         evaluated, _ = model.logprobs(batch, want_entropy=False)
         with engine.train_mode():
             engine.optimizer_zero_grad()
-            result = engine.forward_backward(batch, loss_of)
+            result = engine.forward_backward(batch, loss_of, reads=("weight",))
             # The distributed optimizer reduces each gradient only to the rank that owns it.
             pieces = [] if job.distributed else _gradient_pieces(engine)
             norm = engine.optimizer_step().grad_norm

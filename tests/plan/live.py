@@ -133,7 +133,7 @@ def peaks(arch: ModelArch, axes: dict, dtype: torch.dtype, recompute: str, criti
     forward = peak_of(lambda: role.values(batch) if critic else role.logprobs(batch), known)
     with engine.train_mode():
         engine.optimizer_zero_grad()
-        trained = peak_of(lambda: engine.forward_backward(batch, role._loss_of, denominator=1.0), known)
+        trained = peak_of(lambda: engine.forward_backward(batch, role._loss_of, reads=batch.token_fields, denominator=1.0), known)
     return forward, trained
 
 
