@@ -17,6 +17,7 @@ from torch import Tensor
 from megappo.config.schema import OptimizerConfig
 from megappo.engine.base import StepResult
 from megappo.engine.megatron_optimizer_state import load_optimizer_state, sharded_optimizer_state
+from megappo.models.fusion import accumulate_into_main_grad
 from megappo.parallel.groups import ProcessGroups
 
 
@@ -24,6 +25,8 @@ def wrap_with_ddp(
     chunks: Sequence[torch.nn.Module], groups: ProcessGroups, *, distributed_optimizer: bool
 ) -> list[DistributedDataParallel]:
     """Gradient buffers (fp32) of every model chunk and their reduction over data-parallel ranks."""
+    for chunk in chunks:
+        accumulate_into_main_grad(chunk)
     config = DistributedDataParallelConfig(
         use_distributed_optimizer=distributed_optimizer, grad_reduce_in_fp32=True, overlap_grad_reduce=False
     )

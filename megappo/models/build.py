@@ -7,7 +7,7 @@ Both have the same parameter names and shapes, so checkpoints are interchangeabl
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Any, Literal, Optional
+from typing import Any, Literal, Mapping, Optional
 
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -29,6 +29,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 
 from megappo.models.arch import ModelArch, check_cp, check_tp
 from megappo.models.attention import PackedAttention, rotary_te_attention
+from megappo.models.fusion import fusion_config
 from megappo.models.gpt import CriticModel, PackedModel, PolicyModel
 from megappo.models.implementation import Implementation
 from megappo.models.moe import SparseLayer, mark_experts, moe_config, moe_submodule
@@ -59,9 +60,11 @@ def build_model(
     if not get_cuda_rng_tracker().is_initialized():
         # Megatron forks this state under sequence parallel. Nothing here is random: dropout is 0 and weights are read.
         model_parallel_cuda_manual_seed(0, tp_rank=groups.coordinates.tp, ep_rank=0, etp_rank=0)
-    config = transformer_config(arch, groups.layout, groups.coordinates.pp, dtype, recompute)
+    on_gpu = device is None and torch.cuda.is_available()
+    fusions = fusion_config(arch, implementation, on_gpu=on_gpu)
+    config = transformer_config(arch, groups.layout, groups.coordinates.pp, dtype, recompute, fusions)
     # Megatron's modules name the GPU by themselves, unless they are to be made in host memory: then they name no device.
-    config.use_cpu_initialization = device is not None or not torch.cuda.is_available()
+    config.use_cpu_initialization = not on_gpu
     with torch.device(device) if device is not None else nullcontext():
         chunks = [_build_chunk(arch, groups, config, chunk, value_head, implementation) for chunk in range(groups.layout.vpp)]
     for chunk in chunks:
@@ -109,9 +112,9 @@ class StageLayers(PipelineParallelLayerLayout):
 
 
 def transformer_config(
-    arch: ModelArch, layout: ParallelLayout, stage: int, dtype: torch.dtype, recompute: Recompute
+    arch: ModelArch, layout: ParallelLayout, stage: int, dtype: torch.dtype, recompute: Recompute, fusions: Mapping[str, Any]
 ) -> TransformerConfig:
-    """Megatron's configuration of the architecture on this stage of the layout."""
+    """Megatron's configuration of the architecture on this stage of the layout. fusions: of `fusion.py`."""
     recomputation: dict[str, Any] = {
         "none": {},
         "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
@@ -147,6 +150,7 @@ def transformer_config(
         window_attn_skip_freq=[int(slides) for slides in arch.sliding_layers] or None,
         sequence_parallel=layout.sequence_parallel,
         variable_seq_lengths=True,
+        **fusions,
         moe_token_dispatcher_type="alltoall",  # the default is refused with variable_seq_lengths even without experts
         **moe_config(arch, layout),
         calculate_per_token_loss=True,

@@ -29,17 +29,19 @@ def activation_bytes(
     recompute: Recompute,
     *,
     value_head: bool = False,
+    fused: bool = False,
 ) -> int:
     """Bytes of a stage at its fullest moment of a training pass: what its micro-batches in flight keep, and the larger of what the
     backward pass of a layer and what the model's output need besides.
 
     tokens: of a micro-batch on this rank, its part under context parallel. recompute: selective counts like none, because
     attention stores no scores that it could save; full keeps the input of every layer, and all of the one being recomputed.
+    fused: SwiGLU is one kernel (`models/fusion.py`).
     """
     boundary = arch.hidden_size // sequence_shards(layout)
     sparse = _sparse_layers(arch, layout, stage)
-    kept = {kind: layer_elements_per_token(arch, layout, itemsize, kind) for kind in {*sum(sparse, [])}}
-    backward = max(backward_elements(arch, layout, kind) for kind in kept)
+    kept = {kind: layer_elements_per_token(arch, layout, itemsize, kind, fused) for kind in {*sum(sparse, [])}}
+    backward = max(backward_elements(arch, layout, kind, fused) for kind in kept)
     # Messages of the pipeline outlive the pass that made or read them; the input is the first layer's own under recomputation.
     messages = 0 if layout.pp == 1 else boundary * (1 if recompute == "full" else 2)
     if recompute == "full":
@@ -56,14 +58,32 @@ def activation_bytes(
 
 
 def forward_bytes(
-    arch: ModelArch, layout: ParallelLayout, stage: int, tokens: int, itemsize: int, *, value_head: bool = False
+    arch: ModelArch,
+    layout: ParallelLayout,
+    stage: int,
+    tokens: int,
+    itemsize: int,
+    *,
+    value_head: bool = False,
+    fused: bool = False,
 ) -> int:
     """Bytes of a stage at its fullest moment of a pass without gradients: one layer, or the model's output."""
     kinds = {*sum(_sparse_layers(arch, layout, stage), [])}
-    layer = tokens * max(forward_elements(arch, layout, kind) for kind in kinds) * itemsize
+    layer = tokens * max(forward_elements(arch, layout, kind, fused) for kind in kinds) * itemsize
     if stage < layout.pp - 1 or value_head:
         return layer
     return max(layer, output_bytes(arch, layout, tokens, itemsize, trained=False))
+
+
+def micro_batch_bytes(layout: ParallelLayout, tokens: int, values: int) -> int:
+    """Micro-batches of `tokens` tokens (over all cp ranks) on the device, of a last stage: the one at work and the next, or under
+    vpp those of a round and the next. values: fp32 or int32 numbers of a token in the fields that the pass reads.
+
+    A token's id and its place, and with cp where it lies on the ranks, are int64. A rank's other stages hold no fields.
+    """
+    of_context = 0 if layout.cp == 1 else 2 * 8 + 8 // layout.cp
+    alive = 2 if layout.vpp == 1 else layout.pp + 1
+    return alive * tokens * (2 * 8 + of_context + 4 * values)
 
 
 def _sparse_layers(arch: ModelArch, layout: ParallelLayout, stage: int) -> list[list[bool]]:
@@ -72,39 +92,39 @@ def _sparse_layers(arch: ModelArch, layout: ParallelLayout, stage: int) -> list[
     return [[arch.is_sparse(layer) for layer in chunk] for chunk in numbers]
 
 
-def forward_elements(arch: ModelArch, layout: ParallelLayout, sparse: bool = False) -> int:
+def forward_elements(arch: ModelArch, layout: ParallelLayout, sparse: bool = False, fused: bool = False) -> int:
     """Activations per token that exist at once in one layer of a pass without gradients, in elements.
 
     The residual, its norm and what is added to it; with sequence parallel the gathered input of a product. Then the larger of
     attention (query, key and value together, apart and rotated, and the output; the CPU's kernel takes twice as much, for copies
-    in padded order) and MLP: gate and up, silu(gate), up with its offset, and the product, or the rows of experts on their way
-    there and back.
+    in padded order) and MLP: gate and up, silu(gate), up with its offset, and the product (fused: gate and up, and the product),
+    or the rows of experts on their way there and back.
     """
     hidden = 4 * arch.hidden_size // sequence_shards(layout) + _gathered(arch, layout) + _message(arch, layout)
     attention = 4 * (arch.num_heads + arch.num_kv_heads) // layout.tp * arch.head_dim
     if not sparse:
-        return hidden + max(attention, 5 * arch.ffn_size // layout.tp)
+        return hidden + max(attention, (3 if fused else 5) * arch.ffn_size // layout.tp)
     moe = arch.moe
     assert moe is not None
-    own = 6 * moe.ffn_size // layout.etp // (moe.num_experts // layout.ep)  # one expert after the other
+    own = (3 if fused else 6) * moe.ffn_size // layout.etp // (moe.num_experts // layout.ep)  # one expert after the other
     rows = moe.top_k * layout.etp * max(5 * arch.hidden_size, 3 * arch.hidden_size + own) // sequence_shards(layout)
     return hidden + max(attention, rows)
 
 
-def backward_elements(arch: ModelArch, layout: ParallelLayout, sparse: bool = False) -> int:
+def backward_elements(arch: ModelArch, layout: ParallelLayout, sparse: bool = False, fused: bool = False) -> int:
     """What the backward pass of one layer needs besides what was kept, per token, in elements.
 
     The gradients of the residual and of a norm. Then, where the most is there: the gradients of the MLP's product and of its two
-    factors, when one kept tensor has gone; or with sequence parallel the gathered input of the first product and the gradient
-    before it is scattered, when all kept of the MLP has gone and the gradient of gate and up is there. Of experts the rows on
-    their way there and back.
+    factors, when one kept tensor has gone (fused: of the product, and of gate and up in one); or with sequence parallel the
+    gathered input of the first product and the gradient before it is scattered, when all kept of the MLP (5 tensors, fused 3) has
+    gone and the gradient of gate and up (2) is there. Of experts the rows on their way there and back.
     """
     hidden = 2 * arch.hidden_size // sequence_shards(layout)
     if sparse:
         assert arch.moe is not None
         return hidden + 5 * arch.moe.top_k * layout.etp * arch.hidden_size // sequence_shards(layout)
     ffn = arch.ffn_size // layout.tp
-    return hidden + max(2 * ffn, 2 * _gathered(arch, layout) - 3 * ffn)
+    return hidden + max(2 * ffn, 2 * _gathered(arch, layout) - (1 if fused else 3) * ffn)
 
 
 def _final_norm_elements(arch: ModelArch, layout: ParallelLayout, itemsize: int, value_head: bool) -> int:
@@ -127,7 +147,9 @@ def _message(arch: ModelArch, layout: ParallelLayout) -> int:
     return 0 if layout.pp == 1 else arch.hidden_size // sequence_shards(layout)
 
 
-def layer_elements_per_token(arch: ModelArch, layout: ParallelLayout, itemsize: int, sparse: bool = False) -> int:
+def layer_elements_per_token(
+    arch: ModelArch, layout: ParallelLayout, itemsize: int, sparse: bool = False, fused: bool = False
+) -> int:
     """Activations that one layer keeps per token of its rank, in elements of `itemsize` bytes. sparse: a layer of experts.
 
     Each of the two norms: its input (in fp32), the normalised input and the output. Attention: query, key and value, the output,
@@ -142,21 +164,21 @@ def layer_elements_per_token(arch: ModelArch, layout: ParallelLayout, itemsize: 
         attention += 3 * (heads + kv_heads) * arch.head_dim
     if sparse:
         assert arch.moe is not None
-        mlp = _expert_elements(arch.moe, arch.hidden_size, layout, itemsize)
-    else:  # gate and up, up again (Megatron adds an offset to it), silu(gate), and the product
-        mlp = 5 * arch.ffn_size // layout.tp
+        mlp = _expert_elements(arch.moe, arch.hidden_size, layout, itemsize, fused)
+    else:  # gate and up, and the product; not fused also up again (Megatron adds an offset to it) and silu(gate)
+        mlp = (3 if fused else 5) * arch.ffn_size // layout.tp
     return norms // sequence_shards(layout) + attention + mlp
 
 
-def _expert_elements(moe: MoeArch, hidden_size: int, layout: ParallelLayout, itemsize: int) -> int:
+def _expert_elements(moe: MoeArch, hidden_size: int, layout: ParallelLayout, itemsize: int, fused: bool) -> int:
     """What dispatch, experts and router keep per token of a rank, where the tokens fall evenly on the experts.
 
     A rank of ep receives as many rows as it sends, top_k for each of its tokens, and gathers those of its etp ranks. A row: its
-    input; gate and up, up with its offset, silu(gate), the product, and the product weighed by the router. Router: weight (fp32)
-    and choice of every expert, and the indices and weights of the chosen ones (24 bytes each). A rank whose experts are chosen
-    more often than others needs more.
+    input; gate and up, and the product weighed by the router; not fused also up with its offset, silu(gate) and the product before
+    it is weighed. Router: weight (fp32) and choice of every expert, and the indices and weights of the chosen ones (24 bytes
+    each). A rank whose experts are chosen more often than others needs more.
     """
-    row = hidden_size + 6 * moe.ffn_size // layout.etp
+    row = hidden_size + (3 if fused else 6) * moe.ffn_size // layout.etp
     router = (moe.num_experts * (FP32 + 1) + moe.top_k * 24) // itemsize
     return (moe.top_k * layout.etp * row + router) // sequence_shards(layout)
 

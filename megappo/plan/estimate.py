@@ -7,7 +7,7 @@ activations only warns.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from math import ceil
+from math import ceil, floor
 from typing import Iterator, Mapping, Optional
 
 from megappo.config.batch import StepArithmetic, micro_batches_bound, step_arithmetic
@@ -27,12 +27,16 @@ from megappo.plan.memory import (
     role_memory,
     rollout_memory,
 )
+from megappo.plan.reserve import reserve_bytes
 from megappo.plan.tables import gib
+from megappo.rollout.types import SamplingParams
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run will do. memory[role][stage]: one rank of the stage. device_memory: bytes, None where it is not known."""
+    """What a run will do. memory[role][stage]: one rank of the stage. device_memory: bytes, None where it is not known. reserve: of
+    a rank, for the CUDA context and NCCL.
+    """
 
     config: TrainConfig
     archs: Mapping[str, ModelArch]
@@ -44,6 +48,7 @@ class Plan:
     micro_batches: Mapping[str, int]
     memory: Mapping[str, tuple[RoleMemory, ...]]
     rollout: Optional[RolloutMemory]
+    reserve: int = 0
     warnings: tuple[str, ...] = field(default=())
 
     @property
@@ -66,15 +71,22 @@ class Plan:
         """What vLLM keeps on a rank for the whole run."""
         return self.rollout.weights + max(0, self.rollout.kv_cache or 0) if self.rollout is not None else 0
 
+    def trainer_at_rest(self, rank: int) -> int:
+        """What one rank holds, beside vLLM, while no role works: also when vLLM starts."""
+        return self.reserve + sum(self.stage(role, rank).resident for role in self.layouts)
+
+    def at_rest(self, rank: int) -> int:
+        """What one rank holds while no role works."""
+        return self.rollout_bytes() + self.trainer_at_rest(rank)
+
     def certain(self, rank: int) -> int:
         """Bytes of one rank without activations, in its fullest moment."""
         roles = [self.stage(role, rank) for role in self.layouts]
-        return self.rollout_bytes() + sum(m.resident for m in roles) + max(m.offloaded + m.offloaded_optimizer for m in roles)
+        return self.at_rest(rank) + max(m.offloaded + m.offloaded_optimizer for m in roles)
 
     def peak(self, rank: int) -> int:
         """Bytes of one rank in its fullest moment, with the estimate of activations."""
-        roles = [self.stage(role, rank) for role in self.layouts]
-        return self.rollout_bytes() + sum(m.resident for m in roles) + max(m.active for m in roles)
+        return self.at_rest(rank) + max(self.stage(role, rank).active for role in self.layouts)
 
     def parked(self, rank: int) -> int:
         """Host memory of one rank that the offloaded parts of all roles take while none of them works."""
@@ -96,7 +108,9 @@ def make_plan(
     """Work everything out. ConfigError where the run cannot fit into `device_memory` (bytes) whatever its activations are."""
     plan = work_out(config, archs, layouts, world_size, device, device_memory, counter)
     check_kv_cache(plan)
-    return _check_fit(plan)
+    plan = _check_fit(plan)
+    check_rollout_start(plan)
+    return plan
 
 
 def work_out(
@@ -119,7 +133,15 @@ def work_out(
         for role, layout in layouts.items()
     }
     rollout = _rollout(config, archs["policy"], device, device_memory) if config.rollout.engine == "vllm" else None
-    return Plan(config, archs, layouts, world_size, device, device_memory, step, micro_batches, memory, rollout)
+    reserve = _reserve(config, archs, layouts, world_size) if device == "cuda" else 0
+    return Plan(config, archs, layouts, world_size, device, device_memory, step, micro_batches, memory, rollout, reserve)
+
+
+def _reserve(
+    config: TrainConfig, archs: Mapping[str, ModelArch], layouts: Mapping[str, ParallelLayout], world_size: int
+) -> int:
+    of_roles = [(layout, archs[role].moe is not None) for role, layout in layouts.items()]
+    return reserve_bytes(of_roles, world_size, config.rollout.tp if config.rollout.engine == "vllm" else 1)
 
 
 def memory_of_stage(
@@ -183,6 +205,8 @@ def _stage_memory(
         "forward_tokens": full(_each(step.samples, layout)),  # log-probs and values are of the whole step
         "num_micro_batches": micro_batches,
         "value_head": role == "critic",
+        "fused": device == "cuda",
+        "values": _values_read(config, role),
         "counter": counter,
     }
     if isinstance(settings, (PolicyConfig, CriticConfig)):
@@ -190,11 +214,22 @@ def _stage_memory(
         offload = (away.parameters and device == "cuda", away.gradients, away.optimizer and device == "cuda")
         return role_memory(
             arch, layout, stage, trained=True, distributed_optimizer=settings.optimizer.distributed, recompute=settings.recompute,
-            offload=offload, adam_buffers=device == "cuda" and config.model.impl == "local", **common,
+            offload=offload, steps=step.optimizer_steps, adam_buffers=device == "cuda" and config.model.impl == "local", **common,
         )  # fmt: skip
     return role_memory(
         arch, layout, stage, trained=False, offload=(settings.offload.parameters and device == "cuda", False, False), **common
     )
+
+
+def _values_read(config: TrainConfig, role: str) -> tuple[int, int]:
+    """Numbers of a token that passes of trainer/roles.py read, without and with gradients: ids to choose from, fields of losses."""
+    if role == "critic":
+        return 0, 3
+    s = config.rollout.sampling
+    sampling = SamplingParams(
+        config.rollout.max_response_tokens, s.temperature, s.top_p, s.top_k, record_kept=s.replay_kept_tokens
+    )
+    return sampling.kept_width, sampling.kept_width + 3 + (config.algorithm.kl.placement == "loss")
 
 
 def _rollout(config: TrainConfig, arch: ModelArch, device: Device, device_memory: Optional[int]) -> RolloutMemory:
@@ -238,6 +273,26 @@ def check_kv_cache(plan: Plan) -> None:
     )
 
 
+def check_rollout_start(plan: Plan) -> None:
+    """ConfigError where vLLM would refuse to start: it asks for its share of the whole device, and of the free memory then."""
+    if plan.rollout is None or plan.device_memory is None or plan.device == "cpu":
+        return
+    config, have = plan.config.rollout, plan.device_memory
+    rank = max(plan.distinct_ranks(), key=lambda rank: (plan.trainer_at_rest(rank), -rank))
+    held = plan.trainer_at_rest(rank)
+    if config.kv_cache_gib is not None or held + config.memory_share * have <= have:
+        return
+    most = floor(100 * (1 - held / have)) / 100
+    fix = f"use at most {most:.2f}, or offload more" if most > 0 else "offload more, or use larger GPUs"
+    raise ConfigError(
+        problem(
+            "rollout.memory_share",
+            config.memory_share,
+            f"of {gib(have)} GiB must be free when vLLM starts, and rank {rank} then holds {gib(held)} GiB; {fix}",
+        )
+    )
+
+
 def _check_fit(plan: Plan) -> Plan:
     if plan.device_memory is None:
         return plan
@@ -245,7 +300,7 @@ def _check_fit(plan: Plan) -> Plan:
     certain, peak, have = plan.certain(rank), plan.peak(rank), plan.device_memory
     if certain > have:
         raise ConfigError(
-            f"rank {rank} needs {gib(certain)} GiB for weights, gradients, optimizer and rollout and has {gib(have)} GiB; "
+            f"rank {rank} needs {gib(certain)} GiB for weights, gradients, optimizer, rollout and reserve and has {gib(have)} GiB; "
             + ", or ".join(_ways_to_fit(plan, rank))
         )
     if peak <= have:

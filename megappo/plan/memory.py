@@ -13,7 +13,7 @@ from typing import Literal, Optional, Protocol
 from megappo.models.arch import ModelArch
 from megappo.models.families import LOCAL_VALUE_HEAD, local_shapes
 from megappo.parallel.layout import ParallelLayout
-from megappo.plan.activations import FP32, Recompute, activation_bytes, forward_bytes
+from megappo.plan.activations import FP32, Recompute, activation_bytes, forward_bytes, micro_batch_bytes
 
 GIB = 1 << 30
 ITEMSIZE = {"bf16": 2, "fp32": 4}
@@ -27,8 +27,8 @@ class RoleMemory:
     """Bytes of one rank of one role. `resident` stays while other roles work, `active` is there only while this role works.
 
     forward: activations of a pass without gradients. offloaded: weights (offloaded_weights) and gradients that are not on the
-    device while others work; offloaded_optimizer: state that is there during the optimizer step only, when there are no
-    activations; step_buffers: what that step allocates besides.
+    device while others work; offloaded_optimizer: state that comes with the first optimizer step of a phase and goes at its end;
+    steps: optimizer steps of a phase. step_buffers: what such a step allocates besides, when there are no activations.
     """
 
     parameters: int
@@ -41,6 +41,7 @@ class RoleMemory:
     offloaded_weights: int = 0
     offloaded_optimizer: int = 0
     step_buffers: int = 0
+    steps: int = 1
 
     @property
     def held(self) -> int:
@@ -58,8 +59,8 @@ class RoleMemory:
 
     @property
     def updating(self) -> int:
-        """At work in forward and backward passes."""
-        return self.offloaded + self.activations
+        """At work in forward and backward passes. After the first optimizer step of the phase its state is there."""
+        return self.offloaded + self.activations + (self.offloaded_optimizer if self.steps > 1 else 0)
 
     @property
     def stepping(self) -> int:
@@ -122,13 +123,18 @@ def role_memory(
     recompute: Recompute = "none",
     offload: tuple[bool, bool, bool] = (False, False, False),
     adam_buffers: bool = False,
+    fused: bool = False,
+    steps: int = 1,
+    values: Optional[tuple[int, int]] = None,
     counter: Counter = count_parameters,
 ) -> RoleMemory:
     """Memory of a rank of `stage`.
 
     offload: parameters, gradients, optimizer. micro_batch_tokens: at most, over all cp ranks; forward_tokens: the same of a pass
     without gradients, where it differs. adam_buffers: torch's AdamW on a GPU, which Megatron-core takes without TransformerEngine
-    and Apex, updates all parameters at once (its `foreach`): the roots of all second moments exist together.
+    and Apex, updates all parameters at once (its `foreach`): the roots of all second moments exist together. fused: SwiGLU is one
+    kernel, as on a GPU. steps: optimizer steps of a phase. values: numbers of a token that a pass without gradients and a
+    training pass read, for the bytes of the micro-batches themselves; None leaves these out.
     """
     count = counter(arch, layout, stage, value_head)
     itemsize = ITEMSIZE[dtype]
@@ -137,10 +143,15 @@ def role_memory(
     optimizer = _optimizer_bytes(count, itemsize, layout, distributed_optimizer) if trained else 0
     tokens = -(-micro_batch_tokens // layout.cp)
     passing = tokens if forward_tokens is None else -(-forward_tokens // layout.cp)
-    forward = forward_bytes(arch, layout, stage, passing, itemsize, value_head=value_head)
+    forward = forward_bytes(arch, layout, stage, passing, itemsize, value_head=value_head, fused=fused)
+    if values is not None:
+        forward += micro_batch_bytes(layout, forward_tokens or micro_batch_tokens, values[0])
     activations = forward
     if trained:
-        activations = activation_bytes(arch, layout, stage, tokens, num_micro_batches, itemsize, recompute, value_head=value_head)
+        activations = activation_bytes(
+            arch, layout, stage, tokens, num_micro_batches, itemsize, recompute, value_head=value_head, fused=fused
+        )
+        activations += 0 if values is None else micro_batch_bytes(layout, micro_batch_tokens, values[1])
     parameters_away, gradients_away, optimizer_away = offload
     return RoleMemory(
         count.total,
@@ -153,6 +164,7 @@ def role_memory(
         offloaded_weights=weights * parameters_away,
         offloaded_optimizer=optimizer * optimizer_away,
         step_buffers=_sharded(count, 1, 1, layout, distributed_optimizer) if trained and adam_buffers else 0,
+        steps=steps,
     )
 
 

@@ -1,7 +1,7 @@
 """Memory of one rank through the phases of a PPO step, and which phase is the tightest for each role.
 
-A phase is one role at work while the others rest: what rests is `RoleMemory.resident`, vLLM's weights and cache stay for the whole
-run. What would relieve a phase is `reliefs.py`'s.
+A phase is one role at work while the others rest: what rests is `RoleMemory.resident`, vLLM's weights and cache and the reserve
+stay for the whole run. What would relieve a phase is `reliefs.py`'s.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def phases(plan: Plan, rank: int) -> list[Phase]:
 
     Weights move to vLLM through buffers that are not counted. A checkpoint is written role by role.
     """
-    at_rest = plan.rollout_bytes() + sum(plan.stage(role, rank).resident for role in plan.layouts)
+    at_rest = plan.at_rest(rank)
     found: list[Phase] = []
 
     def add(name: str, role: str, work: int) -> None:

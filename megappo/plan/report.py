@@ -127,6 +127,8 @@ def _memory_lines(plan: Plan) -> list[str]:
     if plan.rollout is not None:
         cache = size(plan.rollout.kv_cache) if plan.rollout.kv_cache is not None else "?"
         rows.append(["rollout", "-", "", size(plan.rollout.weights), "", "", f"KV {cache}", size(plan.rollout_bytes())])
+    if plan.reserve:
+        rows.append(["reserve", "-", "", "", "", "", "", size(plan.reserve)])
     have = f" of {size(plan.device_memory)}" if plan.device_memory is not None else ""
     return [
         f"memory of one rank ({name})",
@@ -134,6 +136,7 @@ def _memory_lines(plan: Plan) -> list[str]:
         f"  fullest rank: {rank}, about {size(plan.peak(rank))}{have} at its peak, "
         f"{size(plan.certain(rank))} of it without activations",
         "  activations are an estimate of one role at work; offloaded parts count while their role works",
+        *(["  reserve: an estimate of what the CUDA context and NCCL's communicators take"] if plan.reserve else []),
         *_parked_lines(plan),
         *_adam_lines(plan),
         *(f"  {line}" for line in _cache_lines(plan)),

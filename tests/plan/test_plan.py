@@ -72,7 +72,7 @@ BF16 = ["run.num_ranks=null", "policy.dtype=bf16", "critic.dtype=bf16", "policy.
 def test_what_cannot_fit_is_refused_with_the_numbers(tmp_path):
     path = run_7b(tmp_path)
     # one H100: policy and critic alone are 2 * 6.7e9 * 18 bytes
-    with pytest.raises(ConfigError, match=r"rank 0 needs \d+ GiB for weights, gradients, optimizer and rollout and has 80.0 GiB"):
+    with pytest.raises(ConfigError, match=r"rank 0 needs \d+ GiB for weights, gradients, optimizer, rollout and reserve and has 80.0 GiB"):
         plan_of(path, [*BF16, "policy.parallel.tp=1"], 1, "cuda", 80 * GIB)
     parts = ("parameters", "gradients", "optimizer")
     offloaded = [f"{role}.offload.{what}=true" for role in ("policy", "critic") for what in parts]

@@ -1,0 +1,56 @@
+"""Device memory that torch's allocator never sees: the CUDA context and the buffers of NCCL's communicators. Figures of others.
+
+NCCL's: github.com/NVIDIA/nccl/issues/1685, 8 x H100 in one node: 32 channels, in each 10 MiB for a connection of a ring (4 MiB of
+NCCL_BUFFSIZE and what the protocols LL and LL128 take); the first all-to-all took 3.28 GB more, which is 14 MiB for each of 7 peers
+and 32 channels. Fewer channels (NCCL_MAX_NCHANNELS) need less, and a communicator exists from its first use on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from megappo.parallel.layout import ParallelLayout
+
+MIB = 1 << 20
+CONTEXT = 512 * MIB  # of a process on an H100 or A100, with the kernels of torch and of its libraries
+CHANNELS = 32
+RING = CHANNELS * 10 * MIB  # of a communicator for all-reduce, all-gather, reduce-scatter: a ring receives from one peer
+PEER = CHANNELS * 14 * MIB  # of every peer that messages are exchanged with
+MOST_PEERS = 7  # in a node of 8; to other nodes the buffers of messages are shared (nccl/issues/1450)
+
+# Groups of `parallel/groups.py` that collectives run over, of dense and of expert layers
+_DENSE = (("tp",), ("cp",), ("pp",), ("cp", "dp"), ("tp", "cp", "dp", "pp"))
+_EXPERTS = (("etp",), ("ep",), ("edp",), ("tp", "cp"))
+
+
+def reserve_bytes(layouts: Iterable[tuple[ParallelLayout, bool]], world_size: int, rollout_tp: int) -> int:
+    """Of one rank. layouts: of every role, and whether it has experts; roles with the same layout share their groups. rollout_tp:
+    ranks of a vLLM replica, 1 without vLLM.
+    """
+    total = CONTEXT
+    by_layout: dict[ParallelLayout, bool] = {}
+    for layout, has_experts in layouts:
+        by_layout[layout] = has_experts or by_layout.get(layout, False)
+    for layout, has_experts in by_layout.items():
+        total += sum(_communicator(*one) for one in _groups(layout, has_experts))
+    total += RING if world_size > 1 else 0  # all ranks: barriers, and the weights on their way to vLLM
+    return total + (2 * RING if rollout_tp > 1 else 0)  # vLLM's group of all ranks of a replica, and its tp group
+
+
+def _groups(layout: ParallelLayout, has_experts: bool) -> list[tuple[tuple[str, ...], int]]:
+    """(axes, ranks) of the groups of more than one rank. Axes that stand for the same ranks are one group."""
+    found: dict[tuple[tuple[int, ...], ...], tuple[tuple[str, ...], int]] = {}
+    for axes in _DENSE + (_EXPERTS if has_experts else ()):
+        ranks = layout.axis_groups(*axes)
+        if len(ranks[0]) > 1:
+            found.setdefault(tuple(map(tuple, ranks)), (axes, len(ranks[0])))
+    return list(found.values())
+
+
+def _communicator(axes: tuple[str, ...], size: int) -> int:
+    """Bytes of the communicator of a group of `size` ranks. Pipeline stages talk to two neighbours, cp and ep exchange all to all."""
+    if axes == ("pp",):
+        return PEER * min(size - 1, 2)
+    if axes in (("cp",), ("ep",)):
+        return RING + PEER * min(size - 1, MOST_PEERS)
+    return RING
