@@ -32,25 +32,24 @@ def reserve_bytes(layouts: Iterable[tuple[ParallelLayout, bool]], world_size: in
     for layout, has_experts in layouts:
         by_layout[layout] = has_experts or by_layout.get(layout, False)
     for layout, has_experts in by_layout.items():
-        total += sum(_communicator(*one) for one in _groups(layout, has_experts))
+        total += sum(_communicator(axes, size) for axes, size in _groups(layout, has_experts))
     total += RING if world_size > 1 else 0  # all ranks: barriers, and the weights on their way to vLLM
     return total + (2 * RING if rollout_tp > 1 else 0)  # vLLM's group of all ranks of a replica, and its tp group
 
 
-def _groups(layout: ParallelLayout, has_experts: bool) -> list[tuple[tuple[str, ...], int]]:
-    """(axes, ranks) of the groups of more than one rank. Axes that stand for the same ranks are one group."""
-    found: dict[tuple[tuple[int, ...], ...], tuple[tuple[str, ...], int]] = {}
+def _groups(layout: ParallelLayout, has_experts: bool) -> list[tuple[set[tuple[str, ...]], int]]:
+    """(axes, ranks) of the groups of more than one rank. All axes that stand for the same ranks are one group."""
+    found: dict[tuple[tuple[int, ...], ...], set[tuple[str, ...]]] = {}
     for axes in _DENSE + (_EXPERTS if has_experts else ()):
-        ranks = layout.axis_groups(*axes)
+        ranks = tuple(map(tuple, layout.axis_groups(*axes)))
         if len(ranks[0]) > 1:
-            found.setdefault(tuple(map(tuple, ranks)), (axes, len(ranks[0])))
-    return list(found.values())
+            found.setdefault(ranks, set()).add(axes)
+    return [(every, len(ranks[0])) for ranks, every in found.items()]
 
 
-def _communicator(axes: tuple[str, ...], size: int) -> int:
+def _communicator(axes: set[tuple[str, ...]], size: int) -> int:
     """Bytes of the communicator of a group of `size` ranks. Pipeline stages talk to two neighbours, cp and ep exchange all to all."""
-    if axes == ("pp",):
-        return PEER * min(size - 1, 2)
-    if axes in (("cp",), ("ep",)):
-        return RING + PEER * min(size - 1, MOST_PEERS)
-    return RING
+    total = RING if axes != {("pp",)} else 0
+    if {("cp",), ("ep",)} & axes:
+        return total + PEER * min(size - 1, MOST_PEERS)
+    return total + (PEER * min(size - 1, 2) if ("pp",) in axes else 0)

@@ -9,6 +9,8 @@ from megappo import cli
 from megappo.config.errors import ConfigError
 from megappo.config.loading import load_config
 from megappo.plan.layouts import check_layouts, read_archs
+from megappo.parallel.layout import ParallelLayout
+from megappo.plan.activations import micro_batch_bytes
 from megappo.plan.estimate import make_plan
 from megappo.plan.memory import GIB
 from megappo.plan.prepare import prepare
@@ -40,7 +42,9 @@ def test_the_quickstart_plan_by_hand(tmp_path):
     # 64 rows of the output over two tp ranks, twice while they are made; the final norm (3 of 128) and the gradient of its output
     output = 16 * 24 * 32 * 4 * 2 + 32 * 128 * 4 + 16 * 24 * 4 * 4 * 128
     backward = 16 * 24 * 4 * (2 * 384 // 2 + 2 * 128)  # gradients of the MLP's two factors, of the residual and of a norm
-    assert policy[0].activations == 16 * 24 * 4 * per_layer * 4 + max(output, backward)
+    # two micro-batches: ids and places of the tokens (int64), old log-prob, advantage and weight (fp32)
+    micro_batches = 2 * 16 * 24 * (2 * 8 + 3 * 4)
+    assert policy[0].activations == 16 * 24 * 4 * per_layer * 4 + max(output, backward) + micro_batches
     assert plan.rollout.kv_cache == GIB // 4
 
 
@@ -208,7 +212,9 @@ def test_padding_for_context_parallel_is_counted(tmp_path):
 
     def activations(cp):
         overrides = ["run.num_ranks=null", "policy.parallel.tp=1", f"critic.parallel.cp={cp}", "critic.parallel.pp=1"]
-        return plan_of(path, overrides, cp).memory["critic"][0].activations
+        # every rank of cp holds whole micro-batches, of three values a token
+        micro_batches = micro_batch_bytes(ParallelLayout(cp, cp=cp), 16 * (30 if cp == 5 else 24), 3)
+        return plan_of(path, overrides, cp).memory["critic"][0].activations - micro_batches
 
     assert activations(3) * 3 == activations(1)
     assert activations(5) * 5 == activations(1) * 30 // 24
