@@ -36,7 +36,7 @@ def sharded_optimizer_state(
     optimizer.
     """
     for optimizer in chained:
-        _create_moments(optimizer.optimizer)
+        create_moments(optimizer.optimizer)
     # Rank 0's plain values are written, and the stage of rank 0 may hold no expert: the number is that of all together.
     step = _common_step(chained)
     return {
@@ -182,7 +182,8 @@ def _keeps_step_per_parameter(inner: torch.optim.Optimizer) -> bool:
     return isinstance(inner, (torch.optim.Adam, torch.optim.AdamW))
 
 
-def _create_moments(inner: torch.optim.Optimizer) -> None:
+def create_moments(inner: torch.optim.Optimizer) -> None:
+    """Create Adam's moments, which otherwise come with the first step, as zeros where they do not exist: they take memory from now on."""
     for group in inner.param_groups:
         for parameter in group["params"]:
             state = inner.state[parameter]
