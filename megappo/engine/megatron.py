@@ -279,6 +279,8 @@ class MegatronEngine:
     # ------------------------------------------------------------------------------------------------------ checkpoint
 
     def save_state(self, *, with_optimizer: bool) -> dict[str, Any]:
+        for parked in (self._parked_parameters, self._parked_optimizer):
+            parked.restore(to_change=False)  # writing only reads: `release_state` copies nothing back
         return self._sharded_state(with_optimizer=with_optimizer, is_loading=False)
 
     def release_state(self) -> None:
@@ -290,6 +292,7 @@ class MegatronEngine:
 
         Without `with_head` the head stays as it is: for a LocalNonpersistentObject the reader gives back the model's own tensor.
         """
+        self.to("device")
         state = self._sharded_state(with_optimizer=with_optimizer, is_loading=True)
         for weights in () if with_head else state["model"].values():
             for name, entry in list(weights.items()):
@@ -308,8 +311,6 @@ class MegatronEngine:
         self.park()
 
     def _sharded_state(self, *, with_optimizer: bool, is_loading: bool) -> dict[str, Any]:
-        for parked in (self._parked_parameters, self._parked_optimizer):
-            parked.restore(to_change=is_loading)
         # The group keeps Megatron off its globals; per-layer names let any pipeline split read any other's checkpoint.
         metadata = {"dp_cp_group": self.groups.collection.dp_cp, "non_homogeneous_layers": True}
         model_state = {str(index): chunk.sharded_state_dict(metadata=metadata) for index, chunk in enumerate(self.chunks)}

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megappo.config.schema import OptimizerConfig
 from megappo.engine.base import StepResult
-from megappo.engine.megatron_optimizer_state import load_optimizer_state, sharded_optimizer_state
+from megappo.engine.megatron_optimizer_state import create_moments, load_optimizer_state, sharded_optimizer_state
 from megappo.models.fusion import accumulate_into_main_grad
 from megappo.parallel.groups import ProcessGroups
 
@@ -58,6 +58,9 @@ class Optimizer:
             pg_collection=groups.collection,
             use_gloo_process_groups=False,
         )
+        # Not at the first step: vLLM, which starts before it, takes what it finds free.
+        for inner in self._chained():
+            create_moments(inner.optimizer)
         self._clip_grad = config.clip_grad
         self._scheduler = OptimizerParamScheduler(
             self._optimizer,
