@@ -150,14 +150,13 @@ def transformer_config(
         window_attn_skip_freq=[int(slides) for slides in arch.sliding_layers] or None,
         sequence_parallel=layout.sequence_parallel,
         variable_seq_lengths=True,
-        **fusions,
         moe_token_dispatcher_type="alltoall",  # the default is refused with variable_seq_lengths even without experts
         **moe_config(arch, layout),
         calculate_per_token_loss=True,
         perform_initialization=False,
-        # These need CUDA extensions that may be absent, or a compiler when the model runs (torch.compile).
+        **fusions,
+        # These need CUDA extensions that may be absent, or a compiler when the model runs for little in return.
         gradient_accumulation_fusion=False,
-        bias_activation_fusion=False,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         persist_layer_norm=False,
