@@ -78,7 +78,8 @@ class OffloadConfig(Section):
     gradients: bool = False
     """Free the gradient buffers while another role works."""
     optimizer: bool = False
-    """Keep fp32 main parameters and moments in host memory except during the optimizer step."""
+    """Keep fp32 main parameters and moments in host memory from the end of a role's updates to the first optimizer step of its
+    next ones; between these steps they stay on the GPU."""
 
 
 class RoleConfig(Section):

@@ -113,7 +113,7 @@ def role_cost(
         return count
 
     num = one_pass(workload.samples, trained=False)
-    _offload_weights(parts, settings, counts, hardware)
+    _offload_weights(parts, settings, counts, hardware, trained=False)
     forward_s = sum(parts.values())
     if not trained:
         return RoleCost({"forward": forward_s}, dict(parts), num)
@@ -124,7 +124,8 @@ def role_cost(
     _optimizer(parts, layout, settings, counts, hardware)
     for part in parts:
         parts[part] *= workload.updates
-    _offload_weights(parts, settings, counts, hardware)
+    _offload_weights(parts, settings, counts, hardware, trained=True)
+    _offload_optimizer(parts, layout, settings, counts, hardware)
     update_s = sum(parts.values())
     for part, seconds in before.items():
         parts[part] += seconds
@@ -202,26 +203,37 @@ def _optimizer(
 ) -> None:
     """Bound by memory. Of every fp32 value of a rank's shard: gradient, weight and two moments are read, the last three written,
     the weight written in its own type; the norm and its clipping read the gradient twice and write it once. The whole gradient
-    buffer is zeroed. With optimizer.offload the shard's state comes from host memory and goes back.
+    buffer is zeroed.
     """
     itemsize = ITEMSIZE[settings.dtype]
     largest = 0.0
     for count in counts.values():
-        if settings.optimizer.distributed:
-            shard = count.dense / (layout.dp * layout.cp) + count.experts / layout.edp
-        else:
-            shard = float(count.total)
+        shard = _updated(layout, settings, count)
         seconds = (shard * (10 * FP32 + itemsize) + count.total * FP32) / hardware.memory_bytes_per_s
-        if settings.offload.optimizer and hardware.is_gpu():
-            seconds += 2 * 3 * FP32 * shard / hardware.host_bytes_per_s
         largest = max(largest, seconds)
     parts["optimizer"] += largest
 
 
+def _updated(layout: ParallelLayout, settings: Trained, count: ParameterCount) -> float:
+    """Parameters that one rank updates."""
+    if settings.optimizer.distributed:
+        return count.dense / (layout.dp * layout.cp) + count.experts / layout.edp
+    return float(count.total)
+
+
 def _offload_weights(
-    parts: dict[str, float], settings: Settings, counts: Mapping[int, ParameterCount], hardware: Hardware
+    parts: dict[str, float], settings: Settings, counts: Mapping[int, ParameterCount], hardware: Hardware, *, trained: bool
 ) -> None:
-    """Weights come from host memory before a phase and go back after it."""
+    """Weights come from host memory before a phase; where they changed in it, they go back after it."""
     if settings.offload.parameters and hardware.is_gpu():
         size = max(count.total for count in counts.values()) * ITEMSIZE[settings.dtype]
-        parts["offload"] += 2 * size / hardware.host_bytes_per_s
+        parts["offload"] += (2 if trained else 1) * size / hardware.host_bytes_per_s
+
+
+def _offload_optimizer(
+    parts: dict[str, float], layout: ParallelLayout, settings: Trained, counts: Mapping[int, ParameterCount], hardware: Hardware
+) -> None:
+    """The shard's state comes from host memory with the first optimizer step of a phase, and goes back after the last."""
+    if settings.offload.optimizer and hardware.is_gpu():
+        shard = max(_updated(layout, settings, count) for count in counts.values())
+        parts["offload"] += 2 * 3 * FP32 * shard / hardware.host_bytes_per_s

@@ -97,9 +97,9 @@ def megatron_s(
 def push_s(policy: ParallelLayout, memory: Optional[RolloutMemory], hardware: Hardware, offloaded: int = 0) -> float:
     """The policy's weights into the replicas: every rank receives its part of the model, of which those layers come over the
     network whose stage is on another node. Nothing is taken to be in place already. offloaded: bytes of the policy's weights that
-    come from host memory for it and go back.
+    come from host memory for it.
     """
-    loading = 2 * offloaded / hardware.host_bytes_per_s
+    loading = offloaded / hardware.host_bytes_per_s
     if memory is None:
         return loading
     links = Links.of(hardware)

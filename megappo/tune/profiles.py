@@ -52,7 +52,8 @@ class Hardware:
 
     @property
     def usable_bytes(self) -> int:
-        """Without what the CUDA context, NCCL's buffers and fragmentation take, which the plan does not count."""
+        """Without what the CUDA context, NCCL's buffers and fragmentation take: of memory that is compared without the plan's
+        reserve (`plan/reserve.py`)."""
         return int((self.memory_gib - self.reserve_gib) * GIB)
 
     def flops_per_s(self, dtype: Dtype) -> float:
