@@ -25,14 +25,14 @@ def fusion_config(arch: ModelArch, implementation: Implementation, *, on_gpu: bo
     return {
         "bias_activation_fusion": True,
         "moe_permute_fusion": has_te and arch.moe is not None,
-        # TransformerEngine would overwrite main_grad in what it takes for the first micro-batch. Of fp8 there is nothing to cache.
+        # TransformerEngine would overwrite main_grad in what it takes for the first micro-batch; only fp8 has anything to cache.
         "disable_parameter_transpose_cache": has_te,
     }
 
 
 def accumulate_into_main_grad(model: torch.nn.Module) -> None:
-    """Let TransformerEngine's products add the gradient of a weight to its `main_grad` (fp32): no gradient in the weight's type is
-    made, rounded and added. For weights that DDP has given one.
+    """Let TransformerEngine's products add the gradient of a weight to its `main_grad` (fp32): none in the weight's type is made,
+    rounded and added. For weights that DDP gives one.
 
     Set on the modules: Megatron's switch, `gradient_accumulation_fusion`, would also ask the output layer for Apex's kernel. The
     protocol is that of `ops.linear_logprob.main_grad_of`.

@@ -34,8 +34,8 @@ from megappo.rollout.types import SamplingParams
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run will do. memory[role][stage]: one rank of the stage. device_memory: bytes, None where it is not known. reserve: of
-    a rank, for the CUDA context and NCCL.
+    """What a run will do. memory[role][stage]: one rank of the stage. device_memory: bytes, None where it is not known.
+    reserve: of a rank, for the CUDA context and NCCL.
     """
 
     config: TrainConfig
@@ -222,7 +222,7 @@ def _stage_memory(
 
 
 def _values_read(config: TrainConfig, role: str) -> tuple[int, int]:
-    """Numbers of a token that passes of trainer/roles.py read, without and with gradients: ids to choose from, fields of losses."""
+    """Numbers of a token that passes of trainer/roles.py read, without and with gradients: kept ids, fields of losses."""
     if role == "critic":
         return 0, 3
     s = config.rollout.sampling

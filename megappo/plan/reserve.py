@@ -1,8 +1,8 @@
 """Device memory that torch's allocator never sees: the CUDA context and the buffers of NCCL's communicators. Figures of others.
 
 NCCL's: github.com/NVIDIA/nccl/issues/1685, 8 x H100 in one node: 32 channels, in each 10 MiB for a connection of a ring (4 MiB of
-NCCL_BUFFSIZE and what the protocols LL and LL128 take); the first all-to-all took 3.28 GB more, which is 14 MiB for each of 7 peers
-and 32 channels. Fewer channels (NCCL_MAX_NCHANNELS) need less, and a communicator exists from its first use on.
+NCCL_BUFFSIZE and what the protocols LL and LL128 take); the first all-to-all took 3.28 GB more, which is 14 MiB for each of
+7 peers and 32 channels. Fewer channels (NCCL_MAX_NCHANNELS) need less, and a communicator exists from its first use on.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _groups(layout: ParallelLayout, has_experts: bool) -> list[tuple[set[tuple[s
 
 
 def _communicator(axes: set[tuple[str, ...]], size: int) -> int:
-    """Bytes of the communicator of a group of `size` ranks. Pipeline stages talk to two neighbours, cp and ep exchange all to all."""
+    """Bytes of the communicator of a group of `size` ranks. Pipeline stages talk to two neighbours, cp and ep to all peers."""
     total = RING if axes != {("pp",)} else 0
     if {("cp",), ("ep",)} & axes:
         return total + PEER * min(size - 1, MOST_PEERS)

@@ -186,7 +186,12 @@ def test_micro_batches_are_sent_one_ahead_and_let_go_after_the_last_chunk(monkey
     alone = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
     sent: list[int] = []
     usual = schedule.MicroBatch.to
-    monkeypatch.setattr(schedule.MicroBatch, "to", lambda self, device: (sent.append(self.batch.num_tokens), usual(self, device))[1])
+
+    def to(self: Any, device: torch.device) -> Any:
+        sent.append(self.batch.num_tokens)
+        return usual(self, device)
+
+    monkeypatch.setattr(schedule.MicroBatch, "to", to)
     batches = schedule.MicroBatches(
         a_batch(), [[0], [1, 4], [2], [3]], SimpleNamespace(layout=layout, cp=alone), torch.device("cpu")
     )
