@@ -10,7 +10,7 @@ import torch
 from megappo import doctor, gpu_stack, installed
 from megappo.gpu_stack import Gpu, Stack, faults, gpus_of
 from megappo.installed import REQUIREMENTS, can_train, findings, missing_package
-from megappo.ops import dispatch, kernels, verdicts
+from megappo.ops import dispatch, kernels
 from megappo.versions import EXTRAS, REQUIRED, range_of
 
 
@@ -87,28 +87,6 @@ def test_the_report_says_what_each_op_runs_and_whether_it_is_right(monkeypatch):
     assert code == 1 and "PPO cannot run on this machine: its kernels compute something else than their references" in text
     assert re.search(r"policy_loss +cpp +WRONG", text) and "WRONG" not in re.sub(r"policy_loss +cpp +WRONG", "", text)
     assert "\nwrong\n  kernels: policy_loss (cpp) differs from its reference by" in text
-
-
-def test_the_report_says_which_kernel_failed_its_check_on_the_gpu(monkeypatch):
-    def settle(kernels, device):
-        dispatch.leave_out({("gae", "triton"): "died of SIGSEGV"})
-        return {("gae", "triton"): "died of SIGSEGV"}
-
-    monkeypatch.setitem(dispatch.ORDER, "cuda", ("triton", "reference"))
-    monkeypatch.setattr(verdicts, "settle", settle)
-    with dispatch.using("auto"):
-        column, wrong = doctor.gpu_column()
-    assert column["gae"] == ["reference", "ok; triton left out: died of SIGSEGV"] and column["policy_loss"] == ["triton", "ok"]
-    assert wrong == []
-
-
-def test_the_report_says_why_the_kernels_of_the_gpu_could_not_be_checked(monkeypatch):
-    def settle(kernels, device):
-        raise RuntimeError("kernels: their check failed: no memory")
-
-    monkeypatch.setattr(verdicts, "settle", settle)
-    column, wrong = doctor.gpu_column()
-    assert {state for _, state in column.values()} == {"unknown"} and wrong == ["kernels: their check failed: no memory"]
 
 
 def test_a_missing_package_comes_with_its_installation(monkeypatch):
