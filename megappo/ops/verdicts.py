@@ -21,7 +21,7 @@ import torch
 
 from megappo.ops import dispatch, selfcheck
 from megappo.ops.dispatch import Pair
-from megappo.ops.kernels import LIBRARY, Kernels
+from megappo.ops.kernels import LIBRARY, Kernels, interpreted
 from megappo.ops.trial import Trial, run_trial
 
 logger = logging.getLogger(__name__)
@@ -128,7 +128,8 @@ def cache_file(device: torch.device) -> Path:
 
 def fingerprint(device: torch.device) -> str:
     """16 hexadecimal digits of everything that a verdict holds for."""
-    digest = hashlib.sha256("\n".join((_device_name(device), torch.__version__, str(_version("triton")))).encode())
+    facts = _device_name(device), torch.__version__, _version("triton"), interpreted()
+    digest = hashlib.sha256("\n".join(map(str, facts)).encode())
     for source in (LIBRARY, *sorted(Path(__file__).parent.rglob("*.py"))):
         digest.update(source.read_bytes() if source.exists() else b"")
     return digest.hexdigest()[:16]
