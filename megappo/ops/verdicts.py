@@ -1,7 +1,8 @@
 """Which kernels are sound on this GPU: asked of `trial.py` once, and remembered.
 
 The memory is a file per GPU model, driver, torch, Triton and SHA-256 of the library and of all of ops/, so that a new one of
-these is looked at again. Delete the file for the same. It lies in MEGAPPO_CACHE, else XDG_CACHE_HOME/megappo, else ~/.cache/megappo.
+these is looked at again. Delete the file for the same. It lies in MEGAPPO_CACHE, else XDG_CACHE_HOME/megappo, else
+~/.cache/megappo.
 """
 
 from __future__ import annotations
@@ -72,7 +73,8 @@ def _find(kernels: Kernels, device: torch.device, chosen: Mapping[str, str], fau
     others = {op: ran[op] for _, ran in trial.passed for op in ran if ran[op] != chosen[op] and not trial.faults}
     if others:
         op, implementation = next(iter(others.items()))
-        raise RuntimeError(f"kernels: their check ran {op} by {implementation}, and the run would by {chosen[op]}: please report this")
+        ran = f"ran {op} by {implementation}, and the run would by {chosen[op]}"
+        raise RuntimeError(f"kernels: their check {ran}: please report this")
     verdicts.add(trial)
     return trial.faults
 
