@@ -13,14 +13,18 @@ import importlib.util
 import logging
 import os
 import random
+import socket
 import uuid
 import warnings
 from pathlib import Path
-from typing import Any, Iterator
+from types import MappingProxyType
+from typing import Any, Iterator, Mapping
 
 import numpy
 import torch
 import torch.distributed as dist
+
+from megappo.rollout.vllm_options import see_each_other
 
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core runs in this process, not in one of its own
@@ -106,14 +110,17 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def vllm_running(device: torch.device) -> Iterator[None]:
-    """Everything that calls vLLM, its first import included, happens within; environment, random state and torch come back."""
+def vllm_running(device: torch.device, environment: Mapping[str, str] = MappingProxyType({})) -> Iterator[None]:
+    """Everything that calls vLLM, its first import included, happens within; environment, random state and torch come back.
+
+    environment: variables of an engine (`vllm_options.vllm_environment`).
+    """
     on_cpu = device.type == "cpu"
     # vLLM's CPU worker warns about LD_PRELOAD at every start; nothing is wrong, so only errors are shown there.
     level = os.environ.get("VLLM_LOGGING_LEVEL", "ERROR" if on_cpu else "WARNING").upper()
     logging.getLogger("vllm").setLevel(level)  # it speaks before it configures its logger
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_environment({**_ENVIRONMENT, "VLLM_LOGGING_LEVEL": level}))
+        stack.enter_context(_environment({**_ENVIRONMENT, **environment, "VLLM_LOGGING_LEVEL": level}))
         stack.enter_context(_random_state_kept())
         if on_cpu:
             stack.enter_context(_attributes_kept())
@@ -132,7 +139,14 @@ def new_identity() -> str:
     return box[0]
 
 
-def colocated_executor(identity: str) -> type:
+def sees_peers(tp: int, device: torch.device) -> bool:
+    """Collective: every rank sees the GPUs of the other ranks of its replica (see `vllm_options.see_each_other`)."""
+    places: list[tuple[str, int | None]] = [("", None)] * dist.get_world_size()
+    dist.all_gather_object(places, (socket.gethostname(), device.index))
+    return device.type == "cpu" or see_each_other(tp, places)
+
+
+def colocated_executor(identity: str, device: torch.device) -> type:
     """vLLM executor class for one worker inside each trainer rank; the default process group must exist.
 
     vLLM's own external launcher names its shared memory after the launch method, alike for all jobs of a host, so two jobs
@@ -143,8 +157,9 @@ def colocated_executor(identity: str) -> type:
     class ColocatedExecutor(ExecutorWithExternalLauncher):
         def _distributed_args(self) -> tuple[str, int, int]:
             # vLLM names shared memory after the last part of this; nothing else of it is used, as the process group exists
-            # already.
-            return f"file:///{identity}", dist.get_rank(), int(os.environ.get("LOCAL_RANK", "0"))
+            # already. On a GPU the local rank is the number of the device among those that this process sees.
+            local_rank = int(os.environ.get("LOCAL_RANK", "0")) if device.index is None else device.index
+            return f"file:///{identity}", dist.get_rank(), local_rank
 
     return ColocatedExecutor
 
