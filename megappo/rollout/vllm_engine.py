@@ -21,9 +21,11 @@ from megappo.bridge.vllm_loader import VllmReceiver
 from megappo.config.schema import RolloutConfig
 from megappo.models.arch import ModelArch, read_arch
 from megappo.parallel.layout import ParallelLayout
+from megappo.rollout.process_state import OwnState
 from megappo.rollout.sharing import share_requests
 from megappo.rollout.types import KeptIds, Request, Response, SamplingParams
 from megappo.rollout.vllm_limits import check_vllm
+from megappo.rollout.vllm_memory import VllmMemory
 from megappo.rollout.vllm_options import vllm_environment, vllm_options
 from megappo.rollout.vllm_process import (
     colocated_executor,
@@ -89,6 +91,7 @@ class VllmEngine:
         self._identity = new_identity()
         peers_visible = sees_peers(config.tp, device)
         self._environment = vllm_environment(config, device.type, peers_visible)
+        self._own = OwnState(device)
         with self._running():
             from vllm import LLM
 
@@ -100,6 +103,8 @@ class VllmEngine:
             )  # fmt: skip
             worker = self._llm.llm_engine.model_executor.driver_worker.worker
             self.receiver = VllmReceiver(worker, dtype)
+            self._memory = VllmMemory(self._llm, worker, config.sleep)
+            self._memory.rest_cache()
             # vLLM would shut down, and destroy the trainer's process group, when it is collected or at exit; close() does it in
             # order.
             self._llm.llm_engine.engine_core._finalizer.detach()
@@ -115,10 +120,12 @@ class VllmEngine:
         return self._sync.push(version, self._version is None if verify is None else verify)
 
     def _running(self) -> ContextManager[None]:
-        return vllm_running(self.device, self._environment)
+        return vllm_running(self._own, self._environment)
 
     def weights_changing(self) -> None:
         self._version = None
+        with self._running():
+            self._memory.wake_weights()
 
     def weights_changed(self, version: int) -> None:
         with self._running():
@@ -130,15 +137,34 @@ class VllmEngine:
         """Collective; see `rollout.types.RolloutEngine`. With temperature 0 the log-probs are those at temperature 1.
 
         Raises ValueError for a request longer than the context and for stop strings without tokenizer, RuntimeError before the
-        first push or after a failed one.
+        first push, after a failed one, and while the weights are asleep.
         """
         if self._version is None:
             raise RuntimeError("the vLLM engine holds no weights: none were pushed, or the last push failed")
+        if self._memory.weights_asleep:
+            raise RuntimeError("the vLLM engine's weights are asleep (rollout.sleep: all): push weights before anything is generated")
         self._check(requests, sampling)
         shares = share_requests([request.prompt for request in requests], self._replicas)
         with self._running():
+            self._memory.wake_cache()
             drawn = self._draw(requests, shares[self._replica], sampling)
+            self._finish_steps()
+            self._memory.rest_cache()
         return self._gather(drawn if self._tp_rank == 0 else [], len(requests))
+
+    def sleep(self) -> None:
+        """With `rollout.sleep: all` the weights are gone until the next push, and what is asked before it is refused."""
+        with self._running():
+            self._memory.rest_weights()
+
+    def _finish_steps(self) -> None:
+        """Let vLLM end what it has begun ahead of itself (asynchronous scheduling) and forget the answered requests.
+
+        Until then it holds blocks of the cache, neither resets it nor gives it back.
+        """
+        core = self._llm.llm_engine.engine_core
+        while core.engine_core.scheduler.has_requests() or core.engine_core.batch_queue:
+            core.get_output()
 
     def close(self) -> None:
         """Collective: free the engine and its process groups; the default group stays. Call it before that one is destroyed."""
@@ -147,7 +173,7 @@ class VllmEngine:
         with self._running(), default_group_kept():
             self._llm.llm_engine.engine_core.engine_core.shutdown()
         self._llm = self._sync = self._version = None
-        del self.receiver
+        del self.receiver, self._memory
 
     def _check(self, requests: Sequence[Request], sampling: SamplingParams) -> None:
         for index, request in enumerate(requests):

@@ -64,6 +64,8 @@ def vllm_options(
         # A seeded request whose prompt is cut in pieces raises "CPU Generator does not use offset": after every piece vLLM winds
         # the generator back. Whole prompts fit, as vLLM then takes at least max_model_len tokens at once.
         options["enable_chunked_prefill"] = False
+        if config.sleep != "none":
+            options["worker_cls"] = "megappo.rollout.vllm_cpu_worker.SleepingCpuWorker"
     if not peers_visible:
         # Both map the devices of all ranks over this process's CUDA_VISIBLE_DEVICES and fail; NCCL reduces instead.
         options["disable_custom_all_reduce"] = True
