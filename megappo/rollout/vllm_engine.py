@@ -53,10 +53,10 @@ class _Drawn(NamedTuple):
 class VllmEngine:
     """vLLM over the default process group, which must exist; construction is collective.
 
-    config: layout, sizes and switches; its dtype and response length are resolved by the caller. model: directory with config.json.
-    max_model_len: longest prompt plus response in tokens. eos_token_ids: end a response and are part of it. tokenizer: Hugging Face
-    tokenizer directory, needed by vLLM for stop strings only; without one, `detokenize` (token ids -> text) finds them after the
-    fact. Raises ValueError for what the user can mend: vLLM missing, or what `vllm_limits` refuses.
+    config: layout, sizes and switches; dtype and lengths are the arguments here. model: directory with config.json.
+    max_model_len: longest prompt plus response in tokens. eos_token_ids: end a response and are part of it. tokenizer: Hugging
+    Face tokenizer directory, needed by vLLM for stop strings only; without one, `detokenize` (token ids -> text) finds them after
+    the fact. Raises ValueError for what the user can mend: vLLM missing, or what `vllm_limits` refuses.
     """
 
     name = "vllm"
@@ -142,7 +142,7 @@ class VllmEngine:
         if self._version is None:
             raise RuntimeError("the vLLM engine holds no weights: none were pushed, or the last push failed")
         if self._memory.weights_asleep:
-            raise RuntimeError("the vLLM engine's weights are asleep (rollout.sleep: all): push weights before anything is generated")
+            raise RuntimeError("the vLLM engine's weights are asleep (rollout.sleep: all): push weights before it generates")
         self._check(requests, sampling)
         shares = share_requests([request.prompt for request in requests], self._replicas)
         with self._running():
