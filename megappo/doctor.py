@@ -79,16 +79,42 @@ def kernel_lines() -> tuple[list[str], list[str]]:
             columns.append({op: [implementation, "no GPU here"] for op, implementation in chosen.items()})
             continue
         device = torch.device(kind)
+        if kind == "cuda":
+            column, failed = gpu_column()
+            columns.append(column)
+            wrong += failed
+            continue
         found = selfcheck.run_checks(device)
         wrong += [finding.line(device) for finding in found if not finding.ok]
-        # an op that only others call has no result of its own
-        state = dict.fromkeys(chosen, "in others") | {op: "ok" for finding in found for op in finding.ops}
+        state = {op: "ok" for finding in found for op in finding.ops}
         state |= {op: "WRONG" for finding in found if not finding.ok for op in finding.ops}
         columns.append({op: [implementation, state[op]] for op, implementation in chosen.items()})
     rows = [[op, *(cell for column in columns for cell in column[op])] for op in columns[0]]
     facts = library_facts()
     library = [library_line(facts)] if facts else []
     return [f"  {kernels.describe()}", *library, *table(["op", "CPU", "state", "GPU", "state"], rows, left=5)], wrong
+
+
+def gpu_column() -> tuple[dict[str, list[str]], list[str]]:
+    """(op -> [what it runs on GPU 0 under `kernels: auto`, if that passed its check and what did not], lines on what is wrong).
+
+    A kernel that failed is left out, so nothing is wrong then; the check is that of a run, with its memory.
+    """
+    import torch
+
+    from megappo.ops import dispatch, verdicts
+
+    wrong = []
+    state = "ok"
+    try:
+        faults = verdicts.settle("auto", torch.device("cuda", 0))
+    except RuntimeError as error:  # the check cannot be done
+        faults, state = {}, "unknown"
+        wrong.append(str(error))
+    column = {op: [implementation, state] for op, implementation in dispatch.selected("cuda").items()}
+    for (op, implementation), fault in faults.items():
+        column[op][1] += f"; {implementation} left out: {fault}"
+    return column, wrong
 
 
 def report() -> tuple[str, int]:

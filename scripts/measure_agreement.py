@@ -51,7 +51,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    from megappo.config.schema import RoleConfig
+    from megappo.config.schema import RoleConfig, RolloutConfig
     from megappo.engine.build import build_frozen
     from megappo.models.arch import read_arch
     from megappo.parallel.groups import build_groups
@@ -67,7 +67,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     arch, groups = read_arch(arguments.model), build_groups(ParallelLayout(world_size=1))
     policy = build_frozen("policy", arguments.model, arch, RoleConfig(dtype=arguments.dtype), groups, device=device)
     engine = VllmEngine(
-        arguments.model, tp=1, dtype=DTYPES[arguments.dtype], max_model_len=20 + arguments.tokens, eos_token_ids=(), seed=0,
+        arguments.model, RolloutConfig(), dtype=DTYPES[arguments.dtype], max_model_len=20 + arguments.tokens, eos_token_ids=(), seed=0,
         device=device,
     )  # fmt: skip
     engine.connect(policy.named_parameters, arch, groups.layout)

@@ -23,13 +23,14 @@ from megappo.bridge.vllm_reload import reload_api
 class VllmReceiver:
     """The engine's end of the bridge on one rank (see `destination.WeightReceiver`).
 
-    worker: vLLM's in-process worker, whose model runner holds the model.
+    worker: vLLM's in-process worker.
     """
 
     def __init__(self, worker: Any, dtype: torch.dtype) -> None:
         self._api = reload_api()
         self._worker = worker
-        self._model: torch.nn.Module = worker.model_runner.model
+        # vLLM's accessor: what the runner itself holds may be a wrapper that captures CUDA graphs.
+        self._model: torch.nn.Module = worker.get_model()
         self._modules = dict(self._model.named_modules())
         self._dtype = dtype
         self._destination: Destination | None = None

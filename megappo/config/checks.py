@@ -288,6 +288,8 @@ SFT_RULES: tuple[Callable[[SftConfig], Optional[str]], ...] = (_sft_lr_warmup,)
 GPU_KEYS = (
     "rollout.memory_share",
     "rollout.enforce_eager",
+    "rollout.model_runner",
+    "rollout.async_scheduling",
     "policy.offload.parameters",
     "policy.offload.optimizer",
     "critic.offload.parameters",

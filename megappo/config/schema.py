@@ -185,11 +185,17 @@ class RolloutConfig(Section):
     max_num_seqs: Positive = 256
     """Sequences that one vLLM replica decodes at once."""
     memory_share: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.4
-    """Share of GPU memory that vLLM may take for weights and KV cache."""
+    """Share of GPU memory that vLLM may take for weights and KV cache while it generates."""
     kv_cache_gib: Optional[PositiveFloat] = None
     """KV cache of one vLLM rank in GiB; null lets `memory_share` decide on a GPU and means 0.25 on the CPU."""
+    sleep: Literal["none", "cache", "all"] = "none"
+    """Memory that vLLM gives back between generations: nothing, its KV cache, or while the models train its weights as well."""
     enforce_eager: bool = False
-    """Do not capture CUDA graphs."""
+    """Neither compile vLLM's model nor capture CUDA graphs."""
+    model_runner: Literal["auto", "v1", "v2"] = "auto"
+    """Which of vLLM's two model runners drives the model; auto leaves the choice to vLLM, v2 where it can."""
+    async_scheduling: Optional[bool] = None
+    """Let vLLM prepare a step while the one before runs; null leaves the choice to vLLM, which does where it can."""
     max_prob_diff: PositiveFloat = 0.01
     """Stop when the mean |probability difference| between the sampler and the trainer on sampled tokens is above this."""
 

@@ -31,7 +31,7 @@ def missing(implementation: str, device_type: str) -> Optional[str]:
     if implementation in ("auto", "reference"):
         return None
     if implementation == "triton":
-        if device_type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        if device_type == "cpu" and not interpreted():
             return "Triton kernels run on a GPU, and this run is on the CPU"
         return None if importlib.util.find_spec("triton") else "triton is not installed (pip install triton)"
     if implementation == "cpp" and device_type != "cpu":
@@ -41,6 +41,11 @@ def missing(implementation: str, device_type: str) -> Optional[str]:
     if not (LIBRARY.exists() and _facts_file().exists()):
         return "the compiled kernels are missing: install megappo with a C++ compiler (pip install --no-build-isolation -e .)"
     return (_no_cuda(library_facts()) if implementation == "cuda" else None) or _unloadable(LIBRARY)
+
+
+def interpreted() -> bool:
+    """Whether Triton's kernels run in its interpreter, on any device: minutes in place of milliseconds, for tests."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def library_facts() -> dict[str, Any]:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megappo.ops import dispatch
 from megappo.ops.advantages import gae, token_advantages
-from megappo.ops.kernels import ORDER, missing
+from megappo.ops.kernels import ORDER, interpreted, missing
 from megappo.ops.linear_logprob import linear_logprob
 from megappo.ops.logprob import vocab_parallel_logprob
 from megappo.ops.losses import policy_loss, value_loss
@@ -231,7 +231,7 @@ class Calls:
 
 
 def problems_for(device_type: str) -> list[Problem]:
-    return problems() + (gpu_problems() if device_type == "cuda" else [])
+    return problems() + (gpu_problems() if device_type == "cuda" and not interpreted() else [])
 
 
 def run_checks(device: torch.device) -> list[Finding]:

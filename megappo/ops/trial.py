@@ -1,8 +1,8 @@
 """The self-check in a process of its own, which a kernel that never comes back, or takes the device down, cannot take with it.
 
 `run_trial` starts the process and `main` is it. The process writes a line before and after every op, having waited for the
-device, so that the op that was running is known however the process ends; of several ops behind a wrong result, those are to blame
-that give a wrong one alone, all others being references.
+device, so that the op that was running is known however the process ends; of several ops behind a wrong result, those are to
+blame that give a wrong one alone, all others being references.
 
 MEGAPPO_KERNEL_CHECK_S: seconds that one op may take, with its compilation by Triton; 300 if unset.
 """

@@ -1,7 +1,8 @@
 """Which kernels are sound on this GPU: asked of `trial.py` once, and remembered.
 
 The memory is a file per GPU model, driver, torch, Triton and SHA-256 of the library and of all of ops/, so that a new one of
-these is looked at again. Delete the file for the same. It lies in MEGAPPO_CACHE, else XDG_CACHE_HOME/megappo, else ~/.cache/megappo.
+these is looked at again. Delete the file for the same. It lies in MEGAPPO_CACHE, else XDG_CACHE_HOME/megappo, else
+~/.cache/megappo.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch
 
 from megappo.ops import dispatch, selfcheck
 from megappo.ops.dispatch import Pair
-from megappo.ops.kernels import LIBRARY, Kernels
+from megappo.ops.kernels import LIBRARY, Kernels, interpreted
 from megappo.ops.trial import Trial, run_trial
 
 logger = logging.getLogger(__name__)
@@ -72,7 +73,8 @@ def _find(kernels: Kernels, device: torch.device, chosen: Mapping[str, str], fau
     others = {op: ran[op] for _, ran in trial.passed for op in ran if ran[op] != chosen[op] and not trial.faults}
     if others:
         op, implementation = next(iter(others.items()))
-        raise RuntimeError(f"kernels: their check ran {op} by {implementation}, and the run would by {chosen[op]}: please report this")
+        ran = f"ran {op} by {implementation}, and the run would by {chosen[op]}"
+        raise RuntimeError(f"kernels: their check {ran}: please report this")
     verdicts.add(trial)
     return trial.faults
 
@@ -128,7 +130,8 @@ def cache_file(device: torch.device) -> Path:
 
 def fingerprint(device: torch.device) -> str:
     """16 hexadecimal digits of everything that a verdict holds for."""
-    digest = hashlib.sha256("\n".join((_device_name(device), torch.__version__, str(_version("triton")))).encode())
+    facts = _device_name(device), torch.__version__, _version("triton"), interpreted()
+    digest = hashlib.sha256("\n".join(map(str, facts)).encode())
     for source in (LIBRARY, *sorted(Path(__file__).parent.rglob("*.py"))):
         digest.update(source.read_bytes() if source.exists() else b"")
     return digest.hexdigest()[:16]

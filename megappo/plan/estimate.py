@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from math import ceil, floor
-from typing import Iterator, Mapping, Optional
+from typing import Iterator, Literal, Mapping, Optional, Sequence
 
 from megappo.config.batch import StepArithmetic, micro_batches_bound, step_arithmetic
 from megappo.config.checks import Device
@@ -30,6 +30,10 @@ from megappo.plan.memory import (
 from megappo.plan.reserve import reserve_bytes
 from megappo.plan.tables import gib
 from megappo.rollout.types import SamplingParams
+
+
+Moment = Literal["generate", "train", "pushed"]
+"""Of a step, as vLLM sees it: stage 2, and stage 8 where it evaluates; stages 3 to 6; from the push to the next generation."""
 
 
 @dataclass(frozen=True)
@@ -67,26 +71,34 @@ class Plan:
         """Memory of a role on one rank of the world."""
         return self.memory[role][self.layouts[role].coordinates(rank).pp]
 
-    def rollout_bytes(self) -> int:
-        """What vLLM keeps on a rank for the whole run."""
-        return self.rollout.weights + max(0, self.rollout.kv_cache or 0) if self.rollout is not None else 0
+    def rollout_bytes(self, moment: Moment = "generate") -> int:
+        """What vLLM holds on a rank: all of it while it generates, what does not sleep (`rollout.sleep`) at other moments."""
+        if self.rollout is None:
+            return 0
+        sleep = self.config.rollout.sleep
+        weights = self.rollout.weights if moment != "train" or sleep != "all" else 0
+        return weights + (max(0, self.rollout.kv_cache or 0) if moment == "generate" or sleep == "none" else 0)
 
     def trainer_at_rest(self, rank: int) -> int:
         """What one rank holds, beside vLLM, while no role works: also when vLLM starts."""
         return self.reserve + sum(self.stage(role, rank).resident for role in self.layouts)
 
-    def at_rest(self, rank: int) -> int:
-        """What one rank holds while no role works."""
-        return self.rollout_bytes() + self.trainer_at_rest(rank)
-
     def certain(self, rank: int) -> int:
         """Bytes of one rank without activations, in its fullest moment."""
-        roles = [self.stage(role, rank) for role in self.layouts]
-        return self.at_rest(rank) + max(m.offloaded + m.offloaded_optimizer for m in roles)
+        return self._fullest(rank, [m.offloaded + m.offloaded_optimizer for m in self._roles(rank)])
 
     def peak(self, rank: int) -> int:
         """Bytes of one rank in its fullest moment, with the estimate of activations."""
-        return self.at_rest(rank) + max(self.stage(role, rank).active for role in self.layouts)
+        return self._fullest(rank, [m.active for m in self._roles(rank)])
+
+    def _roles(self, rank: int) -> list[RoleMemory]:
+        return [self.stage(role, rank) for role in self.layouts]
+
+    def _fullest(self, rank: int, training: Sequence[int]) -> int:
+        """training: bytes that a role needs on top of what rests, in its fullest moment of stages 4 to 6, for each role."""
+        written = max(self.stage(role, rank).saving for role in ("policy", "critic"))
+        moments: tuple[tuple[Moment, int], ...] = (("generate", 0), ("train", max(training)), ("pushed", written))
+        return self.trainer_at_rest(rank) + max(self.rollout_bytes(moment) + work for moment, work in moments)
 
     def parked(self, rank: int) -> int:
         """Host memory of one rank that the offloaded parts of all roles take while none of them works."""

@@ -1,14 +1,14 @@
 """Memory of one rank through the phases of a PPO step, and which phase is the tightest for each role.
 
-A phase is one role at work while the others rest: what rests is `RoleMemory.resident`, vLLM's weights and cache and the reserve
-stay for the whole run. What would relieve a phase is `reliefs.py`'s.
+A phase is one role at work while the others rest: what rests is `RoleMemory.resident`, the reserve, and of vLLM's weights and cache
+what does not sleep in the phase. What would relieve a phase is `reliefs.py`'s.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megappo.plan.estimate import Plan
+from megappo.plan.estimate import Moment, Plan
 from megappo.plan.memory import RoleMemory
 
 
@@ -33,28 +33,28 @@ def phases(plan: Plan, rank: int) -> list[Phase]:
 
     Weights move to vLLM through buffers that are not counted. A checkpoint is written role by role.
     """
-    at_rest = plan.at_rest(rank)
+    at_rest = plan.trainer_at_rest(rank)
     found: list[Phase] = []
 
-    def add(name: str, role: str, work: int) -> None:
-        found.append(Phase(name, role, at_rest, work))
+    def add(name: str, role: str, work: int, moment: Moment = "train") -> None:
+        found.append(Phase(name, role, plan.rollout_bytes(moment) + at_rest, work))
 
     def memory(role: str) -> RoleMemory:
         return plan.stage(role, rank)
 
     if plan.rollout is not None:
-        add("generate", "rollout", 0)
+        add("generate", "rollout", 0, "generate")
     else:
-        add("generate", "policy", memory("policy").passing)
+        add("generate", "policy", memory("policy").passing, "generate")
     for role, name in (("policy", "log-probs"), ("critic", "values"), ("reference", "reference log-probs")):
         if role in plan.layouts:
             add(name, role, memory(role).passing)
     for role in ("critic", "policy"):
         add(f"{role} update", role, memory(role).updating)
         add(f"{role} optimizer step", role, memory(role).stepping)
-    add("push weights", "policy", memory("policy").offloaded_weights)
+    add("push weights", "policy", memory("policy").offloaded_weights, "pushed")
     for role in ("policy", "critic"):
-        add(f"{role} checkpoint", role, memory(role).saving)
+        add(f"{role} checkpoint", role, memory(role).saving, "pushed")
     return found
 
 

@@ -72,6 +72,8 @@ def _settings(plan: Plan, role: str) -> Iterator[tuple[str, TrainConfig]]:
                 if not getattr(offload, what):
                     away = offload.model_copy(update={what: True})
                     yield f"{other}.offload.{what}=true", _with(config, other, offload=away)
+        if plan.rollout is not None and config.rollout.sleep != "all":
+            yield "rollout.sleep=all", _with(config, "rollout", sleep="all")
     share = _smaller_share(plan)
     if share is not None:
         yield f"rollout.memory_share={share}", _with(config, "rollout", memory_share=share)

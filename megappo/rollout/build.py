@@ -38,16 +38,12 @@ def build_rollout(
 
     engine = VllmEngine(
         model,
-        tp=config.tp,
+        config,
         dtype=DTYPES[policy_dtype if config.dtype == "auto" else config.dtype],
         max_model_len=max_prompt_tokens + config.max_response_tokens,
         eos_token_ids=tokenizer.eos_ids,
         seed=seed,
         device=device,
-        max_num_seqs=config.max_num_seqs,
-        memory_share=config.memory_share,
-        kv_cache_gib=config.kv_cache_gib,
-        enforce_eager=config.enforce_eager,
         tokenizer=str(tokenizer.path) if config.stop and isinstance(tokenizer, HuggingFaceTokenizer) else None,
         detokenize=tokenizer.decode,
     )

@@ -77,6 +77,9 @@ class MegatronRollout:
             for i in range(len(requests))
         ]  # fmt: skip
 
+    def sleep(self) -> None:
+        """Nothing of its own to give back."""
+
     def close(self) -> None:
         """Nothing of its own to free."""
 

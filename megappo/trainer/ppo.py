@@ -105,6 +105,7 @@ class PPO:
 
         with timers.stage("generate"):  # 2
             responses = self.rollout.generate(requests, self.sampling)
+            self.rollout.sleep()
             batch = pack_experience(requests, responses)
 
         with timers.stage("score"):  # 3

@@ -76,7 +76,7 @@ def test_sound_kernels_are_remembered_for_what_uses_them(monkeypatch):
 def test_a_check_of_something_else_than_the_run_would_run_says_nothing(monkeypatch):
     """As on a device that hands its tensors to ops as those of another kind."""
     monkeypatch.setenv("TEST_ORDER", "reference")
-    with pytest.raises(RuntimeError, match="^kernels: their check ran [a-z_]+ by reference, and the run would by (gemm . )?cpp: "):
+    with pytest.raises(RuntimeError, match="^kernels: their check ran [a-z_]+ by reference, and the run would by "):
         with_faults(monkeypatch, "none none none")("auto")
     assert not cache_file(CPU).exists()
 

@@ -97,6 +97,22 @@ def test_offloaded_state_works_only_in_its_phases(tmp_path):
     assert once.step.optimizer_steps == 1 and alone == only.weights + only.gradients + only.activations
 
 
+@pytest.mark.parametrize("sleep, held", [("none", "wc wc wc"), ("cache", "wc w w"), ("all", "wc - w")])
+def test_what_sleeps_of_vllm_is_there_when_it_generates(tmp_path, sleep, held):
+    """w: weights, c: cache; while it generates, while the models train, and after a push."""
+    overrides = [*OFFLOAD, "rollout.kv_cache_gib=0.01"]
+    plan = planned(write_run(tmp_path), [*overrides, f"rollout.sleep={sleep}"])
+    trainer = plan.trainer_at_rest(0)
+    bytes_of = {"w": plan.rollout.weights, "c": plan.rollout.kv_cache, "-": 0}
+    assert plan.rollout.weights > 0 and plan.rollout.kv_cache > 0
+    generate, train, pushed = (trainer + sum(bytes_of[letter] for letter in letters) for letters in held.split())
+    for phase in phases(plan, 0):
+        after = phase.name.startswith("push") or phase.name.endswith("checkpoint")
+        assert phase.rest == (generate if phase.name == "generate" else pushed if after else train), phase.name
+    assert max(phase.total for phase in phases(plan, 0)) == plan.peak(0)
+    assert (plan.peak(0) < planned(write_run(tmp_path), overrides).peak(0)) == (sleep != "none")
+
+
 def test_a_policy_that_generates_itself_works_then(tmp_path):
     plan = planned(write_run(tmp_path), [*OFFLOAD, "rollout.engine=megatron"])
     first, memory = phases(plan, 0)[0], plan.stage("policy", 0)
@@ -145,7 +161,7 @@ def large(recipe, facts):
 @pytest.mark.parametrize(
     "recipe, facts, overrides",
     [("llama3.1_70b_64gpu", "Llama-3.1-70B-Instruct", []), ("qwen3_30b_a3b_32gpu", "Qwen3-30B-A3B", []),
-     ("llama3.1_405b_256gpu", "Llama-3.1-405B-Instruct", ["rollout.memory_share=0.48"])],
+     ("llama3.1_405b_256gpu", "Llama-3.1-405B-Instruct", ["rollout.memory_share=0.48", "rollout.sleep=none"])],
 )  # fmt: skip
 def test_every_relief_of_a_large_recipe_is_a_configuration_that_is_accepted_and_relieves(recipe, facts, overrides):
     plan_of = large(recipe, facts)
@@ -161,11 +177,11 @@ def test_every_relief_of_a_large_recipe_is_a_configuration_that_is_accepted_and_
 
 
 def test_a_role_that_no_single_key_relieves_is_shown_all_the_same():
-    """Everything is offloaded and recomputed, and vLLM has no more than it needs."""
+    """Everything is offloaded, a checkpoint is the tightest, as vLLM's weights are there again, and vLLM has what it needs."""
     plan = large("llama3.1_405b_256gpu", "Llama-3.1-405B-Instruct")()
     assert reliefs(plan, "policy") == []
     *_, row = (line.split() for line in phase_lines(plan) if line.startswith("  policy "))
-    assert row == ["policy", "policy", "update", "16", f"{plan.peak(16) / GIB:.2f}", "-"]
+    assert row == ["policy", "policy", "checkpoint", "16", f"{plan.peak(16) / GIB:.2f}", "-"]
 
 
 def test_a_smaller_share_still_holds_all_sequences_that_run_at_once():

@@ -28,7 +28,6 @@ from megappo.parallel.layout import ParallelLayout
 from megappo.plan.memory import rollout_memory
 from megappo.rollout.types import Request, Response, SamplingParams
 from megappo.rollout.vllm_engine import VllmEngine
-from megappo.rollout.vllm_process import vllm_running
 
 from ..bridge.engines import layout_mistakes, policy_tensors
 from ..data.tokenizer_files import write_hf_tokenizer
@@ -337,8 +336,8 @@ def logit_rounding(engine: VllmEngine, model: torch.nn.Module) -> dict[str, floa
     hidden = torch.randn(300, weight.shape[1], generator=generator) * 8 / float(weight.float().norm(dim=1).mean())
     target = torch.randint(0, weight.shape[0], (300,), generator=generator)
     worker = engine._llm.llm_engine.model_executor.driver_worker.worker
-    with vllm_running(engine.device), torch.no_grad():
-        logits = worker.model_runner.model.compute_logits(hidden.bfloat16())
+    with engine._running(), torch.no_grad():
+        logits = worker.get_model().compute_logits(hidden.bfloat16())
     sampler = torch.log_softmax(logits.float() / 0.7, -1).gather(1, target[:, None])[:, 0]
     equal = {}
     for dtype in ("fp32", "bf16"):

@@ -9,7 +9,6 @@ blocks of `linear_stats.py`.
 
 from __future__ import annotations
 
-import os
 from typing import Optional
 
 import torch
@@ -17,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megappo.ops.kernels import interpreted
 from megappo.ops.linear_blocks import LinearLogits, logits_dtype_of, merge_blocks
 from megappo.ops.linear_stats import stats_in_blocks
 
@@ -127,7 +127,7 @@ def linear_stats(
         hidden, weight, target.contiguous(), None if row_inv_temp is None else row_inv_temp.contiguous(), inv_temp, partial,
         num_tokens, hidden_size, num_valid, tiles_per_split, vocab_start, ignore_index, hidden.stride(0), weight.stride(0),
         PER_ROW=row_inv_temp is not None, ENTROPY=want_entropy, EVEN_H=hidden_size % tile["BLOCK_H"] == 0,
-        WIDEN=os.environ.get("TRITON_INTERPRET") == "1",  # the interpreter multiplies the bits of bf16 as integers
+        WIDEN=interpreted(),  # the interpreter multiplies the bits of bf16 as integers
         **tile,
     )
     return merge_blocks(partial), hidden.new_empty((0, 0), dtype=logits_dtype_of(weight, bf16_logits))

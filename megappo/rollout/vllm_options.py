@@ -1,0 +1,108 @@
+"""All that vLLM is told about how to run: the arguments of `LLM(...)` and the variables of its environment.
+
+Pure: neither vLLM nor a device is needed, so that the configuration of a GPU can be built and checked on a machine without one.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Sequence
+
+import torch
+
+from megappo.config.schema import RolloutConfig
+from megappo.models.arch import arch_of, read_config, text_config
+
+CPU_KV_CACHE_GIB = 0.25
+_DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+
+
+def vllm_options(
+    config: RolloutConfig,
+    model: str,
+    *,
+    dtype: torch.dtype,
+    max_model_len: int,
+    seed: int,
+    device_type: str,
+    executor: type | str,
+    tokenizer: str | None = None,
+    peers_visible: bool = True,
+) -> dict[str, Any]:
+    """Arguments of `vllm.LLM`, or of `vllm.EngineArgs`.
+
+    model: directory with config.json. max_model_len: longest prompt plus response in tokens. device_type: "cpu" or "cuda".
+    executor: how workers are placed. peers_visible: this process sees the GPUs of the other ranks of its replica.
+    """
+    on_cpu = device_type == "cpu"
+    cache_gib = CPU_KV_CACHE_GIB if config.kv_cache_gib is None and on_cpu else config.kv_cache_gib
+    arch = arch_of(text_config(read_config(model)))
+    options: dict[str, Any] = dict(
+        model=model,
+        config_format="hf",
+        hf_overrides=_model_config(model),
+        tokenizer=tokenizer,
+        skip_tokenizer_init=tokenizer is None,
+        load_format="dummy",
+        generation_config="vllm",
+        tensor_parallel_size=config.tp,
+        distributed_executor_backend=executor,
+        dtype=_DTYPE_NAMES[dtype],
+        max_model_len=max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        gpu_memory_utilization=config.memory_share,
+        kv_cache_memory_bytes=None if cache_gib is None else int(cache_gib * 2**30),
+        enforce_eager=config.enforce_eager or on_cpu,  # compiling takes minutes on a CPU
+        async_scheduling=config.async_scheduling,
+        enable_sleep_mode=config.sleep != "none" and not on_cpu,
+        # After temperature, top-k and top-p: what was cut is -inf. (vLLM's own return_sampling_mask needs its second
+        # model runner, which has no CPU, and refuses the greedy requests of an evaluation.)
+        logprobs_mode="processed_logprobs",
+        max_logprobs=arch.vocab_size,
+        seed=seed,
+    )
+    if on_cpu:
+        # A seeded request whose prompt is cut in pieces raises "CPU Generator does not use offset": after every piece vLLM winds
+        # the generator back. Whole prompts fit, as vLLM then takes at least max_model_len tokens at once.
+        options["enable_chunked_prefill"] = False
+        if config.sleep != "none":
+            options["worker_cls"] = "megappo.rollout.vllm_cpu_worker.SleepingCpuWorker"
+    if not peers_visible:
+        # Both map the devices of all ranks over this process's CUDA_VISIBLE_DEVICES and fail; NCCL reduces instead.
+        options["disable_custom_all_reduce"] = True
+        options["compilation_config"] = {"pass_config": {"fuse_allreduce_rms": False}}
+    return options
+
+
+def vllm_environment(config: RolloutConfig, device_type: str, peers_visible: bool = True) -> dict[str, str]:
+    """Variables that vLLM reads while it runs; what is not here stays as the user has it."""
+    if device_type == "cpu":
+        return {}
+    runner = {} if config.model_runner == "auto" else {"VLLM_USE_V2_MODEL_RUNNER": str(int(config.model_runner == "v2"))}
+    # Their buffers are shared between GPUs by handles that a process opens only for GPUs that it sees.
+    names = ("VLLM_ALLREDUCE_USE_SYMM_MEM", "VLLM_ALLREDUCE_USE_FLASHINFER", "VLLM_ALLREDUCE_USE_FLASHINFER_PCIE_IPC")
+    return {**runner, **({} if peers_visible else dict.fromkeys(names, "0"))}
+
+
+def see_each_other(tp: int, places: Sequence[tuple[str, int | None]]) -> bool:
+    """Whether the ranks of every replica of tp ranks see each other's GPUs. places: (host, device index) of every rank.
+
+    Slurm's --gpus-per-task shows each task one GPU: two ranks of a host that both work on device 0 see different GPUs.
+    """
+    return all(len(set(places[first : first + tp])) == tp for first in range(0, len(places), tp))
+
+
+def _model_config(model: str) -> Callable[[Any], Any]:
+    """How vLLM should read config.json: a multimodal checkpoint as its language model alone, which is all that is trained."""
+    text = text_config(read_config(model))
+    rope = arch_of(text).rope
+
+    def override(config: Any) -> Any:
+        config = getattr(config, "text_config", config)
+        config.architectures = text["architectures"]
+        config.tie_word_embeddings = text.get("tie_word_embeddings", False)
+        if rope.llama4_beta is not None:
+            # vLLM knows this scaling of the queries by the name that Mistral's own config files use, and ignores Hugging Face's.
+            config.llama_4_scaling = {"original_max_position_embeddings": rope.original_max_positions, "beta": rope.llama4_beta}
+        return config
+
+    return override

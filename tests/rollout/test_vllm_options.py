@@ -1,0 +1,88 @@
+"""What vLLM is told: every switch of the configuration arrives, and what cannot work where a rank sees one GPU is off.
+
+That vLLM makes of it what is meant on a GPU is checked with its own GPU wheel (scripts/check_gpu_stack.sh).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megappo.config.schema import RolloutConfig
+from megappo.rollout.vllm_options import see_each_other, vllm_environment, vllm_options
+from megappo.rollout.vllm_process import require_vllm
+
+from ..plan.checkpoints import write_checkpoint
+
+SYMMETRIC = "VLLM_ALLREDUCE_USE_SYMM_MEM"
+
+
+@pytest.fixture
+def options(tmp_path):
+    path = str(write_checkpoint(tmp_path / "model", weights=False, tokenizer=False))
+
+    def of(device_type: str = "cuda", peers_visible: bool = True, **settings: Any) -> dict[str, Any]:
+        return vllm_options(
+            RolloutConfig(**settings), path, dtype=torch.bfloat16, max_model_len=96, seed=3, device_type=device_type,
+            executor="uni", peers_visible=peers_visible,
+        )  # fmt: skip
+
+    return of
+
+
+@pytest.mark.parametrize("settings, expected", [
+    ({}, dict(enforce_eager=False, async_scheduling=None, enable_sleep_mode=False, kv_cache_memory_bytes=None)),
+    (dict(enforce_eager=True), dict(enforce_eager=True)),
+    (dict(async_scheduling=False), dict(async_scheduling=False)),
+    (dict(sleep="cache"), dict(enable_sleep_mode=True)),
+    (dict(sleep="all"), dict(enable_sleep_mode=True)),
+    (dict(tp=4, max_num_seqs=7, memory_share=0.6), dict(tensor_parallel_size=4, max_num_seqs=7, gpu_memory_utilization=0.6)),
+    (dict(kv_cache_gib=2.0), dict(kv_cache_memory_bytes=2 << 30)),
+])  # fmt: skip
+def test_settings_arrive(options, settings, expected):
+    told = options(**settings)
+    assert {name: told[name] for name in expected} == expected
+    assert not {"worker_cls", "enable_chunked_prefill", "disable_custom_all_reduce"} & told.keys()
+
+
+def test_a_cpu_runs_eagerly_whole_prompts_and_sleeps_by_a_worker_of_our_own(options):
+    told = options("cpu", sleep="all")
+    assert told["enforce_eager"] and told["enable_chunked_prefill"] is False and told["enable_sleep_mode"] is False
+    assert told["worker_cls"].endswith("SleepingCpuWorker") and told["kv_cache_memory_bytes"] == 1 << 28
+    assert "worker_cls" not in options("cpu")
+
+
+@pytest.mark.parametrize("runner, expected", [("auto", {}), ("v1", {"VLLM_USE_V2_MODEL_RUNNER": "0"}),
+                                              ("v2", {"VLLM_USE_V2_MODEL_RUNNER": "1"})])  # fmt: skip
+def test_the_model_runner_is_chosen_by_vllms_variable(runner, expected):
+    assert vllm_environment(RolloutConfig(model_runner=runner), "cuda") == expected
+    assert vllm_environment(RolloutConfig(model_runner=runner), "cpu") == {}
+
+
+def test_ranks_that_do_not_see_each_others_gpus_reduce_by_nccl(options):
+    told, variables = options(peers_visible=False, tp=2), vllm_environment(RolloutConfig(tp=2), "cuda", peers_visible=False)
+    assert told["disable_custom_all_reduce"] and told["compilation_config"] == {"pass_config": {"fuse_allreduce_rms": False}}
+    assert variables[SYMMETRIC] == "0" and set(variables.values()) == {"0"} and len(variables) == 3
+
+
+@pytest.mark.parametrize("tp, places, together", [
+    (2, [("a", 0), ("a", 1), ("a", 2), ("a", 3)], True),
+    (2, [("a", 0), ("a", 0), ("a", 0), ("a", 0)], False),  # Slurm's --gpus-per-task
+    (1, [("a", 0), ("a", 0)], True),
+    (2, [("a", 0), ("b", 0)], True),  # two nodes: vLLM sees that by itself
+    (4, [("a", 0), ("a", 1), ("b", 0), ("b", 1)], True),
+    (2, [("a", 0), ("a", 1), ("b", 0), ("b", 0)], False),  # one replica is enough: all ranks decide alike
+])  # fmt: skip
+def test_ranks_of_a_host_on_one_device_number_see_different_gpus(tp, places, together):
+    assert see_each_other(tp, places) is together
+
+
+def test_a_vllm_that_would_take_over_the_process_is_refused(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    with pytest.raises(ValueError, match="VLLM_BATCH_INVARIANT is set.*unset it"):
+        require_vllm()
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "0")
+    require_vllm()
