@@ -33,8 +33,8 @@ ISA_FLAGS = {
     "avx512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c", "-mprefer-vector-width=512"],
 }
 NO_TORCH = (
-    "the kernels are compiled against the installed torch, and there is none here: run `pip install torch==2.13.0 setuptools` first, then "
-    "this command with --no-build-isolation"
+    "the kernels are compiled against the installed torch, and there is none here: run `pip install torch==2.13.0 setuptools` first, "
+    "then this command with --no-build-isolation"
 )
 
 
@@ -46,7 +46,8 @@ def installed_torch() -> Torch:
         raise BuildError(NO_TORCH) from None
     if tuple(map(int, torch.__version__.split(".")[:2])) < OLDEST_TORCH:
         oldest = ".".join(map(str, OLDEST_TORCH))
-        raise BuildError(f"torch {torch.__version__} is older than {oldest}: run `pip install torch==2.13.0` and install megappo again")
+        older = f"torch {torch.__version__} is older than {oldest}"
+        raise BuildError(f"{older}: run `pip install torch==2.13.0` and install megappo again")
     root = Path(torch.__file__).parent
     return Torch(root / "include", root / "lib", torch.__version__, torch.version.cuda)
 
@@ -143,7 +144,8 @@ def build(library: Path, work: Path) -> str:
             f"{work / 'ptxas.log'}"
         )
     fix = f" ({decision.fix})" if decision.fix else ""
-    return f"C++ kernels built ({', '.join(isas())}); CUDA kernels skipped: {decision.reason}{fix}. On a GPU the Triton kernels would run."
+    skipped = f"CUDA kernels skipped: {decision.reason}{fix}. On a GPU the Triton kernels would run."
+    return f"C++ kernels built ({', '.join(isas())}); {skipped}"
 
 
 def compile_cuda(work: Path, archs: str = DEFAULT_ARCHS) -> list[Path]:

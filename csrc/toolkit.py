@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Mapping, Optional
 
 # SASS of Ampere and Ada (8.x) and of Hopper, whose kernels want 9.0a, which runs on no other GPU; the PTX serves all newer ones:
-# the driver compiles it at the first use (2 s by ptxas for sm_100) and keeps the result. PTX costs 4 % of the objects' size and no
-# time; SASS of 10.0 and 12.0 in its place doubles the size (3.6 to 7.7 MB) and the time of the build.
+# the driver compiles it at the first use (2 s by ptxas for sm_100) and keeps the result. PTX costs 4 % of the objects' size and
+# no time; SASS of 10.0 and 12.0 in its place doubles the size (3.6 to 7.7 MB) and the time of the build.
 DEFAULT_ARCHS = "8.0+PTX;9.0a"
 
 
@@ -113,9 +113,11 @@ def arch_flags(archs: str) -> list[str]:
     for name in names:
         first, _, second = name.removesuffix("+PTX").removesuffix("a").partition(".")
         if not (first.isdigit() and second.isdigit() and int(first) >= 8):
-            raise BuildError(f"MEGAPPO_CUDA_ARCHS = {archs}: {name!r} is not a compute capability from 8.0 on, like {DEFAULT_ARCHS!r}")
+            known = f"a compute capability from 8.0 on, like {DEFAULT_ARCHS!r}"
+            raise BuildError(f"MEGAPPO_CUDA_ARCHS = {archs}: {name!r} is not {known}")
         if name.endswith("a+PTX"):
-            raise BuildError(f"MEGAPPO_CUDA_ARCHS = {archs}: PTX of {name!r} runs on no other GPU; use {name.removesuffix('+PTX')!r}")
+            alone = name.removesuffix("+PTX")
+            raise BuildError(f"MEGAPPO_CUDA_ARCHS = {archs}: PTX of {alone!r} runs on no other GPU; use {alone!r}")
     if not names:
         raise BuildError(f"MEGAPPO_CUDA_ARCHS is empty: name compute capabilities like {DEFAULT_ARCHS!r}")
     flags = []
@@ -140,4 +142,5 @@ def cudart(torch: Torch, nvcc: str) -> Path:
     for folder in folders:
         if (folder / name).exists():
             return (folder / name).parent.resolve() / name
-    raise BuildError(f"{name} is in none of {', '.join(map(str, folders))}: set CUDA_HOME to a whole toolkit of CUDA {torch.cuda}")
+    searched = ", ".join(map(str, folders))
+    raise BuildError(f"{name} is in none of {searched}: set CUDA_HOME to a whole toolkit of CUDA {torch.cuda}")

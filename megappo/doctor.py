@@ -1,12 +1,11 @@
 """`megappo doctor`: what is installed on this machine, what that makes possible, and what is missing for what.
 
-Nothing heavy is imported but torch, to ask it for its devices and operations. The list of packages is `installed.py`'s, driver and
-CUDA are `gpu_stack.py`'s.
+Nothing heavy is imported but torch, to ask it for its devices and operations. The list of packages is `installed.py`'s, driver
+and CUDA are `gpu_stack.py`'s.
 """
 
 from __future__ import annotations
 
-import json
 import platform
 import shutil
 import sys
@@ -21,7 +20,8 @@ from megappo.plan.tables import table
 
 def device_lines(stack: Stack) -> list[str]:
     """Python, GPUs, driver, CUDA and compilers of this machine."""
-    lines = [f"  Python {platform.python_version()} on {platform.system()} {platform.machine()} ({sys.executable})", *stack.lines()]
+    python = f"  Python {platform.python_version()} on {platform.system()} {platform.machine()} ({sys.executable})"
+    lines = [python, *stack.lines()]
     for tool, purpose in (("g++", "compiling the C++ kernels"), ("sbatch", "jobs of Slurm: megappo launch")):
         where = shutil.which(tool)
         lines.append(f"  {tool}: {where or f'not found (needed only for {purpose})'}")
@@ -30,8 +30,8 @@ def device_lines(stack: Stack) -> list[str]:
 
 def library_facts() -> Optional[dict[str, Any]]:
     """The record of csrc/build.py beside the library; None where there is no library."""
-    record = kernels.LIBRARY.with_suffix(".json")
-    return json.loads(record.read_text()) if kernels.LIBRARY.exists() and record.exists() else None
+    there = kernels.LIBRARY.exists() and kernels.LIBRARY.with_suffix(".json").exists()
+    return kernels.library_facts() if there else None
 
 
 def library_line(facts: dict[str, Any]) -> str:

@@ -1,7 +1,7 @@
-"""Driver, GPUs, CUDA toolkit, torch and megappo's library on this machine, and what of it does not fit, with the command that mends it.
+"""Driver, GPUs, CUDA toolkit and torch of this machine, and what of it does not fit, with the command that mends it.
 
-For `megappo doctor`. `found` asks the machine; `faults` only compares, so that every state can be tested without a GPU. Which of the
-library's kernels can run with this torch on this GPU is `ops/kernels.py`'s to say.
+For `megappo doctor`. `found` asks the machine; `faults` only compares, so that every state can be tested without a GPU. Which of
+the library's kernels can run with this torch on this GPU is `ops/kernels.py`'s to say.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Stack:
-    """The parts that were found. None: not there. `*_cuda` are versions of CUDA like "13.0"; the driver's is the newest that it runs."""
+    """The parts that were found; None: not there. `*_cuda`: versions of CUDA like "13.0", the driver's the newest that it runs."""
 
     gpus: tuple[Gpu, ...] = ()
     driver: Optional[str] = None
@@ -45,6 +45,7 @@ class Stack:
 
     def lines(self) -> list[str]:
         """One line for each part, for people."""
+        nvcc = f"{self.nvcc}, CUDA {self.nvcc_cuda}" if self.nvcc else "not found (needed only for compiling the CUDA kernels)"
         driver = f"{self.driver}, for CUDA up to {self.driver_cuda or 'unknown'}" if self.driver else "not found (nvidia-smi)"
         lines = [
             f"  GPU {index}: {gpu.name}, {gpu.memory_gib:.0f} GiB, compute capability {gpu.capability[0]}.{gpu.capability[1]}"
@@ -55,7 +56,7 @@ class Stack:
         return [
             *lines,
             f"  driver: {driver}",
-            f"  nvcc: {f'{self.nvcc}, CUDA {self.nvcc_cuda}' if self.nvcc else 'not found (needed only for compiling the CUDA kernels)'}",
+            f"  nvcc: {nvcc}",
             f"  torch: {self.torch or 'not installed'}{f', CUDA {self.torch_cuda}' if self.torch_cuda else ', without CUDA'}",
         ]
 
@@ -78,8 +79,8 @@ def faults(stack: Stack) -> list[Fault]:
     build = "MEGAPPO_CUDA=1 pip install --no-build-isolation -e ."
     if stack.torch is not None and stack.torch_cuda is None and (stack.gpus or stack.nvcc):
         has = f"{len(stack.gpus)} GPUs" if stack.gpus else f"nvcc ({stack.nvcc})"
-        cuda_torch = "pip install --force-reinstall torch===2.13.0"
-        found.append(Fault(f"torch {stack.torch} has no CUDA, and this machine has {has}: {cuda_torch}, then {build}", bool(stack.gpus)))
+        fix = f"pip install --force-reinstall torch===2.13.0, then {build}"
+        found.append(Fault(f"torch {stack.torch} has no CUDA, and this machine has {has}: {fix}", bool(stack.gpus)))
     if stack.torch_cuda is not None:
         found += _driver_faults(stack)
         found += _toolkit_faults(stack, build)
@@ -89,7 +90,8 @@ def faults(stack: Stack) -> list[Fault]:
             has = ".".join(map(str, gpu.capability))
             others = ",".join(str(i) for i, other in enumerate(stack.gpus) if other.capability >= LEAST_CAPABILITY)
             fix = f"export CUDA_VISIBLE_DEVICES={others}" if others else f"take GPUs of {least} or later, or run.device=cpu"
-            found.append(Fault(f"GPU {index} ({gpu.name}) has compute capability {has}, and {least} is the least: {fix}", not others))
+            low = f"GPU {index} ({gpu.name}) has compute capability {has}, and {least} is the least"
+            found.append(Fault(f"{low}: {fix}", not others))
     return found
 
 
@@ -100,8 +102,8 @@ def _driver_faults(stack: Stack) -> list[Fault]:
     if stack.driver_cuda is not None and int(_major(stack.driver_cuda)) < int(_major(stack.torch_cuda)):
         runs = f"driver {stack.driver} runs CUDA up to {stack.driver_cuda}, and torch {stack.torch} has CUDA {stack.torch_cuda}"
         return [Fault(f"{runs}: install driver {needed} or later", True)]
-    python = "python -c 'import torch; torch.cuda.init()' says why"
-    return [Fault(f"torch {stack.torch} sees none of this machine's {len(stack.gpus)} GPUs (CUDA_VISIBLE_DEVICES, permissions): {python}", True)]
+    blind = f"torch {stack.torch} sees none of this machine's {len(stack.gpus)} GPUs (CUDA_VISIBLE_DEVICES, permissions)"
+    return [Fault(f"{blind}: python -c 'import torch; torch.cuda.init()' says why", True)]
 
 
 def _toolkit_faults(stack: Stack, build: str) -> list[Fault]:
@@ -110,10 +112,12 @@ def _toolkit_faults(stack: Stack, build: str) -> list[Fault]:
         return []
     fix = f"install the toolkit of CUDA {stack.torch_cuda}, then CUDA_HOME=/usr/local/cuda-{stack.torch_cuda} {build}"
     if stack.nvcc is None:
-        return [Fault(f"torch {stack.torch} has CUDA {stack.torch_cuda}, and nvcc was not found for the CUDA kernels: {fix}", False)]
-    if _major(stack.nvcc_cuda) != _major(stack.torch_cuda):
-        return [Fault(f"{stack.nvcc} is of CUDA {stack.nvcc_cuda}, and torch {stack.torch} of CUDA {stack.torch_cuda}: {fix}", False)]
-    return []
+        lacks = f"torch {stack.torch} has CUDA {stack.torch_cuda}, and nvcc was not found for the CUDA kernels"
+    elif _major(stack.nvcc_cuda) != _major(stack.torch_cuda):
+        lacks = f"{stack.nvcc} is of CUDA {stack.nvcc_cuda}, and torch {stack.torch} of CUDA {stack.torch_cuda}"
+    else:
+        return []
+    return [Fault(f"{lacks}: {fix}", False)]
 
 
 def found(library_has_cuda: bool) -> Stack:

@@ -40,6 +40,7 @@ BROUGHT = {"triton": ">=3.6"}
 
 
 def range_of(name: str) -> str:
-    """Tested versions of a distribution, like ">=2.11,<2.14"; "" where any will do. Raises KeyError for one that is not listed."""
-    listed = {key.partition("[")[0]: versions for group in (REQUIRED, BROUGHT, *EXTRAS.values()) for key, versions in group.items()}
+    """Tested versions of a distribution, like ">=2.11,<2.14"; "" if any will do. Raises KeyError for one that is not listed."""
+    groups = (REQUIRED, BROUGHT, *EXTRAS.values())
+    listed = {key.partition("[")[0]: versions for group in groups for key, versions in group.items()}
     return listed[name]

@@ -1,4 +1,4 @@
-"""Building csrc/: what is left out and why, wrong settings, metadata, and the CUDA kernels by nvcc, for the GPUs that are supported."""
+"""Building csrc/: what is left out and why, wrong settings, metadata, and the CUDA kernels by nvcc for the supported GPUs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,17 @@ import pytest
 import torch
 
 from csrc.build import NO_TORCH, BuildError, build, compile_cuda, cxx_commands, installed_torch, isas
-from csrc.toolkit import DEFAULT_ARCHS, Decision, Torch, arch_flags, cuda_decision, cudart, nvcc_path, toolkit_root, toolkit_version
+from csrc.toolkit import (
+    DEFAULT_ARCHS,
+    Decision,
+    Torch,
+    arch_flags,
+    cuda_decision,
+    cudart,
+    nvcc_path,
+    toolkit_root,
+    toolkit_version,
+)
 from megappo.ops.kernels import LIBRARY
 
 ROOT = Path(__file__).parent.parent
@@ -141,13 +151,14 @@ def test_a_lesser_instruction_set_can_be_asked_for() -> None:
 
 def backend(call: str, *flags: str, **environ: str) -> subprocess.CompletedProcess[str]:
     """A call of the build backend as pip makes it: another process, in the repository, which is not on its path."""
-    script = f"import sys; sys.path = [p for p in sys.path if p not in ('', {str(ROOT)!r})]; from setuptools import build_meta; {call}"
+    off_path = f"import sys; sys.path = [p for p in sys.path if p not in ('', {str(ROOT)!r})]"
+    script = f"{off_path}; from setuptools import build_meta; {call}"
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     return subprocess.run([sys.executable, *flags, "-c", script], env=kept | environ, cwd=ROOT, capture_output=True, text=True)
 
 
 def test_pip_builds_by_the_backend_with_what_is_installed(tmp_path: Path) -> None:
-    """Without pyproject.toml pip 23 runs `setup.py develop`, which current setuptools answers by an isolated build, without torch."""
+    """Without pyproject.toml pip 23 runs `setup.py develop`, which current setuptools turns into an isolated build, without torch."""
     system = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]
     assert system["build-backend"] == "setuptools.build_meta"
     assert not [name for name in system["requires"] if not name.startswith("setuptools")], "an isolated build would download them"
@@ -155,7 +166,8 @@ def test_pip_builds_by_the_backend_with_what_is_installed(tmp_path: Path) -> Non
     assert done.returncode == 0, done.stderr
     metadata = next(tmp_path.glob("*.dist-info/METADATA")).read_text()
     versions = runpy.run_path(str(ROOT / "megappo/versions.py"))
-    assert set(versions["PYTHON"].split(",")) == set(re.search(r"^Requires-Python: (.*)$", metadata, re.MULTILINE).group(1).split(","))
+    python = re.search(r"^Requires-Python: (.*)$", metadata, re.MULTILINE)
+    assert python and set(python.group(1).split(",")) == set(versions["PYTHON"].split(","))
     for name, specifier in (versions["REQUIRED"] | versions["EXTRAS"]["gpu"]).items():
         line = re.search(rf"^Requires-Dist: {re.escape(name)}([^A-Za-z\[;]*)(;.*)?$", metadata, re.MULTILINE)
         assert line and set(line.group(1).split(",")) == set(specifier.split(",")), name
@@ -216,7 +228,7 @@ def cuda_program(name: str) -> str:
 
 @needs_nvcc
 def test_there_is_code_for_the_gpus_that_are_supported_and_ptx_for_newer_ones(cuda_objects: list[Path], tmp_path: Path) -> None:
-    """A GPU runs SASS of its own major version from its own minor version down, and PTX of any older one; 9.0a runs on 9.0 only."""
+    """A GPU runs SASS of its own major version up to its own minor version, and PTX of any older GPU; 9.0a runs on 9.0 only."""
     assert DEFAULT_ARCHS == "8.0+PTX;9.0a"
     listed = {
         made.name: set(re.findall(r"\.(sm_\w+\.(?:cubin|ptx))", subprocess.run(
@@ -228,7 +240,8 @@ def test_there_is_code_for_the_gpus_that_are_supported_and_ptx_for_newer_ones(cu
     for made in cuda_objects:  # what the driver of a B200 does at the first use
         folder = tmp_path / made.stem
         folder.mkdir()
-        subprocess.run([cuda_program("cuobjdump"), "--extract-ptx", "all", str(made)], cwd=folder, capture_output=True, check=True)
+        extract = [cuda_program("cuobjdump"), "--extract-ptx", "all", str(made)]
+        subprocess.run(extract, cwd=folder, capture_output=True, check=True)
         (ptx,) = folder.glob("*.ptx")
         compiled = [cuda_program("ptxas"), "-v", "-arch=sm_100", str(ptx), "-o", str(folder / "sm_100.cubin")]
         report = subprocess.run(compiled, capture_output=True, text=True, check=True).stderr

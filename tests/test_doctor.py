@@ -174,7 +174,7 @@ def test_a_library_of_another_torch_is_said_by_the_kernels(monkeypatch):
 
 
 def test_the_report_shows_driver_toolkit_and_what_the_library_was_built_for(monkeypatch, tmp_path):
-    facts = {"torch": "2.12.0+cu129", "isas": ["avx2"], "cuda": True, "cuda_archs": "9.0a", "cuda_toolkit": "12.9", "cuda_reason": ""}
+    facts = {"torch": "2.12.0+cu129", "cuda": True, "cuda_archs": "9.0a", "cuda_toolkit": "12.9"}
     assert doctor.library_line(facts) == "  library: built for torch 2.12.0+cu129 by CUDA 12.9 for 9.0a"
     assert doctor.library_line(facts | {"cuda": False}) == "  library: built for torch 2.12.0+cu129 without CUDA"
     monkeypatch.setattr(gpu_stack, "found", lambda library_has_cuda: replace(NODE, **CPU_TORCH))
