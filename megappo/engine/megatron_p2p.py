@@ -4,6 +4,12 @@ Megatron-core exchanges the shape of every tensor before the tensor, with a devi
 interleaved schedule that exchange can also deadlock, because a rank that waits for its peer's shape has not yet asked for the
 tensor that the peer is sending. Every rank of a replica knows all its micro-batches, so here the shapes are worked out from
 the order of the schedule instead.
+
+Nor is the device synchronised after the exchange (`batch_p2p_sync`, which Megatron keeps for PyTorch before 2.0, whose batched
+operations did not order streams): NCCL's stream waits for the current one when the operations are issued, the work's `wait`
+makes the current stream wait for NCCL's, and torch holds the tensors until then. Megatron waits for every work before it returns
+(no `overlap_p2p_comm`). So what reads a received tensor, or reuses the bytes of one that was sent and freed
+(`deallocate_pipeline_outputs`), is queued behind the transfer, and the host runs on.
 """
 
 from __future__ import annotations

@@ -145,6 +145,10 @@ def transformer_config(
         pipeline_model_parallel_layout=StageLayers(layout, arch.num_layers, stage) if layout.pp > 1 else None,
         # Between two interleaved stages messages are kept apart by their order, which only unbatched operations have.
         batch_p2p_comm=not (layout.vpp > 1 and layout.pp == 2),
+        # A synchronisation of the whole device after every exchange, against a fault of old versions: see megatron_p2p.py.
+        batch_p2p_sync=False,
+        # A stage's output is not read after it was sent: its data is freed, only its place in the graph stays.
+        deallocate_pipeline_outputs=layout.pp > 1,
         context_parallel_size=layout.cp,
         window_size=None if arch.sliding_window is None else (arch.sliding_window - 1, 0),
         window_attn_skip_freq=[int(slides) for slides in arch.sliding_layers] or None,

@@ -33,7 +33,9 @@ def recorded_batch() -> PackedBatch:
     )
 
 
-def build_roles(path: str, groups, *, budget: int, dtype: str = "fp32", offload: bool = False, distributed: bool = True):
+def build_roles(
+    path: str, groups, *, budget: int, dtype: str = "fp32", offload: bool = False, distributed: bool = True, recompute: str = "none"
+):
     from megappo.engine.build import build_trainable
     from megappo.models.arch import read_arch
     from megappo.trainer.roles import Critic, Policy, PolicyLossConfig
@@ -42,6 +44,7 @@ def build_roles(path: str, groups, *, budget: int, dtype: str = "fp32", offload:
     common = dict(
         dtype=dtype,
         micro_batch_tokens=budget,
+        recompute=recompute,
         optimizer=OptimizerConfig(lr=1e-3, eps=ADAM_EPS, distributed=distributed),
         offload=OffloadConfig(parameters=offload, gradients=offload, optimizer=offload),
     )
