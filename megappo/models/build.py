@@ -57,8 +57,8 @@ def build_model(
     """
     check_tp(arch, groups.layout.tp)
     check_cp(arch, groups.layout.tp, groups.layout.cp, implementation)
-    if not get_cuda_rng_tracker().is_initialized():
-        # Megatron forks this state under sequence parallel. Nothing here is random: dropout is 0 and weights are read.
+    if not get_cuda_rng_tracker().is_initialized() and (device is None or device.type != "meta"):
+        # Megatron's forward forks this state under sequence parallel. Nothing is random: dropout is 0 and weights are read.
         model_parallel_cuda_manual_seed(0, tp_rank=groups.coordinates.tp, ep_rank=0, etp_rank=0)
     on_gpu = device is None and torch.cuda.is_available()
     fusions = fusion_config(arch, implementation, on_gpu=on_gpu)

@@ -20,6 +20,7 @@ from megappo.models.naming import named_parameters
 from megappo.parallel.groups import build_groups
 from megappo.parallel.layout import ParallelLayout
 from megappo.platform import cpu
+from megappo.platform.meta import only_meta
 
 
 @contextmanager
@@ -34,7 +35,7 @@ def meta_model(
 ) -> Iterator[Sequence[PackedModel]]:
     """The model chunks of `rank`, on the meta device. ValueError where the layout does not fit the architecture.
 
-    Needs a process without a default process group; the fake one is gone afterwards.
+    Needs a process without a default process group; the fake one is gone afterwards. A GPU is neither needed nor touched.
     """
     # Imported here: it is torch's, but not public, and nothing but this needs it.
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -42,10 +43,12 @@ def meta_model(
     cpu.install()
     dist.init_process_group("fake", rank=rank, world_size=layout.world_size, store=FakeStore())
     try:
-        yield build_model(
-            arch, build_groups(layout), dtype=dtype, value_head=value_head, implementation=implementation,
-            device=torch.device("meta"),
-        )  # fmt: skip
+        groups = build_groups(layout)
+        with only_meta():
+            chunks = build_model(
+                arch, groups, dtype=dtype, value_head=value_head, implementation=implementation, device=torch.device("meta")
+            )
+        yield chunks
     finally:
         dist.destroy_process_group()
 

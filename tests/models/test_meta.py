@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+from typing import Iterator
+
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
 from megappo.models.arch import ModelArch, arch_of
 from megappo.models.meta import meta_model, parameters_of_rank
 from megappo.parallel.layout import ParallelLayout
 from megappo.plan.counted import counter_of_built_models
 from megappo.plan.memory import count_parameters
+from megappo.platform import cpu
+from megappo.platform.meta import only_meta
 from tests.models.checkpoints import CASES, EXPERT_CASES, hf_config
 from tests.parity.matrix import MODELS, SP, Sizes
 from tests.worlds import spawn_world
@@ -91,6 +97,51 @@ def test_a_world_of_thousands_of_ranks_needs_none_of_them() -> None:
     with meta_model(arch("llama"), layout, 4095) as (chunk,):
         assert chunk.decoder.layers[0].layer_number == 4
     assert not dist.is_initialized()
+
+
+@contextmanager
+def pretended_gpu() -> Iterator[None]:
+    """A process that sees a GPU, as Megatron-core asks for one, in which whatever would open it fails."""
+
+    def opened(*args: object, **kwargs: object) -> None:
+        raise AssertionError("the GPU was opened")
+
+    cpu.install()  # what else is replaced for good is replaced before, and comes back
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "current_device", lambda: 0)
+        for name in ("_lazy_init", "_lazy_call", "Stream", "Event", "current_stream", "synchronize", "default_generators"):
+            patch.setattr(torch.cuda, name, opened)
+        patch.setattr(torch.Tensor, "cuda", torch._C.TensorBase.cuda)  # not that of platform/cpu.py
+        patch.setattr(MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream", None)
+        yield
+        assert MoEAlltoAllTokenDispatcher.cuda_dtoh_stream is None, "the models that run make their own"
+
+
+@pytest.mark.parametrize("value_head", [False, True])
+@pytest.mark.parametrize(
+    ("model", "sizes"), [("qwen2_tied", dict(pp=2)), ("llama3_tied", dict(pp=2, vpp=2)), ("qwen3_moe", {**SP, "pp": 2, "ep": 2})]
+)
+def test_a_machine_with_gpus_counts_the_same_and_opens_none(model: str, sizes: dict, value_head: bool) -> None:
+    """Megatron makes the second copy of a tied embedding, buffers of routers and the dispatcher's stream on the GPU."""
+    layout = ParallelLayout(RANKS, **sizes)
+    for rank in range(RANKS):
+        expected = parameters_of_rank(arch(model), layout, rank, value_head=value_head)
+        with pretended_gpu():
+            counted = parameters_of_rank(arch(model), layout, rank, value_head=value_head)
+        assert {p.device.type for p in counted.values()} == {"meta"}
+        assert {n: (p.shape, p.dtype) for n, p in counted.items()} == {n: (p.shape, p.dtype) for n, p in expected.items()}
+
+
+def test_what_would_open_the_gpu_is_seen() -> None:
+    """Negative control."""
+    with pretended_gpu():
+        with torch.device("meta"), pytest.raises(AssertionError, match="opened"):
+            torch.zeros(2).cuda()
+        with pytest.raises(AssertionError, match="opened"):
+            torch.cuda.Stream()
+        with only_meta():
+            assert torch.zeros(2).cuda().device.type == torch.zeros(2, device=torch.cuda.current_device()).device.type == "meta"
 
 
 def test_a_wrong_tp_is_seen() -> None:

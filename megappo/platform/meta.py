@@ -1,0 +1,40 @@
+"""Keeps Megatron-core off the GPU while it builds a model on the meta device. Patches, like `cpu.py`, but only for a while.
+
+Megatron-core's modules name the GPU in a few places even where they are to be made elsewhere: `.cuda()` on the second copy of a
+tied embedding, device=current_device() for the counts of a router, a stream for the dispatcher of tokens. On a meta tensor the
+first is an error; the others open GPU 0 for a plan that only counts.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import Any, Callable, Iterator, Mapping, Optional, Sequence
+
+import torch
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+from torch.overrides import TorchFunctionMode
+
+
+@contextmanager
+def only_meta() -> Iterator[None]:
+    """Every tensor made within is on the meta device, and none leaves it."""
+    stream = MoEAlltoAllTokenDispatcher.cuda_dtoh_stream
+    # Anything but None: the constructor then makes no stream. A later one has to.
+    MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = only_meta
+    try:
+        with _StayOnMeta(), torch.device("meta"):
+            yield
+    finally:
+        MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = stream
+
+
+class _StayOnMeta(TorchFunctionMode):
+    def __torch_function__(
+        self, func: Callable, types: Sequence[type], args: tuple = (), kwargs: Optional[Mapping[str, Any]] = None
+    ) -> Any:
+        if func is torch.Tensor.cuda:
+            return args[0]
+        named = dict(kwargs or {})
+        if named.get("device") is not None:
+            named["device"] = "meta"
+        return func(*args, **named)
