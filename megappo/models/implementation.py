@@ -1,23 +1,82 @@
 """Which transformer layers a run uses: TransformerEngine's, or Megatron-core's own with our norm and attention.
 
-Both have the same parameter names and shapes, so weights and checkpoints are interchangeable. Imports neither library.
+Both have the same parameter names and shapes, so weights and checkpoints are interchangeable, and roles of one run may differ.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
 import importlib.util
-from typing import Literal
+import sys
+from typing import Iterator, Literal, Mapping, Optional
 
 Implementation = Literal["transformer_engine", "local"]
+Requested = Literal["auto", "transformer_engine", "local"]
+
+_INSTALL = "scripts/install_transformer_engine.sh builds it for this torch"
+# A library of another version or place, a core package without its torch part, another torch than it was compiled for.
+_IMPORT_FAULTS = (ImportError, OSError, RuntimeError, AssertionError, AttributeError)
 
 
-def choose_implementation(requested: Literal["auto", "transformer_engine", "local"], device_type: str) -> Implementation:
-    """auto takes TransformerEngine on a GPU where it is importable. ValueError where it is asked for and cannot work."""
-    installed = importlib.util.find_spec("transformer_engine") is not None
+@functools.cache
+def transformer_engine_fault() -> Optional[str]:
+    """Why TransformerEngine's layers cannot be built here, in one line with its fix; None where they can.
+
+    Imports it, and Megatron-core after it, which takes seconds where it is installed. One that does not import is hidden from
+    Megatron-core: that puts mocks in its place after an ImportError and dies of any other error, whatever layers a run has.
+    """
+    if importlib.util.find_spec("transformer_engine") is None:
+        return f"is not installed; {_INSTALL}"
+    try:
+        importlib.import_module("transformer_engine.pytorch")
+    except _IMPORT_FAULTS as error:
+        sys.modules["transformer_engine"] = None  # type: ignore[assignment]  # Python's mark of a module that cannot be imported
+        return f"does not import ({_first_line(error)}); {_INSTALL}"
+    if not importlib.import_module("megatron.core.extensions.transformer_engine").HAVE_TE:
+        return "lacks what Megatron-core imports of it; install a version that `megappo doctor` lists"
+    return None
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def choose_implementation(requested: Requested, device_type: str) -> Implementation:
+    """auto takes TransformerEngine on a GPU where it works. ValueError where it is asked for and cannot work."""
+    fault = transformer_engine_fault()  # whatever is requested: it has to come before the import of Megatron-core
     if requested == "transformer_engine" and device_type != "cuda":
         raise ValueError("model.impl = transformer_engine: it needs a CUDA device; set model.impl=local, or auto")
-    if requested == "transformer_engine" and not installed:
-        raise ValueError("model.impl = transformer_engine: it is not installed; pip install 'megappo[gpu]', or set model.impl=auto")
+    if requested == "transformer_engine" and fault is not None:
+        raise ValueError(f"model.impl = transformer_engine: it {fault}; or set model.impl=auto")
     if requested == "auto":
-        return "transformer_engine" if installed and device_type == "cuda" else "local"
+        return "transformer_engine" if fault is None and device_type == "cuda" else "local"
     return requested
+
+
+def implementation_of_role(chosen: Implementation, requested: Requested, dtype: str) -> Implementation:
+    """Layers of a role in `dtype` ("bf16", "fp32") of a run that chose `chosen`: under auto a role in fp32 has local ones.
+
+    TransformerEngine's fused attention is for half precision. In fp32 it pads every sequence to the longest and writes out the
+    scores, has no context parallelism, and multiplies in TF32.
+    """
+    return "local" if requested == "auto" and dtype == "fp32" else chosen
+
+
+def implementation_notes(requested: Requested, device_type: str, dtypes: Mapping[str, str]) -> Iterator[str]:
+    """Lines on layers that are others than one would expect. dtypes: role -> "bf16" or "fp32"."""
+    if device_type != "cuda" or requested == "local":
+        return
+    fault = transformer_engine_fault()
+    if fault is not None:
+        yield f"model.impl = auto: layers are Megatron-core's own, since TransformerEngine {fault}"
+        return
+    for role in (role for role, dtype in dtypes.items() if dtype == "fp32"):
+        if requested == "auto":
+            yield f"{role}.dtype = fp32: its layers are Megatron-core's own, TransformerEngine's attention is for bf16"
+        else:
+            yield (
+                f"{role}.dtype = fp32: TransformerEngine pads its sequences, does not fuse its attention and multiplies in TF32; "
+                "model.impl=auto gives it Megatron-core's own layers"
+            )

@@ -14,7 +14,7 @@ from megappo.config.errors import ConfigError, problem
 from megappo.config.layout_checks import parallel_problems, roles_in_use
 from megappo.config.schema import ParallelConfig, RoleConfig, SftConfig, TrainableConfig, TrainConfig
 from megappo.models.arch import ModelArch, read_arch
-from megappo.models.implementation import Implementation
+from megappo.models.implementation import Implementation, implementation_of_role
 from megappo.parallel.layout import ParallelLayout
 from megappo.plan.model_rules import model_problems
 from megappo.rollout.vllm_limits import cut_sizes, kv_heads_fit
@@ -76,16 +76,20 @@ def check_layouts(
 ) -> dict[str, ParallelLayout]:
     """Refuse what cannot work, with one line that names key, value and fix; returns role -> layout.
 
-    Vocabularies need no rule here: they are padded to a multiple of tp. implementation: of the layers; that of `local` has the
-    stricter rules.
+    Vocabularies need no rule here: they are padded to a multiple of tp. implementation: that the run chose for its layers; that
+    of `local` has the stricter rules.
     """
     roles = roles_in_use(config)
     for role, parallel in roles.items():
         section = f"{role}.parallel"
         for message in parallel_problems(section, parallel, world_size):
             raise ConfigError(message)
-        for message in model_problems(section, parallel, archs[role], implementation):
+        layers = implementation_of_role(implementation, config.model.impl, getattr(config, role).dtype)
+        for message in model_problems(section, parallel, archs[role], layers):
             raise ConfigError(message)
+        if layers == "transformer_engine" and parallel.cp > 1 and getattr(config, role).dtype == "fp32":
+            fix = "TransformerEngine has no context parallelism in fp32; set model.impl=auto, or the role's dtype to bf16"
+            raise ConfigError(problem(f"{section}.cp", parallel.cp, fix))
         _check_router(role, getattr(config, role), archs[role])
     if isinstance(config, TrainConfig):
         _check_rollout(config, archs["policy"])

@@ -17,7 +17,7 @@ from megappo.config.schema import SftConfig, TrainConfig
 from megappo.installed import missing_package
 from megappo.models.arch import ModelArch
 from megappo.models.families import hf_tensors
-from megappo.models.implementation import choose_implementation
+from megappo.models.implementation import choose_implementation, implementation_notes
 from megappo.parallel.layout import ParallelLayout
 from megappo.plan.critic_source import critic_source
 from megappo.plan.data import RunData, SftData, load_run_data, load_sft_data
@@ -69,6 +69,7 @@ def prepare(
     check_kernels(config.kernels, device)
     archs = read_archs(config, need_weights=not shapes_only)
     layouts = check_layouts(config, archs, world_size, implementation)
+    notes = [*notes, *implementation_notes(config.model.impl, device, {role: getattr(config, role).dtype for role in layouts})]
     if config.rollout.engine == "vllm":
         longest = step_arithmetic(config).max_sequence_tokens
         check_vllm(archs["policy"], config.rollout.tp, world_size, longest, device)  # raises what vLLM cannot serve
@@ -110,6 +111,7 @@ def prepare_sft(config: SftConfig, world_size: int, device: Device) -> PreparedS
     check_kernels(config.kernels, device)
     arch = read_archs(config)["policy"]
     layout = check_layouts(config, {"policy": arch}, world_size, implementation)["policy"]
+    notes = [*notes, *implementation_notes(config.model.impl, device, {"policy": config.policy.dtype})]
     return PreparedSft(config, arch, layout, load_sft_data(config, arch), tuple(notes))
 
 

@@ -14,13 +14,14 @@ from megappo.checkpoint.store import CheckpointStore
 from megappo.checkpoint.vote import on_rank_zero
 from megappo.config.batch import step_arithmetic
 from megappo.config.dump import dump_yaml
+from megappo.config.layout_checks import roles_in_use
 from megappo.config.schema import KLConfig, ParallelConfig, RolloutConfig, TrainConfig
 from megappo.data.tokenizers import Tokenizer
 from megappo.engine.build import build_frozen, build_trainable
 from megappo.engine.megatron import MegatronEngine
 from megappo.models.arch import ModelArch, read_arch
 from megappo.models.hf_export import export_pretrained
-from megappo.models.implementation import choose_implementation
+from megappo.models.implementation import Implementation, choose_implementation, implementation_of_role
 from megappo.parallel.groups import ProcessGroups, build_groups
 from megappo.parallel.layout import ParallelLayout
 from megappo.plan.critic_source import critic_source
@@ -101,8 +102,9 @@ class _Parts:
         self.store, self._facts = store, facts
         self.log = RunLog(run_dir.root, tensorboard=config.telemetry.tensorboard)
 
-        self._implementation = choose_implementation(config.model.impl, device.type)
-        self.log.note(f"layers: {self._implementation}, rollout: {config.rollout.engine}")
+        self._layers = _layers(config, device)
+        layers = ", ".join(f"{role}: {chosen}" for role, chosen in self._layers.items())
+        self.log.note(f"layers: {layers}; rollout: {config.rollout.engine}")
         select_kernels(config.kernels, device, self.log, host_ops=HOST_OPS)
         self.policy_arch = read_arch(config.policy.model)
         self._groups: dict[ParallelLayout, ProcessGroups] = {}
@@ -197,7 +199,7 @@ class _Parts:
         return build_trainable(
             "policy", config.policy.model, self.policy_arch, config.policy, self._groups_of(config.policy.parallel),
             device=device, total_updates=steps * step_arithmetic(config).optimizer_steps, seed=config.run.seed,
-            implementation=self._implementation,
+            implementation=self._layers["policy"],
         )  # fmt: skip
 
     def _build_critic(self, device: torch.device) -> MegatronEngine:
@@ -207,7 +209,7 @@ class _Parts:
             "critic", path, read_arch(path), config.critic, self._groups_of(config.critic.parallel), device=device,
             total_updates=self.data.total_steps * step_arithmetic(config).optimizer_steps, seed=config.run.seed,
             value_head=config.critic.value_head,
-            implementation=self._implementation,
+            implementation=self._layers["critic"],
         )  # fmt: skip
 
     def _build_reference(self, device: torch.device) -> Optional[LanguageModel]:
@@ -217,9 +219,15 @@ class _Parts:
         path = config.reference.model or config.policy.model
         engine = build_frozen(
             "reference", path, read_arch(path), config.reference, self._groups_of(config.reference.parallel),
-            device=device, offload=config.reference.offload, implementation=self._implementation,
+            device=device, offload=config.reference.offload, implementation=self._layers["reference"],
         )  # fmt: skip
         return LanguageModel(engine, config.rollout.sampling.temperature, config.policy.logits_dtype)
+
+
+def _layers(config: TrainConfig, device: torch.device) -> dict[str, Implementation]:
+    """Role -> implementation of its layers."""
+    chosen, requested = choose_implementation(config.model.impl, device.type), config.model.impl
+    return {role: implementation_of_role(chosen, requested, getattr(config, role).dtype) for role in roles_in_use(config)}
 
 
 def sampling_params(rollout: RolloutConfig, tokenizer: Tokenizer) -> SamplingParams:

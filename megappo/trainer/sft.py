@@ -17,7 +17,7 @@ from megappo.engine.build import build_trainable
 from megappo.engine.megatron import MegatronEngine
 from megappo.models.arch import read_arch
 from megappo.models.hf_export import export_pretrained
-from megappo.models.implementation import choose_implementation
+from megappo.models.implementation import choose_implementation, implementation_of_role
 from megappo.parallel.groups import build_groups
 from megappo.plan.data import SftData
 from megappo.plan.layouts import layout_of
@@ -44,7 +44,8 @@ def train_sft(config: SftConfig, data: SftData) -> None:
     run_dir = RunDir.of(config.run)
     run_dir.claim(config.run, dump_yaml(config), resume=False)
     log = RunLog(run_dir.root)
-    implementation = choose_implementation(config.model.impl, device.type)
+    chosen = choose_implementation(config.model.impl, device.type)
+    implementation = implementation_of_role(chosen, config.model.impl, config.policy.dtype)
     log.note(f"layers: {implementation}")
     select_kernels(config.kernels, device, log)
 

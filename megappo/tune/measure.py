@@ -113,7 +113,7 @@ def trial_name(search: Search, one: Candidate, job: Optional[Job] = None) -> str
     trial, machine = trial_of(search, one), search.machine
     facts = {
         "arch": asdict(search.archs[one.role]), "settings": one.settings.model_dump(mode="json", exclude={"model"}),
-        "logits": trial.config.policy.logits_dtype, "implementation": machine.implementation, "kernels": trial.config.kernels,
+        "logits": trial.config.policy.logits_dtype, "implementation": search.implementation(one.role), "kernels": trial.config.kernels,
         "batch": [trial.samples, trial.prompt_tokens, trial.response_tokens], "world": machine.world_size,
         "ranks of a node": machine.hardware.gpus_per_node, "machine": _machine_name(search, job),
         "versions": [megappo.__version__, torch.__version__],

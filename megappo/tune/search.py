@@ -16,7 +16,7 @@ from megappo.config.batch import step_arithmetic
 from megappo.config.layout_checks import roles_in_use
 from megappo.config.schema import TrainConfig
 from megappo.models.arch import ModelArch
-from megappo.models.implementation import Implementation
+from megappo.models.implementation import Implementation, implementation_of_role
 from megappo.parallel.layout import ParallelLayout
 from megappo.plan.estimate import memory_of_rollout, memory_of_stage
 from megappo.plan.layouts import layout_of
@@ -180,7 +180,7 @@ class Search:
             return
         longest, room = step_arithmetic(self.config).max_sequence_tokens, machine.hardware.usable_bytes
         budgets = token_budgets(settings.micro_batch_tokens, longest)
-        for parallel in layouts(arch, machine.world_size, machine.implementation):
+        for parallel in layouts(arch, machine.world_size, self.implementation(role)):
             for recompute in recompute_choices(getattr(settings, "recompute", None)):
                 for tokens in budgets:
                     chosen = {"parallel": parallel, "micro_batch_tokens": tokens} | self._recompute(settings, recompute)
@@ -188,6 +188,10 @@ class Search:
                     if one is None:  # nor would larger micro-batches fit
                         break
                     yield one
+
+    def implementation(self, role: str) -> Implementation:
+        """Of the layers of a role."""
+        return implementation_of_role(self.machine.implementation, self.config.model.impl, getattr(self.config, role).dtype)
 
     @staticmethod
     def _recompute(settings: Settings, recompute: str) -> dict[str, str]:
@@ -262,7 +266,7 @@ class Search:
             return []
         chosen = {"micro_batch_tokens": step_arithmetic(self.config).max_sequence_tokens} | self._recompute(settings, "full")
         least = settings.model_copy(update=chosen)
-        found = layouts(self.archs[role], self.machine.world_size, self.machine.implementation, frugal=True)
+        found = layouts(self.archs[role], self.machine.world_size, self.implementation(role), frugal=True)
         return [self._memory(role, least.model_copy(update={"parallel": parallel})) for parallel in found]
 
     def _memory(self, role: str, settings: Settings) -> tuple[int, int]:

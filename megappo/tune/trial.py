@@ -22,7 +22,7 @@ from megappo.engine.megatron_optimizer import Optimizer, wrap_with_ddp
 from megappo.launch.world import is_rank
 from megappo.models.arch import ModelArch, read_arch
 from megappo.models.build import build_model
-from megappo.models.implementation import choose_implementation
+from megappo.models.implementation import choose_implementation, implementation_of_role
 from megappo.parallel.groups import ProcessGroups, build_groups, destroy_groups
 from megappo.plan.layouts import layout_of
 from megappo.platform.device import DTYPES, select_device, start_alone, start_distributed
@@ -93,9 +93,10 @@ def _fastest(work: Callable[[], Any], repeats: int) -> float:
 def _build_engine(trial: Trial, groups: ProcessGroups, device: torch.device) -> MegatronEngine:
     config, role = trial.config, trial.role
     section = getattr(config, role)
+    chosen = choose_implementation(config.model.impl, device.type)
     chunks = build_model(
         _arch(trial), groups, dtype=DTYPES[section.dtype], recompute=getattr(section, "recompute", "none"),
-        value_head=role == "critic", implementation=choose_implementation(config.model.impl, device.type),
+        value_head=role == "critic", implementation=implementation_of_role(chosen, config.model.impl, section.dtype),
     )  # fmt: skip
     _fill(chunks)
     common: dict[str, Any] = dict(device=device, micro_batch_tokens=section.micro_batch_tokens)

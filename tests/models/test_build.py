@@ -96,24 +96,3 @@ def test_an_fp32_value_head_trains_inside_a_bf16_critic(two_ranks):
                 torch.testing.assert_close(change.abs(), torch.full_like(change, LEARNING_RATE), rtol=0.01, atol=0)
                 heads.append(after)
     assert len(heads) == 5 and torch.equal(heads[0], heads[3])  # dp 2: both ranks; tp 2: both ranks; pp 2: the last stage
-
-
-@pytest.mark.parametrize(
-    "requested, device, installed, expected",
-    [
-        ("auto", "cpu", True, "local"), ("auto", "cuda", True, "transformer_engine"), ("auto", "cuda", False, "local"),
-        ("local", "cuda", True, "local"), ("transformer_engine", "cuda", True, "transformer_engine"),
-        ("transformer_engine", "cpu", True, "needs a CUDA device"), ("transformer_engine", "cuda", False, "not installed"),
-    ],
-)  # fmt: skip
-def test_layer_implementation_is_chosen_or_refused(monkeypatch, requested, device, installed, expected) -> None:
-    import importlib.util
-
-    from megappo.models.implementation import choose_implementation
-
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if installed else None)
-    if expected in ("local", "transformer_engine"):
-        assert choose_implementation(requested, device) == expected
-    else:
-        with pytest.raises(ValueError, match=expected):
-            choose_implementation(requested, device)

@@ -157,7 +157,7 @@ def _defaults():
 
 def test_the_heads_bound_cp_only_where_attention_is_an_all_to_all(tmp_path):
     """TransformerEngine passes keys and values round a ring, which needs no heads to spare."""
-    config = load_config(write_run(tmp_path), ["run.num_ranks=null", "policy.parallel.cp=4"])
+    config = load_config(write_run(tmp_path), ["run.num_ranks=null", "policy.parallel.cp=4", "policy.dtype=bf16"])
     archs = read_archs(config)
     assert check_layouts(config, archs, 8, "transformer_engine")["policy"].cp == 4
     with pytest.raises(ConfigError, match="policy.parallel.cp = 4"):

@@ -1,0 +1,145 @@
+"""Which layers a run has: what a TransformerEngine that does not work says and does, and what a role in fp32 gets."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Iterator, Optional
+
+import pytest
+
+from megappo.config.errors import ConfigError
+from megappo.config.loading import load_config
+from megappo.models import implementation
+from megappo.models.implementation import (
+    choose_implementation,
+    implementation_notes,
+    implementation_of_role,
+    transformer_engine_fault,
+)
+from megappo.plan.layouts import check_layouts, read_archs
+from megappo.plan.prepare import prepare
+from tests.plan.checkpoints import write_run
+
+DTYPES = {"policy": "bf16", "critic": "fp32"}
+# What lies in site-packages/transformer_engine -> what of its error is told. The messages are those of 2.11.
+BROKEN = {
+    "another torch": (
+        {"__init__.py": "", "pytorch/__init__.py": "raise ImportError('undefined symbol: _ZN3c105ErrorC2E\\nof libtorch')"},
+        r"\(ImportError: undefined symbol: _ZN3c105ErrorC2E\)",
+    ),
+    "no cuDNN": ({"__init__.py": "raise RuntimeError('cudnn shared object not found.')"}, r"RuntimeError: cudnn shared object"),
+    "another version": (
+        {"__init__.py": "assert False, 'Transformer Engine package version mismatch.'"},
+        "AssertionError: Transformer Engine package version mismatch",
+    ),
+    "no library": ({"__init__.py": "import ctypes; ctypes.CDLL('libtransformer_engine.so')"}, "OSError: libtransformer_engine.so"),
+    "no torch part": ({"__init__.py": ""}, "ModuleNotFoundError: No module named 'transformer_engine.pytorch'"),
+}
+
+
+def install(folder: Path, files: dict[str, str]) -> str:
+    for name, source in files.items():
+        path = folder / "transformer_engine" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(source)
+    return str(folder)
+
+
+@pytest.fixture
+def forgotten() -> Iterator[None]:
+    """Nothing is remembered of a TransformerEngine, before and after."""
+
+    def forget() -> None:
+        transformer_engine_fault.cache_clear()
+        for name in [name for name in sys.modules if name.split(".")[0] == "transformer_engine"]:
+            del sys.modules[name]
+
+    kept = {name: module for name, module in sys.modules.items() if name.split(".")[0] == "transformer_engine"}
+    forget()
+    yield
+    forget()
+    sys.modules.update(kept)
+
+
+@pytest.fixture
+def fault(monkeypatch, request) -> Optional[str]:
+    monkeypatch.setattr(implementation, "transformer_engine_fault", lambda: request.param)
+    return request.param
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_one_that_does_not_import_is_told_by_its_error(tmp_path, monkeypatch, forgotten, case: str) -> None:
+    files, told = BROKEN[case]
+    monkeypatch.syspath_prepend(install(tmp_path, files))
+    with pytest.raises(ValueError, match=f"^model.impl = transformer_engine: it does not import .*{told}") as refused:
+        choose_implementation("transformer_engine", "cuda")
+    assert "\n" not in str(refused.value) and "install_transformer_engine.sh" in str(refused.value)
+    assert choose_implementation("auto", "cuda") == choose_implementation("auto", "cpu") == "local"
+    (note,) = implementation_notes("auto", "cuda", DTYPES)
+    assert "Megatron-core's own" in note and "does not import" in note
+    assert not [*implementation_notes("auto", "cpu", DTYPES)] and not [*implementation_notes("local", "cuda", DTYPES)]
+
+
+def test_one_that_is_absent_is_told_with_the_command(monkeypatch, forgotten) -> None:
+    monkeypatch.setattr(implementation.importlib.util, "find_spec", lambda name: None)
+    assert transformer_engine_fault().startswith("is not installed; scripts/install_transformer_engine.sh")
+
+
+def test_a_broken_one_does_not_take_megatron_along(tmp_path) -> None:
+    """Megatron-core catches ImportErrors alone. Without the look before, its import dies (the control)."""
+    place = install(tmp_path, BROKEN["no cuDNN"][0])
+    ask = "from megappo.models.implementation import choose_implementation as c; assert c('auto', 'cpu') == 'local'"
+    use = "import megatron.core.extensions.transformer_engine as t; assert not t.HAVE_TE"
+    for source, code in ((f"{ask}\n{use}", 0), (use, 1)):
+        done = subprocess.run(
+            [sys.executable, "-c", f"import sys; sys.path.insert(0, {place!r})\n{source}"], capture_output=True, text=True
+        )
+        assert done.returncode == code, done.stderr
+    assert "cudnn shared object not found" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "requested, device, fault, expected",
+    [
+        ("auto", "cpu", None, "local"), ("auto", "cuda", None, "transformer_engine"), ("auto", "cuda", "is not", "local"),
+        ("local", "cuda", None, "local"), ("transformer_engine", "cuda", None, "transformer_engine"),
+        ("transformer_engine", "cpu", None, "needs a CUDA device"), ("transformer_engine", "cuda", "is not here", "is not here"),
+    ],
+    indirect=["fault"],
+)  # fmt: skip
+def test_layer_implementation_is_chosen_or_refused(fault, requested, device, expected) -> None:
+    if expected in ("local", "transformer_engine"):
+        assert choose_implementation(requested, device) == expected
+    else:
+        with pytest.raises(ValueError, match=expected):
+            choose_implementation(requested, device)
+
+
+@pytest.mark.parametrize("fault", [None], indirect=True)
+def test_a_role_in_fp32_has_local_layers_unless_the_others_are_requested(fault) -> None:
+    assert implementation_of_role("transformer_engine", "auto", "bf16") == "transformer_engine"
+    assert implementation_of_role("transformer_engine", "auto", "fp32") == "local"
+    assert implementation_of_role("transformer_engine", "transformer_engine", "fp32") == "transformer_engine"
+    (note,) = implementation_notes("auto", "cuda", DTYPES)
+    assert note.startswith("critic.dtype = fp32: its layers are Megatron-core's own")
+    (note,) = implementation_notes("transformer_engine", "cuda", DTYPES)
+    assert "pads its sequences" in note and "model.impl=auto" in note
+
+
+@pytest.mark.parametrize("fault", [None], indirect=True)
+def test_the_plan_tells_it_and_checks_the_layout_of_the_layers_that_run(tmp_path, fault) -> None:
+    path = write_run(tmp_path)
+    given = ["run.num_ranks=null", "critic.dtype=fp32", "policy.dtype=bf16", "reference.dtype=bf16", "rollout.engine=megatron"]
+    notes = prepare(load_config(path, given), 2, "cuda", shapes_only=True).notes
+    assert any(note.startswith("critic.dtype = fp32") for note in notes)
+    # cp 4 does not divide the heads: the ring of TransformerEngine alone can do it, and not in fp32.
+    config = load_config(path, [*given, "critic.parallel.cp=4"])
+    with pytest.raises(ConfigError, match="critic.parallel.cp = 4.*heads"):
+        check_layouts(config, read_archs(config), 8, "transformer_engine")
+    config = load_config(path, [*given, "policy.parallel.cp=4"])
+    assert check_layouts(config, read_archs(config), 8, "transformer_engine")["policy"].cp == 4
+    config = load_config(path, [*given, "critic.parallel.cp=2", "model.impl=transformer_engine"])
+    with pytest.raises(ConfigError, match="critic.parallel.cp = 2: TransformerEngine has no context parallelism in fp32"):
+        check_layouts(config, read_archs(config), 8, "transformer_engine")
