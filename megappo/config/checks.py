@@ -37,12 +37,21 @@ def check_config(config: TrainConfig | SftConfig, explicit: frozenset[str], worl
 def problems(config: TrainConfig | SftConfig, explicit: frozenset[str], world_size: int) -> Iterator[str]:
     """Every problem, the ones about the world first."""
     yield from world_problems(config, world_size)
+    yield from timeout_problems(config.run)
     if isinstance(config, TrainConfig):
         found = (rule(config) for rule in TRAIN_RULES)
     else:
         found = (rule(config) for rule in SFT_RULES)
     yield from (message for message in found if message is not None)
     yield from dead_key_problems(config, explicit)
+
+
+def timeout_problems(run: RunConfig) -> Iterator[str]:
+    """The first passes are the slowest, and who waits at a meeting may wait for a whole pass."""
+    limits = run.timeouts
+    for name, value in (("start_s", limits.start_s), ("meeting_s", limits.meeting_s)):
+        if value < limits.pass_s:
+            yield problem(f"run.timeouts.{name}", value, f"is below run.timeouts.pass_s = {limits.pass_s:g}; raise it, or lower pass_s")
 
 
 def step_problems(config: TrainConfig, total_steps: int) -> Iterator[str]:

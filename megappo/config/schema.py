@@ -307,6 +307,20 @@ class AlgorithmConfig(Section):
 # -------------------------------------------------------------------------------------------------------------------- run
 
 
+class TimeoutsConfig(Section):
+    """Seconds that a rank waits for the others before it ends the run."""
+
+    start_s: PositiveFloat = 600.0
+    """To join the world, and for each exchange inside a pass until one step has updated every role: until then connections are
+    made and kernels compiled. Messages between pipeline stages over gloo (CPU) keep this limit."""
+    pass_s: PositiveFloat = 120.0
+    """For each exchange inside a forward or backward pass, an optimizer step or a push of weights, from then on. A rank that
+    hangs there is noticed after this time."""
+    meeting_s: PositiveFloat = 3600.0
+    """Where ranks wait on the host for one whose work took longer: generation, rewards, loading, checkpoints, exports. Longer
+    than the longest response, reward and save may take; a rank that hangs there is noticed after this time."""
+
+
 class RunConfig(Section):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,63}$")] = "run"
     """Name of the run; everything is written to `output_dir/name`."""
@@ -318,6 +332,8 @@ class RunConfig(Section):
     """Ranks that `megappo train` starts on this machine; null means one per GPU, or 1. Under torchrun it must match the world."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where models live; auto takes CUDA where it is available."""
+    timeouts: TimeoutsConfig = TimeoutsConfig()
+    """How long ranks wait for each other."""
 
 
 class TrainerConfig(Section):

@@ -88,6 +88,7 @@ class MegatronEngine:
 
     @contextmanager
     def train_mode(self) -> Iterator[None]:
+        self.groups.meet(f"training the {self.name}")
         for chunk in self._wrapped:
             chunk.train()
         self._parked_parameters.restore()
@@ -97,6 +98,7 @@ class MegatronEngine:
 
     @contextmanager
     def eval_mode(self) -> Iterator[None]:
+        self.groups.meet(f"passes of the {self.name}")
         for chunk in self._wrapped:
             chunk.eval()
         self._parked_parameters.restore(to_change=False)

@@ -152,10 +152,14 @@ def _write_stage(
 
 
 class _Gather:
-    """Assembles one Hugging Face tensor after the other on the first rank of this stage."""
+    """Assembles one Hugging Face tensor after the other on the first rank of this stage.
+
+    The parts travel over the host, in the world's group: a sender may wait until that rank has written a file, which would exceed
+    the limit of an exchange on the device.
+    """
 
     def __init__(self, parameters: Mapping[str, Tensor], arch: ModelArch, groups: ProcessGroups, value_head: bool) -> None:
-        layout, self.group = groups.layout, groups.collection.tp_dp_cp
+        layout = groups.layout
         self.rank, self.root = dist.get_rank(), layout.rank_of(pp=groups.coordinates.pp)
         self.parameters = parameters
         self.shapes = hf_tensors(arch, value_head)
@@ -186,22 +190,18 @@ class _Gather:
             sizes = [piece.box.area for piece in pieces]
             covered += sum(sizes)
             if rank == self.rank:
-                values = torch.cat([self._take(piece).to(dtype).flatten() for piece in pieces])
+                values = torch.cat([self._take(piece).to(dtype).flatten() for piece in pieces]).cpu()
                 if not self.is_root:
-                    dist.send(values, self.root, group=self.group)
+                    dist.send(values, self.root)
             elif self.is_root:
-                values = torch.empty(sum(sizes), dtype=dtype, device=self._device)
-                dist.recv(values, rank, group=self.group)
+                values = torch.empty(sum(sizes), dtype=dtype)
+                dist.recv(values, rank)
             if whole is not None:
-                for piece, part in zip(pieces, values.cpu().split(sizes)):
+                for piece, part in zip(pieces, values.split(sizes)):
                     box = piece.box
                     as_2d(whole)[box.r0 : box.r1, box.c0 : box.c1] = part.view(box.rows, box.cols)
         assert covered == math.prod(shape), f"{name}: pieces cover {covered} of {math.prod(shape)} elements"
         return whole
-
-    @property
-    def _device(self) -> torch.device:
-        return next(iter(self.parameters.values())).device
 
     def _take(self, piece: Piece) -> Tensor:
         box = piece.box

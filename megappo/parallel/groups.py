@@ -2,18 +2,30 @@
 
 Two roles with different layouts may live on the same ranks: each has its own ProcessGroups. Megatron-core takes all of them
 explicitly (ProcessGroupCollection); the one global it still needs is the scratch buffer of its sequence-parallel layers.
+
+Who waits how long (`run.timeouts`): inside a pass ranks are at most a pass apart, and the groups made here have a short limit, so
+that a rank that hangs is noticed. Between passes ranks do work of different length (a long response, a reward, a disk). They
+`meet` before the next pass, on the host and with a long limit: a device's exchange would count the time of who is late.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Optional
+from datetime import timedelta
+from typing import Iterable, Optional
 
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from megappo.config.schema import TimeoutsConfig
 from megappo.parallel.layout import Coordinates, ParallelLayout
+from megappo.platform.device import set_limit
+
+
+class RankIsLate(RuntimeError):
+    """A rank did not come to a meeting in time."""
+
 
 @dataclass(frozen=True)
 class ProcessGroups:
@@ -22,6 +34,23 @@ class ProcessGroups:
     layout: ParallelLayout
     coordinates: Coordinates
     collection: ProcessGroupCollection
+    timeouts: TimeoutsConfig = TimeoutsConfig()
+
+    def meet(self, before: str) -> None:
+        """Collective over the world, on the host: wait until every rank is here. before: the work that follows, for the message.
+
+        RankIsLate after `meeting_s`; rank 0 names the ranks that did not come, the others name rank 0, which knows.
+        """
+        meet(before, self.timeouts.meeting_s)
+
+    def limit(self, seconds: float) -> None:
+        """The time that each later exchange within these groups may take. Not collective."""
+        for group in self._distinct():
+            for device_type in ("cpu", "cuda"):
+                set_limit(group, device_type, seconds)
+
+    def _distinct(self) -> Iterable[dist.ProcessGroup]:
+        return {id(group): group for group in vars(self.collection).values() if group is not None}.values()
 
     @property
     def tp(self) -> dist.ProcessGroup:
@@ -58,19 +87,41 @@ class ProcessGroups:
         return self.is_last_stage and self.coordinates.tp == 0 and self.coordinates.cp == 0
 
 
-def build_groups(layout: ParallelLayout) -> ProcessGroups:
+def meet(before: str, limit_s: float) -> None:
+    """See `ProcessGroups.meet`."""
+    try:
+        # The method and not dist.monitored_barrier, which refuses a world that has NCCL as well.
+        dist.group.WORLD.monitored_barrier(timedelta(seconds=limit_s), wait_all_ranks=True)
+    except RuntimeError as error:
+        raise RankIsLate(
+            f"rank {dist.get_rank()} waited for the others before {before} (run.timeouts.meeting_s = {limit_s:g}): {error}"
+        ) from error
+
+
+def settle(roles: Iterable[ProcessGroups], timeouts: TimeoutsConfig) -> None:
+    """Every kind of pass has run once: from here on exchanges on the device, and within roles, may take `pass_s`."""
+    for groups in roles:
+        groups.limit(timeouts.pass_s)
+    set_limit(dist.group.WORLD, "cuda", timeouts.pass_s)
+
+
+def build_groups(layout: ParallelLayout, timeouts: TimeoutsConfig = TimeoutsConfig()) -> ProcessGroups:
     """Create every group of the layout. Collective: all ranks of the world call it in the same order.
+
+    Their limit is `start_s` until `settle`.
 
     Names that stand for the same ranks share one group: HyperCommGrid would make one for each, and a group costs buffers on a
     GPU and a polling thread under gloo.
     """
+    limit = timedelta(seconds=timeouts.start_s)
     built: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup] = {}
 
     def along(*axes: str) -> dist.ProcessGroup:
         ranks = layout.axis_groups(*axes)
         key = tuple(map(tuple, ranks))
         if key not in built:
-            built[key], _ = dist.new_subgroups_by_enumeration(ranks)
+            # The name stands in the message of NCCL's watchdog.
+            built[key], _ = dist.new_subgroups_by_enumeration(ranks, timeout=limit, group_desc=" x ".join(axes))
         return built[key]
 
     groups = ProcessGroupCollection()
@@ -83,25 +134,24 @@ def build_groups(layout: ParallelLayout) -> ProcessGroups:
     groups.expt_dp = groups.intra_expt_dp = along("edp")
     groups.tp_ep, groups.tp_ep_pp = along("etp", "ep"), along("etp", "ep", "pp")
     groups.hcp, groups.inter_dist_opt, groups.pos_embd = None, None, None
-    groups.embd = _embedding_group(layout)
+    groups.embd = _embedding_group(layout, limit)
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:
         parallel_state._set_global_memory_buffer()
-    return ProcessGroups(layout, layout.coordinates(dist.get_rank()), groups)
+    return ProcessGroups(layout, layout.coordinates(dist.get_rank()), groups, timeouts)
 
 
 def destroy_groups(groups: ProcessGroups) -> None:
     """Free the groups of a layout whose models are gone. Collective; for a process that goes through many layouts."""
-    held = {id(group): group for group in vars(groups.collection).values() if group is not None}
-    for group in held.values():
+    for group in groups._distinct():
         dist.destroy_process_group(group)
 
 
-def _embedding_group(layout: ParallelLayout) -> Optional[dist.ProcessGroup]:
+def _embedding_group(layout: ParallelLayout, limit: timedelta) -> Optional[dist.ProcessGroup]:
     """First and last stage of each pipeline: they hold the two copies of a tied embedding. None on the stages between."""
     mine: Optional[dist.ProcessGroup] = None
     for ranks in layout.axis_groups("pp"):
         ends = sorted({ranks[0], ranks[-1]})
-        group = dist.new_group(ends)
+        group = dist.new_group(ends, timeout=limit, group_desc="embedding")
         if dist.get_rank() in ends:
             mine = group
     return mine

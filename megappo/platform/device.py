@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
+from megappo.config.schema import TimeoutsConfig
 from megappo.platform import cpu
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -38,19 +39,41 @@ def check_gpus(num_local_ranks: int) -> None:
 
 
 def start_alone(device: torch.device) -> None:
-    """A world of this one process, for commands that no launcher started; nothing listens on a port."""
+    """A world of this one process, for commands that no launcher started; nothing listens on a port, and nobody is waited for."""
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     start_distributed(device)
 
 
-def start_distributed(device: torch.device, timeout_s: float = 600.0) -> None:
-    """Join the world that torchrun described in the environment, and prepare Megatron-core for the device."""
+def start_distributed(device: torch.device, timeouts: TimeoutsConfig = TimeoutsConfig()) -> None:
+    """Join the world that torchrun described in the environment, and prepare Megatron-core for the device.
+
+    The world's exchanges on the host wait for `meeting_s`: there ranks meet after work of different length. Those on the device
+    belong to passes (a push of weights) and have their limits, see `parallel.groups.settle`. A world that exists is left as it is.
+    """
     if device.type == "cuda":
         torch.cuda.set_device(device)
     else:
         cpu.install()
     if not dist.is_initialized():
+        # Not init_process_group's own rendezvous: it has one limit for joining and for all that follows.
+        limit = timedelta(seconds=timeouts.start_s)
+        store, rank, world_size = next(dist.rendezvous("env://", timeout=limit))
+        store.set_timeout(limit)
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+        dist.init_process_group(
+            backend, store=dist.PrefixStore("megappo", store), rank=rank, world_size=world_size,
+            timeout=timedelta(seconds=timeouts.meeting_s),
+        )  # fmt: skip
+        set_limit(dist.group.WORLD, "cuda", timeouts.start_s)
+
+
+def set_limit(group: dist.ProcessGroup, device_type: str, seconds: float) -> None:
+    """Change how long this group's later exchanges of tensors on a kind of device may take. Nothing where it has none there.
+
+    gloo's messages from one rank to another keep the limit that the group was made with.
+    """
+    # torch's own (private) _set_pg_timeout knows no difference between the two backends of a group.
+    if torch.device(device_type) in group._device_types:
+        group._get_backend(torch.device(device_type))._set_default_timeout(timedelta(seconds=seconds))

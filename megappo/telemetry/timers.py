@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from contextlib import contextmanager
 from typing import Callable, Iterator
@@ -26,13 +27,17 @@ class StageTimers:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Times its body, also when it raises. Stages do not nest: their times would count twice."""
+        """Times its body, also when it raises; an error then names stage and rank. Stages do not nest: times would count twice."""
         assert not self._open, f"stage {name} begins inside {self._open[-1]}"
         self._open.append(name)
         start = self._clock()
         try:
             yield
             wait_for_device()
+        except Exception as error:
+            # A time-out of torch.distributed tells neither.
+            error.add_note(f"in stage {name}, on rank {os.environ.get('RANK', '0')}")
+            raise
         finally:
             self._open.pop()
             self.seconds[name] = self.seconds.get(name, 0.0) + self._clock() - start

@@ -22,7 +22,7 @@ from megappo.engine.megatron import MegatronEngine
 from megappo.models.arch import ModelArch, read_arch
 from megappo.models.hf_export import export_pretrained
 from megappo.models.implementation import Implementation, choose_implementation, implementation_of_role
-from megappo.parallel.groups import ProcessGroups, build_groups
+from megappo.parallel.groups import ProcessGroups, build_groups, settle
 from megappo.parallel.layout import ParallelLayout
 from megappo.plan.critic_source import critic_source
 from megappo.plan.data import RunData
@@ -53,7 +53,7 @@ def train(config: TrainConfig, data: RunData, *, resume: bool, stop: Optional[St
     """
     owns_world = not dist.is_initialized()
     device = select_device(config.run.device)
-    start_distributed(device)
+    start_distributed(device, config.run.timeouts)
     configure_logging(dist.get_rank(), dist.get_world_size())
     torch.manual_seed(config.run.seed)
     run_dir = RunDir.of(config.run)
@@ -108,6 +108,8 @@ class _Parts:
         select_kernels(config.kernels, device, self.log, host_ops=HOST_OPS)
         self.policy_arch = read_arch(config.policy.model)
         self._groups: dict[ParallelLayout, ProcessGroups] = {}
+        for parallel in roles_in_use(config).values():  # while ranks are together: loading takes them different times
+            self._groups_of(parallel)
         self.policy_engine = self._build_policy(device)
         self.critic_engine = self._build_critic(device)
         reference = self._build_reference(device)
@@ -139,6 +141,7 @@ class _Parts:
             state=self.state,
             log=self.log,
             save=self.save,
+            settle=lambda: settle(self._groups.values(), config.run.timeouts),
             stop_agreed=lambda: any_rank(stop.received is not None),
         )
 
@@ -190,7 +193,7 @@ class _Parts:
         """Roles with the same layout share their groups."""
         layout = layout_of(parallel, dist.get_world_size())
         if layout not in self._groups:
-            self._groups[layout] = build_groups(layout)
+            self._groups[layout] = build_groups(layout, self.config.run.timeouts)
         return self._groups[layout]
 
     def _build_policy(self, device: torch.device) -> MegatronEngine:

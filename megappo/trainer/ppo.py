@@ -72,6 +72,7 @@ class PPO:
         state: TrainerState,
         log: RunLog,
         save: Callable[[int], None],
+        settle: Callable[[], None],
         stop_agreed: Callable[[], bool],
     ) -> None:
         self.settings = settings
@@ -81,6 +82,7 @@ class PPO:
         self.tokenizer, self.scorer = tokenizer, scorer
         self.shaping, self.kl_controller, self.mini_batches = shaping, kl_controller, mini_batches
         self.state, self.log, self.save = state, log, save
+        self.settle = settle
         self.stop_agreed, self.stopped = stop_agreed, False
 
     def run(self) -> Optional[Evaluation]:
@@ -91,6 +93,8 @@ class PPO:
             evaluation = self.evaluate()
         while self.state.step < self.settings.total_steps and not self.stopped:
             evaluation = self.step() or evaluation
+            if self.state.step > self.settings.critic_warmup_steps:  # every role has been updated
+                self.settle()
         return evaluation
 
     def step(self) -> Optional[Evaluation]:

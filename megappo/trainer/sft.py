@@ -18,7 +18,7 @@ from megappo.engine.megatron import MegatronEngine
 from megappo.models.arch import read_arch
 from megappo.models.hf_export import export_pretrained
 from megappo.models.implementation import choose_implementation, implementation_of_role
-from megappo.parallel.groups import build_groups
+from megappo.parallel.groups import build_groups, settle
 from megappo.plan.data import SftData
 from megappo.plan.layouts import layout_of
 from megappo.platform.device import select_device, start_distributed
@@ -38,7 +38,7 @@ def train_sft(config: SftConfig, data: SftData) -> None:
     `config` and `data` have been checked by `plan.prepare_sft`.
     """
     device = select_device(config.run.device)
-    start_distributed(device)
+    start_distributed(device, config.run.timeouts)
     configure_logging(dist.get_rank(), dist.get_world_size())
     torch.manual_seed(config.run.seed)
     run_dir = RunDir.of(config.run)
@@ -50,7 +50,7 @@ def train_sft(config: SftConfig, data: SftData) -> None:
     select_kernels(config.kernels, device, log)
 
     arch = read_arch(config.policy.model)
-    groups = build_groups(layout_of(config.policy.parallel, dist.get_world_size()))
+    groups = build_groups(layout_of(config.policy.parallel, dist.get_world_size()), config.run.timeouts)
     engine = build_trainable(
         "policy", config.policy.model, arch, config.policy, groups,
         device=device, total_updates=config.trainer.steps, seed=config.run.seed,
@@ -80,6 +80,7 @@ def run_sft(
             result = engine.forward_backward(batch, loss, reads=loss.reads, denominator=num_tokens)
             lr = engine.lr_scheduler_step()
             taken = engine.optimizer_step()
+        settle([engine.groups], engine.groups.timeouts)
         log.sft_step(
             {
                 Metric.SFT_LOSS.value: result.sums["loss_sum"] / num_tokens,

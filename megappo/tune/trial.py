@@ -32,15 +32,14 @@ from megappo.trainer.roles import Critic, LanguageModel, Policy
 from megappo.trainer.settings import policy_loss
 from megappo.tune.trials import RUNNING, Measured, Trial, read_trial, world_folder, write_outcome
 
-_TIMEOUT_S = 300.0  # a rank that waits longer for its peers waits for a collective that they do not call
-
 
 def main(folder: Path, names: Sequence[str]) -> None:
     """Join the world that the launcher described, run every trial and leave."""
     trials, running = {name: read_trial(folder, name) for name in names}, world_folder(folder, names) / RUNNING
-    device = select_device(next(iter(trials.values())).config.run.device)
+    run = next(iter(trials.values())).config.run
+    device = select_device(run.device)
     if is_rank():
-        start_distributed(device, _TIMEOUT_S)
+        start_distributed(device, run.timeouts)
     else:  # the only task of a step
         start_alone(device)
     for name, trial in trials.items():
@@ -60,7 +59,7 @@ def main(folder: Path, names: Sequence[str]) -> None:
 def run_trial(trial: Trial, device: torch.device) -> Measured:
     """Collective. The first pass of each kind is not counted: it allocates, compiles and connects."""
     section = getattr(trial.config, trial.role)
-    groups = build_groups(layout_of(section.parallel, dist.get_world_size()))
+    groups = build_groups(layout_of(section.parallel, dist.get_world_size()), trial.config.run.timeouts)
     engine = _build_engine(trial, groups, device)
     passes = _Passes(trial, engine)
     offload_s = _fastest(passes.nothing, trial.repeats) if section.offload.parameters else 0.0

@@ -26,9 +26,6 @@ from megappo.verify.recording import num_kept, record_rollouts
 from megappo.verify.shrink import SAMPLES, STEPS
 from megappo.verify.shrink_model import VOCAB_SIZE
 
-# A rank that waits longer for its peers waits for a collective that they do not call.
-_TIMEOUT_S = 300.0
-
 
 class Results(NamedTuple):
     """first: the first step, with the gradients of its first mini-batch (taken without the distributed optimizer). steps: all
@@ -41,12 +38,13 @@ class Results(NamedTuple):
 def main(folder: str, names: Sequence[str]) -> None:
     """Join the world that torchrun described, measure every run and leave."""
     runs = {name: TrainConfig.model_validate_json(Path(folder, f"{name}.json").read_text(encoding="utf-8")) for name in names}
-    device = select_device(next(iter(runs.values())).run.device)
-    start_distributed(device, _TIMEOUT_S)
+    run = next(iter(runs.values())).run
+    device = select_device(run.device)
+    start_distributed(device, run.timeouts)
     for name, config in runs.items():
         choose_kernels(config.kernels, device)
         layouts = {role: layout_of(parallel, dist.get_world_size()) for role, parallel in roles_in_use(config).items()}
-        built = {layout: build_groups(layout) for layout in dict.fromkeys(layouts.values())}
+        built = {layout: build_groups(layout, config.run.timeouts) for layout in dict.fromkeys(layouts.values())}
         groups = {role: built[layout] for role, layout in layouts.items()}
         results = _measure(config, groups, device, choose_implementation(config.model.impl, device.type))
         if dist.get_rank() == 0:
