@@ -46,8 +46,7 @@ class ProcessGroups:
     def limit(self, seconds: float) -> None:
         """The time that each later exchange within these groups may take. Not collective."""
         for group in self._distinct():
-            for device_type in ("cpu", "cuda"):
-                set_limit(group, device_type, seconds)
+            set_limit(group, seconds)
 
     def _distinct(self) -> Iterable[dist.ProcessGroup]:
         return {id(group): group for group in vars(self.collection).values() if group is not None}.values()
@@ -102,7 +101,7 @@ def settle(roles: Iterable[ProcessGroups], timeouts: TimeoutsConfig) -> None:
     """Every kind of pass has run once: from here on exchanges on the device, and within roles, may take `pass_s`."""
     for groups in roles:
         groups.limit(timeouts.pass_s)
-    set_limit(dist.group.WORLD, "cuda", timeouts.pass_s)
+    set_limit(dist.group.WORLD, timeouts.pass_s, device_only=True)
 
 
 def build_groups(layout: ParallelLayout, timeouts: TimeoutsConfig = TimeoutsConfig()) -> ProcessGroups:

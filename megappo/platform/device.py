@@ -66,14 +66,16 @@ def start_distributed(device: torch.device, timeouts: TimeoutsConfig = TimeoutsC
             backend, store=dist.PrefixStore("megappo", store), rank=rank, world_size=world_size,
             timeout=timedelta(seconds=timeouts.meeting_s),
         )  # fmt: skip
-        set_limit(dist.group.WORLD, "cuda", timeouts.start_s)
+        set_limit(dist.group.WORLD, timeouts.start_s, device_only=True)
 
 
-def set_limit(group: dist.ProcessGroup, device_type: str, seconds: float) -> None:
-    """Change how long this group's later exchanges of tensors on a kind of device may take. Nothing where it has none there.
+def set_limit(group: dist.ProcessGroup, seconds: float, *, device_only: bool = False) -> None:
+    """Change how long later exchanges of this group may take; `device_only` leaves those on the host as they are.
 
     gloo's messages from one rank to another keep the limit that the group was made with.
     """
-    # torch's own (private) _set_pg_timeout knows no difference between the two backends of a group.
-    if torch.device(device_type) in group._device_types:
-        group._get_backend(torch.device(device_type))._set_default_timeout(timedelta(seconds=seconds))
+    # torch's own (private) _set_pg_timeout does not tell the backends of a group apart.
+    backends = {kind.type: group._get_backend(kind) for kind in group._device_types}
+    for backend in backends.values():
+        if not (device_only and backend is backends.get("cpu")):  # a group of gloo alone names it for both
+            backend._set_default_timeout(timedelta(seconds=seconds))

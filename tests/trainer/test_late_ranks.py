@@ -1,0 +1,100 @@
+"""Ranks wait long for one whose generation, reward or save takes longer, and not for one that hangs inside a pass."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any, Callable
+
+import pytest
+import torch.distributed as dist
+
+from tests.trainer.small_run import run_many, small_config, write_small_task
+from tests.worlds import WorldError, spawn_world
+
+PASS_S, LATE_S = 5.0, 7.0
+TIMEOUTS = {"start_s": 100.0, "pass_s": PASS_S, "meeting_s": 100.0}
+LATE = ("generation", "reward", "between passes", "save")
+
+
+def one_run(rank: int, folder: str, port: int, config: dict[str, Any], late: tuple[str, ...], hangs: bool, meets: bool) -> list[str]:
+    """Train in a world of the trainer's own making; on rank 1 each of `late` takes LATE_S longer, once the limits are short."""
+    from megappo.checkpoint import store
+    from megappo.parallel.groups import ProcessGroups
+    from megappo.rewards.compose import Scorer
+    from megappo.rollout.megatron_engine import MegatronRollout
+    from megappo.trainer import main, ppo, roles
+
+    dist.destroy_process_group()
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    settled, slept, settle = [], [], main.settle
+
+    def record(*args: Any) -> None:
+        settled.append(True)
+        settle(*args)
+
+    def slow(owner: Any, name: str, work: str, seconds: float) -> None:
+        plain: Callable = getattr(owner, name)
+
+        def slowed(*args: Any, **kwargs: Any) -> Any:
+            result = plain(*args, **kwargs) if work == "generation" else None
+            if rank == 1 and settled and work not in slept:
+                slept.append(work)
+                time.sleep(seconds)
+            return result if work == "generation" else plain(*args, **kwargs)
+
+        setattr(owner, name, slowed)
+
+    main.settle = record
+    places = {
+        "generation": (MegatronRollout, "generate"), "reward": (Scorer, "score"), "between passes": (ppo, "run_updates"),
+        "save": (store, "save_rng"),
+    }  # fmt: skip
+    for work in late:
+        slow(*places[work], work, LATE_S)
+    if hangs:
+        slow(roles.Policy, "update", "a hang", 1000.0)
+    if not meets:
+        ProcessGroups.meet = lambda self, before: None
+    run_many(rank, [(config, False)])
+    dist.init_process_group("gloo", init_method=f"file://{folder}/after", rank=rank, world_size=2)  # for the world of the test
+    return slept
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("late")
+    write_small_task(folder)
+    return folder
+
+
+def run(folder: Path, name: str, late: tuple[str, ...] = (), *, hangs: bool = False, meets: bool = True) -> list[list[str]]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    changes = {"rollout.engine": "megatron", "run.timeouts": TIMEOUTS, "trainer.eval_before": False, "checkpoint.save_every": 1}
+    changes["critic.parallel"] = {"tp": 2}  # between stages gloo keeps the limit of the start
+    config = small_config(folder, name, steps=2, **changes)
+    (folder / name).mkdir()
+    return spawn_world(one_run, 2, str(folder / name), port, config, late, hangs, meets)
+
+
+def test_ranks_that_come_late_after_uneven_work_are_waited_for(task: Path) -> None:
+    assert run(task, "late", LATE) == [[], list(LATE)]
+    assert (task / "runs" / "late" / "checkpoints" / "step-2").is_dir()
+
+
+def test_a_rank_that_hangs_inside_a_pass_is_noticed_after_the_short_limit(task: Path) -> None:
+    start = time.monotonic()
+    with pytest.raises(WorldError, match=f"Timed out waiting {PASS_S * 1000:.0f}ms") as died:
+        run(task, "hang", hangs=True)
+    assert "in stage update_policy, on rank 0" in str(died.value)
+    assert time.monotonic() - start < 90
+
+
+def test_without_the_meeting_a_late_rank_ends_the_run(task: Path) -> None:
+    """Negative control: the pass that follows counts the time of who is late."""
+    with pytest.raises(WorldError, match=f"Timed out waiting {PASS_S * 1000:.0f}ms"):
+        run(task, "unmet", ("between passes",), meets=False)
