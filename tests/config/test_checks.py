@@ -333,3 +333,11 @@ def test_an_output_directory_that_cannot_be_written_is_refused(tmp_path):
     locked.mkdir(mode=0o500)
     with pytest.raises(ConfigError, match="no permission to write"):
         check_run_dir(RunConfig(output_dir=str(locked)), resume=False)
+
+
+@pytest.mark.parametrize("name", ["start_s", "meeting_s"])
+def test_no_limit_is_shorter_than_that_of_an_exchange_inside_a_pass(name):
+    broken = train_config(f"run.timeouts.{name}=60")
+    (message,) = problems(broken, frozenset(), 1)
+    assert message.startswith(f"run.timeouts.{name} = 60.0: is below run.timeouts.pass_s = 120; raise it")
+    assert not list(problems(train_config(f"run.timeouts.{name}=60", "run.timeouts.pass_s=60"), frozenset(), 1))

@@ -135,7 +135,7 @@ def test_the_plan_tells_it_and_checks_the_layout_of_the_layers_that_run(tmp_path
     notes = prepare(load_config(path, given), 2, "cuda", shapes_only=True).notes
     assert any(note.startswith("critic.dtype = fp32") for note in notes)
     # cp 4 does not divide the heads: the ring of TransformerEngine alone can do it, and not in fp32.
-    config = load_config(path, [*given, "critic.parallel.cp=4"])
+    config = load_config(path, [*given, "critic.parallel.tp=2", "critic.parallel.pp=1", "critic.parallel.cp=4"])
     with pytest.raises(ConfigError, match="critic.parallel.cp = 4.*heads"):
         check_layouts(config, read_archs(config), 8, "transformer_engine")
     config = load_config(path, [*given, "policy.parallel.cp=4"])
