@@ -336,8 +336,9 @@ def test_an_output_directory_that_cannot_be_written_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["start_s", "meeting_s"])
-def test_no_limit_is_shorter_than_that_of_an_exchange_inside_a_pass(name):
-    broken = train_config(f"run.timeouts.{name}=60")
+def test_no_limit_is_shorter_than_that_of_an_exchange_inside_a_pass(tmp_path, name):
+    broken = train_config(tmp_path, [f"run.timeouts.{name}=60"])
     (message,) = problems(broken, frozenset(), 1)
     assert message.startswith(f"run.timeouts.{name} = 60.0: is below run.timeouts.pass_s = 120; raise it")
-    assert not list(problems(train_config(f"run.timeouts.{name}=60", "run.timeouts.pass_s=60"), frozenset(), 1))
+    mended = train_config(tmp_path, [f"run.timeouts.{name}=60", "run.timeouts.pass_s=60"])
+    assert not list(problems(mended, frozenset(), 1))
