@@ -1,20 +1,29 @@
 """Sharded state of one engine <-> one directory, in Megatron-core's dist_checkpointing format (torch_dist).
 
-The files are Megatron's own, but they are written by torch's writer in this process (Megatron's starts a manager process and
-forks writers) and read without its pickle. Model and optimizer come back in any layout.
+The files are Megatron's own, but they are written in this process (Megatron's writer starts a manager process and forks), by all
+ranks that hold a copy of something, each a part of it, and read without its pickle. Model and optimizer come back in any layout.
 """
 
 from __future__ import annotations
 
 import io
+import os
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, CheckpointingException, save_config
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, nested_values
-from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase, ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.mapping import (
+    LocalNonpersistentObject,
+    ShardedBase,
+    ShardedObject,
+    ShardedTensor,
+    is_main_replica,
+)
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies.common import (
     COMMON_STATE_FNAME,
@@ -31,10 +40,15 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     _unwrap_pyt_sharded_tensor,
     mcore_to_pyt_state_dict,
 )
+from megatron.core.dist_checkpointing.validation import determine_global_metadata, validate_sharding_integrity
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
+from megappo.checkpoint.ranges import shared_out
 from megappo.checkpoint.safe_load import load_index, load_tensors_and_plain_data
 from megappo.checkpoint.vote import RankFault, on_every_rank, on_rank_zero
 
@@ -46,17 +60,20 @@ _EXTRA_STATE = "._extra_state"
 def save_sharded(state: dict[str, Any], directory: Path) -> None:
     """Write `state` (tensors wrapped in ShardedTensor, the rest plain and equal on all ranks) into an empty directory.
 
-    Collective over the world. RankFault on every rank where one cannot write.
+    Collective over the world. RankFault on every rank where one cannot write. No rank holds more in host memory than the tensor
+    that it is writing.
     """
-    shards, common = save_preprocess(state, validate_access_integrity=True)
+    shards, common = save_preprocess(state, validate_access_integrity=False)
+    # Done here, because the shards of all ranks are needed below, too.
+    _, everyone = determine_global_metadata(shards)
+    validate_sharding_integrity(everyone, common_state_dict=common)
     on_rank_zero(
         f"writing {COMMON_STATE_FNAME}", lambda: TorchCommonSaveStrategy("torch", 1).save_common(common, str(directory))
     )
-    by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(shards, keep_only_main_replica=True)
     try:
         dcp.save(
-            mcore_to_pyt_state_dict(by_key),
-            storage_writer=dcp.FileSystemWriter(directory, sync_files=True),
+            mcore_to_pyt_state_dict(_written_here(shards, everyone)),
+            storage_writer=_FrugalWriter(directory),
             planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
         )
     except CheckpointException as error:
@@ -64,6 +81,48 @@ def save_sharded(state: dict[str, Any], directory: Path) -> None:
         raise RankFault(f"writing shards failed on {_first_failure(error)}") from error
     # Last, as Megatron does it: a directory without this file is not a checkpoint.
     on_rank_zero("writing metadata.json", lambda: save_config(CheckpointingConfig("torch_dist", 1), str(directory)))
+
+
+def _written_here(shards: dict[str, Any], everyone: list[list[ShardedBase]]) -> dict[str, list[ShardedBase]]:
+    """What this rank writes, by key. everyone: the shards of all ranks."""
+    entries = list(nested_values(shards))
+    by_key: dict[str, list[ShardedBase]] = {}
+    for entry in entries:
+        if isinstance(entry, ShardedObject) and is_main_replica(entry.replica_id):
+            by_key.setdefault(entry.unique_key, []).append(entry)
+    tensors = [[entry for entry in theirs if isinstance(entry, ShardedTensor)] for theirs in everyone]
+    for part in shared_out([entry for entry in entries if isinstance(entry, ShardedTensor)], tensors, dist.get_rank()):
+        by_key.setdefault(part.key, []).append(part)
+    return by_key
+
+
+class _FrugalWriter(dcp.FileSystemWriter):
+    """torch's writer, tensor by tensor.
+
+    Its own keeps the copies of all tensors until the file is complete, and on a GPU those are in pinned memory, rounded up to
+    powers of two, which the process never gives back.
+    """
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        name = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
+        with Path(self.path, name).open("wb") as file:
+            results = [self._write(item, planner, file, name) for item in plan.items]
+            file.flush()
+            os.fsync(file.fileno())
+        written: Future[list[WriteResult]] = Future()
+        written.set_result(results)
+        return written
+
+    def _write(self, item: WriteItem, planner: SavePlanner, file: Any, name: str) -> WriteResult:
+        start, data = file.tell(), planner.resolve_data(item)
+        if item.type == WriteItemType.BYTE_IO:
+            file.write(data.getbuffer())
+        else:
+            tensor = data.detach().cpu()
+            # The archive holds the whole storage behind a tensor, and most are parts of a buffer.
+            torch.save(tensor.clone() if tensor.untyped_storage().nbytes() != tensor.nbytes else tensor, file)
+        length = file.tell() - start
+        return WriteResult(item.index, length, _StorageInfo(name, start, length))
 
 
 def load_sharded(state: dict[str, Any], directory: Path, *, passed_over: tuple[str, ...] = ()) -> dict[str, Any]:

@@ -283,19 +283,19 @@ class MegatronEngine:
     def save_state(self, *, with_optimizer: bool) -> dict[str, Any]:
         for parked in (self._parked_parameters, self._parked_optimizer):
             parked.restore(to_change=False)  # writing only reads: `release_state` copies nothing back
-        return self._sharded_state(with_optimizer=with_optimizer, is_loading=False)
+        return self._sharded_state(with_optimizer=with_optimizer)
 
     def release_state(self) -> None:
         """What `save_state` returned has been written: offload again what it made resident."""
         self.park()
 
     def state_to_load(self, *, with_optimizer: bool, with_head: bool = True) -> dict[str, Any]:
-        """Sharded description of what `load_state` takes, to be filled by the checkpoint reader.
+        """Sharded description of what `load_state` takes: the engine's own tensors, which the checkpoint reader fills in place.
 
         Without `with_head` the head stays as it is: for a LocalNonpersistentObject the reader gives back the model's own tensor.
         """
         self.to("device")
-        state = self._sharded_state(with_optimizer=with_optimizer, is_loading=True)
+        state = self._sharded_state(with_optimizer=with_optimizer)
         for weights in () if with_head else state["model"].values():
             for name, entry in list(weights.items()):
                 if getattr(entry, "key", None) in self.head_names:  # a tied output projection has the embedding's key
@@ -312,13 +312,13 @@ class MegatronEngine:
             self._optimizer.reload_main_parameters()
         self.park()
 
-    def _sharded_state(self, *, with_optimizer: bool, is_loading: bool) -> dict[str, Any]:
+    def _sharded_state(self, *, with_optimizer: bool) -> dict[str, Any]:
         # The group keeps Megatron off its globals; per-layer names let any pipeline split read any other's checkpoint.
         metadata = {"dp_cp_group": self.groups.collection.dp_cp, "non_homogeneous_layers": True}
         model_state = {str(index): chunk.sharded_state_dict(metadata=metadata) for index, chunk in enumerate(self.chunks)}
         state: dict[str, Any] = {"model": model_state}
         if with_optimizer:
-            state["optimizer"] = self._trained().sharded_state_dict(model_state, is_loading=is_loading)
+            state["optimizer"] = self._trained().sharded_state_dict(model_state)
         return state
 
 

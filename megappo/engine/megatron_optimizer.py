@@ -110,10 +110,10 @@ class Optimizer:
         """Copy the model's weights into the fp32 main parameters, after weights were loaded from elsewhere."""
         self._optimizer.reload_model_params()
 
-    def sharded_state_dict(self, model_state: dict, *, is_loading: bool) -> dict:
+    def sharded_state_dict(self, model_state: dict) -> dict:
         """model_state: the model's sharded_state_dict. The schedule is its position only: after a resume the configuration rules."""
         return {
-            "optimizers": sharded_optimizer_state(self._chained(), model_state, is_loading=is_loading),
+            "optimizers": sharded_optimizer_state(self._chained(), model_state),
             "schedule_steps": self._scheduler.num_steps,
         }
 

@@ -69,7 +69,7 @@ class RoleMemory:
 
     @property
     def saving(self) -> int:
-        """At work while its checkpoint is written."""
+        """At work while its checkpoint is written, straight from these tensors: neither the device nor the host needs a second copy."""
         return self.offloaded_weights + self.offloaded_optimizer
 
     @property

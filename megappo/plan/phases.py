@@ -31,7 +31,8 @@ class Phase:
 def phases(plan: Plan, rank: int) -> list[Phase]:
     """In the order of a step: stages 2, 4, 6, 7 and 8 of trainer/ppo.py; the others hold a few bytes for each token.
 
-    Weights move to vLLM through buffers that are not counted. A checkpoint is written role by role.
+    Weights move to vLLM through buffers that are not counted. A checkpoint is written role by role, every rank its own part,
+    tensor by tensor.
     """
     at_rest = plan.trainer_at_rest(rank)
     found: list[Phase] = []

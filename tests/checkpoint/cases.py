@@ -11,6 +11,7 @@ import random
 import resource
 import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy
@@ -91,12 +92,21 @@ def resume_without(part):
             resumed.store._restore_rng = lambda source, manifest: None
         else:
             for engine in resumed.engines.values():
-                engine._optimizer.load_state_dict = lambda state: None
+                describe = engine.state_to_load
+                engine.state_to_load = lambda describe=describe, **how: into_copies(describe(**how))
         resumed.load()
         resumed.train(3)
         return differing(straight.digest(), resumed.digest())
 
     return case
+
+
+def into_copies(state):
+    """The reader fills what is thrown away."""
+    for optimizer in state["optimizer"]["optimizers"].values():
+        for name in optimizer.keys() - {"step"}:
+            optimizer[name] = replace(optimizer[name], data=optimizer[name].data.clone())
+    return state
 
 
 def resume_before_the_first_update(layouts, place):

@@ -76,8 +76,7 @@ def critic_from_checkpoint(layouts, place):
     def start(layout, role, spoil=None, **changes):
         engine = runs.engine(layouts[layout], critic=True, seed=9, **{**options, **changes})
         if spoil is not None:
-            load_state = engine.load_state
-            engine.load_state = lambda state: load_state(spoil(state))
+            when_loaded(spoil)(engine)
         kept.load_weights(role, engine, 1, with_head=role == "critic")
         engine.save_state(with_optimizer=True)  # creates the moments
         return whole_state(engine, layouts[layout])
@@ -156,8 +155,7 @@ def spoiled_loads(layouts, place):
     results = {}
     for mistake, spoil in SPOILS.items():
         engine = runs.engine(layouts["dp2"], critic=False, seed=9, experts=True)
-        load_state = engine.load_state
-        engine.load_state = lambda state: load_state(spoil(state))
+        spoil(engine)
         kept.load({"model": engine}, {}, runs.FACTS)
         results[mistake] = differing_tensors(wanted, whole_state(engine, layouts["dp2"]))
     return results
@@ -181,12 +179,29 @@ def swap_layers(state):
 
 
 def shift_moments(state):
-    """The first moment of one expert's second matrix goes to another's."""
-    parameters = state["optimizer"]["optimizers"]["1"]["parameters"]
-    one, other = [index for index, named in parameters.items() if named["exp_avg"].shape == (32, 16)][:2]
-    swapped = parameters[other]["exp_avg"].clone(), parameters[one]["exp_avg"].clone()
-    parameters[one]["exp_avg"], parameters[other]["exp_avg"] = swapped
+    """The first moments of two experts' second matrices are asked for in each other's place."""
+    for entry in state["optimizer"]["optimizers"]["1"].values():
+        if getattr(entry, "key", "").endswith("linear_fc2.weight") and ".exp_avg." in entry.key and entry.global_offset[0] < 2:
+            entry.global_offset = (1 - entry.global_offset[0], *entry.global_offset[1:])
     return state
+
+
+def when_described(spoil):
+    """The reader fills the optimizer in place, so what it is asked for is spoiled."""
+
+    def change(engine):
+        describe = engine.state_to_load
+        engine.state_to_load = lambda **how: spoil(describe(**how))
+
+    return change
+
+
+def when_loaded(spoil):
+    def change(engine):
+        load_state = engine.load_state
+        engine.load_state = lambda state: load_state(spoil(state))
+
+    return change
 
 
 def forget_step(state):
@@ -195,8 +210,9 @@ def forget_step(state):
 
 
 SPOILS = {
-    "none": lambda state: state, "experts shifted by one": shift_experts, "layers swapped": swap_layers,
-    "moments of two experts swapped": shift_moments, "step of the experts forgotten": forget_step,
+    "none": when_loaded(lambda state: state), "experts shifted by one": when_loaded(shift_experts),
+    "layers swapped": when_loaded(swap_layers), "moments of two experts swapped": when_described(shift_moments),
+    "step of the experts forgotten": when_loaded(forget_step),
 }  # fmt: skip
 
 

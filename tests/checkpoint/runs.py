@@ -56,11 +56,11 @@ class Counter:
         self.count, self.history = state["count"], state["history"]
 
 
-def arch(tied=False, num_layers=4, experts=False):
+def arch(tied=False, num_layers=4, experts=False, hidden=32):
     """`experts`: a mixture of experts in the upper half of the layers, so that the first of two stages has none."""
     from megappo.models.arch import ModelArch, MoeArch, Rope
 
-    sizes = (num_layers, 32, 4, 2, 8, 64, VOCABULARY, 64, tied, 1e-6, Rope())
+    sizes = (num_layers, hidden, 4, 2, 8, 2 * hidden, VOCABULARY, 64, tied, 1e-6, Rope())
     if not experts:
         return ModelArch("llama", "LlamaForCausalLM", *sizes)
     moe = MoeArch(num_experts=4, top_k=2, ffn_size=16, norm_topk_prob=True, dense_layers=tuple(range(num_layers // 2)))
@@ -68,13 +68,14 @@ def arch(tied=False, num_layers=4, experts=False):
 
 
 def engine(
-    groups, *, critic, dtype=torch.float32, tied=False, distributed=True, offload=False, seed=0, num_layers=4, experts=False
-):
+    groups, *, critic, dtype=torch.float32, tied=False, distributed=True, offload=False, seed=0, num_layers=4, experts=False,
+    hidden=32,
+):  # fmt: skip
     from megappo.engine.megatron import MegatronEngine
     from megappo.engine.megatron_optimizer import Optimizer, wrap_with_ddp
     from megappo.models.build import build_model
 
-    chunks = build_model(arch(tied, num_layers, experts), groups, dtype=dtype, value_head=critic)
+    chunks = build_model(arch(tied, num_layers, experts, hidden), groups, dtype=dtype, value_head=critic)
     fill(chunks, groups, critic, seed)
     wrapped = wrap_with_ddp(chunks, groups, distributed_optimizer=distributed)
     config = OptimizerConfig(lr=1e-2, warmup_steps=2, weight_decay=0.1, distributed=distributed)
@@ -214,13 +215,13 @@ def seed_generators(seed):
     numpy.random.seed(seed)
 
 
-def build_layouts():
+def build_layouts(layouts=LAYOUTS):
     from megappo.platform import cpu
 
     cpu.install()
     from megappo.parallel.groups import build_groups
 
-    return {name: build_groups(ParallelLayout(2, **sizes)) for name, sizes in LAYOUTS.items()}
+    return {name: build_groups(ParallelLayout(dist.get_world_size(), **sizes)) for name, sizes in layouts.items()}
 
 
 def store(path, keep_last=3, **options):

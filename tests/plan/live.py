@@ -174,27 +174,19 @@ def modes(arch: ModelArch, axes: dict, critic: bool, lengths: list[int]) -> dict
     return found
 
 
-def gathered(arch: ModelArch, axes: dict, at_once: int) -> tuple[int, dict[str, Tensor]]:
-    """(the most values that one collective brings to this rank while a checkpoint is described, the optimizer's tensors in it)."""
-    import torch.distributed as dist
-    from megatron.core.dist_checkpointing.dict_utils import nested_values
-    from megatron.core.dist_checkpointing.mapping import ShardedTensor
-
+def described(arch: ModelArch, axes: dict) -> tuple[int, int, int]:
+    """Bytes that a checkpoint's description makes on this rank; the same if it copied what it describes; bytes of the optimizer."""
     from megappo.engine import megatron_optimizer_state as state
 
     role, _ = role_of(arch, axes, torch.bfloat16, "none", False, 64)
-    with role.engine.train_mode():
-        role.update(batch_of([16] * 4, arch.vocab_size), 1.0)
-    sizes, all_gather, usual = [0], dist.all_gather, state.GATHERED_VALUES
-
-    def counting(outputs: list[Tensor], mine: Tensor, **where: Any) -> Any:
-        sizes.append(sum(output.numel() for output in outputs))
-        return all_gather(outputs, mine, **where)
-
-    dist.all_gather, state.GATHERED_VALUES = counting, at_once
+    engine = role.engine
+    engine.save_state(with_optimizer=True)  # creates the moments
+    known = [*engine._optimizer.tensors(), *engine.named_parameters().values()]
+    made = peak_of(lambda: engine.save_state(with_optimizer=True), known)
+    usual = state._local_values
+    state._local_values = lambda *of: {name: values.clone() for name, values in usual(*of).items()}
     try:
-        described = nested_values(role.engine.save_state(with_optimizer=True)["optimizer"])
+        copied = peak_of(lambda: engine.save_state(with_optimizer=True), known)
     finally:
-        dist.all_gather, state.GATHERED_VALUES = all_gather, usual
-    tensors = [entry for entry in described if isinstance(entry, ShardedTensor)]
-    return max(sizes), {f"{entry.key} {entry.global_offset}": entry.data.cpu().clone() for entry in tensors}
+        state._local_values = usual
+    return made, copied, sum(tensor.nbytes for tensor in engine._optimizer.tensors())

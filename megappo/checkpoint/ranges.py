@@ -1,0 +1,109 @@
+"""Flat ranges of sharded tensors as boxes of the global tensor, which is what a checkpoint holds.
+
+A rank of the distributed optimizer keeps a range of each flattened parameter, and the copies of a weight are written in ranges
+by the ranks that hold them. A range is no box of a tensor with several dimensions, but a few boxes make it up. The checkpoint
+reads by the overlap of boxes, so any cut can be read back in any other. Nothing here communicates or copies.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Iterator, Sequence
+
+from megatron.core.dist_checkpointing.mapping import ReplicaId, ShardedTensor
+from torch import Tensor
+
+Shard = tuple[str, tuple[int, ...], tuple[int, ...]]
+"""Key, offset and local shape: the same for all copies of a shard."""
+
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offset and shape."""
+
+
+def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
+    """Boxes that are together the elements start..stop - 1 of a flattened tensor, each without gaps, in order.
+
+    They are the end of a row, whole rows and the beginning of one, where the rows' parts are cut in the same way: at most 2 n - 1
+    in n dimensions.
+    """
+    if start >= stop:
+        return
+    if len(shape) == 0:
+        yield (), ()
+        return
+    row = prod(shape[1:])
+    first, last = -(-start // row), stop // row
+    if first > last:
+        yield from _in_row(shape, last, start - last * row, stop - last * row)
+        return
+    yield from _in_row(shape, first - 1, start - (first - 1) * row, row)
+    if first < last:
+        yield (first, *(0 for _ in shape[1:])), (last - first, *shape[1:])
+    yield from _in_row(shape, last, 0, stop - last * row)
+
+
+def _in_row(shape: Sequence[int], index: int, start: int, stop: int) -> Iterator[Box]:
+    for offset, size in boxes(shape[1:], start, stop):
+        yield (index, *offset), (1, *size)
+
+
+def cut(entry: ShardedTensor, start: int, values: Tensor) -> list[ShardedTensor]:
+    """Boxes of `values` [n], which are the elements start..start + n - 1 of the flattened local tensor of `entry`.
+
+    They share memory with `values`. Prepended axes become axes of the boxes; the grid is irregular in Megatron-core's words.
+    """
+    shape = (1,) * entry.prepend_axis_num + tuple(entry.local_shape)
+    found, at = [], 0
+    for offset, size in boxes(shape, start, start + values.numel()):
+        part = values[at : at + prod(size)].view(size)
+        at += part.numel()
+        found.append(
+            ShardedTensor(
+                entry.key, part, part.dtype, size, entry.global_shape,
+                tuple(a + b for a, b in zip(entry.global_offset, offset)), axis_fragmentations=None,
+                replica_id=entry.replica_id, allow_shape_mismatch=entry.allow_shape_mismatch,
+            )  # fmt: skip
+        )
+    return found
+
+
+def shared_out(mine: list[ShardedTensor], everyone: Sequence[Sequence[ShardedTensor]], rank: int) -> list[ShardedTensor]:
+    """Parts of `mine` that this rank writes. everyone: the shards of all ranks, data not needed.
+
+    The ranks that hold copies of the same shards lay these end to end and cut the bytes into equal parts, a part for each of them,
+    so at most one shard is cut at every border.
+    """
+    holders: dict[Shard, list[int]] = {}
+    for holder, theirs in enumerate(everyone):
+        for entry in theirs:
+            if is_written(entry.replica_id):
+                holders.setdefault(_shard(entry), []).append(holder)
+    groups: dict[tuple[int, ...], list[ShardedTensor]] = {}
+    for entry in sorted((entry for entry in mine if is_written(entry.replica_id)), key=_shard):
+        groups.setdefault(tuple(holders[_shard(entry)]), []).append(entry)
+    found: list[ShardedTensor] = []
+    for ranks, entries in groups.items():
+        total, index, at = sum(entry.data.nbytes for entry in entries), ranks.index(rank), 0
+        begin, end = total * index // len(ranks), total * (index + 1) // len(ranks)
+        for entry in entries:
+            values = entry.data.detach().contiguous().view(-1)
+            # Both neighbours round the border to the same element.
+            start, stop = (min(max(0, edge - at) // values.element_size(), values.numel()) for edge in (begin, end))
+            found += cut(entry, start, values[start:stop])
+            at += values.nbytes
+    return found
+
+
+def is_written(replica_id: ReplicaId) -> bool:
+    """If it is the main copy, or that of another data-parallel rank: Megatron-core's ids are (pp, tp, dp)."""
+    return replica_id == 0 if isinstance(replica_id, int) else not any(replica_id[:-1])
+
+
+def of_one_rank(replica_id: ReplicaId) -> ReplicaId:
+    """The id of a part that no other data-parallel rank holds, of a shard with this id."""
+    return replica_id if isinstance(replica_id, int) else (*replica_id[:-1], 0)
+
+
+def _shard(entry: ShardedTensor) -> Shard:
+    return entry.key, tuple(entry.global_offset), tuple(entry.local_shape)

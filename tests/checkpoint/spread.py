@@ -1,0 +1,129 @@
+"""What `test_spread.py` runs in its worlds: who writes which bytes of a checkpoint, and how much memory that takes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from math import prod
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from megatron.core.dist_checkpointing.mapping import is_main_replica
+
+from megappo.checkpoint import sharded
+from megappo.checkpoint.ranges import cut
+from megappo.checkpoint.safe_load import load_index
+from tests.plan.live import Live
+
+from . import resharding, runs
+from .cases import into_copies
+
+LAYOUTS = {
+    "dp4": {}, "tp2 dp2": {"tp": 2}, "pp2 dp2": {"pp": 2}, "cp2 dp2": {"cp": 2}, "ep2 edp2": {"ep": 2},
+    "pp2 ep2": {"pp": 2, "ep": 2}, "tp2 sp edp4": {"tp": 2, "sequence_parallel": True}, "tp2 pp2": {"tp": 2, "pp": 2},
+}  # fmt: skip
+HIDDEN = 240  # of the model whose memory is measured
+BF16, PLAIN, UNEVEN = {"dtype": torch.bfloat16}, {"distributed": False}, {"hidden": 40}
+# name -> (role is critic, layout that writes, layout that reads, options of runs.engine, options that differ in the reader)
+CASES = {
+    "bf16 critic, fp32 head": (True, "dp4", "tp2 dp2", {**BF16, **UNEVEN}, {}),
+    "bf16, tied": (False, "pp2 dp2", "dp4", {**BF16, "tied": True, **UNEVEN}, {}),
+    "fp32, context": (False, "cp2 dp2", "tp2 pp2", UNEVEN, {}),
+    "fp32, experts": (False, "ep2 edp2", "pp2 ep2", {"experts": True}, {}),
+    "bf16 critic, replicated experts": (True, "tp2 sp edp4", "ep2 edp2", {"experts": True, **BF16}, {}),
+    "plain to distributed": (False, "dp4", "pp2 dp2", {**BF16, **PLAIN, **UNEVEN}, {"distributed": True}),
+    "distributed to plain": (False, "tp2 dp2", "dp4", {**BF16, **UNEVEN}, PLAIN),
+    "more ranks than some tensors have rows": (True, "dp4", "dp4", {"num_layers": 1, **BF16, **UNEVEN}, {}),
+}
+
+
+def world_main(rank, folder):
+    layouts = runs.build_layouts(LAYOUTS)
+    results = {name: spread(layouts, Path(folder, str(number)), *case) for number, (name, case) in enumerate(CASES.items())}
+    results["written by mains"] = spread(layouts, Path(folder, "mains"), *CASES["plain to distributed"], share=by_mains)
+    return results
+
+
+def spread(layouts, place, critic, writes, reads, options, changed, share=sharded.shared_out):
+    """One layout writes, itself and another one read; where the bytes went."""
+    first = runs.engine(layouts[writes], critic=critic, **options)
+    resharding.train(first)
+    wanted = resharding.whole_state(first, layouts[writes])
+    kept = runs.store(place)
+    sharded.shared_out, usual = share, sharded.shared_out
+    saved = kept.save(1, {"model": first}, {}, runs.FACTS)
+    sharded.shared_out = usual
+    other = runs.engine(layouts[reads], critic=critic, seed=9, **{**options, **changed})
+    kept.load({"model": other}, {}, runs.FACTS)
+    again = runs.engine(layouts[writes], critic=critic, seed=7, **options)
+    fresh = runs.engine_digest(again)
+    kept.load({"model": again}, {}, runs.FACTS)
+    at_once = runs.differing(runs.engine_digest(first), runs.engine_digest(again))
+    resharding.train(first, steps=1)
+    resharding.train(again, steps=1)
+    return {
+        "wrong": resharding.differing_tensors(wanted, resharding.whole_state(other, layouts[reads])),
+        "resumed": at_once + runs.differing(runs.engine_digest(first), runs.engine_digest(again)),
+        "fresh": runs.differing(runs.engine_digest(first), fresh), **places(saved / "megatron/model"),
+    }  # fmt: skip
+
+
+def by_mains(mine, everyone, rank):
+    """What megappo wrote before it shared out: the first data-parallel rank writes every shard as a whole."""
+    mains = [entry for entry in mine if is_main_replica(entry.replica_id)]
+    return [part for entry in mains for part in cut(entry, 0, entry.data.detach().reshape(-1))]
+
+
+def places(directory):
+    """bytes: of tensors, by rank. writers: by how many ranks tensors were written. inside a row: boxes that cut the last axis."""
+    index = load_index((directory / ".metadata").read_bytes())
+    sizes, writers, inside = Counter(), {}, 0
+    for entry, place in index.storage_data.items():
+        held, rank = index.state_dict_metadata[entry.fqn], int(place.relative_path.split("_")[2])
+        if entry.offset is not None:
+            (box,) = (chunk.sizes for chunk in held.chunks if chunk.offsets == entry.offset)
+            sizes[rank] += prod(box) * held.properties.dtype.itemsize
+            writers.setdefault(entry.fqn, set()).add(rank)
+            inside += box[-1] != held.size[-1]
+    numbers = {len(ranks) for ranks in writers.values()}
+    return {"bytes": [sizes[rank] for rank in range(dist.get_world_size())], "writers": sorted(numbers), "inside a row": inside}
+
+
+# ------------------------------------------------------------------------------------------------------------------ memory
+
+
+def memory_main(rank, folder):
+    """The most bytes that tensors made by a save or a load of this rank take at once; its own share, its largest tensor."""
+    (groups,) = runs.build_layouts({"dp": {}}).values()
+    engine = runs.engine(groups, critic=False, dtype=torch.bfloat16, hidden=HIDDEN, num_layers=2)
+    engine.save_state(with_optimizer=True)  # creates the moments
+    kept = runs.store(Path(folder), keep_last=9)
+    steps = iter(range(9))
+
+    def save():
+        kept.save(next(steps), {"model": engine}, {}, runs.FACTS)
+
+    def load():
+        kept.restore(manifest, {"model": engine}, {})
+
+    save()
+    manifest = kept.find_resumable(runs.FACTS)
+    found = {"save": peak(save, engine), "load": peak(load, engine)}
+    sharded._FrugalWriter, usual = dcp.FileSystemWriter, sharded._FrugalWriter
+    found["save by torch's writer"] = peak(save, engine)
+    sharded._FrugalWriter = usual
+    describe = engine.state_to_load
+    engine.state_to_load = lambda **how: into_copies(describe(**how))
+    found["load into copies"] = peak(load, engine)
+    return {
+        **found, "share": sum(tensor.nbytes for tensor in engine._optimizer.tensors()),
+        "largest": max(4 * parameter.numel() for parameter in engine.named_parameters().values()),
+    }  # fmt: skip
+
+
+def peak(action, engine):
+    known = [*engine._optimizer.tensors(), *engine.named_parameters().values()]
+    with Live(known) as live:
+        action()
+    return live.peak
