@@ -1,0 +1,170 @@
+"""Saves and loads of a policy with its optimizer over gloo: `python scripts/bench_checkpoint.py [--dp 1,2,4,8]`.
+
+For each number of data-parallel ranks: seconds, bytes that the ranks wrote, and how far the resident memory of a rank rose above
+where it stood (the most of all ranks). Memory that the process had before and reused does not show in that; a worker thread's
+buffers and torch's archive writer do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, Callable, NamedTuple, NoReturn, Optional, Sequence
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from scripts.bench.model import Mistake  # noqa: E402
+
+MIB = 1 << 20
+_RANK = re.compile(r"__(\d+)_\d+\.distcp$")
+
+
+class Cost(NamedTuple):
+    """Of one rank: seconds, and bytes that its resident memory rose meanwhile."""
+
+    seconds: float
+    growth: int
+
+
+class Row(NamedTuple):
+    """written: bytes of every rank. save, load: of the slowest and of the largest rank."""
+
+    dp: int
+    parameters: int
+    written: list[int]
+    save: Cost
+    load: Cost
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise Mistake(message)
+
+
+def main(argv: Optional[Sequence[str]] = None) -> int:
+    """Exit code: 0, 2 for wrong arguments. A rank that fails raises."""
+    parser = _Parser(prog="bench_checkpoint", description="Seconds, bytes and host memory of saves and loads over gloo.")
+    parser.add_argument("--dp", default="1,2,4,8", help="numbers of data-parallel ranks, comma-separated")
+    parser.add_argument("--hidden", type=int, default=512, help="hidden size of the model, a multiple of 64")
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--repeats", type=int, default=3, help="saves and loads, of which the median counts")
+    try:
+        args = parser.parse_args(argv)
+        sizes = _sizes(args.dp)
+        if args.hidden < 64 or args.hidden % 64 or args.layers < 1 or args.repeats < 1:
+            raise Mistake("--hidden is a multiple of 64, --layers and --repeats are at least 1")
+    except Mistake as error:
+        print(f"bench_checkpoint: {error}", file=sys.stderr)
+        return 2
+    rows = [measure(dp, args.hidden, args.layers, args.repeats) for dp in sizes]
+    print(report(rows))
+    return 0
+
+
+def _sizes(text: str) -> list[int]:
+    try:
+        sizes = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise Mistake(f"--dp {text}: numbers, comma-separated") from None
+    if min(sizes) < 1:
+        raise Mistake(f"--dp {text}: at least 1")
+    return sizes
+
+
+def measure(dp: int, hidden: int, layers: int, repeats: int) -> Row:
+    """A world of `dp` processes; all of them save and load `repeats` times."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.start_processes(_rank_main, (dp, hidden, layers, repeats, folder), nprocs=dp, start_method="spawn")
+        found = [torch.load(Path(folder, f"rank{rank}.pt"), weights_only=True) for rank in range(dp)]
+    written = [entry["written"] for entry in found]
+    save, load = (Cost(max(e[what][0] for e in found), max(e[what][1] for e in found)) for what in ("save", "load"))
+    return Row(dp, found[0]["parameters"], written, save, load)
+
+
+def _rank_main(rank: int, dp: int, hidden: int, layers: int, repeats: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(dp), LOCAL_WORLD_SIZE=str(dp))
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=dp)
+    from megappo.checkpoint.store import CheckpointStore
+
+    engine = _engine(hidden, layers)
+    engine.save_state(with_optimizer=True)  # creates the moments
+    store = CheckpointStore(Path(folder, "checkpoints"), keep_last=1)
+    saves = [_cost(lambda: store.save(step, {"policy": engine}, {}, {})) for step in range(repeats)]
+    mine = [path for path in Path(folder).rglob("*.distcp") if int(_RANK.search(path.name)[1]) == rank]  # type: ignore[index]
+    manifest = store.find_resumable({})
+    loads = [_cost(lambda: store.restore(manifest, {"policy": engine}, {})) for _ in range(repeats)]
+    found = {
+        "parameters": sum(parameter.numel() for parameter in engine.named_parameters().values()),
+        "written": sum(path.stat().st_size for path in mine), "save": _median(saves), "load": _median(loads),
+    }  # fmt: skip
+    torch.save(found, Path(folder, f"rank{rank}.pt"))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _engine(hidden: int, layers: int) -> Any:
+    """A bf16 policy of random weights with the distributed optimizer, on all ranks of the world."""
+    from megappo.platform import cpu
+
+    cpu.install()
+    from megappo.config.schema import OptimizerConfig
+    from megappo.engine.megatron import MegatronEngine
+    from megappo.engine.megatron_optimizer import Optimizer, wrap_with_ddp
+    from megappo.models.arch import ModelArch, Rope
+    from megappo.models.build import build_model
+    from megappo.parallel.groups import build_groups
+    from megappo.parallel.layout import ParallelLayout
+
+    heads = hidden // 64
+    arch = ModelArch("llama", "LlamaForCausalLM", layers, hidden, heads, heads, 64, 3 * hidden, 8192, 1024, False, 1e-6, Rope())
+    groups = build_groups(ParallelLayout(dist.get_world_size()))
+    wrapped = wrap_with_ddp(build_model(arch, groups, dtype=torch.bfloat16), groups, distributed_optimizer=True)
+    optimizer = Optimizer(wrapped, groups, OptimizerConfig(), 1)
+    return MegatronEngine("policy", wrapped, groups, device=torch.device("cpu"), micro_batch_tokens=64, optimizer=optimizer)
+
+
+def _cost(action: Callable[[], object]) -> Cost:
+    dist.barrier()
+    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
+    before, started = _resident("VmRSS"), time.monotonic()
+    action()
+    return Cost(time.monotonic() - started, _resident("VmHWM") - before)
+
+
+def _resident(what: str) -> int:
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(what))
+    return 1024 * int(line.split()[1])
+
+
+def _median(costs: Sequence[Cost]) -> list[float]:
+    return [statistics.median(cost.seconds for cost in costs), int(statistics.median(cost.growth for cost in costs))]
+
+
+def report(rows: Sequence[Row]) -> str:
+    """A line for each world."""
+    parameters = rows[0].parameters
+    lines = [f"{parameters / 1e6:.1f} million parameters in bf16, {14 * parameters / MIB:.0f} MiB with the optimizer"]
+    lines.append(f"{'dp':>3}{'save s':>9}{'MiB written by a rank':>24}{'rise MiB':>11}{'load s':>10}{'rise MiB':>11}")
+    for row in rows:
+        written = f"{min(row.written) / MIB:.1f} .. {max(row.written) / MIB:.1f}"
+        lines.append(
+            f"{row.dp:>3}{row.save.seconds:>9.2f}{written:>24}{row.save.growth / MIB:>11.1f}"
+            f"{row.load.seconds:>10.2f}{row.load.growth / MIB:>11.1f}"
+        )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,22 @@
+"""The benchmark of saves and loads, on a small model."""
+
+from __future__ import annotations
+
+import pytest
+
+from scripts import bench_checkpoint
+
+
+def test_every_rank_writes_and_the_table_says_so(capfd):
+    assert bench_checkpoint.main(["--dp", "2", "--hidden", "64", "--layers", "1", "--repeats", "1"]) == 0
+    first, heading, row = capfd.readouterr().out.strip().splitlines()[-3:]
+    assert "million parameters" in first and heading.split()[:3] == ["dp", "save", "s"]
+    dp, _, least, _, most, *_ = row.split()
+    assert dp == "2" and 0.9 * float(most) < float(least) <= float(most)
+
+
+@pytest.mark.parametrize("arguments", [["--dp", "0"], ["--dp", "two"], ["--hidden", "100"], ["--repeats", "0"], ["--unknown"]])
+def test_wrong_arguments_are_one_line(capsys, arguments):
+    assert bench_checkpoint.main(arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("bench_checkpoint: ") and error.count("\n") == 1
