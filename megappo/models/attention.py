@@ -97,7 +97,8 @@ class PackedSequences(PackedSeqParams):
     cos, sin: [T, 1, head_dim] in the dtype of the activations. query_scale: [T, 1, 1] or None. Under context parallel these are
     of the T / cp tokens of this rank (`context`); cu_seqlens and the grouping are always of the whole micro-batch. real: [real
     tokens] int64, where the tokens that are not padding stand in it; None where all are real. Attention ignores it, the router
-    of experts does not. own_sequences: what `moe.local_sequences` says of this rank, from the first router on.
+    of experts does not. own_sequences: what `moe.local_sequences` says of this rank, from the first router on. offsets:
+    cu_seqlens as they were given, usually on the host; a read of those on the device would wait for it.
     """
 
     cos: Optional[Tensor] = None
@@ -106,12 +107,13 @@ class PackedSequences(PackedSeqParams):
     context: Optional[ContextShard] = None
     real: Optional[Tensor] = None
     own_sequences: Optional[tuple[Tensor, Tensor]] = field(default=None, repr=False)
+    offsets: Optional[Tensor] = None
     _grouping: Optional[Grouping] = field(default=None, repr=False)
 
     def grouping(self) -> Grouping:
         """Computed at first use, then shared by all layers and by recomputation."""
         if self._grouping is None:
-            grouping = group_by_length(self.cu_seqlens_q.tolist())
+            grouping = group_by_length((self.cu_seqlens_q if self.offsets is None else self.offsets).tolist())
             device = self.cu_seqlens_q.device
             self._grouping = Grouping(grouping.groups, grouping.padded.to(device), grouping.packed.to(device))
         return self._grouping
@@ -139,7 +141,7 @@ def packed_sequences(
     inv_freq, factor = inverse_frequencies(arch.rope, arch.head_dim)
     cos, sin = rotary_table(positions, inv_freq, factor, dtype)
     longest = int(lengths.max()) if lengths.numel() else 0
-    cu_seqlens = cu_seqlens.to(device=device, dtype=torch.int32)
+    offsets, cu_seqlens = cu_seqlens, cu_seqlens.to(device=device, dtype=torch.int32)
     return PackedSequences(
         qkv_format="thd",
         cu_seqlens_q=cu_seqlens,
@@ -150,6 +152,7 @@ def packed_sequences(
         cu_seqlens_q_padded=None if context is None else cu_seqlens,
         cu_seqlens_kv_padded=None if context is None else cu_seqlens,
         context=context,
+        offsets=offsets,
         cos=cos,
         sin=sin,
         query_scale=None if arch.rope.llama4_beta is None else query_scale(positions, arch.rope, dtype),
