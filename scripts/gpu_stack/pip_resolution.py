@@ -1,0 +1,82 @@
+"""The README's line for GPUs, as pip reads it: by the pip of a fresh Python 3.11 environment (23.2) and by the newest.
+
+`pip install --dry-run` prepares megappo's metadata by its build backend and resolves what the line asks for beside what is here;
+nothing is installed. Without pyproject.toml pip 23.2 takes a legacy way that builds in isolation, so the way taken is looked at.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Callable, Sequence
+
+from scripts.gpu_stack.rows import Check, Skipped, Wrong, run
+
+GROUP = "pip_resolution"
+ROOT = Path(__file__).resolve().parents[2]
+OLD = "23.2.1"
+EXTRAS = ("vllm,math,datasets", "vllm,gpu,math,datasets")
+MODERN = "Preparing editable metadata (pyproject.toml)"
+
+
+@cache
+def pip_folder(version: str) -> str:
+    """A folder that holds this version of pip alone ("" for the newest); this environment keeps its own."""
+    folder = tempfile.mkdtemp()
+    wanted = f"pip=={version}" if version else "pip"
+    done = _pip("", "install", "--upgrade", "--no-deps", "--target", folder, wanted)
+    if done.returncode != 0:
+        raise Skipped(f"{wanted} is not to be had: {last_line(done.stderr)}")
+    return folder
+
+
+def _pip(folder: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environ = {**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1", "NVTE_FRAMEWORK": "pytorch"}
+    if folder:
+        environ["PYTHONPATH"] = folder
+    return subprocess.run([sys.executable, "-m", "pip", *arguments], cwd=ROOT, env=environ, capture_output=True, text=True)
+
+
+def last_line(text: str) -> str:
+    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
+
+
+def fault(returncode: int, output: str, errors: str) -> str:
+    """Fault that a dry run of the line shows; "" if none."""
+    if returncode != 0:
+        said = [line for line in errors.splitlines() if line.startswith("ERROR") or "error:" in line]
+        return said[0] if said else last_line(errors)
+    if MODERN not in output:
+        return "pip takes the legacy way, which ignores --no-build-isolation: pyproject.toml is missing or names no build backend"
+    foreign = re.search(r"Would install.*\b((?:torch|vllm|megatron-core)-\S+)", output)
+    return f"pip would install {foreign[1]} in place of the tested version" if foreign else ""
+
+
+def line(version: str, extras: str) -> Callable[[], str]:
+    def check() -> str:
+        folder = pip_folder(version)
+        # The flags of the README's line; the versions that are tested together are given as the environment was made with them.
+        flags = ("--dry-run", "--no-build-isolation", "-c", "requirements/constraints-cuda.txt")
+        done = _pip(folder, "install", *flags, "-e", f".[{extras}]")
+        wrong = fault(done.returncode, done.stdout, done.stderr)
+        if wrong:
+            raise Wrong(wrong)
+        would = re.search(r"Would install (.*)", done.stdout)
+        others = [name for name in (would[1].split() if would else []) if not name.startswith("megappo-")]
+        name = _pip(folder, "--version").stdout.split(" from ")[0]
+        return f"{name}: " + (f"would add {', '.join(others)}" if others else "nothing is missing")
+
+    return check
+
+
+CHECKS: Sequence[Check] = tuple(
+    (f"pip {version or 'newest'}, [{extras}]", line(version, extras)) for version in (OLD, "") for extras in EXTRAS
+)
+
+if __name__ == "__main__":
+    run(GROUP, CHECKS)

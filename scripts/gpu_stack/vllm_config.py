@@ -1,0 +1,181 @@
+"""vLLM's GPU wheel: that it imports, knows every option that `VllmEngine` passes, and what it makes of them on a CUDA platform.
+
+On a GPU vLLM takes other paths than on a CPU (second model runner, asynchronous scheduling, compilation, CUDA graphs); the
+details of the rows say which. The configuration is built for a tiny model on an H100 that only answers questions.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any, Callable, Iterable, Mapping, Sequence
+
+import torch
+
+from scripts.gpu_stack.pretend import pretend_driver, pretend_gpu
+from scripts.gpu_stack.rows import Check, Wrong, run
+
+GROUP = "vllm_config"
+
+
+@cache
+def platform() -> str:
+    """Make vLLM's platform that of CUDA; NVML, by which it looks for one, needs the driver."""
+    pretend_gpu()
+    spec = importlib.util.find_spec("vllm")
+    assert spec is not None and spec.origin is not None
+    driver = pretend_driver(sorted(Path(spec.origin).parent.glob("*.so")))
+    import vllm.platforms
+    from vllm.platforms.cuda import NonNvmlCudaPlatform
+
+    vllm.platforms._current_platform = NonNvmlCudaPlatform()
+    import vllm
+
+    return f"vLLM {vllm.__version__}, platform {vllm.platforms.current_platform.device_name}; {driver}"
+
+
+@cache
+def model_folder(case: str = "llama") -> str:
+    """Kept until the process ends. Heads of 64, which the attention kernels of a GPU have; 2 layers, a vocabulary of 131."""
+    from tests.models.checkpoints import hf_config
+
+    folder = tempfile.mkdtemp()
+    config = hf_config(case, head_dim=64)
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(folder)
+    return folder
+
+
+def options_of(peers_visible: bool = True, **rollout: Any) -> dict[str, Any]:
+    """Arguments that `VllmEngine` passes for these settings of `rollout`, of a bf16 policy on a GPU."""
+    from megappo.config.schema import RolloutConfig
+    from megappo.rollout.vllm_options import vllm_options
+
+    return vllm_options(
+        RolloutConfig.model_validate(rollout), model_folder(), dtype=torch.bfloat16, max_model_len=256, seed=0,
+        device_type="cuda", executor=_executor(), peers_visible=peers_visible,
+    )  # fmt: skip
+
+
+def _executor() -> type:
+    from megappo.rollout.vllm_process import colocated_executor
+
+    return colocated_executor("megappo-check", torch.device("cuda", 0))
+
+
+def unknown(names: Iterable[str], known: Iterable[str]) -> str:
+    """Those of the names that are not known, "" where all are."""
+    return ", ".join(sorted(set(names) - set(known)))
+
+
+def known_options() -> str:
+    import dataclasses
+
+    from vllm.engine.arg_utils import EngineArgs
+
+    # LLM(...) hands what it does not know itself to EngineArgs.
+    fields = [field.name for field in dataclasses.fields(EngineArgs)]
+    names = options_of(peers_visible=False)
+    lost = unknown(names, fields)
+    if lost:
+        raise Wrong(f"vLLM does not know {lost}")
+    return f"{len(names)} options"
+
+
+def known_variables() -> str:
+    from vllm import envs
+
+    from megappo.config.schema import RolloutConfig
+    from megappo.rollout.vllm_options import vllm_environment
+
+    names = vllm_environment(RolloutConfig(model_runner="v1"), "cuda", peers_visible=False)
+    lost = unknown(names, envs.environment_variables)
+    if lost:
+        raise Wrong(f"vLLM does not read {lost}")
+    return ", ".join(names)
+
+
+def configuration(peers_visible: bool = True, **rollout: Any) -> Any:
+    """VllmConfig for these settings, with the variables that the engine would set."""
+    from vllm import EngineArgs
+    from vllm.usage.usage_lib import UsageContext
+
+    from megappo.config.schema import RolloutConfig
+    from megappo.rollout.vllm_options import vllm_environment
+
+    os.environ.update(vllm_environment(RolloutConfig.model_validate(rollout), "cuda", peers_visible))
+    return EngineArgs(**options_of(peers_visible, **rollout)).create_engine_config(UsageContext.LLM_CLASS)
+
+
+def facts_of(config: Any) -> dict[str, Any]:
+    """The paths that vLLM takes with a configuration."""
+    compilation = config.compilation_config
+    sizes = compilation.cudagraph_capture_sizes or []
+    return {
+        "runner": "v2" if config.use_v2_model_runner else "v1",
+        "async scheduling": config.scheduler_config.async_scheduling,
+        "compile": compilation.mode.name,
+        "CUDA graphs": compilation.cudagraph_mode.name,
+        "sizes": f"{len(sizes)} up to {max(sizes)}" if sizes else "none",
+        "chunked prefill": config.scheduler_config.enable_chunked_prefill,
+        "batched tokens": config.scheduler_config.max_num_batched_tokens,
+        "prefix cache": config.cache_config.enable_prefix_caching,
+        "sleep": config.model_config.enable_sleep_mode,
+        "custom all-reduce": not config.parallel_config.disable_custom_all_reduce,
+        "attention": _attention_backend(config),
+    }
+
+
+def _attention_backend(config: Any) -> str:
+    from vllm.config import set_current_vllm_config
+    from vllm.v1.attention.selector import get_attn_backend
+
+    model = config.model_config
+    with set_current_vllm_config(config):
+        backend = get_attn_backend(model.get_head_size(), model.dtype, "auto", num_heads=model.hf_text_config.num_attention_heads)
+    return backend.get_name()
+
+
+def difference(facts: Mapping[str, Any], expected: Mapping[str, Any]) -> str:
+    """Expected facts that are otherwise, "" where there are none."""
+    return ", ".join(f"{name} is {facts[name]}, not {value}" for name, value in expected.items() if facts[name] != value)
+
+
+def case(expected: Mapping[str, Any], peers_visible: bool = True, **rollout: Any) -> Callable[[], str]:
+    """A check that a setting has the effect in vLLM that it is for; the detail is what else came of it."""
+
+    def check() -> str:
+        before = dict(os.environ)
+        try:
+            facts = facts_of(configuration(peers_visible, **rollout))
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
+        fault = difference(facts, expected)
+        if fault:
+            raise Wrong(fault)
+        shown = facts if not expected else {name: facts[name] for name in expected}
+        return ", ".join(f"{name} {value}" for name, value in shown.items())
+
+    return check
+
+
+CHECKS: Sequence[Check] = (
+    ("imports", platform),
+    ("options", known_options),
+    ("variables", known_variables),
+    ("defaults", case({})),
+    ("enforce_eager", case({"compile": "NONE", "CUDA graphs": "NONE", "sizes": "none"}, enforce_eager=True)),
+    ("model_runner: v1", case({"runner": "v1"}, model_runner="v1")),
+    ("model_runner: v2", case({"runner": "v2"}, model_runner="v2")),
+    ("async_scheduling: false", case({"async scheduling": False}, async_scheduling=False)),
+    ("sleep: all", case({"sleep": True}, sleep="all")),
+    ("tp 2", case({"custom all-reduce": True}, tp=2)),
+    ("tp 2, one GPU visible", case({"custom all-reduce": False}, peers_visible=False, tp=2)),
+)
+
+if __name__ == "__main__":
+    run(GROUP, CHECKS)
