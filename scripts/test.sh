@@ -19,6 +19,21 @@ if ! slurm_is_here && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
     && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends slurm-wlm munge; } >/dev/null \
     || echo "[test] Slurm could not be installed" >&2
 fi
+# The tests of the GPU stack and of whole runs on it need a CUDA build of torch (5 GB), on a machine without a GPU too. Where it
+# cannot be made they are skipped and say why.
+needs_cuda_torch() {
+  local paths='' argument
+  for argument in "$@"; do
+    case $argument in
+      tests | tests/ | tests/host_cuda* | tests/scripts*) return 0 ;;
+      tests/*) paths=1 ;;
+    esac
+  done
+  [ -z "$paths" ]
+}
+if needs_cuda_torch "$@"; then
+  scripts/setup_cuda_env.sh --optional || echo "[test] the environment with a CUDA torch could not be made: see above" >&2
+fi
 # One thread per process: the worlds of the tests are several processes on few cores. Two workers, because the ranks of a world wait
 # for each other half of their time.
 export OMP_NUM_THREADS=1
