@@ -22,15 +22,20 @@ ON_CPU = ["reference", "cpp", "triton", "cuda_on_cpu"]
 ON_GPU = [pytest.param(f"{name} on a gpu", marks=pytest.mark.gpu) for name in ("reference", "triton", "cuda")]
 
 
-@pytest.fixture(scope="session")
-def cuda_on_cpu() -> str:
-    """Namespace of the CUDA kernels compiled for the CPU; compiled again when a source is newer than the library."""
+def compiled_for_cpu() -> Path:
+    """The library of the CUDA kernels compiled for the CPU; compiled again when a source is newer."""
     work = HERE.parent.parent / "build/cuda_on_cpu"
     library = work / "kernels.so"
     sources = [*LIBRARY.parent.parent.joinpath("csrc").rglob("*.*"), *HERE.joinpath("cuda_on_cpu").iterdir()]
     if not library.exists() or library.stat().st_mtime < max(source.stat().st_mtime for source in sources):
         compile_cuda_for_cpu(library, work, HERE / "cuda_on_cpu")
-    torch.ops.load_library(str(library))
+    return library
+
+
+@pytest.fixture(scope="session")
+def cuda_on_cpu() -> str:
+    """Namespace of the CUDA kernels compiled for the CPU."""
+    torch.ops.load_library(str(compiled_for_cpu()))
     return "megappo_cuda_on_cpu"
 
 
