@@ -1,0 +1,103 @@
+"""The device itself: late copies, races, counted memory, refusals, NCCL's rules; each also without a fault."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.host_cuda.device_cases import SIZE, WAITS
+from tests.host_cuda.world import Scenario, run_world
+
+CASES = "tests.host_cuda.device_cases"
+ALONE = (
+    "missing_waits", "freed_too_early", "pageable_and_queries", "memory", "refusals", "random_numbers", "written_out_kernels",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def alone(cuda_python) -> dict:
+    """What the scenarios of one rank found, on a device of half a GiB."""
+    found = run_world(cuda_python, [Scenario(name, f"{CASES}:{name}") for name in ALONE], gib="0.5")
+    return {name: ranks[0] for name, ranks in found.items()}
+
+
+@pytest.fixture(scope="module")
+def together(cuda_python) -> dict:
+    names = ("two_devices", "nccl_rules", "late_rank")
+    return run_world(cuda_python, [Scenario(name, f"{CASES}:{name}") for name in names], 2)
+
+
+def result_of(finding):
+    assert finding.error is None, finding.error
+    return finding.result
+
+
+@pytest.mark.parametrize("wait", [wait for wait in WAITS if wait])
+def test_a_missing_wait_is_refused_or_gives_wrong_numbers(alone, wait: str) -> None:
+    found = result_of(alone["missing_waits"])
+    right = (4.0 * SIZE, 4.0 * SIZE)
+    assert found[""] == ("", right), "with all waits"
+    raised, numbers = found[wait]
+    if wait == "the host waits for the copy out":
+        assert not raised and numbers[0] == 0.0, "what the host reads is not watched, but late"
+    else:
+        assert "race: " in raised and "nothing makes the one wait for the other" in raised
+    if wait != "copy out waits for the kernel":  # the copy is late enough by itself
+        assert numbers != right
+
+
+def test_memory_of_another_stream_needs_record_stream(alone) -> None:
+    found = result_of(alone["freed_too_early"])
+    assert found["recorded"] == ("", SIZE)
+    raised, numbers = found["not recorded"]
+    assert "RaceError: race: full" in raised and numbers != SIZE
+
+
+def test_pageable_copies_do_not_wait_and_queries_end(alone) -> None:
+    found = result_of(alone["pageable_and_queries"])
+    assert found["pageable"] == SIZE and found["after the query"] == 5.0 * SIZE and found["asked"] > 1
+
+
+def test_memory_is_counted_and_limited(alone) -> None:
+    found = result_of(alone["memory"])
+    assert found["total"] == 1 << 29 and found["grown"] == found["less free"] == found["largest block"] == 64 << 20
+    assert found["peak"] >= 64 << 20 and found["given back"] == 0
+    assert found["fragmented"] > 0 and found["poison"] == 0x7F
+    assert found["out of memory"].startswith("OutOfMemoryError: CUDA out of memory") and found["goes on"] == 3.0
+
+
+def test_what_a_gpu_refuses_is_refused(alone) -> None:
+    found = result_of(alone["refusals"])
+    assert all("same device" in found[name] for name in ("mixed", "mixed by index", "out on the host"))
+    assert "launched past torch's dispatcher" in found["kernel"] and "Tensors must be contiguous" in found["nccl, not contiguous"]
+    assert found["number and index"] == "8.0 12.0"
+
+
+def test_random_numbers_follow_the_generators_state(alone) -> None:
+    assert all(result_of(alone["random_numbers"]).values())
+
+
+def test_written_out_kernels_compute_what_they_are_named_after(alone) -> None:
+    for name, error in result_of(alone["written_out_kernels"]).items():
+        assert error < (2e-2 if "bf16" in name and "varlen" in name else 1e-5), (name, error)
+
+
+def test_two_devices_do_not_mix(together) -> None:
+    found = result_of(together["two_devices"][0])
+    assert (found["sum"], found["device"]) == (6.0, "cuda:1") and "same device" in found["mixed"]
+
+
+def test_nccl_keeps_its_rules_over_gloo(together) -> None:
+    for finding in together["nccl_rules"]:
+        found = result_of(finding)
+        assert found["backend"] == "nccl [device(type='cuda')]"
+        assert "No backend type associated with device type cpu" in found["cpu"]
+        assert found["mean"] == str([1.5] * 4) and found["in time"] == str([3.0] * 4)
+        assert found["early"].startswith("RaceError") and found["early numbers"] != found["in time"]
+        assert "the ranks are not at the same collective" in found["order"] and "broadcast_" in found["order"]
+        assert "[3]" in found["shapes"] and "[4]" in found["shapes"]
+    exchanged = [finding.result["exchanged"] for finding in together["nccl_rules"]]
+    assert exchanged == [str([2.0] * 4), str([1.0] * 4)]
+
+
+def test_a_late_rank_runs_into_the_limit_of_its_group(together) -> None:
+    assert "imed out" in result_of(together["late_rank"][0]) or "past the group's limit" in result_of(together["late_rank"][0])
