@@ -1,0 +1,52 @@
+"""The plan's peak against what torch's allocator held: tests/plan/test_gpu_memory.py at a small size, on the host's device."""
+
+from __future__ import annotations
+
+import pytest
+
+from megappo.parallel.layout import ParallelLayout
+from megappo.plan.memory import RoleMemory, role_memory
+from tests.host_cuda.memory_cases import ARCH, BUDGET
+from tests.host_cuda.world import Scenario, run_world
+
+# Of engine/offload.py; the first leaves none out.
+WAITS = ("", "the wait before the memory is freed", "the wait for the last copy from the host's buffer")
+CASES = [("none", False), ("full", False), ("none", True)]  # recompute, value head
+
+
+@pytest.fixture(scope="module")
+def measured(cuda_python) -> dict:
+    scenarios = [
+        Scenario(f"{recompute} {critic}", "tests.host_cuda.memory_cases:peaks", (recompute, critic))
+        for recompute, critic in CASES
+    ]
+    offload = "tests.host_cuda.memory_cases:offload_across_streams"
+    scenarios += [Scenario(f"offload without {without}", offload, (without,)) for without in WAITS]
+    return run_world(cuda_python, scenarios)
+
+
+def planned(recompute: str, critic: bool) -> RoleMemory:
+    return role_memory(
+        ARCH, ParallelLayout(1), 0, dtype="bf16", trained=True, micro_batch_tokens=BUDGET, num_micro_batches=2, value_head=critic,
+        recompute=recompute, adam_buffers=True,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("recompute, critic", CASES)
+def test_the_peak_is_the_plans_within_a_tenth(measured, recompute: str, critic: bool) -> None:
+    (finding,) = measured[f"{recompute} {critic}"]
+    assert finding.error is None, finding.error
+    forward, update = finding.result
+    memory = planned(recompute, critic)
+    assert 0.9 < forward / (memory.resident + memory.passing) < 1.1
+    assert 0.9 < update / (memory.resident + memory.active) < 1.1
+    other = planned("none" if recompute == "full" else "full", critic)
+    assert not 0.9 < update / (other.resident + other.active) < 1.1, "negative control"
+
+
+@pytest.mark.parametrize("without", WAITS)
+def test_a_wait_that_is_removed_from_offload_is_noticed(measured, without: str) -> None:
+    (finding,) = measured[f"offload without {without}"]
+    assert finding.error is None, finding.error
+    raised, whole = finding.result
+    assert (raised, whole) == ("", True) if not without else "race: " in raised
