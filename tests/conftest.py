@@ -16,7 +16,7 @@ import torch
 
 TESTS = Path(__file__).parent
 # Folders whose tests take minutes. They go to the workers first, so that none of them is left to one worker at the end.
-LONG = ("parity", "trainer", "models", "launch", "ops", "rollout", "checkpoint")
+LONG = ("host_cuda", "parity", "trainer", "models", "launch", "ops", "rollout", "checkpoint")
 
 if importlib.util.find_spec("triton") and not torch.cuda.is_available():
     with pytest.MonkeyPatch.context() as patch:
