@@ -1,7 +1,7 @@
 """`megappo doctor`: what is installed on this machine, what that makes possible, and what is missing for what.
 
-Nothing heavy is imported but torch, to ask it for its devices and operations. The list of packages is `installed.py`'s, driver
-and CUDA are `gpu_stack.py`'s.
+Nothing heavy is imported but torch, to ask it for its devices and operations, and TransformerEngine where it is installed, which has
+to import to count. The list of packages is `installed.py`'s, driver and CUDA are `gpu_stack.py`'s.
 """
 
 from __future__ import annotations
@@ -54,12 +54,16 @@ def unfit_lines(stack: Stack) -> tuple[list[str], bool]:
 def parts_lines() -> list[str]:
     """What of megappo works with what is installed."""
     from megappo.models.arch import ARCHITECTURES
+    from megappo.models.implementation import transformer_engine_fault
     from megappo.rewards.rules import RULES
 
     present = {f.requirement.name for f in findings() if f.version is not None}
     engines = ["megatron"] + (["vllm"] if "vllm" in present else [])
     rules = [name for name in RULES if name != "math_verify" or "math-verify" in present]
+    fault = transformer_engine_fault()
+    layers = "TransformerEngine's on a GPU in bf16, else Megatron-core's own" if fault is None else "Megatron-core's own"
     return [
+        f"  layers: {layers}" + (f" (TransformerEngine {fault})" if fault else ""),
         f"  rollout engines: {', '.join(engines)}",
         f"  model families: {', '.join(dict.fromkeys(ARCHITECTURES.values()))}",
         f"  rewards: {', '.join(rules)}",

@@ -52,7 +52,7 @@ REQUIREMENTS: tuple[Requirement, ...] = (
     Requirement(("pyarrow",), "pyarrow", ".parquet data", False, "pip install 'megappo[datasets]'"),
     Requirement(("datasets",), "datasets", "Hugging Face datasets by name", False, "pip install 'megappo[datasets]'"),
     Requirement(("math-verify",), "math_verify", "the math_verify reward", False, "pip install 'megappo[math]'"),
-    Requirement(("transformer-engine",), "transformer_engine", "fused layers on GPUs", False, "pip install 'megappo[gpu]'"),
+    Requirement(("transformer-engine",), "transformer_engine", "fused layers on GPUs", False, "scripts/install_transformer_engine.sh"),
     Requirement(("triton",), "triton", "Triton kernels on GPUs", False, "pip install triton"),
 )
 

@@ -203,3 +203,12 @@ def test_the_stack_is_read_from_what_the_programs_say(monkeypatch):
         ("NVIDIA H100 80GB HBM3", 80, (9, 0)), ("Tesla T4", 15, (7, 5)),
     ]  # fmt: skip
     assert gpus_of("NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.\n") == ()
+
+
+def test_layers_are_transformer_engines_only_if_it_imports(monkeypatch):
+    from megappo.models import implementation
+
+    monkeypatch.setattr(implementation, "transformer_engine_fault", lambda: "does not import (OSError: no libcudnn)")
+    assert doctor.parts_lines()[0] == "  layers: Megatron-core's own (TransformerEngine does not import (OSError: no libcudnn))"
+    monkeypatch.setattr(implementation, "transformer_engine_fault", lambda: None)
+    assert doctor.parts_lines()[0].startswith("  layers: TransformerEngine's on a GPU in bf16")

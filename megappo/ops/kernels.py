@@ -61,7 +61,8 @@ def _facts_file() -> Path:
 def _no_cuda(facts: dict[str, Any]) -> Optional[str]:
     """Why the library's CUDA kernels cannot run with this torch and on this GPU, as far as its facts tell."""
     if not facts["cuda"]:
-        return f"megappo was built without CUDA kernels: {facts['cuda_reason']}; install it again with nvcc and a CUDA torch"
+        fix = facts.get("cuda_fix") or "install it again with nvcc and a CUDA torch"
+        return f"megappo was built without CUDA kernels: {facts['cuda_reason']}; {fix}"
     import torch
 
     toolkit, runtime = facts.get("cuda_toolkit"), torch.version.cuda

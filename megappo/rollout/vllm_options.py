@@ -13,6 +13,7 @@ from megappo.config.schema import RolloutConfig
 from megappo.models.arch import arch_of, read_config, text_config
 
 CPU_KV_CACHE_GIB = 0.25
+LEAST_SHARE = 0.01
 _DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
@@ -49,7 +50,8 @@ def vllm_options(
         dtype=_DTYPE_NAMES[dtype],
         max_model_len=max_model_len,
         max_num_seqs=config.max_num_seqs,
-        gpu_memory_utilization=config.memory_share,
+        # With a cache of a given size vLLM asks for the share at its start only, and refuses where it is not free.
+        gpu_memory_utilization=config.memory_share if config.kv_cache_gib is None or on_cpu else LEAST_SHARE,
         kv_cache_memory_bytes=None if cache_gib is None else int(cache_gib * 2**30),
         enforce_eager=config.enforce_eager or on_cpu,  # compiling takes minutes on a CPU
         async_scheduling=config.async_scheduling,

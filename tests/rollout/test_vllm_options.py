@@ -39,7 +39,7 @@ def options(tmp_path):
     (dict(sleep="cache"), dict(enable_sleep_mode=True)),
     (dict(sleep="all"), dict(enable_sleep_mode=True)),
     (dict(tp=4, max_num_seqs=7, memory_share=0.6), dict(tensor_parallel_size=4, max_num_seqs=7, gpu_memory_utilization=0.6)),
-    (dict(kv_cache_gib=2.0), dict(kv_cache_memory_bytes=2 << 30)),
+    (dict(kv_cache_gib=2.0), dict(kv_cache_memory_bytes=2 << 30, gpu_memory_utilization=0.01)),
 ])  # fmt: skip
 def test_settings_arrive(options, settings, expected):
     told = options(**settings)
