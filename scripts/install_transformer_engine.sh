@@ -82,7 +82,9 @@ printf '\n'
 [ -z "$DRY_RUN" ] || exit 0
 
 "$PYTHON" -m pip install --quiet ninja pybind11 packaging
-env "${SETTINGS[@]}" "${INSTALL[@]}"
+# torch's builds take ninja from PATH, where an environment that is not activated is not, and compile one file at a time without.
+bin=$("$PYTHON" -c 'import os, sys; print(os.path.dirname(sys.executable))')
+PATH="$bin:$PATH" env "${SETTINGS[@]}" "${INSTALL[@]}"
 "$PYTHON" -c "
 import transformer_engine.pytorch
 from importlib.metadata import version

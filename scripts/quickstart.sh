@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Sets up an environment and runs PPO from nothing to a trained model, on a machine without a GPU, in minutes.
 #   scripts/quickstart.sh [--gpu N] [--out DIR] [KEY=VALUE ...]      for example: scripts/quickstart.sh trainer.steps=10
-# --gpu N: the same on N GPUs (1 or 2), in the environment that MEGAPPO_VENV names (docs/gpu.md); nothing is installed then.
+# --gpu N: the same on N GPUs (1 or 2), in the environment that MEGAPPO_VENV names, else that of the `python` on PATH (docs/gpu.md);
+# nothing is installed then.
 # --out DIR: where everything is written; otherwise runs/quickstart, or the next free name. KEY=VALUE: overrides of
 # configs/quickstart.yaml.
 set -euo pipefail
@@ -20,13 +21,13 @@ done
 
 layout=() critic_layout=()  # the configurations' own: policy tp=2, critic pp=2 on two CPU ranks
 if [ -n "$gpus" ]; then
-  : "${MEGAPPO_VENV:?quickstart: name the environment that holds CUDA torch (docs/gpu.md)}"
+  python=${MEGAPPO_VENV:+$MEGAPPO_VENV/bin/}python
   layout=(run.device=cuda "run.num_ranks=$gpus" "policy.parallel.tp=$gpus")
   critic_layout=("critic.parallel.pp=$gpus")
 else
   scripts/setup_env.sh
+  python=${MEGAPPO_VENV:-.venv}/bin/python
 fi
-venv=${MEGAPPO_VENV:-.venv}
 installed=$SECONDS
 
 if [ -z "$dir" ]; then
@@ -37,18 +38,18 @@ ranks=${gpus:-2}
 say() { printf '\n=== %s\n' "$*"; }
 
 say "1/3 model, tokenizer and data in $dir"
-TRANSFORMERS_VERBOSITY=error HF_HUB_DISABLE_PROGRESS_BARS=1 "$venv/bin/python" scripts/quickstart_model.py "$dir"
+TRANSFORMERS_VERBOSITY=error HF_HUB_DISABLE_PROGRESS_BARS=1 "$python" scripts/quickstart_model.py "$dir"
 
 say "2/3 supervised warm-up (policy tp=$ranks)"
-"$venv/bin/megappo" sft configs/quickstart_sft.yaml run.output_dir="$dir" policy.model="$dir/model" \
+"$python" -m megappo sft configs/quickstart_sft.yaml run.output_dir="$dir" policy.model="$dir/model" \
   data.train="$dir/data/sft.jsonl" data.tokenizer="$dir/model/tokenizer.model" "${layout[@]}"
 
 say "3/3 PPO (policy tp=$ranks, critic pp=$ranks, vLLM, on the same ranks)"
-"$venv/bin/megappo" train configs/quickstart.yaml run.output_dir="$dir" policy.model="$dir/sft/export" \
+"$python" -m megappo train configs/quickstart.yaml run.output_dir="$dir" policy.model="$dir/sft/export" \
   data.train="$dir/data/train.jsonl" data.eval="$dir/data/eval.jsonl" data.tokenizer="$dir/model/tokenizer.model" \
   "${layout[@]}" "${critic_layout[@]}" "$@"
 
 say "done in $((SECONDS - started)) s ($((installed - started)) s of them set-up)"
-"$venv/bin/python" -m megappo.telemetry.summary "$dir/ppo"
-echo "try it:              $venv/bin/megappo generate $dir/ppo/export --tokenizer $dir/model/tokenizer.model \\
+"$python" -m megappo.telemetry.summary "$dir/ppo"
+echo "try it:              $python -m megappo generate $dir/ppo/export --tokenizer $dir/model/tokenizer.model \\
                      --raw --dtype fp32 --prompt 347+8= --max-tokens 6"

@@ -19,7 +19,7 @@ from torch import Tensor
 from megappo.config.schema import OffloadConfig
 from megappo.data.packing import PackedBatch
 from megappo.engine.base import LossFunction, LossOutput, ModelOutput, PassResult, RouterSummary, StepResult
-from megappo.engine.offload import StorageOffload, storages_of
+from megappo.engine.offload import StorageOffload, without_storages_of
 from megappo.engine.megatron_optimizer import Optimizer
 from megappo.engine.megatron_schedule import MicroBatch, MicroBatches, run_schedule
 from megappo.models.arch import vocab_shard
@@ -126,10 +126,9 @@ class MegatronEngine:
             self._gradients_freed = False
 
     def _optimizer_tensors(self) -> Iterator[Tensor]:
-        """Optimizer state without what is a model parameter itself (fp32 training without the distributed optimizer)."""
+        """Optimizer state without what is a model parameter itself: fp32 ones, also the fp32 head of a bf16 critic."""
         if self._optimizer is not None:
-            mine = storages_of(self._parameters())
-            yield from (t for t in self._optimizer.tensors() if t.untyped_storage().data_ptr() not in mine)
+            yield from without_storages_of(self._parameters(), self._optimizer.tensors())
 
     # ---------------------------------------------------------------------------------------------------------- passes
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import mmap
 import weakref
-from typing import Callable, Iterable, Optional, Sequence
+from typing import Callable, Iterable, Iterator, Optional, Sequence
 
 import torch
 from torch import Tensor
@@ -40,6 +40,9 @@ class StorageOffload:
         if not storages:
             return
         if [s._cdata for s in storages] != [s._cdata for s in self._storages]:
+            if self._restored is not None:
+                self._restored.synchronize()  # the last copy out of the buffer may still be under way
+                self._restored = None
             self._host = None  # before there is a second one
             self._storages, self._sizes = storages, [s.nbytes() for s in storages]
             self._host = HostBuffer(self._sizes, storages[0].device)
@@ -103,6 +106,7 @@ def distinct_storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
     return list(found.values())
 
 
-def storages_of(tensors: Iterable[Tensor]) -> set[int]:
-    """Identities of the storages behind the tensors, which offloading does not change."""
-    return {tensor.untyped_storage()._cdata for tensor in tensors}
+def without_storages_of(others: Iterable[Tensor], tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Those of `tensors` that share no storage with `others`, which may be offloaded meanwhile."""
+    theirs = {tensor.untyped_storage()._cdata for tensor in others}
+    yield from (tensor for tensor in tensors if tensor.untyped_storage()._cdata not in theirs)

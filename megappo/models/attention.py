@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 
+from megappo.data.packing import moved
 from megappo.models.arch import ModelArch
 from megappo.models.rope import inverse_frequencies, query_scale, rotary_table, rotate
 from megappo.parallel.context import ContextShard
@@ -115,7 +116,7 @@ class PackedSequences(PackedSeqParams):
         if self._grouping is None:
             grouping = group_by_length((self.cu_seqlens_q if self.offsets is None else self.offsets).tolist())
             device = self.cu_seqlens_q.device
-            self._grouping = Grouping(grouping.groups, grouping.padded.to(device), grouping.packed.to(device))
+            self._grouping = Grouping(grouping.groups, moved(grouping.padded, device), moved(grouping.packed, device))
         return self._grouping
 
     def rotate(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
@@ -135,13 +136,13 @@ def packed_sequences(
     ends = cu_seqlens.long()
     lengths = ends.diff()
     positions = torch.arange(int(ends[-1]), device=ends.device) - ends[:-1].repeat_interleave(lengths)
-    positions = positions.to(device)
+    positions = moved(positions, device)
     if context is not None:
         positions = context.take(positions)
     inv_freq, factor = inverse_frequencies(arch.rope, arch.head_dim)
     cos, sin = rotary_table(positions, inv_freq, factor, dtype)
     longest = int(lengths.max()) if lengths.numel() else 0
-    offsets, cu_seqlens = cu_seqlens, cu_seqlens.to(device=device, dtype=torch.int32)
+    offsets, cu_seqlens = cu_seqlens, moved(cu_seqlens.to(torch.int32), device)
     return PackedSequences(
         qkv_format="thd",
         cu_seqlens_q=cu_seqlens,

@@ -7,40 +7,26 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
-import sys
 from typing import Iterator, Literal, Mapping, Optional
+
+from megappo.platform.transformer_engine import import_fault
 
 Implementation = Literal["transformer_engine", "local"]
 Requested = Literal["auto", "transformer_engine", "local"]
 
 _INSTALL = "scripts/install_transformer_engine.sh builds it for this torch"
-# A library of another version or place, a core package without its torch part, another torch than it was compiled for.
-_IMPORT_FAULTS = (ImportError, OSError, RuntimeError, AssertionError, AttributeError)
-
-
 @functools.cache
 def transformer_engine_fault() -> Optional[str]:
     """Why TransformerEngine's layers cannot be built here, in one line with its fix; None where they can.
 
-    Imports it, and Megatron-core after it, which takes seconds where it is installed. One that does not import is hidden from
-    Megatron-core: that puts mocks in its place after an ImportError and dies of any other error, whatever layers a run has.
+    Imports it, and Megatron-core after it, which takes seconds where it is installed.
     """
-    if importlib.util.find_spec("transformer_engine") is None:
-        return f"is not installed; {_INSTALL}"
-    try:
-        importlib.import_module("transformer_engine.pytorch")
-    except _IMPORT_FAULTS as error:
-        sys.modules["transformer_engine"] = None  # type: ignore[assignment]  # Python's mark of a module that cannot be imported
-        return f"does not import ({_first_line(error)}); {_INSTALL}"
+    fault = import_fault()
+    if fault is not None:
+        return f"{fault}; {_INSTALL}"
     if not importlib.import_module("megatron.core.extensions.transformer_engine").HAVE_TE:
         return "lacks what Megatron-core imports of it; install a version that `megappo doctor` lists"
     return None
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def choose_implementation(requested: Requested, device_type: str) -> Implementation:

@@ -11,6 +11,7 @@ import math
 import torch
 from torch import Tensor
 
+from megappo.data.packing import moved
 from megappo.models.arch import Rope
 
 
@@ -72,7 +73,7 @@ def _yarn_attention_factor(rope: Rope) -> float:
 
 def rotary_table(positions: Tensor, inv_freq: Tensor, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """cos and sin of positions [T] as [T, 1, head_dim] in the dtype of the activations."""
-    angles = positions[:, None].float() * inv_freq.to(positions.device)
+    angles = positions[:, None].float() * moved(inv_freq, positions.device)
     angles = torch.cat((angles, angles), dim=-1)[:, None, :]
     return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
 

@@ -35,6 +35,11 @@ _PACKAGE = Path(__file__).parents[2]
 # By what a process dies of its own fault; by others somebody ended it.
 _CRASHES = {signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV, signal.SIGTRAP}
 _KERNELS = ("cpp", "cuda", "triton")
+# Of errors that an op raises, those of its surroundings: memory, disk, permissions, the compiler that Triton calls.
+_SURROUNDINGS = ("OutOfMemoryError", "KeyboardInterrupt", "OSError", "FileNotFoundError", "PermissionError")
+_SURROUNDINGS_SAY = ("out of memory", "C compiler", "No space left")
+# A process that is killed while the driver works for it ends when the driver returns.
+_GRACE_S = 60.0
 
 
 @dataclass
@@ -105,7 +110,12 @@ def _wait(process: subprocess.Popen[bytes], report: Path, limit_s: float) -> boo
         in_an_op = '{"begin"' in said[said.rfind("\n", 0, -1) + 1 :]
         if time.monotonic() - since > (limit_s if in_an_op else max(limit_s, LIMIT_S)):
             process.kill()
-            process.wait()
+            try:
+                process.wait(_GRACE_S)
+            except subprocess.TimeoutExpired:
+                raise RuntimeError(
+                    f"kernels: the GPU does not let go of a kernel that hangs (process {process.pid}); reset it or restart the machine"
+                ) from None
             return False
     return True
 
@@ -124,7 +134,8 @@ def _how_it_ended(code: int, in_time: bool, limit_s: float, lines: Sequence[Mapp
     if code < 0:
         return _End(f"died of {signal.Signals(-code).name}" + (f" ({last})" if last else ""), signal.Signals(-code) in _CRASHES)
     raised = next((line["raised"] for line in lines if "raised" in line), last)
-    return _End(f"failed: {raised}", not raised.startswith(("OutOfMemoryError", "KeyboardInterrupt")))
+    surroundings = raised.startswith(_SURROUNDINGS) or any(text in raised for text in _SURROUNDINGS_SAY)
+    return _End(f"failed: {raised}", not surroundings)
 
 
 def _read(lines: Sequence[Mapping[str, Any]], end: Optional[_End]) -> Trial:

@@ -1,4 +1,4 @@
-"""Prepares a process for the libraries before they are imported: their environment, and silence where they state the intended.
+"""Prepares a process for the libraries before they are imported: environment, order, and silence where they state the intended.
 
 What is absent on a machine is told once by `megappo doctor`, not by every rank at every start. Imports nothing heavy.
 """
@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import warnings
+
+from megappo.platform.transformer_engine import look_before_megatron
 
 _MEANT_TO_BE = (
     # Megatron-core's imports, where neither TransformerEngine nor Apex is installed: the local layers are chosen on purpose.
@@ -28,6 +30,7 @@ def quiet_libraries() -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     # Megatron-core wants one hardware queue, so that tensor-parallel collectives start before the products that they overlap.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    look_before_megatron()
     for text in _MEANT_TO_BE:
         warnings.filterwarnings("ignore", message=text)
     # Megatron-core calls collectives by names that newer torch versions deprecate.

@@ -25,7 +25,7 @@ from megappo.rollout.process_state import OwnState
 from megappo.rollout.sharing import share_requests
 from megappo.rollout.types import KeptIds, Request, Response, SamplingParams
 from megappo.rollout.vllm_limits import check_vllm
-from megappo.rollout.vllm_memory import VllmMemory
+from megappo.rollout.vllm_memory import VllmMemory, require_sleep
 from megappo.rollout.vllm_options import vllm_environment, vllm_options
 from megappo.rollout.vllm_process import (
     colocated_executor,
@@ -95,6 +95,7 @@ class VllmEngine:
         with self._running():
             from vllm import LLM
 
+            require_sleep(LLM, config.sleep)
             self._llm: Any = LLM(
                 **vllm_options(
                     config, model, dtype=dtype, max_model_len=max_model_len, seed=seed, device_type=device.type,
@@ -171,6 +172,9 @@ class VllmEngine:
         if self._llm is None:
             return
         with self._running(), default_group_kept():
+            # vLLM's allocator does not free what has no memory behind it.
+            self._memory.wake_weights()
+            self._memory.wake_cache()
             self._llm.llm_engine.engine_core.engine_core.shutdown()
         self._llm = self._sync = self._version = None
         del self.receiver, self._memory

@@ -1,7 +1,8 @@
 """Memory that vLLM gives back between generations, by its own sleep mode (`rollout.sleep`).
 
 The KV cache is there while requests are answered, the weights from a push until the models train. vLLM keeps the addresses, so
-that its CUDA graphs stay right, and brings nothing back but addresses: what the push does not write is put back here.
+that its CUDA graphs stay right, and brings nothing back but addresses: what the push does not write is put back here, but for the
+sampler's state of penalties, bad words and grammars, which no request of megappo has.
 """
 
 from __future__ import annotations
@@ -12,6 +13,14 @@ import torch
 from torch import Tensor
 
 Sleep = Literal["none", "cache", "all"]
+
+
+def require_sleep(llm: type, sleep: Sleep) -> None:
+    """ValueError where this vLLM cannot give back its cache alone. llm: its class `LLM`."""
+    if sleep != "none" and not hasattr(llm, "release_kv_cache_memory"):
+        raise ValueError(
+            f"rollout.sleep = {sleep}: this vLLM cannot give its cache back; pip install vllm==0.32.0, or set rollout.sleep=none"
+        )
 
 
 class VllmMemory:

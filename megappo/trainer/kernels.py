@@ -53,6 +53,7 @@ def choose_kernels(kernels: Kernels, device: torch.device) -> Faults:
         return {}
     if not dist.is_initialized():
         return verdicts.settle(kernels, device)
+    on_every_rank("choosing the kernels", lambda: dispatch.selected(device.type))  # a library may lack one on one node
     machines = on_every_rank("looking at the GPUs", lambda: (platform.node(), verdicts.fingerprint(device)))
     # one rank looks for all that have the same GPU in the same machine
     looks = machines.index(machines[dist.get_rank()]) == dist.get_rank()

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megappo.algo.aggregation import token_weights
-from megappo.config.schema import FrozenOffloadConfig, OffloadConfig, TrainableConfig
+from megappo.config.schema import FrozenOffloadConfig, OffloadConfig, TimeoutsConfig, TrainableConfig
 from megappo.data.packing import PackedBatch, pack
 from megappo.engine.megatron import MegatronEngine
 from megappo.engine.megatron_optimizer import Optimizer, wrap_with_ddp
@@ -32,6 +32,9 @@ from megappo.trainer.roles import Critic, LanguageModel, Policy
 from megappo.trainer.settings import policy_loss
 from megappo.tune.trials import RUNNING, Measured, Trial, read_trial, world_folder, write_outcome
 
+# A trial generates, scores and saves nothing: its ranks are never far apart, and one that hangs costs the others of its job.
+TIMEOUTS = TimeoutsConfig(start_s=300.0, pass_s=300.0, meeting_s=300.0)
+
 
 def main(folder: Path, names: Sequence[str]) -> None:
     """Join the world that the launcher described, run every trial and leave."""
@@ -39,7 +42,7 @@ def main(folder: Path, names: Sequence[str]) -> None:
     run = next(iter(trials.values())).config.run
     device = select_device(run.device)
     if is_rank():
-        start_distributed(device, run.timeouts)
+        start_distributed(device, TIMEOUTS)
     else:  # the only task of a step
         start_alone(device)
     for name, trial in trials.items():
@@ -59,7 +62,7 @@ def main(folder: Path, names: Sequence[str]) -> None:
 def run_trial(trial: Trial, device: torch.device) -> Measured:
     """Collective. The first pass of each kind is not counted: it allocates, compiles and connects."""
     section = getattr(trial.config, trial.role)
-    groups = build_groups(layout_of(section.parallel, dist.get_world_size()), trial.config.run.timeouts)
+    groups = build_groups(layout_of(section.parallel, dist.get_world_size()), TIMEOUTS)
     engine = _build_engine(trial, groups, device)
     passes = _Passes(trial, engine)
     offload_s = _fastest(passes.nothing, trial.repeats) if section.offload.parameters else 0.0

@@ -92,8 +92,11 @@ def run_part(part: Part, place: Place) -> Outcome:
         return Outcome(part, left_out=reason)
     log, command, started = place.folder / f"{part.name}.log", part.command(place), time.monotonic()
     with log.open("w", encoding="utf-8") as out:
-        # Scripts that take the environment by name run in this one.
-        environment = {**os.environ, "MEGAPPO_VENV": sys.prefix, "PYTHONUNBUFFERED": "1"}
+        # The parts' `python` is this one. Without a GPU the quickstart takes its environment by name only.
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+        environment = {**os.environ, "PATH": path, "PYTHONUNBUFFERED": "1"}
+        if not place.on_gpu:
+            environment["MEGAPPO_VENV"] = sys.prefix
         child = subprocess.Popen(
             command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environment,
             start_new_session=True,

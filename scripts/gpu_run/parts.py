@@ -79,6 +79,15 @@ def _needs_two_gpus(place: Place) -> Optional[str]:
     return None if place.num_gpus >= 2 else f"needs 2 GPUs, torch sees {place.num_gpus}"
 
 
+def _needs_model(place: Place) -> Optional[str]:
+    return None if (place.quickstart(1) / "model").exists() else "needs the model of quickstart_1"
+
+
+def _needs_policy(place: Place) -> Optional[str]:
+    ranks = 1 if place.on_gpu else 2
+    return None if (place.quickstart(ranks) / "sft/export").exists() else f"needs the trained policy of quickstart_{ranks}"
+
+
 def _agreement(place: Place) -> Command:
     def measure(model: Path) -> Command:
         return _python("scripts/measure_agreement.py", str(model), "--dtype", "bf16", "--tokens", str(AGREEMENT_TOKENS))
@@ -132,9 +141,10 @@ PARTS = (
     Part("quickstart_1", "Quickstart on one GPU", 20 * MINUTE, _quickstart(1), _needs_gpu),
     Part("quickstart_2", "Quickstart on two ranks (policy tp 2, critic pp 2)", 20 * MINUTE, _quickstart(2),
          lambda place: _needs_two_gpus(place) if place.on_gpu else None),
-    Part("verify", "A layout of GPUs against one rank", 20 * MINUTE, _verify, _needs_two_gpus),
+    Part("verify", "A layout of GPUs against one rank", 20 * MINUTE, _verify,
+         lambda place: _needs_two_gpus(place) or _needs_model(place)),
     Part("agreement", "Log-probs of vLLM and of the trainer", 20 * MINUTE, _agreement),
     Part("memory", "Peak memory against the plan", 20 * MINUTE, _memory, _needs_gpu),
     Part("bench", "Kernels beside their peers and limits", 60 * MINUTE, _bench, page="bench.md"),
-    Part("bench_step", "Whole steps by kernels", 30 * MINUTE, _bench_step),
+    Part("bench_step", "Whole steps by kernels", 30 * MINUTE, _bench_step, _needs_policy),
 )  # fmt: skip

@@ -34,19 +34,29 @@ def recorded_batch() -> PackedBatch:
 
 
 def build_roles(
-    path: str, groups, *, budget: int, dtype: str = "fp32", offload: bool = False, distributed: bool = True, recompute: str = "none"
+    path: str,
+    groups,
+    *,
+    budget: int,
+    dtype: str = "fp32",
+    offload: bool | OffloadConfig = False,
+    distributed: bool = True,
+    recompute: str = "none",
 ):
+    """offload: all parts, none, or those that are named."""
     from megappo.engine.build import build_trainable
     from megappo.models.arch import read_arch
     from megappo.trainer.roles import Critic, Policy, PolicyLossConfig
 
     arch = read_arch(path)
+    if isinstance(offload, bool):
+        offload = OffloadConfig(parameters=offload, gradients=offload, optimizer=offload)
     common = dict(
         dtype=dtype,
         micro_batch_tokens=budget,
         recompute=recompute,
         optimizer=OptimizerConfig(lr=1e-3, eps=ADAM_EPS, distributed=distributed),
-        offload=OffloadConfig(parameters=offload, gradients=offload, optimizer=offload),
+        offload=offload,
     )
     build = dict(device=torch.device("cpu"), total_updates=10, seed=0)
     policy = build_trainable("policy", path, arch, PolicyConfig(model=path, **common), groups, **build)

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megappo.data.packing import NO_ID, pack
 from megappo.engine.offload import ALIGNMENT, HostBuffer, StorageOffload
 from megappo.parallel.layout import ParallelLayout
-from tests.engine.runs import build_roles, recorded_batch
+from tests.engine.runs import build_roles, recorded_batch, train
 from tests.models.checkpoints import write_checkpoint
 from tests.worlds import spawn_world
 
@@ -152,6 +152,34 @@ def test_a_checkpoint_copies_nothing_back(step) -> None:
 
 def test_weights_that_others_wrote_are_the_ones_that_are_parked(step) -> None:
     assert step["changed"]
+
+
+def each_part_alone(rank: int, path: str) -> dict[str, Any]:
+    """Results of updates with each part offloaded alone, and bytes of weights that rest then; fp32, bf16, both optimizers."""
+    from megappo.config.schema import OffloadConfig
+    from megappo.parallel.groups import build_groups
+    from megappo.platform import cpu
+
+    cpu.install()
+    groups, batch, found = build_groups(ParallelLayout(1)), recorded_batch(), {}
+    for dtype, distributed in (("fp32", True), ("fp32", False), ("bf16", True)):
+        how = dict(budget=64, dtype=dtype, distributed=distributed)
+        for part in (None, "parameters", "gradients", "optimizer"):
+            offload = OffloadConfig(**({part: True} if part else {}))
+            resting = []
+            for role in build_roles(path, groups, offload=offload, **how):
+                resting += [p.untyped_storage().nbytes() for p in role.engine.named_parameters().values()]
+            found[dtype, distributed, part] = train(path, groups, batch, offload=offload, **how), resting
+    return found
+
+
+def test_each_part_is_offloaded_without_the_others(tmp_path) -> None:
+    """fp32 weights, and a critic's fp32 head in bf16, are what the optimizer updates itself: parking it must leave them."""
+    write_checkpoint(tmp_path / "llama", "llama", num_hidden_layers=2)
+    (found,) = spawn_world(each_part_alone, 1, str(tmp_path / "llama"))
+    for (dtype, distributed, part), (results, resting) in found.items():
+        assert results == found[dtype, distributed, None][0], (dtype, distributed, part)
+        assert all(size == 0 for size in resting) if part == "parameters" else all(resting), (dtype, distributed, part)
 
 
 # ------------------------------------------------------------------------------------------------------- micro-batches

@@ -27,8 +27,12 @@ def test_fusions_are_those_of_the_device_and_the_layers(implementation: str, moe
     arch = llama(moe=moe)
     assert fusion_config(arch, implementation, on_gpu=False) == {}
     config = fusion_config(arch, implementation, on_gpu=True)
-    assert config["bias_activation_fusion"]
-    assert config["moe_permute_fusion"] == (implementation == "transformer_engine" and moe is not None)
+    has_te = implementation == "transformer_engine"
+    assert config == {
+        "bias_activation_fusion": True,
+        "moe_permute_fusion": has_te and moe is not None,
+        "disable_parameter_transpose_cache": has_te,
+    }
 
 
 def swiglu(x: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +21,7 @@ from megappo.models.implementation import (
 )
 from megappo.plan.layouts import check_layouts, read_archs
 from megappo.plan.prepare import prepare
+from megappo.platform.transformer_engine import import_fault
 from tests.plan.checkpoints import write_run
 
 DTYPES = {"policy": "bf16", "critic": "fp32"}
@@ -53,6 +55,7 @@ def forgotten() -> Iterator[None]:
 
     def forget() -> None:
         transformer_engine_fault.cache_clear()
+        import_fault.cache_clear()
         for name in [name for name in sys.modules if name.split(".")[0] == "transformer_engine"]:
             del sys.modules[name]
 
@@ -83,7 +86,7 @@ def test_one_that_does_not_import_is_told_by_its_error(tmp_path, monkeypatch, fo
 
 
 def test_one_that_is_absent_is_told_with_the_command(monkeypatch, forgotten) -> None:
-    monkeypatch.setattr(implementation.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert transformer_engine_fault().startswith("is not installed; scripts/install_transformer_engine.sh")
 
 
@@ -92,7 +95,9 @@ def test_a_broken_one_does_not_take_megatron_along(tmp_path) -> None:
     place = install(tmp_path, BROKEN["no cuDNN"][0])
     ask = "from megappo.models.implementation import choose_implementation as c; assert c('auto', 'cpu') == 'local'"
     use = "import megatron.core.extensions.transformer_engine as t; assert not t.HAVE_TE"
-    for source, code in ((f"{ask}\n{use}", 0), (use, 1)):
+    # Commands that reach Megatron-core before they choose layers: verify, generate, export, trials.
+    start = "from megappo.platform.quiet import quiet_libraries as q; q(); import megappo.verify.world, megappo.trainer.generate"
+    for source, code in ((f"{ask}\n{use}", 0), (f"{start}\n{use}", 0), (use, 1)):
         done = subprocess.run(
             [sys.executable, "-c", f"import sys; sys.path.insert(0, {place!r})\n{source}"], capture_output=True, text=True
         )

@@ -25,7 +25,6 @@ from megappo.platform import cpu
 from megappo.rollout.megatron_engine import MegatronRollout
 from megappo.rollout.types import Request, Response, SamplingParams
 from megappo.rollout.vllm_engine import VllmEngine
-from megappo.rollout.vllm_process import vllm_running
 from megappo.trainer.roles import LanguageModel
 
 from ..rollout.engines import garbage_kept, make_engine
@@ -128,7 +127,7 @@ def score_by_vllm(engine: VllmEngine) -> list[Tensor]:
     from vllm import SamplingParams as VllmSampling
 
     params = VllmSampling(max_tokens=1, prompt_logprobs=0, detokenize=False)
-    with vllm_running(engine.device):
+    with engine._running():
         outputs = engine._llm.generate([{"prompt_token_ids": tokens} for tokens in sequences()], params, use_tqdm=False)
     scored = []
     for tokens, output in zip(sequences(), outputs, strict=True):

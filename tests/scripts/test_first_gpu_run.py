@@ -82,6 +82,10 @@ def test_a_wrong_call_is_one_line_and_exit_code_2(options, said, tmp_path, capsy
 
 def test_on_gpus_every_part_is_run_or_says_why_not(tmp_path):
     one, eight, none = (Place("cuda", 1, False, tmp_path), Place("cuda", 8, False, tmp_path), Place("cpu", 0, True, tmp_path))
+    assert [p.name for p in PARTS if p.left_out(eight)] == ["verify", "bench_step"], "the quickstart did not come so far"
+    for ranks in (1, 2):
+        (tmp_path / f"quickstart_{ranks}/sft/export").mkdir(parents=True)
+        (tmp_path / f"quickstart_{ranks}/model").mkdir()
     assert [p.name for p in PARTS if p.left_out(one)] == ["quickstart_2", "verify"]
     assert not any(p.left_out(eight) for p in PARTS)
     assert [p.name for p in PARTS if p.left_out(none)] == ["tests", "quickstart_1", "verify", "memory"]
