@@ -31,6 +31,13 @@ def result_of(finding):
     return finding.result
 
 
+@pytest.fixture(scope="module")
+def libraries(cuda_python) -> dict:
+    names = ("operation_in_python", "triton_kernel")
+    scenarios = [Scenario(name, f"tests.host_cuda.library_cases:{name}") for name in names]
+    return run_world(cuda_python, scenarios, environment={"TRITON_INTERPRET": "1"})
+
+
 @pytest.mark.parametrize("wait", [wait for wait in WAITS if wait])
 def test_a_missing_wait_is_refused_or_gives_wrong_numbers(alone, wait: str) -> None:
     found = result_of(alone["missing_waits"])
@@ -101,3 +108,15 @@ def test_nccl_keeps_its_rules_over_gloo(together) -> None:
 
 def test_a_late_rank_runs_into_the_limit_of_its_group(together) -> None:
     assert "imed out" in result_of(together["late_rank"][0]) or "past the group's limit" in result_of(together["late_rank"][0])
+
+
+def test_an_operation_that_is_written_in_python_computes(libraries) -> None:
+    assert result_of(libraries["operation_in_python"][0]) == [2.0] * 3
+
+
+def test_an_interpreted_kernel_is_work_of_its_stream(libraries) -> None:
+    found = result_of(libraries["triton_kernel"][0])
+    assert found["reads what is read"] == found["is read beside it"] == ""
+    assert "race: add_one on stream" in found["reads what is written"] and " reads " in found["reads what is written"]
+    assert "race: add_one on stream" in found["writes what is read"] and " writes " in found["writes what is read"]
+    assert found["numbers"] == [6.0] * 1024

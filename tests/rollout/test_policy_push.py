@@ -15,7 +15,6 @@ import torch
 
 from megappo.bridge import sync as sync_module
 from megappo.bridge.vllm_loader import VllmReceiver
-from megappo.data.packing import pack
 from megappo.models.arch import read_arch
 from megappo.models.families import hf_tensors
 from megappo.parallel.layout import ParallelLayout
@@ -25,11 +24,11 @@ from megappo.rollout.types import Request, Response, SamplingParams
 from megappo.rollout.vllm_engine import VllmEngine
 
 from ..bridge.engines import layout_mistakes, read_checkpoint
-from ..engine.runs import recorded_batch
 from ..models.checkpoints import write_checkpoint
 from ..worlds import spawn_world
 from . import truncated
 from .engines import garbage_kept, make_engine
+from .policies import distance, make_policy, train_once
 
 RANKS = 2
 TOLERANCE = 1e-4  # fp32; measured at most 3e-6 here, a wrong expert gives 1e-1 and more
@@ -69,46 +68,12 @@ def requests() -> list[Request]:
     return [Request(tuple(rng.randrange(3, 131) for _ in range(n)), seed=i) for i, n in enumerate(lengths)]
 
 
-def make_policy(path: str, layout: ParallelLayout) -> Any:
-    """A policy at temperature 1 in a layout of the world; one step moves its weights by about 1e-2."""
-    from megappo.config.schema import OptimizerConfig, PolicyConfig
-    from megappo.engine.build import build_trainable
-    from megappo.parallel.groups import build_groups
-    from megappo.trainer.roles import Policy, PolicyLossConfig
-
-    config = PolicyConfig(model=path, dtype="fp32", micro_batch_tokens=256, optimizer=OptimizerConfig(lr=1e-2, eps=1e-5))
-    engine = build_trainable(
-        "policy", path, read_arch(path), config, build_groups(layout), device=torch.device("cpu"), total_updates=10, seed=0
-    )
-    return Policy(engine, 1.0, PolicyLossConfig(0.2, 0.2, None, 0.0, 0.0, "k1", None))
-
-
-def train_once(policy: Any) -> None:
-    batch = recorded_batch()
-    batch = batch.with_fields({"logprob": policy.logprobs(batch)[0]})
-    with policy.engine.train_mode():
-        policy.update(batch, float(batch["weight"].sum()))
-
-
-def of_responses(policy: Any, responses: list[Response]) -> list[torch.Tensor]:
-    """The trainer's log-probs of the sampled tokens."""
-    batch = pack([[*request.prompt, *response.tokens] for request, response in zip(requests(), responses, strict=True)])
-    logprob, _ = policy.logprobs(batch, want_entropy=False)
-    return [logprob[end - len(r.tokens) : end] for end, r in zip(batch.cu_seqlens[1:].tolist(), responses)]
-
-
-def distance(policy: Any, responses: list[Response]) -> float:
-    """Largest |log-prob of the engine - log-prob of the trainer| of a sampled token."""
-    pairs = zip(responses, of_responses(policy, responses), strict=True)
-    return max(float((torch.tensor(response.logprobs) - own).abs().max()) for response, own in pairs)
-
-
 def push_and_draw(engine: VllmEngine, policy: Any, version: int) -> dict[str, Any]:
     metrics = engine.push_weights(version, verify=True)
     responses = engine.generate(requests(), GREEDY)
     greedy = MegatronRollout(policy.engine).generate(requests(), GREEDY)
     return {
-        "distance": distance(policy, responses), "same_tokens": [r.tokens for r in responses] == [r.tokens for r in greedy],
+        "distance": distance(policy, requests(), responses), "same_tokens": [r.tokens for r in responses] == [r.tokens for r in greedy],
         "responses": responses, "metrics": metrics,
     }
 
@@ -125,7 +90,7 @@ def run_case(rank: int, path: str, name: str) -> dict[str, Any]:
             engine.connect(policy.engine.named_parameters, arch, policy.engine.groups.layout)
             loaded = push_and_draw(engine, policy, 1)
             train_once(policy)
-            stale = distance(policy, loaded.pop("responses"))
+            stale = distance(policy, requests(), loaded.pop("responses"))
             trained = push_and_draw(engine, policy, 2)
             del trained["responses"]
             results["push"][str(policy.engine.groups.layout)] = [loaded, trained, stale]
@@ -154,7 +119,7 @@ def run_faults(engine: VllmEngine, path: str) -> dict[str, Any]:
         engine.connect(policy.engine.named_parameters, arch, layout)
         sync_module.policy_pieces = real
         assert engine.push_weights(3, verify=True)["verified"]
-        return distance(policy, engine.generate(requests(), GREEDY))
+        return distance(policy, requests(), engine.generate(requests(), GREEDY))
 
     result["right"] = push(lambda hf: hf)
     result["experts"] = push(lambda hf: exchanged(hf, "layers.0.mlp.experts.2.", "layers.0.mlp.experts.5."))
@@ -170,9 +135,9 @@ def run_faults(engine: VllmEngine, path: str) -> dict[str, Any]:
 
     with kept_expert_kernels():
         engine.push_weights(6, verify=True)
-        result["kept_kernels"] = distance(policy, engine.generate(requests(), GREEDY))
+        result["kept_kernels"] = distance(policy, requests(), engine.generate(requests(), GREEDY))
     engine.push_weights(7, verify=True)
-    result["renewed_kernels"] = distance(policy, engine.generate(requests(), GREEDY))
+    result["renewed_kernels"] = distance(policy, requests(), engine.generate(requests(), GREEDY))
 
     sync = engine._sync
     sync._rounds = [one._replace(local=tuple(m for m in one.local if "experts" not in m.hf)) for one in sync._rounds]

@@ -221,6 +221,27 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, 
   return cudaSuccess;
 }
 
+CUresult cuGetProcAddress_v2(const char* name, void** function, int, cuuint64_t, CUdriverProcAddressQueryResult* result) {
+  *function = dlsym(RTLD_DEFAULT, name);
+  if (result) *result = *function ? CU_GET_PROC_ADDRESS_SUCCESS : CU_GET_PROC_ADDRESS_SYMBOL_NOT_FOUND;
+  return *function ? CUDA_SUCCESS : CUDA_ERROR_NOT_FOUND;
+}
+// Virtual memory: libraries are linked to it (vLLM's sleep mode) that do not use it.
+CUresult cuMemAddressReserve(CUdeviceptr*, size_t, size_t, CUdeviceptr, unsigned long long) { return CUDA_ERROR_NOT_SUPPORTED; }
+CUresult cuMemAddressFree(CUdeviceptr, size_t) { return CUDA_ERROR_NOT_SUPPORTED; }
+CUresult cuMemCreate(CUmemGenericAllocationHandle*, size_t, const CUmemAllocationProp*, unsigned long long) {
+  return CUDA_ERROR_NOT_SUPPORTED;
+}
+CUresult cuMemGetAllocationGranularity(size_t*, const CUmemAllocationProp*, CUmemAllocationGranularity_flags) {
+  return CUDA_ERROR_NOT_SUPPORTED;
+}
+CUresult cuMemMap(CUdeviceptr, size_t, size_t, CUmemGenericAllocationHandle, unsigned long long) {
+  return CUDA_ERROR_NOT_SUPPORTED;
+}
+CUresult cuMemUnmap(CUdeviceptr, size_t) { return CUDA_ERROR_NOT_SUPPORTED; }
+CUresult cuMemRelease(CUmemGenericAllocationHandle) { return CUDA_ERROR_NOT_SUPPORTED; }
+CUresult cuMemSetAccess(CUdeviceptr, size_t, const CUmemAccessDesc*, size_t) { return CUDA_ERROR_NOT_SUPPORTED; }
+
 int cublasCreate_v2(void** handle) {
   *handle = reinterpret_cast<void*>(0x20);
   return 0;

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, Callable, Optional
 
 import torch
@@ -25,6 +25,7 @@ METADATA = {
 }  # fmt: skip
 # Besides those that return numbers, these make the host wait: the sizes of their results depend on the values.
 HOST_WAITS = {"nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "bincount", "repeat_interleave"}
+CUDA = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
 INDEXES = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"}
 
 
@@ -39,6 +40,7 @@ class Rule:
     is_metadata: bool
     is_copy: bool
     is_random: bool
+    is_launch: bool
     written: tuple[str, ...]
     custom: Optional[Callable[..., Any]]
 
@@ -85,7 +87,16 @@ class HostDevice(TorchDispatchMode):
             with self:
                 return rule.custom(*args, **kwargs)
         _refuse_mixed_devices(rule, args, kwargs, flat)
+        if rule.is_launch:
+            with self:  # one that is written in Python comes back with torch's operations
+                return func.redispatch(CUDA, *args, **kwargs)
         return compute(rule, func, args, kwargs, flat, spec, device)
+
+
+def _is_launch(func) -> bool:
+    """A library's operation that has a CUDA kernel only: its launch tells, as that of any kernel that nothing runs."""
+    has = partial(torch._C._dispatch_has_kernel_for_dispatch_key, func.name())
+    return func.namespace != "aten" and has("CUDA") and not (has("CPU") or has("CompositeExplicitAutograd"))
 
 
 @cache
@@ -107,7 +118,8 @@ def rule_of(func) -> Rule:
     return Rule(
         name, run, is_collective=namespace == "c10d", is_composite=composite and name not in METADATA,
         is_metadata=is_view or name in METADATA, is_copy=name in ("copy_", "_to_copy", "_foreach_copy_"),
-        is_random=torch.Tag.nondeterministic_seeded in func.tags, written=written, custom=custom,
+        is_random=torch.Tag.nondeterministic_seeded in func.tags, is_launch=run is func and custom is None and _is_launch(func),
+        written=written, custom=custom,
     )  # fmt: skip
 
 

@@ -1,0 +1,48 @@
+"""A policy that trains beside an engine, and how far the engine's answers are from it."""
+
+from __future__ import annotations
+
+from typing import Any, Sequence
+
+import torch
+
+from megappo.data.packing import pack
+from megappo.models.arch import read_arch
+from megappo.parallel.layout import ParallelLayout
+from megappo.rollout.types import Request, Response
+
+from ..engine.runs import recorded_batch
+
+
+def make_policy(path: str, layout: ParallelLayout, device: torch.device = torch.device("cpu")) -> Any:
+    """A policy at temperature 1 in a layout of the world; one step moves its weights by about 1e-2."""
+    from megappo.config.schema import OptimizerConfig, PolicyConfig
+    from megappo.engine.build import build_trainable
+    from megappo.parallel.groups import build_groups
+    from megappo.trainer.roles import Policy, PolicyLossConfig
+
+    config = PolicyConfig(model=path, dtype="fp32", micro_batch_tokens=256, optimizer=OptimizerConfig(lr=1e-2, eps=1e-5))
+    engine = build_trainable(
+        "policy", path, read_arch(path), config, build_groups(layout), device=device, total_updates=10, seed=0
+    )
+    return Policy(engine, 1.0, PolicyLossConfig(0.2, 0.2, None, 0.0, 0.0, "k1", None))
+
+
+def train_once(policy: Any) -> None:
+    batch = recorded_batch()
+    batch = batch.with_fields({"logprob": policy.logprobs(batch)[0]})
+    with policy.engine.train_mode():
+        policy.update(batch, float(batch["weight"].sum()))
+
+
+def of_responses(policy: Any, requests: Sequence[Request], responses: Sequence[Response]) -> list[torch.Tensor]:
+    """The trainer's log-probs of the sampled tokens."""
+    batch = pack([[*request.prompt, *response.tokens] for request, response in zip(requests, responses, strict=True)])
+    logprob, _ = policy.logprobs(batch, want_entropy=False)
+    return [logprob[end - len(r.tokens) : end] for end, r in zip(batch.cu_seqlens[1:].tolist(), responses)]
+
+
+def distance(policy: Any, requests: Sequence[Request], responses: Sequence[Response]) -> float:
+    """Largest |log-prob of the engine - log-prob of the trainer| of a sampled token."""
+    pairs = zip(responses, of_responses(policy, requests, responses), strict=True)
+    return max(float((torch.tensor(response.logprobs) - own.cpu()).abs().max()) for response, own in pairs)
