@@ -1,4 +1,4 @@
-"""vLLM's GPU worker in the trainer's ranks on the host's CUDA device: its model is the trainer's, and the streams are in order."""
+"""vLLM's GPU worker in the trainer's ranks on the host's CUDA device: its model is the trainer's, the streams are in order."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 Processes need TRITON_INTERPRET=1 from their start.
 
-vLLM runs as its wheel for GPUs is. What no host can do takes vLLM's own other way: norms, activations and rotary embeddings by its
-torch versions instead of its compiled kernels, attention and the model runners' kernels in Triton, which is interpreted, and
+vLLM runs as its wheel for GPUs is. What no host can do takes vLLM's own other way: norms, activations and rotary embeddings by
+its torch versions instead of its compiled kernels, attention and the model runners' kernels in Triton, which is interpreted, and
 NCCL through torch (as where each rank sees one GPU only).
 """
 
@@ -116,7 +116,8 @@ def of_the_process() -> tuple:
     """What an engine must leave as it was."""
     return (
         torch.cuda.current_stream(), torch.cuda.current_device(), torch.get_num_threads(), torch.get_default_dtype(),
-        torch.get_float32_matmul_precision(), torch.get_rng_state().tolist(), torch.cuda.get_rng_state().tolist(), dict(os.environ),
+        torch.get_float32_matmul_precision(), torch.get_rng_state().tolist(), torch.cuda.get_rng_state().tolist(),
+        dict(os.environ),
     )  # fmt: skip
 
 

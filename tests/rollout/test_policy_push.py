@@ -73,8 +73,8 @@ def push_and_draw(engine: VllmEngine, policy: Any, version: int) -> dict[str, An
     responses = engine.generate(requests(), GREEDY)
     greedy = MegatronRollout(policy.engine).generate(requests(), GREEDY)
     return {
-        "distance": distance(policy, requests(), responses), "same_tokens": [r.tokens for r in responses] == [r.tokens for r in greedy],
-        "responses": responses, "metrics": metrics,
+        "distance": distance(policy, requests(), responses),
+        "same_tokens": [r.tokens for r in responses] == [r.tokens for r in greedy], "responses": responses, "metrics": metrics,
     }
 
 
