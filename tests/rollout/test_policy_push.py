@@ -11,7 +11,6 @@ import random
 from typing import Any, Callable, Iterator
 
 import pytest
-import torch
 
 from megappo.bridge import sync as sync_module
 from megappo.bridge.vllm_loader import VllmReceiver
@@ -20,7 +19,7 @@ from megappo.models.families import hf_tensors
 from megappo.parallel.layout import ParallelLayout
 from megappo.platform import cpu
 from megappo.rollout.megatron_engine import MegatronRollout
-from megappo.rollout.types import Request, Response, SamplingParams
+from megappo.rollout.types import Request, SamplingParams
 from megappo.rollout.vllm_engine import VllmEngine
 
 from ..bridge.engines import layout_mistakes, read_checkpoint
