@@ -13,10 +13,15 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import settings
 
 TESTS = Path(__file__).parent
 # Folders whose tests take minutes. They go to the workers first, so that none of them is left to one worker at the end.
 LONG = ("host_cuda", "parity", "trainer", "models", "launch", "ops", "rollout", "checkpoint")
+
+# Two workers and the worlds that they start share two cores: a slow example says nothing of the code.
+settings.register_profile("shared machine", deadline=None)
+settings.load_profile("shared machine")
 
 if importlib.util.find_spec("triton") and not torch.cuda.is_available():
     with pytest.MonkeyPatch.context() as patch:

@@ -46,8 +46,8 @@ def inject(monkeypatch, op, fault):
 
     def wrong(*args):
         results = right(*args)
-        first = results if isinstance(results, torch.Tensor) else next(x for x in results if x.dim())
-        fault(first)
+        written = args if results is None else (results,) if isinstance(results, torch.Tensor) else results  # None: in place
+        fault(next(x for x in written if x.dim()))
         return results
 
     monkeypatch.setitem(dispatch._selection.resolved, (op, "cpu"), (name, wrong))

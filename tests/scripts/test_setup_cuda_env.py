@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -36,7 +37,7 @@ def setup(folder: Path, *options: str, without: tuple[str, ...] = (), **variable
     (("g++",), {}, "g++ was not found (Debian: apt-get install g++)"),
     (("python3",), {}, "no Python runs as python3.12 or python3.11 (set MEGAPPO_CUDA_PYTHON)"),
     ((), {"MEGAPPO_CUDA_PYTHON": "python4"}, "no Python runs as python4 (set MEGAPPO_CUDA_PYTHON)"),
-    ((), {"MEGAPPO_CUDA_PYTHON": "python3", "MEGAPPO_CUDA_FREE_GIB": "9999999"}, "9999999 are needed"),
+    ((), {"MEGAPPO_CUDA_PYTHON": sys.executable, "MEGAPPO_CUDA_FREE_GIB": "9999999"}, "9999999 are needed"),
 ])  # fmt: skip
 def test_what_is_missing_is_said_in_one_line(
     tmp_path: Path, without: tuple[str, ...], variables: dict[str, str], reason: str
@@ -52,7 +53,7 @@ def test_what_is_missing_is_said_in_one_line(
 
 def test_a_torch_that_is_not_to_be_had_is_said(tmp_path: Path) -> None:
     offline = {"PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": os.devnull}
-    done = setup(tmp_path, "--optional", MEGAPPO_CUDA_PYTHON="python3", MEGAPPO_CUDA_FREE_GIB="1", **offline)
+    done = setup(tmp_path, "--optional", MEGAPPO_CUDA_PYTHON=sys.executable, MEGAPPO_CUDA_FREE_GIB="1", **offline)
     assert done.returncode == 0 and "skipped: a CUDA build of torch 2.13.0 is not to be had" in done.stderr, done.stderr
 
 

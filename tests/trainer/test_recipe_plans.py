@@ -58,7 +58,9 @@ def test_plan_accepts_a_recipe_and_counts_its_parameters_and_steps(name, tmp_pat
     assert f"{config.run.num_ranks} ranks on cuda" in out
     assert f"run: {steps} steps" in out
     # The plan only warns where its estimate of activations does not fit; a recipe must fit with its estimate.
-    assert "WARNING" not in out and "note:" not in out, out
+    # That this machine has no TransformerEngine says nothing of the recipe.
+    notes = [line for line in out.splitlines() if "note:" in line and "TransformerEngine is not installed" not in line]
+    assert "WARNING" not in out and notes == [], out
 
 
 @pytest.mark.parametrize("name", PUBLIC)
