@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Optional
 
+from megappo.ops.kernels import BUILD
+
 # The first Linux driver of each major version of CUDA: it runs programs of every minor version of it.
 DRIVERS = {"12": "525.60.13", "13": "580.65.06"}
 # bf16, asynchronous copies: what the kernels, TransformerEngine and vLLM are compiled for.
@@ -76,14 +78,13 @@ def _major(version: Optional[str]) -> str:
 def faults(stack: Stack) -> list[Fault]:
     """Obstacles to using this machine's GPUs or compiling the CUDA kernels; none on a machine that has neither GPU nor nvcc."""
     found = []
-    build = "MEGAPPO_CUDA=1 pip install --no-build-isolation -e ."
     if stack.torch is not None and stack.torch_cuda is None and (stack.gpus or stack.nvcc):
         has = f"{len(stack.gpus)} GPUs" if stack.gpus else f"nvcc ({stack.nvcc})"
-        fix = f"pip install --force-reinstall torch===2.13.0, then {build}"
+        fix = f"pip install --force-reinstall torch===2.13.0, then {BUILD}"
         found.append(Fault(f"torch {stack.torch} has no CUDA, and this machine has {has}: {fix}", bool(stack.gpus)))
     if stack.torch_cuda is not None:
         found += _driver_faults(stack)
-        found += _toolkit_faults(stack, build)
+        found += _toolkit_faults(stack)
     least = ".".join(map(str, LEAST_CAPABILITY))
     for index, gpu in enumerate(stack.gpus):
         if gpu.capability < LEAST_CAPABILITY:
@@ -106,11 +107,11 @@ def _driver_faults(stack: Stack) -> list[Fault]:
     return [Fault(f"{blind}: python -c 'import torch; torch.cuda.init()' says why", True)]
 
 
-def _toolkit_faults(stack: Stack, build: str) -> list[Fault]:
+def _toolkit_faults(stack: Stack) -> list[Fault]:
     """Obstacles to a build. A library that has its CUDA kernels needs no toolkit."""
     if stack.library_has_cuda:
         return []
-    fix = f"install the toolkit of CUDA {stack.torch_cuda}, then CUDA_HOME=/usr/local/cuda-{stack.torch_cuda} {build}"
+    fix = f"install the toolkit of CUDA {stack.torch_cuda}, then CUDA_HOME=/usr/local/cuda-{stack.torch_cuda} {BUILD}"
     if stack.nvcc is None:
         lacks = f"torch {stack.torch} has CUDA {stack.torch_cuda}, and nvcc was not found for the CUDA kernels"
     elif _major(stack.nvcc_cuda) != _major(stack.torch_cuda):
