@@ -6,21 +6,20 @@ It applies on Hopper GPUs to bf16 hidden states and weights whose rows are whole
 
 from __future__ import annotations
 
-import json
 from typing import Optional
 
 import torch
 from torch import Tensor
 
 from megappo.ops.dispatch import native_op
-from megappo.ops.kernels import LIBRARY
+from megappo.ops.kernels import library_facts
 from megappo.ops.linear_blocks import LinearLogits, logits_dtype_of
 from megappo.ops.linear_stats import stats_in_blocks
 
 
 def usable() -> bool:
     """Whether this build has the kernel and the process's GPU runs it. False without a GPU: torch raises for its capability there."""
-    archs = json.loads(LIBRARY.with_suffix(".json").read_text()).get("cuda_archs", "")
+    archs = library_facts().get("cuda_archs", "")
     return "9.0a" in archs and torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
 
