@@ -53,7 +53,7 @@ class BuildKernels(build_ext):
 setup(
     name="megappo",
     version=version,
-    description="Tensor- and pipeline-parallel PPO for large language models: Megatron-core shards, vLLM rollouts, one SPMD program",
+    description="Tensor- and pipeline-parallel PPO for large language models: Megatron-core, vLLM, one SPMD program",
     packages=find_packages(include=["megappo", "megappo.*"]),
     package_data={"megappo": ["launch/*.jinja", "tune/*.jinja", "tune/*.yaml", "_native.json"]},
     ext_modules=[Extension("megappo._native", sources=[])],

@@ -15,9 +15,9 @@ import platform
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Sequence
 
 from csrc.toolkit import DEFAULT_ARCHS, BuildError, Torch, arch_flags, cuda_decision, cudart, nvcc_path, toolkit_version
 
@@ -26,15 +26,25 @@ CSRC = Path(__file__).parent
 OLDEST_TORCH = (2, 11)
 TARGET_VERSION = f"0x{OLDEST_TORCH[0]:02x}{OLDEST_TORCH[1]:02x}000000000000"
 # -ffp-contract=fast lets the compiler fuse a*b+c; -fno-math-errno and -fno-trapping-math allow vector code and change no result.
-CXX_FLAGS = ["-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-Wall", "-Wno-psabi"]
+CXX_FLAGS = [
+    "-std=c++20",
+    "-O3",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-ffp-contract=fast",
+    "-Wall",
+    "-Wno-psabi",
+]
 ISA_FLAGS = {
     "baseline": [],
     "avx2": ["-mavx2", "-mfma", "-mf16c"],
     "avx512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c", "-mprefer-vector-width=512"],
 }
 NO_TORCH = (
-    "the kernels are compiled against the installed torch, and there is none here: run `pip install torch==2.13.0 setuptools` first, "
-    "then this command with --no-build-isolation"
+    "the kernels are compiled against the installed torch, and there is none here: run `pip install torch==2.13.0 setuptools` "
+    "first, then this command with --no-build-isolation"
 )
 
 
@@ -159,9 +169,9 @@ def compile_cuda(work: Path, archs: str = DEFAULT_ARCHS) -> list[Path]:
     flags = ["-std=c++20", "-O3", "-lineinfo", "--expt-relaxed-constexpr", "-Xptxas", "-v", "-Xcompiler", "-fPIC", f"-I{CSRC}"]
     if "9.0a" in archs:
         flags.append("-DMEGAPPO_SM90A")  # the host code asks whether it has Hopper's kernels; no macro of nvcc says so there
-    reports = _run_all([
-        [nvcc, *flags, *arch_flags(archs), "-c", str(source), "-o", str(made)] for source, made in zip(sources, objects)
-    ])  # fmt: skip
+    reports = _run_all(
+        [[nvcc, *flags, *arch_flags(archs), "-c", str(source), "-o", str(made)] for source, made in zip(sources, objects)]
+    )
     (work / "ptxas.log").write_text("".join(f"== {s.relative_to(CSRC)}\n{r}" for s, r in zip(sources, reports)))
     return objects
 
@@ -172,7 +182,12 @@ def compile_cuda_for_cpu(library: Path, work: Path, fake_cuda: Path) -> None:
     work.mkdir(parents=True, exist_ok=True)
     defines = ["-DMEGAPPO_CUDA", "-DMEGAPPO_CUDA_ON_CPU", "-DMEGAPPO_NAMESPACE=megappo_cuda_on_cpu"]
     flags = [*CXX_FLAGS, "-O1", "-Wno-unknown-pragmas", *defines, f"-I{fake_cuda}", f"-I{CSRC}"]
-    sources = [*sorted(CSRC.rglob("*.cu")), *sorted(CSRC.rglob("binding.cpp")), *sorted(CSRC.rglob("cpu.cpp")), CSRC / "common/isa.cpp"]
+    sources = [
+        *sorted(CSRC.rglob("*.cu")),
+        *sorted(CSRC.rglob("binding.cpp")),
+        *sorted(CSRC.rglob("cpu.cpp")),
+        CSRC / "common/isa.cpp",
+    ]
     commands, objects = [], []
     for source in sources:
         variants = isas() if source.name == "cpu.cpp" else [""]

@@ -10,9 +10,9 @@ import os
 import re
 import shutil
 import subprocess
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Mapping, Optional
 
 # SASS of Ampere and Ada (8.x) and of Hopper, whose kernels want 9.0a, which runs on no other GPU; the PTX serves all newer ones:
 # the driver compiles it at the first use (2 s by ptxas for sm_100) and keeps the result. PTX costs 4 % of the objects' size and
@@ -31,10 +31,10 @@ class Torch:
     include: Path
     lib: Path
     version: str
-    cuda: Optional[str]
+    cuda: str | None
 
 
-def nvcc_path() -> Optional[str]:
+def nvcc_path() -> str | None:
     """nvcc of CUDA_HOME, else on PATH, else None."""
     home = os.environ.get("CUDA_HOME")
     if home and (Path(home) / "bin/nvcc").exists():
@@ -68,7 +68,7 @@ def toolkit_root(nvcc: str) -> Path:
 
 
 def major(version: str) -> str:
-    """"13.0" -> "13": what the library's runtime, libcudart.so.13, is named by."""
+    """ "13.0" -> "13": what the library's runtime, libcudart.so.13, is named by."""
     return version.partition(".")[0]
 
 
@@ -108,7 +108,7 @@ def _possible(torch: Torch) -> Decision:
 
 
 def arch_flags(archs: str) -> list[str]:
-    """"8.0;9.0a" -> nvcc's -gencode flags. +PTX behind one adds code that the driver compiles for any later GPU."""
+    """ "8.0;9.0a" -> nvcc's -gencode flags. +PTX behind one adds code that the driver compiles for any later GPU."""
     names = [arch.strip() for arch in archs.split(";") if arch.strip()]
     for name in names:
         first, _, second = name.removesuffix("+PTX").removesuffix("a").partition(".")

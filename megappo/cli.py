@@ -9,8 +9,9 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, NoReturn, Optional, Sequence
+from typing import Literal, NoReturn
 
 from megappo.arguments import positive_float, positive_int
 from megappo.config.errors import ConfigError
@@ -125,9 +126,15 @@ def cmd_generate(args: Arguments) -> int:
 
     prompts = args.prompt or [line.rstrip("\n") for line in sys.stdin if line.strip()]
     answers = answer(
-        args.model, prompts, tokenizer_path=args.tokenizer, engine=args.engine, max_tokens=args.max_tokens,
-        temperature=args.temperature, chat_template=not args.raw, dtype=args.dtype,
-    )  # fmt: skip
+        args.model,
+        prompts,
+        tokenizer_path=args.tokenizer,
+        engine=args.engine,
+        max_tokens=args.max_tokens,
+        temperature=args.temperature,
+        chat_template=not args.raw,
+        dtype=args.dtype,
+    )
     for prompt, text in zip(prompts, answers):
         print(f"{prompt}\n{text}\n" if len(prompts) > 1 else text)
     return 0
@@ -203,9 +210,15 @@ def _device(requested: str) -> str:
 
 
 def _prepare(
-    config, ranks: int, gpu_memory_gib: Optional[float], *, resume: bool = False, shapes_only: bool = False,
-    device: Optional[str] = None, counter=None,
-):  # fmt: skip
+    config,
+    ranks: int,
+    gpu_memory_gib: float | None,
+    *,
+    resume: bool = False,
+    shapes_only: bool = False,
+    device: str | None = None,
+    counter=None,
+):
     """Everything checked; a given GPU memory, or device, plans for GPUs that are not on this machine.
 
     shapes_only: see `plan.prepare.prepare`. counter: see `plan.memory.Counter`; None counts by shapes.
@@ -230,7 +243,7 @@ def build_parser() -> Parser:
     parser = Parser(prog="megappo", description="PPO for large language models on Megatron-core and vLLM.", allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
 
-    def command(name: str, run, text: str, more: str = "", *, config: Optional[str] = "CONFIG") -> Parser:
+    def command(name: str, run, text: str, more: str = "", *, config: str | None = "CONFIG") -> Parser:
         sub = commands.add_parser(name, help=text, description=f"{text} {more}".strip(), allow_abbrev=False)
         sub.set_defaults(run=run, takes_overrides=config is not None)
         if config is not None:
@@ -249,36 +262,46 @@ def build_parser() -> Parser:
     plan.add_argument(
         "--world-size", type=positive_int, metavar="N", help="ranks to plan for (default: run.num_ranks, or one per GPU)"
     )
+    plan.add_argument("--gpu-memory-gib", type=positive_float, metavar="GIB", help="plan for GPUs of this size, whatever is here")
     plan.add_argument(
-        "--gpu-memory-gib", type=positive_float, metavar="GIB", help="plan for GPUs of this size, whatever is here"
-    )
-    plan.add_argument(
-        "--shapes-only", action="store_true", help="read config.json of the models alone: weights, tokenizer and data may be missing"
+        "--shapes-only",
+        action="store_true",
+        help="read config.json of the models alone: weights, tokenizer and data may be missing",
     )
     plan.add_argument("--plot", metavar="FILE", help="draw rank grids and pipelines (.png, .svg or .pdf)")
     plan.add_argument("--resume", action="store_true", help="plan to continue a run: what only its start reads may be gone")
-    add_options(command(
-        "launch", cmd_launch,
-        "Check a run here, write its job script, and submit it to Slurm.",
-        "One rank per GPU. The script, the resolved configuration and what it was launched with are kept in the run directory.",
-    ))  # fmt: skip
+    add_options(
+        command(
+            "launch",
+            cmd_launch,
+            "Check a run here, write its job script, and submit it to Slurm.",
+            "One rank per GPU. The script, the resolved configuration and what it was launched with are kept in the run directory.",
+        )
+    )
     verify = command(
-        "verify", cmd_verify,
+        "verify",
+        cmd_verify,
         "Measure a small version of a run in its layout and on one rank, and print where the numbers differ.",
         "The version has the run's families, layouts and algorithm and tiny random models. Printed is the largest difference of "
         "everything that must not depend on the layout: log-probs, values, advantages, losses, gradients, parameters after three "
         "steps. Reads config.json of the models, no weights and no data. Exit code: 0 where all agrees, 1 where numbers differ, "
         "2 for a configuration that cannot work.",
-    )  # fmt: skip
+    )
     verify.add_argument(
-        "--max-ranks", type=positive_int, default=8, metavar="N",
+        "--max-ranks",
+        type=positive_int,
+        default=8,
+        metavar="N",
         help="most ranks to start (default: 8, and never more than there are GPUs; run.device=cpu needs none); larger layouts "
         "are halved, which is said",
-    )  # fmt: skip
+    )
     verify.add_argument(
-        "--tolerance", type=positive_float, default=1e-5, metavar="X",
+        "--tolerance",
+        type=positive_float,
+        default=1e-5,
+        metavar="X",
         help="largest relative difference (default: 1e-5; ten times this for the parameters after the steps)",
-    )  # fmt: skip
+    )
     verify.add_argument("--bisect", action="store_true", help="also measure every axis and setting alone, to find the culprit")
     generate = command("generate", cmd_generate, "Answer prompts with a checkpoint.", config=None)
     generate.add_argument("model", metavar="MODEL", help="Hugging Face checkpoint directory")
@@ -301,7 +324,7 @@ def build_parser() -> Parser:
     return parser
 
 
-def _parse(argv: Optional[Sequence[str]]) -> Arguments:
+def _parse(argv: Sequence[str] | None) -> Arguments:
     parser = build_parser()
     # argparse hands back what it cannot place: overrides after an option, and other trainers' flags, which get a hint.
     args, rest = parser.parse_known_args(argv)
@@ -320,7 +343,7 @@ def _is_users_mistake(error: ValueError) -> bool:
     return trace is not None and Path(trace.tb_frame.f_code.co_filename).is_relative_to(PACKAGE)
 
 
-def main(argv: Optional[Sequence[str]] = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code."""
     quiet_libraries()
     try:

@@ -1,7 +1,7 @@
 """`megappo doctor`: what is installed on this machine, what that makes possible, and what is missing for what.
 
-Nothing heavy is imported but torch, to ask it for its devices and operations, and TransformerEngine where it is installed, which has
-to import to count. The list of packages is `installed.py`'s, driver and CUDA are `gpu_stack.py`'s.
+Nothing heavy is imported but torch, to ask it for its devices and operations, and TransformerEngine where it is installed, which
+has to import to count. The list of packages is `installed.py`'s, driver and CUDA are `gpu_stack.py`'s.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import platform
 import shutil
 import sys
-from typing import Any, Optional
+from typing import Any
 
 from megappo import gpu_stack
 from megappo.gpu_stack import Stack
@@ -28,7 +28,7 @@ def device_lines(stack: Stack) -> list[str]:
     return lines
 
 
-def library_facts() -> Optional[dict[str, Any]]:
+def library_facts() -> dict[str, Any] | None:
     """The record of csrc/build.py beside the library; None where there is no library."""
     there = kernels.LIBRARY.exists() and kernels.LIBRARY.with_suffix(".json").exists()
     return kernels.library_facts() if there else None
@@ -125,9 +125,7 @@ def report() -> tuple[str, int]:
     """The text of `megappo doctor`, and its exit code: 0 where PPO can run on this machine."""
     found, facts = findings(), library_facts()
     stack = gpu_stack.found(library_has_cuda=bool(facts and facts["cuda"]))
-    rows = [
-        [f.requirement.name, f.version or "-", f.requirement.versions or "any", f.state, f.requirement.purpose] for f in found
-    ]
+    rows = [[f.requirement.name, f.version or "-", f.requirement.versions or "any", f.state, f.requirement.purpose] for f in found]
     lines = [
         "machine",
         *device_lines(stack),

@@ -12,7 +12,6 @@ import shutil
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Optional
 
 from megappo.ops.kernels import BUILD
 
@@ -36,12 +35,12 @@ class Stack:
     """The parts that were found; None: not there. `*_cuda`: versions of CUDA like "13.0", the driver's the newest that it runs."""
 
     gpus: tuple[Gpu, ...] = ()
-    driver: Optional[str] = None
-    driver_cuda: Optional[str] = None
-    nvcc: Optional[str] = None
-    nvcc_cuda: Optional[str] = None
-    torch: Optional[str] = None
-    torch_cuda: Optional[str] = None
+    driver: str | None = None
+    driver_cuda: str | None = None
+    nvcc: str | None = None
+    nvcc_cuda: str | None = None
+    torch: str | None = None
+    torch_cuda: str | None = None
     torch_sees: int = 0
     library_has_cuda: bool = False
 
@@ -71,7 +70,7 @@ class Fault:
     stops: bool
 
 
-def _major(version: Optional[str]) -> str:
+def _major(version: str | None) -> str:
     return (version or "").partition(".")[0]
 
 
@@ -153,7 +152,7 @@ def gpus_of(said: str) -> tuple[Gpu, ...]:
     return tuple(Gpu(name, int(mib) / 1024, (int(major), int(minor))) for name, mib, major, minor in rows)
 
 
-def _nvcc() -> Optional[str]:
+def _nvcc() -> str | None:
     """The nvcc that csrc/toolkit.py would take; an installed package has no csrc/ to ask."""
     home = os.environ.get("CUDA_HOME")
     if home and (Path(home) / "bin/nvcc").exists():

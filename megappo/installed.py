@@ -6,9 +6,10 @@ Versions come from package metadata, so nothing is imported. The ranges are thos
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
-from typing import Callable, Literal, Optional
+from typing import Literal
 
 from packaging.specifiers import SpecifierSet
 
@@ -52,7 +53,9 @@ REQUIREMENTS: tuple[Requirement, ...] = (
     Requirement(("pyarrow",), "pyarrow", ".parquet data", False, "pip install 'megappo[datasets]'"),
     Requirement(("datasets",), "datasets", "Hugging Face datasets by name", False, "pip install 'megappo[datasets]'"),
     Requirement(("math-verify",), "math_verify", "the math_verify reward", False, "pip install 'megappo[math]'"),
-    Requirement(("transformer-engine",), "transformer_engine", "fused layers on GPUs", False, "scripts/install_transformer_engine.sh"),
+    Requirement(
+        ("transformer-engine",), "transformer_engine", "fused layers on GPUs", False, "scripts/install_transformer_engine.sh"
+    ),
     Requirement(("triton",), "triton", "Triton kernels on GPUs", False, "pip install triton"),
 )
 
@@ -62,7 +65,7 @@ class Finding:
     """What was found of one requirement. version is None where it is missing."""
 
     requirement: Requirement
-    version: Optional[str]
+    version: str | None
 
     @property
     def state(self) -> State:
@@ -72,7 +75,7 @@ class Finding:
         return "ok" if in_range else "out of range"
 
 
-def installed_version(requirement: Requirement) -> Optional[str]:
+def installed_version(requirement: Requirement) -> str | None:
     """Version of the distribution that is installed and whose module is there; None otherwise."""
     top = requirement.module.split(".")[0]
     if importlib.util.find_spec(top) is None:
@@ -85,11 +88,11 @@ def installed_version(requirement: Requirement) -> Optional[str]:
     return None
 
 
-def findings(version_of: Callable[[Requirement], Optional[str]] = installed_version) -> list[Finding]:
+def findings(version_of: Callable[[Requirement], str | None] = installed_version) -> list[Finding]:
     return [Finding(requirement, version_of(requirement)) for requirement in REQUIREMENTS]
 
 
-def missing_package(name: str) -> Optional[str]:
+def missing_package(name: str) -> str | None:
     """None where the package is installed, otherwise how to install it: `vllm is not installed: pip install vllm`."""
     requirement = next(r for r in REQUIREMENTS if r.name == name)
     return None if installed_version(requirement) is not None else f"{name} is not installed: {requirement.install}"

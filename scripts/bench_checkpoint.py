@@ -14,8 +14,9 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Callable, NamedTuple, NoReturn, Optional, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,7 @@ import torch.multiprocessing as mp
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from scripts.bench.model import Mistake  # noqa: E402
+from scripts.bench.model import Mistake
 
 MIB = 1 << 20
 _RANK = re.compile(r"__(\d+)_\d+\.distcp$")
@@ -52,7 +53,7 @@ class _Parser(argparse.ArgumentParser):
         raise Mistake(message)
 
 
-def main(argv: Optional[Sequence[str]] = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0, 2 for wrong arguments. A rank that fails raises."""
     parser = _Parser(prog="bench_checkpoint", description="Seconds, bytes and host memory of saves and loads over gloo.")
     parser.add_argument("--dp", default="1,2,4,8", help="numbers of data-parallel ranks, comma-separated")
@@ -107,8 +108,10 @@ def _rank_main(rank: int, dp: int, hidden: int, layers: int, repeats: int, folde
     loads = [_cost(lambda: store.restore(manifest, {"policy": engine}, {})) for _ in range(repeats)]
     found = {
         "parameters": sum(parameter.numel() for parameter in engine.named_parameters().values()),
-        "written": sum(path.stat().st_size for path in mine), "save": _median(saves), "load": _median(loads),
-    }  # fmt: skip
+        "written": sum(path.stat().st_size for path in mine),
+        "save": _median(saves),
+        "load": _median(loads),
+    }
     torch.save(found, Path(folder, f"rank{rank}.pt"))
     dist.barrier()
     dist.destroy_process_group()

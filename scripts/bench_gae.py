@@ -9,22 +9,23 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Callable, Mapping, Optional, Sequence
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import torch  # noqa: E402
-from torch import Tensor  # noqa: E402
+import torch
+from torch import Tensor
 
-from megappo.ops.advantages import gae, token_advantages  # noqa: E402
-from scripts.bench import loops  # noqa: E402
-from scripts.bench.candidates import ours, plain_and_compiled  # noqa: E402
-from scripts.bench.cli import run  # noqa: E402
-from scripts.bench.loops import GAMMA, LAMBDA, Batch  # noqa: E402
-from scripts.bench.model import Benchmark, Calls, Candidate, Difference, Mistake, worst  # noqa: E402
-from scripts.bench.vocab import numbers  # noqa: E402
+from megappo.ops.advantages import gae, token_advantages
+from scripts.bench import loops
+from scripts.bench.candidates import ours, plain_and_compiled
+from scripts.bench.cli import run
+from scripts.bench.loops import GAMMA, LAMBDA, Batch
+from scripts.bench.model import Benchmark, Calls, Candidate, Difference, Mistake, worst
+from scripts.bench.vocab import numbers
 
 FORM = "tokens like 1048576 or 1Mi, or sequences x length like 512x4096"
 GAE_BYTES, TOKEN_ADVANTAGES_BYTES = 17, 25
@@ -64,7 +65,7 @@ def make_batch(lengths: Sequence[int], device: torch.device) -> Batch:
     return Batch(0.1 * reward, value, (position >= prompt) & ~tool, cu_seqlens, bounds)
 
 
-def errors(batch: Batch, results: Mapping[str, Tensor], rounds_to: Optional[torch.dtype], ours: bool) -> list[Difference]:
+def errors(batch: Batch, results: Mapping[str, Tensor], rounds_to: torch.dtype | None, ours: bool) -> list[Difference]:
     """Against the loop in fp64. fp32 loops add up an error per step, ours a rounding per result; a loop that was timed on a slice
     is compared on the slice."""
     slack = 1 if ours else 64
@@ -90,7 +91,7 @@ class GaeProblem:
     def floors(self) -> Mapping[str, Mapping[str, float]]:
         return {"forward": {"copy": GAE_BYTES * self.batch.value.numel()}}
 
-    def differences(self, results: Mapping[str, Tensor], rounds_to: Optional[torch.dtype], ours: bool) -> list[Difference]:
+    def differences(self, results: Mapping[str, Tensor], rounds_to: torch.dtype | None, ours: bool) -> list[Difference]:
         return errors(self.batch, results, rounds_to, ours)
 
 
@@ -112,13 +113,16 @@ def gae_candidates(p: GaeProblem) -> Sequence[Candidate]:
     return [
         *ours(("gae",), device, megappo),
         *plain_and_compiled("doubling", loops.advance, doubling),
-        Candidate("torch eager, padded loop over time", "torch", lambda: _padded_loop(b, time_major=False),
-                  "as verl, TRL and OpenRLHF; padding and unpadding are not timed"),
-        Candidate("torch eager, padded loop, time first", "torch", lambda: _padded_loop(b, time_major=True),
-                  "the same on [L, B]"),
+        Candidate(
+            "torch eager, padded loop over time",
+            "torch",
+            lambda: _padded_loop(b, time_major=False),
+            "as verl, TRL and OpenRLHF; padding and unpadding are not timed",
+        ),
+        Candidate("torch eager, padded loop, time first", "torch", lambda: _padded_loop(b, time_major=True), "the same on [L, B]"),
         _sliced("Python loop over numbers", b, NUMBERS_SLICE, loops.python_loop),
         _sliced("Python loop over tensors", b, TENSORS_SLICE, loops.tensor_loop),
-    ]  # fmt: skip
+    ]
 
 
 def _padded_loop(batch: Batch, *, time_major: bool) -> Calls:
@@ -155,7 +159,7 @@ class TokenAdvantagesProblem:
     def floors(self) -> Mapping[str, Mapping[str, float]]:
         return {"forward": {"copy": TOKEN_ADVANTAGES_BYTES * self.batch.value.numel()}}
 
-    def differences(self, results: Mapping[str, Tensor], rounds_to: Optional[torch.dtype], ours: bool) -> list[Difference]:
+    def differences(self, results: Mapping[str, Tensor], rounds_to: torch.dtype | None, ours: bool) -> list[Difference]:
         shaped = shaped_reward(self.logprob.double(), self.ref_logprob.double(), self.score.double(), self.batch.mask, self.last)
         exact = Batch(shaped, self.batch.value, self.batch.mask, self.batch.cu_seqlens, self.batch.bounds)
         reward = worst("reward", results["reward"], torch.where(self.batch.mask, shaped, 0.0), 1e-6 * (1 if ours else 8))
@@ -188,9 +192,18 @@ def token_advantages_candidates(p: TokenAdvantagesProblem) -> Sequence[Candidate
     def megappo() -> Calls:
         def forward() -> Sequence[Tensor]:
             reward, advantage, returns, _ = token_advantages(
-                p.logprob, p.ref_logprob, p.score, b.value, b.mask, b.cu_seqlens,
-                gamma=GAMMA, lam_policy=LAMBDA, lam_value=LAMBDA, kl_kind="k1", kl_coef=KL_COEF,
-            )  # fmt: skip
+                p.logprob,
+                p.ref_logprob,
+                p.score,
+                b.value,
+                b.mask,
+                b.cu_seqlens,
+                gamma=GAMMA,
+                lam_policy=LAMBDA,
+                lam_value=LAMBDA,
+                kl_kind="k1",
+                kl_coef=KL_COEF,
+            )
             return advantage, returns, reward
 
         return Calls(forward, all_named)
@@ -228,7 +241,7 @@ TOKEN_ADVANTAGES = Benchmark(
 )
 
 
-def main(argv: Optional[Sequence[str]] = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     return run("bench_gae", "GAE and token_advantages over packed and padded batches.", [GAE, TOKEN_ADVANTAGES], argv)
 
 

@@ -9,23 +9,24 @@ operands, whose floor is given too.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Callable, Mapping, Optional, Sequence
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import torch  # noqa: E402
-from torch import Tensor  # noqa: E402
+import torch
+from torch import Tensor
 
-from megappo.ops.linear_logprob import linear_logprob  # noqa: E402
-from scripts.bench.bars import RECOMPUTED, WIDENED  # noqa: E402
-from scripts.bench.candidates import differentiable, ours, plain_and_compiled  # noqa: E402
-from scripts.bench.cli import run  # noqa: E402
-from scripts.bench.model import Benchmark, Calls, Candidate, Difference, Mistake, worst, worst_row  # noqa: E402
-from scripts.bench.peers import linear_peers  # noqa: E402
-from scripts.bench.vocab import log_softmax_logprob, logsumexp_logprob, numbers, oracle_rows, row_chunks  # noqa: E402
+from megappo.ops.linear_logprob import linear_logprob
+from scripts.bench.bars import RECOMPUTED, WIDENED
+from scripts.bench.candidates import differentiable, ours, plain_and_compiled
+from scripts.bench.cli import run
+from scripts.bench.model import Benchmark, Calls, Candidate, Difference, Mistake, worst, worst_row
+from scripts.bench.peers import linear_peers
+from scripts.bench.vocab import log_softmax_logprob, logsumexp_logprob, numbers, oracle_rows, row_chunks
 
 FORM = "tokens x hidden x vocabulary like 1024x512x32000, or one shard of it like 8192x4096x151936/8"
 ROW_OPS = ("vocab_stats", "vocab_stats_merge", "vocab_logits_backward", "vocab_logits_backward_")
@@ -74,7 +75,7 @@ class LinearProblem:
             found[WIDENED] = {f"{name} in fp32": calls for name, calls in found[RECOMPUTED].items()}
         return found
 
-    def differences(self, results: Mapping[str, Tensor], rounds_to: Optional[torch.dtype], ours: bool) -> list[Difference]:
+    def differences(self, results: Mapping[str, Tensor], rounds_to: torch.dtype | None, ours: bool) -> list[Difference]:
         """Three times what an fp32 product of this length loses, and what `bench_logprob` allows the rows. Gradients row by row:
         dlogits and the result are rounded to the type of the weights once each. Others are forgiven 8 times that, and those that
         stage logits in bf16 their rounding; their gradients are compared as a whole, as some skip small rows."""
@@ -109,8 +110,13 @@ class LinearProblem:
                 dhidden[rows] = dlogits @ weight
                 dweight += dlogits.t() @ hidden[rows]
             logprob, entropy = (torch.cat(parts) for parts in zip(*rows_of))
-            self.known[with_entropy] = {"logprob": logprob, "entropy": entropy, "dhidden": dhidden, "dweight": dweight,
-                                        "largest logit": torch.stack(largest).amax()}  # fmt: skip
+            self.known[with_entropy] = {
+                "logprob": logprob,
+                "entropy": entropy,
+                "dhidden": dhidden,
+                "dweight": dweight,
+                "largest logit": torch.stack(largest).amax(),
+            }
         return self.known[with_entropy]
 
 
@@ -181,7 +187,7 @@ LINEAR_LOGPROB = Benchmark(
 )
 
 
-def main(argv: Optional[Sequence[str]] = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     return run("bench_linear_logprob", "Log-prob and entropy from hidden states and the output weight.", [LINEAR_LOGPROB], argv)
 
 

@@ -7,25 +7,26 @@ rounds). Shapes are those of bench_linear_logprob.py.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Callable, Mapping, Optional, Sequence
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import torch  # noqa: E402
-from torch import Tensor  # noqa: E402
+import torch
+from torch import Tensor
 
-from megappo.ops.linear_logprob import linear_logprob  # noqa: E402
-from megappo.ops.linear_loss import linear_ppo  # noqa: E402
-from megappo.ops.losses import entropy_loss, policy_loss  # noqa: E402
-from scripts.bench.candidates import differentiable, ours, plain_and_compiled  # noqa: E402
-from scripts.bench.cli import run  # noqa: E402
-from scripts.bench.model import Benchmark, Calls, Candidate, Difference, worst, worst_row  # noqa: E402
-from scripts.bench.vocab import log_softmax_logprob, oracle_rows, row_chunks  # noqa: E402
-from scripts.bench_linear_logprob import FORM, LINEAR_LOGPROB, ROW_OPS, USES, LinearProblem, read  # noqa: E402
-from scripts.bench_linear_logprob import problem as linear_problem  # noqa: E402
-from scripts.bench_losses import CLIP, away_from, plain_policy_loss  # noqa: E402
+from megappo.ops.linear_logprob import linear_logprob
+from megappo.ops.linear_loss import linear_ppo
+from megappo.ops.losses import entropy_loss, policy_loss
+from scripts.bench.candidates import differentiable, ours, plain_and_compiled
+from scripts.bench.cli import run
+from scripts.bench.model import Benchmark, Calls, Candidate, Difference, worst, worst_row
+from scripts.bench.vocab import log_softmax_logprob, oracle_rows, row_chunks
+from scripts.bench_linear_logprob import FORM, LINEAR_LOGPROB, ROW_OPS, USES, LinearProblem, read
+from scripts.bench_linear_logprob import problem as linear_problem
+from scripts.bench_losses import CLIP, away_from, plain_policy_loss
 
 ENTROPY_COEF = 0.01
 
@@ -48,7 +49,7 @@ class LinearPpoProblem:
     def floors(self) -> Mapping[str, Mapping[str, float]]:
         return {phase: parts for phase, parts in self.linear.floors.items() if phase in ("forward", "both")}
 
-    def differences(self, results: Mapping[str, Tensor], rounds_to: Optional[torch.dtype], ours: bool) -> list[Difference]:
+    def differences(self, results: Mapping[str, Tensor], rounds_to: torch.dtype | None, ours: bool) -> list[Difference]:
         """Gradients as `bench_linear_logprob` holds them. Log-probs of logits in bf16 are off by enough to move tokens over the
         clip: those formulations are compared as a whole, to a third of the norm."""
         if not self.known:
@@ -103,10 +104,12 @@ def problem(sizes: tuple[int, int, int], dtype: torch.dtype, device: torch.devic
     advantage, noise = torch.randn(2, sizes[0], generator=generator, device=device)
     mask = torch.rand(sizes[0], generator=generator, device=device) < 0.7
     weight = linear.weight.float().t()
-    logprob = torch.cat([
-        (linear.hidden[rows].float() @ weight).log_softmax(1).gather(1, linear.target[rows, None])[:, 0]
-        for rows in row_chunks(sizes[0], sizes[2])
-    ])  # fmt: skip
+    logprob = torch.cat(
+        [
+            (linear.hidden[rows].float() @ weight).log_softmax(1).gather(1, linear.target[rows, None])[:, 0]
+            for rows in row_chunks(sizes[0], sizes[2])
+        ]
+    )
     ratio = away_from([1 - CLIP, 1 + CLIP], (0.2 * noise).exp())
     return LinearPpoProblem(linear, logprob - ratio.log(), advantage, mask.float() / mask.sum().clamp(min=1))
 
@@ -136,16 +139,21 @@ def candidates(p: LinearPpoProblem) -> Sequence[Candidate]:
     staged = linear.hidden.dtype if linear.hidden.dtype != torch.float32 else None
     return [
         *ours((*ROW_OPS, "policy_loss"), device, lambda: calls(fused)),
-        *ours((*USES, "policy_loss"), device, lambda: calls(in_steps), variant="in steps",
-              note="linear_logprob, then the losses: 4 products"),
+        *ours(
+            (*USES, "policy_loss"),
+            device,
+            lambda: calls(in_steps),
+            variant="in steps",
+            note="linear_logprob, then the losses: 4 products",
+        ),
         *plain_and_compiled("log_softmax", naive, plain, rounds_to=staged),
-    ]  # fmt: skip
+    ]
 
 
 LINEAR_PPO = Benchmark("linear_ppo", FORM, LINEAR_LOGPROB.shapes, LINEAR_LOGPROB.dtypes, read, problem, candidates)
 
 
-def main(argv: Optional[Sequence[str]] = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     return run("bench_linear_ppo", "Policy loss with entropy bonus from hidden states.", [LINEAR_PPO], argv)
 
 

@@ -8,21 +8,22 @@ twice (backward: read the logits, write the gradient).
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Callable, Iterator, Mapping, Optional, Sequence
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import torch  # noqa: E402
-from torch import Tensor  # noqa: E402
+import torch
+from torch import Tensor
 
-from megappo.ops.logprob import vocab_parallel_logprob  # noqa: E402
-from scripts.bench.candidates import differentiable, ours, plain_and_compiled  # noqa: E402
-from scripts.bench.cli import run  # noqa: E402
-from scripts.bench.model import Benchmark, Calls, Candidate, Difference, Mistake, merged, worst  # noqa: E402
-from scripts.bench.peers import logits_peers  # noqa: E402
-from scripts.bench.vocab import log_softmax_logprob, logsumexp_logprob, numbers, oracle_rows, row_chunks  # noqa: E402
+from megappo.ops.logprob import vocab_parallel_logprob
+from scripts.bench.candidates import differentiable, ours, plain_and_compiled
+from scripts.bench.cli import run
+from scripts.bench.model import Benchmark, Calls, Candidate, Difference, Mistake, merged, worst
+from scripts.bench.peers import logits_peers
+from scripts.bench.vocab import log_softmax_logprob, logsumexp_logprob, numbers, oracle_rows, row_chunks
 
 FORM = "tokens x vocabulary like 2048x32000, or one shard of it like 8192x151936/8"
 # gradients in fp64 that are kept for the check of the next candidate
@@ -57,7 +58,7 @@ class LogprobProblem:
         size = self.logits.nbytes
         return {"forward": {"copy": size}, "backward": {"copy": 2 * size}, "both": {"copy": 3 * size}}
 
-    def differences(self, results: Mapping[str, Tensor], rounds_to: Optional[torch.dtype], ours: bool) -> list[Difference]:
+    def differences(self, results: Mapping[str, Tensor], rounds_to: torch.dtype | None, ours: bool) -> list[Difference]:
         """4 roundings of the largest logit and 2e-6 for the sums; gradients by one rounding to their type besides. Others are
         forgiven 8 times that, and a few roundings to what they stage in."""
         largest = float(self.logits.abs().amax())
@@ -125,7 +126,7 @@ LOGPROB = Benchmark(
 )
 
 
-def main(argv: Optional[Sequence[str]] = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     return run("bench_logprob", "Log-prob and entropy from logits, forward and backward.", [LOGPROB], argv)
 
 

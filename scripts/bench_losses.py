@@ -8,20 +8,21 @@ in the backward, which multiplies by the upstream gradient; 9 for whitening.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Callable, Mapping, Optional, Sequence
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import torch  # noqa: E402
-from torch import Tensor  # noqa: E402
+import torch
+from torch import Tensor
 
-from megappo.ops.losses import policy_loss, value_loss  # noqa: E402
-from megappo.ops.whiten import whiten_apply  # noqa: E402
-from scripts.bench.candidates import differentiable, ours, plain_and_compiled  # noqa: E402
-from scripts.bench.cli import run  # noqa: E402
-from scripts.bench.model import Benchmark, Calls, Candidate, Difference, Mistake, worst  # noqa: E402
+from megappo.ops.losses import policy_loss, value_loss
+from megappo.ops.whiten import whiten_apply
+from scripts.bench.candidates import differentiable, ours, plain_and_compiled
+from scripts.bench.cli import run
+from scripts.bench.model import Benchmark, Calls, Candidate, Difference, Mistake, worst
 
 FORM = "tokens like 65536, 64Ki or 1Mi"
 CLIP, VALUE_CLIP = 0.2, 0.2
@@ -91,7 +92,7 @@ class LossProblem:
         num_tokens = self.inputs[0].numel()
         return {"forward": {"copy": 20 * num_tokens}, "backward": {"copy": 8 * num_tokens}, "both": {"copy": 28 * num_tokens}}
 
-    def differences(self, results: Mapping[str, Tensor], rounds_to: Optional[torch.dtype], ours: bool) -> list[Difference]:
+    def differences(self, results: Mapping[str, Tensor], rounds_to: torch.dtype | None, ours: bool) -> list[Difference]:
         """Sums by the rounding of their terms in fp32, gradients by a few roundings each. No token is within 1e-3 of a clip,
         where fp32 and fp64 may differ in which side it is on."""
         x = self.inputs[0].double().requires_grad_()
@@ -171,7 +172,7 @@ class WhitenProblem:
     def floors(self) -> Mapping[str, Mapping[str, float]]:
         return {"forward": {"copy": 9 * self.mask.numel()}}
 
-    def differences(self, results: Mapping[str, Tensor], rounds_to: Optional[torch.dtype], ours: bool) -> list[Difference]:
+    def differences(self, results: Mapping[str, Tensor], rounds_to: torch.dtype | None, ours: bool) -> list[Difference]:
         kept = self.advantage[self.mask].double()
         want = torch.where(self.mask, (self.advantage.double() - kept.mean()) / kept.std(), 0.0)
         # moments in fp32 lose 2^-24 of the mean over the deviation, 3 / 2 here, per rounding
@@ -208,7 +209,7 @@ VALUE_LOSS = Benchmark(
 WHITEN_APPLY = Benchmark("whiten_apply", FORM, SHAPES, FP32, read, whiten_problem, whiten_candidates)
 
 
-def main(argv: Optional[Sequence[str]] = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     benchmarks = [POLICY_LOSS, VALUE_LOSS, WHITEN_APPLY]
     return run("bench_losses", "Policy loss and value loss with their metrics, and whitening.", benchmarks, argv)
 

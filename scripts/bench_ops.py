@@ -7,23 +7,23 @@ slower than with the references is measured by `scripts/bench_step.py`.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Optional, Sequence
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from scripts.bench.bars import bars  # noqa: E402
-from scripts.bench.cli import run  # noqa: E402
-from scripts.bench_gae import GAE, TOKEN_ADVANTAGES  # noqa: E402
-from scripts.bench_linear_logprob import LINEAR_LOGPROB  # noqa: E402
-from scripts.bench_linear_ppo import LINEAR_PPO  # noqa: E402
-from scripts.bench_logprob import LOGPROB  # noqa: E402
-from scripts.bench_losses import POLICY_LOSS, VALUE_LOSS, WHITEN_APPLY  # noqa: E402
+from scripts.bench.bars import bars
+from scripts.bench.cli import run
+from scripts.bench_gae import GAE, TOKEN_ADVANTAGES
+from scripts.bench_linear_logprob import LINEAR_LOGPROB
+from scripts.bench_linear_ppo import LINEAR_PPO
+from scripts.bench_logprob import LOGPROB
+from scripts.bench_losses import POLICY_LOSS, VALUE_LOSS, WHITEN_APPLY
 
 BENCHMARKS = [LOGPROB, LINEAR_LOGPROB, LINEAR_PPO, GAE, TOKEN_ADVANTAGES, POLICY_LOSS, VALUE_LOSS, WHITEN_APPLY]
 
 
-def main(argv: Optional[Sequence[str]] = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     return run("bench_ops", "All ops, and the bars that they have to reach.", BENCHMARKS, argv, bars)
 
 

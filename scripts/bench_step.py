@@ -13,16 +13,17 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn, Optional, Sequence, get_args
+from typing import NoReturn, get_args
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from megappo.ops.kernels import Kernels  # noqa: E402
-from megappo.telemetry.metrics import Metric  # noqa: E402
-from scripts.bench.clock import summary  # noqa: E402
-from scripts.bench.model import Mistake  # noqa: E402
+from megappo.ops.kernels import Kernels
+from megappo.telemetry.metrics import Metric
+from scripts.bench.clock import summary
+from scripts.bench.model import Mistake
 
 LEFT_OUT = 3
 # A step may be this much slower than with the references before the bar is missed: the medians of equal runs differ by as much.
@@ -36,7 +37,7 @@ class _Parser(argparse.ArgumentParser):
         raise Mistake(message)
 
 
-def main(argv: Optional[Sequence[str]] = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0, 1 where a run failed, 2 for wrong arguments."""
     parser = _Parser(prog="bench_step", description="Whole PPO steps under each implementation of the ops.")
     parser.add_argument("folder", type=Path, help="what scripts/quickstart.sh wrote")
@@ -95,10 +96,20 @@ def _run(folder: Path, kernels: str, steps: int, overrides: Sequence[str], sampl
 def _command(folder: Path, output: Path, kernels: str, steps: int) -> list[str]:
     folder = folder.resolve()
     return [
-        sys.executable, "-m", "megappo.cli", "train", "configs/quickstart.yaml", f"kernels={kernels}", f"run.output_dir={output}",
-        f"policy.model={folder}/sft/export", f"data.train={folder}/data/train.jsonl", f"data.eval={folder}/data/eval.jsonl",
-        f"data.tokenizer={folder}/model/tokenizer.model", f"trainer.steps={steps}", f"trainer.eval_every={steps}",
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "megappo.cli",
+        "train",
+        "configs/quickstart.yaml",
+        f"kernels={kernels}",
+        f"run.output_dir={output}",
+        f"policy.model={folder}/sft/export",
+        f"data.train={folder}/data/train.jsonl",
+        f"data.eval={folder}/data/eval.jsonl",
+        f"data.tokenizer={folder}/model/tokenizer.model",
+        f"trainer.steps={steps}",
+        f"trainer.eval_every={steps}",
+    ]
 
 
 def report(samples: dict[str, Samples]) -> str:

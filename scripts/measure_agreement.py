@@ -48,7 +48,6 @@ def read_arguments() -> argparse.Namespace:
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """logits_dtype -> [sampled tokens] |log-prob of vLLM - log-prob of the trainer|."""
-    import torch
     import torch.distributed as dist
 
     from megappo.config.schema import RoleConfig, RolloutConfig
@@ -67,9 +66,14 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     arch, groups = read_arch(arguments.model), build_groups(ParallelLayout(world_size=1))
     policy = build_frozen("policy", arguments.model, arch, RoleConfig(dtype=arguments.dtype), groups, device=device)
     engine = VllmEngine(
-        arguments.model, RolloutConfig(), dtype=DTYPES[arguments.dtype], max_model_len=20 + arguments.tokens, eos_token_ids=(), seed=0,
+        arguments.model,
+        RolloutConfig(),
+        dtype=DTYPES[arguments.dtype],
+        max_model_len=20 + arguments.tokens,
+        eos_token_ids=(),
+        seed=0,
         device=device,
-    )  # fmt: skip
+    )
     engine.connect(policy.named_parameters, arch, groups.layout)
     engine.push_weights(1)
     rng = random.Random(0)

@@ -1,4 +1,4 @@
-"""Measures the parity matrix and writes docs/parity.md: `python scripts/parity.py` from the root of the repository (minutes on 2 cores).
+"""Measures the parity matrix and writes docs/parity.md: `python scripts/parity.py` from the repository's root (minutes on 2 cores).
 
 The runs are those of tests/parity, which assert what this prints. Needs the test requirements (`scripts/setup_env.sh --test`).
 """
@@ -8,8 +8,9 @@ from __future__ import annotations
 import platform
 import sys
 import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Iterator, Sequence
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))

@@ -1,6 +1,6 @@
 """Writes what the quickstart starts from: a small random llama as a Hugging Face checkpoint, a SentencePiece tokenizer, and sums.
 
-    python scripts/quickstart_model.py runs/quickstart
+python scripts/quickstart_model.py runs/quickstart
 """
 
 from __future__ import annotations

@@ -12,15 +12,16 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn, Optional, Sequence
+from typing import NoReturn
 
 ROOT = str(Path(__file__).resolve().parent.parent)
 sys.path.insert(0, ROOT)
 
-from megappo.config.errors import ConfigError  # noqa: E402  needs the line above
-from megappo.platform.quiet import quiet_libraries  # noqa: E402
+from megappo.config.errors import ConfigError
+from megappo.platform.quiet import quiet_libraries
 
 
 class Parser(argparse.ArgumentParser):
@@ -55,7 +56,7 @@ def build_parser() -> Parser:
     return parser
 
 
-def main(argv: Optional[Sequence[str]] = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code."""
     quiet_libraries()
     paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and path != ROOT]
@@ -73,7 +74,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         return 0
 
 
-def _parse(argv: Optional[Sequence[str]]) -> argparse.Namespace:
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     args, rest = build_parser().parse_known_args(argv)
     args.overrides = [*args.overrides, *rest]
     for option, value in (("--top", args.top), ("--measure", args.measure), ("--gpus-per-node", args.gpus_per_node)):
@@ -116,10 +117,14 @@ def run(args: argparse.Namespace) -> int:
     if args.gpus_per_node is not None:
         hardware = replace(hardware, gpus_per_node=args.gpus_per_node)
     question = command.Question(
-        args.config, tuple(args.overrides), gpus, hardware,
+        args.config,
+        tuple(args.overrides),
+        gpus,
+        hardware,
         tuple(part.strip() for part in args.roles.split(",")) if args.roles is not None else None,
-        args.mean_prompt_tokens, args.mean_response_tokens,
-    )  # fmt: skip
+        args.mean_prompt_tokens,
+        args.mean_response_tokens,
+    )
     search = command.make_search(question)
     job = None
     if args.measure is not None:

@@ -8,9 +8,7 @@ from pathlib import Path
 import pytest
 
 DIRECTORY = Path(__file__).parents[2] / "shared" / "data" / "gsm8k"
-needs_gsm8k = pytest.mark.skipif(
-    not (DIRECTORY / "train.jsonl").is_file(), reason="shared/data/gsm8k is not beside the repository"
-)
+needs_gsm8k = pytest.mark.skipif(not (DIRECTORY / "train.jsonl").is_file(), reason="shared/data/gsm8k is not beside the repository")
 
 
 def gsm8k(*splits: str) -> list[dict[str, str]]:

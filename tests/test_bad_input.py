@@ -75,9 +75,14 @@ def sentencepiece_without_eos(folder):
 
     model = BytesIO()
     SentencePieceTrainer.train(
-        sentence_iterator=iter(["1+2=3"]), model_writer=model, model_type="char", vocab_size=8, hard_vocab_limit=False, eos_id=-1,
+        sentence_iterator=iter(["1+2=3"]),
+        model_writer=model,
+        model_type="char",
+        vocab_size=8,
+        hard_vocab_limit=False,
+        eos_id=-1,
         minloglevel=2,
-    )  # fmt: skip
+    )
     (folder / "other.model").write_bytes(model.getvalue())
 
 
@@ -102,15 +107,19 @@ LONG = json.dumps({"prompt": "1+" * 40, "answer": "40"}) + "\n"
 BAD = {
     "critic checkpoint missing": (nothing, ["critic.model=absent"], ['critic.model = "absent"', "is not a directory"]),
     "reference of another kind": (
-        checkpoint(architectures=["GPT2LMHeadModel"]), ["reference.model={}/other"],
+        checkpoint(architectures=["GPT2LMHeadModel"]),
+        ["reference.model={}/other"],
         ["reference.model", "GPT2LMHeadModel is not supported", "LlamaForCausalLM", "Ministral3ForCausalLM"],
     ),
     "weights missing": (
-        checkpoint(weights=False), ["policy.model={}/other"], ["policy.model", "no .safetensors weights", "incomplete"],
+        checkpoint(weights=False),
+        ["policy.model={}/other"],
+        ["policy.model", "no .safetensors weights", "incomplete"],
     ),
     "pickled weights": (pickled, ["policy.model={}/other"], ["policy.model", "pytorch_model.bin", "save_pretrained"]),
     "quantised weights": (
-        checkpoint(quantization_config={"quant_method": "fp8"}), ["policy.model={}/other"],
+        checkpoint(quantization_config={"quant_method": "fp8"}),
+        ["policy.model={}/other"],
         ["policy.model", "quantised (fp8)", "bf16, fp16 or fp32"],
     ),
     "critic of another vocabulary": (checkpoint(vocab_size=32), ["critic.model={}/other"], ["critic.model", "32 tokens", "64"]),
@@ -118,115 +127,159 @@ BAD = {
     "tokenizer missing": (nothing, ["data.tokenizer=absent"], ["tokenizer absent does not exist", "data.tokenizer"]),
     "tokenizer without eos": (hf_tokenizer(eos_token=None), [], ["tokenizer_config.json", "no eos_token", '"eos_token": "</s>"']),
     "sentencepiece without eos": (
-        sentencepiece_without_eos, ["data.tokenizer={}/other.model"], ["other.model", "no end-of-sequence piece", "--eos_id"],
+        sentencepiece_without_eos,
+        ["data.tokenizer={}/other.model"],
+        ["other.model", "no end-of-sequence piece", "--eos_id"],
     ),
     "tokenizer that runs code": (hf_tokenizer(auto_map={"AutoTokenizer": "x.Y"}), [], ["auto_map", "remove the key"]),
     "tokenizer of a larger model": (
-        lambda folder: write_hf_tokenizer(folder / "big"), ["data.tokenizer={}/big"], ["data.tokenizer", "policy.model only 64"],
+        lambda folder: write_hf_tokenizer(folder / "big"),
+        ["data.tokenizer={}/big"],
+        ["data.tokenizer", "policy.model only 64"],
     ),
     "template missing": (
-        hf_tokenizer(chat_template=None), ["data.chat_template=true"], ["no chat template", "data.chat_template=false"],
+        hf_tokenizer(chat_template=None),
+        ["data.chat_template=true"],
+        ["no chat template", "data.chat_template=false"],
     ),
     "system prompt without template": (nothing, ["data.system_prompt=Hello"], ["data.system_prompt", "chat_template"]),
     "data of another type": (data_file("x", "other.csv"), ["data.train={}/other.csv"], ["other.csv", ".jsonl", ".parquet"]),
     "broken line": (data_file(GOOD + "{"), ["data.train={}/other.jsonl"], ["other.jsonl line 2 is not valid JSON"]),
     "line of another type": (data_file("[1]\n"), ["data.train={}/other.jsonl"], ["line 1 is a JSON list, not an object"]),
     "broken parquet": (
-        data_file("x", "other.parquet"), ["data.train={}/other.parquet"], ["other.parquet cannot be read as parquet"],
+        data_file("x", "other.parquet"),
+        ["data.train={}/other.parquet"],
+        ["other.parquet cannot be read as parquet"],
     ),
     "empty data": (data_file(""), ["data.train={}/other.jsonl"], ["no prompts are left of", "kept 0 of 0 prompts"]),
     "all filtered": (
-        data_file(LONG * 3), ["data.train={}/other.jsonl"],
+        data_file(LONG * 3),
+        ["data.train={}/other.jsonl"],
         ["no prompts are left", "kept 0 of 3 prompts; 3 longer than data.max_prompt_tokens=16"],
     ),
     "overlong refused": (
-        data_file(GOOD * 40 + LONG), ["data.train={}/other.jsonl", "data.overlong=error"],
+        data_file(GOOD * 40 + LONG),
+        ["data.train={}/other.jsonl", "data.overlong=error"],
         ["1 of 41 prompts are longer than data.max_prompt_tokens=16", "other.jsonl#40", "data.overlong=filter"],
     ),
     "answer key absent": (nothing, ["data.answer_key=gold"], ["data.answer_key=gold", "prompt, answer"]),
     "held-out prompts missing": (nothing, ["data.eval=absent.jsonl"], ["absent.jsonl does not exist"]),
     "held-out key absent": (
-        data_file('{"question": "x"}\n'), ["data.eval={}/other.jsonl"], ["data.prompt_key=prompt", "question"],
+        data_file('{"question": "x"}\n'),
+        ["data.eval={}/other.jsonl"],
+        ["data.prompt_key=prompt", "question"],
     ),
     "sequence longer than the model": (
-        nothing, ["rollout.max_response_tokens=1000"], ["rollout.max_response_tokens = 1000", "at most 240"],
+        nothing,
+        ["rollout.max_response_tokens=1000"],
+        ["rollout.max_response_tokens = 1000", "at most 240"],
     ),
     "windows that vLLM has not": (
         checkpoint(
-            "model", architectures=["Qwen2ForCausalLM"], use_sliding_window=True, sliding_window=64, max_window_layers=2,
+            "model",
+            architectures=["Qwen2ForCausalLM"],
+            use_sliding_window=True,
+            sliding_window=64,
+            max_window_layers=2,
         ),
-        [], ["rollout.engine: vLLM has no sliding attention in some layers only of a qwen2 model", "set rollout.engine: megatron"],
+        [],
+        ["rollout.engine: vLLM has no sliding attention in some layers only of a qwen2 model", "set rollout.engine: megatron"],
     ),
     "layers that no stage count divides": (
-        nothing, ["run.num_ranks=6", "critic.parallel.pp=3"], ["critic.parallel.pp = 3", "4 layers", "use 2 or 4"],
+        nothing,
+        ["run.num_ranks=6", "critic.parallel.pp=3"],
+        ["critic.parallel.pp = 3", "4 layers", "use 2 or 4"],
     ),
     "chunks without stages": (
-        nothing, ["reference.parallel.vpp=2"],
+        nothing,
+        ["reference.parallel.vpp=2"],
         ["reference.parallel.vpp = 2: interleaves", "needs pp > 1; set pp, or leave it out"],
     ),
     "chunks that do not divide the layers": (
-        nothing, ["critic.parallel.vpp=4"],
+        nothing,
+        ["critic.parallel.vpp=4"],
         ["critic.parallel.vpp = 4: does not divide the 2 layers of a stage (4 layers / pp 2) into chunks; use 2"],
     ),
     "a split of another length": (
-        nothing, ["critic.parallel.layers_per_stage=[1,2,1]"],
+        nothing,
+        ["critic.parallel.layers_per_stage=[1,2,1]"],
         ["critic.parallel.layers_per_stage = [1, 2, 1]: has 3 entries and pp 2 needs 2"],
     ),
     "a split of other layers": (
-        nothing, ["critic.parallel.layers_per_stage=[1,2]"],
+        nothing,
+        ["critic.parallel.layers_per_stage=[1,2]"],
         ["critic.parallel.layers_per_stage = [1, 2]: adds up to 3 and the model has 4 layers"],
     ),
     "a split of one stage": (
-        nothing, ["policy.parallel.layers_per_stage=[4]"],
+        nothing,
+        ["policy.parallel.layers_per_stage=[4]"],
         ["policy.parallel.layers_per_stage = [4]: has no effect: policy.parallel.pp is 1", "remove it, or set pp"],
     ),
     "cp without the ranks": (
-        nothing, ["policy.parallel.cp=2"],
+        nothing,
+        ["policy.parallel.cp=2"],
         ["policy.parallel: tp 2 x cp 2 x pp 1 = 4 does not divide the 2 ranks; lower the sizes or use 4 ranks"],
     ),
     "cp that heads do not fit": (
-        nothing, ["run.num_ranks=8", "policy.parallel.cp=4"],
+        nothing,
+        ["run.num_ranks=8", "policy.parallel.cp=4"],
         ["policy.parallel.cp = 4: cp 4 does not divide the heads", "2 attention heads and 1 KV heads (tp 2)", "are 1, 2"],
     ),
     "experts over more ranks than a stage has": (
-        nothing, ["critic.parallel.ep=2"],
+        nothing,
+        ["critic.parallel.ep=2"],
         ["critic.parallel.ep = 2: does not divide the 1 ranks of a pipeline stage (2 ranks / pp 2); use 1"],
     ),
     "ep without experts": (
-        nothing, ["policy.parallel.ep=2"],
+        nothing,
+        ["policy.parallel.ep=2"],
         ["policy.parallel.ep = 2: ep 2 needs experts and this llama model has none; set ep to 1"],
     ),
     "etp without experts": (
-        nothing, ["policy.parallel.etp=2"], ["policy.parallel.etp = 2: etp 2 needs experts", "set etp to 1"],
+        nothing,
+        ["policy.parallel.etp=2"],
+        ["policy.parallel.etp = 2: etp 2 needs experts", "set etp to 1"],
     ),
     "balancing without experts": (
-        nothing, ["policy.router_aux_coef=0.001"],
+        nothing,
+        ["policy.router_aux_coef=0.001"],
         ["policy.router_aux_coef = 0.001: has no effect", "llama model has none; remove it"],
     ),
     "ep that does not divide the experts": (
-        sparse, ["run.num_ranks=4", SP, "policy.parallel.ep=4"],
+        sparse,
+        ["run.num_ranks=4", SP, "policy.parallel.ep=4"],
         ["policy.parallel.ep = 4: ep 4 does not divide the 6 experts of this qwen3_moe model; use a divisor of 6"],
     ),
     "etp that does not divide an expert": (
-        sparse, ["run.num_ranks=10", SP, "policy.parallel.etp=5"],
+        sparse,
+        ["run.num_ranks=10", SP, "policy.parallel.etp=5"],
         ["policy.parallel.etp = 5: etp 5 does not divide the 96 columns of an expert"],
     ),
     "experts and tp without sequence parallel": (
-        sparse, [], ["policy.parallel.sequence_parallel = false: tp 2 with experts needs it", "set it to true"],
+        sparse,
+        [],
+        ["policy.parallel.sequence_parallel = false: tp 2 with experts needs it", "set it to true"],
     ),
     "critic of no checkpoint": (
-        nothing, ["critic.checkpoint=runs/absent"],
+        nothing,
+        ["critic.checkpoint=runs/absent"],
         ['critic.checkpoint = "runs/absent": is not a directory; name a run directory (runs/NAME) or a checkpoint of it'],
     ),
     "critic of a hugging face checkpoint": (
-        nothing, ["critic.checkpoint={}/model"], ["critic.checkpoint", "set critic.model to it instead"],
+        nothing,
+        ["critic.checkpoint={}/model"],
+        ["critic.checkpoint", "set critic.model to it instead"],
     ),
     "role without a checkpoint": (
-        nothing, ["critic.checkpoint_role=policy"], ["critic.checkpoint_role", "has no effect: critic.checkpoint is not set"],
+        nothing,
+        ["critic.checkpoint_role=policy"],
+        ["critic.checkpoint_role", "has no effect: critic.checkpoint is not set"],
     ),
     "rollout that heads do not fit": (nothing, ["run.num_ranks=6", "rollout.tp=3"], ["rollout.tp = 3", "4 attention heads"]),
     "cache too small for one sequence": (
-        nothing, ["rollout.kv_cache_gib=0.00001"], ["rollout.kv_cache_gib", "one sequence of 24 tokens"],
+        nothing,
+        ["rollout.kv_cache_gib=0.00001"],
+        ["rollout.kv_cache_gib", "one sequence of 24 tokens"],
     ),
     "true for a number": (nothing, ["run.seed=true"], ["run.seed = true", "integer"]),
     "no number": (nothing, ["policy.optimizer.lr=.nan"], ["policy.optimizer.lr"]),
@@ -237,7 +290,7 @@ BAD = {
     "key of a reward part": (nothing, ["reward.parts=[{name: exact_match, factor: 2}]"], ["factor", "name, weight"]),
     "output directory is a file": (output_file, [], ["run.output_dir", "is a file"]),
     "run that leads elsewhere": (link_out, [], ["run.name", "leads out of run.output_dir"]),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", BAD)
@@ -306,10 +359,16 @@ def sft_run(folder, **data):
     (folder / "train.jsonl").write_text(GOOD * 80)
     keys = {"train": str(folder / "train.jsonl"), "chat_template": False, "max_tokens": 32} | data
     path = folder / "sft.yaml"
-    path.write_text(json.dumps({
-        "run": {"output_dir": str(folder / "runs"), "device": "cpu", "num_ranks": 1}, "policy": {"model": str(model)},
-        "data": keys, "trainer": {"steps": 2, "batch_size": 8},
-    }))  # fmt: skip
+    path.write_text(
+        json.dumps(
+            {
+                "run": {"output_dir": str(folder / "runs"), "device": "cpu", "num_ranks": 1},
+                "policy": {"model": str(model)},
+                "data": keys,
+                "trainer": {"steps": 2, "batch_size": 8},
+            }
+        )
+    )
     return path
 
 
@@ -324,13 +383,16 @@ BAD_SFT = {
     "chunks without stages": ({}, ["policy.parallel.vpp=2"], ["policy.parallel.vpp = 2", "needs pp > 1"]),
     "cp without the ranks": ({}, ["policy.parallel.cp=2"], ["tp 1 x cp 2 x pp 1 = 2 does not divide the 1 ranks", "use 2 ranks"]),
     "experts of a dense model": (
-        {}, ["run.num_ranks=2", "policy.parallel.ep=2"], ["policy.parallel.ep = 2", "llama model has none", "set ep to 1"],
+        {},
+        ["run.num_ranks=2", "policy.parallel.ep=2"],
+        ["policy.parallel.ep = 2", "llama model has none", "set ep to 1"],
     ),
     "layers that do not add up": (
-        {}, ["run.num_ranks=2", "policy.parallel.pp=2", "policy.parallel.layers_per_stage=[2,3]"],
+        {},
+        ["run.num_ranks=2", "policy.parallel.pp=2", "policy.parallel.layers_per_stage=[2,3]"],
         ["policy.parallel.layers_per_stage = [2, 3]: adds up to 5 and the model has 4 layers"],
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", BAD_SFT)

@@ -106,8 +106,11 @@ def test_the_runtime_is_that_of_torch_before_that_of_the_toolkit(tmp_path: Path)
 
 def test_architectures_become_flags_of_nvcc() -> None:
     assert arch_flags("8.0;9.0a") == [
-        "-gencode", "arch=compute_80,code=sm_80", "-gencode", "arch=compute_90a,code=sm_90a",
-    ]  # fmt: skip
+        "-gencode",
+        "arch=compute_80,code=sm_80",
+        "-gencode",
+        "arch=compute_90a,code=sm_90a",
+    ]
     assert arch_flags("9.0+PTX") == ["-gencode", "arch=compute_90,code=[sm_90,compute_90]"]
 
 
@@ -137,12 +140,18 @@ def test_a_lesser_instruction_set_can_be_asked_for() -> None:
         "print(whiten.whiten_apply(x, x > -1, torch.tensor([900.0, 3.0, 800.0]).double()).sum().item())"
     )
     sums = {
-        isa: float(subprocess.run(
-            [sys.executable, "-c", script], env={**os.environ, "MEGAPPO_CPU_ISA": isa}, cwd=ROOT, capture_output=True, text=True,
-            check=True,
-        ).stdout)
+        isa: float(
+            subprocess.run(
+                [sys.executable, "-c", script],
+                env={**os.environ, "MEGAPPO_CPU_ISA": isa},
+                cwd=ROOT,
+                capture_output=True,
+                text=True,
+                check=True,
+            ).stdout
+        )
         for isa in ("baseline", isas()[-1])
-    }  # fmt: skip
+    }
     assert sums["baseline"] == pytest.approx(sums[isas()[-1]], rel=1e-5)
 
 
@@ -158,7 +167,9 @@ def backend(call: str, *flags: str, **environ: str) -> subprocess.CompletedProce
 
 
 def test_pip_builds_by_the_backend_with_what_is_installed(tmp_path: Path) -> None:
-    """Without pyproject.toml pip 23 runs `setup.py develop`, which current setuptools turns into an isolated build, without torch."""
+    """Without pyproject.toml pip 23 runs `setup.py develop`, which current setuptools turns into an isolated build, without
+    torch.
+    """
     system = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]
     assert system["build-backend"] == "setuptools.build_meta"
     assert not [name for name in system["requires"] if not name.startswith("setuptools")], "an isolated build would download them"
@@ -231,11 +242,16 @@ def test_there_is_code_for_the_gpus_that_are_supported_and_ptx_for_newer_ones(cu
     """A GPU runs SASS of its own major version up to its own minor version, and PTX of any older GPU; 9.0a runs on 9.0 only."""
     assert DEFAULT_ARCHS == "8.0+PTX;9.0a"
     listed = {
-        made.name: set(re.findall(r"\.(sm_\w+\.(?:cubin|ptx))", subprocess.run(
-            [cuda_program("cuobjdump"), "--list-elf", "--list-ptx", str(made)], capture_output=True, text=True, check=True
-        ).stdout))
+        made.name: set(
+            re.findall(
+                r"\.(sm_\w+\.(?:cubin|ptx))",
+                subprocess.run(
+                    [cuda_program("cuobjdump"), "--list-elf", "--list-ptx", str(made)], capture_output=True, text=True, check=True
+                ).stdout,
+            )
+        )
         for made in cuda_objects
-    }  # fmt: skip
+    }
     assert listed == dict.fromkeys(listed, {"sm_80.cubin", "sm_80.ptx", "sm_90a.cubin"})
     for made in cuda_objects:  # what the driver of a B200 does at the first use
         folder = tmp_path / made.stem

@@ -120,16 +120,19 @@ def test_train_starts_the_ranks_that_the_configuration_asks_for(tmp_path, capsys
     assert started[1:] == [(2, ["train", str(path), "run.seed=3", "--resume"])] * 2
 
 
-@pytest.mark.parametrize("arguments, fragments", [
-    ([], ["required: COMMAND"]),
-    (["trian", "x.yaml"], ["invalid choice: 'trian'", "train"]),
-    (["train"], ["required: CONFIG"]),
-    (["plan", "x.yaml", "--world-size", "0"], ["0 is not an integer >= 1"]),
-    (["plan", "x.yaml", "--gpu-memory-gib", "nan"], ["nan is not a number > 0"]),
-    (["plan", "absent.yaml"], ["absent.yaml: no such file"]),
-    (["doctor", "--all"], ["unrecognized arguments: --all"]),
-    (["config"], ["name a YAML file"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "arguments, fragments",
+    [
+        ([], ["required: COMMAND"]),
+        (["trian", "x.yaml"], ["invalid choice: 'trian'", "train"]),
+        (["train"], ["required: CONFIG"]),
+        (["plan", "x.yaml", "--world-size", "0"], ["0 is not an integer >= 1"]),
+        (["plan", "x.yaml", "--gpu-memory-gib", "nan"], ["nan is not a number > 0"]),
+        (["plan", "absent.yaml"], ["absent.yaml: no such file"]),
+        (["doctor", "--all"], ["unrecognized arguments: --all"]),
+        (["config"], ["name a YAML file"]),
+    ],
+)
 def test_a_wrong_command_line_is_one_line(capsys, arguments, fragments):
     code, out, err = run(capsys, *arguments)
     assert (code, out) == (2, "") and err.count("\n") == 1
@@ -188,15 +191,18 @@ def write_sft(folder):
     return path
 
 
-@pytest.mark.parametrize("arguments, fragments", [
-    (["data.train=absent.jsonl"], ["absent.jsonl does not exist"]),
-    (["data.response_key=gold"], ["data.response_key=gold", "prompt, answer"]),
-    (["data.max_tokens=1"], ["no demonstrations are left"]),
-    (["trainer.batch_size=101"], ["trainer.batch_size = 101", "100 demonstrations"]),
-    (["policy.parallel.pp=3", "policy.parallel.tp=1", "run.num_ranks=3"], ["policy.parallel.pp = 3", "use 2 or 4"]),
-    (["policy.offload.parameters=true"], ["policy.offload.parameters", "has no effect"]),
-    (["critic.model=x"], ["critic.model", "unknown key"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "arguments, fragments",
+    [
+        (["data.train=absent.jsonl"], ["absent.jsonl does not exist"]),
+        (["data.response_key=gold"], ["data.response_key=gold", "prompt, answer"]),
+        (["data.max_tokens=1"], ["no demonstrations are left"]),
+        (["trainer.batch_size=101"], ["trainer.batch_size = 101", "100 demonstrations"]),
+        (["policy.parallel.pp=3", "policy.parallel.tp=1", "run.num_ranks=3"], ["policy.parallel.pp = 3", "use 2 or 4"]),
+        (["policy.offload.parameters=true"], ["policy.offload.parameters", "has no effect"]),
+        (["critic.model=x"], ["critic.model", "unknown key"]),
+    ],
+)
 def test_sft_refuses_bad_input(tmp_path, capsys, outside_a_launcher, arguments, fragments):
     path = write_sft(tmp_path)
     before = files_of(tmp_path)
@@ -238,6 +244,4 @@ def test_config_and_help_import_nothing_heavy(tmp_path):
         f"assert main(['config', {str(path)!r}]) == 0 and main(['config', {str(path)!r}, 'a.b=1']) == 2\n"
         "heavy = {'torch', 'megatron', 'vllm', 'transformers', 'numpy'} & set(sys.modules); assert not heavy, heavy"
     )
-    subprocess.run(
-        [sys.executable, "-c", code], check=True, env=dict(os.environ, PYTHONPATH=str(ROOT)), stdout=subprocess.DEVNULL
-    )
+    subprocess.run([sys.executable, "-c", code], check=True, env=dict(os.environ, PYTHONPATH=str(ROOT)), stdout=subprocess.DEVNULL)

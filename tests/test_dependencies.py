@@ -1,4 +1,6 @@
-"""The direction of imports that the design states, read from the source: who may import megatron, vllm, transformers, and each other."""
+"""The direction of imports that the design states, read from the source: who may import megatron, vllm, transformers, and
+each other.
+"""
 
 from __future__ import annotations
 
@@ -88,7 +90,9 @@ def test_a_forbidden_import_is_detected() -> None:
 def test_there_are_no_import_cycles() -> None:
     """Between modules, imports inside functions included."""
     known = {".".join(("megappo", *p.relative_to(PACKAGE).with_suffix("").parts)): p for p in MODULES}
-    graph = {name: {other for other in imported_names(p.read_text(encoding="utf-8")) if other in known} for name, p in known.items()}
+    graph = {
+        name: {other for other in imported_names(p.read_text(encoding="utf-8")) if other in known} for name, p in known.items()
+    }
     done: set[str] = set()
 
     def visit(name: str, trail: tuple[str, ...]) -> None:

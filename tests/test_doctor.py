@@ -39,18 +39,21 @@ def fake(versions):
     )
 
 
-@pytest.mark.parametrize("versions, state, trains", [
-    ({}, "ok", True),
-    ({"vllm": None}, "missing", False),
-    ({"vllm": "0.99"}, "out of range", False),
-    ({"megatron-core": "0.12.0"}, "out of range", False),
-    ({"megatron-core": "0.19.2"}, "out of range", False),
-    ({"torch": "2.5.1+cu124"}, "out of range", False),
-    ({"torch": "2.15.0"}, "out of range", False),
-    ({"transformer-engine": "2.21.0"}, "out of range", True),
-    ({"transformer-engine": None}, "missing", True),
-    ({"math-verify": None, "datasets": None}, "missing", True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "versions, state, trains",
+    [
+        ({}, "ok", True),
+        ({"vllm": None}, "missing", False),
+        ({"vllm": "0.99"}, "out of range", False),
+        ({"megatron-core": "0.12.0"}, "out of range", False),
+        ({"megatron-core": "0.19.2"}, "out of range", False),
+        ({"torch": "2.5.1+cu124"}, "out of range", False),
+        ({"torch": "2.15.0"}, "out of range", False),
+        ({"transformer-engine": "2.21.0"}, "out of range", True),
+        ({"transformer-engine": None}, "missing", True),
+        ({"math-verify": None, "datasets": None}, "missing", True),
+    ],
+)
 def test_ppo_can_run_exactly_when_everything_required_is_there(versions, state, trains):
     found = fake(versions)
     for finding in found:
@@ -105,9 +108,16 @@ def test_a_module_without_its_distribution_counts_as_missing(monkeypatch):
 H100 = Gpu("NVIDIA H100 80GB HBM3", 79.6, (9, 0))
 T4 = Gpu("Tesla T4", 15.0, (7, 5))
 NODE = Stack(
-    gpus=(H100,) * 8, driver="580.65.06", driver_cuda="13.0", nvcc="/usr/local/cuda-13.0/bin/nvcc", nvcc_cuda="13.0",
-    torch="2.13.0+cu130", torch_cuda="13.0", torch_sees=8, library_has_cuda=True,
-)  # fmt: skip
+    gpus=(H100,) * 8,
+    driver="580.65.06",
+    driver_cuda="13.0",
+    nvcc="/usr/local/cuda-13.0/bin/nvcc",
+    nvcc_cuda="13.0",
+    torch="2.13.0+cu130",
+    torch_cuda="13.0",
+    torch_sees=8,
+    library_has_cuda=True,
+)
 BUILD = "MEGAPPO_CUDA=1 pip install --no-build-isolation -e ."
 TOOLKIT = f"install the toolkit of CUDA 13.0, then CUDA_HOME=/usr/local/cuda-13.0 {BUILD}"
 CPU_TORCH = {"torch": "2.13.0+cpu", "torch_cuda": None, "torch_sees": 0, "library_has_cuda": False}
@@ -191,17 +201,21 @@ def test_the_stack_is_read_from_what_the_programs_say(monkeypatch):
     """The head of nvidia-smi 580, and a query on a machine with two kinds of GPU."""
     said = {
         ("nvidia-smi",): "| NVIDIA-SMI 580.65.06      Driver Version: 580.65.06      CUDA Version: 13.0     |",
-        ("nvidia-smi", "--query-gpu=name,memory.total,compute_cap", "--format=csv,noheader,nounits"):
-            "NVIDIA H100 80GB HBM3, 81559, 9.0\nTesla T4, 15360, 7.5\n",
+        (
+            "nvidia-smi",
+            "--query-gpu=name,memory.total,compute_cap",
+            "--format=csv,noheader,nounits",
+        ): "NVIDIA H100 80GB HBM3, 81559, 9.0\nTesla T4, 15360, 7.5\n",
         ("/opt/cuda/bin/nvcc", "--version"): "Cuda compilation tools, release 12.8, V12.8.93",
-    }  # fmt: skip
+    }
     monkeypatch.setattr(gpu_stack, "_said_by", lambda *command: said[command])
     monkeypatch.setattr(gpu_stack, "_nvcc", lambda: "/opt/cuda/bin/nvcc")
     stack = gpu_stack.found(library_has_cuda=False)
     assert (stack.driver, stack.driver_cuda, stack.nvcc_cuda, stack.torch) == ("580.65.06", "13.0", "12.8", torch.__version__)
     assert [(gpu.name, round(gpu.memory_gib), gpu.capability) for gpu in stack.gpus] == [
-        ("NVIDIA H100 80GB HBM3", 80, (9, 0)), ("Tesla T4", 15, (7, 5)),
-    ]  # fmt: skip
+        ("NVIDIA H100 80GB HBM3", 80, (9, 0)),
+        ("Tesla T4", 15, (7, 5)),
+    ]
     assert gpus_of("NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.\n") == ()
 
 

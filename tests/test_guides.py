@@ -54,7 +54,7 @@ def test_text_and_examples_of_the_guides_name_keys_that_exist(name):
     page = (ROOT / "docs" / name).read_text()
     written = {match for match in re.findall(r"\b([a-z_]+(?:\.[a-z_]+)+)\b(?!/)", page) if match.split(".")[0] in heads}
     assert written and written <= KEYS, written - KEYS
-    metrics = {match for match in re.findall(r"`((?:rollout|policy|kl)/[a-z_]+)`", page)}
+    metrics = set(re.findall(r"`((?:rollout|policy|kl)/[a-z_]+)`", page))
     assert all(metric_of(metric) is not None for metric in metrics)
 
 

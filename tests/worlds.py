@@ -13,14 +13,14 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-
 
 # They start no thread, so that the server can be forked.
 IMPORTED_ONCE = ["torch", "transformers.models.auto.modeling_auto", "megappo.engine.megatron", "megappo.trainer.ppo"]
@@ -39,7 +39,10 @@ def _rank_main(
     torch.set_num_threads(1)
     try:
         dist.init_process_group(
-            "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world_size,
+            "gloo",
+            init_method=f"file://{folder}/rendezvous",
+            rank=rank,
+            world_size=world_size,
             timeout=timedelta(seconds=timeout_s),
         )
         result = fn(rank, *args)
@@ -75,9 +78,7 @@ def spawn_world(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: 
         context = mp.get_context("forkserver")
         context.set_forkserver_preload(IMPORTED_ONCE)
         common = (fn, world_size, folder, timeout_s, dict(os.environ), args)
-        processes = [
-            context.Process(target=_rank_main, args=(rank, *common), daemon=True) for rank in range(world_size)
-        ]
+        processes = [context.Process(target=_rank_main, args=(rank, *common), daemon=True) for rank in range(world_size)]
         for process in processes:
             process.start()
         deadline = time.monotonic() + timeout_s

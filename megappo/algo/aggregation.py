@@ -6,7 +6,7 @@ the counts add, so neither the split into micro-batches nor the layout changes t
 
 from __future__ import annotations
 
-from typing import NamedTuple, Optional
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ def tokens_per_sequence(mask: Tensor, cu_seqlens: Tensor) -> Tensor:
     return running[cu_seqlens[1:].long()] - running[cu_seqlens[:-1].long()]
 
 
-def token_weights(mode: str, mask: Tensor, cu_seqlens: Tensor, max_tokens: Optional[int] = None) -> TokenWeights:
+def token_weights(mode: str, mask: Tensor, cu_seqlens: Tensor, max_tokens: int | None = None) -> TokenWeights:
     """Weights and count of a packed batch of whole sequences. mask: [T] bool, cu_seqlens: [B+1].
 
     token-mean            every token counts the same: weight 1, count = tokens (DAPO)

@@ -12,7 +12,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-
 # Returns that vary by less are those of a batch without reward, and what would be explained is rounding.
 MIN_DEVIATION = 1e-6
 

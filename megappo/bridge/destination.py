@@ -7,8 +7,10 @@ description of itself is recorded in `vllm_layout.py`.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Callable, ContextManager, Mapping, NamedTuple, Protocol, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -76,7 +78,7 @@ class WeightReceiver(Protocol):
     def describe(self, tensors: Mapping[str, tuple[int, ...]]) -> Destination:
         """What this rank wants of Hugging Face tensors of these names and shapes."""
 
-    def session(self, moves: Sequence[Move], inspect: Inspect | None) -> ContextManager[Land]:
+    def session(self, moves: Sequence[Move], inspect: Inspect | None) -> AbstractContextManager[Land]:
         """Opens the engine for exactly these moves; the body hands each over as (move, [rows, cols] tensor of any float dtype).
 
         `inspect(name, tensor)` sees every parameter once complete, in loader format. Raises RuntimeError at the end when a move

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from typing import Iterable, Mapping, NamedTuple, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from megappo.models.pieces import Box, Piece
 

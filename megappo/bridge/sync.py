@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import time
-from typing import Callable, Mapping, Protocol, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 import torch
 import torch.distributed as dist

@@ -7,7 +7,8 @@ sender and receiver are the same rank are handed over as views of the parameters
 
 from __future__ import annotations
 
-from typing import Iterable, Mapping, NamedTuple, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -108,9 +109,12 @@ def _start(
     work = None
     if current.on_wire:  # as bytes: every backend carries them, whatever the dtype
         work = dist.all_to_all_single(
-            buffer.view(torch.uint8), packed.view(torch.uint8),
-            [n * dtype.itemsize for n in receive_counts], [n * dtype.itemsize for n in send_counts],
-            group=group, async_op=True,
+            buffer.view(torch.uint8),
+            packed.view(torch.uint8),
+            [n * dtype.itemsize for n in receive_counts],
+            [n * dtype.itemsize for n in send_counts],
+            group=group,
+            async_op=True,
         )
     return _InFlight(current, buffer, packed, work)
 

@@ -9,7 +9,7 @@ proves its coverage itself), nor what vLLM's kernels make of the parameter after
 
 from __future__ import annotations
 
-from typing import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist

@@ -8,7 +8,8 @@ Nothing is moved and the live weights are left as they were.
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Iterator, Mapping, NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -57,18 +58,22 @@ class _LoaderRecorder(TorchDispatchMode):
         elif func is aten.zero_.default:
             self.fills.append((region, 0.0))
         else:
-            raise ValueError(f"vLLM's loader of {target} runs {func} on it: not a copy of a checkpoint slice, so the bridge "
-                             "cannot plan it")
+            raise ValueError(
+                f"vLLM's loader of {target} runs {func} on it: not a copy of a checkpoint slice, so the bridge cannot plan it"
+            )
         return args[0]
 
     def _record_copy(self, region: _Region, source: Tensor) -> None:
         name = self.sources.get(_storage(source))
         if name is None:
-            raise ValueError(f"vLLM's loader copies a computed tensor into {region.name}: not a pure slice of a checkpoint "
-                             "tensor, so the bridge cannot plan it")
+            raise ValueError(
+                f"vLLM's loader copies a computed tensor into {region.name}: not a pure slice of a checkpoint "
+                "tensor, so the bridge cannot plan it"
+            )
         if tuple(source.shape) != region.size:
-            raise ValueError(f"vLLM's loader broadcasts {name} {tuple(source.shape)} into {region.name} {region.size}: "
-                             "not a pure slice")
+            raise ValueError(
+                f"vLLM's loader broadcasts {name} {tuple(source.shape)} into {region.name} {region.size}: not a pure slice"
+            )
         self.copies.append((_Region.of(name, source), region))
 
 
@@ -91,8 +96,9 @@ def _rectangle(region: _Region, shape: Shape) -> tuple[int, Box]:
     else:
         raise ValueError(f"{region.name}: a region of {len(size)} dimensions {size} is not a rectangle")
     if (rows > 1 and row_stride != shape.cols) or (cols > 1 and col_stride != 1):
-        raise ValueError(f"{region.name}: the region {size} with strides {stride} is transposed or strided, "
-                         f"not a rectangle of {shape}")
+        raise ValueError(
+            f"{region.name}: the region {size} with strides {stride} is transposed or strided, not a rectangle of {shape}"
+        )
     slot, rest = divmod(region.offset, shape.rows * shape.cols)
     row, col = divmod(rest, shape.cols)
     box = Box(row, row + rows, col, col + cols)
@@ -171,7 +177,8 @@ def _check_parameters(watched: Mapping[str, Tensor], filled: set[str], parameter
         raise ValueError(f"vLLM's parameter {missing[0]} is filled by no tensor of the policy ({len(missing)} in all)")
     for name in sorted(filled):
         if watched[name].dtype != dtype:
-            raise ValueError(f"vLLM keeps {name} in {watched[name].dtype}, the rest of the model in {dtype}: "
-                             "the bridge sends one dtype")
+            raise ValueError(
+                f"vLLM keeps {name} in {watched[name].dtype}, the rest of the model in {dtype}: the bridge sends one dtype"
+            )
         if not watched[name].is_contiguous():
             raise ValueError(f"vLLM's parameter {name} {tuple(watched[name].shape)} is not contiguous in loader format")

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter, defaultdict
-from typing import Any, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,8 +41,9 @@ class VllmReceiver:
             self._destination = bake(self._model, self._api, tensors, self._dtype)
         for name in self._destination.shapes:
             if self._api.is_deferred(self._modules[module_of(name)]):
-                raise ValueError(f"vLLM loads {name} into an attention layer after all others; "
-                                 "the bridge does not transfer such scales")
+                raise ValueError(
+                    f"vLLM loads {name} into an attention layer after all others; the bridge does not transfer such scales"
+                )
         return self._destination
 
     @contextlib.contextmanager
@@ -145,5 +147,6 @@ class _Landing:
         missing = {module: count for module, count in self._expected.items() if count}
         if missing:
             module, count = next(iter(missing.items()))
-            raise RuntimeError(f"weight transfer ended with {count} rectangles of {module} missing "
-                               f"({len(missing)} modules incomplete)")
+            raise RuntimeError(
+                f"weight transfer ended with {count} rectangles of {module} missing ({len(missing)} modules incomplete)"
+            )

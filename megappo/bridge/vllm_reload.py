@@ -9,8 +9,9 @@ of loading garbage.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Callable
+from typing import Any
 
 _WRITTEN_FOR = "0.32"
 _SIGNATURES = {
@@ -64,8 +65,10 @@ def reload_api() -> ReloadApi:
     if missing or not hasattr(LayerReloadingInfo, "can_load"):
         problems.append(f"LayerReloadingInfo lacks {sorted(missing) or 'can_load'}")
     if problems:
-        raise RuntimeError(f"vLLM {vllm.__version__} reloads weights in another way than {_WRITTEN_FOR}, which the bridge is "
-                           f"written for: {'; '.join(problems)}")
+        raise RuntimeError(
+            f"vLLM {vllm.__version__} reloads weights in another way than {_WRITTEN_FOR}, which the bridge is "
+            f"written for: {'; '.join(problems)}"
+        )
     return ReloadApi(
         initialize=layerwise.initialize_layerwise_reload,
         finalize=layerwise.finalize_layerwise_processing,

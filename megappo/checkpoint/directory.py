@@ -1,9 +1,9 @@
 """The directory of a run's checkpoints: which there are, how one appears all at once, which are removed. Called on one rank only.
 
-    step-20/         complete: its manifest was written before it got this name
-    .tmp-step-30.x/  being written, or left by a process that was killed; removed before the next save or load
-    bad-step-10/     damaged, set aside by a load for a person to look at
-    LATEST           name of the newest, for people and scripts; loading looks at the directories themselves
+step-20/         complete: its manifest was written before it got this name
+.tmp-step-30.x/  being written, or left by a process that was killed; removed before the next save or load
+bad-step-10/     damaged, set aside by a load for a person to look at
+LATEST           name of the newest, for people and scripts; loading looks at the directories themselves
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import os
 import re
 import shutil
 from pathlib import Path
-from typing import Optional
 
 from megappo.checkpoint.manifest import Manifest, find_wrong_size, read_manifest, sync_directory, write_synced
 
@@ -47,7 +46,7 @@ class CheckpointDirectory:
             raise ValueError(wrong)
         return manifest
 
-    def newest(self) -> Optional[Manifest]:
+    def newest(self) -> Manifest | None:
         """Manifest of the newest checkpoint that looks complete (sizes are checked, contents are not)."""
         for step in self.steps():
             try:

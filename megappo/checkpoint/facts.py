@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Mapping
+from typing import Any
 
 from megappo.checkpoint.manifest import Manifest
 
@@ -62,4 +63,3 @@ def fingerprint_model(directory: str | Path) -> str:
                 file.seek(_WHOLE_FILE_BYTES + (size - _WHOLE_FILE_BYTES) * sample // _SAMPLES, os.SEEK_SET)
                 digest.update(file.read(_SAMPLE_BYTES))
     return digest.hexdigest()
-

@@ -9,9 +9,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Mapping, Optional
+from typing import Any
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -96,7 +97,7 @@ def read_manifest(directory: Path) -> Manifest:
     return Manifest(files=files, **content)
 
 
-def find_wrong_size(directory: Path, manifest: Manifest) -> Optional[str]:
+def find_wrong_size(directory: Path, manifest: Manifest) -> str | None:
     """First listed file that is missing, is a link, or has another size; None where all are right."""
     for name, entry in sorted(manifest.files.items()):
         path = directory / name
@@ -107,7 +108,7 @@ def find_wrong_size(directory: Path, manifest: Manifest) -> Optional[str]:
     return None
 
 
-def find_wrong_content(directory: Path, manifest: Manifest, names: list[str]) -> Optional[str]:
+def find_wrong_content(directory: Path, manifest: Manifest, names: list[str]) -> str | None:
     """First of `names` whose SHA-256 is not the manifest's."""
     for name in names:
         try:

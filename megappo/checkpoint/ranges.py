@@ -7,8 +7,8 @@ reads by the overlap of boxes, so any cut can be read back in any other. Nothing
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from math import prod
-from typing import Iterator, Sequence
 
 from megatron.core.dist_checkpointing.mapping import ReplicaId, ShardedTensor
 from torch import Tensor
@@ -60,10 +60,16 @@ def cut(entry: ShardedTensor, start: int, values: Tensor) -> list[ShardedTensor]
         at += part.numel()
         found.append(
             ShardedTensor(
-                entry.key, part, part.dtype, size, entry.global_shape,
-                tuple(a + b for a, b in zip(entry.global_offset, offset)), axis_fragmentations=None,
-                replica_id=entry.replica_id, allow_shape_mismatch=entry.allow_shape_mismatch,
-            )  # fmt: skip
+                entry.key,
+                part,
+                part.dtype,
+                size,
+                entry.global_shape,
+                tuple(a + b for a, b in zip(entry.global_offset, offset)),
+                axis_fragmentations=None,
+                replica_id=entry.replica_id,
+                allow_shape_mismatch=entry.allow_shape_mismatch,
+            )
         )
     return found
 

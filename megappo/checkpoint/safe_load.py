@@ -44,7 +44,9 @@ class UnsafeCheckpoint(ValueError):
 
 
 def _enum_member(*arguments: Any) -> Enum:
-    """What early releases of Python 3.11 (3.11.2, not 3.11.7) write for an enum member: getattr of class and name; no other getattr."""
+    """What early releases of Python 3.11 (3.11.2, not 3.11.7) write for an enum member: getattr of class and name; no other
+    getattr.
+    """
     owner, name = arguments if len(arguments) == 2 else (None, None)
     if owner is not _MEM_FORMAT_ENCODING or name not in _MEM_FORMAT_ENCODING.__members__:
         raise UnsafeCheckpoint(f"checkpoint index asks for builtins.getattr of {arguments!r}; the file is not from megappo")

@@ -67,9 +67,7 @@ def save_sharded(state: dict[str, Any], directory: Path) -> None:
     # Done here, because the shards of all ranks are needed below, too.
     _, everyone = determine_global_metadata(shards)
     validate_sharding_integrity(everyone, common_state_dict=common)
-    on_rank_zero(
-        f"writing {COMMON_STATE_FNAME}", lambda: TorchCommonSaveStrategy("torch", 1).save_common(common, str(directory))
-    )
+    on_rank_zero(f"writing {COMMON_STATE_FNAME}", lambda: TorchCommonSaveStrategy("torch", 1).save_common(common, str(directory)))
     try:
         dcp.save(
             mcore_to_pyt_state_dict(_written_here(shards, everyone)),

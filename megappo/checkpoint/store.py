@@ -11,8 +11,9 @@ import json
 import logging
 import re
 import secrets
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Mapping, Optional, Protocol
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
@@ -81,7 +82,7 @@ class CheckpointStore:
         self._keep_last = keep_last
         self._save_only_model = save_only_model
 
-    def latest_step(self) -> Optional[int]:
+    def latest_step(self) -> int | None:
         """Step of the newest checkpoint that looks complete, None where there is none."""
         newest = on_rank_zero("looking for checkpoints", self._directory.newest)
         return newest.step if newest else None
@@ -156,7 +157,7 @@ class CheckpointStore:
         return self.restore(self.find_resumable(facts), engines, components)
 
     def find_resumable(self, facts: Mapping[str, Any]) -> Manifest:
-        """The newest valid checkpoint, before anything is built. Damaged ones are renamed to bad-step-N and the next older is taken.
+        """Find the newest valid checkpoint, before anything is built. Damaged ones are renamed to bad-step-N, an older taken.
 
         ValueError where there is no valid checkpoint, it holds weights only, or facts that must match do not.
         """
@@ -187,7 +188,7 @@ class CheckpointStore:
         self._restore_rng(source, manifest)
         return manifest.step
 
-    def load_weights(self, name: str, engine: StatefulEngine, step: Optional[int] = None, *, with_head: bool = True) -> int:
+    def load_weights(self, name: str, engine: StatefulEngine, step: int | None = None, *, with_head: bool = True) -> int:
         """Weights of one engine, without optimizer, from checkpoint `step` (default: the newest valid one); returns the step.
 
         Works for `save_only_model` checkpoints and in any layout. Without `with_head` the engine keeps its own head, and the
@@ -206,7 +207,9 @@ class CheckpointStore:
     def _verified(self, step: int) -> Manifest:
         manifest, fault = self._verify(step)
         if manifest is None:
-            raise ValueError(f"{self._directory.step_path(step)}: {fault}; steps there: {on_rank_zero('listing', self._directory.steps)}")
+            raise ValueError(
+                f"{self._directory.step_path(step)}: {fault}; steps there: {on_rank_zero('listing', self._directory.steps)}"
+            )
         return manifest
 
     def _newest_verified(self) -> Manifest:
@@ -224,7 +227,7 @@ class CheckpointStore:
         self._directory.remove_leftovers()
         return self._directory.steps()
 
-    def _verify(self, step: int) -> tuple[Optional[Manifest], str]:
+    def _verify(self, step: int) -> tuple[Manifest | None, str]:
         """Check manifest, sizes and all hashes; the ranks share the files among them. The same result on every rank."""
         manifest, fault = on_rank_zero("reading the manifest", lambda: _attempt_read(self._directory, step))
         if manifest is None:
@@ -241,8 +244,10 @@ class CheckpointStore:
         else:
             _warn(
                 "%s was written by %d ranks, this run has %d: random generators start from the seed",
-                source.name, manifest.world_size, dist.get_world_size(),
-            )  # fmt: skip
+                source.name,
+                manifest.world_size,
+                dist.get_world_size(),
+            )
 
 
 def _warn(text: str, *values: Any) -> None:
@@ -251,7 +256,7 @@ def _warn(text: str, *values: Any) -> None:
         logger.warning(text, *values)
 
 
-def _attempt_read(directory: CheckpointDirectory, step: int) -> tuple[Optional[Manifest], str]:
+def _attempt_read(directory: CheckpointDirectory, step: int) -> tuple[Manifest | None, str]:
     try:
         return directory.read(step), ""
     except ValueError as error:

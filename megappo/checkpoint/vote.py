@@ -5,7 +5,8 @@ A rank that raises alone leaves its peers waiting in the next collective until t
 
 from __future__ import annotations
 
-from typing import Callable, Optional, TypeVar
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch.distributed as dist
 from safetensors import SafetensorError
@@ -40,5 +41,5 @@ def on_every_rank(what: str, action: Callable[[], Result]) -> list[Result]:
 
 def on_rank_zero(what: str, action: Callable[[], Result]) -> Result:
     """Run `action` on rank 0 only; its result on every rank. RankFault on all ranks where it failed."""
-    result: Optional[list[Result]] = on_every_rank(what, lambda: action() if dist.get_rank() == 0 else None)
+    result: list[Result] | None = on_every_rank(what, lambda: action() if dist.get_rank() == 0 else None)
     return result[0]

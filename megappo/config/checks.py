@@ -8,8 +8,9 @@ Imports no torch.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Callable, Iterator, Literal, Optional
+from typing import Literal
 
 from megappo.config.batch import nearest_divisors, step_arithmetic
 from megappo.config.dead_keys import dead_keys
@@ -51,7 +52,9 @@ def timeout_problems(run: RunConfig) -> Iterator[str]:
     limits = run.timeouts
     for name, value in (("start_s", limits.start_s), ("meeting_s", limits.meeting_s)):
         if value < limits.pass_s:
-            yield problem(f"run.timeouts.{name}", value, f"is below run.timeouts.pass_s = {limits.pass_s:g}; raise it, or lower pass_s")
+            yield problem(
+                f"run.timeouts.{name}", value, f"is below run.timeouts.pass_s = {limits.pass_s:g}; raise it, or lower pass_s"
+            )
 
 
 def step_problems(config: TrainConfig, total_steps: int) -> Iterator[str]:
@@ -72,7 +75,7 @@ def dead_key_problems(config: TrainConfig | SftConfig, explicit: frozenset[str])
 # ------------------------------------------------------------------------------------------------------------------ train
 
 
-def _mini_batches(config: TrainConfig) -> Optional[str]:
+def _mini_batches(config: TrainConfig) -> str | None:
     size, samples = config.algorithm.mini_batch_size, step_arithmetic(config).samples
     if samples % size == 0:
         return None
@@ -86,7 +89,7 @@ def _mini_batches(config: TrainConfig) -> Optional[str]:
     )
 
 
-def _greedy_training(config: TrainConfig) -> Optional[str]:
+def _greedy_training(config: TrainConfig) -> str | None:
     if config.rollout.sampling.temperature == 0:
         return problem(
             "rollout.sampling.temperature",
@@ -96,13 +99,13 @@ def _greedy_training(config: TrainConfig) -> Optional[str]:
     return None
 
 
-def _top_k_zero(config: TrainConfig) -> Optional[str]:
+def _top_k_zero(config: TrainConfig) -> str | None:
     return (
         problem("rollout.sampling.top_k", 0, "must be >= 1, or -1 for all tokens") if config.rollout.sampling.top_k == 0 else None
     )
 
 
-def _kept_tokens(config: TrainConfig) -> Optional[str]:
+def _kept_tokens(config: TrainConfig) -> str | None:
     sampling = config.rollout.sampling
     if not (sampling.replay_kept_tokens and sampling.truncates):
         return None
@@ -122,7 +125,7 @@ def _kept_tokens(config: TrainConfig) -> Optional[str]:
     return None
 
 
-def _bf16_logits(config: TrainConfig) -> Optional[str]:
+def _bf16_logits(config: TrainConfig) -> str | None:
     """Rounding that the sampler does not do would add a difference instead of removing one."""
     if config.policy.logits_dtype == "fp32" or config.rollout.engine == "megatron":
         return None
@@ -134,13 +137,13 @@ def _bf16_logits(config: TrainConfig) -> Optional[str]:
     return None
 
 
-def _empty_stop(config: TrainConfig) -> Optional[str]:
+def _empty_stop(config: TrainConfig) -> str | None:
     if "" in config.rollout.stop:
         return problem("rollout.stop", list(config.rollout.stop), "an empty string would end every response at once; remove it")
     return None
 
 
-def _adaptive_placement(config: TrainConfig) -> Optional[str]:
+def _adaptive_placement(config: TrainConfig) -> str | None:
     kl = config.algorithm.kl
     if kl.controller == "adaptive" and kl.placement == "loss":
         return problem(
@@ -149,7 +152,7 @@ def _adaptive_placement(config: TrainConfig) -> Optional[str]:
     return None
 
 
-def _adaptive_from_zero(config: TrainConfig) -> Optional[str]:
+def _adaptive_from_zero(config: TrainConfig) -> str | None:
     kl = config.algorithm.kl
     if kl.placement == "reward" and kl.controller == "adaptive" and kl.coef == 0:
         return problem(
@@ -158,7 +161,7 @@ def _adaptive_from_zero(config: TrainConfig) -> Optional[str]:
     return None
 
 
-def _adaptive_horizon(config: TrainConfig) -> Optional[str]:
+def _adaptive_horizon(config: TrainConfig) -> str | None:
     kl, samples = config.algorithm.kl, step_arithmetic(config).samples
     least = int(samples * MAX_ADAPTIVE_STEP) + 1
     if kl.placement == "reward" and kl.controller == "adaptive" and kl.horizon < least:
@@ -170,7 +173,7 @@ def _adaptive_horizon(config: TrainConfig) -> Optional[str]:
     return None
 
 
-def _k1_in_loss(config: TrainConfig) -> Optional[str]:
+def _k1_in_loss(config: TrainConfig) -> str | None:
     kl = config.algorithm.kl
     if kl.placement == "loss" and kl.estimator == "k1":
         return problem(
@@ -181,7 +184,7 @@ def _k1_in_loss(config: TrainConfig) -> Optional[str]:
     return None
 
 
-def _critic_head(config: TrainConfig) -> Optional[str]:
+def _critic_head(config: TrainConfig) -> str | None:
     critic = config.critic
     if critic.value_head != "checkpoint":
         return None
@@ -196,7 +199,7 @@ def _critic_head(config: TrainConfig) -> Optional[str]:
     return None
 
 
-def _critic_warmup(config: TrainConfig) -> Optional[str]:
+def _critic_warmup(config: TrainConfig) -> str | None:
     warmup, steps = config.critic.warmup_steps, config.trainer.steps
     if steps is not None and warmup > steps:
         return problem(
@@ -205,13 +208,13 @@ def _critic_warmup(config: TrainConfig) -> Optional[str]:
     return None
 
 
-def _warmup_fits(key: str, optimizer: OptimizerConfig, total: int) -> Optional[str]:
+def _warmup_fits(key: str, optimizer: OptimizerConfig, total: int) -> str | None:
     if optimizer.warmup_steps and optimizer.warmup_steps >= total:
         return problem(key, optimizer.warmup_steps, f"the run has {total} optimizer steps and would never reach lr; lower it")
     return None
 
 
-def _policy_lr_warmup(config: TrainConfig) -> Optional[str]:
+def _policy_lr_warmup(config: TrainConfig) -> str | None:
     if config.trainer.steps is None:
         return None
     steps = max(0, config.trainer.steps - config.critic.warmup_steps)
@@ -219,14 +222,14 @@ def _policy_lr_warmup(config: TrainConfig) -> Optional[str]:
     return _warmup_fits("policy.optimizer.warmup_steps", config.policy.optimizer, total)
 
 
-def _critic_lr_warmup(config: TrainConfig) -> Optional[str]:
+def _critic_lr_warmup(config: TrainConfig) -> str | None:
     if config.trainer.steps is None:
         return None
     total = config.trainer.steps * step_arithmetic(config).optimizer_steps
     return _warmup_fits("critic.optimizer.warmup_steps", config.critic.optimizer, total)
 
 
-def _rewards(config: TrainConfig) -> Optional[str]:
+def _rewards(config: TrainConfig) -> str | None:
     names = [part.name for part in config.reward.parts]
     if not names:
         return problem("reward.parts", [], "a run needs a reward; name at least one, for example [{name: exact_match}]")
@@ -238,7 +241,7 @@ def _rewards(config: TrainConfig) -> Optional[str]:
     return None
 
 
-def _length_penalty(config: TrainConfig) -> Optional[str]:
+def _length_penalty(config: TrainConfig) -> str | None:
     reward: RewardConfig = config.reward
     longest = config.rollout.max_response_tokens
     if reward.length_penalty > 0 and reward.length_penalty_start >= longest:
@@ -250,7 +253,7 @@ def _length_penalty(config: TrainConfig) -> Optional[str]:
     return None
 
 
-def _trajectories(config: TrainConfig) -> Optional[str]:
+def _trajectories(config: TrainConfig) -> str | None:
     wanted, samples = config.telemetry.trajectories_per_step, step_arithmetic(config).samples
     explicit = "trajectories_per_step" in config.telemetry.model_fields_set
     if explicit and config.telemetry.trajectories_every and wanted > samples:
@@ -258,7 +261,7 @@ def _trajectories(config: TrainConfig) -> Optional[str]:
     return None
 
 
-TrainRule = Callable[[TrainConfig], Optional[str]]
+TrainRule = Callable[[TrainConfig], str | None]
 
 TRAIN_RULES: tuple[TrainRule, ...] = (
     _mini_batches,
@@ -284,11 +287,11 @@ TRAIN_RULES: tuple[TrainRule, ...] = (
 # -------------------------------------------------------------------------------------------------------------------- sft
 
 
-def _sft_lr_warmup(config: SftConfig) -> Optional[str]:
+def _sft_lr_warmup(config: SftConfig) -> str | None:
     return _warmup_fits("policy.optimizer.warmup_steps", config.policy.optimizer, config.trainer.steps)
 
 
-SFT_RULES: tuple[Callable[[SftConfig], Optional[str]], ...] = (_sft_lr_warmup,)
+SFT_RULES: tuple[Callable[[SftConfig], str | None], ...] = (_sft_lr_warmup,)
 
 
 # ----------------------------------------------------------------------------------------------------------------- device
@@ -327,9 +330,7 @@ def run_dir_of(run: RunConfig) -> Path:
     """Where a run writes: `output_dir/name`. Raises ConfigError where a link leads out of output_dir."""
     path = Path(run.output_dir) / run.name
     if not path.resolve().is_relative_to(Path(run.output_dir).resolve()):
-        raise ConfigError(
-            problem("run.name", run.name, f"{path} is a link that leads out of run.output_dir; choose another name")
-        )
+        raise ConfigError(problem("run.name", run.name, f"{path} is a link that leads out of run.output_dir; choose another name"))
     return path
 
 

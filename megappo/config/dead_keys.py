@@ -7,7 +7,8 @@ dump of a resolved configuration leaves them out, so that it can be loaded again
 
 from __future__ import annotations
 
-from typing import Any, Callable, Mapping, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 

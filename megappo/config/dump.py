@@ -5,7 +5,8 @@ What is written loads back to an equal configuration and passes the checks again
 
 from __future__ import annotations
 
-from typing import Any, Iterable
+from collections.abc import Iterable
+from typing import Any
 
 import yaml
 from pydantic import BaseModel

@@ -6,7 +6,8 @@ Walks the pydantic models so that suggestions, documentation and dumps follow `s
 from __future__ import annotations
 
 import difflib
-from typing import Any, Iterator, Mapping, Optional, get_args
+from collections.abc import Iterator, Mapping
+from typing import Any, get_args
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -80,13 +81,13 @@ OTHER_NAMES: Mapping[str, str] = {
 }
 
 
-def section_class(field: FieldInfo) -> Optional[type[BaseModel]]:
+def section_class(field: FieldInfo) -> type[BaseModel] | None:
     """The class of a field that is a section, None where the field is a value."""
     kind = field.annotation
     return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
 
 
-def item_class(field: FieldInfo) -> Optional[type[BaseModel]]:
+def item_class(field: FieldInfo) -> type[BaseModel] | None:
     """The class of the items of a field that is a list of sections (`reward.parts`), None otherwise."""
     items = get_args(field.annotation)
     return items[0] if items and isinstance(items[0], type) and issubclass(items[0], BaseModel) else None
@@ -130,7 +131,7 @@ def value_at(config: BaseModel, dotted: str) -> Any:
     return value
 
 
-def nearest_key(name: str, cls: type[BaseModel]) -> Optional[str]:
+def nearest_key(name: str, cls: type[BaseModel]) -> str | None:
     """The known key that `name` most likely means, None where nothing is near.
 
     In this order: the name another trainer uses; a key whose last part is the same (`policy.tp` -> `policy.parallel.tp`); the

@@ -5,7 +5,7 @@ What a model allows (heads, layers, experts) is checked in `megappo/plan/model_r
 
 from __future__ import annotations
 
-from typing import Iterator
+from collections.abc import Iterator
 
 from megappo.config.batch import nearest_divisors
 from megappo.config.errors import problem

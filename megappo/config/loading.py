@@ -7,9 +7,10 @@ pydantic validates in strict mode (no "2" for 2, no true for 1). Rules about sev
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, Mapping, Optional, Sequence, TypeVar, get_args
+from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -140,7 +141,7 @@ def _unknown(key: str, cls: type[BaseModel]) -> str:
 
 
 def _names_section(key: str, cls: type[BaseModel]) -> bool:
-    section: Optional[type[BaseModel]] = cls
+    section: type[BaseModel] | None = cls
     for part in key.split("."):
         field = section.model_fields.get(part) if section is not None else None
         section = section_class(field) if field is not None else None

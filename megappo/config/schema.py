@@ -7,7 +7,7 @@ overrides lives in `loading.py`. Imports nothing of megappo.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Optional
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -113,11 +113,11 @@ class PolicyConfig(TrainableConfig):
 
 
 class CriticConfig(TrainableConfig):
-    model: Optional[str] = None
+    model: str | None = None
     """Checkpoint that initialises the critic; null means `policy.model`. A reward or critic checkpoint may carry its head."""
     value_head: Literal["zero", "normal", "checkpoint"] = "zero"
     """Initial value head: zeros, normal(0, 1/(hidden+1)), or read from `model` (`score.weight` or `v_head.weight`)."""
-    checkpoint: Optional[str] = None
+    checkpoint: str | None = None
     """megappo run (`runs/NAME`: its newest checkpoint) or checkpoint (`runs/NAME/checkpoints/step-N`) whose weights initialise
     the critic in place of those of `model`, whatever layout wrote them. `model` still names the architecture. A resumed run
     takes its own."""
@@ -140,7 +140,7 @@ class ModelConfig(Section):
 
 
 class ReferenceConfig(RoleConfig):
-    model: Optional[str] = None
+    model: str | None = None
     """Checkpoint of the reference model; null means `policy.model`."""
     offload: FrozenOffloadConfig = FrozenOffloadConfig()
     """What leaves the GPU while it is not needed."""
@@ -186,7 +186,7 @@ class RolloutConfig(Section):
     """Sequences that one vLLM replica decodes at once."""
     memory_share: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.4
     """Share of GPU memory that vLLM may take for weights and KV cache while it generates."""
-    kv_cache_gib: Optional[PositiveFloat] = None
+    kv_cache_gib: PositiveFloat | None = None
     """KV cache of one vLLM rank in GiB; null lets `memory_share` decide on a GPU and means 0.25 on the CPU."""
     sleep: Literal["none", "cache", "all"] = "none"
     """Memory that vLLM gives back between generations: nothing, its KV cache, or while the models train its weights as well."""
@@ -194,7 +194,7 @@ class RolloutConfig(Section):
     """Neither compile vLLM's model nor capture CUDA graphs."""
     model_runner: Literal["auto", "v1", "v2"] = "auto"
     """Which of vLLM's two model runners drives the model; auto leaves the choice to vLLM, v2 where it can."""
-    async_scheduling: Optional[bool] = None
+    async_scheduling: bool | None = None
     """Let vLLM prepare a step while the one before runs; null leaves the choice to vLLM, which does where it can."""
     max_prob_diff: PositiveFloat = 0.01
     """Stop when the mean |probability difference| between the sampler and the trainer on sampled tokens is above this."""
@@ -206,9 +206,9 @@ class RolloutConfig(Section):
 class DataConfig(Section):
     train: str
     """Training prompts: a .jsonl or .parquet file, or the name of a Hugging Face dataset (`name`, or `name:subset:split`)."""
-    eval: Optional[str] = None
+    eval: str | None = None
     """Held-out prompts for validation, same forms as `train`."""
-    tokenizer: Optional[str] = None
+    tokenizer: str | None = None
     """Directory of a Hugging Face tokenizer or path of a SentencePiece .model file; null means `policy.model`."""
     prompt_key: str = "prompt"
     """Field of a record that holds the question (a string, or a list of chat messages); `a.b` reaches into a nested object."""
@@ -216,7 +216,7 @@ class DataConfig(Section):
     """Field of a record that holds the reference answer handed to the rewards; `a.b` reaches into a nested object."""
     chat_template: bool = True
     """Wrap the question with the tokenizer's chat template."""
-    system_prompt: Optional[str] = None
+    system_prompt: str | None = None
     """System message before the question (needs `chat_template`)."""
     prompt_suffix: str = ""
     """Text appended to every question, for example an instruction on the answer's format."""
@@ -228,7 +228,7 @@ class DataConfig(Section):
     """Visit the prompts in a new seeded order every epoch."""
     prompts_per_step: Positive = 256
     """Prompts per PPO step (the train batch, before `rollout.samples_per_prompt`)."""
-    eval_prompts: Optional[Positive] = None
+    eval_prompts: Positive | None = None
     """Evaluate on the first so many held-out prompts; null means all."""
 
 
@@ -273,17 +273,17 @@ class AlgorithmConfig(Section):
     """Discount per token."""
     lam: Fraction = 0.95
     """GAE lambda of the policy's advantages."""
-    lam_value: Optional[Fraction] = None
+    lam_value: Fraction | None = None
     """GAE lambda of the critic's returns; null means `lam`."""
-    lam_length_alpha: Optional[PositiveFloat] = None
+    lam_length_alpha: PositiveFloat | None = None
     """Length-adaptive policy lambda 1 - 1/(alpha * length) (VAPO, 2025); replaces `lam`."""
     clip_low: PositiveFloat = 0.2
     """The ratio is clipped below at 1 - clip_low."""
     clip_high: PositiveFloat = 0.2
     """The ratio is clipped above at 1 + clip_high."""
-    dual_clip: Optional[Annotated[float, Field(gt=1.0)]] = None
+    dual_clip: Annotated[float, Field(gt=1.0)] | None = None
     """Bound of the loss at this ratio where the advantage is negative (Ye et al. 2020); null turns it off."""
-    value_clip: Optional[PositiveFloat] = 0.2
+    value_clip: PositiveFloat | None = 0.2
     """New values are clipped to this distance of the old ones in the value loss; null turns it off."""
     entropy_coef: NonNegativeFloat = 0.0
     """Factor of the entropy bonus."""
@@ -295,7 +295,7 @@ class AlgorithmConfig(Section):
     """Passes over the experience of a step."""
     mini_batch_size: Positive = 256
     """Samples (responses) per optimizer step, over all data-parallel ranks."""
-    target_kl: Optional[PositiveFloat] = None
+    target_kl: PositiveFloat | None = None
     """Stop the policy's updates of this step once the approximate KL to the sampling policy is above 1.5 times this.
     Updates that are left out do not advance the learning-rate schedule."""
     loss_aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "fixed-length"] = "token-mean"
@@ -328,7 +328,7 @@ class RunConfig(Section):
     """Directory that holds the runs."""
     seed: NonNegative = 0
     """Seed of sampling, shuffling and initialisation."""
-    num_ranks: Optional[Positive] = None
+    num_ranks: Positive | None = None
     """Ranks that `megappo train` starts on this machine; null means one per GPU, or 1. Under torchrun it must match the world."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where models live; auto takes CUDA where it is available."""
@@ -339,7 +339,7 @@ class RunConfig(Section):
 class TrainerConfig(Section):
     epochs: Positive = 1
     """Passes over the training prompts."""
-    steps: Optional[Positive] = None
+    steps: Positive | None = None
     """PPO steps; null means `epochs` full passes."""
     eval_every: NonNegative = 10
     """Validate (greedy) every so many steps and at the end; 0 validates never."""
@@ -406,7 +406,7 @@ class TrainConfig(Section):
 class SftDataConfig(Section):
     train: str
     """Demonstrations: a .jsonl or .parquet file, or the name of a Hugging Face dataset."""
-    tokenizer: Optional[str] = None
+    tokenizer: str | None = None
     """Directory of a Hugging Face tokenizer or path of a SentencePiece .model file; null means `policy.model`."""
     prompt_key: str = "prompt"
     """Field that holds the question (a string, or a list of chat messages); `a.b` reaches into a nested object."""
@@ -414,7 +414,7 @@ class SftDataConfig(Section):
     """Field that holds the response to learn; the loss covers its tokens and the end-of-sequence token."""
     chat_template: bool = True
     """Wrap the question with the tokenizer's chat template."""
-    system_prompt: Optional[str] = None
+    system_prompt: str | None = None
     """System message before the question (needs `chat_template`)."""
     prompt_suffix: str = ""
     """Text appended to every question."""

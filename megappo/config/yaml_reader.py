@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Mapping, Optional
+from typing import Any
 
 import yaml
 
@@ -126,7 +127,7 @@ class _Converter:
 def parse_yaml(text: str, name: str) -> tuple[Any, dict[str, int]]:
     """Text -> (plain data, lines of the keys by dotted name). `name` stands in messages. Raises ConfigError."""
     try:
-        node: Optional[yaml.Node] = yaml.compose(text, Loader=CoreLoader)
+        node: yaml.Node | None = yaml.compose(text, Loader=CoreLoader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f":{mark.line + 1}" if mark else ""

@@ -10,10 +10,10 @@ import io
 import json
 import operator
 import random
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
-from typing import Iterable, Optional, Sequence
 
 ALPHABET = "0123456789+-*="
 
@@ -33,7 +33,7 @@ class ArithmeticTask:
     lowest: int = 0
     highest: int = 99
     operations: str = "+"
-    highest_second: Optional[int] = None
+    highest_second: int | None = None
     padded: bool = False
     last_digit_first: bool = False
 
@@ -68,7 +68,10 @@ class ArithmeticTask:
         last = self.highest if self.highest_second is None else self.highest_second
         first_width, second_width = (len(str(self.highest)), len(str(last))) if self.padded else (1, 1)
         answer = str(_OPERATIONS[symbol](a, b))
-        return {"prompt": f"{a:0{first_width}d}{symbol}{b:0{second_width}d}=", "answer": answer[::-1] if self.last_digit_first else answer}
+        return {
+            "prompt": f"{a:0{first_width}d}{symbol}{b:0{second_width}d}=",
+            "answer": answer[::-1] if self.last_digit_first else answer,
+        }
 
 
 @dataclass(frozen=True)

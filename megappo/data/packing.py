@@ -6,9 +6,9 @@ log-probs and values to tokens) is the contract of `algo/`.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import lcm
-from typing import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -68,9 +68,7 @@ class PackedBatch:
             left_out=self.left_out | {k for k in (*self.token_fields, *self.sequence_fields) if k not in names},
         )
 
-    def with_fields(
-        self, token_fields: Mapping[str, Tensor] = {}, sequence_fields: Mapping[str, Tensor] = {}
-    ) -> PackedBatch:
+    def with_fields(self, token_fields: Mapping[str, Tensor] = {}, sequence_fields: Mapping[str, Tensor] = {}) -> PackedBatch:
         """A batch that holds these fields too (same names are replaced)."""
         for name, value in token_fields.items():
             assert value.shape[:1] == self.tokens.shape, f"{name}: {tuple(value.shape)} are not of {self.num_tokens} tokens"

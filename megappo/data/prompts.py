@@ -6,8 +6,9 @@ Reading files is `sources.py`. Every rank builds the same PromptSet and the same
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Mapping, Optional, Sequence
+from typing import Any, Literal
 
 from megappo.data.tokenizers import Message, Tokenizer
 
@@ -19,7 +20,7 @@ class PromptFormat:
     """How a record's question becomes token ids; the fields are the keys of the same name under `data`."""
 
     chat_template: bool = True
-    system_prompt: Optional[str] = None
+    system_prompt: str | None = None
     prompt_suffix: str = ""
 
     def __post_init__(self) -> None:
@@ -89,7 +90,7 @@ def build_prompts(
     prompt_format: PromptFormat,
     max_prompt_tokens: int,
     overlong: Literal["filter", "error"] = "filter",
-    limit: Optional[int] = None,
+    limit: int | None = None,
 ) -> PromptSet:
     """Tokenise every record once (GSM8K: a second). `source` names the data in ids and messages; `limit` ends at so many prompts.
 

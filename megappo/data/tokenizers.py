@@ -10,9 +10,10 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Callable, Mapping, Optional, Protocol, Sequence
+from typing import Any, Protocol
 
 Message = Mapping[str, str]
 
@@ -41,10 +42,10 @@ class Tokenizer(Protocol):
 
     path: Path
     vocab_size: int
-    bos_id: Optional[int]
+    bos_id: int | None
     eos_id: int
     eos_ids: tuple[int, ...]
-    pad_id: Optional[int]
+    pad_id: int | None
     has_chat_template: bool
     fingerprint: str
 
@@ -244,7 +245,7 @@ def _no_chat_template(path: Path) -> ValueError:
     return ValueError(f"the tokenizer {path} has no chat template: set data.chat_template=false")
 
 
-def _optional(token_id: int) -> Optional[int]:
+def _optional(token_id: int) -> int | None:
     return None if token_id < 0 else token_id
 
 

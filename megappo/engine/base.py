@@ -1,14 +1,15 @@
 """What a role (policy, critic, reference) may ask of the engine that runs its model.
 
-Roles are written against this and do not know which engine runs. The engine knows nothing of PPO: losses arrive as callables. Batches
-are global: every rank passes the same packed batch and the engine takes the part that its layout needs.
+Roles are written against this and do not know which engine runs. The engine knows nothing of PPO: losses arrive as callables.
+Batches are global: every rank passes the same packed batch and the engine takes the part that its layout needs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Callable, Collection, Mapping, Optional, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -31,12 +32,12 @@ class ModelOutput:
 
     tp_group: torch.distributed.ProcessGroup
     sequence_parallel: bool
-    hidden: Optional[Tensor] = None
-    weight: Optional[Tensor] = None
+    hidden: Tensor | None = None
+    weight: Tensor | None = None
     vocab_start: int = 0
     num_valid: int = 0
-    values: Optional[Tensor] = None
-    context: Optional[ContextShard] = None
+    values: Tensor | None = None
+    context: ContextShard | None = None
 
     def own_tokens(self, x: Tensor) -> Tensor:
         """[T, ...] -> the part of the tokens of `hidden`, [T / cp, ...]."""
@@ -55,7 +56,7 @@ class LossOutput:
     sums / maxima: name -> scalar, combined over micro-batches and data-parallel ranks by sum / max.
     """
 
-    loss_sum: Optional[Tensor] = None
+    loss_sum: Tensor | None = None
     tokens: Mapping[str, Tensor] = field(default_factory=dict)
     sums: Mapping[str, Tensor] = field(default_factory=dict)
     maxima: Mapping[str, Tensor] = field(default_factory=dict)
@@ -87,7 +88,7 @@ class PassResult:
     sums: dict[str, float]
     maxima: dict[str, float]
     num_micro_batches: int
-    router: Optional[RouterSummary] = None
+    router: RouterSummary | None = None
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, Optional
+from typing import Literal
 
 import torch
 
@@ -28,22 +28,34 @@ def build_trainable(
     total_updates: int,
     seed: int,
     implementation: Implementation = "local",
-    value_head: Optional[Literal["zero", "normal", "checkpoint"]] = None,
+    value_head: Literal["zero", "normal", "checkpoint"] | None = None,
 ) -> MegatronEngine:
-    """A model that trains, loaded from the checkpoint at `path`. total_updates: optimizer steps of the whole run (for the schedule).
+    """A model that trains, loaded from the checkpoint at `path`.
+
+    total_updates: optimizer steps of the whole run (for the schedule).
     value_head: how a critic's head starts; None builds a policy.
     """
     chunks = build_model(
-        arch, groups, dtype=DTYPES[config.dtype], recompute=config.recompute, value_head=value_head is not None,
+        arch,
+        groups,
+        dtype=DTYPES[config.dtype],
+        recompute=config.recompute,
+        value_head=value_head is not None,
         implementation=implementation,
-    )  # fmt: skip
+    )
     load_pretrained(chunks, arch, groups, path, value_head=value_head or "zero", seed=seed)
     wrapped = wrap_with_ddp(chunks, groups, distributed_optimizer=config.optimizer.distributed)
     optimizer = Optimizer(wrapped, groups, config.optimizer, total_updates)
     engine = MegatronEngine(
-        name, wrapped, groups, device=device, micro_batch_tokens=config.micro_batch_tokens, optimizer=optimizer,
-        offload=config.offload, router_aux_coef=config.router_aux_coef,
-    )  # fmt: skip
+        name,
+        wrapped,
+        groups,
+        device=device,
+        micro_batch_tokens=config.micro_batch_tokens,
+        optimizer=optimizer,
+        offload=config.offload,
+        router_aux_coef=config.router_aux_coef,
+    )
     engine.park()
     return engine
 
@@ -66,8 +78,12 @@ def build_frozen(
     for chunk in chunks:
         chunk.requires_grad_(False)
     engine = MegatronEngine(
-        name, chunks, groups, device=device, micro_batch_tokens=config.micro_batch_tokens,
+        name,
+        chunks,
+        groups,
+        device=device,
+        micro_batch_tokens=config.micro_batch_tokens,
         offload=OffloadConfig(parameters=offload.parameters),
-    )  # fmt: skip
+    )
     engine.park()
     return engine

@@ -6,9 +6,10 @@ hands per-token results back in the global order to every rank. What a loss mean
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Collection, Iterator, Mapping, Optional, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,9 +20,9 @@ from torch import Tensor
 from megappo.config.schema import OffloadConfig
 from megappo.data.packing import PackedBatch
 from megappo.engine.base import LossFunction, LossOutput, ModelOutput, PassResult, RouterSummary, StepResult
-from megappo.engine.offload import StorageOffload, without_storages_of
 from megappo.engine.megatron_optimizer import Optimizer
 from megappo.engine.megatron_schedule import MicroBatch, MicroBatches, run_schedule
+from megappo.engine.offload import StorageOffload, without_storages_of
 from megappo.models.arch import vocab_shard
 from megappo.models.families import LOCAL_OUTPUT, LOCAL_VALUE_HEAD
 from megappo.models.gpt import CriticModel, PackedModel
@@ -55,7 +56,7 @@ class MegatronEngine:
         *,
         device: torch.device,
         micro_batch_tokens: int,
-        optimizer: Optional[Optimizer] = None,
+        optimizer: Optimizer | None = None,
         offload: OffloadConfig = OffloadConfig(),
         router_aux_coef: float = 0.0,
     ) -> None:
@@ -199,7 +200,7 @@ class MegatronEngine:
         # The token count is Megatron's normaliser; ours is already in the loss, so one token is reported and never used.
         return loss, torch.ones((), dtype=torch.int, device=self.device), {}
 
-    def _model_output(self, raw: Tensor, context: Optional[ContextShard]) -> ModelOutput:
+    def _model_output(self, raw: Tensor, context: ContextShard | None) -> ModelOutput:
         layout, model = self.groups.layout, self.chunks[-1]
         common: dict[str, Any] = dict(tp_group=self.groups.tp, sequence_parallel=layout.sequence_parallel, context=context)
         if isinstance(model, CriticModel):
@@ -237,7 +238,7 @@ class MegatronEngine:
             dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=self.groups.everyone)
         return dict(zip(sum_names, sums.tolist())), dict(zip(maximum_names, maxima.tolist()))
 
-    def _combine_router_load(self, num_sequences: int) -> Optional[RouterSummary]:
+    def _combine_router_load(self, num_sequences: int) -> RouterSummary | None:
         """What the routers of all ranks saw in this pass; None for a dense model."""
         if self._router_state is None:
             return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -111,7 +111,9 @@ class Optimizer:
         self._optimizer.reload_model_params()
 
     def sharded_state_dict(self, model_state: dict) -> dict:
-        """model_state: the model's sharded_state_dict. The schedule is its position only: after a resume the configuration rules."""
+        """model_state: the model's sharded_state_dict. The schedule is its position only: after a resume the configuration
+        rules.
+        """
         return {
             "optimizers": sharded_optimizer_state(self._chained(), model_state),
             "schedule_steps": self._scheduler.num_steps,

@@ -9,8 +9,9 @@ parts on one rank, fail for fp32 parameters in bf16 models (the value head), and
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Iterator, Sequence
+from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -27,7 +28,7 @@ _MAIN = "fp32_param"
 
 
 def sharded_optimizer_state(chained: Sequence[MegatronOptimizer], model_state: dict[str, Any]) -> dict[str, Any]:
-    """"0", "1", ... (dense weights, experts) -> "step": plain; "0", "1", ...: ShardedTensors.
+    """ "0", "1", ... (dense weights, experts) -> "step": plain; "0", "1", ...: ShardedTensors.
 
     chained: the optimizers of one model. model_state: the sharded_state_dicts of its chunks by number. Moments that do not exist
     before the first step are created as zeros. What is written does not depend on the kind of optimizer.

@@ -14,7 +14,7 @@ makes the current stream wait for NCCL's, and torch holds the tensors until then
 
 from __future__ import annotations
 
-from typing import Iterator, Optional, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch.distributed as dist
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
@@ -40,10 +40,10 @@ class PlannedCommunicator(P2PCommunicator):
         self._from_next = iter([tokens[micro] for micro, chunk in table if not (is_last and chunk == 0)])
 
     def _communicate_shapes(
-        self, tensor_send_next: Optional[Tensor], tensor_send_prev: Optional[Tensor], recv_prev: bool, recv_next: bool
-    ) -> tuple[Optional[Shape], Optional[Shape]]:
+        self, tensor_send_next: Tensor | None, tensor_send_prev: Tensor | None, recv_prev: bool, recv_next: bool
+    ) -> tuple[Shape | None, Shape | None]:
         """Shapes of the tensors that come from the previous and the next stage; nothing is sent."""
         return self._expected(recv_prev, self._from_previous), self._expected(recv_next, self._from_next)
 
-    def _expected(self, wanted: bool, lengths: Iterator[int]) -> Optional[Shape]:
+    def _expected(self, wanted: bool, lengths: Iterator[int]) -> Shape | None:
         return (next(lengths), 1, self._hidden_size) if wanted else None

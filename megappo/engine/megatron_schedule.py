@@ -5,9 +5,10 @@ Which sequences form a micro-batch and what is done with the model's output is `
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Callable, Iterator, Optional, Sequence
+from typing import Any
 
 import torch
 from megatron.core.pipeline_parallel.schedules import (
@@ -35,7 +36,7 @@ class MicroBatch:
     batch: PackedBatch
     cu_seqlens: Tensor
     real: Tensor
-    context: Optional[ContextShard]
+    context: ContextShard | None
 
     @classmethod
     def of(cls, sequences: PackedBatch, groups: ProcessGroups) -> MicroBatch:
@@ -48,9 +49,11 @@ class MicroBatch:
         context = self.context
         if context is not None:
             context = replace(
-                context, index=moved(context.index, device), order=moved(context.order, device),
+                context,
+                index=moved(context.index, device),
+                order=moved(context.order, device),
                 ranked=moved(context.ranked, device),
-            )  # fmt: skip
+            )
         return MicroBatch(self.batch.to(device), self.cu_seqlens, moved(self.real, device), context)
 
 
@@ -61,9 +64,7 @@ class MicroBatches:
     let go.
     """
 
-    def __init__(
-        self, batch: PackedBatch, sequences: Sequence[Sequence[int]], groups: ProcessGroups, device: torch.device
-    ) -> None:
+    def __init__(self, batch: PackedBatch, sequences: Sequence[Sequence[int]], groups: ProcessGroups, device: torch.device) -> None:
         self._batch, self._sequences, self._groups, self._device = batch, sequences, groups, device
         multiples, lengths = padding_multiples(groups.layout), batch.lengths
         self.num_tokens = [int(padded_lengths(lengths[list(chosen)], *multiples).sum()) for chosen in sequences]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import mmap
 import weakref
-from typing import Callable, Iterable, Iterator, Optional, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -27,8 +27,8 @@ class StorageOffload:
         self._tensors = tensors
         self._storages: list[torch.UntypedStorage] = []
         self._sizes: list[int] = []
-        self._host: Optional[HostBuffer] = None
-        self._restored: Optional[torch.cuda.Event] = None
+        self._host: HostBuffer | None = None
+        self._restored: torch.cuda.Event | None = None
         self._is_parked = False
         self._host_is_current = False
 

@@ -17,9 +17,9 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Optional, Sequence
 
 from megappo.checkpoint.directory import CheckpointDirectory
 from megappo.config.checks import LAUNCHES, STOPPED, check_run_dir, run_dir_of
@@ -123,7 +123,7 @@ def _set_aside(run_dir: Path, folder: Path) -> None:
             entry.rename(next(path for name in names if not (path := folder / name).exists()))
 
 
-def main(argv: Optional[Sequence[str]] = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m megappo.launch.attempt", allow_abbrev=False)
     parser.add_argument("action", choices=("begin", "end"))
     parser.add_argument("launch_dir", type=Path)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from typing import Callable
+from collections.abc import Callable
 
 from megappo.config.errors import ConfigError
 from megappo.config.loading import load_config
@@ -27,10 +27,15 @@ def launch(args: argparse.Namespace, prepare: Prepare) -> int:
     config = load_config(args.config, args.overrides)
     limits = submit.Limits(args.partition, args.account, args.time)
     job = Job(
-        args.nodes, args.gpus_per_node, gpus=config.run.device != "cpu", cpus_per_rank=args.cpus_per_rank,
-        container=args.container, mounts=tuple(args.mount), options=(*limits.options(), *args.sbatch),
+        args.nodes,
+        args.gpus_per_node,
+        gpus=config.run.device != "cpu",
+        cpus_per_rank=args.cpus_per_rank,
+        container=args.container,
+        mounts=tuple(args.mount),
+        options=(*limits.options(), *args.sbatch),
         **{name: value for name, value in vars(args).items() if name in JOB_DEFAULTS and value is not None},
-    )  # fmt: skip
+    )
     # Seconds here, not a place in the queue: everything that can be known before the ranks start, as `megappo plan` does.
     submit.check_job(config, job, limits)
     if not args.dry_run:

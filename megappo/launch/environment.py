@@ -8,8 +8,9 @@ import re
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Mapping, Optional
+from typing import Any
 
 import megappo
 
@@ -43,7 +44,7 @@ def shown_variables(env: Mapping[str, str]) -> dict[str, str]:
     return {name: HIDDEN if SECRET.search(name) else env[name] for name in sorted(env) if SHOWN.match(name)}
 
 
-def revision(repository: Path) -> Optional[dict[str, Any]]:
+def revision(repository: Path) -> dict[str, Any] | None:
     """Git commit of the code and the files that differ from it; None where it is not the top of a work tree of git (an installed
     package may lie within a user's own)."""
     found = _lines_of("git", "-C", str(repository), "rev-parse", "--show-toplevel", "HEAD")

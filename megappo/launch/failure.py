@@ -17,10 +17,10 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Iterable, Optional
 
 from megappo.launch.local import how_it_ended
 
@@ -37,7 +37,7 @@ class Failure:
 
     rank: int
     host: str
-    code: Optional[int]
+    code: int | None
     text: str
 
     def report(self) -> str:
@@ -55,7 +55,7 @@ def record_exceptions(rank: int) -> None:
     if folder is None:
         return
 
-    def record(kind: type[BaseException], error: BaseException, trace: Optional[TracebackType]) -> None:
+    def record(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         content = {
             "time_ns": time.time_ns(),
             "host": socket.gethostname(),
@@ -67,7 +67,7 @@ def record_exceptions(rank: int) -> None:
     sys.excepthook = record
 
 
-def first_failure(folder: Path, rest_lives_s: float = 0.0) -> Optional[Failure]:
+def first_failure(folder: Path, rest_lives_s: float = 0.0) -> Failure | None:
     """None where no rank left any evidence.
 
     Ranks that lose a peer fail too: of tracebacks the first counts. A rank that ended first and left none counts where it was

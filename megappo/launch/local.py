@@ -7,9 +7,9 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Optional, Sequence
 
 from megappo.config.checks import STOPPED
 
@@ -71,7 +71,7 @@ def _num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _hand_on(received: int, frame: Optional[FrameType]) -> None:
+def _hand_on(received: int, frame: FrameType | None) -> None:
     """A request for a checkpoint that was sent to the command and not to its ranks."""
     import psutil
 

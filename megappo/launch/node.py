@@ -11,7 +11,7 @@ import os
 import shlex
 import signal
 import sys
-from typing import Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from megappo.launch.local import SHUTDOWN_S, run_torchrun
 from megappo.launch.world import SlurmTask, first_host, port_of
@@ -24,22 +24,29 @@ def rendezvous(env: Mapping[str, str]) -> list[str]:
         raise ValueError("megappo.launch.node is started by srun, one task per node; without Slurm use torchrun itself")
     if task.num_tasks != task.num_nodes:
         raise ValueError(
-            f"srun started {task.num_tasks} tasks on {task.num_nodes} nodes: torchrun needs one task per node "
-            "(--ntasks-per-node=1)"
+            f"srun started {task.num_tasks} tasks on {task.num_nodes} nodes: torchrun needs one task per node (--ntasks-per-node=1)"
         )
     # A node is known by Slurm's name for it. Its own name for itself, which torchrun would take, may be unknown to the others,
     # and ranks would follow the order of those names.
     is_host = str(task.node == 0).lower()
     return [
-        "--nnodes", str(task.num_nodes),
-        "--rdzv-backend", "c10d",
-        "--rdzv-endpoint", f"{first_host(task.nodelist)}:{port_of(task.job, task.step)}",
-        "--rdzv-id", f"{task.job}.{task.step}.{env.get('SLURM_RESTART_COUNT', '0')}",
-        "--rdzv-conf", f"is_host={is_host}",
-        "--local-addr", env["SLURMD_NODENAME"],
-        "--max-restarts", "0",
-        "--signals-to-handle", "SIGINT,SIGHUP,SIGQUIT",
-    ]  # fmt: skip
+        "--nnodes",
+        str(task.num_nodes),
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+        f"{first_host(task.nodelist)}:{port_of(task.job, task.step)}",
+        "--rdzv-id",
+        f"{task.job}.{task.step}.{env.get('SLURM_RESTART_COUNT', '0')}",
+        "--rdzv-conf",
+        f"is_host={is_host}",
+        "--local-addr",
+        env["SLURMD_NODENAME"],
+        "--max-restarts",
+        "0",
+        "--signals-to-handle",
+        "SIGINT,SIGHUP,SIGQUIT",
+    ]
 
 
 def main(arguments: Sequence[str]) -> int:

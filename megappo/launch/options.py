@@ -20,14 +20,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--account", metavar="NAME", help="Slurm's account")
     add("--time", metavar="TIME", help="longest time of one attempt, for example 24:00:00 or 2-0")
     add(
-        "--launcher", choices=("srun", "torchrun"),
+        "--launcher",
+        choices=("srun", "torchrun"),
         help="srun: one task per rank (default); torchrun: one task per node, c10d rendezvous",
-    )  # fmt: skip
+    )
     add(
-        "--signal-lead", dest="signal_lead_s", type=positive_int, metavar="S",
+        "--signal-lead",
+        dest="signal_lead_s",
+        type=positive_int,
+        metavar="S",
         help="seconds before the time limit at which a checkpoint is asked for; at least the longest step plus a save "
         "(default: 180)",
-    )  # fmt: skip
+    )
     add("--max-requeues", type=non_negative_int, metavar="N", help="most requeues of the job (default: 3)")
     add("--cpus-per-rank", type=positive_int, metavar="N", help="cores of a rank (default: the cluster's)")
     add("--container", metavar="IMAGE", help="run in this image: *.sif with apptainer, anything else with pyxis and enroot")

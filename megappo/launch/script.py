@@ -1,15 +1,16 @@
 """The job script: one template (`job.sbatch.jinja`) for `megappo launch` and for the scripts in `scripts/slurm/`.
 
-    python -m megappo.launch.script      # renders scripts/slurm/ again; a test holds them equal to the template
+python -m megappo.launch.script      # renders scripts/slurm/ again; a test holds them equal to the template
 """
 
 from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Optional, Sequence
+from typing import Literal
 
 import jinja2
 
@@ -33,8 +34,8 @@ class Job:
     launcher: Literal["srun", "torchrun"] = "srun"
     signal_lead_s: int = 180
     max_requeues: int = 3
-    cpus_per_rank: Optional[int] = None
-    container: Optional[str] = None
+    cpus_per_rank: int | None = None
+    container: str | None = None
     mounts: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
 
@@ -47,7 +48,7 @@ class Job:
         return self.container is not None and not self.container.endswith(".sif")
 
     @property
-    def image_file(self) -> Optional[str]:
+    def image_file(self) -> str | None:
         """The image where it is a file."""
         is_file = self.container is not None and (self.container.endswith((".sif", ".sqsh")) or self.container[:1] in (".", "/"))
         return self.container if is_file else None
@@ -93,13 +94,14 @@ def examples() -> dict[str, str]:
     return {name: render_by_hand(job, f"scripts/slurm/{name}", purpose) for name, (job, purpose) in jobs.items()}
 
 
-def _render(
-    job: Job, *, head: Sequence[str], options: Sequence[str], resume: bool, by_hand: str = "", **words: Optional[str]
-) -> str:
+def _render(job: Job, *, head: Sequence[str], options: Sequence[str], resume: bool, by_hand: str = "", **words: str | None) -> str:
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent), undefined=jinja2.StrictUndefined,
-        trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
-    )  # fmt: skip
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
     environment.filters |= {"quote": shlex.quote, "in_double_quotes": _in_double_quotes}
     return environment.get_template("job.sbatch.jinja").render(
         head=head,

@@ -7,9 +7,9 @@ import re
 import shlex
 import shutil
 import subprocess
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Mapping, Optional
 
 from megappo.config.errors import ConfigError
 
@@ -30,7 +30,7 @@ class Partition:
     name: str
     default: bool
     up: bool
-    limit_s: Optional[int]
+    limit_s: int | None
     nodes: int
 
 
@@ -68,7 +68,7 @@ def is_alive(job: str) -> bool:
     return status is not None and not status.is_over
 
 
-def job_status(job: str) -> Optional[JobStatus]:
+def job_status(job: str) -> JobStatus | None:
     """None for a job that Slurm does not know, or no longer (MinJobAge of slurm.conf). ConfigError where it does not answer."""
     try:
         said = _ask("scontrol", "show", "job", "--oneliner", job)
@@ -103,7 +103,7 @@ def outside_of_a_job(env: Mapping[str, str]) -> dict[str, str]:
     return {name: env[name] for name in env if name in _OF_THE_CLUSTER or not name.startswith(("SLURM_", "SLURMD_", "SRUN_"))}
 
 
-def parse_time(text: str) -> Optional[int]:
+def parse_time(text: str) -> int | None:
     """Seconds of `minutes`, `m:s`, `h:m:s`, `d-h`, `d-h:m` or `d-h:m:s`; None for no limit. ConfigError for anything else."""
     if text.lower() in _UNLIMITED:
         return None
@@ -121,7 +121,7 @@ def parse_time(text: str) -> Optional[int]:
     return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
-def _ask(*command: str, env: Optional[Mapping[str, str]] = None) -> str:
+def _ask(*command: str, env: Mapping[str, str] | None = None) -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE_S, env=env)
     except subprocess.TimeoutExpired:

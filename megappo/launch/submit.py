@@ -1,12 +1,12 @@
 """`megappo launch`: check everything here, write the script and what it is made of into the run directory, and hand it to Slurm.
 
-    runs/NAME/launch/001/     one folder per launch of the run
-      config.yaml             the resolved configuration, which the job reads
-      launch.json             command line, code, packages and environment of the launch
-      job.sbatch, job_id      the script, and its id in Slurm
-      job-123.log             of the job: one part per attempt; ends with the first traceback, where there is one
-      attempts.jsonl          every start: time, nodes, step
-      attempt-0/              rank-N.log, plan.txt, environment.json, and what failed
+runs/NAME/launch/001/     one folder per launch of the run
+  config.yaml             the resolved configuration, which the job reads
+  launch.json             command line, code, packages and environment of the launch
+  job.sbatch, job_id      the script, and its id in Slurm
+  job-123.log             of the job: one part per attempt; ends with the first traceback, where there is one
+  attempts.jsonl          every start: time, nodes, step
+  attempt-0/              rank-N.log, plan.txt, environment.json, and what failed
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import os
 import re
 import shutil
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Mapping, Optional, Sequence
 
 from megappo.config.checks import LAUNCHES, check_run_dir
 from megappo.config.dump import dump_yaml
@@ -34,9 +34,9 @@ from megappo.launch.script import Job, render
 class Limits:
     """What Slurm is asked for beside nodes; None leaves it to the cluster."""
 
-    partition: Optional[str] = None
-    account: Optional[str] = None
-    time: Optional[str] = None
+    partition: str | None = None
+    account: str | None = None
+    time: str | None = None
 
     def options(self) -> tuple[str, ...]:
         given = {"partition": self.partition, "account": self.account, "time": self.time}
@@ -71,11 +71,27 @@ def check_job(config: TrainConfig, job: Job, limits: Limits) -> None:
 
 # What a script says itself, with the option of `megappo launch` that changes it; None where nothing does.
 _OWN_OPTIONS = {
-    "nodes": "--nodes", "ntasks": "--gpus-per-node", "ntasks-per-node": "--gpus-per-node", "gpus-per-node": "--gpus-per-node",
-    "cpus-per-task": "--cpus-per-rank", "partition": "--partition", "account": "--account", "time": "--time",
-    "signal": "--signal-lead", "requeue": "--max-requeues", "no-requeue": "--max-requeues", "output": None, "error": None,
-    "open-mode": None, "job-name": None, "chdir": None, "array": None, "wrap": None, "parsable": None, "test-only": None,
-}  # fmt: skip
+    "nodes": "--nodes",
+    "ntasks": "--gpus-per-node",
+    "ntasks-per-node": "--gpus-per-node",
+    "gpus-per-node": "--gpus-per-node",
+    "cpus-per-task": "--cpus-per-rank",
+    "partition": "--partition",
+    "account": "--account",
+    "time": "--time",
+    "signal": "--signal-lead",
+    "requeue": "--max-requeues",
+    "no-requeue": "--max-requeues",
+    "output": None,
+    "error": None,
+    "open-mode": None,
+    "job-name": None,
+    "chdir": None,
+    "array": None,
+    "wrap": None,
+    "parsable": None,
+    "test-only": None,
+}
 
 
 def check_options(options: Sequence[str], own: Mapping[str, str]) -> None:
@@ -205,9 +221,15 @@ def _script(job: Job, folder: Path, name: str, resume: bool) -> str:
     if job.container is not None and not run_dir.is_relative_to(Path.cwd()):
         job = replace(job, mounts=(*job.mounts, f"{run_dir}:{run_dir}"))
     return render(
-        job, root=Path.cwd(), python=python, config=folder / "config.yaml", launch_dir=folder, log=folder / "job-{job}.log",
-        name=name, resume=resume,
-    )  # fmt: skip
+        job,
+        root=Path.cwd(),
+        python=python,
+        config=folder / "config.yaml",
+        launch_dir=folder,
+        log=folder / "job-{job}.log",
+        name=name,
+        resume=resume,
+    )
 
 
 def _free_folder(run_dir: Path) -> Path:

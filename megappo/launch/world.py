@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
-from typing import Mapping, MutableMapping, Optional
 
 from megappo.config.schema import RunConfig
 
@@ -40,7 +40,7 @@ class SlurmTask:
     nodelist: str
 
     @classmethod
-    def of(cls, env: Mapping[str, str]) -> Optional[SlurmTask]:
+    def of(cls, env: Mapping[str, str]) -> SlurmTask | None:
         """None outside of a step: a batch script has SLURM_PROCID too, but no step of its own."""
         if "SLURM_STEP_NUM_TASKS" not in env or "SLURM_PROCID" not in env:
             return None

@@ -7,19 +7,24 @@ ignored. Which tensors an architecture has is `families.py`.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import gcd
 from pathlib import Path
-from typing import Any, Mapping, Optional
+from typing import Any
 
 from megappo.models.implementation import Implementation
 from megappo.models.window import read_window
 
 _HEADS = ("CausalLM", "SequenceClassification", "TokenClassification")
 _STEMS = {
-    "Llama": "llama", "Qwen2": "qwen2", "Qwen3": "qwen3", "Qwen3Moe": "qwen3_moe", "Mistral": "mistral",
+    "Llama": "llama",
+    "Qwen2": "qwen2",
+    "Qwen3": "qwen3",
+    "Qwen3Moe": "qwen3_moe",
+    "Mistral": "mistral",
     "Ministral3": "ministral3",
-}  # fmt: skip
+}
 
 ARCHITECTURES: dict[str, str] = {f"{stem}For{head}": family for stem, family in _STEMS.items() for head in _HEADS}
 """Hugging Face architecture -> family. Mistral3ForConditionalGeneration is resolved through its text_config."""
@@ -37,17 +42,17 @@ class Rope:
 
     type: str = "default"
     theta: float = 10000.0
-    factor: Optional[float] = None
-    original_max_positions: Optional[int] = None
-    low_freq_factor: Optional[float] = None
-    high_freq_factor: Optional[float] = None
+    factor: float | None = None
+    original_max_positions: int | None = None
+    low_freq_factor: float | None = None
+    high_freq_factor: float | None = None
     beta_fast: float = 32.0
     beta_slow: float = 1.0
-    attention_factor: Optional[float] = None
-    mscale: Optional[float] = None
-    mscale_all_dim: Optional[float] = None
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
     truncate: bool = True
-    llama4_beta: Optional[float] = None
+    llama4_beta: float | None = None
 
 
 @dataclass(frozen=True)
@@ -86,9 +91,9 @@ class ModelArch:
     rope: Rope
     qkv_bias: bool = False
     qk_norm: bool = False
-    sliding_window: Optional[int] = None
+    sliding_window: int | None = None
     sliding_layers: tuple[bool, ...] = ()
-    moe: Optional[MoeArch] = None
+    moe: MoeArch | None = None
 
     def is_sparse(self, layer: int) -> bool:
         """Whether this layer has experts. layer: from 0, in the whole model."""
@@ -262,7 +267,7 @@ def _positive(config: Mapping[str, Any], key: str) -> int:
     return value
 
 
-def _positive_or(config: Mapping[str, Any], key: str, family_default: Optional[int], otherwise: int) -> int:
+def _positive_or(config: Mapping[str, Any], key: str, family_default: int | None, otherwise: int) -> int:
     """The value; the family's default where the key is absent; `otherwise` where there is none, or the key is null."""
     if config.get(key, family_default) is None:
         return otherwise

@@ -11,8 +11,9 @@ keys and values round a ring.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Callable, Optional, Sequence
+from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -102,14 +103,14 @@ class PackedSequences(PackedSeqParams):
     cu_seqlens as they were given, usually on the host; a read of those on the device would wait for it.
     """
 
-    cos: Optional[Tensor] = None
-    sin: Optional[Tensor] = None
-    query_scale: Optional[Tensor] = None
-    context: Optional[ContextShard] = None
-    real: Optional[Tensor] = None
-    own_sequences: Optional[tuple[Tensor, Tensor]] = field(default=None, repr=False)
-    offsets: Optional[Tensor] = None
-    _grouping: Optional[Grouping] = field(default=None, repr=False)
+    cos: Tensor | None = None
+    sin: Tensor | None = None
+    query_scale: Tensor | None = None
+    context: ContextShard | None = None
+    real: Tensor | None = None
+    own_sequences: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
+    offsets: Tensor | None = None
+    _grouping: Grouping | None = field(default=None, repr=False)
 
     def grouping(self) -> Grouping:
         """Computed at first use, then shared by all layers and by recomputation."""
@@ -127,7 +128,7 @@ class PackedSequences(PackedSeqParams):
 
 
 def packed_sequences(
-    arch: ModelArch, cu_seqlens: Tensor, device: torch.device, dtype: torch.dtype, context: Optional[ContextShard] = None
+    arch: ModelArch, cu_seqlens: Tensor, device: torch.device, dtype: torch.dtype, context: ContextShard | None = None
 ) -> PackedSequences:
     """Everything the layers need to know about sequences cu_seqlens [B+1] (int32, on the host or the device).
 
@@ -188,7 +189,7 @@ class _Unpad(torch.autograd.Function):
 
 
 def grouped_attention(
-    query: Tensor, key: Tensor, value: Tensor, grouping: Grouping, scale: float, window: Optional[int] = None
+    query: Tensor, key: Tensor, value: Tensor, grouping: Grouping, scale: float, window: int | None = None
 ) -> Tensor:
     """Causal attention within each sequence: one scaled_dot_product_attention call per length group.
 
@@ -220,12 +221,21 @@ def band(length: int, window: int, device: torch.device) -> Tensor:
 
 
 def varlen_attention(
-    query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences, scale: float, window: Optional[int] = None
+    query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences, scale: float, window: int | None = None
 ) -> Tensor:
     """The same through torch's flash kernel (CUDA, fp16 or bf16). num_splits 1 keeps sequences independent of each other."""
     return varlen_attn(
-        query, key, value, packed.cu_seqlens_q, packed.cu_seqlens_kv, packed.max_seqlen_q, packed.max_seqlen_kv,
-        scale=scale, window_size=(-1 if window is None else window - 1, 0), enable_gqa=query.size(1) != key.size(1), num_splits=1,
+        query,
+        key,
+        value,
+        packed.cu_seqlens_q,
+        packed.cu_seqlens_kv,
+        packed.max_seqlen_q,
+        packed.max_seqlen_kv,
+        scale=scale,
+        window_size=(-1 if window is None else window - 1, 0),
+        enable_gqa=query.size(1) != key.size(1),
+        num_splits=1,
     )
 
 
@@ -254,9 +264,9 @@ class PackedAttention(torch.nn.Module):
         layer_number: int,
         attn_mask_type: AttnMaskType,
         attention_type: str,
-        cp_comm_type: Optional[str] = None,
-        softmax_scale: Optional[float] = None,
-        pg_collection: Optional[ProcessGroupCollection] = None,
+        cp_comm_type: str | None = None,
+        softmax_scale: float | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
         super().__init__()
         assert attn_mask_type == AttnMaskType.causal and attention_type == "self"
@@ -269,11 +279,11 @@ class PackedAttention(torch.nn.Module):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        attention_mask: Optional[Tensor] = None,
+        attention_mask: Tensor | None = None,
         *,
-        attn_mask_type: Optional[AttnMaskType] = None,
-        attention_bias: Optional[Tensor] = None,
-        packed_seq_params: Optional[PackedSeqParams] = None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
         """query [T, heads, dim], key, value [T, kv_heads, dim] -> [T, heads * dim]; T / cp tokens under context parallel."""
         assert attention_mask is None and attention_bias is None
@@ -289,7 +299,7 @@ class PackedAttention(torch.nn.Module):
         return (out if context is None else context.tokens_from_heads(out)).flatten(1)
 
 
-def _window(config: TransformerConfig, layer_number: int) -> Optional[int]:
+def _window(config: TransformerConfig, layer_number: int) -> int | None:
     """Tokens that a token of this layer sees, itself included; None for all before it. layer_number: 1.. in the whole model."""
     if not is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
         return None

@@ -6,8 +6,9 @@ Both have the same parameter names and shapes, so checkpoints are interchangeabl
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import nullcontext
-from typing import Any, Literal, Mapping, Optional
+from typing import Any, Literal
 
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -48,7 +49,7 @@ def build_model(
     recompute: Recompute = "none",
     value_head: bool = False,
     implementation: Implementation = "local",
-    device: Optional[torch.device] = None,
+    device: torch.device | None = None,
 ) -> list[PackedModel]:
     """This rank's model chunks (vpp of them) of a policy, or of a critic with `value_head`.
 
@@ -105,7 +106,7 @@ class StageLayers(PipelineParallelLayerLayout):
         self._parallel_layout, self._num_layers, self._stage = layout, num_layers, stage
 
     def get_layer_offset(
-        self, layer_type: LayerType = LayerType.decoder, vp_stage: Optional[int] = None, pp_rank: Optional[int] = None
+        self, layer_type: LayerType = LayerType.decoder, vp_stage: int | None = None, pp_rank: int | None = None
     ) -> int:
         stage = self._stage if pp_rank is None else pp_rank
         return self._parallel_layout.chunk_layers(self._num_layers, stage, vp_stage or 0).start
@@ -168,9 +169,7 @@ def transformer_config(
     )
 
 
-def _block(
-    arch: ModelArch, config: TransformerConfig, layers: range, implementation: Implementation
-) -> TransformerBlockSubmodules:
+def _block(arch: ModelArch, config: TransformerConfig, layers: range, implementation: Implementation) -> TransformerBlockSubmodules:
     """layers: global numbers of the layers of one chunk."""
     if implementation == "transformer_engine":
         from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm, TERowParallelLinear

@@ -6,8 +6,9 @@ Face names are those of the text-only architecture (`model.layers.0...`); `hf_im
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Iterator, Protocol
+from typing import Protocol
 
 from megappo.models.arch import ModelArch, check_ep, check_tp, padded_vocab, vocab_shard
 from megappo.models.pieces import Box, Piece
@@ -167,8 +168,13 @@ QWEN3: tuple[Rule, ...] = LLAMA + (
 )
 # Mistral and Ministral 3 differ from llama in attention arithmetic only; these are the dense layers of qwen3_moe.
 FAMILIES: dict[str, tuple[Rule, ...]] = {
-    "llama": LLAMA, "qwen2": QWEN2, "qwen3": QWEN3, "qwen3_moe": QWEN3, "mistral": LLAMA, "ministral3": LLAMA,
-}  # fmt: skip
+    "llama": LLAMA,
+    "qwen2": QWEN2,
+    "qwen3": QWEN3,
+    "qwen3_moe": QWEN3,
+    "mistral": LLAMA,
+    "ministral3": LLAMA,
+}
 ROUTER = Router("mlp.router.weight", "mlp.gate.weight")
 
 EMBEDDING, FINAL_NORM, OUTPUT, VALUE_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight", "score.weight"

@@ -6,7 +6,7 @@ critic one fp32 value per token. `build.py` writes their TransformerConfig and l
 
 from __future__ import annotations
 
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
@@ -35,7 +35,7 @@ class PackedModel(GPTModel):
         pre_process: bool,
         post_process: bool,
         tied_embeddings: bool,
-        vp_stage: Optional[int] = None,
+        vp_stage: int | None = None,
     ) -> None:
         super().__init__(
             config,
@@ -52,7 +52,7 @@ class PackedModel(GPTModel):
         self.arch = arch
 
     def forward(
-        self, tokens: Tensor, cu_seqlens: Tensor, context: Optional[ContextShard] = None, real: Optional[Tensor] = None
+        self, tokens: Tensor, cu_seqlens: Tensor, context: ContextShard | None = None, real: Tensor | None = None
     ) -> Tensor:
         """tokens [T] int64 and cu_seqlens [B+1] -> hidden states for the next stage, or the subclass's output on the last one.
 
@@ -83,7 +83,7 @@ class PolicyModel(PackedModel):
         sharded_state_dict: dict[str, Any],
         output_layer_weight_key: str,
         first_stage_word_emb_key: str,
-        metadata: Optional[dict] = None,
+        metadata: dict | None = None,
     ) -> None:
         """As Megatron's, but with our groups: its own asks parallel_state for the data-parallel rank."""
         if not self.post_process or self.pre_process:
@@ -118,7 +118,7 @@ class CriticModel(PackedModel):
             setattr(self.value_head.weight, "sequence_parallel", self.config.sequence_parallel)
 
     def forward(
-        self, tokens: Tensor, cu_seqlens: Tensor, context: Optional[ContextShard] = None, real: Optional[Tensor] = None
+        self, tokens: Tensor, cu_seqlens: Tensor, context: ContextShard | None = None, real: Tensor | None = None
     ) -> Tensor:
         output = super().forward(tokens, cu_seqlens, context, real)
         return context.gather(output) if self.post_process and context is not None else output
@@ -132,8 +132,6 @@ class CriticModel(PackedModel):
             values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False, group=self.tp_group)
         return values
 
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple = (), metadata: Optional[dict] = None
-    ) -> dict[str, Any]:
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict[str, Any]:
         """GPTModel's own version insists on an output layer."""
         return MegatronModule.sharded_state_dict(self, prefix, sharded_offsets, metadata)

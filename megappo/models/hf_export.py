@@ -10,9 +10,10 @@ import json
 import math
 import shutil
 from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Callable, Mapping, Optional, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,8 +33,18 @@ _SHARD_BYTES = 4 << 30
 _DTYPE_NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 # Everything a tokenizer or the generation settings may be stored in; weights and remote code are never copied.
 _COPIED = (
-    "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
-    "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "tekken.json", "chat_template.jinja", "chat_template.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "tokenizer.model",
+    "tekken.json",
+    "chat_template.jinja",
+    "chat_template.json",
 )
 _SCORE_BIAS = "score.bias"
 
@@ -83,7 +94,7 @@ def export_pretrained(
     groups: ProcessGroups,
     out_dir: str | Path,
     source_dir: str | Path,
-    dtype: Optional[torch.dtype] = None,
+    dtype: torch.dtype | None = None,
     shard_bytes: int = _SHARD_BYTES,
 ) -> None:
     """Write a model (its chunks, not wrapped) to `out_dir` in `dtype` (the model's own by default).
@@ -106,7 +117,7 @@ def export_pretrained(
 
 def _on_all_ranks(step: Callable[[], None]) -> None:
     """Run a step; where it fails on any rank, every rank raises, so that none is left waiting."""
-    own: Optional[tuple[type, str]] = None
+    own: tuple[type, str] | None = None
     try:
         step()
     except (ValueError, OSError, SafetensorError) as error:
@@ -132,7 +143,7 @@ def _write_stage(
 ) -> None:
     parameters = {name: parameter.data for name, parameter in named_parameters(chunks).items()}
     gather = _Gather(parameters, arch, groups, isinstance(chunks[0], CriticModel))
-    failure: Optional[Exception] = None
+    failure: Exception | None = None
     for shard in shards:
         if shard.stage != groups.coordinates.pp:
             continue
@@ -177,7 +188,7 @@ class _Gather:
     def is_root(self) -> bool:
         return self.rank == self.root
 
-    def __call__(self, name: str, dtype: torch.dtype) -> Optional[Tensor]:
+    def __call__(self, name: str, dtype: torch.dtype) -> Tensor | None:
         """The whole tensor on the host of the stage's first rank, None on the others."""
         shape, covered = self.shapes[name], 0
         whole = torch.empty(shape, dtype=dtype) if self.is_root else None

@@ -7,8 +7,9 @@ from.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Iterable, Literal, Optional, Protocol, Sequence
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -51,7 +52,7 @@ class CheckpointReader:
         self._files = _tensor_files(self.path)
         self._open: dict[str, Any] = {}
 
-    def find(self, name: str) -> Optional[str]:
+    def find(self, name: str) -> str | None:
         """The spelling under which this checkpoint has the tensor, or None."""
         return next((spelling for spelling in _spellings(name) if spelling in self._files), None)
 
@@ -87,7 +88,7 @@ def _tensor_files(path: Path) -> dict[str, str]:
     if single.is_file():
         try:
             with safe_open(single, framework="pt", device="cpu") as file:
-                return {name: single.name for name in file.keys()}
+                return dict.fromkeys(file.keys(), single.name)
         except SafetensorError as error:
             raise ValueError(f"{single} is not readable as safetensors: {error}") from None
     if any(path.glob("*.bin")) or any(path.glob("*.pt")):

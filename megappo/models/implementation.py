@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import functools
 import importlib
-from typing import Iterator, Literal, Mapping, Optional
+from collections.abc import Iterator, Mapping
+from typing import Literal
 
 from megappo.platform.transformer_engine import import_fault
 
@@ -15,8 +16,10 @@ Implementation = Literal["transformer_engine", "local"]
 Requested = Literal["auto", "transformer_engine", "local"]
 
 _INSTALL = "scripts/install_transformer_engine.sh builds it for this torch"
+
+
 @functools.cache
-def transformer_engine_fault() -> Optional[str]:
+def transformer_engine_fault() -> str | None:
     """Why TransformerEngine's layers cannot be built here, in one line with its fix; None where they can.
 
     Imports it, and Megatron-core after it, which takes seconds where it is installed.

@@ -6,8 +6,8 @@ answers for a world of any size, so that what is counted is the model that the r
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Iterator, Sequence
 
 import torch
 import torch.distributed as dist

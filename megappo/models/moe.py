@@ -7,9 +7,10 @@ weighs and what the statistics are used for is the engine's business (`RouterSta
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Iterator, Optional, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -72,7 +73,7 @@ def moe_submodule(implementation: Implementation) -> ModuleSpec:
 class SparseLayer(TransformerLayer):
     """Layer whose router knows the sequences of the micro-batch, in the first forward and in a recomputed one alike."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Optional[Tensor]]:
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         with self.mlp.router.within(kwargs["packed_seq_params"]):
             return super().forward(*args, **kwargs)
 
@@ -119,7 +120,7 @@ class RouterState:
         self._load.loss[layer] += loss
 
 
-def share_router_state(chunks: Sequence[torch.nn.Module]) -> Optional[RouterState]:
+def share_router_state(chunks: Sequence[torch.nn.Module]) -> RouterState | None:
     """Give all routers of a model (its chunks on this rank, not wrapped) one state. None for a dense model."""
     config: TransformerConfig = chunks[0].config
     if config.num_moe_experts is None:
@@ -141,13 +142,13 @@ class SequenceRouter(Router):
     of its own tokens' scores, so the gradients of the ranks add up to that of the whole.
     """
 
-    def __init__(self, config: TransformerConfig, pg_collection: Optional[ProcessGroupCollection] = None) -> None:
+    def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None) -> None:
         super().__init__(config, pg_collection)
         if not config.use_cpu_initialization:
             # Megatron creates this one weight on the host and moves it at the first forward, after DDP took its gradient buffers.
             self.weight.data = self.weight.data.to(torch.cuda.current_device())
-        self.state: Optional[RouterState] = None
-        self._packed: Optional[PackedSequences] = None
+        self.state: RouterState | None = None
+        self._packed: PackedSequences | None = None
 
     @contextmanager
     def within(self, packed: PackedSequences) -> Iterator[None]:
@@ -158,7 +159,7 @@ class SequenceRouter(Router):
         finally:
             self._packed = None
 
-    def forward(self, input: Tensor, padding_mask: Optional[Tensor] = None) -> tuple[Tensor, Tensor]:
+    def forward(self, input: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """This rank's tokens [t, 1, H] -> weight of each expert [t, experts] fp32, 0 where not chosen, and the choice, bool."""
         return self.routing(_RouterLinear.apply(input.flatten(0, -2), self.weight))
 

@@ -7,7 +7,7 @@ to the user name the layer and the expert of the model.
 from __future__ import annotations
 
 import re
-from typing import Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 

@@ -6,7 +6,7 @@ tensor; 1-D tensors are [n, 1]. `megatron_pieces` in `families.py` writes the pi
 
 from __future__ import annotations
 
-from typing import NamedTuple, Optional
+from typing import NamedTuple
 
 import torch
 
@@ -31,7 +31,7 @@ class Box(NamedTuple):
     def area(self) -> int:
         return self.rows * self.cols
 
-    def intersect(self, other: Box) -> Optional[Box]:
+    def intersect(self, other: Box) -> Box | None:
         box = Box(max(self.r0, other.r0), min(self.r1, other.r1), max(self.c0, other.c0), min(self.c1, other.c1))
         return box if box.rows > 0 and box.cols > 0 else None
 

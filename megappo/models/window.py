@@ -6,7 +6,8 @@ it, or every layer in `layer_types`. Reads JSON only; the mask is `attention.ban
 
 from __future__ import annotations
 
-from typing import Any, Mapping, Optional
+from collections.abc import Mapping
+from typing import Any
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _DEFAULT_WINDOW = {"mistral": 4096, "qwen2": 4096, "qwen3": 4096, "qwen3_moe": 4096}
@@ -17,9 +18,7 @@ _BY_LAYER = ("qwen2", "qwen3")
 _DEFAULT_FIRST_LAYER = 28
 
 
-def read_window(
-    config: Mapping[str, Any], family: str, num_layers: int, max_positions: int
-) -> tuple[Optional[int], tuple[bool, ...]]:
+def read_window(config: Mapping[str, Any], family: str, num_layers: int, max_positions: int) -> tuple[int | None, tuple[bool, ...]]:
     """(tokens that a token sees, itself included; for every layer whether that holds there); (None, ()) where all layers see all.
 
     A window of max_positions or more hides nothing and counts as none. ValueError where the config contradicts itself, or where

@@ -13,8 +13,6 @@ tokens at gamma = lambda = 1. Not differentiable: advantages are data.
 
 from __future__ import annotations
 
-from typing import Optional
-
 import torch
 from torch import Tensor
 
@@ -27,12 +25,12 @@ MAX_LOG_RATIO = 20.0
 
 def token_advantages(
     logprob: Tensor,
-    ref_logprob: Optional[Tensor],
+    ref_logprob: Tensor | None,
     score: Tensor,
     value: Tensor,
     response_mask: Tensor,
     cu_seqlens: Tensor,
-    bootstrap: Optional[Tensor] = None,
+    bootstrap: Tensor | None = None,
     *,
     gamma: float = 1.0,
     lam_policy: float | Tensor = 0.95,
@@ -62,19 +60,31 @@ def token_advantages(
     policy, policy_each = _lambda("lam_policy", lam_policy, cu_seqlens)
     critic, critic_each = _lambda("lam_value", lam_value, cu_seqlens)
     return torch.ops.megappo.token_advantages(
-        logprob, ref_logprob, score, value, response_mask, cu_seqlens, bootstrap, gamma, policy, critic, policy_each, critic_each,
-        kl_kind, kl_coef,
-    )  # fmt: skip
+        logprob,
+        ref_logprob,
+        score,
+        value,
+        response_mask,
+        cu_seqlens,
+        bootstrap,
+        gamma,
+        policy,
+        critic,
+        policy_each,
+        critic_each,
+        kl_kind,
+        kl_coef,
+    )
 
 
 def gae(
     reward: Tensor,
     value: Tensor,
     response_mask: Tensor,
-    cu_seqlens: Optional[Tensor] = None,
-    bootstrap: Optional[Tensor] = None,
+    cu_seqlens: Tensor | None = None,
+    bootstrap: Tensor | None = None,
     *,
-    done: Optional[Tensor] = None,
+    done: Tensor | None = None,
     gamma: float = 1.0,
     lam_policy: float | Tensor = 0.95,
     lam_value: float | Tensor = 0.95,
@@ -103,8 +113,8 @@ def _padded(
     reward: Tensor,
     value: Tensor,
     response_mask: Tensor,
-    bootstrap: Optional[Tensor],
-    done: Optional[Tensor],
+    bootstrap: Tensor | None,
+    done: Tensor | None,
     gamma: float,
     lam_policy: float | Tensor,
     lam_value: float | Tensor,
@@ -118,17 +128,24 @@ def _padded(
     rows, length = value.shape
     cu_seqlens = torch.arange(rows + 1, device=value.device) * length
     advantage, returns, moments = gae(
-        reward.reshape(-1), value.reshape(-1), response_mask.reshape(-1), cu_seqlens, bootstrap,
-        done=None if done is None else done.reshape(-1), gamma=gamma, lam_policy=lam_policy, lam_value=lam_value,
-    )  # fmt: skip
+        reward.reshape(-1),
+        value.reshape(-1),
+        response_mask.reshape(-1),
+        cu_seqlens,
+        bootstrap,
+        done=None if done is None else done.reshape(-1),
+        gamma=gamma,
+        lam_policy=lam_policy,
+        lam_value=lam_value,
+    )
     return advantage.view(rows, length), returns.view(rows, length), moments
 
 
 def _check(
-    floats: dict[str, Optional[Tensor]],
-    bools: dict[str, Optional[Tensor]],
+    floats: dict[str, Tensor | None],
+    bools: dict[str, Tensor | None],
     cu_seqlens: Tensor,
-    per_sequence: dict[str, Optional[Tensor]],
+    per_sequence: dict[str, Tensor | None],
 ) -> None:
     value = floats["value"]
     if value.dim() != 1:
@@ -166,7 +183,7 @@ def _check_borders(cu_seqlens: Tensor, num_tokens: int) -> None:
         raise ValueError(f"cu_seqlens falls from {int(cu_seqlens[at])} to {int(cu_seqlens[at + 1])} after entry {at}")
 
 
-def _lambda(name: str, lam: float | Tensor, cu_seqlens: Tensor) -> tuple[float, Optional[Tensor]]:
+def _lambda(name: str, lam: float | Tensor, cu_seqlens: Tensor) -> tuple[float, Tensor | None]:
     """(the number, None) or (nan, [B] fp64)."""
     if not isinstance(lam, Tensor):
         return float(lam), None
@@ -181,17 +198,17 @@ def _lambda(name: str, lam: float | Tensor, cu_seqlens: Tensor) -> tuple[float, 
 @op
 def _token_advantages(
     logprob: Tensor,
-    ref_logprob: Optional[Tensor],
+    ref_logprob: Tensor | None,
     score: Tensor,
     value: Tensor,
     response_mask: Tensor,
     cu_seqlens: Tensor,
-    bootstrap: Optional[Tensor],
+    bootstrap: Tensor | None,
     gamma: float,
     lam_policy: float,
     lam_value: float,
-    lam_policy_each: Optional[Tensor],
-    lam_value_each: Optional[Tensor],
+    lam_policy_each: Tensor | None,
+    lam_value_each: Tensor | None,
     kl_kind: str,
     kl_coef: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -219,13 +236,13 @@ def _gae(
     value: Tensor,
     response_mask: Tensor,
     cu_seqlens: Tensor,
-    bootstrap: Optional[Tensor],
-    done: Optional[Tensor],
+    bootstrap: Tensor | None,
+    done: Tensor | None,
     gamma: float,
     lam_policy: float,
     lam_value: float,
-    lam_policy_each: Optional[Tensor],
-    lam_value_each: Optional[Tensor],
+    lam_policy_each: Tensor | None,
+    lam_value_each: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     sequence, following, after_last = _links(response_mask, cu_seqlens, done)
     lams = _per_token_lambdas(sequence, lam_policy, lam_value, lam_policy_each, lam_value_each)
@@ -248,7 +265,7 @@ def _kl(log_ratio: Tensor, kind: str) -> Tensor:
 
 
 def _per_token_lambdas(
-    sequence: Tensor, lam_policy: float, lam_value: float, lam_policy_each: Optional[Tensor], lam_value_each: Optional[Tensor]
+    sequence: Tensor, lam_policy: float, lam_value: float, lam_policy_each: Tensor | None, lam_value_each: Tensor | None
 ) -> Tensor:
     """[2, T] fp64."""
     rows = [
@@ -266,7 +283,7 @@ def _first_at_or_after(flag: Tensor) -> Tensor:
     return at.flip(0).cummin(0).values.flip(0)
 
 
-def _links(response_mask: Tensor, cu_seqlens: Tensor, done: Optional[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+def _links(response_mask: Tensor, cu_seqlens: Tensor, done: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """(sequence [T], following [T], after_last [T]) of each token.
 
     following: position of the next sampled token of its episode, T where there is none. after_last: whether that is because its
@@ -294,7 +311,7 @@ def _scan(
     sequence: Tensor,
     following: Tensor,
     after_last: Tensor,
-    bootstrap: Optional[Tensor],
+    bootstrap: Tensor | None,
     decay: Tensor,
     gamma: float,
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Callable, Iterator, Mapping, Optional, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -32,10 +33,10 @@ class _Selection:
 
     def __init__(self) -> None:
         self.kernels: Kernels = "auto"
-        self.device_type: Optional[str] = None
+        self.device_type: str | None = None
         self.native = "megappo_native"
         self.faults: Mapping[Pair, str] = {}
-        self.watch: Optional[Watch] = None
+        self.watch: Watch | None = None
         self.resolved: dict[tuple[str, str], tuple[str, Callable[..., Any]]] = {}
 
 
@@ -104,7 +105,7 @@ def unavailable(device_type: str) -> list[str]:
     return [reason for reason in reasons[: reasons.index(None)] if reason is not None]
 
 
-def select(kernels: Kernels, device_type: Optional[str] = None) -> None:
+def select(kernels: Kernels, device_type: str | None = None) -> None:
     """Choose for the process; "auto" at the start. Takes effect with the next call.
 
     device_type: of the run. A GPU's kernels cannot take what the run keeps on the host, so a name counts on that kind of device
@@ -124,7 +125,7 @@ def leave_out(faults: Mapping[Pair, str]) -> None:
 
 
 @contextmanager
-def using(kernels: Kernels, *, native: Optional[str] = None) -> Iterator[None]:
+def using(kernels: Kernels, *, native: str | None = None) -> Iterator[None]:
     """`select` for a block. native: other namespace of the compiled ops (the tests' build of the CUDA kernels for the CPU)."""
     with _restored():
         _selection.native = native or _selection.native
@@ -192,7 +193,7 @@ def _find(name: str, device_type: str) -> tuple[str, Callable[..., Any]]:
     raise ValueError(f"kernels = {wanted}: {reason or f'there is no such implementation of {name}'}; use kernels=auto")
 
 
-def _lookup(candidate: str, name: str) -> Optional[Callable[..., Any]]:
+def _lookup(candidate: str, name: str) -> Callable[..., Any] | None:
     if candidate == "reference":
         return _references[name]
     if candidate == "triton":
@@ -202,7 +203,7 @@ def _lookup(candidate: str, name: str) -> Optional[Callable[..., Any]]:
     return found or native_op(name)
 
 
-def _in_python(folder: str, name: str) -> Optional[Callable[..., Any]]:
+def _in_python(folder: str, name: str) -> Callable[..., Any] | None:
     """The function NAME of ops/<folder>/<file of the op>, where there is one that can run here."""
     path = f"megappo.ops.{folder}.{_references[name].__module__.rsplit('.', 1)[1]}"
     if importlib.util.find_spec(path) is None:
@@ -212,6 +213,6 @@ def _in_python(folder: str, name: str) -> Optional[Callable[..., Any]]:
     return getattr(module, name, None) if usable() else None
 
 
-def native_op(name: str) -> Optional[Callable[..., Any]]:
+def native_op(name: str) -> Callable[..., Any] | None:
     """The compiled op of this name, None where there is none. The library was loaded by `missing`."""
     return getattr(getattr(torch.ops, _selection.native), name, None)

@@ -7,15 +7,13 @@ distribution is the one that the tokens were drawn from.
 
 from __future__ import annotations
 
-from typing import Optional
-
 import torch
 from torch import Tensor
 
 NO_ENTRY = -1
 
 
-def check_kept(kept: Optional[Tensor], target: Tensor) -> None:
+def check_kept(kept: Tensor | None, target: Tensor) -> None:
     """ValueError unless `kept` has a row of ids for each target."""
     if kept is None:
         return

@@ -14,7 +14,7 @@ import json
 import os
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, Optional
+from typing import Any, Literal
 
 Kernels = Literal["auto", "cpp", "triton", "cuda", "reference"]
 # What `auto` tries, best first.
@@ -23,7 +23,7 @@ LIBRARY = Path(__file__).parent.parent / "_native.so"
 BUILD = "MEGAPPO_CUDA=1 pip install --no-build-isolation -e ."
 
 
-def missing(implementation: str, device_type: str) -> Optional[str]:
+def missing(implementation: str, device_type: str) -> str | None:
     """One line: why an implementation cannot run on this kind of device ("cpu", "cuda") here; None where it can.
 
     The compiled ones are loaded into the process by that. The GPU is the current one of this process.
@@ -58,7 +58,7 @@ def _facts_file() -> Path:
     return LIBRARY.with_suffix(".json")
 
 
-def _no_cuda(facts: dict[str, Any]) -> Optional[str]:
+def _no_cuda(facts: dict[str, Any]) -> str | None:
     """Why the library's CUDA kernels cannot run with this torch and on this GPU, as far as its facts tell."""
     if not facts["cuda"]:
         fix = facts.get("cuda_fix") or "install it again with nvcc and a CUDA torch"
@@ -97,7 +97,7 @@ def serves(archs: str, capability: tuple[int, int]) -> bool:
 
 
 @cache
-def _unloadable(library: Path) -> Optional[str]:
+def _unloadable(library: Path) -> str | None:
     """Load the library into the process, once; why the loader refuses it, None where it is there now."""
     import torch
 

@@ -10,7 +10,6 @@ output layer computes in bf16 does; the gradient passes straight through the rou
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Optional
 
 import torch
 from torch import Tensor
@@ -45,7 +44,7 @@ def _cut_evenly(size: int, limit: int) -> list[slice]:
     return cut(size, max(-(-size // (count * 64)) * 64, 1))
 
 
-def _rows(tensor: Optional[Tensor], tokens: slice) -> Optional[Tensor]:
+def _rows(tensor: Tensor | None, tokens: slice) -> Tensor | None:
     return None if tensor is None else tensor[tokens]
 
 
@@ -59,9 +58,9 @@ class LinearLogits:
     vocab_start: int
     num_valid: int
     inv_temp: float
-    row_inv_temp: Optional[Tensor]
+    row_inv_temp: Tensor | None
     ignore_index: int
-    kept: Optional[Tensor]
+    kept: Tensor | None
     bf16_logits: bool
     invariant: bool = False
 
@@ -114,8 +113,14 @@ class LinearLogits:
     def stats(self, logits: Tensor, tokens: slice, columns: slice, want_entropy: bool) -> Tensor:
         """[t, 4] of a block as `vocab_stats`."""
         return torch.ops.megappo.vocab_stats(
-            logits, self.target[tokens], self.vocab_start + columns.start, logits.shape[1], self.inv_temp,
-            _rows(self.row_inv_temp, tokens), self.ignore_index, want_entropy,
+            logits,
+            self.target[tokens],
+            self.vocab_start + columns.start,
+            logits.shape[1],
+            self.inv_temp,
+            _rows(self.row_inv_temp, tokens),
+            self.ignore_index,
+            want_entropy,
         )
 
     def dlogits(
@@ -126,15 +131,24 @@ class LinearLogits:
         lse: Tensor,
         entropy: Tensor,
         g_logprob: Tensor,
-        g_entropy: Optional[Tensor],
+        g_entropy: Tensor | None,
         *,
         own: bool,
     ) -> Tensor:
         """[t, c] gradient of a block in the weight's dtype. lse, entropy and the upstream gradients: [t] of the block. own: it
         may be written over `logits`."""
         arguments = (
-            logits, self.target[tokens], lse, entropy, g_logprob, g_entropy, self.vocab_start + columns.start, logits.shape[1],
-            self.inv_temp, _rows(self.row_inv_temp, tokens), self.ignore_index,
+            logits,
+            self.target[tokens],
+            lse,
+            entropy,
+            g_logprob,
+            g_entropy,
+            self.vocab_start + columns.start,
+            logits.shape[1],
+            self.inv_temp,
+            _rows(self.row_inv_temp, tokens),
+            self.ignore_index,
         )
         if own:
             torch.ops.megappo.vocab_logits_backward_(*arguments)

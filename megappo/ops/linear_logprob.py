@@ -7,7 +7,7 @@ Contracts are those of `vocab_parallel_logprob` (`logprob.py`).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, Optional
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -39,11 +39,22 @@ class LinearCall:
     keep_logits: bool = False
 
     def problem(
-        self, hidden: Tensor, weight: Tensor, target: Tensor, row_inv_temp: Optional[Tensor], kept: Optional[Tensor]
+        self, hidden: Tensor, weight: Tensor, target: Tensor, row_inv_temp: Tensor | None, kept: Tensor | None
     ) -> LinearLogits:
         s = self.shard
-        return LinearLogits(hidden, weight, target, s.start, s.num_valid, s.inv_temp, row_inv_temp, s.ignore_index, kept,
-                            self.bf16_logits, self.invariant)
+        return LinearLogits(
+            hidden,
+            weight,
+            target,
+            s.start,
+            s.num_valid,
+            s.inv_temp,
+            row_inv_temp,
+            s.ignore_index,
+            kept,
+            self.bf16_logits,
+            self.invariant,
+        )
 
     def all_rows(self, hidden: Tensor) -> Tensor:
         """[T, H] of the group's tokens."""
@@ -62,21 +73,21 @@ def linear_logprob(
     hidden: Tensor,
     weight: Tensor,
     target: Tensor,
-    group: Optional[dist.ProcessGroup],
+    group: dist.ProcessGroup | None,
     *,
     sequence_parallel: bool = False,
     vocab_start: int,
     num_valid: int,
     temperature: float | Tensor = 1.0,
-    chunk_tokens: Optional[int] = None,
+    chunk_tokens: int | None = None,
     want_entropy: bool = True,
     ignore_index: int = IGNORE_INDEX,
     logits_dtype: Literal["fp32", "bf16"] = "fp32",
-    kept: Optional[Tensor] = None,
+    kept: Tensor | None = None,
     mode: Literal["fast", "invariant"] = "fast",
     keep_logits: bool = False,
     into_main_grad: bool = False,
-) -> tuple[Tensor, Optional[Tensor]]:
+) -> tuple[Tensor, Tensor | None]:
     """As `vocab_parallel_logprob` of hidden @ weight.T, without the [T, Vl] logits: blocks of them are computed, and computed
     again in the backward.
 
@@ -92,8 +103,21 @@ def linear_logprob(
     4) instead of the fourth matrix product. into_main_grad: see `main_grad_of`.
     """
     call = linear_call(
-        hidden, weight, target, group, sequence_parallel, vocab_start, num_valid, temperature, chunk_tokens, ignore_index,
-        logits_dtype, kept, into_main_grad, mode, keep_logits,
+        hidden,
+        weight,
+        target,
+        group,
+        sequence_parallel,
+        vocab_start,
+        num_valid,
+        temperature,
+        chunk_tokens,
+        ignore_index,
+        logits_dtype,
+        kept,
+        into_main_grad,
+        mode,
+        keep_logits,
     )
     _, row_inv_temp = inverse_temperature(temperature, target)
     return _LinearLogprob.apply(hidden, weight, target.long(), row_inv_temp, kept, call, want_entropy)
@@ -103,15 +127,15 @@ def linear_call(
     hidden: Tensor,
     weight: Tensor,
     target: Tensor,
-    group: Optional[dist.ProcessGroup],
+    group: dist.ProcessGroup | None,
     sequence_parallel: bool,
     vocab_start: int,
     num_valid: int,
     temperature: float | Tensor,
-    chunk_tokens: Optional[int],
+    chunk_tokens: int | None,
     ignore_index: int,
     logits_dtype: str,
-    kept: Optional[Tensor],
+    kept: Tensor | None,
     into_main_grad: bool,
     mode: str = "fast",
     keep_logits: bool = False,
@@ -140,7 +164,12 @@ def linear_call(
     inv_temp, _ = inverse_temperature(temperature, target)
     shard = VocabShard(vocab_start, num_valid, inv_temp, ignore_index, group)
     return LinearCall(
-        shard, logits_dtype == "bf16", chunk_tokens or 0, sequence_parallel and tp > 1, into_main_grad, mode == "invariant",
+        shard,
+        logits_dtype == "bf16",
+        chunk_tokens or 0,
+        sequence_parallel and tp > 1,
+        into_main_grad,
+        mode == "invariant",
         keep_logits,
     )
 
@@ -161,7 +190,7 @@ def main_grad_of(weight: Tensor) -> Tensor:
     """
     if not has_main_grad(weight):
         raise ValueError(f"into_main_grad: weight {tuple(weight.shape)} has no fp32 main_grad of its shape; leave it to autograd")
-    return getattr(weight, "main_grad")
+    return weight.main_grad
 
 
 def handed_over(weight: Tensor) -> Tensor:
@@ -177,16 +206,28 @@ class _LinearLogprob(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         target: Tensor,
-        row_inv_temp: Optional[Tensor],
-        kept: Optional[Tensor],
+        row_inv_temp: Tensor | None,
+        kept: Tensor | None,
         call: LinearCall,
         want_entropy: bool,
-    ) -> tuple[Tensor, Optional[Tensor]]:
+    ) -> tuple[Tensor, Tensor | None]:
         shard = call.shard
         keep_logits = call.keep_logits and (ctx.needs_input_grad[0] or ctx.needs_input_grad[1])
         stats, logits = torch.ops.megappo.linear_stats(
-            call.all_rows(hidden), weight, target, shard.start, shard.num_valid, shard.inv_temp, row_inv_temp, shard.ignore_index,
-            want_entropy, kept, call.bf16_logits, keep_logits, call.chunk_tokens, call.invariant,
+            call.all_rows(hidden),
+            weight,
+            target,
+            shard.start,
+            shard.num_valid,
+            shard.inv_temp,
+            row_inv_temp,
+            shard.ignore_index,
+            want_entropy,
+            kept,
+            call.bf16_logits,
+            keep_logits,
+            call.chunk_tokens,
+            call.invariant,
         )
         logprob, entropy, lse = merge_shards(stats, target, shard)
         ctx.save_for_backward(hidden, weight, target, row_inv_temp, kept, lse, entropy, logits if keep_logits else None)
@@ -196,7 +237,7 @@ class _LinearLogprob(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, g_logprob: Optional[Tensor], g_entropy: Optional[Tensor]) -> tuple[Optional[Tensor], ...]:
+    def backward(ctx: Any, g_logprob: Tensor | None, g_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, target, row_inv_temp, kept, lse, entropy, logits = ctx.saved_tensors
         call, shard = ctx.call, ctx.call.shard
         if g_logprob is None:
@@ -204,13 +245,35 @@ class _LinearLogprob(torch.autograd.Function):
         rows = call.all_rows(hidden)
         if call.into_main_grad:
             dhidden = backward_in_blocks(
-                call.problem(rows, weight, target, row_inv_temp, kept), lse, entropy, g_logprob, g_entropy, logits,
-                call.chunk_tokens, main_grad_of(weight), add=True,
+                call.problem(rows, weight, target, row_inv_temp, kept),
+                lse,
+                entropy,
+                g_logprob,
+                g_entropy,
+                logits,
+                call.chunk_tokens,
+                main_grad_of(weight),
+                add=True,
             )
             dweight = handed_over(weight)
         else:
             dhidden, dweight = torch.ops.megappo.linear_backward(
-                rows, weight, target, lse, entropy, g_logprob, g_entropy, shard.start, shard.num_valid, shard.inv_temp,
-                row_inv_temp, shard.ignore_index, kept, logits, call.bf16_logits, call.chunk_tokens, call.invariant,
+                rows,
+                weight,
+                target,
+                lse,
+                entropy,
+                g_logprob,
+                g_entropy,
+                shard.start,
+                shard.num_valid,
+                shard.inv_temp,
+                row_inv_temp,
+                shard.ignore_index,
+                kept,
+                logits,
+                call.bf16_logits,
+                call.chunk_tokens,
+                call.invariant,
             )
         return call.sum_over_shards(dhidden), dweight, None, None, None, None, None

@@ -12,8 +12,9 @@ same in two steps.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Callable, Literal, Optional
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -29,7 +30,7 @@ from megappo.ops.vocab_shard import IGNORE_INDEX, inverse_temperature, merge_sha
 # Of the device, not of the shard: ranks with uneven shards must make the same collectives.
 CHUNK_TOKENS = {"cpu": 512, "cuda": 4096}
 
-TokenLoss = Callable[[slice, Tensor, Optional[Tensor]], tuple[Tensor, dict[str, Tensor]]]
+TokenLoss = Callable[[slice, Tensor, Tensor | None], tuple[Tensor, dict[str, Tensor]]]
 """(tokens, logprob [t], entropy [t] or None) -> (scalar sum over these tokens, metrics). The same on every rank of the group."""
 
 
@@ -40,7 +41,7 @@ class LinearLoss:
 
     loss: Tensor
     logprob: Tensor
-    entropy: Optional[Tensor]
+    entropy: Tensor | None
     metrics: dict[str, Tensor]
 
 
@@ -49,17 +50,17 @@ def linear_token_loss(
     weight: Tensor,
     target: Tensor,
     token_loss: TokenLoss,
-    group: Optional[dist.ProcessGroup],
+    group: dist.ProcessGroup | None,
     *,
     sequence_parallel: bool = False,
     vocab_start: int,
     num_valid: int,
     temperature: float | Tensor = 1.0,
-    chunk_tokens: Optional[int] = None,
+    chunk_tokens: int | None = None,
     want_entropy: bool = True,
     ignore_index: int = IGNORE_INDEX,
     logits_dtype: Literal["fp32", "bf16"] = "fp32",
-    kept: Optional[Tensor] = None,
+    kept: Tensor | None = None,
     into_main_grad: bool = False,
 ) -> LinearLoss:
     """Sum of token_loss over chunks of `linear_logprob`'s results, with its gradients; arguments as there.
@@ -68,8 +69,19 @@ def linear_token_loss(
     gathers statistics once per chunk and reduces dhidden once, in the forward. Raises ValueError as `linear_logprob`.
     """
     call = linear_call(
-        hidden, weight, target, group, sequence_parallel, vocab_start, num_valid, temperature, chunk_tokens, ignore_index,
-        logits_dtype, kept, into_main_grad,
+        hidden,
+        weight,
+        target,
+        group,
+        sequence_parallel,
+        vocab_start,
+        num_valid,
+        temperature,
+        chunk_tokens,
+        ignore_index,
+        logits_dtype,
+        kept,
+        into_main_grad,
     )
     _, row_inv_temp = inverse_temperature(temperature, target)
     wanted = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
@@ -82,7 +94,9 @@ def linear_token_loss(
     dhidden = call.sum_over_shards(chunks.dhidden)
     return LinearLoss(
         _WithGradients.apply(hidden, weight, result.loss, dhidden, chunks.dweight, into_main_grad),
-        result.logprob, result.entropy, result.metrics,
+        result.logprob,
+        result.entropy,
+        result.metrics,
     )
 
 
@@ -93,11 +107,11 @@ def linear_ppo(
     old_logprob: Tensor,
     advantage: Tensor,
     token_weight: Tensor,
-    group: Optional[dist.ProcessGroup],
+    group: dist.ProcessGroup | None,
     *,
     clip_low: float = 0.2,
     clip_high: float = 0.2,
-    dual_clip: Optional[float] = None,
+    dual_clip: float | None = None,
     entropy_coef: float = 0.0,
     **where: Any,
 ) -> LinearLoss:
@@ -110,10 +124,15 @@ def linear_ppo(
         if field.shape != target.shape:
             raise ValueError(f"{name} {tuple(field.shape)} is not one value for each of {target.numel()} tokens")
 
-    def token_loss(tokens: slice, logprob: Tensor, entropy: Optional[Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    def token_loss(tokens: slice, logprob: Tensor, entropy: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
         loss, metrics = policy_loss(
-            logprob, old_logprob[tokens], advantage[tokens], token_weight[tokens],
-            clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip,
+            logprob,
+            old_logprob[tokens],
+            advantage[tokens],
+            token_weight[tokens],
+            clip_low=clip_low,
+            clip_high=clip_high,
+            dual_clip=dual_clip,
         )
         if entropy is None:
             return loss, metrics
@@ -126,9 +145,7 @@ def linear_ppo(
 class _Chunks:
     """One pass over the chunks of tokens; `dhidden` is this shard's part."""
 
-    def __init__(
-        self, call: LinearCall, problem: LinearLogits, token_loss: TokenLoss, want_entropy: bool, gradients: bool
-    ) -> None:
+    def __init__(self, call: LinearCall, problem: LinearLogits, token_loss: TokenLoss, want_entropy: bool, gradients: bool) -> None:
         self.call, self.problem = call, problem
         self.token_loss, self.want_entropy, self.gradients = token_loss, want_entropy, gradients
         hidden, weight = problem.hidden, problem.weight
@@ -149,7 +166,7 @@ class _Chunks:
             {name: _combined(name, [m[name] for m in metrics]) for name in metrics[0]},
         )
 
-    def chunk(self, tokens: slice) -> tuple[Tensor, Tensor, Optional[Tensor], dict[str, Tensor]]:
+    def chunk(self, tokens: slice) -> tuple[Tensor, Tensor, Tensor | None, dict[str, Tensor]]:
         problem, shard = self.problem, self.call.shard
         columns = slice(0, problem.num_valid)
         logits = self.logits(tokens)
@@ -175,8 +192,8 @@ class _Chunks:
         return logits
 
     def differentiate(
-        self, tokens: slice, logprob: Tensor, entropy: Optional[Tensor]
-    ) -> tuple[Tensor, Tensor, Optional[Tensor], dict[str, Tensor]]:
+        self, tokens: slice, logprob: Tensor, entropy: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None, dict[str, Tensor]]:
         """(loss, its gradients by logprob and entropy, metrics) of a chunk."""
         with torch.enable_grad():
             leaf = logprob.detach().requires_grad_()
@@ -207,7 +224,7 @@ class _WithGradients(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> tuple[Optional[Tensor], ...]:
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         weight, dhidden, dweight = ctx.saved_tensors
         if ctx.into_main_grad:
             main_grad_of(weight).addcmul_(dweight, g)

@@ -12,7 +12,7 @@ forward kept (3). This is the implementation for every device. Fused forwards th
 
 from __future__ import annotations
 
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,10 +54,10 @@ def linear_stats(
     vocab_start: int,
     num_valid: int,
     inv_temp: float,
-    row_inv_temp: Optional[Tensor],
+    row_inv_temp: Tensor | None,
     ignore_index: int,
     want_entropy: bool,
-    kept: Optional[Tensor],
+    kept: Tensor | None,
     bf16_logits: bool,
     keep_logits: bool,
     chunk_tokens: int,
@@ -70,16 +70,27 @@ def linear_stats(
     before temperature; else [0, 0]. chunk_tokens: tokens in a block at most, 0 for what suits the device. invariant: the bits
     of a row do not depend on the other rows or on T. Everything else as `vocab_stats`.
     """
-    problem = LinearLogits(hidden, weight, target, vocab_start, num_valid, inv_temp, row_inv_temp, ignore_index, kept,
-                           bf16_logits, invariant)
+    problem = LinearLogits(
+        hidden, weight, target, vocab_start, num_valid, inv_temp, row_inv_temp, ignore_index, kept, bf16_logits, invariant
+    )
     return stats_in_blocks(problem, want_entropy, keep_logits, chunk_tokens)
 
 
 @linear_stats.register_fake
 def _(
-    hidden: Tensor, weight: Tensor, target: Tensor, vocab_start: int, num_valid: int, inv_temp: float,
-    row_inv_temp: Optional[Tensor], ignore_index: int, want_entropy: bool, kept: Optional[Tensor], bf16_logits: bool,
-    keep_logits: bool, *blocking: Any,
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    vocab_start: int,
+    num_valid: int,
+    inv_temp: float,
+    row_inv_temp: Tensor | None,
+    ignore_index: int,
+    want_entropy: bool,
+    kept: Tensor | None,
+    bf16_logits: bool,
+    keep_logits: bool,
+    *blocking: Any,
 ) -> tuple[Tensor, Tensor]:
     stats = hidden.new_empty((hidden.shape[0], 4), dtype=compute_dtype(hidden.dtype))
     return stats, hidden.new_empty(_kept_shape(hidden, num_valid, keep_logits), dtype=logits_dtype_of(weight, bf16_logits))
@@ -93,14 +104,14 @@ def linear_backward(
     lse: Tensor,
     entropy: Tensor,
     g_logprob: Tensor,
-    g_entropy: Optional[Tensor],
+    g_entropy: Tensor | None,
     vocab_start: int,
     num_valid: int,
     inv_temp: float,
-    row_inv_temp: Optional[Tensor],
+    row_inv_temp: Tensor | None,
     ignore_index: int,
-    kept: Optional[Tensor],
-    logits: Optional[Tensor],
+    kept: Tensor | None,
+    logits: Tensor | None,
     bf16_logits: bool,
     chunk_tokens: int,
     invariant: bool,
@@ -110,8 +121,9 @@ def linear_backward(
     lse, entropy, g_*: [T] as merged over all shards. logits: what `linear_stats` kept, None to compute them again. Both gradients
     are summed over their blocks in fp32: summed in bf16, 64 chunks have six times the error of one rounding.
     """
-    problem = LinearLogits(hidden, weight, target, vocab_start, num_valid, inv_temp, row_inv_temp, ignore_index, kept,
-                           bf16_logits, invariant)
+    problem = LinearLogits(
+        hidden, weight, target, vocab_start, num_valid, inv_temp, row_inv_temp, ignore_index, kept, bf16_logits, invariant
+    )
     dweight = torch.zeros_like(weight, memory_format=torch.contiguous_format)
     return backward_in_blocks(problem, lse, entropy, g_logprob, g_entropy, logits, chunk_tokens, dweight, add=False), dweight
 
@@ -126,8 +138,8 @@ def backward_in_blocks(
     lse: Tensor,
     entropy: Tensor,
     g_logprob: Tensor,
-    g_entropy: Optional[Tensor],
-    logits: Optional[Tensor],
+    g_entropy: Tensor | None,
+    logits: Tensor | None,
     chunk_tokens: int,
     dweight: Tensor,
     *,
@@ -148,8 +160,14 @@ def backward_in_blocks(
         for i, tokens in enumerate(blocks_of_tokens):
             x = problem.logits(h[tokens], w, tokens, columns) if logits is None else logits[tokens, columns]
             dlogits = problem.dlogits(
-                x, tokens, columns, lse[tokens], entropy[tokens], g_logprob[tokens],
-                None if g_entropy is None else g_entropy[tokens], own=logits is None,
+                x,
+                tokens,
+                columns,
+                lse[tokens],
+                entropy[tokens],
+                g_logprob[tokens],
+                None if g_entropy is None else g_entropy[tokens],
+                own=logits is None,
             )
             add_mm_(dhidden[tokens], dlogits, weight[columns], first=b == 0, exact=False)
             add_mm_(total, dlogits.t(), hidden[tokens], first=i == 0 and not add)

@@ -11,8 +11,6 @@ be the same on all ranks of the group, as they are for a loss that every rank co
 
 from __future__ import annotations
 
-from typing import Optional
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -29,15 +27,15 @@ __all__ = ["IGNORE_INDEX", "linear_logprob", "vocab_parallel_logprob"]
 def vocab_parallel_logprob(
     logits: Tensor,
     target: Tensor,
-    group: Optional[dist.ProcessGroup],
+    group: dist.ProcessGroup | None,
     *,
     vocab_start: int,
     num_valid: int,
     temperature: float | Tensor = 1.0,
     want_entropy: bool = True,
     ignore_index: int = IGNORE_INDEX,
-    kept: Optional[Tensor] = None,
-) -> tuple[Tensor, Optional[Tensor]]:
+    kept: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
     """(logprob [T], entropy [T] or None), fp32, the same on every rank of the group and differentiable with respect to `logits`.
 
     logits: [T, Vl], this rank's columns, bf16/fp16/fp32; the first `num_valid` are vocabulary entries vocab_start.., the rest
@@ -58,7 +56,7 @@ def vocab_parallel_logprob(
     return _VocabParallelLogprob.apply(logits, target, row_inv_temp, kept, shard, want_entropy)
 
 
-def _restricted(logits: Tensor, kept: Optional[Tensor], shard: VocabShard) -> Tensor:
+def _restricted(logits: Tensor, kept: Tensor | None, shard: VocabShard) -> Tensor:
     """The valid columns with -inf outside `kept`, in a copy; `logits` itself without restriction."""
     if kept is None:
         return logits
@@ -71,8 +69,14 @@ class _VocabParallelLogprob(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, target, row_inv_temp, kept, shard, want_entropy):
         stats = torch.ops.megappo.vocab_stats(
-            _restricted(logits, kept, shard), target,
-            shard.start, shard.num_valid, shard.inv_temp, row_inv_temp, shard.ignore_index, want_entropy,
+            _restricted(logits, kept, shard),
+            target,
+            shard.start,
+            shard.num_valid,
+            shard.inv_temp,
+            row_inv_temp,
+            shard.ignore_index,
+            want_entropy,
         )
         logprob, entropy, lse = merge_shards(stats, target, shard)
         ctx.save_for_backward(logits, target, row_inv_temp, kept, lse, entropy)
@@ -88,7 +92,16 @@ class _VocabParallelLogprob(torch.autograd.Function):
         if g_logprob is None:
             g_logprob = torch.zeros_like(lse)
         grad = torch.ops.megappo.vocab_logits_backward(
-            _restricted(logits, kept, shard), target, lse, entropy, g_logprob, g_entropy,
-            shard.start, shard.num_valid, shard.inv_temp, row_inv_temp, shard.ignore_index,
+            _restricted(logits, kept, shard),
+            target,
+            lse,
+            entropy,
+            g_logprob,
+            g_entropy,
+            shard.start,
+            shard.num_valid,
+            shard.inv_temp,
+            row_inv_temp,
+            shard.ignore_index,
         )
         return grad, None, None, None, None, None

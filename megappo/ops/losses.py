@@ -13,8 +13,6 @@ token with weight reaches the loss, the gradient of that token and the metrics i
 
 from __future__ import annotations
 
-from typing import Optional
-
 import torch
 from torch import Tensor
 
@@ -42,7 +40,7 @@ def policy_loss(
     *,
     clip_low: float = 0.2,
     clip_high: float = 0.2,
-    dual_clip: Optional[float] = None,
+    dual_clip: float | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """(sum of weight * l, metrics), l = max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)), r = exp(logprob - old_logprob).
 
@@ -56,7 +54,7 @@ def policy_loss(
 
 
 def value_loss(
-    value: Tensor, old_value: Tensor, returns: Tensor, weight: Tensor, *, clip: Optional[float] = None
+    value: Tensor, old_value: Tensor, returns: Tensor, weight: Tensor, *, clip: float | None = None
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """(sum of weight * l, metrics), l = max((v - R)^2, (v_clipped - R)^2) / 2, v_clipped within `clip` of old_value.
 
@@ -105,7 +103,7 @@ def _policy_loss(
     weight: Tensor,
     clip_low: float,
     clip_high: float,
-    dual_clip: Optional[float],
+    dual_clip: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dtype = compute_dtype(logprob.dtype)
     valid = weight != 0
@@ -129,14 +127,15 @@ def _policy_loss(
     gradient = torch.where(flat, 0.0, w * plain)
     # fp32 would leave few digits of d^2 / 2 where ratios are close to 1, where all of them are at first
     k3 = bounded.double().expm1() - bounded.double()
-    sums, maxima = _metrics(valid, [cut & (adv < 0), cut & (adv > 0), dual, k3, torch.where(valid, ratio, 0.0)],
-                            torch.where(valid, ratio, 0.0))
+    sums, maxima = _metrics(
+        valid, [cut & (adv < 0), cut & (adv > 0), dual, k3, torch.where(valid, ratio, 0.0)], torch.where(valid, ratio, 0.0)
+    )
     return (w * loss).sum(dtype=torch.float64).to(dtype), gradient, sums, maxima
 
 
 @op
 def _value_loss(
-    value: Tensor, old_value: Tensor, returns: Tensor, weight: Tensor, clip: Optional[float]
+    value: Tensor, old_value: Tensor, returns: Tensor, weight: Tensor, clip: float | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dtype = compute_dtype(value.dtype)
     valid = weight != 0
@@ -162,8 +161,10 @@ def _value_loss(
 def _fake(num_sums: int, num_maxima: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dtype = compute_dtype(x.dtype)
     return (
-        x.new_empty((), dtype=dtype), x.new_empty(x.shape, dtype=dtype),
-        x.new_empty(num_sums, dtype=torch.float64), x.new_empty(num_maxima, dtype=torch.float64),
+        x.new_empty((), dtype=dtype),
+        x.new_empty(x.shape, dtype=dtype),
+        x.new_empty(num_sums, dtype=torch.float64),
+        x.new_empty(num_maxima, dtype=torch.float64),
     )
 
 

@@ -10,8 +10,9 @@ parallelism is not checked here: it gathers and adds the same statistics.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Callable, Iterator, Optional
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,7 +42,7 @@ class Finding:
     error: float
     allowed: float
     at: tuple[int, ...]
-    failure: Optional[str] = None
+    failure: str | None = None
     """Text of an error that the kernel raised instead."""
 
     @property
@@ -52,9 +53,10 @@ class Finding:
         """What is wrong and what to do, for a finding that is not ok."""
         kernels = ", ".join(f"{op} ({implementation})" for op, implementation in self.ops.items())
         others = [
-            f"kernels={other}" for other in ORDER.get(device.type, ())
+            f"kernels={other}"
+            for other in ORDER.get(device.type, ())
             if missing(other, device.type) is None and not any(other in ran for ran in self.ops.values())
-        ]  # fmt: skip
+        ]
         advice = f"use {' or '.join(others)}, and report this" if others else "report this"
         return f"kernels: {kernels or self.function} {self.fault()}; {advice}"
 
@@ -135,9 +137,19 @@ def _advantages(numbers: Numbers) -> Results:
     value, mask = numbers.normal(NUM_TOKENS), numbers.flags(NUM_TOKENS, 0.8)
     names = "reward", "advantage", "returns", "moments"
     shaped = token_advantages(
-        logprob, numbers.normal(NUM_TOKENS), numbers.normal(6), value, mask, cu_seqlens, numbers.normal(6),
-        gamma=0.99, lam_policy=0.95, lam_value=0.9, kl_kind="k3", kl_coef=0.1,
-    )  # fmt: skip
+        logprob,
+        numbers.normal(NUM_TOKENS),
+        numbers.normal(6),
+        value,
+        mask,
+        cu_seqlens,
+        numbers.normal(6),
+        gamma=0.99,
+        lam_policy=0.95,
+        lam_value=0.9,
+        kl_kind="k3",
+        kl_coef=0.1,
+    )
     yield from zip(names, shaped)
 
 

@@ -18,10 +18,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Callable, Mapping, Optional, Sequence
+from typing import Any
 
 import torch
 
@@ -80,15 +81,21 @@ def run_trial(
         report, errors = Path(name, "report"), Path(name, "stderr")
         report.touch()
         job = {
-            "report": str(report), "device": str(device), "kernels": kernels, "problems": list(problems),
+            "report": str(report),
+            "device": str(device),
+            "kernels": kernels,
+            "problems": list(problems),
             "faults": [[*pair, fault] for pair, fault in faults.items()],
-        }  # fmt: skip
+        }
         path = os.pathsep.join(filter(None, (str(_PACKAGE), os.environ.get("PYTHONPATH"))))
         with errors.open("wb") as sink:
             process = subprocess.Popen(
-                [sys.executable, "-m", module, json.dumps(job)], env={**os.environ, "PYTHONPATH": path},
-                stdin=subprocess.DEVNULL, stdout=sink, stderr=sink,
-            )  # fmt: skip
+                [sys.executable, "-m", module, json.dumps(job)],
+                env={**os.environ, "PYTHONPATH": path},
+                stdin=subprocess.DEVNULL,
+                stdout=sink,
+                stderr=sink,
+            )
             in_time = _wait(process, report, limit_s)
         lines = [json.loads(line) for line in report.read_text(encoding="utf-8").splitlines()]
         last = next(filter(None, reversed(errors.read_text(errors="replace").splitlines())), "")
@@ -114,7 +121,7 @@ def _wait(process: subprocess.Popen[bytes], report: Path, limit_s: float) -> boo
                 process.wait(_GRACE_S)
             except subprocess.TimeoutExpired:
                 raise RuntimeError(
-                    f"kernels: the GPU does not let go of a kernel that hangs (process {process.pid}); reset it or restart the machine"
+                    f"kernels: the GPU does not let go of a hanging kernel (process {process.pid}); reset it or restart the machine"
                 ) from None
             return False
     return True
@@ -138,7 +145,7 @@ def _how_it_ended(code: int, in_time: bool, limit_s: float, lines: Sequence[Mapp
     return _End(f"failed: {raised}", not surroundings)
 
 
-def _read(lines: Sequence[Mapping[str, Any]], end: Optional[_End]) -> Trial:
+def _read(lines: Sequence[Mapping[str, Any]], end: _End | None) -> Trial:
     trial, running = Trial(), []
     for line in lines:
         if "begin" in line:
@@ -196,7 +203,7 @@ def main(argument: str) -> None:
         with open(job["report"], "a", encoding="utf-8") as report:
             report.write(json.dumps(line) + "\n")
 
-    def raised(kind: type[BaseException], error: BaseException, trace: Optional[TracebackType]) -> None:
+    def raised(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         say(raised=f"{kind.__name__}: {error}".strip().partition("\n")[0])
         sys.__excepthook__(kind, error, trace)
 

@@ -14,9 +14,9 @@ import logging
 import os
 import platform
 import tempfile
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Callable, Mapping, Optional
 
 import torch
 
@@ -145,7 +145,7 @@ def _device_name(device: torch.device) -> str:
     return f"{gpu.name} sm_{gpu.major}{gpu.minor} {driver}"
 
 
-def _version(distribution: str) -> Optional[str]:
+def _version(distribution: str) -> str | None:
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:

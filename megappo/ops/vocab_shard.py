@@ -7,7 +7,6 @@ token and rank, after which every rank holds the same bits.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Optional
 
 import torch
 import torch.distributed as dist
@@ -26,7 +25,7 @@ class VocabShard:
     num_valid: int
     inv_temp: float
     ignore_index: int
-    group: Optional[dist.ProcessGroup]
+    group: dist.ProcessGroup | None
 
     @property
     def size(self) -> int:
@@ -34,7 +33,7 @@ class VocabShard:
         return 1 if self.group is None else dist.get_world_size(self.group)
 
 
-def inverse_temperature(temperature: float | Tensor, target: Tensor) -> tuple[float, Optional[Tensor]]:
+def inverse_temperature(temperature: float | Tensor, target: Tensor) -> tuple[float, Tensor | None]:
     """(1 / temperature of all rows, or 1.0 and [T] fp32). ValueError unless it can divide the logits of each target."""
     if isinstance(temperature, Tensor):
         if temperature.shape != target.shape:

@@ -19,8 +19,6 @@ neither on the rows around it nor on the number of threads.
 
 from __future__ import annotations
 
-from typing import Optional
-
 import torch
 from torch import Tensor
 
@@ -35,7 +33,7 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def check_arguments(logits: Tensor, target: Tensor, num_valid: int, **per_token: Optional[Tensor]) -> None:
+def check_arguments(logits: Tensor, target: Tensor, num_valid: int, **per_token: Tensor | None) -> None:
     """Raises ValueError where the kernels would read past an end or misread a type."""
     if logits.dim() != 2 or target.shape != logits.shape[:1]:
         raise ValueError(f"logits {tuple(logits.shape)} and target {tuple(target.shape)}: want [T, vocabulary] and [T]")
@@ -65,7 +63,7 @@ def check_overwritable(logits: Tensor) -> None:
         raise ValueError(f"logits with strides {logits.stride()} cannot be overwritten: pass logits.contiguous()")
 
 
-def _scaled(logits: Tensor, num_valid: int, inv_temp: float, row_inv_temp: Optional[Tensor]) -> Tensor:
+def _scaled(logits: Tensor, num_valid: int, inv_temp: float, row_inv_temp: Tensor | None) -> Tensor:
     """x[T, num_valid] in the compute type; may be a view of `logits`, so callers never write into it."""
     x = logits[:, :num_valid].to(compute_dtype(logits.dtype))
     if row_inv_temp is not None:
@@ -87,7 +85,7 @@ def vocab_stats(
     vocab_start: int,
     num_valid: int,
     inv_temp: float,
-    row_inv_temp: Optional[Tensor],
+    row_inv_temp: Tensor | None,
     ignore_index: int,
     want_entropy: bool,
 ) -> Tensor:
@@ -160,11 +158,11 @@ def _gradient(
     lse: Tensor,
     entropy: Tensor,
     g_logprob: Tensor,
-    g_entropy: Optional[Tensor],
+    g_entropy: Tensor | None,
     vocab_start: int,
     num_valid: int,
     inv_temp: float,
-    row_inv_temp: Optional[Tensor],
+    row_inv_temp: Tensor | None,
     ignore_index: int,
 ) -> Tensor:
     rows = {"lse": lse, "entropy": entropy, "g_logprob": g_logprob, "g_entropy": g_entropy, "row_inv_temp": row_inv_temp}
@@ -206,11 +204,11 @@ def vocab_logits_backward(
     lse: Tensor,
     entropy: Tensor,
     g_logprob: Tensor,
-    g_entropy: Optional[Tensor],
+    g_entropy: Tensor | None,
     vocab_start: int,
     num_valid: int,
     inv_temp: float,
-    row_inv_temp: Optional[Tensor],
+    row_inv_temp: Tensor | None,
     ignore_index: int,
 ) -> Tensor:
     """Gradient of this shard's logits, [T, Vl] in their dtype; padding columns, ignored rows and rows without an upstream
@@ -236,11 +234,11 @@ def vocab_logits_backward_(
     lse: Tensor,
     entropy: Tensor,
     g_logprob: Tensor,
-    g_entropy: Optional[Tensor],
+    g_entropy: Tensor | None,
     vocab_start: int,
     num_valid: int,
     inv_temp: float,
-    row_inv_temp: Optional[Tensor],
+    row_inv_temp: Tensor | None,
     ignore_index: int,
 ) -> None:
     """`vocab_logits_backward` written over `logits`, for a caller that owns them and needs them no more; same bits.
@@ -249,9 +247,7 @@ def vocab_logits_backward_(
     """
     check_overwritable(logits)
     logits.copy_(
-        _gradient(
-            logits, target, lse, entropy, g_logprob, g_entropy, vocab_start, num_valid, inv_temp, row_inv_temp, ignore_index
-        )
+        _gradient(logits, target, lse, entropy, g_logprob, g_entropy, vocab_start, num_valid, inv_temp, row_inv_temp, ignore_index)
     )
 
 

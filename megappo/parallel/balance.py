@@ -7,7 +7,7 @@ number of micro-batches, because pipeline schedules and gradient reduction need 
 from __future__ import annotations
 
 import heapq
-from typing import Sequence
+from collections.abc import Sequence
 
 # plan[dp rank][micro-batch] = indices of sequences, ascending
 MicroBatchPlan = list[list[list[int]]]

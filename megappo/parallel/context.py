@@ -9,7 +9,7 @@ does with this is `models/attention.py`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Optional
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -67,7 +67,7 @@ class ContextShard:
         return _TokensFromHeads.apply(x, self)
 
 
-def context_shard(cu_seqlens: Tensor, group: dist.ProcessGroup, device: torch.device) -> Optional[ContextShard]:
+def context_shard(cu_seqlens: Tensor, group: dist.ProcessGroup, device: torch.device) -> ContextShard | None:
     """The part of this rank of `group`, with its tensors on `device`; None where the group is this rank alone."""
     size, rank = group.size(), group.rank()
     if size == 1:

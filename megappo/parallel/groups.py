@@ -10,9 +10,9 @@ that a rank that hangs is noticed. Between passes ranks do work of different len
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Iterable, Optional
 
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -145,9 +145,9 @@ def destroy_groups(groups: ProcessGroups) -> None:
         dist.destroy_process_group(group)
 
 
-def _embedding_group(layout: ParallelLayout, limit: timedelta) -> Optional[dist.ProcessGroup]:
+def _embedding_group(layout: ParallelLayout, limit: timedelta) -> dist.ProcessGroup | None:
     """First and last stage of each pipeline: they hold the two copies of a tied embedding. None on the stages between."""
-    mine: Optional[dist.ProcessGroup] = None
+    mine: dist.ProcessGroup | None = None
     for ranks in layout.axis_groups("pp"):
         ends = sorted({ranks[0], ranks[-1]})
         group = dist.new_group(ends, timeout=limit, group_desc="embedding")

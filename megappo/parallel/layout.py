@@ -7,8 +7,8 @@ fastest, then ep and what remains (edp). Groups are built from it in `groups.py`
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Iterator
 
 AXES = ("tp", "cp", "dp", "pp", "etp", "ep", "edp")
 

@@ -6,7 +6,8 @@ Temporary buffers of kernels and allocators are not counted. Weights and optimiz
 
 from __future__ import annotations
 
-from typing import Literal, Sequence
+from collections.abc import Sequence
+from typing import Literal
 
 from megappo.models.arch import ModelArch, MoeArch
 from megappo.parallel.layout import ParallelLayout
@@ -194,9 +195,7 @@ def peak_in_flight(layout: ParallelLayout, stage: int, num_micro_batches: int, c
     warm_up = pp - stage - 1 if vpp == 1 else 2 * (pp - stage - 1) + (vpp - 1) * pp
     # The warm-up is shorter than two rounds; from then on every round is like the one before.
     rounds = min(-(-num_micro_batches // pp), 4)
-    passes = [
-        (chunk, round_ * pp + place) for round_ in range(rounds) for chunk in range(vpp) for place in range(pp)
-    ]
+    passes = [(chunk, round_ * pp + place) for round_ in range(rounds) for chunk in range(vpp) for place in range(pp)]
     held = peak = 0
     for step, (chunk, micro_batch) in enumerate(passes):
         if micro_batch < num_micro_batches:

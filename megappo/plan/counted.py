@@ -27,7 +27,9 @@ def counter_of_built_models() -> Counter:
 
 
 def _kind(arch: ModelArch, layout: ParallelLayout, stage: int) -> tuple[object, ...]:
-    """Stages of one kind hold modules of the same sizes: the same ends of the model, and as many layers with and without experts."""
+    """Stages of one kind hold modules of the same sizes: the same ends of the model, and as many layers with and without
+    experts.
+    """
     sparse = [arch.is_sparse(layer) for layer in layout.stage_layers(arch.num_layers, stage)]
     return stage == 0, stage == layout.pp - 1, len(sparse), sum(sparse)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Literal, Optional
+from typing import Literal
 
 from megappo.checkpoint.directory import CheckpointDirectory
 from megappo.checkpoint.manifest import Manifest
@@ -32,7 +32,7 @@ class CriticSource:
     role: Literal["critic", "policy"]
 
 
-def critic_source(critic: CriticConfig, arch: ModelArch) -> Optional[CriticSource]:
+def critic_source(critic: CriticConfig, arch: ModelArch) -> CriticSource | None:
     """The source that `critic.checkpoint` names, None where it is not set. arch: of the critic to be built.
 
     ConfigError, one line: nothing there, no complete checkpoint, weights of that role missing, another architecture.

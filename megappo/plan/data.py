@@ -7,7 +7,6 @@ batch size and the length of the run.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Optional
 
 from megappo.config.checks import step_problems
 from megappo.config.errors import ConfigError, problem
@@ -25,7 +24,7 @@ class RunData:
 
     tokenizer: Tokenizer
     train: PromptSet
-    eval: Optional[PromptSet]
+    eval: PromptSet | None
     loader: PromptLoader
     total_steps: int
 
@@ -83,7 +82,7 @@ def _tokenizer(path: str, policy: ModelArch) -> Tokenizer:
     return tokenizer
 
 
-def load_prompts(data: DataConfig, source: str, tokenizer: Tokenizer, limit: Optional[int] = None) -> PromptSet:
+def load_prompts(data: DataConfig, source: str, tokenizer: Tokenizer, limit: int | None = None) -> PromptSet:
     """The prompts of one source, formatted and filtered as `data` says."""
     return build_prompts(
         read_records(source),

@@ -6,9 +6,10 @@ activations only warns.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil, floor
-from typing import Iterator, Literal, Mapping, Optional, Sequence
+from typing import Literal
 
 from megappo.config.batch import StepArithmetic, micro_batches_bound, step_arithmetic
 from megappo.config.checks import Device
@@ -31,7 +32,6 @@ from megappo.plan.reserve import reserve_bytes
 from megappo.plan.tables import gib
 from megappo.rollout.types import SamplingParams
 
-
 Moment = Literal["generate", "train", "pushed"]
 """Of a step, as vLLM sees it: stage 2, and stage 8 where it evaluates; stages 3 to 6; from the push to the next generation."""
 
@@ -47,11 +47,11 @@ class Plan:
     layouts: Mapping[str, ParallelLayout]
     world_size: int
     device: Device
-    device_memory: Optional[int]
+    device_memory: int | None
     step: StepArithmetic
     micro_batches: Mapping[str, int]
     memory: Mapping[str, tuple[RoleMemory, ...]]
-    rollout: Optional[RolloutMemory]
+    rollout: RolloutMemory | None
     reserve: int = 0
     warnings: tuple[str, ...] = field(default=())
 
@@ -114,7 +114,7 @@ def make_plan(
     layouts: Mapping[str, ParallelLayout],
     world_size: int,
     device: Device,
-    device_memory: Optional[int] = None,
+    device_memory: int | None = None,
     counter: Counter = count_parameters,
 ) -> Plan:
     """Work everything out. ConfigError where the run cannot fit into `device_memory` (bytes) whatever its activations are."""
@@ -131,7 +131,7 @@ def work_out(
     layouts: Mapping[str, ParallelLayout],
     world_size: int,
     device: Device,
-    device_memory: Optional[int] = None,
+    device_memory: int | None = None,
     counter: Counter = count_parameters,
 ) -> Plan:
     """As `make_plan`, whether it fits or not."""
@@ -149,9 +149,7 @@ def work_out(
     return Plan(config, archs, layouts, world_size, device, device_memory, step, micro_batches, memory, rollout, reserve)
 
 
-def _reserve(
-    config: TrainConfig, archs: Mapping[str, ModelArch], layouts: Mapping[str, ParallelLayout], world_size: int
-) -> int:
+def _reserve(config: TrainConfig, archs: Mapping[str, ModelArch], layouts: Mapping[str, ParallelLayout], world_size: int) -> int:
     of_roles = [(layout, archs[role].moe is not None) for role, layout in layouts.items()]
     return reserve_bytes(of_roles, world_size, config.rollout.tp if config.rollout.engine == "vllm" else 1)
 
@@ -164,7 +162,7 @@ def memory_of_stage(
     return _stage_memory(config, role, arch, layout, stage, _micro_batches(config, role, layout, step), step, device, counter)
 
 
-def memory_of_rollout(config: TrainConfig, arch: ModelArch, device: Device, device_memory: Optional[int]) -> RolloutMemory:
+def memory_of_rollout(config: TrainConfig, arch: ModelArch, device: Device, device_memory: int | None) -> RolloutMemory:
     """Of one rank of vLLM, as in the plan of this configuration."""
     return _rollout(config, arch, device, device_memory)
 
@@ -225,9 +223,17 @@ def _stage_memory(
         away = settings.offload
         offload = (away.parameters and device == "cuda", away.gradients, away.optimizer and device == "cuda")
         return role_memory(
-            arch, layout, stage, trained=True, distributed_optimizer=settings.optimizer.distributed, recompute=settings.recompute,
-            offload=offload, steps=step.optimizer_steps, adam_buffers=device == "cuda" and config.model.impl == "local", **common,
-        )  # fmt: skip
+            arch,
+            layout,
+            stage,
+            trained=True,
+            distributed_optimizer=settings.optimizer.distributed,
+            recompute=settings.recompute,
+            offload=offload,
+            steps=step.optimizer_steps,
+            adam_buffers=device == "cuda" and config.model.impl == "local",
+            **common,
+        )
     return role_memory(
         arch, layout, stage, trained=False, offload=(settings.offload.parameters and device == "cuda", False, False), **common
     )
@@ -238,13 +244,11 @@ def _values_read(config: TrainConfig, role: str) -> tuple[int, int]:
     if role == "critic":
         return 0, 3
     s = config.rollout.sampling
-    sampling = SamplingParams(
-        config.rollout.max_response_tokens, s.temperature, s.top_p, s.top_k, record_kept=s.replay_kept_tokens
-    )
+    sampling = SamplingParams(config.rollout.max_response_tokens, s.temperature, s.top_p, s.top_k, record_kept=s.replay_kept_tokens)
     return sampling.kept_width, sampling.kept_width + 3 + (config.algorithm.kl.placement == "loss")
 
 
-def _rollout(config: TrainConfig, arch: ModelArch, device: Device, device_memory: Optional[int]) -> RolloutMemory:
+def _rollout(config: TrainConfig, arch: ModelArch, device: Device, device_memory: int | None) -> RolloutMemory:
     rollout = config.rollout
     dtype = config.policy.dtype if rollout.dtype == "auto" else rollout.dtype
     cache_gib = CPU_KV_CACHE_GIB if rollout.kv_cache_gib is None and device == "cpu" else rollout.kv_cache_gib
@@ -337,5 +341,5 @@ def _ways_to_fit(plan: Plan, rank: int) -> Iterator[str]:
         yield "lower " + ("rollout.memory_share" if plan.config.rollout.kv_cache_gib is None else "rollout.kv_cache_gib")
 
 
-def bytes_of_gib(value: Optional[float]) -> Optional[int]:
+def bytes_of_gib(value: float | None) -> int | None:
     return None if value is None else int(value * GIB)

@@ -6,8 +6,8 @@ before it builds a model.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Mapping
 
 from megappo.config.batch import nearest_divisors, step_arithmetic
 from megappo.config.errors import ConfigError, problem

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Literal, Optional, Protocol
+from typing import Literal, Protocol
 
 from megappo.models.arch import ModelArch
 from megappo.models.families import LOCAL_VALUE_HEAD, local_shapes
@@ -69,7 +69,9 @@ class RoleMemory:
 
     @property
     def saving(self) -> int:
-        """At work while its checkpoint is written, straight from these tensors: neither the device nor the host needs a second copy."""
+        """At work while its checkpoint is written, straight from these tensors: neither the device nor the host needs a
+        second copy.
+        """
         return self.offloaded_weights + self.offloaded_optimizer
 
     @property
@@ -117,7 +119,7 @@ def role_memory(
     trained: bool,
     micro_batch_tokens: int,
     num_micro_batches: int,
-    forward_tokens: Optional[int] = None,
+    forward_tokens: int | None = None,
     value_head: bool = False,
     distributed_optimizer: bool = True,
     recompute: Recompute = "none",
@@ -125,7 +127,7 @@ def role_memory(
     adam_buffers: bool = False,
     fused: bool = False,
     steps: int = 1,
-    values: Optional[tuple[int, int]] = None,
+    values: tuple[int, int] | None = None,
     counter: Counter = count_parameters,
 ) -> RoleMemory:
     """Memory of a rank of `stage`.
@@ -194,11 +196,11 @@ class RolloutMemory:
 
     weights: int
     kv_bytes_per_token: int
-    kv_cache: Optional[int]
+    kv_cache: int | None
 
 
 def rollout_memory(
-    arch: ModelArch, tp: int, itemsize: int, kv_cache_gib: Optional[float], memory_share: float, device_memory: Optional[int]
+    arch: ModelArch, tp: int, itemsize: int, kv_cache_gib: float | None, memory_share: float, device_memory: int | None
 ) -> RolloutMemory:
     """Weights and KV cache of one rank of a vLLM replica; KV heads are repeated where there are fewer of them than ranks."""
     vocab_size = -(-arch.vocab_size // VLLM_VOCAB_MULTIPLE) * VLLM_VOCAB_MULTIPLE
@@ -208,7 +210,7 @@ def rollout_memory(
     weights = itemsize * count_parameters(repeated, layout, stage=0).total
     per_token = 2 * arch.num_layers * repeated.num_kv_heads // tp * arch.head_dim * itemsize
     if kv_cache_gib is not None:
-        cache: Optional[int] = int(kv_cache_gib * GIB)
+        cache: int | None = int(kv_cache_gib * GIB)
     elif device_memory is not None:
         cache = int(memory_share * device_memory) - weights
     else:

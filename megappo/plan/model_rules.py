@@ -5,7 +5,7 @@ Which layouts exist at all, whatever the model, is `config/layout_checks.py`; `l
 
 from __future__ import annotations
 
-from typing import Iterator
+from collections.abc import Iterator
 
 from megappo.config.batch import nearest_divisors
 from megappo.config.errors import problem

@@ -6,9 +6,10 @@ Needs matplotlib. Where a schedule is long its beginning and its end are drawn; 
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from megappo.parallel.layout import ParallelLayout
 from megappo.plan.estimate import Plan

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
-from typing import Optional
 
 from megappo.config.batch import step_arithmetic
 from megappo.config.checks import Device, check_config
@@ -39,7 +38,7 @@ class Prepared:
     """
 
     plan: Plan
-    data: Optional[RunData]
+    data: RunData | None
     notes: tuple[str, ...]
 
     def report(self) -> str:
@@ -50,7 +49,7 @@ def prepare(
     config: TrainConfig,
     world_size: int,
     device: Device,
-    device_memory: Optional[int] = None,
+    device_memory: int | None = None,
     *,
     resume: bool = False,
     shapes_only: bool = False,

@@ -5,9 +5,10 @@ Proposed is only what `megappo plan` accepts, and only what takes something off 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import ceil
-from typing import Any, Iterator, Optional
+from typing import Any
 
 from megappo.config.errors import ConfigError
 from megappo.config.schema import RoleConfig, TrainableConfig, TrainConfig
@@ -42,7 +43,7 @@ def reliefs(plan: Plan, role: str, most: int = 2) -> list[Relief]:
     return settings[:most] + layouts[:1]
 
 
-def _tightest_of(plan: Plan, config: TrainConfig, role: str) -> Optional[int]:
+def _tightest_of(plan: Plan, config: TrainConfig, role: str) -> int | None:
     """Bytes of the role's tightest phase under another configuration; None where that would be refused, but for its size."""
     try:
         layouts = check_layouts(config, plan.archs, plan.world_size)
@@ -79,7 +80,7 @@ def _settings(plan: Plan, role: str) -> Iterator[tuple[str, TrainConfig]]:
         yield f"rollout.memory_share={share}", _with(config, "rollout", memory_share=share)
 
 
-def _smaller_share(plan: Plan) -> Optional[float]:
+def _smaller_share(plan: Plan) -> float | None:
     """The least memory_share, in steps of 0.05, whose cache still holds all sequences that run at once, with some room for vLLM's
     own activations and graphs; None where it is no less than the present one, or something else decides."""
     rollout = plan.rollout

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from math import prod
-from typing import Iterator, Optional, Sequence
 
 from megappo.config.batch import StepArithmetic
 from megappo.models.arch import ModelArch
@@ -21,7 +21,7 @@ from megappo.plan.tables import GIB, MIB, figures, gib, groups_text, ranks_text,
 GROUPS_WIDTH = 64  # columns of a line that groups of ranks may take beside the sizes
 
 
-def report(plan: Plan, data: Optional[RunData] = None, notes: Sequence[str] = ()) -> str:
+def report(plan: Plan, data: RunData | None = None, notes: Sequence[str] = ()) -> str:
     """Everything that is known of the run before it starts."""
     blocks = [
         ["models", *_model_lines(plan)],
@@ -44,10 +44,19 @@ def _model_lines(plan: Plan) -> list[str]:
         arch = plan.archs[role]
         parameters = sum(prod(shape) for shape in hf_tensors(arch, value_head=role == "critic").values())
         heads = f"{arch.num_heads} / {arch.num_kv_heads}"
-        rows.append([
-            role, arch.family, f"{parameters:,}", str(arch.num_layers), str(arch.hidden_size), heads, _ffn_text(arch),
-            f"{arch.vocab_size:,}", path,
-        ])  # fmt: skip
+        rows.append(
+            [
+                role,
+                arch.family,
+                f"{parameters:,}",
+                str(arch.num_layers),
+                str(arch.hidden_size),
+                heads,
+                _ffn_text(arch),
+                f"{arch.vocab_size:,}",
+                path,
+            ]
+        )
     lines = table(
         ["role", "family", "parameters", "layers", "hidden", "heads / KV", "ffn", "vocab"], [row[:-1] for row in rows], left=2
     )
@@ -168,10 +177,15 @@ def phase_lines(plan: Plan) -> list[str]:
     steps = phases(plan, rank)
     fullest = max(steps, key=lambda phase: phase.total)
     rows = [
-        [phase.name, f"{phase.rest / unit:,.2f}", f"{phase.work / unit:,.2f}", f"{phase.total / unit:,.2f}",
-         "tightest" if phase == fullest else ""]
+        [
+            phase.name,
+            f"{phase.rest / unit:,.2f}",
+            f"{phase.work / unit:,.2f}",
+            f"{phase.total / unit:,.2f}",
+            "tightest" if phase == fullest else "",
+        ]
         for phase in steps
-    ]  # fmt: skip
+    ]
     lines = [f"memory of rank {rank} by phase ({name})", *table(["phase", "at rest", "at work", "sum", ""], rows, left=1)]
 
     advice = []

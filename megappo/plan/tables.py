@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from itertools import groupby
-from typing import Sequence
 
 MIB = 1 << 20
 GIB = 1 << 30

@@ -6,8 +6,9 @@ section 2.2) and its interleaved form for vpp > 1. Communication takes no time h
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Optional, Sequence
+from typing import Literal
 
 from megappo.parallel.layout import ParallelLayout
 
@@ -56,7 +57,7 @@ def timeline(
     num_micro_batches: int,
     *,
     backward: float = BACKWARD,
-    work: Optional[Sequence[Sequence[float]]] = None,
+    work: Sequence[Sequence[float]] | None = None,
 ) -> Timeline:
     """Of a training pass. Under vpp > 1 the number of micro-batches is raised to a multiple of pp, as the engine does.
 

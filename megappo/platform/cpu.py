@@ -1,16 +1,17 @@
 """Makes Megatron-core run on a machine without CUDA, over gloo. The only place that patches another library.
 
 Megatron-core 0.16 writes the device as the literal 'cuda' and checks tensor types by the name 'torch.cuda.FloatTensor'. Rather than
-wrapping torch for the whole process (vLLM lives in it too), the literals are replaced inside the few Megatron functions that we run.
-A function in which the expected literal is gone means that Megatron-core changed underneath: that is an error, not a guess.
+wrapping torch for the whole process (vLLM lives in it too), the literals are replaced inside the few Megatron functions that we
+run. A function in which the expected literal is gone means that Megatron-core changed underneath: that is an error, not a guess.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+from collections.abc import Iterator
 from types import CodeType, FunctionType
-from typing import Any, Iterator
+from typing import Any
 
 import torch
 
@@ -173,9 +174,7 @@ def _patch_uneven_gather() -> None:
     if "output_split_sizes" not in original.__code__.co_varnames:
         raise PlatformError(f"{name}._gather_along_first_dim takes no split sizes any more; install megatron-core==0.16.1")
 
-    def gather(
-        input_: torch.Tensor, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False
-    ) -> torch.Tensor:
+    def gather(input_: torch.Tensor, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False) -> torch.Tensor:
         if output_split_sizes is None or group.size() == 1:
             return original(input_, group, None, use_global_buffer)
         output = input_.new_empty((sum(output_split_sizes), *input_.shape[1:]))

@@ -63,9 +63,12 @@ def start_distributed(device: torch.device, timeouts: TimeoutsConfig = TimeoutsC
         store.set_timeout(limit)
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(
-            backend, store=dist.PrefixStore("megappo", store), rank=rank, world_size=world_size,
+            backend,
+            store=dist.PrefixStore("megappo", store),
+            rank=rank,
+            world_size=world_size,
             timeout=timedelta(seconds=timeouts.meeting_s),
-        )  # fmt: skip
+        )
         set_limit(dist.group.WORLD, timeouts.start_s, device_only=True)
 
 

@@ -7,8 +7,9 @@ first is an error; the others open GPU 0 for a plan that only counts.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Callable, Iterator, Mapping, Optional, Sequence
+from typing import Any
 
 import torch
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
@@ -30,7 +31,7 @@ def only_meta() -> Iterator[None]:
 
 class _StayOnMeta(TorchFunctionMode):
     def __torch_function__(
-        self, func: Callable, types: Sequence[type], args: tuple = (), kwargs: Optional[Mapping[str, Any]] = None
+        self, func: Callable, types: Sequence[type], args: tuple = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func is torch.Tensor.cuda:
             return args[0]

@@ -11,14 +11,14 @@ import importlib
 import importlib.util
 import sys
 from importlib.abc import MetaPathFinder
-from typing import Any, Optional
+from typing import Any
 
 # A library of another version or place, a core package without its torch part, another torch than it was compiled for.
 _IMPORT_FAULTS = (ImportError, OSError, RuntimeError, AssertionError, AttributeError)
 
 
 @functools.cache
-def import_fault() -> Optional[str]:
+def import_fault() -> str | None:
     """Why TransformerEngine does not import, in a few words; None where it does. Takes seconds where it is installed."""
     if importlib.util.find_spec("transformer_engine") is None:
         return "is not installed"

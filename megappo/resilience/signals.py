@@ -11,14 +11,13 @@ from __future__ import annotations
 import signal
 import threading
 from types import FrameType
-from typing import Optional
 
 
 class StopRequest:
     """received: the last signal that asked this rank to stop, None where none did."""
 
     def __init__(self) -> None:
-        self.received: Optional[signal.Signals] = None
+        self.received: signal.Signals | None = None
 
     def listen(self) -> None:
         """Take both signals from now on. Call it in the main thread, before torch is imported; once in a process."""
@@ -28,7 +27,7 @@ class StopRequest:
         signal.signal(signal.SIGUSR1, signal.SIG_DFL)
         threading.Thread(target=self._wait_for_usr1, name="stop-request", daemon=True).start()
 
-    def _on_term(self, number: int, frame: Optional[FrameType]) -> None:
+    def _on_term(self, number: int, frame: FrameType | None) -> None:
         self.received = signal.SIGTERM
 
     def _wait_for_usr1(self) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Sequence
 
 import torch
 from torch import Tensor
@@ -70,8 +70,7 @@ class Scorer:
             excess = [max(0, s.num_tokens - self._length_penalty_start) for s in samples]
             penalties[LENGTH] = [-self._length_penalty * n for n in excess]
         total = [
-            sum(self._weights[name] * values[i] for name, values in rules.items())
-            + sum(values[i] for values in penalties.values())
+            sum(self._weights[name] * values[i] for name, values in rules.items()) + sum(values[i] for values in penalties.values())
             for i in range(len(samples))
         ]
         parts = {name: torch.tensor(values, dtype=torch.float32) for name, values in {**rules, **penalties}.items()}

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import re
 from decimal import Decimal
-from typing import Optional
 
 from megappo.rewards.base import RewardInput
 
@@ -51,7 +50,7 @@ def gold_number(answer: str) -> Decimal:
     return _value(match)
 
 
-def _last(pattern: re.Pattern[str], text: str) -> Optional[Decimal]:
+def _last(pattern: re.Pattern[str], text: str) -> Decimal | None:
     matches = list(pattern.finditer(text))
     return _value(matches[-1]) if matches else None
 

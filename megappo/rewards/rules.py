@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import unicodedata
-from typing import Callable, Mapping
+from collections.abc import Callable, Mapping
 
 from megappo.rewards.base import RewardInput, RewardRule
 from megappo.rewards.gsm8k import gsm8k_flexible, gsm8k_format, gsm8k_strict

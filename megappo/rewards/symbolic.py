@@ -16,7 +16,6 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import Optional
 
 from megappo.rewards.base import RewardInput
 
@@ -41,7 +40,7 @@ class MathVerify:
         self.cpu_limit_s = cpu_limit_s
         self.undecided = 0
         self._lock = threading.Lock()
-        self._worker: Optional[subprocess.Popen[str]] = None
+        self._worker: subprocess.Popen[str] | None = None
 
     def __call__(self, sample: RewardInput) -> float:
         with self._lock:
@@ -70,7 +69,7 @@ class MathVerify:
         if getattr(self, "_worker", None) is not None:
             self._reap()
 
-    def _ask(self, question: dict[str, str]) -> Optional[dict]:
+    def _ask(self, question: dict[str, str]) -> dict | None:
         """The worker's reply, or None where it ran into its limit (it is gone then)."""
         if self._worker is None:
             # -P: the worker's folder must not be searched for modules. It leaves when its input ends, so it never outlives this
@@ -78,7 +77,7 @@ class MathVerify:
             command = [sys.executable, "-P", str(_WORKER), str(self.cpu_limit_s)]
             self._worker = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8")
         assert self._worker.stdin is not None and self._worker.stdout is not None
-        reply: Optional[str] = None
+        reply: str | None = None
         try:
             self._worker.stdin.write(json.dumps(question) + "\n")
             self._worker.stdin.flush()

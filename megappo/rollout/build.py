@@ -29,8 +29,8 @@ def build_rollout(
 ) -> RolloutEngine:
     """The engine of `rollout.engine`, connected to the policy. Collective.
 
-    policy: its MegatronEngine. logits_dtype: what the Megatron engine rounds logits to; vLLM's are of its own type. model: directory
-    with the policy's config.json. ValueError where vLLM is missing.
+    policy: its MegatronEngine. logits_dtype: what the Megatron engine rounds logits to; vLLM's are of its own type. model:
+    directory with the policy's config.json. ValueError where vLLM is missing.
     """
     if config.engine == "megatron":
         return MegatronRollout(policy, tokenizer.decode, bf16_logits=logits_dtype == "bf16")

@@ -1,14 +1,14 @@
 """Generation by the policy's own Megatron model: for platforms without vLLM, and as a cross-check of it.
 
-There is no KV cache: every new token runs the whole prefix again, so the cost grows with the square of the length. In exchange there
-is nothing to push, and the log-probs are the trainer's by construction.
+There is no KV cache: every new token runs the whole prefix again, so the cost grows with the square of the length. In exchange
+there is nothing to push, and the log-probs are the trainer's by construction.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import repeat
-from typing import Callable, Optional, Sequence
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ class MegatronRollout:
     name = "megatron"
 
     def __init__(
-        self, engine: Engine, detokenize: Optional[Callable[[Sequence[int]], str]] = None, *, bf16_logits: bool = False
+        self, engine: Engine, detokenize: Callable[[Sequence[int]], str] | None = None, *, bf16_logits: bool = False
     ) -> None:
         self._engine = engine
         self._detokenize = detokenize
@@ -71,11 +71,14 @@ class MegatronRollout:
                     finished[i] = self._ends(sampled[i], sampling)
         return [
             Response(
-                tuple(sampled[i]), tuple(logprobs[i]), "stop" if finished[i] else "length", self._version,
+                tuple(sampled[i]),
+                tuple(logprobs[i]),
+                "stop" if finished[i] else "length",
+                self._version,
                 KeptIds.of(kept[i]) if sampling.kept_width else None,
             )
             for i in range(len(requests))
-        ]  # fmt: skip
+        ]
 
     def sleep(self) -> None:
         """Nothing of its own to give back."""

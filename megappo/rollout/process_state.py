@@ -7,7 +7,8 @@ current one and leaves so. Its compiled model relies on its settings, its commun
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Callable, Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 

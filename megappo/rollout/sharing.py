@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Sequence
+from collections.abc import Sequence
 
 _GROUPS_PER_REPLICA = 4  # below this, keeping equal prompts together would leave replicas idle
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Optional, Protocol, Sequence
+from typing import Literal, Protocol
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ class Response:
     logprobs: tuple[float, ...]
     finish: Literal["stop", "length"]
     version: int
-    kept: Optional[KeptIds] = None
+    kept: KeptIds | None = None
 
 
 class RolloutEngine(Protocol):

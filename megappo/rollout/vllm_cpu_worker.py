@@ -6,7 +6,8 @@ answering that a GPU will see runs on a CPU, through vLLM's own engine, and what
 
 from __future__ import annotations
 
-from typing import Any, Iterator
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
-from typing import Any, Callable, ContextManager, Mapping, NamedTuple, Optional, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
 
 import numpy
 import torch
@@ -47,7 +49,7 @@ class _Drawn(NamedTuple):
     tokens: array
     logprobs: array
     finish: int
-    kept: Optional[KeptIds]
+    kept: KeptIds | None
 
 
 class VllmEngine:
@@ -98,10 +100,17 @@ class VllmEngine:
             require_sleep(LLM, config.sleep)
             self._llm: Any = LLM(
                 **vllm_options(
-                    config, model, dtype=dtype, max_model_len=max_model_len, seed=seed, device_type=device.type,
-                    executor=colocated_executor(self._identity, device), tokenizer=tokenizer, peers_visible=peers_visible,
+                    config,
+                    model,
+                    dtype=dtype,
+                    max_model_len=max_model_len,
+                    seed=seed,
+                    device_type=device.type,
+                    executor=colocated_executor(self._identity, device),
+                    tokenizer=tokenizer,
+                    peers_visible=peers_visible,
                 )
-            )  # fmt: skip
+            )
             worker = self._llm.llm_engine.model_executor.driver_worker.worker
             self.receiver = VllmReceiver(worker, dtype)
             self._memory = VllmMemory(self._llm, worker, config.sleep)
@@ -120,7 +129,7 @@ class VllmEngine:
         assert self._sync is not None, "connect() comes before the first push"
         return self._sync.push(version, self._version is None if verify is None else verify)
 
-    def _running(self) -> ContextManager[None]:
+    def _running(self) -> AbstractContextManager[None]:
         return vllm_running(self._own, self._environment)
 
     def weights_changing(self) -> None:
@@ -183,11 +192,15 @@ class VllmEngine:
         for index, request in enumerate(requests):
             total = len(request.prompt) + sampling.max_tokens
             if total > self._max_model_len or not request.prompt:
-                raise ValueError(f"request {index}: prompt of {len(request.prompt)} tokens plus max_tokens {sampling.max_tokens} "
-                                 f"is not within 1 and the engine's {self._max_model_len}")
+                raise ValueError(
+                    f"request {index}: prompt of {len(request.prompt)} tokens plus max_tokens {sampling.max_tokens} "
+                    f"is not within 1 and the engine's {self._max_model_len}"
+                )
         if sampling.stop and self._tokenizer is None and self._detokenize is None:
-            raise ValueError(f"rollout.stop: {list(sampling.stop)} needs a Hugging Face tokenizer or a detokenize function; "
-                             "leave it empty or use stop token ids")
+            raise ValueError(
+                f"rollout.stop: {list(sampling.stop)} needs a Hugging Face tokenizer or a detokenize function; "
+                "leave it empty or use stop token ids"
+            )
 
     def _draw(self, requests: Sequence[Request], share: Sequence[int], sampling: SamplingParams) -> list[_Drawn]:
         """Run this replica's share."""

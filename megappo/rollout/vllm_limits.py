@@ -37,21 +37,30 @@ def check_vllm(arch: ModelArch, tp: int, world_size: int, max_model_len: int, de
         if size % tp:
             raise ValueError(f"rollout.tp: {tp} does not divide the {size} {what} of the model")
     if not kv_heads_fit(arch, tp):
-        raise ValueError(f"rollout.tp: {tp} neither divides the {arch.num_kv_heads} KV heads of the model nor is a "
-                         "multiple of them")
+        raise ValueError(
+            f"rollout.tp: {tp} neither divides the {arch.num_kv_heads} KV heads of the model nor is a multiple of them"
+        )
     if device_type == "cpu" and arch.head_dim not in CPU_HEAD_DIMS:
-        raise ValueError(f"rollout.engine: vLLM on a CPU has no attention for head_dim {arch.head_dim} (it has "
-                         f"{', '.join(map(str, CPU_HEAD_DIMS))}); set rollout.engine: megatron")
+        raise ValueError(
+            f"rollout.engine: vLLM on a CPU has no attention for head_dim {arch.head_dim} (it has "
+            f"{', '.join(map(str, CPU_HEAD_DIMS))}); set rollout.engine: megatron"
+        )
     if device_type == "cpu" and arch.moe is not None and arch.hidden_size % CPU_EXPERT_ALIGNMENT:
-        raise ValueError(f"rollout.engine: vLLM on a CPU multiplies experts in blocks of {CPU_EXPERT_ALIGNMENT} and the model's "
-                         f"hidden_size is {arch.hidden_size}; set rollout.engine: megatron")
+        raise ValueError(
+            f"rollout.engine: vLLM on a CPU multiplies experts in blocks of {CPU_EXPERT_ALIGNMENT} and the model's "
+            f"hidden_size is {arch.hidden_size}; set rollout.engine: megatron"
+        )
     if any(arch.sliding_layers) and not all(arch.sliding_layers):
-        raise ValueError(f"rollout.engine: vLLM has no sliding attention in some layers only of a {arch.family} model; set "
-                         "rollout.engine: megatron")
+        raise ValueError(
+            f"rollout.engine: vLLM has no sliding attention in some layers only of a {arch.family} model; set "
+            "rollout.engine: megatron"
+        )
     positions = _positions(arch)
     if max_model_len > positions:
-        raise ValueError(f"prompt plus response may take {max_model_len} tokens, but the model has {positions} positions; lower "
-                         "data.max_prompt_tokens or rollout.max_response_tokens")
+        raise ValueError(
+            f"prompt plus response may take {max_model_len} tokens, but the model has {positions} positions; lower "
+            "data.max_prompt_tokens or rollout.max_response_tokens"
+        )
 
 
 def _positions(arch: ModelArch) -> int:

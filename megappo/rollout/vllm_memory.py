@@ -7,7 +7,8 @@ sampler's state of penalties, bad words and grammars, which no request of megapp
 
 from __future__ import annotations
 
-from typing import Any, Iterator, Literal
+from collections.abc import Iterator
+from typing import Any, Literal
 
 import torch
 from torch import Tensor

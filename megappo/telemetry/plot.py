@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Optional, Sequence
+from typing import Any
 from xml.sax.saxutils import escape
 
 from megappo.telemetry.jsonl import read_lines
@@ -34,7 +35,7 @@ PANELS = (
 )
 
 
-def write_learning_curve(run_dir: Path) -> Optional[Path]:
+def write_learning_curve(run_dir: Path) -> Path | None:
     """Draw run_dir/metrics.jsonl to run_dir/learning_curve.svg, without the panels that have no data; None where none has."""
     metrics = run_dir / "metrics.jsonl"
     records = read_lines(metrics) if metrics.exists() else []
@@ -46,7 +47,7 @@ def write_learning_curve(run_dir: Path) -> Optional[Path]:
     return path
 
 
-def learning_curve_svg(records: Sequence[dict[str, Any]], title: str) -> Optional[str]:
+def learning_curve_svg(records: Sequence[dict[str, Any]], title: str) -> str | None:
     """Two columns of panels over the steps."""
     drawn = []
     for panel in PANELS:
@@ -58,8 +59,7 @@ def learning_curve_svg(records: Sequence[dict[str, Any]], title: str) -> Optiona
     columns = min(2, len(drawn))
     rows = math.ceil(len(drawn) / columns)
     placed = "".join(
-        f'<g transform="translate({i % columns * WIDTH},{30 + i // columns * HEIGHT})">{panel}</g>'
-        for i, panel in enumerate(drawn)
+        f'<g transform="translate({i % columns * WIDTH},{30 + i // columns * HEIGHT})">{panel}</g>' for i, panel in enumerate(drawn)
     )
     width, height = columns * WIDTH, 30 + rows * HEIGHT
     return (
@@ -90,7 +90,7 @@ def _panel(title: str, curves: Sequence[tuple[str, list[tuple[int, float]]]]) ->
         parts.append(f'<text x="{LEFT - 6}" y="{y(tick) + 4:.1f}" text-anchor="end">{tick:g}</text>')
     for tick in x_ticks:
         parts.append(f'<text x="{x(tick):.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{tick:g}</text>')
-    for number, (label, points) in enumerate(curves):
+    for number, (_, points) in enumerate(curves):
         color = COLORS[number]
         path = " ".join(f"{x(step):.1f},{y(value):.1f}" for step, value in points)
         parts.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="1.6"/>')

@@ -8,8 +8,9 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Callable, Mapping, Optional, Sequence, TextIO
+from typing import TextIO
 
 from megappo.telemetry.metrics import Metric
 
@@ -86,5 +87,5 @@ class Progress:
         print(line, file=self._stream, flush=True)
 
 
-def _cell(value: Optional[float], spec: str) -> str:
+def _cell(value: float | None, spec: str) -> str:
     return "-" if value is None or not math.isfinite(value) else format(value, spec)

@@ -6,8 +6,9 @@ import logging
 import math
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Mapping, Optional, Protocol, Sequence, TextIO
+from typing import Any, Protocol, TextIO
 
 import torch.distributed as dist
 
@@ -46,16 +47,16 @@ def evaluation_metrics(evaluation: EvaluationResult) -> dict[str, float]:
 class RunLog:
     """Writes metrics.jsonl, tensorboard/, trajectories/ and learning_curve.svg to `root`, and the table to `stream` (stdout)."""
 
-    def __init__(self, root: Path, *, tensorboard: bool = True, stream: Optional[TextIO] = None) -> None:
+    def __init__(self, root: Path, *, tensorboard: bool = True, stream: TextIO | None = None) -> None:
         self._root = root
         self._writes = not dist.is_initialized() or dist.get_rank() == 0
         self._stream = stream or sys.stdout
         self._file = MetricsFile(root / "metrics.jsonl")
         self._wants_board = tensorboard
-        self._board: Optional[TensorBoard] = None
-        self._resumed_step: Optional[int] = None
-        self._progress: Optional[Progress] = None
-        self._held: Optional[tuple[int, dict[str, float]]] = None
+        self._board: TensorBoard | None = None
+        self._resumed_step: int | None = None
+        self._progress: Progress | None = None
+        self._held: tuple[int, dict[str, float]] | None = None
         self._warned: set[str] = set()
 
     def resume_after(self, step: int) -> None:
@@ -116,7 +117,7 @@ class RunLog:
             self._board.close()
         write_learning_curve(self._root)
 
-    def _take_held(self, step: Optional[int]) -> dict[str, float]:
+    def _take_held(self, step: int | None) -> dict[str, float]:
         """The held evaluation where it belongs to `step`; one of another step gets a line of its own."""
         if self._held is None:
             return {}

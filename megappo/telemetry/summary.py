@@ -1,14 +1,15 @@
 """What a finished run achieved and where its files are, read from its own metrics.jsonl.
 
-    python -m megappo.telemetry.summary RUN_DIR
+python -m megappo.telemetry.summary RUN_DIR
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Sequence
+from typing import Any
 
 from megappo.telemetry.metrics import Metric
 
@@ -43,7 +44,9 @@ def _stages(rows: Sequence[dict[str, Any]]) -> list[str]:
     # Over all steps: a stage that runs every tenth step costs a tenth per step.
     steps = [row for row in rows if row.get(Metric.STEP_SECONDS.value) is not None]
     means = {key: sum(row.get(key) or 0.0 for row in steps) / len(steps) for key in dict.fromkeys(stages)}
-    parts = ", ".join(f"{key.removeprefix('timing/').removesuffix('_s')} {value:.2f}" for key, value in means.items() if value >= 0.005)
+    parts = ", ".join(
+        f"{key.removeprefix('timing/').removesuffix('_s')} {value:.2f}" for key, value in means.items() if value >= 0.005
+    )
     whole = _mean(rows, Metric.STEP_SECONDS.value)
     return [f"seconds per step:    {whole:.2f} ({parts})"] if means else []
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Mapping, Optional
 
 from torch.utils.tensorboard import SummaryWriter
 
@@ -12,7 +12,7 @@ from torch.utils.tensorboard import SummaryWriter
 class TensorBoard:
     """Scalars by step in `directory`. After a resume TensorBoard hides what older files hold after `resumed_step`."""
 
-    def __init__(self, directory: Path, resumed_step: Optional[int] = None) -> None:
+    def __init__(self, directory: Path, resumed_step: int | None = None) -> None:
         self._writer = SummaryWriter(str(directory), purge_step=None if resumed_step is None else resumed_step + 1)
 
     def scalars(self, metrics: Mapping[str, float], step: int) -> None:

@@ -7,7 +7,6 @@ large ones, and PPO on them degrades without any error. What both sides mean by 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Optional
 
 import torch
 
@@ -28,7 +27,7 @@ class Agreement:
 
     mean: float
     max: float
-    kept: Optional[KeptSummary] = None
+    kept: KeptSummary | None = None
 
 
 @dataclass(frozen=True)
@@ -65,6 +64,6 @@ def require_agreement(agreement: Agreement, limit: float, step: int, engine: str
     if not agreement.mean <= limit or not torch.isfinite(torch.tensor(agreement.max)):
         raise SamplerMismatch(
             f"step {step}: {engine} and the trainer disagree on sampled tokens: mean |probability difference| {agreement.mean:.4f} "
-            f"(max {agreement.max:.4f}) is above rollout.max_prob_diff = {limit}. Usual causes: weights not pushed or pushed wrongly, "
-            "another dtype (rollout.dtype, policy.logits_dtype), a rope or norm that one side ignores, a stale prefix cache"
+            f"(max {agreement.max:.4f}) is above rollout.max_prob_diff = {limit}. Usual causes: weights not pushed or pushed "
+            "wrongly, another dtype (rollout.dtype, policy.logits_dtype), a rope or norm one side ignores, a stale prefix cache"
         )

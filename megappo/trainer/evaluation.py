@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Sequence
 
 from megappo.data.prompts import Prompt
 from megappo.data.tokenizers import Tokenizer

@@ -1,12 +1,13 @@
 """Requests for the rollout engine, and the packed batch made of what came back.
 
-Seeds depend only on the run's seed, the step and the place of the sample, so a resumed run draws what the uninterrupted one would have.
+Seeds depend only on the run's seed, the step and the place of the sample, so a resumed run draws what the uninterrupted one would
+have.
 """
 
 from __future__ import annotations
 
 import hashlib
-from typing import Sequence
+from collections.abc import Sequence
 
 import numpy
 import torch

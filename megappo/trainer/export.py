@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, Optional
+from typing import Literal
 
 import torch.distributed as dist
 
@@ -18,9 +18,10 @@ from megappo.platform.device import select_device, start_alone
 from megappo.trainer.rundir import RunDir
 
 
-def export_checkpoint(run: str, output: str, *, role: Literal["policy", "critic"], step: Optional[int]) -> int:
-    """Export `role` of the run in directory `run` to `output`, which must not exist; returns the step (default: the newest valid one).
+def export_checkpoint(run: str, output: str, *, role: Literal["policy", "critic"], step: int | None) -> int:
+    """Export `role` of the run in directory `run` to `output`, which must not exist; returns the step.
 
+    step: None takes the newest valid one.
     The run's own resolved configuration says which model it is. ValueError for a missing run, checkpoint or an existing output.
     """
     run_dir = RunDir(Path(run))

@@ -25,6 +25,9 @@ def run_facts(config: TrainConfig, tokenizer: Tokenizer) -> dict[str, Any]:
             name: role.parallel.model_dump()
             for name, role in (("policy", config.policy), ("critic", config.critic), ("reference", config.reference))
         },
-        "versions": {"megappo": megappo.__version__, "torch": torch.__version__,
-                     "megatron-core": importlib.metadata.version("megatron-core")},
-    }  # fmt: skip
+        "versions": {
+            "megappo": megappo.__version__,
+            "torch": torch.__version__,
+            "megatron-core": importlib.metadata.version("megatron-core"),
+        },
+    }

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Literal, Optional, Sequence
+from collections.abc import Sequence
+from typing import Literal
 
 import torch.distributed as dist
 
@@ -25,7 +26,7 @@ def answer(
     model: str,
     prompts: Sequence[str],
     *,
-    tokenizer_path: Optional[str],
+    tokenizer_path: str | None,
     engine: Literal["vllm", "megatron"],
     max_tokens: int,
     temperature: float,
@@ -56,9 +57,16 @@ def answer(
     policy = build_frozen("policy", model, arch, RoleConfig(dtype=dtype), groups, device=device)
     config = RolloutConfig(engine=engine, max_response_tokens=max_tokens)
     rollout = build_rollout(
-        config, policy, model=model, arch=arch, tokenizer=tokenizer, max_prompt_tokens=longest, policy_dtype=dtype, seed=0,
+        config,
+        policy,
+        model=model,
+        arch=arch,
+        tokenizer=tokenizer,
+        max_prompt_tokens=longest,
+        policy_dtype=dtype,
+        seed=0,
         device=device,
-    )  # fmt: skip
+    )
     rollout.push_weights(version=0)
     sampling = SamplingParams(max_tokens, temperature, stop_token_ids=tokenizer.eos_ids)
     responses = rollout.generate(make_requests(tokens, samples_per_prompt=1, run_seed=0, step=0), sampling)

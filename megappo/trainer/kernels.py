@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import platform
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Mapping, Optional, Sequence
 
 import torch
 import torch.distributed as dist
@@ -35,8 +35,11 @@ def select_kernels(kernels: Kernels, device: torch.device, log: RunLog, host_ops
         if not dist.is_initialized() or dist.get_rank() == 0:
             logger.warning(
                 "kernels: %s (%s) %s; it is left out, please report this (%s)",
-                op, implementation, fault, verdicts.cache_file(device),
-            )  # fmt: skip
+                op,
+                implementation,
+                fault,
+                verdicts.cache_file(device),
+            )
     for line in described(device, host_ops, faults):
         log.note(line)
 
@@ -60,10 +63,10 @@ def choose_kernels(kernels: Kernels, device: torch.device) -> Faults:
     return verdicts.settle(kernels, device, share=lambda chosen, look: _shared(chosen, look if looks else None))
 
 
-def _shared(chosen: Mapping[str, str], look: Optional[Look]) -> Faults:
+def _shared(chosen: Mapping[str, str], look: Look | None) -> Faults:
     """What all ranks that look have found, on every rank. All meet every two seconds, so no collective runs into its time-out."""
     with ThreadPoolExecutor(1) as pool:
-        found: Optional[Future[Faults]] = pool.submit(look) if look else None
+        found: Future[Faults] | None = pool.submit(look) if look else None
         while any_rank(found is not None and not found.done()):
             if found is not None:
                 wait([found], _POLL_S)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Mapping, Optional
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,7 @@ from megappo.config.schema import KLConfig, ParallelConfig, RolloutConfig, Train
 from megappo.data.tokenizers import Tokenizer
 from megappo.engine.build import build_frozen, build_trainable
 from megappo.engine.megatron import MegatronEngine
-from megappo.models.arch import ModelArch, read_arch
+from megappo.models.arch import read_arch
 from megappo.models.hf_export import export_pretrained
 from megappo.models.implementation import Implementation, choose_implementation, implementation_of_role
 from megappo.parallel.groups import ProcessGroups, build_groups, settle
@@ -45,7 +46,7 @@ from megappo.trainer.shaping import HOST_OPS
 from megappo.trainer.state import TrainerState
 
 
-def train(config: TrainConfig, data: RunData, *, resume: bool, stop: Optional[StopRequest] = None) -> bool:
+def train(config: TrainConfig, data: RunData, *, resume: bool, stop: StopRequest | None = None) -> bool:
     """Run PPO on this rank of the world. `config` and `data` have been checked by `plan.prepare`.
 
     True where the run reached its end, False where a rank was asked to `stop`: it can be resumed then, and `RunDir.stopped` says
@@ -115,10 +116,17 @@ class _Parts:
         reference = self._build_reference(device)
         sampling = sampling_params(config.rollout, data.tokenizer)
         self.rollout = build_rollout(
-            config.rollout, self.policy_engine, model=config.policy.model, arch=self.policy_arch, tokenizer=data.tokenizer,
-            max_prompt_tokens=config.data.max_prompt_tokens, policy_dtype=config.policy.dtype,
-            logits_dtype=config.policy.logits_dtype, seed=config.run.seed, device=device,
-        )  # fmt: skip
+            config.rollout,
+            self.policy_engine,
+            model=config.policy.model,
+            arch=self.policy_arch,
+            tokenizer=data.tokenizer,
+            max_prompt_tokens=config.data.max_prompt_tokens,
+            policy_dtype=config.policy.dtype,
+            logits_dtype=config.policy.logits_dtype,
+            seed=config.run.seed,
+            device=device,
+        )
         temperature = sampling.temperature
 
         self.state = TrainerState()
@@ -200,30 +208,48 @@ class _Parts:
         config = self.config
         steps = max(1, self.data.total_steps - config.critic.warmup_steps)
         return build_trainable(
-            "policy", config.policy.model, self.policy_arch, config.policy, self._groups_of(config.policy.parallel),
-            device=device, total_updates=steps * step_arithmetic(config).optimizer_steps, seed=config.run.seed,
+            "policy",
+            config.policy.model,
+            self.policy_arch,
+            config.policy,
+            self._groups_of(config.policy.parallel),
+            device=device,
+            total_updates=steps * step_arithmetic(config).optimizer_steps,
+            seed=config.run.seed,
             implementation=self._layers["policy"],
-        )  # fmt: skip
+        )
 
     def _build_critic(self, device: torch.device) -> MegatronEngine:
         config = self.config
         path = config.critic.model or config.policy.model
         return build_trainable(
-            "critic", path, read_arch(path), config.critic, self._groups_of(config.critic.parallel), device=device,
-            total_updates=self.data.total_steps * step_arithmetic(config).optimizer_steps, seed=config.run.seed,
+            "critic",
+            path,
+            read_arch(path),
+            config.critic,
+            self._groups_of(config.critic.parallel),
+            device=device,
+            total_updates=self.data.total_steps * step_arithmetic(config).optimizer_steps,
+            seed=config.run.seed,
             value_head=config.critic.value_head,
             implementation=self._layers["critic"],
-        )  # fmt: skip
+        )
 
-    def _build_reference(self, device: torch.device) -> Optional[LanguageModel]:
+    def _build_reference(self, device: torch.device) -> LanguageModel | None:
         config = self.config
         if config.algorithm.kl.placement == "none":
             return None
         path = config.reference.model or config.policy.model
         engine = build_frozen(
-            "reference", path, read_arch(path), config.reference, self._groups_of(config.reference.parallel),
-            device=device, offload=config.reference.offload, implementation=self._layers["reference"],
-        )  # fmt: skip
+            "reference",
+            path,
+            read_arch(path),
+            config.reference,
+            self._groups_of(config.reference.parallel),
+            device=device,
+            offload=config.reference.offload,
+            implementation=self._layers["reference"],
+        )
         return LanguageModel(engine, config.rollout.sampling.temperature, config.policy.logits_dtype)
 
 

@@ -1,13 +1,13 @@
 """Proximal policy optimisation with a learned critic (Schulman et al. 2017; Ouyang et al. 2022 for the KL-shaped reward).
 
-One step has eight stages, numbered here as in the design. Every rank runs every line: a stage that needs only some ranks decides that
-inside. Nothing tensor-level happens here.
+One step has eight stages, numbered here as in the design. Every rank runs every line: a stage that needs only some ranks decides
+that inside. Nothing tensor-level happens here.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Callable, Optional, Sequence
 
 import torch
 
@@ -58,7 +58,7 @@ class PPO:
         *,
         policy: Policy,
         critic: Critic,
-        reference: Optional[LanguageModel],
+        reference: LanguageModel | None,
         rollout: RolloutEngine,
         sampling: SamplingParams,
         prompts: Sequence[Prompt],
@@ -85,7 +85,7 @@ class PPO:
         self.settle = settle
         self.stop_agreed, self.stopped = stop_agreed, False
 
-    def run(self) -> Optional[Evaluation]:
+    def run(self) -> Evaluation | None:
         """All remaining steps, or those until a stop; returns the last evaluation."""
         self.push_weights(self.state.step)
         evaluation = None
@@ -97,7 +97,7 @@ class PPO:
                 self.settle()
         return evaluation
 
-    def step(self) -> Optional[Evaluation]:
+    def step(self) -> Evaluation | None:
         step = self.state.step + 1
         timers = StageTimers()
 
@@ -153,7 +153,7 @@ class PPO:
         with self.policy.engine.eval_mode():
             return self.rollout.push_weights(version)
 
-    def evaluate(self, timers: Optional[StageTimers] = None) -> Optional[Evaluation]:
+    def evaluate(self, timers: StageTimers | None = None) -> Evaluation | None:
         """Greedy score on the held-out prompts with the weights that the rollout engine holds."""
         if not self.eval_prompts:
             return None

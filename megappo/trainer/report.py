@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import resource
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Optional, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -42,7 +43,7 @@ class StepRecord:
             return 0.0
         return float(self._kl().sum()) / max(1, self.batch.num_sequences)
 
-    def metrics(self, timers: StageTimers, evaluation: Optional[Evaluation]) -> dict[str, float]:
+    def metrics(self, timers: StageTimers, evaluation: Evaluation | None) -> dict[str, float]:
         """Name -> value, grouped by the part before the slash."""
         return {
             **self._reward(),
@@ -185,7 +186,7 @@ _EXPERT_METRICS = {
 }
 
 
-def expert_metrics(role: Literal["policy", "critic", "sft"], tokens: Optional[Tensor], balance_loss: float) -> dict[str, float]:
+def expert_metrics(role: Literal["policy", "critic", "sft"], tokens: Tensor | None, balance_loss: float) -> dict[str, float]:
     """tokens: [layers, experts] that the routers sent to each expert, None for a dense model, which has no such metrics."""
     if tokens is None:
         return {}

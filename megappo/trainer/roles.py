@@ -1,10 +1,13 @@
-"""The three models of PPO, each as what the loop asks of it: log-probs, values, updates. Which engine runs them is not known here."""
+"""The three models of PPO, each as what the loop asks of it: log-probs, values, updates. Which engine runs them is not known
+here.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, Mapping, Optional
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -25,11 +28,11 @@ class PolicyLossConfig:
 
     clip_low: float
     clip_high: float
-    dual_clip: Optional[float]
+    dual_clip: float | None
     entropy_coef: float
     kl_coef: float
     kl_estimator: str
-    target_kl: Optional[float]
+    target_kl: float | None
 
 
 @dataclass(frozen=True)
@@ -37,8 +40,8 @@ class UpdateResult:
     """One mini-batch update. lr and step are None when no optimizer step was taken (target KL reached)."""
 
     losses: PassResult
-    step: Optional[StepResult]
-    lr: Optional[float]
+    step: StepResult | None
+    lr: float | None
 
 
 class LanguageModel:
@@ -56,8 +59,10 @@ class LanguageModel:
         self.temperature = temperature
         self.logits_dtype = logits_dtype
 
-    def logprobs(self, batch: PackedBatch, *, want_entropy: bool = True) -> tuple[Tensor, Optional[Tensor]]:
-        """(logprob [T], entropy [T] or None) of every token given its prefix, under the sampling temperature; 0 at sequence starts."""
+    def logprobs(self, batch: PackedBatch, *, want_entropy: bool = True) -> tuple[Tensor, Tensor | None]:
+        """(logprob [T], entropy [T] or None) of every token given its prefix, under the sampling temperature; 0 at sequence
+        starts.
+        """
         with self.engine.eval_mode():
             report = partial(self._report, want_entropy=want_entropy)
             result = self.engine.forward_backward(batch, report, reads=self.sampling_fields, forward_only=True)
@@ -67,7 +72,7 @@ class LanguageModel:
         logprob, entropy = self.token_logprobs(output, micro, want_entropy)
         return LossOutput(tokens={"logprob": logprob} if entropy is None else {"logprob": logprob, "entropy": entropy})
 
-    def token_logprobs(self, output: ModelOutput, micro: PackedBatch, want_entropy: bool) -> tuple[Tensor, Optional[Tensor]]:
+    def token_logprobs(self, output: ModelOutput, micro: PackedBatch, want_entropy: bool) -> tuple[Tensor, Tensor | None]:
         """Differentiable (logprob [T], entropy [T]) aligned with their own tokens."""
         logprob, entropy = linear_logprob(**self._rows(output, micro), want_entropy=want_entropy)
         aligned = shift_right(output.all_tokens(logprob), micro.cu_seqlens)
@@ -94,14 +99,14 @@ class LanguageModel:
 class Policy(LanguageModel):
     """The model that is trained to act."""
 
-    def __init__(
-        self, engine: Engine, temperature: float, loss: PolicyLossConfig, logits_dtype: LogitsDtype = "fp32"
-    ) -> None:
+    def __init__(self, engine: Engine, temperature: float, loss: PolicyLossConfig, logits_dtype: LogitsDtype = "fp32") -> None:
         super().__init__(engine, temperature, logits_dtype)
         self._loss = loss
 
     def update(self, mini: PackedBatch, denominator: float) -> UpdateResult:
-        """One optimizer step on a global mini-batch with fields logprob, advantage, weight (and ref_logprob with KL in the loss)."""
+        """One optimizer step on a global mini-batch with fields logprob, advantage, weight (and ref_logprob with KL in the
+        loss).
+        """
         self.engine.optimizer_zero_grad()
         reads = (*self.sampling_fields, *self._fields)
         losses = self.engine.forward_backward(mini, self._loss_of, reads=reads, denominator=denominator)
@@ -120,7 +125,7 @@ class Policy(LanguageModel):
 
         fields = {name: shift_left(micro[name], micro.cu_seqlens, 0) for name in self._fields}
 
-        def token_loss(tokens: slice, logprob: Tensor, entropy: Optional[Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        def token_loss(tokens: slice, logprob: Tensor, entropy: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
             return self._token_loss({name: field[tokens] for name, field in fields.items()}, logprob, entropy)
 
         result = linear_token_loss(**self._rows(output, micro), token_loss=token_loss, want_entropy=want_entropy)
@@ -132,14 +137,19 @@ class Policy(LanguageModel):
         return ("logprob", "advantage", "weight") + (("ref_logprob",) if self._loss.kl_coef > 0 else ())
 
     def _token_loss(
-        self, fields: Mapping[str, Tensor], logprob: Tensor, entropy: Optional[Tensor]
+        self, fields: Mapping[str, Tensor], logprob: Tensor, entropy: Tensor | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """(loss, metrics) of some tokens; `fields` and log-probs of the same ones."""
         c = self._loss
         weight = fields["weight"]
         surrogate, metrics = policy_loss(
-            logprob, fields["logprob"], fields["advantage"], weight,
-            clip_low=c.clip_low, clip_high=c.clip_high, dual_clip=c.dual_clip,
+            logprob,
+            fields["logprob"],
+            fields["advantage"],
+            weight,
+            clip_low=c.clip_low,
+            clip_high=c.clip_high,
+            dual_clip=c.dual_clip,
         )
         metrics["surrogate_sum"] = surrogate
         loss = surrogate
@@ -158,7 +168,7 @@ class Critic:
     _fields = ("value", "returns", "weight")
     """Names of the batch's fields that the loss reads."""
 
-    def __init__(self, engine: Engine, value_clip: Optional[float]) -> None:
+    def __init__(self, engine: Engine, value_clip: float | None) -> None:
         self.engine = engine
         self._value_clip = value_clip
 
@@ -185,9 +195,7 @@ class Critic:
         return _loss_output(loss, {**metrics, "loss_sum": loss})
 
 
-def add_model_outputs(
-    batch: PackedBatch, policy: LanguageModel, critic: Critic, reference: Optional[LanguageModel]
-) -> PackedBatch:
+def add_model_outputs(batch: PackedBatch, policy: LanguageModel, critic: Critic, reference: LanguageModel | None) -> PackedBatch:
     """Stage 4: logprob and entropy of the policy, ref_logprob of the reference, value and bootstrap of the critic."""
     logprob, entropy = policy.logprobs(batch)
     value, bootstrap = critic.values(batch)

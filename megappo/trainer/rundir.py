@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import signal
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Callable, Optional
 
 import torch.distributed as dist
 
@@ -42,8 +42,10 @@ class RunDir:
         """There while a run that was asked to stop waits to be resumed."""
         return self.root / STOPPED
 
-    def record_stop(self, step: int, received: Optional[signal.Signals]) -> None:
-        """Collective: the run ended after `step` because a rank was asked to; `received` is what this rank was sent, if anything."""
+    def record_stop(self, step: int, received: signal.Signals | None) -> None:
+        """Collective: the run ended after `step` because a rank was asked to; `received` is what this rank was sent, if
+        anything.
+        """
         names: list = [None] * dist.get_world_size()
         dist.all_gather_object(names, received.name if received else None)
         asked = {str(rank): name for rank, name in enumerate(names) if name is not None}

@@ -52,10 +52,16 @@ def train_sft(config: SftConfig, data: SftData) -> None:
     arch = read_arch(config.policy.model)
     groups = build_groups(layout_of(config.policy.parallel, dist.get_world_size()), config.run.timeouts)
     engine = build_trainable(
-        "policy", config.policy.model, arch, config.policy, groups,
-        device=device, total_updates=config.trainer.steps, seed=config.run.seed,
+        "policy",
+        config.policy.model,
+        arch,
+        config.policy,
+        groups,
+        device=device,
+        total_updates=config.trainer.steps,
+        seed=config.run.seed,
         implementation=implementation,
-    )  # fmt: skip
+    )
     trainer = config.trainer
     run_sft(engine, data.demonstrations, steps=trainer.steps, batch_size=trainer.batch_size, seed=config.run.seed, log=log)
     log.close()

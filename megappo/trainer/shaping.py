@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Optional
 
 import torch
 from torch import Tensor
@@ -24,8 +23,8 @@ class AdvantageShaping:
 
     gamma: float
     lam: float
-    lam_value: Optional[float]
-    lam_length_alpha: Optional[float]
+    lam_value: float | None
+    lam_length_alpha: float | None
     kl_in_reward: bool
     kl_estimator: str
     whiten: bool

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Iterator, Optional, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -51,12 +52,12 @@ class UpdateSummary:
     num_updates: int = 0
     skipped: int = 0
     stopped_early: bool = False
-    lr: Optional[float] = None
+    lr: float | None = None
     grad_norms: list[float] = field(default_factory=list)
     losses: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     sums: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     maxima: dict[str, float] = field(default_factory=dict)
-    expert_tokens: Optional[Tensor] = None
+    expert_tokens: Tensor | None = None
     """[layers, experts] tokens that the routers sent to each expert, over all updates; None for a dense model."""
     balance_losses: list[float] = field(default_factory=list)
 

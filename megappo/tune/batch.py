@@ -13,9 +13,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from textwrap import shorten
-from typing import Callable, Optional, Sequence
 
 from megappo.launch.failure import Failure, first_failure
 from megappo.launch.local import how_it_ended, start_ranks
@@ -95,7 +95,7 @@ def _without_outcome(folder: Path, names: Sequence[str]) -> list[str]:
     return [name for name in names if read_outcome(folder, name) is None]
 
 
-def reason_of(failure: Optional[Failure], code: int) -> str:
+def reason_of(failure: Failure | None, code: int) -> str:
     """code: of the rank that ended first. One that is killed says nothing, and those that lose it do."""
     if failure is None or (failure.code is None and code > 128):
         return f"a rank ended ({how_it_ended(code)})"

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Mapping, Optional, Sequence
+from typing import Any
 
 from megappo.config.batch import step_arithmetic
 from megappo.config.checks import check_config
@@ -35,9 +36,9 @@ class Question:
     overrides: tuple[str, ...]
     gpus: int
     hardware: Hardware
-    roles: Optional[tuple[str, ...]] = None
-    prompt_tokens: Optional[float] = None
-    response_tokens: Optional[float] = None
+    roles: tuple[str, ...] | None = None
+    prompt_tokens: float | None = None
+    response_tokens: float | None = None
 
 
 def default_profile(path: str, overrides: Sequence[str]) -> str:
@@ -47,7 +48,7 @@ def default_profile(path: str, overrides: Sequence[str]) -> str:
     raise ConfigError("--gpu is missing: a100, h100, h200, b200, or a YAML file with a profile (--probe measures this machine)")
 
 
-def num_gpus(asked: Optional[int], path: str, overrides: Sequence[str]) -> int:
+def num_gpus(asked: int | None, path: str, overrides: Sequence[str]) -> int:
     """--gpus, or what the configuration says, which is read in any case: a mistake in it is told first."""
     configured = load_config(path, overrides).run.num_ranks
     if asked is not None:
@@ -84,7 +85,7 @@ def _check_gpus(gpus: int, hardware: Hardware) -> None:
         raise ConfigError(f"--gpus {gpus}: is not a multiple of the {hardware.gpus_per_node} GPUs of a node; {fitting}")
 
 
-def _tuned_roles(config: TrainConfig, asked: Optional[Sequence[str]]) -> tuple[str, ...]:
+def _tuned_roles(config: TrainConfig, asked: Sequence[str] | None) -> tuple[str, ...]:
     there = [*roles_in_use(config), *([ROLLOUT] if config.rollout.engine == "vllm" else [])]
     for role in asked or ():
         if role in there:
@@ -162,7 +163,7 @@ def check_target(option: str, text: str) -> Path:
     return path
 
 
-def as_json(search: Search, choice: Choice, top: int, measured: Optional[Mapping[str, Any]] = None) -> str:
+def as_json(search: Search, choice: Choice, top: int, measured: Mapping[str, Any] | None = None) -> str:
     """The ranking for other programs: what the tables show, in seconds and bytes. measured: facts of the trials, by role."""
     tables: dict[str, Any] = {
         role: [_facts(one) for one in search.beside(choice, role)[:top]] for role in choice.roles if role in search.tuned
@@ -185,6 +186,11 @@ def as_json(search: Search, choice: Choice, top: int, measured: Optional[Mapping
 
 def _facts(one: Candidate) -> dict[str, Any]:
     return {
-        "layout": name_of(one), "overrides": one.overrides(), "seconds": one.total_s, "phases": dict(one.cost.phases),
-        "parts": dict(one.cost.parts), "resident_bytes": one.resident, "active_bytes": one.active,
-    }  # fmt: skip
+        "layout": name_of(one),
+        "overrides": one.overrides(),
+        "seconds": one.total_s,
+        "phases": dict(one.cost.phases),
+        "parts": dict(one.cost.parts),
+        "resident_bytes": one.resident,
+        "active_bytes": one.active,
+    }

@@ -8,8 +8,8 @@ of communication with computation (megappo does not overlap the reduction of gra
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Mapping, Optional, Sequence
 
 from megappo.config.batch import micro_batches_bound, step_arithmetic
 from megappo.config.schema import CriticConfig, PolicyConfig, ReferenceConfig, TrainConfig
@@ -44,14 +44,16 @@ class Workload:
         return self.samples // self.mini_batch * self.epochs
 
 
-def workload_of(config: TrainConfig, prompt_tokens: Optional[float] = None, response_tokens: Optional[float] = None) -> Workload:
+def workload_of(config: TrainConfig, prompt_tokens: float | None = None, response_tokens: float | None = None) -> Workload:
     """Of a configuration; the means are those given, or the longest."""
     step = step_arithmetic(config)
     return Workload(
-        step.samples, config.algorithm.mini_batch_size, config.algorithm.ppo_epochs,
+        step.samples,
+        config.algorithm.mini_batch_size,
+        config.algorithm.ppo_epochs,
         float(config.data.max_prompt_tokens if prompt_tokens is None else prompt_tokens),
         float(config.rollout.max_response_tokens if response_tokens is None else response_tokens),
-    )  # fmt: skip
+    )
 
 
 @dataclass(frozen=True)
@@ -102,11 +104,18 @@ def role_cost(
         if tokens not in passes:
             passes[tokens] = [
                 stage_pass(
-                    arch, layout, stage, dtype=settings.dtype, tokens=tokens, length=workload.length,
-                    recompute=getattr(settings, "recompute", "none"), value_head=role == "critic", hardware=hardware,
+                    arch,
+                    layout,
+                    stage,
+                    dtype=settings.dtype,
+                    tokens=tokens,
+                    length=workload.length,
+                    recompute=getattr(settings, "recompute", "none"),
+                    value_head=role == "critic",
+                    hardware=hardware,
                 )
                 for stage in kinds
-            ]  # fmt: skip
+            ]
         stages = passes[tokens] if trained else [Pass(one.forward) for one in passes[tokens]]
         for part, seconds in pipeline_parts(list(zip(stages, kinds.values())), layout, count).items():
             parts[part] += seconds

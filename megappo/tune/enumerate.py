@@ -6,8 +6,8 @@ What is legal is not decided here: the sizes are the divisors that could be, and
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import chain
-from typing import Iterator, Optional
 
 from megappo.config.layout_checks import parallel_problems
 from megappo.config.schema import ParallelConfig
@@ -69,7 +69,7 @@ def _variants(
                 yield parallel
 
 
-def nearly_even(num_layers: int, parts: int) -> Optional[tuple[int, ...]]:
+def nearly_even(num_layers: int, parts: int) -> tuple[int, ...] | None:
     """Layers of every stage, or chunk, where their number does not divide the layers: one less on the last one, or on the first
     as well, which hold the output and the embedding (Llama 3, 2024, section 3.3.2, takes a layer from each end). None where that
     does not do, or leaves one without a layer.
@@ -89,10 +89,7 @@ def _legal(parallel: ParallelConfig, arch: ModelArch, world_size: int, implement
 
 def rollout_sizes(arch: ModelArch, world_size: int) -> list[int]:
     """Every rollout.tp that cuts the model and the ranks."""
-    return [
-        tp for tp in divisors(world_size)
-        if all(size % tp == 0 for _, size in cut_sizes(arch)) and kv_heads_fit(arch, tp)
-    ]  # fmt: skip
+    return [tp for tp in divisors(world_size) if all(size % tp == 0 for _, size in cut_sizes(arch)) and kv_heads_fit(arch, tp)]
 
 
 def token_budgets(configured: int, longest: int) -> list[int]:
@@ -101,7 +98,7 @@ def token_budgets(configured: int, longest: int) -> list[int]:
     return sorted(sizes | {max(configured, longest)})
 
 
-def recompute_choices(configured: Optional[str]) -> list[str]:
+def recompute_choices(configured: str | None) -> list[str]:
     """`selective` saves nothing where attention stores no scores (`plan/activations.py`), so it is tried only where it is
     configured. None: of a role that does not train.
     """

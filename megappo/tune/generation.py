@@ -7,8 +7,8 @@ lengths, reuse of prefixes.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Mapping, Optional
 
 from megappo.config.schema import PolicyConfig, RolloutConfig
 from megappo.models.arch import ModelArch
@@ -35,9 +35,14 @@ class GenerationCost:
 
 
 def vllm_cost(
-    arch: ModelArch, rollout: RolloutConfig, dtype: Dtype, memory: RolloutMemory, workload: Workload, world_size: int,
+    arch: ModelArch,
+    rollout: RolloutConfig,
+    dtype: Dtype,
+    memory: RolloutMemory,
+    workload: Workload,
+    world_size: int,
     hardware: Hardware,
-) -> GenerationCost:  # fmt: skip
+) -> GenerationCost:
     """Of replicas of `rollout.tp` ranks each. memory: of one rank, as the plan counts it.
 
     A token: the larger of reading weights and the KV cache, and of the products; two all-reduces of the hidden states per layer;
@@ -83,9 +88,13 @@ def _share_of_weights(arch: ModelArch, batch: int) -> float:
 
 
 def megatron_s(
-    arch: ModelArch, layout: ParallelLayout, policy: PolicyConfig, workload: Workload, hardware: Hardware,
+    arch: ModelArch,
+    layout: ParallelLayout,
+    policy: PolicyConfig,
+    workload: Workload,
+    hardware: Hardware,
     counts: Mapping[int, ParameterCount],
-) -> float:  # fmt: skip
+) -> float:
     """Of the policy's own model, which has no KV cache: every token is a pass over the whole prefix, on average half a
     response."""
     prefix = replace(workload, response_tokens=workload.response_tokens / 2)
@@ -94,7 +103,7 @@ def megatron_s(
     return workload.response_tokens * one
 
 
-def push_s(policy: ParallelLayout, memory: Optional[RolloutMemory], hardware: Hardware, offloaded: int = 0) -> float:
+def push_s(policy: ParallelLayout, memory: RolloutMemory | None, hardware: Hardware, offloaded: int = 0) -> float:
     """The policy's weights into the replicas: every rank receives its part of the model, of which those layers come over the
     network whose stage is on another node. Nothing is taken to be in place already. offloaded: bytes of the policy's weights that
     come from host memory for it.

@@ -13,9 +13,9 @@ import shlex
 import shutil
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Optional, Sequence
 
 import jinja2
 
@@ -33,10 +33,23 @@ LATE_S = 90.0
 LAST_LINES = 15
 # What the script says itself, with the option that changes it; None where nothing does.
 OWN_OPTIONS = {
-    "partition": "--partition", "account": "--account", "time": "--time", "nodes": "--gpus", "ntasks": "--gpus",
-    "ntasks-per-node": "--gpus-per-node", "gpus-per-node": "--gpus-per-node", "job-name": None, "output": None, "error": None,
-    "open-mode": None, "chdir": None, "array": None, "wrap": None, "parsable": None, "test-only": None,
-}  # fmt: skip
+    "partition": "--partition",
+    "account": "--account",
+    "time": "--time",
+    "nodes": "--gpus",
+    "ntasks": "--gpus",
+    "ntasks-per-node": "--gpus-per-node",
+    "gpus-per-node": "--gpus-per-node",
+    "job-name": None,
+    "output": None,
+    "error": None,
+    "open-mode": None,
+    "chdir": None,
+    "array": None,
+    "wrap": None,
+    "parsable": None,
+    "test-only": None,
+}
 
 
 def job_for(machine: Machine, limits: Limits, options: Sequence[str]) -> Job:
@@ -64,9 +77,12 @@ def job_for(machine: Machine, limits: Limits, options: Sequence[str]) -> Job:
 def render(job: Job, folder: Path, names: Sequence[str]) -> str:
     """The script; every path in it is absolute."""
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent), undefined=jinja2.StrictUndefined,
-        trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
-    )  # fmt: skip
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
     log = str(folder.absolute() / "job-").replace("%", "%%")
     options = ["--job-name=megappo-tune", f"--output={log}%j.log", *job.options]
     return environment.get_template("trials.sbatch.jinja").render(
@@ -165,7 +181,7 @@ class Follower:
 
     def _tell_outcomes(self) -> None:
         for name in self._missing():
-            outcome: Optional[Outcome] = read_outcome(self.folder, name)
+            outcome: Outcome | None = read_outcome(self.folder, name)
             if outcome is not None:
                 self._told.add(name)
                 print(f"  {read_trial(self.folder, name).label}: {outcome}", flush=True)
@@ -175,7 +191,7 @@ class Follower:
             print(line, flush=True)
             self._line = line
 
-    def _what_went_wrong(self, status: Optional[slurm.JobStatus]) -> str:
+    def _what_went_wrong(self, status: slurm.JobStatus | None) -> str:
         """One line, below the end of the log."""
         lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines() if self.log.exists() else []
         print("\n".join(f"  | {line}" for line in lines[-LAST_LINES:]), file=sys.stderr, flush=True)

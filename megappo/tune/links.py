@@ -58,9 +58,11 @@ class Links:
     def of(cls, hardware: Hardware) -> Links:
         share = hardware.link_share * 1e9
         return cls(
-            hardware.node_link_gb_s * share, hardware.network_gb_s * share, hardware.node_latency_us * 1e-6,
+            hardware.node_link_gb_s * share,
+            hardware.network_gb_s * share,
+            hardware.node_latency_us * 1e-6,
             hardware.network_latency_us * 1e-6,
-        )  # fmt: skip
+        )
 
     def _ring_bytes_per_s(self, group: Span) -> float:
         """A ring through several nodes leaves each of them over the adapters of all its ranks there, one ring for each."""

@@ -11,10 +11,11 @@ import hashlib
 import json
 import os
 import platform
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any, Mapping, Optional, Sequence
+from typing import Any
 
 import torch
 
@@ -29,6 +30,7 @@ from megappo.tune.report import name_of
 from megappo.tune.search import ROLLOUT, Candidate, Choice, Search, peak
 from megappo.tune.trials import REPEATS, Failed, Measured, Outcome, Trial, outcome_file, read_outcome, trial_file, write_trial
 
+
 @dataclass(frozen=True)
 class Tried:
     """A candidate with what came of its trial. measured_s: of its passes and updates in a whole step, like `RoleCost.total_s`;
@@ -36,7 +38,7 @@ class Tried:
 
     candidate: Candidate
     outcome: Outcome
-    measured_s: Optional[float]
+    measured_s: float | None
     file: Path
 
     @property
@@ -66,7 +68,7 @@ def check_measurable(search: Search) -> None:
         raise ConfigError(f"--measure: trials are of the policy, critic and reference, not of --roles {ROLLOUT}")
 
 
-def measure(search: Search, choice: Choice, most: int, job: Optional[Job] = None) -> Measurement:
+def measure(search: Search, choice: Choice, most: int, job: Job | None = None) -> Measurement:
     """Try the best `most` layouts of every tuned role beside `choice`: here, or in a job of Slurm.
 
     ConfigError where the ranks cannot be started here, or ended outside of a trial.
@@ -102,27 +104,35 @@ def trial_of(search: Search, one: Candidate) -> Trial:
     workload = search.workload
     run = search.config.run.model_copy(update={"device": search.machine.device})
     return Trial(
-        config=search.config.model_copy(update={one.role: one.settings, "run": run}), role=one.role,
-        label=f"{one.role} {name_of(one)}", samples=min(workload.samples, workload.mini_batch),
-        prompt_tokens=max(1, round(workload.prompt_tokens)), response_tokens=max(1, round(workload.response_tokens)),
-    )  # fmt: skip
+        config=search.config.model_copy(update={one.role: one.settings, "run": run}),
+        role=one.role,
+        label=f"{one.role} {name_of(one)}",
+        samples=min(workload.samples, workload.mini_batch),
+        prompt_tokens=max(1, round(workload.prompt_tokens)),
+        response_tokens=max(1, round(workload.response_tokens)),
+    )
 
 
-def trial_name(search: Search, one: Candidate, job: Optional[Job] = None) -> str:
+def trial_name(search: Search, one: Candidate, job: Job | None = None) -> str:
     """`policy-1f0c...`: everything that the time depends on."""
     trial, machine = trial_of(search, one), search.machine
     facts = {
-        "arch": asdict(search.archs[one.role]), "settings": one.settings.model_dump(mode="json", exclude={"model"}),
-        "logits": trial.config.policy.logits_dtype, "implementation": search.implementation(one.role), "kernels": trial.config.kernels,
-        "batch": [trial.samples, trial.prompt_tokens, trial.response_tokens], "world": machine.world_size,
-        "ranks of a node": machine.hardware.gpus_per_node, "machine": _machine_name(search, job),
+        "arch": asdict(search.archs[one.role]),
+        "settings": one.settings.model_dump(mode="json", exclude={"model"}),
+        "logits": trial.config.policy.logits_dtype,
+        "implementation": search.implementation(one.role),
+        "kernels": trial.config.kernels,
+        "batch": [trial.samples, trial.prompt_tokens, trial.response_tokens],
+        "world": machine.world_size,
+        "ranks of a node": machine.hardware.gpus_per_node,
+        "machine": _machine_name(search, job),
         "versions": [megappo.__version__, torch.__version__],
-    }  # fmt: skip
+    }
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
     return f"{one.role}-{digest[:16]}"
 
 
-def _machine_name(search: Search, job: Optional[Job]) -> str:
+def _machine_name(search: Search, job: Job | None) -> str:
     """GPUs of one kind are alike; CPUs are not."""
     if search.machine.hardware.is_gpu():
         return search.machine.hardware.name
@@ -198,10 +208,15 @@ def _lines(role: str, tried: Sequence[Tried]) -> list[str]:
     for one in tried:
         predicted = one.candidate.cost.total_s
         if one.measured_s is not None:
-            rows.append([
-                name_of(one.candidate), figures(one.measured_s), figures(predicted), f"{one.measured_s / predicted:.2f}",
-                *([figures(one.total_s)] if generates else []),
-            ])  # fmt: skip
+            rows.append(
+                [
+                    name_of(one.candidate),
+                    figures(one.measured_s),
+                    figures(predicted),
+                    f"{one.measured_s / predicted:.2f}",
+                    *([figures(one.total_s)] if generates else []),
+                ]
+            )
         else:
             failures.append(f"  {name_of(one.candidate)}: {one.outcome} (delete {one.file} to try it again)")
     header = [f"{role}, measured", "step s", "predicted", "ratio", *(["with generation, predicted"] if generates else [])]
@@ -210,9 +225,12 @@ def _lines(role: str, tried: Sequence[Tried]) -> list[str]:
 
 def _facts(one: Tried) -> dict[str, Any]:
     return {
-        "layout": name_of(one.candidate), "overrides": one.candidate.overrides(), "seconds": one.measured_s,
-        "predicted_seconds": one.candidate.cost.total_s, **one.outcome.model_dump(),
-    }  # fmt: skip
+        "layout": name_of(one.candidate),
+        "overrides": one.candidate.overrides(),
+        "seconds": one.measured_s,
+        "predicted_seconds": one.candidate.cost.total_s,
+        **one.outcome.model_dump(),
+    }
 
 
 def best_measured(search: Search, choice: Choice, measurement: Measurement) -> Choice:

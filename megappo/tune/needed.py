@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import lcm
-from typing import Optional
 
 from megappo.tune.search import Machine, Search
 
@@ -20,7 +19,7 @@ def larger_worlds(machine: Machine) -> list[int]:
     return sizes[1:]
 
 
-def gpus_needed(search: Search) -> Optional[int]:
+def gpus_needed(search: Search) -> int | None:
     """The smallest of `larger_worlds` on which something fits; None where even the largest does not help."""
     for world_size in larger_worlds(search.machine):
         machine = replace(search.machine, world_size=world_size)

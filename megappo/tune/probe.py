@@ -10,10 +10,11 @@ import os
 import platform
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
-from typing import Any, Callable
+from typing import Any
 
 import psutil
 import torch
@@ -25,9 +26,15 @@ from megappo.tune.profiles import GIB, PROFILES, Hardware, hardware_of, load_har
 RANKS = 2
 # Six layers of next to nothing: what is left of their time is launches and Python.
 TINY = {
-    "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 6, "hidden_size": 32, "num_attention_heads": 2,
-    "num_key_value_heads": 2, "intermediate_size": 32, "vocab_size": 32, "max_position_embeddings": 64,
-}  # fmt: skip
+    "architectures": ["LlamaForCausalLM"],
+    "num_hidden_layers": 6,
+    "hidden_size": 32,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "intermediate_size": 32,
+    "vocab_size": 32,
+    "max_position_embeddings": 64,
+}
 
 
 def probe() -> Hardware:
@@ -50,9 +57,14 @@ def probe() -> Hardware:
     cores = os.cpu_count() or 1
     memory = torch.cuda.get_device_properties(0).total_memory if gpus else psutil.virtual_memory().total / cores
     measured = {
-        **rates, "memory_gib": memory / GIB, "gpus_per_node": gpus or cores, "matmul_share": 1.0, "memory_share": 1.0,
-        "link_share": 1.0, "source": f"measured by --probe with {ranks} ranks on {here}",
-    }  # fmt: skip
+        **rates,
+        "memory_gib": memory / GIB,
+        "gpus_per_node": gpus or cores,
+        "matmul_share": 1.0,
+        "memory_share": 1.0,
+        "link_share": 1.0,
+        "source": f"measured by --probe with {ranks} ranks on {here}",
+    }
     if gpus:
         measured["processors"] = torch.cuda.get_device_properties(0).multi_processor_count
     name = "gpu-here" if gpus else "cpu-here"
@@ -90,9 +102,7 @@ def link_gb_s(size: int, seconds: float, latency: float) -> float:
     return size / max(seconds - latency, seconds / 2) / 1e9
 
 
-def _seconds(
-    work: Callable[[], Any], device: torch.device, repeats: int = 8, of: Callable[[list[float]], float] = min
-) -> float:
+def _seconds(work: Callable[[], Any], device: torch.device, repeats: int = 8, of: Callable[[list[float]], float] = min) -> float:
     """`of` several times, after one that is not counted."""
     from megappo.telemetry.timers import wait_for_device
 

@@ -7,9 +7,10 @@ seconds.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, Mapping
+from typing import Any, Literal
 
 from megappo.config.errors import ConfigError, problem
 from megappo.config.yaml_reader import read_yaml

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
-from typing import Iterator, Optional, Sequence
 
 from megappo.parallel.layout import ParallelLayout
 from megappo.plan.tables import GIB, figures
@@ -44,19 +44,35 @@ def role_lines(search: Search, choice: Choice, role: str, top: int) -> list[str]
     found = search.beside(choice, role)
     trained = choice.roles[role].cost.is_trained
     generates = choice.roles[role].generate_s > 0
-    header = ["", "layout", "tokens", *(["recompute"] if trained else []), "step s", *(["generate"] if generates else []),
-              *(["forward", "update"] if trained else []), "bubble", "GiB", "why"]  # fmt: skip
+    header = [
+        "",
+        "layout",
+        "tokens",
+        *(["recompute"] if trained else []),
+        "step s",
+        *(["generate"] if generates else []),
+        *(["forward", "update"] if trained else []),
+        "bubble",
+        "GiB",
+        "why",
+    ]
     rows = []
     for place, one in enumerate(found[:top], 1):
         phases = one.cost.phases
-        rows.append([
-            str(place), layout_text(one.layout), f"{one.settings.micro_batch_tokens:,}",
-            *([one.settings.recompute] if trained else []), figures(one.total_s),
-            *([figures(one.generate_s)] if generates else []),
-            *([figures(phases["forward"]), figures(phases["update"])] if trained else []),
-            f"{one.cost.share('bubble'):.0%}", figures(choice.with_role(one).peak_of(role) / GIB),
-            "; ".join(reasons(one, search)),
-        ])  # fmt: skip
+        rows.append(
+            [
+                str(place),
+                layout_text(one.layout),
+                f"{one.settings.micro_batch_tokens:,}",
+                *([one.settings.recompute] if trained else []),
+                figures(one.total_s),
+                *([figures(one.generate_s)] if generates else []),
+                *([figures(phases["forward"]), figures(phases["update"])] if trained else []),
+                f"{one.cost.share('bubble'):.0%}",
+                figures(choice.with_role(one).peak_of(role) / GIB),
+                "; ".join(reasons(one, search)),
+            ]
+        )
     count = f"{len(found)} of {len({one.layout for one in search.candidates[role]})} layouts that fit alone fit beside the others"
     return [f"{role}: {count}", *_aligned(header, rows)]
 
@@ -65,12 +81,19 @@ def rollout_lines(search: Search, choice: Choice, top: int) -> list[str]:
     rows = []
     for place, one in enumerate(search.rollouts_beside(choice)[:top], 1):
         assert one.cost is not None and one.tp is not None
-        rows.append([
-            str(place), f"tp{one.tp}", str(search.machine.world_size // one.tp), figures(one.total_s),
-            figures(one.cost.prefill_s), figures(one.cost.decode_s), f"{one.cost.at_once} x {one.cost.waves}",
-            figures(peak(choice.roles.values(), one) / GIB),
-            "; ".join(_rollout_reasons(one, search.machine)),
-        ])  # fmt: skip
+        rows.append(
+            [
+                str(place),
+                f"tp{one.tp}",
+                str(search.machine.world_size // one.tp),
+                figures(one.total_s),
+                figures(one.cost.prefill_s),
+                figures(one.cost.decode_s),
+                f"{one.cost.at_once} x {one.cost.waves}",
+                figures(peak(choice.roles.values(), one) / GIB),
+                "; ".join(_rollout_reasons(one, search.machine)),
+            ]
+        )
     return ["rollout", *_aligned(["", "layout", "replicas", "step s", "prefill", "decode", "at once", "GiB", "why"], rows)]
 
 
@@ -98,11 +121,14 @@ def step_lines(search: Search, choice: Choice) -> list[str]:
     lines = [line.rstrip() for line in _aligned(["the chosen step", "s", "share", "at work"], rows)]
     widest = max(choice.roles.values(), key=lambda one: one.active)
     room = search.machine.hardware.usable_bytes
-    return [*lines, f"  together {figures(choice.total_s)} s; fullest while the {widest.role} works: "
-            f"{figures(choice.peak / GIB)} of {figures(room / GIB)} GiB"]  # fmt: skip
+    return [
+        *lines,
+        f"  together {figures(choice.total_s)} s; fullest while the {widest.role} works: "
+        f"{figures(choice.peak / GIB)} of {figures(room / GIB)} GiB",
+    ]
 
 
-def _phases(choice: Choice) -> Iterator[tuple[str, float, Optional[str]]]:
+def _phases(choice: Choice) -> Iterator[tuple[str, float, str | None]]:
     policy = choice.roles["policy"]
     yield "generate", choice.rollout.total_s + policy.generate_s, None
     for role, name in (("policy", "log-probs"), ("critic", "values"), ("reference", "reference log-probs")):

@@ -7,10 +7,10 @@ overestimates where the fullest stages of two roles lie on different ranks.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
-from typing import Iterable, Iterator, Mapping, Optional, Sequence
 
 from megappo.config.batch import step_arithmetic
 from megappo.config.layout_checks import roles_in_use
@@ -82,9 +82,9 @@ class Candidate:
 class RolloutCandidate:
     """vLLM with one tp; all None where the policy's own model generates."""
 
-    tp: Optional[int]
-    memory: Optional[RolloutMemory]
-    cost: Optional[GenerationCost]
+    tp: int | None
+    memory: RolloutMemory | None
+    cost: GenerationCost | None
 
     @property
     def total_s(self) -> float:
@@ -197,7 +197,7 @@ class Search:
     def _recompute(settings: Settings, recompute: str) -> dict[str, str]:
         return {"recompute": recompute} if hasattr(settings, "recompute") else {}
 
-    def candidate(self, role: str, settings: Settings, room: Optional[int] = None) -> Optional[Candidate]:
+    def candidate(self, role: str, settings: Settings, room: int | None = None) -> Candidate | None:
         """This role with these settings; None where it does not fit into `room` bytes by itself."""
         arch, machine, hardware = self.archs[role], self.machine, self.machine.hardware
         layout = layout_of(settings.parallel, machine.world_size)
@@ -223,14 +223,14 @@ class Search:
 
     # ---------------------------------------------------------------------------------------------------------- combined
 
-    def best(self) -> Optional[Choice]:
+    def best(self) -> Choice | None:
         """The fastest candidates that fit together; None where none do. Between policies the push of weights, about a percent of
         a step, does not decide."""
         if not self.rollouts or not all(self.candidates.values()):
             return None
         room = self.machine.hardware.usable_bytes
         fronts = {role: pareto(found) for role, found in self.candidates.items()}
-        best: Optional[Choice] = None
+        best: Choice | None = None
         for rollout in self.rollouts:
             for roles in _combinations(list(fronts.values()), room - rollout.bytes, _limit(best, rollout)):
                 by_role = {one.role: one for one in roles}
@@ -319,7 +319,7 @@ def pareto(found: Sequence[Candidate]) -> list[Candidate]:
     return front
 
 
-def _limit(best: Optional[Choice], rollout: RolloutCandidate) -> float:
+def _limit(best: Choice | None, rollout: RolloutCandidate) -> float:
     return float("inf") if best is None else best.total_s - rollout.total_s
 
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import gc
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -97,9 +98,13 @@ def _build_engine(trial: Trial, groups: ProcessGroups, device: torch.device) -> 
     section = getattr(config, role)
     chosen = choose_implementation(config.model.impl, device.type)
     chunks = build_model(
-        _arch(trial), groups, dtype=DTYPES[section.dtype], recompute=getattr(section, "recompute", "none"),
-        value_head=role == "critic", implementation=implementation_of_role(chosen, config.model.impl, section.dtype),
-    )  # fmt: skip
+        _arch(trial),
+        groups,
+        dtype=DTYPES[section.dtype],
+        recompute=getattr(section, "recompute", "none"),
+        value_head=role == "critic",
+        implementation=implementation_of_role(chosen, config.model.impl, section.dtype),
+    )
     _fill(chunks)
     common: dict[str, Any] = dict(device=device, micro_batch_tokens=section.micro_batch_tokens)
     if not isinstance(section, TrainableConfig):

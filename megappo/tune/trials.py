@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Optional, Sequence
 
 from pydantic import BaseModel, TypeAdapter
 
@@ -33,7 +33,7 @@ class Measured(BaseModel):
     a phase does once, however many passes and updates it has."""
 
     forward_s: float
-    update_s: Optional[float]
+    update_s: float | None
     offload_s: float = 0.0
 
     def __str__(self) -> str:
@@ -76,7 +76,7 @@ def write_outcome(folder: Path, name: str, outcome: Outcome) -> None:
     _write(outcome_file(folder, name), outcome.model_dump_json())
 
 
-def read_outcome(folder: Path, name: str) -> Optional[Outcome]:
+def read_outcome(folder: Path, name: str) -> Outcome | None:
     """None where the trial did not end."""
     file = outcome_file(folder, name)
     return _OUTCOME.validate_json(file.read_text(encoding="utf-8")) if file.exists() else None

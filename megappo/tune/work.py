@@ -7,8 +7,9 @@ otherwise.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, Mapping, NamedTuple
+from typing import Literal, NamedTuple
 
 from megappo.models.arch import ModelArch
 from megappo.parallel.layout import ParallelLayout

@@ -6,8 +6,8 @@ Pure arithmetic on what `measure.py` returns.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Iterator, Mapping, Optional, Sequence
 
 import torch
 from torch import Tensor
@@ -91,7 +91,7 @@ def _of_step(role: str, quantity: str, where: str, a: Tensor, b: Tensor, toleran
 
 
 def _of_tensors(
-    role: str, quantity: str, found: Optional[Gathered], expected: Optional[Gathered], tolerance: float
+    role: str, quantity: str, found: Gathered | None, expected: Gathered | None, tolerance: float
 ) -> Iterator[Difference]:
     """The worst tensor, and the worst copy."""
     if found is None or expected is None:

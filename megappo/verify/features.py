@@ -7,7 +7,7 @@ optimizer, the token budget of a micro-batch, the kernels.
 from __future__ import annotations
 
 from math import lcm
-from typing import Any, Optional
+from typing import Any
 
 from megappo.config.layout_checks import roles_in_use
 from megappo.config.schema import (
@@ -77,7 +77,7 @@ def _plain(config: TrainConfig, role: str) -> RoleConfig:
     return section.model_copy(update=changes)
 
 
-def _with_feature(config: TrainConfig, role: str, feature: Optional[str]) -> RoleConfig:
+def _with_feature(config: TrainConfig, role: str, feature: str | None) -> RoleConfig:
     section, plain = getattr(config, role), _plain(config, role)
     if feature in _AXES:
         return plain.model_copy(update={"parallel": _one_axis(section.parallel, feature, read_arch(section.model))})

@@ -7,8 +7,9 @@ passes. `compare.py` holds two measurements against each other.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Collection, Mapping, Optional, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,8 +44,8 @@ class RoleMeasures:
 
     values: dict[str, list[Tensor]] = field(default_factory=dict)
     metrics: dict[str, list[Tensor]] = field(default_factory=dict)
-    gradients: Optional[Gathered] = None
-    parameters: Optional[Gathered] = None
+    gradients: Gathered | None = None
+    parameters: Gathered | None = None
 
     def add(self, quantity: str, numbers: Tensor) -> None:
         """One step's numbers of a quantity."""
@@ -136,13 +137,18 @@ class _Roles:
         logits_dtype = config.policy.logits_dtype
         self.policy = Policy(self._recorders["policy"], temperature, policy_loss(a), logits_dtype)
         self.critic = Critic(self._recorders["critic"], a.value_clip)
-        self.reference: Optional[LanguageModel] = None
+        self.reference: LanguageModel | None = None
         if a.kl.placement != "none":
             path = config.reference.model or config.policy.model
             frozen = build_frozen(
-                "reference", path, read_arch(path), config.reference, groups["reference"],
-                offload=config.reference.offload, **common,
-            )  # fmt: skip
+                "reference",
+                path,
+                read_arch(path),
+                config.reference,
+                groups["reference"],
+                offload=config.reference.offload,
+                **common,
+            )
             self.reference = LanguageModel(frozen, temperature, logits_dtype)
 
     def end_step(self) -> None:

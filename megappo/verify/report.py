@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Mapping, Optional, Sequence
+from collections.abc import Mapping, Sequence
 
 from megappo.verify.compare import GRADIENTS, Difference, worst
 from megappo.verify.features import DISTRIBUTED
@@ -43,7 +43,7 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)
 
 
-def first_cause(*steps: Sequence[Difference]) -> Optional[Difference]:
+def first_cause(*steps: Sequence[Difference]) -> Difference | None:
     """Of those that differ the one that the others may follow from: earlier steps come before later ones, and in a step forward
     passes before advantages, these before gradients, these before what optimizer steps do.
     """
@@ -63,17 +63,17 @@ def _stage(difference: Difference) -> int:
     return 2 if difference.quantity.startswith(GRADIENTS) else 3
 
 
-def bisection(alone: Mapping[str, Optional[Difference]]) -> str:
+def bisection(alone: Mapping[str, Difference | None]) -> str:
     """One row for each feature that was measured alone, with the first cause of what differs there."""
     rows = [(feature, "ok" if cause is None else f"DIFFERS: {describe(cause)}") for feature, cause in alone.items()]
     return aligned([("feature alone", "against one rank without it"), *rows])
 
 
 def verdict(
-    cause: Optional[Difference],
+    cause: Difference | None,
     compared: int,
     used: Mapping[str, Sequence[str]],
-    alone: Mapping[str, Optional[Difference]],
+    alone: Mapping[str, Difference | None],
     *,
     in_smaller_layouts: bool,
 ) -> str:
@@ -89,7 +89,7 @@ def verdict(
 
 
 def _next_step(
-    cause: Difference, used: Mapping[str, Sequence[str]], alone: Mapping[str, Optional[Difference]], breaking: Sequence[str]
+    cause: Difference, used: Mapping[str, Sequence[str]], alone: Mapping[str, Difference | None], breaking: Sequence[str]
 ) -> str:
     if breaking:
         return f"so it does with {', '.join(breaking)} alone"

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import tempfile
 from collections import defaultdict
+from collections.abc import Mapping
 from math import lcm
 from pathlib import Path
-from typing import Mapping
 
 import torch
 
@@ -74,7 +74,9 @@ def _check(config: TrainConfig, device: Device) -> None:
 
 
 def _described(run: Run) -> list[str]:
-    lines = [f"{STEPS} PPO steps of {SAMPLES} recorded samples in fp32, on {run.world_size} ranks and on one with reference kernels:"]
+    lines = [
+        f"{STEPS} PPO steps of {SAMPLES} recorded samples in fp32, on {run.world_size} ranks and on one with reference kernels:"
+    ]
     rows = []
     for role, parallel in roles_in_use(run.config).items():
         arch = read_arch(getattr(run.config, role).model)

@@ -7,8 +7,9 @@ algorithm. Changed is what would hide a difference or takes time; `small_run` sa
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Mapping, NamedTuple
+from typing import Any, NamedTuple
 
 from megappo.config.layout_checks import roles_in_use
 from megappo.config.schema import ParallelConfig, TrainableConfig, TrainConfig
@@ -49,8 +50,11 @@ def small_run(config: TrainConfig, folder: Path, max_ranks: int, implementation:
     for role in paths:
         section = getattr(config, role)
         changes: dict[str, Any] = {
-            "model": models[role], "parallel": parallel[role], "dtype": "fp32", "micro_batch_tokens": MICRO_BATCH_TOKENS,
-        }  # fmt: skip
+            "model": models[role],
+            "parallel": parallel[role],
+            "dtype": "fp32",
+            "micro_batch_tokens": MICRO_BATCH_TOKENS,
+        }
         if role == "policy":
             changes["logits_dtype"] = "fp32"
         if isinstance(section, TrainableConfig):

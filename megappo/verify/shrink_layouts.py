@@ -5,8 +5,9 @@ Pure arithmetic on the `parallel` sections of the configuration.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from math import lcm
-from typing import Mapping, NamedTuple, Sequence
+from typing import NamedTuple
 
 from megappo.config.schema import ParallelConfig
 

@@ -8,10 +8,11 @@ recorded lengths, so that they act. Reads and writes JSON and safetensors only.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import lcm
 from pathlib import Path
-from typing import Any, Mapping, Sequence
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -37,9 +38,16 @@ _BY_LAYER = ("qwen2", "qwen3")
 """Families whose config.json can name the layers with a window."""
 # Of the large vocabulary, of the checkpoint's shape or of remote kinds of layers; the small model states its own.
 _DROPPED = (
-    "bos_token_id", "eos_token_id", "pad_token_id", "layer_types", "max_window_layers", "num_local_experts", "rope_parameters",
-    "rope_scaling", "original_max_position_embeddings",
-)  # fmt: skip
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "layer_types",
+    "max_window_layers",
+    "num_local_experts",
+    "rope_parameters",
+    "rope_scaling",
+    "original_max_position_embeddings",
+)
 
 
 def small_config(

@@ -6,9 +6,10 @@ FOLDER/NAME.json is a small run. Rank 0 writes what was measured to FOLDER/NAME.
 from __future__ import annotations
 
 import gc
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Mapping, NamedTuple, Optional, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -82,8 +83,7 @@ def read_results(path: Path) -> Results:
 
 
 def _measures(state: Mapping[str, Any]) -> RoleMeasures:
-    def gathered(part: Optional[Mapping[str, Any]]) -> Optional[Gathered]:
+    def gathered(part: Mapping[str, Any] | None) -> Gathered | None:
         return None if part is None else Gathered(**part)
 
     return RoleMeasures(state["values"], state["metrics"], gathered(state["gradients"]), gathered(state["parameters"]))
-

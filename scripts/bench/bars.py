@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Iterator, Optional, Sequence
 
 from scripts.bench.model import Line, Report
 from scripts.bench.report import duration
@@ -71,7 +71,7 @@ def _gpu_bars(reports: Sequence[Report]) -> Iterator[Bar]:
             yield Bar(title, f"<= {most_ms} ms", f"{milliseconds:.3f} ms ({line.candidate})", _verdict(milliseconds <= most_ms))
 
 
-def _logprob(report: Optional[Report], dtype: str) -> Bar:
+def _logprob(report: Report | None, dtype: str) -> Bar:
     title = f"log-prob and entropy fwd+bwd [2048 x 32000] {dtype}"
     required = ">= 2x the best of torch eager and torch.compile, or >= 70 % of copy bandwidth"
     line, best = _ours(report, "both"), _best(report, "both", ("torch", "compile"))
@@ -84,7 +84,7 @@ def _logprob(report: Optional[Report], dtype: str) -> Bar:
     return Bar(title, required, measured, _verdict(speedup >= 2 or share >= 0.7))
 
 
-def _linear_time(report: Optional[Report], dtype: str, name: Optional[str] = None) -> Bar:
+def _linear_time(report: Report | None, dtype: str, name: str | None = None) -> Bar:
     title = f"linear log-prob fwd+bwd [1024 x 512 x 32000] {dtype}, time" + (", logits rounded to bf16" if name else "")
     required = f"<= 1.15x bare products of {dtype} (4: the logits are computed twice)"
     line = _named(report, "both", name) if name else _ours(report, "both")
@@ -99,7 +99,7 @@ def _linear_time(report: Optional[Report], dtype: str, name: Optional[str] = Non
     return Bar(title, required, measured, _verdict(ratio <= 1.15))
 
 
-def _linear_memory(report: Optional[Report], dtype: str) -> Bar:
+def _linear_memory(report: Report | None, dtype: str) -> Bar:
     title = f"linear log-prob fwd+bwd [1024 x 512 x 32000] {dtype}, memory"
     required = "< 10 % of the naive peak, beyond inputs, outputs and gradients"
     line = _ours(report, "both")
@@ -111,7 +111,7 @@ def _linear_memory(report: Optional[Report], dtype: str) -> Bar:
     return Bar(title, required, measured, _verdict(share < 0.1))
 
 
-def _faster(title: str, report: Optional[Report], factor: float, others: Sequence[str]) -> Bar:
+def _faster(title: str, report: Report | None, factor: float, others: Sequence[str]) -> Bar:
     required = f">= {factor:.0f}x"
     line = _ours(report, "forward")
     found = [other for other in report.lines if other.candidate in others and other.times] if report else []
@@ -122,11 +122,11 @@ def _faster(title: str, report: Optional[Report], factor: float, others: Sequenc
     return Bar(title, required, f"{speedup:.1f}x ({line.candidate} against {best.candidate})", _verdict(speedup >= factor))
 
 
-def _find(reports: Sequence[Report], benchmark: str, shape: str, dtype: str) -> Optional[Report]:
+def _find(reports: Sequence[Report], benchmark: str, shape: str, dtype: str) -> Report | None:
     return next((r for r in reports if (r.benchmark, r.shape, r.dtype) == (benchmark, shape, dtype)), None)
 
 
-def _ours(report: Optional[Report], phase: str) -> Optional[Line]:
+def _ours(report: Report | None, phase: str) -> Line | None:
     """The fastest of ours that is not the reference; the reference only where there is no other. Variants, which have a comma in
     their name, are not meant."""
     timed = [line for line in report.lines if line.kind == "ours" and phase in line.times] if report else []
@@ -135,12 +135,12 @@ def _ours(report: Optional[Report], phase: str) -> Optional[Line]:
     return min(kernels, key=lambda line: line.times[phase].shown, default=None)
 
 
-def _named(report: Optional[Report], phase: str, name: str) -> Optional[Line]:
+def _named(report: Report | None, phase: str, name: str) -> Line | None:
     lines = report.lines if report else []
     return next((line for line in lines if line.candidate == name and phase in line.times), None)
 
 
-def _best(report: Optional[Report], phase: str, kinds: Sequence[str]) -> Optional[Line]:
+def _best(report: Report | None, phase: str, kinds: Sequence[str]) -> Line | None:
     lines = [line for line in report.lines if line.kind in kinds and phase in line.times] if report else []
     return min(lines, key=lambda line: line.times[phase].shown, default=None)
 

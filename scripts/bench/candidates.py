@@ -9,9 +9,10 @@ import shutil
 import signal
 import threading
 import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import ModuleType
-from typing import Any, Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -93,8 +94,17 @@ def plain_and_compiled(
     ]
 
 
-def peer(name: str, package: str, module: str, make: Callable[[ModuleType], Calls], device: torch.device, *,
-         needs_gpu: bool = True, note: str = "", **fields: Any) -> Candidate:  # fmt: skip
+def peer(
+    name: str,
+    package: str,
+    module: str,
+    make: Callable[[ModuleType], Calls],
+    device: torch.device,
+    *,
+    needs_gpu: bool = True,
+    note: str = "",
+    **fields: Any,
+) -> Candidate:
     """A candidate from another package, absent where that is not installed or cannot be imported here."""
 
     def checked() -> Calls:

@@ -8,8 +8,9 @@ import os
 import platform
 import sys
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Callable, NoReturn, Optional, Sequence
+from typing import Any, NoReturn
 
 import torch
 
@@ -34,9 +35,7 @@ class _Parser(argparse.ArgumentParser):
         raise Mistake(message)
 
 
-def run(
-    name: str, description: str, benchmarks: Sequence[Benchmark], argv: Optional[Sequence[str]], bars: Optional[Bars] = None
-) -> int:
+def run(name: str, description: str, benchmarks: Sequence[Benchmark], argv: Sequence[str] | None, bars: Bars | None = None) -> int:
     """Exit code: 0, or 1 where an op of ours failed or --check found a wrong result, or 2 for wrong arguments."""
     try:
         args = _parser(name, description, benchmarks).parse_args(argv)
@@ -63,15 +62,18 @@ def _parser(name: str, description: str, benchmarks: Sequence[Benchmark]) -> arg
     parser.add_argument("--threads", type=int, help="threads of PyTorch and of our kernels on the CPU")
     parser.add_argument("--quick", action="store_true", help="5 repetitions, a small copy probe, and nothing that compiles")
     parser.add_argument("--check", action="store_true", help="compare every candidate with the fp64 oracle before timing it")
-    parser.add_argument("--system-malloc", action="store_true",
-                        help="leave freed memory to malloc (CPU): charges candidates the page faults of large blocks")
+    parser.add_argument(
+        "--system-malloc",
+        action="store_true",
+        help="leave freed memory to malloc (CPU): charges candidates the page faults of large blocks",
+    )
     parser.add_argument("--json", type=Path, help="file for everything measured")
     parser.add_argument("--markdown", type=Path, help="file for the tables in Markdown")
     parser.add_argument("--plot", type=Path, help="PNG; needs matplotlib")
     return parser
 
 
-def _run(name: str, benchmarks: Sequence[Benchmark], args: argparse.Namespace, bars: Optional[Bars]) -> int:
+def _run(name: str, benchmarks: Sequence[Benchmark], args: argparse.Namespace, bars: Bars | None) -> int:
     chosen = _chosen(benchmarks, args.only)
     device = _device(args.device)
     shapes = _shapes(chosen, args.shapes, device.type)
@@ -143,13 +145,15 @@ def _faults(name: str, reports: Sequence[Report]) -> int:
     for report in reports:
         for line in report.lines:
             if line.status == "wrong" or (line.status == "failed" and line.kind == "ours"):
-                print(f"{name}: {report.benchmark} {report.shape} {report.dtype}: {line.candidate} {line.status}: {line.reason}",
-                      file=sys.stderr)  # fmt: skip
+                print(
+                    f"{name}: {report.benchmark} {report.shape} {report.dtype}: {line.candidate} {line.status}: {line.reason}",
+                    file=sys.stderr,
+                )
                 code = 1
     return code
 
 
-def _chosen(benchmarks: Sequence[Benchmark], only: Optional[str]) -> list[Benchmark]:
+def _chosen(benchmarks: Sequence[Benchmark], only: str | None) -> list[Benchmark]:
     if only is None:
         return list(benchmarks)
     names = {benchmark.name: benchmark for benchmark in benchmarks}
@@ -166,7 +170,7 @@ def _device(wanted: str) -> torch.device:
     return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
 
 
-def _shapes(chosen: Sequence[Benchmark], text: Optional[str], kind: str) -> dict[str, list[str]]:
+def _shapes(chosen: Sequence[Benchmark], text: str | None, kind: str) -> dict[str, list[str]]:
     if text is None:
         return {benchmark.name: list(benchmark.shapes[kind]) for benchmark in chosen}
     shapes: dict[str, list[str]] = {benchmark.name: [] for benchmark in chosen}
@@ -179,7 +183,7 @@ def _shapes(chosen: Sequence[Benchmark], text: Optional[str], kind: str) -> dict
     return shapes
 
 
-def _dtypes(text: Optional[str]) -> list[torch.dtype]:
+def _dtypes(text: str | None) -> list[torch.dtype]:
     if text is None:
         return []
     for name in text.split(","):
@@ -230,8 +234,11 @@ def _machine_name(device: torch.device) -> str:
     if device.type == "cuda":
         return f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}"
     cpuinfo = Path("/proc/cpuinfo")
-    names = [line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")] \
-        if cpuinfo.exists() else []  # fmt: skip
+    names = (
+        [line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
+        if cpuinfo.exists()
+        else []
+    )
     return f"{names[0] if names else platform.processor() or platform.machine()}, {os.cpu_count()} cores"
 
 

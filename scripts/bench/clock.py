@@ -10,8 +10,9 @@ from __future__ import annotations
 import ctypes
 import statistics
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Callable, Optional, Sequence
+from typing import Any
 
 import torch
 
@@ -90,13 +91,13 @@ class Memory:
         self._clear = Path("/proc/self/clear_refs")
 
     @property
-    def method(self) -> Optional[str]:
+    def method(self) -> str | None:
         """How it is measured, None where it cannot be."""
         if self.device.type == "cuda":
             return "torch.cuda.max_memory_allocated"
         return "peak resident set (VmHWM after clear_refs)" if self._clear.exists() else None
 
-    def peak(self, call: Callable[[], Any]) -> Optional[tuple[int, Any]]:
+    def peak(self, call: Callable[[], Any]) -> tuple[int, Any] | None:
         """(bytes above what was held before, what the call returned)."""
         if self.method is None:
             return None
@@ -128,10 +129,10 @@ FREED_MEMORY = {
 
 def set_freed_memory(mode: str) -> bool:
     """False where this C library cannot be told."""
-    return all([_libc_call("mallopt", *setting) == 1 for setting in FREED_MEMORY[mode].items()])
+    return all([_libc_call("mallopt", *setting) == 1 for setting in FREED_MEMORY[mode].items()])  # noqa: C419  every call is made
 
 
-def _libc_call(name: str, *args: int) -> Optional[int]:
+def _libc_call(name: str, *args: int) -> int | None:
     function = getattr(ctypes.CDLL(None), name, None)
     return None if function is None else function(*args)
 

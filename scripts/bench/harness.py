@@ -8,8 +8,9 @@ with the cache flushed before each. What slows the machine down in one round slo
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Callable, Iterator, Optional, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -93,7 +94,7 @@ def measure(prepared: Prepared, clock: Clock, settings: Settings) -> Report:
     return Report(prepared.name, prepared.shape, dtype, floors, timings, 1.0 / per_unit["copy"], prepared.lines)
 
 
-def _enter(candidate: Candidate, problem: Problem, memory: Memory, settings: Settings) -> tuple[Line, Optional[Entry]]:
+def _enter(candidate: Candidate, problem: Problem, memory: Memory, settings: Settings) -> tuple[Line, Entry | None]:
     """First run of a candidate: its line, and its entry unless it is absent, fails or is wrong."""
     line = Line(candidate.name, candidate.kind, note=candidate.note)
     left_out = next((prefix for prefix in settings.leave_out if candidate.name.startswith(prefix)), None)
@@ -112,7 +113,7 @@ def _enter(candidate: Candidate, problem: Problem, memory: Memory, settings: Set
     except Absent as reason:
         line.status, line.reason = "absent", str(reason)
         return line, None
-    except OUR_FAULTS if candidate.kind == "ours" else Exception as error:  # whatever other code raises is its result
+    except OUR_FAULTS if candidate.kind == "ours" else Exception as error:  # noqa: B030  whatever other code raises is its result
         line.status, line.reason = "failed", first_line(error)
         return line, None
     wrong = [d for d in differences if d.wrong]

@@ -6,9 +6,10 @@ harness checks, times and weighs. Nothing here runs anything.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Callable, Mapping, Optional, Protocol, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -36,8 +37,8 @@ class Calls:
 
     forward: Callable[[], Any]
     named: Callable[[Any], Mapping[str, Tensor]]
-    graph: Optional[Callable[[], Any]] = None
-    backward: Optional[Callable[[Any], Any]] = None
+    graph: Callable[[], Any] | None = None
+    backward: Callable[[Any], Any] | None = None
     named_gradients: Callable[[Any], Mapping[str, Tensor]] = dict
     reset: Callable[[], object] = lambda: None
     close: Callable[[], object] = lambda: None
@@ -53,7 +54,7 @@ class Candidate:
     kind: str
     make: Callable[[], Calls]
     note: str = ""
-    rounds_to: Optional[torch.dtype] = None
+    rounds_to: torch.dtype | None = None
     selected: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
@@ -85,7 +86,7 @@ class Problem(Protocol):
         """Phase -> probe -> how much of it; of "copy" in bytes that must move, of others in calls. Names that are no phase are
         further floors, printed only."""
 
-    def differences(self, results: Mapping[str, Tensor], rounds_to: Optional[torch.dtype], ours: bool) -> list[Difference]:
+    def differences(self, results: Mapping[str, Tensor], rounds_to: torch.dtype | None, ours: bool) -> list[Difference]:
         """Against the fp64 oracle."""
 
 
@@ -126,13 +127,13 @@ class Line:
     times: dict[str, Timing] = field(default_factory=dict)
     ratios: dict[str, float] = field(default_factory=dict)
     """Phase -> time over the floor of the same run."""
-    peak_bytes: Optional[int] = None
+    peak_bytes: int | None = None
     """Most memory above the inputs while `both` (or `forward`) ran."""
-    result_bytes: Optional[int] = None
+    result_bytes: int | None = None
     """Of these, what it returns: outputs and gradients."""
 
     @property
-    def workspace_bytes(self) -> Optional[int]:
+    def workspace_bytes(self) -> int | None:
         return None if self.peak_bytes is None or self.result_bytes is None else max(self.peak_bytes - self.result_bytes, 0)
 
 

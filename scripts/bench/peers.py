@@ -6,8 +6,8 @@ Several write the gradient over the logits; they get a fresh copy before every r
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import ModuleType
-from typing import Callable, Optional
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,7 @@ def logits_peers(logits: Tensor, target: Tensor, g_logprob: Tensor) -> list[Cand
     device = logits.device
     overwritten = f"{NO_ENTROPY}; overwrites the logits"
 
-    def calls(function: Callable[[Tensor], Tensor], *, overwrites: bool, close: Optional[Callable[[], None]] = None) -> Calls:
+    def calls(function: Callable[[Tensor], Tensor], *, overwrites: bool, close: Callable[[], None] | None = None) -> Calls:
         scratch = logits.clone() if overwrites else logits
         hooks: dict[str, Callable[[], object]] = {"reset": lambda: scratch.copy_(logits)} if overwrites else {}
         if close is not None:
@@ -43,26 +43,57 @@ def logits_peers(logits: Tensor, target: Tensor, g_logprob: Tensor) -> list[Cand
 
     def megatron_unfused(module: ModuleType) -> Calls:
         _megatron_group(device)
-        return calls(lambda x: module.vocab_parallel_cross_entropy(x[:, None], target[:, None])[:, 0],
-                     overwrites=True, close=_leave_megatron)  # fmt: skip
+        return calls(
+            lambda x: module.vocab_parallel_cross_entropy(x[:, None], target[:, None])[:, 0], overwrites=True, close=_leave_megatron
+        )
 
     def megatron_fused(module: ModuleType) -> Calls:
         group = _megatron_group(device)
-        return calls(lambda x: module.fused_vocab_parallel_cross_entropy(x[:, None], target[:, None], group)[:, 0],
-                     overwrites=True, close=_leave_megatron)  # fmt: skip
+        return calls(
+            lambda x: module.fused_vocab_parallel_cross_entropy(x[:, None], target[:, None], group)[:, 0],
+            overwrites=True,
+            close=_leave_megatron,
+        )
 
     core = {"needs_gpu": False, "device": device}
     return [
-        peer("Liger cross entropy", "liger_kernel", "liger_kernel.transformers.functional", liger, device,
-             note=overwritten, rounds_to=BF16),
+        peer(
+            "Liger cross entropy",
+            "liger_kernel",
+            "liger_kernel.transformers.functional",
+            liger,
+            device,
+            note=overwritten,
+            rounds_to=BF16,
+        ),
         peer("QuACK cross entropy", "quack", "quack.cross_entropy", quack, device, note=NO_ENTROPY, rounds_to=BF16),
-        peer("TransformerEngine cross entropy", "transformer_engine", "transformer_engine.pytorch.cross_entropy",
-             transformer_engine, device, note=overwritten, rounds_to=BF16),
-        peer("Megatron-core unfused", "megatron", "megatron.core.tensor_parallel.cross_entropy", megatron_unfused,
-             note=f"{overwritten} where they are fp32", **core),
-        peer("Megatron-core fused", "megatron", "megatron.core.fusions.fused_cross_entropy", megatron_fused,
-             note=f"{overwritten} where they are fp32; gradients are bf16; its fusion is torch.compile", rounds_to=BF16, **core),
-    ]  # fmt: skip
+        peer(
+            "TransformerEngine cross entropy",
+            "transformer_engine",
+            "transformer_engine.pytorch.cross_entropy",
+            transformer_engine,
+            device,
+            note=overwritten,
+            rounds_to=BF16,
+        ),
+        peer(
+            "Megatron-core unfused",
+            "megatron",
+            "megatron.core.tensor_parallel.cross_entropy",
+            megatron_unfused,
+            note=f"{overwritten} where they are fp32",
+            **core,
+        ),
+        peer(
+            "Megatron-core fused",
+            "megatron",
+            "megatron.core.fusions.fused_cross_entropy",
+            megatron_fused,
+            note=f"{overwritten} where they are fp32; gradients are bf16; its fusion is torch.compile",
+            rounds_to=BF16,
+            **core,
+        ),
+    ]
 
 
 def linear_peers(hidden: Tensor, weight: Tensor, target: Tensor, g_logprob: Tensor, g_entropy: Tensor) -> list[Candidate]:
@@ -87,13 +118,34 @@ def linear_peers(hidden: Tensor, weight: Tensor, target: Tensor, g_logprob: Tens
         return differentiable(lambda h, w: module.linear_cross_entropy(h, w, target, 1.0, "none"), inputs, outputs)
 
     return [
-        peer("cut-cross-entropy", "cut_cross_entropy", "cut_cross_entropy", cut_cross_entropy, device,
-             note=f"{NO_ENTROPY}; skips gradients below 2^-12 by default", rounds_to=BF16),
-        peer("Liger fused linear cross entropy", "liger_kernel", "liger_kernel.transformers.functional", liger, device,
-             note=f"{NO_ENTROPY}; a sum with upstream gradient 1, gradients made in the forward", rounds_to=BF16),
-        peer("verl linear cross entropy", "verl", "verl.utils.kernel.linear_cross_entropy", verl, device,
-             note="log-prob and entropy", rounds_to=BF16),
-    ]  # fmt: skip
+        peer(
+            "cut-cross-entropy",
+            "cut_cross_entropy",
+            "cut_cross_entropy",
+            cut_cross_entropy,
+            device,
+            note=f"{NO_ENTROPY}; skips gradients below 2^-12 by default",
+            rounds_to=BF16,
+        ),
+        peer(
+            "Liger fused linear cross entropy",
+            "liger_kernel",
+            "liger_kernel.transformers.functional",
+            liger,
+            device,
+            note=f"{NO_ENTROPY}; a sum with upstream gradient 1, gradients made in the forward",
+            rounds_to=BF16,
+        ),
+        peer(
+            "verl linear cross entropy",
+            "verl",
+            "verl.utils.kernel.linear_cross_entropy",
+            verl,
+            device,
+            note="log-prob and entropy",
+            rounds_to=BF16,
+        ),
+    ]
 
 
 def _megatron_group(device: torch.device) -> dist.ProcessGroup:

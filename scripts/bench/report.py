@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Iterator, Optional, Sequence
+from typing import Any
 
 from scripts.bench.model import PHASES, Line, Report
 
@@ -34,15 +35,17 @@ def table(report: Report) -> str:
             rows.append([line.candidate, *_cells(line, phases), *_memory(line)])
     floors = ", ".join(f"{TITLES.get(name, name)} {duration(seconds)}" for name, seconds in report.floors.items())
     probes = ", ".join(f"{name} {duration(t.shown)} +- {duration(t.spread / 2)}" for name, t in report.probes.items())
-    return "\n".join([
-        f"{report.benchmark} {report.shape} {report.dtype}",
-        f"  floor: {floors}",
-        f"  probes: {probes}; copies {report.copy_bytes_per_s / 1e9:.1f} GB/s",
-        *("  " + text for text in _aligned(rows)),
-        *(f"  {line.candidate}: {line.status}: {line.reason}" for line in report.lines if line.status in ("failed", "wrong")),
-        *(f"  absent ({reason}): {', '.join(names)}" for reason, names in _absent(report).items()),
-        *(f"  note on {line.candidate}: {line.note}" for line in report.lines if line.note and line.status == "measured"),
-    ])  # fmt: skip
+    return "\n".join(
+        [
+            f"{report.benchmark} {report.shape} {report.dtype}",
+            f"  floor: {floors}",
+            f"  probes: {probes}; copies {report.copy_bytes_per_s / 1e9:.1f} GB/s",
+            *("  " + text for text in _aligned(rows)),
+            *(f"  {line.candidate}: {line.status}: {line.reason}" for line in report.lines if line.status in ("failed", "wrong")),
+            *(f"  absent ({reason}): {', '.join(names)}" for reason, names in _absent(report).items()),
+            *(f"  note on {line.candidate}: {line.note}" for line in report.lines if line.note and line.status == "measured"),
+        ]
+    )
 
 
 def markdown(reports: Sequence[Report], bars: Sequence[Any]) -> str:
@@ -87,7 +90,7 @@ def _cells(line: Line, phases: Sequence[str]) -> Iterator[str]:
             yield from (duration(timing.shown), f"{100 * timing.spread / timing.median:.0f} %", _ratio(line.ratios.get(phase)))
 
 
-def _ratio(ratio: Optional[float]) -> str:
+def _ratio(ratio: float | None) -> str:
     return "-" if ratio is None else f"{ratio:.2f}" if ratio < 100 else f"{ratio:.0f}"
 
 
@@ -112,7 +115,7 @@ def write_json(path: Path, machine: dict[str, Any], reports: Sequence[Report], b
     path.write_text(text + "\n", encoding="utf-8")
 
 
-def plot_problem() -> Optional[str]:
+def plot_problem() -> str | None:
     """Why there can be no plot."""
     if importlib.util.find_spec("matplotlib") is None:
         return "--plot needs matplotlib, which is not installed: pip install 'megappo[plot]', or leave --plot out"

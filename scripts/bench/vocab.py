@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Optional
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -27,7 +25,7 @@ def logsumexp_logprob(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     return x.gather(1, target[:, None])[:, 0] - lse, lse - (x.softmax(1) * x).sum(1)
 
 
-def oracle_rows(x: Tensor, target: Tensor, g_logprob: Tensor, g_entropy: Optional[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+def oracle_rows(x: Tensor, target: Tensor, g_logprob: Tensor, g_entropy: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """(logprob, entropy, dlogits) of fp64 logits [R, V] by autograd through log_softmax. g_entropy None: the log-prob alone."""
     x = x.detach().requires_grad_()
     log_p = x.log_softmax(1)
@@ -46,7 +44,7 @@ def row_chunks(num_rows: int, vocab: int) -> list[slice]:
 
 
 def numbers(text: str, separator: str, count: int, form: str) -> list[int]:
-    """"2048x32000" -> [2048, 32000], all positive."""
+    """ "2048x32000" -> [2048, 32000], all positive."""
     parts = text.split(separator)
     if len(parts) != count or not all(part.isdigit() and int(part) > 0 for part in parts):
         raise Mistake(f"shape {text!r}: want {form}")

@@ -8,10 +8,11 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
-from typing import NoReturn, Optional, Sequence
+from typing import NoReturn
 
 from scripts.gpu_run.page import Outcome, page
 from scripts.gpu_run.parts import PARTS, Part, Place
@@ -31,7 +32,7 @@ class _Parser(argparse.ArgumentParser):
         raise Mistake(message)
 
 
-def main(argv: Optional[Sequence[str]] = None, parts: Sequence[Part] = PARTS) -> int:
+def main(argv: Sequence[str] | None = None, parts: Sequence[Part] = PARTS) -> int:
     """Exit code: 0 where every part that ran succeeded, 1 where one failed, 2 for wrong arguments or no GPU."""
     try:
         args = _arguments(argv, parts)
@@ -52,13 +53,14 @@ def main(argv: Optional[Sequence[str]] = None, parts: Sequence[Part] = PARTS) ->
     return 1 if failed else 0
 
 
-def _arguments(argv: Optional[Sequence[str]], parts: Sequence[Part]) -> argparse.Namespace:
+def _arguments(argv: Sequence[str] | None, parts: Sequence[Part]) -> argparse.Namespace:
     names = [part.name for part in parts]
     parser = _Parser(
-        prog="first_gpu_run", description="Everything that only a GPU can tell, and one page about it.",
+        prog="first_gpu_run",
+        description="Everything that only a GPU can tell, and one page about it.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="parts:\n" + "\n".join(f"  {part.name:13} {part.title} (at most {part.limit_s // 60} minutes)" for part in parts),
-    )  # fmt: skip
+    )
     parser.add_argument("--out", type=Path, help="folder of the report; otherwise runs/first_gpu_run-DATE")
     parser.add_argument("--only", help=f"comma-separated parts, of {', '.join(names)}")
     parser.add_argument("--quick", action="store_true", help="smallest sizes: whether everything runs, not how fast")
@@ -98,9 +100,14 @@ def run_part(part: Part, place: Place) -> Outcome:
         if not place.on_gpu:
             environment["MEGAPPO_VENV"] = sys.prefix
         child = subprocess.Popen(
-            command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environment,
+            command,
+            cwd=ROOT,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            env=environment,
             start_new_session=True,
-        )  # fmt: skip
+        )
         try:
             code = child.wait(part.limit_s)
         except subprocess.TimeoutExpired:

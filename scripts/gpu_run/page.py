@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from shlex import join
-from typing import Optional, Sequence
 
 from scripts.gpu_run.parts import Command, Part, Place
 
@@ -18,11 +18,11 @@ class Outcome:
     """What became of a part: left out, or run to an exit code (None: killed after its time) in `seconds`."""
 
     part: Part
-    left_out: Optional[str] = None
-    command: Optional[Command] = None
-    code: Optional[int] = None
+    left_out: str | None = None
+    command: Command | None = None
+    code: int | None = None
     seconds: float = 0.0
-    log: Optional[Path] = None
+    log: Path | None = None
 
     @property
     def failed(self) -> bool:
@@ -45,7 +45,14 @@ def page(outcomes: Sequence[Outcome], place: Place) -> str:
     for outcome in outcomes:
         if outcome.log is not None and outcome.command is not None:
             shown = _own_page(outcome, place) or _fenced(outcome)
-            lines += ["", f"## {outcome.part.title}", "", outcome.summary, "", f"    {join(outcome.command)}".replace("\n", "\n    ")]
+            lines += [
+                "",
+                f"## {outcome.part.title}",
+                "",
+                outcome.summary,
+                "",
+                f"    {join(outcome.command)}".replace("\n", "\n    "),
+            ]
             lines += ["", *shown]
     return "\n".join(lines) + "\n"
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Callable, Optional
 
 MINUTE = 60
 # The quickstart trains the critic alone for 10 steps, and its policy warms up for 10 updates, 4 a step, after that.
@@ -35,15 +35,15 @@ class Place:
 
 @dataclass(frozen=True)
 class Part:
-    """One command. limit_s: it is killed after so many seconds. page: a Markdown file that it writes itself, to be shown in place of
+    """One command. limit_s: it is killed after so many seconds. page: a Markdown file that it writes itself, shown in place of
     its output. left_out: the reason for which it does not run at a place, None where it does."""
 
     name: str
     title: str
     limit_s: int
     command: Callable[[Place], Command]
-    left_out: Callable[[Place], Optional[str]] = lambda place: None
-    page: Optional[str] = None
+    left_out: Callable[[Place], str | None] = lambda place: None
+    page: str | None = None
 
 
 def _python(*arguments: str) -> Command:
@@ -51,8 +51,17 @@ def _python(*arguments: str) -> Command:
 
 
 def _machine(place: Place) -> Command:
-    asked = ("nvidia-smi", "nvidia-smi topo -m", "nvcc --version", "lscpu", "free -g", "df -h . /dev/shm", "git log -1 --oneline",
-             "git status --short", f"{shlex.quote(sys.executable)} -m pip list --format=freeze")  # fmt: skip
+    asked = (
+        "nvidia-smi",
+        "nvidia-smi topo -m",
+        "nvcc --version",
+        "lscpu",
+        "free -g",
+        "df -h . /dev/shm",
+        "git log -1 --oneline",
+        "git status --short",
+        f"{shlex.quote(sys.executable)} -m pip list --format=freeze",
+    )
     # Every line on its own: a tool that is missing must not hide the others.
     return ["bash", "-c", "\n".join(f"echo '$ {line}'; {line} 2>&1" for line in asked) + "\ntrue"]
 
@@ -71,19 +80,19 @@ def _quickstart(ranks: int) -> Callable[[Place], Command]:
     return command
 
 
-def _needs_gpu(place: Place) -> Optional[str]:
+def _needs_gpu(place: Place) -> str | None:
     return None if place.on_gpu else "needs a GPU"
 
 
-def _needs_two_gpus(place: Place) -> Optional[str]:
+def _needs_two_gpus(place: Place) -> str | None:
     return None if place.num_gpus >= 2 else f"needs 2 GPUs, torch sees {place.num_gpus}"
 
 
-def _needs_model(place: Place) -> Optional[str]:
+def _needs_model(place: Place) -> str | None:
     return None if (place.quickstart(1) / "model").exists() else "needs the model of quickstart_1"
 
 
-def _needs_policy(place: Place) -> Optional[str]:
+def _needs_policy(place: Place) -> str | None:
     ranks = 1 if place.on_gpu else 2
     return None if (place.quickstart(ranks) / "sft/export").exists() else f"needs the trained policy of quickstart_{ranks}"
 
@@ -103,7 +112,15 @@ def _agreement(place: Place) -> Command:
 
 
 def _bench(place: Place) -> Command:
-    sizes = ["--quick", "--repeats", "3", "--only", "gae,whiten_apply,logprob", "--shapes", "gae:600,whiten_apply:1Ki,logprob:24x300"]
+    sizes = [
+        "--quick",
+        "--repeats",
+        "3",
+        "--only",
+        "gae,whiten_apply,logprob",
+        "--shapes",
+        "gae:600,whiten_apply:1Ki,logprob:24x300",
+    ]
     chosen = [*sizes, "--without", "torch.compile,Megatron"] if place.quick else []
     files = ["--markdown", str(place.folder / "bench.md"), "--json", str(place.folder / "bench.json")]
     return _python("scripts/bench_ops.py", "--device", place.device, "--check", *files, *chosen)
@@ -129,8 +146,15 @@ def _memory(place: Place) -> Command:
 
 def _verify(place: Place) -> Command:
     model = place.quickstart(1) / "model"
-    return _python("-m", "megappo", "verify", "configs/quickstart.yaml", *_layout(2), f"policy.model={model}",
-                   f"data.tokenizer={model / 'tokenizer.model'}")  # fmt: skip
+    return _python(
+        "-m",
+        "megappo",
+        "verify",
+        "configs/quickstart.yaml",
+        *_layout(2),
+        f"policy.model={model}",
+        f"data.tokenizer={model / 'tokenizer.model'}",
+    )
 
 
 PARTS = (
@@ -139,12 +163,22 @@ PARTS = (
     Part("selfcheck", "Every kernel against its reference", 30 * MINUTE, _selfcheck),
     Part("tests", "Tests that need a GPU", 40 * MINUTE, _tests, _needs_gpu),
     Part("quickstart_1", "Quickstart on one GPU", 20 * MINUTE, _quickstart(1), _needs_gpu),
-    Part("quickstart_2", "Quickstart on two ranks (policy tp 2, critic pp 2)", 20 * MINUTE, _quickstart(2),
-         lambda place: _needs_two_gpus(place) if place.on_gpu else None),
-    Part("verify", "A layout of GPUs against one rank", 20 * MINUTE, _verify,
-         lambda place: _needs_two_gpus(place) or _needs_model(place)),
+    Part(
+        "quickstart_2",
+        "Quickstart on two ranks (policy tp 2, critic pp 2)",
+        20 * MINUTE,
+        _quickstart(2),
+        lambda place: _needs_two_gpus(place) if place.on_gpu else None,
+    ),
+    Part(
+        "verify",
+        "A layout of GPUs against one rank",
+        20 * MINUTE,
+        _verify,
+        lambda place: _needs_two_gpus(place) or _needs_model(place),
+    ),
     Part("agreement", "Log-probs of vLLM and of the trainer", 20 * MINUTE, _agreement),
     Part("memory", "Peak memory against the plan", 20 * MINUTE, _memory, _needs_gpu),
     Part("bench", "Kernels beside their peers and limits", 60 * MINUTE, _bench, page="bench.md"),
     Part("bench_step", "Whole steps by kernels", 30 * MINUTE, _bench_step, _needs_policy),
-)  # fmt: skip
+)

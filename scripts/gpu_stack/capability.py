@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
-from typing import Callable, Mapping, Optional, Sequence
 
 from megappo.ops.kernels import LIBRARY, serves
 from scripts.gpu_stack.pretend import pretend_gpu
@@ -12,8 +12,12 @@ from scripts.gpu_stack.rows import Check, Wrong, run
 
 GROUP = "capability"
 GPUS: Mapping[str, tuple[int, int]] = {
-    "A100": (8, 0), "L40S": (8, 9), "H100": (9, 0), "B200": (10, 0), "RTX PRO 6000": (12, 0),
-}  # fmt: skip
+    "A100": (8, 0),
+    "L40S": (8, 9),
+    "H100": (9, 0),
+    "B200": (10, 0),
+    "RTX PRO 6000": (12, 0),
+}
 HOPPER = (9, 0)
 
 
@@ -24,7 +28,7 @@ def wanted(op: str, capability: tuple[int, int]) -> str:
     return "gemm + cuda" if op == "linear_backward" else "cuda"
 
 
-def code_for(archs: str, capability: tuple[int, int]) -> Optional[str]:
+def code_for(archs: str, capability: tuple[int, int]) -> str | None:
     """Code of a library for `archs` that runs on a GPU: `machine code 8.0` or `PTX 8.0`; None where nothing does."""
     names = [name.strip() for name in archs.split(";") if name.strip()]
     exact = [name.removesuffix("+PTX") for name in names if serves(name.removesuffix("+PTX"), capability)]

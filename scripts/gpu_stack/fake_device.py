@@ -8,8 +8,9 @@ tests/host_cuda runs.
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -152,9 +153,15 @@ def stage_5(kernels: Any) -> Callable[[], str]:
         from megappo.trainer.shaping import AdvantageShaping
 
         shaping = AdvantageShaping(
-            gamma=0.99, lam=0.95, lam_value=1.0, lam_length_alpha=None, kl_in_reward=True, kl_estimator="k1", whiten=True,
+            gamma=0.99,
+            lam=0.95,
+            lam_value=1.0,
+            lam_length_alpha=None,
+            kl_in_reward=True,
+            kl_estimator="k1",
+            whiten=True,
             bootstrap_truncated=True,
-        )  # fmt: skip
+        )
         dispatch.select(kernels, "cuda")
         shaped = shaping.apply(host_batch(), torch.ones(len(LENGTHS)), 0.05)
         return _described({name: shaped[name] for name in ("reward", "advantage", "raw_advantage", "returns")}, "cpu")
@@ -172,8 +179,10 @@ def prepare() -> str:
 def refuses() -> str:
     """The negative control: operations on tensors of both places, each of which a fake tensor alone would let through."""
     mixed: Sequence[Callable[[Tensor], Tensor]] = (
-        lambda gpu: gpu + torch.ones(3), lambda gpu: torch.ones(3) * gpu, lambda gpu: gpu.index_select(0, torch.arange(2)),
-    )  # fmt: skip
+        lambda gpu: gpu + torch.ones(3),
+        lambda gpu: torch.ones(3) * gpu,
+        lambda gpu: gpu.index_select(0, torch.arange(2)),
+    )
     for operation in mixed:
         with no_data():
             gpu = torch.zeros(3, device="cuda") + torch.ones(3).to("cuda")
@@ -192,10 +201,12 @@ CHECKS: Sequence[Check] = (
     ("refuses mixed places", refuses),
     *(
         (f"stage 4, {role} {model} {name}", stage_4(model, dtype, value_head))
-        for model in ("llama", "mistral_window") for role, value_head in ROLES for name, dtype in DTYPES
+        for model in ("llama", "mistral_window")
+        for role, value_head in ROLES
+        for name, dtype in DTYPES
     ),
     *((f"stage 5, kernels: {kernels}", stage_5(kernels)) for kernels in ("auto", "cuda", "triton")),
-)  # fmt: skip
+)
 
 if __name__ == "__main__":
     import megatron.core.models.gpt  # noqa: F401  before torch's classes of streams are replaced, which its annotations name

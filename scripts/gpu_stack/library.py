@@ -8,9 +8,9 @@ import json
 import re
 import subprocess
 from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Iterable, Mapping, Sequence
 
 import torch
 
@@ -163,7 +163,7 @@ def architectures(listing: str) -> Counter:
 
 
 def expected(archs: str) -> tuple[set[str], set[str]]:
-    """"8.0;10.0+PTX" -> architectures that must have (machine code, PTX)."""
+    """ "8.0;10.0+PTX" -> architectures that must have (machine code, PTX)."""
     names = [name.strip() for name in archs.split(";") if name.strip()]
     number = {name: "sm_" + name.removesuffix("+PTX").replace(".", "") for name in names}
     return set(number.values()), {number[name] for name in names if name.endswith("+PTX")}

@@ -12,10 +12,10 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
-from typing import Optional, Sequence
 
 from scripts.gpu_stack.rows import Row, rows_in, table
 
@@ -33,7 +33,7 @@ GROUPS = {
 }
 
 
-def how_it_ended(returncode: Optional[int], limit_s: int, stderr: str) -> str:
+def how_it_ended(returncode: int | None, limit_s: int, stderr: str) -> str:
     """returncode: None where the time limit ended it."""
     last = next((line for line in reversed(stderr.splitlines()) if line.strip()), "")
     if returncode is None:
@@ -52,7 +52,7 @@ def rows_of(group: str, limit_s: int, command: Sequence[str]) -> list[Row]:
         # A session of its own: what a check starts ends with it.
         process = subprocess.Popen(command, stdout=stdout, stderr=stderr, start_new_session=True)
         try:
-            returncode: Optional[int] = process.wait(limit_s)
+            returncode: int | None = process.wait(limit_s)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()

@@ -11,9 +11,9 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Callable, Sequence
 
 from scripts.gpu_stack.rows import Check, Skipped, Wrong, run
 

@@ -6,9 +6,10 @@ import ctypes
 import re
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Sequence
+from typing import Any
 
 import torch
 
@@ -23,9 +24,14 @@ class Handle:
 def pretend_gpu(name: str = "NVIDIA H100 80GB HBM3", capability: tuple[int, int] = (9, 0), gib: int = 80) -> None:
     """torch.cuda answers as a machine of eight such GPUs would, for the rest of the process."""
     properties = SimpleNamespace(
-        name=name, major=capability[0], minor=capability[1], total_memory=gib << 30, multi_processor_count=132,
-        is_integrated=False, uuid="GPU-0",
-    )  # fmt: skip
+        name=name,
+        major=capability[0],
+        minor=capability[1],
+        total_memory=gib << 30,
+        multi_processor_count=132,
+        is_integrated=False,
+        uuid="GPU-0",
+    )
     torch.cuda.is_available = lambda: True
     torch.cuda.current_device = lambda: 0
     torch.cuda.device_count = lambda: 8

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Callable, Iterable, Iterator, Literal, Sequence
+from typing import Literal
 
 Result = Literal["ok", "FAILED", "skipped"]
 Check = tuple[str, Callable[[], str]]

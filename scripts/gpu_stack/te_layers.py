@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
-from typing import Any, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 

@@ -6,9 +6,9 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Optional, Sequence
 
 from scripts.gpu_stack.rows import Check, Wrong, run
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CAPABILITIES = (80, 90, 100, 120)
 
 
-def pin_fault(requirements: Sequence[str], version: str) -> Optional[str]:
+def pin_fault(requirements: Sequence[str], version: str) -> str | None:
     """Fault of this version of Triton beside a torch with these requirements; None if there is none."""
     pins = [match[1] for line in requirements if (match := re.match(r"triton\s*==\s*([\w.]+)", line))]
     if not pins:
@@ -33,7 +33,7 @@ def pinned() -> str:
     return version
 
 
-def coverage_fault(launched: set[str], compiled: set[str]) -> Optional[str]:
+def coverage_fault(launched: set[str], compiled: set[str]) -> str | None:
     differing = ", ".join(sorted(launched ^ compiled))
     return f"launched in the source or compiled, but not both: {differing}" if differing else None
 
@@ -45,8 +45,11 @@ def compiled_for(capability: int) -> str:
     cache = ROOT / "build" / f"triton-{metadata.version('triton')}"
     done = subprocess.run(
         [sys.executable, "-m", "tests.ops.compile_triton", str(capability)],
-        cwd=ROOT, env={**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache)}, capture_output=True, text=True,
-    )  # fmt: skip
+        cwd=ROOT,
+        env={**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache)},
+        capture_output=True,
+        text=True,
+    )
     if done.returncode != 0:
         raise Wrong((done.stderr or done.stdout).strip().splitlines()[-1])
     counts = {line.split()[0]: int(line.split()[1]) for line in done.stdout.splitlines()}

@@ -9,9 +9,10 @@ from __future__ import annotations
 import importlib.util
 import os
 import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -55,9 +56,15 @@ def options_of(peers_visible: bool = True, **rollout: Any) -> dict[str, Any]:
     from megappo.rollout.vllm_options import vllm_options
 
     return vllm_options(
-        RolloutConfig.model_validate(rollout), model_folder(), dtype=torch.bfloat16, max_model_len=256, seed=0,
-        device_type="cuda", executor=_executor(), peers_visible=peers_visible,
-    )  # fmt: skip
+        RolloutConfig.model_validate(rollout),
+        model_folder(),
+        dtype=torch.bfloat16,
+        max_model_len=256,
+        seed=0,
+        device_type="cuda",
+        executor=_executor(),
+        peers_visible=peers_visible,
+    )
 
 
 def _executor() -> type:

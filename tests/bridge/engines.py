@@ -7,8 +7,8 @@ code with the bridge; it is the oracle.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Iterator, Mapping
 
 import torch
 from safetensors.torch import load_file
@@ -23,9 +23,21 @@ from megappo.parallel.layout import ParallelLayout
 
 def arch_like(family: str, **changes: object) -> ModelArch:
     values = dict(
-        family=family, architecture="any", num_layers=4, hidden_size=16, num_heads=4, num_kv_heads=2, head_dim=6, ffn_size=24,
-        vocab_size=54, max_positions=256, tied_embeddings=False, norm_eps=1e-6, rope=Rope(),
-        qkv_bias=family == "qwen2", qk_norm=family in ("qwen3", "qwen3_moe"),
+        family=family,
+        architecture="any",
+        num_layers=4,
+        hidden_size=16,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=6,
+        ffn_size=24,
+        vocab_size=54,
+        max_positions=256,
+        tied_embeddings=False,
+        norm_eps=1e-6,
+        rope=Rope(),
+        qkv_bias=family == "qwen2",
+        qk_norm=family in ("qwen3", "qwen3_moe"),
         moe=MoeArch(8, 2, 12, True, dense_layers=(1,)) if family == "qwen3_moe" else None,
     )
     return ModelArch(**{**values, **changes})

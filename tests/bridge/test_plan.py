@@ -29,16 +29,28 @@ ARCHS = {
 }
 # train layout, engine tp
 LAYOUTS = [
-    (ParallelLayout(1), 1), (ParallelLayout(2, tp=2), 1), (ParallelLayout(2, tp=2), 2), (ParallelLayout(2, pp=2), 1),
-    (ParallelLayout(4, tp=2, pp=2), 2), (ParallelLayout(4, pp=4), 4), (ParallelLayout(4, tp=4), 2),
-    (ParallelLayout(8, tp=2, pp=2), 4), (ParallelLayout(8, tp=2, pp=2), 1), (ParallelLayout(4), 4),
-    (ParallelLayout(2, pp=2, vpp=2), 2), (ParallelLayout(2, pp=2, layers_per_stage=(3, 1)), 1),
-    (ParallelLayout(4, tp=2, cp=2), 4), (ParallelLayout(4, pp=2, vpp=2, layers_per_stage=(0, 2, 1, 1)), 2),
+    (ParallelLayout(1), 1),
+    (ParallelLayout(2, tp=2), 1),
+    (ParallelLayout(2, tp=2), 2),
+    (ParallelLayout(2, pp=2), 1),
+    (ParallelLayout(4, tp=2, pp=2), 2),
+    (ParallelLayout(4, pp=4), 4),
+    (ParallelLayout(4, tp=4), 2),
+    (ParallelLayout(8, tp=2, pp=2), 4),
+    (ParallelLayout(8, tp=2, pp=2), 1),
+    (ParallelLayout(4), 4),
+    (ParallelLayout(2, pp=2, vpp=2), 2),
+    (ParallelLayout(2, pp=2, layers_per_stage=(3, 1)), 1),
+    (ParallelLayout(4, tp=2, cp=2), 4),
+    (ParallelLayout(4, pp=2, vpp=2, layers_per_stage=(0, 2, 1, 1)), 2),
     (ParallelLayout(8, tp=2, cp=2, pp=2, vpp=2), 2),
 ]
 EXPERT_LAYOUTS = [
-    (ParallelLayout(2, ep=2), 1), (ParallelLayout(2, etp=2), 2), (ParallelLayout(4, ep=4), 2),
-    (ParallelLayout(4, ep=2, etp=2), 4), (ParallelLayout(8, tp=2, pp=2, ep=2), 2),
+    (ParallelLayout(2, ep=2), 1),
+    (ParallelLayout(2, etp=2), 2),
+    (ParallelLayout(4, ep=4), 2),
+    (ParallelLayout(4, ep=2, etp=2), 4),
+    (ParallelLayout(8, tp=2, pp=2, ep=2), 2),
     (ParallelLayout(8, cp=2, pp=2, vpp=2, ep=2, etp=2), 4),
     (ParallelLayout(8, tp=4, ep=2, etp=1), 1),
 ]
@@ -67,9 +79,9 @@ def carry_out(plan: list[Move], arch: ModelArch, layout: ParallelLayout, engine_
         if source.dim() == 1:
             target[m.d_row : m.d_row + m.rows] = source[m.s_row : m.s_row + m.rows]
         else:
-            target[m.d_row : m.d_row + m.rows, m.d_col : m.d_col + m.cols] = (
-                source[m.s_row : m.s_row + m.rows, m.s_col : m.s_col + m.cols]
-            )
+            target[m.d_row : m.d_row + m.rows, m.d_col : m.d_col + m.cols] = source[
+                m.s_row : m.s_row + m.rows, m.s_col : m.s_col + m.cols
+            ]
     return got
 
 
@@ -105,18 +117,28 @@ def check_plan(arch: ModelArch, layout: ParallelLayout, engine_tp: int) -> None:
 def source_box(move: Move, held: list[Piece]) -> Box:
     """The box of the source's piece that a move is cut out of."""
     return next(
-        piece.box for piece in held
+        piece.box
+        for piece in held
         if (piece.hf, piece.local) == (move.hf, move.source)
-        and piece.row <= move.s_row < piece.row + piece.box.rows and piece.col <= move.s_col < piece.col + piece.box.cols
+        and piece.row <= move.s_row < piece.row + piece.box.rows
+        and piece.col <= move.s_col < piece.col + piece.box.cols
     )
 
 
 @st.composite
 def random_layouts(draw: st.DrawFn) -> ParallelLayout:
     """Any layout of up to 16 ranks that the 4 layers and 8 experts of the table's models allow."""
-    sizes = {axis: draw(st.sampled_from(choices)) for axis, choices in (
-        ("tp", (1, 2, 4)), ("cp", (1, 2)), ("pp", (1, 2, 4)), ("vpp", (1, 2)), ("ep", (1, 2, 4)), ("etp", (1, 2)),
-    )}
+    sizes = {
+        axis: draw(st.sampled_from(choices))
+        for axis, choices in (
+            ("tp", (1, 2, 4)),
+            ("cp", (1, 2)),
+            ("pp", (1, 2, 4)),
+            ("vpp", (1, 2)),
+            ("ep", (1, 2, 4)),
+            ("etp", (1, 2)),
+        )
+    }
     if sizes["pp"] == 1:
         sizes["vpp"] = 1
     inside = sizes["tp"] * sizes["cp"]
@@ -149,10 +171,13 @@ def test_experts_that_are_cut_alike_stay_where_they_are():
         assert sum(move.numel for move in spread if move.dst == rank != move.src) == per_rank // 2
 
 
-@pytest.mark.parametrize("spoil, family, layout", [
-    *((spoil, "llama", ParallelLayout(2, tp=2)) for spoil in ("drop", "shift", "swap")),
-    *((spoil, "qwen3_moe", ParallelLayout(2, ep=2)) for spoil in ("drop", "shift", "swap", "slot")),
-])
+@pytest.mark.parametrize(
+    "spoil, family, layout",
+    [
+        *((spoil, "llama", ParallelLayout(2, tp=2)) for spoil in ("drop", "shift", "swap")),
+        *((spoil, "qwen3_moe", ParallelLayout(2, ep=2)) for spoil in ("drop", "shift", "swap", "slot")),
+    ],
+)
 def test_a_spoilt_plan_is_seen_by_that_comparison(spoil, family, layout):
     arch = ARCHS[family]
     checkpoint = random_checkpoint(arch, 0)
@@ -172,11 +197,14 @@ def test_a_spoilt_plan_is_seen_by_that_comparison(spoil, family, layout):
     assert differing(carry_out(plan, arch, layout, 1, checkpoint), arch, 1, checkpoint)
 
 
-@pytest.mark.parametrize("ranks, engine_tp, remote_share", [
-    ((2, 2, 1), 2, 0.0),  # same cut: nothing travels
-    ((4, 1, 1), 1, 0.0),  # every rank holds all
-    ((4, 1, 1), 4, 0.0),
-])
+@pytest.mark.parametrize(
+    "ranks, engine_tp, remote_share",
+    [
+        ((2, 2, 1), 2, 0.0),  # same cut: nothing travels
+        ((4, 1, 1), 1, 0.0),  # every rank holds all
+        ((4, 1, 1), 4, 0.0),
+    ],
+)
 def test_what_a_rank_holds_itself_never_travels(ranks, engine_tp, remote_share):
     plan = make_plan(*both_sides(arch_like("llama", vocab_size=64), ParallelLayout(*ranks), engine_tp), itemsize=2)
     remote = sum(move.numel for move in plan if move.src != move.dst)
@@ -194,7 +222,7 @@ def test_a_pipeline_sends_what_the_other_stages_hold():
 
 def test_senders_of_equal_pieces_share_the_load():
     boxes = [Piece(f"t{i}", Box(0, 1 + i % 5, 0, 8), f"t{i}", 0, 0) for i in range(200)]
-    plan = make_plan({rank: boxes for rank in range(4)}, {rank: boxes for rank in range(4, 8)}, itemsize=2)
+    plan = make_plan(dict.fromkeys(range(4), boxes), dict.fromkeys(range(4, 8), boxes), itemsize=2)
     sent = [sum(move.numel for move in plan if move.src == rank) for rank in range(4)]
     assert max(sent) - min(sent) <= max(piece.box.area for piece in boxes)
 
@@ -220,14 +248,17 @@ def test_the_plan_depends_on_the_layouts_only():
 WHOLE = Piece("w", Box(0, 8, 0, 4), "e.w", 0, 0)
 
 
-@pytest.mark.parametrize("held, message", [
-    ([], "w -> e.w of rank 0: 0 of 32 elements have a source"),
-    ([Box(0, 4, 0, 4)], "w -> e.w of rank 0: 16 of 32 elements have a source"),
-    ([Box(0, 4, 0, 4), Box(5, 8, 0, 4)], "28 of 32"),
-    ([Box(0, 5, 0, 4), Box(4, 8, 0, 4)], "(0, 5, 0, 4) and (4, 8, 0, 4) overlap"),
-    ([Box(0, 8, 0, 3), Box(0, 8, 2, 4)], "overlap"),
-    ([Box(0, 6, 0, 4), Box(0, 2, 0, 2), Box(6, 8, 0, 2)], "overlap"),  # areas add up to 32 although a corner is missing
-])
+@pytest.mark.parametrize(
+    "held, message",
+    [
+        ([], "w -> e.w of rank 0: 0 of 32 elements have a source"),
+        ([Box(0, 4, 0, 4)], "w -> e.w of rank 0: 16 of 32 elements have a source"),
+        ([Box(0, 4, 0, 4), Box(5, 8, 0, 4)], "28 of 32"),
+        ([Box(0, 5, 0, 4), Box(4, 8, 0, 4)], "(0, 5, 0, 4) and (4, 8, 0, 4) overlap"),
+        ([Box(0, 8, 0, 3), Box(0, 8, 2, 4)], "overlap"),
+        ([Box(0, 6, 0, 4), Box(0, 2, 0, 2), Box(6, 8, 0, 2)], "overlap"),  # areas add up to 32 although a corner is missing
+    ],
+)
 def test_sources_that_do_not_tile_a_destination_are_refused(held, message):
     sources = {rank: [Piece("w", box, "w", 0, 0)] for rank, box in enumerate(held)}
     with pytest.raises(ValueError, match=re.escape(message)):
@@ -242,6 +273,7 @@ def cuts(size: int) -> st.SearchStrategy[list[int]]:
 @given(cuts(12), cuts(9), cuts(12), cuts(9), st.integers(1, 4))
 def test_random_grids_meet_exactly(source_rows, source_cols, wanted_rows, wanted_cols, ranks):
     """A 12 x 9 tensor cut into one random grid on the sending side and another on the receiving side."""
+
     def grid(rows, cols, name):
         boxes = [Box(r0, r1, c0, c1) for r0, r1 in zip(rows, rows[1:]) for c0, c1 in zip(cols, cols[1:])]
         return [Piece("w", box, f"{name}.{i}", 0, 0) for i, box in enumerate(boxes)]
@@ -252,9 +284,9 @@ def test_random_grids_meet_exactly(source_rows, source_cols, wanted_rows, wanted
     got = {piece.local: torch.full((piece.box.rows, piece.box.cols), -1) for piece in wanted}
     held = {piece.local: full[piece.box.r0 : piece.box.r1, piece.box.c0 : piece.box.c1] for piece in source}
     for m in make_plan(sources, {0: wanted}, itemsize=4):
-        got[m.target][m.d_row : m.d_row + m.rows, m.d_col : m.d_col + m.cols] = (
-            held[m.source][m.s_row : m.s_row + m.rows, m.s_col : m.s_col + m.cols]
-        )
+        got[m.target][m.d_row : m.d_row + m.rows, m.d_col : m.d_col + m.cols] = held[m.source][
+            m.s_row : m.s_row + m.rows, m.s_col : m.s_col + m.cols
+        ]
     for piece in wanted:
         assert torch.equal(got[piece.local], full[piece.box.r0 : piece.box.r1, piece.box.c0 : piece.box.c1])
 

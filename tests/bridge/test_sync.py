@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Iterator
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,8 @@ from .engines import arch_like, engine_destination, engine_tensors, policy_tenso
 
 RANKS = 4
 ARCHS = {
-    "llama": arch_like("llama", num_kv_heads=4), "qwen2_tied": arch_like("qwen2", tied_embeddings=True),
+    "llama": arch_like("llama", num_kv_heads=4),
+    "qwen2_tied": arch_like("qwen2", tied_embeddings=True),
     "qwen3_moe": arch_like("qwen3_moe", num_kv_heads=4),
 }
 _FP32 = (torch.float32, torch.float32)
@@ -117,11 +119,13 @@ def run_fault(rank: int, fault: str | None) -> str:
     sync = WeightSync(lambda: local, arch, layout, engine)
     fc1 = "decoder.layers.0.mlp.linear_fc1.weight"
     if fault == "flipped_bit" and rank == 1:
+
         def flip(move, values):
             values = values.clone()
             if "o_proj" in move.hf:
                 values.view(torch.int32)[0, 0] ^= 1
             return move, values
+
         engine.spoil = flip
     elif fault == "gate_up_swapped" and rank == 1:
         half = arch.ffn_size

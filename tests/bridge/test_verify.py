@@ -20,8 +20,12 @@ def definition(values: torch.Tensor, base: int, stride: int) -> int:
     for r, row in enumerate(values.tolist()):
         for c, value in enumerate(row):
             packed = struct.pack("<f", value)
-            bits = int.from_bytes(packed, "little", signed=True) if values.dtype == torch.float32 else (
-                int.from_bytes(packed[2:], "little", signed=True)  # a bf16 is the upper half of a float32
+            bits = (
+                int.from_bytes(packed, "little", signed=True)
+                if values.dtype == torch.float32
+                else (
+                    int.from_bytes(packed[2:], "little", signed=True)  # a bf16 is the upper half of a float32
+                )
             )
             index = base + r * stride + c
             mixed = index * 0x9E3779B97F4A7C15 & MASK
@@ -50,9 +54,7 @@ def test_large_tensors_are_summed_in_chunks_like_small_ones():
 def test_any_cut_of_a_parameter_adds_up(row, col, dtype, seed):
     values = torch.randn(8, 6, generator=torch.Generator().manual_seed(seed)).to(dtype)
     parts = [
-        rectangle_sum(values[r0:r1, c0:c1], r0 * 6 + c0, 6)
-        for r0, r1 in ((0, row), (row, 8))
-        for c0, c1 in ((0, col), (col, 6))
+        rectangle_sum(values[r0:r1, c0:c1], r0 * 6 + c0, 6) for r0, r1 in ((0, row), (row, 8)) for c0, c1 in ((0, col), (col, 6))
     ]
     assert (sum(parts) - rectangle_sum(values, 0, 6)) % (1 << 64) == 0
 
@@ -71,6 +73,8 @@ def test_one_flipped_bit_changes_the_sum(element, bit, seed):
 def test_the_same_values_elsewhere_change_the_sum(moved):
     values = torch.randn(8, 6, generator=torch.Generator().manual_seed(3))
     order = {
-        "rows swapped": [1, 0, *range(2, 8)], "shifted by one": [*range(1, 8), 0], "halves swapped": [*range(4, 8), *range(4)],
+        "rows swapped": [1, 0, *range(2, 8)],
+        "shifted by one": [*range(1, 8), 0],
+        "halves swapped": [*range(4, 8), *range(4)],
     }[moved]
     assert rectangle_sum(values[order], 0, 6) != rectangle_sum(values, 0, 6)

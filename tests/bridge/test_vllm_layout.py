@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import types
-from typing import Any, Callable, Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -46,7 +47,7 @@ def but(**changes: Callable) -> Callable:
     """The good loader with one parameter loaded differently."""
 
     def loader(params: dict, weights: dict) -> None:
-        for step, change in changes.items():
+        for change in changes.values():
             change(params, weights)
         good(params, weights)
 
@@ -79,16 +80,19 @@ def test_slices_become_pieces():
     assert destination.modules == ("", "layer")
 
 
-@pytest.mark.parametrize("change, message", [
-    (lambda p, w: p["layer.norm"].copy_(w["norm"] + 1), "computed tensor into layer.norm"),
-    (lambda p, w: p["layer.norm"].copy_(w["norm"][:1]), "broadcasts norm"),
-    (lambda p, w: p["layer.qk"].copy_(w["q"].repeat(2, 1)[:6]), "computed tensor into layer.qk"),
-    (lambda p, w: p["layer.qk"][:, :4].copy_(w["q"].t()), "q: .* transposed or strided"),
-    (lambda p, w: p["layer.qk"][::2][:2].copy_(w["q"][:2]), "layer.qk: .* transposed or strided"),
-    (lambda p, w: p["layer.norm"].mul_(2), "mul_.* on it"),
-    (lambda p, w: p["layer.norm"].view(2, 3).copy_(w["norm"].view(2, 3)), "norm"),
-    (lambda p, w: p["layer.qk"][0].copy_(w["q"][0]), "layer.qk.* overlap"),
-])
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda p, w: p["layer.norm"].copy_(w["norm"] + 1), "computed tensor into layer.norm"),
+        (lambda p, w: p["layer.norm"].copy_(w["norm"][:1]), "broadcasts norm"),
+        (lambda p, w: p["layer.qk"].copy_(w["q"].repeat(2, 1)[:6]), "computed tensor into layer.qk"),
+        (lambda p, w: p["layer.qk"][:, :4].copy_(w["q"].t()), "q: .* transposed or strided"),
+        (lambda p, w: p["layer.qk"][::2][:2].copy_(w["q"][:2]), "layer.qk: .* transposed or strided"),
+        (lambda p, w: p["layer.norm"].mul_(2), "mul_.* on it"),
+        (lambda p, w: p["layer.norm"].view(2, 3).copy_(w["norm"].view(2, 3)), "norm"),
+        (lambda p, w: p["layer.qk"][0].copy_(w["q"][0]), "layer.qk.* overlap"),
+    ],
+)
 def test_anything_but_a_slice_is_refused_with_the_name(change, message):
     with pytest.raises(ValueError, match=message):
         baked(but(step=change))

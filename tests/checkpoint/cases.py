@@ -1,4 +1,6 @@
-"""What the tests of the store run inside their world. Every case is called on all ranks with its own folder and returns plain data."""
+"""What the tests of the store run inside their world. Every case is called on all ranks with its own folder and returns
+plain data.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +29,15 @@ from .runs import differing, message
 
 DAMAGES = ("bit flip", "truncate", "zero half", "delete")
 FILES = (
-    "megatron/policy/__0_0.distcp", "megatron/policy/__1_0.distcp", "megatron/policy/.metadata", "megatron/policy/common.pt",
-    "megatron/policy/metadata.json", "rng-00001.safetensors", "state.json", MANIFEST,
-)  # fmt: skip
+    "megatron/policy/__0_0.distcp",
+    "megatron/policy/__1_0.distcp",
+    "megatron/policy/.metadata",
+    "megatron/policy/common.pt",
+    "megatron/policy/metadata.json",
+    "rng-00001.safetensors",
+    "state.json",
+    MANIFEST,
+)
 VARIANTS = {
     "fp32": {},
     "fp32 plain optimizer": {"distributed": False},
@@ -72,9 +80,13 @@ def resume(options):
         restored = resumed.digest()
         resumed.train(3)
         return {
-            "step": step, "after load": differing(at_three, restored), "after training": differing(at_six, resumed.digest()),
-            "before load": differing(at_three, fresh), "moved": differing(at_three, at_six), "save seconds": seconds,
-        }  # fmt: skip
+            "step": step,
+            "after load": differing(at_three, restored),
+            "after training": differing(at_six, resumed.digest()),
+            "before load": differing(at_three, fresh),
+            "moved": differing(at_three, at_six),
+            "save seconds": seconds,
+        }
 
     return case
 
@@ -239,9 +251,12 @@ def corruption(layouts, place):
             step = policy.at(scratch).load()
             digest = runs.engine_digest(policy.engines["policy"])
             results[file, how] = {
-                "step": step, "differs": differing(older, digest), "set aside": (scratch / "bad-step-2").is_dir(),
-                "opened": sorted(set(opened)), "warnings": list(warnings),
-            }  # fmt: skip
+                "step": step,
+                "differs": differing(older, digest),
+                "set aside": (scratch / "bad-step-2").is_dir(),
+                "opened": sorted(set(opened)),
+                "warnings": list(warnings),
+            }
             on_one_rank(lambda: shutil.rmtree(scratch))
     store_module.load_sharded = unwatched
     store_module.logger.removeHandler(collector)
@@ -311,7 +326,9 @@ class Attack:
 
 
 def hostile(layouts, place):
-    """kind -> (message of the refusal, what the attack made). The manifest is rewritten to match: whoever writes files can do that."""
+    """kind -> (message of the refusal, what the attack made). The manifest is rewritten to match: whoever writes files can
+    do that.
+    """
     policy = Policy(layouts, place / "pristine")
     policy.save(1)
     results = {}
@@ -406,9 +423,11 @@ def only_model(layouts, place):
     saved = policy.save(1)
     whole = Policy(layouts, place / "all").save(1)
     return {
-        "bytes": (read_manifest(saved).total_bytes, read_manifest(whole).total_bytes), "files": list_files(saved),
-        "message": message(ValueError, policy.load), "latest": policy.store.latest_step(),
-    }  # fmt: skip
+        "bytes": (read_manifest(saved).total_bytes, read_manifest(whole).total_bytes),
+        "files": list_files(saved),
+        "message": message(ValueError, policy.load),
+        "latest": policy.store.latest_step(),
+    }
 
 
 def facts(layouts, place):

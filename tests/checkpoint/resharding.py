@@ -47,9 +47,11 @@ def chain(critic, names, options):
             kept.load({"model": current}, {}, runs.FACTS)
             wrong += [f"{name}: {part}" for part in differing_tensors(wanted, whole_state(current, layouts[name]))]
         return {
-            "wrong": wrong, "parts": sorted(wanted), "own": runs.differing(runs.engine_digest(first), runs.engine_digest(current)),
+            "wrong": wrong,
+            "parts": sorted(wanted),
+            "own": runs.differing(runs.engine_digest(first), runs.engine_digest(current)),
             "main is not rounded to weight": [n for n in wanted if n.startswith("main ") and not rounds_to_weight(wanted, n)],
-        }  # fmt: skip
+        }
 
     return case
 
@@ -63,7 +65,7 @@ def train(engine, steps=2):
             assert engine.optimizer_step().applied
 
 
-# ------------------------------------------------------------------------------------------------------------------ weights of another role
+# ---------------------------------------------------------------------------------------------------- weights of another role
 
 
 def critic_from_checkpoint(layouts, place):
@@ -100,7 +102,7 @@ def critic_from_checkpoint(layouts, place):
         "moments": max(float(values.abs().max()) for values in only(from_policy, "exp_avg").values()),
         "shifted": differing_tensors(sources["policy"], only(shifted, "weight ")),
         "unfit": {name: runs.message(ValueError, action) for name, action in unfit.items()},
-    }  # fmt: skip
+    }
 
 
 def other_implementation(layouts, place):
@@ -142,7 +144,7 @@ def only(whole, start):
     return {name: tensor for name, tensor in whole.items() if name.startswith(start)}
 
 
-# ------------------------------------------------------------------------------------------------------------------ controls
+# ---------------------------------------------------------------------------------------------------- controls
 
 
 def spoiled_loads(layouts, place):
@@ -210,17 +212,19 @@ def forget_step(state):
 
 
 SPOILS = {
-    "none": when_loaded(lambda state: state), "experts shifted by one": when_loaded(shift_experts),
-    "layers swapped": when_loaded(swap_layers), "moments of two experts swapped": when_described(shift_moments),
+    "none": when_loaded(lambda state: state),
+    "experts shifted by one": when_loaded(shift_experts),
+    "layers swapped": when_loaded(swap_layers),
+    "moments of two experts swapped": when_described(shift_moments),
     "step of the experts forgotten": when_loaded(forget_step),
-}  # fmt: skip
+}
 
 
-# ------------------------------------------------------------------------------------------------------------------ the oracle
+# ---------------------------------------------------------------------------------------------------- the oracle
 
 
 def whole_state(engine, groups):
-    """"weight model.norm.weight", "main ...", "exp_avg ...", "exp_avg_sq ..." -> whole tensor, fp32; "step" -> its number."""
+    """ "weight model.norm.weight", "main ...", "exp_avg ...", "exp_avg_sq ..." -> whole tensor, fp32; "step" -> its number."""
     engine.to("device")
     kinds = {"weight": {name: parameter.detach().float() for name, parameter in engine.named_parameters().items()}}
     steps = set()

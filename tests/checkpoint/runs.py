@@ -17,8 +17,11 @@ from megappo.engine.base import LossOutput
 from megappo.parallel.layout import ParallelLayout
 
 FACTS = {
-    "reference": {"path": "a/model", "sha256": "abc"}, "tokenizer": "def", "config": "run: {name: test}", "layouts": {"policy": {"tp": 2}}
-}  # fmt: skip
+    "reference": {"path": "a/model", "sha256": "abc"},
+    "tokenizer": "def",
+    "config": "run: {name: test}",
+    "layouts": {"policy": {"tp": 2}},
+}
 
 
 VOCABULARY = 51  # odd, so that tp=2 pads it
@@ -68,9 +71,18 @@ def arch(tied=False, num_layers=4, experts=False, hidden=32):
 
 
 def engine(
-    groups, *, critic, dtype=torch.float32, tied=False, distributed=True, offload=False, seed=0, num_layers=4, experts=False,
+    groups,
+    *,
+    critic,
+    dtype=torch.float32,
+    tied=False,
+    distributed=True,
+    offload=False,
+    seed=0,
+    num_layers=4,
+    experts=False,
     hidden=32,
-):  # fmt: skip
+):
     from megappo.engine.megatron import MegatronEngine
     from megappo.engine.megatron_optimizer import Optimizer, wrap_with_ddp
     from megappo.models.build import build_model
@@ -80,11 +92,15 @@ def engine(
     wrapped = wrap_with_ddp(chunks, groups, distributed_optimizer=distributed)
     config = OptimizerConfig(lr=1e-2, warmup_steps=2, weight_decay=0.1, distributed=distributed)
     return MegatronEngine(
-        "critic" if critic else "policy", wrapped, groups, device=torch.device("cpu"), micro_batch_tokens=24,
+        "critic" if critic else "policy",
+        wrapped,
+        groups,
+        device=torch.device("cpu"),
+        micro_batch_tokens=24,
         optimizer=Optimizer(wrapped, groups, config, total_steps=20),
         offload=OffloadConfig(parameters=offload, gradients=offload, optimizer=offload),
         router_aux_coef=0.01 if experts else 0.0,
-    )  # fmt: skip
+    )
 
 
 def fill(chunks, groups, critic, seed):

@@ -20,9 +20,15 @@ from . import resharding, runs
 from .cases import into_copies
 
 LAYOUTS = {
-    "dp4": {}, "tp2 dp2": {"tp": 2}, "pp2 dp2": {"pp": 2}, "cp2 dp2": {"cp": 2}, "ep2 edp2": {"ep": 2},
-    "pp2 ep2": {"pp": 2, "ep": 2}, "tp2 sp edp4": {"tp": 2, "sequence_parallel": True}, "tp2 pp2": {"tp": 2, "pp": 2},
-}  # fmt: skip
+    "dp4": {},
+    "tp2 dp2": {"tp": 2},
+    "pp2 dp2": {"pp": 2},
+    "cp2 dp2": {"cp": 2},
+    "ep2 edp2": {"ep": 2},
+    "pp2 ep2": {"pp": 2, "ep": 2},
+    "tp2 sp edp4": {"tp": 2, "sequence_parallel": True},
+    "tp2 pp2": {"tp": 2, "pp": 2},
+}
 HIDDEN = 240  # of the model whose memory is measured
 BF16, PLAIN, UNEVEN = {"dtype": torch.bfloat16}, {"distributed": False}, {"hidden": 40}
 # name -> (role is critic, layout that writes, layout that reads, options of runs.engine, options that differ in the reader)
@@ -65,8 +71,9 @@ def spread(layouts, place, critic, writes, reads, options, changed, share=sharde
     return {
         "wrong": resharding.differing_tensors(wanted, resharding.whole_state(other, layouts[reads])),
         "resumed": at_once + runs.differing(runs.engine_digest(first), runs.engine_digest(again)),
-        "fresh": runs.differing(runs.engine_digest(first), fresh), **places(saved / "megatron/model"),
-    }  # fmt: skip
+        "fresh": runs.differing(runs.engine_digest(first), fresh),
+        **places(saved / "megatron/model"),
+    }
 
 
 def by_mains(mine, everyone, rank):
@@ -117,9 +124,10 @@ def memory_main(rank, folder):
     engine.state_to_load = lambda **how: into_copies(describe(**how))
     found["load into copies"] = peak(load, engine)
     return {
-        **found, "share": sum(tensor.nbytes for tensor in engine._optimizer.tensors()),
+        **found,
+        "share": sum(tensor.nbytes for tensor in engine._optimizer.tensors()),
         "largest": max(4 * parameter.numel() for parameter in engine.named_parameters().values()),
-    }  # fmt: skip
+    }
 
 
 def peak(action, engine):

@@ -52,7 +52,9 @@ def test_a_part_of_a_shard_lies_where_the_shard_does():
 
 
 def shards_of(rank, ranks=4):
-    """Two weights of which all ranks hold copies, one in bf16; one that two ranks hold; a copy that is never written; an own part."""
+    """Two weights of which all ranks hold copies, one in bf16; one that two ranks hold; a copy that is never written; an own
+    part.
+    """
     generator = torch.Generator().manual_seed(0)
     weights = [torch.randn(9, 7, generator=generator), torch.randn(5, 3, generator=generator).bfloat16()]
     pair, own = torch.full((4, 4), float(rank // 2)), torch.full((3,), float(rank))

@@ -1,5 +1,5 @@
-"""Every data-parallel rank writes its part of a checkpoint, in little memory. The cases run in `spread.py`, on four ranks and on 1, 2,
-4 and 8.
+"""Every data-parallel rank writes its part of a checkpoint, in little memory. The cases run in `spread.py`, on four ranks and on 1,
+2, 4 and 8.
 """
 
 from __future__ import annotations

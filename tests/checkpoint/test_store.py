@@ -141,6 +141,9 @@ def test_the_newest_are_kept_in_numeric_order(world):
     for rank in world:
         seen, latest = rank["retention"]
         assert [set(entries) - {"LATEST"} for entries in seen] == [
-            {"step-8"}, {"step-8", "step-9"}, {"step-9", "step-10"}, {"step-10", "step-11"}
-        ]  # fmt: skip
+            {"step-8"},
+            {"step-8", "step-9"},
+            {"step-9", "step-10"},
+            {"step-10", "step-11"},
+        ]
         assert latest == "step-11\n"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Sequence
 
 from megappo.config.loading import load_config
 from megappo.config.schema import SftConfig, TrainConfig

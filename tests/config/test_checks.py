@@ -193,14 +193,17 @@ def test_a_layout_that_does_not_fit_the_world_is_refused_with_what_fits(tmp_path
     assert text is not None and all(fragment in text for fragment in fragments), text
 
 
-@pytest.mark.parametrize("overrides, ranks", [
-    (["policy.parallel.tp=2", "critic.parallel.pp=2", "policy.parallel.sequence_parallel=true", "rollout.tp=2"], 2),
-    (["reference.parallel.tp=4", "algorithm.kl.placement=none", "reference=null"], 1),
-    (["rollout.engine=megatron"], 3),
-    (["run.num_ranks=2"], 2),
-    (["policy.parallel.cp=2", "critic.parallel.ep=2", "critic.parallel.etp=2", "reference.parallel.ep=4"], 4),
-    (["policy.parallel.pp=2", "policy.parallel.vpp=2", "policy.parallel.layers_per_stage=[1,2,2,1]"], 2),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "overrides, ranks",
+    [
+        (["policy.parallel.tp=2", "critic.parallel.pp=2", "policy.parallel.sequence_parallel=true", "rollout.tp=2"], 2),
+        (["reference.parallel.tp=4", "algorithm.kl.placement=none", "reference=null"], 1),
+        (["rollout.engine=megatron"], 3),
+        (["run.num_ranks=2"], 2),
+        (["policy.parallel.cp=2", "critic.parallel.ep=2", "critic.parallel.etp=2", "reference.parallel.ep=4"], 4),
+        (["policy.parallel.pp=2", "policy.parallel.vpp=2", "policy.parallel.layers_per_stage=[1,2,2,1]"], 2),
+    ],
+)
 def test_a_layout_that_fits_passes(tmp_path, overrides, ranks):
     assert first_problem(train_config(tmp_path, overrides), ranks) is None
 
@@ -284,8 +287,11 @@ def test_micro_batches_bound_is_reached_by_full_sequences_and_never_passed_by_sh
 
 def test_nearest_divisors():
     assert [nearest_divisors(256, 100), nearest_divisors(32, 3), nearest_divisors(28, 28), nearest_divisors(7, 9)] == [
-        [64, 128], [2, 4], [28], [7],
-    ]  # fmt: skip
+        [64, 128],
+        [2, 4],
+        [28],
+        [7],
+    ]
 
 
 # ---------------------------------------------------------------------------------------------------------- run directory

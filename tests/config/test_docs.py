@@ -22,22 +22,25 @@ def test_every_key_has_a_text_and_stands_on_the_page():
         for key, field in value_keys(cls):
             assert field.description, key
             assert field.description.replace("|", "\\|").replace("\n", " ") in page, key
-        for name, section in sections(cls):
+        for name, _ in sections(cls):
             assert f"### {name}\n" in page
-        for key, field in value_keys(cls):
+        for _, field in value_keys(cls):
             if (items := item_class(field)) is not None:
                 assert all(f"| `{name}` |" in page for name in items.model_fields)
 
 
-@pytest.mark.parametrize("key, cells", [
-    ("run.num_ranks", "| `num_ranks` | integer >= 1 or null | `null` |"),
-    ("policy.model", "| `model` | text | **required** |"),
-    ("rollout.memory_share", "| `memory_share` | number > 0, < 1 | `0.4` |"),
-    ("algorithm.dual_clip", "| `dual_clip` | number > 1 or null | `null` |"),
-    ("rollout.stop", "| `stop` | list of text | `[]` |"),
-    ("reward.parts", '| `parts` | list of sections | `[{"name": "exact_match", "weight": 1.0}]` |'),
-    ("algorithm.kl.placement", "| `placement` | one of `none`, `reward`, `loss` | `\"reward\"` |"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "key, cells",
+    [
+        ("run.num_ranks", "| `num_ranks` | integer >= 1 or null | `null` |"),
+        ("policy.model", "| `model` | text | **required** |"),
+        ("rollout.memory_share", "| `memory_share` | number > 0, < 1 | `0.4` |"),
+        ("algorithm.dual_clip", "| `dual_clip` | number > 1 or null | `null` |"),
+        ("rollout.stop", "| `stop` | list of text | `[]` |"),
+        ("reward.parts", '| `parts` | list of sections | `[{"name": "exact_match", "weight": 1.0}]` |'),
+        ("algorithm.kl.placement", '| `placement` | one of `none`, `reward`, `loss` | `"reward"` |'),
+    ],
+)
 def test_type_range_and_default_are_on_the_page(key, cells):
     assert cells in docs.page()
 

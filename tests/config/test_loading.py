@@ -106,12 +106,15 @@ def test_aliases_cannot_unfold_without_bound(tmp_path):
     )
 
 
-@pytest.mark.parametrize("make, fragment", [
-    (lambda p: p / "absent.yaml", "no such file"),
-    (lambda p: p, "is a directory"),
-    (lambda p: (p / "big.yaml").write_bytes(b"#" * (1 << 20) + b"\n") and p / "big.yaml", "larger than"),
-    (lambda p: (p / "latin.yaml").write_bytes(b"a: \xe9\n") and p / "latin.yaml", "not UTF-8"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "make, fragment",
+    [
+        (lambda p: p / "absent.yaml", "no such file"),
+        (lambda p: p, "is a directory"),
+        (lambda p: (p / "big.yaml").write_bytes(b"#" * (1 << 20) + b"\n") and p / "big.yaml", "larger than"),
+        (lambda p: (p / "latin.yaml").write_bytes(b"a: \xe9\n") and p / "latin.yaml", "not UTF-8"),
+    ],
+)
 def test_a_file_that_cannot_be_read_is_named(tmp_path, make, fragment):
     path = make(tmp_path)
     with pytest.raises(ConfigError, match=fragment) as error:

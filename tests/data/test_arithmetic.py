@@ -109,7 +109,10 @@ def test_padding_and_last_digit_first_change_how_a_sum_is_written() -> None:
 )
 def test_forgotten_carries_add_digit_by_digit(prompt: str, without: str) -> None:
     assert ArithmeticTask().without_carries({"prompt": prompt, "answer": "?"})["answer"] == without
-    assert ArithmeticTask(last_digit_first=True).without_carries({"prompt": prompt, "answer": "?"})["answer"] == str(int(without))[::-1]
+    assert (
+        ArithmeticTask(last_digit_first=True).without_carries({"prompt": prompt, "answer": "?"})["answer"]
+        == str(int(without))[::-1]
+    )
 
 
 def test_only_demonstrations_forget_carries_and_as_often_as_asked(tmp_path: Path) -> None:
@@ -117,7 +120,9 @@ def test_only_demonstrations_forget_carries_and_as_often_as_asked(tmp_path: Path
 
     def wrong(path: Path) -> float:
         rows = [json.loads(line) for line in path.read_text().splitlines()]
-        with_carry = [r for r in rows if ArithmeticTask().without_carries(r)["answer"] != str(sum(map(int, r["prompt"][:-1].split("+"))))]
+        with_carry = [
+            r for r in rows if ArithmeticTask().without_carries(r)["answer"] != str(sum(map(int, r["prompt"][:-1].split("+"))))
+        ]
         return sum(r["answer"] != str(sum(map(int, r["prompt"][:-1].split("+")))) for r in with_carry) / len(with_carry)
 
     assert wrong(files.train) == wrong(files.eval) == 0.0

@@ -173,6 +173,4 @@ def test_gsm8k_is_built_with_the_template_within_seconds(hf: Tokenizer) -> None:
     assert 0 < len(short) < len(records) == 7473
     assert [p.id for p in built.prompts] == [f"t.jsonl#{i}" for i in short]
     assert [list(p.tokens) for p in built.prompts] == [expected[i] for i in short]
-    assert (
-        built.summary() == f"kept {len(short):,} of 7,473 prompts; {7473 - len(short):,} longer than data.max_prompt_tokens=400"
-    )
+    assert built.summary() == f"kept {len(short):,} of 7,473 prompts; {7473 - len(short):,} longer than data.max_prompt_tokens=400"

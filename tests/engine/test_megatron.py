@@ -93,7 +93,9 @@ def test_ratio_of_the_first_update_is_one(runs) -> None:
 
 
 def test_a_denominator_per_micro_batch_would_be_noticed(runs) -> None:
-    """Negative control: averaging the means of micro-batches is what peers shipped; on this batch it is off by far more than allowed."""
+    """Negative control: averaging the means of micro-batches is what peers shipped; on this batch it is off by far more than
+    allowed.
+    """
     weight, advantage = recorded_batch()["weight"], recorded_batch()["advantage"]
     cu = recorded_batch().cu_seqlens.tolist()
     per_sequence = [(weight[a:b].sum(), (weight * advantage)[a:b].sum()) for a, b in zip(cu, cu[1:]) if weight[a:b].sum() > 0]

@@ -36,7 +36,9 @@ class Outputs:
 
 
 def update_both_ways(rank: int, path: str) -> dict[tuple, dict[str, Any]]:
-    """(layout, recompute, outputs freed or kept) -> numbers of an update of policy and critic, the peak of `Outputs`, the settings."""
+    """(layout, recompute, outputs freed or kept) -> numbers of an update of policy and critic, the peak of `Outputs`, the
+    settings.
+    """
     from megappo.parallel.groups import build_groups
     from megappo.parallel.layout import ParallelLayout
     from megappo.platform import cpu
@@ -55,7 +57,7 @@ def update_both_ways(rank: int, path: str) -> dict[tuple, dict[str, Any]]:
 def update(path: str, groups: Any, batch: Any, recompute: str, way: str) -> dict[str, Any]:
     roles = build_roles(path, groups, budget=16, recompute=recompute)
     count, peaks, settings = float(batch["weight"].sum()), [], []
-    recorded = batch.with_fields({name: batch["advantage"] * 0.1 - 1.0 for name in ("logprob", "value")})
+    recorded = batch.with_fields(dict.fromkeys(("logprob", "value"), batch["advantage"] * 0.1 - 1.0))
     numbers: list[Any] = []
     for role in roles:
         config = role.engine.chunks[0].config

@@ -188,9 +188,7 @@ def test_each_part_is_offloaded_without_the_others(tmp_path) -> None:
 def a_batch() -> Any:
     batch = pack([[1, 2, 3], [4, 5], [6, 7, 8, 9], [10], [11, 12]])
     ids = torch.full((batch.num_tokens, 3), NO_ID, dtype=torch.int32)
-    return batch.with_fields(
-        {"weight": torch.ones(batch.num_tokens), "kept": ids}, {"truncated": torch.zeros(5, dtype=torch.bool)}
-    )
+    return batch.with_fields({"weight": torch.ones(batch.num_tokens), "kept": ids}, {"truncated": torch.zeros(5, dtype=torch.bool)})
 
 
 def test_what_a_pass_did_not_declare_is_left_out_and_asking_for_it_is_an_error() -> None:
@@ -258,9 +256,11 @@ def fields_of_passes(rank: int, path: str) -> dict[str, Any]:
     schedule.MicroBatch.to = to
     found = {}
     for name, what in (
-        ("log-probs", lambda: policy.logprobs(batch)), ("values", lambda: critic.values(batch)),
-        ("policy", lambda: updated(policy, batch)), ("critic", lambda: updated(critic, batch)),
-    ):  # fmt: skip
+        ("log-probs", lambda: policy.logprobs(batch)),
+        ("values", lambda: critic.values(batch)),
+        ("policy", lambda: updated(policy, batch)),
+        ("critic", lambda: updated(critic, batch)),
+    ):
         what()
         found[name] = sorted(seen)
         seen.clear()

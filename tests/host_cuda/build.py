@@ -15,9 +15,9 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Sequence
 
 HERE = Path(__file__).parent
 CACHE = HERE.parent.parent / "build/host_cuda"
@@ -71,10 +71,13 @@ def environment(python: str, num_devices: int = 1, **settings: str) -> dict[str,
     """Variables for a process of `python`; settings: HOST_CUDA_* without the prefix, in small letters (races="0")."""
     folder = build(python)
     return {
-        "LD_PRELOAD": str(folder / "libhostcuda.so"), "LD_LIBRARY_PATH": str(folder), "HOST_CUDA": "1",
-        "HOST_CUDA_DEVICES": str(num_devices), "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(num_devices))),
+        "LD_PRELOAD": str(folder / "libhostcuda.so"),
+        "LD_LIBRARY_PATH": str(folder),
+        "HOST_CUDA": "1",
+        "HOST_CUDA_DEVICES": str(num_devices),
+        "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(num_devices))),
         **{f"HOST_CUDA_{name.upper()}": value for name, value in settings.items()},
-    }  # fmt: skip
+    }
 
 
 def site() -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -51,9 +52,12 @@ def offload_on_a_stream(leave_out: str) -> Callable[[], tuple[float, float]]:
 
 
 WAITS = (
-    "", "copy out waits for the kernel", "the kernel waits for the copy out", "the host waits for the copy out",
+    "",
+    "copy out waits for the kernel",
+    "the kernel waits for the copy out",
+    "the host waits for the copy out",
     "the kernel waits for the copy back",
-)  # fmt: skip
+)
 
 
 def missing_waits(rank: int) -> dict[str, tuple[str, Any]]:
@@ -122,10 +126,12 @@ def memory(rank: int) -> dict[str, Any]:
     before = runtime.counters()
     block = torch.empty(64 << 20, dtype=torch.uint8, device="cuda")
     found = {
-        "total": total, "grown": runtime.counters()["allocated_bytes"] - before["allocated_bytes"],
-        "less free": free - torch.cuda.mem_get_info()[0], "poison": int(block[12345]),
+        "total": total,
+        "grown": runtime.counters()["allocated_bytes"] - before["allocated_bytes"],
+        "less free": free - torch.cuda.mem_get_info()[0],
+        "poison": int(block[12345]),
         "largest block": runtime.live_blocks()[-1],
-    }  # fmt: skip
+    }
     half = block[: 1 << 20].clone()
     del block
     torch.cuda.empty_cache()
@@ -172,9 +178,11 @@ def random_numbers(rank: int) -> dict[str, bool]:
     again = torch.rand(8, device="cuda")
     own = [torch.randn(4, device="cuda", generator=torch.Generator("cuda").manual_seed(5)) for _ in range(2)]
     return {
-        "same": torch.equal(first, again), "differs": not torch.equal(first, second), "own": torch.equal(*own),
+        "same": torch.equal(first, again),
+        "differs": not torch.equal(first, second),
+        "own": torch.equal(*own),
         "host's generator untouched": torch.equal(before, torch.get_rng_state()),
-    }  # fmt: skip
+    }
 
 
 def written_out_kernels(rank: int) -> dict[str, float]:
@@ -201,7 +209,7 @@ def written_out_kernels(rank: int) -> dict[str, float]:
 
     hold("attention", lambda *x: F.scaled_dot_product_attention(*x, is_causal=True, enable_gqa=True), plain, q, k, v)
     weight = torch.randn(16)
-    norm = lambda x, w: F.rms_norm(x, (16,), w, 1e-6)  # noqa: E731
+    norm = lambda x, w: F.rms_norm(x, (16,), w, 1e-6)
     hold("rms norm", norm, norm, q, weight)
     cu = torch.tensor([0, 4, 9], dtype=torch.int32)
 

@@ -1,6 +1,6 @@
 """The process behind `world.run_world`: imports once, forks the ranks, runs the scenarios in each. Runs in the CUDA environment.
 
-    python -m tests.host_cuda.drive FOLDER WORLD_SIZE
+python -m tests.host_cuda.drive FOLDER WORLD_SIZE
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@ Processes need TRITON_INTERPRET=1 from their start.
 
 from __future__ import annotations
 
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import triton

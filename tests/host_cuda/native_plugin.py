@@ -7,7 +7,6 @@ beside it); calls with CUDA tensors run on their bytes. Triton's kernels are int
 import importlib
 import os
 from pathlib import Path
-from typing import Optional
 
 import torch
 
@@ -36,7 +35,7 @@ def interpret_triton() -> None:
 
     missing = megappo.ops.kernels.missing
 
-    def missing_as_with_a_gpu(implementation: str, device_type: str) -> Optional[str]:
+    def missing_as_with_a_gpu(implementation: str, device_type: str) -> str | None:
         if (implementation, device_type) == ("triton", "cpu"):
             return "Triton kernels run on a GPU, and this run is on the CPU"
         return missing(implementation, device_type)

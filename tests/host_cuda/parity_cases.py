@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Mapping
+from typing import Any
 
 import torch
 
@@ -25,7 +26,7 @@ CASES: dict[str, dict[str, tuple[Case, Mapping[str, Any]]]] = {
         "ep2": ({"ep": 2}, {}),
         "tp2 sp ep2 / pp2": (({**SP, "ep": 2}, {"pp": 2}), {}),
     },
-}  # fmt: skip
+}
 ALONE = {"": {}, "bf16": VARIANTS["bf16"]}
 
 

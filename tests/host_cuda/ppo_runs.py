@@ -22,9 +22,7 @@ def config_of(folder: Path, name: str, steps: int, device: str, **overrides: Any
 
 
 def offloading() -> dict[str, Any]:
-    return {
-        f"{role}.offload.{what}": True for role in ("policy", "critic") for what in ("parameters", "gradients", "optimizer")
-    }
+    return {f"{role}.offload.{what}": True for role in ("policy", "critic") for what in ("parameters", "gradients", "optimizer")}
 
 
 def train_once(rank: int, config: dict[str, Any], resume: bool) -> list[int]:

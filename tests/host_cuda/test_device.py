@@ -9,8 +9,14 @@ from tests.host_cuda.world import Scenario, run_world
 
 CASES = "tests.host_cuda.device_cases"
 ALONE = (
-    "missing_waits", "freed_too_early", "pageable_and_queries", "memory", "refusals", "random_numbers", "written_out_kernels",
-)  # fmt: skip
+    "missing_waits",
+    "freed_too_early",
+    "pageable_and_queries",
+    "memory",
+    "refusals",
+    "random_numbers",
+    "written_out_kernels",
+)
 
 
 @pytest.fixture(scope="module")

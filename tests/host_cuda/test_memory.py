@@ -17,8 +17,7 @@ CASES = [("none", False), ("full", False), ("none", True)]  # recompute, value h
 @pytest.fixture(scope="module")
 def measured(cuda_python) -> dict:
     scenarios = [
-        Scenario(f"{recompute} {critic}", "tests.host_cuda.memory_cases:peaks", (recompute, critic))
-        for recompute, critic in CASES
+        Scenario(f"{recompute} {critic}", "tests.host_cuda.memory_cases:peaks", (recompute, critic)) for recompute, critic in CASES
     ]
     offload = "tests.host_cuda.memory_cases:offload_across_streams"
     scenarios += [Scenario(f"offload without {without}", offload, (without,)) for without in WAITS]
@@ -27,9 +26,17 @@ def measured(cuda_python) -> dict:
 
 def planned(recompute: str, critic: bool) -> RoleMemory:
     return role_memory(
-        ARCH, ParallelLayout(1), 0, dtype="bf16", trained=True, micro_batch_tokens=BUDGET, num_micro_batches=2, value_head=critic,
-        recompute=recompute, adam_buffers=True,
-    )  # fmt: skip
+        ARCH,
+        ParallelLayout(1),
+        0,
+        dtype="bf16",
+        trained=True,
+        micro_batch_tokens=BUDGET,
+        num_micro_batches=2,
+        value_head=critic,
+        recompute=recompute,
+        adam_buffers=True,
+    )
 
 
 @pytest.mark.parametrize("recompute, critic", CASES)

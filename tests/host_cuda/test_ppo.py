@@ -23,9 +23,11 @@ TOLERANCE = 5e-3
 LAST_MICRO_BATCH = 4096  # bytes; the smallest activation of a layer is larger
 KERNELS = ("auto", "cuda", "triton")
 CHANGES: dict[str, tuple[int, dict[str, Any]]] = {
-    "whole": (STEPS, {}), "halves": (HALF, {}), "offload": (STEPS, offloading()),
+    "whole": (STEPS, {}),
+    "halves": (HALF, {}),
+    "offload": (STEPS, offloading()),
     **{kernels: (HALF, {"kernels": kernels}) for kernels in KERNELS},
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -51,9 +53,10 @@ def on_device(cuda_python, folder: Path) -> dict[str, list]:
     facts = {**json.loads(LIBRARY.with_suffix(".json").read_text()), **built_with_cuda}
     library.with_suffix(".json").write_text(json.dumps(facts))
     environment = {
-        "HOST_CUDA_PLUGIN": str(Path(__file__).parent / "native_plugin.py"), "MEGAPPO_ON_CPU_LIBRARY": str(library),
+        "HOST_CUDA_PLUGIN": str(Path(__file__).parent / "native_plugin.py"),
+        "MEGAPPO_ON_CPU_LIBRARY": str(library),
         "MEGAPPO_CACHE": str(folder / "cache"),
-    }  # fmt: skip
+    }
     runs = "tests.host_cuda.ppo_runs"
     scenarios = [
         Scenario(name, f"{runs}:train_once", (config_of(folder, name, steps, "cuda", **changes), False))

@@ -25,9 +25,7 @@ def world(cuda_python, tmp_path_factory) -> dict:
     write_checkpoint(model, "llama", head_dim=32, num_hidden_layers=2)
     where = "tests.host_cuda.vllm_cases:"
     scenarios = [Scenario("prepare", where + "prepare")]
-    scenarios += [
-        Scenario(name, where + "pushed_and_asked", (str(model), *case, name == LAST)) for name, case in CASES.items()
-    ]
+    scenarios += [Scenario(name, where + "pushed_and_asked", (str(model), *case, name == LAST)) for name, case in CASES.items()]
     return run_world(cuda_python, scenarios, RANKS, timeout_s=400, environment={"TRITON_INTERPRET": "1"})
 
 

@@ -14,7 +14,8 @@ import inspect
 import os
 import random
 import tempfile
-from typing import Any, Iterator
+from collections.abc import Iterator
+from typing import Any
 from unittest import mock
 
 import torch
@@ -64,10 +65,11 @@ def prepare(rank: int) -> None:
         gpu_worker.warmup_kernels = lambda *args: None  # there is nothing to compile, and interpreting takes long
         native = {name: ["native"] for name in ("rms_norm", "fused_add_rms_norm")}
         return {
-            **real(*args, **kwargs), "attention_config": {"backend": "TRITON_ATTN"},
+            **real(*args, **kwargs),
+            "attention_config": {"backend": "TRITON_ATTN"},
             "kernel_config": {"ir_op_priority": native, "enable_flashinfer_autotune": False},
             "compilation_config": {"custom_ops": ["none"]},
-        }  # fmt: skip
+        }
 
     vllm_engine.vllm_options = options
     vllm_engine.sees_peers = lambda *args: False
@@ -115,10 +117,15 @@ def wrong_parameters(engine: VllmEngine, arch: ModelArch, checkpoint: dict[str, 
 def of_the_process() -> tuple:
     """What an engine must leave as it was."""
     return (
-        torch.cuda.current_stream(), torch.cuda.current_device(), torch.get_num_threads(), torch.get_default_dtype(),
-        torch.get_float32_matmul_precision(), torch.get_rng_state().tolist(), torch.cuda.get_rng_state().tolist(),
+        torch.cuda.current_stream(),
+        torch.cuda.current_device(),
+        torch.get_num_threads(),
+        torch.get_default_dtype(),
+        torch.get_float32_matmul_precision(),
+        torch.get_rng_state().tolist(),
+        torch.cuda.get_rng_state().tolist(),
         dict(os.environ),
-    )  # fmt: skip
+    )
 
 
 def pushed_and_asked(rank: int, path: str, tp: int, runner: str, last: bool) -> dict[str, Any]:

@@ -11,9 +11,11 @@ import pickle
 import subprocess
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Optional, Sequence
+from types import MappingProxyType
+from typing import Any
 
 from tests.host_cuda import build
 
@@ -34,14 +36,14 @@ class Finding:
     """A rank's result of a scenario, or the text of what it raised."""
 
     result: Any
-    error: Optional[str]
+    error: str | None
 
 
 class HostCudaWorldError(AssertionError):
     """The ranks did not come to the end; the text is the end of their output."""
 
 
-def python_of_cuda_torch() -> tuple[Optional[str], str]:
+def python_of_cuda_torch() -> tuple[str | None, str]:
     """(interpreter, how it was found) or (None, why there is none)."""
     named = os.environ.get("MEGAPPO_CUDA_VENV")
     folder = Path(named) if named else REPOSITORY / ".venv-cuda"
@@ -63,7 +65,7 @@ def run_world(
     world_size: int = 1,
     *,
     timeout_s: float = 300.0,
-    environment: dict[str, str] = {},
+    environment: Mapping[str, str] = MappingProxyType({}),
     **settings: str,
 ) -> dict[str, list[Finding]]:
     """Scenario -> what each rank found. settings: as of `build.environment`.
@@ -74,15 +76,22 @@ def run_world(
         Path(folder, "scenarios").write_bytes(pickle.dumps([(s.name, s.function, s.args) for s in scenarios]))
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("TRITON")}
         variables = {
-            **inherited, **build.environment(python, world_size, **settings), **environment, "OMP_NUM_THREADS": "1",
+            **inherited,
+            **build.environment(python, world_size, **settings),
+            **environment,
+            "OMP_NUM_THREADS": "1",
             "PYTHONPATH": f"{build.site()}:{REPOSITORY}",
-        }  # fmt: skip
+        }
         output = Path(folder, "output")
         with output.open("w") as file:
             process = subprocess.Popen(
-                [python, "-m", "tests.host_cuda.drive", folder, str(world_size)], cwd=REPOSITORY, env=variables, stdout=file,
-                stderr=subprocess.STDOUT, start_new_session=True,
-            )  # fmt: skip
+                [python, "-m", "tests.host_cuda.drive", folder, str(world_size)],
+                cwd=REPOSITORY,
+                env=variables,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
             _wait(process, timeout_s)
         text = output.read_text(errors="replace")
         if process.returncode:

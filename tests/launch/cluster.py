@@ -15,9 +15,9 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Callable, Iterator, Optional
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "sinfo", "scancel")
 NODES = ("127.0.0.1", "127.0.0.2")
@@ -32,7 +32,7 @@ def missing_programs() -> list[str]:
     return [name for name in PROGRAMS if _program(name) is None]
 
 
-def _program(name: str) -> Optional[str]:
+def _program(name: str) -> str | None:
     return shutil.which(name, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
 
 
@@ -55,7 +55,7 @@ class Cluster:
         words = self.command("scontrol", "show", "job", "-o", job_id).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
-    def wait_for(self, what: str, condition: Callable[[], bool], timeout_s: float, log: Optional[Path] = None) -> None:
+    def wait_for(self, what: str, condition: Callable[[], bool], timeout_s: float, log: Path | None = None) -> None:
         """Poll until the condition holds. AssertionError, with the end of `log`, after `timeout_s` seconds."""
         deadline = time.monotonic() + timeout_s
         while not condition():
@@ -87,9 +87,15 @@ class Cluster:
     def _start(self, munge_socket: Path, key: Path) -> None:
         # --force: the scratch folder's parents may be writable by others, which a production munged refuses.
         self._spawn(
-            "munged", "--foreground", "--force", f"--key-file={key}", f"--socket={munge_socket}",
-            f"--pid-file={self.folder}/munged.pid", f"--log-file={self.folder}/munged.log", f"--seed-file={self.folder}/munged.seed",
-        )  # fmt: skip
+            "munged",
+            "--foreground",
+            "--force",
+            f"--key-file={key}",
+            f"--socket={munge_socket}",
+            f"--pid-file={self.folder}/munged.pid",
+            f"--log-file={self.folder}/munged.log",
+            f"--seed-file={self.folder}/munged.seed",
+        )
         self.wait_for_daemons("munge", munge_socket.exists)
         self._spawn("slurmctld", "-D")
         for node in NODES:

@@ -32,11 +32,21 @@ def test_the_commands_of_the_page_use_options_that_exist() -> None:
 
 def test_the_messages_of_the_page_are_those_of_the_code() -> None:
     """Their words, between the values."""
-    sources = [path.read_text() for folder in ("launch", "config") for path in (ROOT / "megappo" / folder).glob("*") if path.is_file()]
+    sources = [
+        path.read_text() for folder in ("launch", "config") for path in (ROOT / "megappo" / folder).glob("*") if path.is_file()
+    ]
     text = re.sub(r'"\n\s+f?"', "", "\n".join([*sources, (ROOT / "megappo" / "cli.py").read_text()]))
     pieces = [
-        "of srun: unset", "a world of its own of", "and only this one would be used", "no Slurm on this machine (sbatch is not in PATH)",
-        "unknown to sinfo; there are", "too short for one checkpoint: Slurm asks for it up to", "has this run already; scancel it",
-        "failed first (", "no checkpoint was saved since this attempt started at step", "Slurm does not requeue this job", "crosses nodes",
-    ]  # fmt: skip
+        "of srun: unset",
+        "a world of its own of",
+        "and only this one would be used",
+        "no Slurm on this machine (sbatch is not in PATH)",
+        "unknown to sinfo; there are",
+        "too short for one checkpoint: Slurm asks for it up to",
+        "has this run already; scancel it",
+        "failed first (",
+        "no checkpoint was saved since this attempt started at step",
+        "Slurm does not requeue this job",
+        "crosses nodes",
+    ]
     assert [piece for piece in pieces if piece not in PAGE] == [] and [piece for piece in pieces if piece not in text] == []

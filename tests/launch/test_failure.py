@@ -26,8 +26,14 @@ def ended(folder: Path, rank: int, code: int, time_ns: int) -> None:
 
 
 CASES = {
-    "first traceback, although a victim ended before": ([("raised", 1, BEFORE), ("raised", 0, AT), ("ended", 0, 1, AT), ("ended", 1, 1, AFTER)], 1),
-    "killed, although victims raised before it was seen": ([("raised", 0, BEFORE), ("ended", 2, 137, AT), ("ended", 0, 1, AFTER)], 2),
+    "first traceback, although a victim ended before": (
+        [("raised", 1, BEFORE), ("raised", 0, AT), ("ended", 0, 1, AT), ("ended", 1, 1, AFTER)],
+        1,
+    ),
+    "killed, although victims raised before it was seen": (
+        [("raised", 0, BEFORE), ("ended", 2, 137, AT), ("ended", 0, 1, AFTER)],
+        2,
+    ),
     "killed with the rest after a failure": ([("raised", 1, BEFORE), ("ended", 1, 1, AT), ("ended", 2, 137, LATER)], 1),
     "killed, and noticed after the end of a victim": ([("raised", 1, BEFORE), ("ended", 1, 1, AT), ("ended", 2, 137, AFTER)], 2),
     "killed, and a victim ended without a traceback": ([("ended", 3, 1, AT), ("ended", 2, 137, AFTER)], 2),
@@ -35,7 +41,7 @@ CASES = {
     "aborted by itself": ([("ended", 3, 134, BEFORE), ("raised", 1, AT), ("ended", 1, 1, AFTER)], 3),
     "refused, without a traceback": ([("ended", 0, 2, BEFORE), ("ended", 1, 2, AT)], 0),
     "a traceback whose end nobody saw": ([("raised", 4, AT)], 4),
-}  # fmt: skip
+}
 
 
 def test_where_the_rest_is_killed_at_once_the_first_end_counts(tmp_path: Path) -> None:
@@ -77,8 +83,10 @@ def test_nothing_is_made_up_where_no_rank_left_anything(tmp_path: Path) -> None:
 def test_an_exception_is_kept_with_its_whole_traceback(tmp_path: Path) -> None:
     code = "from megappo.launch.failure import record_exceptions\nrecord_exceptions(7)\nraise KeyError('the culprit')"
     done = subprocess.run(
-        [sys.executable, "-c", code], env={ATTEMPT_DIR: str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[2])},
-        capture_output=True, text=True,
-    )  # fmt: skip
+        [sys.executable, "-c", code],
+        env={ATTEMPT_DIR: str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True,
+        text=True,
+    )
     failure = first_failure(tmp_path)
     assert failure is not None and failure.rank == 7 and failure.text == done.stderr and "the culprit" in failure.text

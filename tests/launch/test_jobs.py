@@ -72,9 +72,15 @@ def submit(cluster: Cluster, folder: Path, stub: str, **job) -> Submitted:
         (folder / "bin" / name).write_text(text)
         (folder / "bin" / name).chmod(0o755)
     script = render(
-        Job(2, 2, gpus=False, **job), root=ROOT, python=str(python), config=config, launch_dir=folder / "launch dir",
-        log=folder / "job-{job}.log", name="stub", resume=False,
-    )  # fmt: skip
+        Job(2, 2, gpus=False, **job),
+        root=ROOT,
+        python=str(python),
+        config=config,
+        launch_dir=folder / "launch dir",
+        log=folder / "job-{job}.log",
+        name="stub",
+        resume=False,
+    )
     (folder / "job.sbatch").write_text(script)
     environment = cluster.environment | {"STUB": stub, "PYTHONPATH": str(ROOT), "CALLS": str(folder / "calls")}
     if "container" in job:
@@ -197,8 +203,12 @@ def test_a_wrong_configuration_is_refused_before_any_rank_starts(cluster, tmp_pa
     environment = cluster.environment | {"MEGAPPO_PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         ["sbatch", "--parsable", "--ntasks-per-node=3", script, config, "run.num_ranks=6", "policy.parallel.tp=4"],
-        env=environment, cwd=tmp_path, capture_output=True, text=True, check=True,
-    )  # fmt: skip
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     job_id = done.stdout.strip()
     log = tmp_path / f"slurm-{job_id}.out"
     cluster.wait_for("the job's end", lambda: cluster.has_ended(job_id), LONGEST_S, log)

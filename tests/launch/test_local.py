@@ -61,12 +61,15 @@ def test_more_ranks_than_gpus_are_refused_before_they_start(monkeypatch, two_gpu
         start_ranks(2, ["train"])
 
 
-@pytest.mark.parametrize("local_rank, requested, expected", [
-    ("1", "auto", torch.device("cuda", 1)),
-    ("0", "cuda", torch.device("cuda", 0)),
-    ("2", "auto", "torch sees 2"),
-    ("0", "cpu", "run.device = cpu: torch sees a CUDA device"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "local_rank, requested, expected",
+    [
+        ("1", "auto", torch.device("cuda", 1)),
+        ("0", "cuda", torch.device("cuda", 0)),
+        ("2", "auto", "torch sees 2"),
+        ("0", "cpu", "run.device = cpu: torch sees a CUDA device"),
+    ],
+)
 def test_the_device_of_a_rank_on_a_machine_with_gpus(monkeypatch, two_gpus, local_rank, requested, expected):
     monkeypatch.setenv("LOCAL_RANK", local_rank)
     if isinstance(expected, torch.device):

@@ -42,8 +42,9 @@ class Launched:
 
 def write_quickstart(folder: Path) -> None:
     """Model, tokenizer and sums as scripts/quickstart.sh makes them, without the supervised warm-up."""
-    from scripts.quickstart_model import TASK, llama_config, train_tokenizer, write_arithmetic
     from transformers import LlamaForCausalLM
+
+    from scripts.quickstart_model import TASK, llama_config, train_tokenizer, write_arithmetic
 
     LlamaForCausalLM(llama_config()).save_pretrained(folder / "model")
     train_tokenizer(folder / "model")
@@ -52,13 +53,23 @@ def write_quickstart(folder: Path) -> None:
 
 def launch(folder: Path, name: str, steps: int, *options: str) -> Launched:
     overrides = {
-        "run.name": name, "run.output_dir": folder / "runs", "run.num_ranks": "null", "policy.model": folder / "model",
-        "data.train": folder / "data" / "train.jsonl", "data.eval": "null",
-        "data.tokenizer": folder / "model" / "tokenizer.model", "data.prompts_per_step": 16, "algorithm.mini_batch_size": 32,
-        "policy.optimizer.warmup_steps": 1, "critic.optimizer.warmup_steps": 1, "critic.warmup_steps": 1,
-        "trainer.steps": steps, "trainer.eval_every": "null", "rollout.engine": "megatron",
+        "run.name": name,
+        "run.output_dir": folder / "runs",
+        "run.num_ranks": "null",
+        "policy.model": folder / "model",
+        "data.train": folder / "data" / "train.jsonl",
+        "data.eval": "null",
+        "data.tokenizer": folder / "model" / "tokenizer.model",
+        "data.prompts_per_step": 16,
+        "algorithm.mini_batch_size": 32,
+        "policy.optimizer.warmup_steps": 1,
+        "critic.optimizer.warmup_steps": 1,
+        "critic.warmup_steps": 1,
+        "trainer.steps": steps,
+        "trainer.eval_every": "null",
+        "rollout.engine": "megatron",
         "checkpoint.export_at_end": "false",
-    }  # fmt: skip
+    }
     arguments = ["launch", str(ROOT / "configs" / "quickstart.yaml"), "--nodes", "2", "--gpus-per-node", "2", *options]
     assert cli.main([*arguments, *(f"{key}={value}" for key, value in overrides.items())]) == 0
     run = folder / "runs" / name

@@ -18,9 +18,15 @@ HOSTILE = "a b; touch $(touch gone) 'x' \"y\" %j"
 
 def script(folder: Path, job: Job, *, resume: bool = False) -> str:
     return render(
-        job, root=folder, python=f"{folder}/python", config=folder / "config.yaml", launch_dir=folder / "launch",
-        log=folder / "job-{job}.log", name="run", resume=resume,
-    )  # fmt: skip
+        job,
+        root=folder,
+        python=f"{folder}/python",
+        config=folder / "config.yaml",
+        launch_dir=folder / "launch",
+        log=folder / "job-{job}.log",
+        name="run",
+        resume=resume,
+    )
 
 
 def options(text: str) -> list[str]:
@@ -44,9 +50,15 @@ def run_script(folder: Path, job: Job, **environment: str) -> tuple[list[list[st
     write_program(folder / "python", f'printf "%s\\0" python "${{CONTAINED:-}}" "$@" END >> "$CALLS"\n{seen}\n{code}')
     (programs / "python3").symlink_to(folder / "python")
     text = render(
-        job, root=folder, python=str(folder / "python") if job.container is None else "python3", config=folder / "config.yaml",
-        launch_dir=folder / "launch", log=folder / "job-{job}.log", name="run", resume=False,
-    )  # fmt: skip
+        job,
+        root=folder,
+        python=str(folder / "python") if job.container is None else "python3",
+        config=folder / "config.yaml",
+        launch_dir=folder / "launch",
+        log=folder / "job-{job}.log",
+        name="run",
+        resume=False,
+    )
     calls = folder / "calls"
     slurm = {"SLURM_JOB_ID": "7", "SLURM_CPUS_ON_NODE": "8", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_PROCID": "0", "RESUME": ""}
     slurm["SLURM_JOB_NUM_NODES"] = str(job.nodes)
@@ -89,9 +101,17 @@ def test_what_is_asked_of_slurm() -> None:
     folder = Path("/runs")
     asked = options(script(folder, Job(8, 4, gpus=True, signal_lead_s=300, options=("--partition=h100", "--exclusive"))))
     assert asked == [
-        "--job-name=run", "--output=/runs/job-%j.log", "--partition=h100", "--exclusive", "--nodes=8", "--ntasks-per-node=4",
-        "--gpus-per-node=4", "--signal=USR1@300", "--requeue", "--open-mode=append",
-    ]  # fmt: skip
+        "--job-name=run",
+        "--output=/runs/job-%j.log",
+        "--partition=h100",
+        "--exclusive",
+        "--nodes=8",
+        "--ntasks-per-node=4",
+        "--gpus-per-node=4",
+        "--signal=USR1@300",
+        "--requeue",
+        "--open-mode=append",
+    ]
     assert "--ntasks-per-node=1" in options(script(folder, JOBS["torchrun"]))
     assert "--cpus-per-task=24" in options(script(folder, JOBS["cores"]))
     assert not [option for option in options(script(folder, JOBS["cpu"])) if "gpu" in option]

@@ -46,7 +46,10 @@ MISTAKES = {
     "no ranks": (["--nodes", "2"], "--gpus-per-node is missing"),
     "zero nodes": (["--nodes", "0", "--gpus-per-node", "2"], "argument --nodes: 0 is not an integer >= 1"),
     "negative": (["--nodes", "2", "--gpus-per-node=-8"], "argument --gpus-per-node: -8 is not an integer >= 1"),
-    "another world": (["--nodes", "2", "--gpus-per-node", "4"], "run.num_ranks = 2: 2 nodes x 4 are 8 ranks; set run.num_ranks=8 or null"),
+    "another world": (
+        ["--nodes", "2", "--gpus-per-node", "4"],
+        "run.num_ranks = 2: 2 nodes x 4 are 8 ranks; set run.num_ranks=8 or null",
+    ),
     "layout": ([*TWO_BY_TWO, "critic.parallel.pp=3"], "critic.parallel: tp 1 x pp 3 = 3 does not divide the 4 ranks"),
     "tp over two nodes": (
         ["--nodes", "4", "--gpus-per-node", "3", "run.num_ranks=12", "policy.parallel.tp=2"],
@@ -55,7 +58,10 @@ MISTAKES = {
     "time": ([*TWO_BY_TWO, "--time", "4"], "--time 4: too short for one checkpoint: Slurm asks for it up to 240 s before the end"),
     "no time": ([*TWO_BY_TWO, "--time", "tomorrow"], "--time tomorrow: not a time"),
     "lead": ([*TWO_BY_TWO, "--time", "1:00:00", "--signal-lead", "3600"], "--signal-lead 3600"),
-    "weights only": ([*TWO_BY_TWO, "checkpoint.save_only_model=true"], "checkpoint.save_only_model = true: a requeued job could not resume"),
+    "weights only": (
+        [*TWO_BY_TWO, "checkpoint.save_only_model=true"],
+        "checkpoint.save_only_model = true: a requeued job could not resume",
+    ),
     "unknown key": ([*TWO_BY_TWO, "policy.parallel.tpp=2"], "unknown key; did you mean policy.parallel.tp?"),
     "resume": ([*TWO_BY_TWO, "--resume"], "holds no run to resume"),
     "local nodes": (["--local", "--nodes", "2"], "--nodes 2 does not go with --local"),
@@ -67,7 +73,7 @@ MISTAKES = {
     "ours in two words": ([*TWO_BY_TWO, "--sbatch=--time 60"], '--sbatch = "--time 60": use --time of megappo launch'),
     "an array": ([*TWO_BY_TWO, "--sbatch=--array=0-3"], '--sbatch = "--array=0-3": the script has its own'),
     "two lines": ([*TWO_BY_TWO, "--account", "me\ntouch gone"], "must be one option in one line"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("dry_run", [(), ("--dry-run",)], ids=["submit", "dry"])
@@ -154,7 +160,7 @@ def test_a_launch_is_recorded_and_its_run_cannot_be_launched_twice(
         (Job(2, 8, gpus=True, cpus_per_rank=4), None, ["no --time"]),
         (Job(2, 8, gpus=False), "60", []),
     ],
-)  # fmt: skip
+)
 def test_what_is_perhaps_not_meant_is_remarked(tmp_path: Path, job: Job, time: str | None, expected: list[str]) -> None:
     notes = remarks(load_config(write_run(tmp_path), ["checkpoint.save_every=5"]), job, Limits(time=time))
     assert len(notes) == len(expected) and all(part in note for part, note in zip(expected, notes)), notes
@@ -225,10 +231,16 @@ def test_what_a_refused_launch_made_is_removed_and_a_link_is_left(tmp_path: Path
 @pytest.mark.parametrize(
     "text, seconds",
     [
-        ("90", 5400), ("10:30", 630), ("24:00:00", 86400), ("2-0", 172800), ("1-12:30", 131400), ("1-01:01:01", 90061),
-        ("infinite", None), ("UNLIMITED", None),
+        ("90", 5400),
+        ("10:30", 630),
+        ("24:00:00", 86400),
+        ("2-0", 172800),
+        ("1-12:30", 131400),
+        ("1-01:01:01", 90061),
+        ("infinite", None),
+        ("UNLIMITED", None),
     ],
-)  # fmt: skip
+)
 def test_times_are_read_as_slurm_reads_them(text: str, seconds: int | None) -> None:
     assert parse_time(text) == seconds
 
@@ -240,7 +252,7 @@ def test_other_times_are_refused(text: str) -> None:
 
 
 def test_the_record_of_the_environment_hides_secrets_and_leaves_out_what_does_not_matter() -> None:
-    secrets = {name: "s3cret" for name in ("HF_TOKEN", "VLLM_API_KEY", "SLURM_JWT", "NCCL_PASSWORD", "MEGAPPO_SECRET", "WANDB_API_KEY")}
+    secrets = dict.fromkeys(("HF_TOKEN", "VLLM_API_KEY", "SLURM_JWT", "NCCL_PASSWORD", "MEGAPPO_SECRET", "WANDB_API_KEY"), "s3cret")
     shown = shown_variables(secrets | {"NCCL_DEBUG": "INFO", "SLURM_JOB_ID": "7", "MAIL": "me", "http_proxy": "http://me:pw@host"})
     assert shown["NCCL_DEBUG"] == "INFO" and shown["SLURM_JOB_ID"] == "7" and shown["HF_TOKEN"] == HIDDEN
     assert "s3cret" not in shown.values() and not shown.keys() & {"MAIL", "http_proxy", "WANDB_API_KEY"}

@@ -13,18 +13,30 @@ def task(rank: int, num_tasks: int, per_node: str, *, local: int, node: int, **m
     """What slurmstepd sets for one task of step 2 of job 4711 on gpu03, gpu04, ..."""
     nodes = len(tasks_per_node(per_node))
     return {
-        "SLURM_JOB_ID": "4711", "SLURM_STEP_ID": "2", "SLURM_PROCID": str(rank), "SLURM_STEP_NUM_TASKS": str(num_tasks),
-        "SLURM_LOCALID": str(local), "SLURM_NODEID": str(node), "SLURM_STEP_NUM_NODES": str(nodes),
-        "SLURM_STEP_TASKS_PER_NODE": per_node, "SLURM_STEP_NODELIST": f"gpu[03-{2 + nodes:02d}]",
-        "SLURMD_NODENAME": f"gpu{3 + node:02d}", **more,
-    }  # fmt: skip
+        "SLURM_JOB_ID": "4711",
+        "SLURM_STEP_ID": "2",
+        "SLURM_PROCID": str(rank),
+        "SLURM_STEP_NUM_TASKS": str(num_tasks),
+        "SLURM_LOCALID": str(local),
+        "SLURM_NODEID": str(node),
+        "SLURM_STEP_NUM_NODES": str(nodes),
+        "SLURM_STEP_TASKS_PER_NODE": per_node,
+        "SLURM_STEP_NODELIST": f"gpu[03-{2 + nodes:02d}]",
+        "SLURMD_NODENAME": f"gpu{3 + node:02d}",
+        **more,
+    }
 
 
 def torchrun(rank: int, size: int, local_size: int) -> dict[str, str]:
     return {
-        "RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank % local_size), "LOCAL_WORLD_SIZE": str(local_size),
-        "MASTER_ADDR": "gpu03", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "x",
-    }  # fmt: skip
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_RANK": str(rank % local_size),
+        "LOCAL_WORLD_SIZE": str(local_size),
+        "MASTER_ADDR": "gpu03",
+        "MASTER_PORT": "29500",
+        "TORCHELASTIC_RUN_ID": "x",
+    }
 
 
 def test_a_task_of_srun_becomes_a_rank() -> None:
@@ -105,7 +117,7 @@ DISAGREEMENTS = {
         torchrun(1, 64, 4) | task(1, 16, "8(x2)", local=1, node=0),
         "start torchrun in one task per node",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", DISAGREEMENTS)
@@ -140,10 +152,14 @@ def test_a_batch_script_of_several_nodes_without_srun_is_refused() -> None:
 @pytest.mark.parametrize(
     "nodelist, host",
     [
-        ("gpu03", "gpu03"), ("gpu[03-06,9],login1", "gpu03"), ("a1,b[2-3]", "a1"), ("rack[1-2]-node[07-09]", "rack1-node07"),
-        ("127.0.0.[1-2]", "127.0.0.1"), ("n[5,1-3]-ib", "n5-ib"),
+        ("gpu03", "gpu03"),
+        ("gpu[03-06,9],login1", "gpu03"),
+        ("a1,b[2-3]", "a1"),
+        ("rack[1-2]-node[07-09]", "rack1-node07"),
+        ("127.0.0.[1-2]", "127.0.0.1"),
+        ("n[5,1-3]-ib", "n5-ib"),
     ],
-)  # fmt: skip
+)
 def test_the_first_host_of_a_list(nodelist: str, host: str) -> None:
     assert first_host(nodelist) == host
 
@@ -165,10 +181,15 @@ def test_torchrun_on_a_node_takes_the_rendezvous_from_slurm() -> None:
     first, second = (rendezvous(task(n, 2, "1(x2)", local=0, node=n, SLURM_RESTART_COUNT="1")) for n in (0, 1))
     options = dict(zip(first[::2], first[1::2]))
     assert options == {
-        "--nnodes": "2", "--rdzv-backend": "c10d", "--rdzv-endpoint": f"gpu03:{port_of(4711, 2)}", "--rdzv-id": "4711.2.1",
-        "--rdzv-conf": "is_host=true", "--local-addr": "gpu03", "--max-restarts": "0",
+        "--nnodes": "2",
+        "--rdzv-backend": "c10d",
+        "--rdzv-endpoint": f"gpu03:{port_of(4711, 2)}",
+        "--rdzv-id": "4711.2.1",
+        "--rdzv-conf": "is_host=true",
+        "--local-addr": "gpu03",
+        "--max-restarts": "0",
         "--signals-to-handle": "SIGINT,SIGHUP,SIGQUIT",
-    }  # fmt: skip
+    }
     assert [word for word in second if word not in first] == ["is_host=false", "gpu04"]
     with pytest.raises(ValueError, match="one task per node"):
         rendezvous(task(0, 4, "2(x2)", local=0, node=0))

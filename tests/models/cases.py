@@ -1,6 +1,7 @@
 """Tables of the world tests of models/. A layout is (tp, pp, sequence_parallel); jobs are (case, layout, critic, recompute)."""
 
 from megappo.parallel.layout import ParallelLayout
+
 # (1, 1) on 2 ranks is dp 2.
 LOGIT_LAYOUTS = [(1, 1, False), (2, 1, False), (2, 1, True), (1, 2, False)]
 EXPORT_LAYOUTS = [(2, 1, True), (1, 2, False), (2, 2, False)]
@@ -9,12 +10,11 @@ SHAPE_CASES = ["llama", "llama3_tied", "qwen2_tied", "qwen3"]
 SHAPE_LAYOUTS = [(1, 1, False), (2, 1, True), (1, 2, False), (2, 2, False)]
 
 GRADIENT_CASES = ["llama", "qwen2_tied", "qwen3", "ministral3_tied"]
-GRADIENT_JOBS = [
-    (case, layout, critic, "none") for case in GRADIENT_CASES for critic in (False, True) for layout in LOGIT_LAYOUTS
-]
+GRADIENT_JOBS = [(case, layout, critic, "none") for case in GRADIENT_CASES for critic in (False, True) for layout in LOGIT_LAYOUTS]
 RECOMPUTE_JOBS = [
     ("llama", layout, critic, kind)
-    for kind in ("selective", "full") for layout, critic in (((2, 1, True), True), ((1, 2, False), False))
+    for kind in ("selective", "full")
+    for layout, critic in (((2, 1, True), True), ((1, 2, False), False))
 ]
 
 BF16_LAYOUTS = [(1, 1, False), (2, 1, True), (1, 2, False)]

@@ -11,16 +11,34 @@ import transformers
 # Lengths of the test sequences: unequal, one token, equal pairs, and a total that tp 2 does not divide.
 LENGTHS = (7, 1, 40, 12, 40, 33, 12)
 _BASE = dict(
-    hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=131,
-    max_position_embeddings=256, attn_implementation="eager", pad_token_id=None, bos_token_id=1, eos_token_id=2,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=131,
+    max_position_embeddings=256,
+    attn_implementation="eager",
+    pad_token_id=None,
+    bos_token_id=1,
+    eos_token_id=2,
 )
 _LLAMA3 = {
-    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
     "rope_theta": 10000.0,
 }
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
 _MINISTRAL = {
-    **_YARN, "original_max_position_embeddings": 16, "mscale": 1.0, "mscale_all_dim": 0.5, "beta_fast": 32.0, "beta_slow": 1.0,
+    **_YARN,
+    "original_max_position_embeddings": 16,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.5,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
     "llama_4_scaling_beta": 0.1,
 }
 
@@ -41,14 +59,23 @@ CASES: dict[str, tuple[str, dict]] = {
 
 # With experts a layout with tp needs sequence parallel, which the tables of the dense cases leave out.
 EXPERT_CASES: dict[str, tuple[str, dict]] = {
-    "qwen3_moe": ("Qwen3Moe", dict(head_dim=24, moe_intermediate_size=24, num_experts=8, num_experts_per_tok=3, norm_topk_prob=True)),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        dict(head_dim=24, moe_intermediate_size=24, num_experts=8, num_experts_per_tok=3, norm_topk_prob=True),
+    ),
 }
 
 COMPOSITE = "mistral3"
 """Mistral3ForConditionalGeneration: a vision tower beside the language model, as Ministral 3 is shipped."""
 _VISION = dict(
-    model_type="pixtral", hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, head_dim=8,
-    image_size=28, patch_size=14,
+    model_type="pixtral",
+    hidden_size=16,
+    intermediate_size=16,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    head_dim=8,
+    image_size=28,
+    patch_size=14,
 )
 
 

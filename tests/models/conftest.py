@@ -39,12 +39,17 @@ def checkpoints(tmp_path_factory):
 def two_ranks(checkpoints):
     """[rank]{"logits", "bf16_logits", "gradients", "bf16_step"} of a world of 2."""
     folder = str(checkpoints)
-    return spawn_world(worlds.run_all, 2, {
-        "logits": (worlds.logits_errors, (folder, [*CASES, COMPOSITE], LOGIT_LAYOUTS)),
-        "bf16_logits": (worlds.logits_errors, (folder, BF16_CASES, BF16_LAYOUTS, torch.bfloat16)),
-        "gradients": (worlds.gradients, (folder, GRADIENT_JOBS + RECOMPUTE_JOBS)),
-        "bf16_step": (worlds.bf16_critic_step, (folder, BF16_LAYOUTS, LEARNING_RATE)),
-    }, timeout_s=500)
+    return spawn_world(
+        worlds.run_all,
+        2,
+        {
+            "logits": (worlds.logits_errors, (folder, [*CASES, COMPOSITE], LOGIT_LAYOUTS)),
+            "bf16_logits": (worlds.logits_errors, (folder, BF16_CASES, BF16_LAYOUTS, torch.bfloat16)),
+            "gradients": (worlds.gradients, (folder, GRADIENT_JOBS + RECOMPUTE_JOBS)),
+            "bf16_step": (worlds.bf16_critic_step, (folder, BF16_LAYOUTS, LEARNING_RATE)),
+        },
+        timeout_s=500,
+    )
 
 
 @pytest.fixture(scope="session")
@@ -53,15 +58,22 @@ def four_ranks(checkpoints):
     folder = str(checkpoints)
     jobs = [
         (case, f"{case}.out{i}", layout, False, "zero", 1 << 30 if i else 60_000)
-        for case in CASES for i, layout in enumerate(EXPORT_LAYOUTS) if i == 2 or case in ("llama", "qwen2_tied")
+        for case in CASES
+        for i, layout in enumerate(EXPORT_LAYOUTS)
+        if i == 2 or case in ("llama", "qwen2_tied")
     ]
     jobs += [(COMPOSITE, f"{COMPOSITE}.out2", EXPORT_LAYOUTS[2], False, "zero", 1 << 30)]
     jobs += [("reward", f"reward.out{i}", layout, True, "checkpoint", 60_000) for i, layout in enumerate(EXPORT_LAYOUTS)]
     jobs += [("llama", f"normal.out{i}", layout, True, "normal", 1 << 30) for i, layout in enumerate(EXPORT_LAYOUTS)]
-    return spawn_world(worlds.run_all, 4, {
-        "exports": (worlds.export_all, (folder, jobs)),
-        "refused": (worlds.refused_exports, (folder,)),
-        "shapes": (worlds.built_shapes, (folder, SHAPE_CASES, SHAPE_LAYOUTS)),
-        "logits": (worlds.logits_errors, (folder, list(CASES), [DENSE_LAYOUT])),
-        "gradients": (worlds.gradients, (folder, DENSE_JOBS)),
-    }, timeout_s=500)
+    return spawn_world(
+        worlds.run_all,
+        4,
+        {
+            "exports": (worlds.export_all, (folder, jobs)),
+            "refused": (worlds.refused_exports, (folder,)),
+            "shapes": (worlds.built_shapes, (folder, SHAPE_CASES, SHAPE_LAYOUTS)),
+            "logits": (worlds.logits_errors, (folder, list(CASES), [DENSE_LAYOUT])),
+            "gradients": (worlds.gradients, (folder, DENSE_JOBS)),
+        },
+        timeout_s=500,
+    )

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Iterator
 
 import torch
 import torch.distributed as dist
@@ -15,10 +15,22 @@ from megappo.data.packing import PackedBatch, pack
 from megappo.parallel.layout import ParallelLayout
 
 _BASE = dict(
-    hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
-    vocab_size=131, max_position_embeddings=256, moe_intermediate_size=24, num_experts=8, num_experts_per_tok=3,
-    attn_implementation="eager", pad_token_id=None, bos_token_id=1, eos_token_id=2,
-)  # fmt: skip
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    vocab_size=131,
+    max_position_embeddings=256,
+    moe_intermediate_size=24,
+    num_experts=8,
+    num_experts_per_tok=3,
+    attn_implementation="eager",
+    pad_token_id=None,
+    bos_token_id=1,
+    eos_token_id=2,
+)
 # Layer 1 of the second is dense: of four stages, one holds no expert.
 CASES = {"sparse": dict(norm_topk_prob=True), "mixed": dict(norm_topk_prob=False, mlp_only_layers=[1])}
 NUM_LAYERS, NUM_EXPERTS, TOP_K = 4, 8, 3
@@ -90,8 +102,9 @@ def reference(model: transformers.PreTrainedModel, batch: PackedBatch, coefficie
     routed: dict[int, torch.Tensor] = {}
     hooks = [
         layer.mlp.gate.register_forward_hook(lambda module, args, out, number=number: routed.update({number: out[0]}))
-        for number, layer in enumerate(model.model.layers) if hasattr(layer.mlp, "gate")
-    ]  # fmt: skip
+        for number, layer in enumerate(model.model.layers)
+        if hasattr(layer.mlp, "gate")
+    ]
     tokens = torch.zeros(NUM_LAYERS, NUM_EXPERTS, dtype=torch.float64)
     balance = 0.0
     logprobs = []
@@ -178,9 +191,14 @@ def _run(folder: Path, job: Job) -> dict:
             pieces = [] if job.distributed else _gradient_pieces(engine)
             norm = engine.optimizer_step().grad_norm
     return {
-        "logprob": result.tokens["logprob"], "evaluated": evaluated, "norm": norm, "pieces": pieces,
-        "tokens": result.router.tokens, "loss": result.router.balance_loss, "num_micro_batches": result.num_micro_batches,
-    }  # fmt: skip
+        "logprob": result.tokens["logprob"],
+        "evaluated": evaluated,
+        "norm": norm,
+        "pieces": pieces,
+        "tokens": result.router.tokens,
+        "loss": result.router.balance_loss,
+        "num_micro_batches": result.num_micro_batches,
+    }
 
 
 def _gradient_pieces(engine) -> list[tuple]:
@@ -203,9 +221,13 @@ def _engine(folder: Path, job: Job):
 
     path = str(folder / job.case)
     config = PolicyConfig(
-        model=path, dtype=job.dtype, micro_batch_tokens=job.budget, recompute=job.recompute, router_aux_coef=job.coefficient,
+        model=path,
+        dtype=job.dtype,
+        micro_batch_tokens=job.budget,
+        recompute=job.recompute,
+        router_aux_coef=job.coefficient,
         optimizer=OptimizerConfig(lr=1e-3, distributed=job.distributed, clip_grad=0.0),
-    )  # fmt: skip
+    )
     return build_trainable(
         "policy", path, read_arch(path), config, build_groups(job.layout), device=torch.device("cpu"), total_updates=10, seed=0
     )

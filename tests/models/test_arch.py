@@ -8,14 +8,24 @@ from megappo.models.arch import Rope, arch_of, check_cp, check_tp, padded_vocab,
 from tests.models.checkpoints import CASES, write_checkpoint
 
 LLAMA = dict(
-    architectures=["LlamaForCausalLM"], hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-    intermediate_size=96, vocab_size=131, max_position_embeddings=128,
+    architectures=["LlamaForCausalLM"],
+    hidden_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    intermediate_size=96,
+    vocab_size=131,
+    max_position_embeddings=128,
 )
 MISTRAL = {**LLAMA, "architectures": ["MistralForCausalLM"], "sliding_window": None}
 QWEN2 = {**LLAMA, "architectures": ["Qwen2ForCausalLM"]}
 QWEN3_MOE = {
-    **LLAMA, "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
-}  # fmt: skip
+    **LLAMA,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+}
 MINISTRAL = {**LLAMA, "architectures": ["Ministral3ForCausalLM"]}
 QWEN2_WINDOW = {**QWEN2, "use_sliding_window": True, "sliding_window": 32}
 MIXED = ["full_attention", "sliding_attention"]
@@ -100,11 +110,16 @@ def test_what_is_not_implemented_is_refused_in_one_line(config, expected, tmp_pa
     assert "\n" not in str(error.value) and all(part in str(error.value) for part in (*expected, str(tmp_path)))
 
 
-@pytest.mark.parametrize("config, kv_heads", [
-    (LLAMA, 2), ({**LLAMA, "num_key_value_heads": None}, 4), ({k: v for k, v in LLAMA.items() if k != "num_key_value_heads"}, 4),
-    ({k: v for k, v in {**MISTRAL, "num_attention_heads": 8}.items() if k != "num_key_value_heads"}, 8),
-    ({**MISTRAL, "num_attention_heads": 4, "num_key_value_heads": None}, 4),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "config, kv_heads",
+    [
+        (LLAMA, 2),
+        ({**LLAMA, "num_key_value_heads": None}, 4),
+        ({k: v for k, v in LLAMA.items() if k != "num_key_value_heads"}, 4),
+        ({k: v for k, v in {**MISTRAL, "num_attention_heads": 8}.items() if k != "num_key_value_heads"}, 8),
+        ({**MISTRAL, "num_attention_heads": 4, "num_key_value_heads": None}, 4),
+    ],
+)
 def test_kv_heads_that_are_not_written_are_the_familys(config, kv_heads):
     assert arch_of(config).num_kv_heads == kv_heads
 

@@ -18,6 +18,7 @@ from tests.models.cases import (
 )
 from tests.models.checkpoints import example_sequences
 
+
 def test_parameters_are_those_of_the_weight_map(checkpoints, four_ranks):
     for results in (rank["shapes"] for rank in four_ranks):
         assert len(results) == len(SHAPE_CASES) * len(SHAPE_LAYOUTS) * 2

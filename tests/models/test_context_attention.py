@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache
 from unittest import mock
 
 import pytest
@@ -20,7 +20,7 @@ WINDOWS = [None, 1, 7]
 FAULTS = ("no exchange", "wrong order", "wrong KV head", "positions of the shard")
 
 
-@lru_cache(maxsize=None)
+@cache
 def inputs(heads: int, kv_heads: int) -> list[torch.Tensor]:
     """query, key, value and the weights of the loss, all tokens."""
     generator = torch.Generator().manual_seed(heads + kv_heads)
@@ -72,8 +72,15 @@ def module(heads: int, kv_heads: int, window: int | None, cp: int = 1, fused: bo
     rope = Rope(theta=100.0, original_max_positions=8, llama4_beta=0.5)
     arch = ModelArch("ministral3", "Ministral3ForCausalLM", 1, 48, heads, kv_heads, 6, 8, 8, 64, False, 1e-6, rope)
     config = TransformerConfig(
-        num_layers=1, hidden_size=48, num_attention_heads=heads, num_query_groups=kv_heads, kv_channels=6, attention_dropout=0.0,
-        context_parallel_size=cp, window_size=None if window is None else (window - 1, 0), use_cpu_initialization=True,
+        num_layers=1,
+        hidden_size=48,
+        num_attention_heads=heads,
+        num_query_groups=kv_heads,
+        kv_channels=6,
+        attention_dropout=0.0,
+        context_parallel_size=cp,
+        window_size=None if window is None else (window - 1, 0),
+        use_cpu_initialization=True,
     )
     return arch, attention_class(fused)(config, 1, AttnMaskType.causal, "self")
 
@@ -133,11 +140,15 @@ def all_errors(rank: int) -> dict:
     groups = {2: pair, 4: dist.group.WORLD}
     errors = {
         (cp, heads, kv_heads, window): compare(heads, kv_heads, window, group)
-        for cp, group in groups.items() for heads, kv_heads in SHAPES for window in WINDOWS
+        for cp, group in groups.items()
+        for heads, kv_heads in SHAPES
+        for window in WINDOWS
     }
     fused = {
         ("fused", cp, kv_heads, window): compare(8, kv_heads, window, group, fused=True)
-        for cp, group in groups.items() for kv_heads in (2, 8) for window in (None, 7)
+        for cp, group in groups.items()
+        for kv_heads in (2, 8)
+        for window in (None, 7)
     }
     return errors | fused | {fault: compare(8, 2, None, pair, fault) for fault in FAULTS}
 

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from tests.models.cases import EXPORT_LAYOUTS
 from tests.models.checkpoints import CASES, COMPOSITE, example_sequences, reference_logits
 
+
 def language_model(folder):
     return transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype="auto")
 

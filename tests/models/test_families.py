@@ -14,8 +14,20 @@ from tests.models.cases import place
 
 def arch_of(family, tied=False, vocab=131, **changes):
     facts = dict(
-        family=family, architecture="X", num_layers=4, hidden_size=48, num_heads=8, num_kv_heads=4, head_dim=10, ffn_size=72,
-        vocab_size=vocab, max_positions=64, tied_embeddings=tied, norm_eps=1e-6, rope=Rope(), qkv_bias=family == "qwen2",
+        family=family,
+        architecture="X",
+        num_layers=4,
+        hidden_size=48,
+        num_heads=8,
+        num_kv_heads=4,
+        head_dim=10,
+        ffn_size=72,
+        vocab_size=vocab,
+        max_positions=64,
+        tied_embeddings=tied,
+        norm_eps=1e-6,
+        rope=Rope(),
+        qkv_bias=family == "qwen2",
         qk_norm=family == "qwen3",
     )
     return ModelArch(**{**facts, **changes})
@@ -45,6 +57,7 @@ def fill(arch, tensors, tp, pp, rank, stage, value_head, pieces=None):
 
 def expected_local(arch, tensors, tp, pp, rank, stage, value_head):
     """The same by Megatron's layout written out: chunks of whole tensors."""
+
     def padded(name):
         whole = torch.zeros(padded_vocab(arch, tp), arch.hidden_size)
         whole[: arch.vocab_size] = tensors[name]
@@ -96,8 +109,11 @@ def test_pieces_fill_every_rank_as_megatron_lays_it_out(arch, tp, pp, value_head
             assert {n: t.shape for n, t in local.items()} == {n: t.shape for n, t in expected.items()}
             for name, tensor in expected.items():
                 assert torch.equal(local[name], tensor), name
-                padding = (0 if "embedding" not in name and "output" not in name else
-                           max(0, (rank + 1) * local[name].size(0) - arch.vocab_size) * arch.hidden_size)
+                padding = (
+                    0
+                    if "embedding" not in name and "output" not in name
+                    else max(0, (rank + 1) * local[name].size(0) - arch.vocab_size) * arch.hidden_size
+                )
                 assert writes[name].max() == 1 and int((writes[name] == 0).sum()) == padding, name
 
 

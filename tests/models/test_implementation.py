@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Iterator, Optional
 
 import pytest
 
@@ -67,7 +67,7 @@ def forgotten() -> Iterator[None]:
 
 
 @pytest.fixture
-def fault(monkeypatch, request) -> Optional[str]:
+def fault(monkeypatch, request) -> str | None:
     monkeypatch.setattr(implementation, "transformer_engine_fault", lambda: request.param)
     return request.param
 
@@ -108,12 +108,16 @@ def test_a_broken_one_does_not_take_megatron_along(tmp_path) -> None:
 @pytest.mark.parametrize(
     "requested, device, fault, expected",
     [
-        ("auto", "cpu", None, "local"), ("auto", "cuda", None, "transformer_engine"), ("auto", "cuda", "is not", "local"),
-        ("local", "cuda", None, "local"), ("transformer_engine", "cuda", None, "transformer_engine"),
-        ("transformer_engine", "cpu", None, "needs a CUDA device"), ("transformer_engine", "cuda", "is not here", "is not here"),
+        ("auto", "cpu", None, "local"),
+        ("auto", "cuda", None, "transformer_engine"),
+        ("auto", "cuda", "is not", "local"),
+        ("local", "cuda", None, "local"),
+        ("transformer_engine", "cuda", None, "transformer_engine"),
+        ("transformer_engine", "cpu", None, "needs a CUDA device"),
+        ("transformer_engine", "cuda", "is not here", "is not here"),
     ],
     indirect=["fault"],
-)  # fmt: skip
+)
 def test_layer_implementation_is_chosen_or_refused(fault, requested, device, expected) -> None:
     if expected in ("local", "transformer_engine"):
         assert choose_implementation(requested, device) == expected

@@ -1,5 +1,5 @@
-import transformers
 import torch
+import transformers
 
 from tests.models.cases import BF16_CASES, BF16_LAYOUTS, DENSE_LAYOUT, LOGIT_LAYOUTS
 from tests.models.checkpoints import CASES, COMPOSITE, reference_logits

@@ -212,18 +212,30 @@ def test_both_implementations_have_the_same_canonical_names(inside):
 
 def config_of(**changes: object) -> dict:
     config = dict(
-        architectures=["Qwen3MoeForCausalLM"], hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, vocab_size=131, max_position_embeddings=256, moe_intermediate_size=24, num_experts=NUM_EXPERTS,
+        architectures=["Qwen3MoeForCausalLM"],
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=131,
+        max_position_embeddings=256,
+        moe_intermediate_size=24,
+        num_experts=NUM_EXPERTS,
         num_experts_per_tok=3,
-    )  # fmt: skip
+    )
     return {**config, **changes}
 
 
 @pytest.mark.parametrize(
     "changes, dense",
-    [({}, ()), ({"mlp_only_layers": [0, 2]}, (0, 2)), ({"decoder_sparse_step": 2}, (0, 2)),
-     ({"decoder_sparse_step": 2, "mlp_only_layers": [3]}, (0, 2, 3))],
-)  # fmt: skip
+    [
+        ({}, ()),
+        ({"mlp_only_layers": [0, 2]}, (0, 2)),
+        ({"decoder_sparse_step": 2}, (0, 2)),
+        ({"decoder_sparse_step": 2, "mlp_only_layers": [3]}, (0, 2, 3)),
+    ],
+)
 def test_dense_layers_among_sparse_ones(changes, dense):
     arch = arch_of(config_of(**changes))
     assert arch.moe.dense_layers == dense and [arch.is_sparse(i) for i in range(4)] == [i not in dense for i in range(4)]

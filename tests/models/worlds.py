@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -15,7 +15,7 @@ from megappo.platform import cpu
 from .checkpoints import example_sequences
 
 
-@lru_cache(maxsize=None)
+@cache
 def groups_of(tp: int, pp: int, sequence_parallel: bool):
     from megappo.parallel.groups import build_groups
 
@@ -187,8 +187,14 @@ def train_step(arch, groups, model, sequences, weight, *, critic, distributed_op
         return chunk(tokens, cu_seqlens), loss
 
     arguments = dict(
-        forward_step_func=forward_step, data_iterator=iter([packed(groups, sequences)]),
-        model=wrapped, num_microbatches=1, seq_length=1, micro_batch_size=1, forward_only=False, pg_collection=groups.collection,
+        forward_step_func=forward_step,
+        data_iterator=iter([packed(groups, sequences)]),
+        model=wrapped,
+        num_microbatches=1,
+        seq_length=1,
+        micro_batch_size=1,
+        forward_only=False,
+        pg_collection=groups.collection,
     )
     if groups.layout.pp == 1:
         schedules.forward_backward_no_pipelining(**arguments)
@@ -211,10 +217,12 @@ def gradients(rank, folder, jobs):
         weight = torch.load(Path(folder, "weight.pt"))
         train_step(arch, groups, model, example_sequences(), weight, critic=critic)
         grads = {name: parameter.main_grad for name, parameter in named_parameters([model]).items()}
-        out.append([
-            (p.hf, p.box, as_2d(grads[p.local])[p.row : p.row + p.box.rows, p.col : p.col + p.box.cols].clone())
-            for p in megatron_pieces(arch, groups.layout, rank, critic)
-        ])
+        out.append(
+            [
+                (p.hf, p.box, as_2d(grads[p.local])[p.row : p.row + p.box.rows, p.col : p.col + p.box.cols].clone())
+                for p in megatron_pieces(arch, groups.layout, rank, critic)
+            ]
+        )
     return out
 
 
@@ -229,7 +237,12 @@ def bf16_critic_step(rank, folder, layouts, lr):
         weight = torch.load(Path(folder, "weight.pt"))
         wrapped = train_step(arch, groups, model, example_sequences(), weight, critic=True, distributed_optimizer=True)
         config = OptimizerConfig(
-            optimizer="adam", lr=lr, weight_decay=0.0, clip_grad=0.0, bf16=True, params_dtype=torch.bfloat16,
+            optimizer="adam",
+            lr=lr,
+            weight_decay=0.0,
+            clip_grad=0.0,
+            bf16=True,
+            params_dtype=torch.bfloat16,
             use_distributed_optimizer=True,
         )
         optimizer = get_megatron_optimizer(config, [wrapped], pg_collection=groups.collection, use_gloo_process_groups=False)

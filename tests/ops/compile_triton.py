@@ -1,8 +1,8 @@
 """Compiles every Triton kernel that the self-check launches, for a GPU that need not be there; run by test_triton_compile.py.
 
 Interpreting a kernel shows that it computes the right thing, not that it compiles: types of loop variables, for one, are only
-looked at by the compiler. Launches are replaced by compilations for the compute capability in the first argument, up to machine code
-(ptxas comes with Triton). Prints a line per kernel: its name and how many variants of it were compiled.
+looked at by the compiler. Launches are replaced by compilations for the compute capability in the first argument, up to machine
+code (ptxas comes with Triton). Prints a line per kernel: its name and how many variants of it were compiled.
 """
 
 import sys

@@ -7,8 +7,8 @@ cuda_on_cpu/, which shows wrong arithmetic and indexing but not what only a GPU 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Iterator
 
 import pytest
 import torch

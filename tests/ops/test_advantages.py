@@ -13,7 +13,6 @@ from tests.ops.advantages_oracle import (
     assert_rounded,
     batch,
     examples,
-    kernels,
     lists,
     on,
     oracle,
@@ -26,9 +25,12 @@ CPU = torch.device("cpu")
 
 def check(device, inputs, call=token_advantages, gamma=0.98, lam_policy=0.9, lam_value=0.97, kl_kind="k1", kl_coef=0.05):
     got = call(
-        **on(device, inputs), gamma=gamma, kl_kind=kl_kind, kl_coef=kl_coef,
+        **on(device, inputs),
+        gamma=gamma,
+        kl_kind=kl_kind,
+        kl_coef=kl_coef,
         **on(device, {"lam_policy": lam_policy, "lam_value": lam_value}),
-    )  # fmt: skip
+    )
     reward, advantage, returns, moments = (x.cpu() for x in got)
     mask, count = inputs["response_mask"], inputs["score"].numel()
     logprob, ref_logprob, score, value, sampled, cu, bootstrap = lists(*inputs.values())
@@ -82,9 +84,13 @@ def test_no_reference_is_no_kl(kernels):
 def test_any_lengths_masks_and_lambdas(kernels, request):
     @settings(max_examples=examples(request), deadline=None)
     @given(
-        st.lists(st.one_of(st.integers(0, 12), st.integers(0, 90)), max_size=6), st.integers(0, 10**6),
-        st.sampled_from(["k1", "k2", "k3"]), st.booleans(), st.booleans(), st.sampled_from([*MASKS, "mixed"]),
-    )  # fmt: skip
+        st.lists(st.one_of(st.integers(0, 12), st.integers(0, 90)), max_size=6),
+        st.integers(0, 10**6),
+        st.sampled_from(["k1", "k2", "k3"]),
+        st.booleans(),
+        st.booleans(),
+        st.sampled_from([*MASKS, "mixed"]),
+    )
     def run(lengths, seed, kl_kind, with_bootstrap, each, mask):
         inputs = batch(lengths, seed, mask)
         if not with_bootstrap:
@@ -195,14 +201,30 @@ def test_inputs_may_be_strided_offset_and_of_other_floats_and_stay_as_they_are(k
 def test_ops_are_functional_and_have_fake_kernels():
     x = batch([5, 3])
     lam = torch.full((2,), 0.9, dtype=torch.float64)
-    opcheck(torch.ops.megappo.token_advantages, (
-        x["logprob"], x["ref_logprob"], x["score"], x["value"], x["response_mask"], x["cu_seqlens"], None,
-        1.0, 0.9, 0.8, lam, None, "k1", 0.1,
-    ))  # fmt: skip
+    opcheck(
+        torch.ops.megappo.token_advantages,
+        (
+            x["logprob"],
+            x["ref_logprob"],
+            x["score"],
+            x["value"],
+            x["response_mask"],
+            x["cu_seqlens"],
+            None,
+            1.0,
+            0.9,
+            0.8,
+            lam,
+            None,
+            "k1",
+            0.1,
+        ),
+    )
     done = torch.arange(8) == 3
-    opcheck(torch.ops.megappo.gae, (
-        x["value"], x["value"], x["response_mask"], x["cu_seqlens"], x["bootstrap"], done, 1.0, 0.9, 0.8, None, lam
-    ))  # fmt: skip
+    opcheck(
+        torch.ops.megappo.gae,
+        (x["value"], x["value"], x["response_mask"], x["cu_seqlens"], x["bootstrap"], done, 1.0, 0.9, 0.8, None, lam),
+    )
 
 
 def test_compiles_without_a_break():
@@ -270,10 +292,16 @@ def moments_of_masked_tokens_too(**kw):
     return *outputs, moments
 
 
-@pytest.mark.parametrize("broken", [
-    decays_over_masked_tokens, score_on_the_last_token_of_the_sequence, ignores_sequence_borders, one_lambda_for_both,
-    moments_of_masked_tokens_too,
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "broken",
+    [
+        decays_over_masked_tokens,
+        score_on_the_last_token_of_the_sequence,
+        ignores_sequence_borders,
+        one_lambda_for_both,
+        moments_of_masked_tokens_too,
+    ],
+)
 def test_an_injected_fault_is_noticed(broken):
     inputs = batch([12, 9], seed=4)
     inputs["response_mask"][-1] = False

@@ -12,10 +12,13 @@ from megappo.ops import dispatch, kernels
 from megappo.plan.kernels import check_kernels
 
 BUILT = {
-    "torch": "2.13.0+cu130", "isas": ["baseline"], "cuda": True, "cuda_archs": "8.0;9.0a", "cuda_reason": "nvcc",
+    "torch": "2.13.0+cu130",
+    "isas": ["baseline"],
+    "cuda": True,
+    "cuda_archs": "8.0;9.0a",
+    "cuda_reason": "nvcc",
     "cuda_toolkit": "13.0",
-}  # fmt: skip
-
+}
 
 
 # ------------------------------------------------------------------------------------------------------- device of a call
@@ -133,24 +136,27 @@ def test_a_library_without_its_facts_is_none(monkeypatch, tmp_path):
 # ---------------------------------------------------------------------------------------------- another CUDA, another GPU
 
 
-@pytest.mark.parametrize("archs, capability, served", [
-    ("8.0;9.0a", (8, 0), True),
-    ("8.0;9.0a", (8, 6), True),
-    ("8.0;9.0a", (8, 9), True),
-    ("8.0;9.0a", (9, 0), True),
-    ("8.0;9.0a", (7, 5), False),
-    ("8.0;9.0a", (10, 0), False),
-    ("8.0;9.0a", (12, 0), False),
-    ("8.6", (8, 0), False),
-    ("9.0a", (9, 0), True),
-    ("9.0a+PTX", (10, 0), False),
-    ("8.0;9.0+PTX", (9, 0), True),
-    ("8.0;9.0+PTX", (12, 0), True),
-    ("8.0+PTX", (9, 0), True),
-    ("8.0; 9.0+PTX;", (10, 3), True),
-    ("9.0+PTX", (8, 9), False),
-    ("", (8, 0), False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "archs, capability, served",
+    [
+        ("8.0;9.0a", (8, 0), True),
+        ("8.0;9.0a", (8, 6), True),
+        ("8.0;9.0a", (8, 9), True),
+        ("8.0;9.0a", (9, 0), True),
+        ("8.0;9.0a", (7, 5), False),
+        ("8.0;9.0a", (10, 0), False),
+        ("8.0;9.0a", (12, 0), False),
+        ("8.6", (8, 0), False),
+        ("9.0a", (9, 0), True),
+        ("9.0a+PTX", (10, 0), False),
+        ("8.0;9.0+PTX", (9, 0), True),
+        ("8.0;9.0+PTX", (12, 0), True),
+        ("8.0+PTX", (9, 0), True),
+        ("8.0; 9.0+PTX;", (10, 3), True),
+        ("9.0+PTX", (8, 9), False),
+        ("", (8, 0), False),
+    ],
+)
 def test_machine_code_serves_its_generation_and_ptx_what_comes_after(archs, capability, served):
     assert kernels.serves(archs, capability) == served
 

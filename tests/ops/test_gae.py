@@ -21,7 +21,6 @@ from tests.ops.advantages_oracle import (
     batch,
     examples,
     gae_batch,
-    kernels,
     lists,
     on,
     oracle,
@@ -50,9 +49,13 @@ def some_done(total, seed, share=0.2):
 def test_any_lengths_masks_and_episodes(kernels, request):
     @settings(max_examples=examples(request), deadline=None)
     @given(
-        st.lists(st.integers(0, 60), max_size=5), st.integers(0, 10**6), st.booleans(), st.sampled_from([0.0, 0.05, 0.5, 1.0]),
-        st.floats(0, 1), st.floats(0, 1),
-    )  # fmt: skip
+        st.lists(st.integers(0, 60), max_size=5),
+        st.integers(0, 10**6),
+        st.booleans(),
+        st.sampled_from([0.0, 0.05, 0.5, 1.0]),
+        st.floats(0, 1),
+        st.floats(0, 1),
+    )
     def run(lengths, seed, with_bootstrap, share, gamma, lam_policy):
         inputs = gae_batch(lengths, seed, "mixed")
         if not with_bootstrap:
@@ -62,9 +65,7 @@ def test_any_lengths_masks_and_episodes(kernels, request):
     run()
 
 
-@pytest.mark.parametrize(
-    "where", ["on a sampled token", "on a masked token", "on the last token", "behind the last sampled token"]
-)
+@pytest.mark.parametrize("where", ["on a sampled token", "on a masked token", "on the last token", "behind the last sampled token"])
 def test_an_episode_that_ends_lets_nothing_back(kernels, where):
     inputs = gae_batch([40], mask="all")
     inputs["response_mask"][20] = inputs["response_mask"][38:] = False
@@ -91,8 +92,11 @@ def rows(packed, cu, place, length):
     junk = torch.full((), torch.nan, device=packed.device) if packed.is_floating_point() else packed.new_zeros(())
     out = junk.to(packed.dtype).expand(len(cu) - 1, length).clone()
     for row, start, end in zip(out, cu, cu[1:]):
-        at = {"left": torch.arange(end - start), "right": torch.arange(length - end + start, length),
-              "spread": torch.arange(end - start) * (length // max(end - start, 1))}[place]  # fmt: skip
+        at = {
+            "left": torch.arange(end - start),
+            "right": torch.arange(length - end + start, length),
+            "spread": torch.arange(end - start) * (length // max(end - start, 1)),
+        }[place]
         row[at] = packed[start:end]
     return out
 
@@ -243,9 +247,7 @@ def test_unsound_borders_give_nan_where_looking_would_wait(kernels, request, cu)
     per_sequence = torch.zeros(len(cu) - 1, device=kernels)
     borders = torch.tensor(cu, dtype=torch.int32, device=kernels)
     calls = [
-        lambda: torch.ops.megappo.gae(
-            reward, value, mask, borders, per_sequence, None, 0.9, 0.9, 0.8, None, per_sequence.double()
-        ),
+        lambda: torch.ops.megappo.gae(reward, value, mask, borders, per_sequence, None, 0.9, 0.9, 0.8, None, per_sequence.double()),
         lambda: torch.ops.megappo.token_advantages(
             reward, value, per_sequence, value, mask, borders, None, 0.9, 0.9, 0.8, None, None, "k1", 0.1
         ),
@@ -268,15 +270,18 @@ def test_compiles_without_a_break():
 PADDED = {"reward": torch.zeros(2, 4), "value": torch.zeros(2, 4), "response_mask": torch.ones(2, 4, dtype=torch.bool)}
 
 
-@pytest.mark.parametrize("change,text", [
-    ({"value": torch.zeros(8)}, "without cu_seqlens must be .batch, time."),
-    ({"reward": torch.zeros(8)}, "reward .8,. has not the shape of value .2, 4."),
-    ({"done": torch.zeros(2, dtype=torch.bool)}, "done .2,. has not the shape"),
-    ({"done": torch.zeros(2, 4)}, "done must be bool"),
-    ({"bootstrap": torch.zeros(3)}, "bootstrap .3,. is not one value for each of 2 sequences"),
-    ({"cu_seqlens": torch.tensor([0, 4, 8])}, "value .2, 4. must be .tokens."),
-    ({"reward": torch.zeros(2, 4, dtype=torch.long)}, "reward must be floating-point"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change,text",
+    [
+        ({"value": torch.zeros(8)}, "without cu_seqlens must be .batch, time."),
+        ({"reward": torch.zeros(8)}, "reward .8,. has not the shape of value .2, 4."),
+        ({"done": torch.zeros(2, dtype=torch.bool)}, "done .2,. has not the shape"),
+        ({"done": torch.zeros(2, 4)}, "done must be bool"),
+        ({"bootstrap": torch.zeros(3)}, "bootstrap .3,. is not one value for each of 2 sequences"),
+        ({"cu_seqlens": torch.tensor([0, 4, 8])}, "value .2, 4. must be .tokens."),
+        ({"reward": torch.zeros(2, 4, dtype=torch.long)}, "reward must be floating-point"),
+    ],
+)
 def test_wrong_arguments_are_named(change, text):
     with pytest.raises(ValueError, match=text):
         gae(**{**PADDED, **change})

@@ -94,7 +94,7 @@ def test_rounded_logits_are_rounded_before_temperature(kernels, dtype):
     h_, w_, target_, g_lp_, g_h_ = on(kernels, h, w, target, g_lp, g_h)
     where = {"vocab_start": 0, "num_valid": 60, "temperature": 0.5}
     logprob, entropy = linear_logprob(h_, w_, target_, None, logits_dtype="bf16", **where)
-    dh, = torch.autograd.grad((logprob * g_lp_ + entropy * g_h_).sum(), h_)
+    (dh,) = torch.autograd.grad((logprob * g_lp_ + entropy * g_h_).sum(), h_)
     # the fp64 logits rounded once; a sum in fp32 next to the border between two bf16 numbers may fall to the other one
     exact = (h.detach().double() @ w.detach().double()[:60].t()).bfloat16().double().requires_grad_()
     log_p = (exact / 0.5).log_softmax(1)
@@ -106,7 +106,7 @@ def test_rounded_logits_are_rounded_before_temperature(kernels, dtype):
     counted = target != IGNORE
     assert ((plain.detach() - logprob.detach()).abs().cpu() > 1e-4)[counted].float().mean() > 0.9  # it does round
     # straight through: the gradient at the rounded logits
-    dlogits, = torch.autograd.grad((want * g_lp + entropies * g_h).sum(), exact)
+    (dlogits,) = torch.autograd.grad((want * g_lp + entropies * g_h).sum(), exact)
     exact_dh = dlogits @ w.detach().double()[:60]
     unit = 2**-6 if dtype == torch.bfloat16 else 1e-4
     assert ((dh.cpu().double() - exact_dh).abs() <= unit * exact_dh.abs().max())[same].all()
@@ -140,10 +140,27 @@ def test_kept_and_recomputed_logits_give_the_same_bits(kernels):
                     h, w, target, 0, 90, 1.25, None, IGNORE, True, None, logits_dtype == "bf16", True, 35, False
                 )
                 logprob, entropy, lse = OPS.vocab_stats_merge(stats[None], target, IGNORE)
-                grads.append(OPS.linear_backward(
-                    h.detach(), w.detach(), target, lse.detach(), entropy.detach(), g_lp, g_h, 0, 90, 1.25, None, IGNORE, None,
-                    logits.detach() if keep_logits else None, logits_dtype == "bf16", 35, False,
-                ))  # fmt: skip
+                grads.append(
+                    OPS.linear_backward(
+                        h.detach(),
+                        w.detach(),
+                        target,
+                        lse.detach(),
+                        entropy.detach(),
+                        g_lp,
+                        g_h,
+                        0,
+                        90,
+                        1.25,
+                        None,
+                        IGNORE,
+                        None,
+                        logits.detach() if keep_logits else None,
+                        logits_dtype == "bf16",
+                        35,
+                        False,
+                    )
+                )
             assert torch.equal(grads[0][0], grads[1][0]) and torch.equal(grads[0][1], grads[1][1])
             assert logits.dtype == (torch.bfloat16 if logits_dtype == "bf16" and dtype == torch.bfloat16 else torch.float32)
 
@@ -219,10 +236,18 @@ def test_invariant_mode_gives_a_token_the_same_bits_in_any_batch(kernels, dtype,
     def run(rows, **options):
         own = h.detach()[rows].requires_grad_()
         logprob, entropy = linear_logprob(
-            own, w.detach(), target[rows], None, vocab_start=0, num_valid=70, temperature=0.7, mode="invariant",
-            logits_dtype=logits_dtype, **options,
+            own,
+            w.detach(),
+            target[rows],
+            None,
+            vocab_start=0,
+            num_valid=70,
+            temperature=0.7,
+            mode="invariant",
+            logits_dtype=logits_dtype,
+            **options,
         )
-        grad, = torch.autograd.grad((logprob * g_lp[rows] + entropy * g_h[rows]).sum(), own)
+        (grad,) = torch.autograd.grad((logprob * g_lp[rows] + entropy * g_h[rows]).sum(), own)
         return logprob.detach(), entropy.detach(), grad
 
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"  # slow, and its products are the CPU's

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Callable, Optional
 
 import pytest
 import torch
@@ -45,7 +45,7 @@ class Problem:
     vocab_start: int
     num_valid: int
     inv_temp: float = 1.0
-    row_inv_temp: Optional[Tensor] = None
+    row_inv_temp: Tensor | None = None
     bf16_logits: bool = False
 
     def run(self, kernel: Kernel, want_entropy: bool = True, invariant: bool = False) -> Tensor:
@@ -281,9 +281,15 @@ def test_what_the_kernel_does_not_take_is_refused(kernel, text):
         p.run(kernel)
 
 
-@pytest.mark.parametrize("archs,capability,want", [
-    ("8.0;9.0a", (9, 0), True), ("8.0;9.0a", (8, 0), False), ("9.0a", (10, 0), False), ("8.0;9.0", (9, 0), False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "archs,capability,want",
+    [
+        ("8.0;9.0a", (9, 0), True),
+        ("8.0;9.0a", (8, 0), False),
+        ("9.0a", (10, 0), False),
+        ("8.0;9.0", (9, 0), False),
+    ],
+)
 def test_only_a_build_for_hopper_on_hopper_has_the_kernel(tmp_path, monkeypatch, archs, capability, want):
     tmp_path.joinpath("library.json").write_text(json.dumps({"cuda": True, "cuda_archs": archs}))
     monkeypatch.setattr(kernels, "LIBRARY", tmp_path / "library.so")
@@ -316,10 +322,21 @@ def test_the_op_takes_the_kernel_where_it_applies_and_blocks_elsewhere(cuda_on_c
     width = changes.pop("columns", 64)
     hidden, weight = (x[:, :width].to(changes.pop(name, BF16)) for name, x in (("hidden", p.hidden), ("weight", p.weight)))
     arguments = {
-        "hidden": hidden, "weight": weight,
-        "target": p.target, "vocab_start": 0, "num_valid": 290, "inv_temp": 0.7, "row_inv_temp": None, "ignore_index": IGNORE,
-        "want_entropy": True, "kept": None, "bf16_logits": False, "keep_logits": False, "chunk_tokens": 16, "invariant": False,
-    }  # fmt: skip
+        "hidden": hidden,
+        "weight": weight,
+        "target": p.target,
+        "vocab_start": 0,
+        "num_valid": 290,
+        "inv_temp": 0.7,
+        "row_inv_temp": None,
+        "ignore_index": IGNORE,
+        "want_entropy": True,
+        "kept": None,
+        "bf16_logits": False,
+        "keep_logits": False,
+        "chunk_tokens": 16,
+        "invariant": False,
+    }
     arguments |= changes
     with dispatch.using("reference"):
         want = torch.ops.megappo.linear_stats(*arguments.values())

@@ -55,8 +55,10 @@ def test_linear_matches_the_oracle_for_every_chunk(chunk_tokens, dtype):
     assert h.grad.dtype == w.grad.dtype == dtype
     # bf16 rounds dlogits once and the result once: each contributes at most half an ulp of every term
     unit = 2**-8 if dtype == torch.bfloat16 else 2**-22
-    for got, exact, terms in ((h.grad, dh, want.dlogits.abs() @ w.detach().abs().double()[:50]),
-                              (w.grad[:50], dw[:50], want.dlogits.abs().t() @ h.detach().abs().double())):
+    for got, exact, terms in (
+        (h.grad, dh, want.dlogits.abs() @ w.detach().abs().double()[:50]),
+        (w.grad[:50], dw[:50], want.dlogits.abs().t() @ h.detach().abs().double()),
+    ):
         assert ((got.double() - exact).abs() <= unit * (terms + exact.abs()) + 16 * tolerance).all()
     assert not w.grad[50:].any() and not h.grad[::6].any()
 
@@ -100,9 +102,7 @@ def test_linear_never_holds_more_than_a_chunk_of_logits():
     lse = torch.full((640,), 9.0)
     with LargestTensor() as seen:
         linear.linear_stats._init_fn(h, w, target, 0, 2000, 1.0, None, IGNORE, True, None, False, False, 64, False)
-        linear.linear_backward._init_fn(
-            h, w, target, lse, lse, g_lp, g_h, 0, 2000, 1.0, None, IGNORE, None, None, False, 64, False
-        )
+        linear.linear_backward._init_fn(h, w, target, lse, lse, g_lp, g_h, 0, 2000, 1.0, None, IGNORE, None, None, False, 64, False)
     assert seen.largest == 64 * 2000
     with LargestTensor() as seen:
         linear.linear_stats._init_fn(h, w, target, 0, 2000, 1.0, None, IGNORE, True, None, False, False, 640, False)
@@ -115,8 +115,8 @@ def test_backward_twice_and_input_unchanged():
     before = logits.detach().clone()
     logprob, entropy = vocab_parallel_logprob(logits, target, None, vocab_start=0, num_valid=50)
     loss = (logprob * g_lp + entropy * g_h).sum()
-    first, = torch.autograd.grad(loss, logits, retain_graph=True)
-    second, = torch.autograd.grad(loss, logits)
+    (first,) = torch.autograd.grad(loss, logits, retain_graph=True)
+    (second,) = torch.autograd.grad(loss, logits)
     assert torch.equal(first, second) and torch.equal(logits, before)
 
 
@@ -171,13 +171,18 @@ def test_no_tokens():
     assert logprob.shape == (0,) and not w.grad.any()
 
 
-@pytest.mark.parametrize("change,text", [
-    ({"target": torch.tensor([1, 50, 0])}, "target 50 of token 1 is outside the vocabulary"),
-    ({"target": torch.tensor([1, -1, 0])}, "target -1 of token 1"),
-    ({"target": torch.zeros(4, dtype=torch.long)}, "target \\(4,\\)"),
-    ({"temperature": 0.0}, "positive temperature"), ({"temperature": math.nan}, "positive temperature"),
-    ({"temperature": torch.ones(4)}, "one value for each of 3 tokens"), ({"num_valid": 99}, "num_valid 99"),
-])
+@pytest.mark.parametrize(
+    "change,text",
+    [
+        ({"target": torch.tensor([1, 50, 0])}, "target 50 of token 1 is outside the vocabulary"),
+        ({"target": torch.tensor([1, -1, 0])}, "target -1 of token 1"),
+        ({"target": torch.zeros(4, dtype=torch.long)}, "target \\(4,\\)"),
+        ({"temperature": 0.0}, "positive temperature"),
+        ({"temperature": math.nan}, "positive temperature"),
+        ({"temperature": torch.ones(4)}, "one value for each of 3 tokens"),
+        ({"num_valid": 99}, "num_valid 99"),
+    ],
+)
 def test_wrong_arguments_are_named(change, text):
     h, w, target, _, _ = problem(3)
     arguments = {"target": torch.tensor([1, 2, 3]), "vocab_start": 0, "num_valid": 50} | change

@@ -142,12 +142,15 @@ def test_gradients_match_finite_differences():
     assert torch.autograd.gradcheck(lambda x: entropy_loss(x, weight)[0], (a,))
 
 
-@pytest.mark.parametrize("wrong, message", [
-    (torch.zeros(4), r"one value per token is wanted, got .*(advantage|returns) \(4,\)"),
-    (torch.zeros(3, 1), r"one value per token is wanted, got .*(advantage|returns) \(3, 1\)"),
-    (torch.zeros(3, device="meta"), "one device is wanted, got .*(advantage|returns) on meta"),
-    (torch.zeros(3, dtype=torch.int64), r"(advantage|returns) is torch.int64: give it a floating type"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        (torch.zeros(4), r"one value per token is wanted, got .*(advantage|returns) \(4,\)"),
+        (torch.zeros(3, 1), r"one value per token is wanted, got .*(advantage|returns) \(3, 1\)"),
+        (torch.zeros(3, device="meta"), "one device is wanted, got .*(advantage|returns) on meta"),
+        (torch.zeros(3, dtype=torch.int64), r"(advantage|returns) is torch.int64: give it a floating type"),
+    ],
+)
 def test_an_unfit_tensor_is_named(loss_fn, wrong, message):
     with pytest.raises(ValueError, match=message):
         loss_fn(torch.zeros(3), torch.zeros(3), wrong, torch.zeros(3))

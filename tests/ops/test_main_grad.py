@@ -126,7 +126,7 @@ def gradients_under_megatron(rank):
     groups = build_groups(ParallelLayout(1))
     found = []
     for into_main_grad in (False, True):
-        module, = wrap_with_ddp([Tied(w)], groups, distributed_optimizer=False)
+        (module,) = wrap_with_ddp([Tied(w)], groups, distributed_optimizer=False)
         module.zero_grad_buffer()
         for way in WAYS:
             weight = module.module.weight

@@ -74,8 +74,9 @@ def test_the_line_says_what_differs_where_and_what_to_do(monkeypatch):
     monkeypatch.setitem(dispatch._selection.resolved, ("policy_loss", "cpu"), ("cpp", wrong))
     assert re.fullmatch(
         r"kernels: policy_loss \(cpp\) differs from its reference by 0\.5, not \S+, in gradient of policy_loss at \[1234\]; "
-        r"use kernels=reference, and report this", first_line(CPU),
-    )  # fmt: skip
+        r"use kernels=reference, and report this",
+        first_line(CPU),
+    )
 
 
 def test_a_kernel_that_raises_is_named(monkeypatch):

@@ -103,9 +103,12 @@ def test_the_next_in_order_takes_over_and_is_checked_itself(monkeypatch):
     assert (chosen["policy_loss"], chosen["value_loss"], chosen["gae"]) == ("triton", "reference", "cpp")
 
 
-@pytest.mark.parametrize("faults, said", [
-    ("policy_loss cpp raises", "failed: OutOfMemoryError: CUDA out of memory in policy_loss (cpp)"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "faults, said",
+    [
+        ("policy_loss cpp raises", "failed: OutOfMemoryError: CUDA out of memory in policy_loss (cpp)"),
+    ],
+)
 def test_what_is_no_kernels_fault_ends_the_check_and_is_not_remembered(monkeypatch, faults, said):
     with pytest.raises(RuntimeError) as raised:
         with_faults(monkeypatch, faults)("auto")

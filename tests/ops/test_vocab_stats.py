@@ -45,9 +45,7 @@ def whole(logits, target, g_logprob, g_entropy, inv_temp=1.0):
     scale = inv_temp if isinstance(inv_temp, float) else 1.0, None if isinstance(inv_temp, float) else inv_temp
     stats = OPS.vocab_stats(logits, target, 0, logits.shape[1], *scale, IGNORE, True)
     logprob, entropy, lse = OPS.vocab_stats_merge(stats[None], target, IGNORE)
-    grad = OPS.vocab_logits_backward(
-        logits, target, lse, entropy, g_logprob, g_entropy, 0, logits.shape[1], *scale, IGNORE
-    )
+    grad = OPS.vocab_logits_backward(logits, target, lse, entropy, g_logprob, g_entropy, 0, logits.shape[1], *scale, IGNORE)
     return logprob, entropy, grad
 
 
@@ -58,11 +56,23 @@ def assert_same_bits(got, want):
 
 # among them shards of padding alone, and segments of 4096 (C++) and 32768 (CUDA, Triton) columns with and without a rest
 SHAPES = [
-    (3, 1, (1,)), (1, 2, (1, 1)), (6, 31, (31,)), (4, 257, (200, 57)), (3, 300, (100, 100, 100)), (3, 257, (257, 0)),
-    (2, 64, (0, 64, 0)), (2, 8192, (8192,)), (2, 50257, (25129, 25128)), (1, 50257, (50257,)),
+    (3, 1, (1,)),
+    (1, 2, (1, 1)),
+    (6, 31, (31,)),
+    (4, 257, (200, 57)),
+    (3, 300, (100, 100, 100)),
+    (3, 257, (257, 0)),
+    (2, 64, (0, 64, 0)),
+    (2, 8192, (8192,)),
+    (2, 50257, (25129, 25128)),
+    (1, 50257, (50257,)),
 ]
 LARGE = [
-    (4097, 31, (31,)), (127, 2, (1, 1)), (129, 257, (257,)), (128, 32000, (16000, 16000)), (3, 129920, (129920,)),
+    (4097, 31, (31,)),
+    (127, 2, (1, 1)),
+    (129, 257, (257,)),
+    (128, 32000, (16000, 16000)),
+    (3, 129920, (129920,)),
     (2, 151936, (75968, 75968)),
 ]
 
@@ -318,7 +328,7 @@ def problems(draw):
     sizes = [b - a for a, b in zip([0, *bounds], [*bounds, vocab])]
     seed, spread = draw(st.integers(0, 10**6)), draw(st.sampled_from([0.1, 3.0, 30.0]))
     logits, target, g_lp, g_h = batch(num_tokens, vocab, seed, draw(st.sampled_from(DTYPES)), spread)
-    chosen = lambda size: torch.tensor(draw(st.lists(st.booleans(), min_size=size, max_size=size)))  # noqa: E731
+    chosen = lambda size: torch.tensor(draw(st.lists(st.booleans(), min_size=size, max_size=size)))
     target[chosen(num_tokens)] = IGNORE
     g_lp[chosen(num_tokens)] = g_h[chosen(num_tokens)] = 0.0
     gone = chosen(vocab)
@@ -375,8 +385,8 @@ def test_backward_twice_leaves_the_logits_alone(kernels, dtype):
     before = logits.detach().clone()
     logprob, entropy = vocab_parallel_logprob(logits, target, None, vocab_start=0, num_valid=40)
     loss = logprob.sum() + entropy.sum()  # both upstream gradients are expanded
-    first, = torch.autograd.grad(loss, logits, retain_graph=True)
-    second, = torch.autograd.grad(loss, logits)
+    (first,) = torch.autograd.grad(loss, logits, retain_graph=True)
+    (second,) = torch.autograd.grad(loss, logits)
     assert torch.equal(first, second) and torch.equal(logits, before) and first.dtype == dtype
 
 
@@ -396,16 +406,21 @@ def test_compiles_as_one_graph(temperature):
     torch.testing.assert_close(torch.autograd.grad(got, logits), torch.autograd.grad(want, logits))
 
 
-@pytest.mark.parametrize("change,text", [
-    ({"logits": torch.zeros(2, 3, 5)}, r"logits \(2, 3, 5\)"),
-    ({"logits": torch.zeros(3, 5, dtype=torch.int32)}, "logits are torch.int32"),
-    ({"logits": torch.zeros(3, 5, device="meta")}, "target is on cpu and logits are on meta"),
-    ({"target": torch.zeros(4, dtype=torch.long)}, r"target \(4,\)"),
-    ({"target": torch.zeros(3)}, "target is torch.float32: want int64"),
-    ({"target": torch.tensor([1, 5, 0])}, "target 5 of token 1 is outside the vocabulary"),
-    ({"target": torch.tensor([1, -1, 0])}, "target -1 of token 1"), ({"num_valid": 6}, "num_valid 6 is not within the 5 columns"),
-    ({"temperature": torch.ones(4)}, "one value for each of 3 tokens"), ({"temperature": -1.0}, "positive temperature"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change,text",
+    [
+        ({"logits": torch.zeros(2, 3, 5)}, r"logits \(2, 3, 5\)"),
+        ({"logits": torch.zeros(3, 5, dtype=torch.int32)}, "logits are torch.int32"),
+        ({"logits": torch.zeros(3, 5, device="meta")}, "target is on cpu and logits are on meta"),
+        ({"target": torch.zeros(4, dtype=torch.long)}, r"target \(4,\)"),
+        ({"target": torch.zeros(3)}, "target is torch.float32: want int64"),
+        ({"target": torch.tensor([1, 5, 0])}, "target 5 of token 1 is outside the vocabulary"),
+        ({"target": torch.tensor([1, -1, 0])}, "target -1 of token 1"),
+        ({"num_valid": 6}, "num_valid 6 is not within the 5 columns"),
+        ({"temperature": torch.ones(4)}, "one value for each of 3 tokens"),
+        ({"temperature": -1.0}, "positive temperature"),
+    ],
+)
 def test_wrong_arguments_are_named(change, text):
     arguments = {"logits": torch.zeros(3, 5), "target": torch.tensor([1, 2, 3]), "vocab_start": 0, "num_valid": 5} | change
     with pytest.raises(ValueError, match=text):
@@ -468,10 +483,17 @@ def bf16_gradient(*args):
     return OPS.vocab_logits_backward(*args).bfloat16().float()
 
 
-@pytest.mark.parametrize("part,broken,offset", [
-    ("stats", phantom_columns, 0.0), ("stats", maximum_starts_at_zero, -120.0), ("stats", temperature_forgotten, 0.0),
-    ("merge", merge_without_shift_of_t, 0.0), ("backward", gradient_on_the_owner_only, 0.0), ("backward", bf16_gradient, 0.0),
-])
+@pytest.mark.parametrize(
+    "part,broken,offset",
+    [
+        ("stats", phantom_columns, 0.0),
+        ("stats", maximum_starts_at_zero, -120.0),
+        ("stats", temperature_forgotten, 0.0),
+        ("merge", merge_without_shift_of_t, 0.0),
+        ("backward", gradient_on_the_owner_only, 0.0),
+        ("backward", bf16_gradient, 0.0),
+    ],
+)
 def test_an_injected_fault_is_noticed(part, broken, offset):
     logits, target, g_lp, g_h = batch(20, 50)
     shards = cut(50, 20, 30, padding=2)

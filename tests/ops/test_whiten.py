@@ -57,15 +57,18 @@ def test_moments_of_all_ranks_not_of_one():
         torch.testing.assert_close(whitened_in_parts(x, mask, moments_of), whole, rtol=0, atol=1e-2)
 
 
-@pytest.mark.parametrize("name, wrong, message", [
-    ("advantage", torch.zeros(2, 2), r"advantage is \(2, 2\) torch.float32: one floating value for each token is wanted"),
-    ("advantage", torch.zeros(4, dtype=torch.int64), r"advantage is \(4,\) torch.int64"),
-    ("mask", torch.ones(4), r"mask is \(4,\) torch.float32: \(4,\) torch.bool is wanted"),
-    ("mask", torch.ones(3, dtype=torch.bool), r"mask is \(3,\) torch.bool: \(4,\) torch.bool is wanted"),
-    ("mask", torch.ones(4, dtype=torch.bool, device="meta"), "mask is on meta and advantage on cpu"),
-    ("moments", torch.zeros(3), r"moments is \(3,\) torch.float32: \(3,\) torch.float64 is wanted"),
-    ("moments", torch.zeros(2, dtype=torch.float64), r"moments is \(2,\) torch.float64"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, wrong, message",
+    [
+        ("advantage", torch.zeros(2, 2), r"advantage is \(2, 2\) torch.float32: one floating value for each token is wanted"),
+        ("advantage", torch.zeros(4, dtype=torch.int64), r"advantage is \(4,\) torch.int64"),
+        ("mask", torch.ones(4), r"mask is \(4,\) torch.float32: \(4,\) torch.bool is wanted"),
+        ("mask", torch.ones(3, dtype=torch.bool), r"mask is \(3,\) torch.bool: \(4,\) torch.bool is wanted"),
+        ("mask", torch.ones(4, dtype=torch.bool, device="meta"), "mask is on meta and advantage on cpu"),
+        ("moments", torch.zeros(3), r"moments is \(3,\) torch.float32: \(3,\) torch.float64 is wanted"),
+        ("moments", torch.zeros(2, dtype=torch.float64), r"moments is \(2,\) torch.float64"),
+    ],
+)
 def test_an_unfit_tensor_is_named(name, wrong, message):
     right = {"advantage": torch.zeros(4), "mask": torch.ones(4, dtype=torch.bool), "moments": torch.zeros(3, dtype=torch.float64)}
     with pytest.raises(ValueError, match=message):

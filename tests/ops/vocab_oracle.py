@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Callable, Optional
 
 import torch
 from torch import Tensor
 
-import megappo.ops.linear_stats  # noqa: F401
+import megappo.ops.linear_stats
 import megappo.ops.vocab_stats  # noqa: F401
 
 IGNORE = -100
@@ -21,11 +21,11 @@ class Answer:
     logprob: Tensor
     entropy: Tensor
     dlogits: Tensor
-    log_p: Optional[Tensor] = None
-    sensitivity: Optional[Tensor] = None
+    log_p: Tensor | None = None
+    sensitivity: Tensor | None = None
 
 
-def oracle(logits: Tensor, target: Tensor, temperature: float | Tensor, g_logprob: Tensor, g_entropy: Optional[Tensor]) -> Answer:
+def oracle(logits: Tensor, target: Tensor, temperature: float | Tensor, g_logprob: Tensor, g_entropy: Tensor | None) -> Answer:
     """logits: [T, V] of the real vocabulary, any dtype; everything after the cast is fp64."""
     x = logits.double().detach().requires_grad_()
     inverse = temperature.double().reciprocal()[:, None] if isinstance(temperature, Tensor) else 1.0 / temperature
@@ -68,7 +68,7 @@ def run_shards(
     shards: list[Shard],
     temperature: float | Tensor,
     g_logprob: Tensor,
-    g_entropy: Optional[Tensor],
+    g_entropy: Tensor | None,
     *,
     junk: float = 50.0,
     device: torch.device = torch.device("cpu"),

@@ -68,10 +68,16 @@ def exchange(rank: int) -> dict:
     (back * shard.take(heads)).sum().backward()
     rows = shard.gather(torch.stack([mine.detach(), -mine.detach()], dim=1))
     return {
-        "alone": context_shard(cu_seqlens, alone, torch.device("cpu")) is None, "gathered": gathered.detach(), "rows": rows,
-        "index": shard.index, "gradient": mine.grad, "summed": summed, "heads": exchanged.detach(), "back": back.detach(),
+        "alone": context_shard(cu_seqlens, alone, torch.device("cpu")) is None,
+        "gathered": gathered.detach(),
+        "rows": rows,
+        "index": shard.index,
+        "gradient": mine.grad,
+        "summed": summed,
+        "heads": exchanged.detach(),
+        "back": back.detach(),
         "heads_gradient": local.grad,
-    }  # fmt: skip
+    }
 
 
 def all_gather_that_sums(x, shard):

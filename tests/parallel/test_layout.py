@@ -22,9 +22,7 @@ def test_coordinates_and_ranks_are_inverse(tp: int, cp: int, dp: int, pp: int) -
 
 
 @given(tp=SMALL, cp=SMALL, dp=SMALL, pp=SMALL, axes=st.sets(st.sampled_from(["tp", "cp", "dp", "pp"]), min_size=1))
-def test_axis_groups_partition_the_world_and_differ_only_in_their_axes(
-    tp: int, cp: int, dp: int, pp: int, axes: set[str]
-) -> None:
+def test_axis_groups_partition_the_world_and_differ_only_in_their_axes(tp: int, cp: int, dp: int, pp: int, axes: set[str]) -> None:
     layout = ParallelLayout(tp * cp * dp * pp, tp, pp, cp=cp)
     groups = layout.axis_groups(*axes)
     assert sorted(rank for group in groups for rank in group) == list(range(layout.world_size))

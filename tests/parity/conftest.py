@@ -65,6 +65,17 @@ def order_of(config) -> list[list[int]]:
 def numbers_of(config) -> Numbers:
     a, o = config.algorithm, config.policy.optimizer
     return Numbers(
-        config.rollout.sampling.temperature, a.gamma, a.lam, a.kl.coef, a.clip_low, a.value_clip, a.entropy_coef, o.lr, o.eps,
-        (o.beta1, o.beta2), o.weight_decay, o.clip_grad, config.policy.router_aux_coef,
+        config.rollout.sampling.temperature,
+        a.gamma,
+        a.lam,
+        a.kl.coef,
+        a.clip_low,
+        a.value_clip,
+        a.entropy_coef,
+        o.lr,
+        o.eps,
+        (o.beta1, o.beta2),
+        o.weight_decay,
+        o.clip_grad,
+        config.policy.router_aux_coef,
     )

@@ -5,8 +5,9 @@ Each is a context manager that changes a running process and nothing on disk. Th
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Callable, Iterator
+from typing import Any
 from unittest import mock
 
 import torch
@@ -110,7 +111,9 @@ def whitened_on_each_rank() -> Iterator[None]:
 
 
 def forgotten_all_reduce(part: str) -> Callable[[], Any]:
-    """Each tp rank sees its own tokens under sequence parallel; the gradient of a replicated weight (`part` of its name) stays so."""
+    """Each tp rank sees its own tokens under sequence parallel; the gradient of a replicated weight (`part` of its name)
+    stays so.
+    """
 
     @contextmanager
     def fault() -> Iterator[None]:

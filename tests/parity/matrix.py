@@ -7,9 +7,10 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Iterator, Mapping, Optional, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,33 +27,72 @@ Case = Sizes | tuple[Sizes, Sizes]
 SP = {"tp": 2, "sequence_parallel": True}
 DENSE: dict[int, list[Case]] = {
     2: [
-        {}, {"tp": 2}, SP, {"pp": 2}, {"pp": 2, "vpp": 2}, {"pp": 2, "layers_per_stage": (3, 1)}, {"cp": 2},
+        {},
+        {"tp": 2},
+        SP,
+        {"pp": 2},
+        {"pp": 2, "vpp": 2},
+        {"pp": 2, "layers_per_stage": (3, 1)},
+        {"cp": 2},
         ({"tp": 2}, {"pp": 2}),
     ],
     4: [
-        {"tp": 4}, {**SP, "tp": 4}, {"pp": 4}, {"cp": 4}, {"tp": 2}, {"pp": 2}, {"cp": 2}, {"tp": 2, "pp": 2}, {**SP, "pp": 2},
-        {"tp": 2, "cp": 2}, {**SP, "cp": 2}, {"cp": 2, "pp": 2}, {"pp": 2, "vpp": 2}, {**SP, "pp": 2, "vpp": 2},
-        {"cp": 2, "pp": 2, "vpp": 2}, {"pp": 2, "vpp": 2, "layers_per_stage": (1, 1, 1, 1)}, ({**SP, "cp": 2}, {"pp": 4}),
+        {"tp": 4},
+        {**SP, "tp": 4},
+        {"pp": 4},
+        {"cp": 4},
+        {"tp": 2},
+        {"pp": 2},
+        {"cp": 2},
+        {"tp": 2, "pp": 2},
+        {**SP, "pp": 2},
+        {"tp": 2, "cp": 2},
+        {**SP, "cp": 2},
+        {"cp": 2, "pp": 2},
+        {"pp": 2, "vpp": 2},
+        {**SP, "pp": 2, "vpp": 2},
+        {"cp": 2, "pp": 2, "vpp": 2},
+        {"pp": 2, "vpp": 2, "layers_per_stage": (1, 1, 1, 1)},
+        ({**SP, "cp": 2}, {"pp": 4}),
     ],
-}  # fmt: skip
+}
 EXPERTS: dict[int, list[Case]] = {
     2: [
-        {}, {"ep": 2}, SP, {**SP, "ep": 2}, {**SP, "etp": 2}, {"pp": 2}, {"cp": 2}, {"cp": 2, "ep": 2}, {"pp": 2, "vpp": 2},
+        {},
+        {"ep": 2},
+        SP,
+        {**SP, "ep": 2},
+        {**SP, "etp": 2},
+        {"pp": 2},
+        {"cp": 2},
+        {"cp": 2, "ep": 2},
+        {"pp": 2, "vpp": 2},
         ({"ep": 2}, {"pp": 2}),
     ],
     4: [
-        {"ep": 2}, {"ep": 4}, {"ep": 2, "pp": 2}, {"ep": 2, "etp": 2}, {**SP, "ep": 2}, {**SP, "ep": 4},
+        {"ep": 2},
+        {"ep": 4},
+        {"ep": 2, "pp": 2},
+        {"ep": 2, "etp": 2},
+        {**SP, "ep": 2},
+        {**SP, "ep": 4},
         {**SP, "ep": 2, "etp": 2},
-        {**SP, "ep": 2, "pp": 2}, {"cp": 2, "ep": 4}, {"cp": 2, "ep": 2, "pp": 2}, {"ep": 2, "pp": 2, "vpp": 2},
+        {**SP, "ep": 2, "pp": 2},
+        {"cp": 2, "ep": 4},
+        {"cp": 2, "ep": 2, "pp": 2},
+        {"ep": 2, "pp": 2, "vpp": 2},
         ({**SP, "ep": 2, "etp": 2}, {"cp": 2, "ep": 2, "pp": 2}),
     ],
-}  # fmt: skip
+}
 # Tied embeddings live on both ends of a pipeline, and the critic's are not tied.
 TIED: dict[int, list[Case]] = {2: [{"pp": 2}, {"pp": 2, "vpp": 2}, SP], 4: [{**SP, "pp": 2}]}
 WINDOW: dict[int, list[Case]] = {2: [{"cp": 2}, {"tp": 2}], 4: [{"cp": 2, "pp": 2}]}
 MODELS: dict[str, dict[int, list[Case]]] = {
-    "llama": DENSE, "qwen3_moe": EXPERTS, "llama3_tied": TIED, "mistral_window": WINDOW,
-}  # fmt: skip
+    "llama": DENSE,
+    "qwen3_moe": EXPERTS,
+    "llama3_tied": TIED,
+    "mistral_window": WINDOW,
+}
 # Layouts by world size in which VARIANTS are run too.
 VARIED: dict[str, dict[int, list[Case]]] = {
     "llama": {1: [{}], 2: [{}, {"cp": 2}, {"pp": 2, "vpp": 2}], 4: []},
@@ -81,11 +121,14 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
         "algorithm__kl": {"placement": "loss", "estimator": "k3", "coef": 0.05},
     },
     "fixed length, dual clip, no whitening": {
-        "algorithm__loss_aggregation": "fixed-length", "algorithm__dual_clip": 2.0, "algorithm__whiten_advantages": False,
-        "algorithm__lam_length_alpha": 0.05, "algorithm__value_clip": None,
+        "algorithm__loss_aggregation": "fixed-length",
+        "algorithm__dual_clip": 2.0,
+        "algorithm__whiten_advantages": False,
+        "algorithm__lam_length_alpha": 0.05,
+        "algorithm__value_clip": None,
     },
     "top-k and top-p": {"rollout__sampling__top_k": 6, "rollout__sampling__top_p": 0.9},
-}  # fmt: skip
+}
 
 
 def layouts_of(case: Case, world_size: int) -> tuple[ParallelLayout, ParallelLayout]:
@@ -111,10 +154,12 @@ def config_of(folder: Path, **changes: Any) -> TrainConfig:
     changes: `section.key` with dots written as __, for example policy__micro_batch_tokens=1.
     """
     role = {
-        "dtype": "fp32", "micro_batch_tokens": 48, "router_aux_coef": 0.01 if "moe" in str(folder) else 0.0,
+        "dtype": "fp32",
+        "micro_batch_tokens": 48,
+        "router_aux_coef": 0.01 if "moe" in str(folder) else 0.0,
         # Adam divides by |g| + eps: with the usual 1e-8 a weight whose gradient is rounding noise would move a full step.
         "optimizer": {"lr": 3e-4, "eps": 1e-5, "weight_decay": 0.01, "distributed": False},
-    }  # fmt: skip
+    }
     tree: dict[str, Any] = {
         "policy": {**role, "model": str(folder / "policy")},
         "critic": {**role, "value_head": "normal"},
@@ -122,10 +167,14 @@ def config_of(folder: Path, **changes: Any) -> TrainConfig:
         "rollout": {"sampling": {"temperature": 0.7}, "max_response_tokens": 64},
         "data": {"train": "none.jsonl", "prompts_per_step": SEQUENCES},
         "algorithm": {
-            "entropy_coef": 0.01, "mini_batch_size": SEQUENCES // 2, "ppo_epochs": 2, "kl": {"coef": 0.05}, "gamma": 0.99,
+            "entropy_coef": 0.01,
+            "mini_batch_size": SEQUENCES // 2,
+            "ppo_epochs": 2,
+            "kl": {"coef": 0.05},
+            "gamma": 0.99,
             "bootstrap_truncated": True,
         },
-    }  # fmt: skip
+    }
     for key, value in changes.items():
         *path, last = key.split("__")
         section = tree
@@ -166,7 +215,7 @@ def roles_of(case: Case) -> Iterator[dict[str, Any]]:
 
 
 def measure_case(
-    folder: str, roles: Mapping[str, Any], changes: Mapping[str, Any] = {}, rollouts: Optional[Sequence] = None, **wanted: bool
+    folder: str, roles: Mapping[str, Any], changes: Mapping[str, Any] = {}, rollouts: Sequence | None = None, **wanted: bool
 ) -> Any:
     """`megappo.verify.measure`, with gradients and parameters unless `wanted` says otherwise. Collective."""
     from megappo.verify.measure import measure

@@ -7,9 +7,9 @@ docs/parity.md.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Optional, Sequence
 
 import torch
 import transformers
@@ -196,7 +196,7 @@ def ppo_step(
 
     losses, norms, gradients, parameters = {}, {}, {}, {}
     for role, model, loss_of in (("critic", critic, critic_loss), ("policy", policy, policy_loss)):
-        first: Optional[dict[str, Tensor]] = None
+        first: dict[str, Tensor] | None = None
         optimizer, balance = adamw(model, n), BalancingLoss(model)
         losses[role], norms[role] = [], []
         for chosen in order:

@@ -43,7 +43,9 @@ BF16_LAYOUTS = [
 
 def disagreements(found, expected) -> list[str]:
     return [
-        f"{d.role} {d.quantity} at {d.where}: {d.relative:.1e} > {d.tolerance:.0e}" for d in compare(found, expected) if not d.agrees
+        f"{d.role} {d.quantity} at {d.where}: {d.relative:.1e} > {d.tolerance:.0e}"
+        for d in compare(found, expected)
+        if not d.agrees
     ]
 
 

@@ -5,8 +5,8 @@ That all layouts agree with each other would not show a mistake that all of them
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any, Iterator
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch

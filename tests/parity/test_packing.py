@@ -16,9 +16,12 @@ from tests.worlds import spawn_world
 # One mini-batch of everything, so that it is the same set in any order. The padding here is of the user's own making: it moves the
 # last token, which bootstraps, and is balanced over the experts like any other token. Padding of the engine does neither.
 WHOLE = {
-    "algorithm__mini_batch_size": SEQUENCES, "algorithm__ppo_epochs": 1, "algorithm__bootstrap_truncated": False,
-    "policy__router_aux_coef": 0.0, "critic__router_aux_coef": 0.0,
-}  # fmt: skip
+    "algorithm__mini_batch_size": SEQUENCES,
+    "algorithm__ppo_epochs": 1,
+    "algorithm__bootstrap_truncated": False,
+    "policy__router_aux_coef": 0.0,
+    "critic__router_aux_coef": 0.0,
+}
 SINGLE = {"algorithm__mini_batch_size": 1, "algorithm__ppo_epochs": 2, "data__prompts_per_step": 1}
 PADDED_TO = 64
 CASES: dict[str, list[Case]] = {"llama": [{}, {"cp": 2}, SP, {"pp": 2, "vpp": 2}], "qwen3_moe": [{"ep": 2}, {**SP, "ep": 2}]}
@@ -74,8 +77,12 @@ def test_order_and_padding_change_nothing(packed, model: str, size: int, name: s
     _, index = arrangements()[arrangement]
     found, expected = packed[size][model][name][arrangement], packed[1][model]["tp1 pp1 dp1"]["plain"]
     for role, quantity in (
-        ("policy", "logprobs"), ("policy", "entropies"), ("critic", "values"), ("experience", "advantages"), ("experience", "returns"),
-    ):  # fmt: skip
+        ("policy", "logprobs"),
+        ("policy", "entropies"),
+        ("critic", "values"),
+        ("experience", "advantages"),
+        ("experience", "returns"),
+    ):
         a, b = found[role].values[quantity][0][index], expected[role].values[quantity][0]
         assert float(((a - b).abs() / b.abs().clamp(min=1)).max()) < 1e-5, quantity
     for role in ("policy", "critic"):

@@ -17,8 +17,15 @@ TOLERANCE = 1e-4  # fp32
 DENSE = ({}, dict(tp=2), dict(pp=2))
 EXPERTS = ({}, dict(ep=2), dict(tp=2, ep=2, sequence_parallel=True), dict(pp=2))
 _MINISTRAL_ROPE = {
-    "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 10000.0, "mscale": 1.0,
-    "mscale_all_dim": 0.5, "beta_fast": 32.0, "beta_slow": 1.0, "llama_4_scaling_beta": 0.1,
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "rope_theta": 10000.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.5,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "llama_4_scaling_beta": 0.1,
 }
 # vLLM on a CPU has attention for heads of 32 and 64, not for those of the checkpoints' defaults.
 CASES: dict[str, Case] = {

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import random
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Iterator, Mapping, NamedTuple, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -85,8 +86,12 @@ def continue_by_transformers(model: Any) -> tuple[Tokens, float]:
     for tokens in sequences():
         with torch.no_grad():
             out = model.generate(
-                torch.tensor([tokens]), attention_mask=torch.ones(1, len(tokens), dtype=torch.long), do_sample=False,
-                max_new_tokens=GREEDY.max_tokens, return_dict_in_generate=True, output_logits=True,
+                torch.tensor([tokens]),
+                attention_mask=torch.ones(1, len(tokens), dtype=torch.long),
+                do_sample=False,
+                max_new_tokens=GREEDY.max_tokens,
+                return_dict_in_generate=True,
+                output_logits=True,
             )
         responses.append(tuple(out.sequences[0, len(tokens) :].tolist()))
         best = torch.cat(out.logits).topk(2).values

@@ -12,18 +12,37 @@ from safetensors.torch import save_file
 from megappo.data.arithmetic import train_tokenizer
 
 TINY = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 4, "hidden_size": 128,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 384, "vocab_size": 64,
-    "max_position_embeddings": 256, "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "hidden_act": "silu",
-}  # fmt: skip
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "num_hidden_layers": 4,
+    "hidden_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 384,
+    "vocab_size": 64,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+}
 SPARSE = TINY | {
-    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "head_dim": 32, "num_experts": 6,
-    "num_experts_per_tok": 2, "moe_intermediate_size": 96, "norm_topk_prob": True,
-}  # fmt: skip
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "head_dim": 32,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 96,
+    "norm_topk_prob": True,
+}
 LLAMA_7B = TINY | {
-    "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 32,
-    "intermediate_size": 11008, "vocab_size": 32000, "max_position_embeddings": 4096,
-}  # fmt: skip
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "intermediate_size": 11008,
+    "vocab_size": 32000,
+    "max_position_embeddings": 4096,
+}
 
 
 def write_checkpoint(folder: Path, facts: dict[str, Any] = TINY, *, weights: bool = True, tokenizer: bool = True) -> Path:

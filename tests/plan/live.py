@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import gc
 import weakref
-from typing import Any, Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +17,6 @@ from torch.utils._pytree import tree_leaves
 
 from megappo.models.arch import ModelArch
 from megappo.parallel.layout import ParallelLayout
-
 
 REPEATS = 3
 
@@ -49,8 +49,8 @@ class Live(TorchDispatchMode):
 
 
 def peak_of(what: Callable[[], object], known: Iterable[Tensor]) -> int:
-    """The most bytes alive at once that `what` makes. The least of three times: on a busy machine gloo's threads let go of what they
-    have sent late, which only adds. Cycles are not collected meanwhile: a GPU's allocator does not wait.
+    """The most bytes alive at once that `what` makes. The least of three times: on a busy machine gloo's threads let go of what
+    they have sent late, which only adds. Cycles are not collected meanwhile: a GPU's allocator does not wait.
     """
     known, peaks = list(known), []
     gc.collect()
@@ -103,10 +103,14 @@ def role_of(
                 parameter.normal_(0, 0.02)
     wrapped = wrap_with_ddp(chunks, groups, distributed_optimizer=True)
     engine = MegatronEngine(
-        "role", wrapped, groups, device=torch.device(device), micro_batch_tokens=budget,
+        "role",
+        wrapped,
+        groups,
+        device=torch.device(device),
+        micro_batch_tokens=budget,
         optimizer=Optimizer(wrapped, groups, OptimizerConfig(), 1),
         offload=OffloadConfig(parameters=offload, gradients=offload, optimizer=offload),
-    )  # fmt: skip
+    )
     loss = PolicyLossConfig(0.2, 0.2, None, 0.0, 0.0, "k1", None)
     return Critic(engine, 0.2) if critic else Policy(engine, 1.0, loss), wrapped
 

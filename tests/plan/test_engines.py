@@ -49,9 +49,17 @@ BUILT = [
     *(
         (axes, shaped(4, SHAPES[0], moe), BF16, False, True)
         for axes, moe in [
-            ({}, None), ({"cp": 2}, None), ({"tp": 2}, None), ({"pp": 2, "vpp": 2}, None),
-            ({"pp": 2, "layers_per_stage": (3, 1)}, None), ({}, MOE), ({"ep": 2}, MOE), (SP | {"etp": 2}, MOE), (SP, MOE),
-            ({"cp": 2, "ep": 2}, MOE), ({"pp": 2}, replace(MOE, dense_layers=(1, 3))),
+            ({}, None),
+            ({"cp": 2}, None),
+            ({"tp": 2}, None),
+            ({"pp": 2, "vpp": 2}, None),
+            ({"pp": 2, "layers_per_stage": (3, 1)}, None),
+            ({}, MOE),
+            ({"ep": 2}, MOE),
+            (SP | {"etp": 2}, MOE),
+            (SP, MOE),
+            ({"cp": 2, "ep": 2}, MOE),
+            ({"pp": 2}, replace(MOE, dense_layers=(1, 3))),
         ]
     ),
     ({}, shaped(4, SHAPES[0], None), BF16, True, True),
@@ -60,7 +68,7 @@ BUILT = [
     ({}, shaped(4, SHAPES[0], None), BF16, False, False),
     ({}, shaped(4, SHAPES[0], MOE), FP32, True, False),
     ({"pp": 2}, TIED, BF16, False, True),
-]  # fmt: skip
+]
 
 # A llama with enough tokens for its small tensors not to count: axes of two ranks, architecture, type, recompute, value head
 WIDE = llama(layers=4, hidden=256, heads=4, kv_heads=2, head_dim=64, ffn=768, vocab=512)
@@ -73,7 +81,7 @@ PEAKS = [
     ({"ep": 2}, replace(WIDE, family="qwen3_moe", qk_norm=True, moe=MoeArch(8, 4, 192, True)), BF16, "full", False),
     ({"pp": 2}, WIDE, BF16, "none", False),
     ({"pp": 2, "vpp": 2}, WIDE, BF16, "full", False),
-]  # fmt: skip
+]
 MODES = [({}, False), ({"pp": 2}, True), ({"ep": 2}, False)]  # axes of two ranks, value head
 
 
@@ -93,7 +101,9 @@ def measure(rank, activations, built, peaked, moded):
 
 @pytest.fixture(scope="module")
 def measured():
-    """(bytes per token of MEASURED, bytes of BUILT, PEAKS and MODES, what a checkpoint's description makes) of each of two ranks."""
+    """(bytes per token of MEASURED, bytes of BUILT, PEAKS and MODES, what a checkpoint's description makes) of each of two
+    ranks.
+    """
     return spawn_world(measure, 2, MEASURED, BUILT, PEAKS, MODES)
 
 
@@ -105,9 +115,7 @@ def allocated_bytes(axes, arch, dtype, value_head, distributed):
     from megappo.parallel.groups import build_groups
 
     groups = build_groups(ParallelLayout(2, **axes))
-    chunks = wrap_with_ddp(
-        build_model(arch, groups, dtype=dtype, value_head=value_head), groups, distributed_optimizer=distributed
-    )
+    chunks = wrap_with_ddp(build_model(arch, groups, dtype=dtype, value_head=value_head), groups, distributed_optimizer=distributed)
     optimizer = Optimizer(chunks, groups, OptimizerConfig(distributed=distributed), total_steps=1)
     for chunk in chunks:
         chunk.zero_grad_buffer()
@@ -150,9 +158,16 @@ def test_the_peak_of_a_pass_is_the_estimate_within_a_tenth(measured):
 
             def planned(how):
                 return role_memory(
-                    arch, layout, stage, dtype="bf16" if dtype == BF16 else "fp32", trained=True, micro_batch_tokens=BUDGET,
-                    num_micro_batches=micro_batches, value_head=critic, recompute=how,
-                )  # fmt: skip
+                    arch,
+                    layout,
+                    stage,
+                    dtype="bf16" if dtype == BF16 else "fp32",
+                    trained=True,
+                    micro_batch_tokens=BUDGET,
+                    num_micro_batches=micro_batches,
+                    value_head=critic,
+                    recompute=how,
+                )
 
             forward, trained = measured[rank][2][index]
             assert planned(recompute).forward == pytest.approx(forward, rel=0.1), (PEAKS[index], rank)
@@ -167,17 +182,29 @@ def test_what_is_on_the_device_in_every_mode_of_an_engine_is_what_the_phases_say
         layout, arch = ParallelLayout(2, **axes), shaped(4, SHAPES[0], MOE if "ep" in axes else None)
         for rank in (0, 1):
             memory = role_memory(
-                arch, layout, layout.coordinates(rank).pp, dtype="bf16", trained=True, micro_batch_tokens=128,
-                num_micro_batches=1, value_head=critic, offload=(True, True, True),
-            )  # fmt: skip
+                arch,
+                layout,
+                layout.coordinates(rank).pp,
+                dtype="bf16",
+                trained=True,
+                micro_batch_tokens=128,
+                num_micro_batches=1,
+                value_head=critic,
+                offload=(True, True, True),
+            )
             found = {mode: sum(sizes) for mode, sizes in measured[rank][3][index].items()}
             update = memory.updating - memory.activations
             later = replace(memory, steps=2).updating - memory.activations
             expected = {
-                "rest": memory.resident, "log-probs": memory.passing - memory.forward, "update": update,
-                "optimizer step": memory.stepping, "update after a step": later, "rest after": memory.resident,
-                "checkpoint": memory.saving, "rest at the end": memory.resident,
-            }  # fmt: skip
+                "rest": memory.resident,
+                "log-probs": memory.passing - memory.forward,
+                "update": update,
+                "optimizer step": memory.stepping,
+                "update after a step": later,
+                "rest after": memory.resident,
+                "checkpoint": memory.saving,
+                "rest at the end": memory.resident,
+            }
             assert memory.resident == 0 and found == pytest.approx(expected, rel=0.02), (MODES[index], rank)
             assert later == pytest.approx(memory.stepping) != pytest.approx(update, rel=0.02), "negative control"
 

@@ -34,9 +34,7 @@ def world_of_one(folder, device: str):
 
 def peaks(implementation: str, recompute: str, critic: bool, device: str = "cuda") -> tuple[int, int]:
     """Most bytes allocated in (a pass without gradients, the second update with its optimizer step), with all that is resident."""
-    role, _ = live.role_of(
-        ARCH, {}, torch.bfloat16, recompute, critic, BUDGET, device=device, implementation=implementation
-    )
+    role, _ = live.role_of(ARCH, {}, torch.bfloat16, recompute, critic, BUDGET, device=device, implementation=implementation)
     batch = live.batch_of(LENGTHS, ARCH.vocab_size)
 
     def highest(what) -> int:
@@ -56,9 +54,17 @@ def peaks(implementation: str, recompute: str, critic: bool, device: str = "cuda
 def planned(recompute: str, critic: bool) -> RoleMemory:
     fused = any(importlib.util.find_spec(name) is not None for name in ("transformer_engine", "apex"))
     return role_memory(
-        ARCH, ParallelLayout(1), 0, dtype="bf16", trained=True, micro_batch_tokens=BUDGET, num_micro_batches=2, value_head=critic,
-        recompute=recompute, adam_buffers=not fused,
-    )  # fmt: skip
+        ARCH,
+        ParallelLayout(1),
+        0,
+        dtype="bf16",
+        trained=True,
+        micro_batch_tokens=BUDGET,
+        num_micro_batches=2,
+        value_head=critic,
+        recompute=recompute,
+        adam_buffers=not fused,
+    )
 
 
 @pytest.mark.parametrize("recompute, critic", [("none", False), ("full", False), ("none", True)])

@@ -27,29 +27,41 @@ IMPOSSIBLE = [
     (TINY, ["critic.parallel.pp=3"], 6, ["critic.parallel.pp = 3", "4 layers", "use 2 or 4, or give an uneven split"]),
     (TINY, ["policy.parallel.tp=1", "policy.parallel.pp=8"], 8, ["policy.parallel.pp = 8", "4 layers into stages; use 4"]),
     (
-        TINY, ["policy.parallel.tp=1", "policy.parallel.pp=2", "policy.parallel.vpp=3"], 2,
+        TINY,
+        ["policy.parallel.tp=1", "policy.parallel.pp=2", "policy.parallel.vpp=3"],
+        2,
         ["policy.parallel.vpp = 3", "2 layers of a stage (4 layers / pp 2)", "use 2"],
     ),
     (
-        TINY, ["critic.parallel.vpp=3"], 2,
+        TINY,
+        ["critic.parallel.vpp=3"],
+        2,
         ["critic.parallel.vpp = 3", "2 layers of a stage"],
     ),
     (
-        TINY, ["critic.parallel.layers_per_stage=[3,2]"], 2,
+        TINY,
+        ["critic.parallel.layers_per_stage=[3,2]"],
+        2,
         ["critic.parallel.layers_per_stage = [3, 2]", "adds up to 5", "4 layers"],
     ),
     (TINY, ["critic.parallel.layers_per_stage=[4]"], 2, ["critic.parallel.layers_per_stage = [4]", "1 entries", "pp 2 needs 2"]),
     (
-        TINY, ["critic.parallel.vpp=2", "critic.parallel.layers_per_stage=[2,2]"], 2,
+        TINY,
+        ["critic.parallel.vpp=2", "critic.parallel.layers_per_stage=[2,2]"],
+        2,
         ["has 2 entries and pp 2 x vpp 2 needs 4"],
     ),
     (TINY, ["reference.parallel.vpp=2"], 2, ["reference.parallel.vpp = 2", "needs pp > 1"]),
     (
-        TINY, ["reference.parallel.cp=3"], 6,
+        TINY,
+        ["reference.parallel.cp=3"],
+        6,
         ["reference.parallel.cp = 3", "a tp rank has 4 attention heads and 2 KV heads (tp 1)", "that work are 1, 2, 4"],
     ),
     (
-        TINY, ["policy.parallel.cp=4"], 8,
+        TINY,
+        ["policy.parallel.cp=4"],
+        8,
         ["policy.parallel.cp = 4", "a tp rank has 2 attention heads and 1 KV heads (tp 2)", "that work are 1, 2"],
     ),
     (TINY, ["policy.parallel.cp=2"], 2, ["policy.parallel: tp 2 x cp 2 x pp 1 = 4 does not divide the 2 ranks", "use 4 ranks"]),
@@ -76,7 +88,7 @@ IMPOSSIBLE = [
         ["rollout.max_response_tokens = 241", "257 tokens", "256 positions of the policy", "at most 240"],
     ),
     (TINY, ["data.max_prompt_tokens=256"], 2, ["data.max_prompt_tokens = 256", "256 positions"]),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("facts, overrides, ranks, fragments", IMPOSSIBLE)
@@ -90,16 +102,22 @@ def test_an_impossible_layout_is_refused_with_what_works(tmp_path, facts, overri
     assert "\n" not in text and all(fragment in text for fragment in fragments), text
 
 
-@pytest.mark.parametrize("overrides, ranks", [
-    (["rollout.tp=4", "policy.parallel.tp=1"], 4),  # vLLM repeats the two KV heads
-    (["policy.parallel.pp=2", "critic.parallel.pp=4"], 8),
-    (["rollout.max_response_tokens=240"], 2),
-    (["rollout.engine=megatron"], 6),
-    (["policy.parallel.cp=2", "critic.parallel.vpp=2", "reference.parallel.cp=4"], 4),
-    (["critic.parallel.layers_per_stage=[1,3]", "reference.parallel.pp=2", "reference.parallel.layers_per_stage=[3,1]"], 4),
-    (["policy.parallel.pp=4", "policy.parallel.tp=1", "critic.parallel.vpp=2", "critic.parallel.layers_per_stage=[1,1,1,1]"], 4),
-    ([NONE, "policy.parallel.tp=1"], 2),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "overrides, ranks",
+    [
+        (["rollout.tp=4", "policy.parallel.tp=1"], 4),  # vLLM repeats the two KV heads
+        (["policy.parallel.pp=2", "critic.parallel.pp=4"], 8),
+        (["rollout.max_response_tokens=240"], 2),
+        (["rollout.engine=megatron"], 6),
+        (["policy.parallel.cp=2", "critic.parallel.vpp=2", "reference.parallel.cp=4"], 4),
+        (["critic.parallel.layers_per_stage=[1,3]", "reference.parallel.pp=2", "reference.parallel.layers_per_stage=[3,1]"], 4),
+        (
+            ["policy.parallel.pp=4", "policy.parallel.tp=1", "critic.parallel.vpp=2", "critic.parallel.layers_per_stage=[1,1,1,1]"],
+            4,
+        ),
+        ([NONE, "policy.parallel.tp=1"], 2),
+    ],
+)
 def test_a_layout_that_works_passes(tmp_path, overrides, ranks):
     config = load_config(write_run(tmp_path), ["run.num_ranks=null", *overrides])
     layouts = check_layouts(config, read_archs(config), ranks)
@@ -107,11 +125,14 @@ def test_a_layout_that_works_passes(tmp_path, overrides, ranks):
     assert all(layouts[role].tp == getattr(config, role).parallel.tp and layouts[role].world_size == ranks for role in layouts)
 
 
-@pytest.mark.parametrize("overrides, ranks", [
-    ([SP, "policy.parallel.ep=2", "policy.router_aux_coef=0.001"], 2),
-    ([SP, "policy.parallel.ep=3", "policy.parallel.etp=2", "critic.parallel.ep=3", "reference.parallel.etp=3"], 6),
-    (["policy.parallel.tp=1", "policy.parallel.cp=2", "policy.parallel.ep=2", "rollout.tp=2"], 2),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "overrides, ranks",
+    [
+        ([SP, "policy.parallel.ep=2", "policy.router_aux_coef=0.001"], 2),
+        ([SP, "policy.parallel.ep=3", "policy.parallel.etp=2", "critic.parallel.ep=3", "reference.parallel.etp=3"], 6),
+        (["policy.parallel.tp=1", "policy.parallel.cp=2", "policy.parallel.ep=2", "rollout.tp=2"], 2),
+    ],
+)
 def test_a_layout_of_experts_that_works_passes(tmp_path, overrides, ranks):
     path = write_run(tmp_path)
     write_checkpoint(tmp_path / "model", SPARSE, tokenizer=False)
@@ -199,8 +220,10 @@ def test_roles_without_a_model_of_their_own_use_the_policys(tmp_path):
     other = write_checkpoint(tmp_path / "other", TINY | {"num_hidden_layers": 2}, tokenizer=False)
     config = load_config(write_run(tmp_path), [f"critic.model={other}"])
     assert {role: key for role, (key, _) in model_paths(config).items()} == {
-        "policy": "policy.model", "critic": "critic.model", "reference": "policy.model",
-    }  # fmt: skip
+        "policy": "policy.model",
+        "critic": "critic.model",
+        "reference": "policy.model",
+    }
     assert {role: arch.num_layers for role, arch in read_archs(config).items()} == {"policy": 4, "critic": 2, "reference": 4}
 
 

@@ -15,9 +15,22 @@ from .archs import MOE, llama
 LLAMA_7B = llama(layers=32, hidden=4096, heads=32, kv_heads=32, head_dim=128, ffn=11008, vocab=32000)
 # Qwen3-30B-A3B by its config.json; the number is that of its weight files (30.5 billion parameters, of which a token uses 3.3)
 QWEN3_30B_A3B = ModelArch(
-    "qwen3_moe", "Qwen3MoeForCausalLM", 48, 2048, 32, 4, 128, 6144, 151936, 40960, False, 1e-6, Rope(), qk_norm=True,
+    "qwen3_moe",
+    "Qwen3MoeForCausalLM",
+    48,
+    2048,
+    32,
+    4,
+    128,
+    6144,
+    151936,
+    40960,
+    False,
+    1e-6,
+    Rope(),
+    qk_norm=True,
     moe=MoeArch(128, 8, 768, True),
-)  # fmt: skip
+)
 # quickstart-like: 64*128 embedding, per layer q 128*128, k and v 64*128, o 128*128, 3*128*384, 2*128 norms, final norm, output
 QUICKSTART = 64 * 128 + 4 * (128 * 128 + 2 * 64 * 128 + 128 * 128 + 3 * 128 * 384 + 2 * 128) + 128 + 64 * 128
 
@@ -64,9 +77,15 @@ BYTES = [
 @pytest.mark.parametrize("dtype, trained, distributed, dp, expected", BYTES)
 def test_bytes_per_parameter(dtype, trained, distributed, dp, expected):
     memory = role_memory(
-        LLAMA_7B, ParallelLayout(8 * dp, 8), 0, dtype=dtype, trained=trained, micro_batch_tokens=1, num_micro_batches=1,
+        LLAMA_7B,
+        ParallelLayout(8 * dp, 8),
+        0,
+        dtype=dtype,
+        trained=trained,
+        micro_batch_tokens=1,
+        num_micro_batches=1,
         distributed_optimizer=distributed,
-    )  # fmt: skip
+    )
     parameters = (6_738_415_616 - 65 * 4096) // 8 + 65 * 4096
     assert (memory.weights, memory.gradients, memory.optimizer) == tuple(parameters * size for size in expected)
 
@@ -103,15 +122,11 @@ def test_offloaded_parts_are_there_only_while_the_role_works():
 def test_pipeline_stages_hold_as_many_micro_batches_as_1f1b_needs():
     layout = ParallelLayout(4, 1, 4)
     one = [
-        role_memory(
-            llama(), layout, stage, dtype="fp32", trained=True, micro_batch_tokens=64, num_micro_batches=1, value_head=True
-        )
+        role_memory(llama(), layout, stage, dtype="fp32", trained=True, micro_batch_tokens=64, num_micro_batches=1, value_head=True)
         for stage in range(4)
     ]
     many = [
-        role_memory(
-            llama(), layout, stage, dtype="fp32", trained=True, micro_batch_tokens=64, num_micro_batches=9, value_head=True
-        )
+        role_memory(llama(), layout, stage, dtype="fp32", trained=True, micro_batch_tokens=64, num_micro_batches=9, value_head=True)
         for stage in range(4)
     ]
     # A micro-batch keeps its layer and, from stage to stage, the input and the output.

@@ -160,9 +160,12 @@ def large(recipe, facts):
 
 @pytest.mark.parametrize(
     "recipe, facts, overrides",
-    [("llama3.1_70b_64gpu", "Llama-3.1-70B-Instruct", []), ("qwen3_30b_a3b_32gpu", "Qwen3-30B-A3B", []),
-     ("llama3.1_405b_256gpu", "Llama-3.1-405B-Instruct", ["rollout.memory_share=0.48", "rollout.sleep=none"])],
-)  # fmt: skip
+    [
+        ("llama3.1_70b_64gpu", "Llama-3.1-70B-Instruct", []),
+        ("qwen3_30b_a3b_32gpu", "Qwen3-30B-A3B", []),
+        ("llama3.1_405b_256gpu", "Llama-3.1-405B-Instruct", ["rollout.memory_share=0.48", "rollout.sleep=none"]),
+    ],
+)
 def test_every_relief_of_a_large_recipe_is_a_configuration_that_is_accepted_and_relieves(recipe, facts, overrides):
     plan_of = large(recipe, facts)
     plan = plan_of(*overrides)

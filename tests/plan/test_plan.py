@@ -8,10 +8,10 @@ import pytest
 from megappo import cli
 from megappo.config.errors import ConfigError
 from megappo.config.loading import load_config
-from megappo.plan.layouts import check_layouts, read_archs
 from megappo.parallel.layout import ParallelLayout
 from megappo.plan.activations import micro_batch_bytes
 from megappo.plan.estimate import make_plan
+from megappo.plan.layouts import check_layouts, read_archs
 from megappo.plan.memory import GIB
 from megappo.plan.prepare import prepare
 from megappo.plan.report import report
@@ -76,7 +76,9 @@ BF16 = ["run.num_ranks=null", "policy.dtype=bf16", "critic.dtype=bf16", "policy.
 def test_what_cannot_fit_is_refused_with_the_numbers(tmp_path):
     path = run_7b(tmp_path)
     # one H100: policy and critic alone are 2 * 6.7e9 * 18 bytes
-    with pytest.raises(ConfigError, match=r"rank 0 needs \d+ GiB for weights, gradients, optimizer, rollout and reserve and has 80.0 GiB"):
+    with pytest.raises(
+        ConfigError, match=r"rank 0 needs \d+ GiB for weights, gradients, optimizer, rollout and reserve and has 80.0 GiB"
+    ):
         plan_of(path, [*BF16, "policy.parallel.tp=1"], 1, "cuda", 80 * GIB)
     parts = ("parameters", "gradients", "optimizer")
     offloaded = [f"{role}.offload.{what}=true" for role in ("policy", "critic") for what in parts]
@@ -97,7 +99,8 @@ def test_vllm_that_cannot_start_is_refused(tmp_path):
     path = run_7b(tmp_path)
     full = [*BF16, "critic.parallel.tp=8", "reference.parallel.tp=8"]
     with pytest.raises(
-        ConfigError, match="memory_share = 0.1: of 80.0 GiB must hold vLLM's weights .12.6 GiB., and one sequence of 24 .* least 0.16"
+        ConfigError,
+        match="memory_share = 0.1: of 80.0 GiB must hold vLLM's weights .12.6 GiB., and one sequence of 24 .* least 0.16",
     ):
         plan_of(path, [*full, "rollout.memory_share=0.1"], 8, "cuda", 80 * GIB)
     plan_of(path, [*full, "rollout.memory_share=0.16"], 8, "cuda", 80 * GIB)
@@ -157,11 +160,16 @@ def test_the_report_says_what_the_plan_holds_in_100_columns(tmp_path):
     text = prepared.report()
     assert all(len(line) <= 100 for line in text.splitlines() if str(tmp_path) not in line)
     for expected in (
-        "803,968", "402,560", "2 ranks on cpu", "2 replicas of tp 1 on ranks 0 | 1",
-        "32 prompts x 2 samples = 64 samples", "4 mini-batches of 16 x 1 epoch = 4 optimizer steps",
-        "kept 100 of 100 prompts", "100 prompts / 32 per step = 4 steps (its last step takes 28 from the next epoch)",
+        "803,968",
+        "402,560",
+        "2 ranks on cpu",
+        "2 replicas of tp 1 on ranks 0 | 1",
+        "32 prompts x 2 samples = 64 samples",
+        "4 mini-batches of 16 x 1 epoch = 4 optimizer steps",
+        "kept 100 of 100 prompts",
+        "100 prompts / 32 per step = 4 steps (its last step takes 28 from the next epoch)",
         "run: 10 steps",  # ceil(300 / 32)
-    ):  # fmt: skip
+    ):
         assert expected in text, expected
     assert prepared.data.total_steps == 10
 
@@ -187,17 +195,27 @@ def test_the_report_shows_every_axis_that_a_role_uses(tmp_path):
     path = write_run(tmp_path)
     write_checkpoint(tmp_path / "model", SPARSE, tokenizer=False)
     axes = [
-        "policy.parallel.sequence_parallel=true", "policy.parallel.cp=2", "policy.parallel.ep=3", "critic.parallel.vpp=2",
-        "critic.parallel.layers_per_stage=[1,1,1,1]", "reference.parallel.pp=2", "reference.parallel.layers_per_stage=[3,1]",
-    ]  # fmt: skip
+        "policy.parallel.sequence_parallel=true",
+        "policy.parallel.cp=2",
+        "policy.parallel.ep=3",
+        "critic.parallel.vpp=2",
+        "critic.parallel.layers_per_stage=[1,1,1,1]",
+        "reference.parallel.pp=2",
+        "reference.parallel.layers_per_stage=[3,1]",
+    ]
     text = report(plan_of(path, ["run.num_ranks=null", *axes], 12))
     lines = [" ".join(line.split()) for line in text.splitlines()]
     for expected in (
-        "role tp pp dp vpp cp ep", "policy 2 sp 1 3 1 2 3", "critic 1 2 6 2 1 1", "reference 1 2 6 1 1 1",
-        "policy cp 0,2 | 1,3 | ... | 9,11 (6 groups)", "policy ep 0-2 | 3-5 | 6-8 | 9-11",
+        "role tp pp dp vpp cp ep",
+        "policy 2 sp 1 3 1 2 3",
+        "critic 1 2 6 2 1 1",
+        "reference 1 2 6 1 1 1",
+        "policy cp 0,2 | 1,3 | ... | 9,11 (6 groups)",
+        "policy ep 0-2 | 3-5 | 6-8 | 9-11",
         "critic: raised to a multiple of pp 2 (vpp 2); where there are fewer sequences, some are empty",
-        "critic: layers of the stages 1 + 1 | 1 + 1", "reference: layers of the stages 3 | 1",
-    ):  # fmt: skip
+        "critic: layers of the stages 1 + 1 | 1 + 1",
+        "reference: layers of the stages 3 | 1",
+    ):
         assert expected in lines, (expected, text)
     assert "2 of 6 x 96" in text and all(len(line) <= 100 for line in text.splitlines() if str(tmp_path) not in line)
     plain = report(plan_of(path, ["policy.parallel.tp=1"], 2))
@@ -293,9 +311,14 @@ def test_evaluation_prompts_are_counted_with_their_limit(tmp_path):
 
 def test_ranks_are_written_short():
     cases = {
-        (0,): "0", (0, 1): "0,1", (0, 1, 2): "0-2", (0, 8): "0,8", (0, 8, 16): "0-16 by 8", (0, 1, 4, 5): "0,1,4,5",
+        (0,): "0",
+        (0, 1): "0,1",
+        (0, 1, 2): "0-2",
+        (0, 8): "0,8",
+        (0, 8, 16): "0-16 by 8",
+        (0, 1, 4, 5): "0,1,4,5",
         (0, 1, 2, 8, 9, 10): "0-2,8-10",
-    }  # fmt: skip
+    }
     assert {ranks: ranks_text(ranks) for ranks in cases} == cases
     assert groups_text([[0, 1], [2, 3]]) == "0,1 | 2,3"
     assert groups_text([[n, n + 1] for n in range(0, 12, 2)]) == "0,1 | 2,3 | ... | 10,11 (6 groups)"

@@ -17,10 +17,17 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 
 def facts(architecture, layers, hidden, heads, kv_heads, ffn, vocab, tied, **more):
     return {
-        "architectures": [architecture], "num_hidden_layers": layers, "hidden_size": hidden, "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads, "intermediate_size": ffn, "vocab_size": vocab, "tie_word_embeddings": tied,
-        "max_position_embeddings": 4096, **more,
-    }  # fmt: skip
+        "architectures": [architecture],
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "intermediate_size": ffn,
+        "vocab_size": vocab,
+        "tie_word_embeddings": tied,
+        "max_position_embeddings": 4096,
+        **more,
+    }
 
 
 # recipe, shape by the model's config.json, number of parameters by its weight files

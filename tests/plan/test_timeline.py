@@ -24,7 +24,9 @@ from .checkpoints import write_run
 CONFIGS = Path(__file__).parents[2] / "configs"
 
 
-@pytest.mark.parametrize("pp, vpp, micro", [(1, 1, 3), (2, 1, 1), (2, 1, 5), (4, 1, 4), (4, 1, 16), (2, 2, 4), (4, 2, 8), (4, 3, 12)])
+@pytest.mark.parametrize(
+    "pp, vpp, micro", [(1, 1, 3), (2, 1, 1), (2, 1, 5), (4, 1, 4), (4, 1, 16), (2, 2, 4), (4, 2, 8), (4, 3, 12)]
+)
 def test_the_bubble_is_that_of_the_paper(pp, vpp, micro):
     """Narayanan et al. 2021: (pp - 1) / (vpp m) of the ideal time, so the share of all time is (pp - 1) / (vpp m + pp - 1)."""
     found = timeline(ParallelLayout(pp, pp=pp, vpp=vpp), micro)

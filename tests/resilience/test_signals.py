@@ -57,8 +57,11 @@ def test_usr1_is_taken_by_the_rank_and_not_noticed_by_its_children() -> None:
     """TERM still ends them."""
     done = subprocess.run(
         ["bash", "-c", 'trap "" USR1; exec "$@"', "rank", sys.executable, "-c", LISTENER],
-        env={"PYTHONPATH": str(Path(__file__).parents[2])}, capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
+        env={"PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert done.stdout.split() == ["None", "SIGUSR1", "True", str(-signal.SIGTERM)], done.stderr
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -22,9 +23,7 @@ def make_policy(path: str, layout: ParallelLayout, device: torch.device = torch.
     from megappo.trainer.roles import Policy, PolicyLossConfig
 
     config = PolicyConfig(model=path, dtype="fp32", micro_batch_tokens=256, optimizer=OptimizerConfig(lr=1e-2, eps=1e-5))
-    engine = build_trainable(
-        "policy", path, read_arch(path), config, build_groups(layout), device=device, total_updates=10, seed=0
-    )
+    engine = build_trainable("policy", path, read_arch(path), config, build_groups(layout), device=device, total_updates=10, seed=0)
     return Policy(engine, 1.0, PolicyLossConfig(0.2, 0.2, None, 0.0, 0.0, "k1", None))
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import random
-from typing import Any, Callable, Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -38,19 +39,41 @@ _LLAMA = dict(head_dim=32, num_hidden_layers=4)
 # name -> (checkpoint case, changes of its config, engine tp, train layouts)
 CASES: dict[str, tuple[str, dict, int, tuple[dict, ...]]] = {
     # 64 columns of an expert are whole blocks of vLLM's kernel
-    "experts to tp1 x 2": ("qwen3_moe", {**_MOE, "moe_intermediate_size": 64}, 1, (
-        dict(ep=2), dict(tp=2, etp=2, sequence_parallel=True), dict(pp=2, vpp=2),
-    )),
+    "experts to tp1 x 2": (
+        "qwen3_moe",
+        {**_MOE, "moe_intermediate_size": 64},
+        1,
+        (
+            dict(ep=2),
+            dict(tp=2, etp=2, sequence_parallel=True),
+            dict(pp=2, vpp=2),
+        ),
+    ),
     # 24 columns are 12 a rank, which vLLM pads to a block of 32
-    "experts to tp2": ("qwen3_moe", _MOE, 2, (
-        dict(tp=2, ep=2, sequence_parallel=True), dict(cp=2, ep=2), dict(etp=2), dict(pp=2, layers_per_stage=(1, 3)),
-    )),
+    "experts to tp2": (
+        "qwen3_moe",
+        _MOE,
+        2,
+        (
+            dict(tp=2, ep=2, sequence_parallel=True),
+            dict(cp=2, ep=2),
+            dict(etp=2),
+            dict(pp=2, layers_per_stage=(1, 3)),
+        ),
+    ),
     "unnormalised experts to tp1 x 2": ("qwen3_moe", {**_MOE, "norm_topk_prob": False}, 1, (dict(ep=2),)),
     "dense to tp1 x 2": ("llama", _LLAMA, 1, (dict(pp=2, vpp=2), dict(cp=2))),
-    "dense to tp2": ("llama", _LLAMA, 2, (
-        dict(tp=2, sequence_parallel=True), dict(pp=2, layers_per_stage=(3, 1)), dict(pp=2, vpp=2, layers_per_stage=(1, 0, 2, 1)),
-    )),
-}  # fmt: skip
+    "dense to tp2": (
+        "llama",
+        _LLAMA,
+        2,
+        (
+            dict(tp=2, sequence_parallel=True),
+            dict(pp=2, layers_per_stage=(3, 1)),
+            dict(pp=2, vpp=2, layers_per_stage=(1, 0, 2, 1)),
+        ),
+    ),
+}
 FAULTY = "experts to tp1 x 2"
 # Cases that also sample with top-k and top-p; the last layout of TIED has the whole output layer on every rank.
 TRUNCATED = ("dense to tp1 x 2", "dense to tp2")
@@ -73,7 +96,9 @@ def push_and_draw(engine: VllmEngine, policy: Any, version: int) -> dict[str, An
     greedy = MegatronRollout(policy.engine).generate(requests(), GREEDY)
     return {
         "distance": distance(policy, requests(), responses),
-        "same_tokens": [r.tokens for r in responses] == [r.tokens for r in greedy], "responses": responses, "metrics": metrics,
+        "same_tokens": [r.tokens for r in responses] == [r.tokens for r in greedy],
+        "responses": responses,
+        "metrics": metrics,
     }
 
 
@@ -174,7 +199,6 @@ class Misplacing:
 def kept_expert_kernels() -> Iterator[None]:
     """vLLM's own reload of experts on a CPU, without what the bridge does about it."""
 
-
     def close_module(receiver: VllmReceiver, name: str) -> None:
         layer = receiver._modules[name]
         receiver._api.process(layer, receiver._api.info(layer))
@@ -203,8 +227,9 @@ def world(tmp_path_factory) -> list[dict[str, Any]]:
 
 PUSHES = [
     pytest.param(name, str(ParallelLayout(RANKS, **sizes)), id=f"{ParallelLayout(RANKS, **sizes)} {name}")
-    for name, case in CASES.items() for sizes in case[3]
-]  # fmt: skip
+    for name, case in CASES.items()
+    for sizes in case[3]
+]
 
 
 @pytest.mark.parametrize("name, layout", PUSHES)

@@ -5,7 +5,8 @@ Stand-in streams check order and waits on any machine; the last tests run where 
 
 from __future__ import annotations
 
-from typing import Any, Iterator
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -72,9 +73,16 @@ def test_the_stream_that_an_engine_moved_to_is_waited_for_and_comes_back_for_it(
     with own.installed():
         cuda.log.append("generate")
     assert cuda.log == [
-        *FIRST, "set own b", "trainer waits for own b", "set trainer",
-        "own b waits for trainer", "set own b", "generate", "trainer waits for own b", "set trainer",
-    ]  # fmt: skip
+        *FIRST,
+        "set own b",
+        "trainer waits for own b",
+        "set trainer",
+        "own b waits for trainer",
+        "set own b",
+        "generate",
+        "trainer waits for own b",
+        "set trainer",
+    ]
 
 
 def test_a_replaced_set_stream_is_told_of_both_changes(cuda, monkeypatch):

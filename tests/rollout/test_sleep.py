@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import random
-from typing import Any, Iterator
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -60,7 +61,9 @@ def memory_of(engine: VllmEngine) -> dict[str, int]:
     worker = engine._llm.llm_engine.model_executor.driver_worker.worker
     model = worker.get_model()
     tensors = {"cache": worker.model_runner.kv_caches, "weights": (*model.parameters(), *model.buffers())}
-    return {name: sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in ts}.values()) for name, ts in tensors.items()}
+    return {
+        name: sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in ts}.values()) for name, ts in tensors.items()
+    }
 
 
 def answers(engine: VllmEngine) -> list[tuple]:
@@ -154,8 +157,10 @@ def in_world(rank: int, folder: str) -> dict[str, Any]:
             for name, (_, _, tp) in CASES.items()
         }
         return {
-            "steps": steps, "faults": run_faults(rank, f"{folder}/llama to tp2"), "long": run_long(rank, f"{folder}/long"),
-        }  # fmt: skip
+            "steps": steps,
+            "faults": run_faults(rank, f"{folder}/llama to tp2"),
+            "long": run_long(rank, f"{folder}/long"),
+        }
 
 
 # ----------------------------------------------------------------------------------------------------------------- tests
@@ -253,11 +258,14 @@ class FakeWorker:
         return torch.nn.Linear(2, 2)
 
 
-@pytest.mark.parametrize("sleep, calls", [
-    ("none", []),
-    ("cache", ["sleep 0", "release", "wake kv_cache", "sleep 0", "release"]),
-    ("all", ["sleep 0", "release", "wake kv_cache", "sleep 0", "release", "sleep 2", "wake weights"]),
-])
+@pytest.mark.parametrize(
+    "sleep, calls",
+    [
+        ("none", []),
+        ("cache", ["sleep 0", "release", "wake kv_cache", "sleep 0", "release"]),
+        ("all", ["sleep 0", "release", "wake kv_cache", "sleep 0", "release", "sleep 2", "wake weights"]),
+    ],
+)
 def test_the_calls_of_a_step(sleep, calls):
     llm, worker = FakeLLM(), FakeWorker()
     memory = VllmMemory(llm, worker, sleep)

@@ -11,8 +11,9 @@ import dataclasses
 import json
 import os
 import random
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Iterator
+from typing import Any
 
 import numpy
 import pytest
@@ -41,8 +42,15 @@ GREEDY = SamplingParams(max_tokens=16, temperature=0.0)
 
 # Positions of the long requests are past the original length, where YaRN and the scaling of the queries act.
 _MINISTRAL_ROPE = {
-    "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0, "mscale": 1.0,
-    "mscale_all_dim": 0.5, "beta_fast": 32.0, "beta_slow": 1.0, "llama_4_scaling_beta": 0.1,
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "rope_theta": 10000.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.5,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "llama_4_scaling_beta": 0.1,
 }
 # name -> (checkpoint case, changes of its config, engine tp, train layouts (tp, pp))
 CASES: dict[str, tuple[str, dict, int, tuple[tuple[int, int], ...]]] = {
@@ -103,8 +111,9 @@ def memory_of(engine: VllmEngine, destination: Any) -> dict[str, int]:
     cache_config = runner.vllm_config.cache_config
     return {
         "parameters": sum(shape.slots * shape.rows * shape.cols for shape in destination.shapes.values()),
-        "cache_bytes": sum(caches.values()), "cache_tokens": cache_config.num_gpu_blocks * cache_config.block_size,
-    }  # fmt: skip
+        "cache_bytes": sum(caches.values()),
+        "cache_tokens": cache_config.num_gpu_blocks * cache_config.block_size,
+    }
 
 
 class Policy:
@@ -139,11 +148,16 @@ def run_case(rank: int, folder: str, name: str) -> dict[str, Any]:
                 metrics = engine.push_weights(version)
                 responses = engine.generate(requests, GREEDY)
                 other = new if model is old else old
-                steps.append({
-                    "distance": distance(model, requests, responses), "greedy": is_greedy(model, requests, responses),
-                    "to_other": distance(other, requests, responses), "version": {r.version for r in responses},
-                    "lengths": [len(r.tokens) for r in responses], "metrics": metrics,
-                })
+                steps.append(
+                    {
+                        "distance": distance(model, requests, responses),
+                        "greedy": is_greedy(model, requests, responses),
+                        "to_other": distance(other, requests, responses),
+                        "version": {r.version for r in responses},
+                        "lengths": [len(r.tokens) for r in responses],
+                        "metrics": metrics,
+                    }
+                )
             results["push"][tp, pp] = steps
         destination = engine.receiver.describe(sync_module.hf_tensors(policy.arch))
         results["memory"] = memory_of(engine, destination)
@@ -184,15 +198,29 @@ def run_sampling(engine: VllmEngine, model: torch.nn.Module) -> dict[str, Any]:
         except ValueError as error:
             errors[key] = str(error)
     return {
-        "drawn": drawn, "again": again, "alone": alone, "reseeded": reseeded, "stopped": (ending, stopped), "ended": ended,
-        "worded": (word, worded), "errors": errors, "distance": distance(model, requests, drawn, 0.8),
+        "drawn": drawn,
+        "again": again,
+        "alone": alone,
+        "reseeded": reseeded,
+        "stopped": (ending, stopped),
+        "ended": ended,
+        "worded": (word, worded),
+        "errors": errors,
+        "distance": distance(model, requests, drawn, 0.8),
         "narrow_distance": truncated_distance(model, requests, narrow, 0.8, top_k=5),
-        "nucleus_distance": truncated_distance(model, requests, nucleus, 1.0, top_p=0.6), "none": engine.generate([], warm),
+        "nucleus_distance": truncated_distance(model, requests, nucleus, 1.0, top_p=0.6),
+        "none": engine.generate([], warm),
     }
 
 
-def truncated_distance(model: torch.nn.Module, requests: list[Request], responses: list[Response], temperature: float,
-                       top_k: int = 0, top_p: float = 1.0) -> float:
+def truncated_distance(
+    model: torch.nn.Module,
+    requests: list[Request],
+    responses: list[Response],
+    temperature: float,
+    top_k: int = 0,
+    top_p: float = 1.0,
+) -> float:
     """Largest |log-prob difference| to the renormalised top-k or nucleus distribution, written with a sort in float64."""
     worst = 0.0
     for request, response in zip(requests, responses, strict=True):
@@ -321,7 +349,11 @@ def run_tokenized(folder: str) -> dict[str, Any]:
         chosen = torch.log_softmax(logits, -1).gather(1, torch.tensor(response.tokens)[:, None])[:, 0]
         differences.append((chosen - torch.tensor(response.logprobs)).abs())
     return {
-        "drawn": drawn, "stopped": stopped, "expected": expected, "metrics": metrics, "rounding": rounding,
+        "drawn": drawn,
+        "stopped": stopped,
+        "expected": expected,
+        "metrics": metrics,
+        "rounding": rounding,
         "mean": float(torch.cat(differences).mean()),
         "parameters": sum(tensor.numel() for tensor in model.state_dict().values()),
     }
@@ -350,12 +382,18 @@ def logit_rounding(engine: VllmEngine, model: torch.nn.Module) -> dict[str, floa
 
 def process_state() -> dict[str, Any]:
     return {
-        "torch random": torch.get_rng_state().sum().item(), "numpy random": numpy.random.get_state()[1].sum(),
-        "python random": hash(random.getstate()), "environment": dict(os.environ), "set_num_threads": torch.set_num_threads,
+        "torch random": torch.get_rng_state().sum().item(),
+        "numpy random": numpy.random.get_state()[1].sum(),
+        "python random": hash(random.getstate()),
+        "environment": dict(os.environ),
+        "set_num_threads": torch.set_num_threads,
         "events": (torch.Event, torch.cuda.Event, torch.cuda.Stream, torch.cuda.current_stream),
         "threads": torch.get_num_threads(),
-        "accelerator": (torch.accelerator.synchronize, torch.accelerator.empty_cache), "pin_memory": torch.Tensor.pin_memory,
-        "record_stream": torch.Tensor.record_stream, "default dtype": torch.get_default_dtype(), "grad": torch.is_grad_enabled(),
+        "accelerator": (torch.accelerator.synchronize, torch.accelerator.empty_cache),
+        "pin_memory": torch.Tensor.pin_memory,
+        "record_stream": torch.Tensor.record_stream,
+        "default dtype": torch.get_default_dtype(),
+        "grad": torch.is_grad_enabled(),
     }
 
 
@@ -397,11 +435,19 @@ def write_multimodal(folder: Path, text: Path) -> None:
     tied = config.pop("tie_word_embeddings")
     config.pop("architectures")
     vision = dict(
-        model_type="pixtral", hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=32,
+        model_type="pixtral",
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        image_size=32,
         patch_size=16,
     )
     whole = dict(
-        architectures=["Mistral3ForConditionalGeneration"], model_type="mistral3", text_config=config, vision_config=vision,
+        architectures=["Mistral3ForConditionalGeneration"],
+        model_type="mistral3",
+        text_config=config,
+        vision_config=vision,
         tie_word_embeddings=tied,
     )
     (folder / "config.json").write_text(json.dumps(whole))

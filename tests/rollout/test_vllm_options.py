@@ -25,22 +25,31 @@ def options(tmp_path):
 
     def of(device_type: str = "cuda", peers_visible: bool = True, **settings: Any) -> dict[str, Any]:
         return vllm_options(
-            RolloutConfig(**settings), path, dtype=torch.bfloat16, max_model_len=96, seed=3, device_type=device_type,
-            executor="uni", peers_visible=peers_visible,
-        )  # fmt: skip
+            RolloutConfig(**settings),
+            path,
+            dtype=torch.bfloat16,
+            max_model_len=96,
+            seed=3,
+            device_type=device_type,
+            executor="uni",
+            peers_visible=peers_visible,
+        )
 
     return of
 
 
-@pytest.mark.parametrize("settings, expected", [
-    ({}, dict(enforce_eager=False, async_scheduling=None, enable_sleep_mode=False, kv_cache_memory_bytes=None)),
-    (dict(enforce_eager=True), dict(enforce_eager=True)),
-    (dict(async_scheduling=False), dict(async_scheduling=False)),
-    (dict(sleep="cache"), dict(enable_sleep_mode=True)),
-    (dict(sleep="all"), dict(enable_sleep_mode=True)),
-    (dict(tp=4, max_num_seqs=7, memory_share=0.6), dict(tensor_parallel_size=4, max_num_seqs=7, gpu_memory_utilization=0.6)),
-    (dict(kv_cache_gib=2.0), dict(kv_cache_memory_bytes=2 << 30, gpu_memory_utilization=0.01)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "settings, expected",
+    [
+        ({}, dict(enforce_eager=False, async_scheduling=None, enable_sleep_mode=False, kv_cache_memory_bytes=None)),
+        (dict(enforce_eager=True), dict(enforce_eager=True)),
+        (dict(async_scheduling=False), dict(async_scheduling=False)),
+        (dict(sleep="cache"), dict(enable_sleep_mode=True)),
+        (dict(sleep="all"), dict(enable_sleep_mode=True)),
+        (dict(tp=4, max_num_seqs=7, memory_share=0.6), dict(tensor_parallel_size=4, max_num_seqs=7, gpu_memory_utilization=0.6)),
+        (dict(kv_cache_gib=2.0), dict(kv_cache_memory_bytes=2 << 30, gpu_memory_utilization=0.01)),
+    ],
+)
 def test_settings_arrive(options, settings, expected):
     told = options(**settings)
     assert {name: told[name] for name in expected} == expected
@@ -54,8 +63,9 @@ def test_a_cpu_runs_eagerly_whole_prompts_and_sleeps_by_a_worker_of_our_own(opti
     assert "worker_cls" not in options("cpu")
 
 
-@pytest.mark.parametrize("runner, expected", [("auto", {}), ("v1", {"VLLM_USE_V2_MODEL_RUNNER": "0"}),
-                                              ("v2", {"VLLM_USE_V2_MODEL_RUNNER": "1"})])  # fmt: skip
+@pytest.mark.parametrize(
+    "runner, expected", [("auto", {}), ("v1", {"VLLM_USE_V2_MODEL_RUNNER": "0"}), ("v2", {"VLLM_USE_V2_MODEL_RUNNER": "1"})]
+)
 def test_the_model_runner_is_chosen_by_vllms_variable(runner, expected):
     assert vllm_environment(RolloutConfig(model_runner=runner), "cuda") == expected
     assert vllm_environment(RolloutConfig(model_runner=runner), "cpu") == {}
@@ -67,14 +77,17 @@ def test_ranks_that_do_not_see_each_others_gpus_reduce_by_nccl(options):
     assert variables[SYMMETRIC] == "0" and set(variables.values()) == {"0"} and len(variables) == 3
 
 
-@pytest.mark.parametrize("tp, places, together", [
-    (2, [("a", 0), ("a", 1), ("a", 2), ("a", 3)], True),
-    (2, [("a", 0), ("a", 0), ("a", 0), ("a", 0)], False),  # Slurm's --gpus-per-task
-    (1, [("a", 0), ("a", 0)], True),
-    (2, [("a", 0), ("b", 0)], True),  # two nodes: vLLM sees that by itself
-    (4, [("a", 0), ("a", 1), ("b", 0), ("b", 1)], True),
-    (2, [("a", 0), ("a", 1), ("b", 0), ("b", 0)], False),  # one replica is enough: all ranks decide alike
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "tp, places, together",
+    [
+        (2, [("a", 0), ("a", 1), ("a", 2), ("a", 3)], True),
+        (2, [("a", 0), ("a", 0), ("a", 0), ("a", 0)], False),  # Slurm's --gpus-per-task
+        (1, [("a", 0), ("a", 0)], True),
+        (2, [("a", 0), ("b", 0)], True),  # two nodes: vLLM sees that by itself
+        (4, [("a", 0), ("a", 1), ("b", 0), ("b", 1)], True),
+        (2, [("a", 0), ("a", 1), ("b", 0), ("b", 0)], False),  # one replica is enough: all ranks decide alike
+    ],
+)
 def test_ranks_of_a_host_on_one_device_number_see_different_gpus(tp, places, together):
     assert see_each_other(tp, places) is together
 

@@ -6,7 +6,8 @@ Called by `test_policy_push.py`, whose world holds engines and policies of many 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,8 +41,11 @@ def differences(
     inside = (kept == batch.tokens[:, None]).any(1), (kept.roll(1, 0) == batch.tokens[:, None]).any(1)
     both = mask & mask.roll(1)
     return {
-        "exact": float(exact.max()), "without": float(without.mean()), "counts": (kept != NO_ID).sum(1)[mask].tolist(),
-        "own": float(inside[0][mask].double().mean()), "others": float(inside[1][both].double().mean()),
+        "exact": float(exact.max()),
+        "without": float(without.mean()),
+        "counts": (kept != NO_ID).sum(1)[mask].tolist(),
+        "own": float(inside[0][mask].double().mean()),
+        "others": float(inside[1][both].double().mean()),
         "agreement": compare_with_sampler(batch.with_fields({"logprob": with_ids}), sampling),
     }
 

@@ -129,11 +129,14 @@ def decayed_over_masked(reward, value, mask, cu_seqlens, **kwargs):
     return advantages_op.gae(reward, value, torch.ones_like(mask), cu_seqlens, **kwargs)
 
 
-@pytest.mark.parametrize("script,name,broken,shapes,said", [
-    (bench_logprob, "vocab_parallel_logprob", wrong_entropy, "24x300", "24x300 float32: megappo reference wrong: entropy"),
-    (bench_linear_logprob, "linear_logprob", unsummed_dweight, "24x16x300", "wrong: dweight"),
-    (bench_gae, "gae", decayed_over_masked, "gae:600", "gae 600 float32: megappo reference wrong: returns"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "script,name,broken,shapes,said",
+    [
+        (bench_logprob, "vocab_parallel_logprob", wrong_entropy, "24x300", "24x300 float32: megappo reference wrong: entropy"),
+        (bench_linear_logprob, "linear_logprob", unsummed_dweight, "24x16x300", "wrong: dweight"),
+        (bench_gae, "gae", decayed_over_masked, "gae:600", "gae 600 float32: megappo reference wrong: returns"),
+    ],
+)
 def test_check_catches_an_op_that_computes_something_else(script, name, broken, shapes, said, monkeypatch, capsys):
     monkeypatch.setattr(script, name, broken)
     leave_out = ["--without", "torch,Megatron,Python", "--dtypes", "fp32"]
@@ -142,20 +145,23 @@ def test_check_catches_an_op_that_computes_something_else(script, name, broken, 
     assert script.main([*QUICK, *leave_out, "--shapes", shapes]) == 0  # nobody looked
 
 
-@pytest.mark.parametrize("script,argv,said", [
-    (bench_logprob, ["--shapes", "2048"], "shape '2048': want tokens x vocabulary"),
-    (bench_logprob, ["--shapes", "8x10/3"], "10 columns do not divide by 3"),
-    (bench_linear_logprob, ["--shapes", "8x0x10"], "shape '8x0x10'"),
-    (bench_gae, ["--shapes", "1Gi"], "shape '1Gi'"),
-    (bench_losses, ["--shapes", "-5"], "shape '-5'"),
-    (bench_losses, ["--only", "gae"], "--only gae: there are policy_loss, value_loss, whiten_apply"),
-    (bench_ops, ["--shapes", "ppo:1Mi"], "ppo is not one of logprob"),
-    (bench_logprob, ["--dtypes", "int8"], "--dtypes int8: use fp32, bf16, fp16"),
-    (bench_logprob, ["--repeats", "0"], "--repeats 0: at least 1"),
-    (bench_logprob, ["--repeats", "many"], "--repeats"),
-    (bench_logprob, ["--json", "missing/folder/x.json"], "there is no folder"),
-    (bench_logprob, ["--frobnicate"], "--frobnicate"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "script,argv,said",
+    [
+        (bench_logprob, ["--shapes", "2048"], "shape '2048': want tokens x vocabulary"),
+        (bench_logprob, ["--shapes", "8x10/3"], "10 columns do not divide by 3"),
+        (bench_linear_logprob, ["--shapes", "8x0x10"], "shape '8x0x10'"),
+        (bench_gae, ["--shapes", "1Gi"], "shape '1Gi'"),
+        (bench_losses, ["--shapes", "-5"], "shape '-5'"),
+        (bench_losses, ["--only", "gae"], "--only gae: there are policy_loss, value_loss, whiten_apply"),
+        (bench_ops, ["--shapes", "ppo:1Mi"], "ppo is not one of logprob"),
+        (bench_logprob, ["--dtypes", "int8"], "--dtypes int8: use fp32, bf16, fp16"),
+        (bench_logprob, ["--repeats", "0"], "--repeats 0: at least 1"),
+        (bench_logprob, ["--repeats", "many"], "--repeats"),
+        (bench_logprob, ["--json", "missing/folder/x.json"], "there is no folder"),
+        (bench_logprob, ["--frobnicate"], "--frobnicate"),
+    ],
+)
 def test_a_wrong_argument_is_one_line_and_exit_code_2(script, argv, said, capsys):
     assert script.main([*argv]) == 2
     captured = capsys.readouterr()

@@ -1,4 +1,6 @@
-"""The first run on a GPU, rehearsed on the CPU: its parts fit together, each fails alone, and the page tells what became of them."""
+"""The first run on a GPU, rehearsed on the CPU: its parts fit together, each fails alone, and the page tells what became of
+them.
+"""
 
 import subprocess
 import sys
@@ -24,9 +26,12 @@ def run(tmp_path: Path, *parts: Part, options: tuple[str, ...] = ()) -> tuple[in
 
 def test_each_part_fails_alone_and_the_page_says_how(tmp_path, capsys):
     code, page = run(
-        tmp_path, part("good", "echo fine"), part("bad", "echo '```'; echo why >&2; exit 3"),
-        part("absent", "exit 1", left_out=lambda place: "needs 8 GPUs"), part("last", "echo after"),
-    )  # fmt: skip
+        tmp_path,
+        part("good", "echo fine"),
+        part("bad", "echo '```'; echo why >&2; exit 3"),
+        part("absent", "exit 1", left_out=lambda place: "needs 8 GPUs"),
+        part("last", "echo after"),
+    )
     assert code == 1 and "failed: bad" in capsys.readouterr().out
     table, good, bad, last = page.split("## ")
     assert "| Part good | ok, 0 s |" in table and "| Part absent | left out: needs 8 GPUs |" in table
@@ -63,12 +68,15 @@ def test_a_long_log_is_cut_to_its_end(tmp_path):
     assert page.splitlines()[-2] == "1000" and "\n880\n" not in page
 
 
-@pytest.mark.parametrize("options, said", [
-    (["--rehearse", "--only", "doctor,bnch"], "--only bnch: there are machine, doctor"),
-    (["--rehearse", "--out", "{full}"], "it is not empty; name a new folder"),
-    (["--frobnicate"], "--frobnicate"),
-    ([], "docs/gpu.md, or --rehearse"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        (["--rehearse", "--only", "doctor,bnch"], "--only bnch: there are machine, doctor"),
+        (["--rehearse", "--out", "{full}"], "it is not empty; name a new folder"),
+        (["--frobnicate"], "--frobnicate"),
+        ([], "docs/gpu.md, or --rehearse"),
+    ],
+)
 def test_a_wrong_call_is_one_line_and_exit_code_2(options, said, tmp_path, capsys):
     import torch
 
@@ -109,7 +117,11 @@ def test_commands_for_gpus_name_files_and_overrides_that_exist(tmp_path):
 
 
 def test_the_quickstart_refuses_what_it_does_not_know():
-    for options, said in [(["--gpu", "3"], "--gpu 3: 1 or 2 GPUs"), (["--gpus"], "--gpus: unknown option"), (["--out"], "--out needs")]:
+    for options, said in [
+        (["--gpu", "3"], "--gpu 3: 1 or 2 GPUs"),
+        (["--gpus"], "--gpus: unknown option"),
+        (["--out"], "--out needs"),
+    ]:
         done = subprocess.run(["scripts/quickstart.sh", *options], cwd=ROOT, capture_output=True, text=True)
         assert done.returncode != 0 and said in done.stderr and "[setup" not in done.stdout
 

@@ -85,9 +85,12 @@ def test_an_untested_megatron_is_named() -> None:
 def test_a_gpu_without_code_and_an_op_without_its_kernel_are_named() -> None:
     archs = "8.0+PTX;9.0a"
     assert {name: capability.code_for(archs, gpu) for name, gpu in capability.GPUS.items()} == {
-        "A100": "machine code 8.0", "L40S": "machine code 8.0", "H100": "machine code 9.0a", "B200": "PTX 8.0",
+        "A100": "machine code 8.0",
+        "L40S": "machine code 8.0",
+        "H100": "machine code 9.0a",
+        "B200": "PTX 8.0",
         "RTX PRO 6000": "PTX 8.0",
-    }  # fmt: skip
+    }
     assert capability.code_for("8.0;9.0a", (10, 0)) is None
     good = {"gae": "cuda", "linear_stats": "triton", "linear_backward": "gemm + cuda"}
     assert capability.selection_fault(good, (8, 0)) == ""
@@ -171,9 +174,10 @@ def test_the_table_is_one_line_a_row_and_the_status_counts_failures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = [
-        Row("library", "loads", "ok", "x " * 200), Row("library", "NEEDED", "FAILED", "two\nlines"),
+        Row("library", "loads", "ok", "x " * 200),
+        Row("library", "NEEDED", "FAILED", "two\nlines"),
         Row("other", "a", "skipped", "why"),
-    ]  # fmt: skip
+    ]
     lines = list(table(rows))
     assert [line.split()[0] for line in lines] == ["library", "loads", "NEEDED", "other", "a"]
     assert lines[2].endswith("FAILED   two lines") and lines[1].endswith("...")

@@ -14,12 +14,12 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "install_transformer_engine.sh"
 HEADERS = {"cu13": "cublas_v2.h", "cudnn": "cudnn.h", "nccl": "nccl.h"}
 
 
-def environment(place: Path, *, cuda: str | None = "'13.0'", toolkit: str = "13.0", headers: dict[str, str] = HEADERS) -> dict[str, str]:
+def environment(
+    place: Path, *, cuda: str | None = "'13.0'", toolkit: str = "13.0", headers: dict[str, str] = HEADERS
+) -> dict[str, str]:
     """Variables under which `sys.executable` finds a torch, the headers of its wheels and an nvcc that only tell who they are."""
     (place / "torch").mkdir(parents=True)
-    (place / "torch" / "__init__.py").write_text(
-        f"__version__ = '2.13.0+cpu'\nclass version:\n    cuda = {cuda}\n"
-    )
+    (place / "torch" / "__init__.py").write_text(f"__version__ = '2.13.0+cpu'\nclass version:\n    cuda = {cuda}\n")
     for folder, header in headers.items():
         (place / "nvidia" / folder / "include").mkdir(parents=True)
         (place / "nvidia" / folder / "include" / header).touch()

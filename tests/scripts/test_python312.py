@@ -52,12 +52,21 @@ def quickstart(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str
     folder = tmp_path_factory.mktemp("quickstart")
     run("python", "scripts/quickstart_model.py", str(folder))
     return folder, [
-        f"run.output_dir={folder}", f"policy.model={folder}/model", f"data.tokenizer={folder}/model/tokenizer.model",
-        f"data.train={folder}/data/train.jsonl", f"data.eval={folder}/data/eval.jsonl", "data.prompts_per_step=16",
+        f"run.output_dir={folder}",
+        f"policy.model={folder}/model",
+        f"data.tokenizer={folder}/model/tokenizer.model",
+        f"data.train={folder}/data/train.jsonl",
+        f"data.eval={folder}/data/eval.jsonl",
+        "data.prompts_per_step=16",
         # vLLM's GPU wheel has no CPU.
-        "rollout.engine=megatron", "algorithm.mini_batch_size=32", "trainer.steps=2", "trainer.eval_every=2",
-        "critic.warmup_steps=0", "policy.optimizer.warmup_steps=0", "critic.optimizer.warmup_steps=0",
-    ]  # fmt: skip
+        "rollout.engine=megatron",
+        "algorithm.mini_batch_size=32",
+        "trainer.steps=2",
+        "trainer.eval_every=2",
+        "critic.warmup_steps=0",
+        "policy.optimizer.warmup_steps=0",
+        "critic.optimizer.warmup_steps=0",
+    ]
 
 
 def test_every_module_imports() -> None:

@@ -32,13 +32,16 @@ def setup(folder: Path, *options: str, without: tuple[str, ...] = (), **variable
     return subprocess.run([ROOT / "scripts/setup_cuda_env.sh", *options], env=environ, capture_output=True, text=True)
 
 
-@pytest.mark.parametrize("without, variables, reason", [
-    (("nvcc",), {}, "nvcc was not found (set CUDA_HOME or PATH to a CUDA toolkit)"),
-    (("g++",), {}, "g++ was not found (Debian: apt-get install g++)"),
-    (("python3",), {}, "no Python runs as python3.12 or python3.11 (set MEGAPPO_CUDA_PYTHON)"),
-    ((), {"MEGAPPO_CUDA_PYTHON": "python4"}, "no Python runs as python4 (set MEGAPPO_CUDA_PYTHON)"),
-    ((), {"MEGAPPO_CUDA_PYTHON": sys.executable, "MEGAPPO_CUDA_FREE_GIB": "9999999"}, "9999999 are needed"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "without, variables, reason",
+    [
+        (("nvcc",), {}, "nvcc was not found (set CUDA_HOME or PATH to a CUDA toolkit)"),
+        (("g++",), {}, "g++ was not found (Debian: apt-get install g++)"),
+        (("python3",), {}, "no Python runs as python3.12 or python3.11 (set MEGAPPO_CUDA_PYTHON)"),
+        ((), {"MEGAPPO_CUDA_PYTHON": "python4"}, "no Python runs as python4 (set MEGAPPO_CUDA_PYTHON)"),
+        ((), {"MEGAPPO_CUDA_PYTHON": sys.executable, "MEGAPPO_CUDA_FREE_GIB": "9999999"}, "9999999 are needed"),
+    ],
+)
 def test_what_is_missing_is_said_in_one_line(
     tmp_path: Path, without: tuple[str, ...], variables: dict[str, str], reason: str
 ) -> None:

@@ -65,5 +65,7 @@ def test_groups_and_names():
 def test_finite_or_none_reaches_into_structures():
     inf = float("inf")
     assert finite_or_none({"a": [1.0, -inf, (inf, "x")], "b": {"c": float("nan")}, "d": 3}) == {
-        "a": [1.0, None, [None, "x"]], "b": {"c": None}, "d": 3,
+        "a": [1.0, None, [None, "x"]],
+        "b": {"c": None},
+        "d": 3,
     }

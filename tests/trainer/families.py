@@ -34,9 +34,16 @@ MISTRAL = (
 
 # Prompts are longer than the original length, so that YaRN and the scaling of the queries act.
 _MINISTRAL_ROPE = {
-    "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0, "mscale": 1.0,
-    "mscale_all_dim": 0.5, "beta_fast": 32.0, "beta_slow": 1.0, "llama_4_scaling_beta": 0.1,
-}  # fmt: skip
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "rope_theta": 10000.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.5,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
 
 
 @dataclass(frozen=True)
@@ -52,35 +59,69 @@ class Family:
 
 FAMILIES: dict[str, Family] = {
     "qwen2.5 0.5b: policy tp 2 sp, critic pp 2": Family(
-        "gsm8k_qwen2.5_0.5b", "qwen2_tied", dict(hidden_size=128), TEMPLATE,
+        "gsm8k_qwen2.5_0.5b",
+        "qwen2_tied",
+        dict(hidden_size=128),
+        TEMPLATE,
         ("policy.parallel.tp=2", "policy.parallel.sequence_parallel=true", "critic.parallel.pp=2", "reference.parallel.tp=2"),
     ),
     "qwen2.5 1.5b: policy dp 2, critic tp 2, rollout tp 2": Family(
-        "gsm8k_qwen2.5_1.5b", "qwen2_tied", dict(hidden_size=128), TEMPLATE, ("critic.parallel.tp=2", "rollout.tp=2"),
+        "gsm8k_qwen2.5_1.5b",
+        "qwen2_tied",
+        dict(hidden_size=128),
+        TEMPLATE,
+        ("critic.parallel.tp=2", "rollout.tp=2"),
     ),
     "deepseek: policy pp 2, critic tp 2 sp, rollout tp 2": Family(
-        "gsm8k_deepseek_7b_chat", "llama", dict(head_dim=32, num_key_value_heads=4), DEEPSEEK,
-        ("policy.parallel.tp=1", "policy.parallel.sequence_parallel=false", "policy.parallel.pp=2", "critic.parallel.tp=2",
-         "rollout.tp=2"),
+        "gsm8k_deepseek_7b_chat",
+        "llama",
+        dict(head_dim=32, num_key_value_heads=4),
+        DEEPSEEK,
+        (
+            "policy.parallel.tp=1",
+            "policy.parallel.sequence_parallel=false",
+            "policy.parallel.pp=2",
+            "critic.parallel.tp=2",
+            "rollout.tp=2",
+        ),
     ),
     "llama 3.2, one gpu: policy pp 2, critic dp 2": Family(
-        "gsm8k_llama3.2_1b", "llama3_tied", dict(head_dim=32), LLAMA3, ("policy.parallel.pp=2", "reference.parallel.pp=2"),
+        "gsm8k_llama3.2_1b",
+        "llama3_tied",
+        dict(head_dim=32),
+        LLAMA3,
+        ("policy.parallel.pp=2", "reference.parallel.pp=2"),
     ),
     "llama 3.2, several gpus: its own layouts": Family(
-        "gsm8k_llama3.2_1b_multi", "llama3_tied", dict(head_dim=32), LLAMA3, (),
+        "gsm8k_llama3.2_1b_multi",
+        "llama3_tied",
+        dict(head_dim=32),
+        LLAMA3,
+        (),
     ),
     "ministral 3 as shipped: policy tp 2 sp, critic dp 2": Family(
-        "gsm8k_ministral3_3b", COMPOSITE, dict(head_dim=32, rope_parameters=_MINISTRAL_ROPE), MISTRAL,
+        "gsm8k_ministral3_3b",
+        COMPOSITE,
+        dict(head_dim=32, rope_parameters=_MINISTRAL_ROPE),
+        MISTRAL,
         ("critic.parallel.tp=1", "critic.parallel.sequence_parallel=false"),
     ),
     # Families without a recipe of their own, in the recipes of their nearest relatives.
     "qwen 3: policy dp 2, critic pp 2": Family(
-        "gsm8k_qwen2.5_0.5b", "qwen3", dict(head_dim=32), TEMPLATE, ("critic.parallel.pp=2",),
+        "gsm8k_qwen2.5_0.5b",
+        "qwen3",
+        dict(head_dim=32),
+        TEMPLATE,
+        ("critic.parallel.pp=2",),
     ),
     "mistral: policy tp 2, critic tp 2": Family(
-        "gsm8k_llama3.2_1b", "mistral", dict(head_dim=32), MISTRAL, ("policy.parallel.tp=2", "critic.parallel.tp=2"),
+        "gsm8k_llama3.2_1b",
+        "mistral",
+        dict(head_dim=32),
+        MISTRAL,
+        ("policy.parallel.tp=2", "critic.parallel.tp=2"),
     ),
-}  # fmt: skip
+}
 
 
 def write_family(folder: Path, family: Family) -> Path:
@@ -93,15 +134,28 @@ def write_family(folder: Path, family: Family) -> Path:
 def overrides_of(family: Family, model: Path, output: Path) -> list[str]:
     """What turns the recipe into a run of seconds. The learning rates are such that two steps can be seen in the weights."""
     sizes = [
-        f"policy.model={model}", f"run.output_dir={output}", "run.device=cpu", "run.num_ranks=2",
-        f"data.train={DIRECTORY / 'train.jsonl'}", f"data.eval={DIRECTORY / 'test.jsonl'}", "data.eval_prompts=4",
-        f"data.prompts_per_step={PROMPTS_PER_STEP}", f"algorithm.mini_batch_size={MINI_BATCH}",
-        f"data.max_prompt_tokens={MAX_PROMPT}", f"rollout.max_response_tokens={MAX_RESPONSE}", "rollout.max_num_seqs=8",
-        "policy.dtype=fp32", "critic.dtype=fp32", "policy.optimizer.lr=1e-3", "critic.optimizer.lr=1e-2", "trainer.epochs=null",
+        f"policy.model={model}",
+        f"run.output_dir={output}",
+        "run.device=cpu",
+        "run.num_ranks=2",
+        f"data.train={DIRECTORY / 'train.jsonl'}",
+        f"data.eval={DIRECTORY / 'test.jsonl'}",
+        "data.eval_prompts=4",
+        f"data.prompts_per_step={PROMPTS_PER_STEP}",
+        f"algorithm.mini_batch_size={MINI_BATCH}",
+        f"data.max_prompt_tokens={MAX_PROMPT}",
+        f"rollout.max_response_tokens={MAX_RESPONSE}",
+        "rollout.max_num_seqs=8",
+        "policy.dtype=fp32",
+        "critic.dtype=fp32",
+        "policy.optimizer.lr=1e-3",
+        "critic.optimizer.lr=1e-2",
+        "trainer.epochs=null",
         # Random models answer nothing right; values that are not zero give them advantages to learn from.
         "critic.value_head=normal",
-        "telemetry.trajectories_every=1", f"telemetry.trajectories_per_step={PROMPTS_PER_STEP}",
-    ]  # fmt: skip
+        "telemetry.trajectories_every=1",
+        f"telemetry.trajectories_per_step={PROMPTS_PER_STEP}",
+    ]
     if family.recipe != "gsm8k_deepseek_7b_chat":
         sizes.append("reference.dtype=fp32")
     return [*sizes, *family.layout]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Optional, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,9 +28,9 @@ class ProbedPPO(PPO):
     """The loop; after its last step it records what the engine's policy says of the probe sequences."""
 
     probe: PackedBatch
-    said: Optional[tuple[torch.Tensor, torch.Tensor]] = None
+    said: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    def run(self) -> Optional[Evaluation]:
+    def run(self) -> Evaluation | None:
         result = super().run()
         type(self).said = self.policy.logprobs(self.probe)
         return result

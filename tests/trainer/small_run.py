@@ -16,9 +16,18 @@ def write_small_task(folder: Path) -> None:
     """model/ (random llama and SentencePiece tokenizer) and data/ below `folder`."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=32, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
-        max_position_embeddings=64, bos_token_id=1, eos_token_id=2, pad_token_id=0, initializer_range=0.1,
-    )  # fmt: skip
+        vocab_size=32,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+        initializer_range=0.1,
+    )
     transformers.LlamaForCausalLM(config).save_pretrained(folder / "model")
     train_tokenizer(folder / "model")
     write_arithmetic(folder / "data", num_train=60, num_eval=20, num_sft=20, seed=0, task=ArithmeticTask(0, 9, "+-"))

@@ -20,7 +20,7 @@ Weights = dict[str, torch.Tensor]
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory) -> dict[str, Weights]:
-    """"run role" -> its weights, by canonical name."""
+    """ "run role" -> its weights, by canonical name."""
     folder = tmp_path_factory.mktemp("critics")
     write_small_task(folder)
     return spawn_world(runs_and_weights, 2, str(folder), timeout_s=500)[0]

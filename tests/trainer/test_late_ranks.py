@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -19,7 +20,9 @@ TIMEOUTS = {"start_s": 100.0, "pass_s": PASS_S, "meeting_s": 100.0}
 LATE = ("generation", "reward", "between passes", "save")
 
 
-def one_run(rank: int, folder: str, port: int, config: dict[str, Any], late: tuple[str, ...], hangs: bool, meets: bool) -> list[str]:
+def one_run(
+    rank: int, folder: str, port: int, config: dict[str, Any], late: tuple[str, ...], hangs: bool, meets: bool
+) -> list[str]:
     """Train in a world of the trainer's own making; on rank 1 each of `late` takes LATE_S longer, once the limits are short."""
     from megappo.checkpoint import store
     from megappo.parallel.groups import ProcessGroups
@@ -49,9 +52,11 @@ def one_run(rank: int, folder: str, port: int, config: dict[str, Any], late: tup
 
     main.settle = record
     places = {
-        "generation": (MegatronRollout, "generate"), "reward": (Scorer, "score"), "between passes": (ppo, "run_updates"),
+        "generation": (MegatronRollout, "generate"),
+        "reward": (Scorer, "score"),
+        "between passes": (ppo, "run_updates"),
         "save": (store, "save_rng"),
-    }  # fmt: skip
+    }
     for work in late:
         slow(*places[work], work, LATE_S)
     if hangs:

@@ -21,9 +21,19 @@ from tests.worlds import spawn_world
 STEPS = 3
 AGREEMENT = 1e-5  # of probabilities, fp32
 _SIZES = dict(
-    vocab_size=32, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
-    head_dim=32, max_position_embeddings=64, bos_token_id=1, eos_token_id=2, pad_token_id=0, initializer_range=0.1,
-)  # fmt: skip
+    vocab_size=32,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+    head_dim=32,
+    max_position_embeddings=64,
+    bos_token_id=1,
+    eos_token_id=2,
+    pad_token_id=0,
+    initializer_range=0.1,
+)
 EXPERTS = dict(moe_intermediate_size=24, num_experts=8, num_experts_per_tok=2, norm_topk_prob=True)
 WINDOW = 4
 TP_SP_EP = {"tp": 2, "sequence_parallel": True, "ep": 2}
@@ -43,10 +53,18 @@ def write_models(folder: Path) -> None:
 
 
 def config_of(folder: Path, name: str, model: str, **overrides: Any) -> dict[str, Any]:
-    return small_config(folder, name, steps=STEPS, **{
-        "policy.model": str(folder / model), "policy.optimizer.lr": 5e-3, "critic.optimizer.lr": 5e-3, "trainer.eval_every": 0,
-        **overrides,
-    })
+    return small_config(
+        folder,
+        name,
+        steps=STEPS,
+        **{
+            "policy.model": str(folder / model),
+            "policy.optimizer.lr": 5e-3,
+            "critic.optimizer.lr": 5e-3,
+            "trainer.eval_every": 0,
+            **overrides,
+        },
+    )
 
 
 def run_all(rank: int, runs: list[tuple[dict[str, Any], bool]], stale: list[tuple[dict[str, Any], bool]]) -> None:

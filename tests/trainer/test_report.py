@@ -57,8 +57,15 @@ def metrics_of(step_record):
     return step_record.metrics(timers, None)
 
 
-POLICY_SUMS = {"surrogate_sum": 3.0, "tokens_sum": 5.0, "clip_low_sum": 1.0, "clip_high_sum": 0.0, "dual_clip_sum": 0.0,
-               "approx_kl_sum": 0.5, "ratio_sum": 5.5}  # fmt: skip
+POLICY_SUMS = {
+    "surrogate_sum": 3.0,
+    "tokens_sum": 5.0,
+    "clip_low_sum": 1.0,
+    "clip_high_sum": 0.0,
+    "dual_clip_sum": 0.0,
+    "approx_kl_sum": 0.5,
+    "ratio_sum": 5.5,
+}
 WANT = {
     "reward/score_mean": 0.75,
     "reward/score_std": 0.25,
@@ -99,12 +106,15 @@ def test_explained_variance_is_of_values_against_returns():
     assert metrics_of(record())["critic/explained_variance"] == pytest.approx(float(want), abs=1e-6)
 
 
-@pytest.mark.parametrize("name, noticed", [
-    ("entropy", "policy/entropy"),
-    ("logprob", "kl/per_token"),
-    ("value", "critic/value_mean"),
-    ("raw_advantage", "policy/advantage_mean"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, noticed",
+    [
+        ("entropy", "policy/entropy"),
+        ("logprob", "kl/per_token"),
+        ("value", "critic/value_mean"),
+        ("raw_advantage", "policy/advantage_mean"),
+    ],
+)
 def test_a_field_that_is_one_token_off_is_noticed(name, noticed):
     shifted = {**FIELDS, name: [FIELDS[name][-1], *FIELDS[name][:-1]]}
     assert noticed in wrong(metrics_of(record(POLICY_SUMS, shifted)))

@@ -1,4 +1,6 @@
-"""A run that is stopped and resumed ends with the same bits as one that was not: policy tp=2, critic pp=2, adaptive KL, real vLLM."""
+"""A run that is stopped and resumed ends with the same bits as one that was not: policy tp=2, critic pp=2, adaptive KL, real
+vLLM.
+"""
 
 from __future__ import annotations
 

@@ -47,9 +47,15 @@ def experience():
 
 SCORE = torch.tensor([1.0, 7.0, -0.5, 0.25, 2.0])
 PLAIN = AdvantageShaping(
-    gamma=0.9, lam=0.8, lam_value=None, lam_length_alpha=None, kl_in_reward=False, kl_estimator="k1", whiten=False,
+    gamma=0.9,
+    lam=0.8,
+    lam_value=None,
+    lam_length_alpha=None,
+    kl_in_reward=False,
+    kl_estimator="k1",
+    whiten=False,
     bootstrap_truncated=False,
-)  # fmt: skip
+)
 
 
 def shaped_by_hand(batch, shaping, kl_coef):
@@ -98,9 +104,16 @@ def test_rewards_advantages_and_returns_follow_the_recurrences(shaping):
     assert not differs_by_hand(batch, shaping, shaping.apply(batch, SCORE, 0.3))
 
 
-@pytest.mark.parametrize("broken", [
-    {"kl_in_reward": False}, {"bootstrap_truncated": False}, {"lam_value": None}, {"gamma": 0.99}, {"kl_estimator": "k2"},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "broken",
+    [
+        {"kl_in_reward": False},
+        {"bootstrap_truncated": False},
+        {"lam_value": None},
+        {"gamma": 0.99},
+        {"kl_estimator": "k2"},
+    ],
+)
 def test_shaping_that_ignores_a_setting_is_noticed(broken):
     batch, wanted = experience(), SHAPINGS[-1]
     assert differs_by_hand(batch, wanted, replace(wanted, **broken).apply(batch, SCORE, 0.3))
@@ -273,15 +286,18 @@ def drawn_with(sampling, batch):
     return batch.with_fields({"kept": kept})
 
 
-@pytest.mark.parametrize("trainer, sampler, sampling, mean, maximum", [
-    ([0.5, 0.5], [0.5, 0.5], WHOLE, 0.0, 0.0),
-    ([0.5, 0.2], [0.4, 0.4], WHOLE, 0.15, 0.2),
-    ([0.5, 0.2], [0.4, 0.4], UNREPLAYED, 0.05, 0.1),
-    ([0.5, 0.2], [0.9, 0.8], UNREPLAYED, 0.0, 0.0),
-    ([0.5, 0.2], [0.4, 0.4], REPLAYED, 0.15, 0.2),
-    ([0.5, 0.2], [0.9, 0.8], REPLAYED, 0.5, 0.6),
-    ([], [], WHOLE, 0.0, 0.0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "trainer, sampler, sampling, mean, maximum",
+    [
+        ([0.5, 0.5], [0.5, 0.5], WHOLE, 0.0, 0.0),
+        ([0.5, 0.2], [0.4, 0.4], WHOLE, 0.15, 0.2),
+        ([0.5, 0.2], [0.4, 0.4], UNREPLAYED, 0.05, 0.1),
+        ([0.5, 0.2], [0.9, 0.8], UNREPLAYED, 0.0, 0.0),
+        ([0.5, 0.2], [0.4, 0.4], REPLAYED, 0.15, 0.2),
+        ([0.5, 0.2], [0.9, 0.8], REPLAYED, 0.5, 0.6),
+        ([], [], WHOLE, 0.0, 0.0),
+    ],
+)
 def test_agreement_is_the_difference_of_probabilities(trainer, sampler, sampling, mean, maximum):
     got = compare_with_sampler(drawn_with(sampling, sampled(trainer, sampler)), sampling)
     assert (got.mean, got.max) == pytest.approx((mean, maximum), abs=1e-7)
@@ -362,8 +378,10 @@ def test_experience_holds_the_ids_that_each_token_was_drawn_from():
 
 
 def test_ids_can_be_recorded_only_where_their_number_is_bounded():
-    assert [SamplingParams(8, temperature, p, k, record_kept=True).kept_width for temperature, p, k in (
-        (1.0, 1.0, -1), (0.0, 0.9, 5), (1.0, 1.0, 8), (0.5, 0.9, 50), (1.0, 0.9, 128))] == [0, 0, 25, 72, 160]
+    assert [
+        SamplingParams(8, temperature, p, k, record_kept=True).kept_width
+        for temperature, p, k in ((1.0, 1.0, -1), (0.0, 0.9, 5), (1.0, 1.0, 8), (0.5, 0.9, 50), (1.0, 0.9, 128))
+    ] == [0, 0, 25, 72, 160]
     assert SamplingParams(8, top_p=0.9).kept_width == 0
     with pytest.raises(ValueError, match="top_p 0.9 .*set top_k too"):
         SamplingParams(8, top_p=0.9, record_kept=True)
@@ -473,6 +491,12 @@ def test_ties_with_the_kth_token_stay():
 def test_a_temperature_that_is_none_is_refused(temperature):
     with pytest.raises(ValueError, match="--temperature .* must be 0"):
         answer(
-            "absent", ["1+1="], tokenizer_path=None, engine="megatron", max_tokens=4, temperature=temperature,
-            chat_template=False, dtype="fp32",
-        )  # fmt: skip
+            "absent",
+            ["1+1="],
+            tokenizer_path=None,
+            engine="megatron",
+            max_tokens=4,
+            temperature=temperature,
+            chat_template=False,
+            dtype="fp32",
+        )

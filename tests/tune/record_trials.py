@@ -28,10 +28,16 @@ from megappo.tune.trials import Measured, Trial, outcome_file, read_outcome, wri
 TARGET = Path(__file__).with_name("trials_cpu.json")
 RANKS, ROUNDS = 2, 1
 MODEL = {
-    "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 8, "hidden_size": 256, "num_attention_heads": 8,
-    "num_key_value_heads": 4, "intermediate_size": 704, "vocab_size": 2048, "max_position_embeddings": 256,
+    "architectures": ["LlamaForCausalLM"],
+    "num_hidden_layers": 8,
+    "hidden_size": 256,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "intermediate_size": 704,
+    "vocab_size": 2048,
+    "max_position_embeddings": 256,
     "tie_word_embeddings": False,
-}  # fmt: skip
+}
 SAMPLES, PROMPT, RESPONSE = 8, 32, 96
 # Overrides of the policy: 1,024 tokens in an update, 512 of them on each of two data-parallel ranks.
 LAYOUTS: dict[str, list[str]] = {
@@ -42,7 +48,9 @@ LAYOUTS: dict[str, list[str]] = {
     "tp2, 8 micro-batches": ["policy.parallel.tp=2", "policy.micro_batch_tokens=128"],
     "tp2 sp": ["policy.parallel.tp=2", "policy.parallel.sequence_parallel=true", "policy.micro_batch_tokens=1024"],
     "tp2 sp, recompute full": [
-        "policy.parallel.tp=2", "policy.parallel.sequence_parallel=true", "policy.micro_batch_tokens=1024",
+        "policy.parallel.tp=2",
+        "policy.parallel.sequence_parallel=true",
+        "policy.micro_batch_tokens=1024",
         "policy.recompute=full",
     ],
     "cp2": ["policy.parallel.cp=2", "policy.micro_batch_tokens=1024"],
@@ -52,9 +60,11 @@ LAYOUTS: dict[str, list[str]] = {
     "pp2 vpp2, 8 micro-batches": ["policy.parallel.pp=2", "policy.parallel.vpp=2", "policy.micro_batch_tokens=128"],
     "pp2 vpp4, 8 micro-batches": ["policy.parallel.pp=2", "policy.parallel.vpp=4", "policy.micro_batch_tokens=128"],
     "pp2 of 6 and 2 layers, 8 micro-batches": [
-        "policy.parallel.pp=2", "policy.parallel.layers_per_stage=[6,2]", "policy.micro_batch_tokens=128",
+        "policy.parallel.pp=2",
+        "policy.parallel.layers_per_stage=[6,2]",
+        "policy.micro_batch_tokens=128",
     ],
-}  # fmt: skip
+}
 
 
 def write_run(folder: Path) -> Path:

@@ -109,7 +109,7 @@ MISTAKES = [
     ([], "--gpu is missing: a100"),
     (["--gpu", "h100", "--gpus", "many"], "argument --gpus: invalid int value: 'many'"),
     (["--gpu", "h100", "--tensor-model-parallel-size", "8"], "set as key=value; did you mean policy.parallel.tp=VALUE?"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("arguments, message", MISTAKES, ids=lambda value: " ".join(value) if isinstance(value, list) else "")

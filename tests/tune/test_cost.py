@@ -172,9 +172,7 @@ def test_recomputation_costs_one_forward_pass_of_the_layers():
 def test_a_token_is_decoded_as_fast_as_weights_and_cache_are_read():
     rollout = TrainConfig.model_validate({"policy": {"model": "none"}, "data": {"train": "none"}}).rollout
     memory = {tp: RolloutMemory(int(2e9 / tp), int(65536 / tp), int(20e9)) for tp in (1, 2)}
-    found = {
-        tp: vllm_cost(ARCH, rollout.model_copy(update={"tp": tp}), "bf16", memory[tp], WORK, 8, H100) for tp in (1, 2)
-    }
+    found = {tp: vllm_cost(ARCH, rollout.model_copy(update={"tp": tp}), "bf16", memory[tp], WORK, 8, H100) for tp in (1, 2)}
     assert found[1].at_once == 32 and found[2].at_once == 64
     reads = memory[1].weights + 32 * (256 + 384) * 65536
     assert found[1].decode_s == pytest.approx(768 * (reads / H100.memory_bytes_per_s + H100.decode_overhead_us * 1e-6))

@@ -16,10 +16,14 @@ from megappo.tune.enumerate import layouts, nearly_even, recompute_choices, roll
 
 
 def config_with(parallel: ParallelConfig, rollout_tp: int = 1) -> TrainConfig:
-    return TrainConfig.model_validate({
-        "policy": {"model": "none", "parallel": parallel.model_dump(mode="python")}, "data": {"train": "none"},
-        "rollout": {"tp": rollout_tp, "max_response_tokens": 8}, "algorithm": {"kl": {"placement": "none"}},
-    })  # fmt: skip
+    return TrainConfig.model_validate(
+        {
+            "policy": {"model": "none", "parallel": parallel.model_dump(mode="python")},
+            "data": {"train": "none"},
+            "rollout": {"tp": rollout_tp, "max_response_tokens": 8},
+            "algorithm": {"kl": {"placement": "none"}},
+        }
+    )
 
 
 def accepted(parallel: ParallelConfig, arch: ModelArch, world: int, rollout_tp: int = 1) -> bool:
@@ -38,10 +42,21 @@ def archs(draw):
         experts, columns, dense = (draw(st.sampled_from(sizes)) for sizes in ([4, 6, 8, 16], [12, 64], [(), (0,)]))
         moe = MoeArch(experts, 2, columns, True, dense)
     return ModelArch(
-        "qwen3_moe" if moe else "llama", "Qwen3MoeForCausalLM" if moe else "LlamaForCausalLM", draw(st.integers(2, 14)), 64,
-        kv_heads * draw(st.sampled_from([1, 2, 4])), kv_heads, 8, draw(st.sampled_from([48, 64, 96])), 128, 4096, False, 1e-6,
-        Rope(), moe=moe,
-    )  # fmt: skip
+        "qwen3_moe" if moe else "llama",
+        "Qwen3MoeForCausalLM" if moe else "LlamaForCausalLM",
+        draw(st.integers(2, 14)),
+        64,
+        kv_heads * draw(st.sampled_from([1, 2, 4])),
+        kv_heads,
+        8,
+        draw(st.sampled_from([48, 64, 96])),
+        128,
+        4096,
+        False,
+        1e-6,
+        Rope(),
+        moe=moe,
+    )
 
 
 @settings(max_examples=25, deadline=None)
@@ -81,9 +96,13 @@ def test_a_layout_that_the_plan_refuses_would_be_noticed():
 @pytest.mark.parametrize(
     "layers, parts, split",
     [
-        (126, 16, (7, *[8] * 14, 7)), (126, 64, (1, *[2] * 62, 1)), (7, 4, (2, 2, 2, 1)), (10, 4, (2, 3, 3, 2)), (9, 4, None),
+        (126, 16, (7, *[8] * 14, 7)),
+        (126, 64, (1, *[2] * 62, 1)),
+        (7, 4, (2, 2, 2, 1)),
+        (10, 4, (2, 3, 3, 2)),
+        (9, 4, None),
         (3, 4, None),
-    ],  # fmt: skip
+    ],
 )
 def test_uneven_stages_are_short_at_the_ends(layers, parts, split):
     assert nearly_even(layers, parts) == split

@@ -21,24 +21,39 @@ from megappo.tune.search import Machine, Search
 
 # Facts of "The Llama 3 Herd of Models" (2024), table 3, and of "Qwen3 Technical Report" (2025), table 2.
 LLAMA = {
-    "architectures": ["LlamaForCausalLM"], "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072,
+    "architectures": ["LlamaForCausalLM"],
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
     "tie_word_embeddings": False,
-}  # fmt: skip
+}
 LLAMA_70B = LLAMA | {"num_hidden_layers": 80, "hidden_size": 8192, "num_attention_heads": 64, "intermediate_size": 28672}
 LLAMA_405B = LLAMA | {"num_hidden_layers": 126, "hidden_size": 16384, "num_attention_heads": 128, "intermediate_size": 53248}
 QWEN3_30B = {
-    "architectures": ["Qwen3MoeForCausalLM"], "num_hidden_layers": 48, "hidden_size": 2048, "num_attention_heads": 32,
-    "num_key_value_heads": 4, "head_dim": 128, "intermediate_size": 6144, "vocab_size": 151936, "max_position_embeddings": 40960,
-    "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_hidden_layers": 48,
+    "hidden_size": 2048,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "intermediate_size": 6144,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
     "tie_word_embeddings": False,
-}  # fmt: skip
+}
 
 # "Efficient large-scale language model training on GPU clusters" (Narayanan et al. 2021), table 1.
 GPT_LENGTH = 2048
 GPT = {
-    "architectures": ["LlamaForCausalLM"], "vocab_size": 51200, "max_position_embeddings": GPT_LENGTH,
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 51200,
+    "max_position_embeddings": GPT_LENGTH,
     "tie_word_embeddings": True,
-}  # fmt: skip
+}
 # parameters -> heads, hidden size, layers, tp, pp, GPUs, sequences of a step, TFLOP/s of a GPU
 GPT_RUNS = {
     "1.7B": (24, 2304, 24, 1, 1, 32, 512, 137),

@@ -60,8 +60,8 @@ def stand_in(folder, monkeypatch, stub):
     python = folder / "python"
     python.write_text(
         f'#!/bin/bash\ncase "$*" in\n  "-m megappo.tune.rank"*) exec {PYTHON} {STUB} "${{@:3}}" ;;\n'
-        f'  *) exec {PYTHON} -c "import sys, runpy; sys.executable = sys.argv.pop(1); sys.argv[:3] = [\'batch\']; '
-        "runpy.run_module('megappo.tune.batch', run_name='__main__')\" \"$0\" \"$@\" ;;\nesac\n"
+        f"  *) exec {PYTHON} -c \"import sys, runpy; sys.executable = sys.argv.pop(1); sys.argv[:3] = ['batch']; "
+        'runpy.run_module(\'megappo.tune.batch\', run_name=\'__main__\')" "$0" "$@" ;;\nesac\n'
     )
     python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))

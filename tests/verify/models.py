@@ -9,29 +9,71 @@ from typing import Any
 from tests.trainer.public_models import DEEPSEEK_7B, LLAMA_1B, MINISTRAL_3B, QWEN_05B
 
 QWEN3: dict[str, Any] = {
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "num_hidden_layers": 36, "hidden_size": 4096, "head_dim": 128,
-    "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 12288, "vocab_size": 151936,
-    "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "tie_word_embeddings": False,
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "num_hidden_layers": 36,
+    "hidden_size": 4096,
+    "head_dim": 128,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 12288,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": False,
     "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
-    "use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 28,
-}  # fmt: skip
+    "use_sliding_window": True,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+}
 QWEN3_MOE: dict[str, Any] = {
-    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_hidden_layers": 48, "hidden_size": 2048,
-    "head_dim": 128, "num_attention_heads": 32, "num_key_value_heads": 4, "intermediate_size": 6144, "moe_intermediate_size": 768,
-    "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [0, 5],
-    "vocab_size": 151936, "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0,
-    "tie_word_embeddings": False, "use_sliding_window": False, "sliding_window": None,
-}  # fmt: skip
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_hidden_layers": 48,
+    "hidden_size": 2048,
+    "head_dim": 128,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [0, 5],
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": False,
+    "use_sliding_window": False,
+    "sliding_window": None,
+}
 MISTRAL: dict[str, Any] = {
-    "architectures": ["MistralForCausalLM"], "model_type": "mistral", "num_hidden_layers": 32, "hidden_size": 4096,
-    "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 32000,
-    "max_position_embeddings": 32768, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "sliding_window": 4096,
-}  # fmt: skip
+    "architectures": ["MistralForCausalLM"],
+    "model_type": "mistral",
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "vocab_size": 32000,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "sliding_window": 4096,
+}
 
 MODELS: dict[str, dict[str, Any]] = {
-    "llama": DEEPSEEK_7B, "llama3": LLAMA_1B, "qwen2": QWEN_05B, "qwen3": QWEN3, "qwen3_moe": QWEN3_MOE, "mistral": MISTRAL,
+    "llama": DEEPSEEK_7B,
+    "llama3": LLAMA_1B,
+    "qwen2": QWEN_05B,
+    "qwen3": QWEN3,
+    "qwen3_moe": QWEN3_MOE,
+    "mistral": MISTRAL,
     "ministral3": MINISTRAL_3B,
-}  # fmt: skip
+}
 
 
 def write_config_json(folder: Path, model: str, **changes: Any) -> str:

@@ -26,7 +26,9 @@ LAYOUTS: dict[str, tuple[dict, dict, dict]] = {
     "tp and pp": (SP, dict(pp=2), {}),
     "interleaved": (dict(pp=2, vpp=2), dict(**SP, cp=2), dict(pp=4)),
     "uneven": (
-        dict(pp=2, layers_per_stage="uneven"), dict(pp=2, vpp=2, layers_per_stage="uneven"), dict(pp=3, layers_per_stage="uneven")
+        dict(pp=2, layers_per_stage="uneven"),
+        dict(pp=2, vpp=2, layers_per_stage="uneven"),
+        dict(pp=3, layers_per_stage="uneven"),
     ),
     "large": (dict(tp=8, pp=4, sequence_parallel=True, layers_per_stage="uneven"), dict(pp=2, vpp=2, cp=2), dict(cp=4)),
 }
@@ -158,31 +160,37 @@ def test_settings_of_the_run_are_kept_and_switched_off_on_one_rank(tmp_path) -> 
     assert {"recompute", "offload", "optimizer.distributed", "micro_batch_tokens", "tp", "pp", "dp"} <= set(one_at_a_time(run))
 
 
-@pytest.mark.parametrize("given, expected", [
-    ([(10, 9, 9, 8)], (8, [(3, 2, 2, 1)])),
-    ([(22, 26)], (3, [(1, 2)])),
-    ([(22, 26), (16, 32)], (3, [(1, 2), (1, 2)])),
-    ([(22, 26), ()], (4, [(1, 3), ()])),  # the other layout has two even stages
-    ([(5, 5)], (2, [()])),
-    ([()], (2, [()])),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "given, expected",
+    [
+        ([(10, 9, 9, 8)], (8, [(3, 2, 2, 1)])),
+        ([(22, 26)], (3, [(1, 2)])),
+        ([(22, 26), (16, 32)], (3, [(1, 2), (1, 2)])),
+        ([(22, 26), ()], (4, [(1, 3), ()])),  # the other layout has two even stages
+        ([(5, 5)], (2, [()])),
+        ([()], (2, [()])),
+    ],
+)
 def test_uneven_splits_keep_their_order(given, expected) -> None:
     parallels = [ParallelConfig(pp=len(split) or 2, layers_per_stage=split) for split in given]
     layers, small = split_layers(parallels)
     assert (layers, [parallel.layers_per_stage for parallel in small]) == expected
 
 
-@pytest.mark.parametrize("sizes, max_ranks, expected", [
-    (dict(tp=8), 8, dict(tp=8)),
-    (dict(tp=8, pp=4), 8, dict(tp=2, pp=4)),
-    (dict(tp=8, pp=4, sequence_parallel=True), 2, dict(tp=1, pp=2)),
-    (dict(pp=4, vpp=2), 2, dict(pp=2, vpp=2)),
-    (dict(pp=2, vpp=2), 1, dict()),
-    (dict(tp=3), 2, dict()),
-    (dict(pp=4, layers_per_stage=(8, 8, 7, 7)), 2, dict(pp=2, layers_per_stage=(16, 14))),
-    (dict(pp=4, layers_per_stage=(7, 8, 8, 7)), 2, dict(pp=2, layers_per_stage=(16, 15))),
-    (dict(ep=8), 4, dict(ep=4)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "sizes, max_ranks, expected",
+    [
+        (dict(tp=8), 8, dict(tp=8)),
+        (dict(tp=8, pp=4), 8, dict(tp=2, pp=4)),
+        (dict(tp=8, pp=4, sequence_parallel=True), 2, dict(tp=1, pp=2)),
+        (dict(pp=4, vpp=2), 2, dict(pp=2, vpp=2)),
+        (dict(pp=2, vpp=2), 1, dict()),
+        (dict(tp=3), 2, dict()),
+        (dict(pp=4, layers_per_stage=(8, 8, 7, 7)), 2, dict(pp=2, layers_per_stage=(16, 14))),
+        (dict(pp=4, layers_per_stage=(7, 8, 8, 7)), 2, dict(pp=2, layers_per_stage=(16, 15))),
+        (dict(ep=8), 4, dict(ep=4)),
+    ],
+)
 def test_layouts_are_halved_until_they_fit(sizes, max_ranks, expected) -> None:
     fitted = fit_layouts({"policy": ParallelConfig(**sizes)}, max_ranks)
     assert fitted.parallel["policy"] == ParallelConfig(**expected) and fitted.world_size <= max_ranks

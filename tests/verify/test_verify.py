@@ -42,13 +42,26 @@ def config(tmp_path) -> str:
 def test_the_command_prints_the_table_and_agrees(config: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "megappo", "verify", config, "--max-ranks", "2"],
-        cwd=ROOT, capture_output=True, text=True, timeout=600,
-    )  # fmt: skip
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [line.split("  ")[0] + " " + line[12:32].strip() for line in done.stdout.splitlines() if line.endswith("  ok")]
-    assert {f"{role} {quantity}" for role in ("policy", "critic") for quantity in (
-        "loss", "gradient norm", "metrics", "gradients", "gradients, copies", "parameters", "parameters, copies",
-    )} < set(rows)  # fmt: skip
+    assert {
+        f"{role} {quantity}"
+        for role in ("policy", "critic")
+        for quantity in (
+            "loss",
+            "gradient norm",
+            "metrics",
+            "gradients",
+            "gradients, copies",
+            "parameters",
+            "parameters, copies",
+        )
+    } < set(rows)
     assert {"policy logprobs", "policy entropies", "critic values", "reference logprobs", "experience advantages"} < set(rows)
     assert "tp2 pp1 dp1 sp" in done.stdout and "tp1 pp2 dp1" in done.stdout
     assert done.stdout.splitlines()[-1] == "ok: all 22 quantities agree with those of one rank"

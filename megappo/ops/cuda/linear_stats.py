@@ -6,8 +6,6 @@ It applies on Hopper GPUs to bf16 hidden states and weights whose rows are whole
 
 from __future__ import annotations
 
-from typing import Optional
-
 import torch
 from torch import Tensor
 
@@ -18,12 +16,14 @@ from megappo.ops.linear_stats import stats_in_blocks
 
 
 def usable() -> bool:
-    """Whether this build has the kernel and the process's GPU runs it. False without a GPU: torch raises for its capability there."""
+    """Whether this build has the kernel and the process's GPU runs it. False without a GPU: torch raises for its capability
+    there.
+    """
     archs = library_facts().get("cuda_archs", "")
     return "9.0a" in archs and torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
 
-def takes(hidden: Tensor, weight: Tensor, kept: Optional[Tensor], keep_logits: bool) -> bool:
+def takes(hidden: Tensor, weight: Tensor, kept: Tensor | None, keep_logits: bool) -> bool:
     """Whether the kernel computes this call: see the head of the file. Tensor maps want rows of a multiple of 16 bytes."""
     hidden_size = hidden.shape[1]
     return (
@@ -42,10 +42,10 @@ def linear_stats(
     vocab_start: int,
     num_valid: int,
     inv_temp: float,
-    row_inv_temp: Optional[Tensor],
+    row_inv_temp: Tensor | None,
     ignore_index: int,
     want_entropy: bool,
-    kept: Optional[Tensor],
+    kept: Tensor | None,
     bf16_logits: bool,
     keep_logits: bool,
     chunk_tokens: int,
@@ -57,9 +57,18 @@ def linear_stats(
         kernel = native_op("linear_stats_wgmma")
         assert kernel is not None, "usable() asks for a build that has it"
         stats = kernel(
-            hidden, weight, target, vocab_start, num_valid, inv_temp, row_inv_temp, ignore_index, want_entropy, bf16_logits,
+            hidden,
+            weight,
+            target,
+            vocab_start,
+            num_valid,
+            inv_temp,
+            row_inv_temp,
+            ignore_index,
+            want_entropy,
+            bf16_logits,
             invariant,
-        )  # fmt: skip
+        )
         return stats, hidden.new_empty((0, 0), dtype=logits_dtype_of(weight, bf16_logits))
     problem = LinearLogits(
         hidden, weight, target, vocab_start, num_valid, inv_temp, row_inv_temp, ignore_index, kept, bf16_logits, invariant

@@ -9,7 +9,7 @@ where csrc/advantages/cuda.cu moves 17: the portable fallback needs no communica
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -29,17 +29,17 @@ GIVEN, NO_KL = tl.constexpr(-1), tl.constexpr(0)
 class _Fields(NamedTuple):
     """What the tiles read; None where an op has it not."""
 
-    reward: Optional[Tensor]
-    logprob: Optional[Tensor]
-    ref_logprob: Optional[Tensor]
-    score: Optional[Tensor]
+    reward: Tensor | None
+    logprob: Tensor | None
+    ref_logprob: Tensor | None
+    score: Tensor | None
     value: Tensor
     mask: Tensor
-    done: Optional[Tensor]
+    done: Tensor | None
     cu_seqlens: Tensor
-    bootstrap: Optional[Tensor]
-    policy_each: Optional[Tensor]
-    critic_each: Optional[Tensor]
+    bootstrap: Tensor | None
+    policy_each: Tensor | None
+    critic_each: Tensor | None
 
 
 @triton.jit
@@ -47,10 +47,12 @@ def _compose(a_right, c_right, a2_right, c2_right, flags_right, a, c, a2, c2, fl
     """The map of two neighbouring stretches; a scan from the right passes the right one first."""
     cut = (flags & CUT) != 0
     return (
-        tl.where(cut, a, a * a_right), tl.where(cut, c, a * c_right + c),
-        tl.where(cut, a2, a2 * a2_right), tl.where(cut, c2, a2 * c2_right + c2),
+        tl.where(cut, a, a * a_right),
+        tl.where(cut, c, a * c_right + c),
+        tl.where(cut, a2, a2 * a2_right),
+        tl.where(cut, c2, a2 * c2_right + c2),
         tl.where(cut, flags, flags | flags_right),
-    )  # fmt: skip
+    )
 
 
 @triton.jit
@@ -118,10 +120,27 @@ def _token(reward, logprob, ref_logprob, value, mask, at, inside, kl_coef, KIND:
 
 @triton.jit
 def _scan_tile(
-    reward, logprob, ref_logprob, score, value, mask, done, cu_seqlens, bootstrap, policy_each, critic_each,
-    num_tokens, num_sequences, gamma, lam_policy, lam_value, kl_coef, KIND: tl.constexpr, MAX_LOG_RATIO: tl.constexpr,
+    reward,
+    logprob,
+    ref_logprob,
+    score,
+    value,
+    mask,
+    done,
+    cu_seqlens,
+    bootstrap,
+    policy_each,
+    critic_each,
+    num_tokens,
+    num_sequences,
+    gamma,
+    lam_policy,
+    lam_value,
+    kl_coef,
+    KIND: tl.constexpr,
+    MAX_LOG_RATIO: tl.constexpr,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """(a, c, a2, c2, flags) from each slot of this program's tile to the right edge of the tile, and the slots' sequences."""
     first = tl.program_id(0).to(tl.int64) * BLOCK
     at = first + tl.arange(0, BLOCK)
@@ -130,9 +149,7 @@ def _scan_tile(
     sequence = _search_all(
         cu_seqlens, at, inside, _search(cu_seqlens, first, num_sequences), _search(cu_seqlens, last, num_sequences)
     )
-    sampled, r, v = _token(
-        reward, logprob, ref_logprob, value, mask, at + 1, at + 1 < num_tokens, kl_coef, KIND, MAX_LOG_RATIO
-    )  # fmt: skip
+    sampled, r, v = _token(reward, logprob, ref_logprob, value, mask, at + 1, at + 1 < num_tokens, kl_coef, KIND, MAX_LOG_RATIO)
     u, after = r - v, gamma * v
     decay = tl.zeros_like(v) + gamma
     decay2 = decay
@@ -167,17 +184,55 @@ def _scan_tile(
 
 @triton.jit
 def _maps(
-    reward, logprob, ref_logprob, score, value, mask, done, cu_seqlens, bootstrap, policy_each, critic_each,
-    maps, flags_out, faults, num_tokens, num_sequences, num_tiles,
-    gamma: tl.float64, lam_policy: tl.float64, lam_value: tl.float64, kl_coef: tl.float64,
-    KIND: tl.constexpr, MAX_LOG_RATIO: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    reward,
+    logprob,
+    ref_logprob,
+    score,
+    value,
+    mask,
+    done,
+    cu_seqlens,
+    bootstrap,
+    policy_each,
+    critic_each,
+    maps,
+    flags_out,
+    faults,
+    num_tokens,
+    num_sequences,
+    num_tiles,
+    gamma: tl.float64,
+    lam_policy: tl.float64,
+    lam_value: tl.float64,
+    kl_coef: tl.float64,
+    KIND: tl.constexpr,
+    MAX_LOG_RATIO: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     tile = tl.program_id(0).to(tl.int64)
     slot = tl.arange(0, BLOCK)
     a, c, a2, c2, flags, _ = _scan_tile(
-        reward, logprob, ref_logprob, score, value, mask, done, cu_seqlens, bootstrap, policy_each, critic_each,
-        num_tokens, num_sequences, gamma, lam_policy, lam_value, kl_coef, KIND, MAX_LOG_RATIO, BLOCK,
-    )  # fmt: skip
+        reward,
+        logprob,
+        ref_logprob,
+        score,
+        value,
+        mask,
+        done,
+        cu_seqlens,
+        bootstrap,
+        policy_each,
+        critic_each,
+        num_tokens,
+        num_sequences,
+        gamma,
+        lam_policy,
+        lam_value,
+        kl_coef,
+        KIND,
+        MAX_LOG_RATIO,
+        BLOCK,
+    )
     tl.store(maps + tile, _first(a, slot))
     tl.store(maps + num_tiles + tile, _first(c, slot))
     tl.store(maps + 2 * num_tiles + tile, _first(a2, slot))
@@ -206,11 +261,18 @@ def _carry(maps, flags_in, faults, entries, seen_out, sound, num_tiles, BLOCK: t
     while begin >= 0:
         tile = begin + slot
         right = tile + 1 < num_tiles
-        a, c, a2, c2, flags = tl.associative_scan((
-            tl.load(maps + tile + 1, mask=right, other=1.0), tl.load(maps + num_tiles + tile + 1, mask=right, other=0.0),
-            tl.load(maps + 2 * num_tiles + tile + 1, mask=right, other=1.0),
-            tl.load(maps + 3 * num_tiles + tile + 1, mask=right, other=0.0), tl.load(flags_in + tile + 1, mask=right, other=0),
-        ), 0, _compose, reverse=True)  # fmt: skip
+        a, c, a2, c2, flags = tl.associative_scan(
+            (
+                tl.load(maps + tile + 1, mask=right, other=1.0),
+                tl.load(maps + num_tiles + tile + 1, mask=right, other=0.0),
+                tl.load(maps + 2 * num_tiles + tile + 1, mask=right, other=1.0),
+                tl.load(maps + 3 * num_tiles + tile + 1, mask=right, other=0.0),
+                tl.load(flags_in + tile + 1, mask=right, other=0),
+            ),
+            0,
+            _compose,
+            reverse=True,
+        )
         cut = (flags & CUT) != 0
         entry, entry2 = tl.where(cut, c, a * x + c), tl.where(cut, c2, a2 * x2 + c2)
         seen_here = tl.where(cut, flags & SEEN, (flags & SEEN) | seen)
@@ -225,16 +287,58 @@ def _carry(maps, flags_in, faults, entries, seen_out, sound, num_tiles, BLOCK: t
 
 @triton.jit
 def _apply(
-    reward, logprob, ref_logprob, score, value, mask, done, cu_seqlens, bootstrap, policy_each, critic_each,
-    entries, seen_in, sound, shaped, advantage, returns, partials, num_tokens, num_sequences, num_tiles,
-    gamma: tl.float64, lam_policy: tl.float64, lam_value: tl.float64, kl_coef: tl.float64,
-    KIND: tl.constexpr, MAX_LOG_RATIO: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    reward,
+    logprob,
+    ref_logprob,
+    score,
+    value,
+    mask,
+    done,
+    cu_seqlens,
+    bootstrap,
+    policy_each,
+    critic_each,
+    entries,
+    seen_in,
+    sound,
+    shaped,
+    advantage,
+    returns,
+    partials,
+    num_tokens,
+    num_sequences,
+    num_tiles,
+    gamma: tl.float64,
+    lam_policy: tl.float64,
+    lam_value: tl.float64,
+    kl_coef: tl.float64,
+    KIND: tl.constexpr,
+    MAX_LOG_RATIO: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     tile = tl.program_id(0).to(tl.int64)
     a, c, a2, c2, flags, sequence = _scan_tile(
-        reward, logprob, ref_logprob, score, value, mask, done, cu_seqlens, bootstrap, policy_each, critic_each,
-        num_tokens, num_sequences, gamma, lam_policy, lam_value, kl_coef, KIND, MAX_LOG_RATIO, BLOCK,
-    )  # fmt: skip
+        reward,
+        logprob,
+        ref_logprob,
+        score,
+        value,
+        mask,
+        done,
+        cu_seqlens,
+        bootstrap,
+        policy_each,
+        critic_each,
+        num_tokens,
+        num_sequences,
+        gamma,
+        lam_policy,
+        lam_value,
+        kl_coef,
+        KIND,
+        MAX_LOG_RATIO,
+        BLOCK,
+    )
     at = tile * BLOCK + tl.arange(0, BLOCK)
     inside = at < num_tokens
     sampled, r, v = _token(reward, logprob, ref_logprob, value, mask, at, inside, kl_coef, KIND, MAX_LOG_RATIO)
@@ -268,17 +372,17 @@ def _add(partials, sound, moments, num_tiles, BLOCK: tl.constexpr):
 
 def token_advantages(
     logprob: Tensor,
-    ref_logprob: Optional[Tensor],
+    ref_logprob: Tensor | None,
     score: Tensor,
     value: Tensor,
     response_mask: Tensor,
     cu_seqlens: Tensor,
-    bootstrap: Optional[Tensor],
+    bootstrap: Tensor | None,
     gamma: float,
     lam_policy: float,
     lam_value: float,
-    lam_policy_each: Optional[Tensor],
-    lam_value_each: Optional[Tensor],
+    lam_policy_each: Tensor | None,
+    lam_value_each: Tensor | None,
     kl_kind: str,
     kl_coef: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -286,7 +390,7 @@ def token_advantages(
     kind = NO_KL.value if ref_logprob is None or kl_coef == 0.0 else KL_KINDS.index(kl_kind) + 1
     fields = _Fields(
         None, logprob, ref_logprob, score, value, response_mask, None, cu_seqlens, bootstrap, lam_policy_each, lam_value_each
-    )  # fmt: skip
+    )
     reward = torch.empty(value.shape, dtype=torch.float32, device=value.device)
     return reward, *_run(fields, reward, (gamma, lam_policy, lam_value, kl_coef), kind)
 
@@ -296,20 +400,20 @@ def gae(
     value: Tensor,
     response_mask: Tensor,
     cu_seqlens: Tensor,
-    bootstrap: Optional[Tensor],
-    done: Optional[Tensor],
+    bootstrap: Tensor | None,
+    done: Tensor | None,
     gamma: float,
     lam_policy: float,
     lam_value: float,
-    lam_policy_each: Optional[Tensor],
-    lam_value_each: Optional[Tensor],
+    lam_policy_each: Tensor | None,
+    lam_value_each: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `megappo.ops.advantages.gae`."""
     fields = _Fields(reward, None, None, None, value, response_mask, done, cu_seqlens, bootstrap, lam_policy_each, lam_value_each)
     return _run(fields, None, (gamma, lam_policy, lam_value, 0.0), GIVEN.value)
 
 
-def _run(fields: _Fields, shaped: Optional[Tensor], numbers: tuple[float, ...], kind: int) -> tuple[Tensor, Tensor, Tensor]:
+def _run(fields: _Fields, shaped: Tensor | None, numbers: tuple[float, ...], kind: int) -> tuple[Tensor, Tensor, Tensor]:
     """numbers: gamma, lam_policy, lam_value, kl_coef."""
     fields = _Fields(*(x if x is None else x.contiguous() for x in fields))
     num_tokens, num_sequences = fields.value.numel(), fields.cu_seqlens.numel() - 1
@@ -327,8 +431,19 @@ def _run(fields: _Fields, shaped: Optional[Tensor], numbers: tuple[float, ...], 
     _maps[(tiles,)](*fields, maps, flags, faults, num_tokens, num_sequences, tiles, *numbers, **constants)
     _carry[(1,)](maps, flags, faults, entries, seen, sound, tiles, BLOCK=TILES_AT_ONCE)
     _apply[(tiles,)](
-        *fields, entries, seen, sound, shaped, advantage, returns, partials, num_tokens, num_sequences, tiles, *numbers,
+        *fields,
+        entries,
+        seen,
+        sound,
+        shaped,
+        advantage,
+        returns,
+        partials,
+        num_tokens,
+        num_sequences,
+        tiles,
+        *numbers,
         **constants,
-    )  # fmt: skip
+    )
     _add[(1,)](partials, sound, moments, tiles, BLOCK=TILES_AT_ONCE)
     return advantage, returns, moments

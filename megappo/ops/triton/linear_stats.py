@@ -9,8 +9,6 @@ blocks of `linear_stats.py`.
 
 from __future__ import annotations
 
-from typing import Optional
-
 import torch
 import triton
 import triton.language as tl
@@ -34,11 +32,28 @@ NOTHING = tl.constexpr(float("-inf"))
 
 @triton.jit
 def _linear_stats(
-    hidden, weight, target, row_inv_temp, inv_temp, partial, num_tokens, hidden_size, num_valid, tiles_per_split,
-    vocab_start, ignore_index, hidden_stride, weight_stride,
-    PER_ROW: tl.constexpr, ENTROPY: tl.constexpr, EVEN_H: tl.constexpr, WIDEN: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr,
-):  # fmt: skip
+    hidden,
+    weight,
+    target,
+    row_inv_temp,
+    inv_temp,
+    partial,
+    num_tokens,
+    hidden_size,
+    num_valid,
+    tiles_per_split,
+    vocab_start,
+    ignore_index,
+    hidden_stride,
+    weight_stride,
+    PER_ROW: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    EVEN_H: tl.constexpr,
+    WIDEN: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
     split = tl.program_id(1)
     row = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     in_rows = row < num_tokens
@@ -102,10 +117,10 @@ def linear_stats(
     vocab_start: int,
     num_valid: int,
     inv_temp: float,
-    row_inv_temp: Optional[Tensor],
+    row_inv_temp: Tensor | None,
     ignore_index: int,
     want_entropy: bool,
-    kept: Optional[Tensor],
+    kept: Tensor | None,
     bf16_logits: bool,
     keep_logits: bool,
     chunk_tokens: int,
@@ -114,8 +129,9 @@ def linear_stats(
     """See `megappo.ops.linear_stats.linear_stats`. Beside its result the kernel holds 16 bytes for each token and split."""
     num_tokens, hidden_size = hidden.shape
     if kept is not None or bf16_logits or keep_logits or invariant or num_tokens == 0 or num_valid == 0:
-        problem = LinearLogits(hidden, weight, target, vocab_start, num_valid, inv_temp, row_inv_temp, ignore_index, kept,
-                               bf16_logits, invariant)
+        problem = LinearLogits(
+            hidden, weight, target, vocab_start, num_valid, inv_temp, row_inv_temp, ignore_index, kept, bf16_logits, invariant
+        )
         return stats_in_blocks(problem, want_entropy, keep_logits, chunk_tokens)
     tile = _tile(hidden)
     hidden, weight = (x if x.stride(1) == 1 else x.contiguous() for x in (hidden, weight))
@@ -124,9 +140,23 @@ def linear_stats(
     splits = triton.cdiv(tiles, tiles_per_split)
     partial = torch.empty(splits, num_tokens, 4, dtype=torch.float32, device=hidden.device)
     _linear_stats[(blocks_of_tokens, splits)](
-        hidden, weight, target.contiguous(), None if row_inv_temp is None else row_inv_temp.contiguous(), inv_temp, partial,
-        num_tokens, hidden_size, num_valid, tiles_per_split, vocab_start, ignore_index, hidden.stride(0), weight.stride(0),
-        PER_ROW=row_inv_temp is not None, ENTROPY=want_entropy, EVEN_H=hidden_size % tile["BLOCK_H"] == 0,
+        hidden,
+        weight,
+        target.contiguous(),
+        None if row_inv_temp is None else row_inv_temp.contiguous(),
+        inv_temp,
+        partial,
+        num_tokens,
+        hidden_size,
+        num_valid,
+        tiles_per_split,
+        vocab_start,
+        ignore_index,
+        hidden.stride(0),
+        weight.stride(0),
+        PER_ROW=row_inv_temp is not None,
+        ENTROPY=want_entropy,
+        EVEN_H=hidden_size % tile["BLOCK_H"] == 0,
         WIDEN=interpreted(),  # the interpreter multiplies the bits of bf16 as integers
         **tile,
     )

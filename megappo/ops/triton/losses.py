@@ -6,8 +6,6 @@ So there are no atomics, and a result depends on the tokens alone.
 
 from __future__ import annotations
 
-from typing import Optional
-
 import torch
 import triton
 import triton.language as tl
@@ -40,9 +38,19 @@ def _load(from_, at, inside, valid):
 
 @triton.jit
 def _policy_loss(
-    logprob, old_logprob, advantage, weight, gradient, partials, num_tokens, low, high, dual,
-    MAX_LOG_RATIO: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    logprob,
+    old_logprob,
+    advantage,
+    weight,
+    gradient,
+    partials,
+    num_tokens,
+    low,
+    high,
+    dual,
+    MAX_LOG_RATIO: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < num_tokens
     w = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
@@ -76,9 +84,7 @@ def _policy_loss(
 
 
 @triton.jit
-def _value_loss(
-    value, old_value, returns, weight, gradient, partials, num_tokens, clip, CLIPS: tl.constexpr, BLOCK: tl.constexpr
-):
+def _value_loss(value, old_value, returns, weight, gradient, partials, num_tokens, clip, CLIPS: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < num_tokens
     w = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
@@ -136,9 +142,8 @@ class _Results:
         self.loss = torch.empty((), dtype=torch.float32, device=like.device)
         self.gradient = torch.empty(self.num_tokens, dtype=torch.float32, device=like.device)
         self.sums, self.maxima, self.partials = (
-            torch.empty(size, dtype=torch.float64, device=like.device)
-            for size in (num_sums, 1, (num_sums + 2) * self.num_blocks)
-        )  # fmt: skip
+            torch.empty(size, dtype=torch.float64, device=like.device) for size in (num_sums, 1, (num_sums + 2) * self.num_blocks)
+        )
 
     def total(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         _total[(1,)](self.partials, self.sums, self.loss, self.maxima, self.num_blocks, NUM_SUMS=self.num_sums, BLOCK=BLOCK)
@@ -152,27 +157,38 @@ def policy_loss(
     weight: Tensor,
     clip_low: float,
     clip_high: float,
-    dual_clip: Optional[float],
+    dual_clip: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See `megappo.ops.losses.policy_loss`."""
     out = _Results(logprob, len(POLICY_SUMS))
     if out.num_blocks:
         _policy_loss[(out.num_blocks,)](
-            *(x.contiguous() for x in (logprob, old_logprob, advantage, weight)), out.gradient, out.partials, out.num_tokens,
-            1.0 - clip_low, 1.0 + clip_high, INFINITY if dual_clip is None else dual_clip,
-            MAX_LOG_RATIO=MAX_LOG_RATIO, BLOCK=BLOCK,
-        )  # fmt: skip
+            *(x.contiguous() for x in (logprob, old_logprob, advantage, weight)),
+            out.gradient,
+            out.partials,
+            out.num_tokens,
+            1.0 - clip_low,
+            1.0 + clip_high,
+            INFINITY if dual_clip is None else dual_clip,
+            MAX_LOG_RATIO=MAX_LOG_RATIO,
+            BLOCK=BLOCK,
+        )
     return out.total()
 
 
 def value_loss(
-    value: Tensor, old_value: Tensor, returns: Tensor, weight: Tensor, clip: Optional[float]
+    value: Tensor, old_value: Tensor, returns: Tensor, weight: Tensor, clip: float | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See `megappo.ops.losses.value_loss`."""
     out = _Results(value, len(VALUE_SUMS))
     if out.num_blocks:
         _value_loss[(out.num_blocks,)](
-            *(x.contiguous() for x in (value, old_value, returns, weight)), out.gradient, out.partials, out.num_tokens,
-            clip or 0.0, CLIPS=clip is not None, BLOCK=BLOCK,
-        )  # fmt: skip
+            *(x.contiguous() for x in (value, old_value, returns, weight)),
+            out.gradient,
+            out.partials,
+            out.num_tokens,
+            clip or 0.0,
+            CLIPS=clip is not None,
+            BLOCK=BLOCK,
+        )
     return out.total()

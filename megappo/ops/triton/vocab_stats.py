@@ -7,8 +7,6 @@ depend on the batch. Rows are addressed in int64 (T * V exceeds 2^31), and a Pyt
 
 from __future__ import annotations
 
-from typing import Optional
-
 import torch
 import triton
 import triton.language as tl
@@ -27,9 +25,22 @@ NOTHING = tl.constexpr(float("-inf"))
 
 @triton.jit
 def _segments(
-    logits, row_stride, target, row_inv_temp, inv_temp, out, num_segments, segment_columns, vocab_start, num_valid, ignore_index,
-    PER_ROW: tl.constexpr, ENTROPY: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
-):  # fmt: skip
+    logits,
+    row_stride,
+    target,
+    row_inv_temp,
+    inv_temp,
+    out,
+    num_segments,
+    segment_columns,
+    vocab_start,
+    num_valid,
+    ignore_index,
+    PER_ROW: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    ROWS: tl.constexpr,
+    LANES: tl.constexpr,
+):
     unit = tl.program_id(0)
     row = (unit // num_segments).to(tl.int64)
     start = unit % num_segments * segment_columns
@@ -132,9 +143,26 @@ def _expm1(x):
 
 @triton.jit
 def _backward(
-    logits, row_stride, target, lse, entropy, g_logprob, g_entropy, row_inv_temp, inv_temp, out, out_stride, num_blocks,
-    num_columns, vocab_start, num_valid, ignore_index, PER_ROW: tl.constexpr, ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    logits,
+    row_stride,
+    target,
+    lse,
+    entropy,
+    g_logprob,
+    g_entropy,
+    row_inv_temp,
+    inv_temp,
+    out,
+    out_stride,
+    num_blocks,
+    num_columns,
+    vocab_start,
+    num_valid,
+    ignore_index,
+    PER_ROW: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     unit = tl.program_id(0)
     row = (unit // num_blocks).to(tl.int64)
     column = unit % num_blocks * BLOCK + tl.arange(0, BLOCK)
@@ -169,7 +197,7 @@ def _adjacent(logits: Tensor) -> Tensor:
     return logits if logits.stride(1) == 1 or logits.shape[1] <= 1 else logits.contiguous()
 
 
-def _floats(x: Optional[Tensor]) -> Optional[Tensor]:
+def _floats(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.float().contiguous()
 
 
@@ -179,7 +207,7 @@ def vocab_stats(
     vocab_start: int,
     num_valid: int,
     inv_temp: float,
-    row_inv_temp: Optional[Tensor],
+    row_inv_temp: Tensor | None,
     ignore_index: int,
     want_entropy: bool,
 ) -> Tensor:
@@ -196,10 +224,22 @@ def vocab_stats(
     lanes = min(LANES, max(16, triton.next_power_of_2(num_valid)))
     x = _adjacent(logits)
     _segments[(num_tokens * count,)](
-        x, x.stride(0), target.contiguous(), _floats(row_inv_temp), inv_temp, segments, count, columns, vocab_start, num_valid,
-        ignore_index, PER_ROW=row_inv_temp is not None, ENTROPY=want_entropy, LANES=lanes,
+        x,
+        x.stride(0),
+        target.contiguous(),
+        _floats(row_inv_temp),
+        inv_temp,
+        segments,
+        count,
+        columns,
+        vocab_start,
+        num_valid,
+        ignore_index,
+        PER_ROW=row_inv_temp is not None,
+        ENTROPY=want_entropy,
+        LANES=lanes,
         ROWS=min(ROWS, triton.next_power_of_2(triton.cdiv(num_valid, lanes))),
-    )  # fmt: skip
+    )
     if count > 1:
         _fold[(triton.cdiv(num_tokens, ROWS_PER_PROGRAM),)](segments, out, num_tokens, count, BLOCK=ROWS_PER_PROGRAM)
     return out
@@ -212,9 +252,16 @@ def vocab_stats_merge(gathered: Tensor, target: Tensor, ignore_index: int) -> tu
     logprob, entropy, lse = (gathered.new_empty(num_tokens) for _ in range(3))
     if num_tokens:
         _merge[(triton.cdiv(num_tokens, ROWS_PER_PROGRAM),)](
-            gathered.contiguous(), target.contiguous(), logprob, entropy, lse, num_ranks, num_tokens, ignore_index,
+            gathered.contiguous(),
+            target.contiguous(),
+            logprob,
+            entropy,
+            lse,
+            num_ranks,
+            num_tokens,
+            ignore_index,
             BLOCK=ROWS_PER_PROGRAM,
-        )  # fmt: skip
+        )
     return logprob, entropy, lse
 
 
@@ -225,11 +272,11 @@ def _backward_into(
     lse: Tensor,
     entropy: Tensor,
     g_logprob: Tensor,
-    g_entropy: Optional[Tensor],
+    g_entropy: Tensor | None,
     vocab_start: int,
     num_valid: int,
     inv_temp: float,
-    row_inv_temp: Optional[Tensor],
+    row_inv_temp: Tensor | None,
     ignore_index: int,
 ) -> None:
     rows = {"lse": lse, "entropy": entropy, "g_logprob": g_logprob, "g_entropy": g_entropy, "row_inv_temp": row_inv_temp}
@@ -241,10 +288,26 @@ def _backward_into(
     blocks = triton.cdiv(num_columns, block)
     x = _adjacent(logits)
     _backward[(num_tokens * blocks,)](
-        x, x.stride(0), target.contiguous(), _floats(lse), _floats(entropy), _floats(g_logprob), _floats(g_entropy),
-        _floats(row_inv_temp), inv_temp, out, out.stride(0), blocks, num_columns, vocab_start, num_valid, ignore_index,
-        PER_ROW=row_inv_temp is not None, ENTROPY=g_entropy is not None, BLOCK=block,
-    )  # fmt: skip
+        x,
+        x.stride(0),
+        target.contiguous(),
+        _floats(lse),
+        _floats(entropy),
+        _floats(g_logprob),
+        _floats(g_entropy),
+        _floats(row_inv_temp),
+        inv_temp,
+        out,
+        out.stride(0),
+        blocks,
+        num_columns,
+        vocab_start,
+        num_valid,
+        ignore_index,
+        PER_ROW=row_inv_temp is not None,
+        ENTROPY=g_entropy is not None,
+        BLOCK=block,
+    )
 
 
 def vocab_logits_backward(
@@ -253,11 +316,11 @@ def vocab_logits_backward(
     lse: Tensor,
     entropy: Tensor,
     g_logprob: Tensor,
-    g_entropy: Optional[Tensor],
+    g_entropy: Tensor | None,
     vocab_start: int,
     num_valid: int,
     inv_temp: float,
-    row_inv_temp: Optional[Tensor],
+    row_inv_temp: Tensor | None,
     ignore_index: int,
 ) -> Tensor:
     """See `megappo.ops.vocab_stats.vocab_logits_backward`."""
@@ -274,11 +337,11 @@ def vocab_logits_backward_(
     lse: Tensor,
     entropy: Tensor,
     g_logprob: Tensor,
-    g_entropy: Optional[Tensor],
+    g_entropy: Tensor | None,
     vocab_start: int,
     num_valid: int,
     inv_temp: float,
-    row_inv_temp: Optional[Tensor],
+    row_inv_temp: Tensor | None,
     ignore_index: int,
 ) -> None:
     """See `megappo.ops.vocab_stats.vocab_logits_backward_`."""

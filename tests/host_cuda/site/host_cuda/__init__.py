@@ -13,6 +13,7 @@ import threading
 def install() -> None:
     """Enter the mode in this and all later threads, serve nccl groups by gloo, report at the end."""
     import torch
+
     from host_cuda import collectives, mode, report
 
     mode.enter()

@@ -8,15 +8,17 @@ stream has been waited for (`work.wait()` makes the current stream wait, not the
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
-from typing import Any, Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from host_cuda import runtime
 from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.utils._pytree import tree_leaves, tree_map_only
+
+from host_cuda import runtime
 
 Group = torch._C._distributed_c10d.ProcessGroup
 Work = torch._C._distributed_c10d.Work

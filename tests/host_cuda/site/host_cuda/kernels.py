@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import Iterator, Optional, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 
 def rms_norm_backward(
-    grad: Tensor, x: Tensor, shape: Sequence[int], rstd: Tensor, weight: Optional[Tensor], mask: Sequence[bool]
-) -> tuple[Optional[Tensor], Optional[Tensor]]:
+    grad: Tensor, x: Tensor, shape: Sequence[int], rstd: Tensor, weight: Tensor | None, mask: Sequence[bool]
+) -> tuple[Tensor | None, Tensor | None]:
     """y = x rstd weight over the last dimensions `shape`."""
     normed = x.float() * rstd
     scaled = grad.float() * (weight.float() if weight is not None else 1.0)
@@ -56,9 +56,25 @@ def _sequences(q, k, v, cu_q, cu_k, causal, scale, left, right) -> Iterator[Pack
 
 
 def packed_attention(
-    q, k, v, cu_q, cu_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, *, scale=None, window_size_left=None,
-    window_size_right=None, seqused_k=None, alibi_slopes=None, block_table=None, num_splits=None,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    cu_q,
+    cu_k,
+    max_q,
+    max_k,
+    dropout_p,
+    is_causal,
+    return_debug_mask,
+    *,
+    scale=None,
+    window_size_left=None,
+    window_size_right=None,
+    seqused_k=None,
+    alibi_slopes=None,
+    block_table=None,
+    num_splits=None,
+):
     """q: [T, heads, D]. Returns (out, log of the sum of exponents [heads, T], states of a dropout that is not there)."""
     if q.dtype not in (torch.bfloat16, torch.float16):
         raise RuntimeError("FlashAttention only support fp16 and bf16 data type")
@@ -72,9 +88,25 @@ def packed_attention(
 
 
 def packed_attention_backward(
-    grad, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, dropout_p, is_causal, rng_state, unused, *, scale=None,
-    window_size_left=None, window_size_right=None,
-):  # fmt: skip
+    grad,
+    q,
+    k,
+    v,
+    out,
+    lse,
+    cu_q,
+    cu_k,
+    max_q,
+    max_k,
+    dropout_p,
+    is_causal,
+    rng_state,
+    unused,
+    *,
+    scale=None,
+    window_size_left=None,
+    window_size_right=None,
+):
     dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
     for s in _sequences(q, k, v, cu_q, cu_k, is_causal, scale, window_size_left, window_size_right):
         p, g = s.scores.softmax(-1), grad[s.rows].float().transpose(0, 1)
@@ -147,9 +179,7 @@ def flash_attention(q, k, v, dropout_p=0.0, is_causal=False, return_debug_mask=F
     return out, lse, None, None, q.shape[2], k.shape[2], torch.zeros(2, dtype=torch.uint64), none, torch.zeros(0, dtype=q.dtype)
 
 
-def flash_attention_backward(
-    grad, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, dropout_p, is_causal, seed, offset, *, scale=None
-):
+def flash_attention_backward(grad, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, dropout_p, is_causal, seed, offset, *, scale=None):
     return _backward(grad, q, k, v, out, lse, dropout_p, is_causal, scale=scale)
 
 
@@ -166,13 +196,23 @@ def _backward(grad, q, k, v, *args, **kwargs):
 
 # Name, with the overload where others exist on the CPU -> function.
 WRITTEN_OUT = {
-    "mm.dtype": mm, "mm.dtype_out": mm_out, "bmm.dtype": mm, "bmm.dtype_out": mm_out,
-    "addmm.dtype": addmm, "addmm.dtype_out": addmm_out, "baddbmm.dtype": addmm, "baddbmm.dtype_out": addmm_out,
-    "_flash_attention_forward": packed_attention, "_flash_attention_backward": packed_attention_backward,
-    "_fused_rms_norm_backward": rms_norm_backward, "_softmax.": softmax, "_log_softmax.": log_softmax,
-    "_softmax_backward_data.": softmax_backward, "_log_softmax_backward_data.": log_softmax_backward,
+    "mm.dtype": mm,
+    "mm.dtype_out": mm_out,
+    "bmm.dtype": mm,
+    "bmm.dtype_out": mm_out,
+    "addmm.dtype": addmm,
+    "addmm.dtype_out": addmm_out,
+    "baddbmm.dtype": addmm,
+    "baddbmm.dtype_out": addmm_out,
+    "_flash_attention_forward": packed_attention,
+    "_flash_attention_backward": packed_attention_backward,
+    "_fused_rms_norm_backward": rms_norm_backward,
+    "_softmax.": softmax,
+    "_log_softmax.": log_softmax,
+    "_softmax_backward_data.": softmax_backward,
+    "_log_softmax_backward_data.": log_softmax_backward,
     "_scaled_dot_product_efficient_attention": efficient_attention,
     "_scaled_dot_product_efficient_attention_backward": efficient_attention_backward,
     "_scaled_dot_product_flash_attention": flash_attention,
     "_scaled_dot_product_flash_attention_backward": flash_attention_backward,
-}  # fmt: skip
+}

@@ -7,22 +7,42 @@ operation refuses tensors of another device; a CPU tensor may be a number (0-dim
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, Callable, Optional
+from typing import Any
 
 import torch
-from host_cuda import collectives, kernels, runtime
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
+from host_cuda import collectives, kernels, runtime
+
 # No kernel runs in these: they allocate, or change a tensor's description.
 METADATA = {
-    "empty", "empty_strided", "empty_like", "empty_permuted", "new_empty", "new_empty_strided", "record_stream", "is_pinned",
-    "_pin_memory", "set_", "resize_", "resize_as_", "_resize_output_", "_unsafe_view", "detach_", "squeeze_", "unsqueeze_",
-    "transpose_", "t_", "swapaxes_", "as_strided_",
-}  # fmt: skip
+    "empty",
+    "empty_strided",
+    "empty_like",
+    "empty_permuted",
+    "new_empty",
+    "new_empty_strided",
+    "record_stream",
+    "is_pinned",
+    "_pin_memory",
+    "set_",
+    "resize_",
+    "resize_as_",
+    "_resize_output_",
+    "_unsafe_view",
+    "detach_",
+    "squeeze_",
+    "unsqueeze_",
+    "transpose_",
+    "t_",
+    "swapaxes_",
+    "as_strided_",
+}
 # Besides those that return numbers, these make the host wait: the sizes of their results depend on the values.
 HOST_WAITS = {"nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "bincount", "repeat_interleave"}
 CUDA = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
@@ -42,7 +62,7 @@ class Rule:
     is_random: bool
     is_launch: bool
     written: tuple[str, ...]
-    custom: Optional[Callable[..., Any]]
+    custom: Callable[..., Any] | None
 
 
 def enter() -> None:
@@ -116,11 +136,17 @@ def rule_of(func) -> Rule:
         custom = definition._backend_fns.get("cuda") or definition._backend_fns.get(None) or definition._init_fn
     composite = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
     return Rule(
-        name, run, is_collective=namespace == "c10d", is_composite=composite and name not in METADATA,
-        is_metadata=is_view or name in METADATA, is_copy=name in ("copy_", "_to_copy", "_foreach_copy_"),
-        is_random=torch.Tag.nondeterministic_seeded in func.tags, is_launch=run is func and custom is None and _is_launch(func),
-        written=written, custom=custom,
-    )  # fmt: skip
+        name,
+        run,
+        is_collective=namespace == "c10d",
+        is_composite=composite and name not in METADATA,
+        is_metadata=is_view or name in METADATA,
+        is_copy=name in ("copy_", "_to_copy", "_foreach_copy_"),
+        is_random=torch.Tag.nondeterministic_seeded in func.tags,
+        is_launch=run is func and custom is None and _is_launch(func),
+        written=written,
+        custom=custom,
+    )
 
 
 def compute(rule: Rule, func, args, kwargs, flat, spec, device: torch.device) -> Any:
@@ -201,9 +227,12 @@ def _copy(mode: HostDevice, func, rule: Rule, args, kwargs) -> Any:
         asynchronous = kwargs.get("non_blocking", False)
         pinned = bool(kwargs.get("pin_memory")) or (asynchronous and source.is_cuda and torch.device(device).type == "cpu")
         target = torch.empty_like(
-            source, dtype=kwargs.get("dtype") or source.dtype, device=device, pin_memory=pinned,
+            source,
+            dtype=kwargs.get("dtype") or source.dtype,
+            device=device,
+            pin_memory=pinned,
             memory_format=kwargs.get("memory_format") or torch.preserve_format,
-        )  # fmt: skip
+        )
     else:
         target, source, asynchronous = args[0], args[1], kwargs.get("non_blocking", args[2] if len(args) > 2 else False)
     if target.device == source.device:
@@ -238,7 +267,7 @@ def _is_dense(a: Tensor, b: Tensor) -> bool:
     return a.stride() == b.stride() and torch._prims_common.is_non_overlapping_and_dense(a)
 
 
-def _drawn(run, args, kwargs, generator: Optional[torch.Generator], device: torch.device) -> Any:
+def _drawn(run, args, kwargs, generator: torch.Generator | None, device: torch.device) -> Any:
     """Random numbers that depend on the CUDA generator's seed and offset, which advances: its state can be saved and set."""
     if generator is None or generator.device.type != "cuda":
         generator = torch.cuda.default_generators[device.index]
@@ -262,7 +291,7 @@ def _on_host(x: Any) -> Any:
     return x
 
 
-def _cuda_device(wanted: Any) -> Optional[torch.device]:
+def _cuda_device(wanted: Any) -> torch.device | None:
     if wanted is None:
         return None
     device = torch.device(wanted)

@@ -11,6 +11,7 @@ import os
 from pathlib import Path
 
 import torch
+
 from host_cuda import runtime
 
 
@@ -31,7 +32,10 @@ def of_device(device: int) -> dict:
     stats = torch.cuda.memory_stats(device)
     held, given = (stats.get(f"{kind}_bytes.all.current", 0) for kind in ("reserved", "allocated"))
     return {
-        **runtime.counters(device), "live_blocks": len(runtime.live_blocks(device)),
-        "torch_peak_bytes": stats.get("allocated_bytes.all.peak", 0), "torch_allocated_bytes": given,
-        "torch_reserved_bytes": held, "fragmented_bytes": held - given,
-    }  # fmt: skip
+        **runtime.counters(device),
+        "live_blocks": len(runtime.live_blocks(device)),
+        "torch_peak_bytes": stats.get("allocated_bytes.all.peak", 0),
+        "torch_allocated_bytes": given,
+        "torch_reserved_bytes": held,
+        "fragmented_bytes": held - given,
+    }

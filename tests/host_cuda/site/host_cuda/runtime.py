@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import array
 import ctypes
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Iterator, Sequence
 
 import torch
 
@@ -16,9 +16,17 @@ _library.host_cuda_begin.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_cha
 _library.host_cuda_queue_copy.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint64]
 _library.host_cuda_wait.argtypes = [ctypes.c_int, ctypes.c_void_p]
 COUNTERS = (
-    "allocated_bytes", "peak_bytes", "allocations", "pinned_bytes", "pinned_peak_bytes", "copies", "copied_bytes",
-    "async_copies", "async_copied_bytes", "refused_launches",
-)  # fmt: skip
+    "allocated_bytes",
+    "peak_bytes",
+    "allocations",
+    "pinned_bytes",
+    "pinned_peak_bytes",
+    "copies",
+    "copied_bytes",
+    "async_copies",
+    "async_copied_bytes",
+    "refused_launches",
+)
 
 
 class RaceError(RuntimeError):

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-from typing import Any, Iterable, Iterator
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
+from triton.runtime import interpreter
+
 from host_cuda import runtime
 from host_cuda.mode import extent
-from triton.runtime import interpreter
 
 
 def install() -> None:
