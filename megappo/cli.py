@@ -46,13 +46,13 @@ def cmd_train(args: Arguments) -> int:
         # Everything is checked here once, so that a mistake is one line and not the traceback of a launcher.
         run_dir = check_run_dir(config.run, args.resume)
         _require_device(config.run.device)
-        _prepare(config, ranks, None, resume=args.resume)
+        _plan(config, ranks, None, resume=args.resume)
         return stopped_or(start_ranks(ranks, ["train", args.config, *args.overrides, *_resume(args)]), run_dir)
-    prepared = _prepare(config, ranks, None, resume=args.resume)
-    _print_on_rank_0(prepared.report())
+    planned = _plan(config, ranks, None, resume=args.resume)
+    _print_on_rank_0(planned.report())
     from megappo.trainer.main import train
 
-    train(config, prepared.data, resume=args.resume, stop=stop)
+    train(config, planned.data, resume=args.resume, stop=stop)
     # 0 after a stop too: with another code, torchrun or srun would take the first rank to leave for a failure and kill the others.
     return 0
 
@@ -63,7 +63,7 @@ def cmd_sft(args: Arguments) -> int:
     from megappo.config.schema import SftConfig
     from megappo.launch.local import start_ranks
     from megappo.launch.world import is_rank, join_srun, world_size
-    from megappo.plan.prepare import prepare_sft
+    from megappo.plan.sft import plan_sft
 
     join_srun()
     config = load_config(args.config, args.overrides, SftConfig)
@@ -71,13 +71,13 @@ def cmd_sft(args: Arguments) -> int:
     if not is_rank():
         check_run_dir(config.run, resume=False)
         _require_device(config.run.device)
-        prepare_sft(config, ranks, _device(config.run.device))
+        plan_sft(config, ranks, _device(config.run.device))
         return start_ranks(ranks, ["sft", args.config, *args.overrides])
-    prepared = prepare_sft(config, ranks, _device(config.run.device))
-    _print_on_rank_0(prepared.report())
+    planned = plan_sft(config, ranks, _device(config.run.device))
+    _print_on_rank_0(planned.report())
     from megappo.trainer.sft import train_sft
 
-    train_sft(config, prepared.data)
+    train_sft(config, planned.data)
     return 0
 
 
@@ -90,14 +90,14 @@ def cmd_plan(args: Arguments) -> int:
     target = None if args.plot is None else check_plot(args.plot)
     config = load_config(args.config, args.overrides)
     ranks = args.world_size if args.world_size is not None else world_size(config.run)
-    prepared = _prepare(
+    planned = _plan(
         config, ranks, args.gpu_memory_gib, resume=args.resume, shapes_only=args.shapes_only, counter=counter_of_built_models()
     )
-    print(prepared.report(), end="")
-    if prepared.plan.device == "cpu" and config.run.device == "auto":
+    print(planned.report(), end="")
+    if planned.plan.device == "cpu" and config.run.device == "auto":
         print("\nplanned for CPUs: run.device is auto and this machine has no GPU; --gpu-memory-gib plans for GPUs")
     if target is not None:
-        plot(prepared.plan, target)
+        plot(planned.plan, target)
         print(f"\npicture: {target}")
     return 0
 
@@ -105,7 +105,7 @@ def cmd_plan(args: Arguments) -> int:
 def cmd_launch(args: Arguments) -> int:
     from megappo.launch.command import launch, launch_here
 
-    return launch_here(args, _prepare) if args.local else launch(args, _prepare)
+    return launch_here(args, _plan) if args.local else launch(args, _plan)
 
 
 def cmd_verify(args: Arguments) -> int:
@@ -209,7 +209,7 @@ def _device(requested: str) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _prepare(
+def _plan(
     config,
     ranks: int,
     gpu_memory_gib: float | None,
@@ -221,22 +221,22 @@ def _prepare(
 ):
     """Everything checked; a given GPU memory, or device, plans for GPUs that are not on this machine.
 
-    shapes_only: see `plan.prepare.prepare`. counter: see `plan.memory.Counter`; None counts by shapes.
+    shapes_only: see `plan.run.plan_run`. counter: see `plan.memory.Counter`; None counts by shapes.
     """
     from megappo.plan.estimate import bytes_of_gib
     from megappo.plan.memory import count_parameters
-    from megappo.plan.prepare import prepare
+    from megappo.plan.run import plan_run
 
     how = {"resume": resume, "shapes_only": shapes_only, "counter": counter or count_parameters}
     if gpu_memory_gib is not None:
-        return prepare(config, ranks, "cuda", bytes_of_gib(gpu_memory_gib), **how)
+        return plan_run(config, ranks, "cuda", bytes_of_gib(gpu_memory_gib), **how)
     device = device or _device(config.run.device)
     memory = None
     if device == "cuda":
         import torch
 
         memory = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
-    return prepare(config, ranks, device, memory, **how)
+    return plan_run(config, ranks, device, memory, **how)
 
 
 def build_parser() -> Parser:

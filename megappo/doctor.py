@@ -15,7 +15,7 @@ from megappo import gpu_stack
 from megappo.gpu_stack import Stack
 from megappo.installed import can_train, findings
 from megappo.ops import kernels
-from megappo.plan.tables import table
+from megappo.telemetry.tables import table
 
 
 def device_lines(stack: Stack) -> list[str]:

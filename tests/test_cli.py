@@ -215,13 +215,13 @@ def test_sft_refuses_bad_input(tmp_path, capsys, outside_a_launcher, arguments, 
 def test_sft_starts_and_says_what_it_will_do(tmp_path, capsys, monkeypatch, outside_a_launcher):
     from megappo.config.loading import load_config
     from megappo.config.schema import SftConfig
-    from megappo.plan.prepare import prepare_sft
+    from megappo.plan.sft import plan_sft
 
     started = []
     monkeypatch.setattr("megappo.launch.local.start_ranks", lambda ranks, arguments: started.append(ranks) or 0)
     path = write_sft(tmp_path)
     assert run(capsys, "sft", path)[0] == 0 and started == [2]
-    text = prepare_sft(load_config(path, (), SftConfig), 2, "cpu").report()
+    text = plan_sft(load_config(path, (), SftConfig), 2, "cpu").report()
     assert "llama of 803,968 parameters, tp2 pp1 dp1 on 2 ranks" in text
     assert "kept 100 of 100 demonstrations" in text and "10 steps of 20 demonstrations = 2.00 epochs" in text
 

@@ -33,8 +33,9 @@ ALLOWED_PARTS = {
 FORBIDDEN_PARTS = {
     "engine/": {"algo", "trainer", "rollout", "rewards", "verify"},
     "models/": {"algo", "engine", "trainer", "rollout", "verify"},
-    "trainer/": {"verify", "tune"},  # both measure the trainer, which knows nothing of them
-    "plan/": {"tune"},
+    "trainer/": {"plan", "tune", "verify"},  # instruments, which know the trainer and are not known to it
+    "prepare/": {"plan", "tune", "verify", "trainer", "engine"},
+    "plan/": {"tune", "verify", "trainer"},
     "verify/": {"rollout", "rewards", "checkpoint", "bridge"},
 }
 
@@ -87,12 +88,37 @@ def test_a_forbidden_import_is_detected() -> None:
     assert part_faults("algo/kl.py", "from megappo import ops\nimport megappo.data.packing") == {"ops", "data"}
 
 
+def import_graph() -> dict[str, set[str]]:
+    """Module -> modules of megappo that it imports, inside functions too."""
+    sources = {".".join(("megappo", *p.relative_to(PACKAGE).with_suffix("").parts)): p.read_text(encoding="utf-8") for p in MODULES}
+    return {name: imported_names(source) & sources.keys() for name, source in sources.items()}
+
+
+def closure(graph: dict[str, set[str]], start: str) -> set[str]:
+    """All modules that `start` brings, itself included."""
+    reached: set[str] = set()
+    waiting = [start]
+    while waiting:
+        name = waiting.pop()
+        if name not in reached:
+            reached.add(name)
+            waiting.extend(graph[name])
+    return reached
+
+
+@pytest.mark.parametrize("start", ("main", "sft", "generate", "export"))
+def test_a_run_brings_no_instrument(start: str) -> None:
+    brought = closure(import_graph(), f"megappo.trainer.{start}")
+    assert not {name for name in brought if name.split(".")[1] in ("plan", "tune", "verify")}
+
+
+def test_a_closure_follows_modules_to_the_end() -> None:
+    assert closure({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": set()}, "a") == {"a", "b", "c"}
+
+
 def test_there_are_no_import_cycles() -> None:
     """Between modules, imports inside functions included."""
-    known = {".".join(("megappo", *p.relative_to(PACKAGE).with_suffix("").parts)): p for p in MODULES}
-    graph = {
-        name: {other for other in imported_names(p.read_text(encoding="utf-8")) if other in known} for name, p in known.items()
-    }
+    graph = import_graph()
     done: set[str] = set()
 
     def visit(name: str, trail: tuple[str, ...]) -> None:

@@ -1,6 +1,6 @@
 """Rules about parallel sizes and the number of ranks: which layouts exist at all, before anything is known of the models.
 
-What a model allows (heads, layers, experts) is checked in `megappo/plan/model_rules.py`. Imports no torch.
+What a model allows (heads, layers, experts) is checked in `megappo/prepare/model_rules.py`. Imports no torch.
 """
 
 from __future__ import annotations

@@ -13,11 +13,11 @@ from megappo.launch.options import JOB_DEFAULTS, OF_SLURM
 from megappo.launch.script import Job
 from megappo.launch.world import world_size
 
-Prepare = Callable
-"""`cli._prepare`: everything that `megappo plan` checks; returns what has a `report()`."""
+MakePlan = Callable
+"""`cli._plan`: everything that `megappo plan` checks; returns what has a `report()`."""
 
 
-def launch(args: argparse.Namespace, prepare: Prepare) -> int:
+def launch(args: argparse.Namespace, make_plan: MakePlan) -> int:
     """Submit a job to Slurm, or print its script (--dry-run). ConfigError for what cannot work, before anything is written."""
     if args.mount and args.container is None:
         raise ConfigError(f"launch: --mount {args.mount[0]} has no effect without --container")
@@ -41,7 +41,7 @@ def launch(args: argparse.Namespace, prepare: Prepare) -> int:
     if not args.dry_run:
         submit.check_cluster(job, limits)
     run_dir = check_start(config.run, resume=args.resume)
-    prepare(config, job.world_size, args.gpu_memory_gib, resume=args.resume, device="cuda" if job.gpus else "cpu")
+    make_plan(config, job.world_size, args.gpu_memory_gib, resume=args.resume, device="cuda" if job.gpus else "cpu")
     if args.dry_run:
         print(submit.print_script(config, job, resume=args.resume), end="")
         return 0
@@ -59,7 +59,7 @@ def launch(args: argparse.Namespace, prepare: Prepare) -> int:
     return 0
 
 
-def launch_here(args: argparse.Namespace, prepare: Prepare) -> int:
+def launch_here(args: argparse.Namespace, make_plan: MakePlan) -> int:
     """Start the ranks of this machine, with the same record in the run directory as a job of Slurm; their exit code."""
     from megappo.platform.device import select_device
 
@@ -71,9 +71,9 @@ def launch_here(args: argparse.Namespace, prepare: Prepare) -> int:
     ranks = args.gpus_per_node if args.gpus_per_node is not None else world_size(config.run)
     run_dir = check_start(config.run, resume=args.resume)
     select_device(config.run.device)  # raises where there is none of the kind
-    prepared = prepare(config, ranks, args.gpu_memory_gib, resume=args.resume)
+    planned = make_plan(config, ranks, args.gpu_memory_gib, resume=args.resume)
     if args.dry_run:
-        print(prepared.report(), end="")
+        print(planned.report(), end="")
         return 0
     folder = submit.record(config, run_dir)
     print(f"record:  {folder}", flush=True)

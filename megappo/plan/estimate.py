@@ -29,8 +29,8 @@ from megappo.plan.memory import (
     rollout_memory,
 )
 from megappo.plan.reserve import reserve_bytes
-from megappo.plan.tables import gib
 from megappo.rollout.types import SamplingParams
+from megappo.telemetry.tables import gib
 
 Moment = Literal["generate", "train", "pushed"]
 """Of a step, as vLLM sees it: stage 2, and stage 8 where it evaluates; stages 3 to 6; from the push to the next generation."""

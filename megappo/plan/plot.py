@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from megappo.parallel.layout import ParallelLayout
 from megappo.plan.estimate import Plan
 from megappo.plan.pipeline import TRAINED, pipeline_of
-from megappo.plan.tables import ranks_text
 from megappo.plan.timeline import Pass, Timeline, padded_micro_batches
+from megappo.telemetry.tables import ranks_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

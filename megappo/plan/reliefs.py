@@ -13,8 +13,8 @@ from typing import Any
 from megappo.config.errors import ConfigError
 from megappo.config.schema import RoleConfig, TrainableConfig, TrainConfig
 from megappo.plan.estimate import Plan, check_kv_cache, sequences_at_once, work_out
-from megappo.plan.layouts import check_layouts
 from megappo.plan.phases import tightest
+from megappo.prepare.layouts import check_layouts
 
 LEAST_SHARE = 0.01  # of the phase; less is not worth a line
 VLLM_ROOM = 0.025  # of the GPU, 2 GiB of 80

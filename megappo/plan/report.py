@@ -9,14 +9,14 @@ from megappo.config.batch import StepArithmetic
 from megappo.models.arch import ModelArch
 from megappo.models.families import hf_tensors
 from megappo.parallel.layout import ParallelLayout
-from megappo.plan.data import RunData
 from megappo.plan.estimate import Plan, sequences_at_once, work_out
-from megappo.plan.layouts import model_paths
 from megappo.plan.memory import RoleMemory
 from megappo.plan.phases import phases, tightest
 from megappo.plan.pipeline import TRAINED, bubble
 from megappo.plan.reliefs import reliefs
-from megappo.plan.tables import GIB, MIB, figures, gib, groups_text, ranks_text, table
+from megappo.prepare.data import RunData
+from megappo.prepare.layouts import model_paths
+from megappo.telemetry.tables import GIB, MIB, figures, gib, groups_text, ranks_text, table
 
 GROUPS_WIDTH = 64  # columns of a line that groups of ranks may take beside the sizes
 

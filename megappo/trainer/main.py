@@ -25,10 +25,10 @@ from megappo.models.hf_export import export_pretrained
 from megappo.models.implementation import Implementation, choose_implementation, implementation_of_role
 from megappo.parallel.groups import ProcessGroups, build_groups, settle
 from megappo.parallel.layout import ParallelLayout
-from megappo.plan.critic_source import critic_source
-from megappo.plan.data import RunData
-from megappo.plan.layouts import layout_of
 from megappo.platform.device import select_device, start_distributed
+from megappo.prepare.critic_source import critic_source
+from megappo.prepare.data import RunData
+from megappo.prepare.layouts import layout_of
 from megappo.resilience.agreement import any_rank
 from megappo.resilience.signals import StopRequest
 from megappo.rewards.compose import Scorer
@@ -47,7 +47,7 @@ from megappo.trainer.state import TrainerState
 
 
 def train(config: TrainConfig, data: RunData, *, resume: bool, stop: StopRequest | None = None) -> bool:
-    """Run PPO on this rank of the world. `config` and `data` have been checked by `plan.prepare`.
+    """Run PPO on this rank of the world. `config` and `data` have been checked by `plan.run.plan_run`.
 
     True where the run reached its end, False where a rank was asked to `stop`: it can be resumed then, and `RunDir.stopped` says
     so. A world that exists already is the caller's and stays; otherwise the launcher's is joined and left again.

@@ -19,9 +19,9 @@ from megappo.models.arch import read_arch
 from megappo.models.hf_export import export_pretrained
 from megappo.models.implementation import choose_implementation, implementation_of_role
 from megappo.parallel.groups import build_groups, settle
-from megappo.plan.data import SftData
-from megappo.plan.layouts import layout_of
 from megappo.platform.device import select_device, start_distributed
+from megappo.prepare.data import SftData
+from megappo.prepare.layouts import layout_of
 from megappo.telemetry.log import configure_logging
 from megappo.telemetry.metrics import Metric
 from megappo.telemetry.runlog import RunLog
@@ -35,7 +35,7 @@ from megappo.trainer.rundir import RunDir
 def train_sft(config: SftConfig, data: SftData) -> None:
     """Train on this rank of the world, then export the model to `export/` of the run directory.
 
-    `config` and `data` have been checked by `plan.prepare_sft`.
+    `config` and `data` have been checked by `plan.sft.plan_sft`.
     """
     device = select_device(config.run.device)
     start_distributed(device, config.run.timeouts)

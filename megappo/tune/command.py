@@ -19,7 +19,7 @@ from megappo.config.loading import explicit_keys, load_config
 from megappo.config.schema import ParallelConfig, TrainConfig
 from megappo.models.implementation import choose_implementation
 from megappo.plan.estimate import make_plan
-from megappo.plan.layouts import check_layouts, read_archs
+from megappo.prepare.layouts import check_layouts, read_archs
 from megappo.rollout.vllm_limits import check_vllm
 from megappo.tune.cost import Workload, workload_of
 from megappo.tune.needed import gpus_needed, larger_worlds

@@ -1,7 +1,7 @@
 """Every layout that a model allows on a number of ranks, and the secondary choices that go with it.
 
 What is legal is not decided here: the sizes are the divisors that could be, and `config/layout_checks.py` and
-`plan/model_rules.py`, the rules of `megappo plan`, say which of them are.
+`prepare/model_rules.py`, the rules of `megappo plan`, say which of them are.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from megappo.config.layout_checks import parallel_problems
 from megappo.config.schema import ParallelConfig
 from megappo.models.arch import ModelArch
 from megappo.models.implementation import Implementation
-from megappo.plan.model_rules import model_problems
+from megappo.prepare.model_rules import model_problems
 from megappo.rollout.vllm_limits import cut_sizes, kv_heads_fit
 
 MOST_MICRO_BATCH_TOKENS = 65536

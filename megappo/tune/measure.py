@@ -22,7 +22,7 @@ import torch
 import megappo
 from megappo.config.errors import ConfigError, problem
 from megappo.launch.script import Job
-from megappo.plan.tables import figures, table
+from megappo.telemetry.tables import figures, table
 from megappo.tune.batch import ranks_here, run_trials
 from megappo.tune.cost import Workload
 from megappo.tune.job import Follower, living_jobs, submit

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import groupby
 
 from megappo.parallel.layout import ParallelLayout
-from megappo.plan.tables import GIB, figures
+from megappo.telemetry.tables import GIB, figures
 from megappo.tune.cost import Workload
 from megappo.tune.links import Axis, span
 from megappo.tune.search import ROLLOUT, Candidate, Choice, Machine, RolloutCandidate, Search, peak

@@ -19,8 +19,8 @@ from megappo.models.arch import ModelArch
 from megappo.models.implementation import Implementation, implementation_of_role
 from megappo.parallel.layout import ParallelLayout
 from megappo.plan.estimate import memory_of_rollout, memory_of_stage
-from megappo.plan.layouts import layout_of
 from megappo.plan.memory import ParameterCount, RoleMemory, RolloutMemory, count_parameters
+from megappo.prepare.layouts import layout_of
 from megappo.tune.cost import RoleCost, Settings, Workload, role_cost
 from megappo.tune.enumerate import layouts, recompute_choices, rollout_sizes, token_budgets
 from megappo.tune.generation import GenerationCost, megatron_s, push_s, vllm_cost

@@ -25,8 +25,8 @@ from megappo.models.arch import ModelArch, read_arch
 from megappo.models.build import build_model
 from megappo.models.implementation import choose_implementation, implementation_of_role
 from megappo.parallel.groups import ProcessGroups, build_groups, destroy_groups
-from megappo.plan.layouts import layout_of
 from megappo.platform.device import DTYPES, select_device, start_alone, start_distributed
+from megappo.prepare.layouts import layout_of
 from megappo.telemetry.timers import wait_for_device
 from megappo.trainer.kernels import choose_kernels
 from megappo.trainer.roles import Critic, LanguageModel, Policy

@@ -20,8 +20,8 @@ from megappo.config.schema import TrainConfig
 from megappo.launch.local import start_ranks
 from megappo.models.arch import read_arch
 from megappo.models.implementation import choose_implementation
-from megappo.plan.kernels import check_kernels
-from megappo.plan.layouts import check_layouts, layout_of, read_archs
+from megappo.prepare.checks import check_kernels
+from megappo.prepare.layouts import check_layouts, layout_of, read_archs
 from megappo.verify.compare import PARAMETER_TOLERANCE, TOLERANCE, Difference, compare
 from megappo.verify.features import features, on_one_rank, one_at_a_time
 from megappo.verify.report import LEGEND, aligned, bisection, first_cause, table, verdict

@@ -15,7 +15,7 @@ from megappo.config.layout_checks import roles_in_use
 from megappo.config.schema import ParallelConfig, TrainableConfig, TrainConfig
 from megappo.models.arch import read_config
 from megappo.models.implementation import Implementation, choose_implementation
-from megappo.plan.layouts import model_paths
+from megappo.prepare.layouts import model_paths
 from megappo.verify.recording import LONGEST_RESPONSE
 from megappo.verify.shrink_layouts import fit_layouts, split_layers
 from megappo.verify.shrink_model import small_config, write_model

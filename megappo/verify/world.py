@@ -18,8 +18,8 @@ from megappo.config.layout_checks import roles_in_use
 from megappo.config.schema import TrainConfig
 from megappo.models.implementation import Implementation, choose_implementation
 from megappo.parallel.groups import ProcessGroups, build_groups, destroy_groups
-from megappo.plan.layouts import layout_of
 from megappo.platform.device import select_device, start_distributed
+from megappo.prepare.layouts import layout_of
 from megappo.trainer.kernels import choose_kernels
 from megappo.verify.gather import Gathered
 from megappo.verify.measure import Measured, RoleMeasures, measure

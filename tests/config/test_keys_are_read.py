@@ -24,7 +24,7 @@ def attributes_read(folders_left_out: frozenset[str]) -> set[str]:
 
 def test_every_key_is_read_outside_checks_plans_and_measurements():
     read = attributes_read(frozenset({"config", "plan", "verify"})) | set(READ_THROUGH)
-    # plan/data.py builds what the trainer trains on, so the keys of the data are read there.
+    # prepare/data.py builds what the trainer trains on, so the keys of the data are read there.
     read |= {n.attr for n in ast.walk(ast.parse((PACKAGE / "plan" / "data.py").read_text())) if isinstance(n, ast.Attribute)}
     unread = [key for cls in (TrainConfig, SftConfig) for key, _ in value_keys(cls) if key.rsplit(".", 1)[-1] not in read]
     assert not unread, f"nobody reads {unread}"

@@ -30,7 +30,7 @@ def train_once(rank: int, config: dict[str, Any], resume: bool) -> list[int]:
     import torch.distributed as dist
 
     from megappo.config.loading import load_config
-    from megappo.plan.prepare import prepare
+    from megappo.plan.run import plan_run
     from megappo.trainer import main
     from megappo.trainer.ppo import PPO
 
@@ -48,7 +48,7 @@ def train_once(rank: int, config: dict[str, Any], resume: bool) -> list[int]:
     loaded = load_config(str(path), [])
     main.PPO = WeighedPPO
     try:
-        main.train(loaded, prepare(loaded, dist.get_world_size(), config["run"]["device"], resume=resume).data, resume=resume)
+        main.train(loaded, plan_run(loaded, dist.get_world_size(), config["run"]["device"], resume=resume).data, resume=resume)
     finally:
         main.PPO = PPO
     return held

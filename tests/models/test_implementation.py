@@ -19,9 +19,9 @@ from megappo.models.implementation import (
     implementation_of_role,
     transformer_engine_fault,
 )
-from megappo.plan.layouts import check_layouts, read_archs
-from megappo.plan.prepare import prepare
+from megappo.plan.run import plan_run
 from megappo.platform.transformer_engine import import_fault
+from megappo.prepare.layouts import check_layouts, read_archs
 from tests.plan.checkpoints import write_run
 
 DTYPES = {"policy": "bf16", "critic": "fp32"}
@@ -141,7 +141,7 @@ def test_a_role_in_fp32_has_local_layers_unless_the_others_are_requested(fault) 
 def test_the_plan_tells_it_and_checks_the_layout_of_the_layers_that_run(tmp_path, fault) -> None:
     path = write_run(tmp_path)
     given = ["run.num_ranks=null", "critic.dtype=fp32", "policy.dtype=bf16", "reference.dtype=bf16", "rollout.engine=megatron"]
-    notes = prepare(load_config(path, given), 2, "cuda", shapes_only=True).notes
+    notes = plan_run(load_config(path, given), 2, "cuda", shapes_only=True).notes
     assert any(note.startswith("critic.dtype = fp32") for note in notes)
     # cp 4 does not divide the heads: the ring of TransformerEngine alone can do it, and not in fp32.
     config = load_config(path, [*given, "critic.parallel.tp=2", "critic.parallel.pp=1", "critic.parallel.cp=4"])

@@ -9,7 +9,7 @@ import torch
 
 from megappo.config.errors import ConfigError
 from megappo.ops import dispatch, kernels
-from megappo.plan.kernels import check_kernels
+from megappo.prepare.checks import check_kernels
 
 BUILT = {
     "torch": "2.13.0+cu130",

@@ -13,8 +13,8 @@ from megappo.models.arch import read_arch
 from megappo.models.families import local_shapes
 from megappo.models.meta import parameters_of_rank
 from megappo.parallel.layout import ParallelLayout
-from megappo.plan.layouts import layout_of
 from megappo.plan.memory import count_parameters
+from megappo.prepare.layouts import layout_of
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 FACTS = CONFIGS / "models"

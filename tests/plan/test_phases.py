@@ -14,13 +14,13 @@ from megappo.parallel.layout import ParallelLayout
 from megappo.plan import estimate
 from megappo.plan.activations import layer_elements_per_token
 from megappo.plan.estimate import check_rollout_start, make_plan, sequences_at_once
-from megappo.plan.layouts import check_layouts, read_archs
 from megappo.plan.memory import GIB
 from megappo.plan.phases import phases, tightest
 from megappo.plan.reliefs import reliefs
 from megappo.plan.report import phase_lines, report
 from megappo.plan.reserve import reserve_bytes
-from megappo.plan.tables import MIB, gib
+from megappo.prepare.layouts import check_layouts, read_archs
+from megappo.telemetry.tables import MIB, gib
 
 from .archs import llama
 from .checkpoints import write_run

@@ -11,11 +11,11 @@ from megappo.config.loading import load_config
 from megappo.parallel.layout import ParallelLayout
 from megappo.plan.activations import micro_batch_bytes
 from megappo.plan.estimate import make_plan
-from megappo.plan.layouts import check_layouts, read_archs
 from megappo.plan.memory import GIB
-from megappo.plan.prepare import prepare
 from megappo.plan.report import report
-from megappo.plan.tables import figures, groups_text, ranks_text, table
+from megappo.plan.run import plan_run
+from megappo.prepare.layouts import check_layouts, read_archs
+from megappo.telemetry.tables import figures, groups_text, ranks_text, table
 
 from .checkpoints import LLAMA_7B, SPARSE, TINY, write_checkpoint, write_prompts, write_run
 
@@ -156,8 +156,8 @@ def test_an_estimate_only_warns(tmp_path):
 
 def test_the_report_says_what_the_plan_holds_in_100_columns(tmp_path):
     config = load_config(write_run(tmp_path), ["trainer.epochs=3"])
-    prepared = prepare(config, 2, "cpu")
-    text = prepared.report()
+    planned = plan_run(config, 2, "cpu")
+    text = planned.report()
     assert all(len(line) <= 100 for line in text.splitlines() if str(tmp_path) not in line)
     for expected in (
         "803,968",
@@ -171,7 +171,7 @@ def test_the_report_says_what_the_plan_holds_in_100_columns(tmp_path):
         "run: 10 steps",  # ceil(300 / 32)
     ):
         assert expected in text, expected
-    assert prepared.data.total_steps == 10
+    assert planned.data.total_steps == 10
 
 
 def test_a_large_world_is_printed_compactly(tmp_path):
@@ -257,7 +257,7 @@ BAD_DATA = [
 def test_bad_input_is_refused_before_anything_is_built(tmp_path, overrides, fragments):
     config = load_config(write_run(tmp_path), overrides)
     with pytest.raises(ValueError) as error:
-        prepare(config, 2, "cpu")
+        plan_run(config, 2, "cpu")
     text = str(error.value)
     assert "\n" not in text and all(fragment in text for fragment in fragments), text
 
@@ -266,7 +266,7 @@ def test_a_tokenizer_with_more_ids_than_the_model_is_refused(tmp_path):
     path = write_run(tmp_path)
     write_checkpoint(tmp_path / "model", TINY | {"vocab_size": 8}, tokenizer=False)
     with pytest.raises(ConfigError, match="data.tokenizer = .* ids and policy.model only 8"):
-        prepare(load_config(path), 2, "cpu")
+        plan_run(load_config(path), 2, "cpu")
 
 
 def test_missing_packages_are_named_with_the_way_to_install_them(tmp_path, monkeypatch):
@@ -279,31 +279,31 @@ def test_missing_packages_are_named_with_the_way_to_install_them(tmp_path, monke
         ConfigError,
         match="rollout.engine = \"vllm\": vllm is not installed: pip install 'megappo.vllm.'.*rollout.engine=megatron",
     ):
-        prepare(config, 2, "cpu")
-    prepare(load_config(path, ["rollout.engine=megatron"]), 2, "cpu")
+        plan_run(config, 2, "cpu")
+    plan_run(load_config(path, ["rollout.engine=megatron"]), 2, "cpu")
     monkeypatch.setattr(installed, "installed_version", lambda requirement: None if requirement.name == "math-verify" else "1")
     with pytest.raises(ConfigError, match='reward.parts = "math_verify": math-verify is not installed'):
-        prepare(load_config(path, ["reward.parts=[{name: math_verify}]"]), 2, "cpu")
+        plan_run(load_config(path, ["reward.parts=[{name: math_verify}]"]), 2, "cpu")
 
 
 def test_planning_writes_nothing(tmp_path):
     path = write_run(tmp_path)
     before = sorted(p.relative_to(tmp_path) for p in tmp_path.rglob("*"))
-    prepare(load_config(path), 2, "cpu")
+    plan_run(load_config(path), 2, "cpu")
     assert sorted(p.relative_to(tmp_path) for p in tmp_path.rglob("*")) == before
 
 
 def test_evaluation_prompts_are_counted_with_their_limit(tmp_path):
     held_out = write_prompts(tmp_path / "eval.jsonl", 30)
-    prepared = prepare(load_config(write_run(tmp_path), [f"data.eval={held_out}", "data.eval_prompts=20"]), 2, "cpu")
-    assert len(prepared.data.eval) == 20 and "eval: kept 20" in prepared.report()
+    planned = plan_run(load_config(write_run(tmp_path), [f"data.eval={held_out}", "data.eval_prompts=20"]), 2, "cpu")
+    assert len(planned.data.eval) == 20 and "eval: kept 20" in planned.report()
     empty = tmp_path / "empty.jsonl"
     empty.write_text("")
     with pytest.raises(ValueError, match="no prompts are left of .*empty.jsonl"):
-        prepare(load_config(write_run(tmp_path), [f"data.eval={empty}"]), 2, "cpu")
+        plan_run(load_config(write_run(tmp_path), [f"data.eval={empty}"]), 2, "cpu")
     empty.write_text(json.dumps({"question": "x"}))
     with pytest.raises(ValueError, match="data.prompt_key=prompt"):
-        prepare(load_config(write_run(tmp_path), [f"data.eval={empty}"]), 2, "cpu")
+        plan_run(load_config(write_run(tmp_path), [f"data.eval={empty}"]), 2, "cpu")
 
 
 # ------------------------------------------------------------------------------------------------------------------ tables

@@ -9,8 +9,8 @@ from megappo.config.loading import load_config
 from megappo.models.arch import arch_of
 from megappo.parallel.layout import ParallelLayout
 from megappo.plan.estimate import make_plan
-from megappo.plan.layouts import check_layouts
 from megappo.plan.memory import GIB, count_parameters
+from megappo.prepare.layouts import check_layouts
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 

@@ -14,10 +14,10 @@ from megappo.config.loading import load_config
 from megappo.parallel.layout import ParallelLayout
 from megappo.plan import plot
 from megappo.plan.estimate import work_out
-from megappo.plan.layouts import check_layouts, read_archs
 from megappo.plan.pipeline import TRAINED, bubble, pipeline_of
 from megappo.plan.report import report
 from megappo.plan.timeline import chunk_work, timeline
+from megappo.prepare.layouts import check_layouts, read_archs
 
 from .checkpoints import write_run
 

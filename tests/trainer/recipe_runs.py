@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megappo.config.loading import load_config
 from megappo.data.packing import PackedBatch, cu_seqlens_of
-from megappo.plan.prepare import prepare
+from megappo.plan.run import plan_run
 from megappo.trainer import main
 from megappo.trainer.evaluation import Evaluation
 from megappo.trainer.ppo import PPO
@@ -56,5 +56,5 @@ def run_recipes(rank: int, jobs: Sequence[tuple[str, Path, list[str]]], vocab_si
 
 def run(recipe: Path, overrides: list[str], *, resume: bool) -> None:
     config = load_config(recipe, overrides)
-    prepared = prepare(config, dist.get_world_size(), "cpu")
-    main.train(config, prepared.data, resume=resume)
+    planned = plan_run(config, dist.get_world_size(), "cpu")
+    main.train(config, planned.data, resume=resume)

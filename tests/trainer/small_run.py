@@ -70,11 +70,11 @@ def small_config(folder: Path, name: str, *, steps: int, **overrides: Any) -> di
 def run_many(rank: int, runs: list[tuple[dict[str, Any], bool]]) -> None:
     """Train each configuration in turn on this rank; True resumes."""
     from megappo.config.loading import load_config
-    from megappo.plan.prepare import prepare
+    from megappo.plan.run import plan_run
     from megappo.trainer.main import train
 
     for config, resume in runs:
         path = Path(config["run"]["output_dir"]).parent / f"{config['run']['name']}.{rank}.yaml"
         path.write_text(yaml.safe_dump(config))
         loaded = load_config(str(path), [])
-        train(loaded, prepare(loaded, 2, "cpu", resume=resume).data, resume=resume)
+        train(loaded, plan_run(loaded, 2, "cpu", resume=resume).data, resume=resume)

@@ -24,7 +24,7 @@ def seen_by_the_rollout(rank: int, folder: Path, offload: bool) -> dict[str, Any
     import yaml
 
     from megappo.config.loading import load_config
-    from megappo.plan.prepare import prepare
+    from megappo.plan.run import plan_run
     from megappo.trainer import main
 
     found: dict[str, Any] = {}
@@ -43,7 +43,7 @@ def seen_by_the_rollout(rank: int, folder: Path, offload: bool) -> dict[str, Any
     path.write_text(yaml.safe_dump(config))
     loaded = load_config(str(path), [])
     with mock.patch.object(main, "build_rollout", build_rollout), pytest.raises(Started):
-        main.train(loaded, prepare(loaded, 2, "cpu", resume=False).data, resume=False)
+        main.train(loaded, plan_run(loaded, 2, "cpu", resume=False).data, resume=False)
     return found
 
 

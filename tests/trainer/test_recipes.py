@@ -25,7 +25,7 @@ from megappo.config.loading import load_config
 from megappo.config.schema import TrainConfig
 from megappo.data.prompts import PromptLoader
 from megappo.models.arch import read_arch
-from megappo.plan.data import load_run_data
+from megappo.prepare.data import load_run_data
 from megappo.telemetry.jsonl import read_lines
 
 from ..gsm8k_files import gsm8k, needs_gsm8k

@@ -13,7 +13,7 @@ import pytest
 from megappo.config.errors import ConfigError
 from megappo.config.loading import load_config
 from megappo.plan.estimate import make_plan
-from megappo.plan.layouts import check_layouts, read_archs
+from megappo.prepare.layouts import check_layouts, read_archs
 from megappo.tune import batch, probe
 from megappo.tune.profiles import hardware_of, load_hardware
 

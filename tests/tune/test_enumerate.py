@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from megappo.config.errors import ConfigError
 from megappo.config.schema import ParallelConfig, TrainConfig
 from megappo.models.arch import ModelArch, MoeArch, Rope
-from megappo.plan.layouts import check_layouts
+from megappo.prepare.layouts import check_layouts
 from megappo.tune.enumerate import layouts, nearly_even, recompute_choices, rollout_sizes, token_budgets
 
 

@@ -13,7 +13,7 @@ from megappo.config.schema import ParallelConfig, TrainConfig
 from megappo.models.arch import ModelArch, read_arch
 from megappo.models.families import hf_tensors
 from megappo.models.hf_import import CheckpointReader
-from megappo.plan.model_rules import model_problems
+from megappo.prepare.model_rules import model_problems
 from megappo.verify.features import features, on_one_rank, one_at_a_time
 from megappo.verify.recording import LONGEST_SEQUENCE
 from megappo.verify.shrink import Run, small_run

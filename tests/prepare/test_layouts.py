@@ -12,10 +12,9 @@ from megappo.config.schema import ParallelConfig, SftConfig
 from megappo.models.arch import arch_of
 from megappo.models.families import local_shapes
 from megappo.parallel.layout import ParallelLayout
-from megappo.plan.layouts import check_layouts, layout_of, model_paths, read_archs
-from megappo.plan.model_rules import model_problems
-
-from .checkpoints import SPARSE, TINY, write_checkpoint, write_run
+from megappo.prepare.layouts import check_layouts, layout_of, model_paths, read_archs
+from megappo.prepare.model_rules import model_problems
+from tests.plan.checkpoints import SPARSE, TINY, write_checkpoint, write_run
 
 NONE, SP = "algorithm.kl.placement=none", "policy.parallel.sequence_parallel=true"
 # architecture of the policy, overrides, ranks, what the message must contain

@@ -11,10 +11,9 @@ from megappo.checkpoint.manifest import FileEntry, Manifest, write_manifest
 from megappo.config.dump import dump_yaml
 from megappo.config.errors import ConfigError
 from megappo.config.loading import load_config
-from megappo.plan.critic_source import CriticSource, critic_source
-from megappo.plan.layouts import read_archs
-
-from .checkpoints import TINY, write_checkpoint, write_run
+from megappo.prepare.critic_source import CriticSource, critic_source
+from megappo.prepare.layouts import read_archs
+from tests.plan.checkpoints import TINY, write_checkpoint, write_run
 
 
 def write_step(run, step, config, roles=("policy", "critic")):

@@ -16,7 +16,7 @@ from megappo.config.schema import ParallelConfig, RoleConfig, SftConfig, Trainab
 from megappo.models.arch import ModelArch, read_arch
 from megappo.models.implementation import Implementation, implementation_of_role
 from megappo.parallel.layout import ParallelLayout
-from megappo.plan.model_rules import model_problems
+from megappo.prepare.model_rules import model_problems
 from megappo.rollout.vllm_limits import cut_sizes, kv_heads_fit
 
 

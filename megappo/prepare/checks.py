@@ -1,0 +1,102 @@
+"""Checks of a run before a model is built, in one order, cheap ones first: keys, packages, architectures, layouts.
+
+Memory is `megappo/plan`'s, the data `prepare/data.py`'s, because a plan for another machine needs neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from megappo.config.batch import step_arithmetic
+from megappo.config.checks import Device, check_config
+from megappo.config.errors import ConfigError, problem
+from megappo.config.loading import explicit_keys
+from megappo.config.schema import SftConfig, TrainConfig
+from megappo.installed import missing_package
+from megappo.models.arch import ModelArch
+from megappo.models.implementation import choose_implementation, implementation_notes
+from megappo.ops.kernels import Kernels, missing
+from megappo.parallel.layout import ParallelLayout
+from megappo.prepare.critic_source import critic_source
+from megappo.prepare.layouts import check_layouts, read_archs
+from megappo.rewards.rules import RULES, make_rule
+from megappo.rollout.vllm_limits import check_vllm
+
+
+@dataclass(frozen=True)
+class CheckedRun:
+    """A configuration that this world can run, if it has the memory and the data.
+
+    archs, layouts: by role. notes: remarks on keys that this device does not need.
+    """
+
+    config: TrainConfig
+    archs: Mapping[str, ModelArch]
+    layouts: Mapping[str, ParallelLayout]
+    notes: tuple[str, ...]
+
+
+def check_run(
+    config: TrainConfig, world_size: int, device: Device, *, resume: bool = False, shapes_only: bool = False
+) -> CheckedRun:
+    """Check the configuration of a PPO run. ValueError, one line, with the first thing that cannot work.
+
+    resume: the run goes on from its own checkpoint, and what only its start needs may be gone. shapes_only: config.json of the
+    models is enough; weights and packages need not be there.
+    """
+    notes = check_config(config, explicit_keys(config), world_size, device)
+    if not shapes_only:
+        _check_names(config)
+    implementation = choose_implementation(config.model.impl, device)  # raises if it cannot work
+    check_kernels(config.kernels, device)
+    archs = read_archs(config, need_weights=not shapes_only)
+    layouts = check_layouts(config, archs, world_size, implementation)
+    dtypes = {role: getattr(config, role).dtype for role in layouts}
+    notes = (*notes, *implementation_notes(config.model.impl, device, dtypes))
+    if config.rollout.engine == "vllm":
+        longest = step_arithmetic(config).max_sequence_tokens
+        check_vllm(archs["policy"], config.rollout.tp, world_size, longest, device)  # raises what vLLM cannot serve
+    if not resume and not shapes_only:
+        critic_source(config.critic, archs["critic"])  # raises if there is no such checkpoint
+    return CheckedRun(config, archs, layouts, notes)
+
+
+@dataclass(frozen=True)
+class CheckedSft:
+    """A fine-tuning that this world can run, if it has the data."""
+
+    config: SftConfig
+    arch: ModelArch
+    layout: ParallelLayout
+    notes: tuple[str, ...]
+
+
+def check_sft(config: SftConfig, world_size: int, device: Device) -> CheckedSft:
+    """As `check_run`, for fine-tuning."""
+    notes = check_config(config, explicit_keys(config), world_size, device)
+    implementation = choose_implementation(config.model.impl, device)  # raises if it cannot work
+    check_kernels(config.kernels, device)
+    arch = read_archs(config)["policy"]
+    layout = check_layouts(config, {"policy": arch}, world_size, implementation)["policy"]
+    notes = (*notes, *implementation_notes(config.model.impl, device, {"policy": config.policy.dtype}))
+    return CheckedSft(config, arch, layout, notes)
+
+
+def check_kernels(kernels: Kernels, device: Device) -> None:
+    """ConfigError if the implementation that `kernels` names is missing on this kind of device."""
+    if (reason := missing(kernels, device)) is not None:
+        raise ConfigError(problem("kernels", kernels, f"{reason}; set kernels=auto, or reference"))
+
+
+def _check_names(config: TrainConfig) -> None:
+    """Rewards that do not exist, and packages that this configuration needs and that are absent."""
+    for part in config.reward.parts:
+        if part.name not in RULES:
+            make_rule(part.name)  # raises, with the nearest name
+    needed = {"math_verify": "math-verify"} if any(part.name == "math_verify" for part in config.reward.parts) else {}
+    for key, package in needed.items():
+        if (how := missing_package(package)) is not None:
+            raise ConfigError(problem("reward.parts", key, how))
+    if config.rollout.engine == "vllm" and (how := missing_package("vllm")) is not None:
+        raise ConfigError(problem("rollout.engine", "vllm", f"{how}, or set rollout.engine=megatron"))
