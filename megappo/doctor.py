@@ -14,7 +14,7 @@ from typing import Any
 from megappo import gpu_stack
 from megappo.gpu_stack import Stack
 from megappo.installed import can_train, findings
-from megappo.ops import kernels
+from megappo.ops import implementations
 from megappo.telemetry.tables import table
 
 
@@ -30,8 +30,8 @@ def device_lines(stack: Stack) -> list[str]:
 
 def library_facts() -> dict[str, Any] | None:
     """The record of csrc/build.py beside the library; None where there is no library."""
-    there = kernels.LIBRARY.exists() and kernels.LIBRARY.with_suffix(".json").exists()
-    return kernels.library_facts() if there else None
+    there = implementations.LIBRARY.exists() and implementations.LIBRARY.with_suffix(".json").exists()
+    return implementations.library_facts() if there else None
 
 
 def library_line(facts: dict[str, Any]) -> str:
@@ -45,7 +45,7 @@ def unfit_lines(stack: Stack) -> tuple[list[str], bool]:
     found = gpu_stack.faults(stack)
     lines = [fault.text for fault in found]
     # The kernels' own reason, unless it only repeats that the library could not be built here.
-    reason = kernels.missing("cuda", "cuda") if stack.torch_cuda is not None else None
+    reason = implementations.missing("cuda", "cuda") if stack.torch_cuda is not None else None
     if reason and not found:
         lines.append(f"CUDA kernels: {reason}")
     return lines, any(fault.stops for fault in found)
@@ -77,7 +77,7 @@ def kernel_lines() -> tuple[list[str], list[str]]:
     from megappo.ops import dispatch, selfcheck
 
     columns, wrong = [], []
-    for kind in kernels.ORDER:
+    for kind in implementations.ORDER:
         chosen = dispatch.selected(kind)
         if kind == "cuda" and not torch.cuda.is_available():
             columns.append({op: [implementation, "no GPU here"] for op, implementation in chosen.items()})
@@ -96,7 +96,7 @@ def kernel_lines() -> tuple[list[str], list[str]]:
     rows = [[op, *(cell for column in columns for cell in column[op])] for op in columns[0]]
     facts = library_facts()
     library = [library_line(facts)] if facts else []
-    return [f"  {kernels.describe()}", *library, *table(["op", "CPU", "state", "GPU", "state"], rows, left=5)], wrong
+    return [f"  {implementations.describe()}", *library, *table(["op", "CPU", "state", "GPU", "state"], rows, left=5)], wrong
 
 
 def gpu_column() -> tuple[dict[str, list[str]], list[str]]:

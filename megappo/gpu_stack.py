@@ -1,7 +1,7 @@
 """Driver, GPUs, CUDA toolkit and torch of this machine, and what of it does not fit, with the command that mends it.
 
 For `megappo doctor`. `found` asks the machine; `faults` only compares, so that every state can be tested without a GPU. Which of
-the library's kernels can run with this torch on this GPU is `ops/kernels.py`'s to say.
+the library's kernels can run with this torch on this GPU is `ops/implementations.py`'s to say.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from megappo.ops.kernels import BUILD
+from megappo.ops.implementations import BUILD
 
 # The first Linux driver of each major version of CUDA: it runs programs of every minor version of it.
 DRIVERS = {"12": "525.60.13", "13": "580.65.06"}

@@ -20,7 +20,7 @@ from typing import NoReturn, get_args
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from megappo.ops.kernels import Kernels
+from megappo.ops.implementations import Kernels
 from megappo.telemetry.metrics import Metric
 from scripts.bench.clock import summary
 from scripts.bench.model import Mistake

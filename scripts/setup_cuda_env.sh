@@ -93,5 +93,5 @@ if [ ! -e "$built" ]; then
   (cd "$venv/src" \
     && MEGAPPO_CUDA=1 pip install --no-build-isolation -e '.[vllm,math,datasets]' -c requirements/constraints-cuda.txt)
   touch "$built"
-  say "$(cd "$venv/src" && "$venv/bin/python" -m megappo.ops.kernels)"
+  say "$(cd "$venv/src" && "$venv/bin/python" -m megappo.ops.implementations)"
 fi

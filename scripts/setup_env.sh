@@ -58,6 +58,6 @@ if [ "$want" = test ]; then
 fi
 say "megappo and its kernels"
 pip install --no-deps --no-build-isolation --editable .
-say "$("$venv/bin/python" -m megappo.ops.kernels)"
+say "$("$venv/bin/python" -m megappo.ops.implementations)"
 touch "$mark"
 say "done"

@@ -27,7 +27,7 @@ from csrc.toolkit import (
     toolkit_root,
     toolkit_version,
 )
-from megappo.ops.kernels import LIBRARY
+from megappo.ops.implementations import LIBRARY
 
 ROOT = Path(__file__).parent.parent
 CPU_TORCH = Torch(Path(), Path(), "2.13.0+cpu", None)

@@ -10,7 +10,7 @@ import torch
 from megappo import doctor, gpu_stack, installed
 from megappo.gpu_stack import Gpu, Stack, faults, gpus_of
 from megappo.installed import REQUIREMENTS, can_train, findings, missing_package
-from megappo.ops import dispatch, kernels
+from megappo.ops import dispatch, implementations
 from megappo.versions import EXTRAS, REQUIRED, range_of
 
 
@@ -173,12 +173,12 @@ def test_what_does_not_fit_is_one_line_with_the_command(state, monkeypatch):
     changes, line, stops = STATES[state]
     stack = replace(NODE, **changes)
     assert [(fault.text, fault.stops) for fault in faults(stack)] == ([(line, stops)] if line else [])
-    monkeypatch.setattr(kernels, "missing", lambda implementation, device_type: None)
+    monkeypatch.setattr(implementations, "missing", lambda implementation, device_type: None)
     assert doctor.unfit_lines(stack) == ([line] if line else [], stops)
 
 
 def test_a_library_of_another_torch_is_said_by_the_kernels(monkeypatch):
-    monkeypatch.setattr(kernels, "missing", lambda implementation, device_type: f"{implementation}: built for another torch")
+    monkeypatch.setattr(implementations, "missing", lambda name, device_type: f"{name}: built for another torch")
     assert doctor.unfit_lines(NODE) == (["CUDA kernels: cuda: built for another torch"], False)
     assert doctor.unfit_lines(replace(NODE, **CPU_TORCH, gpus=(), nvcc=None)) == ([], False), "a CPU torch asks for none"
 
@@ -193,7 +193,7 @@ def test_the_report_shows_driver_toolkit_and_what_the_library_was_built_for(monk
     assert "  driver: 580.65.06, for CUDA up to 13.0\n  nvcc: /usr/local/cuda-13.0/bin/nvcc, CUDA 13.0\n" in text
     assert f"\ndoes not fit\n  {STATES['GPUs without a CUDA torch'][1]}\n" in text
     assert code == 1 and "PPO cannot run on this machine: mend what does not fit above" in text
-    written = json.loads(kernels.LIBRARY.with_suffix(".json").read_text())
+    written = json.loads(implementations.LIBRARY.with_suffix(".json").read_text())
     assert doctor.library_line(written) in text
 
 

@@ -50,7 +50,7 @@ from torch.futures import Future
 
 from megappo.checkpoint.ranges import shared_out
 from megappo.checkpoint.safe_load import load_index, load_tensors_and_plain_data
-from megappo.checkpoint.vote import RankFault, on_every_rank, on_rank_zero
+from megappo.parallel.consensus import RankFault, on_every_rank, on_rank_zero
 
 OPTIMIZER = "optimizer."
 """Keys of the optimizer's tensors start with it."""

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from megappo.checkpoint.directory import CheckpointDirectory
-from megappo.checkpoint.facts import require_same_run
+from megappo.checkpoint.identity import require_same_run
 from megappo.checkpoint.manifest import (
     FileEntry,
     Manifest,
@@ -30,7 +30,7 @@ from megappo.checkpoint.manifest import (
 )
 from megappo.checkpoint.rng import load_rng, save_rng
 from megappo.checkpoint.sharded import OPTIMIZER, load_sharded, save_sharded
-from megappo.checkpoint.vote import RankFault, on_every_rank, on_rank_zero
+from megappo.parallel.consensus import RankFault, on_every_rank, on_rank_zero
 
 logger = logging.getLogger(__name__)
 

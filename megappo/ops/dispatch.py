@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.library import CustomOpDef
 
-from megappo.ops.kernels import ORDER, Kernels, missing
+from megappo.ops.implementations import ORDER, Kernels, missing
 
 Pair = tuple[str, str]
 """(op, implementation)"""

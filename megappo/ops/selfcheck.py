@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megappo.ops import dispatch
 from megappo.ops.advantages import gae, token_advantages
-from megappo.ops.kernels import ORDER, interpreted, missing
+from megappo.ops.implementations import ORDER, interpreted, missing
 from megappo.ops.linear_logprob import linear_logprob
 from megappo.ops.logprob import vocab_parallel_logprob
 from megappo.ops.losses import policy_loss, value_loss

@@ -28,7 +28,7 @@ import torch
 
 from megappo.ops import dispatch, selfcheck
 from megappo.ops.dispatch import Pair
-from megappo.ops.kernels import Kernels
+from megappo.ops.implementations import Kernels
 
 LIMIT_S = 300.0
 _POLL_S = 0.1

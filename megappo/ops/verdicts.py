@@ -22,7 +22,7 @@ import torch
 
 from megappo.ops import dispatch, selfcheck
 from megappo.ops.dispatch import Pair
-from megappo.ops.kernels import LIBRARY, Kernels, interpreted
+from megappo.ops.implementations import LIBRARY, Kernels, interpreted
 from megappo.ops.trial import Trial, run_trial
 
 logger = logging.getLogger(__name__)

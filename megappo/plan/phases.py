@@ -1,7 +1,7 @@
 """Memory of one rank through the phases of a PPO step, and which phase is the tightest for each role.
 
 A phase is one role at work while the others rest: what rests is `RoleMemory.resident`, the reserve, and of vLLM's weights and cache
-what does not sleep in the phase. What would relieve a phase is `reliefs.py`'s.
+what does not sleep in the phase. What would relieve a phase is `remedies.py`'s.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from megappo.plan.estimate import Plan, sequences_at_once, work_out
 from megappo.plan.memory import RoleMemory
 from megappo.plan.phases import phases, tightest
 from megappo.plan.pipeline import TRAINED, bubble
-from megappo.plan.reliefs import reliefs
+from megappo.plan.remedies import remedies
 from megappo.prepare.data import RunData
 from megappo.prepare.layouts import model_paths
 from megappo.telemetry.tables import GIB, MIB, figures, gib, groups_text, ranks_text, table
@@ -190,14 +190,14 @@ def phase_lines(plan: Plan) -> list[str]:
 
     advice = []
     for role, (phase, fullest_rank) in tightest(plan).items():
-        found = reliefs(plan, role) or [None]
-        for index, relief in enumerate(found):
+        found = remedies(plan, role) or [None]
+        for index, remedy in enumerate(found):
             what = [role, phase.name, str(fullest_rank), f"{phase.total / unit:,.2f}"] if index == 0 else [""] * 4
-            advice.append(what + (["-", ""] if relief is None else [relief.override, f"{relief.saved / unit:,.2f}"]))
-    return lines + _relief_table(advice, name)
+            advice.append(what + (["-", ""] if remedy is None else [remedy.override, f"{remedy.saved / unit:,.2f}"]))
+    return lines + _remedy_table(advice, name)
 
 
-def _relief_table(rows: Sequence[Sequence[str]], unit: str) -> list[str]:
+def _remedy_table(rows: Sequence[Sequence[str]], unit: str) -> list[str]:
     """Numbers to the right, beside what they belong to."""
     header = ["role", "tightest phase", "rank", unit, "would relieve it", "by"]
     wide = [max(len(row[column]) for row in (header, *rows)) for column in (2, 3)]

@@ -16,7 +16,7 @@ from megappo.config.schema import SftConfig, TrainConfig
 from megappo.installed import missing_package
 from megappo.models.arch import ModelArch
 from megappo.models.implementation import choose_implementation, implementation_notes
-from megappo.ops.kernels import Kernels, missing
+from megappo.ops.implementations import Kernels, missing
 from megappo.parallel.layout import ParallelLayout
 from megappo.prepare.critic_source import critic_source
 from megappo.prepare.layouts import check_layouts, read_archs

@@ -39,7 +39,7 @@ class SamplingParams:
 
         Ties with the k-th best logit are all kept where vLLM runs on a CPU, and bf16 logits tie: from 16 to 32 they are 1/8 apart,
         and near the k-th best there are about k / 1.5 in an interval of 1, so that k / 12 are equal. The margin is several
-        standard deviations beyond that; `trainer/agreement.py` counts what does not fit all the same.
+        standard deviations beyond that; `trainer/sampler_check.py` counts what does not fit all the same.
         """
         return self.top_k + 16 + self.top_k // 8 if self.record_kept and self.truncates else 0
 

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from megappo.algo.kl import AdaptiveKL, FixedKL, KLController
 from megappo.checkpoint.manifest import Manifest
 from megappo.checkpoint.store import CheckpointStore
-from megappo.checkpoint.vote import on_rank_zero
 from megappo.config.batch import step_arithmetic
 from megappo.config.dump import dump_yaml
 from megappo.config.layout_checks import roles_in_use
@@ -23,23 +22,23 @@ from megappo.engine.megatron import MegatronEngine
 from megappo.models.arch import read_arch
 from megappo.models.hf_export import export_pretrained
 from megappo.models.implementation import Implementation, choose_implementation, implementation_of_role
+from megappo.parallel.consensus import any_rank, on_rank_zero
 from megappo.parallel.groups import ProcessGroups, build_groups, settle
 from megappo.parallel.layout import ParallelLayout
 from megappo.platform.device import select_device, start_distributed
 from megappo.prepare.critic_source import critic_source
 from megappo.prepare.data import RunData
 from megappo.prepare.layouts import layout_of
-from megappo.resilience.agreement import any_rank
 from megappo.resilience.signals import StopRequest
 from megappo.rewards.compose import Scorer
 from megappo.rollout.build import build_rollout
 from megappo.rollout.types import SamplingParams
 from megappo.telemetry.log import configure_logging
 from megappo.telemetry.runlog import RunLog
-from megappo.trainer.facts import run_facts
-from megappo.trainer.kernels import select_kernels
+from megappo.trainer.kernel_selection import select_kernels
 from megappo.trainer.ppo import PPO, PPOSettings
 from megappo.trainer.roles import Critic, LanguageModel, Policy
+from megappo.trainer.run_facts import run_facts
 from megappo.trainer.rundir import RunDir
 from megappo.trainer.settings import advantage_shaping, mini_batches, policy_loss
 from megappo.trainer.shaping import HOST_OPS

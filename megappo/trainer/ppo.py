@@ -19,11 +19,11 @@ from megappo.rewards.compose import Scorer
 from megappo.rollout.types import RolloutEngine, SamplingParams
 from megappo.telemetry.runlog import RunLog
 from megappo.telemetry.timers import StageTimers
-from megappo.trainer.agreement import compare_with_sampler, require_agreement
 from megappo.trainer.evaluation import Evaluation, evaluate
 from megappo.trainer.experience import make_requests, pack_experience, sample_seed
 from megappo.trainer.report import StepRecord, trajectories_of
 from megappo.trainer.roles import Critic, LanguageModel, Policy, add_model_outputs
+from megappo.trainer.sampler_check import compare_with_sampler, require_agreement
 from megappo.trainer.scoring import score_responses
 from megappo.trainer.shaping import AdvantageShaping
 from megappo.trainer.state import TrainerState

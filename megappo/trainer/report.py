@@ -18,8 +18,8 @@ from megappo.data.prompts import Prompt
 from megappo.telemetry.metrics import Metric
 from megappo.telemetry.runlog import evaluation_metrics
 from megappo.telemetry.timers import StageTimers
-from megappo.trainer.agreement import Agreement
 from megappo.trainer.evaluation import Evaluation
+from megappo.trainer.sampler_check import Agreement
 from megappo.trainer.scoring import Scored
 from megappo.trainer.updates import UpdateSummary
 

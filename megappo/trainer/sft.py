@@ -26,7 +26,7 @@ from megappo.telemetry.log import configure_logging
 from megappo.telemetry.metrics import Metric
 from megappo.telemetry.runlog import RunLog
 from megappo.telemetry.timers import StageTimers
-from megappo.trainer.kernels import select_kernels
+from megappo.trainer.kernel_selection import select_kernels
 from megappo.trainer.report import expert_metrics
 from megappo.trainer.roles import LanguageModel
 from megappo.trainer.rundir import RunDir

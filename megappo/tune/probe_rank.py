@@ -14,7 +14,7 @@ def main() -> None:
     import torch.distributed as dist
 
     from megappo.platform.device import select_device, start_distributed
-    from megappo.trainer.kernels import choose_kernels
+    from megappo.trainer.kernel_selection import choose_kernels
     from megappo.tune.probe import measure_rates
 
     device = select_device("auto")

@@ -28,7 +28,7 @@ from megappo.parallel.groups import ProcessGroups, build_groups, destroy_groups
 from megappo.platform.device import DTYPES, select_device, start_alone, start_distributed
 from megappo.prepare.layouts import layout_of
 from megappo.telemetry.timers import wait_for_device
-from megappo.trainer.kernels import choose_kernels
+from megappo.trainer.kernel_selection import choose_kernels
 from megappo.trainer.roles import Critic, LanguageModel, Policy
 from megappo.trainer.settings import policy_loss
 from megappo.tune.trials import RUNNING, Measured, Trial, read_trial, world_folder, write_outcome

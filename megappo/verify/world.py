@@ -20,7 +20,7 @@ from megappo.models.implementation import Implementation, choose_implementation
 from megappo.parallel.groups import ProcessGroups, build_groups, destroy_groups
 from megappo.platform.device import select_device, start_distributed
 from megappo.prepare.layouts import layout_of
-from megappo.trainer.kernels import choose_kernels
+from megappo.trainer.kernel_selection import choose_kernels
 from megappo.verify.gather import Gathered
 from megappo.verify.measure import Measured, RoleMeasures, measure
 from megappo.verify.recording import num_kept, record_rollouts

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megappo.ops import dispatch
-from megappo.ops.kernels import Kernels
+from megappo.ops.implementations import Kernels
 from scripts.bench.model import Absent, Calls, Candidate
 
 IMPLEMENTATIONS: tuple[Kernels, ...] = ("cuda", "cpp", "triton", "reference")

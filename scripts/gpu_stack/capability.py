@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 
-from megappo.ops.kernels import LIBRARY, serves
+from megappo.ops.implementations import LIBRARY, serves
 from scripts.gpu_stack.pretend import pretend_gpu
 from scripts.gpu_stack.rows import Check, Wrong, run
 

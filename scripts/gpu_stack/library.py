@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from megappo.installed import Finding, findings
-from megappo.ops.kernels import LIBRARY
+from megappo.ops.implementations import LIBRARY
 from scripts.gpu_stack.rows import Check, Skipped, Wrong, run
 
 GROUP = "library"

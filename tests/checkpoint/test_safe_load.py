@@ -10,7 +10,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
-from megappo.checkpoint.facts import fingerprint_model
+from megappo.checkpoint.identity import fingerprint_model
 from megappo.checkpoint.safe_load import UnsafeCheckpoint, load_index, load_tensors_and_plain_data
 
 

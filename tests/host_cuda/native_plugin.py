@@ -15,9 +15,9 @@ ON_CPU, INSTALLED = "megappo_cuda_on_cpu", "megappo_native"
 
 def use_library(library: Path) -> None:
     """Its ops become those of an installed library that was built with CUDA."""
-    import megappo.ops.kernels
+    import megappo.ops.implementations
 
-    megappo.ops.kernels.LIBRARY = library  # before ops.dispatch imports the name
+    megappo.ops.implementations.LIBRARY = library  # before ops.dispatch imports the name
     torch.ops.load_library(str(library))
     kept = torch.library.Library(INSTALLED, "FRAGMENT")
     for full_name in torch._C._dispatch_get_all_op_names():
@@ -31,16 +31,16 @@ def use_library(library: Path) -> None:
 
 def interpret_triton() -> None:
     """As tests/conftest.py does it; but on the host's tensors there is no Triton, as in any process with a GPU."""
-    import megappo.ops.kernels
+    import megappo.ops.implementations
 
-    missing = megappo.ops.kernels.missing
+    missing = megappo.ops.implementations.missing
 
     def missing_as_with_a_gpu(implementation: str, device_type: str) -> str | None:
         if (implementation, device_type) == ("triton", "cpu"):
             return "Triton kernels run on a GPU, and this run is on the CPU"
         return missing(implementation, device_type)
 
-    megappo.ops.kernels.missing = missing_as_with_a_gpu
+    megappo.ops.implementations.missing = missing_as_with_a_gpu
     os.environ["TRITON_INTERPRET"] = "1"
     importlib.import_module("triton.language")
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megappo.ops.kernels import LIBRARY
+from megappo.ops.implementations import LIBRARY
 from tests.host_cuda.ppo_runs import config_of, metrics_of, offloading, train_once
 from tests.host_cuda.world import Scenario, run_world
 from tests.ops.conftest import compiled_for_cpu

@@ -15,7 +15,7 @@ import torch
 
 from csrc.build import compile_cuda_for_cpu
 from megappo.ops import dispatch
-from megappo.ops.kernels import LIBRARY
+from megappo.ops.implementations import LIBRARY
 
 HERE = Path(__file__).parent
 ON_CPU = ["reference", "cpp", "triton", "cuda_on_cpu"]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megappo.config.errors import ConfigError
-from megappo.ops import dispatch, kernels
+from megappo.ops import dispatch, implementations
 from megappo.prepare.checks import check_kernels
 
 BUILT = {
@@ -101,7 +101,7 @@ def with_an_undefined_symbol(folder):
 
 
 def truncated(folder):
-    (folder / "_native.so").write_bytes(kernels.LIBRARY.read_bytes()[:10])
+    (folder / "_native.so").write_bytes(implementations.LIBRARY.read_bytes()[:10])
     return "file too short"
 
 
@@ -110,7 +110,7 @@ def truncated(folder):
 def test_a_library_that_cannot_be_loaded_is_done_without_and_said(monkeypatch, tmp_path, breakage):
     said = breakage(tmp_path)
     copy_facts(tmp_path / "_native.so", cuda_toolkit=None)
-    monkeypatch.setattr(kernels, "LIBRARY", tmp_path / "_native.so")
+    monkeypatch.setattr(implementations, "LIBRARY", tmp_path / "_native.so")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     with dispatch.using("auto"):
         assert set(dispatch.selected("cpu").values()) == {"reference"}
@@ -124,13 +124,13 @@ def test_a_library_that_cannot_be_loaded_is_done_without_and_said(monkeypatch, t
             dispatch.selected(kind)
         with pytest.raises(ConfigError, match=r'kernels = "\w+": the compiled kernels cannot be loaded'):
             check_kernels(name, kind)
-    assert said in kernels.describe() and "PyTorch references" in kernels.describe()
+    assert said in implementations.describe() and "PyTorch references" in implementations.describe()
 
 
 def test_a_library_without_its_facts_is_none(monkeypatch, tmp_path):
     (tmp_path / "_native.so").write_bytes(b"")
-    monkeypatch.setattr(kernels, "LIBRARY", tmp_path / "_native.so")
-    assert "the compiled kernels are missing" in kernels.missing("cpp", "cpu")
+    monkeypatch.setattr(implementations, "LIBRARY", tmp_path / "_native.so")
+    assert "the compiled kernels are missing" in implementations.missing("cpp", "cpu")
 
 
 # ---------------------------------------------------------------------------------------------- another CUDA, another GPU
@@ -158,7 +158,7 @@ def test_a_library_without_its_facts_is_none(monkeypatch, tmp_path):
     ],
 )
 def test_machine_code_serves_its_generation_and_ptx_what_comes_after(archs, capability, served):
-    assert kernels.serves(archs, capability) == served
+    assert implementations.serves(archs, capability) == served
 
 
 def on_a_gpu(monkeypatch, tmp_path, capability, cuda="13.0", **facts):
@@ -166,12 +166,12 @@ def on_a_gpu(monkeypatch, tmp_path, capability, cuda="13.0", **facts):
     library = tmp_path / "_native.so"
     library.touch()
     copy_facts(library, **facts)
-    monkeypatch.setattr(kernels, "LIBRARY", library)
-    monkeypatch.setattr(kernels, "_unloadable", lambda path: None)
+    monkeypatch.setattr(implementations, "LIBRARY", library)
+    monkeypatch.setattr(implementations, "_unloadable", lambda path: None)
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    return kernels.missing("cuda", "cuda")
+    return implementations.missing("cuda", "cuda")
 
 
 def test_a_gpu_that_the_library_does_not_serve_is_named_with_the_build_that_does(monkeypatch, tmp_path):

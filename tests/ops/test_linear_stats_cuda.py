@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megappo.ops import dispatch, kernels
+from megappo.ops import dispatch, implementations
 from megappo.ops.cuda import linear_stats as cuda_linear_stats
 
 IGNORE = -100
@@ -292,7 +292,7 @@ def test_what_the_kernel_does_not_take_is_refused(kernel, text):
 )
 def test_only_a_build_for_hopper_on_hopper_has_the_kernel(tmp_path, monkeypatch, archs, capability, want):
     tmp_path.joinpath("library.json").write_text(json.dumps({"cuda": True, "cuda_archs": archs}))
-    monkeypatch.setattr(kernels, "LIBRARY", tmp_path / "library.so")
+    monkeypatch.setattr(implementations, "LIBRARY", tmp_path / "library.so")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert cuda_linear_stats.usable() is want

@@ -5,7 +5,7 @@ import torch
 from torch.library import opcheck
 
 from megappo.ops import dispatch
-from megappo.ops import kernels as implementations
+from megappo.ops import implementations as implementations
 from megappo.ops.losses import entropy_loss, policy_loss, value_loss
 
 LOSSES = {

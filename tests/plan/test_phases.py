@@ -1,4 +1,4 @@
-"""Memory by phase: sums of what rests and what works, and reliefs that are what the changed plan says."""
+"""Memory by phase: sums of what rests and what works, and remedies that are what the changed plan says."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megappo.plan.activations import layer_elements_per_token
 from megappo.plan.estimate import check_rollout_start, make_plan, sequences_at_once
 from megappo.plan.memory import GIB
 from megappo.plan.phases import phases, tightest
-from megappo.plan.reliefs import reliefs
+from megappo.plan.remedies import remedies
 from megappo.plan.report import phase_lines, report
 from megappo.plan.reserve import reserve_bytes
 from megappo.prepare.layouts import check_layouts, read_archs
@@ -142,13 +142,13 @@ BUDGET = ["policy.micro_batch_tokens=384", "critic.micro_batch_tokens=384", "run
 def test_a_relief_saves_what_the_changed_plan_needs_less(tmp_path, role):
     path = write_run(tmp_path)
     plan = planned(path, BUDGET, ranks=8)
-    found = reliefs(plan, role, most=99)
-    assert found and all(relief.saved > 0 for relief in found)
-    for relief in found:
-        changed = planned(path, [*BUDGET, relief.override], ranks=8)
-        assert tightest(plan)[role][0].total - tightest(changed)[role][0].total == relief.saved, relief
+    found = remedies(plan, role, most=99)
+    assert found and all(remedy.saved > 0 for remedy in found)
+    for remedy in found:
+        changed = planned(path, [*BUDGET, remedy.override], ranks=8)
+        assert tightest(plan)[role][0].total - tightest(changed)[role][0].total == remedy.saved, remedy
     settings = found[:-1]
-    assert settings == sorted(settings, key=lambda relief: -relief.saved)
+    assert settings == sorted(settings, key=lambda remedy: -remedy.saved)
     assert f"{role}.parallel." in found[-1].override, "at last the layout"
 
 
@@ -170,11 +170,11 @@ def test_every_relief_of_a_large_recipe_is_a_configuration_that_is_accepted_and_
     plan_of = large(recipe, facts)
     plan = plan_of(*overrides)
     for role, (now, _) in tightest(plan).items():
-        found = reliefs(plan, role)
+        found = remedies(plan, role)
         assert found, f"nothing would relieve the {role}"
-        for relief in found:
-            changed = plan_of(*overrides, relief.override)  # ConfigError where it is refused
-            assert now.total - tightest(changed)[role][0].total == relief.saved > 0
+        for remedy in found:
+            changed = plan_of(*overrides, remedy.override)  # ConfigError where it is refused
+            assert now.total - tightest(changed)[role][0].total == remedy.saved > 0
     with pytest.raises(ConfigError, match="rollout.memory_share"):  # negative control: half the share cannot hold the weights
         large("llama3.1_405b_256gpu", "Llama-3.1-405B-Instruct")("rollout.memory_share=0.23")
 
@@ -182,26 +182,26 @@ def test_every_relief_of_a_large_recipe_is_a_configuration_that_is_accepted_and_
 def test_a_role_that_no_single_key_relieves_is_shown_all_the_same():
     """Everything is offloaded, a checkpoint is the tightest, as vLLM's weights are there again, and vLLM has what it needs."""
     plan = large("llama3.1_405b_256gpu", "Llama-3.1-405B-Instruct")()
-    assert reliefs(plan, "policy") == []
+    assert remedies(plan, "policy") == []
     *_, row = (line.split() for line in phase_lines(plan) if line.startswith("  policy "))
     assert row == ["policy", "policy", "checkpoint", "16", f"{plan.peak(16) / GIB:.2f}", "-"]
 
 
 def test_a_smaller_share_still_holds_all_sequences_that_run_at_once():
     plan = large("llama3.1_70b_64gpu", "Llama-3.1-70B-Instruct")()
-    (share,) = (relief.override for relief in reliefs(plan, "rollout"))
+    (share,) = (remedy.override for remedy in remedies(plan, "rollout"))
     smaller = large("llama3.1_70b_64gpu", "Llama-3.1-70B-Instruct")(share)
     at_once = sequences_at_once(smaller) * smaller.step.max_sequence_tokens
     assert smaller.rollout.kv_cache // smaller.rollout.kv_bytes_per_token >= at_once
     assert float(share.split("=")[1]) < plan.config.rollout.memory_share
-    assert "rollout.memory_share" not in {relief.override.split("=")[0] for relief in reliefs(smaller, "rollout")}
+    assert "rollout.memory_share" not in {remedy.override.split("=")[0] for remedy in remedies(smaller, "rollout")}
 
 
 @SMALL
 def test_a_budget_that_no_pass_reaches_is_halved_from_what_is_reached(tmp_path):
     """Of 16,384 tokens 1,536 are used."""
     plan = planned(write_run(tmp_path), ["critic.recompute=full"])
-    assert "critic.micro_batch_tokens=768" in {relief.override for relief in reliefs(plan, "critic")}
+    assert "critic.micro_batch_tokens=768" in {remedy.override for remedy in remedies(plan, "critic")}
 
 
 @SMALL

@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from megappo.resilience.agreement import any_rank
+from megappo.parallel.consensus import any_rank
 from megappo.resilience.signals import StopRequest
 from tests.worlds import spawn_world
 

@@ -10,9 +10,9 @@ from megappo.data.prompts import Prompt
 from megappo.engine.base import PassResult, StepResult
 from megappo.telemetry.metrics import metric_of
 from megappo.telemetry.timers import StageTimers
-from megappo.trainer.agreement import Agreement
 from megappo.trainer.report import StepRecord, trajectories_of
 from megappo.trainer.roles import UpdateResult
+from megappo.trainer.sampler_check import Agreement
 from megappo.trainer.scoring import Scored
 from megappo.trainer.updates import UpdateSummary
 

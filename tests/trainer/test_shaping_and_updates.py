@@ -16,10 +16,10 @@ from megappo.engine.base import PassResult, StepResult
 from megappo.rewards.compose import RewardError, Scorer
 from megappo.rollout.megatron_engine import truncated_logprobs
 from megappo.rollout.types import KeptIds, Response, SamplingParams
-from megappo.trainer.agreement import Agreement, SamplerMismatch, compare_with_sampler, require_agreement
 from megappo.trainer.experience import make_requests, pack_experience, sample_seed
 from megappo.trainer.generate import answer
 from megappo.trainer.roles import UpdateResult
+from megappo.trainer.sampler_check import Agreement, SamplerMismatch, compare_with_sampler, require_agreement
 from megappo.trainer.scoring import response_text, score_responses
 from megappo.trainer.shaping import AdvantageShaping
 from megappo.trainer.updates import MiniBatches, run_updates

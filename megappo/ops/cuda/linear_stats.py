@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megappo.ops.dispatch import native_op
-from megappo.ops.kernels import library_facts
+from megappo.ops.implementations import library_facts
 from megappo.ops.linear_blocks import LinearLogits, logits_dtype_of
 from megappo.ops.linear_stats import stats_in_blocks
 

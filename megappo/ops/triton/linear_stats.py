@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megappo.ops.kernels import interpreted
+from megappo.ops.implementations import interpreted
 from megappo.ops.linear_blocks import LinearLogits, logits_dtype_of, merge_blocks
 from megappo.ops.linear_stats import stats_in_blocks
 

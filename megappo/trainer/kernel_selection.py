@@ -10,11 +10,10 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 import torch
 import torch.distributed as dist
 
-from megappo.checkpoint.vote import on_every_rank
 from megappo.ops import dispatch, verdicts
-from megappo.ops.kernels import ORDER, Kernels
+from megappo.ops.implementations import ORDER, Kernels
 from megappo.ops.verdicts import Faults, Look
-from megappo.resilience.agreement import any_rank
+from megappo.parallel.consensus import any_rank, on_every_rank
 from megappo.telemetry.runlog import RunLog
 
 logger = logging.getLogger(__name__)

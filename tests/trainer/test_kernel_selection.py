@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megappo.ops import dispatch, verdicts
-from megappo.trainer import kernels
+from megappo.trainer import kernel_selection
 from tests.worlds import spawn_world
 
 HOST_OPS = ("token_advantages", "whiten_apply")
@@ -28,7 +28,7 @@ def notes(monkeypatch):
 
 
 def select(name, kind, notes):
-    kernels.select_kernels(name, torch.device(kind), SimpleNamespace(note=notes.append), HOST_OPS)
+    kernel_selection.select_kernels(name, torch.device(kind), SimpleNamespace(note=notes.append), HOST_OPS)
 
 
 @pytest.mark.parametrize("name, kind, checked", [("auto", "cpu", False), ("triton", "cuda", True), ("reference", "cuda", False)])
@@ -84,14 +84,16 @@ def test_a_named_kernel_that_fails_ends_the_run(monkeypatch, notes):
 def test_what_one_rank_cannot_run_no_rank_runs():
     first = {"gae": "cuda", "policy_loss": "cuda", "linear_backward": "gemm + cuda", "vocab_stats": "triton"}
     second = {"gae": "cuda", "policy_loss": "triton", "linear_backward": "gemm + triton", "vocab_stats": "reference"}
-    assert kernels.disagreements([first, first]) == {}
+    assert kernel_selection.disagreements([first, first]) == {}
     said = "cannot run on rank 1, which takes "
-    assert kernels.disagreements([first, second]) == {
+    assert kernel_selection.disagreements([first, second]) == {
         ("policy_loss", "cuda"): f"{said}triton",
         ("vocab_stats", "triton"): f"{said}reference",
     }
     hopper, other = {"linear_stats": "cuda"}, {"linear_stats": "gemm + cuda"}
-    assert kernels.disagreements([other, hopper]) == {("linear_stats", "cuda"): "cannot run on rank 0, which takes gemm + cuda"}
+    assert kernel_selection.disagreements([other, hopper]) == {
+        ("linear_stats", "cuda"): "cannot run on rank 0, which takes gemm + cuda"
+    }
 
 
 def choose_with_a_fault_on_one_node(rank):
@@ -104,11 +106,11 @@ def choose_with_a_fault_on_one_node(rank):
         return {("policy_loss", "triton"): "died of SIGSEGV"} if wrong else {}
 
     dispatch.ORDER["cuda"] = ("triton", "reference")
-    kernels.platform.node = lambda: f"node-{rank // 2}"
+    kernel_selection.platform.node = lambda: f"node-{rank // 2}"
     verdicts._find = find
     verdicts.fingerprint = lambda device: "the same"
-    kernels._POLL_S = 0.05
-    faults = kernels.choose_kernels("auto", torch.device("cuda"))
+    kernel_selection._POLL_S = 0.05
+    faults = kernel_selection.choose_kernels("auto", torch.device("cuda"))
     chosen = dispatch.selected("cuda")
     return looked, faults, chosen["policy_loss"], chosen["value_loss"]
 
@@ -123,7 +125,7 @@ def test_one_rank_of_a_node_looks_and_all_ranks_of_the_world_choose_the_same():
 
 
 def fail_on_one_rank(rank):
-    kernels.platform.node = lambda: f"node-{rank}"
+    kernel_selection.platform.node = lambda: f"node-{rank}"
     verdicts.fingerprint = lambda device: "the same"
 
     def find(*of):
@@ -133,7 +135,7 @@ def fail_on_one_rank(rank):
 
     verdicts._find = find
     with pytest.raises(RuntimeError, match="checking the kernels failed on 1 of 2 ranks; rank 1: .*OutOfMemoryError"):
-        kernels.choose_kernels("auto", torch.device("cuda"))
+        kernel_selection.choose_kernels("auto", torch.device("cuda"))
     return True
 
 

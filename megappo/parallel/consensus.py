@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 
@@ -43,3 +44,10 @@ def on_rank_zero(what: str, action: Callable[[], Result]) -> Result:
     """Run `action` on rank 0 only; its result on every rank. RankFault on all ranks where it failed."""
     result: list[Result] | None = on_every_rank(what, lambda: action() if dist.get_rank() == 0 else None)
     return result[0]
+
+
+def any_rank(flag: bool) -> bool:
+    """True on every rank if the flag is set on at least one. Collective over the world, on the host."""
+    count = torch.tensor(int(flag))
+    dist.all_reduce(count)
+    return bool(count)

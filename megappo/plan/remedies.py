@@ -22,23 +22,23 @@ AXES = ("tp", "pp", "cp", "ep")
 
 
 @dataclass(frozen=True)
-class Relief:
+class Remedy:
     """An override and the bytes that it takes off the tightest phase of the role."""
 
     override: str
     saved: int
 
 
-def reliefs(plan: Plan, role: str, most: int = 2) -> list[Relief]:
+def remedies(plan: Plan, role: str, most: int = 2) -> list[Remedy]:
     """The changes that take most off the tightest phase of `role`, the largest first: at most `most` of settings, and then one of
     its layout, which every other cost of the role hangs on.
     """
     now = tightest(plan)[role][0].total
     found = []
     for changes in (_settings(plan, role), _layouts(plan.config, role)):
-        saved = [Relief(override, now - after) for override, config in changes if (after := _tightest_of(plan, config, role))]
-        worth = [relief for relief in saved if relief.saved > LEAST_SHARE * now]
-        found.append(sorted(worth, key=lambda relief: -relief.saved))
+        saved = [Remedy(override, now - after) for override, config in changes if (after := _tightest_of(plan, config, role))]
+        worth = [remedy for remedy in saved if remedy.saved > LEAST_SHARE * now]
+        found.append(sorted(worth, key=lambda remedy: -remedy.saved))
     settings, layouts = found
     return settings[:most] + layouts[:1]
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import megappo
-from megappo.checkpoint.facts import identity_of_model
+from megappo.checkpoint.identity import identity_of_model
 from megappo.config.dump import dump_yaml
 from megappo.config.schema import TrainConfig
 from megappo.data.tokenizers import Tokenizer
