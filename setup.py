@@ -1,8 +1,6 @@
 """Package metadata and the kernels. The exact versions that are tested together are pinned in requirements/."""
 
-import ast
 import importlib.util
-import runpy
 import shutil
 import sys
 from pathlib import Path
@@ -14,14 +12,11 @@ HERE = Path(__file__).parent.resolve()
 sys.path.insert(0, str(HERE))
 
 from csrc.build import NO_TORCH, BuildError, build  # noqa: E402  needs the line above
+from megappo import __version__, versions  # noqa: E402  the same; neither imports anything
 
 # Said before anything is built: pip shows it alone then, not below a page of what setuptools did.
 if importlib.util.find_spec("torch") is None:
     raise SystemExit(f"megappo: {NO_TORCH}")
-
-source = ast.parse((HERE / "megappo/__init__.py").read_text())
-version = next(node.value.value for node in source.body if isinstance(node, ast.Assign) and node.targets[0].id == "__version__")
-versions = runpy.run_path(str(HERE / "megappo/versions.py"))
 
 
 def listed(group: dict[str, str]) -> list[str]:
@@ -52,15 +47,15 @@ class BuildKernels(build_ext):
 
 setup(
     name="megappo",
-    version=version,
+    version=__version__,
     description="Tensor- and pipeline-parallel PPO for large language models: Megatron-core, vLLM, one SPMD program",
     packages=find_packages(include=["megappo", "megappo.*"]),
     package_data={"megappo": ["launch/*.jinja", "tune/*.jinja", "tune/*.yaml", "_native.json"]},
     ext_modules=[Extension("megappo._native", sources=[])],
     cmdclass={"build_ext": BuildKernels},
-    python_requires=versions["PYTHON"],
+    python_requires=versions.PYTHON,
     classifiers=["Programming Language :: Python :: 3.11", "Programming Language :: Python :: 3.12"],
-    install_requires=listed(versions["REQUIRED"]),
-    extras_require={name: listed(group) for name, group in versions["EXTRAS"].items()},
+    install_requires=listed(versions.REQUIRED),
+    extras_require={name: listed(group) for name, group in versions.EXTRAS.items()},
     entry_points={"console_scripts": ["megappo = megappo.cli:main"]},
 )

@@ -19,7 +19,9 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from csrc.toolkit import DEFAULT_ARCHS, BuildError, Torch, arch_flags, cuda_decision, cudart, nvcc_path, toolkit_version
+from csrc.toolkit import DEFAULT_ARCHS, BuildError, Torch, arch_flags, cuda_decision, cudart, toolkit_version
+from megappo.nvcc import nvcc_path
+from megappo.versions import pinned
 
 CSRC = Path(__file__).parent
 # The oldest torch whose stable ABI the library may be loaded by, for Python and for the headers (two bytes each).
@@ -43,7 +45,7 @@ ISA_FLAGS = {
     "avx512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c", "-mprefer-vector-width=512"],
 }
 NO_TORCH = (
-    "the kernels are compiled against the installed torch, and there is none here: run `pip install torch==2.13.0 setuptools` "
+    f"the kernels are compiled against the installed torch, and there is none here: run `pip install {pinned('torch')} setuptools` "
     "first, then this command with --no-build-isolation"
 )
 
@@ -57,7 +59,7 @@ def installed_torch() -> Torch:
     if tuple(map(int, torch.__version__.split(".")[:2])) < OLDEST_TORCH:
         oldest = ".".join(map(str, OLDEST_TORCH))
         older = f"torch {torch.__version__} is older than {oldest}"
-        raise BuildError(f"{older}: run `pip install torch==2.13.0` and install megappo again")
+        raise BuildError(f"{older}: run `pip install {pinned('torch')}` and install megappo again")
     root = Path(torch.__file__).parent
     return Torch(root / "include", root / "lib", torch.__version__, torch.version.cuda)
 

@@ -1,4 +1,4 @@
-"""nvcc and what goes with it: where it is, whether it fits the installed torch, architectures, the CUDA runtime to link.
+"""What goes with nvcc (which one: megappo/nvcc.py): whether it fits the installed torch, architectures, the CUDA runtime to link.
 
 Environment: MEGAPPO_CUDA=0 leaves CUDA out, MEGAPPO_CUDA=1 makes what is missing an error. CUDA_HOME: the toolkit whose nvcc is
 taken, if not the one on PATH.
@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+from megappo.nvcc import nvcc_path, release_of
+from megappo.versions import cuda_torch
 
 # SASS of Ampere and Ada (8.x) and of Hopper, whose kernels want 9.0a, which runs on no other GPU; the PTX serves all newer ones:
 # the driver compiles it at the first use (2 s by ptxas for sm_100) and keeps the result. PTX costs 4 % of the objects' size and
@@ -34,14 +36,6 @@ class Torch:
     cuda: str | None
 
 
-def nvcc_path() -> str | None:
-    """nvcc of CUDA_HOME, else on PATH, else None."""
-    home = os.environ.get("CUDA_HOME")
-    if home and (Path(home) / "bin/nvcc").exists():
-        return str(Path(home) / "bin/nvcc")
-    return shutil.which("nvcc")
-
-
 def _said_by(nvcc: str, *arguments: str) -> str:
     """What nvcc prints. Raises BuildError if it does not run."""
     try:
@@ -53,10 +47,10 @@ def _said_by(nvcc: str, *arguments: str) -> str:
 
 def toolkit_version(nvcc: str) -> str:
     """Version of nvcc's toolkit, like "13.0"."""
-    found = re.search(r"release (\d+\.\d+)", _said_by(nvcc, "--version"))
+    found = release_of(_said_by(nvcc, "--version"))
     if found is None:
         raise BuildError(f"{nvcc} --version names no release; set CUDA_HOME to a CUDA toolkit")
-    return found.group(1)
+    return found
 
 
 def toolkit_root(nvcc: str) -> Path:
@@ -97,7 +91,7 @@ def cuda_decision(torch: Torch, environ: Mapping[str, str] = os.environ) -> Deci
 def _possible(torch: Torch) -> Decision:
     nvcc = nvcc_path()
     if torch.cuda is None:
-        return Decision(False, f"torch {torch.version} has no CUDA", "pip install --force-reinstall torch===2.13.0")
+        return Decision(False, f"torch {torch.version} has no CUDA", f"pip install --force-reinstall {cuda_torch()}")
     fix = f"install the toolkit of CUDA {torch.cuda}, then export CUDA_HOME=/usr/local/cuda-{torch.cuda}"
     if nvcc is None:
         return Decision(False, f"nvcc was not found and torch {torch.version} has CUDA {torch.cuda}", fix)

@@ -6,14 +6,13 @@ the library's kernels can run with this torch on this GPU is `ops/implementation
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
 import subprocess
 from dataclasses import dataclass
-from pathlib import Path
 
+from megappo.nvcc import nvcc_path, release_of
 from megappo.ops.implementations import BUILD
+from megappo.versions import cuda_torch
 
 # The first Linux driver of each major version of CUDA: it runs programs of every minor version of it.
 DRIVERS = {"12": "525.60.13", "13": "580.65.06"}
@@ -79,7 +78,7 @@ def faults(stack: Stack) -> list[Fault]:
     found = []
     if stack.torch is not None and stack.torch_cuda is None and (stack.gpus or stack.nvcc):
         has = f"{len(stack.gpus)} GPUs" if stack.gpus else f"nvcc ({stack.nvcc})"
-        fix = f"pip install --force-reinstall torch===2.13.0, then {BUILD}"
+        fix = f"pip install --force-reinstall {cuda_torch()}, then {BUILD}"
         found.append(Fault(f"torch {stack.torch} has no CUDA, and this machine has {has}: {fix}", bool(stack.gpus)))
     if stack.torch_cuda is not None:
         found += _driver_faults(stack)
@@ -122,11 +121,10 @@ def _toolkit_faults(stack: Stack) -> list[Fault]:
 
 def found(library_has_cuda: bool) -> Stack:
     """The stack of this machine. torch is imported where it is installed."""
-    nvcc = _nvcc()
+    nvcc = nvcc_path()
     said = _said_by("nvidia-smi")
     driver = re.search(r"Driver Version: *([\d.]+)", said)
     driver_cuda = re.search(r"CUDA (?:UMD )?Version: *([\d.]+)", said)
-    release = re.search(r"release (\d+\.\d+)", _said_by(nvcc, "--version")) if nvcc else None
     try:
         import torch
     except ImportError:
@@ -138,7 +136,7 @@ def found(library_has_cuda: bool) -> Stack:
         driver=driver.group(1) if driver else None,
         driver_cuda=driver_cuda.group(1) if driver_cuda else None,
         nvcc=nvcc,
-        nvcc_cuda=release.group(1) if release else None,
+        nvcc_cuda=release_of(_said_by(nvcc, "--version")) if nvcc else None,
         torch=version,
         torch_cuda=cuda,
         torch_sees=sees,
@@ -150,14 +148,6 @@ def gpus_of(said: str) -> tuple[Gpu, ...]:
     """Parse nvidia-smi's lines `name, MiB, 9.0`; lines that are none (its error texts go to stdout) are left out."""
     rows = re.findall(r"^(.+), *(\d+), *(\d+)\.(\d+) *$", said, re.MULTILINE)
     return tuple(Gpu(name, int(mib) / 1024, (int(major), int(minor))) for name, mib, major, minor in rows)
-
-
-def _nvcc() -> str | None:
-    """The nvcc that csrc/toolkit.py would take; an installed package has no csrc/ to ask."""
-    home = os.environ.get("CUDA_HOME")
-    if home and (Path(home) / "bin/nvcc").exists():
-        return str(Path(home) / "bin/nvcc")
-    return shutil.which("nvcc")
 
 
 def _said_by(*command: str) -> str:

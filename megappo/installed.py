@@ -13,7 +13,7 @@ from typing import Literal
 
 from packaging.specifiers import SpecifierSet
 
-from megappo.versions import range_of
+from megappo.versions import pinned, range_of
 
 State = Literal["ok", "missing", "out of range"]
 
@@ -39,8 +39,10 @@ class Requirement:
 
 
 REQUIREMENTS: tuple[Requirement, ...] = (
-    Requirement(("torch",), "torch", "everything", True, "pip install torch==2.13.0"),
-    Requirement(("megatron-core",), "megatron.core", "sharded models and optimizers", True, "pip install megatron-core==0.16.1"),
+    Requirement(("torch",), "torch", "everything", True, f"pip install {pinned('torch')}"),
+    Requirement(
+        ("megatron-core",), "megatron.core", "sharded models and optimizers", True, f"pip install {pinned('megatron-core')}"
+    ),
     Requirement(("transformers",), "transformers", "Hugging Face tokenizers", True, "pip install 'transformers<5.20'"),
     Requirement(("safetensors",), "safetensors", "checkpoints", True, "pip install safetensors"),
     Requirement(("pydantic",), "pydantic", "configuration", True, "pip install pydantic"),

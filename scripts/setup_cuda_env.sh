@@ -63,17 +63,19 @@ if [ ! -e "$libraries" ]; then
     say "creating $venv with $("$python" --version)"
     "$python" -m venv "$venv" || skip "$python makes no environment (Debian: apt-get install python3-venv)"
   fi
-  # Three equal signs: arbitrary equality takes no local version, so no +cpu build, however pip is configured.
-  say "torch 2.13.0 (CUDA)"
-  pip install 'torch===2.13.0' -c requirements/constraints-cuda.txt \
-    || skip "a CUDA build of torch 2.13.0 is not to be had: see above"
+  # By megappo's own table, which imports nothing: like "torch===2.13.0" and "vllm==0.32.0".
+  of_table() { "$python" -c "from megappo.versions import cuda_torch, pinned; print($1)"; }
+  torch=$(of_table 'cuda_torch()') vllm=$(of_table 'pinned("vllm")') megatron=$(of_table 'pinned("megatron-core")')
+  say "$torch (CUDA)"
+  pip install "$torch" -c requirements/constraints-cuda.txt \
+    || skip "a CUDA build of torch ${torch#*===} is not to be had: see above"
   "$venv/bin/python" -W ignore -c 'import sys, torch; sys.exit(torch.version.cuda is None)' \
-    || skip "pip took a torch without CUDA (pip install 'torch===2.13.0')"
-  say "vLLM 0.32.0 (GPU)"
-  pip install 'torch===2.13.0' 'vllm==0.32.0' -c requirements/constraints-cuda.txt
-  say "megatron-core 0.16.1 and libraries"
-  pip install --no-deps 'megatron-core==0.16.1'
-  pip install 'torch===2.13.0' -r requirements/cuda.txt -c requirements/constraints-cuda.txt
+    || skip "pip took a torch without CUDA (pip install '$torch')"
+  say "$vllm (GPU)"
+  pip install "$torch" "$vllm" -c requirements/constraints-cuda.txt
+  say "$megatron and libraries"
+  pip install --no-deps "$megatron"
+  pip install "$torch" -r requirements/cuda.txt -c requirements/constraints-cuda.txt
   touch "$libraries"
 fi
 
@@ -84,7 +86,7 @@ if [ -n "$transformer_engine" ] && ! "$venv/bin/python" -c 'import transformer_e
 fi
 
 "$venv/bin/python" scripts/gpu_stack/sync.py "$venv/src" >/dev/null
-sources() { cd "$venv/src"; for file in setup.py pyproject.toml megappo/versions.py; do [ ! -e $file ] || cat $file; done
+sources() { cd "$venv/src"; for file in setup.py pyproject.toml megappo/versions.py megappo/nvcc.py; do [ ! -e $file ] || cat $file; done
   find csrc -type f -not -path '*/__pycache__/*' | sort | xargs cat; "$nvcc" --version; echo "${MEGAPPO_CUDA_ARCHS:-}"; }
 built="$venv/.megappo-built-$( (sources) | hash_of)"
 if [ ! -e "$built" ]; then

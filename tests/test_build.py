@@ -23,10 +23,10 @@ from csrc.toolkit import (
     arch_flags,
     cuda_decision,
     cudart,
-    nvcc_path,
     toolkit_root,
     toolkit_version,
 )
+from megappo.nvcc import nvcc_path
 from megappo.ops.implementations import LIBRARY
 
 ROOT = Path(__file__).parent.parent

