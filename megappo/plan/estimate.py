@@ -31,6 +31,8 @@ from megappo.plan.memory import (
 from megappo.plan.reserve import reserve_bytes
 from megappo.rollout.types import SamplingParams
 from megappo.telemetry.tables import gib
+from megappo.trainer.roles import Critic
+from megappo.trainer.settings import policy_loss
 
 Moment = Literal["generate", "train", "pushed"]
 """Of a step, as vLLM sees it: stage 2, and stage 8 where it evaluates; stages 3 to 6; from the push to the next generation."""
@@ -216,7 +218,7 @@ def _stage_memory(
         "num_micro_batches": micro_batches,
         "value_head": role == "critic",
         "fused": device == "cuda",
-        "values": _values_read(config, role),
+        "values": values_read(config, role),
         "counter": counter,
     }
     if isinstance(settings, (PolicyConfig, CriticConfig)):
@@ -239,13 +241,13 @@ def _stage_memory(
     )
 
 
-def _values_read(config: TrainConfig, role: str) -> tuple[int, int]:
-    """Numbers of a token that passes of trainer/roles.py read, without and with gradients: kept ids, fields of losses."""
+def values_read(config: TrainConfig, role: str) -> tuple[int, int]:
+    """Numbers of a token that a role's passes read, without and with gradients: kept ids, fields of losses."""
     if role == "critic":
-        return 0, 3
+        return 0, len(Critic.reads)
     s = config.rollout.sampling
     sampling = SamplingParams(config.rollout.max_response_tokens, s.temperature, s.top_p, s.top_k, record_kept=s.replay_kept_tokens)
-    return sampling.kept_width, sampling.kept_width + 3 + (config.algorithm.kl.placement == "loss")
+    return sampling.kept_width, sampling.kept_width + len(policy_loss(config.algorithm).reads)
 
 
 def _rollout(config: TrainConfig, arch: ModelArch, device: Device, device_memory: int | None) -> RolloutMemory:

@@ -34,6 +34,11 @@ class PolicyLossConfig:
     kl_estimator: str
     target_kl: float | None
 
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Names of the batch's fields that the loss reads."""
+        return ("logprob", "advantage", "weight") + (("ref_logprob",) if self.kl_coef > 0 else ())
+
 
 @dataclass(frozen=True)
 class UpdateResult:
@@ -108,7 +113,7 @@ class Policy(LanguageModel):
         loss).
         """
         self.engine.optimizer_zero_grad()
-        reads = (*self.sampling_fields, *self._fields)
+        reads = (*self.sampling_fields, *self._loss.reads)
         losses = self.engine.forward_backward(mini, self._loss_of, reads=reads, denominator=denominator)
         if self._loss.target_kl is not None and _approx_kl(losses) > 1.5 * self._loss.target_kl:
             return UpdateResult(losses, step=None, lr=None)
@@ -121,20 +126,15 @@ class Policy(LanguageModel):
         if output.context is not None:
             # The loss needs the log-probs of the tokens that other context-parallel ranks hold: log-probs first, then the loss.
             logprob, entropy = self.token_logprobs(output, micro, want_entropy)
-            return _loss_output(*self._token_loss({name: micro[name] for name in self._fields}, logprob, entropy))
+            return _loss_output(*self._token_loss({name: micro[name] for name in self._loss.reads}, logprob, entropy))
 
-        fields = {name: shift_left(micro[name], micro.cu_seqlens, 0) for name in self._fields}
+        fields = {name: shift_left(micro[name], micro.cu_seqlens, 0) for name in self._loss.reads}
 
         def token_loss(tokens: slice, logprob: Tensor, entropy: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
             return self._token_loss({name: field[tokens] for name, field in fields.items()}, logprob, entropy)
 
         result = linear_token_loss(**self._rows(output, micro), token_loss=token_loss, want_entropy=want_entropy)
         return _loss_output(result.loss, result.metrics)
-
-    @property
-    def _fields(self) -> tuple[str, ...]:
-        """Names of the batch's fields that the loss reads."""
-        return ("logprob", "advantage", "weight") + (("ref_logprob",) if self._loss.kl_coef > 0 else ())
 
     def _token_loss(
         self, fields: Mapping[str, Tensor], logprob: Tensor, entropy: Tensor | None
@@ -165,7 +165,7 @@ class Policy(LanguageModel):
 class Critic:
     """The model of state values V(s_t)."""
 
-    _fields = ("value", "returns", "weight")
+    reads = ("value", "returns", "weight")
     """Names of the batch's fields that the loss reads."""
 
     def __init__(self, engine: Engine, value_clip: float | None) -> None:
@@ -182,7 +182,7 @@ class Critic:
     def update(self, mini: PackedBatch, denominator: float) -> UpdateResult:
         """One optimizer step on a global mini-batch with fields value, returns, weight."""
         self.engine.optimizer_zero_grad()
-        losses = self.engine.forward_backward(mini, self._loss_of, reads=self._fields, denominator=denominator)
+        losses = self.engine.forward_backward(mini, self._loss_of, reads=self.reads, denominator=denominator)
         lr = self.engine.lr_scheduler_step()
         return UpdateResult(losses, self.engine.optimizer_step(), lr)
 
@@ -191,7 +191,7 @@ class Critic:
 
     def _loss_of(self, output: ModelOutput, micro: PackedBatch) -> LossOutput:
         value, _ = align_values(output.values, micro.cu_seqlens)
-        loss, metrics = value_loss(value, *(micro[name] for name in self._fields), clip=self._value_clip)
+        loss, metrics = value_loss(value, *(micro[name] for name in self.reads), clip=self._value_clip)
         return _loss_output(loss, {**metrics, "loss_sum": loss})
 
 

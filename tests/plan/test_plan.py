@@ -10,12 +10,14 @@ from megappo.config.errors import ConfigError
 from megappo.config.loading import load_config
 from megappo.parallel.layout import ParallelLayout
 from megappo.plan.activations import micro_batch_bytes
-from megappo.plan.estimate import make_plan
+from megappo.plan.estimate import make_plan, values_read
 from megappo.plan.memory import GIB
 from megappo.plan.report import report
 from megappo.plan.run import plan_run
 from megappo.prepare.layouts import check_layouts, read_archs
 from megappo.telemetry.tables import figures, groups_text, ranks_text, table
+from megappo.trainer.roles import Critic, Policy
+from megappo.trainer.settings import policy_loss
 
 from .checkpoints import LLAMA_7B, SPARSE, TINY, write_checkpoint, write_prompts, write_run
 
@@ -56,6 +58,31 @@ def test_the_peak_is_the_sum_of_what_stays_and_the_largest_that_works(tmp_path):
         assert plan.certain(rank) == stays
         assert plan.peak(rank) == stays + max(max(m.activations, m.forward) for m in memories)
     assert plan.fullest_rank() == max((0, 1), key=lambda rank: plan.peak(rank))
+
+
+class Asked:
+    """An engine that notes which fields of a batch a pass was asked to read, and makes no pass."""
+
+    reads: tuple[str, ...] = ()
+
+    def optimizer_zero_grad(self) -> None:
+        pass
+
+    def forward_backward(self, *_: object, reads: tuple[str, ...], **__: object) -> None:
+        self.reads = reads
+        raise InterruptedError
+
+
+@pytest.mark.parametrize("placement, coef, of_policy", [("reward", 0.1, 3), ("loss", 0.1, 4), ("loss", 0.0, 3)])
+def test_the_plan_counts_the_fields_that_the_roles_read(tmp_path, placement, coef, of_policy):
+    config = load_config(write_run(tmp_path), [f"algorithm.kl.placement={placement}", f"algorithm.kl.coef={coef}"])
+    policy, critic = Asked(), Asked()
+    for role in (Policy(policy, 1.0, policy_loss(config.algorithm)), Critic(critic, None)):
+        with pytest.raises(InterruptedError):
+            role.update(None, 1.0)
+    assert policy.reads[0] == "kept" and len(policy.reads) == 1 + of_policy
+    assert values_read(config, "policy") == (0, of_policy)
+    assert values_read(config, "critic") == (0, len(critic.reads)) and len(critic.reads) == 3
 
 
 def test_micro_batches_follow_the_token_budget(tmp_path):
