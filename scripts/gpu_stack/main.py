@@ -26,7 +26,7 @@ GROUPS = {
     "library": 180,
     "capability": 180,
     "triton_kernels": 600,
-    "pip_resolution": 400,
+    "pip_resolution": 1200,  # 270 of them for 3 GB that are downloaded once
     "fake_device": 400,
     "vllm_config": 400,
     "te_layers": 400,

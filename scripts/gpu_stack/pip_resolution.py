@@ -2,24 +2,29 @@
 
 `pip install --dry-run` prepares megappo's metadata by its build backend and resolves what the line asks for beside what is here;
 nothing is installed. Without pyproject.toml pip 23.2 takes a legacy way that builds in isolation, so the way taken is looked at.
+Once for an environment, lists and pip, it resolves everything anew, as for an empty environment: 3 GB where the index has no
+metadata beside its files.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
+from megappo.versions import EXACT
 from scripts.gpu_stack.rows import Check, Skipped, Wrong, run
 
 GROUP = "pip_resolution"
 ROOT = Path(__file__).resolve().parents[2]
 OLD = "23.2.1"
+CONSTRAINTS = "requirements/constraints-cuda.txt"
 EXTRAS = ("vllm,math,datasets", "vllm,gpu,math,datasets")
 MODERN = "Preparing editable metadata (pyproject.toml)"
 
@@ -57,11 +62,46 @@ def fault(returncode: int, output: str, errors: str) -> str:
     return f"pip would install {foreign[1]} in place of the tested version" if foreign else ""
 
 
+def resolved(output: str) -> dict[str, str]:
+    """Distribution -> version, without its local part, of what pip would install."""
+    would = re.search(r"^Would install (.*)$", output, re.MULTILINE)
+    pairs = [item.rpartition("-") for item in (would[1].split() if would else [])]
+    return {name.lower().replace("_", "-"): version.partition("+")[0] for name, _, version in pairs}
+
+
+def resolution_fault(versions: Mapping[str, str]) -> str:
+    """Fault of what an empty environment would get; "" if none. Another torch would replace that of the README's first line."""
+    lacks = [name for name in ("torch", "vllm", "megatron-core") if name not in versions]
+    if lacks:
+        return f"pip would not install {', '.join(lacks)}"
+    return "" if versions["torch"] == EXACT["torch"] else f"pip would install torch {versions['torch']}, not {EXACT['torch']}"
+
+
+def anew() -> str:
+    folder = pip_folder("")
+    name = _pip(folder, "--version").stdout.split(" from ")[0]
+    lists = [(ROOT / file).read_text() for file in ("setup.py", "megappo/versions.py", CONSTRAINTS)]
+    mark = Path(sys.prefix, f".megappo-resolved-{hashlib.sha256(''.join([name, *lists]).encode()).hexdigest()[:16]}")
+    if mark.exists():
+        return mark.read_text()
+    flags = ("--dry-run", "--ignore-installed", "--no-build-isolation", "-c", CONSTRAINTS)
+    done = _pip(folder, "install", *flags, "-e", f".[{EXTRAS[0]}]")
+    if done.returncode != 0:
+        raise Wrong(fault(done.returncode, done.stdout, done.stderr))
+    versions = resolved(done.stdout)
+    wrong = resolution_fault(versions)
+    if wrong:
+        raise Wrong(wrong)
+    told = ", ".join(f"{key} {versions[key]}" for key in ("torch", "vllm", "megatron-core", "transformers"))
+    mark.write_text(f"{name}: {len(versions)} distributions, {told}")
+    return mark.read_text()
+
+
 def line(version: str, extras: str) -> Callable[[], str]:
     def check() -> str:
         folder = pip_folder(version)
         # The flags of the README's line; the versions that are tested together are given as the environment was made with them.
-        flags = ("--dry-run", "--no-build-isolation", "-c", "requirements/constraints-cuda.txt")
+        flags = ("--dry-run", "--no-build-isolation", "-c", CONSTRAINTS)
         done = _pip(folder, "install", *flags, "-e", f".[{extras}]")
         wrong = fault(done.returncode, done.stdout, done.stderr)
         if wrong:
@@ -74,8 +114,9 @@ def line(version: str, extras: str) -> Callable[[], str]:
     return check
 
 
-CHECKS: Sequence[Check] = tuple(
-    (f"pip {version or 'newest'}, [{extras}]", line(version, extras)) for version in (OLD, "") for extras in EXTRAS
+CHECKS: Sequence[Check] = (
+    *((f"pip {version or 'newest'}, [{extras}]", line(version, extras)) for version in (OLD, "") for extras in EXTRAS),
+    (f"pip newest, [{EXTRAS[0]}], all anew", anew),
 )
 
 if __name__ == "__main__":

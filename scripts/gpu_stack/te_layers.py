@@ -1,4 +1,5 @@
-"""TransformerEngine's layers, built on the meta device: the same parameters as the local layers', by name and shape.
+"""TransformerEngine's layers, built on the meta device: the same parameters as the local layers', by name and shape, and the
+switches by which a weight's gradient is added to `main_grad` (megappo/models/fusion.py).
 
 Every family and layout of the parity matrix, policy and critic, on the first and the last rank. TransformerEngine's modules ask
 for a GPU while they are made; one that answers questions and does nothing stands in. A forward pass is beyond it.
@@ -11,6 +12,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -70,7 +72,8 @@ def _layouts(model: str) -> Iterator[Any]:
     yield from dict.fromkeys(layout for case, size in cases for layout in layouts_of(case, size))
 
 
-def family(model: str) -> str:
+def _arch_of(model: str) -> Any:
+    """Skipped where there is no TransformerEngine."""
     try:
         metadata.version("transformer_engine")
     except metadata.PackageNotFoundError:
@@ -84,7 +87,11 @@ def family(model: str) -> str:
         config = hf_config(model, num_hidden_layers=4, num_key_value_heads=4)
         config.architectures = [f"{stem}ForCausalLM"]
         config.save_pretrained(folder)
-        arch = read_arch(folder)
+        return read_arch(folder)
+
+
+def family(model: str) -> str:
+    arch = _arch_of(model)
     num_layouts = num_parameters = 0
     for layout in _layouts(model):
         for rank in (0, layout.world_size - 1):
@@ -98,7 +105,49 @@ def family(model: str) -> str:
     return f"{num_layouts} layouts, {num_parameters} parameters of policies and critics"
 
 
-CHECKS: Sequence[Check] = (("imports", imports), *((model, lambda model=model: family(model)) for model in MODELS))
+def switch_fault(products: Mapping[str, torch.nn.Module]) -> str:
+    """First product with a weight whose gradient would be made, rounded and added, or would overwrite `main_grad` in what is taken
+    for the first micro-batch; "" if none.
+    """
+    for name, product in products.items():
+        for switch in ("fuse_wgrad_accumulation", "disable_parameter_transpose_cache"):
+            if getattr(product, switch, None) is not True:
+                return f"{name}: {switch} is {getattr(product, switch, 'not there')}, not True"
+    return "" if products else "no product of TransformerEngine"
+
+
+def _te_products(chunk: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    import transformer_engine.pytorch as te
+
+    kinds = (te.Linear, te.LayerNormLinear, te.GroupedLinear)
+    return {name: module for name, module in chunk.named_modules() if isinstance(module, kinds)}
+
+
+def switches(model: str) -> str:
+    """The model as a GPU would have it, wrapped for training but for the buffers of gradients, which need memory."""
+    arch = _arch_of(model)
+    from megappo.models import build, fusion
+    from megappo.models.meta import meta_model
+    from megappo.parallel.layout import ParallelLayout
+
+    as_on_gpu = mock.patch.object(build, "fusion_config", lambda *args, **_: fusion.fusion_config(*args, on_gpu=True))
+    with as_on_gpu, meta_model(arch, ParallelLayout(1), 0, implementation="transformer_engine") as (chunk,):
+        products = _te_products(chunk)
+        if switch_fault(products) == "":
+            raise Wrong("the negative control: gradients are added before accumulate_into_main_grad says so")
+        fusion.accumulate_into_main_grad(chunk)
+        fault = switch_fault(products)
+    if fault:
+        raise Wrong(fault)
+    kinds = sorted({type(product).__name__ for product in products.values()})
+    return f"{len(products)} products add to main_grad: {', '.join(kinds)}"
+
+
+CHECKS: Sequence[Check] = (
+    ("imports", imports),
+    *((model, lambda model=model: family(model)) for model in MODELS),
+    *((f"gradients of {model}", lambda model=model: switches(model)) for model in MODELS),
+)
 
 if __name__ == "__main__":
     run(GROUP, CHECKS)
