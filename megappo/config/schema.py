@@ -312,13 +312,14 @@ class TimeoutsConfig(Section):
 
     start_s: PositiveFloat = 600.0
     """To join the world, and for each exchange inside a pass until one step has updated every role: until then connections are
-    made and kernels compiled. Messages between pipeline stages over gloo (CPU) keep this limit."""
+    made and kernels compiled. Messages between pipeline stages over gloo (CPU), and exchanges of vLLM's ranks on
+    their devices, keep this limit."""
     pass_s: PositiveFloat = 120.0
     """For each exchange inside a forward or backward pass, an optimizer step or a push of weights, from then on. A rank that
     hangs there is noticed after this time."""
     meeting_s: PositiveFloat = 3600.0
-    """Where ranks wait on the host for one whose work took longer: generation, rewards, loading, checkpoints, exports. Longer
-    than the longest response, reward and save may take; a rank that hangs there is noticed after this time."""
+    """Where ranks wait on the host for one whose work took longer: generation, rewards, loading, vLLM's start, checkpoints,
+    exports. Longer than the longest response, reward and save may take; a rank that hangs there is noticed after this time."""
 
 
 class RunConfig(Section):

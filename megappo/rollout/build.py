@@ -46,6 +46,7 @@ def build_rollout(
         device=device,
         tokenizer=str(tokenizer.path) if config.stop and isinstance(tokenizer, HuggingFaceTokenizer) else None,
         detokenize=tokenizer.decode,
+        timeouts=policy.groups.timeouts,
     )
     engine.connect(policy.named_parameters, arch, policy.groups.layout)
     return engine

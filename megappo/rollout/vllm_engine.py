@@ -20,8 +20,9 @@ from torch import Tensor
 
 from megappo.bridge.sync import WeightSync
 from megappo.bridge.vllm_loader import VllmReceiver
-from megappo.config.schema import RolloutConfig
+from megappo.config.schema import RolloutConfig, TimeoutsConfig
 from megappo.models.arch import ModelArch, read_arch
+from megappo.parallel.groups import meet
 from megappo.parallel.layout import ParallelLayout
 from megappo.rollout.process_state import OwnState
 from megappo.rollout.sharing import share_requests
@@ -58,7 +59,8 @@ class VllmEngine:
     config: layout, sizes and switches; dtype and lengths are the arguments here. model: directory with config.json.
     max_model_len: longest prompt plus response in tokens. eos_token_ids: end a response and are part of it. tokenizer: Hugging
     Face tokenizer directory, needed by vLLM for stop strings only; without one, `detokenize` (token ids -> text) finds them after
-    the fact. Raises ValueError for what the user can mend: vLLM missing, or what `vllm_limits` refuses.
+    the fact. timeouts: how long ranks wait for each other, in vLLM's groups and before a generation.
+    Raises ValueError for what the user can mend: vLLM missing, or what `vllm_limits` refuses.
     """
 
     name = "vllm"
@@ -75,6 +77,7 @@ class VllmEngine:
         device: torch.device,
         tokenizer: str | None = None,
         detokenize: Detokenize | None = None,
+        timeouts: TimeoutsConfig = TimeoutsConfig(),
     ) -> None:
         require_vllm()
         world = dist.get_world_size()
@@ -88,6 +91,7 @@ class VllmEngine:
         self._eos_token_ids = tuple(eos_token_ids)
         self._tokenizer = tokenizer
         self._detokenize = detokenize
+        self._timeouts = timeouts
         self._version: int | None = None
         self._sync: WeightSync | None = None
         self._identity = new_identity()
@@ -109,6 +113,7 @@ class VllmEngine:
                     executor=colocated_executor(self._identity, device),
                     tokenizer=tokenizer,
                     peers_visible=peers_visible,
+                    timeouts=timeouts,
                 )
             )
             worker = self._llm.llm_engine.model_executor.driver_worker.worker
@@ -147,13 +152,15 @@ class VllmEngine:
         """Collective; see `rollout.types.RolloutEngine`. With temperature 0 the log-probs are those at temperature 1.
 
         Raises ValueError for a request longer than the context and for stop strings without tokenizer, RuntimeError before the
-        first push, after a failed one, and while the weights are asleep.
+        first push, after a failed one, and while the weights are asleep, RankIsLate where a rank does not come.
         """
         if self._version is None:
             raise RuntimeError("the vLLM engine holds no weights: none were pushed, or the last push failed")
         if self._memory.weights_asleep:
             raise RuntimeError("the vLLM engine's weights are asleep (rollout.sleep: all): push weights before it generates")
         self._check(requests, sampling)
+        # The ranks of a replica would count the time of one that comes late within vLLM's exchanges, whose limit is short.
+        meet("generation", self._timeouts.meeting_s)
         shares = share_requests([request.prompt for request in requests], self._replicas)
         with self._running():
             self._memory.wake_cache()

@@ -6,11 +6,12 @@ Pure: neither vLLM nor a device is needed, so that the configuration of a GPU ca
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import ceil
 from typing import Any
 
 import torch
 
-from megappo.config.schema import RolloutConfig
+from megappo.config.schema import RolloutConfig, TimeoutsConfig
 from megappo.models.arch import arch_of, read_config, text_config
 
 CPU_KV_CACHE_GIB = 0.25
@@ -29,11 +30,13 @@ def vllm_options(
     executor: type | str,
     tokenizer: str | None = None,
     peers_visible: bool = True,
+    timeouts: TimeoutsConfig = TimeoutsConfig(),
 ) -> dict[str, Any]:
     """Arguments of `vllm.LLM`, or of `vllm.EngineArgs`.
 
     model: directory with config.json. max_model_len: longest prompt plus response in tokens. device_type: "cpu" or "cuda".
-    executor: how workers are placed. peers_visible: this process sees the GPUs of the other ranks of its replica.
+    executor: how workers are placed. peers_visible: this process sees the GPUs of the other ranks of its replica. timeouts: of the
+    process groups that vLLM makes.
     """
     on_cpu = device_type == "cpu"
     cache_gib = CPU_KV_CACHE_GIB if config.kv_cache_gib is None and on_cpu else config.kv_cache_gib
@@ -48,6 +51,10 @@ def vllm_options(
         generation_config="vllm",
         tensor_parallel_size=config.tp,
         distributed_executor_backend=executor,
+        # Both for good: vLLM makes its groups before it compiles, and megappo's `settle` does not know them.
+        distributed_timeout_seconds=ceil(timeouts.start_s),
+        # On the host ranks wait for the slowest to measure its memory and to compile.
+        cpu_distributed_timeout_seconds=ceil(timeouts.meeting_s),
         dtype=_DTYPE_NAMES[dtype],
         max_model_len=max_model_len,
         max_num_seqs=config.max_num_seqs,

@@ -118,6 +118,13 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
         os.environ.update(before)
 
 
+def _is_not_of_chats(record: logging.LogRecord) -> bool:
+    """False for a traceback that vLLM's class `LLM` logs at every start without tokenizer: it tries the template of chats, which
+    megappo never asks it for. Prompts are token ids.
+    """
+    return record.msg != "Chat template warmup failed"
+
+
 @contextlib.contextmanager
 def vllm_running(own: OwnState, environment: Mapping[str, str]) -> Iterator[None]:
     """Everything that calls vLLM, its first import included, happens within; environment, random state, torch and its settings
@@ -129,6 +136,8 @@ def vllm_running(own: OwnState, environment: Mapping[str, str]) -> Iterator[None
     # vLLM's CPU worker warns about LD_PRELOAD at every start; nothing is wrong, so only errors are shown there.
     level = os.environ.get("VLLM_LOGGING_LEVEL", "ERROR" if on_cpu else "WARNING").upper()
     logging.getLogger("vllm").setLevel(level)  # it speaks before it configures its logger
+    # A filter and not a level, which vLLM takes back when it configures its loggers. A second one of the same function is none.
+    logging.getLogger("vllm.renderers.base").addFilter(_is_not_of_chats)
     with contextlib.ExitStack() as stack:
         stack.enter_context(_environment({**_ENVIRONMENT, **environment, "VLLM_LOGGING_LEVEL": level}))
         stack.enter_context(_random_state_kept())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import logging
 import os
 import random
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ import transformers
 
 from megappo.bridge import sync as sync_module
 from megappo.bridge.vllm_reload import reload_api
+from megappo.config.schema import TimeoutsConfig
 from megappo.models.arch import read_arch
 from megappo.ops.logprob import linear_logprob
 from megappo.parallel.layout import ParallelLayout
@@ -38,6 +40,7 @@ from .engines import garbage_kept, make_engine
 
 RANKS = 2
 TOLERANCE = 1e-4  # fp32; BRIDGE measured at most 3e-5 on peaky logits, a wrong slice gives 1e-1 and more
+TIMEOUTS = TimeoutsConfig(start_s=301.5, pass_s=100, meeting_s=402)
 GREEDY = SamplingParams(max_tokens=16, temperature=0.0)
 
 # Positions of the long requests are past the original length, where YaRN and the scaling of the queries act.
@@ -116,6 +119,32 @@ def memory_of(engine: VllmEngine, destination: Any) -> dict[str, int]:
     }
 
 
+def limits_of_vllms_groups() -> dict[str, float]:
+    """Seconds that the exchanges of a replica may take: on the ranks' device, which is the CPU too, and on the host."""
+    from vllm.distributed.parallel_state import get_tp_group
+
+    groups = {"device": get_tp_group().device_group, "host": get_tp_group().cpu_group}
+    return {name: group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for name, group in groups.items()}
+
+
+def chat_warmup(engine: VllmEngine, *, filtered: bool = True) -> list[str]:
+    """What vLLM says when it tries the template of chats, as at every start, at the level that a GPU has."""
+    from vllm.renderers.params import ChatParams
+
+    logger, said = logging.getLogger("vllm.renderers.base"), logging.Handler()
+    messages: list[str] = []
+    said.emit = lambda record: messages.append(record.getMessage())
+    with engine._running():
+        logger.addHandler(said)
+        logger.setLevel(logging.WARNING)
+        filters, logger.filters = logger.filters, logger.filters if filtered else []
+        engine._llm.renderer.warmup(ChatParams())
+        logger.filters = filters
+        logger.setLevel(logging.NOTSET)
+        logger.removeHandler(said)
+    return messages
+
+
 class Policy:
     """Megatron shards of one rank, refilled from a transformers model."""
 
@@ -135,7 +164,7 @@ def run_case(rank: int, folder: str, name: str) -> dict[str, Any]:
     vocab = read_arch(path).vocab_size
     requests = requests_of(1, vocab=vocab) + long_requests(vocab)
     before = process_state()
-    with contextlib.closing(make_engine(path, engine_tp)) as engine:
+    with contextlib.closing(make_engine(path, engine_tp, timeouts=TIMEOUTS)) as engine:
         built = process_state()
         results: dict[str, Any] = {"push": {}, "built": [name for name in built if built[name] != before[name]]}
         for tp, pp in layouts:
@@ -161,8 +190,11 @@ def run_case(rank: int, folder: str, name: str) -> dict[str, Any]:
             results["push"][tp, pp] = steps
         destination = engine.receiver.describe(sync_module.hf_tensors(policy.arch))
         results["memory"] = memory_of(engine, destination)
+        results["limits"] = limits_of_vllms_groups()
         results["layout"] = layout_mistakes(destination, policy.arch, new.state_dict(), engine_tp, rank % engine_tp)
         results["shared_memory"] = [name for name in os.listdir("/dev/shm") if name.startswith(engine._identity)]
+        if name == "llama to tp2":
+            results["warmed up"] = [chat_warmup(engine), chat_warmup(engine, filtered=False)]
         if name == "llama to tp1 x 2":
             results["sampling"] = run_sampling(engine, new)
             results["faults"] = run_faults(engine, path, old, new, rank)
@@ -465,6 +497,18 @@ def world(tmp_path_factory) -> list[dict[str, Any]]:
     write_checkpoint(folder / "tokenized", "llama", head_dim=32, vocab_size=512)
     write_hf_tokenizer(folder / "tokenized")
     return spawn_world(in_world, RANKS, str(folder), timeout_s=400)
+
+
+def test_vllms_groups_wait_as_long_as_the_run_says(world):
+    for result in world:
+        for case in result["cases"].values():
+            assert case["limits"] == {"device": 302.0, "host": 402.0}
+
+
+def test_a_start_without_tokenizer_is_silent_about_templates_of_chats(world):
+    for result in world:
+        quiet, plain = result["cases"]["llama to tp2"]["warmed up"]
+        assert quiet == [] and plain == ["Chat template warmup failed"], "without the filter vLLM says it"
 
 
 PUSHES = [pytest.param(name, (tp, pp), id=f"tp{tp}pp{pp} {name}") for name, case in CASES.items() for tp, pp in case[3]]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megappo.config.schema import RolloutConfig
+from megappo.config.schema import RolloutConfig, TimeoutsConfig
 from megappo.rollout.vllm_options import see_each_other, vllm_environment, vllm_options
 from megappo.rollout.vllm_process import require_vllm
 
@@ -23,7 +23,9 @@ SYMMETRIC = "VLLM_ALLREDUCE_USE_SYMM_MEM"
 def options(tmp_path):
     path = str(write_checkpoint(tmp_path / "model", weights=False, tokenizer=False))
 
-    def of(device_type: str = "cuda", peers_visible: bool = True, **settings: Any) -> dict[str, Any]:
+    def of(
+        device_type: str = "cuda", peers_visible: bool = True, timeouts: TimeoutsConfig = TimeoutsConfig(), **settings: Any
+    ) -> dict[str, Any]:
         return vllm_options(
             RolloutConfig(**settings),
             path,
@@ -33,6 +35,7 @@ def options(tmp_path):
             device_type=device_type,
             executor="uni",
             peers_visible=peers_visible,
+            timeouts=timeouts,
         )
 
     return of
@@ -54,6 +57,12 @@ def test_settings_arrive(options, settings, expected):
     told = options(**settings)
     assert {name: told[name] for name in expected} == expected
     assert not {"worker_cls", "enable_chunked_prefill", "disable_custom_all_reduce"} & told.keys()
+
+
+def test_the_groups_of_vllm_have_the_runs_limits_in_whole_seconds(options):
+    told = options(timeouts=TimeoutsConfig(start_s=30.5, meeting_s=90))
+    assert (told["distributed_timeout_seconds"], told["cpu_distributed_timeout_seconds"]) == (31, 90)
+    assert (options()["distributed_timeout_seconds"], options()["cpu_distributed_timeout_seconds"]) == (600, 3600)
 
 
 def test_a_cpu_runs_eagerly_whole_prompts_and_sleeps_by_a_worker_of_our_own(options):

@@ -1,0 +1,58 @@
+"""Who waits how long for a rank that generates late: the limits of the run reach the engine, and its ranks meet first."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megappo.config.schema import RolloutConfig, TimeoutsConfig
+from megappo.parallel.groups import RankIsLate
+from megappo.rollout import vllm_engine
+from megappo.rollout.build import build_rollout
+from megappo.rollout.types import Request, SamplingParams
+
+TIMEOUTS = TimeoutsConfig(start_s=11, pass_s=5, meeting_s=7)
+
+
+def test_ranks_meet_before_a_generation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that does not come is told by the meeting; nothing was asked of vLLM by then."""
+
+    def meet(before: str, limit_s: float) -> None:
+        raise RankIsLate(f"{before} {limit_s}")
+
+    monkeypatch.setattr(vllm_engine, "meet", meet)
+    engine = object.__new__(vllm_engine.VllmEngine)
+    engine._version, engine._timeouts, engine._max_model_len = 1, TIMEOUTS, 16
+    engine._memory = SimpleNamespace(weights_asleep=False)
+    with pytest.raises(RankIsLate, match="^generation 7.0$"):
+        engine.generate([Request((3, 4), 0)], SamplingParams(max_tokens=4))
+
+
+def test_the_engine_has_the_limits_of_the_policys_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {}
+
+    class Engine:
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            given.update(kwargs)
+
+        def connect(self, *args: Any) -> None:
+            pass
+
+    monkeypatch.setattr(vllm_engine, "VllmEngine", Engine)
+    policy = SimpleNamespace(groups=SimpleNamespace(timeouts=TIMEOUTS, layout=None), named_parameters=None)
+    tokenizer: Any = SimpleNamespace(eos_ids=(2,), decode=str)
+    build_rollout(
+        RolloutConfig(),
+        policy,
+        model="",
+        arch=None,  # type: ignore[arg-type]
+        tokenizer=tokenizer,
+        max_prompt_tokens=8,
+        policy_dtype="fp32",
+        seed=0,
+        device=torch.device("cpu"),
+    )
+    assert given["timeouts"] is TIMEOUTS
