@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,6 +20,16 @@ from scripts.gpu_stack.pretend import pretend_driver, pretend_gpu
 from scripts.gpu_stack.rows import Check, Wrong, run
 
 GROUP = "vllm_config"
+
+
+class Model(NamedTuple):
+    """What vLLM's choice of an attention kernel depends on."""
+
+    dtype: torch.dtype = torch.bfloat16
+    head_dim: int = 64
+
+
+BF16 = Model()
 
 
 @cache
@@ -39,26 +49,26 @@ def platform() -> str:
 
 
 @cache
-def model_folder(case: str = "llama") -> str:
-    """Kept until the process ends. Heads of 64, which the attention kernels of a GPU have; 2 layers, a vocabulary of 131."""
+def model_folder(head_dim: int) -> str:
+    """A llama, kept until the process ends: 2 layers, a vocabulary of 131."""
     from tests.models.checkpoints import hf_config
 
     folder = tempfile.mkdtemp()
-    config = hf_config(case, head_dim=64)
+    config = hf_config("llama", head_dim=head_dim)
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(folder)
     return folder
 
 
-def options_of(peers_visible: bool = True, **rollout: Any) -> dict[str, Any]:
-    """Arguments that `VllmEngine` passes for these settings of `rollout`, of a bf16 policy on a GPU."""
+def options_of(peers_visible: bool = True, model: Model = BF16, **rollout: Any) -> dict[str, Any]:
+    """Arguments that `VllmEngine` passes for these settings of `rollout`, of such a policy on a GPU."""
     from megappo.config.schema import RolloutConfig
     from megappo.rollout.vllm_options import vllm_options
 
     return vllm_options(
         RolloutConfig.model_validate(rollout),
-        model_folder(),
-        dtype=torch.bfloat16,
+        model_folder(model.head_dim),
+        dtype=model.dtype,
         max_model_len=256,
         seed=0,
         device_type="cuda",
@@ -105,7 +115,7 @@ def known_variables() -> str:
     return ", ".join(names)
 
 
-def configuration(peers_visible: bool = True, **rollout: Any) -> Any:
+def configuration(peers_visible: bool = True, model: Model = BF16, **rollout: Any) -> Any:
     """VllmConfig for these settings, with the variables that the engine would set."""
     from vllm import EngineArgs
     from vllm.usage.usage_lib import UsageContext
@@ -114,13 +124,14 @@ def configuration(peers_visible: bool = True, **rollout: Any) -> Any:
     from megappo.rollout.vllm_options import vllm_environment
 
     os.environ.update(vllm_environment(RolloutConfig.model_validate(rollout), "cuda", peers_visible))
-    return EngineArgs(**options_of(peers_visible, **rollout)).create_engine_config(UsageContext.LLM_CLASS)
+    return EngineArgs(**options_of(peers_visible, model, **rollout)).create_engine_config(UsageContext.LLM_CLASS)
 
 
 def facts_of(config: Any) -> dict[str, Any]:
     """The paths that vLLM takes with a configuration."""
     compilation = config.compilation_config
     sizes = compilation.cudagraph_capture_sizes or []
+    parallel = config.parallel_config
     return {
         "runner": "v2" if config.use_v2_model_runner else "v1",
         "async scheduling": config.scheduler_config.async_scheduling,
@@ -131,7 +142,8 @@ def facts_of(config: Any) -> dict[str, Any]:
         "batched tokens": config.scheduler_config.max_num_batched_tokens,
         "prefix cache": config.cache_config.enable_prefix_caching,
         "sleep": config.model_config.enable_sleep_mode,
-        "custom all-reduce": not config.parallel_config.disable_custom_all_reduce,
+        "custom all-reduce": not parallel.disable_custom_all_reduce,
+        "seconds on the device, on the host": (parallel.distributed_timeout_seconds, parallel.cpu_distributed_timeout_seconds),
         "attention": _attention_backend(config),
     }
 
@@ -151,30 +163,43 @@ def difference(facts: Mapping[str, Any], expected: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} is {facts[name]}, not {value}" for name, value in expected.items() if facts[name] != value)
 
 
-def case(expected: Mapping[str, Any], peers_visible: bool = True, **rollout: Any) -> Callable[[], str]:
-    """A check that a setting has the effect in vLLM that it is for; the detail is what else came of it."""
+def case(expected: Mapping[str, Any], peers_visible: bool = True, model: Model = BF16, **rollout: Any) -> Callable[[], str]:
+    """A check that a setting has the effect in vLLM that it is for."""
 
     def check() -> str:
         before = dict(os.environ)
         try:
-            facts = facts_of(configuration(peers_visible, **rollout))
+            facts = facts_of(configuration(peers_visible, model, **rollout))
         finally:
             os.environ.clear()
             os.environ.update(before)
         fault = difference(facts, expected)
         if fault:
             raise Wrong(fault)
-        shown = facts if not expected else {name: facts[name] for name in expected}
-        return ", ".join(f"{name} {value}" for name, value in shown.items())
+        return ", ".join(f"{name} {value}" for name, value in expected.items())
 
     return check
 
 
+# What docs/gpu.md says of a run on H100s without a setting.
+DEFAULTS = {
+    "runner": "v2",
+    "async scheduling": True,
+    "attention": "FLASH_ATTN",
+    "compile": "VLLM_COMPILE",
+    "CUDA graphs": "FULL_AND_PIECEWISE",
+    "sizes": "51 up to 512",
+    "sleep": False,
+    "custom all-reduce": True,
+    "seconds on the device, on the host": (600, 3600),
+}
 CHECKS: Sequence[Check] = (
     ("imports", platform),
     ("options", known_options),
     ("variables", known_variables),
-    ("defaults", case({})),
+    ("defaults", case(DEFAULTS)),
+    # FlashAttention takes no fp32.
+    ("fp32, heads of 32", case({"attention": "TRITON_ATTN"}, model=Model(torch.float32, 32))),
     ("enforce_eager", case({"compile": "NONE", "CUDA graphs": "NONE", "sizes": "none"}, enforce_eager=True)),
     ("model_runner: v1", case({"runner": "v1"}, model_runner="v1")),
     ("model_runner: v2", case({"runner": "v2"}, model_runner="v2")),

@@ -117,6 +117,17 @@ def test_pip_of_the_legacy_way_and_foreign_versions_are_named() -> None:
     assert pip_resolution.fault(1, "", "note: x\nERROR: No matching distribution\n") == "ERROR: No matching distribution"
 
 
+def test_a_resolution_that_brings_another_torch_is_named() -> None:
+    output = (
+        "Obtaining file:///src\nWould install Jinja2-3.1.6 megatron_core-0.16.1 torch-2.13.0+cu130 vllm-0.32.0 z3-solver-4.15.4.0\n"
+    )
+    versions = pip_resolution.resolved(output)
+    assert versions["torch"] == "2.13.0" and versions["z3-solver"] == "4.15.4.0" and len(versions) == 5
+    assert pip_resolution.resolution_fault(versions) == ""
+    assert pip_resolution.resolution_fault({**versions, "torch": "2.12.0"}) == "pip would install torch 2.12.0, not 2.13.0"
+    assert pip_resolution.resolution_fault(pip_resolution.resolved("")) == "pip would not install torch, vllm, megatron-core"
+
+
 def test_options_that_vllm_does_not_know_and_other_paths_are_named() -> None:
     assert vllm_config.unknown({"seed": 0}, ["seed", "model"]) == ""
     assert vllm_config.unknown({"seed": 0, "sleepy": True}, ["seed", "model"]) == "sleepy"
@@ -124,11 +135,39 @@ def test_options_that_vllm_does_not_know_and_other_paths_are_named() -> None:
     assert vllm_config.difference({"runner": "v2"}, {"runner": "v1"}) == "runner is v2, not v1"
 
 
+def test_a_default_that_vllm_changes_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    check = dict(vllm_config.CHECKS)["defaults"]
+    monkeypatch.setattr(vllm_config, "configuration", lambda *args: None)
+    for changed in ("runner", "async scheduling", "attention", "CUDA graphs"):
+        monkeypatch.setattr(vllm_config, "facts_of", lambda config: {**vllm_config.DEFAULTS, changed: "other"})
+        with pytest.raises(Wrong, match=f"^{changed} is other, not "):
+            check()
+    monkeypatch.setattr(vllm_config, "facts_of", lambda config: dict(vllm_config.DEFAULTS))
+    assert check().startswith("runner v2, async scheduling True, attention FLASH_ATTN")
+
+
 def test_parameters_that_part_are_named() -> None:
     local = {"norm": (64,), "qkv": (96, 64)}
     assert te_layers.difference(local, dict(local)) == ""
     assert te_layers.difference(local, {**local, "qkv": (96, 32)}) == "qkv: local (96, 64), TransformerEngine (96, 32)"
     assert te_layers.difference(local, {"qkv": (96, 64)}) == "norm: local (64,), TransformerEngine has none"
+
+
+def test_a_product_that_would_not_add_to_main_grad_is_named() -> None:
+    def product(**switches: bool) -> torch.nn.Module:
+        module = torch.nn.Linear(2, 2)
+        for name, value in switches.items():
+            setattr(module, name, value)
+        return module
+
+    good = product(fuse_wgrad_accumulation=True, disable_parameter_transpose_cache=True)
+    assert te_layers.switch_fault({"qkv": good}) == ""
+    rounded = product(fuse_wgrad_accumulation=False, disable_parameter_transpose_cache=True)
+    assert te_layers.switch_fault({"qkv": good, "fc1": rounded}) == "fc1: fuse_wgrad_accumulation is False, not True"
+    overwritten = product(fuse_wgrad_accumulation=True, disable_parameter_transpose_cache=False)
+    assert te_layers.switch_fault({"fc1": overwritten}) == "fc1: disable_parameter_transpose_cache is False, not True"
+    assert te_layers.switch_fault({"fc1": product()}) == "fc1: fuse_wgrad_accumulation is not there, not True"
+    assert te_layers.switch_fault({}) == "no product of TransformerEngine"
 
 
 def test_results_in_another_place_or_type_are_named() -> None:
