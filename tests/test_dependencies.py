@@ -35,7 +35,7 @@ FORBIDDEN_PARTS = {
     "models/": {"algo", "engine", "trainer", "rollout", "verify"},
     "trainer/": {"plan", "tune", "verify"},  # instruments, which know the trainer and are not known to it
     "prepare/": {"plan", "tune", "verify", "trainer", "engine"},
-    "plan/": {"tune", "verify", "trainer"},
+    "plan/": {"tune", "verify"},
     "verify/": {"rollout", "rewards", "checkpoint", "bridge"},
 }
 
