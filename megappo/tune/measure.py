@@ -126,6 +126,7 @@ def trial_name(search: Search, one: Candidate, job: Job | None = None) -> str:
         "world": machine.world_size,
         "ranks of a node": machine.hardware.gpus_per_node,
         "machine": _machine_name(search, job),
+        "measured": list(Measured.model_fields),  # what an older version measured is not what is asked for
         "versions": [megappo.__version__, torch.__version__],
     }
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
@@ -157,9 +158,12 @@ def _make_folder(folder: Path, output_dir: str) -> None:
 
 
 def predicted_s(one: Candidate, workload: Workload) -> float:
-    """Of a trial, without its start."""
+    """Of a trial, without its start. Where something is offloaded, a phase of one update is timed beside the update."""
     phases, passes = one.cost.phases, max(1.0, workload.samples / workload.mini_batch)
-    return (REPEATS + 1) * (phases["forward"] / passes + phases.get("update", 0.0) / workload.updates)
+    trips = one.cost.parts.get("offload", 0.0)
+    times = 2 if one.cost.is_trained and trips else 1
+    update_s = phases.get("update", 0.0) / workload.updates
+    return (REPEATS + 1) * (phases["forward"] / passes + times * update_s + trips)
 
 
 def _submit(job: Job, folder: Path, names: Sequence[str], seconds: float) -> str:
@@ -196,10 +200,11 @@ def _tried(one: Candidate, folder: Path, name: str, workload: Workload) -> Tried
 
 
 def step_s(measured: Measured, workload: Workload) -> float:
-    """Seconds of a role in a whole step: its passes over all samples, and its updates."""
+    """Seconds of a role in a whole step: a phase of one pass over all samples, and a phase of its updates. Each moves what is
+    offloaded once."""
     passes = max(1.0, workload.samples / workload.mini_batch)
-    seconds = (measured.forward_s - measured.offload_s) * passes + measured.offload_s
-    return seconds if measured.update_s is None else seconds + measured.update_s * workload.updates + measured.offload_s
+    seconds = (measured.forward_s - measured.load_s) * passes + measured.load_s
+    return seconds if measured.update_s is None else seconds + measured.update_s * workload.updates + measured.trip_s
 
 
 def _lines(role: str, tried: Sequence[Tried]) -> list[str]:

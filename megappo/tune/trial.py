@@ -31,7 +31,7 @@ from megappo.telemetry.timers import wait_for_device
 from megappo.trainer.kernel_selection import choose_kernels
 from megappo.trainer.roles import Critic, LanguageModel, Policy
 from megappo.trainer.settings import policy_loss
-from megappo.tune.trials import RUNNING, Measured, Trial, read_trial, world_folder, write_outcome
+from megappo.tune.trials import RUNNING, Measured, Trial, moves, read_trial, world_folder, write_outcome
 
 # A trial generates, scores and saves nothing: its ranks are never far apart, and one that hangs costs the others of its job.
 TIMEOUTS = TimeoutsConfig(start_s=300.0, pass_s=300.0, meeting_s=300.0)
@@ -66,18 +66,20 @@ def run_trial(trial: Trial, device: torch.device) -> Measured:
     groups = build_groups(layout_of(section.parallel, dist.get_world_size()), TIMEOUTS)
     engine = _build_engine(trial, groups, device)
     passes = _Passes(trial, engine)
-    offload_s = _fastest(passes.nothing, trial.repeats) if section.offload.parameters else 0.0
+    load_s = _fastest(passes.nothing, trial.repeats) if section.offload.parameters else 0.0
     forward_s = _fastest(passes.forward, trial.repeats)
-    update_s = None
+    update_s, trip_s = None, 0.0
     if isinstance(section, TrainableConfig):
+        phase_s = _fastest(passes.phase, trial.repeats) if moves(section.offload) else None
         with engine.train_mode():
             update_s = _fastest(passes.update, trial.repeats)
+        trip_s = max(0.0, phase_s - update_s) if phase_s is not None else 0.0
     del engine, passes
     gc.collect()  # models are cycles that hold their groups
     destroy_groups(groups)
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    return Measured(forward_s=forward_s, update_s=update_s, offload_s=min(offload_s, forward_s))
+    return Measured(forward_s=forward_s, update_s=update_s, load_s=min(load_s, forward_s), trip_s=trip_s)
 
 
 def _fastest(work: Callable[[], Any], repeats: int) -> float:
@@ -159,7 +161,7 @@ class _Passes:
             self._role = LanguageModel(engine, temperature, config.policy.logits_dtype)
 
     def nothing(self) -> None:
-        """What a pass does without a batch: its weights come, and go."""
+        """A pass without a batch: its weights come from host memory, and are freed, because they did not change."""
         with self._role.engine.eval_mode():
             pass
 
@@ -169,7 +171,15 @@ class _Passes:
         else:
             self._role.logprobs(self._batch, want_entropy=isinstance(self._role, Policy))
 
+    def phase(self) -> None:
+        """A phase of one update, as stage 6 has it (trainer/updates.py): weights come, the optimizer's state comes with the
+        step, and both go back."""
+        assert isinstance(self._role, (Policy, Critic))
+        with self._role.engine.train_mode():
+            self.update()
+
     def update(self) -> None:
+        """One update of a phase that has more: what is offloaded is there already, from the first one on."""
         assert isinstance(self._role, (Policy, Critic))
         self._role.update(self._mini, self._count)
 

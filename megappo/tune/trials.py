@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, TypeAdapter
 
-from megappo.config.schema import TrainConfig
+from megappo.config.schema import OffloadConfig, TrainConfig
 
 REPEATS = 3
 RUNNING = "running"  # in a world's folder: the name of the trial that it is at
@@ -29,15 +29,24 @@ class Trial(BaseModel):
 
 class Measured(BaseModel):
     """Seconds, the least of the repeats. forward_s: of a pass without gradients over the samples; update_s: of one optimizer step
-    on them, None where the role does not train; offload_s: in forward_s, of weights that come from host memory and go back, which
-    a phase does once, however many passes and updates it has."""
+    on them, None where the role does not train.
+
+    What is offloaded moves once in a phase, however many passes and updates it has. load_s: in forward_s, of the weights that come
+    from host memory. trip_s: not in update_s, of weights and optimizer state that come and go back in a phase of updates.
+    """
 
     forward_s: float
     update_s: float | None
-    offload_s: float = 0.0
+    load_s: float = 0.0
+    trip_s: float = 0.0
 
     def __str__(self) -> str:
         return f"forward {self.forward_s:.4g} s" + (f", update {self.update_s:.4g} s" if self.update_s is not None else "")
+
+
+def moves(offload: OffloadConfig) -> bool:
+    """True if a phase of updates moves, or allocates anew, what others do not need: its trial times a phase, too."""
+    return offload.parameters or offload.gradients or offload.optimizer
 
 
 class Failed(BaseModel):

@@ -204,8 +204,9 @@ def test_larger_worlds_are_of_whole_nodes():
 
 
 def test_what_was_measured_is_a_step_with_weights_that_come_once():
-    """256 samples in mini-batches of 64; a second of every pass, and before the updates, is the way from host memory and back."""
-    assert step_s(Measured(forward_s=3.0, update_s=5.0, offload_s=1.0), WORK) == pytest.approx(1 + 4 * 2 + 1 + 4 * 5)
+    """256 samples in mini-batches of 64; a second of every pass is the way from host memory, three of a phase of updates there and
+    back."""
+    assert step_s(Measured(forward_s=3.0, update_s=5.0, load_s=1.0, trip_s=3.0), WORK) == pytest.approx(1 + 4 * 2 + 3 + 4 * 5)
     assert step_s(Measured(forward_s=3.0, update_s=None), WORK) == pytest.approx(4 * 3)
 
 

@@ -106,7 +106,7 @@ def test_trials_run_as_a_job_and_are_reused_and_a_killed_rank_costs_its_trial_on
     assert lines[start].endswith(f" s and the start of the ranks, log {folder}/job-{job_id}.log")
     assert "  runs on 127.0.0.[1-2]" in lines[start : start + 4]
     measured = read_outcome(folder, names[0])
-    assert killed == [names[1]] and isinstance(measured, Measured) and 0 < measured.offload_s < measured.forward_s
+    assert killed == [names[1]] and isinstance(measured, Measured) and 0 < measured.load_s < measured.forward_s
     failed = read_outcome(folder, names[1])
     assert isinstance(failed, Failed) and failed.reason == "rank 1 on 127.0.0.1 ended (killed by SIGKILL)"
     table = told.out.split("critic, measured")[1].split("overrides")[0].splitlines()

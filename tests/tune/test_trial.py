@@ -1,0 +1,73 @@
+"""What a trial times is what a step does: a phase of updates with its way from host memory and back (engine/offload.py)."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from megappo.config.loading import load_config
+from megappo.launch.local import start_ranks
+from megappo.tune.trials import Trial, write_trial
+
+from ..plan.checkpoints import TINY, write_checkpoint
+
+OFFLOADS = {
+    "none": {},
+    "parameters": {"parameters": True},
+    "optimizer": {"optimizer": True},
+    "gradients": {"gradients": True},
+    "all": {"parameters": True, "gradients": True, "optimizer": True},
+}
+
+
+@pytest.fixture(scope="module")
+def copied(tmp_path_factory):
+    """Offload and role -> what was timed -> [direction, bytes] of what was copied meanwhile, on one CPU rank."""
+    folder = tmp_path_factory.mktemp("trials")
+    model = write_checkpoint(folder / "model", TINY, weights=False, tokenizer=False)
+    for name, offload in OFFLOADS.items():
+        for role in ("policy", "critic"):
+            path = folder / "run.yaml"
+            run = {
+                "run": {"device": "cpu"},
+                "policy": {"model": str(model), "dtype": "fp32", "offload": offload},
+                "critic": {"dtype": "fp32", "offload": offload},
+                "reference": {"dtype": "fp32"},
+                "data": {"train": "none", "max_prompt_tokens": 8},
+                "rollout": {"engine": "megatron", "max_response_tokens": 8},
+            }
+            path.write_text(json.dumps(run))  # which is YAML too
+            trial = Trial(config=load_config(path), role=role, label=name, samples=4, prompt_tokens=8, response_tokens=8)
+            write_trial(folder, f"{name}-{role}", trial)
+    names = [f"{name}-{role}" for name in OFFLOADS for role in ("policy", "critic")]
+    (folder / "trials.json").write_text(json.dumps(names))
+    assert start_ranks(1, [str(folder)], module="tests.tune.counted_rank") == 0
+    return json.loads((folder / "copies.json").read_text())
+
+
+@pytest.mark.parametrize("role", ["policy", "critic"])
+@pytest.mark.parametrize("name", OFFLOADS)
+def test_a_timed_phase_copies_what_a_phase_of_the_trainer_does(copied, name, role):
+    timed = copied[f"{name}-{role}"]
+    assert ("phase" in timed) == (name != "none"), "a phase is timed where it may differ from its update"
+    expected = timed["the trainer's updates"]
+    assert timed.get("phase", []) == expected
+    directions = sorted(direction for direction, _ in expected)
+    moved = OFFLOADS[name].get("parameters", False) + OFFLOADS[name].get("optimizer", False)
+    assert directions == ["to device"] * moved + ["to host"] * moved, "each once, there and back, for two mini-batches"
+
+
+@pytest.mark.parametrize("role", ["policy", "critic"])
+def test_an_update_alone_copies_nothing(copied, role):
+    """Negative control: it was all that was timed once, so that the optimizer's way cost nothing."""
+    timed = copied[f"all-{role}"]
+    assert timed["update"] == [] != timed["phase"]
+
+
+@pytest.mark.parametrize("role", ["policy", "critic"])
+def test_a_pass_loads_weights_that_it_does_not_change(copied, role):
+    """They come, and are freed; with the pass that is timed and with the empty one that is taken off it."""
+    timed = copied[f"parameters-{role}"]
+    assert timed["forward"] == timed["nothing"] and [direction for direction, _ in timed["forward"]] == ["to device"]
+    assert copied[f"optimizer-{role}"]["forward"] == []
