@@ -93,6 +93,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def run(args: argparse.Namespace) -> int:
+    from megappo.plan.report import remark_lines
     from megappo.tune import command
     from megappo.tune.profiles import dump_hardware, load_hardware
     from megappo.tune.report import overrides_of, report
@@ -143,14 +144,16 @@ def run(args: argparse.Namespace) -> int:
         measurement = measure(search, choice, args.measure, job)
         print(measurement.report())
         choice = best_measured(search, choice, measurement)
-    config = command.chosen_config(search, choice, question)
+    prepared = command.prepare_chosen(search, choice, question)
+    if remarks := remark_lines(prepared.plan, prepared.notes):
+        print("\n".join(remarks) + "\n")
     overrides = overrides_of(search, choice)
     print("overrides\n" + "\n".join(f"  {line}" for line in overrides))
     if "--output" in targets:
-        command.write_output(targets["--output"], config, overrides)
+        command.write_output(targets["--output"], prepared.plan.config, overrides)
     if "--json" in targets:
         measured = measurement.facts() if measurement is not None else None
-        targets["--json"].write_text(command.as_json(search, choice, args.top, measured), encoding="utf-8")
+        targets["--json"].write_text(command.as_json(search, choice, args.top, prepared, measured), encoding="utf-8")
     return 0
 
 

@@ -22,9 +22,11 @@ from megappo.plan.memory import (
     GIB,
     ITEMSIZE,
     Counter,
+    Moment,
     RoleMemory,
     RolloutMemory,
     count_parameters,
+    fullest_moment,
     role_memory,
     rollout_memory,
 )
@@ -33,9 +35,6 @@ from megappo.rollout.types import SamplingParams
 from megappo.telemetry.tables import gib
 from megappo.trainer.roles import Critic
 from megappo.trainer.settings import policy_loss
-
-Moment = Literal["generate", "train", "pushed"]
-"""Of a step, as vLLM sees it: stage 2, and stage 8 where it evaluates; stages 3 to 6; from the push to the next generation."""
 
 
 @dataclass(frozen=True)
@@ -75,11 +74,7 @@ class Plan:
 
     def rollout_bytes(self, moment: Moment = "generate") -> int:
         """What vLLM holds on a rank: all of it while it generates, what does not sleep (`rollout.sleep`) at other moments."""
-        if self.rollout is None:
-            return 0
-        sleep = self.config.rollout.sleep
-        weights = self.rollout.weights if moment != "train" or sleep != "all" else 0
-        return weights + (max(0, self.rollout.kv_cache or 0) if moment == "generate" or sleep == "none" else 0)
+        return self.rollout.held(moment, self.config.rollout.sleep) if self.rollout is not None else 0
 
     def trainer_at_rest(self, rank: int) -> int:
         """What one rank holds, beside vLLM, while no role works: also when vLLM starts."""
@@ -99,8 +94,7 @@ class Plan:
     def _fullest(self, rank: int, training: Sequence[int]) -> int:
         """training: bytes that a role needs on top of what rests, in its fullest moment of stages 4 to 6, for each role."""
         written = max(self.stage(role, rank).saving for role in ("policy", "critic"))
-        moments: tuple[tuple[Moment, int], ...] = (("generate", 0), ("train", max(training)), ("pushed", written))
-        return self.trainer_at_rest(rank) + max(self.rollout_bytes(moment) + work for moment, work in moments)
+        return fullest_moment(self.trainer_at_rest(rank), max(training), written, self.rollout, self.config.rollout.sleep)
 
     def parked(self, rank: int) -> int:
         """Host memory of one rank that the offloaded parts of all roles take while none of them works."""
@@ -250,27 +244,34 @@ def values_read(config: TrainConfig, role: str) -> tuple[int, int]:
     return sampling.kept_width, sampling.kept_width + len(policy_loss(config.algorithm).reads)
 
 
+def rollout_dtype(config: TrainConfig) -> Literal["bf16", "fp32"]:
+    """Of vLLM's weights and cache."""
+    return config.policy.dtype if config.rollout.dtype == "auto" else config.rollout.dtype
+
+
 def _rollout(config: TrainConfig, arch: ModelArch, device: Device, device_memory: int | None) -> RolloutMemory:
-    rollout = config.rollout
-    dtype = config.policy.dtype if rollout.dtype == "auto" else rollout.dtype
+    rollout, dtype = config.rollout, rollout_dtype(config)
     cache_gib = CPU_KV_CACHE_GIB if rollout.kv_cache_gib is None and device == "cpu" else rollout.kv_cache_gib
     return rollout_memory(arch, rollout.tp, ITEMSIZE[dtype], cache_gib, rollout.memory_share, device_memory)
 
 
 def sequences_at_once(plan: Plan) -> int:
     """Sequences that one vLLM replica decodes together at most."""
-    return min(plan.config.rollout.max_num_seqs, -(-plan.step.samples // plan.replicas))
+    return min(plan.config.rollout.max_num_seqs, sequences_of_replica(plan.step.samples, plan.replicas))
+
+
+def sequences_of_replica(samples: int, replicas: int) -> int:
+    """Sequences of a step that the fullest replica generates."""
+    return -(-samples // replicas)
 
 
 def check_kv_cache(plan: Plan) -> None:
     """ConfigError where vLLM would refuse to start: its cache cannot hold one sequence at its longest."""
     rollout = plan.rollout
-    if rollout is None or rollout.kv_cache is None:
-        return
     longest = plan.step.max_sequence_tokens
-    needed = longest * rollout.kv_bytes_per_token
-    if rollout.kv_cache >= needed:
+    if rollout is None or rollout.holds_sequence(longest):
         return
+    needed = longest * rollout.kv_bytes_per_token
     config = plan.config.rollout
     sequence = f"one sequence of {longest} tokens needs {gib(needed)} GiB"
     if config.kv_cache_gib is not None or plan.device == "cpu":

@@ -21,6 +21,11 @@ CPU_KV_CACHE_GIB = 0.25
 VLLM_VOCAB_MULTIPLE = 64  # rows of its embeddings; vLLM's DEFAULT_VOCAB_PADDING_SIZE
 EXPERTS = ".mlp.experts."  # in the canonical name of an expert's parameter
 
+Moment = Literal["generate", "train", "pushed"]
+"""Of a step, as vLLM sees it: stage 2, and stage 8 where it evaluates; stages 3 to 6; from the push to the next generation."""
+Sleep = Literal["none", "cache", "all"]
+"""`rollout.sleep`: what of vLLM leaves the device while the models train."""
+
 
 @dataclass(frozen=True)
 class RoleMemory:
@@ -165,18 +170,18 @@ def role_memory(
         offloaded=weights * parameters_away + gradients * gradients_away,
         offloaded_weights=weights * parameters_away,
         offloaded_optimizer=optimizer * optimizer_away,
-        step_buffers=_sharded(count, 1, 1, layout, distributed_optimizer) if trained and adam_buffers else 0,
+        step_buffers=sharded_bytes(count, 1, 1, layout, distributed_optimizer) if trained and adam_buffers else 0,
         steps=steps,
     )
 
 
 def _optimizer_bytes(count: ParameterCount, itemsize: int, layout: ParallelLayout, distributed: bool) -> int:
     """Two fp32 moments, and an fp32 copy of every weight that is not fp32 itself."""
-    return _sharded(count, 2 if itemsize == FP32 else 3, 2, layout, distributed)
+    return sharded_bytes(count, 2 if itemsize == FP32 else 3, 2, layout, distributed)
 
 
-def _sharded(count: ParameterCount, each: int, fp32_each: int, layout: ParallelLayout, distributed: bool) -> int:
-    """Bytes of so many fp32 values for each parameter, and for each of those that no dtype changes.
+def sharded_bytes(count: ParameterCount, each: int, fp32_each: int, layout: ParallelLayout, distributed: bool) -> int:
+    """Bytes of one rank for `each` fp32 values of a parameter, `fp32_each` of one that no dtype changes.
 
     ZeRO-1 cuts them over the ranks that hold the same weights: dp x cp for the dense layers, edp for the experts.
     """
@@ -197,6 +202,26 @@ class RolloutMemory:
     weights: int
     kv_bytes_per_token: int
     kv_cache: int | None
+
+    def held(self, moment: Moment, sleep: Sleep) -> int:
+        """Bytes on the device: all of it while it generates, what does not sleep at other moments."""
+        weights = self.weights if moment != "train" or sleep != "all" else 0
+        return weights + (max(0, self.kv_cache or 0) if moment == "generate" or sleep == "none" else 0)
+
+    def holds_sequence(self, tokens: int) -> bool:
+        """True if the cache has room for one sequence, without which vLLM refuses to start, or if its size is not known."""
+        return self.kv_cache is None or self.kv_cache >= tokens * self.kv_bytes_per_token
+
+
+def fullest_moment(at_rest: int, training: int, written: int, rollout: RolloutMemory | None, sleep: Sleep) -> int:
+    """Bytes of one rank in its fullest moment of a step.
+
+    at_rest: of the trainer while no role works. training: of the role that needs most in stages 4 to 6, on top of that. written:
+    the same while a checkpoint is written. rollout: None if the policy's own model generates, which needs no more than its
+    log-probs do.
+    """
+    moments: tuple[tuple[Moment, int], ...] = (("generate", 0), ("train", training), ("pushed", written))
+    return at_rest + max(work + (rollout.held(moment, sleep) if rollout is not None else 0) for moment, work in moments)
 
 
 def rollout_memory(

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megappo.plan.estimate import Moment, Plan
-from megappo.plan.memory import RoleMemory
+from megappo.plan.estimate import Plan
+from megappo.plan.memory import Moment, RoleMemory
 
 
 @dataclass(frozen=True)

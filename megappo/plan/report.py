@@ -32,10 +32,14 @@ def report(plan: Plan, data: RunData | None = None, notes: Sequence[str] = ()) -
     ]
     if data is not None:
         blocks.append(["data", *_data_lines(plan, data)])
-    remarks = [f"  note: {note}" for note in notes] + [f"  WARNING: {warning}" for warning in plan.warnings]
-    if remarks:
-        blocks.append(["remarks", *remarks])
+    blocks += [remarks] if (remarks := remark_lines(plan, notes)) else []
     return "\n\n".join("\n".join(block) for block in blocks) + "\n"
+
+
+def remark_lines(plan: Plan, notes: Sequence[str]) -> list[str]:
+    """The notes and the plan's warnings, below a heading; empty if there are none."""
+    remarks = [f"  note: {note}" for note in notes] + [f"  WARNING: {warning}" for warning in plan.warnings]
+    return ["remarks", *remarks] if remarks else []
 
 
 def _model_lines(plan: Plan) -> list[str]:

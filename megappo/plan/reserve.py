@@ -8,6 +8,8 @@ NCCL_BUFFSIZE and what the protocols LL and LL128 take); the first all-to-all to
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cache
+from math import prod
 
 from megappo.parallel.layout import ParallelLayout
 
@@ -20,6 +22,7 @@ MOST_PEERS = 7  # in a node of 8; to other nodes the buffers of messages are sha
 
 # Groups of `parallel/groups.py` that collectives run over, of dense and of expert layers
 _DENSE = (("tp",), ("cp",), ("pp",), ("cp", "dp"), ("tp", "cp", "dp", "pp"))
+_GRID, _EXPERT_GRID = ("tp", "cp", "dp", "pp"), ("etp", "ep", "edp", "pp")  # the fastest axis of a rank first
 _EXPERTS = (("etp",), ("ep",), ("edp",), ("tp", "cp"))
 
 
@@ -31,20 +34,40 @@ def reserve_bytes(layouts: Iterable[tuple[ParallelLayout, bool]], world_size: in
     by_layout: dict[ParallelLayout, bool] = {}
     for layout, has_experts in layouts:
         by_layout[layout] = has_experts or by_layout.get(layout, False)
-    for layout, has_experts in by_layout.items():
-        total += sum(_communicator(axes, size) for axes, size in _groups(layout, has_experts))
+    total += sum(layout_bytes(layout, has_experts) for layout, has_experts in by_layout.items())
     total += RING if world_size > 1 else 0  # all ranks: barriers, and the weights on their way to vLLM
     return total + (2 * RING if rollout_tp > 1 else 0)  # vLLM's group of all ranks of a replica, and its tp group
 
 
+@cache
+def layout_bytes(layout: ParallelLayout, has_experts: bool) -> int:
+    """Of the communicators that one layout brings along. Kept, because the tuner asks about the same layouts again and again."""
+    return sum(_communicator(axes, size) for axes, size in _groups(layout, has_experts))
+
+
 def _groups(layout: ParallelLayout, has_experts: bool) -> list[tuple[set[tuple[str, ...]], int]]:
     """(axes, ranks) of the groups of more than one rank. All axes that stand for the same ranks are one group."""
-    found: dict[tuple[tuple[int, ...], ...], set[tuple[str, ...]]] = {}
+    found: dict[tuple[tuple[int, int], ...], set[tuple[str, ...]]] = {}
     for axes in _DENSE + (_EXPERTS if has_experts else ()):
-        ranks = tuple(map(tuple, layout.axis_groups(*axes)))
-        if len(ranks[0]) > 1:
-            found.setdefault(ranks, set()).add(axes)
-    return [(every, len(ranks[0])) for ranks, every in found.items()]
+        if strides := _strides(layout, axes):
+            found.setdefault(strides, set()).add(axes)
+    return [(every, prod(size for _, size in strides)) for strides, every in found.items()]
+
+
+def _strides(layout: ParallelLayout, axes: tuple[str, ...]) -> tuple[tuple[int, int], ...]:
+    """(stride, size) of the axes in the rank, neighbours as one: the same for axes that stand for the same ranks. The tuner asks
+    for worlds of thousands of ranks, whose groups (`ParallelLayout.axis_groups`) would take too long to write down.
+    """
+    grid = _EXPERT_GRID if set(axes) & {"etp", "ep", "edp"} else _GRID
+    found: list[tuple[int, int]] = []
+    stride = 1
+    for axis in grid:
+        size = getattr(layout, axis)
+        if axis in axes and size > 1:
+            first, ranks = found.pop() if found and found[-1][0] * found[-1][1] == stride else (stride, 1)
+            found.append((first, ranks * size))
+        stride *= size
+    return tuple(found)
 
 
 def _communicator(axes: set[tuple[str, ...]], size: int) -> int:

@@ -18,7 +18,7 @@ from megappo.config.layout_checks import roles_in_use
 from megappo.config.loading import explicit_keys, load_config
 from megappo.config.schema import ParallelConfig, TrainConfig
 from megappo.models.implementation import choose_implementation
-from megappo.plan.estimate import make_plan
+from megappo.plan.run import PlannedRun, plan_run
 from megappo.prepare.layouts import check_layouts, read_archs
 from megappo.rollout.vllm_limits import check_vllm
 from megappo.tune.cost import Workload, workload_of
@@ -135,14 +135,11 @@ def find_best(search: Search) -> Choice:
     raise ConfigError(f"--gpus {machine.world_size}: {what}, and not on {larger_worlds(machine)[-1]} either; {fix}")
 
 
-def chosen_config(search: Search, choice: Choice, question: Question) -> TrainConfig:
-    """The configuration with the winner's overrides, checked and planned as `megappo plan` does."""
+def prepare_chosen(search: Search, choice: Choice, question: Question) -> PlannedRun:
+    """The configuration with the winner's overrides, by all that `megappo plan --shapes-only` checks, with what it remarks."""
     machine = search.machine
     config = load_config(question.config_path, [*question.overrides, *overrides_of(search, choice)])
-    layouts = check_layouts(config, search.archs, machine.world_size, machine.implementation)
-    memory = machine.hardware.memory_bytes if machine.device == "cuda" else None
-    make_plan(config, search.archs, layouts, machine.world_size, machine.device, memory)
-    return config
+    return plan_run(config, machine.world_size, machine.device, machine.device_memory, shapes_only=True)
 
 
 def write_output(path: Path, config: TrainConfig, overrides: Sequence[str]) -> None:
@@ -163,14 +160,17 @@ def check_target(option: str, text: str) -> Path:
     return path
 
 
-def as_json(search: Search, choice: Choice, top: int, measured: Mapping[str, Any] | None = None) -> str:
-    """The ranking for other programs: what the tables show, in seconds and bytes. measured: facts of the trials, by role."""
+def as_json(search: Search, choice: Choice, top: int, prepared: PlannedRun, measured: Mapping[str, Any] | None = None) -> str:
+    """The ranking for other programs: what the tables show, in seconds and bytes, and what the plan remarks. measured: facts of
+    the trials, by role.
+    """
     tables: dict[str, Any] = {
         role: [_facts(one) for one in search.beside(choice, role)[:top]] for role in choice.roles if role in search.tuned
     }
     if ROLLOUT in search.tuned:
         tables[ROLLOUT] = [
-            {"tp": one.tp, "seconds": one.total_s, "bytes": one.bytes} for one in search.rollouts_beside(choice)[:top]
+            {"tp": one.tp, "seconds": one.total_s, "bytes": search.choice(choice.roles, one).plan.rollout_bytes()}
+            for one in search.rollouts_beside(choice)[:top]
         ]
     facts = {
         "gpus": search.machine.world_size,
@@ -178,6 +178,8 @@ def as_json(search: Search, choice: Choice, top: int, measured: Mapping[str, Any
         "step_seconds": choice.total_s,
         "peak_bytes": choice.peak,
         "overrides": overrides_of(search, choice),
+        "notes": list(prepared.notes),
+        "warnings": list(prepared.plan.warnings),
         "roles": tables,
         **({"measured": measured} if measured is not None else {}),
     }
@@ -191,6 +193,6 @@ def _facts(one: Candidate) -> dict[str, Any]:
         "seconds": one.total_s,
         "phases": dict(one.cost.phases),
         "parts": dict(one.cost.parts),
-        "resident_bytes": one.resident,
-        "active_bytes": one.active,
+        "resident_bytes": one.need.resident,
+        "active_bytes": one.need.training,
     }

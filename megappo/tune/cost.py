@@ -15,11 +15,11 @@ from megappo.config.batch import micro_batches_bound, step_arithmetic
 from megappo.config.schema import CriticConfig, PolicyConfig, ReferenceConfig, TrainConfig
 from megappo.models.arch import ModelArch
 from megappo.parallel.layout import ParallelLayout
-from megappo.plan.memory import ITEMSIZE, ParameterCount
+from megappo.plan.memory import FP32, ITEMSIZE, ParameterCount, RoleMemory, sharded_bytes
 from megappo.plan.timeline import padded_micro_batches
 from megappo.tune.links import Links, span
 from megappo.tune.profiles import Hardware
-from megappo.tune.work import FP32, Pass, stage_pass
+from megappo.tune.work import Pass, stage_pass
 
 Trained = PolicyConfig | CriticConfig
 Settings = Trained | ReferenceConfig
@@ -87,9 +87,11 @@ def role_cost(
     workload: Workload,
     hardware: Hardware,
     counts: Mapping[int, ParameterCount],
+    memory: Mapping[int, RoleMemory] | None = None,
 ) -> RoleCost:
-    """Seconds of `role`. settings: its dtype, micro-batch budget, recomputation, offload. counts: stage -> parameters of a
-    rank."""
+    """Seconds of `role`. settings: its dtype, micro-batch budget, recomputation. counts: stage -> parameters of a rank. memory:
+    stage -> what a rank holds, of which what is offloaded takes its time; None where nothing comes from host memory.
+    """
     trained = isinstance(settings, (PolicyConfig, CriticConfig))
     parts: dict[str, float] = defaultdict(float)
 
@@ -122,7 +124,8 @@ def role_cost(
         return count
 
     num = one_pass(workload.samples, trained=False)
-    _offload_weights(parts, settings, counts, hardware, trained=False)
+    weights_s, optimizer_s = _host_trip_s(memory, hardware)
+    parts["offload"] += weights_s  # they did not change, so that nothing goes back
     forward_s = sum(parts.values())
     if not trained:
         return RoleCost({"forward": forward_s}, dict(parts), num)
@@ -133,8 +136,7 @@ def role_cost(
     _optimizer(parts, layout, settings, counts, hardware)
     for part in parts:
         parts[part] *= workload.updates
-    _offload_weights(parts, settings, counts, hardware, trained=True)
-    _offload_optimizer(parts, layout, settings, counts, hardware)
+    parts["offload"] += 2 * (weights_s + optimizer_s)
     update_s = sum(parts.values())
     for part, seconds in before.items():
         parts[part] += seconds
@@ -217,32 +219,18 @@ def _optimizer(
     itemsize = ITEMSIZE[settings.dtype]
     largest = 0.0
     for count in counts.values():
-        shard = _updated(layout, settings, count)
+        shard = sharded_bytes(count, 1, 1, layout, settings.optimizer.distributed) / FP32  # parameters that one rank updates
         seconds = (shard * (10 * FP32 + itemsize) + count.total * FP32) / hardware.memory_bytes_per_s
         largest = max(largest, seconds)
     parts["optimizer"] += largest
 
 
-def _updated(layout: ParallelLayout, settings: Trained, count: ParameterCount) -> float:
-    """Parameters that one rank updates."""
-    if settings.optimizer.distributed:
-        return count.dense / (layout.dp * layout.cp) + count.experts / layout.edp
-    return float(count.total)
-
-
-def _offload_weights(
-    parts: dict[str, float], settings: Settings, counts: Mapping[int, ParameterCount], hardware: Hardware, *, trained: bool
-) -> None:
-    """Weights come from host memory before a phase; where they changed in it, they go back after it."""
-    if settings.offload.parameters and hardware.is_gpu():
-        size = max(count.total for count in counts.values()) * ITEMSIZE[settings.dtype]
-        parts["offload"] += (2 if trained else 1) * size / hardware.host_bytes_per_s
-
-
-def _offload_optimizer(
-    parts: dict[str, float], layout: ParallelLayout, settings: Trained, counts: Mapping[int, ParameterCount], hardware: Hardware
-) -> None:
-    """The shard's state comes from host memory with the first optimizer step of a phase, and goes back after the last."""
-    if settings.offload.optimizer and hardware.is_gpu():
-        shard = max(_updated(layout, settings, count) for count in counts.values())
-        parts["offload"] += 2 * 3 * FP32 * shard / hardware.host_bytes_per_s
+def _host_trip_s(memory: Mapping[int, RoleMemory] | None, hardware: Hardware) -> tuple[float, float]:
+    """(weights, optimizer state) one way between host memory and the device, of what a phase finds offloaded (`engine/offload.py`).
+    The state comes with the first optimizer step of a phase and goes back after the last.
+    """
+    if memory is None:
+        return 0.0, 0.0
+    weights = max(one.offloaded_weights for one in memory.values())
+    optimizer = max(one.offloaded_optimizer for one in memory.values())
+    return weights / hardware.host_bytes_per_s, optimizer / hardware.host_bytes_per_s

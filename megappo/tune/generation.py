@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from megappo.config.schema import PolicyConfig, RolloutConfig
 from megappo.models.arch import ModelArch
 from megappo.parallel.layout import ParallelLayout
+from megappo.plan.estimate import sequences_of_replica
 from megappo.plan.memory import ITEMSIZE, ParameterCount, RolloutMemory
 from megappo.tune.cost import Workload, role_cost
 from megappo.tune.links import Links, Span
@@ -51,7 +52,7 @@ def vllm_cost(
     """
     tp, links = rollout.tp, Links.of(hardware)
     group = Span(tp, min(tp, hardware.gpus_per_node))
-    samples = -(-workload.samples * tp // world_size)
+    samples = sequences_of_replica(workload.samples, world_size // tp)
     at_once = min(rollout.max_num_seqs, samples)
     if memory.kv_cache is not None:
         at_once = max(1, min(at_once, int(memory.kv_cache // (memory.kv_bytes_per_token * workload.length))))
@@ -98,8 +99,7 @@ def megatron_s(
     """Of the policy's own model, which has no KV cache: every token is a pass over the whole prefix, on average half a
     response."""
     prefix = replace(workload, response_tokens=workload.response_tokens / 2)
-    without_offload = policy.model_copy(update={"offload": policy.offload.model_copy(update={"parameters": False})})
-    one = role_cost("policy", arch, layout, without_offload, prefix, hardware, counts).phases["forward"]
+    one = role_cost("policy", arch, layout, policy, prefix, hardware, counts).phases["forward"]  # the weights stay meanwhile
     return workload.response_tokens * one
 
 

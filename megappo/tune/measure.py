@@ -27,7 +27,7 @@ from megappo.tune.batch import ranks_here, run_trials
 from megappo.tune.cost import Workload
 from megappo.tune.job import Follower, living_jobs, submit
 from megappo.tune.report import name_of
-from megappo.tune.search import ROLLOUT, Candidate, Choice, Search, peak
+from megappo.tune.search import ROLLOUT, Candidate, Choice, Search
 from megappo.tune.trials import REPEATS, Failed, Measured, Outcome, Trial, outcome_file, read_outcome, trial_file, write_trial
 
 
@@ -241,18 +241,17 @@ def _facts(one: Tried) -> dict[str, Any]:
 def best_measured(search: Search, choice: Choice, measurement: Measurement) -> Choice:
     """The combination that fits and is fastest by what was measured; roles that are not tuned stay. ConfigError where nothing is
     left."""
-    room, rollout = search.machine.hardware.usable_bytes, choice.rollout
     working = {role: [one for one in found if one.measured_s is not None] for role, found in measurement.tried.items()}
     for role, found in measurement.tried.items():
         if not working[role]:
-            fix = f"try more of them (--measure {2 * len(found)}), or a profile with a larger reserve_gib (--gpu FILE)"
+            fix = f"try more of them (--measure {2 * len(found)}), or a profile with a larger headroom_gib (--gpu FILE)"
             raise ConfigError(f"--measure: all {len(found)} layouts of the {role} failed, see above; {fix}")
     best, fastest = None, float("inf")
     for combination in product(*working.values()):
         roles = {**choice.roles, **{one.candidate.role: one.candidate for one in combination}}
         seconds = sum(one.total_s for one in combination)
-        if seconds < fastest and peak(roles.values(), rollout) <= room:
+        if seconds < fastest and search.fits({role: one.need for role, one in roles.items()}, choice.rollout):
             best, fastest = roles, seconds
     if best is None:
         raise ConfigError("--measure: no combination of the layouts that were measured fits; measure more of them")
-    return search.choice(best, rollout)
+    return search.choice(best, choice.rollout)

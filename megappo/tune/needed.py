@@ -23,6 +23,6 @@ def gpus_needed(search: Search) -> int | None:
     """The smallest of `larger_worlds` on which something fits; None where even the largest does not help."""
     for world_size in larger_worlds(search.machine):
         machine = replace(search.machine, world_size=world_size)
-        if Search(search.config, search.archs, machine, search.workload, search.tuned).fits():
+        if Search(search.config, search.archs, machine, search.workload, search.tuned).can_fit():
             return world_size
     return None

@@ -21,7 +21,8 @@ import torch
 
 from megappo.config.schema import TrainConfig
 from megappo.launch.local import start_ranks
-from megappo.tune.profiles import GIB, PROFILES, Hardware, hardware_of, load_hardware
+from megappo.plan.memory import GIB
+from megappo.tune.profiles import PROFILES, Hardware, hardware_of, load_hardware
 
 RANKS = 2
 # Six layers of next to nothing: what is left of their time is launches and Python.

@@ -14,9 +14,9 @@ from typing import Any, Literal
 
 from megappo.config.errors import ConfigError, problem
 from megappo.config.yaml_reader import read_yaml
+from megappo.plan.memory import GIB
 
 PROFILES = Path(__file__).with_name("profiles.yaml")
-GIB = 1 << 30
 Dtype = Literal["bf16", "fp32"]
 
 
@@ -27,7 +27,7 @@ class Hardware:
 
     name: str
     memory_gib: float
-    reserve_gib: float
+    headroom_gib: float
     bf16_tflops: float
     fp32_tflops: float
     processors: int
@@ -53,9 +53,8 @@ class Hardware:
 
     @property
     def usable_bytes(self) -> int:
-        """Without what the CUDA context, NCCL's buffers and fragmentation take: of memory that is compared without the plan's
-        reserve (`plan/reserve.py`)."""
-        return int((self.memory_gib - self.reserve_gib) * GIB)
+        """What a rank may fill by the plan, whose peak counts the CUDA context and NCCL's buffers."""
+        return int((self.memory_gib - self.headroom_gib) * GIB)
 
     def flops_per_s(self, dtype: Dtype) -> float:
         """Reached by matrix products."""
@@ -120,14 +119,15 @@ def hardware_of(name: str, values: Any, where: str) -> Hardware:
         if kind == "str":
             numbers[key] = str(value)
             continue
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-            raise ConfigError(f"{where}: {problem(f'{name}.{key}', value, 'must be a number > 0')}")
+        least, bound = (0.0, ">= 0") if key == "headroom_gib" else (math.ulp(0.0), "> 0")
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value < math.inf:
+            raise ConfigError(f"{where}: {problem(f'{name}.{key}', value, f'must be a number {bound}')}")
         if key.endswith("_share") and value > 1:
             fix = "is a share of what the hardware could do; must be <= 1"
             raise ConfigError(f"{where}: {problem(f'{name}.{key}', value, fix)}")
         if kind == "int" and value != int(value):
             raise ConfigError(f"{where}: {problem(f'{name}.{key}', value, 'must be an integer')}")
         numbers[key] = int(value) if kind == "int" else float(value)
-    if numbers["reserve_gib"] >= numbers["memory_gib"]:
-        raise ConfigError(f"{where}: {problem(f'{name}.reserve_gib', numbers['reserve_gib'], 'must be less than memory_gib')}")
+    if numbers["headroom_gib"] >= numbers["memory_gib"]:
+        raise ConfigError(f"{where}: {problem(f'{name}.headroom_gib', numbers['headroom_gib'], 'must be less than memory_gib')}")
     return Hardware(name, **numbers)

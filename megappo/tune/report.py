@@ -10,7 +10,7 @@ from megappo.parallel.layout import ParallelLayout
 from megappo.telemetry.tables import GIB, figures
 from megappo.tune.cost import Workload
 from megappo.tune.links import Axis, span
-from megappo.tune.search import ROLLOUT, Candidate, Choice, Machine, RolloutCandidate, Search, peak
+from megappo.tune.search import ROLLOUT, Candidate, Choice, Machine, RolloutCandidate, Search
 
 NOTABLE = 0.05  # share of a role's time from which a part of it is a reason
 MOST_REASONS = 3
@@ -69,7 +69,7 @@ def role_lines(search: Search, choice: Choice, role: str, top: int) -> list[str]
                 *([figures(one.generate_s)] if generates else []),
                 *([figures(phases["forward"]), figures(phases["update"])] if trained else []),
                 f"{one.cost.share('bubble'):.0%}",
-                figures(choice.with_role(one).peak_of(role) / GIB),
+                figures(search.choice({**choice.roles, role: one}, choice.rollout).peak_of(role) / GIB),
                 "; ".join(reasons(one, search)),
             ]
         )
@@ -90,7 +90,7 @@ def rollout_lines(search: Search, choice: Choice, top: int) -> list[str]:
                 figures(one.cost.prefill_s),
                 figures(one.cost.decode_s),
                 f"{one.cost.at_once} x {one.cost.waves}",
-                figures(peak(choice.roles.values(), one) / GIB),
+                figures(search.choice(choice.roles, one).peak / GIB),
                 "; ".join(_rollout_reasons(one, search.machine)),
             ]
         )
@@ -119,12 +119,12 @@ def step_lines(search: Search, choice: Choice) -> list[str]:
             what = f"{layout_text(one.layout)}, {figures(choice.peak_of(role) / GIB)} GiB"
         rows.append([name, figures(seconds), f"{share:.0%}", what])
     lines = [line.rstrip() for line in _aligned(["the chosen step", "s", "share", "at work"], rows)]
-    widest = max(choice.roles.values(), key=lambda one: one.active)
+    phase, rank = choice.fullest()
     room = search.machine.hardware.usable_bytes
     return [
         *lines,
-        f"  together {figures(choice.total_s)} s; fullest while the {widest.role} works: "
-        f"{figures(choice.peak / GIB)} of {figures(room / GIB)} GiB",
+        f"  together {figures(choice.total_s)} s; fullest is rank {rank} in `{phase.name}`: "
+        f"{figures(phase.total / GIB)} of {figures(room / GIB)} GiB",
     ]
 
 

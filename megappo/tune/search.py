@@ -1,25 +1,29 @@
 """Finds the fastest layouts that fit: every role is ranked by itself, then the roles are combined under their common memory.
 
 Roles take turns on the same ranks, so the step time is a sum and the roles bind each other only through memory: what all of them
-keep while others work, and the most of what one needs while it works. A role's fullest stage stands for all of its ranks, which
-overestimates where the fullest stages of two roles lie on different ranks.
+keep while others work, and the most of what one needs while it works. Memory is the plan's (`plan/memory.py`, `plan/reserve.py`);
+a choice carries its plan. To decide what fits, a role's fullest stage stands for all of its ranks, which overestimates where the
+fullest stages of two roles lie on different ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from itertools import product
+from typing import Any
 
 from megappo.config.batch import step_arithmetic
+from megappo.config.checks import Device
 from megappo.config.layout_checks import roles_in_use
-from megappo.config.schema import TrainConfig
+from megappo.config.schema import PolicyConfig, TrainableConfig, TrainConfig
 from megappo.models.arch import ModelArch
 from megappo.models.implementation import Implementation, implementation_of_role
 from megappo.parallel.layout import ParallelLayout
-from megappo.plan.estimate import memory_of_rollout, memory_of_stage
-from megappo.plan.memory import ParameterCount, RoleMemory, RolloutMemory, count_parameters
+from megappo.plan.estimate import Plan, memory_of_rollout, memory_of_stage, rollout_dtype, work_out
+from megappo.plan.memory import ParameterCount, RoleMemory, RolloutMemory, count_parameters, fullest_moment
+from megappo.plan.phases import Phase, phases, tightest
+from megappo.plan.reserve import layout_bytes, reserve_bytes
 from megappo.prepare.layouts import layout_of
 from megappo.tune.cost import RoleCost, Settings, Workload, role_cost
 from megappo.tune.enumerate import layouts, recompute_choices, rollout_sizes, token_budgets
@@ -40,26 +44,44 @@ class Machine:
     implementation: Implementation = "local"
 
     @property
-    def device(self) -> str:
+    def device(self) -> Device:
         return "cuda" if self.hardware.is_gpu() else "cpu"
+
+    @property
+    def device_memory(self) -> int | None:
+        """Bytes of a GPU, as the plan is given them; None for CPU ranks, whose memory no plan counts."""
+        return self.hardware.memory_bytes if self.hardware.is_gpu() else None
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes of one rank of a role that cover every stage of its layout. resident: while others work. training: on top of it in
+    stages 4 to 6, an estimate. saving: on top of it while its checkpoint is written, 0 of a frozen role.
+    """
+
+    layout: ParallelLayout
+    resident: int
+    training: int
+    saving: int
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A role in one layout with its secondary choices. memory: of the fullest stage; resident, active: the most of any stage, the
-    latter with its margin.
+    """A role in one layout with its secondary choices. memory: of the stage that needs most.
 
     generate_s: of generation by the role itself (the policy, where there is no vLLM).
     """
 
     role: str
     settings: Settings
-    layout: ParallelLayout
+    need: Need
+    memory: RoleMemory
     cost: RoleCost
     generate_s: float
-    memory: RoleMemory
-    resident: int
-    active: int
+
+    @property
+    def layout(self) -> ParallelLayout:
+        return self.need.layout
 
     @property
     def total_s(self) -> float:
@@ -90,22 +112,18 @@ class RolloutCandidate:
     def total_s(self) -> float:
         return self.cost.total_s if self.cost is not None else 0.0
 
-    @property
-    def bytes(self) -> int:
-        """What vLLM keeps on a rank for the whole run."""
-        return self.memory.weights + max(0, self.memory.kv_cache or 0) if self.memory is not None else 0
-
     def overrides(self) -> list[str]:
         return [f"rollout.tp={self.tp}"] if self.tp is not None else []
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A candidate for every role, and the replicas."""
+    """A candidate for every role, and the replicas. plan: what `megappo plan` works out for them."""
 
     roles: Mapping[str, Candidate]
     rollout: RolloutCandidate
     push_s: float
+    plan: Plan
 
     @property
     def total_s(self) -> float:
@@ -113,21 +131,17 @@ class Choice:
 
     @property
     def peak(self) -> int:
-        """Bytes of one rank in its fullest moment."""
-        return peak(self.roles.values(), self.rollout)
-
-    def with_role(self, candidate: Candidate) -> Choice:
-        return replace(self, roles={**self.roles, candidate.role: candidate})
+        """Bytes of the fullest rank in its fullest moment."""
+        return self.plan.peak(self.plan.fullest_rank())
 
     def peak_of(self, role: str) -> int:
-        """Bytes of one rank while this role works."""
-        return self.rollout.bytes + sum(one.resident for one in self.roles.values()) + self.roles[role].active
+        """Bytes of a rank while this role works, on the rank where that is most."""
+        return tightest(self.plan)[role][0].total
 
-
-def peak(roles: Iterable[Candidate], rollout: RolloutCandidate) -> int:
-    """What everybody keeps, and the most that one role needs while it works."""
-    roles = list(roles)
-    return rollout.bytes + sum(one.resident for one in roles) + max(one.active for one in roles)
+    def fullest(self) -> tuple[Phase, int]:
+        """The phase in which a rank is fullest, and the rank."""
+        rank = self.plan.fullest_rank()
+        return max(phases(self.plan, rank), key=lambda phase: phase.total), rank
 
 
 class Search:
@@ -141,13 +155,8 @@ class Search:
 
     @cached_property
     def candidates(self) -> dict[str, list[Candidate]]:
-        """Role -> those that fit alone beside the smallest replicas, the fastest first."""
-        room = self.machine.hardware.usable_bytes - min(one.bytes for one in self.rollouts) if self.rollouts else 0
-        found = {}
-        for role in roles_in_use(self.config):
-            fitting = (one for one in self._all(role) if one.resident + one.active <= room)
-            found[role] = sorted(fitting, key=lambda one: one.total_s)
-        return found
+        """Role -> those that fit alone beside some replicas, the fastest first."""
+        return {role: sorted(self._all(role), key=lambda one: one.total_s) for role in roles_in_use(self.config)}
 
     @cached_property
     def rollouts(self) -> list[RolloutCandidate]:
@@ -159,14 +168,12 @@ class Search:
         longest = step_arithmetic(config).max_sequence_tokens
         found = []
         for tp in sizes:
-            rollout = config.rollout.model_copy(update={"tp": tp})
-            with_tp = config.model_copy(update={"rollout": rollout})
-            known = machine.hardware.memory_bytes if machine.device == "cuda" else None
-            memory = memory_of_rollout(with_tp, arch, machine.device, known)
-            if memory.kv_cache is not None and memory.kv_cache < longest * memory.kv_bytes_per_token:
+            with_tp = config.model_copy(update={"rollout": config.rollout.model_copy(update={"tp": tp})})
+            memory = memory_of_rollout(with_tp, arch, machine.device, machine.device_memory)
+            if not memory.holds_sequence(longest):
                 continue
-            dtype = config.policy.dtype if rollout.dtype == "auto" else rollout.dtype
-            cost = vllm_cost(arch, rollout, dtype, memory, self.workload, machine.world_size, machine.hardware)
+            dtype, workload = rollout_dtype(config), self.workload
+            cost = vllm_cost(arch, with_tp.rollout, dtype, memory, workload, machine.world_size, machine.hardware)
             found.append(RolloutCandidate(tp, memory, cost))
         return sorted(found, key=lambda one: one.total_s)
 
@@ -175,16 +182,14 @@ class Search:
         arch, machine = self.archs[role], self.machine
         if role not in self.tuned:
             own = self.candidate(role, settings)
-            assert own is not None
-            yield own
+            yield from [own] if own is not None else []
             return
-        longest, room = step_arithmetic(self.config).max_sequence_tokens, machine.hardware.usable_bytes
-        budgets = token_budgets(settings.micro_batch_tokens, longest)
+        budgets = token_budgets(settings.micro_batch_tokens, step_arithmetic(self.config).max_sequence_tokens)
         for parallel in layouts(arch, machine.world_size, self.implementation(role)):
             for recompute in recompute_choices(getattr(settings, "recompute", None)):
                 for tokens in budgets:
                     chosen = {"parallel": parallel, "micro_batch_tokens": tokens} | self._recompute(settings, recompute)
-                    one = self.candidate(role, settings.model_copy(update=chosen), room)
+                    one = self.candidate(role, settings.model_copy(update=chosen))
                     if one is None:  # nor would larger micro-batches fit
                         break
                     yield one
@@ -197,20 +202,20 @@ class Search:
     def _recompute(settings: Settings, recompute: str) -> dict[str, str]:
         return {"recompute": recompute} if hasattr(settings, "recompute") else {}
 
-    def candidate(self, role: str, settings: Settings, room: int | None = None) -> Candidate | None:
-        """This role with these settings; None where it does not fit into `room` bytes by itself."""
-        arch, machine, hardware = self.archs[role], self.machine, self.machine.hardware
-        layout = layout_of(settings.parallel, machine.world_size)
+    def candidate(self, role: str, settings: Settings) -> Candidate | None:
+        """This role with these settings; None if it does not fit even alone, beside no replicas."""
+        arch, hardware = self.archs[role], self.machine.hardware
         stages = self._stages(role, settings)
-        resident, active = _needs(stages)
-        if room is not None and resident + active > room:
+        need = self._need(settings, stages.values())
+        if not any(self.fits({role: need}, rollout) for rollout in self.rollouts):
             return None
-        counts = {stage: self._count(arch, layout, stage, role == "critic") for stage in fullest_stages(arch, layout)}
-        cost = role_cost(role, arch, layout, settings, self.workload, hardware, counts)
-        generates = role == "policy" and self.config.rollout.engine == "megatron"
-        generate_s = megatron_s(arch, layout, settings, self.workload, hardware, counts) if generates else 0.0
-        memory = max(stages, key=lambda one: one.resident + one.active)
-        return Candidate(role, settings, layout, cost, generate_s, memory, resident, active)
+        layout, generate_s = need.layout, 0.0
+        counts = {stage: self._count(arch, layout, stage, role == "critic") for stage in stages}
+        cost = role_cost(role, arch, layout, settings, self.workload, hardware, counts, stages)
+        if isinstance(settings, PolicyConfig) and self.config.rollout.engine == "megatron":
+            generate_s = megatron_s(arch, layout, settings, self.workload, hardware, counts)
+        memory = max(stages.values(), key=lambda one: one.resident + one.active)
+        return Candidate(role, settings, need, memory, cost, generate_s)
 
     def _count(self, arch: ModelArch, layout: ParallelLayout, stage: int, value_head: bool = False) -> ParameterCount:
         """By shapes, once for each kind of stage: neither cp nor dp nor the order of the chunks changes it."""
@@ -223,125 +228,168 @@ class Search:
 
     # ---------------------------------------------------------------------------------------------------------- combined
 
+    def fits(self, needs: Mapping[str, Need], rollout: RolloutCandidate) -> bool:
+        """True if these roles and the replicas have room together, with the margin. If some roles do not, neither do more."""
+        of_roles = [(need.layout, self._has_experts(role)) for role, need in needs.items()]
+        reserve = reserve_bytes(of_roles, self.machine.world_size, rollout.tp or 1) if self.machine.device == "cuda" else 0
+        at_rest = reserve + sum(need.resident for need in needs.values())
+        training = int(MARGIN * max(need.training for need in needs.values()))
+        saving = max(need.saving for need in needs.values())
+        fullest = fullest_moment(at_rest, training, saving, rollout.memory, self.config.rollout.sleep)
+        return fullest <= self.machine.hardware.usable_bytes
+
+    def _has_experts(self, role: str) -> bool:
+        return self.archs[role].moe is not None
+
     def best(self) -> Choice | None:
         """The fastest candidates that fit together; None where none do. Between policies the push of weights, about a percent of
         a step, does not decide."""
         if not self.rollouts or not all(self.candidates.values()):
             return None
-        room = self.machine.hardware.usable_bytes
-        fronts = {role: pareto(found) for role, found in self.candidates.items()}
+        fronts = {
+            role: [found[index] for index in self._front(role, [one.need for one in found])]
+            for role, found in self.candidates.items()
+        }
         best: Choice | None = None
         for rollout in self.rollouts:
-            for roles in _combinations(list(fronts.values()), room - rollout.bytes, _limit(best, rollout)):
-                by_role = {one.role: one for one in roles}
-                choice = self.choice(by_role, rollout)
+            for roles in _combinations(fronts, lambda needs, rollout=rollout: self.fits(needs, rollout), _limit(best, rollout)):
+                choice = self.choice(roles, rollout)
                 if best is None or choice.total_s < best.total_s:
                     best = choice
         return best
 
-    def choice(self, roles: Mapping[str, Candidate], rollout: RolloutCandidate) -> Choice:
-        policy, hardware = roles["policy"], self.machine.hardware
-        return Choice(roles, rollout, push_s(policy.layout, rollout.memory, hardware, policy.memory.offloaded_weights))
+    def _front(self, role: str, needs: Sequence[Need]) -> list[int]:
+        """Places of those that none before undercuts in all that it needs. needs: the best first."""
+        return pareto(needs, lambda layout: layout_bytes(layout, self._has_experts(role)) if self.machine.device == "cuda" else 0)
 
-    def fits(self) -> bool:
-        """Whether anything fits at all: of every role the layouts and the settings that need least are tried, and their time is
+    def choice(self, roles: Mapping[str, Candidate], rollout: RolloutCandidate) -> Choice:
+        """These candidates, with their plan, whether they fit or not."""
+        policy, machine = roles["policy"], self.machine
+        changes: dict[str, Any] = {role: one.settings for role, one in roles.items()}
+        if rollout.tp is not None:
+            changes[ROLLOUT] = self.config.rollout.model_copy(update={"tp": rollout.tp})
+        layouts = {role: one.layout for role, one in roles.items()}
+        config = self.config.model_copy(update=changes)
+        plan = work_out(config, self.archs, layouts, machine.world_size, machine.device, machine.device_memory, self._count)
+        loaded = max(stage.offloaded_weights for stage in plan.memory["policy"])
+        return Choice(roles, rollout, push_s(policy.layout, rollout.memory, machine.hardware, loaded), plan)
+
+    def can_fit(self) -> bool:
+        """True if anything fits at all: of every role the layouts and the settings that need least are tried, and their time is
         not."""
-        usable = self.machine.hardware.usable_bytes
-        room = usable - min((one.bytes for one in self.rollouts), default=usable)
-        needs = []
+        fronts = []
         for role in roles_in_use(self.config):
             settings: Settings = getattr(self.config, role)
-            found = [self._memory(role, settings)] if role not in self.tuned else self._least_memory(role, settings, room)
-            front = []
-            for resident, active in sorted(found):
-                if not front or active < front[-1][1]:
-                    front.append((resident, active))
-            needs.append(front)
-        return any(
-            sum(resident for resident, _ in chosen) + max(active for _, active in chosen) <= room for chosen in product(*needs)
-        )
+            found = self._least_needs(role, settings) if role in self.tuned else [self._need_of(role, settings)]
+            found = sorted(found, key=lambda need: need.resident + need.training)
+            fronts.append((role, [found[index] for index in self._front(role, found)]))
+        return any(self._can_extend({}, fronts, rollout) for rollout in self.rollouts)
 
-    def _least_memory(self, role: str, settings: Settings, room: int) -> list[tuple[int, int]]:
-        if room <= 0:
-            return []
+    def _can_extend(
+        self, chosen: Mapping[str, Need], fronts: Sequence[tuple[str, Sequence[Need]]], rollout: RolloutCandidate
+    ) -> bool:
+        if not fronts:
+            return True
+        role, needs = fronts[0]
+        extended = ({**chosen, role: need} for need in needs)
+        return any(self.fits(one, rollout) and self._can_extend(one, fronts[1:], rollout) for one in extended)
+
+    def _least_needs(self, role: str, settings: Settings) -> list[Need]:
         chosen = {"micro_batch_tokens": step_arithmetic(self.config).max_sequence_tokens} | self._recompute(settings, "full")
         least = settings.model_copy(update=chosen)
         found = layouts(self.archs[role], self.machine.world_size, self.implementation(role), frugal=True)
-        return [self._memory(role, least.model_copy(update={"parallel": parallel})) for parallel in found]
+        return [self._need_of(role, least.model_copy(update={"parallel": parallel})) for parallel in found]
 
-    def _memory(self, role: str, settings: Settings) -> tuple[int, int]:
-        """(resident, active) of the fullest stages."""
-        return _needs(self._stages(role, settings))
+    def _need_of(self, role: str, settings: Settings) -> Need:
+        return self._need(settings, self._stages(role, settings).values())
 
-    def _stages(self, role: str, settings: Settings) -> list[RoleMemory]:
+    def _need(self, settings: Settings, stages: Collection[RoleMemory]) -> Need:
+        return Need(
+            layout_of(settings.parallel, self.machine.world_size),
+            resident=max(one.resident for one in stages),
+            training=max(one.active for one in stages),
+            saving=max(one.saving for one in stages) if isinstance(settings, TrainableConfig) else 0,
+        )
+
+    def _stages(self, role: str, settings: Settings) -> dict[int, RoleMemory]:
+        """Memory of the stages among which the fullest is."""
         arch, layout = self.archs[role], layout_of(settings.parallel, self.machine.world_size)
         config = self.config.model_copy(update={role: settings})
-        return [
-            memory_of_stage(config, role, arch, layout, stage, self.machine.device, self._count)
+        return {
+            stage: memory_of_stage(config, role, arch, layout, stage, self.machine.device, self._count)
             for stage in fullest_stages(arch, layout)
-        ]
+        }
 
     def beside(self, choice: Choice, role: str) -> list[Candidate]:
         """The candidates of a role that fit with what the others have in `choice`, the fastest first, each layout once."""
-        room = self.machine.hardware.usable_bytes
-        seen: dict[ParallelLayout, Candidate] = {}
+        needs, seen = {name: one.need for name, one in choice.roles.items()}, {}
         for one in self.candidates[role]:
-            if one.layout not in seen and choice.with_role(one).peak <= room:
+            if one.layout not in seen and self.fits({**needs, role: one.need}, choice.rollout):
                 seen[one.layout] = one
         return list(seen.values())
 
     def rollouts_beside(self, choice: Choice) -> list[RolloutCandidate]:
-        room = self.machine.hardware.usable_bytes
-        return [one for one in self.rollouts if peak(choice.roles.values(), one) <= room]
-
-
-def _needs(stages: Sequence[RoleMemory]) -> tuple[int, int]:
-    """(resident, active) that cover every stage, the latter with its margin."""
-    return max(one.resident for one in stages), int(MARGIN * max(one.active for one in stages))
+        needs = {role: one.need for role, one in choice.roles.items()}
+        return [one for one in self.rollouts if self.fits(needs, one)]
 
 
 def fullest_stages(arch: ModelArch, layout: ParallelLayout) -> list[int]:
-    """Stages among which the fullest is: the ends, the first one with the most layers, and all where layers differ."""
+    """Stages among which the fullest is: the ends, and the first one with the most layers; all where layers differ, or a split is
+    so uneven that an early stage with fewer layers keeps more micro-batches of them.
+    """
+    every = list(range(layout.pp))
     if arch.moe is not None and arch.moe.dense_layers:
-        return list(range(layout.pp))
+        return every
     if not layout.layers_per_stage:
         return sorted({0, layout.pp - 1})
-    sizes = [sum(layout.layers_per_stage[stage :: layout.pp]) for stage in range(layout.pp)]
+    sizes = [sum(layout.layers_per_stage[stage :: layout.pp]) for stage in every]
+    if max(sizes) - min(sizes) > 1:
+        return every
     return sorted({0, sizes.index(max(sizes)), layout.pp - 1})
 
 
-def pareto(found: Sequence[Candidate]) -> list[Candidate]:
-    """Those that no faster one undercuts in both what it keeps and what it needs at work. found: the fastest first."""
-    front: list[Candidate] = []
-    for one in found:
-        if not any(other.resident <= one.resident and other.active <= one.active for other in front):
-            front.append(one)
-    return front
+def pareto(needs: Sequence[Need], communicators: Callable[[ParallelLayout], int]) -> list[int]:
+    """Places of those that none before undercuts in all that it needs. communicators: bytes that a layout's own take. They count as
+    if no other role had the same layout and shared them: all layouts that could be shared would be too many to combine.
+    """
+    front: list[tuple[int, int, int]] = []
+    places = []
+    for place, need in enumerate(needs):
+        own = need.resident + communicators(need.layout), need.training, need.saving
+        if not any(other[0] <= own[0] and other[1] <= own[1] and other[2] <= own[2] for other in front):
+            front.append(own)
+            places.append(place)
+    return places
 
 
 def _limit(best: Choice | None, rollout: RolloutCandidate) -> float:
     return float("inf") if best is None else best.total_s - rollout.total_s
 
 
-def _combinations(fronts: Sequence[Sequence[Candidate]], room: int, limit_s: float) -> Iterator[tuple[Candidate, ...]]:
-    """One of each front, together within `room` bytes, each faster than the ones before. fronts: the fastest first."""
+def _combinations(
+    fronts: Mapping[str, Sequence[Candidate]], fits: Callable[[Mapping[str, Need]], bool], limit_s: float
+) -> Iterator[dict[str, Candidate]]:
+    """One of each front, which fit together, each combination faster than the ones before. fronts: the fastest first. fits: of some
+    roles already, false for good.
+    """
     best = limit_s
-    fastest = [min(one.total_s for one in front) for front in fronts]
+    roles = list(fronts)
+    fastest = [min(one.total_s for one in front) for front in fronts.values()]
 
-    def extend(chosen: tuple[Candidate, ...], seconds: float, resident: int, active: int) -> Iterator[tuple[Candidate, ...]]:
+    def extend(chosen: dict[str, Candidate], needs: dict[str, Need], seconds: float) -> Iterator[dict[str, Candidate]]:
         nonlocal best
         depth = len(chosen)
-        if depth == len(fronts):
+        if depth == len(roles):
             best = seconds
             yield chosen
             return
-        rest = sum(fastest[depth + 1 :])
-        for one in fronts[depth]:
+        role, rest = roles[depth], sum(fastest[depth + 1 :])
+        for one in fronts[role]:
             total = seconds + one.total_s
             if total + rest >= best:
                 return
-            keeps, needs = resident + one.resident, max(active, one.active)
-            if keeps + needs <= room:
-                yield from extend((*chosen, one), total, keeps, needs)
+            together = {**needs, role: one.need}
+            if fits(together):
+                yield from extend({**chosen, role: one}, together, total)
 
-    return extend((), 0.0, 0, 0)
+    return extend({}, {}, 0.0)

@@ -14,12 +14,11 @@ from typing import Literal, NamedTuple
 from megappo.models.arch import ModelArch
 from megappo.parallel.layout import ParallelLayout
 from megappo.plan.activations import layer_elements_per_token
-from megappo.plan.memory import ITEMSIZE
+from megappo.plan.memory import FP32, ITEMSIZE
 from megappo.tune.links import Links, span
 from megappo.tune.profiles import Dtype, Hardware
 
 Part = Literal["matmul", "attention", "memory", "head", "host", "tp", "cp", "ep", "pp"]
-FP32 = 4
 TILE_ROWS, TILE_COLUMNS = 128, 256  # of the output, by one processor at a time
 BACKWARD = 2  # a backward pass has two matrix products for each of the forward's
 
@@ -128,7 +127,7 @@ def stage_pass(
         times["matmul"] += count * sum(product_s(one, itemsize, rate, hardware) for one in products)
         seen = keys_seen(arch, windowed, length)
         times["attention"] += count * mine * 4 * arch.num_heads * arch.head_dim * seen / layout.tp / rate
-        kept = layer_elements_per_token(arch, layout, itemsize, sparse) * itemsize
+        kept = layer_elements_per_token(arch, layout, itemsize, sparse, fused=hardware.is_gpu()) * itemsize
         times["memory"] += count * 2 * mine * kept / hardware.memory_bytes_per_s
         weights_bytes += count * held
     if stage == layout.pp - 1 and not value_head:

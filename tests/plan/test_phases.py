@@ -11,7 +11,7 @@ from megappo.config.errors import ConfigError
 from megappo.config.loading import load_config
 from megappo.models.arch import MoeArch
 from megappo.parallel.layout import ParallelLayout
-from megappo.plan import estimate
+from megappo.plan import estimate, reserve
 from megappo.plan.activations import layer_elements_per_token
 from megappo.plan.estimate import check_rollout_start, make_plan, sequences_at_once
 from megappo.plan.memory import GIB
@@ -238,6 +238,23 @@ def test_the_reserve_is_of_the_context_and_of_every_communicator_once():
     # ep over all 8 ranks, which are those of dp too: one group, and messages to 7 peers
     experts, plain = (reserve_bytes([(ParallelLayout(8, ep=8), it)], 8, 1) for it in (True, False))
     assert experts - plain == 7 * peer
+
+
+def test_axes_of_the_same_ranks_are_one_group():
+    """Against the groups themselves."""
+    sizes = [dict(tp=tp, cp=cp, pp=pp) for tp in (1, 2, 4) for cp in (1, 2) for pp in (1, 2, 3)]
+    experts = [dict(ep=ep, etp=etp) for ep in (1, 2, 4) for etp in (1, 2, 4)]
+    merged = 0
+    for layout in (ParallelLayout(48, **dense, **sparse) for dense in sizes for sparse in experts if 48 // dense["pp"] % 16 == 0):
+        by_ranks = {}
+        for axes in reserve._DENSE + reserve._EXPERTS:
+            ranks = tuple(map(tuple, layout.axis_groups(*axes)))
+            if len(ranks[0]) > 1:
+                by_ranks.setdefault(ranks, set()).add(axes)
+        expected = [(axes, len(ranks[0])) for ranks, axes in by_ranks.items()]
+        assert reserve._groups(layout, True) == expected, layout
+        merged += any(len(axes) > 1 for axes, _ in expected)
+    assert merged > 50
 
 
 def test_the_reserve_is_a_line_of_its_own_and_in_every_phase(tmp_path):

@@ -13,9 +13,10 @@ import pytest
 from megappo.config.errors import ConfigError
 from megappo.config.loading import load_config
 from megappo.plan.estimate import make_plan
+from megappo.plan.run import plan_run
 from megappo.prepare.layouts import check_layouts, read_archs
 from megappo.tune import batch, probe
-from megappo.tune.profiles import hardware_of, load_hardware
+from megappo.tune.profiles import Hardware, hardware_of, load_hardware
 
 from ..plan.checkpoints import LLAMA_7B, SPARSE, write_checkpoint
 
@@ -60,7 +61,7 @@ def test_the_winner_is_what_the_plan_accepts(tmp_path, capsys):
     plan = make_plan(config, archs, check_layouts(config, archs, 16), 16, "cuda", load_hardware("h100").memory_bytes)
     facts = json.loads((tmp_path / "all.json").read_text())
     assert not plan.warnings and facts["overrides"] == overrides
-    assert plan.peak(plan.fullest_rank()) - plan.reserve <= facts["peak_bytes"] <= load_hardware("h100").usable_bytes
+    assert plan.peak(plan.fullest_rank()) == facts["peak_bytes"] <= load_hardware("h100").usable_bytes
     table = facts["roles"]["policy"]
     assert len(table) == 3 and table[0]["overrides"] == [line for line in overrides if line.startswith("policy.")]
     seconds = [one["seconds"] for one in table]
@@ -76,6 +77,26 @@ def test_roles_that_are_not_asked_for_keep_their_layout(tmp_path, capsys):
     assert code == 0, told.err
     assert {line.split(".")[0] for line in lines.read_text().split()} == {"run", "critic"}
     assert "tp4 pp2 dp2" in told.out, "the policy's own, in the chosen step"
+
+
+def test_what_the_plan_remarks_about_the_chosen_run_is_told(tmp_path, capsys, monkeypatch):
+    """Its notes, and its warning where the tuner is made to take what may run out of memory."""
+    path, ranking = write_run(tmp_path), tmp_path / "all.json"
+    arguments = [path, "--gpus", 16, "--gpu", "h200", "--roles", "reference", "--top", 1, "--json", ranking]
+    arguments += ["rollout.memory_share=0.3", "critic.parallel.tp=4"]
+    code, told = tune(capsys, *arguments, *SMALL)
+    assert code == 0, told.err
+    facts = json.loads(ranking.read_text())
+    config = load_config(path, ["rollout.memory_share=0.3", "critic.parallel.tp=4", *SMALL, *facts["overrides"]])
+    prepared = plan_run(config, 16, "cuda", load_hardware("h200").memory_bytes, shapes_only=True)
+    assert facts["notes"] == list(prepared.notes) != [] and facts["warnings"] == [] and "WARNING" not in told.out
+    assert all(f"\n  note: {note}\n" in told.out for note in prepared.notes)
+    monkeypatch.setattr(Hardware, "usable_bytes", property(lambda self: 10 * self.memory_bytes))
+    larger = ["policy.micro_batch_tokens=65536", "algorithm.mini_batch_size=128", "rollout.memory_share=0.45"]
+    code, told = tune(capsys, *arguments, *larger)
+    assert code == 0, told.err
+    (warning,) = json.loads(ranking.read_text())["warnings"]
+    assert "may run out of memory" in warning and f"\n  WARNING: {warning}\n" in told.out
 
 
 def test_experts_are_placed(tmp_path, capsys):

@@ -31,7 +31,7 @@ def predicted_tflops(folder: Path, name: str, hardware: Hardware = A100) -> floa
     for vpp in divisors(layers // pp) if pp > 1 else [1]:
         for tokens in token_budgets(GPT_LENGTH, GPT_LENGTH):
             chosen = {"parallel": ParallelConfig(tp=tp, pp=pp, vpp=vpp), "micro_batch_tokens": tokens}
-            one = search.candidate("policy", search.config.policy.model_copy(update=chosen), hardware.usable_bytes)
+            one = search.candidate("policy", search.config.policy.model_copy(update=chosen))
             found += [one.cost.phases["update"]] if one is not None else []
     beside = GPT_LENGTH / (6 * hidden) + GPT["vocab_size"] / (16 * layers * hidden)
     flops = 96 * batch * GPT_LENGTH * layers * hidden**2 * (1 + beside)
