@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megappo.plan.layouts import layout_of
 from megappo.trainer.kernels import choose_kernels
 
 from megappo.engine.offload import StorageOffload
 from megappo.launch.world import is_rank
 from megappo.parallel.groups import build_groups
 from megappo.platform.device import start_alone, start_distributed
+from megappo.prepare.layouts import layout_of
 from megappo.trainer.updates import MiniBatches, run_updates
 from megappo.tune import trial as tried
 from megappo.tune.trials import read_trial

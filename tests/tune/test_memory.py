@@ -9,7 +9,6 @@ from functools import cache
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from megappo.plan.layouts import check_layouts, read_archs
 
 from megappo.config.loading import load_config
 from megappo.config.schema import ParallelConfig
@@ -17,6 +16,7 @@ from megappo.parallel.layout import ParallelLayout
 from megappo.plan.estimate import check_rollout_start, sequences_at_once, work_out
 from megappo.plan.memory import GIB, RolloutMemory
 from megappo.plan.phases import phases
+from megappo.prepare.layouts import check_layouts, read_archs
 from megappo.tune import search as search_module
 from megappo.tune.cost import workload_of
 from megappo.tune.enumerate import layouts
