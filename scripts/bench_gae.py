@@ -201,7 +201,7 @@ def token_advantages_candidates(p: TokenAdvantagesProblem) -> Sequence[Candidate
                 gamma=GAMMA,
                 lam_policy=LAMBDA,
                 lam_value=LAMBDA,
-                kl_kind="k1",
+                kl_estimator="k1",
                 kl_coef=KL_COEF,
             )
             return advantage, returns, reward

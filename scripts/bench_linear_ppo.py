@@ -17,9 +17,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from torch import Tensor
 
+from megappo.algo.losses import entropy_loss
 from megappo.ops.linear_logprob import linear_logprob
 from megappo.ops.linear_loss import linear_ppo
-from megappo.ops.losses import entropy_loss, policy_loss
+from megappo.ops.losses import policy_loss
 from scripts.bench.candidates import differentiable, ours, plain_and_compiled
 from scripts.bench.cli import run
 from scripts.bench.model import Benchmark, Calls, Candidate, Difference, worst, worst_row

@@ -75,10 +75,10 @@ struct Inputs {
   OptionalTensor bootstrap, policy, critic;
 };
 
-Kl kl_of(const std::string& kind) {
-  if (kind == "k1") return Kl::k1;
-  if (kind == "k2") return Kl::k2;
-  STD_TORCH_CHECK(kind == "k3", "kl_kind must be k1, k2 or k3");
+Kl kl_of(const std::string& kl_estimator) {
+  if (kl_estimator == "k1") return Kl::k1;
+  if (kl_estimator == "k2") return Kl::k2;
+  STD_TORCH_CHECK(kl_estimator == "k3", "kl_estimator must be k1, k2 or k3");
   return Kl::k3;
 }
 
@@ -126,9 +126,9 @@ Tokens run(AdvantageArgs& a, const Inputs& in) {
 
 AllTokens token_advantages(Tensor logprob, OptionalTensor ref_logprob, Tensor score, Tensor value, Tensor response_mask,
                            Tensor cu_seqlens, OptionalTensor bootstrap, double gamma, double lam_policy, double lam_value,
-                           OptionalTensor lam_policy_each, OptionalTensor lam_value_each, std::string kl_kind, double kl_coef) {
+                           OptionalTensor lam_policy_each, OptionalTensor lam_value_each, std::string kl_estimator, double kl_coef) {
   const Inputs in(value, response_mask, cu_seqlens, bootstrap, lam_policy_each, lam_value_each);
-  const Kl kind = kl_of(kl_kind);
+  const Kl kind = kl_of(kl_estimator);
   const Tensor taken = in.floats(logprob, in.num_tokens, "logprob"), scores = in.floats(score, in.num_sequences, "score");
   OptionalTensor reference;
   if (ref_logprob) reference = in.floats(*ref_logprob, in.num_tokens, "ref_logprob");
@@ -160,7 +160,7 @@ Tokens gae(Tensor reward, Tensor value, Tensor response_mask, Tensor cu_seqlens,
 MEGAPPO_OP(token_advantages,
            "(Tensor logprob, Tensor? ref_logprob, Tensor score, Tensor value, Tensor response_mask, Tensor cu_seqlens, "
            "Tensor? bootstrap, float gamma, float lam_policy, float lam_value, Tensor? lam_policy_each, Tensor? lam_value_each, "
-           "str kl_kind, float kl_coef) -> (Tensor, Tensor, Tensor, Tensor)")
+           "str kl_estimator, float kl_coef) -> (Tensor, Tensor, Tensor, Tensor)")
 MEGAPPO_OP(gae,
            "(Tensor reward, Tensor value, Tensor response_mask, Tensor cu_seqlens, Tensor? bootstrap, Tensor? done, float gamma, "
            "float lam_policy, float lam_value, Tensor? lam_policy_each, Tensor? lam_value_each) -> (Tensor, Tensor, Tensor)")

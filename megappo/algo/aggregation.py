@@ -39,8 +39,6 @@ def token_weights(mode: str, mask: Tensor, cu_seqlens: Tensor, max_tokens: int |
     """
     if mode not in AGGREGATIONS:
         raise ValueError(f"loss aggregation {mode!r} is not one of {', '.join(AGGREGATIONS)}")
-    if mode == "fixed-length" and not max_tokens:
-        raise ValueError("loss aggregation fixed-length needs max_tokens, the longest response")
     lengths = tokens_per_sequence(mask, cu_seqlens)
     weight = mask.float()
     if mode == "token-mean":
@@ -51,5 +49,7 @@ def token_weights(mode: str, mask: Tensor, cu_seqlens: Tensor, max_tokens: int |
         spans = (cu_seqlens[1:] - cu_seqlens[:-1]).long()
         weight = weight * torch.repeat_interleave(per_sequence, spans, output_size=mask.numel())
     if mode == "fixed-length":
+        if not max_tokens:
+            raise ValueError("loss aggregation fixed-length needs max_tokens, the longest response")
         sequences = sequences * max_tokens
     return TokenWeights(weight, sequences)

@@ -9,38 +9,51 @@ import torch
 from torch import Tensor
 
 KL_ESTIMATORS = ("k1", "k2", "k3")
-# as in ops/advantages.py: k3 of a log-ratio below -20 is capped instead of overflowing
+# exp(20) = 4.9e8: beyond this log-ratio k3 and the ratios of PPO are capped, so that one token cannot turn the batch into inf
 MAX_LOG_RATIO = 20.0
 
 
-def kl_estimate(logprob: Tensor, ref_logprob: Tensor, kind: str) -> Tensor:
-    """Per-token estimate [T] with d = logprob - ref_logprob (Schulman, "Approximating KL divergence", 2020); differentiable.
+def kl_estimate(logprob: Tensor, ref_logprob: Tensor, kl_estimator: str) -> Tensor:
+    """Per-token estimate of KL(policy || reference) [T] from log-probs [T] of tokens that the policy sampled, in nats.
+
+    Differentiable. Raises ValueError for another estimator; see `kl_of_log_ratio` for what they are.
+    """
+    return kl_of_log_ratio(logprob - ref_logprob, kl_estimator)
+
+
+def kl_of_log_ratio(log_ratio: Tensor, kl_estimator: str) -> Tensor:
+    """The estimate from d = log p(x) - log q(x), x sampled from p (Schulman, "Approximating KL divergence", 2020).
 
     k1 = d: unbiased, but its gradient has mean 0, so as a loss term it does nothing. k2 = d^2 / 2: biased, its gradient is that
-    of the true KL. k3 = exp(-d) - 1 + d: unbiased and never negative; its gradient is that of KL(reference || policy).
+    of the true KL. k3 = exp(-d) - 1 + d: unbiased and never negative; its gradient is that of KL(q || p). The exponent of k3 is
+    capped at MAX_LOG_RATIO.
     """
-    if kind not in KL_ESTIMATORS:
-        raise ValueError(f"KL estimator {kind!r} is not one of {', '.join(KL_ESTIMATORS)}")
-    d = logprob - ref_logprob
-    if kind == "k1":
-        return d
-    if kind == "k2":
-        return 0.5 * d.square()
-    return torch.expm1((-d).clamp(max=MAX_LOG_RATIO)) + d
+    if kl_estimator not in KL_ESTIMATORS:
+        raise ValueError(f"kl_estimator {kl_estimator!r} is not one of {', '.join(KL_ESTIMATORS)}")
+    if kl_estimator == "k1":
+        return log_ratio
+    if kl_estimator == "k2":
+        return 0.5 * log_ratio.square()
+    return torch.expm1((-log_ratio).clamp(max=MAX_LOG_RATIO)) + log_ratio
 
 
-def kl_loss(logprob: Tensor, ref_logprob: Tensor, weight: Tensor, kind: str) -> tuple[Tensor, dict[str, Tensor]]:
+def kl_loss(logprob: Tensor, ref_logprob: Tensor, weight: Tensor, kl_estimator: str) -> tuple[Tensor, dict[str, Tensor]]:
     """(sum of weight * estimate, {"kl_loss_sum": unweighted fp64 sum over tokens with weight}); all tensors [T].
 
-    Tokens with weight 0 contribute neither value nor gradient, whatever stands there.
+    Tokens with weight 0 contribute neither value nor gradient, even if they hold NaN.
     """
     valid = weight != 0
-    estimate = kl_estimate(torch.where(valid, logprob, 0.0), torch.where(valid, ref_logprob, 0.0), kind)
+    estimate = kl_estimate(torch.where(valid, logprob, 0.0), torch.where(valid, ref_logprob, 0.0), kl_estimator)
     return (weight * estimate).sum(), {"kl_loss_sum": estimate.detach().double().sum()}
 
 
 class KLController(Protocol):
-    """Gives the factor of the KL penalty. `update` takes the step's mean KL per response in nats and its number of responses."""
+    """The factor of the KL penalty, step by step.
+
+    `update` takes the step's KL per response in nats and its number of responses. The KL is the k1 sum, log pi(y) / pi_ref(y) of a
+    whole response, whatever estimator the penalty uses: its mean is the KL between the distributions of responses, which a target
+    in nats speaks of. k2 is biased, and of k3 one token can outweigh the batch.
+    """
 
     coef: float
 

@@ -1,7 +1,8 @@
-"""Runs ops by the implementation that is selected for a device: see `kernels.py` for which there are.
+"""Runs ops by the implementation that is selected for a device: see `implementations.py` for which there are.
 
-Every op of ops/ is `torch.ops.megappo.NAME` with a schema, a fake kernel and a reference; `op` makes it one. A call runs what is
-selected for the device of its first tensor; fp64 inputs, which exist for gradient checks, always run the reference.
+Every op of ops/ is `torch.ops.megappo.NAME` with a schema, a fake kernel and a reference, from algo/ where it is mathematics of the
+method; `op` makes it one. A call runs what is selected for the device of its first tensor; fp64 inputs, which exist for gradient
+checks, always run the reference.
 
 `kernels: auto` takes cuda, then triton, then reference on a GPU; cpp, then reference on the CPU. A named implementation that is
 missing is an error with the reason. Kernels that failed their check (`verdicts.py`) are left out. The choice holds for the whole
@@ -42,15 +43,17 @@ class _Selection:
 
 _selection = _Selection()
 _references: dict[str, Callable[..., Any]] = {}
+_files: dict[str, str] = {}
 _row_ops: dict[str, str] = {}
 
 
-def op(reference: Callable[..., Any]) -> CustomOpDef:
-    """Decorator: `reference` becomes `torch.ops.megappo.<its name>`, functional, with the schema of its annotations.
+def op(reference: Callable[..., Any], *, file: str | None = None) -> CustomOpDef:
+    """Make `reference` the op `torch.ops.megappo.<its name>`, functional, with the schema of its annotations. A decorator too.
 
-    The caller adds `register_fake` (and `register_autograd`). Implementations elsewhere have the same name and arguments.
+    file: the module in ops/ that has the op, for a reference of algo/; kernels in Python are in files of the same name. The caller
+    adds `register_fake` (and `register_autograd`). Implementations elsewhere have the same name and arguments.
     """
-    return _register(reference, ())
+    return _register(reference, (), file)
 
 
 def mutating_op(*mutates_args: str) -> Callable[[Callable[..., Any]], CustomOpDef]:
@@ -58,9 +61,10 @@ def mutating_op(*mutates_args: str) -> Callable[[Callable[..., Any]], CustomOpDe
     return lambda reference: _register(reference, mutates_args)
 
 
-def _register(reference: Callable[..., Any], mutates_args: tuple[str, ...]) -> CustomOpDef:
+def _register(reference: Callable[..., Any], mutates_args: tuple[str, ...], file: str | None = None) -> CustomOpDef:
     name = reference.__name__.lstrip("_")
     _references[name] = reference
+    _files[name] = (file or reference.__module__).rpartition(".")[2]
 
     def run(*args: Any) -> Any:
         chosen, call = _choice(name, args)
@@ -205,7 +209,7 @@ def _lookup(candidate: str, name: str) -> Callable[..., Any] | None:
 
 def _in_python(folder: str, name: str) -> Callable[..., Any] | None:
     """The function NAME of ops/<folder>/<file of the op>, where there is one that can run here."""
-    path = f"megappo.ops.{folder}.{_references[name].__module__.rsplit('.', 1)[1]}"
+    path = f"megappo.ops.{folder}.{_files[name]}"
     if importlib.util.find_spec(path) is None:
         return None
     module = importlib.import_module(path)

@@ -4,7 +4,7 @@ the GPU and to load the library.
     cpp        csrc/*/cpu.cpp         CPU tensors
     cuda       csrc/*/cuda.cu         CUDA tensors
     triton     ops/triton/FILE.py     CUDA tensors, and CPU tensors under TRITON_INTERPRET=1 (tests)
-    reference  the op's own file      every device
+    reference  algo/, ops/FILE.py     every device, plain PyTorch
 """
 
 from __future__ import annotations

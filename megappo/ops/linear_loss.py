@@ -21,10 +21,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megappo.algo.losses import entropy_loss
 from megappo.ops.gemm import add_mm_, compute_dtype
 from megappo.ops.linear_blocks import LinearLogits, cut
 from megappo.ops.linear_logprob import LinearCall, handed_over, linear_call, main_grad_of
-from megappo.ops.losses import entropy_loss, policy_loss
+from megappo.ops.losses import policy_loss
 from megappo.ops.vocab_shard import IGNORE_INDEX, inverse_temperature, merge_shards
 
 # Of the device, not of the shard: ranks with uneven shards must make the same collectives.

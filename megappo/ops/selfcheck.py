@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megappo.algo.whitening import whitening_moments
 from megappo.ops import dispatch
 from megappo.ops.advantages import gae, token_advantages
 from megappo.ops.implementations import ORDER, interpreted, missing
@@ -147,7 +148,7 @@ def _advantages(numbers: Numbers) -> Results:
         gamma=0.99,
         lam_policy=0.95,
         lam_value=0.9,
-        kl_kind="k3",
+        kl_estimator="k3",
         kl_coef=0.1,
     )
     yield from zip(names, shaped)
@@ -155,8 +156,7 @@ def _advantages(numbers: Numbers) -> Results:
 
 def _whitening(numbers: Numbers) -> Results:
     advantage, mask = numbers.normal(NUM_TOKENS), numbers.flags(NUM_TOKENS, 0.8)
-    kept = torch.where(mask, advantage.double(), 0.0)
-    yield "result", whiten_apply(advantage, mask, torch.stack((mask.sum().double(), kept.sum(), kept.square().sum())))
+    yield "result", whiten_apply(advantage, mask, whitening_moments(torch.where(mask, advantage, 0.0), mask))
 
 
 def _gae(numbers: Numbers) -> Results:

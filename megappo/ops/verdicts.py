@@ -132,7 +132,9 @@ def fingerprint(device: torch.device) -> str:
     """16 hexadecimal digits of everything that a verdict holds for."""
     facts = _device_name(device), torch.__version__, _version("triton"), interpreted()
     digest = hashlib.sha256("\n".join(map(str, facts)).encode())
-    for source in (LIBRARY, *sorted(Path(__file__).parent.rglob("*.py"))):
+    kernels = Path(__file__).parent
+    # references of algo/ too: a verdict says that a kernel agrees with them
+    for source in (LIBRARY, *sorted(kernels.rglob("*.py")), *sorted((kernels.parent / "algo").glob("*.py"))):
         digest.update(source.read_bytes() if source.exists() else b"")
     return digest.hexdigest()[:16]
 

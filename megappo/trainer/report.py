@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from megappo.algo.aggregation import tokens_per_sequence
-from megappo.algo.expert_load import expert_load
-from megappo.algo.explained import explained_variance, masked_moments, regression_moments, summarise
+from megappo.algo.summaries import expert_load, explained_variance, masked_moments, regression_moments, summarise
 from megappo.data.packing import PackedBatch
 from megappo.data.prompts import Prompt
 from megappo.telemetry.metrics import Metric

@@ -13,11 +13,12 @@ from torch import Tensor
 
 from megappo.algo.alignment import align_values, next_token_targets, shift_left, shift_right
 from megappo.algo.kl import kl_loss
+from megappo.algo.losses import entropy_loss
 from megappo.data.packing import NO_ID, PackedBatch
 from megappo.engine.base import Engine, LossOutput, ModelOutput, PassResult, StepResult
 from megappo.ops.linear_logprob import has_main_grad, linear_logprob
 from megappo.ops.linear_loss import linear_token_loss
-from megappo.ops.losses import entropy_loss, policy_loss, value_loss
+from megappo.ops.losses import policy_loss, value_loss
 
 LogitsDtype = Literal["fp32", "bf16"]
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megappo.algo.aggregation import tokens_per_sequence
-from megappo.algo.lambdas import length_adaptive_lambda
+from megappo.algo.gae import length_adaptive_lambda
 from megappo.data.packing import PackedBatch
 from megappo.ops.advantages import token_advantages
 from megappo.ops.whiten import whiten_apply
@@ -52,7 +52,7 @@ class AdvantageShaping:
             gamma=self.gamma,
             lam_policy=lam_policy,
             lam_value=self.lam if self.lam_value is None else self.lam_value,
-            kl_kind=self.kl_estimator,
+            kl_estimator=self.kl_estimator,
             kl_coef=kl_coef if self.kl_in_reward else 0.0,
         )
         whitened = whiten_apply(advantage, mask, moments) if self.whiten else advantage

@@ -1,7 +1,16 @@
+import math
+import re
+from pathlib import Path
+from typing import get_args
+
 import pytest
 import torch
 
-from megappo.algo.kl import AdaptiveKL, FixedKL, kl_estimate, kl_loss
+from megappo.algo import losses
+from megappo.algo.aggregation import AGGREGATIONS
+from megappo.algo.kl import KL_ESTIMATORS, MAX_LOG_RATIO, AdaptiveKL, FixedKL, kl_estimate, kl_loss
+from megappo.algo.losses import POLICY_SUMS
+from megappo.config.schema import AlgorithmConfig, KLConfig
 from megappo.ops.advantages import token_advantages
 
 
@@ -41,7 +50,14 @@ def test_gradients_are_what_the_docstring_says():
 def test_the_reward_op_uses_the_same_estimators(kind):
     lp, ref = -torch.rand(2, 9, generator=torch.Generator().manual_seed(1)) * 5
     reward, *_ = token_advantages(
-        lp, ref, torch.zeros(1), torch.zeros(9), torch.ones(9, dtype=torch.bool), torch.tensor([0, 9]), kl_kind=kind, kl_coef=0.5
+        lp,
+        ref,
+        torch.zeros(1),
+        torch.zeros(9),
+        torch.ones(9, dtype=torch.bool),
+        torch.tensor([0, 9]),
+        kl_estimator=kind,
+        kl_coef=0.5,
     )
     torch.testing.assert_close(reward, -0.5 * kl_estimate(lp.double(), ref.double(), kind).float())
 
@@ -59,6 +75,27 @@ def test_loss_ignores_masked_garbage(kind):
 
 def test_k3_of_extreme_ratios_is_finite():
     assert kl_estimate(torch.tensor([-1e4, 1e4]), torch.zeros(2), "k3").isfinite().all()
+
+
+@pytest.mark.parametrize("source", ["advantages/advantages.h", "losses/token.h"])
+def test_the_compiled_kernels_cap_where_the_formulas_do(source):
+    """C++ has its own formulas; the constant in them is this one."""
+    found = re.findall(r"kMaxLogRatio = ([0-9.]+)f?;", (Path(__file__).parents[2] / "csrc" / source).read_text())
+    assert [float(number) for number in found] == [MAX_LOG_RATIO]
+
+
+def test_the_cap_is_the_same_for_the_ratio_of_the_policy_loss():
+    zero, one = torch.zeros(1), torch.ones(1)
+    _, _, sums, (ratio,) = losses.policy_loss(100.0 * one, zero, one, one, 0.2, 0.2, None)
+    assert float(ratio) == pytest.approx(math.exp(MAX_LOG_RATIO))
+    approx_kl = sums[POLICY_SUMS.index("approx_kl_sum")]
+    assert float(approx_kl) == float(kl_estimate(zero.double(), MAX_LOG_RATIO * one.double(), "k3"))
+
+
+def test_the_configuration_offers_these_estimators_and_aggregations():
+    """The schema imports nothing, so it names them again."""
+    assert get_args(KLConfig.model_fields["estimator"].annotation) == KL_ESTIMATORS
+    assert get_args(AlgorithmConfig.model_fields["loss_aggregation"].annotation) == AGGREGATIONS
 
 
 def test_unknown_estimator_is_named():

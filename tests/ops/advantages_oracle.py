@@ -46,13 +46,13 @@ def oracle(reward, value, mask, cu, bootstrap, done, gamma, lam_policy, lam_valu
     return advantage, returns
 
 
-def shaped_reward(logprob, ref_logprob, score, mask, cu, kl_kind, kl_coef):
+def shaped_reward(logprob, ref_logprob, score, mask, cu, kl_estimator, kl_coef):
     reward = [0.0] * len(mask)
     for b in range(len(cu) - 1):
         sampled = [t for t in range(cu[b], cu[b + 1]) if mask[t]]
         for t in sampled if kl_coef else ():
             d = logprob[t] - ref_logprob[t]
-            kl = {"k1": d, "k2": d * d / 2, "k3": math.expm1(min(-d, 20.0)) + d}[kl_kind]
+            kl = {"k1": d, "k2": d * d / 2, "k3": math.expm1(min(-d, 20.0)) + d}[kl_estimator]
             reward[t] = -kl_coef * kl
         if sampled:
             reward[sampled[-1]] += score[b]

@@ -23,18 +23,18 @@ from tests.ops.advantages_oracle import (
 CPU = torch.device("cpu")
 
 
-def check(device, inputs, call=token_advantages, gamma=0.98, lam_policy=0.9, lam_value=0.97, kl_kind="k1", kl_coef=0.05):
+def check(device, inputs, call=token_advantages, gamma=0.98, lam_policy=0.9, lam_value=0.97, kl_estimator="k1", kl_coef=0.05):
     got = call(
         **on(device, inputs),
         gamma=gamma,
-        kl_kind=kl_kind,
+        kl_estimator=kl_estimator,
         kl_coef=kl_coef,
         **on(device, {"lam_policy": lam_policy, "lam_value": lam_value}),
     )
     reward, advantage, returns, moments = (x.cpu() for x in got)
     mask, count = inputs["response_mask"], inputs["score"].numel()
     logprob, ref_logprob, score, value, sampled, cu, bootstrap = lists(*inputs.values())
-    want_reward = shaped_reward(logprob, ref_logprob, score, sampled, cu, kl_kind, kl_coef)
+    want_reward = shaped_reward(logprob, ref_logprob, score, sampled, cu, kl_estimator, kl_coef)
     lams = per_sequence(lam_policy, count), per_sequence(lam_value, count)
     want_advantage, want_returns = oracle(want_reward, value, sampled, cu, bootstrap, None, gamma, *lams)
     assert_rounded(reward, want_reward, mask, "reward")
@@ -65,13 +65,13 @@ def test_limits_of_gamma_and_lambda(kernels, gamma, lam_policy, lam_value):
     check(kernels, batch([9, 4, 17]), gamma=gamma, lam_policy=lam_policy, lam_value=lam_value)
 
 
-@pytest.mark.parametrize("kl_kind", ["k1", "k2", "k3"])
-def test_kl_kinds_from_tiny_to_extreme_ratios(kernels, kl_kind):
+@pytest.mark.parametrize("kl_estimator", ["k1", "k2", "k3"])
+def test_kl_estimators_from_tiny_to_extreme_ratios(kernels, kl_estimator):
     inputs = batch([9, 4, 33], mask="all")
     ratios = torch.tensor([0, 1e-7, -1e-5, 1e-3, -9e-3, 11e-3, -0.3, 0.3, 3.0, -19.9, -20.1, 60, -60, 100.0, -100.0, 1e4, -1e4])
     inputs["logprob"][:17] = -1.0
     inputs["ref_logprob"][:17] = -1.0 - ratios
-    assert all(x.isfinite().all() for x in check(kernels, inputs, kl_kind=kl_kind, kl_coef=0.2))
+    assert all(x.isfinite().all() for x in check(kernels, inputs, kl_estimator=kl_estimator, kl_coef=0.2))
 
 
 def test_no_reference_is_no_kl(kernels):
@@ -91,12 +91,12 @@ def test_any_lengths_masks_and_lambdas(kernels, request):
         st.booleans(),
         st.sampled_from([*MASKS, "mixed"]),
     )
-    def run(lengths, seed, kl_kind, with_bootstrap, each, mask):
+    def run(lengths, seed, kl_estimator, with_bootstrap, each, mask):
         inputs = batch(lengths, seed, mask)
         if not with_bootstrap:
             inputs["bootstrap"] = None
         lam = torch.linspace(0.1, 1.0, len(lengths), dtype=torch.float64) if each else 0.9
-        check(kernels, inputs, kl_kind=kl_kind, lam_policy=lam)
+        check(kernels, inputs, kl_estimator=kl_estimator, lam_policy=lam)
 
     run()
 
@@ -107,7 +107,9 @@ def test_garbage_in_masked_slots_never_leaks(kernels):
     for name, junk in (("logprob", torch.inf), ("ref_logprob", -torch.inf), ("value", torch.nan)):
         dirty[name] = torch.where(clean["response_mask"], clean[name], junk)
     clean, dirty = on(kernels, clean), on(kernels, dirty)
-    for a, b in zip(token_advantages(**clean, kl_coef=0.1, kl_kind="k3"), token_advantages(**dirty, kl_coef=0.1, kl_kind="k3")):
+    for a, b in zip(
+        token_advantages(**clean, kl_coef=0.1, kl_estimator="k3"), token_advantages(**dirty, kl_coef=0.1, kl_estimator="k3")
+    ):
         assert torch.equal(a, b)
 
 
@@ -239,7 +241,7 @@ WRONG = [
     ({"score": torch.zeros(7)}, "score"),
     ({"score": torch.zeros(2, dtype=torch.long)}, "score must be floating-point"),
     ({"bootstrap": torch.zeros(3)}, "bootstrap"),
-    ({"kl_kind": "k4"}, "k1, k2, k3"),
+    ({"kl_estimator": "k4"}, "k1, k2, k3"),
     ({"response_mask": torch.ones(8)}, "response_mask must be bool"),
     ({"lam_policy": torch.ones(3)}, "lam_policy .* for each of 2 sequences"),
     ({"value": torch.zeros(8, device="meta")}, "logprob is on cpu, value on meta"),

@@ -218,7 +218,7 @@ def of_instruction_set(isa, inputs, folder):
     torch.save(inputs, folder / "inputs.pt")
     script = (
         "import sys, torch; from megappo.ops.advantages import token_advantages as f; from megappo.ops.dispatch import using\n"
-        "with using('cpp'): torch.save(f(**torch.load(sys.argv[1]), kl_kind='k3', kl_coef=0.1), sys.argv[2])"
+        "with using('cpp'): torch.save(f(**torch.load(sys.argv[1]), kl_estimator='k3', kl_coef=0.1), sys.argv[2])"
     )
     command = [sys.executable, "-c", script, str(folder / "inputs.pt"), str(folder / isa)]
     root = Path(__file__).parents[2]
@@ -228,7 +228,7 @@ def of_instruction_set(isa, inputs, folder):
 def test_every_instruction_set_computes_the_same(tmp_path):
     inputs = batch([3000, 0, 5, 700], seed=1)
     with dispatch.using("reference"):
-        want = token_advantages(**inputs, kl_kind="k3", kl_coef=0.1)
+        want = token_advantages(**inputs, kl_estimator="k3", kl_coef=0.1)
     # the last is the one that all other tests run
     for process, file in [of_instruction_set(isa, inputs, tmp_path) for isa in isas()[:-1]]:
         assert process.wait(120) == 0

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
+from megappo.algo.losses import entropy_loss
 from megappo.ops.linear_logprob import linear_logprob
 from megappo.ops.linear_loss import linear_ppo, linear_token_loss
-from megappo.ops.losses import entropy_loss, policy_loss
+from megappo.ops.losses import policy_loss
 from tests.ops.test_kept_ids import keep_some
 from tests.ops.test_logprob import LargestTensor, problem
 from tests.ops.vocab_oracle import IGNORE

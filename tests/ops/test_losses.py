@@ -7,7 +7,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megappo.ops.losses import POLICY_MAXIMA, POLICY_SUMS, VALUE_MAXIMA, VALUE_SUMS, policy_loss, value_loss
+from megappo.algo.losses import POLICY_MAXIMA, POLICY_SUMS, VALUE_MAXIMA, VALUE_SUMS
+from megappo.ops.losses import policy_loss, value_loss
 
 LOW, HIGH = 0.2, 0.3
 # tiles of the implementations: 16, 1024, 4096; 3072 tokens are what the tests' build of the CUDA kernels takes in one round

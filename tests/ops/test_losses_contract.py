@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch.library import opcheck
 
-from megappo.ops import dispatch
-from megappo.ops import implementations as implementations
-from megappo.ops.losses import entropy_loss, policy_loss, value_loss
+from megappo.algo.losses import entropy_loss
+from megappo.ops import dispatch, implementations
+from megappo.ops.losses import policy_loss, value_loss
 
 LOSSES = {
     "policy": lambda a, b, c, w: policy_loss(a, b, c, w, clip_low=0.2, clip_high=0.3, dual_clip=3.0),

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megappo.ops.advantages import KL_KINDS, MAX_LOG_RATIO
+from megappo.algo.kl import KL_ESTIMATORS, MAX_LOG_RATIO
 
 # tokens of a tile, and tiles that the single programs take at once
 BLOCK, TILES_AT_ONCE = 1024, 1024
@@ -383,11 +383,11 @@ def token_advantages(
     lam_value: float,
     lam_policy_each: Tensor | None,
     lam_value_each: Tensor | None,
-    kl_kind: str,
+    kl_estimator: str,
     kl_coef: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See `megappo.ops.advantages.token_advantages`."""
-    kind = NO_KL.value if ref_logprob is None or kl_coef == 0.0 else KL_KINDS.index(kl_kind) + 1
+    kind = NO_KL.value if ref_logprob is None or kl_coef == 0.0 else KL_ESTIMATORS.index(kl_estimator) + 1
     fields = _Fields(
         None, logprob, ref_logprob, score, value, response_mask, None, cu_seqlens, bootstrap, lam_policy_each, lam_value_each
     )

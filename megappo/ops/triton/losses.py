@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megappo.ops.losses import MAX_LOG_RATIO, POLICY_SUMS, VALUE_SUMS
+from megappo.algo.kl import MAX_LOG_RATIO
+from megappo.algo.losses import POLICY_SUMS, VALUE_SUMS
 
 BLOCK = 1024
 INFINITY = float("inf")

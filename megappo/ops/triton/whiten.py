@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megappo.ops.whiten import EPSILON
+from megappo.algo.whitening import EPSILON
 
 BLOCK = 1024
 

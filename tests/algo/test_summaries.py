@@ -1,10 +1,11 @@
+"""Figures of a step, against torch over the same tokens and numbers worked out by hand."""
+
 import math
 
 import pytest
 import torch
 
-from megappo.algo.explained import explained_variance, masked_moments, regression_moments, summarise
-from megappo.algo.lambdas import length_adaptive_lambda
+from megappo.algo.summaries import expert_load, explained_variance, masked_moments, regression_moments, summarise
 
 
 def data(n=50):
@@ -47,18 +48,19 @@ def test_perfect_and_useless_critics():
     assert explained_variance(regression_moments(torch.zeros(100), r, mask)) == pytest.approx(0.0, abs=1e-9)
 
 
-def test_length_adaptive_lambda():
-    lam = length_adaptive_lambda(torch.tensor([0, 1, 20, 2000]), 0.05)
-    assert lam.tolist() == pytest.approx([0.0, 0.0, 0.0, 0.99])
-    # the sum of the weights lambda^k is proportional to the length
-    assert 1 / (1 - length_adaptive_lambda(torch.tensor([400]), 0.05)) == pytest.approx(20.0)
-    with pytest.raises(ValueError, match="lam_length_alpha"):
-        length_adaptive_lambda(torch.tensor([1]), 0.0)
-
-
 def test_rounding_of_log_probs_is_not_explained():
     """A batch where nothing scores: returns of 1e-7 and values of 1e-2 gave an explained variance of -1e13."""
     mask = torch.ones(100, dtype=torch.bool)
     returns = torch.randn(100, generator=torch.Generator().manual_seed(0)) * 1e-7
     assert math.isnan(explained_variance(regression_moments(torch.full((100,), 0.01), returns, mask)))
     assert explained_variance(regression_moments(returns * 1e4, returns * 1e4, mask)) == 1.0
+
+
+def test_even_load_has_no_violation_and_nothing_idle() -> None:
+    assert expert_load(torch.full((2, 4), 5.0)) == (0.0, 0.0)
+
+
+def test_busiest_expert_is_compared_with_the_even_share_of_its_own_layer() -> None:
+    load = expert_load(torch.tensor([[4.0, 4.0, 4.0, 4.0], [0.0, 0.0, 0.0, 0.0], [0.0, 2.0, 2.0, 4.0]]))
+    assert load.max_violation == pytest.approx(1.0)  # 4 against 8 / 4
+    assert load.idle == pytest.approx(1 / 8)  # of two sparse layers; the row of zeros is a dense one

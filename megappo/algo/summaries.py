@@ -1,7 +1,7 @@
-"""Summaries over masked tokens that add over ranks and batches: mean, spread, extremes, explained variance.
+"""Figures of a step, for its log: mean, spread and extremes over masked tokens, explained variance, load of the experts.
 
-Every summary starts as a small fp64 vector whose first entries add and whose last combine by maximum; the names of what is logged
-are in `telemetry/metrics.py`.
+Those over tokens start as small fp64 vectors that add over ranks and batches (extremes combine by maximum), so no figure depends
+on the layout. The names under which they are logged are in `telemetry/metrics.py`.
 """
 
 from __future__ import annotations
@@ -61,3 +61,20 @@ def explained_variance(moments: Tensor) -> float:
     if variance <= max(1e-14 * target_squares / count, MIN_DEVIATION**2):
         return math.nan
     return 1.0 - (error_squares / count - (error / count) ** 2) / variance
+
+
+class ExpertLoad(NamedTuple):
+    """max_violation: how far the busiest expert of any layer is above its even share, relative to it (MaxVio, arXiv:2408.15664).
+    idle: share of all experts that no token chose."""
+
+    max_violation: float
+    idle: float
+
+
+def expert_load(tokens: Tensor) -> ExpertLoad:
+    """Evenness of tokens [layers, experts], the routers' choices over the whole batch. Layers without any (dense) are left out."""
+    sparse = tokens[tokens.sum(1) > 0]
+    if not len(sparse):
+        return ExpertLoad(0.0, 0.0)
+    violation = sparse.amax(1) / sparse.mean(1) - 1
+    return ExpertLoad(float(violation.max()), float((sparse == 0).double().mean()))

@@ -1,0 +1,165 @@
+"""Rewards shaped by the KL, and generalised advantage estimation over packed sequences (Schulman et al. 2016).
+
+GAE over the sampled tokens is the affine recurrence A_t = delta_t + gamma lambda A_next(t), where next(t) is the next *sampled*
+token of the sequence, so a token that the policy did not sample (prompt, tool output, padding) is the identity: no TD error, no
+decay. Solved by pointer jumping: after k passes every token holds the sum over its next 2^k sampled tokens. That is log2(T) passes
+over [T], with no loop over tokens, no padding and no host sync. All accumulate in fp64 and round once: an fp32 scan loses 1.5e-5
+over 8192 tokens at gamma = lambda = 1. `ops/advantages.py` states shapes and errors and has the kernels.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megappo.algo.kl import kl_estimate
+from megappo.algo.whitening import whitening_moments
+
+
+def length_adaptive_lambda(lengths: Tensor, alpha: float) -> Tensor:
+    """GAE lambda of each sequence: lambda_b = 1 - 1 / (alpha * length_b), [B] fp64; lengths [B] counts sampled tokens.
+
+    Keeps the sum of the TD-error weights, about 1/(1 - lambda), proportional to the length (VAPO, Yue et al. 2025, eq. 7).
+    Responses of at most 1/alpha tokens get 0.
+    """
+    if not alpha > 0:
+        raise ValueError(f"lam_length_alpha must be positive, not {alpha}")
+    return (1.0 - 1.0 / (alpha * lengths.double().clamp(min=1.0))).clamp(min=0.0)
+
+
+def token_advantages(
+    logprob: Tensor,
+    ref_logprob: Tensor | None,
+    score: Tensor,
+    value: Tensor,
+    response_mask: Tensor,
+    cu_seqlens: Tensor,
+    bootstrap: Tensor | None,
+    gamma: float,
+    lam_policy: float,
+    lam_value: float,
+    lam_policy_each: Tensor | None,
+    lam_value_each: Tensor | None,
+    kl_estimator: str,
+    kl_coef: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(reward [T], advantage [T], returns [T], moments [3]): the reference of `ops.advantages.token_advantages`.
+
+    A lambda is the number, or one for each sequence where lam_*_each [B] is given.
+    """
+    sequence, following, after_last = _links(response_mask, cu_seqlens, None)
+    last = response_mask & after_last
+    reward = torch.zeros(logprob.shape, dtype=torch.float64, device=logprob.device)
+    if ref_logprob is not None and kl_coef != 0.0:
+        reward = reward - kl_coef * kl_estimate(logprob.double(), ref_logprob.double(), kl_estimator)
+    # an empty batch has no sequence to index
+    at_end = score.double()[sequence] if score.numel() else reward
+    reward = torch.where(response_mask, reward + torch.where(last, at_end, 0.0), 0.0)
+    lams = _per_token_lambdas(sequence, lam_policy, lam_value, lam_policy_each, lam_value_each)
+    scanned = _scan(reward, value, response_mask, sequence, following, after_last, bootstrap, gamma * lams, gamma)
+    reward, advantage, returns, moments = _nan_unless_sound(cu_seqlens, reward.float(), *scanned)
+    return reward, advantage, returns, moments
+
+
+def gae(
+    reward: Tensor,
+    value: Tensor,
+    response_mask: Tensor,
+    cu_seqlens: Tensor,
+    bootstrap: Tensor | None,
+    done: Tensor | None,
+    gamma: float,
+    lam_policy: float,
+    lam_value: float,
+    lam_policy_each: Tensor | None,
+    lam_value_each: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(advantage [T], returns [T], moments [3]): the reference of `ops.advantages.gae`; lambdas as in `token_advantages`."""
+    sequence, following, after_last = _links(response_mask, cu_seqlens, done)
+    lams = _per_token_lambdas(sequence, lam_policy, lam_value, lam_policy_each, lam_value_each)
+    scanned = _scan(reward.double(), value, response_mask, sequence, following, after_last, bootstrap, gamma * lams, gamma)
+    advantage, returns, moments = _nan_unless_sound(cu_seqlens, *scanned)
+    return advantage, returns, moments
+
+
+def _per_token_lambdas(
+    sequence: Tensor, lam_policy: float, lam_value: float, lam_policy_each: Tensor | None, lam_value_each: Tensor | None
+) -> Tensor:
+    """[2, T] fp64."""
+    rows = [
+        torch.full(sequence.shape, lam, dtype=torch.float64, device=sequence.device) if each is None else each.double()[sequence]
+        for lam, each in ((lam_policy, lam_policy_each), (lam_value, lam_value_each))
+    ]
+    return torch.stack(rows)
+
+
+def _first_at_or_after(flag: Tensor) -> Tensor:
+    """[T + 1] position of the first true entry of flag [T] from each position on; T where there is none."""
+    num_tokens = flag.numel()
+    position = torch.arange(num_tokens + 1, device=flag.device)
+    at = torch.where(torch.nn.functional.pad(flag, (0, 1)), position, num_tokens)
+    return at.flip(0).cummin(0).values.flip(0)
+
+
+def _links(response_mask: Tensor, cu_seqlens: Tensor, done: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """(sequence [T], following [T], after_last [T]) of each token.
+
+    following: position of the next sampled token of its episode, T where there is none. after_last: true where that is
+    because its sequence has none, so that what comes is the bootstrap.
+    """
+    num_tokens = response_mask.numel()
+    position = torch.arange(num_tokens, device=response_mask.device)
+    # right: an empty sequence starts where the next one does, and owns nothing
+    sequence = torch.searchsorted(cu_seqlens[1:].long(), position, right=True).clamp(max=max(cu_seqlens.numel() - 2, 0))
+    following = _first_at_or_after(response_mask)[1:]
+    end = cu_seqlens.long()[sequence + 1]
+    after_last = following >= end
+    ends_episode = after_last
+    if done is not None:
+        done_at = _first_at_or_after(done)[:-1]
+        after_last = after_last & (done_at >= end)
+        ends_episode = ends_episode | (done_at < following)
+    return sequence, torch.where(ends_episode, num_tokens, following), after_last
+
+
+def _scan(
+    reward: Tensor,
+    value: Tensor,
+    response_mask: Tensor,
+    sequence: Tensor,
+    following: Tensor,
+    after_last: Tensor,
+    bootstrap: Tensor | None,
+    decay: Tensor,
+    gamma: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """decay: [2, T] gamma * lambda; the others as in `gae` and `_links`."""
+    num_tokens = value.numel()
+    value = torch.where(response_mask, value.double(), 0.0)
+    reward = torch.where(response_mask, reward, 0.0)
+    # slot T stands for "no further sampled token": value 0, advantage 0, factor 0, and it links to itself
+    next_value = torch.cat((value, value.new_zeros(1)))[following]
+    if bootstrap is not None and num_tokens:
+        next_value = torch.where(after_last, bootstrap.double()[sequence], next_value)
+    delta = torch.where(response_mask, reward + gamma * next_value - value, 0.0)
+
+    total = torch.nn.functional.pad(delta.expand(2, -1), (0, 1))
+    factor = torch.nn.functional.pad(torch.where(following < num_tokens, decay, 0.0), (0, 1))
+    link = torch.cat((following, following.new_full((1,), num_tokens)))
+    for _ in range(num_tokens.bit_length()):
+        # where, not the factor 0 alone: the sum of another sequence may be NaN, and 0 * NaN is NaN
+        total = total + torch.where(link < num_tokens, factor * total[:, link], 0.0)
+        factor = factor * factor[:, link]
+        link = link[link]
+
+    advantage = torch.where(response_mask, total[0, :num_tokens], 0.0).float()
+    returns = torch.where(response_mask, total[1, :num_tokens] + value, 0.0).float()
+    return advantage, returns, whitening_moments(advantage, response_mask)
+
+
+def _nan_unless_sound(cu_seqlens: Tensor, *outputs: Tensor) -> tuple[Tensor, ...]:
+    num_tokens = outputs[0].numel()
+    if num_tokens == 0:
+        return outputs
+    sound = (cu_seqlens[0] == 0) & (cu_seqlens[-1] == num_tokens) & (cu_seqlens[1:] >= cu_seqlens[:-1]).all()
+    return tuple(torch.where(sound, x, torch.nan) for x in outputs)

@@ -1,0 +1,28 @@
+"""Whitening of advantages with the moments of the whole global batch.
+
+The moments add over ranks and batches; whitening a rank or a micro-batch with its own would make the update depend on the layout.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# added to the variance, so that constant advantages become 0 and not noise divided by noise
+EPSILON = 1e-8
+
+
+def whitening_moments(advantage: Tensor, mask: Tensor) -> Tensor:
+    """[3] fp64 count, sum and sum of squares over mask [T] bool; advantage: [T], 0 where the mask is false."""
+    exact = advantage.double()
+    return torch.stack((mask.sum().double(), exact.sum(), exact.square().sum()))
+
+
+def whiten_apply(advantage: Tensor, mask: Tensor, moments: Tensor) -> Tensor:
+    """(advantage - mean) / sqrt(var + EPSILON) [T] fp32: the reference of `ops.whiten.whiten_apply`."""
+    count, total, squares = moments.unbind()
+    mean = total / count.clamp(min=1.0)
+    # the difference of two large numbers can come out just below 0 for constant advantages
+    variance = ((squares - total * mean) / (count - 1.0).clamp(min=1.0)).clamp(min=0.0)
+    white = (advantage.double() - mean) * torch.rsqrt(variance + EPSILON)
+    return torch.where(mask & (count > 1.0), white, 0.0).float()
