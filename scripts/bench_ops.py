@@ -16,11 +16,11 @@ from scripts.bench.bars import bars
 from scripts.bench.cli import run
 from scripts.bench_gae import GAE, TOKEN_ADVANTAGES
 from scripts.bench_linear_logprob import LINEAR_LOGPROB
-from scripts.bench_linear_ppo import LINEAR_PPO
+from scripts.bench_linear_loss import LINEAR_LOSS
 from scripts.bench_logprob import LOGPROB
 from scripts.bench_losses import POLICY_LOSS, VALUE_LOSS, WHITEN_APPLY
 
-BENCHMARKS = [LOGPROB, LINEAR_LOGPROB, LINEAR_PPO, GAE, TOKEN_ADVANTAGES, POLICY_LOSS, VALUE_LOSS, WHITEN_APPLY]
+BENCHMARKS = [LOGPROB, LINEAR_LOGPROB, LINEAR_LOSS, GAE, TOKEN_ADVANTAGES, POLICY_LOSS, VALUE_LOSS, WHITEN_APPLY]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,9 +1,9 @@
 """A loss of token log-probs from hidden states with three matrix products: logits, dhidden, dweight.
 
-`linear_token_loss` takes any loss that is a sum over tokens, `linear_ppo` is the clipped policy loss. For a chunk of tokens
-at a time the logits are computed, merged over the tensor-parallel group to log-prob and entropy, and the loss gives the
-gradient of these, so the logits' gradient is written over the logits while they exist: nothing is computed again and nothing
-of size [T, Vl] is kept. All gradients come from the forward; the backward multiplies them by the upstream scalar. That saves
+`linear_token_loss` takes any loss that is a sum over tokens; the policy's is in `trainer/roles.py`. For a chunk of tokens at a
+time the logits are computed, merged over the tensor-parallel group to log-prob and entropy, and the loss gives the gradient of
+these, so the logits' gradient is written over the logits while they exist: nothing is computed again and nothing of size [T, Vl]
+is kept. All gradients come from the forward; the backward multiplies them by the upstream scalar. That saves
 the fourth product of `linear_logprob`'s backward for a dweight in fp32 between forward and backward.
 
 Where a token's loss needs the log-probs of tokens on other ranks (context parallel), `linear_logprob` and a loss after it do the
@@ -21,11 +21,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megappo.algo.losses import entropy_loss
 from megappo.ops.gemm import add_mm_, compute_dtype
 from megappo.ops.linear_blocks import LinearLogits, cut
 from megappo.ops.linear_logprob import LinearCall, handed_over, linear_call, main_grad_of
-from megappo.ops.losses import policy_loss
 from megappo.ops.vocab_shard import IGNORE_INDEX, inverse_temperature, merge_shards
 
 # Of the device, not of the shard: ranks with uneven shards must make the same collectives.
@@ -99,48 +97,6 @@ def linear_token_loss(
         result.entropy,
         result.metrics,
     )
-
-
-def linear_ppo(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    old_logprob: Tensor,
-    advantage: Tensor,
-    token_weight: Tensor,
-    group: dist.ProcessGroup | None,
-    *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    dual_clip: float | None = None,
-    entropy_coef: float = 0.0,
-    **where: Any,
-) -> LinearLoss:
-    """`policy_loss` of `linear_logprob`, plus entropy_coef * `entropy_loss`, in three matrix products.
-
-    old_logprob, advantage, token_weight: [T], each about the target of its row. where: the keyword arguments of
-    `linear_token_loss`; without an entropy bonus the entropy is None. Metrics: those of the two losses.
-    """
-    for name, field in {"old_logprob": old_logprob, "advantage": advantage, "token_weight": token_weight}.items():
-        if field.shape != target.shape:
-            raise ValueError(f"{name} {tuple(field.shape)} is not one value for each of {target.numel()} tokens")
-
-    def token_loss(tokens: slice, logprob: Tensor, entropy: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
-        loss, metrics = policy_loss(
-            logprob,
-            old_logprob[tokens],
-            advantage[tokens],
-            token_weight[tokens],
-            clip_low=clip_low,
-            clip_high=clip_high,
-            dual_clip=dual_clip,
-        )
-        if entropy is None:
-            return loss, metrics
-        bonus, entropy_metrics = entropy_loss(entropy, token_weight[tokens])
-        return loss + entropy_coef * bonus, {**metrics, **entropy_metrics}
-
-    return linear_token_loss(hidden, weight, target, token_loss, group, want_entropy=entropy_coef != 0.0, **where)
 
 
 class _Chunks:

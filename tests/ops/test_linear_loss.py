@@ -5,7 +5,7 @@ import torch
 
 from megappo.algo.losses import entropy_loss
 from megappo.ops.linear_logprob import linear_logprob
-from megappo.ops.linear_loss import linear_ppo, linear_token_loss
+from megappo.ops.linear_loss import linear_token_loss
 from megappo.ops.losses import policy_loss
 from tests.ops.test_kept_ids import keep_some
 from tests.ops.test_logprob import LargestTensor, problem
@@ -22,6 +22,19 @@ def fields(target, seed=5):
     n = target.shape[0]
     weight = torch.rand(n, generator=g) * (target != IGNORE) * (torch.rand(n, generator=g) < 0.8)
     return -4.0 + torch.randn(n, generator=g), torch.randn(n, generator=g), weight
+
+
+def clipped_linear_loss(h, w, target, old, advantage, weight, group, *, entropy_coef=0.0, clip=CLIP, **where):
+    """`linear_token_loss` of the clipped policy loss and an entropy bonus."""
+
+    def token_loss(tokens, logprob, entropy):
+        loss, metrics = policy_loss(logprob, old[tokens], advantage[tokens], weight[tokens], **clip)
+        if entropy is None:
+            return loss, metrics
+        bonus, entropy_metrics = entropy_loss(entropy, weight[tokens])
+        return loss + entropy_coef * bonus, {**metrics, **entropy_metrics}
+
+    return linear_token_loss(h, w, target, token_loss, group, want_entropy=entropy_coef != 0, **where)
 
 
 def two_steps(h, w, target, old, advantage, weight, entropy_coef, **where):
@@ -42,7 +55,7 @@ def test_loss_metrics_and_gradients_are_those_of_two_steps(dtype, chunk_tokens, 
     where = {**WHERE, "temperature": 0.8, "chunk_tokens": chunk_tokens}
     loss, logprob, entropy, metrics = two_steps(h, w, target, old, advantage, weight, entropy_coef, **where)
     want = torch.autograd.grad(loss / 7.0, (h, w))
-    got = linear_ppo(h, w, target, old, advantage, weight, None, entropy_coef=entropy_coef, **CLIP, **where)
+    got = clipped_linear_loss(h, w, target, old, advantage, weight, None, entropy_coef=entropy_coef, **where)
     grads = torch.autograd.grad(got.loss / 7.0, (h, w))
 
     torch.testing.assert_close(got.loss, loss, rtol=1e-6, atol=1e-6)
@@ -61,7 +74,7 @@ def test_the_comparison_sees_a_wrong_clip():
     h, w, target, _, _ = problem()
     old, advantage, weight = fields(target)
     want = torch.autograd.grad(two_steps(h, w, target, old, advantage, weight, 0.0, **WHERE)[0], h)[0]
-    got = linear_ppo(h, w, target, old, advantage, weight, None, **(CLIP | {"clip_high": 10.0}), **WHERE)
+    got = clipped_linear_loss(h, w, target, old, advantage, weight, None, clip=CLIP | {"clip_high": 10.0}, **WHERE)
     grad = torch.autograd.grad(got.loss, h)[0]
     assert (grad - want).abs().max() > 0.01 * want.abs().max()
 
@@ -79,7 +92,7 @@ def test_options_of_the_log_prob_hold_here_too(change, dtype):
     else:
         where |= change
     loss, logprob, _, _ = two_steps(h, w, target, old, advantage, weight, 0.01, **where)
-    got = linear_ppo(h, w, target, old, advantage, weight, None, entropy_coef=0.01, chunk_tokens=9, **CLIP, **where)
+    got = clipped_linear_loss(h, w, target, old, advantage, weight, None, entropy_coef=0.01, chunk_tokens=9, **where)
     torch.testing.assert_close(got.logprob, logprob.detach(), rtol=0, atol=2e-6)
     unit = 4 * 2**-8 if dtype == torch.bfloat16 else 1e-5
     for a, b in zip(torch.autograd.grad(got.loss, (h, w)), torch.autograd.grad(loss, (h, w))):
@@ -101,7 +114,7 @@ def test_gradcheck_in_fp64():
 
 def test_backward_twice_gives_the_same():
     h, w, target, _, _ = problem()
-    loss = linear_ppo(h, w, target, *fields(target), None, **WHERE).loss
+    loss = clipped_linear_loss(h, w, target, *fields(target), None, **WHERE).loss
     first = torch.autograd.grad(loss, (h, w), retain_graph=True)
     second = torch.autograd.grad(2.0 * loss, (h, w))
     for a, b in zip(first, second):
@@ -110,23 +123,23 @@ def test_backward_twice_gives_the_same():
 
 def test_without_gradients_only_the_loss_is_computed():
     h, w, target, _, _ = problem()
-    want = linear_ppo(h, w, target, *fields(target), None, **WHERE)
+    want = clipped_linear_loss(h, w, target, *fields(target), None, **WHERE)
     with torch.no_grad():
-        got = linear_ppo(h, w, target, *fields(target), None, **WHERE)
+        got = clipped_linear_loss(h, w, target, *fields(target), None, **WHERE)
     assert not got.loss.requires_grad and torch.equal(got.loss, want.loss.detach()) and torch.equal(got.logprob, want.logprob)
 
 
 def test_no_more_logits_than_a_chunk():
     h, w, target, _, _ = problem(num_tokens=640, vocab=2000, hidden=8, padding=0)
     with LargestTensor() as seen:
-        linear_ppo(h, w, target, *fields(target), None, vocab_start=0, num_valid=2000, chunk_tokens=64).loss.backward()
+        clipped_linear_loss(h, w, target, *fields(target), None, vocab_start=0, num_valid=2000, chunk_tokens=64).loss.backward()
     assert seen.largest == 64 * 2000
 
 
 def test_no_tokens():
     w = torch.randn(5, 3, requires_grad=True)
     none = torch.zeros(0)
-    result = linear_ppo(torch.zeros(0, 3), w, none.long(), none, none, none, None, vocab_start=0, num_valid=5)
+    result = clipped_linear_loss(torch.zeros(0, 3), w, none.long(), none, none, none, None, vocab_start=0, num_valid=5)
     result.loss.backward()
     assert result.logprob.shape == (0,) and not w.grad.any() and float(result.metrics["tokens_sum"]) == 0
 
@@ -134,5 +147,5 @@ def test_no_tokens():
 def test_a_field_of_another_length_is_named():
     h, w, target, _, _ = problem()
     old, advantage, weight = fields(target)
-    with pytest.raises(ValueError, match=r"advantage \(36,\) is not one value for each of 37 tokens"):
-        linear_ppo(h, w, target, old, advantage[1:], weight, None, **WHERE)
+    with pytest.raises(ValueError, match=r"one value per token is wanted.* advantage \(36,\)"):
+        clipped_linear_loss(h, w, target, old, advantage[1:], weight, None, **WHERE)

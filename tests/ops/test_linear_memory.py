@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megappo.ops.linear_logprob import linear_logprob
-from megappo.ops.linear_loss import linear_ppo
+from tests.ops.test_linear_loss import clipped_linear_loss
 from tests.worlds import spawn_world
 
 TOKENS, HIDDEN, VOCAB = 640, 64, 32000
@@ -49,7 +49,7 @@ def measure(rank):
             return logprob, entropy, *torch.autograd.grad((logprob * g[0] + entropy * g[1]).sum(), (h, w))
 
         def fused():
-            return torch.autograd.grad(linear_ppo(h, w, target, g[0], g[1], g[0].abs(), None, **where).loss, (h, w))
+            return torch.autograd.grad(clipped_linear_loss(h, w, target, g[0], g[1], g[0].abs(), None, **where).loss, (h, w))
 
         where = {"vocab_start": 0, "num_valid": VOCAB}
         found[dtype] = {

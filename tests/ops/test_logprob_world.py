@@ -4,10 +4,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megappo.ops.linear_loss import linear_ppo
 from megappo.ops.logprob import linear_logprob, vocab_parallel_logprob
 from tests.ops.test_kept_ids import keep_some
-from tests.ops.test_linear_loss import CLIP, fields, two_steps
+from tests.ops.test_linear_loss import clipped_linear_loss, fields, two_steps
 from tests.ops.test_logprob import linear_oracle, problem
 from tests.ops.vocab_oracle import cut, oracle, shard_columns
 from tests.worlds import spawn_world
@@ -66,7 +65,7 @@ def from_hidden(kind, h, w, target, group, where, g_lp, g_h):
     h, w = h.clone().requires_grad_(), w.clone().requires_grad_()
     with CountCollectives() as forward:
         if kind == "ppo":
-            result = linear_ppo(h, w, target, *fields(target), group, entropy_coef=BONUS, **CLIP, **where)
+            result = clipped_linear_loss(h, w, target, *fields(target), group, entropy_coef=BONUS, **where)
             tokens, loss = (result.logprob, result.entropy, result.loss.detach()), result.loss
             metrics = result.metrics
         else:

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from megappo.ops.linear_logprob import linear_logprob
-from megappo.ops.linear_loss import linear_ppo
-from tests.ops.test_linear_loss import fields
+from tests.ops.test_linear_loss import clipped_linear_loss, fields
 from tests.ops.test_logprob import problem
 from tests.worlds import spawn_world
 
@@ -15,7 +14,7 @@ WAYS = ("two steps", "kept logits", "fused")
 
 def loss_of(way, h, w, target, **options):
     if way == "fused":
-        return linear_ppo(h, w, target, *fields(target), None, chunk_tokens=16, **WHERE, **options).loss
+        return clipped_linear_loss(h, w, target, *fields(target), None, chunk_tokens=16, **WHERE, **options).loss
     logprob, _ = linear_logprob(h, w, target, None, chunk_tokens=16, keep_logits=way == "kept logits", **WHERE, **options)
     return (logprob * fields(target)[1]).sum()
 

@@ -12,7 +12,7 @@ import torch
 from megappo.ops import advantages as advantages_op
 from megappo.ops import linear_logprob as linear_op
 from megappo.ops import logprob as logprob_op
-from scripts import bench_gae, bench_linear_logprob, bench_linear_ppo, bench_logprob, bench_losses, bench_ops, bench_step
+from scripts import bench_gae, bench_linear_logprob, bench_linear_loss, bench_logprob, bench_losses, bench_ops, bench_step
 from scripts.bench import candidates, clock
 from scripts.bench.bars import MET, NOT_MEASURED, NOT_MET, bars
 from scripts.bench.harness import Settings, measure, prepare
@@ -24,7 +24,7 @@ QUICK = ["--device", "cpu", "--quick", "--repeats", "2", "--threads", "1", "--sy
 SCRIPTS = {
     "logprob": (bench_logprob, "24x300,16x96/4", ["--without", "Megatron-core"]),
     "linear": (bench_linear_logprob, "24x16x300", []),
-    "linear_ppo": (bench_linear_ppo, "24x16x300", []),
+    "linear_loss": (bench_linear_loss, "24x16x300", []),
     "gae": (bench_gae, "600,3x70", []),
     "losses": (bench_losses, "1Ki", []),
 }
@@ -68,8 +68,8 @@ def test_floors_come_from_the_probes_of_the_run_and_ratios_from_the_floors(writt
         assert moved == pytest.approx(2 * 32 * 2**20)
         for line in case["lines"]:
             for phase, timing in line["times"].items():
-                if phase not in case["floors"]:  # the backward of linear_ppo hands out what the forward made
-                    assert case["benchmark"] == "linear_ppo" and phase not in line["ratios"]
+                if phase not in case["floors"]:  # the backward of linear_loss hands out what the forward made
+                    assert case["benchmark"] == "linear_loss" and phase not in line["ratios"]
                     continue
                 assert line["ratios"][phase] == pytest.approx(timing["median"] / case["floors"][phase])
                 assert 0 < timing["best"] <= timing["median"] and timing["spread"] >= 0

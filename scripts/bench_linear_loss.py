@@ -1,7 +1,7 @@
-"""The clipped policy loss with an entropy bonus straight from hidden states: `python scripts/bench_linear_ppo.py [--check] ...`.
+"""The clipped policy loss with an entropy bonus straight from hidden states: `python scripts/bench_linear_loss.py [--check] ...`.
 
-`linear_ppo` makes its gradients while the logits of a chunk exist: three matrix products, which is the floor (timed in the same
-rounds). Shapes are those of bench_linear_logprob.py.
+`linear_token_loss` makes its gradients while the logits of a chunk exist: three matrix products, which is the floor (timed in the
+same rounds). Shapes are those of bench_linear_logprob.py.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megappo.algo.losses import entropy_loss
 from megappo.ops.linear_logprob import linear_logprob
-from megappo.ops.linear_loss import linear_ppo
+from megappo.ops.linear_loss import linear_token_loss
 from megappo.ops.losses import policy_loss
 from scripts.bench.candidates import differentiable, ours, plain_and_compiled
 from scripts.bench.cli import run
@@ -33,7 +33,7 @@ ENTROPY_COEF = 0.01
 
 
 @dataclass(frozen=True)
-class LinearPpoProblem:
+class LinearLossProblem:
     """token_weight: mask over the number of tokens."""
 
     linear: LinearProblem
@@ -99,7 +99,7 @@ def naive(hidden: Tensor, weight: Tensor, target: Tensor, *fields: Tensor) -> Te
     return plain_loss(*log_softmax_logprob(hidden @ weight.t(), target), *fields)
 
 
-def problem(sizes: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> LinearPpoProblem:
+def problem(sizes: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> LinearLossProblem:
     linear = linear_problem(sizes, dtype, device)
     generator = torch.Generator(device).manual_seed(1)
     advantage, noise = torch.randn(2, sizes[0], generator=generator, device=device)
@@ -112,10 +112,10 @@ def problem(sizes: tuple[int, int, int], dtype: torch.dtype, device: torch.devic
         ]
     )
     ratio = away_from([1 - CLIP, 1 + CLIP], (0.2 * noise).exp())
-    return LinearPpoProblem(linear, logprob - ratio.log(), advantage, mask.float() / mask.sum().clamp(min=1))
+    return LinearLossProblem(linear, logprob - ratio.log(), advantage, mask.float() / mask.sum().clamp(min=1))
 
 
-def candidates(p: LinearPpoProblem) -> Sequence[Candidate]:
+def candidates(p: LinearLossProblem) -> Sequence[Candidate]:
     linear = p.linear
     device, target = linear.hidden.device, linear.target
     fields = (p.old_logprob, p.advantage, p.token_weight)
@@ -126,8 +126,13 @@ def candidates(p: LinearPpoProblem) -> Sequence[Candidate]:
         inputs, outputs = {"dhidden": linear.hidden, "dweight": linear.weight}, {"loss": torch.ones((), device=device)}
         return differentiable(lambda h, w: (function(h, w),), inputs, outputs)
 
+    def token_loss(tokens: slice, logprob: Tensor, entropy: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
+        assert entropy is not None
+        loss, metrics = policy_loss(logprob, *(field[tokens] for field in fields), **clip)
+        return loss + ENTROPY_COEF * entropy_loss(entropy, p.token_weight[tokens])[0], metrics
+
     def fused(hidden: Tensor, weight: Tensor) -> Tensor:
-        return linear_ppo(hidden, weight, target, *fields, None, **clip, entropy_coef=ENTROPY_COEF, **where).loss
+        return linear_token_loss(hidden, weight, target, token_loss, None, **where).loss
 
     def in_steps(hidden: Tensor, weight: Tensor) -> Tensor:
         logprob, entropy = linear_logprob(hidden, weight, target, None, **where)
@@ -151,11 +156,11 @@ def candidates(p: LinearPpoProblem) -> Sequence[Candidate]:
     ]
 
 
-LINEAR_PPO = Benchmark("linear_ppo", FORM, LINEAR_LOGPROB.shapes, LINEAR_LOGPROB.dtypes, read, problem, candidates)
+LINEAR_LOSS = Benchmark("linear_loss", FORM, LINEAR_LOGPROB.shapes, LINEAR_LOGPROB.dtypes, read, problem, candidates)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return run("bench_linear_ppo", "Policy loss with entropy bonus from hidden states.", [LINEAR_PPO], argv)
+    return run("bench_linear_loss", "Policy loss with entropy bonus from hidden states.", [LINEAR_LOSS], argv)
 
 
 if __name__ == "__main__":
