@@ -70,9 +70,12 @@ class Metric(StrEnum):
     VALUE = "critic/value_*", "mean, std, min, max of the values"
     RETURN = "critic/return_*", "mean, std, min, max of the returns"
 
-    KL_TOKEN = "kl/per_token", "mean log-ratio of policy and reference per sampled token (k1), nats"
-    KL_TOKEN_K3 = "kl/per_token_k3", "the same as k3 estimate"
-    KL_RESPONSE = "kl/per_response", "mean over responses of the summed log-ratio, nats"
+    KL_TOKEN = "kl/per_token", "mean KL to the reference per sampled token, by the estimator of algorithm.kl, nats"
+    KL_TOKEN_K3 = "kl/per_token_k3", "the same by the k3 estimator"
+    KL_RESPONSE = (
+        "kl/per_response",
+        "mean over responses of the summed log-ratio (k1 under every estimator), nats; what the controller sees",
+    )
     KL_COEF = "kl/coef", "factor of the KL penalty used in this step"
 
     RESPONSE_MEAN = "lengths/response_mean", "mean response length, tokens"

@@ -135,7 +135,8 @@ class PPO:
         with timers.stage("push_weights"):  # 7
             pushed = self.push_weights(step)
 
-        record = StepRecord(step, batch, scored, agreement, kl_coef, critic, policy, pushed)  # 8
+        kl_estimator = self.shaping.kl_estimator  # 8
+        record = StepRecord(step, batch, scored, agreement, kl_estimator, kl_coef, critic, policy, pushed)
         if step > self.settings.critic_warmup_steps:  # before, the policy stands still and its KL says nothing about the factor
             self.kl_controller.update(record.kl_per_response(), batch.num_sequences)
         self.count(batch, critic, policy)

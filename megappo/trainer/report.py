@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megappo.algo.aggregation import tokens_per_sequence
+from megappo.algo.kl import kl_estimate
 from megappo.algo.summaries import expert_load, explained_variance, masked_moments, regression_moments, summarise
 from megappo.data.packing import PackedBatch
 from megappo.data.prompts import Prompt
@@ -31,16 +32,21 @@ class StepRecord:
     batch: PackedBatch
     scored: Scored
     agreement: Agreement
+    kl_estimator: str
     kl_coef: float
     critic: UpdateSummary
     policy: UpdateSummary
     pushed: dict[str, float]
 
     def kl_per_response(self) -> float:
-        """Mean over responses of sum over tokens of log pi - log pi_ref, in nats; 0 without a reference."""
+        """Mean over responses of sum over tokens of log pi - log pi_ref, in nats; 0 without a reference.
+
+        This is k1 under every estimator: what the adaptive controller holds against its target must be the KL of whole responses,
+        and k1 sums to log pi(y) / pi_ref(y), whose mean that is (`algo.kl.KLController`).
+        """
         if "ref_logprob" not in self.batch:
             return 0.0
-        return float(self._kl().sum()) / max(1, self.batch.num_sequences)
+        return float(self._kl("k1").sum()) / max(1, self.batch.num_sequences)
 
     def metrics(self, timers: StageTimers, evaluation: Evaluation | None) -> dict[str, float]:
         """Name -> value, grouped by the part before the slash."""
@@ -116,10 +122,9 @@ class StepRecord:
     def _kl_metrics(self) -> dict[str, float]:
         if "ref_logprob" not in self.batch:
             return {}
-        d = self._kl()[self._mask]
         return {
-            Metric.KL_TOKEN.value: _mean(d),
-            Metric.KL_TOKEN_K3.value: _mean(torch.expm1(-d) + d),
+            Metric.KL_TOKEN.value: _masked_mean(self._kl(self.kl_estimator), self._mask),
+            Metric.KL_TOKEN_K3.value: _masked_mean(self._kl("k3"), self._mask),
             Metric.KL_RESPONSE.value: self.kl_per_response(),
             Metric.KL_COEF.value: self.kl_coef,
         }
@@ -163,9 +168,9 @@ class StepRecord:
     def _mask(self) -> Tensor:
         return self.batch["response_mask"]
 
-    def _kl(self) -> Tensor:
-        """[T] log pi - log pi_ref on sampled tokens, 0 elsewhere."""
-        return torch.where(self._mask, self.batch["logprob"] - self.batch["ref_logprob"], 0.0)
+    def _kl(self, kl_estimator: str) -> Tensor:
+        """[T] estimated KL to the reference on sampled tokens, 0 elsewhere."""
+        return torch.where(self._mask, kl_estimate(self.batch["logprob"], self.batch["ref_logprob"], kl_estimator), 0.0)
 
     def _per_sequence(self, name: str) -> Tensor:
         """[B] sum over the tokens of each sequence."""

@@ -37,7 +37,7 @@ def updates(sums, denominator=2.0):
     return summary
 
 
-def record(policy_sums=None, fields=FIELDS):
+def record(policy_sums=None, fields=FIELDS, kl_estimator="k1"):
     batch = PackedBatch(
         tokens=torch.arange(8),
         cu_seqlens=cu_seqlens_of([4, 4]),
@@ -47,7 +47,7 @@ def record(policy_sums=None, fields=FIELDS):
     scored = Scored(["r0", "r1"], [1.0, 0.5], {"exact_match": [1.0, 0.0]}, num_undecided=1)
     policy = UpdateSummary() if policy_sums is None else updates(policy_sums)
     critic = updates({"tokens_sum": 5.0, "loss_sum": 4.0})
-    return StepRecord(3, batch, scored, Agreement(0.001, 0.01), 0.02, critic, policy, {"seconds": 0.5})
+    return StepRecord(3, batch, scored, Agreement(0.001, 0.01), kl_estimator, 0.02, critic, policy, {"seconds": 0.5})
 
 
 def metrics_of(step_record):
@@ -131,6 +131,25 @@ def test_what_did_not_happen_is_not_reported():
     assert "policy/loss" not in without and without["policy/updates"] == 0, "a critic warm-up step"
     assert "policy/kl_loss" not in metrics_of(record(POLICY_SUMS))
     assert metrics_of(record({**POLICY_SUMS, "kl_loss_sum": 2.0}))["policy/kl_loss"] == pytest.approx(0.4)
+
+
+K3 = [math.expm1(-d) + d for d in (0.5, -1.0, 0.5, 0.5, 0.0)]
+
+
+@pytest.mark.parametrize("kl_estimator, per_token", [("k1", 0.1), ("k2", (3 * 0.125 + 0.5) / 5), ("k3", sum(K3) / 5)])
+def test_kl_per_token_is_that_of_the_configured_estimator_and_per_response_the_log_ratio(kl_estimator, per_token):
+    metrics = metrics_of(record(kl_estimator=kl_estimator))
+    assert metrics["kl/per_token"] == pytest.approx(per_token)
+    assert metrics["kl/per_token_k3"] == pytest.approx(sum(K3) / 5)
+    assert metrics["kl/per_response"] == pytest.approx(0.25), "what the adaptive controller gets does not change"
+
+
+def test_the_logged_kl_is_capped_as_the_trained_one_is():
+    far = {**FIELDS, "logprob": [99.0, 99, -200.0, -2.0, 99, -0.5, -0.5, -1.0]}
+    want = (math.expm1(20.0) - 198.5 + sum(K3[1:])) / 5
+    metrics = metrics_of(record(fields=far, kl_estimator="k3"))
+    assert metrics["kl/per_token"] == metrics["kl/per_token_k3"] == pytest.approx(want)
+    assert math.isfinite(want) and not math.isfinite(float(torch.tensor(198.5).expm1())), "uncapped it is inf"
 
 
 def test_trajectories_hold_the_sampled_tokens_and_their_numbers():
