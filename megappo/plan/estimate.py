@@ -33,8 +33,7 @@ from megappo.plan.memory import (
 from megappo.plan.reserve import reserve_bytes
 from megappo.rollout.types import SamplingParams
 from megappo.telemetry.tables import gib
-from megappo.trainer.roles import Critic
-from megappo.trainer.settings import policy_loss
+from megappo.trainer.roles import Critic, policy_reads
 
 
 @dataclass(frozen=True)
@@ -241,7 +240,7 @@ def values_read(config: TrainConfig, role: str) -> tuple[int, int]:
         return 0, len(Critic.reads)
     s = config.rollout.sampling
     sampling = SamplingParams(config.rollout.max_response_tokens, s.temperature, s.top_p, s.top_k, record_kept=s.replay_kept_tokens)
-    return sampling.kept_width, sampling.kept_width + len(policy_loss(config.algorithm).reads)
+    return sampling.kept_width, sampling.kept_width + len(policy_reads(config.algorithm))
 
 
 def rollout_dtype(config: TrainConfig) -> Literal["bf16", "fp32"]:

@@ -36,11 +36,10 @@ from megappo.rollout.types import SamplingParams
 from megappo.telemetry.log import configure_logging
 from megappo.telemetry.runlog import RunLog
 from megappo.trainer.kernel_selection import select_kernels
-from megappo.trainer.ppo import PPO, PPOSettings
+from megappo.trainer.ppo import PPO
 from megappo.trainer.roles import Critic, LanguageModel, Policy
 from megappo.trainer.run_facts import run_facts
 from megappo.trainer.rundir import RunDir
-from megappo.trainer.settings import advantage_shaping, mini_batches, policy_loss
 from megappo.trainer.shaping import HOST_OPS
 from megappo.trainer.state import TrainerState
 
@@ -131,8 +130,9 @@ class _Parts:
         self.state = TrainerState()
         self.kl_controller = kl_controller(config.algorithm.kl)
         self.ppo = PPO(
-            _settings(config, data.total_steps),
-            policy=Policy(self.policy_engine, temperature, policy_loss(config.algorithm), config.policy.logits_dtype),
+            config,
+            data.total_steps,
+            policy=Policy(self.policy_engine, temperature, config.algorithm, config.policy.logits_dtype),
             critic=Critic(self.critic_engine, config.algorithm.value_clip),
             reference=reference,
             rollout=self.rollout,
@@ -142,9 +142,7 @@ class _Parts:
             eval_prompts=data.eval.prompts if data.eval else (),
             tokenizer=data.tokenizer,
             scorer=_scorer(config),
-            shaping=advantage_shaping(config.algorithm),
             kl_controller=self.kl_controller,
-            mini_batches=mini_batches(config),
             state=self.state,
             log=self.log,
             save=self.save,
@@ -269,21 +267,6 @@ def kl_controller(kl: KLConfig) -> KLController:
     if kl.controller == "adaptive":
         return AdaptiveKL(kl.coef, kl.target, kl.horizon)
     return FixedKL(kl.coef)
-
-
-def _settings(config: TrainConfig, total_steps: int) -> PPOSettings:
-    return PPOSettings(
-        total_steps=total_steps,
-        seed=config.run.seed,
-        samples_per_prompt=config.rollout.samples_per_prompt,
-        critic_warmup_steps=config.critic.warmup_steps,
-        max_prob_diff=config.rollout.max_prob_diff,
-        eval_every=config.trainer.eval_every,
-        eval_before=config.trainer.eval_before,
-        save_every=config.checkpoint.save_every,
-        trajectories_every=config.telemetry.trajectories_every,
-        trajectories_per_step=config.telemetry.trajectories_per_step,
-    )
 
 
 def _scorer(config: TrainConfig) -> Scorer:

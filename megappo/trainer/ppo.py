@@ -6,12 +6,12 @@ that inside. Nothing tensor-level happens here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
 from megappo.algo.kl import KLController
+from megappo.config.schema import TrainConfig
 from megappo.data.packing import PackedBatch
 from megappo.data.prompts import Prompt, PromptLoader
 from megappo.data.tokenizers import Tokenizer
@@ -25,36 +25,21 @@ from megappo.trainer.report import StepRecord, trajectories_of
 from megappo.trainer.roles import Critic, LanguageModel, Policy, add_model_outputs
 from megappo.trainer.sampler_check import compare_with_sampler, require_agreement
 from megappo.trainer.scoring import score_responses
-from megappo.trainer.shaping import AdvantageShaping
+from megappo.trainer.shaping import shape_advantages
 from megappo.trainer.state import TrainerState
-from megappo.trainer.updates import MiniBatches, UpdateSummary, run_updates
-
-
-@dataclass(frozen=True)
-class PPOSettings:
-    """Numbers of the loop. Intervals are in PPO steps; 0 means never."""
-
-    total_steps: int
-    seed: int
-    samples_per_prompt: int
-    critic_warmup_steps: int
-    max_prob_diff: float
-    eval_every: int
-    eval_before: bool
-    save_every: int
-    trajectories_every: int
-    trajectories_per_step: int
+from megappo.trainer.updates import MiniBatch, UpdateSummary, mini_batches, run_updates
 
 
 class PPO:
     """The loop. Its parts are built in `main.py`; `save` writes a checkpoint of all of them.
 
-    stop_agreed: collective; whether any rank was asked to stop. The run then ends after the present step, with a checkpoint.
+    stop_agreed: collective; true once any rank was asked to stop. The run then ends after the present step, with a checkpoint.
     """
 
     def __init__(
         self,
-        settings: PPOSettings,
+        config: TrainConfig,
+        total_steps: int,
         *,
         policy: Policy,
         critic: Critic,
@@ -66,22 +51,20 @@ class PPO:
         eval_prompts: Sequence[Prompt],
         tokenizer: Tokenizer,
         scorer: Scorer,
-        shaping: AdvantageShaping,
         kl_controller: KLController,
-        mini_batches: MiniBatches,
         state: TrainerState,
         log: RunLog,
         save: Callable[[int], None],
         settle: Callable[[], None],
         stop_agreed: Callable[[], bool],
     ) -> None:
-        self.settings = settings
+        self.config, self.total_steps = config, total_steps
         self.policy, self.critic, self.reference = policy, critic, reference
         self.rollout, self.sampling = rollout, sampling
         self.prompts, self.loader, self.eval_prompts = prompts, loader, eval_prompts
         self.tokenizer, self.scorer = tokenizer, scorer
-        self.shaping, self.kl_controller, self.mini_batches = shaping, kl_controller, mini_batches
-        self.state, self.log, self.save = state, log, save
+        self.kl_controller, self.state = kl_controller, state
+        self.log, self.save = log, save
         self.settle = settle
         self.stop_agreed, self.stopped = stop_agreed, False
 
@@ -89,22 +72,22 @@ class PPO:
         """All remaining steps, or those until a stop; returns the last evaluation."""
         self.push_weights(self.state.step)
         evaluation = None
-        if self.settings.eval_before and self.state.step == 0:
+        if self.config.trainer.eval_before and self.state.step == 0:
             evaluation = self.evaluate()
-        while self.state.step < self.settings.total_steps and not self.stopped:
+        while self.state.step < self.total_steps and not self.stopped:
             evaluation = self.step() or evaluation
-            if self.state.step > self.settings.critic_warmup_steps:  # every role has been updated
+            if self.state.step > self.config.critic.warmup_steps:  # every role has been updated
                 self.settle()
         return evaluation
 
     def step(self) -> Evaluation | None:
-        step = self.state.step + 1
+        step, config = self.state.step + 1, self.config
         timers = StageTimers()
 
         with timers.stage("prompts"):  # 1
             chosen = [self.prompts[i] for i in self.loader.next_step()]
-            n = self.settings.samples_per_prompt
-            requests = make_requests([p.tokens for p in chosen], n, self.settings.seed, step)
+            n = config.rollout.samples_per_prompt
+            requests = make_requests([p.tokens for p in chosen], n, config.run.seed, step)
             asked = [prompt for prompt in chosen for _ in range(n)]
 
         with timers.stage("generate"):  # 2
@@ -118,36 +101,39 @@ class PPO:
         with timers.stage("logprobs"):  # 4
             batch = add_model_outputs(batch, self.policy, self.critic, self.reference)
             agreement = compare_with_sampler(batch, self.sampling)
-            require_agreement(agreement, self.settings.max_prob_diff, step, self.rollout.name)
+            require_agreement(agreement, config.rollout.max_prob_diff, step, self.rollout.name)
 
         with timers.stage("advantages"):  # 5
             kl_coef = self.kl_controller.coef
-            batch = self.shaping.apply(batch, torch.tensor(scored.total), kl_coef)
+            batch = shape_advantages(batch, torch.tensor(scored.total), kl_coef, config.algorithm)
 
         with timers.stage("update_critic"):  # 6
-            seed = sample_seed(self.settings.seed, step, -1)
-            critic = run_updates(self.critic, batch, self.mini_batches, seed)
+            critic = run_updates(self.critic, self.mini_batches(batch, step))
         with timers.stage("update_policy"):
             policy = UpdateSummary()
-            if step > self.settings.critic_warmup_steps:
-                policy = run_updates(self.policy, batch, self.mini_batches, seed)
+            if step > config.critic.warmup_steps:
+                policy = run_updates(self.policy, self.mini_batches(batch, step))
 
         with timers.stage("push_weights"):  # 7
             pushed = self.push_weights(step)
 
-        kl_estimator = self.shaping.kl_estimator  # 8
-        record = StepRecord(step, batch, scored, agreement, kl_estimator, kl_coef, critic, policy, pushed)
-        if step > self.settings.critic_warmup_steps:  # before, the policy stands still and its KL says nothing about the factor
+        record = StepRecord(step, batch, scored, agreement, config.algorithm.kl.estimator, kl_coef, critic, policy, pushed)  # 8
+        if step > config.critic.warmup_steps:  # before, the policy stands still and its KL says nothing about the factor
             self.kl_controller.update(record.kl_per_response(), batch.num_sequences)
         self.count(batch, critic, policy)
-        evaluation = self.evaluate(timers) if self.is_due(step, self.settings.eval_every) else None
-        self.log.step(record.metrics(timers, evaluation), step, self.settings.total_steps)
-        if self.settings.trajectories_every and step % self.settings.trajectories_every == 0:
-            self.log.trajectories(step, trajectories_of(record, asked, self.settings.trajectories_per_step))
-        self.stopped = step < self.settings.total_steps and self.stop_agreed()
-        if self.is_due(step, self.settings.save_every) or step == self.settings.total_steps or self.stopped:
+        evaluation = self.evaluate(timers) if self.is_due(step, config.trainer.eval_every) else None
+        self.log.step(record.metrics(timers, evaluation), step, self.total_steps)
+        if config.telemetry.trajectories_every and step % config.telemetry.trajectories_every == 0:
+            self.log.trajectories(step, trajectories_of(record, asked, config.telemetry.trajectories_per_step))
+        self.stopped = step < self.total_steps and self.stop_agreed()
+        if self.is_due(step, config.checkpoint.save_every) or step == self.total_steps or self.stopped:
             self.save(step)
         return evaluation
+
+    def mini_batches(self, batch: PackedBatch, step: int) -> Iterator[MiniBatch]:
+        """Those of a step, the same for critic and policy."""
+        seed = sample_seed(self.config.run.seed, step, -1)
+        return mini_batches(batch, self.config.algorithm, self.config.rollout.max_response_tokens, seed)
 
     def push_weights(self, version: int) -> dict[str, float]:
         """The policy's present weights into the rollout engine; they must be resident for that."""
@@ -164,7 +150,7 @@ class PPO:
         return evaluation
 
     def is_due(self, step: int, interval: int) -> bool:
-        return interval > 0 and (step % interval == 0 or step == self.settings.total_steps)
+        return interval > 0 and (step % interval == 0 or step == self.total_steps)
 
     def count(self, batch: PackedBatch, critic: UpdateSummary, policy: UpdateSummary) -> None:
         self.state.step += 1

@@ -14,6 +14,7 @@ from torch import Tensor
 from megappo.algo.alignment import align_values, next_token_targets, shift_left, shift_right
 from megappo.algo.kl import kl_loss
 from megappo.algo.losses import entropy_loss
+from megappo.config.schema import AlgorithmConfig
 from megappo.data.packing import NO_ID, PackedBatch
 from megappo.engine.base import Engine, LossOutput, ModelOutput, PassResult, StepResult
 from megappo.ops.linear_logprob import has_main_grad, linear_logprob
@@ -21,24 +22,6 @@ from megappo.ops.linear_loss import linear_token_loss
 from megappo.ops.losses import policy_loss, value_loss
 
 LogitsDtype = Literal["fp32", "bf16"]
-
-
-@dataclass(frozen=True)
-class PolicyLossConfig:
-    """Coefficients of the policy's loss; see `config.schema.AlgorithmConfig`."""
-
-    clip_low: float
-    clip_high: float
-    dual_clip: float | None
-    entropy_coef: float
-    kl_coef: float
-    kl_estimator: str
-    target_kl: float | None
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        """Names of the batch's fields that the loss reads."""
-        return ("logprob", "advantage", "weight") + (("ref_logprob",) if self.kl_coef > 0 else ())
 
 
 @dataclass(frozen=True)
@@ -102,34 +85,47 @@ class LanguageModel:
         )
 
 
+def loss_kl_coef(algorithm: AlgorithmConfig) -> float:
+    """Coefficient of the KL term in the policy's loss; 0 if the KL is in the reward or nowhere."""
+    return algorithm.kl.coef if algorithm.kl.placement == "loss" else 0.0
+
+
+def policy_reads(algorithm: AlgorithmConfig) -> tuple[str, ...]:
+    """Names of the batch's fields that the policy's loss reads."""
+    return ("logprob", "advantage", "weight") + (("ref_logprob",) if loss_kl_coef(algorithm) > 0 else ())
+
+
 class Policy(LanguageModel):
     """The model that is trained to act."""
 
-    def __init__(self, engine: Engine, temperature: float, loss: PolicyLossConfig, logits_dtype: LogitsDtype = "fp32") -> None:
+    def __init__(self, engine: Engine, temperature: float, algorithm: AlgorithmConfig, logits_dtype: LogitsDtype = "fp32") -> None:
         super().__init__(engine, temperature, logits_dtype)
-        self._loss = loss
+        self._algorithm = algorithm
+        self._kl_coef = loss_kl_coef(algorithm)
+        self._reads = policy_reads(algorithm)
 
     def update(self, mini: PackedBatch, denominator: float) -> UpdateResult:
         """One optimizer step on a global mini-batch with fields logprob, advantage, weight (and ref_logprob with KL in the
         loss).
         """
         self.engine.optimizer_zero_grad()
-        reads = (*self.sampling_fields, *self._loss.reads)
+        reads = (*self.sampling_fields, *self._reads)
         losses = self.engine.forward_backward(mini, self._loss_of, reads=reads, denominator=denominator)
-        if self._loss.target_kl is not None and _approx_kl(losses) > 1.5 * self._loss.target_kl:
+        target_kl = self._algorithm.target_kl
+        if target_kl is not None and _approx_kl(losses) > 1.5 * target_kl:
             return UpdateResult(losses, step=None, lr=None)
         lr = self.engine.lr_scheduler_step()
         return UpdateResult(losses, self.engine.optimizer_step(), lr)
 
     def _loss_of(self, output: ModelOutput, micro: PackedBatch) -> LossOutput:
         # Without a bonus the entropy and its gradient are not worth a pass over the logits.
-        want_entropy = self._loss.entropy_coef > 0
+        want_entropy = self._algorithm.entropy_coef > 0
         if output.context is not None:
             # The loss needs the log-probs of the tokens that other context-parallel ranks hold: log-probs first, then the loss.
             logprob, entropy = self.token_logprobs(output, micro, want_entropy)
-            return _loss_output(*self._token_loss({name: micro[name] for name in self._loss.reads}, logprob, entropy))
+            return _loss_output(*self._token_loss({name: micro[name] for name in self._reads}, logprob, entropy))
 
-        fields = {name: shift_left(micro[name], micro.cu_seqlens, 0) for name in self._loss.reads}
+        fields = {name: shift_left(micro[name], micro.cu_seqlens, 0) for name in self._reads}
 
         def token_loss(tokens: slice, logprob: Tensor, entropy: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
             return self._token_loss({name: field[tokens] for name, field in fields.items()}, logprob, entropy)
@@ -141,24 +137,23 @@ class Policy(LanguageModel):
         self, fields: Mapping[str, Tensor], logprob: Tensor, entropy: Tensor | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """(loss, metrics) of some tokens; `fields` and log-probs of the same ones."""
-        c = self._loss
-        weight = fields["weight"]
+        a, weight = self._algorithm, fields["weight"]
         surrogate, metrics = policy_loss(
             logprob,
             fields["logprob"],
             fields["advantage"],
             weight,
-            clip_low=c.clip_low,
-            clip_high=c.clip_high,
-            dual_clip=c.dual_clip,
+            clip_low=a.clip_low,
+            clip_high=a.clip_high,
+            dual_clip=a.dual_clip,
         )
         metrics["surrogate_sum"] = surrogate
         loss = surrogate
         if entropy is not None:
-            loss = loss + c.entropy_coef * entropy_loss(entropy, weight)[0]
-        if c.kl_coef > 0:
-            penalty, kl_metrics = kl_loss(logprob, fields["ref_logprob"], weight, c.kl_estimator)
-            loss = loss + c.kl_coef * penalty
+            loss = loss + a.entropy_coef * entropy_loss(entropy, weight)[0]
+        if self._kl_coef > 0:
+            penalty, kl_metrics = kl_loss(logprob, fields["ref_logprob"], weight, a.kl.estimator)
+            loss = loss + self._kl_coef * penalty
             metrics = {**metrics, **kl_metrics}
         return loss, metrics
 

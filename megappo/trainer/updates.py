@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -11,30 +11,28 @@ import torch
 from torch import Tensor
 
 from megappo.algo.aggregation import token_weights
+from megappo.config.schema import AlgorithmConfig
 from megappo.data.packing import PackedBatch
 from megappo.engine.base import Engine
 from megappo.trainer.roles import UpdateResult
 
+MiniBatch = tuple[PackedBatch, float]
+"""(sequences with field `weight`, denominator of the loss: it counts the whole mini-batch over all ranks)"""
 
-@dataclass(frozen=True)
-class MiniBatches:
-    """How experience is cut: `size` samples per optimizer step, `epochs` passes, each in a new seeded order."""
 
-    size: int
-    epochs: int
-    aggregation: str
-    max_response_tokens: int
+def mini_batches(batch: PackedBatch, algorithm: AlgorithmConfig, max_response_tokens: int, seed: int) -> Iterator[MiniBatch]:
+    """Cut experience into optimizer steps of `mini_batch_size` samples: `ppo_epochs` passes, each in a new seeded order.
 
-    def of(self, batch: PackedBatch, seed: int) -> Iterator[tuple[PackedBatch, float]]:
-        """(mini-batch with field `weight`, denominator); the denominator counts the whole mini-batch over all ranks."""
-        for epoch in range(self.epochs):
-            generator = torch.Generator().manual_seed((seed + epoch) % 2**63)
-            order = torch.randperm(batch.num_sequences, generator=generator)
-            for chosen in order.split(self.size):
-                mini = batch.select(chosen)
-                weights = token_weights(self.aggregation, mini["response_mask"], mini.cu_seqlens, self.max_response_tokens)
-                # Without a single sampled token every weight is 0; any denominator keeps the loss 0 instead of NaN.
-                yield mini.with_fields({"weight": weights.weight}), max(float(weights.count), 1.0)
+    max_response_tokens: the length that `loss_aggregation: fixed-length` divides by.
+    """
+    for epoch in range(algorithm.ppo_epochs):
+        generator = torch.Generator().manual_seed((seed + epoch) % 2**63)
+        order = torch.randperm(batch.num_sequences, generator=generator)
+        for chosen in order.split(algorithm.mini_batch_size):
+            mini = batch.select(chosen)
+            weights = token_weights(algorithm.loss_aggregation, mini["response_mask"], mini.cu_seqlens, max_response_tokens)
+            # Without a single sampled token every weight is 0; any denominator keeps the loss 0 instead of NaN.
+            yield mini.with_fields({"weight": weights.weight}), max(float(weights.count), 1.0)
 
 
 class Trainable(Protocol):
@@ -100,11 +98,11 @@ def _mean(values: list[float]) -> float:
     return sum(values) / len(values) if values else 0.0
 
 
-def run_updates(role: Trainable, batch: PackedBatch, mini_batches: MiniBatches, seed: int) -> UpdateSummary:
-    """All epochs of one role. Ends early where the role declines a step (target KL): every rank sees the same KL, so all stop."""
+def run_updates(role: Trainable, minis: Iterable[MiniBatch]) -> UpdateSummary:
+    """One update for each mini-batch. Ends early where the role declines one (target KL): all ranks see the same KL and stop."""
     summary = UpdateSummary()
     with role.engine.train_mode():
-        for mini, denominator in mini_batches.of(batch, seed):
+        for mini, denominator in minis:
             result = role.update(mini, denominator)
             summary.add(result, denominator)
             if result.step is None:

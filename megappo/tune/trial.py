@@ -30,7 +30,6 @@ from megappo.prepare.layouts import layout_of
 from megappo.telemetry.timers import wait_for_device
 from megappo.trainer.kernel_selection import choose_kernels
 from megappo.trainer.roles import Critic, LanguageModel, Policy
-from megappo.trainer.settings import policy_loss
 from megappo.tune.trials import RUNNING, Measured, Trial, moves, read_trial, world_folder, write_outcome
 
 # A trial generates, scores and saves nothing: its ranks are never far apart, and one that hangs costs the others of its job.
@@ -151,10 +150,10 @@ class _Passes:
             algorithm.loss_aggregation, self._batch["response_mask"], self._batch.cu_seqlens, config.rollout.max_response_tokens
         )
         self._mini, self._count = self._batch.with_fields({"weight": weights.weight}), max(float(weights.count), 1.0)
-        loss = policy_loss(algorithm.model_copy(update={"target_kl": None}))  # an update that is left out takes no time
+        algorithm = algorithm.model_copy(update={"target_kl": None})  # an update that is left out takes no time
         self._role: Policy | Critic | LanguageModel
         if trial.role == "policy":
-            self._role = Policy(engine, temperature, loss, config.policy.logits_dtype)
+            self._role = Policy(engine, temperature, algorithm, config.policy.logits_dtype)
         elif trial.role == "critic":
             self._role = Critic(engine, algorithm.value_clip)
         else:

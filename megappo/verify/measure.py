@@ -24,8 +24,8 @@ from megappo.models.implementation import Implementation
 from megappo.parallel.groups import ProcessGroups
 from megappo.trainer.experience import sample_seed
 from megappo.trainer.roles import Critic, LanguageModel, Policy, add_model_outputs
-from megappo.trainer.settings import advantage_shaping, mini_batches, policy_loss
-from megappo.trainer.updates import run_updates
+from megappo.trainer.shaping import shape_advantages
+from megappo.trainer.updates import mini_batches, run_updates
 from megappo.verify.gather import Gathered, gather_tensors
 
 # Quantities of a role's updates, one number for each mini-batch.
@@ -76,17 +76,17 @@ def measure(
     sharded = config.policy.optimizer.distributed or config.critic.optimizer.distributed
     assert not (gradients and sharded), "gradients are gathered without the distributed optimizer"
     roles = _Roles(config, groups, sum(batch.num_sequences for batch in rollouts), device, implementation, gradients)
-    shaping, cut = advantage_shaping(config.algorithm), mini_batches(config)
+    algorithm = config.algorithm
     measured = roles.measures
     for step, rollout in enumerate(rollouts, 1):
         batch = add_model_outputs(rollout, roles.policy, roles.critic, roles.reference)
-        batch = shaping.apply(batch, batch["score"], config.algorithm.kl.coef)
+        batch = shape_advantages(batch, batch["score"], algorithm.kl.coef, algorithm)
         for role, quantity, name in _FIELDS:
             if name in batch:
                 measured[role].add(quantity, batch[name])
         seed = sample_seed(config.run.seed, step, -1)
         for role in (roles.critic, roles.policy):
-            run_updates(role, batch, cut, seed)
+            run_updates(role, mini_batches(batch, algorithm, config.rollout.max_response_tokens, seed))
         roles.end_step()
     if parameters:
         roles.gather_parameters()
@@ -135,7 +135,7 @@ class _Roles:
             role: _Recorder(engine, self.measures[role], gradients) for role, engine in (("policy", policy), ("critic", critic))
         }
         logits_dtype = config.policy.logits_dtype
-        self.policy = Policy(self._recorders["policy"], temperature, policy_loss(a), logits_dtype)
+        self.policy = Policy(self._recorders["policy"], temperature, a, logits_dtype)
         self.critic = Critic(self._recorders["critic"], a.value_clip)
         self.reference: LanguageModel | None = None
         if a.kl.placement != "none":

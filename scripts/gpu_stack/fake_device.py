@@ -149,21 +149,13 @@ def stage_5(kernels: Any) -> Callable[[], str]:
     """The experience is on the host, whatever kernels the models' passes on the GPU are told to use."""
 
     def check() -> str:
+        from megappo.config.schema import AlgorithmConfig
         from megappo.ops import dispatch
-        from megappo.trainer.shaping import AdvantageShaping
+        from megappo.trainer.shaping import shape_advantages
 
-        shaping = AdvantageShaping(
-            gamma=0.99,
-            lam=0.95,
-            lam_value=1.0,
-            lam_length_alpha=None,
-            kl_in_reward=True,
-            kl_estimator="k1",
-            whiten=True,
-            bootstrap_truncated=True,
-        )
+        algorithm = AlgorithmConfig(gamma=0.99, lam=0.95, lam_value=1.0, bootstrap_truncated=True)
         dispatch.select(kernels, "cuda")
-        shaped = shaping.apply(host_batch(), torch.ones(len(LENGTHS)), 0.05)
+        shaped = shape_advantages(host_batch(), torch.ones(len(LENGTHS)), 0.05, algorithm)
         return _described({name: shaped[name] for name in ("reward", "advantage", "raw_advantage", "returns")}, "cpu")
 
     return check

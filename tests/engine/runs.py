@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from megappo.algo.aggregation import token_weights
 from megappo.algo.alignment import first_token_mask
-from megappo.config.schema import CriticConfig, OffloadConfig, OptimizerConfig, PolicyConfig
+from megappo.config.schema import AlgorithmConfig, CriticConfig, OffloadConfig, OptimizerConfig, PolicyConfig
 from megappo.data.packing import PackedBatch, pack
 
 STEPS = 2
@@ -46,7 +46,7 @@ def build_roles(
     """offload: all parts, none, or those that are named."""
     from megappo.engine.build import build_trainable
     from megappo.models.arch import read_arch
-    from megappo.trainer.roles import Critic, Policy, PolicyLossConfig
+    from megappo.trainer.roles import Critic, Policy
 
     arch = read_arch(path)
     if isinstance(offload, bool):
@@ -61,8 +61,7 @@ def build_roles(
     build = dict(device=torch.device("cpu"), total_updates=10, seed=0)
     policy = build_trainable("policy", path, arch, PolicyConfig(model=path, **common), groups, **build)
     critic = build_trainable("critic", path, arch, CriticConfig(**common), groups, value_head="normal", **build)
-    loss = PolicyLossConfig(0.2, 0.2, None, 0.01, 0.0, "k1", None)
-    return Policy(policy, 0.7, loss), Critic(critic, 0.2)
+    return Policy(policy, 0.7, AlgorithmConfig(entropy_coef=0.01)), Critic(critic, 0.2)
 
 
 def train(path: str, groups, batch: PackedBatch, **how) -> dict[str, object]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megappo.trainer.experience import sample_seed
-from megappo.trainer.settings import mini_batches
+from megappo.trainer.updates import mini_batches
 from megappo.verify.recording import record_rollouts
 from tests.parity.matrix import ALGORITHMS, MODELS, SEQUENCES, VARIANTS, VOCABULARY, config_of, run_world, write_models
 from tests.parity.oracle import Numbers, Outcome, Sample, ppo_step
@@ -59,7 +59,9 @@ def order_of(config) -> list[list[int]]:
     """Which samples form which mini-batch: found by what is in it, for the order itself is arbitrary."""
     (batch,) = record_rollouts(1, sequences=SEQUENCES, vocab_size=VOCABULARY)
     numbered = batch.with_fields(sequence_fields={"number": torch.arange(SEQUENCES)})
-    return [mini["number"].tolist() for mini, _ in mini_batches(config).of(numbered, sample_seed(config.run.seed, 1, -1))]
+    seed = sample_seed(config.run.seed, 1, -1)
+    minis = mini_batches(numbered, config.algorithm, config.rollout.max_response_tokens, seed)
+    return [mini["number"].tolist() for mini, _ in minis]
 
 
 def numbers_of(config) -> Numbers:

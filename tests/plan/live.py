@@ -87,12 +87,12 @@ def role_of(
     """(policy or critic with an engine of random weights on all ranks of the world, its wrapped chunks)."""
     import torch.distributed as dist
 
-    from megappo.config.schema import OffloadConfig, OptimizerConfig
+    from megappo.config.schema import AlgorithmConfig, OffloadConfig, OptimizerConfig
     from megappo.engine.megatron import MegatronEngine
     from megappo.engine.megatron_optimizer import Optimizer, wrap_with_ddp
     from megappo.models.build import build_model
     from megappo.parallel.groups import build_groups
-    from megappo.trainer.roles import Critic, Policy, PolicyLossConfig
+    from megappo.trainer.roles import Critic, Policy
 
     groups = build_groups(ParallelLayout(dist.get_world_size(), **axes))
     chunks = build_model(arch, groups, dtype=dtype, recompute=recompute, value_head=critic, implementation=implementation)
@@ -111,8 +111,7 @@ def role_of(
         optimizer=Optimizer(wrapped, groups, OptimizerConfig(), 1),
         offload=OffloadConfig(parameters=offload, gradients=offload, optimizer=offload),
     )
-    loss = PolicyLossConfig(0.2, 0.2, None, 0.0, 0.0, "k1", None)
-    return Critic(engine, 0.2) if critic else Policy(engine, 1.0, loss), wrapped
+    return Critic(engine, 0.2) if critic else Policy(engine, 1.0, AlgorithmConfig()), wrapped
 
 
 def batch_of(lengths: Sequence[int], vocab_size: int) -> Any:

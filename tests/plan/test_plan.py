@@ -17,7 +17,6 @@ from megappo.plan.run import plan_run
 from megappo.prepare.layouts import check_layouts, read_archs
 from megappo.telemetry.tables import figures, groups_text, ranks_text, table
 from megappo.trainer.roles import Critic, Policy
-from megappo.trainer.settings import policy_loss
 
 from .checkpoints import LLAMA_7B, SPARSE, TINY, write_checkpoint, write_prompts, write_run
 
@@ -77,7 +76,7 @@ class Asked:
 def test_the_plan_counts_the_fields_that_the_roles_read(tmp_path, placement, coef, of_policy):
     config = load_config(write_run(tmp_path), [f"algorithm.kl.placement={placement}", f"algorithm.kl.coef={coef}"])
     policy, critic = Asked(), Asked()
-    for role in (Policy(policy, 1.0, policy_loss(config.algorithm)), Critic(critic, None)):
+    for role in (Policy(policy, 1.0, config.algorithm), Critic(critic, None)):
         with pytest.raises(InterruptedError):
             role.update(None, 1.0)
     assert policy.reads[0] == "kept" and len(policy.reads) == 1 + of_policy

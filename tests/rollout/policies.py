@@ -17,14 +17,14 @@ from ..engine.runs import recorded_batch
 
 def make_policy(path: str, layout: ParallelLayout, device: torch.device = torch.device("cpu")) -> Any:
     """A policy at temperature 1 in a layout of the world; one step moves its weights by about 1e-2."""
-    from megappo.config.schema import OptimizerConfig, PolicyConfig
+    from megappo.config.schema import AlgorithmConfig, OptimizerConfig, PolicyConfig
     from megappo.engine.build import build_trainable
     from megappo.parallel.groups import build_groups
-    from megappo.trainer.roles import Policy, PolicyLossConfig
+    from megappo.trainer.roles import Policy
 
     config = PolicyConfig(model=path, dtype="fp32", micro_batch_tokens=256, optimizer=OptimizerConfig(lr=1e-2, eps=1e-5))
     engine = build_trainable("policy", path, read_arch(path), config, build_groups(layout), device=device, total_updates=10, seed=0)
-    return Policy(engine, 1.0, PolicyLossConfig(0.2, 0.2, None, 0.0, 0.0, "k1", None))
+    return Policy(engine, 1.0, AlgorithmConfig())
 
 
 def train_once(policy: Any) -> None:

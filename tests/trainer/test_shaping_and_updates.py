@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megappo.config.schema import AlgorithmConfig, KLConfig
 from megappo.data.packing import PackedBatch, cu_seqlens_of
 from megappo.data.prompts import Prompt
 from megappo.engine.base import PassResult, StepResult
@@ -21,8 +22,8 @@ from megappo.trainer.generate import answer
 from megappo.trainer.roles import UpdateResult
 from megappo.trainer.sampler_check import Agreement, SamplerMismatch, compare_with_sampler, require_agreement
 from megappo.trainer.scoring import response_text, score_responses
-from megappo.trainer.shaping import AdvantageShaping
-from megappo.trainer.updates import MiniBatches, run_updates
+from megappo.trainer.shaping import shape_advantages
+from megappo.trainer.updates import mini_batches, run_updates
 
 # (prompt tokens, sampled tokens, cut by the length limit); the second response was never started
 SAMPLES = [(2, 3, False), (3, 0, False), (1, 4, True), (2, 1, False), (1, 2, True)]
@@ -46,19 +47,15 @@ def experience():
 
 
 SCORE = torch.tensor([1.0, 7.0, -0.5, 0.25, 2.0])
-PLAIN = AdvantageShaping(
-    gamma=0.9,
-    lam=0.8,
-    lam_value=None,
-    lam_length_alpha=None,
-    kl_in_reward=False,
-    kl_estimator="k1",
-    whiten=False,
-    bootstrap_truncated=False,
-)
 
 
-def shaped_by_hand(batch, shaping, kl_coef):
+def algorithm(placement="none", estimator="k1", **changes):
+    """Without whitening, and with the KL nowhere unless it is placed."""
+    plain = {"gamma": 0.9, "lam": 0.8, "whiten_advantages": False}
+    return AlgorithmConfig(kl=KLConfig(placement=placement, estimator=estimator), **(plain | changes))
+
+
+def shaped_by_hand(batch, algorithm, kl_coef):
     """(reward, advantage, returns) as lists: the recurrences of the papers, token by token from the end, in Python floats."""
     reward, advantage, returns = ([0.0] * batch.num_tokens for _ in range(3))
     start = 0
@@ -66,62 +63,66 @@ def shaped_by_hand(batch, shaping, kl_coef):
         places = range(start + prompt, start + prompt + sampled)
         for t in places:
             kl = float(batch["logprob"][t]) - float(batch["ref_logprob"][t])
-            kl = {"k1": kl, "k2": kl * kl / 2, "k3": math.exp(-kl) - 1 + kl}[shaping.kl_estimator]
-            reward[t] = (-kl_coef * kl if shaping.kl_in_reward else 0.0) + (float(SCORE[b]) if t == places[-1] else 0.0)
-        alpha = shaping.lam_length_alpha
-        lam_policy = shaping.lam if alpha is None else max(0.0, 1 - 1 / (alpha * max(1, sampled)))
-        lam_value = shaping.lam if shaping.lam_value is None else shaping.lam_value
+            kl = {"k1": kl, "k2": kl * kl / 2, "k3": math.exp(-kl) - 1 + kl}[algorithm.kl.estimator]
+            reward[t] = (-kl_coef * kl if algorithm.kl.placement == "reward" else 0.0) + (
+                float(SCORE[b]) if t == places[-1] else 0.0
+            )
+        alpha = algorithm.lam_length_alpha
+        lam_policy = algorithm.lam if alpha is None else max(0.0, 1 - 1 / (alpha * max(1, sampled)))
+        lam_value = algorithm.lam if algorithm.lam_value is None else algorithm.lam_value
         for out, lam, base in ((advantage, lam_policy, 0.0), (returns, lam_value, 1.0)):
-            after, carried = float(batch["bootstrap"][b]) if shaping.bootstrap_truncated and cut else 0.0, 0.0
+            after, carried = float(batch["bootstrap"][b]) if algorithm.bootstrap_truncated and cut else 0.0, 0.0
             for t in reversed(places):
                 value = float(batch["value"][t])
-                carried = reward[t] + shaping.gamma * after - value + shaping.gamma * lam * carried
+                carried = reward[t] + algorithm.gamma * after - value + algorithm.gamma * lam * carried
                 out[t], after = carried + base * value, value
         start += prompt + sampled
     return reward, advantage, returns
 
 
 SHAPINGS = [
-    replace(PLAIN),
-    *(replace(PLAIN, kl_in_reward=True, kl_estimator=kind) for kind in ("k1", "k2", "k3")),
-    replace(PLAIN, bootstrap_truncated=True),
-    replace(PLAIN, lam_value=1.0),
-    replace(PLAIN, lam_value=0.95, lam_length_alpha=0.5),
-    replace(PLAIN, gamma=1.0, kl_in_reward=True, bootstrap_truncated=True, lam_value=1.0),
+    {},
+    {"placement": "loss"},
+    *({"placement": "reward", "estimator": kind} for kind in ("k1", "k2", "k3")),
+    {"bootstrap_truncated": True},
+    {"lam_value": 1.0},
+    {"lam_value": 0.95, "lam_length_alpha": 0.5},
+    {"gamma": 1.0, "placement": "reward", "bootstrap_truncated": True, "lam_value": 1.0},
 ]
 
 
-def differs_by_hand(batch, shaping, shaped, kl_coef=0.3):
-    want = shaped_by_hand(batch, shaping, kl_coef)
+def differs_by_hand(batch, algorithm, shaped, kl_coef=0.3):
+    want = shaped_by_hand(batch, algorithm, kl_coef)
     # fp32 outputs of fp64 sums of at most 4 tokens with numbers below 10
     names = ("reward", "raw_advantage", "returns")
     return any((shaped[name] - torch.tensor(x)).abs().max() > 1e-5 for name, x in zip(names, want))
 
 
-@pytest.mark.parametrize("shaping", SHAPINGS, ids=range(len(SHAPINGS)))
-def test_rewards_advantages_and_returns_follow_the_recurrences(shaping):
-    batch = experience()
-    assert not differs_by_hand(batch, shaping, shaping.apply(batch, SCORE, 0.3))
+@pytest.mark.parametrize("changes", SHAPINGS, ids=range(len(SHAPINGS)))
+def test_rewards_advantages_and_returns_follow_the_recurrences(changes):
+    batch, asked = experience(), algorithm(**changes)
+    assert not differs_by_hand(batch, asked, shape_advantages(batch, SCORE, 0.3, asked))
 
 
 @pytest.mark.parametrize(
     "broken",
     [
-        {"kl_in_reward": False},
+        {"placement": "none"},
         {"bootstrap_truncated": False},
         {"lam_value": None},
         {"gamma": 0.99},
-        {"kl_estimator": "k2"},
+        {"estimator": "k2"},
     ],
 )
 def test_shaping_that_ignores_a_setting_is_noticed(broken):
     batch, wanted = experience(), SHAPINGS[-1]
-    assert differs_by_hand(batch, wanted, replace(wanted, **broken).apply(batch, SCORE, 0.3))
+    shaped = shape_advantages(batch, SCORE, 0.3, algorithm(**(wanted | broken)))
+    assert differs_by_hand(batch, algorithm(**wanted), shaped)
 
 
 def test_bootstrap_touches_cut_responses_only():
     batch = experience()
-    without, bootstrapped = (replace(PLAIN, bootstrap_truncated=on).apply(batch, SCORE, 0.0) for on in (False, True))
+    without, bootstrapped = (shape_advantages(batch, SCORE, 0.0, algorithm(bootstrap_truncated=on)) for on in (False, True))
     changed = [bool((without["returns"] != bootstrapped["returns"])[batch.token_index([b])].any()) for b in range(5)]
     assert changed == [cut for _, _, cut in SAMPLES]
 
@@ -130,21 +131,23 @@ def test_the_reference_is_not_asked_for_where_the_kl_is_not_in_the_reward():
     batch = experience()
     fields = {name: values for name, values in batch.token_fields.items() if name != "ref_logprob"}
     without = replace(batch, token_fields=fields)
-    assert torch.equal(PLAIN.apply(without, SCORE, 5.0)["reward"], PLAIN.apply(batch, SCORE, 0.0)["reward"])
+    want = shape_advantages(batch, SCORE, 0.0, algorithm())["reward"]
+    assert torch.equal(shape_advantages(without, SCORE, 5.0, algorithm())["reward"], want)
     with pytest.raises(KeyError):
-        replace(PLAIN, kl_in_reward=True).apply(without, SCORE, 5.0)
+        shape_advantages(without, SCORE, 5.0, algorithm("reward"))
 
 
 def test_whitening_takes_the_moments_of_the_sampled_tokens():
     batch = experience()
-    shaped = replace(PLAIN, whiten=True).apply(batch, SCORE, 0.0)
+    shaped = shape_advantages(batch, SCORE, 0.0, algorithm(whiten_advantages=True))
     mask, raw = batch["response_mask"], shaped["raw_advantage"]
     want = (raw[mask].double() - raw[mask].double().mean()) / raw[mask].double().std()
     torch.testing.assert_close(shaped["advantage"][mask].double(), want, rtol=1e-5, atol=1e-6)
     assert not shaped["advantage"][~mask].any()
     everywhere = (raw - raw.mean()) / raw.std()
     assert (everywhere[mask] - want).abs().max() > 1e-2, "moments over prompt tokens too would be noticed"
-    assert torch.equal(shaped["returns"], PLAIN.apply(batch, SCORE, 0.0)["returns"]), "the critic's returns are not whitened"
+    plain = shape_advantages(batch, SCORE, 0.0, algorithm())
+    assert torch.equal(shaped["returns"], plain["returns"]), "the critic's returns are not whitened"
 
 
 # ----------------------------------------------------------------------------------------------------------- mini-batches
@@ -158,8 +161,14 @@ def numbered(count):
     return PackedBatch(tokens, cu_seqlens_of(lengths), {"response_mask": mask})
 
 
-def order_of(mini_batches, batch, seed):
-    return [mini.tokens[mini.cu_seqlens[:-1].long()].tolist() for mini, _ in mini_batches.of(batch, seed)]
+def cut(batch, seed, epochs=1, mode="token-mean"):
+    """Mini-batches of 4; the longest response has 9 tokens."""
+    settings = AlgorithmConfig(mini_batch_size=4, ppo_epochs=epochs, loss_aggregation=mode)
+    return list(mini_batches(batch, settings, 9, seed))
+
+
+def order_of(batch, seed, epochs=1):
+    return [mini.tokens[mini.cu_seqlens[:-1].long()].tolist() for mini, _ in cut(batch, seed, epochs)]
 
 
 def visits_all_once(minis, count, epochs):
@@ -169,7 +178,7 @@ def visits_all_once(minis, count, epochs):
 
 
 def test_every_epoch_visits_every_sample_once_in_an_order_of_its_own():
-    minis = order_of(MiniBatches(4, 3, "token-mean", 9), numbered(12), seed=11)
+    minis = order_of(numbered(12), seed=11, epochs=3)
     assert [len(mini) for mini in minis] == [4] * 9 and visits_all_once(minis, 12, epochs=3)
     first, second, third = ([*minis[i], *minis[i + 1], *minis[i + 2]] for i in (0, 3, 6))
     assert len({tuple(first), tuple(second), tuple(third)}) == 3
@@ -177,12 +186,12 @@ def test_every_epoch_visits_every_sample_once_in_an_order_of_its_own():
 
 
 def test_the_order_is_a_function_of_the_seed():
-    mini_batches, batch = MiniBatches(4, 1, "token-mean", 9), numbered(12)
-    assert order_of(mini_batches, batch, 2**63 - 1) == order_of(mini_batches, batch, 2**63 - 1)
-    assert order_of(mini_batches, batch, 1) != order_of(mini_batches, batch, 2)
+    batch = numbered(12)
+    assert order_of(batch, 2**63 - 1) == order_of(batch, 2**63 - 1)
+    assert order_of(batch, 1) != order_of(batch, 2)
     torch.manual_seed(0)
     before = torch.get_rng_state()
-    order_of(mini_batches, batch, 1)
+    order_of(batch, 1)
     assert torch.equal(before, torch.get_rng_state()), "the global generator, part of a checkpoint, stays where it is"
 
 
@@ -195,10 +204,10 @@ MODES = {
 }
 
 
-def wrong_weights(mode, mini_batches):
+def wrong_weights(mode, minis):
     weight_of, share_of = MODES[mode]
     wrong = []
-    for mini, denominator in mini_batches.of(numbered(12), seed=3):
+    for mini, denominator in minis:
         sampled = [int(n) - 1 for n in mini.lengths]
         want = [0.0 if place == 0 else weight_of(n) for n in sampled for place in range(n + 1)]
         wrong.append(denominator != sum(map(share_of, sampled)) or not torch.allclose(mini["weight"], torch.tensor(want)))
@@ -207,19 +216,19 @@ def wrong_weights(mode, mini_batches):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_weights_and_denominators_are_those_of_the_whole_mini_batch(mode):
-    assert wrong_weights(mode, MiniBatches(4, 2, mode, 9)) == [False] * 6
+    assert wrong_weights(mode, cut(numbered(12), 3, 2, mode)) == [False] * 6
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_the_weights_of_another_mode_are_noticed(mode):
     others = [other for other in MODES if other != mode]
-    assert all(any(wrong_weights(mode, MiniBatches(4, 1, other, 9))) for other in others)
+    assert all(any(wrong_weights(mode, cut(numbered(12), 3, 1, other))) for other in others)
 
 
 def test_a_mini_batch_without_sampled_tokens_has_a_denominator():
     batch = numbered(4)
     empty = batch.with_fields({"response_mask": torch.zeros_like(batch["response_mask"])})
-    assert [(float(mini["weight"].sum()), d) for mini, d in MiniBatches(4, 1, "token-mean", 9).of(empty, 0)] == [(0.0, 1.0)]
+    assert [(float(mini["weight"].sum()), d) for mini, d in cut(empty, 0)] == [(0.0, 1.0)]
 
 
 class Counting:
@@ -247,7 +256,7 @@ class Counting:
 
 
 def test_updates_are_summed_up():
-    summary = run_updates(Counting(), numbered(12), MiniBatches(4, 1, "seq-mean-token-sum", 9), seed=0)
+    summary = run_updates(Counting(), cut(numbered(12), 0, mode="seq-mean-token-sum"))
     assert (summary.num_updates, summary.skipped, summary.stopped_early, summary.grad_norm) == (2, 1, False, 2.0)
     assert summary.lr == pytest.approx(0.3) and summary.maxima == {"ratio_max": 4.0}
     assert summary.loss("loss_sum") == pytest.approx((3 + 6 + 9) / 3 / 4) and summary.per_token("loss_sum") == 18 / 6
@@ -255,9 +264,9 @@ def test_updates_are_summed_up():
 
 def test_a_declined_step_ends_the_updates_of_all_epochs():
     role = Counting(stop_at=2)
-    summary = run_updates(role, numbered(12), MiniBatches(4, 2, "token-mean", 9), seed=0)
+    summary = run_updates(role, cut(numbered(12), 0, epochs=2))
     assert (role.calls, summary.num_updates, summary.stopped_early, summary.lr) == (2, 1, True, 0.1)
-    assert run_updates(Counting(), numbered(12), MiniBatches(4, 2, "token-mean", 9), seed=0).num_updates == 5
+    assert run_updates(Counting(), cut(numbered(12), 0, epochs=2)).num_updates == 5
     assert not role.training
 
 
