@@ -15,14 +15,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megappo.trainer.kernels import choose_kernels
 
 from megappo.engine.offload import StorageOffload
 from megappo.launch.world import is_rank
 from megappo.parallel.groups import build_groups
 from megappo.platform.device import start_alone, start_distributed
 from megappo.prepare.layouts import layout_of
-from megappo.trainer.updates import MiniBatches, run_updates
+from megappo.trainer.kernel_selection import choose_kernels
+from megappo.trainer.updates import mini_batches, run_updates
 from megappo.tune import trial as tried
 from megappo.tune.trials import read_trial
 
@@ -65,8 +65,12 @@ def main(folder: Path) -> None:
         section = getattr(trial.config, trial.role)
         engine = tried._build_engine(trial, build_groups(layout_of(section.parallel, dist.get_world_size())), device)
         passes = tried._Passes(trial, engine)
-        mini_batches = MiniBatches(trial.samples // 2, 1, "token-mean", trial.response_tokens)
-        timed["the trainer's updates"] = copied_by(lambda: run_updates(passes._role, passes._batch, mini_batches, seed=0))
+        algorithm = trial.config.algorithm.model_copy(update={"mini_batch_size": trial.samples // 2, "ppo_epochs": 1})
+
+        def updates(passes: Any = passes, algorithm: Any = algorithm, most: int = trial.response_tokens) -> None:
+            run_updates(passes._role, mini_batches(passes._batch, algorithm, most, seed=0))
+
+        timed["the trainer's updates"] = copied_by(updates)
         found[name] = timed
     (folder / "copies.json").write_text(json.dumps(found))
     dist.destroy_process_group()
