@@ -1,4 +1,4 @@
-"""The batch arithmetic of a PPO step: how many samples, mini-batches and optimizer steps the keys amount to.
+"""Batch arithmetic of a PPO step: samples, mini-batches and optimizer steps.
 
 Used by the checks, by `megappo plan` and by the trainer, so that all three count alike. Plain integers, no torch.
 """
@@ -22,9 +22,9 @@ class StepArithmetic:
 
 
 def step_arithmetic(config: TrainConfig) -> StepArithmetic:
-    """Counts of one PPO step; meaningful when mini_batch_size divides the samples (`checks.py`)."""
+    """Count the parts of one PPO step."""
     samples = config.data.prompts_per_step * config.rollout.samples_per_prompt
-    mini_batches = samples // config.algorithm.mini_batch_size
+    mini_batches = samples // config.algorithm.mini_batch_size  # exact: `checks.py` refuses a remainder
     return StepArithmetic(
         prompts=config.data.prompts_per_step,
         samples=samples,
@@ -35,17 +35,14 @@ def step_arithmetic(config: TrainConfig) -> StepArithmetic:
 
 
 def micro_batches_bound(sequences: int, sequence_tokens: int, budget_tokens: int) -> int:
-    """Most micro-batches that `sequences` of at most `sequence_tokens` tokens need under a token budget.
-
-    Filling in order, a micro-batch that is full holds at least floor(budget / longest) sequences; a sequence longer than the
-    budget gets a micro-batch of its own.
-    """
+    """Upper bound on the micro-batches of `sequences` sequences of up to `sequence_tokens` tokens under a token budget."""
+    # Filled in order, a micro-batch holds at least floor(budget / longest) sequences; one longer than the budget is alone.
     each = max(1, budget_tokens // sequence_tokens)
     return -(-sequences // each)
 
 
 def nearest_divisors(number: int, wanted: int) -> list[int]:
-    """The divisors of `number` next to `wanted`, from below and from above (one of them where only one exists)."""
+    """Divisors of `number` next to `wanted`: the largest one up to it and the smallest one above it, if they exist."""
     divisors = [d for d in range(1, number + 1) if number % d == 0]
     below = [d for d in divisors if d <= wanted][-1:]
     above = [d for d in divisors if d > wanted][:1]

@@ -1,8 +1,7 @@
 """Rules about several keys, checked once before anything is built. Each rule is one function that returns a message or None.
 
-What a single key may hold is in `schema.py`; parallel sizes and ranks are in `layout_checks.py`; what depends on the model, the
-tokenizer or the data is `megappo/plan`'s.
-Imports no torch.
+Ranges of single keys: `schema.py`. Parallel sizes and ranks: `layout_checks.py`. Rules that need the model, the tokenizer or the
+data: `megappo/prepare`. Imports no torch.
 """
 
 from __future__ import annotations
@@ -48,8 +47,9 @@ def problems(config: TrainConfig | SftConfig, explicit: frozenset[str], world_si
 
 
 def timeout_problems(run: RunConfig) -> Iterator[str]:
-    """The first passes are the slowest, and who waits at a meeting may wait for a whole pass."""
+    """Timeouts that would end a healthy run."""
     limits = run.timeouts
+    # The first passes are the slowest (start_s); a rank that waits on the host may wait for a whole pass of another (meeting_s).
     for name, value in (("start_s", limits.start_s), ("meeting_s", limits.meeting_s)):
         if value < limits.pass_s:
             yield problem(
@@ -58,17 +58,17 @@ def timeout_problems(run: RunConfig) -> Iterator[str]:
 
 
 def step_problems(config: TrainConfig, total_steps: int) -> Iterator[str]:
-    """The rules on the length of the run, once the data has said how many steps `trainer.epochs` are."""
+    """Problems of the run's length, once the data has set the number of steps in `trainer.epochs`."""
     counted = config.model_copy(update={"trainer": config.trainer.model_copy(update={"steps": total_steps})})
     found = (rule(counted) for rule in (_critic_warmup, _policy_lr_warmup, _critic_lr_warmup))
     yield from (message for message in found if message is not None)
 
 
 def dead_key_problems(config: TrainConfig | SftConfig, explicit: frozenset[str]) -> Iterator[str]:
-    """Keys that the user wrote and that do nothing. A key written as null states no intent and passes."""
+    """Keys that the user wrote and that have no effect."""
     for name, because in dead_keys(config).items():
         value = value_at(config, name)
-        if name in explicit and value is not None:
+        if name in explicit and value is not None:  # a key written as null states no intent
             yield problem(name, value, f"has no effect: {because}")
 
 
@@ -110,7 +110,7 @@ def _kept_tokens(config: TrainConfig) -> str | None:
     if not (sampling.replay_kept_tokens and sampling.truncates):
         return None
     without = "or rollout.sampling.replay_kept_tokens: false to train on log-probs of the whole vocabulary"
-    if sampling.top_k < 1:
+    if sampling.top_k < 1:  # top_p alone: the nucleus of a flat distribution is most of the vocabulary
         return problem(
             "rollout.sampling.top_p",
             sampling.top_p,
@@ -126,11 +126,10 @@ def _kept_tokens(config: TrainConfig) -> str | None:
 
 
 def _bf16_logits(config: TrainConfig) -> str | None:
-    """Rounding that the sampler does not do would add a difference instead of removing one."""
     if config.policy.logits_dtype == "fp32" or config.rollout.engine == "megatron":
         return None
     sampler = config.policy.dtype if config.rollout.dtype == "auto" else config.rollout.dtype
-    if sampler == "fp32":
+    if sampler == "fp32":  # it does not round: rounding on this side alone would add a difference instead of removing one
         return problem(
             "policy.logits_dtype", "bf16", "the logits of vLLM are fp32 (rollout.dtype, policy.dtype); use fp32, or sample in bf16"
         )
@@ -163,6 +162,7 @@ def _adaptive_from_zero(config: TrainConfig) -> str | None:
 
 def _adaptive_horizon(config: TrainConfig) -> str | None:
     kl, samples = config.algorithm.kl, step_arithmetic(config).samples
+    # The controller multiplies by 1 + error * samples / horizon, with the error clipped to +-MAX_ADAPTIVE_STEP.
     least = int(samples * MAX_ADAPTIVE_STEP) + 1
     if kl.placement == "reward" and kl.controller == "adaptive" and kl.horizon < least:
         return problem(
@@ -175,6 +175,7 @@ def _adaptive_horizon(config: TrainConfig) -> str | None:
 
 def _k1_in_loss(config: TrainConfig) -> str | None:
     kl = config.algorithm.kl
+    # The gradient of log(pi / ref) is that of log pi, whose mean over samples of pi is 0.
     if kl.placement == "loss" and kl.estimator == "k1":
         return problem(
             "algorithm.kl.estimator",
@@ -217,7 +218,7 @@ def _warmup_fits(key: str, optimizer: OptimizerConfig, total: int) -> str | None
 def _policy_lr_warmup(config: TrainConfig) -> str | None:
     if config.trainer.steps is None:
         return None
-    steps = max(0, config.trainer.steps - config.critic.warmup_steps)
+    steps = max(0, config.trainer.steps - config.critic.warmup_steps)  # the critic's warm-up does not update the policy
     total = steps * step_arithmetic(config).optimizer_steps
     return _warmup_fits("policy.optimizer.warmup_steps", config.policy.optimizer, total)
 
@@ -255,6 +256,7 @@ def _length_penalty(config: TrainConfig) -> str | None:
 
 def _trajectories(config: TrainConfig) -> str | None:
     wanted, samples = config.telemetry.trajectories_per_step, step_arithmetic(config).samples
+    # The default may exceed a small batch; only a written number is a mistake.
     explicit = "trajectories_per_step" in config.telemetry.model_fields_set
     if explicit and config.telemetry.trajectories_every and wanted > samples:
         return problem("telemetry.trajectories_per_step", wanted, f"a step has {samples} samples; lower it")
@@ -311,7 +313,7 @@ GPU_KEYS = (
 
 
 def device_notes(config: TrainConfig | SftConfig, explicit: frozenset[str], device: Device) -> list[str]:
-    """One line per written key that does nothing on this device."""
+    """One line per written key without effect on this device."""
     if device == "cuda":
         return []
     return [problem(name, value_at(config, name), "for GPUs, no effect on the CPU") for name in GPU_KEYS if name in explicit]
@@ -323,11 +325,11 @@ def device_notes(config: TrainConfig | SftConfig, explicit: frozenset[str], devi
 LAUNCHES = "launch"
 """Folder of a run directory that `megappo launch` fills before the run itself starts."""
 STOPPED = "stopped.json"
-"""File of a run directory that is there while a run that was asked to stop waits to be resumed."""
+"""File of a run directory that marks a run stopped on request until it is resumed."""
 
 
 def run_dir_of(run: RunConfig) -> Path:
-    """Where a run writes: `output_dir/name`. Raises ConfigError where a link leads out of output_dir."""
+    """Directory of a run: `output_dir/name`. Raises ConfigError if a link leads out of output_dir."""
     path = Path(run.output_dir) / run.name
     if not path.resolve().is_relative_to(Path(run.output_dir).resolve()):
         raise ConfigError(problem("run.name", run.name, f"{path} is a link that leads out of run.output_dir; choose another name"))
@@ -335,9 +337,9 @@ def run_dir_of(run: RunConfig) -> Path:
 
 
 def check_run_dir(run: RunConfig, resume: bool) -> Path:
-    """The directory of a run, checked and not touched.
+    """Check the directory of a run without touching it, and return it.
 
-    A new run needs a directory that is absent or empty, a resumed one a directory that holds a run. Raises ConfigError.
+    A new run needs an absent or empty directory, a resumed run one that holds a run. Raises ConfigError.
     """
     path = run_dir_of(run)
     base = Path(run.output_dir)
@@ -348,6 +350,7 @@ def check_run_dir(run: RunConfig, resume: bool) -> Path:
         raise ConfigError(
             problem("run.output_dir", run.output_dir, f"no permission to write in {existing}; choose another directory")
         )
+    # `megappo launch` writes its folder before the run starts.
     holds_run = path.is_dir() and any(entry.name != LAUNCHES for entry in path.iterdir())
     if holds_run and not resume:
         fix = f"{path} holds another run; use run.name={_free_name(base, run.name)} for a new one, or continue it with --resume"

@@ -1,8 +1,7 @@
 """Keys that have no effect under the other keys of a configuration.
 
 Writing such a key is an error (`checks.py`): a user who sets `kl.target` under a fixed controller believes that it acts. The
-dump of a resolved configuration leaves them out, so that it can be loaded again. One row per reason; a name that ends in
-`.*` is a section.
+dump of a resolved configuration leaves them out, so that it loads again.
 """
 
 from __future__ import annotations
@@ -18,15 +17,15 @@ from megappo.config.schema import OptimizerConfig, SftConfig, TrainConfig
 
 
 class Dead(NamedTuple):
-    """`keys` do nothing where `when(config)`; `because` finishes the sentence "has no effect: ..."."""
+    """`keys` have no effect if `when(config)`; `because` finishes the sentence "has no effect: ..."."""
 
-    keys: tuple[str, ...]
+    keys: tuple[str, ...]  # dotted; `name.*` is a whole section
     when: Callable[[Any], bool]
     because: str
 
 
 def _unsplit(role: str) -> Dead:
-    """One stage of one chunk holds every layer."""
+    """Without pipeline stages there is no split of the layers to choose."""
     return Dead(
         (f"{role}.parallel.layers_per_stage",),
         lambda c: getattr(c, role).parallel.pp * getattr(c, role).parallel.vpp == 1,
@@ -171,13 +170,13 @@ RULES: Mapping[type[BaseModel], tuple[Dead, ...]] = {TrainConfig: TRAIN, SftConf
 
 
 def dead_keys(config: BaseModel) -> dict[str, str]:
-    """Dotted name -> reason, of every value key that does nothing under this configuration."""
+    """Dotted name -> reason, for every value key without effect under this configuration."""
     found: dict[str, str] = {}
     for rule in RULES[type(config)]:
         if rule.when(config):
             for name, _ in value_keys(type(config)):
                 if any(_covers(pattern, name) for pattern in rule.keys):
-                    found.setdefault(name, rule.because)
+                    found.setdefault(name, rule.because)  # the first reason in the order of the table
     return found
 
 

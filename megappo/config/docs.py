@@ -1,4 +1,4 @@
-"""Writes docs/config.md and the JSON schemas for editors from `schema.py`: `python -m megappo.config.docs [repository root]`.
+"""Write docs/config.md and the editors' JSON schemas from `schema.py`: `python -m megappo.config.docs [repository root]`.
 
 Nothing here describes a key: text, types, ranges and defaults all come from the models. A test asserts that the written files are
 current.
@@ -26,7 +26,7 @@ Generated from `megappo/config/schema.py` by `python -m megappo.config.docs`; ch
 A configuration is one YAML file. On the command line `key=value` sets one key over the file, with the value in YAML:
 `megappo train recipe.yaml policy.optimizer.lr=2e-6 run.name=second`. `key=null` takes back what the file says where the key
 itself cannot be null. `megappo config recipe.yaml` prints the resolved configuration. Unknown keys, keys of the wrong type
-(`"2"` is not 2) and keys that would have no effect beside the others are errors.
+(`"2"` is not 2) and keys without effect under the other keys are errors.
 
 For completion in an editor, start a file with
 `# yaml-language-server: $schema=train.schema.json` (fine-tuning: `sft.schema.json`).
@@ -37,7 +37,7 @@ TYPES = {"integer": "integer", "number": "number", "string": "text", "boolean": 
 
 
 def type_text(schema: Mapping[str, Any]) -> str:
-    """A property of a JSON schema in words: `integer >= 1 or null`."""
+    """Put a property of a JSON schema into words: `integer >= 1 or null`."""
     if "anyOf" in schema:
         return " or ".join(type_text(part) for part in schema["anyOf"])
     if "enum" in schema:
@@ -71,6 +71,7 @@ def section_lines(name: str, cls: type[BaseModel], text: str) -> Iterator[str]:
         yield from ("| key | type | default | meaning |", "|---|---|---|---|")
         for key, field in values:
             cells = (f"`{key}`", type_text(properties[key]), default_text(field), field.description or "")
+            # A bar would end the cell, a line break the table.
             yield "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
         yield ""
     for key, field in cls.model_fields.items():

@@ -1,6 +1,6 @@
-"""The resolved configuration as YAML: every key with its value, in the order of the schema, without those that have no effect.
+"""The resolved configuration as YAML: every key that has an effect, in the order of the schema.
 
-What is written loads back to an equal configuration and passes the checks again.
+The text loads back to an equal configuration and passes the checks again.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from megappo.config.yaml_reader import CoreDumper
 
 
 def dump_yaml(config: BaseModel) -> str:
-    """Text of the resolved configuration. Keys without effect are named in a comment at the end, with the reason."""
+    """Text of the resolved configuration. A comment at the end names the keys without effect, with the reason."""
     data = config.model_dump(mode="json")
     dead = dead_keys(config)
     for name in dead:
-        _remove(data, name.split("."))
+        _remove(data, name.split("."))  # written out, it would be refused when the text is loaded
     text = yaml.dump(data, Dumper=CoreDumper, sort_keys=False, allow_unicode=True, width=120)
     return text + "".join(f"# {line}\n" for line in _comments(dead.items()))
 
 
 def _remove(data: dict[str, Any], path: list[str]) -> None:
-    """Take one key out, and the sections that it leaves empty."""
+    """Remove one key and the sections that it leaves empty."""
     head, *rest = path
     if not rest:
         del data[head]

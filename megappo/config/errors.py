@@ -1,11 +1,11 @@
-"""The error of a user's mistake in the configuration. The command line prints its one line and leaves with exit code 2."""
+"""Errors of the configuration. The command line prints the one line and exits with code 2."""
 
 from __future__ import annotations
 
 import json
 from typing import Any
 
-SHOWN_CHARACTERS = 240  # a path is of no use without its end
+SHOWN_CHARACTERS = 240  # long enough for a path: without its end it is of no use
 
 
 class ConfigError(ValueError):
@@ -13,11 +13,11 @@ class ConfigError(ValueError):
 
 
 def show(value: Any) -> str:
-    """A value on one line, as it would be written in YAML's flow style, cut where it is long."""
+    """A value on one line, in YAML's flow style, cut to SHOWN_CHARACTERS."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 3] + "..."
 
 
 def problem(key: str, value: Any, fix: str) -> str:
-    """The one form of every message about a key: `policy.parallel.tp = 0: must be >= 1`."""
+    """Message about a key: `policy.parallel.tp = 0: must be >= 1`."""
     return f"{key} = {show(value)}: {fix}"

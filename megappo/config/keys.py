@@ -12,7 +12,7 @@ from typing import Any, get_args
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-# What the same thing is called elsewhere (Megatron-LM's arguments first, then verl, NeMo-RL and TRL), dashes as underscores.
+# Other trainers' names of our keys (Megatron-LM's arguments first, then verl, NeMo-RL and TRL), dashes as underscores.
 OTHER_NAMES: Mapping[str, str] = {
     "tensor_model_parallel_size": "policy.parallel.tp",
     "pipeline_model_parallel_size": "policy.parallel.pp",
@@ -82,13 +82,13 @@ OTHER_NAMES: Mapping[str, str] = {
 
 
 def section_class(field: FieldInfo) -> type[BaseModel] | None:
-    """The class of a field that is a section, None where the field is a value."""
+    """Class of a field that is a section; None if the field is a value."""
     kind = field.annotation
     return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
 
 
 def item_class(field: FieldInfo) -> type[BaseModel] | None:
-    """The class of the items of a field that is a list of sections (`reward.parts`), None otherwise."""
+    """Class of the items of a field that is a list of sections (`reward.parts`); None otherwise."""
     items = get_args(field.annotation)
     return items[0] if items and isinstance(items[0], type) and issubclass(items[0], BaseModel) else None
 
@@ -113,7 +113,7 @@ def sections(cls: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, type
 
 
 def written_keys(data: Mapping[str, Any], cls: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted name, value) of everything that `data` sets: below a section its keys, and keys that the schema does not have."""
+    """(dotted name, value) of every key that `data` sets, including keys unknown to the schema."""
     for name, value in data.items():
         field = cls.model_fields.get(name)
         section = section_class(field) if field is not None else None
@@ -124,7 +124,7 @@ def written_keys(data: Mapping[str, Any], cls: type[BaseModel], prefix: str = ""
 
 
 def value_at(config: BaseModel, dotted: str) -> Any:
-    """The value of a dotted key of a configuration."""
+    """Value of a dotted key of a configuration."""
     value: Any = config
     for part in dotted.split("."):
         value = getattr(value, part)
@@ -132,7 +132,7 @@ def value_at(config: BaseModel, dotted: str) -> Any:
 
 
 def nearest_key(name: str, cls: type[BaseModel]) -> str | None:
-    """The known key that `name` most likely means, None where nothing is near.
+    """Known key that `name` most likely means; None if nothing is near.
 
     In this order: the name another trainer uses; a key whose last part is the same (`policy.tp` -> `policy.parallel.tp`); the
     nearest dotted name; the nearest last part.
@@ -146,10 +146,11 @@ def nearest_key(name: str, cls: type[BaseModel]) -> str | None:
 
     other = OTHER_NAMES.get(last)
     same_last = [key for key in known if key.rsplit(".", 1)[-1] == last]
-    if other in known and ("." not in wanted or not same_last):
+    if other in known and ("." not in wanted or not same_last):  # `other` may be a key of the other command (train, sft)
         return other
     if same_last:
         return max(same_last, key=likeness)
+    # difflib's ratio from 0 to 1: a close full name first, then a close last part, then a loose full name.
     near = difflib.get_close_matches(wanted, known, n=1, cutoff=0.75)
     if near:
         return near[0]

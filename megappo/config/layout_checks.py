@@ -1,6 +1,6 @@
-"""Rules about parallel sizes and the number of ranks: which layouts exist at all, before anything is known of the models.
+"""Rules about parallel sizes and the number of ranks that hold for every model.
 
-What a model allows (heads, layers, experts) is checked in `megappo/prepare/model_rules.py`. Imports no torch.
+Limits of a model (heads, layers, experts) are checked in `megappo/prepare/model_rules.py`. Imports no torch.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from megappo.config.schema import ParallelConfig, SftConfig, TrainConfig
 
 
 def roles_in_use(config: TrainConfig | SftConfig) -> dict[str, ParallelConfig]:
-    """Role -> its parallel sizes, of the roles that this configuration builds."""
+    """Role -> parallel sizes, for the roles that this configuration builds."""
     if isinstance(config, SftConfig):
         return {"policy": config.policy.parallel}
     roles = {"policy": config.policy.parallel, "critic": config.critic.parallel}
@@ -23,7 +23,7 @@ def roles_in_use(config: TrainConfig | SftConfig) -> dict[str, ParallelConfig]:
 
 
 def world_problems(config: TrainConfig | SftConfig, world_size: int) -> Iterator[str]:
-    """Everything that does not fit the ranks of the run, or each other, whatever the models are."""
+    """Parallel sizes that do not fit the ranks of the run or each other, for any model."""
     wanted = config.run.num_ranks
     if wanted is not None and wanted != world_size:
         fix = f"the run has {world_size} ranks; set it to {world_size} or leave it out, or start {wanted} processes"
@@ -36,7 +36,7 @@ def world_problems(config: TrainConfig | SftConfig, world_size: int) -> Iterator
 
 
 def parallel_problems(section: str, parallel: ParallelConfig, world_size: int) -> Iterator[str]:
-    """What is wrong with the sizes of one role on `world_size` ranks. section: `policy.parallel`."""
+    """Problems of one role's sizes on `world_size` ranks. section: `policy.parallel`."""
     if parallel.sequence_parallel and parallel.tp == 1:
         yield problem(f"{section}.sequence_parallel", True, "shards over the tp ranks and needs tp > 1; set tp, or leave it out")
     if parallel.vpp > 1 and parallel.pp == 1:
@@ -48,7 +48,7 @@ def parallel_problems(section: str, parallel: ParallelConfig, world_size: int) -
         stages = f"pp {parallel.pp}" + (f" x vpp {parallel.vpp}" if parallel.vpp > 1 else "")
         fix = f"has {len(given)} entries and {stages} needs {parts}; give one number per stage, or leave it out"
         yield problem(f"{section}.layers_per_stage", list(given), fix)
-    model_ranks = parallel.tp * parallel.cp * parallel.pp
+    model_ranks = parallel.tp * parallel.cp * parallel.pp  # what is left is data parallel
     if world_size % model_ranks:
         cp = f" x cp {parallel.cp}" if parallel.cp > 1 else ""
         sizes = f"tp {parallel.tp}{cp} x pp {parallel.pp} = {model_ranks}"
@@ -58,8 +58,8 @@ def parallel_problems(section: str, parallel: ParallelConfig, world_size: int) -
 
 
 def _expert_problems(section: str, parallel: ParallelConfig, world_size: int) -> Iterator[str]:
-    """Experts are cut over the ranks of a stage, whatever these are to the dense layers."""
-    ranks = world_size // parallel.pp
+    """Problems of ep and etp, given sizes of the dense layers that fit."""
+    ranks = world_size // parallel.pp  # experts are spread over all ranks of a stage: tp * cp * dp
     if ranks % (parallel.etp * parallel.ep) == 0:
         return
     stage = f"the {ranks} ranks of a pipeline stage ({world_size} ranks / pp {parallel.pp})"
@@ -73,7 +73,7 @@ def _expert_problems(section: str, parallel: ParallelConfig, world_size: int) ->
 
 
 def _worlds(model_ranks: int, world_size: int) -> str:
-    """Which numbers of ranks would do."""
+    """Name the nearest numbers of ranks that fit."""
     below = world_size // model_ranks * model_ranks
     fitting = [str(ranks) for ranks in (below, below + model_ranks) if ranks > 0]
     return f"lower the sizes or use {' or '.join(fitting)} ranks (run.num_ranks, or torchrun's --nproc-per-node)"

@@ -1,7 +1,7 @@
-"""A YAML file and `key=value` overrides -> a validated, frozen configuration; every mistake is one line that names its place.
+"""Load a YAML file and `key=value` overrides into a validated, frozen configuration; an error is one line that names its place.
 
-The file is read by `yaml_reader.py`. Here: overrides are laid over it, unknown keys are refused with the nearest known one, and
-pydantic validates in strict mode (no "2" for 2, no true for 1). Rules about several keys are `checks.py`'s.
+`yaml_reader.py` reads the file. This file applies the overrides, refuses unknown keys with the nearest known one, and lets
+pydantic validate in strict mode (no "2" for 2, no true for 1). Rules about several keys are in `checks.py`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Config = TypeVar("Config", bound=BaseModel)
 
 COMMAND_LINE = "command line"
 
-# pydantic's error types -> what to write instead; {name} are the fields of the error's context.
+# pydantic's error types -> the fix; {name} are the fields of the error's context.
 FIXES: Mapping[str, str] = {
     "greater_than_equal": "must be >= {ge}",
     "greater_than": "must be > {gt}",
@@ -46,9 +46,9 @@ FIXES: Mapping[str, str] = {
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = (), cls: type[Config] = TrainConfig) -> Config:
-    """Read `path`, lay the overrides (`policy.parallel.tp=2`, values in YAML) over it and validate.
+    """Read `path`, apply the overrides (`policy.parallel.tp=2`, values in YAML) and validate.
 
-    `key=null` on a key or section that cannot be null takes back what the file says, and the default holds.
+    `key=null` on a key or section that cannot be null removes the file's value, and the default holds.
     Raises ConfigError: one line with the place (file and line, or the command line), the key, its value and the fix.
     """
     document = read_yaml(path)
@@ -69,7 +69,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), cls: type[Confi
 
 
 def parse_override(text: str, cls: type[BaseModel]) -> tuple[str, Any]:
-    """`a.b=value` -> (dotted key, plain value). Raises ConfigError, with the right key for another trainer's flag."""
+    """Parse `a.b=value` into (dotted key, plain value). Raises ConfigError, with our key for another trainer's flag."""
     key, equals, value = text.partition("=")
     values = [name for name, _ in value_keys(cls)]
     if key.startswith("-"):
@@ -90,7 +90,7 @@ def parse_override(text: str, cls: type[BaseModel]) -> tuple[str, Any]:
 
 
 def _assign(data: dict[str, Any], key: str, value: Any, name: str) -> None:
-    """Set a dotted key in nested mappings, making sections on the way."""
+    """Set a dotted key in nested mappings and create missing sections."""
     *parents, last = key.split(".")
     here = data
     for depth, part in enumerate(parents):
@@ -105,7 +105,7 @@ def _assign(data: dict[str, Any], key: str, value: Any, name: str) -> None:
 
 
 def _remove(data: dict[str, Any], key: str) -> None:
-    """Take a dotted key or section out of nested mappings, where it is there."""
+    """Remove a dotted key or section from nested mappings, if present."""
     head, _, rest = key.partition(".")
     if not rest:
         data.pop(head, None)
@@ -119,7 +119,7 @@ def _takes_null(key: str, cls: type[BaseModel]) -> bool:
 
 
 def _place(key: str, origins: Mapping[str, str], name: str) -> str:
-    """Where a key, or the nearest thing around it, was written."""
+    """File and line of a key, or of the nearest section around it."""
     parts = key.split(".")
     for size in range(len(parts), 0, -1):
         if (found := origins.get(".".join(parts[:size]))) is not None:
@@ -149,7 +149,7 @@ def _names_section(key: str, cls: type[BaseModel]) -> bool:
 
 
 def _first_line(error: ValidationError, cls: type[BaseModel], origins: Mapping[str, str], name: str) -> str:
-    """The first of pydantic's errors in our form."""
+    """First of pydantic's errors in our form."""
     first = error.errors(include_url=False)[0]
     key = ".".join(str(part) for part in first["loc"])
     place = _place(key, origins, name)
@@ -159,7 +159,7 @@ def _first_line(error: ValidationError, cls: type[BaseModel], origins: Mapping[s
 
 
 def _missing(key: str, cls: type[BaseModel]) -> str:
-    """A missing key, or the first required key of a missing section, with what it is for."""
+    """Name a missing key, or the first required key of a missing section, with its meaning."""
     for name, field in value_keys(cls):
         if (name == key or name.startswith(key + ".")) and field.is_required():
             return f"{name} is missing: {field.description}"
@@ -167,7 +167,7 @@ def _missing(key: str, cls: type[BaseModel]) -> str:
 
 
 def _fix(error: ErrorDetails, cls: type[BaseModel]) -> str:
-    if error["type"] == "model_type" and error["input"] is None:
+    if error["type"] == "model_type" and error["input"] is None:  # `policy:` with nothing below it
         return "is an empty section; give it keys, or leave it out"
     if error["type"] == "extra_forbidden":  # only inside lists of sections: _refuse_unknown has seen everything else
         items = item_class(dict(value_keys(cls))[".".join(takewhile(lambda part: isinstance(part, str), error["loc"]))])
@@ -177,7 +177,7 @@ def _fix(error: ErrorDetails, cls: type[BaseModel]) -> str:
 
 
 def explicit_keys(config: BaseModel, prefix: str = "") -> frozenset[str]:
-    """Dotted names of the value keys that the user wrote (in the file or as overrides), whatever their value."""
+    """Dotted names of the value keys that the user wrote, in the file or as overrides."""
     found: set[str] = set()
     for name in config.model_fields_set:
         value = getattr(config, name)

@@ -33,7 +33,7 @@ class ParallelConfig(Section):
     """Pipeline-parallel size: the layers are cut into this many stages (1F1B schedule)."""
     vpp: Positive = 1
     """Model chunks of each pipeline stage (interleaved 1F1B: a smaller bubble for more communication). Needs pp > 1. The
-    number of micro-batches is raised to a multiple of pp; where there are fewer sequences, some are empty."""
+    number of micro-batches is raised to a multiple of pp; with fewer sequences than that, some are empty."""
     cp: Positive = 1
     """Context-parallel size: the tokens of every sequence are cut over this many ranks, in zig-zag order. Sequences are padded
     to a multiple of 2 * cp tokens inside the model."""
@@ -42,8 +42,8 @@ class ParallelConfig(Section):
     etp: Positive = 1
     """Tensor-parallel size of each expert; independent of tp (Megatron-core's own default is tp)."""
     sequence_parallel: bool = False
-    """Shard the activations outside the matrix products over the tp ranks as well. Needs tp > 1, where models with experts
-    need it."""
+    """Shard the activations outside the matrix products over the tp ranks as well. Needs tp > 1; models with experts
+    need it then."""
     layers_per_stage: tuple[Positive, ...] = ()
     """Layers of each of the pp * vpp (virtual) stages in the order of the model: chunk 0 of every stage, then chunk 1. Empty
     means an even split."""
@@ -53,11 +53,11 @@ class OptimizerConfig(Section):
     lr: PositiveFloat = 1e-6
     """Peak learning rate of AdamW."""
     beta1: Decay = 0.9
-    """Decay of the first moment."""
+    """AdamW's decay of the first moment."""
     beta2: Decay = 0.95
-    """Decay of the second moment."""
+    """AdamW's decay of the second moment."""
     eps: PositiveFloat = 1e-8
-    """Added to the root of the second moment."""
+    """AdamW's epsilon, added to the root of the second moment."""
     weight_decay: NonNegativeFloat = 0.0
     """Decoupled weight decay, applied to matrices only (never to norms and biases)."""
     clip_grad: NonNegativeFloat = 1.0
@@ -84,7 +84,7 @@ class OffloadConfig(Section):
 
 class RoleConfig(Section):
     dtype: Literal["bf16", "fp32"] = "bf16"
-    """Type of weights and activations. bf16 keeps fp32 main parameters and fp32 gradient sums."""
+    """Type of weights and activations. With bf16, main parameters and gradient sums stay fp32."""
     parallel: ParallelConfig = ParallelConfig()
     """Layout of the role over the ranks; what tp, cp and pp leave is data parallel."""
     micro_batch_tokens: Positive = 16384
@@ -101,15 +101,15 @@ class TrainableConfig(RoleConfig):
     """Weight of the routers' balancing loss, per sequence (DeepSeek-V3, arXiv:2412.19437, eq. 17-20); 0 leaves it out.
     For models with experts."""
     offload: OffloadConfig = OffloadConfig()
-    """What leaves the GPU while it is not needed."""
+    """State to move off the GPU while another role works."""
 
 
 class PolicyConfig(TrainableConfig):
     model: str
     """Directory of a Hugging Face checkpoint (config.json and safetensors)."""
     logits_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Rounding of the logits behind the log-probs of policy and reference: none, or to bf16, which is what a sampler in bf16
-    draws from (docs/agreement.md)."""
+    """Rounding of the logits behind the log-probs of policy and reference: fp32 does not round; bf16 rounds as a sampler in bf16
+    does (docs/agreement.md)."""
 
 
 class CriticConfig(TrainableConfig):
@@ -119,12 +119,12 @@ class CriticConfig(TrainableConfig):
     """Initial value head: zeros, normal(0, 1/(hidden+1)), or read from `model` (`score.weight` or `v_head.weight`)."""
     checkpoint: str | None = None
     """megappo run (`runs/NAME`: its newest checkpoint) or checkpoint (`runs/NAME/checkpoints/step-N`) whose weights initialise
-    the critic in place of those of `model`, whatever layout wrote them. `model` still names the architecture. A resumed run
-    takes its own."""
+    the critic instead of those of `model`; the layouts may differ. `model` still names the architecture. A resumed run takes
+    its own weights."""
     checkpoint_role: Literal["critic", "policy"] = "critic"
-    """Whose weights of `checkpoint`: the critic's with its value head, or the policy's under a head made as `value_head` says."""
+    """Role of `checkpoint` to load: the critic with its value head, or the policy, under a new head (`value_head`)."""
     warmup_steps: NonNegative = 0
-    """PPO steps at the start that train the critic alone; the policy is left as it is."""
+    """PPO steps at the start that train only the critic."""
 
 
 class FrozenOffloadConfig(Section):
@@ -133,17 +133,18 @@ class FrozenOffloadConfig(Section):
 
 
 class ModelConfig(Section):
-    """How the layers of all roles are built."""
+    """Implementation of the layers of all roles."""
 
     impl: Literal["auto", "transformer_engine", "local"] = "auto"
-    """Layers of TransformerEngine, or Megatron-core's own with torch attention; auto takes the first on a GPU that has it."""
+    """TransformerEngine's layers, or Megatron-core's own (local) with torch attention; auto takes TransformerEngine on a GPU if it
+    is installed."""
 
 
 class ReferenceConfig(RoleConfig):
     model: str | None = None
     """Checkpoint of the reference model; null means `policy.model`."""
     offload: FrozenOffloadConfig = FrozenOffloadConfig()
-    """What leaves the GPU while it is not needed."""
+    """State to move off the GPU while another role works."""
 
 
 # ---------------------------------------------------------------------------------------------------------------- rollout
@@ -157,13 +158,13 @@ class SamplingConfig(Section):
     top_k: Annotated[int, Field(ge=-1)] = -1
     """Sample among this many best tokens; -1 means all."""
     replay_kept_tokens: bool = True
-    """With top_p or top_k: record for every sampled token the ids that it was drawn from, and compute the log-probs of policy and
-    reference over the same ids. Needs top_k. Without, they are over the whole vocabulary and PPO's ratios are of another
-    distribution than was sampled (docs/agreement.md)."""
+    """With top_p or top_k: record the ids that every token was sampled from, and compute the log-probs of policy and reference
+    over the same ids. Needs top_k. If false, log-probs are over the whole vocabulary, and PPO's ratios belong to another
+    distribution than the sampled one (docs/agreement.md)."""
 
     @property
     def truncates(self) -> bool:
-        """Whether top_p or top_k cuts anything."""
+        """True if top_p or top_k cuts anything."""
         return self.top_p < 1.0 or self.top_k > 0
 
 
@@ -179,25 +180,25 @@ class RolloutConfig(Section):
     max_response_tokens: Positive = 512
     """Responses are cut here; a cut response has no end-of-sequence token."""
     sampling: SamplingConfig = SamplingConfig()
-    """How training responses are drawn."""
+    """Sampling of training responses."""
     stop: tuple[str, ...] = ()
-    """Strings that end a response, beside the end-of-sequence token."""
+    """Strings that end a response, besides the end-of-sequence token."""
     max_num_seqs: Positive = 256
     """Sequences that one vLLM replica decodes at once."""
     memory_share: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.4
     """Share of GPU memory that vLLM may take for weights and KV cache while it generates."""
     kv_cache_gib: PositiveFloat | None = None
-    """KV cache of one vLLM rank in GiB; null lets `memory_share` decide on a GPU and means 0.25 on the CPU."""
+    """KV cache of one vLLM rank in GiB; null means the rest of `memory_share` on a GPU and 0.25 on the CPU."""
     sleep: Literal["none", "cache", "all"] = "none"
-    """Memory that vLLM gives back between generations: nothing, its KV cache, or while the models train its weights as well."""
+    """Memory that vLLM releases between generations: nothing, its KV cache, or also its weights while the models train."""
     enforce_eager: bool = False
-    """Neither compile vLLM's model nor capture CUDA graphs."""
+    """Run vLLM's model without compilation and CUDA graphs."""
     model_runner: Literal["auto", "v1", "v2"] = "auto"
-    """Which of vLLM's two model runners drives the model; auto leaves the choice to vLLM, v2 where it can."""
+    """Model runner of vLLM; auto leaves the choice to vLLM, which takes v2 if it can."""
     async_scheduling: bool | None = None
-    """Let vLLM prepare a step while the one before runs; null leaves the choice to vLLM, which does where it can."""
+    """Let vLLM prepare a step while the previous one runs; null leaves the choice to vLLM, which does so if it can."""
     max_prob_diff: PositiveFloat = 0.01
-    """Stop when the mean |probability difference| between the sampler and the trainer on sampled tokens is above this."""
+    """Stop the run if the mean |probability difference| between sampler and trainer on sampled tokens exceeds this."""
 
 
 # ------------------------------------------------------------------------------------------------------------------- data
@@ -223,31 +224,31 @@ class DataConfig(Section):
     max_prompt_tokens: Positive = 512
     """Longest prompt in tokens."""
     overlong: Literal["filter", "error"] = "filter"
-    """What happens to longer prompts: left out (the count is printed), or the run is refused. They are never truncated."""
+    """Handling of longer prompts: leave them out (the count is printed), or refuse the run. They are never truncated."""
     shuffle: bool = True
-    """Visit the prompts in a new seeded order every epoch."""
+    """Visit the prompts in a new random order every epoch, seeded by `run.seed`."""
     prompts_per_step: Positive = 256
     """Prompts per PPO step (the train batch, before `rollout.samples_per_prompt`)."""
     eval_prompts: Positive | None = None
-    """Evaluate on the first so many held-out prompts; null means all."""
+    """Number of held-out prompts to evaluate on, from the first; null means all."""
 
 
 class RewardPart(Section):
     name: str
-    """Name of the rule, see `megappo doctor` for the list."""
+    """Name of the rule; `megappo doctor` lists them."""
     weight: float = 1.0
     """Factor of this part in the score."""
 
 
 class RewardConfig(Section):
     parts: tuple[RewardPart, ...] = (RewardPart(name="exact_match"),)
-    """Rules whose weighted sum is the score of a response; each is logged by its name."""
+    """Rules whose weighted sum is the score of a response; each is logged under its name."""
     missing_eos_penalty: NonNegativeFloat = 0.0
     """Subtracted from the score of a response cut by the length limit."""
     length_penalty: NonNegativeFloat = 0.0
     """Subtracted per response token beyond `length_penalty_start`."""
     length_penalty_start: NonNegative = 0
-    """Response tokens that are free of the length penalty."""
+    """Response tokens without length penalty."""
 
 
 # -------------------------------------------------------------------------------------------------------------- algorithm
@@ -255,7 +256,7 @@ class RewardConfig(Section):
 
 class KLConfig(Section):
     placement: Literal["none", "reward", "loss"] = "reward"
-    """Where the KL to the reference enters: in the per-token reward, in the policy loss, or nowhere (no reference is built)."""
+    """Place of the KL to the reference: in the per-token reward, in the policy loss, or none (no reference is built)."""
     estimator: Literal["k1", "k2", "k3"] = "k1"
     """k1 = log-ratio, k2 = half its square, k3 = exp(-d) - 1 + d (Schulman, "Approximating KL divergence")."""
     coef: NonNegativeFloat = 0.001
@@ -282,9 +283,9 @@ class AlgorithmConfig(Section):
     clip_high: PositiveFloat = 0.2
     """The ratio is clipped above at 1 + clip_high."""
     dual_clip: Annotated[float, Field(gt=1.0)] | None = None
-    """Bound of the loss at this ratio where the advantage is negative (Ye et al. 2020); null turns it off."""
+    """Bound the loss at this ratio for negative advantages (Ye et al. 2020); null turns it off."""
     value_clip: PositiveFloat | None = 0.2
-    """New values are clipped to this distance of the old ones in the value loss; null turns it off."""
+    """Clip new values to this distance from the old ones in the value loss; null turns it off."""
     entropy_coef: NonNegativeFloat = 0.0
     """Factor of the entropy bonus."""
     whiten_advantages: bool = True
@@ -292,14 +293,14 @@ class AlgorithmConfig(Section):
     kl: KLConfig = KLConfig()
     """KL to the reference model."""
     ppo_epochs: Positive = 1
-    """Passes over the experience of a step."""
+    """Passes over the responses of a step."""
     mini_batch_size: Positive = 256
     """Samples (responses) per optimizer step, over all data-parallel ranks."""
     target_kl: PositiveFloat | None = None
     """Stop the policy's updates of this step once the approximate KL to the sampling policy is above 1.5 times this.
-    Updates that are left out do not advance the learning-rate schedule."""
+    Skipped updates do not advance the learning-rate schedule."""
     loss_aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "fixed-length"] = "token-mean"
-    """How token losses become one number; fixed-length divides by samples * `rollout.max_response_tokens`."""
+    """Reduction of token losses to one number; fixed-length divides by samples * `rollout.max_response_tokens`."""
     bootstrap_truncated: bool = False
     """Bootstrap responses cut by the length limit with the critic's value after the last token instead of 0."""
 
@@ -311,15 +312,15 @@ class TimeoutsConfig(Section):
     """Seconds that a rank waits for the others before it ends the run."""
 
     start_s: PositiveFloat = 600.0
-    """To join the world, and for each exchange inside a pass until one step has updated every role: until then connections are
-    made and kernels compiled. Messages between pipeline stages over gloo (CPU), and exchanges of vLLM's ranks on
-    their devices, keep this limit."""
+    """Limit for joining the world, and for each exchange inside a pass until one step has updated every role: connections are
+    opened and kernels compiled until then. Messages between pipeline stages over gloo (CPU), and exchanges of
+    vLLM's ranks on their devices, keep this limit."""
     pass_s: PositiveFloat = 120.0
-    """For each exchange inside a forward or backward pass, an optimizer step or a push of weights, from then on. A rank that
+    """Limit for each exchange inside a forward or backward pass, an optimizer step or a push of weights after that. A rank that
     hangs there is noticed after this time."""
     meeting_s: PositiveFloat = 3600.0
-    """Where ranks wait on the host for one whose work took longer: generation, rewards, loading, vLLM's start, checkpoints,
-    exports. Longer than the longest response, reward and save may take; a rank that hangs there is noticed after this time."""
+    """Limit for waiting on the host for ranks whose work takes longer: generation, rewards, loading, vLLM's start,
+    checkpoints, exports. Must exceed the longest response, reward or save; a rank that hangs there is noticed after this time."""
 
 
 class RunConfig(Section):
@@ -332,9 +333,9 @@ class RunConfig(Section):
     num_ranks: Positive | None = None
     """Ranks that `megappo train` starts on this machine; null means one per GPU, or 1. Under torchrun it must match the world."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where models live; auto takes CUDA where it is available."""
+    """Device of the models; auto takes CUDA if it is available."""
     timeouts: TimeoutsConfig = TimeoutsConfig()
-    """How long ranks wait for each other."""
+    """Limits on the time that ranks wait for each other."""
 
 
 class TrainerConfig(Section):
@@ -343,18 +344,18 @@ class TrainerConfig(Section):
     steps: Positive | None = None
     """PPO steps; null means `epochs` full passes."""
     eval_every: NonNegative = 10
-    """Validate (greedy) every so many steps and at the end; 0 validates never."""
+    """Steps between validations (greedy); the last step validates too. 0 turns validation off."""
     eval_before: bool = True
     """Validate before the first step."""
 
 
 class CheckpointConfig(Section):
     save_every: NonNegative = 0
-    """Save every so many steps; 0 saves at the end only."""
+    """Steps between checkpoints; 0 saves at the end only."""
     keep_last: Positive = 2
     """Checkpoints kept; older ones are removed after a newer one is complete."""
     save_only_model: bool = False
-    """Save weights without optimizer, RNG and cursor: smaller, but it cannot be resumed."""
+    """Save weights without optimizer, RNG and cursor: smaller, but not resumable."""
     export_at_end: bool = True
     """Write the final policy as a Hugging Face checkpoint to `export/` in the run directory."""
 
@@ -363,9 +364,9 @@ class TelemetryConfig(Section):
     tensorboard: bool = True
     """Write TensorBoard event files."""
     trajectories_every: NonNegative = 10
-    """Write full trajectories every so many steps; 0 writes none."""
+    """Steps between full trajectories; 0 writes none."""
     trajectories_per_step: Positive = 8
-    """Trajectories written at such a step."""
+    """Number of trajectories to write at such a step."""
 
 
 class TrainConfig(Section):
@@ -382,13 +383,13 @@ class TrainConfig(Section):
     policy: PolicyConfig
     """The model that is trained to act."""
     critic: CriticConfig = CriticConfig()
-    """The model that learns the value of a prefix; it has its own layout and optimizer."""
+    """The model that learns the value of a prefix; with its own layout and optimizer."""
     reference: ReferenceConfig = ReferenceConfig()
-    """The frozen model that the KL is measured against; built unless `algorithm.kl.placement` is none."""
+    """The frozen model of the KL; built unless `algorithm.kl.placement` is none."""
     rollout: RolloutConfig = RolloutConfig()
     """Generation of responses."""
     data: DataConfig
-    """Prompts and how they are written for the model."""
+    """Prompts and their format."""
     reward: RewardConfig = RewardConfig()
     """Score of a response."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
@@ -396,9 +397,9 @@ class TrainConfig(Section):
     trainer: TrainerConfig = TrainerConfig()
     """Length of the run and validation."""
     checkpoint: CheckpointConfig = CheckpointConfig()
-    """What is saved, and when."""
+    """Checkpoints: interval, contents and number kept."""
     telemetry: TelemetryConfig = TelemetryConfig()
-    """What is recorded beside the metrics of every step."""
+    """Records besides the metrics of every step."""
 
 
 # -------------------------------------------------------------------------------------------------------------------- sft
@@ -444,6 +445,6 @@ class SftConfig(Section):
     policy: PolicyConfig
     """The model that is fine-tuned."""
     data: SftDataConfig
-    """Demonstrations and how they are written for the model."""
+    """Demonstrations and their format."""
     trainer: SftTrainerConfig = SftTrainerConfig()
     """Length of the run."""

@@ -1,8 +1,7 @@
-"""YAML to plain data, strictly: the scalars of YAML 1.2, no duplicate keys, no tags, bounded size, and the line of every key.
+"""Strict YAML reader: the scalars of YAML 1.2, no duplicate keys, no tags, bounded size, and the line of every key.
 
-PyYAML's own loader follows YAML 1.1, where `no` is false, `1e-6` is a string, `12:30` is 750 and a second `lr:` silently
-wins. Each of these is a wrong configuration that runs. What the keys mean is `loading.py`'s business. Imports nothing of
-megappo but the error.
+PyYAML's own loader follows YAML 1.1, where `no` is false, `1e-6` is a string, `12:30` is 750 and a second `lr:` silently wins:
+each a wrong configuration that runs. `loading.py` interprets the keys. Imports nothing of megappo but the error.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ import yaml
 from megappo.config.errors import ConfigError
 
 MAX_BYTES = 1 << 20
-MAX_VALUES = 10_000  # after aliases are followed: a small file can unfold to billions of values
+MAX_VALUES = 10_000  # with aliases expanded: a small file can unfold to billions of values
 MAX_DEPTH = 20
 
-# tag, pattern, possible first characters: the core schema of YAML 1.2, without infinities and NaN, which no key accepts.
+# (tag, pattern, possible first characters) of YAML 1.2's core schema, without infinities and NaN, which no key accepts.
 SCALARS = (
     ("tag:yaml.org,2002:null", re.compile(r"^(?:~|null|Null|NULL|)$"), ["~", "n", "N", ""]),
     ("tag:yaml.org,2002:bool", re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")),
@@ -36,7 +35,7 @@ SCALARS = (
 
 
 def _resolvers(base: Mapping[Any, list]) -> dict[Any, list]:
-    """PyYAML's table, first character -> [(tag, pattern)], of `base` with the core schema behind it."""
+    """PyYAML's table, first character -> [(tag, pattern)]: `base`, then the core schema."""
     table = {first: list(rules) for first, rules in base.items()}
     for tag, pattern, firsts in SCALARS:
         for first in firsts:
@@ -45,13 +44,13 @@ def _resolvers(base: Mapping[Any, list]) -> dict[Any, list]:
 
 
 class CoreLoader(yaml.SafeLoader):
-    """Composes nodes whose plain scalars are resolved by YAML 1.2's rules."""
+    """Loader that resolves plain scalars by YAML 1.2's rules."""
 
     yaml_implicit_resolvers = _resolvers({})
 
 
 class CoreDumper(yaml.SafeDumper):
-    """Writes YAML that 1.1 and 1.2 readers understand alike: a string that either takes for something else is quoted."""
+    """Dumper of YAML that 1.1 and 1.2 readers understand alike: a string that either would misread is quoted."""
 
     yaml_implicit_resolvers = _resolvers(yaml.SafeDumper.yaml_implicit_resolvers)
 
@@ -65,7 +64,7 @@ class Document:
 
 
 class _Converter:
-    """Node graph -> plain data. Counts what it makes, so that aliases cannot unfold without bound."""
+    """Convert a node graph to plain data. Counts the values, so that aliases cannot unfold without bound."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -117,7 +116,7 @@ class _Converter:
     def number(self, node: yaml.ScalarNode, kind: str) -> int | float:
         try:
             value = int(node.value) if kind == "int" else float(node.value)
-        except ValueError:  # an explicit tag on other text, or more digits than Python converts
+        except ValueError:  # an explicit tag on other text, or too many digits for Python
             value = math.nan
         if not math.isfinite(value):
             raise self.error(node, f"{node.value[:40]!r} is not a number that can be used")
@@ -125,7 +124,7 @@ class _Converter:
 
 
 def parse_yaml(text: str, name: str) -> tuple[Any, dict[str, int]]:
-    """Text -> (plain data, lines of the keys by dotted name). `name` stands in messages. Raises ConfigError."""
+    """Parse text into (plain data, lines of the keys by dotted name). name: of the source, for messages. Raises ConfigError."""
     try:
         node: yaml.Node | None = yaml.compose(text, Loader=CoreLoader)
     except yaml.MarkedYAMLError as error:
@@ -150,7 +149,7 @@ def read_yaml(path: str | Path) -> Document:
         raise ConfigError(f"{path}: {what}; give the path of a YAML configuration")
     try:
         with path.open("rb") as file:
-            raw = file.read(MAX_BYTES + 1)
+            raw = file.read(MAX_BYTES + 1)  # one more, to notice a larger file without reading it all
         text = raw.decode("utf-8")
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
