@@ -25,9 +25,9 @@ _COMMUTATIVE = "+*"
 class ArithmeticTask:
     """Problems `a∘b=` with lowest <= a, b <= highest and ∘ one of `operations` (characters of "+-*"). Answers may be negative.
 
-    highest_second: largest b, where that is not `highest`. padded: operands get leading zeros to equal widths.
-    last_digit_first: answers are written from the last digit on, as
-    one adds on paper; together they let a small model learn carries in a few hundred steps instead of a few thousand.
+    highest_second: largest b; None means `highest`. padded: operands get leading zeros to equal widths. last_digit_first: answers
+    are written from the last digit on, as one adds on paper. With both, a small model learns carries in a few hundred steps
+    instead of a few thousand.
     """
 
     lowest: int = 0
@@ -45,7 +45,7 @@ class ArithmeticTask:
             raise ValueError(f"operations {self.operations!r}: choose from {''.join(_OPERATIONS)}")
 
     def problems(self) -> list[list[dict[str, str]]]:
-        """Every problem once as {prompt, answer}; those that differ only in the order of commuting operands form one group."""
+        """Every problem once as {prompt, answer}; problems that differ only in the order of commuting operands form one group."""
         groups = []
         last = self.highest if self.highest_second is None else self.highest_second
         for symbol in dict.fromkeys(self.operations):
@@ -58,7 +58,7 @@ class ArithmeticTask:
         return groups
 
     def without_carries(self, problem: dict[str, str]) -> dict[str, str]:
-        """The same sum with every pair of digits added by itself: 47+38 gives 75. A sum without carries stays right."""
+        """The same sum without carrying: 47+38 gives 75. Sums that need no carry stay right."""
         first, second = (operand[::-1] for operand in problem["prompt"].removesuffix("=").split("+"))
         digits = "".join(str((int(x) + int(y)) % 10) for x, y in zip_longest(first, second, fillvalue="0"))
         answer = str(int(digits[::-1]))
@@ -95,11 +95,12 @@ def write_arithmetic(
     """Write train.jsonl, eval.jsonl and sft.jsonl, one {"prompt": "12+34=", "answer": "46"} per line. Same seed, same bytes.
 
     Demonstrations are a part of the training problems (num_sft <= num_train). forgotten_carries: the share of them that adds every
-    pair of digits without carrying, so that imitation learns a mistake which only a reward can mend; additions only. ValueError
-    where the task has too few problems.
+    pair of digits without carrying, so that imitation learns a mistake that only a reward can correct; additions only. ValueError
+    if the task has too few problems.
     """
     rng = random.Random(f"arithmetic {seed}")
     groups = task.problems()
+    # Held out by group: a+b in training would give away b+a.
     rng.shuffle(groups)
     held_out = [rng.choice(group) for group in groups[:num_eval]]
     train = [problem for group in groups[num_eval:] for problem in group]
@@ -120,7 +121,7 @@ def write_arithmetic(
     files = ArithmeticFiles(directory / "train.jsonl", directory / "eval.jsonl", directory / "sft.jsonl")
     _write(files.train, train[:num_train])
     _write(files.eval, held_out)
-    demonstrations = rng.sample(train[:num_train], num_sft)
+    demonstrations = rng.sample(train[:num_train], num_sft)  # never held-out problems
     _write(files.sft, [task.without_carries(d) if rng.random() < forgotten_carries else d for d in demonstrations])
     return files
 
@@ -128,12 +129,12 @@ def write_arithmetic(
 def train_tokenizer(directory: str | Path, alphabet: str = ALPHABET) -> Path:
     """Train a character-level SentencePiece model of this alphabet and write it as `tokenizer.model`; returns its path.
 
-    Ids: pad 0, bos 1, eos 2, unk 3, then the characters. Text is taken as it is: no normalisation, no dummy prefix, no byte
-    fallback, so every text of the alphabet round-trips exactly. Needs no spaces in the alphabet (SentencePiece gives them a piece
-    of their own).
+    Ids: pad 0, bos 1, eos 2, unk 3, then the characters. Text is not normalised. ValueError for an alphabet with spaces or
+    repeated characters.
     """
     from sentencepiece import SentencePieceTrainer
 
+    # SentencePiece gives white space a piece of its own.
     if len(set(alphabet)) != len(alphabet) or any(c.isspace() for c in alphabet):
         raise ValueError(f"alphabet {alphabet!r}: need distinct characters without spaces")
     model = io.BytesIO()
@@ -141,9 +142,9 @@ def train_tokenizer(directory: str | Path, alphabet: str = ALPHABET) -> Path:
         sentence_iterator=iter(_alphabet_sentences(alphabet)),
         model_writer=model,
         model_type="char",
-        vocab_size=len(alphabet) + 4,
+        vocab_size=len(alphabet) + 4,  # pad, bos, eos, unk
         character_coverage=1.0,
-        normalization_rule_name="identity",
+        normalization_rule_name="identity",  # this and the next three lines: every text of the alphabet round-trips exactly
         add_dummy_prefix=False,
         remove_extra_whitespaces=False,
         byte_fallback=False,
@@ -160,7 +161,8 @@ def train_tokenizer(directory: str | Path, alphabet: str = ALPHABET) -> Path:
 
 
 def _alphabet_sentences(alphabet: str) -> Sequence[str]:
-    """Texts with earlier characters more frequent: SentencePiece sorts pieces by frequency, so ids follow the alphabet."""
+    """Training texts of the tokenizer, with earlier characters more frequent."""
+    # SentencePiece sorts pieces by frequency, so ids follow the alphabet.
     return [alphabet[: i + 1] for i in range(len(alphabet))]
 
 

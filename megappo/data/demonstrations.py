@@ -1,7 +1,7 @@
-"""Demonstrations for supervised fine-tuning: prompt and response -> token ids, with the tokens to learn marked.
+"""Demonstrations for supervised fine-tuning: prompt and response -> token ids, with a mask of the tokens to learn.
 
-A demonstration has the tokens that a rollout of the same response would have: the prompt as `prompts.py` builds it, the response
-encoded on its own, the end-of-sequence id.
+A demonstration has the tokens of a rollout with the same response: the prompt as `prompts.py` builds it, the response encoded on
+its own, the end-of-sequence id.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megappo.data.tokenizers import Tokenizer
 
 @dataclass(frozen=True)
 class Demonstration:
-    """tokens: prompt, response, eos. The first prompt_length of them are given, the others are learnt."""
+    """tokens: prompt, response, eos. The loss covers all but the first `prompt_length`."""
 
     id: str
     tokens: tuple[int, ...]
@@ -28,7 +28,7 @@ class Demonstration:
 
 @dataclass(frozen=True)
 class DemonstrationSet:
-    """The demonstrations that are short enough, in the order of the records."""
+    """Demonstrations of at most max_tokens tokens, in the order of the records."""
 
     demonstrations: tuple[Demonstration, ...]
     num_records: int
@@ -49,7 +49,7 @@ class DemonstrationSet:
         return text + (f"; {self.num_overlong:,} longer than data.max_tokens={self.max_tokens}" if self.num_overlong else "")
 
     def packed(self, indices: Sequence[int]) -> PackedBatch:
-        """These demonstrations end to end, with `response_mask` [T] bool: true on response tokens and eos."""
+        """Pack these demonstrations, with `response_mask` [T] bool: true on response tokens and eos."""
         chosen = [self.demonstrations[i] for i in indices]
         batch = pack([d.tokens for d in chosen])
         mask = torch.cat([torch.arange(len(d.tokens)) >= d.prompt_length for d in chosen])
@@ -66,7 +66,7 @@ def build_demonstrations(
     prompt_format: PromptFormat,
     max_tokens: int,
 ) -> DemonstrationSet:
-    """Tokenise every record once. Longer ones than max_tokens are left out and counted, never cut.
+    """Tokenise every record once. Records longer than max_tokens are left out and counted, never cut.
 
     ValueError, one line: a key that a record lacks (its keys are listed), a value of the wrong type, or nothing left.
     """
@@ -78,6 +78,7 @@ def build_demonstrations(
         if not isinstance(response, str):
             raise ValueError(f"data.response_key={response_key}: {name} holds a {type(response).__name__}, not a string")
         prompt = encode_question(question, tokenizer, prompt_format, name)
+        # Encoded on its own: merged with the prompt, the border's tokens would differ from those that the policy samples.
         tokens = (*prompt, *tokenizer.encode(response), tokenizer.eos_id)
         if len(tokens) <= max_tokens:
             kept.append(Demonstration(name, tokens, len(prompt)))

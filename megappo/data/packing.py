@@ -1,7 +1,7 @@
 """Packed batches: sequences laid end to end without padding.
 
-The one batch type of every hot path. Building micro-batches from it is `parallel/balance.py`; what the fields mean (alignment of
-log-probs and values to tokens) is the contract of `algo/`.
+The one batch type of every hot path. `parallel/balance.py` cuts it into micro-batches; the alignment of log-probs and values to
+tokens is the contract of `algo/`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from math import lcm
 import torch
 from torch import Tensor
 
-# In fields of token ids, which are int32: none.
-NO_ID = -1
+NO_ID = -1  # "none" in fields of token ids (int32)
 
 
 @dataclass(frozen=True)
@@ -23,7 +22,7 @@ class PackedBatch:
 
     tokens: [T] int64. cu_seqlens: [B+1] int32, cu_seqlens[b] is where sequence b starts and cu_seqlens[B] = T.
     token_fields: name -> [T] (or [T, ...]), one value per token; int32 holds token ids or NO_ID. sequence_fields: name -> [B], one
-    value per sequence. left_out: names of fields that `only` dropped; to ask for one of them is an error.
+    value per sequence. left_out: names of fields that `only` dropped; reading one of them raises KeyError.
     """
 
     tokens: Tensor
@@ -60,7 +59,7 @@ class PackedBatch:
             raise KeyError(f"the batch's field {name!r} was left out of this pass: name it among the fields that the pass reads")
 
     def only(self, names: Collection[str]) -> PackedBatch:
-        """The batch with those of the named fields that it has."""
+        """Keep only these fields; names that the batch does not have are ignored."""
         return replace(
             self,
             token_fields={k: v for k, v in self.token_fields.items() if k in names},
@@ -69,7 +68,7 @@ class PackedBatch:
         )
 
     def with_fields(self, token_fields: Mapping[str, Tensor] = {}, sequence_fields: Mapping[str, Tensor] = {}) -> PackedBatch:
-        """A batch that holds these fields too (same names are replaced)."""
+        """Add fields; fields of the same names are replaced."""
         for name, value in token_fields.items():
             assert value.shape[:1] == self.tokens.shape, f"{name}: {tuple(value.shape)} are not of {self.num_tokens} tokens"
         for name, value in sequence_fields.items():
@@ -82,7 +81,7 @@ class PackedBatch:
         )
 
     def token_index(self, sequences: Sequence[int] | Tensor) -> Tensor:
-        """[sum of lengths] int64: where the tokens of these sequences stand in this batch, in the given order."""
+        """[sum of lengths] int64: positions of these sequences' tokens in this batch, in the given order."""
         chosen = torch.as_tensor(sequences, dtype=torch.long, device=self.tokens.device)
         lengths = self.lengths[chosen]
         starts = self.cu_seqlens[:-1].long()[chosen]
@@ -91,7 +90,7 @@ class PackedBatch:
         return starts.repeat_interleave(lengths) + offset
 
     def select(self, sequences: Sequence[int] | Tensor) -> PackedBatch:
-        """The batch of these sequences, in the given order, with all fields."""
+        """Select sequences with all their fields, in the given order."""
         chosen = torch.as_tensor(sequences, dtype=torch.long, device=self.tokens.device)
         index = self.token_index(chosen)
         return replace(
@@ -103,12 +102,11 @@ class PackedBatch:
         )
 
     def padded(self, sequence_multiple: int = 1, total_multiple: int = 1) -> tuple[PackedBatch, Tensor]:
-        """The batch with every sequence padded to a multiple, and [real tokens] int64: where this batch's tokens stand in it.
+        """Pad every sequence to a multiple; returns the batch and [real tokens] int64, the new positions of the tokens.
 
-        Padding is zeros (tokens 0, fields 0 or False, ids of fields NO_ID) at the end of a sequence. One more sequence of it
-        completes the total where it is no multiple of `total_multiple`, or 0: an empty micro-batch still has to run through every
-        collective.
-        Context parallel needs sequences of a multiple of 2 cp tokens, sequence parallel a total that is a multiple of cp tp.
+        Padding is zeros (tokens 0, fields 0 or False, ids of fields NO_ID) at the end of a sequence. A sequence of padding alone
+        completes the total if it is 0 or no multiple of `total_multiple`. Context parallel needs sequences of a multiple of 2 cp
+        tokens, sequence parallel a total that is a multiple of cp tp.
         """
         lengths = padded_lengths(self.lengths, sequence_multiple, total_multiple)
         total, is_completed = int(lengths.sum()), lengths.numel() > self.num_sequences
@@ -142,18 +140,18 @@ class PackedBatch:
 
 
 def moved(x: Tensor, device: torch.device | str) -> Tensor:
-    """x on the device. On the way to a GPU it is copied to pinned memory, so that the host need not wait for the transfer."""
+    """Copy a tensor to the device; to a GPU without waiting for the transfer."""
     if x.device.type == "cpu" and torch.device(device).type == "cuda":
-        return x.pin_memory().to(device, non_blocking=True)
+        return x.pin_memory().to(device, non_blocking=True)  # asynchronous only from pinned memory
     return x.to(device)
 
 
 def padded_lengths(lengths: Tensor, sequence_multiple: int = 1, total_multiple: int = 1) -> Tensor:
-    """[B] int64 tokens of the sequences of `PackedBatch.padded`, or [B+1] with the one that completes the total."""
+    """[B] int64 lengths of the sequences of `PackedBatch.padded`, or [B+1] with the sequence that completes the total."""
     lengths = -(-lengths // sequence_multiple) * sequence_multiple
     multiple = lcm(sequence_multiple, total_multiple)
     total = int(lengths.sum())
-    missing = max(1, -(-total // multiple)) * multiple - total
+    missing = max(1, -(-total // multiple)) * multiple - total  # at least 1: an empty micro-batch runs every collective too
     return torch.cat([lengths, lengths.new_full((1,), missing)]) if missing else lengths
 
 
@@ -162,7 +160,7 @@ def _extended(tensor: Tensor, count: int) -> Tensor:
 
 
 def cu_seqlens_of(lengths: Tensor | Sequence[int]) -> Tensor:
-    """[B] lengths -> [B+1] int32 offsets, starting with 0."""
+    """[B] lengths -> [B+1] int32 offsets from 0."""
     lengths = torch.as_tensor(lengths)
     out = torch.zeros(lengths.numel() + 1, dtype=torch.int32, device=lengths.device)
     out[1:] = lengths.cumsum(0)
@@ -170,7 +168,7 @@ def cu_seqlens_of(lengths: Tensor | Sequence[int]) -> Tensor:
 
 
 def pack(sequences: Sequence[Sequence[int]], device: torch.device | str = "cpu") -> PackedBatch:
-    """Lists of token ids -> packed batch without fields."""
+    """Pack lists of token ids into a batch without fields."""
     flat = [token for sequence in sequences for token in sequence]
     return PackedBatch(
         tokens=torch.tensor(flat, dtype=torch.long, device=device),

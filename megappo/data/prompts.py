@@ -1,6 +1,6 @@
-"""Prompts of a run: records -> token ids, the overlong filter, and the resumable order in which they are visited.
+"""Prompts of a run: records -> token ids, the overlong filter, and the resumable order of visits.
 
-Reading files is `sources.py`. Every rank builds the same PromptSet and the same loader, so nothing has to be communicated.
+`sources.py` reads files. Every rank builds the same PromptSet and the same loader, so nothing is communicated.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Record = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class PromptFormat:
-    """How a record's question becomes token ids; the fields are the keys of the same name under `data`."""
+    """Format of a prompt; the fields are the keys of the same name under `data`."""
 
     chat_template: bool = True
     system_prompt: str | None = None
@@ -28,7 +28,7 @@ class PromptFormat:
             raise ValueError("data.system_prompt needs data.chat_template=true: without a template there is no system message")
 
     def encode(self, question: Any, tokenizer: Tokenizer) -> list[int]:
-        """A string, or a list of {role, content} messages -> ids up to where the response starts. Errors name no record."""
+        """Encode a string or a list of {role, content} messages up to the start of the response. Errors name no record."""
         if isinstance(question, str):
             if not self.chat_template:
                 return tokenizer.encode_prompt(question + self.prompt_suffix)
@@ -38,7 +38,7 @@ class PromptFormat:
         return tokenizer.chat(self._complete(question))
 
     def _complete(self, messages: Sequence[Message]) -> list[Message]:
-        """Adds the suffix to the last message and the system message in front."""
+        """Append the suffix to the last message and put the system message in front."""
         completed = [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + self.prompt_suffix}]
         if self.system_prompt is None:
             return completed
@@ -60,7 +60,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class PromptSet:
-    """The prompts that are short enough, in the order of the records."""
+    """Prompts of at most max_prompt_tokens tokens, in the order of the records."""
 
     prompts: tuple[Prompt, ...]
     num_records: int
@@ -92,7 +92,7 @@ def build_prompts(
     overlong: Literal["filter", "error"] = "filter",
     limit: int | None = None,
 ) -> PromptSet:
-    """Tokenise every record once (GSM8K: a second). `source` names the data in ids and messages; `limit` ends at so many prompts.
+    """Tokenise every record once (GSM8K: 1 s). `source` names the data in ids and messages; `limit` bounds the number of prompts.
 
     ValueError, one line: a key that a record lacks (its keys are listed), a question of the wrong type, a prompt without tokens,
     a prompt longer than max_prompt_tokens with overlong="error", or nothing left.
@@ -125,9 +125,9 @@ def build_prompts(
 
 
 def encode_question(question: Any, tokenizer: Tokenizer, prompt_format: PromptFormat, name: str) -> list[int]:
-    """Ids of one question; a ValueError starts with the record's name, except for a missing chat template, which concerns all."""
+    """Encode one question. ValueError with the record's name, or without it for a missing chat template."""
     if prompt_format.chat_template and not tokenizer.has_chat_template:
-        return tokenizer.chat([])  # raises, with the fix
+        return tokenizer.chat([])  # raises, with the fix; the fault is the tokenizer's, not this record's
     try:
         tokens = prompt_format.encode(question, tokenizer)
     except ValueError as error:
@@ -138,8 +138,8 @@ def encode_question(question: Any, tokenizer: Tokenizer, prompt_format: PromptFo
 
 
 def record_field(record: Record, key: str, option: str, name: str) -> Any:
-    """record[key]; where there is no such key, `a.b` reaches into nested objects. ValueError lists the record's keys."""
-    if key in record:
+    """record[key], or the nested value of a key `a.b`. ValueError lists the record's keys."""
+    if key in record:  # a key may itself contain a dot
         return record[key]
     value: Any = record
     for part in key.split("."):
@@ -150,7 +150,7 @@ def record_field(record: Record, key: str, option: str, name: str) -> Any:
 
 
 def question_field(record: Record, key: str, option: str, name: str) -> str | list[Message]:
-    """The question of a record: a string, or a non-empty list of messages with string role and content. ValueError otherwise."""
+    """Question of a record: a string, or a non-empty list of messages with string role and content. ValueError otherwise."""
     value = record_field(record, key, option, name)
     if isinstance(value, str):
         return value
@@ -169,11 +169,11 @@ def _shorten(value: Any) -> str:
 
 
 class PromptLoader:
-    """Which prompts a step takes: an endless, resumable walk through seeded permutations, one per epoch.
+    """Prompts of each step: an endless, resumable walk through seeded permutations, one per epoch.
 
-    No prompt is dropped: a step that comes to the end of an epoch takes the rest from the next one. So every prompt is visited
-    exactly once per epoch, and only a step that crosses an epoch's end can hold a prompt twice. The permutation of an epoch
-    depends on (seed, epoch) alone; without shuffle it is the order of the data.
+    No prompt is dropped: a step at the end of an epoch takes the rest from the next one. So every prompt is visited exactly once
+    per epoch, and only a step across an epoch's end can hold a prompt twice. The permutation of an epoch depends on
+    (seed, epoch) alone; without shuffle it is the order of the data.
     """
 
     def __init__(self, num_prompts: int, prompts_per_step: int, shuffle: bool, seed: int) -> None:
@@ -190,8 +190,8 @@ class PromptLoader:
         self._order = self._permutation(0)
 
     def num_steps(self, epochs: int = 1) -> int:
-        """Fewest steps that visit every prompt `epochs` times: ceil(epochs * num_prompts / prompts_per_step). What the last of
-        them has too much is the start of the next epoch."""
+        """Fewest steps that visit every prompt `epochs` times: ceil(epochs * num_prompts / prompts_per_step)."""
+        # The last step may reach into the next epoch.
         return -(-epochs * self.num_prompts // self.prompts_per_step)
 
     @property
@@ -199,7 +199,7 @@ class PromptLoader:
         return self.num_steps(1)
 
     def next_step(self) -> list[int]:
-        """[prompts_per_step] indices of prompts; moves the cursor."""
+        """Advance the cursor; returns [prompts_per_step] indices of prompts."""
         chosen: list[int] = []
         while len(chosen) < self.prompts_per_step:
             if self.index == self.num_prompts:
@@ -211,7 +211,7 @@ class PromptLoader:
         return chosen
 
     def state_dict(self) -> dict[str, int]:
-        """The cursor, and what it is valid for. JSON-compatible."""
+        """Cursor, and the settings that it is valid for. JSON-compatible."""
         return {
             "epoch": self.epoch,
             "index": self.index,
@@ -221,7 +221,7 @@ class PromptLoader:
         }
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continue after the saved run's last prompt. prompts_per_step may differ; ValueError where data, shuffle or seed do."""
+        """Continue after the saved run's last prompt. prompts_per_step may differ; ValueError if data, shuffle or seed do."""
         for name, option in (("num_prompts", "data.train"), ("shuffle", "data.shuffle"), ("seed", "run.seed")):
             mine = int(getattr(self, name))
             if state[name] != mine:

@@ -1,4 +1,4 @@
-"""Records from files and Hugging Face datasets. What the records mean is left to `prompts.py` and `demonstrations.py`."""
+"""Records from files and Hugging Face datasets. `prompts.py` and `demonstrations.py` interpret them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _DATASET = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 def read_records(spec: str) -> list[Record]:
-    """All records of a `.jsonl` file, a `.parquet` file or a Hugging Face dataset, in their order.
+    """Read all records of a `.jsonl` file, a `.parquet` file or a Hugging Face dataset, in order.
 
     A dataset is `name` (its "train" split) or `name:subset:split` (an empty subset means the default one). ValueError, one line,
     for a missing or malformed source; a bad line of a .jsonl file is named by its number.
@@ -29,13 +29,8 @@ def read_records(spec: str) -> list[Record]:
     return _read_dataset(spec)
 
 
-def source_name(spec: str) -> str:
-    """Short name for record ids: a file's name, or the dataset's specification."""
-    return Path(spec).name if Path(spec).suffix in (".jsonl", ".parquet") else spec
-
-
 def _read_jsonl(path: Path) -> Iterator[Record]:
-    # Bytes are split at \n only: str.splitlines would also split at U+2028, which JSON strings may hold.
+    # Split bytes at \n only: str.splitlines would also split at U+2028, which JSON strings may hold.
     for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
         if not line.strip():
             continue
@@ -49,6 +44,7 @@ def _read_jsonl(path: Path) -> Iterator[Record]:
 
 
 def _read_parquet(path: Path) -> list[Record]:
+    # An optional package, and slow to import.
     import pyarrow
     from pyarrow import parquet
 

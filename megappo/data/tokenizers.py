@@ -1,8 +1,7 @@
 """Text to token ids and back: Hugging Face tokenizer directories and raw SentencePiece models behind one protocol.
 
-Models, rollouts and losses see token ids only; text is made from ids for rewards and logs, never the other way round for a
-sampled response. This is the only file outside `models/` that imports transformers. Both libraries are imported where a tokenizer
-is opened, because transformers takes seconds and the SentencePiece path does not need it.
+Models, rollouts and losses see token ids only. Ids are decoded for rewards and logs; a sampled response is never encoded again.
+This is the only file outside `models/` that imports transformers.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import Any, Protocol
 
 Message = Mapping[str, str]
 
-# Files that may belong to a Hugging Face tokenizer, beside the vocabulary files its class names.
+# Files that may belong to a Hugging Face tokenizer, besides the vocabulary files that its class names.
 _HF_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -33,11 +32,11 @@ _HF_FILES = (
 
 
 class Tokenizer(Protocol):
-    """What the rest of megappo knows of a tokenizer.
+    """Interface of a tokenizer.
 
-    vocab_size counts ids (0..vocab_size-1). eos_id ends a demonstration; eos_ids are all ids that end a response, eos_id first
-    (`generation_config.json` may name more). pad_id is None where the tokenizer has none: batches are packed, so nothing is
-    padded. fingerprint is the SHA-256 of the names and bytes of its files.
+    vocab_size: ids are 0..vocab_size-1. eos_id: ends a demonstration. eos_ids: all ids that end a response, eos_id first
+    (`generation_config.json` may name more). pad_id: None if the tokenizer has none; packed batches need none. fingerprint:
+    SHA-256 of the names and bytes of its files.
     """
 
     path: Path
@@ -50,23 +49,23 @@ class Tokenizer(Protocol):
     fingerprint: str
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a continuation: no special token is added."""
+        """Ids of a continuation, without special tokens."""
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Ids of the start of a sequence: preceded by the beginning-of-sequence id where this tokenizer adds one."""
+        """Ids of the start of a sequence, with the beginning-of-sequence id if this tokenizer adds one."""
 
     def chat(self, messages: Sequence[Message]) -> list[int]:
-        """Ids of a conversation ({role, content} each) up to the start of the answer. ValueError without a template."""
+        """Ids of a conversation ({role, content} each) up to the start of the answer. ValueError without chat template."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text without special tokens. An id that stands for no token (a model's vocabulary is often padded) becomes U+FFFD."""
+        """Text without special tokens. Ids beyond the vocabulary (models often pad theirs) become U+FFFD."""
 
     def save(self, directory: str | Path) -> None:
         """Copy the tokenizer's files, byte for byte."""
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """A `.model` file or a directory -> tokenizer. ValueError names the path and the fix.
+    """Open a `.model` file or a tokenizer directory. ValueError names the path and the fix.
 
     A directory with tokenizer.json or tokenizer_config.json is Hugging Face's; one with only tokenizer.model is SentencePiece's.
     """
@@ -89,10 +88,10 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 
 class HuggingFaceTokenizer:
-    """A tokenizer directory read by transformers' AutoTokenizer. Code that the directory brings along (`auto_map`) is refused."""
+    """Tokenizer directory of transformers' AutoTokenizer. Directories with their own code (`auto_map`) are refused."""
 
     def __init__(self, directory: Path) -> None:
-        from transformers import AutoTokenizer
+        from transformers import AutoTokenizer  # here: it takes seconds, and SentencePiece models do not need it
 
         config = _read_json(directory / "tokenizer_config.json")
         _read_json(directory / "tokenizer.json")
@@ -157,7 +156,7 @@ class HuggingFaceTokenizer:
 
 
 class SentencePieceTokenizer:
-    """A raw SentencePiece model. A prompt starts with bos where the model defines that piece; there is no chat template."""
+    """Raw SentencePiece model. A prompt starts with bos if the model defines that piece; there is no chat template."""
 
     has_chat_template = False
 
@@ -176,7 +175,7 @@ class SentencePieceTokenizer:
         self.pad_id = _optional(self._processor.pad_id())
         self.eos_id = self._processor.eos_id()
         self.eos_ids = _eos_ids(self.eos_id, model.parent)
-        # Whatever the file is called, it is known and written as tokenizer.model, the name by which a directory is recognised.
+        # Written as tokenizer.model under any name of the file: `load_tokenizer` recognises a directory by it.
         more = model.parent / "generation_config.json"
         self._files = {"tokenizer.model": model, **({more.name: more} if more.is_file() else {})}
         self.fingerprint = _fingerprint(self._files)
@@ -192,14 +191,14 @@ class SentencePieceTokenizer:
         raise _no_chat_template(self.path)
 
     def decode(self, ids: Sequence[int]) -> str:
-        return _decode(ids, self.vocab_size, self._processor.decode)  # which leaves control pieces out
+        return _decode(ids, self.vocab_size, self._processor.decode)  # drops control pieces by itself
 
     def save(self, directory: str | Path) -> None:
         _copy(self._files, Path(directory))
 
 
 def _decode(ids: Sequence[int], vocab_size: int, known: Callable[[list[int]], str]) -> str:
-    """Runs of ids that stand for a token go through `known`, the others become one U+FFFD each."""
+    """Decode runs of ids in the vocabulary by `known`, and every other id to U+FFFD."""
     runs = groupby(ids, key=lambda i: 0 <= i < vocab_size)
     return "".join(known(list(run)) if inside else "\ufffd" * len(list(run)) for inside, run in runs)
 
@@ -212,7 +211,7 @@ def _eos_ids(eos_id: int, directory: Path) -> tuple[int, ...]:
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    """The object in this file, {} where the file does not exist; ValueError where it is something else."""
+    """Object in this JSON file; {} if there is no file. ValueError if it holds something else."""
     if not file.exists():
         return {}
     try:
@@ -246,7 +245,7 @@ def _no_chat_template(path: Path) -> ValueError:
 
 
 def _optional(token_id: int) -> int | None:
-    return None if token_id < 0 else token_id
+    return None if token_id < 0 else token_id  # SentencePiece's -1: not defined
 
 
 def _first_line(error: BaseException) -> str:

@@ -1,4 +1,4 @@
-"""What a reward rule sees and returns."""
+"""Interface of a reward rule."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True)
 class RewardInput:
-    """One finished response. `record` is the whole data record the prompt came from; `num_tokens` counts sampled tokens."""
+    """One finished response. record: the data record of the prompt. num_tokens: sampled tokens."""
 
     prompt: str
     response: str
@@ -21,6 +21,6 @@ class RewardInput:
 
 
 class RewardRule(Protocol):
-    """A rule: response -> finite number. It may raise; the caller names the sample and stops all ranks."""
+    """Rule: response -> finite number. It may raise; the caller names the sample and stops all ranks."""
 
     def __call__(self, sample: RewardInput) -> float: ...

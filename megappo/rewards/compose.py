@@ -1,4 +1,4 @@
-"""The score of a response: a weighted sum of rules, less penalties, with every part kept for the logs."""
+"""Score of a response: a weighted sum of rules minus penalties, with every part kept for the logs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class RewardError(RuntimeError):
 @dataclass(frozen=True)
 class Scores:
     """total: [B] fp32. parts: name -> [B] fp32; a rule's own value before its weight, or a penalty as it enters the total (<= 0).
-    num_undecided: samples that math_verify scored 0 because it came to no decision within its time limit."""
+    num_undecided: samples that math_verify scored 0 because it ran out of time."""
 
     total: Tensor
     parts: dict[str, Tensor]
@@ -60,8 +60,8 @@ class Scorer:
         self._length_penalty_start = length_penalty_start
 
     def score(self, samples: Sequence[RewardInput]) -> Scores:
-        """[B] finished responses -> their scores. RewardError where a rule raises or returns no finite number."""
-        undecided = self._undecided()
+        """Score [B] finished responses. RewardError if a rule raises or returns no finite number."""
+        undecided = self._undecided()  # the rules' counters run on over all steps
         rules = {name: [_apply(rule, name, sample) for sample in samples] for name, rule in self._rules.items()}
         penalties: dict[str, list[float]] = {}
         if self._missing_eos_penalty:

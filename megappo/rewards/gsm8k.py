@@ -3,8 +3,8 @@ Problems").
 
 A number is: an optional sign (- + or U+2212), an optional $ before or after the sign, digits with correct thousands commas or
 none, an optional decimal part. Numbers are compared as exact decimals, so 5, 5.00 and 05 are equal, and so are 1,000 and 1000.
-What follows the number (a full stop, %, a unit) does not count; a number that runs on as something else (3/4, 2^5, 1,23, 5e3,
-36+36=72) is no number.
+Text after the number (a full stop, %, a unit) is ignored; a number that continues as something else (3/4, 2^5, 1,23, 5e3,
+36+36=72) does not count.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ from megappo.rewards.base import RewardInput
 
 _DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|(?<!\.)\.[0-9]+"
 _NUMBER = rf"(?P<sign>[-+\u2212]?)[ ]?\$?(?P<sign_after>[-\u2212]?)[ ]?(?P<digits>{_DIGITS})"
-# What may not follow: more digits, a decimal or grouped part that the number could not take in, an operator and its operand, an
-# exponent.
+# May not follow: more digits, a decimal or grouped part that the number cannot take in, an operator with its operand, an exponent.
 _END = r"(?![0-9]|[.,][0-9]|[ ]?[-+/^*=]{1,2}[ ]?[$]?[0-9(]|[eE][-+]?[0-9])"
 _MARKED = re.compile(rf"####[^\S\n]*{_NUMBER}{_END}")
-# In running text a minus is a sign only where no operand stands before it, and sums and lists are left apart: "2+3" ends with 3.
+# In running text a minus is a sign only without an operand before it; sums and lists stay apart: the last number of "2+3" is 3.
 _ANYWHERE = re.compile(
     rf"(?<![0-9])(?<![0-9][/^])(?:(?<![\w)])(?P<sign>[-+\u2212]))?\$?(?P<sign_after>-?)(?P<digits>{_DIGITS})(?![0-9]|\.[0-9]|[/^][0-9])"
 )
@@ -28,22 +27,22 @@ _WHOLE = re.compile(rf"\s*{_NUMBER}\s*\.?\s*")
 
 
 def gsm8k_strict(sample: RewardInput) -> float:
-    """1 where the number after the last `#### ` that has one, on the same line, equals the answer; 0 where there is none."""
+    """1 if the number after the last `#### ` that has one on its line equals the answer, else 0."""
     return float(_last(_MARKED, sample.response) == gold_number(sample.answer))
 
 
 def gsm8k_flexible(sample: RewardInput) -> float:
-    """1 where the last number anywhere in the response equals the answer (verl's `method="flexible"`). Rewards no format."""
+    """1 if the last number anywhere in the response equals the answer (verl's `method="flexible"`). Ignores the format."""
     return float(_last(_ANYWHERE, sample.response) == gold_number(sample.answer))
 
 
 def gsm8k_format(sample: RewardInput) -> float:
-    """1 where the response holds `#### ` and a number, right or wrong."""
+    """1 if the response has `#### ` and a number, right or wrong."""
     return float(_MARKED.search(sample.response) is not None)
 
 
 def gold_number(answer: str) -> Decimal:
-    """The number of a reference answer: what stands after the last `####`, or all of it. ValueError where that is no number."""
+    """Number of a reference answer: the text after the last `####`, or all of it. ValueError if that is no number."""
     match = _WHOLE.fullmatch(answer.rsplit("####", 1)[-1])
     if match is None:
         raise ValueError(f"the reference answer {answer[-80:]!r} is not a number and does not end with `#### number`")

@@ -1,7 +1,7 @@
-"""The table of reward rules, and the rules that need no arithmetic.
+"""Table of the reward rules, and the rules that need no arithmetic.
 
-A configuration names rules of this table; a data record never does, so that data cannot choose how it is scored. Weights and
-penalties are `compose.py`.
+A configuration names rules of this table; a data record never does, so that data cannot choose its own scoring. Weights and
+penalties are in `compose.py`.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from megappo.rewards.symbolic import MathVerify
 
 
 def exact_match(sample: RewardInput) -> float:
-    """1 where the whole response equals the answer, after Unicode NFKC and with runs of white space as one space; case counts."""
+    """1 if the response equals the answer, after Unicode NFKC and with runs of white space as one space; case-sensitive."""
     return float(_normalised(sample.response) == _normalised(sample.answer))
 
 
 def has_eos(sample: RewardInput) -> float:
-    """1 where the response ended by itself, 0 where the length limit cut it."""
+    """1 if the response ended by itself, 0 if the length limit cut it."""
     return float(not sample.truncated)
 
 
@@ -29,7 +29,7 @@ def _normalised(text: str) -> str:
     return " ".join(unicodedata.normalize("NFKC", text).split())
 
 
-# name -> makes the rule. Most rules are plain functions; math_verify holds a worker process, so every scorer makes its own.
+# Name -> factory. Most rules are plain functions; math_verify holds a worker process, so every scorer makes its own.
 RULES: Mapping[str, Callable[[], RewardRule]] = {
     "exact_match": lambda: exact_match,
     "gsm8k_strict": lambda: gsm8k_strict,
@@ -41,7 +41,7 @@ RULES: Mapping[str, Callable[[], RewardRule]] = {
 
 
 def make_rule(name: str) -> RewardRule:
-    """The rule of this name; ValueError with the nearest name and the whole list."""
+    """Make the rule of this name. ValueError with the nearest name and the whole list."""
     if name in RULES:
         return RULES[name]()
     nearest = difflib.get_close_matches(name, RULES, n=1, cutoff=0.5)

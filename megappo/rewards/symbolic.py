@@ -1,9 +1,8 @@
-"""The rule `math_verify`: is the response's final answer mathematically equal to the reference answer (math-verify, sympy)?
+"""The rule `math_verify`: mathematical equality of the response's final answer and the reference answer (math-verify, sympy).
 
-sympy evaluates what a policy happens to write, and `9^{9^{9^9}}` never ends. math-verify's own time limits are SIGALRM handlers:
-they work in the main thread only, and cannot interrupt a computation inside C. So the comparison runs in one worker process
-without those limits, and the kernel ends the worker when one comparison takes too much CPU time. The worker is
-`symbolic_worker.py`.
+sympy evaluates anything that a policy writes, and `9^{9^{9^9}}` never ends. math-verify's own time limits are SIGALRM handlers:
+they work in the main thread only and cannot interrupt a computation inside C. So the comparison runs in one worker process
+(`symbolic_worker.py`) without those limits, and the kernel ends the worker if one comparison takes too much CPU time.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ logger = logging.getLogger(__name__)
 
 
 class MathVerify:
-    """1 where the final answer equals the reference answer, else 0.
+    """1 if the final answer equals the reference answer, else 0.
 
-    The final answer is the rest of the line after the last `####` where the response has one (GSM8K), otherwise what math-verify
-    finds: \\boxed{}, "the answer is", LaTeX, the last expression. The reference answer is what stands after its last `####`, or
-    all of it. A comparison that needs more than `cpu_limit_s` seconds is undecided: it scores 0, is logged as a warning and
+    The final answer is the rest of the line after the last `####` if the response has one (GSM8K), otherwise the one that
+    math-verify finds: \\boxed{}, "the answer is", LaTeX, the last expression. The reference answer is the text after its last
+    `####`, or all of it. A comparison of more than `cpu_limit_s` seconds is undecided: it scores 0, is logged as a warning and
     counted in `undecided`. ValueError: a reference answer that is no mathematical expression. RuntimeError: the worker died of
-    anything but its limit. Threads may share a rule; calls follow one another.
+    anything but its limit. Threads may share a rule; their calls run one at a time.
     """
 
     def __init__(self, cpu_limit_s: float = 5.0) -> None:
@@ -70,7 +69,7 @@ class MathVerify:
             self._reap()
 
     def _ask(self, question: dict[str, str]) -> dict | None:
-        """The worker's reply, or None where it ran into its limit (it is gone then)."""
+        """Reply of the worker; None if it reached its limit, which ends it."""
         if self._worker is None:
             # -P: the worker's folder must not be searched for modules. It leaves when its input ends, so it never outlives this
             # process.
@@ -83,7 +82,7 @@ class MathVerify:
             self._worker.stdin.flush()
             reply = self._worker.stdout.readline()
         except BrokenPipeError:
-            reply = ""
+            reply = ""  # the worker has died; its exit code says of what
         finally:
             if reply is None:  # interrupted: a late reply must not answer the next question
                 self._worker.kill()
@@ -91,7 +90,7 @@ class MathVerify:
         if reply:
             return json.loads(reply)
         code = self._reap()
-        if code == -signal.SIGPROF:
+        if code == -signal.SIGPROF:  # the worker's CPU timer
             return None
         raise RuntimeError(f"the math_verify worker ended with code {code}; its message is on the standard error of this rank")
 
@@ -102,7 +101,7 @@ class MathVerify:
         try:
             worker.stdin.close()
         except BrokenPipeError:
-            pass  # what it did not read any more is lost with it
+            pass  # the worker no longer reads
         code = worker.wait()
         worker.stdout.close()
         return code

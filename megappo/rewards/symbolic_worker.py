@@ -1,4 +1,4 @@
-"""Worker process of `symbolic.py`: reads questions, one JSON object per line, answers each with one line, ends with its input.
+"""Worker process of `symbolic.py`: answer each question, one JSON object per line, with one line; end with the input.
 
 Run as a file, not imported: it needs nothing of megappo, so it starts in the time that math-verify takes to import (0.3 s).
 """
@@ -13,7 +13,7 @@ import sys
 
 from math_verify import parse, verify
 
-_MEMORY_LIMIT = 4 << 30  # bytes of address space; big integers are the only thing that comes near
+_MEMORY_LIMIT = 4 << 30  # bytes of address space; only big integers come near it
 
 
 def main() -> None:
@@ -24,7 +24,7 @@ def main() -> None:
     replies, sys.stdout = sys.stdout, sys.stderr  # nothing but replies may reach the pipe
     for line in sys.stdin:
         question = json.loads(line)
-        signal.setitimer(signal.ITIMER_PROF, cpu_limit_s)
+        signal.setitimer(signal.ITIMER_PROF, cpu_limit_s)  # CPU time: a busy machine decides no differently
         reply = _compare(question["answer"], question["response"])
         signal.setitimer(signal.ITIMER_PROF, 0)
         replies.write(json.dumps(reply) + "\n")
@@ -39,7 +39,7 @@ def _compare(answer: str, response: str) -> dict[str, object]:
 
 
 def _boxed(answer: str) -> str:
-    """A bare answer, or one between dollar signs, goes into a box, where math-verify reads all of it; other texts stay."""
+    """Put a bare answer, or one between dollar signs, into a box, so that math-verify reads all of it; keep other texts."""
     bare = answer.strip("$")
     return answer if "\\boxed" in bare or "$" in bare else f"\\boxed{{{bare}}}"
 
@@ -50,10 +50,10 @@ def _limit_memory() -> None:
 
 
 def _prepare_signals() -> None:
-    """SIGPROF ends the process in the kernel, whatever Python is doing; Ctrl-C is the parent's business."""
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    """Let SIGPROF end the process, and ignore Ctrl-C."""
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # the kernel acts on it, even while Python is inside C code
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from megappo.data.sources import read_records, source_name
+from megappo.data.sources import read_records
 
 RECORDS = [{"prompt": "a\u2028b", "answer": "1"}, {"prompt": [{"role": "user", "content": "é"}], "answer": "2"}]
 
@@ -95,8 +95,3 @@ def test_a_dataset_is_read_by_name_subset_and_split(monkeypatch: pytest.MonkeyPa
         ("openai/gsm8k", "main", {"split": "test"}),
         ("openai/gsm8k", None, {"split": "test"}),
     ]
-
-
-def test_source_names_are_short() -> None:
-    assert source_name("a/b/train.jsonl") == "train.jsonl"
-    assert source_name("openai/gsm8k:main:train") == "openai/gsm8k:main:train"
