@@ -1,12 +1,12 @@
-"""What a job script asks before and after its ranks: start or resume, and requeue or end.
+"""Decisions of a job script before and after its ranks: start or resume, requeue or end.
 
     python -m megappo.launch.attempt begin LAUNCH_DIR CONFIG [--resume] [key=value ...]
     python -m megappo.launch.attempt end   LAUNCH_DIR --status CODE --max-requeues N CONFIG [key=value ...]
 
-`begin` prints --resume or nothing, `end` the job's exit code; what they have to say goes to stderr.
+`begin` prints --resume or nothing, `end` the job's exit code; messages go to stderr.
 
-Every start of a job's ranks is an attempt, numbered by Slurm's count of restarts. Progress is measured by checkpoints: what was
-trained after the last one is lost to the next attempt anyway. Imports no torch.
+Every start of a job's ranks is an attempt, numbered by Slurm's count of restarts. Progress is measured by checkpoints: steps
+after the last one are lost to the next attempt anyway. Imports no torch.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from megappo.config.errors import ConfigError, problem
 from megappo.config.loading import load_config
 from megappo.config.schema import RunConfig
 from megappo.launch.environment import report
-from megappo.launch.failure import REST_LIVES_S, first_failure
+from megappo.launch.failure import KILL_GRACE_S, first_failure
 from megappo.launch.local import EXIT_STOPPED
 
 EXIT_REQUEUE, EXIT_MISTAKE, EXIT_NOT_REQUEUED = 75, 2, 17
-# A lost node or a preemption is nobody's fault, so Slurm's own requeues may start at the same step, but not for ever.
+# Slurm requeues after a lost node or a preemption by itself: such attempts may start at the same step, but not for ever.
 MAX_STARTS_AT_A_STEP = 3
 
 
 @dataclass(frozen=True)
 class Start:
-    """One line of attempts.jsonl. step: of the checkpoint that the attempt starts from, 0 without one."""
+    """One line of attempts.jsonl. step: checkpoint that the attempt starts from, 0 without one."""
 
     attempt: int
     step: int
@@ -51,7 +51,7 @@ def newest_step(run_dir: Path) -> int:
 
 
 def check_start(run: RunConfig, *, resume: bool) -> Path:
-    """Directory of the run. ConfigError where a new run finds another one there, or a resumed one no checkpoint."""
+    """Directory of the run. ConfigError if a new run finds another run there, or a resumed one no checkpoint."""
     run_dir = check_run_dir(run, resume)
     if resume and newest_step(run_dir) == 0:
         fix = f"{run_dir} holds no checkpoint to resume; leave --resume out and use another name"
@@ -60,21 +60,21 @@ def check_start(run: RunConfig, *, resume: bool) -> Path:
 
 
 def begin(launch_dir: Path, run: RunConfig, attempt: int, *, resume: bool) -> bool:
-    """Record the start of an attempt. True where it goes on from a checkpoint.
+    """Record the start of an attempt. Returns True if it continues from a checkpoint.
 
-    resume: whether the first attempt does. Leftovers of an attempt that died before its first checkpoint are moved into that
-    attempt's folder. ConfigError where several attempts in a row started at the same step, and where the first finds another run,
-    or nothing to resume: `megappo launch` asked that before, a script that was submitted by hand did not.
+    resume: True if the first attempt continues a run. Leftovers of an attempt that died before its first checkpoint are moved
+    into that attempt's folder. ConfigError after MAX_STARTS_AT_A_STEP attempts at the same step, and if the first attempt finds
+    another run or nothing to resume.
     """
     starts = _starts(launch_dir)
     run_dir = run_dir_of(run)
-    if not starts:
+    if not starts:  # `megappo launch` has checked this, but the script may have been submitted by hand
         check_start(run, resume=resume)
     step = newest_step(run_dir)
     same = [start for start in starts if start.step == step]
     if len(same) >= MAX_STARTS_AT_A_STEP:
         raise ConfigError(f"{len(same)} attempts started at step {step} and none reached another checkpoint: not tried again")
-    if starts and step == 0:
+    if starts and step == 0:  # the next attempt starts anew, and needs an empty run directory
         _set_aside(run_dir, launch_dir / f"attempt-{starts[-1].attempt}")
     folder = launch_dir / f"attempt-{attempt}"
     folder.mkdir(parents=True, exist_ok=True)
@@ -86,22 +86,22 @@ def begin(launch_dir: Path, run: RunConfig, attempt: int, *, resume: bool) -> bo
 
 
 def end(launch_dir: Path, run_dir: Path, attempt: int, *, status: int, max_requeues: int) -> tuple[str, int]:
-    """What to tell at the end of the log, and the exit code of the job: 75 asks for a requeue. status: of the ranks."""
+    """Last lines of the log and exit code of the job; EXIT_REQUEUE asks for a requeue. status: exit code of the ranks."""
     started_at = next(start.step for start in reversed(_starts(launch_dir)) if start.attempt == attempt)
     step = newest_step(run_dir)
-    # A job of one rank runs the command that starts it, which says by its code that the rank was stopped, or how.
+    # The ranks end with 0 after a stop; a job of one rank runs `megappo train`, which ends with EXIT_STOPPED or by the signal.
     stopped = status in (0, EXIT_STOPPED, 128 + signal.SIGTERM) and (run_dir / STOPPED).exists()
     if status == 0 and not stopped:
         return f"megappo: finished; results in {run_dir}", 0
     code = EXIT_NOT_REQUEUED if stopped else status
-    failure = None if stopped else first_failure(launch_dir / f"attempt-{attempt}", REST_LIVES_S)
+    failure = None if stopped else first_failure(launch_dir / f"attempt-{attempt}", KILL_GRACE_S)
     if stopped:
         said = f"megappo: stopped after step {step} with a checkpoint\n"
     else:
         said = failure.report() if failure is not None else f"megappo: the ranks ended with exit code {status}\n"
     if failure is not None and failure.code == EXIT_MISTAKE:
         why, code = "a mistake in the configuration", EXIT_MISTAKE
-    elif step <= started_at:
+    elif step <= started_at:  # no progress: the next attempt would start at the same step
         why = f"no checkpoint was saved since this attempt started at step {started_at}"
     elif attempt >= max_requeues:
         why = f"--max-requeues {max_requeues}; `megappo launch ... --resume` goes on after step {step}"
@@ -132,7 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--status", type=int, default=0)
     parser.add_argument("--max-requeues", type=int, default=0)
-    args = parser.parse_intermixed_args(argv)  # overrides may stand on both sides of --resume
+    args = parser.parse_intermixed_args(argv)  # overrides on both sides of --resume
     attempt = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
     try:
         run = load_config(args.config, args.overrides).run
@@ -145,7 +145,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_MISTAKE
     text, code = end(args.launch_dir, run_dir_of(run), attempt, status=args.status, max_requeues=args.max_requeues)
     print(text, file=sys.stderr)
-    print(code)  # not as this process' own: srun, which starts it in a container, would have the last word about it in the log
+    print(code)  # not this process's own exit code: srun, which starts it in a container, would log that as the last line
     return 0
 
 

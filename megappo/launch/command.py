@@ -1,4 +1,4 @@
-"""`megappo launch`: from the options to a job, or to the ranks of this machine. What is checked and written is `submit.py`'s."""
+"""`megappo launch`: from the options to a job, or to the ranks of this machine. `submit.py` checks and writes."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from megappo.config.errors import ConfigError
 from megappo.config.loading import load_config
 from megappo.launch import local, submit
 from megappo.launch.attempt import check_start
-from megappo.launch.options import JOB_DEFAULTS, OF_SLURM
+from megappo.launch.options import JOB_DEFAULTS, SLURM_ONLY
 from megappo.launch.script import Job
 from megappo.launch.world import world_size
 
 MakePlan = Callable
-"""`cli._plan`: everything that `megappo plan` checks; returns what has a `report()`."""
+"""`cli._plan`: all checks of `megappo plan`; returns an object with a `report()`."""
 
 
 def launch(args: argparse.Namespace, make_plan: MakePlan) -> int:
-    """Submit a job to Slurm, or print its script (--dry-run). ConfigError for what cannot work, before anything is written."""
+    """Submit a job to Slurm, or print its script (--dry-run). ConfigError, before anything is written, if it cannot work."""
     if args.mount and args.container is None:
         raise ConfigError(f"launch: --mount {args.mount[0]} has no effect without --container")
     for option, value in (("--nodes", args.nodes), ("--gpus-per-node", args.gpus_per_node)):
@@ -36,7 +36,7 @@ def launch(args: argparse.Namespace, make_plan: MakePlan) -> int:
         options=(*limits.options(), *args.sbatch),
         **{name: value for name, value in vars(args).items() if name in JOB_DEFAULTS and value is not None},
     )
-    # Seconds here, not a place in the queue: everything that can be known before the ranks start, as `megappo plan` does.
+    # A mistake costs seconds here and a place in the queue later, so all checks of `megappo plan` run before the submission.
     submit.check_job(config, job, limits)
     if not args.dry_run:
         submit.check_cluster(job, limits)
@@ -60,17 +60,17 @@ def launch(args: argparse.Namespace, make_plan: MakePlan) -> int:
 
 
 def launch_here(args: argparse.Namespace, make_plan: MakePlan) -> int:
-    """Start the ranks of this machine, with the same record in the run directory as a job of Slurm; their exit code."""
+    """Start the ranks on this machine, with the same record in the run directory as a Slurm job; returns their exit code."""
     from megappo.platform.device import select_device
 
-    for name in OF_SLURM:
+    for name in SLURM_ONLY:
         if (value := getattr(args, name)) not in (None, []):
             option = "--" + name.removesuffix("_s").replace("_", "-")
             raise ConfigError(f"launch: {option} {value} does not go with --local, which starts the ranks on this machine")
     config = load_config(args.config, args.overrides)
     ranks = args.gpus_per_node if args.gpus_per_node is not None else world_size(config.run)
     run_dir = check_start(config.run, resume=args.resume)
-    select_device(config.run.device)  # raises where there is none of the kind
+    select_device(config.run.device)  # raises if there is no such device
     planned = make_plan(config, ranks, args.gpu_memory_gib, resume=args.resume)
     if args.dry_run:
         print(planned.report(), end="")
@@ -78,4 +78,4 @@ def launch_here(args: argparse.Namespace, make_plan: MakePlan) -> int:
     folder = submit.record(config, run_dir)
     print(f"record:  {folder}", flush=True)
     resume = ["--resume"] if args.resume else []
-    return local.stopped_or(local.start_ranks(ranks, ["train", str(folder / "config.yaml"), *resume]), run_dir)
+    return local.command_exit_code(local.start_ranks(ranks, ["train", str(folder / "config.yaml"), *resume]), run_dir)

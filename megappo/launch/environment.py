@@ -1,4 +1,4 @@
-"""What a run was started with: code, packages, machine, and the environment variables that matter, without secrets."""
+"""Record of a launch: code, packages, machine, and the relevant environment variables, without secrets."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 import megappo
 
 REPOSITORY = Path(megappo.__file__).parents[1]
-# Variables that change how a run behaves or where it runs; everything else is left out.
+# Variables that change the behaviour or the place of a run; all others are left out.
 SHOWN = re.compile(
     r"^(SLURM|SBATCH|SRUN|NCCL|TORCH|TORCHELASTIC|GLOO|CUDA|NVIDIA|OMP|MKL|KMP|VLLM|HF|TRANSFORMERS|PYTHON|MEGAPPO|UCX|FI|MASTER"
     r"|TRITON|RANK|WORLD|LOCAL|PYTORCH|VIRTUAL_ENV|CONDA|ENROOT|APPTAINER|SINGULARITY|LD|HOSTNAME|PATH)(_|$)"
@@ -25,7 +25,7 @@ HIDDEN = "(hidden)"
 
 
 def report(env: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """Plain data for a JSON file."""
+    """The record as plain data for JSON."""
     from megappo.installed import findings
 
     return {
@@ -40,21 +40,21 @@ def report(env: Mapping[str, str] = os.environ) -> dict[str, Any]:
 
 
 def shown_variables(env: Mapping[str, str]) -> dict[str, str]:
-    """By name; the value of anything that is called like a secret is hidden."""
+    """Relevant variables by name; values of names that look like secrets are hidden."""
     return {name: HIDDEN if SECRET.search(name) else env[name] for name in sorted(env) if SHOWN.match(name)}
 
 
 def revision(repository: Path) -> dict[str, Any] | None:
-    """Git commit of the code and the files that differ from it; None where it is not the top of a work tree of git (an installed
-    package may lie within a user's own)."""
+    """Git commit of the code and the files that differ from it; None if `repository` is not the top of a git work tree."""
     found = _lines_of("git", "-C", str(repository), "rev-parse", "--show-toplevel", "HEAD")
+    # An installed package may lie inside somebody else's work tree.
     if not found or Path(found[0]).resolve() != repository.resolve():
         return None
     return {"commit": found[1], "changed": _lines_of("git", "-C", str(repository), "status", "--porcelain")}
 
 
 def _lines_of(*command: str) -> list[str]:
-    """stdout of a program that need not be there."""
+    """Output lines of an optional program; none if it is missing or fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):

@@ -1,9 +1,9 @@
-"""Which rank failed first, and what it said: every rank leaves its evidence in one folder, and the job reads it at the end.
+"""The first rank that failed, and its message: every rank leaves its evidence in one folder, and the job reads it at the end.
 
-    rank-3.log         what the rank printed
+    rank-3.log         output of the rank
     rank-3.traceback   written the moment an exception reaches the top, before the process is taken down
-    rank-3.exit        exit code, time (ns), step and node, written by the shell that the job script starts the rank from; absent
-                       where that was killed together with the rank
+    rank-3.exit        exit code, time (ns), step and node, written by the shell that starts the rank; absent if the shell was
+                       killed with the rank
 
 The folder is named by MEGAPPO_ATTEMPT_DIR; without it nothing is recorded.
 """
@@ -28,12 +28,12 @@ ATTEMPT_DIR = "MEGAPPO_ATTEMPT_DIR"
 LOG_LINES = 20
 KILLED = 128 + signal.SIGKILL
 # Seconds from the first end to that of all ranks in a job script: for the tracebacks of the others, and for a late witness.
-REST_LIVES_S = 2
+KILL_GRACE_S = 2
 
 
 @dataclass(frozen=True)
 class Failure:
-    """The first failure. code: as a shell says it, None where nobody waited for the rank. text: traceback, or end of its log."""
+    """The first failure. code: shell's exit code, None if nobody waited for the rank. text: traceback, or end of its log."""
 
     rank: int
     host: str
@@ -50,7 +50,7 @@ class Failure:
 
 
 def record_exceptions(rank: int) -> None:
-    """From now on the traceback of an exception that ends this process is kept for `first_failure`."""
+    """Keep the traceback of an exception that ends this process, for `first_failure`."""
     folder = os.environ.get(ATTEMPT_DIR)
     if folder is None:
         return
@@ -67,19 +67,19 @@ def record_exceptions(rank: int) -> None:
     sys.excepthook = record
 
 
-def first_failure(folder: Path, rest_lives_s: float = 0.0) -> Failure | None:
-    """None where no rank left any evidence.
+def first_failure(folder: Path, kill_grace_s: float = 0.0) -> Failure | None:
+    """Find the rank that failed first; None if no rank left any evidence.
 
-    Ranks that lose a peer fail too: of tracebacks the first counts. A rank that ended first and left none counts where it was
-    killed from outside (a launcher kills the rest only after the first end), or where no traceback is older than its end. The
-    end of a killed rank may be noticed after that of its victims: it counts as first within `rest_lives_s` of the first end, in
-    which the launcher kills nobody.
+    Ranks that lose a peer fail too, so the oldest traceback counts. A rank that ended first without a traceback counts if it was
+    killed from outside, or if no traceback is older than its end.
     """
     tracebacks = {_rank(path): json.loads(path.read_text()) for path in _whole(folder.glob("rank-*.traceback"))}
     exits = {_rank(path): _Exit.read(path) for path in _whole(folder.glob("rank-*.exit"))}
     raised = min(tracebacks, key=lambda rank: tracebacks[rank]["time_ns"], default=None)
     by_time = sorted(exits, key=lambda rank: exits[rank].time_ns)
-    alive_until = exits[by_time[0]].time_ns + int(rest_lives_s * 1e9) if by_time else 0
+    # The end of a killed rank may be noticed after that of its victims. The launcher kills nobody within kill_grace_s of the
+    # first end, so a kill in that time came from outside and was first.
+    alive_until = exits[by_time[0]].time_ns + int(kill_grace_s * 1e9) if by_time else 0
     killed = [r for r in by_time if exits[r].code == KILLED and r not in tracebacks and exits[r].time_ns < alive_until]
     ended = next(iter(killed + by_time), None)
     if ended is not None and ended not in tracebacks:
@@ -106,7 +106,8 @@ class _Exit:
 
 
 def _whole(paths: Iterable[Path]) -> list[Path]:
-    """Without those that their writer left unfinished, killed or on a full disk: both kinds are one line."""
+    """Files whose writer finished them."""
+    # Tracebacks and exits are one line each; without its end the writer was killed or the disk full.
     return [path for path in paths if path.read_text().endswith("\n")]
 
 

@@ -1,8 +1,7 @@
 """torchrun on one node of a Slurm job, in one task per node: `python -m megappo.launch.node --nproc-per-node 8 -m MODULE ...`.
 
-What follows is torchrun's own command line; the number of nodes and the c10d rendezvous are added, from Slurm's variables. USR1
-and TERM are left to the ranks (`resilience/signals.py`), to which Slurm sends them too: torchrun would end at the first, and kill
-the ranks some seconds after the second, in the middle of a step.
+The arguments are torchrun's own; the number of nodes and the c10d rendezvous are added from Slurm's variables. USR1 and TERM are
+left to the ranks (`resilience/signals.py`).
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from megappo.launch.world import SlurmTask, first_host, port_of
 
 
 def rendezvous(env: Mapping[str, str]) -> list[str]:
-    """torchrun's options for this node. ValueError outside of srun, and where srun started several tasks on the node."""
+    """torchrun's options for this node. ValueError outside of srun, and if srun started several tasks on the node."""
     task = SlurmTask.of(env)
     if task is None:
         raise ValueError("megappo.launch.node is started by srun, one task per node; without Slurm use torchrun itself")
@@ -26,8 +25,8 @@ def rendezvous(env: Mapping[str, str]) -> list[str]:
         raise ValueError(
             f"srun started {task.num_tasks} tasks on {task.num_nodes} nodes: torchrun needs one task per node (--ntasks-per-node=1)"
         )
-    # A node is known by Slurm's name for it. Its own name for itself, which torchrun would take, may be unknown to the others,
-    # and ranks would follow the order of those names.
+    # Use Slurm's name of the node. torchrun would take the host's own name, which the other nodes may not know, and would order
+    # the ranks by it.
     is_host = str(task.node == 0).lower()
     return [
         "--nnodes",
@@ -37,13 +36,13 @@ def rendezvous(env: Mapping[str, str]) -> list[str]:
         "--rdzv-endpoint",
         f"{first_host(task.nodelist)}:{port_of(task.job, task.step)}",
         "--rdzv-id",
-        f"{task.job}.{task.step}.{env.get('SLURM_RESTART_COUNT', '0')}",
+        f"{task.job}.{task.step}.{env.get('SLURM_RESTART_COUNT', '0')}",  # late nodes of an earlier attempt must not join
         "--rdzv-conf",
         f"is_host={is_host}",
         "--local-addr",
         env["SLURMD_NODENAME"],
         "--max-restarts",
-        "0",
+        "0",  # a restart is a new attempt of the job, from a checkpoint
         "--signals-to-handle",
         "SIGINT,SIGHUP,SIGQUIT",
     ]
@@ -56,6 +55,7 @@ def main(arguments: Sequence[str]) -> int:
     except ValueError as error:
         print(f"megappo: {error}", file=sys.stderr)
         return 2
+    # Slurm sends both to the ranks as well. torchrun would end at USR1, and kill the ranks seconds after TERM, inside a step.
     for ignored in (signal.SIGUSR1, signal.SIGTERM):
         signal.signal(ignored, signal.SIG_IGN)
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_S))

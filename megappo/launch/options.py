@@ -1,4 +1,4 @@
-"""The options of `megappo launch`. Imports nothing heavy: the parser is built for every command."""
+"""Options of `megappo launch`. Imports nothing heavy: the parser is built for every command."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import argparse
 from megappo.arguments import non_negative_int, positive_float, positive_int
 
 JOB_DEFAULTS = ("launcher", "signal_lead_s", "max_requeues")
-"""Options whose defaults are those of `script.Job`; None where they were not given."""
-OF_SLURM = (*JOB_DEFAULTS, "nodes", "partition", "account", "time", "cpus_per_rank", "container", "mount", "sbatch")
-"""Options that mean nothing with --local."""
+"""Options whose defaults are those of `script.Job`; None if not given."""
+SLURM_ONLY = (*JOB_DEFAULTS, "nodes", "partition", "account", "time", "cpus_per_rank", "container", "mount", "sbatch")
+"""Options without meaning for --local."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -35,7 +35,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--max-requeues", type=non_negative_int, metavar="N", help="most requeues of the job (default: 3)")
     add("--cpus-per-rank", type=positive_int, metavar="N", help="cores of a rank (default: the cluster's)")
     add("--container", metavar="IMAGE", help="run in this image: *.sif with apptainer, anything else with pyxis and enroot")
-    add("--mount", action="append", default=[], metavar="HOST:CONTAINER", help="of the container, beside the working directory")
+    add("--mount", action="append", default=[], metavar="HOST:CONTAINER", help="mount besides the working directory")
     add("--sbatch", action="append", default=[], metavar="OPTION", help="another option of sbatch, e.g. --sbatch=--exclusive")
     add("--gpu-memory-gib", type=positive_float, metavar="GIB", help="refuse a layout that does not fit GPUs of this size")
     add("--resume", action="store_true", help="continue the run of this name after its last checkpoint")

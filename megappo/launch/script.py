@@ -14,18 +14,18 @@ from typing import Literal
 
 import jinja2
 
-from megappo.launch.failure import REST_LIVES_S
+from megappo.launch.failure import KILL_GRACE_S
 
 EXAMPLES = Path(__file__).parents[2] / "scripts" / "slurm"
 
 
 @dataclass(frozen=True)
 class Job:
-    """What a script depends on. gpus: whether ranks need one each. signal_lead_s: from USR1 to the time limit.
+    """Inputs of a script. gpus: True if each rank needs one. signal_lead_s: seconds from USR1 to the time limit.
 
-    container: an image; apptainer's where it is a .sif, otherwise pyxis': a registry's, or a file where the name says so (.sqsh,
-    or a path that begins with . or /). mounts: `HOST:CONTAINER` paths beside the working directory. options: further options of
-    sbatch, whole, e.g. `--partition=gpu`.
+    container: an image, run by apptainer if it is a .sif and by pyxis otherwise; for pyxis a registry's name, or a file (.sqsh,
+    or a path that begins with . or /). mounts: `HOST:CONTAINER` paths besides the working directory. options: further options of
+    sbatch, e.g. `--partition=gpu`.
     """
 
     nodes: int
@@ -49,13 +49,13 @@ class Job:
 
     @property
     def image_file(self) -> str | None:
-        """The image where it is a file."""
+        """The image if it is a file, else None."""
         is_file = self.container is not None and (self.container.endswith((".sif", ".sqsh")) or self.container[:1] in (".", "/"))
         return self.container if is_file else None
 
 
 def render(job: Job, *, root: Path, python: str, config: Path, launch_dir: Path, log: Path, name: str, resume: bool) -> str:
-    """The script of `megappo launch`; every path in it is absolute. log: with Slurm's %j for the job id."""
+    """Render the script of `megappo launch`, with absolute paths. log: {job} stands for the job id."""
     return _render(
         job,
         head=["Written by `megappo launch`; docs/launch.md explains it."],
@@ -65,13 +65,13 @@ def render(job: Job, *, root: Path, python: str, config: Path, launch_dir: Path,
         python=shlex.quote(python),
         config=shlex.quote(str(config)),
         launch_dir=shlex.quote(str(launch_dir)),
-        # pyxis takes a name without a slash in front for a registry's.
+        # pyxis takes a name without a leading slash for a registry's.
         container=shlex.quote(str(root / job.container) if job.image_file else job.container) if job.container else None,
     )
 
 
 def render_by_hand(job: Job, file_name: str, purpose: str) -> str:
-    """A script that takes the configuration from its command line. With torchrun a node has as many ranks as GPUs."""
+    """Render a script that takes the configuration from its command line. With torchrun a node has as many ranks as GPUs."""
     head = [
         purpose,
         f"    sbatch --time=24:00:00 {file_name} CONFIG [--resume] [key=value ...]",
@@ -97,7 +97,7 @@ def examples() -> dict[str, str]:
 def _render(job: Job, *, head: Sequence[str], options: Sequence[str], resume: bool, by_hand: str = "", **words: str | None) -> str:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        undefined=jinja2.StrictUndefined,
+        undefined=jinja2.StrictUndefined,  # a misspelt variable must not become an empty word of a shell script
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
@@ -113,7 +113,7 @@ def _render(job: Job, *, head: Sequence[str], options: Sequence[str], resume: bo
         gpus=job.gpus,
         launcher=job.launcher,
         signal_lead_s=job.signal_lead_s,
-        rest_lives_s=REST_LIVES_S,
+        kill_grace_s=KILL_GRACE_S,
         max_requeues=job.max_requeues,
         cpus_per_rank=job.cpus_per_rank,
         pyxis=job.uses_pyxis,
@@ -123,20 +123,21 @@ def _render(job: Job, *, head: Sequence[str], options: Sequence[str], resume: bo
 
 
 def _sbatch_path(path: Path) -> str:
-    """A path for sbatch, where % is Slurm's; the %j of the job id is written as {job}."""
+    """Escape a path for sbatch, which expands %; {job} becomes %j, the job id."""
     return str(path).replace("%", "%%").replace("{job}", "%j")
 
 
 def _in_double_quotes(text: str) -> str:
-    """Text for between double quotes of a shell."""
+    """Escape text for the inside of a shell's double quotes."""
     return re.sub(r'([\\"$`])', r"\\\1", text)
 
 
 def _directive(option: str) -> str:
-    """An option as a line of #SBATCH holds it: sbatch splits at blanks, ends at # and drops quotes that are not escaped."""
+    """Write an option for an #SBATCH line."""
     name, equals, value = option.partition("=")
     if re.fullmatch(r"[\w.,:/@%+=\[\]-]*", value):
         return option
+    # sbatch splits the line at blanks, ends it at # and drops unescaped quotes.
     escaped = value.replace("\\", "\\\\").replace('"', '\\"')
     return f'{name}{equals}"{escaped}"'
 

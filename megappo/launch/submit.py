@@ -1,12 +1,12 @@
-"""`megappo launch`: check everything here, write the script and what it is made of into the run directory, and hand it to Slurm.
+"""`megappo launch`: check the job here, write script, configuration and origin into the run directory, and submit to Slurm.
 
 runs/NAME/launch/001/     one folder per launch of the run
   config.yaml             the resolved configuration, which the job reads
   launch.json             command line, code, packages and environment of the launch
   job.sbatch, job_id      the script, and its id in Slurm
-  job-123.log             of the job: one part per attempt; ends with the first traceback, where there is one
+  job-123.log             log of the job: one part per attempt; ends with the first traceback, if any
   attempts.jsonl          every start: time, nodes, step
-  attempt-0/              rank-N.log, plan.txt, environment.json, and what failed
+  attempt-0/              rank-N.log, plan.txt, environment.json, and evidence of failures
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from megappo.launch.script import Job, render
 
 @dataclass(frozen=True)
 class Limits:
-    """What Slurm is asked for beside nodes; None leaves it to the cluster."""
+    """Options of the job besides nodes; None leaves the choice to the cluster."""
 
     partition: str | None = None
     account: str | None = None
@@ -44,7 +44,7 @@ class Limits:
 
 
 def check_job(config: TrainConfig, job: Job, limits: Limits) -> None:
-    """What can be known without Slurm. ConfigError, one line, for the first thing that cannot work."""
+    """Check everything that does not need Slurm. ConfigError, one line, for the first mistake."""
     ranks = config.run.num_ranks
     if ranks not in (None, job.world_size):
         fix = f"{job.nodes} nodes x {job.ranks_per_node} are {job.world_size} ranks; set run.num_ranks={job.world_size} or null"
@@ -52,7 +52,7 @@ def check_job(config: TrainConfig, job: Job, limits: Limits) -> None:
     _check_options(job, limits)
     _check_mounts(job)
     for key, tp in _tensor_parallel(config).items():
-        # A tensor-parallel group lies within a node, or is made of whole nodes.
+        # A tensor-parallel group must lie within a node or consist of whole nodes.
         if job.nodes > 1 and job.ranks_per_node % tp != 0 and tp % job.ranks_per_node != 0:
             fix = f"does not divide the {job.ranks_per_node} GPUs of a node, so groups would lie across two nodes; use a divisor"
             raise ConfigError(problem(key, tp, fix))
@@ -69,7 +69,7 @@ def check_job(config: TrainConfig, job: Job, limits: Limits) -> None:
         )
 
 
-# What a script says itself, with the option of `megappo launch` that changes it; None where nothing does.
+# Options that the script sets itself -> option of `megappo launch` that changes it; None if there is none.
 _OWN_OPTIONS = {
     "nodes": "--nodes",
     "ntasks": "--gpus-per-node",
@@ -95,8 +95,8 @@ _OWN_OPTIONS = {
 
 
 def check_options(options: Sequence[str], own: Mapping[str, str]) -> None:
-    """Options of sbatch as a user gives them. own: name of one that the script has itself -> what to do instead. ConfigError for
-    such a one, and for what is not one option in one line."""
+    """Check a user's options of sbatch. own: name of an option that the script sets itself -> fix. ConfigError for such an option,
+    and for text that is not one option on one line."""
     for option in options:
         if not option.startswith("--") or "\n" in option:
             raise ConfigError(problem("--sbatch", option, "must be one option in one line, for example --sbatch=--exclusive"))
@@ -116,7 +116,7 @@ def _check_mounts(job: Job) -> None:
     for mount in job.mounts:
         if not all(mount.partition(":")[::2]):
             raise ConfigError(f"--mount {mount}: must be HOST:CONTAINER, for example /data:/data")
-    # The separators of pyxis and apptainer, which know no way to write them in a path; a blank is one of pyxis alone.
+    # Separators of pyxis and apptainer, which cannot be escaped in a path; a blank is one for pyxis only.
     separators = ",: " if job.uses_pyxis else ",:"
     directory = str(Path.cwd())
     if job.container is not None and (bad := set(directory) & set(separators)):
@@ -129,7 +129,7 @@ def _tensor_parallel(config: TrainConfig) -> dict[str, int]:
 
 
 def check_cluster(job: Job, limits: Limits) -> None:
-    """What Slurm knows. ConfigError where it is not here, or cannot run the job."""
+    """Check everything that needs Slurm. ConfigError if Slurm is missing or cannot run the job."""
     if not slurm.has_slurm():
         raise ConfigError(
             "no Slurm on this machine (sbatch is not in PATH): --local starts the ranks here, --dry-run prints the script"
@@ -141,14 +141,14 @@ def check_cluster(job: Job, limits: Limits) -> None:
     names = named.split(",") if named else [partition.name for partition in known.values() if partition.default]
     if unknown := [name for name in names if name not in known]:
         raise ConfigError(f"--partition {unknown[0]}: unknown to sinfo; there are {', '.join(known) or 'none'}")
-    # The job starts in any of several partitions that can run it.
+    # With several partitions Slurm starts the job in any that can run it.
     obstacles = [_obstacle(job, limits, known[name]) for name in names]
     if obstacles and all(obstacles):
         raise ConfigError(obstacles[0])
 
 
 def _obstacle(job: Job, limits: Limits, partition: slurm.Partition) -> str:
-    """Why the partition cannot run the job; empty where it can."""
+    """Reason why the partition cannot run the job; empty if it can."""
     if not partition.up:
         return f"--partition {partition.name}: is down"
     if job.nodes > partition.nodes:
@@ -160,7 +160,7 @@ def _obstacle(job: Job, limits: Limits, partition: slurm.Partition) -> str:
 
 
 def remarks(config: TrainConfig, job: Job, limits: Limits) -> list[str]:
-    """What works, but perhaps not as meant."""
+    """Notes on settings that work, but perhaps not as intended."""
     notes = []
     if config.checkpoint.save_every == 0 and job.max_requeues:
         notes.append("checkpoint.save_every = 0: a crash loses everything since the start, only a stop by signal saves; set it")
@@ -178,12 +178,12 @@ def remarks(config: TrainConfig, job: Job, limits: Limits) -> list[str]:
 
 
 def print_script(config: TrainConfig, job: Job, *, resume: bool) -> str:
-    """The script that a launch would submit; nothing is written."""
+    """Render the script that a launch would submit, without writing anything."""
     return _script(job, _free_folder(check_run_dir(config.run, resume)), config.run.name, resume)
 
 
 def record(config: TrainConfig, run_dir: Path) -> Path:
-    """A new folder below the run directory with the configuration and its origin. ConfigError while a job of it lives."""
+    """Make a folder below the run directory with the configuration and its origin. ConfigError while a job of the run is alive."""
     _refuse_second_job(run_dir)
     folder = _free_folder(run_dir)
     folder.mkdir(parents=True)
@@ -194,30 +194,31 @@ def record(config: TrainConfig, run_dir: Path) -> Path:
 
 
 def submit(config: TrainConfig, job: Job, folder: Path, *, resume: bool) -> str:
-    """Write the script into the folder of `record` and submit it; job id. Where Slurm refuses, the folder is removed again."""
+    """Write the script into the folder of `record` and submit it; returns the job id. The folder is removed if Slurm refuses."""
     script = folder / "job.sbatch"
     script.write_text(_script(job, folder, config.run.name, resume))
     try:
         job_id = slurm.submit(script)
     except ConfigError:
-        forget(folder)
+        remove_launch(folder)
         raise
     (folder / "job_id").write_text(job_id + "\n")
     return job_id
 
 
-def forget(folder: Path) -> None:
-    """Remove a launch that did not start, and the directories that were made for it."""
+def remove_launch(folder: Path) -> None:
+    """Remove the folder of a launch that did not start, and parents that are empty then."""
     shutil.rmtree(folder)
-    with contextlib.suppress(OSError):  # something else lies in it, or it is a link
+    with contextlib.suppress(OSError):  # not empty, or a link
         for parent in folder.parents[:3]:  # launch, the run, output_dir
             parent.rmdir()
 
 
 def _script(job: Job, folder: Path, name: str, resume: bool) -> str:
-    # The interpreter's own path and not what it links to: that one knows nothing of the virtual environment.
+    # The interpreter's path unresolved: the target of its link knows nothing of the virtual environment.
     python = sys.executable if job.container is None else "python3"
     run_dir = folder.parents[1]
+    # The working directory is mounted anyway.
     if job.container is not None and not run_dir.is_relative_to(Path.cwd()):
         job = replace(job, mounts=(*job.mounts, f"{run_dir}:{run_dir}"))
     return render(

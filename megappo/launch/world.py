@@ -1,8 +1,8 @@
-"""Which world this process is a rank of: torchrun's, srun's (one task per rank), or none yet.
+"""The world that this process is a rank of: torchrun's, srun's (one task per rank), or none yet.
 
 torchrun describes the world in RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT. For the tasks of a
-Slurm step the same six are derived here from Slurm's own variables, alike on every rank and without asking the controller.
-Imports neither torch nor the configuration's rules: it runs before both.
+Slurm step the same six are derived here from Slurm's variables, alike on every rank and without a request to Slurm's controller.
+Runs before torch is imported.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _THIS_HOST = ("localhost", "127.0.0.1", "::1")
 
 @dataclass(frozen=True)
 class SlurmTask:
-    """One task of a Slurm step, as slurmstepd describes it to the task.
+    """One task of a Slurm step, from the environment that slurmstepd sets.
 
     tasks_here: tasks of the step on this node. nodelist: in Slurm's compressed form.
     """
@@ -41,7 +41,8 @@ class SlurmTask:
 
     @classmethod
     def of(cls, env: Mapping[str, str]) -> SlurmTask | None:
-        """None outside of a step: a batch script has SLURM_PROCID too, but no step of its own."""
+        """This process's task; None outside of a step."""
+        # A batch script has SLURM_PROCID too, but no step of its own.
         if "SLURM_STEP_NUM_TASKS" not in env or "SLURM_PROCID" not in env:
             return None
         node = int(env["SLURM_NODEID"])
@@ -59,17 +60,15 @@ class SlurmTask:
 
 
 def is_rank() -> bool:
-    """True in a process that a launcher started as one rank of a world; the tasks of srun once they have `joined`."""
+    """True in a process that a launcher started as one rank of a world; in a task of srun after `join_srun`."""
     return all(name in os.environ for name in _RANK_VARIABLES)
 
 
 def join_srun(env: MutableMapping[str, str] = os.environ) -> None:
-    """Where srun started one task per rank, describe the world as torchrun would. Call it first in a process that may be a rank.
+    """Set torchrun's variables in a task that srun started as one rank. Call it first in a process that may be a rank.
 
-    A step of one task is left alone: it may start torchrun, or the ranks of its node. MASTER_ADDR and MASTER_PORT that the user
-    set are kept, and so are those of enroot's hook for PyTorch images, which sets RANK and WORLD_SIZE but not all six.
-    ValueError, one line, where torchrun and srun both describe a world and disagree, in a job of several nodes outside of srun
-    and torchrun, and for a MASTER_ADDR that every node would take for itself.
+    ValueError, one line: torchrun and srun both describe a world and disagree; a job of several nodes without srun or torchrun;
+    a MASTER_ADDR that every node would take for itself.
     """
     task = SlurmTask.of(env)
     described = all(name in env for name in _RANK_VARIABLES)
@@ -78,7 +77,7 @@ def join_srun(env: MutableMapping[str, str] = os.environ) -> None:
             f"this Slurm job has {env['SLURM_JOB_NUM_NODES']} nodes, and only this one would be used: start the ranks with srun, "
             "or submit the run by `megappo launch`"
         )
-    if task is None or task.num_tasks == 1:
+    if task is None or task.num_tasks == 1:  # a step of one task may start torchrun, or the ranks of its node
         return
     if described:
         _require_agreement(env, task)
@@ -92,6 +91,7 @@ def join_srun(env: MutableMapping[str, str] = os.environ) -> None:
         LOCAL_RANK="0" if bound else str(task.local_rank),
         LOCAL_WORLD_SIZE=str(task.tasks_here),
     )
+    # Kept if set, by the user or by enroot's hook for PyTorch images (which sets RANK and WORLD_SIZE, but not all six).
     env.setdefault("MASTER_ADDR", first_host(task.nodelist))
     env.setdefault("MASTER_PORT", str(port_of(task.job, task.step)))
     if task.num_nodes > 1 and env["MASTER_ADDR"] in _THIS_HOST and env["MASTER_ADDR"] != first_host(task.nodelist):
@@ -129,9 +129,9 @@ def _is_bound_to_one_gpu(env: Mapping[str, str], task: SlurmTask) -> bool:
 
 
 def world_size(run: RunConfig) -> int:
-    """Ranks that the run will have: the launcher's world, or `run.num_ranks`, or one per GPU, or 1.
+    """Number of ranks of the run: the launcher's world, or `run.num_ranks`, or one per GPU, or 1.
 
-    ValueError where the launcher's world and `run.num_ranks` differ.
+    ValueError if the launcher's world and `run.num_ranks` differ.
     """
     if is_rank():
         started = int(os.environ["WORLD_SIZE"])
@@ -153,12 +153,12 @@ def world_size(run: RunConfig) -> int:
 
 
 def port_of(job: int, step: int) -> int:
-    """A TCP port that belongs to this step alone among the jobs of a host."""
+    """TCP port of a step, distinct among the jobs that share a host."""
     return FIRST_PORT + (job * _PORTS_PER_JOB + step) % NUM_PORTS
 
 
 def first_host(nodelist: str) -> str:
-    """`gpu[03-06,9],login1` -> `gpu03`; several brackets in one name are legal. ValueError for what is no list of hosts."""
+    """`gpu[03-06,9],login1` -> `gpu03`; several brackets in one name are legal. ValueError if it is no list of hosts."""
     first = re.match(r"(?:[^,\[\]]|\[[^\[\]]*\])+", nodelist)
     if first is None:
         raise ValueError(f"SLURM_STEP_NODELIST={nodelist}: not a list of hosts")

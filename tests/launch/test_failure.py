@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from megappo.launch.failure import ATTEMPT_DIR, REST_LIVES_S, first_failure
+from megappo.launch.failure import ATTEMPT_DIR, KILL_GRACE_S, first_failure
 
 BEFORE, AT, AFTER = 1_000, 2_000, 3_000
-LATER = AFTER + int(REST_LIVES_S * 1e9)  # when the script has killed the rest
+LATER = AFTER + int(KILL_GRACE_S * 1e9)  # when the script has killed the rest
 
 
 def raised(folder: Path, rank: int, time_ns: int) -> None:
@@ -57,7 +57,7 @@ def test_the_rank_that_failed_first_is_found(tmp_path: Path, case: str) -> None:
     events, expected = CASES[case]
     for kind, *values in events:
         (raised if kind == "raised" else ended)(tmp_path, *values)
-    failure = first_failure(tmp_path, REST_LIVES_S)
+    failure = first_failure(tmp_path, KILL_GRACE_S)
     assert failure is not None and failure.rank == expected
     assert failure.text.strip().endswith((f"of rank {expected}", f"last words of {expected}"))
 

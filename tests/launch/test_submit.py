@@ -14,8 +14,8 @@ from megappo.config.errors import ConfigError
 from megappo.config.loading import load_config
 from megappo.launch.environment import HIDDEN, revision, shown_variables
 from megappo.launch.script import Job
-from megappo.launch.slurm import outside_of_a_job, parse_time
-from megappo.launch.submit import Limits, forget, remarks
+from megappo.launch.slurm import parse_time, without_job_variables
+from megappo.launch.submit import Limits, remarks, remove_launch
 from tests.launch.cluster import Cluster
 from tests.plan.checkpoints import write_run
 
@@ -169,9 +169,9 @@ def test_what_is_perhaps_not_meant_is_remarked(tmp_path: Path, job: Job, time: s
 def test_a_launch_from_within_a_job_does_not_hand_on_what_describes_that_job() -> None:
     cluster = {"SLURM_CONF": "/etc/slurm.conf", "SLURM_JWT": "x", "PATH": "/bin", "SBATCH_ACCOUNT": "me"}
     of_the_step = {"SLURM_JOB_ID": "7", "SLURM_STEP_NUM_TASKS": "1", "SLURM_CPU_BIND": "mask", "SRUN_DEBUG": "3"}
-    assert outside_of_a_job(cluster | of_the_step) == cluster
+    assert without_job_variables(cluster | of_the_step) == cluster
     wanted = cluster | {"SLURM_CLUSTERS": "west"}
-    assert outside_of_a_job(wanted) == wanted
+    assert without_job_variables(wanted) == wanted
 
 
 def test_an_image_sees_the_run_directory_wherever_it_is(tmp_path: Path, capsys, monkeypatch) -> None:
@@ -224,7 +224,7 @@ def test_what_a_refused_launch_made_is_removed_and_a_link_is_left(tmp_path: Path
     (tmp_path / "runs").symlink_to("scratch")
     folder = tmp_path / "runs" / "run" / "launch" / "001"
     folder.mkdir(parents=True)
-    forget(folder)
+    remove_launch(folder)
     assert (tmp_path / "runs").is_symlink() and not list((tmp_path / "scratch").iterdir())
 
 
