@@ -1,4 +1,4 @@
-"""Logging of many ranks: rank 0 speaks, the others only warn, and every line says whose it is. Imports nothing of megappo."""
+"""Logging of many ranks: rank 0 informs, the others only warn, and every line names its rank. Imports nothing of megappo."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TextIO
 
 
 class RankFormatter(logging.Formatter):
-    """`12:34:56 rank 3 WARNING megappo.engine: text`; one process alone leaves the rank out."""
+    """`12:34:56 rank 3 WARNING megappo.engine: text`; without the rank in a world of one process."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         who = f"rank {rank} " if world_size > 1 else ""
@@ -16,7 +16,7 @@ class RankFormatter(logging.Formatter):
 
 
 def configure_logging(rank: int, world_size: int, level: int = logging.INFO, stream: TextIO | None = None) -> None:
-    """Set up the `megappo` logger of this process; calling it again replaces the earlier set-up. Other loggers are left alone."""
+    """Set up the `megappo` logger of this process; a second call replaces the first. Other loggers are not touched."""
     logger = logging.getLogger("megappo")
     for handler in list(logger.handlers):
         logger.removeHandler(handler)
@@ -24,4 +24,4 @@ def configure_logging(rank: int, world_size: int, level: int = logging.INFO, str
     handler.setFormatter(RankFormatter(rank, world_size))
     logger.addHandler(handler)
     logger.setLevel(level if rank == 0 else max(level, logging.WARNING))
-    logger.propagate = False
+    logger.propagate = False  # or a library's handler of the root logger prints every line again

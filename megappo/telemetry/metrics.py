@@ -1,7 +1,7 @@
-"""The catalogue of what a run logs: every metric's name, defined once, with its meaning and unit.
+"""Catalogue of the metrics of a run: every name, defined once, with its meaning and unit.
 
 A name is `group/metric`; the group is TensorBoard's section. Names that depend on the configuration (parts of the reward, stages)
-end in `*` here. How the numbers are computed is the trainer's; this file only knows what they are called.
+end in `*` here. The trainer computes the numbers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Metric(StrEnum):
     SCORE_MIN = "reward/score_min", "smallest score"
     SCORE_MAX = "reward/score_max", "largest score"
     SHAPED_MEAN = "reward/shaped_mean", "mean over responses of the summed per-token reward (score minus KL penalty)"
-    UNDECIDED = "reward/undecided", "responses that count 0 because checking them ran out of time"
+    UNDECIDED = "reward/undecided", "responses scored 0 because checking them ran out of time"
     REWARD_PART = "reward/*", "mean of one reward rule, before its weight"
 
     EVAL_SCORE = "eval/score", "mean score of greedy answers to the held-out prompts"
@@ -50,7 +50,7 @@ class Metric(StrEnum):
     POLICY_LR = "policy/lr", "learning rate of the last update"
     POLICY_UPDATES = "policy/updates", "optimizer steps taken"
     POLICY_SKIPPED = "policy/skipped_updates", "updates left out because a gradient was not finite"
-    POLICY_STOPPED = "policy/stopped_early", "1 where target_kl ended the step's updates"
+    POLICY_STOPPED = "policy/stopped_early", "1 if target_kl ended the step's updates"
     POLICY_EXPERT_VIOLATION = "policy/expert_max_violation", "busiest expert of any layer above its even share, relative to it"
     POLICY_EXPERTS_IDLE = "policy/experts_idle", "share of the experts that no token of the updates chose"
     POLICY_BALANCE_LOSS = "policy/balance_loss", "routers' balancing loss per sequence, all layers, before router_aux_coef"
@@ -71,7 +71,7 @@ class Metric(StrEnum):
     RETURN = "critic/return_*", "mean, std, min, max of the returns"
 
     KL_TOKEN = "kl/per_token", "mean KL to the reference per sampled token, by the estimator of algorithm.kl, nats"
-    KL_TOKEN_K3 = "kl/per_token_k3", "the same by the k3 estimator"
+    KL_TOKEN_K3 = "kl/per_token_k3", "the same by the k3 estimator, nats"
     KL_RESPONSE = (
         "kl/per_response",
         "mean over responses of the summed log-ratio (k1 under every estimator), nats; what the controller sees",
@@ -88,7 +88,7 @@ class Metric(StrEnum):
     PROB_DIFF_MAX = "rollout/prob_diff_max", "largest such difference"
     KEPT_IDS = "rollout/kept_ids", "mean number of ids that top-k and top-p left to draw a token from"
     KEPT_OVERFLOW = "rollout/kept_overflow", "share of tokens with more such ids, all tied with the last, than are recorded"
-    PUSH = "rollout/push_*", "what the rollout engine reports of the weight push"
+    PUSH = "rollout/push_*", "figures of the weight push: bytes, seconds, checks"
 
     STEP_SECONDS = "timing/step_s", "wall time of the step, s"
     STAGE_SECONDS = "timing/*", "wall time of one stage of the step, s"
@@ -107,13 +107,13 @@ class Metric(StrEnum):
 
 
 def metric_of(name: str) -> Metric | None:
-    """The catalogue's entry of a logged name; one that ends in `*` stands for all names that start like it, longest first."""
+    """Entry of a logged name; None if unknown. An entry that ends in `*` covers all names that start with it; the longest wins."""
     fitting = [m for m in Metric if m.value == name or (m.value.endswith("*") and name.startswith(m.value[:-1]))]
     return max(fitting, key=lambda m: (m.value == name, len(m.value)), default=None)
 
 
 def finite_or_none(value: Any) -> Any:
-    """JSON has no NaN and no infinity: non-finite floats become None, in lists and mappings too."""
+    """Replace NaN and infinities, which JSON lacks, by None, in lists and mappings too."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""The learning curve of a run as an SVG, drawn from its own metrics.jsonl with nothing but the standard library."""
+"""Learning curve of a run as an SVG, drawn from its metrics.jsonl with the standard library alone."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from xml.sax.saxutils import escape
 from megappo.telemetry.jsonl import read_lines
 from megappo.telemetry.metrics import Metric
 
-WIDTH, HEIGHT = 420, 240
-LEFT, RIGHT, TOP, BOTTOM = 58, 14, 34, 34
+WIDTH, HEIGHT = 420, 240  # of a panel, px
+LEFT, RIGHT, TOP, BOTTOM = 58, 14, 34, 34  # margins of a panel, px
 COLORS = ("#1f6fb2", "#d1581f")
 
 
@@ -36,7 +36,7 @@ PANELS = (
 
 
 def write_learning_curve(run_dir: Path) -> Path | None:
-    """Draw run_dir/metrics.jsonl to run_dir/learning_curve.svg, without the panels that have no data; None where none has."""
+    """Draw run_dir/metrics.jsonl to run_dir/learning_curve.svg, without panels that lack data; None if all do."""
     metrics = run_dir / "metrics.jsonl"
     records = read_lines(metrics) if metrics.exists() else []
     picture = learning_curve_svg(records, run_dir.name)
@@ -48,7 +48,7 @@ def write_learning_curve(run_dir: Path) -> Path | None:
 
 
 def learning_curve_svg(records: Sequence[dict[str, Any]], title: str) -> str | None:
-    """Two columns of panels over the steps."""
+    """Draw two columns of panels over the steps."""
     drawn = []
     for panel in PANELS:
         curves = [(label, _points(records, metric)) for label, metric in panel.curves]
@@ -94,7 +94,7 @@ def _panel(title: str, curves: Sequence[tuple[str, list[tuple[int, float]]]]) ->
         color = COLORS[number]
         path = " ".join(f"{x(step):.1f},{y(value):.1f}" for step, value in points)
         parts.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="1.6"/>')
-        if len(points) <= 40:
+        if len(points) <= 40:  # more dots would hide the line
             parts += [f'<circle cx="{x(step):.1f}" cy="{y(value):.1f}" r="2.2" fill="{color}"/>' for step, value in points]
     names = "  ".join(f'<tspan fill="{COLORS[n]}">{escape(label)}</tspan>' for n, (label, _) in enumerate(curves))
     parts.append(f'<text x="{WIDTH - RIGHT}" y="{TOP - 14}" text-anchor="end" xml:space="preserve">{names}</text>')
@@ -102,13 +102,13 @@ def _panel(title: str, curves: Sequence[tuple[str, list[tuple[int, float]]]]) ->
 
 
 def _ticks(low: float, high: float, whole: bool = False) -> list[float]:
-    """About five round numbers whose first and last enclose low and high."""
+    """About five round numbers that enclose low and high."""
     if high <= low:
         high = low + (1.0 if whole else max(abs(low) * 0.1, 1e-6))
-    rough = (high - low) / 4
+    rough = (high - low) / 4  # four intervals
     magnitude = 10.0 ** math.floor(math.log10(rough))
-    step = next(magnitude * factor for factor in (1, 2, 2.5, 5, 10) if magnitude * factor >= rough * 0.999)
+    step = next(magnitude * factor for factor in (1, 2, 2.5, 5, 10) if magnitude * factor >= rough * 0.999)  # 0.999: rounding
     if whole:
         step = max(1.0, math.ceil(step))
     first, last = math.floor(low / step), math.ceil(high / step)
-    return [round(i * step, 12) for i in range(first, last + 1)]
+    return [round(i * step, 12) for i in range(first, last + 1)]  # 0.3, not 0.30000000000000004

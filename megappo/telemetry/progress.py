@@ -1,4 +1,4 @@
-"""The console table of a run: a header, then one line per step with the few numbers that matter.
+"""Console table of a run: a header, then one line per step.
 
 Plain lines without control characters, so a log file is as readable as a terminal.
 """
@@ -14,9 +14,8 @@ from typing import TextIO
 
 from megappo.telemetry.metrics import Metric
 
-# steps over which the time left is averaged
-ETA_WINDOW = 10
-HEADER_EVERY = 40
+ETA_WINDOW = 10  # steps over which the time left is averaged
+HEADER_EVERY = 40  # rows
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ SFT_COLUMNS = (
 
 
 class Progress:
-    """Prints rows to `stream`: the first, every so many steps (`every`), the last. clock: seconds, for the time left."""
+    """Print rows to `stream`: the first, every `every` steps, the last. clock: seconds, for the time left."""
 
     def __init__(
         self, columns: Sequence[Column], stream: TextIO, every: int = 1, clock: Callable[[], float] = time.monotonic
@@ -59,7 +58,7 @@ class Progress:
         self._rows = 0
 
     def row(self, metrics: Mapping[str, float], step: int, total: int) -> None:
-        """A metric that is absent or not finite prints as `-`."""
+        """Print a row. A metric that is absent or not finite prints as `-`."""
         self._ends.append(self._clock())
         if not (step % self._every == 0 or step == total or self._rows == 0):
             return

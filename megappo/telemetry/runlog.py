@@ -1,4 +1,4 @@
-"""One call per step, fanned out to metrics.jsonl, TensorBoard and the console. Every rank calls; the first rank writes."""
+"""Log of a run: metrics.jsonl, TensorBoard, trajectories and the console. Every rank calls; rank 0 writes."""
 
 from __future__ import annotations
 
@@ -11,22 +11,20 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 import torch.distributed as dist
+from torch.utils.tensorboard import SummaryWriter
 
-from megappo.telemetry.jsonl import MetricsFile
+from megappo.telemetry.jsonl import MetricsFile, write_lines
 from megappo.telemetry.metrics import Metric
 from megappo.telemetry.plot import write_learning_curve
 from megappo.telemetry.progress import PPO_COLUMNS, SFT_COLUMNS, Progress
-from megappo.telemetry.tensorboard import TensorBoard
-from megappo.telemetry.trajectories import write_trajectories
 
 logger = logging.getLogger(__name__)
 
-# lines that a supervised run prints, however many steps it has
-SFT_ROWS = 20
+SFT_ROWS = 20  # rows that a supervised run prints in all
 
 
 class EvaluationResult(Protocol):
-    """What a validation hands over; `trainer.evaluation.Evaluation` is one."""
+    """Result of a validation, e.g. `trainer.evaluation.Evaluation`."""
 
     num_prompts: int
     score: float
@@ -44,8 +42,25 @@ def evaluation_metrics(evaluation: EvaluationResult) -> dict[str, float]:
     }
 
 
+class TensorBoard:
+    """Scalars by step in `directory`. After a resume TensorBoard hides the records of older files after `resumed_step`."""
+
+    def __init__(self, directory: Path, resumed_step: int | None = None) -> None:
+        self._writer = SummaryWriter(str(directory), purge_step=None if resumed_step is None else resumed_step + 1)
+
+    def scalars(self, metrics: Mapping[str, float], step: int) -> None:
+        """Log scalars. Non-finite values are left out: a gap in the curve."""
+        for name, value in metrics.items():
+            if math.isfinite(value):
+                self._writer.add_scalar(str(name), value, step)
+        self._writer.flush()  # keeps a live view live; a step takes seconds
+
+    def close(self) -> None:
+        self._writer.close()
+
+
 class RunLog:
-    """Writes metrics.jsonl, tensorboard/, trajectories/ and learning_curve.svg to `root`, and the table to `stream` (stdout)."""
+    """Write metrics.jsonl, tensorboard/, trajectories/ and learning_curve.svg to `root`, and the table to `stream` (stdout)."""
 
     def __init__(self, root: Path, *, tensorboard: bool = True, stream: TextIO | None = None) -> None:
         self._root = root
@@ -60,13 +75,13 @@ class RunLog:
         self._warned: set[str] = set()
 
     def resume_after(self, step: int) -> None:
-        """Before the first step of a resumed run: forget what was logged after `step`."""
+        """Drop the log after `step`. Call it before the first step of a resumed run."""
         if self._writes:
             self._resumed_step = step
-            self._file.keep_through(step)
+            self._file.truncate_after(step)
 
     def note(self, text: str) -> None:
-        """A line for the reader of the console."""
+        """Print a line to the console."""
         if self._writes:
             print(text, file=self._stream, flush=True)
 
@@ -88,7 +103,7 @@ class RunLog:
             self._progress.row(metrics, step, total_steps)
 
     def evaluation(self, evaluation: EvaluationResult, step: int) -> None:
-        """Log a validation of the weights after `step`. It joins the line of that step, logged next; step 0 gets its own."""
+        """Log a validation of the weights after `step`. It joins the line of that step, logged next; step 0 gets its own line."""
         if not self._writes:
             return
         metrics = evaluation_metrics(evaluation)
@@ -103,9 +118,14 @@ class RunLog:
         )
 
     def trajectories(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Write samples of a step in full."""
+        """Write samples of a step in full, one JSON object each (`trainer.report.trajectories_of`), to a file of their own.
+
+        Every list as long as `response_tokens` has one number per response token.
+        """
         if self._writes:
-            write_trajectories(self._root, step, rows)
+            path = self._root / "trajectories" / f"step_{step:06d}.jsonl"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_lines(path, [{"step": step, **row} for row in rows])  # replaces the file of a step that a resumed run repeats
 
     def close(self) -> None:
         """Finish the files and draw the learning curve."""
@@ -118,7 +138,7 @@ class RunLog:
         write_learning_curve(self._root)
 
     def _take_held(self, step: int | None) -> dict[str, float]:
-        """The held evaluation where it belongs to `step`; one of another step gets a line of its own."""
+        """Return the held evaluation if it is of `step`; write one of another step to its own line."""
         if self._held is None:
             return {}
         (at, metrics), self._held = self._held, None

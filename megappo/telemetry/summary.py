@@ -1,4 +1,4 @@
-"""What a finished run achieved and where its files are, read from its own metrics.jsonl.
+"""Summary of a finished run: scores, times and paths, read from its metrics.jsonl.
 
 python -m megappo.telemetry.summary RUN_DIR
 """
@@ -15,7 +15,7 @@ from megappo.telemetry.metrics import Metric
 
 
 def summary(run_dir: Path) -> str:
-    """First and last evaluation, seconds per stage of a step, and the paths to look at. ValueError where there is no run."""
+    """First and last evaluation, seconds per stage of a step, and the paths of the results. ValueError if there is no run."""
     path = run_dir / "metrics.jsonl"
     if not path.exists():
         raise ValueError(f"{path} does not exist: {run_dir} holds no finished run")
@@ -41,7 +41,7 @@ def _scores(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 def _stages(rows: Sequence[dict[str, Any]]) -> list[str]:
     stages = [key for row in rows for key in row if key.startswith("timing/") and key != Metric.STEP_SECONDS.value]
-    # Over all steps: a stage that runs every tenth step costs a tenth per step.
+    # Mean over all steps: a stage that runs every tenth step costs a tenth of its time per step.
     steps = [row for row in rows if row.get(Metric.STEP_SECONDS.value) is not None]
     means = {key: sum(row.get(key) or 0.0 for row in steps) / len(steps) for key in dict.fromkeys(stages)}
     parts = ", ".join(

@@ -1,4 +1,4 @@
-"""Aligned plain-text tables and short texts for numbers: what `megappo plan` and `megappo doctor` print."""
+"""Aligned plain-text tables and short texts for numbers, for `megappo plan` and `megappo doctor`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SHOWN_GROUPS = 4
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> list[str]:
-    """Lines of a table; the first `left` columns are aligned to the left, the others to the right."""
+    """Lines of a table; the first `left` columns are left-aligned, the others right-aligned."""
     cells = [list(header), *[list(row) for row in rows]]
     widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
     lines = []
@@ -25,7 +25,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1
 
 
 def figures(value: float) -> str:
-    """A number >= 0 with at least three figures and no exponent: `0`, `0.00421`, `1.57`, `25.3`, `141`, `2048`."""
+    """Write a number >= 0 with at least three figures and no exponent: `0`, `0.00421`, `1.57`, `25.3`, `141`, `2048`."""
     if value == 0:
         return "0"
     decimals = max(0, 2 - math.floor(math.log10(value)))
@@ -33,12 +33,12 @@ def figures(value: float) -> str:
 
 
 def gib(size: int | float) -> str:
-    """Bytes as a number of GiB."""
+    """Write bytes as a number of GiB."""
     return figures(size / GIB)
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """Ascending ranks, short: `0-7`, `0,4`, `0-56 by 8`."""
+    """Abbreviate ascending ranks: `0-7`, `0,4`, `0-56 by 8`."""
     steps = {b - a for a, b in zip(ranks, ranks[1:])}
     if len(ranks) > 2 and len(steps) == 1:
         step = steps.pop()
@@ -47,7 +47,7 @@ def ranks_text(ranks: Sequence[int]) -> str:
 
 
 def _offset_key(ranks: Sequence[int]):
-    """Constant along a run of neighbouring ranks."""
+    """Key for `groupby` that is constant along a run of neighbouring ranks."""
     place = {rank: index for index, rank in enumerate(ranks)}
     return lambda rank: rank - place[rank]
 
@@ -57,7 +57,7 @@ def _run_text(run: list[int]) -> str:
 
 
 def groups_text(groups: Sequence[Sequence[int]]) -> str:
-    """Groups of ranks, short: `0-7 | 8-15`, and of many the first two and the last."""
+    """Abbreviate groups of ranks: `0-7 | 8-15`; of more than SHOWN_GROUPS the first two and the last."""
     if len(groups) > SHOWN_GROUPS:
         return f"{ranks_text(groups[0])} | {ranks_text(groups[1])} | ... | {ranks_text(groups[-1])} ({len(groups)} groups)"
     return " | ".join(ranks_text(group) for group in groups)

@@ -11,13 +11,13 @@ import torch
 
 
 def wait_for_device() -> None:
-    """Let a stage end when its work is done, not when it is queued. Nothing to do where CUDA was never touched."""
-    if torch.cuda.is_initialized():
+    """Wait for queued work on the GPU, so that a stage's time includes it."""
+    if torch.cuda.is_initialized():  # the question itself must not create a CUDA context
         torch.cuda.synchronize()
 
 
 class StageTimers:
-    """seconds: stage -> wall time; a stage that is entered again adds up. One object serves one step."""
+    """Timers of one step. seconds: stage -> wall time; entering a stage again adds to it."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -27,15 +27,15 @@ class StageTimers:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Times its body, also when it raises; an error then names stage and rank. Stages do not nest: times would count twice."""
-        assert not self._open, f"stage {name} begins inside {self._open[-1]}"
+        """Time the body, even if it raises; an error then names stage and rank. Stages do not nest."""
+        assert not self._open, f"stage {name} begins inside {self._open[-1]}"  # its time would count twice
         self._open.append(name)
         start = self._clock()
         try:
             yield
             wait_for_device()
         except Exception as error:
-            # A time-out of torch.distributed tells neither.
+            # torch.distributed's timeouts name neither.
             error.add_note(f"in stage {name}, on rank {os.environ.get('RANK', '0')}")
             raise
         finally:
@@ -44,5 +44,5 @@ class StageTimers:
 
     @property
     def total_s(self) -> float:
-        """Seconds since this object was made, what lies between the stages included."""
+        """Seconds since construction, including the time between stages."""
         return self._clock() - self._started

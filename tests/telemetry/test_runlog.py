@@ -118,7 +118,7 @@ def test_without_truncation_the_resumed_file_would_differ(tmp_path):
 
 def test_resume_from_the_first_step_and_without_a_file(tmp_path):
     log = MetricsFile(tmp_path / "metrics.jsonl")
-    log.keep_through(3)
+    log.truncate_after(3)
     log.append({"step": 4})
     log.close()
     assert lines(tmp_path) == [{"step": 4}]
