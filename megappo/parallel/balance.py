@@ -1,7 +1,7 @@
-"""Which sequences go to which data-parallel rank and micro-batch.
+"""Assignment of sequences to data-parallel ranks and micro-batches.
 
-Pure functions of the sequence lengths, so every rank computes the same plan without talking. All data-parallel ranks get the same
-number of micro-batches, because pipeline schedules and gradient reduction need it; a rank with fewer sequences gets empty ones.
+Pure functions of the sequence lengths, so every rank computes the same plan without communication. All data-parallel ranks get
+the same number of micro-batches, as pipeline schedules and gradient reduction need; a rank with fewer sequences gets empty ones.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ MicroBatchPlan = list[list[list[int]]]
 
 
 def partition_balanced(lengths: Sequence[int], num_parts: int) -> list[list[int]]:
-    """Indices in `num_parts` parts of nearly equal token count (longest processing time first; ties by index)."""
+    """Partition indices into `num_parts` parts of nearly equal token count; ties by index."""
     heap = [(0, part) for part in range(num_parts)]
     parts: list[list[int]] = [[] for _ in range(num_parts)]
+    # Longest processing time first (Graham 1969): at most 4/3 of the optimal load.
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         load, part = heapq.heappop(heap)
         parts[part].append(index)
@@ -25,9 +26,9 @@ def partition_balanced(lengths: Sequence[int], num_parts: int) -> list[list[int]
 
 
 def split_by_budget(lengths: Sequence[int], token_budget: int) -> int:
-    """Smallest number of balanced parts in which no part exceeds the budget; a longer sequence stands alone. At least 1."""
+    """Smallest number (at least 1) of balanced parts within the budget; a sequence longer than the budget is alone in a part."""
     total = sum(min(length, token_budget) for length in lengths)
-    num_parts = max(1, -(-total // token_budget))
+    num_parts = max(1, -(-total // token_budget))  # lower bound: all parts full
     while num_parts < len(lengths) and not _fits(lengths, num_parts, token_budget):
         num_parts += 1
     return num_parts
@@ -39,11 +40,10 @@ def _fits(lengths: Sequence[int], num_parts: int, token_budget: int) -> bool:
 
 
 def plan_micro_batches(lengths: Sequence[int], num_dp: int, token_budget: int, multiple: int = 1) -> MicroBatchPlan:
-    """Sequences -> data-parallel ranks balanced by tokens -> the same number of micro-batches on each, within the token budget.
+    """Balance sequences by tokens over data-parallel ranks, and cut each rank's into the same number of micro-batches.
 
-    The number of micro-batches is a multiple of `multiple`; where there are fewer sequences, some are empty.
-
-    Source of the balancing rule: Graham 1969, longest processing time first (at most 4/3 of the optimum).
+    Micro-batches stay within the token budget. Their number is a multiple of `multiple` (pp of an interleaved schedule); with
+    fewer sequences some are empty.
     """
     per_rank = partition_balanced(lengths, num_dp)
     num_micro = max(split_by_budget([lengths[i] for i in part], token_budget) for part in per_rank)

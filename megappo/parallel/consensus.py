@@ -1,4 +1,4 @@
-"""Work that may fail on one rank, done so that every rank learns of it and all go the same way.
+"""Collective wrappers of work that may fail on one rank: every rank learns of the failure, and all raise or none.
 
 A rank that raises alone leaves its peers waiting in the next collective until the timeout.
 """
@@ -14,16 +14,16 @@ from safetensors import SafetensorError
 
 Result = TypeVar("Result")
 
-# What writing and reading files raises: full disk, lost mount, broken file, state that does not serialise.
+# Faults of reading and writing files: full disk, lost mount, broken file, state that does not serialise.
 _FAULTS = (OSError, RuntimeError, ValueError, TypeError, LookupError, SafetensorError)
 
 
 class RankFault(RuntimeError):
-    """Something failed on at least one rank; raised on all of them with the first rank's words."""
+    """Failure on at least one rank, raised on all of them with the first failing rank's message."""
 
 
 def on_every_rank(what: str, action: Callable[[], Result]) -> list[Result]:
-    """Run `action` on every rank; its results in rank order, on every rank. RankFault on all where it failed on one.
+    """Run `action` on every rank; returns the results in rank order, on every rank. RankFault on all if one fails.
 
     `action` must not contain collectives. Results are gathered as pickled objects: keep them small.
     """
@@ -41,7 +41,7 @@ def on_every_rank(what: str, action: Callable[[], Result]) -> list[Result]:
 
 
 def on_rank_zero(what: str, action: Callable[[], Result]) -> Result:
-    """Run `action` on rank 0 only; its result on every rank. RankFault on all ranks where it failed."""
+    """Run `action` on rank 0 only; returns its result on every rank. RankFault on all ranks if it fails."""
     result: list[Result] | None = on_every_rank(what, lambda: action() if dist.get_rank() == 0 else None)
     return result[0]
 

@@ -1,9 +1,8 @@
-"""Context parallel: which tokens of a packed micro-batch a rank holds, and how per-token values travel between the ranks.
+"""Context parallel: the tokens of a packed micro-batch on each rank, and the exchange of per-token values.
 
-Each sequence is cut into 2 cp chunks and rank r holds the chunks r and 2 cp - 1 - r (zig-zag, as in TransformerEngine): under a
-causal mask all ranks then have the same work. Every rank of the group knows the whole micro-batch (token ids and fields are a
-few bytes per token), so targets are made and losses are computed on whole sequences; only activations are cut. What attention
-does with this is `models/attention.py`.
+Each sequence is cut into 2 cp chunks, and rank r holds chunks r and 2 cp - 1 - r (zig-zag, as in TransformerEngine), so that all
+ranks have the same work under a causal mask. Every rank of the group knows the whole micro-batch (token ids and fields are a few
+bytes per token): targets and losses are computed on whole sequences, and only activations are cut. `models/attention.py` uses it.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from torch import Tensor
 
 
 def zigzag_index(cu_seqlens: Tensor, cp: int, cp_rank: int) -> Tensor:
-    """[T / cp] int64: the tokens that a rank holds, sequence by sequence, its early chunk before its late one.
+    """[T / cp] int64: tokens of a rank, sequence by sequence, its early chunk before its late one.
 
     cu_seqlens: [B+1] offsets of sequences whose lengths are multiples of 2 cp.
     """
@@ -27,17 +26,17 @@ def zigzag_index(cu_seqlens: Tensor, cp: int, cp_rank: int) -> Tensor:
     first_of_mine = mine.cumsum(0) - mine
     start, chunk, first = (x.repeat_interleave(mine) for x in (starts, lengths // (2 * cp), first_of_mine))
     offset = torch.arange(start.numel(), device=start.device) - first
-    late = offset >= chunk
+    late = offset >= chunk  # in the second of the rank's two chunks
     return start + torch.where(late, (2 * cp - 2 - cp_rank) * chunk, cp_rank * chunk) + offset
 
 
 @dataclass(frozen=True)
 class ContextShard:
-    """This rank's part of one micro-batch of T tokens.
+    """Part of one micro-batch of T tokens on this rank.
 
-    index: [T / cp] int64, packed position of each token that this rank holds. order: [T] int64, where each token stands when
-    the parts of the ranks 0..cp-1 are laid end to end; ranked: [T] int64, the packed position of each token of that row
-    (`order` inverted).
+    index: [T / cp] int64, packed position of each token of this rank. order: [T] int64, position of each token in the
+    concatenated parts of ranks 0..cp-1. ranked: [T] int64, packed position of each token of that concatenation (inverse of
+    `order`).
     """
 
     group: dist.ProcessGroup
@@ -48,27 +47,24 @@ class ContextShard:
     ranked: Tensor
 
     def take(self, x: Tensor) -> Tensor:
-        """[T, ...], the same on every rank of the group -> this rank's [T / cp, ...]."""
+        """Slice [T, ...], equal on every rank of the group, to this rank's [T / cp, ...]."""
         return x.index_select(0, self.index)
 
     def gather(self, x: Tensor) -> Tensor:
-        """[T / cp, ...] -> [T, ...] in packed order on every rank. Collective; differentiable.
-
-        Every rank computes the same loss from the whole, so the gradient of a rank's part is its slice: nothing is added up.
-        """
+        """Gather [T / cp, ...] to [T, ...] in packed order on every rank. Collective; differentiable."""
         return _Gather.apply(x, self)
 
     def heads_from_tokens(self, x: Tensor) -> Tensor:
-        """[T / cp, heads, dim], this rank's tokens -> [T, heads / cp, dim], this rank's heads of whole sequences. Collective."""
+        """Exchange [T / cp, heads, dim] of this rank's tokens for [T, heads / cp, dim] of this rank's heads. Collective."""
         return _HeadsFromTokens.apply(x, self)
 
     def tokens_from_heads(self, x: Tensor) -> Tensor:
-        """The way back: [T, heads / cp, dim] -> [T / cp, heads, dim]. Collective."""
+        """Inverse of `heads_from_tokens`: [T, heads / cp, dim] -> [T / cp, heads, dim]. Collective."""
         return _TokensFromHeads.apply(x, self)
 
 
 def context_shard(cu_seqlens: Tensor, group: dist.ProcessGroup, device: torch.device) -> ContextShard | None:
-    """The part of this rank of `group`, with its tensors on `device`; None where the group is this rank alone."""
+    """Part of this rank in `group`, with its tensors on `device`; None if the group is this rank alone."""
     size, rank = group.size(), group.rank()
     if size == 1:
         return None
@@ -89,6 +85,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        # Every rank computes the same loss from the whole, so its slice of the gradient is complete: no sum over ranks.
         return ctx.shard.take(grad), None
 
 

@@ -1,11 +1,11 @@
-"""Process groups of one role, built from its layout. Groups are values handed to whoever needs them, never module globals.
+"""Process groups of one role, built from its layout. Groups are values passed as arguments, never module globals.
 
 Two roles with different layouts may live on the same ranks: each has its own ProcessGroups. Megatron-core takes all of them
 explicitly (ProcessGroupCollection); the one global it still needs is the scratch buffer of its sequence-parallel layers.
 
-Who waits how long (`run.timeouts`): inside a pass ranks are at most a pass apart, and the groups made here have a short limit, so
-that a rank that hangs is noticed. Between passes ranks do work of different length (a long response, a reward, a disk). They
-`meet` before the next pass, on the host and with a long limit: a device's exchange would count the time of who is late.
+Timeouts (`run.timeouts`): inside a pass ranks are at most a pass apart, and the groups made here have a short limit, so that a
+hanging rank is noticed. Between passes ranks do work of different length (a long response, a reward, a disk). They `meet` before
+the next pass, on the host and with a long limit: an exchange on the device would charge its short limit for the late rank.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from megappo.platform.device import set_limit
 
 
 class RankIsLate(RuntimeError):
-    """A rank did not come to a meeting in time."""
+    """A rank did not reach a meeting in time."""
 
 
 @dataclass(frozen=True)
 class ProcessGroups:
-    """The groups that this rank belongs to in one layout."""
+    """Groups of this rank in one layout."""
 
     layout: ParallelLayout
     coordinates: Coordinates
@@ -37,14 +37,14 @@ class ProcessGroups:
     timeouts: TimeoutsConfig = TimeoutsConfig()
 
     def meet(self, before: str) -> None:
-        """Collective over the world, on the host: wait until every rank is here. before: the work that follows, for the message.
+        """Wait, on the host, until every rank is here. Collective over the world. before: the next work, for the message.
 
-        RankIsLate after `meeting_s`; rank 0 names the ranks that did not come, the others name rank 0, which knows.
+        RankIsLate after `meeting_s`; rank 0 names the missing ranks, the others name rank 0.
         """
         meet(before, self.timeouts.meeting_s)
 
     def limit(self, seconds: float) -> None:
-        """The time that each later exchange within these groups may take. Not collective."""
+        """Set the timeout of later exchanges within these groups. Not collective."""
         for group in self._distinct():
             set_limit(group, seconds)
 
@@ -82,7 +82,7 @@ class ProcessGroups:
 
     @property
     def is_reporter(self) -> bool:
-        """True on the one rank of a dp replica that reports what the last stage computed (tp and cp rank 0)."""
+        """True on the one rank of a dp replica that reports the last stage's results (tp and cp rank 0)."""
         return self.is_last_stage and self.coordinates.tp == 0 and self.coordinates.cp == 0
 
 
@@ -98,7 +98,7 @@ def meet(before: str, limit_s: float) -> None:
 
 
 def settle(roles: Iterable[ProcessGroups], timeouts: TimeoutsConfig) -> None:
-    """Every kind of pass has run once: from here on exchanges on the device, and within roles, may take `pass_s`."""
+    """Set the timeout of exchanges on the device and within roles to `pass_s`, once every kind of pass has run."""
     for groups in roles:
         groups.limit(timeouts.pass_s)
     set_limit(dist.group.WORLD, timeouts.pass_s, device_only=True)
@@ -107,10 +107,7 @@ def settle(roles: Iterable[ProcessGroups], timeouts: TimeoutsConfig) -> None:
 def build_groups(layout: ParallelLayout, timeouts: TimeoutsConfig = TimeoutsConfig()) -> ProcessGroups:
     """Create every group of the layout. Collective: all ranks of the world call it in the same order.
 
-    Their limit is `start_s` until `settle`.
-
-    Names that stand for the same ranks share one group: HyperCommGrid would make one for each, and a group costs buffers on a
-    GPU and a polling thread under gloo.
+    Their timeout is `start_s` until `settle`.
     """
     limit = timedelta(seconds=timeouts.start_s)
     built: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup] = {}
@@ -118,8 +115,10 @@ def build_groups(layout: ParallelLayout, timeouts: TimeoutsConfig = TimeoutsConf
     def along(*axes: str) -> dist.ProcessGroup:
         ranks = layout.axis_groups(*axes)
         key = tuple(map(tuple, ranks))
+        # Axes with the same ranks share one group (HyperCommGrid would make one each): a group costs buffers on a GPU, and a
+        # polling thread under gloo.
         if key not in built:
-            # The name stands in the message of NCCL's watchdog.
+            # group_desc appears in messages of NCCL's watchdog.
             built[key], _ = dist.new_subgroups_by_enumeration(ranks, timeout=limit, group_desc=" x ".join(axes))
         return built[key]
 
@@ -134,23 +133,24 @@ def build_groups(layout: ParallelLayout, timeouts: TimeoutsConfig = TimeoutsConf
     groups.tp_ep, groups.tp_ep_pp = along("etp", "ep"), along("etp", "ep", "pp")
     groups.hcp, groups.inter_dist_opt, groups.pos_embd = None, None, None
     groups.embd = _embedding_group(layout, limit)
+    # Scratch of sequence-parallel layers, the one global that Megatron-core still needs.
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:
         parallel_state._set_global_memory_buffer()
     return ProcessGroups(layout, layout.coordinates(dist.get_rank()), groups, timeouts)
 
 
 def destroy_groups(groups: ProcessGroups) -> None:
-    """Free the groups of a layout whose models are gone. Collective; for a process that goes through many layouts."""
+    """Free the groups of a layout whose models are gone. Collective; for a process that tries many layouts."""
     for group in groups._distinct():
         dist.destroy_process_group(group)
 
 
 def _embedding_group(layout: ParallelLayout, limit: timedelta) -> dist.ProcessGroup | None:
-    """First and last stage of each pipeline: they hold the two copies of a tied embedding. None on the stages between."""
+    """Group of the first and last stage of a pipeline, which hold the copies of a tied embedding; None on stages between."""
     mine: dist.ProcessGroup | None = None
     for ranks in layout.axis_groups("pp"):
         ends = sorted({ranks[0], ranks[-1]})
-        group = dist.new_group(ends, timeout=limit, group_desc="embedding")
+        group = dist.new_group(ends, timeout=limit, group_desc="embedding")  # collective over the world, members or not
         if dist.get_rank() in ends:
             mine = group
     return mine

@@ -1,8 +1,8 @@
-"""A parallel layout as a value: sizes of the axes, which rank stands where, and which layers a stage holds.
+"""Parallel layout as a value: sizes of the axes, coordinates of every rank, layers of every stage.
 
-Pure arithmetic, no torch.distributed: `megappo plan` and the bridge ask it about ranks of worlds that do not exist here. The
-order of the axes is Megatron's default, tp fastest, then cp, dp and pp; experts cut the ranks of a stage a second time, etp
-fastest, then ep and what remains (edp). Groups are built from it in `groups.py`.
+Pure arithmetic without torch.distributed: `megappo plan` and the bridge use it for worlds that do not exist here. The order of
+the axes is Megatron's default: tp fastest, then cp, dp and pp. Experts divide the ranks of a stage in another way: etp fastest,
+then ep and the remaining edp. `groups.py` builds groups from it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Coordinates:
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """tp x cp x dp x pp ranks, from rank 0 of the world on. Raises ValueError where the sizes do not fit the world or each other.
+    """tp x cp x dp x pp ranks, from rank 0 of the world. Raises ValueError if the sizes do not fit the world or each other.
 
     vpp: model chunks of every pipeline stage (interleaved schedule). ep: ranks over which the experts of a layer are distributed;
     etp: ranks over which each of them is cut. layers_per_stage: layers of the pp * vpp virtual stages in the order of the
@@ -67,7 +67,7 @@ class ParallelLayout:
 
     @property
     def edp(self) -> int:
-        """Ranks that hold the same part of the experts."""
+        """Number of ranks with the same part of the experts."""
         return self.ranks_per_stage // (self.etp * self.ep)
 
     @property
@@ -91,7 +91,7 @@ class ParallelLayout:
         return tp + self.tp * (cp + self.cp * (dp + self.dp * pp))
 
     def axis_groups(self, *axes: str) -> list[list[int]]:
-        """Ranks that differ only along these axes, one list per group, in rank order; axes of one grid, see `Coordinates`."""
+        """Groups of ranks that differ only along these axes, in rank order. The axes must be of one grid, see `Coordinates`."""
         grid = ("etp", "ep", "edp", "pp") if set(axes) & {"etp", "ep", "edp"} else ("tp", "cp", "dp", "pp")
         assert set(axes) <= set(grid), f"{axes} mix the two grids"
         groups: dict[tuple, list[int]] = {}
@@ -101,14 +101,14 @@ class ParallelLayout:
         return list(groups.values())
 
     def chunk_layers(self, num_layers: int, stage: int, chunk: int = 0) -> range:
-        """Global numbers of the layers of one model chunk of a stage. ValueError where the layers do not split so."""
+        """Global indices of the layers of one model chunk of a stage. ValueError if the layers do not split this way."""
         split = self._split(num_layers)
-        position = chunk * self.pp + stage
+        position = chunk * self.pp + stage  # chunk 0 of every stage comes first
         start = sum(split[:position])
         return range(start, start + split[position])
 
     def stage_layers(self, num_layers: int, stage: int) -> Iterator[int]:
-        """Global numbers of all layers of a stage, chunk by chunk."""
+        """Global indices of all layers of a stage, chunk by chunk."""
         for chunk in range(self.vpp):
             yield from self.chunk_layers(num_layers, stage, chunk)
 
@@ -126,7 +126,7 @@ class ParallelLayout:
         return self.layers_per_stage
 
     def __str__(self) -> str:
-        """Sizes that matter: tp, pp and dp always, the others where they are not 1."""
+        """Name the sizes: tp, pp and dp always, the others if they are not 1."""
         optional = [f"{axis}{getattr(self, axis)}" for axis in ("vpp", "cp", "ep", "etp") if getattr(self, axis) > 1]
         split = ["split" + "-".join(map(str, self.layers_per_stage))] if self.layers_per_stage else []
         sequence = ["sp"] if self.sequence_parallel else []

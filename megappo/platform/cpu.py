@@ -1,8 +1,8 @@
-"""Makes Megatron-core run on a machine without CUDA, over gloo. The only place that patches another library.
+"""Run Megatron-core on a machine without CUDA, over gloo, by patching it.
 
-Megatron-core 0.16 writes the device as the literal 'cuda' and checks tensor types by the name 'torch.cuda.FloatTensor'. Rather than
-wrapping torch for the whole process (vLLM lives in it too), the literals are replaced inside the few Megatron functions that we
-run. A function in which the expected literal is gone means that Megatron-core changed underneath: that is an error, not a guess.
+Megatron-core 0.16 writes the device as the literal 'cuda' and checks tensor types by the name 'torch.cuda.FloatTensor'. The
+literals are replaced inside the few Megatron functions that we run, and not by wrapping torch for the whole process, which vLLM
+shares. A function without the expected literal is an error: Megatron-core has changed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 from megappo.versions import pinned
 
-# module -> functions (Class.method or name) whose literals name the CUDA device or CUDA tensor types.
+# Module -> functions (Class.method or name) whose literals name the CUDA device or CUDA tensor types.
 _RETARGETED: dict[str, tuple[str, ...]] = {
     # total_num_tokens of the schedules
     "megatron.core.pipeline_parallel.schedules": (
@@ -27,7 +27,7 @@ _RETARGETED: dict[str, tuple[str, ...]] = {
     ),
     # scratch buffers and type assertions of gradient norm and clipping
     "megatron.core.optimizer.clip_grads": ("get_grad_norm_fp32", "clip_grad_by_total_norm_fp32"),
-    # scratch buffer of the gradient norm where neither TransformerEngine nor Apex is installed
+    # scratch buffer of the gradient norm without TransformerEngine and Apex
     "megatron.core.utils": ("local_multi_tensor_l2_norm",),
     # found_inf and scale buffers; fp16/fp32 parameter split by type name
     "megatron.core.optimizer.optimizer": (
@@ -53,7 +53,7 @@ class PlatformError(RuntimeError):
 
 
 def install() -> None:
-    """Prepare this process for Megatron-core without CUDA. Does nothing where CUDA is available; may be called twice."""
+    """Prepare this process for Megatron-core without CUDA. No effect if CUDA is available; may be called twice."""
     if torch.cuda.is_available() or getattr(torch.cuda.current_device, "megappo_cpu", False):
         return
     _patch_torch()
@@ -67,7 +67,7 @@ def install() -> None:
 
 
 def _patch_torch() -> None:
-    """Four calls that raise without CUDA anyway, so nothing that works today can change its meaning."""
+    """Replace calls that raise without CUDA, so nothing that works changes its meaning."""
 
     def current_device() -> torch.device:
         return torch.device("cpu")
@@ -111,7 +111,7 @@ def _replace_literals(code: CodeType) -> CodeType:
 
 
 def _patch_rng_tracker() -> None:
-    """Megatron's tracker of CUDA generator states follows the CPU generator instead (dropout, activation recompute)."""
+    """Let Megatron's tracker of CUDA generator states follow the CPU generator (dropout, activation recompute)."""
     random = importlib.import_module("megatron.core.tensor_parallel.random")
     tracker = _resolve(random, random.__name__, "CudaRNGStatesTracker")
 
@@ -140,6 +140,7 @@ def _patch_rng_tracker() -> None:
             self.states_[name] = torch.get_rng_state()
             torch.set_rng_state(before)
 
+    # Raises PlatformError if a name is gone; an assignment alone would create it.
     _resolve(random, random.__name__, "_get_cuda_rng_state")
     _resolve(random, random.__name__, "_set_cuda_rng_state")
     random._get_cuda_rng_state = get_state
@@ -149,7 +150,7 @@ def _patch_rng_tracker() -> None:
 
 
 def _patch_token_dispatcher() -> None:
-    """The experts' dispatcher copies its split sizes to the host on a CUDA side stream; here they are on the host already."""
+    """Skip the copy of the experts' split sizes to the host on a CUDA side stream: here they are on the host already."""
     name = "megatron.core.transformer.moe.token_dispatcher"
     dispatcher = _resolve(importlib.import_module(name), name, "MoEAlltoAllTokenDispatcher")
     original = _resolve(dispatcher, name, "_maybe_dtoh_and_synchronize")
@@ -165,11 +166,11 @@ def _patch_token_dispatcher() -> None:
         return tokens_per_expert
 
     dispatcher._maybe_dtoh_and_synchronize = splits_as_arrays
-    dispatcher.cuda_dtoh_stream = splits_as_arrays  # anything but None: the constructor then asks for no CUDA stream
+    dispatcher.cuda_dtoh_stream = splits_as_arrays  # anything but None: the constructor then creates no CUDA stream
 
 
 def _patch_uneven_gather() -> None:
-    """Experts cut over etp gather unequal numbers of tokens from each rank: gloo's all_gather refuses, its all-to-all does it."""
+    """Gather unequal numbers of tokens (experts cut over etp) by all-to-all: gloo's all_gather refuses them."""
     name = "megatron.core.tensor_parallel.mappings"
     mappings = importlib.import_module(name)
     original = _resolve(mappings, name, "_gather_along_first_dim")

@@ -1,4 +1,4 @@
-"""Which device this rank works on, and which torch.distributed backend goes with it."""
+"""Device of this rank, and the torch.distributed world with the backend that goes with it."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def select_device(requested: Literal["auto", "cpu", "cuda"]) -> torch.device:
-    """The rank's device. ValueError where CUDA is asked for and absent, unwanted and visible, or short of a GPU for this rank."""
+    """Device of this rank. ValueError if CUDA is requested and absent, refused and visible, or lacks a GPU for this rank."""
     if requested == "cuda" and not torch.cuda.is_available():
         raise ValueError("run.device = cuda: torch sees no CUDA device; use run.device=cpu or install a CUDA build of torch")
     if not torch.cuda.is_available():
         return torch.device("cpu")
     if requested == "cpu":
-        # Megatron-core builds its models on the GPU wherever torch sees one.
+        # Megatron-core builds its models on a GPU whenever torch sees one.
         raise ValueError("run.device = cpu: torch sees a CUDA device; hide it (CUDA_VISIBLE_DEVICES=) or use run.device=cuda")
     check_gpus(int(os.environ.get("LOCAL_RANK", "0")) + 1)
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
 
 def check_gpus(num_local_ranks: int) -> None:
-    """ValueError where this machine has GPUs, but fewer than ranks."""
+    """ValueError if this machine has GPUs, but fewer than ranks."""
     if torch.cuda.is_available() and torch.cuda.device_count() < num_local_ranks:
         raise ValueError(
             f"run.num_ranks: {num_local_ranks} ranks on this machine need a GPU each, torch sees {torch.cuda.device_count()}; "
@@ -39,25 +39,25 @@ def check_gpus(num_local_ranks: int) -> None:
 
 
 def start_alone(device: torch.device) -> None:
-    """A world of this one process, for commands that no launcher started; nothing listens on a port, and nobody is waited for."""
+    """Start a world of this one process, for commands that no launcher started."""
+    # Read by the stage timers (RANK), the bridge (LOCAL_WORLD_SIZE) and vLLM's executor (LOCAL_RANK).
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # no port is opened
     start_distributed(device)
 
 
 def start_distributed(device: torch.device, timeouts: TimeoutsConfig = TimeoutsConfig()) -> None:
     """Join the world that torchrun described in the environment, and prepare Megatron-core for the device.
 
-    The world's exchanges on the host wait for `meeting_s`: there ranks meet after work of different length. Those on the device
-    belong to passes (a push of weights) and have their limits, see `parallel.groups.settle`. A world that exists is left as it is.
+    A world that exists is left as it is.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
     else:
         cpu.install()
     if not dist.is_initialized():
-        # Not init_process_group's own rendezvous: it has one limit for joining and for all that follows.
+        # Not init_process_group's own rendezvous: it has one limit for joining and for all later exchanges.
         limit = timedelta(seconds=timeouts.start_s)
         store, rank, world_size = next(dist.rendezvous("env://", timeout=limit))
         store.set_timeout(limit)
@@ -67,18 +67,18 @@ def start_distributed(device: torch.device, timeouts: TimeoutsConfig = TimeoutsC
             store=dist.PrefixStore("megappo", store),
             rank=rank,
             world_size=world_size,
-            timeout=timedelta(seconds=timeouts.meeting_s),
+            timeout=timedelta(seconds=timeouts.meeting_s),  # on the host, ranks meet after work of different length
         )
-        set_limit(dist.group.WORLD, timeouts.start_s, device_only=True)
+        set_limit(dist.group.WORLD, timeouts.start_s, device_only=True)  # a push of weights; later `parallel.groups.settle`
 
 
 def set_limit(group: dist.ProcessGroup, seconds: float, *, device_only: bool = False) -> None:
-    """Change how long later exchanges of this group may take; `device_only` leaves those on the host as they are.
+    """Set the timeout of later exchanges of this group; `device_only` leaves those on the host unchanged.
 
-    gloo's messages from one rank to another keep the limit that the group was made with.
+    gloo's point-to-point messages keep the timeout that the group was made with.
     """
-    # torch's own (private) _set_pg_timeout does not tell the backends of a group apart.
+    # torch's own (private) _set_pg_timeout does not distinguish the backends of a group.
     backends = {kind.type: group._get_backend(kind) for kind in group._device_types}
     for backend in backends.values():
-        if not (device_only and backend is backends.get("cpu")):  # a group of gloo alone names it for both
+        if not (device_only and backend is backends.get("cpu")):  # a group of gloo alone has it for both devices
             backend._set_default_timeout(timedelta(seconds=seconds))

@@ -1,8 +1,8 @@
-"""Keeps Megatron-core off the GPU while it builds a model on the meta device. Patches, like `cpu.py`, but only for a while.
+"""Keep Megatron-core off the GPU while it builds a model on the meta device. Patches it, like `cpu.py`, but temporarily.
 
-Megatron-core's modules name the GPU in a few places even where they are to be made elsewhere: `.cuda()` on the second copy of a
-tied embedding, device=current_device() for the counts of a router, a stream for the dispatcher of tokens. On a meta tensor the
-first is an error; the others open GPU 0 for a plan that only counts.
+Megatron-core's modules name the GPU in a few places regardless of the requested device: `.cuda()` on the second copy of a tied
+embedding, device=current_device() for the counts of a router, a stream for the dispatcher of tokens. On a meta tensor the first
+is an error; the others open GPU 0 for a plan that only counts.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from torch.overrides import TorchFunctionMode
 
 @contextmanager
 def only_meta() -> Iterator[None]:
-    """Every tensor made within is on the meta device, and none leaves it."""
+    """Create every tensor on the meta device, and keep it there."""
     stream = MoEAlltoAllTokenDispatcher.cuda_dtoh_stream
-    # Anything but None: the constructor then makes no stream. A later one has to.
+    # Anything but None: the constructor then creates no stream. Restored below, for models that need one.
     MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = only_meta
     try:
         with _StayOnMeta(), torch.device("meta"):
@@ -33,7 +33,7 @@ class _StayOnMeta(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable, types: Sequence[type], args: tuple = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func is torch.Tensor.cuda:
+        if func is torch.Tensor.cuda:  # an error on a meta tensor
             return args[0]
         named = dict(kwargs or {})
         if named.get("device") is not None:

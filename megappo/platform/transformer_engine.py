@@ -1,7 +1,7 @@
-"""Imports TransformerEngine before Megatron-core does, and hides one that does not import.
+"""Import TransformerEngine before Megatron-core does, and hide it if the import fails.
 
-Megatron-core puts mocks in its place after an ImportError and dies of any other error (a cuDNN that does not fit, for example),
-whatever layers a run has.
+Megatron-core replaces it by mocks after an ImportError and dies of any other error (of a wrong cuDNN, for example), even if a run
+uses no layer of it.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import sys
 from importlib.abc import MetaPathFinder
 from typing import Any
 
-# A library of another version or place, a core package without its torch part, another torch than it was compiled for.
+# A library of a wrong version or place, a core package without its torch part, a torch that it was not compiled for.
 _IMPORT_FAULTS = (ImportError, OSError, RuntimeError, AssertionError, AttributeError)
 
 
 @functools.cache
 def import_fault() -> str | None:
-    """Why TransformerEngine does not import, in a few words; None where it does. Takes seconds where it is installed."""
+    """Reason why TransformerEngine does not import, in a few words; None if it does. Takes seconds if it is installed."""
     if importlib.util.find_spec("transformer_engine") is None:
         return "is not installed"
     try:
@@ -30,14 +30,14 @@ def import_fault() -> str | None:
     return None
 
 
-def look_before_megatron() -> None:
-    """From now on the first import of Megatron-core, by whichever module, is preceded by `import_fault`."""
+def import_before_megatron() -> None:
+    """Make the first import of Megatron-core, by any module, call `import_fault` before."""
     if "megatron.core" not in sys.modules and not any(isinstance(finder, _BeforeMegatron) for finder in sys.meta_path):
         sys.meta_path.insert(0, _BeforeMegatron())
 
 
 class _BeforeMegatron(MetaPathFinder):
-    """Finds nothing; is asked for every module before the finders that do."""
+    """Import hook in front of the finders; finds nothing itself."""
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> None:
         if fullname == "megatron.core":

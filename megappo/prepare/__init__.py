@@ -1,1 +1,1 @@
-"""Everything that is known, checked and read before a model is built, for whatever starts a run."""
+"""Checks, layouts and data of a run before a model is built, for every command that starts one."""

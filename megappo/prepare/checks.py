@@ -1,6 +1,6 @@
 """Checks of a run before a model is built, in one order, cheap ones first: keys, packages, architectures, layouts.
 
-Memory is `megappo/plan`'s, the data `prepare/data.py`'s, because a plan for another machine needs neither.
+Memory is checked in `megappo/plan`, data in `prepare/data.py`: a plan for another machine can do without its data.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from megappo.rollout.vllm_limits import check_vllm
 
 @dataclass(frozen=True)
 class CheckedRun:
-    """A configuration that this world can run, if it has the memory and the data.
+    """Configuration that this world can run, if memory and data suffice.
 
-    archs, layouts: by role. notes: remarks on keys that this device does not need.
+    archs, layouts: by role. notes: on keys that this device does not need.
     """
 
     config: TrainConfig
@@ -40,10 +40,10 @@ class CheckedRun:
 def check_run(
     config: TrainConfig, world_size: int, device: Device, *, resume: bool = False, shapes_only: bool = False
 ) -> CheckedRun:
-    """Check the configuration of a PPO run. ValueError, one line, with the first thing that cannot work.
+    """Check the configuration of a PPO run. ValueError, one line, for the first mistake.
 
-    resume: the run goes on from its own checkpoint, and what only its start needs may be gone. shapes_only: config.json of the
-    models is enough; weights and packages need not be there.
+    resume: the run continues from its own checkpoint; inputs that only its start needs may be gone. shapes_only: config.json of
+    the models is enough; weights and packages may be missing.
     """
     notes = check_config(config, explicit_keys(config), world_size, device)
     if not shapes_only:
@@ -56,7 +56,7 @@ def check_run(
     notes = (*notes, *implementation_notes(config.model.impl, device, dtypes))
     if config.rollout.engine == "vllm":
         longest = step_arithmetic(config).max_sequence_tokens
-        check_vllm(archs["policy"], config.rollout.tp, world_size, longest, device)  # raises what vLLM cannot serve
+        check_vllm(archs["policy"], config.rollout.tp, world_size, longest, device)  # raises if vLLM cannot serve it
     if not resume and not shapes_only:
         critic_source(config.critic, archs["critic"])  # raises if there is no such checkpoint
     return CheckedRun(config, archs, layouts, notes)
@@ -64,7 +64,7 @@ def check_run(
 
 @dataclass(frozen=True)
 class CheckedSft:
-    """A fine-tuning that this world can run, if it has the data."""
+    """Fine-tuning that this world can run, if the data suffices."""
 
     config: SftConfig
     arch: ModelArch
@@ -73,7 +73,7 @@ class CheckedSft:
 
 
 def check_sft(config: SftConfig, world_size: int, device: Device) -> CheckedSft:
-    """As `check_run`, for fine-tuning."""
+    """Check the configuration of a fine-tuning, as `check_run`."""
     notes = check_config(config, explicit_keys(config), world_size, device)
     implementation = choose_implementation(config.model.impl, device)  # raises if it cannot work
     check_kernels(config.kernels, device)
@@ -90,7 +90,7 @@ def check_kernels(kernels: Kernels, device: Device) -> None:
 
 
 def _check_names(config: TrainConfig) -> None:
-    """Rewards that do not exist, and packages that this configuration needs and that are absent."""
+    """ConfigError for an unknown reward, and for a missing package that this configuration needs."""
     for part in config.reward.parts:
         if part.name not in RULES:
             make_rule(part.name)  # raises, with the nearest name

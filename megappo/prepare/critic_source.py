@@ -1,7 +1,7 @@
-"""Where a critic that starts from a megappo checkpoint finds its weights: `critic.checkpoint` as a directory, a step and a role.
+"""Source of a critic that starts from a megappo checkpoint: `critic.checkpoint` as a directory, a step and a role.
 
-Reads manifests and file sizes, never weights; contents are verified by the load (`checkpoint/store.py`). Critics that start from
-a Hugging Face checkpoint (`critic.model`) are the importer's business.
+Reads manifests and file sizes, never weights; the load verifies contents (`checkpoint/store.py`). Critics that start from a
+Hugging Face checkpoint (`critic.model`) are left to the importer.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class CriticSource:
 
 
 def critic_source(critic: CriticConfig, arch: ModelArch) -> CriticSource | None:
-    """The source that `critic.checkpoint` names, None where it is not set. arch: of the critic to be built.
+    """Find the source that `critic.checkpoint` names; None if it is not set. arch: of the critic to build.
 
-    ConfigError, one line: nothing there, no complete checkpoint, weights of that role missing, another architecture.
+    ConfigError, one line: no directory, no complete checkpoint, weights of that role missing, another architecture.
     """
     if critic.checkpoint is None:
         return None
@@ -51,7 +51,7 @@ def critic_source(critic: CriticConfig, arch: ModelArch) -> CriticSource | None:
 
 
 def _find(text: str) -> tuple[CheckpointDirectory, Manifest]:
-    """A run's newest checkpoint, or the one that is named."""
+    """Newest checkpoint of a run, or the named one."""
     path = Path(text)
     if not path.is_dir():
         raise ConfigError(problem(_KEY, text, f"is not a directory; {_FORMS}"))
@@ -71,17 +71,17 @@ def _find(text: str) -> tuple[CheckpointDirectory, Manifest]:
 
 
 def _check_architecture(text: str, manifest: Manifest, role: str, arch: ModelArch) -> None:
-    """Compare with the model that the run was configured with. Where that has moved, the load compares shapes."""
+    """Compare with the model that the run was configured with."""
     written, _ = parse_yaml(str(manifest.facts.get("config", "")), text)
     if not isinstance(written, dict):
         return
     models = {name: (written.get(name) or {}).get("model") for name in ("policy", "critic")}
     model = models[role] or models["policy"]
-    if model is None or not Path(model, "config.json").is_file():
+    if model is None or not Path(model, "config.json").is_file():  # moved: the load compares shapes
         return
     theirs = read_arch(model)
     differing = [field.name for field in fields(arch) if getattr(theirs, field.name) != getattr(arch, field.name)]
-    # A head on top, or an output projection in its place, says nothing about the body.
+    # A critic differs from a policy by its head; the layers below must agree.
     differing = [name for name in differing if name not in ("architecture", "tied_embeddings")]
     if differing:
         what = ", ".join(f"{name} {getattr(theirs, name)} instead of {getattr(arch, name)}" for name in differing[:3])

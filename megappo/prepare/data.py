@@ -1,7 +1,7 @@
-"""The tokenizer and the prompts of a run: loaded once, counted for the plan, handed to the trainer.
+"""Tokenizer and prompts of a run: loaded once, counted for the plan, passed to the trainer.
 
-Formatting and filtering are `megappo/data`'s; here the keys of the configuration meet its functions, and the counts meet the
-batch size and the length of the run.
+Applies the configuration's keys to the functions of `megappo/data`, and checks the counts against the batch size and the length
+of the run.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megappo.models.arch import ModelArch
 
 @dataclass(frozen=True)
 class RunData:
-    """What a run reads. `loader` stands at its start; total_steps are PPO steps."""
+    """Data of a run. loader: at its start. total_steps: PPO steps."""
 
     tokenizer: Tokenizer
     train: PromptSet
@@ -30,7 +30,7 @@ class RunData:
 
 
 def load_run_data(config: TrainConfig, policy: ModelArch) -> RunData:
-    """Tokenizer and prompts of this configuration.
+    """Load tokenizer and prompts of this configuration.
 
     ValueError, one line: missing or unreadable files, keys that records lack, nothing left after the filter, fewer prompts than
     a step takes, a tokenizer with ids that the model does not have, warm-ups longer than the run.
@@ -49,14 +49,14 @@ def load_run_data(config: TrainConfig, policy: ModelArch) -> RunData:
 
 @dataclass(frozen=True)
 class SftData:
-    """What fine-tuning reads."""
+    """Data of a fine-tuning."""
 
     tokenizer: Tokenizer
     demonstrations: DemonstrationSet
 
 
 def load_sft_data(config: SftConfig, policy: ModelArch) -> SftData:
-    """Tokenizer and demonstrations of this configuration. ValueError, one line, as `load_run_data`."""
+    """Load tokenizer and demonstrations of this configuration. ValueError, one line, as `load_run_data`."""
     data = config.data
     tokenizer = _tokenizer(data.tokenizer or config.policy.model, policy)
     demonstrations = build_demonstrations(
@@ -76,14 +76,14 @@ def load_sft_data(config: SftConfig, policy: ModelArch) -> SftData:
 
 def _tokenizer(path: str, policy: ModelArch) -> Tokenizer:
     tokenizer = load_tokenizer(path)
-    if tokenizer.vocab_size > policy.vocab_size:
+    if tokenizer.vocab_size > policy.vocab_size:  # the reverse is common: models pad their vocabulary
         fix = f"has {tokenizer.vocab_size} ids and policy.model only {policy.vocab_size}; use the tokenizer of the model"
         raise ConfigError(problem("data.tokenizer", path, fix))
     return tokenizer
 
 
 def load_prompts(data: DataConfig, source: str, tokenizer: Tokenizer, limit: int | None = None) -> PromptSet:
-    """The prompts of one source, formatted and filtered as `data` says."""
+    """Load the prompts of one source, formatted and filtered by the keys of `data`."""
     return build_prompts(
         read_records(source),
         tokenizer,

@@ -1,7 +1,6 @@
-"""Whether every role's model fits its layout: architectures are read, tensor sizes checked, sequence lengths compared.
+"""Fit of every role's model to its layout: architectures, tensor sizes, sequence lengths.
 
-Reads config.json files and the names of the weight files, never weights. `check_layouts` is also what `megappo train` calls
-before it builds a model.
+Reads config.json files and the names of the weight files, never weights.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from megappo.rollout.vllm_limits import cut_sizes, kv_heads_fit
 
 
 def model_paths(config: TrainConfig | SftConfig) -> dict[str, tuple[str, str]]:
-    """Role -> (the key that names its checkpoint, the path), of the roles that are built."""
+    """Role -> (key that names its checkpoint, path), for the roles that are built."""
     paths: dict[str, tuple[str, str]] = {}
     for role in roles_in_use(config):
         own = getattr(config, role).model
@@ -30,8 +29,8 @@ def model_paths(config: TrainConfig | SftConfig) -> dict[str, tuple[str, str]]:
 
 
 def read_archs(config: TrainConfig | SftConfig, need_weights: bool = True) -> dict[str, ModelArch]:
-    """Role -> architecture of its checkpoint. ConfigError names the key of a checkpoint that is missing, not supported, or
-    without weights where these are needed.
+    """Role -> architecture of its checkpoint. ConfigError, with the key, for a checkpoint that is missing, not supported, or lacks
+    the weights that `need_weights` asks for.
     """
     archs: dict[str, ModelArch] = {}
     for role, (key, path) in model_paths(config).items():
@@ -57,7 +56,7 @@ def _check_weights_exist(key: str, path: str) -> None:
 
 
 def layout_of(parallel: ParallelConfig, world_size: int) -> ParallelLayout:
-    """The layout that a section `<role>.parallel` describes on `world_size` ranks. ValueError where the sizes do not fit."""
+    """Layout of a section `<role>.parallel` on `world_size` ranks. ValueError if the sizes do not fit."""
     return ParallelLayout(
         world_size,
         tp=parallel.tp,
@@ -74,10 +73,9 @@ def layout_of(parallel: ParallelConfig, world_size: int) -> ParallelLayout:
 def check_layouts(
     config: TrainConfig | SftConfig, archs: Mapping[str, ModelArch], world_size: int, implementation: Implementation = "local"
 ) -> dict[str, ParallelLayout]:
-    """Refuse what cannot work, with one line that names key, value and fix; returns role -> layout.
+    """Check every role's layout and return role -> layout. ConfigError, one line with key, value and fix.
 
-    Vocabularies need no rule here: they are padded to a multiple of tp. implementation: that the run chose for its layers; that
-    of `local` has the stricter rules.
+    implementation: of the run's layers; `local` has the stricter rules.
     """
     roles = roles_in_use(config)
     for role, parallel in roles.items():
@@ -97,18 +95,19 @@ def check_layouts(
         _check_vocabularies(archs)
     elif config.data.max_tokens > archs["policy"].max_positions:
         _too_long("data.max_tokens", config.data.max_tokens, "policy", archs["policy"])
+    # No rule for vocabularies and tp: they are padded to a multiple of tp.
     return {role: layout_of(parallel, world_size) for role, parallel in roles.items()}
 
 
 def _check_router(role: str, settings: RoleConfig, arch: ModelArch) -> None:
-    """A coefficient that is not 0 says that there are routers to balance."""
+    """ConfigError for a balancing coefficient of a model without routers."""
     if isinstance(settings, TrainableConfig) and settings.router_aux_coef > 0 and arch.moe is None:
         fix = f"has no effect: it balances experts and this {arch.family} model has none; remove it"
         raise ConfigError(problem(f"{role}.router_aux_coef", settings.router_aux_coef, fix))
 
 
 def _check_rollout(config: TrainConfig, arch: ModelArch) -> None:
-    """The sizes that vLLM cuts, with the values of `rollout.tp` that would do; its other limits are in `rollout/vllm_limits.py`."""
+    """Check sizes that vLLM cuts, and name values of `rollout.tp` that fit. Other limits of vLLM: `rollout/vllm_limits.py`."""
     tp = config.rollout.tp
     if config.rollout.engine != "vllm":
         return
@@ -144,9 +143,10 @@ def _too_long(key: str, tokens: int, role: str, arch: ModelArch) -> None:
 
 
 def _check_vocabularies(archs: Mapping[str, ModelArch]) -> None:
-    """Every role reads the tokens that the policy writes; the KL also compares the two distributions entry by entry."""
+    """Check that every role can read the policy's tokens."""
     wanted = archs["policy"].vocab_size
     for role, arch in archs.items():
+        # The KL compares the policy's distribution with the reference's entry by entry.
         same = arch.vocab_size == wanted if role == "reference" else arch.vocab_size >= wanted
         if not same:
             raise ConfigError(

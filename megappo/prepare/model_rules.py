@@ -1,6 +1,6 @@
-"""Which parallel sizes a model allows: heads, columns, layers, experts. Every rule names the key, its value and what would do.
+"""Parallel sizes that a model allows: heads, columns, layers, experts. Every rule names the key, its value and a fix.
 
-Which layouts exist at all, whatever the model, is `config/layout_checks.py`; `layouts.py` asks both for every role of a run.
+Rules for any model are in `config/layout_checks.py`; `layouts.py` applies both to every role of a run.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from megappo.models.implementation import Implementation
 
 
 def model_problems(section: str, parallel: ParallelConfig, arch: ModelArch, implementation: Implementation) -> Iterator[str]:
-    """What of these sizes the model does not allow, one line each. section: `policy.parallel`."""
+    """Sizes that the model does not allow, one line each. section: `policy.parallel`."""
     try:
         check_tp(arch, parallel.tp)
     except ValueError as error:
@@ -27,14 +27,14 @@ def model_problems(section: str, parallel: ParallelConfig, arch: ModelArch, impl
 
 
 def _layer_problems(section: str, parallel: ParallelConfig, layers: int) -> Iterator[str]:
-    """An even split must come out even; an uneven one must add up."""
+    """Problems of the split of layers over stages and chunks."""
     pp, vpp, given = parallel.pp, parallel.vpp, parallel.layers_per_stage
     if given:
         if sum(given) != layers:
             fix = f"adds up to {sum(given)} and the model has {layers} layers; change an entry, or leave it out for an even split"
             yield problem(f"{section}.layers_per_stage", list(given), fix)
         return
-    # Every chunk needs a layer.
+    # An uneven split is no way out if there are fewer layers than chunks: every chunk needs one.
     uneven = ", or give an uneven split in layers_per_stage" if pp * vpp <= layers else ""
     if layers % pp:
         yield problem(f"{section}.pp", pp, f"does not divide the {layers} layers into stages; use {_or(layers, pp)}{uneven}")
@@ -57,11 +57,11 @@ def _expert_problems(section: str, parallel: ParallelConfig, arch: ModelArch) ->
         except ValueError as error:
             yield problem(f"{section}.{axis}", getattr(parallel, axis), str(error))
     if arch.moe is not None and parallel.tp > 1 and not parallel.sequence_parallel:
-        # Every tp rank would dispatch the same tokens, and each expert would see them tp times.
+        # Without it every tp rank would dispatch the same tokens, and each expert would see them tp times.
         fix = f"tp {parallel.tp} with experts needs it (Megatron-core refuses to train without); set it to true, or tp to 1"
         yield problem(f"{section}.sequence_parallel", False, fix)
 
 
 def _or(number: int, wanted: int) -> str:
-    """The divisors next to `wanted`: `2 or 4`."""
+    """Name the divisors next to `wanted`: `2 or 4`."""
     return " or ".join(map(str, nearest_divisors(number, wanted)))
