@@ -1,1 +1,1 @@
-"""What a run will do, worked out before anything heavy starts: layouts, memory, batch arithmetic, data."""
+"""Plan of a run, computed before anything heavy starts: layouts, memory, batch arithmetic, data."""

@@ -1,6 +1,6 @@
-"""Parameters counted on Megatron-core's own modules: the model of a rank, built on the meta device in the run's world.
+"""Parameter counts of Megatron-core's own modules: the model of a rank, built on the meta device in the run's world.
 
-Slower than the shapes of the weight maps (it imports Megatron-core), and it needs no trust in them. `megappo plan` counts so.
+Independent of the weight maps' shapes, and slower (it imports Megatron-core). `megappo plan` uses it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from megappo.plan.memory import EXPERTS, Counter, ParameterCount
 
 
 def counter_of_built_models() -> Counter:
-    """A counter that builds each kind of stage once, and remembers it."""
+    """Make a counter that builds each kind of stage once and caches the count."""
     known: dict[tuple[object, ...], ParameterCount] = {}
 
     def count(arch: ModelArch, layout: ParallelLayout, stage: int, value_head: bool = False) -> ParameterCount:
@@ -27,15 +27,13 @@ def counter_of_built_models() -> Counter:
 
 
 def _kind(arch: ModelArch, layout: ParallelLayout, stage: int) -> tuple[object, ...]:
-    """Stages of one kind hold modules of the same sizes: the same ends of the model, and as many layers with and without
-    experts.
-    """
+    """Key of stages whose modules have the same sizes: the same ends of the model, and as many layers with and without experts."""
     sparse = [arch.is_sparse(layer) for layer in layout.stage_layers(arch.num_layers, stage)]
     return stage == 0, stage == layout.pp - 1, len(sparse), sum(sparse)
 
 
 def _count_built(arch: ModelArch, layout: ParallelLayout, stage: int, value_head: bool) -> ParameterCount:
-    # Megatron-core takes seconds to import: not before the configuration has been found right.
+    # Megatron-core takes seconds to import: only after the configuration has passed its checks.
     from megappo.models.meta import parameters_of_rank
 
     parameters = parameters_of_rank(arch, layout, layout.rank_of(pp=stage), dtype=torch.bfloat16, value_head=value_head)

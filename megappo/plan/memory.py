@@ -29,11 +29,11 @@ Sleep = Literal["none", "cache", "all"]
 
 @dataclass(frozen=True)
 class RoleMemory:
-    """Bytes of one rank of one role. `resident` stays while other roles work, `active` is there only while this role works.
+    """Bytes of one rank of one role. `resident` stays while other roles work; `active` exists only while this role works.
 
-    forward: activations of a pass without gradients. offloaded: weights (offloaded_weights) and gradients that are not on the
-    device while others work; offloaded_optimizer: state that comes with the first optimizer step of a phase and goes at its end;
-    steps: optimizer steps of a phase. step_buffers: what such a step allocates besides, when there are no activations.
+    forward: activations of a pass without gradients. offloaded: weights (offloaded_weights) and gradients that are off the device
+    while others work. offloaded_optimizer: state that is on the device from the first optimizer step of a phase to its end.
+    steps: optimizer steps of a phase. step_buffers: temporaries of such a step, when there are no activations.
     """
 
     parameters: int
@@ -50,7 +50,7 @@ class RoleMemory:
 
     @property
     def held(self) -> int:
-        """Weights, gradients and optimizer, wherever they are."""
+        """Weights, gradients and optimizer, on the device or offloaded."""
         return self.weights + self.gradients + self.optimizer
 
     @property
@@ -59,24 +59,23 @@ class RoleMemory:
 
     @property
     def passing(self) -> int:
-        """At work in a pass without gradients."""
+        """Added on the device by a pass without gradients."""
         return self.offloaded_weights + self.forward
 
     @property
     def updating(self) -> int:
-        """At work in forward and backward passes. After the first optimizer step of the phase its state is there."""
+        """Added on the device by forward and backward passes."""
+        # From the second pass on, the optimizer's state is on the device too.
         return self.offloaded + self.activations + (self.offloaded_optimizer if self.steps > 1 else 0)
 
     @property
     def stepping(self) -> int:
-        """At work in the optimizer step."""
+        """Added on the device by the optimizer step."""
         return self.offloaded + self.offloaded_optimizer + self.step_buffers
 
     @property
     def saving(self) -> int:
-        """At work while its checkpoint is written, straight from these tensors: neither the device nor the host needs a
-        second copy.
-        """
+        """Added on the device while the checkpoint is written, from these tensors without a second copy."""
         return self.offloaded_weights + self.offloaded_optimizer
 
     @property
@@ -85,13 +84,13 @@ class RoleMemory:
 
     @property
     def parked(self) -> int:
-        """Host memory while others work. Gradients are freed, not kept."""
+        """Host memory while others work; gradients are freed, not kept."""
         return self.offloaded_weights + self.offloaded_optimizer
 
 
 @dataclass(frozen=True)
 class ParameterCount:
-    """Parameters of one rank. fp32: those of the value head, which no dtype changes; they are among the dense ones."""
+    """Parameters of one rank. fp32: the value head's, which are fp32 for any dtype; `dense` includes them."""
 
     dense: int
     experts: int
@@ -103,13 +102,13 @@ class ParameterCount:
 
 
 class Counter(Protocol):
-    """Counts the parameters of a rank of a stage, of a policy or (value_head) a critic."""
+    """Counter of the parameters of a stage's rank, of a policy or (value_head) a critic."""
 
     def __call__(self, arch: ModelArch, layout: ParallelLayout, stage: int, value_head: bool = False) -> ParameterCount: ...
 
 
 def count_parameters(arch: ModelArch, layout: ParallelLayout, stage: int, value_head: bool = False) -> ParameterCount:
-    """By the shapes of the weight maps (`families.py`). All ranks of a stage hold equally many, though not the same."""
+    """Count by the shapes of the weight maps (`families.py`). All ranks of a stage hold equally many parameters."""
     sizes = {name: prod(shape) for name, shape in local_shapes(arch, layout, layout.rank_of(pp=stage), value_head).items()}
     experts = sum(size for name, size in sizes.items() if EXPERTS in name)
     return ParameterCount(sum(sizes.values()) - experts, experts, sizes.get(LOCAL_VALUE_HEAD, 0))
@@ -137,11 +136,10 @@ def role_memory(
 ) -> RoleMemory:
     """Memory of a rank of `stage`.
 
-    offload: parameters, gradients, optimizer. micro_batch_tokens: at most, over all cp ranks; forward_tokens: the same of a pass
-    without gradients, where it differs. adam_buffers: torch's AdamW on a GPU, which Megatron-core takes without TransformerEngine
-    and Apex, updates all parameters at once (its `foreach`): the roots of all second moments exist together. fused: SwiGLU is one
-    kernel, as on a GPU. steps: optimizer steps of a phase. values: numbers of a token that a pass without gradients and a
-    training pass read, for the bytes of the micro-batches themselves; None leaves these out.
+    offload: parameters, gradients, optimizer. micro_batch_tokens: at most, over all cp ranks; forward_tokens: the same for passes
+    without gradients, None if equal. adam_buffers: the optimizer is torch's AdamW on a GPU, which Megatron-core takes without
+    TransformerEngine and Apex. fused: SwiGLU is one kernel, as on a GPU. steps: optimizer steps of a phase. values: numbers per
+    token that a pass without gradients and a training pass read, for the bytes of the micro-batches; None leaves these out.
     """
     count = counter(arch, layout, stage, value_head)
     itemsize = ITEMSIZE[dtype]
@@ -170,13 +168,14 @@ def role_memory(
         offloaded=weights * parameters_away + gradients * gradients_away,
         offloaded_weights=weights * parameters_away,
         offloaded_optimizer=optimizer * optimizer_away,
+        # Its foreach updates all parameters at once, so the roots of all second moments exist together.
         step_buffers=sharded_bytes(count, 1, 1, layout, distributed_optimizer) if trained and adam_buffers else 0,
         steps=steps,
     )
 
 
 def _optimizer_bytes(count: ParameterCount, itemsize: int, layout: ParallelLayout, distributed: bool) -> int:
-    """Two fp32 moments, and an fp32 copy of every weight that is not fp32 itself."""
+    """Bytes of two fp32 moments, and of an fp32 copy of every weight that is not fp32 itself."""
     return sharded_bytes(count, 2 if itemsize == FP32 else 3, 2, layout, distributed)
 
 
@@ -189,6 +188,7 @@ def sharded_bytes(count: ParameterCount, each: int, fp32_each: int, layout: Para
     experts = each * count.experts
     if not distributed:
         return (dense + experts) * FP32
+    # ZeRO-1 shards over the ranks with the same weights: dp x cp for the dense layers, edp for the experts.
     return -(-dense * FP32 // (layout.dp * layout.cp)) + -(-experts * FP32 // layout.edp)
 
 
@@ -197,7 +197,7 @@ def sharded_bytes(count: ParameterCount, each: int, fp32_each: int, layout: Para
 
 @dataclass(frozen=True)
 class RolloutMemory:
-    """Bytes of one vLLM rank. kv_cache: what the cache may take, None where that depends on a GPU that is not known here."""
+    """Bytes of one vLLM rank. kv_cache: limit of the cache, None if it depends on an unknown GPU."""
 
     weights: int
     kv_bytes_per_token: int
@@ -227,12 +227,14 @@ def fullest_moment(at_rest: int, training: int, written: int, rollout: RolloutMe
 def rollout_memory(
     arch: ModelArch, tp: int, itemsize: int, kv_cache_gib: float | None, memory_share: float, device_memory: int | None
 ) -> RolloutMemory:
-    """Weights and KV cache of one rank of a vLLM replica; KV heads are repeated where there are fewer of them than ranks."""
+    """Weights and KV cache of one rank of a vLLM replica."""
     vocab_size = -(-arch.vocab_size // VLLM_VOCAB_MULTIPLE) * VLLM_VOCAB_MULTIPLE
+    # vLLM repeats KV heads if there are fewer than ranks.
     repeated = replace(arch, num_kv_heads=max(arch.num_kv_heads, tp), vocab_size=vocab_size)
     # vLLM cuts experts like any other matrix; Megatron's etp does the same.
     layout = ParallelLayout(tp, tp=tp, etp=tp if arch.moe is not None else 1)
     weights = itemsize * count_parameters(repeated, layout, stage=0).total
+    # 2: keys and values.
     per_token = 2 * arch.num_layers * repeated.num_kv_heads // tp * arch.head_dim * itemsize
     if kv_cache_gib is not None:
         cache: int | None = int(kv_cache_gib * GIB)

@@ -1,7 +1,7 @@
-"""Memory of one rank through the phases of a PPO step, and which phase is the tightest for each role.
+"""Memory of one rank through the phases of a PPO step, and the tightest phase of each role.
 
-A phase is one role at work while the others rest: what rests is `RoleMemory.resident`, the reserve, and of vLLM's weights and cache
-what does not sleep in the phase. What would relieve a phase is `remedies.py`'s.
+In a phase one role works and the others rest. Resting memory: `RoleMemory.resident`, the reserve, and the part of vLLM's weights
+and cache that does not sleep in the phase. `remedies.py` finds settings that relieve a phase.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from megappo.plan.memory import Moment, RoleMemory
 
 @dataclass(frozen=True)
 class Phase:
-    """name: what happens. role: who works, `rollout` for vLLM. rest: bytes of those that do not work and of the worker's own state.
-    work: bytes that are there only in this phase.
+    """role: the one at work, `rollout` for vLLM. rest: bytes of resting roles and of this role's resident state. work: bytes that
+    exist only in this phase.
     """
 
     name: str
@@ -29,11 +29,8 @@ class Phase:
 
 
 def phases(plan: Plan, rank: int) -> list[Phase]:
-    """In the order of a step: stages 2, 4, 6, 7 and 8 of trainer/ppo.py; the others hold a few bytes for each token.
-
-    Weights move to vLLM through buffers that are not counted. A checkpoint is written role by role, every rank its own part,
-    tensor by tensor.
-    """
+    """Phases in the order of a step: stages 2, 4, 6, 7 and 8 of trainer/ppo.py."""
+    # The other stages hold a few bytes per token. The buffers of a push to vLLM are not counted.
     at_rest = plan.trainer_at_rest(rank)
     found: list[Phase] = []
 
@@ -54,13 +51,13 @@ def phases(plan: Plan, rank: int) -> list[Phase]:
         add(f"{role} update", role, memory(role).updating)
         add(f"{role} optimizer step", role, memory(role).stepping)
     add("push weights", "policy", memory("policy").offloaded_weights, "pushed")
-    for role in ("policy", "critic"):
+    for role in ("policy", "critic"):  # written role by role, every rank its own part, tensor by tensor
         add(f"{role} checkpoint", role, memory(role).saving, "pushed")
     return found
 
 
 def tightest(plan: Plan) -> dict[str, tuple[Phase, int]]:
-    """Role -> its fullest phase on any rank, and the rank."""
+    """Role -> (its tightest phase on any rank, the rank)."""
     by_role: dict[str, tuple[Phase, int]] = {}
     for rank in plan.distinct_ranks():
         for phase in phases(plan, rank):

@@ -1,6 +1,6 @@
-"""A picture of a plan: the rank grid of every role and of vLLM's replicas, and the pipeline of every trained role with its bubble.
+"""Picture of a plan: the rank grid of every role and of vLLM's replicas, and the pipeline of every trained role with its bubble.
 
-Needs matplotlib. Where a schedule is long its beginning and its end are drawn; no rank is ever left out.
+Needs matplotlib. Of a long schedule only the beginning and the end are drawn; of the ranks all.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# A cell is a rank, and in larger worlds the ranks of a tensor-parallel group; so many cells fit side by side with their numbers.
-MOST_SINGLE_RANKS, CELLS_WIDE, MOST_LABELS = 64, 16, 512
+MOST_SINGLE_RANKS = 64  # in larger worlds a cell is a tensor-parallel group
+CELLS_WIDE = 16  # cells side by side with legible numbers
+MOST_LABELS = 512  # cells; more have no numbers
 LEGIBLE_TIME = 45.0  # forwards of a stage, side by side
 _FORWARD, _BACKWARD, _WAITING, _REPLICA = "#4c72b0", "#dd8452", "#e8e8e8", "#b8b8b8"
 _LINE_INCHES, _HEAD_INCHES, _WIDTH_INCHES = 0.27, 1.25, 17.0
 
 
 def check_plot(path: str) -> Path:
-    """Where the picture goes. ValueError where it cannot be drawn or written there."""
+    """Check the path of the picture. ValueError if it cannot be drawn or written there."""
     target = Path(path)
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError(f"--plot {path}: matplotlib is not installed; pip install 'megappo[plot]'")
@@ -46,7 +47,7 @@ def plot(plan: Plan, target: Path) -> None:
 
 
 def figure_of(plan: Plan) -> Figure:
-    """A row for each role: its ranks to the left, its pipeline to the right."""
+    """Draw a row for each role: its ranks on the left, its pipeline on the right."""
     from matplotlib.figure import Figure
 
     grids = {role: _grid(layout) for role, layout in plan.layouts.items()}
@@ -76,7 +77,7 @@ def figure_of(plan: Plan) -> Figure:
 
 @dataclass(frozen=True)
 class _Grid:
-    """Ranks of every cell, stage by stage, the colours of the stages, and each rank's part of the experts where there are any."""
+    """stages: [stage][cell] ranks. colours: of the stages. experts: rank -> its part of the experts, empty without experts."""
 
     stages: list[list[range]]
     colours: Sequence[Any]
@@ -88,9 +89,10 @@ class _Grid:
 
     @property
     def cells_wide(self) -> int:
-        """As many as leave room for the longest label, which is the last one's."""
+        """Cells side by side that leave room for the longest label."""
         if not self.has_labels:
             return 4 * CELLS_WIDE
+        # The last label has the largest numbers; 7 characters fit a cell.
         return CELLS_WIDE if len(self.label(self.stages[-1][-1])) <= 7 else CELLS_WIDE // 2
 
     @property
@@ -112,14 +114,14 @@ def _grid(layout: ParallelLayout) -> _Grid:
     size = 1 if layout.world_size <= MOST_SINGLE_RANKS else layout.tp
     stage = layout.world_size // layout.pp
     cells = [[range(rank, rank + size) for rank in range(s * stage, (s + 1) * stage, size)] for s in range(layout.pp)]
-    # Neighbours of tab20 are shades of one colour: every second first.
+    # Neighbours of tab20 are shades of one colour: take every second first.
     colours = [shades((2 * s) % 20 + (s // 10) % 2) for s in range(layout.pp)]
     groups = layout.axis_groups("ep") if layout.ep > 1 else []
     return _Grid(cells, colours, {rank: place for group in groups for place, rank in enumerate(group)})
 
 
 def _reading(layout: ParallelLayout) -> str:
-    """How the grid is read."""
+    """Legend of the grid."""
     single = layout.world_size <= MOST_SINGLE_RANKS or layout.tp == 1
     axes = [axis for axis in ("tp", "cp", "dp") if getattr(layout, axis) > 1 and (single or axis != "tp")]
     what = "a cell is a rank" if single else f"a cell is a tp group of {layout.tp} ranks"
@@ -160,7 +162,7 @@ def _bare(axes: Axes, title: str) -> None:
 
 
 def _draw_pipeline(axes: Axes, plan: Plan, role: str) -> None:
-    """A line for each stage: what it runs when, and where it waits."""
+    """Draw a line for each stage, with its passes and its waiting."""
     from matplotlib.patches import Patch
 
     layout, whole = plan.layouts[role], pipeline_of(plan, role)
@@ -198,7 +200,7 @@ def _draw_pipeline(axes: Axes, plan: Plan, role: str) -> None:
 
 @dataclass(frozen=True)
 class _Window:
-    """A part of the time that is drawn, `shift` to the left of where it is."""
+    """Part of the time axis to draw, moved `shift` to the left."""
 
     start: float
     stop: float
@@ -206,7 +208,7 @@ class _Window:
 
 
 def _windows(whole: Timeline, layout: ParallelLayout) -> list[_Window]:
-    """All of a schedule that can be read in one line, otherwise warm-up and end with some of the steady state."""
+    """Whole schedule if it is legible in one line, otherwise its warm-up and its end with some of the steady state."""
     longest = max(one.end - one.start for one in whole.passes) * layout.vpp
     part = (1.0 + longest) * layout.pp + 8.0
     if whole.total <= max(LEGIBLE_TIME, 2.1 * part):

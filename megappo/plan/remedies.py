@@ -1,6 +1,6 @@
-"""What would relieve the tightest phase of a role: one key changed, the plan worked out again. No rules of thumb.
+"""Remedies for the tightest phase of a role: change one key, compute the plan again. No rules of thumb.
 
-Proposed is only what `megappo plan` accepts, and only what takes something off the role's fullest phase on any rank.
+Proposes only configurations that `megappo plan` accepts, and only if they shrink the role's tightest phase on any rank.
 """
 
 from __future__ import annotations
@@ -23,16 +23,14 @@ AXES = ("tp", "pp", "cp", "ep")
 
 @dataclass(frozen=True)
 class Remedy:
-    """An override and the bytes that it takes off the tightest phase of the role."""
+    """An override, and the bytes that it saves in the tightest phase of the role."""
 
     override: str
     saved: int
 
 
 def remedies(plan: Plan, role: str, most: int = 2) -> list[Remedy]:
-    """The changes that take most off the tightest phase of `role`, the largest first: at most `most` of settings, and then one of
-    its layout, which every other cost of the role hangs on.
-    """
+    """Changes that save most in the tightest phase of `role`, the largest first: up to `most` settings, then one of its layout."""
     now = tightest(plan)[role][0].total
     found = []
     for changes in (_settings(plan, role), _layouts(plan.config, role)):
@@ -40,11 +38,11 @@ def remedies(plan: Plan, role: str, most: int = 2) -> list[Remedy]:
         worth = [remedy for remedy in saved if remedy.saved > LEAST_SHARE * now]
         found.append(sorted(worth, key=lambda remedy: -remedy.saved))
     settings, layouts = found
-    return settings[:most] + layouts[:1]
+    return settings[:most] + layouts[:1]  # a layout last: every other cost of the role depends on it
 
 
 def _tightest_of(plan: Plan, config: TrainConfig, role: str) -> int | None:
-    """Bytes of the role's tightest phase under another configuration; None where that would be refused, but for its size."""
+    """Bytes of the role's tightest phase under another configuration; None if it is refused for another reason than its size."""
     try:
         layouts = check_layouts(config, plan.archs, plan.world_size)
         changed = work_out(config, plan.archs, layouts, plan.world_size, plan.device, plan.device_memory)
@@ -55,11 +53,11 @@ def _tightest_of(plan: Plan, config: TrainConfig, role: str) -> int | None:
 
 
 def _settings(plan: Plan, role: str) -> Iterator[tuple[str, TrainConfig]]:
-    """Of the role that works, of those that rest, and of vLLM, which is there all the time."""
+    """Changes of settings: of the role at work, of the resting roles' offload, and of vLLM, which is always there."""
     config = plan.config
     if role in plan.layouts:
         section: RoleConfig = getattr(config, role)
-        # A budget that no pass reaches can be halved without effect.
+        # Halving a budget that no pass reaches has no effect.
         reached = -(-plan.step.samples // plan.layouts[role].dp) * plan.step.max_sequence_tokens
         half = min(section.micro_batch_tokens, reached) // 2
         if half >= plan.step.max_sequence_tokens:
@@ -81,18 +79,19 @@ def _settings(plan: Plan, role: str) -> Iterator[tuple[str, TrainConfig]]:
 
 
 def _smaller_share(plan: Plan) -> float | None:
-    """The least memory_share, in steps of 0.05, whose cache still holds all sequences that run at once, with some room for vLLM's
-    own activations and graphs; None where it is no less than the present one, or something else decides."""
+    """Smallest memory_share, in steps of 0.05, whose cache holds all sequences that run at once; None if it is no smaller than the
+    current one, or if something else sets the cache's size."""
     rollout = plan.rollout
     if rollout is None or plan.device_memory is None or plan.device == "cpu" or plan.config.rollout.kv_cache_gib is not None:
         return None
     needed = rollout.weights + sequences_at_once(plan) * plan.step.max_sequence_tokens * rollout.kv_bytes_per_token
+    # VLLM_ROOM: for vLLM's own activations and graphs.
     share = ceil(20 * (needed / plan.device_memory + VLLM_ROOM)) / 20
     return share if share < plan.config.rollout.memory_share else None
 
 
 def _layouts(config: TrainConfig, role: str) -> Iterator[tuple[str, TrainConfig]]:
-    """One size of the role's layout doubled; a split that somebody wrote down cannot be doubled with it."""
+    """Changes of one size of the role's layout, doubled."""
     if role == "rollout":
         return
     parallel = getattr(config, role).parallel

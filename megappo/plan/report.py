@@ -1,4 +1,4 @@
-"""The plan as text of at most 100 columns."""
+"""Plan as text of at most 100 columns."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GROUPS_WIDTH = 64  # columns of a line that groups of ranks may take beside the 
 
 
 def report(plan: Plan, data: RunData | None = None, notes: Sequence[str] = ()) -> str:
-    """Everything that is known of the run before it starts."""
+    """Write the plan, the data and the remarks of a run."""
     blocks = [
         ["models", *_model_lines(plan)],
         ["ranks", *_rank_lines(plan)],
@@ -72,7 +72,7 @@ def _model_lines(plan: Plan) -> list[str]:
 
 
 def _ffn_text(arch: ModelArch) -> str:
-    """Columns of the MLP, or `2 of 8 x 96`: experts of a token, of a layer, and the columns of one."""
+    """Columns of the MLP; with experts `2 of 8 x 96`: experts per token, per layer, columns of each."""
     return str(arch.ffn_size) if arch.moe is None else f"{arch.moe.top_k} of {arch.moe.num_experts} x {arch.moe.ffn_size}"
 
 
@@ -105,7 +105,7 @@ def _groups(layout: ParallelLayout, axis: str) -> str:
 
 
 def _split_lines(plan: Plan) -> Iterator[str]:
-    """The layers of every stage, chunk by chunk, of the roles whose split somebody wrote down."""
+    """Layers of every stage, chunk by chunk, for roles with `layers_per_stage`."""
     for role, layout in plan.layouts.items():
         if layout.layers_per_stage:
             layers = plan.archs[role].num_layers
@@ -157,7 +157,7 @@ def _memory_lines(plan: Plan) -> list[str]:
 
 
 def _parked_lines(plan: Plan) -> Iterator[str]:
-    """What offload costs on the other side."""
+    """Cost of offload in host memory."""
     ranks = plan.distinct_ranks()
     parked = max(plan.parked(rank) for rank in ranks)
     if parked and plan.device == "cuda":
@@ -165,7 +165,8 @@ def _parked_lines(plan: Plan) -> Iterator[str]:
 
 
 def _adam_lines(plan: Plan) -> Iterator[str]:
-    """Whether layers, and with them the optimizer, are TransformerEngine's is known on the GPUs only."""
+    """Memory of torch's AdamW, which the plan counts only for model.impl=local."""
+    # With model.impl=auto, TransformerEngine's optimizer is taken if it is installed on the GPU machine, unknown here.
     if plan.device != "cuda" or plan.config.model.impl != "auto":
         return
     local = plan.config.model_copy(update={"model": plan.config.model.model_copy(update={"impl": "local"})})
@@ -175,7 +176,7 @@ def _adam_lines(plan: Plan) -> Iterator[str]:
 
 
 def phase_lines(plan: Plan) -> list[str]:
-    """The fullest rank through a step: what rests, what the phase adds; and for each role what would relieve its tightest phase."""
+    """Phases of a step on the fullest rank, and remedies for each role's tightest phase."""
     rank = plan.fullest_rank()
     unit, name = (GIB, "GiB") if plan.peak(rank) >= GIB else (MIB, "MiB")
     steps = phases(plan, rank)
@@ -202,7 +203,7 @@ def phase_lines(plan: Plan) -> list[str]:
 
 
 def _remedy_table(rows: Sequence[Sequence[str]], unit: str) -> list[str]:
-    """Numbers to the right, beside what they belong to."""
+    """Table of remedies, with right-aligned numbers."""
     header = ["role", "tightest phase", "rank", unit, "would relieve it", "by"]
     wide = [max(len(row[column]) for row in (header, *rows)) for column in (2, 3)]
     aligned = [[row[0], row[1], row[2].rjust(wide[0]), row[3].rjust(wide[1]), *row[4:]] for row in (header, *rows)]
@@ -210,7 +211,7 @@ def _remedy_table(rows: Sequence[Sequence[str]], unit: str) -> list[str]:
 
 
 def _distinct_stages(stages: Sequence[RoleMemory]) -> Iterator[tuple[str, RoleMemory]]:
-    """Neighbours that hold as much in one line, with the most activations among them: `0`, `1-6`, `7`."""
+    """Merge neighbouring stages of equal size to one line, with the most activations among them: `0`, `1-6`, `7`."""
     first = 0
     for stage in range(1, len(stages) + 1):
         if stage == len(stages) or _held(stages[stage]) != _held(stages[first]):

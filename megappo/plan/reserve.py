@@ -1,4 +1,4 @@
-"""Device memory that torch's allocator never sees: the CUDA context and the buffers of NCCL's communicators. Figures of others.
+"""Device memory outside torch's allocator: the CUDA context and the buffers of NCCL's communicators. Published figures.
 
 NCCL's: github.com/NVIDIA/nccl/issues/1685, 8 x H100 in one node: 32 channels, in each 10 MiB for a connection of a ring (4 MiB of
 NCCL_BUFFSIZE and what the protocols LL and LL128 take); the first all-to-all took 3.28 GB more, which is 14 MiB for each of
@@ -27,10 +27,11 @@ _EXPERTS = (("etp",), ("ep",), ("edp",), ("tp", "cp"))
 
 
 def reserve_bytes(layouts: Iterable[tuple[ParallelLayout, bool]], world_size: int, rollout_tp: int) -> int:
-    """Of one rank. layouts: of every role, and whether it has experts; roles with the same layout share their groups. rollout_tp:
-    ranks of a vLLM replica, 1 without vLLM.
+    """Reserve of one rank. layouts: (layout, True if it has experts) of every role. rollout_tp: ranks of a vLLM replica, 1 without
+    vLLM.
     """
     total = CONTEXT
+    # Roles with the same layout share their groups.
     by_layout: dict[ParallelLayout, bool] = {}
     for layout, has_experts in layouts:
         by_layout[layout] = has_experts or by_layout.get(layout, False)
@@ -46,7 +47,7 @@ def layout_bytes(layout: ParallelLayout, has_experts: bool) -> int:
 
 
 def _groups(layout: ParallelLayout, has_experts: bool) -> list[tuple[set[tuple[str, ...]], int]]:
-    """(axes, ranks) of the groups of more than one rank. All axes that stand for the same ranks are one group."""
+    """(axes, ranks) of the groups of more than one rank. Axes with the same ranks share one group."""
     found: dict[tuple[tuple[int, int], ...], set[tuple[str, ...]]] = {}
     for axes in _DENSE + (_EXPERTS if has_experts else ()):
         if strides := _strides(layout, axes):
@@ -71,7 +72,8 @@ def _strides(layout: ParallelLayout, axes: tuple[str, ...]) -> tuple[tuple[int, 
 
 
 def _communicator(axes: set[tuple[str, ...]], size: int) -> int:
-    """Bytes of the communicator of a group of `size` ranks. Pipeline stages talk to two neighbours, cp and ep to all peers."""
+    """Bytes of the communicator of a group of `size` ranks."""
+    # Only messages, to two neighbours, between pipeline stages; all-to-all within cp and ep.
     total = RING if axes != {("pp",)} else 0
     if {("cp",), ("ep",)} & axes:
         return total + PEER * min(size - 1, MOST_PEERS)

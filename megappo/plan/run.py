@@ -1,4 +1,4 @@
-"""Plan of a run: checked, its memory worked out, its data counted. `megappo plan`, `train` and `launch` refuse by it alike."""
+"""Plan of a run: checks, memory, data. `megappo plan`, `train` and `launch` refuse a run by the same plan."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from megappo.prepare.data import RunData, load_run_data
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """A run that can start: its plan, its data, and remarks on keys that this device does not need.
+    """A run that can start: plan, data, and notes on keys that this device does not need.
 
-    data: None if only shapes were looked at, and then nothing is known of whether the run could start.
+    data: None if only shapes were checked; the run may then fail to start.
     """
 
     plan: Plan
@@ -38,10 +38,10 @@ def plan_run(
     shapes_only: bool = False,
     counter: Counter = count_parameters,
 ) -> PlannedRun:
-    """Check a run completely without building anything. ValueError, one line, with the first thing that cannot work.
+    """Check a run completely without building anything. ValueError, one line, for the first mistake.
 
-    device_memory: bytes of one GPU; None if it is not known, and then nothing is refused for its size. resume, shapes_only: see
-    `check_run`; with shapes_only, tokenizer and data need not be there either.
+    device_memory: bytes of one GPU; None if unknown, which refuses no run for its size. resume, shapes_only: see `check_run`; with
+    shapes_only, tokenizer and data may be missing too.
     """
     checked = check_run(config, world_size, device, resume=resume, shapes_only=shapes_only)
     plan = make_plan(config, checked.archs, checked.layouts, world_size, device, device_memory, counter)

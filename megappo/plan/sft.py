@@ -1,4 +1,4 @@
-"""Plan of a fine-tuning: checked, and what it will do in a few lines."""
+"""Plan of a fine-tuning: checks, and a summary of a few lines."""
 
 from __future__ import annotations
 
@@ -35,6 +35,6 @@ class PlannedSft:
 
 
 def plan_sft(config: SftConfig, world_size: int, device: Device) -> PlannedSft:
-    """As `plan_run`, for fine-tuning."""
+    """Check a fine-tuning completely, as `plan_run`."""
     checked = check_sft(config, world_size, device)
     return PlannedSft(checked, load_sft_data(config, checked.arch))

@@ -1,7 +1,7 @@
-"""When each stage of a pipeline runs the forward and the backward of every micro-batch, and how long it waits.
+"""Timeline of a pipeline: forward and backward passes of every micro-batch on every stage, and the bubble.
 
 The orders are Megatron-core's: 1F1B (Narayanan et al. 2021, "Efficient large-scale language model training on GPU clusters",
-section 2.2) and its interleaved form for vpp > 1. Communication takes no time here; time is in forwards of a whole stage.
+section 2.2) and its interleaved form for vpp > 1. The unit of time is a forward of a whole stage; communication takes none.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Pass:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Every pass, and the time when the last one ends."""
+    """All passes; total: end of the last one."""
 
     passes: tuple[Pass, ...]
     total: float
@@ -39,13 +39,13 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """Share of the stages' time in which they wait."""
+        """Share of the stages' time spent waiting."""
         busy = sum(one.end - one.start for one in self.passes)
         return 1.0 - busy / (self.total * self.num_stages)
 
 
 def chunk_work(layout: ParallelLayout, num_layers: int) -> list[list[float]]:
-    """[stage][chunk] its layers over those of a stage in the mean: forwards of that stage."""
+    """[stage][chunk] time of a forward: layers of the chunk over the mean layers of a stage."""
     mean = num_layers / layout.pp
     return [
         [len(layout.chunk_layers(num_layers, stage, chunk)) / mean for chunk in range(layout.vpp)] for stage in range(layout.pp)
@@ -59,9 +59,9 @@ def timeline(
     backward: float = BACKWARD,
     work: Sequence[Sequence[float]] | None = None,
 ) -> Timeline:
-    """Of a training pass. Under vpp > 1 the number of micro-batches is raised to a multiple of pp, as the engine does.
+    """Compute the timeline of a training pass. With vpp > 1 the number of micro-batches is raised to a multiple of pp.
 
-    backward: in forwards. work: [stage][chunk] time of a forward (see `chunk_work`); all alike without.
+    backward: its time in forwards. work: [stage][chunk] time of a forward (see `chunk_work`); None for equal times.
     """
     pp, vpp = layout.pp, layout.vpp
     count = padded_micro_batches(layout, num_micro_batches)
@@ -87,12 +87,13 @@ def timeline(
 
 
 def padded_micro_batches(layout: ParallelLayout, num_micro_batches: int) -> int:
-    """Those that run: the interleaved schedule passes them through the stages in groups of pp."""
+    """Number of micro-batches that run."""
+    # The interleaved schedule passes them through the stages in groups of pp.
     return -(-num_micro_batches // layout.pp) * layout.pp if layout.vpp > 1 else num_micro_batches
 
 
 def _order(stage: int, pp: int, vpp: int, count: int) -> list[tuple[Kind, int, int]]:
-    """(kind, chunk, micro-batch) in the order in which a stage runs them."""
+    """(kind, chunk, micro-batch) in the order of execution on a stage."""
     if vpp == 1:
         warm_up = min(pp - stage - 1, count)
         forwards = backwards = [(0, micro) for micro in range(count)]
@@ -108,7 +109,7 @@ def _order(stage: int, pp: int, vpp: int, count: int) -> list[tuple[Kind, int, i
 
 
 def _needs(kind: Kind, stage: int, chunk: int, micro: int, pp: int, vpp: int) -> tuple[Kind, int, int, int] | None:
-    """The pass whose result this one takes; None where it starts from the data."""
+    """Pass whose result this one needs; None if it starts from the data."""
     if kind == "forward":
         if stage > 0:
             return "forward", stage - 1, chunk, micro
