@@ -1,9 +1,9 @@
-"""The directory of a run's checkpoints: which there are, how one appears all at once, which are removed. Called on one rank only.
+"""Directory of a run's checkpoints: list them, publish one atomically, remove old ones. Called on one rank only.
 
 step-20/         complete: its manifest was written before it got this name
 .tmp-step-30.x/  being written, or left by a process that was killed; removed before the next save or load
-bad-step-10/     damaged, set aside by a load for a person to look at
-LATEST           name of the newest, for people and scripts; loading looks at the directories themselves
+bad-step-10/     damaged, set aside by a load for inspection
+LATEST           name of the newest, for people and scripts; loading lists the directories themselves
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _TEMPORARY = ".tmp-"
 
 
 class CheckpointDirectory:
-    """All names are made from step numbers; links are never followed."""
+    """Directory of checkpoints. Names are made from step numbers; links are never followed."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -30,7 +30,7 @@ class CheckpointDirectory:
         return self.path / f"step-{step}"
 
     def steps(self) -> list[int]:
-        """Steps of all checkpoints, newest first, whether valid or not."""
+        """Steps of all checkpoints, newest first, damaged ones included."""
         if not self.path.is_dir():
             return []
         found = ((_STEP.fullmatch(entry.name), entry) for entry in self.path.iterdir())
@@ -38,7 +38,7 @@ class CheckpointDirectory:
         return sorted(steps, reverse=True)
 
     def read(self, step: int) -> Manifest:
-        """Manifest of a checkpoint whose files all have the right size; ValueError says what is wrong."""
+        """Manifest of a checkpoint whose files all have the right size. ValueError names the fault."""
         manifest = read_manifest(self.step_path(step))
         if manifest.step != step:
             raise ValueError(f"its manifest is that of step {manifest.step}")
@@ -47,22 +47,22 @@ class CheckpointDirectory:
         return manifest
 
     def newest(self) -> Manifest | None:
-        """Manifest of the newest checkpoint that looks complete (sizes are checked, contents are not)."""
+        """Manifest of the newest complete checkpoint (sizes are checked, contents are not); None if there is none."""
         for step in self.steps():
             try:
                 return self.read(step)
             except ValueError:
-                continue  # the load that follows says what is wrong with it and sets it aside
+                continue  # the load that follows reports the fault and sets it aside
         return None
 
     def begin(self, step: int, token: str) -> Path:
-        """Empty place for a checkpoint. ValueError where the step exists or the disk is too full for one like the last."""
+        """Make an empty directory for a checkpoint. ValueError if the step exists or the disk lacks the space."""
         self.path.mkdir(parents=True, exist_ok=True)
         self.remove_leftovers()
         if self.step_path(step).exists():
             raise ValueError(f"{self.step_path(step)} exists already")
         last = self.newest()
-        # A fifth more than the last one: optimizer state may appear after a warm-up.
+        # 20 % more than the last one: optimizer state may appear after a warm-up.
         needed = int(1.2 * last.total_bytes) if last else 0
         free = shutil.disk_usage(self.path).free
         if free < needed:
@@ -74,8 +74,8 @@ class CheckpointDirectory:
         return place
 
     def publish(self, place: Path, step: int) -> None:
-        """Give the finished directory its name, in one rename, and point LATEST to it."""
-        sync_directory(place)
+        """Give the finished directory its name, in one atomic rename, and point LATEST to it."""
+        sync_directory(place)  # its entries must be on the disk before its name says that it is complete
         os.rename(place, self.step_path(step))
         sync_directory(self.path)
         temporary = self.path / f"{_TEMPORARY}{LATEST}"
@@ -84,11 +84,11 @@ class CheckpointDirectory:
         sync_directory(self.path)
 
     def retain(self, keep_last: int, step: int) -> list[int]:
-        """Remove all but the newest `keep_last` that look complete, never `step`. Damaged ones neither count nor go."""
+        """Remove all complete checkpoints but the newest `keep_last` and `step`. Damaged ones stay and do not count."""
         complete = [candidate for candidate in self.steps() if self._is_complete(candidate)]
         excess = [candidate for candidate in complete[keep_last:] if candidate != step]
         for candidate in excess:
-            # Out of the way in one rename first: a kill in the middle leaves no half checkpoint under a valid name.
+            # Renamed first: a kill during the removal leaves no half checkpoint under a valid name.
             doomed = self.path / f"{_TEMPORARY}removed-step-{candidate}"
             os.rename(self.step_path(candidate), doomed)
             shutil.rmtree(doomed)
@@ -104,7 +104,7 @@ class CheckpointDirectory:
         return target
 
     def remove_leftovers(self) -> None:
-        """Remove what killed or failed saves left behind."""
+        """Remove leftovers of killed or failed saves."""
         if not self.path.is_dir():
             return
         for entry in self.path.iterdir():

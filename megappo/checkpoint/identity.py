@@ -1,6 +1,6 @@
-"""Facts about a run that its checkpoints carry: what must be the same on resume, and what is only written down.
+"""Facts about a run in its checkpoints: some must match on resume, the others are only recorded.
 
-A resumed run with another reference model or tokenizer trains towards something else without any error; layouts and versions
+A resumed run with another reference model or tokenizer would train towards something else without any error; layouts and versions
 may change.
 """
 
@@ -16,7 +16,7 @@ from megappo.checkpoint.manifest import Manifest
 
 _SAMPLES = 16
 _SAMPLE_BYTES = 1 << 16
-_WHOLE_FILE_BYTES = 1 << 20
+_WHOLE_FILE_BYTES = 1 << 20  # files up to this size are hashed whole
 
 
 MUST_MATCH = ("reference", "tokenizer")
@@ -24,7 +24,7 @@ MUST_MATCH = ("reference", "tokenizer")
 
 
 def require_same_run(manifest: Manifest, facts: Mapping[str, Any], name: str) -> None:
-    """ValueError, in one line, where a fact that must match does not. One with a "sha256" is compared by it: paths may move."""
+    """ValueError, in one line, if a fact that must match does not."""
     for key in MUST_MATCH:
         saved, now = manifest.facts.get(key), facts.get(key)
         if _identity(saved) != _identity(now):
@@ -35,19 +35,19 @@ def require_same_run(manifest: Manifest, facts: Mapping[str, Any], name: str) ->
 
 
 def _identity(fact: Any) -> Any:
-    return fact["sha256"] if isinstance(fact, Mapping) else fact
+    return fact["sha256"] if isinstance(fact, Mapping) else fact  # the path may have moved
 
 
 def identity_of_model(directory: str | Path) -> dict[str, str]:
-    """The fact about a model that is loaded from its own source: path (recorded) and fingerprint (compared)."""
+    """Fact about a model that is loaded from its own source: path (recorded) and fingerprint (compared)."""
     return {"path": str(directory), "sha256": fingerprint_model(directory)}
 
 
 def fingerprint_model(directory: str | Path) -> str:
-    """Identity of a Hugging Face checkpoint directory, cheap for any size: SHA-256 over config.json and samples of its weights.
+    """Fingerprint a Hugging Face checkpoint directory, cheaply for any size: SHA-256 of config.json and samples of its weights.
 
-    Per weight file: size, the first MiB (the safetensors header with names and shapes lies there) and 16 blocks of 64 KiB spread
-    over the rest. The path is not part of it. ValueError where the directory holds no config.json.
+    Per weight file: size, the first MiB and 16 blocks of 64 KiB spread over the rest. The path does not enter. ValueError if the
+    directory holds no config.json.
     """
     directory = Path(directory)
     if not (directory / "config.json").is_file():
@@ -58,7 +58,7 @@ def fingerprint_model(directory: str | Path) -> str:
         size = path.stat().st_size
         digest.update(f"{path.name} {size}\n".encode())
         with path.open("rb") as file:
-            digest.update(file.read(_WHOLE_FILE_BYTES))
+            digest.update(file.read(_WHOLE_FILE_BYTES))  # of safetensors: the header with names and shapes
             for sample in range(_SAMPLES if size > _WHOLE_FILE_BYTES else 0):
                 file.seek(_WHOLE_FILE_BYTES + (size - _WHOLE_FILE_BYTES) * sample // _SAMPLES, os.SEEK_SET)
                 digest.update(file.read(_SAMPLE_BYTES))

@@ -1,7 +1,7 @@
-"""What a checkpoint consists of: every file with its size and SHA-256, and the facts about the run that wrote it.
+"""Manifest of a checkpoint: every file with its size and SHA-256, and the facts about the run that wrote it.
 
-The manifest is written last, so a directory without one is not a checkpoint. It finds damage, not forgery: who can write the
-files can write the manifest too. Megatron-core itself loads a bit-flipped shard without noticing.
+The manifest is written last, so a directory without one is not a checkpoint. It detects damage, not forgery: whoever can write
+the files can write the manifest too. Megatron-core itself loads a bit-flipped shard without noticing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """files: path relative to the checkpoint directory -> entry. facts: see `facts.py`."""
+    """files: path relative to the checkpoint directory -> entry. facts: see `identity.py`."""
 
     step: int
     world_size: int
@@ -43,7 +43,7 @@ class Manifest:
 
 
 def fingerprint_file(path: Path, *, sync: bool = False) -> FileEntry:
-    """Hash a file; `sync` also forces its bytes to the disk. OSError where it is missing."""
+    """Hash a file; `sync` also forces its bytes to the disk. OSError if it is missing."""
     digest, size = hashlib.sha256(), 0
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK_BYTES):
@@ -72,7 +72,7 @@ def sync_directory(path: Path) -> None:
 
 
 def list_files(directory: Path) -> list[str]:
-    """Relative paths of all files below, sorted. The manifest itself is not among them."""
+    """Relative paths of all files below, sorted, without the manifest itself."""
     found = (path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file())
     return sorted(name for name in found if name != MANIFEST)
 
@@ -83,7 +83,7 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """ValueError where it is missing, damaged or of another format."""
+    """Read a manifest. ValueError if it is missing, damaged or of another format."""
     try:
         content = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
         digest = content.pop("sha256")
@@ -98,7 +98,7 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def find_wrong_size(directory: Path, manifest: Manifest) -> str | None:
-    """First listed file that is missing, is a link, or has another size; None where all are right."""
+    """First listed file that is missing, is a link, or has another size; None if all are right."""
     for name, entry in sorted(manifest.files.items()):
         path = directory / name
         if path.is_symlink() or not path.is_file():
@@ -109,7 +109,7 @@ def find_wrong_size(directory: Path, manifest: Manifest) -> str | None:
 
 
 def find_wrong_content(directory: Path, manifest: Manifest, names: list[str]) -> str | None:
-    """First of `names` whose SHA-256 is not the manifest's."""
+    """First of `names` whose SHA-256 is not the manifest's; None if all are right."""
     for name in names:
         try:
             found = fingerprint_file(directory / name)

@@ -1,8 +1,8 @@
-"""Flat ranges of sharded tensors as boxes of the global tensor, which is what a checkpoint holds.
+"""Flat ranges of sharded tensors as boxes of the global tensor, the form in which a checkpoint stores them.
 
-A rank of the distributed optimizer keeps a range of each flattened parameter, and the copies of a weight are written in ranges
-by the ranks that hold them. A range is no box of a tensor with several dimensions, but a few boxes make it up. The checkpoint
-reads by the overlap of boxes, so any cut can be read back in any other. Nothing here communicates or copies.
+A rank of the distributed optimizer keeps a range of each flattened parameter, and the ranks that hold copies of a weight write a
+range of it each. A range of a tensor with several dimensions is not one box, but a few. A load reads the overlap of boxes, so
+boxes of any cut serve any other. Nothing here communicates or copies.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from megatron.core.dist_checkpointing.mapping import ReplicaId, ShardedTensor
 from torch import Tensor
 
 Shard = tuple[str, tuple[int, ...], tuple[int, ...]]
-"""Key, offset and local shape: the same for all copies of a shard."""
+"""Key, offset and local shape; equal for all copies of a shard."""
 
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
@@ -22,11 +22,8 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
-    """Boxes that are together the elements start..stop - 1 of a flattened tensor, each without gaps, in order.
-
-    They are the end of a row, whole rows and the beginning of one, where the rows' parts are cut in the same way: at most 2 n - 1
-    in n dimensions.
-    """
+    """Contiguous boxes, in order, that make up elements start..stop - 1 of a flattened tensor; at most 2 n - 1 in n dimensions."""
+    # The end of a row, whole rows, and the beginning of a row; partial rows are cut in the same way.
     if start >= stop:
         return
     if len(shape) == 0:
@@ -34,7 +31,7 @@ def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
         return
     row = prod(shape[1:])
     first, last = -(-start // row), stop // row
-    if first > last:
+    if first > last:  # all within one row
         yield from _in_row(shape, last, start - last * row, stop - last * row)
         return
     yield from _in_row(shape, first - 1, start - (first - 1) * row, row)
@@ -49,10 +46,8 @@ def _in_row(shape: Sequence[int], index: int, start: int, stop: int) -> Iterator
 
 
 def cut(entry: ShardedTensor, start: int, values: Tensor) -> list[ShardedTensor]:
-    """Boxes of `values` [n], which are the elements start..start + n - 1 of the flattened local tensor of `entry`.
-
-    They share memory with `values`. Prepended axes become axes of the boxes; the grid is irregular in Megatron-core's words.
-    """
+    """Boxes of `values` [n], the elements start..start + n - 1 of the flattened local tensor of `entry`, sharing its memory."""
+    # Prepended axes become axes of the boxes.
     shape = (1,) * entry.prepend_axis_num + tuple(entry.local_shape)
     found, at = [], 0
     for offset, size in boxes(shape, start, start + values.numel()):
@@ -66,7 +61,7 @@ def cut(entry: ShardedTensor, start: int, values: Tensor) -> list[ShardedTensor]
                 size,
                 entry.global_shape,
                 tuple(a + b for a, b in zip(entry.global_offset, offset)),
-                axis_fragmentations=None,
+                axis_fragmentations=None,  # an irregular grid, in Megatron-core's terms
                 replica_id=entry.replica_id,
                 allow_shape_mismatch=entry.allow_shape_mismatch,
             )
@@ -74,11 +69,10 @@ def cut(entry: ShardedTensor, start: int, values: Tensor) -> list[ShardedTensor]
     return found
 
 
-def shared_out(mine: list[ShardedTensor], everyone: Sequence[Sequence[ShardedTensor]], rank: int) -> list[ShardedTensor]:
-    """Parts of `mine` that this rank writes. everyone: the shards of all ranks, data not needed.
+def parts_to_write(mine: list[ShardedTensor], everyone: Sequence[Sequence[ShardedTensor]], rank: int) -> list[ShardedTensor]:
+    """Parts of `mine` that this rank writes. everyone: the shards of all ranks; their data is not needed.
 
-    The ranks that hold copies of the same shards lay these end to end and cut the bytes into equal parts, a part for each of them,
-    so at most one shard is cut at every border.
+    Ranks with copies of the same shards write equal parts of their concatenated bytes, so each border cuts at most one shard.
     """
     holders: dict[Shard, list[int]] = {}
     for holder, theirs in enumerate(everyone):
@@ -102,7 +96,7 @@ def shared_out(mine: list[ShardedTensor], everyone: Sequence[Sequence[ShardedTen
 
 
 def is_written(replica_id: ReplicaId) -> bool:
-    """If it is the main copy, or that of another data-parallel rank: Megatron-core's ids are (pp, tp, dp)."""
+    """True for the main copy and for those of other data-parallel ranks; Megatron-core's ids are (pp, tp, dp)."""
     return replica_id == 0 if isinstance(replica_id, int) else not any(replica_id[:-1])
 
 

@@ -1,4 +1,4 @@
-"""Random generators of one rank as tensors and numbers: python, numpy, torch CPU, CUDA, Megatron's tracker of named states."""
+"""Save and load the random generators of one rank: python, numpy, torch CPU, CUDA, Megatron's tracker of named states."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def save_rng(path: Path) -> None:
 
 
 def load_rng(path: Path) -> None:
-    """Put every generator back where `save_rng` found it. ValueError where CUDA is used and the file has no state of it."""
+    """Restore every generator. ValueError if CUDA is used and the file has no state of it."""
     with safe_open(path, framework="pt", device="cpu") as file:
         numbers = json.loads(file.metadata()["numbers"])
         tensors = {name: file.get_tensor(name) for name in file.keys()}

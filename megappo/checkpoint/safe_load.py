@@ -1,7 +1,7 @@
-"""The only place that reads a pickle: the index (`.metadata`) of a torch distributed checkpoint, by an allow-list of its classes.
+"""Safe reader of the one pickle that we read, the index (`.metadata`) of a torch distributed checkpoint: an allow-list of classes.
 
-torch reads that file with `pickle.load`, which runs whatever the file says. Here a name outside the table is refused before it
-is imported. The shard files themselves are read by torch with `weights_only=True`.
+torch reads that file with `pickle.load`, which runs any code in it. Here a name outside the table is refused before it is
+imported. torch reads the shard files themselves with `weights_only=True`.
 """
 
 from __future__ import annotations
@@ -40,13 +40,12 @@ _ALLOWED = frozenset(
 
 
 class UnsafeCheckpoint(ValueError):
-    """The checkpoint asks for something that a checkpoint of megappo never contains. Nothing of it was run."""
+    """The checkpoint contains something that megappo never writes. Nothing of it was run."""
 
 
 def _enum_member(*arguments: Any) -> Enum:
-    """What early releases of Python 3.11 (3.11.2, not 3.11.7) write for an enum member: getattr of class and name; no other
-    getattr.
-    """
+    """Stand-in for builtins.getattr that returns members of one enum and nothing else."""
+    # Early releases of Python 3.11 (3.11.2, not 3.11.7) pickle an enum member as getattr of class and name.
     owner, name = arguments if len(arguments) == 2 else (None, None)
     if owner is not _MEM_FORMAT_ENCODING or name not in _MEM_FORMAT_ENCODING.__members__:
         raise UnsafeCheckpoint(f"checkpoint index asks for builtins.getattr of {arguments!r}; the file is not from megappo")
@@ -66,7 +65,7 @@ class _IndexUnpickler(pickle.Unpickler):
 
 
 def load_index(content: bytes) -> Metadata:
-    """Parsed `.metadata` of a torch distributed checkpoint. UnsafeCheckpoint where it names anything but data."""
+    """Parse `.metadata` of a torch distributed checkpoint. UnsafeCheckpoint if it names anything but data."""
     try:
         index = _IndexUnpickler(io.BytesIO(content)).load()
     except (pickle.UnpicklingError, EOFError, AttributeError, IndexError, TypeError, ImportError) as error:
@@ -75,7 +74,7 @@ def load_index(content: bytes) -> Metadata:
         raise UnsafeCheckpoint("checkpoint index does not describe a torch distributed checkpoint")
     for place in index.storage_data.values():
         path = PurePosixPath(place.relative_path)
-        if len(path.parts) != 1 or path.name in ("", ".", ".."):
+        if len(path.parts) != 1 or path.name in ("", ".", ".."):  # `../../other/file`
             raise UnsafeCheckpoint(f"checkpoint index points to {place.relative_path!r}, outside its directory")
         if place.transform_descriptors:
             raise UnsafeCheckpoint(f"checkpoint index asks for the transforms {place.transform_descriptors}; none are known")
@@ -83,9 +82,9 @@ def load_index(content: bytes) -> Metadata:
 
 
 def load_tensors_and_plain_data(source: Any, what: str) -> Any:
-    """torch.load of nothing but tensors and plain data, onto the CPU. source: path or binary stream; what: for the message."""
+    """torch.load of tensors and plain data only, onto the CPU. source: path or binary stream. what: its name for the message."""
     try:
         return torch.load(source, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:
-        # torch's own text advises to load it without the restriction.
+        # torch's own message advises to lift the restriction.
         raise UnsafeCheckpoint(f"{what} holds more than tensors and plain data; the file is not from megappo") from None

@@ -1,7 +1,7 @@
-"""Sharded state of one engine <-> one directory, in Megatron-core's dist_checkpointing format (torch_dist).
+"""Save and load the sharded state of one engine in one directory, in Megatron-core's dist_checkpointing format (torch_dist).
 
-The files are Megatron's own, but they are written in this process (Megatron's writer starts a manager process and forks), by all
-ranks that hold a copy of something, each a part of it, and read without its pickle. Model and optimizer come back in any layout.
+The files are Megatron's own, but written in this process (Megatron's writer starts a manager process and forks), by all ranks
+that hold a copy, each a part of it, and read without unpickling. Model and optimizer load in any layout.
 """
 
 from __future__ import annotations
@@ -48,30 +48,29 @@ from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from megappo.checkpoint.ranges import shared_out
+from megappo.checkpoint.ranges import parts_to_write
 from megappo.checkpoint.safe_load import load_index, load_tensors_and_plain_data
 from megappo.parallel.consensus import RankFault, on_every_rank, on_rank_zero
 
 OPTIMIZER = "optimizer."
-"""Keys of the optimizer's tensors start with it."""
+"""Prefix of the optimizer's keys."""
 _EXTRA_STATE = "._extra_state"
 
 
 def save_sharded(state: dict[str, Any], directory: Path) -> None:
     """Write `state` (tensors wrapped in ShardedTensor, the rest plain and equal on all ranks) into an empty directory.
 
-    Collective over the world. RankFault on every rank where one cannot write. No rank holds more in host memory than the tensor
-    that it is writing.
+    Collective over the world. RankFault on every rank if one cannot write. A rank holds at most one tensor in host memory.
     """
     shards, common = save_preprocess(state, validate_access_integrity=False)
-    # Done here, because the shards of all ranks are needed below, too.
+    # Megatron's validation, done here because the shards of all ranks are needed below too.
     _, everyone = determine_global_metadata(shards)
     validate_sharding_integrity(everyone, common_state_dict=common)
     on_rank_zero(f"writing {COMMON_STATE_FNAME}", lambda: TorchCommonSaveStrategy("torch", 1).save_common(common, str(directory)))
     try:
         dcp.save(
             mcore_to_pyt_state_dict(_written_here(shards, everyone)),
-            storage_writer=_FrugalWriter(directory),
+            storage_writer=_TensorByTensorWriter(directory),
             planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
         )
     except CheckpointException as error:
@@ -82,25 +81,23 @@ def save_sharded(state: dict[str, Any], directory: Path) -> None:
 
 
 def _written_here(shards: dict[str, Any], everyone: list[list[ShardedBase]]) -> dict[str, list[ShardedBase]]:
-    """What this rank writes, by key. everyone: the shards of all ranks."""
+    """Shards that this rank writes, by key. everyone: the shards of all ranks."""
     entries = list(nested_values(shards))
     by_key: dict[str, list[ShardedBase]] = {}
     for entry in entries:
         if isinstance(entry, ShardedObject) and is_main_replica(entry.replica_id):
             by_key.setdefault(entry.unique_key, []).append(entry)
     tensors = [[entry for entry in theirs if isinstance(entry, ShardedTensor)] for theirs in everyone]
-    for part in shared_out([entry for entry in entries if isinstance(entry, ShardedTensor)], tensors, dist.get_rank()):
+    for part in parts_to_write([entry for entry in entries if isinstance(entry, ShardedTensor)], tensors, dist.get_rank()):
         by_key.setdefault(part.key, []).append(part)
     return by_key
 
 
-class _FrugalWriter(dcp.FileSystemWriter):
-    """torch's writer, tensor by tensor.
+class _TensorByTensorWriter(dcp.FileSystemWriter):
+    """torch's writer, tensor by tensor."""
 
-    Its own keeps the copies of all tensors until the file is complete, and on a GPU those are in pinned memory, rounded up to
-    powers of two, which the process never gives back.
-    """
-
+    # torch's own write_data keeps copies of all tensors until the file is complete, on a GPU in pinned memory, rounded up to powers
+    # of two, which the process never returns.
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         name = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
         with Path(self.path, name).open("wb") as file:
@@ -117,20 +114,20 @@ class _FrugalWriter(dcp.FileSystemWriter):
             file.write(data.getbuffer())
         else:
             tensor = data.detach().cpu()
-            # The archive holds the whole storage behind a tensor, and most are parts of a buffer.
+            # torch.save writes the whole storage behind a tensor, and most tensors are parts of a buffer.
             torch.save(tensor.clone() if tensor.untyped_storage().nbytes() != tensor.nbytes else tensor, file)
         length = file.tell() - start
         return WriteResult(item.index, length, _StorageInfo(name, start, length))
 
 
 def load_sharded(state: dict[str, Any], directory: Path, *, passed_over: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Fill the sharded description `state` from a directory that `save_sharded` wrote, whatever layout it was written in.
+    """Fill the sharded description `state` from a directory that `save_sharded` wrote, in any layout.
 
-    Collective. ValueError where the model has other tensors or shapes than the checkpoint. passed_over: beginnings of the keys
-    that the checkpoint may have and `state` not; of tensors nothing else is left out. Extra state, which TransformerEngine's
-    modules have where others have none, is empty without FP8: it is taken where both sides have it.
+    Collective. ValueError if the model has other tensors or shapes than the checkpoint. passed_over: prefixes of keys that only
+    the checkpoint may have; all other tensors must match. Extra state is loaded if both sides have it.
     """
     held = {entry.key for entry in _SafeShardedStrategy().load_sharded_metadata(directory).values()}
+    # TransformerEngine's modules have extra state, which is empty without FP8; other modules have none.
     _keep_own_extra_state(state, held)
     _require_same_keys(state, held, directory, passed_over)
     try:
@@ -141,11 +138,11 @@ def load_sharded(state: dict[str, Any], directory: Path, *, passed_over: tuple[s
         raise ValueError(f"{directory} does not fit the model: {' '.join(str(error).split())}") from None
     except CheckpointException as error:
         raise ValueError(f"{directory} does not fit the model: {_first_failure(error)}") from None
-    return {name: value for name, value in loaded.items() if name in state}  # the file of plain values is read as a whole
+    return {name: value for name, value in loaded.items() if name in state}  # Megatron returns all plain values
 
 
 def _keep_own_extra_state(state: dict[str, Any], held: set[str]) -> None:
-    """Ask the checkpoint, in place, for no object that it does not hold."""
+    """Drop, in place, objects from `state` that the checkpoint does not hold."""
 
     def replace(entry: Any) -> Any:
         return LocalNonpersistentObject(entry.data) if isinstance(entry, ShardedObject) and entry.key not in held else entry
@@ -154,9 +151,10 @@ def _keep_own_extra_state(state: dict[str, Any], held: set[str]) -> None:
 
 
 def _require_same_keys(state: dict[str, Any], held: set[str], directory: Path, passed_over: tuple[str, ...]) -> None:
-    """ValueError on every rank alike. Megatron-core's own check raises on the ranks that miss something, the others wait."""
+    """ValueError on every rank alike if the keys differ."""
+    # Megatron-core's own check raises only on the ranks that miss something, and the others hang.
     mine, ordered = {entry.key for entry in nested_values(state) if isinstance(entry, ShardedBase)}, sorted(held)
-    # A byte for each of the checkpoint's keys: their text, from every rank of a large world, would be hundreds of megabytes.
+    # One byte per key of the checkpoint: the keys' text from every rank of a large world would be hundreds of megabytes.
     ranks = on_every_rank("describing the model", lambda: (sorted(mine - held), bytes(key in mine for key in ordered)))
     missing = {key for unknown, _ in ranks for key in unknown}
     unused = {key for index, key in enumerate(ordered) if not any(wanted[index] for _, wanted in ranks)}
@@ -178,7 +176,7 @@ class _SafeCommonStrategy(TorchCommonLoadStrategy):
 
 
 class _SafeReader(dcp.FileSystemReader):
-    """torch's reader with the index read through the allow-list."""
+    """torch's reader, with the index read through the allow-list."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         index = load_index(Path(self.path, ".metadata").read_bytes())
@@ -187,15 +185,16 @@ class _SafeReader(dcp.FileSystemReader):
 
 
 class _SafePlanner(MCoreLoadPlanner):
-    """Megatron's planner; objects (layers' extra state) are plain data or refused. torch's version unpickles them."""
+    """Megatron's planner, with objects (layers' extra state) restricted to plain data."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        # torch's version unpickles them.
         name = read_item.dest_index.fqn
         self.original_state_dict[name] = load_tensors_and_plain_data(value, name)
 
 
 class _SafeShardedStrategy(TorchDistLoadShardedStrategy):
-    """Megatron's torch_dist loading with the safe reader and planner, which its own version does not let in from outside."""
+    """Megatron's torch_dist loading with the safe reader and planner, which it does not take as arguments."""
 
     def load(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> dict[str, Any]:
         tensors = [value for value in nested_values(sharded_state_dict) if isinstance(value, ShardedTensor)]
@@ -216,7 +215,7 @@ class _SafeShardedStrategy(TorchDistLoadShardedStrategy):
         return state
 
     def load_sharded_metadata(self, checkpoint_dir: str | Path) -> dict[str, Any]:
-        """Names and shapes of what the checkpoint holds, for the comparison with what the model asks for."""
+        """Names and shapes of the checkpoint's tensors and objects."""
         index = _SafeReader(checkpoint_dir).read_metadata()
         held = self.load_tensors_metadata(Path(checkpoint_dir), index)
         for key, entry in index.state_dict_metadata.items():

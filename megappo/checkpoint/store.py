@@ -1,8 +1,8 @@
-"""Saves and restores a run: engines (sharded), components (JSON) and random generators, all or nothing.
+"""Save and restore a run: engines (sharded), components (JSON) and random generators, all or nothing.
 
-The order of a save is what makes it safe against a kill at any moment: all files, their hashes, a vote of all ranks, the
-manifest, one rename, LATEST, and only then the removal of old ones. A load verifies every file before it opens one. The trainer
-is not known here.
+The order of a save makes it safe against a kill at any moment: all files, their hashes, a vote of all ranks, the manifest, one
+rename, LATEST, and only then the removal of old checkpoints. A load verifies every file before it opens one. Knows nothing of the
+trainer.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from megappo.parallel.consensus import RankFault, on_every_rank, on_rank_zero
 logger = logging.getLogger(__name__)
 
 _STATE = "state.json"
-# Writer of a file by its name: __3_0.distcp and rng-00003.safetensors are rank 3's, everything else is rank 0's.
+# Writer of a file by its name: __3_0.distcp and rng-00003.safetensors are rank 3's, all other files rank 0's.
 _WRITER = re.compile(r"(?:__|rng-0*)(\d+)[_.][^/]*$")
 
 
 class SaveFailed(RuntimeError):
-    """A checkpoint was not written; raised on all ranks, nothing is left of it and earlier ones are untouched."""
+    """A checkpoint was not written; raised on all ranks. Nothing is left of it, and earlier ones are untouched."""
 
 
 class StatefulEngine(Protocol):
     """A sharded model with its optimizer; see `MegatronEngine`. All methods are collective.
 
-    head_names: keys of what may stand on top of a model (output projection, value head), whether this one has it or not.
+    head_names: keys of the heads that a model may have (output projection, value head).
     """
 
     head_names: tuple[str, ...]
@@ -58,11 +58,11 @@ class StatefulEngine(Protocol):
     def load_state(self, state: dict[str, Any]) -> None: ...
 
     def release_state(self) -> None:
-        """The state that `save_state` returned has been written: memory that it occupied may be offloaded again."""
+        """Offload the state of `save_state` again, once it has been written."""
 
 
 class StatefulComponent(Protocol):
-    """Something small with state that is the same on every rank: strings, numbers, lists and dicts with string keys."""
+    """Component with a small state that is equal on every rank: strings, numbers, lists and dicts with string keys."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -82,11 +82,6 @@ class CheckpointStore:
         self._keep_last = keep_last
         self._save_only_model = save_only_model
 
-    def latest_step(self) -> int | None:
-        """Step of the newest checkpoint that looks complete, None where there is none."""
-        newest = on_rank_zero("looking for checkpoints", self._directory.newest)
-        return newest.step if newest else None
-
     # ------------------------------------------------------------------------------------------------------------ save
 
     def save(
@@ -96,9 +91,9 @@ class CheckpointStore:
         components: Mapping[str, StatefulComponent],
         facts: Mapping[str, Any],
     ) -> Path:
-        """Write checkpoint `step`; returns its directory. facts: JSON-compatible, see `facts.py`.
+        """Write checkpoint `step`; returns its directory. facts: JSON-compatible, see `identity.py`.
 
-        SaveFailed on every rank where one of them cannot write: then nothing is left of it and earlier checkpoints are untouched.
+        SaveFailed on every rank if one of them cannot write.
         """
         try:
             place = on_rank_zero("preparing it", lambda: self._directory.begin(step, secrets.token_hex(4)))
@@ -130,8 +125,9 @@ class CheckpointStore:
         on_every_rank("writing random states", lambda: save_rng(place / _rng_file(dist.get_rank())))
 
     def _fingerprint(self, place: Path) -> dict[str, FileEntry]:
-        """Every rank hashes and syncs what it wrote, so a torn write is found by who made it; every file must be reported."""
+        """Hash and sync every file, on the rank that wrote it; returns all entries."""
         rank = dist.get_rank()
+        # Each rank reads its own files, so a torn write is found by its writer. `_commit` requires every file to be reported.
         reports = on_every_rank(
             "reading the checkpoint back",
             lambda: {name: fingerprint_file(place / name, sync=True) for name in list_files(place) if _writer(name) == rank},
@@ -157,9 +153,9 @@ class CheckpointStore:
         return self.restore(self.find_resumable(facts), engines, components)
 
     def find_resumable(self, facts: Mapping[str, Any]) -> Manifest:
-        """Find the newest valid checkpoint, before anything is built. Damaged ones are renamed to bad-step-N, an older taken.
+        """Find the newest valid checkpoint, before anything is built. Damaged ones are renamed to bad-step-N.
 
-        ValueError where there is no valid checkpoint, it holds weights only, or facts that must match do not.
+        ValueError if there is no valid checkpoint, it holds weights only, or facts that must match do not.
         """
         manifest = self._newest_verified()
         source = self._directory.step_path(manifest.step)
@@ -174,9 +170,9 @@ class CheckpointStore:
     def restore(
         self, manifest: Manifest, engines: Mapping[str, StatefulEngine], components: Mapping[str, StatefulComponent]
     ) -> int:
-        """Take back what `find_resumable` verified; returns its step.
+        """Load the checkpoint that `find_resumable` verified; returns its step.
 
-        Weights and optimizer come back in any layout; random states only where the number of ranks is the same.
+        Weights and optimizer load in any layout; random states only with the same number of ranks.
         """
         source = self._directory.step_path(manifest.step)
         state = _read_state(source, components)
@@ -189,11 +185,11 @@ class CheckpointStore:
         return manifest.step
 
     def load_weights(self, name: str, engine: StatefulEngine, step: int | None = None, *, with_head: bool = True) -> int:
-        """Weights of one engine, without optimizer, from checkpoint `step` (default: the newest valid one); returns the step.
+        """Load the weights of one engine, without optimizer, from checkpoint `step` (None: the newest valid one); returns the step.
 
         Works for `save_only_model` checkpoints and in any layout. Without `with_head` the engine keeps its own head, and the
-        checkpoint may have another one or none: a critic takes a policy's layers. ValueError where there is no such valid
-        checkpoint or engine.
+        checkpoint may have another one or none: a critic takes a policy's layers. ValueError if there is no such valid checkpoint
+        or engine.
         """
         manifest = self._newest_verified() if step is None else self._verified(step)
         source = self._directory.step_path(manifest.step) / "megatron" / name
@@ -228,7 +224,7 @@ class CheckpointStore:
         return self._directory.steps()
 
     def _verify(self, step: int) -> tuple[Manifest | None, str]:
-        """Check manifest, sizes and all hashes; the ranks share the files among them. The same result on every rank."""
+        """Check manifest, sizes and all hashes, with the files divided among the ranks. The same result on every rank."""
         manifest, fault = on_rank_zero("reading the manifest", lambda: _attempt_read(self._directory, step))
         if manifest is None:
             return None, fault
@@ -251,7 +247,7 @@ class CheckpointStore:
 
 
 def _warn(text: str, *values: Any) -> None:
-    """Once, not once per rank: all ranks know the same here."""
+    """Log a warning once, not on every rank."""
     if dist.get_rank() == 0:
         logger.warning(text, *values)
 
@@ -278,12 +274,12 @@ def _rng_file(rank: int) -> str:
 
 
 def _as_json(components: Mapping[str, StatefulComponent]) -> str:
-    """State of all components as text. RankFault where it is not plain data or differs between ranks (only rank 0's is kept)."""
+    """Encode the state of all components. RankFault if it is not plain data or differs between ranks."""
     encoded = on_every_rank(
         "encoding the trainer's state",
         lambda: {name: _encode(name, component.state_dict()) for name, component in components.items()},
     )
-    for name, text in encoded[0].items():
+    for name, text in encoded[0].items():  # only rank 0's is written, so the others must equal it
         differing = [rank for rank, theirs in enumerate(encoded) if theirs.get(name) != text]
         if differing:
             raise RankFault(f"state of {name} on ranks {differing} differs from rank 0's")

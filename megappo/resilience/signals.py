@@ -1,9 +1,7 @@
 """Requests to stop at the next step boundary: SIGUSR1 (Slurm, minutes before the time limit) and SIGTERM (preemption, `kill`).
 
-Slurm sends its signal to every process of a job step: to the ranks, and to whatever they started (a reward's worker, a compiler).
-So a rank blocks USR1, which its children inherit and never notice, and takes it in a thread that waits for it. TERM has to end
-children, so that is a plain handler; it does not end the rank either. Whether all ranks stop is decided by all of them together
-(`agreement.py`). Imports no torch: threads that exist before `listen` would not block USR1.
+Slurm sends its signal to every process of a job step: to the ranks and to their children (a reward's worker, a compiler). The
+ranks decide together to stop (`parallel/consensus.py`). Imports no torch: threads older than `listen` would not block USR1.
 """
 
 from __future__ import annotations
@@ -14,16 +12,18 @@ from types import FrameType
 
 
 class StopRequest:
-    """received: the last signal that asked this rank to stop, None where none did."""
+    """received: the last signal that asked this rank to stop, None without one."""
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
 
     def listen(self) -> None:
-        """Take both signals from now on. Call it in the main thread, before torch is imported; once in a process."""
+        """Handle both signals from now on. Call it once, in the main thread, before torch is imported."""
+        # A plain handler, which children do not inherit: TERM has to end them.
         signal.signal(signal.SIGTERM, self._on_term)
-        # A launcher may have the signal ignored until here, so that it does not end a rank that is still importing.
+        # Children inherit the block and never notice USR1.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+        # The launcher may ignore USR1, so that it does not end a rank that is still importing; ignored, it would never arrive.
         signal.signal(signal.SIGUSR1, signal.SIG_DFL)
         threading.Thread(target=self._wait_for_usr1, name="stop-request", daemon=True).start()
 

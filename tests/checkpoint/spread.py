@@ -51,15 +51,15 @@ def world_main(rank, folder):
     return results
 
 
-def spread(layouts, place, critic, writes, reads, options, changed, share=sharded.shared_out):
+def spread(layouts, place, critic, writes, reads, options, changed, share=sharded.parts_to_write):
     """One layout writes, itself and another one read; where the bytes went."""
     first = runs.engine(layouts[writes], critic=critic, **options)
     resharding.train(first)
     wanted = resharding.whole_state(first, layouts[writes])
     kept = runs.store(place)
-    sharded.shared_out, usual = share, sharded.shared_out
+    sharded.parts_to_write, usual = share, sharded.parts_to_write
     saved = kept.save(1, {"model": first}, {}, runs.FACTS)
-    sharded.shared_out = usual
+    sharded.parts_to_write = usual
     other = runs.engine(layouts[reads], critic=critic, seed=9, **{**options, **changed})
     kept.load({"model": other}, {}, runs.FACTS)
     again = runs.engine(layouts[writes], critic=critic, seed=7, **options)
@@ -117,9 +117,9 @@ def memory_main(rank, folder):
     save()
     manifest = kept.find_resumable(runs.FACTS)
     found = {"save": peak(save, engine), "load": peak(load, engine)}
-    sharded._FrugalWriter, usual = dcp.FileSystemWriter, sharded._FrugalWriter
+    sharded._TensorByTensorWriter, usual = dcp.FileSystemWriter, sharded._TensorByTensorWriter
     found["save by torch's writer"] = peak(save, engine)
-    sharded._FrugalWriter = usual
+    sharded._TensorByTensorWriter = usual
     describe = engine.state_to_load
     engine.state_to_load = lambda **how: into_copies(describe(**how))
     found["load into copies"] = peak(load, engine)

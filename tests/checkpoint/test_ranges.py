@@ -9,7 +9,7 @@ import pytest
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
-from megappo.checkpoint.ranges import boxes, cut, shared_out
+from megappo.checkpoint.ranges import boxes, cut, parts_to_write
 
 SHAPES = [(), (1,), (7,), (3, 4), (4, 1), (1, 5), (2, 3, 4), (1, 3, 5), (3, 1, 2), (2, 1, 1, 3)]
 
@@ -80,7 +80,7 @@ def written(share):
 
 
 def test_copies_are_written_once_and_in_equal_parts():
-    wholes, counts, sizes = written(shared_out)
+    wholes, counts, sizes = written(parts_to_write)
     assert set(wholes) == {"weight 0", "weight 1", "experts", "part"}
     assert all((count == 1).all() for count in counts.values())
     for entry in shards_of(0)[:2]:
@@ -102,6 +102,6 @@ def test_the_comparison_notices_a_rank_that_writes_for_all():
 def test_an_equal_number_for_all_is_no_condition():
     """More ranks than elements."""
     everyone = [[shard("w", torch.tensor([1.0, 2.0]), replica=(0, 0, rank))] for rank in range(5)]
-    parts = [shared_out(mine, everyone, rank) for rank, mine in enumerate(everyone)]
+    parts = [parts_to_write(mine, everyone, rank) for rank, mine in enumerate(everyone)]
     assert sorted(part.data.item() for theirs in parts for part in theirs) == [1.0, 2.0]
-    assert shared_out([], [[], *everyone], 0) == []
+    assert parts_to_write([], [[], *everyone], 0) == []
