@@ -1,7 +1,7 @@
-"""What an engine rank wants to receive, as values: the far side of a transfer plan.
+"""Destination of a transfer plan: the parameters that an engine rank receives, as values.
 
-An engine describes its parameters in the format its loader fills (before any packing into kernel layouts). Pure values; vLLM's
-description of itself is recorded in `vllm_layout.py`.
+An engine describes its parameters in the format that its loader fills, before any packing into kernel layouts. `vllm_layout.py`
+records vLLM's description of itself.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Inspect = Callable[[str, Tensor], None]
 
 
 class Shape(NamedTuple):
-    """A parameter seen as `slots` matrices of rows x cols; [n] is 1 x n x 1."""
+    """Shape of a parameter as `slots` matrices of rows x cols; [n] is 1 x n x 1."""
 
     slots: int
     rows: int
@@ -41,7 +41,7 @@ class Shape(NamedTuple):
 
 
 class Fill(NamedTuple):
-    """A box of a parameter that no checkpoint tensor reaches and the loader sets to a constant (padding of the vocabulary)."""
+    """Box of a parameter that the loader sets to a constant, without a checkpoint tensor (padding of the vocabulary)."""
 
     target: str
     slot: int
@@ -51,7 +51,7 @@ class Fill(NamedTuple):
 
 @dataclass(frozen=True)
 class Destination:
-    """One engine rank's parameters: pieces to receive, constants to set, shapes, and the order in which modules are loaded."""
+    """Parameters of one engine rank: pieces to receive, constants to set, shapes, and the load order of the modules."""
 
     pieces: tuple[Piece, ...]
     fills: tuple[Fill, ...]
@@ -60,7 +60,7 @@ class Destination:
     dtype: torch.dtype
 
     def check_complete(self) -> None:
-        """Raises ValueError unless pieces and fills cover every parameter exactly once."""
+        """ValueError unless pieces and fills cover every parameter exactly once."""
         parts: dict[tuple[str, int], list[Box]] = defaultdict(list)
         for piece in self.pieces:
             place = Box(piece.row, piece.row + piece.box.rows, piece.col, piece.col + piece.box.cols)
@@ -76,13 +76,13 @@ class WeightReceiver(Protocol):
     """The engine's end of a transfer on one rank."""
 
     def describe(self, tensors: Mapping[str, tuple[int, ...]]) -> Destination:
-        """What this rank wants of Hugging Face tensors of these names and shapes."""
+        """Destination of this rank for Hugging Face tensors of these names and shapes."""
 
     def session(self, moves: Sequence[Move], inspect: Inspect | None) -> AbstractContextManager[Land]:
-        """Opens the engine for exactly these moves; the body hands each over as (move, [rows, cols] tensor of any float dtype).
+        """Open the engine for exactly these moves; the body passes each as (move, [rows, cols] tensor of any float dtype).
 
-        `inspect(name, tensor)` sees every parameter once complete, in loader format. Raises RuntimeError at the end when a move
-        is missing. After any error the engine's weights are undefined."""
+        `inspect(name, tensor)` is called with every completed parameter, in loader format. RuntimeError at the end if a move is
+        missing. After any error the engine's weights are undefined."""
 
 
 def rectangle(tensor: Tensor, slot: int, row: int, col: int, rows: int, cols: int) -> Tensor:

@@ -1,9 +1,8 @@
-"""Which rectangle goes from which rank to which rank: the static plan of a weight transfer.
+"""Static plan of a weight transfer: the rectangles to move from rank to rank.
 
-Both sides describe what they hold (sources) or want (destinations) as pieces of Hugging Face tensors; the plan is the
-intersection of the boxes, with one sender chosen among the replicas. A pure function of the two layouts, so every rank computes
-the same plan and only a digest has to be compared. Executing it is `transfer.py`; where the pieces come from is
-`models/families.py` and `vllm_layout.py`.
+Sources and destinations are pieces of Hugging Face tensors; the plan is the intersection of their boxes, with one sender chosen
+among the replicas. A pure function of the two layouts, so every rank computes the same plan and only a digest is compared.
+`transfer.py` executes it; `models/families.py` and `vllm_layout.py` provide the pieces.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from megappo.models.pieces import Box, Piece
 
 class Move(NamedTuple):
     """A rectangle of `rows` x `cols` elements of HF tensor `hf`, from (s_row, s_col) of rank `src`'s tensor `source` to (d_row,
-    d_col) of rank `dst`'s tensor `target`. `s_slot` and `d_slot` are the leading index where the tensor is 3-D."""
+    d_col) of rank `dst`'s tensor `target`. `s_slot`, `d_slot`: leading index of 3-D tensors, else 0."""
 
     src: int
     dst: int
@@ -39,7 +38,7 @@ class Move(NamedTuple):
         return self.rows * self.cols
 
 
-Holders = dict[int, Piece]  # rank -> the piece with which it holds a box
+Holders = dict[int, Piece]  # rank -> its piece of a box
 
 
 def make_plan(
@@ -51,8 +50,7 @@ def make_plan(
     """Moves that fill every destination piece exactly once, ordered by destination rank and piece.
 
     sources, destinations: pieces per rank of one world. itemsize: bytes of an element on the wire; loads are balanced in bytes.
-    Among ranks that hold the same box the destination itself is taken, else a rank of its node, else the one that sends least
-    so far (lowest rank on a tie). Raises ValueError where the sources do not cover a destination piece exactly, with the names.
+    ValueError, with the names, if the sources do not cover a destination piece exactly.
     """
     held = _holders(sources)
     sent: dict[int, int] = defaultdict(int)
@@ -72,14 +70,14 @@ def make_plan(
 
 
 def _parts(piece: Piece, held: Mapping[Box, Holders], what: str) -> list[tuple[Box, Holders]]:
-    """The boxes of which a destination piece is put together, in order, each with its holders."""
+    """Boxes that make up a destination piece, in order, each with its holders."""
     parts = [(box, holders) for source, holders in held.items() if (box := source.intersect(piece.box))]
     check_tiling(piece.box, [box for box, _ in parts], what)
     return sorted(parts, key=lambda part: part[0])
 
 
 def _holders(sources: Mapping[int, Sequence[Piece]]) -> dict[str, dict[Box, Holders]]:
-    """HF name -> box -> who holds exactly this box. A rank that holds a box twice (tied tensors) counts once."""
+    """HF name -> box -> ranks that hold exactly this box. A rank that holds a box twice (tied tensors) counts once."""
     held: dict[str, dict[Box, Holders]] = defaultdict(dict)
     for rank in sorted(sources):
         for piece in sources[rank]:
@@ -90,6 +88,7 @@ def _holders(sources: Mapping[int, Sequence[Piece]]) -> dict[str, dict[Box, Hold
 def _choose(holders: Holders, dst: int, sent: Mapping[int, int], ranks_per_node: int) -> int:
     if dst in holders:
         return dst
+    # A rank of the same node, then the one that has sent least, then the lowest.
     node = dst // ranks_per_node
     return min(holders, key=lambda rank: (rank // ranks_per_node != node, sent.get(rank, 0), rank))
 
@@ -113,7 +112,7 @@ def _move(src: int, dst: int, box: Box, source: Piece, target: Piece) -> Move:
 
 
 def check_tiling(whole: Box, parts: Sequence[Box], what: str) -> None:
-    """Raises ValueError unless the parts, all inside `whole`, cover it without overlap."""
+    """ValueError unless the parts, all inside `whole`, cover it without overlap."""
     covered = sum(part.area for part in parts)
     if covered < whole.area:
         raise ValueError(f"{what}: {covered} of {whole.area} elements have a source")
@@ -140,12 +139,12 @@ def module_of(target: str) -> str:
 
 
 def make_buckets(plan: Sequence[Move], module_order: Sequence[str], itemsize: int, cap_bytes: int) -> list[list[Move]]:
-    """The plan cut into rounds, modules of the destination in order, so that a module is complete as early as possible.
+    """Cut the plan into rounds, in the destination's order of modules; together they hold every move once.
 
-    No rank sends or receives more than `cap_bytes` over the wire in one round, except where a single module is larger than that.
-    Together the buckets hold every move once.
+    No rank sends or receives more than `cap_bytes` over the wire in one round, unless a single module is larger.
     """
     position = {name: i for i, name in enumerate(module_order)}
+    # By module, so that each is complete, and leaves loader format, as early as possible.
     by_module: dict[int, list[Move]] = defaultdict(list)
     for move in plan:
         by_module[position[module_of(move.target)]].append(move)
@@ -164,7 +163,7 @@ def make_buckets(plan: Sequence[Move], module_order: Sequence[str], itemsize: in
 
 
 def _wire_load(moves: Iterable[Move], itemsize: int) -> dict[tuple[str, int], int]:
-    """Bytes each rank sends ("out", rank) and receives ("in", rank) over the wire."""
+    """Bytes that each rank sends ("out", rank) and receives ("in", rank) over the wire."""
     load: dict[tuple[str, int], int] = defaultdict(int)
     for move in moves:
         if move.src != move.dst:

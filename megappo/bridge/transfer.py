@@ -1,8 +1,8 @@
-"""Carries out a plan: pack -> all_to_all -> hand over, bucket by bucket.
+"""Execute a transfer plan: pack -> all_to_all -> land, bucket by bucket.
 
-Works on the trainer's parameters as they are (any float dtype; the wire has the engine's) and hands rectangles to a receiver,
-which knows how to put them into an engine. gloo on CPU tensors, NCCL on CUDA tensors; nothing else differs. Rectangles whose
-sender and receiver are the same rank are handed over as views of the parameters and never reach a buffer.
+Reads the trainer's parameters in any float dtype, sends the engine's dtype, and passes rectangles to a receiver that writes them
+into an engine. gloo for CPU tensors, NCCL for CUDA tensors; nothing else differs. Rectangles that stay on their rank are passed
+as views of the parameters, without a buffer.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ Tensors = Mapping[str, Tensor]
 
 
 class Round(NamedTuple):
-    """One bucket seen from one rank. outgoing[d] and incoming[s] list moves in plan order, which both ends share."""
+    """One bucket as seen by one rank. outgoing[d] and incoming[s] list moves in plan order, the same at both ends."""
 
     outgoing: tuple[tuple[Move, ...], ...]
     incoming: tuple[tuple[Move, ...], ...]
     local: tuple[Move, ...]
-    on_wire: bool  # whether any rank sends anything: all ranks then take part
+    on_wire: bool  # True if any rank sends anything; then all ranks take part in the collective
 
     @classmethod
     def of(cls, bucket: Sequence[Move], rank: int, world_size: int) -> Round:
@@ -67,14 +67,14 @@ def transfer(
     device: torch.device,
     group: dist.ProcessGroup | None = None,
 ) -> Traffic:
-    """Collective: run all rounds. Packing of a round overlaps the wire of the round before it; two rounds are in memory at most.
+    """Run all rounds. Collective. At most two rounds are in memory.
 
-    tensors: this rank's parameters by local name. land(move, [rows, cols]): takes one rectangle; it must copy before it returns.
+    tensors: this rank's parameters by local name. land(move, [rows, cols]): takes one rectangle and must copy it before it returns.
     """
     sent = received = local = 0
     flying: _InFlight | None = None
     for current in rounds:
-        started = _start(current, tensors, dtype, device, group)
+        started = _start(current, tensors, dtype, device, group)  # packs while the previous round is on the wire
         if flying is not None:
             _finish(flying, tensors, land)
         flying = started

@@ -1,10 +1,9 @@
-"""Proof that what arrived is what was sent: a checksum that senders and receivers compute independently.
+"""Verification of a transfer: a checksum that senders and receivers compute independently.
 
 For one destination parameter the checksum is  sum_i bits(x_i) * w(i)  mod 2^64, where i is the element's flat index in the
-destination parameter and w(i) an odd hash of it. It is additive, so each sender contributes its rectangles and the receiver
-sums the whole parameter in loader format, padding included. As w(i) is odd, no single changed element keeps the sum; as w
-depends on i, neither does data that landed in the wrong place. It does not see a plan that names the wrong tensor (the plan
-proves its coverage itself), nor what vLLM's kernels make of the parameter afterwards.
+destination parameter and w(i) an odd hash of it. The sum is additive: each sender contributes its rectangles, and the receiver
+sums the whole parameter in loader format, padding included. It does not detect a plan that names the wrong tensor (the plan
+proves its coverage itself), nor changes by vLLM's kernels afterwards.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ def _index_weight(index: Tensor) -> Tensor:
     """Odd 64-bit hash of int64 indices (multiply, xor-shift, multiply); int64 products wrap modulo 2^64."""
     mixed = index * -7046029254386353131
     mixed = (mixed ^ (mixed >> 31)) * -4658895280553007687
-    return mixed | 1
+    return mixed | 1  # odd, so invertible modulo 2^64: no single changed element keeps the sum
 
 
 def rectangle_sum(values: Tensor, base: int, stride: int) -> int:
-    """Contribution of [rows, cols] `values` whose element (r, c) stands at flat index base + r * stride + c; signed 64-bit."""
+    """Signed 64-bit contribution of [rows, cols] `values` with element (r, c) at flat index base + r * stride + c."""
     rows, cols = values.shape
     columns = torch.arange(cols, device=values.device)
     step = max(1, _CHUNK // max(cols, 1))
@@ -44,12 +43,12 @@ def rectangle_sum(values: Tensor, base: int, stride: int) -> int:
 
 
 def _wrap(value: int) -> int:
-    """Python integer -> the signed 64-bit integer it is congruent to modulo 2^64."""
+    """Reduce a Python integer modulo 2^64 to a signed 64-bit integer."""
     return (value + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
 class ChecksumRound:
-    """Checksums of one push: senders `add_moves`, receivers `inspect` finished parameters, `mismatches` brings both together.
+    """Checksums of one push: senders `add_moves`, receivers `inspect` finished parameters, `mismatches` compares.
 
     destinations: of every rank of the group. The order of the entries is the same on all ranks.
     """
@@ -63,7 +62,7 @@ class ChecksumRound:
         self._received: dict[str, int] = {}
 
     def add_moves(self, moves: Iterable[Move], tensors: Mapping[str, Tensor], dtype: torch.dtype) -> None:
-        """Contributions of the rectangles that this rank sends, read from its own parameters and rounded to `dtype`."""
+        """Add the rectangles that this rank sends, read from its own parameters and rounded to `dtype`."""
         for move in moves:
             shape = self._destinations[move.dst].shapes[move.target]
             values = rectangle(tensors[move.source].detach(), move.s_slot, move.s_row, move.s_col, move.rows, move.cols)
@@ -71,12 +70,12 @@ class ChecksumRound:
             self._sent[self._entry[move.dst, move.target]] += rectangle_sum(values.to(dtype), base, shape.cols)
 
     def inspect(self, name: str, tensor: Tensor) -> None:
-        """A finished parameter of this rank, in loader format."""
+        """Record the checksum of a finished parameter of this rank, in loader format."""
         shape = Shape.of(tensor.shape)
         self._received[name] = rectangle_sum(tensor.detach().reshape(-1, shape.cols), 0, shape.cols)
 
     def _fill_sums(self) -> dict[str, int]:
-        """Contributions of the constants of this rank's parameters."""
+        """Contributions of the constants in this rank's parameters, which no sender has."""
         destination = self._destinations[self._rank]
         sums: dict[str, int] = {}
         for fill in destination.fills:
@@ -87,7 +86,7 @@ class ChecksumRound:
         return sums
 
     def mismatches(self, device: torch.device, group: dist.ProcessGroup | None) -> list[str]:
-        """Collective. One line per parameter of this rank that is not what the senders hold; empty when all is well."""
+        """One line per parameter of this rank that differs from the senders'; empty if none does. Collective."""
         sent = torch.tensor([_wrap(value) for value in self._sent], dtype=torch.int64, device=device)
         dist.all_reduce(sent, group=group)
         expected = sent.tolist()
@@ -103,7 +102,7 @@ class ChecksumRound:
 
 
 def agree(lines: Sequence[str], group: dist.ProcessGroup | None) -> list[str]:
-    """Collective: the lines of all ranks, so that every rank raises or none."""
+    """Gather the lines of all ranks, so that every rank raises or none. Collective."""
     gathered: list[list[str] | None] = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, list(lines), group=group)
     return [line for part in gathered for line in part or []]

@@ -1,8 +1,8 @@
-"""Asks vLLM where every element of a checkpoint goes, by watching its own loader.
+"""Record the place of every checkpoint element in vLLM's parameters, by watching vLLM's own loader.
 
-`model.load_weights` runs once on meta tensors while every copy into a parameter is recorded and none is carried out. Fused qkv
-and gate/up, replicated KV heads, vocabulary padding and tensor parallelism come out of vLLM's code instead of a table of ours.
-Nothing is moved and the live weights are left as they were.
+`model.load_weights` runs once on meta tensors, with every copy into a parameter recorded and none executed. Fused qkv and
+gate/up, replicated KV heads, vocabulary padding and tensor parallelism follow from vLLM's code instead of a table of ours. The
+live weights are not touched.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class _Region(NamedTuple):
 
 
 class _LoaderRecorder(TorchDispatchMode):
-    """Records copies and fills into the watched parameters instead of doing them; everything else runs.
+    """Record copies and fills into the watched parameters instead of executing them; all other operations run.
 
     sources, targets: storage -> name.
     """
@@ -82,7 +82,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _rectangle(region: _Region, shape: Shape) -> tuple[int, Box]:
-    """A region of a contiguous tensor of this shape -> (slot, box). ValueError where it is not a rectangle."""
+    """(slot, box) of a region of a contiguous tensor of this shape. ValueError if it is not a rectangle."""
     size, stride = region.size, region.stride
     while len(size) > 2 and size[0] == 1:
         size, stride = size[1:], stride[1:]
@@ -117,7 +117,7 @@ def _piece(source: _Region, target: _Region, sources: Mapping[str, Shape], targe
 
 @contextlib.contextmanager
 def _loader_format(model: torch.nn.Module, api: ReloadApi) -> Iterator[None]:
-    """Parameters as the checkpoint loader fills them (meta tensors) within; the live ones come back unchanged."""
+    """Replace the parameters by meta tensors in loader format; restore the live ones unchanged at the end."""
     api.initialize(model)
     try:
         yield
@@ -130,11 +130,13 @@ def _loader_format(model: torch.nn.Module, api: ReloadApi) -> Iterator[None]:
                 info.reset()
 
 
-def bake(model: torch.nn.Module, api: ReloadApi, tensors: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> Destination:
-    """This worker's parameters as pieces of the checkpoint tensors `tensors` (name -> shape).
+def record_destination(
+    model: torch.nn.Module, api: ReloadApi, tensors: Mapping[str, tuple[int, ...]], dtype: torch.dtype
+) -> Destination:
+    """Describe this worker's parameters as pieces of the checkpoint tensors `tensors` (name -> shape).
 
-    dtype: the engine's. Call inside vLLM's `set_current_vllm_config`. Raises ValueError naming the tensor for a loader that
-    computes, for a parameter the checkpoint does not fill, and for one of another dtype.
+    dtype: the engine's. Call it inside vLLM's `set_current_vllm_config`. ValueError, with the tensor's name, for a loader that
+    computes, for a parameter that the checkpoint does not fill, and for one of another dtype.
     """
     order = [name for name, _ in model.named_modules()]
     parameter_names = {name for name, _ in model.named_parameters()}

@@ -1,8 +1,8 @@
-"""Puts rectangles of a plan into a live vLLM model, module by module.
+"""Write the rectangles of a plan into a live vLLM model, module by module.
 
-A module's parameters return to loader format with its first rectangle; with its last one vLLM's own processing packs them for
+The first rectangle of a module returns its parameters to loader format; after the last one vLLM's own processing packs them for
 its kernels and copies them into the storage that the engine (and its CUDA graphs) uses. So packed CPU weights and quantised
-layers need nothing special here. What goes where was recorded by `vllm_layout.py`.
+layers need no special case. `vllm_layout.py` recorded the places.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torch import Tensor
 
 from megappo.bridge.destination import Destination, Fill, Inspect, Land, rectangle
 from megappo.bridge.plan import Move, module_of
-from megappo.bridge.vllm_layout import bake
+from megappo.bridge.vllm_layout import record_destination
 from megappo.bridge.vllm_reload import reload_api
 
 
 class VllmReceiver:
-    """The engine's end of the bridge on one rank (see `destination.WeightReceiver`).
+    """Engine's end of the bridge on one rank (see `destination.WeightReceiver`).
 
     worker: vLLM's in-process worker.
     """
@@ -30,7 +30,7 @@ class VllmReceiver:
     def __init__(self, worker: Any, dtype: torch.dtype) -> None:
         self._api = reload_api()
         self._worker = worker
-        # vLLM's accessor: what the runner itself holds may be a wrapper that captures CUDA graphs.
+        # By vLLM's accessor: the runner's own attribute may be a wrapper that captures CUDA graphs.
         self._model: torch.nn.Module = worker.get_model()
         self._modules = dict(self._model.named_modules())
         self._dtype = dtype
@@ -38,7 +38,7 @@ class VllmReceiver:
 
     def describe(self, tensors: Mapping[str, tuple[int, ...]]) -> Destination:
         with self._vllm_config():
-            self._destination = bake(self._model, self._api, tensors, self._dtype)
+            self._destination = record_destination(self._model, self._api, tensors, self._dtype)
         for name in self._destination.shapes:
             if self._api.is_deferred(self._modules[module_of(name)]):
                 raise ValueError(
@@ -70,29 +70,26 @@ class VllmReceiver:
         return getattr(self._modules[module], name).data
 
     def close_module(self, name: str) -> None:
-        """Every rectangle of the module is in: hand it to vLLM."""
+        """Let vLLM process the module, after its last rectangle."""
         layer = self._modules[name]
         method = getattr(layer, "quant_method", None)
         if self._worker.device.type == "cpu" and getattr(method, "moe_kernel", None) is not None:
-            # vLLM 0.32 on CPU prepacks experts only while there is no kernel: with the old one a reload leaves garbage.
+            # vLLM 0.32 on a CPU prepacks experts only if there is no kernel yet: with the old one a reload leaves garbage.
             method.moe_kernel = None
         self._api.process(layer, self._api.info(layer))
 
     def _restore_untouched(self, landed: set[str]) -> None:
-        """Give the modules that received nothing their live tensors back, and let those that share a parameter with one that
-        did see it.
-
-        Rotary tables belong here (vLLM would warn about each that nothing was loaded), and tied output layers: on a CPU they
-        multiply with a packed copy of the embedding, which vLLM 0.32 does not renew in a reload.
-        """
+        """Restore the live tensors of modules that received nothing, and process those that share a landed parameter again."""
         untouched = []
         for layer in self._modules.values():
             info = self._api.info(layer)
             if info.can_load() and not self._api.is_deferred(layer):
+                # Rotary tables, for example: vLLM would warn about each that nothing was loaded.
                 self._api.restore(layer, info)
                 info.reset()
                 untouched.append(layer)
         renewed = {id(parameter) for name in landed for parameter in self._modules[name].parameters(recurse=False)}
+        # Tied output layers: on a CPU they multiply with a packed copy of the embedding, which vLLM 0.32 does not renew.
         for layer in untouched:
             if any(id(parameter) in renewed for parameter in layer.parameters(recurse=False)):
                 layer.quant_method.process_weights_after_loading(layer)
@@ -104,7 +101,7 @@ class VllmReceiver:
 
 
 class _Landing:
-    """State of one session: which modules are open and how many rectangles each still expects."""
+    """State of one session: the open modules, and the number of rectangles that each still expects."""
 
     def __init__(self, receiver: VllmReceiver, moves: Sequence[Move], destination: Destination, inspect: Inspect | None) -> None:
         self._receiver = receiver

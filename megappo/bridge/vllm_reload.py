@@ -1,9 +1,9 @@
-"""The private part of vLLM that the bridge stands on, in one place.
+"""Private functions of vLLM that the bridge depends on, in one place.
 
-vLLM reloads weights layer by layer (`model_executor/model_loader/reload`): a layer's parameters return to the format the
-checkpoint loader fills, are filled, processed by the layer's kernel (packed, quantised) and copied into the storage the engine
-runs on. The bridge uses those steps one by one. They are not public; `reload_api` refuses a vLLM in which they changed instead
-of loading garbage.
+vLLM reloads weights layer by layer (`model_executor/model_loader/reload`): a layer's parameters return to the format that the
+checkpoint loader fills, are filled, processed by the layer's kernel (packed, quantised) and copied into the storage that the
+engine uses. The bridge calls those steps one by one. They are not public: `reload_api` refuses a vLLM that changed them, before
+it loads garbage.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ _INFO_FIELDS = {"kernel_tensors", "loaded_weights", "restore_device", "restore_m
 
 @dataclass(frozen=True)
 class ReloadApi:
-    """vLLM's steps. `info(layer)` has `can_load()`, `kernel_tensors` and `reset()`."""
+    """vLLM's steps of a reload. `info(layer)` has `can_load()`, `kernel_tensors` and `reset()`."""
 
     initialize: Callable[[Any], None]
     """Return all layers of a model to loader format, on the meta device."""
     finalize: Callable[[Any, Any], None]
-    """(model, model_config): finish the layers that were left, attention last."""
+    """(model, model_config): finish the remaining layers, attention last."""
     info: Callable[[Any], Any]
     materialize: Callable[[Any, Any], None]
-    """(layer, info): give a layer's meta tensors memory."""
+    """(layer, info): allocate a layer's meta tensors."""
     process: Callable[[Any, Any], None]
     """(layer, info): run the layer's kernel preparation and copy into live storage."""
     restore: Callable[[Any, Any], None]
-    """(layer, info): put the live tensors back unchanged."""
+    """(layer, info): restore the live tensors unchanged."""
     original_loader: Callable[[Any], Callable]
     layer_tensors: Callable[[Any], dict[str, Any]]
     is_deferred: Callable[[Any], bool]
-    """Whether a layer (attention) is processed after all others; it holds no weights, only scales."""
+    """True for a layer that is processed after all others (attention, which holds scales and no weights)."""
 
 
 def reload_api() -> ReloadApi:
-    """Raises RuntimeError when the installed vLLM does not have these steps with these arguments."""
+    """Look up the steps. RuntimeError if the installed vLLM lacks one or has other arguments."""
     import vllm
     from vllm.model_executor.model_loader.reload import layerwise
     from vllm.model_executor.model_loader.reload.types import LayerReloadingInfo

@@ -1,7 +1,7 @@
 """Generation by the policy's own Megatron model: for platforms without vLLM, and as a cross-check of it.
 
-There is no KV cache: every new token runs the whole prefix again, so the cost grows with the square of the length. In exchange
-there is nothing to push, and the log-probs are the trainer's by construction.
+Without KV cache: every new token runs the whole prefix again, so the cost grows with the square of the length. No weights are
+pushed, and the log-probs are the trainer's by construction.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from megappo.data.packing import NO_ID, PackedBatch, pack
 from megappo.engine.base import Engine, LossOutput, ModelOutput
 from megappo.rollout.types import KeptIds, Request, Response, SamplingParams
 
-# Results of the engine are a number per token: the ids that a token was drawn from are as many results, "kept 0", "kept 1", ...
+# The engine returns one number per token and name: the ids that a token was drawn from have the names "kept 0", "kept 1", ...
 _KEPT = "kept "
 
 
 class MegatronRollout:
-    """Samples with an engine of the role `policy`. `detokenize` (ids -> text) is needed for stop strings only.
+    """Rollout engine that samples with the engine of the policy. `detokenize` (ids -> text) is needed for stop strings only.
 
     bf16_logits: round them as the trainer does with `policy.logits_dtype: bf16`.
     """
@@ -38,12 +38,12 @@ class MegatronRollout:
         self._version = 0
 
     def push_weights(self, version: int) -> dict[str, float]:
-        """Nothing moves: the model that samples is the model that trains."""
+        """Set the version; the model that samples is the model that trains, so nothing moves."""
         self._version = version
         return {"bytes_sent": 0.0, "seconds": 0.0}
 
     def generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Response]:
-        """Collective; see `rollout.types.RolloutEngine`. With temperature 0 the log-probs are those at temperature 1."""
+        """Collective; see `rollout.types.RolloutEngine`. Temperature 0 gives the log-probs of temperature 1."""
         if sampling.stop and self._detokenize is None:
             raise ValueError(f"rollout.stop = {list(sampling.stop)}: stop strings need a tokenizer; use stop token ids")
         sampled: list[list[int]] = [[] for _ in requests]
@@ -52,7 +52,7 @@ class MegatronRollout:
         sample_next = partial(_sample_next, sampling, self._bf16_logits)
         finished = [False] * len(requests)
         with self._engine.eval_mode():
-            for position in range(sampling.max_tokens):
+            for position in range(sampling.max_tokens):  # collective: all ranks pass the same requests and stop together
                 active = [i for i, done in enumerate(finished) if not done]
                 if not active:
                     break
@@ -81,10 +81,10 @@ class MegatronRollout:
         ]
 
     def sleep(self) -> None:
-        """Nothing of its own to give back."""
+        """No memory of its own to release."""
 
     def close(self) -> None:
-        """Nothing of its own to free."""
+        """No resources of its own to free."""
 
     def _ends(self, tokens: list[int], sampling: SamplingParams) -> bool:
         if tokens[-1] in sampling.stop_token_ids:
@@ -97,24 +97,22 @@ class MegatronRollout:
 
 
 def _draws(requests: Sequence[Request], position: int) -> Tensor:
-    """[B] uniform numbers in [0, 1), a function of each request's seed and the position alone."""
+    """[B] uniform numbers in [0, 1), a function of each request's seed and the position only."""
+    # 2^64 over the golden ratio: neighbouring positions get seeds far apart.
     seeds = [(request.seed + 0x9E3779B97F4A7C15 * position) % 2**63 for request in requests]
     draws = [torch.rand(1, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) for seed in seeds]
     return torch.cat(draws)
 
 
 def _sample_next(sampling: SamplingParams, bf16_logits: bool, output: ModelOutput, micro: PackedBatch) -> LossOutput:
-    """Next token, its log-prob and what it was drawn from, at the last position of every sequence.
-
-    The whole vocabulary is gathered for these rows only. Ids of what a token was drawn from: one result for each, NO_ID beyond.
-    """
-    # The engine may have padded sequences; one of padding alone has length 0 and its result is dropped.
+    """Next token, its log-prob and the ids that it was drawn from (padded by NO_ID), at the last position of every sequence."""
+    # The engine may have padded sequences; the result of a sequence of padding alone (length 0) is dropped.
     ends = micro.cu_seqlens[:-1].long() + (micro["length"] - 1).clamp(min=0)
-    logits = _last_logits(output, ends, bf16_logits)
+    logits = _last_logits(output, ends, bf16_logits)  # these rows only: the whole vocabulary is gathered
     if sampling.temperature > 0:
         logprobs = truncated_logprobs(logits / sampling.temperature, sampling.top_p, sampling.top_k)
         cumulative = logprobs.exp().cumsum(-1)
-        # Rounding can leave the last sum below 1: never choose a token of probability 0.
+        # Rounding can leave the last sum below 1; scaled by it, no draw falls behind the last token of probability > 0.
         target = micro["draw"].to(cumulative.device)[:, None] * cumulative[:, -1:]
         token = torch.searchsorted(cumulative, target, right=True).clamp(max=logits.shape[1] - 1)[:, 0]
     else:
@@ -127,7 +125,7 @@ def _sample_next(sampling: SamplingParams, bf16_logits: bool, output: ModelOutpu
 
 
 def _kept_ids(logprobs: Tensor, token: Tensor, width: int) -> Tensor:
-    """[B, width] the most likely ids of those with a finite log-prob, the sampled one always among them; NO_ID beyond."""
+    """[B, width] most likely ids with finite log-prob, the sampled one included, padded by NO_ID."""
     if width == 0:
         return token.new_empty(token.shape[0], 0)
     best = logprobs.topk(width, dim=-1)
@@ -138,13 +136,13 @@ def _kept_ids(logprobs: Tensor, token: Tensor, width: int) -> Tensor:
 
 
 def truncated_logprobs(logits: Tensor, top_p: float, top_k: int) -> Tensor:
-    """[B, V] fp64 log-probs after top-k and top-p, -inf outside. Ties with the k-th best token stay."""
+    """[B, V] fp64 log-probs after top-k and top-p, -inf for tokens cut off. Ties with the k-th best token stay."""
     if top_k > 0:
         worst = logits.topk(min(top_k, logits.shape[1]), dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < worst, -torch.inf)
     if top_p < 1.0:
         ordered, order = logits.sort(dim=-1, descending=True)
-        before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)
+        before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)  # probability of all better tokens: 0 for the best
         outside = torch.zeros_like(before, dtype=torch.bool).scatter(1, order, before >= top_p)
         logits = logits.masked_fill(outside, -torch.inf)
     return torch.log_softmax(logits, -1)
@@ -161,7 +159,7 @@ def _last_logits(output: ModelOutput, ends: Tensor, bf16_logits: bool) -> Tensor
 
 
 def _product(hidden: Tensor, weight: Tensor) -> Tensor:
-    """[B, V / tp] fp32 hidden @ weight.T; a product in the type of bf16 weights would round it."""
+    """[B, V / tp] hidden @ weight.T in fp32, without rounding to the type of bf16 weights."""
     if hidden.dtype == torch.float32:
         return hidden @ weight.t()
     return torch.mm(hidden, weight.t(), out_dtype=torch.float32) if hidden.is_cuda else hidden.float() @ weight.float().t()
@@ -178,7 +176,8 @@ def _gathered(local: Tensor, output: ModelOutput) -> Tensor:
 
 
 def _at(values: Tensor, positions: Tensor, num_tokens: int) -> Tensor:
-    """[B] at their packed positions of a [T] fp64 tensor; token ids below 2^24 survive the fp32 that results travel in."""
+    """Scatter [B] values to their packed positions of a [T] fp64 tensor."""
+    # Results travel in fp32, which is exact for token ids below 2^24.
     placed = values.new_zeros(num_tokens, dtype=torch.float64)
     placed[positions] = values.double()
     return placed

@@ -1,7 +1,7 @@
-"""Settings of a process and its CUDA stream, which two owners use in turns: the trainer, and an engine inside its process.
+"""Torch settings and CUDA stream of a process that trainer and rollout engine use in turns.
 
-vLLM sets torch's threads to one and its precision of fp32 products, and works on a CUDA stream of its own, which it makes the
-current one and leaves so. Its compiled model relies on its settings, its communicators on its stream: both come back for it.
+vLLM sets torch's number of threads to one and the precision of fp32 products, and makes a CUDA stream of its own the current one.
+Its compiled model relies on these settings and its communicators on the stream, so both are restored for each of its calls.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-# As they are before an engine replaces any.
+# Bound here, before an engine replaces any of the functions.
 _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...] = (
     (torch.get_num_threads, torch.set_num_threads),
     (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
@@ -20,8 +20,8 @@ _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...] = (
 )
 
 
-class OwnState:
-    """What an engine on `device` has set, kept from one of its calls to the next."""
+class EngineState:
+    """Settings and stream of an engine on `device`, kept between its calls."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -30,7 +30,7 @@ class OwnState:
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        """The engine's settings and stream within, the caller's again after, also after an error."""
+        """Install the engine's settings and stream; restore the caller's at the end, also after an error."""
         with self._settings_in_place(), self._stream_in_place() if self.device.type == "cuda" else contextlib.nullcontext():
             yield
 
@@ -46,13 +46,11 @@ class OwnState:
 
     @contextlib.contextmanager
     def _stream_in_place(self) -> Iterator[None]:
-        """Work queued by the caller (pushed weights) comes before the engine's, and that before what the caller queues next.
-
-        Streams are set through `torch.cuda.set_stream`, looked up each time: vLLM replaces it to know the stream for its NCCL.
-        """
+        """Make the engine's stream current, ordered after the caller's queued work and before its next."""
         current_device, callers = torch.cuda.current_device(), torch.cuda.current_stream(self.device)
         own = torch.cuda.Stream(self.device) if self._stream is None else self._stream
-        own.wait_stream(callers)
+        own.wait_stream(callers)  # pushed weights
+        # Looked up in torch at each call: vLLM replaces set_stream to know the stream for its NCCL.
         torch.cuda.set_stream(own)
         try:
             yield

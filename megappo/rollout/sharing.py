@@ -1,18 +1,19 @@
-"""Which replica answers which request. Pure arithmetic, the same on every rank."""
+"""Assignment of requests to replicas. Pure arithmetic, equal on every rank."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-_GROUPS_PER_REPLICA = 4  # below this, keeping equal prompts together would leave replicas idle
+_GROUPS_PER_REPLICA = 4  # with fewer, keeping equal prompts together would leave replicas idle
 
 
 def share_requests(prompts: Sequence[Sequence[int]], replicas: int) -> list[list[int]]:
-    """Indices of the requests of each replica, ascending; together they are all requests once.
+    """Indices of each replica's requests, ascending; every request once.
 
-    Balanced by count, then by prompt tokens. Equal prompts (several samples of one) stay on one replica, where the prefix cache
-    serves them, as long as there are enough different prompts to balance with.
+    Balanced by count, then by prompt tokens. Equal prompts (several samples of one) stay on one replica if there are enough
+    different ones to balance.
     """
+    # Equal prompts on one replica share its prefix cache.
     groups: dict[tuple[int, ...], list[int]] = {}
     for index, prompt in enumerate(prompts):
         groups.setdefault(tuple(prompt), []).append(index)

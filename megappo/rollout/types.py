@@ -1,4 +1,4 @@
-"""What goes into and comes out of a generation engine. Token ids in, token ids out; text is decoded for rewards and logs only."""
+"""Interface of a generation engine. Token ids in, token ids out; text is decoded for rewards and logs only."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Literal, Protocol
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to sample. temperature 0 is greedy. stop: strings; stop_token_ids: ids that end a response and are part of it.
+    """Sampling settings. temperature 0 is greedy. stop: strings. stop_token_ids: ids that end a response and are part of it.
 
-    record_kept: each response says which ids top-k and top-p left for each of its tokens. ValueError for top_p without top_k,
-    which leaves up to the whole vocabulary.
+    record_kept: record the ids that top-k and top-p left for each token. ValueError for top_p without top_k, which leaves up to
+    the whole vocabulary.
     """
 
     max_tokens: int
@@ -30,23 +30,21 @@ class SamplingParams:
 
     @property
     def truncates(self) -> bool:
-        """Whether some of the vocabulary cannot be sampled."""
+        """True if a part of the vocabulary cannot be sampled."""
         return self.temperature > 0 and (self.top_p < 1.0 or self.top_k > 0)
 
     @property
     def kept_width(self) -> int:
-        """Ids recorded for a token at most; 0 where none are.
-
-        Ties with the k-th best logit are all kept where vLLM runs on a CPU, and bf16 logits tie: from 16 to 32 they are 1/8 apart,
-        and near the k-th best there are about k / 1.5 in an interval of 1, so that k / 12 are equal. The margin is several
-        standard deviations beyond that; `trainer/sampler_check.py` counts what does not fit all the same.
-        """
+        """Maximal number of ids recorded for a token; 0 if none are. `trainer/sampler_check.py` counts overflows."""
+        # vLLM on a CPU keeps all ties with the k-th best logit, and bf16 logits tie: from 16 to 32 they are 1/8 apart, and near
+        # the k-th best there are about k / 1.5 in an interval of 1, so that k / 12 are equal. The margin is several standard
+        # deviations above that.
         return self.top_k + 16 + self.top_k // 8 if self.record_kept and self.truncates else 0
 
 
 @dataclass(frozen=True)
 class Request:
-    """One response to draw. `seed` makes it reproducible whatever else is in the batch."""
+    """One response to draw; `seed` makes it reproducible in any batch."""
 
     prompt: tuple[int, ...]
     seed: int
@@ -54,10 +52,10 @@ class Request:
 
 @dataclass(frozen=True)
 class KeptIds:
-    """The ids that each of some tokens was drawn from, its own among them, in no particular order.
+    """Ids that each token of a response was drawn from, its own included, in no particular order.
 
-    counts: int32, one for each token. ids: int32, those of the first token, of the second, ... Compact, for they travel between
-    all ranks: with top-p most tokens are drawn from a few ids.
+    counts: int32 per token. ids: int32, concatenated over the tokens. Compact, because all ranks exchange them: with top-p most
+    tokens are drawn from a few ids.
     """
 
     counts: array
@@ -68,7 +66,7 @@ class KeptIds:
         return cls(array("i", map(len, rows)), array("i", (one for row in rows for one in row)))
 
     def first(self, num_tokens: int) -> KeptIds:
-        """Those of the first tokens."""
+        """Ids of the first `num_tokens` tokens."""
         return KeptIds(self.counts[:num_tokens], self.ids[: sum(self.counts[:num_tokens])])
 
 
@@ -76,10 +74,10 @@ class KeptIds:
 class Response:
     """Sampled token ids with the sampler's log-probs.
 
-    tokens: sampled ids (the end-of-sequence token included when it was sampled). logprobs: one per token, natural log, under the
-    distribution that was sampled from (after temperature, top-p, top-k). finish: "stop" (end of sequence or stop string) or
-    "length" (cut). version: number of the weights that drew it. kept: what the tokens were drawn from, if
-    `SamplingParams.record_kept` asked for it and something was cut off.
+    tokens: sampled ids, the end-of-sequence token included if it was sampled. logprobs: one per token, natural log, under the
+    sampled distribution (after temperature, top-p, top-k). finish: "stop" (end of sequence or stop string) or "length" (cut).
+    version: of the weights. kept: ids that the tokens were drawn from, if `SamplingParams.record_kept` is set and top-k or top-p
+    cut the vocabulary.
     """
 
     tokens: tuple[int, ...]
@@ -90,18 +88,18 @@ class Response:
 
 
 class RolloutEngine(Protocol):
-    """Generates with the newest pushed weights. Every method is collective: all ranks of the world call it."""
+    """Generator with the newest pushed weights. Every method is collective: all ranks of the world call it."""
 
     name: str
 
     def generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Response]:
-        """All ranks pass the same requests; all ranks get all responses, in the order of the requests."""
+        """Generate. All ranks pass the same requests and get all responses, in the order of the requests."""
 
     def push_weights(self, version: int) -> dict[str, float]:
-        """Bring the policy's present weights into the engine; returns metrics (seconds, bytes, whether verified)."""
+        """Copy the policy's current weights into the engine; returns metrics (seconds, bytes, verified)."""
 
     def sleep(self) -> None:
-        """Nothing is generated before the next push: give back memory that the push brings back. May do nothing."""
+        """Release memory until the next push, before which nothing is generated. May do nothing."""
 
     def close(self) -> None:
         """Free the engine; the default process group stays."""

@@ -1,7 +1,7 @@
 """vLLM's CPU worker with a sleep mode, which vLLM has on GPUs only.
 
-Memory is really given back, and comes back as a GPU's may: holding anything. So the order of sleeping, waking, pushing and
-answering that a GPU will see runs on a CPU, through vLLM's own engine, and what reads stale memory reads NaN.
+Memory is really released, and comes back with undefined contents as on a GPU. So the GPU's order of sleep, wake-up, push and
+generation runs on a CPU, through vLLM's own engine, and a read of stale memory gives NaN.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from megappo.rollout.vllm_memory import unregistered_tensors
 
-_ANYTHING = 0xFF  # in every byte: NaN in all float types
+_ANYTHING = 0xFF  # undefined contents: this in every byte is NaN in all float types
 
 
 class SleepingCpuWorker(CPUWorker):
-    """Takes the calls of `vllm.LLM.sleep`, `release_kv_cache_memory` and `wake_up`, with the tags weights and kv_cache."""
+    """Worker for `vllm.LLM.sleep`, `release_kv_cache_memory` and `wake_up`, with the tags weights and kv_cache."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -40,7 +40,7 @@ class SleepingCpuWorker(CPUWorker):
         if "weights" in tags:
             for module in self.get_model().modules():
                 if hasattr(module, "cpu_linear"):
-                    module.cpu_linear = _asleep  # held the weight, packed
+                    module.cpu_linear = _asleep  # held a packed copy of the weight
 
     def wake_up(self, tags: list[str] | None = None) -> None:
         for tag in tuple(self._given_back) if tags is None else tags:

@@ -1,8 +1,8 @@
 """Generation by vLLM inside the trainer's ranks.
 
 Every rank hosts one vLLM worker; tp neighbouring ranks form a replica, and the replicas share the requests. Weights never come
-from disk: vLLM starts with dummy weights and the bridge fills them (`push_weights`). What vLLM does to the process is contained
-in `vllm_process.py`; how weights get in is `bridge/`.
+from disk: vLLM starts with dummy weights and `bridge/` fills them (`push_weights`). `vllm_process.py` contains vLLM's effects on
+the process.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megappo.config.schema import RolloutConfig, TimeoutsConfig
 from megappo.models.arch import ModelArch, read_arch
 from megappo.parallel.groups import meet
 from megappo.parallel.layout import ParallelLayout
-from megappo.rollout.process_state import OwnState
+from megappo.rollout.process_state import EngineState
 from megappo.rollout.sharing import share_requests
 from megappo.rollout.types import KeptIds, Request, Response, SamplingParams
 from megappo.rollout.vllm_limits import check_vllm
@@ -44,7 +44,7 @@ Detokenize = Callable[[Sequence[int]], str]
 
 
 class _Drawn(NamedTuple):
-    """A response on its way to the other ranks. finish: 0 length, 1 stop."""
+    """A response in the form that is gathered over the ranks. finish: 0 length, 1 stop."""
 
     index: int
     tokens: array
@@ -56,11 +56,11 @@ class _Drawn(NamedTuple):
 class VllmEngine:
     """vLLM over the default process group, which must exist; construction is collective.
 
-    config: layout, sizes and switches; dtype and lengths are the arguments here. model: directory with config.json.
-    max_model_len: longest prompt plus response in tokens. eos_token_ids: end a response and are part of it. tokenizer: Hugging
-    Face tokenizer directory, needed by vLLM for stop strings only; without one, `detokenize` (token ids -> text) finds them after
-    the fact. timeouts: how long ranks wait for each other, in vLLM's groups and before a generation.
-    Raises ValueError for what the user can mend: vLLM missing, or what `vllm_limits` refuses.
+    config: layout, sizes and switches; dtype and lengths are arguments. model: directory with config.json. max_model_len: longest
+    prompt plus response in tokens. eos_token_ids: end a response and are part of it. tokenizer: Hugging Face tokenizer directory,
+    needed by vLLM for stop strings only; without one, they are searched in the text of `detokenize` (token ids -> text) after
+    generation. timeouts: how long ranks wait for each other, in vLLM's groups and before a generation. ValueError for mistakes of
+    the user: vLLM missing, or a limit of `vllm_limits`.
     """
 
     name = "vllm"
@@ -97,7 +97,7 @@ class VllmEngine:
         self._identity = new_identity()
         peers_visible = sees_peers(config.tp, device)
         self._environment = vllm_environment(config, device.type, peers_visible)
-        self._own = OwnState(device)
+        self._own = EngineState(device)
         with self._running():
             from vllm import LLM
 
@@ -119,18 +119,17 @@ class VllmEngine:
             worker = self._llm.llm_engine.model_executor.driver_worker.worker
             self.receiver = VllmReceiver(worker, dtype)
             self._memory = VllmMemory(self._llm, worker, config.sleep)
-            self._memory.rest_cache()
-            # vLLM would shut down, and destroy the trainer's process group, when it is collected or at exit; close() does it in
-            # order.
+            self._memory.sleep_cache()
+            # vLLM would shut down at garbage collection or exit and destroy the trainer's process group; close() shuts it down.
             self._llm.llm_engine.engine_core._finalizer.detach()
         unlink_shared_memory(self._identity)
 
     def connect(self, named_params: Callable[[], Mapping[str, Tensor]], arch: ModelArch, layout: ParallelLayout) -> None:
-        """Collective: plan the way from the policy's parameters (see `bridge.sync.WeightSync`) into this engine."""
+        """Plan the transfer of the policy's parameters (see `bridge.sync.WeightSync`) into this engine. Collective."""
         self._sync = WeightSync(named_params, arch, layout, self)
 
     def push_weights(self, version: int, verify: bool | None = None) -> dict[str, float]:
-        """Collective. verify: compare checksums; None means while the engine holds none, so after every start and resume."""
+        """Push the weights. Collective. verify: compare checksums; None verifies while the engine holds no valid weights."""
         assert self._sync is not None, "connect() comes before the first push"
         return self._sync.push(version, self._version is None if verify is None else verify)
 
@@ -149,10 +148,10 @@ class VllmEngine:
         self._version = version
 
     def generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Response]:
-        """Collective; see `rollout.types.RolloutEngine`. With temperature 0 the log-probs are those at temperature 1.
+        """Collective; see `rollout.types.RolloutEngine`. Temperature 0 gives the log-probs of temperature 1.
 
-        Raises ValueError for a request longer than the context and for stop strings without tokenizer, RuntimeError before the
-        first push, after a failed one, and while the weights are asleep, RankIsLate where a rank does not come.
+        ValueError for a request longer than the context and for stop strings without tokenizer. RuntimeError before the first push,
+        after a failed one, and while the weights are asleep. RankIsLate if a rank does not come.
         """
         if self._version is None:
             raise RuntimeError("the vLLM engine holds no weights: none were pushed, or the last push failed")
@@ -166,29 +165,27 @@ class VllmEngine:
             self._memory.wake_cache()
             drawn = self._draw(requests, shares[self._replica], sampling)
             self._finish_steps()
-            self._memory.rest_cache()
+            self._memory.sleep_cache()
         return self._gather(drawn if self._tp_rank == 0 else [], len(requests))
 
     def sleep(self) -> None:
-        """With `rollout.sleep: all` the weights are gone until the next push, and what is asked before it is refused."""
+        """Release the weights until the next push (`rollout.sleep: all`); `generate` raises before it."""
         with self._running():
-            self._memory.rest_weights()
+            self._memory.sleep_weights()
 
     def _finish_steps(self) -> None:
-        """Let vLLM end what it has begun ahead of itself (asynchronous scheduling) and forget the answered requests.
-
-        Until then it holds blocks of the cache, neither resets it nor gives it back.
-        """
+        """Let vLLM finish the steps that it scheduled ahead (asynchronous scheduling) and drop the answered requests."""
+        # Until then it holds blocks of the cache and can neither reset nor release it.
         core = self._llm.llm_engine.engine_core
         while core.engine_core.scheduler.has_requests() or core.engine_core.batch_queue:
             core.get_output()
 
     def close(self) -> None:
-        """Collective: free the engine and its process groups; the default group stays. Call it before that one is destroyed."""
+        """Free the engine and its process groups, but not the default group; call it before that one is destroyed. Collective."""
         if self._llm is None:
             return
         with self._running(), default_group_kept():
-            # vLLM's allocator does not free what has no memory behind it.
+            # vLLM's allocator cannot free memory that is asleep.
             self._memory.wake_weights()
             self._memory.wake_cache()
             self._llm.llm_engine.engine_core.engine_core.shutdown()
@@ -210,7 +207,7 @@ class VllmEngine:
             )
 
     def _draw(self, requests: Sequence[Request], share: Sequence[int], sampling: SamplingParams) -> list[_Drawn]:
-        """Run this replica's share."""
+        """Generate this replica's share."""
         if not share:
             return []
         prompts = [{"prompt_token_ids": list(requests[index].prompt)} for index in share]
@@ -230,14 +227,14 @@ class VllmEngine:
             seed=seed,
             stop=list(sampling.stop) if native_stop else None,
             stop_token_ids=[*self._eos_token_ids, *sampling.stop_token_ids],
-            ignore_eos=True,  # the ids above say what ends a response, whatever the tokenizer's files say
+            ignore_eos=True,  # the ids above end a response, not those of the tokenizer's files
             detokenize=native_stop,
-            logprobs=self._best(sampling),  # the sampled token's and those of the best so many
-            flat_logprobs=True,  # lists instead of an object per token
+            logprobs=self._best(sampling),  # of the sampled token and of this many best
+            flat_logprobs=True,  # lists instead of one object per token
         )
 
     def _best(self, sampling: SamplingParams) -> int:
-        """How many of the most likely ids vLLM reports for every token."""
+        """Number of most likely ids that vLLM reports for every token."""
         return min(sampling.kept_width, self._vocab_size)
 
     def _drawn(self, index: int, output: Any, sampling: SamplingParams) -> _Drawn:
@@ -257,7 +254,7 @@ class VllmEngine:
         return _Drawn(index, array("q", tokens), array("f", logprobs), finish, kept)
 
     def _stop_length(self, tokens: Sequence[int], stop: Sequence[str]) -> int | None:
-        """Number of tokens up to the one that completes a stop string; None where there is none."""
+        """Number of tokens up to the one that completes a stop string; None if there is none."""
         assert self._detokenize is not None
         detokenize = self._detokenize
 
@@ -267,10 +264,10 @@ class VllmEngine:
 
         if not stopped(len(tokens)):
             return None
-        return bisect_left(range(len(tokens) + 1), True, key=stopped)
+        return bisect_left(range(len(tokens) + 1), True, key=stopped)  # once complete, a stop string stays in the text
 
     def _gather(self, drawn: Sequence[_Drawn], count: int) -> list[Response]:
-        """Collective: the responses of all replicas, in request order."""
+        """Gather the responses of all replicas, in request order. Collective."""
         everywhere: list[Sequence[_Drawn] | None] = [None] * dist.get_world_size()
         dist.all_gather_object(everywhere, drawn)
         responses: list[Response | None] = [None] * count
@@ -284,10 +281,10 @@ class VllmEngine:
 
 
 def _kept_ids(ids: Sequence[int], logprobs: Sequence[float], best: int) -> KeptIds:
-    """ids, logprobs: for every token those of the sampled id, then of the `best` most likely, -inf where top-k or top-p cut."""
+    """ids, logprobs: for every token, the sampled id and the `best` most likely, with -inf for ids that top-k or top-p cut."""
     table = numpy.array(ids, dtype=numpy.int32).reshape(-1, best + 1)
     kept = (numpy.array(logprobs, dtype=numpy.float32) > -numpy.inf).reshape(table.shape)
-    # The sampled id stands again in its place among the best; where more tie than were asked for it may take that of the last.
+    # The sampled id appears again among the best; if more ids tie than were requested, it may be missing and replaces the last.
     kept[:, 0] &= ~(kept[:, 1:] & (table[:, 1:] == table[:, :1])).any(1)
     kept[:, best] &= ~kept[:, 0]
     return KeptIds(array("i", kept.sum(1, dtype=numpy.int32).tobytes()), array("i", table[kept].tobytes()))

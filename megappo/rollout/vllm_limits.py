@@ -1,6 +1,6 @@
-"""What vLLM cannot serve, said in one line before anything heavy. Pure: neither vLLM nor a process group is needed.
+"""Limits of vLLM, checked before anything heavy. Pure: needs neither vLLM nor a process group.
 
-`megappo plan` and the engine's constructor ask the same questions.
+`megappo plan` and the engine's constructor apply the same checks.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ CPU_EXPERT_ALIGNMENT = 32
 
 
 def cut_sizes(arch: ModelArch) -> list[tuple[str, int]]:
-    """(what, how many) of everything that vLLM cuts evenly over the ranks of a replica."""
+    """(name, size) of everything that vLLM shards evenly over the ranks of a replica."""
     sizes = [("attention heads", arch.num_heads)]
     sizes += [("MLP columns", arch.ffn_size)] if arch.has_dense_mlp else []
     return sizes + ([("columns of an expert", arch.moe.ffn_size)] if arch.moe is not None else [])
 
 
 def kv_heads_fit(arch: ModelArch, tp: int) -> bool:
-    """KV heads are cut evenly, or repeated where there are fewer of them than ranks."""
+    """True if vLLM can shard the KV heads evenly, or repeat them if there are fewer than ranks."""
     return arch.num_kv_heads % tp == 0 or tp % arch.num_kv_heads == 0
 
 
 def check_vllm(arch: ModelArch, tp: int, world_size: int, max_model_len: int, device_type: str) -> None:
-    """Raises ValueError for a model, tp or context length that vLLM would refuse later or, worse, not notice.
+    """ValueError for a model, tp or context length that vLLM would refuse later or, worse, accept with wrong results.
 
     max_model_len: longest prompt plus response, in tokens. device_type: "cpu" or "cuda".
     """
@@ -64,8 +64,9 @@ def check_vllm(arch: ModelArch, tp: int, world_size: int, max_model_len: int, de
 
 
 def _positions(arch: ModelArch) -> int:
-    """Positions that vLLM can rotate. It tabulates YaRN up to factor x original length and reads past the table beyond it."""
+    """Number of positions that vLLM's rotary embedding supports."""
     rope = arch.rope
+    # vLLM tabulates YaRN up to factor x original length and reads past the end of the table beyond.
     if rope.type == "yarn" and rope.factor is not None and rope.original_max_positions is not None:
         return min(arch.max_positions, int(rope.original_max_positions * rope.factor))
     return arch.max_positions

@@ -1,8 +1,8 @@
-"""Memory that vLLM gives back between generations, by its own sleep mode (`rollout.sleep`).
+"""Memory that vLLM releases between generations, by its own sleep mode (`rollout.sleep`).
 
-The KV cache is there while requests are answered, the weights from a push until the models train. vLLM keeps the addresses, so
-that its CUDA graphs stay right, and brings nothing back but addresses: what the push does not write is put back here, but for the
-sampler's state of penalties, bad words and grammars, which no request of megappo has.
+The KV cache exists while requests are answered, the weights from a push until the models train. vLLM keeps the addresses, so its
+CUDA graphs stay valid, but not the contents. Tensors that a push does not write are saved and restored here, except the sampler's
+state of penalties, bad words and grammars, which no request of megappo uses.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Sleep = Literal["none", "cache", "all"]
 
 
 def require_sleep(llm: type, sleep: Sleep) -> None:
-    """ValueError where this vLLM cannot give back its cache alone. llm: its class `LLM`."""
+    """ValueError if this vLLM cannot release its cache alone. llm: its class `LLM`."""
     if sleep != "none" and not hasattr(llm, "release_kv_cache_memory"):
         raise ValueError(
             f"rollout.sleep = {sleep}: this vLLM cannot give its cache back; pip install {pinned('vllm')}, or set "
@@ -28,7 +28,7 @@ def require_sleep(llm: type, sleep: Sleep) -> None:
 
 
 class VllmMemory:
-    """What of an engine's memory is there. llm: a `vllm.LLM`; worker: the worker of this rank. Methods run vLLM's code."""
+    """Memory of an engine, asleep or awake. llm: a `vllm.LLM`. worker: the worker of this rank."""
 
     def __init__(self, llm: Any, worker: Any, sleep: Sleep) -> None:
         self._llm, self._worker, self._sleep = llm, worker, sleep
@@ -40,49 +40,49 @@ class VllmMemory:
         return "weights" in self._asleep
 
     def wake_weights(self) -> None:
-        """Before a push. Whatever is no parameter holds what it did; parameters hold anything."""
+        """Wake the weights, before a push. Parameters are undefined; all other tensors are restored."""
         if not self.weights_asleep:
             return
         self._llm.wake_up(["weights"])
-        with torch.inference_mode():  # in which vLLM makes some of them
+        with torch.inference_mode():  # vLLM creates some of them in it, and only there may they be written
             for tensor, value in self._saved:
                 tensor.copy_(value)
         self._saved = []
         self._asleep.remove("weights")
 
     def wake_cache(self) -> None:
-        """Before requests are answered; the weights are there. The cache comes back empty: no block of it is known."""
+        """Wake the KV cache, empty, before requests are answered. The weights must be awake."""
         if "kv_cache" not in self._asleep:
             return
         self._llm.wake_up(["kv_cache"])
         self._asleep.remove("kv_cache")
         with torch.inference_mode():
             for cache in self._worker.model_runner.kv_caches:
-                # New pages hold what the trainer left there. A kernel may multiply a masked position with 0, and 0 x NaN is NaN.
+                # New pages hold data of the trainer. A kernel may multiply a masked position by 0, and 0 x NaN is NaN.
                 cache.zero_()
 
-    def rest_cache(self) -> None:
-        """After requests were answered: nothing of the cache is read again."""
+    def sleep_cache(self) -> None:
+        """Release the KV cache, after requests were answered."""
         if self._sleep == "none" or "kv_cache" in self._asleep:
             return
         self._llm.sleep(level=0)  # no request may run
         self._llm.release_kv_cache_memory()
         self._asleep.add("kv_cache")
 
-    def rest_weights(self) -> None:
-        """Until the next push."""
+    def sleep_weights(self) -> None:
+        """Release the weights and the KV cache until the next push."""
         if self._sleep != "all" or self.weights_asleep:
             return
-        # vLLM itself saves buffers, but not the tensors that its layers hold without having registered them.
+        # vLLM saves registered buffers, but no other tensors of its layers.
         self._saved = [(tensor, tensor.to("cpu", copy=True)) for tensor in unregistered_tensors(self._worker)]
         self._llm.sleep(level=2)
         self._asleep |= {"weights", "kv_cache"}
 
 
 def unregistered_tensors(worker: Any) -> list[Tensor]:
-    """Tensors that a worker's model holds beside its parameters, its buffers and the KV cache, one of each storage.
+    """Tensors of a worker's model besides parameters, buffers and KV cache, one of each storage.
 
-    They are attributes of modules, or of objects of vLLM's that a module owns (its attention, its way to multiply).
+    They are attributes of modules, or of vLLM's objects that a module owns (attention backend, linear method).
     """
     model = worker.get_model()
     owned = (*model.parameters(), *model.buffers(), *worker.model_runner.kv_caches)
@@ -104,7 +104,7 @@ _SHARED = ("vllm.config", "vllm.distributed")  # objects of the whole engine, wh
 
 
 def _tensors_in(value: Any, seen: dict[int, Any]) -> Iterator[Tensor]:
-    """Depth first, every object once; modules are left to the caller. seen: id -> object, kept so that no other gets its id."""
+    """Walk depth first, every object once, without modules. seen: id -> object, kept alive so that ids stay unique."""
     if id(value) in seen or isinstance(value, torch.nn.Module):
         return
     seen[id(value)] = value

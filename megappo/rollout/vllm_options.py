@@ -1,6 +1,6 @@
-"""All that vLLM is told about how to run: the arguments of `LLM(...)` and the variables of its environment.
+"""Options of vLLM: the arguments of `LLM(...)` and its environment variables.
 
-Pure: neither vLLM nor a device is needed, so that the configuration of a GPU can be built and checked on a machine without one.
+Pure: needs neither vLLM nor a device, so that a GPU's options can be checked on a machine without one.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def vllm_options(
     """Arguments of `vllm.LLM`, or of `vllm.EngineArgs`.
 
     model: directory with config.json. max_model_len: longest prompt plus response in tokens. device_type: "cpu" or "cuda".
-    executor: how workers are placed. peers_visible: this process sees the GPUs of the other ranks of its replica. timeouts: of the
-    process groups that vLLM makes.
+    executor: vLLM's placement of workers. peers_visible: this process sees the GPUs of the other ranks of its replica.
+    timeouts: of the process groups that vLLM makes.
     """
     on_cpu = device_type == "cpu"
     cache_gib = CPU_KV_CACHE_GIB if config.kv_cache_gib is None and on_cpu else config.kv_cache_gib
@@ -58,21 +58,21 @@ def vllm_options(
         dtype=_DTYPE_NAMES[dtype],
         max_model_len=max_model_len,
         max_num_seqs=config.max_num_seqs,
-        # With a cache of a given size vLLM asks for the share at its start only, and refuses where it is not free.
+        # With a cache of a given size vLLM uses the share only to refuse a start if it is not free.
         gpu_memory_utilization=config.memory_share if config.kv_cache_gib is None or on_cpu else LEAST_SHARE,
         kv_cache_memory_bytes=None if cache_gib is None else int(cache_gib * 2**30),
         enforce_eager=config.enforce_eager or on_cpu,  # compiling takes minutes on a CPU
         async_scheduling=config.async_scheduling,
         enable_sleep_mode=config.sleep != "none" and not on_cpu,
-        # After temperature, top-k and top-p: what was cut is -inf. (vLLM's own return_sampling_mask needs its second
-        # model runner, which has no CPU, and refuses the greedy requests of an evaluation.)
+        # After temperature, top-k and top-p, with -inf for tokens cut off. (vLLM's return_sampling_mask needs its second model
+        # runner, which has no CPU support, and refuses the greedy requests of an evaluation.)
         logprobs_mode="processed_logprobs",
         max_logprobs=arch.vocab_size,
         seed=seed,
     )
     if on_cpu:
-        # A seeded request whose prompt is cut in pieces raises "CPU Generator does not use offset": after every piece vLLM winds
-        # the generator back. Whole prompts fit, as vLLM then takes at least max_model_len tokens at once.
+        # With a chunked prompt a seeded request raises "CPU Generator does not use offset": vLLM rewinds the generator after every
+        # chunk. Whole prompts fit: vLLM then takes at least max_model_len tokens at once.
         options["enable_chunked_prefill"] = False
         if config.sleep != "none":
             options["worker_cls"] = "megappo.rollout.vllm_cpu_worker.SleepingCpuWorker"
@@ -84,17 +84,17 @@ def vllm_options(
 
 
 def vllm_environment(config: RolloutConfig, device_type: str, peers_visible: bool = True) -> dict[str, str]:
-    """Variables that vLLM reads while it runs; what is not here stays as the user has it."""
+    """Environment variables that vLLM reads while it runs; all others stay as the user set them."""
     if device_type == "cpu":
         return {}
     runner = {} if config.model_runner == "auto" else {"VLLM_USE_V2_MODEL_RUNNER": str(int(config.model_runner == "v2"))}
-    # Their buffers are shared between GPUs by handles that a process opens only for GPUs that it sees.
+    # Their buffers are shared between GPUs by handles, which a process can open only for GPUs that it sees.
     names = ("VLLM_ALLREDUCE_USE_SYMM_MEM", "VLLM_ALLREDUCE_USE_FLASHINFER", "VLLM_ALLREDUCE_USE_FLASHINFER_PCIE_IPC")
     return {**runner, **({} if peers_visible else dict.fromkeys(names, "0"))}
 
 
 def see_each_other(tp: int, places: Sequence[tuple[str, int | None]]) -> bool:
-    """Whether the ranks of every replica of tp ranks see each other's GPUs. places: (host, device index) of every rank.
+    """True if the ranks of every replica of tp ranks see each other's GPUs. places: (host, device index) of every rank.
 
     Slurm's --gpus-per-task shows each task one GPU: two ranks of a host that both work on device 0 see different GPUs.
     """
@@ -102,7 +102,7 @@ def see_each_other(tp: int, places: Sequence[tuple[str, int | None]]) -> bool:
 
 
 def _model_config(model: str) -> Callable[[Any], Any]:
-    """How vLLM should read config.json: a multimodal checkpoint as its language model alone, which is all that is trained."""
+    """Override of config.json for vLLM: of a multimodal checkpoint only the language model, which is trained."""
     text = text_config(read_config(model))
     rope = arch_of(text).rope
 

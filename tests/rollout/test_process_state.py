@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from megappo.rollout.process_state import OwnState
+from megappo.rollout.process_state import EngineState
 
 CUDA = torch.device("cuda", 1)
 
@@ -53,7 +53,7 @@ FIRST = ["own a waits for trainer", "set own a"]
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_each_side_waits_for_the_other_and_the_callers_stream_comes_back(cuda, fails):
-    own, trainer = OwnState(CUDA), cuda.current
+    own, trainer = EngineState(CUDA), cuda.current
     try:
         with own.installed():
             cuda.log.append("generate")
@@ -67,7 +67,7 @@ def test_each_side_waits_for_the_other_and_the_callers_stream_comes_back(cuda, f
 
 
 def test_the_stream_that_an_engine_moved_to_is_waited_for_and_comes_back_for_it(cuda):
-    own = OwnState(CUDA)
+    own = EngineState(CUDA)
     with own.installed():
         torch.cuda.set_stream(torch.cuda.Stream())  # vLLM does so when its first communicator or graph asks for a stream
     with own.installed():
@@ -87,7 +87,7 @@ def test_the_stream_that_an_engine_moved_to_is_waited_for_and_comes_back_for_it(
 
 def test_a_replaced_set_stream_is_told_of_both_changes(cuda, monkeypatch):
     """vLLM replaces it during its import, within the first call, and believes what it was told last."""
-    own, told = OwnState(CUDA), []
+    own, told = EngineState(CUDA), []
     with own.installed():
         monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: (told.append(stream.name), cuda.set_stream(stream)))
     with own.installed():
@@ -96,7 +96,7 @@ def test_a_replaced_set_stream_is_told_of_both_changes(cuda, monkeypatch):
 
 
 def test_settings_of_an_engine_are_there_for_it_alone():
-    own, before = OwnState(torch.device("cpu")), torch.get_num_threads()
+    own, before = EngineState(torch.device("cpu")), torch.get_num_threads()
     with pytest.raises(ZeroDivisionError), own.installed():
         torch.set_num_threads(before + 3)
         torch.set_float32_matmul_precision("medium")
@@ -117,7 +117,7 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA d
 @pytest.mark.parametrize("fails", [False, True])
 def test_on_a_cuda_device_the_stream_comes_back(fails):
     device = torch.device("cuda", 0)
-    own, caller = OwnState(device), torch.cuda.Stream(device)
+    own, caller = EngineState(device), torch.cuda.Stream(device)
     with torch.cuda.stream(caller):
         for _ in range(2):
             try:
@@ -138,7 +138,7 @@ def test_on_a_cuda_device_the_stream_comes_back(fails):
 def test_on_a_cuda_device_neither_side_reads_what_the_other_has_not_finished():
     """Long work before a short one: without the waits the short one would read old values."""
     device = torch.device("cuda", 0)
-    own, size = OwnState(device), 512
+    own, size = EngineState(device), 512
     matrix, identity = torch.zeros(size, size, device=device), torch.eye(size, device=device)
 
     def long_work(value: float) -> torch.Tensor:

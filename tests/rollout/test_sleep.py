@@ -269,12 +269,12 @@ class FakeWorker:
 def test_the_calls_of_a_step(sleep, calls):
     llm, worker = FakeLLM(), FakeWorker()
     memory = VllmMemory(llm, worker, sleep)
-    memory.rest_cache()  # once built
+    memory.sleep_cache()  # once built
     memory.wake_weights()  # the first push
     memory.wake_cache()
     assert not llm.paused and worker.model_runner.kv_caches[0].any() == (sleep == "none")
-    memory.rest_cache()
-    memory.rest_weights()
+    memory.sleep_cache()
+    memory.sleep_weights()
     memory.wake_weights()
     assert llm.log == calls
 
