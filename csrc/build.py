@@ -1,4 +1,4 @@
-"""Compiles csrc/ to megappo/_native.so: the C++ kernels anywhere, the CUDA kernels where nvcc and a CUDA torch exist.
+"""Compile csrc/ to megappo/_native.so: the C++ kernels anywhere, the CUDA kernels if nvcc and a CUDA torch exist.
 
 Used by setup.py, and by the tests, which compile the CUDA part without a CUDA torch (`compile_cuda`) and for the CPU
 (`compile_cuda_for_cpu`). The library uses only torch's stable ABI and no Python ABI, so one binary serves torch 2.11 and later.
@@ -24,18 +24,17 @@ from megappo.nvcc import nvcc_path
 from megappo.versions import pinned
 
 CSRC = Path(__file__).parent
-# The oldest torch whose stable ABI the library may be loaded by, for Python and for the headers (two bytes each).
+# Oldest torch whose stable ABI can load the library, for Python and for the headers (one byte per number, from the top).
 OLDEST_TORCH = (2, 11)
 TARGET_VERSION = f"0x{OLDEST_TORCH[0]:02x}{OLDEST_TORCH[1]:02x}000000000000"
-# -ffp-contract=fast lets the compiler fuse a*b+c; -fno-math-errno and -fno-trapping-math allow vector code and change no result.
 CXX_FLAGS = [
     "-std=c++20",
     "-O3",
     "-fPIC",
     "-fvisibility=hidden",
-    "-fno-math-errno",
+    "-fno-math-errno",  # this and the next allow vector code and change no result
     "-fno-trapping-math",
-    "-ffp-contract=fast",
+    "-ffp-contract=fast",  # fuse a * b + c
     "-Wall",
     "-Wno-psabi",
 ]
@@ -51,7 +50,7 @@ NO_TORCH = (
 
 
 def installed_torch() -> Torch:
-    """The torch of this Python. Raises BuildError if there is none or an older one than the library's stable ABI."""
+    """Torch of this Python. BuildError if there is none or one older than the library's stable ABI."""
     try:
         import torch
     except ImportError:
@@ -65,7 +64,7 @@ def installed_torch() -> Torch:
 
 
 def isas() -> list[str]:
-    """Instruction sets that the CPU kernels are compiled for on this kind of machine."""
+    """Instruction sets to compile the CPU kernels for on this kind of machine."""
     return list(ISA_FLAGS) if platform.machine() in ("x86_64", "AMD64") else ["baseline"]
 
 
@@ -94,15 +93,15 @@ def _torch_flags(torch: Torch) -> list[str]:
 
 
 def _link(objects: Sequence[Path], output: Path, torch: Torch, runtime: Sequence[Path] = ()) -> None:
-    """Link `output` against torch and the libraries of `runtime`, to be found where they are now, and load it once."""
+    """Link `output` against torch and the libraries of `runtime`, with their present paths, and load it once."""
     output.parent.mkdir(parents=True, exist_ok=True)
-    # Linked under another name and renamed: a process that has the old library mapped keeps it.
+    # Link under another name and rename: a process that has mapped the old library keeps it.
     fresh = output.with_suffix(".new")
-    # libtorch.so brings libtorch_cuda.so where torch has CUDA. Naming it here would load it into a process of a CPU torch too.
+    # libtorch.so loads libtorch_cuda.so if torch has CUDA. Linked here, a CPU torch's process would need it too.
     libraries = [f"-L{torch.lib}", f"-Wl,-rpath,{torch.lib}", "-ltorch", "-ltorch_cpu", "-lc10"]
     libraries += [*map(str, runtime), *(f"-Wl,-rpath,{path.parent}" for path in runtime)]
     _run([_cxx(), "-shared", "-o", str(fresh), *map(str, objects), *libraries])
-    # A symbol that no library has shows only here: the linker does not look for them.
+    # The linker accepts undefined symbols of a shared library; only loading finds them.
     _run([sys.executable, "-c", "import sys, torch; torch.ops.load_library(sys.argv[1])", str(fresh)])
     fresh.replace(output)
 
@@ -112,8 +111,8 @@ def _object(folder: Path, source: Path, variant: str = "") -> Path:
 
 
 def cxx_commands(torch: Torch, with_cuda: bool, work: Path) -> dict[Path, list[str]]:
-    """Object -> command that compiles it, of every C++ file of the library."""
-    # USE_CUDA: torch's headers declare the current CUDA stream under that name only.
+    """Object -> command that compiles it, for every C++ file of the library."""
+    # USE_CUDA: torch's headers declare the current CUDA stream only if it is defined.
     common = [_cxx(), *CXX_FLAGS, *(["-DMEGAPPO_CUDA", "-DUSE_CUDA"] if with_cuda else []), f"-I{CSRC}"]
     commands = {}
     for source in sorted(CSRC.rglob("*.cpp")):
@@ -127,7 +126,7 @@ def cxx_commands(torch: Torch, with_cuda: bool, work: Path) -> dict[Path, list[s
 
 
 def build(library: Path, work: Path) -> str:
-    """Compile and link `library`, with what was built in a .json beside it; returns a line about it. Raises BuildError."""
+    """Compile and link `library`, with a record of the build in a .json next to it; returns a line on it. Raises BuildError."""
     torch = installed_torch()
     decision = cuda_decision(torch)
     work.mkdir(parents=True, exist_ok=True)
@@ -161,7 +160,7 @@ def build(library: Path, work: Path) -> str:
 
 
 def compile_cuda(work: Path, archs: str = DEFAULT_ARCHS) -> list[Path]:
-    """Objects of csrc/**/*.cu; ptxas' registers and spills of every kernel go to `work`/ptxas.log. Needs nvcc, not a CUDA torch."""
+    """Compile csrc/**/*.cu to objects, with ptxas' registers and spills in `work`/ptxas.log. Needs nvcc, but no CUDA torch."""
     nvcc = nvcc_path()
     if nvcc is None:
         raise BuildError("nvcc was not found (set CUDA_HOME or PATH)")
@@ -170,7 +169,7 @@ def compile_cuda(work: Path, archs: str = DEFAULT_ARCHS) -> list[Path]:
     objects = [_object(work, source, "_cuda") for source in sources]
     flags = ["-std=c++20", "-O3", "-lineinfo", "--expt-relaxed-constexpr", "-Xptxas", "-v", "-Xcompiler", "-fPIC", f"-I{CSRC}"]
     if "9.0a" in archs:
-        flags.append("-DMEGAPPO_SM90A")  # the host code asks whether it has Hopper's kernels; no macro of nvcc says so there
+        flags.append("-DMEGAPPO_SM90A")  # tells host code that Hopper's kernels exist; nvcc has no macro for it there
     reports = _run_all(
         [[nvcc, *flags, *arch_flags(archs), "-c", str(source), "-o", str(made)] for source, made in zip(sources, objects)]
     )
@@ -179,7 +178,7 @@ def compile_cuda(work: Path, archs: str = DEFAULT_ARCHS) -> list[Path]:
 
 
 def compile_cuda_for_cpu(library: Path, work: Path, fake_cuda: Path) -> None:
-    """The CUDA kernels compiled by the C++ compiler against the headers in `fake_cuda`, registered as megappo_cuda_on_cpu."""
+    """Compile the CUDA kernels by the C++ compiler with the headers in `fake_cuda`, as megappo_cuda_on_cpu."""
     torch = installed_torch()
     work.mkdir(parents=True, exist_ok=True)
     defines = ["-DMEGAPPO_CUDA", "-DMEGAPPO_CUDA_ON_CPU", "-DMEGAPPO_NAMESPACE=megappo_cuda_on_cpu"]

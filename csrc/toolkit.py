@@ -1,7 +1,7 @@
-"""What goes with nvcc (which one: megappo/nvcc.py): whether it fits the installed torch, architectures, the CUDA runtime to link.
+"""CUDA toolkit around nvcc (found by megappo/nvcc.py): its fit to the installed torch, architectures, the CUDA runtime to link.
 
-Environment: MEGAPPO_CUDA=0 leaves CUDA out, MEGAPPO_CUDA=1 makes what is missing an error. CUDA_HOME: the toolkit whose nvcc is
-taken, if not the one on PATH.
+Environment: MEGAPPO_CUDA=0 leaves CUDA out, MEGAPPO_CUDA=1 makes a missing part an error. CUDA_HOME: toolkit to use instead of
+the nvcc on PATH.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ DEFAULT_ARCHS = "8.0+PTX;9.0a"
 
 
 class BuildError(RuntimeError):
-    """A compiler is missing or failed; the text says which and what that means."""
+    """A compiler is missing or failed; the text names it and the consequence."""
 
 
 @dataclass(frozen=True)
 class Torch:
-    """Where the torch that the library is linked against lives, its version and that of its CUDA (None: a build without)."""
+    """Directories of the torch that the library is linked against, its version and its CUDA version (None: a CPU build)."""
 
     include: Path
     lib: Path
@@ -37,7 +37,7 @@ class Torch:
 
 
 def _said_by(nvcc: str, *arguments: str) -> str:
-    """What nvcc prints. Raises BuildError if it does not run."""
+    """Output of nvcc. BuildError if it does not run."""
     try:
         done = subprocess.run([nvcc, *arguments], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError) as error:
@@ -54,7 +54,8 @@ def toolkit_version(nvcc: str) -> str:
 
 
 def toolkit_root(nvcc: str) -> Path:
-    """The toolkit's folder as nvcc itself names it: the nvcc on PATH may be a script or a link of another place."""
+    """Folder of nvcc's toolkit."""
+    # Ask nvcc itself: the one on PATH may be a script, or a link from another place.
     found = re.search(r"^#\$ TOP=(.+)$", _said_by(nvcc, "--dryrun", "-c", "-x", "cu", os.devnull), re.MULTILINE)
     if found is None:
         raise BuildError(f"{nvcc} --dryrun names no toolkit; set CUDA_HOME to a CUDA toolkit")
@@ -62,13 +63,13 @@ def toolkit_root(nvcc: str) -> Path:
 
 
 def major(version: str) -> str:
-    """ "13.0" -> "13": what the library's runtime, libcudart.so.13, is named by."""
+    """Major version: "13.0" -> "13", as in libcudart.so.13."""
     return version.partition(".")[0]
 
 
 @dataclass(frozen=True)
 class Decision:
-    """If the CUDA part is built, why or why not, and the command that mends what is missing ("" where nothing is)."""
+    """built: True if the CUDA part is. reason: for or against it. fix: command that installs the missing part, "" if none is."""
 
     built: bool
     reason: str
@@ -76,7 +77,7 @@ class Decision:
 
 
 def cuda_decision(torch: Torch, environ: Mapping[str, str] = os.environ) -> Decision:
-    """What nvcc, torch and MEGAPPO_CUDA come to. Raises BuildError if MEGAPPO_CUDA=1 asks for what cannot be."""
+    """Decide by nvcc, torch and MEGAPPO_CUDA. BuildError if MEGAPPO_CUDA=1 demands an impossible build."""
     wanted = environ.get("MEGAPPO_CUDA")
     if wanted not in (None, "0", "1"):
         raise BuildError(f"MEGAPPO_CUDA = {wanted}: use 0 (leave CUDA out) or 1 (require it)")
@@ -102,7 +103,7 @@ def _possible(torch: Torch) -> Decision:
 
 
 def arch_flags(archs: str) -> list[str]:
-    """ "8.0;9.0a" -> nvcc's -gencode flags. +PTX behind one adds code that the driver compiles for any later GPU."""
+    """nvcc's -gencode flags of "8.0;9.0a". +PTX behind one adds code that the driver compiles for any later GPU."""
     names = [arch.strip() for arch in archs.split(";") if arch.strip()]
     for name in names:
         first, _, second = name.removesuffix("+PTX").removesuffix("a").partition(".")
@@ -123,11 +124,12 @@ def arch_flags(archs: str) -> list[str]:
 
 
 def cudart(torch: Torch, nvcc: str) -> Path:
-    """The CUDA runtime to link: torch's own from NVIDIA's wheels, else (a torch that came otherwise) the toolkit's.
+    """CUDA runtime to link: torch's own from NVIDIA's wheels, else (a torch of another origin) the toolkit's.
 
-    One process can hold one only, and torch loads its own first. Raises BuildError if there is none of torch's major version.
+    BuildError if there is none of torch's major version.
     """
     assert torch.cuda is not None
+    # torch's first: a process can hold only one runtime, and torch loads its own.
     name, packages = f"libcudart.so.{major(torch.cuda)}", torch.lib.parent.parent
     # CUDA 13's wheels share a folder, CUDA 12's have one each.
     folders = [packages / f"nvidia/cu{major(torch.cuda)}/lib", packages / "nvidia/cuda_runtime/lib", torch.lib]

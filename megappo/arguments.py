@@ -1,4 +1,4 @@
-"""Types of command line arguments: each turns a text into a value, or says in one line what it should have been."""
+"""Types of command line arguments: parse a text into a value, or raise a one-line error with the expected form."""
 
 from __future__ import annotations
 

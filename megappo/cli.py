@@ -1,7 +1,7 @@
-"""The `megappo` command: parse, call, exit code. What the commands do is elsewhere, and imported only when one is chosen.
+"""The `megappo` command: parse, call, exit code. Every command imports its code only when it is chosen.
 
-Exit codes: 0 done; 1 it ran and failed (or `doctor` found something missing); 2 a mistake of the user, told in one line on
-stderr, before anything was written; 75 stopped by a signal after a checkpoint, to be resumed; 130 interrupted.
+Exit codes: 0 done; 1 ran and failed (or `doctor` found something missing); 2 mistake of the user, one line on stderr before
+anything was written; 75 stopped by a signal after a checkpoint, to be resumed; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Parser(argparse.ArgumentParser):
 def cmd_train(args: Arguments) -> int:
     from megappo.config.checks import check_run_dir
     from megappo.config.loading import load_config
-    from megappo.launch.local import start_ranks, stopped_or
+    from megappo.launch.local import command_exit_code, start_ranks
     from megappo.launch.world import is_rank, join_srun, world_size
     from megappo.resilience.signals import StopRequest
 
@@ -43,17 +43,17 @@ def cmd_train(args: Arguments) -> int:
     config = load_config(args.config, args.overrides)
     ranks = world_size(config.run)
     if not is_rank():
-        # Everything is checked here once, so that a mistake is one line and not the traceback of a launcher.
+        # Check everything here once, so that a mistake is one line and not a launcher's traceback.
         run_dir = check_run_dir(config.run, args.resume)
         _require_device(config.run.device)
         _plan(config, ranks, None, resume=args.resume)
-        return stopped_or(start_ranks(ranks, ["train", args.config, *args.overrides, *_resume(args)]), run_dir)
+        return command_exit_code(start_ranks(ranks, ["train", args.config, *args.overrides, *_resume(args)]), run_dir)
     planned = _plan(config, ranks, None, resume=args.resume)
     _print_on_rank_0(planned.report())
     from megappo.trainer.main import train
 
     train(config, planned.data, resume=args.resume, stop=stop)
-    # 0 after a stop too: with another code, torchrun or srun would take the first rank to leave for a failure and kill the others.
+    # 0 after a stop too: with another code, torchrun or srun would treat the first rank to exit as failed and kill the others.
     return 0
 
 
@@ -181,7 +181,7 @@ def _resume(args: Arguments) -> list[str]:
 
 
 def _enter_rank(stop) -> None:
-    """What a rank does before anything heavy is imported."""
+    """Set up signals and tracebacks of a rank, before anything heavy is imported."""
     from megappo.launch.failure import record_exceptions
 
     stop.listen()
@@ -194,14 +194,14 @@ def _print_on_rank_0(text: str) -> None:
 
 
 def _require_device(requested: Literal["auto", "cpu", "cuda"]) -> None:
-    """ValueError where the run asks for a GPU and there is none; a plan may be made for another machine."""
+    """ValueError if the run needs a GPU and there is none. Not for `plan`, which may be for another machine."""
     from megappo.platform.device import select_device
 
     select_device(requested)
 
 
 def _device(requested: str) -> str:
-    """cpu or cuda, as the ranks will choose it."""
+    """Device that the ranks will choose: cpu or cuda."""
     if requested != "auto":
         return requested
     import torch
@@ -219,7 +219,7 @@ def _plan(
     device: str | None = None,
     counter=None,
 ):
-    """Everything checked; a given GPU memory, or device, plans for GPUs that are not on this machine.
+    """Check and plan a run. `gpu_memory_gib` or `device` plans for GPUs of another machine.
 
     shapes_only: see `plan.run.plan_run`. counter: see `plan.memory.Counter`; None counts by shapes.
     """
@@ -262,20 +262,20 @@ def build_parser() -> Parser:
     plan.add_argument(
         "--world-size", type=positive_int, metavar="N", help="ranks to plan for (default: run.num_ranks, or one per GPU)"
     )
-    plan.add_argument("--gpu-memory-gib", type=positive_float, metavar="GIB", help="plan for GPUs of this size, whatever is here")
+    plan.add_argument("--gpu-memory-gib", type=positive_float, metavar="GIB", help="plan for GPUs of this size, on any machine")
     plan.add_argument(
         "--shapes-only",
         action="store_true",
         help="read config.json of the models alone: weights, tokenizer and data may be missing",
     )
     plan.add_argument("--plot", metavar="FILE", help="draw rank grids and pipelines (.png, .svg or .pdf)")
-    plan.add_argument("--resume", action="store_true", help="plan to continue a run: what only its start reads may be gone")
+    plan.add_argument("--resume", action="store_true", help="plan to continue a run: inputs that only its start reads may be gone")
     add_options(
         command(
             "launch",
             cmd_launch,
             "Check a run here, write its job script, and submit it to Slurm.",
-            "One rank per GPU. The script, the resolved configuration and what it was launched with are kept in the run directory.",
+            "One rank per GPU. The script, the resolved configuration and the launch's environment are kept in the run directory.",
         )
     )
     verify = command(
@@ -284,7 +284,7 @@ def build_parser() -> Parser:
         "Measure a small version of a run in its layout and on one rank, and print where the numbers differ.",
         "The version has the run's families, layouts and algorithm and tiny random models. Printed is the largest difference of "
         "everything that must not depend on the layout: log-probs, values, advantages, losses, gradients, parameters after three "
-        "steps. Reads config.json of the models, no weights and no data. Exit code: 0 where all agrees, 1 where numbers differ, "
+        "steps. Reads config.json of the models, no weights and no data. Exit code: 0 if all numbers agree, 1 if some differ, "
         "2 for a configuration that cannot work.",
     )
     verify.add_argument(
@@ -293,7 +293,7 @@ def build_parser() -> Parser:
         default=8,
         metavar="N",
         help="most ranks to start (default: 8, and never more than there are GPUs; run.device=cpu needs none); larger layouts "
-        "are halved, which is said",
+        "are halved, with a note",
     )
     verify.add_argument(
         "--tolerance",
@@ -309,15 +309,17 @@ def build_parser() -> Parser:
     generate.add_argument("--max-tokens", type=positive_int, default=256, metavar="N", help="longest response")
     generate.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy")
     generate.add_argument("--tokenizer", metavar="PATH", help="tokenizer directory or SentencePiece .model (default: MODEL)")
-    generate.add_argument("--engine", choices=("vllm", "megatron"), default="vllm", help="what generates")
+    generate.add_argument("--engine", choices=("vllm", "megatron"), default="vllm", help="engine that generates")
     generate.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16")
     generate.add_argument("--raw", action="store_true", help="do not apply the chat template")
     export = command("export", cmd_export, "Write a run's checkpoint as a Hugging Face checkpoint.", config=None)
     export.add_argument("run_dir", metavar="RUN_DIR", help="directory of a run (output_dir/name)")
     export.add_argument("output", metavar="OUTPUT", help="directory to write")
-    export.add_argument("--step", type=positive_int, metavar="N", help="which checkpoint (default: the last)")
+    export.add_argument("--step", type=positive_int, metavar="N", help="step of the checkpoint (default: the last)")
     export.add_argument("--role", choices=("policy", "critic"), default="policy")
-    command("doctor", cmd_doctor, "Say what is installed, what works here, and what is missing for what.", config=None)
+    command(
+        "doctor", cmd_doctor, "List installed packages, working features, and missing packages with their purpose.", config=None
+    )
     config = command("config", cmd_config, "Print the resolved configuration.", config="[CONFIG]")
     config.add_argument("--sft", action="store_true", help="the file is a configuration of `megappo sft`")
     config.add_argument("--schema", action="store_true", help="print the JSON schema instead")
@@ -326,7 +328,7 @@ def build_parser() -> Parser:
 
 def _parse(argv: Sequence[str] | None) -> Arguments:
     parser = build_parser()
-    # argparse hands back what it cannot place: overrides after an option, and other trainers' flags, which get a hint.
+    # argparse returns the rest that it cannot place: overrides after an option, and other trainers' flags, which get a hint.
     args, rest = parser.parse_known_args(argv)
     if rest and not args.takes_overrides:
         raise ConfigError(f"unrecognized arguments: {' '.join(rest)}; see `megappo {args.command} --help`")
@@ -336,15 +338,16 @@ def _parse(argv: Sequence[str] | None) -> Arguments:
 
 
 def _is_users_mistake(error: ValueError) -> bool:
-    """True where megappo itself raised it; a ValueError out of a library is a fault, and its traceback is needed."""
+    """True if megappo itself raised the error."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
+    # A ValueError out of a library is a fault, and its traceback is needed.
     return trace is not None and Path(trace.tb_frame.f_code.co_filename).is_relative_to(PACKAGE)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns its exit code."""
+    """Run one command and return its exit code."""
     quiet_libraries()
     try:
         args = _parse(argv)
@@ -356,7 +359,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # the reader (head, less) went away; Python would complain again while it closes stdout
+    except BrokenPipeError:  # the reader (head, less) has exited; without devnull Python fails again when it closes stdout
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 

@@ -1,7 +1,7 @@
-"""`megappo doctor`: what is installed on this machine, what that makes possible, and what is missing for what.
+"""`megappo doctor`: installed packages, the features that they enable, and missing packages with their purpose.
 
-Nothing heavy is imported but torch, to ask it for its devices and operations, and TransformerEngine where it is installed, which
-has to import to count. The list of packages is `installed.py`'s, driver and CUDA are `gpu_stack.py`'s.
+Imports nothing heavy but torch, for its devices and operations, and TransformerEngine, if it is installed: only an import shows
+that it works. Packages are listed in `installed.py`, driver and CUDA in `gpu_stack.py`.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ def device_lines(stack: Stack) -> list[str]:
 
 
 def library_facts() -> dict[str, Any] | None:
-    """The record of csrc/build.py beside the library; None where there is no library."""
+    """Record of csrc/build.py next to the library; None without a library."""
     there = implementations.LIBRARY.exists() and implementations.LIBRARY.with_suffix(".json").exists()
     return implementations.library_facts() if there else None
 
 
 def library_line(facts: dict[str, Any]) -> str:
-    """The torch, toolkit and architectures that the library was built for."""
+    """Line with the torch, toolkit and architectures that the library was built for."""
     cuda = f" by CUDA {facts.get('cuda_toolkit') or 'unknown'} for {facts['cuda_archs']}" if facts["cuda"] else " without CUDA"
     return f"  library: built for torch {facts['torch']}{cuda}"
 
 
 def unfit_lines(stack: Stack) -> tuple[list[str], bool]:
-    """(lines on what of the GPU stack does not fit, if the GPUs cannot be used until it is mended)."""
+    """(lines on parts of the GPU stack that do not fit, True if the GPUs cannot be used until they are fixed)."""
     found = gpu_stack.faults(stack)
     lines = [fault.text for fault in found]
-    # The kernels' own reason, unless it only repeats that the library could not be built here.
+    # The kernels' own reason, unless it repeats that the library could not be built here.
     reason = implementations.missing("cuda", "cuda") if stack.torch_cuda is not None else None
     if reason and not found:
         lines.append(f"CUDA kernels: {reason}")
@@ -52,7 +52,7 @@ def unfit_lines(stack: Stack) -> tuple[list[str], bool]:
 
 
 def parts_lines() -> list[str]:
-    """What of megappo works with what is installed."""
+    """Lines on the features that work with the installed packages."""
     from megappo.models.arch import ARCHITECTURES
     from megappo.models.implementation import transformer_engine_fault
     from megappo.rewards.rules import RULES
@@ -71,7 +71,7 @@ def parts_lines() -> list[str]:
 
 
 def kernel_lines() -> tuple[list[str], list[str]]:
-    """(what each op runs on the CPU and on a GPU, and whether that computes what its reference does; lines on what is wrong)."""
+    """(table of each op's implementation on CPU and GPU, checked against its reference; lines on faults)."""
     import torch
 
     from megappo.ops import dispatch, selfcheck
@@ -100,9 +100,9 @@ def kernel_lines() -> tuple[list[str], list[str]]:
 
 
 def gpu_column() -> tuple[dict[str, list[str]], list[str]]:
-    """(op -> [what it runs on GPU 0 under `kernels: auto`, if that passed its check and what did not], lines on what is wrong).
+    """(op -> [its implementation on GPU 0 under `kernels: auto`, state and kernels that failed their check], lines on faults).
 
-    A kernel that failed is left out, so nothing is wrong then; the check is that of a run, with its memory.
+    The check is that of a run, with its memory.
     """
     import torch
 
@@ -112,17 +112,17 @@ def gpu_column() -> tuple[dict[str, list[str]], list[str]]:
     state = "ok"
     try:
         faults = verdicts.settle("auto", torch.device("cuda", 0))
-    except RuntimeError as error:  # the check cannot be done
+    except RuntimeError as error:  # the check could not run
         faults, state = {}, "unknown"
         wrong.append(str(error))
     column = {op: [implementation, state] for op, implementation in dispatch.selected("cuda").items()}
     for (op, implementation), fault in faults.items():
-        column[op][1] += f"; {implementation} left out: {fault}"
+        column[op][1] += f"; {implementation} left out: {fault}"  # no fault of the machine: a run leaves it out too
     return column, wrong
 
 
 def report() -> tuple[str, int]:
-    """The text of `megappo doctor`, and its exit code: 0 where PPO can run on this machine."""
+    """Text of `megappo doctor` and its exit code: 0 if PPO can run on this machine."""
     found, facts = findings(), library_facts()
     stack = gpu_stack.found(library_has_cuda=bool(facts and facts["cuda"]))
     rows = [[f.requirement.name, f.version or "-", f.requirement.versions or "any", f.state, f.requirement.purpose] for f in found]

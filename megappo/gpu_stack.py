@@ -1,7 +1,7 @@
-"""Driver, GPUs, CUDA toolkit and torch of this machine, and what of it does not fit, with the command that mends it.
+"""Driver, GPUs, CUDA toolkit and torch of this machine, and the parts that do not fit, with the command that fixes them.
 
-For `megappo doctor`. `found` asks the machine; `faults` only compares, so that every state can be tested without a GPU. Which of
-the library's kernels can run with this torch on this GPU is `ops/implementations.py`'s to say.
+For `megappo doctor`. `found` inspects the machine; `faults` only compares, so that every state can be tested without a GPU.
+`ops/implementations.py` decides which of the library's kernels run with this torch on this GPU.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megappo.versions import cuda_torch
 
 # The first Linux driver of each major version of CUDA: it runs programs of every minor version of it.
 DRIVERS = {"12": "525.60.13", "13": "580.65.06"}
-# bf16, asynchronous copies: what the kernels, TransformerEngine and vLLM are compiled for.
+# Ampere (bf16, asynchronous copies), which the kernels, TransformerEngine and vLLM are compiled for.
 LEAST_CAPABILITY = (8, 0)
 
 
@@ -31,7 +31,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Stack:
-    """The parts that were found; None: not there. `*_cuda`: versions of CUDA like "13.0", the driver's the newest that it runs."""
+    """Parts of the stack; None if missing. `*_cuda`: CUDA versions like "13.0"; driver_cuda is the newest that the driver runs."""
 
     gpus: tuple[Gpu, ...] = ()
     driver: str | None = None
@@ -44,7 +44,7 @@ class Stack:
     library_has_cuda: bool = False
 
     def lines(self) -> list[str]:
-        """One line for each part, for people."""
+        """One line for each part."""
         nvcc = f"{self.nvcc}, CUDA {self.nvcc_cuda}" if self.nvcc else "not found (needed only for compiling the CUDA kernels)"
         driver = f"{self.driver}, for CUDA up to {self.driver_cuda or 'unknown'}" if self.driver else "not found (nvidia-smi)"
         lines = [
@@ -63,7 +63,7 @@ class Stack:
 
 @dataclass(frozen=True)
 class Fault:
-    """One line that names what does not fit and the command that mends it. stops: the GPUs cannot be used until then."""
+    """One line on a part that does not fit, with the command that fixes it. stops: the GPUs cannot be used until then."""
 
     text: str
     stops: bool
@@ -74,7 +74,7 @@ def _major(version: str | None) -> str:
 
 
 def faults(stack: Stack) -> list[Fault]:
-    """Obstacles to using this machine's GPUs or compiling the CUDA kernels; none on a machine that has neither GPU nor nvcc."""
+    """Obstacles to using this machine's GPUs or compiling the CUDA kernels; none on a machine with neither GPU nor nvcc."""
     found = []
     if stack.torch is not None and stack.torch_cuda is None and (stack.gpus or stack.nvcc):
         has = f"{len(stack.gpus)} GPUs" if stack.gpus else f"nvcc ({stack.nvcc})"
@@ -106,8 +106,8 @@ def _driver_faults(stack: Stack) -> list[Fault]:
 
 
 def _toolkit_faults(stack: Stack) -> list[Fault]:
-    """Obstacles to a build. A library that has its CUDA kernels needs no toolkit."""
-    if stack.library_has_cuda:
+    """Obstacles to building the CUDA kernels."""
+    if stack.library_has_cuda:  # built already: no toolkit is needed
         return []
     fix = f"install the toolkit of CUDA {stack.torch_cuda}, then CUDA_HOME=/usr/local/cuda-{stack.torch_cuda} {BUILD}"
     if stack.nvcc is None:
@@ -120,7 +120,7 @@ def _toolkit_faults(stack: Stack) -> list[Fault]:
 
 
 def found(library_has_cuda: bool) -> Stack:
-    """The stack of this machine. torch is imported where it is installed."""
+    """Inspect the stack of this machine. Imports torch if it is installed."""
     nvcc = nvcc_path()
     said = _said_by("nvidia-smi")
     driver = re.search(r"Driver Version: *([\d.]+)", said)
@@ -145,13 +145,13 @@ def found(library_has_cuda: bool) -> Stack:
 
 
 def gpus_of(said: str) -> tuple[Gpu, ...]:
-    """Parse nvidia-smi's lines `name, MiB, 9.0`; lines that are none (its error texts go to stdout) are left out."""
+    """Parse nvidia-smi's lines `name, MiB, 9.0`; other lines (it prints errors to stdout) are ignored."""
     rows = re.findall(r"^(.+), *(\d+), *(\d+)\.(\d+) *$", said, re.MULTILINE)
     return tuple(Gpu(name, int(mib) / 1024, (int(major), int(minor))) for name, mib, major, minor in rows)
 
 
 def _said_by(*command: str) -> str:
-    """stdout of a program that need not be there."""
+    """Output of an optional program; "" if it is missing."""
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
     except (OSError, subprocess.TimeoutExpired):

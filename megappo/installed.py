@@ -1,4 +1,4 @@
-"""The packages that megappo needs, in which versions and for what, and which of them are here.
+"""Packages that megappo needs, their versions and purposes, and the installed ones.
 
 Versions come from package metadata, so nothing is imported. The ranges are those of `versions.py`, which `setup.py` declares.
 """
@@ -20,7 +20,7 @@ State = Literal["ok", "missing", "out of range"]
 
 @dataclass(frozen=True)
 class Requirement:
-    """A package: names of its distributions (the first that is installed counts), module, what it is for, how to install it."""
+    """A package: its distributions (the first that is installed counts), module, purpose, and command that installs it."""
 
     distributions: tuple[str, ...]
     module: str
@@ -64,7 +64,7 @@ REQUIREMENTS: tuple[Requirement, ...] = (
 
 @dataclass(frozen=True)
 class Finding:
-    """What was found of one requirement. version is None where it is missing."""
+    """Installed version of one requirement; None if it is missing."""
 
     requirement: Requirement
     version: str | None
@@ -73,12 +73,13 @@ class Finding:
     def state(self) -> State:
         if self.version is None:
             return "missing"
+        # Without the local part: 2.13.0+cu130 counts as 2.13.0.
         in_range = SpecifierSet(self.requirement.versions).contains(self.version.split("+")[0], prereleases=True)
         return "ok" if in_range else "out of range"
 
 
 def installed_version(requirement: Requirement) -> str | None:
-    """Version of the distribution that is installed and whose module is there; None otherwise."""
+    """Version of the installed distribution; None if it or its module is missing."""
     top = requirement.module.split(".")[0]
     if importlib.util.find_spec(top) is None:
         return None
@@ -95,11 +96,11 @@ def findings(version_of: Callable[[Requirement], str | None] = installed_version
 
 
 def missing_package(name: str) -> str | None:
-    """None where the package is installed, otherwise how to install it: `vllm is not installed: pip install vllm`."""
+    """Fix for a missing package (`vllm is not installed: pip install vllm`); None if it is installed."""
     requirement = next(r for r in REQUIREMENTS if r.name == name)
     return None if installed_version(requirement) is not None else f"{name} is not installed: {requirement.install}"
 
 
 def can_train(found: list[Finding]) -> bool:
-    """Whether PPO runs here: everything that is required is there in a tested version."""
+    """True if everything that PPO requires is installed in a tested version."""
     return all(finding.state == "ok" for finding in found if finding.requirement.required)

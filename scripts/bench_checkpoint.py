@@ -1,8 +1,7 @@
-"""Saves and loads of a policy with its optimizer over gloo: `python scripts/bench_checkpoint.py [--dp 1,2,4,8]`.
+"""Benchmark saves and loads of a policy with its optimizer over gloo: `python scripts/bench_checkpoint.py [--dp 1,2,4,8]`.
 
-For each number of data-parallel ranks: seconds, bytes that the ranks wrote, and how far the resident memory of a rank rose above
-where it stood (the most of all ranks). Memory that the process had before and reused does not show in that; a worker thread's
-buffers and torch's archive writer do.
+For each number of data-parallel ranks: seconds, bytes written, and the rise of a rank's resident memory (the largest of all ranks).
+The rise excludes memory that the process had before and reused; it includes a worker thread's buffers and torch's archive writer.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _RANK = re.compile(r"__(\d+)_\d+\.distcp$")
 
 
 class Cost(NamedTuple):
-    """Of one rank: seconds, and bytes that its resident memory rose meanwhile."""
+    """Measurement of one rank: seconds, and the rise of its resident memory in bytes."""
 
     seconds: float
     growth: int
@@ -84,7 +83,7 @@ def _sizes(text: str) -> list[int]:
 
 
 def measure(dp: int, hidden: int, layers: int, repeats: int) -> Row:
-    """A world of `dp` processes; all of them save and load `repeats` times."""
+    """Start a world of `dp` processes, which save and load `repeats` times."""
     with tempfile.TemporaryDirectory() as folder:
         mp.start_processes(_rank_main, (dp, hidden, layers, repeats, folder), nprocs=dp, start_method="spawn")
         found = [torch.load(Path(folder, f"rank{rank}.pt"), weights_only=True) for rank in range(dp)]
@@ -118,7 +117,7 @@ def _rank_main(rank: int, dp: int, hidden: int, layers: int, repeats: int, folde
 
 
 def _engine(hidden: int, layers: int) -> Any:
-    """A bf16 policy of random weights with the distributed optimizer, on all ranks of the world."""
+    """Build a bf16 policy of random weights with the distributed optimizer, on all ranks of the world."""
     from megappo.platform import cpu
 
     cpu.install()
@@ -140,7 +139,7 @@ def _engine(hidden: int, layers: int) -> Any:
 
 def _cost(action: Callable[[], object]) -> Cost:
     dist.barrier()
-    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark of the resident memory
     before, started = _resident("VmRSS"), time.monotonic()
     action()
     return Cost(time.monotonic() - started, _resident("VmHWM") - before)
@@ -156,7 +155,7 @@ def _median(costs: Sequence[Cost]) -> list[float]:
 
 
 def report(rows: Sequence[Row]) -> str:
-    """A line for each world."""
+    """Format a line for each world."""
     parameters = rows[0].parameters
     lines = [f"{parameters / 1e6:.1f} million parameters in bf16, {14 * parameters / MIB:.0f} MiB with the optimizer"]
     lines.append(f"{'dp':>3}{'save s':>9}{'MiB written by a rank':>24}{'rise MiB':>11}{'load s':>10}{'rise MiB':>11}")

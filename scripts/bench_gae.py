@@ -1,4 +1,4 @@
-"""GAE, and KL-shaped rewards with GAE (`token_advantages`): `python scripts/bench_gae.py [--check] ...`, on the CPU or a GPU.
+"""Benchmark GAE, and KL-shaped rewards with GAE (`token_advantages`): `python scripts/bench_gae.py [--check] ...`, on CPU or GPU.
 
 A shape is T, a packed batch of T tokens in sequences of 512 to 3584 (1Mi is a power of two), or BxL, B sequences of exactly L. A
 fifth of every sequence, its start, is prompt, and a twentieth of the rest is masked as tool output. The floor is one read of the
@@ -30,7 +30,7 @@ from scripts.bench.vocab import numbers
 FORM = "tokens like 1048576 or 1Mi, or sequences x length like 512x4096"
 GAE_BYTES, TOKEN_ADVANTAGES_BYTES = 17, 25
 KL_COEF = 0.05
-# tokens that the loops over tokens are timed on; their time is scaled to the whole batch
+# Tokens to time the loops over tokens on; their time is scaled to the whole batch.
 NUMBERS_SLICE, TENSORS_SLICE = 2**18, 2**12
 NAMES = ("advantage", "returns")
 
@@ -142,7 +142,7 @@ def _sliced(name: str, batch: Batch, tokens: int, loop: Callable[[Batch, int], S
 
 @dataclass(frozen=True)
 class TokenAdvantagesProblem:
-    """The rewards of `batch` are those that log-probs and scores come to, so the oracle and the tolerance are those of gae."""
+    """Case of token_advantages: its log-probs and scores amount to the rewards of `batch`, so oracle and tolerance are gae's."""
 
     batch: Batch
     logprob: Tensor

@@ -1,8 +1,8 @@
-"""Log-prob and entropy from hidden states and the output weight: `python scripts/bench_linear_logprob.py [--check] ...`.
+"""Benchmark log-prob and entropy from hidden states and the output weight: `python scripts/bench_linear_logprob.py [--check] ...`.
 
 A shape is TxHxV, or TxHxV/TP for one tensor-parallel shard of V. The floor is the bare matrix products of that shape and dtype,
 timed in the same rounds: one in the forward, two in the backward (hidden, weight); "fwd+bwd, logits recomputed" adds the fourth
-that a method pays which keeps no logits. On the CPU a bf16 product rounds its result; logits in fp32 need products of widened
+product of methods that keep no logits. On the CPU a bf16 product rounds its result; logits in fp32 need products of widened
 operands, whose floor is given too.
 """
 
@@ -96,7 +96,7 @@ class LinearProblem:
         return found
 
     def _exact(self, with_entropy: bool) -> Mapping[str, Tensor]:
-        """What the oracle says, by the names of the results."""
+        """Expected values by the names of the results."""
         if with_entropy not in self.known:
             hidden, weight = self.hidden.double(), self.weight.double()
             dhidden, dweight = torch.zeros_like(hidden), torch.zeros_like(weight)

@@ -1,4 +1,4 @@
-"""The clipped policy loss with an entropy bonus straight from hidden states: `python scripts/bench_linear_loss.py [--check] ...`.
+"""Benchmark the clipped policy loss with an entropy bonus from hidden states: `python scripts/bench_linear_loss.py [--check]`.
 
 `linear_token_loss` makes its gradients while the logits of a chunk exist: three matrix products, which is the floor (timed in the
 same rounds). Shapes are those of bench_linear_logprob.py.
@@ -68,7 +68,7 @@ class LinearLossProblem:
         ]
 
     def _exact(self) -> Mapping[str, Tensor]:
-        """What the oracle says, by the names of the results."""
+        """Expected values by the names of the results."""
         hidden, weight = self.linear.hidden.double(), self.linear.weight.double()
         loss = torch.zeros((), dtype=torch.float64, device=hidden.device)
         dhidden, dweight = torch.zeros_like(hidden), torch.zeros_like(weight)

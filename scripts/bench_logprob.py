@@ -1,4 +1,4 @@
-"""Log-prob and entropy from logits: `python scripts/bench_logprob.py [--check] [--json FILE] [--plot FILE]`, on the CPU or a GPU.
+"""Benchmark log-prob and entropy from logits: `scripts/bench_logprob.py [--check] [--json FILE] [--plot FILE]`, on CPU or GPU.
 
 A shape is TxV, or TxV/TP for one tensor-parallel shard of V: the targets are then those that the shard owns, and the all-gather
 of 16 bytes per token is left out. The floor is the time that the copy of the same run takes for the logits once (forward), and
@@ -26,7 +26,7 @@ from scripts.bench.peers import logits_peers
 from scripts.bench.vocab import log_softmax_logprob, logsumexp_logprob, numbers, oracle_rows, row_chunks
 
 FORM = "tokens x vocabulary like 2048x32000, or one shard of it like 8192x151936/8"
-# gradients in fp64 that are kept for the check of the next candidate
+# Bytes of fp64 gradients to keep for the check of the next candidate.
 KNOWN_BYTES = 2**30
 USES = ("vocab_stats", "vocab_stats_merge", "vocab_logits_backward")
 
@@ -76,7 +76,7 @@ class LogprobProblem:
         return merged(parts)
 
     def _exact(self, with_entropy: bool) -> Iterator[tuple[slice, tuple[Tensor, Tensor, Tensor]]]:
-        """Rows and what the oracle says of them; where memory suffices, the next candidate need not wait for it again."""
+        """Rows and their expected values, cached for the next candidate if memory suffices."""
         for rows in row_chunks(*self.logits.shape):
             key = with_entropy, rows.start
             exact = self.known.get(key)

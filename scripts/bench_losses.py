@@ -1,4 +1,4 @@
-"""Policy loss, value loss and whitening: `python scripts/bench_losses.py [--check] ...`. A shape is a number of tokens.
+"""Benchmark policy loss, value loss and whitening: `python scripts/bench_losses.py [--check] ...`. A shape is a number of tokens.
 
 All formulations return the loss and the metrics that the trainer logs. The floor is one read of the inputs and one write of the
 gradient or result at the bandwidth of the run's copy: 20 bytes per token for a loss (its gradient is made in the forward), 8 more
@@ -26,7 +26,7 @@ from scripts.bench.model import Benchmark, Calls, Candidate, Difference, Mistake
 
 FORM = "tokens like 65536, 64Ki or 1Mi"
 CLIP, VALUE_CLIP = 0.2, 0.2
-# Metrics that are compared with the oracle, in the order in which every formulation returns them after the loss.
+# Metrics to compare with the oracle, in the order that every formulation returns them after the loss.
 POLICY_METRICS = ("ratio_sum", "approx_kl_sum")
 VALUE_METRICS = ("value_error_sum", "value_squared_error_sum")
 
@@ -40,7 +40,7 @@ def read(text: str) -> int:
 
 
 def plain_policy_loss(logprob: Tensor, old_logprob: Tensor, advantage: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
-    """As verl writes it: (loss, metrics ...)."""
+    """verl's formulation: (loss, metrics ...)."""
     log_ratio = (logprob - old_logprob).clamp(-20.0, 20.0)
     ratio = log_ratio.exp()
     loss = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(1 - CLIP, 1 + CLIP))
@@ -94,7 +94,7 @@ class LossProblem:
 
     def differences(self, results: Mapping[str, Tensor], rounds_to: torch.dtype | None, ours: bool) -> list[Difference]:
         """Sums by the rounding of their terms in fp32, gradients by a few roundings each. No token is within 1e-3 of a clip,
-        where fp32 and fp64 may differ in which side it is on."""
+        so fp32 and fp64 agree on its side."""
         x = self.inputs[0].double().requires_grad_()
         loss, *metrics = self.exact(x, *(t.double() for t in self.inputs[1:]))
         (gradient,) = torch.autograd.grad(loss, x)
@@ -128,7 +128,7 @@ def value_problem(num_tokens: int, dtype: torch.dtype, device: torch.device) -> 
     change = away_from([-VALUE_CLIP, VALUE_CLIP], 0.2 * noise)
     weight = (torch.rand(num_tokens, generator=generator, device=device) < 0.7).float()
     value = old_value + change
-    # where the clipped error is as large as the plain one, either may be taken
+    # If the clipped error is as large as the plain one, either may be taken.
     equal = ((value - returns).abs() - (old_value + change.clamp(-VALUE_CLIP, VALUE_CLIP) - returns).abs()).abs() < 1e-3
     returns = torch.where(equal & (change.abs() > VALUE_CLIP), returns + 1.0, returns)
     return LossProblem((value, old_value, returns, weight), plain_value_loss, VALUE_METRICS, "dvalue")

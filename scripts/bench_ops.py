@@ -1,7 +1,7 @@
-"""Every benchmark of the ops in one run, and at its end what they have to reach: `python scripts/bench_ops.py [--check] ...`.
+"""Run every benchmark of the ops, and compare them with their bars at the end: `python scripts/bench_ops.py [--check] ...`.
 
-The bars compare figures of the same run, at the default shapes; what a run leaves out is "not measured". That a PPO step is not
-slower than with the references is measured by `scripts/bench_step.py`.
+The bars compare figures of the same run, at the default shapes; missing figures are "not measured". `scripts/bench_step.py`
+compares whole PPO steps with those of the references.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Whole PPO steps under each implementation of the ops: `python scripts/bench_step.py runs/quickstart [--kernels ...]`.
+"""Benchmark whole PPO steps under each implementation of the ops: `python scripts/bench_step.py runs/quickstart [--kernels ...]`.
 
-The folder is what `scripts/quickstart.sh` left: the warmed-up policy, the data and the tokenizer. Runs of a few steps alternate
-between the implementations, there and back, so that a drift of the machine meets both; the first steps of each are left out.
-Printed are the median step and its stages. Generation, the forwards and the backwards of the models are part of a step, so the
-op's own gains are small in it; the bar is that a step is not slower than with the references.
+The folder is the output of `scripts/quickstart.sh`: the warmed-up policy, the data and the tokenizer. Runs of a few steps alternate
+between the implementations, there and back, so that a drift of the machine affects all; the first steps of each are left out.
+Prints the median step and its stages. A step includes generation and the models' forwards and backwards, so the ops' own gains are
+small in it; the bar is that a step is not slower than with the references.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from scripts.bench.clock import summary
 from scripts.bench.model import Mistake
 
 LEFT_OUT = 3
-# A step may be this much slower than with the references before the bar is missed: the medians of equal runs differ by as much.
+# Allowed slowdown against the references: the medians of equal runs differ by as much.
 NOISE = 0.02
 STEP = Metric.STEP_SECONDS.value
 Samples = dict[str, list[float]]
@@ -38,7 +38,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0, 1 where a run failed, 2 for wrong arguments."""
+    """Exit code: 0, 1 if a run failed, 2 for wrong arguments."""
     parser = _Parser(prog="bench_step", description="Whole PPO steps under each implementation of the ops.")
     parser.add_argument("folder", type=Path, help="what scripts/quickstart.sh wrote")
     parser.add_argument("--kernels", default="reference,auto", help="implementations to compare, comma-separated")
@@ -78,7 +78,7 @@ def _checked(args: argparse.Namespace) -> list[str]:
 
 
 def _run(folder: Path, kernels: str, steps: int, overrides: Sequence[str], samples: Samples) -> bool:
-    """Adds the seconds of every counted step to `samples`; False, with the end of the output, where the run failed."""
+    """Add the seconds of every counted step to `samples`; prints the end of the output and returns False if the run failed."""
     with tempfile.TemporaryDirectory() as output:
         command = [*_command(folder, Path(output), kernels, steps), *overrides]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
@@ -113,7 +113,7 @@ def _command(folder: Path, output: Path, kernels: str, steps: int) -> list[str]:
 
 
 def report(samples: dict[str, Samples]) -> str:
-    """A line per timing with its median under each implementation, and the bar where the references were measured."""
+    """Format a line per timing with its median under each implementation, and the bar if the references were measured."""
     kernels = list(samples)
     names = [name for name in samples[kernels[0]] if all(name in samples[other] for other in kernels)]
     lines = [f"{'median over steps, s':34}" + "".join(f"{name:>18}" for name in kernels)]

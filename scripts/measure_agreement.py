@@ -1,7 +1,7 @@
-"""How far the sampler's log-probs are from the trainer's, by policy.logits_dtype: `python scripts/measure_agreement.py MODEL`.
+"""Measure the distance of the sampler's log-probs from the trainer's, by policy.logits_dtype: `scripts/measure_agreement.py MODEL`.
 
 MODEL: directory of a Hugging Face checkpoint, on one GPU or the CPU. Draws responses with vLLM and computes their log-probs
-with the trainer, over the same recorded ids. What the figures mean is in docs/agreement.md.
+with the trainer, over the same recorded ids. docs/agreement.md explains the figures.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Measures the parity matrix and writes docs/parity.md: `python scripts/parity.py` from the repository's root (minutes on 2 cores).
+"""Measure the parity matrix and write docs/parity.md: `python scripts/parity.py` from the repository's root (minutes on 2 cores).
 
 The runs are those of tests/parity, which assert what this prints. Needs the test requirements (`scripts/setup_env.sh --test`).
 """
@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 OUTPUT = ROOT / "docs" / "parity.md"
-# Columns of the matrix: what the quantities of `megappo.verify.compare` are counted to.
+# Columns of the matrix, each of several quantities of `megappo.verify.compare`.
 COLUMNS = ("tokens", "losses", "gradient norm", "gradients", "parameters")
 _LOSSES = ("loss", "metrics")
 Row = Sequence[str]

@@ -1,4 +1,4 @@
-"""Writes what the quickstart starts from: a small random llama as a Hugging Face checkpoint, a SentencePiece tokenizer, and sums.
+"""Write the inputs of the quickstart: a small random llama as a Hugging Face checkpoint, a SentencePiece tokenizer, and sums.
 
 python scripts/quickstart_model.py runs/quickstart
 """
@@ -16,7 +16,7 @@ from megappo.data.arithmetic import ArithmeticTask, train_tokenizer, write_arith
 # 10,000 sums like 347+8=, of which 500 are held out; answered 553, the digits of 355 from the last one on.
 TASK = ArithmeticTask(lowest=0, highest=999, highest_second=9, padded=True, last_digit_first=True)
 NUM_TRAIN, NUM_EVAL, NUM_SFT = 8500, 500, 8500
-# The pupil whose work is imitated forgets to carry more often than not: supervised training learns that too, PPO has to unlearn it.
+# Most demonstrations forget to carry: supervised training learns the mistake, and PPO has to unlearn it.
 FORGOTTEN_CARRIES = 0.7
 VOCAB_SIZE = 32
 SEED = 0

@@ -1,10 +1,10 @@
 #!/usr/bin/env python
-"""Ranks the parallel layouts of a run on given GPUs by a model of its step time, and writes the best as overrides.
+"""Rank the parallel layouts of a run on given GPUs by a model of its step time, and write the best as overrides.
 
     scripts/tune_parallelism.py configs/large/llama3.1_70b_64gpu.yaml --gpus 64 --gpu h200 \\
         policy.model=configs/models/Llama-3.1-70B-Instruct
 
-docs/tuning.md explains the tables. Exit codes are those of `megappo`: 2 for a mistake, told in one line.
+docs/tuning.md explains the tables. Exit codes are those of `megappo`: 2 for a mistake, with one line.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def build_parser() -> Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code."""
+    """Run the command and return its exit code."""
     quiet_libraries()
     paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and path != ROOT]
     os.environ["PYTHONPATH"] = os.pathsep.join([ROOT, *paths])  # for the ranks of trials and of the probe

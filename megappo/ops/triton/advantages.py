@@ -18,16 +18,18 @@ from torch import Tensor
 
 from megappo.algo.kl import KL_ESTIMATORS, MAX_LOG_RATIO
 
-# tokens of a tile, and tiles that the single programs take at once
-BLOCK, TILES_AT_ONCE = 1024, 1024
-# flags of a map: what is to its right does not matter; it has sampled tokens of the sequence at its left edge
-CUT, SEEN = tl.constexpr(1), tl.constexpr(2)
-# KIND of `_token`: rewards are given, or start from 0, or are minus the KL estimate of that index
-GIVEN, NO_KL = tl.constexpr(-1), tl.constexpr(0)
+BLOCK = 1024  # tokens of a tile
+TILES_AT_ONCE = 1024  # tiles per iteration of the single-program kernels
+# Flags of a map.
+CUT = tl.constexpr(1)  # an end of a sequence or episode: the map ignores everything to its right
+SEEN = tl.constexpr(2)  # has sampled tokens of the sequence at its left edge
+# KIND of `_token`; 1 and up: the reward is minus the KL estimate of that index.
+GIVEN = tl.constexpr(-1)  # the reward is an input
+NO_KL = tl.constexpr(0)  # the reward is 0 but for the score
 
 
 class _Fields(NamedTuple):
-    """What the tiles read; None where an op has it not."""
+    """Inputs of the tiles; None if an op lacks one."""
 
     reward: Tensor | None
     logprob: Tensor | None
@@ -44,7 +46,7 @@ class _Fields(NamedTuple):
 
 @triton.jit
 def _compose(a_right, c_right, a2_right, c2_right, flags_right, a, c, a2, c2, flags):
-    """The map of two neighbouring stretches; a scan from the right passes the right one first."""
+    """Compose the maps of two neighbouring stretches; a reverse scan passes the right one first."""
     cut = (flags & CUT) != 0
     return (
         tl.where(cut, a, a * a_right),
@@ -57,13 +59,13 @@ def _compose(a_right, c_right, a2_right, c2_right, flags_right, a, c, a2, c2, fl
 
 @triton.jit
 def _first(x, slot):
-    """The entry of slot 0, whatever the others are."""
+    """Entry of slot 0."""
     return tl.sum(tl.where(slot == 0, x, tl.zeros_like(x)), axis=0)
 
 
 @triton.jit
 def _search(cu_seqlens, t, num_sequences):
-    """The sequence of one token: how many of cu_seqlens[1..] are not behind it."""
+    """Sequence of one token: number of entries of cu_seqlens[1..] at or before it."""
     low, high = num_sequences * 0, num_sequences
     while low < high:
         middle = (low + high) // 2
@@ -75,7 +77,7 @@ def _search(cu_seqlens, t, num_sequences):
 
 @triton.jit
 def _search_all(cu_seqlens, at, inside, low_sequence, high_sequence):
-    """The same for a tile, between the sequences of its first and last token."""
+    """Sequences of a tile's tokens, between those of its first and last token."""
     low, high = tl.zeros_like(at) + low_sequence, tl.zeros_like(at) + high_sequence
     width = high_sequence - low_sequence
     while width > 0:
@@ -96,16 +98,16 @@ def _kl(log_ratio, KIND: tl.constexpr, MAX_LOG_RATIO: tl.constexpr):
         return 0.5 * log_ratio * log_ratio
     else:
         x = tl.where(-log_ratio > MAX_LOG_RATIO, MAX_LOG_RATIO, -log_ratio)
-        # there is no expm1: near 0 the difference is its series
+        # Triton has no expm1; near 0 the difference would cancel, so its series is used.
         series = 0.5 * x * x * (1 + x / 3 * (1 + x / 4 * (1 + x / 5 * (1 + x / 6 * (1 + x / 7)))))
         return tl.where(tl.abs(log_ratio) < 0.01, series, tl.exp(x) - 1.0 + log_ratio)
 
 
 @triton.jit
 def _token(reward, logprob, ref_logprob, value, mask, at, inside, kl_coef, KIND: tl.constexpr, MAX_LOG_RATIO: tl.constexpr):
-    """(sampled, reward, value) of each token; the numbers are fp64, and 0 where it was not sampled."""
+    """(sampled, reward, value) of each token; fp64, and 0 for tokens that were not sampled."""
     sampled = tl.load(mask + at, mask=inside, other=0) != 0
-    # what is not sampled is not read either
+    # Fields of tokens that were not sampled are not read: they are ignored, even if NaN.
     v = tl.load(value + at, mask=sampled, other=0.0).to(tl.float64)
     if KIND == GIVEN:
         r = tl.load(reward + at, mask=sampled, other=0.0).to(tl.float64)
@@ -164,7 +166,7 @@ def _scan_tile(
     a, c = tl.where(sampled, decay, 1.0), tl.where(sampled, decay * u + after, 0.0)
     a2, c2 = tl.where(sampled, decay2, 1.0), tl.where(sampled, decay2 * u + after, 0.0)
 
-    # the start of x at an end of a sequence, and 0 where an episode is done
+    # Start of x at an end of a sequence: bootstrap and score; 0 if an episode is done.
     start = tl.zeros_like(v)
     if bootstrap is not None:
         start += gamma * tl.load(bootstrap + sequence, mask=inside, other=0.0).to(tl.float64)
@@ -238,7 +240,7 @@ def _maps(
     tl.store(maps + 2 * num_tiles + tile, _first(a2, slot))
     tl.store(maps + 3 * num_tiles + tile, _first(c2, slot))
     tl.store(flags_out + tile, _first(flags, slot))
-    # this tile's share of the check that cu_seqlens goes from 0 to num_tokens and never falls
+    # This tile's share of the check that cu_seqlens goes from 0 to num_tokens and never falls.
     share = tl.cdiv(num_sequences, num_tiles)
     fault = tl.where(tile == 0, (tl.load(cu_seqlens) != 0) | (tl.load(cu_seqlens + num_sequences) != num_tokens), 0).to(tl.int32)
     end = tl.minimum((tile + 1) * share, num_sequences)
@@ -253,7 +255,7 @@ def _maps(
 
 @triton.jit
 def _carry(maps, flags_in, faults, entries, seen_out, sound, num_tiles, BLOCK: tl.constexpr):
-    """The x at the right edge of every tile, from the last tile to the first; one program."""
+    """Compute x at the right edge of every tile, from the last tile to the first, in one program."""
     slot = tl.arange(0, BLOCK)
     x, x2 = tl.zeros((), dtype=tl.float64), tl.zeros((), dtype=tl.float64)
     seen, fault = tl.zeros((), dtype=tl.int32), tl.zeros((), dtype=tl.int32)
@@ -339,18 +341,20 @@ def _apply(
         MAX_LOG_RATIO,
         BLOCK,
     )
+    # Slot t of the scan has the map of token t + 1; here each token's own reward and value.
     at = tile * BLOCK + tl.arange(0, BLOCK)
     inside = at < num_tokens
     sampled, r, v = _token(reward, logprob, ref_logprob, value, mask, at, inside, kl_coef, KIND, MAX_LOG_RATIO)
     cut = (flags & CUT) != 0
     x = tl.where(cut, c, a * tl.load(entries + tile) + c)
     x2 = tl.where(cut, c2, a2 * tl.load(entries + num_tiles + tile) + c2)
-    is_sound = tl.load(sound) != 0
+    is_sound = tl.load(sound) != 0  # cu_seqlens are valid; otherwise all results are NaN
     kept = tl.where(sampled, r - v + x, 0.0).to(tl.float32)
     tl.store(advantage + at, tl.where(is_sound, kept, float("nan")), mask=inside)
     tl.store(returns + at, tl.where(is_sound, tl.where(sampled, r - v + x2 + v, 0.0), float("nan")).to(tl.float32), mask=inside)
     if KIND != GIVEN:
         seen = (flags & SEEN) | tl.where(cut, 0, tl.load(seen_in + tile))
+        # The score belongs to the last sampled token: no sampled token of its sequence is to its right.
         at_end = tl.load(score + sequence, mask=sampled & (seen == 0), other=0.0).to(tl.float64)
         tl.store(shaped + at, tl.where(is_sound, r + at_end, float("nan")).to(tl.float32), mask=inside)
     exact = kept.to(tl.float64)

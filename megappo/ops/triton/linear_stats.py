@@ -1,10 +1,9 @@
 """Fused `linear_stats`: the logits of a tile live in registers between the product and the running statistic, never in memory.
 
-A program takes a block of tokens and a split of the vocabulary, tile by tile: the product over the hidden size, then (m, s,
-t, z_y) of the tile's rows onto the running ones. The splits' statistics [splits, T, 4] are merged as blocks of columns are.
-Programs of the same split are neighbours, so that a tile of weights is read from memory once and from the L2 by the other
-blocks of tokens. Calls that want the logits, restrict or round them, or ask for bits that do not depend on the batch run in
-blocks of `linear_stats.py`.
+A program takes a block of tokens and a split of the vocabulary, tile by tile: the product over the hidden size, then the running
+(m, s, t, z_y) of the tile's rows. The splits' statistics [splits, T, 4] are merged like blocks of columns. Programs of the same
+split are neighbours, so that a tile of weights is read from memory once and then from the L2. Calls that need the logits, restrict
+or round them, or need bits independent of the batch run in blocks of `linear_stats.py`.
 """
 
 from __future__ import annotations
@@ -25,8 +24,7 @@ HOPPER_TILE = {"BLOCK_T": 128, "BLOCK_V": 256, "BLOCK_H": 64, "num_warps": 8, "n
 AMPERE_TILE = {"BLOCK_T": 128, "BLOCK_V": 128, "BLOCK_H": 64, "num_warps": 8, "num_stages": 4}
 # At full precision fp32 has no tensor cores.
 FP32_TILE = {"BLOCK_T": 64, "BLOCK_V": 64, "BLOCK_H": 32, "num_warps": 4, "num_stages": 2}
-# Programs per multiprocessor: with 16 rounds, the last one half empty costs 3 %.
-ROUNDS = 16
+ROUNDS = 16  # programs per multiprocessor: a last round that is half empty costs 3 %
 NOTHING = tl.constexpr(float("-inf"))
 
 
@@ -60,7 +58,7 @@ def _linear_stats(
     k = tl.arange(0, BLOCK_H)
     h_at = hidden + row[:, None] * hidden_stride + k[None, :]
     label = tl.load(target + row, mask=in_rows, other=ignore_index)
-    # in 32 bits: ids of 64 would cost the registers that the accumulators need
+    # In 32 bits: 64-bit ids would cost registers that the accumulators need.
     owned = (label >= vocab_start) & (label < vocab_start + num_valid)
     own_label = tl.where(owned, label - vocab_start, -1).to(tl.int32)
     scale = tl.load(row_inv_temp + row, mask=in_rows, other=1.0) if PER_ROW else tl.full((BLOCK_T,), inv_temp, tl.float32)
@@ -93,7 +91,7 @@ def _linear_stats(
         base = tl.where(top == NOTHING, 0.0, top)
         d = m - base
         fade = tl.exp(d)
-        # a sum that is still empty has d = -inf, which is 0 and not 0 * -inf
+        # An empty sum has d = -inf, and its t must be 0 and not 0 * -inf = NaN.
         t = tl.where(s == 0.0, 0.0, fade * (t + d * s))
         d_x = x - base[:, None]
         e = tl.exp(d_x)
@@ -126,7 +124,7 @@ def linear_stats(
     chunk_tokens: int,
     invariant: bool,
 ) -> tuple[Tensor, Tensor]:
-    """See `megappo.ops.linear_stats.linear_stats`. Beside its result the kernel holds 16 bytes for each token and split."""
+    """See `megappo.ops.linear_stats.linear_stats`. Besides its result the kernel holds 16 bytes for each token and split."""
     num_tokens, hidden_size = hidden.shape
     if kept is not None or bf16_logits or keep_logits or invariant or num_tokens == 0 or num_valid == 0:
         problem = LinearLogits(
@@ -171,8 +169,8 @@ def _tile(hidden: Tensor) -> dict[str, int]:
 
 
 def _splits(device: torch.device, blocks_of_tokens: int, tiles: int) -> int:
-    """Splits of the vocabulary that give each multiprocessor enough programs; the interpreter needs two to have a border."""
-    if device.type == "cpu":
+    """Splits of the vocabulary that give each multiprocessor ROUNDS programs."""
+    if device.type == "cpu":  # the interpreter, in tests: two splits have a border
         return min(2, tiles)
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     return min(max(triton.cdiv(ROUNDS * processors, blocks_of_tokens), 1), tiles)

@@ -1,7 +1,7 @@
 """Triton twin of `ops/losses.py`.
 
-One program per 1024 tokens leaves fp64 partial results, [results, programs]; a second kernel of one program adds them in order.
-So there are no atomics, and a result depends on the tokens alone.
+One program per 1024 tokens writes fp64 partial results, [results, programs]; a second kernel of one program adds them in order.
+Without atomics, a result depends on the tokens only.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ INFINITY = float("inf")
 
 @triton.jit
 def _nan_max(x):
-    """The maximum of a block of numbers >= 0, or NaN if any is: tl.max may let go of a NaN."""
+    """Maximum of a block of numbers >= 0, or NaN if any is NaN (tl.max may drop it)."""
     hidden = tl.sum((x != x).to(tl.int32), axis=0)
     return tl.where(hidden > 0, float("nan"), tl.max(tl.where(x != x, 0.0, x), axis=0))
 
 
 @triton.jit
 def _put(partials, row: tl.constexpr, x):
-    """Row `row` of this program's column: the sum of `x`."""
+    """Store the sum of `x` in row `row` of this program's column."""
     tl.store(partials + row * tl.num_programs(0) + tl.program_id(0), tl.sum(x.to(tl.float64), axis=0))
 
 
@@ -58,20 +58,20 @@ def _policy_loss(
     valid = w != 0.0
     log_ratio = _load(logprob, at, inside, valid) - _load(old_logprob, at, inside, valid)
     adv = _load(advantage, at, inside, valid)
-    # comparisons with NaN are false: it passes
+    # Comparisons with NaN are false, so NaN is not bounded and stays visible in the result.
     above, below = log_ratio > MAX_LOG_RATIO, log_ratio < -MAX_LOG_RATIO
     bounded = tl.where(above, MAX_LOG_RATIO, tl.where(below, -MAX_LOG_RATIO, log_ratio))
     ratio = tl.exp(bounded)
     plain = -adv * ratio
     clipped = -adv * tl.where(ratio < low, low, tl.where(ratio > high, high, ratio))
-    # strictly: at the bound and inside it both are the same and the gradient is the plain one
+    # Strictly greater: inside the bounds and at them both are equal, and the gradient is the plain one.
     cut = clipped > plain
     loss = tl.where(cut, clipped, plain)
     limit = -adv * dual
     dual_cut = (adv < 0.0) & (loss > limit)
     loss = tl.where(dual_cut, limit, loss)
     tl.store(gradient + at, tl.where(cut | dual_cut | above | below, 0.0, w * plain), mask=inside)
-    # exp(d) - 1 - d where d is small, by its series: the subtraction would leave little of d^2 / 2
+    # exp(d) - 1 - d by its series if d is small: the subtraction would cancel most of d^2 / 2.
     d = bounded
     series = d * d * (0.5 + d * (1.0 / 6 + d * (1.0 / 24 + d * (1.0 / 120 + d * (1.0 / 720 + d * (1.0 / 5040))))))
     _put(partials, 0, valid)
@@ -93,15 +93,15 @@ def _value_loss(value, old_value, returns, weight, gradient, partials, num_token
     new, target = _load(value, at, inside, valid), _load(returns, at, inside, valid)
     error = new - target
     squared = error * error
-    cut = squared < 0.0
+    cut = squared < 0.0  # all false
     if CLIPS:
         old = _load(old_value, at, inside, valid)
         moved = new - old
-        # an old value that is NaN would lose every comparison
+        # A NaN in the old value would lose every comparison and disappear.
         error = tl.where(moved != moved, moved, error)
         squared = error * error
         clipped = old + tl.where(moved < -clip, -clip, tl.where(moved > clip, clip, moved)) - target
-        # inside the clip both are the same up to rounding: only tokens outside may be cut
+        # Inside the clip both are equal up to rounding: only tokens outside may be cut.
         cut = (clipped * clipped > squared) & (tl.abs(moved) > clip)
         loss = tl.where(cut, clipped * clipped, squared)
     else:

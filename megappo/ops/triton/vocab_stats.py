@@ -1,8 +1,8 @@
 """Triton twins of `ops/vocab_stats.py`; the same plan as csrc/vocab_stats/: segments of a row, folded from left to right.
 
-A program reads its segment in tiles of rows x lanes; each lane keeps a running (m, s, t) in registers and lanes meet once, at the
-end of the segment. The length of a segment and the tile depend on the width of the vocabulary alone, so the bits of a row do not
-depend on the batch. Rows are addressed in int64 (T * V exceeds 2^31), and a Python float is used as fp32.
+A program reads its segment in tiles of rows x lanes; each lane keeps a running (m, s, t) in registers, and the lanes are reduced
+once, at the end of the segment. Segment and tile sizes depend on the width of the vocabulary only, so the bits of a row do not
+depend on the batch.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ from torch import Tensor
 
 from megappo.ops.vocab_stats import EXPONENT_FLOOR, check_arguments, check_gathered, check_overwritable
 
-SEGMENT = 32768
-LANES, ROWS = 1024, 4
-# 16 columns for each of 128 threads: with twice as many the registers would halve the bytes in flight
-BACKWARD_BLOCK = 2048
-ROWS_PER_PROGRAM = 128
+SEGMENT = 32768  # columns
+LANES, ROWS = 1024, 4  # tile of a program
+BACKWARD_BLOCK = 2048  # 16 columns for each of 128 threads: with twice as many the registers would halve the bytes in flight
+ROWS_PER_PROGRAM = 128  # of the fold and the merge
 FLOOR = tl.constexpr(EXPONENT_FLOOR)
 NOTHING = tl.constexpr(float("-inf"))
 
@@ -42,9 +41,10 @@ def _segments(
     LANES: tl.constexpr,
 ):
     unit = tl.program_id(0)
-    row = (unit // num_segments).to(tl.int64)
+    row = (unit // num_segments).to(tl.int64)  # T * V exceeds 2^31
     start = unit % num_segments * segment_columns
     label = tl.load(target + row)
+    # Rows without a target read nothing.
     end = tl.where(label == ignore_index, start, tl.minimum(start + segment_columns, num_valid))
     scale = tl.load(row_inv_temp + row) if PER_ROW else inv_temp
     x = logits + row * row_stride
@@ -81,7 +81,7 @@ def _segments(
 
 @triton.jit
 def _folded(m_a, s_a, t_a, m_b, s_b, t_b):
-    """The statistic of two neighbours; an empty one (s = 0) is the identity."""
+    """Merge the statistics of two neighbours; an empty one (s = 0) is the identity."""
     m = tl.maximum(m_a, m_b)
     base = tl.where(m == NOTHING, 0.0, m)
     d_a, d_b = tl.maximum(m_a - base, FLOOR), tl.maximum(m_b - base, FLOOR)
@@ -91,7 +91,7 @@ def _folded(m_a, s_a, t_a, m_b, s_b, t_b):
 
 @triton.jit
 def _fold_all(stats, row, inside, count, stride):
-    """Statistic of `row` over `count` neighbours that lie `stride` statistics apart."""
+    """Merge the statistics of `row` over `count` neighbours, `stride` statistics apart."""
     m = tl.where(inside, NOTHING, NOTHING).to(tl.float32)
     s = tl.where(inside, 0.0, 0.0).to(tl.float32)
     t, z = s, m
@@ -131,7 +131,7 @@ def _merge(gathered, target, logprob, entropy, lse, num_ranks, num_tokens, ignor
 
 @triton.jit
 def _expm1(x):
-    """e^x - 1 for a number x; the difference where that is exact enough, the series near 0."""
+    """e^x - 1: by its series near 0, else by the difference."""
     series = 1.0 + x / 7.0
     series = 1.0 + x / 6.0 * series
     series = 1.0 + x / 5.0 * series
@@ -175,6 +175,7 @@ def _backward(
         strength += tl.abs(g_h)
     h = tl.load(entropy + row)
 
+    # A row without target or upstream gradient gets 0, even if its logits are NaN.
     unused = (label == ignore_index) | (strength == 0.0)
     valid = column < tl.where(unused, 0, num_valid)
     z = tl.load(logits + row * row_stride + column, mask=valid, other=0.0).to(tl.float32) * scale
@@ -184,7 +185,7 @@ def _backward(
     if ENTROPY:
         grad -= p * g_h * tl.maximum(d + h, FLOOR)
     mine = column == label - vocab_start
-    # the logit comes from the tile and not from memory, which another thread of the program may have overwritten in place
+    # The logit comes from the tile and not from memory, which another thread of the program may have overwritten in place.
     d_y = tl.sum(tl.where(mine, d, 0.0), 0)
     at_target = -g * _expm1(d_y)
     if ENTROPY:

@@ -16,7 +16,7 @@ BLOCK = 1024
 def _whiten(advantage, mask, moments, out, num_tokens, epsilon, BLOCK: tl.constexpr):
     count, total, squares = tl.load(moments), tl.load(moments + 1), tl.load(moments + 2)
     mean = total / tl.maximum(count, 1.0)
-    # the difference of two large numbers can come out just below 0 for constant advantages
+    # For constant advantages, rounding can leave the difference of the two large numbers just below 0.
     variance = tl.maximum((squares - total * mean) / tl.maximum(count - 1.0, 1.0), 0.0)
     scale = 1.0 / tl.sqrt(variance + epsilon)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
