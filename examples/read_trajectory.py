@@ -14,7 +14,7 @@ from typing import Any
 
 from megappo.config.loading import load_config
 from megappo.telemetry.jsonl import read_lines
-from megappo.telemetry.trajectories import trajectory_file
+from megappo.telemetry.runlog import trajectory_file
 
 COLUMNS = ("logprob", "ref_logprob", "value", "reward", "returns")
 
