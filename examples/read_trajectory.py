@@ -14,7 +14,6 @@ from typing import Any
 
 from megappo.config.loading import load_config
 from megappo.telemetry.jsonl import read_lines
-from megappo.telemetry.runlog import trajectory_file
 
 COLUMNS = ("logprob", "ref_logprob", "value", "reward", "returns")
 
@@ -35,10 +34,10 @@ def main() -> None:
     parser.add_argument("--step", type=int, help="default: the last that was written")
     parser.add_argument("--sample", type=int, default=0)
     args = parser.parse_args()
-    files = sorted((args.run / "trajectories").glob("step_*.jsonl"))
+    files = sorted((args.run / "trajectories").glob("step_*.jsonl" if args.step is None else f"step_{args.step:06d}.jsonl"))
     if not files:
-        raise SystemExit(f"{args.run} has no trajectories: train with telemetry.trajectories_every=1")
-    sample = read_lines(files[-1] if args.step is None else trajectory_file(args.run, args.step))[args.sample]
+        raise SystemExit(f"{args.run} has no trajectories of that step: train with telemetry.trajectories_every=1")
+    sample = read_lines(files[-1])[args.sample]
     algorithm = load_config(str(args.run / "config.yaml"), []).algorithm
 
     print(f"step {sample['step']}, {sample['id']}: {sample['prompt']!r} -> {sample['response']!r}, score {sample['score']:g}")
