@@ -53,7 +53,7 @@ def unfit_lines(stack: Stack) -> tuple[list[str], bool]:
 
 def parts_lines() -> list[str]:
     """Lines on the features that work with the installed packages."""
-    from megappo.models.arch import ARCHITECTURES
+    from megappo.models.families.registry import FAMILIES
     from megappo.models.implementation import transformer_engine_fault
     from megappo.rewards.rules import RULES
 
@@ -65,7 +65,7 @@ def parts_lines() -> list[str]:
     return [
         f"  layers: {layers}" + (f" (TransformerEngine {fault})" if fault else ""),
         f"  rollout engines: {', '.join(engines)}",
-        f"  model families: {', '.join(dict.fromkeys(ARCHITECTURES.values()))}",
+        f"  model families: {', '.join(FAMILIES)}",
         f"  rewards: {', '.join(rules)}",
     ]
 

@@ -52,7 +52,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
     from megappo.config.schema import RoleConfig, RolloutConfig
     from megappo.engine.build import build_frozen
-    from megappo.models.arch import read_arch
+    from megappo.models.hf_config import read_arch
     from megappo.parallel.groups import build_groups
     from megappo.parallel.layout import ParallelLayout
     from megappo.platform.device import DTYPES, select_device, start_alone

@@ -2,7 +2,7 @@
 
 Sources and destinations are pieces of Hugging Face tensors; the plan is the intersection of their boxes, with one sender chosen
 among the replicas. A pure function of the two layouts, so every rank computes the same plan and only a digest is compared.
-`transfer.py` executes it; `models/families.py` and `vllm_layout.py` provide the pieces.
+`transfer.py` executes it; `models/weight_map.py` and `vllm_layout.py` provide the pieces.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ from megappo.bridge.plan import Move, digest, make_buckets, make_plan
 from megappo.bridge.transfer import Round, transfer
 from megappo.bridge.verify import ChecksumRound, agree
 from megappo.models.arch import ModelArch
-from megappo.models.families import hf_tensors, megatron_pieces
 from megappo.models.pieces import Piece
+from megappo.models.weight_map import hf_tensors, megatron_pieces
 from megappo.parallel.layout import ParallelLayout
 
 BUCKET_BYTES = 256 << 20

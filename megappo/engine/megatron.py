@@ -24,10 +24,10 @@ from megappo.engine.megatron_optimizer import Optimizer
 from megappo.engine.megatron_schedule import MicroBatch, MicroBatches, run_schedule
 from megappo.engine.offload import StorageOffload, without_storages_of
 from megappo.models.arch import vocab_shard
-from megappo.models.families import LOCAL_OUTPUT, LOCAL_VALUE_HEAD
 from megappo.models.gpt import CriticModel, PackedModel
 from megappo.models.moe import share_router_state
 from megappo.models.naming import named_parameters
+from megappo.models.weight_map import LOCAL_OUTPUT, LOCAL_VALUE_HEAD
 from megappo.parallel.balance import plan_micro_batches
 from megappo.parallel.context import ContextShard
 from megappo.parallel.groups import ProcessGroups

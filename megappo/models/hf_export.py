@@ -21,11 +21,13 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megappo.models.arch import ModelArch, hf_architecture, read_config, text_config
-from megappo.models.families import VALUE_HEAD, hf_tensors, megatron_pieces
+from megappo.models.arch import ModelArch
+from megappo.models.families.registry import FAMILIES
 from megappo.models.gpt import CriticModel, PackedModel
+from megappo.models.hf_config import read_config, text_config
 from megappo.models.naming import named_parameters
 from megappo.models.pieces import Piece, as_2d
+from megappo.models.weight_map import VALUE_HEAD, hf_tensors, megatron_pieces
 from megappo.parallel.groups import ProcessGroups
 from megappo.parallel.layout import ParallelLayout
 
@@ -236,7 +238,7 @@ def _finish(
 def export_config(arch: ModelArch, source: Mapping[str, Any], dtype: torch.dtype, value_head: bool) -> dict[str, Any]:
     """config.json of the exported text-only model, from the config it was trained from."""
     config = text_config(source)
-    config["architectures"] = [hf_architecture(arch.family, "TokenClassification" if value_head else "CausalLM")]
+    config["architectures"] = [FAMILIES[arch.family].architecture("TokenClassification" if value_head else "CausalLM")]
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = _DTYPE_NAMES[dtype]
     for key in ("num_labels", "id2label", "label2id"):
         config.pop(key, None)

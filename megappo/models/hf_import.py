@@ -1,6 +1,6 @@
 """Reads a Hugging Face checkpoint into a built model: each rank reads the rectangles it holds, straight from safetensors.
 
-Nothing is unpickled. What stands where is `families.py`; this file knows how checkpoints spell names and where value heads come
+Nothing is unpickled. What stands where is `weight_map.py`; this file knows how checkpoints spell names and where value heads come
 from.
 """
 
@@ -17,7 +17,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megappo.models.arch import ModelArch
-from megappo.models.families import (
+from megappo.models.gpt import CriticModel, PackedModel
+from megappo.models.naming import named_parameters
+from megappo.models.pieces import Box, Piece, as_2d
+from megappo.models.weight_map import (
     EMBEDDING,
     LOCAL_EMBEDDING,
     LOCAL_OUTPUT,
@@ -27,9 +30,6 @@ from megappo.models.families import (
     hf_tensors,
     megatron_pieces,
 )
-from megappo.models.gpt import CriticModel, PackedModel
-from megappo.models.naming import named_parameters
-from megappo.models.pieces import Box, Piece, as_2d
 from megappo.parallel.groups import ProcessGroups
 
 ValueHeadSource = Literal["zero", "normal", "checkpoint"]

@@ -1,7 +1,7 @@
 """Where every rectangle of every Hugging Face tensor lives in a Megatron rank's parameters.
 
 The one description that import, export and the bridge share. A Piece is a 2-D box of an HF tensor and its place in a local
-tensor; 1-D tensors are [n, 1]. `megatron_pieces` in `families.py` writes the pieces of a rank. Pure values, no Megatron, no vLLM.
+tensor; 1-D tensors are [n, 1]. `megatron_pieces` in `weight_map.py` writes the pieces of a rank. Pure values, no Megatron, no vLLM.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from megappo.models.arch import ModelArch
-from megappo.models.families import LOCAL_VALUE_HEAD
+from megappo.models.weight_map import LOCAL_VALUE_HEAD
 from megappo.parallel.layout import ParallelLayout
 from megappo.plan.memory import EXPERTS, Counter, ParameterCount
 

@@ -11,7 +11,7 @@ from math import prod
 from typing import Literal, Protocol
 
 from megappo.models.arch import ModelArch
-from megappo.models.families import LOCAL_VALUE_HEAD, local_shapes
+from megappo.models.weight_map import LOCAL_VALUE_HEAD, local_shapes
 from megappo.parallel.layout import ParallelLayout
 from megappo.plan.activations import FP32, Recompute, activation_bytes, forward_bytes, micro_batch_bytes
 
@@ -108,7 +108,7 @@ class Counter(Protocol):
 
 
 def count_parameters(arch: ModelArch, layout: ParallelLayout, stage: int, value_head: bool = False) -> ParameterCount:
-    """Count by the shapes of the weight maps (`families.py`). All ranks of a stage hold equally many parameters."""
+    """Count by the shapes of the weight maps (`weight_map.py`). All ranks of a stage hold equally many parameters."""
     sizes = {name: prod(shape) for name, shape in local_shapes(arch, layout, layout.rank_of(pp=stage), value_head).items()}
     experts = sum(size for name, size in sizes.items() if EXPERTS in name)
     return ParameterCount(sum(sizes.values()) - experts, experts, sizes.get(LOCAL_VALUE_HEAD, 0))

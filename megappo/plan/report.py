@@ -7,7 +7,7 @@ from math import prod
 
 from megappo.config.batch import StepArithmetic
 from megappo.models.arch import ModelArch
-from megappo.models.families import hf_tensors
+from megappo.models.weight_map import hf_tensors
 from megappo.parallel.layout import ParallelLayout
 from megappo.plan.estimate import Plan, sequences_at_once, work_out
 from megappo.plan.memory import RoleMemory

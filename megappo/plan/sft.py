@@ -7,7 +7,7 @@ from math import prod
 
 from megappo.config.checks import Device
 from megappo.config.schema import SftConfig
-from megappo.models.families import hf_tensors
+from megappo.models.weight_map import hf_tensors
 from megappo.prepare.checks import CheckedSft, check_sft
 from megappo.prepare.data import SftData, load_sft_data
 from megappo.telemetry.tables import figures

@@ -16,7 +16,8 @@ from megappo.checkpoint.manifest import Manifest
 from megappo.config.errors import ConfigError, problem
 from megappo.config.schema import CriticConfig
 from megappo.config.yaml_reader import parse_yaml
-from megappo.models.arch import ModelArch, read_arch
+from megappo.models.arch import ModelArch
+from megappo.models.hf_config import read_arch
 
 _KEY = "critic.checkpoint"
 _STEP = re.compile(r"step-(\d+)")

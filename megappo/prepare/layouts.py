@@ -12,7 +12,8 @@ from megappo.config.batch import nearest_divisors, step_arithmetic
 from megappo.config.errors import ConfigError, problem
 from megappo.config.layout_checks import parallel_problems, roles_in_use
 from megappo.config.schema import ParallelConfig, RoleConfig, SftConfig, TrainableConfig, TrainConfig
-from megappo.models.arch import ModelArch, read_arch
+from megappo.models.arch import ModelArch
+from megappo.models.hf_config import read_arch
 from megappo.models.implementation import Implementation, implementation_of_role
 from megappo.parallel.layout import ParallelLayout
 from megappo.prepare.model_rules import model_problems

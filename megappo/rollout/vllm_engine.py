@@ -21,7 +21,8 @@ from torch import Tensor
 from megappo.bridge.sync import WeightSync
 from megappo.bridge.vllm_loader import VllmReceiver
 from megappo.config.schema import RolloutConfig, TimeoutsConfig
-from megappo.models.arch import ModelArch, read_arch
+from megappo.models.arch import ModelArch
+from megappo.models.hf_config import read_arch
 from megappo.parallel.groups import meet
 from megappo.parallel.layout import ParallelLayout
 from megappo.rollout.process_state import EngineState

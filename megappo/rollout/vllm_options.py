@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from megappo.config.schema import RolloutConfig, TimeoutsConfig
-from megappo.models.arch import arch_of, read_config, text_config
+from megappo.models.hf_config import arch_of, read_config, text_config
 
 CPU_KV_CACHE_GIB = 0.25
 LEAST_SHARE = 0.01

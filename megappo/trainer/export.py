@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megappo.checkpoint.store import CheckpointStore
 from megappo.config.loading import load_config
 from megappo.engine.build import build_frozen
-from megappo.models.arch import read_arch
+from megappo.models.hf_config import read_arch
 from megappo.models.hf_export import export_pretrained
 from megappo.parallel.groups import build_groups
 from megappo.parallel.layout import ParallelLayout

@@ -12,7 +12,7 @@ from megappo.config.schema import RoleConfig, RolloutConfig
 from megappo.data.prompts import PromptFormat, encode_question
 from megappo.data.tokenizers import load_tokenizer
 from megappo.engine.build import build_frozen
-from megappo.models.arch import read_arch
+from megappo.models.hf_config import read_arch
 from megappo.parallel.groups import build_groups
 from megappo.parallel.layout import ParallelLayout
 from megappo.platform.device import select_device, start_alone

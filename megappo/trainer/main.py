@@ -19,7 +19,7 @@ from megappo.config.schema import KLConfig, ParallelConfig, RolloutConfig, Train
 from megappo.data.tokenizers import Tokenizer
 from megappo.engine.build import build_frozen, build_trainable
 from megappo.engine.megatron import MegatronEngine
-from megappo.models.arch import read_arch
+from megappo.models.hf_config import read_arch
 from megappo.models.hf_export import export_pretrained
 from megappo.models.implementation import Implementation, choose_implementation, implementation_of_role
 from megappo.parallel.consensus import any_rank, on_rank_zero

@@ -15,7 +15,7 @@ from megappo.data.prompts import PromptLoader
 from megappo.engine.base import LossOutput, ModelOutput
 from megappo.engine.build import build_trainable
 from megappo.engine.megatron import MegatronEngine
-from megappo.models.arch import read_arch
+from megappo.models.hf_config import read_arch
 from megappo.models.hf_export import export_pretrained
 from megappo.models.implementation import choose_implementation, implementation_of_role
 from megappo.parallel.groups import build_groups, settle

@@ -21,8 +21,9 @@ from megappo.data.packing import PackedBatch, pack
 from megappo.engine.megatron import MegatronEngine
 from megappo.engine.megatron_optimizer import Optimizer, wrap_with_ddp
 from megappo.launch.world import is_rank
-from megappo.models.arch import ModelArch, read_arch
+from megappo.models.arch import ModelArch
 from megappo.models.build import build_model
+from megappo.models.hf_config import read_arch
 from megappo.models.implementation import choose_implementation, implementation_of_role
 from megappo.parallel.groups import ProcessGroups, build_groups, destroy_groups
 from megappo.platform.device import DTYPES, select_device, start_alone, start_distributed

@@ -18,7 +18,8 @@ from megappo.config.schema import (
     TrainableConfig,
     TrainConfig,
 )
-from megappo.models.arch import ModelArch, read_arch
+from megappo.models.arch import ModelArch
+from megappo.models.hf_config import read_arch
 from megappo.verify.recording import LONGEST_SEQUENCE
 from megappo.verify.shrink import SAMPLES, Run
 from megappo.verify.shrink_layouts import ranks_needed

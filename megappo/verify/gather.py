@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megappo.models.arch import ModelArch
-from megappo.models.families import hf_tensors, megatron_pieces
 from megappo.models.pieces import Box, as_2d
+from megappo.models.weight_map import hf_tensors, megatron_pieces
 from megappo.parallel.groups import ProcessGroups
 
 

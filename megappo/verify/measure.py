@@ -19,7 +19,8 @@ from megappo.data.packing import PackedBatch
 from megappo.engine.base import LossFunction, PassResult, StepResult
 from megappo.engine.build import build_frozen, build_trainable
 from megappo.engine.megatron import MegatronEngine
-from megappo.models.arch import ModelArch, read_arch
+from megappo.models.arch import ModelArch
+from megappo.models.hf_config import read_arch
 from megappo.models.implementation import Implementation
 from megappo.parallel.groups import ProcessGroups
 from megappo.trainer.experience import sample_seed

@@ -18,7 +18,7 @@ from megappo.config.layout_checks import roles_in_use
 from megappo.config.loading import explicit_keys
 from megappo.config.schema import TrainConfig
 from megappo.launch.local import start_ranks
-from megappo.models.arch import read_arch
+from megappo.models.hf_config import read_arch
 from megappo.models.implementation import choose_implementation
 from megappo.prepare.checks import check_kernels
 from megappo.prepare.layouts import check_layouts, layout_of, read_archs

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from megappo.config.layout_checks import roles_in_use
 from megappo.config.schema import ParallelConfig, TrainableConfig, TrainConfig
-from megappo.models.arch import read_config
+from megappo.models.hf_config import read_config
 from megappo.models.implementation import Implementation, choose_implementation
 from megappo.prepare.layouts import model_paths
 from megappo.verify.recording import LONGEST_RESPONSE

@@ -19,9 +19,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megappo.config.schema import ParallelConfig
-from megappo.models.arch import ModelArch, arch_of, check_cp, check_tp, text_config
-from megappo.models.families import hf_tensors
+from megappo.models.arch import ModelArch, check_cp, check_tp
+from megappo.models.families.registry import FAMILIES
+from megappo.models.hf_config import arch_of, text_config, usual_keys
 from megappo.models.implementation import Implementation
+from megappo.models.weight_map import hf_tensors
 from megappo.verify.recording import LONGEST_SEQUENCE
 
 HIDDEN_SIZE, HEAD_DIM = 32, 8
@@ -34,8 +36,6 @@ MAX_POSITIONS = 128
 assert ORIGINAL_POSITIONS < LONGEST_SEQUENCE <= MAX_POSITIONS
 
 _LEAST_COLUMNS, _LEAST_EXPERT_COLUMNS, _LEAST_EXPERTS, _MOST_ROUTES = 24, 16, 4, 4
-_BY_LAYER = ("qwen2", "qwen3")
-"""Families whose config.json can name the layers with a window."""
 # Of the large vocabulary, of the checkpoint's shape or of remote kinds of layers; the small model states its own.
 _DROPPED = (
     "bos_token_id",
@@ -43,7 +43,6 @@ _DROPPED = (
     "pad_token_id",
     "layer_types",
     "max_window_layers",
-    "num_local_experts",
     "rope_parameters",
     "rope_scaling",
     "original_max_position_embeddings",
@@ -53,8 +52,9 @@ _DROPPED = (
 def small_config(
     config: Mapping[str, Any], num_layers: int, parallels: Sequence[ParallelConfig], implementation: Implementation
 ) -> dict[str, Any]:
-    """config.json of the small model. config: the user's. parallels: the layouts of all roles that use it."""
-    arch, text = arch_of(config), text_config(config)
+    """config.json of the small model, under llama's keys. config: the user's. parallels: the layouts of all roles that use it."""
+    arch = arch_of(config)
+    text = usual_keys(text_config(config), FAMILIES[arch.family])
     heads, kv_heads = _heads(arch, parallels, implementation)
     small = {key: value for key, value in text.items() if key not in _DROPPED} | {
         "num_hidden_layers": num_layers,
@@ -118,7 +118,8 @@ def _window(arch: ModelArch, num_layers: int) -> dict[str, Any]:
     if arch.sliding_window is None:
         return {"sliding_window": None, "use_sliding_window": False}
     window: dict[str, Any] = {"sliding_window": SLIDING_WINDOW, "use_sliding_window": True}
-    if arch.family in _BY_LAYER:
+    style = FAMILIES[arch.family].window
+    if style is not None and style.by_layer:
         slides = [all(arch.sliding_layers) or layer % 2 == 1 for layer in range(num_layers)]
         window["layer_types"] = ["sliding_attention" if sliding else "full_attention" for sliding in slides]
     return window

@@ -103,8 +103,8 @@ def outputs(model: str, dtype: torch.dtype, value_head: bool) -> dict[str, Tenso
     """Stage 4's per-token results of one role, without data."""
     from megappo.engine.megatron import MegatronEngine
     from megappo.engine.megatron_schedule import MicroBatch
-    from megappo.models.arch import read_arch
     from megappo.models.build import build_model
+    from megappo.models.hf_config import read_arch
     from megappo.trainer.roles import Critic, LanguageModel
     from tests.models.checkpoints import hf_config
 

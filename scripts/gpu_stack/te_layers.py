@@ -78,7 +78,7 @@ def _arch_of(model: str) -> Any:
         metadata.version("transformer_engine")
     except metadata.PackageNotFoundError:
         raise Skipped("no TransformerEngine") from None
-    from megappo.models.arch import read_arch
+    from megappo.models.hf_config import read_arch
     from tests.models.checkpoints import hf_config
 
     with tempfile.TemporaryDirectory() as folder:

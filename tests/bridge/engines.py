@@ -16,8 +16,8 @@ from torch import Tensor
 
 from megappo.bridge.destination import Destination, Fill, Shape, rectangle
 from megappo.models.arch import ModelArch, MoeArch, Rope
-from megappo.models.families import hf_tensors, local_shapes, megatron_pieces
 from megappo.models.pieces import Box, Piece, as_2d
+from megappo.models.weight_map import hf_tensors, local_shapes, megatron_pieces
 from megappo.parallel.layout import ParallelLayout
 
 

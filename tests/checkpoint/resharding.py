@@ -272,8 +272,8 @@ def spread(values, start, parameter):
 
 def assemble(mine, engine, groups):
     """Hugging Face tensors from all ranks' pieces; copies on several ranks must be the same to the bit."""
-    from megappo.models.families import hf_tensors, megatron_pieces
     from megappo.models.pieces import as_2d
+    from megappo.models.weight_map import hf_tensors, megatron_pieces
 
     arch, critic = engine.chunks[0].arch, engine.name == "critic"
     held = [

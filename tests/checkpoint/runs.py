@@ -105,9 +105,9 @@ def engine(
 
 def fill(chunks, groups, critic, seed):
     """The same model in every layout: values are drawn for the Hugging Face tensors and cut as an import does it."""
-    from megappo.models.families import hf_tensors, megatron_pieces
     from megappo.models.naming import named_parameters
     from megappo.models.pieces import as_2d
+    from megappo.models.weight_map import hf_tensors, megatron_pieces
 
     model, parameters = chunks[0].arch, named_parameters(chunks)
     whole = {name: drawn(name, shape, seed) for name, shape in hf_tensors(model, critic).items()}

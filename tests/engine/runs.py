@@ -45,7 +45,7 @@ def build_roles(
 ):
     """offload: all parts, none, or those that are named."""
     from megappo.engine.build import build_trainable
-    from megappo.models.arch import read_arch
+    from megappo.models.hf_config import read_arch
     from megappo.trainer.roles import Critic, Policy
 
     arch = read_arch(path)
@@ -156,7 +156,7 @@ def freed_bytes(path: str, groups) -> dict[str, int]:
 def schedule(path: str, groups) -> list[float]:
     """Learning rates of ten steps with two warm-up steps and a linear decay to a tenth."""
     from megappo.engine.build import build_trainable
-    from megappo.models.arch import read_arch
+    from megappo.models.hf_config import read_arch
 
     optimizer = OptimizerConfig(lr=1.0, lr_schedule="linear", warmup_steps=2, min_lr_ratio=0.1)
     config = PolicyConfig(model=path, dtype="fp32", optimizer=optimizer)

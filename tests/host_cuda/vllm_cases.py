@@ -23,9 +23,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megappo.config.schema import RolloutConfig
-from megappo.models.arch import ModelArch, read_arch
-from megappo.models.families import hf_tensors, megatron_pieces
+from megappo.models.arch import ModelArch
+from megappo.models.hf_config import read_arch
 from megappo.models.pieces import as_2d
+from megappo.models.weight_map import hf_tensors, megatron_pieces
 from megappo.ops import dispatch
 from megappo.parallel.layout import ParallelLayout
 from megappo.rollout import vllm_engine

@@ -203,8 +203,8 @@ def _run(folder: Path, job: Job) -> dict:
 
 def _gradient_pieces(engine) -> list[tuple]:
     """[(hf name, box, gradient)] of this rank."""
-    from megappo.models.families import megatron_pieces
     from megappo.models.pieces import as_2d
+    from megappo.models.weight_map import megatron_pieces
 
     grads = {name: as_2d(parameter.main_grad) for name, parameter in engine.named_parameters().items()}
     return [
@@ -216,7 +216,7 @@ def _gradient_pieces(engine) -> list[tuple]:
 def _engine(folder: Path, job: Job):
     from megappo.config.schema import OptimizerConfig, PolicyConfig
     from megappo.engine.build import build_trainable
-    from megappo.models.arch import read_arch
+    from megappo.models.hf_config import read_arch
     from megappo.parallel.groups import build_groups
 
     path = str(folder / job.case)

@@ -4,8 +4,8 @@ import pytest
 import torch
 import transformers
 
-from megappo.models.arch import read_arch
-from megappo.models.families import local_shapes
+from megappo.models.hf_config import read_arch
+from megappo.models.weight_map import local_shapes
 from tests.models.cases import (
     DENSE_JOBS,
     GRADIENT_CASES,

@@ -36,8 +36,8 @@ def padded_batch(layout: ParallelLayout):
 
 def load(path: Path, groups, **changes):
     """(arch, the one model chunk of this rank)"""
-    from megappo.models.arch import read_arch
     from megappo.models.build import build_model
+    from megappo.models.hf_config import read_arch
     from megappo.models.hf_import import load_pretrained
 
     arch = replace(read_arch(path), **changes)

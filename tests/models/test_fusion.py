@@ -80,7 +80,7 @@ def both_ways(rank: int, path: str) -> dict[str, Any]:
     """A model without and with fused activations: hidden states, gradients, bytes that its MLPs keep, marks of its linears."""
     from megappo.data.packing import pack
     from megappo.engine.megatron_optimizer import wrap_with_ddp
-    from megappo.models.arch import read_arch
+    from megappo.models.hf_config import read_arch
     from megappo.models.hf_import import load_pretrained
     from megappo.parallel.groups import build_groups
     from megappo.parallel.layout import ParallelLayout

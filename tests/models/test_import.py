@@ -6,9 +6,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megappo.models.arch import read_arch
-from megappo.models.families import hf_tensors, megatron_pieces
+from megappo.models.hf_config import read_arch
 from megappo.models.hf_import import CheckpointReader, _check_tied, _fill_value_head, read_box
+from megappo.models.weight_map import hf_tensors, megatron_pieces
 from tests.models.cases import place
 from tests.models.checkpoints import write_checkpoint
 

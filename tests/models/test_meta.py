@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
-from megappo.models.arch import ModelArch, arch_of
+from megappo.models.arch import ModelArch
+from megappo.models.hf_config import arch_of
 from megappo.models.meta import meta_model, parameters_of_rank
 from megappo.parallel.layout import ParallelLayout
 from megappo.plan.counted import counter_of_built_models

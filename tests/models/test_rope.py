@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megappo.models.arch import read_arch
+from megappo.models.hf_config import read_arch
 from megappo.models.rope import inverse_frequencies, query_scale, rotary_table, rotate
 from tests.models.checkpoints import CASES, write_checkpoint
 

@@ -17,8 +17,8 @@ TOLERANCE = 0.06
 def both(rank: int, path: str) -> dict[str, dict]:
     """implementation -> {"shapes", "hidden"} of a policy loaded from `path`."""
     from megappo.data.packing import pack
-    from megappo.models.arch import read_arch
     from megappo.models.build import build_model
+    from megappo.models.hf_config import read_arch
     from megappo.models.hf_import import load_pretrained
     from megappo.parallel.groups import build_groups
     from megappo.parallel.layout import ParallelLayout

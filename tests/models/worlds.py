@@ -26,8 +26,8 @@ def groups_of(tp: int, pp: int, sequence_parallel: bool):
 def build(path, layout, *, dtype=torch.float32, recompute="none", critic=False, value_head="zero", seed=0):
     """(arch, groups, loaded model) in a layout of one chunk (tp, pp, sequence_parallel)"""
     groups = groups_of(*layout)
-    from megappo.models.arch import read_arch
     from megappo.models.build import build_model
+    from megappo.models.hf_config import read_arch
     from megappo.models.hf_import import load_pretrained
 
     arch = read_arch(path)
@@ -206,9 +206,9 @@ def train_step(arch, groups, model, sequences, weight, *, critic, distributed_op
 
 def gradients(rank, folder, jobs):
     """Per job this rank's gradient as pieces: [(hf name, box, values)]. jobs: (case, layout, critic, recompute)."""
-    from megappo.models.families import megatron_pieces
     from megappo.models.naming import named_parameters
     from megappo.models.pieces import as_2d
+    from megappo.models.weight_map import megatron_pieces
 
     out = []
     for case, layout, critic, recompute in jobs:

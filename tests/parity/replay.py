@@ -85,7 +85,7 @@ def on_policy_world(rank: int, folder: str, cases: list[Case]) -> dict[str, Firs
 def written_by_the_policy(folder: str, groups: Any) -> PackedBatch:
     """Responses to recorded prompts, sampled by the Megatron engine as a run would, with random scores."""
     from megappo.engine.build import build_frozen
-    from megappo.models.arch import read_arch
+    from megappo.models.hf_config import read_arch
 
     config = config_of(Path(folder))
     path = config.policy.model

@@ -19,7 +19,7 @@ from torch import Tensor
 from megappo.config.schema import RoleConfig
 from megappo.data.packing import pack
 from megappo.engine.build import build_frozen
-from megappo.models.arch import read_arch
+from megappo.models.hf_config import read_arch
 from megappo.parallel.groups import ProcessGroups, build_groups
 from megappo.parallel.layout import ParallelLayout
 from megappo.platform import cpu

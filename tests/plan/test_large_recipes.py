@@ -9,9 +9,9 @@ import pytest
 
 from megappo import cli
 from megappo.config.loading import load_config
-from megappo.models.arch import read_arch
-from megappo.models.families import local_shapes
+from megappo.models.hf_config import read_arch
 from megappo.models.meta import parameters_of_rank
+from megappo.models.weight_map import local_shapes
 from megappo.parallel.layout import ParallelLayout
 from megappo.plan.memory import count_parameters
 from megappo.prepare.layouts import layout_of

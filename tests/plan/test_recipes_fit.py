@@ -6,7 +6,7 @@ import pytest
 
 from megappo.config.errors import ConfigError
 from megappo.config.loading import load_config
-from megappo.models.arch import arch_of
+from megappo.models.hf_config import arch_of
 from megappo.parallel.layout import ParallelLayout
 from megappo.plan.estimate import make_plan
 from megappo.plan.memory import GIB, count_parameters

@@ -9,8 +9,8 @@ from megappo.config.errors import ConfigError
 from megappo.config.layout_checks import parallel_problems
 from megappo.config.loading import load_config
 from megappo.config.schema import ParallelConfig, SftConfig
-from megappo.models.arch import arch_of
-from megappo.models.families import local_shapes
+from megappo.models.hf_config import arch_of
+from megappo.models.weight_map import local_shapes
 from megappo.parallel.layout import ParallelLayout
 from megappo.prepare.layouts import check_layouts, layout_of, model_paths, read_archs
 from megappo.prepare.model_rules import model_problems

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from megappo.data.packing import pack
-from megappo.models.arch import read_arch
+from megappo.models.hf_config import read_arch
 from megappo.parallel.layout import ParallelLayout
 from megappo.rollout.types import Request, Response
 

@@ -15,8 +15,8 @@ import pytest
 
 from megappo.bridge import sync as sync_module
 from megappo.bridge.vllm_loader import VllmReceiver
-from megappo.models.arch import read_arch
-from megappo.models.families import hf_tensors
+from megappo.models.hf_config import read_arch
+from megappo.models.weight_map import hf_tensors
 from megappo.parallel.layout import ParallelLayout
 from megappo.platform import cpu
 from megappo.rollout.megatron_engine import MegatronRollout

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from megappo.models.arch import read_arch
+from megappo.models.hf_config import read_arch
 from megappo.parallel.layout import ParallelLayout
 from megappo.rollout import vllm_engine
 from megappo.rollout.types import Request, SamplingParams

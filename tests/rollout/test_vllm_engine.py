@@ -25,7 +25,7 @@ import transformers
 from megappo.bridge import sync as sync_module
 from megappo.bridge.vllm_reload import reload_api
 from megappo.config.schema import TimeoutsConfig
-from megappo.models.arch import read_arch
+from megappo.models.hf_config import read_arch
 from megappo.ops.logprob import linear_logprob
 from megappo.parallel.layout import ParallelLayout
 from megappo.plan.memory import rollout_memory

@@ -48,7 +48,7 @@ def weights_of(place: Path, run: str, role: str, step: str) -> Weights:
     from megappo.checkpoint.store import CheckpointStore
     from megappo.config.schema import RoleConfig
     from megappo.engine.build import build_frozen
-    from megappo.models.arch import read_arch
+    from megappo.models.hf_config import read_arch
     from megappo.parallel.groups import build_groups
     from megappo.parallel.layout import ParallelLayout
 

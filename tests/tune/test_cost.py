@@ -10,7 +10,7 @@ import pytest
 
 from megappo.config.schema import TrainConfig
 from megappo.models.arch import ModelArch, MoeArch, Rope
-from megappo.models.families import hf_tensors
+from megappo.models.weight_map import hf_tensors
 from megappo.parallel.layout import ParallelLayout
 from megappo.plan.memory import RolloutMemory, count_parameters
 from megappo.plan.timeline import timeline

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from megappo.config.loading import load_config
-from megappo.models.arch import read_arch
+from megappo.models.hf_config import read_arch
 from megappo.tune.cost import workload_of
 from megappo.tune.profiles import Hardware, load_hardware
 from megappo.tune.search import Machine, Search

@@ -11,7 +11,7 @@ import numpy
 import pytest
 
 from megappo.config.loading import load_config
-from megappo.models.arch import arch_of
+from megappo.models.hf_config import arch_of
 from megappo.plan.memory import count_parameters
 from megappo.prepare.layouts import layout_of
 from megappo.tune.cost import role_cost, workload_of

@@ -10,9 +10,10 @@ import pytest
 
 from megappo.config.layout_checks import parallel_problems, roles_in_use
 from megappo.config.schema import ParallelConfig, TrainConfig
-from megappo.models.arch import ModelArch, read_arch
-from megappo.models.families import hf_tensors
+from megappo.models.arch import ModelArch
+from megappo.models.hf_config import read_arch
 from megappo.models.hf_import import CheckpointReader
+from megappo.models.weight_map import hf_tensors
 from megappo.prepare.model_rules import model_problems
 from megappo.verify.features import features, on_one_rank, one_at_a_time
 from megappo.verify.recording import LONGEST_SEQUENCE

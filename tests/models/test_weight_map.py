@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from megappo.models.arch import ModelArch, Rope, padded_vocab
-from megappo.models.families import hf_tensors, local_shapes, megatron_pieces
 from megappo.models.pieces import as_2d
+from megappo.models.weight_map import hf_tensors, local_shapes, megatron_pieces
 from tests.models.cases import place
 
 

@@ -1,0 +1,263 @@
+"""Reads a Hugging Face config.json into a `ModelArch`.
+
+Reads JSON only: no remote code, no transformers. A feature of the config that the model does not implement is an error, never
+ignored. In what the families differ is theirs to say (`family.py`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megappo.models.arch import ModelArch, MoeArch, Rope
+from megappo.models.families.registry import FAMILIES, family_of, wrapped_families
+from megappo.models.family import Family, Window
+
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+# Rope type -> the keys that it reads.
+_ROPE_KEYS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate"),
+}
+
+
+def read_config(path: str | Path) -> dict[str, Any]:
+    """config.json of a checkpoint directory. ValueError where it is missing or not JSON."""
+    file = Path(path) / "config.json"
+    if not file.is_file():
+        what = "has no config.json" if Path(path).is_dir() else "is not a directory"
+        raise ValueError(f"{path} {what}; a Hugging Face checkpoint directory is needed")
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is not valid JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"{file} does not hold a JSON object")
+    return config
+
+
+def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The language model's part of a config, as a stand-alone text-only config (identity for text-only checkpoints)."""
+    architecture = _architecture(config)
+    families = {family.name: family for family in wrapped_families().get(architecture, [])}
+    if not families:
+        return dict(config)
+    text = dict(config.get("text_config") or {})
+    (default,) = {family.composite.model_type for family in families.values() if family.composite is not None}
+    name = text.get("model_type", default)
+    if name not in families:
+        raise ValueError(f"{architecture} with text_config.model_type {name!r}: supported are {', '.join(families)}")
+    text["architectures"] = [families[name].architecture()]
+    text.setdefault("tie_word_embeddings", config.get("tie_word_embeddings", True))
+    for key in ("quantization_config", "auto_map"):
+        if key in config:
+            text[key] = config[key]
+    for key in ("dtype", "torch_dtype", "transformers_version", "bos_token_id", "eos_token_id", "pad_token_id"):
+        if key in config:
+            text.setdefault(key, config[key])
+    return text
+
+
+def usual_keys(text: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """A text-only config under llama's keys; where a file has a value under both names, llama's counts."""
+    renamed = {other: key for key, other in family.keys.items()}
+    others = {renamed[key]: value for key, value in text.items() if key in renamed}
+    return others | {key: value for key, value in text.items() if key not in renamed}
+
+
+def read_arch(path: str | Path) -> ModelArch:
+    """Architecture of the checkpoint directory `path`. ValueError names the key and value that is not supported."""
+    try:
+        return arch_of(read_config(path))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}" if str(path) not in str(error) else str(error)) from None
+
+
+def arch_of(config: Mapping[str, Any]) -> ModelArch:
+    """Architecture of a parsed config.json. ValueError as of `read_arch`."""
+    text = text_config(config)
+    if "auto_map" in text:
+        raise ValueError("config.json has auto_map (remote code), which is never run; use a built-in architecture")
+    family = family_of(_architecture(text))
+    values = _Values(text, family)
+    _refuse_unimplemented(values)
+    hidden, heads = values.positive("hidden_size"), values.positive("num_attention_heads")
+    kv_heads = values.positive_or("num_key_value_heads", family.num_kv_heads, heads)
+    if heads % kv_heads:
+        num_heads, num_kv_heads = values.spelled("num_attention_heads"), values.spelled("num_key_value_heads")
+        raise ValueError(f"{num_heads} {heads} is not a multiple of {num_kv_heads} {kv_heads}")
+    head_dim = values.positive_or("head_dim", family.head_dim, hidden // heads)
+    if head_dim % 2:
+        raise ValueError(f"{values.spelled('head_dim')} {head_dim} is odd; rotary embeddings need an even one")
+    num_layers, max_positions = values.positive("num_hidden_layers"), values.positive("max_position_embeddings")
+    window, sliding_layers = _read_window(values, num_layers, max_positions)
+    return ModelArch(
+        family=family.name,
+        architecture=_architecture(config),
+        num_layers=num_layers,
+        hidden_size=hidden,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        ffn_size=values.positive("intermediate_size"),
+        vocab_size=values.positive("vocab_size"),
+        max_positions=max_positions,
+        tied_embeddings=bool(values.get("tie_word_embeddings", False)),
+        norm_eps=float(values.get("rms_norm_eps", family.norm_eps)),
+        rope=_read_rope(values),
+        qkv_bias=family.qkv_bias,
+        qk_norm=family.qk_norm,
+        moe=_read_moe(values, num_layers),
+        sliding_window=window,
+        sliding_layers=sliding_layers,
+    )
+
+
+def _architecture(config: Mapping[str, Any]) -> str:
+    names = config.get("architectures") or ["(none: config.json has no architectures)"]
+    return names[0]
+
+
+class _Values:
+    """The values of a text-only config, asked for by llama's keys; messages say the key that the file has."""
+
+    def __init__(self, text: Mapping[str, Any], family: Family) -> None:
+        self.family = family
+        self._text, self._values = text, usual_keys(text, family)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self._values.get(key, default)
+
+    def spelled(self, key: str) -> str:
+        """The key as this file has it, or as its family would."""
+        return key if key in self._text else self.family.keys.get(key, key)
+
+    def positive(self, key: str) -> int:
+        return self._checked(key, self.get(key))
+
+    def positive_or(self, key: str, family_default: int | None, otherwise: int) -> int:
+        """The value; the family's default where the key is absent; `otherwise` where there is none, or the key is null."""
+        value = self.get(key, family_default)
+        return otherwise if value is None else self._checked(key, value)
+
+    def _checked(self, key: str, value: Any) -> int:
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"config.json: {self.spelled(key)} = {value!r}; a positive integer is needed")
+        return value
+
+
+def _refuse_unimplemented(values: _Values) -> None:
+    if quantization := values.get("quantization_config"):
+        method = quantization.get("quant_method", "unknown")
+        raise ValueError(f"the checkpoint is quantised ({method}); training needs its bf16, fp16 or fp32 version")
+    activation = values.get("hidden_act", "silu")
+    if activation not in ("silu", "swish"):
+        raise ValueError(f"hidden_act {activation!r} is not supported; only silu is")
+    for key in ("attention_bias", "mlp_bias"):
+        if values.get(key):
+            raise ValueError(f"{key} = true is not supported (biases on o_proj or the MLP)")
+    if dropout := values.get("attention_dropout"):
+        raise ValueError(f"attention_dropout {dropout} is not supported; set it to 0 in config.json")
+    if values.get("pretraining_tp") not in (None, 1):
+        raise ValueError(f"pretraining_tp {values.get('pretraining_tp')} is not supported; set it to 1 in config.json")
+
+
+def _read_moe(values: _Values, num_layers: int) -> MoeArch | None:
+    """None for a family without experts. router_aux_loss_coef is not read: the loss weighs what the run's configuration says."""
+    experts = values.family.experts
+    if experts is None:
+        return None
+    num_experts, top_k = values.positive("num_experts"), values.positive("num_experts_per_tok")
+    norm_topk_prob = bool(values.get("norm_topk_prob", False))
+    if top_k > num_experts:
+        raise ValueError(f"num_experts_per_tok {top_k} is more than the {num_experts} experts")
+    if top_k == 1 and norm_topk_prob:
+        raise ValueError("norm_topk_prob with num_experts_per_tok 1 gives every expert the weight 1 and the router no gradient")
+    step, listed = values.get("decoder_sparse_step") or 1, values.get("mlp_only_layers") or []
+    dense = tuple(layer for layer in range(num_layers) if layer in listed or (layer + 1) % step)
+    if len(dense) == num_layers:
+        fix = f"use the {experts.dense} architecture"
+        raise ValueError(f"decoder_sparse_step and mlp_only_layers leave no layer with experts; {fix}")
+    return MoeArch(num_experts, top_k, values.positive("moe_intermediate_size"), norm_topk_prob, dense)
+
+
+def _read_window(values: _Values, num_layers: int, max_positions: int) -> tuple[int | None, tuple[bool, ...]]:
+    """(tokens that a token sees, itself included; one entry per layer, true if that holds there); (None, ()) if all layers see all.
+
+    A window of max_positions or more hides nothing and counts as none. ValueError where the config contradicts itself, or where
+    transformers and vLLM read it differently: the policy would be another model in the rollout.
+    """
+    family = values.family
+    style = family.window or Window()
+    window = values.get("sliding_window", style.default)
+    if style.switched and not values.get("use_sliding_window", False):
+        window = None
+    if window is None:
+        if style.by_layer and _SLIDING in (values.get("layer_types") or ()):
+            raise ValueError(f"layer_types has {_SLIDING}, but sliding_window is null or use_sliding_window is false; set both")
+        return None, ()
+    if not isinstance(window, int) or isinstance(window, bool) or window < 1:
+        raise ValueError(f"sliding_window {window!r}: a positive integer is needed, or null for none")
+    if window >= max_positions:
+        return None, ()
+    if family.window is None:
+        raise ValueError(f"sliding_window {window}: {family.name} models have no sliding attention; set it to null")
+    layers = _sliding_layers(values, style.first_layer, num_layers, window)
+    return (window, layers) if any(layers) else (None, ())
+
+
+def _sliding_layers(values: _Values, first_layer: int | None, num_layers: int, window: int) -> tuple[bool, ...]:
+    """One entry per layer, true if it has the window. first_layer: of `Window`."""
+    kinds = values.get("layer_types")
+    if kinds and first_layer is not None:
+        unknown = sorted(set(kinds) - {_FULL, _SLIDING})
+        if unknown:
+            raise ValueError(f"layer_types has {unknown[0]!r}, which is not supported; supported are {_FULL} and {_SLIDING}")
+        if len(kinds) != num_layers:
+            raise ValueError(f"layer_types has {len(kinds)} entries for num_hidden_layers {num_layers}")
+        return tuple(kind == _SLIDING for kind in kinds)
+    if kinds and set(kinds) != {_SLIDING}:
+        readings = f"transformers' {values.family.name} has the window in every layer, vLLM in the named ones"
+        raise ValueError(f"sliding_window {window} with layer_types: {readings}; set one of them to null")
+    first = 0 if first_layer is None else values.get("max_window_layers", first_layer)
+    return tuple(layer >= first for layer in range(num_layers))
+
+
+def _read_rope(values: _Values) -> Rope:
+    given = dict(values.get("rope_scaling") or values.get("rope_parameters") or {})
+    if any(isinstance(value, Mapping) for value in given.values()):
+        raise ValueError("rope_parameters per layer type are not supported")
+    older_name = given.pop("type", None)
+    kind = given.pop("rope_type", None) or older_name or "default"
+    if kind not in _ROPE_KEYS:
+        raise ValueError(f"rope type {kind!r} is not supported; supported are {', '.join(_ROPE_KEYS)}")
+    theta = given.pop("rope_theta", None) or values.get("rope_theta") or 10000.0
+    partial = given.pop("partial_rotary_factor", values.get("partial_rotary_factor"))
+    if partial not in (None, 1, 1.0):
+        raise ValueError(f"partial_rotary_factor {partial} is not supported; the whole head must be rotated")
+    given.pop("max_position_embeddings", None)  # written by ministral3 configs beside the real one, read by nobody
+    beta = given.pop("llama_4_scaling_beta", None)
+    original = given.pop("original_max_position_embeddings", None)
+    if (beta is not None) != values.family.scaled_queries:
+        scaled = " and ".join(family.name for family in FAMILIES.values() if family.scaled_queries)
+        raise ValueError(f"rope llama_4_scaling_beta is {beta}; {scaled} needs it and no other family has it")
+    if beta is not None and original is None:
+        raise ValueError("rope original_max_position_embeddings is missing; llama_4_scaling_beta needs it")
+    used = _ROPE_KEYS[kind]
+    # A key of another type set to null is harmless; a set one would change the model in a way that we do not know.
+    unknown = sorted(key for key, value in given.items() if key not in used and value is not None)
+    if unknown:
+        raise ValueError(f"rope key {unknown[0]!r} is not known for rope type {kind!r}")
+    fields = {key: given[key] for key in used if given.get(key) is not None}
+    if kind in ("llama3", "yarn"):
+        original = values.get("original_max_position_embeddings") or original or values.positive("max_position_embeddings")
+    if kind == "yarn" and "factor" not in fields:
+        fields["factor"] = values.positive("max_position_embeddings") / original
+    missing = [key for key in ("factor", "low_freq_factor", "high_freq_factor") if key in used and key not in fields]
+    if missing:
+        raise ValueError(f"rope type {kind!r} needs the key {missing[0]!r}")
+    return Rope(type=kind, theta=float(theta), original_max_positions=original, llama4_beta=beta, **fields)
