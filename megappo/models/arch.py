@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import gcd
+from typing import Any
 
 from megappo.models.implementation import Implementation
 
@@ -28,6 +29,16 @@ class Rope:
     mscale_all_dim: float | None = None
     truncate: bool = True
     llama4_beta: float | None = None
+
+    @property
+    def llama_4_scaling(self) -> dict[str, Any] | None:
+        """Value of the key of this name, by which Mistral's own config files and vLLM 0.32 know `llama4_beta`; None without one.
+
+        transformers knows it from rope_parameters, which vLLM does not read for it.
+        """
+        if self.llama4_beta is None:
+            return None
+        return {"original_max_position_embeddings": self.original_max_positions, "beta": self.llama4_beta}
 
 
 @dataclass(frozen=True)

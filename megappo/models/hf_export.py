@@ -242,12 +242,8 @@ def export_config(arch: ModelArch, source: Mapping[str, Any], dtype: torch.dtype
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = _DTYPE_NAMES[dtype]
     for key in ("num_labels", "id2label", "label2id"):
         config.pop(key, None)
-    if arch.rope.llama4_beta is not None:
-        # vLLM 0.32 reads the query scale from Mistral's own key and not, as transformers does, from rope_parameters.
-        config["llama_4_scaling"] = {
-            "original_max_position_embeddings": arch.rope.original_max_positions,
-            "beta": arch.rope.llama4_beta,
-        }
+    if arch.rope.llama_4_scaling is not None:
+        config["llama_4_scaling"] = arch.rope.llama_4_scaling  # for vLLM
     if value_head:
         config.update(id2label={"0": "VALUE"}, label2id={"VALUE": 0})
     return config

@@ -110,9 +110,8 @@ def _model_config(model: str) -> Callable[[Any], Any]:
         config = getattr(config, "text_config", config)
         config.architectures = text["architectures"]
         config.tie_word_embeddings = text.get("tie_word_embeddings", False)
-        if rope.llama4_beta is not None:
-            # vLLM knows this scaling of the queries by the name that Mistral's own config files use, and ignores Hugging Face's.
-            config.llama_4_scaling = {"original_max_position_embeddings": rope.original_max_positions, "beta": rope.llama4_beta}
+        if rope.llama_4_scaling is not None:
+            config.llama_4_scaling = rope.llama_4_scaling
         return config
 
     return override
