@@ -156,7 +156,7 @@ def write_model(folder: Path, config: Mapping[str, Any], seed: int) -> None:
 
 
 def _random(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    if "norm" in name:
+    if len(shape) == 1 and not name.endswith("bias"):  # a norm, whatever its family calls it
         return torch.empty(shape).uniform_(0.5, 1.5, generator=generator)
     # Activations of order 1 in every layer at this width.
     return torch.empty(shape).normal_(0, 0.2, generator=generator)
