@@ -21,7 +21,8 @@ Part = tuple[str, Box, int, int]
 class Rule(Protocol):
     """How one local tensor of a layer is made of Hugging Face tensors. It is cut over tp ranks, an expert's over etp ranks."""
 
-    local: str
+    @property
+    def local(self) -> str: ...
 
     def hf(self, arch: ModelArch) -> dict[str, Shape]: ...
 
