@@ -144,15 +144,16 @@ def packed_sequences(
     cos, sin = rotary_table(positions, inv_freq, factor, dtype)
     longest = int(lengths.max()) if lengths.numel() else 0
     offsets, cu_seqlens = cu_seqlens, moved(cu_seqlens.to(torch.int32), device)
+    # TransformerEngine's ring wants them; the same tensor says that there is nothing between the sequences.
+    padded: Any = None if context is None else cu_seqlens  # None is Megatron's default, which its types leave out
     return PackedSequences(
         qkv_format="thd",
         cu_seqlens_q=cu_seqlens,
         cu_seqlens_kv=cu_seqlens,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
-        # TransformerEngine's ring wants them; the same tensor says that there is nothing between the sequences.
-        cu_seqlens_q_padded=None if context is None else cu_seqlens,
-        cu_seqlens_kv_padded=None if context is None else cu_seqlens,
+        cu_seqlens_q_padded=padded,
+        cu_seqlens_kv_padded=padded,
         context=context,
         offsets=offsets,
         cos=cos,
@@ -170,7 +171,8 @@ class _Pad(torch.autograd.Function):
         return x.index_select(0, grouping.padded)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (grad,) = grads
         return grad.index_select(0, ctx.grouping.packed), None
 
 
@@ -183,7 +185,8 @@ class _Unpad(torch.autograd.Function):
         return x.index_select(0, grouping.packed)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (grad,) = grads
         padded = grad.new_zeros(ctx.num_rows, *grad.shape[1:])
         return padded.index_copy_(0, ctx.grouping.packed, grad), None
 
@@ -224,7 +227,7 @@ def varlen_attention(
     query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences, scale: float, window: int | None = None
 ) -> Tensor:
     """The same through torch's flash kernel (CUDA, fp16 or bf16). num_splits 1 keeps sequences independent of each other."""
-    return varlen_attn(
+    out = varlen_attn(
         query,
         key,
         value,
@@ -237,6 +240,8 @@ def varlen_attention(
         enable_gqa=query.size(1) != key.size(1),
         num_splits=1,
     )
+    assert isinstance(out, Tensor)  # a tuple only where more is asked for
+    return out
 
 
 def whole_sequences(query: Tensor, key: Tensor, value: Tensor, context: ContextShard) -> tuple[Tensor, Tensor, Tensor]:
@@ -301,7 +306,8 @@ class PackedAttention(torch.nn.Module):
 
 def _window(config: TransformerConfig, layer_number: int) -> int | None:
     """Tokens that a token of this layer sees, itself included; None for all before it. layer_number: 1.. in the whole model."""
-    if not is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
+    skipped: Any = config.window_attn_skip_freq  # may be None, which the types of its reader leave out
+    if config.window_size is None or not is_layer_window_attention(config.window_size, skipped, layer_number):
         return None
     return config.window_size[0] + 1
 
@@ -334,6 +340,7 @@ def rotary_te_attention() -> Callable[..., torch.nn.Module]:
 
 def _one_cp_rank(config: TransformerConfig) -> TransformerConfig:
     """The attention that one cp rank computes after `whole_sequences`: without context parallel, with its share of the heads."""
+    assert config.num_query_groups is not None
     alone = copy.copy(config)
     alone.context_parallel_size = 1
     alone.num_attention_heads = config.num_attention_heads // config.context_parallel_size

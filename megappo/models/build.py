@@ -58,7 +58,9 @@ def build_model(
     """
     check_tp(arch, groups.layout.tp)
     check_cp(arch, groups.layout.tp, groups.layout.cp, implementation)
-    if not get_cuda_rng_tracker().is_initialized() and (device is None or device.type != "meta"):
+    tracker = get_cuda_rng_tracker()
+    assert tracker is not None
+    if not tracker.is_initialized() and (device is None or device.type != "meta"):
         # Megatron's forward forks this state under sequence parallel. Nothing is random: dropout is 0 and weights are read.
         model_parallel_cuda_manual_seed(0, tp_rank=groups.coordinates.tp, ep_rank=0, etp_rank=0)
     on_gpu = device is None and torch.cuda.is_available()
@@ -171,6 +173,8 @@ def transformer_config(
 
 def _block(arch: ModelArch, config: TransformerConfig, layers: range, implementation: Implementation) -> TransformerBlockSubmodules:
     """layers: global numbers of the layers of one chunk."""
+    norm: Any  # a class, as everywhere in Megatron, whose types here want a ModuleSpec
+    bias_dropout_add: Any = get_bias_dropout_add  # a function, likewise
     if implementation == "transformer_engine":
         from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm, TERowParallelLinear
 
@@ -191,10 +195,10 @@ def _block(arch: ModelArch, config: TransformerConfig, layers: range, implementa
                         linear_qkv=column, core_attention=attention, linear_proj=row, q_layernorm=head_norm, k_layernorm=head_norm
                     ),
                 ),
-                self_attn_bda=get_bias_dropout_add,
+                self_attn_bda=bias_dropout_add,
                 pre_mlp_layernorm=norm,
                 mlp=mlp,
-                mlp_bda=get_bias_dropout_add,
+                mlp_bda=bias_dropout_add,
             ),
         )
 

@@ -39,4 +39,4 @@ def accumulate_into_main_grad(model: torch.nn.Module) -> None:
     """
     for module in model.modules():
         if hasattr(module, "fuse_wgrad_accumulation"):
-            module.fuse_wgrad_accumulation = True
+            setattr(module, "fuse_wgrad_accumulation", True)

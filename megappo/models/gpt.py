@@ -6,7 +6,7 @@ critic one fp32 value per token. `build.py` writes their TransformerConfig and l
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.core.models.gpt import GPTModel
@@ -39,7 +39,7 @@ class PackedModel(GPTModel):
     ) -> None:
         super().__init__(
             config,
-            layers,
+            cast(Any, layers),  # Megatron takes a block's submodules too, its types a ModuleSpec only
             vocab_size=padded_vocab(arch, config.tensor_model_parallel_size),
             max_sequence_length=arch.max_positions,
             pre_process=pre_process,
@@ -51,7 +51,8 @@ class PackedModel(GPTModel):
         )
         self.arch = arch
 
-    def forward(
+    # Megatron's arguments are those of a padded batch.
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, tokens: Tensor, cu_seqlens: Tensor, context: ContextShard | None = None, real: Tensor | None = None
     ) -> Tensor:
         """tokens [T] int64 and cu_seqlens [B+1] -> hidden states for the next stage, or the subclass's output on the last one.
@@ -63,14 +64,16 @@ class PackedModel(GPTModel):
         packed = packed_sequences(self.arch, cu_seqlens, tokens.device, self.config.params_dtype, context)
         packed.real = real
         mine = tokens if context is None else context.take(tokens)
-        return super().forward(input_ids=mine[None], position_ids=None, attention_mask=None, packed_seq_params=packed)
+        absent: Any = None  # positions and the mask are in `packed`
+        return super().forward(input_ids=mine[None], position_ids=absent, attention_mask=absent, packed_seq_params=packed)
 
 
 class PolicyModel(PackedModel):
     """Language model. The last stage returns the final hidden states of this rank's tokens, [T / cp, 1, H] ([T / cp / tp, 1, H]
     under sequence parallel)."""
 
-    def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:
+    # Of all that Megatron passes, by name, the hidden states alone are used.
+    def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         return hidden_states
 
     def output_weight(self) -> Tensor:
@@ -123,7 +126,8 @@ class CriticModel(PackedModel):
         output = super().forward(tokens, cu_seqlens, context, real)
         return context.gather(output) if self.post_process and context is not None else output
 
-    def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:
+    # As of the policy.
+    def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         if not self.post_process:
             return hidden_states
         values = self.value_head(hidden_states.float()).flatten()

@@ -202,6 +202,7 @@ class _Gather:
             given.update(piece.box for piece in pieces)
             sizes = [piece.box.area for piece in pieces]
             covered += sum(sizes)
+            values = None
             if rank == self.rank:
                 values = torch.cat([self._take(piece).to(dtype).flatten() for piece in pieces]).cpu()
                 if not self.is_root:
@@ -210,6 +211,7 @@ class _Gather:
                 values = torch.empty(sum(sizes), dtype=dtype)
                 dist.recv(values, rank)
             if whole is not None:
+                assert values is not None
                 for piece, part in zip(pieces, values.split(sizes)):
                     box = piece.box
                     as_2d(whole)[box.r0 : box.r1, box.c0 : box.c1] = part.view(box.rows, box.cols)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -73,8 +73,9 @@ def moe_submodule(implementation: Implementation) -> ModuleSpec:
 class SparseLayer(TransformerLayer):
     """Layer whose router knows the sequences of the micro-batch, in the first forward and in a recomputed one alike."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        with self.mlp.router.within(kwargs["packed_seq_params"]):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        mlp: Any = self.mlp  # of `moe_submodule`
+        with mlp.router.within(kwargs["packed_seq_params"]):
             return super().forward(*args, **kwargs)
 
 
@@ -122,7 +123,7 @@ class RouterState:
 
 def share_router_state(chunks: Sequence[torch.nn.Module]) -> RouterState | None:
     """Give all routers of a model (its chunks on this rank, not wrapped) one state. None for a dense model."""
-    config: TransformerConfig = chunks[0].config
+    config = cast(TransformerConfig, chunks[0].config)
     if config.num_moe_experts is None:
         return None
     state = RouterState(config.num_layers, config.num_moe_experts, next(chunks[0].parameters()).device)
@@ -175,6 +176,7 @@ class SequenceRouter(Router):
     def _balance(self, state: RouterState, logits: Tensor, probs: Tensor, chosen: Tensor) -> Tensor:
         """Record the load and attach the gradient of the balancing loss to `probs`."""
         assert self._packed is not None, "the router ran outside its layer"
+        assert self.layer_number is not None and self.num_experts is not None
         packed = self._packed
         if packed.own_sequences is None:  # the same in every layer
             num_ranks = self.tp_group.size() if self.config.sequence_parallel else 1
@@ -226,7 +228,8 @@ class _RouterLinear(torch.autograd.Function):
         return x.float() @ weight.float().T
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        (grad,) = grads
         x, weight = ctx.saved_tensors
         return (grad @ weight.float()).to(x.dtype), (grad.T @ x.float()).to(weight.dtype)
 
@@ -240,7 +243,8 @@ class _AttachLoss(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        (grad,) = grads
         dtype, device = ctx.like
         # Filled on the device: a copy from the host would wait for it in every layer.
         return grad, torch.full((), ctx.scale, dtype=dtype, device=device), None

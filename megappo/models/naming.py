@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -31,7 +32,8 @@ def _canonical(chunk: PackedModel) -> Iterator[tuple[str, torch.nn.Parameter]]:
         if match is None:
             yield name, parameter
             continue
-        layer = chunk.decoder.layers[int(match[1])]
+        layers: Any = chunk.decoder.layers
+        layer = layers[int(match[1])]
         inside = match[2]
         if inside.startswith("mlp.experts."):
             inside = expert_name(inside, layer.mlp.local_expert_indices[0])

@@ -43,10 +43,11 @@ def _llama3(rope: Rope, inv_freq: Tensor) -> Tensor:
 
 def _yarn(rope: Rope, powers: Tensor, dim: int) -> Tensor:
     """Peng et al. 2023, "YaRN", section 3.2 (NTK by parts)."""
-    assert rope.factor and rope.original_max_positions
+    original = rope.original_max_positions
+    assert rope.factor and original
 
     def dim_with_rotations(rotations: float) -> float:
-        return dim * math.log(rope.original_max_positions / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
+        return dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
 
     low, high = dim_with_rotations(rope.beta_fast), dim_with_rotations(rope.beta_slow)
     if rope.truncate:
@@ -59,12 +60,13 @@ def _yarn(rope: Rope, powers: Tensor, dim: int) -> Tensor:
 
 
 def _yarn_attention_factor(rope: Rope) -> float:
-    assert rope.factor
+    factor = rope.factor
+    assert factor
     if rope.attention_factor is not None:
         return rope.attention_factor
 
     def scale(mscale: float) -> float:
-        return 1.0 if rope.factor <= 1 else 0.1 * mscale * math.log(rope.factor) + 1.0
+        return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
     if rope.mscale and rope.mscale_all_dim:
         return scale(rope.mscale) / scale(rope.mscale_all_dim)

@@ -136,8 +136,9 @@ class _Roles:
             role: _Recorder(engine, self.measures[role], gradients) for role, engine in (("policy", policy), ("critic", critic))
         }
         logits_dtype = config.policy.logits_dtype
-        self.policy = Policy(self._recorders["policy"], temperature, a, logits_dtype)
-        self.critic = Critic(self._recorders["critic"], a.value_clip)
+        stand_ins: dict[str, Any] = dict(self._recorders)  # they have of an engine what the roles use
+        self.policy = Policy(stand_ins["policy"], temperature, a, logits_dtype)
+        self.critic = Critic(stand_ins["critic"], a.value_clip)
         self.reference: LanguageModel | None = None
         if a.kl.placement != "none":
             path = config.reference.model or config.policy.model
@@ -188,7 +189,8 @@ class _Recorder:
 
     def optimizer_step(self) -> StepResult:
         if self._wants_gradients and self._measures.gradients is None:
-            local = {name: parameter.main_grad for name, parameter in self._engine.named_parameters().items()}
+            parameters: dict[str, Any] = dict(self._engine.named_parameters())  # main_grad is of Megatron's DDP
+            local = {name: parameter.main_grad for name, parameter in parameters.items()}
             self._measures.gradients = self._gather(local)
         result = self._engine.optimizer_step()
         self._norms.append(result.grad_norm)
