@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 from megappo.bridge.plan import make_plan
 from megappo.bridge.sync import policy_pieces
-from megappo.bridge.vllm_layout import bake
+from megappo.bridge.vllm_layout import record_destination
 from megappo.config.schema import ParallelConfig, TrainConfig
 from megappo.models.families.registry import FAMILIES
 from megappo.models.family import Family
@@ -195,7 +195,7 @@ def test_the_bridge_fills_an_engine_from_every_layout(registered, folder):
         layer_tensors=lambda layer: dict(layer._parameters),
         original_loader=lambda tensor: None,
     )
-    destination = bake(engine, api, hf_tensors(arch), torch.float32)
+    destination = record_destination(engine, api, hf_tensors(arch), torch.float32)
     for layout in (ParallelLayout(1), ParallelLayout(2, tp=2), ParallelLayout(4, tp=2, pp=2)):
         held = [policy_tensors(arch, layout, rank, checkpoint) for rank in range(layout.world_size)]
         got = {name: torch.full_like(tensor, float("nan")) for name, tensor in wanted.items()}
