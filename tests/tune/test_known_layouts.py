@@ -82,6 +82,7 @@ MEGATRON = "Narayanan et al. 2021, table 1"
 # model, GPUs, profile, sequences of a step, their length, (tp, cp, pp, ep, etp), source
 PUBLISHED = {
     "llama-70b": (LLAMA_70B, 64, "h200", 128, 8192, (4, 1, 8, 1, 1), BRIDGE),
+    "llama-70b-bf16": (LLAMA_70B, 64, "h100", 128, 8192, (4, 2, 4, 1, 1), BRIDGE),
     "llama-405b": (LLAMA_405B, 1024, "h200", 512, 8192, (8, 2, 8, 1, 1), BRIDGE),
     "qwen3-30b-a3b": (QWEN3_30B, 16, "h200", 512, 4096, (1, 1, 2, 8, 1), BRIDGE),
     **{
