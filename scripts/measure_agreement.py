@@ -74,7 +74,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         seed=0,
         device=device,
     )
-    engine.connect(policy.named_parameters, arch, groups.layout)
+    engine.connect(policy)
     engine.push_weights(1)
     rng = random.Random(0)
     highest = arguments.highest_id or arch.vocab_size - 1

@@ -1,14 +1,14 @@
 """Brings the policy's weights into the rollout engine, version by version.
 
-Ties the parts together: layouts -> plan (once) -> transfer -> verification -> engine. Every method is collective over the
-group. The trainer hands in its parameters as a callable because they may be offloaded, reallocated or re-cast between pushes.
+Ties the parts together: pieces -> plan (once) -> transfer -> verification -> engine. Every method is collective over the
+group. The policy is asked for its parameters at every push: they may be offloaded, reallocated or re-cast between two.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -20,15 +20,27 @@ from megappo.bridge.plan import Move, digest, make_buckets, make_plan
 from megappo.bridge.transfer import Round, transfer
 from megappo.bridge.verify import ChecksumRound, agree
 from megappo.models.arch import ModelArch
-from megappo.models.pieces import Piece
-from megappo.models.weight_map import hf_tensors, megatron_pieces
-from megappo.parallel.layout import ParallelLayout
+from megappo.models.pieces import RankPieces
+from megappo.models.weight_map import hf_tensors
 
 BUCKET_BYTES = 256 << 20
 
 
+class WeightSource(Protocol):
+    """The policy, as far as the bridge needs it: every `engine.base.Engine` is one."""
+
+    @property
+    def arch(self) -> ModelArch: ...
+
+    def named_parameters(self) -> Mapping[str, Tensor]:
+        """This rank's parameters."""
+
+    def pieces(self) -> RankPieces:
+        """Rank -> the Hugging Face rectangles in its parameters, the same on every rank."""
+
+
 class BridgedEngine(Protocol):
-    """What the bridge needs of an engine."""
+    """The rollout engine, as far as the bridge needs it."""
 
     receiver: WeightReceiver
     device: torch.device
@@ -41,33 +53,30 @@ class BridgedEngine(Protocol):
 
 
 class WeightSync:
-    """Pushes the policy, laid out as `layout`, into `engine`.
+    """Pushes the weights of `policy` into `engine`.
 
-    named_params: this rank's parameters by the canonical names of `megatron_pieces`. group: the ranks of the layout in order
-    (default: the world). The plan is built here; raises ValueError when it cannot be and RuntimeError when the ranks disagree
-    on it.
+    group: the ranks that `policy.pieces()` counts, in order (default: the world). The plan is built here; raises ValueError when
+    it cannot be and RuntimeError when the ranks disagree on it.
     """
 
     def __init__(
         self,
-        named_params: Callable[[], Mapping[str, Tensor]],
-        arch: ModelArch,
-        layout: ParallelLayout,
+        policy: WeightSource,
         engine: BridgedEngine,
         group: dist.ProcessGroup | None = None,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        self._named_params = named_params
+        self._policy = policy
         self._engine = engine
         self._group = group
         self._rank = dist.get_rank(group)
         self._world = dist.get_world_size(group)
-        assert layout.world_size == self._world, f"layout of {layout.world_size} ranks on a group of {self._world}"
         started = time.perf_counter()
-        tensors = hf_tensors(arch)
+        pieces, tensors = policy.pieces(), hf_tensors(policy.arch)
+        assert len(pieces) == self._world, f"a policy of {len(pieces)} ranks on a group of {self._world}"
         self._destinations = self._gather(engine.receiver.describe(tensors))
         self._check_all_used(tensors)
-        plan = self._agreed_plan(policy_pieces(arch, layout))
+        plan = self._agreed_plan(pieces)
         destination = self._destinations[self._rank]
         buckets = make_buckets(plan, destination.modules, destination.dtype.itemsize, bucket_bytes)
         self._rounds = [Round.of(bucket, self._rank, self._world) for bucket in buckets]
@@ -92,7 +101,7 @@ class WeightSync:
         if unused:
             raise ValueError(f"the engine's model has no place for {unused[0]} of the policy ({len(unused)} such tensors)")
 
-    def _agreed_plan(self, sources: Mapping[int, Sequence[Piece]]) -> list[Move]:
+    def _agreed_plan(self, sources: RankPieces) -> list[Move]:
         destinations = {rank: destination.pieces for rank, destination in self._destinations.items()}
         itemsize = self._destinations[self._rank].dtype.itemsize
         plan = make_plan(sources, destinations, itemsize, self._ranks_per_node())
@@ -116,7 +125,7 @@ class WeightSync:
         then refuses to work.
         """
         started = time.perf_counter()
-        tensors = self._named_params()
+        tensors = self._policy.named_parameters()
         self._raise_together(version, self._source_problems(tensors))
         destination = self._destinations[self._rank]
         self._engine.weights_changing()
@@ -156,16 +165,3 @@ class WeightSync:
                 shape = tuple(tensor.shape)
                 problems.append(f"rank {self._rank}: {move.source} of shape {shape} is too small for its part of {move.hf}")
         return problems
-
-
-def policy_pieces(arch: ModelArch, layout: ParallelLayout) -> dict[int, list[Piece]]:
-    """What every rank of the layout holds. Data-parallel ranks hold the same pieces under other rank numbers."""
-    by_place: dict[tuple[int, int, int, int], list[Piece]] = {}
-    sources = {}
-    for rank in range(layout.world_size):
-        at = layout.coordinates(rank)
-        place = (at.tp, at.pp, at.etp, at.ep)
-        if place not in by_place:
-            by_place[place] = megatron_pieces(arch, layout, rank)
-        sources[rank] = by_place[place]
-    return sources

@@ -13,7 +13,7 @@ import re
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed as dist
 
@@ -30,6 +30,7 @@ from megappo.checkpoint.manifest import (
 )
 from megappo.checkpoint.rng import load_rng, save_rng
 from megappo.checkpoint.sharded import OPTIMIZER, load_sharded, save_sharded
+from megappo.checkpoint.state import StatefulComponent, StatefulModel
 from megappo.parallel.consensus import RankFault, on_every_rank, on_rank_zero
 
 logger = logging.getLogger(__name__)
@@ -41,32 +42,6 @@ _WRITER = re.compile(r"(?:__|rng-0*)(\d+)[_.][^/]*$")
 
 class SaveFailed(RuntimeError):
     """A checkpoint was not written; raised on all ranks. Nothing is left of it, and earlier ones are untouched."""
-
-
-class StatefulEngine(Protocol):
-    """A sharded model with its optimizer; see `MegatronEngine`. All methods are collective.
-
-    head_names: keys of the heads that a model may have (output projection, value head).
-    """
-
-    head_names: tuple[str, ...]
-
-    def save_state(self, *, with_optimizer: bool) -> dict[str, Any]: ...
-
-    def state_to_load(self, *, with_optimizer: bool, with_head: bool = True) -> dict[str, Any]: ...
-
-    def load_state(self, state: dict[str, Any]) -> None: ...
-
-    def release_state(self) -> None:
-        """Offload the state of `save_state` again, once it has been written."""
-
-
-class StatefulComponent(Protocol):
-    """Component with a small state that is equal on every rank: strings, numbers, lists and dicts with string keys."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 class CheckpointStore:
@@ -87,7 +62,7 @@ class CheckpointStore:
     def save(
         self,
         step: int,
-        engines: Mapping[str, StatefulEngine],
+        engines: Mapping[str, StatefulModel],
         components: Mapping[str, StatefulComponent],
         facts: Mapping[str, Any],
     ) -> Path:
@@ -109,7 +84,7 @@ class CheckpointStore:
             logger.info("saved step-%d (%.1f MB)%s", step, manifest.total_bytes / 1e6, f", removed {removed}" if removed else "")
         return self._directory.step_path(step)
 
-    def _write(self, place: Path, engines: Mapping[str, StatefulEngine], components: Mapping[str, StatefulComponent]) -> None:
+    def _write(self, place: Path, engines: Mapping[str, StatefulModel], components: Mapping[str, StatefulComponent]) -> None:
         on_every_rank("looking for the checkpoint directory", lambda: _require_shared(place))
         for name, engine in engines.items():
             target = place / "megatron" / name
@@ -145,7 +120,7 @@ class CheckpointStore:
 
     def load(
         self,
-        engines: Mapping[str, StatefulEngine],
+        engines: Mapping[str, StatefulModel],
         components: Mapping[str, StatefulComponent],
         facts: Mapping[str, Any],
     ) -> int:
@@ -167,9 +142,7 @@ class CheckpointStore:
         require_same_run(manifest, facts, source.name)
         return manifest
 
-    def restore(
-        self, manifest: Manifest, engines: Mapping[str, StatefulEngine], components: Mapping[str, StatefulComponent]
-    ) -> int:
+    def restore(self, manifest: Manifest, engines: Mapping[str, StatefulModel], components: Mapping[str, StatefulComponent]) -> int:
         """Load the checkpoint that `find_resumable` verified; returns its step.
 
         Weights and optimizer load in any layout; random states only with the same number of ranks.
@@ -184,7 +157,7 @@ class CheckpointStore:
         self._restore_rng(source, manifest)
         return manifest.step
 
-    def load_weights(self, name: str, engine: StatefulEngine, step: int | None = None, *, with_head: bool = True) -> int:
+    def load_weights(self, name: str, engine: StatefulModel, step: int | None = None, *, with_head: bool = True) -> int:
         """Load the weights of one engine, without optimizer, from checkpoint `step` (None: the newest valid one); returns the step.
 
         Works for `save_only_model` checkpoints and in any layout. Without `with_head` the engine keeps its own head, and the

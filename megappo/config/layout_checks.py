@@ -9,16 +9,14 @@ from collections.abc import Iterator
 
 from megappo.config.batch import nearest_divisors
 from megappo.config.errors import problem
-from megappo.config.schema import ParallelConfig, SftConfig, TrainConfig
+from megappo.config.schema import ParallelConfig, RoleConfig, SftConfig, TrainConfig
 
 
 def roles_in_use(config: TrainConfig | SftConfig) -> dict[str, ParallelConfig]:
     """Role -> parallel sizes, for the roles that this configuration builds."""
-    if isinstance(config, SftConfig):
-        return {"policy": config.policy.parallel}
-    roles = {"policy": config.policy.parallel, "critic": config.critic.parallel}
-    if config.algorithm.kl.placement != "none":
-        roles["reference"] = config.reference.parallel
+    roles = {name: section.parallel for name, section in config if isinstance(section, RoleConfig)}
+    if isinstance(config, TrainConfig) and config.algorithm.kl.placement == "none":
+        del roles["reference"]  # nothing is measured against it
     return roles
 
 

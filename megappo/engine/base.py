@@ -1,7 +1,8 @@
-"""What a role (policy, critic, reference) may ask of the engine that runs its model.
+"""The engine of a role (policy, critic, reference): one model with its optimizer, however it is sharded.
 
-Roles are written against this and do not know which engine runs. The engine knows nothing of PPO: losses arrive as callables.
-Batches are global: every rank passes the same packed batch and the engine takes the part that its layout needs.
+Roles, bridge, checkpoints, export and the instruments are written against `Engine` and do not know which engine runs; the one
+place that does is `build.py`. An engine knows nothing of PPO: losses arrive as callables. Batches are global: every rank passes
+the same packed batch and the engine takes the part that its layout needs.
 """
 
 from __future__ import annotations
@@ -9,48 +10,64 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
+from megappo.checkpoint.state import StatefulModel
 from megappo.data.packing import PackedBatch
-from megappo.parallel.context import ContextShard
+from megappo.models.arch import ModelArch
+from megappo.models.pieces import RankPieces
+from megappo.ops.linear_loss import TokenLoss
+
+LogitsDtype = Literal["fp32", "bf16"]
 
 
 @dataclass(frozen=True)
-class ModelOutput:
-    """What the last pipeline stage hands to a loss function for one micro-batch of T tokens.
+class LogprobQuery:
+    """Log-probs that a role asks for: row t of a micro-batch of T tokens is the distribution after token t.
 
-    hidden: [T / cp, H] final hidden states ([T / cp / tp, H] under sequence parallel), None for a value model.
-    weight: [V / tp, H] output projection of this rank, None for a value model. vocab_start: global id of its first row;
-    num_valid: how many of its rows are real vocabulary (the rest is padding).
-    values: [T] fp32 raw outputs of the value head, None for a language model.
-    context: which of the T tokens this rank holds under context parallel (None: all); fields of the batch, values, per-token
-    results and the loss are over all T, on every rank of the context-parallel group alike.
+    target: [T] int64, the id that row t is asked for, `ops.vocab_shard.IGNORE_INDEX` for none. temperature: divides the logits.
+    logits_dtype: the logits are rounded to it before that. kept: [T, K] int32, the only ids that row t could give, NO_ID beyond;
+    None for the whole vocabulary. want_entropy: of the same distribution, in nats.
     """
 
-    tp_group: torch.distributed.ProcessGroup
-    sequence_parallel: bool
-    hidden: Tensor | None = None
-    weight: Tensor | None = None
-    vocab_start: int = 0
-    num_valid: int = 0
-    values: Tensor | None = None
-    context: ContextShard | None = None
+    target: Tensor
+    temperature: float
+    logits_dtype: LogitsDtype = "fp32"
+    kept: Tensor | None = None
+    want_entropy: bool = True
 
-    def own_tokens(self, x: Tensor) -> Tensor:
-        """[T, ...] -> the part of the tokens of `hidden`, [T / cp, ...]."""
-        return x if self.context is None else self.context.take(x)
 
-    def all_tokens(self, x: Tensor) -> Tensor:
-        """[T / cp, ...] -> [T, ...] on every rank; differentiable. Collective over the context-parallel group."""
-        return x if self.context is None else self.context.gather(x)
+class FusedLoss(Protocol):
+    """A loss of log-probs that is computed, with its gradient, while the logits of a chunk of tokens exist."""
+
+    def __call__(self, query: LogprobQuery, token_loss: TokenLoss) -> tuple[Tensor, dict[str, Tensor]]:
+        """(scalar sum of token_loss over chunks of rows, differentiable; its metrics, *_max by maximum, others by sum)."""
+
+
+class LanguageOutput(Protocol):
+    """Distributions after each of the T tokens of a micro-batch. No engine has to hold logits, or a whole output projection.
+
+    Results are over all T rows and the same on every rank of a replica, whatever part of them a rank computes.
+    """
+
+    @property
+    def fused_loss(self) -> FusedLoss | None:
+        """None where log-probs have to be taken first and the loss of them after that; both ways give the same gradient."""
+
+    def logprobs(self, query: LogprobQuery) -> tuple[Tensor, Tensor | None]:
+        """(log-probs [T] fp32 of the targets, entropies [T] fp32 if asked for), differentiable; 0 where there is no target."""
+
+    def logits(self, rows: Tensor, logits_dtype: LogitsDtype) -> Tensor:
+        """[R, V] fp32 logits of a few rows (int64 [R]); columns beyond the vocabulary are -inf. Without gradient."""
 
 
 @dataclass(frozen=True)
 class LossOutput:
-    """What a loss function returns for one micro-batch.
+    """Results of a loss function for one micro-batch.
 
     loss_sum: scalar, the un-normalised sum (None when the pass is forward only). tokens: name -> [T] results to hand back.
     sums / maxima: name -> scalar, combined over micro-batches and data-parallel ranks by sum / max.
@@ -62,12 +79,15 @@ class LossOutput:
     maxima: Mapping[str, Tensor] = field(default_factory=dict)
 
 
-LossFunction = Callable[[ModelOutput, PackedBatch], LossOutput]
+LanguageLoss = Callable[[LanguageOutput, PackedBatch], LossOutput]
+ValueLoss = Callable[[Tensor, PackedBatch], LossOutput]
+"""Of a value model: takes [T] fp32, the head's raw output at every token."""
+LossFunction = LanguageLoss | ValueLoss
 
 
 @dataclass(frozen=True)
 class RouterSummary:
-    """What the routers of a model with experts did in one training pass.
+    """Load of the routers of a model with experts in one training pass.
 
     tokens: [layers, experts] fp64, tokens sent to each expert (0 in dense layers). balance_loss: mean over sequences of their
     balancing losses, summed over layers, before the coefficient; 0 where that is 0.
@@ -99,11 +119,41 @@ class StepResult:
     applied: bool
 
 
-class Engine(Protocol):
-    """One model, sharded, with its optimizer if it has one. All methods are collective over the role's ranks."""
+class Engine(StatefulModel, Protocol):
+    """One model on all ranks of the world, with its optimizer if it trains. Methods are collective unless they say otherwise."""
+
+    @property
+    def name(self) -> str:
+        """The role, for messages."""
+
+    @property
+    def arch(self) -> ModelArch: ...
+
+    @property
+    def value_head(self) -> bool:
+        """The model gives values, not log-probs."""
+
+    # ----------------------------------------------------------------------------------------------------------- weights
+
+    def named_parameters(self) -> Mapping[str, torch.nn.Parameter]:
+        """This rank's parameters, under names that are the same in every layout. Not collective."""
+
+    def named_gradients(self) -> Mapping[str, Tensor]:
+        """Those of the last training pass, reduced where the optimizer is not sharded; names as above. Not collective."""
+
+    def pieces(self) -> RankPieces:
+        """Rank -> the Hugging Face rectangles that it holds, by the names above. Not collective; the same on every rank."""
+
+    def export(self, directory: Path, source: Path) -> None:
+        """Write a Hugging Face checkpoint; configuration and tokenizer files come from that in `source`.
+
+        ValueError or OSError on every rank where one fails or `directory` exists; it appears when it is complete.
+        """
+
+    # ------------------------------------------------------------------------------------------------------------ passes
 
     def train_mode(self) -> AbstractContextManager[None]:
-        """Parameters and gradients are resident and dropout is on inside; offloads on exit what the role offloads."""
+        """Parameters and gradients are resident inside; offloads on exit what the role offloads."""
 
     def eval_mode(self) -> AbstractContextManager[None]:
         """Parameters are resident inside, gradients are not recorded."""
@@ -117,36 +167,22 @@ class Engine(Protocol):
         denominator: float = 1.0,
         forward_only: bool = False,
     ) -> PassResult:
-        """Run the micro-batches of the global batch; gradients of sum(loss_sum) / denominator are accumulated and reduced.
+        """Run the micro-batches of the global batch; a training pass leaves the reduced gradient of sum(loss_sum) / denominator.
 
+        There is one training pass between `optimizer_zero_grad` and `optimizer_step`: what is reduced over ranks is reduced once.
         reads: fields of the batch that loss_fn looks at, where the batch has them. No others go to the device, and asking a
         micro-batch for one of them is a KeyError.
         """
 
-    def shard_data(self, batch: PackedBatch) -> list[PackedBatch]:
-        """This data-parallel rank's micro-batches, the same number on every rank."""
-
-    def unshard_data(self, batch: PackedBatch, tokens: list[Mapping[str, Tensor]], names: list[str]) -> dict[str, Tensor]:
-        """Per-token results of the local micro-batches -> [T] in the global batch's order, on every rank."""
+    # --------------------------------------------------------------------------------------------------------- optimizer
 
     def optimizer_zero_grad(self) -> None: ...
 
-    def optimizer_step(self) -> StepResult: ...
+    def optimizer_step(self) -> StepResult:
+        """Clip and apply the gradients; where they are not finite the step is skipped on all ranks."""
 
     def lr_scheduler_step(self) -> float:
         """Advance the schedule by one optimizer step; returns the learning rate that this step uses."""
 
-    def to(self, device: str, *, model: bool = True, optimizer: bool = True) -> None:
-        """Move to "host" (offloaded) or "device" (resident)."""
-
-    def save_state(self, *, with_optimizer: bool) -> dict[str, Any]:
-        """Sharded state for the checkpoint writer."""
-
-    def release_state(self) -> None:
-        """What `save_state` returned has been written."""
-
-    def state_to_load(self, *, with_optimizer: bool, with_head: bool = True) -> dict[str, Any]:
-        """Description of the state, for the checkpoint reader to fill; without `with_head` the model keeps its own head."""
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Take back what `state_to_load` described, after the checkpoint reader filled it."""
+    def to(self, device: Literal["host", "device"], *, model: bool = True, optimizer: bool = True) -> None:
+        """Move to "host" (offloaded) or "device" (resident). Not collective."""

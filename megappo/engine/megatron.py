@@ -1,7 +1,7 @@
 """The engine that runs a model of Megatron-core: pipeline schedules, gradient reduction, optimizer, offload.
 
 It takes global packed batches, gives every data-parallel rank its balanced part, pads and cuts it as the layout needs, and
-hands per-token results back in the global order to every rank. What a loss means is not known here.
+hands per-token results back in the global order to every rank. The meaning of a loss is not known here.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -19,15 +20,18 @@ from torch import Tensor
 
 from megappo.config.schema import OffloadConfig
 from megappo.data.packing import PackedBatch
-from megappo.engine.base import LossFunction, LossOutput, ModelOutput, PassResult, RouterSummary, StepResult
+from megappo.engine.base import LossFunction, LossOutput, PassResult, RouterSummary, StepResult
+from megappo.engine.linear_output import LinearOutput
 from megappo.engine.megatron_optimizer import Optimizer
 from megappo.engine.megatron_schedule import MicroBatch, MicroBatches, run_schedule
 from megappo.engine.offload import StorageOffload, without_storages_of
-from megappo.models.arch import vocab_shard
-from megappo.models.gpt import CriticModel, PackedModel
+from megappo.models.arch import ModelArch, vocab_shard
+from megappo.models.gpt import CriticModel, PackedModel, PolicyModel
+from megappo.models.hf_export import export_pretrained
 from megappo.models.moe import share_router_state
 from megappo.models.naming import named_parameters
-from megappo.models.weight_map import LOCAL_OUTPUT, LOCAL_VALUE_HEAD
+from megappo.models.pieces import RankPieces
+from megappo.models.weight_map import LOCAL_OUTPUT, LOCAL_VALUE_HEAD, pieces_by_rank
 from megappo.parallel.balance import plan_micro_batches
 from megappo.parallel.context import ContextShard
 from megappo.parallel.groups import ProcessGroups
@@ -77,9 +81,30 @@ class MegatronEngine:
         self._parked_optimizer = StorageOffload(self._optimizer_tensors)
         self._gradients_freed = False
 
+    @property
+    def arch(self) -> ModelArch:
+        return self.chunks[0].arch
+
+    @property
+    def value_head(self) -> bool:
+        return isinstance(self.chunks[0], CriticModel)
+
+    # --------------------------------------------------------------------------------------------------------- weights
+
     def named_parameters(self) -> dict[str, torch.nn.Parameter]:
         """Canonical name (see `models/naming.py`) -> parameter of this rank."""
         return named_parameters(self.chunks)
+
+    def named_gradients(self) -> dict[str, Tensor]:
+        """Views of DDP's fp32 buffers; the distributed optimizer leaves each rank with the reduced sum of its own shard only."""
+        return {name: parameter.main_grad for name, parameter in self.named_parameters().items()}
+
+    def pieces(self) -> RankPieces:
+        return pieces_by_rank(self.arch, self.groups.layout, self.value_head)
+
+    def export(self, directory: Path, source: Path) -> None:
+        with self.eval_mode():
+            export_pretrained(self.chunks, self.arch, self.groups, directory, source)
 
     def _parameters(self) -> Iterator[torch.nn.Parameter]:
         for chunk in self.chunks:
@@ -95,7 +120,7 @@ class MegatronEngine:
         self._parked_parameters.restore()
         self._restore_gradients()
         yield
-        self.park()
+        self.offload_idle()
 
     @contextmanager
     def eval_mode(self) -> Iterator[None]:
@@ -105,14 +130,14 @@ class MegatronEngine:
         self._parked_parameters.restore(to_change=False)
         with torch.no_grad():
             yield
-        self.park()
+        self.offload_idle()
 
-    def to(self, device: str, *, model: bool = True, optimizer: bool = True) -> None:
+    def to(self, device: Literal["host", "device"], *, model: bool = True, optimizer: bool = True) -> None:
         for wanted, parked in ((model, self._parked_parameters), (optimizer, self._parked_optimizer)):
             if wanted:
                 parked.restore() if device == "device" else parked.offload()
 
-    def park(self) -> None:
+    def offload_idle(self) -> None:
         """Offload what this role offloads, so that the next role or the rollout engine finds the memory free."""
         self.to("host", model=self._offload.parameters, optimizer=self._offload.optimizer)
         if self._offload.gradients and self._optimizer is not None and not self._gradients_freed:
@@ -156,12 +181,6 @@ class MegatronEngine:
         router = None if forward_only else self._combine_router_load(batch.num_sequences)
         return PassResult(self._gather_tokens(batch, mine, tokens, names["tokens"]), sums, maxima, len(mine), router)
 
-    def shard_data(self, batch: PackedBatch) -> list[PackedBatch]:
-        return [batch.select(sequences) for sequences in self._my_sequences(batch)]
-
-    def unshard_data(self, batch: PackedBatch, tokens: list[Mapping[str, Tensor]], names: list[str]) -> dict[str, Tensor]:
-        return self._gather_tokens(batch, self._my_sequences(batch), tokens, names)
-
     def _gather_tokens(
         self, batch: PackedBatch, mine: list[list[int]], tokens: list[Mapping[str, Tensor]], names: list[str]
     ) -> dict[str, Tensor]:
@@ -188,7 +207,8 @@ class MegatronEngine:
     def _compute_loss(
         self, loss_fn: LossFunction, denominator: float, outputs: list[LossOutput], micro: MicroBatch, raw: Tensor
     ) -> tuple[Tensor, Tensor, dict]:
-        output = loss_fn(self._model_output(raw, micro.context), micro.batch)
+        model_output: Any = self._model_output(raw, micro.context)
+        output = loss_fn(model_output, micro.batch)
         outputs.append(
             LossOutput(
                 tokens={name: value.detach().index_select(0, micro.real) for name, value in output.tokens.items()},
@@ -200,13 +220,22 @@ class MegatronEngine:
         # The token count is Megatron's normaliser; ours is already in the loss, so one token is reported and never used.
         return loss, torch.ones((), dtype=torch.int, device=self.device), {}
 
-    def _model_output(self, raw: Tensor, context: ContextShard | None) -> ModelOutput:
-        layout, model = self.groups.layout, self.chunks[-1]
-        common: dict[str, Any] = dict(tp_group=self.groups.tp, sequence_parallel=layout.sequence_parallel, context=context)
-        if isinstance(model, CriticModel):
-            return ModelOutput(values=raw, **common)
+    def _model_output(self, raw: Tensor, context: ContextShard | None) -> LinearOutput | Tensor:
+        """What the role's loss takes: see `engine.base.LossFunction`."""
+        model = self.chunks[-1]
+        if not isinstance(model, PolicyModel):
+            return raw
+        layout = self.groups.layout
         start, num_valid = vocab_shard(model.arch, layout.tp, self.groups.coordinates.tp)
-        return ModelOutput(hidden=raw.squeeze(1), weight=model.output_weight(), vocab_start=start, num_valid=num_valid, **common)
+        return LinearOutput(
+            hidden=raw.squeeze(1),
+            weight=model.output_weight(),
+            vocab_start=start,
+            num_valid=num_valid,
+            group=self.groups.tp,
+            sequence_parallel=layout.sequence_parallel,
+            context=context,
+        )
 
     def _agree_on_names(self, outputs: list[LossOutput]) -> dict[str, list[str]]:
         """Names of the results; only the last stage computed them, every rank takes part in combining them."""
@@ -239,7 +268,7 @@ class MegatronEngine:
         return dict(zip(sum_names, sums.tolist())), dict(zip(maximum_names, maxima.tolist()))
 
     def _combine_router_load(self, num_sequences: int) -> RouterSummary | None:
-        """What the routers of all ranks saw in this pass; None for a dense model."""
+        """Load of the routers of all ranks in this pass; None for a dense model."""
         if self._router_state is None:
             return None
         load = self._router_state.collect()
@@ -275,7 +304,7 @@ class MegatronEngine:
         return self._optimizer
 
     def _non_finite_names(self) -> str:
-        bad = [name for name, p in self.named_parameters().items() if not torch.isfinite(p.main_grad).all()]
+        bad = [name for name, gradient in self.named_gradients().items() if not torch.isfinite(gradient).all()]
         return ", ".join(bad[:4]) + (f" and {len(bad) - 4} more" if len(bad) > 4 else "") if bad else "none of its own tensors"
 
     # ------------------------------------------------------------------------------------------------------ checkpoint
@@ -286,8 +315,8 @@ class MegatronEngine:
         return self._sharded_state(with_optimizer=with_optimizer)
 
     def release_state(self) -> None:
-        """What `save_state` returned has been written: offload again what it made resident."""
-        self.park()
+        """Offload again what `save_state` made resident."""
+        self.offload_idle()
 
     def state_to_load(self, *, with_optimizer: bool, with_head: bool = True) -> dict[str, Any]:
         """Sharded description of what `load_state` takes: the engine's own tensors, which the checkpoint reader fills in place.
@@ -310,7 +339,7 @@ class MegatronEngine:
             self._trained().load_state_dict(state["optimizer"])
         elif self._optimizer is not None:
             self._optimizer.reload_main_parameters()
-        self.park()
+        self.offload_idle()
 
     def _sharded_state(self, *, with_optimizer: bool) -> dict[str, Any]:
         # The group keeps Megatron off its globals; per-layer names let any pipeline split read any other's checkpoint.

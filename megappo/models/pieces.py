@@ -1,11 +1,13 @@
-"""Where every rectangle of every Hugging Face tensor lives in a Megatron rank's parameters.
+"""Places of the rectangles of Hugging Face tensors in the parameters of a rank.
 
-The one description that import, export and the bridge share. A Piece is a 2-D box of an HF tensor and its place in a local
-tensor; 1-D tensors are [n, 1]. `megatron_pieces` in `weight_map.py` writes the pieces of a rank. Pure values, no Megatron, no vLLM.
+The one description that import, export, the bridge and every engine share. A Piece is a 2-D box of an HF tensor and its place in
+a local tensor; 1-D tensors are [n, 1]. `megatron_pieces` in `weight_map.py` writes those of a Megatron rank. Pure values, no
+Megatron, no vLLM.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -45,6 +47,10 @@ class Piece(NamedTuple):
     row: int
     col: int
     slot: int = 0
+
+
+RankPieces = Mapping[int, Sequence[Piece]]
+"""Rank -> what it holds. Ranks that hold copies have equal pieces."""
 
 
 def as_2d(tensor: torch.Tensor) -> torch.Tensor:

@@ -124,6 +124,19 @@ def megatron_pieces(arch: ModelArch, layout: ParallelLayout, rank: int, value_he
     return pieces
 
 
+def pieces_by_rank(arch: ModelArch, layout: ParallelLayout, value_head: bool = False) -> dict[int, list[Piece]]:
+    """`megatron_pieces` of every rank of the layout. Ranks at the same place of different replicas share one list."""
+    by_place: dict[tuple[int, int, int, int], list[Piece]] = {}
+    pieces = {}
+    for rank in range(layout.world_size):
+        at = layout.coordinates(rank)
+        place = (at.tp, at.pp, at.etp, at.ep)
+        if place not in by_place:
+            by_place[place] = megatron_pieces(arch, layout, rank, value_head)
+        pieces[rank] = by_place[place]
+    return pieces
+
+
 def _vocab_piece(arch: ModelArch, tp: int, tp_rank: int, hf: str, local: str) -> list[Piece]:
     start, rows = vocab_shard(arch, tp, tp_rank)
     # A rank that holds padding only has no piece.

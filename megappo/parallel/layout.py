@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from megappo.config.schema import ParallelConfig
+
 AXES = ("tp", "cp", "dp", "pp", "etp", "ep", "edp")
 
 
@@ -131,3 +133,18 @@ class ParallelLayout:
         split = ["split" + "-".join(map(str, self.layers_per_stage))] if self.layers_per_stage else []
         sequence = ["sp"] if self.sequence_parallel else []
         return " ".join([f"tp{self.tp}", f"pp{self.pp}", f"dp{self.dp}", *optional, *split, *sequence])
+
+
+def layout_of(parallel: ParallelConfig, world_size: int) -> ParallelLayout:
+    """The layout that a section `<role>.parallel` describes on `world_size` ranks. ValueError where the sizes do not fit."""
+    return ParallelLayout(
+        world_size,
+        tp=parallel.tp,
+        pp=parallel.pp,
+        sequence_parallel=parallel.sequence_parallel,
+        vpp=parallel.vpp,
+        cp=parallel.cp,
+        ep=parallel.ep,
+        etp=parallel.etp,
+        layers_per_stage=parallel.layers_per_stage,
+    )

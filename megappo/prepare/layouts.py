@@ -11,11 +11,11 @@ from pathlib import Path
 from megappo.config.batch import nearest_divisors, step_arithmetic
 from megappo.config.errors import ConfigError, problem
 from megappo.config.layout_checks import parallel_problems, roles_in_use
-from megappo.config.schema import ParallelConfig, RoleConfig, SftConfig, TrainableConfig, TrainConfig
+from megappo.config.schema import RoleConfig, SftConfig, TrainableConfig, TrainConfig
 from megappo.models.arch import ModelArch
 from megappo.models.hf_config import read_arch
 from megappo.models.implementation import Implementation, implementation_of_role
-from megappo.parallel.layout import ParallelLayout
+from megappo.parallel.layout import ParallelLayout, layout_of
 from megappo.prepare.model_rules import model_problems
 from megappo.rollout.vllm_limits import cut_sizes, kv_heads_fit
 
@@ -54,21 +54,6 @@ def _check_weights_exist(key: str, path: str) -> None:
     else:
         fix = "holds no .safetensors weights; the download may be incomplete"
     raise ConfigError(problem(key, path, fix))
-
-
-def layout_of(parallel: ParallelConfig, world_size: int) -> ParallelLayout:
-    """Layout of a section `<role>.parallel` on `world_size` ranks. ValueError if the sizes do not fit."""
-    return ParallelLayout(
-        world_size,
-        tp=parallel.tp,
-        pp=parallel.pp,
-        sequence_parallel=parallel.sequence_parallel,
-        vpp=parallel.vpp,
-        cp=parallel.cp,
-        ep=parallel.ep,
-        etp=parallel.etp,
-        layers_per_stage=parallel.layers_per_stage,
-    )
 
 
 def check_layouts(

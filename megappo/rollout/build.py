@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from megappo.config.schema import RolloutConfig
+from megappo.config.schema import RolloutConfig, TimeoutsConfig
 from megappo.data.tokenizers import HuggingFaceTokenizer, Tokenizer
-from megappo.models.arch import ModelArch
+from megappo.engine.base import Engine, LogitsDtype
 from megappo.platform.device import DTYPES
 from megappo.rollout.megatron_engine import MegatronRollout
 from megappo.rollout.types import RolloutEngine
@@ -16,24 +14,24 @@ from megappo.rollout.types import RolloutEngine
 
 def build_rollout(
     config: RolloutConfig,
-    policy: Any,
+    policy: Engine,
     *,
     model: str,
-    arch: ModelArch,
     tokenizer: Tokenizer,
     max_prompt_tokens: int,
     policy_dtype: str,
-    logits_dtype: str = "fp32",
+    logits_dtype: LogitsDtype = "fp32",
     seed: int,
     device: torch.device,
+    timeouts: TimeoutsConfig,
 ) -> RolloutEngine:
     """The engine of `rollout.engine`, connected to the policy. Collective.
 
-    policy: its MegatronEngine. logits_dtype: what the Megatron engine rounds logits to; vLLM's are of its own type. model:
-    directory with the policy's config.json. ValueError where vLLM is missing.
+    logits_dtype: to which the policy's own engine rounds logits when it samples; vLLM's are of its own type. timeouts: of vLLM's
+    exchanges. model: directory with the policy's config.json. ValueError where vLLM is missing.
     """
     if config.engine == "megatron":
-        return MegatronRollout(policy, tokenizer.decode, bf16_logits=logits_dtype == "bf16")
+        return MegatronRollout(policy, tokenizer.decode, logits_dtype=logits_dtype)
     from megappo.rollout.vllm_engine import VllmEngine
 
     engine = VllmEngine(
@@ -46,7 +44,7 @@ def build_rollout(
         device=device,
         tokenizer=str(tokenizer.path) if config.stop and isinstance(tokenizer, HuggingFaceTokenizer) else None,
         detokenize=tokenizer.decode,
-        timeouts=policy.groups.timeouts,
+        timeouts=timeouts,
     )
-    engine.connect(policy.named_parameters, arch, policy.groups.layout)
+    engine.connect(policy)
     return engine

@@ -1,4 +1,4 @@
-"""Generation by the policy's own Megatron model: for platforms without vLLM, and as a cross-check of it.
+"""Generation by the policy's own engine: for platforms without vLLM, and as a cross-check of it.
 
 Without KV cache: every new token runs the whole prefix again, so the cost grows with the square of the length. No weights are
 pushed, and the log-probs are the trainer's by construction.
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megappo.data.packing import NO_ID, PackedBatch, pack
-from megappo.engine.base import Engine, LossOutput, ModelOutput
+from megappo.engine.base import Engine, LanguageOutput, LogitsDtype, LossOutput
 from megappo.rollout.types import KeptIds, Request, Response, SamplingParams
 
 # The engine returns one number per token and name: the ids that a token was drawn from have the names "kept 0", "kept 1", ...
@@ -24,17 +24,17 @@ _KEPT = "kept "
 class MegatronRollout:
     """Rollout engine that samples with the engine of the policy. `detokenize` (ids -> text) is needed for stop strings only.
 
-    bf16_logits: round them as the trainer does with `policy.logits_dtype: bf16`.
+    logits_dtype: they are rounded to it, as the trainer does with `policy.logits_dtype`.
     """
 
     name = "megatron"
 
     def __init__(
-        self, engine: Engine, detokenize: Callable[[Sequence[int]], str] | None = None, *, bf16_logits: bool = False
+        self, engine: Engine, detokenize: Callable[[Sequence[int]], str] | None = None, *, logits_dtype: LogitsDtype = "fp32"
     ) -> None:
         self._engine = engine
         self._detokenize = detokenize
-        self._bf16_logits = bf16_logits
+        self._logits_dtype: LogitsDtype = logits_dtype
         self._version = 0
 
     def push_weights(self, version: int) -> dict[str, float]:
@@ -49,7 +49,7 @@ class MegatronRollout:
         sampled: list[list[int]] = [[] for _ in requests]
         logprobs: list[list[float]] = [[] for _ in requests]
         kept: list[list[list[int]]] = [[] for _ in requests]
-        sample_next = partial(_sample_next, sampling, self._bf16_logits)
+        sample_next = partial(_sample_next, sampling, self._logits_dtype)
         finished = [False] * len(requests)
         with self._engine.eval_mode():
             for position in range(sampling.max_tokens):  # collective: all ranks pass the same requests and stop together
@@ -104,11 +104,11 @@ def _draws(requests: Sequence[Request], position: int) -> Tensor:
     return torch.cat(draws)
 
 
-def _sample_next(sampling: SamplingParams, bf16_logits: bool, output: ModelOutput, micro: PackedBatch) -> LossOutput:
+def _sample_next(sampling: SamplingParams, logits_dtype: LogitsDtype, output: LanguageOutput, micro: PackedBatch) -> LossOutput:
     """Next token, its log-prob and the ids that it was drawn from (padded by NO_ID), at the last position of every sequence."""
     # The engine may have padded sequences; the result of a sequence of padding alone (length 0) is dropped.
     ends = micro.cu_seqlens[:-1].long() + (micro["length"] - 1).clamp(min=0)
-    logits = _last_logits(output, ends, bf16_logits)  # these rows only: the whole vocabulary is gathered
+    logits = output.logits(ends, logits_dtype).double()  # these rows only: the whole vocabulary is gathered
     if sampling.temperature > 0:
         logprobs = truncated_logprobs(logits / sampling.temperature, sampling.top_p, sampling.top_k)
         cumulative = logprobs.exp().cumsum(-1)
@@ -146,33 +146,6 @@ def truncated_logprobs(logits: Tensor, top_p: float, top_k: int) -> Tensor:
         outside = torch.zeros_like(before, dtype=torch.bool).scatter(1, order, before >= top_p)
         logits = logits.masked_fill(outside, -torch.inf)
     return torch.log_softmax(logits, -1)
-
-
-def _last_logits(output: ModelOutput, ends: Tensor, bf16_logits: bool) -> Tensor:
-    """[B, V] fp64 logits of the whole vocabulary at packed positions `ends`, on every tp rank."""
-    assert output.hidden is not None and output.weight is not None
-    hidden = _gathered(output.hidden, output) if output.sequence_parallel else output.hidden
-    local = _product(output.all_tokens(hidden)[ends], output.weight)
-    local = local.bfloat16().float() if bf16_logits else local
-    local[:, output.num_valid :] = -torch.inf
-    return _gathered(local.t().contiguous(), output).t().double()
-
-
-def _product(hidden: Tensor, weight: Tensor) -> Tensor:
-    """[B, V / tp] hidden @ weight.T in fp32, without rounding to the type of bf16 weights."""
-    if hidden.dtype == torch.float32:
-        return hidden @ weight.t()
-    return torch.mm(hidden, weight.t(), out_dtype=torch.float32) if hidden.is_cuda else hidden.float() @ weight.float().t()
-
-
-def _gathered(local: Tensor, output: ModelOutput) -> Tensor:
-    """Concatenate over tp ranks along the first dimension."""
-    world = torch.distributed.get_world_size(output.tp_group)
-    if world == 1:
-        return local
-    full = local.new_empty(world * local.shape[0], *local.shape[1:])
-    torch.distributed.all_gather_into_tensor(full, local.contiguous(), group=output.tp_group)
-    return full
 
 
 def _at(values: Tensor, positions: Tensor, num_tokens: int) -> Tensor:

@@ -9,22 +9,19 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import numpy
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from megappo.bridge.sync import WeightSync
+from megappo.bridge.sync import WeightSource, WeightSync
 from megappo.bridge.vllm_loader import VllmReceiver
 from megappo.config.schema import RolloutConfig, TimeoutsConfig
-from megappo.models.arch import ModelArch
 from megappo.models.hf_config import read_arch
 from megappo.parallel.groups import meet
-from megappo.parallel.layout import ParallelLayout
 from megappo.rollout.process_state import EngineState
 from megappo.rollout.sharing import share_requests
 from megappo.rollout.types import KeptIds, Request, Response, SamplingParams
@@ -125,9 +122,9 @@ class VllmEngine:
             self._llm.llm_engine.engine_core._finalizer.detach()
         unlink_shared_memory(self._identity)
 
-    def connect(self, named_params: Callable[[], Mapping[str, Tensor]], arch: ModelArch, layout: ParallelLayout) -> None:
+    def connect(self, policy: WeightSource) -> None:
         """Plan the transfer of the policy's parameters (see `bridge.sync.WeightSync`) into this engine. Collective."""
-        self._sync = WeightSync(named_params, arch, layout, self)
+        self._sync = WeightSync(policy, self)
 
     def push_weights(self, version: int, verify: bool | None = None) -> dict[str, float]:
         """Push the weights. Collective. verify: compare checksums; None verifies while the engine holds no valid weights."""

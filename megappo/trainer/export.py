@@ -9,11 +9,10 @@ import torch.distributed as dist
 
 from megappo.checkpoint.store import CheckpointStore
 from megappo.config.loading import load_config
-from megappo.engine.build import build_frozen
+from megappo.config.schema import ModelConfig, ParallelConfig, TimeoutsConfig
+from megappo.engine.build import MegatronEngines
+from megappo.engine.factory import EngineSpec
 from megappo.models.hf_config import read_arch
-from megappo.models.hf_export import export_pretrained
-from megappo.parallel.groups import build_groups
-from megappo.parallel.layout import ParallelLayout
 from megappo.platform.device import select_device, start_alone
 from megappo.trainer.rundir import RunDir
 
@@ -35,14 +34,18 @@ def export_checkpoint(run: str, output: str, *, role: Literal["policy", "critic"
         raise ValueError(f"{output} exists; export to another directory")
     config = load_config(str(run_dir.config), [])
     path = config.policy.model if role == "policy" else config.critic.model or config.policy.model
-    arch = read_arch(path)
+    section = config.policy if role == "policy" else config.critic
+    spec = EngineSpec(
+        role,
+        path,
+        read_arch(path),
+        section.model_copy(update={"parallel": ParallelConfig()}),
+        value_head="zero" if role == "critic" else None,
+    )
     device = select_device("auto")
     start_alone(device)
-    groups = build_groups(ParallelLayout(world_size=1))
-    settings = config.policy if role == "policy" else config.critic
-    engine = build_frozen(role, path, arch, settings, groups, device=device, value_head=role == "critic")
+    engine = MegatronEngines(ModelConfig(impl="local"), TimeoutsConfig(), device).build(spec)
     exported = CheckpointStore(run_dir.checkpoints, keep_last=1).load_weights(role, engine, step)
-    with engine.eval_mode():
-        export_pretrained(engine.chunks, arch, groups, Path(output), Path(path))
+    engine.export(Path(output), Path(path))
     dist.destroy_process_group()
     return exported

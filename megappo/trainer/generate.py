@@ -8,13 +8,12 @@ from typing import Literal
 
 import torch.distributed as dist
 
-from megappo.config.schema import RoleConfig, RolloutConfig
+from megappo.config.schema import ModelConfig, RoleConfig, RolloutConfig, TimeoutsConfig
 from megappo.data.prompts import PromptFormat, encode_question
 from megappo.data.tokenizers import load_tokenizer
-from megappo.engine.build import build_frozen
+from megappo.engine.build import MegatronEngines
+from megappo.engine.factory import EngineSpec
 from megappo.models.hf_config import read_arch
-from megappo.parallel.groups import build_groups
-from megappo.parallel.layout import ParallelLayout
 from megappo.platform.device import select_device, start_alone
 from megappo.rollout.build import build_rollout
 from megappo.rollout.types import SamplingParams
@@ -53,19 +52,20 @@ def answer(
         )
     device = select_device("auto")
     start_alone(device)
-    groups = build_groups(ParallelLayout(world_size=1))
-    policy = build_frozen("policy", model, arch, RoleConfig(dtype=dtype), groups, device=device)
+    timeouts = TimeoutsConfig()
+    engines = MegatronEngines(ModelConfig(impl="local"), timeouts, device)
+    policy = engines.build(EngineSpec("policy", model, arch, RoleConfig(dtype=dtype)))
     config = RolloutConfig(engine=engine, max_response_tokens=max_tokens)
     rollout = build_rollout(
         config,
         policy,
         model=model,
-        arch=arch,
         tokenizer=tokenizer,
         max_prompt_tokens=longest,
         policy_dtype=dtype,
         seed=0,
         device=device,
+        timeouts=timeouts,
     )
     rollout.push_weights(version=0)
     sampling = SamplingParams(max_tokens, temperature, stop_token_ids=tokenizer.eos_ids)

@@ -1,13 +1,10 @@
-"""The three models of PPO, each as what the loop asks of it: log-probs, values, updates. Which engine runs them is not known
-here.
-"""
+"""The three models of PPO, each as the loop asks it: log-probs, values, updates. The engine behind it is not known here."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
 
 from torch import Tensor
 
@@ -16,12 +13,8 @@ from megappo.algo.kl import kl_loss
 from megappo.algo.losses import entropy_loss
 from megappo.config.schema import AlgorithmConfig
 from megappo.data.packing import NO_ID, PackedBatch
-from megappo.engine.base import Engine, LossOutput, ModelOutput, PassResult, StepResult
-from megappo.ops.linear_logprob import has_main_grad, linear_logprob
-from megappo.ops.linear_loss import linear_token_loss
+from megappo.engine.base import Engine, LanguageOutput, LogitsDtype, LogprobQuery, LossOutput, PassResult, StepResult
 from megappo.ops.losses import policy_loss, value_loss
-
-LogitsDtype = Literal["fp32", "bf16"]
 
 
 @dataclass(frozen=True)
@@ -57,31 +50,24 @@ class LanguageModel:
             result = self.engine.forward_backward(batch, report, reads=self.sampling_fields, forward_only=True)
         return result.tokens["logprob"], result.tokens.get("entropy")
 
-    def _report(self, output: ModelOutput, micro: PackedBatch, want_entropy: bool) -> LossOutput:
+    def _report(self, output: LanguageOutput, micro: PackedBatch, want_entropy: bool) -> LossOutput:
         logprob, entropy = self.token_logprobs(output, micro, want_entropy)
         return LossOutput(tokens={"logprob": logprob} if entropy is None else {"logprob": logprob, "entropy": entropy})
 
-    def token_logprobs(self, output: ModelOutput, micro: PackedBatch, want_entropy: bool) -> tuple[Tensor, Tensor | None]:
+    def token_logprobs(self, output: LanguageOutput, micro: PackedBatch, want_entropy: bool) -> tuple[Tensor, Tensor | None]:
         """Differentiable (logprob [T], entropy [T]) aligned with their own tokens."""
-        logprob, entropy = linear_logprob(**self._rows(output, micro), want_entropy=want_entropy)
-        aligned = shift_right(output.all_tokens(logprob), micro.cu_seqlens)
-        return aligned, None if entropy is None else shift_right(output.all_tokens(entropy), micro.cu_seqlens)
+        logprob, entropy = output.logprobs(self._query(micro, want_entropy))
+        aligned = shift_right(logprob, micro.cu_seqlens)
+        return aligned, None if entropy is None else shift_right(entropy, micro.cu_seqlens)
 
-    def _rows(self, output: ModelOutput, micro: PackedBatch) -> dict[str, Any]:
-        """Arguments of the linear ops: a row of hidden states is about the next token."""
-        kept = output.own_tokens(shift_left(micro["kept"], micro.cu_seqlens, NO_ID)) if "kept" in micro else None
-        return dict(
-            hidden=output.hidden,
-            weight=output.weight,
-            target=output.own_tokens(next_token_targets(micro.tokens, micro.cu_seqlens)),
-            group=output.tp_group,
-            sequence_parallel=output.sequence_parallel,
-            vocab_start=output.vocab_start,
-            num_valid=output.num_valid,
+    def _query(self, micro: PackedBatch, want_entropy: bool) -> LogprobQuery:
+        """A row of the output is about the next token."""
+        return LogprobQuery(
+            target=next_token_targets(micro.tokens, micro.cu_seqlens),
             temperature=self.temperature,
             logits_dtype=self.logits_dtype,
-            kept=kept,
-            into_main_grad=has_main_grad(output.weight),
+            kept=shift_left(micro["kept"], micro.cu_seqlens, NO_ID) if "kept" in micro else None,
+            want_entropy=want_entropy,
         )
 
 
@@ -117,11 +103,10 @@ class Policy(LanguageModel):
         lr = self.engine.lr_scheduler_step()
         return UpdateResult(losses, self.engine.optimizer_step(), lr)
 
-    def _loss_of(self, output: ModelOutput, micro: PackedBatch) -> LossOutput:
+    def _loss_of(self, output: LanguageOutput, micro: PackedBatch) -> LossOutput:
         # Without a bonus the entropy and its gradient are not worth a pass over the logits.
         want_entropy = self._algorithm.entropy_coef > 0
-        if output.context is not None:
-            # The loss needs the log-probs of the tokens that other context-parallel ranks hold: log-probs first, then the loss.
+        if output.fused_loss is None:
             logprob, entropy = self.token_logprobs(output, micro, want_entropy)
             return _loss_output(*self._token_loss({name: micro[name] for name in self._reads}, logprob, entropy))
 
@@ -130,8 +115,7 @@ class Policy(LanguageModel):
         def token_loss(tokens: slice, logprob: Tensor, entropy: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
             return self._token_loss({name: field[tokens] for name, field in fields.items()}, logprob, entropy)
 
-        result = linear_token_loss(**self._rows(output, micro), token_loss=token_loss, want_entropy=want_entropy)
-        return _loss_output(result.loss, result.metrics)
+        return _loss_output(*output.fused_loss(self._query(micro, want_entropy), token_loss))
 
     def _token_loss(
         self, fields: Mapping[str, Tensor], logprob: Tensor, entropy: Tensor | None
@@ -182,12 +166,12 @@ class Critic:
         lr = self.engine.lr_scheduler_step()
         return UpdateResult(losses, self.engine.optimizer_step(), lr)
 
-    def _report(self, output: ModelOutput, micro: PackedBatch) -> LossOutput:
-        return LossOutput(tokens={"raw_value": output.values})
+    def _report(self, output: Tensor, micro: PackedBatch) -> LossOutput:
+        return LossOutput(tokens={"raw_value": output})
 
-    def _loss_of(self, output: ModelOutput, micro: PackedBatch) -> LossOutput:
-        value, _ = align_values(output.values, micro.cu_seqlens)
-        loss, metrics = value_loss(value, *(micro[name] for name in self.reads), clip=self._value_clip)
+    def _loss_of(self, output: Tensor, micro: PackedBatch) -> LossOutput:
+        value, _ = align_values(output, micro.cu_seqlens)
+        loss, metrics = value_loss(value, *(micro[name] for name in self._fields), clip=self._value_clip)
         return _loss_output(loss, {**metrics, "loss_sum": loss})
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -12,16 +13,12 @@ from megappo.config.schema import SftConfig
 from megappo.data.demonstrations import DemonstrationSet
 from megappo.data.packing import PackedBatch
 from megappo.data.prompts import PromptLoader
-from megappo.engine.base import LossOutput, ModelOutput
-from megappo.engine.build import build_trainable
-from megappo.engine.megatron import MegatronEngine
+from megappo.engine.base import Engine, LanguageOutput, LossOutput
+from megappo.engine.build import MegatronEngines
+from megappo.engine.factory import EngineBackend, EngineSpec
 from megappo.models.hf_config import read_arch
-from megappo.models.hf_export import export_pretrained
-from megappo.models.implementation import choose_implementation, implementation_of_role
-from megappo.parallel.groups import build_groups, settle
 from megappo.platform.device import select_device, start_distributed
 from megappo.prepare.data import SftData
-from megappo.prepare.layouts import layout_of
 from megappo.telemetry.log import configure_logging
 from megappo.telemetry.metrics import Metric
 from megappo.telemetry.runlog import RunLog
@@ -32,10 +29,10 @@ from megappo.trainer.roles import LanguageModel
 from megappo.trainer.rundir import RunDir
 
 
-def train_sft(config: SftConfig, data: SftData) -> None:
+def train_sft(config: SftConfig, data: SftData, engines: EngineBackend = MegatronEngines) -> None:
     """Train on this rank of the world, then export the model to `export/` of the run directory.
 
-    `config` and `data` have been checked by `plan.sft.plan_sft`.
+    `config` and `data` have been checked by `plan.sft.plan_sft`. engines: build the model.
     """
     device = select_device(config.run.device)
     start_distributed(device, config.run.timeouts)
@@ -44,37 +41,41 @@ def train_sft(config: SftConfig, data: SftData) -> None:
     run_dir = RunDir.of(config.run)
     run_dir.claim(config.run, dump_yaml(config), resume=False)
     log = RunLog(run_dir.root)
-    chosen = choose_implementation(config.model.impl, device.type)
-    implementation = implementation_of_role(chosen, config.model.impl, config.policy.dtype)
-    log.note(f"layers: {implementation}")
+    factory = engines(config.model, config.run.timeouts, device)
+    log.note(f"layers: {factory.describe(config.policy)}")
     select_kernels(config.kernels, device, log)
 
-    arch = read_arch(config.policy.model)
-    groups = build_groups(layout_of(config.policy.parallel, dist.get_world_size()), config.run.timeouts)
-    engine = build_trainable(
-        "policy",
-        config.policy.model,
-        arch,
-        config.policy,
-        groups,
-        device=device,
-        total_updates=config.trainer.steps,
-        seed=config.run.seed,
-        implementation=implementation,
+    trainer, path = config.trainer, config.policy.model
+    factory.connect([config.policy.parallel])
+    engine = factory.build(
+        EngineSpec("policy", path, read_arch(path), config.policy, total_updates=trainer.steps, seed=config.run.seed)
     )
-    trainer = config.trainer
-    run_sft(engine, data.demonstrations, steps=trainer.steps, batch_size=trainer.batch_size, seed=config.run.seed, log=log)
+    run_sft(
+        engine,
+        data.demonstrations,
+        steps=trainer.steps,
+        batch_size=trainer.batch_size,
+        seed=config.run.seed,
+        log=log,
+        settle=factory.settle,
+    )
     log.close()
-    with engine.eval_mode():
-        export_pretrained(engine.chunks, arch, groups, run_dir.export, Path(config.policy.model))
+    engine.export(run_dir.export, Path(path))
     dist.barrier()
     dist.destroy_process_group()
 
 
 def run_sft(
-    engine: MegatronEngine, demonstrations: DemonstrationSet, *, steps: int, batch_size: int, seed: int, log: RunLog
+    engine: Engine,
+    demonstrations: DemonstrationSet,
+    *,
+    steps: int,
+    batch_size: int,
+    seed: int,
+    log: RunLog,
+    settle: Callable[[], None],
 ) -> None:
-    """`steps` optimizer steps; the loss is the mean negative log-prob of response tokens over the whole batch."""
+    """Make `steps` optimizer steps; the loss is the mean negative log-prob of response tokens over the whole batch."""
     loader = PromptLoader(len(demonstrations), batch_size, shuffle=True, seed=seed)
     loss = NegativeLogProb(engine)
     for step in range(1, steps + 1):
@@ -86,7 +87,7 @@ def run_sft(
             result = engine.forward_backward(batch, loss, reads=loss.reads, denominator=num_tokens)
             lr = engine.lr_scheduler_step()
             taken = engine.optimizer_step()
-        settle([engine.groups], engine.groups.timeouts)
+        settle()
         log.sft_step(
             {
                 Metric.SFT_LOSS.value: result.sums["loss_sum"] / num_tokens,
@@ -105,10 +106,10 @@ class NegativeLogProb:
 
     reads = ("response_mask", *LanguageModel.sampling_fields)
 
-    def __init__(self, engine: MegatronEngine) -> None:
+    def __init__(self, engine: Engine) -> None:
         self._model = LanguageModel(engine, temperature=1.0)
 
-    def __call__(self, output: ModelOutput, micro: PackedBatch) -> LossOutput:
+    def __call__(self, output: LanguageOutput, micro: PackedBatch) -> LossOutput:
         logprob, _ = self._model.token_logprobs(output, micro, want_entropy=False)
         loss = -torch.where(micro["response_mask"], logprob, 0.0).sum()
         return LossOutput(loss_sum=loss, sums={"loss_sum": loss})

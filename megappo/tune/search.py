@@ -19,12 +19,11 @@ from megappo.config.layout_checks import roles_in_use
 from megappo.config.schema import PolicyConfig, TrainableConfig, TrainConfig
 from megappo.models.arch import ModelArch
 from megappo.models.implementation import Implementation, implementation_of_role
-from megappo.parallel.layout import ParallelLayout
+from megappo.parallel.layout import ParallelLayout, layout_of
 from megappo.plan.estimate import Plan, memory_of_rollout, memory_of_stage, rollout_dtype, work_out
 from megappo.plan.memory import ParameterCount, RoleMemory, RolloutMemory, count_parameters, fullest_moment
 from megappo.plan.phases import Phase, phases, tightest
 from megappo.plan.reserve import layout_bytes, reserve_bytes
-from megappo.prepare.layouts import layout_of
 from megappo.tune.cost import RoleCost, Settings, Workload, role_cost
 from megappo.tune.enumerate import layouts, recompute_choices, rollout_sizes, token_budgets
 from megappo.tune.generation import GenerationCost, megatron_s, push_s, vllm_cost

@@ -1,4 +1,4 @@
-"""What every rank of a trial does: builds one role in one layout with random weights and times its passes and updates.
+"""The program of every rank of a trial: builds one role in one layout with random weights and times its passes and updates.
 
 Nothing of the run's data or weights is needed: time does not depend on values. Rank 0 writes what was measured as soon as a trial
 is over, and before that which one it is at, for `batch.py` to see which one failed. Descriptions and results are `trials.py`'s.
@@ -6,7 +6,6 @@ is over, and before that which one it is at, for `batch.py` to see which one fai
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,25 +15,21 @@ import torch
 import torch.distributed as dist
 
 from megappo.algo.aggregation import token_weights
-from megappo.config.schema import FrozenOffloadConfig, OffloadConfig, TimeoutsConfig, TrainableConfig
+from megappo.config.schema import TimeoutsConfig, TrainableConfig
 from megappo.data.packing import PackedBatch, pack
-from megappo.engine.megatron import MegatronEngine
-from megappo.engine.megatron_optimizer import Optimizer, wrap_with_ddp
+from megappo.engine.build import MegatronEngines
+from megappo.engine.factory import EngineBackend
 from megappo.launch.world import is_rank
-from megappo.models.arch import ModelArch
-from megappo.models.build import build_model
-from megappo.models.hf_config import read_arch
-from megappo.models.implementation import choose_implementation, implementation_of_role
-from megappo.parallel.groups import ProcessGroups, build_groups, destroy_groups
-from megappo.platform.device import DTYPES, select_device, start_alone, start_distributed
-from megappo.prepare.layouts import layout_of
+from megappo.platform.device import select_device, start_alone, start_distributed
 from megappo.telemetry.timers import wait_for_device
+from megappo.trainer.build_roles import Role, build_role
 from megappo.trainer.kernel_selection import choose_kernels
-from megappo.trainer.roles import Critic, LanguageModel, Policy
+from megappo.trainer.roles import Critic, Policy
 from megappo.tune.trials import RUNNING, Measured, Trial, moves, read_trial, world_folder, write_outcome
 
 # A trial generates, scores and saves nothing: its ranks are never far apart, and one that hangs costs the others of its job.
 TIMEOUTS = TimeoutsConfig(start_s=300.0, pass_s=300.0, meeting_s=300.0)
+TOTAL_UPDATES = 1000  # of the schedule: the learning rate of a step takes no time
 
 
 def main(folder: Path, names: Sequence[str]) -> None:
@@ -60,23 +55,25 @@ def main(folder: Path, names: Sequence[str]) -> None:
     dist.destroy_process_group()
 
 
-def run_trial(trial: Trial, device: torch.device) -> Measured:
+def run_trial(trial: Trial, device: torch.device, backend: EngineBackend = MegatronEngines) -> Measured:
     """Collective. The first pass of each kind is not counted: it allocates, compiles and connects."""
     section = getattr(trial.config, trial.role)
-    groups = build_groups(layout_of(section.parallel, dist.get_world_size()), TIMEOUTS)
-    engine = _build_engine(trial, groups, device)
-    passes = _Passes(trial, engine)
+    engines = backend(trial.config.model, TIMEOUTS, device)
+    algorithm = trial.config.algorithm.model_copy(update={"target_kl": None})  # an update that is left out takes no time
+    config = trial.config.model_copy(update={"algorithm": algorithm})
+    updates = TOTAL_UPDATES if isinstance(section, TrainableConfig) else None
+    role = build_role(config, trial.role, engines, updates, random_weights=True)
+    passes = _Passes(trial, role)
     load_s = _fastest(passes.nothing, trial.repeats) if section.offload.parameters else 0.0
     forward_s = _fastest(passes.forward, trial.repeats)
     update_s, trip_s = None, 0.0
     if isinstance(section, TrainableConfig):
         phase_s = _fastest(passes.phase, trial.repeats) if moves(section.offload) else None
-        with engine.train_mode():
+        with role.engine.train_mode():
             update_s = _fastest(passes.update, trial.repeats)
         trip_s = max(0.0, phase_s - update_s) if phase_s is not None else 0.0
-    del engine, passes
-    gc.collect()  # models are cycles that hold their groups
-    destroy_groups(groups)
+    del role, passes
+    engines.close()
     if device.type == "cuda":
         torch.cuda.empty_cache()
     return Measured(forward_s=forward_s, update_s=update_s, load_s=min(load_s, forward_s), trip_s=trip_s)
@@ -95,70 +92,20 @@ def _fastest(work: Callable[[], Any], repeats: int) -> float:
     return min(times[1:])
 
 
-def _build_engine(trial: Trial, groups: ProcessGroups, device: torch.device) -> MegatronEngine:
-    config, role = trial.config, trial.role
-    section = getattr(config, role)
-    chosen = choose_implementation(config.model.impl, device.type)
-    chunks = build_model(
-        _arch(trial),
-        groups,
-        dtype=DTYPES[section.dtype],
-        recompute=getattr(section, "recompute", "none"),
-        value_head=role == "critic",
-        implementation=implementation_of_role(chosen, config.model.impl, section.dtype),
-    )
-    _fill(chunks)
-    common: dict[str, Any] = dict(device=device, micro_batch_tokens=section.micro_batch_tokens)
-    if not isinstance(section, TrainableConfig):
-        for chunk in chunks:
-            chunk.requires_grad_(False)
-        assert isinstance(section.offload, FrozenOffloadConfig)
-        offload = OffloadConfig(parameters=section.offload.parameters)
-        engine = MegatronEngine(role, chunks, groups, offload=offload, **common)
-    else:
-        wrapped = wrap_with_ddp(chunks, groups, distributed_optimizer=section.optimizer.distributed)
-        optimizer = Optimizer(wrapped, groups, section.optimizer, total_steps=1000)
-        engine = MegatronEngine(
-            role, wrapped, groups, optimizer=optimizer, offload=section.offload, router_aux_coef=section.router_aux_coef, **common
-        )
-    engine.park()
-    return engine
-
-
-def _arch(trial: Trial) -> ModelArch:
-    return read_arch(getattr(trial.config, trial.role).model or trial.config.policy.model)
-
-
-def _fill(chunks: Sequence[torch.nn.Module]) -> None:
-    """Small random matrices: activations and gradients stay finite, and experts are chosen about equally often."""
-    generators: dict[torch.device, torch.Generator] = {}
-    with torch.no_grad():
-        for chunk in chunks:
-            for parameter in chunk.parameters():
-                if parameter.dim() > 1:
-                    source = generators.setdefault(parameter.device, torch.Generator(parameter.device).manual_seed(0))
-                    parameter.normal_(0.0, 0.02, generator=source)
-
-
 class _Passes:
     """The role's own passes (trainer/roles.py) over one batch of random tokens, the same on every rank."""
 
-    def __init__(self, trial: Trial, engine: MegatronEngine) -> None:
-        config, algorithm = trial.config, trial.config.algorithm
-        temperature = config.rollout.sampling.temperature
-        self._batch = _random_batch(trial, _arch(trial).vocab_size)
+    def __init__(self, trial: Trial, role: Role) -> None:
+        config = trial.config
+        self._role = role
+        self._batch = _random_batch(trial, role.engine.arch.vocab_size)
         weights = token_weights(
-            algorithm.loss_aggregation, self._batch["response_mask"], self._batch.cu_seqlens, config.rollout.max_response_tokens
+            config.algorithm.loss_aggregation,
+            self._batch["response_mask"],
+            self._batch.cu_seqlens,
+            config.rollout.max_response_tokens,
         )
         self._mini, self._count = self._batch.with_fields({"weight": weights.weight}), max(float(weights.count), 1.0)
-        algorithm = algorithm.model_copy(update={"target_kl": None})  # an update that is left out takes no time
-        self._role: Policy | Critic | LanguageModel
-        if trial.role == "policy":
-            self._role = Policy(engine, temperature, algorithm, config.policy.logits_dtype)
-        elif trial.role == "critic":
-            self._role = Critic(engine, algorithm.value_clip)
-        else:
-            self._role = LanguageModel(engine, temperature, config.policy.logits_dtype)
 
     def nothing(self) -> None:
         """A pass without a batch: its weights come from host memory, and are freed, because they did not change."""

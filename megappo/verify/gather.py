@@ -15,10 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megappo.models.arch import ModelArch
+from megappo.engine.base import Engine
 from megappo.models.pieces import Box, as_2d
-from megappo.models.weight_map import hf_tensors, megatron_pieces
-from megappo.parallel.groups import ProcessGroups
+from megappo.models.weight_map import hf_tensors
 
 
 @dataclass(frozen=True)
@@ -31,11 +30,11 @@ class Gathered:
     spread: dict[str, float] = field(default_factory=dict)
 
 
-def gather_tensors(local: Mapping[str, Tensor], arch: ModelArch, groups: ProcessGroups, value_head: bool) -> Gathered:
-    """local: canonical name (`models/naming.py`) -> this rank's parameter or its gradient. Collective over the world."""
+def gather_tensors(local: Mapping[str, Tensor], engine: Engine) -> Gathered:
+    """Assemble `local`, this rank's parameters of the engine or their gradients by its names. Collective over the world."""
     mine = [
         (piece.hf, tuple(piece.box), _part(local[piece.local], piece.row, piece.col, piece.box))
-        for piece in megatron_pieces(arch, groups.layout, dist.get_rank(), value_head)
+        for piece in engine.pieces()[dist.get_rank()]
     ]
     parts: list[Any] = [None] * dist.get_world_size()
     dist.gather_object(mine, parts if dist.get_rank() == 0 else None, dst=0)
@@ -45,7 +44,7 @@ def gather_tensors(local: Mapping[str, Tensor], arch: ModelArch, groups: Process
     for name, box, values in (part for rank in parts for part in rank):
         copies[name][Box(*box)].append(values)
     gathered = Gathered()
-    for name, shape in hf_tensors(arch, value_head).items():
+    for name, shape in hf_tensors(engine.arch, engine.value_head).items():
         gathered.tensors[name], gathered.spread[name] = _assemble(name, torch.zeros(shape), copies[name])
     return gathered
 

@@ -1,13 +1,13 @@
 """Replays recorded rollouts in given layouts through the trainer's own stages 4 to 6, and keeps everything that comes out.
 
-What the stages do is `trainer/`; here the roles are built as for a run, with an engine around the engine that writes down what
-passes. `compare.py` holds two measurements against each other.
+The stages are those of `trainer/`, and the roles are built as for a run, with an engine around each trained engine that writes
+down what passes. `compare.py` holds two measurements against each other.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,15 +16,11 @@ from torch import Tensor
 
 from megappo.config.schema import TrainConfig
 from megappo.data.packing import PackedBatch
-from megappo.engine.base import LossFunction, PassResult, StepResult
-from megappo.engine.build import build_frozen, build_trainable
-from megappo.engine.megatron import MegatronEngine
-from megappo.models.arch import ModelArch
-from megappo.models.hf_config import read_arch
-from megappo.models.implementation import Implementation
-from megappo.parallel.groups import ProcessGroups
+from megappo.engine.base import Engine, LossFunction, PassResult, StepResult
+from megappo.engine.factory import EngineFactory, EngineSpec
+from megappo.trainer.build_roles import build_roles
 from megappo.trainer.experience import sample_seed
-from megappo.trainer.roles import Critic, LanguageModel, Policy, add_model_outputs
+from megappo.trainer.roles import add_model_outputs
 from megappo.trainer.shaping import shape_advantages
 from megappo.trainer.updates import mini_batches, run_updates
 from megappo.verify.gather import Gathered, gather_tensors
@@ -36,7 +32,7 @@ _LOSS_SUM = {"policy": "surrogate_sum", "critic": "loss_sum"}
 
 @dataclass
 class RoleMeasures:
-    """What one role gave. Per quantity one tensor for every step, in the order of the rollouts.
+    """Numbers of one role. Per quantity one tensor for every step, in the order of the rollouts.
 
     values: per token [T] (logprobs, values, ...), per sequence [B] (bootstrap), or per mini-batch [updates] (loss, gradient
     norm). metrics: name -> [updates]; sums are divided by the loss's denominator. gradients: of the first mini-batch. parameters:
@@ -60,25 +56,24 @@ Measured = dict[str, RoleMeasures]
 def measure(
     config: TrainConfig,
     rollouts: Sequence[PackedBatch],
-    groups: Mapping[str, ProcessGroups],
+    engines: EngineFactory,
     *,
-    device: torch.device,
-    implementation: Implementation = "local",
     gradients: bool = False,
     parameters: bool = False,
 ) -> Measured:
     """One PPO step for each rollout (as `verify/recording.py` makes them), the critic updated before the policy. Collective.
 
-    config: models, layout-independent settings of roles and algorithm; its `parallel` sections are not read. groups: role -> its
-    layout on this world. With `gradients` those of the first mini-batch are gathered, which needs optimizer.distributed=false:
-    the distributed optimizer leaves each rank with the reduced sum of its own shard only. The factor of the KL stays at its first
-    value.
+    config: of models, layouts, roles and algorithm. engines: build the roles; the caller closes it. With `gradients` those of the
+    first mini-batch are gathered, which needs optimizer.distributed=false: the distributed optimizer leaves each rank with the
+    reduced sum of its own shard only. The factor of the KL stays at its first value.
     """
     sharded = config.policy.optimizer.distributed or config.critic.optimizer.distributed
     assert not (gradients and sharded), "gradients are gathered without the distributed optimizer"
-    roles = _Roles(config, groups, sum(batch.num_sequences for batch in rollouts), device, implementation, gradients)
-    algorithm = config.algorithm
-    measured = roles.measures
+    algorithm, num_samples = config.algorithm, sum(batch.num_sequences for batch in rollouts)
+    updates = max(1, num_samples * algorithm.ppo_epochs // algorithm.mini_batch_size)
+    measured: Measured = defaultdict(RoleMeasures)
+    recording = _RecordingEngines(engines, measured, gradients)
+    roles = build_roles(config, recording, {"policy": updates, "critic": updates})
     for step, rollout in enumerate(rollouts, 1):
         batch = add_model_outputs(rollout, roles.policy, roles.critic, roles.reference)
         batch = shape_advantages(batch, batch["score"], algorithm.kl.coef, algorithm)
@@ -88,9 +83,11 @@ def measure(
         seed = sample_seed(config.run.seed, step, -1)
         for role in (roles.critic, roles.policy):
             run_updates(role, mini_batches(batch, algorithm, config.rollout.max_response_tokens, seed))
-        roles.end_step()
+        for recorder in recording.recorders:
+            recorder.end_step()
     if parameters:
-        roles.gather_parameters()
+        for recorder in recording.recorders:
+            recorder.gather_parameters()
     return dict(measured)
 
 
@@ -107,65 +104,28 @@ _FIELDS = (
 )
 
 
-class _Roles:
-    """The roles of a run, each trained one behind a `_Recorder`."""
+class _RecordingEngines:
+    """The given factory, with a `_Recorder` around each engine that trains."""
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        groups: Mapping[str, ProcessGroups],
-        num_samples: int,
-        device: torch.device,
-        implementation: Implementation,
-        gradients: bool,
-    ) -> None:
-        self._config = config
-        self.measures: Measured = defaultdict(RoleMeasures)
-        a, temperature = config.algorithm, config.rollout.sampling.temperature
-        common: dict[str, Any] = dict(device=device, implementation=implementation)
-        trained: dict[str, Any] = dict(
-            common, total_updates=max(1, num_samples * a.ppo_epochs // a.mini_batch_size), seed=config.run.seed
-        )
-        path = config.policy.model
-        policy = build_trainable("policy", path, read_arch(path), config.policy, groups["policy"], **trained)
-        path = config.critic.model or config.policy.model
-        critic = build_trainable(
-            "critic", path, read_arch(path), config.critic, groups["critic"], value_head=config.critic.value_head, **trained
-        )
-        self._recorders = {
-            role: _Recorder(engine, self.measures[role], gradients) for role, engine in (("policy", policy), ("critic", critic))
-        }
-        logits_dtype = config.policy.logits_dtype
-        stand_ins: dict[str, Any] = dict(self._recorders)  # they have of an engine what the roles use
-        self.policy = Policy(stand_ins["policy"], temperature, a, logits_dtype)
-        self.critic = Critic(stand_ins["critic"], a.value_clip)
-        self.reference: LanguageModel | None = None
-        if a.kl.placement != "none":
-            path = config.reference.model or config.policy.model
-            frozen = build_frozen(
-                "reference",
-                path,
-                read_arch(path),
-                config.reference,
-                groups["reference"],
-                offload=config.reference.offload,
-                **common,
-            )
-            self.reference = LanguageModel(frozen, temperature, logits_dtype)
+    def __init__(self, engines: EngineFactory, measured: Measured, gradients: bool) -> None:
+        self._engines, self._measured, self._gradients = engines, measured, gradients
+        self.recorders: list[_Recorder] = []
 
-    def end_step(self) -> None:
-        for recorder in self._recorders.values():
-            recorder.end_step()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engines, name)
 
-    def gather_parameters(self) -> None:
-        for role, recorder in self._recorders.items():
-            self.measures[role].parameters = recorder.gather_parameters()
+    def build(self, spec: EngineSpec) -> Any:
+        engine = self._engines.build(spec)
+        if spec.total_updates is None:
+            return engine
+        self.recorders.append(_Recorder(engine, self._measured[spec.role], self._gradients))
+        return self.recorders[-1]
 
 
 class _Recorder:
     """An engine that writes down the training passes and optimizer steps that go through it; otherwise the given engine."""
 
-    def __init__(self, engine: MegatronEngine, measures: RoleMeasures, gradients: bool) -> None:
+    def __init__(self, engine: Engine, measures: RoleMeasures, gradients: bool) -> None:
         self._engine, self._measures, self._wants_gradients = engine, measures, gradients
         self._updates: list[dict[str, Tensor]] = []
         self._norms: list[float] = []
@@ -189,9 +149,7 @@ class _Recorder:
 
     def optimizer_step(self) -> StepResult:
         if self._wants_gradients and self._measures.gradients is None:
-            parameters: dict[str, Any] = dict(self._engine.named_parameters())  # main_grad is of Megatron's DDP
-            local = {name: parameter.main_grad for name, parameter in parameters.items()}
-            self._measures.gradients = self._gather(local)
+            self._measures.gradients = gather_tensors(self._engine.named_gradients(), self._engine)
         result = self._engine.optimizer_step()
         self._norms.append(result.grad_norm)
         return result
@@ -205,16 +163,9 @@ class _Recorder:
             self._measures.metrics.setdefault(name, []).append(torch.stack([update[name] for update in self._updates]))
         self._updates, self._norms = [], []
 
-    def gather_parameters(self) -> Gathered:
+    def gather_parameters(self) -> None:
         with self._engine.eval_mode():
-            return self._gather(self._engine.named_parameters())
-
-    def _gather(self, local: Mapping[str, Tensor]) -> Gathered:
-        return gather_tensors(local, self._arch, self._engine.groups, value_head=self._engine.name == "critic")
-
-    @property
-    def _arch(self) -> ModelArch:
-        return self._engine.chunks[0].arch
+            self._measures.parameters = gather_tensors(self._engine.named_parameters(), self._engine)
 
 
 def _metrics(result: PassResult, denominator: float) -> dict[str, Tensor]:

@@ -20,8 +20,9 @@ from megappo.config.schema import TrainConfig
 from megappo.launch.local import start_ranks
 from megappo.models.hf_config import read_arch
 from megappo.models.implementation import choose_implementation
+from megappo.parallel.layout import layout_of
 from megappo.prepare.checks import check_kernels
-from megappo.prepare.layouts import check_layouts, layout_of, read_archs
+from megappo.prepare.layouts import check_layouts, read_archs
 from megappo.verify.compare import PARAMETER_TOLERANCE, TOLERANCE, Difference, compare
 from megappo.verify.features import features, on_one_rank, one_at_a_time
 from megappo.verify.report import LEGEND, aligned, bisection, first_cause, table, verdict

@@ -1,11 +1,10 @@
-"""What every rank of a measuring world does: measures small runs by their names. Started by `verify/run.py` through `rank.py`.
+"""The program of every rank of a measuring world: measures small runs by their names. Started by `verify/run.py` through `rank.py`.
 
 FOLDER/NAME.json is a small run. Rank 0 writes what was measured to FOLDER/NAME.pt.
 """
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -14,12 +13,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from megappo.config.layout_checks import roles_in_use
-from megappo.config.schema import TrainConfig
-from megappo.models.implementation import Implementation, choose_implementation
-from megappo.parallel.groups import ProcessGroups, build_groups, destroy_groups
+from megappo.config.schema import ModelConfig, TrainConfig
+from megappo.engine.build import MegatronEngines
+from megappo.engine.factory import EngineBackend, EngineFactory
+from megappo.models.implementation import choose_implementation
 from megappo.platform.device import select_device, start_distributed
-from megappo.prepare.layouts import layout_of
 from megappo.trainer.kernel_selection import choose_kernels
 from megappo.verify.gather import Gathered
 from megappo.verify.measure import Measured, RoleMeasures, measure
@@ -36,7 +34,7 @@ class Results(NamedTuple):
     steps: Measured
 
 
-def main(folder: str, names: Sequence[str]) -> None:
+def main(folder: str, names: Sequence[str], backend: EngineBackend = MegatronEngines) -> None:
     """Join the world that torchrun described, measure every run and leave."""
     runs = {name: TrainConfig.model_validate_json(Path(folder, f"{name}.json").read_text(encoding="utf-8")) for name in names}
     run = next(iter(runs.values())).run
@@ -44,32 +42,26 @@ def main(folder: str, names: Sequence[str]) -> None:
     start_distributed(device, run.timeouts)
     for name, config in runs.items():
         choose_kernels(config.kernels, device)
-        layouts = {role: layout_of(parallel, dist.get_world_size()) for role, parallel in roles_in_use(config).items()}
-        built = {layout: build_groups(layout, config.run.timeouts) for layout in dict.fromkeys(layouts.values())}
-        groups = {role: built[layout] for role, layout in layouts.items()}
-        results = _measure(config, groups, device, choose_implementation(config.model.impl, device.type))
+        # Named outright: small runs are in fp32, where `auto` would not take the layers of the run that they stand for.
+        layers = ModelConfig(impl=choose_implementation(config.model.impl, device.type))
+        engines = backend(layers, config.run.timeouts, device)
+        results = _measure(config, engines)
         if dist.get_rank() == 0:
             write_results(Path(folder, f"{name}.pt"), results)
-        gc.collect()  # models are cycles that hold their groups
-        for groups_of_layout in built.values():
-            destroy_groups(groups_of_layout)
+        engines.close()
     dist.barrier()
     dist.destroy_process_group()
 
 
-def _measure(
-    config: TrainConfig, groups: Mapping[str, ProcessGroups], device: torch.device, implementation: Implementation
-) -> Results:
+def _measure(config: TrainConfig, engines: EngineFactory) -> Results:
     kept = num_kept(config.rollout.sampling)
     rollouts = record_rollouts(STEPS, sequences=SAMPLES, vocab_size=VOCAB_SIZE, seed=config.run.seed, kept=kept)
     plain = {
         role: section.model_copy(update={"optimizer": section.optimizer.model_copy(update={"distributed": False})})
         for role, section in (("policy", config.policy), ("critic", config.critic))
     }
-    first = measure(
-        config.model_copy(update=plain), rollouts[:1], groups, device=device, implementation=implementation, gradients=True
-    )
-    return Results(first, measure(config, rollouts, groups, device=device, implementation=implementation, parameters=True))
+    first = measure(config.model_copy(update=plain), rollouts[:1], engines, gradients=True)
+    return Results(first, measure(config, rollouts, engines, parameters=True))
 
 
 def write_results(path: Path, results: Results) -> None:

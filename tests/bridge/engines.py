@@ -7,7 +7,7 @@ code with the bridge; it is the oracle.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -16,8 +16,8 @@ from torch import Tensor
 
 from megappo.bridge.destination import Destination, Fill, Shape, rectangle
 from megappo.models.arch import ModelArch, MoeArch, Rope
-from megappo.models.pieces import Box, Piece, as_2d
-from megappo.models.weight_map import hf_tensors, local_shapes, megatron_pieces
+from megappo.models.pieces import Box, Piece, RankPieces, as_2d
+from megappo.models.weight_map import hf_tensors, local_shapes, megatron_pieces, pieces_by_rank
 from megappo.parallel.layout import ParallelLayout
 
 
@@ -63,6 +63,33 @@ def policy_tensors(arch: ModelArch, layout: ParallelLayout, rank: int, checkpoin
         place = as_2d(tensors[piece.local])[piece.row : piece.row + box.rows, piece.col : piece.col + box.cols]
         place.copy_(as_2d(checkpoint[piece.hf])[box.r0 : box.r1, box.c0 : box.c1])
     return tensors
+
+
+class HeldPolicy:
+    """A `bridge.sync.WeightSource` of given tensors (`tensors`, to be changed or exchanged), laid out as a Megatron policy.
+
+    rename: of Hugging Face names in its map.
+    """
+
+    def __init__(
+        self,
+        arch: ModelArch,
+        layout: ParallelLayout,
+        tensors: dict[str, Tensor] | None = None,
+        rename: Callable[[str], str] = lambda hf: hf,
+    ) -> None:
+        self.arch, self.layout, self.rename = arch, layout, rename
+        self.tensors = {} if tensors is None else tensors
+
+    def named_parameters(self) -> dict[str, Tensor]:
+        return self.tensors
+
+    def pieces(self) -> dict[int, list[Piece]]:
+        return renamed(pieces_by_rank(self.arch, self.layout), self.rename)
+
+
+def renamed(pieces: RankPieces, rename: Callable[[str], str]) -> dict[int, list[Piece]]:
+    return {rank: [piece._replace(hf=rename(piece.hf)) for piece in held] for rank, held in pieces.items()}
 
 
 def engine_tensors(arch: ModelArch, checkpoint: dict[str, Tensor], tp: int, rank: int) -> dict[str, Tensor]:

@@ -12,10 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megappo.bridge.plan import Move, digest, make_buckets, make_plan, module_of
-from megappo.bridge.sync import policy_pieces
 from megappo.bridge.transfer import Round
 from megappo.models.arch import ModelArch
 from megappo.models.pieces import Box, Piece
+from megappo.models.weight_map import pieces_by_rank
 from megappo.parallel.layout import ParallelLayout
 
 from .engines import arch_like, engine_destination, engine_pieces, engine_tensors, policy_tensors, random_checkpoint
@@ -64,7 +64,7 @@ CASES = [
 
 def both_sides(arch: ModelArch, layout: ParallelLayout, engine_tp: int) -> tuple[dict, dict]:
     destinations = {rank: list(engine_pieces(arch, engine_tp, rank % engine_tp)) for rank in range(layout.world_size)}
-    return policy_pieces(arch, layout), destinations
+    return pieces_by_rank(arch, layout), destinations
 
 
 def carry_out(plan: list[Move], arch: ModelArch, layout: ParallelLayout, engine_tp: int, checkpoint: dict) -> dict[int, dict]:
@@ -216,7 +216,7 @@ def test_a_pipeline_sends_what_the_other_stages_hold():
     plan = make_plan(*both_sides(arch, layout, 1), itemsize=2)
     total = sum(piece.box.area for piece in engine_pieces(arch, 1, 0))
     for rank in range(4):
-        held = sum(piece.box.area for piece in policy_pieces(arch, layout)[rank])
+        held = sum(piece.box.area for piece in pieces_by_rank(arch, layout)[rank])
         assert sum(move.numel for move in plan if move.dst == rank and move.src != rank) == total - held
 
 

@@ -16,7 +16,7 @@ from megappo.models.arch import ModelArch
 from megappo.parallel.layout import ParallelLayout
 
 from ..worlds import spawn_world
-from .engines import arch_like, engine_destination, engine_tensors, policy_tensors, random_checkpoint
+from .engines import HeldPolicy, arch_like, engine_destination, engine_tensors, policy_tensors, random_checkpoint
 
 RANKS = 4
 ARCHS = {
@@ -94,8 +94,8 @@ def run_push(rank: int, case: tuple) -> dict[str, Any]:
     name, sizes, engine_tp, policy_dtype, engine_dtype, cap = case
     arch, layout = ARCHS[name], ParallelLayout(RANKS, **sizes)
     engine = PlainEngine(arch, engine_tp, rank % engine_tp, engine_dtype)
-    local: dict[str, Tensor] = {}
-    sync = WeightSync(lambda: local, arch, layout, engine, bucket_bytes=cap)
+    policy = HeldPolicy(arch, layout)
+    local, sync = policy.tensors, WeightSync(policy, engine, bucket_bytes=cap)
     wrong, metrics = [], {}
     for version in (1, 2):
         checkpoint = random_checkpoint(arch, seed=version)
@@ -116,7 +116,7 @@ def run_fault(rank: int, fault: str | None) -> str:
         arch, layout = arch_like("qwen3_moe", num_kv_heads=4, vocab_size=50), ParallelLayout(RANKS, ep=4)
     engine = PlainEngine(arch, 1, 0, torch.float32)
     local = policy_tensors(arch, layout, rank, random_checkpoint(arch, seed=1))
-    sync = WeightSync(lambda: local, arch, layout, engine)
+    sync = WeightSync(HeldPolicy(arch, layout, local), engine)
     fc1 = "decoder.layers.0.mlp.linear_fc1.weight"
     if fault == "flipped_bit" and rank == 1:
 
@@ -166,7 +166,7 @@ def disagree(rank: int) -> str:
     arch = ARCHS["llama"]
     layout = ParallelLayout(RANKS, tp=2 if rank == 2 else 4)
     try:
-        WeightSync(dict, arch, layout, PlainEngine(arch, 1, 0, torch.float32))
+        WeightSync(HeldPolicy(arch, layout), PlainEngine(arch, 1, 0, torch.float32))
     except RuntimeError as error:
         return str(error)
     return ""

@@ -116,7 +116,7 @@ def copies_of_a_step(rank: int, path: str) -> dict[str, Any]:
     with torch.no_grad():
         for parameter in engine.named_parameters().values():
             parameter.mul_(1.5)
-    engine.park()
+    engine.offload_idle()
     found["changed"] = not torch.equal(policy.logprobs(batch)[0], before)
     return found
 
@@ -125,7 +125,7 @@ def _storages(engine: Any, tensors: Any) -> list[torch.UntypedStorage]:
     engine.to("device")
     held = [tensor.untyped_storage() for tensor in tensors()]
     sizes = [SimpleNamespace(_cdata=one._cdata, nbytes=lambda size=one.nbytes(): size) for one in held]
-    engine.park()
+    engine.offload_idle()
     return sizes  # type: ignore[return-value]
 
 

@@ -11,7 +11,7 @@ import torch
 from megappo.ops import dispatch
 from megappo.verify.measure import Measured, measure
 from megappo.verify.recording import record_rollouts
-from tests.parity.matrix import SEQUENCES, SP, VARIANTS, VOCABULARY, Case, config_of, roles_of
+from tests.parity.matrix import SEQUENCES, SP, VARIANTS, VOCABULARY, Case, config_of, engines_in, roles_of
 
 # model -> name -> (layout of policy and critic on two ranks, changes of the configuration)
 CASES: dict[str, dict[str, tuple[Case, Mapping[str, Any]]]] = {
@@ -34,7 +34,8 @@ def measured(folder: str, case: Case, changes: Mapping[str, Any], device: torch.
     """As the parity matrix measures a case, on a device. Collective."""
     rollouts = record_rollouts(1, sequences=SEQUENCES, vocab_size=VOCABULARY)
     with roles_of(case) as roles:
-        return measure(config_of(Path(folder), **changes), rollouts, roles, device=device, gradients=True, parameters=True)
+        engines = engines_in(roles, device)
+        return measure(config_of(Path(folder), **changes), rollouts, engines, gradients=True, parameters=True)
 
 
 def on_the_device(rank: int, folder: str, model: str, name: str) -> Measured:

@@ -137,7 +137,7 @@ def pushed_and_asked(rank: int, path: str, tp: int, runner: str, last: bool) -> 
     engine = engine_of(rank, path, tp, runner)
     found["kept"] = [of_the_process() == before]
     layout = policy.engine.groups.layout
-    engine.connect(policy.engine.named_parameters, arch, layout)
+    engine.connect(policy.engine)
     responses = None
     for version in (1, 2):
         stale = policies.distance(policy, requests(), responses) if responses else None

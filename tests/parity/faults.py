@@ -63,7 +63,7 @@ def labels_rolled_on_each_cp_rank() -> Iterator[None]:
 
     with (
         mock.patch.object(roles, "next_token_targets", lambda tokens, cu_seqlens: Shard(tokens)),
-        mock.patch("megappo.engine.base.ModelOutput.own_tokens", own_tokens),
+        mock.patch("megappo.engine.linear_output.LinearOutput.own_tokens", own_tokens),
     ):
         yield
 

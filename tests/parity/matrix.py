@@ -214,6 +214,21 @@ def roles_of(case: Case) -> Iterator[dict[str, Any]]:
         destroy_groups(groups)
 
 
+def engines_in(roles: Mapping[str, Any], device: torch.device) -> Any:
+    """Factory of Megatron engines in these groups (role -> its own), whatever the configuration says of layouts."""
+    from megappo.config.schema import ModelConfig, TimeoutsConfig
+    from megappo.engine.build import MegatronEngines
+
+    class Placed(MegatronEngines):
+        def connect(self, parallels: Any) -> None:
+            pass
+
+        def groups_for(self, spec: Any) -> Any:
+            return roles[spec.role]
+
+    return Placed(ModelConfig(impl="local"), TimeoutsConfig(), device)
+
+
 def measure_case(
     folder: str, roles: Mapping[str, Any], changes: Mapping[str, Any] = {}, rollouts: Sequence | None = None, **wanted: bool
 ) -> Any:
@@ -223,4 +238,4 @@ def measure_case(
     config = config_of(Path(folder), **changes)
     kept = num_kept(config.rollout.sampling)
     rollouts = rollouts or record_rollouts(1, sequences=SEQUENCES, vocab_size=VOCABULARY, kept=kept)
-    return measure(config, rollouts, roles, device=torch.device("cpu"), **{"gradients": True, "parameters": True, **wanted})
+    return measure(config, rollouts, engines_in(roles, torch.device("cpu")), **{"gradients": True, "parameters": True, **wanted})

@@ -122,7 +122,7 @@ def continue_by_megatron(engine: Any) -> Tokens:
 @contextlib.contextmanager
 def vllm_with_weights(path: str, policy: Any, tp: int, dtype: str) -> Iterator[VllmEngine]:
     with contextlib.closing(make_engine(path, tp, dtype=DTYPES[dtype], max_model_len=128)) as engine:
-        engine.connect(policy.named_parameters, read_arch(path), policy.groups.layout)
+        engine.connect(policy)
         engine.push_weights(1)
         yield engine
 

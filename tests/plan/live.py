@@ -160,7 +160,7 @@ def modes(arch: ModelArch, axes: dict, critic: bool, lengths: list[int]) -> dict
 
         return stepping
 
-    engine.park()
+    engine.offload_idle()
     look("rest")
     with engine.eval_mode():
         look("log-probs")

@@ -9,11 +9,11 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from megappo.bridge import sync as sync_module
 from megappo.bridge.vllm_loader import VllmReceiver
 from megappo.models.hf_config import read_arch
 from megappo.models.weight_map import hf_tensors
@@ -23,7 +23,7 @@ from megappo.rollout.megatron_engine import MegatronRollout
 from megappo.rollout.types import Request, SamplingParams
 from megappo.rollout.vllm_engine import VllmEngine
 
-from ..bridge.engines import layout_mistakes, read_checkpoint
+from ..bridge.engines import layout_mistakes, read_checkpoint, renamed
 from ..models.checkpoints import write_checkpoint
 from ..worlds import spawn_world
 from . import truncated
@@ -111,7 +111,7 @@ def run_case(rank: int, path: str, name: str) -> dict[str, Any]:
         results["layout"] = layout_mistakes(destination, arch, read_checkpoint(path), engine_tp, rank % engine_tp)
         for sizes in layouts:
             policy = make_policy(path, ParallelLayout(RANKS, **sizes))
-            engine.connect(policy.engine.named_parameters, arch, policy.engine.groups.layout)
+            engine.connect(policy.engine)
             loaded = push_and_draw(engine, policy, 1)
             train_once(policy)
             stale = distance(policy, requests(), loaded.pop("responses"))
@@ -131,17 +131,13 @@ def run_case(rank: int, path: str, name: str) -> dict[str, Any]:
 def run_faults(engine: VllmEngine, path: str) -> dict[str, Any]:
     """One thing wrong at a time, in what the policy says it holds or in how the engine takes it."""
     policy = make_policy(path, ParallelLayout(RANKS, ep=2))
-    arch, layout = read_arch(path), policy.engine.groups.layout
     result: dict[str, Any] = {}
 
     def push(rename: Callable[[str], str]) -> float:
         """Distance after a push by a map that calls some tensors by others' names: consistent, so that checksums pass."""
-        real = sync_module.policy_pieces
-        sync_module.policy_pieces = lambda *args: {
-            rank: [piece._replace(hf=rename(piece.hf)) for piece in pieces] for rank, pieces in real(*args).items()
-        }
-        engine.connect(policy.engine.named_parameters, arch, layout)
-        sync_module.policy_pieces = real
+        source = policy.engine
+        pieces = renamed(source.pieces(), rename)
+        engine.connect(SimpleNamespace(arch=source.arch, named_parameters=source.named_parameters, pieces=lambda: pieces))
         assert engine.push_weights(3, verify=True)["verified"]
         return distance(policy, requests(), engine.generate(requests(), GREEDY))
 
@@ -151,10 +147,10 @@ def run_faults(engine: VllmEngine, path: str) -> dict[str, Any]:
 
     receiver = engine.receiver
     engine.receiver = Misplacing(receiver)
-    engine.connect(policy.engine.named_parameters, arch, layout)
+    engine.connect(policy.engine)
     result["misplaced"] = error_of(lambda: engine.push_weights(4, verify=True))
     engine.receiver = receiver
-    engine.connect(policy.engine.named_parameters, arch, layout)
+    engine.connect(policy.engine)
     result["again"] = engine.push_weights(5, verify=True)["verified"]
 
     with kept_expert_kernels():

@@ -21,7 +21,7 @@ from megappo.rollout.types import Request, SamplingParams
 from megappo.rollout.vllm_engine import VllmEngine
 from megappo.rollout.vllm_memory import VllmMemory, unregistered_tensors
 
-from ..bridge.engines import policy_tensors, random_checkpoint, read_checkpoint
+from ..bridge.engines import HeldPolicy, policy_tensors, random_checkpoint, read_checkpoint
 from ..models.checkpoints import write_checkpoint
 from ..worlds import spawn_world
 from .engines import garbage_kept, make_engine
@@ -51,9 +51,9 @@ def pushing(engine: VllmEngine, path: str, rank: int) -> list[Any]:
     """A function for each of two versions of the weights that makes them the policy's."""
     arch, layout = read_arch(path), ParallelLayout(RANKS, tp=2)
     versions = [policy_tensors(arch, layout, rank, weights) for weights in (read_checkpoint(path), random_checkpoint(arch, 7))]
-    held: dict[str, torch.Tensor] = {}
-    engine.connect(lambda: held, arch, layout)
-    return [lambda tensors=tensors: held.update(tensors) for tensors in versions]
+    policy = HeldPolicy(arch, layout)
+    engine.connect(policy)
+    return [lambda tensors=tensors: policy.tensors.update(tensors) for tensors in versions]
 
 
 def memory_of(engine: VllmEngine) -> dict[str, int]:

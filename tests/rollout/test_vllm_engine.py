@@ -12,7 +12,7 @@ import json
 import logging
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +22,17 @@ import torch
 import torch.distributed as dist
 import transformers
 
-from megappo.bridge import sync as sync_module
 from megappo.bridge.vllm_reload import reload_api
 from megappo.config.schema import TimeoutsConfig
 from megappo.models.hf_config import read_arch
+from megappo.models.weight_map import hf_tensors
 from megappo.ops.logprob import linear_logprob
 from megappo.parallel.layout import ParallelLayout
 from megappo.plan.memory import rollout_memory
 from megappo.rollout.types import Request, Response, SamplingParams
 from megappo.rollout.vllm_engine import VllmEngine
 
-from ..bridge.engines import layout_mistakes, policy_tensors
+from ..bridge.engines import HeldPolicy, layout_mistakes, policy_tensors
 from ..data.tokenizer_files import write_hf_tokenizer
 from ..models.checkpoints import write_checkpoint
 from ..worlds import spawn_world
@@ -145,16 +145,14 @@ def chat_warmup(engine: VllmEngine, *, filtered: bool = True) -> list[str]:
     return messages
 
 
-class Policy:
+class Policy(HeldPolicy):
     """Megatron shards of one rank, refilled from a transformers model."""
 
-    def __init__(self, path: str, tp: int, pp: int) -> None:
-        self.arch = read_arch(path)
-        self.layout = ParallelLayout(RANKS, tp=tp, pp=pp)
-        self.local: dict[str, torch.Tensor] = {}
+    def __init__(self, path: str, tp: int, pp: int, rename: Callable[[str], str] = lambda hf: hf) -> None:
+        super().__init__(read_arch(path), ParallelLayout(RANKS, tp=tp, pp=pp), rename=rename)
 
     def become(self, model: torch.nn.Module) -> None:
-        self.local = policy_tensors(self.arch, self.layout, dist.get_rank(), model.state_dict())
+        self.tensors = policy_tensors(self.arch, self.layout, dist.get_rank(), model.state_dict())
 
 
 def run_case(rank: int, folder: str, name: str) -> dict[str, Any]:
@@ -169,7 +167,7 @@ def run_case(rank: int, folder: str, name: str) -> dict[str, Any]:
         results: dict[str, Any] = {"push": {}, "built": [name for name in built if built[name] != before[name]]}
         for tp, pp in layouts:
             policy = Policy(path, tp, pp)
-            engine.connect(lambda: policy.local, policy.arch, policy.layout)
+            engine.connect(policy)
             results.setdefault("unpushed", error_of(lambda: engine.generate(requests, GREEDY)))
             steps = []
             for version, model in ((1, old), (2, new)):
@@ -188,7 +186,7 @@ def run_case(rank: int, folder: str, name: str) -> dict[str, Any]:
                     }
                 )
             results["push"][tp, pp] = steps
-        destination = engine.receiver.describe(sync_module.hf_tensors(policy.arch))
+        destination = engine.receiver.describe(hf_tensors(policy.arch))
         results["memory"] = memory_of(engine, destination)
         results["limits"] = limits_of_vllms_groups()
         results["layout"] = layout_mistakes(destination, policy.arch, new.state_dict(), engine_tp, rank % engine_tp)
@@ -273,10 +271,10 @@ def run_faults(engine: VllmEngine, path: str, old: torch.nn.Module, new: torch.n
     result: dict[str, Any] = {}
     requests = requests_of(3) + long_requests()
 
-    def restart(tp: int, pp: int) -> Policy:
-        fresh = Policy(path, tp, pp)
+    def restart(tp: int, pp: int, rename: Callable[[str], str] = lambda hf: hf) -> Policy:
+        fresh = Policy(path, tp, pp, rename)
         fresh.become(new)
-        engine.connect(lambda: fresh.local, fresh.arch, fresh.layout)
+        engine.connect(fresh)
         return fresh
 
     # A flipped bit on its way into rank 1's engine.
@@ -298,12 +296,7 @@ def run_faults(engine: VllmEngine, path: str, old: torch.nn.Module, new: torch.n
     result["with_reset"] = distance(old, requests, engine.generate(requests, GREEDY))
 
     # Gate and up exchanged in the map of the policy: consistent, so checksums pass, but the model is another one.
-    real = sync_module.policy_pieces
-    sync_module.policy_pieces = lambda arch, layout: {
-        r: [p._replace(hf=exchanged(p.hf)) for p in pieces] for r, pieces in real(arch, layout).items()
-    }
-    restart(2, 1)
-    sync_module.policy_pieces = real
+    restart(2, 1, exchanged)
     result["swap_verified"] = engine.push_weights(7, verify=True)["verified"]
     result["swap"] = distance(new, requests, engine.generate(requests, GREEDY))
 
@@ -365,7 +358,7 @@ def run_tokenized(folder: str) -> dict[str, Any]:
     with contextlib.closing(make_engine(path, 1, dtype=torch.bfloat16, tokenizer=path)) as engine:
         policy = Policy(path, 2, 1)
         policy.become(model)
-        engine.connect(lambda: policy.local, policy.arch, policy.layout)
+        engine.connect(policy)
         metrics = engine.push_weights(1)
         rounding = logit_rounding(engine, model)
         drawn = engine.generate(requests, sampling)

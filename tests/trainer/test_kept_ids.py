@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megappo.data.packing import NO_ID, PackedBatch, pack
-from megappo.engine.base import ModelOutput
+from megappo.engine.linear_output import LinearOutput
 from megappo.rollout.megatron_engine import _sample_next
 from megappo.rollout.types import SamplingParams
 from megappo.trainer import roles
@@ -38,15 +38,15 @@ def batch_of(kept: dict[int, set[int]]) -> PackedBatch:
     return batch.with_fields({"kept": field})
 
 
-def output_of() -> ModelOutput:
+def output_of() -> LinearOutput:
     """Hidden states and an output layer whose last rows are padding; logits of up to 20."""
     generator = torch.Generator().manual_seed(0)
     hidden = 3 * torch.randn(sum(map(len, SEQUENCES)), HIDDEN, generator=generator)
     weight = torch.randn(VOCAB + 2, HIDDEN, generator=generator)
-    return ModelOutput(dist.group.WORLD, False, hidden=hidden.requires_grad_(), weight=weight, num_valid=VOCAB)
+    return LinearOutput(hidden.requires_grad_(), weight, vocab_start=0, num_valid=VOCAB, group=dist.group.WORLD)
 
 
-def by_definition(output: ModelOutput, kept: dict[int, set[int]], bf16: bool) -> tuple[list[float], list[float]]:
+def by_definition(output: LinearOutput, kept: dict[int, set[int]], bf16: bool) -> tuple[list[float], list[float]]:
     """(log-probs, entropies) in Python floats: the softmax over a token's ids, or over the vocabulary, of the row before it."""
     logits = output.hidden @ output.weight[:VOCAB].t()
     logits = (logits.bfloat16() if bf16 else logits).double() / TEMPERATURE

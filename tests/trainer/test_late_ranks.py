@@ -25,14 +25,15 @@ def one_run(
 ) -> list[str]:
     """Train in a world of the trainer's own making; on rank 1 each of `late` takes LATE_S longer, once the limits are short."""
     from megappo.checkpoint import store
+    from megappo.engine import build
     from megappo.parallel.groups import ProcessGroups
     from megappo.rewards.compose import Scorer
     from megappo.rollout.megatron_engine import MegatronRollout
-    from megappo.trainer import main, ppo, roles
+    from megappo.trainer import ppo, roles
 
     dist.destroy_process_group()
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    settled, slept, settle = [], [], main.settle
+    settled, slept, settle = [], [], build.settle
 
     def record(*args: Any) -> None:
         settled.append(True)
@@ -50,7 +51,7 @@ def one_run(
 
         setattr(owner, name, slowed)
 
-    main.settle = record
+    build.settle = record
     places = {
         "generation": (MegatronRollout, "generate"),
         "reward": (Scorer, "score"),

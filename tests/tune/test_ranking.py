@@ -12,8 +12,8 @@ import pytest
 
 from megappo.config.loading import load_config
 from megappo.models.hf_config import arch_of
+from megappo.parallel.layout import layout_of
 from megappo.plan.memory import count_parameters
-from megappo.prepare.layouts import layout_of
 from megappo.tune.cost import role_cost, workload_of
 from megappo.tune.profiles import Hardware
 

@@ -1,0 +1,99 @@
+"""The `LanguageOutput` of engines that hold final hidden states and rows of the output projection: nothing but linear ops.
+
+Vocabulary rows may be cut over a tensor-parallel group and tokens over a context-parallel one; without groups it is one rank's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megappo.engine.base import FusedLoss, LogitsDtype, LogprobQuery
+from megappo.ops.linear_logprob import has_main_grad, linear_logprob
+from megappo.ops.linear_loss import TokenLoss, linear_token_loss
+from megappo.parallel.context import ContextShard
+
+
+@dataclass(frozen=True)
+class LinearOutput:
+    """Final hidden states of one micro-batch of T tokens, and the projection that makes logits of them.
+
+    hidden: [T / cp, H], with sequence_parallel [T / cp / tp, H]. weight: [V / tp, H], the rows of this rank of `group` (tp; None
+    is this rank alone). vocab_start: global id of its first row; num_valid: how many of its rows are real vocabulary (the rest is
+    padding). context: which of the T tokens this rank holds under context parallel (None: all).
+    """
+
+    hidden: Tensor
+    weight: Tensor
+    vocab_start: int
+    num_valid: int
+    group: dist.ProcessGroup | None = None
+    sequence_parallel: bool = False
+    context: ContextShard | None = None
+
+    @property
+    def fused_loss(self) -> FusedLoss | None:
+        """None under context parallel: the loss needs the log-probs of the tokens that other ranks of that group hold."""
+        return self._fused_loss if self.context is None else None
+
+    def logprobs(self, query: LogprobQuery) -> tuple[Tensor, Tensor | None]:
+        """See `LanguageOutput`. Collective over both groups."""
+        logprob, entropy = linear_logprob(**self._arguments(query))
+        return self.all_tokens(logprob), None if entropy is None else self.all_tokens(entropy)
+
+    def logits(self, rows: Tensor, logits_dtype: LogitsDtype) -> Tensor:
+        """See `LanguageOutput`; as wide as the padded vocabulary. Collective over both groups."""
+        hidden = self._gathered(self.hidden) if self.sequence_parallel else self.hidden
+        local = _product(self.all_tokens(hidden)[rows], self.weight)
+        local = local.bfloat16().float() if logits_dtype == "bf16" else local
+        local[:, self.num_valid :] = -torch.inf
+        return self._gathered(local.t().contiguous()).t()
+
+    def _fused_loss(self, query: LogprobQuery, token_loss: TokenLoss) -> tuple[Tensor, dict[str, Tensor]]:
+        result = linear_token_loss(**self._arguments(query), token_loss=token_loss)
+        return result.loss, result.metrics
+
+    def _arguments(self, query: LogprobQuery) -> dict[str, Any]:
+        """Arguments of the linear ops, of the rows of this context-parallel rank."""
+        return dict(
+            hidden=self.hidden,
+            weight=self.weight,
+            target=self.own_tokens(query.target),
+            group=self.group,
+            sequence_parallel=self.sequence_parallel,
+            vocab_start=self.vocab_start,
+            num_valid=self.num_valid,
+            temperature=query.temperature,
+            want_entropy=query.want_entropy,
+            logits_dtype=query.logits_dtype,
+            kept=None if query.kept is None else self.own_tokens(query.kept),
+            into_main_grad=has_main_grad(self.weight),
+        )
+
+    def own_tokens(self, x: Tensor) -> Tensor:
+        """[T, ...] -> the part of the tokens of `hidden`, [T / cp, ...]."""
+        return x if self.context is None else self.context.take(x)
+
+    def all_tokens(self, x: Tensor) -> Tensor:
+        """[T / cp, ...] -> [T, ...] on every rank; differentiable. Collective over the context-parallel group."""
+        return x if self.context is None else self.context.gather(x)
+
+    def _gathered(self, local: Tensor) -> Tensor:
+        """Concatenate over tp ranks along the first dimension."""
+        world = 1 if self.group is None else dist.get_world_size(self.group)
+        if world == 1:
+            return local
+        full = local.new_empty(world * local.shape[0], *local.shape[1:])
+        dist.all_gather_into_tensor(full, local.contiguous(), group=self.group)
+        return full
+
+
+def _product(hidden: Tensor, weight: Tensor) -> Tensor:
+    """[R, V / tp] fp32 hidden @ weight.T; a product in the type of bf16 weights would round it."""
+    if hidden.dtype == torch.float32:
+        return hidden @ weight.t()
+    return torch.mm(hidden, weight.t(), out_dtype=torch.float32) if hidden.is_cuda else hidden.float() @ weight.float().t()

@@ -1,0 +1,98 @@
+"""The models of a run, from its configuration: one table of roles, one way to build them.
+
+The trainer, `verify` and `tune` build their roles here. Which engine runs them is the factory's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import cast
+
+from megappo.config.layout_checks import roles_in_use
+from megappo.config.schema import CriticConfig, RoleConfig, TrainConfig
+from megappo.engine.base import Engine
+from megappo.engine.factory import EngineFactory, EngineSpec
+from megappo.models.hf_config import read_arch
+from megappo.prepare.layouts import model_paths
+from megappo.trainer.roles import Critic, LanguageModel, Policy
+
+Role = LanguageModel | Critic
+
+
+def _policy(config: TrainConfig, engine: Engine) -> Policy:
+    sampling, policy = config.rollout.sampling, config.policy
+    return Policy(engine, sampling.temperature, config.algorithm, policy.logits_dtype)
+
+
+def _critic(config: TrainConfig, engine: Engine) -> Critic:
+    return Critic(engine, config.algorithm.value_clip)
+
+
+def _language_model(config: TrainConfig, engine: Engine) -> LanguageModel:
+    return LanguageModel(engine, config.rollout.sampling.temperature, config.policy.logits_dtype)
+
+
+ROLES: dict[str, Callable[[TrainConfig, Engine], Role]] = {
+    "policy": _policy,
+    "critic": _critic,
+    "reference": _language_model,
+}
+"""Role -> from the configuration and its engine to what the loop asks of it. A role is an entry here and a section of the
+configuration (a `RoleConfig` of the same name), which says where its model lies and whether it trains."""
+
+
+@dataclass(frozen=True)
+class Roles:
+    """The roles of one run. trained: the names of those that have an optimizer."""
+
+    by_name: Mapping[str, Role]
+    trained: tuple[str, ...]
+
+    @property
+    def policy(self) -> Policy:
+        return cast(Policy, self.by_name["policy"])
+
+    @property
+    def critic(self) -> Critic:
+        return cast(Critic, self.by_name["critic"])
+
+    @property
+    def reference(self) -> LanguageModel | None:
+        """None where no KL is measured."""
+        return cast("LanguageModel | None", self.by_name.get("reference"))
+
+    @property
+    def trained_engines(self) -> dict[str, Engine]:
+        """Those whose state a checkpoint holds."""
+        return {name: self.by_name[name].engine for name in self.trained}
+
+
+def build_roles(config: TrainConfig, engines: EngineFactory, total_updates: Mapping[str, int]) -> Roles:
+    """All roles that `config` uses, in their order. Collective over the world.
+
+    total_updates: trained role -> optimizer steps of the whole run, for its schedule. ValueError where a model cannot be built.
+    """
+    in_use = roles_in_use(config)
+    engines.connect(in_use.values())
+    by_name = {name: build_role(config, name, engines, total_updates.get(name)) for name in in_use}
+    return Roles(by_name, tuple(name for name in in_use if name in total_updates))
+
+
+def build_role(
+    config: TrainConfig, name: str, engines: EngineFactory, total_updates: int | None, *, random_weights: bool = False
+) -> Role:
+    """One role. total_updates: None does not train it. random_weights: see `EngineSpec`."""
+    section: RoleConfig = getattr(config, name)
+    _, path = model_paths(config)[name]
+    spec = EngineSpec(
+        role=name,
+        model=path,
+        arch=read_arch(path),
+        section=section,
+        value_head=section.value_head if isinstance(section, CriticConfig) else None,
+        total_updates=total_updates,
+        seed=config.run.seed,
+        random_weights=random_weights,
+    )
+    return ROLES[name](config, engines.build(spec))

@@ -1,0 +1,558 @@
+"""The contract of `engine/base.py`, asked of every engine: Megatron in layouts of two ranks, and the toy engine.
+
+Each check runs on all ranks of one world for each backend and raises where the engine breaks the contract. Faulty engines show
+that the checks can fail.
+"""
+
+from __future__ import annotations
+
+import math
+import traceback
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor
+
+from megappo.config.schema import CriticConfig, ModelConfig, OptimizerConfig, ParallelConfig, PolicyConfig, TimeoutsConfig
+from megappo.data.packing import pack
+from megappo.engine.base import Engine, LossOutput, PassResult
+from megappo.engine.factory import EngineFactory, EngineSpec
+from tests.engine.runs import recorded_batch
+from tests.engine.toy_engine import ToyEngine, toy_engines
+from tests.models.checkpoints import write_checkpoint
+from tests.worlds import spawn_world
+
+LR, WARMUP = 1e-2, 2
+TWO_RANKS = {"megatron tp2": {"tp": 2}, "megatron pp2": {"pp": 2}, "megatron tp2 sp": {"tp": 2, "sequence_parallel": True}}
+# Log-probs and gradients of order 1, in fp32, added up in another order.
+TOLERANCE = 2e-5
+
+
+class World(NamedTuple):
+    """The place of one check: a factory, the layout, a checkpoint, an empty directory that all ranks share."""
+
+    engines: EngineFactory
+    parallel: ParallelConfig
+    path: str
+    folder: Path
+
+    def policy(self) -> Engine:
+        return self.engines.build(self.spec("policy", PolicyConfig(model=self.path, **self.settings())))
+
+    def critic(self) -> Engine:
+        return self.engines.build(self.spec("critic", CriticConfig(**self.settings()), value_head="normal"))
+
+    def spec(self, role: str, section: Any, **more: Any) -> EngineSpec:
+        from megappo.models.hf_config import read_arch
+
+        return EngineSpec(role, self.path, read_arch(self.path), section, total_updates=10, **more)
+
+    def settings(self) -> dict[str, Any]:
+        """Whole gradients on every rank, several micro-batches, everything offloaded that can be."""
+        optimizer = OptimizerConfig(lr=LR, warmup_steps=WARMUP, distributed=False, clip_grad=0.0, eps=1e-5)
+        offload = {"parameters": True, "gradients": True, "optimizer": True}
+        return dict(dtype="fp32", micro_batch_tokens=48, parallel=self.parallel, optimizer=optimizer, offload=offload)
+
+
+# ------------------------------------------------------------------------------------------------------------------- losses
+
+
+def negative_logprob(output: Any, micro: Any) -> LossOutput:
+    """Of the tokens of weight 1; language models."""
+    from megappo.trainer.roles import LanguageModel
+
+    logprob, _ = LanguageModel(None, 1.0).token_logprobs(output, micro, False)  # type: ignore[arg-type]
+    loss = -(logprob * micro["weight"]).sum()
+    return LossOutput(loss, tokens={"logprob": logprob}, sums={"loss": loss, "tokens": micro["weight"].sum()})
+
+
+def gradients_of(engine: Engine, **how: Any) -> dict[str, Tensor]:
+    """Of one pass."""
+    with engine.train_mode():
+        engine.optimizer_zero_grad()
+        engine.forward_backward(recorded_batch(), negative_logprob, reads=("weight",), **how)
+        return {name: gradient.clone() for name, gradient in engine.named_gradients().items()}
+
+
+def logprobs_of(engine: Engine) -> Tensor:
+    from megappo.trainer.roles import LanguageModel
+
+    return LanguageModel(engine, 1.0).logprobs(recorded_batch(), want_entropy=False)[0]
+
+
+def update(engine: Engine, **how: Any) -> tuple[PassResult, Any, float]:
+    with engine.train_mode():
+        engine.optimizer_zero_grad()
+        result = engine.forward_backward(recorded_batch(), negative_logprob, reads=("weight",), denominator=10.0, **how)
+        lr = engine.lr_scheduler_step()
+        return result, engine.optimizer_step(), lr
+
+
+def weights_of(engine: Engine) -> dict[str, Tensor]:
+    with engine.eval_mode():
+        return {name: parameter.detach().clone() for name, parameter in engine.named_parameters().items()}
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    """On every rank."""
+    assert a.keys() == b.keys()
+    own = torch.tensor(float(all(torch.equal(a[name], b[name]) for name in a)))
+    dist.all_reduce(own, op=dist.ReduceOp.MIN)
+    return bool(own)
+
+
+def whole(engine: Engine, local: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Hugging Face name -> tensor, put together by `pieces` on every rank; copies have to agree."""
+    from megappo.models.pieces import as_2d
+    from megappo.models.weight_map import hf_tensors
+
+    mine = [
+        (
+            piece.hf,
+            piece.box,
+            as_2d(local[piece.local])[piece.row : piece.row + piece.box.rows, piece.col : piece.col + piece.box.cols],
+        )
+        for piece in engine.pieces()[dist.get_rank()]
+    ]
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, [(name, box, part.clone()) for name, box, part in mine])
+    tensors = {name: torch.full(shape, torch.nan) for name, shape in hf_tensors(engine.arch, engine.value_head).items()}
+    for name, box, part in (one for of_rank in gathered for one in of_rank):
+        place = as_2d(tensors[name])[box.r0 : box.r1, box.c0 : box.c1]
+        assert place.isnan().all() or torch.allclose(place, part, atol=TOLERANCE), f"copies of {name} differ"
+        place.copy_(part)
+    return tensors
+
+
+# ------------------------------------------------------------------------------------------------------------------- checks
+
+
+def modes_decide_whether_gradients_are_recorded(world: World) -> None:
+    engine = world.policy()
+    with engine.eval_mode():
+        assert not torch.is_grad_enabled()
+    with engine.train_mode():
+        assert torch.is_grad_enabled()
+    assert torch.is_grad_enabled() and engine.name == "policy" and not engine.value_head and world.critic().value_head
+
+
+def names_of_parameters_gradients_and_pieces_agree(world: World) -> None:
+    for engine in (world.policy(), world.critic()):
+        with engine.train_mode():
+            engine.optimizer_zero_grad()
+            parameters, gradients = engine.named_parameters(), engine.named_gradients()
+            assert all(not gradient.any() for gradient in gradients.values())
+        assert parameters.keys() == gradients.keys() == weights_of(engine).keys()
+        assert {piece.local for piece in engine.pieces()[dist.get_rank()]} == parameters.keys()
+        assert all(gradients[name].shape == parameter.shape for name, parameter in parameters.items())
+
+
+def pieces_cover_every_tensor_once(world: World) -> None:
+    from megappo.bridge.plan import check_tiling
+    from megappo.models.pieces import Box
+    from megappo.models.weight_map import hf_tensors
+
+    for engine in (world.policy(), world.critic()):
+        pieces, boxes = engine.pieces(), defaultdict(set)
+        assert set(pieces) == set(range(dist.get_world_size()))
+        for piece in (one for held in pieces.values() for one in held):
+            boxes[piece.hf].add(piece.box)
+        shapes = hf_tensors(engine.arch, engine.value_head)
+        assert boxes.keys() == shapes.keys()
+        for name, shape in shapes.items():
+            rows, cols = (*shape, 1)[:2]
+            check_tiling(Box(0, rows, 0, cols), list(boxes[name]), name)
+            assert sum(box.area for box in boxes[name]) == rows * cols, f"{name} is covered more than once"
+
+
+def pieces_say_where_the_checkpoints_numbers_stand(world: World) -> None:
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(world.path).state_dict()
+    engine = world.policy()
+    ours = whole(engine, weights_of(engine))
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+
+
+def log_probs_are_those_of_transformers_in_the_batchs_order(world: World) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(world.path, dtype=torch.float32)
+    batch, ours = recorded_batch(), logprobs_of(world.policy())
+    for start, end in zip(batch.cu_seqlens.tolist(), batch.cu_seqlens.tolist()[1:]):
+        ids = batch.tokens[start:end]
+        with torch.no_grad():
+            rows = model(ids[None]).logits[0, :-1].log_softmax(-1)
+        assert ours[start] == 0.0, "no prefix"
+        assert torch.allclose(ours[start + 1 : end], rows.gather(1, ids[1:, None])[:, 0], atol=TOLERANCE)
+
+
+def both_ways_to_a_loss_give_its_gradient(world: World) -> None:
+    """`fused_loss`, where there is one, and a loss of `logprobs`: rounded logits, temperature, kept ids, entropy."""
+    from megappo.config.schema import AlgorithmConfig
+    from megappo.data.packing import NO_ID
+    from megappo.trainer.roles import Policy
+
+    engine, batch = world.policy(), recorded_batch()
+    kept = torch.full((batch.num_tokens, 3), NO_ID, dtype=torch.int32)
+    kept[:, 0], kept[: batch.num_tokens // 2, 1] = batch.tokens.int(), 7
+    batch = batch.with_fields({"kept": kept})
+    policy = Policy(engine, 0.7, AlgorithmConfig(entropy_coef=0.01), "bf16")
+    batch = batch.with_fields({"logprob": policy.logprobs(batch)[0]})
+
+    class TwoSteps:
+        fused_loss = None
+
+        def __init__(self, output: Any) -> None:
+            self.logprobs = output.logprobs
+
+    found = []
+    for loss in (policy._loss_of, lambda output, micro: policy._loss_of(TwoSteps(output), micro)):  # type: ignore[arg-type]
+        with engine.train_mode():
+            engine.optimizer_zero_grad()
+            reads = ("kept", "logprob", "advantage", "weight")
+            result = engine.forward_backward(batch, loss, reads=reads, denominator=float(batch["weight"].sum()))
+            found.append((result, {name: gradient.clone() for name, gradient in engine.named_gradients().items()}))
+    (fused, gradients), (steps, others) = found
+    assert fused.sums.keys() == steps.sums.keys() and fused.maxima.keys() == steps.maxima.keys()
+    assert all(math.isclose(fused.sums[name], steps.sums[name], rel_tol=1e-4, abs_tol=1e-4) for name in fused.sums)
+    assert all(torch.allclose(gradients[name], others[name], atol=TOLERANCE) for name in gradients)
+
+
+def a_pass_reads_what_it_declares_and_hands_results_back_in_order(world: World) -> None:
+    engine, batch = world.policy(), recorded_batch()
+
+    def look(output: Any, micro: Any) -> LossOutput:
+        refused = 0.0
+        try:
+            micro["returns"]
+        except KeyError as error:
+            refused = float("left out" in str(error))
+        assert "absent" not in micro
+        numbers = micro["advantage"]
+        return LossOutput(
+            tokens={"id": micro.tokens, "advantage": numbers},
+            sums={"sum": numbers.sum(), "refused": torch.tensor(refused)},
+            maxima={"max": numbers.max()},
+        )
+
+    with engine.eval_mode():
+        result = engine.forward_backward(batch, look, reads=("advantage", "absent"), forward_only=True)
+    assert torch.equal(result.tokens["id"], batch.tokens.float()) and torch.equal(result.tokens["advantage"], batch["advantage"])
+    assert result.sums["refused"] == result.num_micro_batches > 1, "micro-batches of one data-parallel rank"
+    assert math.isclose(result.sums["sum"], float(batch["advantage"].sum()), abs_tol=1e-5)
+    assert result.maxima["max"] == float(batch["advantage"].max())
+
+
+def gradients_are_divided_once(world: World) -> None:
+    engine = world.policy()
+    once, halved = gradients_of(engine, denominator=1.0), gradients_of(engine, denominator=2.0)
+    assert all(torch.allclose(once[name], 2 * halved[name], rtol=1e-5, atol=TOLERANCE) for name in once)
+    assert any(gradient.any() for gradient in once.values())
+
+
+def gradients_are_those_of_transformers(world: World) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(world.path, dtype=torch.float32)
+    batch, engine = recorded_batch(), world.policy()
+    for start, end in zip(batch.cu_seqlens.tolist(), batch.cu_seqlens.tolist()[1:]):
+        ids = batch.tokens[start:end]
+        logprob = model(ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+        (-(logprob * batch["weight"][start + 1 : end]).sum() / 10.0).backward()
+    theirs = dict(model.named_parameters())
+    for name, gradient in whole(engine, gradients_of(engine, denominator=10.0)).items():
+        wanted = theirs[name].grad
+        assert wanted is not None and torch.allclose(gradient, wanted, atol=TOLERANCE), name
+
+
+def a_forward_only_pass_leaves_gradients(world: World) -> None:
+    engine = world.policy()
+    with engine.train_mode():
+        engine.optimizer_zero_grad()
+        engine.forward_backward(recorded_batch(), without_loss, reads=("weight",), forward_only=True)
+        assert not any(gradient.any() for gradient in engine.named_gradients().values())
+
+
+def without_loss(output: Any, micro: Any) -> LossOutput:
+    return LossOutput(tokens=negative_logprob(output, micro).tokens)
+
+
+def a_step_moves_the_weights_by_the_scheduled_rate(world: World) -> None:
+    engine = world.policy()
+    gradients = whole(engine, gradients_of(engine, denominator=10.0))
+    norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients.values()))
+    before, rates = weights_of(engine), []
+    for index in range(3):
+        result, step, lr = update(engine)
+        rates.append(lr)
+        assert step.applied and result.sums["tokens"] == float(recorded_batch()["weight"].sum())
+        if index == 0:
+            assert math.isclose(step.grad_norm, norm, rel_tol=1e-4)
+            moved = max(float((new - before[name]).abs().max()) for name, new in weights_of(engine).items())
+            assert 0.5 * lr < moved < 1.5 * lr, "Adam's first step is the learning rate"
+    assert rates[:2] == pytest.approx([LR / 2, LR])
+    assert not same(before, weights_of(engine))
+
+
+def a_non_finite_gradient_is_skipped(world: World) -> None:
+    engine = world.policy()
+    before = weights_of(engine)
+
+    def poisoned(output: Any, micro: Any) -> LossOutput:
+        return LossOutput(negative_logprob(output, micro).loss_sum * torch.nan)  # type: ignore[operator]
+
+    with engine.train_mode():
+        engine.optimizer_zero_grad()
+        engine.forward_backward(recorded_batch(), poisoned, reads=("weight",))
+        engine.lr_scheduler_step()
+        assert not engine.optimizer_step().applied
+    assert same(before, weights_of(engine))
+
+
+def host_and_back_changes_nothing(world: World) -> None:
+    engine = world.policy()
+    update(engine)
+    before = weights_of(engine), logprobs_of(engine)
+    for _ in range(2):
+        engine.to("host")
+        engine.to("device", optimizer=False)
+        engine.to("device")
+        engine.to("host", model=False)
+    assert same(before[0], weights_of(engine)) and torch.equal(before[1], logprobs_of(engine))
+
+
+def a_checkpoint_gives_back_weights_and_optimizer(world: World) -> None:
+    from megappo.checkpoint.store import CheckpointStore
+
+    engine, store = world.policy(), CheckpointStore(world.folder / "run", keep_last=1)
+    update(engine)
+    saved = weights_of(engine)
+    store.save(1, {"policy": engine}, {}, {})
+    assert same(saved, weights_of(engine))
+    update(engine)
+    further = weights_of(engine)
+    other = world.policy()
+    store.load({"policy": other}, {}, {})
+    assert same(saved, weights_of(other))
+    _, _, lr = update(other)
+    assert same(further, weights_of(other)) and lr == pytest.approx(LR), "moments and the schedule came back"
+
+
+def a_critic_takes_the_layers_of_a_policy_and_keeps_its_head(world: World) -> None:
+    from megappo.checkpoint.store import CheckpointStore
+
+    policy, critic, store = world.policy(), world.critic(), CheckpointStore(world.folder / "run", keep_last=1)
+    update(policy)
+    store.save(1, {"policy": policy}, {}, {})
+    head = whole(critic, weights_of(critic))["score.weight"]
+    assert store.load_weights("policy", critic, with_head=False) == 1
+    layers, taken = whole(policy, weights_of(policy)), whole(critic, weights_of(critic))
+    assert torch.equal(taken.pop("score.weight"), head)
+    assert all(torch.equal(tensor, layers[name]) for name, tensor in taken.items())
+
+
+def exports_are_read_by_transformers(world: World) -> None:
+    policy, critic = world.policy(), world.critic()
+    update(policy)
+    for engine, kind in ((policy, "CausalLM"), (critic, "TokenClassification")):
+        directory = world.folder / engine.name
+        engine.export(directory, Path(world.path))
+        dist.barrier()
+        model = getattr(transformers, f"AutoModelFor{kind}").from_pretrained(directory, dtype=torch.float32)
+        theirs = model.state_dict()
+        assert all(torch.equal(tensor, theirs[name]) for name, tensor in whole(engine, weights_of(engine)).items())
+        refused = False
+        try:
+            engine.export(directory, Path(world.path))
+        except ValueError as error:
+            refused = str(directory) in str(error)
+        assert refused, "an export that exists is not overwritten"
+        dist.barrier()
+    check_values(critic, model)
+
+
+def check_values(critic: Engine, model: Any) -> None:
+    from megappo.trainer.roles import Critic
+
+    batch = recorded_batch()
+    values, _ = Critic(critic, None).values(batch)
+    for start, end in zip(batch.cu_seqlens.tolist(), batch.cu_seqlens.tolist()[1:]):
+        with torch.no_grad():
+            after = model(batch.tokens[None, start:end]).logits[0, :-1, 0]
+        assert values[start] == 0.0 and torch.allclose(values[start + 1 : end], after, atol=TOLERANCE)
+
+
+def logits_of_a_few_rows_are_those_behind_the_log_probs(world: World) -> None:
+    from megappo.rollout.megatron_engine import MegatronRollout
+    from megappo.rollout.types import Request, SamplingParams
+
+    engine = world.policy()
+    requests = [Request((5, 6, 7), seed=1), Request((9,), seed=2), Request((3, 11), seed=3)]
+    responses = MegatronRollout(engine).generate(requests, SamplingParams(5))
+    from megappo.trainer.roles import LanguageModel
+
+    batch = pack([[*request.prompt, *response.tokens] for request, response in zip(requests, responses)])
+    logprob, _ = LanguageModel(engine, 1.0).logprobs(batch, want_entropy=False)
+    for end, response in zip(batch.cu_seqlens.tolist()[1:], responses):
+        drawn = torch.tensor(response.logprobs)
+        assert torch.allclose(logprob[end - len(drawn) : end], drawn, atol=TOLERANCE)
+        assert all(0 <= token < engine.arch.vocab_size for token in response.tokens)
+
+
+CHECKS: tuple[Callable[[World], None], ...] = (
+    modes_decide_whether_gradients_are_recorded,
+    names_of_parameters_gradients_and_pieces_agree,
+    pieces_cover_every_tensor_once,
+    pieces_say_where_the_checkpoints_numbers_stand,
+    log_probs_are_those_of_transformers_in_the_batchs_order,
+    both_ways_to_a_loss_give_its_gradient,
+    a_pass_reads_what_it_declares_and_hands_results_back_in_order,
+    gradients_are_divided_once,
+    gradients_are_those_of_transformers,
+    a_forward_only_pass_leaves_gradients,
+    a_step_moves_the_weights_by_the_scheduled_rate,
+    a_non_finite_gradient_is_skipped,
+    host_and_back_changes_nothing,
+    a_checkpoint_gives_back_weights_and_optimizer,
+    a_critic_takes_the_layers_of_a_policy_and_keeps_its_head,
+    exports_are_read_by_transformers,
+    logits_of_a_few_rows_are_those_behind_the_log_probs,
+)
+
+
+# -------------------------------------------------------------------------------------------------------------- in the world
+
+
+def outcome(check: Callable[[World], None], world: World) -> str:
+    try:
+        check(world)
+    except Exception:
+        return traceback.format_exc()
+    return ""
+
+
+def run_megatron(rank: int, path: str, folder: str) -> dict[str, dict[str, str]]:
+    """layout -> check -> the traceback of its failure, empty where it passes."""
+    from megappo.engine.build import MegatronEngines
+    from megappo.platform import cpu
+
+    cpu.install()
+    engines = MegatronEngines(ModelConfig(impl="local"), TimeoutsConfig(), torch.device("cpu"))
+    found: dict[str, dict[str, str]] = {}
+    for name, sizes in TWO_RANKS.items():
+        parallel = ParallelConfig.model_validate(sizes)
+        engines.connect([parallel])
+        found[name] = {
+            check.__name__: outcome(check, World(engines, parallel, path, Path(folder, name.replace(" ", "_"), check.__name__)))
+            for check in CHECKS
+        }
+    return found
+
+
+def run_toy(rank: int, path: str, folder: str) -> dict[str, dict[str, str]]:
+    """As `run_megatron`, for the toy engine and every faulty one."""
+    found: dict[str, dict[str, str]] = {}
+    for name, kind in {"toy": ToyEngine, **FAULTS}.items():
+        engines = toy_engines()
+        engines.build = kind
+        found[name] = {
+            check.__name__: outcome(check, World(engines, ParallelConfig(), path, Path(folder, name, check.__name__)))
+            for check in (CHECKS if name == "toy" else FAULTY[name][:1])
+        }
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------------------- faults
+
+
+class DividesTwice(ToyEngine):
+    def forward_backward(self, batch: Any, loss_fn: Any, *, denominator: float = 1.0, **how: Any) -> PassResult:
+        return super().forward_backward(batch, loss_fn, denominator=denominator**2, **how)
+
+
+class ReadsEverything(ToyEngine):
+    def forward_backward(self, batch: Any, loss_fn: Any, *, reads: Any = (), **how: Any) -> PassResult:
+        return super().forward_backward(batch, loss_fn, reads=(*batch.token_fields, *reads), **how)
+
+
+class HandsBackInItsOwnOrder(ToyEngine):
+    def forward_backward(self, batch: Any, loss_fn: Any, **how: Any) -> PassResult:
+        result = super().forward_backward(batch, loss_fn, **how)
+        result.tokens.update({name: values.roll(1) for name, values in result.tokens.items()})
+        return result
+
+
+class ForgetsMoments(ToyEngine):
+    def load_state(self, state: Any) -> None:
+        super().load_state({"model": state["model"]})
+
+
+class TakesEveryHead(ToyEngine):
+    def load_state(self, state: Any) -> None:
+        super().load_state(state)
+        if self.value_head:
+            self.named_parameters()["score.weight"].data.zero_()
+
+
+class HoldsATensorTwice(ToyEngine):
+    def pieces(self) -> Any:
+        (held,) = super().pieces().values()
+        whole = held[0]
+        return {0: [whole._replace(box=whole.box._replace(r1=whole.box.r1 - 1)), *held]}
+
+
+class StepsThroughNaN(ToyEngine):
+    def optimizer_step(self) -> Any:
+        self._optimizer.step()
+        return super().optimizer_step()
+
+
+FAULTS: dict[str, type[ToyEngine]] = {
+    fault.__name__: fault
+    for fault in (
+        DividesTwice,
+        ReadsEverything,
+        HandsBackInItsOwnOrder,
+        ForgetsMoments,
+        TakesEveryHead,
+        HoldsATensorTwice,
+        StepsThroughNaN,
+    )
+}
+# The check that notices it, and a part of the line that fails.
+FAULTY: dict[str, tuple[Callable[[World], None], str]] = {
+    "DividesTwice": (gradients_are_divided_once, "2 * halved"),
+    "ReadsEverything": (a_pass_reads_what_it_declares_and_hands_results_back_in_order, "refused"),
+    "HandsBackInItsOwnOrder": (log_probs_are_those_of_transformers_in_the_batchs_order, "no prefix"),
+    "ForgetsMoments": (a_checkpoint_gives_back_weights_and_optimizer, "same(further"),
+    "TakesEveryHead": (a_critic_takes_the_layers_of_a_policy_and_keeps_its_head, "torch.equal(taken.pop"),
+    "HoldsATensorTwice": (pieces_cover_every_tensor_once, "overlap"),
+    "StepsThroughNaN": (a_non_finite_gradient_is_skipped, "same(before"),
+}
+
+
+# -------------------------------------------------------------------------------------------------------------------- tests
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory) -> dict[str, list[dict[str, str]]]:
+    """Engine -> for every rank: check -> traceback."""
+    folder = tmp_path_factory.mktemp("conformance")
+    path = str(folder / "llama")
+    write_checkpoint(path, "llama")
+    ranks = spawn_world(run_megatron, 2, path, str(folder / "megatron"))
+    (toy,) = spawn_world(run_toy, 1, path, str(folder / "toy"))
+    return {name: [found[name] for found in ranks] for name in TWO_RANKS} | {name: [found] for name, found in toy.items()}
+
+
+@pytest.mark.parametrize("check", [check.__name__ for check in CHECKS])
+@pytest.mark.parametrize("engine", [*TWO_RANKS, "toy"])
+def test_the_engine_keeps_its_contract(outcomes, engine: str, check: str) -> None:
+    assert [found[check] for found in outcomes[engine]] == [""] * len(outcomes[engine])
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_noticed(outcomes, fault: str) -> None:
+    check, line = FAULTY[fault]
+    assert line in outcomes[fault][0][check.__name__]

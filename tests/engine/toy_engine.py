@@ -1,0 +1,150 @@
+"""A second engine, as small as the interface allows: transformers' model in fp32, a sequence at a time on one rank, and AdamW."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Collection
+from contextlib import AbstractContextManager, nullcontext
+from math import inf
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import AdamW
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+
+from megappo.data.packing import PackedBatch
+from megappo.engine.base import LogitsDtype, LogprobQuery, PassResult, StepResult
+from megappo.engine.factory import EngineSpec
+from megappo.models.pieces import Box, Piece, as_2d
+from megappo.ops.vocab_shard import IGNORE_INDEX
+from megappo.parallel.balance import plan_micro_batches
+
+
+class ToyOutput:
+    """Holds all logits [T, V] of a micro-batch."""
+
+    fused_loss = None
+
+    def __init__(self, logits: Tensor) -> None:
+        self._logits = logits
+
+    def logits(self, rows: Any, logits_dtype: LogitsDtype) -> Tensor:
+        return self._logits[rows].bfloat16().float() if logits_dtype == "bf16" else self._logits[rows]
+
+    def logprobs(self, query: LogprobQuery) -> tuple[Tensor, Tensor | None]:
+        x = self.logits(slice(None), query.logits_dtype) / query.temperature
+        if query.kept is not None:  # NO_ID is -1: the last of these columns
+            wanted = torch.zeros(x.shape[0], x.shape[1] + 1).scatter(1, query.kept.long() % (x.shape[1] + 1), 1.0)[:, :-1]
+            x = x.masked_fill((wanted.sum(1, keepdim=True) > 0) & (wanted == 0), -torch.inf)
+        logp, untargeted = x.log_softmax(-1), query.target == IGNORE_INDEX
+        entropy = -(logp.exp() * logp.masked_fill(logp == -torch.inf, 0.0)).sum(-1) if query.want_entropy else None
+        chosen = logp.gather(1, query.target.clamp(min=0)[:, None])[:, 0]
+        return chosen.masked_fill(untargeted, 0.0), None if entropy is None else entropy.masked_fill(untargeted, 0.0)
+
+
+class ToyEngine:
+    head_names = ("lm_head.weight", "score.weight")
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self.name, self.arch, self.value_head = spec.role, spec.arch, spec.value_head is not None
+        self._budget, self._loads_head, self._updates = spec.section.micro_batch_tokens, True, 0
+        if self.value_head:
+            self._model = AutoModelForTokenClassification.from_pretrained(spec.model, num_labels=1, dtype=torch.float32)
+            torch.nn.init.normal_(self._model.score.weight, std=0.0 if spec.value_head == "zero" else 0.1)
+            torch.nn.init.zeros_(self._model.score.bias)
+        else:
+            self._model = AutoModelForCausalLM.from_pretrained(spec.model, dtype=torch.float32)
+        self._model.get_input_embeddings().padding_idx = None  # transformers would give that token no gradient
+        self._weights = {name: p for name, p in self._model.named_parameters() if name != "score.bias"}
+        if spec.total_updates is not None:
+            o = self._settings = spec.section.optimizer  # type: ignore[attr-defined]
+            self._optimizer = AdamW(self._weights.values(), o.lr, (o.beta1, o.beta2), o.eps, o.weight_decay)
+            for parameter in self._weights.values():
+                parameter.grad = torch.zeros_like(parameter)
+
+    def named_parameters(self) -> dict[str, torch.nn.Parameter]:
+        return self._weights
+
+    def named_gradients(self) -> dict[str, Tensor]:
+        return {name: parameter.grad for name, parameter in self._weights.items() if parameter.grad is not None}
+
+    def pieces(self) -> dict[int, list[Piece]]:
+        return {0: [Piece(name, Box(0, len(p), 0, as_2d(p).shape[1]), name, 0, 0) for name, p in self._weights.items()]}
+
+    def export(self, directory: Path, source: Path) -> None:
+        if directory.exists():
+            raise ValueError(f"{directory} exists")
+        self._model.save_pretrained(directory)
+        for file in source.glob("tokenizer*"):
+            shutil.copyfile(file, directory / file.name)
+
+    def train_mode(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def eval_mode(self) -> AbstractContextManager[Any]:
+        return torch.no_grad()
+
+    def forward_backward(
+        self, batch: PackedBatch, loss_fn: Any, *, reads: Collection[str] = (), denominator: float = 1.0, forward_only: bool = False
+    ) -> PassResult:
+        plan = plan_micro_batches(batch.lengths.tolist(), 1, self._budget)[0]
+        result = PassResult({}, {}, {}, len(plan))
+        for sequences in plan:
+            micro, where = batch.only(reads).select(sequences), batch.token_index(sequences)
+            with torch.set_grad_enabled(not forward_only):
+                raw = torch.cat([self._model(ids[None]).logits[0] for ids in micro.tokens.split(micro.lengths.tolist())])
+                output: Any = raw.flatten() if self.value_head else ToyOutput(raw)
+                found = loss_fn(output, micro)
+                if found.loss_sum is not None:
+                    (found.loss_sum / denominator).backward()
+            for name, values in found.tokens.items():
+                result.tokens.setdefault(name, torch.zeros(batch.num_tokens))[where] = values.detach().float()
+            result.sums.update({name: result.sums.get(name, 0.0) + float(value) for name, value in found.sums.items()})
+            result.maxima.update({name: max(result.maxima.get(name, -inf), float(value)) for name, value in found.maxima.items()})
+        return result
+
+    def optimizer_zero_grad(self) -> None:
+        self._optimizer.zero_grad(set_to_none=False)
+
+    def optimizer_step(self) -> StepResult:
+        norm = torch.nn.utils.clip_grad_norm_(self._weights.values(), self._settings.clip_grad or torch.inf)
+        if norm.isfinite():
+            self._optimizer.step()
+        return StepResult(float(norm), bool(norm.isfinite()))
+
+    def lr_scheduler_step(self) -> float:
+        self._updates += 1
+        warm = min(1.0, self._updates / max(1, self._settings.warmup_steps))
+        self._optimizer.param_groups[0]["lr"] = self._settings.lr * warm
+        return self._settings.lr * warm
+
+    def to(self, device: str, *, model: bool = True, optimizer: bool = True) -> None:
+        return  # all of it is in host memory
+
+    def save_state(self, *, with_optimizer: bool) -> dict[str, Any]:
+        state: dict[str, Any] = {"model": {name: parameter.detach() for name, parameter in self._weights.items()}}
+        return {**state, "optimizer": self._optimizer.state_dict(), "updates": self._updates} if with_optimizer else state
+
+    def release_state(self) -> None: ...
+
+    def state_to_load(self, *, with_optimizer: bool, with_head: bool = True) -> dict[str, Any]:
+        self._loads_head = with_head
+        return dict.fromkeys(("model", "optimizer", "updates") if with_optimizer else ("model",))
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        for name, parameter in self._weights.items():
+            if self._loads_head or name not in self.head_names:
+                parameter.data.copy_(state["model"][name])
+        if "optimizer" in state:
+            self._optimizer.load_state_dict(state["optimizer"])
+            self._updates = state["updates"]
+
+
+def toy_engines(*_: Any) -> Any:
+    """An `EngineBackend`: makes an `EngineFactory`."""
+    return SimpleNamespace(
+        build=ToyEngine, describe=lambda section: "toy", connect=lambda _: None, settle=lambda: None, close=lambda: None
+    )
