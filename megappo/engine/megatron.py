@@ -221,7 +221,7 @@ class MegatronEngine:
         return loss, torch.ones((), dtype=torch.int, device=self.device), {}
 
     def _model_output(self, raw: Tensor, context: ContextShard | None) -> LinearOutput | Tensor:
-        """What the role's loss takes: see `engine.base.LossFunction`."""
+        """The argument of the loss, see `engine.base.LossFunction`. raw: output of the last model chunk."""
         model = self.chunks[-1]
         if not isinstance(model, PolicyModel):
             return raw

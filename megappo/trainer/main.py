@@ -143,7 +143,7 @@ def export_policy(engine: Engine, run_dir: RunDir, source: Path) -> None:
 
 @dataclass(frozen=True)
 class Progress:
-    """What changes from step to step beside the models, and where it is written down."""
+    """The state of the loop beside the models, and the log of it."""
 
     state: TrainerState
     kl_controller: KLController
