@@ -18,7 +18,7 @@ from megappo.algo.aggregation import token_weights
 from megappo.config.schema import TimeoutsConfig, TrainableConfig
 from megappo.data.packing import PackedBatch, pack
 from megappo.engine.build import MegatronEngines
-from megappo.engine.factory import EngineBackend
+from megappo.engine.factory import EngineBackend, EngineFactory
 from megappo.launch.world import is_rank
 from megappo.platform.device import select_device, start_alone, start_distributed
 from megappo.telemetry.timers import wait_for_device
@@ -59,20 +59,16 @@ def run_trial(trial: Trial, device: torch.device, backend: EngineBackend = Megat
     """Collective. The first pass of each kind is not counted: it allocates, compiles and connects."""
     section = getattr(trial.config, trial.role)
     engines = backend(trial.config.model, TIMEOUTS, device)
-    algorithm = trial.config.algorithm.model_copy(update={"target_kl": None})  # an update that is left out takes no time
-    config = trial.config.model_copy(update={"algorithm": algorithm})
-    updates = TOTAL_UPDATES if isinstance(section, TrainableConfig) else None
-    role = build_role(config, trial.role, engines, updates, random_weights=True)
-    passes = _Passes(trial, role)
+    passes = _build_passes(trial, engines)
     load_s = _fastest(passes.nothing, trial.repeats) if section.offload.parameters else 0.0
     forward_s = _fastest(passes.forward, trial.repeats)
     update_s, trip_s = None, 0.0
     if isinstance(section, TrainableConfig):
         phase_s = _fastest(passes.phase, trial.repeats) if moves(section.offload) else None
-        with role.engine.train_mode():
+        with passes.role.engine.train_mode():
             update_s = _fastest(passes.update, trial.repeats)
         trip_s = max(0.0, phase_s - update_s) if phase_s is not None else 0.0
-    del role, passes
+    del passes
     engines.close()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -92,43 +88,51 @@ def _fastest(work: Callable[[], Any], repeats: int) -> float:
     return min(times[1:])
 
 
+def _build_passes(trial: Trial, engines: EngineFactory) -> _Passes:
+    section, algorithm = getattr(trial.config, trial.role), trial.config.algorithm
+    algorithm = algorithm.model_copy(update={"target_kl": None})  # an update that is left out takes no time
+    config = trial.config.model_copy(update={"algorithm": algorithm})
+    updates = TOTAL_UPDATES if isinstance(section, TrainableConfig) else None
+    return _Passes(trial, build_role(config, trial.role, engines, updates, random_weights=True))
+
+
 class _Passes:
     """The role's own passes (trainer/roles.py) over one batch of random tokens, the same on every rank."""
 
     def __init__(self, trial: Trial, role: Role) -> None:
         config = trial.config
-        self._role = role
-        self._batch = _random_batch(trial, role.engine.arch.vocab_size)
+        self.role = role
+        self.batch = _random_batch(trial, role.engine.arch.vocab_size)
         weights = token_weights(
             config.algorithm.loss_aggregation,
-            self._batch["response_mask"],
-            self._batch.cu_seqlens,
+            self.batch["response_mask"],
+            self.batch.cu_seqlens,
             config.rollout.max_response_tokens,
         )
-        self._mini, self._count = self._batch.with_fields({"weight": weights.weight}), max(float(weights.count), 1.0)
+        self._mini, self._count = self.batch.with_fields({"weight": weights.weight}), max(float(weights.count), 1.0)
 
     def nothing(self) -> None:
         """A pass without a batch: its weights come from host memory, and are freed, because they did not change."""
-        with self._role.engine.eval_mode():
+        with self.role.engine.eval_mode():
             pass
 
     def forward(self) -> None:
-        if isinstance(self._role, Critic):
-            self._role.values(self._batch)
+        if isinstance(self.role, Critic):
+            self.role.values(self.batch)
         else:
-            self._role.logprobs(self._batch, want_entropy=isinstance(self._role, Policy))
+            self.role.logprobs(self.batch, want_entropy=isinstance(self.role, Policy))
 
     def phase(self) -> None:
         """A phase of one update, as stage 6 has it (trainer/updates.py): weights come, the optimizer's state comes with the
         step, and both go back."""
-        assert isinstance(self._role, (Policy, Critic))
-        with self._role.engine.train_mode():
+        assert isinstance(self.role, (Policy, Critic))
+        with self.role.engine.train_mode():
             self.update()
 
     def update(self) -> None:
         """One update of a phase that has more: what is offloaded is there already, from the first one on."""
-        assert isinstance(self._role, (Policy, Critic))
-        self._role.update(self._mini, self._count)
+        assert isinstance(self.role, (Policy, Critic))
+        self.role.update(self._mini, self._count)
 
 
 def _random_batch(trial: Trial, vocab_size: int) -> PackedBatch:

@@ -31,7 +31,7 @@ def test_ranks_meet_before_a_generation(monkeypatch: pytest.MonkeyPatch) -> None
         engine.generate([Request((3, 4), 0)], SamplingParams(max_tokens=4))
 
 
-def test_the_engine_has_the_limits_of_the_policys_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_engine_has_the_limits_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     given: dict[str, Any] = {}
 
     class Engine:
@@ -42,17 +42,17 @@ def test_the_engine_has_the_limits_of_the_policys_groups(monkeypatch: pytest.Mon
             pass
 
     monkeypatch.setattr(vllm_engine, "VllmEngine", Engine)
-    policy = SimpleNamespace(groups=SimpleNamespace(timeouts=TIMEOUTS, layout=None), named_parameters=None)
+    policy: Any = None
     tokenizer: Any = SimpleNamespace(eos_ids=(2,), decode=str)
     build_rollout(
         RolloutConfig(),
         policy,
         model="",
-        arch=None,  # type: ignore[arg-type]
         tokenizer=tokenizer,
         max_prompt_tokens=8,
         policy_dtype="fp32",
         seed=0,
         device=torch.device("cpu"),
+        timeouts=TIMEOUTS,
     )
     assert given["timeouts"] is TIMEOUTS

@@ -16,11 +16,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megappo.engine.build import MegatronEngines
 from megappo.engine.offload import StorageOffload
 from megappo.launch.world import is_rank
-from megappo.parallel.groups import build_groups
 from megappo.platform.device import start_alone, start_distributed
-from megappo.prepare.layouts import layout_of
 from megappo.trainer.kernel_selection import choose_kernels
 from megappo.trainer.updates import mini_batches, run_updates
 from megappo.tune import trial as tried
@@ -62,13 +61,11 @@ def main(folder: Path) -> None:
 
         tried._fastest = fastest
         tried.run_trial(trial, device)
-        section = getattr(trial.config, trial.role)
-        engine = tried._build_engine(trial, build_groups(layout_of(section.parallel, dist.get_world_size())), device)
-        passes = tried._Passes(trial, engine)
+        passes = tried._build_passes(trial, MegatronEngines(trial.config.model, tried.TIMEOUTS, device))
         algorithm = trial.config.algorithm.model_copy(update={"mini_batch_size": trial.samples // 2, "ppo_epochs": 1})
 
         def updates(passes: Any = passes, algorithm: Any = algorithm, most: int = trial.response_tokens) -> None:
-            run_updates(passes._role, mini_batches(passes._batch, algorithm, most, seed=0))
+            run_updates(passes.role, mini_batches(passes.batch, algorithm, most, seed=0))
 
         timed["the trainer's updates"] = copied_by(updates)
         found[name] = timed
