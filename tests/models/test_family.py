@@ -16,14 +16,13 @@ import torch
 from safetensors.torch import save_file
 
 from megappo.bridge.plan import make_plan
-from megappo.bridge.sync import policy_pieces
 from megappo.bridge.vllm_layout import record_destination
 from megappo.config.schema import ParallelConfig, TrainConfig
 from megappo.models.families.registry import FAMILIES
 from megappo.models.family import Family
 from megappo.models.hf_config import arch_of, read_arch
 from megappo.models.pieces import as_2d
-from megappo.models.weight_map import hf_tensors
+from megappo.models.weight_map import hf_tensors, pieces_by_rank
 from megappo.models.weight_rules import GateUp, Norm, Qkv, RowParallel
 from megappo.parallel.layout import ParallelLayout
 from megappo.verify.shrink import small_run
@@ -199,7 +198,7 @@ def test_the_bridge_fills_an_engine_from_every_layout(registered, folder):
     for layout in (ParallelLayout(1), ParallelLayout(2, tp=2), ParallelLayout(4, tp=2, pp=2)):
         held = [policy_tensors(arch, layout, rank, checkpoint) for rank in range(layout.world_size)]
         got = {name: torch.full_like(tensor, float("nan")) for name, tensor in wanted.items()}
-        for move in make_plan(policy_pieces(arch, layout), {0: destination.pieces}, itemsize=4):
+        for move in make_plan(pieces_by_rank(arch, layout), {0: destination.pieces}, itemsize=4):
             source = as_2d(held[move.src][move.source])[move.s_row : move.s_row + move.rows, move.s_col : move.s_col + move.cols]
             as_2d(got[move.target])[move.d_row : move.d_row + move.rows, move.d_col : move.d_col + move.cols] = source
         assert all(torch.equal(got[name], tensor) for name, tensor in wanted.items()), layout

@@ -11,6 +11,7 @@ from megappo import cli
 from megappo.config.loading import load_config
 from megappo.models.hf_config import read_arch
 from megappo.models.meta import parameters_of_rank
+from megappo.models.weight_map import local_shapes
 from megappo.parallel.layout import ParallelLayout, layout_of
 from megappo.plan.memory import count_parameters
 
