@@ -81,7 +81,7 @@ class Finding:
 def installed_version(requirement: Requirement) -> str | None:
     """Version of the installed distribution; None if it or its module is missing."""
     top = requirement.module.split(".")[0]
-    if importlib.util.find_spec(top) is None:
+    if importlib.util.find_spec(top) is None:  # metadata may outlive its files
         return None
     for name in requirement.distributions:
         try:

@@ -33,7 +33,7 @@ class Shape(NamedTuple):
     def of(cls, size: Sequence[int]) -> Shape:
         if len(size) == 3:
             return cls(*size)
-        rows, cols = (*size, 1)[:2]
+        rows, cols = (*size, 1)[:2]  # [n] is a column
         return cls(1, rows, cols)
 
     def flat_index(self, slot: int, row: int, col: int) -> int:

@@ -56,14 +56,14 @@ def make_plan(
     sent: dict[int, int] = defaultdict(int)
     plan: list[Move] = []
     cut: dict[tuple[str, Box], list[tuple[Box, Holders]]] = {}  # replicas of the engine want the same boxes
-    for dst in sorted(destinations):
+    for dst in sorted(destinations):  # in one order, so that every rank balances the senders alike
         for piece in destinations[dst]:
             wanted = piece.hf, piece.box
             if wanted not in cut:
                 cut[wanted] = _parts(piece, held.get(piece.hf, {}), f"{piece.hf} -> {piece.local} of rank {dst}")
             for box, holders in cut[wanted]:
                 src = _choose(holders, dst, sent, ranks_per_node)
-                if src != dst:
+                if src != dst:  # a local copy costs the sender nothing
                     sent[src] += box.area * itemsize
                 plan.append(_move(src, dst, box, holders[src], piece))
     return plan
@@ -86,7 +86,7 @@ def _holders(sources: Mapping[int, Sequence[Piece]]) -> dict[str, dict[Box, Hold
 
 
 def _choose(holders: Holders, dst: int, sent: Mapping[int, int], ranks_per_node: int) -> int:
-    if dst in holders:
+    if dst in holders:  # no wire at all
         return dst
     # A rank of the same node, then the one that has sent least, then the lowest.
     node = dst // ranks_per_node
@@ -99,6 +99,7 @@ def _move(src: int, dst: int, box: Box, source: Piece, target: Piece) -> Move:
         dst=dst,
         hf=target.hf,
         source=source.local,
+        # Offsets within the local tensors: the piece's place plus the box's offset in the piece.
         s_row=source.row + box.r0 - source.box.r0,
         s_col=source.col + box.c0 - source.box.c0,
         s_slot=source.slot,
@@ -113,6 +114,7 @@ def _move(src: int, dst: int, box: Box, source: Piece, target: Piece) -> Move:
 
 def check_tiling(whole: Box, parts: Sequence[Box], what: str) -> None:
     """ValueError unless the parts, all inside `whole`, cover it without overlap."""
+    # Area and overlap together: parts inside `whole` without overlap and of the same area cover it.
     covered = sum(part.area for part in parts)
     if covered < whole.area:
         raise ValueError(f"{what}: {covered} of {whole.area} elements have a source")
@@ -130,7 +132,7 @@ def digest(plan: Iterable[Move]) -> str:
     hasher = hashlib.sha256()
     for move in plan:
         hasher.update(repr(tuple(move)).encode())
-    return hasher.hexdigest()[:16]
+    return hasher.hexdigest()[:16]  # 64 bits: only to notice ranks that computed different plans
 
 
 def module_of(target: str) -> str:

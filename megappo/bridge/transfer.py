@@ -107,7 +107,7 @@ def _start(
             packed[offset : offset + move.numel].view(move.rows, move.cols).copy_(_source_view(move, tensors))
             offset += move.numel
     work = None
-    if current.on_wire:  # as bytes: every backend carries them, whatever the dtype
+    if current.on_wire:  # as bytes, which every backend carries
         work = dist.all_to_all_single(
             buffer.view(torch.uint8),
             packed.view(torch.uint8),
@@ -120,7 +120,7 @@ def _start(
 
 
 def _finish(flying: _InFlight, tensors: Tensors, land: Land) -> None:
-    for move in flying.round.local:
+    for move in flying.round.local:  # while the wire is busy
         land(move, _source_view(move, tensors))
     if flying.work is not None:
         flying.work.wait()

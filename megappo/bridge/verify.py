@@ -35,7 +35,7 @@ def rectangle_sum(values: Tensor, base: int, stride: int) -> int:
     step = max(1, _CHUNK // max(cols, 1))
     total = torch.zeros((), dtype=torch.int64, device=values.device)
     for r0 in range(0, rows, step):
-        part = values[r0 : r0 + step].contiguous()
+        part = values[r0 : r0 + step].contiguous()  # `view` below needs it
         starts = base + (r0 + torch.arange(part.shape[0], device=values.device)) * stride
         bits = part.view(_BITS[part.element_size()]).long()
         total += (bits * _index_weight(starts[:, None] + columns)).sum()
@@ -58,7 +58,7 @@ class ChecksumRound:
         self._rank = rank
         names = [(dst, name) for dst in sorted(destinations) for name in destinations[dst].shapes]
         self._entry = {key: i for i, key in enumerate(names)}
-        self._sent = [0] * len(names)
+        self._sent = [0] * len(names)  # by entry; Python integers, reduced modulo 2^64 when they are exchanged
         self._received: dict[str, int] = {}
 
     def add_moves(self, moves: Iterable[Move], tensors: Mapping[str, Tensor], dtype: torch.dtype) -> None:
@@ -88,7 +88,7 @@ class ChecksumRound:
     def mismatches(self, device: torch.device, group: dist.ProcessGroup | None) -> list[str]:
         """One line per parameter of this rank that differs from the senders'; empty if none does. Collective."""
         sent = torch.tensor([_wrap(value) for value in self._sent], dtype=torch.int64, device=device)
-        dist.all_reduce(sent, group=group)
+        dist.all_reduce(sent, group=group)  # int64 sums wrap modulo 2^64, as the checksum does
         expected = sent.tolist()
         fills = self._fill_sums()
         lines = []

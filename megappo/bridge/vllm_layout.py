@@ -48,7 +48,7 @@ class _LoaderRecorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         aten = torch.ops.aten
         target = self.targets.get(_storage(args[0])) if args and isinstance(args[0], Tensor) else None
-        if target is None or not func._schema.is_mutable:
+        if target is None or not func._schema.is_mutable:  # views and reads of a parameter run as usual
             return func(*args, **(kwargs or {}))
         region = _Region.of(target, args[0])
         if func is aten.copy_.default:
@@ -78,13 +78,13 @@ class _LoaderRecorder(TorchDispatchMode):
 
 
 def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return tensor.untyped_storage()._cdata  # the same for all views; a meta tensor has no data pointer to compare
 
 
 def _rectangle(region: _Region, shape: Shape) -> tuple[int, Box]:
     """(slot, box) of a region of a contiguous tensor of this shape. ValueError if it is not a rectangle."""
     size, stride = region.size, region.stride
-    while len(size) > 2 and size[0] == 1:
+    while len(size) > 2 and size[0] == 1:  # one expert of a 3-D parameter
         size, stride = size[1:], stride[1:]
     if len(size) == 1 and shape.cols == 1:
         rows, cols = size[0], 1
@@ -95,6 +95,7 @@ def _rectangle(region: _Region, shape: Shape) -> tuple[int, Box]:
         (rows, cols), (row_stride, col_stride) = size, stride
     else:
         raise ValueError(f"{region.name}: a region of {len(size)} dimensions {size} is not a rectangle")
+    # A stride over a single row or column is never used.
     if (rows > 1 and row_stride != shape.cols) or (cols > 1 and col_stride != 1):
         raise ValueError(
             f"{region.name}: the region {size} with strides {stride} is transposed or strided, not a rectangle of {shape}"
@@ -144,7 +145,7 @@ def record_destination(
         watched: dict[str, Tensor] = {}
         for module_name, module in model.named_modules():
             for name, tensor in api.layer_tensors(module).items():
-                tensor.weight_loader = api.original_loader(tensor)
+                tensor.weight_loader = api.original_loader(tensor)  # the reload's wrapper would process each filled layer
                 watched[f"{module_name}.{name}"] = tensor
         weights = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in tensors.items()}
         recorder = _LoaderRecorder(
@@ -159,7 +160,7 @@ def record_destination(
     sources = {name: Shape.of(shape) for name, shape in tensors.items()}
     fills = []
     for region, value in recorder.fills:
-        if region.name in filled and 0 not in region.size:
+        if region.name in filled and 0 not in region.size:  # a vocabulary that needs no padding has an empty fill
             slot, box = _rectangle(region, shapes[region.name])
             fills.append(Fill(region.name, slot, box, value))
     destination = Destination(

@@ -77,7 +77,7 @@ def parts_to_write(mine: list[ShardedTensor], everyone: Sequence[Sequence[Sharde
     holders: dict[Shard, list[int]] = {}
     for holder, theirs in enumerate(everyone):
         for entry in theirs:
-            if is_written(entry.replica_id):
+            if is_written(entry.replica_id):  # copies over tp (replicated weights) and pp (tied embeddings) are not written
                 holders.setdefault(_shard(entry), []).append(holder)
     groups: dict[tuple[int, ...], list[ShardedTensor]] = {}
     for entry in sorted((entry for entry in mine if is_written(entry.replica_id)), key=_shard):

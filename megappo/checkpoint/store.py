@@ -91,7 +91,7 @@ class CheckpointStore:
             on_rank_zero(f"creating {target.name}", lambda: target.mkdir(parents=True))
             try:
                 save_sharded(engine.save_state(with_optimizer=not self._save_only_model), target)
-            finally:
+            finally:  # also after a failure: the state that it brought to the device can be offloaded again
                 engine.release_state()
         if self._save_only_model:
             return
@@ -201,6 +201,7 @@ class CheckpointStore:
         manifest, fault = on_rank_zero("reading the manifest", lambda: _attempt_read(self._directory, step))
         if manifest is None:
             return None, fault
+        # Any rank can hash any file: the directory is shared.
         mine = sorted(manifest.files)[dist.get_rank() :: dist.get_world_size()]
         place = self._directory.step_path(step)
         faults = on_every_rank("verifying the checkpoint", lambda: find_wrong_content(place, manifest, mine))

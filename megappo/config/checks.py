@@ -343,6 +343,7 @@ def check_run_dir(run: RunConfig, resume: bool) -> Path:
     """
     path = run_dir_of(run)
     base = Path(run.output_dir)
+    # The nearest directory that exists: the run creates the others.
     existing = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
     if not existing.is_dir():
         raise ConfigError(problem("run.output_dir", run.output_dir, f"{existing} is a file; name a directory"))

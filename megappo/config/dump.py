@@ -17,7 +17,7 @@ from megappo.config.yaml_reader import CoreDumper
 
 def dump_yaml(config: BaseModel) -> str:
     """Text of the resolved configuration. A comment at the end names the keys without effect, with the reason."""
-    data = config.model_dump(mode="json")
+    data = config.model_dump(mode="json")  # tuples become lists
     dead = dead_keys(config)
     for name in dead:
         _remove(data, name.split("."))  # written out, it would be refused when the text is loaded

@@ -83,7 +83,7 @@ OTHER_NAMES: Mapping[str, str] = {
 
 def section_class(field: FieldInfo) -> type[BaseModel] | None:
     """Class of a field that is a section; None if the field is a value."""
-    kind = field.annotation
+    kind = field.annotation  # no section of the schema is optional, so its class stands here bare
     return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
 
 

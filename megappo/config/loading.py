@@ -80,7 +80,7 @@ def parse_override(text: str, cls: type[BaseModel]) -> tuple[str, Any]:
         raise ConfigError(f"{COMMAND_LINE}: {text}: not an override; write key=value, for example run.name=first")
     data, _ = parse_yaml(value, f"{COMMAND_LINE}: {key}")
     for name in values:
-        if name.startswith(key + ".") and data is not None:
+        if name.startswith(key + ".") and data is not None:  # `policy=null` takes the whole section back
             raise ConfigError(f"{COMMAND_LINE}: {problem(key, data, f'is a section; set its keys, for example {name}=VALUE')}")
         if key.startswith(name + "."):
             raise ConfigError(f"{COMMAND_LINE}: {problem(key, data, f'{name} is set as a whole, for example {name}=VALUE')}")

@@ -109,7 +109,7 @@ class PackedBatch:
         tokens, sequence parallel a total that is a multiple of cp tp.
         """
         lengths = padded_lengths(self.lengths, sequence_multiple, total_multiple)
-        total, is_completed = int(lengths.sum()), lengths.numel() > self.num_sequences
+        total, is_completed = int(lengths.sum()), lengths.numel() > self.num_sequences  # completed: one sequence of padding more
         starts = (lengths.cumsum(0) - lengths)[: self.num_sequences]
         # Token t of sequence b moves by as much as the sequence's start does.
         index = torch.arange(self.num_tokens, device=self.tokens.device)

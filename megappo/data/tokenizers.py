@@ -205,6 +205,7 @@ def _decode(ids: Sequence[int], vocab_size: int, known: Callable[[list[int]], st
 
 def _eos_ids(eos_id: int, directory: Path) -> tuple[int, ...]:
     """eos_id and the further ids of generation_config.json (an int or a list there)."""
+    # Chat models often end a turn with another id than the tokenizer's eos_token.
     more = _read_json(directory / "generation_config.json").get("eos_token_id")
     more = more if isinstance(more, list) else [] if more is None else [more]
     return tuple(dict.fromkeys([eos_id, *more]))

@@ -21,7 +21,7 @@ SHOWN = re.compile(
     r"|TRITON|RANK|WORLD|LOCAL|PYTORCH|VIRTUAL_ENV|CONDA|ENROOT|APPTAINER|SINGULARITY|LD|HOSTNAME|PATH)(_|$)"
 )
 SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSW|CREDENTIAL|AUTH|JWT|COOKIE", re.IGNORECASE)
-HIDDEN = "(hidden)"
+HIDDEN = "(hidden)"  # the name alone shows that the variable was set
 
 
 def report(env: Mapping[str, str] = os.environ) -> dict[str, Any]:

@@ -125,6 +125,7 @@ def _require_agreement(env: Mapping[str, str], task: SlurmTask) -> None:
 
 def _is_bound_to_one_gpu(env: Mapping[str, str], task: SlurmTask) -> bool:
     visible = [device for device in env.get("CUDA_VISIBLE_DEVICES", "").split(",") if device]
+    # One task on a node with one GPU needs no such rule: its local rank is 0 anyway.
     return len(visible) == 1 and task.tasks_here > 1
 
 

@@ -46,6 +46,7 @@ def plan_micro_batches(lengths: Sequence[int], num_dp: int, token_budget: int, m
     fewer sequences some are empty.
     """
     per_rank = partition_balanced(lengths, num_dp)
+    # The rank that needs most decides for all.
     num_micro = max(split_by_budget([lengths[i] for i in part], token_budget) for part in per_rank)
     num_micro = -(-num_micro // multiple) * multiple
     plan = []

@@ -36,6 +36,7 @@ def on_every_rank(what: str, action: Callable[[], Result]) -> list[Result]:
     dist.all_gather_object(outcomes, (result, fault))
     faults = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(outcomes) if text is not None]
     if faults:
+        # cause: this rank's own error, None on ranks that did not fail.
         raise RankFault(f"{what} failed on {len(faults)} of {len(outcomes)} ranks; {faults[0]}") from cause
     return [value for value, _ in outcomes]
 

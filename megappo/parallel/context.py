@@ -22,7 +22,7 @@ def zigzag_index(cu_seqlens: Tensor, cp: int, cp_rank: int) -> Tensor:
     """
     starts, lengths = cu_seqlens[:-1].long(), cu_seqlens.long().diff()
     assert not (lengths % (2 * cp)).any(), f"context parallel {cp} needs sequences padded to a multiple of {2 * cp} tokens"
-    mine = lengths // cp
+    mine = lengths // cp  # tokens of each sequence on one rank
     first_of_mine = mine.cumsum(0) - mine
     start, chunk, first = (x.repeat_interleave(mine) for x in (starts, lengths // (2 * cp), first_of_mine))
     offset = torch.arange(start.numel(), device=start.device) - first
@@ -113,6 +113,7 @@ class _TokensFromHeads(torch.autograd.Function):
 
 def _heads_from_tokens(x: Tensor, shard: ContextShard) -> Tensor:
     tokens, heads, dim = x.shape
+    # [cp, T / cp, heads / cp, dim]: block r goes to rank r.
     blocks = x.view(tokens, shard.size, heads // shard.size, dim).transpose(0, 1).contiguous()
     received = torch.empty_like(blocks)
     dist.all_to_all_single(received, blocks, group=shard.group)
@@ -124,5 +125,6 @@ def _tokens_from_heads(x: Tensor, shard: ContextShard) -> Tensor:
     blocks = x.index_select(0, shard.ranked)
     received = torch.empty_like(blocks)
     dist.all_to_all_single(received, blocks, group=shard.group)
+    # heads is already heads / cp here; block r has the heads of rank r.
     received = received.view(shard.size, tokens // shard.size, heads, dim)
     return received.transpose(0, 1).reshape(tokens // shard.size, shard.size * heads, dim)

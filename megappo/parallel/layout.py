@@ -78,7 +78,7 @@ class ParallelLayout:
 
     def coordinates(self, rank: int) -> Coordinates:
         assert 0 <= rank < self.world_size
-        stage, inside = divmod(rank, self.ranks_per_stage)
+        stage, inside = divmod(rank, self.ranks_per_stage)  # pp is the slowest axis of both grids
         return Coordinates(
             tp=inside % self.tp,
             cp=inside // self.tp % self.cp,
@@ -89,6 +89,7 @@ class ParallelLayout:
             edp=inside // (self.etp * self.ep),
         )
 
+    # Inverse of `coordinates` in the grid of the dense layers.
     def rank_of(self, *, tp: int = 0, cp: int = 0, dp: int = 0, pp: int = 0) -> int:
         return tp + self.tp * (cp + self.cp * (dp + self.dp * pp))
 

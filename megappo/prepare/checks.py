@@ -57,7 +57,7 @@ def check_run(
     if config.rollout.engine == "vllm":
         longest = step_arithmetic(config).max_sequence_tokens
         check_vllm(archs["policy"], config.rollout.tp, world_size, longest, device)  # raises if vLLM cannot serve it
-    if not resume and not shapes_only:
+    if not resume and not shapes_only:  # a resumed run takes the critic from its own checkpoint
         critic_source(config.critic, archs["critic"])  # raises if there is no such checkpoint
     return CheckedRun(config, archs, layouts, notes)
 

@@ -41,7 +41,7 @@ def load_run_data(config: TrainConfig, policy: ModelArch) -> RunData:
         load_prompts(config.data, config.data.eval, tokenizer, config.data.eval_prompts) if config.data.eval is not None else None
     )
     loader = PromptLoader(len(train), config.data.prompts_per_step, config.data.shuffle, config.run.seed)
-    total_steps = config.trainer.steps or loader.num_steps(config.trainer.epochs)
+    total_steps = config.trainer.steps or loader.num_steps(config.trainer.epochs)  # steps is None or >= 1
     for message in step_problems(config, total_steps):
         raise ConfigError(message)
     return RunData(tokenizer, train, held_out, loader, total_steps)

@@ -71,6 +71,7 @@ def check_layouts(
         layers = implementation_of_role(implementation, config.model.impl, getattr(config, role).dtype)
         for message in model_problems(section, parallel, archs[role], layers):
             raise ConfigError(message)
+        # Only if model.impl names it: auto takes Megatron-core's layers for fp32.
         if layers == "transformer_engine" and parallel.cp > 1 and getattr(config, role).dtype == "fp32":
             fix = "TransformerEngine has no context parallelism in fp32; set model.impl=auto, or the role's dtype to bf16"
             raise ConfigError(problem(f"{section}.cp", parallel.cp, fix))
@@ -116,7 +117,7 @@ def _check_lengths(config: TrainConfig, archs: Mapping[str, ModelArch]) -> None:
     longest = step_arithmetic(config).max_sequence_tokens
     for role, arch in archs.items():
         if longest > arch.max_positions:
-            room = arch.max_positions - config.data.max_prompt_tokens
+            room = arch.max_positions - config.data.max_prompt_tokens  # left for the response
             if room < 1:
                 _too_long("data.max_prompt_tokens", config.data.max_prompt_tokens, role, arch)
             sequence = f"with data.max_prompt_tokens {config.data.max_prompt_tokens} a sequence has {longest} tokens"

@@ -55,6 +55,6 @@ def _last(pattern: re.Pattern[str], text: str) -> Decimal | None:
 
 
 def _value(match: re.Match[str]) -> Decimal:
-    value = Decimal(match["digits"].replace(",", ""))
+    value = Decimal(match["digits"].replace(",", ""))  # exact: 0.1 + 0.2 compares as 0.3
     negative = match["sign"] in ("-", "\u2212") or match["sign_after"] in ("-", "\u2212")
     return -value if negative else value

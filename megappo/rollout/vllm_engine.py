@@ -164,7 +164,7 @@ class VllmEngine:
             drawn = self._draw(requests, shares[self._replica], sampling)
             self._finish_steps()
             self._memory.sleep_cache()
-        return self._gather(drawn if self._tp_rank == 0 else [], len(requests))
+        return self._gather(drawn if self._tp_rank == 0 else [], len(requests))  # all tp ranks of a replica draw the same
 
     def sleep(self) -> None:
         """Release the weights until the next push (`rollout.sleep: all`); `generate` raises before it."""

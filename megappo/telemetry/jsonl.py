@@ -49,6 +49,7 @@ class MetricsFile:
     def truncate_after(self, step: int) -> None:
         """Drop the records after `step`. Call it before the first append of a resumed run."""
         assert self._file is None, "truncate_after comes before the first append"
+        # The resumed run logs these steps again.
         kept = [record for record in read_lines(self.path) if record["step"] <= step] if self.path.exists() else []
         write_lines(self.path, kept)
 

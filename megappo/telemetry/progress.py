@@ -76,6 +76,7 @@ class Progress:
         return f"{first} {middle} {last.rjust(8)}"
 
     def _time_left(self, steps: int) -> str:
+        # At least two ends: construction and this row.
         seconds = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1) * steps
         minutes, seconds = divmod(round(seconds), 60)
         hours, minutes = divmod(minutes, 60)

@@ -156,5 +156,6 @@ class RunLog:
         self._file.append({"step": step, "time": round(time.time(), 3), **plain})
         if self._wants_board:
             if self._board is None:
+                # After `resume_after`: the step to hide from is known only then.
                 self._board = TensorBoard(self._root / "tensorboard", self._resumed_step)
             self._board.scalars(plain, step)
