@@ -1,4 +1,4 @@
-"""How token losses become one number: a weight per token and one global denominator.
+"""Aggregation of token losses to one number: a weight per token and one global denominator.
 
 loss = sum over all ranks and micro-batches of (weight * token loss) / total count. The weights depend on the sequence alone and
 the counts add, so neither the split into micro-batches nor the layout changes the loss.
@@ -22,7 +22,7 @@ class TokenWeights(NamedTuple):
 
 
 def tokens_per_sequence(mask: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """[B] int64, true entries of mask [T] in each sequence."""
+    """[B] int64, number of true entries of mask [T] in each sequence."""
     running = torch.cat((mask.new_zeros(1, dtype=torch.long), mask.long().cumsum(0)))
     return running[cu_seqlens[1:].long()] - running[cu_seqlens[:-1].long()]
 

@@ -1,8 +1,8 @@
-"""Which model output belongs to which token: the one place that shifts.
+"""Alignment of model outputs to tokens: the one place that shifts.
 
-A causal model's output at position t-1 is about token x_t. Every per-token field of megappo stands at its own token (log pi(x_t |
-x_<t) and V(x_<t) at t), so outputs move one place to the right within their sequence. Leaving this out trains without any error
-and costs 10 points on GSM8K.
+A causal model's output at position t-1 is about token x_t. Every per-token field of megappo is stored at its own token
+(log pi(x_t | x_<t) and V(x_<t) at t), so outputs move one place to the right within their sequence. Without this shift training
+runs without any error and loses 10 points on GSM8K.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ IGNORE_INDEX = -100
 
 def first_token_mask(num_tokens: int, cu_seqlens: Tensor) -> Tensor:
     """[T] bool, true at the first token of every sequence."""
-    # one slot more takes the starts of empty sequences at the end of the batch
+    # One slot more, for the starts of empty sequences at the end of the batch.
     first = torch.zeros(num_tokens + 1, dtype=torch.bool, device=cu_seqlens.device)
     first[cu_seqlens.long()] = True
     return first[:num_tokens]
 
 
 def shift_right(output: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Model output [T] -> [T] at its own token: out[t] = output[t-1] in each sequence, 0 at its first token. Differentiable."""
+    """Move model outputs [T] to their tokens: out[t] = output[t-1] in each sequence, 0 at its first token. Differentiable."""
     before = torch.cat((output[:1], output[:-1]))
     return torch.where(first_token_mask(output.numel(), cu_seqlens), 0.0, before)
 
@@ -31,19 +31,18 @@ def align_values(output: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
     """Value head output [T] -> (value [T], bootstrap [B]), differentiable.
 
     value[t] = V(x_<t) = output[t-1], 0 at the first token. bootstrap[b] = output at the last token of sequence b, the value after
-    the whole response, 0 for an empty sequence. Whether bootstrap is used (only for responses cut by the length limit) is the
-    caller's.
+    the whole response, 0 for an empty sequence. The caller decides on its use (only for responses cut by the length limit).
     """
     value = shift_right(output, cu_seqlens)
     starts, ends = cu_seqlens[:-1].long(), cu_seqlens[1:].long()
-    # an output that no sequence ends at serves empty sequences
+    # Empty sequences take one extra output, of value 0.
     padded = torch.cat((output, output.new_zeros(1)))
     last = torch.where(ends > starts, ends - 1, output.numel())
     return value, padded[last]
 
 
 def next_token_targets(tokens: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """[T] int64: what the output at t predicts, tokens[t+1] within the sequence, IGNORE_INDEX at its last token.
+    """[T] int64: target of the output at t, tokens[t+1] within the sequence, IGNORE_INDEX at its last token.
 
     The log-probs of these targets go back to their own token with `shift_right`.
     """
@@ -51,7 +50,7 @@ def next_token_targets(tokens: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 
 def shift_left(field: Tensor, cu_seqlens: Tensor, fill: int) -> Tensor:
-    """What belongs to a token [T, ...] -> at the output about it: out[t] = field[t+1] in each sequence, `fill` at its last."""
+    """Move a field of tokens [T, ...] to the outputs about them: out[t] = field[t+1] in each sequence, `fill` at its last."""
     after = torch.cat((field[1:], field[:1]))
     last = torch.ones(field.shape[0], dtype=torch.bool, device=field.device)
     last[:-1] = first_token_mask(field.shape[0], cu_seqlens)[1:]

@@ -45,7 +45,7 @@ def token_advantages(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(reward [T], advantage [T], returns [T], moments [3]): the reference of `ops.advantages.token_advantages`.
 
-    A lambda is the number, or one for each sequence where lam_*_each [B] is given.
+    A lambda is one number, or one per sequence if lam_*_each [B] is given.
     """
     sequence, following, after_last = _links(response_mask, cu_seqlens, None)
     last = response_mask & after_last
@@ -94,7 +94,7 @@ def _per_token_lambdas(
 
 
 def _first_at_or_after(flag: Tensor) -> Tensor:
-    """[T + 1] position of the first true entry of flag [T] from each position on; T where there is none."""
+    """[T + 1] position of the first true entry of flag [T] from each position on; T if there is none."""
     num_tokens = flag.numel()
     position = torch.arange(num_tokens + 1, device=flag.device)
     at = torch.where(torch.nn.functional.pad(flag, (0, 1)), position, num_tokens)
@@ -104,12 +104,12 @@ def _first_at_or_after(flag: Tensor) -> Tensor:
 def _links(response_mask: Tensor, cu_seqlens: Tensor, done: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """(sequence [T], following [T], after_last [T]) of each token.
 
-    following: position of the next sampled token of its episode, T where there is none. after_last: true where that is
-    because its sequence has none, so that what comes is the bootstrap.
+    following: position of the next sampled token of its episode, T if there is none. after_last: true if its sequence has none,
+    so that the bootstrap follows.
     """
     num_tokens = response_mask.numel()
     position = torch.arange(num_tokens, device=response_mask.device)
-    # right: an empty sequence starts where the next one does, and owns nothing
+    # Search from the right: an empty sequence starts at the same token as the next one, and owns none.
     sequence = torch.searchsorted(cu_seqlens[1:].long(), position, right=True).clamp(max=max(cu_seqlens.numel() - 2, 0))
     following = _first_at_or_after(response_mask)[1:]
     end = cu_seqlens.long()[sequence + 1]
@@ -137,7 +137,7 @@ def _scan(
     num_tokens = value.numel()
     value = torch.where(response_mask, value.double(), 0.0)
     reward = torch.where(response_mask, reward, 0.0)
-    # slot T stands for "no further sampled token": value 0, advantage 0, factor 0, and it links to itself
+    # Slot T means "no further sampled token": value 0, advantage 0, factor 0, and it links to itself.
     next_value = torch.cat((value, value.new_zeros(1)))[following]
     if bootstrap is not None and num_tokens:
         next_value = torch.where(after_last, bootstrap.double()[sequence], next_value)
@@ -147,7 +147,7 @@ def _scan(
     factor = torch.nn.functional.pad(torch.where(following < num_tokens, decay, 0.0), (0, 1))
     link = torch.cat((following, following.new_full((1,), num_tokens)))
     for _ in range(num_tokens.bit_length()):
-        # where, not the factor 0 alone: the sum of another sequence may be NaN, and 0 * NaN is NaN
+        # torch.where, not only the factor 0: the sum of another sequence may be NaN, and 0 * NaN is NaN.
         total = total + torch.where(link < num_tokens, factor * total[:, link], 0.0)
         factor = factor * factor[:, link]
         link = link[link]

@@ -48,11 +48,11 @@ def kl_loss(logprob: Tensor, ref_logprob: Tensor, weight: Tensor, kl_estimator: 
 
 
 class KLController(Protocol):
-    """The factor of the KL penalty, step by step.
+    """Controller of the factor of the KL penalty.
 
     `update` takes the step's KL per response in nats and its number of responses. The KL is the k1 sum, log pi(y) / pi_ref(y) of a
-    whole response, whatever estimator the penalty uses: its mean is the KL between the distributions of responses, which a target
-    in nats speaks of. k2 is biased, and of k3 one token can outweigh the batch.
+    whole response, under any estimator of the penalty: its mean is the KL between the distributions of responses, to which a
+    target in nats refers. k2 is biased, and in k3 one token can outweigh the batch.
     """
 
     coef: float
@@ -66,7 +66,7 @@ class KLController(Protocol):
 
 @dataclass
 class FixedKL:
-    """The factor stays what it is."""
+    """Keep the factor."""
 
     coef: float
 
@@ -77,12 +77,12 @@ class FixedKL:
         return {"coef": self.coef}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """The factor of a fixed controller is the configuration's, also after a resume with a changed one."""
+        """Keep the configuration's factor, even if it changed since the save."""
 
 
 @dataclass
 class AdaptiveKL:
-    """Steers the KL per response to `target`: coef *= 1 + clip(kl/target - 1, +-0.2) n/horizon (Ziegler et al. 2019, 2.2)."""
+    """Steer the KL per response to `target`: coef *= 1 + clip(kl/target - 1, +-0.2) n/horizon (Ziegler et al. 2019, 2.2)."""
 
     coef: float
     target: float

@@ -40,7 +40,7 @@ def policy_loss(
     ratio = bounded.exp()
     plain = -adv * ratio
     clipped = -adv * ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
-    # strictly: at the bound and inside it both are the same and the gradient is the plain one
+    # Strictly greater: inside the bounds and at them both are equal, and the gradient is the plain one.
     cut = clipped > plain
     loss = torch.where(cut, clipped, plain)
     dual = torch.zeros_like(cut)
@@ -48,11 +48,11 @@ def policy_loss(
         limit = -adv * dual_clip
         dual = (adv < 0) & (loss > limit)
         loss = torch.where(dual, limit, loss)
-    # not `bounded != log_ratio`, which holds for NaN and would turn its gradient into 0
+    # Not `bounded != log_ratio`, which is true for NaN and would turn its gradient into 0.
     flat = cut | dual | (log_ratio.abs() > MAX_LOG_RATIO)
     w = weight.to(dtype)
     gradient = torch.where(flat, 0.0, w * plain)
-    # fp32 would leave few digits of d^2 / 2 where ratios are close to 1, where all of them are at first
+    # fp64: fp32 leaves few digits of d^2 / 2 for ratios close to 1, as all are in the first update.
     approx_kl = kl_of_log_ratio(-bounded.double(), "k3")
     sums, maxima = _metrics(
         valid, [cut & (adv < 0), cut & (adv > 0), dual, approx_kl, torch.where(valid, ratio, 0.0)], torch.where(valid, ratio, 0.0)
@@ -73,10 +73,10 @@ def value_loss(
         loss = error.square()
     else:
         moved = new - old
-        # an old value that is NaN would lose every comparison
+        # A NaN in the old value would lose every comparison and disappear.
         error = torch.where(moved.isnan(), moved, error)
         clipped = (old + moved.clamp(-clip, clip) - target).square()
-        # inside the clip both are the same up to rounding: only tokens outside may be cut
+        # Inside the clip both are equal up to rounding: only tokens outside may be cut.
         cut = (clipped > error.square()) & (moved.abs() > clip)
         loss = torch.where(cut, clipped, error.square())
     w = weight.to(dtype)
@@ -93,7 +93,7 @@ def entropy_loss(entropy: Tensor, weight: Tensor) -> tuple[Tensor, dict[str, Ten
 
 
 def check_per_token(**tensors: Tensor) -> None:
-    """Raises ValueError unless all are floating-point [T], of one T and on one device."""
+    """ValueError unless all are floating-point [T], of one T and on one device."""
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if len(set(shapes.values())) != 1 or len(next(iter(shapes.values()))) != 1:
         raise ValueError("one value per token is wanted, got " + ", ".join(f"{name} {shape}" for name, shape in shapes.items()))

@@ -12,12 +12,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Returns that vary by less are those of a batch without reward, and what would be explained is rounding.
+# Returns that vary by less are those of a batch without reward, and only rounding would be explained.
 MIN_DEVIATION = 1e-6
 
 
 class Summary(NamedTuple):
-    """Python floats; nan where there is no valid entry."""
+    """Summary as Python floats; nan without valid entries."""
 
     mean: float
     std: float
@@ -51,20 +51,20 @@ def regression_moments(value: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
 
 
 def explained_variance(moments: Tensor) -> float:
-    """1 - Var(R - V) / Var(R) from summed `regression_moments`; nan where the returns do not vary (beyond fp32 rounding)."""
+    """1 - Var(R - V) / Var(R) from summed `regression_moments`; nan if the returns do not vary (beyond fp32 rounding)."""
     count, target, target_squares, error, error_squares = moments.tolist()
     if count == 0:
         return math.nan
     variance = target_squares / count - (target / count) ** 2
-    # equal fp32 returns leave a rounding residue of about 1e-16 of their square; where nothing scores, returns are the rounding of
-    # log-probs, 1e-7 each
+    # Equal fp32 returns leave a rounding residue of about 1e-16 of their square. Without any score, returns are the rounding of
+    # log-probs, 1e-7 each.
     if variance <= max(1e-14 * target_squares / count, MIN_DEVIATION**2):
         return math.nan
     return 1.0 - (error_squares / count - (error / count) ** 2) / variance
 
 
 class ExpertLoad(NamedTuple):
-    """max_violation: how far the busiest expert of any layer is above its even share, relative to it (MaxVio, arXiv:2408.15664).
+    """max_violation: excess of the busiest expert of any layer over its even share, relative to it (MaxVio, arXiv:2408.15664).
     idle: share of all experts that no token chose."""
 
     max_violation: float

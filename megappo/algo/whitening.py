@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# added to the variance, so that constant advantages become 0 and not noise divided by noise
+# Added to the variance, so that constant advantages become 0 and not noise divided by noise.
 EPSILON = 1e-8
 
 
@@ -22,7 +22,7 @@ def whiten_apply(advantage: Tensor, mask: Tensor, moments: Tensor) -> Tensor:
     """(advantage - mean) / sqrt(var + EPSILON) [T] fp32: the reference of `ops.whiten.whiten_apply`."""
     count, total, squares = moments.unbind()
     mean = total / count.clamp(min=1.0)
-    # the difference of two large numbers can come out just below 0 for constant advantages
+    # For constant advantages, rounding can leave the difference of the two large numbers just below 0.
     variance = ((squares - total * mean) / (count - 1.0).clamp(min=1.0)).clamp(min=0.0)
     white = (advantage.double() - mean) * torch.rsqrt(variance + EPSILON)
     return torch.where(mask & (count > 1.0), white, 0.0).float()
