@@ -6,7 +6,6 @@ operation refuses tensors of another device; a CPU tensor may be a number (0-dim
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
@@ -46,6 +45,7 @@ METADATA = {
 # Besides those that return numbers, these make the host wait: the sizes of their results depend on the values.
 HOST_WAITS = {"nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "bincount", "repeat_interleave"}
 CUDA = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
+CPU = torch.device("cpu")
 INDEXES = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"}
 
 
@@ -88,7 +88,7 @@ class HostDevice(TorchDispatchMode):
         kwargs = kwargs or {}
         if any(not issubclass(kind, torch.nn.Parameter) and kind is not Tensor for kind in types):
             return NotImplemented  # fake tensors and their like know what to do
-        flat, spec = tree_flatten((args, kwargs))
+        flat, spec = _flattened(args, kwargs)
         on_device = [x for x in flat if isinstance(x, Tensor) and x.is_cuda]
         device = on_device[0].device if on_device else _cuda_device(kwargs.get("device"))
         if device is None:
@@ -152,14 +152,17 @@ def rule_of(func) -> Rule:
 def compute(rule: Rule, func, args, kwargs, flat, spec, device: torch.device) -> Any:
     """The operation as a kernel of the current stream."""
     stream = runtime.current_stream(device.index)
-    written = {id(x) for name in rule.written for x in tree_leaves(_argument(func, args, kwargs, name)) if isinstance(x, Tensor)}
+    written = set()
+    if rule.written:
+        named = tree_leaves([_argument(func, args, kwargs, name) for name in rule.written])
+        written = {id(x) for x in named if isinstance(x, Tensor)}
     ranges: list[int] = []
     for x in flat:
         if isinstance(x, Tensor) and x.is_cuda:
             ranges += (*extent(x), id(x) in written)
     runtime.begin(device.index, stream, rule.name, ranges)
     on_host = [_on_host(x) for x in flat]
-    host_args, host_kwargs = tree_unflatten(on_host, spec)
+    host_args, host_kwargs = _restored(on_host, spec, args, kwargs)
     if "pin_memory" in host_kwargs:
         host_kwargs["pin_memory"] = None
     generator = next((x for x in flat if isinstance(x, torch.Generator)), None)
@@ -168,11 +171,12 @@ def compute(rule: Rule, func, args, kwargs, flat, spec, device: torch.device) ->
     else:
         out = rule.compute(*host_args, **host_kwargs)
     same = {id(host): x for host, x in zip(on_host, flat) if isinstance(host, Tensor) and isinstance(x, Tensor)}
-    for host, x in zip(on_host, flat):
+    for host, x in zip(on_host, flat) if written else ():
         if id(x) in written and host is not x and host.shape != x.shape:
             x.resize_(host.shape)  # an out= that was empty
             host_view(x).copy_(host)
-    if rule.name in HOST_WAITS or any(not isinstance(x, Tensor) and x is not None for x in tree_leaves(out)):
+    results = [out] if isinstance(out, Tensor) else tree_leaves(out)
+    if rule.name in HOST_WAITS or any(not isinstance(x, Tensor) and x is not None for x in results):
         runtime.wait(device.index, stream)
     made: list[int] = []
 
@@ -183,10 +187,21 @@ def compute(rule: Rule, func, args, kwargs, flat, spec, device: torch.device) ->
         made.extend((*extent(result), 1))
         return result
 
-    out = tree_map_only(Tensor, back, out)
+    out = back(out) if isinstance(out, Tensor) else tree_map_only(Tensor, back, out)
     if made:
         runtime.begin(device.index, stream, rule.name, made)
     return out
+
+
+def _flattened(args: tuple, kwargs: dict[str, Any]) -> tuple[list, Any]:
+    """(leaves, structure): None where nothing is nested, as in most calls."""
+    flat = [*args, *kwargs.values()]  # torch's general way takes a third of an operation's time
+    return tree_flatten((args, kwargs)) if any(isinstance(x, (list, tuple, dict)) for x in flat) else (flat, None)
+
+
+def _restored(flat: list, spec: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """`_flattened` undone, with other leaves."""
+    return tree_unflatten(flat, spec) if spec is not None else (flat[: len(args)], dict(zip(kwargs, flat[len(args) :])))
 
 
 def host_view(t: Tensor) -> Tensor:
@@ -194,9 +209,9 @@ def host_view(t: Tensor) -> Tensor:
     storage = t.untyped_storage()
     if storage.nbytes() == 0 or t.numel() == 0:
         return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype)
-    raw = (ctypes.c_uint8 * storage.nbytes()).from_address(storage.data_ptr())
+    same_bytes = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), CPU, storage.nbytes())
     out = torch.empty(0, dtype=t.dtype)
-    out.set_(torch.frombuffer(raw, dtype=torch.uint8).untyped_storage(), t.storage_offset(), t.shape, t.stride())
+    out.set_(same_bytes, t.storage_offset(), t.shape, t.stride())
     out = out.conj() if t.is_conj() else out
     return torch._neg_view(out) if t.is_neg() else out
 
@@ -213,6 +228,8 @@ def extent(t: Tensor) -> tuple[int, int]:
     """(first byte, number of bytes up to the last)"""
     if t.numel() == 0 or t.untyped_storage().nbytes() == 0:
         return 0, 0
+    if t.is_contiguous():
+        return t.data_ptr(), t.nbytes
     return t.data_ptr(), (1 + sum((size - 1) * stride for size, stride in zip(t.shape, t.stride()))) * t.element_size()
 
 
