@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -42,6 +43,13 @@ def on_the_device(rank: int, folder: str, model: str, name: str) -> Measured:
     dispatch.select("reference", "cuda")  # Triton's interpreter takes minutes; test_ppo.py runs the kernels
     case, changes = CASES[model][name]
     return measured(folder, case, changes, torch.device("cuda", rank))
+
+
+def without_sums(rank: int, folder: str) -> Measured:
+    """llama on two data-parallel ranks that do not sum their gradients, as where megappo forgot to."""
+    dispatch.select("reference", "cuda")
+    with mock.patch("megappo.engine.megatron._sum_gradients", lambda *args, **kwargs: None):
+        return measured(folder, {}, {}, torch.device("cuda", rank))
 
 
 def on_the_cpu(rank: int, folders: dict[str, str]) -> dict[str, dict[str, Measured]]:

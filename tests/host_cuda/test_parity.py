@@ -13,6 +13,7 @@ from tests.parity.test_layouts import BF16_BOUND, rms
 from tests.worlds import spawn_world
 
 FP32 = [pytest.param(model, name, id=f"{model}-{name}") for model in CASES for name in CASES[model] if "bf16" not in name]
+NOT_SUMMED = "dp2, gradients are not summed"
 
 
 @pytest.fixture(scope="module")
@@ -30,6 +31,7 @@ def on_the_device(cuda_python, folders) -> dict:
         for model in CASES
         for name in CASES[model]
     ]
+    scenarios.append(Scenario(f"llama {NOT_SUMMED}", "tests.host_cuda.parity_cases:without_sums", (folders["llama"],)))
     return run_world(cuda_python, scenarios, 2, timeout_s=500)
 
 
@@ -49,6 +51,13 @@ def test_a_layout_on_the_device_gives_the_numbers_of_one_cpu_rank(on_the_device,
     differences = compare(found(on_the_device, model, name), alone[model][""])
     assert [(d.role, d.quantity, d.where, d.relative) for d in differences if not d.agrees] == []
     assert {"gradients", "parameters", "logprobs", "values", "advantages"} <= {d.quantity for d in differences}
+
+
+def test_gradients_that_megappo_does_not_sum_are_noticed(on_the_device, alone) -> None:
+    differences = compare(found(on_the_device, "llama", NOT_SUMMED), alone["llama"][""])
+    disagreeing = {(d.role, d.quantity) for d in differences if not d.agrees}
+    assert {(role, quantity) for role in ("policy", "critic") for quantity in ("gradients", "parameters")} <= disagreeing
+    assert ("policy", "logprobs") not in disagreeing, "of before the first update"
 
 
 def test_bf16_errs_no_more_than_rounding_does(on_the_device, alone) -> None:
