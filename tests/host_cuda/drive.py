@@ -1,6 +1,6 @@
 """The process behind `world.run_world`: imports once, forks the ranks, runs the scenarios in each. Runs in the CUDA environment.
 
-python -m tests.host_cuda.drive FOLDER WORLD_SIZE
+python -m tests.host_cuda.drive FOLDER WORLD_SIZE [MODULE...]
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def rank_main(rank: int, world_size: int, folder: Path) -> None:
 def main() -> None:
     folder, world_size = Path(sys.argv[1]), int(sys.argv[2])
     quiet_libraries()
-    for module in ("megappo.engine.megatron", "megappo.trainer.ppo"):
+    for module in sys.argv[3:]:
         importlib.import_module(module)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -7,41 +7,40 @@ import pytest
 from tests.host_cuda.device_cases import SIZE, WAITS
 from tests.host_cuda.world import Scenario, run_world
 
-CASES = "tests.host_cuda.device_cases"
-ALONE = (
-    "missing_waits",
-    "freed_too_early",
-    "pageable_and_queries",
-    "memory",
-    "refusals",
-    "random_numbers",
-    "written_out_kernels",
-)
-
-
-@pytest.fixture(scope="module")
-def alone(cuda_python) -> dict:
-    """What the scenarios of one rank found, on a device of half a GiB."""
-    found = run_world(cuda_python, [Scenario(name, f"{CASES}:{name}") for name in ALONE], gib="0.5")
-    return {name: ranks[0] for name, ranks in found.items()}
+SCENARIOS = {
+    "device_cases": (
+        "missing_waits",
+        "freed_too_early",
+        "pageable_and_queries",
+        "memory",
+        "refusals",
+        "random_numbers",
+        "written_out_kernels",
+        "two_devices",
+        "nccl_rules",
+    ),
+    "library_cases": ("operation_in_python", "triton_kernel", "fused_optimizers"),
+}
 
 
 @pytest.fixture(scope="module")
 def together(cuda_python) -> dict:
-    names = ("two_devices", "nccl_rules", "late_rank")
-    return run_world(cuda_python, [Scenario(name, f"{CASES}:{name}") for name in names], 2)
+    """Scenario -> what two ranks found, on devices of half a GiB. The last one breaks its group."""
+    scenarios = [Scenario(name, f"tests.host_cuda.{module}:{name}") for module, names in SCENARIOS.items() for name in names]
+    scenarios.append(Scenario("late_rank", "tests.host_cuda.device_cases:late_rank"))
+    settings = {"gib": "0.5", "fused_optimizers": "1"}
+    return run_world(cuda_python, scenarios, 2, imports=(), environment={"TRITON_INTERPRET": "1"}, **settings)
+
+
+@pytest.fixture(scope="module")
+def alone(together) -> dict:
+    """Of the first rank."""
+    return {name: ranks[0] for name, ranks in together.items()}
 
 
 def result_of(finding):
     assert finding.error is None, finding.error
     return finding.result
-
-
-@pytest.fixture(scope="module")
-def libraries(cuda_python) -> dict:
-    names = ("operation_in_python", "triton_kernel")
-    scenarios = [Scenario(name, f"tests.host_cuda.library_cases:{name}") for name in names]
-    return run_world(cuda_python, scenarios, environment={"TRITON_INTERPRET": "1"})
 
 
 @pytest.mark.parametrize("wait", [wait for wait in WAITS if wait])
@@ -116,13 +115,30 @@ def test_a_late_rank_runs_into_the_limit_of_its_group(together) -> None:
     assert "imed out" in result_of(together["late_rank"][0]) or "past the group's limit" in result_of(together["late_rank"][0])
 
 
-def test_an_operation_that_is_written_in_python_computes(libraries) -> None:
-    assert result_of(libraries["operation_in_python"][0]) == [2.0] * 3
+def test_an_operation_that_is_written_in_python_computes(alone) -> None:
+    assert result_of(alone["operation_in_python"]) == [2.0] * 3
 
 
-def test_an_interpreted_kernel_is_work_of_its_stream(libraries) -> None:
-    found = result_of(libraries["triton_kernel"][0])
+def test_an_interpreted_kernel_is_work_of_its_stream(alone) -> None:
+    found = result_of(alone["triton_kernel"])
     assert found["reads what is read"] == found["is read beside it"] == ""
     assert "race: add_one on stream" in found["reads what is written"] and " reads " in found["reads what is written"]
     assert "race: add_one on stream" in found["writes what is read"] and " writes " in found["writes what is read"]
     assert found["numbers"] == [6.0] * 1024
+
+
+def test_fused_optimizers_compute_what_they_are_named_after(alone) -> None:
+    found = result_of(alone["fused_optimizers"])
+    for name, error in found["errors"].items():
+        assert error < 1e-6, (name, error)
+    assert found["without bias correction"] > 1e-3, "negative control"
+    assert found["overflow"] == [0, 1, 1, 0]
+
+
+def test_fused_optimizers_are_one_kernel_and_the_rest_of_transformer_engine_is_absent(alone) -> None:
+    found = result_of(alone["fused_optimizers"])
+    assert found["grown"] == 0 < found["grown, torch's"]
+    assert "race: multi_tensor_l2norm on stream" in found["race"]
+    assert "not contiguous" in found["not contiguous"] and "on one CUDA device" in found["on the host"]
+    assert "other sizes" in found["other sizes"] and "FusedSGD" in found["sgd"]
+    assert found["absent"] == ["transformer_engine", "transformer_engine.pytorch"]

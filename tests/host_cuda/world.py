@@ -20,6 +20,7 @@ from typing import Any
 from tests.host_cuda import build
 
 REPOSITORY = Path(__file__).parent.parent.parent
+TRAINER = ("megappo.engine.megatron", "megappo.trainer.ppo")
 
 
 @dataclass(frozen=True)
@@ -65,10 +66,11 @@ def run_world(
     world_size: int = 1,
     *,
     timeout_s: float = 300.0,
+    imports: Sequence[str] = TRAINER,
     environment: Mapping[str, str] = MappingProxyType({}),
     **settings: str,
 ) -> dict[str, list[Finding]]:
-    """Scenario -> what each rank found. settings: as of `build.environment`.
+    """Scenario -> what each rank found. imports: modules that all ranks share. settings: as of `build.environment`.
 
     Raises HostCudaWorldError where a rank died or the world ran past `timeout_s`.
     """
@@ -85,7 +87,7 @@ def run_world(
         output = Path(folder, "output")
         with output.open("w") as file:
             process = subprocess.Popen(
-                [python, "-m", "tests.host_cuda.drive", folder, str(world_size)],
+                [python, "-m", "tests.host_cuda.drive", folder, str(world_size), *imports],
                 cwd=REPOSITORY,
                 env=variables,
                 stdout=file,

@@ -30,6 +30,6 @@ class AfterTorch(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 if os.environ.get("HOST_CUDA"):
-    # Its fused kernels are launched past torch's dispatcher.
+    # Its fused kernels are launched past torch's dispatcher; host_cuda/fused_optimizers.py stands in for some.
     sys.modules.setdefault("transformer_engine", None)
     sys.meta_path.insert(0, AfterTorch())

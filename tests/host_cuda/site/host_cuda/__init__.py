@@ -23,6 +23,10 @@ def install() -> None:
     report.at_exit()
     # cuDNN has no written-out attention.
     torch.backends.cuda.enable_cudnn_sdp(False)
+    if os.environ.get("HOST_CUDA_FUSED_OPTIMIZERS") == "1":
+        from host_cuda import fused_optimizers
+
+        fused_optimizers.install()
     plugin = os.environ.get("HOST_CUDA_PLUGIN")
     if plugin:
         spec = importlib.util.spec_from_file_location("host_cuda_plugin", plugin)
