@@ -1,37 +1,69 @@
-"""PPO runs on a device, as scenarios: the same function runs them on the CPU in a gloo world."""
+"""PPO runs on a device, as scenarios: the same function runs them on the CPU in a gloo world. Also with faults put into megappo."""
 
 from __future__ import annotations
 
 import gc
 import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import yaml
 
-from tests.trainer.small_run import small_config
+from tests.trainer.small_run import set_keys, small_config
 
 VOLATILE = ("time", "timing/", "throughput/", "memory/", "rollout/push_seconds", "rollout/push_verified")
 
 
 def config_of(folder: Path, name: str, steps: int, device: str, **overrides: Any) -> dict[str, Any]:
     """The small run with what this device can do: policy tp 2, critic pp 2, local layers, Megatron's rollout."""
-    common = {"rollout.engine": "megatron", "model.impl": "local", "kernels": "reference", "trainer.eval_every": 0}
-    return small_config(folder, name, steps=steps, **{**common, "run.device": device, **overrides})
+    common = {"rollout.engine": "megatron", "model.impl": "local", "kernels": "reference"}
+    return without_evaluation(small_config(folder, name, steps=steps, **{**common, "run.device": device, **overrides}))
+
+
+def without_evaluation(config: dict[str, Any]) -> dict[str, Any]:
+    """`config` itself: held-out prompts are answered by passes that every step makes anyway."""
+    config["data"].pop("eval")
+    config["trainer"].pop("eval_every")
+    return config
+
+
+QUICKSTART = Path(__file__).parent.parent.parent / "configs/quickstart.yaml"
+
+
+def quickstart_config(folder: Path, name: str, device: str) -> dict[str, Any]:
+    """configs/quickstart.yaml at its own batch, from the random model that scripts/quickstart_model.py wrote into `folder`."""
+    config = yaml.safe_load(QUICKSTART.read_text())
+    changes = {
+        "run.name": name,
+        "run.output_dir": str(folder / "runs"),
+        "run.device": device,
+        "policy.model": str(folder / "model"),
+        "data.train": str(folder / "data/train.jsonl"),
+        "data.tokenizer": str(folder / "model/tokenizer.model"),
+        "rollout.engine": "megatron",
+        "kernels": "reference",
+        # The model guesses: an end of the sequence is a score that it finds, a sum is not.
+        "reward.parts": [{"name": "exact_match"}, {"name": "has_eos", "weight": 0.5}],
+        "critic.warmup_steps": 1,
+        **{f"{role}.optimizer.warmup_steps": 2 for role in ("policy", "critic")},
+        # Full micro-batches, whose size the plan knows.
+        "policy.micro_batch_tokens": 1024,
+        "reference.micro_batch_tokens": 1024,
+        "trainer.steps": 2,
+    }
+    return without_evaluation(set_keys(config, changes))
 
 
 def offloading() -> dict[str, Any]:
     return {f"{role}.offload.{what}": True for role in ("policy", "critic") for what in ("parameters", "gradients", "optimizer")}
 
 
-def train_once(rank: int, config: dict[str, Any], resume: bool) -> list[int]:
-    """Train on run.device; returns the bytes that this rank's device holds at the end of each step."""
-    import torch.distributed as dist
-
-    from megappo.config.loading import load_config
-    from megappo.plan.run import plan_run
-    from megappo.trainer import main
+def train_once(rank: int, config: dict[str, Any], resume: bool, fault: str = "") -> list[int]:
+    """Train on run.device; returns the bytes that this rank's device holds at the end of each step. fault: one of FAULTS."""
     from megappo.trainer.ppo import PPO
 
     held = []
@@ -43,26 +75,139 @@ def train_once(rank: int, config: dict[str, Any], resume: bool) -> list[int]:
             held.append(torch.cuda.memory_allocated() if torch.cuda.is_available() else 0)
             return result
 
-    path = Path(config["run"]["output_dir"]).parent / f"{config['run']['name']}.{rank}.yaml"
-    path.write_text(yaml.safe_dump(config))
-    loaded = load_config(str(path), [])
-    main.PPO = WeighedPPO
-    try:
-        main.train(loaded, plan_run(loaded, dist.get_world_size(), config["run"]["device"], resume=resume).data, resume=resume)
-    finally:
-        main.PPO = PPO
+    with FAULTS[fault]():
+        _train(rank, config, WeighedPPO, resume)
     return held
 
 
-def counters_of(rank: int) -> dict[str, int]:
-    """Of this rank's device, up to now."""
-    from host_cuda import runtime
+def train_all(rank: int, configs: Sequence[dict[str, Any]]) -> None:
+    for config in configs:
+        train_once(rank, config, resume=False)
 
-    return runtime.counters(rank)
+
+def train_by_phases(rank: int, config: dict[str, Any]) -> dict[str, tuple[int, int, int]]:
+    """Phase of `megappo plan` -> (most bytes allocated in it, planned bytes at rest, planned bytes of its work) of this rank."""
+    from megappo.plan.phases import phases
+    from megappo.trainer.ppo import PPO
+
+    gc.collect()
+    torch.cuda.empty_cache()
+    before, peaks = torch.cuda.memory_allocated(), {}
+
+    def watched(phase: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if kwargs.get("forward_only"):  # part of a phase that is watched as a whole
+                return call(*args, **kwargs)
+            torch.cuda.reset_peak_memory_stats()
+            result = call(*args, **kwargs)
+            peaks[phase] = max(peaks.get(phase, 0), torch.cuda.max_memory_allocated() - before)
+            return result
+
+        return run
+
+    class WatchedPPO(PPO):
+        def run(self) -> Any:
+            for owner, method, phase in (
+                (self.rollout, "generate", "generate"),
+                (self.policy, "logprobs", "log-probs"),
+                (self.critic, "values", "values"),
+                (self.reference, "logprobs", "reference log-probs"),
+                (self.critic.engine, "forward_backward", "critic update"),
+                (self.critic.engine, "optimizer_step", "critic optimizer step"),
+                (self.policy.engine, "forward_backward", "policy update"),
+                (self.policy.engine, "optimizer_step", "policy optimizer step"),
+                (self, "push_weights", "push weights"),
+            ):
+                setattr(owner, method, watched(phase, getattr(owner, method)))
+            return super().run()
+
+        def step(self) -> Any:
+            result = super().step()
+            peaks["rest"] = max(peaks.get("rest", 0), torch.cuda.memory_allocated() - before)
+            return result
+
+    plan = _train(rank, config, WatchedPPO)
+    planned = {phase.name: (phase.rest - plan.reserve, phase.work) for phase in phases(plan, rank)}
+    planned["rest"] = (plan.trainer_at_rest(rank) - plan.reserve, 0)
+    return {phase: (peak, *planned[phase]) for phase, peak in peaks.items()}
+
+
+def _train(rank: int, config: dict[str, Any], loop: type, resume: bool = False) -> Any:
+    """With `loop` in place of megappo's PPO; the run's plan."""
+    import torch.distributed as dist
+
+    from megappo.config.loading import load_config
+    from megappo.plan.run import plan_run
+    from megappo.trainer import main
+
+    path = Path(config["run"]["output_dir"]).parent / f"{config['run']['name']}.{rank}.yaml"
+    path.write_text(yaml.safe_dump(config))
+    loaded = load_config(str(path), [])
+    prepared = plan_run(loaded, dist.get_world_size(), config["run"]["device"], resume=resume)
+    with mock.patch.object(main, "PPO", loop):
+        main.train(loaded, prepared.data, resume=resume)
+    return prepared.plan
 
 
 def metrics_of(config: dict[str, Any]) -> list[dict[str, Any]]:
     """Of each step, what does not depend on the clock."""
     path = Path(config["run"]["output_dir"]) / config["run"]["name"] / "metrics.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()]
-    return [{name: value for name, value in row.items() if not name.startswith(VOLATILE)} for row in rows if "policy/loss" in row]
+    return [{name: value for name, value in row.items() if not name.startswith(VOLATILE)} for row in rows if "critic/loss" in row]
+
+
+# ----------------------------------------------------------------------------------------------------------------- faults
+
+
+@contextmanager
+def _outputs_are_kept() -> Iterator[None]:
+    from megappo.engine.megatron import MegatronEngine
+
+    compute_loss, kept = MegatronEngine._compute_loss, []
+
+    def keeping(engine: MegatronEngine, loss_fn: Any, denominator: float, outputs: list, micro: Any, raw: torch.Tensor) -> Any:
+        kept.append(raw.detach())
+        return compute_loss(engine, loss_fn, denominator, outputs, micro, raw)
+
+    with mock.patch.object(MegatronEngine, "_compute_loss", keeping):
+        yield
+
+
+@contextmanager
+def _no_sum_over_shards() -> Iterator[None]:
+    from megappo.ops.linear_logprob import LinearCall
+
+    with mock.patch.object(LinearCall, "sum_over_shards", lambda call, dhidden: dhidden):
+        yield
+
+
+@contextmanager
+def _host_counts_as_current() -> Iterator[None]:
+    from megappo.engine.offload import StorageOffload
+
+    restore = StorageOffload.restore
+    with mock.patch.object(StorageOffload, "restore", lambda parked, *, to_change=True: restore(parked, to_change=False)):
+        yield
+
+
+@contextmanager
+def _no_bias_correction() -> Iterator[None]:
+    from host_cuda import fused_optimizers
+
+    adam = fused_optimizers.multi_tensor_adam
+
+    def biased(*args: Any) -> None:
+        *others, bias_correction, weight_decay = args
+        adam(*others, 0, weight_decay)
+
+    with mock.patch.object(fused_optimizers, "multi_tensor_adam", biased):
+        yield
+
+
+FAULTS: Mapping[str, Callable[[], AbstractContextManager]] = {
+    "": nullcontext,
+    "outputs of passes are kept": _outputs_are_kept,
+    "no all-reduce of the gradient of hidden states": _no_sum_over_shards,
+    "offload takes its host copy for current": _host_counts_as_current,
+    "Adam without bias correction": _no_bias_correction,
+}

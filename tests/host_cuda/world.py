@@ -98,6 +98,7 @@ def run_world(
         text = output.read_text(errors="replace")
         if process.returncode:
             raise HostCudaWorldError(f"the world of {world_size} ended with {process.returncode}\n{text[-6000:]}")
+        print("".join(line for line in text.splitlines(True) if " took " in line))  # pytest -s
         ranks = [pickle.loads(Path(folder, f"result{rank}").read_bytes()) for rank in range(world_size)]
         return {s.name: [Finding(*rank[s.name]) for rank in ranks] for s in scenarios}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,12 @@ def small_config(folder: Path, name: str, *, steps: int, **overrides: Any) -> di
         "trainer": {"steps": steps, "eval_every": 6},
         "telemetry": {"trajectories_every": 3, "trajectories_per_step": 2},
     }
-    for key, value in overrides.items():
+    return set_keys(config, overrides)
+
+
+def set_keys(config: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """`config` itself, with dotted keys set; sections that are missing are made."""
+    for key, value in changes.items():
         *sections, last = key.split(".")
         node = config
         for section in sections:
