@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+
 import pytest
 
+from tests.host_cuda import build
 from tests.host_cuda.device_cases import SIZE, WAITS
 from tests.host_cuda.world import Scenario, run_world
 
@@ -41,6 +45,14 @@ def alone(together) -> dict:
 def result_of(finding):
     assert finding.error is None, finding.error
     return finding.result
+
+
+def test_a_library_that_looks_for_torch_before_its_import_changes_nothing(cuda_python) -> None:
+    """As transformers does."""
+    code = "import importlib.util as u; u.find_spec('torch'); import torch; print((torch.ones(2, device='cuda') + 1).tolist())"
+    variables = {**os.environ, **build.environment(cuda_python), "PYTHONPATH": build.site()}
+    found = subprocess.run([cuda_python, "-c", code], env=variables, capture_output=True, text=True, timeout=120)
+    assert found.stdout == "[2.0, 2.0]\n", found.stderr
 
 
 @pytest.mark.parametrize("wait", [wait for wait in WAITS if wait])

@@ -12,7 +12,6 @@ class AfterTorch(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(self, name, path=None, target=None):
         if name != "torch":
             return None
-        sys.meta_path.remove(self)
         spec = importlib.machinery.PathFinder.find_spec(name, path)
         if spec is not None:
             self._loader, spec.loader = spec.loader, self
@@ -22,6 +21,7 @@ class AfterTorch(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return self._loader.create_module(spec)
 
     def exec_module(self, module):
+        sys.meta_path.remove(self)  # not before: others look for torch's spec and import it later, or never
         module.__spec__.loader = module.__loader__ = self._loader
         self._loader.exec_module(module)
         import host_cuda
