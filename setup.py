@@ -1,18 +1,18 @@
-"""Package metadata and the kernels. The exact versions that are tested together are pinned in requirements/."""
+"""The kernels, and the metadata that pyproject.toml leaves to the table of versions. requirements/ pins what is tested together."""
 
 import importlib.util
 import shutil
 import sys
 from pathlib import Path
 
-from setuptools import Extension, find_packages, setup
+from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 HERE = Path(__file__).parent.resolve()
 sys.path.insert(0, str(HERE))
 
 from csrc.build import NO_TORCH, BuildError, build  # noqa: E402  needs the line above
-from megappo import __version__, versions  # noqa: E402  the same; neither imports anything
+from megappo import versions  # noqa: E402  the same; it imports nothing
 
 # Said before anything is built: pip shows it alone then, not below a page of what setuptools did.
 if importlib.util.find_spec("torch") is None:
@@ -46,16 +46,9 @@ class BuildKernels(build_ext):
 
 
 setup(
-    name="megappo",
-    version=__version__,
-    description="Tensor- and pipeline-parallel PPO for large language models: Megatron-core, vLLM, one SPMD program",
-    packages=find_packages(include=["megappo", "megappo.*"]),
-    package_data={"megappo": ["launch/*.jinja", "tune/*.jinja", "tune/*.yaml", "_native.json"]},
     ext_modules=[Extension("megappo._native", sources=[])],
     cmdclass={"build_ext": BuildKernels},
     python_requires=versions.PYTHON,
-    classifiers=["Programming Language :: Python :: 3.11", "Programming Language :: Python :: 3.12"],
     install_requires=listed(versions.REQUIRED),
     extras_require={name: listed(group) for name, group in versions.EXTRAS.items()},
-    entry_points={"console_scripts": ["megappo = megappo.cli:main"]},
 )
