@@ -11,12 +11,19 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, NoReturn
+from typing import TYPE_CHECKING, Literal, NoReturn
 
 from megappo.arguments import positive_float, positive_int
 from megappo.config.errors import ConfigError
 from megappo.launch.options import add_options
 from megappo.platform.quiet import quiet_libraries
+
+if TYPE_CHECKING:  # what a command needs is imported when it is chosen
+    from megappo.config.checks import Device
+    from megappo.config.schema import TrainConfig
+    from megappo.plan.memory import Counter
+    from megappo.plan.run import PlannedRun
+    from megappo.resilience.signals import StopRequest
 
 Arguments = argparse.Namespace
 PACKAGE = Path(__file__).parent
@@ -52,6 +59,7 @@ def cmd_train(args: Arguments) -> int:
     _print_on_rank_0(planned.report())
     from megappo.trainer.main import train
 
+    assert planned.data is not None, "only a plan of shapes has no data"
     train(config, planned.data, resume=args.resume, stop=stop)
     # 0 after a stop too: with another code, torchrun or srun would treat the first rank to exit as failed and kill the others.
     return 0
@@ -180,7 +188,7 @@ def _resume(args: Arguments) -> list[str]:
     return ["--resume"] if args.resume else []
 
 
-def _enter_rank(stop) -> None:
+def _enter_rank(stop: StopRequest) -> None:
     """Set up signals and tracebacks of a rank, before anything heavy is imported."""
     from megappo.launch.failure import record_exceptions
 
@@ -200,7 +208,7 @@ def _require_device(requested: Literal["auto", "cpu", "cuda"]) -> None:
     select_device(requested)
 
 
-def _device(requested: str) -> str:
+def _device(requested: Literal["auto", "cpu", "cuda"]) -> Device:
     """Device that the ranks will choose: cpu or cuda."""
     if requested != "auto":
         return requested
@@ -210,15 +218,15 @@ def _device(requested: str) -> str:
 
 
 def _plan(
-    config,
+    config: TrainConfig,
     ranks: int,
     gpu_memory_gib: float | None,
     *,
     resume: bool = False,
     shapes_only: bool = False,
-    device: str | None = None,
-    counter=None,
-):
+    device: Device | None = None,
+    counter: Counter | None = None,
+) -> PlannedRun:
     """Check and plan a run. `gpu_memory_gib` or `device` plans for GPUs of another machine.
 
     shapes_only: see `plan.run.plan_run`. counter: see `plan.memory.Counter`; None counts by shapes.

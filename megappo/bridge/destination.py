@@ -77,12 +77,14 @@ class WeightReceiver(Protocol):
 
     def describe(self, tensors: Mapping[str, tuple[int, ...]]) -> Destination:
         """Destination of this rank for Hugging Face tensors of these names and shapes."""
+        ...
 
     def session(self, moves: Sequence[Move], inspect: Inspect | None) -> AbstractContextManager[Land]:
         """Open the engine for exactly these moves; the body passes each as (move, [rows, cols] tensor of any float dtype).
 
         `inspect(name, tensor)` is called with every completed parameter, in loader format. RuntimeError at the end if a move is
         missing. After any error the engine's weights are undefined."""
+        ...
 
 
 def rectangle(tensor: Tensor, slot: int, row: int, col: int, rows: int, cols: int) -> Tensor:

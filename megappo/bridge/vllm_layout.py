@@ -30,7 +30,7 @@ class _Region(NamedTuple):
 
     @classmethod
     def of(cls, name: str, tensor: Tensor) -> _Region:
-        return cls(name, tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride()))
+        return cls(name, int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride()))
 
 
 class _LoaderRecorder(TorchDispatchMode):
@@ -141,6 +141,7 @@ def record_destination(
     """
     order = [name for name, _ in model.named_modules()]
     parameter_names = {name for name, _ in model.named_parameters()}
+    load_weights: Any = model.load_weights  # every model of vLLM has it
     with _loader_format(model, api), torch.no_grad():
         watched: dict[str, Tensor] = {}
         for module_name, module in model.named_modules():
@@ -153,7 +154,7 @@ def record_destination(
             {_storage(tensor): name for name, tensor in watched.items()},
         )
         with recorder:
-            model.load_weights(iter(weights.items()))
+            load_weights(iter(weights.items()))
         filled = {target.name for _, target in recorder.copies}
         _check_parameters(watched, filled, parameter_names, dtype)
         shapes = {name: Shape.of(tensor.shape) for name, tensor in watched.items() if name in filled}

@@ -73,7 +73,7 @@ class VllmReceiver:
         """Let vLLM process the module, after its last rectangle."""
         layer = self._modules[name]
         method = getattr(layer, "quant_method", None)
-        if self._worker.device.type == "cpu" and getattr(method, "moe_kernel", None) is not None:
+        if self._worker.device.type == "cpu" and method is not None and getattr(method, "moe_kernel", None) is not None:
             # vLLM 0.32 on a CPU prepacks experts only if there is no kernel yet: with the old one a reload leaves garbage.
             method.moe_kernel = None
         self._api.process(layer, self._api.info(layer))

@@ -84,10 +84,10 @@ def parts_to_write(mine: list[ShardedTensor], everyone: Sequence[Sequence[Sharde
         groups.setdefault(tuple(holders[_shard(entry)]), []).append(entry)
     found: list[ShardedTensor] = []
     for ranks, entries in groups.items():
-        total, index, at = sum(entry.data.nbytes for entry in entries), ranks.index(rank), 0
+        total, index, at = sum(_data(entry).nbytes for entry in entries), ranks.index(rank), 0
         begin, end = total * index // len(ranks), total * (index + 1) // len(ranks)
         for entry in entries:
-            values = entry.data.detach().contiguous().view(-1)
+            values = _data(entry).detach().contiguous().view(-1)
             # Both neighbours round the border to the same element.
             start, stop = (min(max(0, edge - at) // values.element_size(), values.numel()) for edge in (begin, end))
             found += cut(entry, start, values[start:stop])
@@ -103,6 +103,11 @@ def is_written(replica_id: ReplicaId) -> bool:
 def of_one_rank(replica_id: ReplicaId) -> ReplicaId:
     """The id of a part that no other data-parallel rank holds, of a shard with this id."""
     return replica_id if isinstance(replica_id, int) else (*replica_id[:-1], 0)
+
+
+def _data(entry: ShardedTensor) -> Tensor:
+    assert entry.data is not None, f"{entry.key} is a description without data"
+    return entry.data
 
 
 def _shard(entry: ShardedTensor) -> Shard:

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy
 import torch
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -19,7 +20,9 @@ _TRACKER = "megatron."
 def save_rng(path: Path) -> None:
     """Write the state of every generator of this process (safetensors: no pickle)."""
     version, python_words, gauss_next = random.getstate()
-    _, numpy_words, position, has_gauss, gauss = numpy.random.get_state()
+    numpy_state = numpy.random.get_state(legacy=True)
+    assert isinstance(numpy_state, tuple)
+    _, numpy_words, position, has_gauss, gauss = numpy_state
     tensors: dict[str, Tensor] = {
         "python": torch.tensor(python_words, dtype=torch.int64),
         "numpy": torch.from_numpy(numpy_words.astype(numpy.int64)),
@@ -27,7 +30,7 @@ def save_rng(path: Path) -> None:
     }
     if torch.cuda.is_available():
         tensors["cuda"] = torch.cuda.get_rng_state()
-    for name, state in get_cuda_rng_tracker().get_states().items():
+    for name, state in _tracker().get_states().items():
         tensors[_TRACKER + name] = state.clone()
     numbers = {
         "python": [version, gauss_next],
@@ -50,5 +53,10 @@ def load_rng(path: Path) -> None:
     torch.set_rng_state(tensors["torch"])
     if torch.cuda.is_available():
         torch.cuda.set_rng_state(tensors["cuda"])
+    _tracker().set_states({name.removeprefix(_TRACKER): state for name, state in tensors.items() if name.startswith(_TRACKER)})
+
+
+def _tracker() -> CudaRNGStatesTracker:
     tracker = get_cuda_rng_tracker()
-    tracker.set_states({name.removeprefix(_TRACKER): state for name, state in tensors.items() if name.startswith(_TRACKER)})
+    assert tracker is not None, "Megatron-core makes it when it is asked for"
+    return tracker

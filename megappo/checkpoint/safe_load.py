@@ -47,7 +47,7 @@ def _enum_member(*arguments: Any) -> Enum:
     """Stand-in for builtins.getattr that returns members of one enum and nothing else."""
     # Early releases of Python 3.11 (3.11.2, not 3.11.7) pickle an enum member as getattr of class and name.
     owner, name = arguments if len(arguments) == 2 else (None, None)
-    if owner is not _MEM_FORMAT_ENCODING or name not in _MEM_FORMAT_ENCODING.__members__:
+    if owner is not _MEM_FORMAT_ENCODING or not isinstance(name, str) or name not in _MEM_FORMAT_ENCODING.__members__:
         raise UnsafeCheckpoint(f"checkpoint index asks for builtins.getattr of {arguments!r}; the file is not from megappo")
     return _MEM_FORMAT_ENCODING[name]
 

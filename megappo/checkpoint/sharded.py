@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ from megatron.core.dist_checkpointing.validation import determine_global_metadat
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
@@ -80,7 +81,7 @@ def save_sharded(state: dict[str, Any], directory: Path) -> None:
     on_rank_zero("writing metadata.json", lambda: save_config(CheckpointingConfig("torch_dist", 1), str(directory)))
 
 
-def _written_here(shards: dict[str, Any], everyone: list[list[ShardedBase]]) -> dict[str, list[ShardedBase]]:
+def _written_here(shards: dict[str, Any], everyone: Sequence[Sequence[ShardedBase]]) -> dict[str, list[ShardedBase]]:
     """Shards that this rank writes, by key. everyone: the shards of all ranks."""
     entries = list(nested_values(shards))
     by_key: dict[str, list[ShardedBase]] = {}
@@ -110,9 +111,10 @@ class _TensorByTensorWriter(dcp.FileSystemWriter):
 
     def _write(self, item: WriteItem, planner: SavePlanner, file: Any, name: str) -> WriteResult:
         start, data = file.tell(), planner.resolve_data(item)
-        if item.type == WriteItemType.BYTE_IO:
+        if isinstance(data, io.BytesIO):
             file.write(data.getbuffer())
         else:
+            assert isinstance(data, torch.Tensor)
             tensor = data.detach().cpu()
             # torch.save writes the whole storage behind a tensor, and most tensors are parts of a buffer.
             torch.save(tensor.clone() if tensor.untyped_storage().nbytes() != tensor.nbytes else tensor, file)
@@ -138,6 +140,7 @@ def load_sharded(state: dict[str, Any], directory: Path, *, passed_over: tuple[s
         raise ValueError(f"{directory} does not fit the model: {' '.join(str(error).split())}") from None
     except CheckpointException as error:
         raise ValueError(f"{directory} does not fit the model: {_first_failure(error)}") from None
+    assert isinstance(loaded, dict), "a report of missing keys was not asked for"
     return {name: value for name, value in loaded.items() if name in state}  # Megatron returns all plain values
 
 
@@ -209,7 +212,7 @@ class _SafeShardedStrategy(TorchDistLoadShardedStrategy):
                 flatten_state_dict=False,
             ),
         )
-        unwrapped = {key: _unwrap_pyt_sharded_tensor(value) for key, value in filled.items()}
+        unwrapped: dict[str, Any] = {key: _unwrap_pyt_sharded_tensor(value) for key, value in filled.items()}
         state = _replace_sharded_keys_with_state_dict_keys(unwrapped, flat_mapping, rename_mapping)
         _restore_dict_types(state, sharded_state_dict)
         return state

@@ -170,7 +170,8 @@ def _fix(error: ErrorDetails, cls: type[BaseModel]) -> str:
     if error["type"] == "model_type" and error["input"] is None:  # `policy:` with nothing below it
         return "is an empty section; give it keys, or leave it out"
     if error["type"] == "extra_forbidden":  # only inside lists of sections: _refuse_unknown has seen everything else
-        items = item_class(dict(value_keys(cls))[".".join(takewhile(lambda part: isinstance(part, str), error["loc"]))])
+        key = ".".join(str(part) for part in takewhile(lambda part: isinstance(part, str), error["loc"]))
+        items = item_class(dict(value_keys(cls))[key])
         return f"unknown key; the keys are {', '.join(items.model_fields)}" if items else "unknown key"
     template = FIXES.get(error["type"])
     return template.format(**error.get("ctx", {})) if template else error["msg"]

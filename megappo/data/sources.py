@@ -58,6 +58,7 @@ def _read_dataset(spec: str) -> list[Record]:
     name, subset, split = _dataset_parts(spec)
     try:
         import datasets
+        from datasets.exceptions import DatasetsError
     except ImportError as error:
         raise ValueError(
             f"data source {spec} is a Hugging Face dataset, which needs the datasets package: pip install datasets"
@@ -66,7 +67,7 @@ def _read_dataset(spec: str) -> list[Record]:
     try:
         return datasets.load_dataset(name, subset, split=split).to_list()
     # OSError covers a failed connection, offline mode and a missing dataset; ValueError an unknown subset or split.
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+    except (OSError, ValueError, DatasetsError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(
             f"cannot load the Hugging Face dataset {spec}: {reason}; for a local file give a .jsonl or .parquet path"

@@ -50,18 +50,23 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str) -> list[int]:
         """Ids of a continuation, without special tokens."""
+        ...
 
     def encode_prompt(self, text: str) -> list[int]:
         """Ids of the start of a sequence, with the beginning-of-sequence id if this tokenizer adds one."""
+        ...
 
     def chat(self, messages: Sequence[Message]) -> list[int]:
         """Ids of a conversation ({role, content} each) up to the start of the answer. ValueError without chat template."""
+        ...
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text without special tokens. Ids beyond the vocabulary (models often pad theirs) become U+FFFD."""
+        ...
 
     def save(self, directory: str | Path) -> None:
         """Copy the tokenizer's files, byte for byte."""
+        ...
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from typing import Any
 
 from megappo.config.errors import ConfigError
 from megappo.config.loading import load_config
@@ -13,7 +14,7 @@ from megappo.launch.options import JOB_DEFAULTS, SLURM_ONLY
 from megappo.launch.script import Job
 from megappo.launch.world import world_size
 
-MakePlan = Callable
+MakePlan = Callable[..., Any]
 """`cli._plan`: all checks of `megappo plan`; returns an object with a `report()`."""
 
 

@@ -6,7 +6,7 @@ A rank that raises alone leaves its peers waiting in the next collective until t
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -43,8 +43,8 @@ def on_every_rank(what: str, action: Callable[[], Result]) -> list[Result]:
 
 def on_rank_zero(what: str, action: Callable[[], Result]) -> Result:
     """Run `action` on rank 0 only; returns its result on every rank. RankFault on all ranks if it fails."""
-    result: list[Result] | None = on_every_rank(what, lambda: action() if dist.get_rank() == 0 else None)
-    return result[0]
+    results = on_every_rank(what, lambda: action() if dist.get_rank() == 0 else None)
+    return cast(Result, results[0])
 
 
 def any_rank(flag: bool) -> bool:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -20,7 +21,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megappo.config.schema import TimeoutsConfig
 from megappo.parallel.layout import Coordinates, ParallelLayout
-from megappo.platform.device import set_limit
+from megappo.platform.device import set_limit, world_group
 
 
 class RankIsLate(RuntimeError):
@@ -90,7 +91,8 @@ def meet(before: str, limit_s: float) -> None:
     """See `ProcessGroups.meet`."""
     try:
         # The method and not dist.monitored_barrier, which refuses a world that has NCCL as well.
-        dist.group.WORLD.monitored_barrier(timedelta(seconds=limit_s), wait_all_ranks=True)
+        world: Any = world_group()  # the method is missing in torch's stub
+        world.monitored_barrier(timedelta(seconds=limit_s), wait_all_ranks=True)
     except RuntimeError as error:
         raise RankIsLate(
             f"rank {dist.get_rank()} waited for the others before {before} (run.timeouts.meeting_s = {limit_s:g}): {error}"
@@ -101,7 +103,7 @@ def settle(roles: Iterable[ProcessGroups], timeouts: TimeoutsConfig) -> None:
     """Set the timeout of exchanges on the device and within roles to `pass_s`, once every kind of pass has run."""
     for groups in roles:
         groups.limit(timeouts.pass_s)
-    set_limit(dist.group.WORLD, timeouts.pass_s, device_only=True)
+    set_limit(world_group(), timeouts.pass_s, device_only=True)
 
 
 def build_groups(layout: ParallelLayout, timeouts: TimeoutsConfig = TimeoutsConfig()) -> ProcessGroups:
@@ -119,7 +121,9 @@ def build_groups(layout: ParallelLayout, timeouts: TimeoutsConfig = TimeoutsConf
         # polling thread under gloo.
         if key not in built:
             # group_desc appears in messages of NCCL's watchdog.
-            built[key], _ = dist.new_subgroups_by_enumeration(ranks, timeout=limit, group_desc=" x ".join(axes))
+            group, _ = dist.new_subgroups_by_enumeration(ranks, timeout=limit, group_desc=" x ".join(axes))
+            assert isinstance(group, dist.ProcessGroup), "every rank is in one group of each axis"
+            built[key] = group
         return built[key]
 
     groups = ProcessGroupCollection()
@@ -131,8 +135,9 @@ def build_groups(layout: ParallelLayout, timeouts: TimeoutsConfig = TimeoutsConf
     groups.expt_tp, groups.ep = along("etp"), along("ep")
     groups.expt_dp = groups.intra_expt_dp = along("edp")
     groups.tp_ep, groups.tp_ep_pp = along("etp", "ep"), along("etp", "ep", "pp")
-    groups.hcp, groups.inter_dist_opt, groups.pos_embd = None, None, None
-    groups.embd = _embedding_group(layout, limit)
+    for absent in ("hcp", "inter_dist_opt", "pos_embd"):
+        setattr(groups, absent, None)
+    setattr(groups, "embd", _embedding_group(layout, limit))  # None on the stages between: Megatron-core annotates a group
     # Scratch of sequence-parallel layers, the one global that Megatron-core still needs.
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:
         parallel_state._set_global_memory_buffer()
@@ -152,5 +157,6 @@ def _embedding_group(layout: ParallelLayout, limit: timedelta) -> dist.ProcessGr
         ends = sorted({ranks[0], ranks[-1]})
         group = dist.new_group(ends, timeout=limit, group_desc="embedding")  # collective over the world, members or not
         if dist.get_rank() in ends:
+            assert isinstance(group, dist.ProcessGroup)
             mine = group
     return mine

@@ -104,7 +104,8 @@ def _order(stage: int, pp: int, vpp: int, count: int) -> list[tuple[Kind, int, i
         backwards = [(vpp - 1 - chunk, micro) for chunk, micro in forwards]
     order: list[tuple[Kind, int, int]] = [("forward", *one) for one in forwards[:warm_up]]
     for ahead, behind in zip(forwards[warm_up:], backwards):
-        order += [("forward", *ahead), ("backward", *behind)]
+        order.append(("forward", *ahead))
+        order.append(("backward", *behind))
     return order + [("backward", *one) for one in backwards[len(forwards) - warm_up :]]
 
 

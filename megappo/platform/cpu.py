@@ -143,8 +143,8 @@ def _patch_rng_tracker() -> None:
     # Raises PlatformError if a name is gone; an assignment alone would create it.
     _resolve(random, random.__name__, "_get_cuda_rng_state")
     _resolve(random, random.__name__, "_set_cuda_rng_state")
-    random._get_cuda_rng_state = get_state
-    random._set_cuda_rng_state = set_state
+    setattr(random, "_get_cuda_rng_state", get_state)
+    setattr(random, "_set_cuda_rng_state", set_state)
     tracker.add = add
     tracker.fork = fork
 

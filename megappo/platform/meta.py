@@ -21,7 +21,7 @@ def only_meta() -> Iterator[None]:
     """Create every tensor on the meta device, and keep it there."""
     stream = MoEAlltoAllTokenDispatcher.cuda_dtoh_stream
     # Anything but None: the constructor then creates no stream. Restored below, for models that need one.
-    MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = only_meta
+    setattr(MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream", only_meta)
     try:
         with _StayOnMeta(), torch.device("meta"):
             yield

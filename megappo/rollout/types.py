@@ -94,12 +94,16 @@ class RolloutEngine(Protocol):
 
     def generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Response]:
         """Generate. All ranks pass the same requests and get all responses, in the order of the requests."""
+        ...
 
     def push_weights(self, version: int) -> dict[str, float]:
         """Copy the policy's current weights into the engine; returns metrics (seconds, bytes, verified)."""
+        ...
 
     def sleep(self) -> None:
         """Release memory until the next push, before which nothing is generated. May do nothing."""
+        ...
 
     def close(self) -> None:
         """Free the engine; the default process group stays."""
+        ...

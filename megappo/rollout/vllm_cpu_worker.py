@@ -40,7 +40,7 @@ class SleepingCpuWorker(CPUWorker):
         if "weights" in tags:
             for module in self.get_model().modules():
                 if hasattr(module, "cpu_linear"):
-                    module.cpu_linear = _asleep  # held a packed copy of the weight
+                    setattr(module, "cpu_linear", _asleep)  # held a packed copy of the weight
 
     def wake_up(self, tags: list[str] | None = None) -> None:
         for tag in tuple(self._given_back) if tags is None else tags:

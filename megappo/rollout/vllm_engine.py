@@ -17,6 +17,7 @@ import numpy
 import torch
 import torch.distributed as dist
 
+from megappo.bridge.destination import WeightReceiver
 from megappo.bridge.sync import WeightSource, WeightSync
 from megappo.bridge.vllm_loader import VllmReceiver
 from megappo.config.schema import RolloutConfig, TimeoutsConfig
@@ -115,7 +116,7 @@ class VllmEngine:
                 )
             )
             worker = self._llm.llm_engine.model_executor.driver_worker.worker
-            self.receiver = VllmReceiver(worker, dtype)
+            self.receiver: WeightReceiver = VllmReceiver(worker, dtype)
             self._memory = VllmMemory(self._llm, worker, config.sleep)
             self._memory.sleep_cache()
             # vLLM would shut down at garbage collection or exit and destroy the trainer's process group; close() shuts it down.
