@@ -1,5 +1,7 @@
 """The `megappo` command: parse, call, exit code. Every command imports its code only when it is chosen.
 
+The configuration is read before anything that imports torch (seconds): a wrong key is refused at once.
+
 Exit codes: 0 done; 1 ran and failed (or `doctor` found something missing); 2 mistake of the user, one line on stderr before
 anything was written; 75 stopped by a signal after a checkpoint, to be resumed; 130 interrupted.
 """
@@ -71,10 +73,11 @@ def cmd_sft(args: Arguments) -> int:
     from megappo.config.schema import SftConfig
     from megappo.launch.local import start_ranks
     from megappo.launch.world import is_rank, join_srun, world_size
-    from megappo.plan.sft import plan_sft
 
     join_srun()
     config = load_config(args.config, args.overrides, SftConfig)
+    from megappo.plan.sft import plan_sft
+
     ranks = world_size(config.run)
     if not is_rank():
         check_run_dir(config.run, resume=False)
@@ -92,11 +95,12 @@ def cmd_sft(args: Arguments) -> int:
 def cmd_plan(args: Arguments) -> int:
     from megappo.config.loading import load_config
     from megappo.launch.world import world_size
+
+    config = load_config(args.config, args.overrides)
     from megappo.plan.counted import counter_of_built_models
     from megappo.plan.plot import check_plot, plot
 
     target = None if args.plot is None else check_plot(args.plot)
-    config = load_config(args.config, args.overrides)
     ranks = args.world_size if args.world_size is not None else world_size(config.run)
     planned = _plan(
         config, ranks, args.gpu_memory_gib, resume=args.resume, shapes_only=args.shapes_only, counter=counter_of_built_models()
@@ -119,11 +123,12 @@ def cmd_launch(args: Arguments) -> int:
 def cmd_verify(args: Arguments) -> int:
     from megappo.config.loading import load_config
     from megappo.launch.world import is_rank
-    from megappo.verify.run import verify
 
     if is_rank():
         raise ConfigError("verify starts its own ranks; run it once, without torchrun (RANK and WORLD_SIZE are set here)")
     config = load_config(args.config, args.overrides)
+    from megappo.verify.run import verify
+
     _require_device(config.run.device)
     device = _device(config.run.device)
     return verify(config, device, max_ranks=args.max_ranks, tolerance=args.tolerance, bisect=args.bisect)

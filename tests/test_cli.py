@@ -237,11 +237,28 @@ def test_the_installed_command_exits_with_2_and_no_traceback(tmp_path):
     assert done.stderr == "megappo: command line: policy.tp = 2: unknown key; did you mean policy.parallel.tp?\n"
 
 
-def test_config_and_help_import_nothing_heavy(tmp_path):
-    path = write_run(tmp_path)
-    code = (
-        "import sys; from megappo.cli import main\n"
-        f"assert main(['config', {str(path)!r}]) == 0 and main(['config', {str(path)!r}, 'a.b=1']) == 2\n"
-        "heavy = {'torch', 'megatron', 'vllm', 'transformers', 'numpy'} & set(sys.modules); assert not heavy, heavy"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, env=dict(os.environ, PYTHONPATH=str(ROOT)), stdout=subprocess.DEVNULL)
+HEAVY = ("torch", "megatron", "vllm", "transformers", "numpy")
+
+
+def imported_by(script):
+    """The libraries that take seconds to import which a new process holds after this script."""
+    code = f"import sys\nfrom megappo.cli import main\n{script}\nprint(*sorted(set({HEAVY!r}) & set(sys.modules)))"
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    environment["PYTHONPATH"] = str(ROOT)
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()[-1].split()
+
+
+def test_help_and_the_resolved_configuration_import_nothing_heavy(tmp_path):
+    assert imported_by(f"assert main(['config', {str(write_run(tmp_path))!r}]) == 0") == []
+    assert imported_by("try:\n    main(['--help'])\nexcept SystemExit as end:\n    assert end.code == 0") == []
+    assert imported_by("import numpy") == ["numpy"], "negative control"
+
+
+def test_every_command_refuses_a_wrong_key_before_it_imports_anything_heavy(tmp_path):
+    path = str(write_run(tmp_path))
+    job = ["--nodes", "1", "--gpus-per-node", "2"]
+    calls = [["train", path], ["plan", path], ["verify", path], ["launch", path, *job], ["launch", path, "--local"]]
+    calls += [["tune", path, "--gpu", "h100"], ["config", path], ["sft", str(write_sft(tmp_path))]]
+    assert imported_by(f"assert [main([*call, 'a.b=1']) for call in {calls!r}] == [2] * {len(calls)}") == []
