@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Literal, NoReturn
 
 from megappo.arguments import positive_float, positive_int
 from megappo.config.errors import ConfigError
-from megappo.launch.options import add_options
+from megappo.launch.options import add_options as add_launch_options
 from megappo.platform.quiet import quiet_libraries
+from megappo.tune.options import add_options as add_tune_options
 
 if TYPE_CHECKING:  # what a command needs is imported when it is chosen
     from megappo.config.checks import Device
@@ -132,6 +133,19 @@ def cmd_verify(args: Arguments) -> int:
     _require_device(config.run.device)
     device = _device(config.run.device)
     return verify(config, device, max_ranks=args.max_ranks, tolerance=args.tolerance, bisect=args.bisect)
+
+
+def cmd_tune(args: Arguments) -> int:
+    from megappo.tune.options import check_options
+
+    check_options(args)
+    if args.config is not None:
+        from megappo.config.loading import load_config
+
+        load_config(args.config, args.overrides)
+    from megappo.tune.run import tune
+
+    return tune(args)
 
 
 def cmd_generate(args: Arguments) -> int:
@@ -283,12 +297,21 @@ def build_parser() -> Parser:
     )
     plan.add_argument("--plot", metavar="FILE", help="draw rank grids and pipelines (.png, .svg or .pdf)")
     plan.add_argument("--resume", action="store_true", help="plan to continue a run: inputs that only its start reads may be gone")
-    add_options(
+    add_launch_options(
         command(
             "launch",
             cmd_launch,
             "Check a run here, write its job script, and submit it to Slurm.",
             "One rank per GPU. The script, the resolved configuration and the launch's environment are kept in the run directory.",
+        )
+    )
+    add_tune_options(
+        command(
+            "tune",
+            cmd_tune,
+            "Rank the parallel layouts of a run on given GPUs by a model of its step time, and print the best as overrides.",
+            "docs/tuning.md explains the tables. Without CONFIG, --probe measures this machine and prints its profile.",
+            config="[CONFIG]",
         )
     )
     verify = command(

@@ -144,7 +144,7 @@ def test_help_lists_every_command(capsys):
         cli.main(["--help"])
     assert stop.value.code == 0
     text = capsys.readouterr().out
-    assert all(name in text for name in ("train", "sft", "plan", "generate", "export", "doctor", "config"))
+    assert all(name in text for name in ("train", "sft", "plan", "tune", "generate", "export", "doctor", "config"))
 
 
 def test_a_fault_keeps_its_traceback(capsys, monkeypatch):

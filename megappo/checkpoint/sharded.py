@@ -64,6 +64,7 @@ def save_sharded(state: dict[str, Any], directory: Path) -> None:
     Collective over the world. RankFault on every rank if one cannot write. A rank holds at most one tensor in host memory.
     """
     shards, common = save_preprocess(state, validate_access_integrity=False)
+    assert isinstance(shards, dict), "as the state is"
     # Megatron's validation, done here because the shards of all ranks are needed below too.
     _, everyone = determine_global_metadata(shards)
     validate_sharding_integrity(everyone, common_state_dict=common)

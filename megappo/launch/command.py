@@ -62,13 +62,13 @@ def launch(args: argparse.Namespace, make_plan: MakePlan) -> int:
 
 def launch_here(args: argparse.Namespace, make_plan: MakePlan) -> int:
     """Start the ranks on this machine, with the same record in the run directory as a Slurm job; returns their exit code."""
-    from megappo.platform.device import select_device
-
     for name in SLURM_ONLY:
         if (value := getattr(args, name)) not in (None, []):
             option = "--" + name.removesuffix("_s").replace("_", "-")
             raise ConfigError(f"launch: {option} {value} does not go with --local, which starts the ranks on this machine")
     config = load_config(args.config, args.overrides)
+    from megappo.platform.device import select_device  # imports torch
+
     ranks = args.gpus_per_node if args.gpus_per_node is not None else world_size(config.run)
     run_dir = check_start(config.run, resume=args.resume)
     select_device(config.run.device)  # raises if there is no such device

@@ -69,7 +69,14 @@ def start_distributed(device: torch.device, timeouts: TimeoutsConfig = TimeoutsC
             world_size=world_size,
             timeout=timedelta(seconds=timeouts.meeting_s),  # on the host, ranks meet after work of different length
         )
-        set_limit(dist.group.WORLD, timeouts.start_s, device_only=True)  # a push of weights; later `parallel.groups.settle`
+        set_limit(world_group(), timeouts.start_s, device_only=True)  # a push of weights; later `parallel.groups.settle`
+
+
+def world_group() -> dist.ProcessGroup:
+    """The group of all ranks, after the world was joined."""
+    world = dist.group.WORLD
+    assert world is not None, "the world was not joined"
+    return world
 
 
 def set_limit(group: dist.ProcessGroup, seconds: float, *, device_only: bool = False) -> None:

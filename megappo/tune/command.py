@@ -1,5 +1,4 @@
-"""`scripts/tune_parallelism.py`: from a configuration and a number of GPUs to a ranking and overrides. Parsing is the
-script's."""
+"""From a configuration and a number of GPUs to a search, its winner, and the files that `megappo tune` writes."""
 
 from __future__ import annotations
 
@@ -77,8 +76,6 @@ def make_search(question: Question) -> Search:
 
 
 def _check_gpus(gpus: int, hardware: Hardware) -> None:
-    if gpus < 1:
-        raise ConfigError(f"--gpus {gpus}: must be >= 1")
     if gpus > hardware.gpus_per_node and gpus % hardware.gpus_per_node:
         below = gpus // hardware.gpus_per_node * hardware.gpus_per_node
         fitting = f"use {below} or {below + hardware.gpus_per_node}, or --gpus-per-node"

@@ -1,30 +1,28 @@
-"""The script: tables, overrides that `megappo plan` takes, trials that are run once, and one line for every mistake."""
+"""The command: tables, overrides that `megappo plan` takes, trials that are run once, and one line for every mistake."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
+import subprocess
+import sys
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
+from megappo import cli
 from megappo.config.errors import ConfigError
 from megappo.config.loading import load_config
 from megappo.plan.estimate import make_plan
 from megappo.plan.run import plan_run
 from megappo.prepare.layouts import check_layouts, read_archs
-from megappo.tune import batch, probe
+from megappo.tune import batch
 from megappo.tune.profiles import Hardware, hardware_of, load_hardware
 
 from ..plan.checkpoints import LLAMA_7B, SPARSE, write_checkpoint
 
 ROOT = Path(__file__).parents[2]
-spec = importlib.util.spec_from_file_location("tune_parallelism", ROOT / "scripts/tune_parallelism.py")
-assert spec is not None and spec.loader is not None
-script = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(script)
 
 
 def write_run(folder, facts=LLAMA_7B, extra=""):
@@ -44,7 +42,7 @@ SMALL = ["policy.micro_batch_tokens=1024", "reference.micro_batch_tokens=1024"]
 
 
 def tune(capsys, *arguments):
-    code = script.main([str(argument) for argument in arguments])
+    code = cli.main(["tune", *map(str, arguments)])
     return code, capsys.readouterr()
 
 
@@ -108,15 +106,15 @@ def test_experts_are_placed(tmp_path, capsys):
 
 MISTAKES = [
     (["--gpu", "h900"], "--gpu h900: no such profile; use a100, h100, h200, b200, cpu"),
-    (["--gpu", "h100", "--gpus", "0"], "--gpus 0: must be >= 1"),
-    (["--gpu", "h100", "--gpus", "-8"], "--gpus -8: must be >= 1"),
+    (["--gpu", "h100", "--gpus", "0"], "argument --gpus: 0 is not an integer >= 1"),
+    (["--gpu", "h100", "--gpus", "-8"], "argument --gpus: -8 is not an integer >= 1"),
     (["--gpu", "h100", "--gpus", "12"], "--gpus 12: is not a multiple of the 8 GPUs of a node; use 8 or 16, or --gpus-per-node"),
-    (["--gpu", "h100", "--gpus-per-node", "0"], "--gpus-per-node 0: must be >= 1"),
+    (["--gpu", "h100", "--gpus-per-node", "0"], "argument --gpus-per-node: 0 is not an integer >= 1"),
     (["--gpu", "h100", "--roles", "policy,judge"], "--roles judge: is no role; use policy, critic, reference, rollout"),
     (["--gpu", "h100", "--roles", "reference", "algorithm.kl.placement=none"], "--roles reference: is not built: algorithm.kl"),
     (["--gpu", "h100", "--roles", "rollout", "rollout.engine=megatron"], "--roles rollout: is not there: rollout.engine"),
-    (["--gpu", "h100", "--top", "0"], "--top 0: must be >= 1"),
-    (["--gpu", "h100", "--measure", "0"], "--measure 0: must be >= 1"),
+    (["--gpu", "h100", "--top", "0"], "argument --top: 0 is not an integer >= 1"),
+    (["--gpu", "h100", "--measure", "0"], "argument --measure: 0 is not an integer >= 1"),
     (["--gpu", "h100", "--measure", "1"], "16 ranks need a GPU each and this machine has 0; --slurm runs the trials as a job"),
     (["--gpu", "h100", "--measure", "1", "--roles", "rollout"], "--measure: trials are of the policy, critic and reference"),
     (["--gpu", "h100", "--slurm"], "--slurm runs the trials of --measure K as a job, and has no effect without it"),
@@ -128,7 +126,7 @@ MISTAKES = [
     (["--gpu", "h100", "algorithm.mini_batch_size=100"], "algorithm.mini_batch_size = 100: must divide the 128 samples"),
     (["--gpu", "h100", "--probe"], "--gpu h100: --probe measures this machine instead"),
     ([], "--gpu is missing: a100"),
-    (["--gpu", "h100", "--gpus", "many"], "argument --gpus: invalid int value: 'many'"),
+    (["--gpu", "h100", "--gpus", "many"], "argument --gpus: many is not an integer >= 1"),
     (["--gpu", "h100", "--tensor-model-parallel-size", "8"], "set as key=value; did you mean policy.parallel.tp=VALUE?"),
 ]
 
@@ -137,14 +135,26 @@ MISTAKES = [
 def test_a_mistake_is_one_line(tmp_path, capsys, monkeypatch, arguments, message):
     code, told = tune(capsys, write_run(tmp_path), *arguments)
     assert code == 2 and told.err.count("\n") == 1 and (told.out == "" or "need a GPU each" in message)
-    assert told.err.startswith("tune_parallelism: ") and message in told.err
+    assert told.err.startswith("megappo: ") and message in told.err
 
 
 @pytest.mark.parametrize("setting", ["policy.tp=2", "policy.parallel.tp=two"])
 def test_a_wrong_configuration_is_told_before_a_probe(tmp_path, capsys, monkeypatch, setting):
-    monkeypatch.setattr(probe, "probe", lambda: pytest.fail("it measures"))
+    monkeypatch.setattr("megappo.tune.run.probe", lambda: pytest.fail("it measures"))
     code, told = tune(capsys, write_run(tmp_path), "--probe", "--gpus", 2, setting)
     assert code == 2 and told.out == "" and setting.split("=")[0] in told.err
+
+
+def test_the_script_is_the_command_of_its_checkout(tmp_path):
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, ROOT / "scripts/tune_parallelism.py", "absent.yaml", "--gpu", "h100"],
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout) == (2, "") and done.stderr.startswith("megappo: ") and "absent.yaml" in done.stderr
 
 
 @pytest.mark.parametrize("arguments", [["--gpus", "2"], ["--output", "x"], ["--measure", "1"], ["--gpus-per-node", "4"]], ids=str)

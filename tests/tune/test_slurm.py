@@ -14,6 +14,7 @@ import time
 import psutil
 import pytest
 
+from megappo import cli
 from megappo.config.errors import ConfigError
 from megappo.launch import slurm
 from megappo.launch.script import Job
@@ -24,7 +25,6 @@ from megappo.tune.trials import RUNNING, Failed, Measured, read_outcome, write_o
 
 from ..plan.checkpoints import TINY, write_checkpoint
 from .test_batch import STUB, write_trials
-from .test_command import script
 
 PYTHON = sys.executable
 FOUR_RANKS = ["--gpus", "4", "--gpus-per-node", "2", "--roles", "critic", "--top", "3"]
@@ -51,7 +51,7 @@ def outside_a_job(monkeypatch):
 
 
 def tune(capsys, path, *arguments):
-    code = script.main([str(path), *FOUR_RANKS, *arguments])
+    code = cli.main(["tune", str(path), *FOUR_RANKS, *arguments])
     return code, capsys.readouterr()
 
 
@@ -135,7 +135,7 @@ def test_a_job_goes_on_after_a_trial_that_fails_and_its_end_is_told(tmp_path, ca
     assert [len(line.split()) for line in starts] == [3, 1]
     assert "  | RuntimeError: before any trial\n" in told.err
     last, log = told.err.splitlines()[-1], next(folder.glob("job-*.log"))
-    assert last.startswith("tune_parallelism: --measure: job ") and f" ended (FAILED, exit code 1); its log is {log}" in last
+    assert last.startswith("megappo: --measure: job ") and f" ended (FAILED, exit code 1); its log is {log}" in last
     assert "1 of 3 trials have no result" in last
 
 

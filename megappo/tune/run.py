@@ -1,0 +1,63 @@
+"""`megappo tune`: probe or profile, search, tables, trials, and the winner written where it is wanted."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+
+from megappo.launch.submit import Limits
+from megappo.plan.report import remark_lines
+from megappo.tune import command
+from megappo.tune.job import job_for
+from megappo.tune.measure import best_measured, check_measurable, measure
+from megappo.tune.probe import probe
+from megappo.tune.profiles import dump_hardware, load_hardware
+from megappo.tune.report import overrides_of, report
+
+
+def tune(args: argparse.Namespace) -> int:
+    """Answer the options (`options.check_options` has passed them); the exit code. ConfigError for what cannot be asked so."""
+    named = {"--output": args.output, "--json": args.json}
+    targets = {option: command.check_target(option, text) for option, text in named.items() if text}
+    if args.config is None:
+        print(dump_hardware(probe()), end="")
+        return 0
+    gpus = command.num_gpus(args.gpus, args.config, args.overrides)  # before a probe, which takes half a minute
+    if args.probe:
+        hardware = probe()
+        print(dump_hardware(hardware), end="", flush=True)
+    else:
+        hardware = load_hardware(args.gpu or command.default_profile(args.config, args.overrides))
+    if args.gpus_per_node is not None:
+        hardware = replace(hardware, gpus_per_node=args.gpus_per_node)
+    question = command.Question(
+        args.config,
+        tuple(args.overrides),
+        gpus,
+        hardware,
+        tuple(part.strip() for part in args.roles.split(",")) if args.roles is not None else None,
+        args.mean_prompt_tokens,
+        args.mean_response_tokens,
+    )
+    search = command.make_search(question)
+    if args.measure is not None:
+        check_measurable(search)
+    job = job_for(search.machine, Limits(args.partition, args.account, args.time), args.sbatch or ()) if args.slurm else None
+    choice = command.find_best(search)
+    print(report(search, choice, args.top), flush=True)
+    measurement = None
+    if args.measure is not None:
+        measurement = measure(search, choice, args.measure, job)
+        print(measurement.report())
+        choice = best_measured(search, choice, measurement)
+    prepared = command.prepare_chosen(search, choice, question)
+    if remarks := remark_lines(prepared.plan, prepared.notes):
+        print("\n".join(remarks) + "\n")
+    overrides = overrides_of(search, choice)
+    print("overrides\n" + "\n".join(f"  {line}" for line in overrides))
+    if "--output" in targets:
+        command.write_output(targets["--output"], prepared.plan.config, overrides)
+    if "--json" in targets:
+        measured = measurement.facts() if measurement is not None else None
+        targets["--json"].write_text(command.as_json(search, choice, args.top, prepared, measured), encoding="utf-8")
+    return 0
