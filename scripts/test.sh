@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Sets up the environment (once) and runs the tests. Arguments go to pytest: scripts/test.sh tests/ops -k gae
+# scripts/test.sh --quick leaves out worlds, vLLM, Slurm, compilers and the environment with a CUDA torch: at most 3 minutes on 2 cores.
 # scripts/test.sh --gpu runs the tests that need CUDA, in the environment that MEGAPPO_VENV names, else with the `python` on PATH.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -7,13 +8,18 @@ if [ "${1:-}" = "--gpu" ]; then
   shift
   exec "${MEGAPPO_VENV:+$MEGAPPO_VENV/bin/}python" -m pytest -q -m gpu "${@:-tests}"
 fi
+quick=''
+if [ "${1:-}" = "--quick" ]; then
+  shift
+  quick=1
+fi
 scripts/setup_env.sh --test
 venv=${MEGAPPO_VENV:-.venv}
 # The tests of the launch submit jobs to a real Slurm of two nodes, which they start themselves; without it they fail and say so.
 slurm_is_here() {
   for program in slurmctld slurmd munged sbatch; do PATH=$PATH:/usr/sbin:/sbin command -v "$program" >/dev/null || return; done
 }
-if ! slurm_is_here && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+if [ -z "$quick" ] && ! slurm_is_here && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
   echo "[test] installing Slurm (slurm-wlm, munge)"
   { apt-get -qq update \
     && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends slurm-wlm munge; } >/dev/null \
@@ -28,10 +34,10 @@ needs_cuda_torch() {
   done
   [ $# = 0 ]
 }
-if needs_cuda_torch "$@"; then
+if [ -z "$quick" ] && needs_cuda_torch "$@"; then
   scripts/setup_cuda_env.sh --optional || echo "[test] the environment with a CUDA torch could not be made: see above" >&2
 fi
 # One thread per process: the worlds of the tests are several processes on few cores. Two workers, because the ranks of a world wait
 # for each other half of their time.
 export OMP_NUM_THREADS=1
-exec "$venv/bin/python" -m pytest -q -n 2 --no-loadscope-reorder "${@:-tests}"
+exec "$venv/bin/python" -m pytest -q -n 2 --no-loadscope-reorder ${quick:+--quick} "${@:-tests}"

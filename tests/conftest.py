@@ -15,6 +15,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests import tiers
+
 TESTS = Path(__file__).parent
 # Folders whose tests take minutes. They go to the workers first, so that none of them is left to one worker at the end.
 LONG = ("host_cuda", "parity", "trainer", "models", "launch", "ops", "rollout", "checkpoint")
@@ -31,8 +33,21 @@ if importlib.util.find_spec("triton") and not torch.cuda.is_available():
             importlib.import_module(f"megappo.ops.triton.{file.stem}")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The same order on every worker, and without workers."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--quick", action="store_true", help="leave out slow tests: worlds, vLLM, Slurm, compilers")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--quick"):
+        tiers.refuse_slow_work()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The quick ones alone where those are asked for; the same order on every worker, and without workers."""
+    if config.getoption("--quick"):
+        slow = [item for item in items if tiers.is_slow(item)]
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if item not in set(slow)]
     items.sort(key=lambda item: LONG.index(_folder(item.nodeid)) if _folder(item.nodeid) in LONG else len(LONG))
 
 

@@ -1,0 +1,62 @@
+"""Two tiers: `--quick` leaves out the slow tests, and holds the others to starting no ranks and no vLLM.
+
+Slow are the tests marked so, those whose module or fixtures start worlds (`worlds.spawn_world`) or ask for Slurm, Triton's kernels
+(interpreted without a GPU: a second each) and whole folders.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from multiprocessing.process import BaseProcess
+from types import ModuleType
+from typing import Any, NoReturn
+
+import pytest
+
+SLOW_FOLDERS = ("engine", "host_cuda", "parity")
+SLOW_FIXTURES = {"cluster", "on_cluster"}
+HINT = "mark this test slow (pytestmark = pytest.mark.slow): --quick starts no ranks and no vLLM"
+
+
+class SlowTest(BaseException):
+    """A test that is not marked does what only slow ones may. No Exception: code under test may catch those."""
+
+
+def is_slow(item: pytest.Item) -> bool:
+    if item.get_closest_marker("slow") or item.nodeid.split("/")[1] in SLOW_FOLDERS:
+        return True
+    assert isinstance(item, pytest.Function)
+    callspec = getattr(item, "callspec", None)
+    if callspec is not None and "triton" in callspec.id.split("-"):
+        return True
+    definitions = [one for each in item._fixtureinfo.name2fixturedefs.values() for one in each]
+    homes = {item.module.__name__, *(one.func.__module__ for one in definitions)} & sys.modules.keys()
+    return not SLOW_FIXTURES.isdisjoint(item.fixturenames) or any(starts_worlds(sys.modules[home]) for home in homes)
+
+
+def starts_worlds(module: ModuleType) -> bool:
+    """True where the module, or a module of the tests that one of its names is from, has `spawn_world`."""
+    homes = {home for value in vars(module).values() if (home := getattr(value, "__module__", None)) and home.startswith("tests.")}
+    modules = [module, *(sys.modules[home] for home in homes if home in sys.modules and home != "tests.worlds")]
+    return any(hasattr(one, "spawn_world") for one in modules)
+
+
+def refuse_slow_work() -> None:
+    """For the rest of this process: what a quick test may not do fails with a hint."""
+    sys.addaudithook(check_event)
+    setattr(BaseProcess, "start", _refuse)
+
+
+def check_event(event: str, arguments: tuple[Any, ...]) -> None:
+    """Python's audit hook: SlowTest for an import of vLLM and for a child process that is a rank of a world."""
+    if event == "import" and arguments[0] == "vllm":
+        _refuse()
+    if event == "subprocess.Popen":
+        environment = arguments[3] if arguments[3] is not None else os.environ
+        if "WORLD_SIZE" in environment:
+            _refuse()
+
+
+def _refuse(*_: Any) -> NoReturn:
+    raise SlowTest(HINT)
