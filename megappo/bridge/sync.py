@@ -34,9 +34,11 @@ class WeightSource(Protocol):
 
     def named_parameters(self) -> Mapping[str, Tensor]:
         """This rank's parameters."""
+        ...
 
     def pieces(self) -> RankPieces:
         """Rank -> the Hugging Face rectangles in its parameters, the same on every rank."""
+        ...
 
 
 class BridgedEngine(Protocol):

@@ -14,15 +14,18 @@ class StatefulModel(Protocol):
     @property
     def head_names(self) -> tuple[str, ...]:
         """Keys of what may stand on top of a model (output projection, value head), whether this one has it or not."""
+        ...
 
     def save_state(self, *, with_optimizer: bool) -> dict[str, Any]:
         """Sharded state for the checkpoint writer."""
+        ...
 
     def release_state(self) -> None:
         """The state that `save_state` returned has been written: memory that it occupied may be offloaded again."""
 
     def state_to_load(self, *, with_optimizer: bool, with_head: bool = True) -> dict[str, Any]:
         """Description of the state, for the checkpoint reader to fill; without `with_head` the model keeps its own head."""
+        ...
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Take back what `state_to_load` described, after the checkpoint reader filled it."""

@@ -46,6 +46,7 @@ class FusedLoss(Protocol):
 
     def __call__(self, query: LogprobQuery, token_loss: TokenLoss) -> tuple[Tensor, dict[str, Tensor]]:
         """(scalar sum of token_loss over chunks of rows, differentiable; its metrics, *_max by maximum, others by sum)."""
+        ...
 
 
 class LanguageOutput(Protocol):
@@ -57,12 +58,15 @@ class LanguageOutput(Protocol):
     @property
     def fused_loss(self) -> FusedLoss | None:
         """None where log-probs have to be taken first and the loss of them after that; both ways give the same gradient."""
+        ...
 
     def logprobs(self, query: LogprobQuery) -> tuple[Tensor, Tensor | None]:
         """(log-probs [T] fp32 of the targets, entropies [T] fp32 if asked for), differentiable; 0 where there is no target."""
+        ...
 
     def logits(self, rows: Tensor, logits_dtype: LogitsDtype) -> Tensor:
         """[R, V] fp32 logits of a few rows (int64 [R]); columns beyond the vocabulary are -inf. Without gradient."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -125,6 +129,7 @@ class Engine(StatefulModel, Protocol):
     @property
     def name(self) -> str:
         """The role, for messages."""
+        ...
 
     @property
     def arch(self) -> ModelArch: ...
@@ -132,17 +137,21 @@ class Engine(StatefulModel, Protocol):
     @property
     def value_head(self) -> bool:
         """The model gives values, not log-probs."""
+        ...
 
     # ----------------------------------------------------------------------------------------------------------- weights
 
     def named_parameters(self) -> Mapping[str, torch.nn.Parameter]:
         """This rank's parameters, under names that are the same in every layout. Not collective."""
+        ...
 
     def named_gradients(self) -> Mapping[str, Tensor]:
         """Those of the last training pass, reduced where the optimizer is not sharded; names as above. Not collective."""
+        ...
 
     def pieces(self) -> RankPieces:
         """Rank -> the Hugging Face rectangles that it holds, by the names above. Not collective; the same on every rank."""
+        ...
 
     def export(self, directory: Path, source: Path) -> None:
         """Write a Hugging Face checkpoint; configuration and tokenizer files come from that in `source`.
@@ -154,9 +163,11 @@ class Engine(StatefulModel, Protocol):
 
     def train_mode(self) -> AbstractContextManager[None]:
         """Parameters and gradients are resident inside; offloads on exit what the role offloads."""
+        ...
 
     def eval_mode(self) -> AbstractContextManager[None]:
         """Parameters are resident inside, gradients are not recorded."""
+        ...
 
     def forward_backward(
         self,
@@ -173,6 +184,7 @@ class Engine(StatefulModel, Protocol):
         reads: fields of the batch that loss_fn looks at, where the batch has them. No others go to the device, and asking a
         micro-batch for one of them is a KeyError.
         """
+        ...
 
     # --------------------------------------------------------------------------------------------------------- optimizer
 
@@ -180,9 +192,11 @@ class Engine(StatefulModel, Protocol):
 
     def optimizer_step(self) -> StepResult:
         """Clip and apply the gradients; where they are not finite the step is skipped on all ranks."""
+        ...
 
     def lr_scheduler_step(self) -> float:
         """Advance the schedule by one optimizer step; returns the learning rate that this step uses."""
+        ...
 
     def to(self, device: Literal["host", "device"], *, model: bool = True, optimizer: bool = True) -> None:
         """Move to "host" (offloaded) or "device" (resident). Not collective."""

@@ -27,7 +27,7 @@ from megappo.engine.megatron_optimizer import Optimizer, wrap_with_ddp
 from megappo.models.arch import ModelArch
 from megappo.models.build import build_model
 from megappo.models.hf_import import load_pretrained
-from megappo.models.implementation import Implementation, choose_implementation, implementation_of_role
+from megappo.models.implementation import Implementation, Requested, choose_implementation, implementation_of_role
 from megappo.parallel.groups import ProcessGroups, build_groups, destroy_groups, settle
 from megappo.parallel.layout import ParallelLayout, layout_of
 from megappo.platform.device import DTYPES
@@ -40,7 +40,8 @@ class MegatronEngines:
     """
 
     def __init__(self, model: ModelConfig, timeouts: TimeoutsConfig, device: torch.device) -> None:
-        self._chosen, self._requested = choose_implementation(model.impl, device.type), model.impl
+        self._chosen: Implementation = choose_implementation(model.impl, device.type)
+        self._requested: Requested = model.impl
         self._timeouts = timeouts
         self._device = device
         self._groups: dict[ParallelLayout, ProcessGroups] = {}

@@ -42,12 +42,14 @@ class EngineFactory(Protocol):
 
     def describe(self, section: RoleConfig) -> str:
         """The layers of a role with this section, in a word or two for the log."""
+        ...
 
     def connect(self, parallels: Iterable[ParallelConfig]) -> None:
         """Connect the ranks of these layouts while they are together: loading takes them different times."""
 
     def build(self, spec: EngineSpec) -> Engine:
         """The engine, with everything offloaded that its section offloads. ValueError where the model does not fit."""
+        ...
 
     def settle(self) -> None:
         """Every kind of pass has run once: from here on an exchange may take `run.timeouts.pass_s`."""

@@ -39,7 +39,7 @@ class LanguageModel:
     def __init__(self, engine: Engine, temperature: float, logits_dtype: LogitsDtype = "fp32") -> None:
         self.engine = engine
         self.temperature = temperature
-        self.logits_dtype = logits_dtype
+        self.logits_dtype: LogitsDtype = logits_dtype
 
     def logprobs(self, batch: PackedBatch, *, want_entropy: bool = True) -> tuple[Tensor, Tensor | None]:
         """(logprob [T], entropy [T] or None) of every token given its prefix, under the sampling temperature; 0 at sequence

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -73,7 +73,7 @@ def measure(
     updates = max(1, num_samples * algorithm.ppo_epochs // algorithm.mini_batch_size)
     measured: Measured = defaultdict(RoleMeasures)
     recording = _RecordingEngines(engines, measured, gradients)
-    roles = build_roles(config, recording, {"policy": updates, "critic": updates})
+    roles = build_roles(config, cast(EngineFactory, recording), {"policy": updates, "critic": updates})
     for step, rollout in enumerate(rollouts, 1):
         batch = add_model_outputs(rollout, roles.policy, roles.critic, roles.reference)
         batch = shape_advantages(batch, batch["score"], algorithm.kl.coef, algorithm)

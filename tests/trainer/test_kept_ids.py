@@ -102,7 +102,7 @@ def test_the_megatron_engine_draws_from_the_trainers_logits(alone, dtype, bf16):
     sampling = SamplingParams(1, TEMPERATURE, top_p=0.9, top_k=4, record_kept=True)
     batch = pack(SEQUENCES)
     drawing = batch.with_fields(sequence_fields={"draw": torch.tensor([0.1, 0.5, 0.9]), "length": batch.lengths})
-    drawn = _sample_next(sampling, bf16, output, drawing).tokens
+    drawn = _sample_next(sampling, "bf16" if bf16 else "fp32", output, drawing).tokens
     ends = (batch.cu_seqlens[1:] - 1).tolist()
     kept = [[int(drawn[name][end]) for name in drawn if name.startswith("kept")] for end in ends]
     for end, ids in zip(ends, kept):
