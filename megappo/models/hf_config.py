@@ -107,7 +107,7 @@ def arch_of(config: Mapping[str, Any]) -> ModelArch:
         vocab_size=values.positive("vocab_size"),
         max_positions=max_positions,
         tied_embeddings=bool(values.get("tie_word_embeddings", False)),
-        norm_eps=float(values.get("rms_norm_eps", family.norm_eps)),
+        norm_eps=values.number("rms_norm_eps", family.norm_eps),
         rope=_read_rope(values),
         qkv_bias=family.qkv_bias,
         qk_norm=family.qk_norm,
@@ -135,6 +135,12 @@ class _Values:
     def spelled(self, key: str) -> str:
         """The key as this file has it, or as its family would."""
         return key if key in self._text else self.family.keys.get(key, key)
+
+    def number(self, key: str, default: float) -> float:
+        value = self.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ValueError(f"{self.spelled(key)} = {value!r}: a number is needed")
+        return float(value)
 
     def positive(self, key: str) -> int:
         return self._checked(key, self.get(key))

@@ -2,6 +2,7 @@ import dataclasses
 import json
 
 import pytest
+import torch
 import transformers
 
 from megappo.models.arch import Rope
@@ -51,6 +52,22 @@ def test_facts_equal_those_of_the_transformers_model(case, tmp_path):
     assert arch.rope.llama4_beta == model.config.rope_parameters.get("llama_4_scaling_beta")
 
 
+@pytest.mark.parametrize("stem", ("Llama", "Qwen2", "Qwen3", "Qwen3Moe", "Mistral"))
+def test_keys_that_are_left_out_are_what_transformers_takes(stem):
+    """Oracle: the modules that transformers builds from the same keys: head size, key-value heads and epsilon are left out."""
+    sizes = dict(hidden_size=1024, num_attention_heads=64, num_hidden_layers=1, intermediate_size=64, vocab_size=64)
+    text = {**sizes, "max_position_embeddings": 64}
+    if stem == "Qwen3Moe":
+        text |= dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+    config = getattr(transformers, f"{stem}Config")(**text)
+    with torch.device("meta"):
+        layer = getattr(transformers, f"{stem}ForCausalLM")(config).model.layers[0]
+    arch = arch_of({**text, "architectures": [f"{stem}ForCausalLM"]})
+    assert arch.num_heads * arch.head_dim == layer.self_attn.q_proj.out_features
+    assert arch.num_kv_heads * arch.head_dim == layer.self_attn.k_proj.out_features
+    assert arch.norm_eps == layer.input_layernorm.variance_epsilon
+
+
 def test_older_rope_spelling_reads_the_same():
     old = arch_of({**LLAMA, "rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}})
     new = arch_of({**LLAMA, "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}})
@@ -81,6 +98,7 @@ REFUSED = [
     ({**LLAMA, "num_key_value_heads": 3}, ("num_attention_heads 4", "num_key_value_heads 3")),
     ({**LLAMA, "num_key_value_heads": 0}, ("num_key_value_heads = 0", "positive integer")),
     ({**LLAMA, "num_key_value_heads": -2}, ("num_key_value_heads = -2", "positive integer")),
+    ({**LLAMA, "rms_norm_eps": None}, ("rms_norm_eps = None", "a number is needed")),
     ({**LLAMA, "head_dim": 0}, ("head_dim = 0", "positive integer")),
     ({**LLAMA, "head_dim": 15}, ("head_dim 15 is odd",)),
     ({**LLAMA, "quantization_config": {"quant_method": "fp8"}}, ("quantised (fp8)",)),

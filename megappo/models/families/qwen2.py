@@ -9,5 +9,6 @@ QWEN2 = Family(
     "qwen2",
     "Qwen2",
     PRE_NORM_LAYER + QKV_BIAS,
+    num_kv_heads=32,
     window=Window(default=4096, switched=True, first_layer=28),
 )

@@ -10,5 +10,6 @@ QWEN3 = Family(
     "Qwen3",
     PRE_NORM_LAYER + HEAD_NORMS,
     head_dim=128,
+    num_kv_heads=32,
     window=Window(default=4096, switched=True, first_layer=28),
 )

@@ -11,7 +11,7 @@ QWEN3_MOE = Family(
     "Qwen3Moe",
     QWEN3.rules,
     keys={"num_experts": "num_local_experts"},  # transformers 5 writes either
-    head_dim=128,
+    num_kv_heads=4,
     window=Window(default=4096, switched=True),
     experts=Experts(
         router=Router("mlp.router.weight", "mlp.gate.weight"),
