@@ -171,7 +171,7 @@ class Critic:
 
     def _loss_of(self, output: Tensor, micro: PackedBatch) -> LossOutput:
         value, _ = align_values(output, micro.cu_seqlens)
-        loss, metrics = value_loss(value, *(micro[name] for name in self._fields), clip=self._value_clip)
+        loss, metrics = value_loss(value, *(micro[name] for name in self.reads), clip=self._value_clip)
         return _loss_output(loss, {**metrics, "loss_sum": loss})
 
 
