@@ -12,6 +12,10 @@ def test_modules_that_start_worlds_are_known(request):
     assert not tiers.starts_worlds(test_kl) and not tiers.is_slow(request.node)
 
 
+def test_places_that_are_slow_exist():
+    assert [place for place in tiers.SLOW_PLACES if not (tiers.TESTS / place).exists()] == []
+
+
 @pytest.mark.slow
 def test_a_mark_makes_a_test_slow(request):
     assert tiers.is_slow(request.node)

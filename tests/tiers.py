@@ -1,7 +1,7 @@
 """Two tiers: `--quick` leaves out the slow tests, and holds the others to starting no ranks and no vLLM.
 
 Slow are the tests marked so, those whose module or fixtures start worlds (`worlds.spawn_world`) or ask for Slurm, Triton's kernels
-(interpreted without a GPU: a second each) and whole folders.
+(interpreted without a GPU: a second each) and the places below.
 """
 
 from __future__ import annotations
@@ -9,14 +9,35 @@ from __future__ import annotations
 import os
 import sys
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
 import pytest
 
-SLOW_FOLDERS = ("engine", "host_cuda", "parity")
+TESTS = Path(__file__).parent
+# Folders and files that start ranks, vLLM, Slurm or compilers without `spawn_world`, below tests/.
+SLOW_PLACES = (
+    "bridge/test_vllm_layout.py",
+    "engine",
+    "host_cuda",
+    "launch/test_cluster.py",
+    "launch/test_failure.py",
+    "launch/test_local.py",
+    "ops/test_linear_stats_cuda.py",
+    "ops/test_triton_compile.py",
+    "parity",
+    "rollout/test_timeouts.py",
+    "scripts",
+    "test_build.py",
+    "test_examples.py",
+    "tune/test_batch.py",
+    "tune/test_slurm.py",
+    "tune/test_trial.py",
+    "verify/test_verify.py",
+)
 SLOW_FIXTURES = {"cluster", "on_cluster"}
-HINT = "mark this test slow (pytestmark = pytest.mark.slow): --quick starts no ranks and no vLLM"
+HINT = "mark this test slow (pytest.mark.slow, or its place in tests/tiers.py): --quick starts no ranks and no vLLM"
 
 
 class SlowTest(BaseException):
@@ -24,7 +45,8 @@ class SlowTest(BaseException):
 
 
 def is_slow(item: pytest.Item) -> bool:
-    if item.get_closest_marker("slow") or item.nodeid.split("/")[1] in SLOW_FOLDERS:
+    path = item.path.relative_to(TESTS)
+    if item.get_closest_marker("slow") or any(path.is_relative_to(place) for place in SLOW_PLACES):
         return True
     assert isinstance(item, pytest.Function)
     callspec = getattr(item, "callspec", None)
