@@ -2,39 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-KL_ESTIMATORS = ("k1", "k2", "k3")
 # exp(20) = 4.9e8: beyond this log-ratio k3 and the ratios of PPO are capped, so that one token cannot turn the batch into inf
 MAX_LOG_RATIO = 20.0
+
+# Of d = log p(x) - log q(x), x sampled from p (Schulman, "Approximating KL divergence", 2020).
+ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
+    # unbiased, but its gradient has mean 0, so as a loss term it does nothing
+    "k1": lambda d: d,
+    # biased; its gradient is that of the true KL
+    "k2": lambda d: 0.5 * d.square(),
+    # unbiased and never negative; its gradient is that of KL(q || p)
+    "k3": lambda d: torch.expm1((-d).clamp(max=MAX_LOG_RATIO)) + d,
+}
+KL_ESTIMATORS = tuple(ESTIMATORS)
+"""Names, in the order of the kernels' numbers: csrc/advantages and ops/triton/advantages.py count them from 1."""
 
 
 def kl_estimate(logprob: Tensor, ref_logprob: Tensor, kl_estimator: str) -> Tensor:
     """Per-token estimate of KL(policy || reference) [T] from log-probs [T] of tokens that the policy sampled, in nats.
 
-    Differentiable. Raises ValueError for another estimator; see `kl_of_log_ratio` for what they are.
+    Differentiable. Raises ValueError for another estimator; see `ESTIMATORS`.
     """
     return kl_of_log_ratio(logprob - ref_logprob, kl_estimator)
 
 
 def kl_of_log_ratio(log_ratio: Tensor, kl_estimator: str) -> Tensor:
-    """The estimate from d = log p(x) - log q(x), x sampled from p (Schulman, "Approximating KL divergence", 2020).
-
-    k1 = d: unbiased, but its gradient has mean 0, so as a loss term it does nothing. k2 = d^2 / 2: biased, its gradient is that
-    of the true KL. k3 = exp(-d) - 1 + d: unbiased and never negative; its gradient is that of KL(q || p). The exponent of k3 is
-    capped at MAX_LOG_RATIO.
-    """
-    if kl_estimator not in KL_ESTIMATORS:
-        raise ValueError(f"kl_estimator {kl_estimator!r} is not one of {', '.join(KL_ESTIMATORS)}")
-    if kl_estimator == "k1":
-        return log_ratio
-    if kl_estimator == "k2":
-        return 0.5 * log_ratio.square()
-    return torch.expm1((-log_ratio).clamp(max=MAX_LOG_RATIO)) + log_ratio
+    """Estimate of `ESTIMATORS` from log-ratios of any shape, in nats. ValueError for an unknown name."""
+    if kl_estimator not in ESTIMATORS:
+        raise ValueError(f"kl_estimator {kl_estimator!r} is not one of {', '.join(ESTIMATORS)}")
+    return ESTIMATORS[kl_estimator](log_ratio)
 
 
 def kl_loss(logprob: Tensor, ref_logprob: Tensor, weight: Tensor, kl_estimator: str) -> tuple[Tensor, dict[str, Tensor]]:
