@@ -1,7 +1,7 @@
 """Two tiers: `--quick` leaves out the slow tests, and holds the others to starting no ranks and no vLLM.
 
-Slow are the tests marked so, those whose module or fixtures start worlds (`worlds.spawn_world`) or ask for Slurm, Triton's kernels
-(interpreted without a GPU: a second each) and the places below.
+Slow are the tests marked so, those whose module or fixtures start worlds (`worlds.spawn_world`) or ask for Slurm, kernels that are
+interpreted or compiled, and the places below.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ SLOW_PLACES = (
     "tune/test_trial.py",
     "verify/test_verify.py",
 )
+# Parameters of the kernels' tests: Triton's are interpreted without a GPU (1 s of processor time each), CUDA's compiled (24 s).
+SLOW_KERNELS = {"cuda_on_cpu", "triton"}
 SLOW_FIXTURES = {"cluster", "on_cluster"}
 HINT = "mark this test slow (pytest.mark.slow, or its place in tests/tiers.py): --quick starts no ranks and no vLLM"
 
@@ -50,7 +52,7 @@ def is_slow(item: pytest.Item) -> bool:
         return True
     assert isinstance(item, pytest.Function)
     callspec = getattr(item, "callspec", None)
-    if callspec is not None and "triton" in callspec.id.split("-"):
+    if callspec is not None and not SLOW_KERNELS.isdisjoint(callspec.id.split("-")):
         return True
     definitions = [one for each in item._fixtureinfo.name2fixturedefs.values() for one in each]
     homes = {item.module.__name__, *(one.func.__module__ for one in definitions)} & sys.modules.keys()

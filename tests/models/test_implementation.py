@@ -90,6 +90,7 @@ def test_one_that_is_absent_is_told_with_the_command(monkeypatch, forgotten) -> 
     assert transformer_engine_fault().startswith("is not installed; scripts/install_transformer_engine.sh")
 
 
+@pytest.mark.slow
 def test_a_broken_one_does_not_take_megatron_along(tmp_path) -> None:
     """Megatron-core catches ImportErrors alone. Without the look before, its import dies (the control)."""
     place = install(tmp_path, BROKEN["no cuDNN"][0])
