@@ -51,6 +51,14 @@ def trained(tmp_path_factory) -> Path:
     return folder / "runs" / "mine"
 
 
+def test_a_step_by_hand_makes_good_tokens_likelier_and_bad_ones_less_likely(trained):
+    config = trained.parent.parent / "run.yaml"
+    out = python(EXAMPLES / "ppo_step_by_hand.py", config, "reward.parts=[{name: has_eos}]", "algorithm.ppo_epochs=2").stdout
+    assert "critic: 4 updates" in out and "policy: 4 updates" in out
+    positive, negative = (float(line.rsplit(": ", 1)[1]) for line in out.splitlines()[-2:])
+    assert positive > 0 > negative
+
+
 def test_a_reward_of_ones_own_scores_the_responses(trained):
     lines = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "reward/close" in line] == [1, 2]

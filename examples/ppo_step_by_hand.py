@@ -1,0 +1,95 @@
+"""One step of PPO, written out: the parts of megappo as a library, in one process, without vLLM.
+
+    scripts/quickstart.sh        # once: makes the model and the data that configs/quickstart.yaml names
+    python examples/ppo_step_by_hand.py configs/quickstart.yaml [key=value ...]
+
+The stages are those of megappo/trainer/ppo.py, which does the same on any number of ranks.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from megappo.config.loading import load_config
+from megappo.engine.build import MegatronEngines
+from megappo.ops import dispatch
+from megappo.plan.run import plan_run
+from megappo.platform.device import select_device, start_alone
+from megappo.rewards.compose import Scorer
+from megappo.rollout.build import build_rollout
+from megappo.trainer.build_roles import build_roles
+from megappo.trainer.experience import make_requests, pack_experience
+from megappo.trainer.main import sampling_params
+from megappo.trainer.roles import add_model_outputs
+from megappo.trainer.scoring import score_responses
+from megappo.trainer.shaping import shape_advantages
+from megappo.trainer.updates import mini_batches, run_updates
+
+# One rank, and the policy's own model generates: slower than vLLM, and nothing to start.
+ALONE = ("run.num_ranks=1", "policy.parallel=null", "critic.parallel=null", "reference.parallel=null", "rollout.engine=megatron")
+
+
+def main(path: str, overrides: list[str]) -> None:
+    config = load_config(path, [*overrides, *ALONE])
+    device = select_device(config.run.device)
+    start_alone(device)
+    dispatch.select(config.kernels, device.type)
+    data = plan_run(config, 1, device.type).data
+    assert data is not None, "plan_run reads the data unless it is asked for shapes only"
+
+    factory = MegatronEngines(config.model, config.run.timeouts, device)
+    roles = build_roles(config, factory, total_updates={"policy": 100, "critic": 100})
+    sampling = sampling_params(config.rollout, data.tokenizer)
+    rollout = build_rollout(
+        config.rollout,
+        roles.policy.engine,
+        model=config.policy.model,
+        tokenizer=data.tokenizer,
+        max_prompt_tokens=config.data.max_prompt_tokens,
+        policy_dtype=config.policy.dtype,
+        logits_dtype=config.policy.logits_dtype,
+        seed=config.run.seed,
+        device=device,
+        timeouts=config.run.timeouts,
+    )
+    with roles.policy.engine.eval_mode():
+        rollout.push_weights(0)
+
+    # 1 prompts
+    prompts = [data.train.prompts[index] for index in data.loader.next_step()]
+    repeats = config.rollout.samples_per_prompt
+    requests = make_requests([prompt.tokens for prompt in prompts], repeats, config.run.seed, step=1)
+    # 2 generate: from here on there is one packed batch, tokens [T] and cu_seqlens [B+1]
+    responses = rollout.generate(requests, sampling)
+    batch = pack_experience(requests, responses)
+    # 3 score
+    scorer = Scorer([(part.name, part.weight) for part in config.reward.parts])
+    asked = [prompt for prompt in prompts for _ in range(repeats)]
+    scored = score_responses(asked, responses, data.tokenizer, scorer, sampling.stop)
+    # 4 log-probs of policy and reference, values of the critic
+    batch = add_model_outputs(batch, roles.policy, roles.critic, roles.reference)
+    # 5 KL-shaped rewards, GAE, whitening
+    batch = shape_advantages(batch, torch.tensor(scored.total), config.algorithm.kl.coef, config.algorithm)
+    # 6 updates: the same mini-batches for critic and policy
+    for role in (roles.critic, roles.policy):
+        minis = mini_batches(batch, config.algorithm, config.rollout.max_response_tokens, seed=1)
+        summary = run_updates(role, minis)
+        print(f"{role.engine.name}: {summary.num_updates} updates, gradient norm {summary.grad_norm:.4f}")
+    # 7 push weights
+    with roles.policy.engine.eval_mode():
+        rollout.push_weights(1)
+    # 8 log
+    before, after = batch["logprob"], roles.policy.logprobs(batch, want_entropy=False)[0]
+    mask, advantage = batch["response_mask"], batch["advantage"]
+    better, worse = mask & (advantage > 0), mask & (advantage < 0)
+    print(
+        f"{batch.num_sequences} responses, {int(mask.sum())} sampled tokens, mean score {sum(scored.total) / len(scored.total):.3f}"
+    )
+    for name, chosen in (("positive", better), ("negative", worse)):
+        print(f"mean change of log-prob where the advantage is {name}: {float((after - before)[chosen].mean()):+.5f}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])
