@@ -18,10 +18,9 @@ from megappo.ops import dispatch
 from megappo.plan.run import plan_run
 from megappo.platform.device import select_device, start_alone
 from megappo.rewards.compose import Scorer
-from megappo.rollout.build import build_rollout
 from megappo.trainer.build_roles import build_roles
 from megappo.trainer.experience import make_requests, pack_experience
-from megappo.trainer.main import sampling_params
+from megappo.trainer.main import rollout_of, sampling_params
 from megappo.trainer.roles import add_model_outputs
 from megappo.trainer.scoring import score_responses
 from megappo.trainer.shaping import shape_advantages
@@ -42,18 +41,7 @@ def main(path: str, overrides: list[str]) -> None:
     factory = MegatronEngines(config.model, config.run.timeouts, device)
     roles = build_roles(config, factory, total_updates={"policy": 100, "critic": 100})
     sampling = sampling_params(config.rollout, data.tokenizer)
-    rollout = build_rollout(
-        config.rollout,
-        roles.policy.engine,
-        model=config.policy.model,
-        tokenizer=data.tokenizer,
-        max_prompt_tokens=config.data.max_prompt_tokens,
-        policy_dtype=config.policy.dtype,
-        logits_dtype=config.policy.logits_dtype,
-        seed=config.run.seed,
-        device=device,
-        timeouts=config.run.timeouts,
-    )
+    rollout = rollout_of(config, data.tokenizer, roles.policy.engine, device)
     with roles.policy.engine.eval_mode():
         rollout.push_weights(0)
 

@@ -72,7 +72,7 @@ def train(
     _note_layers(config, factory, log)
     select_kernels(config.kernels, device, log, host_ops=HOST_OPS)
     roles = build_roles(config, factory, updates_of_run(config, data.total_steps))
-    rollout = _build_rollout(config, data.tokenizer, roles, device)
+    rollout = rollout_of(config, data.tokenizer, roles.policy.engine, device)
     state, kl = TrainerState(), kl_controller(config.algorithm.kl)
     checkpoints = Checkpoints(store, facts, roles.trained_engines, {"trainer": state, "loader": data.loader, "kl_controller": kl})
     stop = stop or StopRequest()
@@ -182,10 +182,11 @@ def _build_ppo(
     )
 
 
-def _build_rollout(config: TrainConfig, tokenizer: Tokenizer, roles: Roles, device: torch.device) -> RolloutEngine:
+def rollout_of(config: TrainConfig, tokenizer: Tokenizer, policy: Engine, device: torch.device) -> RolloutEngine:
+    """The rollout engine of a run, connected to the policy's engine. Collective; errors as `build_rollout`."""
     return build_rollout(
         config.rollout,
-        roles.policy.engine,
+        policy,
         model=config.policy.model,
         tokenizer=tokenizer,
         max_prompt_tokens=config.data.max_prompt_tokens,
