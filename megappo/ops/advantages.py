@@ -38,7 +38,7 @@ def token_advantages(
     """(reward [T], advantage [T], returns [T], moments [3]) of a packed batch.
 
     logprob, ref_logprob, value: [T] aligned to their own token (`algo/alignment.py`); ref_logprob None means no KL. score: [B],
-    added to the reward of the last sampled token; a sequence without sampled tokens has nowhere to put it. response_mask: [T]
+    added to the reward of the last sampled token; ignored for a sequence without sampled tokens. response_mask: [T]
     bool, true where the policy sampled. cu_seqlens: [B+1] int32 or int64, from 0 to T. bootstrap: [B] value after the last
     sampled token, None means 0. lam_*: number or [B]; the policy's advantages use lam_policy, returns = value + advantages under
     lam_value. kl_estimator: k1, k2 or k3.
@@ -86,7 +86,7 @@ def gae(
     lam_policy: float | Tensor = 0.95,
     lam_value: float | Tensor = 0.95,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(advantage, returns, moments [3]) from a reward per token; everything else as `token_advantages`.
+    """(advantage, returns, moments [3]) from a reward per token; other arguments and results as `token_advantages`.
 
     For other trainers: megappo's own runs call `token_advantages`, which makes the reward in the same pass.
 
@@ -95,7 +95,7 @@ def gae(
     their bits in C++; where tiles meet (Triton, CUDA) it moves the last bit of an fp64 sum, which rounds to another fp32
     once in about 10^8 tokens.
     done: bool, an episode ends with this token, sampled or not (an environment may end it in its own turn; padding is False): no
-    value, advantage or bootstrap passes from behind it to it or to tokens before it. None: an episode is a sequence.
+    value, advantage or bootstrap of later tokens reaches it or tokens before it. None: an episode is a sequence.
     """
     if cu_seqlens is None:
         return _padded(reward, value, response_mask, bootstrap, done, gamma, lam_policy, lam_value)
@@ -118,7 +118,7 @@ def _padded(
     lam_policy: float | Tensor,
     lam_value: float | Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows laid end to end are a packed batch."""
+    """`gae` of padded [B, S] rows, laid end to end as a packed batch."""
     if value.dim() != 2:
         raise ValueError(f"value {tuple(value.shape)} without cu_seqlens must be [batch, time]; packed [tokens] needs cu_seqlens")
     for name, tensor in (("reward", reward), ("response_mask", response_mask), ("done", done)):
@@ -168,7 +168,7 @@ def _check(
             raise ValueError(f"{name} is on {tensor.device}, value on {value.device}: move it there")
     if num_tokens and not num_sequences:
         raise ValueError(f"cu_seqlens names no sequence for {num_tokens} tokens")
-    # Reading what stands on a GPU would wait for it, and a traced graph cannot depend on it; the C++ kernel looks again itself.
+    # Reading values on a GPU would synchronise, and a traced graph cannot branch on them; the C++ kernel checks them itself.
     if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
         _check_borders(cu_seqlens, num_tokens)
 
@@ -184,7 +184,7 @@ def _check_borders(cu_seqlens: Tensor, num_tokens: int) -> None:
 
 
 def _lambda(name: str, lam: float | Tensor, cu_seqlens: Tensor) -> tuple[float, Tensor | None]:
-    """(the number, None) or (nan, [B] fp64)."""
+    """One lambda as (number, None), lambdas per sequence as (nan, [B] fp64)."""
     if not isinstance(lam, Tensor):
         return float(lam), None
     num_sequences = cu_seqlens.shape[0] - 1

@@ -1,4 +1,4 @@
-"""Runs ops by the implementation that is selected for a device: see `implementations.py` for which there are.
+"""Dispatch of every op to the implementation selected for its device; `implementations.py` lists the implementations.
 
 Every op of ops/ is `torch.ops.megappo.NAME` with a schema, a fake kernel and a reference, from algo/ where it is mathematics of the
 method; `op` makes it one. A call runs what is selected for the device of its first tensor; fp64 inputs, which exist for gradient
@@ -30,7 +30,7 @@ Watch = Callable[[str, str, Callable[[], Any]], Any]
 
 
 class _Selection:
-    """The choice of this process and what it came to for each op and device."""
+    """The kernels chosen for this process, and the implementation found for each op and device."""
 
     def __init__(self) -> None:
         self.kernels: Kernels = "auto"
@@ -75,7 +75,7 @@ def _register(reference: Callable[..., Any], mutates_args: tuple[str, ...], file
 
 
 def op_around(row_op: str) -> Callable[[Callable[..., Any]], CustomOpDef]:
-    """As `op`, for a reference that is matrix products around another op: it stands in where this has no kernel and that has."""
+    """As `op`, for a reference made of matrix products around the op `row_op`: used if this op has no kernel but `row_op` has."""
 
     def decorate(reference: Callable[..., Any]) -> CustomOpDef:
         _row_ops[reference.__name__] = row_op
@@ -85,24 +85,24 @@ def op_around(row_op: str) -> Callable[[Callable[..., Any]], CustomOpDef]:
 
 
 def implementation(name: str, args: tuple[Any, ...]) -> Callable[..., Any]:
-    """What a call of the op with these arguments runs."""
+    """The function that a call of the op with these arguments runs."""
     return _choice(name, args)[1]
 
 
 def _choice(name: str, args: tuple[Any, ...]) -> tuple[str, Callable[..., Any]]:
     first = next(x for x in args if isinstance(x, Tensor))
-    if first.dtype == torch.float64:
+    if first.dtype == torch.float64:  # gradient checks only, which hold kernels against the reference
         return "reference", _references[name]
     return _resolve(name, first.device.type)
 
 
 def selected(device_type: str) -> dict[str, str]:
-    """Op -> implementation on this kind of device ("cpu", "cuda"). Raises ValueError where the requested one is missing."""
+    """Op -> implementation on this kind of device ("cpu", "cuda"). Raises ValueError if the requested one is missing."""
     return {name: _resolve(name, device_type)[0] for name in sorted(_references)}
 
 
 def unavailable(device_type: str) -> list[str]:
-    """Why `auto` cannot take what it would rather have on this kind of device, one line for each implementation."""
+    """Reasons why `auto` cannot take better implementations on this kind of device, one line for each."""
     if _wanted(device_type) != "auto":
         return []
     reasons = [missing(candidate, device_type) for candidate in ORDER[device_type]]
@@ -110,10 +110,10 @@ def unavailable(device_type: str) -> list[str]:
 
 
 def select(kernels: Kernels, device_type: str | None = None) -> None:
-    """Choose for the process; "auto" at the start. Takes effect with the next call.
+    """Choose the kernels of this process; "auto" at the start. Takes effect with the next call.
 
-    device_type: of the run. A GPU's kernels cannot take what the run keeps on the host, so a name counts on that kind of device
-    only, and `auto` on others; "reference" counts on all, and so does any name where device_type is None.
+    device_type: of the run. A GPU's kernels cannot take tensors that the run holds on the host, so a name applies to that kind of
+    device only, and `auto` to others; "reference" applies to all, and so does any name if device_type is None.
     """
     if kernels not in get_args(Kernels):
         raise ValueError(f"kernels = {kernels}: use one of {', '.join(get_args(Kernels))}")
@@ -122,8 +122,7 @@ def select(kernels: Kernels, device_type: str | None = None) -> None:
 
 
 def leave_out(faults: Mapping[Pair, str]) -> None:
-    """From now on these kernels are not run, for the reasons given: `auto` takes the next, a name of theirs is an error. Replaces
-    what was left out before."""
+    """Leave out these kernels, for the reasons given: `auto` takes the next, naming one is an error. Replaces earlier faults."""
     _selection.faults = dict(faults)
     _selection.resolved.clear()
 
@@ -139,7 +138,7 @@ def using(kernels: Kernels, *, native: str | None = None) -> Iterator[None]:
 
 @contextmanager
 def alone(name: str, device_type: str) -> Iterator[None]:
-    """For a block, this op as it is selected now, and all others by their references."""
+    """Run this op as it is selected now, and all others by their references, for a block."""
     chosen = _resolve(name, device_type)
     with _restored():
         select("reference")
@@ -149,7 +148,7 @@ def alone(name: str, device_type: str) -> Iterator[None]:
 
 @contextmanager
 def watched(watch: Watch) -> Iterator[None]:
-    """For a block, every call of an op goes through `watch`, also one that another op makes or a thread of autograd."""
+    """Pass every call of an op through `watch` for a block, including calls by other ops and by autograd's threads."""
     before, _selection.watch = _selection.watch, watch
     try:
         yield
@@ -170,8 +169,8 @@ def _restored() -> Iterator[None]:
 
 
 def _wanted(device_type: str) -> Kernels:
-    counts = _selection.kernels == "reference" or _selection.device_type in (None, device_type)
-    return _selection.kernels if counts else "auto"
+    applies = _selection.kernels == "reference" or _selection.device_type in (None, device_type)
+    return _selection.kernels if applies else "auto"
 
 
 def _resolve(name: str, device_type: str) -> tuple[str, Callable[..., Any]]:
@@ -202,13 +201,13 @@ def _lookup(candidate: str, name: str) -> Callable[..., Any] | None:
         return _references[name]
     if candidate == "triton":
         return _in_python("triton", name)
-    # A CUDA kernel that leaves some calls to others has a file that says which; `usable` there speaks for the whole GPU.
+    # A CUDA kernel that does not cover every call has a Python file that routes the rest; its `usable` decides for this GPU.
     found = _in_python("cuda", name) if candidate == "cuda" else None
     return found or native_op(name)
 
 
 def _in_python(folder: str, name: str) -> Callable[..., Any] | None:
-    """The function NAME of ops/<folder>/<file of the op>, where there is one that can run here."""
+    """The function NAME of ops/<folder>/<file of the op>; None if there is none that can run here."""
     path = f"megappo.ops.{folder}.{_files[name]}"
     if importlib.util.find_spec(path) is None:
         return None
@@ -218,5 +217,6 @@ def _in_python(folder: str, name: str) -> Callable[..., Any] | None:
 
 
 def native_op(name: str) -> Callable[..., Any] | None:
-    """The compiled op of this name, None where there is none. The library was loaded by `missing`."""
+    """The compiled op of this name; None if there is none."""
+    # The library is loaded by now: `missing` did it.
     return getattr(getattr(torch.ops, _selection.native), name, None)

@@ -1,7 +1,7 @@
-"""Matrix products whose sums are fp32 whatever their operands are (fp64 for fp64), on a GPU and on the CPU.
+"""Matrix products with fp32 sums for operands of any type (fp64 for fp64), on a GPU and on the CPU.
 
-A GPU multiplies bf16 and can return its fp32 accumulators. The CPU's product of bf16 matrices rounds its result to bf16, which in
-logits costs up to 0.16 of a log-prob, so there such products are made of widened operands, at half the speed.
+A GPU multiplies bf16 and can return its fp32 accumulators. The CPU rounds a bf16 product to bf16, so there the operands are
+widened to fp32 first.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from megappo.ops.vocab_stats import compute_dtype
 
 
 def operand(x: Tensor) -> Tensor:
-    """`x` as `mm_wide` takes it: widened on the CPU, as it is on a GPU."""
+    """`x` as `mm_wide` takes it: in the compute type on the CPU, unchanged on a GPU."""
+    # CPU: logits rounded to bf16 cost up to 0.16 of a log-prob; widened products run at half the speed.
     return x if x.is_cuda else x.to(compute_dtype(x.dtype))
 
 
@@ -31,7 +32,7 @@ def add_mm_(total: Tensor, a: Tensor, b: Tensor, *, first: bool, exact: bool = T
     """
     if a.dtype == total.dtype:
         torch.mm(a, b, out=total) if first else total.addmm_(a, b)
-    elif a.is_cuda:
+    elif a.is_cuda:  # bf16 operands, fp32 accumulators added to `total` without rounding
         if first:
             torch.mm(a, b, out_dtype=total.dtype, out=total)
         else:

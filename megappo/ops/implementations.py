@@ -1,5 +1,5 @@
-"""Which implementations of the ops exist, which run on a device, and why one cannot run here. Imports torch only to ask it for
-the GPU and to load the library.
+"""The implementations of the ops, those that run on a device, and the reason if one cannot. Imports torch only to query the GPU
+and to load the library.
 
     cpp        csrc/*/cpu.cpp         CPU tensors
     cuda       csrc/*/cuda.cu         CUDA tensors
@@ -24,9 +24,9 @@ BUILD = "MEGAPPO_CUDA=1 pip install --no-build-isolation -e ."
 
 
 def missing(implementation: str, device_type: str) -> str | None:
-    """One line: why an implementation cannot run on this kind of device ("cpu", "cuda") here; None where it can.
+    """Reason, in one line, why an implementation cannot run here on this kind of device ("cpu", "cuda"); None if it can.
 
-    The compiled ones are loaded into the process by that. The GPU is the current one of this process.
+    Loads the compiled library into the process. The GPU is the current one of this process.
     """
     if implementation in ("auto", "reference"):
         return None
@@ -44,12 +44,12 @@ def missing(implementation: str, device_type: str) -> str | None:
 
 
 def interpreted() -> bool:
-    """Whether Triton's kernels run in its interpreter, on any device: minutes in place of milliseconds, for tests."""
+    """True if Triton's kernels run in its interpreter, on any device: minutes instead of milliseconds, for tests."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def library_facts() -> dict[str, Any]:
-    """What csrc/build.py says of the library that it made."""
+    """Facts that csrc/build.py wrote beside the library: instruction sets, CUDA toolkit and architectures."""
     facts: dict[str, Any] = json.loads(_facts_file().read_text())
     return facts
 
@@ -59,7 +59,7 @@ def _facts_file() -> Path:
 
 
 def _no_cuda(facts: dict[str, Any]) -> str | None:
-    """Why the library's CUDA kernels cannot run with this torch and on this GPU, as far as its facts tell."""
+    """Reason why the library's CUDA kernels cannot run with this torch and on this GPU; None if its facts give none."""
     if not facts["cuda"]:
         fix = facts.get("cuda_fix") or "install it again with nvcc and a CUDA torch"
         return f"megappo was built without CUDA kernels: {facts['cuda_reason']}; {fix}"
@@ -81,16 +81,14 @@ def _no_cuda(facts: dict[str, Any]) -> str | None:
 
 
 def serves(archs: str, capability: tuple[int, int]) -> bool:
-    """Whether code for these architectures (as MEGAPPO_CUDA_ARCHS) runs on a GPU of this compute capability.
-
-    Machine code of 8.0 runs on 8.x from 8.0 on, that of 9.0a on 9.0 alone; the driver compiles PTX (9.0+PTX) for what is newer.
-    """
+    """True if code for these architectures (as in MEGAPPO_CUDA_ARCHS) runs on a GPU of this compute capability."""
     for arch in filter(None, map(str.strip, archs.split(";"))):
         name = arch.removesuffix("+PTX")
         major, minor = map(int, name.removesuffix("a").split("."))
-        if name.endswith("a"):
+        if name.endswith("a"):  # architecture-specific: 9.0a runs on 9.0 alone
             if capability == (major, minor):
                 return True
+        # Machine code of 8.0 runs on 8.x from 8.0 on; PTX (9.0+PTX) is compiled by the driver for any newer GPU.
         elif capability >= (major, minor) and (capability[0] == major or arch.endswith("+PTX")):
             return True
     return False
@@ -98,13 +96,13 @@ def serves(archs: str, capability: tuple[int, int]) -> bool:
 
 @cache
 def _unloadable(library: Path) -> str | None:
-    """Load the library into the process, once; why the loader refuses it, None where it is there now."""
+    """Load the library into the process, once. Returns the loader's reason for refusing it, None if it is loaded."""
     import torch
 
     try:
         torch.ops.load_library(str(library))
     except OSError as error:
-        # torch says only that it could not load; what the loader said is the cause
+        # torch's message says only that loading failed; the loader's own (a missing symbol or library) is its cause
         said = str(error.__cause__ or error).splitlines()[0]
         again = "install megappo again for this torch (pip install --no-build-isolation -e .)"
         return f"the compiled kernels cannot be loaded ({said}): {again}"
@@ -112,7 +110,7 @@ def _unloadable(library: Path) -> str | None:
 
 
 def describe() -> str:
-    """One line: what the installed library holds, and what is left out and why."""
+    """Summary of the installed library in one line: kernels it holds, kernels left out and the reason."""
     if (reason := missing("cpp", "cpu")) is not None:
         return f"{reason}; until then the CPU runs the PyTorch references, and a GPU Triton's kernels"
     cpu = f"C++ kernels for {', '.join(library_facts()['isas'])}"

@@ -14,7 +14,7 @@ NO_ENTRY = -1
 
 
 def check_kept(kept: Tensor | None, target: Tensor) -> None:
-    """ValueError unless `kept` has a row of ids for each target."""
+    """Raise ValueError unless `kept` has a row of ids for each target."""
     if kept is None:
         return
     if kept.dim() != 2 or kept.shape[0] != target.shape[0] or kept.dtype not in (torch.int32, torch.int64):
@@ -34,5 +34,5 @@ def restrict_(logits: Tensor, kept: Tensor, vocab_start: int) -> Tensor:
     column = column.clamp(0, num_columns - 1)
     listed = logits.gather(1, column).masked_fill_(~here, -torch.inf)
     logits.masked_fill_(restricted[:, None], -torch.inf)
-    # amax: an id of another shard, or none, writes -inf, which changes nothing; needs no [T, V] mask and no wait for a GPU
+    # amax: an id of another shard, or none, writes -inf, which changes nothing; no [T, V] mask, no synchronisation with a GPU
     return logits.scatter_reduce_(1, column, listed, "amax")

@@ -1,9 +1,9 @@
-"""Logits of hidden @ weight.T in blocks of tokens and columns that are small enough to be forgotten again.
+"""Logits of hidden @ weight.T in blocks of tokens and columns, so that [T, Vl] logits never exist.
 
 `LinearLogits` gives the logits of a block, their statistics and their gradient, the last two by the row operations of
-`vocab_stats.py`. What is done with the blocks is `linear_stats.py` and `linear_loss.py`.
+`vocab_stats.py`. `linear_stats.py` and `linear_loss.py` loop over the blocks.
 
-Logits are fp32 whatever the weights are. bf16_logits rounds them to bf16 before anything else, as an inference engine whose
+Logits are fp32 for weights of any type. bf16_logits rounds them to bf16 before anything else, as an inference engine whose
 output layer computes in bf16 does; the gradient passes straight through the rounding.
 """
 
@@ -29,7 +29,8 @@ INVARIANT_TOKENS = {"cpu": 128, "cuda": 1024}
 
 
 def logits_dtype_of(weight: Tensor, bf16_logits: bool) -> torch.dtype:
-    """Type in which logits are held. Rounded ones of wider weights stay in the wider type, which is that of their gradient."""
+    """dtype in which logits are held."""
+    # Logits rounded to bf16 of fp32 weights stay in fp32: their gradient is written over them.
     return torch.bfloat16 if bf16_logits and weight.dtype == torch.bfloat16 else compute_dtype(weight.dtype)
 
 
@@ -39,7 +40,8 @@ def cut(size: int, step: int) -> list[slice]:
 
 
 def _cut_evenly(size: int, limit: int) -> list[slice]:
-    """Slices of about the same length, multiples of 64, of about `limit` at most: the last product is not a sliver."""
+    """Slices of about equal length, multiples of 64, of about `limit` at most."""
+    # Equal, so that the last product is not a few columns wide.
     count = max(-(-size // limit), 1)
     return cut(size, max(-(-size // (count * 64)) * 64, 1))
 
@@ -74,12 +76,9 @@ class LinearLogits:
         return logits_dtype_of(self.weight, self.bf16_logits)
 
     def blocks(self, chunk_tokens: int) -> tuple[list[slice], list[slice]]:
-        """(tokens, columns) to loop over. chunk_tokens: tokens in a block at most, 0 for what suits the device.
-
-        Invariant: a product has the same shape whatever the batch, so both are fixed by the device and the vocabulary.
-        """
+        """(token slices, column slices) to loop over. chunk_tokens: tokens in a block at most, 0 for the device's default."""
         device = self.hidden.device.type
-        if self.invariant:
+        if self.invariant:  # every product has one shape for any batch, fixed by the device and the vocabulary
             tokens = self._invariant_rows
         else:
             tokens = max(min(chunk_tokens or BLOCK_TOKENS[device], self.num_tokens), 1)
@@ -93,11 +92,12 @@ class LinearLogits:
         return INVARIANT_TOKENS[self.hidden.device.type]
 
     def operand(self, x: Tensor) -> Tensor:
-        """`x` as the products of logits take it. On the CPU a bf16 product rounds, just where bf16_logits wants it."""
+        """`x` as the products of logits take it."""
+        # bf16: the CPU rounds a bf16 product, and bf16_logits asks for exactly that rounding.
         return x if self.dtype == torch.bfloat16 else operand(x)
 
     def logits(self, hidden: Tensor, weight: Tensor, tokens: slice, columns: slice) -> Tensor:
-        """[t, c] in a tensor of its own; hidden and weight: the block's rows of each, as `operand` gives them."""
+        """Logits [t, c] of a block in a new tensor; hidden and weight: the block's rows of each, as `operand` gives them."""
         num_tokens = hidden.shape[0]
         if self.invariant and num_tokens < self._invariant_rows:
             hidden = torch.nn.functional.pad(hidden, (0, 0, 0, self._invariant_rows - num_tokens))
@@ -111,7 +111,7 @@ class LinearLogits:
         return logits if self.kept is None else restrict_(logits, self.kept[tokens], self.vocab_start + columns.start)
 
     def stats(self, logits: Tensor, tokens: slice, columns: slice, want_entropy: bool) -> Tensor:
-        """[t, 4] of a block as `vocab_stats`."""
+        """Statistics [t, 4] of a block, as `vocab_stats`."""
         return torch.ops.megappo.vocab_stats(
             logits,
             self.target[tokens],
@@ -135,8 +135,8 @@ class LinearLogits:
         *,
         own: bool,
     ) -> Tensor:
-        """[t, c] gradient of a block in the weight's dtype. lse, entropy and the upstream gradients: [t] of the block. own: it
-        may be written over `logits`."""
+        """Gradient [t, c] of a block's logits in the weight's dtype. lse, entropy and the upstream gradients: [t] of the block.
+        own: may overwrite `logits`."""
         arguments = (
             logits,
             self.target[tokens],
@@ -162,6 +162,6 @@ def merge_blocks(stats: Tensor) -> Tensor:
     m = m_b.amax(0)
     shift = m_b - m.masked_fill(m == -torch.inf, 0.0)
     weight = shift.exp()
-    # a block without probability has shift -inf: 0, not 0 * -inf
+    # a block whose logits are all -inf has shift -inf and weight 0: its term is 0, not 0 * -inf = NaN
     t = (weight * (t_b + shift * s_b)).masked_fill(weight == 0, 0.0)
     return torch.stack((m, (weight * s_b).sum(0), t.sum(0), z_b.amax(0)), 1)

@@ -27,7 +27,7 @@ MODES = ("fast", "invariant")
 
 @dataclass(frozen=True)
 class LinearCall:
-    """What a call is about besides its tensors."""
+    """Arguments of one call besides its tensors."""
 
     shard: VocabShard
     bf16_logits: bool
@@ -57,7 +57,7 @@ class LinearCall:
         )
 
     def all_rows(self, hidden: Tensor) -> Tensor:
-        """[T, H] of the group's tokens."""
+        """Hidden states [T, H] of all tokens of the group."""
         return gather_rows(hidden, self.shard) if self.scattered else hidden
 
     def sum_over_shards(self, dhidden: Tensor) -> Tensor:
@@ -95,7 +95,7 @@ def linear_logprob(
     hidden's dtype. target: [T]. The gradient of `hidden` is summed over the group (sequence_parallel: reduce-scattered, so each
     rank gets its own rows), that of `weight` is this shard's, summed over tokens in fp32 and rounded to weight's dtype once.
 
-    chunk_tokens: tokens in a block of logits at most, None for what suits the device (8 MB of logits on the CPU, 256 MB on a
+    chunk_tokens: tokens in a block of logits at most, None for the device's default (8 MB of logits on the CPU, 256 MB on a
     GPU). logits_dtype "bf16" rounds the logits to bf16 before temperature and softmax, where an inference engine in bf16
     does; the gradient passes straight through the rounding. mode "invariant": the bits of a token's log-prob and entropy, and
     of its row of hidden's gradient, do not depend on the tokens around it, for up to 128 (GPU: 1024) rows of wasted work;
@@ -140,7 +140,7 @@ def linear_call(
     mode: str = "fast",
     keep_logits: bool = False,
 ) -> LinearCall:
-    """The arguments of `linear_logprob`, checked. Raises ValueError for those that do not fit."""
+    """Check the arguments of `linear_logprob` and collect all but the tensors. Raises ValueError for those that do not fit."""
     tp = 1 if group is None else dist.get_world_size(group)
     num_tokens = hidden.shape[0] * (tp if sequence_parallel else 1)
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1] or target.shape != (num_tokens,):
@@ -175,18 +175,16 @@ def linear_call(
 
 
 def has_main_grad(weight: Tensor) -> bool:
-    """Whether `weight` has an accumulator as into_main_grad wants it: fp32, of its shape."""
+    """True if `weight` has an accumulator for into_main_grad: fp32 (fp64 for fp64), of its shape."""
     main_grad = getattr(weight, "main_grad", None)
     return main_grad is not None and main_grad.dtype == compute_dtype(weight.dtype) and main_grad.shape == weight.shape
 
 
 def main_grad_of(weight: Tensor) -> Tensor:
-    """The fp32 accumulator [Vl, H] that Megatron's DistributedDataParallel hangs on a parameter.
+    """The fp32 accumulator [Vl, H] that Megatron's DistributedDataParallel attaches to a parameter.
 
-    With into_main_grad the weight's gradient is added there, in fp32, and not returned. Megatron's protocol of gradient
-    accumulation fusion: `weight.grad_added_to_main_grad` says so to DDP's hook, which fires all the same because a gradient
-    that nobody reads is returned. A weight that has another use besides (tied embeddings: `zero_out_wgrad`) gets zeros
-    instead, as the hook adds the sum of what its uses return.
+    With into_main_grad the weight's gradient is added there, in fp32, and not returned: Megatron's protocol of gradient
+    accumulation fusion, completed by `handed_over`. Raises ValueError if there is none.
     """
     if not has_main_grad(weight):
         raise ValueError(f"into_main_grad: weight {tuple(weight.shape)} has no fp32 main_grad of its shape; leave it to autograd")
@@ -194,8 +192,10 @@ def main_grad_of(weight: Tensor) -> Tensor:
 
 
 def handed_over(weight: Tensor) -> Tensor:
-    """What autograd gets for a gradient that is in main_grad already."""
-    setattr(weight, "grad_added_to_main_grad", True)
+    """Placeholder that autograd gets for a gradient that is in main_grad already."""
+    setattr(weight, "grad_added_to_main_grad", True)  # DDP's hook then does not add what we return
+    # DDP's hook fires only if autograd has some gradient. Tied embeddings (`zero_out_wgrad`): autograd sums the gradients of both
+    # uses before the hook adds them, so ours must be 0.
     return torch.zeros_like(weight) if getattr(weight, "zero_out_wgrad", False) else torch.empty_like(weight)
 
 

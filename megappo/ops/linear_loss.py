@@ -2,12 +2,11 @@
 
 `linear_token_loss` takes any loss that is a sum over tokens; the policy's is in `trainer/roles.py`. For a chunk of tokens at a
 time the logits are computed, merged over the tensor-parallel group to log-prob and entropy, and the loss gives the gradient of
-these, so the logits' gradient is written over the logits while they exist: nothing is computed again and nothing of size [T, Vl]
-is kept. All gradients come from the forward; the backward multiplies them by the upstream scalar. That saves
-the fourth product of `linear_logprob`'s backward for a dweight in fp32 between forward and backward.
+these, so the logits' gradient is written over the logits while they exist: nothing is recomputed and nothing of size [T, Vl] is
+kept. All gradients come from the forward; the backward multiplies them by the upstream scalar. This saves the fourth product of
+`linear_logprob`'s backward, and costs a dweight in fp32 between forward and backward.
 
-Where a token's loss needs the log-probs of tokens on other ranks (context parallel), `linear_logprob` and a loss after it do the
-same in two steps.
+If a token's loss needs log-probs of tokens on other ranks (context parallel), use `linear_logprob` and a loss after it.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from megappo.ops.linear_blocks import LinearLogits, cut
 from megappo.ops.linear_logprob import LinearCall, handed_over, linear_call, main_grad_of
 from megappo.ops.vocab_shard import IGNORE_INDEX, inverse_temperature, merge_shards
 
-# Of the device, not of the shard: ranks with uneven shards must make the same collectives.
+# Tokens. Fixed by the device, not by the shard: ranks with uneven shards must make the same collectives.
 CHUNK_TOKENS = {"cpu": 512, "cuda": 4096}
 
 TokenLoss = Callable[[slice, Tensor, Tensor | None], tuple[Tensor, dict[str, Tensor]]]
@@ -113,7 +112,7 @@ class _Chunks:
     def run(self) -> LinearLoss:
         num_tokens = self.problem.num_tokens
         step = self.call.chunk_tokens or CHUNK_TOKENS[self.problem.hidden.device.type]
-        # without tokens the loss is asked all the same, for its metrics and so that every rank makes the same collectives
+        # Without tokens one empty chunk still runs: the loss names its metrics, and every rank makes the same collectives.
         results = [self.chunk(tokens) for tokens in cut(num_tokens, step) or [slice(0, 0)]]
         losses, logprobs, entropies, metrics = zip(*results)
         return LinearLoss(
@@ -133,15 +132,16 @@ class _Chunks:
         if self.gradients:
             dlogits = problem.dlogits(logits, tokens, columns, lse, entropy, g_logprob, g_entropy, own=True)
             self.dhidden[tokens] = dlogits @ problem.weight[columns]
-            # what ends in the weight's own type may round its terms to it
+            # a dweight that autograd rounds to the weight's type may round each term to it; main_grad stays fp32
             exact = self.call.into_main_grad
             for block in problem.blocks(dlogits.shape[0])[1]:
                 add_mm_(self.dweight[block], dlogits[:, block].t(), problem.hidden[tokens], first=tokens.start == 0, exact=exact)
         return loss, logprob, entropy if self.want_entropy else None, metrics
 
     def logits(self, tokens: slice) -> Tensor:
-        """[t, num_valid], made of blocks: on the CPU the weights of one at a time are widened."""
+        """Logits [t, num_valid] of a chunk."""
         problem = self.problem
+        # In blocks of columns: on the CPU the weights of one block at a time are widened to fp32.
         h = problem.operand(problem.hidden[tokens])
         logits = h.new_empty(h.shape[0], problem.num_valid, dtype=problem.dtype)
         for columns in problem.blocks(h.shape[0])[1]:
@@ -169,7 +169,7 @@ def _combined(name: str, values: list[Tensor]) -> Tensor:
 
 
 class _WithGradients(torch.autograd.Function):
-    """`loss` with gradients that are known already."""
+    """Scalar `loss` with precomputed gradients by hidden and weight, for the loss itself."""
 
     @staticmethod
     def forward(

@@ -1,13 +1,12 @@
-"""The statistics of `vocab_stats` and their gradients straight from hidden states: [T, Vl] logits never exist.
+"""Statistics of `vocab_stats` and their gradients from hidden states and the output weight: [T, Vl] logits never exist.
 
     torch.ops.megappo.linear_stats     hidden[T, H], weight[Vl, H] -> stats[T, 4], logits[T, num_valid] | empty
     torch.ops.megappo.linear_backward  ...                         -> dhidden[T, H] of this shard, dweight[Vl, H]
 
-A matrix product per block (`linear_blocks.py`), then the row operations of `vocab_stats.py` in whichever implementation is
-selected, while the block is in the cache. The backward computes the logits again (4 products in all), or takes those that the
-forward kept (3). This is the implementation for every device. Fused forwards that keep the logits on the chip replace
-`linear_stats` under the same schema: `triton/linear_stats.py`, and `cuda/linear_stats.py` on Hopper. Both leave to
-`stats_in_blocks` what they do not cover.
+A matrix product per block (`linear_blocks.py`), then the row operations of `vocab_stats.py` in the selected implementation,
+while the block is in the cache. The backward recomputes the logits (4 products in all), or takes those that the forward kept (3).
+This is the implementation for every device. Fused forwards that keep the logits on the chip replace `linear_stats` under the same
+schema: `triton/linear_stats.py`, and `cuda/linear_stats.py` on Hopper. Both call `stats_in_blocks` for cases they do not cover.
 """
 
 from __future__ import annotations
@@ -67,8 +66,8 @@ def linear_stats(
 
     hidden: [T, H], weight: [Vl, H] of one dtype, rows from `num_valid` on are padding. kept: see `kept_ids.py`; bf16_logits:
     see `linear_blocks.py`. keep_logits: also return logits [T, num_valid] for `linear_backward`, rounded and restricted,
-    before temperature; else [0, 0]. chunk_tokens: tokens in a block at most, 0 for what suits the device. invariant: the bits
-    of a row do not depend on the other rows or on T. Everything else as `vocab_stats`.
+    before temperature; else [0, 0]. chunk_tokens: tokens in a block at most, 0 for the device's default. invariant: the bits
+    of a row do not depend on the other rows or on T. Other arguments as `vocab_stats`.
     """
     problem = LinearLogits(
         hidden, weight, target, vocab_start, num_valid, inv_temp, row_inv_temp, ignore_index, kept, bf16_logits, invariant
@@ -118,8 +117,8 @@ def linear_backward(
 ) -> tuple[Tensor, Tensor]:
     """(dhidden [T, H], this shard's part of the sum over shards; dweight [Vl, H], padding rows 0), in the inputs' dtypes.
 
-    lse, entropy, g_*: [T] as merged over all shards. logits: what `linear_stats` kept, None to compute them again. Both gradients
-    are summed over their blocks in fp32: summed in bf16, 64 chunks have six times the error of one rounding.
+    lse, entropy, g_*: [T] as merged over all shards. logits: as `linear_stats` kept them, None to recompute them. Both gradients
+    are summed over their blocks in fp32.
     """
     problem = LinearLogits(
         hidden, weight, target, vocab_start, num_valid, inv_temp, row_inv_temp, ignore_index, kept, bf16_logits, invariant
@@ -149,9 +148,10 @@ def backward_in_blocks(
     the products themselves, to a `dweight` of the compute type (an optimizer's fp32 accumulator)."""
     hidden, weight = problem.hidden, problem.weight
     blocks_of_tokens, blocks_of_columns = problem.blocks(chunk_tokens)
+    # Sums in fp32: in bf16 the sum of 64 chunks has six times the error of one rounding.
     dtype = compute_dtype(weight.dtype)
     dhidden = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
-    # one block of tokens needs no sum, and its product is rounded by being made
+    # one block of tokens needs no fp32 sum: its product is rounded to the weight's type once, as the sum would be
     direct = dweight.dtype == dtype or (dweight.dtype == weight.dtype and len(blocks_of_tokens) == 1)
     h = problem.operand(hidden) if logits is None else hidden
     for b, columns in enumerate(blocks_of_columns):

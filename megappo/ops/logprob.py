@@ -1,9 +1,9 @@
-"""Differentiable log-prob and entropy of target tokens over a vocabulary that is cut over a tensor-parallel group.
+"""Differentiable log-prob and entropy of target tokens over a vocabulary sharded over a tensor-parallel group.
 
 `vocab_parallel_logprob` starts from logits, `linear_logprob` (`linear_logprob.py`) from hidden states and the output weight. Both
 make exactly one all-gather of 16 bytes per token and rank in the forward; all ranks then hold the same bits. Arithmetic is in
-`vocab_stats.py`, the group in `vocab_shard.py`; this file checks arguments and holds the autograd pair. Which targets belong to
-which token is `algo/alignment.py`. `kept` (`kept_ids.py`) restricts a row to the ids that a sampler with top-k or top-p kept.
+`vocab_stats.py`, the group in `vocab_shard.py`; this file checks arguments and holds the autograd pair. `algo/alignment.py`
+assigns targets to tokens. `kept` (`kept_ids.py`) restricts a row to the ids that a sampler with top-k or top-p kept.
 
 Temperature divides the logits. Targets equal to `ignore_index` have log-prob, entropy and gradient 0. The upstream gradients must
 be the same on all ranks of the group, as they are for a loss that every rank computes from the same log-probs.
@@ -45,8 +45,8 @@ def vocab_parallel_logprob(
     restricted. All other logits count as -inf.
 
     Raises ValueError for shapes that do not fit and, on the CPU, for a target outside the vocabulary or its `kept` (or with logit
-    -inf), naming the token. On a GPU that check would wait for the device; there such a target gives logprob -inf, which the
-    engine's finite vote stops.
+    -inf), naming the token. On a GPU that check would synchronise; there such a target gives logprob -inf, and the engine's finite
+    vote skips the step.
     """
     target = target if target.is_floating_point() else target.long()
     check_arguments(logits, target, num_valid, temperature=temperature if isinstance(temperature, Tensor) else None)
@@ -60,7 +60,7 @@ def _restricted(logits: Tensor, kept: Tensor | None, shard: VocabShard) -> Tenso
     """The valid columns with -inf outside `kept`, in a copy; `logits` itself without restriction."""
     if kept is None:
         return logits
-    copy = logits.clone()
+    copy = logits.clone()  # the caller's logits stay: the backward restricts them again instead of keeping this copy
     restrict_(copy[:, : shard.num_valid], kept, shard.start)
     return copy
 
@@ -81,7 +81,7 @@ class _VocabParallelLogprob(torch.autograd.Function):
         logprob, entropy, lse = merge_shards(stats, target, shard)
         ctx.save_for_backward(logits, target, row_inv_temp, kept, lse, entropy)
         ctx.shard = shard
-        ctx.set_materialize_grads(False)
+        ctx.set_materialize_grads(False)  # a loss without entropy then gives g_entropy None, and the backward is cheaper
         return logprob, entropy if want_entropy else None
 
     @staticmethod

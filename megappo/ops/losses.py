@@ -1,4 +1,4 @@
-"""The clipped policy loss and the clipped value loss, with their metrics and their gradient in the same pass.
+"""Clipped policy loss and clipped value loss, with metrics and gradient in the same pass.
 
     torch.ops.megappo.policy_loss  -> loss_sum, dloss/dlogprob [T], sums, maxima
     torch.ops.megappo.value_loss   -> loss_sum, dloss/dvalue [T], sums, maxima

@@ -1,10 +1,10 @@
-"""Whether the selected kernels compute what their references do, on this machine and now.
+"""Comparison of the selected kernels with their references, on this machine, at the start of a run.
 
-A compiler that miscompiles a kernel or a library of another version would otherwise show as a run that learns slowly.
-`run_checks` calls every public function of ops/ on a small fixed problem, forward and backward, and holds the results against the
-same call in fp64, which always runs the reference, on the same device. A few thousand tokens: below 0.5 s on a CPU; on a GPU
-seconds, while Triton compiles, and there `trial.py` does it in another process, since a kernel may not come back. Tensor
-parallelism is not checked here: it gathers and adds the same statistics.
+A miscompiled kernel or a library of another version would otherwise show as a run that learns slowly. `run_checks` calls every
+public function of ops/ on a small fixed problem, forward and backward, and compares the results with the same call in fp64, which
+always runs the reference, on the same device. A few thousand tokens: below 0.5 s on a CPU; on a GPU seconds, while Triton
+compiles, and there `trial.py` runs it in another process, since a kernel may hang. Tensor parallelism is not checked here: it
+gathers and adds the same statistics.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from megappo.ops.whiten import whiten_apply
 
 NUM_TOKENS = 3001
 NUM_ROWS, NUM_COLUMNS, PADDING, HIDDEN = 37, 1100, 45, 128
-# kernels cut rows that are longer than 32768
+# columns; kernels split rows longer than 32768
 LONG_ROWS, LONG_COLUMNS = 4, 40_000
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One result of one function. error: of the worst element, absolute; allowed: what that element may differ by."""
+    """One result of one function. error: absolute, of the worst element; allowed: the bound on that element's error."""
 
     function: str
     result: str
     ops: dict[str, str]
-    """What ran since the function's result before, op -> implementation."""
+    """Op -> implementation, of the ops that ran since the function's previous result."""
     error: float
     allowed: float
     at: tuple[int, ...]
@@ -51,7 +51,7 @@ class Finding:
         return self.failure is None and self.error <= self.allowed
 
     def line(self, device: torch.device) -> str:
-        """What is wrong and what to do, for a finding that is not ok."""
+        """The fault and the advice in one line, for a finding that is not ok."""
         kernels = ", ".join(f"{op} ({implementation})" for op, implementation in self.ops.items())
         others = [
             f"kernels={other}"
@@ -62,7 +62,7 @@ class Finding:
         return f"kernels: {kernels or self.function} {self.fault()}; {advice}"
 
     def fault(self) -> str:
-        """The same without the name of the kernel before and the advice after it."""
+        """The fault alone, without the kernel's name and without advice."""
         if self.failure is not None:
             return f"failed: {self.failure}"
         where = f"{self.result} of {self.function}" + (f" at {list(self.at)}" if self.at else "")
@@ -70,7 +70,7 @@ class Finding:
 
 
 class Numbers:
-    """Random inputs that are the same numbers in every precision: rounded to the type asked for, then made fp64 if `wide`."""
+    """Random inputs with the same values in every precision: rounded to the type asked for, then widened to fp64 if `wide`."""
 
     def __init__(self, device: torch.device, *, wide: bool) -> None:
         self.device, self._wide = device, wide
@@ -82,6 +82,7 @@ class Numbers:
     def uniform(self, *shape: int) -> Tensor:
         return self._placed(torch.rand(shape, generator=self._generator), torch.float32)
 
+    # Drawn on the host: a GPU's generator gives other numbers.
     def flags(self, size: int, share: float) -> Tensor:
         return (torch.rand(size, generator=self._generator) < share).to(self.device)
 
@@ -187,8 +188,9 @@ def _value(numbers: Numbers) -> Results:
 
 @dataclass(frozen=True)
 class Problem:
-    """run: yields the results of `function` in the order in which they are computed. precision: error allowed in a result, of its
-    largest element, gradient_precision: in gradients; a rounding to the result's own type comes on top."""
+    """One call of a public function. run: yields the results of `function` in the order in which they are computed. precision:
+    error allowed in a result, relative to its largest element; gradient_precision: in gradients. One rounding to the result's own
+    type is allowed on top."""
 
     function: str
     run: Callable[[Numbers], Results]
@@ -196,8 +198,8 @@ class Problem:
     gradient_precision: float = 1e-5
 
 
-# Products of bf16 are exact and added in fp32, but the gradient of logits is rounded to bf16 (2^-9) before the two products of
-# the backward, so their results differ by that much of their terms.
+# Products of bf16 are exact and summed in fp32, but the gradient of logits is rounded to bf16 (relative error 2^-9) before the two
+# products of the backward, so each of their terms has that error.
 ROUNDED_LOGITS_GRADIENT = 2**-7
 
 
@@ -218,8 +220,8 @@ def problems() -> list[Problem]:
 
 
 def gpu_problems() -> list[Problem]:
-    """What a CPU would take seconds for: sizes at which a kernel of a GPU that keeps its blocks for many tiles gives each of them
-    many tiles of the vocabulary, and many tiles of tokens."""
+    """Problems large enough for a GPU's persistent kernels; a CPU would need seconds for them."""
+    # Sizes at which each block works through many tiles of the vocabulary, then through many tiles of tokens.
     return [
         Problem("linear_logprob", lambda n: _without_gradient(n, 300, 40_000)),
         Problem("linear_logprob", lambda n: _without_gradient(n, 17_000, 2_000)),
@@ -227,7 +229,7 @@ def gpu_problems() -> list[Problem]:
 
 
 class Calls:
-    """Remembers which ops ran, and by which implementation; a `dispatch.Watch`."""
+    """Record of the ops that ran and their implementations; a `dispatch.Watch`."""
 
     def __init__(self) -> None:
         self._ran: dict[str, str] = {}
@@ -237,7 +239,7 @@ class Calls:
         return call()
 
     def take(self) -> dict[str, str]:
-        """Those since the last call."""
+        """Op -> implementation since the last `take`."""
         ran, self._ran = self._ran, {}
         return ran
 
@@ -247,7 +249,7 @@ def problems_for(device_type: str) -> list[Problem]:
 
 
 def run_checks(device: torch.device) -> list[Finding]:
-    """Every result of every problem, with the kernels that are selected now, in this process. Waits for the device."""
+    """Check every result of every problem with the kernels selected now, in this process. Waits for the device."""
     return [finding for problem in problems_for(device.type) for finding in _check_here(problem, device)]
 
 
@@ -255,13 +257,13 @@ def _check_here(problem: Problem, device: torch.device) -> Iterator[Finding]:
     calls = Calls()
     try:
         yield from check(problem, device, calls)
-    except RuntimeError as error:  # what a launch that CUDA refuses and the checks of the C++ layer raise
+    except RuntimeError as error:  # a launch that CUDA refuses, or a failed check of the C++ layer
         text = str(error).strip().partition("\n")[0]
         yield Finding(problem.function, "", calls.take(), math.inf, 0.0, (), text)
 
 
 def check(problem: Problem, device: torch.device, calls: Calls) -> Iterator[Finding]:
-    """Every result of the problem. What a kernel raises passes."""
+    """Compare every result of the problem with its reference. Errors raised by a kernel propagate."""
     wanted = problem.run(Numbers(device, wide=True))
     got = problem.run(Numbers(device, wide=False))
     ran: dict[str, str] = {}
@@ -270,7 +272,7 @@ def check(problem: Problem, device: torch.device, calls: Calls) -> Iterator[Find
             step = next(got, None)
         if step is None:
             return
-        # a result without a new op is another result of the op before
+        # a result computed without a new op is a further output of the previous op
         ran = calls.take() or ran
         name, want = next(wanted)
         yield _compared(problem, name, ran, step[1].detach(), want.detach())
@@ -281,9 +283,11 @@ def _compared(problem: Problem, name: str, ran: dict[str, str], got: Tensor, wan
         text = f"{name} has shape {tuple(got.shape)}, not {tuple(want.shape)}"
         return Finding(problem.function, name, ran, math.inf, 0.0, (), text)
     difference = (got.double() - want.double()).abs()
-    difference = torch.where(difference.isnan(), torch.inf, difference)
+    difference = torch.where(difference.isnan(), torch.inf, difference)  # NaN would compare as within any bound
+    # Results in bf16 or fp16 are rounded once at the end; fp32's own rounding is within `precision`.
     own_rounding = torch.finfo(got.dtype).eps if got.dtype.itemsize < 4 else 0.0
     precision = problem.gradient_precision if name.startswith("gradient") else problem.precision
+    # 1e-3: a result of zeros must not be held to a bound of 0.
     allowed = precision * want.abs().amax().clamp(min=1e-3).double() + own_rounding * want.abs().double()
     worst = int((difference / allowed).argmax())
     at = tuple(int(i) for i in torch.unravel_index(torch.tensor(worst), got.shape)) if got.dim() else ()

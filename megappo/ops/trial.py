@@ -1,8 +1,8 @@
-"""The self-check in a process of its own, which a kernel that never comes back, or takes the device down, cannot take with it.
+"""Self-check in a separate process, so that a kernel that hangs or crashes the device does not take the run with it.
 
-`run_trial` starts the process and `main` is it. The process writes a line before and after every op, having waited for the
-device, so that the op that was running is known however the process ends; of several ops behind a wrong result, those are to
-blame that give a wrong one alone, all others being references.
+`run_trial` starts the process, `main` is its program. The process writes a line before and after every op, the second after a
+synchronisation, so that the op that was running is known however the process ends. If several ops contribute to a wrong result,
+each is run alone with references for the others, and those that are still wrong are to blame.
 
 MEGAPPO_KERNEL_CHECK_S: seconds that one op may take, with its compilation by Triton; 300 if unset.
 """
@@ -33,26 +33,26 @@ from megappo.ops.implementations import Kernels
 LIMIT_S = 300.0
 _POLL_S = 0.1
 _PACKAGE = Path(__file__).parents[2]
-# By what a process dies of its own fault; by others somebody ended it.
+# Signals of a process's own fault; any other was sent by somebody.
 _CRASHES = {signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV, signal.SIGTRAP}
 _KERNELS = ("cpp", "cuda", "triton")
-# Of errors that an op raises, those of its surroundings: memory, disk, permissions, the compiler that Triton calls.
+# Errors of an op that its environment causes: memory, disk, permissions, the compiler that Triton calls.
 _SURROUNDINGS = ("OutOfMemoryError", "KeyboardInterrupt", "OSError", "FileNotFoundError", "PermissionError")
 _SURROUNDINGS_SAY = ("out of memory", "C compiler", "No space left")
-# A process that is killed while the driver works for it ends when the driver returns.
+# Seconds. A process that is killed inside a driver call ends only when the driver returns.
 _GRACE_S = 60.0
 
 
 @dataclass
 class Trial:
-    """What a process found. passed: (index of a problem, the ops it ran -> implementations). faults: what is wrong with them."""
+    """Findings of one process. passed: (index of a problem, op -> implementation that it ran). faults: the fault of each pair."""
 
     passed: list[tuple[int, dict[str, str]]] = field(default_factory=list)
     faults: dict[Pair, str] = field(default_factory=dict)
 
 
 def time_limit() -> float:
-    """Seconds for one op. ValueError where MEGAPPO_KERNEL_CHECK_S is no positive number."""
+    """Seconds for one op. ValueError if MEGAPPO_KERNEL_CHECK_S is no positive number."""
     text = os.environ.get("MEGAPPO_KERNEL_CHECK_S", str(LIMIT_S))
     try:
         seconds = float(text)
@@ -71,10 +71,10 @@ def run_trial(
     *,
     module: str = "megappo.ops.trial",
 ) -> Trial:
-    """Check these of `selfcheck.problems_for` in a new process, with these kernels selected and these faults left out.
+    """Check these problems of `selfcheck.problems_for` in a new process, with these kernels selected and these faults left out.
 
-    Ends with the first kernel that does not return. RuntimeError, one line, where no kernel is to blame: no GPU memory, a GPU
-    that takes one process only, a process that somebody killed, or references that differ.
+    Ends at the first kernel that hangs. RuntimeError, one line, if no kernel is to blame: no GPU memory, a GPU that takes one
+    process only, a process that somebody killed, or references that differ.
     """
     limit_s = time_limit()
     with tempfile.TemporaryDirectory(prefix="megappo-kernels-") as name:
@@ -99,15 +99,12 @@ def run_trial(
             in_time = _wait(process, report, limit_s)
         lines = [json.loads(line) for line in report.read_text(encoding="utf-8").splitlines()]
         last = next(filter(None, reversed(errors.read_text(errors="replace").splitlines())), "")
-    how = None if process.returncode == 0 else _how_it_ended(process.returncode, in_time, limit_s, lines, last)
-    return _read(lines, how)
+    end = None if process.returncode == 0 else _early_end(process.returncode, in_time, limit_s, lines, last)
+    return _read(lines, end)
 
 
 def _wait(process: subprocess.Popen[bytes], report: Path, limit_s: float) -> bool:
-    """True where the process ended by itself; False where it wrote nothing for so long and was killed.
-
-    What is not an op (imports from a slow disk, the references) has LIMIT_S at least.
-    """
+    """Wait for the process. True if it ended by itself; False if it wrote nothing for `limit_s` and was killed."""
     said, since = "", time.monotonic()
     while process.poll() is None:
         time.sleep(_POLL_S)
@@ -115,6 +112,7 @@ def _wait(process: subprocess.Popen[bytes], report: Path, limit_s: float) -> boo
         if now != said:
             said, since = now, time.monotonic()
         in_an_op = '{"begin"' in said[said.rfind("\n", 0, -1) + 1 :]
+        # Outside an op (imports from a slow disk, the references) at least LIMIT_S.
         if time.monotonic() - since > (limit_s if in_an_op else max(limit_s, LIMIT_S)):
             process.kill()
             try:
@@ -129,13 +127,13 @@ def _wait(process: subprocess.Popen[bytes], report: Path, limit_s: float) -> boo
 
 @dataclass(frozen=True)
 class _End:
-    """How a process ended early. of_the_op: by what ran in it, not by what surrounds it."""
+    """Early end of a process. by_op: caused by the op that ran, not by its environment."""
 
     text: str
-    of_the_op: bool
+    by_op: bool
 
 
-def _how_it_ended(code: int, in_time: bool, limit_s: float, lines: Sequence[Mapping[str, Any]], last: str) -> _End:
+def _early_end(code: int, in_time: bool, limit_s: float, lines: Sequence[Mapping[str, Any]], last: str) -> _End:
     if not in_time:
         return _End(f"did not come back within {limit_s:g} s", True)
     if code < 0:
@@ -158,7 +156,7 @@ def _read(lines: Sequence[Mapping[str, Any]], end: _End | None) -> Trial:
             trial.faults[line["fault"][0], line["fault"][1]] = line["reason"]
     if end is not None:
         op, implementation = running[-1] if running else ("", "")
-        if not end.of_the_op or implementation not in _KERNELS:
+        if not end.by_op or implementation not in _KERNELS:
             where = f" in {op} ({implementation})" if running else ""
             said = f"kernels: their check {end.text}{where}"
             raise RuntimeError(f"{said}, which is no kernel's fault; mend it, or use kernels=reference")
@@ -170,7 +168,7 @@ def _read(lines: Sequence[Mapping[str, Any]], end: _End | None) -> Trial:
 
 
 class _ReportedCalls(selfcheck.Calls):
-    """Writes a line before and after each op."""
+    """Calls that report each op before and after it ran."""
 
     def __init__(self, say: Callable[..., None], device: torch.device) -> None:
         super().__init__()
@@ -181,21 +179,21 @@ class _ReportedCalls(selfcheck.Calls):
         self.all[op] = implementation
         self._say(begin=[op, implementation])
         result = super().__call__(op, implementation, call)
-        wait_for(self._device)
+        wait_for(self._device)  # a launch returns at once: the op has run, and its errors are raised, after this
         self._say(end=[op, implementation])
         return result
 
 
 def wait_for(device: torch.device) -> None:
-    """Until what was launched has run: errors of the device are raised here."""
+    """Wait until all launched work has run. Raises the device's errors."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def main(argument: str) -> None:
-    """Do the job that `run_trial` described."""
+    """Run the job that `run_trial` described, as JSON."""
     _end_with_the_parent()
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a kernel that crashes is reported; nobody reads its core
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crash is reported by its signal; no core file
     job = json.loads(argument)
     device = torch.device(job["device"])
 
@@ -233,7 +231,7 @@ class _Look:
 
 
 def _look(problem: selfcheck.Problem, device: torch.device, say: Callable[..., None]) -> _Look:
-    """One problem with what is selected now. RuntimeError where references alone give a wrong result."""
+    """Check one problem with the kernels selected now. RuntimeError if references alone give a wrong result."""
     calls = _ReportedCalls(say, device)
     wrong = next((finding for finding in selfcheck.check(problem, device, calls) if not finding.ok), None)
     if wrong is None:
@@ -242,6 +240,7 @@ def _look(problem: selfcheck.Problem, device: torch.device, say: Callable[..., N
     if not suspects:
         raise RuntimeError(f"{', '.join(calls.all)} {wrong.fault()}, without any kernel of megappo")
     guilty = [pair for pair in suspects if not _passes_alone(pair[0], problem, device, say)]
+    # Each right alone: only their combination is wrong, so all are left out.
     return _Look(calls.all, dict.fromkeys(guilty or suspects, wrong.fault()))
 
 
@@ -251,7 +250,8 @@ def _passes_alone(op: str, problem: selfcheck.Problem, device: torch.device, say
 
 
 def _end_with_the_parent() -> None:
-    """A rank that is killed leaves no process behind that waits for a hanging kernel."""
+    """Die with the rank that started this process."""
+    # Otherwise a killed rank leaves a process behind that waits for a hanging kernel.
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 

@@ -1,8 +1,7 @@
-"""Which kernels are sound on this GPU: asked of `trial.py` once, and remembered.
+"""Cached verdicts on the kernels of this GPU: checked once by `trial.py`, then read from a file.
 
-The memory is a file per GPU model, driver, torch, Triton and SHA-256 of the library and of all of ops/, so that a new one of
-these is looked at again. Delete the file for the same. It lies in MEGAPPO_CACHE, else XDG_CACHE_HOME/megappo, else
-~/.cache/megappo.
+One file per GPU model, driver, torch, Triton and SHA-256 of the library and of all of ops/ and algo/; a change of any of these
+means a new check, and so does deleting the file. It lies in MEGAPPO_CACHE, else XDG_CACHE_HOME/megappo, else ~/.cache/megappo.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ logger = logging.getLogger(__name__)
 Faults = dict[Pair, str]
 Look = Callable[[], Faults]
 Share = Callable[[Mapping[str, str], Look], Faults]
-"""(op -> implementation that this process would take, its look at them) -> what is wrong in any process"""
+"""(op -> implementation that this process would take, its check of them) -> faults found in any process"""
 _DRIVER = Path("/proc/driver/nvidia/version")
 
 
@@ -41,13 +40,14 @@ def settle(
     share: Share = lambda chosen, look: look(),
     module: str = "megappo.ops.trial",
 ) -> Faults:
-    """Select the kernels for a run on this device, and leave out those that fail their check; returns them with what is wrong.
+    """Select the kernels for a run on this device and leave out those that fail their check; returns the faults.
 
-    share: makes what one process found known to all; it is called equally often by all, since it gives all the same. ValueError,
-    one line, where a kernel that is named is missing or fails; RuntimeError where the check cannot be done (see `run_trial`).
+    share: tells all processes the faults that one found. ValueError, one line, if a kernel that the user named is missing or
+    fails; RuntimeError if the check cannot be done (see `run_trial`).
     """
     dispatch.select(kernels, device.type)
     faults: Faults = {}
+    # `share` may be collective: it gives all processes the same faults, so all leave this loop after the same number of calls.
     while True:
         dispatch.leave_out(faults)
         chosen = dispatch.selected(device.type)
@@ -58,9 +58,9 @@ def settle(
 
 
 def _find(kernels: Kernels, device: torch.device, chosen: Mapping[str, str], faults: Faults, module: str) -> Faults:
-    """Faults among what is chosen, from the file, or from a process where the file does not know. Empty: all are sound.
+    """Faults among the chosen kernels, from the file, or from a trial of those that it lacks. Empty: all are sound.
 
-    RuntimeError also where the process ran something else than this one would, since that says nothing of it.
+    RuntimeError also if the trial ran other implementations than this process would: it says nothing about these.
     """
     verdicts = Verdicts.read(cache_file(device))
     if known := {pair: fault for pair, fault in verdicts.faults.items() if pair in chosen.items()}:
@@ -81,7 +81,7 @@ def _find(kernels: Kernels, device: torch.device, chosen: Mapping[str, str], fau
 
 @dataclass
 class Verdicts:
-    """What is known, and the file that it is kept in. passed: problems that gave the right results, with the ops that ran."""
+    """Verdicts of one cache file. passed: problems with right results, with the ops that ran."""
 
     file: Path
     passed: list[tuple[int, dict[str, str]]]
@@ -89,7 +89,7 @@ class Verdicts:
 
     @classmethod
     def read(cls, file: Path) -> Verdicts:
-        """Empty where the file does not exist; so too, with a warning, where it is none of ours."""
+        """Read the file. Empty if it does not exist, and, with a warning, if it cannot be parsed."""
         try:
             kept = json.loads(file.read_text(encoding="utf-8"))
             passed = [(int(index), dict(ran)) for index, ran in kept["passed"]]
@@ -106,8 +106,8 @@ class Verdicts:
         return [index for index in range(num_problems) if index not in known]
 
     def add(self, trial: Trial) -> None:
-        """What another process has written meanwhile is kept. A folder that cannot be written is said, and does no other harm."""
-        now = Verdicts.read(self.file)
+        """Add a trial to the file. A folder that cannot be written gives a warning only."""
+        now = Verdicts.read(self.file)  # again: other processes may have written since
         now.passed += [entry for entry in trial.passed if entry not in now.passed]
         now.faults |= trial.faults
         state = {"passed": now.passed, "faults": [[*pair, fault] for pair, fault in now.faults.items()]}
@@ -116,24 +116,24 @@ class Verdicts:
             handle, fresh = tempfile.mkstemp(dir=self.file.parent, prefix=self.file.name)
             with open(handle, "w", encoding="utf-8") as file:
                 json.dump(state, file, indent=1)
-            os.replace(fresh, self.file)
+            os.replace(fresh, self.file)  # atomic: readers see the old file or the new one
         except OSError as error:
             logger.warning("%s cannot be written, so every start checks the kernels; set MEGAPPO_CACHE: %s", self.file, error)
 
 
 def cache_file(device: torch.device) -> Path:
-    """The file of this device, whether it exists or not."""
+    """Path of this device's file, which need not exist."""
     folder = os.environ.get("MEGAPPO_CACHE")
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return (Path(folder) if folder else Path(base, "megappo")) / f"kernels-{fingerprint(device)}.json"
 
 
 def fingerprint(device: torch.device) -> str:
-    """16 hexadecimal digits of everything that a verdict holds for."""
+    """16 hexadecimal digits over everything that a verdict depends on."""
     facts = _device_name(device), torch.__version__, _version("triton"), interpreted()
     digest = hashlib.sha256("\n".join(map(str, facts)).encode())
     kernels = Path(__file__).parent
-    # references of algo/ too: a verdict says that a kernel agrees with them
+    # algo/ too: its references are the other side of the comparison
     for source in (LIBRARY, *sorted(kernels.rglob("*.py")), *sorted((kernels.parent / "algo").glob("*.py"))):
         digest.update(source.read_bytes() if source.exists() else b"")
     return digest.hexdigest()[:16]
@@ -143,7 +143,7 @@ def _device_name(device: torch.device) -> str:
     if device.type != "cuda":
         return platform.machine()
     gpu = torch.cuda.get_device_properties(device)
-    driver = _DRIVER.read_text() if _DRIVER.exists() else ""  # WSL does not have the file, and its driver is not looked at
+    driver = _DRIVER.read_text() if _DRIVER.exists() else ""  # absent on WSL, where a new driver means no new check
     return f"{gpu.name} sm_{gpu.major}{gpu.minor} {driver}"
 
 

@@ -1,4 +1,4 @@
-"""The part of a vocabulary that one tensor-parallel rank holds, and what its ranks say to each other.
+"""Vocabulary shard of one tensor-parallel rank, and the collectives over its group.
 
 Statistics of the shards (`vocab_stats.py`, `linear_stats.py`) are gathered and merged here: one all-gather of 16 bytes per
 token and rank, after which every rank holds the same bits.
@@ -19,7 +19,7 @@ IGNORE_INDEX = -100
 
 @dataclass(frozen=True)
 class VocabShard:
-    """Which part of the vocabulary this rank holds, and how its logits are scaled."""
+    """This rank's part of the vocabulary, and the scale of its logits."""
 
     start: int
     num_valid: int
@@ -29,12 +29,12 @@ class VocabShard:
 
     @property
     def size(self) -> int:
-        """Ranks that share the vocabulary; no group means one."""
+        """Number of ranks that share the vocabulary; 1 without a group."""
         return 1 if self.group is None else dist.get_world_size(self.group)
 
 
 def inverse_temperature(temperature: float | Tensor, target: Tensor) -> tuple[float, Tensor | None]:
-    """(1 / temperature of all rows, or 1.0 and [T] fp32). ValueError unless it can divide the logits of each target."""
+    """1 / temperature as (number, None), or as (1.0, [T] fp32) for one per row. ValueError unless positive or of target's shape."""
     if isinstance(temperature, Tensor):
         if temperature.shape != target.shape:
             raise ValueError(f"temperature {tuple(temperature.shape)} is not one value for each of {target.numel()} tokens")
@@ -49,7 +49,7 @@ def merge_shards(stats: Tensor, target: Tensor, shard: VocabShard) -> tuple[Tens
     if shard.size == 1:
         gathered = stats[None]
     else:
-        # two axes because gloo concatenates along the first: [R * T, 4] is [R, T, 4]
+        # [R * T, 4] because gloo concatenates along the first axis; in memory that is [R, T, 4]
         flat = stats.new_empty(shard.size * stats.shape[0], 4)
         dist.all_gather_into_tensor(flat, stats, group=shard.group)
         gathered = flat.view(shard.size, -1, 4)
@@ -60,7 +60,8 @@ def merge_shards(stats: Tensor, target: Tensor, shard: VocabShard) -> tuple[Tens
 
 
 def _check_owned(gathered: Tensor, target: Tensor, ignore_index: int) -> None:
-    """Every rank sees the same `gathered`, so all ranks raise together."""
+    """Raise ValueError if no shard owns a target."""
+    # Every rank has the same `gathered`, so all ranks raise together.
     lost = (gathered[:, :, 3] == -torch.inf).all(0) & (target != ignore_index)
     if bool(lost.any()):
         at = int(lost.nonzero()[0, 0])

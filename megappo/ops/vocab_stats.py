@@ -1,5 +1,4 @@
-"""Log-prob and entropy from vocab-parallel logits: one statistic per token and shard, a merge, and the backward of the local
-shard.
+"""Log-prob and entropy from vocab-parallel logits: a statistic per token and shard, their merge, and the shard's backward.
 
     torch.ops.megappo.vocab_stats            logits[T, Vl]    -> stats[T, 4]: m, s, t, z_y
     torch.ops.megappo.vocab_stats_merge      gathered[R, T, 4] -> logprob[T], entropy[T], lse[T]
@@ -12,9 +11,9 @@ the logits. Here are the reference implementations in plain PyTorch; others are 
 The collective between statistic and merge, argument checks and autograd are in `logprob.py`. Everything is fp32, or fp64 for fp64
 logits (which exists for gradient checks).
 
-Rows that cannot matter are not read: the statistic of an ignored target is that of an empty shard, and a row whose upstream
-gradients are 0 has gradient 0, whatever stands in it (a masked token's inf or NaN never becomes 0 * inf). The bits of a row depend
-neither on the rows around it nor on the number of threads.
+Rows without effect are ignored, even if NaN: the statistic of an ignored target is that of an empty shard, and a row whose
+upstream gradients are 0 has gradient 0 (a masked token's inf or NaN never becomes 0 * inf). The bits of a row depend neither on the
+rows around it nor on the number of threads.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def check_arguments(logits: Tensor, target: Tensor, num_valid: int, **per_token: Tensor | None) -> None:
-    """Raises ValueError where the kernels would read past an end or misread a type."""
+    """Raise ValueError for arguments with which the kernels would read out of bounds or misread a type."""
     if logits.dim() != 2 or target.shape != logits.shape[:1]:
         raise ValueError(f"logits {tuple(logits.shape)} and target {tuple(target.shape)}: want [T, vocabulary] and [T]")
     if not logits.is_floating_point():
@@ -51,13 +50,13 @@ def check_arguments(logits: Tensor, target: Tensor, num_valid: int, **per_token:
 
 
 def check_gathered(gathered: Tensor, target: Tensor) -> None:
-    """Raises ValueError for statistics that are not [R, T, 4] for the T targets."""
+    """Raise ValueError for statistics that are not [R, T, 4] for the T targets."""
     if gathered.dim() != 3 or gathered.shape[0] == 0 or gathered.shape[2] != 4 or target.shape != gathered.shape[1:2]:
         raise ValueError(f"gathered {tuple(gathered.shape)} and target {tuple(target.shape)}: want [R, T, 4] and [T]")
 
 
 def check_overwritable(logits: Tensor) -> None:
-    """Raises ValueError for logits whose memory another element shares or whose columns are not adjacent."""
+    """Raise ValueError for logits whose elements share memory or whose columns are not adjacent."""
     num_tokens, num_columns = logits.shape
     if (num_columns > 1 and logits.stride(1) != 1) or (num_tokens > 1 and logits.stride(0) < num_columns):
         raise ValueError(f"logits with strides {logits.stride()} cannot be overwritten: pass logits.contiguous()")
@@ -72,7 +71,7 @@ def _scaled(logits: Tensor, num_valid: int, inv_temp: float, row_inv_temp: Tenso
 
 
 def _local_target(target: Tensor, vocab_start: int, num_valid: int, ignore_index: int) -> tuple[Tensor, Tensor]:
-    """(owned[T] bool, column[T] int64 that is safe to gather from)."""
+    """(owned[T] bool, column[T] int64), columns clamped so that a gather stays in bounds."""
     local = target - vocab_start
     owned = (local >= 0) & (local < num_valid) & (target != ignore_index)
     return owned, local.clamp(0, max(num_valid - 1, 0))
@@ -92,7 +91,7 @@ def vocab_stats(
     """Statistic of one vocabulary shard.
 
     logits: [T, Vl], columns from `num_valid` on are padding. target: [T] int64, ids of the whole vocabulary; this shard owns
-    vocab_start .. vocab_start + num_valid. inv_temp: 1/temperature of all rows, replaced by row_inv_temp [T] where given.
+    vocab_start .. vocab_start + num_valid. inv_temp: 1/temperature of all rows, replaced by row_inv_temp [T] if given.
     want_entropy false leaves t at 0. Returns [T, 4] (m, s, t, z_y); an empty or all -inf shard and an ignored target have m = z_y
     = -inf, s = t = 0.
     """
@@ -103,6 +102,7 @@ def vocab_stats(
         return stats
     x = _scaled(logits, num_valid, inv_temp, row_inv_temp)
     m = x.amax(1)
+    # m = -inf if all columns are -inf: subtract 0 then, as -inf - -inf is NaN
     shift = x - m.masked_fill(m == -torch.inf, 0.0)[:, None]
     shift.clamp_(min=EXPONENT_FLOOR)
     e = shift.exp()
@@ -170,14 +170,14 @@ def _gradient(
     if num_valid == 0:
         return torch.zeros_like(logits, memory_format=torch.contiguous_format)
     log_p = _scaled(logits, num_valid, inv_temp, row_inv_temp) - lse[:, None]
-    if g_entropy is not None:
+    if g_entropy is not None:  # a -inf column: p * (log p + H) must be 0, not 0 * -inf
         log_p.clamp_(min=EXPONENT_FLOOR)
     scale = inv_temp if row_inv_temp is None else row_inv_temp.to(log_p.dtype)
     g = (g_logprob.to(log_p.dtype) * scale)[:, None]
     owned, column = _local_target(target, vocab_start, num_valid, ignore_index)
     column = column[:, None]
     log_p_y = log_p.gather(1, column)
-    at_target = -g * log_p_y.expm1()
+    at_target = -g * log_p_y.expm1()  # 1 - p: rounding p first loses 20 % at p = 0.99 in bf16
 
     p = log_p.exp()
     if g_entropy is None:
@@ -214,8 +214,8 @@ def vocab_logits_backward(
     """Gradient of this shard's logits, [T, Vl] in their dtype; padding columns, ignored rows and rows without an upstream
     gradient are exactly 0.
 
-    dlogits_v = inv_temp [ g_lp (1[v=y] - p_v) - g_H p_v (x_v - lse + H) ], p_v = e^(x_v - lse). At the target 1 - p is -expm1(x -
-    lse): rounding p first loses 20 % at p = 0.99 in bf16. lse, entropy, g_*: [T] as merged over all shards. Needs no collective.
+    dlogits_v = inv_temp [ g_lp (1[v=y] - p_v) - g_H p_v (x_v - lse + H) ], p_v = e^(x_v - lse). lse, entropy, g_*: [T] as merged
+    over all shards. Needs no collective.
     """
     return _gradient(
         logits, target, lse, entropy, g_logprob, g_entropy, vocab_start, num_valid, inv_temp, row_inv_temp, ignore_index
@@ -241,7 +241,7 @@ def vocab_logits_backward_(
     row_inv_temp: Tensor | None,
     ignore_index: int,
 ) -> None:
-    """`vocab_logits_backward` written over `logits`, for a caller that owns them and needs them no more; same bits.
+    """`vocab_logits_backward` in place over `logits`, for a caller that owns them and needs them no more; same bits.
 
     The columns must be adjacent (logits.stride(1) == 1) and the rows must not overlap.
     """

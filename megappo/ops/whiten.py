@@ -1,4 +1,4 @@
-"""Whitening of advantages as an op: `algo/whitening.py` has the formula."""
+"""Whitening of advantages as an op; `algo/whitening.py` has the formula."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from megappo.ops.dispatch import op
 def whiten_apply(advantage: Tensor, mask: Tensor, moments: Tensor) -> Tensor:
     """(advantage - mean) / sqrt(var + 1e-8) on the mask, exactly 0 elsewhere; [T] fp32.
 
-    advantage: [T], floating. mask: [T] bool. moments: [3] fp64 global count, sum, sum of squares: those that `token_advantages`
-    gives on each rank, added up by the caller. The variance is the unbiased one (count - 1). With 0 or 1 valid tokens the result is
-    0 everywhere. Raises ValueError for other shapes, types or devices.
+    advantage: [T], floating. mask: [T] bool. moments: [3] fp64 global count, sum, sum of squares: those of `token_advantages`,
+    summed over ranks by the caller. The variance is unbiased (count - 1). With 0 or 1 valid tokens the result is 0 everywhere.
+    Raises ValueError for other shapes, types or devices.
     """
     if advantage.dim() != 1 or not advantage.dtype.is_floating_point:
         raise ValueError(f"advantage is {tuple(advantage.shape)} {advantage.dtype}: one floating value for each token is wanted")

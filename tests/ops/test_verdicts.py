@@ -124,11 +124,11 @@ def test_a_process_that_cannot_start_is_no_kernels_fault():
 
 def test_an_end_from_outside_is_no_kernels_fault():
     running = [{"started": True}, {"begin": ["gae", "cuda"]}]
-    killed = trial._how_it_ended(-9, True, 300, running, "")
+    killed = trial._early_end(-9, True, 300, running, "")
     with pytest.raises(RuntimeError, match="SIGKILL in gae"):
         trial._read(running, killed)
     # nor is what happens in a product of matrices, which no setting of ours replaces
-    hung = trial._how_it_ended(-9, False, 300, running, "")
+    hung = trial._early_end(-9, False, 300, running, "")
     assert trial._read(running, hung).faults == {("gae", "cuda"): "did not come back within 300 s"}
     with pytest.raises(RuntimeError, match="did not come back within 300 s in linear_backward"):
         trial._read([{"begin": ["linear_backward", "gemm + cuda"]}], hung)
