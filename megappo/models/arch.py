@@ -1,6 +1,6 @@
-"""The facts of a model that decide its shapes and arithmetic, as frozen values, and which layouts fit them.
+"""Architecture of a model as frozen values (shapes and arithmetic), and checks of layouts against it.
 
-`hf_config.py` reads them from a config.json. Which tensors a model has is `weight_map.py`.
+`hf_config.py` reads it from a config.json; `weight_map.py` lists the tensors.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class Rope:
 
     @property
     def llama_4_scaling(self) -> dict[str, Any] | None:
-        """Value of the key of this name, by which Mistral's own config files and vLLM 0.32 know `llama4_beta`; None without one.
+        """Value of `llama_4_scaling`, the key in which Mistral's own files and vLLM 0.32 keep `llama4_beta`; None without it.
 
-        transformers knows it from rope_parameters, which vLLM does not read for it.
+        transformers keeps it in rope_parameters, where vLLM does not look for it.
         """
         if self.llama4_beta is None:
             return None
@@ -61,7 +61,7 @@ class ModelArch:
     qkv_bias: biases on q, k and v only. qk_norm: RMSNorm of each head of q and k.
 
     sliding_window: tokens that a token sees, itself included, in the layers whose `sliding_layers` is true (one entry per layer).
-    None and () where every layer sees the whole sequence.
+    None and () if every layer sees the whole sequence.
     """
 
     family: str
@@ -103,14 +103,14 @@ def padded_vocab(arch: ModelArch, tp: int) -> int:
 
 
 def vocab_shard(arch: ModelArch, tp: int, tp_rank: int) -> tuple[int, int]:
-    """(global id of the first vocabulary row of this tp rank, how many of its rows are real vocabulary; the rest is padding)."""
+    """(global id of this tp rank's first vocabulary row, number of its rows that are real vocabulary; the rest is padding)."""
     rows = padded_vocab(arch, tp) // tp
     start = tp_rank * rows
     return start, max(0, min(rows, arch.vocab_size - start))
 
 
 def check_tp(arch: ModelArch, tp: int) -> None:
-    """Raises ValueError where tp does not divide heads, KV heads or the MLP, naming the largest tp that does."""
+    """Raise ValueError if tp does not divide heads, KV heads or the MLP, naming the largest tp that does."""
     sizes = [("KV heads", arch.num_kv_heads), ("attention heads", arch.num_heads)]
     if arch.has_dense_mlp:
         sizes.append(("MLP columns", arch.ffn_size))
@@ -122,10 +122,8 @@ def check_tp(arch: ModelArch, tp: int) -> None:
 
 
 def check_cp(arch: ModelArch, tp: int, cp: int, implementation: Implementation) -> None:
-    """Raises ValueError where cp does not fit the heads of a tp rank, naming the sizes that do. `check_tp` comes first.
-
-    Only attention that exchanges tokens for heads has the limit: ours, and TransformerEngine's layers with a sliding window.
-    """
+    """Raise ValueError if cp does not fit the heads of a tp rank, naming the sizes that do. `check_tp` comes first."""
+    # The limit is of attention that exchanges tokens for heads: ours, and TransformerEngine's layers with a sliding window.
     if implementation == "transformer_engine" and arch.sliding_window is None:
         return
     heads, kv_heads = arch.num_heads // tp, arch.num_kv_heads // tp
@@ -140,7 +138,7 @@ def check_cp(arch: ModelArch, tp: int, cp: int, implementation: Implementation) 
 
 
 def check_ep(arch: ModelArch, ep: int, etp: int) -> None:
-    """Raises ValueError where the experts cannot be distributed over ep ranks, or each of them cut over etp ranks."""
+    """Raise ValueError if the experts cannot be distributed over ep ranks, or one expert cut over etp ranks."""
     if arch.moe is None:
         for axis, size in (("ep", ep), ("etp", etp)):
             if size > 1:

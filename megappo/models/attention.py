@@ -1,4 +1,4 @@
-"""Causal attention over packed sequences, and what all layers of one micro-batch share for it.
+"""Causal attention over packed sequences, and the tables that all layers of one micro-batch share for it.
 
 `PackedAttention` takes the place of Megatron's core_attention where TransformerEngine is absent, `RotaryTEAttention` wraps
 TransformerEngine's. Both rotate q and k themselves with the tables of `PackedSequences`, which are computed once per micro-batch.
@@ -38,7 +38,7 @@ _SHORT = 32
 
 @dataclass(frozen=True)
 class LengthGroup:
-    """`num_sequences` sequences padded to `length`, standing at row `start` of the padded layout."""
+    """`num_sequences` sequences padded to `length`, from row `start` of the padded layout on."""
 
     start: int
     num_sequences: int
@@ -55,7 +55,7 @@ class Grouping:
     _masks: dict[tuple[int, int, torch.dtype], Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     def mask(self, length: int, window: int, dtype: torch.dtype) -> Tensor:
-        """[length, length], 0 inside `band` and -inf outside. All layers share one, which the backward keeps for each of them."""
+        """[length, length], 0 inside `band` and -inf outside. One tensor for all layers: the backward keeps it for each of them."""
         key = length, window, dtype
         if key not in self._masks:
             outside = ~band(length, window, self.packed.device)
@@ -64,7 +64,7 @@ class Grouping:
 
 
 def group_by_length(cu_seqlens: Sequence[int]) -> Grouping:
-    """Sort sequences by length and cut them into groups whose padding is bounded."""
+    """Sort sequences by length and cut them into groups of bounded padding."""
     lengths = torch.tensor(cu_seqlens).diff()
     starts = torch.tensor(cu_seqlens[:-1], dtype=torch.long)
     order = torch.argsort(lengths, descending=True, stable=True)
@@ -98,9 +98,9 @@ class PackedSequences(PackedSeqParams):
 
     cos, sin: [T, 1, head_dim] in the dtype of the activations. query_scale: [T, 1, 1] or None. Under context parallel these are
     of the T / cp tokens of this rank (`context`); cu_seqlens and the grouping are always of the whole micro-batch. real: [real
-    tokens] int64, where the tokens that are not padding stand in it; None where all are real. Attention ignores it, the router
-    of experts does not. own_sequences: what `moe.local_sequences` says of this rank, from the first router on. offsets:
-    cu_seqlens as they were given, usually on the host; a read of those on the device would wait for it.
+    tokens] int64 positions of the tokens that are not padding; None if all are real. Used by the router of experts, not by
+    attention. own_sequences: result of `moe.local_sequences`, set by the first router. offsets: cu_seqlens as they were given,
+    usually on the host; reading those on the device would synchronise.
     """
 
     cos: Tensor | None = None
@@ -121,7 +121,7 @@ class PackedSequences(PackedSeqParams):
         return self._grouping
 
     def rotate(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """Positions enter: rotated query and key [T, heads, head_dim] (this rank's tokens under context parallel)."""
+        """Apply positions: rotated query and key [T, heads, head_dim] (this rank's tokens under context parallel)."""
         assert self.cos is not None and self.sin is not None
         query, key = rotate(query, self.cos, self.sin), rotate(key, self.cos, self.sin)
         return (query if self.query_scale is None else query * self.query_scale), key
@@ -130,7 +130,7 @@ class PackedSequences(PackedSeqParams):
 def packed_sequences(
     arch: ModelArch, cu_seqlens: Tensor, device: torch.device, dtype: torch.dtype, context: ContextShard | None = None
 ) -> PackedSequences:
-    """Everything the layers need to know about sequences cu_seqlens [B+1] (int32, on the host or the device).
+    """`PackedSequences` of a micro-batch with cu_seqlens [B+1] (int32, on the host or the device).
 
     context: this rank's part of the same micro-batch under context parallel.
     """
@@ -144,7 +144,7 @@ def packed_sequences(
     cos, sin = rotary_table(positions, inv_freq, factor, dtype)
     longest = int(lengths.max()) if lengths.numel() else 0
     offsets, cu_seqlens = cu_seqlens, moved(cu_seqlens.to(torch.int32), device)
-    # TransformerEngine's ring wants them; the same tensor says that there is nothing between the sequences.
+    # TransformerEngine's ring needs the padded offsets; the same tensor means no padding between the sequences.
     padded: Any = None if context is None else cu_seqlens  # None is Megatron's default, which its types leave out
     return PackedSequences(
         qkv_format="thd",
@@ -163,7 +163,7 @@ def packed_sequences(
 
 
 class _Pad(torch.autograd.Function):
-    """Packed [T, ...] -> padded [P, ...]. Padding has zero gradient (nothing reads it), so the backward is a plain gather."""
+    """Packed [T, ...] -> padded [P, ...]. Padding has zero gradient (`_Unpad` does not read it), so the backward is a gather."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, grouping: Grouping) -> Tensor:
@@ -226,7 +226,7 @@ def band(length: int, window: int, device: torch.device) -> Tensor:
 def varlen_attention(
     query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences, scale: float, window: int | None = None
 ) -> Tensor:
-    """The same through torch's flash kernel (CUDA, fp16 or bf16). num_splits 1 keeps sequences independent of each other."""
+    """As `grouped_attention`, by torch's flash kernel (CUDA, fp16 or bf16). num_splits 1 keeps sequences independent."""
     out = varlen_attn(
         query,
         key,
@@ -240,7 +240,7 @@ def varlen_attention(
         enable_gqa=query.size(1) != key.size(1),
         num_splits=1,
     )
-    assert isinstance(out, Tensor)  # a tuple only where more is asked for
+    assert isinstance(out, Tensor)  # a tuple only if more outputs are requested
     return out
 
 
@@ -252,7 +252,7 @@ def whole_sequences(query: Tensor, key: Tensor, value: Tensor, context: ContextS
     cp, (tokens, _, dim) = context.size, query.shape
     if key.size(1) < cp:
         key, value = (x.repeat_interleave(cp // x.size(1), dim=1) for x in (key, value))
-    # Block r of each goes to rank r: the blocks side by side need one exchange instead of three.
+    # Block r of query, key and value goes to rank r: concatenated they need one exchange instead of three.
     blocks = [x.view(tokens, cp, x.size(1) // cp, dim) for x in (query, key, value)]
     sizes = [block.size(2) for block in blocks]
     merged = torch.cat(blocks, dim=2).view(tokens, cp * sum(sizes), dim)
@@ -313,13 +313,14 @@ def _window(config: TransformerConfig, layer_number: int) -> int | None:
 
 
 def rotary_te_attention() -> Callable[..., torch.nn.Module]:
-    """TransformerEngine's attention with our rotation in front. A function, because the base class exists only where TE does."""
+    """TransformerEngine's attention class with our rotation in front."""
+    # Made in a function: the base class can be imported only if TransformerEngine is installed.
     from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
     class RotaryTEAttention(TEDotProductAttention):
-        """Its ring over the cp group has no sliding windows: a layer with one exchanges tokens for heads as `PackedAttention`.
-
-        TransformerEngine's own all-to-all needs cp KV heads on every tp rank, and a version that knows it for packed sequences.
+        """TEDotProductAttention on rotated q and k. A layer with a sliding window exchanges tokens for heads as `PackedAttention`:
+        TransformerEngine's ring over the cp group has no windows, and its own all-to-all needs cp KV heads on every tp rank and a
+        recent version for packed sequences.
         """
 
         def __init__(self, config: TransformerConfig, layer_number: int, *args: Any, **kwargs: Any) -> None:
@@ -339,7 +340,7 @@ def rotary_te_attention() -> Callable[..., torch.nn.Module]:
 
 
 def _one_cp_rank(config: TransformerConfig) -> TransformerConfig:
-    """The attention that one cp rank computes after `whole_sequences`: without context parallel, with its share of the heads."""
+    """Config of the attention that one cp rank computes after `whole_sequences`: no context parallel, its share of the heads."""
     assert config.num_query_groups is not None
     alone = copy.copy(config)
     alone.context_parallel_size = 1

@@ -1,4 +1,4 @@
-"""Builds a policy or critic for one rank: TransformerConfig, layer spec, model. Weights come from `hf_import.py`.
+"""Build of a policy or critic for one rank: TransformerConfig, layer spec, model. Weights come from `hf_import.py`.
 
 With TransformerEngine and CUDA the layers are TransformerEngine's, otherwise Megatron-core's own with our norm and attention.
 Both have the same parameter names and shapes, so checkpoints are interchangeable.
@@ -51,22 +51,22 @@ def build_model(
     implementation: Implementation = "local",
     device: torch.device | None = None,
 ) -> list[PackedModel]:
-    """This rank's model chunks (vpp of them) of a policy, or of a critic with `value_head`.
+    """Build this rank's model chunks (vpp of them) of a policy, or of a critic with `value_head`.
 
-    Parameters are uninitialised except norms and value head. device: None is the rank's GPU, or the CPU where there is none.
-    Collective over the role's ranks. ValueError where the layout does not fit the architecture.
+    Parameters are uninitialised except norms and value head. device: None is the rank's GPU, or the CPU if there is none.
+    Collective over the role's ranks. ValueError if the layout does not fit the architecture.
     """
     check_tp(arch, groups.layout.tp)
     check_cp(arch, groups.layout.tp, groups.layout.cp, implementation)
     tracker = get_cuda_rng_tracker()
     assert tracker is not None
     if not tracker.is_initialized() and (device is None or device.type != "meta"):
-        # Megatron's forward forks this state under sequence parallel. Nothing is random: dropout is 0 and weights are read.
+        # Megatron's forward forks this state under sequence parallel. The seed changes nothing: dropout is 0, weights are loaded.
         model_parallel_cuda_manual_seed(0, tp_rank=groups.coordinates.tp, ep_rank=0, etp_rank=0)
     on_gpu = device is None and torch.cuda.is_available()
     fusions = fusion_config(arch, implementation, on_gpu=on_gpu)
     config = transformer_config(arch, groups.layout, groups.coordinates.pp, dtype, recompute, fusions)
-    # Megatron's modules name the GPU by themselves, unless they are to be made in host memory: then they name no device.
+    # Without this flag Megatron's modules allocate on the GPU by name; with it they name no device and follow torch.device below.
     config.use_cpu_initialization = not on_gpu
     with torch.device(device) if device is not None else nullcontext():
         chunks = [_build_chunk(arch, groups, config, chunk, value_head, implementation) for chunk in range(groups.layout.vpp)]
@@ -98,7 +98,7 @@ def _build_chunk(
 
 
 class StageLayers(PipelineParallelLayerLayout):
-    """Which layers a stage holds, as Megatron asks for it. Megatron's own class looks up the stage in its global groups."""
+    """Layers of every stage in Megatron's form. Megatron's own class looks up the stage in its global groups."""
 
     def __init__(self, layout: ParallelLayout, num_layers: int, stage: int) -> None:
         split = [["decoder"] * len(layout.chunk_layers(num_layers, s, c)) for c in range(layout.vpp) for s in range(layout.pp)]
@@ -146,11 +146,12 @@ def transformer_config(
         pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
         pipeline_model_parallel_layout=StageLayers(layout, arch.num_layers, stage) if layout.pp > 1 else None,
-        # Between two interleaved stages messages are kept apart by their order, which only unbatched operations have.
+        # With two interleaved stages a pair of ranks exchanges messages of several chunks: told apart by their order, which only
+        # unbatched operations keep.
         batch_p2p_comm=not (layout.vpp > 1 and layout.pp == 2),
-        # A synchronisation of the whole device after every exchange, against a fault of old versions: see megatron_p2p.py.
+        # True synchronises the whole device after every exchange, against a fault of old versions: see megatron_p2p.py.
         batch_p2p_sync=False,
-        # A stage's output is not read after it was sent: its data is freed, only its place in the graph stays.
+        # A stage's output is not read after it was sent: its data is freed, its node in the graph stays.
         deallocate_pipeline_outputs=layout.pp > 1,
         context_parallel_size=layout.cp,
         window_size=None if arch.sliding_window is None else (arch.sliding_window - 1, 0),
@@ -162,7 +163,7 @@ def transformer_config(
         calculate_per_token_loss=True,
         perform_initialization=False,
         **fusions,
-        # These need CUDA extensions that may be absent, or a compiler when the model runs for little in return.
+        # These need CUDA extensions that may be absent, or a compiler at run time, for little gain.
         gradient_accumulation_fusion=False,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
@@ -172,7 +173,7 @@ def transformer_config(
 
 
 def _block(arch: ModelArch, config: TransformerConfig, layers: range, implementation: Implementation) -> TransformerBlockSubmodules:
-    """layers: global numbers of the layers of one chunk."""
+    """Layer specs of one chunk. layers: their global numbers, from 0."""
     norm: Any  # a class, as everywhere in Megatron, whose types here want a ModuleSpec
     bias_dropout_add: Any = get_bias_dropout_add  # a function, likewise
     if implementation == "transformer_engine":
@@ -210,7 +211,8 @@ def _block(arch: ModelArch, config: TransformerConfig, layers: range, implementa
 
 
 def _mark_sharded(model: PackedModel) -> None:
-    """Mark weights that are cut over tp. Megatron does so while it initialises; the gradient norm relies on it."""
+    """Mark weights that are sharded over tp, for the gradient norm."""
+    # Megatron marks them while it initialises weights, which `perform_initialization=False` leaves out.
     for module in model.modules():
         if isinstance(module, (ColumnParallelLinear, VocabParallelEmbedding)) and module.weight is not None:
             set_tensor_model_parallel_attributes(module.weight, True, 0, 1)

@@ -1,4 +1,4 @@
-"""A model family: everything in which its checkpoints differ from those of llama, in one value.
+"""A model family: the differences of its checkpoints from llama's, in one value.
 
 One file of `families/` makes one `Family`, `families/registry.py` lists them. `hf_config.py` reads a config.json by it,
 `weight_map.py` places its tensors, `verify` shrinks its models; none of these knows a family by name.
@@ -12,16 +12,16 @@ from dataclasses import dataclass, field
 from megappo.models.weight_rules import GateUp, RowParallel, Rule
 
 HEADS = ("CausalLM", "SequenceClassification", "TokenClassification")
-"""Ends of the names of transformers' classes that a checkpoint may be of."""
+"""Endings of the transformers classes that a checkpoint may be of."""
 
 
 @dataclass(frozen=True)
 class Window:
     """Sliding attention as a config.json states it in `sliding_window`.
 
-    default: tokens where the key is absent; None: no window. switched: the window holds only where use_sliding_window is true.
-    first_layer: max_window_layers where that key is absent, the first layer with the window, unless `layer_types` names the
-    layers; None: the family reads neither key and has the window in every layer.
+    default: tokens if the key is absent; None: no window. switched: the window holds only if use_sliding_window is true.
+    first_layer: default of max_window_layers, the first layer with the window, unless `layer_types` names the layers; None: the
+    family reads neither key and has the window in every layer.
     """
 
     default: int | None = None
@@ -49,7 +49,7 @@ class Experts:
     dense: str
 
     def rules(self, expert: int) -> tuple[Rule, ...]:
-        """Rules of one expert; its number is global, whatever rank holds it."""
+        """Rules of one expert. expert: global number, from 0."""
         local = f"mlp.experts.local_experts.{expert}."
         return (
             GateUp(local + "linear_fc1.weight", self.gate.format(expert), self.up.format(expert), "expert"),
@@ -59,7 +59,7 @@ class Experts:
 
 @dataclass(frozen=True)
 class Composite:
-    """A multimodal architecture that holds a text-only model in `text_config`; model_type: the family where it names none."""
+    """A multimodal architecture that holds a text-only model in `text_config`; model_type: the family if that names none."""
 
     architecture: str
     model_type: str
@@ -67,13 +67,13 @@ class Composite:
 
 @dataclass(frozen=True)
 class Family:
-    """What distinguishes the checkpoints of one Hugging Face architecture.
+    """Differences of the checkpoints of one Hugging Face architecture from llama's.
 
-    name: its model_type; messages and `ModelArch.family` say it. stem: of the names of transformers' classes. rules: the tensors
+    name: its model_type, used in messages and `ModelArch.family`. stem: of the names of transformers' classes. rules: the tensors
     of a layer without experts, in the order in which they are written. keys: config.json's key of llama -> the other name that
-    this family has for it; both are read. head_dim, num_kv_heads, norm_eps: where config.json has no such key; None: of the
-    hidden size, and as many as attention heads. window: None if its models have no sliding attention. scaled_queries: queries
-    grow with their position (`Rope.llama4_beta`). composite: where it may be wrapped.
+    this family has for it; both are read. head_dim, num_kv_heads, norm_eps: defaults if config.json has no such key; None:
+    hidden_size / num_heads, and as many KV heads as attention heads. window: None if its models have no sliding attention.
+    scaled_queries: queries are scaled by position (`Rope.llama4_beta`). composite: the multimodal wrapper, if it has one.
     """
 
     name: str

@@ -1,6 +1,6 @@
-"""Fused kernels that layers have on a GPU, and what of Megatron-core must be told to use them.
+"""Fused kernels of layers on a GPU: the settings that turn them on in Megatron-core and TransformerEngine.
 
-All are exact up to rounding and off on the CPU, where Megatron-core's would be compiled at run time and TransformerEngine is not.
+All are exact up to rounding. Off on the CPU: Megatron-core's would be compiled at run time, and TransformerEngine needs a GPU.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from megappo.models.implementation import Implementation
 
 
 def fusion_config(arch: ModelArch, implementation: Implementation, *, on_gpu: bool) -> dict[str, Any]:
-    """Arguments of TransformerConfig; empty where the model is not made on a GPU.
+    """Arguments of TransformerConfig; empty if the model is not built on a GPU.
 
-    SwiGLU in one kernel, by torch.compile (TORCHDYNAMO_DISABLE=1 runs it unfused): the product alone is written, and the backward
-    pass works the rest out again from gate and up. Permutation of the rows of experts: TransformerEngine's, from 2.1 on.
+    SwiGLU in one kernel, by torch.compile (TORCHDYNAMO_DISABLE=1 runs it unfused): only the product is written, and the backward
+    pass recomputes the rest from gate and up. Permutation of the rows of experts: TransformerEngine's, from 2.1 on.
     """
     if not on_gpu:
         return {}
@@ -25,18 +25,18 @@ def fusion_config(arch: ModelArch, implementation: Implementation, *, on_gpu: bo
     return {
         "bias_activation_fusion": True,
         "moe_permute_fusion": has_te and arch.moe is not None,
-        # TransformerEngine would overwrite main_grad in what it takes for the first micro-batch; only fp8 has anything to cache.
+        # True would let TransformerEngine overwrite main_grad in what it takes for the first micro-batch; only fp8 caches weights.
         "disable_parameter_transpose_cache": has_te,
     }
 
 
 def accumulate_into_main_grad(model: torch.nn.Module) -> None:
-    """Let TransformerEngine's products add the gradient of a weight to its `main_grad` (fp32): none in the weight's type is made,
-    rounded and added. For weights that DDP gives one.
+    """Let TransformerEngine's products add a weight's gradient to its `main_grad` (fp32), without a rounded copy in the weight's
+    type. For models whose weights have a main_grad from DDP.
 
-    Set on the modules: Megatron's switch, `gradient_accumulation_fusion`, would also ask the output layer for Apex's kernel. The
-    protocol is that of `ops.linear_logprob.main_grad_of`.
+    The protocol is that of `ops.linear_logprob.main_grad_of`.
     """
+    # Set on the modules: Megatron's switch, `gradient_accumulation_fusion`, would also ask the output layer for Apex's kernel.
     for module in model.modules():
         if hasattr(module, "fuse_wgrad_accumulation"):
             setattr(module, "fuse_wgrad_accumulation", True)

@@ -1,7 +1,7 @@
 """Policy and critic: Megatron-core's GPTModel with a packed-batch forward and the output that PPO needs.
 
-Neither computes logits: the policy hands out hidden states and its output weight (log-probs are an op over chunks of tokens), the
-critic one fp32 value per token. `build.py` writes their TransformerConfig and layer spec.
+Neither computes logits: the policy returns hidden states and its output weight (log-probs are an op over chunks of tokens), the
+critic one fp32 value per token. `build.py` makes their TransformerConfig and layer spec.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megappo.parallel.context import ContextShard
 
 
 class PackedModel(GPTModel):
-    """Forward over a packed batch; what the last stage returns is up to the subclass."""
+    """GPTModel with a forward over a packed batch; the subclass defines the output of the last stage."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class PackedModel(GPTModel):
 
         `context`: this rank's part of the tokens under context parallelism; every rank of its group passes the whole tokens.
         T must be a multiple of cp x tp under sequence parallel: inner shapes are [T / cp / tp, 1, H]. `real`: [real tokens]
-        int64, where the tokens that are not padding stand (experts are balanced over these); None where all are real.
+        int64 positions of the tokens that are not padding (experts are balanced over these); None if all are real.
         """
         packed = packed_sequences(self.arch, cu_seqlens, tokens.device, self.config.params_dtype, context)
         packed.real = real
@@ -72,12 +72,12 @@ class PolicyModel(PackedModel):
     """Language model. The last stage returns the final hidden states of this rank's tokens, [T / cp, 1, H] ([T / cp / tp, 1, H]
     under sequence parallel)."""
 
-    # Of all that Megatron passes, by name, the hidden states alone are used.
+    # Megatron passes many arguments by name; only the hidden states are used.
     def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         return hidden_states
 
     def output_weight(self) -> Tensor:
-        """[padded vocabulary / tp, H] of this rank, on the last stage; the embedding where they are tied."""
+        """Output weight [padded vocabulary / tp, H] of this rank, on the last stage; the embedding if tied."""
         assert self.post_process
         return self.embedding.word_embeddings.weight if self.output_layer.weight is None else self.output_layer.weight
 
@@ -106,11 +106,11 @@ class PolicyModel(PackedModel):
 class CriticModel(PackedModel):
     """Value model. The last stage returns V after every token, [T] fp32 on every tp and cp rank, not shifted.
 
-    The head is a replicated fp32 Linear(H, 1). There is no output projection and embeddings are never tied, whatever the
-    checkpoint says: a shared embedding would make the pipeline wait for a gradient that a value model does not have.
+    The head is a replicated fp32 Linear(H, 1). There is no output projection, and embeddings are untied for any checkpoint.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # Tied, the pipeline would wait for a gradient of the output weight, which a value model does not have.
         super().__init__(*args, tied_embeddings=False, **kwargs)
         if self.post_process:
             del self.output_layer
@@ -132,7 +132,7 @@ class CriticModel(PackedModel):
             return hidden_states
         values = self.value_head(hidden_states.float()).flatten()
         if self.config.sequence_parallel:
-            # Every tp rank computes the same loss from all values, so the backward takes this rank's slice and adds nothing up.
+            # Every tp rank computes the same loss from all values, so the backward takes this rank's slice without a sum.
             values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False, group=self.tp_group)
         return values
 

@@ -1,7 +1,7 @@
-"""Reads a Hugging Face config.json into a `ModelArch`.
+"""Reader of a Hugging Face config.json into a `ModelArch`.
 
 Reads JSON only: no remote code, no transformers. A feature of the config that the model does not implement is an error, never
-ignored. In what the families differ is theirs to say (`family.py`).
+ignored. Differences between families are stated in `family.py`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ROPE_KEYS: dict[str, tuple[str, ...]] = {
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
-    """config.json of a checkpoint directory. ValueError where it is missing or not JSON."""
+    """config.json of a checkpoint directory. ValueError if it is missing or not JSON."""
     file = Path(path) / "config.json"
     if not file.is_file():
         what = "has no config.json" if Path(path).is_dir() else "is not a directory"
@@ -63,7 +63,7 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def usual_keys(text: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """A text-only config under llama's keys; where a file has a value under both names, llama's counts."""
+    """A text-only config under llama's keys; if a file has a value under both names, llama's counts."""
     renamed = {other: key for key, other in family.keys.items()}
     others = {renamed[key]: value for key, value in text.items() if key in renamed}
     return others | {key: value for key, value in text.items() if key not in renamed}
@@ -123,7 +123,7 @@ def _architecture(config: Mapping[str, Any]) -> str:
 
 
 class _Values:
-    """The values of a text-only config, asked for by llama's keys; messages say the key that the file has."""
+    """Values of a text-only config by llama's keys; messages name the file's own key."""
 
     def __init__(self, text: Mapping[str, Any], family: Family) -> None:
         self.family = family
@@ -133,7 +133,7 @@ class _Values:
         return self._values.get(key, default)
 
     def spelled(self, key: str) -> str:
-        """The key as this file has it, or as its family would."""
+        """The key as this file spells it, or as its family would."""
         return key if key in self._text else self.family.keys.get(key, key)
 
     def number(self, key: str, default: float) -> float:
@@ -146,7 +146,7 @@ class _Values:
         return self._checked(key, self.get(key))
 
     def positive_or(self, key: str, family_default: int | None, otherwise: int) -> int:
-        """The value; the family's default where the key is absent; `otherwise` where there is none, or the key is null."""
+        """The value; the family's default if the key is absent; `otherwise` if there is no default, or the key is null."""
         value = self.get(key, family_default)
         return otherwise if value is None else self._checked(key, value)
 
@@ -173,7 +173,7 @@ def _refuse_unimplemented(values: _Values) -> None:
 
 
 def _read_moe(values: _Values, num_layers: int) -> MoeArch | None:
-    """None for a family without experts. router_aux_loss_coef is not read: the loss weighs what the run's configuration says."""
+    """Experts of the config; None for a family without. router_aux_loss_coef is not read: the run sets the weight."""
     experts = values.family.experts
     if experts is None:
         return None
@@ -194,7 +194,7 @@ def _read_moe(values: _Values, num_layers: int) -> MoeArch | None:
 def _read_window(values: _Values, num_layers: int, max_positions: int) -> tuple[int | None, tuple[bool, ...]]:
     """(tokens that a token sees, itself included; one entry per layer, true if that holds there); (None, ()) if all layers see all.
 
-    A window of max_positions or more hides nothing and counts as none. ValueError where the config contradicts itself, or where
+    A window of max_positions or more hides nothing and counts as none. ValueError if the config contradicts itself, or if
     transformers and vLLM read it differently: the policy would be another model in the rollout.
     """
     family = values.family
@@ -245,7 +245,7 @@ def _read_rope(values: _Values) -> Rope:
     partial = given.pop("partial_rotary_factor", values.get("partial_rotary_factor"))
     if partial not in (None, 1, 1.0):
         raise ValueError(f"partial_rotary_factor {partial} is not supported; the whole head must be rotated")
-    given.pop("max_position_embeddings", None)  # written by ministral3 configs beside the real one, read by nobody
+    given.pop("max_position_embeddings", None)  # a second copy in ministral3 configs, which no library reads
     beta = given.pop("llama_4_scaling_beta", None)
     original = given.pop("original_max_position_embeddings", None)
     if (beta is not None) != values.family.scaled_queries:
@@ -254,7 +254,7 @@ def _read_rope(values: _Values) -> Rope:
     if beta is not None and original is None:
         raise ValueError("rope original_max_position_embeddings is missing; llama_4_scaling_beta needs it")
     used = _ROPE_KEYS[kind]
-    # A key of another type set to null is harmless; a set one would change the model in a way that we do not know.
+    # A key of another rope type is harmless if null; with a value it would change the model in an unknown way.
     unknown = sorted(key for key, value in given.items() if key not in used and value is not None)
     if unknown:
         raise ValueError(f"rope key {unknown[0]!r} is not known for rope type {kind!r}")

@@ -1,7 +1,7 @@
-"""Writes a model as a Hugging Face checkpoint: safetensors shards, index, config and tokenizer files.
+"""Export of a model as a Hugging Face checkpoint: safetensors shards, index, config and tokenizer files.
 
 Each pipeline stage writes its own shards. Tensors are gathered to the first rank of the stage one at a time, so memory stays
-at one shard. Which file holds which tensor follows from the architecture alone, so the index needs no communication.
+at one shard. The file of each tensor follows from the architecture alone, so the index needs no communication.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from megappo.parallel.layout import ParallelLayout
 
 _SHARD_BYTES = 4 << 30
 _DTYPE_NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
-# Everything a tokenizer or the generation settings may be stored in; weights and remote code are never copied.
+# Files of tokenizers and generation settings; weights and remote code are never copied.
 _COPIED = (
     "generation_config.json",
     "tokenizer.json",
@@ -63,11 +63,11 @@ class Shard:
 def plan_shards(
     arch: ModelArch, layout: ParallelLayout, value_head: bool, itemsize: int, shard_bytes: int = _SHARD_BYTES
 ) -> list[Shard]:
-    """Which tensor goes to which file. A tensor is written by the first stage that holds it."""
+    """Assign every tensor to a file. A tensor is written by the first stage that holds it."""
     shapes = hf_tensors(arch, value_head)
     written: set[str] = set()
     parts: list[tuple[int, list[str]]] = []
-    # One rank for each stage: it names everything that the ranks of the stage hold together.
+    # One rank of each stage is enough: its pieces name every tensor of the stage.
     stages = ParallelLayout(layout.pp, pp=layout.pp, vpp=layout.vpp, layers_per_stage=layout.layers_per_stage)
     for stage in range(layout.pp):
         size = shard_bytes + 1
@@ -118,7 +118,7 @@ def export_pretrained(
 
 
 def _on_all_ranks(step: Callable[[], None]) -> None:
-    """Run a step; where it fails on any rank, every rank raises, so that none is left waiting."""
+    """Run a step; if it fails on any rank, every rank raises, so that none is left waiting."""
     own: tuple[type, str] | None = None
     try:
         step()
@@ -165,11 +165,7 @@ def _write_stage(
 
 
 class _Gather:
-    """Assembles one Hugging Face tensor after the other on the first rank of this stage.
-
-    The parts travel over the host, in the world's group: a sender may wait until that rank has written a file, which would exceed
-    the limit of an exchange on the device.
-    """
+    """Assembly of one Hugging Face tensor after the other on the first rank of this stage."""
 
     def __init__(self, parameters: Mapping[str, Tensor], arch: ModelArch, groups: ProcessGroups, value_head: bool) -> None:
         layout = groups.layout
@@ -180,7 +176,7 @@ class _Gather:
         places: set[tuple[int, int, int]] = set()
         for rank in range(self.root, self.root + layout.ranks_per_stage):
             at = layout.coordinates(rank)
-            if (at.tp, at.etp, at.ep) not in places:  # the others hold copies
+            if (at.tp, at.etp, at.ep) not in places:  # dp and cp ranks hold copies
                 places.add((at.tp, at.etp, at.ep))
                 self.pieces[rank] = defaultdict(list)
                 for piece in megatron_pieces(arch, layout, rank, value_head):
@@ -198,7 +194,7 @@ class _Gather:
         for rank, by_name in self.pieces.items():
             pieces = [piece for piece in by_name.get(name, []) if piece.box not in given]
             if not pieces:
-                continue  # nothing of this tensor, or what an earlier rank has given already
+                continue  # no part of this tensor, or only copies of an earlier rank's
             given.update(piece.box for piece in pieces)
             sizes = [piece.box.area for piece in pieces]
             covered += sum(sizes)
@@ -206,6 +202,8 @@ class _Gather:
             if rank == self.rank:
                 values = torch.cat([self._take(piece).to(dtype).flatten() for piece in pieces]).cpu()
                 if not self.is_root:
+                    # Over the host, in the world's group: the root may be writing a file for longer than the time limit of an
+                    # exchange on the device.
                     dist.send(values, self.root)
             elif self.is_root:
                 values = torch.empty(sum(sizes), dtype=dtype)

@@ -1,7 +1,6 @@
-"""Reads a Hugging Face checkpoint into a built model: each rank reads the rectangles it holds, straight from safetensors.
+"""Import of a Hugging Face checkpoint into a built model: each rank reads the rectangles it holds from safetensors.
 
-Nothing is unpickled. What stands where is `weight_map.py`; this file knows how checkpoints spell names and where value heads come
-from.
+Nothing is unpickled. `weight_map.py` places the rectangles; this file knows the spellings of names and the sources of value heads.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class _Slice(Protocol):
 
 
 class CheckpointReader:
-    """The tensors of a checkpoint directory (model.safetensors, or shards with an index) by their text-only names."""
+    """Tensors of a checkpoint directory (model.safetensors, or shards with an index) by their text-only names."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -53,11 +52,11 @@ class CheckpointReader:
         self._open: dict[str, Any] = {}
 
     def find(self, name: str) -> str | None:
-        """The spelling under which this checkpoint has the tensor, or None."""
+        """The tensor's name in this checkpoint, or None."""
         return next((spelling for spelling in _spellings(name) if spelling in self._files), None)
 
     def slice(self, name: str, shape: Iterable[int]) -> tuple[_Slice, str]:
-        """Lazy slice of a tensor and the place for messages. ValueError where it is missing or has another shape."""
+        """Lazy slice of a tensor, and its file and name for messages. ValueError if it is missing or has another shape."""
         spelling = self.find(name)
         if spelling is None:
             raise ValueError(f"{self.path}: tensor {name} is missing ({len(self._files)} tensors in the checkpoint)")
@@ -100,7 +99,8 @@ def _tensor_files(path: Path) -> dict[str, str]:
 
 
 def _spellings(name: str) -> tuple[str, ...]:
-    """Text-only name first, then Mistral3ForConditionalGeneration as on the hub and in transformers 5, then base models."""
+    """Possible names of a tensor: text-only, then Mistral3ForConditionalGeneration's on the hub and in transformers 5, then those
+    of base models."""
     bare = name.removeprefix("model.")
     return name, f"language_model.{name}", f"model.language_model.{bare}", bare
 
@@ -137,7 +137,7 @@ def load_pretrained(
 
 
 def read_box(source: _Slice, box: Box) -> Tensor:
-    """A rectangle of a safetensors slice, 2-D (a 1-D tensor is one column)."""
+    """Read a rectangle of a safetensors slice as 2-D (a 1-D tensor is one column)."""
     if len(source.get_shape()) == 1:
         return source[box.r0 : box.r1].view(-1, 1)
     return source[box.r0 : box.r1, box.c0 : box.c1]
@@ -149,7 +149,7 @@ def _place(parameter: Tensor, piece: Piece, values: Tensor) -> None:
 
 
 def _check_tied(reader: CheckpointReader, arch: ModelArch, pieces: list[Piece]) -> None:
-    """A checkpoint that says tied but carries a different output projection would lose it silently."""
+    """Raise ValueError for a checkpoint that claims tied embeddings but has another output projection, which would be lost."""
     if reader.find(OUTPUT) is None:
         return
     shape = (arch.vocab_size, arch.hidden_size)
@@ -165,7 +165,7 @@ def _fill_value_head(weight: Tensor, arch: ModelArch, reader: CheckpointReader, 
     if source == "zero":
         weight.zero_()
     elif source == "normal":
-        # The same on every tp rank, whatever the device: drawn on the host from the seed.
+        # Drawn on the host from the seed: the same on every tp rank and any device.
         generator = torch.Generator().manual_seed(seed)
         weight.copy_(torch.randn(1, arch.hidden_size, generator=generator) * (arch.hidden_size + 1) ** -0.5)
     else:

@@ -1,4 +1,4 @@
-"""Which transformer layers a run uses: TransformerEngine's, or Megatron-core's own with our norm and attention.
+"""Choice of transformer layers: TransformerEngine's, or Megatron-core's own with our norm and attention.
 
 Both have the same parameter names and shapes, so weights and checkpoints are interchangeable, and roles of one run may differ.
 """
@@ -20,9 +20,9 @@ _INSTALL = "scripts/install_transformer_engine.sh builds it for this torch"
 
 @functools.cache
 def transformer_engine_fault() -> str | None:
-    """Why TransformerEngine's layers cannot be built here, in one line with its fix; None where they can.
+    """Reason why TransformerEngine's layers cannot be built here, in one line with the fix; None if they can.
 
-    Imports it, and Megatron-core after it, which takes seconds where it is installed.
+    Imports it, and Megatron-core after it: seconds if it is installed.
     """
     fault = import_fault()
     if fault is not None:
@@ -33,8 +33,8 @@ def transformer_engine_fault() -> str | None:
 
 
 def choose_implementation(requested: Requested, device_type: str) -> Implementation:
-    """auto takes TransformerEngine on a GPU where it works. ValueError where it is asked for and cannot work."""
-    fault = transformer_engine_fault()  # whatever is requested: it has to come before the import of Megatron-core
+    """Resolve `auto`: TransformerEngine on a GPU if it works. ValueError if it is requested and cannot work."""
+    fault = transformer_engine_fault()  # for any request: TransformerEngine must be imported before Megatron-core
     if requested == "transformer_engine" and device_type != "cuda":
         raise ValueError("model.impl = transformer_engine: it needs a CUDA device; set model.impl=local, or auto")
     if requested == "transformer_engine" and fault is not None:
@@ -45,16 +45,14 @@ def choose_implementation(requested: Requested, device_type: str) -> Implementat
 
 
 def implementation_of_role(chosen: Implementation, requested: Requested, dtype: str) -> Implementation:
-    """Layers of a role in `dtype` ("bf16", "fp32") of a run that chose `chosen`: under auto a role in fp32 has local ones.
-
-    TransformerEngine's fused attention is for half precision. In fp32 it pads every sequence to the longest and writes out the
-    scores, has no context parallelism, and multiplies in TF32.
-    """
+    """Layers of a role in `dtype` ("bf16", "fp32") of a run that chose `chosen`: under auto a role in fp32 has local ones."""
+    # TransformerEngine's fused attention is for half precision. In fp32 it pads every sequence to the longest and materialises
+    # the scores, has no context parallelism, and multiplies in TF32.
     return "local" if requested == "auto" and dtype == "fp32" else chosen
 
 
 def implementation_notes(requested: Requested, device_type: str, dtypes: Mapping[str, str]) -> Iterator[str]:
-    """Lines on layers that are others than one would expect. dtypes: role -> "bf16" or "fp32"."""
+    """Notes, one line each, on a GPU run's layers that are not the expected ones. dtypes: role -> "bf16" or "fp32"."""
     if device_type != "cuda" or requested == "local":
         return
     fault = transformer_engine_fault()

@@ -1,7 +1,7 @@
-"""The Megatron model of any rank of any world, built on the meta device in this one process: shapes without memory or peers.
+"""Megatron model of any rank of any world, built on the meta device in one process: shapes without memory or peers.
 
 Megatron-core builds its modules by the sizes of process groups and the rank in them. A fake process group (of torch's own tests)
-answers for a world of any size, so that what is counted is the model that the rank would really build.
+stands for a world of any size, so the parameters counted are those of the model that the rank would build.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ def meta_model(
     value_head: bool = False,
     implementation: Implementation = "local",
 ) -> Iterator[Sequence[PackedModel]]:
-    """The model chunks of `rank`, on the meta device. ValueError where the layout does not fit the architecture.
+    """Build the model chunks of `rank` on the meta device. ValueError if the layout does not fit the architecture.
 
-    Needs a process without a default process group; the fake one is gone afterwards. A GPU is neither needed nor touched.
+    Needs a process without a default process group; the fake one is removed afterwards. Does not touch a GPU.
     """
-    # Imported here: it is torch's, but not public, and nothing but this needs it.
+    # Imported here: a private module of torch, used nowhere else.
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     cpu.install()

@@ -1,8 +1,8 @@
 """Mixture of experts (qwen3_moe): the MLP of a sparse layer, its router with a balancing loss per sequence, and load statistics.
 
 Dispatch and experts are Megatron-core's (alltoall; one MLP per expert, or TransformerEngine's grouped GEMM). The router is ours:
-Megatron balances a micro-batch, whose loss changes with every way to cut a batch, so here the unit is the sequence. What the loss
-weighs and what the statistics are used for is the engine's business (`RouterState`).
+Megatron balances a micro-batch, so its loss changes with the split of a batch; here the unit is the sequence. The engine sets the
+weight of the loss and uses the statistics (`RouterState`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from megappo.parallel.layout import ParallelLayout
 def moe_config(arch: ModelArch, layout: ParallelLayout) -> dict[str, Any]:
     """Arguments of TransformerConfig that a mixture of experts adds; empty for a dense model.
 
-    ValueError where the layout does not fit the experts.
+    ValueError if the layout does not fit the experts.
     """
     check_ep(arch, layout.ep, layout.etp)
     moe = arch.moe
@@ -48,7 +48,7 @@ def moe_config(arch: ModelArch, layout: ParallelLayout) -> dict[str, Any]:
         "moe_ffn_hidden_size": moe.ffn_size,
         "moe_layer_freq": [int(arch.is_sparse(layer)) for layer in range(arch.num_layers)],
         "moe_router_score_function": "softmax",
-        # Softmax over the chosen logits is softmax over all, normalised to the chosen.
+        # Softmax over the chosen logits equals softmax over all, normalised over the chosen.
         "moe_router_pre_softmax": not moe.norm_topk_prob,
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
@@ -58,7 +58,7 @@ def moe_config(arch: ModelArch, layout: ParallelLayout) -> dict[str, Any]:
 
 
 def moe_submodule(implementation: Implementation) -> ModuleSpec:
-    """The MLP of a sparse layer; its layer must be a `SparseLayer`."""
+    """Spec of the MLP of a sparse layer; its layer must be a `SparseLayer`."""
     if implementation == "transformer_engine":
         from megatron.core.extensions.transformer_engine import TEColumnParallelGroupedLinear, TERowParallelGroupedLinear
 
@@ -71,7 +71,7 @@ def moe_submodule(implementation: Implementation) -> ModuleSpec:
 
 
 class SparseLayer(TransformerLayer):
-    """Layer whose router knows the sequences of the micro-batch, in the first forward and in a recomputed one alike."""
+    """Layer that gives its router the sequences of the micro-batch, also in a recomputed forward."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         mlp: Any = self.mlp  # of `moe_submodule`
@@ -81,10 +81,10 @@ class SparseLayer(TransformerLayer):
 
 @dataclass(frozen=True)
 class RouterLoad:
-    """What the routers of one rank saw in a training pass; sums over the ranks of a role are those of the whole batch.
+    """Load of one rank's routers in a training pass; summed over the ranks of a role it is that of the whole batch.
 
     tokens: [layers, experts] float64, real tokens sent to each expert. loss: [layers] float64, sum of the sequences' balancing
-    losses, neither divided by their number nor weighed. Rows of dense layers and of other stages are 0.
+    losses, neither divided by their number nor weighted. Rows of dense layers and of other stages are 0.
     """
 
     tokens: Tensor
@@ -92,7 +92,7 @@ class RouterLoad:
 
 
 class RouterState:
-    """Shared by the routers of one model: weight of the balancing loss in the pass in progress, and the load seen in it."""
+    """State shared by the routers of one model: weight of the balancing loss in the current pass, and the load in it."""
 
     def __init__(self, num_layers: int, num_experts: int, device: torch.device) -> None:
         self._load = RouterLoad(
@@ -139,21 +139,21 @@ class SequenceRouter(Router):
 
         L_b = sum_i f_i P_i,  f_i = E / (K T_b) * (tokens of b that chose expert i),  P_i = mean over b of the score of expert i
 
-    Padding counts nowhere. A sequence may be spread over tp and cp ranks: they add up their choices, and each takes the gradient
-    of its own tokens' scores, so the gradients of the ranks add up to that of the whole.
+    Padding is ignored. A sequence may be spread over tp and cp ranks: they sum their choices, and each takes the gradient of its
+    own tokens' scores, so the ranks' gradients add up to the sequence's.
     """
 
     def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None) -> None:
         super().__init__(config, pg_collection)
         if not config.use_cpu_initialization:
-            # Megatron creates this one weight on the host and moves it at the first forward, after DDP took its gradient buffers.
+            # Megatron creates this weight on the host and moves it at the first forward: too late for DDP's gradient buffers.
             self.weight.data = self.weight.data.to(torch.cuda.current_device())
         self.state: RouterState | None = None
         self._packed: PackedSequences | None = None
 
     @contextmanager
     def within(self, packed: PackedSequences) -> Iterator[None]:
-        """Inside, tokens are those of this micro-batch."""
+        """Route the tokens of this micro-batch inside the context."""
         self._packed = packed
         try:
             yield
@@ -161,14 +161,14 @@ class SequenceRouter(Router):
             self._packed = None
 
     def forward(self, input: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """This rank's tokens [t, 1, H] -> weight of each expert [t, experts] fp32, 0 where not chosen, and the choice, bool."""
+        """This rank's tokens [t, 1, H] -> weight of each expert [t, experts] fp32, 0 if not chosen, and the choice, bool."""
         return self.routing(_RouterLinear.apply(input.flatten(0, -2), self.weight))
 
     def routing(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         probs, chosen = topk_routing_with_score_function(
             logits, self.config.moe_router_topk, use_pre_softmax=self.config.moe_router_pre_softmax
         )
-        # A forward whose activations are recomputed runs without gradients first: it counts once.
+        # Under recomputation the first forward runs without gradients: only the second counts.
         if self.training and torch.is_grad_enabled() and self.state is not None:
             probs = self._balance(self.state, logits, probs, chosen)
         return probs, chosen
@@ -201,7 +201,7 @@ class SequenceRouter(Router):
 
 
 def local_sequences(packed: PackedSequences, tp: int, tp_rank: int, num_tokens: int) -> tuple[Tensor, Tensor]:
-    """([t] int64 sequence of each token of this rank, [t] bool whether it is real), t = num_tokens = T / cp / tp.
+    """([t] int64 sequence of each token of this rank, [t] bool true if it is not padding), t = num_tokens = T / cp / tp.
 
     tp: ranks over which sequence parallelism cuts the tokens of a cp rank.
     """
@@ -217,9 +217,9 @@ def local_sequences(packed: PackedSequences, tp: int, tp_rank: int, num_tokens: 
 
 
 class _RouterLinear(torch.autograd.Function):
-    """x @ weight^T in fp32 from tensors of any dtype, saving them as they are: [t, H], [experts, H] -> [t, experts] fp32.
+    """x @ weight^T in fp32 from tensors of any dtype, saved in that dtype: [t, H], [experts, H] -> [t, experts] fp32.
 
-    Megatron's own calls TransformerEngine's GEMM, without which it fails.
+    Megatron's own fails without TransformerEngine, whose GEMM it calls.
     """
 
     @staticmethod
@@ -235,7 +235,7 @@ class _RouterLinear(torch.autograd.Function):
 
 
 class _AttachLoss(torch.autograd.Function):
-    """x unchanged; in the backward the loss takes the gradient `scale`, as if scale * loss had been added to the model's loss."""
+    """Identity on x; in the backward the loss gets the gradient `scale`, as if scale * loss had been added to the model's loss."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor, scale: float) -> Tensor:
@@ -246,15 +246,15 @@ class _AttachLoss(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         (grad,) = grads
         dtype, device = ctx.like
-        # Filled on the device: a copy from the host would wait for it in every layer.
+        # Filled on the device: a copy from the host would synchronise in every layer.
         return grad, torch.full((), ctx.scale, dtype=dtype, device=device), None
 
 
 def mark_experts(model: torch.nn.Module) -> None:
-    """Make DDP and the optimizer treat expert weights by the expert groups, whatever the sizes.
+    """Make DDP and the optimizer reduce expert weights over the expert groups, for any sizes.
 
-    Megatron does so only where ep > 1. With ep = 1 and etp < tp under sequence parallelism the tp ranks hold copies of an expert
-    that saw different tokens: reduced over the dense data-parallel group, their gradients would stay apart. The second mark keeps
+    Megatron does so only if ep > 1. With ep = 1 and etp < tp under sequence parallelism the tp ranks hold copies of an expert
+    that saw different tokens: reduced over the dense data-parallel group, their gradients would differ. The second mark keeps
     the gradient norm from dropping the experts of all tp ranks but the first as copies.
     """
     for module in model.modules():

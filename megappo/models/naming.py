@@ -43,7 +43,7 @@ def _canonical(chunk: PackedModel) -> Iterator[tuple[str, torch.nn.Parameter]]:
 def expert_name(inside: str, first: int) -> str:
     """Name of an expert's tensor inside its layer, in either implementation -> canonical.
 
-    first: number of this rank's first expert. ValueError where it is no such name.
+    first: number of this rank's first expert. ValueError for any other name.
     """
     if match := _SEQUENTIAL_EXPERT.match(inside):
         local, tensor = int(match[1]), match[2]

@@ -1,8 +1,7 @@
 """RMSNorm for Megatron's local layer spec.
 
-Megatron wraps torch.nn.RMSNorm, which cannot be used under sequence parallel: its weight is not marked, so the partial gradients
-of the tp ranks would never be summed. Rounds like transformers and vLLM: normalise in fp32, round to the activation's dtype, then
-scale.
+Megatron wraps torch.nn.RMSNorm, whose weight is not marked for sequence parallel: the partial gradients of the tp ranks would
+never be summed. Rounds like transformers and vLLM: normalise in fp32, round to the activation's dtype, then scale.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Places of the rectangles of Hugging Face tensors in the parameters of a rank.
 
-The one description that import, export, the bridge and every engine share. A Piece is a 2-D box of an HF tensor and its place in
-a local tensor; 1-D tensors are [n, 1]. `megatron_pieces` in `weight_map.py` writes those of a Megatron rank. Pure values, no
-Megatron, no vLLM.
+Import, export, the bridge and every engine share this description. A Piece is a 2-D box of an HF tensor and its place in a local
+tensor; 1-D tensors are [n, 1]. `megatron_pieces` in `weight_map.py` makes those of a Megatron rank. Pure values, no Megatron, no
+vLLM.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Box(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """`box` of HF tensor `hf` stands at (row, col) of local tensor `local`; `slot` is the leading index of a 3-D local tensor."""
+    """`box` of HF tensor `hf` at (row, col) of local tensor `local`; `slot` is the leading index of a 3-D local tensor."""
 
     hf: str
     box: Box
@@ -50,7 +50,7 @@ class Piece(NamedTuple):
 
 
 RankPieces = Mapping[int, Sequence[Piece]]
-"""Rank -> what it holds. Ranks that hold copies have equal pieces."""
+"""Rank -> its pieces. Ranks that hold copies have equal pieces."""
 
 
 def as_2d(tensor: torch.Tensor) -> torch.Tensor:

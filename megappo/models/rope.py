@@ -1,4 +1,4 @@
-"""Rotary position embedding of packed sequences: frequencies, the table of one micro-batch, and the rotation itself.
+"""Rotary position embedding of packed sequences: frequencies, the table of one micro-batch, and the rotation.
 
 Frequencies follow transformers' modeling_rope_utils operation by operation in fp32, so the two agree bit for bit. Megatron's own
 rotary modules are not used: they recompute cos and sin for q and k in every layer and cannot express all of these types.

@@ -1,8 +1,8 @@
-"""One weight map for all model families: which rectangle of which Hugging Face tensor stands where in a Megatron rank.
+"""Weight map of all model families: the place of every rectangle of a Hugging Face tensor in a Megatron rank.
 
 Import, export, the bridge and the memory plan all read the rules of the family through it. Pure arithmetic. Hugging Face names
-are those of the text-only architecture (`model.layers.0...`); `hf_import.py` knows how other files spell them. Outside the
-layers all families have the same tensors.
+are those of the text-only architecture (`model.layers.0...`); `hf_import.py` knows other spellings. Outside the layers all
+families have the same tensors.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def hf_layer(layer: int) -> str:
 
 
 def local_layer(layer: int) -> str:
-    """Prefix of a layer's parameters; the number is global, whatever stage and chunk hold it."""
+    """Prefix of a layer's parameters. layer: global number over all stages and chunks, from 0."""
     return f"decoder.layers.{layer}."
 
 
@@ -35,7 +35,7 @@ def layer_rules(arch: ModelArch, layer: int) -> tuple[Rule, ...]:
 
 
 def expert_rules(arch: ModelArch, expert: int) -> tuple[Rule, ...]:
-    """Rules of one expert of a layer; its number is global, whatever rank holds it."""
+    """Rules of one expert of a layer. expert: global number, from 0."""
     experts = FAMILIES[arch.family].experts
     assert experts is not None, f"{arch.family} has no experts"
     return experts.rules(expert)
@@ -49,7 +49,7 @@ def rank_experts(arch: ModelArch, ep: int, ep_rank: int) -> range:
 
 
 def _rank_rules(arch: ModelArch, layout: ParallelLayout, at: Coordinates, layer: int) -> Iterator[tuple[Rule, int, int]]:
-    """(rule, over how many ranks its tensor is cut, this rank among them) of every tensor of a layer that a rank holds."""
+    """(rule, number of ranks that shard its tensor, this rank's index among them) of every tensor of a layer on a rank."""
     for rule in layer_rules(arch, layer):
         yield rule, layout.tp, at.tp
     if arch.is_sparse(layer):
@@ -59,7 +59,7 @@ def _rank_rules(arch: ModelArch, layout: ParallelLayout, at: Coordinates, layer:
 
 
 def hf_tensors(arch: ModelArch, value_head: bool = False) -> dict[str, Shape]:
-    """Every tensor of the Hugging Face checkpoint; a value model has `score.weight` in place of the output projection."""
+    """Every tensor of the Hugging Face checkpoint by name; a value model has `score.weight` in place of the output projection."""
     tensors: dict[str, Shape] = {EMBEDDING: (arch.vocab_size, arch.hidden_size)}
     for layer in range(arch.num_layers):
         rules = list(layer_rules(arch, layer))
@@ -76,7 +76,7 @@ def hf_tensors(arch: ModelArch, value_head: bool = False) -> dict[str, Shape]:
 
 
 def local_shapes(arch: ModelArch, layout: ParallelLayout, rank: int, value_head: bool = False) -> dict[str, Shape]:
-    """Parameters of one rank by canonical name (`naming.py`). ValueError where the layout does not fit the architecture."""
+    """Parameters of one rank by canonical name (`naming.py`). ValueError if the layout does not fit the architecture."""
     check_tp(arch, layout.tp)
     check_ep(arch, layout.ep, layout.etp)
     at = layout.coordinates(rank)
@@ -97,10 +97,10 @@ def local_shapes(arch: ModelArch, layout: ParallelLayout, rank: int, value_head:
 
 
 def megatron_pieces(arch: ModelArch, layout: ParallelLayout, rank: int, value_head: bool = False) -> list[Piece]:
-    """Where every Hugging Face rectangle stands in the parameters of one rank, by their canonical names (`naming.py`).
+    """Place of every Hugging Face rectangle in the parameters of one rank, by canonical name (`naming.py`).
 
     Elements of a local tensor that no piece covers are vocabulary padding, which is zero. With tied embeddings and pp > 1 the
-    last stage holds its own copy of the embedding as output layer. ValueError where the layout does not fit the architecture.
+    last stage holds its own copy of the embedding as output layer. ValueError if the layout does not fit the architecture.
     """
     check_tp(arch, layout.tp)
     check_ep(arch, layout.ep, layout.etp)
@@ -125,7 +125,7 @@ def megatron_pieces(arch: ModelArch, layout: ParallelLayout, rank: int, value_he
 
 
 def pieces_by_rank(arch: ModelArch, layout: ParallelLayout, value_head: bool = False) -> dict[int, list[Piece]]:
-    """`megatron_pieces` of every rank of the layout. Ranks at the same place of different replicas share one list."""
+    """`megatron_pieces` of every rank of the layout. Ranks that hold copies (dp, cp) share one list."""
     by_place: dict[tuple[int, int, int, int], list[Piece]] = {}
     pieces = {}
     for rank in range(layout.world_size):
@@ -139,5 +139,5 @@ def pieces_by_rank(arch: ModelArch, layout: ParallelLayout, value_head: bool = F
 
 def _vocab_piece(arch: ModelArch, tp: int, tp_rank: int, hf: str, local: str) -> list[Piece]:
     start, rows = vocab_shard(arch, tp, tp_rank)
-    # A rank that holds padding only has no piece.
+    # A rank with nothing but vocabulary padding has no piece.
     return [Piece(hf, Box(start, start + rows, 0, arch.hidden_size), local, 0, 0)] if rows else []

@@ -1,7 +1,7 @@
-"""How a tensor of a Megatron layer is made of Hugging Face tensors, and the rules that several families share.
+"""Rules that assemble a tensor of a Megatron layer from Hugging Face tensors; those that several families share.
 
-A rule describes one local tensor for any tensor parallel size. `weight_map.py` puts the rules of a family together into the
-tensors of a rank. Pure arithmetic; names are relative to the layer.
+A rule describes one local tensor for any tensor parallel size. `weight_map.py` applies a family's rules to the tensors of a rank.
+Pure arithmetic; names are relative to the layer.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Part = tuple[str, Box, int, int]
 
 
 class Rule(Protocol):
-    """How one local tensor of a layer is made of Hugging Face tensors. It is cut over tp ranks, an expert's over etp ranks."""
+    """One local tensor of a layer in terms of Hugging Face tensors. Sharded over tp ranks, an expert's over etp ranks."""
 
     @property
     def local(self) -> str: ...
@@ -121,7 +121,7 @@ class GateUp:
 
 @dataclass(frozen=True)
 class RowParallel:
-    """Output projection whose input columns are cut over tp; `inputs` names what the columns are."""
+    """Output projection with input columns sharded over tp; `inputs` names the columns' source."""
 
     local: str
     name: str
