@@ -1,6 +1,6 @@
-"""Holds one measurement against another: the largest difference of every quantity, and whether it is within bounds.
+"""Comparison of two measurements: the largest difference of every quantity, and its tolerance.
 
-Pure arithmetic on what `measure.py` returns.
+Pure arithmetic on the results of `measure.py`.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from torch import Tensor
 from megappo.verify.gather import Gathered
 from megappo.verify.measure import Measured
 
-# fp32: a few hundred additions in another order, of numbers of order 1 (tensors: relative to their largest element).
+# fp32: rounding of a few hundred additions in another order, of numbers of order 1 (tensors: relative to their largest element).
 TOLERANCE = 1e-5
-# Adam turns the rounding of small gradients into parts of a step, step after step.
+# Ten times looser: Adam amplifies the rounding of small gradients to fractions of a step, and the steps add up.
 PARAMETER_TOLERANCE = 1e-4
 
 GRADIENTS, PARAMETERS = "gradients", "parameters"
@@ -25,7 +25,7 @@ GRADIENTS, PARAMETERS = "gradients", "parameters"
 
 @dataclass(frozen=True)
 class Difference:
-    """The largest difference of one quantity. where: the step and entry, the metric, or the tensor that has it.
+    """Largest difference of one quantity. where: its step and entry, metric, or tensor.
 
     relative: |a - b| / max(1, |b|) of the worst number; of a gradient or parameter max |a - b| / max |b| of the worst tensor. NaN
     where either measurement has one.
@@ -46,9 +46,9 @@ class Difference:
 def compare(
     measured: Measured, baseline: Measured, tolerance: float = TOLERANCE, parameter_tolerance: float = PARAMETER_TOLERANCE
 ) -> list[Difference]:
-    """One entry for each quantity of each role of `baseline`, in its order; both measurements are of the same rollouts.
+    """Compare each quantity of each role of `baseline`, in its order; both measurements are of the same rollouts.
 
-    Gradients and parameters are compared where both have them, and then also the copies that several ranks of `measured` hold.
+    Gradients and parameters are compared if both have them, together with the copies on several ranks of `measured`.
     """
     differences: list[Difference] = []
     for role, expected in baseline.items():
@@ -65,14 +65,14 @@ def compare(
 
 
 def worst(differences: Sequence[Difference]) -> Difference:
-    """The one furthest beyond (or nearest to) its tolerance; NaN is beyond everything."""
+    """The difference furthest beyond (or nearest to) its tolerance; NaN is beyond any."""
     return max(differences, key=lambda d: math.inf if math.isnan(d.relative) else d.relative / d.tolerance)
 
 
 def _of_numbers(
     role: str, quantity: str, found: Mapping[str, Sequence[Tensor]], expected: Mapping[str, Sequence[Tensor]], tolerance: float
 ) -> Difference:
-    """Over named series of steps, each a tensor of numbers of order 1."""
+    """Largest difference over named series of steps, each a tensor of numbers of order 1."""
     candidates = [
         _of_step(role, quantity, f"{name} step {step}".strip(), a, b, tolerance)
         for name, steps in expected.items()
@@ -85,7 +85,7 @@ def _of_step(role: str, quantity: str, where: str, a: Tensor, b: Tensor, toleran
     assert a.shape == b.shape, f"{role} {quantity}, {where}: {tuple(a.shape)} and {tuple(b.shape)}"
     absolute = (a.double() - b.double()).abs().flatten()
     relative = absolute / b.double().abs().flatten().clamp(min=1.0)
-    index = int(relative.argmax())  # NaN is the largest
+    index = int(relative.argmax())  # argmax treats NaN as the largest
     place = ", ".join(str(int(i)) for i in torch.unravel_index(torch.tensor(index), a.shape))
     return Difference(role, quantity, f"{where} [{place}]", float(absolute[index]), float(relative[index]), tolerance)
 
@@ -93,7 +93,7 @@ def _of_step(role: str, quantity: str, where: str, a: Tensor, b: Tensor, toleran
 def _of_tensors(
     role: str, quantity: str, found: Gathered | None, expected: Gathered | None, tolerance: float
 ) -> Iterator[Difference]:
-    """The worst tensor, and the worst copy."""
+    """Differences of the worst tensor and of the worst copy."""
     if found is None or expected is None:
         return
     by_name = {name: float((found.tensors[name] - b).abs().max()) for name, b in expected.tensors.items()}
@@ -103,7 +103,7 @@ def _of_tensors(
 
 
 def _ratio(size: float, tensor: Tensor) -> float:
-    """Relative to the largest element. A tensor of zeros (an expert that no token reached) must stay one."""
+    """`size` relative to the largest element. A tensor of zeros (an expert that no token reached) must stay zeros."""
     largest = float(tensor.abs().max())
     if math.isnan(size) or math.isnan(largest):
         return math.nan

@@ -1,7 +1,7 @@
-"""The small run without its features, on one rank, which it is held against; and with one of them at a time.
+"""The baseline of a small run (one rank, no features), and the same with one feature at a time.
 
-A feature is whatever must not change the numbers: an axis of a layout, data parallelism, recomputation, offload, the distributed
-optimizer, the token budget of a micro-batch, the kernels.
+A feature is a setting that must not change the numbers: an axis of a layout, data parallelism, recomputation, offload,
+the distributed optimizer, the token budget of a micro-batch, the kernels.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ DISTRIBUTED, DP, KERNELS = "optimizer.distributed", "dp", "kernels"
 
 
 def on_one_rank(run: Run) -> Run:
-    """The same without anything that cuts, shards, recomputes or offloads, by the reference ops: the numbers to agree with."""
+    """The baseline: the same run without parallelism, sharding, recomputation or offload, by the reference ops."""
     plain = {role: _plain(run.config, role) for role in roles_in_use(run.config)}
     return Run(run.config.model_copy(update={**plain, KERNELS: "reference"}), 1)
 
 
 def features(config: TrainConfig, role: str, world_size: int) -> list[str]:
-    """What `on_one_rank` takes from this role."""
+    """Features that `on_one_rank` removes from this role."""
     section, plain = getattr(config, role), _plain(config, role)
     parallel = section.parallel
     found = [axis for axis in _AXES if getattr(parallel, axis) != getattr(plain.parallel, axis)]
@@ -49,7 +49,7 @@ def features(config: TrainConfig, role: str, world_size: int) -> list[str]:
 
 
 def one_at_a_time(run: Run) -> dict[str, Run]:
-    """Feature -> the run on one rank with this feature alone (and what it cannot be without), of the features that `run` has."""
+    """Feature -> the baseline with this feature alone (and the settings it requires), for the features of `run`."""
     used = {role: features(run.config, role, run.world_size) for role in roles_in_use(run.config)}
     alone = on_one_rank(run).config
     runs: dict[str, Run] = {}
@@ -92,7 +92,7 @@ def _with_feature(config: TrainConfig, role: str, feature: str | None) -> RoleCo
 def _one_axis(parallel: ParallelConfig, axis: str, arch: ModelArch) -> ParallelConfig:
     keys = {"sequence_parallel": ("tp", "sequence_parallel"), "vpp": ("pp", "vpp")}.get(axis, (axis,))
     if axis in ("pp", "vpp") and parallel.layers_per_stage:
-        keys = ("pp", "vpp", "layers_per_stage")  # the layers may not divide in another way
+        keys = ("pp", "vpp", "layers_per_stage")  # pp alone may not divide the layers
     if axis == "tp" and arch.moe is not None:
-        keys = ("tp", "sequence_parallel")  # experts need it
+        keys = ("tp", "sequence_parallel")  # tp with experts requires sequence parallel
     return ParallelConfig.model_validate({key: getattr(parallel, key) for key in keys})

@@ -1,7 +1,7 @@
-"""Assembles sharded tensors under their Hugging Face names on rank 0, and says how far their copies disagree.
+"""Assembly of sharded tensors under their Hugging Face names on rank 0, with the largest difference of their copies.
 
-For models small enough to be compared whole. Export (`models/hf_export.py`) writes large ones tensor by tensor and reads one copy
-of each.
+For models small enough to be compared whole. Export (`models/hf_export.py`) writes large ones tensor by tensor, from one copy of
+each.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ from megappo.models.weight_map import hf_tensors
 
 @dataclass(frozen=True)
 class Gathered:
-    """tensors: Hugging Face name -> whole tensor, fp32 on the host. spread: name -> largest difference of its copies; a copy is
-    what tp, cp, dp, edp ranks or both ends of a pipeline with tied embeddings hold alike. Both empty on ranks other than 0.
+    """Assembled tensors of a role; both fields are empty on ranks other than 0.
+
+    tensors: Hugging Face name -> whole tensor, fp32 on the host. spread: name -> largest difference of its copies, which tp, cp,
+    dp, edp ranks or both ends of a pipeline with tied embeddings hold.
     """
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -54,7 +56,7 @@ def _part(tensor: Tensor, row: int, col: int, box: Box) -> Tensor:
 
 
 def _assemble(name: str, whole: Tensor, boxes: Mapping[Box, list[Tensor]]) -> tuple[Tensor, float]:
-    """The tensor of the first copies, and the largest difference of another copy. Boxes are equal or do not overlap."""
+    """The tensor from the first copy of each box, and the largest difference of another copy. Boxes are equal or disjoint."""
     covered = sum(box.area for box in boxes)
     assert covered == whole.numel(), f"{name}: pieces cover {covered} of {whole.numel()} elements"
     spread = 0.0

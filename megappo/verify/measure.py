@@ -1,7 +1,7 @@
-"""Replays recorded rollouts in given layouts through the trainer's own stages 4 to 6, and keeps everything that comes out.
+"""Replay of recorded rollouts in given layouts through the trainer's own stages 4 to 6; every result is recorded.
 
-The stages are those of `trainer/`, and the roles are built as for a run, with an engine around each trained engine that writes
-down what passes. `compare.py` holds two measurements against each other.
+The stages are those of `trainer/`, and the roles are built as for a run, with each trained engine wrapped in a recorder.
+`compare.py` compares two measurements.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from megappo.trainer.shaping import shape_advantages
 from megappo.trainer.updates import mini_batches, run_updates
 from megappo.verify.gather import Gathered, gather_tensors
 
-# Quantities of a role's updates, one number for each mini-batch.
+# Quantities of a role's updates, one number per mini-batch.
 LOSS, GRAD_NORM = "loss", "gradient norm"
 _LOSS_SUM = {"policy": "surrogate_sum", "critic": "loss_sum"}
 
 
 @dataclass
 class RoleMeasures:
-    """Numbers of one role. Per quantity one tensor for every step, in the order of the rollouts.
+    """Results of one role: per quantity one tensor for every step, in the order of the rollouts.
 
     values: per token [T] (logprobs, values, ...), per sequence [B] (bootstrap), or per mini-batch [updates] (loss, gradient
     norm). metrics: name -> [updates]; sums are divided by the loss's denominator. gradients: of the first mini-batch. parameters:
-    after the last step. Both are gathered on request, and there on rank 0 only; everything else is the same on every rank.
+    after the last step. Both are gathered on request, to rank 0 only; everything else is the same on every rank.
     """
 
     values: dict[str, list[Tensor]] = field(default_factory=dict)
@@ -45,7 +45,7 @@ class RoleMeasures:
     parameters: Gathered | None = None
 
     def add(self, quantity: str, numbers: Tensor) -> None:
-        """One step's numbers of a quantity."""
+        """Append one step's numbers of a quantity."""
         self.values.setdefault(quantity, []).append(numbers.double())
 
 
@@ -61,12 +61,13 @@ def measure(
     gradients: bool = False,
     parameters: bool = False,
 ) -> Measured:
-    """One PPO step for each rollout (as `verify/recording.py` makes them), the critic updated before the policy. Collective.
+    """Run one PPO step for each rollout (of `verify/recording.py`), the critic updated before the policy. Collective.
 
-    config: of models, layouts, roles and algorithm. engines: build the roles; the caller closes it. With `gradients` those of the
-    first mini-batch are gathered, which needs optimizer.distributed=false: the distributed optimizer leaves each rank with the
-    reduced sum of its own shard only. The factor of the KL stays at its first value.
+    config: models, layouts, roles and algorithm. engines: builds the roles; the caller closes it. gradients: also gather those of
+    the first mini-batch, which needs optimizer.distributed=false. parameters: also gather those after the last step. The KL
+    coefficient stays at its first value.
     """
+    # The distributed optimizer leaves each rank with the reduced sum of its own shard only.
     sharded = config.policy.optimizer.distributed or config.critic.optimizer.distributed
     assert not (gradients and sharded), "gradients are gathered without the distributed optimizer"
     algorithm, num_samples = config.algorithm, sum(batch.num_sequences for batch in rollouts)
@@ -105,7 +106,7 @@ _FIELDS = (
 
 
 class _RecordingEngines:
-    """The given factory, with a `_Recorder` around each engine that trains."""
+    """An engine factory that wraps each engine that trains in a `_Recorder`."""
 
     def __init__(self, engines: EngineFactory, measured: Measured, gradients: bool) -> None:
         self._engines, self._measured, self._gradients = engines, measured, gradients
@@ -123,7 +124,7 @@ class _RecordingEngines:
 
 
 class _Recorder:
-    """An engine that writes down the training passes and optimizer steps that go through it; otherwise the given engine."""
+    """An engine that records its training passes and optimizer steps; everything else is the wrapped engine's."""
 
     def __init__(self, engine: Engine, measures: RoleMeasures, gradients: bool) -> None:
         self._engine, self._measures, self._wants_gradients = engine, measures, gradients
@@ -155,7 +156,7 @@ class _Recorder:
         return result
 
     def end_step(self) -> None:
-        """The step's updates, one tensor for each metric."""
+        """Store the updates of the step, one tensor for each metric."""
         loss = _LOSS_SUM[self._engine.name]
         self._measures.add(LOSS, torch.stack([update[loss] for update in self._updates]))
         self._measures.add(GRAD_NORM, torch.tensor(self._norms, dtype=torch.float64))
@@ -169,7 +170,7 @@ class _Recorder:
 
 
 def _metrics(result: PassResult, denominator: float) -> dict[str, Tensor]:
-    """Sums per unit of the loss, maxima, and what the routers saw: all independent of the layout."""
+    """Sums per unit of the loss, maxima, and the routers' load: all independent of the layout."""
     metrics = {name: torch.tensor(value / denominator, dtype=torch.float64) for name, value in result.sums.items()}
     metrics |= {name: torch.tensor(value, dtype=torch.float64) for name, value in result.maxima.items()}
     if result.router is not None:

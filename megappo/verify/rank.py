@@ -1,4 +1,4 @@
-"""The process of one measuring rank: `python -m megappo.verify.rank FOLDER NAME...`."""
+"""Program of one measuring rank: `python -m megappo.verify.rank FOLDER NAME...`."""
 
 from __future__ import annotations
 

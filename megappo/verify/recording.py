@@ -1,8 +1,8 @@
-"""Synthetic recorded rollouts: what stage 2 would have handed on, drawn from a seed alone and so the same on every rank.
+"""Synthetic recorded rollouts: the output of stage 2, drawn from a seed alone and so the same on every rank.
 
-They hold what parity breaks on: several turns with tokens between them that the policy did not sample, responses cut by the
-length limit, responses of one token, and lengths that no parallel size divides. The fields are those of `trainer/experience.py`,
-and the score.
+They hold the cases on which parity breaks: several turns with tokens between them that the policy did not sample, responses cut
+by the length limit, responses of one token, and lengths that no parallel size divides. The fields are those of
+`trainer/experience.py`, and the score.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from torch import Generator, Tensor
 from megappo.config.schema import SamplingConfig
 from megappo.data.packing import NO_ID, PackedBatch, pack
 
-# Longest stretch of given and of sampled tokens in one turn.
+# Most given and most sampled tokens in one turn.
 _LONGEST_GIVEN, _LONGEST_SAMPLED, _MOST_TURNS = 7, 12, 3
-# Ids that a token was drawn from; more would be most of the small vocabularies.
+# Ids that a token was drawn from; more would be most of a small vocabulary.
 _MOST_KEPT = 8
 
 LONGEST_RESPONSE = _LONGEST_SAMPLED * _MOST_TURNS
-"""Most tokens that a response can have, for `rollout.max_response_tokens`."""
+"""Most tokens of a response, for `rollout.max_response_tokens`."""
 LONGEST_SEQUENCE = LONGEST_RESPONSE + _LONGEST_GIVEN * _MOST_TURNS
 
 
 class Turn(NamedTuple):
-    """Tokens that were given (prompt, or the answer of a tool) and then sampled."""
+    """Numbers of tokens that were given (prompt, or the answer of a tool) and then sampled."""
 
     given: int
     sampled: int
@@ -36,7 +36,7 @@ class Turn(NamedTuple):
 def record_rollouts(num_rollouts: int, *, sequences: int, vocab_size: int, seed: int = 0, kept: int = 0) -> list[PackedBatch]:
     """`num_rollouts` batches of `sequences` samples. Of four one has a one-token response, one several turns, one was cut.
 
-    Token fields: response_mask, rollout_logprob, and with `kept` ids at most that a token was drawn from the field of that name.
+    kept: most ids that a token was drawn from. Token fields: response_mask, rollout_logprob, and with kept > 0 also `kept`.
     Sequence fields: truncated, version, score.
     """
     generator = torch.Generator().manual_seed(seed)
@@ -45,7 +45,7 @@ def record_rollouts(num_rollouts: int, *, sequences: int, vocab_size: int, seed:
 
 
 def num_kept(sampling: SamplingConfig) -> int:
-    """`kept` of `record_rollouts` for a run that samples like this."""
+    """`kept` of `record_rollouts` for a run with this sampling."""
     return min(sampling.top_k, _MOST_KEPT) if sampling.truncates and sampling.replay_kept_tokens else 0
 
 
@@ -65,7 +65,7 @@ def _record(sequences: int, vocab_size: int, version: int, generator: Generator)
 
 
 def _kept(batch: PackedBatch, most: int, vocab_size: int, generator: Generator) -> Tensor:
-    """[T, most] int32: the sampled token and up to most - 1 other ids, NO_ID beyond and where nothing was sampled."""
+    """[T, most] int32: the sampled token and up to most - 1 other ids, then NO_ID; all NO_ID if the token was not sampled."""
     ids = torch.randint(0, vocab_size, (batch.num_tokens, most), generator=generator, dtype=torch.int32)
     ids[:, 0] = batch.tokens
     counts = torch.randint(1, most + 1, (batch.num_tokens, 1), generator=generator)
@@ -90,5 +90,5 @@ def _mask(turns: Sequence[Turn]) -> list[bool]:
 
 
 def _integers(low: int, high: int, count: int, generator: Generator) -> list[int]:
-    """`count` numbers of low..high-1."""
+    """`count` random numbers of low..high-1."""
     return torch.randint(low, high, (count,), generator=generator).tolist()

@@ -1,4 +1,4 @@
-"""The table of differences as text, and what to try first where numbers differ."""
+"""Table of differences as text, and the first thing to try if numbers differ."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from megappo.verify.features import DISTRIBUTED
 
 LEGEND = "[n]: token, sample (bootstrap values) or mini-batch (loss, gradient norm, metrics) of the step, counted from 0"
 
-# Stage by stage: what comes out wrong in one makes everything in the later ones wrong.
+# Stage by stage: a wrong result of one makes those of all later stages wrong.
 _FORWARD = ("logprobs", "entropies", "values", "bootstrap values")
 _EXPERIENCE = ("rewards", "advantages", "returns")
 
-# What turns a feature off, in the order in which to try: the rarer the feature, the likelier.
+# Settings that turn a feature off, in the order in which to try them: the rarer a feature, the likelier its fault.
 _WITHOUT: Mapping[str, str] = {
     "etp": "{role}.parallel.etp=1",
     "ep": "{role}.parallel.ep=1",
@@ -44,8 +44,9 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
 
 
 def first_cause(*steps: Sequence[Difference]) -> Difference | None:
-    """Of those that differ the one that the others may follow from: earlier steps come before later ones, and in a step forward
-    passes before advantages, these before gradients, these before what optimizer steps do.
+    """The difference beyond its tolerance that the others may follow from; None if all agree.
+
+    Earlier steps come first; within a step forward passes, then advantages, then gradients, then results of optimizer steps.
     """
     for differences in steps:
         differing = [d for d in differences if not d.agrees]
@@ -64,7 +65,7 @@ def _stage(difference: Difference) -> int:
 
 
 def bisection(alone: Mapping[str, Difference | None]) -> str:
-    """One row for each feature that was measured alone, with the first cause of what differs there."""
+    """One row for each feature that was measured alone, with its first difference."""
     rows = [(feature, "ok" if cause is None else f"DIFFERS: {describe(cause)}") for feature, cause in alone.items()]
     return aligned([("feature alone", "against one rank without it"), *rows])
 
@@ -77,8 +78,10 @@ def verdict(
     *,
     in_smaller_layouts: bool,
 ) -> str:
-    """One line. used: role -> its features (`features.features`). alone: what differs with one feature, if asked for.
-    in_smaller_layouts: an axis had to be given up for the ranks there are, so that agreement says nothing about it.
+    """Verdict and advice in one line.
+
+    used: role -> its features (`features.features`). alone: first difference with one feature, if measured. in_smaller_layouts: an
+    axis did not fit on the available ranks, so agreement says nothing about it.
     """
     breaking = [feature for feature, found in alone.items() if found is not None]
     if cause is None:
@@ -95,7 +98,7 @@ def _next_step(
         return f"so it does with {', '.join(breaking)} alone"
     if alone:
         return "no feature alone does that: try two at a time"
-    role = cause.role if cause.role in used else "critic"  # advantages and returns are made of its values
+    role = cause.role if cause.role in used else "critic"  # advantages and returns are computed from its values
     candidates = [override for feature, override in _WITHOUT.items() if feature in used[role]]
     first = f"try first {candidates[0].format(role=role)}, or " if candidates else ""
     return f"{first}--bisect for each feature alone"

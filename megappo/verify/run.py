@@ -1,6 +1,6 @@
-"""`megappo verify CONFIG`: a small version of the run, measured in its layout and on one rank, side by side.
+"""`megappo verify CONFIG`: a small version of the run, measured in its layout and on one rank, and compared.
 
-Starts the worlds one after the other, as `megappo train` starts its ranks, and reads what they wrote.
+Starts the worlds one after the other, as `megappo train` starts its ranks, and reads the files that they wrote.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ def verify(
     bisect: bool = False,
     rank_module: str = "megappo.verify.rank",
 ) -> int:
-    """Print the table and the verdict; returns 0 where all agrees, 1 where not, or the exit code of a rank that failed.
+    """Print the table and the verdict; returns 0 if all agrees, 1 if not, or the exit code of a rank that failed.
 
-    Parameters after the steps may differ ten times as much as the rest. rank_module: what every rank runs. ValueError, one line,
-    where the configuration cannot work.
+    Parameters after the steps may differ ten times as much as the rest. rank_module: the program of every rank. ValueError, one
+    line, if the configuration cannot work.
     """
     _check(config, device)
     if device == "cuda":
@@ -64,7 +64,7 @@ def verify(
 
 
 def _check(config: TrainConfig, device: Device) -> None:
-    """As `megappo plan`, on the run's own ranks or the fewest that it could have, but weights and data need not be there."""
+    """Check as `megappo plan`, for the run's own ranks or the fewest possible, but without weights and data."""
     ranks = config.run.num_ranks
     if ranks is None:
         replicas = config.rollout.tp if config.rollout.engine == "vllm" else 1
@@ -88,11 +88,12 @@ def _described(run: Run) -> list[str]:
 
 
 def _measure(runs: Mapping[str, Run], folder: Path, rank_module: str) -> int:
-    """Worlds of equal size are one. The largest goes first: the ranks of later ones get its number of threads."""
+    """Run all measurements, one world for each number of ranks. Returns the first exit code that is not 0."""
     worlds: dict[int, list[str]] = defaultdict(list)
     for name, run in runs.items():
         _file(folder, name, "json").write_text(run.config.model_dump_json(), encoding="utf-8")
         worlds[run.world_size].append(name)
+    # The largest first: the ranks of later worlds get its number of threads.
     for world_size in sorted(worlds, reverse=True):
         stems = [_file(folder, name, "json").stem for name in worlds[world_size]]
         code = start_ranks(world_size, [str(folder), *stems], module=rank_module)
@@ -120,13 +121,13 @@ def _report(run: Run, results: Mapping[str, Results], tolerance: float, *, in_sm
 
 
 def _differences(measured: Results, baseline: Results, tolerance: float) -> tuple[list[Difference], list[Difference]]:
-    """Of the first step with its gradients, and of all steps with the parameters after them."""
+    """Differences of the first step with its gradients, and of all steps with the parameters after them."""
     looser = tolerance * PARAMETER_TOLERANCE / TOLERANCE
     return compare(measured.first, baseline.first, tolerance, looser), compare(measured.steps, baseline.steps, tolerance, looser)
 
 
 def _rows(first: list[Difference], steps: list[Difference]) -> list[Difference]:
-    """What the table shows, role by role: all steps, and of the first one its gradients."""
+    """Rows of the table, role by role: all steps, and the gradients of the first."""
     last = {(d.role, d.quantity): d for d in (*first, *steps)}
     roles = dict.fromkeys(d.role for d in steps)
     return [d for role in roles for d in last.values() if d.role == role]

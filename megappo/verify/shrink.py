@@ -1,7 +1,7 @@
 """The small version of a user's run that `megappo verify` measures.
 
-Kept is everything that could make numbers depend on the layout: families, layouts, recomputation, the kind of optimizer, offload,
-algorithm. Changed is what would hide a difference or takes time; `small_run` says why.
+Keeps everything that could make numbers depend on the layout: families, layouts, recomputation, the kind of optimizer, offload,
+algorithm. Changes settings that would hide a difference or take time; `small_run` gives the reasons.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from megappo.verify.shrink_layouts import fit_layouts, split_layers
 from megappo.verify.shrink_model import small_config, write_model
 
 STEPS, SAMPLES, MINI_BATCH = 3, 12, 6
-# A few sequences: several micro-batches in a mini-batch, of different numbers of sequences.
+# Room for a few sequences: several micro-batches in a mini-batch, with different numbers of sequences.
 MICRO_BATCH_TOKENS = 64
-# Moves every weight by far more than rounding does in the few steps.
+# Large: the few steps move every weight by far more than its rounding.
 LEARNING_RATE = 1e-3
 # With the usual 1e-8 Adam turns the rounding noise of gradients near zero into full steps of random sign.
 ADAM_EPS = 1e-5
@@ -37,11 +37,9 @@ class Run(NamedTuple):
 
 
 def small_run(config: TrainConfig, folder: Path, max_ranks: int, implementation: Implementation) -> tuple[Run, tuple[str, ...]]:
-    """The small version of `config`, whose models are written below `folder`; and notes on what had to be left out.
+    """The small version of `config`, with its models written below `folder`; and notes on features that did not fit.
 
-    Roles that share a checkpoint share a small one. fp32: other types differ by their rounding. The critic's head is not zero, or
-    no gradient would reach its layers; nobody waits for a warm-up or stops at a target KL, so that every step updates both
-    models.
+    Roles that share a checkpoint share a small one.
     """
     fitted = fit_layouts(roles_in_use(config), max_ranks)
     paths = {role: path for role, (_, path) in model_paths(config).items()}
@@ -52,7 +50,7 @@ def small_run(config: TrainConfig, folder: Path, max_ranks: int, implementation:
         changes: dict[str, Any] = {
             "model": models[role],
             "parallel": parallel[role],
-            "dtype": "fp32",
+            "dtype": "fp32",  # half types differ by their rounding
             "micro_batch_tokens": MICRO_BATCH_TOKENS,
         }
         if role == "policy":
@@ -61,8 +59,10 @@ def small_run(config: TrainConfig, folder: Path, max_ranks: int, implementation:
             optimizer = {"lr": LEARNING_RATE, "eps": ADAM_EPS, "warmup_steps": 0}
             changes["optimizer"] = section.optimizer.model_copy(update=optimizer)
         if role == "critic":
+            # A head of zeros would let no gradient reach the layers.
             changes |= {"value_head": "normal", "warmup_steps": 0, "checkpoint": None}
         sections[role] = section.model_copy(update=changes)
+    # Without warm-ups and target KL every step updates both models.
     algorithm = {"mini_batch_size": MINI_BATCH, "ppo_epochs": min(config.algorithm.ppo_epochs, 2), "target_kl": None}
     small = config.model_copy(
         update={
@@ -79,7 +79,7 @@ def small_run(config: TrainConfig, folder: Path, max_ranks: int, implementation:
 def _write_models(
     paths: Mapping[str, str], parallel: Mapping[str, ParallelConfig], folder: Path, implementation: Implementation
 ) -> tuple[dict[str, ParallelConfig], dict[str, str]]:
-    """Role -> (its layout of the small model, directory of that model)."""
+    """(role -> its layout of the small model, role -> directory of that model)."""
     users: dict[str, list[str]] = defaultdict(list)
     for role, path in paths.items():
         users[path].append(role)
@@ -95,11 +95,12 @@ def _write_models(
 
 
 def implementation_of(config: TrainConfig, device_type: str) -> tuple[Implementation, tuple[str, ...]]:
-    """The layers to measure with, and a note where they are not the run's. ValueError as for a run.
+    """Layers to measure with, and a note if they are not the run's. ValueError as for a run.
 
-    TransformerEngine multiplies fp32 matrices in TF32, whose rounding hides what is looked for, and its context parallelism has
-    half-precision kernels only: it is measured where it is asked for by name, and then with a wider --tolerance.
+    TransformerEngine is measured only if requested by name, and then with a wider --tolerance.
     """
+    # It multiplies fp32 matrices in TF32, whose rounding hides real differences, and its context parallelism has half-precision
+    # kernels only.
     wanted = choose_implementation(config.model.impl, device_type)
     if wanted == "local":
         return wanted, ()

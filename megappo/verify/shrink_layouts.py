@@ -1,4 +1,4 @@
-"""Layouts that fit a small world and still cut a model in every way that the user's do, and how many layers they need.
+"""Layouts that fit a small world and still shard a model along every axis of the user's, and the number of layers they need.
 
 Pure arithmetic on the `parallel` sections of the configuration.
 """
@@ -12,12 +12,12 @@ from typing import NamedTuple
 from megappo.config.schema import ParallelConfig
 
 _AXES = ("tp", "cp", "pp", "ep", "etp")
-# Fewer would leave no room for layers of two kinds (sliding and full attention, dense and with experts).
+# Fewest layers with room for two kinds (sliding and full attention, dense and with experts).
 _FEWEST_LAYERS = 2
 
 
 class FittedLayouts(NamedTuple):
-    """parallel: role -> its sizes on `world_size` ranks. notes: one line for every role that had to give something up."""
+    """Layouts on `world_size` ranks. parallel: role -> sizes. notes: one line for every role whose sizes were reduced."""
 
     parallel: dict[str, ParallelConfig]
     world_size: int
@@ -30,7 +30,7 @@ def ranks_needed(parallel: ParallelConfig) -> int:
 
 
 def fit_layouts(wanted: Mapping[str, ParallelConfig], max_ranks: int) -> FittedLayouts:
-    """Halve the largest axis of the largest role until one world holds all roles; with dp 2 where that still fits."""
+    """Halve the largest axis of the largest role until one world holds all roles; with dp 2 if that still fits."""
     parallel = dict(wanted)
     while (world_size := lcm(*map(ranks_needed, parallel.values()))) > max_ranks:
         largest = max(parallel, key=lambda role: ranks_needed(parallel[role]))
@@ -50,7 +50,7 @@ def _sizes(parallel: ParallelConfig) -> str:
 
 
 def _halved(parallel: ParallelConfig) -> ParallelConfig:
-    """With half of the largest axis, and without what then has nothing left to cut."""
+    """Half of the largest axis, without vpp, split or sequence parallel if their axis is now 1."""
     axis = max(_AXES, key=lambda name: getattr(parallel, name))
     sizes = parallel.model_dump() | {axis: getattr(parallel, axis) // 2}
     if axis == "pp":
@@ -63,7 +63,7 @@ def _halved(parallel: ParallelConfig) -> ParallelConfig:
 
 
 def _merged(split: tuple[int, ...]) -> tuple[int, ...]:
-    """Neighbouring stages as one. A split that would come out even stays uneven."""
+    """Merge neighbouring stages. A split that would come out even stays uneven."""
     pairs = [first + second for first, second in zip(split[::2], split[1::2])]
     if len(set(split)) > 1 and len(pairs) > 1 and len(set(pairs)) == 1:
         pairs[0] += 1
@@ -71,10 +71,10 @@ def _merged(split: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def split_layers(parallels: Sequence[ParallelConfig]) -> tuple[int, list[ParallelConfig]]:
-    """(layers of the smallest model that all these layouts can cut, the layouts with their split of it).
+    """(number of layers of the smallest model that fits all these layouts, the layouts with their split of it).
 
-    An uneven split keeps the order of its stages by size: (10, 9, 9, 8) becomes (3, 2, 2, 1), and what other layouts need beyond
-    its sum goes to its largest stage.
+    An uneven split keeps the order of its stages by size: (10, 9, 9, 8) becomes (3, 2, 2, 1); layers that other layouts need beyond
+    its sum go to its largest stage.
     """
     compact = [_compact(p.layers_per_stage) for p in parallels]
     even = lcm(*(p.pp * p.vpp for p, split in zip(parallels, compact) if not split))
@@ -85,7 +85,7 @@ def split_layers(parallels: Sequence[ParallelConfig]) -> tuple[int, list[Paralle
 
 
 def _compact(split: tuple[int, ...]) -> tuple[int, ...]:
-    """Each size by its rank among the sizes; () for an even split."""
+    """Replace each size by its rank among the sizes; () for an even split."""
     order = sorted(set(split))
     return tuple(order.index(size) + 1 for size in split) if len(order) > 1 else ()
 

@@ -1,8 +1,8 @@
-"""A tiny model with every feature of a user's: its config.json from theirs, and random weights in a checkpoint directory.
+"""A tiny model with every feature of a user's: a config.json derived from theirs, and random weights in a checkpoint directory.
 
-Kept are the family, rotary embedding, biases, norms of heads, tied embeddings, kinds of layers and the way in which heads and
-experts are shared out. Widths are the smallest that the layouts divide. Windows and scaled positions are shrunk below the
-recorded lengths, so that they act. Reads and writes JSON and safetensors only.
+Keeps the family, rotary embedding, biases, norms of heads, tied embeddings, kinds of layers and the distribution of heads and
+experts over ranks. Widths are the smallest that the layouts divide. Windows and scaled positions are shrunk below the recorded
+lengths, so that they take effect. Reads and writes JSON and safetensors only.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from megappo.models.weight_map import hf_tensors
 from megappo.verify.recording import LONGEST_SEQUENCE
 
 HIDDEN_SIZE, HEAD_DIM = 32, 8
-# Prime: every tp pads it.
+# Prime, so that every tp pads it.
 VOCAB_SIZE = 131
 SLIDING_WINDOW = 9
-# Positions beyond which scaled rotary embeddings differ from plain ones.
+# Positions from which on scaled rotary embeddings differ from plain ones.
 ORIGINAL_POSITIONS = 16
 MAX_POSITIONS = 128
 assert ORIGINAL_POSITIONS < LONGEST_SEQUENCE <= MAX_POSITIONS
 
 _LEAST_COLUMNS, _LEAST_EXPERT_COLUMNS, _LEAST_EXPERTS, _MOST_ROUTES = 24, 16, 4, 4
-# Of the large vocabulary, of the checkpoint's shape or of remote kinds of layers; the small model states its own.
+# Keys that depend on the large vocabulary or on the checkpoint's shape; the small model states its own.
 _DROPPED = (
     "bos_token_id",
     "eos_token_id",
@@ -71,8 +71,8 @@ def small_config(
 
 
 def _heads(arch: ModelArch, parallels: Sequence[ParallelConfig], implementation: Implementation) -> tuple[int, int]:
-    """Fewest (attention heads, KV heads) that all layouts divide: shared or not as the user's, several KV heads where they have
-    several, and repeated over cp ranks where theirs are."""
+    """Fewest (attention heads, KV heads) that all layouts divide: KV heads shared if the user's are, several if theirs are
+    several, and repeated over cp ranks if theirs are."""
     enough = max(arch.num_heads, 2 * lcm(*(p.tp * p.cp for p in parallels)))
     for as_theirs in (True, False):
         for heads in range(1, enough + 1):
@@ -90,14 +90,14 @@ def _fits(arch: ModelArch, parallels: Sequence[ParallelConfig], implementation: 
         for parallel in parallels:
             check_tp(arch, parallel.tp)
             check_cp(arch, parallel.tp, parallel.cp, implementation)
-            check_cp(arch, 1, parallel.cp, implementation)  # each axis alone has to fit as well
+            check_cp(arch, 1, parallel.cp, implementation)  # --bisect measures each axis alone
     except ValueError:
         return False
     return True
 
 
 def _repeats(arch: ModelArch, parallel: ParallelConfig) -> bool:
-    """Whether context parallel ranks share a KV head."""
+    """True if context parallel ranks share a KV head."""
     return arch.num_kv_heads // parallel.tp % parallel.cp != 0
 
 
@@ -114,7 +114,7 @@ def _rope(arch: ModelArch, text: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _window(arch: ModelArch, num_layers: int) -> dict[str, Any]:
-    """The window in every layer, or in every second one where the user's model has layers of both kinds."""
+    """The window in every layer, or in every second one if the user's model has layers of both kinds."""
     if arch.sliding_window is None:
         return {"sliding_window": None, "use_sliding_window": False}
     window: dict[str, Any] = {"sliding_window": SLIDING_WINDOW, "use_sliding_window": True}
@@ -126,7 +126,7 @@ def _window(arch: ModelArch, num_layers: int) -> dict[str, Any]:
 
 
 def _experts(arch: ModelArch, parallels: Sequence[ParallelConfig]) -> dict[str, Any]:
-    """Experts that ep divides, twice as many as a token reaches if theirs are so many; one dense layer if theirs has some."""
+    """Experts that ep divides, twice as many as a token's top-k if theirs are so many; one dense layer if theirs has some."""
     moe = arch.moe
     if moe is None:
         return {}
@@ -142,12 +142,12 @@ def _experts(arch: ModelArch, parallels: Sequence[ParallelConfig]) -> dict[str, 
 
 
 def _at_least(least: int, multiple: int) -> int:
-    """The smallest multiple that is not below `least`."""
+    """The smallest multiple of `multiple` that is at least `least`."""
     return -(-least // multiple) * multiple
 
 
 def write_model(folder: Path, config: Mapping[str, Any], seed: int) -> None:
-    """Write config.json and random fp32 weights. Norms are not 1 and biases not 0: a gradient that is lost there shows."""
+    """Write config.json and random fp32 weights. Norms are not 1 and biases not 0, so that a lost gradient there shows."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
     generator = torch.Generator().manual_seed(seed)
@@ -156,7 +156,7 @@ def write_model(folder: Path, config: Mapping[str, Any], seed: int) -> None:
 
 
 def _random(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    if len(shape) == 1 and not name.endswith("bias"):  # a norm, whatever its family calls it
+    if len(shape) == 1 and not name.endswith("bias"):  # a norm in any family
         return torch.empty(shape).uniform_(0.5, 1.5, generator=generator)
-    # Activations of order 1 in every layer at this width.
+    # Scaled for activations of order 1 in every layer at this width.
     return torch.empty(shape).normal_(0, 0.2, generator=generator)

@@ -1,6 +1,6 @@
-"""The program of every rank of a measuring world: measures small runs by their names. Started by `verify/run.py` through `rank.py`.
+"""Work of every rank of a measuring world: measures small runs by their names. Started by `verify/run.py` through `rank.py`.
 
-FOLDER/NAME.json is a small run. Rank 0 writes what was measured to FOLDER/NAME.pt.
+FOLDER/NAME.json is a small run. Rank 0 writes its results to FOLDER/NAME.pt.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from megappo.verify.shrink_model import VOCAB_SIZE
 
 
 class Results(NamedTuple):
-    """first: the first step, with the gradients of its first mini-batch (taken without the distributed optimizer). steps: all
-    steps, with the parameters after them."""
+    """Measurements of one run. first: the first step, with the gradients of its first mini-batch (taken without the distributed
+    optimizer). steps: all steps, with the parameters after them."""
 
     first: Measured
     steps: Measured
@@ -42,7 +42,7 @@ def main(folder: str, names: Sequence[str], backend: EngineBackend = MegatronEng
     start_distributed(device, run.timeouts)
     for name, config in runs.items():
         choose_kernels(config.kernels, device)
-        # Named outright: small runs are in fp32, where `auto` would not take the layers of the run that they stand for.
+        # By name: small runs are in fp32, for which `auto` would not take TransformerEngine as the user's run does.
         layers = ModelConfig(impl=choose_implementation(config.model.impl, device.type))
         engines = backend(layers, config.run.timeouts, device)
         results = _measure(config, engines)
@@ -69,7 +69,7 @@ def write_results(path: Path, results: Results) -> None:
 
 
 def read_results(path: Path) -> Results:
-    """Nothing but tensors, numbers and text is unpickled."""
+    """Read the results of `write_results`; only tensors, numbers and text are unpickled."""
     state = torch.load(path, weights_only=True)
     return Results(*({role: _measures(of) for role, of in state[name].items()} for name in Results._fields))
 
