@@ -1,1 +1,1 @@
-"""Which parallel layout is fast on given hardware: legal layouts, a model of the step time, short trials."""
+"""Search for the fastest parallel layout on given hardware: legal layouts, a model of the step time, short trials."""

@@ -1,7 +1,7 @@
-"""Runs trials one after the other in one world of ranks, and goes on in a new world after a trial that took its world down.
+"""Trials one after the other in one world of ranks; a trial that takes its world down is followed by a new world.
 
-A rank that runs out of memory leaves the others waiting for it, so that its whole world has to end. Which trial that was, and
-what the first rank to fail said, is recorded as the trial's outcome.
+A rank that runs out of memory leaves the others waiting for it, so its whole world has to end. That trial's outcome is the error
+of the first rank to fail.
 
     python -m megappo.tune.batch FOLDER NAME...      # in a job of Slurm (`job.py`), where a world is a step
 """
@@ -22,13 +22,13 @@ from megappo.launch.local import how_it_ended, start_ranks
 from megappo.tune.trials import RUNNING, Failed, read_outcome, read_trial, world_folder, write_outcome
 
 Start = Callable[[Path, Sequence[str]], int]
-"""Starts a world that runs the trials of these names in the folder; exit code."""
+"""(folder, names of trials) -> exit code of a world that runs them."""
 
 _INTERRUPTED = tuple(128 + number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
 MOST_CHARACTERS = 240  # of a reason: torch's "out of memory" goes on with advice
-# A job that is cancelled, or out of time, ends its ranks and this process alike, but not in the same instant.
+# A job that is cancelled, or out of time, ends its ranks and this process, but not in the same instant.
 GRACE_S = 2.0
-# What a shell around each rank leaves for `first_failure`, of a rank that could say nothing itself (killed for want of memory).
+# Shell around each rank: it leaves an exit file for `first_failure`, since a rank killed for want of memory writes nothing.
 RANK = """\
 "$@"
 code=$?
@@ -37,8 +37,8 @@ exit $code"""
 
 
 def run_trials(folder: Path, names: Sequence[str], start: Start) -> int:
-    """Every trial that has no outcome yet. 0 once all have one; otherwise the exit code of a world that ended outside of a
-    trial, after which the next one would end in the same way."""
+    """Run every trial without an outcome. Returns 0 once all have one, else the exit code of a world that ended outside of a
+    trial."""
     left = _without_outcome(folder, names)
     while left:
         world = world_folder(folder, left)
@@ -47,10 +47,10 @@ def run_trials(folder: Path, names: Sequence[str], start: Start) -> int:
         try:
             code = start(folder, left)
             failure = first_failure(world)
-            unseen = failure is None or failure.code is None  # no rank's end was seen, but at most what a rank said
-            if unseen and code == 128 + signal.SIGTERM:  # the job is ended (preempted), and no trial's fault
+            unseen = failure is None or failure.code is None  # no rank left an exit code, at most a traceback
+            if unseen and code == 128 + signal.SIGTERM:  # the job was ended (preempted): no trial's fault
                 return code
-            if failure is not None and failure.code:  # srun says the highest, of those that it ended too
+            if failure is not None and failure.code:  # srun reports the highest code, also of ranks that it killed
                 code = failure.code
             if code != 0 and (world / RUNNING).exists():
                 name, failed = (world / RUNNING).read_text(encoding="utf-8"), Failed(reason=reason_of(failure, code))
@@ -59,14 +59,14 @@ def run_trials(folder: Path, names: Sequence[str], start: Start) -> int:
         finally:
             shutil.rmtree(world)
         still = _without_outcome(folder, left)
-        if len(still) == len(left):
+        if len(still) == len(left):  # the world ended outside of a trial, and the next would end in the same way
             return code or 1
         left = still
     return 0
 
 
 def ranks_here(num_ranks: int) -> Start:
-    """Worlds of so many ranks on this machine. They raise KeyboardInterrupt where the user ends them, or this process."""
+    """A `Start` of worlds with `num_ranks` on this machine. Raises KeyboardInterrupt if the user ends them or this process."""
 
     def start(folder: Path, names: Sequence[str]) -> int:
         code = start_ranks(num_ranks, [str(folder), *names], module="megappo.tune.rank")
@@ -78,10 +78,8 @@ def ranks_here(num_ranks: int) -> Start:
 
 
 def start_step(folder: Path, names: Sequence[str]) -> int:
-    """A world of all tasks of this Slurm job. The first rank to end badly ends the others.
-
-    --export: a job that was submitted with --export=NONE would hand its ranks nothing of the job script's environment.
-    """
+    """Run a world of all tasks of this Slurm job. The first rank to fail ends the others."""
+    # --export: in a job submitted with --export=NONE the ranks would not get the job script's environment.
     world = world_folder(folder, names)
     rank = [sys.executable, "-m", "megappo.tune.rank", str(folder), *names]
     command = ["srun", "--export=ALL", "--kill-on-bad-exit=1", "--distribution=block", "bash", "-c", RANK, str(world), *rank]
@@ -96,10 +94,11 @@ def _without_outcome(folder: Path, names: Sequence[str]) -> list[str]:
 
 
 def reason_of(failure: Failure | None, code: int) -> str:
-    """code: of the rank that ended first. One that is killed says nothing, and those that lose it do."""
+    """Reason for a failed trial. code: of the rank that ended first."""
+    # A killed rank prints nothing; the text is then of a rank that lost its connection to it.
     if failure is None or (failure.code is None and code > 128):
         return f"a rank ended ({how_it_ended(code)})"
-    if "Traceback" not in failure.text:  # the end of a log that nobody wrote
+    if "Traceback" not in failure.text:  # the tail of the rank's log, without an error
         return f"rank {failure.rank} on {failure.host} ended ({how_it_ended(failure.code or code)})"
     lines = failure.text.rpartition("Traceback (most recent call last):")[2].strip("\n").splitlines()
     said = next((number for number, line in enumerate(lines) if not line.startswith(" ")), len(lines) - 1)

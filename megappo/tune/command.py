@@ -29,7 +29,7 @@ from megappo.tune.search import ROLLOUT, Candidate, Choice, Machine, Search
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked. prompt_tokens, response_tokens: means of a sequence, None for the longest."""
+    """A request to tune. prompt_tokens, response_tokens: means of a sequence, None for the longest."""
 
     config_path: str
     overrides: tuple[str, ...]
@@ -41,14 +41,14 @@ class Question:
 
 
 def default_profile(path: str, overrides: Sequence[str]) -> str:
-    """`cpu` for a run that names the CPU; otherwise the profile has to be named."""
+    """`cpu` for a run on the CPU; any other run has to name its profile."""
     if load_config(path, overrides).run.device == "cpu":
         return "cpu"
     raise ConfigError("--gpu is missing: a100, h100, h200, b200, or a YAML file with a profile (--probe measures this machine)")
 
 
 def num_gpus(asked: int | None, path: str, overrides: Sequence[str]) -> int:
-    """--gpus, or what the configuration says, which is read in any case: a mistake in it is told first."""
+    """Number of GPUs: --gpus, or that of the configuration, which is read in any case so that its mistakes are reported first."""
     configured = load_config(path, overrides).run.num_ranks
     if asked is not None:
         return asked
@@ -58,7 +58,7 @@ def num_gpus(asked: int | None, path: str, overrides: Sequence[str]) -> int:
 
 
 def make_search(question: Question) -> Search:
-    """The search that a question asks for. ConfigError, one line, where it cannot be asked so."""
+    """The search for a question. ConfigError, one line, if its options do not fit together."""
     _check_gpus(question.gpus, question.hardware)
     config = load_config(question.config_path, [*question.overrides, f"run.num_ranks={question.gpus}"])
     tuned = _tuned_roles(config, question.roles)
@@ -95,8 +95,8 @@ def _tuned_roles(config: TrainConfig, asked: Sequence[str] | None) -> tuple[str,
 
 
 def _neutral(config: TrainConfig, tuned: Sequence[str]) -> TrainConfig:
-    """Without the layouts that are to be chosen, so that what else is wrong is said at once. Keys that nobody wrote stay
-    unwritten."""
+    """The configuration without the layouts to be chosen, so that all other mistakes are reported at once. Keys that the user left
+    out stay unset."""
     changes: dict[str, Any] = {}
     for role in tuned:
         section = getattr(config, role)
@@ -115,7 +115,7 @@ def _workload(config: TrainConfig, question: Question) -> Workload:
 
 
 def find_best(search: Search) -> Choice:
-    """The fastest run that fits. ConfigError says how many GPUs would be needed where none does."""
+    """The fastest run that fits. ConfigError with the number of GPUs needed if none does."""
     best = search.best()
     if best is not None:
         return best
@@ -133,14 +133,14 @@ def find_best(search: Search) -> Choice:
 
 
 def prepare_chosen(search: Search, choice: Choice, question: Question) -> PlannedRun:
-    """The configuration with the winner's overrides, by all that `megappo plan --shapes-only` checks, with what it remarks."""
+    """Plan the winner with all checks and remarks of `megappo plan --shapes-only`."""
     machine = search.machine
     config = load_config(question.config_path, [*question.overrides, *overrides_of(search, choice)])
     return plan_run(config, machine.world_size, machine.device, machine.device_memory, shapes_only=True)
 
 
 def write_output(path: Path, config: TrainConfig, overrides: Sequence[str]) -> None:
-    """A whole configuration into a .yaml file; into any other the overrides, one in a line."""
+    """Write the whole configuration into a .yaml file; into any other the overrides, one per line."""
     if path.suffix in (".yaml", ".yml"):
         path.write_text(dump_yaml(config), encoding="utf-8")
     else:
@@ -148,7 +148,7 @@ def write_output(path: Path, config: TrainConfig, overrides: Sequence[str]) -> N
 
 
 def check_target(option: str, text: str) -> Path:
-    """Where a file is to be written. ConfigError before anything is computed where it cannot be."""
+    """Path of an output file. ConfigError, before anything is computed, if it cannot be written there."""
     path = Path(text)
     if path.is_dir() or not path.parent.is_dir():
         raise ConfigError(f"{option} {text}: " + ("is a directory" if path.is_dir() else f"{path.parent} is not a directory"))
@@ -158,8 +158,8 @@ def check_target(option: str, text: str) -> Path:
 
 
 def as_json(search: Search, choice: Choice, top: int, prepared: PlannedRun, measured: Mapping[str, Any] | None = None) -> str:
-    """The ranking for other programs: what the tables show, in seconds and bytes, and what the plan remarks. measured: facts of
-    the trials, by role.
+    """The ranking for other programs: the content of the tables, in seconds and bytes, and the remarks of the plan. measured: facts
+    of the trials, by role.
     """
     tables: dict[str, Any] = {
         role: [_facts(one) for one in search.beside(choice, role)[:top]] for role in choice.roles if role in search.tuned

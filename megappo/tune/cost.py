@@ -1,6 +1,6 @@
-"""Seconds that one role takes in a PPO step (trainer/ppo.py, stages 4 and 6), from its layout, its model and the hardware.
+"""Predicted seconds of one role in a PPO step (trainer/ppo.py, stages 4 and 6), from its layout, its model and the hardware.
 
-All roles work one after the other on all ranks, so that a step is the sum of its roles, generation (`generation.py`) and the push
+All roles work one after the other on all ranks, so a step is the sum of its roles, generation (`generation.py`) and the push
 of weights. Not counted: the imbalance of sequences of different lengths, kernels that are slow because a shard is small, overlap
 of communication with computation (megappo does not overlap the reduction of gradients), checkpoints, scoring, data.
 """
@@ -27,7 +27,7 @@ Settings = Trained | ReferenceConfig
 
 @dataclass(frozen=True)
 class Workload:
-    """What a PPO step has to do. Tokens are means of a sequence; without better knowledge they are the longest allowed."""
+    """Size of a PPO step. Tokens are means of a sequence; if unknown, the longest allowed."""
 
     samples: int
     mini_batch: int
@@ -45,7 +45,7 @@ class Workload:
 
 
 def workload_of(config: TrainConfig, prompt_tokens: float | None = None, response_tokens: float | None = None) -> Workload:
-    """Of a configuration; the means are those given, or the longest."""
+    """Workload of a configuration; the means are those given, or the longest."""
     step = step_arithmetic(config)
     return Workload(
         step.samples,
@@ -58,9 +58,8 @@ def workload_of(config: TrainConfig, prompt_tokens: float | None = None, respons
 
 @dataclass(frozen=True)
 class RoleCost:
-    """Seconds of one role in a step. phases: `forward` (log-probs or values) and `update`. parts: where they go, over both
-    phases; they add up to the same. num_micro_batches: of a data-parallel rank in one update (in the forward pass for a frozen
-    role).
+    """Seconds of one role in a step. phases: `forward` (log-probs or values) and `update`. parts: the same seconds by cause, over
+    both phases. num_micro_batches: of a data-parallel rank in one update (in the forward pass for a frozen role).
     """
 
     phases: Mapping[str, float]
@@ -90,7 +89,7 @@ def role_cost(
     memory: Mapping[int, RoleMemory] | None = None,
 ) -> RoleCost:
     """Seconds of `role`. settings: its dtype, micro-batch budget, recomputation. counts: stage -> parameters of a rank. memory:
-    stage -> what a rank holds, of which what is offloaded takes its time; None where nothing comes from host memory.
+    stage -> memory of a rank, for the time to move offloaded parts; None if nothing is offloaded.
     """
     trained = isinstance(settings, (PolicyConfig, CriticConfig))
     parts: dict[str, float] = defaultdict(float)
@@ -99,7 +98,7 @@ def role_cost(
     passes: dict[float, list[Pass]] = {}  # tokens of a micro-batch -> of a stage of each kind
 
     def one_pass(samples: int, trained: bool) -> int:
-        """Adds a pass over so many samples to `parts`; returns its number of micro-batches."""
+        """Add a pass over `samples` to `parts`; returns its number of micro-batches."""
         sequences = -(-samples // layout.dp)
         count = num_micro_batches(settings.micro_batch_tokens, sequences, workload, layout)
         tokens = sequences * _padded(workload.length, layout) / count
@@ -125,7 +124,7 @@ def role_cost(
 
     num = one_pass(workload.samples, trained=False)
     weights_s, optimizer_s = _host_trip_s(memory, hardware)
-    parts["offload"] += weights_s  # they did not change, so that nothing goes back
+    parts["offload"] += weights_s  # one way: unchanged weights are freed, not copied back
     forward_s = sum(parts.values())
     if not trained:
         return RoleCost({"forward": forward_s}, dict(parts), num)
@@ -136,7 +135,7 @@ def role_cost(
     _optimizer(parts, layout, settings, counts, hardware)
     for part in parts:
         parts[part] *= workload.updates
-    parts["offload"] += 2 * (weights_s + optimizer_s)
+    parts["offload"] += 2 * (weights_s + optimizer_s)  # both ways, once for all updates of the step
     update_s = sum(parts.values())
     for part, seconds in before.items():
         parts[part] += seconds
@@ -144,17 +143,18 @@ def role_cost(
 
 
 def num_micro_batches(budget: int, sequences: int, workload: Workload, layout: ParallelLayout) -> int:
-    """As the balancer makes them of sequences of the mean length; a multiple of pp under the interleaved schedule."""
+    """Micro-batches that the balancer makes of sequences of the mean length; a multiple of pp under the interleaved schedule."""
     return padded_micro_batches(layout, micro_batches_bound(sequences, max(1, round(workload.length)), budget))
 
 
 def _padded(length: float, layout: ParallelLayout) -> float:
-    """Context parallel pads every sequence to a multiple of 2 cp; on average by half of it."""
+    """Mean length of a sequence with the padding of context parallel."""
+    # Padded to a multiple of 2 cp: on average by (2 cp - 1) / 2 tokens.
     return length if layout.cp == 1 else length + layout.cp - 0.5
 
 
 def stage_kinds(arch: ModelArch, layout: ParallelLayout) -> dict[int, int]:
-    """The first stage of every kind -> how many are like it. Stages differ by the embedding, the head and their layers."""
+    """The first stage of every kind -> number of stages of this kind. Stages differ by the embedding, the head and their layers."""
     alike = arch.moe is None or not arch.moe.dense_layers
 
     def kind(stage: int) -> tuple[object, ...]:
@@ -171,12 +171,11 @@ def stage_kinds(arch: ModelArch, layout: ParallelLayout) -> dict[int, int]:
 
 
 def pipeline_parts(stages: Sequence[tuple[Pass, int]], layout: ParallelLayout, count: int) -> dict[str, float]:
-    """Seconds of a pass of `count` micro-batches, by part; `bubble` is what the slowest stage waits.
+    """Seconds of a pass of `count` micro-batches, by part; `bubble` is the idle time of the slowest stage.
 
-    The slowest stage works without a pause once the pipeline is full; before and after it waits for one micro-batch to pass the
-    other stages, a chunk of each: count * s + (sum of the others) / vpp. With equal stages this is (count + (pp - 1) / vpp) * s,
-    the length of 1F1B and of its interleaved form (Narayanan et al. 2021, section 2.2; `plan/timeline.py`, which a test
-    compares). stages: one of each kind, and how many are like it.
+    The total is count * s + (sum of the others) / vpp, s being the slowest stage. With equal stages this is
+    (count + (pp - 1) / vpp) * s, the length of 1F1B and of its interleaved form (Narayanan et al. 2021, section 2.2;
+    `plan/timeline.py`, which a test compares). stages: one of each kind, with the number of that kind.
     """
     slowest = max((one for one, _ in stages), key=lambda one: one.total_s)
     parts: dict[str, float] = defaultdict(float)
@@ -184,6 +183,8 @@ def pipeline_parts(stages: Sequence[tuple[Pass, int]], layout: ParallelLayout, c
         for part, seconds in direction.items():
             parts[part] += count * seconds
     every = sum(number * one.total_s for one, number in stages)
+    # The slowest stage never pauses once the pipeline is full; before and after, it waits while one micro-batch passes the other
+    # stages, a chunk of each.
     parts["bubble"] = (every - slowest.total_s) / layout.vpp
     return dict(parts)
 
@@ -191,8 +192,8 @@ def pipeline_parts(stages: Sequence[tuple[Pass, int]], layout: ParallelLayout, c
 def _reduce_gradients(
     parts: dict[str, float], layout: ParallelLayout, settings: Trained, counts: Mapping[int, ParameterCount], hardware: Hardware
 ) -> None:
-    """After the backward pass: fp32 gradients are summed over the ranks with the same weights, and with the distributed optimizer
-    (ZeRO-1, Rajbhandari et al. 2020) cut over them; its new weights are gathered."""
+    """Add the reduction of fp32 gradients over the ranks with the same weights, after the backward pass. The distributed optimizer
+    (ZeRO-1, Rajbhandari et al. 2020) scatters them and gathers the new weights."""
     links, itemsize = Links.of(hardware), ITEMSIZE[settings.dtype]
     slowest = 0.0
     for count in counts.values():
@@ -212,23 +213,21 @@ def _reduce_gradients(
 def _optimizer(
     parts: dict[str, float], layout: ParallelLayout, settings: Trained, counts: Mapping[int, ParameterCount], hardware: Hardware
 ) -> None:
-    """Bound by memory. Of every fp32 value of a rank's shard: gradient, weight and two moments are read, the last three written,
-    the weight written in its own type; the norm and its clipping read the gradient twice and write it once. The whole gradient
-    buffer is zeroed.
-    """
+    """Add the optimizer step, which is bound by memory."""
     itemsize = ITEMSIZE[settings.dtype]
     largest = 0.0
     for count in counts.values():
         shard = sharded_bytes(count, 1, 1, layout, settings.optimizer.distributed) / FP32  # parameters that one rank updates
+        # Per parameter 10 fp32 accesses: gradient, weight and two moments read, the last three written; the norm and its clipping
+        # read the gradient twice and write it once. The weight is written in its own type, the whole gradient buffer zeroed.
         seconds = (shard * (10 * FP32 + itemsize) + count.total * FP32) / hardware.memory_bytes_per_s
         largest = max(largest, seconds)
     parts["optimizer"] += largest
 
 
 def _host_trip_s(memory: Mapping[int, RoleMemory] | None, hardware: Hardware) -> tuple[float, float]:
-    """(weights, optimizer state) one way between host memory and the device, of what a phase finds offloaded (`engine/offload.py`).
-    The state comes with the first optimizer step of a phase and goes back after the last.
-    """
+    """Seconds of (weights, optimizer state) one way between host memory and the device, if offloaded (`engine/offload.py`)."""
+    # Once per phase: the state comes with the first optimizer step and goes back after the last.
     if memory is None:
         return 0.0, 0.0
     weights = max(one.offloaded_weights for one in memory.values())

@@ -1,7 +1,7 @@
 """Every layout that a model allows on a number of ranks, and the secondary choices that go with it.
 
-What is legal is not decided here: the sizes are the divisors that could be, and `config/layout_checks.py` and
-`prepare/model_rules.py`, the rules of `megappo plan`, say which of them are.
+Candidate sizes are divisors; `config/layout_checks.py` and `prepare/model_rules.py`, the rules of `megappo plan`, decide which are
+legal.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ CHOICES_OF_TOKENS = 4
 
 
 def divisors(number: int) -> list[int]:
-    """Ascending."""
+    """Divisors of a number, ascending."""
     return [size for size in range(1, number + 1) if number % size == 0]
 
 
 def layouts(
     arch: ModelArch, world_size: int, implementation: Implementation = "local", *, frugal: bool = False
 ) -> Iterator[ParallelConfig]:
-    """Every legal choice of tp, sequence_parallel, pp, vpp, cp, ep and etp; layers_per_stage only where there is no even split.
+    """Every legal choice of tp, sequence_parallel, pp, vpp, cp, ep and etp; layers_per_stage only if there is no even split.
 
-    tp with experts always has sequence parallel, which it needs. frugal: only those that no other undercuts in memory, without
-    chunks and with sequence parallel.
+    tp with experts always has sequence parallel, as Megatron-core requires. frugal: only layouts that no other undercuts in
+    memory: with sequence parallel, without chunks.
     """
     for tp in divisors(world_size):
         if not _legal(ParallelConfig(tp=tp, sequence_parallel=tp > 1), arch, world_size, implementation):
@@ -57,7 +57,7 @@ def _expert_sizes(arch: ModelArch, ranks_per_stage: int) -> Iterator[tuple[int, 
 def _variants(
     arch: ModelArch, world_size: int, implementation: Implementation, frugal: bool, *, pp: int, tp: int, **sizes: int
 ) -> Iterator[ParallelConfig]:
-    """With and without sequence parallel, and every number of chunks."""
+    """Variants with and without sequence parallel, and with every number of chunks."""
     for sequence_parallel in (False,) if tp == 1 else (True,) if frugal else (True, False):
         common = {**sizes, "tp": tp, "pp": pp, "sequence_parallel": sequence_parallel}
         for vpp in range(1, arch.num_layers // pp + 1) if pp > 1 and not frugal else [1]:
@@ -70,10 +70,11 @@ def _variants(
 
 
 def nearly_even(num_layers: int, parts: int) -> tuple[int, ...] | None:
-    """Layers of every stage, or chunk, where their number does not divide the layers: one less on the last one, or on the first
-    as well, which hold the output and the embedding (Llama 3, 2024, section 3.3.2, takes a layer from each end). None where that
-    does not do, or leaves one without a layer.
+    """Layers of every stage (or chunk) if `parts` does not divide them: one less on the last, or on the last and the first.
+
+    None if that does not suffice, or would leave a stage without a layer.
     """
+    # The ends hold the output and the embedding; Llama 3 (2024, section 3.3.2) takes a layer from each end.
     least, larger = divmod(num_layers, parts)
     smaller = parts - larger
     if smaller > 2 or least == 0:
@@ -88,20 +89,19 @@ def _legal(parallel: ParallelConfig, arch: ModelArch, world_size: int, implement
 
 
 def rollout_sizes(arch: ModelArch, world_size: int) -> list[int]:
-    """Every rollout.tp that cuts the model and the ranks."""
+    """Every rollout.tp that divides the model and the ranks."""
     return [tp for tp in divisors(world_size) if all(size % tp == 0 for _, size in cut_sizes(arch)) and kv_heads_fit(arch, tp)]
 
 
 def token_budgets(configured: int, longest: int) -> list[int]:
-    """Micro-batch budgets to try: what is configured, and 1, 2, 4, ... sequences of the longest kind, ascending."""
+    """Micro-batch budgets to try, in tokens: the configured one, and 1, 2, 4, ... of the longest sequences, ascending."""
     sizes = {longest << power for power in range(CHOICES_OF_TOKENS) if longest << power <= MOST_MICRO_BATCH_TOKENS}
     return sorted(sizes | {max(configured, longest)})
 
 
 def recompute_choices(configured: str | None) -> list[str]:
-    """`selective` saves nothing where attention stores no scores (`plan/activations.py`), so it is tried only where it is
-    configured. None: of a role that does not train.
-    """
+    """Recomputation to try. configured: None for a role that does not train."""
+    # `selective` saves nothing if attention stores no scores (`plan/activations.py`): tried only if configured.
     if configured is None:
         return ["none"]
     return ["none", "full"] + (["selective"] if configured == "selective" else [])

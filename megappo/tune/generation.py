@@ -23,7 +23,7 @@ from megappo.tune.work import keys_seen, layer_weights
 
 @dataclass(frozen=True)
 class GenerationCost:
-    """Seconds of one step's generation. at_once: sequences that a replica decodes together; waves: how often it does."""
+    """Seconds of one step's generation. at_once: sequences that a replica decodes together; waves: number of such batches."""
 
     prefill_s: float
     decode_s: float
@@ -44,12 +44,7 @@ def vllm_cost(
     world_size: int,
     hardware: Hardware,
 ) -> GenerationCost:
-    """Of replicas of `rollout.tp` ranks each. memory: of one rank, as the plan counts it.
-
-    A token: the larger of reading weights and the KV cache, and of the products; two all-reduces of the hidden states per layer;
-    a fixed time. Of experts only those are read that some token of the batch is sent to, on average 1 - (1 - k / E)^B of them.
-    Of a prompt only the last token has logits.
-    """
+    """Cost of vLLM replicas of `rollout.tp` ranks each. memory: of one rank, as the plan counts it."""
     tp, links = rollout.tp, Links.of(hardware)
     group = Span(tp, min(tp, hardware.gpus_per_node))
     samples = sequences_of_replica(workload.samples, world_size // tp)
@@ -64,20 +59,23 @@ def vllm_cost(
     context = workload.prompt_tokens + workload.response_tokens / 2
     read = memory.weights * _share_of_weights(arch, at_once) + at_once * context * memory.kv_bytes_per_token
     reduce_s = 2 * arch.num_layers * links.all_reduce_s(group, at_once * arch.hidden_size * itemsize)
+    # A token: the larger of memory reads and matrix products, two all-reduces per layer, a fixed overhead.
     token_s = max(read / hardware.memory_bytes_per_s, at_once * (layer_flops + head_flops) / rate)
     token_s += reduce_s + hardware.decode_overhead_us * 1e-6
     prompt = samples * workload.prompt_tokens
     keys = sum(keys_seen(arch, layer, workload.prompt_tokens) for layer in range(arch.num_layers))
     attention = 4 * arch.num_heads * arch.head_dim * keys / tp
+    # Of a prompt only the last token needs logits.
     prefill = (prompt * (layer_flops + attention) + samples * head_flops) / rate
     prefill += 2 * arch.num_layers * links.all_reduce_s(group, prompt * arch.hidden_size * itemsize)
     return GenerationCost(prefill, waves * workload.response_tokens * token_s, at_once, waves)
 
 
 def _share_of_weights(arch: ModelArch, batch: int) -> float:
-    """Of a layer's weights, those that a batch of tokens passes: all of a dense layer."""
+    """Share of the weights that decoding a batch of tokens reads: 1 for a dense model."""
     if arch.moe is None:
         return 1.0
+    # Expected share of E experts that some token of a batch of B, k experts per token, is sent to.
     touched = 1 - (1 - arch.moe.top_k / arch.moe.num_experts) ** batch
     total = chosen = 0.0
     for layer in range(arch.num_layers):
@@ -96,18 +94,18 @@ def megatron_s(
     hardware: Hardware,
     counts: Mapping[int, ParameterCount],
 ) -> float:
-    """Of the policy's own model, which has no KV cache: every token is a pass over the whole prefix, on average half a
-    response."""
+    """Seconds of generation by the policy's own model, without a KV cache: every token is a pass over the whole prefix."""
+    # The mean prefix has half of the response.
     prefix = replace(workload, response_tokens=workload.response_tokens / 2)
-    one = role_cost("policy", arch, layout, policy, prefix, hardware, counts).phases["forward"]  # the weights stay meanwhile
+    one = role_cost("policy", arch, layout, policy, prefix, hardware, counts).phases["forward"]  # weights stay on the device
     return workload.response_tokens * one
 
 
 def push_s(policy: ParallelLayout, memory: RolloutMemory | None, hardware: Hardware, offloaded: int = 0) -> float:
-    """The policy's weights into the replicas: every rank receives its part of the model, of which those layers come over the
-    network whose stage is on another node. Nothing is taken to be in place already. offloaded: bytes of the policy's weights that
-    come from host memory for it.
+    """Seconds to push the policy's weights into the replicas. offloaded: bytes of the policy's weights that come from host memory
+    first.
     """
+    # Every rank receives its whole part of the model; layers of stages on other nodes come over the network.
     loading = offloaded / hardware.host_bytes_per_s
     if memory is None:
         return loading

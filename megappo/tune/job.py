@@ -1,9 +1,8 @@
-"""`--measure K --slurm`: the trials as a job of Slurm, which is waited for and can be left to itself.
+"""`--measure K --slurm`: the trials as a job of Slurm; the command waits for it, and may be interrupted.
 
-    OUTPUT_DIR/tuning/job-12.sbatch   the script; job-12.log what it said; job-12.json the trials that it runs
+    OUTPUT_DIR/tuning/job-12.sbatch   the script; job-12.log its output; job-12.json the trials that it runs
 
-Results are files (`trials.py`), so that nothing is lost where the wait is broken off: the next call finds the job, or what it
-left.
+Results are files (`trials.py`), so nothing is lost if the wait is interrupted: the next call finds the job, or its results.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ from megappo.tune.search import Machine
 from megappo.tune.trials import Outcome, read_outcome, read_trial, world_folder
 
 POLL_S = 5.0
-# What another node wrote may be seen late: a network file system asks for a directory's news about once a minute.
+# Seconds. Files of another node may appear late: a network file system refreshes a directory about once a minute.
 LATE_S = 90.0
 LAST_LINES = 15
-# What the script says itself, with the option that changes it; None where nothing does.
+# Options of sbatch that the script sets itself -> our option that changes each; None if there is none.
 OWN_OPTIONS = {
     "partition": "--partition",
     "account": "--account",
@@ -53,7 +52,7 @@ OWN_OPTIONS = {
 
 
 def job_for(machine: Machine, limits: Limits, options: Sequence[str]) -> Job:
-    """The job that the trials of this machine need. ConfigError where Slurm is not here, or cannot run it."""
+    """The job that trials on this machine need. ConfigError if Slurm is missing or cannot run it."""
     per_node = machine.hardware.gpus_per_node
     nodes = -(-machine.world_size // per_node)
     own = "the trials depend on their own"
@@ -75,7 +74,7 @@ def job_for(machine: Machine, limits: Limits, options: Sequence[str]) -> Job:
 
 
 def render(job: Job, folder: Path, names: Sequence[str]) -> str:
-    """The script; every path in it is absolute."""
+    """Text of the job script, with absolute paths."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         undefined=jinja2.StrictUndefined,
@@ -99,12 +98,12 @@ def render(job: Job, folder: Path, names: Sequence[str]) -> str:
 
 
 def _in_quotes(option: str) -> str:
-    """In a line of #SBATCH, which is split at blanks and ends at #."""
+    """Quote a value for a line of #SBATCH, which is split at blanks and ends at #."""
     return '"' + option.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
 def submit(job: Job, folder: Path, names: Sequence[str]) -> str:
-    """Job id. ConfigError, with sbatch's own words, where Slurm refuses it."""
+    """Submit the job; returns its id. ConfigError, with sbatch's own words, if Slurm refuses it."""
     script = folder / f"{names[0]}.sbatch"
     script.write_text(render(job, folder, names), encoding="utf-8")
     try:
@@ -118,7 +117,7 @@ def submit(job: Job, folder: Path, names: Sequence[str]) -> str:
 
 
 def living_jobs(folder: Path, names: Sequence[str]) -> dict[str, list[str]]:
-    """Jobs that wait or run, with those of the trials that are theirs."""
+    """Waiting and running jobs by id, with their share of these trials."""
     found = {}
     for file in folder.glob("job-*.json"):
         theirs = set(json.loads(file.read_text(encoding="utf-8")))
@@ -130,7 +129,7 @@ def living_jobs(folder: Path, names: Sequence[str]) -> dict[str, list[str]]:
 
 @dataclass
 class Follower:
-    """What was said already of a job and its trials."""
+    """Wait for a job, printing each change and each trial once."""
 
     job_id: str
     folder: Path
@@ -143,8 +142,8 @@ class Follower:
         return self.folder / f"job-{self.job_id}.log"
 
     def wait(self) -> None:
-        """Until the job is over, with a line for every change and every trial. ConfigError where it leaves trials without an
-        outcome. KeyboardInterrupt leaves the job alone."""
+        """Wait until the job is over, with a line for every change and every trial. ConfigError if it leaves trials without an
+        outcome. KeyboardInterrupt leaves the job running."""
         try:
             while not self._is_over():
                 time.sleep(POLL_S)
@@ -159,14 +158,14 @@ class Follower:
     def _is_over(self) -> bool:
         try:
             status = slurm.job_status(self.job_id)
-        except ConfigError as error:  # a controller that restarts says nothing about the job
+        except ConfigError as error:  # Slurm's controller restarts: no news of the job
             self._say(f"  {error}; still asking")
             return False
         self._tell_outcomes()
         if status is not None and not status.is_over:
             self._say(_what_it_does(status))
             return False
-        for name in self.names:  # what a world leaves that was ended with the job
+        for name in self.names:  # left by a world that ended with the job
             shutil.rmtree(world_folder(self.folder, [name]), ignore_errors=True)
         deadline = time.monotonic() + (LATE_S if status is not None and status.state == "COMPLETED" else 0)
         while self._missing() and time.monotonic() < deadline:
@@ -192,7 +191,7 @@ class Follower:
             self._line = line
 
     def _what_went_wrong(self, status: slurm.JobStatus | None) -> str:
-        """One line, below the end of the log."""
+        """Reason for missing outcomes in one line, below the end of the log."""
         lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines() if self.log.exists() else []
         print("\n".join(f"  | {line}" for line in lines[-LAST_LINES:]), file=sys.stderr, flush=True)
         how = f"ended ({status.state}, exit code {status.code})" if status is not None else "is no longer known to Slurm"

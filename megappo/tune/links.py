@@ -1,10 +1,10 @@
 """Time of collectives over the links that a group's ranks have between them.
 
-Which links these are follows from the rank order of `ParallelLayout` (tp fastest, then cp, dp, pp; experts etp, ep, edp) and from
-the number of ranks of a node. The formulas are those of ring algorithms (Thakur, Rabenseifner, Gropp 2005, "Optimization of
+A group's links follow from the rank order of `ParallelLayout` (tp fastest, then cp, dp, pp; experts etp, ep, edp) and the number
+of ranks of a node. The formulas are those of ring algorithms (Thakur, Rabenseifner, Gropp 2005, "Optimization of
 collective communication operations in MPICH"; the "bus bandwidth" of NCCL's tests): n ranks move (n - 1) / n of the data, once
-for an all-gather or a reduce-scatter and twice for an all-reduce. Small messages wait for log2 n steps, as the algorithms that
-are chosen for them do (ibid.: recursive doubling, Bruck; NCCL's trees).
+for an all-gather or a reduce-scatter and twice for an all-reduce. Small messages take log2 n steps, as in the algorithms
+for them (ibid.: recursive doubling, Bruck; NCCL's trees).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Axis = Literal["tp", "cp", "gradients", "pp", "etp", "ep", "expert gradients"]
 
 @dataclass(frozen=True)
 class Span:
-    """The ranks of a group: how many, and how many of them share a node."""
+    """Number of ranks of a group, and of those that share a node."""
 
     size: int
     in_node: int
@@ -32,7 +32,7 @@ class Span:
 
 
 def span(layout: ParallelLayout, axis: Axis, ranks_per_node: int) -> Span:
-    """Of the group of rank 0. `gradients`: the ranks that hold the same dense weights (dp x cp); `expert gradients`: edp."""
+    """Span of rank 0's group. `gradients`: the ranks that hold the same dense weights (dp x cp); `expert gradients`: edp."""
     stride, size = {
         "tp": (1, layout.tp),
         "cp": (layout.tp, layout.cp),
@@ -47,7 +47,7 @@ def span(layout: ParallelLayout, axis: Axis, ranks_per_node: int) -> Span:
 
 @dataclass(frozen=True)
 class Links:
-    """What the links of a rank reach. bytes_per_s: of one rank, one direction."""
+    """Rates and latencies of a rank's links. bytes_per_s: of one rank, one direction."""
 
     node_bytes_per_s: float
     network_bytes_per_s: float
@@ -65,9 +65,10 @@ class Links:
         )
 
     def _ring_bytes_per_s(self, group: Span) -> float:
-        """A ring through several nodes leaves each of them over the adapters of all its ranks there, one ring for each."""
+        """Rate of a ring through the group."""
         if not group.crosses_nodes:
             return self.node_bytes_per_s
+        # One ring for each of the group's ranks on a node: together they use the adapters of all of them.
         through = group.in_node * self.network_bytes_per_s
         return min(self.node_bytes_per_s, through) if group.in_node > 1 else through
 
@@ -76,18 +77,18 @@ class Links:
         return step * math.ceil(math.log2(group.size))
 
     def gather_s(self, group: Span, size: float) -> float:
-        """All-gather to `size` bytes, or reduce-scatter of them."""
+        """Seconds of an all-gather to `size` bytes, or a reduce-scatter of them."""
         if group.size == 1:
             return 0.0
         moved = size * (group.size - 1) / group.size
         return moved / self._ring_bytes_per_s(group) + self._latency_s(group)
 
     def all_reduce_s(self, group: Span, size: float) -> float:
-        """A reduce-scatter and an all-gather."""
+        """Seconds of a reduce-scatter and an all-gather."""
         return 2 * self.gather_s(group, size)
 
     def all_to_all_s(self, group: Span, size: float) -> float:
-        """Every rank sends `size` bytes, an equal part to each rank; those of other nodes go through its own adapter."""
+        """Seconds until every rank has sent `size` bytes, an equal part to each rank; to other nodes through its own adapter."""
         if group.size == 1:
             return 0.0
         part = size / group.size
@@ -96,7 +97,7 @@ class Links:
         return max(inside, outside) + self._latency_s(group)
 
     def send_s(self, group: Span, size: float) -> float:
-        """To a neighbour in the group; the slowest pair decides."""
+        """Seconds of a message to a neighbour in the group; the slowest pair decides."""
         if group.size == 1:
             return 0.0
         rate = self.network_bytes_per_s if group.crosses_nodes else self.node_bytes_per_s

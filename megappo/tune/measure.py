@@ -1,8 +1,8 @@
-"""`--measure K`: short trials of the best layouts of every role, on this machine or in a job of Slurm, and the ranking by what
-was measured.
+"""`--measure K`: short trials of the best layouts of every role, on this machine or in a job of Slurm, and the ranking by measured
+times.
 
-Trials and results lie in `OUTPUT_DIR/tuning`, next to the run's directory: NAME.json says what is run and NAME.result.json what
-came of it, where NAME names the role and digests model, settings, batch, world and machine. What is there is not run again.
+Trials and results lie in `OUTPUT_DIR/tuning`, next to the run's directory: NAME.json is the trial, NAME.result.json its outcome;
+NAME has the role and a digest of model, settings, batch, world and machine. A trial with an outcome is not run again.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from megappo.tune.trials import REPEATS, Failed, Measured, Outcome, Trial, outco
 
 @dataclass(frozen=True)
 class Tried:
-    """A candidate with what came of its trial. measured_s: of its passes and updates in a whole step, like `RoleCost.total_s`;
-    None where the trial failed. file: of the outcome."""
+    """A candidate with the outcome of its trial. measured_s: seconds of its passes and updates in a whole step, like
+    `RoleCost.total_s`; None if the trial failed. file: of the outcome."""
 
     candidate: Candidate
     outcome: Outcome
@@ -43,27 +43,27 @@ class Tried:
 
     @property
     def total_s(self) -> float:
-        """With generation, where it is this role's, as predicted: no trial measures that. Infinite where the trial failed."""
+        """Seconds, with predicted generation if this role generates: no trial measures that. Infinite if the trial failed."""
         return float("inf") if self.measured_s is None else self.measured_s + self.candidate.generate_s
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """role -> what was tried, the fastest first, what failed last."""
+    """Role -> candidates tried, the fastest first, failed ones last."""
 
     tried: Mapping[str, Sequence[Tried]]
 
     def report(self) -> str:
-        """A table for every role."""
+        """Text with a table for every role."""
         return "\n\n".join("\n".join(_lines(role, found)) for role, found in self.tried.items()) + "\n"
 
     def facts(self) -> dict[str, Any]:
-        """For other programs."""
+        """The measurement as plain data, for JSON."""
         return {role: [_facts(one) for one in found] for role, found in self.tried.items()}
 
 
 def check_measurable(search: Search) -> None:
-    """ConfigError where there is nothing to try."""
+    """Raise ConfigError if there is nothing to try."""
     if set(search.tuned) <= {ROLLOUT}:
         raise ConfigError(f"--measure: trials are of the policy, critic and reference, not of --roles {ROLLOUT}")
 
@@ -71,7 +71,7 @@ def check_measurable(search: Search) -> None:
 def measure(search: Search, choice: Choice, most: int, job: Job | None = None) -> Measurement:
     """Try the best `most` layouts of every tuned role beside `choice`: here, or in a job of Slurm.
 
-    ConfigError where the ranks cannot be started here, or ended outside of a trial.
+    ConfigError if the ranks cannot be started here, or ended outside of a trial.
     """
     roles = {role: search.beside(choice, role)[:most] for role in choice.roles if role in search.tuned}
     candidates = {trial_name(search, one, job): one for found in roles.values() for one in found}
@@ -100,7 +100,7 @@ def measure(search: Search, choice: Choice, most: int, job: Job | None = None) -
 
 
 def trial_of(search: Search, one: Candidate) -> Trial:
-    """One update of one mini-batch, of sequences of the mean length."""
+    """Trial of a candidate: one update of one mini-batch, of sequences of the mean length."""
     workload = search.workload
     run = search.config.run.model_copy(update={"device": search.machine.device})
     return Trial(
@@ -114,7 +114,7 @@ def trial_of(search: Search, one: Candidate) -> Trial:
 
 
 def trial_name(search: Search, one: Candidate, job: Job | None = None) -> str:
-    """`policy-1f0c...`: everything that the time depends on."""
+    """Name of a trial, `policy-1f0c...`: a digest of everything that its time depends on."""
     trial, machine = trial_of(search, one), search.machine
     facts = {
         "arch": asdict(search.archs[one.role]),
@@ -126,7 +126,7 @@ def trial_name(search: Search, one: Candidate, job: Job | None = None) -> str:
         "world": machine.world_size,
         "ranks of a node": machine.hardware.gpus_per_node,
         "machine": _machine_name(search, job),
-        "measured": list(Measured.model_fields),  # what an older version measured is not what is asked for
+        "measured": list(Measured.model_fields),  # a version that measures other quantities runs the trial again
         "versions": [megappo.__version__, torch.__version__],
     }
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
@@ -134,7 +134,7 @@ def trial_name(search: Search, one: Candidate, job: Job | None = None) -> str:
 
 
 def _machine_name(search: Search, job: Job | None) -> str:
-    """GPUs of one kind are alike; CPUs are not."""
+    """Machine in a trial's name: the kind of GPU, or for CPUs this host or the job's partition."""
     if search.machine.hardware.is_gpu():
         return search.machine.hardware.name
     if job is None:
@@ -158,7 +158,7 @@ def _make_folder(folder: Path, output_dir: str) -> None:
 
 
 def predicted_s(one: Candidate, workload: Workload) -> float:
-    """Of a trial, without its start. Where something is offloaded, a phase of one update is timed beside the update."""
+    """Predicted seconds of a trial, without its start. With offload it also times a phase of one update."""
     phases, passes = one.cost.phases, max(1.0, workload.samples / workload.mini_batch)
     trips = one.cost.parts.get("offload", 0.0)
     times = 2 if one.cost.is_trained and trips else 1
@@ -167,7 +167,7 @@ def predicted_s(one: Candidate, workload: Workload) -> float:
 
 
 def _submit(job: Job, folder: Path, names: Sequence[str], seconds: float) -> str:
-    """Job id. Where Slurm refuses it, nothing of it is left. seconds: that the trials are predicted to take."""
+    """Submit the job; returns its id. If Slurm refuses it, its files are removed. seconds: predicted for the trials."""
     try:
         job_id = submit(job, folder, names)
     except ConfigError:
@@ -200,8 +200,8 @@ def _tried(one: Candidate, folder: Path, name: str, workload: Workload) -> Tried
 
 
 def step_s(measured: Measured, workload: Workload) -> float:
-    """Seconds of a role in a whole step: a phase of one pass over all samples, and a phase of its updates. Each moves what is
-    offloaded once."""
+    """Seconds of a role in a whole step: a phase with one pass over all samples, and a phase with its updates. Each phase moves
+    offloaded parts once."""
     passes = max(1.0, workload.samples / workload.mini_batch)
     seconds = (measured.forward_s - measured.load_s) * passes + measured.load_s
     return seconds if measured.update_s is None else seconds + measured.update_s * workload.updates + measured.trip_s
@@ -239,8 +239,7 @@ def _facts(one: Tried) -> dict[str, Any]:
 
 
 def best_measured(search: Search, choice: Choice, measurement: Measurement) -> Choice:
-    """The combination that fits and is fastest by what was measured; roles that are not tuned stay. ConfigError where nothing is
-    left."""
+    """The fastest combination by measured times that fits; roles that are not tuned stay. ConfigError if none is left."""
     working = {role: [one for one in found if one.measured_s is not None] for role, found in measurement.tried.items()}
     for role, found in measurement.tried.items():
         if not working[role]:

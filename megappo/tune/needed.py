@@ -1,4 +1,4 @@
-"""How many GPUs a run would need that does not fit on those there are."""
+"""Number of GPUs needed by a run that does not fit on those available."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MOST_DOUBLINGS = 8
 
 
 def larger_worlds(machine: Machine) -> list[int]:
-    """Numbers of GPUs by doubling, of whole nodes where it is more than one. Layouts that are kept divide them too."""
+    """Numbers of GPUs by doubling, in whole nodes if more than one. Layouts that are kept divide them too."""
     sizes, per_node = [machine.world_size], machine.hardware.gpus_per_node
     for _ in range(MOST_DOUBLINGS):
         twice = 2 * sizes[-1]
@@ -20,7 +20,7 @@ def larger_worlds(machine: Machine) -> list[int]:
 
 
 def gpus_needed(search: Search) -> int | None:
-    """The smallest of `larger_worlds` on which something fits; None where even the largest does not help."""
+    """The smallest of `larger_worlds` on which some layout fits; None if none does on the largest."""
     for world_size in larger_worlds(search.machine):
         machine = replace(search.machine, world_size=world_size)
         if Search(search.config, search.archs, machine, search.workload, search.tuned).can_fit():

@@ -8,9 +8,9 @@ from megappo.arguments import positive_int
 from megappo.config.errors import ConfigError
 
 OF_THE_JOB = ("partition", "account", "time", "sbatch")
-"""Options that mean nothing without --slurm."""
+"""Options without effect unless --slurm is given."""
 OF_A_RANKING = ("gpus", "gpus_per_node", "roles", "mean_prompt_tokens", "mean_response_tokens", "measure", "output", "json")
-"""Options that mean nothing to a probe alone."""
+"""Options without effect on a probe alone."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -35,7 +35,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def check_options(args: argparse.Namespace) -> None:
-    """ConfigError for options that would have no effect together, before anything heavy is imported."""
+    """Raise ConfigError for options without effect in this combination, before anything heavy is imported."""
     if args.slurm and args.measure is None:
         raise ConfigError("--slurm runs the trials of --measure K as a job, and has no effect without it")
     for name in OF_THE_JOB:

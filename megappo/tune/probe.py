@@ -1,6 +1,6 @@
-"""Measures this machine: matrix products, copies and an all-reduce, by two ranks that work at once where there is room for two.
+"""Measurement of this machine: matrix products, copies and an all-reduce, by two ranks at once if there is room for two.
 
-Ranks share a machine's memory and cores, so what one of them gets beside the other is what a profile is about.
+Ranks share a machine's memory and cores; a profile states the rates of one rank beside another.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megappo.plan.memory import GIB
 from megappo.tune.profiles import PROFILES, Hardware, hardware_of, load_hardware
 
 RANKS = 2
-# Six layers of next to nothing: what is left of their time is launches and Python.
+# Six tiny layers, so that their time is launches and Python.
 TINY = {
     "architectures": ["LlamaForCausalLM"],
     "num_hidden_layers": 6,
@@ -39,10 +39,9 @@ TINY = {
 
 
 def probe() -> Hardware:
-    """The profile `cpu-here` or `gpu-here`. What cannot be measured (the network, decoding) is taken from the profile that is
-    nearest.
+    """Measure the profile `cpu-here` or `gpu-here`. The network and decoding cannot be measured: taken from the nearest profile.
 
-    ValueError where the ranks fail; what they said is above.
+    ValueError if the ranks fail, after their own output.
     """
     gpus = torch.cuda.device_count()
     ranks = min(RANKS, gpus) if gpus else min(RANKS, os.cpu_count() or 1)
@@ -74,7 +73,7 @@ def probe() -> Hardware:
 
 
 def measure_rates(device: torch.device, folder: str) -> dict[str, float]:
-    """On one rank of the world, together with the others. Keys are fields of `Hardware`, as reached."""
+    """Rates of one rank of the world, measured together with the others. Keys are fields of `Hardware`."""
     import torch.distributed as dist
 
     size = 8192 if device.type == "cuda" else 768
@@ -87,10 +86,10 @@ def measure_rates(device: torch.device, folder: str) -> dict[str, float]:
     rates["memory_tb_s"] = 2 * x.numel() * 4 / _seconds(lambda: y.copy_(x), device) / 1e12
     if dist.get_world_size() > 1:
         small, large = x[:64].clone(), x[: 1 << 22].clone()
-        # A pass makes hundreds of small ones, which wait as long as is usual, not as short as can be.
+        # A pass makes hundreds of small ones: their usual latency counts, not the shortest.
         latency = _seconds(lambda: dist.all_reduce(small), device, repeats=100, of=median)
         seconds = _seconds(lambda: dist.all_reduce(large), device)
-        # An all-reduce of two ranks is two halves: each sends and receives half of the data, and waits once.
+        # An all-reduce of two ranks has two steps; in each a rank sends and receives half of the data, and waits once.
         rates["node_latency_us"] = latency / 2 * 1e6
         rates["node_link_gb_s"] = link_gb_s(large.numel() * 4, seconds, latency)
     rates["layer_overhead_us"] = _layer_overhead_s(folder, device) * 1e6
@@ -98,13 +97,13 @@ def measure_rates(device: torch.device, folder: str) -> dict[str, float]:
 
 
 def link_gb_s(size: int, seconds: float, latency: float) -> float:
-    """Of an all-reduce of two ranks, of which a small one takes `latency` seconds. On a busy machine the usual wait of a small
-    one may be longer than the shortest of a large one; half of that is taken to be data at least."""
+    """GB/s of a link, from an all-reduce of `size` bytes between two ranks; a small one takes `latency` seconds."""
+    # On a busy machine the usual latency may exceed the shortest large all-reduce: at least half of that counts as data.
     return size / max(seconds - latency, seconds / 2) / 1e9
 
 
 def _seconds(work: Callable[[], Any], device: torch.device, repeats: int = 8, of: Callable[[list[float]], float] = min) -> float:
-    """`of` several times, after one that is not counted."""
+    """`of` the seconds of several calls, after one that is not counted."""
     from megappo.telemetry.timers import wait_for_device
 
     times = []
@@ -117,7 +116,7 @@ def _seconds(work: Callable[[], Any], device: torch.device, repeats: int = 8, of
 
 
 def _layer_overhead_s(folder: str, device: torch.device) -> float:
-    """Of a pass over a model of nothing but layers; a micro-batch has the time of one more (`tune/work.py`)."""
+    """Host seconds of one layer, from a pass over a model of tiny layers. A micro-batch costs one layer more (`tune/work.py`)."""
     from megappo.tune.trial import run_trial
     from megappo.tune.trials import Trial
 

@@ -1,4 +1,4 @@
-"""The process of one probing rank: `python -m megappo.tune.probe_rank FOLDER`."""
+"""Program of one probing rank: `python -m megappo.tune.probe_rank FOLDER`."""
 
 from __future__ import annotations
 

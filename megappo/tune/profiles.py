@@ -1,7 +1,6 @@
-"""What a rank's hardware can do: profiles of GPUs from `profiles.yaml`, from a file of the user's, or measured (`probe.py`).
+"""Hardware profiles of one rank: GPUs from `profiles.yaml`, a file of the user's, or measured (`probe.py`).
 
-Rates come from data sheets with a stated share that is reached; `Hardware` hands out what is reached, in bytes, FLOPs and
-seconds.
+Rates come from data sheets with a stated share that is reached; `Hardware` gives the reached rates, in bytes, FLOPs and seconds.
 """
 
 from __future__ import annotations
@@ -22,8 +21,7 @@ Dtype = Literal["bf16", "fp32"]
 
 @dataclass(frozen=True)
 class Hardware:
-    """One rank's share of a machine. Fields are named as in `profiles.yaml`, which says what they mean and where they come
-    from."""
+    """One rank's share of a machine. Fields are those of `profiles.yaml`, which documents their meaning and sources."""
 
     name: str
     memory_gib: float
@@ -48,31 +46,31 @@ class Hardware:
 
     @property
     def memory_bytes(self) -> int:
-        """All of the device's memory: what `megappo plan --gpu-memory-gib` is given."""
+        """All of the device's memory, as given to `megappo plan --gpu-memory-gib`."""
         return int(self.memory_gib * GIB)
 
     @property
     def usable_bytes(self) -> int:
-        """What a rank may fill by the plan, whose peak counts the CUDA context and NCCL's buffers."""
+        """Bytes that the plan's peak may reach; the peak includes the CUDA context and NCCL's buffers."""
         return int((self.memory_gib - self.headroom_gib) * GIB)
 
     def flops_per_s(self, dtype: Dtype) -> float:
-        """Reached by matrix products."""
+        """FLOP/s reached by matrix products."""
         return (self.bf16_tflops if dtype == "bf16" else self.fp32_tflops) * 1e12 * self.matmul_share
 
     @property
     def memory_bytes_per_s(self) -> float:
-        """Reached by kernels that only read and write."""
+        """Bytes/s reached by kernels that only read and write."""
         return self.memory_tb_s * 1e12 * self.memory_share
 
     @property
     def host_bytes_per_s(self) -> float:
-        """Between the device and host memory, one direction."""
+        """Bytes/s between the device and host memory, one direction."""
         return self.host_link_gb_s * 1e9 * self.host_share
 
     @property
     def layer_overhead_s(self) -> float:
-        """Host time of one layer's forward: launches of its kernels, Python."""
+        """Host seconds of one layer's forward: kernel launches, Python."""
         return self.layer_overhead_us * 1e-6
 
     def is_gpu(self) -> bool:
@@ -80,7 +78,7 @@ class Hardware:
 
 
 def load_hardware(name: str) -> Hardware:
-    """A profile by its name, or the one in a YAML file of the user's. ConfigError, one line, for neither."""
+    """Load a profile by its name or from a YAML file. ConfigError, one line, if `name` is neither."""
     known = _profiles(PROFILES)
     if name in known:
         return known[name]
@@ -93,7 +91,7 @@ def load_hardware(name: str) -> Hardware:
 
 
 def dump_hardware(hardware: Hardware) -> str:
-    """As YAML, to be saved and given to --gpu."""
+    """The profile as YAML, to be saved and given to --gpu."""
     lines = [f"{hardware.name}:"]
     for key, value in asdict(hardware).items():
         if key != "name":
@@ -106,7 +104,7 @@ def _profiles(path: Path) -> dict[str, Hardware]:
 
 
 def hardware_of(name: str, values: Any, where: str) -> Hardware:
-    """A profile from plain data. ConfigError names what is missing, unknown or not a positive number."""
+    """Make a profile from plain data. ConfigError names missing and unknown keys and values that are not positive numbers."""
     wanted = {field.name: field.type for field in fields(Hardware) if field.name != "name"}
     if not isinstance(values, Mapping) or set(values) != set(wanted):
         given = set(values) if isinstance(values, Mapping) else set()

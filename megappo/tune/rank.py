@@ -1,4 +1,4 @@
-"""The process of one trial rank: `python -m megappo.tune.rank FOLDER NAME...`, under torchrun or as one task of srun."""
+"""Program of one trial rank: `python -m megappo.tune.rank FOLDER NAME...`, under torchrun or as one task of srun."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ MOST_REASONS = 3
 
 
 def report(search: Search, choice: Choice, top: int) -> str:
-    """Everything that is known without a trial."""
+    """Report of the ranking as predicted, without trials."""
     blocks = [_assumptions(search.workload, search.machine)]
     for role in search.candidates:
         if role in search.tuned:
@@ -40,7 +40,7 @@ def _assumptions(workload: Workload, machine: Machine) -> list[str]:
 
 
 def role_lines(search: Search, choice: Choice, role: str, top: int) -> list[str]:
-    """The fastest layouts of a role that fit beside what the other roles have in `choice`."""
+    """Table of the fastest layouts of a role that fit beside the other roles of `choice`."""
     found = search.beside(choice, role)
     trained = choice.roles[role].cost.is_trained
     generates = choice.roles[role].generate_s > 0
@@ -98,7 +98,7 @@ def rollout_lines(search: Search, choice: Choice, top: int) -> list[str]:
 
 
 def _aligned(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Numbers to the right, names and reasons to the left."""
+    """Align columns: numbers to the right, names and reasons to the left."""
     widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header) - 1)]
     left = {"layout", "recompute", "the chosen step"}
     lines = []
@@ -109,7 +109,7 @@ def _aligned(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def step_lines(search: Search, choice: Choice) -> list[str]:
-    """The chosen layouts through a step (trainer/ppo.py, stages 2, 4, 6 and 7), and what is fullest."""
+    """The chosen layouts through a step (trainer/ppo.py, stages 2, 4, 6 and 7), and the fullest rank."""
     rows = []
     for name, seconds, role in _phases(choice):
         share = seconds / choice.total_s
@@ -140,8 +140,7 @@ def _phases(choice: Choice) -> Iterator[tuple[str, float, str | None]]:
 
 
 def reasons(one: Candidate, search: Search) -> list[str]:
-    """What of this layout's time is not arithmetic, the largest first; and its optimizer state, where that is what fills the
-    rank."""
+    """Parts of this layout's time that are not arithmetic, the largest first; and its optimizer state if that fills the rank."""
     return [text for _, text in sorted(_shares(one, search.machine), key=lambda pair: -pair[0])][:MOST_REASONS] or [
         f"matrix products {one.cost.share('matmul') + one.cost.share('head') + one.cost.share('attention'):.0%}"
     ]

@@ -1,4 +1,4 @@
-"""`megappo tune`: probe or profile, search, tables, trials, and the winner written where it is wanted."""
+"""`megappo tune`: probe or profile, search, tables, trials, and the winner's files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megappo.tune.report import overrides_of, report
 
 
 def tune(args: argparse.Namespace) -> int:
-    """Answer the options (`options.check_options` has passed them); the exit code. ConfigError for what cannot be asked so."""
+    """Run the command on options that `options.check_options` accepted; returns the exit code. ConfigError for a user's mistake."""
     named = {"--output": args.output, "--json": args.json}
     targets = {option: command.check_target(option, text) for option, text in named.items() if text}
     if args.config is None:

@@ -1,9 +1,9 @@
-"""Finds the fastest layouts that fit: every role is ranked by itself, then the roles are combined under their common memory.
+"""Search for the fastest layouts that fit: every role is ranked by itself, then the roles are combined under their common memory.
 
-Roles take turns on the same ranks, so the step time is a sum and the roles bind each other only through memory: what all of them
-keep while others work, and the most of what one needs while it works. Memory is the plan's (`plan/memory.py`, `plan/reserve.py`);
-a choice carries its plan. To decide what fits, a role's fullest stage stands for all of its ranks, which overestimates where the
-fullest stages of two roles lie on different ranks.
+Roles take turns on the same ranks, so the step time is a sum, and roles constrain each other only through memory: resident memory
+of all roles plus the largest working set. Memory is the plan's (`plan/memory.py`, `plan/reserve.py`); a choice carries its plan.
+To decide if it fits, a role's fullest stage stands for all of its ranks, which overestimates if the fullest stages of two roles lie
+on different ranks.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from megappo.tune.generation import GenerationCost, megatron_s, push_s, vllm_cos
 from megappo.tune.profiles import Hardware
 
 ROLLOUT = "rollout"
-# What a role needs while it works is mostly activations, an estimate that is held to 10 %.
+# Of a working set, which is mostly activations: tests hold their estimate to 10 %.
 MARGIN = 1.1
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What a run is tuned for. implementation: of the layers, whose rules differ."""
+    """Machine that a run is tuned for. implementation: of the layers, whose rules differ."""
 
     world_size: int
     hardware: Hardware
@@ -54,8 +54,8 @@ class Machine:
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes of one rank of a role that cover every stage of its layout. resident: while others work. training: on top of it in
-    stages 4 to 6, an estimate. saving: on top of it while its checkpoint is written, 0 of a frozen role.
+    """Bytes of one rank of a role, enough for every stage of its layout. resident: while others work. training: on top of it in
+    stages 4 to 6, an estimate. saving: on top of it while its checkpoint is written, 0 for a frozen role.
     """
 
     layout: ParallelLayout
@@ -66,9 +66,9 @@ class Need:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A role in one layout with its secondary choices. memory: of the stage that needs most.
+    """A role in one layout with its secondary choices. memory: of the fullest stage.
 
-    generate_s: of generation by the role itself (the policy, where there is no vLLM).
+    generate_s: seconds of generation by the role itself (the policy, without vLLM).
     """
 
     role: str
@@ -87,7 +87,7 @@ class Candidate:
         return self.cost.total_s + self.generate_s
 
     def overrides(self) -> list[str]:
-        """`policy.parallel.tp=8` ...: everything that was chosen; a split that the file names is taken back."""
+        """`policy.parallel.tp=8` ...: every chosen key; a layers_per_stage of the user's file is reset."""
         parallel = self.settings.parallel
         split = "null" if not parallel.layers_per_stage else "[" + ",".join(map(str, parallel.layers_per_stage)) + "]"
         sizes = {key: getattr(parallel, key) for key in ("tp", "pp", "vpp", "cp", "ep", "etp")}
@@ -101,7 +101,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class RolloutCandidate:
-    """vLLM with one tp; all None where the policy's own model generates."""
+    """vLLM with one tp; all None if the policy's own model generates."""
 
     tp: int | None
     memory: RolloutMemory | None
@@ -117,7 +117,7 @@ class RolloutCandidate:
 
 @dataclass(frozen=True)
 class Choice:
-    """A candidate for every role, and the replicas. plan: what `megappo plan` works out for them."""
+    """A candidate for every role, and the replicas. plan: that of `megappo plan` for them."""
 
     roles: Mapping[str, Candidate]
     rollout: RolloutCandidate
@@ -130,11 +130,11 @@ class Choice:
 
     @property
     def peak(self) -> int:
-        """Bytes of the fullest rank in its fullest moment."""
+        """Peak bytes of the fullest rank."""
         return self.plan.peak(self.plan.fullest_rank())
 
     def peak_of(self, role: str) -> int:
-        """Bytes of a rank while this role works, on the rank where that is most."""
+        """Peak bytes of a rank while this role works, over all ranks."""
         return tightest(self.plan)[role][0].total
 
     def fullest(self) -> tuple[Phase, int]:
@@ -144,7 +144,7 @@ class Choice:
 
 
 class Search:
-    """The candidates of every role of a run. tuned: roles whose layout is open, `rollout` among them; the others keep theirs."""
+    """Candidates of every role of a run. tuned: roles whose layout is open, `rollout` among them; the others keep theirs."""
 
     def __init__(
         self, config: TrainConfig, archs: Mapping[str, ModelArch], machine: Machine, workload: Workload, tuned: Sequence[str]
@@ -154,12 +154,12 @@ class Search:
 
     @cached_property
     def candidates(self) -> dict[str, list[Candidate]]:
-        """Role -> those that fit alone beside some replicas, the fastest first."""
+        """Role -> candidates that fit alone beside some replicas, the fastest first."""
         return {role: sorted(self._all(role), key=lambda one: one.total_s) for role in roles_in_use(self.config)}
 
     @cached_property
     def rollouts(self) -> list[RolloutCandidate]:
-        """Those whose cache holds one sequence at its longest, as the plan demands; the fastest first."""
+        """Replicas whose KV cache holds one longest sequence, as the plan demands; the fastest first."""
         config, arch, machine = self.config, self.archs["policy"], self.machine
         if config.rollout.engine == "megatron":
             return [RolloutCandidate(None, None, None)]
@@ -189,12 +189,12 @@ class Search:
                 for tokens in budgets:
                     chosen = {"parallel": parallel, "micro_batch_tokens": tokens} | self._recompute(settings, recompute)
                     one = self.candidate(role, settings.model_copy(update=chosen))
-                    if one is None:  # nor would larger micro-batches fit
+                    if one is None:  # budgets ascend: larger micro-batches do not fit either
                         break
                     yield one
 
     def implementation(self, role: str) -> Implementation:
-        """Of the layers of a role."""
+        """Implementation of a role's layers."""
         return implementation_of_role(self.machine.implementation, self.config.model.impl, getattr(self.config, role).dtype)
 
     @staticmethod
@@ -202,7 +202,7 @@ class Search:
         return {"recompute": recompute} if hasattr(settings, "recompute") else {}
 
     def candidate(self, role: str, settings: Settings) -> Candidate | None:
-        """This role with these settings; None if it does not fit even alone, beside no replicas."""
+        """This role with these settings; None if it does not fit even alone, without replicas."""
         arch, hardware = self.archs[role], self.machine.hardware
         stages = self._stages(role, settings)
         need = self._need(settings, stages.values())
@@ -217,7 +217,8 @@ class Search:
         return Candidate(role, settings, need, memory, cost, generate_s)
 
     def _count(self, arch: ModelArch, layout: ParallelLayout, stage: int, value_head: bool = False) -> ParameterCount:
-        """By shapes, once for each kind of stage: neither cp nor dp nor the order of the chunks changes it."""
+        """Parameters of one rank of a stage, from shapes."""
+        # Counted once for each kind of stage: cp, dp and the order of the chunks do not change it.
         sparse = [arch.is_sparse(layer) for layer in layout.stage_layers(arch.num_layers, stage)]
         ends = stage == 0, stage == layout.pp - 1
         key = (arch, layout.tp, layout.ep, layout.etp, value_head, *ends, len(sparse), sum(sparse))
@@ -228,7 +229,7 @@ class Search:
     # ---------------------------------------------------------------------------------------------------------- combined
 
     def fits(self, needs: Mapping[str, Need], rollout: RolloutCandidate) -> bool:
-        """True if these roles and the replicas have room together, with the margin. If some roles do not, neither do more."""
+        """True if these roles and the replicas fit together, with the margin. If some roles do not, neither do more."""
         of_roles = [(need.layout, self._has_experts(role)) for role, need in needs.items()]
         reserve = reserve_bytes(of_roles, self.machine.world_size, rollout.tp or 1) if self.machine.device == "cuda" else 0
         at_rest = reserve + sum(need.resident for need in needs.values())
@@ -241,8 +242,8 @@ class Search:
         return self.archs[role].moe is not None
 
     def best(self) -> Choice | None:
-        """The fastest candidates that fit together; None where none do. Between policies the push of weights, about a percent of
-        a step, does not decide."""
+        """The fastest candidates that fit together; None if none do. The push of weights, about 1 % of a step, is ignored in the
+        choice of the policy."""
         if not self.rollouts or not all(self.candidates.values()):
             return None
         fronts = {
@@ -258,11 +259,11 @@ class Search:
         return best
 
     def _front(self, role: str, needs: Sequence[Need]) -> list[int]:
-        """Places of those that none before undercuts in all that it needs. needs: the best first."""
+        """Indices of the Pareto front of `needs` (`pareto`), the best first."""
         return pareto(needs, lambda layout: layout_bytes(layout, self._has_experts(role)) if self.machine.device == "cuda" else 0)
 
     def choice(self, roles: Mapping[str, Candidate], rollout: RolloutCandidate) -> Choice:
-        """These candidates, with their plan, whether they fit or not."""
+        """These candidates with their plan, fitting or not."""
         policy, machine = roles["policy"], self.machine
         changes: dict[str, Any] = {role: one.settings for role, one in roles.items()}
         if rollout.tp is not None:
@@ -274,8 +275,7 @@ class Search:
         return Choice(roles, rollout, push_s(policy.layout, rollout.memory, machine.hardware, loaded), plan)
 
     def can_fit(self) -> bool:
-        """True if anything fits at all: of every role the layouts and the settings that need least are tried, and their time is
-        not."""
+        """True if anything fits at all. Tries the least demanding layouts and settings of every role, without their time."""
         fronts = []
         for role in roles_in_use(self.config):
             settings: Settings = getattr(self.config, role)
@@ -311,7 +311,7 @@ class Search:
         )
 
     def _stages(self, role: str, settings: Settings) -> dict[int, RoleMemory]:
-        """Memory of the stages among which the fullest is."""
+        """Stage -> memory, of the stages that may be the fullest."""
         arch, layout = self.archs[role], layout_of(settings.parallel, self.machine.world_size)
         config = self.config.model_copy(update={role: settings})
         return {
@@ -320,7 +320,7 @@ class Search:
         }
 
     def beside(self, choice: Choice, role: str) -> list[Candidate]:
-        """The candidates of a role that fit with what the others have in `choice`, the fastest first, each layout once."""
+        """Candidates of a role that fit beside the other roles of `choice`, the fastest first, each layout once."""
         needs, seen = {name: one.need for name, one in choice.roles.items()}, {}
         for one in self.candidates[role]:
             if one.layout not in seen and self.fits({**needs, role: one.need}, choice.rollout):
@@ -333,8 +333,8 @@ class Search:
 
 
 def fullest_stages(arch: ModelArch, layout: ParallelLayout) -> list[int]:
-    """Stages among which the fullest is: the ends, and the first one with the most layers; all where layers differ, or a split is
-    so uneven that an early stage with fewer layers keeps more micro-batches of them.
+    """Stages that may be the fullest: the ends, and the first one with the most layers; all stages if layers differ, or if a split
+    is so uneven that an early stage with fewer layers holds more micro-batches.
     """
     every = list(range(layout.pp))
     if arch.moe is not None and arch.moe.dense_layers:
@@ -348,9 +348,8 @@ def fullest_stages(arch: ModelArch, layout: ParallelLayout) -> list[int]:
 
 
 def pareto(needs: Sequence[Need], communicators: Callable[[ParallelLayout], int]) -> list[int]:
-    """Places of those that none before undercuts in all that it needs. communicators: bytes that a layout's own take. They count as
-    if no other role had the same layout and shared them: all layouts that could be shared would be too many to combine.
-    """
+    """Indices of the needs that no earlier one undercuts in every respect. communicators: bytes of a layout's own communicators."""
+    # Counted as if no other role had the same layout and shared them: combining all layouts that could be shared takes too long.
     front: list[tuple[int, int, int]] = []
     places = []
     for place, need in enumerate(needs):
@@ -368,8 +367,8 @@ def _limit(best: Choice | None, rollout: RolloutCandidate) -> float:
 def _combinations(
     fronts: Mapping[str, Sequence[Candidate]], fits: Callable[[Mapping[str, Need]], bool], limit_s: float
 ) -> Iterator[dict[str, Candidate]]:
-    """One of each front, which fit together, each combination faster than the ones before. fronts: the fastest first. fits: of some
-    roles already, false for good.
+    """Combinations of one of each front that fit together, each faster than those before. fronts: the fastest first. fits: takes
+    a subset of the roles; once false, more roles do not fit either.
     """
     best = limit_s
     roles = list(fronts)

@@ -1,7 +1,7 @@
-"""The program of every rank of a trial: builds one role in one layout with random weights and times its passes and updates.
+"""Work of every rank of a trial: builds one role in one layout with random weights and times its passes and updates.
 
-Nothing of the run's data or weights is needed: time does not depend on values. Rank 0 writes what was measured as soon as a trial
-is over, and before that which one it is at, for `batch.py` to see which one failed. Descriptions and results are `trials.py`'s.
+Needs neither the run's data nor its weights: time does not depend on values. Rank 0 writes the name of a trial at its begin, for
+`batch.py` to see which one failed, and the result at its end. `trials.py` has the files' formats.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megappo.trainer.kernel_selection import choose_kernels
 from megappo.trainer.roles import Critic, Policy
 from megappo.tune.trials import RUNNING, Measured, Trial, moves, read_trial, world_folder, write_outcome
 
-# A trial generates, scores and saves nothing: its ranks are never far apart, and one that hangs costs the others of its job.
+# A trial generates, scores and saves nothing: its ranks are never far apart, and a hang costs the job's other trials their time.
 TIMEOUTS = TimeoutsConfig(start_s=300.0, pass_s=300.0, meeting_s=300.0)
 TOTAL_UPDATES = 1000  # of the schedule: the learning rate of a step takes no time
 
@@ -44,7 +44,7 @@ def main(folder: Path, names: Sequence[str]) -> None:
     for name, trial in trials.items():
         if dist.get_rank() == 0:
             running.write_text(name, encoding="utf-8")
-        dist.barrier()  # so that no rank fails in a trial that is not known to have begun
+        dist.barrier()  # no rank may fail in a trial before rank 0 has written its name
         choose_kernels(trial.config.kernels, device)
         measured = run_trial(trial, device)
         if dist.get_rank() == 0:
@@ -56,7 +56,7 @@ def main(folder: Path, names: Sequence[str]) -> None:
 
 
 def run_trial(trial: Trial, device: torch.device, backend: EngineBackend = MegatronEngines) -> Measured:
-    """Collective. The first pass of each kind is not counted: it allocates, compiles and connects."""
+    """Time one trial. Collective. The first pass of each kind is not counted: it allocates, compiles and connects."""
     section = getattr(trial.config, trial.role)
     engines = backend(trial.config.model, TIMEOUTS, device)
     passes = _build_passes(trial, engines)
@@ -90,7 +90,7 @@ def _fastest(work: Callable[[], Any], repeats: int) -> float:
 
 def _build_passes(trial: Trial, engines: EngineFactory) -> _Passes:
     section, algorithm = getattr(trial.config, trial.role), trial.config.algorithm
-    algorithm = algorithm.model_copy(update={"target_kl": None})  # an update that is left out takes no time
+    algorithm = algorithm.model_copy(update={"target_kl": None})  # a skipped update would take no time
     config = trial.config.model_copy(update={"algorithm": algorithm})
     updates = TOTAL_UPDATES if isinstance(section, TrainableConfig) else None
     return _Passes(trial, build_role(config, trial.role, engines, updates, random_weights=True))
@@ -112,7 +112,7 @@ class _Passes:
         self._mini, self._count = self.batch.with_fields({"weight": weights.weight}), max(float(weights.count), 1.0)
 
     def nothing(self) -> None:
-        """A pass without a batch: its weights come from host memory, and are freed, because they did not change."""
+        """Run a pass without a batch: its weights come from host memory and are freed, as they did not change."""
         with self.role.engine.eval_mode():
             pass
 
@@ -123,20 +123,20 @@ class _Passes:
             self.role.logprobs(self.batch, want_entropy=isinstance(self.role, Policy))
 
     def phase(self) -> None:
-        """A phase of one update, as stage 6 has it (trainer/updates.py): weights come, the optimizer's state comes with the
-        step, and both go back."""
+        """Run a phase of one update, as stage 6 (trainer/updates.py): weights come, the optimizer's state comes with the step, and
+        both go back."""
         assert isinstance(self.role, (Policy, Critic))
         with self.role.engine.train_mode():
             self.update()
 
     def update(self) -> None:
-        """One update of a phase that has more: what is offloaded is there already, from the first one on."""
+        """Run one update inside a phase: from the second on, offloaded parts are on the device already."""
         assert isinstance(self.role, (Policy, Critic))
         self.role.update(self._mini, self._count)
 
 
 def _random_batch(trial: Trial, vocab_size: int) -> PackedBatch:
-    """Sequences of one length, with every field that stages 4 to 6 read."""
+    """Random sequences of one length, with every field that stages 4 to 6 read."""
     generator = torch.Generator().manual_seed(trial.config.run.seed)
     length = trial.prompt_tokens + trial.response_tokens
     tokens = torch.randint(0, vocab_size, (trial.samples, length), generator=generator)

@@ -1,4 +1,4 @@
-"""What a trial is and what came of it, as files: FOLDER/NAME.json and FOLDER/NAME.result.json. Running it is `trial.py`'s."""
+"""A trial and its outcome as files: FOLDER/NAME.json and FOLDER/NAME.result.json. `trial.py` runs it."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pydantic import BaseModel, TypeAdapter
 from megappo.config.schema import OffloadConfig, TrainConfig
 
 REPEATS = 3
-RUNNING = "running"  # in a world's folder: the name of the trial that it is at
+RUNNING = "running"  # file in a world's folder with the name of the current trial
 
 
 class Trial(BaseModel):
-    """One role of `config` in its layout there. label: what a user calls it. Tokens are of every sequence; samples: of a pass and
-    of an update."""
+    """One role of `config` in its layout there. label: its name for users. Tokens are of every sequence; samples: of a pass and of
+    an update."""
 
     config: TrainConfig
     role: str
@@ -29,10 +29,10 @@ class Trial(BaseModel):
 
 class Measured(BaseModel):
     """Seconds, the least of the repeats. forward_s: of a pass without gradients over the samples; update_s: of one optimizer step
-    on them, None where the role does not train.
+    on them, None if the role does not train.
 
-    What is offloaded moves once in a phase, however many passes and updates it has. load_s: in forward_s, of the weights that come
-    from host memory. trip_s: not in update_s, of weights and optimizer state that come and go back in a phase of updates.
+    Offloaded parts move once in a phase, for any number of passes and updates. load_s: part of forward_s, weights from host
+    memory. trip_s: not in update_s, weights and optimizer state that come and go back in a phase of updates.
     """
 
     forward_s: float
@@ -45,12 +45,12 @@ class Measured(BaseModel):
 
 
 def moves(offload: OffloadConfig) -> bool:
-    """True if a phase of updates moves, or allocates anew, what others do not need: its trial times a phase, too."""
+    """True if a phase of updates moves or reallocates offloaded parts; its trial then times a phase, too."""
     return offload.parameters or offload.gradients or offload.optimizer
 
 
 class Failed(BaseModel):
-    """A trial that took its world down, and why."""
+    """A trial that took its world down, with the reason."""
 
     reason: str
 
@@ -63,7 +63,7 @@ _OUTCOME: TypeAdapter[Outcome] = TypeAdapter(Outcome)
 
 
 def write_trial(folder: Path, name: str, trial: Trial) -> None:
-    """The description that the ranks read."""
+    """Write the description that the ranks read."""
     _write(trial_file(folder, name), trial.model_dump_json())
 
 
@@ -76,28 +76,28 @@ def trial_file(folder: Path, name: str) -> Path:
 
 
 def outcome_file(folder: Path, name: str) -> Path:
-    """Without it a trial is still to be run."""
+    """Path of a trial's outcome; a trial without it is still to be run."""
     return folder / f"{name}.result.json"
 
 
 def write_outcome(folder: Path, name: str, outcome: Outcome) -> None:
-    """As soon as the trial is over: those after it may end the world."""
+    """Write an outcome, at the end of its trial: a later trial may end the world."""
     _write(outcome_file(folder, name), outcome.model_dump_json())
 
 
 def read_outcome(folder: Path, name: str) -> Outcome | None:
-    """None where the trial did not end."""
+    """Read an outcome; None if the trial has none."""
     file = outcome_file(folder, name)
     return _OUTCOME.validate_json(file.read_text(encoding="utf-8")) if file.exists() else None
 
 
 def world_folder(folder: Path, names: Sequence[str]) -> Path:
-    """Where a world that runs these trials leaves what it is at, and the evidence of its end (`launch/failure.py`)."""
+    """Folder of the world that runs these trials: the name of the current one, and evidence of failures (`launch/failure.py`)."""
     return folder / f"{names[0]}.world"
 
 
 def _write(path: Path, text: str) -> None:
-    """As a whole, so that a reader on another node never sees half of it."""
+    """Write a file atomically, so that a reader on another node never sees half of it."""
     partial = path.with_name(path.name + ".partial")
     partial.write_text(text, encoding="utf-8")
     os.replace(partial, path)

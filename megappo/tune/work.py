@@ -1,4 +1,4 @@
-"""What one micro-batch costs one rank of one pipeline stage: matrix products, memory traffic and communication of its layers.
+"""Cost of one micro-batch on one rank of one pipeline stage: matrix products, memory traffic and communication of its layers.
 
 The forward pass is counted; the caller doubles it for the backward pass. Times are in seconds, sizes in bytes unless named
 otherwise.
@@ -19,7 +19,7 @@ from megappo.tune.links import Links, span
 from megappo.tune.profiles import Dtype, Hardware
 
 Part = Literal["matmul", "attention", "memory", "head", "host", "tp", "cp", "ep", "pp"]
-TILE_ROWS, TILE_COLUMNS = 128, 256  # of the output, by one processor at a time
+TILE_ROWS, TILE_COLUMNS = 128, 256  # of the output, computed by one multiprocessor at a time
 BACKWARD = 2  # a backward pass has two matrix products for each of the forward's
 
 
@@ -40,7 +40,7 @@ class Pass:
 
 
 def layer_weights(arch: ModelArch, sparse: bool) -> tuple[int, int]:
-    """(parameters of the attention's and router's matrices, parameters of the MLP that one token passes) of a layer."""
+    """(parameters of the attention's and router's matrices, parameters of the MLP used by one token) of a layer."""
     heads, kv_heads, h = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim, arch.hidden_size
     attention = h * (heads + 2 * kv_heads) + heads * h
     if not sparse:
@@ -63,8 +63,8 @@ class Product(NamedTuple):
 
 
 def layer_products(arch: ModelArch, layout: ParallelLayout, sparse: bool, tokens: float) -> list[Product]:
-    """The forward products of one layer on one rank that holds `tokens` (its part under context parallel), experts evenly
-    chosen."""
+    """The forward products of one layer on one rank that holds `tokens` (its part under context parallel), with balanced
+    experts."""
     h, tp = arch.hidden_size, layout.tp
     heads, kv_heads = arch.num_heads * arch.head_dim / tp, arch.num_kv_heads * arch.head_dim / tp
     attention = [Product(tokens, h, heads + 2 * kv_heads), Product(tokens, heads, h)]
@@ -73,15 +73,18 @@ def layer_products(arch: ModelArch, layout: ParallelLayout, sparse: bool, tokens
     assert arch.moe is not None
     routed = tokens / (tp if layout.sequence_parallel else 1)
     experts, columns = arch.moe.num_experts / layout.ep, arch.moe.ffn_size / layout.etp
-    # A rank computes as many rows as it sends, and those of its etp peers.
+    # With balanced experts a rank computes as many rows as it sends, times etp.
     rows = routed * arch.moe.top_k * layout.etp / experts
     router = Product(routed, h, arch.moe.num_experts)
     return [*attention, router, Product(rows, h, 2 * columns, experts), Product(rows, columns, h, experts)]
 
 
 def product_s(product: Product, itemsize: int, rate: float, hardware: Hardware) -> float:
-    """Seconds. Never faster than its weights are read. The processors work tile by tile and the last round of tiles leaves on
-    average half of them idle (NVIDIA, "Matrix Multiplication Background User's Guide", tile and wave quantization)."""
+    """Seconds of a product, at least those of reading its weights.
+
+    The last wave of tiles leaves on average half of the multiprocessors idle (NVIDIA, "Matrix Multiplication Background User's
+    Guide", tile and wave quantization).
+    """
     rows = TILE_ROWS * math.ceil(product.rows / TILE_ROWS) if hardware.processors > 1 else product.rows
     tiles = rows / TILE_ROWS * max(1.0, product.columns / TILE_COLUMNS) * product.count
     idle = 1 + hardware.processors / 2 / tiles if hardware.processors > 1 else 1.0
@@ -109,11 +112,11 @@ def stage_pass(
     value_head: bool,
     hardware: Hardware,
 ) -> Pass:
-    """One micro-batch on one rank of `stage`.
+    """Seconds of one micro-batch on one rank of `stage`.
 
     tokens: of the micro-batch, over its cp ranks; length: of a sequence. Matrix products take 2 FLOPs for each weight and token,
     attention 4 for each channel of a head and key that it sees (Narayanan et al. 2021, appendix; half of it under a causal mask).
-    Elementwise kernels write and read what a layer keeps (`plan/activations.py`).
+    Elementwise kernels write and read a layer's stored activations (`plan/activations.py`).
     Backward: twice the products and traffic; full recomputation adds a forward, selective that of attention.
     """
     mine = tokens / layout.cp
@@ -148,7 +151,7 @@ def stage_pass(
 
 
 def _kinds(arch: ModelArch, layers: list[int]) -> list[tuple[bool, int, int]]:
-    """(has experts, a layer of this kind, how many) of the kinds of layers."""
+    """(has experts, a layer of this kind, number of such layers) of every kind of layer."""
     if arch.moe is None and not arch.sliding_layers:
         return [(False, layers[0], len(layers))]
     found: dict[tuple[bool, bool], list[int]] = {}
@@ -159,7 +162,7 @@ def _kinds(arch: ModelArch, layers: list[int]) -> list[tuple[bool, int, int]]:
 
 
 def _head_s(arch: ModelArch, layout: ParallelLayout, tokens: float, rate: float, hardware: Hardware) -> float:
-    """Output projection and log-probs, whose fp32 logits are written and read once, chunk by chunk."""
+    """Seconds of output projection and log-probs, whose fp32 logits are written and read once, chunk by chunk."""
     rows = arch.vocab_size / layout.tp
     return tokens * rows * (2 * arch.hidden_size / rate + 2 * FP32 / hardware.memory_bytes_per_s)
 
@@ -174,14 +177,7 @@ def _communication(
     links: Links,
     ranks_per_node: int,
 ) -> Pass:
-    """Seconds of the collectives of a stage's layers and of its messages to its neighbours. tokens: of this rank.
-
-    tp: two all-reduces of the hidden states per layer and direction, or with sequence parallel two all-gathers and two
-    reduce-scatters, and in the backward pass two all-gathers more, of the inputs that are kept cut (Korthikanti et al. 2022,
-    section 4.2.2). cp: queries, keys and values are exchanged for heads and the output back (`models/attention.py`). ep: the rows
-    of the chosen experts go there and back (Megatron-core's all-to-all dispatcher), gathered and added up over etp. pp: the
-    hidden states of a micro-batch go over every boundary of a chunk.
-    """
+    """Seconds of the collectives of a stage's layers and of its messages to its neighbours. tokens: of this rank."""
     forward: dict[Part, float] = {}
     backward: dict[Part, float] = {}
     hidden = tokens * arch.hidden_size * itemsize
@@ -189,12 +185,16 @@ def _communication(
     num_sparse = sum(arch.is_sparse(layer) for layer in layers)
     if layout.tp > 1:
         group = span(layout, "tp", ranks_per_node)
-        half = links.gather_s(group, hidden)  # of an all-reduce
-        blocks = 2 * len(layers) - num_sparse  # attention, and the MLP where it is cut over tp
-        ends = (stage == 0) + 2 * (stage == layout.pp - 1)  # embedding; log-probs gather the hidden states and add up
+        # Two all-reduces of the hidden states per layer and direction, or with sequence parallel two all-gathers and two
+        # reduce-scatters, and in the backward pass two all-gathers more, of inputs stored as shards (Korthikanti et al. 2022,
+        # section 4.2.2).
+        half = links.gather_s(group, hidden)  # half of an all-reduce
+        blocks = 2 * len(layers) - num_sparse  # attention, and a dense MLP
+        ends = (stage == 0) + 2 * (stage == layout.pp - 1)  # embedding; log-probs gather and reduce hidden states
         forward["tp"] = half * (2 * blocks + ends)
         backward["tp"] = half * (2 * blocks + ends + (blocks if layout.sequence_parallel else 0))
     if layout.cp > 1:
+        # Queries, keys and values are exchanged for heads, and the output back (`models/attention.py`).
         group = span(layout, "cp", ranks_per_node)
         heads, kv_heads = arch.num_heads // layout.tp, max(arch.num_kv_heads // layout.tp, layout.cp)
         row = arch.head_dim * itemsize
@@ -202,11 +202,13 @@ def _communication(
         forward["cp"] = backward["cp"] = each * len(layers)
     if num_sparse and layout.ep * layout.etp > 1:
         assert arch.moe is not None
+        # Rows go to their experts and back (Megatron-core's all-to-all dispatcher), gathered and reduced over etp.
         rows = hidden * arch.moe.top_k / sequence_shards
         each = 2 * links.all_to_all_s(span(layout, "ep", ranks_per_node), rows)
         each += 2 * links.gather_s(span(layout, "etp", ranks_per_node), rows * layout.etp)
         forward["ep"] = backward["ep"] = each * num_sparse
     if layout.pp > 1:
+        # The hidden states of a micro-batch cross every boundary of a chunk.
         group = span(layout, "pp", ranks_per_node)
         forward["pp"] = backward["pp"] = layout.vpp * links.send_s(group, hidden / sequence_shards)
     return Pass(forward, backward)
