@@ -1,8 +1,8 @@
-"""The engine of a role (policy, critic, reference): one model with its optimizer, however it is sharded.
+"""Interface of an engine: the model of a role (policy, critic, reference) with its optimizer, for any sharding.
 
-Roles, bridge, checkpoints, export and the instruments are written against `Engine` and do not know which engine runs; the one
-place that does is `build.py`. An engine knows nothing of PPO: losses arrive as callables. Batches are global: every rank passes
-the same packed batch and the engine takes the part that its layout needs.
+Roles, bridge, checkpoints, export and the instruments are written against `Engine`; only `build.py` names the engine that runs.
+An engine knows nothing of PPO: losses arrive as callables. Batches are global: every rank passes the same packed batch and the
+engine takes the part that its layout needs.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ LogitsDtype = Literal["fp32", "bf16"]
 
 @dataclass(frozen=True)
 class LogprobQuery:
-    """Log-probs that a role asks for: row t of a micro-batch of T tokens is the distribution after token t.
+    """Query of log-probs: row t of a micro-batch of T tokens is the distribution after token t.
 
-    target: [T] int64, the id that row t is asked for, `ops.vocab_shard.IGNORE_INDEX` for none. temperature: divides the logits.
-    logits_dtype: the logits are rounded to it before that. kept: [T, K] int32, the only ids that row t could give, NO_ID beyond;
-    None for the whole vocabulary. want_entropy: of the same distribution, in nats.
+    target: [T] int64, the id whose log-prob row t gives, `ops.vocab_shard.IGNORE_INDEX` for none. temperature: divides the logits.
+    logits_dtype: the logits are rounded to it before that. kept: [T, K] int32, the only ids possible in row t, then NO_ID; None
+    for the whole vocabulary. want_entropy: also the entropy of the same distribution, in nats.
     """
 
     target: Tensor
@@ -45,27 +45,27 @@ class FusedLoss(Protocol):
     """A loss of log-probs that is computed, with its gradient, while the logits of a chunk of tokens exist."""
 
     def __call__(self, query: LogprobQuery, token_loss: TokenLoss) -> tuple[Tensor, dict[str, Tensor]]:
-        """(scalar sum of token_loss over chunks of rows, differentiable; its metrics, *_max by maximum, others by sum)."""
+        """(sum of token_loss over chunks of rows, a differentiable scalar; its metrics, *_max by maximum, others by sum)."""
         ...
 
 
 class LanguageOutput(Protocol):
-    """Distributions after each of the T tokens of a micro-batch. No engine has to hold logits, or a whole output projection.
+    """Distributions after each of the T tokens of a micro-batch, without logits or a whole output projection in memory.
 
-    Results are over all T rows and the same on every rank of a replica, whatever part of them a rank computes.
+    Results are over all T rows and the same on every rank of a replica, although a rank may compute only a part of them.
     """
 
     @property
     def fused_loss(self) -> FusedLoss | None:
-        """None where log-probs have to be taken first and the loss of them after that; both ways give the same gradient."""
+        """Loss fused with the logits; None if the loss has to be computed from `logprobs`. Both ways give the same gradient."""
         ...
 
     def logprobs(self, query: LogprobQuery) -> tuple[Tensor, Tensor | None]:
-        """(log-probs [T] fp32 of the targets, entropies [T] fp32 if asked for), differentiable; 0 where there is no target."""
+        """(log-probs [T] fp32 of the targets, entropies [T] fp32 or None), differentiable; 0 in rows without a target."""
         ...
 
     def logits(self, rows: Tensor, logits_dtype: LogitsDtype) -> Tensor:
-        """[R, V] fp32 logits of a few rows (int64 [R]); columns beyond the vocabulary are -inf. Without gradient."""
+        """Logits [R, V] fp32 of a few rows (int64 [R]); columns beyond the vocabulary are -inf. Without gradient."""
         ...
 
 
@@ -85,7 +85,7 @@ class LossOutput:
 
 LanguageLoss = Callable[[LanguageOutput, PackedBatch], LossOutput]
 ValueLoss = Callable[[Tensor, PackedBatch], LossOutput]
-"""Of a value model: takes [T] fp32, the head's raw output at every token."""
+"""Loss of a value model: takes [T] fp32, the head's raw output at every token."""
 LossFunction = LanguageLoss | ValueLoss
 
 
@@ -94,7 +94,7 @@ class RouterSummary:
     """Load of the routers of a model with experts in one training pass.
 
     tokens: [layers, experts] fp64, tokens sent to each expert (0 in dense layers). balance_loss: mean over sequences of their
-    balancing losses, summed over layers, before the coefficient; 0 where that is 0.
+    balancing losses, summed over layers, before the coefficient; 0 if the coefficient is 0.
     """
 
     tokens: Tensor
@@ -117,7 +117,8 @@ class PassResult:
 
 @dataclass(frozen=True)
 class StepResult:
-    """grad_norm: global L2 norm before clipping. applied: False when it was not finite and the step was skipped on all ranks."""
+    """Result of an optimizer step. grad_norm: global L2 norm before clipping. applied: False if it was not finite and the step was
+    skipped on all ranks."""
 
     grad_norm: float
     applied: bool
@@ -136,7 +137,7 @@ class Engine(StatefulModel, Protocol):
 
     @property
     def value_head(self) -> bool:
-        """The model gives values, not log-probs."""
+        """True if the model gives values, not log-probs."""
         ...
 
     # ----------------------------------------------------------------------------------------------------------- weights
@@ -146,27 +147,27 @@ class Engine(StatefulModel, Protocol):
         ...
 
     def named_gradients(self) -> Mapping[str, Tensor]:
-        """Those of the last training pass, reduced where the optimizer is not sharded; names as above. Not collective."""
+        """Gradients of the last training pass, reduced unless the optimizer is sharded; names as above. Not collective."""
         ...
 
     def pieces(self) -> RankPieces:
-        """Rank -> the Hugging Face rectangles that it holds, by the names above. Not collective; the same on every rank."""
+        """Rank -> its rectangles of Hugging Face tensors, by the names above. Not collective; the same on every rank."""
         ...
 
     def export(self, directory: Path, source: Path) -> None:
-        """Write a Hugging Face checkpoint; configuration and tokenizer files come from that in `source`.
+        """Write a Hugging Face checkpoint to `directory`; configuration and tokenizer files come from `source`.
 
-        ValueError or OSError on every rank where one fails or `directory` exists; it appears when it is complete.
+        ValueError or OSError on every rank if one fails or `directory` exists; it appears when it is complete.
         """
 
     # ------------------------------------------------------------------------------------------------------------ passes
 
     def train_mode(self) -> AbstractContextManager[None]:
-        """Parameters and gradients are resident inside; offloads on exit what the role offloads."""
+        """Make parameters and gradients resident inside; on exit offload the parts that the role's section offloads."""
         ...
 
     def eval_mode(self) -> AbstractContextManager[None]:
-        """Parameters are resident inside, gradients are not recorded."""
+        """Make parameters resident inside, without recording gradients."""
         ...
 
     def forward_backward(
@@ -180,9 +181,9 @@ class Engine(StatefulModel, Protocol):
     ) -> PassResult:
         """Run the micro-batches of the global batch; a training pass leaves the reduced gradient of sum(loss_sum) / denominator.
 
-        There is one training pass between `optimizer_zero_grad` and `optimizer_step`: what is reduced over ranks is reduced once.
-        reads: fields of the batch that loss_fn looks at, where the batch has them. No others go to the device, and asking a
-        micro-batch for one of them is a KeyError.
+        One training pass between `optimizer_zero_grad` and `optimizer_step`: a second one would reduce gradients over ranks twice.
+        reads: fields of the batch that loss_fn reads, if the batch has them. No others go to the device; reading another field of a
+        micro-batch is a KeyError.
         """
         ...
 
@@ -191,7 +192,7 @@ class Engine(StatefulModel, Protocol):
     def optimizer_zero_grad(self) -> None: ...
 
     def optimizer_step(self) -> StepResult:
-        """Clip and apply the gradients; where they are not finite the step is skipped on all ranks."""
+        """Clip and apply the gradients; if they are not finite the step is skipped on all ranks."""
         ...
 
     def lr_scheduler_step(self) -> float:

@@ -1,4 +1,4 @@
-"""From a role's configuration to a running Megatron engine: groups, model, weights, gradient buffers, optimizer.
+"""Build of a Megatron engine from a role's configuration: groups, model, weights, gradient buffers, optimizer.
 
 The one module that names the engine of a run.
 """
@@ -36,7 +36,7 @@ from megappo.platform.device import DTYPES
 class MegatronEngines:
     """The `EngineFactory` of Megatron-core. Roles with the same layout share their groups.
 
-    ValueError where `model.impl` asks for layers that cannot be built here.
+    ValueError if the layers that `model.impl` names cannot be built here.
     """
 
     def __init__(self, model: ModelConfig, timeouts: TimeoutsConfig, device: torch.device) -> None:
@@ -85,14 +85,14 @@ class MegatronEngines:
         )
 
     def groups_for(self, spec: EngineSpec) -> ProcessGroups:
-        """The groups of the role's layout on this world; made at the first call. Collective."""
+        """Process groups of the role's layout on this world, made at the first call. Collective."""
         return self._groups_of(layout_of(spec.section.parallel, dist.get_world_size()))
 
     def settle(self) -> None:
         settle(self._groups.values(), self._timeouts)
 
     def close(self) -> None:
-        gc.collect()  # models are cycles that hold their groups
+        gc.collect()  # models are reference cycles that hold their groups
         for groups in self._groups.values():
             destroy_groups(groups)
         self._groups.clear()
@@ -120,10 +120,10 @@ def build_trainable(
     value_head: ValueHead | None = None,
     random_weights: bool = False,
 ) -> MegatronEngine:
-    """A model that trains, loaded from the checkpoint at `path`.
+    """Build a model that trains, loaded from the checkpoint at `path`.
 
-    total_updates: optimizer steps of the whole run (for the schedule).
-    value_head: how a critic's head starts; None builds a policy. random_weights: see `EngineSpec`.
+    total_updates: optimizer steps of the whole run, for the schedule. value_head: initial weights of a critic's head; None builds
+    a policy. random_weights: see `EngineSpec`.
     """
     chunks = build_model(
         arch,
@@ -166,7 +166,7 @@ def build_frozen(
     implementation: Implementation = "local",
     random_weights: bool = False,
 ) -> MegatronEngine:
-    """A model that does not train: log-probs, or values with `value_head`."""
+    """Build a model that does not train: log-probs, or values with `value_head`."""
     chunks = build_model(arch, groups, dtype=DTYPES[config.dtype], value_head=value_head, implementation=implementation)
     if random_weights:
         _fill_randomly(chunks)
@@ -187,7 +187,7 @@ def build_frozen(
 
 
 def _fill_randomly(chunks: Sequence[torch.nn.Module]) -> None:
-    """Small random matrices: activations and gradients stay finite, and experts are chosen about equally often."""
+    """Fill matrices with small random values: activations and gradients stay finite, experts are chosen about equally often."""
     generators: dict[torch.device, torch.Generator] = {}
     with torch.no_grad():
         for chunk in chunks:

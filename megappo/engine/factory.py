@@ -1,4 +1,4 @@
-"""Engines as values to build: what a role asks for, and the interface of whoever builds it.
+"""Specification of a role's engine, and the interface of the factory that builds it.
 
 A run takes one `EngineBackend` (by default `build.MegatronEngines`): another engine changes that argument and nothing else.
 """
@@ -20,10 +20,10 @@ ValueHead = Literal["zero", "normal", "checkpoint"]
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """The model of a role and the section of the configuration that says how it is laid out, split and trained.
+    """Model of a role, and the role's section of the configuration: its layout, micro-batches and optimizer.
 
-    role: its name. model: directory of a Hugging Face checkpoint. value_head: how the head of a value model starts; None is a
-    language model. total_updates: optimizer steps of the whole run, for the schedule; None does not train. seed: of a random
+    role: its name. model: directory of a Hugging Face checkpoint. value_head: initial weights of a value model's head; None for a
+    language model. total_updates: optimizer steps of the whole run, for the schedule; None for a frozen model. seed: of a random
     head. random_weights: small random matrices in place of the checkpoint's, for timing: only config.json is read.
     """
 
@@ -41,22 +41,22 @@ class EngineFactory(Protocol):
     """Builds engines over all ranks of the world, which exists. Every method but `describe` is collective."""
 
     def describe(self, section: RoleConfig) -> str:
-        """The layers of a role with this section, in a word or two for the log."""
+        """Name of the layers of a role with this section, in a word or two for the log."""
         ...
 
     def connect(self, parallels: Iterable[ParallelConfig]) -> None:
-        """Connect the ranks of these layouts while they are together: loading takes them different times."""
+        """Connect the ranks of these layouts before they load models, which takes each a different time."""
 
     def build(self, spec: EngineSpec) -> Engine:
-        """The engine, with everything offloaded that its section offloads. ValueError where the model does not fit."""
+        """Build the engine, with all parts offloaded that its section offloads. ValueError if the model does not fit."""
         ...
 
     def settle(self) -> None:
-        """Every kind of pass has run once: from here on an exchange may take `run.timeouts.pass_s`."""
+        """Limit exchanges to `run.timeouts.pass_s` from here on; every kind of pass has run once."""
 
     def close(self) -> None:
-        """Free what was made for the layouts; the engines are gone."""
+        """Free the process groups of the layouts, after the engines are gone."""
 
 
 EngineBackend = Callable[[ModelConfig, TimeoutsConfig, torch.device], EngineFactory]
-"""(how layers are built, limits of exchanges, the rank's device) -> the factory."""
+"""(section `model`, time limits of exchanges, the rank's device) -> the factory."""

@@ -1,6 +1,6 @@
-"""The `LanguageOutput` of engines that hold final hidden states and rows of the output projection: nothing but linear ops.
+"""The `LanguageOutput` of engines that hold final hidden states and rows of the output projection, by the linear ops.
 
-Vocabulary rows may be cut over a tensor-parallel group and tokens over a context-parallel one; without groups it is one rank's.
+Vocabulary rows may be sharded over a tensor-parallel group and tokens over a context-parallel one; without groups one rank has all.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from megappo.parallel.context import ContextShard
 
 @dataclass(frozen=True)
 class LinearOutput:
-    """Final hidden states of one micro-batch of T tokens, and the projection that makes logits of them.
+    """Final hidden states of one micro-batch of T tokens, and the output projection.
 
     hidden: [T / cp, H], with sequence_parallel [T / cp / tp, H]. weight: [V / tp, H], the rows of this rank of `group` (tp; None
-    is this rank alone). vocab_start: global id of its first row; num_valid: how many of its rows are real vocabulary (the rest is
-    padding). context: which of the T tokens this rank holds under context parallel (None: all).
+    is this rank alone). vocab_start: global id of its first row; num_valid: number of its rows that are real vocabulary (the rest
+    is padding). context: this rank's part of the T tokens under context parallel (None: all).
     """
 
     hidden: Tensor
@@ -46,7 +46,7 @@ class LinearOutput:
         return self.all_tokens(logprob), None if entropy is None else self.all_tokens(entropy)
 
     def logits(self, rows: Tensor, logits_dtype: LogitsDtype) -> Tensor:
-        """See `LanguageOutput`; as wide as the padded vocabulary. Collective over both groups."""
+        """See `LanguageOutput`; V is the padded vocabulary. Collective over both groups."""
         hidden = self._gathered(self.hidden) if self.sequence_parallel else self.hidden
         local = _product(self.all_tokens(hidden)[rows], self.weight)
         local = local.bfloat16().float() if logits_dtype == "bf16" else local
@@ -58,7 +58,7 @@ class LinearOutput:
         return result.loss, result.metrics
 
     def _arguments(self, query: LogprobQuery) -> dict[str, Any]:
-        """Arguments of the linear ops, of the rows of this context-parallel rank."""
+        """Arguments of the linear ops for the rows of this context-parallel rank."""
         return dict(
             hidden=self.hidden,
             weight=self.weight,
@@ -75,11 +75,11 @@ class LinearOutput:
         )
 
     def own_tokens(self, x: Tensor) -> Tensor:
-        """[T, ...] -> the part of the tokens of `hidden`, [T / cp, ...]."""
+        """Take this context-parallel rank's tokens: [T, ...] -> [T / cp, ...]."""
         return x if self.context is None else self.context.take(x)
 
     def all_tokens(self, x: Tensor) -> Tensor:
-        """[T / cp, ...] -> [T, ...] on every rank; differentiable. Collective over the context-parallel group."""
+        """Gather all tokens: [T / cp, ...] -> [T, ...] on every rank; differentiable. Collective over that group."""
         return x if self.context is None else self.context.gather(x)
 
     def _gathered(self, local: Tensor) -> Tensor:
@@ -93,7 +93,7 @@ class LinearOutput:
 
 
 def _product(hidden: Tensor, weight: Tensor) -> Tensor:
-    """[R, V / tp] fp32 hidden @ weight.T; a product in the type of bf16 weights would round it."""
+    """hidden @ weight.T, [R, V / tp] fp32; a product of bf16 tensors would be rounded."""
     if hidden.dtype == torch.float32:
         return hidden @ weight.t()
     return torch.mm(hidden, weight.t(), out_dtype=torch.float32) if hidden.is_cuda else hidden.float() @ weight.float().t()

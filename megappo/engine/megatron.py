@@ -1,7 +1,7 @@
-"""The engine that runs a model of Megatron-core: pipeline schedules, gradient reduction, optimizer, offload.
+"""Engine of a Megatron-core model: pipeline schedules, gradient reduction, optimizer, offload.
 
-It takes global packed batches, gives every data-parallel rank its balanced part, pads and cuts it as the layout needs, and
-hands per-token results back in the global order to every rank. The meaning of a loss is not known here.
+It takes global packed batches, gives every data-parallel rank its balanced part, pads and shards it as the layout needs, and
+returns per-token results in the global order to every rank. Losses are callables; their meaning is unknown here.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from megappo.parallel.balance import plan_micro_batches
 from megappo.parallel.context import ContextShard
 from megappo.parallel.groups import ProcessGroups
 
-# Skipped steps in a row after which the run stops: a diverged model does not come back by itself.
+# Skipped steps in a row after which the run stops: a diverged model does not recover by itself.
 MAX_SKIPPED_STEPS = 3
 
 
@@ -138,7 +138,7 @@ class MegatronEngine:
                 parked.restore() if device == "device" else parked.offload()
 
     def offload_idle(self) -> None:
-        """Offload what this role offloads, so that the next role or the rollout engine finds the memory free."""
+        """Offload the parts that this role's section offloads, to free memory for the next role or the rollout engine."""
         self.to("host", model=self._offload.parameters, optimizer=self._offload.optimizer)
         if self._offload.gradients and self._optimizer is not None and not self._gradients_freed:
             for chunk in self._wrapped:
@@ -152,7 +152,8 @@ class MegatronEngine:
             self._gradients_freed = False
 
     def _optimizer_tensors(self) -> Iterator[Tensor]:
-        """Optimizer state without what is a model parameter itself: fp32 ones, also the fp32 head of a bf16 critic."""
+        """Optimizer state without tensors that are model parameters themselves."""
+        # The optimizer updates fp32 parameters in place, also the fp32 head of a bf16 critic: they belong to the parameters.
         if self._optimizer is not None:
             yield from without_storages_of(self._parameters(), self._optimizer.tensors())
 
@@ -168,7 +169,7 @@ class MegatronEngine:
         forward_only: bool = False,
     ) -> PassResult:
         mine = self._my_sequences(batch)
-        read = batch.only(reads if self.groups.is_last_stage else ())  # the loss is the last stage's
+        read = batch.only(reads if self.groups.is_last_stage else ())  # only the last stage computes the loss
         micro_batches = MicroBatches(read, mine, self.groups, self.device)
         outputs: list[LossOutput] = []
         if self._router_state is not None:
@@ -186,7 +187,7 @@ class MegatronEngine:
     ) -> dict[str, Tensor]:
         if not names:
             return {}
-        # Each position is written by exactly one reporting rank; adding zeros keeps the bits.
+        # Each position is written by exactly one rank, so the sum over ranks adds zeros and keeps the bits.
         gathered = torch.zeros(len(names), batch.num_tokens, dtype=torch.float32, device=self.device)
         if self.groups.is_reporter:
             for sequences, values in zip(mine, tokens):
@@ -217,7 +218,7 @@ class MegatronEngine:
             )
         )
         loss = raw.new_zeros(()) if output.loss_sum is None else output.loss_sum / denominator
-        # The token count is Megatron's normaliser; ours is already in the loss, so one token is reported and never used.
+        # Megatron normalises by the token count; our loss is normalised already, so a count of one is reported and never used.
         return loss, torch.ones((), dtype=torch.int, device=self.device), {}
 
     def _model_output(self, raw: Tensor, context: ContextShard | None) -> LinearOutput | Tensor:
@@ -238,7 +239,7 @@ class MegatronEngine:
         )
 
     def _agree_on_names(self, outputs: list[LossOutput]) -> dict[str, list[str]]:
-        """Names of the results; only the last stage computed them, every rank takes part in combining them."""
+        """Tell every rank the names of the results: only the last stage has them, but combining them is collective."""
         layout = self.groups.layout
         names = None
         if outputs:
@@ -288,7 +289,7 @@ class MegatronEngine:
         return self._trained().advance_schedule()
 
     def optimizer_step(self) -> StepResult:
-        # Both stay until the mode is left: what comes back in every mini-batch would go away in every mini-batch, too.
+        # Both stay until the mode is left, instead of one round trip to the host per mini-batch.
         self.to("device")
         result = self._trained().step()
         self._skipped_steps = 0 if result.applied else self._skipped_steps + 1
@@ -311,7 +312,7 @@ class MegatronEngine:
 
     def save_state(self, *, with_optimizer: bool) -> dict[str, Any]:
         for parked in (self._parked_parameters, self._parked_optimizer):
-            parked.restore(to_change=False)  # writing only reads: `release_state` copies nothing back
+            parked.restore(to_change=False)  # unchanged by the save, so `release_state` copies nothing to the host
         return self._sharded_state(with_optimizer=with_optimizer)
 
     def release_state(self) -> None:
@@ -319,15 +320,16 @@ class MegatronEngine:
         self.offload_idle()
 
     def state_to_load(self, *, with_optimizer: bool, with_head: bool = True) -> dict[str, Any]:
-        """Sharded description of what `load_state` takes: the engine's own tensors, which the checkpoint reader fills in place.
+        """Sharded description for `load_state`: the engine's own tensors, which the checkpoint reader fills in place.
 
-        Without `with_head` the head stays as it is: for a LocalNonpersistentObject the reader gives back the model's own tensor.
+        Without `with_head` the head keeps its weights.
         """
         self.to("device")
         state = self._sharded_state(with_optimizer=with_optimizer)
         for weights in () if with_head else state["model"].values():
             for name, entry in list(weights.items()):
                 if getattr(entry, "key", None) in self.head_names:  # a tied output projection has the embedding's key
+                    # For this type the reader returns the model's own tensor.
                     weights[name] = LocalNonpersistentObject(entry.data)
         return state
 
@@ -342,7 +344,7 @@ class MegatronEngine:
         self.offload_idle()
 
     def _sharded_state(self, *, with_optimizer: bool) -> dict[str, Any]:
-        # The group keeps Megatron off its globals; per-layer names let any pipeline split read any other's checkpoint.
+        # With the group Megatron does not read its globals; with names per layer any pipeline split can read the checkpoint.
         metadata = {"dp_cp_group": self.groups.collection.dp_cp, "non_homogeneous_layers": True}
         model_state = {str(index): chunk.sharded_state_dict(metadata=metadata) for index, chunk in enumerate(self.chunks)}
         state: dict[str, Any] = {"model": model_state}

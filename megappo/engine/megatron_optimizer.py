@@ -58,7 +58,7 @@ class Optimizer:
             pg_collection=groups.collection,
             use_gloo_process_groups=False,
         )
-        # Not at the first step: vLLM, which starts before it, takes what it finds free.
+        # Now, not at the first step: vLLM starts before that and takes all memory that it finds free.
         for inner in self._chained():
             create_moments(inner.optimizer)
         self._clip_grad = config.clip_grad
@@ -85,10 +85,10 @@ class Optimizer:
         return max(group["lr"] for group in self._optimizer.param_groups)
 
     def step(self) -> StepResult:
-        """Clip by the global norm and update. The norm is reduced over all ranks, so all ranks decide alike."""
+        """Clip by the global norm and update; skip the step if the norm is not finite."""
         found_inf = self._optimizer.prepare_grads()
         grad_norm = float(self._optimizer.get_grad_norm())
-        if found_inf or not math.isfinite(grad_norm):
+        if found_inf or not math.isfinite(grad_norm):  # reduced over all ranks, so all skip or none
             return StepResult(grad_norm, applied=False)
         if self._clip_grad > 0:
             for optimizer in self._chained():
@@ -111,8 +111,8 @@ class Optimizer:
         self._optimizer.reload_model_params()
 
     def sharded_state_dict(self, model_state: dict) -> dict:
-        """model_state: the model's sharded_state_dict. The schedule is its position only: after a resume the configuration
-        rules.
+        """Sharded description of the optimizer's state and the position of the schedule. model_state: the model's
+        sharded_state_dict. Hyperparameters are not stored: after a resume the configuration's apply.
         """
         return {
             "optimizers": sharded_optimizer_state(self._chained(), model_state),

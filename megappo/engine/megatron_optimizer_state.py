@@ -1,10 +1,10 @@
-"""What an optimizer has learned, described for the sharded checkpoint: fp32 main parameters, both moments, the step number.
+"""State of an optimizer for the sharded checkpoint: fp32 main parameters, both moments, the step number.
 
-Hyperparameters are not part of it: after a resume the configuration rules. Every tensor is described like the model parameter
+Hyperparameters are not part of it: after a resume the configuration's apply. Every tensor is described like the model parameter
 that it belongs to, so it can be read back in another layout and by the other kind of optimizer; under the distributed optimizer
 every rank describes the flat parts that it holds, as boxes (`checkpoint/ranges.py`). The descriptions share memory with the
-optimizer: a save copies nothing, a load writes into place. Megatron-core 0.16's own do not serve: they gather a parameter's
-parts on one rank, fail for fp32 parameters in bf16 models (the value head), and see `_pairs`.
+optimizer: a save copies nothing, a load writes into place. Megatron-core 0.16's own are not used: they gather a parameter's parts
+on one rank, fail for fp32 parameters in bf16 models (the value head), and can point to wrong tensors (`_pairs`).
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ def sharded_optimizer_state(chained: Sequence[MegatronOptimizer], model_state: d
     """ "0", "1", ... (dense weights, experts) -> "step": plain; "0", "1", ...: ShardedTensors.
 
     chained: the optimizers of one model. model_state: the sharded_state_dicts of its chunks by number. Moments that do not exist
-    before the first step are created as zeros. What is written does not depend on the kind of optimizer.
+    before the first step are created as zeros. The description does not depend on the kind of optimizer.
     """
     for optimizer in chained:
         create_moments(optimizer.optimizer)
-    # Rank 0's plain values are written, and the stage of rank 0 may hold no expert: the number is that of all together.
+    # Plain values are written by rank 0, whose stage may hold no expert: the step number is agreed over all optimizers.
     step = _common_step(chained)
     tensors, _ = extract_sharded_tensors_and_factories(model_state)
     described = {id(entry.data): entry for entry in nested_values(tensors)}
@@ -48,7 +48,7 @@ def sharded_optimizer_state(chained: Sequence[MegatronOptimizer], model_state: d
 def _sharded_tensors(
     optimizer: MegatronOptimizer, described: dict[int, ShardedTensor | ShardedTensorFactory]
 ) -> Iterator[ShardedTensor]:
-    """described: what the model's state says of a parameter, by the parameter's id."""
+    """Descriptions of an optimizer's tensors. described: description of a model parameter, by the parameter's id."""
     for parameter, main in _pairs(optimizer):
         start, shards = 0, list(_shards(described[id(parameter)]))
         if isinstance(optimizer, DistributedOptimizer):
@@ -63,7 +63,7 @@ def _sharded_tensors(
 
 
 def _shards(entry: ShardedTensor | ShardedTensorFactory) -> Iterator[tuple[int, ShardedTensor]]:
-    """(where it begins in the flattened parameter, shard): one, or two where a checkpoint holds gate and up projection apart."""
+    """(start in the flattened parameter, shard): one, or two if the checkpoint stores gate and up projection separately."""
     if isinstance(entry, ShardedTensor):
         yield 0, entry
         return
@@ -74,17 +74,16 @@ def _shards(entry: ShardedTensor | ShardedTensorFactory) -> Iterator[tuple[int, 
 
 
 def load_optimizer_state(chained: Sequence[MegatronOptimizer], state: dict[str, Any]) -> None:
-    """state: as described by `sharded_optimizer_state`. Its tensors are the optimizers' own, which the reader has filled."""
+    """Set the step numbers from `state`, as described by `sharded_optimizer_state`; its tensors are the optimizers' own, already
+    filled by the reader."""
     for index, optimizer in enumerate(chained):
         _set_step_number(optimizer.optimizer, state[str(index)]["step"])
 
 
 def _pairs(optimizer: MegatronOptimizer) -> Iterator[tuple[Tensor, Tensor]]:
-    """(model parameter, the tensor that this rank updates for it). They are one, or share memory, where the parameter is fp32.
-
-    Megatron's own table of the distributed optimizer numbers a group's parameters as they lie in the buffers, but fp32 ones are
-    updated first: where a group has both, it points to wrong tensors. Training does not use that table, its checkpoints do.
-    """
+    """(model parameter, the tensor that this rank updates for it); the same tensor or memory if the parameter is fp32."""
+    # Not by Megatron's own table of the distributed optimizer: it numbers a group's parameters in buffer order, but fp32 ones are
+    # updated first, so in a group with both types it points to wrong tensors. Training does not use that table, its checkpoints do.
     groups = optimizer.optimizer.param_groups
     if isinstance(optimizer, DistributedOptimizer):
         for full, half, group in zip(optimizer.model_fp32_groups, optimizer.model_float16_groups, groups):
@@ -105,18 +104,18 @@ def _names(parameter: Tensor) -> tuple[str, ...]:
 
 
 def _local_values(optimizer: MegatronOptimizer, parameter: Tensor, main: Tensor) -> dict[str, Tensor]:
-    """What this rank holds for a parameter: the whole of it, or a flat part under the distributed optimizer."""
+    """State on this rank for a parameter: all of it, or a flat part under the distributed optimizer."""
     state = optimizer.optimizer.state[main]
     return {name: main if name == _MAIN else state[name] for name in _names(parameter)}
 
 
 def _keeps_step_per_parameter(inner: torch.optim.Optimizer) -> bool:
-    """torch's Adam does; the fused ones of TransformerEngine and Apex keep it in the parameter group."""
+    """True for torch's Adam; the fused ones of TransformerEngine and Apex keep the step in the parameter group."""
     return isinstance(inner, (torch.optim.Adam, torch.optim.AdamW))
 
 
 def create_moments(inner: torch.optim.Optimizer) -> None:
-    """Create Adam's moments as zeros where they do not exist; otherwise they come, and take memory, with the first step."""
+    """Create missing moments of Adam as zeros, instead of at the first step."""
     for group in inner.param_groups:
         for parameter in group["params"]:
             state = inner.state[parameter]
@@ -128,7 +127,7 @@ def create_moments(inner: torch.optim.Optimizer) -> None:
 
 
 def _common_step(chained: Sequence[MegatronOptimizer]) -> int:
-    """How often the parameters of this rank were updated. An optimizer without parameters here says nothing."""
+    """Number of updates of this rank's parameters; optimizers without parameters here are ignored."""
     steps = {step for optimizer in chained for step in _step_numbers(optimizer.optimizer)}
     assert len(steps) <= 1, f"parameters were updated a different number of times: {sorted(steps)}"
     return steps.pop() if steps else 0

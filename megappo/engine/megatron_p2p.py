@@ -2,14 +2,14 @@
 
 Megatron-core exchanges the shape of every tensor before the tensor, with a device synchronisation each time; in its
 interleaved schedule that exchange can also deadlock, because a rank that waits for its peer's shape has not yet asked for the
-tensor that the peer is sending. Every rank of a replica knows all its micro-batches, so here the shapes are worked out from
-the order of the schedule instead.
+tensor that the peer is sending. Every rank of a replica knows all its micro-batches, so here the shapes follow from the order of
+the schedule.
 
 Nor is the device synchronised after the exchange (`batch_p2p_sync`, which Megatron keeps for PyTorch before 2.0, whose batched
 operations did not order streams): NCCL's stream waits for the current one when the operations are issued, the work's `wait`
 makes the current stream wait for NCCL's, and torch holds the tensors until then. Megatron waits for every work before it returns
-(no `overlap_p2p_comm`). So what reads a received tensor, or reuses the bytes of one that was sent and freed
-(`deallocate_pipeline_outputs`), is queued behind the transfer, and the host runs on.
+(no `overlap_p2p_comm`). So a kernel that reads a received tensor, or reuses the memory of one that was sent and freed
+(`deallocate_pipeline_outputs`), is queued behind the transfer, and the host runs ahead.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class PlannedCommunicator(P2PCommunicator):
     def _communicate_shapes(
         self, tensor_send_next: Tensor | None, tensor_send_prev: Tensor | None, recv_prev: bool, recv_next: bool
     ) -> tuple[Shape | None, Shape | None]:
-        """Shapes of the tensors that come from the previous and the next stage; nothing is sent."""
+        """Shapes of the tensors from the previous and the next stage, without communication."""
         return self._expected(recv_prev, self._from_previous), self._expected(recv_next, self._from_next)
 
     def _expected(self, wanted: bool, lengths: Iterator[int]) -> Shape | None:

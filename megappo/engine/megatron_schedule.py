@@ -1,6 +1,6 @@
-"""Micro-batches as a layout needs them, and the pipeline schedule of Megatron-core that runs them.
+"""Micro-batches padded for a layout, and the pipeline schedule of Megatron-core that runs them.
 
-Which sequences form a micro-batch and what is done with the model's output is `megatron.py`.
+`megatron.py` assigns sequences to micro-batches and handles the model's output.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from megappo.parallel.layout import ParallelLayout
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What the ranks of one data-parallel replica work on together.
+    """One micro-batch of a data-parallel replica.
 
-    batch: padded as the layout needs. cu_seqlens: its offsets on the host, where the model plans with them.
-    real: [tokens of its sequences] int64, where they stand in `batch`. context: this rank's tokens under context parallel.
+    batch: padded as the layout needs. cu_seqlens: its offsets on the host, for the model to plan with. real: [tokens of its
+    sequences] int64, their positions in `batch`. context: this rank's tokens under context parallel.
     """
 
     batch: PackedBatch
@@ -40,12 +40,12 @@ class MicroBatch:
 
     @classmethod
     def of(cls, sequences: PackedBatch, groups: ProcessGroups) -> MicroBatch:
-        """These sequences, padded. Without any it is padding alone, and takes part in every collective all the same."""
+        """Pad these sequences. Without any the result is padding alone, so that the rank takes part in every collective."""
         padded, real = sequences.padded(*padding_multiples(groups.layout))
         return cls(padded, padded.cu_seqlens, real, context_shard(padded.cu_seqlens, groups.cp, padded.tokens.device))
 
     def to(self, device: torch.device) -> MicroBatch:
-        """All but `cu_seqlens` on the device; the copies are queued."""
+        """Copy all but `cu_seqlens` to the device; the copies are queued."""
         context = self.context
         if context is not None:
             context = replace(
@@ -58,10 +58,9 @@ class MicroBatch:
 
 
 class MicroBatches:
-    """The micro-batches of one pass, made and brought to the device one by one: when one is asked for, the next is sent as well.
+    """Micro-batches of one pass, made and copied to the device one ahead of the chunk that reads them.
 
-    num_tokens: of each with its padding. Every model chunk asks for all of them in their order; one that all chunks have had is
-    let go.
+    num_tokens: of each with its padding. Every model chunk reads all of them in order; one that all chunks have read is freed.
     """
 
     def __init__(self, batch: PackedBatch, sequences: Sequence[Sequence[int]], groups: ProcessGroups, device: torch.device) -> None:
@@ -94,12 +93,12 @@ class MicroBatches:
 
 
 def padding_multiples(layout: ParallelLayout) -> tuple[int, int]:
-    """Of the tokens of every sequence, and of a micro-batch."""
-    return 2 * layout.cp if layout.cp > 1 else 1, token_cuts(layout)  # 2 cp: zig-zag
+    """(multiple of a sequence's tokens, multiple of a micro-batch's tokens)."""
+    return 2 * layout.cp if layout.cp > 1 else 1, token_cuts(layout)  # 2 cp: the zig-zag split of context parallel
 
 
 def token_cuts(layout: ParallelLayout) -> int:
-    """Parts into which the activations of a micro-batch are cut between the layers' matrix products."""
+    """Number of shards of a micro-batch's activations between the layers' matrix products."""
     return layout.cp * (layout.tp if layout.sequence_parallel else 1)
 
 
@@ -115,10 +114,10 @@ def run_schedule(
     *,
     forward_only: bool,
 ) -> None:
-    """One pass: forward, and backward with gradient reduction unless `forward_only`.
+    """Run one pass: forward, and backward with gradient reduction unless `forward_only`.
 
-    compute_loss runs on the last stage, in order of the micro-batches.
-    chunks: this rank's model chunks, wrapped in DDP where they train. Collective over the role's ranks.
+    compute_loss runs on the last stage, in order of the micro-batches. chunks: this rank's model chunks, wrapped in DDP if they
+    train. Collective over the role's ranks.
     """
     layout, config = groups.layout, chunks[0].config
 
@@ -129,7 +128,7 @@ def run_schedule(
     common: dict[str, Any] = dict(
         forward_step_func=forward_step,
         num_microbatches=len(micro_batches),
-        # The communicator knows the lengths, these two are only read for fixed shapes.
+        # Read only for fixed shapes; the communicator knows the lengths.
         seq_length=micro_batches.num_tokens[0],
         micro_batch_size=1,
         forward_only=forward_only,

@@ -1,7 +1,7 @@
-"""Moves tensors out of device memory and back without changing their identity.
+"""Offload of tensors from device memory to host memory and back, without changing their identity.
 
 The storage is emptied in place, so parameters, their views in Megatron's flat buffers and optimizer references stay valid objects;
-only their bytes live in host memory meanwhile. Works on any device, also on the CPU (where it moves memory for the tests' sake).
+only their bytes are in host memory. Works on any device; on the CPU it serves the tests.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ ALIGNMENT = 256  # bytes: every storage starts at such a multiple in the host bu
 
 
 class StorageOffload:
-    """Bytes of a set of tensors that can be parked in host memory.
+    """A set of tensors whose storages can be offloaded to host memory.
 
-    `tensors` is asked anew at each offload; the host buffer is kept from one to the next while they stay the same. Copies are
-    queued on the current stream. A copy to the host is left out where the bytes there are known to be those of the device.
+    `tensors` is called at each offload; the host buffer is kept while it gives the same storages. Copies are queued on the current
+    stream. A copy to the host is left out if the host's bytes are known to be current.
     """
 
     def __init__(self, tensors: Callable[[], Iterable[Tensor]]) -> None:
@@ -33,7 +33,7 @@ class StorageOffload:
         self._host_is_current = False
 
     def offload(self) -> None:
-        """Copy to host and free. Does nothing when already offloaded."""
+        """Copy to the host and free the device's memory. Does nothing if already offloaded."""
         if self._is_parked:
             return
         storages = distinct_storages(self._tensors())
@@ -41,24 +41,25 @@ class StorageOffload:
             return
         if [s._cdata for s in storages] != [s._cdata for s in self._storages]:
             if self._restored is not None:
-                self._restored.synchronize()  # the last copy out of the buffer may still be under way
+                self._restored.synchronize()  # the last copy out of the old buffer may still be running
                 self._restored = None
-            self._host = None  # before there is a second one
+            self._host = None  # free it before the new one is allocated
             self._storages, self._sizes = storages, [s.nbytes() for s in storages]
             self._host = HostBuffer(self._sizes, storages[0].device)
             self._host_is_current = False
         if not self._host_is_current:
             self._copy(to_host=True)
         if storages[0].device.type == "cuda":
-            # The one wait: for the copies, and for other streams that may still read what is freed here.
+            # The one synchronisation: the copies, and other streams that may still read the memory freed here.
             torch.cuda.synchronize(storages[0].device)
         for storage in storages:
             storage.resize_(0)
         self._is_parked, self._host_is_current = True, True
 
     def restore(self, *, to_change: bool = True) -> None:
-        """Allocate again and copy back; to_change: the bytes may differ at the next offload. Does not wait for the copies: what
-        is queued on the current stream afterwards finds them done. When resident, only remembers `to_change`.
+        """Allocate again and copy back. to_change: the bytes may differ at the next offload. If resident, only records `to_change`.
+
+        Does not wait for the copies: kernels queued on the current stream afterwards run behind them.
         """
         if self._is_parked:
             for storage, size in zip(self._storages, self._sizes):
@@ -82,31 +83,31 @@ class StorageOffload:
 
 
 class HostBuffer:
-    """One block of host memory for storages of these sizes in bytes; pinned where `device` is a GPU.
+    """One block of host memory for storages of these sizes in bytes; pinned if `device` is a GPU.
 
-    parts: a uint8 tensor for each. torch's own pinned allocator rounds up to powers of two, twice the memory at worst: here it is
-    the sizes, each rounded up to `ALIGNMENT`, and the last page.
+    parts: a uint8 tensor for each. Takes the sizes, each rounded up to `ALIGNMENT`, and the rest of the last page.
     """
 
     def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
         padded = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
         self.nbytes = sum(padded)
+        # Not torch's pinned allocator: it rounds up to powers of two, twice the memory at worst.
         whole = torch.frombuffer(mmap.mmap(-1, self.nbytes), dtype=torch.uint8)
         if device.type == "cuda":
             runtime, address = torch.cuda.cudart(), whole.data_ptr()
             torch.cuda.check_error(runtime.cudaHostRegister(address, self.nbytes, 0))
-            # At exit the process gives everything back, in an order of its own.
+            # Not at exit: the process frees everything then, in an order of its own.
             weakref.finalize(self, runtime.cudaHostUnregister, address).atexit = False
         self.parts = [part[:size] for part, size in zip(whole.split(padded), sizes)]
 
 
 def distinct_storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
-    """Storages behind the tensors, each once, without those that hold nothing."""
+    """Storages of the tensors, each once, without empty ones."""
     found = {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in tensors) if storage.nbytes()}
     return list(found.values())
 
 
 def without_storages_of(others: Iterable[Tensor], tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Those of `tensors` that share no storage with `others`, which may be offloaded meanwhile."""
+    """Those of `tensors` that share no storage with `others`, even if `others` are offloaded."""
     theirs = {tensor.untyped_storage()._cdata for tensor in others}
     yield from (tensor for tensor in tensors if tensor.untyped_storage()._cdata not in theirs)
