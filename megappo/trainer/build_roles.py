@@ -1,6 +1,6 @@
-"""The models of a run, from its configuration: one table of roles, one way to build them.
+"""Build of a run's models from its configuration: one table of roles, one way to build them.
 
-The trainer, `verify` and `tune` build their roles here. Which engine runs them is the factory's business.
+The trainer, `verify` and `tune` build their roles here; the factory supplies the engine.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ ROLES: dict[str, Callable[[TrainConfig, Engine], Role]] = {
     "critic": _critic,
     "reference": _language_model,
 }
-"""Role -> from the configuration and its engine to what the loop asks of it. A role is an entry here and a section of the
-configuration (a `RoleConfig` of the same name), which says where its model lies and whether it trains."""
+"""Role -> constructor from (configuration, engine). A role is an entry here and a section of the configuration (a `RoleConfig` of
+the same name) with the model's directory and, if it trains, its optimizer."""
 
 
 @dataclass(frozen=True)
 class Roles:
-    """The roles of one run. trained: the names of those that have an optimizer."""
+    """Roles of one run. trained: names of those that have an optimizer."""
 
     by_name: Mapping[str, Role]
     trained: tuple[str, ...]
@@ -59,19 +59,19 @@ class Roles:
 
     @property
     def reference(self) -> LanguageModel | None:
-        """None where no KL is measured."""
+        """The reference model; None if no KL is measured."""
         return cast("LanguageModel | None", self.by_name.get("reference"))
 
     @property
     def trained_engines(self) -> dict[str, Engine]:
-        """Those whose state a checkpoint holds."""
+        """Engines of the trained roles, whose state a checkpoint holds."""
         return {name: self.by_name[name].engine for name in self.trained}
 
 
 def build_roles(config: TrainConfig, engines: EngineFactory, total_updates: Mapping[str, int]) -> Roles:
-    """All roles that `config` uses, in their order. Collective over the world.
+    """Build all roles that `config` uses, in their order. Collective over the world.
 
-    total_updates: trained role -> optimizer steps of the whole run, for its schedule. ValueError where a model cannot be built.
+    total_updates: trained role -> optimizer steps of the whole run, for its schedule. ValueError if a model cannot be built.
     """
     in_use = roles_in_use(config)
     engines.connect(in_use.values())
@@ -82,7 +82,7 @@ def build_roles(config: TrainConfig, engines: EngineFactory, total_updates: Mapp
 def build_role(
     config: TrainConfig, name: str, engines: EngineFactory, total_updates: int | None, *, random_weights: bool = False
 ) -> Role:
-    """One role. total_updates: None does not train it. random_weights: see `EngineSpec`."""
+    """Build one role. total_updates: None for a frozen role. random_weights: see `EngineSpec`."""
     section: RoleConfig = getattr(config, name)
     _, path = model_paths(config)[name]
     spec = EngineSpec(

@@ -27,8 +27,8 @@ class Evaluation:
 def evaluate(
     prompts: Sequence[Prompt], rollout: RolloutEngine, sampling: SamplingParams, tokenizer: Tokenizer, scorer: Scorer
 ) -> Evaluation:
-    """Collective. `sampling` gives limits and stop strings; its temperature is replaced by 0."""
-    # Seeds play no part in greedy decoding.
+    """Evaluate on held-out prompts. Collective. `sampling` gives limits and stop strings; its temperature is replaced by 0."""
+    # Greedy decoding does not use the seeds.
     requests = make_requests([p.tokens for p in prompts], samples_per_prompt=1, run_seed=0, step=0)
     responses = rollout.generate(requests, replace(sampling, temperature=0.0, top_p=1.0, top_k=-1))
     scored = score_responses(prompts, responses, tokenizer, scorer, sampling.stop)

@@ -1,7 +1,7 @@
-"""Requests for the rollout engine, and the packed batch made of what came back.
+"""Requests for the rollout engine, and the packed batch of its responses.
 
-Seeds depend only on the run's seed, the step and the place of the sample, so a resumed run draws what the uninterrupted one would
-have.
+Seeds depend only on the run's seed, the step and the index of the sample, so a resumed run draws the same samples as an
+uninterrupted one.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def make_requests(prompts: Sequence[Sequence[int]], samples_per_prompt: int, run
 
 
 def pack_experience(requests: Sequence[Request], responses: Sequence[Response]) -> PackedBatch:
-    """Prompt and response of every sample, end to end.
+    """Pack prompt and response of every sample.
 
-    Token fields: response_mask (true on sampled tokens), rollout_logprob (the sampler's, 0 elsewhere), and where responses tell
-    it kept ([T, K] int32, the ids that the token was drawn from, NO_ID beyond and in prompts; K is as many as any token has).
+    Token fields: response_mask (true on sampled tokens), rollout_logprob (the sampler's, 0 elsewhere), and if responses have it
+    kept ([T, K] int32, the ids that the token was drawn from, then NO_ID, and NO_ID in prompts; K: most ids of any token).
     Sequence fields: truncated (cut by the length limit), version (of the weights that drew the sample).
     """
     tokens: list[int] = []
@@ -64,7 +64,7 @@ def pack_experience(requests: Sequence[Request], responses: Sequence[Response]) 
 
 
 def _kept_field(kept: Sequence[KeptIds], sampled: Tensor) -> Tensor:
-    """[T, K] int32 of the ids of all sampled tokens, in their order."""
+    """Kept ids [T, K] int32 from those of all sampled tokens, in their order."""
     counts = torch.zeros(sampled.numel(), dtype=torch.long)
     counts[sampled] = torch.from_numpy(numpy.concatenate([one.counts for one in kept])).long()
     places = torch.arange(int(counts.max()) if counts.numel() else 0) < counts[:, None]

@@ -1,4 +1,4 @@
-"""Writes a checkpoint of a run as a Hugging Face checkpoint, in one process whatever layout the run had."""
+"""Export of a run's checkpoint as a Hugging Face checkpoint, in one process for any layout of the run."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from megappo.trainer.rundir import RunDir
 def export_checkpoint(run: str, output: str, *, role: Literal["policy", "critic"], step: int | None) -> int:
     """Export `role` of the run in directory `run` to `output`, which must not exist; returns the step.
 
-    step: None takes the newest valid one.
-    The run's own resolved configuration says which model it is. ValueError for a missing run, checkpoint or an existing output.
+    step: None takes the newest valid one. The model is that of the run's resolved configuration. ValueError for a missing run,
+    a missing checkpoint or an existing output.
     """
     run_dir = RunDir(Path(run))
     if not run_dir.config.is_file():
         raise ValueError(f"{run} holds no run: {run_dir.config} does not exist")
     if not run_dir.checkpoints.is_dir():
-        # Fine-tuning saves none, it exports at its end.
+        # Fine-tuning saves no checkpoints, it exports at its end.
         there = f"; its model lies in {run_dir.export} already" if run_dir.export.is_dir() else ""
         raise ValueError(f"{run} has no checkpoints{there}")
     if Path(output).exists():

@@ -1,4 +1,4 @@
-"""Answers prompts with a Hugging Face checkpoint, through the same model, bridge and engine as a training run."""
+"""Generation from a Hugging Face checkpoint, through the same model, bridge and engine as a training run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def answer(
     chat_template: bool,
     dtype: Literal["bf16", "fp32"],
 ) -> list[str]:
-    """One response text per prompt, in one process.
+    """Generate one response text per prompt, in one process.
 
     ValueError for a missing checkpoint, tokenizer or engine, no prompts, a temperature below 0.
     """

@@ -1,4 +1,4 @@
-"""Selects the implementation of the ops for a run, leaves out kernels that fail their check on a GPU, and says what runs."""
+"""Selection of the ops' implementations for a run, without kernels that fail their check on a GPU, and its lines in the log."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from megappo.telemetry.runlog import RunLog
 
 logger = logging.getLogger(__name__)
 
-# Seconds between two words of the ranks that check and those that wait for them: no collective lasts longer.
+# Seconds between two collectives of the ranks that check and those that wait for them: none lasts longer.
 _POLL_S = 2.0
-# A kernel of GAE alone, for other trainers: the advantages here are token_advantages.
+# Ops for other trainers: megappo itself calls token_advantages.
 _UNUSED = ("gae",)
 
 
 def select_kernels(kernels: Kernels, device: torch.device, log: RunLog, host_ops: Sequence[str] = ()) -> None:
-    """Before the first op of a run; collective. Says what each op runs and what is left out and why.
+    """Select the kernels before the first op of a run and log the choice for each op, with reasons for those left out. Collective.
 
-    host_ops: those that the run calls on the host's tensors, whatever its device. Errors as `choose_kernels`.
+    host_ops: ops that the run calls on host tensors, on any device. Errors as `choose_kernels`.
     """
     faults = choose_kernels(kernels, device)
     for (op, implementation), fault in faults.items():
@@ -44,12 +44,12 @@ def select_kernels(kernels: Kernels, device: torch.device, log: RunLog, host_ops
 
 
 def choose_kernels(kernels: Kernels, device: torch.device) -> Faults:
-    """Select them in this process, without those that fail their check on any GPU of the world; collective. Returns the latter.
+    """Select the kernels in this process; returns those left out, which fail their check on some GPU of the world. Collective.
 
-    A GPU's kernels are checked because they depend on the GPU, its driver and Triton's compiler; what the CPU runs depends on the
-    build, and the tests have looked at it. ValueError where a kernel that is named is missing or fails; RuntimeError where the
-    check cannot be done.
+    ValueError if a kernel that the user named is missing or fails; RuntimeError if the check cannot be done.
     """
+    # Only a GPU's kernels are checked: they depend on the GPU, its driver and Triton's compiler. Those of the CPU depend on the
+    # build alone, which the tests cover.
     dispatch.select(kernels, device.type)
     if device.type != "cuda" or kernels == "reference":
         return {}
@@ -57,13 +57,13 @@ def choose_kernels(kernels: Kernels, device: torch.device) -> Faults:
         return verdicts.settle(kernels, device)
     on_every_rank("choosing the kernels", lambda: dispatch.selected(device.type))  # a library may lack one on one node
     machines = on_every_rank("looking at the GPUs", lambda: (platform.node(), verdicts.fingerprint(device)))
-    # one rank looks for all that have the same GPU in the same machine
+    # one rank checks for all that have the same kind of GPU in the same machine
     looks = machines.index(machines[dist.get_rank()]) == dist.get_rank()
     return verdicts.settle(kernels, device, share=lambda chosen, look: _shared(chosen, look if looks else None))
 
 
 def _shared(chosen: Mapping[str, str], look: Look | None) -> Faults:
-    """What all ranks that look have found, on every rank. All meet every two seconds, so no collective runs into its time-out."""
+    """Faults found by all ranks that check, on every rank. Collective every two seconds, so that none runs into its time-out."""
     with ThreadPoolExecutor(1) as pool:
         found: Future[Faults] | None = pool.submit(look) if look else None
         while any_rank(found is not None and not found.done()):
@@ -77,13 +77,12 @@ def _shared(chosen: Mapping[str, str], look: Look | None) -> Faults:
 
 
 def disagreements(choices: Sequence[Mapping[str, str]]) -> Faults:
-    """What some ranks would take and others cannot: with another library on one node, an op runs by the lesser kernel on all.
-
-    choices: by rank, op -> implementation.
+    """Kernels that some ranks would take and others cannot (another library on one node); an op then runs by the lesser kernel on
+    all. choices: by rank, op -> implementation.
     """
     faults: Faults = {}
     for op in choices[0]:
-        # "gemm + triton" follows the op that it is around
+        # "gemm + triton" follows from the choice of its row op
         kernels = [choice[op] for choice in choices if choice[op] in ORDER["cuda"]]
         best = min(kernels, key=ORDER["cuda"].index, default="reference")
         other = next((rank for rank, choice in enumerate(choices) if choice[op] != best), None)
@@ -93,7 +92,7 @@ def disagreements(choices: Sequence[Mapping[str, str]]) -> Faults:
 
 
 def described(device: torch.device, host_ops: Sequence[str], faults: Faults) -> list[str]:
-    """Lines on what runs where: `kernels on cuda: triton: policy_loss, ...`, then what `auto` would rather have."""
+    """Lines for the log: `kernels on cuda: triton: policy_loss, ...`, then reasons why `auto` could not take better ones."""
     on_host = set(host_ops) if device.type != "cpu" else set()
     lines = [_line(device.type, [op for op in dispatch.selected(device.type) if op not in on_host and op not in _UNUSED])]
     if on_host:

@@ -1,4 +1,4 @@
-"""Assembles a PPO run from its configuration and runs it on this rank."""
+"""Assembly of a PPO run from its configuration, and its execution on this rank."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ def train(
 ) -> bool:
     """Run PPO on this rank of the world. `config` and `data` have been checked by `plan.run.plan_run`.
 
-    engines: build the models of all roles. True where the run reached its end, False where a rank was asked to `stop`: it can be
-    resumed then, and `RunDir.stopped` says so. A world that exists already is the caller's and stays; otherwise the launcher's is
-    joined and left again.
+    engines: builds the models of all roles. Returns True if the run reached its end, False if a rank was asked to `stop`: it can be
+    resumed then, and `RunDir.stopped` exists. An existing world is used and left to the caller; otherwise the launcher's is joined
+    and left again.
     """
     owns_world = not dist.is_initialized()
     device = select_device(config.run.device)
@@ -103,7 +103,7 @@ def train(
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """All that a run needs to go on: models with their optimizers, and the small state beside them."""
+    """State that a run needs to resume: models with their optimizers, and the small state beside them."""
 
     store: CheckpointStore
     facts: dict[str, Any]
@@ -120,8 +120,8 @@ class Checkpoints:
 
 
 def load_critic(config: TrainConfig, engine: Engine, log: RunLog) -> None:
-    """Take the weights that `critic.checkpoint` names, if it does, in place of those of `critic.model`."""
-    # Another run may be writing there: rank 0 says which of its checkpoints is meant.
+    """Load the weights of `critic.checkpoint`, if set, in place of those of `critic.model`."""
+    # Another run may be writing there: rank 0 decides which of its checkpoints all ranks read.
     source = on_rank_zero("finding critic.checkpoint", lambda: critic_source(config.critic, engine.arch))
     if source is None:
         return
@@ -131,7 +131,7 @@ def load_critic(config: TrainConfig, engine: Engine, log: RunLog) -> None:
 
 
 def export_policy(engine: Engine, run_dir: RunDir, source: Path) -> None:
-    """Write the policy for transformers and vLLM; the export that a resumed run replaces keeps another name."""
+    """Write the policy for transformers and vLLM; an export that a resumed run replaces is renamed."""
     if dist.get_rank() == 0 and run_dir.export.exists():
         run_dir.export.rename(run_dir.export_replaced())
     dist.barrier()
@@ -143,7 +143,7 @@ def export_policy(engine: Engine, run_dir: RunDir, source: Path) -> None:
 
 @dataclass(frozen=True)
 class Progress:
-    """The state of the loop beside the models, and the log of it."""
+    """State of the loop beside the models, and its log."""
 
     state: TrainerState
     kl_controller: KLController
@@ -199,7 +199,7 @@ def rollout_of(config: TrainConfig, tokenizer: Tokenizer, policy: Engine, device
 
 
 def updates_of_run(config: TrainConfig, total_steps: int) -> dict[str, int]:
-    """Trained role -> optimizer steps of the whole run; the policy makes none in the critic's warm-up."""
+    """Trained role -> optimizer steps of the whole run; the policy takes none in the critic's warm-up."""
     steps = {"policy": max(1, total_steps - config.critic.warmup_steps), "critic": total_steps}
     return {role: number * step_arithmetic(config).optimizer_steps for role, number in steps.items()}
 

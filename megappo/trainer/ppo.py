@@ -1,7 +1,7 @@
 """Proximal policy optimisation with a learned critic (Schulman et al. 2017; Ouyang et al. 2022 for the KL-shaped reward).
 
-One step has eight stages, numbered here as in the design. Every rank runs every line: a stage that needs only some ranks decides
-that inside. Nothing tensor-level happens here.
+One step has eight stages, numbered here as in the design. Every rank runs every line; a stage that needs only some ranks decides
+that itself. Nothing tensor-level happens here.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class PPO:
         self.stop_agreed, self.stopped = stop_agreed, False
 
     def run(self) -> Evaluation | None:
-        """All remaining steps, or those until a stop; returns the last evaluation."""
+        """Run all remaining steps, or those until a stop; returns the last evaluation."""
         self.push_weights(self.state.step)
         evaluation = None
         if self.config.trainer.eval_before and self.state.step == 0:
@@ -118,7 +118,9 @@ class PPO:
             pushed = self.push_weights(step)
 
         record = StepRecord(step, batch, scored, agreement, config.algorithm.kl.estimator, kl_coef, critic, policy, pushed)  # 8
-        if step > config.critic.warmup_steps:  # before, the policy stands still and its KL says nothing about the factor
+        if (
+            step > config.critic.warmup_steps
+        ):  # during warm-up the policy does not change, and its KL says nothing about the coefficient
             self.kl_controller.update(record.kl_per_response(), batch.num_sequences)
         self.count(batch, critic, policy)
         evaluation = self.evaluate(timers) if self.is_due(step, config.trainer.eval_every) else None
@@ -131,12 +133,12 @@ class PPO:
         return evaluation
 
     def mini_batches(self, batch: PackedBatch, step: int) -> Iterator[MiniBatch]:
-        """Those of a step, the same for critic and policy."""
+        """Mini-batches of a step, the same for critic and policy."""
         seed = sample_seed(self.config.run.seed, step, -1)
         return mini_batches(batch, self.config.algorithm, self.config.rollout.max_response_tokens, seed)
 
     def push_weights(self, version: int) -> dict[str, float]:
-        """The policy's present weights into the rollout engine; they must be resident for that."""
+        """Push the policy's current weights into the rollout engine; they must be resident."""
         with self.policy.engine.eval_mode():
             return self.rollout.push_weights(version)
 

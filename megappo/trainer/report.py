@@ -1,4 +1,4 @@
-"""What a step reports: its metrics by name, and samples of its trajectories."""
+"""Report of a step: its metrics by name, and samples of its trajectories."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from megappo.trainer.updates import UpdateSummary
 
 @dataclass(frozen=True)
 class StepRecord:
-    """Everything a PPO step produced. Every rank holds the same record."""
+    """Results of one PPO step, the same on every rank."""
 
     step: int
     batch: PackedBatch
@@ -41,8 +41,8 @@ class StepRecord:
     def kl_per_response(self) -> float:
         """Mean over responses of sum over tokens of log pi - log pi_ref, in nats; 0 without a reference.
 
-        This is k1 under every estimator: what the adaptive controller holds against its target must be the KL of whole responses,
-        and k1 sums to log pi(y) / pi_ref(y), whose mean that is (`algo.kl.KLController`).
+        This is k1 under every estimator: the adaptive controller compares the KL of whole responses with its target, and k1 sums to
+        log pi(y) / pi_ref(y), whose mean is that KL (`algo.kl.KLController`).
         """
         if "ref_logprob" not in self.batch:
             return 0.0
@@ -169,11 +169,11 @@ class StepRecord:
         return self.batch["response_mask"]
 
     def _kl(self, kl_estimator: str) -> Tensor:
-        """[T] estimated KL to the reference on sampled tokens, 0 elsewhere."""
+        """Estimated KL to the reference, [T]: on sampled tokens, 0 elsewhere."""
         return torch.where(self._mask, kl_estimate(self.batch["logprob"], self.batch["ref_logprob"], kl_estimator), 0.0)
 
     def _per_sequence(self, name: str) -> Tensor:
-        """[B] sum over the tokens of each sequence."""
+        """Sum over the tokens of each sequence, [B]."""
         running = torch.cat([torch.zeros(1, dtype=torch.float64), self.batch[name].double().cumsum(0)])
         ends = self.batch.cu_seqlens.long()
         return running[ends[1:]] - running[ends[:-1]]
@@ -191,7 +191,7 @@ _EXPERT_METRICS = {
 
 
 def expert_metrics(role: Literal["policy", "critic", "sft"], tokens: Tensor | None, balance_loss: float) -> dict[str, float]:
-    """tokens: [layers, experts] that the routers sent to each expert, None for a dense model, which has no such metrics."""
+    """Metrics of the experts; empty for a dense model. tokens: [layers, experts] sent to each expert, None for a dense model."""
     if tokens is None:
         return {}
     load = expert_load(tokens)

@@ -1,4 +1,4 @@
-"""The three models of PPO, each as the loop asks it: log-probs, values, updates. The engine behind it is not known here."""
+"""The three models of PPO with the methods that the loop calls: log-probs, values, updates. Independent of the engine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megappo.ops.losses import policy_loss, value_loss
 
 @dataclass(frozen=True)
 class UpdateResult:
-    """One mini-batch update. lr and step are None when no optimizer step was taken (target KL reached)."""
+    """Result of one mini-batch update. lr and step are None if no optimizer step was taken (target KL reached)."""
 
     losses: PassResult
     step: StepResult | None
@@ -29,12 +29,13 @@ class UpdateResult:
 class LanguageModel:
     """A model that gives log-probs of tokens: the reference, and the policy below.
 
-    Their definition is the sampler's: temperature and logits_dtype (see `config.schema.PolicyConfig`) here, and of a batch with
-    the field `kept` only the ids in it could have been drawn. Policy and reference share it, so that their KL is of like things.
+    Log-probs are those of the sampler's distribution: its temperature and logits_dtype (see `config.schema.PolicyConfig`), and with
+    the field `kept` in a batch, restricted to those ids. The same for policy and reference, so that their KL compares like with
+    like.
     """
 
     sampling_fields = ("kept",)
-    """Fields of a batch that `token_logprobs` reads where they are there."""
+    """Fields that `token_logprobs` reads if a batch has them."""
 
     def __init__(self, engine: Engine, temperature: float, logits_dtype: LogitsDtype = "fp32") -> None:
         self.engine = engine
@@ -61,7 +62,7 @@ class LanguageModel:
         return aligned, None if entropy is None else shift_right(entropy, micro.cu_seqlens)
 
     def _query(self, micro: PackedBatch, want_entropy: bool) -> LogprobQuery:
-        """A row of the output is about the next token."""
+        """Query of the output for every token: row t - 1 gives the log-prob of token t."""
         return LogprobQuery(
             target=next_token_targets(micro.tokens, micro.cu_seqlens),
             temperature=self.temperature,
@@ -82,7 +83,7 @@ def policy_reads(algorithm: AlgorithmConfig) -> tuple[str, ...]:
 
 
 class Policy(LanguageModel):
-    """The model that is trained to act."""
+    """The trained policy."""
 
     def __init__(self, engine: Engine, temperature: float, algorithm: AlgorithmConfig, logits_dtype: LogitsDtype = "fp32") -> None:
         super().__init__(engine, temperature, logits_dtype)
@@ -91,7 +92,7 @@ class Policy(LanguageModel):
         self._reads = policy_reads(algorithm)
 
     def update(self, mini: PackedBatch, denominator: float) -> UpdateResult:
-        """One optimizer step on a global mini-batch with fields logprob, advantage, weight (and ref_logprob with KL in the
+        """Take one optimizer step on a global mini-batch with fields logprob, advantage, weight (and ref_logprob with KL in the
         loss).
         """
         self.engine.optimizer_zero_grad()
@@ -104,7 +105,7 @@ class Policy(LanguageModel):
         return UpdateResult(losses, self.engine.optimizer_step(), lr)
 
     def _loss_of(self, output: LanguageOutput, micro: PackedBatch) -> LossOutput:
-        # Without a bonus the entropy and its gradient are not worth a pass over the logits.
+        # Without an entropy bonus its gradient is 0, and a pass over the logits is saved.
         want_entropy = self._algorithm.entropy_coef > 0
         if output.fused_loss is None:
             logprob, entropy = self.token_logprobs(output, micro, want_entropy)
@@ -120,7 +121,7 @@ class Policy(LanguageModel):
     def _token_loss(
         self, fields: Mapping[str, Tensor], logprob: Tensor, entropy: Tensor | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """(loss, metrics) of some tokens; `fields` and log-probs of the same ones."""
+        """(loss, metrics) of some tokens; `fields` and log-probs are of the same tokens."""
         a, weight = self._algorithm, fields["weight"]
         surrogate, metrics = policy_loss(
             logprob,
@@ -160,7 +161,7 @@ class Critic:
         return align_values(raw, batch.cu_seqlens)
 
     def update(self, mini: PackedBatch, denominator: float) -> UpdateResult:
-        """One optimizer step on a global mini-batch with fields value, returns, weight."""
+        """Take one optimizer step on a global mini-batch with fields value, returns, weight."""
         self.engine.optimizer_zero_grad()
         losses = self.engine.forward_backward(mini, self._loss_of, reads=self.reads, denominator=denominator)
         lr = self.engine.lr_scheduler_step()
@@ -176,7 +177,8 @@ class Critic:
 
 
 def add_model_outputs(batch: PackedBatch, policy: LanguageModel, critic: Critic, reference: LanguageModel | None) -> PackedBatch:
-    """Stage 4: logprob and entropy of the policy, ref_logprob of the reference, value and bootstrap of the critic."""
+    """Add the fields of stage 4: logprob and entropy of the policy, ref_logprob of the reference, value and bootstrap of the
+    critic."""
     logprob, entropy = policy.logprobs(batch)
     value, bootstrap = critic.values(batch)
     fields = {"logprob": logprob, "entropy": entropy, "value": value}

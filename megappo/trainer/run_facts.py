@@ -1,4 +1,4 @@
-"""What identifies a run beyond its numbers: recorded in every checkpoint and compared on resume."""
+"""Identity of a run (configuration, tokenizer, reference): recorded in every checkpoint and compared on resume."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megappo.data.tokenizers import Tokenizer
 
 
 def run_facts(config: TrainConfig, tokenizer: Tokenizer) -> dict[str, Any]:
-    """JSON-compatible. `config` is the resolved text; layouts may change on resume, the tokenizer and the reference may not."""
+    """Facts of a run, JSON-compatible. Layouts may change on resume, the tokenizer and the reference may not."""
     reference = config.reference.model or config.policy.model
     return {
         "config": dump_yaml(config),

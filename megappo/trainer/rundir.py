@@ -1,4 +1,4 @@
-"""The directory of one run: who may write to it, and where things lie in it."""
+"""Directory of one run: the claim to write to it, and the paths in it."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ class RunDir:
 
     @property
     def stopped(self) -> Path:
-        """There while a run that was asked to stop waits to be resumed."""
+        """File that exists while a stopped run can be resumed."""
         return self.root / STOPPED
 
     def record_stop(self, step: int, received: signal.Signals | None) -> None:
-        """Collective: the run ended after `step` because a rank was asked to; `received` is what this rank was sent, if
-        anything.
+        """Record that the run ended after `step` because a rank was asked to stop. received: this rank's signal, if any.
+        Collective.
         """
         names: list = [None] * dist.get_world_size()
         dist.all_gather_object(names, received.name if received else None)
@@ -52,7 +52,7 @@ class RunDir:
         _on_rank_0(lambda: self.stopped.write_text(json.dumps({"step": step, "signals": asked}) + "\n"))
 
     def is_exported(self) -> bool:
-        """Collective: whether rank 0 sees `export`. The file systems of several nodes may differ, and all ranks must act alike."""
+        """True on all ranks if rank 0 sees `export`: the file systems of several nodes may differ. Collective."""
         seen = [self.export.exists()]
         dist.broadcast_object_list(seen, src=0)
         return seen[0]
@@ -62,7 +62,7 @@ class RunDir:
         return next(path for n in range(1, 10_000) if not (path := self.root / f"export.old{n}").exists())
 
     def claim(self, run: RunConfig, config_text: str, *, resume: bool) -> None:
-        """Collective: rank 0 checks and creates the directory, and writes the resolved config of a new run.
+        """Check and create the directory on rank 0, and write the resolved config of a new run. Collective.
 
         That of a resumed run stays until `record_config`: the checkpoint may yet refuse the new one. ValueError on all ranks.
         """
@@ -77,7 +77,7 @@ class RunDir:
         _on_rank_0(check_and_create)
 
     def record_config(self, config_text: str) -> None:
-        """Collective: the resolved config that the run goes on with. ValueError on all ranks alike."""
+        """Write the resolved config with which the run goes on. Collective. ValueError on all ranks."""
         _on_rank_0(lambda: self.config.write_text(config_text))
 
 

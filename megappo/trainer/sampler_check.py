@@ -1,7 +1,7 @@
-"""Does the sampler compute the same policy as the trainer? Compared on every sampled token of every step.
+"""Comparison of the sampler's policy with the trainer's, on every sampled token of every step.
 
 Rounding makes small differences; stale weights, a wrong temperature, token ids that went through text or a broken reshard make
-large ones, and PPO on them degrades without any error. What both sides mean by a log-prob is in docs/agreement.md.
+large ones, and PPO on them degrades without any error. docs/agreement.md defines the log-probs of both sides.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from megappo.rollout.types import SamplingParams
 
 
 class SamplerMismatch(RuntimeError):
-    """The rollout engine samples from another distribution than the trainer believes."""
+    """The rollout engine samples from another distribution than the trainer computes."""
 
 
 @dataclass(frozen=True)
 class Agreement:
     """|difference| of the probabilities of sampled tokens between sampler and trainer.
 
-    kept: where sampling was cut to recorded ids (field `kept`), how that went.
+    kept: summary of the recorded ids (field `kept`), if sampling was restricted to them.
     """
 
     mean: float
@@ -32,19 +32,19 @@ class Agreement:
 
 @dataclass(frozen=True)
 class KeptSummary:
-    """ids: mean number of ids that a token was drawn from. overflow: share of tokens with as many as are recorded at most; there
-    more may have tied with the last, and the trainer leaves those out."""
+    """Recorded ids of a step. ids: mean number of ids that a token was drawn from. overflow: share of tokens with the most ids that
+    are recorded; more may have tied with the last one, and the trainer leaves those out."""
 
     ids: float
     overflow: float
 
 
 def compare_with_sampler(batch: PackedBatch, sampling: SamplingParams) -> Agreement:
-    """batch has logprob (trainer) and rollout_logprob (sampler), [T], and `kept` where the trainer's are of the truncated
+    """Compare logprob (trainer) and rollout_logprob (sampler) of a batch, both [T]; with `kept` the trainer's are of the truncated
     distribution.
 
-    With top-p or top-k the sampler renormalises over fewer tokens. Without `kept` the trainer does not, so that the sampler's
-    probabilities are rightly larger: then only the amounts by which they are smaller count.
+    With top-p or top-k the sampler renormalises over fewer tokens. Without `kept` the trainer does not, so the sampler's
+    probabilities are rightly larger: then only amounts by which they are smaller count.
     """
     mask = batch["response_mask"]
     difference = batch["logprob"][mask].double().exp() - batch["rollout_logprob"][mask].double().exp()
@@ -59,8 +59,8 @@ def compare_with_sampler(batch: PackedBatch, sampling: SamplingParams) -> Agreem
 
 
 def require_agreement(agreement: Agreement, limit: float, step: int, engine: str) -> None:
-    """Raises SamplerMismatch above the limit (`rollout.max_prob_diff`)."""
-    # A NaN must not pass as "not greater".
+    """Raise SamplerMismatch above the limit (`rollout.max_prob_diff`)."""
+    # NaN compares false with any number and must not pass.
     if not agreement.mean <= limit or not torch.isfinite(torch.tensor(agreement.max)):
         raise SamplerMismatch(
             f"step {step}: {engine} and the trainer disagree on sampled tokens: mean |probability difference| {agreement.mean:.4f} "

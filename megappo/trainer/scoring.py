@@ -18,7 +18,7 @@ from megappo.rollout.types import Response
 class Scored:
     """Texts and scores of all samples, the same on every rank. total: [B]; parts: rule name -> [B].
 
-    num_undecided: samples that count 0 because their check ran out of time.
+    num_undecided: samples with score 0 because their check ran out of time.
     """
 
     texts: list[str]

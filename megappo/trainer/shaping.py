@@ -12,7 +12,7 @@ from megappo.data.packing import PackedBatch
 from megappo.ops.advantages import token_advantages
 from megappo.ops.whiten import whiten_apply
 
-# What stage 5 calls, where the experience is: on the host.
+# Ops of stage 5, which run where the experience is: on the host.
 HOST_OPS = ("token_advantages", "whiten_apply")
 
 
@@ -20,7 +20,7 @@ def shape_advantages(batch: PackedBatch, score: Tensor, kl_coef: float, algorith
     """Add reward, advantage (whitened if asked), raw_advantage and returns, all [T] fp32 and 0 outside the response mask.
 
     batch has logprob, value, response_mask, bootstrap, truncated (and ref_logprob with the KL in the reward); score: [B]. kl_coef:
-    the controller's present factor, which counts only with the KL in the reward.
+    the controller's current coefficient, used only with the KL in the reward.
     """
     mask = batch["response_mask"]
     kl_in_reward = algorithm.kl.placement == "reward"

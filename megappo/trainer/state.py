@@ -1,4 +1,4 @@
-"""How far the run is. Everything else that a resume needs keeps its own state (engines, loader cursor, KL controller, RNG)."""
+"""Progress of a run. Everything else that a resume needs keeps its own state (engines, loader cursor, KL controller, RNG)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass
 class TrainerState:
-    """step: PPO steps done. episodes: responses sampled. tokens: response tokens sampled.
+    """Counters of a run. step: PPO steps done. episodes: responses sampled. tokens: response tokens sampled.
 
     policy_updates, critic_updates: optimizer steps taken.
     """

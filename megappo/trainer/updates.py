@@ -17,7 +17,7 @@ from megappo.engine.base import Engine
 from megappo.trainer.roles import UpdateResult
 
 MiniBatch = tuple[PackedBatch, float]
-"""(sequences with field `weight`, denominator of the loss: it counts the whole mini-batch over all ranks)"""
+"""(sequences with field `weight`, denominator of the loss: count of the whole mini-batch over all ranks)"""
 
 
 def mini_batches(batch: PackedBatch, algorithm: AlgorithmConfig, max_response_tokens: int, seed: int) -> Iterator[MiniBatch]:
@@ -99,7 +99,7 @@ def _mean(values: list[float]) -> float:
 
 
 def run_updates(role: Trainable, minis: Iterable[MiniBatch]) -> UpdateSummary:
-    """One update for each mini-batch. Ends early where the role declines one (target KL): all ranks see the same KL and stop."""
+    """Run one update for each mini-batch. Ends early if the role declines one (target KL): all ranks see the same KL and stop."""
     summary = UpdateSummary()
     with role.engine.train_mode():
         for mini, denominator in minis:
