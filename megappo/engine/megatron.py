@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -68,7 +68,9 @@ class MegatronEngine:
         self.groups = groups
         self.device = device
         self._wrapped = list(chunks)
-        self.chunks: list[PackedModel] = [c.module if isinstance(c, DistributedDataParallel) else c for c in chunks]
+        self._with_gradients = [c for c in chunks if isinstance(c, DistributedDataParallel)]  # all of a model that trains
+        # DDP's `module` has the type of any module.
+        self.chunks = [cast(PackedModel, c.module if isinstance(c, DistributedDataParallel) else c) for c in chunks]
         self._config = self.chunks[0].config
         self._micro_batch_tokens = micro_batch_tokens
         self._optimizer = optimizer
@@ -97,7 +99,8 @@ class MegatronEngine:
 
     def named_gradients(self) -> dict[str, Tensor]:
         """Views of DDP's fp32 buffers; the distributed optimizer leaves each rank with the reduced sum of its own shard only."""
-        return {name: parameter.main_grad for name, parameter in self.named_parameters().items()}
+        # main_grad: an attribute that DDP adds.
+        return {name: cast(Any, parameter).main_grad for name, parameter in self.named_parameters().items()}
 
     def pieces(self) -> RankPieces:
         return pieces_by_rank(self.arch, self.groups.layout, self.value_head)
@@ -141,13 +144,13 @@ class MegatronEngine:
         """Offload the parts that this role's section offloads, to free memory for the next role or the rollout engine."""
         self.to("host", model=self._offload.parameters, optimizer=self._offload.optimizer)
         if self._offload.gradients and self._optimizer is not None and not self._gradients_freed:
-            for chunk in self._wrapped:
+            for chunk in self._with_gradients:
                 chunk.offload_grad_buffers(empty_cache=self.device.type == "cuda")
             self._gradients_freed = True
 
     def _restore_gradients(self) -> None:
         if self._gradients_freed:
-            for chunk in self._wrapped:
+            for chunk in self._with_gradients:
                 chunk.restore_grad_buffers()
             self._gradients_freed = False
 
@@ -241,7 +244,7 @@ class MegatronEngine:
     def _agree_on_names(self, outputs: list[LossOutput]) -> dict[str, list[str]]:
         """Tell every rank the names of the results: only the last stage has them, but combining them is collective."""
         layout = self.groups.layout
-        names = None
+        names: dict[str, list[str]] | None = None
         if outputs:
             names = {kind: sorted(getattr(outputs[0], kind)) for kind in ("tokens", "sums", "maxima")}
         if layout.pp == 1:
@@ -249,7 +252,9 @@ class MegatronEngine:
             return names
         box = [names]
         dist.broadcast_object_list(box, src=layout.rank_of(pp=layout.pp - 1), group=self.groups.everyone)
-        return box[0]
+        agreed = box[0]
+        assert agreed is not None, "the last stage computed no loss"
+        return agreed
 
     def _combine_metrics(
         self, outputs: list[LossOutput], sum_names: list[str], maximum_names: list[str]
@@ -281,7 +286,7 @@ class MegatronEngine:
     # ------------------------------------------------------------------------------------------------------- optimizer
 
     def optimizer_zero_grad(self) -> None:
-        for chunk in self._wrapped:
+        for chunk in self._with_gradients:
             chunk.zero_grad_buffer()
         self._trained().zero_grad()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import cast
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -12,6 +13,7 @@ from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from megappo.config.schema import OptimizerConfig
@@ -30,7 +32,11 @@ def wrap_with_ddp(
     config = DistributedDataParallelConfig(
         use_distributed_optimizer=distributed_optimizer, grad_reduce_in_fp32=True, overlap_grad_reduce=False
     )
-    return [DistributedDataParallel(chunk.config, config, chunk, pg_collection=groups.collection) for chunk in chunks]
+    # The chunks' type is that of any module, whose attributes have none.
+    return [
+        DistributedDataParallel(cast(TransformerConfig, chunk.config), config, chunk, pg_collection=groups.collection)
+        for chunk in chunks
+    ]
 
 
 class Optimizer:
@@ -92,7 +98,7 @@ class Optimizer:
             return StepResult(grad_norm, applied=False)
         if self._clip_grad > 0:
             for optimizer in self._chained():
-                parameters = optimizer.get_parameters()
+                parameters: list[Tensor] = [*optimizer.get_parameters()]
                 if parameters:
                     clip_grad_by_total_norm_fp32(parameters, max_norm=self._clip_grad, total_norm=grad_norm)
         self._optimizer.step_with_ready_grads()

@@ -57,6 +57,7 @@ def _sharded_tensors(
         for name, values in _local_values(optimizer, parameter, main).items():
             values = values.detach().view(-1)
             for at, shard in shards:
+                assert shard.data is not None  # Megatron has None for shards that are only compared
                 first, last = max(at, start), min(at + shard.data.numel(), start + values.numel())
                 named = replace(shard, key=f"optimizer.state.{name}.{shard.key}")
                 yield from cut(named, first - at, values[first - start : max(first, last) - start])
@@ -80,7 +81,7 @@ def load_optimizer_state(chained: Sequence[MegatronOptimizer], state: dict[str, 
         _set_step_number(optimizer.optimizer, state[str(index)]["step"])
 
 
-def _pairs(optimizer: MegatronOptimizer) -> Iterator[tuple[Tensor, Tensor]]:
+def _pairs(optimizer: MegatronOptimizer) -> Iterator[tuple[torch.nn.Parameter, Tensor]]:
     """(model parameter, the tensor that this rank updates for it); the same tensor or memory if the parameter is fp32."""
     # Not by Megatron's own table of the distributed optimizer: it numbers a group's parameters in buffer order, but fp32 ones are
     # updated first, so in a group with both types it points to wrong tensors. Training does not use that table, its checkpoints do.

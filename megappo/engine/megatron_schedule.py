@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.core.pipeline_parallel.schedules import (
@@ -16,6 +16,7 @@ from megatron.core.pipeline_parallel.schedules import (
     forward_backward_pipelining_with_interleaving,
     forward_backward_pipelining_without_interleaving,
 )
+from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from megappo.data.packing import PackedBatch, moved, padded_lengths
@@ -119,7 +120,8 @@ def run_schedule(
     compute_loss runs on the last stage, in order of the micro-batches. chunks: this rank's model chunks, wrapped in DDP if they
     train. Collective over the role's ranks.
     """
-    layout, config = groups.layout, chunks[0].config
+    layout = groups.layout
+    config = cast(TransformerConfig, chunks[0].config)  # the chunks' type is that of any module, whose attributes have none
 
     def forward_step(iterator: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, Callable]:
         micro = next(iterator)

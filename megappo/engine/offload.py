@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ class StorageOffload:
         self._storages: list[torch.UntypedStorage] = []
         self._sizes: list[int] = []
         self._host: HostBuffer | None = None
-        self._restored: torch.cuda.Event | None = None
+        self._restored: torch.Event | None = None
         self._is_parked = False
         self._host_is_current = False
 
@@ -94,7 +95,8 @@ class HostBuffer:
         # Not torch's pinned allocator: it rounds up to powers of two, twice the memory at worst.
         whole = torch.frombuffer(mmap.mmap(-1, self.nbytes), dtype=torch.uint8)
         if device.type == "cuda":
-            runtime, address = torch.cuda.cudart(), whole.data_ptr()
+            runtime: Any = torch.cuda.cudart()  # a module, None to the type checker
+            address = whole.data_ptr()
             torch.cuda.check_error(runtime.cudaHostRegister(address, self.nbytes, 0))
             # Not at exit: the process frees everything then, in an order of its own.
             weakref.finalize(self, runtime.cudaHostUnregister, address).atexit = False

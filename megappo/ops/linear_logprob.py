@@ -186,9 +186,10 @@ def main_grad_of(weight: Tensor) -> Tensor:
     With into_main_grad the weight's gradient is added there, in fp32, and not returned: Megatron's protocol of gradient
     accumulation fusion, completed by `handed_over`. Raises ValueError if there is none.
     """
-    if not has_main_grad(weight):
+    main_grad: Tensor | None = getattr(weight, "main_grad", None)
+    if main_grad is None or not has_main_grad(weight):
         raise ValueError(f"into_main_grad: weight {tuple(weight.shape)} has no fp32 main_grad of its shape; leave it to autograd")
-    return weight.main_grad
+    return main_grad
 
 
 def handed_over(weight: Tensor) -> Tensor:

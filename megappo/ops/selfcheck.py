@@ -101,6 +101,7 @@ def _from_logits(numbers: Numbers, dtype: torch.dtype, rows: int = NUM_ROWS, col
     num_valid = columns - PADDING
     target = numbers.integers(rows, below=num_valid)
     logprob, entropy = vocab_parallel_logprob(logits, target, None, vocab_start=0, num_valid=num_valid, temperature=0.7)
+    assert entropy is not None
     yield "logprob", logprob
     yield "entropy", entropy
     upstream = [numbers.normal(rows), numbers.normal(rows)]
@@ -115,6 +116,7 @@ def _from_hidden(numbers: Numbers, dtype: torch.dtype, keep_logits: bool) -> Res
     logprob, entropy = linear_logprob(
         hidden, weight, target, None, vocab_start=0, num_valid=num_valid, temperature=0.7, keep_logits=keep_logits
     )
+    assert entropy is not None
     yield "logprob", logprob
     yield "entropy", entropy
     upstream = [numbers.normal(NUM_ROWS), numbers.normal(NUM_ROWS)]
@@ -128,8 +130,10 @@ def _without_gradient(numbers: Numbers, num_tokens: int, num_columns: int) -> Re
     weight = numbers.normal(num_columns, 600, scale=600**-0.5, dtype=torch.bfloat16)
     target = numbers.integers(num_tokens, below=num_columns - 9)
     with torch.no_grad():
-        results = linear_logprob(hidden, weight, target, None, vocab_start=0, num_valid=num_columns - 9)
-    yield from zip(("logprob", "entropy"), results)
+        logprob, entropy = linear_logprob(hidden, weight, target, None, vocab_start=0, num_valid=num_columns - 9)
+    assert entropy is not None
+    yield "logprob", logprob
+    yield "entropy", entropy
 
 
 def _advantages(numbers: Numbers) -> Results:

@@ -26,11 +26,17 @@ SFT_ROWS = 20  # rows that a supervised run prints in all
 class EvaluationResult(Protocol):
     """Result of a validation, e.g. `trainer.evaluation.Evaluation`."""
 
-    num_prompts: int
-    score: float
-    parts: dict[str, float]
-    length: float
-    truncated: float
+    # Read only: the results are frozen.
+    @property
+    def num_prompts(self) -> int: ...
+    @property
+    def score(self) -> float: ...
+    @property
+    def parts(self) -> Mapping[str, float]: ...
+    @property
+    def length(self) -> float: ...
+    @property
+    def truncated(self) -> float: ...
 
 
 def evaluation_metrics(evaluation: EvaluationResult) -> dict[str, float]:

@@ -17,7 +17,7 @@ from megappo.models.arch import ModelArch
 from megappo.parallel.layout import ParallelLayout
 from megappo.plan.memory import FP32, ITEMSIZE, ParameterCount, RoleMemory, sharded_bytes
 from megappo.plan.timeline import padded_micro_batches
-from megappo.tune.links import Links, span
+from megappo.tune.links import Axis, Links, span
 from megappo.tune.profiles import Hardware
 from megappo.tune.work import Pass, stage_pass
 
@@ -198,7 +198,8 @@ def _reduce_gradients(
     slowest = 0.0
     for count in counts.values():
         seconds = 0.0
-        for axis, size in (("gradients", count.dense), ("expert gradients", count.experts)):
+        sizes: dict[Axis, int] = {"gradients": count.dense, "expert gradients": count.experts}
+        for axis, size in sizes.items():
             group = span(layout, axis, hardware.gpus_per_node)
             if not size:
                 continue

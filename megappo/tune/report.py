@@ -64,7 +64,7 @@ def role_lines(search: Search, choice: Choice, role: str, top: int) -> list[str]
                 str(place),
                 layout_text(one.layout),
                 f"{one.settings.micro_batch_tokens:,}",
-                *([one.settings.recompute] if trained else []),
+                *([one.recompute] if trained else []),
                 figures(one.total_s),
                 *([figures(one.generate_s)] if generates else []),
                 *([figures(phases["forward"]), figures(phases["update"])] if trained else []),
@@ -200,7 +200,7 @@ def layout_text(layout: ParallelLayout) -> str:
 
 def name_of(one: Candidate) -> str:
     """Layout and secondary choices in one line: `tp4 pp2 dp8 sp, 4096 tokens, recompute full`."""
-    recompute = f", recompute {one.settings.recompute}" if one.cost.is_trained and one.settings.recompute != "none" else ""
+    recompute = f", recompute {one.recompute}" if one.recompute != "none" else ""
     return f"{layout_text(one.layout)}, {one.settings.micro_batch_tokens} tokens{recompute}"
 
 

@@ -86,6 +86,11 @@ class Candidate:
     def total_s(self) -> float:
         return self.cost.total_s + self.generate_s
 
+    @property
+    def recompute(self) -> str:
+        """Recomputation of a role that trains; "none" of a frozen one, which has no backward pass."""
+        return self.settings.recompute if isinstance(self.settings, TrainableConfig) else "none"
+
     def overrides(self) -> list[str]:
         """`policy.parallel.tp=8` ...: every chosen key; a layers_per_stage of the user's file is reset."""
         parallel = self.settings.parallel
@@ -95,7 +100,7 @@ class Candidate:
         lines = [f"{self.role}.parallel.{key}={value}" for key, value in chosen.items()]
         lines.append(f"{self.role}.micro_batch_tokens={self.settings.micro_batch_tokens}")
         if self.cost.is_trained:
-            lines.append(f"{self.role}.recompute={self.settings.recompute}")
+            lines.append(f"{self.role}.recompute={self.recompute}")
         return lines
 
 

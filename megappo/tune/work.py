@@ -137,8 +137,8 @@ def stage_pass(
         times["head"] = _head_s(arch, layout, mine, rate, hardware)
     times["host"] = (len(layers) + layout.vpp) * hardware.layer_overhead_s
     talk = _communication(arch, layout, stage, layers, mine, itemsize, Links.of(hardware), hardware.gpus_per_node)
-    forward = {**times, **talk.forward}
-    backward = {part: BACKWARD * seconds for part, seconds in times.items()}
+    forward: dict[Part, float] = {**times, **talk.forward}
+    backward: dict[Part, float] = {part: BACKWARD * seconds for part, seconds in times.items()}
     # Gradients are added to an fp32 buffer: the product is written and read, the buffer read and written.
     backward["memory"] += weights_bytes / itemsize * (2 * itemsize + 2 * FP32) / hardware.memory_bytes_per_s
     for part, seconds in talk.backward.items():
