@@ -12,7 +12,7 @@ from megappo.config.schema import TrainConfig
 from megappo.rewards.base import RewardInput
 from megappo.rewards.rules import make_rule
 from megappo.rollout.types import SamplingParams
-from megappo.telemetry.metrics import metric_of
+from tests.telemetry.catalogue import metric_of
 
 from .trainer.public_models import PUBLIC
 

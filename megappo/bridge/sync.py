@@ -73,7 +73,6 @@ class WeightSync:
         self._group = group
         self._rank = dist.get_rank(group)
         self._world = dist.get_world_size(group)
-        started = time.perf_counter()
         pieces, tensors = policy.pieces(), hf_tensors(policy.arch)
         assert len(pieces) == self._world, f"a policy of {len(pieces)} ranks on a group of {self._world}"
         self._destinations = self._gather(engine.receiver.describe(tensors))
@@ -84,8 +83,6 @@ class WeightSync:
         self._rounds = [Round.of(bucket, self._rank, self._world) for bucket in buckets]
         self._incoming = [move for move in plan if move.dst == self._rank]
         self._outgoing = [move for move in plan if move.src == self._rank]
-        self.plan_seconds = time.perf_counter() - started
-        self.num_moves = len(plan)
 
     def _gather(self, mine: Destination) -> dict[int, Destination]:
         gathered: list[Destination | None] = [None] * self._world

@@ -106,12 +106,6 @@ class Metric(StrEnum):
     SFT_BALANCE_LOSS = "sft/balance_loss", "routers' balancing loss per sequence, summed over layers, before router_aux_coef"
 
 
-def metric_of(name: str) -> Metric | None:
-    """Entry of a logged name; None if unknown. An entry that ends in `*` covers all names that start with it; the longest wins."""
-    fitting = [m for m in Metric if m.value == name or (m.value.endswith("*") and name.startswith(m.value[:-1]))]
-    return max(fitting, key=lambda m: (m.value == name, len(m.value)), default=None)
-
-
 def finite_or_none(value: Any) -> Any:
     """Replace NaN and infinities, which JSON lacks, by None, in lists and mappings too."""
     if isinstance(value, float):

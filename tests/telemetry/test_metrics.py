@@ -5,7 +5,8 @@ import re
 from pathlib import Path
 
 import megappo
-from megappo.telemetry.metrics import GROUPS, Metric, finite_or_none, metric_of
+from megappo.telemetry.metrics import GROUPS, Metric, finite_or_none
+from tests.telemetry.catalogue import metric_of
 
 NAME = re.compile(rf"^({'|'.join(GROUPS)})/[a-z0-9_]*$")
 

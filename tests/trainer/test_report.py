@@ -8,13 +8,13 @@ import torch
 from megappo.data.packing import PackedBatch, cu_seqlens_of
 from megappo.data.prompts import Prompt
 from megappo.engine.base import PassResult, StepResult
-from megappo.telemetry.metrics import metric_of
 from megappo.telemetry.timers import StageTimers
 from megappo.trainer.report import StepRecord, trajectories_of
 from megappo.trainer.roles import UpdateResult
 from megappo.trainer.sampler_check import Agreement
 from megappo.trainer.scoring import Scored
 from megappo.trainer.updates import UpdateSummary
+from tests.telemetry.catalogue import metric_of
 
 # two prompt tokens and two sampled ones, then one and three; 99 stands where nothing may be read
 MASK = [False, False, True, True, False, True, True, True]
