@@ -100,8 +100,8 @@ def is_written(replica_id: ReplicaId) -> bool:
     return replica_id == 0 if isinstance(replica_id, int) else not any(replica_id[:-1])
 
 
-def of_one_rank(replica_id: ReplicaId) -> ReplicaId:
-    """The id of a part that no other data-parallel rank holds, of a shard with this id."""
+def unreplicated_id(replica_id: ReplicaId) -> ReplicaId:
+    """The id without its data-parallel part, as for a shard that only one data-parallel rank holds."""
     return replica_id if isinstance(replica_id, int) else (*replica_id[:-1], 0)
 
 

@@ -79,8 +79,8 @@ class MegatronEngine:
         self._router_state = share_router_state(self.chunks)
         self._router_aux_coef = router_aux_coef
         self._config.finalize_model_grads_func = _sum_gradients
-        self._parked_parameters = StorageOffload(self._parameters)
-        self._parked_optimizer = StorageOffload(self._optimizer_tensors)
+        self._parameter_storages = StorageOffload(self._parameters)
+        self._optimizer_storages = StorageOffload(self._optimizer_tensors)
         self._gradients_freed = False
 
     @property
@@ -120,7 +120,7 @@ class MegatronEngine:
         self.groups.meet(f"training the {self.name}")
         for chunk in self._wrapped:
             chunk.train()
-        self._parked_parameters.restore()
+        self._parameter_storages.restore()
         self._restore_gradients()
         yield
         self.offload_idle()
@@ -130,15 +130,15 @@ class MegatronEngine:
         self.groups.meet(f"passes of the {self.name}")
         for chunk in self._wrapped:
             chunk.eval()
-        self._parked_parameters.restore(to_change=False)
+        self._parameter_storages.restore(to_change=False)
         with torch.no_grad():
             yield
         self.offload_idle()
 
     def to(self, device: Literal["host", "device"], *, model: bool = True, optimizer: bool = True) -> None:
-        for wanted, parked in ((model, self._parked_parameters), (optimizer, self._parked_optimizer)):
+        for wanted, storages in ((model, self._parameter_storages), (optimizer, self._optimizer_storages)):
             if wanted:
-                parked.restore() if device == "device" else parked.offload()
+                storages.restore() if device == "device" else storages.offload()
 
     def offload_idle(self) -> None:
         """Offload the parts that this role's section offloads, to free memory for the next role or the rollout engine."""
@@ -316,8 +316,8 @@ class MegatronEngine:
     # ------------------------------------------------------------------------------------------------------ checkpoint
 
     def save_state(self, *, with_optimizer: bool) -> dict[str, Any]:
-        for parked in (self._parked_parameters, self._parked_optimizer):
-            parked.restore(to_change=False)  # unchanged by the save, so `release_state` copies nothing to the host
+        for storages in (self._parameter_storages, self._optimizer_storages):
+            storages.restore(to_change=False)  # unchanged by the save, so `release_state` copies nothing to the host
         return self._sharded_state(with_optimizer=with_optimizer)
 
     def release_state(self) -> None:

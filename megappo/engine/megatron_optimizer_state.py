@@ -21,7 +21,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer, MegatronOptimizer
 from torch import Tensor
 
-from megappo.checkpoint.ranges import cut, of_one_rank
+from megappo.checkpoint.ranges import cut, unreplicated_id
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _MAIN = "fp32_param"
@@ -53,7 +53,7 @@ def _sharded_tensors(
         start, shards = 0, list(_shards(described[id(parameter)]))
         if isinstance(optimizer, DistributedOptimizer):
             start = optimizer._get_model_param_range_map(parameter)["param"].start
-            shards = [(at, replace(shard, replica_id=of_one_rank(shard.replica_id))) for at, shard in shards]
+            shards = [(at, replace(shard, replica_id=unreplicated_id(shard.replica_id))) for at, shard in shards]
         for name, values in _local_values(optimizer, parameter, main).items():
             values = values.detach().view(-1)
             for at, shard in shards:

@@ -30,12 +30,12 @@ class StorageOffload:
         self._sizes: list[int] = []
         self._host: HostBuffer | None = None
         self._restored: torch.Event | None = None
-        self._is_parked = False
+        self._is_offloaded = False
         self._host_is_current = False
 
     def offload(self) -> None:
         """Copy to the host and free the device's memory. Does nothing if already offloaded."""
-        if self._is_parked:
+        if self._is_offloaded:
             return
         storages = distinct_storages(self._tensors())
         if not storages:
@@ -55,18 +55,18 @@ class StorageOffload:
             torch.cuda.synchronize(storages[0].device)
         for storage in storages:
             storage.resize_(0)
-        self._is_parked, self._host_is_current = True, True
+        self._is_offloaded, self._host_is_current = True, True
 
     def restore(self, *, to_change: bool = True) -> None:
         """Allocate again and copy back. to_change: the bytes may differ at the next offload. If resident, only records `to_change`.
 
         Does not wait for the copies: kernels queued on the current stream afterwards run behind them.
         """
-        if self._is_parked:
+        if self._is_offloaded:
             for storage, size in zip(self._storages, self._sizes):
                 storage.resize_(size)
             self._copy(to_host=False)
-            self._is_parked = False
+            self._is_offloaded = False
         if to_change:
             self._host_is_current = False
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from megappo.launch.local import how_it_ended
+from megappo.launch.local import describe_exit
 
 ATTEMPT_DIR = "MEGAPPO_ATTEMPT_DIR"
 LOG_LINES = 20
@@ -41,7 +41,7 @@ class Failure:
     text: str
 
     def report(self) -> str:
-        how = how_it_ended(self.code) if self.code is not None else "exception"
+        how = describe_exit(self.code) if self.code is not None else "exception"
         if self.code == KILLED:
             how += ": by hand, or by the kernel for want of host memory, see dmesg or sacct"
         said = f"{self.text.rstrip()}\n" if self.text.strip() else ""

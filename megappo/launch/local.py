@@ -52,7 +52,7 @@ def run_torchrun(arguments: Sequence[str]) -> int:
         run(parse_args(list(arguments)))
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        print(f"megappo: rank {rank} ended first, {how_it_ended(failure.exitcode)}; what it said is above", file=sys.stderr)
+        print(f"megappo: rank {rank} ended first, {describe_exit(failure.exitcode)}; what it said is above", file=sys.stderr)
         return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
     except SignalException as error:  # torchrun has ended the ranks; its traceback would add nothing
         print(f"megappo: ended by {error.sigval.name}", file=sys.stderr)
@@ -60,7 +60,7 @@ def run_torchrun(arguments: Sequence[str]) -> int:
     return 0
 
 
-def how_it_ended(exit_code: int) -> str:
+def describe_exit(exit_code: int) -> str:
     """Put an exit code into words. exit_code: of a subprocess (-9) or of a shell (137)."""
     number = -exit_code if exit_code < 0 else exit_code - 128
     return f"killed by {signal.Signals(number).name}" if number in set(signal.Signals) else f"exit code {exit_code}"

@@ -95,9 +95,9 @@ class Plan:
         written = max(self.stage(role, rank).saving for role in ("policy", "critic"))
         return fullest_moment(self.trainer_at_rest(rank), max(training), written, self.rollout, self.config.rollout.sleep)
 
-    def parked(self, rank: int) -> int:
+    def host_memory(self, rank: int) -> int:
         """Host memory of one rank that the offloaded parts of all roles take while none of them works."""
-        return sum(self.stage(role, rank).parked for role in self.layouts)
+        return sum(self.stage(role, rank).host_memory for role in self.layouts)
 
     def fullest_rank(self) -> int:
         return max(self.distinct_ranks(), key=lambda rank: (self.peak(rank), -rank))

@@ -58,7 +58,7 @@ class RoleMemory:
         return self.held - self.offloaded - self.offloaded_optimizer
 
     @property
-    def passing(self) -> int:
+    def inferring(self) -> int:
         """Added on the device by a pass without gradients."""
         return self.offloaded_weights + self.forward
 
@@ -80,11 +80,11 @@ class RoleMemory:
 
     @property
     def active(self) -> int:
-        return max(self.passing, self.updating, self.stepping)
+        return max(self.inferring, self.updating, self.stepping)
 
     @property
-    def parked(self) -> int:
-        """Host memory while others work; gradients are freed, not kept."""
+    def host_memory(self) -> int:
+        """Bytes of host memory while others work; gradients are freed, not copied."""
         return self.offloaded_weights + self.offloaded_optimizer
 
 
@@ -147,8 +147,8 @@ def role_memory(
     gradients = count.total * FP32 if trained else 0
     optimizer = _optimizer_bytes(count, itemsize, layout, distributed_optimizer) if trained else 0
     tokens = -(-micro_batch_tokens // layout.cp)
-    passing = tokens if forward_tokens is None else -(-forward_tokens // layout.cp)
-    forward = forward_bytes(arch, layout, stage, passing, itemsize, value_head=value_head, fused=fused)
+    pass_tokens = tokens if forward_tokens is None else -(-forward_tokens // layout.cp)
+    forward = forward_bytes(arch, layout, stage, pass_tokens, itemsize, value_head=value_head, fused=fused)
     if values is not None:
         forward += micro_batch_bytes(layout, forward_tokens or micro_batch_tokens, values[0])
     activations = forward

@@ -43,10 +43,10 @@ def phases(plan: Plan, rank: int) -> list[Phase]:
     if plan.rollout is not None:
         add("generate", "rollout", 0, "generate")
     else:
-        add("generate", "policy", memory("policy").passing, "generate")
+        add("generate", "policy", memory("policy").inferring, "generate")
     for role, name in (("policy", "log-probs"), ("critic", "values"), ("reference", "reference log-probs")):
         if role in plan.layouts:
-            add(name, role, memory(role).passing)
+            add(name, role, memory(role).inferring)
     for role in ("critic", "policy"):
         add(f"{role} update", role, memory(role).updating)
         add(f"{role} optimizer step", role, memory(role).stepping)

@@ -150,18 +150,18 @@ def _memory_lines(plan: Plan) -> list[str]:
         f"{size(plan.certain(rank))} of it without activations",
         "  activations are an estimate of one role at work; offloaded parts count while their role works",
         *(["  reserve: an estimate of what the CUDA context and NCCL's communicators take"] if plan.reserve else []),
-        *_parked_lines(plan),
+        *_offload_lines(plan),
         *_adam_lines(plan),
         *(f"  {line}" for line in _cache_lines(plan)),
     ]
 
 
-def _parked_lines(plan: Plan) -> Iterator[str]:
+def _offload_lines(plan: Plan) -> Iterator[str]:
     """Cost of offload in host memory."""
     ranks = plan.distinct_ranks()
-    parked = max(plan.parked(rank) for rank in ranks)
-    if parked and plan.device == "cuda":
-        yield f"  offloaded parts take {gib(parked)} GiB of pinned host memory a rank, {gib(8 * parked)} on a node of 8"
+    host_memory = max(plan.host_memory(rank) for rank in ranks)
+    if host_memory and plan.device == "cuda":
+        yield f"  offloaded parts take {gib(host_memory)} GiB of pinned host memory a rank, {gib(8 * host_memory)} on a node of 8"
 
 
 def _adam_lines(plan: Plan) -> Iterator[str]:

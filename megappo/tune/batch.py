@@ -18,7 +18,7 @@ from pathlib import Path
 from textwrap import shorten
 
 from megappo.launch.failure import Failure, first_failure
-from megappo.launch.local import how_it_ended, start_ranks
+from megappo.launch.local import describe_exit, start_ranks
 from megappo.tune.trials import RUNNING, Failed, read_outcome, read_trial, world_folder, write_outcome
 
 Start = Callable[[Path, Sequence[str]], int]
@@ -97,9 +97,9 @@ def reason_of(failure: Failure | None, code: int) -> str:
     """Reason for a failed trial. code: of the rank that ended first."""
     # A killed rank prints nothing; the text is then of a rank that lost its connection to it.
     if failure is None or (failure.code is None and code > 128):
-        return f"a rank ended ({how_it_ended(code)})"
+        return f"a rank ended ({describe_exit(code)})"
     if "Traceback" not in failure.text:  # the tail of the rank's log, without an error
-        return f"rank {failure.rank} on {failure.host} ended ({how_it_ended(failure.code or code)})"
+        return f"rank {failure.rank} on {failure.host} ended ({describe_exit(failure.code or code)})"
     lines = failure.text.rpartition("Traceback (most recent call last):")[2].strip("\n").splitlines()
     said = next((number for number, line in enumerate(lines) if not line.startswith(" ")), len(lines) - 1)
     return f"rank {failure.rank}: {shorten(' '.join(lines[said:]), MOST_CHARACTERS, placeholder=' ...')}"

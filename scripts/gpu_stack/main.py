@@ -33,7 +33,7 @@ GROUPS = {
 }
 
 
-def how_it_ended(returncode: int | None, limit_s: int, stderr: str) -> str:
+def describe_exit(returncode: int | None, limit_s: int, stderr: str) -> str:
     """returncode: None where the time limit ended it."""
     last = next((line for line in reversed(stderr.splitlines()) if line.strip()), "")
     if returncode is None:
@@ -59,7 +59,7 @@ def rows_of(group: str, limit_s: int, command: Sequence[str]) -> list[Row]:
             returncode = None
     rows, started = rows_in(output.read_text())
     if returncode != 0:
-        rows.append(Row(group, started or "all of it", "FAILED", how_it_ended(returncode, limit_s, errors.read_text())))
+        rows.append(Row(group, started or "all of it", "FAILED", describe_exit(returncode, limit_s, errors.read_text())))
     print(f"[{time.monotonic() - start:4.0f} s] {group}", file=sys.stderr, flush=True)
     return rows
 

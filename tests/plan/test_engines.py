@@ -197,7 +197,7 @@ def test_what_is_on_the_device_in_every_mode_of_an_engine_is_what_the_phases_say
             later = replace(memory, steps=2).updating - memory.activations
             expected = {
                 "rest": memory.resident,
-                "log-probs": memory.passing - memory.forward,
+                "log-probs": memory.inferring - memory.forward,
                 "update": update,
                 "optimizer step": memory.stepping,
                 "update after a step": later,

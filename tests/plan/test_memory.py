@@ -207,7 +207,7 @@ def test_the_step_of_torchs_adam_takes_another_moment_on_a_gpu():
     layout = ParallelLayout(4, tp=2)
     fused, each = (role_memory(llama(), layout, 0, adam_buffers=it, **sizes) for it in (False, True))
     assert each.step_buffers * 3 == each.optimizer and each.stepping - fused.stepping == each.step_buffers
-    assert (each.passing, each.updating, each.saving) == (fused.passing, fused.updating, fused.saving)
+    assert (each.inferring, each.updating, each.saving) == (fused.inferring, fused.updating, fused.saving)
 
 
 def test_kv_cache_by_hand():

@@ -90,7 +90,7 @@ def test_offloaded_state_works_only_in_its_phases(tmp_path):
     assert by_name["policy optimizer step"].work == step
     assert by_name["push weights"].work == memory.weights
     assert by_name["policy checkpoint"].work == memory.weights + memory.optimizer
-    assert plan.parked(0) == memory.weights + memory.optimizer, "gradients are freed, not kept"
+    assert plan.host_memory(0) == memory.weights + memory.optimizer, "gradients are freed, not kept"
     once = planned(write_run(tmp_path), [*OFFLOAD, "algorithm.mini_batch_size=64"])
     only = once.stage("policy", 0)
     (alone,) = (phase.work for phase in phases(once, 0) if phase.name == "policy update")

@@ -11,7 +11,7 @@ import torch
 
 from megappo.installed import findings
 from scripts.gpu_stack import capability, fake_device, library, pip_resolution, te_layers, triton_kernels, vllm_config
-from scripts.gpu_stack.main import how_it_ended, main, rows_of
+from scripts.gpu_stack.main import describe_exit, main, rows_of
 from scripts.gpu_stack.rows import MARK, Row, Skipped, Wrong, outcome, rows_in, table
 from scripts.gpu_stack.sync import LIST, sync
 
@@ -206,7 +206,7 @@ def test_a_crash_and_a_hang_are_rows(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "SIGABRT" in rows[1].detail
     rows = rows_of("g", 1, [sys.executable, "-c", "import time; time.sleep(60)"])
     assert [(row.name, row.result, row.detail) for row in rows] == [("all of it", "FAILED", "not done within 1 s")]
-    assert how_it_ended(1, 9, "Traceback\nImportError: libcuda.so.1\n\n") == "ended with status 1: ImportError: libcuda.so.1"
+    assert describe_exit(1, 9, "Traceback\nImportError: libcuda.so.1\n\n") == "ended with status 1: ImportError: libcuda.so.1"
 
 
 def test_the_table_is_one_line_a_row_and_the_status_counts_failures(
