@@ -66,8 +66,8 @@ def make_batch(lengths: Sequence[int], device: torch.device) -> Batch:
 
 
 def errors(batch: Batch, results: Mapping[str, Tensor], rounds_to: torch.dtype | None, ours: bool) -> list[Difference]:
-    """Against the loop in fp64. fp32 loops add up an error per step, ours a rounding per result; a loop that was timed on a slice
-    is compared on the slice."""
+    """Compare with the loop in fp64. fp32 loops accumulate an error per step, ours have a rounding per result; a loop that was
+    timed on a slice is compared on the slice."""
     slack = 1 if ours else 64
     covered = results["advantage"].numel()
     num_sequences = next(i for i, bound in enumerate(batch.bounds) if bound == covered)

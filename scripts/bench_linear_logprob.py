@@ -76,9 +76,9 @@ class LinearProblem:
         return found
 
     def differences(self, results: Mapping[str, Tensor], rounds_to: torch.dtype | None, ours: bool) -> list[Difference]:
-        """Three times what an fp32 product of this length loses, and what `bench_logprob` allows the rows. Gradients row by row:
-        dlogits and the result are rounded to the type of the weights once each. Others are forgiven 8 times that, and those that
-        stage logits in bf16 their rounding; their gradients are compared as a whole, as some skip small rows."""
+        """Compare with the oracle. Bound: three times the error of an fp32 product of this length, plus that of `bench_logprob` for
+        the rows. Gradients row by row: dlogits and the result are rounded to the type of the weights once each. Others get 8 times
+        that, and those that stage logits in bf16 their rounding; their gradients are compared as a whole: some skip small rows."""
         if "logprob" not in results:
             return []  # a sum with another upstream gradient: not the same function
         lengths = float(self.hidden.double().norm(dim=1).amax() * self.weight.double().norm(dim=1).amax())

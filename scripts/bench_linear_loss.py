@@ -51,8 +51,8 @@ class LinearLossProblem:
         return {phase: parts for phase, parts in self.linear.floors.items() if phase in ("forward", "both")}
 
     def differences(self, results: Mapping[str, Tensor], rounds_to: torch.dtype | None, ours: bool) -> list[Difference]:
-        """Gradients as `bench_linear_logprob` holds them. Log-probs of logits in bf16 are off by enough to move tokens over the
-        clip: those formulations are compared as a whole, to a third of the norm."""
+        """Compare gradients as `bench_linear_logprob`. The error of log-probs from bf16 logits can move tokens over the clip: those
+        formulations are compared as a whole, to a third of the norm."""
         if not self.known:
             self.known.update(self._exact())
         loss, dhidden, dweight = self.known["loss"], self.known["dhidden"], self.known["dweight"]

@@ -59,8 +59,8 @@ class LogprobProblem:
         return {"forward": {"copy": size}, "backward": {"copy": 2 * size}, "both": {"copy": 3 * size}}
 
     def differences(self, results: Mapping[str, Tensor], rounds_to: torch.dtype | None, ours: bool) -> list[Difference]:
-        """4 roundings of the largest logit and 2e-6 for the sums; gradients by one rounding to their type besides. Others are
-        forgiven 8 times that, and a few roundings to what they stage in."""
+        """Compare with the oracle. Bound: 4 roundings of the largest logit and 2e-6 for the sums; for gradients one rounding to
+        their type more. Others get 8 times that, and a few roundings to the type that they stage in."""
         largest = float(self.logits.abs().amax())
         tolerance = (4 * 2**-24 * max(1.0, largest) + 2e-6) * (1 if ours else 8)
         staged = 2**-7 if rounds_to == torch.bfloat16 else 0.0

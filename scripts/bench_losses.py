@@ -93,8 +93,8 @@ class LossProblem:
         return {"forward": {"copy": 20 * num_tokens}, "backward": {"copy": 8 * num_tokens}, "both": {"copy": 28 * num_tokens}}
 
     def differences(self, results: Mapping[str, Tensor], rounds_to: torch.dtype | None, ours: bool) -> list[Difference]:
-        """Sums by the rounding of their terms in fp32, gradients by a few roundings each. No token is within 1e-3 of a clip,
-        so fp32 and fp64 agree on its side."""
+        """Compare with the oracle. Bound: the rounding of the terms in fp32 for sums, a few roundings for gradients. No token is
+        within 1e-3 of a clip, so fp32 and fp64 agree on its side."""
         x = self.inputs[0].double().requires_grad_()
         loss, *metrics = self.exact(x, *(t.double() for t in self.inputs[1:]))
         (gradient,) = torch.autograd.grad(loss, x)

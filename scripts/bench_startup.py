@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Times the answers of `megappo` where nothing has to be computed: python scripts/bench_startup.py [--repeats N]
+"""Time the answers of `megappo` that need no computation: python scripts/bench_startup.py [--repeats N]
 
 Prints a table with the limit beside each figure (the smallest of the repeats); no figure makes it fail. CPU: user and system
 seconds of the process, which other programs on the machine disturb less than the time on the clock.

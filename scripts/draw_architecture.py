@@ -1,4 +1,4 @@
-"""Draws docs/images/architecture.svg: how a prompt becomes an update, read from the code of `megappo/trainer/ppo.py`.
+"""Draw docs/images/architecture.svg: the stages of a PPO step, read from the code of `megappo/trainer/ppo.py`.
 
     python scripts/draw_architecture.py            # writes the picture
     python scripts/draw_architecture.py --check    # exit code 1 if the picture is not the code's

@@ -1,4 +1,4 @@
-"""What the kernels have to reach, and whether the figures of a run reach it."""
+"""Targets of the kernels, and the comparison of a run's figures with them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Bar:
 
 
 def bars(reports: Sequence[Report], kind: str) -> list[Bar]:
-    """Those of the device that the reports are of ("cpu", "cuda")."""
+    """Bars of the reports' kind of device ("cpu", "cuda")."""
     return list(_cpu_bars(reports) if kind == "cpu" else _gpu_bars(reports))
 
 
@@ -94,7 +94,7 @@ def _linear_time(report: Report | None, dtype: str, name: str | None = None) -> 
     ratio = seconds / report.floors[RECOMPUTED]
     measured = f"{ratio:.2f}x of {duration(report.floors[RECOMPUTED])} ({line.candidate})"
     if WIDENED in report.floors and name is None:
-        # logits in fp32 cannot be had from products of bf16 on the CPU
+        # the CPU's products of bf16 cannot give logits in fp32
         measured += f", {seconds / report.floors[WIDENED]:.2f}x of products in fp32"
     return Bar(title, required, measured, _verdict(ratio <= 1.15))
 
@@ -127,8 +127,8 @@ def _find(reports: Sequence[Report], benchmark: str, shape: str, dtype: str) -> 
 
 
 def _ours(report: Report | None, phase: str) -> Line | None:
-    """The fastest of ours that is not the reference; the reference only where there is no other. Variants, which have a comma in
-    their name, are not meant."""
+    """Our fastest implementation; the reference only if there is no other. Variants, which have a comma in their name, are left
+    out."""
     timed = [line for line in report.lines if line.kind == "ours" and phase in line.times] if report else []
     lines = [line for line in timed if "," not in line.candidate]
     kernels = [line for line in lines if line.candidate != "megappo reference"] or lines

@@ -1,4 +1,4 @@
-"""Makes candidates: our op under each implementation, a PyTorch function plain and compiled, what other packages offer."""
+"""Candidates of a benchmark: our op under each implementation, a PyTorch function plain and compiled, other packages' functions."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def differentiable(
 
 
 def ours(uses: Names, device: torch.device, make: Callable[[], Calls], *, variant: str = "", **fields: Any) -> list[Candidate]:
-    """An op of ours under every implementation. uses: the dispatched ops that a call runs. variant: other arguments than the
-    defaults, in words; of those the reference is not shown."""
+    """One of our ops under every implementation. uses: the dispatched ops that a call runs. variant: other arguments than the
+    defaults, in words; without the reference."""
 
     def candidate(kernels: Kernels) -> Candidate:
         @contextmanager
@@ -105,7 +105,7 @@ def peer(
     note: str = "",
     **fields: Any,
 ) -> Candidate:
-    """A candidate from another package, absent where that is not installed or cannot be imported here."""
+    """A candidate from another package, absent if that is not installed or cannot be imported here."""
 
     def checked() -> Calls:
         if importlib.util.find_spec(package) is None:
@@ -135,12 +135,12 @@ def first_line(error: BaseException) -> str:
 
 
 class TooSlow(Exception):
-    """A candidate took longer than it was given."""
+    """A candidate exceeded its time limit."""
 
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raises TooSlow in the block after that time; where signals do not reach (other threads, Windows) there is no limit."""
+    """Raise TooSlow in the block after that time; without limit if signals do not reach (other threads, Windows)."""
     if not hasattr(signal, "SIGALRM") or threading.current_thread() is not threading.main_thread():
         yield
         return

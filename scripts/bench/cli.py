@@ -1,4 +1,4 @@
-"""Command line that all benchmarks share: which device, shapes and candidates, how often, and what is written where."""
+"""Command line of all benchmarks: device, shapes, candidates, repetitions and output files."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def run(name: str, description: str, benchmarks: Sequence[Benchmark], argv: Sequence[str] | None, bars: Bars | None = None) -> int:
-    """Exit code: 0, or 1 where an op of ours failed or --check found a wrong result, or 2 for wrong arguments."""
+    """Run the benchmarks. Exit code: 0, 1 if one of our ops failed or --check found a wrong result, 2 for wrong arguments."""
     try:
         args = _parser(name, description, benchmarks).parse_args(argv)
         return _run(name, benchmarks, args, bars)
@@ -140,7 +140,7 @@ def _prepared(benchmark: Benchmark, shape: str, dtype: torch.dtype, clock: Clock
 
 
 def _faults(name: str, reports: Sequence[Report]) -> int:
-    """1 and a line each for wrong results and for failures of our own ops."""
+    """Print wrong results and failures of our own ops, one line each; returns 1 if there are any."""
     code = 0
     for report in reports:
         for line in report.lines:
@@ -208,7 +208,7 @@ def _settings(args: argparse.Namespace) -> Settings:
 
 
 def describe(device: torch.device, freed: str, settings: Settings) -> dict[str, Any]:
-    """What a reader needs to compare figures of two runs."""
+    """Facts of the machine and the settings, for comparisons of two runs."""
     return {
         "machine": _machine_name(device),
         "threads": torch.get_num_threads(),

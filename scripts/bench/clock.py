@@ -36,7 +36,7 @@ LEAST_FLUSH_BYTES = {"cpu": 0, "cuda": 2**30}
 
 
 class Clock:
-    """Times calls on one device; `flush` empties its last cache by writing twice its size or more."""
+    """Timer of calls on one device; `flush` empties its last cache by writing twice its size or more."""
 
     def __init__(self, device: torch.device, copy_bytes: int) -> None:
         self.device = device
@@ -92,7 +92,7 @@ class Memory:
 
     @property
     def method(self) -> str | None:
-        """How it is measured, None where it cannot be."""
+        """Method of measurement; None if there is none here."""
         if self.device.type == "cuda":
             return "torch.cuda.max_memory_allocated"
         return "peak resident set (VmHWM after clear_refs)" if self._clear.exists() else None

@@ -1,4 +1,4 @@
-"""Runs the candidates of a benchmark on a problem: check, memory, then interleaved times.
+"""Run of a benchmark's candidates on a problem: check, memory, then interleaved times.
 
 `prepare` makes every candidate and runs it once (compilation happens here, under a time limit), with --check compares it with the
 fp64 oracle, and takes its peak memory. `measure` does rounds: in each, the probes and every candidate once, in a rotating order,
@@ -20,7 +20,7 @@ from scripts.bench.candidates import TooSlow, first_line, time_limit
 from scripts.bench.clock import Clock, Memory, summary
 from scripts.bench.model import Absent, Benchmark, Calls, Candidate, Line, Problem, Report
 
-# What ours raise where a size or a device does not suit them; anything else is a bug and stops the run.
+# Errors that our ops raise for an unsuitable size or device; any other is a bug and stops the run.
 OUR_FAULTS = (RuntimeError, ValueError, TooSlow)
 MIN_REPEATS = 3
 
@@ -69,7 +69,7 @@ class Prepared:
 
 
 def prepare(benchmark: Benchmark, shape: str, dtype: torch.dtype, clock: Clock, settings: Settings) -> Prepared:
-    """Raises Mistake for a shape that the benchmark cannot read."""
+    """Make all candidates of a problem, check them and take their memory. Raises Mistake for a shape that cannot be parsed."""
     gc.collect()  # what other problems left in cycles is not freed while this one is weighed
     problem = benchmark.problem(benchmark.read(shape), dtype, clock.device)
     memory = Memory(clock.device)

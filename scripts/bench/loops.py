@@ -112,8 +112,8 @@ def doubling(
     cu_seqlens: Tensor,
     one_pass: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]] = advance,
 ) -> tuple[Tensor, Tensor]:
-    """The packed batch at once: log2(T) passes, in pass k a token takes over the sum of the token 2^k further on. In fp32, on the
-    sampled tokens only, so that the next token is the neighbour."""
+    """Pointer jumping over the packed batch: log2(T) passes, in pass k a token adds the sum of the token 2^k further on. In fp32,
+    on the sampled tokens only, so that the next token is the neighbour."""
     index = mask.nonzero()[:, 0]
     r, v = reward[index], value[index]
     sequence = torch.searchsorted(cu_seqlens[1:].long(), index, right=True)

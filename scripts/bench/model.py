@@ -1,4 +1,4 @@
-"""What a benchmark is made of: problems (inputs, oracle, floor), candidates that solve them, and what was measured.
+"""Types of a benchmark: problems (inputs, oracle, floor), candidates that solve them, and measurements.
 
 A benchmark is one op. For each shape and dtype it makes a problem; every candidate turns the problem into calls, which the
 harness checks, times and weighs. Nothing here runs anything.
@@ -28,7 +28,7 @@ class Absent(Exception):
 
 @dataclass(frozen=True)
 class Calls:
-    """What one candidate does for one problem.
+    """Calls of one candidate on one problem.
 
     forward runs without gradients and returns anything; graph runs with gradients and returns what backward takes. named and
     named_gradients turn what forward and backward returned into results by name; neither is timed. reset is called, untimed,
@@ -79,7 +79,7 @@ class Problem(Protocol):
 
     @property
     def probes(self) -> Mapping[str, Callable[[], Any]]:
-        """What the floor is made of, besides the copy: name -> call."""
+        """Name -> call that is timed for the floor, besides the copy."""
 
     @property
     def floors(self) -> Mapping[str, Mapping[str, float]]:
@@ -87,7 +87,7 @@ class Problem(Protocol):
         further floors, printed only."""
 
     def differences(self, results: Mapping[str, Tensor], rounds_to: torch.dtype | None, ours: bool) -> list[Difference]:
-        """Against the fp64 oracle."""
+        """Compare results with the fp64 oracle."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class Line:
     peak_bytes: int | None = None
     """Most memory above the inputs while `both` (or `forward`) ran."""
     result_bytes: int | None = None
-    """Of these, what it returns: outputs and gradients."""
+    """Part of `peak_bytes` in returned tensors: outputs and gradients."""
 
     @property
     def workspace_bytes(self) -> int | None:

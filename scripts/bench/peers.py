@@ -1,4 +1,4 @@
-"""Peers: what other packages offer for the same work, each through its public function, absent where it is not installed.
+"""Peers: other packages' public functions for the same work, absent if not installed.
 
 None of the cross entropies has an entropy: they are measured for the log-prob alone, which moves the same bytes, and say so.
 Several write the gradient over the logits; they get a fresh copy before every repetition, untimed.
@@ -108,7 +108,7 @@ def linear_peers(hidden: Tensor, weight: Tensor, target: Tensor, g_logprob: Tens
         return logprob_only(lambda h, w: module.linear_cross_entropy(h, w, target, reduction="none"))
 
     def liger(module: ModuleType) -> Calls:
-        # per-token upstream gradients cannot be had from it: its gradient is made in the forward, for a sum
+        # it has no per-token upstream gradients: its gradient is computed in the forward, for a sum
         ones = torch.ones((), device=device)
         fused = module.liger_fused_linear_cross_entropy
         return differentiable(lambda h, w: (fused(h, w, target, reduction="sum").float(),), inputs, {"summed": ones})

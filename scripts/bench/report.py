@@ -1,4 +1,4 @@
-"""Prints what was measured as a table, and writes it as JSON and as a plot."""
+"""Measurements as a table, as JSON and as a plot."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TITLES = {"forward": "forward", "backward": "backward", "both": "fwd+bwd"}
 
 
 def duration(seconds: float) -> str:
-    """Three digits with the unit that suits them."""
+    """Format seconds with three digits and a suitable unit."""
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
         if seconds >= size:
             return f"{seconds / size:.3g} {unit}"
@@ -24,7 +24,7 @@ def duration(seconds: float) -> str:
 
 
 def table(report: Report) -> str:
-    """One problem: floors, then a line per candidate; who was absent, failed or was wrong is below."""
+    """Table of one problem: floors, a line per candidate, then the absent, failed and wrong ones."""
     phases = [phase for phase in PHASES if any(phase in line.times for line in report.lines)]
     head = ["candidate"]
     for phase in phases:
@@ -49,7 +49,7 @@ def table(report: Report) -> str:
 
 
 def markdown(reports: Sequence[Report], bars: Sequence[Any]) -> str:
-    """The tables for a page: a title, the floors and what was measured; then the bars."""
+    """Tables in Markdown: a title, the floors and the measurements; then the bars."""
     parts = []
     for report in reports:
         phases = [phase for phase in PHASES if any(phase in line.times for line in report.lines)]
@@ -106,7 +106,7 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def write_json(path: Path, machine: dict[str, Any], reports: Sequence[Report], bars: Sequence[Any]) -> None:
-    """Seconds and bytes, as the dataclasses of model.py name them."""
+    """Write seconds and bytes under the field names of model.py."""
     cases = [asdict(report) for report in reports]
     for case, report in zip(cases, reports):
         for line, measured in zip(case["lines"], report.lines):
@@ -116,7 +116,7 @@ def write_json(path: Path, machine: dict[str, Any], reports: Sequence[Report], b
 
 
 def plot_problem() -> str | None:
-    """Why there can be no plot."""
+    """Reason why no plot can be drawn; None if one can."""
     if importlib.util.find_spec("matplotlib") is None:
         return "--plot needs matplotlib, which is not installed: pip install 'megappo[plot]', or leave --plot out"
     return None

@@ -1,4 +1,4 @@
-"""Runs the parts of the first run on a GPU, one after the other, and writes what they said: see scripts/first_gpu_run.sh."""
+"""Run the parts of the first run on a GPU, one after the other, and write their output: see scripts/first_gpu_run.sh."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None, parts: Sequence[Part] = PARTS) -> int:
-    """Exit code: 0 where every part that ran succeeded, 1 where one failed, 2 for wrong arguments or no GPU."""
+    """Run all parts. Exit code: 0 if every part that ran succeeded, 1 if one failed, 2 for wrong arguments or no GPU."""
     try:
         args = _arguments(argv, parts)
         place = _place(args)
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None, parts: Sequence[Part] = PARTS) -> in
         print(f"[{number}/{len(chosen)}] {part.title} ...", flush=True)
         outcomes.append(run_part(part, place))
         print(f"      {outcomes[-1].summary}", flush=True)
-        # After every part: a machine that is taken away leaves what was found so far.
+        # After every part, so that the results survive if the machine is taken away.
         (place.folder / REPORT).write_text(page(outcomes, place), encoding="utf-8")
     failed = [outcome.part.name for outcome in outcomes if outcome.failed]
     print(f"report: {place.folder / REPORT}" + (f"; failed: {', '.join(failed)}" if failed else ""))
@@ -88,7 +88,7 @@ def _place(args: argparse.Namespace) -> Place:
 
 
 def run_part(part: Part, place: Place) -> Outcome:
-    """Run one part, its output in NAME.log. Whatever it does, it costs itself only, and no more than its time."""
+    """Run one part with its output in NAME.log. Its failure or time-out does not affect other parts."""
     reason = part.left_out(place)
     if reason is not None:
         return Outcome(part, left_out=reason)
@@ -118,7 +118,7 @@ def run_part(part: Part, place: Place) -> Outcome:
 
 
 def _end_group(child: subprocess.Popen) -> None:
-    """End the part and all that it started; ranks in a hanging NCCL call take no notice of SIGTERM."""
+    """End the part and all its processes; ranks in a hanging NCCL call ignore SIGTERM."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(child.pid, number)

@@ -1,4 +1,4 @@
-"""The page about a first run on a GPU: what ran, what failed with its last lines, what was measured."""
+"""The page about a first run on a GPU: parts that ran, failures with their last lines, measurements."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from shlex import join
 
 from scripts.gpu_run.parts import Command, Part, Place
 
-# Of a log, on the page. The whole of it lies beside.
+# Last lines of a log on the page; the whole log lies beside it.
 MOST_LINES, MOST_LINES_OF_A_FAILURE = 120, 60
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a part: left out, or run to an exit code (None: killed after its time) in `seconds`."""
+    """Outcome of a part: left out, or run to an exit code (None: killed after its time) in `seconds`."""
 
     part: Part
     left_out: str | None = None
@@ -38,7 +38,7 @@ class Outcome:
 
 
 def page(outcomes: Sequence[Outcome], place: Place) -> str:
-    """Markdown: a table of all parts, then what each said."""
+    """Markdown: a table of all parts, then the output of each."""
     where = f"{place.num_gpus} GPU(s)" if place.on_gpu else "rehearsal on the CPU: no figure on this page is a GPU's"
     lines = [f"# First run on a GPU ({where})", "", "| part | outcome |", "| --- | --- |"]
     lines += [f"| {outcome.part.title} | {outcome.summary} |" for outcome in outcomes]
@@ -58,7 +58,7 @@ def page(outcomes: Sequence[Outcome], place: Place) -> str:
 
 
 def _own_page(outcome: Outcome, place: Place) -> list[str]:
-    """The Markdown that the part wrote; empty where it has none, or failed before."""
+    """The Markdown that the part wrote; empty if it wrote none."""
     if outcome.part.page is None or outcome.failed or not (place.folder / outcome.part.page).exists():
         return []
     return (place.folder / outcome.part.page).read_text(encoding="utf-8").splitlines()
@@ -69,5 +69,5 @@ def _fenced(outcome: Outcome) -> list[str]:
     lines = outcome.log.read_text(encoding="utf-8", errors="replace").splitlines()
     most = MOST_LINES_OF_A_FAILURE if outcome.failed else MOST_LINES
     cut = [f"... {len(lines) - most} lines before are in {outcome.log.name}"] if len(lines) > most else []
-    # Four marks: a log may hold three.
+    # Four backticks: a log may hold three.
     return ["````", *cut, *lines[-most:], "````"]

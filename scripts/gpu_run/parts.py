@@ -1,4 +1,4 @@
-"""The parts of the first run on a GPU: what each runs, for how long at most, and when it is left out."""
+"""Parts of the first run on a GPU: command, time limit, and the condition for leaving it out."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ Command = list[str]
 
 @dataclass(frozen=True)
 class Place:
-    """Where the parts run. device: "cuda", or "cpu" in a rehearsal. quick: the smallest sizes. folder: of logs and report."""
+    """Machine and folder of the parts. device: "cuda", or "cpu" in a rehearsal. quick: the smallest sizes. folder: of logs and
+    report."""
 
     device: str
     num_gpus: int
@@ -36,7 +37,7 @@ class Place:
 @dataclass(frozen=True)
 class Part:
     """One command. limit_s: it is killed after so many seconds. page: a Markdown file that it writes itself, shown in place of
-    its output. left_out: the reason for which it does not run at a place, None where it does."""
+    its output. left_out: the reason why it does not run at a place, None if it does."""
 
     name: str
     title: str
@@ -62,7 +63,7 @@ def _machine(place: Place) -> Command:
         "git status --short",
         f"{shlex.quote(sys.executable)} -m pip list --format=freeze",
     )
-    # Every line on its own: a tool that is missing must not hide the others.
+    # Each command for itself: a missing tool must not hide the output of others.
     return ["bash", "-c", "\n".join(f"echo '$ {line}'; {line} 2>&1" for line in asked) + "\ntrue"]
 
 

@@ -29,7 +29,7 @@ def wanted(op: str, capability: tuple[int, int]) -> str:
 
 
 def code_for(archs: str, capability: tuple[int, int]) -> str | None:
-    """Code of a library for `archs` that runs on a GPU: `machine code 8.0` or `PTX 8.0`; None where nothing does."""
+    """Code of a library for `archs` that runs on a GPU: `machine code 8.0` or `PTX 8.0`; None if there is none."""
     names = [name.strip() for name in archs.split(";") if name.strip()]
     exact = [name.removesuffix("+PTX") for name in names if serves(name.removesuffix("+PTX"), capability)]
     if exact:

@@ -1,8 +1,7 @@
-"""Stages 4 and 5 as a GPU would see them: the models' forward passes on tensors of device `cuda` that have no data.
+"""Stages 4 and 5 on fake CUDA tensors: the models' forward passes on tensors of device `cuda` without data.
 
-Such tensors know their type, shape and place, and refuse what needs their numbers: a CPU tensor in a CUDA operation, a read that
-waits for the device. Experts read how many tokens go where, so they are left out. Whole steps with numbers are what
-tests/host_cuda runs.
+Such tensors have type, shape and device, and refuse operations that need their values: a CPU tensor in a CUDA operation, a read
+that synchronises. Experts read how many tokens go where, so they are left out. tests/host_cuda runs whole steps with values.
 """
 
 from __future__ import annotations
@@ -146,7 +145,7 @@ def stage_4(model: str, dtype: torch.dtype, value_head: bool) -> Callable[[], st
 
 
 def stage_5(kernels: Any) -> Callable[[], str]:
-    """The experience is on the host, whatever kernels the models' passes on the GPU are told to use."""
+    """Check of stage 5, whose experience is on the host for any choice of the GPU's kernels."""
 
     def check() -> str:
         from megappo.config.schema import AlgorithmConfig

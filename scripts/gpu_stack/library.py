@@ -1,4 +1,4 @@
-"""The compiled library: that it loads beside this torch, what it registers, what it is linked to, what it holds for which GPU."""
+"""Checks of the compiled library: it loads beside this torch; its registered ops, linked libraries and code for each GPU."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _output(*command: str) -> str:
 
 
 def cuobjdump() -> str:
-    """The toolkit's comes with few installations; Triton ships one."""
+    """Path of cuobjdump: few installations have the toolkit's, Triton ships one."""
     triton = importlib.util.find_spec("triton")
     if triton is None or triton.origin is None:
         raise Skipped("cuobjdump comes with Triton, which is not installed")
@@ -63,7 +63,7 @@ def without_cuda(registered: Mapping[str, set[str]]) -> list[str]:
 
 
 def version_fault(found: Sequence[Finding]) -> str:
-    """Required packages that are missing or were not tested in their version, "" where there are none."""
+    """Required packages that are missing or were not tested in their version; "" if none."""
     return ", ".join(
         f"{f.requirement.name} {f.version or 'is missing'} (tested: {f.requirement.versions or 'any'})"
         for f in found
@@ -92,7 +92,7 @@ def registrations() -> str:
 
 
 def fake_kernels() -> str:
-    """Of the public ops, which are what a graph holds; the library's are called inside them."""
+    """Fake kernels of the public ops, which are the ones in a graph; the library's are called inside them."""
     from megappo.ops import dispatch, selfcheck  # noqa: F401  imports every op
 
     names = [name if hasattr(torch.ops.megappo, name) else f"{name}_" for name in sorted(dispatch._references)]
@@ -127,7 +127,7 @@ def mapped(pattern: str) -> list[str]:
 
 
 def one_runtime() -> str:
-    """Two CUDA runtimes in a process do not share streams."""
+    """Check that the process has one CUDA runtime: two do not share streams."""
     load()
     runtimes = mapped(r"/libcudart[^/]*\.so")
     if len(runtimes) != 1:

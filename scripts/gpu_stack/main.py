@@ -1,6 +1,6 @@
-"""Runs the groups of checks, each in a process of its own, and prints the table: check_gpu_stack.sh calls it in $venv/src.
+"""Run the groups of checks, each in a process of its own, and print the table: check_gpu_stack.sh calls it in $venv/src.
 
-Exit status 1 if a check FAILED. What was skipped, and why, stands in the table.
+Exit status 1 if a check FAILED. The table lists skipped checks with the reason.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 
 from scripts.gpu_stack.rows import Row, rows_in, table
 
-# What the groups print beside their rows.
+# Folder of the groups' other output.
 LOGS = Path("build/gpu_stack")
 # Module of scripts/gpu_stack -> seconds that it may take; a fifth of them on two free cores.
 GROUPS = {
@@ -34,7 +34,7 @@ GROUPS = {
 
 
 def describe_exit(returncode: int | None, limit_s: int, stderr: str) -> str:
-    """returncode: None where the time limit ended it."""
+    """Put the end of a process into words. returncode: None if the time limit ended it."""
     last = next((line for line in reversed(stderr.splitlines()) if line.strip()), "")
     if returncode is None:
         return f"not done within {limit_s} s"
@@ -44,12 +44,12 @@ def describe_exit(returncode: int | None, limit_s: int, stderr: str) -> str:
 
 
 def rows_of(group: str, limit_s: int, command: Sequence[str]) -> list[Row]:
-    """The rows of one group of checks; a last one that FAILED where its process did not end well."""
+    """Rows of one group of checks, with a last FAILED one if its process failed."""
     start = time.monotonic()
     LOGS.mkdir(parents=True, exist_ok=True)
     output, errors = LOGS / f"{group}.out", LOGS / f"{group}.err"
     with output.open("w") as stdout, errors.open("w") as stderr:
-        # A session of its own: what a check starts ends with it.
+        # A session of its own, so that processes started by a check end with it.
         process = subprocess.Popen(command, stdout=stdout, stderr=stderr, start_new_session=True)
         try:
             returncode: int | None = process.wait(limit_s)

@@ -1,4 +1,4 @@
-"""A GPU that answers questions and computes nothing, for what asks for one while it only builds things."""
+"""A fake GPU that answers queries and computes nothing, for libraries that query one while they build modules."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Handle:
 
 
 def pretend_gpu(name: str = "NVIDIA H100 80GB HBM3", capability: tuple[int, int] = (9, 0), gib: int = 80) -> None:
-    """torch.cuda answers as a machine of eight such GPUs would, for the rest of the process."""
+    """Make torch.cuda answer as on a machine of eight such GPUs, for the rest of the process."""
     properties = SimpleNamespace(
         name=name,
         major=capability[0],

@@ -1,4 +1,4 @@
-"""One row of the table: a check, and how it came out. Every file of checks ends with `run(GROUP, CHECKS)`.
+"""Rows of the table: a check and its outcome. Every file of checks ends with `run(GROUP, CHECKS)`.
 
 A check is a name and a function that returns its detail; it raises `Wrong` or `Skipped` with a reason. A file of checks runs as a
 process of its own, which prints a line per row as soon as it is known: what a crash leaves undone is then known by name too.
@@ -20,11 +20,11 @@ DETAIL_WIDTH = 150
 
 
 class Wrong(Exception):
-    """What is checked does not hold; the text says what, and what to do."""
+    """A check failed; the text names the fault and the fix."""
 
 
 class Skipped(Exception):
-    """What is checked is not here; the text says why."""
+    """A check cannot run here; the text gives the reason."""
 
 
 @dataclass(frozen=True)
@@ -49,14 +49,14 @@ def outcome(group: str, check: Check) -> Row:
 
 
 def run(group: str, checks: Iterable[Check]) -> None:
-    """Prints the rows of a group for the process that collects them."""
+    """Run the checks of a group and print their rows for the process that collects them."""
     for check in checks:
         print(f"{MARK}{json.dumps({'started': check[0]})}", flush=True)
         print(f"{MARK}{json.dumps(asdict(outcome(group, check)))}", flush=True)
 
 
 def rows_in(output: str) -> tuple[list[Row], str]:
-    """(finished rows, name of the check that was started and not finished, "" where there is none) in what `run` printed."""
+    """Parse the output of `run`: (finished rows, name of the check that was started and not finished, "" if none)."""
     rows: list[Row] = []
     started = ""
     for line in output.splitlines():

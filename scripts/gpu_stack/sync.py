@@ -1,4 +1,4 @@
-"""Copies the files of a git checkout that git does not ignore to another folder: python scripts/gpu_stack/sync.py TARGET
+"""Copy the files of a git checkout that git does not ignore to another folder: python scripts/gpu_stack/sync.py TARGET
 
 The GPU environment builds and runs megappo from such a copy, so that the checkout keeps its own `_native.so`. Files that are
 unchanged are left alone; files that an earlier call copied and the checkout no longer has are removed; what else lies in the
@@ -32,7 +32,7 @@ def sync(checkout: Path, target: Path) -> int:
     for gone in sorted(set(before) - set(files) - {""}):
         (target / gone).unlink(missing_ok=True)
         changed += 1
-    # Written before the copies: a copy that breaks off is known to the next call.
+    # Written before the copies, so that the next call knows of an interrupted one.
     (target / LIST).write_text("\n".join(sorted({*before, *files})))
     for path in files:
         source, copy = checkout / path, target / path

@@ -67,13 +67,13 @@ def _shapes(arch: Any, layout: Any, rank: int, value_head: bool, implementation:
 
 
 def _layouts(model: str) -> Iterator[Any]:
-    """Those of policies and critics in the parity matrix, each once."""
+    """Layouts of policies and critics in the parity matrix, each once."""
     cases = ((case, size) for size, cases in MODELS[model].items() for case in cases)
     yield from dict.fromkeys(layout for case, size in cases for layout in layouts_of(case, size))
 
 
 def _arch_of(model: str) -> Any:
-    """Skipped where there is no TransformerEngine."""
+    """Architecture of a model of the parity matrix. Raises Skipped without TransformerEngine."""
     try:
         metadata.version("transformer_engine")
     except metadata.PackageNotFoundError:
@@ -83,7 +83,7 @@ def _arch_of(model: str) -> Any:
 
     with tempfile.TemporaryDirectory() as folder:
         stem = {"qwen3_moe": "Qwen3Moe", "mistral_window": "Mistral"}.get(model, "Llama")
-        # Layers of several kinds: TransformerEngine wants head sizes that its kernels have.
+        # Layers of several kinds: TransformerEngine requires head sizes that its kernels support.
         config = hf_config(model, num_hidden_layers=4, num_key_value_heads=4)
         config.architectures = [f"{stem}ForCausalLM"]
         config.save_pretrained(folder)

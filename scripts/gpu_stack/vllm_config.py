@@ -1,4 +1,4 @@
-"""vLLM's GPU wheel: that it imports, knows every option that `VllmEngine` passes, and what it makes of them on a CUDA platform.
+"""Checks of vLLM's GPU wheel: its import, the options that `VllmEngine` passes, and their effect on a CUDA platform.
 
 On a GPU vLLM takes other paths than on a CPU (second model runner, asynchronous scheduling, compilation, CUDA graphs); the
 details of the rows say which. The configuration is built for a tiny model on an H100 that only answers questions.
@@ -23,7 +23,7 @@ GROUP = "vllm_config"
 
 
 class Model(NamedTuple):
-    """What vLLM's choice of an attention kernel depends on."""
+    """Properties of a model that decide vLLM's attention kernel."""
 
     dtype: torch.dtype = torch.bfloat16
     head_dim: int = 64
@@ -84,7 +84,7 @@ def _executor() -> type:
 
 
 def unknown(names: Iterable[str], known: Iterable[str]) -> str:
-    """Those of the names that are not known, "" where all are."""
+    """Unknown names, in one line; "" if all are known."""
     return ", ".join(sorted(set(names) - set(known)))
 
 
@@ -159,7 +159,7 @@ def _attention_backend(config: Any) -> str:
 
 
 def difference(facts: Mapping[str, Any], expected: Mapping[str, Any]) -> str:
-    """Expected facts that are otherwise, "" where there are none."""
+    """Facts that differ from the expected ones; "" if none."""
     return ", ".join(f"{name} is {facts[name]}, not {value}" for name, value in expected.items() if facts[name] != value)
 
 
@@ -181,7 +181,7 @@ def case(expected: Mapping[str, Any], peers_visible: bool = True, model: Model =
     return check
 
 
-# What docs/gpu.md says of a run on H100s without a setting.
+# Facts in docs/gpu.md of a run on H100s with default settings.
 DEFAULTS = {
     "runner": "v2",
     "async scheduling": True,
@@ -198,7 +198,7 @@ CHECKS: Sequence[Check] = (
     ("options", known_options),
     ("variables", known_variables),
     ("defaults", case(DEFAULTS)),
-    # FlashAttention takes no fp32.
+    # FlashAttention does not support fp32.
     ("fp32, heads of 32", case({"attention": "TRITON_ATTN"}, model=Model(torch.float32, 32))),
     ("enforce_eager", case({"compile": "NONE", "CUDA graphs": "NONE", "sizes": "none"}, enforce_eager=True)),
     ("model_runner: v1", case({"runner": "v1"}, model_runner="v1")),
