@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import warnings
 
@@ -33,5 +34,14 @@ def quiet_libraries() -> None:
     import_before_megatron()
     for text in _EXPECTED_WARNINGS:
         warnings.filterwarnings("ignore", message=text)
+    logging.getLogger("torch.utils.cpp_extension").addFilter(_is_no_missing_gpu)
     # Megatron-core calls collectives by names that newer torch versions deprecate.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+
+
+def _is_no_missing_gpu(record: logging.LogRecord) -> bool:
+    """False of torch's warning that there is nvcc and no GPU, as where runs on GPUs are planned or checked on the CPU.
+
+    Megatron-core imports torch's builder of extensions, which looks for both. A run that needs a GPU says so itself.
+    """
+    return not record.getMessage().startswith("No CUDA runtime is found")

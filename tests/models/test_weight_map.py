@@ -179,12 +179,12 @@ def test_llama_7b_has_its_published_number_of_parameters():
     assert sum(torch.Size(s).numel() for s in local_shapes(arch, *place(1, 1, 0, 0)).values()) == 6_738_415_616
 
 
-def test_pieces_of_70b_on_64_ranks_take_less_than_a_second():
+def test_pieces_of_70b_on_64_ranks_take_less_than_a_second_of_processor_time():
     arch = arch_of(
         "llama", num_layers=80, hidden_size=8192, num_heads=64, num_kv_heads=8, head_dim=128, ffn_size=28672, vocab=128256
     )
-    start = time.perf_counter()
+    start = time.process_time()
     for tp, pp in ((8, 4), (1, 1)):
         for rank in range(64):
             megatron_pieces(arch, *place(tp, pp, rank % tp, rank // tp % pp))
-    assert time.perf_counter() - start < 2.0
+    assert time.process_time() - start < 2.0, "for two layouts"

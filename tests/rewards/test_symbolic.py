@@ -7,10 +7,10 @@ import os
 import re
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
+import psutil
 import pytest
 
 from megappo.rewards.symbolic import MathVerify
@@ -57,7 +57,7 @@ def test_final_answers_are_compared_as_mathematics(rule: MathVerify, response: s
 
 
 @needs_gsm8k
-def test_all_gold_answers_agree_inside_a_thread_within_a_minute(rule: MathVerify) -> None:
+def test_all_gold_answers_agree_inside_a_thread_in_a_minute_of_processor_time() -> None:
     """8,792 gold answers as responses score 1; every 20th with its last digit changed scores 0. Not the main thread: no signals
     there."""
 
@@ -67,10 +67,13 @@ def test_all_gold_answers_agree_inside_a_thread_within_a_minute(rule: MathVerify
         changed = [(re.sub(r"[0-9](?=[^0-9]*$)", lambda m: str((int(m[0]) + 1) % 10), gold), gold) for gold in golds[::20]]
         return sum(rule(sample(g, g)) == 1.0 for g in golds), sum(rule(sample(c, g)) == 1.0 for c, g in changed)
 
-    started = time.monotonic()
+    rule = MathVerify()
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(score_all).result() == (8792, 0)
-    assert time.monotonic() - started < 60
+    assert rule._worker is not None and rule.undecided == 0, "the first worker is still the one"
+    used = psutil.Process(rule._worker.pid).cpu_times()  # a busy machine makes the answers late, but costs no more of it
+    assert 0 < used.user + used.system < 60
+    rule.close()
 
 
 @pytest.mark.parametrize("endless", ["$10^{10^{10}}$", "\\boxed{9^{9^{9^9}}}", "\\boxed{1000000000!}"])
@@ -119,19 +122,20 @@ def test_a_call_that_is_interrupted_leaves_no_late_reply() -> None:
     def stop(*_: object) -> None:
         raise Stop
 
-    rule = MathVerify(cpu_limit_s=60)  # the abandoned computation is ended, not waited for
-    started = time.monotonic()
+    rule = MathVerify(cpu_limit_s=60)
     assert rule(sample("5", "5")) == 1.0
+    worker = rule._worker
+    assert worker is not None
     previous = signal.signal(signal.SIGALRM, stop)
     try:
-        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        signal.setitimer(signal.ITIMER_REAL, 1.0)
         with pytest.raises(Stop):
             rule(sample("$10^{10^{10}}$", "5"))
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous)
+    assert worker.returncode == -signal.SIGKILL, "the abandoned computation is ended, not waited for"
     assert [rule(sample("5", "5")), rule(sample("6", "5"))] == [1.0, 0.0]
-    assert time.monotonic() - started < 30
     rule.close()
 
 

@@ -20,6 +20,9 @@ def environment(
     """Variables under which `sys.executable` finds a torch, the headers of its wheels and an nvcc that only tell who they are."""
     (place / "torch").mkdir(parents=True)
     (place / "torch" / "__init__.py").write_text(f"__version__ = '2.13.0+cpu'\nclass version:\n    cuda = {cuda}\n")
+    (place / "nvidia").mkdir()
+    # A package and no namespace: folders of the environment's own wheels, where its torch is one for CUDA, are not found besides.
+    (place / "nvidia" / "__init__.py").touch()
     for folder, header in headers.items():
         (place / "nvidia" / folder / "include").mkdir(parents=True)
         (place / "nvidia" / folder / "include" / header).touch()

