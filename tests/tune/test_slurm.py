@@ -145,14 +145,23 @@ def test_an_interrupt_leaves_the_job_alone_and_the_next_call_finds_it(tmp_path, 
     stand_in(tmp_path, monkeypatch, ["a"])
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a worker of pytest-xdist ignores it
 
-    def interrupt():
-        while not list(folder.glob("job-*.json")):
-            time.sleep(0.02)
-        time.sleep(0.5)
-        signal.raise_signal(signal.SIGINT)
+    waits, over = threading.Event(), threading.Event()  # on a busy machine Slurm's first answer takes seconds
+    say = job.Follower._say
 
+    def say_and_set(follower, line):
+        say(follower, line)
+        if line == "  waits (JobHeldUser)":
+            waits.set()
+
+    def interrupt():
+        waits.wait(60)
+        if not over.is_set():
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(job.Follower, "_say", say_and_set)
     threading.Thread(target=interrupt, daemon=True).start()
     code, told = tune(capsys, path, "--measure", "1", "--slurm", "--sbatch=--hold")
+    over.set()
     signal.signal(signal.SIGINT, before)
     job_id = next(folder.glob("job-*.json")).stem.removeprefix("job-")
     assert code == 130 and f"\njob {job_id} goes on: ask again in the same words" in told.out and f"scancel {job_id}" in told.out
