@@ -13,14 +13,12 @@
 #include <cstdint>
 
 #include "common/isa.h"
+#include "common/log_ratio.h"
 #include "common/stream.h"
 
 namespace megappo {
 
 enum class Kl : std::int32_t { none, k1, k2, k3 };
-
-// exp(20) = 4.9e8: beyond this log-ratio k3 is capped, so that one token cannot turn the batch into inf.
-constexpr double kMaxLogRatio = 20.0;
 
 struct Lambda {
   double all;          // of every sequence, where `each` is null

@@ -6,6 +6,8 @@
 #include <bit>
 #include <cstdint>
 
+#include "common/log_ratio.h"
+
 #ifdef __CUDACC__
 #define MEGAPPO_TOKEN __host__ __device__ __forceinline__
 #else
@@ -13,9 +15,6 @@
 #endif
 
 namespace megappo {
-
-// exp(20) = 4.9e8: ratios are capped here (gradient 0 beyond) instead of overflowing.
-constexpr float kMaxLogRatio = 20.0f;
 
 template <class F>
 struct IntegersOf;
