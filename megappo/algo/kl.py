@@ -12,7 +12,8 @@ from torch import Tensor
 # exp(20) = 4.9e8: beyond this log-ratio k3 and the ratios of PPO are capped, so that one token cannot turn the batch into inf
 MAX_LOG_RATIO = 20.0
 
-# Of d = log p(x) - log q(x), x sampled from p (Schulman, "Approximating KL divergence", 2020).
+# Of d = log p(x) - log q(x), x sampled from p (Schulman, "Approximating KL divergence", 2020). The one table: an entry is known
+# at once to the KL term of the loss and to the reference of `ops.advantages`; its kernels have those of KERNEL_ESTIMATORS there.
 ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
     # unbiased, but its gradient has mean 0, so as a loss term it does nothing
     "k1": lambda d: d,
@@ -21,8 +22,6 @@ ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
     # unbiased and never negative; its gradient is that of KL(q || p)
     "k3": lambda d: torch.expm1((-d).clamp(max=MAX_LOG_RATIO)) + d,
 }
-KL_ESTIMATORS = tuple(ESTIMATORS)
-"""Names, in the order of the kernels' numbers: csrc/advantages and ops/triton/advantages.py count them from 1."""
 
 
 def kl_estimate(logprob: Tensor, ref_logprob: Tensor, kl_estimator: str) -> Tensor:

@@ -16,8 +16,11 @@ import torch
 from torch import Tensor
 
 from megappo.algo import gae as reference
-from megappo.algo.kl import KL_ESTIMATORS
-from megappo.ops.dispatch import op
+from megappo.algo.kl import ESTIMATORS
+from megappo.ops.dispatch import implementation, op
+
+KERNEL_ESTIMATORS = ("k1", "k2", "k3")
+"""Estimators of the kernels, in the order of their numbers from 1: Kl in csrc/advantages, KIND in ops/triton/advantages.py."""
 
 
 def token_advantages(
@@ -41,17 +44,23 @@ def token_advantages(
     added to the reward of the last sampled token; ignored for a sequence without sampled tokens. response_mask: [T]
     bool, true where the policy sampled. cu_seqlens: [B+1] int32 or int64, from 0 to T. bootstrap: [B] value after the last
     sampled token, None means 0. lam_*: number or [B]; the policy's advantages use lam_policy, returns = value + advantages under
-    lam_value. kl_estimator: k1, k2 or k3.
+    lam_value. kl_estimator: a name in `algo.kl.ESTIMATORS`; kernels have KERNEL_ESTIMATORS and refuse another.
 
     Outputs are fp32 and exactly 0 where the mask is false, even if the inputs there are NaN. moments: fp64 count, sum and sum of
     squares of the advantages over the mask; those of several ranks or batches add, `whiten_apply` uses the total. A NaN stays in
     its sequence (and reaches the moments).
 
-    Raises ValueError for shapes, dtypes and devices, and on the CPU for cu_seqlens that does not go from 0 to T or falls. On a
+    Raises ValueError for an estimator that is unknown or that the selected kernel lacks (kernels=reference has all), for shapes,
+    dtypes and devices, and on the CPU for cu_seqlens that does not go from 0 to T or falls. On a
     GPU that would stop the stream: there such cu_seqlens makes every output NaN.
     """
-    if kl_estimator not in KL_ESTIMATORS:
-        raise ValueError(f"kl_estimator {kl_estimator!r} is not one of {', '.join(KL_ESTIMATORS)}")
+    if kl_estimator not in ESTIMATORS:
+        raise ValueError(f"kl_estimator {kl_estimator!r} is not one of {', '.join(ESTIMATORS)}")
+    # A kernel picks its formula by number: without this check it would be asked for a number that it does not have.
+    if kl_estimator not in KERNEL_ESTIMATORS and implementation("token_advantages", (value,)) is not reference.token_advantages:
+        raise ValueError(
+            f"kl_estimator {kl_estimator!r} has no kernel (those have {', '.join(KERNEL_ESTIMATORS)}): use kernels=reference"
+        )
     floats = {"logprob": logprob, "ref_logprob": ref_logprob}
     _check(value, floats, {"response_mask": response_mask}, cu_seqlens, {"score": score, "bootstrap": bootstrap})
     policy, policy_each = _lambda("lam_policy", lam_policy, cu_seqlens)

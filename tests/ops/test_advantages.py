@@ -1,12 +1,17 @@
 """KL-shaped rewards, advantages and moments against a loop over tokens; what `gae` has besides is in test_gae.py."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.library import opcheck
 
-from megappo.ops.advantages import gae, token_advantages
+from megappo.algo.kl import ESTIMATORS
+from megappo.ops import dispatch
+from megappo.ops.advantages import KERNEL_ESTIMATORS, gae, token_advantages
 from tests.ops.advantages_oracle import (
     MASKS,
     assert_moments,
@@ -65,13 +70,32 @@ def test_limits_of_gamma_and_lambda(kernels, gamma, lam_policy, lam_value):
     check(kernels, batch([9, 4, 17]), gamma=gamma, lam_policy=lam_policy, lam_value=lam_value)
 
 
-@pytest.mark.parametrize("kl_estimator", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("kl_estimator", KERNEL_ESTIMATORS)
 def test_kl_estimators_from_tiny_to_extreme_ratios(kernels, kl_estimator):
     inputs = batch([9, 4, 33], mask="all")
     ratios = torch.tensor([0, 1e-7, -1e-5, 1e-3, -9e-3, 11e-3, -0.3, 0.3, 3.0, -19.9, -20.1, 60, -60, 100.0, -100.0, 1e4, -1e4])
     inputs["logprob"][:17] = -1.0
     inputs["ref_logprob"][:17] = -1.0 - ratios
     assert all(x.isfinite().all() for x in check(kernels, inputs, kl_estimator=kl_estimator, kl_coef=0.2))
+
+
+def test_kernels_number_the_estimators_alike():
+    header = (Path(__file__).parents[2] / "csrc" / "advantages" / "advantages.h").read_text()
+    (names,) = re.findall(r"enum class Kl : std::int32_t {(.*?)}", header)
+    assert tuple(names.replace(" ", "").split(",")) == ("none", *KERNEL_ESTIMATORS)
+
+
+def test_an_estimator_added_to_the_table_runs_on_the_reference_and_is_refused_by_kernels(kernels, monkeypatch):
+    """A kernel that took it by number would return another estimator's reward."""
+    monkeypatch.setitem(ESTIMATORS, "squared_k1", torch.square)
+    inputs = on(kernels, batch([5, 12]))
+    asked = {"kl_estimator": "squared_k1", "kl_coef": 0.2}
+    if dispatch.selected(kernels.type)["token_advantages"] != "reference":
+        with pytest.raises(ValueError, match="squared_k1.* no kernel .*k1, k2, k3.*kernels=reference"):
+            token_advantages(**inputs, **asked)
+    with dispatch.using("reference"):
+        doubled = token_advantages(**inputs, kl_estimator="k2", kl_coef=0.4)
+        assert all(torch.equal(a, b) for a, b in zip(token_advantages(**inputs, **asked), doubled))
 
 
 def test_no_reference_is_no_kl(kernels):

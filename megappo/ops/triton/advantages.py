@@ -16,7 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megappo.algo.kl import KL_ESTIMATORS, MAX_LOG_RATIO
+from megappo.algo.kl import MAX_LOG_RATIO
+from megappo.ops.advantages import KERNEL_ESTIMATORS
 
 BLOCK = 1024  # tokens of a tile
 TILES_AT_ONCE = 1024  # tiles per iteration of the single-program kernels
@@ -97,6 +98,7 @@ def _kl(log_ratio, KIND: tl.constexpr, MAX_LOG_RATIO: tl.constexpr):
     elif KIND == 2:
         return 0.5 * log_ratio * log_ratio
     else:
+        tl.static_assert(KIND == 3, "an estimator without a formula here")
         x = tl.where(-log_ratio > MAX_LOG_RATIO, MAX_LOG_RATIO, -log_ratio)
         # Triton has no expm1; near 0 the difference would cancel, so its series is used.
         series = 0.5 * x * x * (1 + x / 3 * (1 + x / 4 * (1 + x / 5 * (1 + x / 6 * (1 + x / 7)))))
@@ -391,7 +393,7 @@ def token_advantages(
     kl_coef: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See `megappo.ops.advantages.token_advantages`."""
-    kind = NO_KL.value if ref_logprob is None or kl_coef == 0.0 else KL_ESTIMATORS.index(kl_estimator) + 1
+    kind = NO_KL.value if ref_logprob is None or kl_coef == 0.0 else KERNEL_ESTIMATORS.index(kl_estimator) + 1
     fields = _Fields(
         None, logprob, ref_logprob, score, value, response_mask, None, cu_seqlens, bootstrap, lam_policy_each, lam_value_each
     )
