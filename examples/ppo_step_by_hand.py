@@ -17,10 +17,9 @@ from megappo.engine.build import MegatronEngines
 from megappo.ops import dispatch
 from megappo.plan.run import plan_run
 from megappo.platform.device import select_device, start_alone
-from megappo.rewards.compose import Scorer
 from megappo.trainer.build_roles import build_roles
 from megappo.trainer.experience import make_requests, pack_experience
-from megappo.trainer.main import rollout_of, sampling_params
+from megappo.trainer.main import rollout_of, sampling_params, scorer_of
 from megappo.trainer.roles import add_model_outputs
 from megappo.trainer.scoring import score_responses
 from megappo.trainer.shaping import shape_advantages
@@ -53,9 +52,8 @@ def main(path: str, overrides: list[str]) -> None:
     responses = rollout.generate(requests, sampling)
     batch = pack_experience(requests, responses)
     # 3 score
-    scorer = Scorer([(part.name, part.weight) for part in config.reward.parts])
     asked = [prompt for prompt in prompts for _ in range(repeats)]
-    scored = score_responses(asked, responses, data.tokenizer, scorer, sampling.stop)
+    scored = score_responses(asked, responses, data.tokenizer, scorer_of(config.reward), sampling.stop)
     # 4 log-probs of policy and reference, values of the critic
     batch = add_model_outputs(batch, roles.policy, roles.critic, roles.reference)
     # 5 KL-shaped rewards, GAE, whitening

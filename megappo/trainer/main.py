@@ -17,7 +17,7 @@ from megappo.checkpoint.store import CheckpointStore
 from megappo.config.batch import step_arithmetic
 from megappo.config.dump import dump_yaml
 from megappo.config.layout_checks import roles_in_use
-from megappo.config.schema import KLConfig, RolloutConfig, TrainConfig
+from megappo.config.schema import KLConfig, RewardConfig, RolloutConfig, TrainConfig
 from megappo.data.tokenizers import Tokenizer
 from megappo.engine.base import Engine
 from megappo.engine.build import MegatronEngines
@@ -172,7 +172,7 @@ def _build_ppo(
         loader=data.loader,
         eval_prompts=data.eval.prompts if data.eval else (),
         tokenizer=data.tokenizer,
-        scorer=_scorer(config),
+        scorer=scorer_of(config.reward),
         kl_controller=progress.kl_controller,
         state=progress.state,
         log=progress.log,
@@ -222,7 +222,7 @@ def kl_controller(kl: KLConfig) -> KLController:
     return FixedKL(kl.coef)
 
 
-def _scorer(config: TrainConfig) -> Scorer:
-    reward = config.reward
+def scorer_of(reward: RewardConfig) -> Scorer:
+    """The scorer of a run: its rules, and the penalties for a missing end and for length."""
     parts = [(part.name, part.weight) for part in reward.parts]
     return Scorer(parts, reward.missing_eos_penalty, reward.length_penalty, reward.length_penalty_start)

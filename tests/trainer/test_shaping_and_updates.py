@@ -10,15 +10,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megappo.config.schema import AlgorithmConfig, KLConfig
+from megappo.config.schema import AlgorithmConfig, KLConfig, RewardConfig, RewardPart
 from megappo.data.packing import PackedBatch, cu_seqlens_of
 from megappo.data.prompts import Prompt
 from megappo.engine.base import PassResult, StepResult
+from megappo.rewards.base import RewardInput
 from megappo.rewards.compose import RewardError, Scorer
 from megappo.rollout.megatron_engine import truncated_logprobs
 from megappo.rollout.types import KeptIds, Response, SamplingParams
 from megappo.trainer.experience import make_requests, pack_experience, sample_seed
 from megappo.trainer.generate import answer
+from megappo.trainer.main import scorer_of
 from megappo.trainer.roles import UpdateResult
 from megappo.trainer.sampler_check import Agreement, SamplerMismatch, compare_with_sampler, require_agreement
 from megappo.trainer.scoring import response_text, score_responses
@@ -433,6 +435,18 @@ def test_scores_come_in_the_order_of_the_responses(alone):
     scored = score_responses(asked("bcx"), responses, LETTERS, Scorer([("exact_match", 2.0)], missing_eos_penalty=0.5))
     assert scored.texts == ["b", "c", "d"] and scored.total == [2.0, 1.5, 0.0] and scored.num_undecided == 0
     assert scored.parts == {"exact_match": [1.0, 1.0, 0.0], "missing_eos_penalty": [0.0, -0.5, 0.0]}
+
+
+def test_the_scorer_of_a_configuration_has_its_penalties():
+    """As runs and examples/ppo_step_by_hand.py make it; a scorer of the parts alone gives 2.0 here."""
+    reward = RewardConfig(
+        parts=(RewardPart(name="exact_match", weight=2.0),),
+        missing_eos_penalty=0.5,
+        length_penalty=0.25,
+        length_penalty_start=1,
+    )
+    sample = RewardInput("?", "b", "b", truncated=True, num_tokens=3, record={}, sample_id="0")
+    assert scorer_of(reward).score([sample]).total.tolist() == [2.0 - 0.5 - 2 * 0.25]
 
 
 @pytest.mark.parametrize("result", [math.nan, math.inf, "1", ZeroDivisionError("no")])
