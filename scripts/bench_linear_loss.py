@@ -129,7 +129,7 @@ def candidates(p: LinearLossProblem) -> Sequence[Candidate]:
     def token_loss(tokens: slice, logprob: Tensor, entropy: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
         assert entropy is not None
         loss, metrics = policy_loss(logprob, *(field[tokens] for field in fields), **clip)
-        return loss + ENTROPY_COEF * entropy_loss(entropy, p.token_weight[tokens])[0], metrics
+        return loss + ENTROPY_COEF * entropy_loss(entropy, p.token_weight[tokens]), metrics
 
     def fused(hidden: Tensor, weight: Tensor) -> Tensor:
         return linear_token_loss(hidden, weight, target, token_loss, None, **where).loss
@@ -137,7 +137,7 @@ def candidates(p: LinearLossProblem) -> Sequence[Candidate]:
     def in_steps(hidden: Tensor, weight: Tensor) -> Tensor:
         logprob, entropy = linear_logprob(hidden, weight, target, None, **where)
         assert entropy is not None
-        return policy_loss(logprob, *fields, **clip)[0] + ENTROPY_COEF * entropy_loss(entropy, p.token_weight)[0]
+        return policy_loss(logprob, *fields, **clip)[0] + ENTROPY_COEF * entropy_loss(entropy, p.token_weight)
 
     def plain(function: Callable[..., Tensor]) -> Calls:
         return calls(lambda h, w: function(h, w, target, *fields))

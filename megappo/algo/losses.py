@@ -85,11 +85,11 @@ def value_loss(
     return 0.5 * (w * loss).sum(dtype=torch.float64).to(dtype), gradient, sums, maxima
 
 
-def entropy_loss(entropy: Tensor, weight: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """(-sum of weight * entropy, {"entropy_sum": unweighted sum over tokens with weight}); coef * loss is the entropy bonus."""
+def entropy_loss(entropy: Tensor, weight: Tensor) -> Tensor:
+    """Minus the sum of weight * entropy, both [T]; coef * loss is the entropy bonus."""
     check_per_token(entropy=entropy, weight=weight)
     kept = torch.where(weight != 0, entropy, 0.0)
-    return -(weight * kept).sum(), {"entropy_sum": kept.detach().double().sum()}
+    return -(weight * kept).sum()
 
 
 def check_per_token(**tensors: Tensor) -> None:

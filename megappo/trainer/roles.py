@@ -135,7 +135,7 @@ class Policy(LanguageModel):
         metrics["surrogate_sum"] = surrogate
         loss = surrogate
         if entropy is not None:
-            loss = loss + a.entropy_coef * entropy_loss(entropy, weight)[0]
+            loss = loss + a.entropy_coef * entropy_loss(entropy, weight)
         if self._kl_coef > 0:
             penalty, kl_metrics = kl_loss(logprob, fields["ref_logprob"], weight, a.kl.estimator)
             loss = loss + self._kl_coef * penalty

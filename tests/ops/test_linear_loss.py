@@ -31,8 +31,7 @@ def clipped_linear_loss(h, w, target, old, advantage, weight, group, *, entropy_
         loss, metrics = policy_loss(logprob, old[tokens], advantage[tokens], weight[tokens], **clip)
         if entropy is None:
             return loss, metrics
-        bonus, entropy_metrics = entropy_loss(entropy, weight[tokens])
-        return loss + entropy_coef * bonus, {**metrics, **entropy_metrics}
+        return loss + entropy_coef * entropy_loss(entropy, weight[tokens]), metrics
 
     return linear_token_loss(h, w, target, token_loss, group, want_entropy=entropy_coef != 0, **where)
 
@@ -41,8 +40,7 @@ def two_steps(h, w, target, old, advantage, weight, entropy_coef, **where):
     logprob, entropy = linear_logprob(h, w, target, None, want_entropy=entropy_coef != 0, **where)
     loss, metrics = policy_loss(logprob, old, advantage, weight, **CLIP)
     if entropy is not None:
-        bonus, entropy_metrics = entropy_loss(entropy, weight)
-        loss, metrics = loss + entropy_coef * bonus, {**metrics, **entropy_metrics}
+        loss = loss + entropy_coef * entropy_loss(entropy, weight)
     return loss, logprob, entropy, metrics
 
 
