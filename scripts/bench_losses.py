@@ -40,8 +40,8 @@ def read(text: str) -> int:
 
 
 def plain_policy_loss(logprob: Tensor, old_logprob: Tensor, advantage: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
-    """verl's formulation: (loss, metrics ...)."""
-    log_ratio = (logprob - old_logprob).clamp(-20.0, 20.0)
+    """verl's formulation, with its own cap and its own k3, as it is the peer to compare with: (loss, metrics ...)."""
+    log_ratio = (logprob - old_logprob).clamp(-20.0, 20.0)  # verl's numbers, not algo/kl.py's
     ratio = log_ratio.exp()
     loss = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(1 - CLIP, 1 + CLIP))
     valid = (weight != 0).to(ratio.dtype)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 IGNORE_INDEX = -100
+"""Target of an output that is about no token: its log-prob is 0."""
 
 
 def first_token_mask(num_tokens: int, cu_seqlens: Tensor) -> Tensor:

@@ -15,11 +15,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 import megappo.ops.linear_stats  # noqa: F401  registers torch.ops.megappo.linear_*
+from megappo.algo.alignment import IGNORE_INDEX
 from megappo.ops.gemm import compute_dtype
 from megappo.ops.kept_ids import check_kept
 from megappo.ops.linear_blocks import LinearLogits
 from megappo.ops.linear_stats import backward_in_blocks
-from megappo.ops.vocab_shard import IGNORE_INDEX, VocabShard, gather_rows, inverse_temperature, merge_shards, reduce_scatter_rows
+from megappo.ops.vocab_shard import VocabShard, gather_rows, inverse_temperature, merge_shards, reduce_scatter_rows
 
 LOGITS_DTYPES = ("fp32", "bf16")
 MODES = ("fast", "invariant")

@@ -20,10 +20,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megappo.algo.alignment import IGNORE_INDEX
 from megappo.ops.gemm import add_mm_, compute_dtype
 from megappo.ops.linear_blocks import LinearLogits, cut
 from megappo.ops.linear_logprob import LinearCall, handed_over, linear_call, main_grad_of
-from megappo.ops.vocab_shard import IGNORE_INDEX, inverse_temperature, merge_shards
+from megappo.ops.vocab_shard import inverse_temperature, merge_shards
 
 # Tokens. Fixed by the device, not by the shard: ranks with uneven shards must make the same collectives.
 CHUNK_TOKENS = {"cpu": 512, "cuda": 4096}

@@ -16,9 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megappo.algo.alignment import IGNORE_INDEX
 from megappo.ops.kept_ids import check_kept, restrict_
 from megappo.ops.linear_logprob import linear_logprob
-from megappo.ops.vocab_shard import IGNORE_INDEX, VocabShard, inverse_temperature, merge_shards
+from megappo.ops.vocab_shard import VocabShard, inverse_temperature, merge_shards
 from megappo.ops.vocab_stats import check_arguments
 
 __all__ = ["IGNORE_INDEX", "linear_logprob", "vocab_parallel_logprob"]

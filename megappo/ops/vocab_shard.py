@@ -14,8 +14,6 @@ from torch import Tensor
 
 import megappo.ops.vocab_stats  # noqa: F401  registers torch.ops.megappo.vocab_*
 
-IGNORE_INDEX = -100
-
 
 @dataclass(frozen=True)
 class VocabShard:

@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.optim import AdamW
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
+from megappo.algo.alignment import IGNORE_INDEX
 from megappo.data.packing import PackedBatch
 from megappo.engine.base import LogitsDtype, LogprobQuery, PassResult, StepResult
 from megappo.engine.factory import EngineSpec
 from megappo.models.pieces import Box, Piece, as_2d
-from megappo.ops.vocab_shard import IGNORE_INDEX
 from megappo.parallel.balance import plan_micro_batches
 
 
