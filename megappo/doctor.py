@@ -111,7 +111,7 @@ def gpu_column() -> tuple[dict[str, list[str]], list[str]]:
     wrong = []
     state = "ok"
     try:
-        faults = verdicts.settle("auto", torch.device("cuda", 0))
+        faults = verdicts.select_checked("auto", torch.device("cuda", 0))
     except RuntimeError as error:  # the check could not run
         faults, state = {}, "unknown"
         wrong.append(str(error))

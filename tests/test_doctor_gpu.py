@@ -5,12 +5,12 @@ from megappo.ops import dispatch, verdicts
 
 
 def test_the_report_says_which_kernel_failed_its_check_on_the_gpu(monkeypatch):
-    def settle(kernels, device):
+    def select_checked(kernels, device):
         dispatch.leave_out({("gae", "triton"): "died of SIGSEGV"})
         return {("gae", "triton"): "died of SIGSEGV"}
 
     monkeypatch.setitem(dispatch.ORDER, "cuda", ("triton", "reference"))
-    monkeypatch.setattr(verdicts, "settle", settle)
+    monkeypatch.setattr(verdicts, "select_checked", select_checked)
     with dispatch.using("auto"):
         column, wrong = doctor.gpu_column()
     assert column["gae"] == ["reference", "ok; triton left out: died of SIGSEGV"] and column["policy_loss"] == ["triton", "ok"]
@@ -18,9 +18,9 @@ def test_the_report_says_which_kernel_failed_its_check_on_the_gpu(monkeypatch):
 
 
 def test_the_report_says_why_the_kernels_of_the_gpu_could_not_be_checked(monkeypatch):
-    def settle(kernels, device):
+    def select_checked(kernels, device):
         raise RuntimeError("kernels: their check failed: no memory")
 
-    monkeypatch.setattr(verdicts, "settle", settle)
+    monkeypatch.setattr(verdicts, "select_checked", select_checked)
     column, wrong = doctor.gpu_column()
     assert {state for _, state in column.values()} == {"unknown"} and wrong == ["kernels: their check failed: no memory"]

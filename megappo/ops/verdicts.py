@@ -33,7 +33,7 @@ Share = Callable[[Mapping[str, str], Look], Faults]
 _DRIVER = Path("/proc/driver/nvidia/version")
 
 
-def settle(
+def select_checked(
     kernels: Kernels,
     device: torch.device,
     *,

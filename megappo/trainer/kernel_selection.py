@@ -54,12 +54,12 @@ def choose_kernels(kernels: Kernels, device: torch.device) -> Faults:
     if device.type != "cuda" or kernels == "reference":
         return {}
     if not dist.is_initialized():
-        return verdicts.settle(kernels, device)
+        return verdicts.select_checked(kernels, device)
     on_every_rank("choosing the kernels", lambda: dispatch.selected(device.type))  # a library may lack one on one node
     machines = on_every_rank("looking at the GPUs", lambda: (platform.node(), verdicts.fingerprint(device)))
     # one rank checks for all that have the same kind of GPU in the same machine
     looks = machines.index(machines[dist.get_rank()]) == dist.get_rank()
-    return verdicts.settle(kernels, device, share=lambda chosen, look: _shared(chosen, look if looks else None))
+    return verdicts.select_checked(kernels, device, share=lambda chosen, look: _shared(chosen, look if looks else None))
 
 
 def _shared(chosen: Mapping[str, str], look: Look | None) -> Faults:

@@ -9,7 +9,7 @@ import torch
 
 from megappo.ops import dispatch, selfcheck, trial, verdicts
 from megappo.ops.trial import Trial, run_trial
-from megappo.ops.verdicts import Verdicts, cache_file, settle
+from megappo.ops.verdicts import Verdicts, cache_file, select_checked
 
 CPU = torch.device("cpu")
 
@@ -25,7 +25,7 @@ def apart(monkeypatch, tmp_path):
 
 def with_faults(monkeypatch, faults, **settings):
     monkeypatch.setenv("TEST_FAULTS", faults)
-    return lambda kernels: settle(kernels, CPU, module="tests.ops.faulty_trial", **settings)
+    return lambda kernels: select_checked(kernels, CPU, module="tests.ops.faulty_trial", **settings)
 
 
 def no_process(*args, **kwargs):
