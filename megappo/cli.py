@@ -139,13 +139,14 @@ def cmd_tune(args: Arguments) -> int:
     from megappo.tune.options import check_options
 
     check_options(args)
+    config = None
     if args.config is not None:
         from megappo.config.loading import load_config
 
-        load_config(args.config, args.overrides)
+        config = load_config(args.config, args.overrides)
     from megappo.tune.run import tune
 
-    return tune(args)
+    return tune(args, config)
 
 
 def cmd_generate(args: Arguments) -> int:

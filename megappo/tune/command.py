@@ -29,8 +29,11 @@ from megappo.tune.search import ROLLOUT, Candidate, Choice, Machine, Search
 
 @dataclass(frozen=True)
 class Question:
-    """A request to tune. prompt_tokens, response_tokens: means of a sequence, None for the longest."""
+    """A request to tune. config: the file and overrides below, as loaded; overrides of a winner are added to these.
+    prompt_tokens, response_tokens: means of a sequence, None for the longest.
+    """
 
+    config: TrainConfig
     config_path: str
     overrides: tuple[str, ...]
     gpus: int
@@ -40,27 +43,27 @@ class Question:
     response_tokens: float | None = None
 
 
-def default_profile(path: str, overrides: Sequence[str]) -> str:
+def default_profile(config: TrainConfig) -> str:
     """`cpu` for a run on the CPU; any other run has to name its profile."""
-    if load_config(path, overrides).run.device == "cpu":
+    if config.run.device == "cpu":
         return "cpu"
     raise ConfigError("--gpu is missing: a100, h100, h200, b200, or a YAML file with a profile (--probe measures this machine)")
 
 
-def num_gpus(asked: int | None, path: str, overrides: Sequence[str]) -> int:
-    """Number of GPUs: --gpus, or that of the configuration, which is read in any case so that its mistakes are reported first."""
-    configured = load_config(path, overrides).run.num_ranks
+def num_gpus(asked: int | None, config: TrainConfig) -> int:
+    """Number of GPUs: --gpus, or that of the configuration."""
     if asked is not None:
         return asked
-    if configured is None:
+    if config.run.num_ranks is None:
         raise ConfigError("--gpus is missing: how many GPUs the run will have (run.num_ranks does not say)")
-    return configured
+    return config.run.num_ranks
 
 
 def make_search(question: Question) -> Search:
     """The search for a question. ConfigError, one line, if its options do not fit together."""
     _check_gpus(question.gpus, question.hardware)
-    config = load_config(question.config_path, [*question.overrides, f"run.num_ranks={question.gpus}"])
+    run = question.config.run.model_copy(update={"num_ranks": question.gpus})
+    config = question.config.model_copy(update={"run": run})
     tuned = _tuned_roles(config, question.roles)
     machine_device = "cuda" if question.hardware.is_gpu() else "cpu"
     implementation = choose_implementation(config.model.impl, machine_device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 
+from megappo.config.schema import TrainConfig
 from megappo.launch.submit import Limits
 from megappo.plan.report import remark_lines
 from megappo.tune import command
@@ -15,22 +16,26 @@ from megappo.tune.profiles import dump_hardware, load_hardware
 from megappo.tune.report import overrides_of, report
 
 
-def tune(args: argparse.Namespace) -> int:
-    """Run the command on options that `options.check_options` accepted; returns the exit code. ConfigError for a user's mistake."""
+def tune(args: argparse.Namespace, config: TrainConfig | None) -> int:
+    """Run the command on options that `options.check_options` accepted; returns the exit code. ConfigError for a user's mistake.
+
+    config: what `args.config` and `args.overrides` say; None without CONFIG, if this machine is only to be measured.
+    """
     named = {"--output": args.output, "--json": args.json}
     targets = {option: command.check_target(option, text) for option, text in named.items() if text}
-    if args.config is None:
+    if config is None:
         print(dump_hardware(probe()), end="")
         return 0
-    gpus = command.num_gpus(args.gpus, args.config, args.overrides)  # before a probe, which takes half a minute
+    gpus = command.num_gpus(args.gpus, config)  # before a probe, which takes half a minute
     if args.probe:
         hardware = probe()
         print(dump_hardware(hardware), end="", flush=True)
     else:
-        hardware = load_hardware(args.gpu or command.default_profile(args.config, args.overrides))
+        hardware = load_hardware(args.gpu or command.default_profile(config))
     if args.gpus_per_node is not None:
         hardware = replace(hardware, gpus_per_node=args.gpus_per_node)
     question = command.Question(
+        config,
         args.config,
         tuple(args.overrides),
         gpus,

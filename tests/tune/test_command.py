@@ -14,6 +14,7 @@ import pytest
 from megappo import cli
 from megappo.config.errors import ConfigError
 from megappo.config.loading import load_config
+from megappo.config.yaml_reader import read_yaml
 from megappo.plan.estimate import make_plan
 from megappo.plan.run import plan_run
 from megappo.prepare.layouts import check_layouts, read_archs
@@ -136,6 +137,19 @@ def test_a_mistake_is_one_line(tmp_path, capsys, monkeypatch, arguments, message
     code, told = tune(capsys, write_run(tmp_path), *arguments)
     assert code == 2 and told.err.count("\n") == 1 and (told.out == "" or "need a GPU each" in message)
     assert told.err.startswith("megappo: ") and message in told.err
+
+
+def test_the_configuration_is_read_once_and_once_more_with_the_winner(tmp_path, capsys, monkeypatch):
+    asked = []
+
+    def count(path):
+        asked.append(path)
+        return read_yaml(path)
+
+    monkeypatch.setattr("megappo.config.loading.read_yaml", count)
+    code, told = tune(capsys, write_run(tmp_path), "--gpu", "h100", "--top", 1)
+    assert code == 0, told.err
+    assert len(asked) == 2
 
 
 @pytest.mark.parametrize("setting", ["policy.tp=2", "policy.parallel.tp=two"])
