@@ -6,18 +6,34 @@ Limits of a model (heads, layers, experts) are checked in `megappo/prepare/model
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Literal
 
 from megappo.config.batch import nearest_divisors
 from megappo.config.errors import problem
-from megappo.config.schema import ParallelConfig, RoleConfig, SftConfig, TrainConfig
+from megappo.config.schema import CriticConfig, ParallelConfig, RoleConfig, SftConfig, TrainableConfig, TrainConfig
+
+
+def role_sections(config: TrainConfig | SftConfig) -> dict[str, RoleConfig]:
+    """Role -> its section, for all roles that the configuration knows."""
+    return {name: section for name, section in config if isinstance(section, RoleConfig)}
 
 
 def roles_in_use(config: TrainConfig | SftConfig) -> dict[str, ParallelConfig]:
     """Role -> parallel sizes, for the roles that this configuration builds."""
-    roles = {name: section.parallel for name, section in config if isinstance(section, RoleConfig)}
+    roles = {name: section.parallel for name, section in role_sections(config).items()}
     if isinstance(config, TrainConfig) and config.algorithm.kl.placement == "none":
         del roles["reference"]  # nothing is measured against it
     return roles
+
+
+def trained_sections(config: TrainConfig | SftConfig) -> dict[str, TrainableConfig]:
+    """Role -> its section, for the roles that have an optimizer and a place in checkpoints."""
+    return {name: section for name, section in role_sections(config).items() if isinstance(section, TrainableConfig)}
+
+
+def value_head_of(section: RoleConfig) -> Literal["zero", "normal", "checkpoint"] | None:
+    """Start of a value model's head; None for a language model."""
+    return section.value_head if isinstance(section, CriticConfig) else None
 
 
 def world_problems(config: TrainConfig | SftConfig, world_size: int) -> Iterator[str]:

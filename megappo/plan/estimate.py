@@ -14,7 +14,8 @@ from typing import Literal
 from megappo.config.batch import StepArithmetic, micro_batches_bound, step_arithmetic
 from megappo.config.checks import Device
 from megappo.config.errors import ConfigError, problem
-from megappo.config.schema import CriticConfig, PolicyConfig, TrainConfig
+from megappo.config.layout_checks import trained_sections, value_head_of
+from megappo.config.schema import TrainableConfig, TrainConfig
 from megappo.models.arch import ModelArch
 from megappo.parallel.layout import ParallelLayout
 from megappo.plan.memory import (
@@ -92,7 +93,7 @@ class Plan:
 
     def _fullest(self, rank: int, training: Sequence[int]) -> int:
         """training: bytes that a role needs on top of what rests, in its fullest moment of stages 4 to 6, for each role."""
-        written = max(self.stage(role, rank).saving for role in ("policy", "critic"))
+        written = max(self.stage(role, rank).saving for role in trained_sections(self.config))
         return fullest_moment(self.trainer_at_rest(rank), max(training), written, self.rollout, self.config.rollout.sleep)
 
     def host_memory(self, rank: int) -> int:
@@ -163,9 +164,13 @@ def memory_of_rollout(config: TrainConfig, arch: ModelArch, device: Device, devi
 
 
 def _sequences(config: TrainConfig, role: str, layout: ParallelLayout, step: StepArithmetic) -> int:
-    """Sequences of a data-parallel rank in one pass: of a mini-batch, or of the whole step for the reference."""
-    samples = step.samples if role == "reference" else config.algorithm.mini_batch_size
-    return _each(samples, layout)
+    """Sequences of a data-parallel rank in one pass: of a mini-batch, or of the whole step for a frozen role."""
+    return _each(samples_of_pass(config, role, step), layout)
+
+
+def samples_of_pass(config: TrainConfig, role: str, step: StepArithmetic) -> int:
+    """Samples of a mini-batch for a role that trains, of the whole step for a frozen one."""
+    return config.algorithm.mini_batch_size if role in trained_sections(config) else step.samples
 
 
 def _each(samples: int, layout: ParallelLayout) -> int:
@@ -209,12 +214,12 @@ def _stage_memory(
         "micro_batch_tokens": full(_sequences(config, role, layout, step)),
         "forward_tokens": full(_each(step.samples, layout)),  # log-probs and values are of the whole step
         "num_micro_batches": micro_batches,
-        "value_head": role == "critic",
+        "value_head": value_head_of(settings) is not None,
         "fused": device == "cuda",
         "values": values_read(config, role),
         "counter": counter,
     }
-    if isinstance(settings, (PolicyConfig, CriticConfig)):
+    if isinstance(settings, TrainableConfig):
         away = settings.offload
         offload = (away.parameters and device == "cuda", away.gradients, away.optimizer and device == "cuda")
         return role_memory(
@@ -236,7 +241,7 @@ def _stage_memory(
 
 def values_read(config: TrainConfig, role: str) -> tuple[int, int]:
     """Numbers of a token that a role's passes read, without and with gradients: kept ids, fields of losses."""
-    if role == "critic":
+    if value_head_of(getattr(config, role)) is not None:
         return 0, len(Critic.reads)
     s = config.rollout.sampling
     sampling = SamplingParams(config.rollout.max_response_tokens, s.temperature, s.top_p, s.top_k, record_kept=s.replay_kept_tokens)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megappo.config.layout_checks import roles_in_use, trained_sections, value_head_of
+from megappo.config.schema import TrainConfig
 from megappo.plan.estimate import Plan
 from megappo.plan.memory import Moment, RoleMemory
 
@@ -44,16 +46,22 @@ def phases(plan: Plan, rank: int) -> list[Phase]:
         add("generate", "rollout", 0, "generate")
     else:
         add("generate", "policy", memory("policy").inferring, "generate")
-    for role, name in (("policy", "log-probs"), ("critic", "values"), ("reference", "reference log-probs")):
-        if role in plan.layouts:
-            add(name, role, memory(role).inferring)
-    for role in ("critic", "policy"):
+    for role in roles_in_use(plan.config):
+        add(pass_name(plan.config, role), role, memory(role).inferring)
+    for role in ("critic", "policy"):  # PPO's updates, in its order
         add(f"{role} update", role, memory(role).updating)
         add(f"{role} optimizer step", role, memory(role).stepping)
     add("push weights", "policy", memory("policy").offloaded_weights, "pushed")
-    for role in ("policy", "critic"):  # written role by role, every rank its own part, tensor by tensor
+    for role in trained_sections(plan.config):  # written role by role, every rank its own part, tensor by tensor
         add(f"{role} checkpoint", role, memory(role).saving, "pushed")
     return found
+
+
+def pass_name(config: TrainConfig, role: str) -> str:
+    """Name of a role's forward pass in stage 4: `log-probs`, `values`, `reference log-probs`."""
+    section = getattr(config, role)
+    results = "log-probs" if value_head_of(section) is None else "values"
+    return results if role in ("policy", "critic") else f"{role} {results}"
 
 
 def tightest(plan: Plan) -> dict[str, tuple[Phase, int]]:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from megappo.plan.estimate import Plan
 from megappo.plan.timeline import BACKWARD, Timeline, chunk_work, padded_micro_batches, timeline
 
-TRAINED = ("policy", "critic")
-
 
 def pipeline_of(plan: Plan, role: str) -> Timeline:
     """Schedule of an update's mini-batch of the longest sequences."""

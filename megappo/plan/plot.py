@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megappo.config.layout_checks import trained_sections
 from megappo.parallel.layout import ParallelLayout
 from megappo.plan.estimate import Plan
-from megappo.plan.pipeline import TRAINED, pipeline_of
+from megappo.plan.pipeline import pipeline_of
 from megappo.plan.timeline import Pass, Timeline, padded_micro_batches
 from megappo.telemetry.tables import ranks_text
 
@@ -62,7 +63,7 @@ def figure_of(plan: Plan) -> Figure:
     figure.suptitle(f"{plan.config.run.name}: {plan.world_size} ranks", fontsize=13)
     for row, (role, layout) in zip(axes, plan.layouts.items()):
         _draw_grid(row[0], f"{role}: {layout}\n{_reading(layout)}", grids[role])
-        if role in TRAINED:
+        if role in trained_sections(plan.config):
             _draw_pipeline(row[1], plan, role)
         else:
             row[1].set_axis_off()

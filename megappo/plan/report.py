@@ -6,13 +6,14 @@ from collections.abc import Iterator, Sequence
 from math import prod
 
 from megappo.config.batch import StepArithmetic
+from megappo.config.layout_checks import trained_sections, value_head_of
 from megappo.models.arch import ModelArch
 from megappo.models.weight_map import hf_tensors
 from megappo.parallel.layout import ParallelLayout
-from megappo.plan.estimate import Plan, sequences_at_once, work_out
+from megappo.plan.estimate import Plan, samples_of_pass, sequences_at_once, work_out
 from megappo.plan.memory import RoleMemory
 from megappo.plan.phases import phases, tightest
-from megappo.plan.pipeline import TRAINED, bubble
+from megappo.plan.pipeline import bubble
 from megappo.plan.remedies import remedies
 from megappo.prepare.data import RunData
 from megappo.prepare.layouts import model_paths
@@ -46,7 +47,8 @@ def _model_lines(plan: Plan) -> list[str]:
     rows = []
     for role, (_, path) in model_paths(plan.config).items():
         arch = plan.archs[role]
-        parameters = sum(prod(shape) for shape in hf_tensors(arch, value_head=role == "critic").values())
+        value_head = value_head_of(getattr(plan.config, role)) is not None
+        parameters = sum(prod(shape) for shape in hf_tensors(arch, value_head).values())
         heads = f"{arch.num_heads} / {arch.num_kv_heads}"
         rows.append(
             [
@@ -267,10 +269,10 @@ def _batch_lines(plan: Plan) -> list[str]:
 
 def _micro_rows(plan: Plan, step: StepArithmetic) -> Iterator[list[str]]:
     for role, layout in plan.layouts.items():
-        samples = step.samples if role == "reference" else plan.config.algorithm.mini_batch_size
-        what = f"{role}, {'all samples' if role == 'reference' else 'one mini-batch'}"
+        samples, trains = samples_of_pass(plan.config, role, step), role in trained_sections(plan.config)
+        what = f"{role}, {'one mini-batch' if trains else 'all samples'}"
         budget = getattr(plan.config, role).micro_batch_tokens
-        waiting = f"{100 * bubble(plan, role):.0f} %" if role in TRAINED else ""
+        waiting = f"{100 * bubble(plan, role):.0f} %" if trains else ""
         yield [what, str(layout.dp), f"{-(-samples // layout.dp):,}", f"{budget:,}", f"{plan.micro_batches[role]:,}", waiting]
 
 

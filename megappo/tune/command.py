@@ -13,7 +13,7 @@ from megappo.config.batch import step_arithmetic
 from megappo.config.checks import check_config
 from megappo.config.dump import dump_yaml
 from megappo.config.errors import ConfigError
-from megappo.config.layout_checks import roles_in_use
+from megappo.config.layout_checks import role_sections, roles_in_use
 from megappo.config.loading import explicit_keys, load_config
 from megappo.config.schema import ParallelConfig, TrainConfig
 from megappo.models.implementation import choose_implementation
@@ -90,7 +90,7 @@ def _tuned_roles(config: TrainConfig, asked: Sequence[str] | None) -> tuple[str,
     for role in asked or ():
         if role in there:
             continue
-        known = ("policy", "critic", "reference", ROLLOUT)
+        known = (*role_sections(config), ROLLOUT)
         absent = "is not there: rollout.engine is megatron" if role == ROLLOUT else "is not built: algorithm.kl.placement is none"
         why = absent if role in known else "is no role"
         raise ConfigError(f"--roles {role}: {why}; use {', '.join(there)}")

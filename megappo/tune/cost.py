@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megappo.config.batch import micro_batches_bound, step_arithmetic
+from megappo.config.layout_checks import value_head_of
 from megappo.config.schema import CriticConfig, PolicyConfig, ReferenceConfig, TrainConfig
 from megappo.models.arch import ModelArch
 from megappo.parallel.layout import ParallelLayout
@@ -112,7 +113,7 @@ def role_cost(
                     tokens=tokens,
                     length=workload.length,
                     recompute=getattr(settings, "recompute", "none"),
-                    value_head=role == "critic",
+                    value_head=value_head_of(settings) is not None,
                     hardware=hardware,
                 )
                 for stage in kinds

@@ -6,7 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
 
+from megappo.config.layout_checks import roles_in_use
 from megappo.parallel.layout import ParallelLayout
+from megappo.plan.phases import pass_name
 from megappo.telemetry.tables import GIB, figures
 from megappo.tune.cost import Workload
 from megappo.tune.links import Axis, span
@@ -131,10 +133,9 @@ def step_lines(search: Search, choice: Choice) -> list[str]:
 def _phases(choice: Choice) -> Iterator[tuple[str, float, str | None]]:
     policy = choice.roles["policy"]
     yield "generate", choice.rollout.total_s + policy.generate_s, None
-    for role, name in (("policy", "log-probs"), ("critic", "values"), ("reference", "reference log-probs")):
-        if role in choice.roles:
-            yield name, choice.roles[role].cost.phases["forward"], role
-    for role in ("critic", "policy"):
+    for role in roles_in_use(choice.plan.config):
+        yield pass_name(choice.plan.config, role), choice.roles[role].cost.phases["forward"], role
+    for role in ("critic", "policy"):  # PPO's updates, in its order
         yield f"{role} update", choice.roles[role].cost.phases["update"], role
     yield "push weights", choice.push_s, None
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from megappo.config.batch import step_arithmetic
 from megappo.config.checks import Device
-from megappo.config.layout_checks import roles_in_use
+from megappo.config.layout_checks import roles_in_use, value_head_of
 from megappo.config.schema import PolicyConfig, TrainableConfig, TrainConfig
 from megappo.models.arch import ModelArch
 from megappo.models.implementation import Implementation, implementation_of_role
@@ -214,7 +214,7 @@ class Search:
         if not any(self.fits({role: need}, rollout) for rollout in self.rollouts):
             return None
         layout, generate_s = need.layout, 0.0
-        counts = {stage: self._count(arch, layout, stage, role == "critic") for stage in stages}
+        counts = {stage: self._count(arch, layout, stage, value_head_of(settings) is not None) for stage in stages}
         cost = role_cost(role, arch, layout, settings, self.workload, hardware, counts, stages)
         if isinstance(settings, PolicyConfig) and self.config.rollout.engine == "megatron":
             generate_s = megatron_s(arch, layout, settings, self.workload, hardware, counts)

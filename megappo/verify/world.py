@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from megappo.config.layout_checks import trained_sections
 from megappo.config.schema import ModelConfig, TrainConfig
 from megappo.engine.build import MegatronEngines
 from megappo.engine.factory import EngineBackend, EngineFactory
@@ -58,7 +59,7 @@ def _measure(config: TrainConfig, engines: EngineFactory) -> Results:
     rollouts = record_rollouts(STEPS, sequences=SAMPLES, vocab_size=VOCAB_SIZE, seed=config.run.seed, kept=kept)
     plain = {
         role: section.model_copy(update={"optimizer": section.optimizer.model_copy(update={"distributed": False})})
-        for role, section in (("policy", config.policy), ("critic", config.critic))
+        for role, section in trained_sections(config).items()
     }
     first = measure(config.model_copy(update=plain), rollouts[:1], engines, gradients=True)
     return Results(first, measure(config, rollouts, engines, parameters=True))
