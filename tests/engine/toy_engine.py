@@ -47,14 +47,16 @@ class ToyOutput:
 
 class ToyEngine:
     head_names = ("lm_head.weight", "score.weight")
+    output = ToyOutput
 
     def __init__(self, spec: EngineSpec) -> None:
         self.name, self.arch, self.value_head = spec.role, spec.arch, spec.value_head is not None
         self._budget, self._loads_head, self._updates = spec.section.micro_batch_tokens, True, 0
         if self.value_head:
-            self._model = AutoModelForTokenClassification.from_pretrained(spec.model, num_labels=1, dtype=torch.float32)
-            torch.nn.init.normal_(self._model.score.weight, std=0.0 if spec.value_head == "zero" else 0.1)
-            torch.nn.init.zeros_(self._model.score.bias)
+            self._model, found = AutoModelForTokenClassification.from_pretrained(
+                spec.model, num_labels=1, dtype=torch.float32, output_loading_info=True
+            )
+            self._start_head(spec, found["missing_keys"])
         else:
             self._model = AutoModelForCausalLM.from_pretrained(spec.model, dtype=torch.float32)
         self._model.get_input_embeddings().padding_idx = None  # transformers would give that token no gradient
@@ -64,6 +66,17 @@ class ToyEngine:
             self._optimizer = AdamW(self._weights.values(), o.lr, (o.beta1, o.beta2), o.eps, o.weight_decay)
             for parameter in self._weights.values():
                 parameter.grad = torch.zeros_like(parameter)
+
+    def _start_head(self, spec: EngineSpec, missing: Collection[str]) -> None:
+        weight = self._model.score.weight.data
+        if spec.value_head == "checkpoint" and "score.weight" in missing:
+            raise ValueError(f"{spec.model} has no value head (score.weight)")
+        if spec.value_head == "zero":
+            weight.zero_()
+        if spec.value_head == "normal":
+            drawn = torch.randn(weight.shape, generator=torch.Generator().manual_seed(spec.seed))
+            weight.copy_(drawn * (spec.arch.hidden_size + 1) ** -0.5)
+        torch.nn.init.zeros_(self._model.score.bias)
 
     def named_parameters(self) -> dict[str, torch.nn.Parameter]:
         return self._weights
@@ -96,7 +109,7 @@ class ToyEngine:
             micro, where = batch.only(reads).select(sequences), batch.token_index(sequences)
             with torch.set_grad_enabled(not forward_only):
                 raw = torch.cat([self._model(ids[None]).logits[0] for ids in micro.tokens.split(micro.lengths.tolist())])
-                output: Any = raw.flatten() if self.value_head else ToyOutput(raw)
+                output: Any = raw.flatten() if self.value_head else self.output(raw)
                 found = loss_fn(output, micro)
                 if found.loss_sum is not None:
                     (found.loss_sum / denominator).backward()
@@ -120,9 +133,6 @@ class ToyEngine:
         warm = min(1.0, self._updates / max(1, self._settings.warmup_steps))
         self._optimizer.param_groups[0]["lr"] = self._settings.lr * warm
         return self._settings.lr * warm
-
-    def to(self, device: str, *, model: bool = True, optimizer: bool = True) -> None:
-        return  # all of it is in host memory
 
     def save_state(self, *, with_optimizer: bool) -> dict[str, Any]:
         state: dict[str, Any] = {"model": {name: parameter.detach() for name, parameter in self._weights.items()}}
