@@ -47,7 +47,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.getoption("--quick"):
         slow = [item for item in items if tiers.is_slow(item)]
         config.hook.pytest_deselected(items=slow)
-        items[:] = [item for item in items if item not in set(slow)]
+        left_out = set(slow)
+        items[:] = [item for item in items if item not in left_out]
     items.sort(key=lambda item: LONG.index(_folder(item.nodeid)) if _folder(item.nodeid) in LONG else len(LONG))
 
 

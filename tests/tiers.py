@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
+from itertools import pairwise
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import ModuleType
@@ -60,7 +62,7 @@ def is_slow(item: pytest.Item) -> bool:
 
 
 def starts_worlds(module: ModuleType) -> bool:
-    """True where the module, or a module of the tests that one of its names is from, has `spawn_world`."""
+    """True if the module, or a module of the tests that one of its names is from, has `spawn_world`."""
     homes = {home for value in vars(module).values() if (home := getattr(value, "__module__", None)) and home.startswith("tests.")}
     modules = [module, *(sys.modules[home] for home in homes if home in sys.modules and home != "tests.worlds")]
     return any(hasattr(one, "spawn_world") for one in modules)
@@ -73,13 +75,22 @@ def refuse_slow_work() -> None:
 
 
 def check_event(event: str, arguments: tuple[Any, ...]) -> None:
-    """Python's audit hook: SlowTest for an import of vLLM and for a child process that is a rank of a world."""
+    """Python's audit hook: SlowTest for an import of vLLM and for a child process that is a rank of a world or starts ranks."""
     if event == "import" and arguments[0] == "vllm":
         _refuse()
     if event == "subprocess.Popen":
         environment = arguments[3] if arguments[3] is not None else os.environ
-        if "WORLD_SIZE" in environment:
+        if "WORLD_SIZE" in environment or starts_ranks(arguments[1]):
             _refuse()
+
+
+def starts_ranks(argv: Sequence[str | bytes | os.PathLike]) -> bool:
+    """True for torchrun, and for `megappo train` or `sft`, which start it: WORLD_SIZE is then set where this hook does not see it."""
+    words = " ".join(os.fsdecode(word) for word in argv).split()  # split again: `bash -c` has a whole command in one word
+    names = [Path(word).name for word in words]
+    return not {"torchrun", "torch.distributed.run"}.isdisjoint(names) or any(
+        (name, command) in (("megappo", "train"), ("megappo", "sft")) for name, command in pairwise(names)
+    )
 
 
 def _refuse(*_: Any) -> NoReturn:
