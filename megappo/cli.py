@@ -77,7 +77,7 @@ def cmd_sft(args: Arguments) -> int:
 
     join_srun()
     config = load_config(args.config, args.overrides, SftConfig)
-    from megappo.plan.sft import plan_sft
+    from megappo.plan.run import plan_sft
 
     ranks = world_size(config.run)
     if not is_rank():

@@ -215,7 +215,7 @@ def test_sft_refuses_bad_input(tmp_path, capsys, outside_a_launcher, arguments, 
 def test_sft_starts_and_says_what_it_will_do(tmp_path, capsys, monkeypatch, outside_a_launcher):
     from megappo.config.loading import load_config
     from megappo.config.schema import SftConfig
-    from megappo.plan.sft import plan_sft
+    from megappo.plan.run import plan_sft
 
     started = []
     monkeypatch.setattr("megappo.launch.local.start_ranks", lambda ranks, arguments: started.append(ranks) or 0)

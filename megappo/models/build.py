@@ -27,6 +27,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from torch import Tensor
 
 from megappo.models.arch import ModelArch, check_cp, check_tp
 from megappo.models.attention import PackedAttention, rotary_te_attention
@@ -34,7 +35,6 @@ from megappo.models.fusion import fusion_config
 from megappo.models.gpt import CriticModel, PackedModel, PolicyModel
 from megappo.models.implementation import Implementation
 from megappo.models.moe import SparseLayer, mark_experts, moe_config, moe_submodule
-from megappo.models.norm import RMSNorm
 from megappo.parallel.groups import ProcessGroups
 from megappo.parallel.layout import ParallelLayout
 
@@ -208,6 +208,26 @@ def _block(arch: ModelArch, config: TransformerConfig, layers: range, implementa
     return TransformerBlockSubmodules(
         layer_specs=[sparse if arch.is_sparse(number) else dense for number in layers], layer_norm=norm
     )
+
+
+class RMSNorm(torch.nn.Module):
+    """RMSNorm of the local spec: y = x / rms(x) * weight over the last dimension. weight: [hidden_size] in `config.params_dtype`.
+
+    Rounds like transformers and vLLM: normalise in fp32, round to the activation's dtype, then scale.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        device = None if config.use_cpu_initialization else torch.cuda.current_device()
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
+        self.eps = eps
+        # finalize_model_grads sums the partial gradients of marked weights over the tp group; the torch.nn.RMSNorm that Megatron
+        # wraps is not marked, so they would stay partial.
+        setattr(self.weight, "sequence_parallel", config.sequence_parallel)
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = torch.nn.functional.rms_norm(x.float(), (x.size(-1),), eps=self.eps)
+        return normed.to(x.dtype) * self.weight
 
 
 def _mark_sharded(model: PackedModel) -> None:

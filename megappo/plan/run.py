@@ -1,16 +1,19 @@
-"""Plan of a run: checks, memory, data. `megappo plan`, `train` and `launch` refuse a run by the same plan."""
+"""Plan of a run: checks, memory, data; of a fine-tuning: checks, data. Every command refuses a run by the same plan."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
 from megappo.config.checks import Device
-from megappo.config.schema import TrainConfig
+from megappo.config.schema import SftConfig, TrainConfig
+from megappo.models.weight_map import hf_tensors
 from megappo.plan.estimate import Plan, make_plan
 from megappo.plan.memory import Counter, count_parameters
 from megappo.plan.report import report
-from megappo.prepare.checks import check_run
-from megappo.prepare.data import RunData, load_run_data
+from megappo.prepare.checks import CheckedSft, check_run, check_sft
+from megappo.prepare.data import RunData, SftData, load_run_data, load_sft_data
+from megappo.telemetry.tables import figures
 
 
 @dataclass(frozen=True)
@@ -48,3 +51,30 @@ def plan_run(
     if shapes_only:
         return PlannedRun(plan, None, (*checked.notes, "only shapes were looked at: weights, tokenizer and data may be missing"))
     return PlannedRun(plan, load_run_data(config, checked.archs["policy"]), checked.notes)
+
+
+@dataclass(frozen=True)
+class PlannedSft:
+    """A fine-tuning that can start."""
+
+    checked: CheckedSft
+    data: SftData
+
+    def report(self) -> str:
+        arch, layout, demonstrations = self.checked.arch, self.checked.layout, self.data.demonstrations
+        trainer = self.checked.config.trainer
+        parameters = sum(prod(shape) for shape in hf_tensors(arch).values())
+        epochs = trainer.steps * trainer.batch_size / len(demonstrations)
+        lines = [
+            f"policy: {arch.family} of {parameters:,} parameters, {layout} on {layout.world_size} ranks",
+            f"data: {demonstrations.summary()}",
+            f"run: {trainer.steps:,} steps of {trainer.batch_size:,} demonstrations = {figures(epochs)} epochs",
+            *(f"note: {note}" for note in self.checked.notes),
+        ]
+        return "\n".join(lines) + "\n"
+
+
+def plan_sft(config: SftConfig, world_size: int, device: Device) -> PlannedSft:
+    """Check a fine-tuning completely, as `plan_run`."""
+    checked = check_sft(config, world_size, device)
+    return PlannedSft(checked, load_sft_data(config, checked.arch))

@@ -24,7 +24,6 @@ from megappo.config.schema import RolloutConfig, TimeoutsConfig
 from megappo.models.hf_config import read_arch
 from megappo.parallel.groups import meet
 from megappo.rollout.process_state import EngineState
-from megappo.rollout.sharing import share_requests
 from megappo.rollout.types import KeptIds, Request, Response, SamplingParams
 from megappo.rollout.vllm_limits import check_vllm
 from megappo.rollout.vllm_memory import VllmMemory, require_sleep
@@ -40,6 +39,7 @@ from megappo.rollout.vllm_process import (
 )
 
 Detokenize = Callable[[Sequence[int]], str]
+_GROUPS_PER_REPLICA = 4  # with fewer, keeping equal prompts together would leave replicas idle
 
 
 class _Drawn(NamedTuple):
@@ -287,3 +287,26 @@ def _kept_ids(ids: Sequence[int], logprobs: Sequence[float], best: int) -> KeptI
     kept[:, 0] &= ~(kept[:, 1:] & (table[:, 1:] == table[:, :1])).any(1)
     kept[:, best] &= ~kept[:, 0]
     return KeptIds(array("i", kept.sum(1, dtype=numpy.int32).tobytes()), array("i", table[kept].tobytes()))
+
+
+def share_requests(prompts: Sequence[Sequence[int]], replicas: int) -> list[list[int]]:
+    """Indices of each replica's requests, ascending; every request once. Pure arithmetic, equal on every rank.
+
+    Balanced by count, then by prompt tokens. Equal prompts (several samples of one) stay on one replica if there are enough
+    different ones to balance.
+    """
+    # Equal prompts on one replica share its prefix cache.
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for index, prompt in enumerate(prompts):
+        groups.setdefault(tuple(prompt), []).append(index)
+    units = list(groups.values())
+    if len(units) < _GROUPS_PER_REPLICA * replicas:
+        units = [[index] for index in range(len(prompts))]
+    units.sort(key=lambda unit: (-len(unit), -len(prompts[unit[0]]), unit[0]))
+    shares: list[list[int]] = [[] for _ in range(replicas)]
+    tokens = [0] * replicas
+    for unit in units:
+        replica = min(range(replicas), key=lambda r: (len(shares[r]), tokens[r], r))
+        shares[replica].extend(unit)
+        tokens[replica] += len(unit) * len(prompts[unit[0]])
+    return [sorted(share) for share in shares]

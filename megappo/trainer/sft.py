@@ -32,7 +32,7 @@ from megappo.trainer.rundir import RunDir
 def train_sft(config: SftConfig, data: SftData, engines: EngineBackend = MegatronEngines) -> None:
     """Train on this rank of the world, then export the model to `export/` of the run directory.
 
-    `config` and `data` have been checked by `plan.sft.plan_sft`. engines: builds the model.
+    `config` and `data` have been checked by `plan.run.plan_sft`. engines: builds the model.
     """
     device = select_device(config.run.device)
     start_distributed(device, config.run.timeouts)

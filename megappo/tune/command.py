@@ -21,10 +21,9 @@ from megappo.plan.run import PlannedRun, plan_run
 from megappo.prepare.layouts import check_layouts, read_archs
 from megappo.rollout.vllm_limits import check_vllm
 from megappo.tune.cost import Workload, workload_of
-from megappo.tune.needed import gpus_needed, larger_worlds
 from megappo.tune.profiles import Hardware
 from megappo.tune.report import name_of, overrides_of
-from megappo.tune.search import ROLLOUT, Candidate, Choice, Machine, Search
+from megappo.tune.search import ROLLOUT, Candidate, Choice, Machine, Search, gpus_needed, larger_worlds
 
 
 @dataclass(frozen=True)

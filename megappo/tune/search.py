@@ -9,8 +9,9 @@ on different ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from math import lcm
 from typing import Any
 
 from megappo.config.batch import step_arithmetic
@@ -32,6 +33,7 @@ from megappo.tune.profiles import Hardware
 ROLLOUT = "rollout"
 # Of a working set, which is mostly activations: tests hold their estimate to 10 %.
 MARGIN = 1.1
+MOST_DOUBLINGS = 8
 
 
 @dataclass(frozen=True)
@@ -396,3 +398,21 @@ def _combinations(
                 yield from extend({**chosen, role: one}, together, total)
 
     return extend({}, {}, 0.0)
+
+
+def larger_worlds(machine: Machine) -> list[int]:
+    """Numbers of GPUs by doubling, in whole nodes if more than one. Layouts that are kept divide them too."""
+    sizes, per_node = [machine.world_size], machine.hardware.gpus_per_node
+    for _ in range(MOST_DOUBLINGS):
+        twice = 2 * sizes[-1]
+        sizes.append(twice if twice <= per_node else lcm(twice, per_node))
+    return sizes[1:]
+
+
+def gpus_needed(search: Search) -> int | None:
+    """The smallest of `larger_worlds` on which some layout fits; None if none does on the largest."""
+    for world_size in larger_worlds(search.machine):
+        machine = replace(search.machine, world_size=world_size)
+        if Search(search.config, search.archs, machine, search.workload, search.tuned).can_fit():
+            return world_size
+    return None

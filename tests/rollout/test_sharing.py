@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from megappo.rollout.sharing import share_requests
+from megappo.rollout.vllm_engine import share_requests
 
 
 def prompts_of(seed: int, count: int, samples: int) -> list[tuple[int, ...]]:

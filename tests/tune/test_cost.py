@@ -18,10 +18,9 @@ from megappo.tune.cost import RoleCost, Workload, pipeline_parts, role_cost, sta
 from megappo.tune.generation import push_s, vllm_cost
 from megappo.tune.links import Links, Span, span
 from megappo.tune.measure import predicted_s, step_s
-from megappo.tune.needed import MOST_DOUBLINGS, larger_worlds
 from megappo.tune.probe import link_gb_s
 from megappo.tune.profiles import load_hardware
-from megappo.tune.search import Machine
+from megappo.tune.search import MOST_DOUBLINGS, Machine, larger_worlds
 from megappo.tune.trials import Measured
 from megappo.tune.work import Pass, keys_seen, layer_products, stage_pass
 
