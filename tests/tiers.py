@@ -85,7 +85,7 @@ def check_event(event: str, arguments: tuple[Any, ...]) -> None:
 
 
 def starts_ranks(argv: Sequence[str | bytes | os.PathLike]) -> bool:
-    """True for torchrun, and for `megappo train` or `sft`, which start it: WORLD_SIZE is then set where this hook does not see it."""
+    """True for torchrun, and for `megappo train` or `sft`, which start it. WORLD_SIZE is set where this hook sees nothing."""
     words = " ".join(os.fsdecode(word) for word in argv).split()  # split again: `bash -c` has a whole command in one word
     names = [Path(word).name for word in words]
     return not {"torchrun", "torch.distributed.run"}.isdisjoint(names) or any(
