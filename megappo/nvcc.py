@@ -1,4 +1,4 @@
-"""Which nvcc compiles the CUDA kernels: the one answer of the build (csrc/toolkit.py) and of `megappo doctor`.
+"""Choice of the nvcc that compiles the CUDA kernels: the one answer of the build (csrc/toolkit.py) and of `megappo doctor`.
 
 csrc/ imports it before megappo or torch is installed: the standard library alone.
 """

@@ -51,7 +51,7 @@ def range_of(name: str) -> str:
 
 
 def pinned(name: str) -> str:
-    """What to ask pip for, like "torch==2.13.0". Raises KeyError for a distribution that has no exact version."""
+    """Requirement for pip, like "torch==2.13.0". Raises KeyError for a distribution that has no exact version."""
     return f"{name}=={EXACT[name.removesuffix('-cpu')]}"
 
 

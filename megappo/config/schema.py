@@ -375,7 +375,7 @@ class TrainConfig(Section):
     run: RunConfig = RunConfig()
     """Name, place and processes of the run."""
     model: ModelConfig = ModelConfig()
-    """How the layers of all roles are built."""
+    """Build of the layers of all roles."""
     kernels: Literal["auto", "cpp", "triton", "cuda", "reference"] = "auto"
     """Implementation of the ops (log-probs, advantages, losses): auto takes cuda, triton, reference on a GPU and cpp, reference
     on the CPU, in this order, without kernels that fail their check on a GPU; a named one that is missing or fails is an error.
@@ -437,7 +437,7 @@ class SftConfig(Section):
     run: RunConfig = RunConfig(name="sft")
     """Name, place and processes of the run."""
     model: ModelConfig = ModelConfig()
-    """How the layers of all roles are built."""
+    """Build of the layers of all roles."""
     kernels: Literal["auto", "cpp", "triton", "cuda", "reference"] = "auto"
     """Implementation of the ops (log-probs, advantages, losses): auto takes cuda, triton, reference on a GPU and cpp, reference
     on the CPU, in this order, without kernels that fail their check on a GPU; a named one that is missing or fails is an error.

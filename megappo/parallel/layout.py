@@ -137,7 +137,7 @@ class ParallelLayout:
 
 
 def layout_of(parallel: ParallelConfig, world_size: int) -> ParallelLayout:
-    """The layout that a section `<role>.parallel` describes on `world_size` ranks. ValueError where the sizes do not fit."""
+    """The layout of a section `<role>.parallel` on `world_size` ranks. ValueError if the sizes do not fit."""
     return ParallelLayout(
         world_size,
         tp=parallel.tp,

@@ -39,7 +39,7 @@ from megappo.trainer.roles import Critic, policy_reads
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run will do. memory[role][stage]: one rank of the stage. device_memory: bytes, None where it is not known.
+    """Sizes and memory of a run. memory[role][stage]: one rank of the stage. device_memory: bytes, None if unknown.
     reserve: of a rank, for the CUDA context and NCCL.
     """
 
@@ -73,11 +73,11 @@ class Plan:
         return self.memory[role][self.layouts[role].coordinates(rank).pp]
 
     def rollout_bytes(self, moment: Moment = "generate") -> int:
-        """What vLLM holds on a rank: all of it while it generates, what does not sleep (`rollout.sleep`) at other moments."""
+        """Bytes of vLLM on a rank: all while it generates, those that do not sleep (`rollout.sleep`) at other moments."""
         return self.rollout.held(moment, self.config.rollout.sleep) if self.rollout is not None else 0
 
     def trainer_at_rest(self, rank: int) -> int:
-        """What one rank holds, beside vLLM, while no role works: also when vLLM starts."""
+        """Bytes of one rank beside vLLM while no role works: also when vLLM starts."""
         return self.reserve + sum(self.stage(role, rank).resident for role in self.layouts)
 
     def certain(self, rank: int) -> int:
@@ -113,7 +113,7 @@ def make_plan(
     device_memory: int | None = None,
     counter: Counter = count_parameters,
 ) -> Plan:
-    """Work everything out. ConfigError where the run cannot fit into `device_memory` (bytes) whatever its activations are."""
+    """Plan and check. ConfigError if the run cannot fit into `device_memory` (bytes) whatever its activations are."""
     plan = work_out(config, archs, layouts, world_size, device, device_memory, counter)
     check_kv_cache(plan)
     plan = _check_fit(plan)
@@ -270,7 +270,7 @@ def sequences_of_replica(samples: int, replicas: int) -> int:
 
 
 def check_kv_cache(plan: Plan) -> None:
-    """ConfigError where vLLM would refuse to start: its cache cannot hold one sequence at its longest."""
+    """Raise ConfigError if vLLM would refuse to start because its cache cannot hold one sequence at its longest."""
     rollout = plan.rollout
     longest = plan.step.max_sequence_tokens
     if rollout is None or rollout.holds_sequence(longest):
@@ -297,7 +297,7 @@ def check_kv_cache(plan: Plan) -> None:
 
 
 def check_rollout_start(plan: Plan) -> None:
-    """ConfigError where vLLM would refuse to start: it asks for its share of the whole device, and of the free memory then."""
+    """Raise ConfigError if vLLM would refuse to start: it wants its share of the whole device, free at that moment."""
     if plan.rollout is None or plan.device_memory is None or plan.device == "cpu":
         return
     config, have = plan.config.rollout, plan.device_memory
@@ -336,7 +336,7 @@ def _check_fit(plan: Plan) -> Plan:
 
 
 def _ways_to_fit(plan: Plan, rank: int) -> Iterator[str]:
-    """What would lower the certain part: sizes of the largest role on this rank, offload that is not on yet, a smaller cache."""
+    """Fixes that lower the certain part: sizes of the largest role on this rank, offload that is not on yet, a smaller cache."""
     role = max(plan.layouts, key=lambda role: plan.stage(role, rank).held)
     yield f"raise {role}.parallel.tp or .pp" + (" or .ep" if plan.archs[role].moe is not None else "")
     resting = max(plan.layouts, key=lambda role: plan.stage(role, rank).resident)

@@ -28,7 +28,7 @@ def build_rollout(
     """The engine of `rollout.engine`, connected to the policy. Collective.
 
     logits_dtype: to which the policy's own engine rounds logits when it samples; vLLM's are of its own type. timeouts: of vLLM's
-    exchanges. model: directory with the policy's config.json. ValueError where vLLM is missing.
+    exchanges. model: directory with the policy's config.json. ValueError if vLLM is missing.
     """
     if config.engine == "megatron":
         return MegatronRollout(policy, tokenizer.decode, logits_dtype=logits_dtype)

@@ -1,4 +1,4 @@
-"""Aligned plain-text tables and short texts for numbers, for `megappo plan` and `megappo doctor`."""
+"""Aligned plain-text tables and short texts for numbers and ranks, for what the commands and scripts print."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ FREED_MEMORY = {
 
 
 def set_freed_memory(mode: str) -> bool:
-    """False where this C library cannot be told."""
+    """Set how the C library treats freed memory; False if this one does not take the setting."""
     return all([_libc_call("mallopt", *setting) == 1 for setting in FREED_MEMORY[mode].items()])  # noqa: C419  every call is made
 
 

@@ -1,4 +1,4 @@
-"""What the two benchmarks of log-probs share: plain PyTorch formulations, the fp64 oracle, the reading of shapes."""
+"""Common parts of the two benchmarks of log-probs: plain PyTorch formulations, the fp64 oracle, the reading of shapes."""
 
 from __future__ import annotations
 

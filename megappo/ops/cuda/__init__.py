@@ -1,2 +1,2 @@
-"""What stands between an op and its CUDA kernel where the kernel does not take every call. Ops without a file here go straight to
-the kernel of their name."""
+"""Routes from an op to its CUDA kernel, if the kernel does not take every call. Ops without a file here call the kernel of their
+name."""

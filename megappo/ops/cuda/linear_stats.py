@@ -1,6 +1,6 @@
-"""`linear_stats` by the WGMMA kernel of csrc/linear_stats, which keeps the logits in registers, where that applies.
+"""`linear_stats` by the WGMMA kernel of csrc/linear_stats, which keeps the logits in registers, for calls that it takes.
 
-It applies on Hopper GPUs to bf16 hidden states and weights whose rows are whole 16 bytes, unless the logits themselves are wanted
+It takes, on Hopper GPUs, bf16 hidden states and weights whose rows are whole 16 bytes, unless the logits themselves are wanted
 (`keep_logits`) or restricted to kept ids. Every other call of the op runs in blocks, as it does on other GPUs.
 """
 
@@ -16,20 +16,19 @@ from megappo.ops.linear_stats import stats_in_blocks
 
 
 def usable() -> bool:
-    """Whether this build has the kernel and the process's GPU runs it. False without a GPU: torch raises for its capability
-    there.
-    """
+    """True if this build has the kernel and the process's GPU runs it."""
     archs = library_facts().get("cuda_archs", "")
+    # Without a GPU torch raises for its capability.
     return "9.0a" in archs and torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
 
 def takes(hidden: Tensor, weight: Tensor, kept: Tensor | None, keep_logits: bool) -> bool:
-    """Whether the kernel computes this call: see the head of the file. Tensor maps want rows of a multiple of 16 bytes."""
+    """True if the kernel computes this call; the head of the file has the rule."""
     hidden_size = hidden.shape[1]
     return (
         hidden.dtype == weight.dtype == torch.bfloat16
         and hidden_size > 0
-        and hidden_size % 8 == 0
+        and hidden_size % 8 == 0  # tensor maps want rows of a multiple of 16 bytes
         and kept is None
         and not keep_logits
     )
