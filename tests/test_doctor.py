@@ -123,7 +123,7 @@ TOOLKIT = f"install the toolkit of CUDA 13.0, then CUDA_HOME=/usr/local/cuda-13.
 CPU_TORCH = {"torch": "2.13.0+cpu", "torch_cuda": None, "torch_sees": 0, "library_has_cuda": False}
 CUDA_TORCH = f"pip install --force-reinstall torch===2.13.0, then {BUILD}"
 
-# what differs from a node that fits; the one line, None where nothing is wrong; if the GPUs cannot be used until then
+# what differs from a node that fits; the one line, None if nothing is wrong; if the GPUs cannot be used until then
 STATES = {
     "a node that fits": ({}, None, False),
     "no GPU, no nvcc, CPU torch": (CPU_TORCH | {"gpus": (), "nvcc": None}, None, False),

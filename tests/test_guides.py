@@ -1,4 +1,4 @@
-"""What the guides in docs/ state: keys that exist, scores that the rules give, recipes as their files are."""
+"""Statements of the guides in docs/ hold: keys that exist, scores that the rules give, recipes as their files are."""
 
 import re
 from pathlib import Path

@@ -55,7 +55,7 @@ def read_checkpoint(folder: str | Path) -> dict[str, Tensor]:
 
 
 def policy_tensors(arch: ModelArch, layout: ParallelLayout, rank: int, checkpoint: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What a Megatron rank holds of a checkpoint; padding of the vocabulary is NaN so that nobody can send it unnoticed."""
+    """Part of a checkpoint on a Megatron rank; padding of the vocabulary is NaN so that nobody can send it unnoticed."""
     shapes = local_shapes(arch, layout, rank)
     tensors = {name: torch.full(shape, float("nan")) for name, shape in shapes.items()}
     for piece in megatron_pieces(arch, layout, rank):
@@ -127,7 +127,7 @@ def engine_tensors(arch: ModelArch, checkpoint: dict[str, Tensor], tp: int, rank
 
 
 EXPERTS = "mlp.experts.routed_experts."
-"""Where vLLM keeps the experts of a layer."""
+"""Place of the experts of a layer in vLLM."""
 
 
 def stacked_experts(arch: ModelArch, hf: Mapping[str, Tensor], tp: int, rank: int) -> dict[str, Tensor]:

@@ -68,7 +68,7 @@ def both_sides(arch: ModelArch, layout: ParallelLayout, engine_tp: int) -> tuple
 
 
 def carry_out(plan: list[Move], arch: ModelArch, layout: ParallelLayout, engine_tp: int, checkpoint: dict) -> dict[int, dict]:
-    """What the engines hold after the moves, done one by one on plain tensors."""
+    """Weights of the engines after the moves, done one by one on plain tensors."""
     ranks = range(layout.world_size)
     held = [policy_tensors(arch, layout, rank, checkpoint) for rank in ranks]
     wanted = {rank: engine_tensors(arch, checkpoint, engine_tp, rank % engine_tp) for rank in ranks}

@@ -1,4 +1,4 @@
-"""What the tests of the store run inside their world. Every case is called on all ranks with its own folder and returns
+"""Cases that the tests of the store run inside their world. Every case is called on all ranks with its own folder and returns
 plain data.
 """
 

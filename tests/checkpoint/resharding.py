@@ -254,7 +254,7 @@ def local_optimizer_state(engine, parameter, steps):
 
 
 def place_in(optimizer, parameter, main):
-    """Where in the flattened parameter the tensor that the optimizer updates begins; None where it is another parameter's."""
+    """Offset in the flattened parameter of the tensor that the optimizer updates; None if it is another parameter's."""
     if parameter.dtype == torch.float32:
         offset, remainder = divmod(main.data_ptr() - parameter.data_ptr(), 4)
         return offset if not remainder and 0 <= offset < parameter.numel() else None

@@ -146,7 +146,7 @@ def squares(weight, output, micro):
 
 
 class Run:
-    """What the trainer does between two checkpoints."""
+    """Work of the trainer between two checkpoints."""
 
     def __init__(self, store, groups, seed=0, policy="tp2", critic="pp2", **options) -> None:
         self.store = store
@@ -209,7 +209,7 @@ def differing(one, other):
 
 
 def message(kind, action):
-    """Text of the exception, None where there is none."""
+    """Text of the exception, None if there is none."""
     try:
         action()
     except kind as error:

@@ -1,4 +1,4 @@
-"""What `test_spread.py` runs in its worlds: who writes which bytes of a checkpoint, and how much memory that takes."""
+"""Cases of `test_spread.py` in its worlds: the writer of every byte of a checkpoint, and the memory that writing takes."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def spread(layouts, place, critic, writes, reads, options, changed, share=sharde
 
 
 def by_mains(mine, everyone, rank):
-    """What megappo wrote before it shared out: the first data-parallel rank writes every shard as a whole."""
+    """Checkpoint as megappo wrote it before it shared out: the first data-parallel rank writes every shard as a whole."""
     mains = [entry for entry in mine if is_main_replica(entry.replica_id)]
     return [part for entry in mains for part in cut(entry, 0, entry.data.detach().reshape(-1))]
 

@@ -1,4 +1,4 @@
-"""What one layout writes another one reads, weights and optimizer alike. The cases run in `resharding.py`, in the store's world."""
+"""Another layout reads a checkpoint, weights and optimizer alike. The cases run in `resharding.py`, in the store's world."""
 
 from __future__ import annotations
 

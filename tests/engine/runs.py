@@ -1,4 +1,4 @@
-"""What the engine tests run inside spawned gloo worlds: short PPO-like updates of policy and critic on one recorded batch."""
+"""Runs of the engine tests inside spawned gloo worlds: short PPO-like updates of policy and critic on one recorded batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the Megatron engine does beside the numbers: optimizer sharding, offload, skipped steps, the schedule, budgets.
+"""Behaviour of the Megatron engine beside the numbers: optimizer sharding, offload, skipped steps, the schedule, budgets.
 
 That the numbers do not depend on the layout is measured on the whole PPO step in tests/parity.
 """

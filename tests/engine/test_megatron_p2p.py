@@ -1,4 +1,4 @@
-"""What a pipeline stage does after it sent its output: it waits for nothing more than the message, and keeps none of the data."""
+"""A pipeline stage that sent its output waits for nothing more than the message, and keeps none of the data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What offload copies and when, and what a pass takes to the device. That neither changes a number is held in test_megatron.py."""
+"""Copies of offload and when, and what a pass takes to the device. That neither changes a number is held in test_megatron.py."""
 
 from __future__ import annotations
 

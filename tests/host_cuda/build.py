@@ -81,7 +81,7 @@ def environment(python: str, num_devices: int = 1, **settings: str) -> dict[str,
 
 
 def site() -> str:
-    """What PYTHONPATH starts with in such a process."""
+    """First folder of PYTHONPATH in such a process."""
     return str(HERE / "site")
 
 

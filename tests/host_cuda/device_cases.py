@@ -1,4 +1,4 @@
-"""What the device itself must do, as scenarios of one rank: each returns what the test asserts on."""
+"""Requirements of the device itself, as scenarios of one rank: each returns what the test asserts on."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def memory(rank: int) -> dict[str, Any]:
 
 
 def refusals(rank: int) -> dict[str, str]:
-    """What a GPU refuses."""
+    """Calls that a GPU refuses."""
     cuda, cpu = torch.ones(4, device="cuda"), torch.ones(4)
     indexed = cuda.clone()
     number = cuda * torch.tensor(2.0)

@@ -43,7 +43,7 @@ def operation_in_python(rank: int) -> list[float]:
 
 
 def triton_kernel(rank: int) -> dict[str, Any]:
-    """What a kernel computes, and what is raised where it meets another stream's work without a wait."""
+    """Result of a kernel, and the error if it meets another stream's work without a wait."""
     triton_kernels.install()
     main, side = torch.cuda.current_stream(), torch.cuda.Stream()
     source, target = torch.zeros(SIZE, device="cuda"), torch.zeros(SIZE, device="cuda")

@@ -91,7 +91,7 @@ def on_device(cuda_python, folder: Path, quickstart: Path) -> dict[str, list]:
 
 
 def found(on_device: dict[str, list], name: str) -> list:
-    """What both ranks found."""
+    """Results of both ranks."""
     for finding in on_device[name]:
         assert finding.error is None, finding.error
     return [finding.result for finding in on_device[name]]

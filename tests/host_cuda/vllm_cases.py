@@ -116,7 +116,7 @@ def wrong_parameters(engine: VllmEngine, arch: ModelArch, checkpoint: dict[str, 
 
 
 def of_the_process() -> tuple:
-    """What an engine must leave as it was."""
+    """State that an engine must leave as it was."""
     return (
         torch.cuda.current_stream(),
         torch.cuda.current_device(),
@@ -164,7 +164,7 @@ def pushed_and_asked(rank: int, path: str, tp: int, runner: str, last: bool) -> 
 
 
 def races_without(engine: VllmEngine, waits: str) -> str:
-    """What is raised where both sides write to a parameter in turns, as pushes and sleep do, one of them without its wait."""
+    """The error if both sides write to a parameter in turns, as pushes and sleep do, one of them without its wait."""
     parameter = next(engine.receiver._model.parameters())
     torch.cuda.synchronize()
     try:
@@ -181,7 +181,7 @@ def races_without(engine: VllmEngine, waits: str) -> str:
 
 
 def answer_without_a_wait(engine: VllmEngine) -> str:
-    """What is raised where vLLM answers without its wait for the push. The engine is of no use then."""
+    """The error if vLLM answers without its wait for the push. The engine is of no use then."""
     try:
         with wait_removed("vLLM"):  # it waits at the push already
             engine.push_weights(3, verify=False)

@@ -51,7 +51,7 @@ class Cluster:
         return done.stdout
 
     def job(self, job_id: str) -> dict[str, str]:
-        """What `scontrol show job` says of a job: JobState, Reason, Restarts, ExitCode, ..."""
+        """Facts of `scontrol show job` about a job: JobState, Reason, Restarts, ExitCode, ..."""
         words = self.command("scontrol", "show", "job", "-o", job_id).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 

@@ -1,4 +1,4 @@
-"""Which rank failed first, from what ranks leave behind; the evidence is made by the code and the shell that make it in a job."""
+"""The first rank to fail, from what ranks leave behind; the evidence is made by the code and the shell that make it in a job."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class Submitted:
     log: Path
 
     def ranks(self, attempt: int = 0) -> list[dict]:
-        """What every stand-in printed first, by rank."""
+        """First line of every stand-in, by rank."""
         logs = [self.folder / f"attempt-{attempt}" / f"rank-{rank}.log" for rank in range(NUM_RANKS)]
         return [json.loads(log.read_text().splitlines()[0]) for log in logs]
 

@@ -92,7 +92,7 @@ def are_running(cluster: Cluster, *launched: Launched) -> bool:
 
 @dataclass
 class Story:
-    """What happened to the two runs."""
+    """Events of the two runs."""
 
     folder: Path
     whole: Launched

@@ -10,7 +10,7 @@ from megappo.launch.world import FIRST_PORT, NUM_PORTS, first_host, is_rank, joi
 
 
 def task(rank: int, num_tasks: int, per_node: str, *, local: int, node: int, **more: str) -> dict[str, str]:
-    """What slurmstepd sets for one task of step 2 of job 4711 on gpu03, gpu04, ..."""
+    """Variables that slurmstepd sets for one task of step 2 of job 4711 on gpu03, gpu04, ..."""
     nodes = len(tasks_per_node(per_node))
     return {
         "SLURM_JOB_ID": "4711",

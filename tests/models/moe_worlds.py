@@ -94,7 +94,7 @@ def balance_loss(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def reference(model: transformers.PreTrainedModel, batch: PackedBatch, coefficient: float) -> dict:
-    """What transformers computes one sequence at a time: log-probs, gradients, load, balancing losses.
+    """Results of transformers, one sequence at a time: log-probs, gradients, load, balancing losses.
 
     Gradients are of sum(weight * logprob) + coefficient * (sum over layers of the mean over sequences of the balancing loss).
     """

@@ -1,4 +1,4 @@
-"""Which layouts fit a model, and the sizes that messages recommend."""
+"""Layouts that fit a model, and the sizes that messages recommend."""
 
 import dataclasses
 
@@ -35,7 +35,7 @@ def test_vocabulary_is_padded_to_equal_rows():
     assert [vocab_shard(arch_of({**LLAMA, "vocab_size": 5}), 4, rank) for rank in range(4)] == [(0, 2), (2, 2), (4, 1), (6, 0)]
 
 
-# query heads, KV heads, tp, cp, sizes that work or None where it fits
+# query heads, KV heads, tp, cp, sizes that work or None if it fits
 CP_CASES = [
     (12, 4, 2, 2, None),
     (12, 4, 2, 3, "1, 2, 6"),

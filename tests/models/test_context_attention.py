@@ -29,7 +29,7 @@ def inputs(heads: int, kv_heads: int) -> list[torch.Tensor]:
 
 
 class FusedAttention(torch.nn.Module):
-    """What TransformerEngine's attention asks for and does: numbers of heads that fit its configuration, no window in its ring.
+    """Demands and behaviour of TransformerEngine's attention: numbers of heads that fit its configuration, no window in its ring.
 
     In place of the ring it exchanges tokens for heads itself. The library needs a GPU; `RotaryTEAttention` around it does not.
     """
@@ -182,7 +182,7 @@ def test_a_broken_exchange_is_detected(errors, fault) -> None:
 
 @pytest.mark.parametrize("window", WINDOWS)
 def test_the_whole_in_one_process_equals_the_oracle(window) -> None:
-    """What the ranks are compared with is right: softmax attention, one sequence and one head at a time."""
+    """The oracle of the ranks is right: softmax attention, one sequence and one head at a time."""
     from megappo.data.packing import cu_seqlens_of
     from megappo.models.attention import packed_sequences
 

@@ -117,7 +117,7 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
 
 @pytest.fixture(scope="module")
 def errors(tmp_path_factory) -> dict:
-    """What `compare` gives, the largest of any rank."""
+    """Results of `compare`, the largest of any rank."""
     folder = tmp_path_factory.mktemp("checkpoints")
     for case in CASES:
         torch.save(reference_logits(write_checkpoint(folder / case, case)), folder / f"{case}.pt")

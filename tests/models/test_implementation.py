@@ -1,4 +1,4 @@
-"""Which layers a run has: what a TransformerEngine that does not work says and does, and what a role in fp32 gets."""
+"""Choice of layers: the message and the effect of a TransformerEngine that does not work, and the layers of a role in fp32."""
 
 from __future__ import annotations
 

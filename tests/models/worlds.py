@@ -1,4 +1,4 @@
-"""What the tests of models/ run inside a spawned gloo world."""
+"""Cases that the tests of models/ run inside a spawned gloo world."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def export_all(rank, folder, jobs):
 
 
 def refused_exports(rank, folder):
-    """What export says on this rank to a directory that exists, and to a file where one rank of the last stage must write."""
+    """Messages of export on this rank about a directory that exists, and to a file where one rank of the last stage must write."""
     from megappo.models import hf_export
 
     def message(out):

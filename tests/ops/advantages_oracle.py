@@ -1,4 +1,4 @@
-"""What tests of the advantage ops share: a loop over tokens in fp64 written from the contract, batches, and the comparison."""
+"""Helpers of the advantage tests: a loop over tokens in fp64 written from the contract, batches, and the comparison."""
 
 import importlib
 import math
@@ -23,7 +23,7 @@ def kernels(kernels, monkeypatch):
 
 
 def examples(request):
-    """How many of hypothesis's examples the implementation of this test is quick enough for."""
+    """Number of hypothesis's examples for which the implementation of this test is quick enough."""
     return 60 if request.node.callspec.params["kernels"].split()[0] in ("reference", "cpp") else 6
 
 

@@ -1,4 +1,4 @@
-"""Which implementation a call runs: by the device of its tensors, by what can be loaded here, and by what is left out."""
+"""The implementation that a call runs: by the device of its tensors, by what can be loaded here, and by what is left out."""
 
 import json
 import shutil
@@ -162,7 +162,7 @@ def test_machine_code_serves_its_generation_and_ptx_what_comes_after(archs, capa
 
 
 def on_a_gpu(monkeypatch, tmp_path, capability, cuda="13.0", **facts):
-    """What is said of a library with these facts, beside a torch for this CUDA and a GPU."""
+    """The message about a library with these facts, beside a torch for this CUDA and a GPU."""
     library = tmp_path / "_native.so"
     library.touch()
     copy_facts(library, **facts)

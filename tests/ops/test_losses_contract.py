@@ -1,4 +1,4 @@
-"""What the losses promise beside their values: masks, NaN, layouts of inputs, autograd, compilation, determinism, errors."""
+"""Promises of the losses beside their values: masks, NaN, layouts of inputs, autograd, compilation, determinism, errors."""
 
 import pytest
 import torch

@@ -13,7 +13,7 @@ OPS = sorted(dispatch.selected("cpu"))
 
 
 def first_line(device):
-    """What is said of the first difference."""
+    """The message about the first difference."""
     return next(finding.line(device) for finding in run_checks(device) if not finding.ok)
 
 

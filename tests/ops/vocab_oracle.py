@@ -76,7 +76,7 @@ def run_shards(
     merge: Callable = torch.ops.megappo.vocab_stats_merge,
     backward: Callable = torch.ops.megappo.vocab_logits_backward,
 ) -> Answer:
-    """What the ranks of a tensor-parallel group compute on `device`, one after the other; padding columns hold `junk`."""
+    """Results of the ranks of a tensor-parallel group on `device`, one after the other; padding columns hold `junk`."""
     if isinstance(temperature, Tensor):
         scale = (1.0, temperature.float().reciprocal().to(device))
     else:
@@ -102,7 +102,7 @@ def bits(x: Tensor) -> Tensor:
 
 
 def ulps(got: Tensor, want: Tensor) -> Tensor:
-    """How many numbers of got's half type lie between `got` and the rounded `want`."""
+    """Numbers of got's half type between `got` and the rounded `want`."""
     ordered = [torch.where(b < 0, -32768 - b, b) for b in (bits(got).int(), bits(want.to(got.dtype)).int())]
     return (ordered[0] - ordered[1]).abs()
 

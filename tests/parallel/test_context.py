@@ -51,7 +51,7 @@ LENGTHS = (8, 0, 4, 12)
 
 
 def exchange(rank: int) -> dict:
-    """What gather, the head exchange and their gradients give on this rank. Two ranks, and every rank alone."""
+    """Results of gather, the head exchange and their gradients on this rank. Two ranks, and every rank alone."""
     alone = [dist.new_group([r]) for r in range(2)][rank]
     cu_seqlens = cu_seqlens_of(LENGTHS)
     shard = context_shard(cu_seqlens, dist.group.WORLD, torch.device("cpu"))

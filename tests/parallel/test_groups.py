@@ -1,4 +1,4 @@
-"""How long ranks wait in the groups of a role and at a meeting, and what is said when one does not come."""
+"""Limits of waiting in the groups of a role and at a meeting, and the message when a rank does not come."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def samples() -> list[Sample]:
 
 
 def order_of(config) -> list[list[int]]:
-    """Which samples form which mini-batch: found by what is in it, for the order itself is arbitrary."""
+    """Mini-batches by their samples: found by content, as the order itself is arbitrary."""
     (batch,) = record_rollouts(1, sequences=SEQUENCES, vocab_size=VOCABULARY)
     numbered = batch.with_fields(sequence_fields={"number": torch.arange(SEQUENCES)})
     seed = sample_seed(config.run.seed, 1, -1)

@@ -98,7 +98,7 @@ def written_by_the_policy(folder: str, groups: Any) -> PackedBatch:
 
 
 def curves(measured: Any) -> Curves:
-    """What a user watches, one number for each step."""
+    """Metrics that a user watches, one number for each step."""
     out: Curves = {}
     for role in ("policy", "critic"):
         out[f"{role}/loss"] = [float(step.mean()) for step in measured[role].values["loss"]]

@@ -71,6 +71,6 @@ def test_a_mistake_in_one_layout_is_noticed_between_layouts(faulty, measured, fa
 
 
 def test_no_right_shift_is_invisible_between_layouts(faulty, measured) -> None:
-    """Why the step written out is needed: its gradients are finite, its loss falls, and every layout would agree with it."""
+    """Reason for the step written out: its gradients are finite, its loss falls, and every layout would agree with it."""
     found = {(d.role, d.quantity): d for d in compare(faulty["no right shift"], measured[1]["llama"][BASELINE])}
     assert found["policy", "logprobs"].agrees and not found["critic", "values"].agrees

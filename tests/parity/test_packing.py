@@ -1,4 +1,4 @@
-"""How sequences are laid out is no part of the result: order, padding, and a batch too small for all ranks."""
+"""The layout of sequences is no part of the result: order, padding, and a batch too small for all ranks."""
 
 from __future__ import annotations
 

@@ -210,7 +210,7 @@ def test_what_is_on_the_device_in_every_mode_of_an_engine_is_what_the_phases_say
 
 
 def test_a_checkpoint_needs_no_second_copy_of_the_optimizer(measured):
-    """What is counted while it is written (`RoleMemory.saving`) is what is there."""
+    """The bytes counted while it is written (`RoleMemory.saving`) are those that are there."""
     for *_, (made, copied, optimizer) in measured:
         assert made <= 0.01 * optimizer
         assert copied >= optimizer, "negative control"

@@ -173,7 +173,7 @@ def test_every_relief_of_a_large_recipe_is_a_configuration_that_is_accepted_and_
         found = remedies(plan, role)
         assert found, f"nothing would relieve the {role}"
         for remedy in found:
-            changed = plan_of(*overrides, remedy.override)  # ConfigError where it is refused
+            changed = plan_of(*overrides, remedy.override)  # ConfigError if it is refused
             assert now.total - tightest(changed)[role][0].total == remedy.saved > 0
     with pytest.raises(ConfigError, match="rollout.memory_share"):  # negative control: half the share cannot hold the weights
         large("llama3.1_405b_256gpu", "Llama-3.1-405B-Instruct")("rollout.memory_share=0.23")

@@ -56,7 +56,7 @@ def test_a_recipe_fits_on_its_gpus_and_not_on_a_tenth_of_them(name, shape, param
 
 
 def make_plan_on(config, archs, layouts, world, memory):
-    """The plan, None where it is refused."""
+    """The plan, None if it is refused."""
     try:
         return make_plan(config, archs, layouts, world, "cuda", memory)
     except ConfigError:

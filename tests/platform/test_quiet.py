@@ -1,4 +1,4 @@
-"""What libraries print at their import is kept from the user, and nothing else of theirs."""
+"""Output of libraries at their import is kept from the user, and nothing else of theirs."""
 
 from __future__ import annotations
 

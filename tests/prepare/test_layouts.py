@@ -1,4 +1,4 @@
-"""What cannot work with a model is refused by key, value and fix, before anything is built."""
+"""Layouts that cannot work with a model are refused by key, value and fix, before anything is built."""
 
 import itertools
 import json

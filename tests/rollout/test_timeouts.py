@@ -1,4 +1,4 @@
-"""Who waits how long for a rank that generates late: the limits of the run reach the engine, and its ranks meet first."""
+"""Limits of waiting for a rank that generates late: the limits of the run reach the engine, and its ranks meet first."""
 
 from __future__ import annotations
 

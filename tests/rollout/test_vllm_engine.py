@@ -128,7 +128,7 @@ def limits_of_vllms_groups() -> dict[str, float]:
 
 
 def chat_warmup(engine: VllmEngine, *, filtered: bool = True) -> list[str]:
-    """What vLLM says when it tries the template of chats, as at every start, at the level that a GPU has."""
+    """Log of vLLM when it tries the template of chats, as at every start, at the level that a GPU has."""
     from vllm.renderers.params import ChatParams
 
     logger, said = logging.getLogger("vllm.renderers.base"), logging.Handler()

@@ -1,4 +1,4 @@
-"""What vLLM is told: every switch of the configuration arrives, and what cannot work where a rank sees one GPU is off.
+"""Options of vLLM: every switch of the configuration arrives, and what cannot work where a rank sees one GPU is off.
 
 That vLLM makes of it what is meant on a GPU is checked with its own GPU wheel (scripts/check_gpu_stack.sh).
 """

@@ -40,7 +40,7 @@ def small_cache():
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory, small_cache):
-    """What each script wrote, checked against the oracle."""
+    """Output of each script, checked against the oracle."""
     folder = tmp_path_factory.mktemp("bench")
     found = {}
     for name, (script, shapes, more) in SCRIPTS.items():

@@ -98,7 +98,7 @@ def test_on_gpus_every_part_is_run_or_says_why_not(tmp_path):
 
 
 def test_commands_for_gpus_name_files_and_overrides_that_exist(tmp_path):
-    """What cannot be run here is at least accepted: by the configuration, by the shell's syntax, by the file system."""
+    """Parts that cannot run here are at least accepted: by the configuration, by the shell's syntax, by the file system."""
     from megappo.config.loading import load_config
     from megappo.config.schema import TrainConfig
 

@@ -1,4 +1,4 @@
-"""What a run leaves on disk and on the console, read back by other means than it was written."""
+"""Output of a run on disk and on the console, read back by other means than it was written."""
 
 import io
 import json

@@ -132,7 +132,7 @@ def write_family(folder: Path, family: Family) -> Path:
 
 
 def overrides_of(family: Family, model: Path, output: Path) -> list[str]:
-    """What turns the recipe into a run of seconds. The learning rates are such that two steps can be seen in the weights."""
+    """Overrides that turn the recipe into a run of seconds. The learning rates let two steps be seen in the weights."""
     sizes = [
         f"policy.model={model}",
         f"run.output_dir={output}",

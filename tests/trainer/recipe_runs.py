@@ -1,4 +1,4 @@
-"""What the world of test_recipes.py does: every recipe's first two steps, and a third one after a resume, through `train`."""
+"""Runs in the world of test_recipes.py: every recipe's first two steps, and a third one after a resume, through `train`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is on the device when vLLM starts: it takes what it finds free, so that everything that stays has to be there before."""
+"""Content of the device when vLLM starts: it takes what it finds free, so that everything that stays has to be there before."""
 
 from __future__ import annotations
 

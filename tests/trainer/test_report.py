@@ -1,4 +1,4 @@
-"""What a step reports, against sums written out by hand over two responses."""
+"""Report of a step, against sums written out by hand over two responses."""
 
 import math
 

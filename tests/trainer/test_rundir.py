@@ -1,4 +1,4 @@
-"""Who may write to a run's directory, and what a refused resume leaves in it. One process is the world."""
+"""Runs that may write to a directory, and its state after a refused resume. One process is the world."""
 
 import pytest
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""What a trial times is what a step does: a phase of updates with its way from host memory and back (engine/offload.py)."""
+"""A trial times what a step does: a phase of updates with its way from host memory and back (engine/offload.py)."""
 
 from __future__ import annotations
 

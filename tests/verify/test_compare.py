@@ -1,4 +1,4 @@
-"""What counts as a difference, and which of several is named."""
+"""Differences that count, and the one of several that is named."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def archs_of(run: Run) -> dict[str, ModelArch]:
 
 
 def faults(run: Run) -> list[str]:
-    """What check of a real run would refuse this one."""
+    """The check of a real run that would refuse this one."""
     archs = archs_of(run)
     return [
         message

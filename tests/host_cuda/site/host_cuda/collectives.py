@@ -48,7 +48,7 @@ class HostNccl(dist.ProcessGroupGloo):
         return self._streams[device.index]
 
     def same_call(self, note: str) -> None:
-        """RuntimeError where the ranks are not at the same call."""
+        """Raise RuntimeError if the ranks are not at the same call."""
         self.calls += 1
         note = f"{note} as call {self.calls}"
         mine = torch.tensor(list(note.encode()[:NOTE_BYTES].ljust(NOTE_BYTES)), dtype=torch.uint8)

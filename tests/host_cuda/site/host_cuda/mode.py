@@ -51,7 +51,7 @@ INDEXES = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_inde
 
 @dataclass(frozen=True)
 class Rule:
-    """What the schema of an operation says about it."""
+    """Facts about an operation from its schema."""
 
     name: str
     compute: Callable[..., Any]
@@ -194,7 +194,7 @@ def compute(rule: Rule, func, args, kwargs, flat, spec, device: torch.device) ->
 
 
 def _flattened(args: tuple, kwargs: dict[str, Any]) -> tuple[list, Any]:
-    """(leaves, structure): None where nothing is nested, as in most calls."""
+    """(leaves, structure): None if nothing is nested, as in most calls."""
     flat = [*args, *kwargs.values()]  # torch's general way takes a third of an operation's time
     return tree_flatten((args, kwargs)) if any(isinstance(x, (list, tuple, dict)) for x in flat) else (flat, None)
 
