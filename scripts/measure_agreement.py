@@ -52,6 +52,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
     from megappo.config.schema import RoleConfig, RolloutConfig
     from megappo.engine.build import build_frozen
+    from megappo.engine.factory import EngineSpec
     from megappo.models.hf_config import read_arch
     from megappo.parallel.groups import build_groups
     from megappo.parallel.layout import ParallelLayout
@@ -64,7 +65,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     device = select_device("auto")
     start_alone(device)
     arch, groups = read_arch(arguments.model), build_groups(ParallelLayout(world_size=1))
-    policy = build_frozen("policy", arguments.model, arch, RoleConfig(dtype=arguments.dtype), groups, device=device)
+    policy = build_frozen(EngineSpec("policy", arguments.model, arch, RoleConfig(dtype=arguments.dtype)), groups, device=device)
     engine = VllmEngine(
         arguments.model,
         RolloutConfig(),

@@ -8,7 +8,8 @@ from typing import Any, Protocol
 class StatefulModel(Protocol):
     """A sharded model with its optimizer. All methods are collective.
 
-    State is a dict whose sharded tensors are Megatron-core's ShardedTensor; everything else in it is equal on all ranks.
+    State is a dict. A tensor that ranks hold in parts stands in it as a ShardedTensor, Megatron-core's, whose format
+    `checkpoint/sharded.py` writes; everything else, plain tensors too, is equal on all ranks.
     """
 
     @property

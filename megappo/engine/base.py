@@ -198,6 +198,3 @@ class Engine(StatefulModel, Protocol):
     def lr_scheduler_step(self) -> float:
         """Advance the schedule by one optimizer step; returns the learning rate that this step uses."""
         ...
-
-    def to(self, device: Literal["host", "device"], *, model: bool = True, optimizer: bool = True) -> None:
-        """Move to "host" (offloaded) or "device" (resident). Not collective."""

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 from megappo.config.schema import (
-    FrozenOffloadConfig,
     ModelConfig,
     OffloadConfig,
     ParallelConfig,
@@ -21,11 +20,11 @@ from megappo.config.schema import (
     TimeoutsConfig,
     TrainableConfig,
 )
-from megappo.engine.factory import EngineSpec, ValueHead
+from megappo.engine.factory import EngineSpec
 from megappo.engine.megatron import MegatronEngine
 from megappo.engine.megatron_optimizer import Optimizer, wrap_with_ddp
-from megappo.models.arch import ModelArch
 from megappo.models.build import build_model
+from megappo.models.gpt import PackedModel
 from megappo.models.hf_import import load_pretrained
 from megappo.models.implementation import Implementation, Requested, choose_implementation, implementation_of_role
 from megappo.parallel.groups import ProcessGroups, build_groups, destroy_groups, settle
@@ -54,35 +53,8 @@ class MegatronEngines:
             self._groups_of(layout_of(parallel, dist.get_world_size()))
 
     def build(self, spec: EngineSpec) -> MegatronEngine:
-        section, groups = spec.section, self.groups_for(spec)
-        implementation = self._implementation(section)
-        if spec.total_updates is None:
-            return build_frozen(
-                spec.role,
-                spec.model,
-                spec.arch,
-                section,
-                groups,
-                device=self._device,
-                offload=section.offload if isinstance(section, ReferenceConfig) else FrozenOffloadConfig(),
-                value_head=spec.value_head is not None,
-                implementation=implementation,
-                random_weights=spec.random_weights,
-            )
-        assert isinstance(section, TrainableConfig), f"{spec.role} has no optimizer to train with"
-        return build_trainable(
-            spec.role,
-            spec.model,
-            spec.arch,
-            section,
-            groups,
-            device=self._device,
-            total_updates=spec.total_updates,
-            seed=spec.seed,
-            implementation=implementation,
-            value_head=spec.value_head,
-            random_weights=spec.random_weights,
-        )
+        build = build_frozen if spec.total_updates is None else build_trainable
+        return build(spec, self.groups_for(spec), device=self._device, implementation=self._implementation(spec.section))
 
     def groups_for(self, spec: EngineSpec) -> ProcessGroups:
         """Process groups of the role's layout on this world, made at the first call. Collective."""
@@ -107,83 +79,63 @@ class MegatronEngines:
 
 
 def build_trainable(
-    name: str,
-    path: str,
-    arch: ModelArch,
-    config: TrainableConfig,
-    groups: ProcessGroups,
-    *,
-    device: torch.device,
-    total_updates: int,
-    seed: int,
-    implementation: Implementation = "local",
-    value_head: ValueHead | None = None,
-    random_weights: bool = False,
+    spec: EngineSpec, groups: ProcessGroups, *, device: torch.device, implementation: Implementation = "local"
 ) -> MegatronEngine:
-    """Build a model that trains, loaded from the checkpoint at `path`.
-
-    total_updates: optimizer steps of the whole run, for the schedule. value_head: initial weights of a critic's head; None builds
-    a policy. random_weights: see `EngineSpec`.
-    """
+    """Build a model that trains. `spec.section` is a `TrainableConfig` and `spec.total_updates` a number."""
+    section = spec.section
+    assert isinstance(section, TrainableConfig) and spec.total_updates is not None, f"{spec.role} has no optimizer to train with"
     chunks = build_model(
-        arch,
+        spec.arch,
         groups,
-        dtype=DTYPES[config.dtype],
-        recompute=config.recompute,
-        value_head=value_head is not None,
+        dtype=DTYPES[section.dtype],
+        recompute=section.recompute,
+        value_head=spec.value_head is not None,
         implementation=implementation,
     )
-    if random_weights:
-        _fill_randomly(chunks)
-    else:
-        load_pretrained(chunks, arch, groups, path, value_head=value_head or "zero", seed=seed)
-    wrapped = wrap_with_ddp(chunks, groups, distributed_optimizer=config.optimizer.distributed)
-    optimizer = Optimizer(wrapped, groups, config.optimizer, total_updates)
+    _fill(chunks, spec, groups)
+    wrapped = wrap_with_ddp(chunks, groups, distributed_optimizer=section.optimizer.distributed)
+    optimizer = Optimizer(wrapped, groups, section.optimizer, spec.total_updates)
     engine = MegatronEngine(
-        name,
+        spec.role,
         wrapped,
         groups,
         device=device,
-        micro_batch_tokens=config.micro_batch_tokens,
+        micro_batch_tokens=section.micro_batch_tokens,
         optimizer=optimizer,
-        offload=config.offload,
-        router_aux_coef=config.router_aux_coef,
+        offload=section.offload,
+        router_aux_coef=section.router_aux_coef,
     )
     engine.offload_idle()
     return engine
 
 
 def build_frozen(
-    name: str,
-    path: str,
-    arch: ModelArch,
-    config: RoleConfig,
-    groups: ProcessGroups,
-    *,
-    device: torch.device,
-    offload: FrozenOffloadConfig = FrozenOffloadConfig(),
-    value_head: bool = False,
-    implementation: Implementation = "local",
-    random_weights: bool = False,
+    spec: EngineSpec, groups: ProcessGroups, *, device: torch.device, implementation: Implementation = "local"
 ) -> MegatronEngine:
-    """Build a model that does not train: log-probs, or values with `value_head`."""
-    chunks = build_model(arch, groups, dtype=DTYPES[config.dtype], value_head=value_head, implementation=implementation)
-    if random_weights:
-        _fill_randomly(chunks)
-    else:
-        load_pretrained(chunks, arch, groups, path)
+    """Build a model that does not train. Only a `ReferenceConfig` offloads it: of a trained role's section the rest counts."""
+    section = spec.section
+    value_head = spec.value_head is not None
+    chunks = build_model(spec.arch, groups, dtype=DTYPES[section.dtype], value_head=value_head, implementation=implementation)
+    _fill(chunks, spec, groups)
     for chunk in chunks:
         chunk.requires_grad_(False)
     engine = MegatronEngine(
-        name,
+        spec.role,
         chunks,
         groups,
         device=device,
-        micro_batch_tokens=config.micro_batch_tokens,
-        offload=OffloadConfig(parameters=offload.parameters),
+        micro_batch_tokens=section.micro_batch_tokens,
+        offload=OffloadConfig(parameters=isinstance(section, ReferenceConfig) and section.offload.parameters),
     )
     engine.offload_idle()
     return engine
+
+
+def _fill(chunks: Sequence[PackedModel], spec: EngineSpec, groups: ProcessGroups) -> None:
+    if spec.random_weights:
+        _fill_randomly(chunks)
+    else:
+        load_pretrained(chunks, spec.arch, groups, spec.model, value_head=spec.value_head or "zero", seed=spec.seed)
 
 
 def _fill_randomly(chunks: Sequence[torch.nn.Module]) -> None:

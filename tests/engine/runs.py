@@ -45,6 +45,7 @@ def build_roles(
 ):
     """offload: all parts, none, or those that are named."""
     from megappo.engine.build import build_trainable
+    from megappo.engine.factory import EngineSpec
     from megappo.models.hf_config import read_arch
     from megappo.trainer.roles import Critic, Policy
 
@@ -58,9 +59,9 @@ def build_roles(
         optimizer=OptimizerConfig(lr=1e-3, eps=ADAM_EPS, distributed=distributed),
         offload=offload,
     )
-    build = dict(device=torch.device("cpu"), total_updates=10, seed=0)
-    policy = build_trainable("policy", path, arch, PolicyConfig(model=path, **common), groups, **build)
-    critic = build_trainable("critic", path, arch, CriticConfig(**common), groups, value_head="normal", **build)
+    acts = EngineSpec("policy", path, arch, PolicyConfig(model=path, **common), total_updates=10)
+    values = EngineSpec("critic", path, arch, CriticConfig(**common), value_head="normal", total_updates=10)
+    policy, critic = (build_trainable(spec, groups, device=torch.device("cpu")) for spec in (acts, values))
     return Policy(policy, 0.7, AlgorithmConfig(entropy_coef=0.01)), Critic(critic, 0.2)
 
 
@@ -156,9 +157,11 @@ def freed_bytes(path: str, groups) -> dict[str, int]:
 def schedule(path: str, groups) -> list[float]:
     """Learning rates of ten steps with two warm-up steps and a linear decay to a tenth."""
     from megappo.engine.build import build_trainable
+    from megappo.engine.factory import EngineSpec
     from megappo.models.hf_config import read_arch
 
     optimizer = OptimizerConfig(lr=1.0, lr_schedule="linear", warmup_steps=2, min_lr_ratio=0.1)
     config = PolicyConfig(model=path, dtype="fp32", optimizer=optimizer)
-    engine = build_trainable("policy", path, read_arch(path), config, groups, device=torch.device("cpu"), total_updates=10, seed=0)
+    spec = EngineSpec("policy", path, read_arch(path), config, total_updates=10)
+    engine = build_trainable(spec, groups, device=torch.device("cpu"))
     return [engine.lr_scheduler_step() for _ in range(10)]

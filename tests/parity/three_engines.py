@@ -19,6 +19,7 @@ from torch import Tensor
 from megappo.config.schema import RoleConfig
 from megappo.data.packing import pack
 from megappo.engine.build import build_frozen
+from megappo.engine.factory import EngineSpec
 from megappo.models.hf_config import read_arch
 from megappo.parallel.groups import ProcessGroups, build_groups
 from megappo.parallel.layout import ParallelLayout
@@ -103,9 +104,8 @@ def continue_by_transformers(model: Any) -> tuple[Tokens, float]:
 
 
 def build_megatron(path: str, groups: ProcessGroups, dtype: str) -> Any:
-    return build_frozen(
-        "policy", path, read_arch(path), RoleConfig(dtype=dtype, micro_batch_tokens=256), groups, device=torch.device("cpu")
-    )
+    spec = EngineSpec("policy", path, read_arch(path), RoleConfig(dtype=dtype, micro_batch_tokens=256))
+    return build_frozen(spec, groups, device=torch.device("cpu"))
 
 
 def score_by_megatron(engine: Any) -> list[Tensor]:

@@ -19,11 +19,13 @@ def make_policy(path: str, layout: ParallelLayout, device: torch.device = torch.
     """A policy at temperature 1 in a layout of the world; one step moves its weights by about 1e-2."""
     from megappo.config.schema import AlgorithmConfig, OptimizerConfig, PolicyConfig
     from megappo.engine.build import build_trainable
+    from megappo.engine.factory import EngineSpec
     from megappo.parallel.groups import build_groups
     from megappo.trainer.roles import Policy
 
     config = PolicyConfig(model=path, dtype="fp32", micro_batch_tokens=256, optimizer=OptimizerConfig(lr=1e-2, eps=1e-5))
-    engine = build_trainable("policy", path, read_arch(path), config, build_groups(layout), device=device, total_updates=10, seed=0)
+    spec = EngineSpec("policy", path, read_arch(path), config, total_updates=10)
+    engine = build_trainable(spec, build_groups(layout), device=device)
     return Policy(engine, 1.0, AlgorithmConfig())
 
 

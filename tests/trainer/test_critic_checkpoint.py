@@ -48,13 +48,15 @@ def weights_of(place: Path, run: str, role: str, step: str) -> Weights:
     from megappo.checkpoint.store import CheckpointStore
     from megappo.config.schema import RoleConfig
     from megappo.engine.build import build_frozen
+    from megappo.engine.factory import EngineSpec
     from megappo.models.hf_config import read_arch
     from megappo.parallel.groups import build_groups
     from megappo.parallel.layout import ParallelLayout
 
     path, groups = str(place / "model"), build_groups(ParallelLayout(dist.get_world_size()))
-    config, device = RoleConfig(dtype="fp32"), torch.device("cpu")
-    engine = build_frozen(role, path, read_arch(path), config, groups, device=device, value_head=role == "critic")
+    head = "zero" if role == "critic" else None
+    spec = EngineSpec(role, path, read_arch(path), RoleConfig(dtype="fp32"), value_head=head)
+    engine = build_frozen(spec, groups, device=torch.device("cpu"))
     CheckpointStore(place / "runs" / run / "checkpoints", keep_last=1).load_weights(role, engine, int(step))
     return {name: parameter.detach() for name, parameter in engine.named_parameters().items()}
 
