@@ -353,7 +353,7 @@ def build_parser() -> Parser:
     export.add_argument("run_dir", metavar="RUN_DIR", help="directory of a run (output_dir/name)")
     export.add_argument("output", metavar="OUTPUT", help="directory to write")
     export.add_argument("--step", type=positive_int, metavar="N", help="step of the checkpoint (default: the last)")
-    export.add_argument("--role", choices=("policy", "critic"), default="policy")
+    export.add_argument("--role", metavar="ROLE", default="policy", help="trained role: policy (default) or critic")
     command(
         "doctor", cmd_doctor, "List installed packages, working features, and missing packages with their purpose.", config=None
     )

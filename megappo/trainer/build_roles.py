@@ -6,11 +6,11 @@ The trainer, `verify` and `tune` build their roles here; the factory supplies th
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
-from megappo.config.layout_checks import roles_in_use
-from megappo.config.schema import CriticConfig, RoleConfig, TrainConfig
+from megappo.config.layout_checks import roles_in_use, value_head_of
+from megappo.config.schema import RoleConfig, SftConfig, TrainConfig
 from megappo.engine.base import Engine
 from megappo.engine.factory import EngineFactory, EngineSpec
 from megappo.models.hf_config import read_arch
@@ -83,16 +83,20 @@ def build_role(
     config: TrainConfig, name: str, engines: EngineFactory, total_updates: int | None, *, random_weights: bool = False
 ) -> Role:
     """Build one role. total_updates: None for a frozen role. random_weights: see `EngineSpec`."""
+    spec = replace(spec_of_role(config, name, total_updates), random_weights=random_weights)
+    return ROLES[name](config, engines.build(spec))
+
+
+def spec_of_role(config: TrainConfig | SftConfig, name: str, total_updates: int | None) -> EngineSpec:
+    """Engine of a role that `config` uses. total_updates: None for a frozen role. Reads the architecture from its checkpoint."""
     section: RoleConfig = getattr(config, name)
     _, path = model_paths(config)[name]
-    spec = EngineSpec(
+    return EngineSpec(
         role=name,
         model=path,
         arch=read_arch(path),
         section=section,
-        value_head=section.value_head if isinstance(section, CriticConfig) else None,
+        value_head=value_head_of(section),
         total_updates=total_updates,
         seed=config.run.seed,
-        random_weights=random_weights,
     )
-    return ROLES[name](config, engines.build(spec))

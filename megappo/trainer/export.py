@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 import torch.distributed as dist
 
 from megappo.checkpoint.store import CheckpointStore
+from megappo.config.layout_checks import trained_sections
 from megappo.config.loading import load_config
 from megappo.config.schema import ModelConfig, ParallelConfig, TimeoutsConfig
 from megappo.engine.build import MegatronEngines
-from megappo.engine.factory import EngineSpec
-from megappo.models.hf_config import read_arch
+from megappo.engine.factory import EngineBackend
 from megappo.platform.device import select_device, start_alone
+from megappo.trainer.build_roles import spec_of_role
 from megappo.trainer.rundir import RunDir
 
 
-def export_checkpoint(run: str, output: str, *, role: Literal["policy", "critic"], step: int | None) -> int:
+def export_checkpoint(run: str, output: str, *, role: str, step: int | None, engines: EngineBackend = MegatronEngines) -> int:
     """Export `role` of the run in directory `run` to `output`, which must not exist; returns the step.
 
-    step: None takes the newest valid one. The model is that of the run's resolved configuration. ValueError for a missing run,
-    a missing checkpoint or an existing output.
+    role: a trained one. step: None takes the newest valid one. engines: builds the model of the run's resolved configuration; those
+    of the run. ValueError for a missing run or checkpoint, another role, or an existing output.
     """
     run_dir = RunDir(Path(run))
     if not run_dir.config.is_file():
@@ -33,19 +34,16 @@ def export_checkpoint(run: str, output: str, *, role: Literal["policy", "critic"
     if Path(output).exists():
         raise ValueError(f"{output} exists; export to another directory")
     config = load_config(str(run_dir.config), [])
-    path = config.policy.model if role == "policy" else config.critic.model or config.policy.model
-    section = config.policy if role == "policy" else config.critic
-    spec = EngineSpec(
-        role,
-        path,
-        read_arch(path),
-        section.model_copy(update={"parallel": ParallelConfig()}),
-        value_head="zero" if role == "critic" else None,
-    )
+    if role not in trained_sections(config):
+        raise ValueError(f"--role {role}: checkpoints hold {', '.join(trained_sections(config))}")
+    spec = spec_of_role(config, role, None)
+    alone = spec.section.model_copy(update={"parallel": ParallelConfig()})
+    # The head comes from the checkpoint, whatever it started from.
+    spec = replace(spec, section=alone, value_head="zero" if spec.value_head is not None else None)
     device = select_device("auto")
     start_alone(device)
-    engine = MegatronEngines(ModelConfig(impl="local"), TimeoutsConfig(), device).build(spec)
+    engine = engines(ModelConfig(impl="local"), TimeoutsConfig(), device).build(spec)
     exported = CheckpointStore(run_dir.checkpoints, keep_last=1).load_weights(role, engine, step)
-    engine.export(Path(output), Path(path))
+    engine.export(Path(output), Path(spec.model))
     dist.destroy_process_group()
     return exported

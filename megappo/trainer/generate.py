@@ -12,7 +12,7 @@ from megappo.config.schema import ModelConfig, RoleConfig, RolloutConfig, Timeou
 from megappo.data.prompts import PromptFormat, encode_question
 from megappo.data.tokenizers import load_tokenizer
 from megappo.engine.build import MegatronEngines
-from megappo.engine.factory import EngineSpec
+from megappo.engine.factory import EngineBackend, EngineSpec
 from megappo.models.hf_config import read_arch
 from megappo.platform.device import select_device, start_alone
 from megappo.rollout.build import build_rollout
@@ -31,8 +31,9 @@ def answer(
     temperature: float,
     chat_template: bool,
     dtype: Literal["bf16", "fp32"],
+    engines: EngineBackend = MegatronEngines,
 ) -> list[str]:
-    """Generate one response text per prompt, in one process.
+    """Generate one response text per prompt, in one process. engine: samples. engines: build the model that it samples from.
 
     ValueError for a missing checkpoint, tokenizer or engine, no prompts, a temperature below 0.
     """
@@ -53,8 +54,7 @@ def answer(
     device = select_device("auto")
     start_alone(device)
     timeouts = TimeoutsConfig()
-    engines = MegatronEngines(ModelConfig(impl="local"), timeouts, device)
-    policy = engines.build(EngineSpec("policy", model, arch, RoleConfig(dtype=dtype)))
+    policy = engines(ModelConfig(impl="local"), timeouts, device).build(EngineSpec("policy", model, arch, RoleConfig(dtype=dtype)))
     config = RolloutConfig(engine=engine, max_response_tokens=max_tokens)
     rollout = build_rollout(
         config,

@@ -16,7 +16,7 @@ from megappo.checkpoint.state import StatefulComponent, StatefulModel
 from megappo.checkpoint.store import CheckpointStore
 from megappo.config.batch import step_arithmetic
 from megappo.config.dump import dump_yaml
-from megappo.config.layout_checks import roles_in_use
+from megappo.config.layout_checks import roles_in_use, trained_sections
 from megappo.config.schema import KLConfig, RewardConfig, RolloutConfig, TrainConfig
 from megappo.data.tokenizers import Tokenizer
 from megappo.engine.base import Engine
@@ -200,7 +200,8 @@ def rollout_of(config: TrainConfig, tokenizer: Tokenizer, policy: Engine, device
 
 def updates_of_run(config: TrainConfig, total_steps: int) -> dict[str, int]:
     """Trained role -> optimizer steps of the whole run; the policy takes none in the critic's warm-up."""
-    steps = {"policy": max(1, total_steps - config.critic.warmup_steps), "critic": total_steps}
+    steps = dict.fromkeys(trained_sections(config), total_steps)
+    steps["policy"] = max(1, total_steps - config.critic.warmup_steps)
     return {role: number * step_arithmetic(config).optimizer_steps for role, number in steps.items()}
 
 

@@ -85,6 +85,9 @@ def policy_reads(algorithm: AlgorithmConfig) -> tuple[str, ...]:
 class Policy(LanguageModel):
     """The trained policy."""
 
+    loss_name = "surrogate_sum"
+    """Name of the main loss among the sums of an update."""
+
     def __init__(self, engine: Engine, temperature: float, algorithm: AlgorithmConfig, logits_dtype: LogitsDtype = "fp32") -> None:
         super().__init__(engine, temperature, logits_dtype)
         self._algorithm = algorithm
@@ -146,6 +149,8 @@ class Policy(LanguageModel):
 class Critic:
     """The model of state values V(s_t)."""
 
+    loss_name = "loss_sum"
+    """As the policy's."""
     reads = ("value", "returns", "weight")
     """Names of the batch's fields that the loss reads."""
 

@@ -10,24 +10,27 @@ import torch
 import megappo
 from megappo.checkpoint.identity import identity_of_model
 from megappo.config.dump import dump_yaml
+from megappo.config.layout_checks import role_sections
 from megappo.config.schema import TrainConfig
 from megappo.data.tokenizers import Tokenizer
+from megappo.prepare.layouts import model_paths
 
 
 def run_facts(config: TrainConfig, tokenizer: Tokenizer) -> dict[str, Any]:
     """Facts of a run, JSON-compatible. Layouts may change on resume, the tokenizer and the reference may not."""
-    reference = config.reference.model or config.policy.model
+    in_use = {role: path for role, (_, path) in model_paths(config).items()}
     return {
         "config": dump_yaml(config),
         "tokenizer": tokenizer.fingerprint,
-        "reference": identity_of_model(reference) if config.algorithm.kl.placement != "none" else None,
-        "layouts": {
-            name: role.parallel.model_dump()
-            for name, role in (("policy", config.policy), ("critic", config.critic), ("reference", config.reference))
-        },
-        "versions": {
-            "megappo": megappo.__version__,
-            "torch": torch.__version__,
-            "megatron-core": importlib.metadata.version("megatron-core"),
-        },
+        "reference": identity_of_model(in_use["reference"]) if "reference" in in_use else None,
+        "layouts": {name: section.parallel.model_dump() for name, section in role_sections(config).items()},
+        "versions": {"megappo": megappo.__version__, "torch": torch.__version__, **_megatron_version()},
     }
+
+
+def _megatron_version() -> dict[str, str]:
+    """Empty where another engine runs without it."""
+    try:
+        return {"megatron-core": importlib.metadata.version("megatron-core")}
+    except importlib.metadata.PackageNotFoundError:
+        return {}

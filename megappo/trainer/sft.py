@@ -15,14 +15,14 @@ from megappo.data.packing import PackedBatch
 from megappo.data.prompts import PromptLoader
 from megappo.engine.base import Engine, LanguageOutput, LossOutput
 from megappo.engine.build import MegatronEngines
-from megappo.engine.factory import EngineBackend, EngineSpec
-from megappo.models.hf_config import read_arch
+from megappo.engine.factory import EngineBackend
 from megappo.platform.device import select_device, start_distributed
 from megappo.prepare.data import SftData
 from megappo.telemetry.log import configure_logging
 from megappo.telemetry.metrics import Metric
 from megappo.telemetry.runlog import RunLog
 from megappo.telemetry.timers import StageTimers
+from megappo.trainer.build_roles import spec_of_role
 from megappo.trainer.kernel_selection import select_kernels
 from megappo.trainer.report import expert_metrics
 from megappo.trainer.roles import LanguageModel
@@ -45,11 +45,9 @@ def train_sft(config: SftConfig, data: SftData, engines: EngineBackend = Megatro
     log.note(f"layers: {factory.describe(config.policy)}")
     select_kernels(config.kernels, device, log)
 
-    trainer, path = config.trainer, config.policy.model
+    trainer = config.trainer
     factory.connect([config.policy.parallel])
-    engine = factory.build(
-        EngineSpec("policy", path, read_arch(path), config.policy, total_updates=trainer.steps, seed=config.run.seed)
-    )
+    engine = factory.build(spec_of_role(config, "policy", trainer.steps))
     run_sft(
         engine,
         data.demonstrations,
@@ -60,7 +58,7 @@ def train_sft(config: SftConfig, data: SftData, engines: EngineBackend = Megatro
         settle=factory.settle,
     )
     log.close()
-    engine.export(run_dir.export, Path(path))
+    engine.export(run_dir.export, Path(config.policy.model))
     dist.barrier()
     dist.destroy_process_group()
 

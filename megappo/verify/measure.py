@@ -7,14 +7,14 @@ The stages are those of `trainer/`, and the roles are built as for a run, with e
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from megappo.config.schema import TrainConfig
+from megappo.config.layout_checks import trained_sections
+from megappo.config.schema import ParallelConfig, RoleConfig, TrainConfig
 from megappo.data.packing import PackedBatch
 from megappo.engine.base import Engine, LossFunction, PassResult, StepResult
 from megappo.engine.factory import EngineFactory, EngineSpec
@@ -23,11 +23,11 @@ from megappo.trainer.experience import sample_seed
 from megappo.trainer.roles import add_model_outputs
 from megappo.trainer.shaping import shape_advantages
 from megappo.trainer.updates import mini_batches, run_updates
+from megappo.verify.delegate import DelegatingEngine
 from megappo.verify.gather import Gathered, gather_tensors
 
 # Quantities of a role's updates, one number per mini-batch.
 LOSS, GRAD_NORM = "loss", "gradient norm"
-_LOSS_SUM = {"policy": "surrogate_sum", "critic": "loss_sum"}
 
 
 @dataclass
@@ -74,7 +74,7 @@ def measure(
     updates = max(1, num_samples * algorithm.ppo_epochs // algorithm.mini_batch_size)
     measured: Measured = defaultdict(RoleMeasures)
     recording = _RecordingEngines(engines, measured, gradients)
-    roles = build_roles(config, cast(EngineFactory, recording), {"policy": updates, "critic": updates})
+    roles = build_roles(config, recording, dict.fromkeys(trained_sections(config), updates))
     for step, rollout in enumerate(rollouts, 1):
         batch = add_model_outputs(rollout, roles.policy, roles.critic, roles.reference)
         batch = shape_advantages(batch, batch["score"], algorithm.kl.coef, algorithm)
@@ -84,10 +84,9 @@ def measure(
         seed = sample_seed(config.run.seed, step, -1)
         for role in (roles.critic, roles.policy):
             run_updates(role, mini_batches(batch, algorithm, config.rollout.max_response_tokens, seed))
-        for recorder in recording.recorders:
-            recorder.end_step()
+            recording.recorders[role.engine.name].end_step(role.loss_name)
     if parameters:
-        for recorder in recording.recorders:
+        for recorder in recording.recorders.values():
             recorder.gather_parameters()
     return dict(measured)
 
@@ -110,29 +109,36 @@ class _RecordingEngines:
 
     def __init__(self, engines: EngineFactory, measured: Measured, gradients: bool) -> None:
         self._engines, self._measured, self._gradients = engines, measured, gradients
-        self.recorders: list[_Recorder] = []
+        self.recorders: dict[str, _Recorder] = {}
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engines, name)
-
-    def build(self, spec: EngineSpec) -> Any:
+    def build(self, spec: EngineSpec) -> Engine:
         engine = self._engines.build(spec)
         if spec.total_updates is None:
             return engine
-        self.recorders.append(_Recorder(engine, self._measured[spec.role], self._gradients))
-        return self.recorders[-1]
+        self.recorders[spec.role] = _Recorder(engine, self._measured[spec.role], self._gradients)
+        return self.recorders[spec.role]
+
+    def describe(self, section: RoleConfig) -> str:
+        return self._engines.describe(section)
+
+    def connect(self, parallels: Iterable[ParallelConfig]) -> None:
+        self._engines.connect(parallels)
+
+    def settle(self) -> None:
+        self._engines.settle()
+
+    def close(self) -> None:
+        self._engines.close()
 
 
-class _Recorder:
+class _Recorder(DelegatingEngine):
     """An engine that records its training passes and optimizer steps; everything else is the wrapped engine's."""
 
     def __init__(self, engine: Engine, measures: RoleMeasures, gradients: bool) -> None:
-        self._engine, self._measures, self._wants_gradients = engine, measures, gradients
+        super().__init__(engine)
+        self._measures, self._wants_gradients = measures, gradients
         self._updates: list[dict[str, Tensor]] = []
         self._norms: list[float] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
 
     def forward_backward(
         self,
@@ -155,9 +161,8 @@ class _Recorder:
         self._norms.append(result.grad_norm)
         return result
 
-    def end_step(self) -> None:
-        """Store the updates of the step, one tensor for each metric."""
-        loss = _LOSS_SUM[self._engine.name]
+    def end_step(self, loss: str) -> None:
+        """Store the updates of the step, one tensor for each metric. loss: name of the one that stands for the role's loss."""
         self._measures.add(LOSS, torch.stack([update[loss] for update in self._updates]))
         self._measures.add(GRAD_NORM, torch.tensor(self._norms, dtype=torch.float64))
         for name in self._updates[0]:

@@ -1,0 +1,89 @@
+"""An engine that hands everything to another one: the base of those that change or record a part of it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megappo.data.packing import PackedBatch
+from megappo.engine.base import Engine, LossFunction, PassResult, StepResult
+from megappo.models.arch import ModelArch
+from megappo.models.pieces import RankPieces
+
+
+class DelegatingEngine:
+    """Every method of `engine.base.Engine`, as the wrapped engine has it."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    @property
+    def name(self) -> str:
+        return self._engine.name
+
+    @property
+    def arch(self) -> ModelArch:
+        return self._engine.arch
+
+    @property
+    def value_head(self) -> bool:
+        return self._engine.value_head
+
+    @property
+    def head_names(self) -> tuple[str, ...]:
+        return self._engine.head_names
+
+    def named_parameters(self) -> Mapping[str, torch.nn.Parameter]:
+        return self._engine.named_parameters()
+
+    def named_gradients(self) -> Mapping[str, Tensor]:
+        return self._engine.named_gradients()
+
+    def pieces(self) -> RankPieces:
+        return self._engine.pieces()
+
+    def export(self, directory: Path, source: Path) -> None:
+        self._engine.export(directory, source)
+
+    def train_mode(self) -> AbstractContextManager[None]:
+        return self._engine.train_mode()
+
+    def eval_mode(self) -> AbstractContextManager[None]:
+        return self._engine.eval_mode()
+
+    def forward_backward(
+        self,
+        batch: PackedBatch,
+        loss_fn: LossFunction,
+        *,
+        reads: Collection[str] = (),
+        denominator: float = 1.0,
+        forward_only: bool = False,
+    ) -> PassResult:
+        return self._engine.forward_backward(batch, loss_fn, reads=reads, denominator=denominator, forward_only=forward_only)
+
+    def optimizer_zero_grad(self) -> None:
+        self._engine.optimizer_zero_grad()
+
+    def optimizer_step(self) -> StepResult:
+        return self._engine.optimizer_step()
+
+    def lr_scheduler_step(self) -> float:
+        return self._engine.lr_scheduler_step()
+
+    def save_state(self, *, with_optimizer: bool) -> dict[str, Any]:
+        return self._engine.save_state(with_optimizer=with_optimizer)
+
+    def release_state(self) -> None:
+        self._engine.release_state()
+
+    def state_to_load(self, *, with_optimizer: bool, with_head: bool = True) -> dict[str, Any]:
+        return self._engine.state_to_load(with_optimizer=with_optimizer, with_head=with_head)
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self._engine.load_state(state)
