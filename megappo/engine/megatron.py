@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megappo.config.schema import OffloadConfig
 from megappo.data.packing import PackedBatch
-from megappo.engine.base import LossFunction, LossOutput, PassResult, RouterSummary, StepResult
+from megappo.engine.base import LanguageLoss, LossFunction, LossOutput, PassResult, RouterSummary, StepResult, ValueLoss
 from megappo.engine.linear_output import LinearOutput
 from megappo.engine.megatron_optimizer import Optimizer
 from megappo.engine.megatron_schedule import MicroBatch, MicroBatches, run_schedule
@@ -211,8 +211,11 @@ class MegatronEngine:
     def _compute_loss(
         self, loss_fn: LossFunction, denominator: float, outputs: list[LossOutput], micro: MicroBatch, raw: Tensor
     ) -> tuple[Tensor, Tensor, dict]:
-        model_output: Any = self._model_output(raw, micro.context)
-        output = loss_fn(model_output, micro.batch)
+        model = self.chunks[-1]
+        if isinstance(model, PolicyModel):
+            output = cast(LanguageLoss, loss_fn)(self._language_output(model, raw, micro.context), micro.batch)
+        else:
+            output = cast(ValueLoss, loss_fn)(raw, micro.batch)
         outputs.append(
             LossOutput(
                 tokens={name: value.detach().index_select(0, micro.real) for name, value in output.tokens.items()},
@@ -224,11 +227,8 @@ class MegatronEngine:
         # Megatron normalises by the token count; our loss is normalised already, so a count of one is reported and never used.
         return loss, torch.ones((), dtype=torch.int, device=self.device), {}
 
-    def _model_output(self, raw: Tensor, context: ContextShard | None) -> LinearOutput | Tensor:
-        """The argument of the loss, see `engine.base.LossFunction`. raw: output of the last model chunk."""
-        model = self.chunks[-1]
-        if not isinstance(model, PolicyModel):
-            return raw
+    def _language_output(self, model: PolicyModel, raw: Tensor, context: ContextShard | None) -> LinearOutput:
+        """Argument of a language model's loss. raw: final hidden states, the output of the last model chunk."""
         layout = self.groups.layout
         start, num_valid = vocab_shard(model.arch, layout.tp, self.groups.coordinates.tp)
         return LinearOutput(

@@ -28,6 +28,13 @@ def test_a_run_that_was_stopped_before_its_first_checkpoint(tmp_path: Path) -> N
     assert message(tmp_path, tmp_path / "out") == f"{tmp_path} has no checkpoints"
 
 
+def test_a_role_that_no_checkpoint_holds(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("policy: {model: p}\ndata: {train: t}\n")
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(ValueError, match="--role reference: checkpoints hold policy, critic"):
+        export_checkpoint(str(tmp_path), str(tmp_path / "out"), role="reference", step=None)
+
+
 def test_no_run_and_no_room(tmp_path: Path) -> None:
     assert "holds no run" in message(tmp_path, tmp_path / "out")
     (tmp_path / "config.yaml").write_text("run: {name: ppo}\n")
