@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 import yaml
 
@@ -17,8 +18,9 @@ from tests.trainer.small_run import small_config, write_small_task
 from tests.worlds import spawn_world
 
 STEPS = 2
-# Of one PPO step, and small enough that the tokens drawn are the same.
+# Of one PPO step of several mini-batches: from the second on the ratios are not 1 and the policy's loss is not near 0.
 LOSSES = ("policy/loss", "critic/loss", "policy/grad_norm", "critic/grad_norm", "policy/entropy", "reward/score_mean")
+MINI_BATCH = 8
 FOURTH = "ema"
 
 
@@ -33,6 +35,7 @@ def run(folder: Path, name: str, *, resume: bool = False, stop: bool = False, **
     alone = {"run.num_ranks": 1, "policy.parallel": {}, "critic.parallel": {}, "rollout.engine": "megatron"}
     optimizer = {"lr": 1e-3, "eps": 1e-5, "weight_decay": 0.0, "clip_grad": 0.0}
     alone |= {"policy.optimizer": optimizer, "critic.optimizer": optimizer, "rollout.sampling": {"top_k": 8}}
+    alone |= {"algorithm.mini_batch_size": MINI_BATCH}
     config = small_config(folder, name, steps=STEPS, **alone, **changes)
     path = folder / f"{name}.yaml"
     path.write_text(yaml.safe_dump(config))
@@ -72,7 +75,9 @@ def test_ppo_runs_on_it_with_the_numbers_of_megatron(task: Path) -> None:
     toy, megatron = rows(task, "toy"), rows(task, "megatron")
     assert len(toy) == len(megatron) == STEPS
     for ours, theirs in zip(toy, megatron):
-        assert {name: ours[name] for name in LOSSES} == pytest.approx({name: theirs[name] for name in LOSSES}, rel=1e-3, abs=1e-4)
+        assert ours["policy/updates"] == 32 // MINI_BATCH
+        assert min(abs(theirs[name]) for name in LOSSES) > 1e-3, "a relative tolerance compares something"
+        assert {name: ours[name] for name in LOSSES} == pytest.approx({name: theirs[name] for name in LOSSES}, rel=1e-4)
 
 
 def test_it_learns_and_its_export_is_the_policy(task: Path) -> None:
@@ -88,16 +93,46 @@ def test_its_checkpoint_resumes_to_the_same_weights(task: Path) -> None:
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 
 
+def alone(rank: int, folder: Path) -> tuple[list[str], list[str]]:
+    """The commands that start their own world of one: an export of the interrupted run, and answers of both engines."""
+    from megappo.platform.device import start_alone
+    from megappo.trainer.export import export_checkpoint
+    from megappo.trainer.generate import answer
+
+    dist.destroy_process_group()
+    export_checkpoint(str(folder / "runs" / "toy"), str(folder / "exported"), role="policy", step=None, engines=toy_engines)
+    how: dict[str, Any] = dict(engine="megatron", max_tokens=4, temperature=0.0, chat_template=False, dtype="fp32")
+    how["tokenizer_path"] = str(folder / "model" / "tokenizer.model")
+    prompts = ["1+2=", "7-3="]
+    ours = answer(str(folder / "model"), prompts, **how, engines=toy_engines)
+    theirs = answer(str(folder / "model"), prompts, **how)
+    start_alone(torch.device("cpu"))  # which the test's world leaves
+    return ours, theirs
+
+
+def test_export_and_generate_take_it(task: Path) -> None:
+    [(ours, theirs)] = spawn_world(alone, 1, task)
+    assert ours == theirs and len(ours) == 2
+    exported, trained = transformers.AutoModelForCausalLM.from_pretrained(task / "exported").state_dict(), weights(task, "toy")
+    assert all(torch.equal(exported[name], trained[name]) for name in trained)
+
+
 def four_roles(rank: int, folder: Path) -> list[str]:
-    """A role more: a section of the configuration and an entry of the table, and it is built and asked like the others."""
+    """A role more: a section of the configuration and an entry of the table, and it is built, asked, planned and recorded."""
     from unittest import mock
 
+    from megappo.config import dead_keys
     from megappo.config.schema import ReferenceConfig, TrainConfig
     from megappo.data.packing import pack
+    from megappo.data.tokenizers import load_tokenizer
+    from megappo.plan.estimate import work_out
+    from megappo.plan.phases import phases
+    from megappo.prepare.layouts import check_layouts, read_archs
     from megappo.trainer import build_roles
+    from megappo.trainer.run_facts import run_facts
 
     class WithAverage(TrainConfig):
-        ema: ReferenceConfig = ReferenceConfig()
+        ema: ReferenceConfig = ReferenceConfig(dtype="fp32")
 
     config = WithAverage.model_validate(small_config(folder, "four", steps=1))
     with mock.patch.dict(build_roles.ROLES, {FOURTH: build_roles.ROLES["reference"]}):
@@ -105,6 +140,17 @@ def four_roles(rank: int, folder: Path) -> list[str]:
     batch = pack([[3, 4, 5], [6, 7]])
     averaged: Any = roles.by_name[FOURTH]
     assert torch.equal(averaged.logprobs(batch)[0], roles.policy.logprobs(batch)[0])
+
+    archs = read_archs(config)
+    plan = work_out(config, archs, check_layouts(config, archs, 2), 2, "cpu")
+    (memory,) = plan.memory[FOURTH]
+    assert memory == plan.memory["reference"][0] and memory.resident > 0
+    others = [plan.stage(role, 0).resident for role in ("policy", "critic", "reference")]
+    assert plan.trainer_at_rest(0) == sum(others) + memory.resident
+    assert (f"{FOURTH} log-probs", FOURTH) in [(phase.name, phase.role) for phase in phases(plan, 0)]
+    tokenizer = load_tokenizer(str(folder / "model" / "tokenizer.model"))
+    with mock.patch.dict(dead_keys.RULES, {WithAverage: dead_keys.RULES[TrainConfig]}):  # a class of the test's own
+        assert run_facts(config, tokenizer)["layouts"][FOURTH]["tp"] == 1
     return [*roles.by_name, *roles.trained_engines]
 
 
