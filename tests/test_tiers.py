@@ -36,7 +36,6 @@ SLOW_WORK = [
     started("python", "-m", "torch.distributed.run", "rank.py"),
     started("python", "-W", "ignore", "-m", "megappo", "train", "run.yaml"),
     started(Path("bin/megappo"), "sft", "run.yaml"),
-    started("bash", "-c", "cd / && megappo train run.yaml"),
 ]
 
 
