@@ -240,7 +240,7 @@ def config_of(**changes: object) -> dict:
 def test_dense_layers_among_sparse_ones(changes, dense):
     arch = arch_of(config_of(**changes))
     assert arch.moe.dense_layers == dense and [arch.is_sparse(i) for i in range(4)] == [i not in dense for i in range(4)]
-    assert arch.qk_norm and arch.head_dim == 128
+    assert arch.qk_norm and arch.head_dim == arch.hidden_size // arch.num_heads
 
 
 def test_the_number_of_experts_is_read_in_both_spellings(checkpoints):
