@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 import pytest
 
 TESTS = Path(__file__).parent
-# Folders and files that start ranks, vLLM, Slurm or compilers without `spawn_world`, below tests/.
+# Folders and files, below tests/, that start ranks, vLLM, Slurm, compilers or checks of kernels without `spawn_world`.
 SLOW_PLACES = (
     "bridge/test_vllm_layout.py",
     "engine",
@@ -28,6 +28,7 @@ SLOW_PLACES = (
     "launch/test_local.py",
     "ops/test_linear_stats_cuda.py",
     "ops/test_triton_compile.py",
+    "ops/test_verdicts.py",
     "parity",
     "rollout/test_timeouts.py",
     "scripts",
