@@ -62,6 +62,7 @@ def launch(folder: Path, name: str, steps: int, *options: str) -> Launched:
         "data.prompts_per_step": 16,
         "algorithm.mini_batch_size": 32,
         "policy.optimizer.warmup_steps": 1,
+        "policy.optimizer.lr_schedule": "constant",  # runs of different lengths are compared step by step
         "critic.optimizer.warmup_steps": 1,
         "critic.warmup_steps": 1,
         "trainer.steps": steps,
