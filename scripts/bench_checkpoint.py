@@ -1,7 +1,11 @@
 """Benchmark saves and loads of a policy with its optimizer over gloo: `python scripts/bench_checkpoint.py [--dp 1,2,4,8]`.
 
 For each number of data-parallel ranks: seconds, bytes written, and the rise of a rank's resident memory (the largest of all ranks).
-The rise excludes memory that the process had before and reused; it includes a worker thread's buffers and torch's archive writer.
+The rise excludes memory that the process had before and reused; it includes a worker thread's buffers.
+
+Then what an asynchronous save costs: its stall (`begin_save`, the first one, which plans and allocates, apart) beside a synchronous
+save and beside the stall of torch's own `async_save` of the same tensors, in turn; and, on rank 0 alone, the speed of the hash
+beside that of `cp` and of the disk (write and fsync), of the same file.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ import argparse
 import os
 import re
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -19,6 +24,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -38,13 +44,15 @@ class Cost(NamedTuple):
 
 
 class Row(NamedTuple):
-    """written: bytes of every rank. save, load: of the slowest and of the largest rank."""
+    """written: bytes of every rank. save, load: of the slowest and of the largest rank. stalls: seconds. speeds: bytes/s."""
 
     dp: int
     parameters: int
     written: list[int]
     save: Cost
     load: Cost
+    stalls: dict[str, float]
+    speeds: dict[str, float]
 
 
 class _Parser(argparse.ArgumentParser):
@@ -89,7 +97,8 @@ def measure(dp: int, hidden: int, layers: int, repeats: int) -> Row:
         found = [torch.load(Path(folder, f"rank{rank}.pt"), weights_only=True) for rank in range(dp)]
     written = [entry["written"] for entry in found]
     save, load = (Cost(max(e[what][0] for e in found), max(e[what][1] for e in found)) for what in ("save", "load"))
-    return Row(dp, found[0]["parameters"], written, save, load)
+    stalls = {name: max(entry["stalls"][name] for entry in found) for name in found[0]["stalls"]}
+    return Row(dp, found[0]["parameters"], written, save, load, stalls, found[0]["speeds"])
 
 
 def _rank_main(rank: int, dp: int, hidden: int, layers: int, repeats: int, folder: str) -> None:
@@ -101,8 +110,16 @@ def _rank_main(rank: int, dp: int, hidden: int, layers: int, repeats: int, folde
     engine = _engine(hidden, layers)
     engine.save_state(with_optimizer=True)  # creates the moments
     store = CheckpointStore(Path(folder, "checkpoints"), keep_last=1)
-    saves = [_cost(lambda: store.save(step, {"policy": engine}, {}, {})) for step in range(repeats)]
-    mine = [path for path in Path(folder).rglob("*.distcp") if int(_RANK.search(path.name)[1]) == rank]  # type: ignore[index]
+    stalls = {"first asynchronous save": _seconds(lambda: store.begin_save(0, {"policy": engine}, {}, {}))}
+    store.drain()
+    saves, turns = [], []
+    for step in range(1, 2 * repeats, 2):
+        saves.append(_cost(lambda: store.save(step, {"policy": engine}, {}, {})))
+        stall = _seconds(lambda: store.begin_save(step + 1, {"policy": engine}, {}, {}))
+        turns.append((stall, _seconds(store.drain), *_peer(engine, Path(folder, f"peer{step}"))))
+    names = ("asynchronous save", "  until it is committed", "torch's async_save", "  until it is written")
+    stalls |= {name: statistics.median(values) for name, values in zip(names, zip(*turns))}
+    mine = [path for path in Path(folder, "checkpoints").rglob("*.distcp") if int(_RANK.search(path.name)[1]) == rank]  # type: ignore[index]
     manifest = store.find_resumable({})
     loads = [_cost(lambda: store.restore(manifest, {"policy": engine}, {})) for _ in range(repeats)]
     found = {
@@ -110,6 +127,8 @@ def _rank_main(rank: int, dp: int, hidden: int, layers: int, repeats: int, folde
         "written": sum(path.stat().st_size for path in mine),
         "save": _median(saves),
         "load": _median(loads),
+        "stalls": stalls,
+        "speeds": _speeds(max(mine, key=lambda path: path.stat().st_size), repeats) if rank == 0 else {},
     }
     torch.save(found, Path(folder, f"rank{rank}.pt"))
     dist.barrier()
@@ -145,6 +164,50 @@ def _cost(action: Callable[[], object]) -> Cost:
     return Cost(time.monotonic() - started, _resident("VmHWM") - before)
 
 
+def _seconds(action: Callable[[], object]) -> float:
+    dist.barrier()
+    started = time.monotonic()
+    action()
+    return time.monotonic() - started
+
+
+def _peer(engine: Any, folder: Path) -> tuple[float, float]:
+    """Stall of torch's own asynchronous save of the tensors that this rank writes, and the seconds until they are written."""
+    tensors = {f"{dist.get_rank()}.{number}": tensor for number, tensor in enumerate(engine._optimizer.tensors())}
+    held: list[Any] = []
+    stall = _seconds(lambda: held.append(dcp.async_save(tensors, checkpoint_id=folder)))
+    return stall, _seconds(held[0].result)
+
+
+def _speeds(path: Path, repeats: int) -> dict[str, float]:
+    """Bytes/s of what can be done with a shard file, which is in the page cache; median of `repeats`, in turn."""
+    from megappo.checkpoint.hashing import cores_of_rank, hash_in_chunks
+
+    copy, content = path.with_suffix(".copy"), path.read_bytes()
+
+    def write() -> None:
+        with copy.open("wb") as file:
+            file.write(content)
+            os.fsync(file.fileno())
+
+    cores = cores_of_rank()
+    actions = {
+        "hash, one thread": lambda: hash_in_chunks(path, 1),
+        f"hash, {cores} threads of this rank": lambda: hash_in_chunks(path, cores),
+        f"hash, {os.cpu_count()} threads": lambda: hash_in_chunks(path, os.cpu_count() or 1),
+        "cp": lambda: subprocess.run(["cp", path, copy], check=True),
+        "write and fsync": write,
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in actions}
+    for _ in range(repeats):
+        for name, action in actions.items():
+            started = time.monotonic()
+            action()
+            seconds[name].append(time.monotonic() - started)
+            copy.unlink(missing_ok=True)
+    return {name: path.stat().st_size / statistics.median(values) for name, values in seconds.items()}
+
+
 def _resident(what: str) -> int:
     (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(what))
     return 1024 * int(line.split()[1])
@@ -165,6 +228,10 @@ def report(rows: Sequence[Row]) -> str:
             f"{row.dp:>3}{row.save.seconds:>9.2f}{written:>24}{row.save.growth / MIB:>11.1f}"
             f"{row.load.seconds:>10.2f}{row.load.growth / MIB:>11.1f}"
         )
+    for row in rows:
+        lines += ["", f"dp {row.dp}: stall of a save, seconds (share of a synchronous save of {row.save.seconds:.2f} s)"]
+        lines += [f"  {name:<28}{seconds:>8.3f}{seconds / row.save.seconds:>8.1%}" for name, seconds in row.stalls.items()]
+        lines += [f"  {name:<28}{speed / 1e9:>8.2f} GB/s" for name, speed in row.speeds.items()]
     return "\n".join(lines)
 
 

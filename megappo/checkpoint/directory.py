@@ -1,75 +1,116 @@
 """Directory of a run's checkpoints: list them, publish one atomically, remove old ones. Called on one rank only.
 
-step-20/         complete: its manifest was written before it got this name
-.tmp-step-30.x/  being written, or left by a process that was killed; removed before the next save or load
-bad-step-10/     damaged, set aside by a load for inspection
-LATEST           name of the newest, for people and scripts; loading lists the directories themselves
+step-20/            complete: its manifest was written before it got this name
+.tmp-step-30.x/     being written under lease x (`resilience/lease.py`), or left by a process that was killed
+bad-step-10/        damaged, set aside by a resumed run for inspection
+abandoned-step-40/  newer than the checkpoint that a run went on from
+LATEST              name of the newest, for people and scripts; loading lists the directories themselves
+
+Only a process that holds the run's lease renames or removes anything that it did not write.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import re
+import secrets
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
+from megappo.checkpoint.errors import DamagedCheckpoint, RefusedCheckpoint, UnsafeCheckpoint, unreadable
 from megappo.checkpoint.manifest import Manifest, find_wrong_size, read_manifest, sync_directory, write_synced
 
+logger = logging.getLogger(__name__)
+
+CHECKPOINTS = "checkpoints"
+"""Name of the directory in that of a run."""
 LATEST = "LATEST"
 _STEP = re.compile(r"step-(\d+)")
 _TEMPORARY = ".tmp-"
 
 
 class CheckpointDirectory:
-    """Directory of checkpoints. Names are made from step numbers; links are never followed."""
+    """Directory of checkpoints. Names are made from step numbers; links are never followed.
 
-    def __init__(self, path: Path) -> None:
+    owner: id of the run's lease that this process holds; None leaves everything that others wrote as it is.
+    """
+
+    def __init__(self, path: Path, owner: str | None = None) -> None:
         self.path = path
+        self.owner = owner
 
     def step_path(self, step: int) -> Path:
         return self.path / f"step-{step}"
 
     def steps(self) -> list[int]:
-        """Steps of all checkpoints, newest first, damaged ones included."""
-        if not self.path.is_dir():
+        """Steps of all checkpoints, newest first, damaged ones included. RefusedCheckpoint if the directory cannot be listed."""
+        try:
+            with os.scandir(self.path) as entries:
+                found = [(_STEP.fullmatch(entry.name), entry) for entry in entries]
+                steps = [int(match[1]) for match, entry in found if match and entry.is_dir(follow_symlinks=False)]
+        except FileNotFoundError as error:
+            if os.path.lexists(self.path):  # a link to a file system that is not mounted
+                raise unreadable(error, self.path) from None
             return []
-        found = ((_STEP.fullmatch(entry.name), entry) for entry in self.path.iterdir())
-        steps = (int(match[1]) for match, entry in found if match and entry.is_dir() and not entry.is_symlink())
+        except OSError as error:
+            raise unreadable(error, self.path) from None
         return sorted(steps, reverse=True)
 
-    def read(self, step: int) -> Manifest:
-        """Manifest of a checkpoint whose files all have the right size. ValueError names the fault."""
-        manifest = read_manifest(self.step_path(step))
+    def read_manifest(self, step: int) -> Manifest:
+        """Manifest of a checkpoint; errors as `manifest.read_manifest`. RefusedCheckpoint if it is that of another step."""
+        path = self.step_path(step)
+        if path.is_symlink():
+            raise UnsafeCheckpoint(f"{path} is a symbolic link, which megappo never makes")
+        manifest = read_manifest(path)
         if manifest.step != step:
-            raise ValueError(f"its manifest is that of step {manifest.step}")
-        if wrong := find_wrong_size(self.step_path(step), manifest):
-            raise ValueError(wrong)
+            raise RefusedCheckpoint(
+                f"{path}: its manifest is that of step {manifest.step}; give it back the name step-{manifest.step}"
+            )
+        return manifest
+
+    def read(self, step: int) -> Manifest:
+        """Manifest of a checkpoint whose files all have the right size.
+
+        DamagedCheckpoint names the fault, RefusedCheckpoint a file that cannot be looked at.
+        """
+        manifest = self.read_manifest(step)
+        try:
+            wrong = find_wrong_size(self.step_path(step), manifest)
+        except FileNotFoundError as error:
+            raise DamagedCheckpoint(f"{error.filename} is missing") from None
+        except OSError as error:
+            raise unreadable(error, self.step_path(step)) from None
+        if wrong:
+            raise DamagedCheckpoint(wrong)
         return manifest
 
     def newest(self) -> Manifest | None:
-        """Manifest of the newest complete checkpoint (sizes are checked, contents are not); None if there is none."""
+        """Manifest of the newest complete checkpoint (sizes are checked, contents are not); None if there is none.
+
+        RefusedCheckpoint if a newer one cannot be read.
+        """
         for step in self.steps():
             try:
                 return self.read(step)
-            except ValueError:
+            except DamagedCheckpoint:
                 continue  # the load that follows reports the fault and sets it aside
         return None
 
-    def begin(self, step: int, token: str) -> Path:
+    def begin(self, step: int) -> Path:
         """Make an empty directory for a checkpoint. ValueError if the step exists or the disk lacks the space."""
         self.path.mkdir(parents=True, exist_ok=True)
         self.remove_leftovers()
-        if self.step_path(step).exists():
+        if os.path.lexists(self.step_path(step)):
             raise ValueError(f"{self.step_path(step)} exists already")
-        last = self.newest()
+        last = next(self._complete(), None)
         # 20 % more than the last one: optimizer state may appear after a warm-up.
         needed = int(1.2 * last.total_bytes) if last else 0
         free = shutil.disk_usage(self.path).free
         if free < needed:
-            raise ValueError(
-                f"{self.path} has {free / 2**30:.2f} GiB free, the next checkpoint needs {needed / 2**30:.2f}; free some space"
-            )
-        place = self.path / f"{_TEMPORARY}step-{step}.{token}"
+            raise ValueError(f"{self.path} has {_size(free)} free, the next checkpoint needs {_size(needed)}; free some space")
+        place = _free_name(self.path, f"{_TEMPORARY}step-{step}.{self.owner or secrets.token_hex(4)}")
         place.mkdir()
         return place
 
@@ -78,42 +119,103 @@ class CheckpointDirectory:
         sync_directory(place)  # its entries must be on the disk before its name says that it is complete
         os.rename(place, self.step_path(step))
         sync_directory(self.path)
+        self.point_latest_to(step)
+
+    def point_latest_to(self, step: int) -> None:
+        """Write LATEST, in one atomic replacement. One that cannot be written is a warning."""
         temporary = self.path / f"{_TEMPORARY}{LATEST}"
-        write_synced(temporary, self.step_path(step).name + "\n")
-        os.replace(temporary, self.path / LATEST)
-        sync_directory(self.path)
+        try:
+            write_synced(temporary, self.step_path(step).name + "\n")
+            os.replace(temporary, self.path / LATEST)
+            sync_directory(self.path)
+        except OSError as error:  # no load reads it, and the checkpoint that it should name is complete
+            logger.warning("%s cannot be pointed to step-%d: %s", self.path / LATEST, step, error.strerror)
 
     def retain(self, keep_last: int, step: int) -> list[int]:
-        """Remove all complete checkpoints but the newest `keep_last` and `step`. Damaged ones stay and do not count."""
-        complete = [candidate for candidate in self.steps() if self._is_complete(candidate)]
-        excess = [candidate for candidate in complete[keep_last:] if candidate != step]
-        for candidate in excess:
-            # Renamed first: a kill during the removal leaves no half checkpoint under a valid name.
-            doomed = self.path / f"{_TEMPORARY}removed-step-{candidate}"
-            os.rename(self.step_path(candidate), doomed)
-            shutil.rmtree(doomed)
-        return excess
+        """Remove all complete checkpoints but the newest `keep_last` and `step`; returns those that are gone.
+
+        Damaged ones stay and do not count. One that cannot be removed is a warning.
+        """
+        complete = [manifest.step for manifest in self._complete()]
+        return [candidate for candidate in complete[keep_last:] if candidate != step and self._remove_step(candidate)]
 
     def set_aside(self, step: int) -> Path:
         """Rename a damaged checkpoint to bad-step-N, so that it is not tried again."""
-        target, attempt = self.path / f"bad-step-{step}", 1
-        while target.exists():
-            attempt += 1
-            target = self.path / f"bad-step-{step}.{attempt}"
+        return self._rename(step, f"bad-step-{step}")
+
+    def abandon_newer(self, step: int) -> list[tuple[int, Path]]:
+        """Rename, under a lease, checkpoints that the run does not go on from to abandoned-step-N, as their steps will be saved
+        again, and point LATEST to `step`, from which it does. Returns (step, new path) of each.
+        """
+        if self.owner is None:
+            return []
+        # First, and always: neither a kill between the renames nor a newer one that was set aside leaves the name of what is gone.
+        self.point_latest_to(step)
+        return [(newer, self._rename(newer, f"abandoned-step-{newer}")) for newer in self.steps() if newer > step]
+
+    def remove_leftovers(self) -> None:
+        """Remove leftovers of killed or failed saves, under a lease. One that cannot be removed is a warning."""
+        # The lease says that whoever wrote the leftovers of other leases is gone.
+        if self.owner is None or not self.path.is_dir():
+            return
+        for entry in sorted(self.path.iterdir()):
+            if entry.name.startswith(_TEMPORARY):
+                _remove(entry)
+
+    def _complete(self) -> Iterator[Manifest]:
+        """Manifests of complete checkpoints, newest first. Others are passed over: a save does not depend on them."""
+        for step in self.steps():
+            try:
+                yield self.read(step)
+            except RefusedCheckpoint as error:
+                logger.warning("checkpoint of step %d is passed over: %s", step, error)
+            except DamagedCheckpoint:
+                continue  # stays for a person to look at
+
+    def _remove_step(self, step: int) -> bool:
+        # Renamed first: a kill during the removal leaves no half checkpoint under a valid name.
+        doomed = _free_name(self.path, f"{_TEMPORARY}removed-step-{step}")
+        try:
+            os.rename(self.step_path(step), doomed)
+        except OSError as error:
+            logger.warning("old checkpoint %s cannot be removed: %s", self.step_path(step), error.strerror)
+            return False
+        _remove(doomed)
+        return True
+
+    def _rename(self, step: int, name: str) -> Path:
+        target = _free_name(self.path, name)
         os.rename(self.step_path(step), target)
         return target
 
-    def remove_leftovers(self) -> None:
-        """Remove leftovers of killed or failed saves."""
-        if not self.path.is_dir():
-            return
-        for entry in self.path.iterdir():
-            if entry.name.startswith(_TEMPORARY):
-                shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
 
-    def _is_complete(self, step: int) -> bool:
+def _free_name(folder: Path, name: str) -> Path:
+    """`name`, or the first of name.2, name.3, ... that does not exist."""
+    target, attempt = folder / name, 1
+    while os.path.lexists(target):
+        attempt += 1
+        target = folder / f"{name}.{attempt}"
+    return target
+
+
+def _remove(entry: Path) -> None:
+    """Remove a file, a link or a directory with all that can be removed of it. The rest is a warning."""
+    failed: list[tuple[str, BaseException]] = []
+    if entry.is_dir() and not entry.is_symlink():
+        shutil.rmtree(entry, onerror=lambda _, path, fault: failed.append((path, fault[1])))
+    else:
         try:
-            self.read(step)
-        except ValueError:
-            return False
-        return True
+            entry.unlink()
+        except OSError as error:
+            failed.append((str(entry), error))
+    if failed:  # it costs disk space and nothing else; the next save tries again
+        path, error = failed[0]
+        logger.warning("%s cannot be removed: %s: %s", entry, path, getattr(error, "strerror", error))
+
+
+def _size(num_bytes: int) -> str:
+    """A size in the largest unit of which there is at least one: `1.50 GiB`, `20 KiB`."""
+    for shift, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if num_bytes >= 1 << shift:
+            return f"{num_bytes / (1 << shift):.2f} {unit}"
+    return f"{num_bytes} bytes"

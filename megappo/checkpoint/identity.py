@@ -1,12 +1,16 @@
 """Facts about a run in its checkpoints: some must match on resume, the others are only recorded.
 
-A resumed run with another reference model or tokenizer would train towards something else without any error; layouts and versions
-may change.
+A resumed run with another reference model, another tokenizer or other prompts would train towards something else without any
+error: refused.
+Validation data, the code and the weights of rewards change what is measured or wanted, often on purpose (a mistake was corrected):
+a warning. Layouts, versions, the number of prompts of a step and the length of the run may change. The seed and the order are the
+loader's own to compare. A checkpoint of a megappo that did not record a fact is resumed without comparing it.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,6 +29,8 @@ MUST_MATCH = ("reference", "tokenizer")
 
 def require_same_run(manifest: Manifest, facts: Mapping[str, Any], name: str) -> None:
     """ValueError, in one line, if a fact that must match does not."""
+    if (change := _other_prompts(manifest.facts.get("data"), facts.get("data"))) is not None:
+        raise ValueError(f"{name} was written with other prompts: {change}; restore it, or start a new run in another directory")
     for key in MUST_MATCH:
         saved, now = manifest.facts.get(key), facts.get(key)
         if _identity(saved) != _identity(now):
@@ -32,6 +38,45 @@ def require_same_run(manifest: Manifest, facts: Mapping[str, Any], name: str) ->
                 f"{name} was written with {key} {saved!r}, this run has {now!r}; "
                 "resume with the same one, or start a new run in another directory"
             )
+
+
+def _other_prompts(saved: Mapping[str, Any] | None, now: Mapping[str, Any] | None) -> str | None:
+    """The first difference in the training data, with its key; None if there is none, or nothing was recorded."""
+    if saved is None or now is None:
+        return None
+    if (old := saved["train"])["sha256"] != (new := now["train"])["sha256"]:
+        moved = f"{old['path']} and now {new['path']}" if old["path"] != new["path"] else new["path"]
+        return f"data.train was {moved} of another content (SHA-256 {old['sha256'][:12]}, now {new['sha256'][:12]})"
+    for key, value in now["format"].items():
+        if saved["format"].get(key, value) != value:  # a key of a later megappo is not in older checkpoints
+            return f"data.{key} was {json.dumps(saved['format'][key])} and is {json.dumps(value)}"
+    if saved["template"] != now["template"]:
+        return "the chat template of data.tokenizer has changed"
+    if saved["kept"] != now["kept"]:  # the cursor counts kept prompts
+        return "data.max_prompt_tokens or data.overlong leave out others than before"
+    return None
+
+
+def notable_changes(saved: Mapping[str, Any], now: Mapping[str, Any], name: str) -> list[str]:
+    """Differences from the checkpoint `name` that are allowed and change what is measured or wanted, one line each."""
+    lines = []
+    if (old := saved.get("data")) is not None:
+        new = now["data"]
+        if old["eval"] and new["eval"] and old["eval"]["sha256"] != new["eval"]["sha256"]:
+            lines.append(f"data.eval has another content than at {name}: validation scores before and after are of other prompts")
+        if old["kept"] == new["kept"] and old["tokens"] != new["tokens"]:
+            lines.append(
+                f"the prompts have other token ids than at {name}: another version of megappo or of the tokenizer's package"
+            )
+    if (old := saved.get("reward")) is not None:
+        new = now["reward"]
+        for rule, code in new["code"].items():
+            if old["code"].get(rule, code) != code:
+                lines.append(f"the code of the reward rule {rule} has changed since {name}: scores may not be comparable")
+        changed = [key for key, value in new.items() if key != "code" and old.get(key, value) != value]
+        if changed:
+            lines.append(f"{', '.join(f'reward.{key}' for key in changed)} changed since {name}: scores are not comparable")
+    return lines
 
 
 def _identity(fact: Any) -> Any:

@@ -1,7 +1,8 @@
 """Manifest of a checkpoint: every file with its size and SHA-256, and the facts about the run that wrote it.
 
 The manifest is written last, so a directory without one is not a checkpoint. It detects damage, not forgery: whoever can write
-the files can write the manifest too. Megatron-core itself loads a bit-flipped shard without noticing.
+the files can write the manifest too, unless MEGAPPO_CHECKPOINT_KEY is set (`signature.py`). Megatron-core itself loads a
+bit-flipped shard without noticing.
 """
 
 from __future__ import annotations
@@ -9,19 +10,23 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+import stat
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
+from megappo.checkpoint.errors import DamagedCheckpoint, RefusedCheckpoint, UnsafeCheckpoint, unreadable
+from megappo.checkpoint.hashing import HASHES, cores_of_rank
+from megappo.checkpoint.signature import check_signature, sign
+
 MANIFEST = "manifest.json"
-FORMAT = 1
-_CHUNK_BYTES = 1 << 22
+FORMAT = 2
 
 
 @dataclass(frozen=True)
 class FileEntry:
-    """Size in bytes and SHA-256 (hex) of one file."""
+    """Size in bytes and SHA-256 (hex; see `hashing.py`) of one file."""
 
     bytes: int
     sha256: str
@@ -29,29 +34,23 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """files: path relative to the checkpoint directory -> entry. facts: see `identity.py`."""
+    """files: path relative to the checkpoint directory -> entry. facts: see `identity.py`. format: says how files are hashed."""
 
     step: int
     world_size: int
     model_only: bool
     facts: Mapping[str, Any]
     files: Mapping[str, FileEntry]
+    format: int = FORMAT
 
     @property
     def total_bytes(self) -> int:
         return sum(entry.bytes for entry in self.files.values())
 
 
-def fingerprint_file(path: Path, *, sync: bool = False) -> FileEntry:
-    """Hash a file; `sync` also forces its bytes to the disk. OSError if it is missing."""
-    digest, size = hashlib.sha256(), 0
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            digest.update(chunk)
-            size += len(chunk)
-        if sync:
-            os.fsync(file.fileno())
-    return FileEntry(size, digest.hexdigest())
+def fingerprint_file(path: Path, format: int = FORMAT) -> FileEntry:
+    """Hash a file with all cores of this rank. OSError if it is missing."""
+    return FileEntry(*HASHES[format](path, cores_of_rank()))
 
 
 def write_synced(path: Path, content: str) -> None:
@@ -78,47 +77,118 @@ def list_files(directory: Path) -> list[str]:
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
-    content = {"format": FORMAT, **asdict(manifest)}
-    write_synced(directory / MANIFEST, json.dumps({**content, "sha256": _digest(content)}, indent=1, sort_keys=True))
+    """Write the manifest, signed if MEGAPPO_CHECKPOINT_KEY is set."""
+    content = asdict(manifest)
+    text = _canonical(content)
+    write_synced(directory / MANIFEST, json.dumps({**content, "sha256": _digest(text), **sign(text)}, indent=1, sort_keys=True))
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """Read a manifest. ValueError if it is missing, damaged or of another format."""
+    """Read a manifest; its files are not looked at.
+
+    DamagedCheckpoint if it is missing or torn; RefusedCheckpoint if it cannot be read, has another format or not the signature of
+    MEGAPPO_CHECKPOINT_KEY; UnsafeCheckpoint if it holds what megappo never writes.
+    """
+    name = f"{directory.name}/{MANIFEST}"
+    content, signature = _parse(directory, name)
+    digest = content.pop("sha256", None)
+    text = _canonical(content)
+    if digest != _digest(text):
+        raise DamagedCheckpoint(f"{name} does not match its own checksum")
+    check_signature(text, signature, name)
+    if type(content.get("format")) is not int or content["format"] not in HASHES:
+        raise RefusedCheckpoint(f"{name} has another format than {sorted(HASHES)}; load it with the megappo that wrote it")
+    return _manifest_of(content, name)
+
+
+def _parse(directory: Path, name: str) -> tuple[dict[str, Any], Any]:
+    """Content without the signature, and the signature, which may be anything."""
+    path = directory / MANIFEST
+    if path.is_symlink():
+        raise UnsafeCheckpoint(f"{name} is a symbolic link")
     try:
-        content = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
-        digest = content.pop("sha256")
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise ValueError(f"{directory.name}/{MANIFEST} is missing or not readable ({type(error).__name__})") from None
-    if digest != _digest(content):
-        raise ValueError(f"{directory.name}/{MANIFEST} does not match its own checksum")
-    if content.pop("format") != FORMAT:
-        raise ValueError(f"{directory.name} has another checkpoint format than {FORMAT}; load it with the megappo that wrote it")
-    files = {name: FileEntry(**entry) for name, entry in content.pop("files").items()}
-    return Manifest(files=files, **content)
+        os.listdir(directory)  # a directory that cannot be listed says nothing of what is missing in it
+        raw = path.read_bytes()
+    except FileNotFoundError as error:
+        if not os.path.lexists(directory):
+            raise unreadable(error, directory) from None
+        raise DamagedCheckpoint(f"{name} is missing") from None
+    except OSError as error:
+        raise unreadable(error, path) from None
+    try:
+        content = json.loads(raw)
+        json.dumps(content)  # what is nested almost too deep to read may be too deep to write again
+    except (ValueError, RecursionError) as error:
+        raise DamagedCheckpoint(f"{name} is not JSON ({type(error).__name__})") from None
+    if not isinstance(content, dict):
+        raise DamagedCheckpoint(f"{name} is not a JSON object")
+    return content, content.pop("hmac", None)
 
 
-def find_wrong_size(directory: Path, manifest: Manifest) -> str | None:
-    """First listed file that is missing, is a link, or has another size; None if all are right."""
-    for name, entry in sorted(manifest.files.items()):
+def _manifest_of(content: Mapping[str, Any], name: str) -> Manifest:
+    """The manifest of checked content. UnsafeCheckpoint if its structure is not that of a manifest: nobody tore it."""
+    expected = {"step": int, "world_size": int, "model_only": bool, "facts": dict, "files": dict, "format": int}
+    types = {key: type(value) for key, value in content.items()}
+    if types != expected:
+        key = min(key for key in types.keys() | expected.keys() if types.get(key) is not expected.get(key))
+        raise UnsafeCheckpoint(f"{name}: {key} is missing, unknown or of another type; the file is not from megappo")
+    if content["step"] < 0 or content["world_size"] < 1:
+        raise UnsafeCheckpoint(f"{name}: step {content['step']} of {content['world_size']} ranks; the file is not from megappo")
+    files = {file: _entry_of(file, entry, name) for file, entry in content["files"].items()}
+    return Manifest(**{**content, "files": files})
+
+
+def _entry_of(file: str, entry: Any, name: str) -> FileEntry:
+    path = PurePosixPath(file)
+    encodable = file.isprintable() or file.isascii()  # a lone surrogate names no file
+    if path.as_posix() != file or path.is_absolute() or ".." in path.parts or file == "." or "\0" in file or not encodable:
+        raise UnsafeCheckpoint(f"{name} names {file!r}, which is no file below its directory; the file is not from megappo")
+    try:
+        parsed = FileEntry(**entry)
+    except TypeError:
+        raise UnsafeCheckpoint(f"{name}: {file} has no size and hash; the file is not from megappo") from None
+    if type(parsed.bytes) is not int or parsed.bytes < 0:
+        raise UnsafeCheckpoint(f"{name}: {file} has the size {parsed.bytes!r}; the file is not from megappo")
+    return parsed
+
+
+def find_wrong_size(directory: Path, manifest: Manifest, names: Iterable[str] | None = None) -> str | None:
+    """First of `names` (None: all files) that has another size than the manifest's; None if all are right.
+
+    FileNotFoundError if one is missing, other OSErrors if it cannot be looked at, all with its path; UnsafeCheckpoint for a link.
+    """
+    linked: dict[Path, bool] = {}  # folders are looked at once
+    for name in sorted(manifest.files if names is None else names):
         path = directory / name
-        if path.is_symlink() or not path.is_file():
-            return f"{name} is missing"
-        if path.stat().st_size != entry.bytes:
-            return f"{name} has {path.stat().st_size} bytes instead of {entry.bytes}"
+        for folder in (directory, *(directory / parent for parent in PurePosixPath(name).parents)):
+            if folder not in linked:
+                linked[folder] = folder.is_symlink()
+            if linked[folder]:
+                raise UnsafeCheckpoint(f"{folder} is a symbolic link, which megappo never makes")
+        found = path.lstat()
+        if stat.S_ISLNK(found.st_mode):
+            raise UnsafeCheckpoint(f"{path} is a symbolic link, which megappo never makes")
+        if found.st_size != manifest.files[name].bytes:
+            return f"{name} has {found.st_size} bytes instead of {manifest.files[name].bytes}"
     return None
 
 
 def find_wrong_content(directory: Path, manifest: Manifest, names: list[str]) -> str | None:
-    """First of `names` whose SHA-256 is not the manifest's; None if all are right."""
+    """First of `names` whose SHA-256 is not the manifest's; None if all are right. OSError, with the path, if one is unreadable."""
     for name in names:
         try:
-            found = fingerprint_file(directory / name)
-        except OSError as error:
-            return f"{name} is not readable ({error.strerror})"
+            found = fingerprint_file(directory / name, manifest.format)
+        except OSError as error:  # one of reading, unlike one of opening, does not say of which file
+            raise OSError(error.errno, error.strerror, str(directory / name)) from None
         if found != manifest.files[name]:
             return f"{name} does not match its SHA-256"
     return None
 
 
-def _digest(content: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+def _canonical(content: Mapping[str, Any]) -> bytes:
+    """Bytes that checksum and signature are made of."""
+    return json.dumps(content, sort_keys=True).encode()
+
+
+def _digest(text: bytes) -> str:
+    return hashlib.sha256(text).hexdigest()

@@ -69,16 +69,25 @@ def cut(entry: ShardedTensor, start: int, values: Tensor) -> list[ShardedTensor]
     return found
 
 
-def parts_to_write(mine: list[ShardedTensor], everyone: Sequence[Sequence[ShardedTensor]], rank: int) -> list[ShardedTensor]:
-    """Parts of `mine` that this rank writes. everyone: the shards of all ranks; their data is not needed.
+Holders = dict[Shard, list[int]]
+"""Ranks that hold a copy of a shard and write a part of it."""
 
-    Ranks with copies of the same shards write equal parts of their concatenated bytes, so each border cuts at most one shard.
-    """
-    holders: dict[Shard, list[int]] = {}
+
+def holders_of(everyone: Sequence[Sequence[ShardedTensor]]) -> Holders:
+    """Holders of all shards. everyone: the shards of all ranks; their data is not needed."""
+    holders: Holders = {}
     for holder, theirs in enumerate(everyone):
         for entry in theirs:
             if is_written(entry.replica_id):  # copies over tp (replicated weights) and pp (tied embeddings) are not written
                 holders.setdefault(_shard(entry), []).append(holder)
+    return holders
+
+
+def parts_to_write(mine: list[ShardedTensor], holders: Holders, rank: int) -> list[ShardedTensor]:
+    """Parts of `mine` that this rank writes.
+
+    Ranks with copies of the same shards write equal parts of their concatenated bytes, so each border cuts at most one shard.
+    """
     groups: dict[tuple[int, ...], list[ShardedTensor]] = {}
     for entry in sorted((entry for entry in mine if is_written(entry.replica_id)), key=_shard):
         groups.setdefault(tuple(holders[_shard(entry)]), []).append(entry)

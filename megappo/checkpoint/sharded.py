@@ -1,22 +1,26 @@
 """Save and load the sharded state of one engine in one directory, in Megatron-core's dist_checkpointing format (torch_dist).
 
-The files are Megatron's own, but written in this process (Megatron's writer starts a manager process and forks), by all ranks
-that hold a copy, each a part of it, and read without unpickling. Model and optimizer load in any layout.
+The files are Megatron's own, but described here and written by `files.py` (Megatron's writer starts a manager process and forks),
+by all ranks that hold a copy, each a part of it, and read without unpickling. Model and optimizer load in any layout.
 """
 
 from __future__ import annotations
 
+import hashlib
 import io
+import json
 import os
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from pickle import dumps
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.core import CheckpointingConfig, CheckpointingException, save_config
+from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingConfig, CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, nested_values
 from megatron.core.dist_checkpointing.mapping import (
     LocalNonpersistentObject,
@@ -26,11 +30,7 @@ from megatron.core.dist_checkpointing.mapping import (
     is_main_replica,
 )
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
-from megatron.core.dist_checkpointing.strategies.common import (
-    COMMON_STATE_FNAME,
-    TorchCommonLoadStrategy,
-    TorchCommonSaveStrategy,
-)
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME, TorchCommonLoadStrategy
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreLoadPlanner,
     MCoreSavePlanner,
@@ -43,84 +43,170 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 )
 from megatron.core.dist_checkpointing.validation import determine_global_metadata, validate_sharding_integrity
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, _StorageInfo
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, DEFAULT_SUFFIX, _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from megappo.checkpoint.ranges import parts_to_write
+from megappo.checkpoint.image import FileImage, archive, archive_bytes
+from megappo.checkpoint.ranges import Holders, holders_of, parts_to_write
 from megappo.checkpoint.safe_load import load_index, load_tensors_and_plain_data
-from megappo.parallel.consensus import RankFault, on_every_rank, on_rank_zero
+from megappo.parallel.consensus import RankFault, on_every_rank
 
 OPTIMIZER = "optimizer."
 """Prefix of the optimizer's keys."""
 _EXTRA_STATE = "._extra_state"
 
 
-def save_sharded(state: dict[str, Any], directory: Path) -> None:
-    """Write `state` (tensors wrapped in ShardedTensor, the rest plain and equal on all ranks) into an empty directory.
+@dataclass(frozen=True)
+class _Layout:
+    """Places of the tensors of one state in the files of all ranks.
 
-    Collective over the world. RankFault on every rank if one cannot write. A rank holds at most one tensor in host memory.
+    holders: see `ranges.py`. items: of this rank's file, in order; key, and offset of a tensor, None of an object. index: content
+    of `.metadata`, on rank 0.
     """
-    shards, common = save_preprocess(state, validate_access_integrity=False)
-    assert isinstance(shards, dict), "as the state is"
+
+    fingerprint: bytes
+    holders: Holders
+    items: Sequence[tuple[str, tuple[int, ...] | None]]
+    index: bytes | None
+
+
+class ShardedFiles:
+    """Files of the sharded state of one engine, below `folder`: described as images, which others write.
+
+    The layout is planned at the first save, by all ranks together, and used again while every rank's state is described alike.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+        self._layout: _Layout | None = None
+
+    def images(self, state: dict[str, Any]) -> list[FileImage]:
+        """This rank's files of `state` (tensors wrapped in ShardedTensor, the rest plain and equal on all ranks).
+
+        The images share memory with the state. Collective over the world; RankFault on every rank if one cannot describe its state.
+        """
+        shards, common = save_preprocess(state, validate_access_integrity=False)
+        assert isinstance(shards, dict), "as the state is"
+        entries = list(nested_values(shards))
+        objects = _encoded_objects(entries)
+        fingerprint = _fingerprint(entries, objects)
+        is_planned = self._layout is not None and self._layout.fingerprint == fingerprint
+        # One agreement instead of a plan, for which every rank describes everything to all others.
+        if not all(on_every_rank("comparing the layout of the checkpoint", lambda: is_planned)):
+            self._layout = _plan(shards, common, objects, fingerprint)
+        layout = self._layout
+        assert layout is not None
+        parts = _parts(entries, layout.holders)
+        tensors = {(part.key, tuple(part.global_offset)): part.data for part in parts if part.data is not None}
+        contents = [archive(tensors[key, offset]) if offset is not None else [objects[key]] for key, offset in layout.items]
+        images = [self._image(_shard_file(dist.get_rank()), [piece for content in contents for piece in content])]
+        if layout.index is not None:
+            images.append(self._image(".metadata", [layout.index]))
+        if dist.get_rank() == 0:
+            images.append(self._image(COMMON_STATE_FNAME, [_saved(common)]))
+            images.append(self._image(CONFIG_FNAME, [json.dumps(asdict(CheckpointingConfig("torch_dist", 1))).encode()]))
+        return images
+
+    def _image(self, name: str, pieces: Sequence[bytes | torch.Tensor]) -> FileImage:
+        return FileImage(f"{self._folder}/{name}", pieces)
+
+
+def _shard_file(rank: int) -> str:
+    return f"__{rank}_0{DEFAULT_SUFFIX}"
+
+
+def _saved(data: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(data, buffer)
+    return buffer.getvalue()
+
+
+def _encoded_objects(entries: Sequence[ShardedBase]) -> dict[str, bytes]:
+    """Objects (layers' extra state) that this rank writes, by their unique key, as Megatron encodes them."""
+    by_key: dict[str, list[Any]] = {}
+    for entry in entries:
+        if isinstance(entry, ShardedObject) and is_main_replica(entry.replica_id):
+            by_key.setdefault(entry.unique_key, []).append(entry.data)
+    return {key: _saved(values) for key, values in by_key.items()}
+
+
+def _fingerprint(entries: Sequence[ShardedBase], objects: dict[str, bytes]) -> bytes:
+    """Digest of everything that the layout depends on: all but the values."""
+    described = [repr(entry.without_data()) for entry in entries]
+    return hashlib.sha256(repr((described, [(key, len(value)) for key, value in objects.items()])).encode()).digest()
+
+
+def _plan(shards: dict[str, Any], common: dict[str, Any], objects: dict[str, bytes], fingerprint: bytes) -> _Layout:
+    """Agree with all ranks on the layout. Collective."""
     # Megatron's validation, done here because the shards of all ranks are needed below too.
     _, everyone = determine_global_metadata(shards)
     validate_sharding_integrity(everyone, common_state_dict=common)
-    on_rank_zero(f"writing {COMMON_STATE_FNAME}", lambda: TorchCommonSaveStrategy("torch", 1).save_common(common, str(directory)))
+    holders = holders_of([[entry for entry in theirs if isinstance(entry, ShardedTensor)] for theirs in everyone])
+    by_key: dict[str, list[ShardedBase]] = {}
+    for part in _parts(list(nested_values(shards)), holders):
+        by_key.setdefault(part.key, []).append(part)
+    described = {**mcore_to_pyt_state_dict(by_key), **{key: io.BytesIO(value) for key, value in objects.items()}}
+    planned = _PlanOnly()
     try:
         dcp.save(
-            mcore_to_pyt_state_dict(_written_here(shards, everyone)),
-            storage_writer=_TensorByTensorWriter(directory),
-            planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
+            described, storage_writer=planned, planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
         )
     except CheckpointException as error:
         # torch gathers the faults of all ranks and raises on all, but as a BaseException.
-        raise RankFault(f"writing shards failed on {_first_failure(error)}") from error
-    # Last, as Megatron does it: a directory without this file is not a checkpoint.
-    on_rank_zero("writing metadata.json", lambda: save_config(CheckpointingConfig("torch_dist", 1), str(directory)))
+        raise RankFault(f"planning the shards failed on {_first_failure(error)}") from error
+    return _Layout(fingerprint, holders, planned.items, planned.index)
 
 
-def _written_here(shards: dict[str, Any], everyone: Sequence[Sequence[ShardedBase]]) -> dict[str, list[ShardedBase]]:
-    """Shards that this rank writes, by key. everyone: the shards of all ranks."""
-    entries = list(nested_values(shards))
-    by_key: dict[str, list[ShardedBase]] = {}
-    for entry in entries:
-        if isinstance(entry, ShardedObject) and is_main_replica(entry.replica_id):
-            by_key.setdefault(entry.unique_key, []).append(entry)
-    tensors = [[entry for entry in theirs if isinstance(entry, ShardedTensor)] for theirs in everyone]
-    for part in parts_to_write([entry for entry in entries if isinstance(entry, ShardedTensor)], tensors, dist.get_rank()):
-        by_key.setdefault(part.key, []).append(part)
-    return by_key
+def _parts(entries: Sequence[ShardedBase], holders: Holders) -> list[ShardedTensor]:
+    """Tensors, or parts of them, that this rank writes."""
+    return parts_to_write([entry for entry in entries if isinstance(entry, ShardedTensor)], holders, dist.get_rank())
 
 
-class _TensorByTensorWriter(dcp.FileSystemWriter):
-    """torch's writer, tensor by tensor."""
+class _PlanOnly(dcp.StorageWriter):
+    """Storage for torch's planner that writes nothing: it notes the order of a rank's items and the index of all files.
 
-    # torch's own write_data keeps copies of all tensors until the file is complete, on a GPU in pinned memory, rounded up to powers
-    # of two, which the process never returns.
+    items: see `_Layout`. index: on rank 0.
+    """
+
+    def __init__(self) -> None:
+        self.items: list[tuple[str, tuple[int, ...] | None]] = []
+        self.index: bytes | None = None
+
+    def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
+        pass
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        return plans
+
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        name = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
-        with Path(self.path, name).open("wb") as file:
-            results = [self._write(item, planner, file, name) for item in plan.items]
-            file.flush()
-            os.fsync(file.fileno())
+        name, start, results = _shard_file(dist.get_rank()), 0, []
+        for item in plan.items:
+            data = planner.resolve_data(item)
+            length = archive_bytes(data) if isinstance(data, torch.Tensor) else len(data.getbuffer())
+            results.append(WriteResult(item.index, length, _StorageInfo(name, start, length)))
+            start += length
+            self.items.append((item.index.fqn, None if item.index.offset is None else tuple(item.index.offset)))
         written: Future[list[WriteResult]] = Future()
         written.set_result(results)
         return written
 
-    def _write(self, item: WriteItem, planner: SavePlanner, file: Any, name: str) -> WriteResult:
-        start, data = file.tell(), planner.resolve_data(item)
-        if isinstance(data, io.BytesIO):
-            file.write(data.getbuffer())
-        else:
-            assert isinstance(data, torch.Tensor)
-            tensor = data.detach().cpu()
-            # torch.save writes the whole storage behind a tensor, and most tensors are parts of a buffer.
-            torch.save(tensor.clone() if tensor.untyped_storage().nbytes() != tensor.nbytes else tensor, file)
-        length = file.tell() - start
-        return WriteResult(item.index, length, _StorageInfo(name, start, length))
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        metadata.version = CURRENT_DCP_VERSION
+        metadata.storage_data = {result.index: result.storage_data for theirs in results for result in theirs}
+        self.index = dumps(metadata)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
+        return True
 
 
 def load_sharded(state: dict[str, Any], directory: Path, *, passed_over: tuple[str, ...] = ()) -> dict[str, Any]:

@@ -1,61 +1,85 @@
 """Save and restore a run: engines (sharded), components (JSON) and random generators, all or nothing.
 
 The order of a save makes it safe against a kill at any moment: all files, their hashes, a vote of all ranks, the manifest, one
-rename, LATEST, and only then the removal of old checkpoints. A load verifies every file before it opens one. Knows nothing of the
-trainer.
+rename, LATEST, and only then the removal of old checkpoints. An asynchronous one copies the state first, writes in the background,
+and goes on from the vote at a later step boundary. A load verifies every file before it opens one. Knows nothing of the trainer.
 """
 
 from __future__ import annotations
 
-import json
+import copy
 import logging
-import re
-import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
+from megappo.checkpoint.background import BackgroundWriter, SnapshotFile
+from megappo.checkpoint.components import encode_components, read_components
+from megappo.checkpoint.contents import STATE, engine_folder, rng_file
 from megappo.checkpoint.directory import CheckpointDirectory
+from megappo.checkpoint.errors import DamagedCheckpoint
+from megappo.checkpoint.files import sync_parents, write_file
+from megappo.checkpoint.hashing import cores_of_rank
 from megappo.checkpoint.identity import require_same_run
-from megappo.checkpoint.manifest import (
-    FileEntry,
-    Manifest,
-    find_wrong_content,
-    fingerprint_file,
-    list_files,
-    write_manifest,
-    write_synced,
-)
-from megappo.checkpoint.rng import load_rng, save_rng
-from megappo.checkpoint.sharded import OPTIMIZER, load_sharded, save_sharded
+from megappo.checkpoint.image import FileImage, device_of
+from megappo.checkpoint.manifest import FileEntry, Manifest, find_wrong_size, list_files, write_manifest
+from megappo.checkpoint.rng import encode_rng, load_rng
+from megappo.checkpoint.sharded import OPTIMIZER, ShardedFiles, load_sharded
+from megappo.checkpoint.shared_buffer import SharedBuffer
 from megappo.checkpoint.state import StatefulComponent, StatefulModel
-from megappo.parallel.consensus import RankFault, on_every_rank, on_rank_zero
+from megappo.checkpoint.verification import newest_verified, verify
+from megappo.parallel.consensus import RankFault, on_every_rank, on_rank_zero, warn_once
 
 logger = logging.getLogger(__name__)
-
-_STATE = "state.json"
-# Writer of a file by its name: __3_0.distcp and rng-00003.safetensors are rank 3's, all other files rank 0's.
-_WRITER = re.compile(r"(?:__|rng-0*)(\d+)[_.][^/]*$")
 
 
 class SaveFailed(RuntimeError):
     """A checkpoint was not written; raised on all ranks. Nothing is left of it, and earlier ones are untouched."""
 
 
+@dataclass(frozen=True)
+class PendingSave:
+    """A save whose state is copied and whose files are being written; `CheckpointStore.drain` makes it a checkpoint."""
+
+    step: int
+    place: Path
+    facts: Mapping[str, Any]
+    writer: BackgroundWriter
+
+    def done(self) -> bool:
+        """True if this rank's files are written, or cannot be: `drain` would not wait for this rank. Local, and at once."""
+        return self.writer.is_done()
+
+    def entries(self) -> dict[str, FileEntry]:
+        """Wait for this rank's files; returns their entries. OSError if they could not be written."""
+        return self.writer.result()
+
+
 class CheckpointStore:
     """Checkpoints of one run under `directory`, which all ranks share. Every method is collective.
 
-    keep_last: complete checkpoints that stay. save_only_model: weights only, for export, not for resuming.
+    keep_last: complete checkpoints that stay. save_only_model: weights only, for export, not for resuming. owner: id of the run's
+    lease, the same on every rank; without it what other processes wrote is neither renamed nor removed, damaged or not.
+
+    A loop that does not wait for the disk calls `begin_save` where a save is due, and `drain` at the step boundary where `pending`
+    is done on all ranks, and before it ends; both on all ranks at the same point.
     """
 
-    def __init__(self, directory: str | Path, keep_last: int, save_only_model: bool = False) -> None:
+    def __init__(self, directory: str | Path, keep_last: int, save_only_model: bool = False, owner: str | None = None) -> None:
         if keep_last < 1:
             raise ValueError(f"checkpoint.keep_last = {keep_last}; at least 1 must be kept")
-        self._directory = CheckpointDirectory(Path(directory))
+        self._directory = CheckpointDirectory(Path(directory), owner)
         self._keep_last = keep_last
         self._save_only_model = save_only_model
+        self._files: dict[str, ShardedFiles] = {}  # of every engine, by its name
+        self._buffers: dict[str, SharedBuffer] = {}
+        self._writer = BackgroundWriter()
+        self._pending: PendingSave | None = None
 
     # ------------------------------------------------------------------------------------------------------------ save
 
@@ -68,51 +92,158 @@ class CheckpointStore:
     ) -> Path:
         """Write checkpoint `step`; returns its directory. facts: JSON-compatible, see `identity.py`.
 
-        SaveFailed on every rank if one of them cannot write.
+        This process writes, from the tensors themselves, and needs no host memory for a copy as `begin_save` does. A save in flight
+        is committed first. SaveFailed on every rank if one of them cannot write.
         """
+        self.drain()
+        entries: dict[str, FileEntry] = {}
+        threads = cores_of_rank()
+        with self._all_or_nothing(step), ThreadPoolExecutor(threads) as pool:
+            place = self._prepare(step, engines)
+
+            def write(images: list[FileImage]) -> None:
+                for image in images:
+                    entries[image.name] = FileEntry(*write_file(place / image.name, image.content(), pool, threads))
+                sync_parents(place, entries)
+
+            self._describe(engines, components, lambda name, images: write(images))
+            reports = on_every_rank("writing the checkpoint", lambda: entries)
+            manifest = self._publish(place, step, facts, reports)
+        return self._retain(manifest)
+
+    def begin_save(
+        self,
+        step: int,
+        engines: Mapping[str, StatefulModel],
+        components: Mapping[str, StatefulComponent],
+        facts: Mapping[str, Any],
+    ) -> None:
+        """Copy the state of checkpoint `step` to host memory and let another process of each rank write it.
+
+        When it returns, everything may change: the checkpoint will hold what was there at the call, to the bit. It becomes one with
+        `drain`, at a later step boundary. At most one save is in flight: an earlier one is committed first, and SaveFailed of that
+        one leaves this one not begun (the caller may begin it again). SaveFailed on every rank if one of them cannot copy; what
+        goes wrong after that shows in `drain`.
+
+        Host memory of a rank: its share of the checkpoint (`ranges.py`), from the first call to `close`. Later saves allocate
+        nothing, unless the state grew.
+        """
+        self.drain()
+        files: list[SnapshotFile] = []
+        with self._all_or_nothing(step):
+            place = self._prepare(step, engines, self._writer.start)
+            self._describe(engines, components, lambda name, images: files.extend(self._copy(name, images)))
+        self._writer.submit(place, files)
+        self._pending = PendingSave(step, place, copy.deepcopy(facts), self._writer)
+
+    @property
+    def pending(self) -> PendingSave | None:
+        """The save in flight, if any. Not collective."""
+        return self._pending
+
+    def drain(self) -> Path | None:
+        """Wait until all ranks have written the save in flight, if any, and make it a checkpoint; returns its directory.
+
+        SaveFailed on every rank if one of them could not write, or its writer process was killed: nothing is left of the save, and
+        the next one starts another process.
+        """
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return None
+        with self._all_or_nothing(pending.step):
+            reports = on_every_rank("writing the checkpoint", pending.entries)
+            manifest = self._publish(pending.place, pending.step, pending.facts, reports)
+        return self._retain(manifest)
+
+    def close(self) -> None:
+        """End the writer process and free its memory. Not collective; what is in flight is lost."""
+        self._pending = None
+        self._writer.close()
+        self._buffers.clear()
+
+    @contextmanager
+    def _all_or_nothing(self, step: int) -> Iterator[None]:
+        """SaveFailed for a fault of any rank; nothing is left of the save then."""
         try:
-            place = on_rank_zero("preparing it", lambda: self._directory.begin(step, secrets.token_hex(4)))
-            self._write(place, engines, components)
-            files = self._fingerprint(place)
-            manifest = Manifest(step, dist.get_world_size(), self._save_only_model, facts, files)
-            on_rank_zero("committing the checkpoint", lambda: self._commit(place, manifest))
+            yield
         except RankFault as failure:
             on_rank_zero("removing the failed checkpoint", self._directory.remove_leftovers)
             raise SaveFailed(f"checkpoint of step {step} was not saved: {failure}") from failure
+
+    def _prepare(self, step: int, engines: Mapping[str, StatefulModel], ready: Callable[[], None] = lambda: None) -> Path:
+        """Directory for the files of a new checkpoint. ready: what every rank needs besides, may fail."""
+
+        def begin() -> Path:
+            place = self._directory.begin(step)
+            for name in engines:
+                (place / engine_folder(name)).mkdir(parents=True)
+            return place
+
+        def look() -> None:
+            _require_shared(place)
+            ready()
+
+        place = on_rank_zero("preparing it", begin)
+        on_every_rank("looking for the checkpoint directory", look)
+        return place
+
+    def _describe(
+        self,
+        engines: Mapping[str, StatefulModel],
+        components: Mapping[str, StatefulComponent],
+        take: Callable[[str, list[FileImage]], None],
+    ) -> None:
+        """Describe this rank's files, an engine at a time, and let `take` copy or write them before the state may change."""
+        for name, engine in engines.items():
+            try:
+                state = engine.save_state(with_optimizer=not self._save_only_model)
+                images = self._files.setdefault(name, ShardedFiles(engine_folder(name))).images(state)
+                on_every_rank(f"writing {name}", lambda: take(name, images))
+            finally:  # also after a failure: the state that it brought to the device can be offloaded again
+                engine.release_state()
+        if self._save_only_model:
+            return
+        state = encode_components(components)
+        small = [FileImage(STATE, [state.encode()])] if dist.get_rank() == 0 else []
+        on_every_rank(
+            "writing random states",
+            lambda: take("", [*small, FileImage(rng_file(dist.get_rank()), [encode_rng()])]),
+        )
+
+    def _copy(self, key: str, images: list[FileImage]) -> list[SnapshotFile]:
+        """Copy images to the buffer of this key, which is kept for the next save."""
+        needed = sum(image.nbytes for image in images)
+        buffer = self._buffers.get(key)
+        if buffer is None or buffer.nbytes < needed:
+            self._buffers.pop(key, None)
+            del buffer  # freed before the larger one is allocated
+            buffer = self._buffers[key] = SharedBuffer(needed, device_of(images))
+        starts = buffer.take(images)
+        return [SnapshotFile(image.name, buffer, start, image.nbytes) for image, start in zip(images, starts)]
+
+    def _publish(self, place: Path, step: int, facts: Mapping[str, Any], reports: Sequence[Mapping[str, FileEntry]]) -> Manifest:
+        """Make the written files a checkpoint. reports: the entries of every rank's files."""
+        files = {name: entry for report in reports for name, entry in report.items()}
+        manifest = Manifest(step, dist.get_world_size(), self._save_only_model, facts, files)
+        on_rank_zero("committing the checkpoint", lambda: self._commit(place, manifest))
+        return manifest
+
+    def _retain(self, manifest: Manifest) -> Path:
+        """Remove old checkpoints, now that this one is complete; returns its directory."""
+        step = manifest.step
         removed = on_rank_zero("removing old checkpoints", lambda: self._directory.retain(self._keep_last, step))
         if dist.get_rank() == 0:
             logger.info("saved step-%d (%.1f MB)%s", step, manifest.total_bytes / 1e6, f", removed {removed}" if removed else "")
         return self._directory.step_path(step)
 
-    def _write(self, place: Path, engines: Mapping[str, StatefulModel], components: Mapping[str, StatefulComponent]) -> None:
-        on_every_rank("looking for the checkpoint directory", lambda: _require_shared(place))
-        for name, engine in engines.items():
-            target = place / "megatron" / name
-            on_rank_zero(f"creating {target.name}", lambda: target.mkdir(parents=True))
-            try:
-                save_sharded(engine.save_state(with_optimizer=not self._save_only_model), target)
-            finally:  # also after a failure: the state that it brought to the device can be offloaded again
-                engine.release_state()
-        if self._save_only_model:
-            return
-        state = _as_json(components)
-        on_rank_zero("writing the trainer's state", lambda: write_synced(place / _STATE, state))
-        on_every_rank("writing random states", lambda: save_rng(place / _rng_file(dist.get_rank())))
-
-    def _fingerprint(self, place: Path) -> dict[str, FileEntry]:
-        """Hash and sync every file, on the rank that wrote it; returns all entries."""
-        rank = dist.get_rank()
-        # Each rank reads its own files, so a torn write is found by its writer. `_commit` requires every file to be reported.
-        reports = on_every_rank(
-            "reading the checkpoint back",
-            lambda: {name: fingerprint_file(place / name, sync=True) for name in list_files(place) if _writer(name) == rank},
-        )
-        return {name: entry for report in reports for name, entry in report.items()}
-
     def _commit(self, place: Path, manifest: Manifest) -> None:
         unreported = set(list_files(place)) ^ set(manifest.files)
         if unreported:
             raise ValueError(f"files that no rank reported: {sorted(unreported)}")
+        # Nothing is read back, but a file that this rank sees otherwise than its writer did is found before the older ones go.
+        wrong = find_wrong_size(place, manifest)
+        if wrong:
+            raise ValueError(wrong)
         write_manifest(place, manifest)
         self._directory.publish(place, manifest.step)
 
@@ -127,12 +258,13 @@ class CheckpointStore:
         """Restore the newest valid checkpoint and return its step: `find_resumable`, then `restore`."""
         return self.restore(self.find_resumable(facts), engines, components)
 
-    def find_resumable(self, facts: Mapping[str, Any]) -> Manifest:
-        """Find the newest valid checkpoint, before anything is built. Damaged ones are renamed to bad-step-N.
+    def find_resumable(self, facts: Mapping[str, Any], skip: Collection[int] = ()) -> Manifest:
+        """Find the newest valid checkpoint, before anything is built. Under a lease, damaged ones are renamed to bad-step-N.
 
-        ValueError if there is no valid checkpoint, it holds weights only, or facts that must match do not.
+        skip: steps not to take; `restore` renames them. ValueError if there is no valid checkpoint, it holds weights only, or facts
+        that must match do not; RefusedCheckpoint if one cannot be read.
         """
-        manifest = self._newest_verified()
+        manifest = newest_verified(self._directory, skip)
         source = self._directory.step_path(manifest.step)
         if manifest.model_only:
             raise ValueError(
@@ -145,16 +277,22 @@ class CheckpointStore:
     def restore(self, manifest: Manifest, engines: Mapping[str, StatefulModel], components: Mapping[str, StatefulComponent]) -> int:
         """Load the checkpoint that `find_resumable` verified; returns its step.
 
-        Weights and optimizer load in any layout; random states only with the same number of ranks.
+        Weights and optimizer load in any layout; random states only with the same number of ranks. Under a lease, newer checkpoints
+        are then renamed to abandoned-step-N: the run will save their steps again.
         """
         source = self._directory.step_path(manifest.step)
-        state = _read_state(source, components)
+        state = read_components(source, components)
         for name, engine in engines.items():
-            engine.load_state(load_sharded(engine.state_to_load(with_optimizer=True), source / "megatron" / name))
+            engine.load_state(load_sharded(engine.state_to_load(with_optimizer=True), source / engine_folder(name)))
         for name, component in components.items():
             component.load_state_dict(state[name])
         # Last: building and loading draw random numbers too.
         self._restore_rng(source, manifest)
+        # After all that can fail: a resume that is refused renames nothing that is valid.
+        for step, path in on_rank_zero("setting newer checkpoints aside", lambda: self._directory.abandon_newer(manifest.step)):
+            warn_once(
+                logger, "step-%d is newer than step-%d, from which the run goes on; renamed to %s", step, manifest.step, path.name
+            )
         return manifest.step
 
     def load_weights(self, name: str, engine: StatefulModel, step: int | None = None, *, with_head: bool = True) -> int:
@@ -164,8 +302,8 @@ class CheckpointStore:
         checkpoint may have another one or none: a critic takes a policy's layers. ValueError if there is no such valid checkpoint
         or engine.
         """
-        manifest = self._newest_verified() if step is None else self._verified(step)
-        source = self._directory.step_path(manifest.step) / "megatron" / name
+        manifest = newest_verified(self._directory) if step is None else self._verified(step)
+        source = self._directory.step_path(manifest.step) / engine_folder(name)
         if not on_rank_zero("looking for the weights", source.is_dir):
             raise ValueError(f"{source} does not exist: the checkpoint holds no {name}")
         state = engine.state_to_load(with_optimizer=False, with_head=with_head)
@@ -174,45 +312,20 @@ class CheckpointStore:
         return manifest.step
 
     def _verified(self, step: int) -> Manifest:
-        manifest, fault = self._verify(step)
-        if manifest is None:
-            raise ValueError(
-                f"{self._directory.step_path(step)}: {fault}; steps there: {on_rank_zero('listing', self._directory.steps)}"
-            )
-        return manifest
-
-    def _newest_verified(self) -> Manifest:
-        steps = on_rank_zero("looking for checkpoints", self._tidy_steps)
-        for step in steps:
-            manifest, fault = self._verify(step)
-            if manifest is not None:
-                return manifest
-            aside = on_rank_zero("setting a damaged checkpoint aside", lambda: self._directory.set_aside(step))
-            _warn("step-%d is damaged (%s); renamed to %s, trying the next older one", step, fault, aside.name)
-        found = f"{len(steps)} damaged checkpoints and no valid one" if steps else "no checkpoint"
-        raise ValueError(f"{self._directory.path} holds {found}; start without --resume")
-
-    def _tidy_steps(self) -> list[int]:
-        self._directory.remove_leftovers()
-        return self._directory.steps()
-
-    def _verify(self, step: int) -> tuple[Manifest | None, str]:
-        """Check manifest, sizes and all hashes, with the files divided among the ranks. The same result on every rank."""
-        manifest, fault = on_rank_zero("reading the manifest", lambda: _attempt_read(self._directory, step))
-        if manifest is None:
-            return None, fault
-        # Any rank can hash any file: the directory is shared.
-        mine = sorted(manifest.files)[dist.get_rank() :: dist.get_world_size()]
-        place = self._directory.step_path(step)
-        faults = on_every_rank("verifying the checkpoint", lambda: find_wrong_content(place, manifest, mine))
-        found = [fault for fault in faults if fault is not None]
-        return (None, found[0]) if found else (manifest, "")
+        path, there = self._directory.step_path(step), on_rank_zero("looking for checkpoints", self._directory.steps)
+        if step not in there:
+            raise ValueError(f"{path} does not exist; steps there: {there}")
+        try:
+            return verify(self._directory, step)
+        except DamagedCheckpoint as error:
+            raise DamagedCheckpoint(f"{path}: {error}; steps there: {there}") from None
 
     def _restore_rng(self, source: Path, manifest: Manifest) -> None:
         if manifest.world_size == dist.get_world_size():
-            on_every_rank("restoring random states", lambda: load_rng(source / _rng_file(dist.get_rank())))
+            on_every_rank("restoring random states", lambda: load_rng(source / rng_file(dist.get_rank())))
         else:
-            _warn(
+            warn_once(
+                logger,
                 "%s was written by %d ranks, this run has %d: random generators start from the seed",
                 source.name,
                 manifest.world_size,
@@ -220,60 +333,6 @@ class CheckpointStore:
             )
 
 
-def _warn(text: str, *values: Any) -> None:
-    """Log a warning once, not on every rank."""
-    if dist.get_rank() == 0:
-        logger.warning(text, *values)
-
-
-def _attempt_read(directory: CheckpointDirectory, step: int) -> tuple[Manifest | None, str]:
-    try:
-        return directory.read(step), ""
-    except ValueError as error:
-        return None, str(error)
-
-
 def _require_shared(place: Path) -> None:
     if not place.is_dir():
         raise ValueError(f"{place}, created by rank 0, is not visible here; the run directory must be on a shared file system")
-
-
-def _writer(name: str) -> int:
-    match = _WRITER.search(name)
-    return int(match[1]) if match else 0
-
-
-def _rng_file(rank: int) -> str:
-    return f"rng-{rank:05d}.safetensors"
-
-
-def _as_json(components: Mapping[str, StatefulComponent]) -> str:
-    """Encode the state of all components. RankFault if it is not plain data or differs between ranks."""
-    encoded = on_every_rank(
-        "encoding the trainer's state",
-        lambda: {name: _encode(name, component.state_dict()) for name, component in components.items()},
-    )
-    for name, text in encoded[0].items():  # only rank 0's is written, so the others must equal it
-        differing = [rank for rank, theirs in enumerate(encoded) if theirs.get(name) != text]
-        if differing:
-            raise RankFault(f"state of {name} on ranks {differing} differs from rank 0's")
-    return json.dumps({name: json.loads(text) for name, text in encoded[0].items()}, indent=1)
-
-
-def _encode(name: str, state: dict[str, Any]) -> str:
-    try:
-        text = json.dumps(state, allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"state of {name} is not plain data: {error}") from None
-    if json.loads(text) != state:
-        raise ValueError(f"state of {name} changes on the way through JSON (tuples, or keys that are not strings)")
-    return text
-
-
-def _read_state(source: Path, components: Mapping[str, StatefulComponent]) -> dict[str, Any]:
-    state = json.loads((source / _STATE).read_text(encoding="utf-8"))
-    if state.keys() != components.keys():
-        raise ValueError(
-            f"{source.name} holds the state of {sorted(state)}, this run has {sorted(components)}; resume with the same megappo"
-        )
-    return state

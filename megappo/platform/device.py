@@ -14,6 +14,14 @@ from megappo.platform import cpu
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 """Names of the configuration -> torch types."""
+# Read when the first group is made. After a timeout NCCL's watchdog ends the process (3, torch's default) and leaves the last
+# exchanges of every rank, for which it has to record them.
+_NCCL_DEFAULTS = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",
+    "TORCH_NCCL_ENABLE_MONITORING": "1",
+    "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+}
 
 
 def select_device(requested: Literal["auto", "cpu", "cuda"]) -> torch.device:
@@ -54,6 +62,8 @@ def start_distributed(device: torch.device, timeouts: TimeoutsConfig = TimeoutsC
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        for name, value in _NCCL_DEFAULTS.items():
+            os.environ.setdefault(name, value)
     else:
         cpu.install()
     if not dist.is_initialized():
@@ -89,3 +99,8 @@ def set_limit(group: dist.ProcessGroup, seconds: float, *, device_only: bool = F
     for backend in backends.values():
         if not (device_only and backend is backends.get("cpu")):  # a group of gloo alone has it for both devices
             backend._set_default_timeout(timedelta(seconds=seconds))
+
+
+def limit_of(group: dist.ProcessGroup) -> float:
+    """Timeout of this group's exchanges in seconds, as `set_limit` has set it without `device_only`."""
+    return group._get_backend(group._device_types[0]).options._timeout.total_seconds()

@@ -4,6 +4,7 @@ plain data.
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import logging
@@ -13,6 +14,7 @@ import random
 import resource
 import shutil
 import time
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,9 +22,13 @@ import numpy
 import torch
 import torch.distributed as dist
 
+from megappo.checkpoint import directory as directory_module
 from megappo.checkpoint import store as store_module
+from megappo.checkpoint import verification
 from megappo.checkpoint.directory import CheckpointDirectory
+from megappo.checkpoint.errors import DamagedCheckpoint, RefusedCheckpoint
 from megappo.checkpoint.manifest import MANIFEST, Manifest, fingerprint_file, list_files, read_manifest, write_manifest
+from megappo.checkpoint.signature import KEY_VARIABLE
 from megappo.checkpoint.store import SaveFailed
 
 from . import resharding, runs
@@ -38,6 +44,18 @@ FILES = (
     "rng-00001.safetensors",
     "state.json",
     MANIFEST,
+)
+# file of step 2, rank on which it fails, error
+IO_ERRORS = (
+    (MANIFEST, 0, errno.EACCES),
+    ("state.json", 0, errno.EIO),
+    ("state.json", 1, errno.EIO),
+    ("__1_0.distcp", 0, errno.ESTALE),
+    ("__1_0.distcp", 1, errno.ESTALE),
+    ("common.pt", 0, errno.ENOENT),
+    ("common.pt", 1, errno.ENOENT),
+    ("metadata.json", 0, errno.ENOENT),
+    ("metadata.json", 1, errno.ENOENT),
 )
 VARIANTS = {
     "fp32": {},
@@ -193,9 +211,12 @@ class Policy:
     def load(self, facts=runs.FACTS):
         return self.store.load(self.engines, self.components, facts)
 
-    def at(self, place):
-        self.store = runs.store(place)
+    def at(self, place, **options):
+        self.store = runs.store(place, **options)
         return self
+
+    def load_weights(self, step=None):
+        return self.store.load_weights("policy", self.engines["policy"], step)
 
 
 class Collector(logging.Handler):
@@ -238,7 +259,7 @@ def corruption(layouts, place):
     older = runs.engine_digest(policy.engines["policy"])
     policy.save(2)
     opened, results, warnings = [], {}, []
-    store_module.logger.addHandler(collector := Collector(warnings))
+    verification.logger.addHandler(collector := Collector(warnings))
     unwatched = store_module.load_sharded
 
     def watched(state, directory):
@@ -259,12 +280,13 @@ def corruption(layouts, place):
                 "step": step,
                 "differs": differing(older, digest),
                 "set aside": (scratch / "bad-step-2").is_dir(),
+                "latest": (scratch / "LATEST").read_text(),
                 "opened": sorted(set(opened)),
                 "warnings": list(warnings),
             }
             on_one_rank(lambda: shutil.rmtree(scratch))
     store_module.load_sharded = unwatched
-    store_module.logger.removeHandler(collector)
+    verification.logger.removeHandler(collector)
     return results
 
 
@@ -275,10 +297,10 @@ def corruption_without_hashes(layouts, place):
     policy.save(2)
     before = runs.engine_digest(policy.engines["policy"])
     on_one_rank(lambda: flip_a_weight(place / "step-2/megatron/policy/__0_0.distcp"))
-    checked = store_module.find_wrong_content
-    store_module.find_wrong_content = lambda *_: None
+    checked = verification.find_wrong_content
+    verification.find_wrong_content = lambda *_: None
     step = policy.load()
-    store_module.find_wrong_content = checked
+    verification.find_wrong_content = checked
     return step, differing(before, runs.engine_digest(policy.engines["policy"]))
 
 
@@ -315,6 +337,144 @@ def leftovers(layouts, place):
     on_one_rank(lambda: shutil.copytree(place / "step-1", left))
     policy.save(2)
     return {"latest": latest, "step": step, "after load": after_load, "entries": sorted(path.name for path in place.iterdir())}
+
+
+# ------------------------------------------------------------------------------------------------------- I/O errors, readers
+
+
+def names_in(place):
+    return sorted(path.name for path in place.iterdir())
+
+
+@contextmanager
+def unreadable_on(rank, name, number=errno.EACCES):
+    """Opening, and for ENOENT also looking at, a file of this name fails on one rank, as the kernel would report it."""
+
+    def failing(original):
+        def call(self, *args, **kwargs):
+            if dist.get_rank() == rank and self.name == name and "step-2" in self.parts:
+                raise OSError(number, os.strerror(number), str(self))
+            return original(self, *args, **kwargs)
+
+        return call
+
+    usual, sees = (Path.open, Path.lstat), os.path.lexists
+    Path.open = failing(Path.open)
+    if number == errno.ENOENT:
+        Path.lstat = failing(Path.lstat)
+        os.path.lexists = lambda path: sees(path) and not (dist.get_rank() == rank and str(path).endswith(name))
+    try:
+        yield
+    finally:
+        Path.open, Path.lstat = usual
+        os.path.lexists = sees
+
+
+def io_errors(layouts, place):
+    """(file, rank, error) -> what a resume and a reader said before anything is loaded; nothing may change"""
+    policy = Policy(layouts, place)
+    policy.save(1), policy.save(2)
+    before, results = names_in(place), {}
+    for name, rank, number in IO_ERRORS:
+        with unreadable_on(rank, name, number):
+            resumed = message(RefusedCheckpoint, lambda: policy.store.find_resumable(runs.FACTS))
+            read = message(RefusedCheckpoint, lambda: verification.newest_verified(CheckpointDirectory(place)))
+        results[name, rank, number] = resumed, read, names_in(place) == before
+        dist.barrier()
+    results["afterwards"] = policy.load()
+    return results
+
+
+def readers(layouts, place):
+    """A reader beside a run that is writing, where the newest checkpoint is damaged."""
+    policy = Policy(layouts, place)
+    policy.save(1), policy.save(2)
+    on_one_rank(lambda: damage(place / "step-2/state.json", "truncate"))
+    on_one_rank(lambda: shutil.copytree(place / "step-1", place / ".tmp-step-3.f00d"))
+    before = names_in(place)
+    dist.barrier()
+    reader = policy.at(place, owner=None)
+    found = {
+        "newest": reader.load_weights(),
+        "damaged": message(DamagedCheckpoint, lambda: reader.load_weights(2)),
+        "absent": message(ValueError, lambda: reader.load_weights(7)),
+        "unchanged": names_in(place) == before,
+    }
+    dist.barrier()
+    return found
+
+
+def going_on_from_an_older_one(layouts, place):
+    """With skip, then a refused resume, then one that works; saving the same steps again."""
+    policy = Policy(layouts, place)
+    for step in (1, 2, 3):
+        policy.save(step)
+    before = names_in(place)
+    refused = message(ValueError, lambda: policy.store.find_resumable(runs.FACTS | {"tokenizer": "other"}, skip=(3,)))
+    kept = names_in(place) == before
+    none_left = message(ValueError, lambda: policy.store.find_resumable(runs.FACTS, skip=(1, 2, 3)))
+    manifest = policy.store.find_resumable(runs.FACTS, skip=(3, 2))
+    chosen = names_in(place) == before
+    dist.barrier()
+    step = policy.store.restore(manifest, policy.engines, policy.components)
+    dist.barrier()
+    resumed = names_in(place)
+    latest = (place / "LATEST").read_text()
+    dist.barrier()
+    policy.save(2), policy.save(3)
+    return {
+        "step": step,
+        "refused": (refused, kept),
+        "none left": none_left,
+        "chosen": chosen,
+        "resumed": resumed,
+        "latest": latest,
+        "entries": names_in(place),
+    }
+
+
+def undeletable(layouts, place):
+    """An old checkpoint, or a leftover, of which a file cannot be removed."""
+    policy = Policy(layouts, place, keep_last=1)
+    policy.save(1)
+    stuck = []
+    usual = os.unlink
+
+    def unlink(path, *args, **kwargs):
+        if Path(path).name in ("common.pt",):
+            stuck.append(path)
+            raise OSError(errno.EPERM, "Operation not permitted", str(path))
+        usual(path, *args, **kwargs)
+
+    os.unlink = unlink
+    warnings = []
+    directory_module.logger.addHandler(collector := Collector(warnings))
+    try:
+        policy.save(2), policy.save(3)
+        step = policy.load()
+    finally:
+        os.unlink = usual
+        directory_module.logger.removeHandler(collector)
+    dist.barrier()
+    entries = names_in(place)
+    dist.barrier()
+    policy.save(4)
+    return {"step": step, "stuck": len(stuck), "warnings": warnings, "entries": entries, "afterwards": names_in(place)}
+
+
+def signed(layouts, place):
+    """S3: saved and loaded with a key, with another one, and without."""
+    policy, said = Policy(layouts, place), {}
+    os.environ[KEY_VARIABLE] = "correct horse"
+    policy.save(1)
+    said["same key"] = policy.load()
+    for name, key in (("another key", "battery staple"), ("no key", None)):
+        os.environ.pop(KEY_VARIABLE)
+        if key is not None:
+            os.environ[KEY_VARIABLE] = key
+        said[name] = message(RefusedCheckpoint, policy.load)
+        said[f"{name} entries"] = names_in(place)
+    return said
 
 
 # ------------------------------------------------------------------------------------------------------------------ hostile
@@ -471,6 +631,11 @@ CASES = {
     "corruption without hashes": corruption_without_hashes,
     "none valid": none_valid,
     "leftovers": leftovers,
+    "I/O errors": io_errors,
+    "readers": readers,
+    "going on from an older one": going_on_from_an_older_one,
+    "undeletable": undeletable,
+    "signed": signed,
     "hostile": hostile,
     "failed saves": failed_saves,
     "only model": only_model,

@@ -240,8 +240,8 @@ def build_layouts(layouts=LAYOUTS):
     return {name: build_groups(ParallelLayout(dist.get_world_size(), **sizes)) for name, sizes in layouts.items()}
 
 
-def store(path, keep_last=3, **options):
-    return CheckpointStore(path, keep_last, **options)
+def store(path, keep_last=3, owner="a1b2", **options):
+    return CheckpointStore(path, keep_last, owner=owner, **options)
 
 
 def gathered(value):

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from megatron.core.dist_checkpointing.mapping import is_main_replica
 
 from megappo.checkpoint import sharded
 from megappo.checkpoint.ranges import cut
 from megappo.checkpoint.safe_load import load_index
+from megappo.parallel.layout import ParallelLayout
+from megappo.plan.memory import role_memory
 from tests.plan.live import Live
 
 from . import resharding, runs
@@ -76,7 +77,7 @@ def spread(layouts, place, critic, writes, reads, options, changed, share=sharde
     }
 
 
-def by_mains(mine, everyone, rank):
+def by_mains(mine, holders, rank):
     """Checkpoint as megappo wrote it before it shared out: the first data-parallel rank writes every shard as a whole."""
     mains = [entry for entry in mine if is_main_replica(entry.replica_id)]
     return [part for entry in mains for part in cut(entry, 0, entry.data.detach().reshape(-1))]
@@ -117,14 +118,21 @@ def memory_main(rank, folder):
     save()
     manifest = kept.find_resumable(runs.FACTS)
     found = {"save": peak(save, engine), "load": peak(load, engine)}
-    sharded._TensorByTensorWriter, usual = dcp.FileSystemWriter, sharded._TensorByTensorWriter
-    found["save by torch's writer"] = peak(save, engine)
-    sharded._TensorByTensorWriter = usual
+    sharded.archive, usual = lambda tensor: usual(tensor.clone()), sharded.archive
+    found["save of copies"] = peak(save, engine)
+    sharded.archive = usual
     describe = engine.state_to_load
     engine.state_to_load = lambda **how: into_copies(describe(**how))
     found["load into copies"] = peak(load, engine)
+    written = places(Path(folder, f"step-{manifest.step}/megatron/model"))["bytes"][rank]
+    layout = ParallelLayout(dist.get_world_size())
+    planned = role_memory(
+        runs.arch(hidden=HIDDEN, num_layers=2), layout, 0, dtype="bf16", trained=True, micro_batch_tokens=1, num_micro_batches=1
+    )
     return {
         **found,
+        "written": written,
+        "planned": planned.written,
         "share": sum(tensor.nbytes for tensor in engine._optimizer.tensors()),
         "largest": max(4 * parameter.numel() for parameter in engine.named_parameters().values()),
     }

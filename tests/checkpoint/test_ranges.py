@@ -9,7 +9,7 @@ import pytest
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
-from megappo.checkpoint.ranges import boxes, cut, parts_to_write
+from megappo.checkpoint.ranges import boxes, cut, holders_of, parts_to_write
 
 SHAPES = [(), (1,), (7,), (3, 4), (4, 1), (1, 5), (2, 3, 4), (1, 3, 5), (3, 1, 2), (2, 1, 1, 3)]
 
@@ -69,7 +69,7 @@ def written(share):
     everyone = [shards_of(rank) for rank in range(4)]
     wholes, counts, sizes = {}, {}, []
     for rank, mine in enumerate(everyone):
-        parts = share(mine, everyone, rank)
+        parts = share(mine, holders_of(everyone), rank)
         sizes.append(sum(part.data.nbytes for part in parts))
         for part in parts:
             whole = wholes.setdefault(part.key, torch.zeros(part.global_shape, dtype=part.dtype))
@@ -91,7 +91,7 @@ def test_copies_are_written_once_and_in_equal_parts():
 
 
 def test_the_comparison_notices_a_rank_that_writes_for_all():
-    def mains(mine, everyone, rank):
+    def mains(mine, holders, rank):
         return [entry for entry in mine if not any(entry.replica_id)]
 
     wholes, counts, sizes = written(mains)
@@ -102,6 +102,6 @@ def test_the_comparison_notices_a_rank_that_writes_for_all():
 def test_an_equal_number_for_all_is_no_condition():
     """More ranks than elements."""
     everyone = [[shard("w", torch.tensor([1.0, 2.0]), replica=(0, 0, rank))] for rank in range(5)]
-    parts = [parts_to_write(mine, everyone, rank) for rank, mine in enumerate(everyone)]
+    parts = [parts_to_write(mine, holders_of(everyone), rank) for rank, mine in enumerate(everyone)]
     assert sorted(part.data.item() for theirs in parts for part in theirs) == [1.0, 2.0]
-    assert parts_to_write([], [[], *everyone], 0) == []
+    assert parts_to_write([], holders_of([[], *everyone]), 0) == []

@@ -1,8 +1,11 @@
 """Saving and resuming on two ranks (policy tp=2, critic pp=2). The cases run in `cases.py`; here is what must come out."""
 
+import errno
+import os
+
 import pytest
 
-from .cases import DAMAGES, FILES, VARIANTS
+from .cases import DAMAGES, FILES, IO_ERRORS, VARIANTS
 
 TRAINED = {f"{role} {part}" for role in ("policy", "critic") for part in ("model", "optimizer")}
 
@@ -56,7 +59,7 @@ def test_damage_is_found_before_anything_is_opened(world, file, damage):
         result = rank["corruption"][file, damage]
         assert result["step"] == 1
         assert result["differs"] == []
-        assert result["set aside"]
+        assert result["set aside"] and result["latest"] == "step-1\n"
         assert result["opened"] == ["step-1"]
         assert len(result["warnings"]) == (1 if number == 0 else 0)
         if number == 0:
@@ -73,13 +76,74 @@ def test_without_hashes_a_flipped_bit_is_loaded(world):
 def test_no_valid_checkpoint_is_one_line(world):
     for rank in world:
         empty, damaged = rank["none valid"]
-        assert empty.endswith("holds no checkpoint; start without --resume")
-        assert damaged.endswith("holds 1 damaged checkpoints and no valid one; start without --resume")
+        assert empty.endswith(
+            "does not exist on rank 0; mount its file system, or start anew without --resume, under another run.name"
+        )
+        assert damaged.endswith("holds 1 damaged checkpoints and no valid one; start anew without --resume, under another run.name")
 
 
 def test_what_a_kill_left_behind_is_ignored_and_removed(world):
     for rank in world:
         assert rank["leftovers"] == {"latest": 1, "step": 1, "after load": False, "entries": ["LATEST", "step-1", "step-2"]}
+
+
+@pytest.mark.parametrize(("name", "rank", "number"), IO_ERRORS)
+def test_an_io_error_on_one_rank_refuses_on_all_and_touches_nothing(world, name, rank, number):
+    """The verification of a file falls to one rank; the same file on the other rank is not looked at."""
+    said = [here["I/O errors"][name, rank, number] for here in world]
+    assert said[0] == said[1] and said[0][2]
+    for text in said[0][:2]:
+        if text is not None:
+            assert name in text and f"rank {rank}" in text and "nothing was renamed" in text and "\n" not in text
+            assert ("not visible on" if number == errno.ENOENT else os.strerror(number)) in text
+
+
+def test_every_file_is_looked_at_by_some_rank(world):
+    for name in {name for name, _, _ in IO_ERRORS}:
+        found = [texts for key, texts in world[0]["I/O errors"].items() if key[0] == name]
+        assert any(resumed is not None and read is not None for resumed, read, _ in found)
+
+
+def test_a_checkpoint_that_could_not_be_read_is_resumed_once_it_can(world):
+    assert all(rank["I/O errors"]["afterwards"] == 2 for rank in world)
+
+
+def test_readers_pass_over_damage_and_leave_everything_as_it_is(world):
+    for rank in world:
+        result = rank["readers"]
+        assert result["newest"] == 1 and result["unchanged"]
+        assert "state.json" in result["damaged"] and "steps there: [2, 1]" in result["damaged"]
+        assert "step-7 does not exist; steps there: [2, 1]" in result["absent"]
+
+
+def test_a_resume_from_an_older_checkpoint_makes_room_for_the_steps_after_it(world):
+    for rank in world:
+        result = rank["going on from an older one"]
+        refused, kept = result["refused"]
+        assert "tokenizer" in refused and kept and result["chosen"]
+        assert "besides those passed over (step-3, step-2, step-1)" in result["none left"]
+        assert result["step"] == 1
+        assert result["resumed"] == ["LATEST", "abandoned-step-2", "abandoned-step-3", "step-1"]
+        assert result["latest"] == "step-1\n"
+        assert set(result["entries"]) == {*result["resumed"], "step-2", "step-3"}
+
+
+def test_what_cannot_be_removed_ends_neither_saves_nor_a_resume(world):
+    for number, rank in enumerate(world):
+        result = rank["undeletable"]
+        assert result["step"] == 3
+        assert len([name for name in result["entries"] if name.startswith(".tmp-removed-step-")]) == 2
+        assert result["afterwards"] == ["LATEST", "step-4"]
+        if number == 0:
+            assert result["stuck"] > 0 and all("common.pt: Operation not permitted" in text for text in result["warnings"])
+
+
+def test_a_signed_checkpoint_is_refused_with_another_key_and_stays(world):
+    for rank in world:
+        result = rank["signed"]
+        assert result["same key"] == 1 and result["no key"] is None
+        assert "was not signed with the key in MEGAPPO_CHECKPOINT_KEY" in result["another key"]
+        assert result["another key entries"] == result["no key entries"] == ["LATEST", "step-1"]
 
 
 @pytest.mark.parametrize("kind", ["index", "common", "object"])

@@ -1,0 +1,46 @@
+"""State of the small components of a run in one JSON file: equal on all ranks, and the same again after JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megappo.checkpoint.contents import STATE
+from megappo.checkpoint.state import StatefulComponent
+from megappo.parallel.consensus import RankFault, on_every_rank, on_rank_zero
+
+
+def encode_components(components: Mapping[str, StatefulComponent]) -> str:
+    """Content of the file. Collective. RankFault if a state is not plain data or differs between ranks."""
+    encoded = on_every_rank(
+        "encoding the trainer's state",
+        lambda: {name: _encode(name, component.state_dict()) for name, component in components.items()},
+    )
+    for name, text in encoded[0].items():  # only rank 0's is written, so the others must equal it
+        differing = [rank for rank, theirs in enumerate(encoded) if theirs.get(name) != text]
+        if differing:
+            raise RankFault(f"state of {name} on ranks {differing} differs from rank 0's")
+    return json.dumps({name: json.loads(text) for name, text in encoded[0].items()}, indent=1)
+
+
+def _encode(name: str, state: dict[str, Any]) -> str:
+    try:
+        text = json.dumps(state, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"state of {name} is not plain data: {error}") from None
+    if json.loads(text) != state:
+        raise ValueError(f"state of {name} changes on the way through JSON (tuples, or keys that are not strings)")
+    return text
+
+
+def read_components(source: Path, components: Mapping[str, StatefulComponent]) -> dict[str, Any]:
+    """State of every component in the checkpoint `source`, by its name. Collective. ValueError if it holds that of others."""
+    # Once for all: a rank that failed alone would leave the others waiting.
+    state = json.loads(on_rank_zero("reading the trainer's state", lambda: (source / STATE).read_text(encoding="utf-8")))
+    if state.keys() != components.keys():
+        raise ValueError(
+            f"{source.name} holds the state of {sorted(state)}, this run has {sorted(components)}; resume with the same megappo"
+        )
+    return state

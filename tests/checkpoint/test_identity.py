@@ -1,0 +1,97 @@
+"""Facts of a run: other prompts are refused with the key that changed, other rewards and validation data are told."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+
+from megappo.checkpoint.identity import notable_changes, require_same_run
+from megappo.checkpoint.manifest import Manifest
+
+FACTS: dict[str, Any] = {
+    "reference": {"path": "m", "sha256": "r"},
+    "tokenizer": "t",
+    "data": {
+        "train": {"path": "train.jsonl", "sha256": "a" * 64},
+        "eval": {"path": "eval.jsonl", "sha256": "b" * 64},
+        "format": {"prompt_key": "prompt", "chat_template": True, "system_prompt": None, "prompt_suffix": ""},
+        "template": "c" * 64,
+        "kept": "k",
+        "tokens": "i",
+    },
+    "reward": {
+        "parts": [{"name": "exact_match", "weight": 1.0}],
+        "missing_eos_penalty": 0.0,
+        "code": {"exact_match": "e"},
+    },
+}
+
+
+def changed(path: str, value: Any) -> dict[str, Any]:
+    facts = copy.deepcopy(FACTS)
+    *parents, last = path.split("/")
+    node = facts
+    for part in parents:
+        node = node[part]
+    node[last] = value
+    return facts
+
+
+def resume(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    require_same_run(Manifest(step=3, world_size=1, model_only=False, facts=saved, files={}), now, "step-3")
+    return notable_changes(saved, now, "step-3")
+
+
+REFUSED = {
+    "content": (
+        changed("data/train/sha256", "f" * 64),
+        "data.train was train.jsonl of another content (SHA-256 aaaaaaaaaaaa, now ffffffffffff)",
+    ),
+    "other file": (
+        changed("data/train", {"path": "b.jsonl", "sha256": "f" * 64}),
+        "data.train was train.jsonl and now b.jsonl of another content",
+    ),
+    "key": (changed("data/format/prompt_key", "question"), 'data.prompt_key was "prompt" and is "question"'),
+    "template off": (changed("data/format/chat_template", False), "data.chat_template was true and is false"),
+    "system prompt": (changed("data/format/system_prompt", "Be brief."), 'data.system_prompt was null and is "Be brief."'),
+    "template": (changed("data/template", "d" * 64), "the chat template of data.tokenizer has changed"),
+    "filter": (changed("data/kept", "other"), "data.max_prompt_tokens or data.overlong leave out others than before"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_other_prompts_are_refused_in_one_line(case: str) -> None:
+    now, says = REFUSED[case]
+    with pytest.raises(ValueError) as caught:
+        resume(FACTS, now)
+    text = str(caught.value)
+    assert text.startswith("step-3 was written with other prompts: ") and says in text and "\n" not in text
+    assert text.endswith("; restore it, or start a new run in another directory")
+
+
+TOLD = {
+    "eval": (changed("data/eval/sha256", "x"), ["data.eval has another content than at step-3"]),
+    "code": (changed("reward/code/exact_match", "x"), ["the code of the reward rule exact_match has changed since step-3"]),
+    "weight": (changed("reward/parts", [{"name": "exact_match", "weight": 2.0}]), ["reward.parts changed since step-3"]),
+    "penalty": (changed("reward/missing_eos_penalty", 0.5), ["reward.missing_eos_penalty changed since step-3"]),
+    "another rule": (changed("reward/code", {"has_eos": "x"}), []),  # parts name it
+    "tokens": (changed("data/tokens", "x"), ["the prompts have other token ids than at step-3"]),
+    "eval is new": (changed("data/eval", None), []),
+    "moved file": (changed("data/train/path", "elsewhere/train.jsonl"), []),
+    "nothing": (FACTS, []),
+}
+
+
+@pytest.mark.parametrize("case", TOLD)
+def test_what_may_change_is_told(case: str) -> None:
+    now, says = TOLD[case]
+    lines = resume(FACTS, now)
+    assert len(lines) == len(says) and all(part in line for part, line in zip(says, lines)), lines
+
+
+@pytest.mark.parametrize("name", ["data", "reward"])
+def test_checkpoints_from_before_these_facts_resume(name: str) -> None:
+    old = {key: value for key, value in FACTS.items() if key != name}
+    assert resume(old, FACTS) == []
