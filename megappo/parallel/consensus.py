@@ -5,7 +5,8 @@ A rank that raises alone leaves its peers waiting in the next collective until t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
 from typing import TypeVar, cast
 
 import torch
@@ -47,8 +48,19 @@ def on_rank_zero(what: str, action: Callable[[], Result]) -> Result:
     return cast(Result, results[0])
 
 
+def tally(votes: Sequence[bool]) -> list[int]:
+    """Number of ranks that vote yes, for each question. Collective over the world, on the host: one small message."""
+    counts = torch.tensor([int(vote) for vote in votes])
+    dist.all_reduce(counts)
+    return counts.tolist()
+
+
 def any_rank(flag: bool) -> bool:
     """True on every rank if the flag is set on at least one. Collective over the world, on the host."""
-    count = torch.tensor(int(flag))
-    dist.all_reduce(count)
-    return bool(count)
+    return tally([flag])[0] > 0
+
+
+def warn_once(logger: logging.Logger, text: str, *values: object) -> None:
+    """Log a warning of what all ranks know on rank 0 only. Not collective."""
+    if dist.get_rank() == 0:
+        logger.warning(text, *values)

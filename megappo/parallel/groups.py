@@ -13,19 +13,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megappo.config.schema import TimeoutsConfig
+from megappo.parallel import meeting
 from megappo.parallel.layout import Coordinates, ParallelLayout
-from megappo.platform.device import set_limit, world_group
-
-
-class RankIsLate(RuntimeError):
-    """A rank did not reach a meeting in time."""
+from megappo.parallel.meeting import Limit, Point
+from megappo.platform.device import limit_of, set_limit, world_group
 
 
 @dataclass(frozen=True)
@@ -40,9 +37,18 @@ class ProcessGroups:
     def meet(self, before: str) -> None:
         """Wait, on the host, until every rank is here. Collective over the world. before: the next work, for the message.
 
-        RankIsLate after `meeting_s`; rank 0 names the missing ranks, the others name rank 0.
+        Errors as `meeting.meet`, after `meeting_s`.
         """
         meet(before, self.timeouts.meeting_s)
+
+    def agree(self, point: Point) -> None:
+        """Check that every rank is about to run this pass. Collective over the world, on the host.
+
+        Errors as `meeting.meet`. Ranks are at most a pass apart here, so the limit is that of exchanges inside a pass.
+        """
+        seconds = limit_of(self.tp)
+        key = "pass_s" if seconds == self.timeouts.pass_s else "start_s"
+        meeting.meet(point, Limit(f"run.timeouts.{key}", seconds))
 
     def limit(self, seconds: float) -> None:
         """Set the timeout of later exchanges within these groups. Not collective."""
@@ -89,14 +95,7 @@ class ProcessGroups:
 
 def meet(before: str, limit_s: float) -> None:
     """See `ProcessGroups.meet`."""
-    try:
-        # The method and not dist.monitored_barrier, which refuses a world that has NCCL as well.
-        world: Any = world_group()  # the method is missing in torch's stub
-        world.monitored_barrier(timedelta(seconds=limit_s), wait_all_ranks=True)
-    except RuntimeError as error:
-        raise RankIsLate(
-            f"rank {dist.get_rank()} waited for the others before {before} (run.timeouts.meeting_s = {limit_s:g}): {error}"
-        ) from error
+    meeting.meet(Point(before), Limit("run.timeouts.meeting_s", limit_s))
 
 
 def settle(roles: Iterable[ProcessGroups], timeouts: TimeoutsConfig) -> None:

@@ -6,10 +6,14 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
+import psutil
+
 from megappo.parallel.consensus import any_rank
+from megappo.resilience.helpers import deaf_to_stop, parent_to_follow
 from megappo.resilience.signals import StopRequest
 from tests.worlds import spawn_world
 
@@ -71,3 +75,56 @@ def test_without_listening_usr1_ends_a_process() -> None:
     time.sleep(0.5)
     process.send_signal(signal.SIGUSR1)
     assert process.wait(10) == -signal.SIGUSR1
+
+
+# A launcher blocks TERM until the rank listens; a helper of the rank is deaf to all that asks for a stop, and ends with it.
+RANK_WITH_HELPER = """
+import os, subprocess, sys
+from megappo.resilience.helpers import deaf_to_stop, parent_to_follow
+from megappo.resilience.signals import StopRequest
+stop = StopRequest()
+stop.listen()
+helper = (
+    "import sys, time; from megappo.resilience.helpers import end_with; end_with(int(sys.argv[1]));"
+    "print('begun', flush=True); time.sleep(60)"
+)
+with deaf_to_stop():
+    child = subprocess.Popen([sys.executable, "-c", helper, str(parent_to_follow())], stdout=subprocess.PIPE)
+child.stdout.readline()
+print(child.pid, flush=True)
+sys.stdin.readline()
+print(stop.received.name, child.poll(), flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_a_helper_survives_requests_to_stop_and_ends_with_its_rank() -> None:
+    with deaf_to_stop():  # as the launcher starts a rank
+        rank = subprocess.Popen(
+            [sys.executable, "-c", RANK_WITH_HELPER],
+            env={"PYTHONPATH": str(Path(__file__).parents[2])},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+    assert rank.stdin is not None and rank.stdout is not None
+    helper = psutil.Process(int(rank.stdout.readline()))
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP):
+        helper.send_signal(number)
+    rank.send_signal(signal.SIGTERM)
+    time.sleep(0.2)
+    rank.stdin.write("\n")
+    rank.stdin.flush()
+    assert rank.stdout.readline() == "SIGTERM None\n"
+    rank.kill()
+    rank.wait()
+    helper.wait(10)
+
+
+def test_a_helper_that_is_started_by_another_thread_does_not_follow_it() -> None:
+    """The kernel follows that thread, which may be gone long before the rank."""
+    found: list[int] = []
+    thread = threading.Thread(target=lambda: found.append(parent_to_follow()))
+    thread.start()
+    thread.join()
+    assert found == [0] and parent_to_follow() == os.getpid()

@@ -1,0 +1,177 @@
+"""Record of the holder of a run directory, `lease.json`, and the signs of its life. `lease.py` takes, renews and releases it.
+
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import socket
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from megappo.config.checks import LEASE
+
+WATCH_S = 1.0  # between two looks at the beat of another host
+GONE_S = 60.0  # a holder on another host is gone after so long without a beat
+
+
+@dataclass(frozen=True)
+class LeaseRecord:
+    """Content of lease.json. since, beat: epoch seconds by the holder's clock. started: ticks from boot to the start of `pid`.
+
+    pids: table in which `pid` is a number: boot id and pid namespace. restart: Slurm's count of restarts of `job`. path: its file.
+    """
+
+    id: str
+    host: str
+    pid: int
+    started: int
+    pids: str
+    since: int
+    beat: int
+    command: str
+    job: str | None
+    restart: str
+    path: Path = field(compare=False)
+
+    def is_alive(self) -> bool:
+        """True while the holder may write to the run: its process lives, or, on another host, it has beaten in the last minute."""
+        known = self._known_to_live()
+        return known if known is not None else self.silent_s() < GONE_S
+
+    def outlives_watch(self) -> bool:
+        """`is_alive` for certain: the beat of another host is watched until it changes, or has not done so for a minute.
+
+        Prints a line if that takes time.
+        """
+        known = self._known_to_live()
+        if known is not None:
+            return known
+        said = False
+        while (left := GONE_S - self.silent_s()) > 0:
+            found = read_lease(self.path.parent)
+            if found is None or found != self:
+                return found is not None  # it has beaten, or somebody else has taken over
+            if not said:
+                print(f"megappo: waiting up to {left:.0f} s for a sign of life of {self.describe()}", file=sys.stderr, flush=True)
+                said = True
+            time.sleep(min(left, WATCH_S))
+        return False
+
+    def _known_to_live(self) -> bool | None:
+        """None if the process cannot be seen from here."""
+        if (self.host, self.pids) == (socket.gethostname(), process_table()):
+            return _lives(self.pid, self.started)
+        # Slurm ends every process of an attempt before it starts the next.
+        if self.job is not None and self.job == os.environ.get("SLURM_JOB_ID") and self.restart != restart_count():
+            return False
+        return None
+
+    def silent_s(self) -> float:
+        """Seconds since the last beat, by the file system's clock alone: those of two hosts differ."""
+        try:
+            with self.path.open("rb") as file:  # NFS may keep the time of a file that is not opened for a minute
+                written = os.fstat(file.fileno()).st_mtime
+        except OSError:
+            return 0.0  # no reason to take anybody for dead
+        try:
+            with tempfile.TemporaryFile(dir=self.path.parent, prefix=f".{LEASE}.") as probe:
+                now = os.fstat(probe.fileno()).st_mtime
+        except OSError:  # a directory that this user can only read
+            now = time.time()
+        return now - written
+
+    def describe(self) -> str:
+        """Who, where, since when, in words."""
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
+        job = f", Slurm job {self.job}" if self.job is not None else ""
+        return f"`{self.command}` (process {self.pid} on {self.host}{job}) since {since}"
+
+
+def read_lease(run_dir: Path) -> LeaseRecord | None:
+    """Record of the last holder, dead or alive; None if nobody has the run. ValueError, one line, if it cannot be read."""
+    record, seen = read_record(run_dir / LEASE), set()
+    # A process that takes over is the holder from the moment that it has announced itself.
+    while record is not None and record.id not in seen and (successor := read_record(claim_after(run_dir, record.id))) is not None:
+        seen.add(record.id)
+        record = successor
+    return record
+
+
+def claim_after(run_dir: Path, lease_id: str) -> Path:
+    return run_dir / f".{LEASE}.after-{lease_id}"
+
+
+def read_record(path: Path) -> LeaseRecord | None:
+    try:
+        content = json.loads(path.read_bytes())
+        record = LeaseRecord(**content, path=path)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not a record of megappo"
+        raise ValueError(f"{path}: {reason}; if no process writes to this run, remove the file") from None
+    wanted = {
+        "id": str,
+        "host": str,
+        "pid": int,
+        "started": int,
+        "pids": str,
+        "since": int,
+        "beat": int,
+        "command": str,
+        "restart": str,
+    }
+    if any(type(content[name]) is not kind for name, kind in wanted.items()) or not content["id"].isalnum():
+        raise ValueError(f"{path}: it is not a record of megappo; if no process writes to this run, remove the file")
+    return record
+
+
+def encode(record: LeaseRecord) -> bytes:
+    content = {name: value for name, value in asdict(record).items() if name != "path"}
+    return (json.dumps(content, indent=1) + "\n").encode()
+
+
+# ------------------------------------------------------------------------------------------------------------- processes
+
+
+def started_of(pid: int) -> int | None:
+    """Start of a process in ticks since boot; None if it cannot be seen, or has ended and nobody has asked for its exit code."""
+    try:
+        # The name, in brackets, may hold blanks and brackets. State and start are fields 3 and 22.
+        after_name = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return None
+    return int(after_name[19]) if after_name[0] not in "ZX" else None
+
+
+def _lives(pid: int, started: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # another user's, which /proc may hide
+        return not Path(f"/proc/{pid}").exists() or started_of(pid) == started
+    return (started_of(pid) or 0) == started  # 0 where there is no /proc
+
+
+@functools.cache
+def process_table() -> str:
+    """Table that process ids are numbers of: two containers of a host, and a host before and after a boot, have different ones."""
+    parts = []
+    for read in (lambda: Path("/proc/sys/kernel/random/boot_id").read_text().strip(), lambda: os.readlink("/proc/self/ns/pid")):
+        try:
+            parts.append(read())
+        except OSError:  # not Linux
+            parts.append("")
+    return " ".join(parts)
+
+
+def restart_count() -> str:
+    return os.environ.get("SLURM_RESTART_COUNT", "0")  # unset in a job's first attempt
