@@ -8,11 +8,15 @@ from typing import Any
 
 from megappo.config.errors import ConfigError
 from megappo.config.loading import load_config
-from megappo.launch import local, submit
+from megappo.launch import submit
 from megappo.launch.attempt import check_start
-from megappo.launch.options import JOB_DEFAULTS, SLURM_ONLY
+from megappo.launch.options import JOB_DEFAULTS, MAX_RESTARTS, SLURM_ONLY
 from megappo.launch.script import Job
+from megappo.launch.training import train_here
 from megappo.launch.world import world_size
+from megappo.platform.permissions import apply_permissions
+from megappo.resilience.lease import held_lease
+from megappo.telemetry.console import keep_console
 
 MakePlan = Callable[..., Any]
 """`cli._plan`: all checks of `megappo plan`; returns an object with a `report()`."""
@@ -20,6 +24,10 @@ MakePlan = Callable[..., Any]
 
 def launch(args: argparse.Namespace, make_plan: MakePlan) -> int:
     """Submit a job to Slurm, or print its script (--dry-run). ConfigError, before anything is written, if it cannot work."""
+    if args.max_restarts:
+        raise ConfigError(
+            f"launch: {MAX_RESTARTS} {args.max_restarts} goes with --local; a job of Slurm starts again by --max-requeues"
+        )
     if args.mount and args.container is None:
         raise ConfigError(f"launch: --mount {args.mount[0]} has no effect without --container")
     for option, value in (("--nodes", args.nodes), ("--gpus-per-node", args.gpus_per_node)):
@@ -43,9 +51,11 @@ def launch(args: argparse.Namespace, make_plan: MakePlan) -> int:
         submit.check_cluster(job, limits)
     run_dir = check_start(config.run, resume=args.resume)
     make_plan(config, job.world_size, args.gpu_memory_gib, resume=args.resume, device="cuda" if job.gpus else "cpu")
+    script = submit.print_script(config, job, resume=args.resume)  # refuses names that a script cannot hold, before any is written
     if args.dry_run:
-        print(submit.print_script(config, job, resume=args.resume), end="")
+        print(script, end="")
         return 0
+    apply_permissions(config.run.permissions)
     folder = submit.record(config, run_dir)
     job_id = submit.submit(config, job, folder, resume=args.resume)
     print((folder / "job.sbatch").read_text())
@@ -69,14 +79,19 @@ def launch_here(args: argparse.Namespace, make_plan: MakePlan) -> int:
     config = load_config(args.config, args.overrides)
     from megappo.platform.device import select_device  # imports torch
 
+    keep_console()
     ranks = args.gpus_per_node if args.gpus_per_node is not None else world_size(config.run)
+    if args.max_restarts:
+        submit.require_resumable(config, "a restart", f"{MAX_RESTARTS} 0")
     run_dir = check_start(config.run, resume=args.resume)
     select_device(config.run.device)  # raises if there is no such device
     planned = make_plan(config, ranks, args.gpu_memory_gib, resume=args.resume)
     if args.dry_run:
         print(planned.report(), end="")
         return 0
+    apply_permissions(config.run.permissions)
     folder = submit.record(config, run_dir)
     print(f"record:  {folder}", flush=True)
-    resume = ["--resume"] if args.resume else []
-    return local.command_exit_code(local.start_ranks(ranks, ["train", str(folder / "config.yaml"), *resume]), run_dir)
+    command = ["train", str(folder / "config.yaml")]
+    with held_lease(run_dir, "megappo launch --local"):
+        return train_here(ranks, command, run_dir, resume=args.resume, max_restarts=args.max_restarts, record=folder)

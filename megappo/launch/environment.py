@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import megappo
+from megappo.config.redaction import HIDDEN, hide_secrets, is_secret_name
 
 REPOSITORY = Path(megappo.__file__).parents[1]
 # Variables that change the behaviour or the place of a run; all others are left out.
@@ -20,8 +21,6 @@ SHOWN = re.compile(
     r"^(SLURM|SBATCH|SRUN|NCCL|TORCH|TORCHELASTIC|GLOO|CUDA|NVIDIA|OMP|MKL|KMP|VLLM|HF|TRANSFORMERS|PYTHON|MEGAPPO|UCX|FI|MASTER"
     r"|TRITON|RANK|WORLD|LOCAL|PYTORCH|VIRTUAL_ENV|CONDA|ENROOT|APPTAINER|SINGULARITY|LD|HOSTNAME|PATH)(_|$)"
 )
-SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSW|CREDENTIAL|AUTH|JWT|COOKIE", re.IGNORECASE)
-HIDDEN = "(hidden)"  # the name alone shows that the variable was set
 
 
 def report(env: Mapping[str, str] = os.environ) -> dict[str, Any]:
@@ -40,8 +39,8 @@ def report(env: Mapping[str, str] = os.environ) -> dict[str, Any]:
 
 
 def shown_variables(env: Mapping[str, str]) -> dict[str, str]:
-    """Relevant variables by name; values of names that look like secrets are hidden."""
-    return {name: HIDDEN if SECRET.search(name) else env[name] for name in sorted(env) if SHOWN.match(name)}
+    """Relevant variables by name, without secrets."""
+    return {name: HIDDEN if is_secret_name(name) else hide_secrets(env[name]) for name in sorted(env) if SHOWN.match(name)}
 
 
 def revision(repository: Path) -> dict[str, Any] | None:

@@ -2,6 +2,8 @@
 
     rank-3.log         output of the rank
     rank-3.traceback   written the moment an exception reaches the top, before the process is taken down
+    rank-3.stacks      stacks of all threads, of a run that hung (`resilience/watchdog.py`)
+    verdict.json       the rank that held it up, with the watchdogs' report
     rank-3.exit        exit code, time (ns), step and node, written by the shell that starts the rank; absent if the shell was
                        killed with the rank
 
@@ -10,9 +12,9 @@ The folder is named by MEGAPPO_ATTEMPT_DIR; without it nothing is recorded.
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
-import signal
 import socket
 import sys
 import time
@@ -20,27 +22,33 @@ import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import shorten
 from types import TracebackType
 
-from megappo.launch.local import describe_exit
+from megappo.launch.exit_codes import FAILED, KILLED, describe_exit
+from megappo.resilience.verdict import VERDICT
 
 ATTEMPT_DIR = "MEGAPPO_ATTEMPT_DIR"
-LOG_LINES = 20
-KILLED = 128 + signal.SIGKILL
+LOG_LINES, LOG_BYTES = 20, 1 << 16  # at most, of the end of a log
+MOST_CHARACTERS = 240  # of an error in one line: torch's "out of memory" goes on with advice
 # Seconds from the first end to that of all ranks in a job script: for the tracebacks of the others, and for a late witness.
 KILL_GRACE_S = 2
 
 
 @dataclass(frozen=True)
 class Failure:
-    """The first failure. code: shell's exit code, None if nobody waited for the rank. text: traceback, or end of its log."""
+    """The first failure. code: shell's exit code, None if nobody waited for the rank. text: traceback, or end of its log, or the
+    watchdogs' report if it `hangs`."""
 
     rank: int
     host: str
     code: int | None
     text: str
+    hangs: bool = False
 
     def report(self) -> str:
+        if self.hangs:
+            return f"{self.text.rstrip()}\nmegappo: rank {self.rank} on {self.host} hangs, and the ranks were ended\n"
         how = describe_exit(self.code) if self.code is not None else "exception"
         if self.code == KILLED:
             how += ": by hand, or by the kernel for want of host memory, see dmesg or sacct"
@@ -48,9 +56,27 @@ class Failure:
         where = "what it said is above" if said else "it said nothing"
         return f"{said}megappo: rank {self.rank} on {self.host} failed first ({how}); {where}\n"
 
+    def in_one_line(self) -> str:
+        """`rank 1: RuntimeError: text`, who hangs, or how it ended if it raised nothing."""
+        if self.hangs:  # the report's first line names rank, host and section
+            return shorten(self.text.splitlines()[0].removeprefix("megappo: "), MOST_CHARACTERS, placeholder=" ...")
+        error = error_line(self.text)
+        return f"rank {self.rank}: {error}" if error else f"rank {self.rank} on {self.host}: {describe_exit(self.code or FAILED)}"
+
+
+def error_line(text: str) -> str | None:
+    """The error at the end of a traceback, on one line of at most MOST_CHARACTERS; None if `text` holds no traceback."""
+    if "Traceback" not in text:
+        return None
+    lines = text.rpartition("Traceback (most recent call last):")[2].strip("\n").splitlines()
+    said = next((number for number, line in enumerate(lines) if not line.startswith(" ")), len(lines) - 1)
+    return shorten(" ".join(lines[said:]), MOST_CHARACTERS, placeholder=" ...")
+
 
 def record_exceptions(rank: int) -> None:
-    """Keep the traceback of an exception that ends this process, for `first_failure`."""
+    """Keep the traceback of an exception that ends this process, for `first_failure`; print that of a crash in C code."""
+    if sys.__stderr__ is not None:  # closed; and sys.stderr may be a stream without a file
+        faulthandler.enable(sys.__stderr__)
     folder = os.environ.get(ATTEMPT_DIR)
     if folder is None:
         return
@@ -75,6 +101,12 @@ def first_failure(folder: Path, kill_grace_s: float = 0.0) -> Failure | None:
     """
     tracebacks = {_rank(path): json.loads(path.read_text()) for path in _whole(folder.glob("rank-*.traceback"))}
     exits = {_rank(path): _Exit.read(path) for path in _whole(folder.glob("rank-*.exit"))}
+    verdict = next((json.loads(path.read_text()) for path in _whole(folder.glob(VERDICT))), None)
+    earlier = (*(found["time_ns"] for found in tracebacks.values()), *(found.time_ns for found in exits.values()))
+    if verdict is not None and verdict["time_ns"] < min(earlier, default=time.time_ns()):
+        # All ranks die of it, and the culprit last.
+        code = exits[verdict["rank"]].code if verdict["rank"] in exits else None
+        return Failure(verdict["rank"], verdict["host"], code, verdict["text"], hangs=True)
     raised = min(tracebacks, key=lambda rank: tracebacks[rank]["time_ns"], default=None)
     by_time = sorted(exits, key=lambda rank: exits[rank].time_ns)
     # The end of a killed rank may be noticed after that of its victims. The launcher kills nobody within kill_grace_s of the
@@ -116,5 +148,10 @@ def _rank(path: Path) -> int:
 
 
 def _end_of_log(log: Path) -> str:
-    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+    if not log.exists():
+        return ""
+    with log.open("rb") as file:
+        start = max(0, os.fstat(file.fileno()).st_size - LOG_BYTES)  # a rank may have printed gigabytes
+        file.seek(start)
+        lines = file.read(LOG_BYTES).decode(errors="replace").splitlines()
     return "\n".join(lines[-LOG_LINES:])

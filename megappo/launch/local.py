@@ -1,82 +1,186 @@
-"""Start the ranks of a command on this machine or on this node, by torchrun in this process."""
+"""Worlds of ranks on this machine: start the ranks, hand requests to stop on, end them all when one has failed.
+
+torchrun's agent could not: it kills the ranks 30 s after a SIGTERM, inside a step or a save, and starts each again from its first
+import. The ranks find torchrun's variables; the store through which they meet lives here, on a port that is free.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import signal
+import socket
 import sys
-from collections.abc import Sequence
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
-from megappo.config.checks import STOPPED
+from megappo.launch.exit_codes import FAILED, KILLED, UNRECOVERABLE, as_shell, describe_exit
+from megappo.launch.failure import ATTEMPT_DIR, KILL_GRACE_S, Failure, first_failure
+from megappo.launch.processes import NewProcesses, RankProcess, Starter
+from megappo.launch.requests import Requests
+from megappo.resilience.life import LAUNCHER_LISTENS, Listener, Store
 
-EXIT_STOPPED = 75  # EX_TEMPFAIL of sysexits.h: the run was asked to stop, has saved, and can be resumed
-# Seconds from the first failure to the kill of the other ranks: they may wait for the dead one for ever.
-SHUTDOWN_S = 5
+HOST = "127.0.0.1"
+_LOOK_S = 1.0  # between looks at the ranks; a signal or the end of a rank wakes at once
+_LONGEST_END_S = 60.0  # of a killed process, whose GPU memory the driver has to give back
+
+
+@dataclass(frozen=True)
+class WorldEnd:
+    """End of all ranks. code: exit code of the command. failure: the first rank to fail.
+
+    ended_by: the signal that ended them at once. at: time.monotonic() of the first failure.
+    """
+
+    code: int
+    failure: Failure | None = None
+    ended_by: signal.Signals | None = None
+    at: float = 0.0
+
+    def describe(self) -> str:
+        """One line; empty if no rank failed."""
+        if self.ended_by is not None:
+            return f"ended by {self.ended_by.name}"
+        return self.failure.in_one_line() if self.failure is not None else ""
 
 
 def start_ranks(num_ranks: int, arguments: Sequence[str], module: str = "megappo.cli") -> int:
-    """Run `megappo ARGUMENTS` (or another module) on `num_ranks` ranks by torchrun, which chooses a free port.
+    """Run `python -m MODULE ARGUMENTS` on `num_ranks` ranks that know no stop. Returns the exit code, after one line on a failure.
 
-    Returns the exit code. ValueError if the machine has GPUs, but fewer than ranks.
+    ValueError if the machine has GPUs, but fewer than ranks.
     """
+    prepare(num_ranks)
+    with Requests(stoppable=False) as requests, tempfile.TemporaryDirectory(prefix="megappo-ranks-") as folder:
+        end = run_world(NewProcesses(module), num_ranks, arguments, requests, Path(folder))
+    say(end)
+    return end.code
+
+
+def prepare(num_ranks: int) -> None:
+    """Check the GPUs (ValueError), and give each rank its share of the cores."""
     from megappo.platform.device import check_gpus
 
     check_gpus(num_ranks)
-    # torchrun would set 1 thread and warn about it; each rank gets its share of the cores instead.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _num_cores() // num_ranks)))
-    handler = signal.signal(signal.SIGUSR1, _forward_signal)
-    try:
-        return run_torchrun(["--standalone", "--nproc-per-node", str(num_ranks), "-m", module, *arguments])
-    finally:
-        signal.signal(signal.SIGUSR1, handler)
 
 
-def command_exit_code(code: int, run_dir: Path) -> int:
-    """Exit code of a command whose ranks ended with `code`: EXIT_STOPPED after a stop, where the ranks end with 0."""
-    return EXIT_STOPPED if code == 0 and (run_dir / STOPPED).exists() else code
+def say(end: WorldEnd) -> None:
+    """Print how ranks ended, unless all is well."""
+    if end.ended_by is not None:
+        print(f"megappo: ended by {end.ended_by.name}", file=sys.stderr)
+    elif end.failure is not None:
+        how = describe_exit(end.failure.code or FAILED)
+        print(f"megappo: rank {end.failure.rank} ended first, {how}; what it said is above", file=sys.stderr)
 
 
-def run_torchrun(arguments: Sequence[str]) -> int:
-    """Run torchrun's command line. Returns the exit code of the rank that failed first on this node, or 0."""
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.run import parse_args, run
+def run_world(
+    starter: Starter,
+    num_ranks: int,
+    arguments: Sequence[str],
+    requests: Requests,
+    evidence: Path,
+    environment: Mapping[str, str] | None = None,
+) -> WorldEnd:
+    """Start the ranks and wait for all of them, or for the first failure, which ends the others within KILL_GRACE_S.
 
-    # torchrun's own report of a failing rank says less than the rank's traceback.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    try:
-        run(parse_args(list(arguments)))
-    except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        print(f"megappo: rank {rank} ended first, {describe_exit(failure.exitcode)}; what it said is above", file=sys.stderr)
-        return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
-    except SignalException as error:  # torchrun has ended the ranks; its traceback would add nothing
-        print(f"megappo: ended by {error.sigval.name}", file=sys.stderr)
-        return 128 + error.sigval
-    return 0
+    evidence: folder for `failure.first_failure`. environment: further variables of every rank. No rank outlives the call.
+    """
+    ranks: dict[int, RankProcess] = {}
+    with _meeting_point(num_ranks) as (store, described):
+        common = {**described, ATTEMPT_DIR: str(evidence), **(environment or {})}
+        try:
+            for rank in range(num_ranks):
+                ranks[rank] = starter.start({**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}, arguments)
+            return _watch(ranks, starter.descriptors, requests, evidence, Listener(store, evidence, _LOOK_S))
+        finally:
+            _kill(ranks)
 
 
-def describe_exit(exit_code: int) -> str:
-    """Put an exit code into words. exit_code: of a subprocess (-9) or of a shell (137)."""
-    number = -exit_code if exit_code < 0 else exit_code - 128
-    return f"killed by {signal.Signals(number).name}" if number in set(signal.Signals) else f"exit code {exit_code}"
+def _watch(
+    ranks: Mapping[int, RankProcess], descriptors: Sequence[int], requests: Requests, evidence: Path, listener: Listener
+) -> WorldEnd:
+    running, codes, failed_at, killed, handed_on = dict(ranks), {}, 0.0, False, False
+    while running:
+        for rank, process in list(running.items()):
+            if (code := process.poll()) is None:
+                continue
+            del running[rank]
+            codes[rank] = as_shell(code)
+            if code != 0:
+                failed_at = failed_at or time.monotonic()
+                killed = killed or codes[rank] == KILLED
+                _note_exit(evidence, rank, codes[rank])
+        if requests.end is not None:
+            return WorldEnd(128 + requests.end, ended_by=requests.end)
+        if requests.stop is not None and not handed_on:
+            handed_on = True
+            print(f"megappo: {requests.stop.name}: {_STOPPING}", file=sys.stderr, flush=True)
+            _send(running.values(), signal.SIGUSR1)
+        # The others may wait for the dead one for ever. Their tracebacks are worth two seconds, but not after a kill from outside.
+        if failed_at and (killed or time.monotonic() - failed_at > KILL_GRACE_S):
+            break
+        listener.end_silent((rank, process.pid) for rank, process in running.items())
+        requests.wait(KILL_GRACE_S / 10 if failed_at else _LOOK_S, descriptors)
+    if not failed_at:
+        return WorldEnd(0)
+    failure = first_failure(evidence, KILL_GRACE_S)
+    assert failure is not None, "a rank failed and its exit code was noted"
+    code = failure.code or FAILED
+    # A fault that comes back counts, also where a rank that lost its peer was seen first.
+    return WorldEnd(UNRECOVERABLE if UNRECOVERABLE in codes.values() else code, failure, at=failed_at)
+
+
+_STOPPING = "the ranks finish their step, save and end; SIGTERM or Ctrl-C once more ends them at once"
+
+
+@contextlib.contextmanager
+def _meeting_point(num_ranks: int) -> Iterator[tuple[Store, dict[str, str]]]:
+    """The store in which the ranks of a world on this machine find each other, and the world's variables."""
+    from torch.distributed import TCPStore
+
+    # Here and not in rank 0: the system chooses a free port, and the store outlives every rank.
+    store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+    yield (
+        store,
+        {
+            "WORLD_SIZE": str(num_ranks),
+            "LOCAL_WORLD_SIZE": str(num_ranks),
+            "MASTER_ADDR": HOST,
+            "MASTER_PORT": str(store.port),
+            "TORCHELASTIC_RUN_ID": "megappo",  # by it a process knows that a launcher has started it as a rank
+            # torchrun's word for a store that is there already (torch.distributed.rendezvous).
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            LAUNCHER_LISTENS: "1",
+        },
+    )
+    del store
+
+
+def _note_exit(evidence: Path, rank: int, code: int) -> None:
+    (evidence / f"rank-{rank}.exit").write_text(f"{code} {time.time_ns()} 0 {socket.gethostname()}\n")
+
+
+def _send(processes: Iterable[RankProcess], number: signal.Signals) -> None:
+    for process in processes:
+        if process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
+                os.kill(process.pid, number)
+
+
+def _kill(ranks: Mapping[int, RankProcess]) -> None:
+    _send(ranks.values(), signal.SIGKILL)
+    deadline = time.monotonic() + _LONGEST_END_S
+    while any(process.poll() is None for process in ranks.values()):
+        if time.monotonic() > deadline:
+            left = [rank for rank, process in ranks.items() if process.poll() is None]
+            raise RuntimeError(f"ranks {left} do not end {_LONGEST_END_S:g} s after SIGKILL (a driver that hangs?)")
+        time.sleep(0.01)
 
 
 def _num_cores() -> int:
     """Cores that this process may use."""
     # The affinity: Slurm may give the job a few of the machine's cores.
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _forward_signal(received: int, frame: FrameType | None) -> None:
-    """Forward a request for a checkpoint, sent to this command, to its ranks."""
-    import psutil
-
-    for child in psutil.Process().children():
-        with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
-            if "TORCHELASTIC_RUN_ID" in child.environ():  # a rank, and not another helper process
-                child.send_signal(received)

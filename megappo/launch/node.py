@@ -6,14 +6,18 @@ left to the ranks (`resilience/signals.py`).
 
 from __future__ import annotations
 
+import logging
 import os
 import shlex
 import signal
 import sys
 from collections.abc import Mapping, Sequence
 
-from megappo.launch.local import SHUTDOWN_S, run_torchrun
+from megappo.launch.exit_codes import MISTAKE, as_shell, describe_exit
 from megappo.launch.world import SlurmTask, first_host, port_of
+
+# Seconds from the first failure to the kill of the other ranks: they may wait for the dead one for ever.
+SHUTDOWN_S = 5
 
 
 def rendezvous(env: Mapping[str, str]) -> list[str]:
@@ -54,13 +58,33 @@ def main(arguments: Sequence[str]) -> int:
         command = [*rendezvous(os.environ), *arguments]
     except ValueError as error:
         print(f"megappo: {error}", file=sys.stderr)
-        return 2
+        return MISTAKE
     # Slurm sends both to the ranks as well. torchrun would end at USR1, and kill the ranks seconds after TERM, inside a step.
     for ignored in (signal.SIGUSR1, signal.SIGTERM):
         signal.signal(ignored, signal.SIG_IGN)
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_S))
     print("torchrun", shlex.join(command), flush=True)
     return run_torchrun(command)
+
+
+def run_torchrun(arguments: Sequence[str]) -> int:
+    """Run torchrun's command line. Returns the exit code of the rank that failed first on this node, or 0."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import parse_args, run
+
+    # torchrun's own report of a failing rank says less than the rank's traceback.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    try:
+        run(parse_args(list(arguments)))
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        print(f"megappo: rank {rank} ended first, {describe_exit(failure.exitcode)}; what it said is above", file=sys.stderr)
+        return as_shell(failure.exitcode)
+    except SignalException as error:  # torchrun has ended the ranks; its traceback would add nothing
+        print(f"megappo: ended by {error.sigval.name}", file=sys.stderr)
+        return 128 + error.sigval
+    return 0
 
 
 if __name__ == "__main__":

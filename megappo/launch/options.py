@@ -6,10 +6,21 @@ import argparse
 
 from megappo.arguments import non_negative_int, positive_float, positive_int
 
+MAX_RESTARTS = "--max-restarts"
 JOB_DEFAULTS = ("launcher", "signal_lead_s", "max_requeues")
 """Options whose defaults are those of `script.Job`; None if not given."""
 SLURM_ONLY = (*JOB_DEFAULTS, "nodes", "partition", "account", "time", "cpus_per_rank", "container", "mount", "sbatch")
 """Options without meaning for --local."""
+
+
+def add_max_restarts(parser: argparse.ArgumentParser, where: str = "") -> None:
+    parser.add_argument(
+        MAX_RESTARTS,
+        type=non_negative_int,
+        default=0,
+        metavar="N",
+        help=f"{where}after a failure of any rank start all ranks again, from the newest checkpoint, at most N times (default: 0)",
+    )
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -41,3 +52,4 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--resume", action="store_true", help="continue the run of this name after its last checkpoint")
     add("--dry-run", action="store_true", help="check, and print the script; write and submit nothing")
     add("--local", action="store_true", help="start the ranks on this machine, without Slurm")
+    add_max_restarts(parser, "with --local: ")

@@ -14,6 +14,9 @@ from typing import Literal
 
 import jinja2
 
+from megappo.config.errors import ConfigError, show
+from megappo.config.paths import odd_character
+from megappo.config.redaction import hide_secrets
 from megappo.launch.failure import KILL_GRACE_S
 
 EXAMPLES = Path(__file__).parents[2] / "scripts" / "slurm"
@@ -59,7 +62,7 @@ def render(job: Job, *, root: Path, python: str, config: Path, launch_dir: Path,
     return _render(
         job,
         head=["Written by `megappo launch`; docs/launch.md explains it."],
-        options=[_directive(option) for option in (f"--job-name={name}", f"--output={_sbatch_path(log)}", *job.options)],
+        options=[directive(option) for option in (f"--job-name={name}", f"--output={_sbatch_path(log)}", *job.options)],
         resume=resume,
         root=shlex.quote(str(root)),
         python=shlex.quote(python),
@@ -95,13 +98,7 @@ def examples() -> dict[str, str]:
 
 
 def _render(job: Job, *, head: Sequence[str], options: Sequence[str], resume: bool, by_hand: str = "", **words: str | None) -> str:
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        undefined=jinja2.StrictUndefined,  # a misspelt variable must not become an empty word of a shell script
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
+    environment = shell_templates(Path(__file__).parent)
     environment.filters |= {"quote": shlex.quote, "in_double_quotes": _in_double_quotes}
     return environment.get_template("job.sbatch.jinja").render(
         head=head,
@@ -122,6 +119,28 @@ def _render(job: Job, *, head: Sequence[str], options: Sequence[str], resume: bo
     )
 
 
+def shell_templates(folder: Path) -> jinja2.Environment:
+    """Templates of job scripts. A value that is not one printable line, or holds a secret, is a ConfigError in any of them."""
+    return jinja2.Environment(
+        loader=jinja2.FileSystemLoader(folder),
+        undefined=jinja2.StrictUndefined,  # a misspelt variable must not become an empty word of a shell script
+        finalize=_one_line,  # every value passes through it, whatever its name
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+
+
+def _one_line(value: object) -> object:
+    text = str(value)
+    # A quoted line break is one word for bash, but sbatch and `slurm.submit` read the script line by line.
+    if (character := odd_character(text)) is not None:
+        raise ConfigError(f"job script: {show(text)} holds the character {character}; use names of printable characters")
+    if hide_secrets(text) != text:
+        raise ConfigError(f"job script: {show(text)} holds a secret, which the script would keep; export it before the submission")
+    return value
+
+
 def _sbatch_path(path: Path) -> str:
     """Escape a path for sbatch, which expands %; {job} becomes %j, the job id."""
     return str(path).replace("%", "%%").replace("{job}", "%j")
@@ -132,7 +151,7 @@ def _in_double_quotes(text: str) -> str:
     return re.sub(r'([\\"$`])', r"\\\1", text)
 
 
-def _directive(option: str) -> str:
+def directive(option: str) -> str:
     """Write an option for an #SBATCH line."""
     name, equals, value = option.partition("=")
     if re.fullmatch(r"[\w.,:/@%+=\[\]-]*", value):

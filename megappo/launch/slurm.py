@@ -86,7 +86,8 @@ def job_status(job: str) -> JobStatus | None:
 def submit(script: Path) -> str:
     """Submit a script; returns the job id. ConfigError, with sbatch's own words, if Slurm refuses it."""
     # On the command line too: #SBATCH lines yield to SBATCH_PARTITION and the like, which sites and start-up files export.
-    lines = [line for line in script.read_text().splitlines() if line.startswith("#SBATCH ")]
+    # At \n alone, as bash and sbatch read it: str.splitlines would also split at a U+2028 within a value.
+    lines = [line for line in script.read_text().split("\n") if line.startswith("#SBATCH ")]
     options = [word for line in lines for word in shlex.split(line)[1:]]
     said = _ask("sbatch", "--parsable", *options, str(script), env=without_job_variables(os.environ))
     return said.strip().split(";")[0]

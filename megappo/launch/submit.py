@@ -15,6 +15,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -24,10 +25,13 @@ from pathlib import Path
 from megappo.config.checks import LAUNCHES, check_run_dir
 from megappo.config.dump import dump_yaml
 from megappo.config.errors import ConfigError, problem
+from megappo.config.paths import odd_character
+from megappo.config.redaction import redacted
 from megappo.config.schema import TrainConfig
 from megappo.launch import slurm
 from megappo.launch.environment import report
-from megappo.launch.script import Job, render
+from megappo.launch.script import Job, directive, render
+from megappo.resilience.lease import refuse_if_held
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,12 @@ class Limits:
         return tuple(f"--{name}={value}" for name, value in given.items() if value is not None)
 
 
+def require_resumable(config: TrainConfig, what: str, way_out: str) -> None:
+    """ConfigError if the run's checkpoints hold weights only, so that `what` could not go on from one."""
+    if config.checkpoint.save_only_model:
+        raise ConfigError(problem("checkpoint.save_only_model", True, f"{what} could not resume; set it to false, or {way_out}"))
+
+
 def check_job(config: TrainConfig, job: Job, limits: Limits) -> None:
     """Check everything that does not need Slurm. ConfigError, one line, for the first mistake."""
     ranks = config.run.num_ranks
@@ -56,10 +66,8 @@ def check_job(config: TrainConfig, job: Job, limits: Limits) -> None:
         if job.nodes > 1 and job.ranks_per_node % tp != 0 and tp % job.ranks_per_node != 0:
             fix = f"does not divide the {job.ranks_per_node} GPUs of a node, so groups would lie across two nodes; use a divisor"
             raise ConfigError(problem(key, tp, fix))
-    if config.checkpoint.save_only_model and job.max_requeues:
-        raise ConfigError(
-            problem("checkpoint.save_only_model", True, "a requeued job could not resume; set it to false, or --max-requeues 0")
-        )
+    if job.max_requeues:
+        require_resumable(config, "a requeued job", "--max-requeues 0")
     limit_s = slurm.parse_time(limits.time) if limits.time is not None else None
     needed = job.signal_lead_s + slurm.SIGNAL_RESOLUTION_S
     if limit_s is not None and limit_s <= needed:
@@ -98,11 +106,19 @@ def check_options(options: Sequence[str], own: Mapping[str, str]) -> None:
     """Check a user's options of sbatch. own: name of an option that the script sets itself -> fix. ConfigError for such an option,
     and for text that is not one option on one line."""
     for option in options:
-        if not option.startswith("--") or "\n" in option:
+        if not option.startswith("--") or odd_character(option) is not None or not _is_whole(option):
             raise ConfigError(problem("--sbatch", option, "must be one option in one line, for example --sbatch=--exclusive"))
         name = re.split("[= ]", option.removeprefix("--"), maxsplit=1)[0]
         if name in own:
             raise ConfigError(problem("--sbatch", option, own[name]))
+
+
+def _is_whole(option: str) -> bool:
+    """False for quotes that are not closed, in an option that is written as it is."""
+    try:
+        return bool(shlex.split(directive(option)))
+    except ValueError:
+        return False
 
 
 def _check_options(job: Job, limits: Limits) -> None:
@@ -113,6 +129,9 @@ def _check_options(job: Job, limits: Limits) -> None:
 
 
 def _check_mounts(job: Job) -> None:
+    for option, value in (("--container", job.container or ""), *(("--mount", mount) for mount in job.mounts)):
+        if (character := odd_character(value)) is not None:
+            raise ConfigError(problem(option, value, f"holds the character {character}; must be one printable line"))
     for mount in job.mounts:
         if not all(mount.partition(":")[::2]):
             raise ConfigError(f"--mount {mount}: must be HOST:CONTAINER, for example /data:/data")
@@ -163,7 +182,9 @@ def remarks(config: TrainConfig, job: Job, limits: Limits) -> list[str]:
     """Notes on settings that work, but perhaps not as intended."""
     notes = []
     if config.checkpoint.save_every == 0 and job.max_requeues:
-        notes.append("checkpoint.save_every = 0: a crash loses everything since the start, only a stop by signal saves; set it")
+        notes.append(
+            "checkpoint.save_every = 0: a crash loses everything since the start, only a stop by signal saves; leave it at auto"
+        )
     if limits.time is None:
         notes.append("no --time: the partition's own limit holds")
     elif re.fullmatch(r"\d+:\d+", limits.time):
@@ -183,13 +204,28 @@ def print_script(config: TrainConfig, job: Job, *, resume: bool) -> str:
 
 
 def record(config: TrainConfig, run_dir: Path) -> Path:
-    """Make a folder below the run directory with the configuration and its origin. ConfigError while a job of the run is alive."""
+    """Make a folder below the run directory with the configuration and its origin.
+
+    ConfigError while a job of the run is alive, or if nothing can be written there; LeaseHeld while a process has it.
+    """
     _refuse_second_job(run_dir)
+    refuse_if_held(run_dir)
     folder = _free_folder(run_dir)
-    folder.mkdir(parents=True)
-    (folder / "config.yaml").write_text(dump_yaml(config))
-    content = {"command": sys.argv, "directory": str(Path.cwd()), **report()}
-    (folder / "launch.json").write_text(json.dumps(content, indent=1) + "\n")
+    content = {"command": redacted(sys.argv), "directory": str(Path.cwd()), **report()}
+    try:
+        folder.mkdir(parents=True)
+        (folder / "config.yaml").write_text(dump_yaml(config))
+        (folder / "launch.json").write_text(json.dumps(content, indent=1) + "\n")
+    except OSError as error:
+        if folder.is_dir():
+            remove_launch(folder)
+        raise ConfigError(
+            problem(
+                "run.output_dir",
+                config.run.output_dir,
+                f"{error.filename or folder}: {error.strerror}; free space, or name another",
+            )
+        ) from None
     return folder
 
 

@@ -10,11 +10,12 @@ import time
 from pathlib import Path
 
 from megappo.checkpoint.manifest import Manifest, write_manifest
-from megappo.config.checks import STOPPED, run_dir_of
+from megappo.config.checks import run_dir_of
 from megappo.config.loading import load_config
 from megappo.launch.failure import ATTEMPT_DIR, record_exceptions
-from megappo.launch.local import SHUTDOWN_S
+from megappo.launch.node import SHUTDOWN_S
 from megappo.launch.world import join_srun
+from megappo.resilience.ended import Ended, record_end
 
 WORLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -60,4 +61,4 @@ if __name__ == "__main__":
         assert asked.wait(600)
         time.sleep(SHUTDOWN_S + 2)  # the rest of the step: longer than torchrun waits for what it has told to end
         if rank == 0:
-            (save(1) / STOPPED).write_text("{}")
+            record_end(save(1), Ended("stopped", 1))

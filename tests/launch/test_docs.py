@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+import signal
 from pathlib import Path
 
 from megappo.cli import build_parser
+from megappo.launch import exit_codes
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "launch.md").read_text()
@@ -28,6 +30,13 @@ def test_the_commands_of_the_page_use_options_that_exist() -> None:
     assert len(lines) >= 5
     for command, rest in lines:
         assert set(re.findall(r"(?<= )--[a-z-]+", rest.split("#")[0])) <= options_of(command), rest
+
+
+def test_every_exit_code_is_in_the_table() -> None:
+    table = PAGE.split("## Exit codes")[1].split("\n\n")[1]
+    codes = {int(code) for line in table.splitlines()[2:] for code in re.findall(r"\b\d+\b", line.split("|")[1])}
+    own = {value for name, value in vars(exit_codes).items() if name.isupper() and isinstance(value, int)}
+    assert codes == own | {128 + signal.SIGTERM}
 
 
 def test_the_messages_of_the_page_are_those_of_the_code() -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from megappo.launch.failure import ATTEMPT_DIR, KILL_GRACE_S, first_failure
+from megappo.launch.failure import ATTEMPT_DIR, KILL_GRACE_S, LOG_BYTES, first_failure
 
 BEFORE, AT, AFTER = 1_000, 2_000, 3_000
 LATER = AFTER + int(KILL_GRACE_S * 1e9)  # when the script has killed the rest
@@ -42,6 +43,31 @@ CASES = {
     "refused, without a traceback": ([("ended", 0, 2, BEFORE), ("ended", 1, 2, AT)], 0),
     "a traceback whose end nobody saw": ([("raised", 4, AT)], 4),
 }
+
+
+def hung(folder: Path, rank: int, time_ns: int) -> None:
+    text = f"megappo: rank {rank} hangs, last words of {rank}\n"
+    content = {"time_ns": time_ns, "rank": rank, "host": "n1", "text": text}
+    (folder / "verdict.json").write_text(json.dumps(content) + "\n")
+
+
+def test_a_rank_that_hung_counts_although_others_ended_before_it(tmp_path: Path) -> None:
+    hung(tmp_path, 2, BEFORE)
+    raised(tmp_path, 0, AT)
+    for rank, when in ((1, AT), (2, AFTER)):
+        ended(tmp_path, rank, 137, when)
+    failure = first_failure(tmp_path, KILL_GRACE_S)
+    assert failure is not None and (failure.rank, failure.code, failure.hangs) == (2, 137, True)
+    assert failure.report() == "megappo: rank 2 hangs, last words of 2\nmegappo: rank 2 on n1 hangs, and the ranks were ended\n"
+    assert failure.in_one_line() == "rank 2 hangs, last words of 2", "and not how it was ended"
+
+
+def test_a_rank_that_raised_before_the_others_waited_for_it_counts(tmp_path: Path) -> None:
+    """Negative control: the watchdogs hear nothing of a rank whose process does not end after its exception."""
+    raised(tmp_path, 1, BEFORE)
+    hung(tmp_path, 1, AT)
+    failure = first_failure(tmp_path, KILL_GRACE_S)
+    assert failure is not None and failure.rank == 1 and not failure.hangs and "RuntimeError: of rank 1" in failure.text
 
 
 def test_where_the_rest_is_killed_at_once_the_first_end_counts(tmp_path: Path) -> None:
@@ -78,6 +104,31 @@ def test_evidence_that_was_not_written_to_its_end_is_no_evidence(tmp_path: Path)
 
 def test_nothing_is_made_up_where_no_rank_left_anything(tmp_path: Path) -> None:
     assert first_failure(tmp_path) is None
+
+
+@pytest.mark.parametrize("command", ["train", "sft"])
+def test_every_rank_of_a_run_keeps_its_exceptions(tmp_path: Path, command: str) -> None:
+    """So that ended.json and the launcher's line have the error, and not the exit code alone."""
+    code = f"from megappo import cli\nassert cli.main(['{command}', 'absent.yaml']) == 2\nraise KeyError('the culprit')"
+    world = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "a test"}
+    subprocess.run(
+        [sys.executable, "-c", code],
+        env={ATTEMPT_DIR: str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[2]), **world},
+        capture_output=True,
+    )
+    failure = first_failure(tmp_path)
+    assert failure is not None and failure.in_one_line() == "rank 1: KeyError: 'the culprit'"
+
+
+def test_the_end_of_a_log_of_gigabytes_is_read_alone(tmp_path: Path) -> None:
+    log = tmp_path / "rank-0.log"
+    with log.open("wb") as file:
+        file.truncate(8 << 30)  # a hole: it takes no space
+        file.seek(0, os.SEEK_END)
+        file.write(b"\nlast words\n")
+    (tmp_path / "rank-0.exit").write_text("3 1 0 n1\n")
+    failure = first_failure(tmp_path)
+    assert failure is not None and failure.text.endswith("\nlast words") and len(failure.text) <= LOG_BYTES
 
 
 def test_an_exception_is_kept_with_its_whole_traceback(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from megappo.config.loading import load_config
 from megappo.launch.environment import HIDDEN, revision, shown_variables
 from megappo.launch.script import Job
 from megappo.launch.slurm import parse_time, without_job_variables
-from megappo.launch.submit import Limits, remarks, remove_launch
+from megappo.launch.submit import Limits, record, remarks, remove_launch
 from tests.launch.cluster import Cluster
 from tests.plan.checkpoints import write_run
 
@@ -72,6 +73,14 @@ MISTAKES = {
     "an option of ours": ([*TWO_BY_TWO, "--sbatch=--time=1:00:00"], '--sbatch = "--time=1:00:00": use --time of megappo launch'),
     "ours in two words": ([*TWO_BY_TWO, "--sbatch=--time 60"], '--sbatch = "--time 60": use --time of megappo launch'),
     "an array": ([*TWO_BY_TWO, "--sbatch=--array=0-3"], '--sbatch = "--array=0-3": the script has its own'),
+    "a path that is a command": (
+        [*TWO_BY_TWO, r'run.output_dir="x\ntouch PWNED\n#"'],
+        r'run.output_dir = "x\ntouch PWNED\n#": holds the character \n; a path is one printable line',
+    ),
+    "an image that is a command": ([*TWO_BY_TWO, "--container", "x\ntouch gone\n#.sif"], "--container = "),
+    "a mount that is a command": ([*TWO_BY_TWO, "--container", "x.sif", "--mount", "/a:/b\rtouch gone"], "--mount = "),
+    "open quotes": ([*TWO_BY_TWO, "--sbatch=--comment 'a"], "must be one option in one line"),
+    "a secret": ([*TWO_BY_TWO, "--sbatch=--export=HF_TOKEN=hf_1"], "holds a secret"),
     "two lines": ([*TWO_BY_TWO, "--account", "me\ntouch gone"], "must be one option in one line"),
 }
 
@@ -129,7 +138,8 @@ def test_a_launch_is_recorded_and_its_run_cannot_be_launched_twice(
     config = write_run(tmp_path)
     monkeypatch.setenv("SBATCH_PARTITION", "nonsense")
     monkeypatch.setenv("SBATCH_TIMELIMIT", "5")
-    code, out, err = launch(capsys, config, *TWO_BY_TWO, "--partition", "main", "--time", "1:00:00", *HELD)
+    arguments = ("--partition", "main", "--time", "1:00:00", *HELD, "checkpoint.save_every=0")
+    code, out, err = launch(capsys, config, *TWO_BY_TWO, *arguments)
     assert (code, err) == (0, "")
     folder = tmp_path / "runs" / "run" / "launch" / "001"
     job = (folder / "job_id").read_text().strip()
@@ -162,7 +172,7 @@ def test_a_launch_is_recorded_and_its_run_cannot_be_launched_twice(
     ],
 )
 def test_what_is_perhaps_not_meant_is_remarked(tmp_path: Path, job: Job, time: str | None, expected: list[str]) -> None:
-    notes = remarks(load_config(write_run(tmp_path), ["checkpoint.save_every=5"]), job, Limits(time=time))
+    notes = remarks(load_config(write_run(tmp_path), []), job, Limits(time=time))
     assert len(notes) == len(expected) and all(part in note for part, note in zip(expected, notes)), notes
 
 
@@ -203,10 +213,27 @@ def test_a_layout_that_crosses_nodes_is_remarked(tmp_path: Path, capsys, on_clus
 
 def test_local_starts_the_ranks_here_with_the_recorded_configuration(tmp_path: Path, capsys, monkeypatch) -> None:
     started = []
-    monkeypatch.setattr("megappo.launch.local.start_ranks", lambda ranks, arguments: started.append((ranks, arguments)) or 7)
-    code, _, _ = launch(capsys, write_run(tmp_path), "--local", "run.seed=3")
+    monkeypatch.setattr(
+        "megappo.launch.command.train_here", lambda ranks, arguments, run_dir, **how: started.append((ranks, arguments, how)) or 7
+    )
+    code, _, _ = launch(capsys, write_run(tmp_path), "--local", "--max-restarts", "2", "run.seed=3")
     recorded = tmp_path / "runs" / "run" / "launch" / "001" / "config.yaml"
-    assert code == 7 and started == [(2, ["train", str(recorded)])] and "seed: 3" in recorded.read_text()
+    how = {"resume": False, "max_restarts": 2, "record": recorded.parent}
+    assert code == 7 and started == [(2, ["train", str(recorded)], how)] and "seed: 3" in recorded.read_text()
+
+
+def test_a_run_that_saves_weights_only_cannot_be_restarted(tmp_path: Path, capsys) -> None:
+    options = ["checkpoint.save_only_model=true", "--max-restarts", "2"]
+    code, _, err = launch(capsys, write_run(tmp_path), "--local", *options)
+    assert cli.main(["train", str(write_run(tmp_path)), *options]) == code == 2
+    for text in (err, capsys.readouterr().err):
+        assert "checkpoint.save_only_model = true: a restart could not resume; set it to false, or --max-restarts 0" in text
+    assert not (tmp_path / "runs").exists()
+
+
+def test_in_place_restarts_are_for_this_machine(tmp_path: Path, capsys) -> None:
+    code, _, err = launch(capsys, write_run(tmp_path), *TWO_BY_TWO, "--max-restarts", "2")
+    assert code == 2 and "--max-restarts 2 goes with --local" in err and "--max-requeues" in err
 
 
 def test_the_commit_is_megappos_own_and_not_of_a_repository_that_it_was_installed_in(tmp_path: Path) -> None:
@@ -217,6 +244,18 @@ def test_the_commit_is_megappos_own_and_not_of_a_repository_that_it_was_installe
     assert revision(tmp_path / "site-packages") is None
     found = revision(tmp_path)
     assert found is not None and len(found["commit"]) == 40 and found["changed"] == []
+
+
+def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
+    config = load_config(str(write_run(tmp_path)))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))  # stands for a disk that fills up: the file is written in part
+    try:
+        with pytest.raises(ConfigError, match=r"run\.output_dir = .*: File too large; free space, or name another"):
+            record(config, tmp_path / "runs" / "new")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not (tmp_path / "runs" / "new").exists()
 
 
 def test_what_a_refused_launch_made_is_removed_and_a_link_is_left(tmp_path: Path) -> None:

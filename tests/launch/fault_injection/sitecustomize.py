@@ -1,0 +1,86 @@
+"""Faults in real ranks: with this folder in PYTHONPATH, every Python process obeys FAULTS.
+
+FAULTS holds faults, separated by blanks: NAME=RANK:MODULE:ATTRIBUTE:N:ACTION[:AFTER]. In rank RANK the N-th call of
+MODULE.ATTRIBUTE since its process started does ACTION instead, once the fault AFTER has happened: kill, stop (SIGSTOP), term
+(SIGTERM to the process group), insist (the same a while later, and waits for its end), value_error or assertion_error (which no
+wrapper of a save takes for a fault of the disk). Each happens once: it leaves the file FAULTS_DONE/NAME, with the time.
+"""
+
+import functools
+import importlib.abc
+import importlib.machinery
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+
+class Fault:
+    def __init__(self, text):
+        self.name, _, rest = text.partition("=")
+        self.rank, self.module, self.attribute, number, self.action, *after = rest.split(":")
+        self.number, self.calls, self.after = int(number), 0, after
+
+    def install(self, module):
+        *owners, last = self.attribute.split(".")
+        owner = functools.reduce(getattr, owners, module)
+        original = getattr(owner, last)
+
+        @functools.wraps(original)
+        def faulty(*args, **kwargs):
+            self.happen_if_due()
+            return original(*args, **kwargs)
+
+        setattr(owner, last, faulty)
+
+    def happen_if_due(self):
+        if os.environ.get("RANK") != self.rank:
+            return
+        self.calls += 1
+        done = Path(os.environ["FAULTS_DONE"], self.name)
+        if self.calls != self.number or done.exists():
+            return
+        if not all(done.with_name(name).exists() for name in self.after):
+            return
+        if self.action == "stop":
+            time.sleep(1.0)  # the watchdog's sign of life tells the place
+        done.write_text(repr(time.time()))
+        if self.action == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif self.action == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+            time.sleep(1000)  # it is continued for a moment, so that it writes its stacks
+        elif self.action == "term":
+            os.killpg(0, signal.SIGTERM)
+        elif self.action == "insist":
+            time.sleep(1.5)  # sooner it would be the same request (launch/requests.py)
+            os.killpg(0, signal.SIGTERM)
+            time.sleep(1000)
+        elif self.action == "value_error":
+            raise ValueError("injected")
+        elif self.action == "assertion_error":
+            raise AssertionError("injected")
+
+
+class Finder(importlib.abc.MetaPathFinder):
+    def __init__(self, faults):
+        self.faults = faults
+
+    def find_spec(self, fullname, path, target=None):
+        mine = [fault for fault in self.faults if fault.module == fullname]
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target) if mine else None
+        if spec is not None:
+            execute = spec.loader.exec_module
+
+            def exec_module(module):
+                execute(module)
+                for fault in mine:
+                    fault.install(module)
+
+            spec.loader.exec_module = exec_module
+        return spec
+
+
+if os.environ.get("FAULTS"):
+    sys.meta_path.insert(0, Finder([Fault(text) for text in os.environ["FAULTS"].split()]))
