@@ -1,0 +1,98 @@
+"""What a key of another trainer becomes here: the rules that `megappo convert` follows and that hints for foreign keys read.
+
+A table is data. A rule that needs other keys (samples = prompts x responses) names its arithmetic (`by`), which is in
+`megappo/convert/arithmetic.py`. Imports nothing of megappo.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+
+class Outcome(Enum):
+    TAKEN = "taken over"
+    IMPLIED = "implied"
+    UNNEEDED = "not needed"
+    MISSING = "no equivalent"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Fate of one foreign key."""
+
+    outcome: Outcome
+    keys: tuple[str, ...] = ()
+    """megappo's keys that it sets, or that say the same; the first is the hint."""
+    note: str = ""
+    """Change of unit, or the reason of an outcome without a key."""
+    values: Mapping[Any, Any] | None = None
+    """Foreign value -> ours; None takes it over as it is."""
+    by: str = ""
+    """Name of the arithmetic that makes our values."""
+    expects: tuple[Any, ...] = ()
+    """Values for which the outcome holds (empty: all). Others have no equivalent (`otherwise`)."""
+    otherwise: str = ""
+    off: tuple[Any, ...] = (None, False, 0, -1, "", "null", "none")
+    """Values of a key without equivalent that switch it off, so that nothing is lost."""
+
+
+def take(*keys: str, note: str = "", values: Mapping[Any, Any] | None = None, by: str = "", otherwise: str = "") -> Rule:
+    return Rule(Outcome.TAKEN, keys, note, values, by, otherwise=otherwise)
+
+
+def implied(note: str, *keys: str, expects: tuple[Any, ...] = (), otherwise: str = "") -> Rule:
+    return Rule(Outcome.IMPLIED, keys, note, expects=expects, otherwise=otherwise)
+
+
+def unneeded(note: str, *keys: str) -> Rule:
+    return Rule(Outcome.UNNEEDED, keys, note)
+
+
+def missing(note: str, *keys: str, off: tuple[Any, ...] | None = None) -> Rule:
+    return Rule(Outcome.MISSING, keys, note) if off is None else Rule(Outcome.MISSING, keys, note, off=off)
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """One trainer: its name, how its commands are recognised, and the rule of each key."""
+
+    name: str
+    rules: Mapping[str, Rule]
+    commands: tuple[str, ...] = ()
+    """Words of a command line that start it (module or script)."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Its defaults where megappo's may differ: they hold for keys that the source does not write."""
+    ignored: tuple[str, ...] = ()
+    """Endings of keys that hold no setting (`_target_`)."""
+    sections: tuple[str, ...] = ()
+    """Keys that hold a whole mapping, for which one rule speaks."""
+    steps_of_ppo: bool = False
+    """Warm-up and schedules of the learning rate count PPO steps instead of optimizer steps."""
+    chosen: Mapping[str, str] = field(default_factory=dict)
+    """Our key -> name of the arithmetic that chooses a value where the source has none, with its reason."""
+
+
+SCHEDULES = {
+    "constant": "constant",
+    "constant_with_warmup": "constant",
+    "linear": "linear",
+    "cosine": "cosine",
+    "cosine_with_min_lr": "cosine",
+}
+KL_ESTIMATORS = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
+DTYPES = {
+    "bfloat16": "bf16",
+    "bf16": "bf16",
+    "float32": "fp32",
+    "fp32": "fp32",
+}
+CHECKPOINTING = {True: "full", False: "none"}
+ENGINES = {"vllm": "vllm"}
+NO_FP16 = "megappo trains in bf16 or fp32"
+ONE_SCHEDULE = "schedules are constant, linear and cosine"
+FSDP = "no FSDP: models are cut by tp and pp, and optimizer states sharded over data-parallel ranks"
+ALWAYS_PACKED = "batches are always packed, without padding"
+RAY = "there is no Ray and no driver"

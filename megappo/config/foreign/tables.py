@@ -1,0 +1,49 @@
+"""All tables, and the rule that a foreign key most likely means."""
+
+from __future__ import annotations
+
+from megappo.config.foreign.flowmesh import FLOWMESH
+from megappo.config.foreign.megatron import MEGATRON
+from megappo.config.foreign.nemo_rl import NEMO_RL
+from megappo.config.foreign.openrlhf import LIGHTRFT, OPENRLHF
+from megappo.config.foreign.rule import Outcome, Rule, Trainer
+from megappo.config.foreign.trl import TRL
+from megappo.config.foreign.verl import VERL
+
+# The order decides where several know a name.
+TRAINERS: tuple[Trainer, ...] = (MEGATRON, VERL, NEMO_RL, OPENRLHF, LIGHTRFT, TRL, FLOWMESH)
+
+# Our roles in the words of the others, so that `policy.param_offload` finds verl's actor.
+ROLES = {"policy": ("policy", "actor"), "critic": ("critic", "value"), "reference": ("reference", "ref")}
+
+
+def exact_rule(name: str) -> tuple[Trainer, Rule] | None:
+    """Rule of a foreign flag, or of a dotted key; parts may be left out (`rollout.name`: `actor_rollout_ref.rollout.name`).
+
+    The last part must be the same, and every other part must be in the foreign key, in the same order. name: without dashes.
+    """
+    wanted = name.split(".")
+    found = [one for one in _ending_like(wanted[-1]) if _holds(wanted, one[1]) and (len(wanted) > 1 or len(one[1]) == 1)]
+    return min(found, key=lambda one: (len(one[1]), one[0]))[2:] if found else None
+
+
+def rule_by_last_part(last: str) -> tuple[Trainer, Rule] | None:
+    """Rule of the foreign keys that end like this, if they agree on the last part of our key."""
+    found = [one for one in _ending_like(last) if one[3].outcome is Outcome.TAKEN]
+    ends = {one[3].keys[0].rsplit(".", 1)[-1] for one in found}
+    return min(found, key=lambda one: (one[0], len(one[1])))[2:] if len(ends) == 1 else None
+
+
+def _ending_like(last: str) -> list[tuple[int, list[str], Trainer, Rule]]:
+    """(place of the trainer, parts of the key, trainer, rule) of every key with this last part."""
+    return [
+        (place, key.split("."), trainer, rule)
+        for place, trainer in enumerate(TRAINERS)
+        for key, rule in trainer.rules.items()
+        if key.rsplit(".", 1)[-1] == last
+    ]
+
+
+def _holds(wanted: list[str], key: list[str]) -> bool:
+    rest = iter(key[:-1])
+    return all(any(part in ROLES.get(one, (one,)) for part in rest) for one in wanted[:-1])

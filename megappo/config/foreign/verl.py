@@ -1,0 +1,413 @@
+"""Keys of verl's PPO (`verl.trainer.main_ppo`; FSDP and Megatron engines)."""
+
+from __future__ import annotations
+
+from megappo.config.foreign.rule import (
+    ALWAYS_PACKED,
+    CHECKPOINTING,
+    DTYPES,
+    ENGINES,
+    FSDP,
+    KL_ESTIMATORS,
+    NO_FP16,
+    ONE_SCHEDULE,
+    RAY,
+    SCHEDULES,
+    Rule,
+    Trainer,
+    implied,
+    missing,
+    take,
+    unneeded,
+)
+
+SAMPLES = "verl counts prompts, megappo samples: times rollout.n"
+SEQUENCES = "verl counts sequences, megappo tokens: times prompt + response length"
+SAME_BUDGET = "log-probs and values are computed in the micro-batches of training", "policy.micro_batch_tokens"
+COMPILED = "kernels are chosen by `kernels` and `model.impl`"
+VAL = "validation is greedy, one answer a prompt"
+
+
+def _optimizer(prefix: str, role: str) -> dict[str, Rule]:
+    ours = f"{role}.optimizer"
+    return {
+        f"{prefix}.lr": take(f"{ours}.lr"),
+        f"{prefix}.weight_decay": take(f"{ours}.weight_decay"),
+        f"{prefix}.betas": take(f"{ours}.beta1", f"{ours}.beta2", by="spread"),
+        f"{prefix}.clip_grad": take(f"{ours}.clip_grad"),
+        f"{prefix}.lr_warmup_steps": take(f"{ours}.warmup_steps", by="warmup_steps", note="in optimizer steps"),
+        f"{prefix}.lr_warmup_steps_ratio": take(f"{ours}.warmup_steps", by="warmup_ratio", note="in optimizer steps"),
+        f"{prefix}.warmup_style": take(f"{ours}.lr_schedule", values=SCHEDULES, otherwise=ONE_SCHEDULE),
+        f"{prefix}.lr_scheduler_type": take(f"{ours}.lr_schedule", values=SCHEDULES, otherwise=ONE_SCHEDULE),
+        f"{prefix}.lr_decay_style": take(f"{ours}.lr_schedule", values=SCHEDULES, otherwise=ONE_SCHEDULE),
+        f"{prefix}.min_lr_ratio": take(f"{ours}.min_lr_ratio"),
+        f"{prefix}.min_lr": take(f"{ours}.min_lr_ratio", by="min_lr_ratio", note="as a share of lr"),
+        f"{prefix}.lr_decay_steps": unneeded("schedules end with the run"),
+        f"{prefix}.total_training_steps": unneeded("the run's length is trainer.steps or trainer.epochs"),
+        f"{prefix}.lr_warmup_init": missing("the warm-up starts from 0"),
+        f"{prefix}.num_cycles": missing("cosine is half a period", off=(None, 0.5)),
+        f"{prefix}.weight_decay_incr_style": implied("weight decay is constant", expects=("constant",)),
+        f"{prefix}.optimizer": implied("AdamW", expects=("adam", "adamw", "AdamW"), otherwise="AdamW is the only optimizer"),
+        f"{prefix}.optimizer_impl": unneeded("Megatron-core's optimizer is used"),
+    }
+
+
+def _megatron(prefix: str, role: str) -> dict[str, Rule]:
+    """Keys of a Megatron section; role: policy, critic or reference."""
+    parallel, trained = f"{role}.parallel", role != "reference"
+    transformer = f"{prefix}.override_transformer_config"
+    rules = {
+        f"{prefix}.tensor_model_parallel_size": take(f"{parallel}.tp"),
+        f"{prefix}.pipeline_model_parallel_size": take(f"{parallel}.pp"),
+        f"{prefix}.virtual_pipeline_model_parallel_size": take(f"{parallel}.vpp"),
+        f"{prefix}.context_parallel_size": take(f"{parallel}.cp"),
+        f"{prefix}.expert_model_parallel_size": take(f"{parallel}.ep"),
+        f"{prefix}.expert_tensor_parallel_size": take(f"{parallel}.etp"),
+        f"{prefix}.sequence_parallel": take(f"{parallel}.sequence_parallel"),
+        f"{prefix}.param_offload": take(f"{role}.offload.parameters"),
+        f"{prefix}.dtype": take(f"{role}.dtype", values=DTYPES, otherwise=NO_FP16),
+        f"{prefix}.use_dist_checkpointing": unneeded("models are read from Hugging Face checkpoints in any layout"),
+        f"{prefix}.dist_checkpointing_path": unneeded("models are read from Hugging Face checkpoints in any layout"),
+        f"{prefix}.use_mbridge": unneeded("models are read from Hugging Face checkpoints in any layout"),
+        f"{prefix}.seed": unneeded("run.seed is the one seed", "run.seed"),
+        f"{transformer}.num_layers_in_first_pipeline_stage": missing("list every stage", f"{parallel}.layers_per_stage"),
+        f"{transformer}.num_layers_in_last_pipeline_stage": missing("list every stage", f"{parallel}.layers_per_stage"),
+        f"{transformer}.attention_backend": unneeded(COMPILED, "model.impl"),
+    }
+    if trained:
+        rules |= {
+            f"{prefix}.grad_offload": take(f"{role}.offload.gradients"),
+            f"{prefix}.optimizer_offload": take(f"{role}.offload.optimizer"),
+            f"{prefix}.use_distributed_optimizer": take(f"{role}.optimizer.distributed"),
+            f"{transformer}.recompute_granularity": take(
+                f"{role}.recompute", values={None: "none", "full": "full", "selective": "selective"}
+            ),
+            f"{transformer}.recompute_method": unneeded("full recomputes every layer", f"{role}.recompute"),
+            f"{transformer}.recompute_num_layers": unneeded("full recomputes every layer", f"{role}.recompute"),
+            f"{transformer}.recompute_modules": unneeded("selective recomputes core attention", f"{role}.recompute"),
+            f"{transformer}.moe_aux_loss_coeff": take(f"{role}.router_aux_coef"),
+            f"{transformer}.moe_router_load_balancing_type": implied(
+                "the balancing loss is per sequence; router_aux_coef 0 leaves it out", f"{role}.router_aux_coef"
+            ),
+        }
+    return rules
+
+
+def _fsdp(prefix: str, role: str) -> dict[str, Rule]:
+    rules = {
+        f"{prefix}.param_offload": take(f"{role}.offload.parameters"),
+        f"{prefix}.fsdp_size": missing(FSDP, f"{role}.parallel.tp"),
+        f"{prefix}.reshard_after_forward": missing(FSDP, f"{role}.parallel.tp", off=(None, False, True)),
+        f"{prefix}.offload_policy": missing("set the parts to offload", f"{role}.offload.parameters"),
+        f"{prefix}.forward_prefetch": missing(FSDP),
+        f"{prefix}.wrap_policy.min_num_params": missing(FSDP),
+        f"{prefix}.model_dtype": take(f"{role}.dtype", values=DTYPES, otherwise=NO_FP16),
+        f"{prefix}.use_orig_params": missing(FSDP),
+    }
+    if role != "reference":
+        rules[f"{prefix}.optimizer_offload"] = take(f"{role}.offload.optimizer")
+    return rules
+
+
+def _micro_batches(prefix: str, role: str) -> dict[str, Rule]:
+    budget = f"{role}.micro_batch_tokens"
+    return {
+        f"{prefix}.ppo_micro_batch_size_per_gpu": take(budget, by="tokens_of_sequences", note=SEQUENCES),
+        f"{prefix}.ppo_micro_batch_size": missing("the sum over the GPUs, deprecated by verl; set the tokens", budget),
+        f"{prefix}.ppo_max_token_len_per_gpu": take(
+            budget, by="token_budget", note="of a data-parallel rank, its cp ranks share it"
+        ),
+        f"{prefix}.use_dynamic_bsz": implied("micro-batches are always filled by tokens", budget),
+        f"{prefix}.shuffle": implied("samples of a step are not shuffled again", expects=(False,)),
+        f"{prefix}.data_loader_seed": unneeded("run.seed is the one seed", "run.seed"),
+    }
+
+
+def _log_probs(prefix: str) -> dict[str, Rule]:
+    names = ("log_prob_micro_batch_size_per_gpu", "log_prob_micro_batch_size", "log_prob_max_token_len_per_gpu")
+    return {f"{prefix}.{name}": unneeded(*SAME_BUDGET) for name in (*names, "log_prob_use_dynamic_bsz")}
+
+
+def _checkpoint(prefix: str) -> dict[str, Rule]:
+    return {
+        f"{prefix}.save_contents": take("checkpoint.save_only_model", by="save_contents"),
+        f"{prefix}.contents": take("checkpoint.save_only_model", by="save_contents"),
+        f"{prefix}.load_contents": unneeded("a resumed run reads everything"),
+        f"{prefix}.async_save": take("checkpoint.asynchronous"),
+    }
+
+
+DATA = {
+    "data.train_files": take("data.train", by="one_file"),
+    "data.val_files": take("data.eval", by="one_file"),
+    "data.train_batch_size": take("data.prompts_per_step"),
+    "data.val_batch_size": unneeded("the sampler schedules the validation prompts", "rollout.max_num_seqs"),
+    "data.gen_batch_size": missing("every prompt of a step is answered once", "data.prompts_per_step"),
+    "data.max_prompt_length": take("data.max_prompt_tokens"),
+    "data.max_response_length": take("rollout.max_response_tokens"),
+    "data.prompt_key": take("data.prompt_key"),
+    "data.reward_fn_key": missing("one set of rules scores all prompts", "reward.parts", off=(None, "data_source")),
+    "data.tokenizer": take("data.tokenizer"),
+    "data.shuffle": take("data.shuffle"),
+    "data.seed": take("run.seed"),
+    "data.filter_overlong_prompts": take("data.overlong", by="overlong"),
+    "data.filter_overlong_prompts_workers": unneeded("prompts are tokenized once, before the ranks start", "data.overlong"),
+    "data.truncation": take("data.overlong", by="truncation", note="prompts are never truncated"),
+    "data.train_max_samples": missing("give a shorter file", "data.train"),
+    "data.val_max_samples": take("data.eval_prompts", by="positive"),
+    "data.validation_shuffle": implied("the held-out prompts keep their order", expects=(False,)),
+    "data.return_raw_input_ids": unneeded("rewards see text and ids"),
+    "data.return_raw_chat": unneeded("rewards see text and ids"),
+    "data.return_full_prompt": unneeded("rewards see text and ids"),
+    "data.return_multi_modal_inputs": unneeded("text only"),
+    "data.image_key": missing("text only", off=(None, "images")),
+    "data.video_key": missing("text only", off=(None, "videos")),
+    "data.custom_cls.path": missing("records are read from .jsonl, .parquet or the hub", "data.train"),
+    "data.trust_remote_code": missing("no code of a model repository is run"),
+    "data.dataloader_num_workers": unneeded("prompts are tokenized once, before the ranks start"),
+    "data.use_shm": unneeded("files are read where they are"),
+}
+
+ACTOR = {
+    "actor_rollout_ref.hybrid_engine": implied("sampler and trainer share the ranks", expects=(True,)),
+    "actor_rollout_ref.nccl_timeout": take("run.timeouts.pass_s", note="a pass alone; the host waits run.timeouts.meeting_s"),
+    "actor_rollout_ref.model.path": take("policy.model"),
+    "actor_rollout_ref.model.tokenizer_path": take("data.tokenizer"),
+    "actor_rollout_ref.model.use_remove_padding": implied(ALWAYS_PACKED),
+    "actor_rollout_ref.model.enable_gradient_checkpointing": take("policy.recompute", values=CHECKPOINTING, by="policy_recompute"),
+    "actor_rollout_ref.model.enable_activation_offload": missing("recompute instead", "policy.recompute"),
+    "actor_rollout_ref.model.external_lib": missing("no code of others is imported"),
+    "actor_rollout_ref.model.trust_remote_code": missing("no code of a model repository is run"),
+    "actor_rollout_ref.model.custom_chat_template": missing("the tokenizer's own template is used", "data.chat_template"),
+    "actor_rollout_ref.model.use_fused_kernels": unneeded(COMPILED, "kernels"),
+    "actor_rollout_ref.model.use_liger": unneeded(COMPILED, "kernels"),
+    "actor_rollout_ref.model.use_shm": unneeded("files are read where they are"),
+    "actor_rollout_ref.model.lora_rank": missing("every parameter is trained"),
+    "actor_rollout_ref.model.lora_alpha": missing("every parameter is trained", off=(None, 16)),
+    "actor_rollout_ref.model.target_modules": missing("every parameter is trained", off=(None, "all-linear")),
+    "actor_rollout_ref.actor.strategy": implied("Megatron-core; " + FSDP, "policy.parallel.tp"),
+    "actor_rollout_ref.actor.ppo_mini_batch_size": take("algorithm.mini_batch_size", by="samples", note=SAMPLES),
+    "actor_rollout_ref.actor.ppo_epochs": take("algorithm.ppo_epochs"),
+    "actor_rollout_ref.actor.grad_clip": take("policy.optimizer.clip_grad"),
+    "actor_rollout_ref.actor.clip_ratio": take("algorithm.clip_low", "algorithm.clip_high", by="both_clips"),
+    "actor_rollout_ref.actor.clip_ratio_low": take("algorithm.clip_low"),
+    "actor_rollout_ref.actor.clip_ratio_high": take("algorithm.clip_high"),
+    "actor_rollout_ref.actor.clip_ratio_c": take("algorithm.dual_clip"),
+    "actor_rollout_ref.actor.loss_agg_mode": take(
+        "algorithm.loss_aggregation",
+        values={
+            "token-mean": "token-mean",
+            "seq-mean-token-sum": "seq-mean-token-sum",
+            "seq-mean-token-mean": "seq-mean-token-mean",
+            "seq-mean-token-sum-norm": "fixed-length",
+        },
+    ),
+    "actor_rollout_ref.actor.entropy_coeff": take("algorithm.entropy_coef"),
+    "actor_rollout_ref.actor.use_kl_loss": take("algorithm.kl.placement", by="kl_placement"),
+    "actor_rollout_ref.actor.kl_loss_coef": take("algorithm.kl.coef", by="kl_in_loss"),
+    "actor_rollout_ref.actor.kl_loss_type": take("algorithm.kl.estimator", values=KL_ESTIMATORS, by="kl_in_loss"),
+    "actor_rollout_ref.actor.policy_loss.loss_mode": implied(
+        "PPO's clipped loss", expects=("vanilla",), otherwise="PPO's clipped loss is the only one"
+    ),
+    "actor_rollout_ref.actor.use_torch_compile": unneeded(COMPILED, "kernels"),
+    "actor_rollout_ref.actor.entropy_checkpointing": unneeded("entropy never holds all logits at once"),
+    "actor_rollout_ref.actor.entropy_from_logits_with_chunking": unneeded("entropy never holds all logits at once"),
+    "actor_rollout_ref.actor.use_fused_kernels": unneeded(COMPILED, "kernels"),
+    "actor_rollout_ref.actor.ulysses_sequence_parallel_size": take("policy.parallel.cp", note="context parallelism instead"),
+    "actor_rollout_ref.actor.load_weight": implied("weights are read", "policy.model", expects=(True,)),
+    "actor_rollout_ref.ref.strategy": implied("Megatron-core", "reference.parallel.tp"),
+    "actor_rollout_ref.ref.model.path": take("reference.model"),
+    "actor_rollout_ref.ref.ulysses_sequence_parallel_size": take("reference.parallel.cp", note="context parallelism instead"),
+    "actor_rollout_ref.ref.use_torch_compile": unneeded(COMPILED, "kernels"),
+    "actor_rollout_ref.ref.load_weight": implied("weights are read", "reference.model", expects=(True,)),
+    **_optimizer("actor_rollout_ref.actor.optim", "policy"),
+    **_micro_batches("actor_rollout_ref.actor", "policy"),
+    **_megatron("actor_rollout_ref.actor.megatron", "policy"),
+    **_megatron("actor_rollout_ref.ref.megatron", "reference"),
+    **_fsdp("actor_rollout_ref.actor.fsdp_config", "policy"),
+    **_fsdp("actor_rollout_ref.ref.fsdp_config", "reference"),
+    **_checkpoint("actor_rollout_ref.actor.checkpoint"),
+    **_log_probs("actor_rollout_ref.ref"),
+}
+
+ROLLOUT = {
+    "name": take("rollout.engine", values=ENGINES, otherwise="vLLM generates, inside the ranks of training"),
+    "mode": implied("vLLM generates inside the ranks; a step waits for all its responses", "rollout.engine"),
+    "tensor_model_parallel_size": take("rollout.tp"),
+    "pipeline_model_parallel_size": missing("vLLM is cut by tp alone", "rollout.tp", off=(None, 1)),
+    "data_parallel_size": implied("what rollout.tp leaves of the ranks", "rollout.tp"),
+    "expert_parallel_size": missing("vLLM is cut by tp alone", "rollout.tp", off=(None, 1)),
+    "gpu_memory_utilization": take("rollout.memory_share"),
+    "free_cache_engine": take("rollout.sleep", values={True: "all", False: "none"}),
+    "enforce_eager": take("rollout.enforce_eager"),
+    "max_num_seqs": take("rollout.max_num_seqs"),
+    "max_num_batched_tokens": unneeded("vLLM chooses it", "rollout.max_num_seqs"),
+    "max_model_len": implied("prompt + response length", "rollout.max_response_tokens"),
+    "dtype": take("rollout.dtype", values=DTYPES, otherwise=NO_FP16),
+    "n": take("rollout.samples_per_prompt"),
+    "temperature": take("rollout.sampling.temperature"),
+    "top_p": take("rollout.sampling.top_p"),
+    "top_k": take("rollout.sampling.top_k", by="top_k"),
+    "do_sample": implied("training responses are sampled", "rollout.sampling.temperature", expects=(True,)),
+    "ignore_eos": missing("a response ends at its end-of-sequence token", "rollout.stop"),
+    "prompt_length": implied("data.max_prompt_length", "data.max_prompt_tokens"),
+    "response_length": implied("data.max_response_length", "rollout.max_response_tokens"),
+    "load_format": unneeded("shards are pushed into vLLM and compared by checksums", "rollout.engine"),
+    "enable_chunked_prefill": unneeded("vLLM's default", "rollout.engine"),
+    "enable_prefix_caching": unneeded("vLLM's default", "rollout.engine"),
+    "disable_log_stats": unneeded("throughput is a metric of every step", "rollout.engine"),
+    "calculate_log_probs": implied("sampler and trainer are compared at every step", "rollout.max_prob_diff"),
+    "update_weights_bucket_megabytes": unneeded("shards are pushed one by one", "rollout.engine"),
+    "layered_summon": unneeded("shards are pushed one by one", "rollout.engine"),
+    "multi_turn.enable": missing("one turn a prompt"),
+    "agent.num_workers": unneeded("one turn a prompt, without agents"),
+    "val_kwargs.temperature": missing(VAL, "trainer.eval_every"),
+    "val_kwargs.top_p": missing(VAL, "trainer.eval_every", off=(None, 1, 1.0)),
+    "val_kwargs.top_k": missing(VAL, "trainer.eval_every"),
+    "val_kwargs.n": missing(VAL, "trainer.eval_every", off=(None, 1)),
+    "val_kwargs.do_sample": missing(VAL, "trainer.eval_every"),
+}
+
+CRITIC = {
+    "critic.strategy": implied("Megatron-core; " + FSDP, "critic.parallel.tp"),
+    "critic.enable": implied("PPO has a critic", "critic.model", expects=(True, None)),
+    "critic.model.path": take("critic.model"),
+    "critic.model.tokenizer_path": implied("the policy's tokenizer", "data.tokenizer"),
+    "critic.model.enable_gradient_checkpointing": take("critic.recompute", values=CHECKPOINTING),
+    "critic.model.use_remove_padding": implied(ALWAYS_PACKED, "critic.micro_batch_tokens"),
+    "critic.model.trust_remote_code": missing("no code of a model repository is run"),
+    "critic.model.external_lib": missing("no code of others is imported"),
+    "critic.model.lora_rank": missing("every parameter is trained"),
+    "critic.rollout_n": implied("actor_rollout_ref.rollout.n", "rollout.samples_per_prompt"),
+    "critic.ppo_mini_batch_size": take("algorithm.mini_batch_size", by="samples", note=SAMPLES),
+    "critic.ppo_epochs": take("algorithm.ppo_epochs"),
+    "critic.grad_clip": take("critic.optimizer.clip_grad"),
+    "critic.cliprange_value": take("algorithm.value_clip"),
+    "critic.loss_agg_mode": implied("the value loss is a mean over tokens", expects=("token-mean",)),
+    "critic.forward_micro_batch_size_per_gpu": unneeded(SAME_BUDGET[0], "critic.micro_batch_tokens"),
+    "critic.forward_micro_batch_size": unneeded(SAME_BUDGET[0], "critic.micro_batch_tokens"),
+    "critic.forward_max_token_len_per_gpu": unneeded(SAME_BUDGET[0], "critic.micro_batch_tokens"),
+    "critic.ulysses_sequence_parallel_size": take("critic.parallel.cp", note="context parallelism instead"),
+    "critic.nccl_timeout": unneeded("run.timeouts holds for all roles", "run.timeouts.pass_s"),
+    "critic.load_weight": implied("weights are read", "critic.model", expects=(True,)),
+    **_optimizer("critic.optim", "critic"),
+    **_micro_batches("critic", "critic"),
+    **_megatron("critic.megatron", "critic"),
+    **_fsdp("critic.model.fsdp_config", "critic"),
+    **_fsdp("critic.fsdp_config", "critic"),
+    **_checkpoint("critic.checkpoint"),
+}
+
+REST = {
+    "algorithm.adv_estimator": implied(
+        "GAE", "algorithm.lam", expects=("gae",), otherwise="GAE with a critic is the only estimator of advantages"
+    ),
+    "algorithm.gamma": take("algorithm.gamma"),
+    "algorithm.lam": take("algorithm.lam"),
+    "algorithm.use_kl_in_reward": take("algorithm.kl.placement", by="kl_placement"),
+    "algorithm.kl_penalty": take("algorithm.kl.estimator", values=KL_ESTIMATORS, by="kl_in_reward"),
+    "algorithm.kl_ctrl.type": take("algorithm.kl.controller"),
+    "algorithm.kl_ctrl.kl_coef": take("algorithm.kl.coef", by="kl_in_reward"),
+    "algorithm.kl_ctrl.target_kl": take("algorithm.kl.target"),
+    "algorithm.kl_ctrl.horizon": take("algorithm.kl.horizon"),
+    "algorithm.norm_adv_by_std_in_grpo": unneeded("for GRPO alone", "algorithm.whiten_advantages"),
+    "algorithm.use_pf_ppo": missing("every sample has the same weight"),
+    "algorithm.rollout_correction.rollout_is": missing(
+        "a difference of sampler and trainer stops the run", "rollout.max_prob_diff"
+    ),
+    "reward_model.enable": missing("scores come from rules", "reward.parts"),
+    "reward_model.model.path": missing("scores come from rules", "reward.parts"),
+    "reward_model.reward_manager": missing("scores come from rules", "reward.parts", off=(None, "naive")),
+    "reward_model.launch_reward_fn_async": unneeded("rules are quick", "reward.parts"),
+    "reward_model.micro_batch_size_per_gpu": unneeded("scores come from rules", "reward.parts"),
+    "reward_model.strategy": unneeded("scores come from rules", "reward.parts"),
+    "custom_reward_function.path": missing("examples/ shows a reward of one's own", "reward.parts"),
+    "custom_reward_function.name": missing("examples/ shows a reward of one's own", "reward.parts", off=(None, "compute_score")),
+    "trainer.total_epochs": take("trainer.epochs"),
+    "trainer.total_training_steps": take("trainer.steps"),
+    "trainer.test_freq": take("trainer.eval_every", by="or_zero", note="-1 is 0: never"),
+    "trainer.val_before_train": take("trainer.eval_before"),
+    "trainer.val_only": missing("a run trains", off=(None, False)),
+    "trainer.save_freq": take("checkpoint.save_every", by="or_zero", note="-1 is 0: at the end alone"),
+    "trainer.critic_warmup": take("critic.warmup_steps"),
+    "trainer.logger": take(
+        "telemetry.tensorboard", by="trackers", note="lines on the console and metrics.jsonl are always written"
+    ),
+    "trainer.project_name": take("run.output_dir", by="project", note="the folder of the project's runs"),
+    "trainer.experiment_name": take("run.name", by="run_name"),
+    "trainer.default_local_dir": take("run.output_dir", by="run_folder", note="megappo adds run.name"),
+    "trainer.n_gpus_per_node": take("run.num_ranks", by="verl_ranks", note="times trainer.nnodes"),
+    "trainer.nnodes": take("run.num_ranks", by="verl_ranks", note="times trainer.n_gpus_per_node"),
+    "trainer.max_actor_ckpt_to_keep": take("checkpoint.keep_last"),
+    "trainer.max_critic_ckpt_to_keep": take("checkpoint.keep_last", note="one checkpoint holds both models"),
+    "trainer.resume_mode": implied("`megappo train CONFIG --resume` continues a run", "run.name"),
+    "trainer.resume_from_path": missing("`megappo train CONFIG --resume` continues the run of this name", "run.name"),
+    "trainer.log_val_generations": take("telemetry.trajectories_per_step", by="positive"),
+    "trainer.rollout_data_dir": implied("trajectories go to the run's directory", "telemetry.trajectories_every"),
+    "trainer.validation_data_dir": implied("trajectories go to the run's directory", "telemetry.trajectories_every"),
+    "trainer.balance_batch": implied("sequences are spread over the ranks by their tokens", "policy.micro_batch_tokens"),
+    "trainer.use_legacy_worker_impl": unneeded("there is one engine", "model.impl"),
+    "trainer.device": take("run.device", values={"cuda": "cuda", "cpu": "cpu"}, otherwise="CUDA or CPU"),
+    "trainer.default_hdfs_dir": missing("a directory that all ranks see", "run.output_dir"),
+    "trainer.del_local_ckpt_after_load": unneeded("checkpoint.keep_last bounds them", "checkpoint.keep_last"),
+    "trainer.ray_wait_register_center_timeout": unneeded(RAY, "run.timeouts.start_s"),
+    "trainer.esi_redundant_time": unneeded("a signal stops a run with a checkpoint", "checkpoint.save_every"),
+    "ray_kwargs.ray_init.num_cpus": unneeded(RAY, "run.num_ranks"),
+    "ray_init.num_cpus": unneeded(RAY, "run.num_ranks"),
+    "transfer_queue.enable": unneeded(RAY),
+    "global_profiler.tool": missing("every step has the times of its stages"),
+}
+
+VERL = Trainer(
+    "verl",
+    DATA
+    | ACTOR
+    | {f"actor_rollout_ref.rollout.{key}": rule for key, rule in ROLLOUT.items()}
+    | _log_probs("actor_rollout_ref.rollout")
+    | CRITIC
+    | REST,
+    commands=("verl.trainer.main_ppo", "main_ppo.py", "verl/trainer/main_ppo"),
+    defaults={
+        "data.train_batch_size": 1024,
+        "data.max_prompt_length": 512,
+        "data.max_response_length": 512,
+        "data.truncation": "error",
+        "data.filter_overlong_prompts": False,
+        "actor_rollout_ref.actor.ppo_mini_batch_size": 256,
+        "actor_rollout_ref.actor.clip_ratio_c": 3.0,
+        "actor_rollout_ref.actor.optim.weight_decay": 0.01,
+        "actor_rollout_ref.actor.optim.betas": [0.9, 0.999],
+        "actor_rollout_ref.actor.use_kl_loss": False,
+        "actor_rollout_ref.actor.kl_loss_coef": 0.001,
+        "actor_rollout_ref.actor.kl_loss_type": "low_var_kl",
+        "actor_rollout_ref.model.enable_gradient_checkpointing": True,
+        "actor_rollout_ref.rollout.n": 1,
+        "actor_rollout_ref.rollout.gpu_memory_utilization": 0.5,
+        "actor_rollout_ref.rollout.tensor_model_parallel_size": 2,
+        "actor_rollout_ref.rollout.free_cache_engine": True,
+        "actor_rollout_ref.rollout.max_num_seqs": 1024,
+        "critic.optim.lr": 1e-5,
+        "critic.optim.weight_decay": 0.01,
+        "critic.optim.betas": [0.9, 0.999],
+        "critic.model.enable_gradient_checkpointing": True,
+        "critic.cliprange_value": 0.5,
+        "algorithm.lam": 1.0,
+        "algorithm.use_kl_in_reward": False,
+        "algorithm.kl_ctrl.kl_coef": 0.001,
+        "trainer.nnodes": 1,
+        "trainer.n_gpus_per_node": 8,
+        "trainer.total_epochs": 30,
+        "trainer.test_freq": -1,
+        "trainer.save_freq": -1,
+    },
+    ignored=("_target_",),
+    steps_of_ppo=True,
+    chosen={
+        "policy.parallel.tp": "tp_of_rollout",
+        "policy.parallel.sequence_parallel": "sequence_parallel_of_tp",
+        "critic.parallel.tp": "tp_of_rollout",
+        "critic.parallel.sequence_parallel": "sequence_parallel_of_tp",
+        "data.answer_key": "verl_answer_key",
+        "reward.parts": "rules_of_data",
+    },
+)

@@ -1,0 +1,35 @@
+"""`megappo convert FILE [-o CONFIG] [--strict]`: settings of another trainer as a configuration, with a report on every key."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from megappo.config.errors import ConfigError
+from megappo.config.loading import load_config
+from megappo.config.redaction import hide_secrets
+from megappo.convert.conversion import convert
+from megappo.convert.report import configuration, report, unknown
+from megappo.convert.sources import read_source
+
+
+def convert_file(path: str, output: str | None, *, strict: bool) -> int:
+    """Write the configuration to `output`, or to stdout with the report on stderr. Returns 1 if `strict` finds unknown keys.
+
+    Raises ConfigError, before anything is written.
+    """
+    target = None if output is None else Path(output)
+    if target is not None and target.exists():
+        raise ConfigError(f"-o {target}: exists, and is not overwritten; remove it or name another file")
+    if target is not None and not target.parent.is_dir():
+        raise ConfigError(f"-o {target}: no directory {target.parent}; make it or name another file")
+    conversion = convert(read_source(path))
+    said, text = hide_secrets(report(conversion)), hide_secrets(configuration(conversion))
+    if target is None:
+        print(text, end="")
+        print(said, end="", file=sys.stderr)
+    else:
+        target.write_text(text, encoding="utf-8")
+        load_config(target)  # what is written, loads
+        print(said + f"\n{target}: written; `megappo plan {target}` checks it against model, data and ranks")
+    return 1 if strict and unknown(conversion) else 0

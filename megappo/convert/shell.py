@@ -1,0 +1,155 @@
+"""Commands of a shell script as lists of words: quotes, continued lines, comments, variables and arrays. Nothing is ever executed.
+
+A word that depends on what only a run would tell (`$(date)`, a variable that is set nowhere) keeps that text and the mark
+UNREAD, so that the key of such a value is reported and not guessed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from megappo.config.errors import ConfigError
+
+# Private-use characters stand for what must survive shlex.
+LITERAL, QUOTED, COMPUTED, NEWLINE = "\ue000", "\ue001", "\ue002", "\ue003"  # $ in '', $ in "", $(...), end of a line
+UNREAD = "\ue004"
+
+_PIECE = re.compile(
+    r"""(?P<single>'[^']*')|(?P<double>"(?:\\.|[^"\\])*")|(?P<continued>\\\n)|(?P<escape>\\.)"""
+    r"""|(?P<comment>(?<![^\s;&|(])\#[^\n]*)|(?P<computed>\$\(\((?:[^()]|\([^()]*\))*\)\)|\$\((?:[^()]|\([^()]*\))*\)|`[^`]*`)"""
+    r"""|(?P<newline>\n)""",
+    re.DOTALL | re.VERBOSE,
+)
+_COMPUTED = re.compile(r"\$\((?:[^()]|\([^()]*\))*\)|`[^`]*`")
+_VARIABLE = re.compile(rf"[${QUOTED}](?:(?P<name>\w+|[@*#?])|\{{(?P<braced>\w+|[@*])(?P<rest>[^}}]*)\}})")
+_ASSIGNMENT = re.compile(r"(?P<name>[A-Za-z_]\w*)(?P<append>\+?)=(?P<value>.*)", re.DOTALL)
+_DECLARING = {"export", "local", "readonly", "declare", "typeset"}
+_KEYWORDS = {"then", "else", "do", "if", "elif", "while", "{", "!", "time", "exec", "nohup", "sudo"}
+
+
+@dataclass
+class Script:
+    """Commands, one list of words each, and the variables that the script has set."""
+
+    commands: list[list[str]] = field(default_factory=list)
+    variables: dict[str, list[str]] = field(default_factory=dict)
+
+
+def parse_shell(text: str, name: str, environment: Mapping[str, str] = os.environ) -> Script:
+    """Parse a script. Variables that it does not set are taken from the environment. name: for messages.
+
+    Raises ConfigError with the place if quotes are not closed.
+    """
+    try:
+        lexer = shlex.shlex(_PIECE.sub(_protect, text), posix=True, punctuation_chars="();<>|&")
+        lexer.whitespace_split, lexer.commenters = True, ""
+        tokens = list(lexer)
+    except ValueError as error:
+        raise ConfigError(f"{name}: not a shell script ({str(error).lower()}), and not YAML or Python by its name") from None
+    script = Script()
+    for words in _statements(tokens):
+        _take(words, script, environment)
+    return script
+
+
+def _protect(match: re.Match[str]) -> str:
+    kind, piece = match.lastgroup, match[0]
+    if kind == "single":
+        return piece.replace("$", LITERAL)
+    if kind == "double":
+        inner = _COMPUTED.sub(COMPUTED, piece.replace("\\$", LITERAL).replace("\\\n", ""))
+        return inner.replace("$", QUOTED)
+    if kind == "escape":
+        return LITERAL if piece == "\\$" else piece
+    return {"continued": " ", "comment": "", "computed": COMPUTED, "newline": f" {NEWLINE} "}[kind or ""]
+
+
+def _statements(tokens: list[str]) -> Iterator[list[str | list[str]]]:
+    """Words of each simple command; an array `NAME=(a b)` is the word `NAME=` and the list of its items."""
+    words: list[str | list[str]] = []
+    items: list[str] | None = None
+    redirected = False
+    for token in tokens:
+        if items is not None:
+            if token.startswith(")"):
+                words.append(items)
+                items = None
+            elif token != NEWLINE:
+                items.append(token)
+        elif token.startswith("(") and words and isinstance(words[-1], str) and words[-1].endswith("="):
+            items = []
+            if token == "()":
+                words.append([])
+                items = None
+        elif token == NEWLINE or set(token) <= set("();|") or token in ("&", "&&"):
+            yield words
+            words, redirected = [], False
+        elif set(token) <= set("<>&|"):  # 2>&1, > log: what follows is a file
+            if words and words[-1] in ("1", "2"):
+                words.pop()
+            redirected = True
+        elif redirected:
+            redirected = False
+        else:
+            words.append(token)
+    yield words
+
+
+def _take(words: list[str | list[str]], script: Script, environment: Mapping[str, str]) -> None:
+    """Note the assignments at the start of a command, and the command itself."""
+    place = 0
+    while place < len(words):
+        word = words[place]
+        assignment = _ASSIGNMENT.fullmatch(word) if isinstance(word, str) else None
+        if assignment is not None:
+            array = place + 1 < len(words) and isinstance(words[place + 1], list)
+            value = (
+                [part for item in words[place + 1] for part in _expand(item, script, environment)]
+                if array
+                else [" ".join(_expand(assignment["value"], script, environment, split=False))]
+            )
+            before = script.variables.get(assignment["name"], []) if assignment["append"] else []
+            script.variables[assignment["name"]] = (
+                [*before, *value] if array or not before else [*before[:-1], before[-1] + value[0]]
+            )
+            place += 2 if array else 1
+        elif word in _KEYWORDS or word in _DECLARING or (place and words[place - 1] in _DECLARING and str(word).startswith("-")):
+            place += 1
+        else:
+            break
+    rest = [part for word in words[place:] if isinstance(word, str) for part in _expand(word, script, environment)]
+    if rest:
+        script.commands.append(rest)
+
+
+def _expand(word: str, script: Script, environment: Mapping[str, str], *, split: bool = True) -> list[str]:
+    """Words that a word becomes. A bare `$NAME` splits at spaces, as in bash; `"${NAME[@]}"` gives the items of an array."""
+    whole = _VARIABLE.fullmatch(word)
+    if whole is not None and whole["braced"] and whole["rest"] in ("[@]", "[*]"):
+        return list(script.variables.get(whole["braced"], []))
+
+    def value(match: re.Match[str]) -> str:
+        name, rest = match["name"] or match["braced"], match["rest"] or ""
+        if name in ("@", "*"):
+            return ""
+        known = script.variables.get(name)
+        found = known[0] if known else environment.get(name)
+        default = re.fullmatch(r":?[-=](.*)", rest, re.DOTALL)
+        if found or (found is not None and default is None and not rest):
+            return found if rest == "" or default is not None else f"{UNREAD}{match[0]}"
+        return default[1] if default is not None else f"{UNREAD}{match[0]}"
+
+    bare, text = "$" in word, word
+    for _ in range(8):  # a default may name another variable
+        replaced = _VARIABLE.sub(value, text) if UNREAD not in text else text
+        if replaced == text:
+            break
+        text = replaced
+    text = text.replace(COMPUTED, f"{UNREAD}$(...)").replace(QUOTED, "$").replace(LITERAL, "$")
+    if bare and split:
+        return text.split()
+    return [text] if text or not _VARIABLE.search(word) else ([""] if not split else [])
