@@ -98,7 +98,7 @@ def write_arithmetic(
     pair of digits without carrying, so that imitation learns a mistake that only a reward can correct; additions only. ValueError
     if the task has too few problems.
     """
-    rng = random.Random(f"arithmetic {seed}")
+    rng = random.Random(f"arithmetic {seed}")  # a text, so that other generators of the same seed draw other numbers
     groups = task.problems()
     # Held out by group: a+b in training would give away b+a.
     rng.shuffle(groups)

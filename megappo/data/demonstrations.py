@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from megappo.data.packing import PackedBatch, pack
-from megappo.data.prompts import PromptFormat, encode_question, question_field, record_field
+from megappo.data.prompts import PromptFormat, encode_question, question_field, record_field, record_name, require_text
 from megappo.data.tokenizers import Tokenizer
 
 
@@ -65,23 +65,26 @@ def build_demonstrations(
     response_key: str,
     prompt_format: PromptFormat,
     max_tokens: int,
+    lines: Sequence[int] | None = None,
 ) -> DemonstrationSet:
-    """Tokenise every record once. Records longer than max_tokens are left out and counted, never cut.
+    """Tokenise every record once. Records longer than max_tokens are left out and counted, never cut. `lines`: of the records
+    in the file `source`.
 
     ValueError, one line: a key that a record lacks (its keys are listed), a value of the wrong type, or nothing left.
     """
     kept: list[Demonstration] = []
     for row, record in enumerate(records):
-        name = f"{source}#{row}"
+        name = record_name(source, row, lines)
         question = question_field(record, prompt_key, "data.prompt_key", name)
         response = record_field(record, response_key, "data.response_key", name)
         if not isinstance(response, str):
             raise ValueError(f"data.response_key={response_key}: {name} holds a {type(response).__name__}, not a string")
+        require_text(response, "the response", name)
         prompt = encode_question(question, tokenizer, prompt_format, name)
         # Encoded on its own: merged with the prompt, the border's tokens would differ from those that the policy samples.
         tokens = (*prompt, *tokenizer.encode(response), tokenizer.eos_id)
         if len(tokens) <= max_tokens:
-            kept.append(Demonstration(name, tokens, len(prompt)))
+            kept.append(Demonstration(f"{source}#{row}", tokens, len(prompt)))
     built = DemonstrationSet(tuple(kept), len(records), max_tokens)
     if not kept:
         raise ValueError(f"no demonstrations are left of {source}: {built.summary()}")

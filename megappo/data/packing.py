@@ -162,7 +162,7 @@ def _extended(tensor: Tensor, count: int) -> Tensor:
 def cu_seqlens_of(lengths: Tensor | Sequence[int]) -> Tensor:
     """[B] lengths -> [B+1] int32 offsets from 0."""
     lengths = torch.as_tensor(lengths)
-    out = torch.zeros(lengths.numel() + 1, dtype=torch.int32, device=lengths.device)
+    out = torch.zeros(lengths.numel() + 1, dtype=torch.int32, device=lengths.device)  # kernels of attention want int32
     out[1:] = lengths.cumsum(0)
     return out
 

@@ -5,7 +5,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import math
 import random
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -49,29 +52,47 @@ class PromptFormat:
 
 @dataclass(frozen=True)
 class Prompt:
-    """One question. id: `source#row` (row counts from 0, before filtering). text: the question without template and suffix."""
+    """One question. id: `source#row` (row counts from 0, before filtering). text: the question without template and suffix.
+    line: of the record in its file, from 1; None if it has none."""
 
     id: str
     tokens: tuple[int, ...]
     text: str
     answer: str
     record: Record
+    line: int | None = None
+
+    @property
+    def place(self) -> str:
+        """The id, with the line in the file where there is one: `train.jsonl#2 (line 3)`."""
+        return self.id if self.line is None else f"{self.id} (line {self.line})"
 
 
 @dataclass(frozen=True)
 class PromptSet:
-    """Prompts of at most max_prompt_tokens tokens, in the order of the records."""
+    """Prompts of at most max_prompt_tokens tokens, in the order of the records. source_sha256: of the source's content."""
 
     prompts: tuple[Prompt, ...]
     num_records: int
     num_overlong: int
     max_prompt_tokens: int
+    source_sha256: str = ""
 
     def __len__(self) -> int:
         return len(self.prompts)
 
     def __getitem__(self, index: int) -> Prompt:
         return self.prompts[index]
+
+    def identities(self) -> dict[str, str]:
+        """SHA-256 of the choice of records (`kept`), which gives the loader's cursor its meaning, and of their token ids and
+        answers (`tokens`), in order."""
+        kept, tokens = hashlib.sha256(), hashlib.sha256()
+        for prompt in self.prompts:
+            kept.update(prompt.id.rpartition("#")[2].encode() + b"\n")  # the row: the file may have moved
+            answer = prompt.answer.encode("utf-8", "surrogatepass")
+            tokens.update(f"{len(prompt.tokens)} {len(answer)}\n".encode() + array("q", prompt.tokens).tobytes() + answer)
+        return {"kept": kept.hexdigest(), "tokens": tokens.hexdigest()}
 
     def summary(self) -> str:
         text = f"kept {len(self):,} of {self.num_records:,} prompts"
@@ -91,26 +112,28 @@ def build_prompts(
     max_prompt_tokens: int,
     overlong: Literal["filter", "error"] = "filter",
     limit: int | None = None,
+    lines: Sequence[int] | None = None,
 ) -> PromptSet:
-    """Tokenise every record once (GSM8K: 1 s). `source` names the data in ids and messages; `limit` bounds the number of prompts.
+    """Tokenise every record once (GSM8K: 1 s). `source` names the data in ids and messages, `lines` the records' lines in its file;
+    `limit` bounds the number of prompts.
 
-    ValueError, one line: a key that a record lacks (its keys are listed), a question of the wrong type, a prompt without tokens,
-    a prompt longer than max_prompt_tokens with overlong="error", or nothing left.
+    ValueError, one line: a key that a record lacks (its keys are listed), a question or an answer of the wrong type, a prompt
+    without tokens, a prompt longer than max_prompt_tokens with overlong="error", or nothing left.
     """
     kept: list[Prompt] = []
     overlong_prompts: list[tuple[str, int]] = []
     for row, record in enumerate(records):
         if limit is not None and len(kept) == limit:
             break
-        name = f"{source}#{row}"
+        name = record_name(source, row, lines)
         question = question_field(record, prompt_key, "data.prompt_key", name)
-        answer = record_field(record, answer_key, "data.answer_key", name)
+        answer = answer_field(record, answer_key, name)
         tokens = encode_question(question, tokenizer, prompt_format, name)
         if len(tokens) > max_prompt_tokens:
             overlong_prompts.append((name, len(tokens)))
         else:
             text = question if isinstance(question, str) else question[-1]["content"]
-            kept.append(Prompt(name, tuple(tokens), text, str(answer), record))
+            kept.append(Prompt(f"{source}#{row}", tuple(tokens), text, answer, record, None if lines is None else lines[row]))
     seen = len(kept) + len(overlong_prompts)
     built = PromptSet(tuple(kept), seen, len(overlong_prompts), max_prompt_tokens)
     if overlong_prompts and overlong == "error":
@@ -124,10 +147,17 @@ def build_prompts(
     return built
 
 
+def record_name(source: str, row: int, lines: Sequence[int] | None) -> str:
+    """Name of a record in messages: `train.jsonl#2 (line 3)`, or without the line where the source has none."""
+    return f"{source}#{row}" + (f" (line {lines[row]})" if lines is not None else "")
+
+
 def encode_question(question: Any, tokenizer: Tokenizer, prompt_format: PromptFormat, name: str) -> list[int]:
     """Encode one question. ValueError with the record's name, or without it for a missing chat template."""
     if prompt_format.chat_template and not tokenizer.has_chat_template:
         return tokenizer.chat([])  # raises, with the fix; the fault is the tokenizer's, not this record's
+    for part in (question,) if isinstance(question, str) else (message["content"] for message in question):
+        require_text(part, "the prompt", name)
     try:
         tokens = prompt_format.encode(question, tokenizer)
     except ValueError as error:
@@ -159,12 +189,31 @@ def question_field(record: Record, key: str, option: str, name: str) -> str | li
     raise ValueError(f"{option}={key}: {name} holds {_shorten(value)}, not a string or a list of chat messages (role, content)")
 
 
+def answer_field(record: Record, key: str, name: str) -> str:
+    """Reference answer of a record: a string, or the text of a number or truth value. ValueError otherwise."""
+    value = record_field(record, key, "data.answer_key", name)
+    # The text of null would be None, that of a list Python's notation: no response would ever equal it.
+    if value is None or isinstance(value, (Mapping, list, bytes)) or (isinstance(value, float) and not math.isfinite(value)):
+        raise ValueError(f"data.answer_key={key}: {name} holds {_shorten(value)}, not a string or a number")
+    return require_text(str(value), "the answer", name)
+
+
+def require_text(text: str, part: str, name: str) -> str:
+    """The text itself. ValueError if it holds half of a surrogate pair, which has no UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = text[error.start].encode("ascii", "backslashreplace").decode()
+        raise ValueError(f"{name}: {part} holds {half} at character {error.start}, half of a surrogate pair; correct it") from None
+    return text
+
+
 def _is_message(value: Any) -> bool:
     return isinstance(value, Mapping) and isinstance(value.get("role"), str) and isinstance(value.get("content"), str)
 
 
 def _shorten(value: Any) -> str:
-    text = repr(value)
+    text = "null" if value is None else repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
 

@@ -35,8 +35,8 @@ class Tokenizer(Protocol):
     """Interface of a tokenizer.
 
     vocab_size: ids are 0..vocab_size-1. eos_id: ends a demonstration. eos_ids: all ids that end a response, eos_id first
-    (`generation_config.json` may name more). pad_id: None if the tokenizer has none; packed batches need none. fingerprint:
-    SHA-256 of the names and bytes of its files.
+    (`generation_config.json` may name more). pad_id: None if the tokenizer has none; packed batches need none.
+    chat_template_sha256: of the template's text, None without one. fingerprint: SHA-256 of the names and bytes of its files.
     """
 
     path: Path
@@ -46,6 +46,7 @@ class Tokenizer(Protocol):
     eos_ids: tuple[int, ...]
     pad_id: int | None
     has_chat_template: bool
+    chat_template_sha256: str | None
     fingerprint: str
 
     def encode(self, text: str) -> list[int]:
@@ -62,6 +63,10 @@ class Tokenizer(Protocol):
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text without special tokens. Ids beyond the vocabulary (models often pad theirs) become U+FFFD."""
+        ...
+
+    def decode_all(self, ids: Sequence[int]) -> str:
+        """Text with special tokens, as `decode` otherwise."""
         ...
 
     def save(self, directory: str | Path) -> None:
@@ -106,6 +111,7 @@ class HuggingFaceTokenizer:
                 "if the tokenizer works without it"
             )
         try:
+            # local_files_only: a directory that lacks a file must not be looked up on a hub.
             tokenizer = AutoTokenizer.from_pretrained(str(directory), trust_remote_code=False, local_files_only=True)
         except (OSError, ValueError, ImportError, KeyError, TypeError) as error:
             raise ValueError(f"transformers cannot read the tokenizer in {directory}: {_first_line(error)}") from error
@@ -121,7 +127,9 @@ class HuggingFaceTokenizer:
         self.pad_id = tokenizer.pad_token_id
         self.eos_id = tokenizer.eos_token_id
         self.eos_ids = _eos_ids(self.eos_id, directory)
-        self.has_chat_template = tokenizer.chat_template is not None
+        template = tokenizer.chat_template  # a text, or several by name
+        self.has_chat_template = template is not None
+        self.chat_template_sha256 = hashlib.sha256(repr(template).encode()).hexdigest() if template is not None else None
         starts_with = tokenizer("")["input_ids"][:1]
         # Only the leading id: a tokenizer set to append eos to every text must not end the prompt before the response starts.
         self._prefix = list(starts_with) if self.bos_id is not None and starts_with == [self.bos_id] else []
@@ -149,8 +157,14 @@ class HuggingFaceTokenizer:
         return list(ids)
 
     def decode(self, ids: Sequence[int]) -> str:
+        return self._text(ids, skip_special_tokens=True)
+
+    def decode_all(self, ids: Sequence[int]) -> str:
+        return self._text(ids, skip_special_tokens=False)
+
+    def _text(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         def known(run: list[int]) -> str:
-            text = self._tokenizer.decode(run, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+            text = self._tokenizer.decode(run, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
             assert isinstance(text, str)  # a list only for a batch
             return text
 
@@ -164,6 +178,7 @@ class SentencePieceTokenizer:
     """Raw SentencePiece model. A prompt starts with bos if the model defines that piece; there is no chat template."""
 
     has_chat_template = False
+    chat_template_sha256: str | None = None
 
     def __init__(self, model: Path) -> None:
         from sentencepiece import SentencePieceProcessor
@@ -198,6 +213,12 @@ class SentencePieceTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         return _decode(ids, self.vocab_size, self._processor.decode)  # drops control pieces by itself
 
+    def decode_all(self, ids: Sequence[int]) -> str:
+        inside = self._processor.is_control
+        runs = groupby(ids, key=lambda i: 0 <= i < self.vocab_size and inside(i))
+        pieces = ("".join(map(self._processor.id_to_piece, run)) if control else self.decode(list(run)) for control, run in runs)
+        return "".join(pieces)
+
     def save(self, directory: str | Path) -> None:
         _copy(self._files, Path(directory))
 
@@ -222,6 +243,8 @@ def _read_json(file: Path) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(file.read_bytes())
+    except RecursionError:
+        raise ValueError(f"{file} is not valid JSON: nested too deeply") from None
     except ValueError as error:
         raise ValueError(f"{file} is not valid JSON: {_first_line(error)}") from error
     if not isinstance(value, dict):

@@ -92,9 +92,9 @@ def check_kernels(kernels: Kernels, device: Device) -> None:
 def _check_names(config: TrainConfig) -> None:
     """ConfigError for an unknown reward, and for a missing package that this configuration needs."""
     for part in config.reward.parts:
-        if part.name not in RULES:
-            make_rule(part.name)  # raises, with the nearest name
-    needed = {"math_verify": "math-verify"} if any(part.name == "math_verify" for part in config.reward.parts) else {}
+        if not part.own and part.name not in RULES:
+            make_rule(str(part.name))  # raises, with the nearest name
+    needed = {"math_verify": "math-verify"} if any(part.label == "math_verify" for part in config.reward.parts) else {}
     for key, package in needed.items():
         if (how := missing_package(package)) is not None:
             raise ConfigError(problem("reward.parts", key, how))

@@ -11,7 +11,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
 
-from megappo.checkpoint.directory import CheckpointDirectory
+from megappo.checkpoint.directory import CHECKPOINTS, CheckpointDirectory
+from megappo.checkpoint.errors import DamagedCheckpoint, RefusedCheckpoint
 from megappo.checkpoint.manifest import Manifest
 from megappo.config.errors import ConfigError, problem
 from megappo.config.schema import CriticConfig
@@ -53,6 +54,13 @@ def critic_source(critic: CriticConfig, arch: ModelArch) -> CriticSource | None:
 
 def _find(text: str) -> tuple[CheckpointDirectory, Manifest]:
     """Newest checkpoint of a run, or the named one."""
+    try:
+        return _find_readable(text)
+    except RefusedCheckpoint as error:  # not known to be damaged: another step would be another critic
+        raise ConfigError(problem(_KEY, text, str(error))) from None
+
+
+def _find_readable(text: str) -> tuple[CheckpointDirectory, Manifest]:
     path = Path(text)
     if not path.is_dir():
         raise ConfigError(problem(_KEY, text, f"is not a directory; {_FORMS}"))
@@ -60,11 +68,11 @@ def _find(text: str) -> tuple[CheckpointDirectory, Manifest]:
         directory = CheckpointDirectory(path.parent)
         try:
             return directory, directory.read(int(step[1]))
-        except ValueError as error:
+        except DamagedCheckpoint as error:
             raise ConfigError(problem(_KEY, text, f"is damaged or incomplete: {error}; use another step")) from None
     if (path / "config.json").is_file():
         raise ConfigError(problem(_KEY, text, "is a Hugging Face checkpoint; set critic.model to it instead"))
-    directory = CheckpointDirectory(path / "checkpoints")
+    directory = CheckpointDirectory(path / CHECKPOINTS)
     newest = directory.newest()
     if newest is None:
         raise ConfigError(problem(_KEY, text, f"holds no complete checkpoint; {_FORMS}"))

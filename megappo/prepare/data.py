@@ -6,35 +6,44 @@ of the run.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from megappo.config.checks import step_problems
 from megappo.config.errors import ConfigError, problem
 from megappo.config.schema import DataConfig, SftConfig, TrainConfig
 from megappo.data.demonstrations import DemonstrationSet, build_demonstrations
 from megappo.data.prompts import PromptFormat, PromptLoader, PromptSet, build_prompts
-from megappo.data.sources import read_records
+from megappo.data.sources import read_source
 from megappo.data.tokenizers import Tokenizer, load_tokenizer
 from megappo.models.arch import ModelArch
+from megappo.prepare.answers import answer_notes
+from megappo.prepare.own_rewards import check_requirements, load_own_rules
+from megappo.rewards.own import OwnRule
 
 
 @dataclass(frozen=True)
 class RunData:
-    """Data of a run. loader: at its start. total_steps: PPO steps."""
+    """Data of a run. loader: at its start. total_steps: PPO steps. notes: on answers that rules cannot read.
+    own_rewards: the user's reward code by name, as loaded."""
 
     tokenizer: Tokenizer
     train: PromptSet
     eval: PromptSet | None
     loader: PromptLoader
     total_steps: int
+    notes: tuple[str, ...] = ()
+    own_rewards: Mapping[str, OwnRule] = field(default_factory=dict)
 
 
 def load_run_data(config: TrainConfig, policy: ModelArch) -> RunData:
     """Load tokenizer and prompts of this configuration.
 
     ValueError, one line: missing or unreadable files, keys that records lack, nothing left after the filter, fewer prompts than
-    a step takes, a tokenizer with ids that the model does not have, warm-ups longer than the run.
+    a step takes, a tokenizer with ids that the model does not have, warm-ups longer than the run, a reward rule that can read no
+    reference answer, reward code that cannot be loaded or requires fields that records lack.
     """
+    own_rewards = load_own_rules(config.reward)
     tokenizer = _tokenizer(config.data.tokenizer or config.policy.model, policy)
     train = load_prompts(config.data, config.data.train, tokenizer)
     held_out = (
@@ -44,7 +53,9 @@ def load_run_data(config: TrainConfig, policy: ModelArch) -> RunData:
     total_steps = config.trainer.steps or loader.num_steps(config.trainer.epochs)  # steps is None or >= 1
     for message in step_problems(config, total_steps):
         raise ConfigError(message)
-    return RunData(tokenizer, train, held_out, loader, total_steps)
+    sets = {"data.train": train} | ({"data.eval": held_out} if held_out is not None else {})
+    check_requirements(own_rewards, sets)
+    return RunData(tokenizer, train, held_out, loader, total_steps, tuple(answer_notes(config.reward, sets)), own_rewards)
 
 
 @dataclass(frozen=True)
@@ -59,14 +70,16 @@ def load_sft_data(config: SftConfig, policy: ModelArch) -> SftData:
     """Load tokenizer and demonstrations of this configuration. ValueError, one line, as `load_run_data`."""
     data = config.data
     tokenizer = _tokenizer(data.tokenizer or config.policy.model, policy)
+    source = read_source(data.train)
     demonstrations = build_demonstrations(
-        read_records(data.train),
+        source.records,
         tokenizer,
         source=data.train,
         prompt_key=data.prompt_key,
         response_key=data.response_key,
         prompt_format=PromptFormat(data.chat_template, data.system_prompt, data.prompt_suffix),
         max_tokens=data.max_tokens,
+        lines=source.lines,
     )
     if config.trainer.batch_size > len(demonstrations):
         fix = f"more than the {len(demonstrations):,} demonstrations ({demonstrations.summary()}); lower it or add data"
@@ -84,8 +97,9 @@ def _tokenizer(path: str, policy: ModelArch) -> Tokenizer:
 
 def load_prompts(data: DataConfig, source: str, tokenizer: Tokenizer, limit: int | None = None) -> PromptSet:
     """Load the prompts of one source, formatted and filtered by the keys of `data`."""
-    return build_prompts(
-        read_records(source),
+    read = read_source(source)
+    built = build_prompts(
+        read.records,
         tokenizer,
         source=source,
         prompt_key=data.prompt_key,
@@ -94,4 +108,6 @@ def load_prompts(data: DataConfig, source: str, tokenizer: Tokenizer, limit: int
         max_prompt_tokens=data.max_prompt_tokens,
         overlong=data.overlong,
         limit=limit,
+        lines=read.lines,
     )
+    return replace(built, source_sha256=read.sha256)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from decimal import Decimal
 
-from megappo.rewards.base import RewardInput
+from megappo.rewards.base import RewardInput, UnusableAnswer
 
 _DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|(?<!\.)\.[0-9]+"
 _NUMBER = rf"(?P<sign>[-+\u2212]?)[ ]?\$?(?P<sign_after>[-\u2212]?)[ ]?(?P<digits>{_DIGITS})"
@@ -42,10 +42,10 @@ def gsm8k_format(sample: RewardInput) -> float:
 
 
 def gold_number(answer: str) -> Decimal:
-    """Number of a reference answer: the text after the last `####`, or all of it. ValueError if that is no number."""
+    """Number of a reference answer: the text after the last `####`, or all of it. UnusableAnswer if that is no number."""
     match = _WHOLE.fullmatch(answer.rsplit("####", 1)[-1])
     if match is None:
-        raise ValueError(f"the reference answer {answer[-80:]!r} is not a number and does not end with `#### number`")
+        raise UnusableAnswer(f"the reference answer {answer[-80:]!r} is not a number and does not end with `#### number`")
     return _value(match)
 
 

@@ -7,8 +7,11 @@ penalties are in `compose.py`.
 from __future__ import annotations
 
 import difflib
+import hashlib
+import sys
 import unicodedata
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 from megappo.rewards.base import RewardInput, RewardRule
 from megappo.rewards.gsm8k import gsm8k_flexible, gsm8k_format, gsm8k_strict
@@ -39,6 +42,9 @@ RULES: Mapping[str, Callable[[], RewardRule]] = {
     "has_eos": lambda: has_eos,
 }
 
+READS_NUMBER = ("gsm8k_strict", "gsm8k_flexible")
+"""Rules that need a number as reference answer (`gsm8k.gold_number`)."""
+
 
 def make_rule(name: str) -> RewardRule:
     """Make the rule of this name. ValueError with the nearest name and the whole list."""
@@ -47,3 +53,12 @@ def make_rule(name: str) -> RewardRule:
     nearest = difflib.get_close_matches(name, RULES, n=1, cutoff=0.5)
     hint = f"did you mean {nearest[0]}? " if nearest else ""
     raise ValueError(f"reward.parts: there is no rule {name!r}; {hint}Rules: {', '.join(RULES)}")
+
+
+def hash_of_code(name: str) -> str | None:
+    """SHA-256 of the source file that defines a rule; None if there is no such file. ValueError as `make_rule`."""
+    rule = make_rule(name)
+    file = sys.modules[rule.__module__].__file__  # of the function, or of the object's class
+    if file is None or not Path(file).is_file():
+        return None
+    return hashlib.sha256(Path(file).read_bytes()).hexdigest()

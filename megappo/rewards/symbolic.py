@@ -10,15 +10,21 @@ from __future__ import annotations
 import importlib.util
 import json
 import logging
+import re
 import signal
 import subprocess
 import sys
 import threading
 from pathlib import Path
 
-from megappo.rewards.base import RewardInput
+from megappo.resilience.helpers import deaf_to_stop, parent_to_follow
+from megappo.rewards.base import RewardInput, UnusableAnswer
+from megappo.rewards.gsm8k import gold_number
 
 _WORKER = Path(__file__).with_name("symbolic_worker.py")
+# `####` marks an answer if a number follows: digits, or LaTeX's fractions, roots and pi. `#### Step 1` is a heading of Markdown.
+_MARKED = re.compile(r"####[^\S\n]*(?=[-+\u2212]?[ ]?(?:\\?\$)?[ ]?[-\u2212]?[ ]?(?:\.?[0-9]|\\(?:[dt]?frac|sqrt|pi)))([^\n]*)")
+_BOX_PARTS = re.compile(r"\\(?:boxed|fbox)\s*\{|\\[{}]|[{}]")
 
 logger = logging.getLogger(__name__)
 
@@ -26,11 +32,11 @@ logger = logging.getLogger(__name__)
 class MathVerify:
     """1 if the final answer equals the reference answer, else 0.
 
-    The final answer is the rest of the line after the last `####` if the response has one (GSM8K), otherwise the one that
-    math-verify finds: \\boxed{}, "the answer is", LaTeX, the last expression. The reference answer is the text after its last
-    `####`, or all of it. A comparison of more than `cpu_limit_s` seconds is undecided: it scores 0, is logged as a warning and
-    counted in `undecided`. ValueError: a reference answer that is no mathematical expression. RuntimeError: the worker died of
-    anything but its limit. Threads may share a rule; their calls run one at a time.
+    The final answer is the last \\boxed{} if the response has one, otherwise the rest of the line after the last `####` that a
+    number follows (GSM8K), otherwise the one that math-verify finds: "the answer is", LaTeX, the last expression. The reference
+    answer is the text after its last `####`, or all of it. A comparison of more than `cpu_limit_s` seconds is undecided (None), is
+    logged as a warning and counted in `undecided`. UnusableAnswer: a reference answer that is no mathematical expression.
+    RuntimeError: the worker died of anything but its limit. Threads may share a rule; their calls run one at a time.
     """
 
     def __init__(self, cpu_limit_s: float = 5.0) -> None:
@@ -41,9 +47,9 @@ class MathVerify:
         self._lock = threading.Lock()
         self._worker: subprocess.Popen[str] | None = None
 
-    def __call__(self, sample: RewardInput) -> float:
+    def __call__(self, sample: RewardInput) -> float | None:
         with self._lock:
-            reply = self._ask({"answer": _after_marker(sample.answer), "response": _final_answer(sample.response)})
+            reply = self._ask({"answer": _reference(sample.answer), "response": _final_answer(sample.response)})
             if reply is None:
                 self.undecided += 1
                 logger.warning(
@@ -52,10 +58,19 @@ class MathVerify:
                     self.cpu_limit_s,
                     self.undecided,
                 )
-                return 0.0
-        if "error" in reply:
-            raise ValueError(reply["error"])
+                return None
+        _require_usable(reply, sample.answer)
         return float(reply["equal"])
+
+    def check_answer(self, answer: str) -> None:
+        """UnusableAnswer if this reference answer is no mathematical expression, or takes over `cpu_limit_s` seconds to read."""
+        if _number(answer) is not None:
+            return  # most answers of most data: no reason to ask the worker (4 ms)
+        with self._lock:
+            reply = self._ask({"answer": _reference(answer)})
+        if reply is None:
+            raise UnusableAnswer(f"the reference answer {answer[-80:]!r} takes more than {self.cpu_limit_s:g} s to read")
+        _require_usable(reply, answer)
 
     def close(self) -> None:
         """End the worker; the next call starts another."""
@@ -71,10 +86,10 @@ class MathVerify:
     def _ask(self, question: dict[str, str]) -> dict | None:
         """Reply of the worker; None if it reached its limit, which ends it."""
         if self._worker is None:
-            # -P: the worker's folder must not be searched for modules. It leaves when its input ends, so it never outlives this
-            # process.
-            command = [sys.executable, "-P", str(_WORKER), str(self.cpu_limit_s)]
-            self._worker = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8")
+            # -P: the worker's folder must not be searched for modules. It leaves when its input ends or this process is killed.
+            command = [sys.executable, "-P", str(_WORKER), str(self.cpu_limit_s), str(parent_to_follow())]
+            with deaf_to_stop():  # or a request to stop would cost the step its rewards, and the run its checkpoint
+                self._worker = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8")
         assert self._worker.stdin is not None and self._worker.stdout is not None
         reply: str | None = None
         try:
@@ -107,11 +122,44 @@ class MathVerify:
         return code
 
 
-def _after_marker(answer: str) -> str:
-    return answer.rsplit("####", 1)[-1].strip()
+def _require_usable(reply: dict, answer: str) -> None:
+    if not reply["usable"]:
+        raise UnusableAnswer(f"the reference answer {answer[-80:]!r} is no mathematical expression")
+
+
+def _reference(answer: str) -> str:
+    """Text after the last `####`, or all of it; a number without money, commas and full stop, which math-verify reads as text."""
+    number = _number(answer)
+    return answer.rsplit("####", 1)[-1].strip() if number is None else number
+
+
+def _number(answer: str) -> str | None:
+    try:
+        return f"{gold_number(answer):f}"  # never 1E-7
+    except UnusableAnswer:
+        return None
 
 
 def _final_answer(response: str) -> str:
-    if "####" not in response:
-        return response
-    return response.rsplit("####", 1)[-1].split("\n", 1)[0].strip()
+    if _has_box(response):
+        return response  # math-verify takes the last box
+    marked = _MARKED.findall(response)
+    return marked[-1].strip().replace("\\$", "") if marked else response  # money before a number is no LaTeX
+
+
+def _has_box(text: str) -> bool:
+    """If a box opens and closes: a response that was cut inside its box has none. One pass, for thousands of repetitions."""
+    depth, boxes = 0, []  # depths at which a box is open
+    for match in _BOX_PARTS.finditer(text):
+        token = match[0]
+        if token in ("\\{", "\\}"):
+            continue  # a brace to print
+        if token != "}":
+            depth += 1
+            if token != "{":
+                boxes.append(depth)
+        elif depth:
+            if boxes and boxes[-1] == depth:
+                return True
+            depth -= 1
+    return False

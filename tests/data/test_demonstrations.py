@@ -74,3 +74,8 @@ def test_bad_data_gives_one_line(char: Tokenizer, records: list, says: str) -> N
     with pytest.raises(ValueError) as caught:
         build(records, char)
     assert says in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_half_a_surrogate_pair_in_a_response_names_the_record(char: Tokenizer) -> None:
+    with pytest.raises(ValueError, match=r"^s#1: the response holds .ud800 at character 1, half of a surrogate pair"):
+        build([{"prompt": "1", "answer": "2"}, {"prompt": "1", "answer": "2\ud800"}], char)

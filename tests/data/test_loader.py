@@ -90,6 +90,11 @@ def test_orders_differ_between_epochs_and_seeds_and_not_between_runs() -> None:
     assert walk(PromptLoader(4, 2, False, 0), 3) == [[0, 1], [2, 3], [0, 1]]
 
 
+def test_a_prompt_alone_is_visited_for_ever() -> None:
+    loader = PromptLoader(1, 1, True, 0)
+    assert walk(loader, 3) == [[0], [0], [0]] and (loader.epoch, loader.index) == (2, 1) and loader.num_steps(5) == 5
+
+
 def test_the_order_is_pinned() -> None:
     """A change of the permutation would make old checkpoints resume in another order."""
     assert PromptLoader(8, 8, True, 0).next_step() == [7, 1, 3, 6, 4, 0, 2, 5]

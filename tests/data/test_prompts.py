@@ -63,6 +63,28 @@ def test_a_suffix_joins_the_question_before_tokens_are_made(char: Tokenizer) -> 
     )
 
 
+def test_numbers_and_truth_values_are_answers(char: Tokenizer) -> None:
+    built = build([{"prompt": "1=", "answer": answer} for answer in (7, 2.5, "7", 10**30, True)], char)
+    assert [prompt.answer for prompt in built.prompts] == ["7", "2.5", "7", str(10**30), "True"]
+
+
+def test_half_a_pair_in_a_message_names_the_record(hf: Tokenizer) -> None:
+    with pytest.raises(ValueError, match=r"t.jsonl#0: the prompt holds .ud800 at character 1"):
+        build(records_of([{"role": "user", "content": "a\ud800"}]), hf, PromptFormat())
+
+
+def test_identities_change_with_the_prompts_and_not_with_the_place_of_the_file(char: Tokenizer) -> None:
+    records = records_of("1+1=", "12+34=", "2+2=")
+    plain = build(records, char).identities()
+    assert plain == build(records, char, source="elsewhere/t.jsonl").identities()
+    more = build(records, char, max_prompt_tokens=7).identities()
+    assert more["kept"] != plain["kept"] and more["tokens"] != plain["tokens"]
+    other = build([*records[:2], {"prompt": "2+2=", "answer": 5}], char).identities()
+    assert other["kept"] == plain["kept"] and other["tokens"] != plain["tokens"]
+    suffix = build(records, char, PromptFormat(chat_template=False, prompt_suffix="+"), max_prompt_tokens=7).identities()
+    assert suffix["tokens"] not in (plain["tokens"], more["tokens"])
+
+
 def test_dotted_keys_reach_into_nested_records_and_plain_keys_come_first(char: Tokenizer) -> None:
     records = [{"prompt": "1=", "reward_model": {"ground_truth": "a"}}, {"prompt": "1=", "reward_model.ground_truth": "b"}]
     assert [p.answer for p in build(records, char, answer_key="reward_model.ground_truth").prompts] == ["a", "b"]
@@ -116,6 +138,18 @@ BAD = {
         {},
         "no prompts are left of t.jsonl: kept 0 of 2 prompts; 2 longer than data.max_prompt_tokens=6",
     ),
+    "null answer": ([{"prompt": "1", "answer": None}], PLAIN, {}, "data.answer_key=answer: t.jsonl#0 holds null, not a string or"),
+    "list of answers": ([{"prompt": "1", "answer": ["2"]}], PLAIN, {}, "t.jsonl#0 holds ['2'], not a string or a number"),
+    "infinite answer": ([{"prompt": "1", "answer": 1e999}], PLAIN, {}, "t.jsonl#0 holds inf, not a string or a number"),
+    "null prompt": (records_of(None), PLAIN, {}, "t.jsonl#0 holds null, not a string or a list of chat messages"),
+    "line of a record": (records_of("1", None), PLAIN, {"lines": [1, 4]}, "t.jsonl#1 (line 4) holds null"),
+    "half a pair in a prompt": (
+        records_of("1\ud83d"),
+        PLAIN,
+        {},
+        "t.jsonl#0: the prompt holds \\ud83d at character 1, half of a surrogate pair; correct it",
+    ),
+    "half a pair in an answer": ([{"prompt": "1", "answer": "\udca9"}], PLAIN, {}, "the answer holds \\udca9 at character 0"),
     "no records": ([], PLAIN, {}, "no prompts are left of t.jsonl: kept 0 of 0 prompts"),
 }
 

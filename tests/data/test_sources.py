@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+from collections import Counter
 from pathlib import Path
+from random import Random
 
 import pyarrow
 import pytest
 from pyarrow import parquet
 
-from megappo.data.sources import read_records
+from megappo.data.arithmetic import train_tokenizer
+from megappo.data.prompts import PromptFormat, build_prompts
+from megappo.data.sources import Record, read_source
+from megappo.data.tokenizers import load_tokenizer
+
+
+def read_records(spec: str) -> list[Record]:
+    return read_source(spec).records
+
 
 RECORDS = [{"prompt": "a\u2028b", "answer": "1"}, {"prompt": [{"role": "user", "content": "é"}], "answer": "2"}]
 
@@ -95,3 +107,136 @@ def test_a_dataset_is_read_by_name_subset_and_split(monkeypatch: pytest.MonkeyPa
         ("openai/gsm8k", "main", {"split": "test"}),
         ("openai/gsm8k", None, {"split": "test"}),
     ]
+
+
+DEEP = "[" * 500 + "]" * 500
+LINES = {
+    "deep": ('{"a": ' + DEEP + "}", "line 2 is nested more than 100 levels deep"),
+    "deeper than Python's own limit": ('{"a": ' + "[" * 100_000, "line 2 is nested more than 100 levels deep"),
+    "nan": ('{"a": NaN}', "line 2 is not valid JSON: NaN is no number of JSON's"),
+    "infinity": ('{"a": -Infinity}', "line 2 is not valid JSON: -Infinity is no number of JSON's"),
+    "huge integer": ('{"a": ' + "9" * 5000 + "}", "line 2 is not valid JSON: Exceeds the limit"),
+    "truncated": ('{"a": "b', "line 2 is not valid JSON: Unterminated string"),
+    "nul": ("\0", "line 2 is not valid JSON"),
+    "two records": ('{"a": 1}{"a": 2}', "line 2 is not valid JSON: Extra data"),
+}
+
+
+@pytest.mark.parametrize("case", LINES)
+def test_a_line_that_no_reader_should_take_is_named(tmp_path: Path, case: str) -> None:
+    line, says = LINES[case]
+    file = tmp_path / "bad.jsonl"
+    file.write_text('{"a": 1}\n' + line + "\n")
+    with pytest.raises(ValueError) as caught:
+        read_source(str(file))
+    assert f"{file} {says}" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_brackets_in_a_text_are_no_levels(tmp_path: Path) -> None:
+    record = {"prompt": DEEP, "answer": [[[1]]] * 60}
+    file = tmp_path / "a.jsonl"
+    file.write_text(json.dumps(record))
+    assert read_records(str(file)) == [record]
+
+
+def test_marks_and_line_ends_of_other_systems_are_read(tmp_path: Path) -> None:
+    file = tmp_path / "windows.jsonl"
+    file.write_bytes(b'\xef\xbb\xbf{"a": "\xc3\xa9"}\r\n\r\n{"a": 2}\r\n')
+    source = read_source(str(file))
+    assert source.records == [{"a": "é"}, {"a": 2}] and source.lines == [1, 3]
+
+
+def test_another_encoding_is_named_with_the_way_out(tmp_path: Path) -> None:
+    for encoding in ("utf-16", "utf-32", "latin-1"):
+        file = tmp_path / f"{encoding}.jsonl"
+        file.write_text('{"a": "é"}\n', encoding=encoding)
+        with pytest.raises(ValueError, match=r"line 1 is not valid JSON: byte \d+ is not UTF-8; save it as UTF-8$"):
+            read_source(str(file))
+
+
+def test_what_is_no_readable_file_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "folder.jsonl").mkdir()
+    with pytest.raises(ValueError, match="folder.jsonl is a directory"):
+        read_source(str(tmp_path / "folder.jsonl"))
+    (tmp_path / "secret.parquet").touch()
+
+    def refuse(*_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    with pytest.raises(ValueError, match="secret.parquet cannot be read: Permission denied$"):
+        read_source(str(tmp_path / "secret.parquet"))
+
+
+def test_the_hash_is_that_of_the_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"a": 1}\n')
+    assert read_source(str(file)).sha256 == hashlib.sha256(file.read_bytes()).hexdigest()
+    parquet.write_table(pyarrow.Table.from_pylist([{"a": 1}]), tmp_path / "a.parquet")
+    assert read_source(str(tmp_path / "a.parquet")).sha256 == hashlib.sha256((tmp_path / "a.parquet").read_bytes()).hexdigest()
+    seen = []
+    for records in ([{"a": 1, "b": 2}], [{"b": 2, "a": 1}], [{"a": 1, "b": 3}]):
+        monkeypatch.setattr(datasets, "load_dataset", lambda *_, records=records, **__: datasets.Dataset.from_list(records))
+        seen.append(read_source("someone/data").sha256)
+    assert seen[0] == seen[1] != seen[2]
+
+
+def test_what_changes_no_record_of_a_jsonl_file_changes_no_hash(tmp_path: Path) -> None:
+    """A copy of the data by git or an editor on another system must not end a run at its resume."""
+    file, plain = tmp_path / "a.jsonl", b'{"a": "1"}\n{"a": "2"}\n'
+
+    def sha256(content: bytes) -> str:
+        file.write_bytes(content)
+        return read_source(str(file)).sha256
+
+    same = [plain.replace(b"\n", b"\r\n"), plain.rstrip(), b"\xef\xbb\xbf" + plain, b"\n" + plain + b" \n"]
+    other = [plain.replace(b"2", b"3"), plain.replace(b'"1"', b'" 1"'), plain + b'{"a": "2"}\n', b'{"a": "2"}\n{"a": "1"}\n']
+    assert {sha256(content) for content in same} == {sha256(plain)}
+    assert len({sha256(content) for content in [plain, *other]}) == 5
+
+
+def mutated(text: bytes, random: Random) -> bytes:
+    """One or two edits: bytes changed, inserted, deleted, doubled, cut, or put in place of a telling token."""
+    tokens = (b"NaN", b"null", b"\\ud800", b"\\u0000", b"[" * 300, b"1e999", b'"', b"{", b"}", b"\x00", b"\xff", b"9" * 5000, b"\n")
+    data = bytearray(text)
+    for _ in range(random.randint(1, 2)):
+        start = random.randrange(len(data) + 1)
+        end = min(len(data), start + random.randint(0, 8))
+        kind = random.randrange(4)
+        data[start:end] = (
+            random.randbytes(end - start),
+            random.choice(tokens),
+            b"",
+            bytes(data[start:end]) * 2,
+        )[kind]
+    return bytes(data)
+
+
+def test_mutated_data_is_read_or_refused_in_one_line(tmp_path: Path) -> None:
+    """Up to the prompts, as a run reads it."""
+    tokenizer = load_tokenizer(train_tokenizer(tmp_path / "model"))
+    file, random, outcomes = tmp_path / "a.jsonl", Random(0), Counter()
+    text = b"".join(b'{"prompt": "%d+1=", "answer": "%d", "more": {"a": [1, 2.5, true]}}\n' % (n, n + 1) for n in range(4))
+    for _ in range(600):
+        file.write_bytes(mutated(text, random))
+        try:
+            source = read_source(str(file))
+            built = build_prompts(
+                source.records,
+                tokenizer,
+                source=str(file),
+                prompt_key="prompt",
+                answer_key="answer",
+                prompt_format=PromptFormat(chat_template=False),
+                max_prompt_tokens=64,
+                lines=source.lines,
+            )
+            outcomes["read"] += 1
+            assert all(prompt.answer not in ("None", "nan", "inf") for prompt in built.prompts)
+        except ValueError as error:
+            outcomes["refused"] += 1
+            assert str(file) in str(error) and "\n" not in str(error), error
+            assert not isinstance(error, UnicodeError)  # a library's own words
+    assert min(outcomes["read"], outcomes["refused"]) > 25, outcomes

@@ -74,7 +74,13 @@ def test_decoding_leaves_out_special_tokens_and_marks_unknown_ids(hf: Tokenizer,
         ids = tokenizer.encode(text)
         assert tokenizer.decode([tokenizer.bos_id, *ids, tokenizer.eos_id]) == text
         assert tokenizer.decode([*ids, tokenizer.vocab_size + 3, *ids, 10**6]) == f"{text}\ufffd{text}\ufffd"
-        assert tokenizer.decode([]) == ""
+        assert tokenizer.decode([]) == tokenizer.decode_all([]) == ""
+
+
+def test_all_text_has_the_special_tokens_in_their_places(hf: Tokenizer, char: Tokenizer) -> None:
+    for tokenizer, text, end in ((hf, "What is 12?", "</s>"), (char, "12+34=46", "</s>")):
+        ids = [*tokenizer.encode(text), tokenizer.eos_id, tokenizer.vocab_size + 3]
+        assert tokenizer.decode_all(ids) == f"{text}{end}\ufffd"
 
 
 def test_sentencepiece_defaults_agree_with_the_library(tmp_path: Path) -> None:

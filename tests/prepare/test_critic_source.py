@@ -66,6 +66,14 @@ def test_an_incomplete_newest_checkpoint_is_passed_over_and_refused_by_name(tmp_
     assert "damaged or incomplete" in text and "4 bytes instead of 7" in text and "use another step" in text
 
 
+def test_a_newest_checkpoint_that_cannot_be_read_is_not_passed_over(tmp_path, other_run):
+    """It may be whole: the older one would be another critic."""
+    manifest = other_run / "checkpoints" / "step-10" / "manifest.json"
+    manifest.unlink()
+    manifest.mkdir()
+    assert "manifest.json: Is a directory; nothing was renamed" in refusal(tmp_path, f"critic.checkpoint={other_run}")
+
+
 def test_what_is_no_checkpoint_is_refused_with_what_would_be_one(tmp_path, other_run):
     assert "is not a directory; name a run directory (runs/NAME)" in refusal(tmp_path, "critic.checkpoint=absent")
     empty = tmp_path / "empty"

@@ -61,7 +61,8 @@ def raises(given: RewardInput) -> float:
         (raises, "reward rule exact_match raised KeyError: 'gold'; sample t#41, response 'yyy"),
         (lambda s: math.nan, "reward rule exact_match returned nan, not a finite number; sample t#41"),
         (lambda s: -math.inf, "returned -inf, not a finite number; sample t#41"),
-        (lambda s: None, "returned None, not a finite number; sample t#41"),
+        (lambda s: 1e39, "returned 1e+39, not a finite number; sample t#41"),  # infinite in fp32
+        (lambda s: 10**400, "not a finite number; sample t#41"),  # no float at all
         (lambda s: "1", "returned '1', not a finite number; sample t#41"),
     ],
 )
@@ -75,9 +76,24 @@ def test_a_rule_that_fails_names_sample_rule_and_response(monkeypatch: pytest.Mo
     assert "y" * 200 in str(caught.value) and "y" * 201 not in str(caught.value)
 
 
-def test_a_malformed_gold_answer_stops_the_run_and_never_scores_0() -> None:
-    with pytest.raises(RewardError, match="gsm8k_strict raised ValueError: the reference answer 'seventy' is not a number"):
-        Scorer([("gsm8k_strict", 1.0)]).score([sample("#### 70", "seventy")])
+def test_a_sum_that_overflows_names_the_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compose, "make_rule", lambda name: lambda s: 3e38)
+    with pytest.raises(RewardError, match=r"add up to 6e\+38, which fp32 does not hold; sample t#41"):
+        Scorer([("exact_match", 1.0), ("has_eos", 1.0)]).score([sample("x", sample_id="t#41")])
+
+
+def test_an_answer_that_a_rule_cannot_read_scores_0_and_is_counted() -> None:
+    """It may come after hours, and again after every resume: it must not end the run."""
+    samples = [sample("#### 70", "seventy"), sample("#### 70", "70"), sample("#### 70", "")]
+    scores = Scorer([("gsm8k_strict", 1.0), ("math_verify", 1.0), ("has_eos", 0.5)]).score(samples)
+    assert scores.total.tolist() == [0.5, 2.5, 0.5]
+    assert (scores.num_unusable, scores.num_undecided) == (3, 0)  # math_verify reads `seventy` as a text
+
+
+def test_an_undecided_rule_scores_0_and_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compose, "make_rule", lambda name: lambda s: None)
+    scores = Scorer([("exact_match", 1.0)]).score([sample("a", "a")])
+    assert (scores.total.tolist(), scores.num_undecided, scores.num_unusable) == ([0.0], 1, 0)
 
 
 @pytest.mark.parametrize(

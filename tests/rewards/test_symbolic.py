@@ -13,8 +13,10 @@ from concurrent.futures import ThreadPoolExecutor
 import psutil
 import pytest
 
-from megappo.rewards.symbolic import MathVerify
+from megappo.rewards.base import UnusableAnswer
+from megappo.rewards.symbolic import MathVerify, _has_box
 from tests.gsm8k_files import gsm8k, needs_gsm8k
+from tests.rewards.math_answers import MATH_ANSWERS
 from tests.rewards.samples import sample
 
 
@@ -39,8 +41,18 @@ TABLE = [
     ("\\boxed{5}", "-5", 0),
     ("\\boxed{73}", "72", 0),
     ("\\boxed{(x+1)^2}", "x^2+1", 0),
-    ("#### 71\n the answer is \\boxed{72}", "72", 0),  # the marker decides where there is one
-    ("the answer is \\boxed{71}\n#### 72", "72", 1),
+    ("#### 71\n the answer is \\boxed{72}", "72", 1),  # a box decides where there is one
+    ("the answer is \\boxed{71}\n#### 72", "72", 0),
+    ("#### Step 1\n2 + 2\n#### Step 2\nso \\boxed{4}", "4", 1),  # headings of Markdown
+    ("#### 1. Add\n\\boxed{4}\n#### 2. Check", "4", 1),
+    ("#### Step 1\nThe answer is 4.\n#### Done", "4", 1),
+    ("#### Step 1\nThe answer is 5.", "4", 0),
+    ("#### 72\n#### Check", "72", 1),
+    ("#### $\\frac{1}{2}$", "0.5", 1),
+    ("#### \\$5", "5", 1),
+    ("#### -\\$5", "-5", 1),
+    ("#### 72\n\\boxed{7", "72", 1),  # a box that the length limit cut is none
+    ("\\boxed{\\text{a\\}b} 72}\n#### 71", "71", 0),
     ("#### 71\n#### 72", "72", 1),  # the last one
     ("#### 72\n#### 71", "72", 0),
     ("#### ", "72", 0),
@@ -54,6 +66,12 @@ TABLE = [
 @pytest.mark.parametrize("response, answer, expected", TABLE)
 def test_final_answers_are_compared_as_mathematics(rule: MathVerify, response: str, answer: str, expected: int) -> None:
     assert rule(sample(response, answer)) == expected
+
+
+@pytest.mark.parametrize("answer, right, wrong", MATH_ANSWERS)
+def test_answers_of_competition_mathematics(rule: MathVerify, answer: str, right: str, wrong: str) -> None:
+    rule.check_answer(answer)
+    assert [rule(sample(f"So it is ${text}$.", answer)) for text in (right, wrong)] == [1.0, 0.0]
 
 
 @needs_gsm8k
@@ -82,11 +100,23 @@ def test_a_response_that_cannot_be_decided_scores_0_is_counted_and_does_no_harm(
 ) -> None:
     rule = MathVerify(cpu_limit_s=0.8)
     with caplog.at_level(logging.WARNING):
-        assert rule(sample(endless, "5", sample_id="train#7/3")) == 0.0
+        assert rule(sample(endless, "5", sample_id="train#7/3")) is None
     assert rule.undecided == 1
     assert "no decision on train#7/3 within 0.8 s, scored 0 (1 so far)" in caplog.text
     assert rule(sample("\\boxed{5}", "5")) == 1.0 and rule.undecided == 1
     rule.close()
+
+
+def test_an_answer_that_takes_too_long_to_read_is_unusable() -> None:
+    rule = MathVerify(cpu_limit_s=0.002)
+    with pytest.raises(UnusableAnswer, match="takes more than 0.002 s to read"):
+        rule.check_answer(r"\left(3,\frac{\pi}{2}\right)" * 50)
+    rule.close()
+
+
+def test_boxes_are_looked_for_in_linear_time() -> None:
+    for text in ("\\boxed{" * 100_000, "{" * 200_000, "}" * 200_000, "#### " * 100_000, "#### -" * 100_000):
+        assert not _has_box(text)
 
 
 def test_threads_share_one_worker(rule: MathVerify) -> None:
@@ -97,9 +127,21 @@ def test_threads_share_one_worker(rule: MathVerify) -> None:
 
 @pytest.mark.parametrize("answer", ["", "$$", "\\boxed{}"])
 def test_a_reference_answer_that_is_no_expression_is_an_error(rule: MathVerify, answer: str) -> None:
-    with pytest.raises(ValueError, match="the reference answer .* is no mathematical expression"):
-        rule(sample("\\boxed{5}", answer))
+    for call in (lambda: rule(sample("\\boxed{5}", answer)), lambda: rule.check_answer(answer)):
+        with pytest.raises(UnusableAnswer, match="the reference answer .* is no mathematical expression"):
+            call()
     assert rule(sample("\\boxed{5}", "5")) == 1.0
+
+
+def test_the_worker_survives_a_request_to_stop(rule: MathVerify) -> None:
+    """It reaches the whole process group; without the worker the step would have no rewards, and the run no checkpoint."""
+    assert rule(sample("2", "2")) == 1.0
+    assert rule._worker is not None
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP):
+        os.kill(rule._worker.pid, number)
+    before = rule._worker.pid
+    assert rule(sample("3", "3")) == 1.0
+    assert rule._worker.pid == before
 
 
 def test_a_worker_killed_by_something_else_is_a_fault_and_not_a_score() -> None:
