@@ -10,7 +10,21 @@ import math
 from enum import StrEnum
 from typing import Any
 
-GROUPS = ("reward", "eval", "policy", "critic", "kl", "lengths", "rollout", "timing", "throughput", "memory", "sft")
+GROUPS = (
+    "reward",
+    "eval",
+    "policy",
+    "critic",
+    "kl",
+    "lengths",
+    "rollout",
+    "timing",
+    "throughput",
+    "memory",
+    "checkpoint",
+    "telemetry",
+    "sft",
+)
 
 
 class Metric(StrEnum):
@@ -29,7 +43,8 @@ class Metric(StrEnum):
     SCORE_MIN = "reward/score_min", "smallest score"
     SCORE_MAX = "reward/score_max", "largest score"
     SHAPED_MEAN = "reward/shaped_mean", "mean over responses of the summed per-token reward (score minus KL penalty)"
-    UNDECIDED = "reward/undecided", "responses scored 0 because checking them ran out of time"
+    UNDECIDED = "reward/undecided", "scores of 0 because a rule was undecided, as math_verify out of time"
+    UNUSABLE = "reward/unusable_answers", "scores of 0 because a rule could not read the reference answer"
     REWARD_PART = "reward/*", "mean of one reward rule, before its weight"
 
     EVAL_SCORE = "eval/score", "mean score of greedy answers to the held-out prompts"
@@ -92,11 +107,16 @@ class Metric(StrEnum):
 
     STEP_SECONDS = "timing/step_s", "wall time of the step, s"
     STAGE_SECONDS = "timing/*", "wall time of one stage of the step, s"
+    SAVE_SECONDS = "timing/checkpoint_s", "time that saving held training after the previous step, no part of step_s, s"
     TOKENS_PER_S = "throughput/tokens_per_s", "prompt and response tokens of the step per second of the whole step"
     GENERATED_PER_S = "throughput/generated_tokens_per_s", "response tokens per second of generation"
     SAMPLES_PER_S = "throughput/samples_per_s", "responses per second of the whole step"
     HOST_PEAK = "memory/host_peak_gib", "peak resident memory of rank 0, GiB"
     DEVICE_PEAK = "memory/device_peak_gib", "peak allocated device memory of rank 0, GiB"
+
+    FAILED_SAVES = "checkpoint/failed_saves", "checkpoints that could not be written since this process started"
+
+    LOST_RECORDS = "telemetry/lost_records", "records, scalars, trajectories and console lines lost since this start (a full disk)"
 
     SFT_LOSS = "sft/loss", "mean negative log-prob of response tokens, nats"
     SFT_GRAD_NORM = "sft/grad_norm", "global gradient norm before clipping"

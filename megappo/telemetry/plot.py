@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
 
-from megappo.telemetry.jsonl import read_lines
+from megappo.telemetry.jsonl import read_lines, replace_file
 from megappo.telemetry.metrics import Metric
 
 WIDTH, HEIGHT = 420, 240  # of a panel, px
@@ -43,7 +43,7 @@ def write_learning_curve(run_dir: Path) -> Path | None:
     if picture is None:
         return None
     path = run_dir / "learning_curve.svg"
-    path.write_text(picture, encoding="utf-8")
+    replace_file(path, picture.encode("utf-8"))
     return path
 
 

@@ -1,4 +1,7 @@
-"""Log of a run: metrics.jsonl, TensorBoard, trajectories and the console. Every rank calls; rank 0 writes."""
+"""Log of a run: metrics.jsonl, TensorBoard, trajectories and the console. Every rank calls; rank 0 writes.
+
+Nothing here ends a run: what cannot be written is lost and counted (`side_work.py`).
+"""
 
 from __future__ import annotations
 
@@ -17,9 +20,11 @@ from megappo.telemetry.jsonl import MetricsFile, write_lines
 from megappo.telemetry.metrics import Metric
 from megappo.telemetry.plot import write_learning_curve
 from megappo.telemetry.progress import PPO_COLUMNS, SFT_COLUMNS, Progress
+from megappo.telemetry.side_work import SideWork
 
 logger = logging.getLogger(__name__)
 
+PROBE_BYTES = 4096  # a block of most file systems
 SFT_ROWS = 20  # rows that a supervised run prints in all
 
 
@@ -52,6 +57,7 @@ class TensorBoard:
     """Scalars by step in `directory`. After a resume TensorBoard hides the records of older files after `resumed_step`."""
 
     def __init__(self, directory: Path, resumed_step: int | None = None) -> None:
+        _require_room(directory)
         self._writer = SummaryWriter(str(directory), purge_step=None if resumed_step is None else resumed_step + 1)
 
     def scalars(self, metrics: Mapping[str, float], step: int) -> None:
@@ -65,6 +71,16 @@ class TensorBoard:
         self._writer.close()
 
 
+def _require_room(directory: Path) -> None:
+    """OSError if a small file cannot be written here. TensorBoard's writer would leave an empty file and a thread's traceback."""
+    directory.mkdir(parents=True, exist_ok=True)
+    probe = directory / ".room"
+    try:
+        probe.write_bytes(bytes(PROBE_BYTES))
+    finally:
+        probe.unlink(missing_ok=True)
+
+
 class RunLog:
     """Write metrics.jsonl, tensorboard/, trajectories/ and learning_curve.svg to `root`, and the table to `stream` (stdout)."""
 
@@ -72,6 +88,7 @@ class RunLog:
         self._root = root
         self._writes = not dist.is_initialized() or dist.get_rank() == 0
         self._stream = stream or sys.stdout
+        self._side_work = SideWork()
         self._file = MetricsFile(root / "metrics.jsonl")
         self._wants_board = tensorboard
         self._board: TensorBoard | None = None
@@ -84,29 +101,28 @@ class RunLog:
         """Drop the log after `step`. Call it before the first step of a resumed run."""
         if self._writes:
             self._resumed_step = step
-            self._file.truncate_after(step)
+            self._side_work.run("metrics.jsonl", lambda: self._file.truncate_after(step))
 
     def note(self, text: str) -> None:
         """Print a line to the console."""
         if self._writes:
-            print(text, file=self._stream, flush=True)
+            self._side_work.run("console", lambda: print(text, file=self._stream, flush=True))
 
     def step(self, metrics: Mapping[str, float], step: int, total_steps: int) -> None:
         """Log one PPO step: a line in the file, scalars, a row on the console."""
         if self._writes:
-            if self._progress is None:
-                self._progress = Progress(PPO_COLUMNS, self._stream)
-            held = self._take_held(step)
-            self._write({**held, **metrics}, step)
-            self._progress.row({**held, **metrics}, step, total_steps)
+            row = {**self._take_held(step), **metrics}
+            self._write(row, step)
+            progress = self._progress = self._progress or Progress(PPO_COLUMNS, self._stream)
+            self._side_work.run("console", lambda: progress.row(row, step, total_steps))
 
     def sft_step(self, metrics: Mapping[str, float], step: int, total_steps: int) -> None:
         """Log one step of supervised fine-tuning; the console gets about 20 rows in all."""
         if self._writes:
-            if self._progress is None:
-                self._progress = Progress(SFT_COLUMNS, self._stream, every=max(1, total_steps // SFT_ROWS))
             self._write(metrics, step)
-            self._progress.row(metrics, step, total_steps)
+            every = max(1, total_steps // SFT_ROWS)
+            progress = self._progress = self._progress or Progress(SFT_COLUMNS, self._stream, every)
+            self._side_work.run("console", lambda: progress.row(metrics, step, total_steps))
 
     def evaluation(self, evaluation: EvaluationResult, step: int) -> None:
         """Log a validation of the weights after `step`. It joins the line of that step, logged next; step 0 gets its own line."""
@@ -128,20 +144,26 @@ class RunLog:
 
         Every list as long as `response_tokens` has one number per response token.
         """
-        if self._writes:
-            path = self._root / "trajectories" / f"step_{step:06d}.jsonl"
+        path = self._root / "trajectories" / f"step_{step:06d}.jsonl"
+
+        def write() -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_lines(path, [{"step": step, **row} for row in rows])  # replaces the file of a step that a resumed run repeats
+
+        if self._writes:
+            self._side_work.run("trajectories", write)
 
     def close(self) -> None:
         """Finish the files and draw the learning curve."""
         if not self._writes:
             return
         self._take_held(None)
-        self._file.close()
+        self._side_work.run("metrics.jsonl", self._file.close)
         if self._board is not None:
-            self._board.close()
-        write_learning_curve(self._root)
+            self._side_work.run("tensorboard", self._board.close)
+        self._side_work.run("learning_curve.svg", lambda: write_learning_curve(self._root))
+        if self._side_work.lost:
+            logger.warning(self._side_work.summary())
 
     def _take_held(self, step: int | None) -> dict[str, float]:
         """Return the held evaluation if it is of `step`; write one of another step to its own line."""
@@ -159,9 +181,17 @@ class RunLog:
             if not math.isfinite(value) and name not in self._warned:
                 self._warned.add(name)
                 logger.warning("%s is %s at step %d; it is logged as null (said once)", name, value, step)
-        self._file.append({"step": step, "time": round(time.time(), 3), **plain})
+        plain[Metric.LOST_RECORDS.value] = self._side_work.num_lost
+        record = {"step": step, "time": round(time.time(), 3), **plain}
+        self._side_work.run("metrics.jsonl", lambda: self._file.append(record))
         if self._wants_board:
-            if self._board is None:
-                # After `resume_after`: the step to hide from is known only then.
-                self._board = TensorBoard(self._root / "tensorboard", self._resumed_step)
-            self._board.scalars(plain, step)
+            self._side_work.run("tensorboard", lambda: self._write_scalars(plain, step))
+
+    def _write_scalars(self, metrics: Mapping[str, float], step: int) -> None:
+        if self._board is None:
+            # After `resume_after`: the step to hide from is known only then. A second file hides nothing of the first.
+            self._board = TensorBoard(self._root / "tensorboard", self._resumed_step)
+            self._resumed_step = None
+        board, self._board = self._board, None  # TensorBoard's writer does not recover: after a failure the next step makes another
+        board.scalars(metrics, step)
+        self._board = board

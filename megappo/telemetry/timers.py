@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Protocol
 
 import torch
 
@@ -16,11 +17,18 @@ def wait_for_device() -> None:
         torch.cuda.synchronize()
 
 
-class StageTimers:
-    """Timers of one step. seconds: stage -> wall time; entering a stage again adds to it."""
+class StageObserver(Protocol):
+    """Somebody who wants to know the stage that this rank is in, `resilience.sections.Sections` for one."""
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+    def section(self, name: str) -> AbstractContextManager[None]: ...
+
+
+class StageTimers:
+    """Timers of one step. seconds: stage -> wall time; entering a stage again adds to it. observer: is told of every stage."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter, observer: StageObserver | None = None) -> None:
         self._clock = clock
+        self._observer = observer
         self._started = clock()
         self._open: list[str] = []
         self.seconds: dict[str, float] = {}
@@ -32,8 +40,9 @@ class StageTimers:
         self._open.append(name)
         start = self._clock()
         try:
-            yield
-            wait_for_device()
+            with nullcontext() if self._observer is None else self._observer.section(name):
+                yield
+                wait_for_device()
         except Exception as error:
             # torch.distributed's timeouts name neither.
             error.add_note(f"in stage {name}, on rank {os.environ.get('RANK', '0')}")

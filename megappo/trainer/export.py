@@ -14,6 +14,7 @@ from megappo.config.schema import ModelConfig, ParallelConfig, TimeoutsConfig
 from megappo.engine.build import MegatronEngines
 from megappo.engine.factory import EngineBackend
 from megappo.platform.device import select_device, start_alone
+from megappo.resilience.run_time import input_accepted
 from megappo.trainer.build_roles import spec_of_role
 from megappo.trainer.rundir import RunDir
 
@@ -44,6 +45,7 @@ def export_checkpoint(run: str, output: str, *, role: str, step: int | None, eng
     start_alone(device)
     engine = engines(ModelConfig(impl="local"), TimeoutsConfig(), device).build(spec)
     exported = CheckpointStore(run_dir.checkpoints, keep_last=1).load_weights(role, engine, step)
-    engine.export(Path(output), Path(spec.model))
+    with input_accepted():
+        engine.export(Path(output), Path(spec.model))
     dist.destroy_process_group()
     return exported

@@ -15,6 +15,7 @@ from megappo.engine.build import MegatronEngines
 from megappo.engine.factory import EngineBackend, EngineSpec
 from megappo.models.hf_config import read_arch
 from megappo.platform.device import select_device, start_alone
+from megappo.resilience.run_time import input_accepted
 from megappo.rollout.build import build_rollout
 from megappo.rollout.types import SamplingParams
 from megappo.trainer.experience import make_requests
@@ -67,9 +68,10 @@ def answer(
         device=device,
         timeouts=timeouts,
     )
-    rollout.push_weights(version=0)
-    sampling = SamplingParams(max_tokens, temperature, stop_token_ids=tokenizer.eos_ids)
-    responses = rollout.generate(make_requests(tokens, samples_per_prompt=1, run_seed=0, step=0), sampling)
-    rollout.close()
-    dist.destroy_process_group()
-    return [response_text(response, tokenizer) for response in responses]
+    with input_accepted():
+        rollout.push_weights(version=0)
+        sampling = SamplingParams(max_tokens, temperature, stop_token_ids=tokenizer.eos_ids)
+        responses = rollout.generate(make_requests(tokens, samples_per_prompt=1, run_seed=0, step=0), sampling)
+        rollout.close()
+        dist.destroy_process_group()
+        return [response_text(response, tokenizer) for response in responses]

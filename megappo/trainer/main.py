@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping
-from dataclasses import dataclass
+from contextlib import closing
 from pathlib import Path
-from typing import Any
 
+import numpy
 import torch
 import torch.distributed as dist
 
 from megappo.algo.kl import AdaptiveKL, FixedKL, KLController
-from megappo.checkpoint.manifest import Manifest
-from megappo.checkpoint.state import StatefulComponent, StatefulModel
 from megappo.checkpoint.store import CheckpointStore
 from megappo.config.batch import step_arithmetic
 from megappo.config.dump import dump_yaml
@@ -22,23 +21,34 @@ from megappo.data.tokenizers import Tokenizer
 from megappo.engine.base import Engine
 from megappo.engine.build import MegatronEngines
 from megappo.engine.factory import EngineBackend, EngineFactory
-from megappo.parallel.consensus import any_rank, on_rank_zero
+from megappo.parallel.consensus import on_rank_zero
+from megappo.parallel.layout import layout_of
 from megappo.platform.device import select_device, start_distributed
+from megappo.platform.permissions import apply_permissions
 from megappo.prepare.critic_source import critic_source
 from megappo.prepare.data import RunData
+from megappo.resilience.lease import Lease
+from megappo.resilience.run_time import input_accepted
+from megappo.resilience.sections import EXPORT, Sections
 from megappo.resilience.signals import StopRequest
+from megappo.resilience.skipped import steps_to_skip
+from megappo.resilience.watchdog import Watchdog
 from megappo.rewards.compose import Scorer
+from megappo.rewards.own import OwnRule
 from megappo.rollout.build import build_rollout
 from megappo.rollout.types import RolloutEngine, SamplingParams
 from megappo.telemetry.log import configure_logging
 from megappo.telemetry.runlog import RunLog
 from megappo.trainer.build_roles import Roles, build_roles
+from megappo.trainer.checkpoints import Checkpoints
 from megappo.trainer.kernel_selection import select_kernels
 from megappo.trainer.ppo import PPO
-from megappo.trainer.run_facts import run_facts
+from megappo.trainer.replicas import ReplicaCheck
+from megappo.trainer.run_facts import require_equal_data, run_facts, warn_of_changes
 from megappo.trainer.rundir import RunDir
 from megappo.trainer.shaping import HOST_OPS
 from megappo.trainer.state import TrainerState
+from megappo.trainer.watch import watched
 
 
 def train(
@@ -52,20 +62,49 @@ def train(
     """Run PPO on this rank of the world. `config` and `data` have been checked by `plan.run.plan_run`.
 
     engines: builds the models of all roles. Returns True if the run reached its end, False if a rank was asked to `stop`: it can be
-    resumed then, and `RunDir.stopped` exists. An existing world is used and left to the caller; otherwise the launcher's is joined
-    and left again.
+    resumed then. `ended.json` says so either way. An existing world is used and left to the caller; otherwise the launcher's is
+    joined and left again.
     """
+    apply_permissions(config.run.permissions)
     owns_world = not dist.is_initialized()
     device = select_device(config.run.device)
     start_distributed(device, config.run.timeouts)
     configure_logging(dist.get_rank(), dist.get_world_size())
     torch.manual_seed(config.run.seed)
+    # Rewards may draw from these; they start anew in every process, and a checkpoint keeps them too.
+    random.seed(config.run.seed)
+    numpy.random.seed(config.run.seed % 2**32)
     run_dir = RunDir.of(config.run)
-    run_dir.claim(config.run, dump_yaml(config), resume=resume)
-    store = CheckpointStore(run_dir.checkpoints, config.checkpoint.keep_last, config.checkpoint.save_only_model)
-    facts = run_facts(config, data.tokenizer)
+    with run_dir.claim(config.run, dump_yaml(config), resume=resume) as lease:
+        with watched(config.run.timeouts, run_dir.root) as watchdog, closing(_store_of(config, run_dir, lease)) as store:
+            finished = _train(
+                config, data, run_dir, store, device, watchdog, resume=resume, stop=stop or StopRequest(), engines=engines
+            )
+    if owns_world:
+        dist.destroy_process_group()
+    return finished
+
+
+def _train(
+    config: TrainConfig,
+    data: RunData,
+    run_dir: RunDir,
+    store: CheckpointStore,
+    device: torch.device,
+    watchdog: Watchdog,
+    *,
+    resume: bool,
+    stop: StopRequest,
+    engines: EngineBackend,
+) -> bool:
+    """Run PPO in the claimed directory; returns True at the run's end, False after a stop."""
+    facts = run_facts(config, data)
+    require_equal_data(facts)
     # A checkpoint that cannot be resumed is refused before any model is built.
-    manifest = store.find_resumable(facts) if resume else None
+    manifest = store.find_resumable(facts, steps_to_skip()) if resume else None
+    if manifest is not None:
+        warn_of_changes(manifest.facts, facts, f"step-{manifest.step}")
+    run_dir.begin()
     log = RunLog(run_dir.root, tensorboard=config.telemetry.tensorboard)
 
     factory = engines(config.model, config.run.timeouts, device)
@@ -74,49 +113,48 @@ def train(
     roles = build_roles(config, factory, updates_of_run(config, data.total_steps))
     rollout = rollout_of(config, data.tokenizer, roles.policy.engine, device)
     state, kl = TrainerState(), kl_controller(config.algorithm.kl)
-    checkpoints = Checkpoints(store, facts, roles.trained_engines, {"trainer": state, "loader": data.loader, "kl_controller": kl})
-    stop = stop or StopRequest()
-    ppo = _build_ppo(config, data, roles, rollout, Progress(state, kl, log), checkpoints, factory, stop)
+    checkpoints = Checkpoints(
+        store,
+        config.checkpoint,
+        facts,
+        roles.trained_engines,
+        state,
+        {"loader": data.loader, "kl_controller": kl},
+        layouts={role: layout_of(sizes, dist.get_world_size()) for role, sizes in roles_in_use(config).items()},
+        stop=stop,
+        log=log,
+        sections=watchdog.sections,
+    )
+    ppo = _build_ppo(config, data, roles, rollout, state, kl, log, checkpoints, factory, watchdog.sections)
     if manifest is not None:
-        checkpoints.resume(manifest, log)
+        checkpoints.resume(manifest)
         run_dir.record_config(dump_yaml(config))
     else:
         load_critic(config, roles.critic.engine, log)
 
     done_before = state.step
-    ppo.run()
-    log.close()
-    if ppo.stopped:
-        run_dir.record_stop(state.step, stop.received)
-        log.note(f"stopped after step {state.step} with a checkpoint; --resume goes on")
-    elif config.checkpoint.export_at_end and (state.step > done_before or not run_dir.is_exported()):
-        export_policy(roles.policy.engine, run_dir, Path(config.policy.model))
-    rollout.close()
-    dist.barrier()
-    if owns_world:
-        dist.destroy_process_group()
+    with input_accepted():
+        ppo.run()
+        log.close()
+        if ppo.stopped:
+            run_dir.record_stop(state.step, stop.received)
+            log.note(f"stopped after step {state.step} with a checkpoint; {checkpoints.way_on}")
+        elif config.checkpoint.export_at_end and (state.step > done_before or not run_dir.is_exported()):
+            with watchdog.section(EXPORT):
+                export_policy(roles.policy.engine, run_dir, Path(config.policy.model))
+        rollout.close()
+        if not ppo.stopped:
+            run_dir.record_finish(state.step)
+        dist.barrier()
     return not ppo.stopped
 
 
-# -------------------------------------------------------------------------------------------------------------- checkpoints
+def _store_of(config: TrainConfig, run_dir: RunDir, lease: Lease) -> CheckpointStore:
+    settings = config.checkpoint
+    return CheckpointStore(run_dir.checkpoints, settings.keep_last, settings.save_only_model, lease.id)
 
 
-@dataclass(frozen=True)
-class Checkpoints:
-    """State that a run needs to resume: models with their optimizers, and the small state beside them."""
-
-    store: CheckpointStore
-    facts: dict[str, Any]
-    models: Mapping[str, StatefulModel]
-    components: Mapping[str, StatefulComponent]
-
-    def save(self, step: int) -> None:
-        self.store.save(step, self.models, self.components, self.facts)
-
-    def resume(self, manifest: Manifest, log: RunLog) -> None:
-        step = self.store.restore(manifest, self.models, self.components)
-        log.resume_after(step)
-        log.note(f"resumed after step {step}")
+# ---------------------------------------------------------------------------------------------------- weights in and out
 
 
 def load_critic(config: TrainConfig, engine: Engine, log: RunLog) -> None:
@@ -141,24 +179,17 @@ def export_policy(engine: Engine, run_dir: RunDir, source: Path) -> None:
 # -------------------------------------------------------------------------------------------------------- parts of the loop
 
 
-@dataclass(frozen=True)
-class Progress:
-    """State of the loop beside the models, and its log."""
-
-    state: TrainerState
-    kl_controller: KLController
-    log: RunLog
-
-
 def _build_ppo(
     config: TrainConfig,
     data: RunData,
     roles: Roles,
     rollout: RolloutEngine,
-    progress: Progress,
+    state: TrainerState,
+    kl: KLController,
+    log: RunLog,
     checkpoints: Checkpoints,
     factory: EngineFactory,
-    stop: StopRequest,
+    sections: Sections,
 ) -> PPO:
     return PPO(
         config,
@@ -172,13 +203,14 @@ def _build_ppo(
         loader=data.loader,
         eval_prompts=data.eval.prompts if data.eval else (),
         tokenizer=data.tokenizer,
-        scorer=scorer_of(config.reward),
-        kl_controller=progress.kl_controller,
-        state=progress.state,
-        log=progress.log,
-        save=checkpoints.save,
+        scorer=scorer_of(config.reward, data.own_rewards),
+        kl_controller=kl,
+        state=state,
+        log=log,
+        checkpoints=checkpoints,
         settle=factory.settle,
-        stop_agreed=lambda: any_rank(stop.received is not None),
+        check_replicas=ReplicaCheck({name: role.engine for name, role in roles.by_name.items()}),
+        sections=sections,
     )
 
 
@@ -223,7 +255,7 @@ def kl_controller(kl: KLConfig) -> KLController:
     return FixedKL(kl.coef)
 
 
-def scorer_of(reward: RewardConfig) -> Scorer:
-    """The scorer of a run: its rules, and the penalties for a missing end and for length."""
-    parts = [(part.name, part.weight) for part in reward.parts]
-    return Scorer(parts, reward.missing_eos_penalty, reward.length_penalty, reward.length_penalty_start)
+def scorer_of(reward: RewardConfig, own: Mapping[str, OwnRule] | None = None) -> Scorer:
+    """The scorer of a run: its rules, and the penalties for a missing end and for length. own: code as `RunData` holds it."""
+    parts = [(part.label, part.weight) for part in reward.parts]
+    return Scorer(parts, reward.missing_eos_penalty, reward.length_penalty, reward.length_penalty_start, own)

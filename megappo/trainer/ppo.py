@@ -15,12 +15,15 @@ from megappo.config.schema import TrainConfig
 from megappo.data.packing import PackedBatch
 from megappo.data.prompts import Prompt, PromptLoader
 from megappo.data.tokenizers import Tokenizer
+from megappo.resilience.sections import Sections
 from megappo.rewards.compose import Scorer
 from megappo.rollout.types import RolloutEngine, SamplingParams
 from megappo.telemetry.runlog import RunLog
 from megappo.telemetry.timers import StageTimers
+from megappo.trainer.checkpoints import Checkpoints
 from megappo.trainer.evaluation import Evaluation, evaluate
 from megappo.trainer.experience import make_requests, pack_experience, sample_seed
+from megappo.trainer.finite_outputs import require_finite_outputs
 from megappo.trainer.report import StepRecord, trajectories_of
 from megappo.trainer.roles import Critic, LanguageModel, Policy, add_model_outputs
 from megappo.trainer.sampler_check import compare_with_sampler, require_agreement
@@ -31,9 +34,9 @@ from megappo.trainer.updates import MiniBatch, UpdateSummary, mini_batches, run_
 
 
 class PPO:
-    """The loop. Its parts are built in `main.py`; `save` writes a checkpoint of all of them.
+    """The loop. Its parts are built in `main.py`. stopped: a rank was asked to stop, and the run ended early with a checkpoint.
 
-    stop_agreed: collective; true once any rank was asked to stop. The run then ends after the present step, with a checkpoint.
+    check_replicas: collective; raises if ranks hold different copies of a weight. sections: marks of the watchdog.
     """
 
     def __init__(
@@ -54,19 +57,21 @@ class PPO:
         kl_controller: KLController,
         state: TrainerState,
         log: RunLog,
-        save: Callable[[int], None],
+        checkpoints: Checkpoints,
         settle: Callable[[], None],
-        stop_agreed: Callable[[], bool],
+        check_replicas: Callable[[], None],
+        sections: Sections,
     ) -> None:
         self.config, self.total_steps = config, total_steps
         self.policy, self.critic, self.reference = policy, critic, reference
+        self.engines = {role.engine.name: role.engine for role in (policy, critic, reference) if role is not None}
         self.rollout, self.sampling = rollout, sampling
         self.prompts, self.loader, self.eval_prompts = prompts, loader, eval_prompts
         self.tokenizer, self.scorer = tokenizer, scorer
         self.kl_controller, self.state = kl_controller, state
-        self.log, self.save = log, save
-        self.settle = settle
-        self.stop_agreed, self.stopped = stop_agreed, False
+        self.log, self.checkpoints = log, checkpoints
+        self.settle, self.stopped = settle, False
+        self.check_replicas, self.sections = check_replicas, sections
 
     def run(self) -> Evaluation | None:
         """Run all remaining steps, or those until a stop; returns the last evaluation."""
@@ -75,14 +80,15 @@ class PPO:
         if self.config.trainer.eval_before and self.state.step == 0:
             evaluation = self.evaluate()
         while self.state.step < self.total_steps and not self.stopped:
-            evaluation = self.step() or evaluation
+            with self.checkpoints.guard_step():
+                evaluation = self.step() or evaluation
             if self.state.step > self.config.critic.warmup_steps:  # every role has been updated
                 self.settle()
         return evaluation
 
     def step(self) -> Evaluation | None:
         step, config = self.state.step + 1, self.config
-        timers = StageTimers()
+        timers = StageTimers(observer=self.sections.of_step(step))
 
         with timers.stage("prompts"):  # 1
             chosen = [self.prompts[i] for i in self.loader.next_step()]
@@ -100,6 +106,7 @@ class PPO:
 
         with timers.stage("logprobs"):  # 4
             batch = add_model_outputs(batch, self.policy, self.critic, self.reference)
+            require_finite_outputs(batch, self.engines, self.rollout.name, step)
             agreement = compare_with_sampler(batch, self.sampling)
             require_agreement(agreement, config.rollout.max_prob_diff, step, self.rollout.name)
 
@@ -108,28 +115,30 @@ class PPO:
             batch = shape_advantages(batch, torch.tensor(scored.total), kl_coef, config.algorithm)
 
         with timers.stage("update_critic"):  # 6
+            self.checkpoints.begin_updates()
             critic = run_updates(self.critic, self.mini_batches(batch, step))
         with timers.stage("update_policy"):
             policy = UpdateSummary()
             if step > config.critic.warmup_steps:
                 policy = run_updates(self.policy, self.mini_batches(batch, step))
 
+        if self.is_due(step, config.run.replica_check_every):  # before wrong weights reach the sampler or a checkpoint
+            with timers.stage("check_replicas"):
+                self.check_replicas()
+
         with timers.stage("push_weights"):  # 7
             pushed = self.push_weights(step)
 
         record = StepRecord(step, batch, scored, agreement, config.algorithm.kl.estimator, kl_coef, critic, policy, pushed)  # 8
-        if (
-            step > config.critic.warmup_steps
-        ):  # during warm-up the policy does not change, and its KL says nothing about the coefficient
+        # During the critic's warm-up the policy does not change, and its KL says nothing about the coefficient.
+        if step > config.critic.warmup_steps:
             self.kl_controller.update(record.kl_per_response(), batch.num_sequences)
         self.count(batch, critic, policy)
         evaluation = self.evaluate(timers) if self.is_due(step, config.trainer.eval_every) else None
-        self.log.step(record.metrics(timers, evaluation), step, self.total_steps)
+        self.log.step({**record.metrics(timers, evaluation), **self.checkpoints.metrics()}, step, self.total_steps)
         if config.telemetry.trajectories_every and step % config.telemetry.trajectories_every == 0:
             self.log.trajectories(step, trajectories_of(record, asked, config.telemetry.trajectories_per_step))
-        self.stopped = step < self.total_steps and self.stop_agreed()
-        if self.is_due(step, config.checkpoint.save_every) or step == self.total_steps or self.stopped:
-            self.save(step)
+        self.stopped = self.checkpoints.end_of_step(step, is_last=step == self.total_steps)
         return evaluation
 
     def mini_batches(self, batch: PackedBatch, step: int) -> Iterator[MiniBatch]:
@@ -146,7 +155,7 @@ class PPO:
         """Greedy score on the held-out prompts with the weights that the rollout engine holds."""
         if not self.eval_prompts:
             return None
-        with (timers or StageTimers()).stage("evaluate"):
+        with (timers or StageTimers(observer=self.sections)).stage("evaluate"):
             evaluation = evaluate(self.eval_prompts, self.rollout, self.sampling, self.tokenizer, self.scorer)
         self.log.evaluation(evaluation, self.state.step)
         return evaluation

@@ -72,6 +72,7 @@ class StepRecord:
             Metric.SCORE_MAX.value: float(score.max()),
             Metric.SHAPED_MEAN.value: _mean(shaped),
             Metric.UNDECIDED.value: self.scored.num_undecided,
+            Metric.UNUSABLE.value: self.scored.num_unusable,
             **parts,
         }
 

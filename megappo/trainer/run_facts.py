@@ -1,31 +1,102 @@
-"""Identity of a run (configuration, tokenizer, reference): recorded in every checkpoint and compared on resume."""
+"""Identity of a run (configuration, tokenizer, reference, data, rewards): recorded in every checkpoint and compared on resume."""
 
 from __future__ import annotations
 
 import importlib.metadata
+import logging
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 import megappo
-from megappo.checkpoint.identity import identity_of_model
+from megappo.checkpoint.identity import identity_of_model, notable_changes
 from megappo.config.dump import dump_yaml
 from megappo.config.layout_checks import role_sections
-from megappo.config.schema import TrainConfig
-from megappo.data.tokenizers import Tokenizer
+from megappo.config.schema import RewardPart, TrainConfig
+from megappo.data.prompts import PromptSet
+from megappo.parallel.consensus import warn_once
+from megappo.prepare.data import RunData
 from megappo.prepare.layouts import model_paths
+from megappo.rewards.rules import hash_of_code
+
+logger = logging.getLogger(__name__)
 
 
-def run_facts(config: TrainConfig, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Facts of a run, JSON-compatible. Layouts may change on resume, the tokenizer and the reference may not."""
+def run_facts(config: TrainConfig, data: RunData) -> dict[str, Any]:
+    """Facts of a run, JSON-compatible. `checkpoint/identity.py` says which may change on resume: layouts may, the data may not."""
     in_use = {role: path for role, (_, path) in model_paths(config).items()}
     return {
         "config": dump_yaml(config),
-        "tokenizer": tokenizer.fingerprint,
+        "tokenizer": data.tokenizer.fingerprint,
         "reference": identity_of_model(in_use["reference"]) if "reference" in in_use else None,
+        "data": _data_facts(config, data),
+        "reward": {
+            **config.reward.model_dump(mode="json"),
+            "parts": [_part_facts(part) for part in config.reward.parts],
+            "code": _code_facts(config, data),
+        },
         "layouts": {name: section.parallel.model_dump() for name, section in role_sections(config).items()},
         "versions": {"megappo": megappo.__version__, "torch": torch.__version__, **_megatron_version()},
     }
+
+
+def _part_facts(part: RewardPart) -> dict[str, Any]:
+    """A part without the place of its file, which may move: its content is in the facts of the code."""
+    facts = part.model_dump(mode="json")
+    return facts if facts.pop("path", None) is None else {"name": part.label, **facts}
+
+
+def _code_facts(config: TrainConfig, data: RunData) -> dict[str, str | None]:
+    """Name of a rule -> SHA-256 of its source file; None if it has none."""
+    own = data.own_rewards
+    return {(name := part.label): own[name].sha256 if part.own else hash_of_code(name) for part in config.reward.parts}
+
+
+def _data_facts(config: TrainConfig, data: RunData) -> dict[str, Any]:
+    def source(path: str | None, prompts: PromptSet | None) -> dict[str, str] | None:
+        return {"path": path, "sha256": prompts.source_sha256} if path is not None and prompts is not None else None
+
+    keys = ("prompt_key", "answer_key", "chat_template", "system_prompt", "prompt_suffix")
+    return {
+        "train": source(config.data.train, data.train),
+        "eval": source(config.data.eval, data.eval),
+        "format": {key: getattr(config.data, key) for key in keys},
+        "template": data.tokenizer.chat_template_sha256 if config.data.chat_template else None,
+        **data.train.identities(),
+    }
+
+
+def require_equal_data(facts: Mapping[str, Any]) -> None:
+    """ValueError on all ranks if one reads other data or reward code than rank 0: a copy on the disk of its node. Collective."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, facts["reward"]["code"])
+    for rank, code in enumerate(everyone):
+        if other := [name for name, sha256 in code.items() if sha256 != everyone[0][name]]:
+            raise ValueError(
+                f"reward.parts: rank {rank} has another code of {other[0]} than rank 0; "
+                "put one copy on a file system that all nodes share, and install the same packages on all nodes"
+            )
+    dist.all_gather_object(everyone, facts["data"])
+    for rank, theirs in enumerate(everyone):
+        for name in ("train", "eval"):
+            mine, other = everyone[0][name], theirs[name]
+            if mine != other:
+                raise ValueError(
+                    f"data.{name}: rank {rank} reads another content of {other['path']} than rank 0; "
+                    "put one copy on a file system that all nodes share, or make the copies equal"
+                )
+        if theirs != everyone[0]:
+            raise ValueError(
+                f"data.train: rank {rank} makes other prompts of it than rank 0; install the same packages on all nodes"
+            )
+
+
+def warn_of_changes(saved: Mapping[str, Any], facts: Mapping[str, Any], name: str) -> None:
+    """Log what differs from the checkpoint `name` and is allowed to, once."""
+    for line in notable_changes(saved, facts, name):
+        warn_once(logger, "%s", line)
 
 
 def _megatron_version() -> dict[str, str]:

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-import json
+import os
 import signal
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch.distributed as dist
 
-from megappo.config.checks import STOPPED, check_run_dir, run_dir_of
+from megappo.checkpoint.directory import CHECKPOINTS
+from megappo.config.checks import check_run_dir, run_dir_of
 from megappo.config.schema import RunConfig
+from megappo.resilience.ended import CONFIG, ENDED, Ended, record_end
+from megappo.resilience.lease import LEASE_VARIABLE, Lease
+from megappo.telemetry.jsonl import replace_file
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -26,21 +34,20 @@ class RunDir:
 
     @property
     def config(self) -> Path:
-        return self.root / "config.yaml"
+        return self.root / CONFIG
 
     @property
     def checkpoints(self) -> Path:
-        return self.root / "checkpoints"
+        return self.root / CHECKPOINTS
 
     @property
     def export(self) -> Path:
         """The final policy as a Hugging Face checkpoint."""
         return self.root / "export"
 
-    @property
-    def stopped(self) -> Path:
-        """File that exists while a stopped run can be resumed."""
-        return self.root / STOPPED
+    def record_finish(self, step: int) -> None:
+        """Record that the run reached its end, `step`. Collective."""
+        _on_rank_0(lambda: record_end(self.root, Ended("finished", step)))
 
     def record_stop(self, step: int, received: signal.Signals | None) -> None:
         """Record that the run ended after `step` because a rank was asked to stop. received: this rank's signal, if any.
@@ -49,7 +56,7 @@ class RunDir:
         names: list = [None] * dist.get_world_size()
         dist.all_gather_object(names, received.name if received else None)
         asked = {str(rank): name for rank, name in enumerate(names) if name is not None}
-        _on_rank_0(lambda: self.stopped.write_text(json.dumps({"step": step, "signals": asked}) + "\n"))
+        _on_rank_0(lambda: record_end(self.root, Ended("stopped", step, message="asked to stop", signals=asked)))
 
     def is_exported(self) -> bool:
         """True on all ranks if rank 0 sees `export`: the file systems of several nodes may differ. Collective."""
@@ -61,33 +68,54 @@ class RunDir:
         """A free name for the export that a resumed run replaces."""
         return next(path for n in range(1, 10_000) if not (path := self.root / f"export.old{n}").exists())
 
-    def claim(self, run: RunConfig, config_text: str, *, resume: bool) -> None:
-        """Check and create the directory on rank 0, and write the resolved config of a new run. Collective.
+    def claim(self, run: RunConfig, config_text: str, *, resume: bool, saves: bool = True) -> Lease:
+        """Take the lease of the directory on rank 0, and write the resolved config of a new run. Collective.
 
-        That of a resumed run stays until `record_config`: the checkpoint may yet refuse the new one. ValueError on all ranks.
+        saves: the run makes checkpoints, and a new one their folder.
+
+        The lease is that of the launcher if it holds one; release it at the end, on every rank. The config of a resumed run stays
+        until `record_config`: the checkpoint may yet refuse the new one. ValueError on all ranks, LeaseHeld's text among them.
         """
 
-        def check_and_create() -> None:
+        def take_and_write() -> Lease:
             check_run_dir(run, resume)
-            self.root.mkdir(parents=True, exist_ok=True)
-            self.stopped.unlink(missing_ok=True)
-            if not resume:
-                self.config.write_text(config_text)
+            launcher = os.environ.get(LEASE_VARIABLE)
+            command = f"megappo {' '.join(sys.argv[1:3])}"  # `train CONFIG`
+            lease = Lease.acquire(self.root, command) if launcher is None else Lease.of_launcher(self.root, launcher)
+            try:
+                check_run_dir(run, resume)  # again: the holder before may have written meanwhile
+                if not resume:
+                    # The folder first: a run whose configuration is there and whose folder is not has lost its file system.
+                    if saves:
+                        self.checkpoints.mkdir()
+                    self.config.write_text(config_text)
+            except BaseException:
+                lease.release()
+                raise
+            return lease
 
-        _on_rank_0(check_and_create)
+        return _on_rank_0(take_and_write)
+
+    def begin(self) -> None:
+        """Remove the record of the last end, once the run is known to start. Collective."""
+        _on_rank_0(lambda: (self.root / ENDED).unlink(missing_ok=True))
 
     def record_config(self, config_text: str) -> None:
         """Write the resolved config with which the run goes on. Collective. ValueError on all ranks."""
-        _on_rank_0(lambda: self.config.write_text(config_text))
+        # Atomically: on a full disk the configuration of the run so far stays.
+        _on_rank_0(lambda: replace_file(self.config, config_text.encode()))
 
 
-def _on_rank_0(action: Callable[[], object]) -> None:
-    problem = [None]
+def _on_rank_0(action: Callable[[], Result]) -> Result:
+    """Run `action` on rank 0; returns its result on every rank."""
+    outcome: list = [None, None]
     if dist.get_rank() == 0:
         try:
-            action()
+            outcome[0] = action()
         except (ValueError, OSError) as error:
-            problem = [str(error)]
-    dist.broadcast_object_list(problem, src=0)
-    if problem[0] is not None:
-        raise ValueError(problem[0])
+            outcome[1] = str(error)
+    mine = outcome[0]
+    dist.broadcast_object_list(outcome, src=0)
+    if outcome[1] is not None:
+        raise ValueError(outcome[1])
+    return mine if dist.get_rank() == 0 else outcome[0]

@@ -18,13 +18,14 @@ from megappo.rollout.types import Response
 class Scored:
     """Texts and scores of all samples, the same on every rank. total: [B]; parts: rule name -> [B].
 
-    num_undecided: samples with score 0 because their check ran out of time.
+    num_undecided, num_unusable: as in `rewards.compose.Scores`.
     """
 
     texts: list[str]
     total: list[float]
     parts: dict[str, list[float]]
     num_undecided: int
+    num_unusable: int = 0
 
 
 def score_responses(
@@ -39,13 +40,13 @@ def score_responses(
     rank, world_size = dist.get_rank(), dist.get_world_size()
     mine = range(rank, len(responses), world_size)
     texts = [response_text(responses[i], tokenizer, stop) for i in mine]
-    samples = [_reward_input(prompts[i], responses[i], text, i) for i, text in zip(mine, texts)]
+    samples = [_reward_input(prompts[i], responses[i], text, tokenizer, i) for i, text in zip(mine, texts)]
     try:
         scores = scorer.score(samples)
         parts = {name: values.tolist() for name, values in scores.parts.items()}
-        share: tuple = ("scored", texts, scores.total.tolist(), parts, scores.num_undecided)
+        share: tuple = ("scored", texts, scores.total.tolist(), parts, scores.num_undecided, scores.num_unusable)
     except RewardError as error:
-        share = ("failed", str(error))
+        share = ("failed", f"rank {rank}: {error}")
     shares: list = [None] * world_size
     dist.all_gather_object(shares, share)
     failures = [item[1] for item in shares if item[0] == "failed"]
@@ -54,9 +55,19 @@ def score_responses(
     return Scored(
         texts=_interleave([item[1] for item in shares], len(responses)),
         total=_interleave([item[2] for item in shares], len(responses)),
-        parts={name: _interleave([item[3][name] for item in shares], len(responses)) for name in shares[0][3]},
+        parts={name: _interleave([_part(item, name) for item in shares], len(responses)) for name in _part_names(shares)},
         num_undecided=sum(item[4] for item in shares),
+        num_unusable=sum(item[5] for item in shares),
     )
+
+
+def _part_names(shares: Sequence[tuple]) -> list[str]:
+    """Parts of any rank, in the order of the first that has them: a rule of the user may name other parts for other samples."""
+    return list(dict.fromkeys(name for share in shares for name in share[3]))
+
+
+def _part(share: tuple, name: str) -> list[float]:
+    return share[3].get(name) or [0.0] * len(share[1])
 
 
 def response_text(response: Response, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> str:
@@ -69,7 +80,7 @@ def response_text(response: Response, tokenizer: Tokenizer, stop: Sequence[str] 
     return text[: min(ends)] if ends else text
 
 
-def _reward_input(prompt: Prompt, response: Response, text: str, index: int) -> RewardInput:
+def _reward_input(prompt: Prompt, response: Response, text: str, tokenizer: Tokenizer, index: int) -> RewardInput:
     return RewardInput(
         prompt=prompt.text,
         response=text,
@@ -78,6 +89,8 @@ def _reward_input(prompt: Prompt, response: Response, text: str, index: int) -> 
         num_tokens=len(response.tokens),
         record=prompt.record,
         sample_id=f"{prompt.id} (sample {index})",
+        full_response=tokenizer.decode_all(response.tokens),
+        tokens=tuple(response.tokens),
     )
 
 

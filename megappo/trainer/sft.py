@@ -15,18 +15,24 @@ from megappo.data.packing import PackedBatch
 from megappo.data.prompts import PromptLoader
 from megappo.engine.base import Engine, LanguageOutput, LossOutput
 from megappo.engine.build import MegatronEngines
-from megappo.engine.factory import EngineBackend
+from megappo.engine.factory import EngineBackend, EngineFactory
 from megappo.platform.device import select_device, start_distributed
+from megappo.platform.permissions import apply_permissions
 from megappo.prepare.data import SftData
+from megappo.resilience.run_time import input_accepted
+from megappo.resilience.sections import EXPORT, Sections
+from megappo.resilience.watchdog import Watchdog
 from megappo.telemetry.log import configure_logging
 from megappo.telemetry.metrics import Metric
 from megappo.telemetry.runlog import RunLog
 from megappo.telemetry.timers import StageTimers
 from megappo.trainer.build_roles import spec_of_role
 from megappo.trainer.kernel_selection import select_kernels
+from megappo.trainer.replicas import ReplicaCheck
 from megappo.trainer.report import expert_metrics
 from megappo.trainer.roles import LanguageModel
 from megappo.trainer.rundir import RunDir
+from megappo.trainer.watch import watched
 
 
 def train_sft(config: SftConfig, data: SftData, engines: EngineBackend = MegatronEngines) -> None:
@@ -34,33 +40,46 @@ def train_sft(config: SftConfig, data: SftData, engines: EngineBackend = Megatro
 
     `config` and `data` have been checked by `plan.run.plan_sft`. engines: builds the model.
     """
+    apply_permissions(config.run.permissions)
     device = select_device(config.run.device)
     start_distributed(device, config.run.timeouts)
     configure_logging(dist.get_rank(), dist.get_world_size())
     torch.manual_seed(config.run.seed)
     run_dir = RunDir.of(config.run)
-    run_dir.claim(config.run, dump_yaml(config), resume=False)
+    with run_dir.claim(config.run, dump_yaml(config), resume=False, saves=False):
+        with watched(config.run.timeouts, run_dir.root) as watchdog:
+            _train(config, data, run_dir, engines(config.model, config.run.timeouts, device), device, watchdog)
+    dist.destroy_process_group()
+
+
+def _train(
+    config: SftConfig, data: SftData, run_dir: RunDir, factory: EngineFactory, device: torch.device, watchdog: Watchdog
+) -> None:
+    """Train and export in the claimed directory."""
     log = RunLog(run_dir.root)
-    factory = engines(config.model, config.run.timeouts, device)
     log.note(f"layers: {factory.describe(config.policy)}")
     select_kernels(config.kernels, device, log)
 
     trainer = config.trainer
     factory.connect([config.policy.parallel])
     engine = factory.build(spec_of_role(config, "policy", trainer.steps))
-    run_sft(
-        engine,
-        data.demonstrations,
-        steps=trainer.steps,
-        batch_size=trainer.batch_size,
-        seed=config.run.seed,
-        log=log,
-        settle=factory.settle,
-    )
-    log.close()
-    engine.export(run_dir.export, Path(config.policy.model))
-    dist.barrier()
-    dist.destroy_process_group()
+    with input_accepted():
+        run_sft(
+            engine,
+            data.demonstrations,
+            steps=trainer.steps,
+            batch_size=trainer.batch_size,
+            seed=config.run.seed,
+            log=log,
+            settle=factory.settle,
+            sections=watchdog.sections,
+            replica_check_every=config.run.replica_check_every,
+        )
+        log.close()
+        with watchdog.section(EXPORT):
+            engine.export(run_dir.export, Path(config.policy.model))
+        run_dir.record_finish(trainer.steps)
+        dist.barrier()
 
 
 def run_sft(
@@ -72,12 +91,18 @@ def run_sft(
     seed: int,
     log: RunLog,
     settle: Callable[[], None],
+    sections: Sections,
+    replica_check_every: int,
 ) -> None:
-    """Make `steps` optimizer steps; the loss is the mean negative log-prob of response tokens over the whole batch."""
+    """Make `steps` optimizer steps; the loss is the mean negative log-prob of response tokens over the whole batch.
+
+    replica_check_every: steps between comparisons of the copies of weights, 0 for none.
+    """
+    check_replicas = ReplicaCheck({engine.name: engine})
     loader = PromptLoader(len(demonstrations), batch_size, shuffle=True, seed=seed)
     loss = NegativeLogProb(engine)
     for step in range(1, steps + 1):
-        timers = StageTimers()
+        timers = StageTimers(observer=sections.of_step(step))
         batch = demonstrations.packed(loader.next_step())
         num_tokens = int(batch["response_mask"].sum())
         with timers.stage("update"), engine.train_mode():
@@ -86,6 +111,9 @@ def run_sft(
             lr = engine.lr_scheduler_step()
             taken = engine.optimizer_step()
         settle()
+        if replica_check_every and (step % replica_check_every == 0 or step == steps):
+            with timers.stage("check_replicas"):
+                check_replicas()
         log.sft_step(
             {
                 Metric.SFT_LOSS.value: result.sums["loss_sum"] / num_tokens,

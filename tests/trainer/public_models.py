@@ -122,3 +122,6 @@ PUBLIC: dict[str, tuple[dict[str, Any], int, int]] = {
     "gsm8k_llama3.2_1b_multi": (LLAMA_1B, 1_235_814_400, 292),
     "gsm8k_ministral3_3b": (MINISTRAL_3B, 3_429_006_336, 146),
 }
+
+CONVERTED = {"gsm8k_deepseek_7b_verl"}
+"""Recipes that `megappo convert` wrote: tests/convert holds their text, tests/plan/test_recipes_fit.py their plan."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 import transformers
 import yaml
@@ -80,6 +82,9 @@ def run_many(rank: int, runs: list[tuple[dict[str, Any], bool]]) -> None:
     from megappo.trainer.main import train
 
     for config, resume in runs:
+        # As in a process of its own: ranks of a test's world are forked with the same states.
+        random.seed()
+        numpy.random.seed()
         path = Path(config["run"]["output_dir"]).parent / f"{config['run']['name']}.{rank}.yaml"
         path.write_text(yaml.safe_dump(config))
         loaded = load_config(str(path), [])

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch.distributed as dist
 
+from tests.listening import WILDCARDS, Listener, Watch
 from tests.trainer.small_run import run_many, small_config, write_small_task
 from tests.worlds import WorldError, spawn_world
 
@@ -56,7 +58,7 @@ def one_run(
         "generation": (MegatronRollout, "generate"),
         "reward": (Scorer, "score"),
         "between passes": (ppo, "run_updates"),
-        "save": (store, "save_rng"),
+        "save": (store, "encode_rng"),
     }
     for work in late:
         slow(*places[work], work, LATE_S)
@@ -76,7 +78,15 @@ def task(tmp_path_factory) -> Path:
     return folder
 
 
-def run(folder: Path, name: str, late: tuple[str, ...] = (), *, hangs: bool = False, meets: bool = True) -> list[list[str]]:
+class Ran(NamedTuple):
+    """slept: what each rank did later than the other. port: of the rendezvous. listeners: sockets that accepted connections."""
+
+    slept: list[list[str]]
+    port: int
+    listeners: set[Listener]
+
+
+def run(folder: Path, name: str, late: tuple[str, ...] = (), *, hangs: bool = False, meets: bool = True) -> Ran:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -84,21 +94,47 @@ def run(folder: Path, name: str, late: tuple[str, ...] = (), *, hangs: bool = Fa
     changes["critic.parallel"] = {"tp": 2}  # between stages gloo keeps the limit of the start
     config = small_config(folder, name, steps=2, **changes)
     (folder / name).mkdir()
-    return spawn_world(one_run, 2, str(folder / name), port, config, late, hangs, meets)
+    with Watch() as watch:
+        slept = spawn_world(one_run, 2, str(folder / name), port, config, late, hangs, meets)
+    return Ran(slept, port, watch.seen)
 
 
-def test_ranks_that_come_late_after_uneven_work_are_waited_for(task: Path) -> None:
-    assert run(task, "late", LATE) == [[], list(LATE)]
+@pytest.fixture(scope="module")
+def late_run(task: Path) -> Ran:
+    return run(task, "late", LATE)
+
+
+def test_ranks_that_come_late_after_uneven_work_are_waited_for(task: Path, late_run: Ran) -> None:
+    assert late_run.slept == [[], list(LATE)]
     assert (task / "runs" / "late" / "checkpoints" / "step-2").is_dir()
 
 
+def test_only_the_rendezvous_listens_on_all_interfaces(late_run: Ran) -> None:
+    """torch's store of rank 0 does, whatever the address; tests/trainer/test_resume.py has a run with vLLM and without it."""
+    assert {listener.port for listener in late_run.listeners if listener.address in WILDCARDS} == {late_run.port}
+    assert len(late_run.listeners) > 1, "gloo's connections are seen too"
+
+
+def ended_by_the_watchdogs(folder: Path, name: str) -> str:
+    """Report of a run whose rank 0 gave up waiting for rank 1 after PASS_S."""
+    verdict = json.loads((folder / "runs" / name / "stacks" / "verdict.json").read_text())
+    assert verdict["rank"] == 1, "the late rank, and not the one that raised"
+    assert "noticed by rank 0: rank 0 gave up waiting: rank 0 waited for rank 1 before" in verdict["text"]
+    assert f"Timed out waiting {PASS_S * 1000:.0f}ms" in verdict["text"]
+    return verdict["text"]
+
+
 def test_a_rank_that_hangs_inside_a_pass_is_noticed_after_the_short_limit(task: Path) -> None:
-    with pytest.raises(WorldError, match=f"Timed out waiting {PASS_S * 1000:.0f}ms") as died:
+    with pytest.raises(WorldError):
         run(task, "hang", hangs=True)
-    assert "in stage update_policy, on rank 0" in str(died.value)
+    report = ended_by_the_watchdogs(task, "hang")
+    assert "megappo: rank 1 on" in report and "hangs (update_policy, step 2" in report
+    assert "rank 0: the meeting before forward and backward of the policy in engine/megatron.py" in report
+    assert "(update_policy, step 2" in report
 
 
 def test_without_the_meeting_a_late_rank_ends_the_run(task: Path) -> None:
     """Negative control: the pass that follows counts the time of who is late."""
-    with pytest.raises(WorldError, match=f"Timed out waiting {PASS_S * 1000:.0f}ms"):
+    with pytest.raises(WorldError):
         run(task, "unmet", ("between passes",), meets=False)
+    assert "before forward and backward of the critic" in ended_by_the_watchdogs(task, "unmet")

@@ -1,6 +1,7 @@
 """Report of a step, against sums written out by hand over two responses."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -44,7 +45,7 @@ def record(policy_sums=None, fields=FIELDS, kl_estimator="k1"):
         token_fields={"response_mask": torch.tensor(MASK), **{name: torch.tensor(x) for name, x in fields.items()}},
         sequence_fields={"truncated": torch.tensor([False, True]), "version": torch.tensor([2, 2])},
     )
-    scored = Scored(["r0", "r1"], [1.0, 0.5], {"exact_match": [1.0, 0.0]}, num_undecided=1)
+    scored = Scored(["r0", "r1"], [1.0, 0.5], {"exact_match": [1.0, 0.0]}, num_undecided=1, num_unusable=2)
     policy = UpdateSummary() if policy_sums is None else updates(policy_sums)
     critic = updates({"tokens_sum": 5.0, "loss_sum": 4.0})
     return StepRecord(3, batch, scored, Agreement(0.001, 0.01), kl_estimator, 0.02, critic, policy, {"seconds": 0.5})
@@ -72,6 +73,7 @@ WANT = {
     "reward/shaped_mean": (0.8 + 0.3) / 2,
     "reward/exact_match": 0.5,
     "reward/undecided": 1,
+    "reward/unusable_answers": 2,
     "policy/entropy": 3.0,
     "policy/loss": 1.5,
     "policy/clip_low": 0.2,
@@ -123,6 +125,18 @@ def test_a_field_that_is_one_token_off_is_noticed(name, noticed):
 def test_every_name_is_in_the_catalogue_and_every_value_finite():
     metrics = metrics_of(record({**POLICY_SUMS, "kl_loss_sum": 2.0}))
     assert all(metric_of(name) for name in metrics) and all(math.isfinite(value) for value in metrics.values())
+
+
+def test_a_step_without_a_sampled_token_has_no_loss_and_only_moments_of_nothing_are_nan():
+    whole = record(dict.fromkeys(POLICY_SUMS, 0.0))
+    fields = whole.batch.token_fields | {"response_mask": torch.zeros(8, dtype=torch.bool)}
+    metrics = metrics_of(replace(whole, batch=replace(whole.batch, token_fields=fields)))
+    undefined = {name for name, value in metrics.items() if not math.isfinite(value)}  # logged as null
+    moments = {
+        f"{name}_{what}" for name in ("policy/advantage", "critic/value", "critic/return") for what in ("mean", "std", "min", "max")
+    }
+    assert undefined <= moments | {"critic/explained_variance"}
+    assert metrics["lengths/response_mean"] == metrics["kl/per_token"] == metrics["policy/loss"] == 0.0
 
 
 def test_what_did_not_happen_is_not_reported():

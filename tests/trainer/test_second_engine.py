@@ -124,9 +124,9 @@ def four_roles(rank: int, folder: Path) -> list[str]:
     from megappo.config import dead_keys
     from megappo.config.schema import ReferenceConfig, TrainConfig
     from megappo.data.packing import pack
-    from megappo.data.tokenizers import load_tokenizer
     from megappo.plan.estimate import work_out
     from megappo.plan.phases import phases
+    from megappo.prepare.data import load_run_data
     from megappo.prepare.layouts import check_layouts, read_archs
     from megappo.trainer import build_roles
     from megappo.trainer.run_facts import run_facts
@@ -148,9 +148,9 @@ def four_roles(rank: int, folder: Path) -> list[str]:
     others = [plan.stage(role, 0).resident for role in ("policy", "critic", "reference")]
     assert plan.trainer_at_rest(0) == sum(others) + memory.resident
     assert (f"{FOURTH} log-probs", FOURTH) in [(phase.name, phase.role) for phase in phases(plan, 0)]
-    tokenizer = load_tokenizer(str(folder / "model" / "tokenizer.model"))
+    data = load_run_data(config, archs["policy"])
     with mock.patch.dict(dead_keys.RULES, {WithAverage: dead_keys.RULES[TrainConfig]}):  # a class of the test's own
-        assert run_facts(config, tokenizer)["layouts"][FOURTH]["tp"] == 1
+        assert run_facts(config, data)["layouts"][FOURTH]["tp"] == 1
     return [*roles.by_name, *roles.trained_engines]
 
 

@@ -14,6 +14,7 @@ from megappo.config.schema import AlgorithmConfig, KLConfig, RewardConfig, Rewar
 from megappo.data.packing import PackedBatch, cu_seqlens_of
 from megappo.data.prompts import Prompt
 from megappo.engine.base import PassResult, StepResult
+from megappo.prepare.own_rewards import load_own_rules
 from megappo.rewards.base import RewardInput
 from megappo.rewards.compose import RewardError, Scorer
 from megappo.rollout.megatron_engine import truncated_logprobs
@@ -23,7 +24,7 @@ from megappo.trainer.generate import answer
 from megappo.trainer.main import scorer_of
 from megappo.trainer.roles import UpdateResult
 from megappo.trainer.sampler_check import Agreement, SamplerMismatch, compare_with_sampler, require_agreement
-from megappo.trainer.scoring import response_text, score_responses
+from megappo.trainer.scoring import _part, _part_names, response_text, score_responses
 from megappo.trainer.shaping import shape_advantages
 from megappo.trainer.updates import mini_batches, run_updates
 
@@ -150,6 +151,15 @@ def test_whitening_takes_the_moments_of_the_sampled_tokens():
     assert (everywhere[mask] - want).abs().max() > 1e-2, "moments over prompt tokens too would be noticed"
     plain = shape_advantages(batch, SCORE, 0.0, algorithm())
     assert torch.equal(shaped["returns"], plain["returns"]), "the critic's returns are not whitened"
+
+
+@pytest.mark.parametrize("placement", ["none", "reward"])
+def test_a_step_without_a_sampled_token_is_zero_and_not_nan(placement):
+    """Every response is empty: the model ended each at once, and the end was cut off as a stop string."""
+    batch = experience()
+    fields = batch.token_fields | {"response_mask": torch.zeros_like(batch["response_mask"])}
+    shaped = shape_advantages(replace(batch, token_fields=fields), SCORE, 0.1, algorithm(placement, whiten_advantages=True))
+    assert all(not shaped[name].any() for name in ("reward", "advantage", "raw_advantage", "returns"))
 
 
 # ----------------------------------------------------------------------------------------------------------- mini-batches
@@ -400,7 +410,12 @@ def test_ids_can_be_recorded_only_where_their_number_is_bounded():
 
 # ---------------------------------------------------------------------------------------------------------------- scoring
 
-LETTERS = SimpleNamespace(eos_ids=(0, 1), decode=lambda ids: "".join(chr(96 + i) for i in ids))
+
+def _letters(ids):
+    return "".join(chr(96 + i) for i in ids)
+
+
+LETTERS = SimpleNamespace(eos_ids=(0, 1), decode=_letters, decode_all=_letters)
 
 
 @pytest.fixture
@@ -435,6 +450,26 @@ def test_scores_come_in_the_order_of_the_responses(alone):
     scored = score_responses(asked("bcx"), responses, LETTERS, Scorer([("exact_match", 2.0)], missing_eos_penalty=0.5))
     assert scored.texts == ["b", "c", "d"] and scored.total == [2.0, 1.5, 0.0] and scored.num_undecided == 0
     assert scored.parts == {"exact_match": [1.0, 1.0, 0.0], "missing_eos_penalty": [0.0, -0.5, 0.0]}
+
+
+def test_own_code_sees_the_whole_response_and_names_the_rank_that_failed(alone, tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("def score(s):\n    return {'score': len(s.tokens), 'parts': {'end': s.full_response != s.response}}\n")
+    reward = RewardConfig(parts=(RewardPart(path=str(file), function="score"),))
+    responses = [Response((2, 0), (0.0,) * 2, "stop", 0), Response((3,), (0.0,), "length", 0)]
+    scored = score_responses(asked("bc"), responses, LETTERS, scorer_of(reward, load_own_rules(reward)))
+    assert scored.total == [2.0, 1.0] and scored.parts == {"mine.score": [2.0, 1.0], "mine.score.end": [1.0, 0.0]}
+    file.write_text("def score(s):\n    return 1 / (s.answer != 'c')\n")
+    with pytest.raises(
+        RewardError, match=r"^rank 0: reward rule mine.score raised ZeroDiv.*\(mine.py:2\); sample file#1 \(sample 1\)"
+    ):
+        score_responses(asked("bc"), responses, LETTERS, scorer_of(reward, load_own_rules(reward)))
+
+
+def test_parts_that_some_ranks_lack_are_0_there():
+    shares = [("scored", ["a", "b"], [], {"r": [1, 2]}), ("scored", ["c"], [], {"r": [3], "r.x": [4]})]
+    assert _part_names(shares) == ["r", "r.x"]
+    assert [_part(share, "r.x") for share in shares] == [[0.0, 0.0], [4]]
 
 
 def test_the_scorer_of_a_configuration_has_its_penalties():

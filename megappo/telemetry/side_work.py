@@ -1,0 +1,54 @@
+"""Work beside the training that may fail: logs, curves, samples of trajectories, the console.
+
+A full or read-only disk, a dead writer or a closed console costs the records and not the run: the first loss of a kind is a warning
+with its reason, every loss is counted, and the next record is tried again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+
+logger = logging.getLogger(__name__)
+
+
+class SideWork:
+    """Run actions of named kinds (`metrics.jsonl`, `console`). lost: kind -> actions that failed."""
+
+    def __init__(self) -> None:
+        self.lost: Counter[str] = Counter()
+
+    def run(self, kind: str, action: Callable[[], object]) -> bool:
+        """Run the action; True if it succeeded. An exception is counted, and warned of if it is the first of its kind."""
+        try:
+            action()
+        # Any exception: what a library raises for a full disk is its own affair (TensorBoard hands on its thread's), and training
+        # is worth more than any record of it.
+        except Exception as error:
+            self.lost[kind] += 1
+            if self.lost[kind] == 1:
+                # A fault of the disk is one line; any other may be a mistake of ours, and its traceback is needed.
+                expected = isinstance(error, (OSError, ValueError))
+                logger.warning(
+                    "%s: a record is lost (%s); training goes on, and telemetry/lost_records counts them (said once)",
+                    kind,
+                    _reason(error),
+                    exc_info=None if expected else error,
+                )
+            return False
+        return True
+
+    @property
+    def num_lost(self) -> int:
+        return sum(self.lost.values())
+
+    def summary(self) -> str:
+        """`3 records were lost: 2 of metrics.jsonl, 1 of console`; empty if none was."""
+        if not self.lost:
+            return ""
+        return f"{self.num_lost} records were lost: {', '.join(f'{count} of {kind}' for kind, count in self.lost.items())}"
+
+
+def _reason(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

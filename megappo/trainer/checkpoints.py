@@ -1,0 +1,287 @@
+"""Policy of a run's checkpoints: when one is due, saves that fail, errors that end the run, and where a resumed run starts.
+
+How a checkpoint is written and read is `checkpoint/`'s business. Every public method is collective: all ranks call it, and all
+raise or none.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+
+from megappo.checkpoint.finite import non_finite_tensors
+from megappo.checkpoint.interval import expected_mtbf_hours
+from megappo.checkpoint.manifest import Manifest
+from megappo.checkpoint.rng import read_rng, set_rng
+from megappo.checkpoint.state import StatefulComponent
+from megappo.checkpoint.store import CheckpointStore, SaveFailed
+from megappo.config.schema import CheckpointConfig
+from megappo.engine.base import Engine
+from megappo.parallel.consensus import RankFault, on_every_rank, tally, warn_once
+from megappo.parallel.layout import ParallelLayout
+from megappo.resilience.faults import Unrecoverable
+from megappo.resilience.sections import CHECKPOINT, Sections
+from megappo.resilience.signals import StopRequest
+from megappo.rewards.compose import RewardError
+from megappo.telemetry.metrics import Metric
+from megappo.telemetry.runlog import RunLog
+from megappo.trainer.finite_outputs import NonFiniteOutput
+from megappo.trainer.sampler_check import SamplerMismatch
+from megappo.trainer.save_schedule import SaveSchedule
+from megappo.trainer.state import TrainerState
+
+logger = logging.getLogger(__name__)
+
+MAX_FAILED_SAVES = 3
+"""Failed saves in a row that end a run: what it computes then would be lost anyway."""
+SAVE_S = "save_s"
+"""Fact of a checkpoint: seconds that a save of its run held training, 0 if it is the first."""
+RAISED_BY_ALL = (RewardError, NonFiniteOutput, SamplerMismatch)
+"""Errors of a step that every rank raises at the same place, so that the ranks can still save together."""
+
+
+class NonFiniteWeights(Unrecoverable):
+    """A weight or the optimizer's state is NaN or infinite. The message names role, rank, stage and tensor."""
+
+
+class Checkpoints:
+    """Checkpoints of one run.
+
+    models: trained role -> engine. components: small state beside them and `state`. layouts: of the models, for messages.
+    failed_saves: of this process. The checkpoints that are due are written while training goes on, unless
+    `checkpoint.asynchronous` is false; the last one is waited for.
+    """
+
+    def __init__(
+        self,
+        store: CheckpointStore,
+        settings: CheckpointConfig,
+        facts: Mapping[str, Any],
+        models: Mapping[str, Engine],
+        state: TrainerState,
+        components: Mapping[str, StatefulComponent],
+        *,
+        layouts: Mapping[str, ParallelLayout],
+        stop: StopRequest,
+        log: RunLog,
+        sections: Sections,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._store, self._asynchronous, self._facts = store, settings.asynchronous, facts
+        self._models, self._state, self._components = models, state, {"trainer": state, **components}
+        self._with_optimizer = not settings.save_only_model
+        self._layouts, self._stop, self._log, self._sections = layouts, stop, log, sections
+        self._mtbf_hours = expected_mtbf_hours(dist.get_world_size(), settings.mtbf_hours)
+        self._schedule, self._clock = SaveSchedule(settings, self._mtbf_hours, clock), clock
+        self._chooses = settings.save_every == "auto"
+        self._announced = False
+        self._saved_step = 0
+        self._updating = False
+        self._failed_in_a_row = 0
+        self._held_s = 0.0
+        self.failed_saves = 0
+
+    # ---------------------------------------------------------------------------------------------------------- one step
+
+    @contextmanager
+    def guard_step(self) -> Iterator[None]:
+        """Around one step: if an error ends it that all ranks raise, save what is still good, and pass the error on."""
+        states = {name: component.state_dict() for name, component in self._components.items()}
+        before, rng, self._updating = self._state.step, read_rng(), False
+        try:
+            yield
+        except RAISED_BY_ALL as error:
+            if not self._updating:  # the weights are those of before the step; so become the cursor and the generators
+                for name, component in self._components.items():
+                    component.load_state_dict(states[name])
+                set_rng(rng)
+            with self._sections.section(CHECKPOINT):
+                error.add_note(self._save_emergency(error, is_whole=not self._updating or self._state.step > before))
+            raise
+        except Unrecoverable as error:  # raised by all ranks too
+            with self._sections.section(CHECKPOINT):
+                error.add_note(f"no emergency checkpoint is made of such a state; {self._drained()}")
+            raise
+
+    def begin_updates(self) -> None:
+        """From here to the end of the step's updates its state cannot be saved. Not collective."""
+        self._updating = True
+
+    def end_of_step(self, step: int, *, is_last: bool) -> bool:
+        """Make the checkpoint that is due after `step`; returns True if the run has to stop, because a rank was asked to.
+
+        SaveFailed if the last checkpoint of a run that ends or stops cannot be written, or MAX_FAILED_SAVES in a row could not.
+        NonFiniteWeights if there is no state worth saving.
+        """
+        self._held_s = 0.0
+        pending = self._store.pending
+        writing = pending is not None and not pending.done()
+        is_due = self._schedule.is_due(step) and not (self._chooses and pending is not None)
+        votes = (self._stop.received is not None, writing, is_due and dist.get_rank() == 0)  # due by rank 0's clock
+        asked, still_writing, due = tally(votes)
+        stopped = asked > 0 and not is_last
+        with self._sections.section(CHECKPOINT):
+            if is_last or stopped:
+                self._save_last(step)
+            elif due:
+                self._attempt(lambda: self._save_due(step))
+            elif pending is not None and not still_writing:
+                self._attempt(self._drain)
+        return stopped
+
+    def metrics(self) -> dict[str, float]:
+        """Figures for the log of the step after a save. Not collective."""
+        return {Metric.FAILED_SAVES.value: self.failed_saves, Metric.SAVE_SECONDS.value: self._held_s}
+
+    @property
+    def way_on(self) -> str:
+        """Way to continue from a checkpoint of this run, for messages. Not collective."""
+        if self._with_optimizer:
+            return "--resume goes on from there"
+        return "it holds weights only (checkpoint.save_only_model), so --resume cannot go on from there"
+
+    # -------------------------------------------------------------------------------------------------------------- saves
+
+    def _attempt(self, save: Callable[[], None]) -> None:
+        """Run `save`; if it fails, the run goes on. SaveFailed after MAX_FAILED_SAVES in a row."""
+        started = self._clock()
+        try:
+            save()
+        except (SaveFailed, RankFault) as error:
+            self._count_failure()
+            if self._failed_in_a_row >= MAX_FAILED_SAVES:
+                raise SaveFailed(f"{self._failed_in_a_row} saves in a row failed, the last one so: {error}") from error
+            warn_once(logger, "%s; training goes on, failure %d of %d in a row", error, self._failed_in_a_row, MAX_FAILED_SAVES)
+        finally:
+            self._held_s = self._clock() - started
+            self._schedule.worked(self._held_s)
+        self._announce()
+
+    def _save_due(self, step: int) -> None:
+        self._drain()
+        self._require_finite(step)
+        if self._asynchronous:
+            self._store.begin_save(step, self._models, self._components, self._facts_now())
+        else:
+            self._save(step)
+
+    def _drain(self) -> None:
+        """Wait for the save that is being written, if any, and complete it."""
+        pending = self._store.pending
+        if pending is not None:
+            self._store.drain()
+            self._count_success(pending.step)
+
+    def _drained(self) -> str:
+        """Complete the save that is being written, of an earlier state; returns the newest checkpoint as a line of a message."""
+        try:
+            self._drain()
+        except (SaveFailed, RankFault) as failure:
+            return f"{failure}; {self._newest()}"
+        return self._newest()
+
+    def _save_last(self, step: int) -> None:
+        """Save and wait for it. SaveFailed if the second attempt fails too."""
+        try:
+            self._save_and_wait(step)
+        except (SaveFailed, RankFault) as error:
+            self._count_failure()
+            warn_once(logger, "%s; it is the run's last checkpoint and is tried once more", error)
+            self._save_and_wait(step)
+
+    def _save_and_wait(self, step: int) -> None:
+        self._drain()
+        self._require_finite(step)
+        self._save(step)
+
+    def _save(self, step: int, **facts: str) -> None:
+        self._store.save(step, self._models, self._components, {**self._facts_now(), **facts})
+        self._count_success(step)
+
+    def _facts_now(self) -> dict[str, Any]:
+        return {**self._facts, SAVE_S: round(self._schedule.save_s, 3)}
+
+    def _save_emergency(self, error: Exception, *, is_whole: bool) -> str:
+        """Save the state after the last whole step, unless that is saved. Returns the outcome as a line of the error's message."""
+        step = self._state.step
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        newest = self._drained()
+        if not is_whole:
+            return f"no emergency checkpoint: the error came between the updates of step {step + 1}; {newest}"
+        if step == self._saved_step:
+            return f"no emergency checkpoint is needed; {newest}"
+        try:
+            self._require_finite(step)
+            self._save(step, emergency=reason)
+        except (SaveFailed, RankFault, NonFiniteWeights) as failure:
+            return f"no emergency checkpoint: {failure}; {newest}"
+        return f"emergency checkpoint: the state after step {step} is saved; {self.way_on}"
+
+    def _count_success(self, step: int) -> None:
+        self._saved_step, self._failed_in_a_row = step, 0
+        self._schedule.saved()
+
+    def _count_failure(self) -> None:
+        self.failed_saves += 1
+        self._failed_in_a_row += 1
+        self._schedule.failed()
+
+    def _announce(self) -> None:
+        """Say once how often checkpoints are made, if the run chooses that itself."""
+        if self._chooses and not self._announced and self._schedule.save_s:
+            self._announced = True
+            minutes = self._schedule.interval_s / 60
+            self._log.note(
+                f"checkpoint.save_every is auto: a save holds training for {self._schedule.save_s:.2f} s and a failure is expected "
+                f"every {self._mtbf_hours:.3g} h (checkpoint.mtbf_hours), so there is a checkpoint about every {minutes:.3g} min"
+            )
+
+    def _newest(self) -> str:
+        return f"the newest checkpoint is step-{self._saved_step}" if self._saved_step else "this run has no checkpoint"
+
+    # ------------------------------------------------------------------------------------------------------------- resume
+
+    def resume(self, manifest: Manifest) -> None:
+        """Restore the checkpoint that `CheckpointStore.find_resumable` found; if it is not finite, the next older valid one.
+
+        NonFiniteWeights if there is no other.
+        """
+        skipped: list[int] = []
+        step = self._store.restore(manifest, self._models, self._components)
+        while fault := self._non_finite():
+            skipped.append(step)
+            warn_once(logger, "step-%d is no state to go on from (%s); trying the next older checkpoint", step, fault)
+            try:
+                manifest = self._store.find_resumable(self._facts, skip=tuple(skipped))
+            except ValueError as error:
+                raise NonFiniteWeights(f"no checkpoint to go on from: {fault} in step-{step}; {error}") from error
+            step = self._store.restore(manifest, self._models, self._components)
+        self._saved_step = step
+        self._schedule.expect(manifest.facts.get(SAVE_S, 0.0))
+        self._log.resume_after(step)
+        self._log.note(f"resumed after step {step}")
+
+    # ------------------------------------------------------------------------------------------------------------- finite
+
+    def _require_finite(self, step: int) -> None:
+        fault = self._non_finite()
+        if fault:
+            raise NonFiniteWeights(f"the state after step {step} is not saved: {fault}")
+
+    def _non_finite(self) -> str:
+        """First value on any rank that is NaN or infinite, the same text on all ranks; empty if there is none."""
+        mine = {role: non_finite_tensors(model, with_optimizer=self._with_optimizer) for role, model in self._models.items()}
+        faults = [self._describe(role, tensors) for role, tensors in mine.items() if tensors]
+        everyone = on_every_rank("looking for NaN", lambda: faults[:1])
+        return next((fault for theirs in everyone for fault in theirs), "")
+
+    def _describe(self, role: str, tensors: list[str]) -> str:
+        rank = dist.get_rank()
+        at = self._layouts[role].coordinates(rank)
+        others = f" and {len(tensors) - 1} more" if len(tensors) > 1 else ""
+        return f"{tensors[0]}{others} of the {role} is NaN or infinite on rank {rank} (stage {at.pp}, tp {at.tp})"

@@ -1,0 +1,59 @@
+"""Stage 4 looks for NaN and infinities in what models and sampler say of the sampled tokens, before anything is computed from it.
+
+A NaN in one logit would otherwise become NaN advantages of the whole batch, be told as a disagreement with the sampler, or end the
+run three updates later by its gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from megappo.data.packing import PackedBatch
+from megappo.engine.base import Engine
+
+# Field of the batch -> role that computes it, None for the sampler. Not the entropy, which is only measured.
+_TOKENS = {"rollout_logprob": None, "logprob": "policy", "value": "critic", "ref_logprob": "reference"}
+
+
+class NonFiniteOutput(RuntimeError):
+    """A log-prob or a value of a sampled token is NaN or infinite. The same message on every rank: tensor, role, rank and stage.
+
+    Another start may get over it (an overflow of one batch, memory that lost a bit); weights that are not finite do not
+    (`checkpoints.NonFiniteWeights`).
+    """
+
+
+def require_finite_outputs(batch: PackedBatch, engines: Mapping[str, Engine], sampler: str, step: int) -> None:
+    """Raise NonFiniteOutput if a field that training reads is not finite at a sampled token. Every rank holds all of the batch.
+
+    engines: role -> engine. sampler: name of the rollout engine. The step's fields: logprob, value, bootstrap (of cut responses),
+    ref_logprob if there is a reference, rollout_logprob.
+    """
+    samples = torch.arange(batch.num_sequences)
+    of_token = samples.repeat_interleave(batch.lengths)
+    bad = {name: _bad(batch[name], batch["response_mask"], of_token) for name in _TOKENS if name in batch}
+    bad["bootstrap"] = _bad(batch["bootstrap"], batch["truncated"], samples)
+    for name, theirs in bad.items():
+        if not theirs:
+            continue
+        role, first = _TOKENS.get(name, "critic"), theirs[0]
+        whose, where = sampler, ""
+        if role is not None:
+            whose, where = f"the {role}", f", computed by {engines[role].ranks_of(batch, first)}"
+        raise NonFiniteOutput(
+            f"step {step}: {name} of {whose} is NaN or infinite at {_count(name, len(theirs))}, the first of sample {first}{where}"
+            "; no update is made of it"
+        )
+
+
+def _bad(values: Tensor, counts: Tensor, samples: Tensor) -> list[int]:
+    """Sample of every element of `values` that counts and is not finite."""
+    return samples[counts & ~values.isfinite()].tolist()
+
+
+def _count(name: str, number: int) -> str:
+    kind = "the end of {} cut response" if name == "bootstrap" else "{} sampled token"
+    return kind.format("a") if number == 1 else f"{kind}s".format(number)

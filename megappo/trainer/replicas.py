@@ -1,0 +1,119 @@
+"""Comparison of the weights that several ranks hold copies of, bit for bit.
+
+Nothing in training compares copies: a bit that flips on one data-parallel rank, or a norm that one tp rank updates differently,
+makes every later gradient wrong without any error.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megappo.bridge.destination import rectangle
+from megappo.bridge.verify import rectangle_sum
+from megappo.engine.base import Engine
+from megappo.models.pieces import Box, Piece
+from megappo.resilience.faults import ReplicaDrift
+from megappo.resilience.ranks import name_ranks, ranks_by_value
+
+# Tensors named in the message.
+MAX_NAMED = 4
+_MIN = torch.iinfo(torch.int64).min
+
+
+@dataclass(frozen=True)
+class Copies:
+    """One rectangle of a Hugging Face tensor that is held more than once. mine: its places on this rank."""
+
+    hf: str
+    box: Box
+    mine: tuple[Piece, ...]
+
+    def __str__(self) -> str:
+        return f"{self.hf} [{self.box.r0}:{self.box.r1}, {self.box.c0}:{self.box.c1}]"
+
+
+class Replicas:
+    """Copies of one engine's weights. Which rectangles have copies is read from `Engine.pieces` once."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        pieces, rank = engine.pieces(), dist.get_rank()
+        holders: dict[tuple[str, Box], int] = defaultdict(int)
+        counts: dict[int, int] = defaultdict(int)  # ranks that share one list of pieces: those of a large dp
+        lists = {id(held): held for held in pieces.values()}
+        for held in pieces.values():
+            counts[id(held)] += 1
+        for key, held in lists.items():
+            for piece in held:
+                holders[piece.hf, piece.box] += counts[key]
+        own: dict[tuple[str, Box], list[Piece]] = defaultdict(list)
+        for piece in pieces.get(rank, ()):
+            own[piece.hf, piece.box].append(piece)
+        self._copies = [Copies(*key, tuple(own.get(key, ()))) for key, count in holders.items() if count > 1]
+
+    def differences(self) -> list[str]:
+        """One line per rectangle whose copies differ, the same on every rank; empty if none does. Collective, on the host."""
+        with self._engine.eval_mode():
+            kinds = {"": self._engine.named_parameters(), " (fp32 main parameter)": self._engine.main_parameters()}
+            return [line for kind, tensors in kinds.items() for line in self._compare(tensors, kind)]
+
+    def _compare(self, tensors: Mapping[str, Tensor], kind: str) -> list[str]:
+        digests = [self._digests(copies.mine, tensors) for copies in self._copies]
+        # Ranks without a copy do not count: the smallest number changes no maximum.
+        extremes = torch.full((2, len(self._copies)), _MIN, dtype=torch.int64)
+        for index, found in enumerate(digests):
+            if found:
+                extremes[0, index], extremes[1, index] = max(found), max(~digest for digest in found)
+        dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
+        largest, smallest = extremes[0].tolist(), (~extremes[1]).tolist()
+        # Nobody holds the main parameters of a frozen or a sharded model: both extremes are the initial value.
+        differ = [index for index, (a, b) in enumerate(zip(largest, smallest)) if a != b and a != _MIN]
+        if not differ:
+            return []
+        gathered: list = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, {index: digests[index] for index in differ})
+        return [f"{self._copies[index]}{kind} {_odd_ones(index, gathered)}" for index in differ]
+
+    def _digests(self, pieces: Iterable[Piece], tensors: Mapping[str, Tensor]) -> list[int]:
+        return [
+            rectangle_sum(
+                rectangle(tensors[piece.local].detach(), piece.slot, piece.row, piece.col, piece.box.rows, piece.box.cols),
+                0,
+                piece.box.cols,
+            )
+            for piece in pieces
+            if piece.local in tensors
+        ]
+
+
+def _odd_ones(index: int, gathered: list[dict[int, list[int]]]) -> str:
+    """Ranks whose copies differ from those of the most; all, if no copy is held by more ranks than another."""
+    values = {rank: tuple(found[index]) for rank, found in enumerate(gathered) if found[index]}
+    groups = list(ranks_by_value(values).values())
+    if len(groups) == 1:
+        return f"differs between two places of {name_ranks(groups[0])}"
+    if len(groups[-1]) == len(groups[-2]):
+        return f"differs between {' and '.join(name_ranks(group) for group in groups)}"
+    odd = sorted(rank for group in groups[:-1] for rank in group)
+    return f"differs on {name_ranks(odd)} from {name_ranks(groups[-1])}"
+
+
+class ReplicaCheck:
+    """Copies of the weights of all roles."""
+
+    def __init__(self, engines: Mapping[str, Engine]) -> None:
+        self._replicas = {role: Replicas(engine) for role, engine in engines.items()}
+
+    def __call__(self) -> None:
+        """ReplicaDrift on every rank if copies differ. Collective; one role after the other is made resident."""
+        for role, replicas in self._replicas.items():
+            found = replicas.differences()
+            if found:
+                more = f"; and {len(found) - MAX_NAMED} more" if len(found) > MAX_NAMED else ""
+                raise ReplicaDrift(f"copies of the {role}'s weights differ: {'; '.join(found[:MAX_NAMED])}{more}")
