@@ -8,10 +8,12 @@ seconds of the process, which other programs on the machine disturb less than th
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import resource
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -19,17 +21,21 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from megappo.arguments import positive_int
+from megappo.checkpoint.manifest import Manifest, fingerprint_file, list_files, write_manifest
 from megappo.telemetry.tables import table
 
 RUN, SFT = "configs/quickstart.yaml", "configs/quickstart_sft.yaml"
+SCRIPT = "tests/convert/sources/deepseek_7b_gsm8k.sh"
+NUM_RUNS = 100
 WRONG_KEY, WRONG_VALUE = "policy.paralel.tp=2", "algorithm.gamma=2"
 # The last: torch is imported before the answer is known.
-HELP_S, REFUSED_S, REFUSED_AFTER_TORCH_S = 0.3, 1.5, 4.0
+HELP_S, LISTED_S, REFUSED_S, REFUSED_AFTER_TORCH_S = 0.3, 0.5, 1.5, 4.0
 # arguments, exit code, limit in seconds
 CASES: list[tuple[list[str], int, float]] = [
     (["--help"], 0, HELP_S),
     (["train", "--help"], 0, HELP_S),
     (["config", RUN], 0, REFUSED_S),
+    (["convert", SCRIPT], 0, LISTED_S),
     *((["train", RUN, wrong], 2, REFUSED_S) for wrong in (WRONG_KEY, WRONG_VALUE)),
     (["sft", SFT, WRONG_KEY], 2, REFUSED_S),
     (["plan", RUN, WRONG_KEY], 2, REFUSED_S),
@@ -52,15 +58,31 @@ def timed(arguments: list[str], code: int) -> tuple[float, float]:
     return seconds, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
+def make_runs(folder: Path) -> None:
+    """Write what `megappo runs` reads of NUM_RUNS runs: a configuration, 200 steps, a checkpoint of 40 files."""
+    line = json.dumps({f"metric/{number}": 0.123456789 for number in range(60)})
+    for number in range(NUM_RUNS):
+        place = folder / f"run-{number}" / "checkpoints" / "step-200"
+        place.mkdir(parents=True)
+        for file in range(40):
+            (place / f"__{file}_0.distcp").write_bytes(b"0")
+        files = {name: fingerprint_file(place / name) for name in list_files(place)}
+        write_manifest(place, Manifest(200, 8, False, {}, files))
+        (place.parents[1] / "config.yaml").write_text((ROOT / RUN).read_text())
+        (place.parents[1] / "metrics.jsonl").write_text("".join(f'{{"step": {step}, {line[1:]}\n' for step in range(1, 201)))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--repeats", type=positive_int, default=3, metavar="N", help="calls of each command (default: 3)")
     repeats = parser.parse_args().repeats
     rows = []
-    for arguments, code, limit in CASES:
-        calls = [timed(arguments, code) for _ in range(repeats)]
-        clock, processor = (min(column) for column in zip(*calls))
-        rows.append([f"megappo {' '.join(arguments)}", f"{clock:.2f}", f"{processor:.2f}", f"{limit:.1f}"])
+    with tempfile.TemporaryDirectory(prefix="megappo-runs-") as folder:
+        make_runs(Path(folder))
+        for arguments, code, limit in [*CASES, (["runs", folder], 0, LISTED_S)]:
+            calls = [timed(arguments, code) for _ in range(repeats)]
+            clock, processor = (min(column) for column in zip(*calls))
+            rows.append([f"megappo {' '.join(arguments)}", f"{clock:.2f}", f"{processor:.2f}", f"{limit:.1f}"])
     print("\n".join(table(["seconds", "clock", "CPU", "limit"], rows)))
 
 

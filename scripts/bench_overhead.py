@@ -1,0 +1,198 @@
+"""Cost of the guards of a run beside a step of the quickstart's size: watchdog, schedule agreement, comparison of copies.
+
+python scripts/bench_overhead.py [--rounds 20]
+
+Two ranks run the log-probs, values and updates of one PPO step with random weights, without generation: a real step is longer.
+Rounds with and without the guards alternate in the same processes. They differ by less than a busy machine's noise, so each guard
+is timed alone as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from megappo.platform.quiet import quiet_libraries
+from scripts.quickstart_model import VOCAB_SIZE, llama_config
+
+RANKS = 2
+TOKENS = (10, 15)  # of a prompt and its response
+STEPS_PER_ROUND = 2
+IDLE_S = 10.0
+MEETINGS, CHECKS = 300, 5
+
+
+class Cost(NamedTuple):
+    """Seconds that a guard takes of one step. details: how it was counted."""
+
+    guard: str
+    seconds: float
+    details: str
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Cost of watchdog, schedule agreement and comparison of copies.")
+    parser.add_argument("--rounds", type=int, default=20, help="rounds with and without the guards, each")
+    args = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory(prefix="overhead") as folder:
+        config = llama_config()
+        config.architectures = ["LlamaForCausalLM"]
+        config.save_pretrained(folder)
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29611", WORLD_SIZE=str(RANKS), LOCAL_WORLD_SIZE=str(RANKS))
+        mp.spawn(_rank_main, args=(folder, args.rounds), nprocs=RANKS)
+        print(report(torch.load(Path(folder, "found.pt"), weights_only=True)))
+    return 0
+
+
+def _rank_main(rank: int, folder: str, rounds: int) -> None:
+    torch.set_num_threads(1)
+    quiet_libraries()
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+    from megappo.config.loading import load_config
+    from megappo.engine.build import MegatronEngines
+    from megappo.parallel.groups import ProcessGroups
+    from megappo.platform.device import start_distributed
+    from megappo.telemetry.timers import StageTimers
+    from megappo.trainer.build_roles import build_role
+    from megappo.trainer.replicas import ReplicaCheck
+    from megappo.trainer.watch import watched
+
+    config = load_config(str(ROOT / "configs/quickstart.yaml"), [f"policy.model={folder}"])
+    start_distributed(torch.device("cpu"), config.run.timeouts)
+    factory = MegatronEngines(config.model, config.run.timeouts, torch.device("cpu"))
+    updates = {"policy": 100, "critic": 100, "reference": None}
+    roles = {name: build_role(config, name, factory, total, random_weights=True) for name, total in updates.items()}
+    batch = _experience(config)
+    agree, meetings = ProcessGroups.agree, [0]
+
+    def counted(self: ProcessGroups, point: Any) -> None:
+        meetings[0] += 1
+        agree(self, point)
+
+    def steps(observer: Any) -> float:
+        dist.barrier()
+        start = time.perf_counter()
+        for _ in range(STEPS_PER_ROUND):
+            _step(config, roles, batch, StageTimers(observer=observer))
+        return (time.perf_counter() - start) / STEPS_PER_ROUND
+
+    @contextmanager
+    def guarded(on: bool) -> Iterator[Any]:
+        setattr(ProcessGroups, "agree", counted if on else lambda self, point: None)
+        with watched(config.run.timeouts, Path(folder)) if on else nullcontext() as watchdog:
+            yield watchdog.of_step(1) if watchdog is not None else None
+
+    times: dict[bool, list[float]] = {True: [], False: []}
+    for turn in range(rounds + 1):
+        for on in (True, False) if turn % 2 else (False, True):
+            with guarded(on) as observer:
+                seconds = steps(observer)
+            if turn:  # the first round warms up
+                times[on].append(seconds)
+    per_step = meetings[0] / (rounds + 1) / STEPS_PER_ROUND
+    step_s = statistics.median(times[False])
+    costs = [_agreement(roles["policy"].engine.groups, per_step), _watchdog(config, folder, watched, step_s)]
+    costs.append(_copies(ReplicaCheck({name: role.engine for name, role in roles.items()}), config.run.replica_check_every))
+    if rank == 0:
+        torch.save({"guarded": times[True], "plain": times[False], "costs": [tuple(cost) for cost in costs]}, f"{folder}/found.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _experience(config: Any) -> Any:
+    from megappo.algo.alignment import first_token_mask
+    from megappo.data.packing import pack
+
+    generator = torch.Generator().manual_seed(0)
+    count = config.data.prompts_per_step * config.rollout.samples_per_prompt
+    lengths = torch.randint(*TOKENS, (count,), generator=generator).tolist()
+    batch = pack([torch.randint(3, VOCAB_SIZE, (n,), generator=generator).tolist() for n in lengths])
+    mask = ~first_token_mask(batch.num_tokens, batch.cu_seqlens)
+    noise = torch.randn(batch.num_tokens, generator=generator) * mask
+    return batch.with_fields({"response_mask": mask, "advantage": noise, "returns": noise})
+
+
+def _step(config: Any, roles: dict[str, Any], batch: Any, timers: Any) -> None:
+    from megappo.trainer.roles import add_model_outputs
+    from megappo.trainer.updates import mini_batches, run_updates
+
+    with timers.stage("logprobs"):
+        full = add_model_outputs(batch, roles["policy"], roles["critic"], roles["reference"])
+    for name in ("critic", "policy"):
+        with timers.stage(f"update_{name}"):
+            run_updates(roles[name], mini_batches(full, config.algorithm, config.rollout.max_response_tokens, 0))
+
+
+def _agreement(groups: Any, per_step: float) -> Cost:
+    from megappo.parallel.meeting import Point
+
+    one = _median(lambda: groups.agree(Point("the benchmark", 1, 4, 0)), MEETINGS)
+    return Cost("schedule agreement", per_step * one, f"{per_step:.0f} passes of {1e6 * one:.0f} us")
+
+
+def _watchdog(config: Any, folder: str, watched: Any, step_s: float) -> Cost:
+    """Processor time of the threads while the main thread sleeps, less that of the process without them (gloo's own threads)."""
+
+    def busy() -> float:
+        dist.barrier()
+        before = time.process_time()
+        time.sleep(IDLE_S)
+        return (time.process_time() - before) / IDLE_S
+
+    alone = busy()
+    with watched(config.run.timeouts, Path(folder)):
+        share = busy() - alone
+    return Cost("watchdog", share * step_s, f"{1e3 * share:.2f} ms of processor time per second")
+
+
+def _copies(check: Callable[[], None], every: int) -> Cost:
+    one = _median(check, CHECKS)
+    return Cost("comparison of copies", one / every, f"{1e3 * one:.0f} ms every {every} steps")
+
+
+def _median(action: Callable[[], None], repeats: int) -> float:
+    seconds = []
+    for _ in range(repeats):
+        dist.barrier()
+        start = time.perf_counter()
+        action()
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)
+
+
+def report(found: dict[str, Any]) -> str:
+    """Table of the guards' shares of a step."""
+    guarded, plain = found["guarded"], found["plain"]
+    step_s = statistics.median(plain)
+    # Rounds that lie next to each other are compared, so that a drift of the machine affects both.
+    ratios = sorted(a / b - 1 for a, b in zip(guarded, plain))
+    low, middle, high = (ratios[int(share * (len(ratios) - 1))] for share in (0.25, 0.5, 0.75))
+    lines = [f"{os.cpu_count()} cores, {platform.processor() or platform.machine()}, {RANKS} ranks; step {1e3 * step_s:.0f} ms"]
+    lines.append(f"{'guard':<24}{'ms of a step':>14}{'share':>9}")
+    costs = [Cost(*cost) for cost in found["costs"]]
+    for cost in costs:
+        lines.append(f"{cost.guard:<24}{1e3 * cost.seconds:>14.3f}{cost.seconds / step_s:>9.2%}  {cost.details}")
+    total = sum(cost.seconds for cost in costs)
+    lines.append(f"{'together':<24}{1e3 * total:>14.3f}{total / step_s:>9.2%}")
+    lines.append(f"interleaved, {len(ratios)} rounds: median {middle:+.2%}, quartiles {low:+.2%} .. {high:+.2%}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
