@@ -53,7 +53,7 @@ def main(path: str, overrides: list[str]) -> None:
     batch = pack_experience(requests, responses)
     # 3 score
     asked = [prompt for prompt in prompts for _ in range(repeats)]
-    scored = score_responses(asked, responses, data.tokenizer, scorer_of(config.reward), sampling.stop)
+    scored = score_responses(asked, responses, data.tokenizer, scorer_of(config.reward, data.own_rewards), sampling.stop)
     # 4 log-probs of policy and reference, values of the critic
     batch = add_model_outputs(batch, roles.policy, roles.critic, roles.reference)
     # 5 KL-shaped rewards, GAE, whitening

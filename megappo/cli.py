@@ -2,8 +2,10 @@
 
 The configuration is read before anything that imports torch (seconds): a wrong key is refused at once.
 
-Exit codes: 0 done; 1 ran and failed (or `doctor` found something missing); 2 mistake of the user, one line on stderr before
-anything was written; 75 stopped by a signal after a checkpoint, to be resumed; 130 interrupted.
+Exit codes: 0 done; 1 ran and failed (or `doctor` found something missing), starting again may help; 2 mistake of the user, one
+line on stderr before anything was computed; 17 failed, and would fail again in the same way: gradients or weights that are not
+finite, replicas that differ, restarts without progress; 75 stopped by a signal after a checkpoint, to be resumed; 130 interrupted
+(Ctrl-C; a training stops at the first, with a checkpoint, and ends at the second); 143 ended by a second SIGTERM.
 """
 
 from __future__ import annotations
@@ -17,8 +19,14 @@ from typing import TYPE_CHECKING, Literal, NoReturn
 
 from megappo.arguments import positive_float, positive_int
 from megappo.config.errors import ConfigError
+from megappo.config.redaction import hide_secrets
+from megappo.launch.exit_codes import DONE, INTERRUPTED, MISTAKE, UNRECOVERABLE
+from megappo.launch.options import add_max_restarts
 from megappo.launch.options import add_options as add_launch_options
 from megappo.platform.quiet import quiet_libraries
+from megappo.resilience.faults import Unrecoverable
+from megappo.resilience.run_time import is_fault
+from megappo.telemetry.console import is_kept, keep_console
 from megappo.tune.options import add_options as add_tune_options
 
 if TYPE_CHECKING:  # what a command needs is imported when it is chosen
@@ -42,55 +50,86 @@ class Parser(argparse.ArgumentParser):
 def cmd_train(args: Arguments) -> int:
     from megappo.config.checks import check_run_dir
     from megappo.config.loading import load_config
-    from megappo.launch.local import command_exit_code, start_ranks
+    from megappo.launch.training import train_here
     from megappo.launch.world import is_rank, join_srun, world_size
+    from megappo.platform.permissions import apply_permissions
+    from megappo.resilience.lease import held_lease
     from megappo.resilience.signals import StopRequest
 
+    keep_console()
     join_srun()
     stop = StopRequest()
     if is_rank():
         _enter_rank(stop)
+        if args.max_restarts:
+            raise ConfigError(
+                f"--max-restarts {args.max_restarts}: these ranks were started by torchrun or srun; only `megappo train` or "
+                "`megappo launch --local` itself can restart them (under Slurm: --max-requeues)"
+            )
     config = load_config(args.config, args.overrides)
     ranks = world_size(config.run)
     if not is_rank():
         # Check everything here once, so that a mistake is one line and not a launcher's traceback.
+        if args.max_restarts:
+            from megappo.launch.submit import require_resumable
+
+            require_resumable(config, "a restart", "--max-restarts 0")
         run_dir = check_run_dir(config.run, args.resume)
         _require_device(config.run.device)
         _plan(config, ranks, None, resume=args.resume)
-        return command_exit_code(start_ranks(ranks, ["train", args.config, *args.overrides, *_resume(args)]), run_dir)
+        apply_permissions(config.run.permissions)
+        folder, command = None, ["train", args.config, *args.overrides]
+        if args.max_restarts:
+            from megappo.launch.submit import record
+
+            folder = record(config, run_dir)  # before the lease, which it refuses
+            # Every restart reads the recorded configuration: later edits of the file do not reach it.
+            command = ["train", str(folder / "config.yaml")]
+        with held_lease(run_dir, f"megappo train {args.config}"):
+            return train_here(ranks, command, run_dir, resume=args.resume, max_restarts=args.max_restarts, record=folder)
     planned = _plan(config, ranks, None, resume=args.resume)
     _print_on_rank_0(planned.report())
     from megappo.trainer.main import train
 
     assert planned.data is not None, "only a plan of shapes has no data"
     train(config, planned.data, resume=args.resume, stop=stop)
-    # 0 after a stop too: with another code, torchrun or srun would treat the first rank to exit as failed and kill the others.
-    return 0
+    # After a stop too: with another code, torchrun or srun would treat the first rank to exit as failed and kill the others.
+    return DONE
 
 
 def cmd_sft(args: Arguments) -> int:
     from megappo.config.checks import check_run_dir
     from megappo.config.loading import load_config
     from megappo.config.schema import SftConfig
-    from megappo.launch.local import start_ranks
+    from megappo.launch.failure import record_exceptions
+    from megappo.launch.training import train_here
     from megappo.launch.world import is_rank, join_srun, world_size
+    from megappo.platform.permissions import apply_permissions
+    from megappo.resilience.lease import held_lease
+    from megappo.resilience.parent import end_with_launcher
 
+    keep_console()
     join_srun()
+    if is_rank():
+        end_with_launcher()
+        record_exceptions(int(os.environ["RANK"]))
     config = load_config(args.config, args.overrides, SftConfig)
     from megappo.plan.run import plan_sft
 
     ranks = world_size(config.run)
     if not is_rank():
-        check_run_dir(config.run, resume=False)
+        run_dir = check_run_dir(config.run, resume=False)
         _require_device(config.run.device)
         plan_sft(config, ranks, _device(config.run.device))
-        return start_ranks(ranks, ["sft", args.config, *args.overrides])
+        apply_permissions(config.run.permissions)
+        with held_lease(run_dir, f"megappo sft {args.config}"):
+            return train_here(ranks, ["sft", args.config, *args.overrides], run_dir, stoppable=False)
     planned = plan_sft(config, ranks, _device(config.run.device))
     _print_on_rank_0(planned.report())
     from megappo.trainer.sft import train_sft
 
     train_sft(config, planned.data)
-    return 0
+    return DONE
 
 
 def cmd_plan(args: Arguments) -> int:
@@ -184,6 +223,22 @@ def cmd_doctor(args: Arguments) -> int:
     return code
 
 
+def cmd_runs(args: Arguments) -> int:
+    from megappo.runs.report import show_runs, show_verified
+
+    match args.words:
+        case ["verify", run_dir]:
+            return show_verified(Path(run_dir), args.step, as_json=args.json)
+        case ["verify", *_]:
+            raise ConfigError("runs verify: name one run, as in `megappo runs verify runs/NAME` (a directory `verify`: ./verify)")
+        case [] | [_] if args.step is None:
+            return show_runs(Path(*args.words or ["runs"]), as_json=args.json)
+        case [] | [_]:
+            raise ConfigError(f"--step {args.step} is of `megappo runs verify RUN`, and has no effect without it")
+        case _:
+            raise ConfigError(f"runs: one directory, not {len(args.words)} ({' '.join(args.words)})")
+
+
 def cmd_config(args: Arguments) -> int:
     import json
 
@@ -201,17 +256,21 @@ def cmd_config(args: Arguments) -> int:
     return 0
 
 
+def cmd_convert(args: Arguments) -> int:
+    from megappo.convert.command import convert_file
+
+    return convert_file(args.file, args.output, strict=args.strict)
+
+
 # ------------------------------------------------------------------------------------------------------------------ shared
 
 
-def _resume(args: Arguments) -> list[str]:
-    return ["--resume"] if args.resume else []
-
-
 def _enter_rank(stop: StopRequest) -> None:
-    """Set up signals and tracebacks of a rank, before anything heavy is imported."""
+    """Set up signals and tracebacks of a rank, and its end with its launcher, before anything heavy is imported."""
     from megappo.launch.failure import record_exceptions
+    from megappo.resilience.parent import end_with_launcher
 
+    end_with_launcher()
     stop.listen()
     record_exceptions(int(os.environ["RANK"]))
 
@@ -283,8 +342,9 @@ def build_parser() -> Parser:
             )
         return sub
 
-    train = command("train", cmd_train, "Train with PPO. Starts the ranks itself unless torchrun has.")
+    train = command("train", cmd_train, "Train with PPO. Starts the ranks itself unless torchrun or srun has.")
     train.add_argument("--resume", action="store_true", help="continue the run of this name after its last checkpoint")
+    add_max_restarts(train)
     command("sft", cmd_sft, "Fine-tune on demonstrations with the same engine.")
     plan = command("plan", cmd_plan, "Print ranks, memory, batch arithmetic and steps of a run, and refuse what cannot work.")
     plan.add_argument(
@@ -354,9 +414,32 @@ def build_parser() -> Parser:
     export.add_argument("output", metavar="OUTPUT", help="directory to write")
     export.add_argument("--step", type=positive_int, metavar="N", help="step of the checkpoint (default: the last)")
     export.add_argument("--role", metavar="ROLE", default="policy", help="trained role: policy (default) or critic")
+    runs = command(
+        "runs",
+        cmd_runs,
+        "List the runs below a directory: state, last step, last checkpoint, size on disk, and why a run ended.",
+        "`megappo runs verify RUN` reads every byte of a run's checkpoints and compares it with the manifests. Neither changes a "
+        "file, and both work beside a live run. Exit code of verify: 0 if all are sound, 1 if one is damaged or unverified.",
+        config=None,
+    )
+    runs.usage = "megappo runs [DIR] [--json]\n       megappo runs verify RUN [--step N] [--json]"
+    runs.add_argument("words", metavar="DIR", nargs="*", help="run.output_dir, or one run in it (default: runs)")
+    runs.add_argument("--step", type=positive_int, metavar="N", help="verify this checkpoint alone")
+    runs.add_argument("--json", action="store_true", help="print JSON for scripts: one object per run or checkpoint")
     command(
         "doctor", cmd_doctor, "List installed packages, working features, and missing packages with their purpose.", config=None
     )
+    convert = command(
+        "convert",
+        cmd_convert,
+        "Write settings of verl, NeMo-RL, OpenRLHF, LightRFT, TRL or FlowMesh as a configuration, with a report on every key.",
+        "FILE is a shell script, a YAML file or a Python file with a PPOConfig; nothing in it is executed. Exit code: 0, or 1 with "
+        "--strict if keys are unknown; 2 if FILE is none of these.",
+        config=None,
+    )
+    convert.add_argument("file", metavar="FILE", help="shell script (.sh), YAML (.yaml, .yml) or Python (.py)")
+    convert.add_argument("-o", "--output", metavar="CONFIG", help="file to write (default: stdout, and the report on stderr)")
+    convert.add_argument("--strict", action="store_true", help="exit code 1 if the source has keys that are unknown")
     config = command("config", cmd_config, "Print the resolved configuration.", config="[CONFIG]")
     config.add_argument("--sft", action="store_true", help="the file is a configuration of `megappo sft`")
     config.add_argument("--schema", action="store_true", help="print the JSON schema instead")
@@ -375,7 +458,9 @@ def _parse(argv: Sequence[str] | None) -> Arguments:
 
 
 def _is_users_mistake(error: ValueError) -> bool:
-    """True if megappo itself raised the error."""
+    """True if megappo itself raised the error, before the command had accepted its input."""
+    if is_fault(error):
+        return False
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -392,13 +477,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         if not _is_users_mistake(error):
             raise
-        print(f"megappo: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+        print(f"megappo: {hide_secrets(' '.join(str(error).split()))}", file=sys.stderr)
+        return MISTAKE
+    except Unrecoverable as error:
+        sys.excepthook(type(error), error, error.__traceback__)  # and recorded, as of an error that reaches the top
+        return UNRECOVERABLE
     except KeyboardInterrupt:
-        return 130
+        return INTERRUPTED
     except BrokenPipeError:  # the reader (head, less) has exited; without devnull Python fails again when it closes stdout
+        if is_kept():  # a pipe to a helper process
+            raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        return DONE
 
 
 if __name__ == "__main__":

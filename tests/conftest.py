@@ -8,6 +8,8 @@ not inherit the variable.
 
 import importlib
 import importlib.util
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,15 @@ if importlib.util.find_spec("triton") and not torch.cuda.is_available():
         importlib.import_module("triton.language")
         for file in (TESTS.parent / "megappo" / "ops" / "triton").glob("[!_]*.py"):
             importlib.import_module(f"megappo.ops.triton.{file.stem}")
+
+
+@pytest.fixture(autouse=True)
+def umask_stays() -> Iterator[None]:
+    """Commands that a test runs in this process restrict the files that they make (`run.permissions`), not those of later tests."""
+    before = os.umask(0o022)
+    os.umask(before)
+    yield
+    os.umask(before)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -25,10 +25,10 @@ def no_rank_is_started(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
 
-    def start_ranks(*_):
+    def train_here(*_, **__):
         raise AssertionError("ranks were started")
 
-    monkeypatch.setattr("megappo.launch.local.start_ranks", start_ranks)
+    monkeypatch.setattr("megappo.launch.training.train_here", train_here)
 
 
 def assert_refused(capsys, folder, fragments, *arguments):
@@ -146,6 +146,60 @@ BAD = {
     "data of another type": (data_file("x", "other.csv"), ["data.train={}/other.csv"], ["other.csv", ".jsonl", ".parquet"]),
     "broken line": (data_file(GOOD + "{"), ["data.train={}/other.jsonl"], ["other.jsonl line 2 is not valid JSON"]),
     "line of another type": (data_file("[1]\n"), ["data.train={}/other.jsonl"], ["line 1 is a JSON list, not an object"]),
+    "deep line": (
+        data_file(GOOD + '{"a":' + "[" * 5000 + "\n"),
+        ["data.train={}/other.jsonl"],
+        ["other.jsonl line 2 is nested more than 100 levels deep"],
+    ),
+    "null answer": (
+        data_file(GOOD + '\n{"prompt": "1", "answer": null}\n'),
+        ["data.train={}/other.jsonl"],
+        ["data.answer_key=answer", "other.jsonl#1 (line 3) holds null, not a string or a number"],
+    ),
+    "half a surrogate pair": (
+        data_file(GOOD + r'{"prompt": "\ud800", "answer": "1"}'),
+        ["data.train={}/other.jsonl"],
+        ["other.jsonl#1 (line 2): the prompt holds \\ud800 at character 0"],
+    ),
+    "half a pair in a held-out answer": (
+        data_file(GOOD + r'{"prompt": "1", "answer": "\udca9"}'),
+        ["data.eval={}/other.jsonl"],
+        ["other.jsonl#1 (line 2): the answer holds \\udca9"],
+    ),
+    "nan in data": (data_file('{"prompt": "1", "answer": NaN}'), ["data.train={}/other.jsonl"], ["line 1", "NaN is no number"]),
+    "utf-16": (
+        lambda folder: (folder / "other.jsonl").write_text(GOOD, encoding="utf-16"),
+        ["data.train={}/other.jsonl"],
+        ["other.jsonl line 1", "byte 0 is not UTF-8; save it as UTF-8"],
+    ),
+    "directory of data": (
+        lambda folder: (folder / "other.jsonl").mkdir(),
+        ["data.train={}/other.jsonl"],
+        ["other.jsonl is a directory"],
+    ),
+    "nul in a path": (nothing, [r'policy.model="a\0b"'], [r'policy.model = "a\u0000b": holds the character \x00']),
+    "line break in a path": (nothing, [r'data.eval="a\nb"'], [r"data.eval", r"holds the character \n"]),
+    "long name": (nothing, ["data.train=" + "x" * 300 + ".jsonl"], ["data.train", "longer than a file system allows"]),
+    "config.json nested deeply": (
+        lambda folder: (folder / "model" / "config.json").write_text("[" * 100_000),
+        [],
+        ["policy.model", "config.json is not valid JSON: nested too deeply"],
+    ),
+    "config.json of a huge integer": (
+        lambda folder: (folder / "model" / "config.json").write_text('{"hidden_size": ' + "9" * 5000 + "}"),
+        [],
+        ["policy.model", "config.json is not valid JSON"],
+    ),
+    "config.json that is binary": (
+        lambda folder: (folder / "model" / "config.json").write_bytes(b"\xff\xfe"),
+        [],
+        ["policy.model", "config.json is not valid JSON"],
+    ),
+    "tokenizer nested deeply": (
+        lambda folder: (folder / "model" / "tokenizer_config.json").write_text('{"a":' + "[" * 100_000),
+        ["data.tokenizer=null"],
+        ["tokenizer_config.json is not valid JSON: nested too deeply"],
+    ),
     "broken parquet": (
         data_file("x", "other.parquet"),
         ["data.train={}/other.parquet"],
@@ -347,7 +401,7 @@ def test_a_launcher_of_another_size_is_refused(tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize("recipe", sorted(CONFIGS.glob("gsm8k_*.yaml")), ids=lambda path: path.stem)
 def test_a_recipe_without_its_model_says_which_is_missing(recipe, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert_refused(capsys, tmp_path, ['policy.model = "models/', "is not a directory"], "train", recipe)
+    assert_refused(capsys, tmp_path, ['policy.model = "', "is not a directory"], "train", recipe)
 
 
 # --------------------------------------------------------------------------------------------------------- other commands
@@ -408,13 +462,15 @@ def test_generate_needs_a_checkpoint_a_tokenizer_and_room(tmp_path, capsys):
     assert_refused(capsys, tmp_path, ["absent", "is not a directory"], "generate", "absent", *prompt)
     assert_refused(capsys, tmp_path, ["bare holds no tokenizer"], "generate", bare, *prompt)
     assert_refused(capsys, tmp_path, ["no chat template"], "generate", model, *prompt)
+    half = ["prompt 1: the prompt holds \\udcff at character 0, half of a surrogate pair"]  # of a shell that is not in UTF-8
+    assert_refused(capsys, tmp_path, half, "generate", model, "--raw", "--prompt", "\udcff")
     assert_refused(capsys, tmp_path, ["--max-tokens 400"], "generate", model, "--raw", "--max-tokens", "400", *prompt)
 
 
 def test_unchanged_the_configurations_are_accepted(tmp_path, capsys, monkeypatch):
     """Negative control: what the tables change is what is refused."""
     started = []
-    monkeypatch.setattr("megappo.launch.local.start_ranks", lambda ranks, arguments: started.append(arguments[0]) or 0)
+    monkeypatch.setattr("megappo.launch.training.train_here", lambda ranks, arguments, *_, **__: started.append(arguments[0]) or 0)
     assert cli.main(["train", str(write_run(tmp_path))]) == 0
     assert cli.main(["sft", str(sft_run(tmp_path))]) == 0
     assert started == ["train", "sft"]

@@ -9,6 +9,10 @@ from pathlib import Path
 import pytest
 
 from megappo import cli
+from megappo.config.errors import ConfigError
+from megappo.launch.world import first_host
+from megappo.resilience.faults import Unrecoverable
+from megappo.resilience.run_time import input_accepted
 from tests.plan.checkpoints import TINY, write_checkpoint, write_run
 
 ROOT = Path(__file__).parents[1]
@@ -84,10 +88,10 @@ BAD_TRAIN_ONLY = [
 def test_train_refuses_bad_input_in_one_line_and_writes_nothing(
     tmp_path, capsys, monkeypatch, outside_a_launcher, prepare, arguments, fragments
 ):
-    def start_ranks(*_):
+    def train_here(*_, **__):
         raise AssertionError("ranks were started")
 
-    monkeypatch.setattr("megappo.launch.local.start_ranks", start_ranks)
+    monkeypatch.setattr("megappo.launch.training.train_here", train_here)
     path = write_run(tmp_path)
     prepare(tmp_path)
     before = files_of(tmp_path)
@@ -107,17 +111,27 @@ def test_plan_refuses_the_same(tmp_path, capsys, outside_a_launcher, prepare, ar
     assert all(fragment in err for fragment in fragments), err
 
 
+def test_one_prompt_is_enough_for_steps_of_one(tmp_path, capsys, outside_a_launcher):
+    (tmp_path / "one.jsonl").write_text(json.dumps({"prompt": "1+1=", "answer": 2}) + "\n")
+    size = ["data.prompts_per_step=1", "rollout.samples_per_prompt=1", "algorithm.mini_batch_size=1"]
+    code, out, err = run(capsys, "plan", write_run(tmp_path), f"data.train={tmp_path / 'one.jsonl'}", *size)
+    assert (code, err) == (0, "") and "kept 1 of 1 prompts" in out
+
+
 def test_train_starts_the_ranks_that_the_configuration_asks_for(tmp_path, capsys, monkeypatch, outside_a_launcher):
     """Negative control of the table above: the unchanged configuration does start."""
     started = []
-    monkeypatch.setattr("megappo.launch.local.start_ranks", lambda ranks, arguments: started.append((ranks, arguments)) or 7)
+    monkeypatch.setattr(
+        "megappo.launch.training.train_here",
+        lambda ranks, arguments, _, resume, **__: started.append((ranks, arguments, resume)) or 7,
+    )
     path = write_run(tmp_path)
     assert run(capsys, "train", path, "run.seed=3")[0] == 7, "the exit code of the ranks is handed on"
-    assert started == [(2, ["train", str(path), "run.seed=3"])]
+    assert started == [(2, ["train", str(path), "run.seed=3"], False)]
     make_other_run(tmp_path)
     run(capsys, "train", "--resume", path, "run.seed=3")
     run(capsys, "train", path, "--resume", "run.seed=3")
-    assert started[1:] == [(2, ["train", str(path), "run.seed=3", "--resume"])] * 2
+    assert started[1:] == [(2, ["train", str(path), "run.seed=3"], True)] * 2
 
 
 @pytest.mark.parametrize(
@@ -158,6 +172,62 @@ def test_a_fault_keeps_its_traceback(capsys, monkeypatch):
 
     monkeypatch.setattr(cli, "cmd_doctor", interrupted)
     assert cli.main(["doctor"]) == 130
+
+
+def test_once_the_input_is_accepted_a_value_error_of_megappo_is_a_fault_too(capsys, monkeypatch):
+    """It must keep its traceback, and exit with 1: Slurm does not requeue a mistake of the user."""
+    monkeypatch.setattr(cli, "cmd_doctor", lambda args: first_host(""))
+    assert run(capsys, "doctor")[0] == 2, "negative control"
+
+    def accepted(args):
+        with input_accepted():
+            first_host("")
+
+    monkeypatch.setattr(cli, "cmd_doctor", accepted)
+    with pytest.raises(ValueError, match="not a list of hosts"):
+        cli.main(["doctor"])
+
+    def searched(args):
+        with input_accepted(unless=(ConfigError,)):
+            raise ConfigError("no layout fits")
+
+    monkeypatch.setattr(cli, "cmd_doctor", searched)
+    monkeypatch.setattr(cli, "PACKAGE", Path(__file__).parent)
+    assert run(capsys, "doctor") == (2, "", "megappo: no layout fits\n")
+
+
+def test_verify_accepts_its_input_before_it_measures(tmp_path, monkeypatch, outside_a_launcher):
+    monkeypatch.setattr("megappo.verify.run._measure", lambda *_: first_host(""))
+    with pytest.raises(ValueError, match="not a list of hosts"):
+        cli.main(["verify", str(write_run(tmp_path)), "--max-ranks", "2"])
+
+
+def test_a_fault_that_would_come_back_has_a_code_of_its_own(capsys, monkeypatch):
+    def drifted(args):
+        raise Unrecoverable("replicas differ")
+
+    monkeypatch.setattr(cli, "cmd_doctor", drifted)
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)  # torch wraps it once for each world of earlier tests
+    code, _, err = run(capsys, "doctor")
+    assert code == 17 and "Traceback" in err and err.endswith("Unrecoverable: replicas differ\n")
+
+
+def test_a_broken_pipe_is_the_readers_end_unless_the_console_cannot_break(monkeypatch):
+    def broken(args):
+        raise BrokenPipeError
+
+    monkeypatch.setattr(cli, "cmd_doctor", broken)
+    monkeypatch.setattr(cli, "is_kept", lambda: True)
+    with pytest.raises(BrokenPipeError):  # of a helper process: `train` must not end with 0
+        cli.main(["doctor"])
+
+
+def test_ranks_of_another_launcher_cannot_be_restarted_here(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(cli, "_enter_rank", lambda stop: None)
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0")):
+        monkeypatch.setenv(name, value)
+    code, _, err = run(capsys, "train", write_run(tmp_path), "--max-restarts", "2")
+    assert code == 2 and "--max-restarts 2: these ranks were started by torchrun or srun" in err
 
 
 def test_plan_prints_for_other_machines(tmp_path, capsys, outside_a_launcher):
@@ -218,7 +288,7 @@ def test_sft_starts_and_says_what_it_will_do(tmp_path, capsys, monkeypatch, outs
     from megappo.plan.run import plan_sft
 
     started = []
-    monkeypatch.setattr("megappo.launch.local.start_ranks", lambda ranks, arguments: started.append(ranks) or 0)
+    monkeypatch.setattr("megappo.launch.training.train_here", lambda ranks, *_, **__: started.append(ranks) or 0)
     path = write_sft(tmp_path)
     assert run(capsys, "sft", path)[0] == 0 and started == [2]
     text = plan_sft(load_config(path, (), SftConfig), 2, "cpu").report()

@@ -23,12 +23,14 @@ ALLOWED_PARTS = {
     "config/": set(),
     "telemetry/log.py": set(),
     "algo/": set(),
-    "ops/": {"algo"},
+    "ops/": {"algo", "resilience"},  # how a helper process is started
     "platform/quiet.py": set(),
     "bridge/": {"models", "parallel", "rollout"},
-    "checkpoint/": {"parallel", "platform"},
+    "checkpoint/": {"parallel", "platform", "resilience"},  # how the writer process is started
     "data/": {"config"},
-    "rewards/": set(),
+    "rewards/": {"resilience"},
+    "convert/": {"config"},
+    "runs/": {"checkpoint", "config", "resilience", "telemetry"},
 }
 FORBIDDEN_PARTS = {
     "models/": {"algo", "engine", "trainer", "rollout", "verify"},

@@ -17,18 +17,19 @@ ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
 
 
-def python(*arguments: str | Path) -> subprocess.CompletedProcess:
+def python(*arguments: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     for name in ("RANK", "WORLD_SIZE", "TRITON_INTERPRET"):
         environment.pop(name, None)
-    done = subprocess.run([sys.executable, *map(str, arguments)], env=environment, capture_output=True, text=True, timeout=600)
+    command = [sys.executable, *map(str, arguments)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, cwd=cwd)
     assert done.returncode == 0, done.stdout + done.stderr
     return done
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> Path:
-    """The directory of a run of two steps that `own_reward.py` has trained, on one rank, without vLLM."""
+    """The directory of a run of two steps with a copy of `own_reward.py` in a fresh folder, on one rank, without vLLM."""
     folder = tmp_path_factory.mktemp("examples")
     write_small_task(folder)
     config = small_config(
@@ -40,14 +41,19 @@ def trained(tmp_path_factory) -> Path:
             "policy.parallel": {},
             "critic.parallel": {},
             "rollout.engine": "megatron",
-            "reward.parts": [{"name": "exact_match"}, {"name": "close", "weight": 0.5}],
+            "reward.parts": [
+                {"name": "exact_match"},
+                {"path": "rewards/mine.py", "function": "close", "weight": 0.5},  # relative to the working directory
+                {"path": "rewards/mine.py", "function": "digits", "batch": True, "args": {"wanted": 2}, "weight": 0.25},
+            ],
             "telemetry.trajectories_every": 1,
             "algorithm.bootstrap_truncated": False,
         },
     )
     (folder / "run.yaml").write_text(yaml.safe_dump(config))
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1")
-    python(*torchrun, EXAMPLES / "own_reward.py", folder / "run.yaml")
+    (folder / "rewards").mkdir()
+    (folder / "rewards" / "mine.py").write_text((EXAMPLES / "own_reward.py").read_text())
+    python("-m", "megappo", "train", "run.yaml", cwd=folder)
     return folder / "runs" / "mine"
 
 
@@ -61,10 +67,16 @@ def test_a_step_by_hand_makes_good_tokens_likelier_and_bad_ones_less_likely(trai
 
 def test_a_reward_of_ones_own_scores_the_responses(trained):
     lines = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines if "reward/close" in line] == [1, 2]
+    names = {"reward/mine.close", "reward/mine.digits", "reward/mine.digits.digits", "reward/mine.digits.others"}
+    assert [line["step"] for line in lines if names <= line.keys()] == [1, 2]
+    assert any("eval/mine.close" in line for line in lines)
     rows = [json.loads(line) for line in (trained / "trajectories" / "step_000001.jsonl").read_text().splitlines()]
     for row in rows:
-        assert row["score"] == pytest.approx(row["parts"]["exact_match"] + 0.5 * row["parts"]["close"])
+        parts = row["parts"]
+        assert parts["mine.digits.digits"] == sum(character.isdigit() for character in row["response"])
+        assert parts["mine.digits"] == (parts["mine.digits.digits"] == 2)
+        assert row["score"] == pytest.approx(parts["exact_match"] + 0.5 * parts["mine.close"] + 0.25 * parts["mine.digits"])
+    assert any(row["parts"]["mine.digits.digits"] for row in rows)
 
 
 def test_a_trajectory_is_read_and_its_returns_are_those_of_the_run(trained):
@@ -80,3 +92,31 @@ def test_returns_by_hand_are_those_of_gae(monkeypatch):
     sample = {"reward": [0.0, 0.0, 1.0], "value": [0.25, 0.5, 0.75]}
     assert returns_by_hand(sample, 1.0, 1.0) == [1.0, 1.0, 1.0], "without discount: the sum of the rewards to come"
     assert returns_by_hand(sample, 1.0, 0.0) == [0.5, 0.75, 1.0], "one step: reward and the next value"
+
+
+LIBRARY = """
+import sys
+from megappo.config.loading import load_config
+from megappo.plan.run import plan_run
+from megappo.trainer.main import train
+
+config = load_config(sys.argv[1], ["trainer.steps=3"])
+train(config, plan_run(config, 1, "cpu", resume=True).data, resume=True)
+"""
+
+
+def test_changed_code_of_a_reward_is_told_on_resume_as_a_library_from_another_directory(trained, tmp_path):
+    """From the run's own record of its configuration, which names the file by its absolute path."""
+    mine = trained.parent.parent / "rewards" / "mine.py"
+    recorded = yaml.safe_load((trained / "config.yaml").read_text())["reward"]["parts"]
+    assert recorded[0] == {"name": "exact_match", "weight": 1.0}
+    assert recorded[1] == {"weight": 0.5, "path": str(mine), "function": "close"}
+    mine.write_text(mine.read_text() + "# changed\n")
+    (tmp_path / "resume.py").write_text(LIBRARY)
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1")
+    done = python(*torchrun, tmp_path / "resume.py", trained / "config.yaml", cwd=tmp_path)
+    said = done.stdout + done.stderr
+    assert "the code of the reward rule mine.close has changed since step-2: scores may not be comparable" in said
+    assert "mine.digits has changed" in said and "exact_match has changed" not in said and "reward.parts changed" not in said
+    steps = [json.loads(line).get("step") for line in (trained / "metrics.jsonl").read_text().splitlines()]
+    assert 3 in steps

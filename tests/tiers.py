@@ -86,7 +86,7 @@ def check_event(event: str, arguments: tuple[Any, ...]) -> None:
 
 
 def starts_ranks(argv: Sequence[str | bytes | os.PathLike]) -> bool:
-    """True for torchrun, and for `megappo train` or `sft`, which start it. WORLD_SIZE is set where this hook sees nothing."""
+    """True for torchrun, and for `megappo train` or `sft`, which start ranks. WORLD_SIZE is set where this hook sees nothing."""
     # Whole words: the text of a `bash -c` is not looked into, as tests of job scripts run them with stand-ins for these programs.
     names = [Path(os.fsdecode(word)).name for word in argv]
     return not {"torchrun", "torch.distributed.run"}.isdisjoint(names) or any(

@@ -1,7 +1,6 @@
 """Brings the policy's weights into the rollout engine, version by version.
 
-Ties the parts together: pieces -> plan (once) -> transfer -> verification -> engine. Every method is collective over the
-group. The policy is asked for its parameters at every push: they may be offloaded, reallocated or re-cast between two.
+Ties the parts together: pieces -> plan (once) -> transfer -> verification -> engine. Every method is collective over the group.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ from megappo.models.arch import ModelArch
 from megappo.models.pieces import RankPieces
 from megappo.models.weight_map import hf_tensors
 
+# Of one rank, round and direction. Two rounds are in memory, each packed and received: at most 1 GiB beside the model.
 BUCKET_BYTES = 256 << 20
 
 
@@ -124,7 +124,8 @@ class WeightSync:
         then refuses to work.
         """
         started = time.perf_counter()
-        tensors = self._policy.named_parameters()
+        tensors = self._policy.named_parameters()  # asked anew: offloaded, reallocated or re-cast since the last push
+        # Before the engine's weights become undefined: after a refused push it still has the old ones.
         self._raise_together(version, self._source_problems(tensors))
         destination = self._destinations[self._rank]
         self._engine.weights_changing()

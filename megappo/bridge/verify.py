@@ -23,6 +23,7 @@ _CHUNK = 1 << 21  # elements at once: the int64 temporaries of one chunk stay be
 
 def _index_weight(index: Tensor) -> Tensor:
     """Odd 64-bit hash of int64 indices (multiply, xor-shift, multiply); int64 products wrap modulo 2^64."""
+    # The multipliers of splitmix64 (2^64 / golden ratio, and of its mixer) as signed integers.
     mixed = index * -7046029254386353131
     mixed = (mixed ^ (mixed >> 31)) * -4658895280553007687
     return mixed | 1  # odd, so invertible modulo 2^64: no single changed element keeps the sum
@@ -80,6 +81,7 @@ class ChecksumRound:
         sums: dict[str, int] = {}
         for fill in destination.fills:
             shape = destination.shapes[fill.target]
+            # On the host: a fill is a few rows of padding.
             values = torch.full((fill.box.rows, fill.box.cols), fill.value, dtype=destination.dtype)
             base = shape.flat_index(fill.slot, fill.box.r0, fill.box.c0)
             sums[fill.target] = sums.get(fill.target, 0) + rectangle_sum(values, base, shape.cols)

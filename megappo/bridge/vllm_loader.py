@@ -53,6 +53,7 @@ class VllmReceiver:
             self._api.initialize(self._model)
             landing = _Landing(self, moves, self._destination, inspect)
             yield landing.land
+            # Before `finalize`, which would process modules that are filled in part.
             landing.check_finished()
             self._restore_untouched({module_of(name) for name in self._destination.shapes})
             self._api.finalize(self._model, self._worker.model_config)

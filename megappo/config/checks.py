@@ -16,7 +16,7 @@ from megappo.config.dead_keys import dead_keys
 from megappo.config.errors import ConfigError, problem
 from megappo.config.keys import value_at
 from megappo.config.layout_checks import world_problems
-from megappo.config.schema import OptimizerConfig, RewardConfig, RunConfig, SftConfig, TrainConfig
+from megappo.config.schema import OptimizerConfig, RewardConfig, RewardPart, RunConfig, SftConfig, TrainConfig
 
 Device = Literal["cpu", "cuda"]
 # Ids recorded for a sampled token: 4 bytes each in the experience, and about 90 in vLLM's Python lists while it generates.
@@ -55,6 +55,10 @@ def timeout_problems(run: RunConfig) -> Iterator[str]:
             yield problem(
                 f"run.timeouts.{name}", value, f"is below run.timeouts.pass_s = {limits.pass_s:g}; raise it, or lower pass_s"
             )
+    # A rank that waits in a meeting gives signs of life: the watchdog must be the first to notice one that does not.
+    if limits.heartbeat_s >= limits.meeting_s:
+        fix = f"is not below run.timeouts.meeting_s = {limits.meeting_s:g}; lower it, or raise meeting_s"
+        yield problem("run.timeouts.heartbeat_s", limits.heartbeat_s, fix)
 
 
 def step_problems(config: TrainConfig, total_steps: int) -> Iterator[str]:
@@ -133,6 +137,12 @@ def _bf16_logits(config: TrainConfig) -> str | None:
         return problem(
             "policy.logits_dtype", "bf16", "the logits of vLLM are fp32 (rollout.dtype, policy.dtype); use fp32, or sample in bf16"
         )
+    return None
+
+
+def _seed(config: TrainConfig) -> str | None:
+    if config.rollout.engine == "vllm" and config.run.seed >= 1 << 32:  # vLLM seeds numpy, which raises
+        return problem("run.seed", config.run.seed, f"vLLM takes seeds up to {(1 << 32) - 1}; use a smaller one")
     return None
 
 
@@ -231,14 +241,34 @@ def _critic_lr_warmup(config: TrainConfig) -> str | None:
 
 
 def _rewards(config: TrainConfig) -> str | None:
-    names = [part.name for part in config.reward.parts]
-    if not names:
+    if not config.reward.parts:
         return problem("reward.parts", [], "a run needs a reward; name at least one, for example [{name: exact_match}]")
+    for index, part in enumerate(config.reward.parts):
+        if (message := _reward_part(f"reward.parts.{index}", part)) is not None:
+            return message
+    names = [part.label for part in config.reward.parts]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        return problem("reward.parts", names, f"{twice[0]} is there twice; keep one and set its weight")
+        return problem("reward.parts", names, f"{twice[0]} is there twice; keep one and set its weight, or give one another name")
     if all(part.weight == 0 for part in config.reward.parts):
         return problem("reward.parts", names, "every weight is 0, so every score is 0; give one a weight")
+    return None
+
+
+def _reward_part(key: str, part: RewardPart) -> str | None:
+    """Problem of the keys of one part; None if it is one built-in rule or one piece of the user's own code."""
+    if not part.own:
+        if part.name is None:
+            return f"{key}.name is missing: name a rule, or a reward of your own by path and function, or by entry_point"
+        for name in ("function", "batch", "args"):
+            if value := getattr(part, name):
+                return problem(f"{key}.{name}", value, f"{part.name} is a built-in rule, which has none; remove it, or set path")
+    if part.path is not None and part.entry_point is not None:
+        return problem(f"{key}.entry_point", part.entry_point, "path is set too; keep one of the two")
+    if part.path is not None and part.function is None:
+        return problem(f"{key}.path", part.path, "name its function in the key function")
+    if part.entry_point is not None and part.function is not None:
+        return problem(f"{key}.function", part.function, "an entry point names its function itself; remove it")
     return None
 
 
@@ -271,6 +301,7 @@ TRAIN_RULES: tuple[TrainRule, ...] = (
     _top_k_zero,
     _kept_tokens,
     _bf16_logits,
+    _seed,
     _empty_stop,
     _adaptive_placement,
     _adaptive_from_zero,
@@ -324,8 +355,8 @@ def device_notes(config: TrainConfig | SftConfig, explicit: frozenset[str], devi
 
 LAUNCHES = "launch"
 """Folder of a run directory that `megappo launch` fills before the run itself starts."""
-STOPPED = "stopped.json"
-"""File of a run directory that marks a run stopped on request until it is resumed."""
+LEASE = "lease.json"
+"""File of a run directory that says which process has the run (`resilience/lease.py`)."""
 
 
 def run_dir_of(run: RunConfig) -> Path:
@@ -351,8 +382,8 @@ def check_run_dir(run: RunConfig, resume: bool) -> Path:
         raise ConfigError(
             problem("run.output_dir", run.output_dir, f"no permission to write in {existing}; choose another directory")
         )
-    # `megappo launch` writes its folder before the run starts.
-    holds_run = path.is_dir() and any(entry.name != LAUNCHES for entry in path.iterdir())
+    # `megappo launch` writes its folder before the run starts, and the process that starts the ranks its lease.
+    holds_run = path.is_dir() and any(entry.name != LAUNCHES and not is_lease(entry.name) for entry in path.iterdir())
     if holds_run and not resume:
         fix = f"{path} holds another run; use run.name={_free_name(base, run.name)} for a new one, or continue it with --resume"
         raise ConfigError(problem("run.name", run.name, fix))
@@ -363,6 +394,11 @@ def check_run_dir(run: RunConfig, resume: bool) -> Path:
             problem("run.name", run.name, f"{path} holds no run to resume ({there}); leave --resume out or name one of them")
         )
     return path
+
+
+def is_lease(name: str) -> bool:
+    """True of the names that a lease gives to files of a run directory."""
+    return name == LEASE or name.startswith(f".{LEASE}.")
 
 
 def _free_name(base: Path, name: str) -> str:

@@ -142,6 +142,16 @@ TRAIN: tuple[Dead, ...] = (
         "checkpoint.save_every is 0, so there is one checkpoint, at the end; remove it, or set save_every",
     ),
     Dead(
+        ("checkpoint.mtbf_hours",),
+        lambda c: c.checkpoint.save_every != "auto",
+        "only checkpoint.save_every = auto counts with it; remove it, or set save_every to auto",
+    ),
+    Dead(
+        ("checkpoint.asynchronous",),
+        lambda c: c.checkpoint.save_every == 0,
+        "checkpoint.save_every is 0, so nothing is trained after the one save at the end; remove it, or set save_every",
+    ),
+    Dead(
         ("telemetry.trajectories_per_step",),
         lambda c: c.telemetry.trajectories_every == 0,
         "telemetry.trajectories_every is 0; remove it, or set trajectories_every",

@@ -33,7 +33,14 @@ For completion in an editor, start a file with
 """
 
 BOUNDS = (("minimum", ">= {}"), ("exclusiveMinimum", "> {}"), ("maximum", "<= {}"), ("exclusiveMaximum", "< {}"))
-TYPES = {"integer": "integer", "number": "number", "string": "text", "boolean": "true or false", "null": "null"}
+TYPES = {
+    "integer": "integer",
+    "number": "number",
+    "string": "text",
+    "boolean": "true or false",
+    "null": "null",
+    "object": "mapping",
+}
 
 
 def type_text(schema: Mapping[str, Any]) -> str:
@@ -42,6 +49,8 @@ def type_text(schema: Mapping[str, Any]) -> str:
         return " or ".join(type_text(part) for part in schema["anyOf"])
     if "enum" in schema:
         return "one of " + ", ".join(f"`{value}`" for value in schema["enum"])
+    if "const" in schema:
+        return f"`{schema['const']}`"
     if schema.get("type") == "array":
         items = schema.get("items", {})
         return "list of sections" if "$ref" in items else f"list of {type_text(items)}"

@@ -5,11 +5,16 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from megappo.config.redaction import hide_secrets
+
 SHOWN_CHARACTERS = 240  # long enough for a path: without its end it is of no use
 
 
 class ConfigError(ValueError):
-    """A mistake in the configuration: one line that names the key, the value and the fix."""
+    """A mistake in the configuration: one line that names the key, the value and the fix, without the secrets in them."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(hide_secrets(text))
 
 
 def show(value: Any) -> str:

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from megappo.config.errors import ConfigError, problem
-from megappo.config.keys import item_class, nearest_key, section_class, value_keys, written_keys
+from megappo.config.keys import hint, item_class, section_class, value_keys, written_keys
 from megappo.config.schema import TrainConfig
 from megappo.config.yaml_reader import parse_yaml, read_yaml
 
@@ -73,9 +73,8 @@ def parse_override(text: str, cls: type[BaseModel]) -> tuple[str, Any]:
     key, equals, value = text.partition("=")
     values = [name for name, _ in value_keys(cls)]
     if key.startswith("-"):
-        meant = nearest_key(key, cls)
-        hint = f"; did you mean {meant}=VALUE?" if meant else ""
-        raise ConfigError(f"{COMMAND_LINE}: {key}: options are set as key=value{hint}")
+        meant = hint(key, cls).replace("?", "=VALUE?")
+        raise ConfigError(f"{COMMAND_LINE}: {key}: options are set as key=value{'; ' if meant else ''}{meant}")
     if not equals or not key:
         raise ConfigError(f"{COMMAND_LINE}: {text}: not an override; write key=value, for example run.name=first")
     data, _ = parse_yaml(value, f"{COMMAND_LINE}: {key}")
@@ -136,8 +135,7 @@ def _refuse_unknown(data: Mapping[str, Any], cls: type[BaseModel], origins: Mapp
 
 
 def _unknown(key: str, cls: type[BaseModel]) -> str:
-    meant = nearest_key(key, cls)
-    return "unknown key" + (f"; did you mean {meant}?" if meant else "; `megappo config --schema` lists the keys")
+    return f"unknown key; {hint(key, cls) or '`megappo config --schema` lists the keys'}"
 
 
 def _names_section(key: str, cls: type[BaseModel]) -> bool:
@@ -150,12 +148,17 @@ def _names_section(key: str, cls: type[BaseModel]) -> bool:
 
 def _first_line(error: ValidationError, cls: type[BaseModel], origins: Mapping[str, str], name: str) -> str:
     """First of pydantic's errors in our form."""
-    first = error.errors(include_url=False)[0]
+    errors = error.errors(include_url=False)
+    first = errors[0]
+    fix, parent = _fix(first, cls), first["loc"][:-1]
     key = ".".join(str(part) for part in first["loc"])
+    if (union := ".".join(str(part) for part in parent)) in dict(value_keys(cls)) and isinstance(first["loc"][-1], str):
+        # A key of several types: each refuses the value, under the key and a name of its own.
+        key, fix = union, ", or ".join(_fix(one, cls) for one in errors if one["loc"][:-1] == parent)
     place = _place(key, origins, name)
     if first["type"] == "missing":
         return f"{place}: {_missing(key, cls)}"
-    return f"{place}: {problem(key, first['input'], _fix(first, cls))}"
+    return f"{place}: {problem(key, first['input'], fix)}"
 
 
 def _missing(key: str, cls: type[BaseModel]) -> str:
@@ -173,8 +176,10 @@ def _fix(error: ErrorDetails, cls: type[BaseModel]) -> str:
         key = ".".join(str(part) for part in takewhile(lambda part: isinstance(part, str), error["loc"]))
         items = item_class(dict(value_keys(cls))[key])
         return f"unknown key; the keys are {', '.join(items.model_fields)}" if items else "unknown key"
-    template = FIXES.get(error["type"])
-    return template.format(**error.get("ctx", {})) if template else error["msg"]
+    template, context = FIXES.get(error["type"]), error.get("ctx", {})
+    if error["type"] == "literal_error" and " or " not in context["expected"]:
+        return f"must be {context['expected']}"
+    return template.format(**context) if template else error["msg"]
 
 
 def explicit_keys(config: BaseModel, prefix: str = "") -> frozenset[str]:

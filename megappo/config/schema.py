@@ -2,14 +2,17 @@
 
 The models are frozen and reject unknown keys. The text under a field is its documentation: `docs/config.md`, the JSON schema and
 `megappo config` are generated from it. Rules that involve two or more keys live in `checks.py`; reading YAML and command line
-overrides lives in `loading.py`. Imports nothing of megappo.
+overrides lives in `loading.py`. Imports nothing of megappo but the rules of a path.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
+
+from megappo.config.paths import FilePath, PathText
 
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
@@ -105,7 +108,7 @@ class TrainableConfig(RoleConfig):
 
 
 class PolicyConfig(TrainableConfig):
-    model: str
+    model: PathText
     """Directory of a Hugging Face checkpoint (config.json and safetensors)."""
     logits_dtype: Literal["fp32", "bf16"] = "fp32"
     """Rounding of the logits behind the log-probs of policy and reference: fp32 does not round; bf16 rounds as a sampler in bf16
@@ -113,11 +116,11 @@ class PolicyConfig(TrainableConfig):
 
 
 class CriticConfig(TrainableConfig):
-    model: str | None = None
+    model: PathText | None = None
     """Checkpoint that initialises the critic; null means `policy.model`. A reward or critic checkpoint may carry its head."""
     value_head: Literal["zero", "normal", "checkpoint"] = "zero"
     """Initial value head: zeros, normal(0, 1/(hidden+1)), or read from `model` (`score.weight` or `v_head.weight`)."""
-    checkpoint: str | None = None
+    checkpoint: PathText | None = None
     """megappo run (`runs/NAME`: its newest checkpoint) or checkpoint (`runs/NAME/checkpoints/step-N`) whose weights initialise
     the critic instead of those of `model`; the layouts may differ. `model` still names the architecture. A resumed run takes
     its own weights."""
@@ -141,7 +144,7 @@ class ModelConfig(Section):
 
 
 class ReferenceConfig(RoleConfig):
-    model: str | None = None
+    model: PathText | None = None
     """Checkpoint of the reference model; null means `policy.model`."""
     offload: FrozenOffloadConfig = FrozenOffloadConfig()
     """State to move off the GPU while another role works."""
@@ -205,16 +208,17 @@ class RolloutConfig(Section):
 
 
 class DataConfig(Section):
-    train: str
+    train: PathText
     """Training prompts: a .jsonl or .parquet file, or the name of a Hugging Face dataset (`name`, or `name:subset:split`)."""
-    eval: str | None = None
+    eval: PathText | None = None
     """Held-out prompts for validation, same forms as `train`."""
-    tokenizer: str | None = None
+    tokenizer: PathText | None = None
     """Directory of a Hugging Face tokenizer or path of a SentencePiece .model file; null means `policy.model`."""
     prompt_key: str = "prompt"
     """Field of a record that holds the question (a string, or a list of chat messages); `a.b` reaches into a nested object."""
     answer_key: str = "answer"
-    """Field of a record that holds the reference answer handed to the rewards; `a.b` reaches into a nested object."""
+    """Field of a record that holds the reference answer handed to the rewards (a string, or a number, which is read as its text);
+    `a.b` reaches into a nested object."""
     chat_template: bool = True
     """Wrap the question with the tokenizer's chat template."""
     system_prompt: str | None = None
@@ -234,10 +238,37 @@ class DataConfig(Section):
 
 
 class RewardPart(Section):
-    name: str
-    """Name of the rule; `megappo doctor` lists them."""
+    name: str | None = None
+    """Name of a built-in rule; `megappo doctor` lists them. Beside `path` or `entry_point`: the name under which that is logged."""
     weight: float = 1.0
     """Factor of this part in the score."""
+    path: FilePath | None = None
+    """Python file with a reward of your own, relative to the working directory (docs/rewards.md). It runs with your rights."""
+    function: str | None = None
+    """Function of that file."""
+    entry_point: str | None = None
+    """Reward of an installed package: its entry point in the group `megappo.rewards`."""
+    batch: bool = False
+    """Call your own reward with the list of a rank's samples and take a list, instead of one by one."""
+    args: dict[str, Any] = {}
+    """Keyword arguments for your own reward."""
+
+    @property
+    def own(self) -> bool:
+        """If this is code of the user."""
+        return self.path is not None or self.entry_point is not None
+
+    @property
+    def label(self) -> str:
+        """Name in metrics, records and messages: `mine.score` for the function score of mine.py."""
+        if self.name is not None:
+            return self.name
+        return f"{Path(self.path).stem}.{self.function}" if self.path is not None else str(self.entry_point)
+
+    @model_serializer(mode="wrap")
+    def _short(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out what the part does not use: a built-in rule is its name and weight."""
+        return {key: value for key, value in handler(self).items() if key == "weight" or value not in (None, False, {})}
 
 
 class RewardConfig(Section):
@@ -321,21 +352,35 @@ class TimeoutsConfig(Section):
     meeting_s: PositiveFloat = 3600.0
     """Limit for waiting on the host for ranks whose work takes longer: generation, rewards, loading, vLLM's start,
     checkpoints, exports. Must exceed the longest response, reward or save; a rank that hangs there is noticed after this time."""
+    heartbeat_s: PositiveFloat = 30.0
+    """Limit for the silence of a rank. Every rank has a watchdog that gives a sign of life each second; a rank that is stopped or
+    dead, or whose interpreter is blocked, ends the run after this time, with a report and the stacks of all ranks."""
+    section_s: PositiveFloat = 60.0
+    """Least limit for one stage of a step, checkpoint or export. Once it has run 5 times, its limit is the larger of this and 5
+    times the 99th percentile of its times; before that, and between the stages, `meeting_s`. A rank beyond it ends the run, as
+    above."""
 
 
 class RunConfig(Section):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,63}$")] = "run"
     """Name of the run; everything is written to `output_dir/name`."""
-    output_dir: str = "runs"
+    output_dir: PathText = "runs"
     """Directory that holds the runs."""
     seed: NonNegative = 0
     """Seed of sampling, shuffling and initialisation."""
     num_ranks: Positive | None = None
-    """Ranks that `megappo train` starts on this machine; null means one per GPU, or 1. Under torchrun it must match the world."""
+    """Ranks that `megappo train` starts on this machine; null means one per GPU, or 1. Under torchrun and srun it must match the
+    world."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of the models; auto takes CUDA if it is available."""
+    permissions: Literal["private", "group", "world"] = "group"
+    """Readers of the run's files, among them trajectories and checkpoints: the owner alone, also the group, or everybody. Only the
+    owner writes (umask 077, 027, 022)."""
     timeouts: TimeoutsConfig = TimeoutsConfig()
     """Limits on the time that ranks wait for each other."""
+    replica_check_every: NonNegative = 100
+    """Steps between comparisons of the weights that several ranks hold copies of, bit for bit; a difference ends the run (exit
+    code 17). 0 turns them off."""
 
 
 class TrainerConfig(Section):
@@ -350,12 +395,19 @@ class TrainerConfig(Section):
 
 
 class CheckpointConfig(Section):
-    save_every: NonNegative = 0
-    """Steps between checkpoints; 0 saves at the end only."""
+    save_every: Literal["auto"] | NonNegative = "auto"
+    """Steps between checkpoints; 0 saves at the end only. auto saves after the first step and then at the interval at which saving
+    and work lost in failures cost least, sqrt(2 x seconds that a save holds training x `mtbf_hours`), at least every 30 minutes."""
+    mtbf_hours: PositiveFloat | None = None
+    """Mean time between failures of this job in hours, for `save_every: auto`; null counts with one software fault a day, however
+    large the job, and one hardware fault of 64 GPUs every 5 days: 1 / (1/24 + ranks/7680)."""
     keep_last: Positive = 2
     """Checkpoints kept; older ones are removed after a newer one is complete."""
     save_only_model: bool = False
     """Save weights without optimizer, RNG and cursor: smaller, but not resumable."""
+    asynchronous: bool = True
+    """Copy the state to host memory and write it from there while training goes on, instead of waiting for the disk. A rank's copy
+    takes as much host memory as its share of the checkpoint (`megappo plan` says how much); false takes none."""
     export_at_end: bool = True
     """Write the final policy as a Hugging Face checkpoint to `export/` in the run directory."""
 
@@ -406,9 +458,9 @@ class TrainConfig(Section):
 
 
 class SftDataConfig(Section):
-    train: str
+    train: PathText
     """Demonstrations: a .jsonl or .parquet file, or the name of a Hugging Face dataset."""
-    tokenizer: str | None = None
+    tokenizer: PathText | None = None
     """Directory of a Hugging Face tokenizer or path of a SentencePiece .model file; null means `policy.model`."""
     prompt_key: str = "prompt"
     """Field that holds the question (a string, or a list of chat messages); `a.b` reaches into a nested object."""

@@ -20,6 +20,8 @@ from megappo.config.errors import ConfigError
 MAX_BYTES = 1 << 20
 MAX_VALUES = 10_000  # with aliases expanded: a small file can unfold to billions of values
 MAX_DEPTH = 20
+MAX_NODES = 2 * MAX_VALUES  # as written: PyYAML takes a minute for 1 MiB of them
+LARGEST_NUMBER = 1 << 63  # beyond, libraries and tensors overflow
 
 # (tag, pattern, possible first characters) of YAML 1.2's core schema, without infinities and NaN, which no key accepts.
 SCALARS = (
@@ -47,6 +49,13 @@ class CoreLoader(yaml.SafeLoader):
     """Loader that resolves plain scalars by YAML 1.2's rules."""
 
     yaml_implicit_resolvers = _resolvers({})
+    num_nodes = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        self.num_nodes += 1
+        if self.num_nodes > MAX_NODES:
+            raise yaml.MarkedYAMLError(problem=f"more than {MAX_NODES} values", problem_mark=self.peek_event().start_mark)
+        return super().compose_node(parent, index)
 
 
 class CoreDumper(yaml.SafeDumper):
@@ -104,6 +113,8 @@ class _Converter:
     def scalar(self, node: yaml.ScalarNode) -> Any:
         kind = node.tag.removeprefix("tag:yaml.org,2002:")
         if kind == "str":
+            if any("\ud800" <= character <= "\udfff" for character in node.value):  # by an escape: "\ud800"
+                raise self.error(node, "half of a surrogate pair is no character; write the whole one")
             return node.value
         if kind == "null":
             return None
@@ -118,7 +129,7 @@ class _Converter:
             value = int(node.value) if kind == "int" else float(node.value)
         except ValueError:  # an explicit tag on other text, or too many digits for Python
             value = math.nan
-        if not math.isfinite(value):
+        if not abs(value) < LARGEST_NUMBER if kind == "int" else not math.isfinite(value):
             raise self.error(node, f"{node.value[:40]!r} is not a number that can be used")
         return value
 
@@ -135,6 +146,8 @@ def parse_yaml(text: str, name: str) -> tuple[Any, dict[str, int]]:
         raise ConfigError(f"{name}: not valid YAML: {' '.join(str(error).split())}") from None
     except RecursionError:
         raise ConfigError(f"{name}: not a configuration: nested too deeply") from None
+    except (ValueError, OverflowError) as error:  # "\UFFFFFFFF" and %YAML 9{5000}: PyYAML does not check its numbers
+        raise ConfigError(f"{name}: not valid YAML: {' '.join(str(error).split())}") from None
     if node is None:
         return None, {}
     converter = _Converter(name)

@@ -150,6 +150,11 @@ class Engine(StatefulModel, Protocol):
         """Gradients of the last training pass, reduced unless the optimizer is sharded; names as above. Not collective."""
         ...
 
+    def main_parameters(self) -> Mapping[str, Tensor]:
+        """Whole fp32 copies that the optimizer updates in place of bf16 parameters; names as above. Empty without such copies, and
+        if the optimizer is sharded. Resident until the mode is left. Not collective."""
+        ...
+
     def pieces(self) -> RankPieces:
         """Rank -> its rectangles of Hugging Face tensors, by the names above. Not collective; the same on every rank."""
         ...
@@ -185,6 +190,10 @@ class Engine(StatefulModel, Protocol):
         reads: fields of the batch that loss_fn reads, if the batch has them. No others go to the device; reading another field of a
         micro-batch is a KeyError.
         """
+        ...
+
+    def ranks_of(self, batch: PackedBatch, sequence: int) -> str:
+        """Ranks that hand back the results of this sequence in a pass over the batch, in words. Not collective."""
         ...
 
     # --------------------------------------------------------------------------------------------------------- optimizer

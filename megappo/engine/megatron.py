@@ -6,6 +6,7 @@ returns per-token results in the global order to every rank. Losses are callable
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -32,16 +33,23 @@ from megappo.models.moe import share_router_state
 from megappo.models.naming import named_parameters
 from megappo.models.pieces import RankPieces
 from megappo.models.weight_map import LOCAL_OUTPUT, LOCAL_VALUE_HEAD, pieces_by_rank
-from megappo.parallel.balance import plan_micro_batches
+from megappo.parallel.balance import MicroBatchPlan, plan_micro_batches
 from megappo.parallel.context import ContextShard
 from megappo.parallel.groups import ProcessGroups
+from megappo.parallel.meeting import Point
+from megappo.resilience.faults import Unrecoverable
+from megappo.resilience.ranks import name_ranks
 
 # Skipped steps in a row after which the run stops: a diverged model does not recover by itself.
 MAX_SKIPPED_STEPS = 3
 
 
-class NonFiniteGradient(RuntimeError):
-    """Gradients were NaN or infinite several steps in a row."""
+# Tensors that one rank names in a message.
+MAX_NAMED = 4
+
+
+class NonFiniteGradient(Unrecoverable):
+    """Gradients were NaN or infinite several steps in a row. The same message on every rank."""
 
 
 class MegatronEngine:
@@ -76,6 +84,7 @@ class MegatronEngine:
         self._optimizer = optimizer
         self._offload = offload
         self._skipped_steps = 0
+        self._passes = 0
         self._router_state = share_router_state(self.chunks)
         self._router_aux_coef = router_aux_coef
         self._config.finalize_model_grads_func = _sum_gradients
@@ -101,6 +110,13 @@ class MegatronEngine:
         """Views of DDP's fp32 buffers; the distributed optimizer leaves each rank with the reduced sum of its own shard only."""
         # main_grad: an attribute that DDP adds.
         return {name: cast(Any, parameter).main_grad for name, parameter in self.named_parameters().items()}
+
+    def main_parameters(self) -> dict[str, Tensor]:
+        if self._optimizer is None:
+            return {}
+        self._optimizer_storages.restore(to_change=False)
+        main = {id(parameter): copy for parameter, copy in self._optimizer.main_parameters()}
+        return {name: main[id(parameter)] for name, parameter in self.named_parameters().items() if id(parameter) in main}
 
     def pieces(self) -> RankPieces:
         return pieces_by_rank(self.arch, self.groups.layout, self.value_head)
@@ -172,6 +188,11 @@ class MegatronEngine:
         forward_only: bool = False,
     ) -> PassResult:
         mine = self._my_sequences(batch)
+        self._passes += 1
+        kind = "a forward pass" if forward_only else "forward and backward"
+        lengths = zlib.crc32(batch.cu_seqlens.numpy().tobytes())
+        # A rank that runs another pass than its peers would hang or abort inside it, without a name.
+        self.groups.agree(Point(f"{kind} of the {self.name}", self._passes, len(mine), lengths))
         read = batch.only(reads if self.groups.is_last_stage else ())  # only the last stage computes the loss
         micro_batches = MicroBatches(read, mine, self.groups, self.device)
         outputs: list[LossOutput] = []
@@ -200,13 +221,22 @@ class MegatronEngine:
         dist.all_reduce(gathered, group=self.groups.everyone)
         return {name: gathered[row].to(batch.tokens.device) for row, name in enumerate(names)}
 
+    def ranks_of(self, batch: PackedBatch, sequence: int) -> str:
+        layout, last = self.groups.layout, self.groups.layout.pp - 1
+        dp = next(dp for dp, theirs in enumerate(self._plan(batch)) if any(sequence in micro for micro in theirs))
+        ranks = [layout.rank_of(tp=tp, cp=cp, dp=dp, pp=last) for cp in range(layout.cp) for tp in range(layout.tp)]
+        return f"{name_ranks(ranks)} (stage {last})"
+
     def _my_sequences(self, batch: PackedBatch) -> list[list[int]]:
         """Sequences of each micro-batch of this data-parallel rank."""
+        return self._plan(batch)[self.groups.coordinates.dp]
+
+    def _plan(self, batch: PackedBatch) -> MicroBatchPlan:
+        """Sequences of each micro-batch of every data-parallel rank."""
         layout = self.groups.layout
         # The interleaved schedule passes micro-batches through the stages in groups of pp.
         multiple = layout.pp if layout.vpp > 1 else 1
-        plan = plan_micro_batches(batch.lengths.tolist(), layout.dp, self._micro_batch_tokens, multiple)
-        return plan[self.groups.coordinates.dp]
+        return plan_micro_batches(batch.lengths.tolist(), layout.dp, self._micro_batch_tokens, multiple)
 
     def _compute_loss(
         self, loss_fn: LossFunction, denominator: float, outputs: list[LossOutput], micro: MicroBatch, raw: Tensor
@@ -300,8 +330,7 @@ class MegatronEngine:
         self._skipped_steps = 0 if result.applied else self._skipped_steps + 1
         if self._skipped_steps >= MAX_SKIPPED_STEPS:
             raise NonFiniteGradient(
-                f"{self.name}: gradient norm {result.grad_norm} in {self._skipped_steps} steps in a row; rank {dist.get_rank()} "
-                f"(stage {self.groups.coordinates.pp}, tp {self.groups.coordinates.tp}) sees it in {self._non_finite_names()}"
+                f"{self.name}: gradient norm not finite in {self._skipped_steps} steps in a row; {self._non_finite_ranks()}"
             )
         return result
 
@@ -309,9 +338,22 @@ class MegatronEngine:
         assert self._optimizer is not None, f"{self.name} is frozen: it has no optimizer"
         return self._optimizer
 
-    def _non_finite_names(self) -> str:
+    def _non_finite_ranks(self) -> str:
+        """Tensors with such gradients, rank by rank. Collective, on the host."""
         bad = [name for name, gradient in self.named_gradients().items() if not torch.isfinite(gradient).all()]
-        return ", ".join(bad[:4]) + (f" and {len(bad) - 4} more" if len(bad) > 4 else "") if bad else "none of its own tensors"
+        found: list = [None] * dist.get_world_size()
+        dist.all_gather_object(found, (len(bad), bad[:MAX_NAMED]))
+        at = self.groups.layout.coordinates
+        named = [
+            f"rank {rank} (stage {at(rank).pp}, tp {at(rank).tp}): {', '.join(names)}"
+            + (f" and {count - len(names)} more" if count > len(names) else "")
+            for rank, (count, names) in enumerate(found)
+            if count
+        ]
+        clean = [rank for rank, (count, _) in enumerate(found) if not count]
+        if not named:  # every tensor is finite, but not the norm
+            return "no rank has one among its own tensors: the norm overflows"
+        return "; ".join([*named, *([f"{name_ranks(clean)}: none of their own tensors"] if clean else [])])
 
     # ------------------------------------------------------------------------------------------------------ checkpoint
 

@@ -18,8 +18,14 @@ from torch import Tensor
 
 from megappo.config.schema import OptimizerConfig
 from megappo.engine.base import StepResult
-from megappo.engine.megatron_optimizer_state import create_moments, load_optimizer_state, sharded_optimizer_state
+from megappo.engine.megatron_optimizer_state import (
+    create_moments,
+    load_optimizer_state,
+    sharded_optimizer_state,
+    whole_main_parameters,
+)
 from megappo.models.fusion import accumulate_into_main_grad
+from megappo.parallel.consensus import any_rank
 from megappo.parallel.groups import ProcessGroups
 
 
@@ -94,8 +100,9 @@ class Optimizer:
         """Clip by the global norm and update; skip the step if the norm is not finite."""
         found_inf = self._optimizer.prepare_grads()
         grad_norm = float(self._optimizer.get_grad_norm())
-        if found_inf or not math.isfinite(grad_norm):  # reduced over all ranks, so all skip or none
-            return StepResult(grad_norm, applied=False)
+        # A vote, although the norm is a sum over ranks: copies on dp ranks are assumed equal there, and counted once.
+        if any_rank(bool(found_inf) or not math.isfinite(grad_norm)):
+            return StepResult(math.nan if math.isfinite(grad_norm) else grad_norm, applied=False)
         if self._clip_grad > 0:
             for optimizer in self._chained():
                 parameters: list[Tensor] = [*optimizer.get_parameters()]
@@ -111,6 +118,11 @@ class Optimizer:
                 yield from group["params"]
             for state in optimizer.optimizer.state.values():
                 yield from (value for value in state.values() if isinstance(value, Tensor) and value.dim() > 0)
+
+    def main_parameters(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """(model parameter, its whole fp32 copy) of bf16 parameters; none under the distributed optimizer."""
+        for optimizer in self._chained():
+            yield from whole_main_parameters(optimizer)
 
     def reload_main_parameters(self) -> None:
         """Copy the model's weights into the fp32 main parameters, after weights were loaded from elsewhere."""

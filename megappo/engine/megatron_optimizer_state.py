@@ -100,6 +100,12 @@ def _pairs(optimizer: MegatronOptimizer) -> Iterator[tuple[torch.nn.Parameter, T
             yield from ((parameter, parameter) for parameter in parameters)
 
 
+def whole_main_parameters(optimizer: MegatronOptimizer) -> Iterator[tuple[Tensor, Tensor]]:
+    """(model parameter, the whole fp32 tensor that this rank updates in its place); a sharded optimizer has none."""
+    if not isinstance(optimizer, DistributedOptimizer):
+        yield from ((parameter, main) for parameter, main in _pairs(optimizer) if main is not parameter)
+
+
 def _names(parameter: Tensor) -> tuple[str, ...]:
     return _MOMENTS if parameter.dtype == torch.float32 else (*_MOMENTS, _MAIN)
 

@@ -7,12 +7,12 @@ only their bytes are in host memory. Works on any device; on the CPU it serves t
 from __future__ import annotations
 
 import mmap
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
+
+from megappo.platform.pinned import pin
 
 ALIGNMENT = 256  # bytes: every storage starts at such a multiple in the host buffer, as the device's allocator places it
 
@@ -95,11 +95,7 @@ class HostBuffer:
         # Not torch's pinned allocator: it rounds up to powers of two, twice the memory at worst.
         whole = torch.frombuffer(mmap.mmap(-1, self.nbytes), dtype=torch.uint8)
         if device.type == "cuda":
-            runtime: Any = torch.cuda.cudart()  # a module, None to the type checker
-            address = whole.data_ptr()
-            torch.cuda.check_error(runtime.cudaHostRegister(address, self.nbytes, 0))
-            # Not at exit: the process frees everything then, in an order of its own.
-            weakref.finalize(self, runtime.cudaHostUnregister, address).atexit = False
+            pin(self, whole)
         self.parts = [part[:size] for part, size in zip(whole.split(padded), sizes)]
 
 

@@ -22,8 +22,8 @@ class Rope:
     original_max_positions: int | None = None
     low_freq_factor: float | None = None
     high_freq_factor: float | None = None
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
+    beta_fast: float = 32.0  # yarn: a dimension that turns more often over the original length is kept
+    beta_slow: float = 1.0  # one that turns less often is stretched, those between are mixed
     attention_factor: float | None = None
     mscale: float | None = None
     mscale_all_dim: float | None = None

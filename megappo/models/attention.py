@@ -67,6 +67,7 @@ def group_by_length(cu_seqlens: Sequence[int]) -> Grouping:
     """Sort sequences by length and cut them into groups of bounded padding."""
     lengths = torch.tensor(cu_seqlens).diff()
     starts = torch.tensor(cu_seqlens[:-1], dtype=torch.long)
+    # Stable: equal lengths keep their order, so that a batch has one grouping and one set of bits.
     order = torch.argsort(lengths, descending=True, stable=True)
     order = order[lengths[order] > 0]
     groups: list[LengthGroup] = []
@@ -226,7 +227,7 @@ def band(length: int, window: int, device: torch.device) -> Tensor:
 def varlen_attention(
     query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences, scale: float, window: int | None = None
 ) -> Tensor:
-    """As `grouped_attention`, by torch's flash kernel (CUDA, fp16 or bf16). num_splits 1 keeps sequences independent."""
+    """As `grouped_attention`, by torch's flash kernel (CUDA, fp16 or bf16)."""
     out = varlen_attn(
         query,
         key,
@@ -238,7 +239,7 @@ def varlen_attention(
         scale=scale,
         window_size=(-1 if window is None else window - 1, 0),
         enable_gqa=query.size(1) != key.size(1),
-        num_splits=1,
+        num_splits=1,  # more would add up a row in an order that depends on the other sequences
     )
     assert isinstance(out, Tensor)  # a tuple only if more outputs are requested
     return out
@@ -309,7 +310,7 @@ def _window(config: TransformerConfig, layer_number: int) -> int | None:
     skipped: Any = config.window_attn_skip_freq  # may be None, which the types of its reader leave out
     if config.window_size is None or not is_layer_window_attention(config.window_size, skipped, layer_number):
         return None
-    return config.window_size[0] + 1
+    return config.window_size[0] + 1  # Megatron does not count the token itself
 
 
 def rotary_te_attention() -> Callable[..., torch.nn.Module]:
@@ -345,5 +346,6 @@ def _one_cp_rank(config: TransformerConfig) -> TransformerConfig:
     alone = copy.copy(config)
     alone.context_parallel_size = 1
     alone.num_attention_heads = config.num_attention_heads // config.context_parallel_size
+    # At least one KV head on every tp rank: `whole_sequences` repeats fewer.
     alone.num_query_groups = max(config.num_query_groups // config.context_parallel_size, config.tensor_model_parallel_size)
     return alone

@@ -128,7 +128,7 @@ def transformer_config(
         hidden_size=arch.hidden_size,
         num_attention_heads=arch.num_heads,
         num_query_groups=arch.num_kv_heads,
-        kv_channels=arch.head_dim,
+        kv_channels=arch.head_dim,  # not hidden_size / num_heads in every family
         ffn_hidden_size=arch.ffn_size,
         normalization="RMSNorm",
         layernorm_epsilon=arch.norm_eps,
@@ -137,7 +137,7 @@ def transformer_config(
         add_bias_linear=False,
         add_qkv_bias=arch.qkv_bias,
         qk_layernorm=arch.qk_norm,
-        hidden_dropout=0.0,
+        hidden_dropout=0.0,  # the first update of a batch needs the log-probs of the rollout: a ratio of exactly 1
         attention_dropout=0.0,
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -154,14 +154,15 @@ def transformer_config(
         # A stage's output is not read after it was sent: its data is freed, its node in the graph stays.
         deallocate_pipeline_outputs=layout.pp > 1,
         context_parallel_size=layout.cp,
+        # Megatron does not count the token itself.
         window_size=None if arch.sliding_window is None else (arch.sliding_window - 1, 0),
         window_attn_skip_freq=[int(slides) for slides in arch.sliding_layers] or None,
         sequence_parallel=layout.sequence_parallel,
-        variable_seq_lengths=True,
+        variable_seq_lengths=True,  # micro-batches are cut by tokens and differ in size
         moe_token_dispatcher_type="alltoall",  # the default is refused with variable_seq_lengths even without experts
         **moe_config(arch, layout),
-        calculate_per_token_loss=True,
-        perform_initialization=False,
+        calculate_per_token_loss=True,  # the engine has divided by the whole batch's denominator: Megatron must not divide again
+        perform_initialization=False,  # weights are loaded
         **fusions,
         # These need CUDA extensions that may be absent, or a compiler at run time, for little gain.
         gradient_accumulation_fusion=False,
@@ -211,10 +212,7 @@ def _block(arch: ModelArch, config: TransformerConfig, layers: range, implementa
 
 
 class RMSNorm(torch.nn.Module):
-    """RMSNorm of the local spec: y = x / rms(x) * weight over the last dimension. weight: [hidden_size] in `config.params_dtype`.
-
-    Rounds like transformers and vLLM: normalise in fp32, round to the activation's dtype, then scale.
-    """
+    """RMSNorm of the local spec: y = x / rms(x) * weight over the last dimension. weight: [hidden_size], `config.params_dtype`."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
         super().__init__()
@@ -227,6 +225,7 @@ class RMSNorm(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         normed = torch.nn.functional.rms_norm(x.float(), (x.size(-1),), eps=self.eps)
+        # Rounded before it is scaled, as in transformers and vLLM.
         return normed.to(x.dtype) * self.weight
 
 

@@ -97,7 +97,7 @@ class PolicyModel(PackedModel):
             tensor=self.output_layer.weight,
             key=first_stage_word_emb_key,
             replica_id=(1, 0, dp_cp_group.rank()),  # the first stage holds the main copy
-            allow_shape_mismatch=True,
+            allow_shape_mismatch=True,  # the vocabulary's padding depends on tp
             tp_group=self.tp_group,
             dp_cp_group=dp_cp_group,
         )

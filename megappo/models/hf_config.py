@@ -15,6 +15,9 @@ from megappo.models.arch import ModelArch, MoeArch, Rope
 from megappo.models.families.registry import FAMILIES, family_of, wrapped_families
 from megappo.models.family import Family, Window
 
+# `auto_map` names Python files beside the checkpoint, the other key a repository of kernels (CVE-2026-4372, which transformers
+# before 5.3 follows even if remote code is off). vLLM reads the same file: it is refused before any library sees it.
+_CODE_KEYS = ("auto_map", "_attn_implementation_internal")
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 # Rope type -> the keys that it reads.
 _ROPE_KEYS: dict[str, tuple[str, ...]] = {
@@ -33,6 +36,8 @@ def read_config(path: str | Path) -> dict[str, Any]:
         raise ValueError(f"{path} {what}; a Hugging Face checkpoint directory is needed")
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
+    except RecursionError:
+        raise ValueError(f"{file} is not valid JSON: nested too deeply") from None
     except ValueError as error:
         raise ValueError(f"{file} is not valid JSON: {error}") from None
     if not isinstance(config, dict):
@@ -52,10 +57,10 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     if name not in families:
         raise ValueError(f"{architecture} with text_config.model_type {name!r}: supported are {', '.join(families)}")
     text["architectures"] = [families[name].architecture()]
+    # True: transformers' default for every config class that has none of its own.
     text.setdefault("tie_word_embeddings", config.get("tie_word_embeddings", True))
-    for key in ("quantization_config", "auto_map"):
-        if key in config:
-            text[key] = config[key]
+    if "quantization_config" in config:  # a wrapper has it at its top level
+        text["quantization_config"] = config["quantization_config"]
     for key in ("dtype", "torch_dtype", "transformers_version", "bos_token_id", "eos_token_id", "pad_token_id"):
         if key in config:
             text.setdefault(key, config[key])
@@ -79,9 +84,10 @@ def read_arch(path: str | Path) -> ModelArch:
 
 def arch_of(config: Mapping[str, Any]) -> ModelArch:
     """Architecture of a parsed config.json. ValueError as of `read_arch`."""
+    if key := _code_key(config):
+        fix = "use a built-in architecture, and remove the key if this is one"
+        raise ValueError(f"config.json has {key} (remote code), which is never run; {fix}")
     text = text_config(config)
-    if "auto_map" in text:
-        raise ValueError("config.json has auto_map (remote code), which is never run; use a built-in architecture")
     family = family_of(_architecture(text))
     values = _Values(text, family)
     _refuse_unimplemented(values)
@@ -115,6 +121,20 @@ def arch_of(config: Mapping[str, Any]) -> ModelArch:
         sliding_window=window,
         sliding_layers=sliding_layers,
     )
+
+
+def _code_key(config: Mapping[str, Any]) -> str | None:
+    """The first key, at any depth, by which transformers would run code that the checkpoint names; None if there is none."""
+    waiting: list[Any] = [config]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, Mapping):
+            if found := next((key for key in _CODE_KEYS if key in value), None):
+                return found
+            waiting += value.values()
+        elif isinstance(value, list):
+            waiting += value
+    return None
 
 
 def _architecture(config: Mapping[str, Any]) -> str:
@@ -194,8 +214,8 @@ def _read_moe(values: _Values, num_layers: int) -> MoeArch | None:
 def _read_window(values: _Values, num_layers: int, max_positions: int) -> tuple[int | None, tuple[bool, ...]]:
     """(tokens that a token sees, itself included; one entry per layer, true if that holds there); (None, ()) if all layers see all.
 
-    A window of max_positions or more hides nothing and counts as none. ValueError if the config contradicts itself, or if
-    transformers and vLLM read it differently: the policy would be another model in the rollout.
+    ValueError if the config contradicts itself, or if transformers and vLLM read it differently: the policy would be another
+    model in the rollout.
     """
     family = values.family
     style = family.window or Window()
@@ -208,7 +228,7 @@ def _read_window(values: _Values, num_layers: int, max_positions: int) -> tuple[
         return None, ()
     if not isinstance(window, int) or isinstance(window, bool) or window < 1:
         raise ValueError(f"sliding_window {window!r}: a positive integer is needed, or null for none")
-    if window >= max_positions:
+    if window >= max_positions:  # hides nothing from any token
         return None, ()
     if family.window is None:
         raise ValueError(f"sliding_window {window}: {family.name} models have no sliding attention; set it to null")

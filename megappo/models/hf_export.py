@@ -30,7 +30,9 @@ from megappo.models.pieces import Piece, as_2d
 from megappo.models.weight_map import VALUE_HEAD, hf_tensors, megatron_pieces
 from megappo.parallel.groups import ProcessGroups
 from megappo.parallel.layout import ParallelLayout
+from megappo.platform.permissions import open_to_readers_of
 
+# Of a file, which its writer holds in host memory.
 _SHARD_BYTES = 4 << 30
 _DTYPE_NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 # Files of tokenizers and generation settings; weights and remote code are never copied.
@@ -70,7 +72,7 @@ def plan_shards(
     # One rank of each stage is enough: its pieces name every tensor of the stage.
     stages = ParallelLayout(layout.pp, pp=layout.pp, vpp=layout.vpp, layers_per_stage=layout.layers_per_stage)
     for stage in range(layout.pp):
-        size = shard_bytes + 1
+        size = shard_bytes + 1  # full: the stage's first tensor opens a file
         for name in dict.fromkeys(piece.hf for piece in megatron_pieces(arch, stages, stage, value_head)):
             if name in written:
                 continue
@@ -158,6 +160,7 @@ def _write_stage(
         if gather.is_root and failure is None:
             try:
                 save_file(tensors, folder / shard.file, metadata={"format": "pt"})
+                open_to_readers_of(folder, folder / shard.file)
             except (OSError, SafetensorError) as error:
                 failure = error  # the peers still send the rest: receive it, then report
     if failure is not None:
@@ -232,7 +235,7 @@ def _finish(
     for name in _COPIED:
         if (source / name).is_file():
             shutil.copyfile(source / name, partial / name)
-    partial.rename(out)
+    partial.rename(out)  # complete: now under its name
 
 
 def export_config(arch: ModelArch, source: Mapping[str, Any], dtype: torch.dtype, value_head: bool) -> dict[str, Any]:

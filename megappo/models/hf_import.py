@@ -81,6 +81,7 @@ def _tensor_files(path: Path) -> dict[str, str]:
     if index.is_file():
         files = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         for name in sorted(set(files.values())):
+            # A name with a folder in it could read outside of the checkpoint.
             if Path(name).name != name or not (path / name).is_file():
                 raise ValueError(f"{index} names {name}, which is not a file in {path}")
         return files
@@ -167,6 +168,7 @@ def _fill_value_head(weight: Tensor, arch: ModelArch, reader: CheckpointReader, 
     elif source == "normal":
         # Drawn on the host from the seed: the same on every tp rank and any device.
         generator = torch.Generator().manual_seed(seed)
+        # Variance 1 / (hidden + 1), as Stiennon et al. 2020 start the head of their reward model.
         weight.copy_(torch.randn(1, arch.hidden_size, generator=generator) * (arch.hidden_size + 1) ** -0.5)
     else:
         name = next((name for name in _HEAD_NAMES if reader.find(name)), None)

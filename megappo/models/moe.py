@@ -50,8 +50,8 @@ def moe_config(arch: ModelArch, layout: ParallelLayout) -> dict[str, Any]:
         "moe_router_score_function": "softmax",
         # Softmax over the chosen logits equals softmax over all, normalised over the chosen.
         "moe_router_pre_softmax": not moe.norm_topk_prob,
-        "moe_router_dtype": "fp32",
-        "moe_router_load_balancing_type": "none",
+        "moe_router_dtype": "fp32",  # in bf16 close scores tie, and layouts would choose different experts
+        "moe_router_load_balancing_type": "none",  # `SequenceRouter` has its own
         "expert_model_parallel_size": layout.ep,
         "expert_tensor_parallel_size": layout.etp,
     }
@@ -191,6 +191,7 @@ class SequenceRouter(Router):
         with torch.no_grad():
             if self.tp_cp_group.size() > 1:
                 dist.all_reduce(counts, group=self.tp_cp_group)
+            # Of each sequence, without padding: a token chose topk experts.
             num_tokens = counts.sum(1, keepdim=True) / self.config.moe_router_topk
             # d L_b / d score of one token: f_i / T_b
             slope = counts * (self.num_experts / self.config.moe_router_topk) / num_tokens.clamp(min=1).square()
@@ -240,7 +241,7 @@ class _AttachLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor, scale: float) -> Tensor:
         ctx.scale, ctx.like = scale, (loss.dtype, loss.device)
-        return x.view_as(x)
+        return x.view_as(x)  # a new tensor: an input that is returned as it is gets no node of autograd
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
@@ -251,14 +252,12 @@ class _AttachLoss(torch.autograd.Function):
 
 
 def mark_experts(model: torch.nn.Module) -> None:
-    """Make DDP and the optimizer reduce expert weights over the expert groups, for any sizes.
-
-    Megatron does so only if ep > 1. With ep = 1 and etp < tp under sequence parallelism the tp ranks hold copies of an expert
-    that saw different tokens: reduced over the dense data-parallel group, their gradients would differ. The second mark keeps
-    the gradient norm from dropping the experts of all tp ranks but the first as copies.
-    """
+    """Make DDP and the optimizer reduce expert weights over the expert groups, for any sizes."""
     for module in model.modules():
         if isinstance(module, (SequentialMLP, TEGroupedMLP)):
             for parameter in module.parameters():
+                # Megatron does this only if ep > 1. With ep = 1 and etp < tp under sequence parallel the tp ranks hold copies of an
+                # expert that saw different tokens: reduced over the dense data-parallel group, their gradients would differ.
                 setattr(parameter, "allreduce", False)
+                # Else the gradient norm drops the experts of all tp ranks but the first as copies.
                 setattr(parameter, "tensor_model_parallel", True)

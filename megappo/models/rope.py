@@ -54,7 +54,7 @@ def _yarn(rope: Rope, powers: Tensor, dim: int) -> Tensor:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
     if low == high:
-        high += 0.001
+        high += 0.001  # as transformers: no division by 0
     keep = 1 - torch.clamp((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low), 0, 1)
     return 1.0 / (rope.factor * powers) * (1 - keep) + 1.0 / powers * keep
 
@@ -75,7 +75,7 @@ def _yarn_attention_factor(rope: Rope) -> float:
 
 def rotary_table(positions: Tensor, inv_freq: Tensor, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """cos and sin of positions [T] as [T, 1, head_dim] in the dtype of the activations."""
-    angles = positions[:, None].float() * moved(inv_freq, positions.device)
+    angles = positions[:, None].float() * moved(inv_freq, positions.device)  # in bf16 position 257 would be 256
     angles = torch.cat((angles, angles), dim=-1)[:, None, :]
     return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
 

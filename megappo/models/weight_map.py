@@ -91,7 +91,7 @@ def local_shapes(arch: ModelArch, layout: ParallelLayout, rank: int, value_head:
         shapes[LOCAL_FINAL_NORM] = (arch.hidden_size,)
         if value_head:
             shapes[LOCAL_VALUE_HEAD] = (1, arch.hidden_size)
-        elif not arch.tied_embeddings or layout.pp > 1:
+        elif not arch.tied_embeddings or layout.pp > 1:  # tied: the last stage of a pipeline has its own copy
             shapes[LOCAL_OUTPUT] = vocab_rows
     return shapes
 

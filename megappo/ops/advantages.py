@@ -134,6 +134,7 @@ def _padded(
         if tensor is not None and tensor.shape != value.shape:
             raise ValueError(f"{name} {tuple(tensor.shape)} has not the shape of value {tuple(value.shape)}")
     rows, length = value.shape
+    # Each row is one sequence: its padding is masked, and a masked step is the identity.
     cu_seqlens = torch.arange(rows + 1, device=value.device) * length
     advantage, returns, moments = gae(
         reward.reshape(-1),
@@ -201,7 +202,7 @@ def _lambda(name: str, lam: float | Tensor, cu_seqlens: Tensor) -> tuple[float, 
         raise ValueError(f"{name} {tuple(lam.shape)} is neither one number nor one lambda for each of {num_sequences} sequences")
     if lam.device != cu_seqlens.device:
         raise ValueError(f"{name} is on {lam.device}, cu_seqlens on {cu_seqlens.device}: move it there")
-    return float("nan"), lam.double().expand(num_sequences)
+    return float("nan"), lam.double().expand(num_sequences)  # nan: a kernel that reads the number all the same is found out
 
 
 _token_advantages = op(reference.token_advantages, file=__name__)

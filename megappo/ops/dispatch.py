@@ -90,7 +90,7 @@ def implementation(name: str, args: tuple[Any, ...]) -> Callable[..., Any]:
 
 
 def _choice(name: str, args: tuple[Any, ...]) -> tuple[str, Callable[..., Any]]:
-    first = next(x for x in args if isinstance(x, Tensor))
+    first = next(x for x in args if isinstance(x, Tensor))  # its device and type are the call's
     if first.dtype == torch.float64:  # gradient checks only, which hold kernels against the reference
         return "reference", _references[name]
     return _resolve(name, first.device.type)
@@ -106,6 +106,7 @@ def unavailable(device_type: str) -> list[str]:
     if _wanted(device_type) != "auto":
         return []
     reasons = [missing(candidate, device_type) for candidate in ORDER[device_type]]
+    # There is a None: nothing is missing for the reference, the last in the order.
     return [reason for reason in reasons[: reasons.index(None)] if reason is not None]
 
 
@@ -158,6 +159,7 @@ def watched(watch: Watch) -> Iterator[None]:
 
 @contextmanager
 def _restored() -> Iterator[None]:
+    # Copies: `select` changes the selection and clears `resolved` in place.
     before = dict(vars(_selection))
     resolved = dict(_selection.resolved)
     try:
@@ -182,12 +184,13 @@ def _resolve(name: str, device_type: str) -> tuple[str, Callable[..., Any]]:
 
 def _find(name: str, device_type: str) -> tuple[str, Callable[..., Any]]:
     wanted = _wanted(device_type)
-    if device_type not in ORDER:
+    if device_type not in ORDER:  # "meta", and devices without kernels of ours
         return "reference", _references[name]
     for candidate in ORDER[device_type] if wanted == "auto" else (wanted,):
         fault = _selection.faults.get((name, candidate))
         reason = missing(candidate, device_type) or (fault and f"{name} {fault}")
         found = None if reason else _lookup(candidate, name)
+        # Products around a row op are the reference's code with that op's kernel: reported under both names, below.
         if found is not None and not (candidate == "reference" and name in _row_ops):
             return candidate, found
     if name in _row_ops and not reason:

@@ -37,7 +37,7 @@ def add_mm_(total: Tensor, a: Tensor, b: Tensor, *, first: bool, exact: bool = T
             torch.mm(a, b, out_dtype=total.dtype, out=total)
         else:
             torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
-    elif exact:
+    elif exact:  # half types on the CPU: widened, so that the term is not rounded
         add_mm_(total, a.to(total.dtype), b.to(total.dtype), first=first)
     elif first:
         total.copy_(a @ b)

@@ -69,10 +69,12 @@ def _no_cuda(facts: dict[str, Any]) -> str | None:
     if runtime is None:
         built = f"megappo was built with CUDA kernels, and torch {torch.__version__} has no CUDA"
         return f"{built}: install it again with a CUDA torch ({BUILD})"
+    # Minor versions of CUDA are compatible with each other, major ones are not.
     if toolkit and (major := runtime.split(".")[0]) != toolkit.split(".")[0]:
         built = f"megappo was built with CUDA {toolkit}, and torch {torch.__version__} is for CUDA {runtime}"
         return f"{built}: install it again with nvcc {major} on PATH ({BUILD})"
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+    # A login node has no GPU: nothing there contradicts the build.
     if capability is None or serves(facts["cuda_archs"], capability):
         return None
     gpu, arch = "".join(map(str, capability)), ".".join(map(str, capability))

@@ -31,6 +31,7 @@ def restrict_(logits: Tensor, kept: Tensor, vocab_start: int) -> Tensor:
     restricted = (kept != NO_ENTRY).any(1)
     column = kept.long() - vocab_start
     here = (column >= 0) & (column < num_columns)
+    # In bounds for gather and scatter; what was clamped is written as -inf, which changes no column.
     column = column.clamp(0, num_columns - 1)
     listed = logits.gather(1, column).masked_fill_(~here, -torch.inf)
     logits.masked_fill_(restricted[:, None], -torch.inf)

@@ -99,6 +99,7 @@ class LinearLogits:
     def logits(self, hidden: Tensor, weight: Tensor, tokens: slice, columns: slice) -> Tensor:
         """Logits [t, c] of a block in a new tensor; hidden and weight: the block's rows of each, as `operand` gives them."""
         num_tokens = hidden.shape[0]
+        # A library chooses its algorithm by the product's shape, and another algorithm adds in another order.
         if self.invariant and num_tokens < self._invariant_rows:
             hidden = torch.nn.functional.pad(hidden, (0, 0, 0, self._invariant_rows - num_tokens))
         if self.dtype == torch.bfloat16:
@@ -160,6 +161,7 @@ def merge_blocks(stats: Tensor) -> Tensor:
     """Statistics [B, T, 4] of the columns' blocks -> [T, 4] of all of them, summed in a fixed order."""
     m_b, s_b, t_b, z_b = stats.unbind(2)
     m = m_b.amax(0)
+    # A row without a finite logit has m = -inf: 0 is subtracted, since -inf - -inf is NaN.
     shift = m_b - m.masked_fill(m == -torch.inf, 0.0)
     weight = shift.exp()
     # a block whose logits are all -inf has shift -inf and weight 0: its term is 0, not 0 * -inf = NaN

@@ -167,7 +167,7 @@ def linear_call(
     return LinearCall(
         shard,
         logits_dtype == "bf16",
-        chunk_tokens or 0,
+        chunk_tokens or 0,  # the op's schema has an int: 0 is the device's default
         sequence_parallel and tp > 1,
         into_main_grad,
         mode == "invariant",
@@ -214,7 +214,7 @@ class _LinearLogprob(torch.autograd.Function):
         want_entropy: bool,
     ) -> tuple[Tensor, Tensor | None]:
         shard = call.shard
-        keep_logits = call.keep_logits and (ctx.needs_input_grad[0] or ctx.needs_input_grad[1])
+        keep_logits = call.keep_logits and (ctx.needs_input_grad[0] or ctx.needs_input_grad[1])  # nobody else reads them
         stats, logits = torch.ops.megappo.linear_stats(
             call.all_rows(hidden),
             weight,
@@ -234,7 +234,7 @@ class _LinearLogprob(torch.autograd.Function):
         logprob, entropy, lse = merge_shards(stats, target, shard)
         ctx.save_for_backward(hidden, weight, target, row_inv_temp, kept, lse, entropy, logits if keep_logits else None)
         ctx.call = call
-        ctx.set_materialize_grads(False)
+        ctx.set_materialize_grads(False)  # a loss without entropy then gives g_entropy None, and the backward is cheaper
         return logprob, entropy if want_entropy else None
 
     @staticmethod
@@ -242,9 +242,9 @@ class _LinearLogprob(torch.autograd.Function):
     def backward(ctx: Any, g_logprob: Tensor | None, g_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, target, row_inv_temp, kept, lse, entropy, logits = ctx.saved_tensors
         call, shard = ctx.call, ctx.call.shard
-        if g_logprob is None:
+        if g_logprob is None:  # a loss of the entropy alone
             g_logprob = torch.zeros_like(lse)
-        rows = call.all_rows(hidden)
+        rows = call.all_rows(hidden)  # gathered again: kept, [T, H] would undo what sequence parallel saves
         if call.into_main_grad:
             dhidden = backward_in_blocks(
                 call.problem(rows, weight, target, row_inv_temp, kept),

@@ -106,6 +106,7 @@ class _Chunks:
         self.call, self.problem = call, problem
         self.token_loss, self.want_entropy, self.gradients = token_loss, want_entropy, gradients
         hidden, weight = problem.hidden, problem.weight
+        # Without gradients the inputs stand in: nothing of a model's size is allocated for them.
         self.dhidden = torch.zeros_like(hidden, memory_format=torch.contiguous_format) if gradients else hidden
         dtype = compute_dtype(weight.dtype)
         self.dweight = torch.zeros(weight.shape, dtype=dtype, device=weight.device) if gradients else weight
@@ -153,6 +154,7 @@ class _Chunks:
         self, tokens: slice, logprob: Tensor, entropy: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None, dict[str, Tensor]]:
         """(loss, its gradients by logprob and entropy, metrics) of a chunk."""
+        # The caller runs without gradients; only the loss is differentiated, from leaves of [t] numbers.
         with torch.enable_grad():
             leaf = logprob.detach().requires_grad_()
             entropy_leaf = None if entropy is None else entropy.detach().requires_grad_()
@@ -160,6 +162,7 @@ class _Chunks:
             if not self.gradients:
                 return loss.detach(), leaf, None, metrics
             inputs = [leaf] if entropy_leaf is None else [leaf, entropy_leaf]
+            # materialize_grads: a loss that ignores the entropy has gradient 0 there, not None.
             gradients = torch.autograd.grad(loss, inputs, materialize_grads=True)
         return loss.detach(), gradients[0], gradients[1] if len(gradients) == 2 else None, metrics
 
@@ -185,7 +188,7 @@ class _WithGradients(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         weight, dhidden, dweight = ctx.saved_tensors
         if ctx.into_main_grad:
-            main_grad_of(weight).addcmul_(dweight, g)
+            main_grad_of(weight).addcmul_(dweight, g)  # g stays on the device: its value is never read on the host
             weight_grad = handed_over(weight)
         else:
             weight_grad = (dweight * g).to(weight.dtype)

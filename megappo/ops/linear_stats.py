@@ -29,6 +29,7 @@ def stats_in_blocks(problem: LinearLogits, want_entropy: bool, keep_logits: bool
     kept_logits = hidden.new_empty(_kept_shape(hidden, problem.num_valid, keep_logits), dtype=problem.dtype)
     stats = hidden.new_empty(max(len(blocks_of_columns), 1), problem.num_tokens, 4, dtype=compute_dtype(hidden.dtype))
     if not blocks_of_columns:  # a shard of padding alone
+        # m and z_y; s and t are 0.
         stats.zero_()[:, :, ::3] = -torch.inf
     h = problem.operand(hidden)
     for b, columns in enumerate(blocks_of_columns):
@@ -123,6 +124,7 @@ def linear_backward(
     problem = LinearLogits(
         hidden, weight, target, vocab_start, num_valid, inv_temp, row_inv_temp, ignore_index, kept, bf16_logits, invariant
     )
+    # Zeros: no block reaches the rows of padding.
     dweight = torch.zeros_like(weight, memory_format=torch.contiguous_format)
     return backward_in_blocks(problem, lse, entropy, g_logprob, g_entropy, logits, chunk_tokens, dweight, add=False), dweight
 
@@ -167,7 +169,7 @@ def backward_in_blocks(
                 entropy[tokens],
                 g_logprob[tokens],
                 None if g_entropy is None else g_entropy[tokens],
-                own=logits is None,
+                own=logits is None,  # kept logits may be read by a second backward
             )
             add_mm_(dhidden[tokens], dlogits, weight[columns], first=b == 0, exact=False)
             add_mm_(total, dlogits.t(), hidden[tokens], first=i == 0 and not add)

@@ -49,7 +49,7 @@ def vocab_parallel_logprob(
     -inf), naming the token. On a GPU that check would synchronise; there such a target gives logprob -inf, and the engine's finite
     vote skips the step.
     """
-    target = target if target.is_floating_point() else target.long()
+    target = target if target.is_floating_point() else target.long()  # the check below names a float type
     check_arguments(logits, target, num_valid, temperature=temperature if isinstance(temperature, Tensor) else None)
     check_kept(kept, target)
     inv_temp, row_inv_temp = inverse_temperature(temperature, target)

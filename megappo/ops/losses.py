@@ -72,7 +72,7 @@ def _fake(num_sums: int, num_maxima: int, x: Tensor) -> tuple[Tensor, Tensor, Te
 
 
 def _save_gradient(ctx, inputs, output) -> None:
-    ctx.save_for_backward(output[1])
+    ctx.save_for_backward(output[1])  # the gradient came with the loss: the backward only scales it
     ctx.dtype = inputs[0].dtype
 
 

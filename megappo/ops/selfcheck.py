@@ -26,7 +26,8 @@ from megappo.ops.logprob import vocab_parallel_logprob
 from megappo.ops.losses import policy_loss, value_loss
 from megappo.ops.whiten import whiten_apply
 
-NUM_TOKENS = 3001
+NUM_TOKENS = 3001  # several tiles, the last one partial
+# Partial tiles of rows and of columns; padding that must not count.
 NUM_ROWS, NUM_COLUMNS, PADDING, HIDDEN = 37, 1100, 45, 128
 # columns; kernels split rows longer than 32768
 LONG_ROWS, LONG_COLUMNS = 4, 40_000
@@ -126,6 +127,7 @@ def _from_hidden(numbers: Numbers, dtype: torch.dtype, keep_logits: bool) -> Res
 
 
 def _without_gradient(numbers: Numbers, num_tokens: int, num_columns: int) -> Results:
+    # 600: rows of whole 16 bytes, as the fused kernels need, but no whole number of their tiles of 64.
     hidden = numbers.normal(num_tokens, 600, dtype=torch.bfloat16)
     weight = numbers.normal(num_columns, 600, scale=600**-0.5, dtype=torch.bfloat16)
     target = numbers.integers(num_tokens, below=num_columns - 9)

@@ -9,7 +9,6 @@ MEGAPPO_KERNEL_CHECK_S: seconds that one op may take, with its compilation by Tr
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import resource
@@ -29,9 +28,10 @@ import torch
 from megappo.ops import dispatch, selfcheck
 from megappo.ops.dispatch import Pair
 from megappo.ops.implementations import Kernels
+from megappo.resilience.helpers import deaf_to_stop, end_with, parent_to_follow
 
-LIMIT_S = 300.0
-_POLL_S = 0.1
+LIMIT_S = 300.0  # seconds of one op, with its compilation by Triton
+_POLL_S = 0.1  # seconds
 _PACKAGE = Path(__file__).parents[2]
 # Signals of a process's own fault; any other was sent by somebody.
 _CRASHES = {signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV, signal.SIGTRAP}
@@ -79,23 +79,26 @@ def run_trial(
     limit_s = time_limit()
     with tempfile.TemporaryDirectory(prefix="megappo-kernels-") as name:
         report, errors = Path(name, "report"), Path(name, "stderr")
-        report.touch()
+        report.touch()  # read before the process has begun to write
         job = {
+            "rank": parent_to_follow(),
             "report": str(report),
             "device": str(device),
             "kernels": kernels,
             "problems": list(problems),
             "faults": [[*pair, fault] for pair, fault in faults.items()],
         }
+        # The same megappo as this process's, wherever that was started.
         path = os.pathsep.join(filter(None, (str(_PACKAGE), os.environ.get("PYTHONPATH"))))
         with errors.open("wb") as sink:
-            process = subprocess.Popen(
-                [sys.executable, "-m", module, json.dumps(job)],
-                env={**os.environ, "PYTHONPATH": path},
-                stdin=subprocess.DEVNULL,
-                stdout=sink,
-                stderr=sink,
-            )
+            with deaf_to_stop():  # or a request to stop would look like a kernel that failed
+                process = subprocess.Popen(
+                    [sys.executable, "-m", module, json.dumps(job)],
+                    env={**os.environ, "PYTHONPATH": path},
+                    stdin=subprocess.DEVNULL,
+                    stdout=sink,
+                    stderr=sink,
+                )
             in_time = _wait(process, report, limit_s)
         lines = [json.loads(line) for line in report.read_text(encoding="utf-8").splitlines()]
         last = next(filter(None, reversed(errors.read_text(errors="replace").splitlines())), "")
@@ -192,12 +195,13 @@ def wait_for(device: torch.device) -> None:
 
 def main(argument: str) -> None:
     """Run the job that `run_trial` described, as JSON."""
-    _end_with_the_parent()
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crash is reported by its signal; no core file
     job = json.loads(argument)
+    end_with(job["rank"])  # or a killed rank would leave a process behind that waits for a hanging kernel
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crash is reported by its signal; no core file
     device = torch.device(job["device"])
 
     def say(**line: Any) -> None:
+        # Closed after every line: what was said is in the file however the process ends.
         with open(job["report"], "a", encoding="utf-8") as report:
             report.write(json.dumps(line) + "\n")
 
@@ -206,6 +210,7 @@ def main(argument: str) -> None:
         sys.__excepthook__(kind, error, trace)
 
     say(started=True)
+    # The error's own first line, not the last line of a traceback.
     sys.excepthook = raised
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -247,13 +252,6 @@ def _look(problem: selfcheck.Problem, device: torch.device, say: Callable[..., N
 def _passes_alone(op: str, problem: selfcheck.Problem, device: torch.device, say: Callable[..., None]) -> bool:
     with dispatch.alone(op, device.type):
         return all(finding.ok for finding in selfcheck.check(problem, device, _ReportedCalls(say, device)))
-
-
-def _end_with_the_parent() -> None:
-    """Die with the rank that started this process."""
-    # Otherwise a killed rank leaves a process behind that waits for a hanging kernel.
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 if __name__ == "__main__":

@@ -113,6 +113,7 @@ class Verdicts:
         state = {"passed": now.passed, "faults": [[*pair, fault] for pair, fault in now.faults.items()]}
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
+            # In its folder: only there a rename is atomic.
             handle, fresh = tempfile.mkstemp(dir=self.file.parent, prefix=self.file.name)
             with open(handle, "w", encoding="utf-8") as file:
                 json.dump(state, file, indent=1)

@@ -52,6 +52,7 @@ def merge_shards(stats: Tensor, target: Tensor, shard: VocabShard) -> tuple[Tens
         dist.all_gather_into_tensor(flat, stats, group=shard.group)
         gathered = flat.view(shard.size, -1, 4)
     logprob, entropy, lse = torch.ops.megappo.vocab_stats_merge(gathered, target, shard.ignore_index)
+    # A GPU would have to synchronise; there the engine's finite vote meets a log-prob of -inf.
     if stats.device.type == "cpu" and not torch.compiler.is_compiling():
         _check_owned(gathered, target, shard.ignore_index)
     return logprob, entropy, lse

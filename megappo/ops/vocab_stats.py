@@ -136,7 +136,7 @@ def vocab_stats_merge(gathered: Tensor, target: Tensor, ignore_index: int) -> tu
     m = m_r.amax(0)
     shift = (m_r - m.masked_fill(m == -torch.inf, 0.0)).clamp(min=EXPONENT_FLOOR)
     weight = shift.exp()
-    empty = s_r == 0
+    empty = s_r == 0  # m = -inf: its term would be 0 * -inf
     s = (weight * s_r).sum(0)
     t = (weight * (t_r + shift * s_r)).masked_fill(empty, 0.0).sum(0)
     log_s = s.log()
@@ -187,6 +187,7 @@ def _gradient(
         h = entropy[:, None]
         at_target -= g_h * log_p_y.exp() * (log_p_y + h)
         grad = p.mul_(log_p.add_(h).mul_(g_h).add_(g)).neg_()
+    # A column that another shard owns was clamped to one of ours, which keeps its value.
     grad.scatter_(1, column, torch.where(owned[:, None], at_target, grad.gather(1, column)))
     unused = g_logprob == 0 if g_entropy is None else (g_logprob == 0) & (g_entropy == 0)
     grad.masked_fill_((unused | (target == ignore_index))[:, None], 0.0)

@@ -100,6 +100,13 @@ class Plan:
         """Host memory of one rank that the offloaded parts of all roles take while none of them works."""
         return sum(self.stage(role, rank).host_memory for role in self.layouts)
 
+    def snapshot_memory(self, rank: int) -> int:
+        """Host memory of one rank for the copy that an asynchronous save writes from; kept from the first save on."""
+        if not self.config.checkpoint.asynchronous:
+            return 0
+        roles = [self.stage(role, rank) for role in trained_sections(self.config)]
+        return sum(m.written_weights if self.config.checkpoint.save_only_model else m.written for m in roles)
+
     def fullest_rank(self) -> int:
         return max(self.distinct_ranks(), key=lambda rank: (self.peak(rank), -rank))
 

@@ -33,6 +33,7 @@ class RoleMemory:
 
     forward: activations of a pass without gradients. offloaded: weights (offloaded_weights) and gradients that are off the device
     while others work. offloaded_optimizer: state that is on the device from the first optimizer step of a phase to its end.
+    written, written_weights: this rank's share of a checkpoint, and of one without optimizer; none for a frozen role.
     steps: optimizer steps of a phase. step_buffers: temporaries of such a step, when there are no activations.
     """
 
@@ -47,6 +48,8 @@ class RoleMemory:
     offloaded_optimizer: int = 0
     step_buffers: int = 0
     steps: int = 1
+    written: int = 0
+    written_weights: int = 0
 
     @property
     def held(self) -> int:
@@ -171,7 +174,17 @@ def role_memory(
         # Its foreach updates all parameters at once, so the roots of all second moments exist together.
         step_buffers=sharded_bytes(count, 1, 1, layout, distributed_optimizer) if trained and adam_buffers else 0,
         steps=steps,
+        written=_each_writes(count, weights + optimizer * (not distributed_optimizer), layout) + optimizer * distributed_optimizer
+        if trained
+        else 0,
+        written_weights=_each_writes(count, weights, layout) if trained else 0,
     )
+
+
+def _each_writes(count: ParameterCount, held: int, layout: ParallelLayout) -> int:
+    """Bytes that one of the ranks with copies of `held` bytes writes of them: dp x cp have the dense layers, edp the experts."""
+    experts = held * count.experts // count.total
+    return -(-(held - experts) // (layout.dp * layout.cp)) + -(-experts // layout.edp)
 
 
 def _optimizer_bytes(count: ParameterCount, itemsize: int, layout: ParallelLayout, distributed: bool) -> int:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import prod
 
+from megappo.checkpoint.interval import best_interval_s, expected_mtbf_hours
 from megappo.config.batch import StepArithmetic
 from megappo.config.layout_checks import trained_sections, value_head_of
 from megappo.models.arch import ModelArch
-from megappo.models.weight_map import hf_tensors
+from megappo.models.weight_map import VALUE_HEAD, hf_tensors
 from megappo.parallel.layout import ParallelLayout
 from megappo.plan.estimate import Plan, samples_of_pass, sequences_at_once, work_out
 from megappo.plan.memory import RoleMemory
@@ -30,6 +31,7 @@ def report(plan: Plan, data: RunData | None = None, notes: Sequence[str] = ()) -
         _memory_lines(plan),
         phase_lines(plan),
         ["batch", *_batch_lines(plan)],
+        ["checkpoints", *_checkpoint_lines(plan)],
     ]
     if data is not None:
         blocks.append(["data", *_data_lines(plan, data)])
@@ -153,6 +155,7 @@ def _memory_lines(plan: Plan) -> list[str]:
         "  activations are an estimate of one role at work; offloaded parts count while their role works",
         *(["  reserve: an estimate of what the CUDA context and NCCL's communicators take"] if plan.reserve else []),
         *_offload_lines(plan),
+        *_snapshot_lines(plan, size, name),
         *_adam_lines(plan),
         *(f"  {line}" for line in _cache_lines(plan)),
     ]
@@ -164,6 +167,15 @@ def _offload_lines(plan: Plan) -> Iterator[str]:
     host_memory = max(plan.host_memory(rank) for rank in ranks)
     if host_memory and plan.device == "cuda":
         yield f"  offloaded parts take {gib(host_memory)} GiB of pinned host memory a rank, {gib(8 * host_memory)} on a node of 8"
+
+
+def _snapshot_lines(plan: Plan, size: Callable[[int], str], unit: str) -> Iterator[str]:
+    """Cost of asynchronous saves in host memory; on a CPU that is the memory above."""
+    snapshot = max(plan.snapshot_memory(rank) for rank in plan.distinct_ranks())
+    if snapshot and plan.device == "cuda":
+        yield f"  asynchronous saves take {gib(snapshot)} GiB of pinned host memory a rank, {gib(8 * snapshot)} on a node of 8"
+    elif snapshot:
+        yield f"  asynchronous saves take {size(snapshot)} {unit} a rank besides, from the first one on"
 
 
 def _adam_lines(plan: Plan) -> Iterator[str]:
@@ -279,6 +291,33 @@ def _micro_rows(plan: Plan, step: StepArithmetic) -> Iterator[list[str]]:
 def _count(number: int, what: str) -> str:
     plural = what + ("es" if what.endswith("ch") else "s")
     return f"{number:,} {what if number == 1 else plural}"
+
+
+def checkpoint_bytes(plan: Plan) -> int:
+    """Bytes of one checkpoint, without what the files' format adds."""
+    config, total = plan.config, 0
+    for role, section in trained_sections(config).items():
+        value_head = value_head_of(section) is not None
+        for name, shape in hf_tensors(plan.archs[role], value_head).items():
+            in_half = section.dtype == "bf16" and name != VALUE_HEAD
+            # Two moments in fp32, and the fp32 main parameter of a bf16 one.
+            optimizer = 0 if config.checkpoint.save_only_model else 12 if in_half else 8
+            total += ((2 if in_half else 4) + optimizer) * prod(shape)
+    return total
+
+
+def _checkpoint_lines(plan: Plan) -> Iterator[str]:
+    settings, size = plan.config.checkpoint, checkpoint_bytes(plan)
+    held = "weights" if settings.save_only_model else "weights and optimizers"
+    at_once = settings.keep_last + 1 if settings.save_every else 1  # one more while it is written
+    yield f"  about {gib(size)} GiB each: {held} of {' and '.join(trained_sections(plan.config))}; at most {at_once} at once"
+    if settings.save_every == "auto":
+        hours = expected_mtbf_hours(plan.world_size, settings.mtbf_hours)
+        every = ", ".join(f"{figures(best_interval_s(s, hours) / 60)} min if {s} s" for s in (1, 10, 60))
+        yield f"  one failure in {figures(hours)} h is expected (checkpoint.mtbf_hours), so the interval is"
+        yield f"  {every} is what a save holds training"
+    else:
+        yield f"  one every {_count(settings.save_every, 'step')}" if settings.save_every else "  one at the end"
 
 
 def _data_lines(plan: Plan, data: RunData) -> list[str]:

@@ -50,7 +50,8 @@ def plan_run(
     plan = make_plan(config, checked.archs, checked.layouts, world_size, device, device_memory, counter)
     if shapes_only:
         return PlannedRun(plan, None, (*checked.notes, "only shapes were looked at: weights, tokenizer and data may be missing"))
-    return PlannedRun(plan, load_run_data(config, checked.archs["policy"]), checked.notes)
+    data = load_run_data(config, checked.archs["policy"])
+    return PlannedRun(plan, data, (*checked.notes, *data.notes))
 
 
 @dataclass(frozen=True)

@@ -15,17 +15,16 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from textwrap import shorten
 
-from megappo.launch.failure import Failure, first_failure
-from megappo.launch.local import describe_exit, start_ranks
+from megappo.launch.exit_codes import describe_exit
+from megappo.launch.failure import Failure, error_line, first_failure
+from megappo.launch.local import start_ranks
 from megappo.tune.trials import RUNNING, Failed, read_outcome, read_trial, world_folder, write_outcome
 
 Start = Callable[[Path, Sequence[str]], int]
 """(folder, names of trials) -> exit code of a world that runs them."""
 
 _INTERRUPTED = tuple(128 + number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
-MOST_CHARACTERS = 240  # of a reason: torch's "out of memory" goes on with advice
 # A job that is cancelled, or out of time, ends its ranks and this process, but not in the same instant.
 GRACE_S = 2.0
 # Shell around each rank: it leaves an exit file for `first_failure`, since a rank killed for want of memory writes nothing.
@@ -42,7 +41,7 @@ def run_trials(folder: Path, names: Sequence[str], start: Start) -> int:
     left = _without_outcome(folder, names)
     while left:
         world = world_folder(folder, left)
-        shutil.rmtree(world, ignore_errors=True)
+        shutil.rmtree(world, ignore_errors=True)  # left by a call that was killed
         world.mkdir()
         try:
             code = start(folder, left)
@@ -98,11 +97,10 @@ def reason_of(failure: Failure | None, code: int) -> str:
     # A killed rank prints nothing; the text is then of a rank that lost its connection to it.
     if failure is None or (failure.code is None and code > 128):
         return f"a rank ended ({describe_exit(code)})"
-    if "Traceback" not in failure.text:  # the tail of the rank's log, without an error
+    error = error_line(failure.text)
+    if error is None:  # the tail of the rank's log
         return f"rank {failure.rank} on {failure.host} ended ({describe_exit(failure.code or code)})"
-    lines = failure.text.rpartition("Traceback (most recent call last):")[2].strip("\n").splitlines()
-    said = next((number for number, line in enumerate(lines) if not line.startswith(" ")), len(lines) - 1)
-    return f"rank {failure.rank}: {shorten(' '.join(lines[said:]), MOST_CHARACTERS, placeholder=' ...')}"
+    return f"rank {failure.rank}: {error}"
 
 
 if __name__ == "__main__":

@@ -137,7 +137,7 @@ def find_best(search: Search) -> Choice:
 def prepare_chosen(search: Search, choice: Choice, question: Question) -> PlannedRun:
     """Plan the winner with all checks and remarks of `megappo plan --shapes-only`."""
     machine = search.machine
-    config = load_config(question.config_path, [*question.overrides, *overrides_of(search, choice)])
+    config = load_config(question.config_path, [*question.overrides, *overrides_of(search, choice)])  # the last one counts
     return plan_run(config, machine.world_size, machine.device, machine.device_memory, shapes_only=True)
 
 

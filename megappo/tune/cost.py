@@ -208,7 +208,7 @@ def _reduce_gradients(
                 seconds += links.gather_s(group, size * FP32) + links.gather_s(group, size * itemsize)
             else:
                 seconds += links.all_reduce_s(group, size * FP32)
-        slowest = max(slowest, seconds)
+        slowest = max(slowest, seconds)  # stages reduce at the same time
     parts["dp"] += slowest
 
 
@@ -223,7 +223,7 @@ def _optimizer(
         # Per parameter 10 fp32 accesses: gradient, weight and two moments read, the last three written; the norm and its clipping
         # read the gradient twice and write it once. The weight is written in its own type, the whole gradient buffer zeroed.
         seconds = (shard * (10 * FP32 + itemsize) + count.total * FP32) / hardware.memory_bytes_per_s
-        largest = max(largest, seconds)
+        largest = max(largest, seconds)  # stages step at the same time
     parts["optimizer"] += largest
 
 

@@ -17,7 +17,7 @@ from megappo.prepare.model_rules import model_problems
 from megappo.rollout.vllm_limits import cut_sizes, kv_heads_fit
 
 MOST_MICRO_BATCH_TOKENS = 65536
-CHOICES_OF_TOKENS = 4
+CHOICES_OF_TOKENS = 4  # budgets of 1, 2, 4 and 8 longest sequences
 
 
 def divisors(number: int) -> list[int]:
@@ -34,6 +34,7 @@ def layouts(
     memory: with sequence parallel, without chunks.
     """
     for tp in divisors(world_size):
+        # Refused here, a tp (or below a cp) costs nothing; its combinations are hundreds.
         if not _legal(ParallelConfig(tp=tp, sequence_parallel=tp > 1), arch, world_size, implementation):
             continue
         for cp in divisors(world_size // tp):
@@ -60,7 +61,7 @@ def _variants(
     """Variants with and without sequence parallel, and with every number of chunks."""
     for sequence_parallel in (False,) if tp == 1 else (True,) if frugal else (True, False):
         common = {**sizes, "tp": tp, "pp": pp, "sequence_parallel": sequence_parallel}
-        for vpp in range(1, arch.num_layers // pp + 1) if pp > 1 and not frugal else [1]:
+        for vpp in range(1, arch.num_layers // pp + 1) if pp > 1 and not frugal else [1]:  # a layer at least in every chunk
             split = nearly_even(arch.num_layers, pp * vpp) if arch.num_layers % (pp * vpp) else ()
             if split is None:
                 continue

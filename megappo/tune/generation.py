@@ -52,12 +52,13 @@ def vllm_cost(
     if memory.kv_cache is not None:
         at_once = max(1, min(at_once, int(memory.kv_cache // (memory.kv_bytes_per_token * workload.length))))
     waves = -(-samples // at_once)
-    at_once = -(-samples // waves)
+    at_once = -(-samples // waves)  # even waves: the last one is not a handful of sequences
     itemsize, rate = ITEMSIZE[dtype], hardware.flops_per_s(dtype)
     layer_flops = 2 * sum(sum(layer_weights(arch, arch.is_sparse(layer))) for layer in range(arch.num_layers)) / tp
     head_flops = 2 * arch.hidden_size * arch.vocab_size / tp
-    context = workload.prompt_tokens + workload.response_tokens / 2
+    context = workload.prompt_tokens + workload.response_tokens / 2  # mean over the tokens of a response
     read = memory.weights * _share_of_weights(arch, at_once) + at_once * context * memory.kv_bytes_per_token
+    # Two of a layer: after attention and after the MLP.
     reduce_s = 2 * arch.num_layers * links.all_reduce_s(group, at_once * arch.hidden_size * itemsize)
     # A token: the larger of memory reads and matrix products, two all-reduces per layer, a fixed overhead.
     token_s = max(read / hardware.memory_bytes_per_s, at_once * (layer_flops + head_flops) / rate)

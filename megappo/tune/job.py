@@ -16,20 +16,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import jinja2
-
 from megappo.config.errors import ConfigError
 from megappo.launch import slurm
 from megappo.launch.environment import REPOSITORY
-from megappo.launch.script import Job
+from megappo.launch.script import Job, shell_templates
 from megappo.launch.submit import Limits, check_cluster, check_options
 from megappo.tune.search import Machine
 from megappo.tune.trials import Outcome, read_outcome, read_trial, world_folder
 
-POLL_S = 5.0
+POLL_S = 5.0  # seconds
 # Seconds. Files of another node may appear late: a network file system refreshes a directory about once a minute.
 LATE_S = 90.0
-LAST_LINES = 15
+LAST_LINES = 15  # of the log of a job that failed
 # Options of sbatch that the script sets itself -> our option that changes each; None if there is none.
 OWN_OPTIONS = {
     "partition": "--partition",
@@ -57,8 +55,7 @@ def job_for(machine: Machine, limits: Limits, options: Sequence[str]) -> Job:
     nodes = -(-machine.world_size // per_node)
     own = "the trials depend on their own"
     check_options(options, {name: f"use {instead}" if instead else own for name, instead in OWN_OPTIONS.items()})
-    if any("\n" in option for option in limits.options()):
-        raise ConfigError("--partition, --account, --time: must be one line each")
+    check_options(limits.options(), {})
     if limits.time is not None:
         slurm.parse_time(limits.time)
     if not slurm.has_slurm():
@@ -75,14 +72,8 @@ def job_for(machine: Machine, limits: Limits, options: Sequence[str]) -> Job:
 
 def render(job: Job, folder: Path, names: Sequence[str]) -> str:
     """Text of the job script, with absolute paths."""
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    log = str(folder.absolute() / "job-").replace("%", "%%")
+    environment = shell_templates(Path(__file__).parent)
+    log = str(folder.absolute() / "job-").replace("%", "%%")  # sbatch replaces %j and its like in a path
     options = ["--job-name=megappo-tune", f"--output={log}%j.log", *job.options]
     return environment.get_template("trials.sbatch.jinja").render(
         options=[_in_quotes(option) for option in options],
@@ -111,7 +102,7 @@ def submit(job: Job, folder: Path, names: Sequence[str]) -> str:
     except ConfigError:
         script.unlink()
         raise
-    script.rename(folder / f"job-{job_id}.sbatch")
+    script.rename(folder / f"job-{job_id}.sbatch")  # Slurm gives the id, and has read the script
     (folder / f"job-{job_id}.json").write_text(json.dumps(names) + "\n", encoding="utf-8")
     return job_id
 

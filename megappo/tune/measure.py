@@ -163,7 +163,7 @@ def predicted_s(one: Candidate, workload: Workload) -> float:
     trips = one.cost.parts.get("offload", 0.0)
     times = 2 if one.cost.is_trained and trips else 1
     update_s = phases.get("update", 0.0) / workload.updates
-    return (REPEATS + 1) * (phases["forward"] / passes + times * update_s + trips)
+    return (REPEATS + 1) * (phases["forward"] / passes + times * update_s + trips)  # one more: the first is not counted
 
 
 def _submit(job: Job, folder: Path, names: Sequence[str], seconds: float) -> str:
@@ -249,6 +249,7 @@ def best_measured(search: Search, choice: Choice, measurement: Measurement) -> C
     for combination in product(*working.values()):
         roles = {**choice.roles, **{one.candidate.role: one.candidate for one in combination}}
         seconds = sum(one.total_s for one in combination)
+        # Each fits beside the predicted best of the other roles; together they may not.
         if seconds < fastest and search.fits({role: one.need for role, one in roles.items()}, choice.rollout):
             best, fastest = roles, seconds
     if best is None:

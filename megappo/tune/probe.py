@@ -60,6 +60,7 @@ def probe() -> Hardware:
         **rates,
         "memory_gib": memory / GIB,
         "gpus_per_node": gpus or cores,
+        # Measured rates are those that are reached: no share to take of them.
         "matmul_share": 1.0,
         "memory_share": 1.0,
         "link_share": 1.0,
@@ -81,9 +82,10 @@ def measure_rates(device: torch.device, folder: str) -> dict[str, float]:
     for name, dtype in (("fp32_tflops", torch.float32), ("bf16_tflops", torch.bfloat16)):
         a = torch.randn(size, size, device=device).to(dtype)
         rates[name] = 2 * size**3 / _seconds(lambda a=a: a @ a, device) / 1e12
+    # 1 GiB on a GPU, 64 MiB on the CPU: more than its caches hold.
     x = torch.zeros((1 << 30 if device.type == "cuda" else 1 << 26) // 4, device=device)
     y = torch.empty_like(x)
-    rates["memory_tb_s"] = 2 * x.numel() * 4 / _seconds(lambda: y.copy_(x), device) / 1e12
+    rates["memory_tb_s"] = 2 * x.numel() * 4 / _seconds(lambda: y.copy_(x), device) / 1e12  # fp32, read and written
     if dist.get_world_size() > 1:
         small, large = x[:64].clone(), x[: 1 << 22].clone()
         # A pass makes hundreds of small ones: their usual latency counts, not the shortest.

@@ -7,9 +7,11 @@ import sys
 from pathlib import Path
 
 from megappo.platform.quiet import quiet_libraries
+from megappo.telemetry.console import keep_console
 
 
 def main() -> None:
+    keep_console()
     quiet_libraries()  # before Megatron-core is imported
     import torch.distributed as dist
 

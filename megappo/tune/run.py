@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 
+from megappo.config.errors import ConfigError
 from megappo.config.schema import TrainConfig
 from megappo.launch.submit import Limits
 from megappo.plan.report import remark_lines
+from megappo.resilience.run_time import input_accepted
 from megappo.tune import command
 from megappo.tune.job import job_for
 from megappo.tune.measure import best_measured, check_measurable, measure
@@ -48,21 +50,22 @@ def tune(args: argparse.Namespace, config: TrainConfig | None) -> int:
     if args.measure is not None:
         check_measurable(search)
     job = job_for(search.machine, Limits(args.partition, args.account, args.time), args.sbatch or ()) if args.slurm else None
-    choice = command.find_best(search)
-    print(report(search, choice, args.top), flush=True)
-    measurement = None
-    if args.measure is not None:
-        measurement = measure(search, choice, args.measure, job)
-        print(measurement.report())
-        choice = best_measured(search, choice, measurement)
-    prepared = command.prepare_chosen(search, choice, question)
-    if remarks := remark_lines(prepared.plan, prepared.notes):
-        print("\n".join(remarks) + "\n")
-    overrides = overrides_of(search, choice)
-    print("overrides\n" + "\n".join(f"  {line}" for line in overrides))
-    if "--output" in targets:
-        command.write_output(targets["--output"], prepared.plan.config, overrides)
-    if "--json" in targets:
-        measured = measurement.facts() if measurement is not None else None
-        targets["--json"].write_text(command.as_json(search, choice, args.top, prepared, measured), encoding="utf-8")
+    with input_accepted(unless=(ConfigError,)):  # the search and the trials find out what cannot work
+        choice = command.find_best(search)
+        print(report(search, choice, args.top), flush=True)
+        measurement = None
+        if args.measure is not None:
+            measurement = measure(search, choice, args.measure, job)
+            print(measurement.report())
+            choice = best_measured(search, choice, measurement)
+        prepared = command.prepare_chosen(search, choice, question)
+        if remarks := remark_lines(prepared.plan, prepared.notes):
+            print("\n".join(remarks) + "\n")
+        overrides = overrides_of(search, choice)
+        print("overrides\n" + "\n".join(f"  {line}" for line in overrides))
+        if "--output" in targets:
+            command.write_output(targets["--output"], prepared.plan.config, overrides)
+        if "--json" in targets:
+            measured = measurement.facts() if measurement is not None else None
+            targets["--json"].write_text(command.as_json(search, choice, args.top, prepared, measured), encoding="utf-8")
     return 0

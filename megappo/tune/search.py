@@ -33,7 +33,7 @@ from megappo.tune.profiles import Hardware
 ROLLOUT = "rollout"
 # Of a working set, which is mostly activations: tests hold their estimate to 10 %.
 MARGIN = 1.1
-MOST_DOUBLINGS = 8
+MOST_DOUBLINGS = 8  # up to 256 times the GPUs asked for
 
 
 @dataclass(frozen=True)
@@ -287,6 +287,7 @@ class Search:
         for role in roles_in_use(self.config):
             settings: Settings = getattr(self.config, role)
             found = self._least_needs(role, settings) if role in self.tuned else [self._need_of(role, settings)]
+            # The least demanding first: a fit is found early, and the front stays short.
             found = sorted(found, key=lambda need: need.resident + need.training)
             fronts.append((role, [found[index] for index in self._front(role, found)]))
         return any(self._can_extend({}, fronts, rollout) for rollout in self.rollouts)
@@ -391,7 +392,7 @@ def _combinations(
         role, rest = roles[depth], sum(fastest[depth + 1 :])
         for one in fronts[role]:
             total = seconds + one.total_s
-            if total + rest >= best:
+            if total + rest >= best:  # the fastest first: no later one of this front is better
                 return
             together = {**needs, role: one.need}
             if fits(together):

@@ -71,7 +71,8 @@ def run_trial(trial: Trial, device: torch.device, backend: EngineBackend = Megat
     del passes
     engines.close()
     if device.type == "cuda":
-        torch.cuda.empty_cache()
+        torch.cuda.empty_cache()  # the next trial starts with the whole device
+    # min: noise may make the load alone take longer than load and pass.
     return Measured(forward_s=forward_s, update_s=update_s, load_s=min(load_s, forward_s), trip_s=trip_s)
 
 
@@ -80,7 +81,7 @@ def _fastest(work: Callable[[], Any], repeats: int) -> float:
     times = []
     for _ in range(repeats + 1):
         dist.barrier()
-        start = time.perf_counter()
+        start = time.perf_counter()  # after the barrier: waiting for a late rank does not count
         work()
         wait_for_device()
         dist.barrier()
@@ -144,6 +145,7 @@ def _random_batch(trial: Trial, vocab_size: int) -> PackedBatch:
     mask = torch.zeros(trial.samples, length, dtype=torch.bool)
     mask[:, trial.prompt_tokens :] = True
     fields = {name: torch.randn(batch.num_tokens, generator=generator) * 0.1 for name in ("advantage", "returns", "value")}
+    # Of a uniform policy, so that ratios are near 1.
     near = torch.full((batch.num_tokens,), -torch.log(torch.tensor(float(vocab_size))).item())
     fields |= {"logprob": near, "ref_logprob": near}
     return batch.with_fields({**fields, "response_mask": mask.flatten()})

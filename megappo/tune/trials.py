@@ -10,7 +10,7 @@ from pydantic import BaseModel, TypeAdapter
 
 from megappo.config.schema import OffloadConfig, TrainConfig
 
-REPEATS = 3
+REPEATS = 3  # timed passes of each kind, of which the fastest counts
 RUNNING = "running"  # file in a world's folder with the name of the current trial
 
 

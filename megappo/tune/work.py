@@ -131,10 +131,12 @@ def stage_pass(
         seen = keys_seen(arch, windowed, length)
         times["attention"] += count * mine * 4 * arch.num_heads * arch.head_dim * seen / layout.tp / rate
         kept = layer_elements_per_token(arch, layout, itemsize, sparse, fused=hardware.is_gpu()) * itemsize
+        # 2: each stored activation is written once and read once.
         times["memory"] += count * 2 * mine * kept / hardware.memory_bytes_per_s
         weights_bytes += count * held
     if stage == layout.pp - 1 and not value_head:
-        times["head"] = _head_s(arch, layout, mine, rate, hardware)
+        times["head"] = _head_s(arch, layout, mine, rate, hardware)  # the last stage alone has the vocabulary
+    # One layer more for each chunk: embedding or head, and messages.
     times["host"] = (len(layers) + layout.vpp) * hardware.layer_overhead_s
     talk = _communication(arch, layout, stage, layers, mine, itemsize, Links.of(hardware), hardware.gpus_per_node)
     forward: dict[Part, float] = {**times, **talk.forward}

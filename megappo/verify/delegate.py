@@ -44,6 +44,9 @@ class DelegatingEngine:
     def named_gradients(self) -> Mapping[str, Tensor]:
         return self._engine.named_gradients()
 
+    def main_parameters(self) -> Mapping[str, Tensor]:
+        return self._engine.main_parameters()
+
     def pieces(self) -> RankPieces:
         return self._engine.pieces()
 
@@ -66,6 +69,9 @@ class DelegatingEngine:
         forward_only: bool = False,
     ) -> PassResult:
         return self._engine.forward_backward(batch, loss_fn, reads=reads, denominator=denominator, forward_only=forward_only)
+
+    def ranks_of(self, batch: PackedBatch, sequence: int) -> str:
+        return self._engine.ranks_of(batch, sequence)
 
     def optimizer_zero_grad(self) -> None:
         self._engine.optimizer_zero_grad()

@@ -61,7 +61,7 @@ def one_at_a_time(run: Run) -> dict[str, Run]:
         )
         world_size = lcm(*(ranks_needed(parallel) for parallel in roles_in_use(config).values()))
         if feature in (DP, DISTRIBUTED):
-            world_size = min(2, run.world_size)
+            world_size = min(2, run.world_size)  # two copies are enough to differ
         runs[feature] = Run(config, world_size)
     return runs
 

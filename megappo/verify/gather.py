@@ -52,6 +52,7 @@ def gather_tensors(local: Mapping[str, Tensor], engine: Engine) -> Gathered:
 
 
 def _part(tensor: Tensor, row: int, col: int, box: Box) -> Tensor:
+    # A copy: the next step changes the parameter in place.
     return as_2d(tensor.detach())[row : row + box.rows, col : col + box.cols].float().cpu().clone()
 
 

@@ -82,7 +82,7 @@ def measure(
             if name in batch:
                 measured[role].add(quantity, batch[name])
         seed = sample_seed(config.run.seed, step, -1)
-        for role in (roles.critic, roles.policy):
+        for role in (roles.critic, roles.policy):  # in the trainer's order, stage 6
             run_updates(role, mini_batches(batch, algorithm, config.rollout.max_response_tokens, seed))
             recording.recorders[role.engine.name].end_step(role.loss_name)
     if parameters:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import sys
 
 from megappo.platform.quiet import quiet_libraries
+from megappo.telemetry.console import keep_console
 
 
 def main() -> None:
+    keep_console()
     quiet_libraries()  # before Megatron-core is imported
     from megappo.verify.world import main
 

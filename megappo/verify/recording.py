@@ -53,7 +53,7 @@ def _record(sequences: int, vocab_size: int, version: int, generator: Generator)
     plan = [_turns(index, generator) for index in range(sequences)]
     batch = pack([_integers(0, vocab_size, sum(map(sum, turns)), generator) for turns in plan])
     mask = torch.tensor([sampled for turns in plan for sampled in _mask(turns)], dtype=torch.bool)
-    logprob = -torch.rand(batch.num_tokens, generator=generator)
+    logprob = -torch.rand(batch.num_tokens, generator=generator)  # at most 0
     return batch.with_fields(
         {"response_mask": mask, "rollout_logprob": torch.where(mask, logprob, 0.0)},
         {

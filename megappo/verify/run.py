@@ -23,6 +23,7 @@ from megappo.models.implementation import choose_implementation
 from megappo.parallel.layout import layout_of
 from megappo.prepare.checks import check_kernels
 from megappo.prepare.layouts import check_layouts, read_archs
+from megappo.resilience.run_time import input_accepted
 from megappo.verify.compare import PARAMETER_TOLERANCE, TOLERANCE, Difference, compare
 from megappo.verify.features import features, on_one_rank, one_at_a_time
 from megappo.verify.report import LEGEND, aligned, bisection, first_cause, table, verdict
@@ -56,11 +57,12 @@ def verify(
         run, given_up = small_run(config, folder, max_ranks, implementation)
         print("\n".join([*_described(run), *(f"note: {note}" for note in (*given_up, *notes))]), flush=True)
         runs = {LAYOUT: run, ALONE: on_one_rank(run), **(one_at_a_time(run) if bisect else {})}
-        code = _measure(runs, folder, rank_module)
-        if code != 0:
-            return code
-        results = {name: read_results(_file(folder, name, "pt")) for name in runs}
-    return _report(run, results, tolerance, in_smaller_layouts=bool(given_up))
+        with input_accepted():
+            code = _measure(runs, folder, rank_module)
+            if code != 0:
+                return code
+            results = {name: read_results(_file(folder, name, "pt")) for name in runs}
+            return _report(run, results, tolerance, in_smaller_layouts=bool(given_up))
 
 
 def _check(config: TrainConfig, device: Device) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megappo.config.layout_checks import roles_in_use
-from megappo.config.schema import ParallelConfig, TrainableConfig, TrainConfig
+from megappo.config.schema import CriticConfig, ParallelConfig, PolicyConfig, TrainableConfig, TrainConfig
 from megappo.models.hf_config import read_config
 from megappo.models.implementation import Implementation, choose_implementation
 from megappo.prepare.layouts import model_paths
@@ -20,6 +20,7 @@ from megappo.verify.recording import LONGEST_RESPONSE
 from megappo.verify.shrink_layouts import fit_layouts, split_layers
 from megappo.verify.shrink_model import small_config, write_model
 
+# Two mini-batches in a step: the second sees weights that the first has moved.
 STEPS, SAMPLES, MINI_BATCH = 3, 12, 6
 # Room for a few sequences: several micro-batches in a mini-batch, with different numbers of sequences.
 MICRO_BATCH_TOKENS = 64
@@ -53,16 +54,17 @@ def small_run(config: TrainConfig, folder: Path, max_ranks: int, implementation:
             "dtype": "fp32",  # half types differ by their rounding
             "micro_batch_tokens": MICRO_BATCH_TOKENS,
         }
-        if role == "policy":
+        if isinstance(section, PolicyConfig):
             changes["logits_dtype"] = "fp32"
         if isinstance(section, TrainableConfig):
             optimizer = {"lr": LEARNING_RATE, "eps": ADAM_EPS, "warmup_steps": 0}
             changes["optimizer"] = section.optimizer.model_copy(update=optimizer)
-        if role == "critic":
+        if isinstance(section, CriticConfig):
             # A head of zeros would let no gradient reach the layers.
             changes |= {"value_head": "normal", "warmup_steps": 0, "checkpoint": None}
         sections[role] = section.model_copy(update=changes)
     # Without warm-ups and target KL every step updates both models.
+    # In a second epoch ratios are far from 1, so that clipping is measured; a third would show nothing else.
     algorithm = {"mini_batch_size": MINI_BATCH, "ppo_epochs": min(config.algorithm.ppo_epochs, 2), "target_kl": None}
     small = config.model_copy(
         update={
@@ -70,7 +72,7 @@ def small_run(config: TrainConfig, folder: Path, max_ranks: int, implementation:
             "algorithm": config.algorithm.model_copy(update=algorithm),
             "rollout": config.rollout.model_copy(update={"max_response_tokens": LONGEST_RESPONSE}),
             "model": config.model.model_copy(update={"impl": implementation}),
-            "run": config.run.model_copy(update={"num_ranks": None}),
+            "run": config.run.model_copy(update={"num_ranks": None}),  # the small world's number holds
         }
     )
     return Run(small, fitted.world_size), fitted.notes

@@ -29,7 +29,7 @@ from megappo.verify.recording import LONGEST_SEQUENCE
 HIDDEN_SIZE, HEAD_DIM = 32, 8
 # Prime, so that every tp pads it.
 VOCAB_SIZE = 131
-SLIDING_WINDOW = 9
+SLIDING_WINDOW = 9  # tokens; shorter than most recorded sequences
 # Positions from which on scaled rotary embeddings differ from plain ones.
 ORIGINAL_POSITIONS = 16
 MAX_POSITIONS = 128
@@ -147,7 +147,7 @@ def _at_least(least: int, multiple: int) -> int:
 
 
 def write_model(folder: Path, config: Mapping[str, Any], seed: int) -> None:
-    """Write config.json and random fp32 weights. Norms are not 1 and biases not 0, so that a lost gradient there shows."""
+    """Write config.json and random fp32 weights."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
     generator = torch.Generator().manual_seed(seed)
@@ -157,6 +157,7 @@ def write_model(folder: Path, config: Mapping[str, Any], seed: int) -> None:
 
 def _random(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     if len(shape) == 1 and not name.endswith("bias"):  # a norm in any family
+        # Not 1, as biases below are not 0: a gradient that is lost there shows in the numbers.
         return torch.empty(shape).uniform_(0.5, 1.5, generator=generator)
     # Scaled for activations of order 1 in every layer at this width.
     return torch.empty(shape).normal_(0, 0.2, generator=generator)

@@ -64,6 +64,7 @@ BROKEN = [
         "rollout.dtype=bf16",
     ),
     ("_bf16_logits", ["rollout.dtype=fp32", "policy.logits_dtype=bf16"], ["sample in bf16"], "rollout.dtype=auto"),
+    ("_seed", ["run.seed=4294967296"], ["run.seed = 4294967296", "up to 4294967295"], "run.seed=4294967295"),
     ("_empty_stop", ["rollout.stop=['']"], ["rollout.stop", "empty string"], "rollout.stop=[x]"),
     (
         "_adaptive_placement",
@@ -117,6 +118,28 @@ BROKEN = [
     ),
     ("_rewards", ["reward.parts=[]"], ["reward.parts = []"], "reward.parts=[{name: exact_match}]"),
     ("_rewards", ["reward.parts=[{name: a}, {name: a}]"], ["a is there twice"], "reward.parts=[{name: a}, {name: b}]"),
+    ("_rewards", ["reward.parts=[{weight: 2}]"], ["reward.parts.0.name is missing: name a rule, or"], "reward.parts=[{name: a}]"),
+    ("_rewards", ["reward.parts=[{name: a, args: {b: 1}}]"], ["reward.parts.0.args", "built-in rule"], "reward.parts=[{name: a}]"),
+    ("_rewards", ["reward.parts=[{name: a, batch: true}]"], ["reward.parts.0.batch = true"], "reward.parts=[{name: a}]"),
+    ("_rewards", ["reward.parts=[{path: a.py}]"], ["name its function"], "reward.parts=[{path: a.py, function: f}]"),
+    (
+        "_rewards",
+        ["reward.parts=[{path: a.py, function: f, entry_point: g}]"],
+        ["reward.parts.0.entry_point", "path is set too"],
+        "reward.parts=[{path: a.py, function: f}]",
+    ),
+    (
+        "_rewards",
+        ["reward.parts=[{entry_point: g, function: f}]"],
+        ["reward.parts.0.function", "names its function itself"],
+        "reward.parts=[{entry_point: g}]",
+    ),
+    (
+        "_rewards",
+        ["reward.parts=[{path: a.py, function: f}, {path: b/a.py, function: f}]"],
+        ["a.f is there twice"],
+        "reward.parts=[{path: a.py, function: f}, {path: b/a.py, function: f, name: b}]",
+    ),
     ("_rewards", ["reward.parts=[{name: a, weight: 0}]"], ["every weight is 0"], "reward.parts=[{name: a, weight: 0.1}]"),
     (
         "_length_penalty",
@@ -347,4 +370,12 @@ def test_no_limit_is_shorter_than_that_of_an_exchange_inside_a_pass(tmp_path, na
     (message,) = problems(broken, frozenset(), 1)
     assert message.startswith(f"run.timeouts.{name} = 60.0: is below run.timeouts.pass_s = 120; raise it")
     mended = train_config(tmp_path, [f"run.timeouts.{name}=60", "run.timeouts.pass_s=60"])
+    assert not list(problems(mended, frozenset(), 1))
+
+
+def test_a_silent_rank_is_noticed_before_a_meeting_gives_up(tmp_path):
+    broken = train_config(tmp_path, ["run.timeouts.heartbeat_s=200", "run.timeouts.meeting_s=200"])
+    (message,) = problems(broken, frozenset(), 1)
+    assert message == ("run.timeouts.heartbeat_s = 200.0: is not below run.timeouts.meeting_s = 200; lower it, or raise meeting_s")
+    mended = train_config(tmp_path, ["run.timeouts.heartbeat_s=200", "run.timeouts.meeting_s=201"])
     assert not list(problems(mended, frozenset(), 1))

@@ -49,7 +49,10 @@ DEAD = [
     ([], "critic.optimizer.min_lr_ratio=0.1", "critic.optimizer.lr_schedule=linear"),
     ([], "critic.checkpoint_role=critic", "critic.checkpoint=runs/other"),
     (["critic.checkpoint=runs/other"], "critic.value_head=normal", "critic.checkpoint_role=policy"),
-    ([], "checkpoint.keep_last=3", "checkpoint.save_every=5"),
+    (["checkpoint.save_every=0"], "checkpoint.keep_last=3", "checkpoint.save_every=5"),
+    (["checkpoint.save_every=0"], "checkpoint.keep_last=3", "checkpoint.save_every=auto"),
+    (["checkpoint.save_every=5"], "checkpoint.mtbf_hours=2.0", "checkpoint.save_every=auto"),
+    (["checkpoint.save_every=0"], "checkpoint.asynchronous=false", "checkpoint.save_every=5"),
     (["telemetry.trajectories_every=0"], "telemetry.trajectories_per_step=4", "telemetry.trajectories_every=5"),
 ]
 DEAD_SFT = [

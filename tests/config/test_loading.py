@@ -3,6 +3,9 @@
 import json
 import subprocess
 import sys
+import time
+from collections import Counter
+from random import Random
 
 import pytest
 import yaml
@@ -11,7 +14,7 @@ from hypothesis import strategies as st
 
 from megappo.config.dump import dump_yaml
 from megappo.config.errors import ConfigError
-from megappo.config.keys import OTHER_NAMES, nearest_key, sections, value_at, value_keys
+from megappo.config.keys import hint, nearest_key, sections, value_at, value_keys
 from megappo.config.loading import explicit_keys, json_schema, load_config, parse_override
 from megappo.config.schema import SftConfig, TrainConfig
 from megappo.config.yaml_reader import CoreDumper, parse_yaml
@@ -27,6 +30,8 @@ BAD_OVERRIDES = [
     (["policy.parallel.tp=true"], ["policy.parallel.tp = true: must be an integer"]),
     (["policy.parallel.sequence_parallel=1"], ["policy.parallel.sequence_parallel = 1: must be true or false"]),
     (["policy.parallel.sequence_parallel=yes"], ['= "yes": must be true or false']),
+    (["checkpoint.save_every=often"], ["command line: checkpoint.save_every = \"often\": must be 'auto', or must be an integer"]),
+    (["checkpoint.save_every=-1"], ["checkpoint.save_every = -1: must be 'auto', or must be >= 0"]),
     (["policy.optimizer.lr=0"], ["policy.optimizer.lr = 0: must be > 0"]),
     (["policy.optimizer.lr=.inf"], ["policy.optimizer.lr", "must be a number"]),
     (["policy.optimizer.lr=1e999"], ["policy.optimizer.lr", "not a number that can be used"]),
@@ -36,9 +41,21 @@ BAD_OVERRIDES = [
     (["rollout.engine=sglang"], ['rollout.engine = "sglang"', "'vllm' or 'megatron'"]),
     (["rollout.stop=END"], ['rollout.stop = "END": must be a list']),
     (["run.name=../elsewhere"], ['run.name = "../elsewhere"', "letters, digits"]),
+    (["run.name=/elsewhere"], ['run.name = "/elsewhere"', "letters, digits"]),
+    (['run.name="a; touch x"'], ['run.name = "a; touch x"', "letters, digits"]),
+    ([r'run.name="a\n"'], [r'run.name = "a\n"', "letters, digits"]),
+    ([r'run.name="a\0"'], [r'run.name = "a\u0000"', "letters, digits"]),
+    ([f"run.seed={1 << 63}"], ["run.seed", "not a number that can be used"]),
+    ([f"run.seed={'9' * 5000}"], ["run.seed", "not a number that can be used"]),
+    (["run.seed=!!python/object/apply:os.system [touch x]"], ["run.seed", "tag", "is not allowed"]),
+    ([r'data.system_prompt="\ud800"'], ["data.system_prompt", "half of a surrogate pair"]),
+    ([f"data.train={'[' * 3000}"], ["data.train", "nested too deeply"]),
+    (["policy.model=" + "x" * 300], ["policy.model", "longer than a file system allows (255 bytes a name)"]),
+    (["policy.model=" + "x/" * 2100], ["policy.model", "longer than a file system allows"]),
+    (["data.train=https://me:s3cret@host/x.jsonl"], ['data.train = "https://(hidden)@host/x.jsonl"', "holds credentials"]),
     (["run.name=7"], ["run.name = 7: must be a string"]),
     (["reward.parts=[{name: exact_match, weigth: 2}]"], ["reward.parts.0.weigth", "unknown key; the keys are name, weight"]),
-    (["reward.parts=[{weight: 2}]"], ["reward.parts.0.name is missing"]),
+    (["reward.parts=[{path: 3}]"], ["reward.parts.0.path = 3", "must be a string"]),
     (["reward.parts.0.weight=2"], ["reward.parts is set as a whole"]),
     (["policy.parallel=2"], ["policy.parallel", "is a section; set its keys, for example policy.parallel.tp=VALUE"]),
     (["policy.parallel={tp: 2}"], ["is a section"]),
@@ -80,6 +97,9 @@ BAD_FILES = [
     ("\x01", ["not valid YAML"]),
     ("[" * 5000, ["nested too deeply"]),
     ("a: &a [x, *a]\n", ["unfolds to more than"]),
+    (TRAIN + 'run: {seed: "\\UFFFFFFFF"}\n', ["not valid YAML"]),
+    (f"%YAML 1.{'9' * 5000}\n---\n" + TRAIN, ["not valid YAML"]),
+    ("a: [" + "x, " * 30_000 + "]\n", ["not valid YAML: more than 20000 values"]),
     ("---\na: 1\n---\nb: 2\n", ["not valid YAML"]),
 ]
 
@@ -94,11 +114,126 @@ def test_a_bad_file_is_one_line_with_its_line_number(tmp_path, text, fragments):
     assert all(fragment in message for fragment in fragments), message
 
 
+PATHS = {
+    "policy.model",
+    "critic.model",
+    "critic.checkpoint",
+    "reference.model",
+    "data.train",
+    "data.eval",
+    "data.tokenizer",
+    "run.output_dir",
+}
+
+
+@pytest.mark.parametrize("key", sorted(PATHS))
+@pytest.mark.parametrize("escape", [r"\n", r"\0", r"\r", r"\t", r"\e", r"\L", r"\N", r"\x7f"])
+def test_a_control_character_in_a_path_is_refused(tmp_path, key, escape):
+    """It would be a line of a job script, or an error of the system in the middle of a run."""
+    with pytest.raises(ConfigError, match=f"^command line: {key} = .* holds the character .*; a path is one printable line$"):
+        train_config(tmp_path, [f'{key}="x{escape}touch PWNED"'])
+    assert value_at(train_config(tmp_path, [f'{key}="a b; $(x) é"']), key) == "a b; $(x) é", "what quotes can keep is allowed"
+
+
+def test_every_other_text_is_none_that_a_script_or_a_file_system_sees(tmp_path):
+    """So that a new key is noticed: tried on all keys that take a text at all."""
+
+    def takes(key, value):
+        try:
+            return value_at(train_config(tmp_path, [f'{key}="{value}"']), key) is not None
+        except ConfigError:
+            return False
+
+    texts = {key for key, _ in value_keys(TrainConfig) if takes(key, "a")}
+    assert texts - {key for key in texts if takes(key, r"a\nb")} == PATHS | {"run.name"}
+    assert {key for key in texts if takes(key, r"a\nb")} == {
+        "data.prompt_key",
+        "data.answer_key",
+        "data.system_prompt",
+        "data.prompt_suffix",
+    }
+
+
+def test_a_small_file_cannot_take_long(tmp_path):
+    laughs = ["a0: &a0 [x]"] + [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 50)}]" for n in range(1, 12)]
+    for text in (
+        "\n".join(laughs),
+        "[x, " * 50_000,
+        "- x\n" * 50_000,
+        "{" * 20_000,
+        "? " * 5_000,
+        '"' + "x\\\n" * 50_000 + '"',
+    ):
+        started = time.process_time()
+        with pytest.raises(ConfigError):
+            load_config(write(tmp_path, text))
+        assert time.process_time() - started < 5  # 0.1 to 1 s on an idle core; without the limits a minute and more
+
+
+WHOLE = """policy: {model: m, optimizer: {lr: 1e-6}, parallel: {tp: 2}}
+data:
+  train: t.jsonl  # a comment
+  system_prompt: "You \\"are\\" \\u00e9"
+reward:
+  parts: [{name: exact_match}, {name: has_eos, weight: 0.5}]
+rollout: &r {stop: ["a", 'b'], max_response_tokens: 64}
+"""
+
+
+def test_mutated_files_load_or_are_refused_in_one_line(tmp_path):
+    random, outcomes = Random(0), Counter()
+    tokens = [
+        "!!python/object/apply:os.system ['touch gone']",
+        "&a",
+        "*a",
+        "*r",
+        "\\ud800",
+        '"\\U00110000"',
+        "[" * 2000,
+        "? ",
+        "\0",
+    ]
+    tokens += [
+        "\t",
+        "\ud800",
+        "|",
+        ">-",
+        "---\n",
+        "...",
+        "%YAML 9",
+        "9" * 5000,
+        "1e999",
+        ".nan",
+        "!!binary x",
+        "<<: *r",
+        "null",
+        ": ",
+    ]
+    for _ in range(250):
+        text = WHOLE
+        for _ in range(random.randint(1, 2)):
+            start = random.randrange(len(text) + 1)
+            end = start + random.randint(0, 6)
+            text = text[:start] + random.choice([*tokens, "", text[start:end] * 2, chr(random.randrange(256))]) + text[end:]
+        path = tmp_path / "c.yaml"
+        path.write_bytes(text.encode("utf-8", "surrogatepass"))
+        try:
+            load_config(path)
+            outcomes["loaded"] += 1
+        except ConfigError as error:
+            outcomes["refused"] += 1
+            assert "\n" not in str(error) and str(path) in str(error), error
+    assert min(outcomes["loaded"], outcomes["refused"]) > 10, outcomes
+    assert not list(tmp_path.glob("gone"))
+
+
 def test_aliases_cannot_unfold_without_bound(tmp_path):
     levels = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
     levels += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 12)]
+    started = time.process_time()
     with pytest.raises(ConfigError, match="unfolds to more than 10000 values"):
         load_config(write(tmp_path, "\n".join(levels)))
+    assert time.process_time() - started < 1, "0.02 s; RELIABILITY S5"
     shared = TRAIN + "critic: {optimizer: &o {lr: 2e-5}}\n"
     assert (
         train_config(tmp_path, text=shared.replace("model: some/model", "model: m, optimizer: {lr: 1e-6}")).critic.optimizer.lr
@@ -187,9 +322,40 @@ def test_suggestions_reach_the_message(tmp_path, written):
         train_config(tmp_path, [override])
 
 
+# Keys of other trainers whose hints were wrong or absent: the key as a user may write it here, and the hint.
+FOREIGN = [
+    ("rollout.tensor_model_parallel_size", "did you mean rollout.tp?"),
+    ("actor_rollout_ref.rollout.tensor_model_parallel_size", "did you mean rollout.tp?"),
+    ("rollout.name", "did you mean rollout.engine?"),
+    ("critic.enable_gradient_checkpointing", "did you mean critic.recompute?"),
+    ("critic.model.enable_gradient_checkpointing", "did you mean critic.recompute?"),
+    ("actor.param_offload", "did you mean policy.offload.parameters?"),
+    ("policy.param_offload", "did you mean policy.offload.parameters?"),
+    ("actor_rollout_ref.actor.fsdp_config.param_offload", "did you mean policy.offload.parameters?"),
+    ("critic.param_offload", "did you mean critic.offload.parameters?"),
+    ("algorithm.use_kl_in_reward", "did you mean algorithm.kl.placement?"),
+    ("data.filter_overlong_prompts", "did you mean data.overlong?"),
+    ("data.truncation", "did you mean data.overlong?"),
+    ("trainer.logger", "did you mean telemetry.tensorboard?"),
+    ("trainer.project_name", "did you mean run.output_dir?"),
+    ("trainer.experiment_name", "did you mean run.name?"),
+    ("trainer.nnodes", "did you mean run.num_ranks?"),
+    (
+        "algorithm.adv_estimator",
+        "verl has it; implied here: GAE with a critic is the only estimator of advantages (see algorithm.lam)",
+    ),
+    ("trainer.use_legacy_worker_impl", "verl has it; not needed here: there is one engine (see model.impl)"),
+    ("--max-epochs", "did you mean algorithm.ppo_epochs?"),
+    ("max_epochs", "did you mean algorithm.ppo_epochs?"),
+]
+
+
+@pytest.mark.parametrize("written, says", FOREIGN)
+def test_keys_of_other_trainers_are_answered(written, says):
+    assert hint(written, TrainConfig) == says
+
+
 def test_other_trainers_names_lead_to_keys_that_exist():
-    known = {key for key, _ in value_keys(TrainConfig)}
-    assert set(OTHER_NAMES.values()) <= known
     assert nearest_key("eval_interval", SftConfig) != "trainer.eval_every", "fine-tuning has no such key"
 
 

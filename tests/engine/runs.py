@@ -112,6 +112,9 @@ def worlds_of(rank: int, path: str, layouts: list[dict]) -> dict[str, object]:
         results[f"{layout} offloaded"] = train(path, groups, batch, budget=64, offload=True)
         results[f"{layout} plain optimizer"] = train(path, groups, batch, budget=64, distributed=False)
         results[f"{layout} non-finite"] = non_finite(path, groups, batch)
+        for distributed in (True, False) if dist.get_world_size() > 1 else ():
+            name = f"{layout} non-finite on rank 1, {'sharded' if distributed else 'plain'}"
+            results[name] = non_finite_on_rank_1(path, groups, batch, distributed)
         results[f"{layout} freed"] = freed_bytes(path, groups)
         if dist.get_world_size() == 1:
             results[f"{layout} one sequence"] = train(path, groups, batch, budget=1)
@@ -139,6 +142,40 @@ def non_finite(path: str, groups, batch: PackedBatch) -> dict[str, object]:
             error = str(stopped)
     unchanged = all(torch.equal(a, b) for a, b in zip(before, policy.engine.named_parameters().values()))
     return {"applied": applied, "unchanged": unchanged, "error": error}
+
+
+def non_finite_on_rank_1(path: str, groups, batch: PackedBatch, distributed: bool) -> dict[str, object]:
+    """Put NaN into one reduced gradient of rank 1 alone: in two steps, not in the third, then in three in a row."""
+    from megappo.engine.megatron import NonFiniteGradient
+
+    policy, _ = build_roles(path, groups, budget=64, distributed=distributed)
+    logprob, _ = policy.logprobs(batch)
+    recorded = batch.with_fields({"logprob": logprob})
+    name, applied, unchanged, error = "", [], True, ""
+    optimizer = policy.engine._optimizer
+    plain_step = optimizer.step
+
+    def poisoned_step():
+        nonlocal name
+        if dist.get_rank() == 1 and len(applied) != 2:
+            # Of a plain optimizer any; a sharded one reads the shard of this rank alone, which is the end of the buffer.
+            name, gradient = list(policy.engine.named_gradients().items())[0]
+            gradient.view(-1)[-1] = torch.nan
+        return plain_step()
+
+    optimizer.step = poisoned_step
+    with policy.engine.train_mode():
+        try:
+            for _ in range(6):
+                before = [p.detach().clone() for p in policy.engine.named_parameters().values()]
+                applied.append(policy.update(recorded, 10.0).step.applied)
+                same = all(torch.equal(a, b) for a, b in zip(before, policy.engine.named_parameters().values()))
+                unchanged &= same != applied[-1]
+        except NonFiniteGradient as stopped:
+            error = str(stopped)
+    names: list = [None] * 2
+    dist.all_gather_object(names, name)
+    return {"applied": applied, "unchanged": unchanged, "error": error, "poisoned": names[1]}
 
 
 def freed_bytes(path: str, groups) -> dict[str, int]:

@@ -387,6 +387,30 @@ def a_critic_takes_the_layers_of_a_policy_and_keeps_its_head(world: World) -> No
     assert all(torch.equal(tensor, layers[name]) for name, tensor in taken.items())
 
 
+def a_weight_that_is_nan_is_found_in_what_would_be_saved(world: World) -> None:
+    """On the rank that holds it, whichever it is."""
+    from megappo.checkpoint.finite import non_finite_tensors
+
+    for engine in (world.policy(), world.critic()):
+        update(engine) if engine.name == "policy" else None
+        assert non_finite_tensors(engine, with_optimizer=True) == []
+        names: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(names, list(engine.named_parameters()))
+        for rank, name in [(rank, name) for rank, theirs in enumerate(names) for name in theirs]:
+            mine = rank == dist.get_rank()
+            set_first(engine, name, torch.nan if mine else None)
+            found = non_finite_tensors(engine, with_optimizer=False)
+            assert bool(found) == mine, f"{name} of rank {rank}"
+            set_first(engine, name, 1.0 if mine else None)
+
+
+def set_first(engine: Engine, name: str, value: float | None) -> None:
+    """Set the first number of a parameter; None: of none, on a rank that only takes part."""
+    with engine.train_mode():
+        if value is not None:
+            engine.named_parameters()[name].data.view(-1)[0] = value
+
+
 def exports_are_read_by_transformers(world: World) -> None:
     policy, critic = world.policy(), world.critic()
     update(policy)
@@ -452,6 +476,7 @@ CHECKS: tuple[Callable[[World], None], ...] = (
     a_value_head_starts_as_asked,
     a_checkpoint_gives_back_weights_and_optimizer,
     a_critic_takes_the_layers_of_a_policy_and_keeps_its_head,
+    a_weight_that_is_nan_is_found_in_what_would_be_saved,
     exports_are_read_by_transformers,
     logits_of_a_few_rows_are_those_behind_the_log_probs,
 )
@@ -607,6 +632,13 @@ class FrozenHeadIsZero(ToyEngine):
         super().__init__(replace(spec, value_head="zero") if frozen_critic else spec)
 
 
+class LeavesATensorOut(ToyEngine):
+    def save_state(self, **how: Any) -> Any:
+        state = super().save_state(**how)
+        del state["model"]["model.norm.weight"]
+        return state
+
+
 class ExportsItsFirstWeights(ToyEngine):
     def export(self, directory: Path, source: Path) -> None:
         shutil.copytree(source, directory)
@@ -643,6 +675,7 @@ FAULTY: dict[type[ToyEngine], tuple[Callable[[World], None], str]] = {
     FrozenHeadIsZero: (a_value_head_starts_as_asked, "trained=False"),
     ForgetsMoments: (a_checkpoint_gives_back_weights_and_optimizer, "same(further"),
     TakesEveryHead: (a_critic_takes_the_layers_of_a_policy_and_keeps_its_head, "torch.equal(taken.pop"),
+    LeavesATensorOut: (a_weight_that_is_nan_is_found_in_what_would_be_saved, "bool(found) == mine"),
     ExportsItsFirstWeights: (exports_are_read_by_transformers, "theirs[name]"),
     OverwritesAnExport: (exports_are_read_by_transformers, "an export that exists"),
     GivesTheNextRow: (logits_of_a_few_rows_are_those_behind_the_log_probs, "torch.allclose(logprob["),

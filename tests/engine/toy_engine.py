@@ -84,6 +84,9 @@ class ToyEngine:
     def named_gradients(self) -> dict[str, Tensor]:
         return {name: parameter.grad for name, parameter in self._weights.items() if parameter.grad is not None}
 
+    def main_parameters(self) -> dict[str, Tensor]:
+        return {}
+
     def pieces(self) -> dict[int, list[Piece]]:
         return {0: [Piece(name, Box(0, len(p), 0, as_2d(p).shape[1]), name, 0, 0) for name, p in self._weights.items()]}
 
@@ -118,6 +121,9 @@ class ToyEngine:
             result.sums.update({name: result.sums.get(name, 0.0) + float(value) for name, value in found.sums.items()})
             result.maxima.update({name: max(result.maxima.get(name, -inf), float(value)) for name, value in found.maxima.items()})
         return result
+
+    def ranks_of(self, batch: PackedBatch, sequence: int) -> str:
+        return "every rank"
 
     def optimizer_zero_grad(self) -> None:
         self._optimizer.zero_grad(set_to_none=False)

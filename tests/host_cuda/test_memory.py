@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from megappo.parallel.layout import ParallelLayout
-from megappo.plan.memory import RoleMemory, role_memory
 from tests.host_cuda.memory_cases import ARCH, BUDGET
 from tests.host_cuda.world import Scenario, run_world
+from tests.plan.live import planned_on_one_gpu
 
 # Of engine/offload.py; the first leaves none out.
 WAITS = ("", "the wait before the memory is freed", "the wait for the last copy from the host's buffer")
@@ -24,30 +23,15 @@ def measured(cuda_python) -> dict:
     return run_world(cuda_python, scenarios)
 
 
-def planned(recompute: str, critic: bool) -> RoleMemory:
-    return role_memory(
-        ARCH,
-        ParallelLayout(1),
-        0,
-        dtype="bf16",
-        trained=True,
-        micro_batch_tokens=BUDGET,
-        num_micro_batches=2,
-        value_head=critic,
-        recompute=recompute,
-        adam_buffers=True,
-    )
-
-
 @pytest.mark.parametrize("recompute, critic", CASES)
 def test_the_peak_is_the_plans_within_a_tenth(measured, recompute: str, critic: bool) -> None:
     (finding,) = measured[f"{recompute} {critic}"]
     assert finding.error is None, finding.error
     forward, update = finding.result
-    memory = planned(recompute, critic)
+    memory = planned_on_one_gpu(ARCH, BUDGET, recompute, critic, adam_buffers=True)
     assert 0.9 < forward / (memory.resident + memory.inferring) < 1.1
     assert 0.9 < update / (memory.resident + memory.active) < 1.1
-    other = planned("none" if recompute == "full" else "full", critic)
+    other = planned_on_one_gpu(ARCH, BUDGET, "none" if recompute == "full" else "full", critic, adam_buffers=True)
     assert not 0.9 < update / (other.resident + other.active) < 1.1, "negative control"
 
 

@@ -1,6 +1,19 @@
-"""Tables of the world tests of models/. A layout is (tp, pp, sequence_parallel); jobs are (case, layout, critic, recompute)."""
+"""A config.json, and the tables of the world tests of models/. A layout is (tp, pp, sequence_parallel); jobs are (case, layout,
+critic, recompute)."""
 
 from megappo.parallel.layout import ParallelLayout
+
+# Keys of a small llama's config.json; 131 is prime, so that every tp pads the vocabulary.
+LLAMA = dict(
+    architectures=["LlamaForCausalLM"],
+    hidden_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    intermediate_size=96,
+    vocab_size=131,
+    max_position_embeddings=128,
+)
 
 # (1, 1) on 2 ranks is dp 2.
 LOGIT_LAYOUTS = [(1, 1, False), (2, 1, False), (2, 1, True), (1, 2, False)]

@@ -6,17 +6,7 @@ import pytest
 
 from megappo.models.arch import check_cp, check_tp, padded_vocab, vocab_shard
 from megappo.models.hf_config import arch_of
-
-LLAMA = dict(
-    architectures=["LlamaForCausalLM"],
-    hidden_size=64,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    intermediate_size=96,
-    vocab_size=131,
-    max_position_embeddings=128,
-)
+from tests.models.cases import LLAMA
 
 
 def test_tp_that_does_not_fit_names_the_largest_that_does():

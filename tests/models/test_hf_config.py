@@ -7,18 +7,9 @@ import transformers
 
 from megappo.models.arch import Rope
 from megappo.models.hf_config import arch_of, read_arch
+from tests.models.cases import LLAMA
 from tests.models.checkpoints import CASES, write_checkpoint
 
-LLAMA = dict(
-    architectures=["LlamaForCausalLM"],
-    hidden_size=64,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    intermediate_size=96,
-    vocab_size=131,
-    max_position_embeddings=128,
-)
 MISTRAL = {**LLAMA, "architectures": ["MistralForCausalLM"], "sliding_window": None}
 QWEN2 = {**LLAMA, "architectures": ["Qwen2ForCausalLM"]}
 QWEN3_MOE = {
@@ -88,6 +79,8 @@ REFUSED = [
     ({**LLAMA, "architectures": ["GPT2LMHeadModel"]}, ("GPT2LMHeadModel is not supported", "Qwen3ForCausalLM")),
     ({**LLAMA, "architectures": []}, ("no architectures",)),
     ({**LLAMA, "auto_map": {"AutoModel": "x.py"}}, ("auto_map", "never run")),
+    ({**LLAMA, "rope_scaling": {"auto_map": {"AutoModel": "x.py"}}}, ("auto_map", "never run")),
+    ({**LLAMA, "_attn_implementation_internal": "someone/kernels"}, ("_attn_implementation_internal", "never run")),
     ({**LLAMA, "hidden_act": "gelu"}, ("hidden_act 'gelu'",)),
     ({**LLAMA, "attention_bias": True}, ("attention_bias = true",)),
     ({**LLAMA, "mlp_bias": True}, ("mlp_bias = true",)),

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from megappo.models.arch import ModelArch
 from megappo.parallel.layout import ParallelLayout
+from megappo.plan.memory import RoleMemory, role_memory
 
 REPEATS = 3
 
@@ -193,3 +194,19 @@ def described(arch: ModelArch, axes: dict) -> tuple[int, int, int]:
     finally:
         state._local_values = usual
     return made, copied, sum(tensor.nbytes for tensor in engine._optimizer.tensors())
+
+
+def planned_on_one_gpu(arch: ModelArch, budget: int, recompute: str, critic: bool, *, adam_buffers: bool) -> RoleMemory:
+    """Plan of a role in bf16 on one rank, in two micro-batches of `budget` tokens. adam_buffers: of torch's own Adam."""
+    return role_memory(
+        arch,
+        ParallelLayout(1),
+        0,
+        dtype="bf16",
+        trained=True,
+        micro_batch_tokens=budget,
+        num_micro_batches=2,
+        value_head=critic,
+        recompute=recompute,
+        adam_buffers=adam_buffers,
+    )

@@ -5,13 +5,11 @@ from __future__ import annotations
 import importlib.util
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
-
-from megappo.parallel.layout import ParallelLayout
-from megappo.plan.memory import RoleMemory, role_memory
 
 from . import live
 from .archs import llama
@@ -51,22 +49,6 @@ def peaks(implementation: str, recompute: str, critic: bool, device: str = "cuda
     return highest(lambda: role.values(batch) if critic else role.logprobs(batch)), highest(update)
 
 
-def planned(recompute: str, critic: bool) -> RoleMemory:
-    fused = any(importlib.util.find_spec(name) is not None for name in ("transformer_engine", "apex"))
-    return role_memory(
-        ARCH,
-        ParallelLayout(1),
-        0,
-        dtype="bf16",
-        trained=True,
-        micro_batch_tokens=BUDGET,
-        num_micro_batches=2,
-        value_head=critic,
-        recompute=recompute,
-        adam_buffers=not fused,
-    )
-
-
 @pytest.mark.parametrize("recompute, critic", [("none", False), ("full", False), ("none", True)])
 @pytest.mark.parametrize("implementation", ["local", "transformer_engine"])
 def test_the_peak_on_a_gpu_is_the_plans_within_a_tenth(tmp_path, implementation, recompute, critic) -> None:
@@ -77,10 +59,12 @@ def test_the_peak_on_a_gpu_is_the_plans_within_a_tenth(tmp_path, implementation,
     before = torch.cuda.memory_allocated()
     with world_of_one(tmp_path, "cuda"):
         forward, update = (peak - before for peak in peaks(implementation, recompute, critic))
-    memory = planned(recompute, critic)
+    fused = any(importlib.util.find_spec(name) is not None for name in ("transformer_engine", "apex"))
+    planned = partial(live.planned_on_one_gpu, ARCH, BUDGET, critic=critic, adam_buffers=not fused)
+    memory = planned(recompute)
     assert forward <= 1.1 * (memory.resident + memory.inferring)
     assert update <= 1.1 * (memory.resident + memory.active)
     if implementation == "local":  # TransformerEngine's norms keep less
         assert forward >= 0.9 * (memory.resident + memory.inferring) and update >= 0.9 * (memory.resident + memory.active)
-        other = planned("none" if recompute == "full" else "full", critic)
+        other = planned("none" if recompute == "full" else "full")
         assert not 0.9 < update / (other.resident + other.active) < 1.1, "negative control"

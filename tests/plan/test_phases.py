@@ -91,6 +91,12 @@ def test_offloaded_state_works_only_in_its_phases(tmp_path):
     assert by_name["push weights"].work == memory.weights
     assert by_name["policy checkpoint"].work == memory.weights + memory.optimizer
     assert plan.host_memory(0) == memory.weights + memory.optimizer, "gradients are freed, not kept"
+    assert plan.snapshot_memory(0) == sum(plan.stage(role, 0).written for role in ("policy", "critic")) > 0
+    assert (
+        planned(write_run(tmp_path), [*OFFLOAD, "checkpoint.save_every=1", "checkpoint.asynchronous=false"]).snapshot_memory(0) == 0
+    )
+    weights_only = planned(write_run(tmp_path), [*OFFLOAD, "checkpoint.save_only_model=true"])
+    assert 3 * weights_only.snapshot_memory(0) == plan.snapshot_memory(0), "fp32 and two moments"
     once = planned(write_run(tmp_path), [*OFFLOAD, "algorithm.mini_batch_size=64"])
     only = once.stage("policy", 0)
     (alone,) = (phase.work for phase in phases(once, 0) if phase.name == "policy update")

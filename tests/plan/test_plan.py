@@ -12,7 +12,7 @@ from megappo.parallel.layout import ParallelLayout
 from megappo.plan.activations import micro_batch_bytes
 from megappo.plan.estimate import make_plan, values_read
 from megappo.plan.memory import GIB
-from megappo.plan.report import report
+from megappo.plan.report import checkpoint_bytes, report
 from megappo.plan.run import plan_run
 from megappo.prepare.layouts import check_layouts, read_archs
 from megappo.telemetry.tables import figures, groups_text, ranks_text, table
@@ -195,9 +195,23 @@ def test_the_report_says_what_the_plan_holds_in_100_columns(tmp_path):
         "kept 100 of 100 prompts",
         "100 prompts / 32 per step = 4 steps (its last step takes 28 from the next epoch)",
         "run: 10 steps",  # ceil(300 / 32)
+        "one failure in 23.9 h is expected",  # 1 / (1/24 + 2/7680)
     ):
         assert expected in text, expected
     assert planned.data.total_steps == 10
+
+
+def test_a_checkpoint_is_as_large_as_its_tensors(tmp_path):
+    path = write_run(tmp_path)
+    layers = 4 * (128 * 128 + 2 * 64 * 128 + 128 * 128 + 3 * 128 * 384 + 2 * 128) + 128
+    policy, critic = layers + 2 * 64 * 128, layers + 64 * 128  # and the value head of the critic
+    assert checkpoint_bytes(plan_of(path)) == 12 * (policy + critic + 128)
+    halves = plan_of(path, ["policy.dtype=bf16", "critic.dtype=bf16"])
+    assert checkpoint_bytes(halves) == 14 * (policy + critic) + 12 * 128
+    weights = plan_of(path, ["checkpoint.save_only_model=true", "checkpoint.save_every=5"])
+    assert checkpoint_bytes(weights) == 4 * (policy + critic + 128)
+    assert "one every 5 steps" in report(weights) and "mtbf_hours" not in report(weights)
+    assert "one at the end" in report(plan_of(path, ["checkpoint.save_every=0"]))
 
 
 def test_a_large_world_is_printed_compactly(tmp_path):
@@ -213,7 +227,7 @@ def test_a_large_world_is_printed_compactly(tmp_path):
     plan = plan_of(path, overrides, 1024, "cuda", 80 * GIB)
     text = report(plan)
     assert all(len(line) <= 100 for line in text.splitlines() if str(tmp_path) not in line)
-    assert len(text.splitlines()) < 75
+    assert len(text.splitlines()) < 80
     assert "0-7 | 8-15 | ... | 1016-1023 (128 groups)" in text and "0,512 | 1,513 | ... | 511,1023 (512 groups)" in text
 
 
@@ -330,6 +344,17 @@ def test_evaluation_prompts_are_counted_with_their_limit(tmp_path):
     empty.write_text(json.dumps({"question": "x"}))
     with pytest.raises(ValueError, match="data.prompt_key=prompt"):
         plan_run(load_config(write_run(tmp_path), [f"data.eval={empty}"]), 2, "cpu")
+
+
+def test_answers_that_a_rule_cannot_read_are_told(tmp_path):
+    path, rule = write_run(tmp_path), "reward.parts=[{name: gsm8k_strict}]"
+    assert "cannot read" not in plan_run(load_config(path, [rule]), 2, "cpu").report()
+    with (tmp_path / "train.jsonl").open("a") as file:
+        file.write(json.dumps({"prompt": "a", "answer": "seven"}) + "\n")
+    assert re.search(
+        r"note: data.train: gsm8k_strict cannot read 1 of .* \(line \d+\); the reference answer 'seven' is not a number",
+        plan_run(load_config(path, [rule]), 2, "cpu").report(),
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------------ tables

@@ -37,6 +37,7 @@ RECIPES = [
     ("gsm8k_llama3.2_1b", facts("LlamaForCausalLM", 16, 2048, 32, 8, 8192, 128256, True, head_dim=64), 1_235_814_400),
     ("gsm8k_llama3.2_1b_multi", facts("LlamaForCausalLM", 16, 2048, 32, 8, 8192, 128256, True, head_dim=64), 1_235_814_400),
     ("gsm8k_deepseek_7b_chat", facts("LlamaForCausalLM", 30, 4096, 32, 32, 11008, 102400, False), 6_910_365_696),
+    ("gsm8k_deepseek_7b_verl", facts("LlamaForCausalLM", 30, 4096, 32, 32, 11008, 102400, False), 6_910_365_696),
 ]
 
 

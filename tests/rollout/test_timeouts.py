@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megappo.config.schema import RolloutConfig, TimeoutsConfig
-from megappo.parallel.groups import RankIsLate
+from megappo.parallel.meeting import RankIsLate
 from megappo.rollout import vllm_engine
 from megappo.rollout.build import build_rollout
 from megappo.rollout.types import Request, SamplingParams

@@ -264,6 +264,7 @@ def _carry(maps, flags_in, faults, entries, seen_out, sound, num_tiles, BLOCK: t
     begin = (tl.cdiv(num_tiles, BLOCK).to(tl.int64) - 1) * BLOCK
     while begin >= 0:
         tile = begin + slot
+        # x at a tile's right edge comes from the maps of the tiles behind it, hence tile + 1; behind the last one is nothing.
         right = tile + 1 < num_tiles
         a, c, a2, c2, flags = tl.associative_scan(
             (
@@ -370,6 +371,7 @@ def _add(partials, sound, moments, num_tiles, BLOCK: tl.constexpr):
     is_sound = tl.load(sound) != 0
     for row in tl.static_range(3):
         total = tl.zeros((BLOCK,), dtype=tl.float64)
+        # In ascending order and without atomics: the bits depend on the tokens only.
         for begin in range(0, num_tiles, BLOCK):
             tile = begin + tl.arange(0, BLOCK)
             total += tl.load(partials + row * num_tiles + tile, mask=tile < num_tiles, other=0.0)

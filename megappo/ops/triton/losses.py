@@ -14,8 +14,8 @@ from torch import Tensor
 from megappo.algo.kl import MAX_LOG_RATIO
 from megappo.algo.losses import POLICY_SUMS, VALUE_SUMS
 
-BLOCK = 1024
-INFINITY = float("inf")
+BLOCK = 1024  # tokens of a program
+INFINITY = float("inf")  # a dual clip that bounds nothing
 
 
 @triton.jit
@@ -119,6 +119,7 @@ def _value_loss(value, old_value, returns, weight, gradient, partials, num_token
 @triton.jit
 def _total(partials, sums, loss, maximum, num_blocks, NUM_SUMS: tl.constexpr, BLOCK: tl.constexpr):
     lane = tl.arange(0, BLOCK)
+    # In ascending order and without atomics: a sum depends on the tokens only.
     for row in tl.static_range(NUM_SUMS + 1):
         total = tl.zeros((BLOCK,), dtype=tl.float64)
         for start in range(0, num_blocks, BLOCK):

@@ -1,0 +1,41 @@
+"""Paths in a configuration: one printable line that a file system can hold. Imports nothing of megappo but the redaction."""
+
+from __future__ import annotations
+
+import os
+import unicodedata
+from typing import Annotated
+
+from pydantic import AfterValidator
+from pydantic_core import PydanticCustomError
+
+from megappo.config.redaction import hide_secrets
+
+LONGEST_PATH, LONGEST_NAME = 4096, 255  # bytes: PATH_MAX and NAME_MAX of Linux
+
+
+def odd_character(text: str) -> str | None:
+    """The first character that ends or hides a line, escaped; None if there is none.
+
+    Control characters, separators of lines and paragraphs, and halves of surrogate pairs: a name with one of them becomes a line
+    of its own in a job script or in a log, or has no bytes at all.
+    """
+    for character in text:
+        if unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp"):
+            return repr(character)[1:-1]
+    return None
+
+
+def _check_path(path: str) -> str:
+    if (character := odd_character(path)) is not None:
+        raise PydanticCustomError("path", "holds the character {character}; a path is one printable line", {"character": character})
+    if len(os.fsencode(path)) >= LONGEST_PATH or any(len(os.fsencode(name)) > LONGEST_NAME for name in path.split("/")):
+        raise PydanticCustomError("path", "is longer than a file system allows ({longest} bytes a name)", {"longest": LONGEST_NAME})
+    if "://" in path and hide_secrets(path) != path:  # the configuration is written to the run directory as it is
+        raise PydanticCustomError("path", "holds credentials, which the run would record; download it and name the file", {})
+    return path
+
+
+PathText = Annotated[str, AfterValidator(_check_path)]
+# Made absolute: a job script's copy of the configuration, and a resume from another directory, mean the same file.
+FilePath = Annotated[str, AfterValidator(_check_path), AfterValidator(os.path.abspath)]

@@ -1,0 +1,53 @@
+"""Secrets in what megappo writes down (command lines, environment, messages): recognised by name or by form, and hidden.
+
+A value counts as secret under a telling name (`HF_TOKEN=...`), as the credentials of a URL (`https://user:password@host`), or in
+the form of a well-known token (`hf_...`). Hiding too much costs a look at the machine; hiding too little cannot be undone. Imports
+nothing of megappo.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+HIDDEN = "(hidden)"  # the name alone shows that the value was set
+
+_SECRET_NAME = re.compile(
+    r"TOKEN|KEY|SECRET|PASS|CRED|AUTH|JWT|COOKIE|BEARER|DSN|WEBHOOK|SIGNATURE|_PWD(?:_|$)|(?:^|_)PAT(?:_|$)", re.IGNORECASE
+)
+_VALUE = r"""(?:\(hidden\)|"[^"]*"|'[^']*'|[^\s,;&'"]+)"""
+# An assignment to a variable of the environment: `HF_TOKEN=...`, also inside `--export=ALL,HF_TOKEN=...`.
+_VARIABLE = re.compile(rf"(?<![A-Za-z0-9_])([A-Z][A-Z0-9_]*)(\s?=\s?){_VALUE}")
+# Options, parameters of a URL and keys of other programs. Not a bare `..._key` or `..._token`: data.prompt_key, eos_token.
+_WORD = (
+    r"(?:(?:access|api|auth|bearer|gh|github|hf|id|private|refresh|secret|session|wandb)[_-]?)*"
+    r"(?:token|password|passwd|passphrase|secret|api[_-]?key|access[_-]?key|private[_-]?key|pwd|pat|credentials?|signature)"
+)
+_ASSIGNMENT = re.compile(rf"(?<![A-Za-z0-9_])({_WORD})(\s?=\s?){_VALUE}", re.IGNORECASE)
+_OPTION = re.compile(rf"--?{_WORD}", re.IGNORECASE)
+_OPTION_VALUE = re.compile(rf"(?<!\S)({_OPTION.pattern}\s+){_VALUE}", re.IGNORECASE)
+# Up to the last @ before a slash, and for `user:password` before a blank: a password may hold an @, or a slash that nobody escaped.
+_CREDENTIALS = re.compile(r"""(://)(?:[^\s/:@'"]*:[^\s'"]*|[^\s/'"]*)@""")
+_TOKENS = re.compile(
+    r"\b(?:hf_[A-Za-z0-9]{30,}|gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}|sk-[\w-]{32,}|xox[abprs]-[\w-]{10,}"
+    r"|AKIA[0-9A-Z]{16}|eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]*)|(?<=Bearer )[\w.~+/=-]{8,}"
+)
+
+
+def is_secret_name(name: str) -> bool:
+    """True for the name of an environment variable whose value is hidden."""
+    return _SECRET_NAME.search(name) is not None
+
+
+def hide_secrets(text: str) -> str:
+    """The text with every secret in it replaced by `(hidden)`."""
+    text = _CREDENTIALS.sub(rf"\1{HIDDEN}@", text)
+    text = _TOKENS.sub(HIDDEN, text)
+    text = _VARIABLE.sub(lambda found: f"{found[1]}{found[2]}{HIDDEN}" if is_secret_name(found[1]) else found[0], text)
+    return _OPTION_VALUE.sub(rf"\1{HIDDEN}", _ASSIGNMENT.sub(rf"\1\2{HIDDEN}", text))
+
+
+def redacted(command: Sequence[str]) -> list[str]:
+    """A command line for a record: `--token x` and `--token=x` without x, and every other word without its secrets."""
+    hidden = [False, *(_OPTION.fullmatch(word) is not None for word in command)]
+    return [HIDDEN if hide else hide_secrets(word) for hide, word in zip(hidden, command)]
