@@ -15,7 +15,7 @@ WILDCARDS = {"0.0.0.0", "::"}
 
 
 class Listener(NamedTuple):
-    """address: of the interface. command: start of the process's command line."""
+    """address: of the interface. command: the process's command line."""
 
     address: str
     port: int
@@ -30,7 +30,7 @@ def listeners() -> set[Listener]:
     for process in [this, *this.children(recursive=True)]:
         try:
             inodes = {int(target[8:-1]) for target in _descriptors(process.pid) if target.startswith("socket:[")}
-            command = " ".join(process.cmdline())[:80]
+            command = " ".join(process.cmdline())
         except (OSError, psutil.Error):  # it has just ended
             continue
         found |= {Listener(*by_inode[inode], command) for inode in inodes & by_inode.keys()}

@@ -299,15 +299,17 @@ def test_unknown_keys_are_counted_and_strict_fails(tmp_path, capsys):
 def test_the_command_refuses_in_one_line_and_writes_nothing(tmp_path, capsys):
     target = tmp_path / "run.yaml"
     target.write_text("mine")
+    unclosed = tmp_path / "unclosed.sh"
+    unclosed.write_text("python -m verl.trainer.main_ppo data.train_files='a\n")
     for arguments, says in (
         ([DEEPSEEK, "-o", target], "exists, and is not overwritten"),
         ([DEEPSEEK, "-o", tmp_path / "absent" / "run.yaml"], "no directory"),
-        ([ROOT / "README.md"], "not a shell script (no closing quotation)"),
+        ([unclosed], "not a shell script (no closing quotation)"),
         ([tmp_path / "absent.sh"], "no such file"),
     ):
         code, out, err = run(capsys, "convert", *arguments)
         assert (code, out) == (2, "") and says in err and err.count("\n") == 1, err
-    assert target.read_text() == "mine" and [path.name for path in tmp_path.iterdir()] == ["run.yaml"]
+    assert target.read_text() == "mine" and {path.name for path in tmp_path.iterdir()} == {"run.yaml", "unclosed.sh"}
 
 
 def test_keys_of_accounts_are_not_repeated(tmp_path, capsys):

@@ -187,11 +187,18 @@ def two_copies(rank: int, folder: Path) -> str:
     from megappo.trainer.run_facts import require_equal_data
 
     same = {"train": {"path": "t.jsonl", "sha256": "a"}, "eval": None, "tokens": "x"}
-    require_equal_data({"data": same})
+    code = {"code": {"rewards/mine.py": "c"}}
+    facts = {"data": same, "reward": code}
+    require_equal_data(facts)
     said = []
-    for other in ({**same, "train": {"path": "t.jsonl", "sha256": "b"}}, {**same, "tokens": "y"}):
+    others = (
+        {"data": {**same, "train": {"path": "t.jsonl", "sha256": "b"}}},
+        {"data": {**same, "tokens": "y"}},
+        {"reward": {"code": {"rewards/mine.py": "d"}}},
+    )
+    for other in others:
         try:
-            require_equal_data({"data": other if rank == 1 else same})
+            require_equal_data({**facts, **other} if rank == 1 else facts)
         except ValueError as error:
             said.append(str(error))
     return "\n".join(said)
@@ -201,7 +208,8 @@ def test_ranks_that_read_different_copies_are_refused_on_all(tmp_path: Path) -> 
     first, second = spawn_world(two_copies, 2, tmp_path, timeout_s=60)
     assert first == second
     assert "data.train: rank 1 reads another content of t.jsonl than rank 0" in first
-    assert "rank 1 makes other prompts of it than rank 0" in first and len(first.splitlines()) == 2
+    assert "rank 1 makes other prompts of it than rank 0" in first
+    assert "reward.parts: rank 1 has another code of rewards/mine.py than rank 0" in first and len(first.splitlines()) == 3
 
 
 def test_the_limit_is_that_of_a_process(tmp_path: Path) -> None:
