@@ -41,7 +41,7 @@ SLOW_PLACES = (
 )
 # Parameters of the kernels' tests: Triton's are interpreted without a GPU (1 s of processor time each), CUDA's compiled (24 s).
 SLOW_KERNELS = {"cuda_on_cpu", "triton"}
-SLOW_FIXTURES = {"cluster", "on_cluster"}
+SLOW_FIXTURES = {"cluster", "cuda_on_cpu", "on_cluster"}
 HINT = "mark this test slow (pytest.mark.slow, or its place in tests/tiers.py): --quick starts no ranks and no vLLM"
 
 

@@ -163,7 +163,7 @@ def test_clocks_of_two_hosts_may_differ(run_dir: Path) -> None:
     """The record's own time is by the other host's clock; the age is that of the file."""
     elsewhere(run_dir, age_s=0, beat=5, since=5)
     assert read_lease(run_dir).is_alive()
-    elsewhere(run_dir, age_s=100, beat=int(time.time()) + 1000)
+    rewrite(run_dir, age_s=100, beat=int(time.time()) + 1000)
     assert not read_lease(run_dir).is_alive()
 
 
