@@ -24,6 +24,8 @@ Config = TypeVar("Config", bound=BaseModel)
 
 COMMAND_LINE = "command line"
 
+HALF = ("fp16", "float16", "half", "16")
+
 # pydantic's error types -> the fix; {name} are the fields of the error's context.
 FIXES: Mapping[str, str] = {
     "greater_than_equal": "must be >= {ge}",
@@ -177,6 +179,8 @@ def _fix(error: ErrorDetails, cls: type[BaseModel]) -> str:
         items = item_class(dict(value_keys(cls))[key])
         return f"unknown key; the keys are {', '.join(items.model_fields)}" if items else "unknown key"
     template, context = FIXES.get(error["type"]), error.get("ctx", {})
+    if error["type"] == "literal_error" and error["input"] in HALF and "'bf16'" in context["expected"]:
+        return "fp16 is not supported: its gradients underflow below 6e-8, so it needs loss scaling; use bf16, as wide as fp32"
     if error["type"] == "literal_error" and " or " not in context["expected"]:
         return f"must be {context['expected']}"
     return template.format(**context) if template else error["msg"]

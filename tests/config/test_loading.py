@@ -347,12 +347,21 @@ FOREIGN = [
     ("trainer.use_legacy_worker_impl", "verl has it; not needed here: there is one engine (see model.impl)"),
     ("--max-epochs", "did you mean algorithm.ppo_epochs?"),
     ("max_epochs", "did you mean algorithm.ppo_epochs?"),
+    ("padding_side", "FlowMesh has it; implied here: batches are always packed, without padding (see policy.micro_batch_tokens)"),
+    ("data.padding_side", "FlowMesh has it; implied here: batches are always packed, without padding (see policy.micro_batch_tokens)"),
 ]
 
 
 @pytest.mark.parametrize("written, says", FOREIGN)
 def test_keys_of_other_trainers_are_answered(written, says):
     assert hint(written, TrainConfig) == says
+
+
+@pytest.mark.parametrize("key", ["policy.dtype", "rollout.dtype"])
+@pytest.mark.parametrize("name", ["fp16", "float16"])
+def test_fp16_is_refused_with_the_reason(tmp_path, key, name):
+    with pytest.raises(ConfigError, match=rf'{key} = "{name}": fp16 is not supported: .* loss scaling; use bf16'):
+        train_config(tmp_path, [f"{key}={name}"])
 
 
 def test_other_trainers_names_lead_to_keys_that_exist():

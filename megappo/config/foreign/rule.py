@@ -91,7 +91,7 @@ DTYPES = {
 }
 CHECKPOINTING = {True: "full", False: "none"}
 ENGINES = {"vllm": "vllm"}
-NO_FP16 = "megappo trains in bf16 or fp32"
+NO_FP16 = "megappo trains in bf16 or fp32, which need no loss scaling"
 ONE_SCHEDULE = "schedules are constant, linear and cosine"
 FSDP = "no FSDP: models are cut by tp and pp, and optimizer states sharded over data-parallel ranks"
 ALWAYS_PACKED = "batches are always packed, without padding"

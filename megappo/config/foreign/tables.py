@@ -28,10 +28,17 @@ def exact_rule(name: str) -> tuple[Trainer, Rule] | None:
 
 
 def rule_by_last_part(last: str) -> tuple[Trainer, Rule] | None:
-    """Rule of the foreign keys that end like this, if they agree on the last part of our key."""
-    found = [one for one in _ending_like(last) if one[3].outcome is Outcome.TAKEN]
-    ends = {one[3].keys[0].rsplit(".", 1)[-1] for one in found}
-    return min(found, key=lambda one: (one[0], len(one[1])))[2:] if len(ends) == 1 else None
+    """Rule of the foreign keys that end like this, if they agree on the last part of our key.
+
+    Of keys that have no equivalent here: if they agree on what becomes of them.
+    """
+    known = _ending_like(last)
+    found = [one for one in known if one[3].outcome is Outcome.TAKEN]
+    answers = {one[3].keys[0].rsplit(".", 1)[-1] for one in found}
+    if not found and "_" in last:  # a single word (`enable`, `type`) says too little of what is meant
+        found = known
+        answers = {(one[3].outcome.value, one[3].otherwise or one[3].note) for one in found}
+    return min(found, key=lambda one: (one[0], len(one[1])))[2:] if len(answers) == 1 else None
 
 
 def _ending_like(last: str) -> list[tuple[int, list[str], Trainer, Rule]]:
