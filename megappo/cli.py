@@ -53,6 +53,7 @@ def cmd_train(args: Arguments) -> int:
     from megappo.launch.training import train_here
     from megappo.launch.world import is_rank, join_srun, world_size
     from megappo.platform.permissions import apply_permissions
+    from megappo.prepare.hub import local_overrides, with_local_models
     from megappo.resilience.lease import held_lease
     from megappo.resilience.signals import StopRequest
 
@@ -66,7 +67,8 @@ def cmd_train(args: Arguments) -> int:
                 f"--max-restarts {args.max_restarts}: these ranks were started by torchrun or srun; only `megappo train` or "
                 "`megappo launch --local` itself can restart them (under Slurm: --max-requeues)"
             )
-    config = load_config(args.config, args.overrides)
+    written = load_config(args.config, args.overrides)
+    config = with_local_models(written)
     ranks = world_size(config.run)
     if not is_rank():
         # Check everything here once, so that a mistake is one line and not a launcher's traceback.
@@ -78,7 +80,7 @@ def cmd_train(args: Arguments) -> int:
         _require_device(config.run.device)
         _plan(config, ranks, None, resume=args.resume)
         apply_permissions(config.run.permissions)
-        folder, command = None, ["train", args.config, *args.overrides]
+        folder, command = None, ["train", args.config, *args.overrides, *local_overrides(written, config)]
         if args.max_restarts:
             from megappo.launch.submit import record
 
@@ -105,6 +107,7 @@ def cmd_sft(args: Arguments) -> int:
     from megappo.launch.training import train_here
     from megappo.launch.world import is_rank, join_srun, world_size
     from megappo.platform.permissions import apply_permissions
+    from megappo.prepare.hub import local_overrides, with_local_models
     from megappo.resilience.lease import held_lease
     from megappo.resilience.parent import end_with_launcher
 
@@ -113,7 +116,8 @@ def cmd_sft(args: Arguments) -> int:
     if is_rank():
         end_with_launcher()
         record_exceptions(int(os.environ["RANK"]))
-    config = load_config(args.config, args.overrides, SftConfig)
+    written = load_config(args.config, args.overrides, SftConfig)
+    config = with_local_models(written)
     from megappo.plan.run import plan_sft
 
     ranks = world_size(config.run)
@@ -122,8 +126,9 @@ def cmd_sft(args: Arguments) -> int:
         _require_device(config.run.device)
         plan_sft(config, ranks, _device(config.run.device))
         apply_permissions(config.run.permissions)
+        command = ["sft", args.config, *args.overrides, *local_overrides(written, config)]
         with held_lease(run_dir, f"megappo sft {args.config}"):
-            return train_here(ranks, ["sft", args.config, *args.overrides], run_dir, stoppable=False)
+            return train_here(ranks, command, run_dir, stoppable=False)
     planned = plan_sft(config, ranks, _device(config.run.device))
     _print_on_rank_0(planned.report())
     from megappo.trainer.sft import train_sft
@@ -135,8 +140,9 @@ def cmd_sft(args: Arguments) -> int:
 def cmd_plan(args: Arguments) -> int:
     from megappo.config.loading import load_config
     from megappo.launch.world import world_size
+    from megappo.prepare.hub import with_local_models
 
-    config = load_config(args.config, args.overrides)
+    config = with_local_models(load_config(args.config, args.overrides), shapes_only=args.shapes_only)
     from megappo.plan.counted import counter_of_built_models
     from megappo.plan.plot import check_plot, plot
 
@@ -163,10 +169,11 @@ def cmd_launch(args: Arguments) -> int:
 def cmd_verify(args: Arguments) -> int:
     from megappo.config.loading import load_config
     from megappo.launch.world import is_rank
+    from megappo.prepare.hub import with_local_models
 
     if is_rank():
         raise ConfigError("verify starts its own ranks; run it once, without torchrun (RANK and WORLD_SIZE are set here)")
-    config = load_config(args.config, args.overrides)
+    config = with_local_models(load_config(args.config, args.overrides), shapes_only=True)
     from megappo.verify.run import verify
 
     _require_device(config.run.device)
@@ -181,21 +188,23 @@ def cmd_tune(args: Arguments) -> int:
     config = None
     if args.config is not None:
         from megappo.config.loading import load_config
+        from megappo.prepare.hub import with_local_models
 
-        config = load_config(args.config, args.overrides)
+        config = with_local_models(load_config(args.config, args.overrides), shapes_only=True)
     from megappo.tune.run import tune
 
     return tune(args, config)
 
 
 def cmd_generate(args: Arguments) -> int:
+    from megappo.prepare.hub import local_model
     from megappo.trainer.generate import answer
 
     prompts = args.prompt or [line.rstrip("\n") for line in sys.stdin if line.strip()]
     answers = answer(
-        args.model,
+        local_model("MODEL", args.model),
         prompts,
-        tokenizer_path=args.tokenizer,
+        tokenizer_path=None if args.tokenizer is None else local_model("--tokenizer", args.tokenizer),
         engine=args.engine,
         max_tokens=args.max_tokens,
         temperature=args.temperature,

@@ -167,7 +167,7 @@ def _missing(key: str, cls: type[BaseModel]) -> str:
     """Name a missing key, or the first required key of a missing section, with its meaning."""
     for name, field in value_keys(cls):
         if (name == key or name.startswith(key + ".")) and field.is_required():
-            return f"{name} is missing: {field.description}"
+            return f"{name} is missing: {' '.join((field.description or '').split())}"
     return f"{key} is missing"
 
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
 
-from megappo.config.paths import FilePath, PathText
+from megappo.config.paths import FilePath, ModelPath, PathText
 
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
@@ -108,15 +108,16 @@ class TrainableConfig(RoleConfig):
 
 
 class PolicyConfig(TrainableConfig):
-    model: PathText
-    """Directory of a Hugging Face checkpoint (config.json and safetensors)."""
+    model: ModelPath
+    """Directory of a Hugging Face checkpoint (config.json and safetensors), or its name on the hub (`owner/name`, or
+    `owner/name@revision`), which is downloaded once."""
     logits_dtype: Literal["fp32", "bf16"] = "fp32"
     """Rounding of the logits behind the log-probs of policy and reference: fp32 does not round; bf16 rounds as a sampler in bf16
     does (docs/agreement.md)."""
 
 
 class CriticConfig(TrainableConfig):
-    model: PathText | None = None
+    model: ModelPath | None = None
     """Checkpoint that initialises the critic; null means `policy.model`. A reward or critic checkpoint may carry its head."""
     value_head: Literal["zero", "normal", "checkpoint"] = "zero"
     """Initial value head: zeros, normal(0, 1/(hidden+1)), or read from `model` (`score.weight` or `v_head.weight`)."""
@@ -144,7 +145,7 @@ class ModelConfig(Section):
 
 
 class ReferenceConfig(RoleConfig):
-    model: PathText | None = None
+    model: ModelPath | None = None
     """Checkpoint of the reference model; null means `policy.model`."""
     offload: FrozenOffloadConfig = FrozenOffloadConfig()
     """State to move off the GPU while another role works."""
@@ -212,7 +213,7 @@ class DataConfig(Section):
     """Training prompts: a .jsonl or .parquet file, or the name of a Hugging Face dataset (`name`, or `name:subset:split`)."""
     eval: PathText | None = None
     """Held-out prompts for validation, same forms as `train`."""
-    tokenizer: PathText | None = None
+    tokenizer: ModelPath | None = None
     """Directory of a Hugging Face tokenizer or path of a SentencePiece .model file; null means `policy.model`."""
     prompt_key: str = "prompt"
     """Field of a record that holds the question (a string, or a list of chat messages); `a.b` reaches into a nested object."""
@@ -460,7 +461,7 @@ class TrainConfig(Section):
 class SftDataConfig(Section):
     train: PathText
     """Demonstrations: a .jsonl or .parquet file, or the name of a Hugging Face dataset."""
-    tokenizer: PathText | None = None
+    tokenizer: ModelPath | None = None
     """Directory of a Hugging Face tokenizer or path of a SentencePiece .model file; null means `policy.model`."""
     prompt_key: str = "prompt"
     """Field that holds the question (a string, or a list of chat messages); `a.b` reaches into a nested object."""

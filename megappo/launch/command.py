@@ -15,6 +15,7 @@ from megappo.launch.script import Job
 from megappo.launch.training import train_here
 from megappo.launch.world import world_size
 from megappo.platform.permissions import apply_permissions
+from megappo.prepare.hub import with_local_models
 from megappo.resilience.lease import held_lease
 from megappo.telemetry.console import keep_console
 
@@ -33,7 +34,7 @@ def launch(args: argparse.Namespace, make_plan: MakePlan) -> int:
     for option, value in (("--nodes", args.nodes), ("--gpus-per-node", args.gpus_per_node)):
         if value is None:
             raise ConfigError(f"launch: {option} is missing (how many; --local needs none)")
-    config = load_config(args.config, args.overrides)
+    config = with_local_models(load_config(args.config, args.overrides))
     limits = submit.Limits(args.partition, args.account, args.time)
     job = Job(
         args.nodes,
@@ -76,7 +77,7 @@ def launch_here(args: argparse.Namespace, make_plan: MakePlan) -> int:
         if (value := getattr(args, name)) not in (None, []):
             option = "--" + name.removesuffix("_s").replace("_", "-")
             raise ConfigError(f"launch: {option} {value} does not go with --local, which starts the ranks on this machine")
-    config = load_config(args.config, args.overrides)
+    config = with_local_models(load_config(args.config, args.overrides))
     from megappo.platform.device import select_device  # imports torch
 
     keep_console()

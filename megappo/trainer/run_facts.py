@@ -18,6 +18,7 @@ from megappo.config.schema import RewardPart, TrainConfig
 from megappo.data.prompts import PromptSet
 from megappo.parallel.consensus import warn_once
 from megappo.prepare.data import RunData
+from megappo.prepare.hub import commit_of
 from megappo.prepare.layouts import model_paths
 from megappo.rewards.rules import hash_of_code
 
@@ -37,6 +38,7 @@ def run_facts(config: TrainConfig, data: RunData) -> dict[str, Any]:
             "parts": [_part_facts(part) for part in config.reward.parts],
             "code": _code_facts(config, data),
         },
+        "commits": {role: commit for role, path in in_use.items() if (commit := commit_of(path)) is not None},
         "layouts": {name: section.parallel.model_dump() for name, section in role_sections(config).items()},
         "versions": {"megappo": megappo.__version__, "torch": torch.__version__, **_megatron_version()},
     }
@@ -69,8 +71,18 @@ def _data_facts(config: TrainConfig, data: RunData) -> dict[str, Any]:
 
 
 def require_equal_data(facts: Mapping[str, Any]) -> None:
-    """ValueError on all ranks if one reads other data or reward code than rank 0: a copy on the disk of its node. Collective."""
+    """ValueError on all ranks if one reads other data, models of the hub or reward code than rank 0. Collective.
+
+    They are copies on the disks of the nodes then.
+    """
     everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, facts["commits"])
+    for rank, commits in enumerate(everyone):
+        if other := [role for role, commit in commits.items() if commit != everyone[0].get(role)]:
+            raise ValueError(
+                f"{other[0]}.model: rank {rank} has another commit of it in its cache of the hub than rank 0; "
+                "name one (owner/name@COMMIT), or put HF_HOME on a file system that all nodes share"
+            )
     dist.all_gather_object(everyone, facts["reward"]["code"])
     for rank, code in enumerate(everyone):
         if other := [name for name, sha256 in code.items() if sha256 != everyone[0][name]]:

@@ -18,6 +18,7 @@ from megappo.config.loading import explicit_keys, load_config
 from megappo.config.schema import ParallelConfig, TrainConfig
 from megappo.models.implementation import choose_implementation
 from megappo.plan.run import PlannedRun, plan_run
+from megappo.prepare.hub import with_local_models
 from megappo.prepare.layouts import check_layouts, read_archs
 from megappo.rollout.vllm_limits import check_vllm
 from megappo.tune.cost import Workload, workload_of
@@ -137,8 +138,13 @@ def find_best(search: Search) -> Choice:
 def prepare_chosen(search: Search, choice: Choice, question: Question) -> PlannedRun:
     """Plan the winner with all checks and remarks of `megappo plan --shapes-only`."""
     machine = search.machine
-    config = load_config(question.config_path, [*question.overrides, *overrides_of(search, choice)])  # the last one counts
+    config = with_local_models(written_choice(search, choice, question), shapes_only=True)
     return plan_run(config, machine.world_size, machine.device, machine.device_memory, shapes_only=True)
+
+
+def written_choice(search: Search, choice: Choice, question: Question) -> TrainConfig:
+    """The winner as its user would write it: with the names of models that the file has."""
+    return load_config(question.config_path, [*question.overrides, *overrides_of(search, choice)])  # the last one counts
 
 
 def write_output(path: Path, config: TrainConfig, overrides: Sequence[str]) -> None:

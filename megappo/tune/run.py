@@ -64,7 +64,7 @@ def tune(args: argparse.Namespace, config: TrainConfig | None) -> int:
         overrides = overrides_of(search, choice)
         print("overrides\n" + "\n".join(f"  {line}" for line in overrides))
         if "--output" in targets:
-            command.write_output(targets["--output"], prepared.plan.config, overrides)
+            command.write_output(targets["--output"], command.written_choice(search, choice, question), overrides)
         if "--json" in targets:
             measured = measurement.facts() if measurement is not None else None
             targets["--json"].write_text(command.as_json(search, choice, args.top, prepared, measured), encoding="utf-8")

@@ -348,7 +348,10 @@ FOREIGN = [
     ("--max-epochs", "did you mean algorithm.ppo_epochs?"),
     ("max_epochs", "did you mean algorithm.ppo_epochs?"),
     ("padding_side", "FlowMesh has it; implied here: batches are always packed, without padding (see policy.micro_batch_tokens)"),
-    ("data.padding_side", "FlowMesh has it; implied here: batches are always packed, without padding (see policy.micro_batch_tokens)"),
+    (
+        "data.padding_side",
+        "FlowMesh has it; implied here: batches are always packed, without padding (see policy.micro_batch_tokens)",
+    ),
 ]
 
 

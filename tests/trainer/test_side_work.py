@@ -188,13 +188,14 @@ def two_copies(rank: int, folder: Path) -> str:
 
     same = {"train": {"path": "t.jsonl", "sha256": "a"}, "eval": None, "tokens": "x"}
     code = {"code": {"rewards/mine.py": "c"}}
-    facts = {"data": same, "reward": code}
+    facts = {"data": same, "reward": code, "commits": {"policy": "d"}}
     require_equal_data(facts)
     said = []
     others = (
         {"data": {**same, "train": {"path": "t.jsonl", "sha256": "b"}}},
         {"data": {**same, "tokens": "y"}},
         {"reward": {"code": {"rewards/mine.py": "d"}}},
+        {"commits": {"policy": "e"}},
     )
     for other in others:
         try:
@@ -209,7 +210,8 @@ def test_ranks_that_read_different_copies_are_refused_on_all(tmp_path: Path) -> 
     assert first == second
     assert "data.train: rank 1 reads another content of t.jsonl than rank 0" in first
     assert "rank 1 makes other prompts of it than rank 0" in first
-    assert "reward.parts: rank 1 has another code of rewards/mine.py than rank 0" in first and len(first.splitlines()) == 3
+    assert "reward.parts: rank 1 has another code of rewards/mine.py than rank 0" in first
+    assert "policy.model: rank 1 has another commit" in first and len(first.splitlines()) == 4
 
 
 def test_the_limit_is_that_of_a_process(tmp_path: Path) -> None:

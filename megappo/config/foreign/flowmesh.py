@@ -21,7 +21,7 @@ FLOWMESH = Trainer(
         "spec.resources": unneeded(ORCHESTRATOR),
         "spec.model.source.type": implied("a directory or a name of the hub", "policy.model"),
         "spec.model.source.identifier": take("policy.model"),
-        "spec.model.source.revision": missing("download that revision", "policy.model", off=(None, "main")),
+        "spec.model.source.revision": missing("name it in the model: owner/name@revision", "policy.model", off=(None, "main")),
         "spec.model.source.trust_remote_code": missing("no code of a model repository is run"),
         "spec.reward_model.identifier": missing("scores come from rules", "reward.parts"),
         "spec.reward_model": missing("scores come from rules", "reward.parts"),
