@@ -137,6 +137,16 @@ TRAIN: tuple[Dead, ...] = (
         "the critic of critic.checkpoint brings its own head; remove it, or set critic.checkpoint_role to policy",
     ),
     Dead(
+        ("checkpoint.save_every", "checkpoint.mtbf_hours"),
+        lambda c: c.checkpoint.save_strategy != "steps",
+        "it counts under checkpoint.save_strategy = steps; remove one of the two",
+    ),
+    Dead(
+        ("checkpoint.keep_last", "checkpoint.asynchronous"),
+        lambda c: c.checkpoint.save_strategy == "no",
+        "checkpoint.save_strategy is no, so no checkpoint is planned; remove it, or choose steps or epoch",
+    ),
+    Dead(
         ("checkpoint.keep_last",),
         lambda c: c.checkpoint.save_every == 0,
         "checkpoint.save_every is 0, so there is one checkpoint, at the end; remove it, or set save_every",

@@ -396,6 +396,9 @@ class TrainerConfig(Section):
 
 
 class CheckpointConfig(Section):
+    save_strategy: Literal["steps", "epoch", "no"] = "steps"
+    """Checkpoints after steps (`save_every`) and at the end; after each pass over the prompts and at the end; or none, except at a
+    stop and at an error that leaves the state whole."""
     save_every: Literal["auto"] | NonNegative = "auto"
     """Steps between checkpoints; 0 saves at the end only. auto saves after the first step and then at the interval at which saving
     and work lost in failures cost least, sqrt(2 x seconds that a save holds training x `mtbf_hours`), at least every 30 minutes."""

@@ -283,11 +283,11 @@ def whole_steps(rule: Rule, value: Any, settings: Settings) -> Values:
 
 
 def save_strategy(rule: Rule, value: Any, settings: Settings) -> Values:
-    if value in ("no", False):
-        return _same(rule.keys, 0)
-    if value == "steps":
-        raise _implied("checkpoint.save_every counts steps")
-    raise _missing("checkpoint.save_every counts steps")
+    if value is False:  # as YAML 1.1 reads a bare `no`
+        return _same(rule.keys, "no")
+    if value not in ("no", "steps", "epoch"):
+        raise _missing("checkpoints are made after steps or epochs")
+    return _same(rule.keys, value)
 
 
 # ------------------------------------------------------------------------------------------------------- single values

@@ -244,6 +244,11 @@ class PromptLoader:
         return -(-epochs * self.num_prompts // self.prompts_per_step)
 
     @property
+    def epochs_done(self) -> int:
+        """Whole passes over the prompts so far."""
+        return self.epoch + (self.index == self.num_prompts)
+
+    @property
     def steps_per_epoch(self) -> int:
         return self.num_steps(1)
 

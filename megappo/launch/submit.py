@@ -48,7 +48,9 @@ class Limits:
 
 
 def require_resumable(config: TrainConfig, what: str, way_out: str) -> None:
-    """ConfigError if the run's checkpoints hold weights only, so that `what` could not go on from one."""
+    """ConfigError if the run has no checkpoints, or weights only, so that `what` could not go on from one."""
+    if config.checkpoint.save_strategy == "no":
+        raise ConfigError(problem("checkpoint.save_strategy", "no", f"{what} could not resume; use steps or epoch, or {way_out}"))
     if config.checkpoint.save_only_model:
         raise ConfigError(problem("checkpoint.save_only_model", True, f"{what} could not resume; set it to false, or {way_out}"))
 

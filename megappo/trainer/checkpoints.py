@@ -53,6 +53,7 @@ class Checkpoints:
     """Checkpoints of one run.
 
     models: trained role -> engine. components: small state beside them and `state`. layouts: of the models, for messages.
+    epochs_done: whole passes over the prompts so far, for `save_strategy: epoch`.
     failed_saves: of this process. The checkpoints that are due are written while training goes on, unless
     `checkpoint.asynchronous` is false; the last one is waited for.
     """
@@ -70,6 +71,7 @@ class Checkpoints:
         stop: StopRequest,
         log: RunLog,
         sections: Sections,
+        epochs_done: Callable[[], int],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store, self._asynchronous, self._facts = store, settings.asynchronous, facts
@@ -78,7 +80,8 @@ class Checkpoints:
         self._layouts, self._stop, self._log, self._sections = layouts, stop, log, sections
         self._mtbf_hours = expected_mtbf_hours(dist.get_world_size(), settings.mtbf_hours)
         self._schedule, self._clock = SaveSchedule(settings, self._mtbf_hours, clock), clock
-        self._chooses = settings.save_every == "auto"
+        self._chooses = settings.save_strategy == "steps" and settings.save_every == "auto"
+        self._saves_end, self._epochs_done = settings.save_strategy != "no", epochs_done
         self._announced = False
         self._saved_step = 0
         self._updating = False
@@ -121,12 +124,12 @@ class Checkpoints:
         self._held_s = 0.0
         pending = self._store.pending
         writing = pending is not None and not pending.done()
-        is_due = self._schedule.is_due(step) and not (self._chooses and pending is not None)
+        is_due = self._schedule.is_due(step, self._epochs_done()) and not (self._chooses and pending is not None)
         votes = (self._stop.received is not None, writing, is_due and dist.get_rank() == 0)  # due by rank 0's clock
         asked, still_writing, due = tally(votes)
         stopped = asked > 0 and not is_last
         with self._sections.section(CHECKPOINT):
-            if is_last or stopped:
+            if stopped or (is_last and self._saves_end):
                 self._save_last(step)
             elif due:
                 self._attempt(lambda: self._save_due(step))
@@ -262,7 +265,7 @@ class Checkpoints:
                 raise NonFiniteWeights(f"no checkpoint to go on from: {fault} in step-{step}; {error}") from error
             step = self._store.restore(manifest, self._models, self._components)
         self._saved_step = step
-        self._schedule.expect(manifest.facts.get(SAVE_S, 0.0))
+        self._schedule.expect(manifest.facts.get(SAVE_S, 0.0), self._epochs_done())
         self._log.resume_after(step)
         self._log.note(f"resumed after step {step}")
 

@@ -124,6 +124,7 @@ def _train(
         stop=stop,
         log=log,
         sections=watchdog.sections,
+        epochs_done=lambda: data.loader.epochs_done,
     )
     ppo = _build_ppo(config, data, roles, rollout, state, kl, log, checkpoints, factory, watchdog.sections)
     if manifest is not None:

@@ -17,7 +17,8 @@ class SaveSchedule:
     """Schedule of one run on one rank. mtbf_hours: mean time between failures that `save_every: auto` counts with."""
 
     def __init__(self, settings: CheckpointConfig, mtbf_hours: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._every, self._mtbf_hours, self._clock = settings.save_every, mtbf_hours, clock
+        self._strategy, self._every = settings.save_strategy, settings.save_every
+        self._mtbf_hours, self._clock, self._epochs_done = mtbf_hours, clock, 0
         self._worked = self._boundary = clock()
         self._held_s, self._saves, self._failures = 0.0, 0, 0
 
@@ -31,18 +32,22 @@ class SaveSchedule:
         """Seconds between checkpoints under `auto`; 0 until the first save has shown what one costs."""
         return best_interval_s(self.save_s, self._mtbf_hours)
 
-    def expect(self, save_s: float) -> None:
-        """Count with this cost, which an earlier process of the run has seen, until a save shows another. 0: unknown."""
+    def expect(self, save_s: float, epochs_done: int) -> None:
+        """Go on from an earlier process of the run: count with its seconds of a save until one shows others. 0: unknown."""
+        self._epochs_done = epochs_done
         if save_s > 0:
             self._held_s, self._saves = save_s, 1
 
-    def is_due(self, step: int) -> bool:
-        """True if a checkpoint is due after `step`. Call it once after each."""
+    def is_due(self, step: int, epochs_done: int) -> bool:
+        """True if a checkpoint is due after `step`. Call it once after each. epochs_done: whole passes over the prompts so far."""
+        ended_epoch, self._epochs_done = epochs_done > self._epochs_done, epochs_done
         now = self._clock()
         step_s, self._boundary = now - self._boundary, now
         waited = now - self._worked
         if self._failures and waited >= RETRY_S[min(self._failures, len(RETRY_S)) - 1]:
             return True
+        if self._strategy != "steps":
+            return self._strategy == "epoch" and ended_epoch
         if isinstance(self._every, int):
             return self._every > 0 and step % self._every == 0
         # A new run saves its first step: that measures a save, and shows early that one works. A resumed run knows the cost: if it

@@ -49,6 +49,8 @@ DEAD = [
     ([], "critic.optimizer.min_lr_ratio=0.1", "critic.optimizer.lr_schedule=linear"),
     ([], "critic.checkpoint_role=critic", "critic.checkpoint=runs/other"),
     (["critic.checkpoint=runs/other"], "critic.value_head=normal", "critic.checkpoint_role=policy"),
+    (["checkpoint.save_strategy=epoch"], "checkpoint.save_every=5", "checkpoint.save_strategy=steps"),
+    (["checkpoint.save_strategy=no"], "checkpoint.asynchronous=false", "checkpoint.save_strategy=epoch"),
     (["checkpoint.save_every=0"], "checkpoint.keep_last=3", "checkpoint.save_every=5"),
     (["checkpoint.save_every=0"], "checkpoint.keep_last=3", "checkpoint.save_every=auto"),
     (["checkpoint.save_every=5"], "checkpoint.mtbf_hours=2.0", "checkpoint.save_every=auto"),

@@ -349,6 +349,7 @@ def policy(disk: Disk, *, background: bool = False, **keys: Any) -> tuple[Checkp
         stop=stop,
         log=log,
         sections=Sections(TimeoutsConfig(), AwakeClock(1.0)),
+        epochs_done=lambda: disk.step * 10 // 25,  # 10 of 25 prompts in a step
     )
     return made, stop
 
@@ -390,6 +391,17 @@ def last_fails_once(folder: Path) -> Any:
 def last_fails_twice(folder: Path) -> Any:
     disk = Disk(failures=2)
     return go(disk, policy(disk, save_every=0)[0], 2), disk.events
+
+
+def epochs(folder: Path) -> Any:
+    disk = Disk()
+    return go(disk, policy(disk, save_strategy="epoch")[0], 7), disk.events
+
+
+def no_checkpoints(folder: Path) -> Any:
+    disk, stopped = Disk(), Disk()
+    checkpoints, stop = policy(stopped, save_strategy="no")
+    return go(disk, policy(disk, save_strategy="no")[0], 6), disk.events, go(stopped, checkpoints, 6, stop), stopped.events
 
 
 def stop_on_one_rank(folder: Path) -> Any:
@@ -465,6 +477,8 @@ CASES = {
         two_failures,
         last_fails_once,
         last_fails_twice,
+        epochs,
+        no_checkpoints,
         stop_on_one_rank,
         in_the_background,
         drained_before_the_next,

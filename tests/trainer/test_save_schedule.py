@@ -22,16 +22,25 @@ class Clock:
 
 
 def saved_steps(
-    steps: int, step_s: float, save_s: float, *, expected: float = 0.0, fails: range = range(0), **keys: Any
+    steps: int,
+    step_s: float,
+    save_s: float,
+    *,
+    expected: float = 0.0,
+    fails: range = range(0),
+    steps_per_epoch: float = 1e9,
+    done_before: int = 0,
+    **keys: Any,
 ) -> list[int]:
     """Steps after which a run of so many steps saves. fails: numbers of the attempts, from 0, that fail."""
     clock = Clock()
     schedule = SaveSchedule(CheckpointConfig(**keys), MTBF_HOURS, clock)
-    schedule.expect(expected)
+    if expected or done_before:
+        schedule.expect(expected, done_before)
     attempts: list[int] = []
     for step in range(1, steps + 1):
         clock.now += step_s
-        if schedule.is_due(step):
+        if schedule.is_due(step, done_before + int(step / steps_per_epoch)):
             clock.now += save_s
             schedule.failed() if len(attempts) in fails else schedule.saved()
             schedule.worked(save_s)
@@ -42,6 +51,20 @@ def saved_steps(
 def test_a_number_is_a_number_of_steps() -> None:
     assert saved_steps(10, 1.0, 5.0, save_every=3) == [3, 6, 9]
     assert saved_steps(10, 1.0, 5.0, save_every=0) == []
+
+
+def test_an_epoch_is_saved_after_the_step_that_ends_it() -> None:
+    assert saved_steps(10, 1.0, 5.0, save_strategy="epoch", steps_per_epoch=3) == [3, 6, 9]
+    assert saved_steps(10, 1.0, 5.0, save_strategy="epoch", steps_per_epoch=2.5) == [3, 5, 8, 10], "within a step"
+    assert saved_steps(4, 1.0, 5.0, save_strategy="epoch", steps_per_epoch=0.5) == [1, 2, 3, 4], "two in a step"
+
+
+def test_a_resumed_run_counts_the_epochs_that_are_left() -> None:
+    assert saved_steps(7, 1.0, 5.0, save_strategy="epoch", steps_per_epoch=3, done_before=2, expected=1.0) == [3, 6]
+
+
+def test_without_a_strategy_nothing_is_due() -> None:
+    assert saved_steps(50, 1.0, 5.0, save_strategy="no") == []
 
 
 def test_auto_saves_the_first_step_and_then_at_young_and_dalys_interval() -> None:

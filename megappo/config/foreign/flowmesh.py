@@ -41,7 +41,7 @@ FLOWMESH = Trainer(
         "spec.training.padding_side": implied(ALWAYS_PACKED, "policy.micro_batch_tokens"),
         "spec.training.save_freq": take("checkpoint.save_every", by="or_zero"),
         "spec.training.save_model": take("checkpoint.export_at_end"),
-        "spec.training.save_strategy": take("checkpoint.save_every", by="save_strategy"),
+        "spec.training.save_strategy": take("checkpoint.save_strategy", by="save_strategy"),
     },
     defaults={"spec.training.ppo_epochs": 4, "spec.training.gradient_accumulation_steps": 1},
     sections=(

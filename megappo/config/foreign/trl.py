@@ -120,7 +120,7 @@ _NEW: dict[str, Rule] = {
     "eval_steps": take("trainer.eval_every"),
     "eval_strategy": implied("trainer.eval_every says it", "trainer.eval_every"),
     "save_steps": take("checkpoint.save_every", by="whole_steps"),
-    "save_strategy": take("checkpoint.save_every", by="save_strategy"),
+    "save_strategy": take("checkpoint.save_strategy", by="save_strategy"),
     "save_total_limit": take("checkpoint.keep_last"),
     "save_only_model": take("checkpoint.save_only_model"),
     "push_to_hub": missing(HUB, "checkpoint.export_at_end"),
