@@ -9,6 +9,7 @@ The stages are those of megappo/trainer/ppo.py, which does the same on any numbe
 from __future__ import annotations
 
 import sys
+from contextlib import closing
 
 import torch
 
@@ -53,11 +54,12 @@ def main(path: str, overrides: list[str]) -> None:
     batch = pack_experience(requests, responses)
     # 3 score
     asked = [prompt for prompt in prompts for _ in range(repeats)]
-    scored = score_responses(asked, responses, data.tokenizer, scorer_of(config.reward, data.own_rewards), sampling.stop)
+    with closing(scorer_of(config.reward, data.reward_parts)) as scorer:
+        scored = score_responses(asked, responses, data.tokenizer, scorer, sampling.stop)
     # 4 log-probs of policy and reference, values of the critic
     batch = add_model_outputs(batch, roles.policy, roles.critic, roles.reference)
     # 5 KL-shaped rewards, GAE, whitening
-    batch = shape_advantages(batch, torch.tensor(scored.total), config.algorithm.kl.coef, config.algorithm)
+    batch = shape_advantages(batch, torch.tensor(scored.total), config.algorithm.kl.coef, config.algorithm, scored.per_token)
     # 6 updates: the same mini-batches for critic and policy
     for role in (roles.critic, roles.policy):
         minis = mini_batches(batch, config.algorithm, config.rollout.max_response_tokens, seed=1)

@@ -48,17 +48,30 @@ def token_advantages(
     A lambda is one number, or one per sequence if lam_*_each [B] is given.
     """
     sequence, following, after_last = _links(response_mask, cu_seqlens, None)
-    last = response_mask & after_last
+    reward = token_rewards(logprob, ref_logprob, score, response_mask, cu_seqlens, kl_estimator, kl_coef)
+    lams = _per_token_lambdas(sequence, lam_policy, lam_value, lam_policy_each, lam_value_each)
+    scanned = _scan(reward, value, response_mask, sequence, following, after_last, bootstrap, gamma * lams, gamma)
+    reward, advantage, returns, moments = _nan_unless_sound(cu_seqlens, reward.float(), *scanned)
+    return reward, advantage, returns, moments
+
+
+def token_rewards(
+    logprob: Tensor,
+    ref_logprob: Tensor | None,
+    score: Tensor,
+    response_mask: Tensor,
+    cu_seqlens: Tensor,
+    kl_estimator: str,
+    kl_coef: float,
+) -> Tensor:
+    """Reward of each token, [T] fp64: -kl_coef * KL, and the score [B] at the last sampled token; 0 outside the mask."""
+    sequence, _, after_last = _links(response_mask, cu_seqlens, None)
     reward = torch.zeros(logprob.shape, dtype=torch.float64, device=logprob.device)
     if ref_logprob is not None and kl_coef != 0.0:
         reward = reward - kl_coef * kl_estimate(logprob.double(), ref_logprob.double(), kl_estimator)
     # an empty batch has no sequence to index
     at_end = score.double()[sequence] if score.numel() else reward
-    reward = torch.where(response_mask, reward + torch.where(last, at_end, 0.0), 0.0)
-    lams = _per_token_lambdas(sequence, lam_policy, lam_value, lam_policy_each, lam_value_each)
-    scanned = _scan(reward, value, response_mask, sequence, following, after_last, bootstrap, gamma * lams, gamma)
-    reward, advantage, returns, moments = _nan_unless_sound(cu_seqlens, reward.float(), *scanned)
-    return reward, advantage, returns, moments
+    return torch.where(response_mask, reward + torch.where(response_mask & after_last, at_end, 0.0), 0.0)
 
 
 def gae(

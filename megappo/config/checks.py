@@ -16,7 +16,8 @@ from megappo.config.dead_keys import dead_keys
 from megappo.config.errors import ConfigError, problem
 from megappo.config.keys import value_at
 from megappo.config.layout_checks import world_problems
-from megappo.config.schema import OptimizerConfig, RewardConfig, RewardPart, RunConfig, SftConfig, TrainConfig
+from megappo.config.reward_checks import reward_problem
+from megappo.config.schema import OptimizerConfig, RewardConfig, RunConfig, SftConfig, TrainConfig
 
 Device = Literal["cpu", "cuda"]
 # Ids recorded for a sampled token: 4 bytes each in the experience, and about 90 in vLLM's Python lists while it generates.
@@ -241,35 +242,7 @@ def _critic_lr_warmup(config: TrainConfig) -> str | None:
 
 
 def _rewards(config: TrainConfig) -> str | None:
-    if not config.reward.parts:
-        return problem("reward.parts", [], "a run needs a reward; name at least one, for example [{name: exact_match}]")
-    for index, part in enumerate(config.reward.parts):
-        if (message := _reward_part(f"reward.parts.{index}", part)) is not None:
-            return message
-    names = [part.label for part in config.reward.parts]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        return problem("reward.parts", names, f"{twice[0]} is there twice; keep one and set its weight, or give one another name")
-    if all(part.weight == 0 for part in config.reward.parts):
-        return problem("reward.parts", names, "every weight is 0, so every score is 0; give one a weight")
-    return None
-
-
-def _reward_part(key: str, part: RewardPart) -> str | None:
-    """Problem of the keys of one part; None if it is one built-in rule or one piece of the user's own code."""
-    if not part.own:
-        if part.name is None:
-            return f"{key}.name is missing: name a rule, or a reward of your own by path and function, or by entry_point"
-        for name in ("function", "batch", "args"):
-            if value := getattr(part, name):
-                return problem(f"{key}.{name}", value, f"{part.name} is a built-in rule, which has none; remove it, or set path")
-    if part.path is not None and part.entry_point is not None:
-        return problem(f"{key}.entry_point", part.entry_point, "path is set too; keep one of the two")
-    if part.path is not None and part.function is None:
-        return problem(f"{key}.path", part.path, "name its function in the key function")
-    if part.entry_point is not None and part.function is not None:
-        return problem(f"{key}.function", part.function, "an entry point names its function itself; remove it")
-    return None
+    return reward_problem(config.reward)
 
 
 def _length_penalty(config: TrainConfig) -> str | None:

@@ -7,6 +7,7 @@ overrides lives in `loading.py`. Imports nothing of megappo but the rules of a p
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -238,9 +239,16 @@ class DataConfig(Section):
     """Number of held-out prompts to evaluate on, from the first; null means all."""
 
 
+PART_KINDS: Mapping[str, tuple[str, ...]] = {
+    "path": ("function", "batch", "args"),
+    "entry_point": ("batch", "args"),
+}
+"""Key of a part that names what it is, exclusive -> the keys that belong to it. A part with none of them is a built-in rule."""
+
+
 class RewardPart(Section):
     name: str | None = None
-    """Name of a built-in rule; `megappo doctor` lists them. Beside `path` or `entry_point`: the name under which that is logged."""
+    """Name of a built-in rule; `megappo doctor` lists them. Beside another kind of part: the name under which that is logged."""
     weight: float = 1.0
     """Factor of this part in the score."""
     path: FilePath | None = None
@@ -255,21 +263,22 @@ class RewardPart(Section):
     """Keyword arguments for your own reward."""
 
     @property
-    def own(self) -> bool:
-        """If this is code of the user."""
-        return self.path is not None or self.entry_point is not None
+    def kind(self) -> str:
+        """The key of PART_KINDS that is set, or `name` for a built-in rule."""
+        return next((kind for kind in PART_KINDS if getattr(self, kind) is not None), "name")
 
     @property
     def label(self) -> str:
         """Name in metrics, records and messages: `mine.score` for the function score of mine.py."""
         if self.name is not None:
             return self.name
-        return f"{Path(self.path).stem}.{self.function}" if self.path is not None else str(self.entry_point)
+        return f"{Path(self.path).stem}.{self.function}" if self.path is not None else str(getattr(self, self.kind))
 
     @model_serializer(mode="wrap")
     def _short(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Leave out what the part does not use: a built-in rule is its name and weight."""
-        return {key: value for key, value in handler(self).items() if key == "weight" or value not in (None, False, {})}
+        fields = type(self).model_fields
+        return {key: value for key, value in handler(self).items() if key == "weight" or getattr(self, key) != fields[key].default}
 
 
 class RewardConfig(Section):

@@ -92,7 +92,7 @@ def check_kernels(kernels: Kernels, device: Device) -> None:
 def _check_names(config: TrainConfig) -> None:
     """ConfigError for an unknown reward, and for a missing package that this configuration needs."""
     for part in config.reward.parts:
-        if not part.own and part.name not in RULES:
+        if part.kind == "name" and part.name not in RULES:
             make_rule(str(part.name))  # raises, with the nearest name
     needed = {"math_verify": "math-verify"} if any(part.label == "math_verify" for part in config.reward.parts) else {}
     for key, package in needed.items():

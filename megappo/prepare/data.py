@@ -18,14 +18,14 @@ from megappo.data.sources import read_source
 from megappo.data.tokenizers import Tokenizer, load_tokenizer
 from megappo.models.arch import ModelArch
 from megappo.prepare.answers import answer_notes
-from megappo.prepare.own_rewards import check_requirements, load_own_rules
-from megappo.rewards.own import OwnRule
+from megappo.prepare.reward_parts import check_requirements, load_parts
+from megappo.rewards.base import PreparedPart
 
 
 @dataclass(frozen=True)
 class RunData:
     """Data of a run. loader: at its start. total_steps: PPO steps. notes: on answers that rules cannot read.
-    own_rewards: the user's reward code by name, as loaded."""
+    reward_parts: of the configuration, by label, as loaded."""
 
     tokenizer: Tokenizer
     train: PromptSet
@@ -33,7 +33,7 @@ class RunData:
     loader: PromptLoader
     total_steps: int
     notes: tuple[str, ...] = ()
-    own_rewards: Mapping[str, OwnRule] = field(default_factory=dict)
+    reward_parts: Mapping[str, PreparedPart] = field(default_factory=dict)
 
 
 def load_run_data(config: TrainConfig, policy: ModelArch) -> RunData:
@@ -43,7 +43,7 @@ def load_run_data(config: TrainConfig, policy: ModelArch) -> RunData:
     a step takes, a tokenizer with ids that the model does not have, warm-ups longer than the run, a reward rule that can read no
     reference answer, reward code that cannot be loaded or requires fields that records lack.
     """
-    own_rewards = load_own_rules(config.reward)
+    reward_parts = load_parts(config.reward)
     tokenizer = _tokenizer(config.data.tokenizer or config.policy.model, policy)
     train = load_prompts(config.data, config.data.train, tokenizer)
     held_out = (
@@ -54,8 +54,8 @@ def load_run_data(config: TrainConfig, policy: ModelArch) -> RunData:
     for message in step_problems(config, total_steps):
         raise ConfigError(message)
     sets = {"data.train": train} | ({"data.eval": held_out} if held_out is not None else {})
-    check_requirements(own_rewards, sets)
-    return RunData(tokenizer, train, held_out, loader, total_steps, tuple(answer_notes(config.reward, sets)), own_rewards)
+    check_requirements(reward_parts, sets)
+    return RunData(tokenizer, train, held_out, loader, total_steps, tuple(answer_notes(config.reward, sets)), reward_parts)
 
 
 @dataclass(frozen=True)

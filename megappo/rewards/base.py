@@ -1,8 +1,9 @@
-"""Interface of a reward rule."""
+"""Interface of the parts of a reward: their input, their result, and how they run."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -28,13 +29,55 @@ class RewardInput:
 
 
 class UnusableAnswer(ValueError):
-    """A rule cannot read the reference answer of a sample: a fault of the data. The sample scores 0 and is counted."""
+    """A part cannot read the reference answer of a sample: a fault of the data. The sample scores 0 and is counted."""
 
 
-class RewardRule(Protocol):
-    """Rule: response -> finite number, or {"score": number, "parts": {name: number}}, or None for undecided: scored 0 and counted.
+class RewardError(RuntimeError):
+    """A part failed. The message names the part, the sample and the response's start; the trainer stops all ranks."""
 
-    `UnusableAnswer` scores 0 and is counted too; after any other exception the caller names the sample and stops all ranks.
+
+Result = float | Mapping[str, Any] | None
+"""A finite number, or {"score": number, "parts": {name: number}, "per_token": num_tokens numbers}, or None for undecided: scored 0
+and counted. NumPy's and torch's numbers and arrays will do."""
+
+
+@dataclass(frozen=True)
+class Timed:
+    """Result with the seconds that the sample itself took. Of a plain result the time since `Part.start` counts."""
+
+    result: Result
+    seconds: float
+
+
+class Part(Protocol):
+    """One part of a reward on this rank.
+
+    A future's `UnusableAnswer` scores 0 and is counted. After any other exception all ranks stop; a `RewardError` tells itself
+    which part and sample failed, of other exceptions the scorer says it.
     """
 
-    def __call__(self, sample: RewardInput) -> float | Mapping[str, Any] | None: ...
+    def start(self, samples: Sequence[RewardInput]) -> Sequence[Future[Any]]:
+        """One future of a `Result` (or `Timed`) per sample, in order; may be done already. Called again as samples finish."""
+        ...
+
+    def close(self) -> None:
+        """End its workers and connections, also those with work in hand. May be called twice."""
+        ...
+
+
+@dataclass(frozen=True)
+class PreparedPart:
+    """A part that was loaded and checked before a model was built.
+
+    make: builds it on a rank; None for a part that all ranks compute together. requires: `answer`, and fields that every record
+    must have. sha256: of its code; None if it has none.
+    """
+
+    make: Callable[[], Part] | None
+    requires: tuple[str, ...] = ()
+    sha256: str | None = None
+
+
+def describe(sample: RewardInput) -> str:
+    """Name a sample in a message."""
+    return f"sample {sample.sample_id}, response {sample.response[:200]!r}"

@@ -1,182 +1,178 @@
-"""Score of a response: a weighted sum of rules minus penalties, with every part kept for the logs."""
+"""Score of a response: the weighted sum of the parts of its recipe minus penalties, with every part kept for the logs.
+
+Every rank composes the same verdicts of all ranks, so all have the same scores, or raise the same error.
+"""
 
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
 
-from megappo.rewards.base import RewardInput, RewardRule, UnusableAnswer
-from megappo.rewards.own import OwnRule
-from megappo.rewards.rules import make_rule
+from megappo.rewards.base import RewardError
+from megappo.rewards.verdict import LARGEST, Verdict
 
 MISSING_EOS = "missing_eos_penalty"
 LENGTH = "length_penalty"
-LARGEST = torch.finfo(torch.float32).max  # scores are fp32 from here on; more would become infinite, and the batch's advantages NaN
-_PART = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-
-
-class RewardError(RuntimeError):
-    """A rule failed. The message names the sample, the rule and the response's start; the trainer stops all ranks."""
+WHOLE = ""
+"""Label of the only recipe where no route chooses one."""
 
 
 @dataclass(frozen=True)
-class Scores:
-    """total: [B] fp32. parts: name -> [B] fp32; a rule's own value before its weight, or a penalty as it enters the total (<= 0).
-    num_undecided: scores of 0 because a rule was undecided, as math_verify out of time.
-    num_unusable: scores of 0 because a rule could not read the reference answer."""
+class Judged:
+    """A finished response and the verdicts of its local parts, as ranks exchange it. label: of its recipe."""
 
-    total: Tensor
-    parts: dict[str, Tensor]
-    num_undecided: int = 0
-    num_unusable: int = 0
+    sample_id: str
+    text: str
+    label: str
+    truncated: bool
+    num_tokens: int
+    verdicts: Mapping[str, Verdict]
 
 
-class Scorer:
-    """score = sum of weight * rule - missing_eos_penalty * [cut] - length_penalty * max(0, num_tokens - length_penalty_start).
+@dataclass(frozen=True)
+class PartSeconds:
+    """Mean over the samples that a part scored, and the slowest of them."""
 
-    A rule of weight 0 is logged without counting. Penalties of 0 have no part. A rule's own parts are logged as `rule.part`.
+    mean: float
+    max: float
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Texts and scores of all samples, the same on every rank. total: [B], numbers of fp32.
+
+    parts: name -> [B] of fp32; a part's own value before its weight, NaN for a sample whose recipe has not the part, or a penalty
+    as it enters the total (<= 0). num_undecided: scores of 0 because a part was undecided, as math_verify out of time.
+    num_unusable: scores of 0 because a part could not read the reference answer. labels: [B] recipes; empty without a route.
+    per_token: [B] weighted rewards of the sampled tokens, which are not in the total; None for a sample, or for all, without.
+    seconds: of the local parts.
     """
 
-    def __init__(
-        self,
-        parts: Sequence[tuple[str, float]],
-        missing_eos_penalty: float = 0.0,
-        length_penalty: float = 0.0,
-        length_penalty_start: int = 0,
-        own: Mapping[str, OwnRule] | None = None,
-    ) -> None:
-        """own: rules of the user by name; other names are of the table. ValueError: no parts, a name twice, an unknown name, a
-        weight that is not finite."""
-        if not parts:
-            raise ValueError("reward.parts is empty: name at least one rule")
-        names = [name for name, _ in parts]
-        for name, weight in parts:
-            if names.count(name) > 1:
-                raise ValueError(f"reward.parts names {name} twice: give one part the sum of the weights")
-            if not math.isfinite(weight):
-                raise ValueError(f"reward.parts: the weight of {name} is {weight}, not a finite number")
-        own = own or {}
-        self._rules: dict[str, RewardRule | OwnRule] = {name: own[name] if name in own else make_rule(name) for name in names}
-        self._weights = dict(parts)
-        self._missing_eos_penalty = missing_eos_penalty
-        self._length_penalty = length_penalty
-        self._length_penalty_start = length_penalty_start
+    texts: list[str]
+    total: list[float]
+    parts: dict[str, list[float]]
+    num_undecided: int
+    num_unusable: int = 0
+    labels: list[str] = field(default_factory=list)
+    per_token: list[list[float] | None] | None = None
+    seconds: dict[str, PartSeconds] = field(default_factory=dict)
 
-    def score(self, samples: Sequence[RewardInput]) -> Scores:
-        """Score [B] finished responses. RewardError if a rule raises or returns anything but a finite number for one of them."""
-        verdicts = {name: _apply(rule, name, samples) for name, rule in self._rules.items()}
-        rules = {name: [verdict.score for verdict in found] for name, found in verdicts.items()}
-        unscored = Counter(verdict.reason for found in verdicts.values() for verdict in found)
-        penalties: dict[str, list[float]] = {}
-        if self._missing_eos_penalty:
-            penalties[MISSING_EOS] = [-self._missing_eos_penalty if s.truncated else 0.0 for s in samples]
-        if self._length_penalty:
-            excess = [max(0, s.num_tokens - self._length_penalty_start) for s in samples]
-            penalties[LENGTH] = [-self._length_penalty * n for n in excess]
-        total = [
-            sum(self._weights[name] * values[i] for name, values in rules.items()) + sum(values[i] for values in penalties.values())
-            for i in range(len(samples))
-        ]
-        for sample, value in zip(samples, total):
-            if not abs(value) <= LARGEST:
-                raise RewardError(f"the weighted rules add up to {value:g}, which fp32 does not hold; {_describe(sample)}")
-        parts = {
-            name: torch.tensor(values, dtype=torch.float32)
-            for name, values in {**rules, **_inner_parts(verdicts), **penalties}.items()
-        }
-        return Scores(torch.tensor(total, dtype=torch.float32), parts, unscored["undecided"], unscored["unusable"])
+    def part_means(self) -> dict[str, float]:
+        """Name -> mean over the samples that the part scored; parts that scored none are left out."""
+        scored = {name: [value for value in values if not math.isnan(value)] for name, values in self.parts.items()}
+        return {name: float(torch.tensor(values).double().mean()) for name, values in scored.items() if values}
 
 
 @dataclass(frozen=True)
-class _Verdict:
-    """Result of a rule for a sample. reason: of a score of 0 that the rule did not give."""
+class Composition:
+    """score = sum of weight * part - missing_eos_penalty * [cut] - length_penalty * max(0, num_tokens - length_penalty_start).
 
-    score: float
-    parts: Mapping[str, float]
-    reason: Literal["undecided", "unusable"] | None = None
+    recipes: label -> part -> weight; only `WHOLE` without a route. A part of weight 0 is logged without counting. Penalties of 0
+    have no part. A part's own parts are logged as `part.inner`. ValueError: no parts, a weight that is not finite.
+    """
+
+    recipes: Mapping[str, Mapping[str, float]]
+    missing_eos_penalty: float = 0.0
+    length_penalty: float = 0.0
+    length_penalty_start: int = 0
+
+    def __post_init__(self) -> None:
+        for recipe in self.recipes.values():
+            if not recipe:
+                raise ValueError("reward.parts is empty: name at least one rule")
+            for name, weight in recipe.items():
+                if not math.isfinite(weight):
+                    raise ValueError(f"reward.parts: the weight of {name} is {weight}, not a finite number")
+
+    @property
+    def names(self) -> list[str]:
+        """All parts, in the order of the recipes."""
+        return list(dict.fromkeys(name for recipe in self.recipes.values() for name in recipe))
+
+    def compose(self, judged: Sequence[Judged], model_parts: Mapping[str, Sequence[float]] | None = None) -> Scored:
+        """Score [B] responses. model_parts: name -> [B] values of parts that all ranks computed together.
+
+        RewardError for a value or a sum that is not finite in fp32.
+        """
+        verdicts = [self._verdicts(one, i, model_parts or {}) for i, one in enumerate(judged)]
+        penalties = self._penalties(judged)
+        totals = []
+        for i, (one, found) in enumerate(zip(judged, verdicts)):
+            weights = self.recipes[one.label]
+            total = sum(weights[name] * found[name].score for name in weights) + sum(values[i] for values in penalties.values())
+            if not abs(total) <= LARGEST:
+                raise RewardError(f"the weighted rules add up to {total:g}, which fp32 does not hold; {_describe(one)}")
+            totals.append(total)
+        rules = {name: [found[name].score if name in found else math.nan for found in verdicts] for name in self.names}
+        reasons = Counter(verdict.reason for found in verdicts for verdict in found.values())
+        return Scored(
+            texts=[one.text for one in judged],
+            total=_fp32(totals),
+            parts={name: _fp32(values) for name, values in {**rules, **self._inner_parts(verdicts), **penalties}.items()},
+            num_undecided=reasons["undecided"],
+            num_unusable=reasons["unusable"],
+            labels=[] if list(self.recipes) == [WHOLE] else [one.label for one in judged],
+            per_token=self._per_token(judged, verdicts),
+            seconds=_seconds(self.names, verdicts),
+        )
+
+    def _verdicts(self, one: Judged, index: int, model_parts: Mapping[str, Sequence[float]]) -> dict[str, Verdict]:
+        """Part -> verdict for all parts of the sample's recipe."""
+        found = {}
+        for name in self.recipes[one.label]:
+            if name in model_parts:
+                value = float(model_parts[name][index])
+                if not abs(value) <= LARGEST:
+                    raise RewardError(f"reward part {name} gave {value}, not a finite number; {_describe(one)}")
+                found[name] = Verdict(value, {})
+            else:
+                found[name] = one.verdicts[name]
+        return found
+
+    def _penalties(self, judged: Sequence[Judged]) -> dict[str, list[float]]:
+        penalties: dict[str, list[float]] = {}
+        if self.missing_eos_penalty:
+            penalties[MISSING_EOS] = [-self.missing_eos_penalty if one.truncated else 0.0 for one in judged]
+        if self.length_penalty:
+            excess = [max(0, one.num_tokens - self.length_penalty_start) for one in judged]
+            penalties[LENGTH] = [-self.length_penalty * n for n in excess]
+        return penalties
+
+    def _inner_parts(self, verdicts: Sequence[Mapping[str, Verdict]]) -> dict[str, list[float]]:
+        """Numbers inside the parts, as `part.inner`; 0 for a sample without that number, NaN for one without the part."""
+        values: dict[str, list[float]] = {}
+        for name in self.names:
+            for inner in sorted({inner for found in verdicts if name in found for inner in found[name].parts}):
+                values[f"{name}.{inner}"] = [found[name].parts.get(inner, 0.0) if name in found else math.nan for found in verdicts]
+        return values
+
+    def _per_token(self, judged: Sequence[Judged], verdicts: Sequence[Mapping[str, Verdict]]) -> list[list[float] | None] | None:
+        rewards: list[list[float] | None] = []
+        for one, found in zip(judged, verdicts):
+            weights = self.recipes[one.label]
+            weighted = [
+                [weights[name] * value for value in verdict.per_token]
+                for name, verdict in found.items()
+                if verdict.per_token is not None and weights[name]
+            ]
+            rewards.append([sum(values) for values in zip(*weighted)] if weighted else None)
+            if not all(abs(value) <= LARGEST for value in rewards[-1] or ()):
+                raise RewardError(f"the weighted rewards of a token are beyond fp32; {_describe(one)}")
+        return rewards if any(values is not None for values in rewards) else None
 
 
-_UNDECIDED, _UNUSABLE = _Verdict(0.0, {}, "undecided"), _Verdict(0.0, {}, "unusable")
+def _seconds(names: Sequence[str], verdicts: Sequence[Mapping[str, Verdict]]) -> dict[str, PartSeconds]:
+    found = {name: [s for one in verdicts if name in one and (s := one[name].seconds) is not None] for name in names}
+    return {name: PartSeconds(sum(values) / len(values), max(values)) for name, values in found.items() if values}
 
 
-def _apply(rule: RewardRule | OwnRule, name: str, samples: Sequence[RewardInput]) -> list[_Verdict]:
-    if isinstance(rule, OwnRule) and rule.batch:
-        return _apply_to_batch(rule, name, samples)
-    return [_apply_to_one(rule, name, sample) for sample in samples]
+def _fp32(values: Sequence[float]) -> list[float]:
+    return torch.tensor(values, dtype=torch.float32).tolist()
 
 
-def _apply_to_one(rule: RewardRule | OwnRule, name: str, sample: RewardInput) -> _Verdict:
-    try:
-        value = rule.call(sample) if isinstance(rule, OwnRule) else rule(sample)
-    except UnusableAnswer:  # told before the run started (`prepare/answers.py`)
-        return _UNUSABLE
-    except (Exception, SystemExit) as error:  # any fault of a rule: named here, then it stops the run
-        raise RewardError(f"{_raised(rule, name, error)}; {_describe(sample)}") from error
-    return _verdict(value, name, sample)
-
-
-def _apply_to_batch(rule: OwnRule, name: str, samples: Sequence[RewardInput]) -> list[_Verdict]:
-    if not samples:  # of a rank without a share
-        return []
-    try:
-        values = _plain(rule.call(list(samples)))
-    except (Exception, SystemExit) as error:
-        raise RewardError(f"{_raised(rule, name, error)}; {len(samples)} samples, the first: {_describe(samples[0])}") from error
-    if not isinstance(values, (list, tuple)) or len(values) != len(samples):
-        got = f"{len(values)} results" if isinstance(values, (list, tuple)) else f"{type(values).__name__}, no list,"
-        raise RewardError(f"reward rule {name} returned {got} for {len(samples)} samples, the first: {_describe(samples[0])}")
-    return [_verdict(value, name, sample) for value, sample in zip(values, samples)]
-
-
-def _verdict(value: Any, name: str, sample: RewardInput) -> _Verdict:
-    value = _plain(value)
-    if value is None:
-        return _UNDECIDED
-    if not isinstance(value, Mapping):
-        return _Verdict(_number(value, f"reward rule {name} returned", sample), {})
-    if "per_token" in value:
-        raise RewardError(f"reward rule {name} returned per_token: rewards of tokens are not supported, return one score")
-    parts = value.get("parts", {})
-    if "score" not in value or set(value) - {"score", "parts"} or not isinstance(parts, Mapping):
-        raise RewardError(f"reward rule {name} returned {value!r}, not score (a number) and parts (a mapping); {_describe(sample)}")
-    if odd := [part for part in parts if not isinstance(part, str) or not _PART.fullmatch(part)]:
-        raise RewardError(f"reward rule {name} named a part {odd[0]!r}: use letters, digits and . _ -; {_describe(sample)}")
-    score = _number(value["score"], f"reward rule {name} returned the score", sample)
-    named = {part: _number(_plain(number), f"reward rule {name} returned for {part}", sample) for part, number in parts.items()}
-    return _Verdict(score, named)
-
-
-def _plain(value: Any) -> Any:
-    """Python's value of a tensor or a NumPy array or scalar."""
-    return value.tolist() if hasattr(value, "tolist") else value
-
-
-def _number(value: Any, what: str, sample: RewardInput) -> float:
-    if not isinstance(value, (int, float)) or not abs(value) <= LARGEST:
-        raise RewardError(f"{what} {value!r}, not a finite number; {_describe(sample)}")
-    return float(value)
-
-
-def _inner_parts(verdicts: Mapping[str, Sequence[_Verdict]]) -> dict[str, list[float]]:
-    """Parts inside the rules, as `rule.part`; 0 for a sample without that part."""
-    found: dict[str, list[float]] = {}
-    for name, verdicts_of_rule in verdicts.items():
-        for part in sorted({part for verdict in verdicts_of_rule for part in verdict.parts}):
-            found[f"{name}.{part}"] = [verdict.parts.get(part, 0.0) for verdict in verdicts_of_rule]
-    return found
-
-
-def _raised(rule: RewardRule | OwnRule, name: str, error: BaseException) -> str:
-    place = rule.place(error) if isinstance(rule, OwnRule) else ""
-    return f"reward rule {name} raised {type(error).__name__}: {error}{place}"
-
-
-def _describe(sample: RewardInput) -> str:
-    return f"sample {sample.sample_id}, response {sample.response[:200]!r}"
+def _describe(one: Judged) -> str:
+    return f"sample {one.sample_id}, response {one.text[:200]!r}"

@@ -20,6 +20,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from megappo.rewards.inline import InlinePart
+
 GROUP = "megappo.rewards"
 
 
@@ -36,6 +38,10 @@ class OwnRule:
     requires: tuple[str, ...]
     file: str | None
     sha256: str | None
+
+    def part(self) -> InlinePart:
+        """The rule as a part of a reward."""
+        return InlinePart(self.name, self.call, batch=self.batch, place=self.place)
 
     def place(self, error: BaseException) -> str:
         """` (mine.py:12)`: the innermost line of the rule's file that the error passed; empty if it passed none."""

@@ -13,8 +13,9 @@ import unicodedata
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from megappo.rewards.base import RewardInput, RewardRule
+from megappo.rewards.base import RewardInput
 from megappo.rewards.gsm8k import gsm8k_flexible, gsm8k_format, gsm8k_strict
+from megappo.rewards.inline import InlinePart
 from megappo.rewards.symbolic import MathVerify
 
 
@@ -31,6 +32,8 @@ def has_eos(sample: RewardInput) -> float:
 def _normalised(text: str) -> str:
     return " ".join(unicodedata.normalize("NFKC", text).split())
 
+
+RewardRule = Callable[[RewardInput], float | None]
 
 # Name -> factory. Most rules are plain functions; math_verify holds a worker process, so every scorer makes its own.
 RULES: Mapping[str, Callable[[], RewardRule]] = {
@@ -53,6 +56,12 @@ def make_rule(name: str) -> RewardRule:
     nearest = difflib.get_close_matches(name, RULES, n=1, cutoff=0.5)
     hint = f"did you mean {nearest[0]}? " if nearest else ""
     raise ValueError(f"reward.parts: there is no rule {name!r}; {hint}Rules: {', '.join(RULES)}")
+
+
+def make_part(name: str) -> InlinePart:
+    """The rule of this name as a part. ValueError as `make_rule`."""
+    rule = make_rule(name)
+    return InlinePart(name, rule, close=getattr(rule, "close", None))
 
 
 def hash_of_code(name: str) -> str | None:

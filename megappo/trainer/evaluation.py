@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from megappo.data.prompts import Prompt
 from megappo.data.tokenizers import Tokenizer
-from megappo.rewards.compose import Scorer
+from megappo.rewards.scorer import Scorer
 from megappo.rollout.types import RolloutEngine, SamplingParams
 from megappo.trainer.experience import make_requests
 from megappo.trainer.scoring import score_responses
@@ -36,7 +36,7 @@ def evaluate(
     return Evaluation(
         num_prompts=count,
         score=sum(scored.total) / count,
-        parts={name: sum(values) / count for name, values in scored.parts.items()},
+        parts=scored.part_means(),
         length=sum(len(r.tokens) for r in responses) / count,
         truncated=sum(r.finish == "length" for r in responses) / count,
     )

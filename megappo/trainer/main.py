@@ -33,8 +33,9 @@ from megappo.resilience.sections import EXPORT, Sections
 from megappo.resilience.signals import StopRequest
 from megappo.resilience.skipped import steps_to_skip
 from megappo.resilience.watchdog import Watchdog
-from megappo.rewards.compose import Scorer
-from megappo.rewards.own import OwnRule
+from megappo.rewards.base import PreparedPart
+from megappo.rewards.compose import WHOLE, Composition
+from megappo.rewards.scorer import Scorer
 from megappo.rollout.build import build_rollout
 from megappo.rollout.types import RolloutEngine, SamplingParams
 from megappo.telemetry.log import configure_logging
@@ -134,7 +135,7 @@ def _train(
         load_critic(config, roles.critic.engine, log)
 
     done_before = state.step
-    with input_accepted():
+    with input_accepted(), closing(ppo.scorer):
         ppo.run()
         log.close()
         if ppo.stopped:
@@ -204,7 +205,7 @@ def _build_ppo(
         loader=data.loader,
         eval_prompts=data.eval.prompts if data.eval else (),
         tokenizer=data.tokenizer,
-        scorer=scorer_of(config.reward, data.own_rewards),
+        scorer=scorer_of(config.reward, data.reward_parts),
         kl_controller=kl,
         state=state,
         log=log,
@@ -256,7 +257,9 @@ def kl_controller(kl: KLConfig) -> KLController:
     return FixedKL(kl.coef)
 
 
-def scorer_of(reward: RewardConfig, own: Mapping[str, OwnRule] | None = None) -> Scorer:
-    """The scorer of a run: its rules, and the penalties for a missing end and for length. own: code as `RunData` holds it."""
-    parts = [(part.label, part.weight) for part in reward.parts]
-    return Scorer(parts, reward.missing_eos_penalty, reward.length_penalty, reward.length_penalty_start, own)
+def scorer_of(reward: RewardConfig, parts: Mapping[str, PreparedPart]) -> Scorer:
+    """The scorer of a run on this rank: its parts (as `RunData` has them), and the penalties for a missing end and for length."""
+    recipes = {WHOLE: {part.label: part.weight for part in reward.parts}}
+    penalties = (reward.missing_eos_penalty, reward.length_penalty, reward.length_penalty_start)
+    made = {name: part.make() for name, part in parts.items() if part.make is not None}
+    return Scorer(made, Composition(recipes, *penalties))

@@ -16,7 +16,7 @@ from megappo.data.packing import PackedBatch
 from megappo.data.prompts import Prompt, PromptLoader
 from megappo.data.tokenizers import Tokenizer
 from megappo.resilience.sections import Sections
-from megappo.rewards.compose import Scorer
+from megappo.rewards.scorer import Scorer
 from megappo.rollout.types import RolloutEngine, SamplingParams
 from megappo.telemetry.runlog import RunLog
 from megappo.telemetry.timers import StageTimers
@@ -112,7 +112,7 @@ class PPO:
 
         with timers.stage("advantages"):  # 5
             kl_coef = self.kl_controller.coef
-            batch = shape_advantages(batch, torch.tensor(scored.total), kl_coef, config.algorithm)
+            batch = shape_advantages(batch, torch.tensor(scored.total), kl_coef, config.algorithm, scored.per_token)
 
         with timers.stage("update_critic"):  # 6
             self.checkpoints.begin_updates()

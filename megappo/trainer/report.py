@@ -15,12 +15,12 @@ from megappo.algo.kl import kl_estimate
 from megappo.algo.summaries import expert_load, explained_variance, masked_moments, regression_moments, summarise
 from megappo.data.packing import PackedBatch
 from megappo.data.prompts import Prompt
+from megappo.rewards.compose import Scored
 from megappo.telemetry.metrics import Metric
 from megappo.telemetry.runlog import evaluation_metrics
 from megappo.telemetry.timers import StageTimers
 from megappo.trainer.evaluation import Evaluation
 from megappo.trainer.sampler_check import Agreement
-from megappo.trainer.scoring import Scored
 from megappo.trainer.updates import UpdateSummary
 
 
@@ -63,7 +63,7 @@ class StepRecord:
 
     def _reward(self) -> dict[str, float]:
         score = torch.tensor(self.scored.total)
-        parts = {f"reward/{name}": _mean(torch.tensor(values)) for name, values in self.scored.parts.items()}
+        parts = {f"reward/{name}": mean for name, mean in self.scored.part_means().items()}
         shaped = self._per_sequence("reward")
         return {
             Metric.SCORE_MEAN.value: _mean(score),

@@ -20,7 +20,6 @@ from megappo.parallel.consensus import warn_once
 from megappo.prepare.data import RunData
 from megappo.prepare.hub import commit_of
 from megappo.prepare.layouts import model_paths
-from megappo.rewards.rules import hash_of_code
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +35,7 @@ def run_facts(config: TrainConfig, data: RunData) -> dict[str, Any]:
         "reward": {
             **config.reward.model_dump(mode="json"),
             "parts": [_part_facts(part) for part in config.reward.parts],
-            "code": _code_facts(config, data),
+            "code": _code_facts(data),
         },
         "commits": {role: commit for role, path in in_use.items() if (commit := commit_of(path)) is not None},
         "layouts": {name: section.parallel.model_dump() for name, section in role_sections(config).items()},
@@ -50,10 +49,9 @@ def _part_facts(part: RewardPart) -> dict[str, Any]:
     return facts if facts.pop("path", None) is None else {"name": part.label, **facts}
 
 
-def _code_facts(config: TrainConfig, data: RunData) -> dict[str, str | None]:
-    """Name of a rule -> SHA-256 of its source file; None if it has none."""
-    own = data.own_rewards
-    return {(name := part.label): own[name].sha256 if part.own else hash_of_code(name) for part in config.reward.parts}
+def _code_facts(data: RunData) -> dict[str, str | None]:
+    """Name of a part -> SHA-256 of its source file; None if it has none."""
+    return {name: part.sha256 for name, part in data.reward_parts.items()}
 
 
 def _data_facts(config: TrainConfig, data: RunData) -> dict[str, Any]:

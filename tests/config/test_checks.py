@@ -131,7 +131,7 @@ BROKEN = [
     (
         "_rewards",
         ["reward.parts=[{entry_point: g, function: f}]"],
-        ["reward.parts.0.function", "names its function itself"],
+        ["reward.parts.0.function", "a part with entry_point has none; remove it, or set path"],
         "reward.parts=[{entry_point: g}]",
     ),
     (

@@ -70,8 +70,9 @@ def test_the_advantages_of_a_run_on_a_gpu_are_computed_on_the_host(monkeypatch):
     with dispatch.using("auto"), dispatch.watched(watch):
         for name in ("triton", "cuda"):
             dispatch.select(name, "cuda")
-            shape_advantages(batch, torch.ones(2), 0.1, AlgorithmConfig())
-    assert ran == dict.fromkeys(HOST_OPS, "cpp")
+            for per_token in (None, [[1.0, 0.0], None]):
+                shape_advantages(batch, torch.ones(2), 0.1, AlgorithmConfig(), per_token)
+    assert ran == dict.fromkeys((*HOST_OPS, "gae"), "cpp")
 
 
 # ------------------------------------------------------------------------------------------------------- broken libraries

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 
 import pytest
-import torch
 
-from megappo.rewards import compose
-from megappo.rewards.base import RewardInput
-from megappo.rewards.compose import RewardError, Scorer
-from tests.rewards.samples import sample
+from megappo.rewards.base import RewardError, RewardInput
+from megappo.rewards.compose import WHOLE, Composition
+from megappo.rewards.inline import InlinePart
+from megappo.rewards.symbolic import MathVerify
+from tests.rewards.samples import sample, scorer_with, scores
 
 SAMPLES = [
     sample("#### 72", "#### 72", num_tokens=5),
@@ -21,34 +21,41 @@ SAMPLES = [
 
 def test_the_total_is_the_weighted_sum_less_the_penalties() -> None:
     """By hand: strict 1, 0, 1; format 1, 1, 1; eos penalty 0, 0, 0.5; tokens beyond 8: 0, 2, 6."""
-    scores = Scorer([("gsm8k_strict", 2.0), ("gsm8k_format", 0.25), ("exact_match", 0.0)], 0.5, 0.125, 8).score(SAMPLES)
-    assert scores.total.dtype == torch.float32
-    assert scores.total.tolist() == [2.25, 0.25 - 0.25, 2.25 - 0.5 - 0.75]
-    assert {name: values.tolist() for name, values in scores.parts.items()} == {
+    found = scores(scorer_with({"gsm8k_strict": 2.0, "gsm8k_format": 0.25, "exact_match": 0.0}, {}, 0.5, 0.125, 8), SAMPLES)
+    assert found.total == [2.25, 0.25 - 0.25, 2.25 - 0.5 - 0.75]
+    assert found.parts == {
         "gsm8k_strict": [1, 0, 1],
         "gsm8k_format": [1, 1, 1],
         "exact_match": [1, 0, 1],
         "missing_eos_penalty": [0, 0, -0.5],
         "length_penalty": [0, -0.25, -0.75],
-    } and scores.num_undecided == 0
+    } and (found.num_undecided, found.labels, found.per_token) == (0, [], None)
+    assert found.part_means()["length_penalty"] == pytest.approx(-1 / 3)
+
+
+def test_scores_are_numbers_of_fp32() -> None:
+    found = scores(scorer_with({"tenth": 1.0}, {"tenth": lambda s: 0.1}), SAMPLES[:1])
+    assert found.total == found.parts["tenth"] == [0.10000000149011612]
 
 
 def test_penalties_of_0_have_no_part() -> None:
-    assert list(Scorer([("has_eos", 1.0)]).score(SAMPLES).parts) == ["has_eos"]
+    assert list(scores(scorer_with({"has_eos": 1.0}), SAMPLES).parts) == ["has_eos"]
 
 
 def test_an_empty_batch_has_empty_scores() -> None:
-    scores = Scorer([("has_eos", 1.0)], 1.0).score([])
-    assert scores.total.shape == (0,) and scores.parts["has_eos"].shape == (0,)
+    found = scores(scorer_with({"has_eos": 1.0}, {}, 1.0), [])
+    assert found.total == [] and found.parts["has_eos"] == [] and found.part_means() == {}
 
 
-def test_undecided_samples_are_counted_per_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    scorer = Scorer([("math_verify", 1.0)])
-    rule = scorer._rules["math_verify"]
-    monkeypatch.setattr(rule, "cpu_limit_s", 0.8)
-    scores = scorer.score([sample("$10^{10^{10}}$", "5"), sample("5", "5")])
-    assert (scores.total.tolist(), scores.num_undecided) == ([0.0, 1.0], 1)
-    assert scorer.score([sample("5", "5")]).num_undecided == 0
+def test_undecided_samples_are_counted_per_call() -> None:
+    rule = MathVerify(cpu_limit_s=0.8)
+    scorer = scorer_with({"math_verify": 1.0}, {"math_verify": InlinePart("math_verify", rule, close=rule.close)})
+    found = scores(scorer, [sample("$10^{10^{10}}$", "5"), sample("5", "5")])
+    assert (found.total, found.num_undecided) == ([0.0, 1.0], 1)
+    assert scores(scorer, [sample("5", "5")]).num_undecided == 0
+    assert rule._worker is not None
+    scorer.close()
+    assert rule._worker is None
 
 
 def raises(given: RewardInput) -> float:
@@ -58,54 +65,53 @@ def raises(given: RewardInput) -> float:
 @pytest.mark.parametrize(
     "rule, says",
     [
-        (raises, "reward rule exact_match raised KeyError: 'gold'; sample t#41, response 'yyy"),
-        (lambda s: math.nan, "reward rule exact_match returned nan, not a finite number; sample t#41"),
+        (raises, "reward rule mine raised KeyError: 'gold'; sample t#41, response 'yyy"),
+        (lambda s: math.nan, "reward rule mine returned nan, not a finite number; sample t#41"),
         (lambda s: -math.inf, "returned -inf, not a finite number; sample t#41"),
         (lambda s: 1e39, "returned 1e+39, not a finite number; sample t#41"),  # infinite in fp32
         (lambda s: 10**400, "not a finite number; sample t#41"),  # no float at all
         (lambda s: "1", "returned '1', not a finite number; sample t#41"),
     ],
 )
-def test_a_rule_that_fails_names_sample_rule_and_response(monkeypatch: pytest.MonkeyPatch, rule, says: str) -> None:
-    monkeypatch.setattr(compose, "make_rule", lambda name: lambda s: 1.0 if s.response == "good" else rule(s))
-    scorer = Scorer([("exact_match", 1.0)])
-    assert scorer.score([sample("good")]).total.tolist() == [1.0]
+def test_a_rule_that_fails_names_sample_rule_and_response(rule, says: str) -> None:
+    scorer = scorer_with({"mine": 1.0}, {"mine": lambda s: 1.0 if s.response == "good" else rule(s)})
+    assert scores(scorer, [sample("good")]).total == [1.0]
     with pytest.raises(RewardError) as caught:
-        scorer.score([sample("good"), sample("y" * 500, sample_id="t#41")])
+        scores(scorer, [sample("good"), sample("y" * 500, sample_id="t#41")])
     assert says in str(caught.value)
     assert "y" * 200 in str(caught.value) and "y" * 201 not in str(caught.value)
+    assert scores(scorer, [sample("good")]).total == [1.0], "nothing is left of the step that failed"
 
 
-def test_a_sum_that_overflows_names_the_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compose, "make_rule", lambda name: lambda s: 3e38)
+def test_a_sum_that_overflows_names_the_sample() -> None:
     with pytest.raises(RewardError, match=r"add up to 6e\+38, which fp32 does not hold; sample t#41"):
-        Scorer([("exact_match", 1.0), ("has_eos", 1.0)]).score([sample("x", sample_id="t#41")])
+        scores(scorer_with({"a": 1.0, "b": 1.0}, {"a": lambda s: 3e38, "b": lambda s: 3e38}), [sample("x", sample_id="t#41")])
 
 
 def test_an_answer_that_a_rule_cannot_read_scores_0_and_is_counted() -> None:
     """It may come after hours, and again after every resume: it must not end the run."""
     samples = [sample("#### 70", "seventy"), sample("#### 70", "70"), sample("#### 70", "")]
-    scores = Scorer([("gsm8k_strict", 1.0), ("math_verify", 1.0), ("has_eos", 0.5)]).score(samples)
-    assert scores.total.tolist() == [0.5, 2.5, 0.5]
-    assert (scores.num_unusable, scores.num_undecided) == (3, 0)  # math_verify reads `seventy` as a text
+    scorer = scorer_with({"gsm8k_strict": 1.0, "math_verify": 1.0, "has_eos": 0.5})
+    found = scores(scorer, samples)
+    scorer.close()
+    assert found.total == [0.5, 2.5, 0.5]
+    assert (found.num_unusable, found.num_undecided) == (3, 0)  # math_verify reads `seventy` as a text
 
 
-def test_an_undecided_rule_scores_0_and_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compose, "make_rule", lambda name: lambda s: None)
-    scores = Scorer([("exact_match", 1.0)]).score([sample("a", "a")])
-    assert (scores.total.tolist(), scores.num_undecided, scores.num_unusable) == ([0.0], 1, 0)
+def test_an_undecided_rule_scores_0_and_is_counted() -> None:
+    found = scores(scorer_with({"mine": 1.0}, {"mine": lambda s: None}), [sample("a", "a")])
+    assert (found.total, found.num_undecided, found.num_unusable) == ([0.0], 1, 0)
 
 
-@pytest.mark.parametrize(
-    "parts, says",
-    [
-        ([], "reward.parts is empty"),
-        ([("exact_match", 1.0), ("exact_match", 2.0)], "reward.parts names exact_match twice"),
-        ([("exact_match", math.nan)], "the weight of exact_match is nan"),
-        ([("exact", 1.0)], "did you mean exact_match?"),
-    ],
-)
-def test_impossible_compositions_are_refused(parts: list, says: str) -> None:
-    with pytest.raises(ValueError) as caught:
-        Scorer(parts)
-    assert says in str(caught.value)
+def test_values_of_models_are_weighed_beside_the_rules() -> None:
+    scorer = scorer_with({"model": 0.5, "has_eos": 1.0}, {"model": lambda s: 7.0})  # its own value counts, no rule's
+    found = scores(scorer, SAMPLES[:2], {"model": [2.0, -4.0]})
+    assert found.total == [2.0, -1.0] and found.parts == {"model": [2.0, -4.0], "has_eos": [1.0, 1.0]}
+    with pytest.raises(RewardError, match="reward part model gave nan, not a finite number; sample t#0"):
+        scores(scorer, SAMPLES[:1], {"model": [math.nan]})
+
+
+@pytest.mark.parametrize("weights, says", [({}, "reward.parts is empty"), ({"a": math.nan}, "the weight of a is nan")])
+def test_impossible_compositions_are_refused(weights: dict, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        Composition({WHOLE: weights})

@@ -12,9 +12,13 @@ import pytest
 from megappo.config.errors import ConfigError
 from megappo.config.schema import RewardConfig, RewardPart
 from megappo.data.prompts import Prompt, PromptSet
-from megappo.prepare.own_rewards import check_requirements, load_own_rules
-from megappo.rewards.compose import RewardError, Scorer, Scores
-from tests.rewards.samples import sample
+from megappo.prepare.reward_parts import check_requirements, load_parts
+from megappo.rewards.base import PreparedPart, RewardError
+from megappo.rewards.compose import Scored
+from megappo.rewards.own import OwnRule
+from megappo.rewards.scorer import Scorer
+from megappo.trainer.main import scorer_of
+from tests.rewards.samples import sample, scores
 
 SAMPLES = [sample("a b", "a", sample_id="t#0"), sample("c", "c", sample_id="t#1"), sample("", "x", sample_id="t#2")]
 
@@ -23,29 +27,26 @@ def scorer(folder: Path, code: str, **keys: Any) -> Scorer:
     """Scorer of the function `score` of a file with this code."""
     (folder / "mine.py").write_text(code)
     part = RewardPart(**{"path": str(folder / "mine.py"), "function": "score", "weight": 2.0, **keys})
-    return Scorer([(part.label, part.weight)], own=load_own_rules(RewardConfig(parts=(part,))))
+    reward = RewardConfig(parts=(part,))
+    return scorer_of(reward, load_parts(reward))
 
 
-def score(folder: Path, code: str, **keys: Any) -> Scores:
-    return scorer(folder, code, **keys).score(SAMPLES)
-
-
-def parts_of(scores: Scores) -> dict[str, list[float]]:
-    return {name: values.tolist() for name, values in scores.parts.items()}
+def score(folder: Path, code: str, **keys: Any) -> Scored:
+    return scores(scorer(folder, code, **keys), SAMPLES)
 
 
 def test_a_function_of_one_sample_is_weighed_under_its_own_name(tmp_path: Path) -> None:
     code = "def score(sample, word, scale=1.0):\n    return scale * (word in sample.response)\n"
-    scores = score(tmp_path, code, args={"word": "a", "scale": 0.5})
-    assert parts_of(scores) == {"mine.score": [0.5, 0.0, 0.0]} and scores.total.tolist() == [1.0, 0.0, 0.0]
+    found = score(tmp_path, code, args={"word": "a", "scale": 0.5})
+    assert found.parts == {"mine.score": [0.5, 0.0, 0.0]} and found.total == [1.0, 0.0, 0.0]
     assert list(score(tmp_path, code, args={"word": "a"}, name="words").parts) == ["words"]
 
 
 def test_a_batch_is_scored_at_once_and_may_be_numpy(tmp_path: Path) -> None:
     code = "import numpy\ndef score(samples):\n    return numpy.array([len(s.response) for s in samples], dtype=numpy.float32)\n"
     rule = scorer(tmp_path, code, batch=True)
-    assert rule.score(SAMPLES).total.tolist() == [6.0, 2.0, 0.0]
-    assert rule.score([]).total.shape == (0,), "a rank without a share calls nothing"
+    assert scores(rule, SAMPLES).total == [6.0, 2.0, 0.0]
+    assert scores(rule, []).total == [], "a rank without a share calls nothing"
 
 
 def test_parts_are_logged_and_undecided_and_unusable_samples_counted(tmp_path: Path) -> None:
@@ -56,9 +57,13 @@ def test_parts_are_logged_and_undecided_and_unusable_samples_counted(tmp_path: P
         "    if sample.answer == 'c': raise UnusableAnswer('c')\n"
         "    return {'score': 1, 'parts': {'length': len(sample.response), 'spaces': True}}\n"
     )
-    scores = score(tmp_path, code)
-    assert parts_of(scores) == {"mine.score": [1, 0, 0], "mine.score.length": [3, 0, 0], "mine.score.spaces": [1, 0, 0]}
-    assert scores.total.tolist() == [2, 0, 0] and (scores.num_undecided, scores.num_unusable) == (1, 1)
+    found = score(tmp_path, code)
+    assert found.parts == {"mine.score": [1, 0, 0], "mine.score.length": [3, 0, 0], "mine.score.spaces": [1, 0, 0]}
+    assert found.total == [2, 0, 0] and (found.num_undecided, found.num_unusable) == (1, 1)
+
+
+def rule_of(part: PreparedPart) -> OwnRule:
+    return part.make.__self__
 
 
 def test_two_rules_of_one_file_share_its_state_and_a_changed_file_is_loaded_anew(tmp_path: Path) -> None:
@@ -67,11 +72,11 @@ def test_two_rules_of_one_file_share_its_state_and_a_changed_file_is_loaded_anew
         "from dataclasses import dataclass\n@dataclass\nclass A:\n    x: int\nseen = []\ndef score(s): return 1\nalso = score\n"
     )
     parts = tuple(RewardPart(path=str(file), function=name) for name in ("score", "also"))
-    both = load_own_rules(RewardConfig(parts=parts))
-    assert both["mine.score"].call.func is both["mine.also"].call.func
+    both = load_parts(RewardConfig(parts=parts))
+    assert rule_of(both["mine.score"]).call.func is rule_of(both["mine.also"]).call.func
     file.write_text("def score(s): return 2\n")
-    again = load_own_rules(RewardConfig(parts=parts[:1]))
-    assert again["mine.score"].sha256 != both["mine.score"].sha256 and again["mine.score"].call(SAMPLES[0]) == 2
+    again = load_parts(RewardConfig(parts=parts[:1]))
+    assert again["mine.score"].sha256 != both["mine.score"].sha256 and rule_of(again["mine.score"]).call(SAMPLES[0]) == 2
     assert not list(tmp_path.glob("**/*.pyc")), "nothing is written beside the user's file"
 
 
@@ -105,7 +110,7 @@ def test_code_that_cannot_be_used_is_refused_in_one_line(tmp_path: Path, code: s
         (tmp_path / "mine.py").write_text(code)
     part = RewardPart(**{"path": str(tmp_path / "mine.py"), "function": "score", **keys})
     with pytest.raises(ConfigError) as caught:
-        load_own_rules(RewardConfig(parts=(part,)))
+        load_parts(RewardConfig(parts=(part,)))
     assert "\n" not in str(caught.value) and all(text in str(caught.value) for text in says), caught.value
 
 
@@ -117,12 +122,21 @@ FAILING = [
     ("[1]", {}, ["returned [1], not a finite number"]),
     ("1 / 0", {}, ["raised ZeroDivisionError: division by zero (mine.py:2)", "sample t#1"]),
     ("exit()", {}, ["raised SystemExit"]),
-    ("{'parts': {}}", {}, ["not score (a number) and parts (a mapping)", "sample t#1"]),
-    ("{'score': 1, 'part': {}}", {}, ["not score (a number) and parts (a mapping)"]),
+    ("{'parts': {}}", {}, ["not score (a number), parts (a mapping) and per_token (a list)", "sample t#1"]),
+    ("{'score': 1, 'part': {}}", {}, ["not score (a number), parts (a mapping) and per_token (a list)"]),
     ("{'score': float('nan')}", {}, ["returned the score nan, not a finite number"]),
     ("{'score': 1, 'parts': {'a': None}}", {}, ["returned for a None, not a finite number"]),
     ("{'score': 1, 'parts': {'a b': 1}}", {}, ["named a part 'a b'"]),
-    ("{'score': 1, 'per_token': [1]}", {}, ["returned per_token: rewards of tokens are not supported"]),
+    ("{'score': 1, 'parts': {'per_token': 1}}", {}, ["named a part 'per_token': that is the name of the tokens' sum"]),
+    ("{'per_token': [1]}", {}, ["not score (a number), parts (a mapping) and per_token (a list)"]),
+    ("{'score': 1, 'per_token': [1, 2]}", {}, ["returned per_token with 2 rewards for 1 sampled tokens", "sample t#1"]),
+    ("{'score': 1, 'per_token': []}", {}, ["returned per_token with 0 rewards for 1 sampled tokens", "sample t#1"]),
+    ("{'score': 1, 'per_token': 1}", {}, ["returned per_token 1, not a list of numbers"]),
+    (
+        "{'score': 1, 'per_token': [float('nan')]}",
+        {},
+        ["returned in per_token, at token 0, nan, not a finite number", "sample t#1"],
+    ),
 ]
 BATCHES = [
     ("[1, 2]", ["returned 2 results for 3 samples, the first: sample t#0"]),
@@ -149,7 +163,7 @@ def test_a_batch_that_is_none_names_rule_and_samples(tmp_path: Path, value: str,
 
 def test_fields_that_a_rule_requires_are_looked_for_in_all_records(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def score(s): return 0\nscore.requires = ('answer', 'meta.tests')\n")
-    rules = load_own_rules(RewardConfig(parts=(RewardPart(path=str(tmp_path / "mine.py"), function="score"),)))
+    rules = load_parts(RewardConfig(parts=(RewardPart(path=str(tmp_path / "mine.py"), function="score"),)))
 
     def check(*records: tuple[str, dict]) -> None:
         prompts = tuple(Prompt(f"f#{row}", (1,), "q", answer, record, row + 1) for row, (answer, record) in enumerate(records))
@@ -177,10 +191,11 @@ def test_an_entry_point_of_an_installed_package_is_a_rule(tmp_path: Path, monkey
     importlib.invalidate_caches()
 
     def load(**keys: Any) -> Any:
-        return load_own_rules(RewardConfig(parts=(RewardPart(**keys),)))
+        return load_parts(RewardConfig(parts=(RewardPart(**keys),)))
 
     rules = load(entry_point="brief", args={"limit": 2})
-    assert Scorer([("brief", 1.0)], own=rules).score(SAMPLES).total.tolist() == [0.0, 1.0, 1.0]
+    brief = scorer_of(RewardConfig(parts=(RewardPart(entry_point="brief", args={"limit": 2}),)), rules)
+    assert scores(brief, SAMPLES).total == [0.0, 1.0, 1.0]
     assert len(rules["brief"].sha256) == 64
     for keys, says in (
         (

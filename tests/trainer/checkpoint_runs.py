@@ -28,7 +28,9 @@ from megappo.resilience.ended import read_end
 from megappo.resilience.faults import Unrecoverable
 from megappo.resilience.sections import AwakeClock, Sections
 from megappo.resilience.signals import StopRequest
-from megappo.rewards.compose import RewardError, Scorer
+from megappo.rewards.base import RewardError
+from megappo.rewards.inline import InlinePart
+from megappo.rewards.scorer import Scorer
 from megappo.rollout.megatron_engine import MegatronRollout
 from megappo.trainer import checkpoints as module
 from megappo.trainer import main, ppo
@@ -70,16 +72,16 @@ def outcome(run: dict[str, Any], *faults: AbstractContextManager[Any], resume: b
 
 def failing_reward(at: int) -> AbstractContextManager[Any]:
     """The rule raises in its call of this number, on rank 1."""
-    score, calls = Scorer.score, []
+    submit, calls = Scorer.submit, []
 
-    def scored(self: Scorer, samples: Any) -> Any:
+    def submitted(self: Scorer, samples: Any) -> None:
         calls.append(None)
         if len(calls) == at and dist.get_rank() == 1:
             raise RewardError("the verifier is gone")
         torch.rand(3)  # as a rule may that draws random numbers
-        return score(self, samples)
+        submit(self, samples)
 
-    return mock.patch.object(Scorer, "score", scored)
+    return mock.patch.object(Scorer, "submit", submitted)
 
 
 def drawing_reward() -> AbstractContextManager[Any]:
@@ -88,14 +90,14 @@ def drawing_reward() -> AbstractContextManager[Any]:
 
 def nan_reward() -> AbstractContextManager[Any]:
     """The rule exact_match gives NaN on rank 1."""
-    score = Scorer.score
+    submit = Scorer.submit
 
-    def scored(self: Scorer, samples: Any) -> Any:
+    def submitted(self: Scorer, samples: Any) -> None:
         if dist.get_rank() == 1:
-            self._rules["exact_match"] = lambda sample: float("nan")
-        return score(self, samples)
+            self._parts["exact_match"] = InlinePart("exact_match", lambda sample: float("nan"))
+        submit(self, samples)
 
-    return mock.patch.object(Scorer, "score", scored)
+    return mock.patch.object(Scorer, "submit", submitted)
 
 
 @contextmanager

@@ -29,7 +29,7 @@ def one_run(
     from megappo.checkpoint import store
     from megappo.engine import build
     from megappo.parallel.groups import ProcessGroups
-    from megappo.rewards.compose import Scorer
+    from megappo.rewards.scorer import Scorer
     from megappo.rollout.megatron_engine import MegatronRollout
     from megappo.trainer import ppo, roles
 
@@ -56,7 +56,7 @@ def one_run(
     build.settle = record
     places = {
         "generation": (MegatronRollout, "generate"),
-        "reward": (Scorer, "score"),
+        "reward": (Scorer, "submit"),
         "between passes": (ppo, "run_updates"),
         "save": (store, "encode_rng"),
     }

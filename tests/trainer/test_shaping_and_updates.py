@@ -14,9 +14,8 @@ from megappo.config.schema import AlgorithmConfig, KLConfig, RewardConfig, Rewar
 from megappo.data.packing import PackedBatch, cu_seqlens_of
 from megappo.data.prompts import Prompt
 from megappo.engine.base import PassResult, StepResult
-from megappo.prepare.own_rewards import load_own_rules
-from megappo.rewards.base import RewardInput
-from megappo.rewards.compose import RewardError, Scorer
+from megappo.prepare.reward_parts import load_parts
+from megappo.rewards.base import RewardError, RewardInput
 from megappo.rollout.megatron_engine import truncated_logprobs
 from megappo.rollout.types import KeptIds, Response, SamplingParams
 from megappo.trainer.experience import make_requests, pack_experience, sample_seed
@@ -24,9 +23,10 @@ from megappo.trainer.generate import answer
 from megappo.trainer.main import scorer_of
 from megappo.trainer.roles import UpdateResult
 from megappo.trainer.sampler_check import Agreement, SamplerMismatch, compare_with_sampler, require_agreement
-from megappo.trainer.scoring import _part, _part_names, response_text, score_responses
+from megappo.trainer.scoring import response_text, score_responses
 from megappo.trainer.shaping import shape_advantages
 from megappo.trainer.updates import mini_batches, run_updates
+from tests.rewards.samples import scorer_with, scores
 
 # (prompt tokens, sampled tokens, cut by the length limit); the second response was never started
 SAMPLES = [(2, 3, False), (3, 0, False), (1, 4, True), (2, 1, False), (1, 2, True)]
@@ -58,7 +58,7 @@ def algorithm(placement="none", estimator="k1", **changes):
     return AlgorithmConfig(kl=KLConfig(placement=placement, estimator=estimator), **(plain | changes))
 
 
-def shaped_by_hand(batch, algorithm, kl_coef):
+def shaped_by_hand(batch, algorithm, kl_coef, per_token=None):
     """(reward, advantage, returns) as lists: the recurrences of the papers, token by token from the end, in Python floats."""
     reward, advantage, returns = ([0.0] * batch.num_tokens for _ in range(3))
     start = 0
@@ -70,6 +70,8 @@ def shaped_by_hand(batch, algorithm, kl_coef):
             reward[t] = (-kl_coef * kl if algorithm.kl.placement == "reward" else 0.0) + (
                 float(SCORE[b]) if t == places[-1] else 0.0
             )
+            if per_token is not None and per_token[b] is not None:
+                reward[t] += per_token[b][t - places[0]]
         alpha = algorithm.lam_length_alpha
         lam_policy = algorithm.lam if alpha is None else max(0.0, 1 - 1 / (alpha * max(1, sampled)))
         lam_value = algorithm.lam if algorithm.lam_value is None else algorithm.lam_value
@@ -94,8 +96,8 @@ SHAPINGS = [
 ]
 
 
-def differs_by_hand(batch, algorithm, shaped, kl_coef=0.3):
-    want = shaped_by_hand(batch, algorithm, kl_coef)
+def differs_by_hand(batch, algorithm, shaped, kl_coef=0.3, per_token=None):
+    want = shaped_by_hand(batch, algorithm, kl_coef, per_token)
     # fp32 outputs of fp64 sums of at most 4 tokens with numbers below 10
     names = ("reward", "raw_advantage", "returns")
     return any((shaped[name] - torch.tensor(x)).abs().max() > 1e-5 for name, x in zip(names, want))
@@ -105,6 +107,28 @@ def differs_by_hand(batch, algorithm, shaped, kl_coef=0.3):
 def test_rewards_advantages_and_returns_follow_the_recurrences(changes):
     batch, asked = experience(), algorithm(**changes)
     assert not differs_by_hand(batch, asked, shape_advantages(batch, SCORE, 0.3, asked))
+
+
+# Rewards of tokens in the middle, at the first and at the last; None for samples without.
+PER_TOKEN = [None if b % 3 == 2 else [(-1) ** b * (t + 1) / 4 for t in range(sampled)] for b, (_, sampled, _) in enumerate(SAMPLES)]
+
+
+@pytest.mark.parametrize("changes", SHAPINGS, ids=range(len(SHAPINGS)))
+def test_rewards_of_tokens_enter_where_they_stand(changes):
+    batch, asked = experience(), algorithm(**changes)
+    shaped = shape_advantages(batch, SCORE, 0.3, asked, PER_TOKEN)
+    assert not differs_by_hand(batch, asked, shaped, per_token=PER_TOKEN)
+    assert differs_by_hand(batch, asked, shaped), "they count"
+
+
+@pytest.mark.parametrize("changes", SHAPINGS, ids=range(len(SHAPINGS)))
+def test_a_score_on_the_last_token_is_the_score_bit_for_bit(changes):
+    batch, asked = experience(), algorithm(**changes, whiten_advantages=True)
+    at_end = [[0.0] * (sampled - 1) + [float(score)] if sampled else [] for (_, sampled, _), score in zip(SAMPLES, SCORE)]
+    want, found = (
+        shape_advantages(batch, *given) for given in ((SCORE, 0.3, asked), (torch.zeros_like(SCORE), 0.3, asked, at_end))
+    )
+    assert all(torch.equal(want[name], found[name]) for name in ("reward", "advantage", "raw_advantage", "returns"))
 
 
 @pytest.mark.parametrize(
@@ -447,7 +471,7 @@ def asked(answers):
 def test_scores_come_in_the_order_of_the_responses(alone):
     ends = (((2, 0), "stop"), ((3,), "length"), ((4, 0), "stop"))
     responses = [Response(tokens, (0.0,) * len(tokens), finish, 0) for tokens, finish in ends]
-    scored = score_responses(asked("bcx"), responses, LETTERS, Scorer([("exact_match", 2.0)], missing_eos_penalty=0.5))
+    scored = score_responses(asked("bcx"), responses, LETTERS, scorer_with({"exact_match": 2.0}, {}, 0.5))
     assert scored.texts == ["b", "c", "d"] and scored.total == [2.0, 1.5, 0.0] and scored.num_undecided == 0
     assert scored.parts == {"exact_match": [1.0, 1.0, 0.0], "missing_eos_penalty": [0.0, -0.5, 0.0]}
 
@@ -457,19 +481,13 @@ def test_own_code_sees_the_whole_response_and_names_the_rank_that_failed(alone, 
     file.write_text("def score(s):\n    return {'score': len(s.tokens), 'parts': {'end': s.full_response != s.response}}\n")
     reward = RewardConfig(parts=(RewardPart(path=str(file), function="score"),))
     responses = [Response((2, 0), (0.0,) * 2, "stop", 0), Response((3,), (0.0,), "length", 0)]
-    scored = score_responses(asked("bc"), responses, LETTERS, scorer_of(reward, load_own_rules(reward)))
+    scored = score_responses(asked("bc"), responses, LETTERS, scorer_of(reward, load_parts(reward)))
     assert scored.total == [2.0, 1.0] and scored.parts == {"mine.score": [2.0, 1.0], "mine.score.end": [1.0, 0.0]}
     file.write_text("def score(s):\n    return 1 / (s.answer != 'c')\n")
     with pytest.raises(
         RewardError, match=r"^rank 0: reward rule mine.score raised ZeroDiv.*\(mine.py:2\); sample file#1 \(sample 1\)"
     ):
-        score_responses(asked("bc"), responses, LETTERS, scorer_of(reward, load_own_rules(reward)))
-
-
-def test_parts_that_some_ranks_lack_are_0_there():
-    shares = [("scored", ["a", "b"], [], {"r": [1, 2]}), ("scored", ["c"], [], {"r": [3], "r.x": [4]})]
-    assert _part_names(shares) == ["r", "r.x"]
-    assert [_part(share, "r.x") for share in shares] == [[0.0, 0.0], [4]]
+        score_responses(asked("bc"), responses, LETTERS, scorer_of(reward, load_parts(reward)))
 
 
 def test_the_scorer_of_a_configuration_has_its_penalties():
@@ -481,21 +499,20 @@ def test_the_scorer_of_a_configuration_has_its_penalties():
         length_penalty_start=1,
     )
     sample = RewardInput("?", "b", "b", truncated=True, num_tokens=3, record={}, sample_id="0")
-    assert scorer_of(reward).score([sample]).total.tolist() == [2.0 - 0.5 - 2 * 0.25]
+    assert scores(scorer_of(reward, load_parts(reward)), [sample]).total == [2.0 - 0.5 - 2 * 0.25]
 
 
 @pytest.mark.parametrize("result", [math.nan, math.inf, "1", ZeroDivisionError("no")])
-def test_a_rule_that_fails_names_the_sample(alone, monkeypatch, result):
+def test_a_rule_that_fails_names_the_sample(alone, result):
     def rule(sample):
         if sample.answer == "c" and isinstance(result, Exception):
             raise result
         return result if sample.answer == "c" else 1.0
 
-    monkeypatch.setattr("megappo.rewards.compose.make_rule", lambda name: rule)
     responses = [Response((2, 0), (0.0,) * 2, "stop", 0)] * 2
     with pytest.raises(RewardError, match=r"broken .*file#1 \(sample 1\)"):
-        score_responses(asked("bc"), responses, LETTERS, Scorer([("broken", 1.0)]))
-    assert score_responses(asked("bb"), responses, LETTERS, Scorer([("broken", 1.0)])).total == [1.0, 1.0]
+        score_responses(asked("bc"), responses, LETTERS, scorer_with({"broken": 1.0}, {"broken": rule}))
+    assert score_responses(asked("bb"), responses, LETTERS, scorer_with({"broken": 1.0}, {"broken": rule})).total == [1.0, 1.0]
 
 
 # ----------------------------------------------------------------------------------------------------- truncated sampling

@@ -82,6 +82,7 @@ def runs(rank: int, folder: Path) -> dict[str, str]:
     from megappo.checkpoint import manifest as manifests
     from megappo.config.loading import load_config
     from megappo.launch import submit
+    from megappo.prepare import reward_parts
     from megappo.rewards import rules
     from megappo.trainer import main, run_facts
 
@@ -103,7 +104,7 @@ def runs(rank: int, folder: Path) -> dict[str, str]:
     data.write_text(right)
     said["format"] = refusal(small_config(folder, "limited", steps=5, **ONE_RANK, **{"data.prompt_suffix": " "}))
     with (
-        mock.patch.object(run_facts, "hash_of_code", lambda name: rules.hash_of_code(name) if name == "has_eos" else "changed"),
+        mock.patch.object(reward_parts, "hash_of_code", lambda name: rules.hash_of_code(name) if name == "has_eos" else "changed"),
         mock.patch.object(run_facts.logger, "warning", lambda text, *values: warned.append(text % values)),
     ):
         said["code"] = refusal(longer)

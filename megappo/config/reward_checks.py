@@ -1,0 +1,48 @@
+"""Rules about the keys of `reward`: the parts of a recipe, and the keys that belong to each kind of part. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megappo.config.errors import problem
+from megappo.config.schema import PART_KINDS, RewardConfig, RewardPart
+
+
+def reward_problem(reward: RewardConfig) -> str | None:
+    """First problem of the keys of `reward`, one line; None if there is none."""
+    return _recipe_problem("reward.parts", reward.parts)
+
+
+def _recipe_problem(key: str, parts: Sequence[RewardPart]) -> str | None:
+    if not parts:
+        return problem(key, [], "a run needs a reward; name at least one, for example [{name: exact_match}]")
+    for index, part in enumerate(parts):
+        if (message := _part_problem(f"{key}.{index}", part)) is not None:
+            return message
+    names = [part.label for part in parts]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        return problem(key, names, f"{twice[0]} is there twice; keep one and set its weight, or give one another name")
+    if all(part.weight == 0 for part in parts):
+        return problem(key, names, "every weight is 0, so every score is 0; give one a weight")
+    return None
+
+
+def _part_problem(key: str, part: RewardPart) -> str | None:
+    """Problem of the keys of one part; None if it is of one kind and has keys of that kind alone."""
+    kinds = [kind for kind in PART_KINDS if getattr(part, kind) is not None]
+    if not kinds and part.name is None:
+        others = f"{', '.join(list(PART_KINDS)[:-1])} or {list(PART_KINDS)[-1]}"
+        return f"{key}.name is missing: name a rule, or a reward of your own by {others}"
+    if len(kinds) > 1:
+        return problem(f"{key}.{kinds[1]}", getattr(part, kinds[1]), f"{kinds[0]} is set too; keep one of the two")
+    allowed = PART_KINDS[kinds[0]] if kinds else ()
+    for name in dict.fromkeys(name for keys in PART_KINDS.values() for name in keys):
+        value = getattr(part, name)
+        if name not in allowed and value != type(part).model_fields[name].default:
+            owners = " or ".join(kind for kind, keys in PART_KINDS.items() if name in keys)
+            what = f"a part with {kinds[0]}" if kinds else f"{part.name} is a built-in rule, which"
+            return problem(f"{key}.{name}", value, f"{what} has none; remove it, or set {owners}")
+    if part.path is not None and part.function is None:
+        return problem(f"{key}.path", part.path, "name its function in the key function")
+    return None
