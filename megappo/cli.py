@@ -94,7 +94,7 @@ def cmd_train(args: Arguments) -> int:
     from megappo.trainer.main import train
 
     assert planned.data is not None, "only a plan of shapes has no data"
-    train(config, planned.data, resume=args.resume, stop=stop)
+    train(planned.plan.config, planned.data, resume=args.resume, stop=stop)
     # After a stop too: with another code, torchrun or srun would treat the first rank to exit as failed and kill the others.
     return DONE
 

@@ -235,6 +235,9 @@ class DataConfig(Section):
     """Visit the prompts in a new random order every epoch, seeded by `run.seed`."""
     prompts_per_step: Positive = 256
     """Prompts per PPO step (the train batch, before `rollout.samples_per_prompt`)."""
+    fit_batch: bool = False
+    """Lower `prompts_per_step` and `algorithm.mini_batch_size` to what data and data-parallel ranks can fill, and say so, instead
+    of refusing a run that they do not fit."""
     eval_prompts: Positive | None = None
     """Number of held-out prompts to evaluate on, from the first; null means all."""
 

@@ -13,6 +13,7 @@ from megappo.plan.memory import Counter, count_parameters
 from megappo.plan.report import report
 from megappo.prepare.checks import CheckedSft, check_run, check_sft
 from megappo.prepare.data import RunData, SftData, load_run_data, load_sft_data
+from megappo.prepare.fit import fit_if_asked
 from megappo.telemetry.tables import figures
 
 
@@ -43,15 +44,20 @@ def plan_run(
 ) -> PlannedRun:
     """Check a run completely without building anything. ValueError, one line, for the first mistake.
 
+    `plan.config` of the result is what runs: its batches may have been fitted (`data.fit_batch`).
+
     device_memory: bytes of one GPU; None if unknown, which refuses no run for its size. resume, shapes_only: see `check_run`; with
     shapes_only, tokenizer and data may be missing too.
     """
+    config, train, fitted = fit_if_asked(config, world_size, shapes_only=shapes_only)
     checked = check_run(config, world_size, device, resume=resume, shapes_only=shapes_only)
     plan = make_plan(config, checked.archs, checked.layouts, world_size, device, device_memory, counter)
     if shapes_only:
-        return PlannedRun(plan, None, (*checked.notes, "only shapes were looked at: weights, tokenizer and data may be missing"))
-    data = load_run_data(config, checked.archs["policy"])
-    return PlannedRun(plan, data, (*checked.notes, *data.notes))
+        return PlannedRun(
+            plan, None, (*fitted, *checked.notes, "only shapes were looked at: weights, tokenizer and data may be missing")
+        )
+    data = load_run_data(config, checked.archs["policy"], train)
+    return PlannedRun(plan, data, (*fitted, *checked.notes, *data.notes))
 
 
 @dataclass(frozen=True)

@@ -36,8 +36,8 @@ class RunData:
     reward_parts: Mapping[str, PreparedPart] = field(default_factory=dict)
 
 
-def load_run_data(config: TrainConfig, policy: ModelArch) -> RunData:
-    """Load tokenizer and prompts of this configuration.
+def load_run_data(config: TrainConfig, policy: ModelArch, train: PromptSet | None = None) -> RunData:
+    """Load tokenizer and prompts of this configuration. train: the prompts of `data.train`, if they are loaded already.
 
     ValueError, one line: missing or unreadable files, keys that records lack, nothing left after the filter, fewer prompts than
     a step takes, a tokenizer with ids that the model does not have, warm-ups longer than the run, a reward rule that can read no
@@ -45,7 +45,8 @@ def load_run_data(config: TrainConfig, policy: ModelArch) -> RunData:
     """
     reward_parts = load_parts(config.reward)
     tokenizer = _tokenizer(config.data.tokenizer or config.policy.model, policy)
-    train = load_prompts(config.data, config.data.train, tokenizer)
+    if train is None:
+        train = load_prompts(config.data, config.data.train, tokenizer)
     held_out = (
         load_prompts(config.data, config.data.eval, tokenizer, config.data.eval_prompts) if config.data.eval is not None else None
     )
@@ -56,6 +57,11 @@ def load_run_data(config: TrainConfig, policy: ModelArch) -> RunData:
     sets = {"data.train": train} | ({"data.eval": held_out} if held_out is not None else {})
     check_requirements(reward_parts, sets)
     return RunData(tokenizer, train, held_out, loader, total_steps, tuple(answer_notes(config.reward, sets)), reward_parts)
+
+
+def load_train_prompts(config: TrainConfig) -> PromptSet:
+    """Load the prompts of `data.train` alone. ValueError as `load_run_data`."""
+    return load_prompts(config.data, config.data.train, load_tokenizer(config.data.tokenizer or config.policy.model))
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,66 @@
+"""`data.fit_batch`: batch sizes lowered to what the data and the ranks can fill. Sizes are never raised."""
+
+from __future__ import annotations
+
+from math import gcd, lcm
+
+from megappo.config.layout_checks import trained_sections
+from megappo.config.schema import TrainConfig
+from megappo.data.prompts import PromptSet
+from megappo.prepare.data import load_train_prompts
+
+
+def fit_if_asked(
+    config: TrainConfig, world_size: int, *, shapes_only: bool
+) -> tuple[TrainConfig, PromptSet | None, tuple[str, ...]]:
+    """(configuration to run, training prompts if they had to be read, notes); without `data.fit_batch` nothing is changed."""
+    if not config.data.fit_batch:
+        return config, None, ()
+    train = None if shapes_only else load_train_prompts(config)
+    config, notes = fit_batch(config, world_size, len(train) if train is not None else None)
+    return config, train, notes
+
+
+def fit_batch(config: TrainConfig, world_size: int, num_prompts: int | None) -> tuple[TrainConfig, tuple[str, ...]]:
+    """Lower `data.prompts_per_step` and `algorithm.mini_batch_size` until they fit; returns notes on what was changed.
+
+    A step takes at most all prompts, its samples divide evenly over the data-parallel ranks of policy and critic, and so do those
+    of a mini-batch, which divides the step. If there are fewer samples than ranks, some ranks stay without any. num_prompts: after
+    the filter; None if unknown, then only the ranks count.
+    """
+    replicas = _replicas(config, world_size)
+    n = config.rollout.samples_per_prompt
+    unit = replicas // gcd(replicas, n)  # prompts whose samples divide over the replicas
+    asked = config.data.prompts_per_step
+    prompts = min(asked, num_prompts) if num_prompts else asked
+    prompts -= prompts % unit if prompts >= unit else 0
+    mini_batch = _mini_batch(prompts * n, config.algorithm.mini_batch_size, replicas)
+    notes = []
+    if prompts != asked:
+        of_data = f"of {num_prompts:,} prompts " if num_prompts is not None else ""
+        notes.append(f"data.fit_batch: data.prompts_per_step {asked} -> {prompts} ({of_data}on {replicas} data-parallel ranks)")
+    if mini_batch != config.algorithm.mini_batch_size:
+        before = config.algorithm.mini_batch_size
+        notes.append(f"data.fit_batch: algorithm.mini_batch_size {before} -> {mini_batch} (of {prompts * n} samples a step)")
+    fitted = config.model_copy(
+        update={
+            "data": config.data.model_copy(update={"prompts_per_step": prompts}),
+            "algorithm": config.algorithm.model_copy(update={"mini_batch_size": mini_batch}),
+        }
+    )
+    return (fitted, tuple(notes)) if notes else (config, ())
+
+
+def _mini_batch(samples: int, asked: int, replicas: int) -> int:
+    """Largest divisor of `samples` up to `asked`, a multiple of the replicas if there is one."""
+    fitting = [size for size in range(1, min(asked, samples) + 1) if samples % size == 0]
+    even = [size for size in fitting if size % replicas == 0]
+    return max(even or fitting)
+
+
+def _replicas(config: TrainConfig, world_size: int) -> int:
+    """Least common multiple of the trained roles' data-parallel sizes; of a layout that the world cannot hold, which is refused
+    later, nothing is asked."""
+    model_sizes = [section.parallel for section in trained_sections(config).values()]
+    ranks_each = [parallel.tp * parallel.pp * parallel.cp for parallel in model_sizes]
+    return lcm(*(world_size // ranks for ranks in ranks_each if world_size % ranks == 0))
