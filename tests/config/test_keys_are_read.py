@@ -11,7 +11,11 @@ PACKAGE = Path(megappo.__file__).parent
 # Folders that check, plan or measure: a key that only they read changes no run.
 INSTRUMENTS = frozenset({"config", "prepare", "plan", "verify"})
 # Read through a function of config/ or prepare/ that the trainer calls.
-READ_THROUGH = {"output_dir": "checks.run_dir_of", "checkpoint_role": "prepare.critic_source.critic_source"}
+READ_THROUGH = {
+    "output_dir": "checks.run_dir_of",
+    "checkpoint_role": "prepare.critic_source.critic_source",
+    "fit_batch": "prepare.fit.fit_if_asked, whose configuration is the one that is trained",
+}
 
 
 def attributes_read(folders_left_out: frozenset[str]) -> set[str]:
