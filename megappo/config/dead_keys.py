@@ -112,6 +112,16 @@ TRAIN: tuple[Dead, ...] = (
         ("data.system_prompt",), lambda c: not c.data.chat_template, "data.chat_template is false; remove it, or use the template"
     ),
     Dead(
+        ("reward.parts",),
+        lambda c: c.reward.route.key is not None,
+        "reward.route chooses the parts of every response; keep one of the two",
+    ),
+    Dead(
+        ("reward.route.map", "reward.route.default"),
+        lambda c: c.reward.route.key is None,
+        "reward.route.key is null; set it to the field of the data that chooses, or remove this",
+    ),
+    Dead(
         ("reward.length_penalty_start",),
         lambda c: c.reward.length_penalty == 0,
         "reward.length_penalty is 0; remove it, or set a penalty",

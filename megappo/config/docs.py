@@ -70,8 +70,11 @@ def default_text(field: FieldInfo) -> str:
     return f"`{json.dumps(value)}`"
 
 
-def section_lines(name: str, cls: type[BaseModel], text: str) -> Iterator[str]:
-    """A heading, the table of the section's own values, then its sections and the items of its lists."""
+def section_lines(name: str, cls: type[BaseModel], text: str, listed: set[type[BaseModel]]) -> Iterator[str]:
+    """A heading, the table of the section's own values, then its sections and the items of its lists, those of each class once.
+
+    listed: the classes that have been.
+    """
     properties = cls.model_json_schema()["properties"]
     values = [(key, field) for key, field in cls.model_fields.items() if section_class(field) is None]
     if name:
@@ -88,16 +91,17 @@ def section_lines(name: str, cls: type[BaseModel], text: str) -> Iterator[str]:
         inner = section_class(field)
         items = item_class(field)
         if inner is not None:
-            yield from section_lines(dotted, inner, field.description or "")
-        elif items is not None:
-            yield from section_lines(f"{dotted}[]", items, f"One item of `{dotted}`.")
+            yield from section_lines(dotted, inner, field.description or "", listed)
+        elif items is not None and items not in listed:
+            listed.add(items)
+            yield from section_lines(f"{dotted}[]", items, f"One item of `{dotted}`.", listed)
 
 
 def page() -> str:
     """The text of docs/config.md."""
     lines = [HEAD]
     for title, cls in (("`megappo train`", TrainConfig), ("`megappo sft`", SftConfig)):
-        lines += [f"## {title}", "", *section_lines("", cls, "")]
+        lines += [f"## {title}", "", *section_lines("", cls, "", set())]
     return "\n".join(lines).rstrip() + "\n"
 
 

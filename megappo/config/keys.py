@@ -22,8 +22,11 @@ def section_class(field: FieldInfo) -> type[BaseModel] | None:
 
 
 def item_class(field: FieldInfo) -> type[BaseModel] | None:
-    """Class of the items of a field that is a list of sections (`reward.parts`); None otherwise."""
+    """Class of the items of a field that is a list of sections (`reward.parts`), or holds such lists by name (`reward.route.map`);
+    None otherwise."""
     items = get_args(field.annotation)
+    if items and items[0] is str:
+        items = get_args(items[-1])
     return items[0] if items and isinstance(items[0], type) and issubclass(items[0], BaseModel) else None
 
 

@@ -154,7 +154,8 @@ def _first_line(error: ValidationError, cls: type[BaseModel], origins: Mapping[s
     first = errors[0]
     fix, parent = _fix(first, cls), first["loc"][:-1]
     key = ".".join(str(part) for part in first["loc"])
-    if (union := ".".join(str(part) for part in parent)) in dict(value_keys(cls)) and isinstance(first["loc"][-1], str):
+    field = dict(value_keys(cls)).get(union := ".".join(str(part) for part in parent))
+    if field is not None and item_class(field) is None and isinstance(first["loc"][-1], str):
         # A key of several types: each refuses the value, under the key and a name of its own.
         key, fix = union, ", or ".join(_fix(one, cls) for one in errors if one["loc"][:-1] == parent)
     place = _place(key, origins, name)
@@ -176,7 +177,7 @@ def _fix(error: ErrorDetails, cls: type[BaseModel]) -> str:
         return "is an empty section; give it keys, or leave it out"
     if error["type"] == "extra_forbidden":  # only inside lists of sections: _refuse_unknown has seen everything else
         key = ".".join(str(part) for part in takewhile(lambda part: isinstance(part, str), error["loc"]))
-        items = item_class(dict(value_keys(cls))[key])
+        items = next((item_class(field) for name, field in value_keys(cls) if key == name or key.startswith(f"{name}.")), None)
         return f"unknown key; the keys are {', '.join(items.model_fields)}" if items else "unknown key"
     template, context = FIXES.get(error["type"]), error.get("ctx", {})
     if error["type"] == "literal_error" and error["input"] in HALF and "'bf16'" in context["expected"]:

@@ -1,16 +1,50 @@
-"""Rules about the keys of `reward`: the parts of a recipe, and the keys that belong to each kind of part. Imports no torch."""
+"""Rules about the keys of `reward`: recipes, their parts, and the keys that belong to each kind of part. Imports no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from megappo.config.errors import problem
-from megappo.config.schema import PART_KINDS, RewardConfig, RewardPart
+from megappo.config.paths import odd_character
+from megappo.config.schema import DEFAULT_RECIPE, PART_KINDS, RewardConfig, RewardPart
+
+LONGEST_LABEL = 64  # it is part of a metric's name
 
 
 def reward_problem(reward: RewardConfig) -> str | None:
     """First problem of the keys of `reward`, one line; None if there is none."""
-    return _recipe_problem("reward.parts", reward.parts)
+    route = reward.route
+    if route.key is not None and (message := _route_problem(reward)) is not None:
+        return message
+    for recipe, parts in reward.recipes.items():
+        if (message := _recipe_problem(reward.key_of(recipe), parts)) is not None:
+            return message
+    return _same_settings(reward)
+
+
+def _route_problem(reward: RewardConfig) -> str | None:
+    route = reward.route
+    if not route.map:
+        fix = f"give the values of {route.key} their parts, for example {{gsm8k: [{{name: math_verify}}]}}"
+        return problem("reward.route.map", {}, fix)
+    if DEFAULT_RECIPE in route.map and route.default:
+        return problem("reward.route.default", [part.label for part in route.default], "map has a recipe of that name; keep one")
+    for label in route.map:
+        if not label.strip() or len(label) > LONGEST_LABEL or odd_character(label) is not None:
+            return problem("reward.route.map", label, f"a label is a printable line of 1 to {LONGEST_LABEL} characters")
+    return None
+
+
+def _same_settings(reward: RewardConfig) -> str | None:
+    """Problem of a part that two recipes give other settings under one name."""
+    for recipe, parts in reward.recipes.items():
+        for index, part in enumerate(parts):
+            key, first = reward.all_parts[part.label]
+            if part.model_copy(update={"weight": first.weight}) != first:
+                here = f"{reward.key_of(recipe)}.{index}"
+                fix = f"has other settings than {key}, and both are logged under this name; give one another name"
+                return problem(here, part.label, fix)
+    return None
 
 
 def _recipe_problem(key: str, parts: Sequence[RewardPart]) -> str | None:

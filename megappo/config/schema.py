@@ -284,15 +284,53 @@ class RewardPart(Section):
         return {key: value for key, value in handler(self).items() if key == "weight" or getattr(self, key) != fields[key].default}
 
 
+class RewardRoute(Section):
+    key: str | None = None
+    """Field of the record (`a.b` reaches inside) whose value chooses the recipe of its responses; null: all have `reward.parts`."""
+    map: dict[str, tuple[RewardPart, ...]] = {}
+    """Value of that field -> parts of the recipe, written as `reward.parts`. A part of two recipes, with the same settings, is one
+    part."""
+    default: tuple[RewardPart, ...] = ()
+    """Parts for records without the field, or with a value that `map` has not; empty: such records are refused."""
+
+
+DEFAULT_RECIPE = "default"
+"""Label of the responses that `reward.route.default` scores."""
+
+
 class RewardConfig(Section):
     parts: tuple[RewardPart, ...] = (RewardPart(name="exact_match"),)
     """Rules whose weighted sum is the score of a response; each is logged under its name."""
+    route: RewardRoute = RewardRoute()
+    """Several recipes in one run, in place of `parts`: a label in the data chooses among them."""
     missing_eos_penalty: NonNegativeFloat = 0.0
     """Subtracted from the score of a response cut by the length limit."""
     length_penalty: NonNegativeFloat = 0.0
     """Subtracted per response token beyond `length_penalty_start`."""
     length_penalty_start: NonNegative = 0
     """Response tokens without length penalty."""
+
+    @property
+    def recipes(self) -> dict[str, tuple[RewardPart, ...]]:
+        """Label -> parts; without a route the one label is empty."""
+        if self.route.key is None:
+            return {"": self.parts}
+        return {**self.route.map, **({DEFAULT_RECIPE: self.route.default} if self.route.default else {})}
+
+    @property
+    def all_parts(self) -> dict[str, tuple[str, RewardPart]]:
+        """Label -> (key, part) of every part, once each."""
+        found: dict[str, tuple[str, RewardPart]] = {}
+        for recipe, parts in self.recipes.items():
+            for index, part in enumerate(parts):
+                found.setdefault(part.label, (f"{self.key_of(recipe)}.{index}", part))
+        return found
+
+    def key_of(self, recipe: str) -> str:
+        """Key of the configuration that holds a recipe."""
+        if self.route.key is None:
+            return "reward.parts"
+        return f"reward.route.map.{recipe}" if recipe in self.route.map else "reward.route.default"
 
 
 # -------------------------------------------------------------------------------------------------------------- algorithm

@@ -7,17 +7,16 @@ the wrong `data.answer_key`, and the run is refused.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from megappo.config.errors import ConfigError, problem
 from megappo.config.schema import RewardConfig
-from megappo.data.prompts import PromptSet
+from megappo.data.prompts import Prompt, PromptSet
+from megappo.prepare.reward_routes import places, scored_by
 from megappo.rewards.base import UnusableAnswer
 from megappo.rewards.gsm8k import gold_number
 from megappo.rewards.rules import READS_NUMBER
 from megappo.rewards.symbolic import MathVerify
-
-_SHOWN = 3  # records that a note names
 
 
 def answer_notes(reward: RewardConfig, sets: Mapping[str, PromptSet]) -> Iterator[str]:
@@ -29,18 +28,19 @@ def answer_notes(reward: RewardConfig, sets: Mapping[str, PromptSet]) -> Iterato
     """
     if int(os.environ.get("RANK", "0")):
         return
-    for part in reward.parts:
-        if part.label in READS_NUMBER:
-            yield from _notes_of_rule(part.label, gold_number, sets)
-        elif part.label == "math_verify":
+    for name in reward.all_parts:
+        scored = {key: found for key, prompts in sets.items() if (found := scored_by(reward, name, prompts))}
+        if name in READS_NUMBER:
+            yield from _notes_of_rule(name, gold_number, scored)
+        elif name == "math_verify":
             rule = MathVerify()
             try:
-                yield from _notes_of_rule(part.label, rule.check_answer, sets)
+                yield from _notes_of_rule(name, rule.check_answer, scored)
             finally:
                 rule.close()
 
 
-def _notes_of_rule(name: str, check: Callable[[str], object], sets: Mapping[str, PromptSet]) -> Iterator[str]:
+def _notes_of_rule(name: str, check: Callable[[str], object], sets: Mapping[str, Sequence[Prompt]]) -> Iterator[str]:
     reasons: dict[str, str | None] = {}  # by answer: many records share theirs
 
     def reason(answer: str) -> str | None:
@@ -53,11 +53,11 @@ def _notes_of_rule(name: str, check: Callable[[str], object], sets: Mapping[str,
         return reasons[answer]
 
     for key, prompts in sets.items():
-        found = [(prompt, text) for prompt in prompts.prompts if (text := reason(prompt.answer)) is not None]
+        found = [(prompt, text) for prompt in prompts if (text := reason(prompt.answer)) is not None]
         if not found:
             continue
-        first = ", ".join(prompt.place for prompt, _ in found[:_SHOWN]) + (", ..." if len(found) > _SHOWN else "")
         if len(found) == len(prompts):
             fix = f"{found[0][1]} ({found[0][0].place}), and so for all {len(found):,} records of {key}; "
             raise ConfigError(problem("reward.parts", name, f"{fix}check data.answer_key, or name another rule"))
+        first = places([prompt for prompt, _ in found])
         yield f"{key}: {name} cannot read {len(found):,} of {len(prompts):,} answers and scores them 0: {first}; {found[0][1]}"

@@ -91,10 +91,10 @@ def check_kernels(kernels: Kernels, device: Device) -> None:
 
 def _check_names(config: TrainConfig) -> None:
     """ConfigError for an unknown reward, and for a missing package that this configuration needs."""
-    for part in config.reward.parts:
-        if part.kind == "name" and part.name not in RULES:
-            make_rule(str(part.name))  # raises, with the nearest name
-    needed = {"math_verify": "math-verify"} if any(part.label == "math_verify" for part in config.reward.parts) else {}
+    for label, (_, part) in config.reward.all_parts.items():
+        if part.kind == "name" and label not in RULES:
+            make_rule(label)  # raises, with the nearest name
+    needed = {"math_verify": "math-verify"} if "math_verify" in config.reward.all_parts else {}
     for key, package in needed.items():
         if (how := missing_package(package)) is not None:
             raise ConfigError(problem("reward.parts", key, how))

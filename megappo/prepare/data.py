@@ -19,12 +19,13 @@ from megappo.data.tokenizers import Tokenizer, load_tokenizer
 from megappo.models.arch import ModelArch
 from megappo.prepare.answers import answer_notes
 from megappo.prepare.reward_parts import check_requirements, load_parts
+from megappo.prepare.reward_routes import check_labels
 from megappo.rewards.base import PreparedPart
 
 
 @dataclass(frozen=True)
 class RunData:
-    """Data of a run. loader: at its start. total_steps: PPO steps. notes: on answers that rules cannot read.
+    """Data of a run. loader: at its start. total_steps: PPO steps. notes: on answers that rules cannot read, and labels.
     reward_parts: of the configuration, by label, as loaded."""
 
     tokenizer: Tokenizer
@@ -55,8 +56,10 @@ def load_run_data(config: TrainConfig, policy: ModelArch, train: PromptSet | Non
     for message in step_problems(config, total_steps):
         raise ConfigError(message)
     sets = {"data.train": train} | ({"data.eval": held_out} if held_out is not None else {})
-    check_requirements(reward_parts, sets)
-    return RunData(tokenizer, train, held_out, loader, total_steps, tuple(answer_notes(config.reward, sets)), reward_parts)
+    notes = [*check_labels(config.reward, sets)]
+    check_requirements(config.reward, reward_parts, sets)
+    notes += answer_notes(config.reward, sets)
+    return RunData(tokenizer, train, held_out, loader, total_steps, tuple(notes), reward_parts)
 
 
 def load_train_prompts(config: TrainConfig) -> PromptSet:

@@ -13,6 +13,7 @@ from megappo.config.errors import ConfigError, problem
 from megappo.config.schema import RewardConfig, RewardPart
 from megappo.data.prompts import Prompt, PromptSet, record_field
 from megappo.prepare.own_rewards import load_own
+from megappo.prepare.reward_routes import places, scored_by
 from megappo.rewards.base import PreparedPart
 from megappo.rewards.compose import LENGTH, MISSING_EOS
 from megappo.rewards.rules import RULES, hash_of_code, make_part
@@ -21,12 +22,11 @@ from megappo.telemetry.metrics import Metric
 _LABEL = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 # A part is logged as reward/LABEL and eval/LABEL.
 _TAKEN = {metric.value.split("/")[1] for metric in Metric if metric.value.startswith(("reward/", "eval/"))} | {MISSING_EOS, LENGTH}
-_SHOWN = 3  # records that a message names
 
 
 def load_parts(reward: RewardConfig) -> dict[str, PreparedPart]:
-    """Label -> part, of all parts. ConfigError, one line, for a part that cannot be used."""
-    return {part.label: _load(f"reward.parts.{index}", part) for index, part in enumerate(reward.parts)}
+    """Label -> part, of all recipes, once each. ConfigError, one line, for a part that cannot be used."""
+    return {label: _load(key, part) for label, (key, part) in reward.all_parts.items()}
 
 
 def _load(key: str, part: RewardPart) -> PreparedPart:
@@ -47,16 +47,16 @@ LOADERS: Mapping[str, Callable[[RewardPart], PreparedPart]] = {"name": _load_rul
 """Kind of part -> its loader: ValueError, one line without the key, for a part that cannot be used."""
 
 
-def check_requirements(parts: Mapping[str, PreparedPart], sets: Mapping[str, PromptSet]) -> None:
-    """ConfigError if a record of `sets` (key of the configuration -> prompts) lacks a field that a part requires."""
+def check_requirements(reward: RewardConfig, parts: Mapping[str, PreparedPart], sets: Mapping[str, PromptSet]) -> None:
+    """ConfigError if a record of `sets` (key of the configuration -> prompts) lacks a field that a part of its recipe requires."""
     for name, part in parts.items():
         for field in part.requires:
             for key, prompts in sets.items():
-                lacking = [prompt for prompt in prompts.prompts if not _has(prompt, field)]
+                scored = scored_by(reward, name, prompts)
+                lacking = [prompt for prompt in scored if not _has(prompt, field)]
                 if lacking:
-                    first = ", ".join(prompt.place for prompt in lacking[:_SHOWN]) + (", ..." if len(lacking) > _SHOWN else "")
-                    missing = f"requires {field}, which {len(lacking):,} of {len(prompts):,} records of {key} lack: {first}"
-                    raise ConfigError(problem("reward.parts", name, missing))
+                    count = f"{len(lacking):,} of {len(scored):,} records of {key}"
+                    raise ConfigError(problem("reward.parts", name, f"requires {field}, which {count} lack: {places(lacking)}"))
 
 
 def _has(prompt: Prompt, field: str) -> bool:

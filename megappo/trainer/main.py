@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import numpy
@@ -27,6 +28,7 @@ from megappo.platform.device import select_device, start_distributed
 from megappo.platform.permissions import apply_permissions
 from megappo.prepare.critic_source import critic_source
 from megappo.prepare.data import RunData
+from megappo.prepare.reward_routes import recipe_of
 from megappo.resilience.lease import Lease
 from megappo.resilience.run_time import input_accepted
 from megappo.resilience.sections import EXPORT, Sections
@@ -34,7 +36,7 @@ from megappo.resilience.signals import StopRequest
 from megappo.resilience.skipped import steps_to_skip
 from megappo.resilience.watchdog import Watchdog
 from megappo.rewards.base import PreparedPart
-from megappo.rewards.compose import WHOLE, Composition
+from megappo.rewards.compose import Composition
 from megappo.rewards.scorer import Scorer
 from megappo.rollout.build import build_rollout
 from megappo.rollout.types import RolloutEngine, SamplingParams
@@ -259,7 +261,7 @@ def kl_controller(kl: KLConfig) -> KLController:
 
 def scorer_of(reward: RewardConfig, parts: Mapping[str, PreparedPart]) -> Scorer:
     """The scorer of a run on this rank: its parts (as `RunData` has them), and the penalties for a missing end and for length."""
-    recipes = {WHOLE: {part.label: part.weight for part in reward.parts}}
+    recipes = {label: {part.label: part.weight for part in parts} for label, parts in reward.recipes.items()}
     penalties = (reward.missing_eos_penalty, reward.length_penalty, reward.length_penalty_start)
     made = {name: part.make() for name, part in parts.items() if part.make is not None}
-    return Scorer(made, Composition(recipes, *penalties))
+    return Scorer(made, Composition(recipes, *penalties), partial(recipe_of, reward))

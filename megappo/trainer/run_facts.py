@@ -14,7 +14,7 @@ import megappo
 from megappo.checkpoint.identity import identity_of_model, notable_changes
 from megappo.config.dump import dump_yaml
 from megappo.config.layout_checks import role_sections
-from megappo.config.schema import RewardPart, TrainConfig
+from megappo.config.schema import RewardConfig, RewardPart, TrainConfig
 from megappo.data.prompts import PromptSet
 from megappo.parallel.consensus import warn_once
 from megappo.prepare.data import RunData
@@ -34,13 +34,20 @@ def run_facts(config: TrainConfig, data: RunData) -> dict[str, Any]:
         "data": _data_facts(config, data),
         "reward": {
             **config.reward.model_dump(mode="json"),
-            "parts": [_part_facts(part) for part in config.reward.parts],
+            **_recipe_facts(config.reward),
             "code": _code_facts(data),
         },
         "commits": {role: commit for role, path in in_use.items() if (commit := commit_of(path)) is not None},
         "layouts": {name: section.parallel.model_dump() for name, section in role_sections(config).items()},
         "versions": {"megappo": megappo.__version__, "torch": torch.__version__, **_megatron_version()},
     }
+
+
+def _recipe_facts(reward: RewardConfig) -> dict[str, Any]:
+    recipes = {label: [_part_facts(part) for part in parts] for label, parts in reward.recipes.items()}
+    if reward.route.key is None:
+        return {"parts": recipes[""], "route": None}
+    return {"parts": [], "route": {"key": reward.route.key, "recipes": recipes}}
 
 
 def _part_facts(part: RewardPart) -> dict[str, Any]:

@@ -18,6 +18,8 @@ from megappo.parallel.layout import ParallelLayout
 from .examples import sft_config, train_config
 
 ADAPTIVE = "algorithm.kl.controller=adaptive"
+ROUTE = "reward.route.map={a: [{name: a}], b: [{name: a, weight: 2}, {name: b}]}"
+ROUTED = ["reward.route.key=s", ROUTE]
 # rule, overrides that break it, what the message must contain, one override more that mends it
 BROKEN = [
     (
@@ -139,6 +141,28 @@ BROKEN = [
         ["reward.parts=[{path: a.py, function: f}, {path: b/a.py, function: f}]"],
         ["a.f is there twice"],
         "reward.parts=[{path: a.py, function: f}, {path: b/a.py, function: f, name: b}]",
+    ),
+    ("_rewards", ["reward.route.key=s"], ["reward.route.map = {}: give the values of s their parts"], ROUTE),
+    ("_rewards", [*ROUTED, "reward.route.map={a: []}"], ["reward.route.map.a = []: a run needs a reward"], ROUTE),
+    ("_rewards", [*ROUTED, "reward.route.map={a: [{weight: 2}]}"], ["reward.route.map.a.0.name is missing"], ROUTE),
+    ("_rewards", [*ROUTED, 'reward.route.map={" ": [{name: a}]}'], ["a label is a printable line"], ROUTE),
+    (
+        "_rewards",
+        [*ROUTED, "reward.route.default=[{name: a, weight: 0}]"],
+        ["reward.route.default", "every weight is 0"],
+        "reward.route.default=[]",
+    ),
+    (
+        "_rewards",
+        [*ROUTED, "reward.route.map={default: [{name: a}]}", "reward.route.default=[{name: a}]"],
+        ["reward.route.default", "map has a recipe of that name"],
+        "reward.route.default=[]",
+    ),
+    (
+        "_rewards",
+        [*ROUTED, "reward.route.map={a: [{path: m.py, function: f}], b: [{path: m.py, function: f, batch: true}]}"],
+        ['reward.route.map.b.0 = "m.f": has other settings than reward.route.map.a.0'],
+        "reward.route.map={a: [{path: m.py, function: f}], b: [{path: m.py, function: f, weight: 2}]}",
     ),
     ("_rewards", ["reward.parts=[{name: a, weight: 0}]"], ["every weight is 0"], "reward.parts=[{name: a, weight: 0.1}]"),
     (

@@ -55,6 +55,9 @@ BAD_OVERRIDES = [
     (["data.train=https://me:s3cret@host/x.jsonl"], ['data.train = "https://(hidden)@host/x.jsonl"', "holds credentials"]),
     (["run.name=7"], ["run.name = 7: must be a string"]),
     (["reward.parts=[{name: exact_match, weigth: 2}]"], ["reward.parts.0.weigth", "unknown key; the keys are name, weight"]),
+    (["reward.route.map={a: [{name: b, weigth: 2}]}"], ["reward.route.map.a.0.weigth", "unknown key; the keys are name, weight"]),
+    (["reward.route.map={a: {name: b}}"], ["reward.route.map.a", "must be a list"]),
+    (["reward.route.maps={}"], ["reward.route.maps", "did you mean reward.route.map?"]),
     (["reward.parts=[{path: 3}]"], ["reward.parts.0.path = 3", "must be a string"]),
     (["reward.parts.0.weight=2"], ["reward.parts is set as a whole"]),
     (["policy.parallel=2"], ["policy.parallel", "is a section; set its keys, for example policy.parallel.tp=VALUE"]),
@@ -151,6 +154,7 @@ def test_every_other_text_is_none_that_a_script_or_a_file_system_sees(tmp_path):
         "data.answer_key",
         "data.system_prompt",
         "data.prompt_suffix",
+        "reward.route.key",
     }
 
 

@@ -163,11 +163,12 @@ def test_a_batch_that_is_none_names_rule_and_samples(tmp_path: Path, value: str,
 
 def test_fields_that_a_rule_requires_are_looked_for_in_all_records(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def score(s): return 0\nscore.requires = ('answer', 'meta.tests')\n")
-    rules = load_parts(RewardConfig(parts=(RewardPart(path=str(tmp_path / "mine.py"), function="score"),)))
+    reward = RewardConfig(parts=(RewardPart(path=str(tmp_path / "mine.py"), function="score"),))
+    rules = load_parts(reward)
 
     def check(*records: tuple[str, dict]) -> None:
         prompts = tuple(Prompt(f"f#{row}", (1,), "q", answer, record, row + 1) for row, (answer, record) in enumerate(records))
-        check_requirements(rules, {"data.train": PromptSet(prompts, len(prompts), 0, 8)})
+        check_requirements(reward, rules, {"data.train": PromptSet(prompts, len(prompts), 0, 8)})
 
     whole = ("1", {"meta": {"tests": ["x"]}})
     check(whole)
