@@ -1,0 +1,102 @@
+"""Copies of complete checkpoints in other storage (an object store, another file system), made beside training by rank 0.
+
+fsspec does the transfer. The manifest goes last, as on the disk: a copy without one was interrupted and is none. Nothing is
+removed there. A copy that fails costs a warning and not the run; so does a store that is slower than the saves, which skips some.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from pathlib import Path
+from typing import Any
+
+from megappo.checkpoint.manifest import MANIFEST, list_files
+
+logger = logging.getLogger(__name__)
+
+
+def open_storage(url: str) -> tuple[Any, str]:
+    """fsspec's file system of a URL, and the path in it. ValueError, one line: unknown protocol, missing package, no access."""
+    import fsspec
+
+    try:
+        storage, root = fsspec.core.url_to_fs(url)
+        storage.makedirs(root, exist_ok=True)
+    # Every storage has exceptions of its own (botocore's, gcsfs's), and all of them mean that this one cannot be used.
+    except Exception as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(f"cannot be used: {reason}") from error
+    return storage, root.rstrip("/")
+
+
+class RemoteCopies:
+    """Copies to `url`, one after the other, by a thread of this process. failed, skipped: checkpoints without a copy."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._changed = threading.Condition()
+        self._waiting: Path | None = None
+        self._copying: Path | None = None
+        self._closed = False
+        self.failed = self.skipped = 0
+        self._thread = threading.Thread(target=self._work, name="copies of checkpoints", daemon=True)
+        self._thread.start()
+
+    @property
+    def needed(self) -> frozenset[str]:
+        """Names of the checkpoints that must stay until their copies are made."""
+        with self._changed:
+            return frozenset(path.name for path in (self._waiting, self._copying) if path is not None)
+
+    def submit(self, checkpoint: Path) -> None:
+        """Copy a complete checkpoint as soon as the one before is done. A waiting one gives way: the newest is worth most."""
+        with self._changed:
+            if self._waiting is not None:
+                self.skipped += 1
+                logger.warning("%s is slower than the saves: %s is not copied", self._url, self._waiting.name)
+            self._waiting = checkpoint
+            self._changed.notify_all()
+
+    def close(self, limit_s: float) -> bool:
+        """Wait for the copies, at most `limit_s` seconds; returns True if none is missing at the end."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._thread.join(limit_s)
+        if self._thread.is_alive():
+            logger.warning("%s: the copy of %s was not complete after %.0f s", self._url, ", ".join(sorted(self.needed)), limit_s)
+        return not self._thread.is_alive() and not self.failed
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting is not None or self._closed)
+                if self._waiting is None:
+                    return
+                self._copying, self._waiting = self._waiting, None
+            try:
+                copy_checkpoint(self._copying, self._url)
+                logger.info("copied %s to %s", self._copying.name, self._url)
+            # As above: the storage's own exceptions. The next checkpoint is tried again.
+            except Exception as error:
+                self.failed += 1
+                reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+                logger.warning("%s was not copied to %s: %s; training goes on", self._copying.name, self._url, reason)
+            with self._changed:
+                self._copying = None
+
+
+def copy_checkpoint(checkpoint: Path, url: str) -> None:
+    """Copy a checkpoint's directory below `url`. OSError if a file arrives with another size; other errors are the storage's."""
+    storage, root = open_storage(url)
+    target = f"{root}/{checkpoint.name}"
+    # A run that was resumed from an older step may save this one again: the copy is none until it is whole.
+    if storage.exists(f"{target}/{MANIFEST}"):
+        storage.rm_file(f"{target}/{MANIFEST}")
+    for name in (*sorted(list_files(checkpoint)), MANIFEST):
+        there = f"{target}/{name}"
+        storage.makedirs(there.rpartition("/")[0], exist_ok=True)
+        storage.put_file(str(checkpoint / name), there)
+        if (arrived := storage.size(there)) != (size := (checkpoint / name).stat().st_size):
+            raise OSError(f"{name} has {arrived} bytes there and {size} here")
