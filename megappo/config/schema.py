@@ -455,7 +455,7 @@ class CheckpointConfig(Section):
     mtbf_hours: PositiveFloat | None = None
     """Mean time between failures of this job in hours, for `save_every: auto`; null counts with one software fault a day, however
     large the job, and one hardware fault of 64 GPUs every 5 days: 1 / (1/24 + ranks/7680)."""
-    keep_last: Positive = 2
+    keep_last: Positive = 3
     """Checkpoints kept; older ones are removed after a newer one is complete."""
     save_only_model: bool = False
     """Save weights without optimizer, RNG and cursor: smaller, but not resumable."""

@@ -43,7 +43,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="seconds before the time limit at which a checkpoint is asked for; at least the longest step plus a save "
         "(default: 180)",
     )
-    add("--max-requeues", type=non_negative_int, metavar="N", help="most requeues of the job (default: 3)")
+    add("--max-requeues", type=non_negative_int, metavar="N", help="most requeues of the job (default: 10)")
     add("--cpus-per-rank", type=positive_int, metavar="N", help="cores of a rank (default: the cluster's)")
     add("--container", metavar="IMAGE", help="run in this image: *.sif with apptainer, anything else with pyxis and enroot")
     add("--mount", action="append", default=[], metavar="HOST:CONTAINER", help="mount besides the working directory")

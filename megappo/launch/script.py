@@ -36,7 +36,7 @@ class Job:
     gpus: bool
     launcher: Literal["srun", "torchrun"] = "srun"
     signal_lead_s: int = 180
-    max_requeues: int = 3
+    max_requeues: int = 10
     cpus_per_rank: int | None = None
     container: str | None = None
     mounts: tuple[str, ...] = ()

@@ -169,3 +169,5 @@ class PPO:
         self.state.tokens += int(batch["response_mask"].sum())
         self.state.critic_updates += critic.num_updates
         self.state.policy_updates += policy.num_updates
+        self.state.critic_skipped += critic.skipped
+        self.state.policy_skipped += policy.skipped

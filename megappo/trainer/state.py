@@ -11,7 +11,8 @@ from typing import Any
 class TrainerState:
     """Counters of a run. step: PPO steps done. episodes: responses sampled. tokens: response tokens sampled.
 
-    policy_updates, critic_updates: optimizer steps taken.
+    policy_updates, critic_updates: optimizer steps taken; policy_skipped, critic_skipped: those left out, as the gradients were not
+    finite.
     """
 
     step: int = 0
@@ -19,10 +20,12 @@ class TrainerState:
     tokens: int = 0
     policy_updates: int = 0
     critic_updates: int = 0
+    policy_skipped: int = 0
+    critic_skipped: int = 0
 
     def state_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for name in asdict(self):
-            setattr(self, name, int(state[name]))
+            setattr(self, name, int(state.get(name, 0)))  # a counter that an older megappo did not keep

@@ -140,7 +140,7 @@ def test_preflight_ranks_and_end_get_the_configuration_as_it_is_named(tmp_path: 
         ["-m", "megappo.launch.attempt", "begin", launch_dir, config],
         ["-m", "megappo", "plan", *more, "--world-size", "4", config],
         ["-m", "megappo", "train", *more, config],
-        ["-m", "megappo.launch.attempt", "end", launch_dir, "--status", "0", "--max-requeues", "3", config],
+        ["-m", "megappo.launch.attempt", "end", launch_dir, "--status", "0", "--max-requeues", "10", config],
     ]
     assert not list(tmp_path.rglob("gone")) and not Path("/gone").exists()
     assert (folder / "user_site").read_text().split() == ["unset"] * 4
