@@ -9,6 +9,9 @@ from megappo.config.paths import odd_character
 from megappo.config.schema import DEFAULT_RECIPE, PART_KINDS, RewardConfig, RewardPart
 
 LONGEST_LABEL = 64  # it is part of a metric's name
+OWN_CODE = ("path", "entry_point")
+BUILT_IN_KEYS = {"math_verify": ("workers",)}
+"""Built-in rule -> the keys of other kinds of parts that it has too."""
 
 
 def reward_problem(reward: RewardConfig) -> str | None:
@@ -70,7 +73,7 @@ def _part_problem(key: str, part: RewardPart) -> str | None:
         return f"{key}.name is missing: name a rule, or a reward of your own by {others}"
     if len(kinds) > 1:
         return problem(f"{key}.{kinds[1]}", getattr(part, kinds[1]), f"{kinds[0]} is set too; keep one of the two")
-    allowed = PART_KINDS[kinds[0]] if kinds else ()
+    allowed = PART_KINDS[kinds[0]] if kinds else BUILT_IN_KEYS.get(str(part.name), ())
     for name in dict.fromkeys(name for keys in PART_KINDS.values() for name in keys):
         value = getattr(part, name)
         if name not in allowed and value != type(part).model_fields[name].default:
@@ -79,4 +82,8 @@ def _part_problem(key: str, part: RewardPart) -> str | None:
             return problem(f"{key}.{name}", value, f"{what} has none; remove it, or set {owners}")
     if part.path is not None and part.function is None:
         return problem(f"{key}.path", part.path, "name its function in the key function")
+    if part.kind in OWN_CODE and part.batch and part.workers:
+        return problem(f"{key}.workers", part.workers, "batch is true, and a batch is one call; keep one of the two")
+    if part.kind in OWN_CODE and part.timeout_s is not None and not part.workers:
+        return problem(f"{key}.timeout_s", part.timeout_s, "only a process can be ended; set workers, for example 4")
     return None

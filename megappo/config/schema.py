@@ -243,8 +243,8 @@ class DataConfig(Section):
 
 
 PART_KINDS: Mapping[str, tuple[str, ...]] = {
-    "path": ("function", "batch", "args"),
-    "entry_point": ("batch", "args"),
+    "path": ("function", "batch", "args", "workers", "timeout_s"),
+    "entry_point": ("batch", "args", "workers", "timeout_s"),
 }
 """Key of a part that names what it is, exclusive -> the keys that belong to it. A part with none of them is a built-in rule."""
 
@@ -264,6 +264,11 @@ class RewardPart(Section):
     """Call your own reward with the list of a rank's samples and take a list, instead of one by one."""
     args: dict[str, Any] = {}
     """Keyword arguments for your own reward."""
+    workers: NonNegative = 0
+    """Processes per rank that call your own reward, or math_verify, for several responses at once; each imports your code itself.
+    0: the rank calls it, for one response after another."""
+    timeout_s: PositiveFloat | None = None
+    """Seconds that one call of your own reward may take; then its process is ended, the response is undecided. Needs `workers`."""
 
     @property
     def kind(self) -> str:

@@ -40,7 +40,7 @@ def _load(key: str, part: RewardPart) -> PreparedPart:
 
 
 def _load_rule(part: RewardPart) -> PreparedPart:
-    return PreparedPart(partial(make_part, part.label), sha256=hash_of_code(part.label))
+    return PreparedPart(partial(make_part, part.label, part.workers), sha256=hash_of_code(part.label))
 
 
 LOADERS: Mapping[str, Callable[[RewardPart], PreparedPart]] = {"name": _load_rule, "path": load_own, "entry_point": load_own}

@@ -58,6 +58,15 @@ class Where:
         return f"{self.section}, step {self.step}, {self.seconds:.0f} s"
 
 
+@dataclass
+class _Open:
+    """A section that has begun. since: of its present stretch. longest_s: of its stretches before."""
+
+    name: str
+    since: float
+    longest_s: float = 0.0
+
+
 class Sections:
     """Marks of the work of this rank's main thread; the watchdog's thread reads them.
 
@@ -68,7 +77,7 @@ class Sections:
         self._timeouts, self._clock = timeouts, clock
         self._seen: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=REMEMBERED))
         self._lock = threading.Lock()
-        self._open: list[str] = []
+        self._open: list[_Open] = []
         self._base, self._step, self._since = LOADING, 0, clock.now()
         self.raised_in: Where | None = None
         """Section that an exception has left last."""
@@ -82,8 +91,8 @@ class Sections:
     def section(self, name: str) -> Iterator[None]:
         """Mark the body. Inside another section it is counted on its own, and the outer one starts anew after it."""
         with self._lock:
-            self._open.append(name)
-            start = self._since = self._clock.now()
+            self._since = self._clock.now()
+            self._open.append(_Open(name, self._since))
         try:
             yield
         except BaseException:
@@ -91,13 +100,22 @@ class Sections:
             raise
         finally:
             with self._lock:
-                self._open.pop()
+                ended = self._open.pop()
                 self._since = self._clock.now()
-                self._seen[name].append(self._since - start)
+                self._seen[name].append(max(ended.longest_s, self._since - ended.since))
+
+    def advance(self) -> None:
+        """Say that the work of the present section goes on: its limit holds for each stretch without that."""
+        with self._lock:
+            now = self._clock.now()
+            if self._open:
+                here = self._open[-1]
+                here.longest_s, here.since = max(here.longest_s, now - here.since), now
+            self._since = now
 
     def now(self) -> Where:
         with self._lock:
-            name = self._open[-1] if self._open else self._base
+            name = self._open[-1].name if self._open else self._base
             return Where(name, self._step, self._clock.now() - self._since, self.limit_s(name))
 
     def limit_s(self, name: str) -> float:

@@ -29,7 +29,7 @@ GROUP = "megappo.rewards"
 class OwnRule:
     """Loaded reward code. call: takes a `RewardInput`, or a list of them if `batch`; its args are bound.
 
-    requires: `answer`, and fields that every record must have. file, sha256: of its source; None if it has none.
+    requires: `answer`, and fields that every record must have. file, source, sha256: of its code; None if it has none.
     """
 
     name: str
@@ -37,6 +37,7 @@ class OwnRule:
     batch: bool
     requires: tuple[str, ...]
     file: str | None
+    source: bytes | None
     sha256: str | None
 
     def part(self) -> InlinePart:
@@ -48,14 +49,16 @@ class OwnRule:
         return _innermost(error, self.file)
 
 
-def load_from_file(name: str, path: str, function: str, *, batch: bool, args: Mapping[str, Any]) -> OwnRule:
-    """Run the file and take its function.
+def load_from_file(
+    name: str, path: str, function: str, *, batch: bool, args: Mapping[str, Any], source: bytes | None = None
+) -> OwnRule:
+    """Run the file and take its function. source: its content, as read before.
 
     ValueError, one line: no such file or function, an exception while importing (with file and line), arguments that do not fit.
     """
     file = Path(path)
     try:
-        source = file.read_bytes()
+        source = file.read_bytes() if source is None else source
     except OSError as error:
         raise ValueError(f"cannot be read: {error.strerror}; the path is relative to the working directory") from None
     digest = hashlib.sha256(source).hexdigest()
@@ -66,7 +69,7 @@ def load_from_file(name: str, path: str, function: str, *, batch: bool, args: Ma
             key for key, value in vars(module).items() if inspect.isfunction(value) and value.__module__ == module.__name__
         ]
         raise ValueError(f"defines no {function}; its functions: {', '.join(functions) or 'none'}")
-    return _rule(name, found, f"{file.name}: {function}", str(file), digest, batch, args)
+    return _rule(name, found, f"{file.name}: {function}", str(file), source, batch, args)
 
 
 def load_from_entry_point(name: str, entry_point: str, *, batch: bool, args: Mapping[str, Any]) -> OwnRule:
@@ -80,8 +83,8 @@ def load_from_entry_point(name: str, entry_point: str, *, batch: bool, args: Map
     except (Exception, SystemExit) as error:  # anything that the package does
         raise ValueError(f"{offered[entry_point].value} cannot be imported: {_line_of(error)}{_innermost(error, None)}") from error
     file = inspect.getsourcefile(found) if inspect.isfunction(found) else None
-    digest = hashlib.sha256(Path(file).read_bytes()).hexdigest() if file is not None and Path(file).is_file() else None
-    return _rule(name, found, offered[entry_point].value, file, digest, batch, args)
+    source = Path(file).read_bytes() if file is not None and Path(file).is_file() else None
+    return _rule(name, found, offered[entry_point].value, file, source, batch, args)
 
 
 class _Source(SourceLoader):
@@ -119,7 +122,7 @@ def _import(path: str, source: bytes, module_name: str) -> ModuleType:
 
 
 def _rule(
-    name: str, found: Any, origin: str, file: str | None, sha256: str | None, batch: bool, args: Mapping[str, Any]
+    name: str, found: Any, origin: str, file: str | None, source: bytes | None, batch: bool, args: Mapping[str, Any]
 ) -> OwnRule:
     """Check what was found and bind its args."""
     if inspect.isclass(found) or not callable(found):
@@ -140,7 +143,8 @@ def _rule(
     requires = getattr(found, "requires", ())
     if not isinstance(requires, (tuple, list)) or not all(isinstance(field, str) for field in requires):
         raise ValueError(f"{origin}.requires is {requires!r}, not a tuple of names")
-    return OwnRule(name, functools.partial(found, **args), batch, tuple(requires), file, sha256)
+    sha256 = None if source is None else hashlib.sha256(source).hexdigest()
+    return OwnRule(name, functools.partial(found, **args), batch, tuple(requires), file, source, sha256)
 
 
 def _line_of(error: BaseException) -> str:

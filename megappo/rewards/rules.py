@@ -13,9 +13,10 @@ import unicodedata
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from megappo.rewards.base import RewardInput
+from megappo.rewards.base import Part, RewardInput
 from megappo.rewards.gsm8k import gsm8k_flexible, gsm8k_format, gsm8k_strict
 from megappo.rewards.inline import InlinePart
+from megappo.rewards.pool import PoolPart
 from megappo.rewards.symbolic import MathVerify
 
 
@@ -58,8 +59,10 @@ def make_rule(name: str) -> RewardRule:
     raise ValueError(f"reward.parts: there is no rule {name!r}; {hint}Rules: {', '.join(RULES)}")
 
 
-def make_part(name: str) -> InlinePart:
-    """The rule of this name as a part. ValueError as `make_rule`."""
+def make_part(name: str, workers: int = 0) -> Part:
+    """The rule of this name as a part, in the main thread or in a pool. ValueError as `make_rule`."""
+    if workers:
+        return PoolPart(name, RULES[name], workers)
     rule = make_rule(name)
     return InlinePart(name, rule, close=getattr(rule, "close", None))
 

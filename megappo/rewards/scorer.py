@@ -16,7 +16,7 @@ from megappo.rewards.compose import Composition, Judged
 from megappo.rewards.inline import Deferred
 from megappo.rewards.verdict import Verdict, verdict_of
 
-ROUND_S = 1.0  # longest wait without a look at the failures
+ROUND_S = 2.0  # between two looks at the other parts, and of the trainer at the other ranks
 
 
 @dataclass
@@ -67,7 +67,10 @@ class Scorer:
         self._started += started
 
     def work(self, seconds: float) -> tuple[int, int]:
-        """Score for about so long: (values found, values to find). After a failure nothing is left to find: `finish` raises it."""
+        """Score for about so long: (values found, values to find), a value being that of a part for a sample.
+
+        After a failure nothing is left to find: `finish` raises it.
+        """
         end = time.monotonic() + seconds
         futures = [future for _, _, future in self._entries()]
         for future in futures:
@@ -75,31 +78,37 @@ class Scorer:
                 future.run()
                 if _has_failed(future) or time.monotonic() > end:
                     break
-        waiting = [future for future in futures if not future.done()]
-        if waiting and not any(map(_has_failed, futures)):
-            wait(waiting, max(0.0, end - time.monotonic()), FIRST_EXCEPTION)
-        if any(map(_has_failed, futures)):
-            return len(futures), len(futures)
-        return sum(future.done() for future in futures), len(futures)
+        while not any(map(_has_failed, futures)) and (left := end - time.monotonic()) > 0:
+            if not (waiting := [future for future in futures if not future.done()]):
+                break
+            wait(waiting, left, FIRST_EXCEPTION)
+        found = len(futures) if self.has_failed else sum(future.done() for future in futures)
+        return found, len(futures)
+
+    @property
+    def has_failed(self) -> bool:
+        return any(_has_failed(future) for _, _, future in self._entries())
+
+    def drop(self) -> None:
+        """Forget all samples, as after a failure of another rank. Values in hand are not waited for."""
+        for _, _, future in self._entries():
+            future.cancel()
+        self._started = []
 
     def finish(self) -> list[Judged]:
         """Verdicts of all samples, in the order of submission, once all are there; then the scorer is empty.
 
         RewardError if a part failed for one of them, without waiting for the others.
         """
-        found, of = self.work(0.0)
-        while found < of:
-            found, of = self.work(ROUND_S)
-        entries, started = list(self._entries()), self._started
-        self._started = []
+        while len(set(self.work(ROUND_S))) > 1:
+            pass
+        started = self._started
         try:
-            entries.sort(key=lambda entry: not _has_failed(entry[2]))  # stable: the first that failed raises
-            for one, name, future in entries:
+            # Stable: the first that failed raises.
+            for one, name, future in sorted(self._entries(), key=lambda entry: not _has_failed(entry[2])):
                 one.verdicts[name] = _verdict(one, name, future)
-        except RewardError:
-            for _, _, future in entries:
-                future.cancel()
-            raise
+        finally:
+            self.drop()
         return [
             Judged(one.sample.sample_id, one.sample.response, one.label, one.sample.truncated, one.sample.num_tokens, one.verdicts)
             for one in started
@@ -126,7 +135,7 @@ def _clock(seconds: dict[str, float], name: str, begun: float) -> Callable[[Futu
 
 
 def _has_failed(future: Future[Any]) -> bool:
-    return future.done() and not isinstance(future.exception(), UnusableAnswer | None)
+    return future.done() and (future.cancelled() or not isinstance(future.exception(), UnusableAnswer | None))
 
 
 def _verdict(one: _Started, name: str, future: Future[Any]) -> Verdict:

@@ -7,11 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
-
 from megappo.rewards.base import RewardError, RewardInput, describe
 
-LARGEST = torch.finfo(torch.float32).max  # scores are fp32 from here on; more would become infinite, and the batch's advantages NaN
+# Of fp32, as scores are from here on; more would become infinite, and the batch's advantages NaN.
+LARGEST = (2 - 2.0**-23) * 2.0**127
 PER_TOKEN = "per_token"
 _PART = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _KEYS = {"score", "parts", PER_TOKEN}

@@ -42,10 +42,11 @@ class Metric(StrEnum):
     SCORE_STD = "reward/score_std", "standard deviation of the scores"
     SCORE_MIN = "reward/score_min", "smallest score"
     SCORE_MAX = "reward/score_max", "largest score"
-    SHAPED_MEAN = "reward/shaped_mean", "mean over responses of the summed per-token reward (score minus KL penalty)"
+    SHAPED_MEAN = "reward/shaped_mean", "mean over responses of the summed per-token reward (score and per_token minus KL penalty)"
     UNDECIDED = "reward/undecided", "scores of 0 because a rule was undecided, as math_verify out of time"
     UNUSABLE = "reward/unusable_answers", "scores of 0 because a rule could not read the reference answer"
-    REWARD_PART = "reward/*", "mean of one reward rule, before its weight"
+    REWARD_PART = "reward/*", "mean of one part of the reward over the responses that it scored, before its weight"
+    REWARD_ROUTE = "reward/route/*", "mean score of the responses of one recipe (LABEL/mean), and their number (LABEL/count)"
 
     EVAL_SCORE = "eval/score", "mean score of greedy answers to the held-out prompts"
     EVAL_LENGTH = "eval/length", "mean response length of the evaluation, tokens"
@@ -107,6 +108,7 @@ class Metric(StrEnum):
 
     STEP_SECONDS = "timing/step_s", "wall time of the step, s"
     STAGE_SECONDS = "timing/*", "wall time of one stage of the step, s"
+    REWARD_SECONDS = "timing/reward/*", "seconds of one part of the reward for a response: PART/mean_s, and the slowest, PART/max_s"
     SAVE_SECONDS = "timing/checkpoint_s", "time that saving held training after the previous step, no part of step_s, s"
     TOKENS_PER_S = "throughput/tokens_per_s", "prompt and response tokens of the step per second of the whole step"
     GENERATED_PER_S = "throughput/generated_tokens_per_s", "response tokens per second of generation"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -49,6 +49,7 @@ from megappo.trainer.ppo import PPO
 from megappo.trainer.replicas import ReplicaCheck
 from megappo.trainer.run_facts import require_equal_data, run_facts, warn_of_changes
 from megappo.trainer.rundir import RunDir
+from megappo.trainer.scoring import ScoringProgress
 from megappo.trainer.shaping import HOST_OPS
 from megappo.trainer.state import TrainerState
 from megappo.trainer.watch import watched
@@ -207,7 +208,7 @@ def _build_ppo(
         loader=data.loader,
         eval_prompts=data.eval.prompts if data.eval else (),
         tokenizer=data.tokenizer,
-        scorer=scorer_of(config.reward, data.reward_parts),
+        scorer=scorer_of(config.reward, data.reward_parts, ScoringProgress(log.note, sections)),
         kl_controller=kl,
         state=state,
         log=log,
@@ -259,9 +260,11 @@ def kl_controller(kl: KLConfig) -> KLController:
     return FixedKL(kl.coef)
 
 
-def scorer_of(reward: RewardConfig, parts: Mapping[str, PreparedPart]) -> Scorer:
+def scorer_of(
+    reward: RewardConfig, parts: Mapping[str, PreparedPart], on_progress: Callable[[int, int], None] = lambda found, of: None
+) -> Scorer:
     """The scorer of a run on this rank: its parts (as `RunData` has them), and the penalties for a missing end and for length."""
     recipes = {label: {part.label: part.weight for part in parts} for label, parts in reward.recipes.items()}
     penalties = (reward.missing_eos_penalty, reward.length_penalty, reward.length_penalty_start)
     made = {name: part.make() for name, part in parts.items() if part.make is not None}
-    return Scorer(made, Composition(recipes, *penalties), partial(recipe_of, reward))
+    return Scorer(made, Composition(recipes, *penalties), partial(recipe_of, reward), on_progress)

@@ -74,7 +74,16 @@ class StepRecord:
             Metric.UNDECIDED.value: self.scored.num_undecided,
             Metric.UNUSABLE.value: self.scored.num_unusable,
             **parts,
+            **self._routes(),
         }
+
+    def _routes(self) -> dict[str, float]:
+        """Mean score and number of the responses of each recipe; empty without a route."""
+        scores: dict[str, list[float]] = {}
+        for label, score in sorted(zip(self.scored.labels, self.scored.total)):
+            scores.setdefault(label, []).append(score)
+        means = {_named(Metric.REWARD_ROUTE, f"{label}/mean"): _mean(torch.tensor(values)) for label, values in scores.items()}
+        return means | {_named(Metric.REWARD_ROUTE, f"{label}/count"): len(values) for label, values in scores.items()}
 
     def _policy(self) -> dict[str, float]:
         p, advantage = self.policy, self._summary("raw_advantage", "policy/advantage")
@@ -154,6 +163,9 @@ class StepRecord:
         generated = int(self._mask.sum())
         total = timers.total_s
         costs = {f"timing/{name}_s": seconds for name, seconds in timers.seconds.items()}
+        for name, seconds in self.scored.seconds.items():
+            costs[_named(Metric.REWARD_SECONDS, f"{name}/mean_s")] = seconds.mean
+            costs[_named(Metric.REWARD_SECONDS, f"{name}/max_s")] = seconds.max
         costs |= {
             Metric.STEP_SECONDS.value: total,
             Metric.TOKENS_PER_S.value: self.batch.num_tokens / total,
@@ -224,6 +236,11 @@ def trajectories_of(record: StepRecord, prompts: Sequence[Prompt], count: int) -
             }
         )
     return rows
+
+
+def _named(family: Metric, name: str) -> str:
+    """Name of a member of a family that ends in `*`."""
+    return f"{family.value.removesuffix('*')}{name}"
 
 
 def _mean(x: Tensor) -> float:

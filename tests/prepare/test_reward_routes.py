@@ -45,7 +45,8 @@ def test_labels_without_a_recipe_are_refused_with_counts_and_places() -> None:
         list(check_labels(routed(), {"data.train": unknown}))
     assert str(caught.value) == (
         'reward.route.key = "meta.source": 3 of 5 records of data.train have no recipe: '
-        "math: 2 (d.jsonl#1 (line 2), d.jsonl#2 (line 3)); no label: 1 (d.jsonl#3 (line 4)); recipes: gsm8k, code; add to reward.route.map, or set reward.route.default"
+        "math: 2 (d.jsonl#1 (line 2), d.jsonl#2 (line 3)); "
+        "no label: 1 (d.jsonl#3 (line 4)); recipes: gsm8k, code; add to reward.route.map, or set reward.route.default"
     )
     with pytest.raises(ConfigError, match="1 of 1 records of data.eval have no recipe: other: 1"):
         list(check_labels(routed(), {"data.train": prompts(("gsm8k", "1"), ("code", "")), "data.eval": prompts(("other", "1"))}))

@@ -1,0 +1,136 @@
+"""Scoring on one rank: samples that come in pieces, parts that finish late, and failures that nobody waits for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+from megappo.rewards.base import RewardError, RewardInput, Timed, UnusableAnswer
+from megappo.rewards.compose import Composition
+from megappo.rewards.inline import InlinePart
+from megappo.rewards.scorer import Scorer
+from tests.rewards.samples import sample, scorer_with, scores
+
+
+class Remote:
+    """A part whose futures the test fulfils."""
+
+    def __init__(self) -> None:
+        self.futures: dict[str, Future[Any]] = {}
+        self.closed = False
+
+    def start(self, samples: Sequence[RewardInput]) -> list[Future[Any]]:
+        new: dict[str, Future[Any]] = {one.response: Future() for one in samples}
+        self.futures |= new
+        return list(new.values())
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_samples_may_come_in_pieces_and_values_in_any_order() -> None:
+    remote = Remote()
+    scorer = scorer_with({"remote": 1.0, "length": 0.5}, {"remote": remote, "length": lambda s: len(s.response)})
+    scorer.submit([sample("a"), sample("bb")])
+    scorer.submit([])
+    assert scorer.work(0.0) == (1, 4), "one call of a rule ends the time that it was given"
+    scorer.submit([sample("ccc")])
+    assert list(remote.futures) == ["a", "bb", "ccc"], "they are started as they come"
+    remote.futures["ccc"].set_result({"score": 3, "parts": {"x": 0.5}})
+    assert scorer.work(0.05) == (4, 6)
+    remote.futures["a"].set_result(Timed(None, 2.5))
+    remote.futures["bb"].set_exception(UnusableAnswer("bb"))
+    found = scorer.composition.compose(scorer.finish())
+    assert found.texts == ["a", "bb", "ccc"] and found.total == [0.5, 1.0, 4.5]
+    assert found.parts == {"remote": [0, 0, 3], "length": [1, 2, 3], "remote.x": [0, 0, 0.5]}
+    assert (found.num_undecided, found.num_unusable) == (1, 1)
+    assert found.seconds["remote"].max == 2.5 and found.seconds["remote"].mean > 1.25, "of the two that gave a value"
+    assert scorer.finish() == [] and not remote.closed
+    scorer.close()
+    assert remote.closed
+
+
+def test_a_batch_is_one_call_per_submission_charged_to_its_first_sample() -> None:
+    calls: list[int] = []
+
+    def batch(samples: list[RewardInput]) -> list[int]:
+        calls.append(len(samples))
+        time.sleep(0.02)
+        return [len(one.response) for one in samples]
+
+    scorer = scorer_with({"b": 1.0}, {"b": InlinePart("b", batch, batch=True)})
+    scorer.submit([sample("a"), sample("bb")])
+    assert calls == [], "nothing runs in the main thread before it is asked for"
+    scorer.submit([sample("ccc")])
+    found = scorer.composition.compose(scorer.finish())
+    assert calls == [2, 1] and found.total == [1, 2, 3]
+    assert found.seconds["b"].max >= 0.02 and found.seconds["b"].mean == pytest.approx(found.seconds["b"].max * 2 / 3, rel=0.5)
+
+
+@pytest.mark.parametrize(
+    "error, says",
+    [
+        (RewardError("part remote: the server is gone; sample t#1"), "^part remote: the server is gone; sample t#1$"),
+        (OSError("no route"), "^reward part remote failed with OSError: no route; sample t#1, response 'b'"),
+    ],
+)
+def test_a_failure_is_not_kept_waiting_by_the_others(error: Exception, says: str) -> None:
+    remote = Remote()
+    scorer = scorer_with({"remote": 1.0}, {"remote": remote})
+    scorer.submit([sample("a"), sample("b", sample_id="t#1")])
+    remote.futures["b"].set_exception(error)
+    assert scorer.work(60.0) == (2, 2) and scorer.has_failed
+    with pytest.raises(RewardError, match=says):
+        scorer.finish()
+    assert remote.futures["a"].cancelled() and scorer.finish() == []
+
+
+def test_a_part_that_cannot_start_names_itself() -> None:
+    class Broken(Remote):
+        def start(self, samples: Sequence[RewardInput]) -> list[Future[Any]]:
+            raise OSError("no socket")
+
+    with pytest.raises(RewardError, match="reward part broken failed with OSError: no socket; sample t#0"):
+        scores(scorer_with({"broken": 1.0}, {"broken": Broken()}), [sample("a")])
+
+
+def test_a_sample_is_scored_by_the_parts_of_its_recipe() -> None:
+    """By hand: weights differ, `both` is one part, and a part's mean is that of the samples that it scored."""
+    recipes = {"math": {"number": 1.0, "both": 0.5}, "code": {"both": 2.0, "tests": 0.0}}
+    parts = {"number": lambda s: 3.0, "both": lambda s: len(s.response), "tests": lambda s: {"score": 1, "parts": {"passed": 7}}}
+    made = {name: InlinePart(name, rule) for name, rule in parts.items()}
+    scorer = Scorer(made, Composition(recipes, missing_eos_penalty=1.0), lambda record: record["kind"])
+    samples = [RewardInput("q", text, "", cut, 1, {"kind": kind}, "t") for text, cut, kind in RECORDS]
+    found = scores(scorer, samples)
+    assert found.total == [3.5, 4.0, 3.0] and found.labels == ["math", "code", "math"]
+    assert {name: [None if x != x else x for x in values] for name, values in found.parts.items()} == {
+        "number": [3, None, 3],
+        "both": [1, 2, 2],
+        "tests": [None, 1, None],
+        "tests.passed": [None, 7, None],
+        "missing_eos_penalty": [0, 0, -1],
+    }
+    assert found.part_means() == pytest.approx(
+        {"number": 3, "both": 5 / 3, "tests": 1, "tests.passed": 7, "missing_eos_penalty": -1 / 3}
+    )
+
+
+RECORDS = [("a", False, "math"), ("bb", False, "code"), ("cc", True, "math")]
+
+
+def test_rewards_of_tokens_are_weighed_beside_the_score() -> None:
+    parts = {
+        "a": lambda s: {"score": 1, "per_token": [1.0, 2.0]} if s.response != "none" else 1,
+        "b": lambda s: {"score": 0, "per_token": (0.5, -0.5)} if s.response == "both" else 0,
+        "idle": lambda s: {"score": 0, "per_token": [9.0, 9.0]},
+    }
+    samples = [sample(text, num_tokens=2) for text in ("one", "both", "none")]
+    found = scores(scorer_with({"a": 2.0, "b": 4.0, "idle": 0.0}, parts), samples)
+    assert found.per_token == [[2.0, 4.0], [4.0, 2.0], None], "weight 0 is logged without counting"
+    assert found.total == [2.0, 2.0, 2.0], "the score is the score"
+    assert found.parts["a.per_token"] == [3.0, 3.0, 0.0] and found.parts["idle.per_token"] == [18.0] * 3
+    assert scores(scorer_with({"idle": 0.0, "a": 0.0}, parts), samples).per_token is None

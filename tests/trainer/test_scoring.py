@@ -1,0 +1,111 @@
+"""Scores over ranks: each scores its share, all know how far all are, and nobody waits for a rank that has failed."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megappo.config.schema import TimeoutsConfig
+from megappo.resilience.sections import AwakeClock, Sections
+from megappo.trainer.scoring import FIRST_NOTE_S, NOTE_EVERY_S, ScoringProgress
+from tests.worlds import spawn_world
+
+SHARE = 12  # responses of each rank
+
+
+def scoring_world(rank: int) -> dict[str, Any]:
+    """What this rank finds: scores, the progress that it saw, and the error and its calls when a rule fails on rank 1."""
+    from megappo.data.prompts import Prompt
+    from megappo.rewards.base import RewardError
+    from megappo.rewards.compose import Composition
+    from megappo.rewards.inline import InlinePart
+    from megappo.rewards.scorer import Scorer
+    from megappo.rollout.types import Response
+    from megappo.trainer import scoring
+
+    scoring.ROUND_S = 0.2
+    count = 2 * SHARE
+    tokenizer: Any = SimpleNamespace(eos_ids=(0,), decode=str, decode_all=str)
+    prompts = [Prompt(f"f#{i}", (1,), "?", str(i), {"kind": "odd" if i % 3 else "third"}) for i in range(count)]
+    responses = [Response((2, 3, 0), (0.0,) * 3, "stop", 0) for _ in prompts]
+
+    def index(sample: Any) -> dict[str, Any]:
+        time.sleep(0.1 * rank)  # rank 0 has ended long before rank 1
+        return {"score": int(sample.answer), "per_token": [0.0, int(sample.answer), 0.0]}
+
+    called: list[str] = []
+
+    def fails(sample: Any) -> float:
+        called.append(sample.answer)
+        time.sleep(0.1)
+        if sample.answer == "1":
+            raise OSError("gone")
+        return 0.0
+
+    seen: list[tuple[int, int]] = []
+
+    def scorer(rule: Any, extra: dict[str, float]) -> Scorer:
+        parts = {"rule": InlinePart("rule", rule), "extra": InlinePart("extra", lambda s: 1.0)}
+        recipes = {"odd": {"rule": 1.0}, "third": {"rule": 2.0, **extra}}
+        return Scorer(parts, Composition(recipes), lambda record: record["kind"], lambda *counts: seen.append(counts))
+
+    found = scoring.score_responses(
+        prompts, responses, tokenizer, scorer(index, {"extra": 1.0, "model": 1.0}), (), {"model": range(count)}
+    )
+    progress, seen = seen, []
+    try:
+        scoring.score_responses(prompts, responses, tokenizer, scorer(fails, {}))
+        failed = ""
+    except RewardError as error:
+        failed = str(error)
+    return {"found": found, "progress": progress, "failed": failed, "called": len(called)}
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[str, Any]]:
+    return spawn_world(scoring_world, 2)
+
+
+def test_all_ranks_have_all_scores_in_the_order_of_the_responses(ranks: list[dict[str, Any]]) -> None:
+    for found in (rank["found"] for rank in ranks):
+        assert found.total == [i if i % 3 else 2 * i + 1 + i for i in range(2 * SHARE)]
+        assert found.labels == ["odd" if i % 3 else "third" for i in range(2 * SHARE)]
+        assert found.per_token == [[0.0, i if i % 3 else 2 * i, 0.0] for i in range(2 * SHARE)]
+        assert found.seconds["rule"].max >= 0.1, "rank 0 knows of rank 1's"
+    assert ranks[0]["found"].total == ranks[1]["found"].total
+
+
+def test_all_ranks_see_how_far_all_are(ranks: list[dict[str, Any]]) -> None:
+    progress = ranks[0]["progress"]
+    total = 2 * SHARE + -(-2 * SHARE // 3)
+    assert progress == ranks[1]["progress"] and progress[-1] == (total, total)
+    assert len(progress) > 2 and [found for found, _ in progress] == sorted(found for found, _ in progress)
+    assert progress[0][0] < total
+
+
+def test_a_failure_stops_all_ranks_before_they_have_scored_their_share(ranks: list[dict[str, Any]]) -> None:
+    assert ranks[0]["failed"] == ranks[1]["failed"]
+    assert ranks[0]["failed"].startswith("rank 1: reward rule rule raised OSError: gone; sample f#1 (sample 1), response ")
+    assert ranks[1]["called"] == 1 and 1 <= ranks[0]["called"] < SHARE
+
+
+def test_long_scoring_is_told_and_keeps_the_watchdog_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, told = [0.0], []
+    monkeypatch.setattr("megappo.resilience.sections.time.monotonic", lambda: now[0])
+    marks = Sections(TimeoutsConfig(), AwakeClock(1e6))
+    progress = ScoringProgress(told.append, marks, clock=lambda: now[0])
+    for of in (10, 1000, 1000):  # a quick one, and two slow ones of the same size
+        with marks.section("score"):
+            for found in range(0, of + 1, of // 10):
+                progress(found, of)
+                assert marks.now().seconds == 0
+                now[0] += 0.1 if of == 10 else FIRST_NOTE_S + 1
+                assert marks.now().seconds == pytest.approx(0.1 if of == 10 else FIRST_NOTE_S + 1)
+            progress(of, of)
+            assert marks.now().seconds > 0, "no progress, no respite"
+    assert told[0] == f"score: 100/1,000 rewards after {FIRST_NOTE_S + 1:.0f} s"
+    assert len(told) == 2 * len(told[: len(told) // 2]) and told[len(told) // 2] == told[0]
+    assert len(told) <= 2 * (1 + 10 * (FIRST_NOTE_S + 1) / NOTE_EVERY_S)
