@@ -2,8 +2,9 @@
 
     python examples/read_trajectory.py runs/quickstart/ppo [--step 40] [--sample 0]
 
-A run writes samples in full every `telemetry.trajectories_every` steps, one JSON object per line. Lists have one entry per token of
-the response; value, logprob and reward at an entry are about this token given everything before it.
+A run writes samples in full every `telemetry.trajectories_every` steps, one JSON object per line (docs/trajectories.md). Lists have
+one entry per token of the response; value, logprob and reward at an entry are about this token given everything before it. Numbers
+have five digits. `megappo trajectories RUN` shows all samples of a run.
 """
 
 from __future__ import annotations
@@ -43,10 +44,10 @@ def main() -> None:
     print(f"step {sample['step']}, {sample['id']}: {sample['prompt']!r} -> {sample['response']!r}, score {sample['score']:g}")
     columns = [name for name in COLUMNS if name in sample]
     print("  token" + "".join(f"{name:>13}" for name in columns))
-    for index, token in enumerate(sample["response_tokens"]):
-        print(f"{token:7}" + "".join(f"{sample[name][index]:13.5f}" for name in columns))
+    for index, text in enumerate(sample["response_texts"]):
+        print(f"{text!r:>7}" + "".join(f"{sample[name][index]:13.5f}" for name in columns))
 
-    if sample["truncated"] and algorithm.bootstrap_truncated:
+    if sample["finish"] == "length" and algorithm.bootstrap_truncated:
         print("cut by the length limit: its returns start from the value after the last token, which is not recorded")
         return
     lam = algorithm.lam if algorithm.lam_value is None else algorithm.lam_value

@@ -477,7 +477,7 @@ class TelemetryConfig(Section):
     trajectories_every: NonNegative = 10
     """Steps between full trajectories; 0 writes none."""
     trajectories_per_step: Positive = 8
-    """Number of trajectories to write at such a step."""
+    """Number of trajectories to write at such a step: all samples of prompts that are drawn by `run.seed` and the step."""
 
 
 class TrainConfig(Section):

@@ -140,10 +140,7 @@ class RunLog:
         )
 
     def trajectories(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Write samples of a step in full, one JSON object each (`trainer.report.trajectories_of`), to a file of their own.
-
-        Every list as long as `response_tokens` has one number per response token.
-        """
+        """Write samples of a step in full, one JSON object each (`trainer.trajectories`), to a file of their own."""
         path = self._root / "trajectories" / f"step_{step:06d}.jsonl"
 
         def write() -> None:

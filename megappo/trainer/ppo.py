@@ -24,12 +24,13 @@ from megappo.trainer.checkpoints import Checkpoints
 from megappo.trainer.evaluation import Evaluation, evaluate
 from megappo.trainer.experience import make_requests, pack_experience, sample_seed
 from megappo.trainer.finite_outputs import require_finite_outputs
-from megappo.trainer.report import StepRecord, trajectories_of
+from megappo.trainer.report import StepRecord
 from megappo.trainer.roles import Critic, LanguageModel, Policy, add_model_outputs
 from megappo.trainer.sampler_check import compare_with_sampler, require_agreement
 from megappo.trainer.scoring import score_responses
 from megappo.trainer.shaping import shape_advantages
 from megappo.trainer.state import TrainerState
+from megappo.trainer.trajectories import draw_samples, trajectories_of
 from megappo.trainer.updates import MiniBatch, UpdateSummary, mini_batches, run_updates
 
 
@@ -137,7 +138,8 @@ class PPO:
         evaluation = self.evaluate(timers) if self.is_due(step, config.trainer.eval_every) else None
         self.log.step({**record.metrics(timers, evaluation), **self.checkpoints.metrics()}, step, self.total_steps)
         if config.telemetry.trajectories_every and step % config.telemetry.trajectories_every == 0:
-            self.log.trajectories(step, trajectories_of(record, asked, config.telemetry.trajectories_per_step))
+            drawn = draw_samples(len(asked), n, config.telemetry.trajectories_per_step, config.run.seed, step)
+            self.log.trajectories(step, trajectories_of(record, asked, drawn, self.tokenizer))
         self.stopped = self.checkpoints.end_of_step(step, is_last=step == self.total_steps)
         return evaluation
 

@@ -1,11 +1,10 @@
-"""Report of a step: its metrics by name, and samples of its trajectories."""
+"""Report of a step: its metrics by name."""
 
 from __future__ import annotations
 
 import resource
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -14,7 +13,6 @@ from megappo.algo.aggregation import tokens_per_sequence
 from megappo.algo.kl import kl_estimate
 from megappo.algo.summaries import expert_load, explained_variance, masked_moments, regression_moments, summarise
 from megappo.data.packing import PackedBatch
-from megappo.data.prompts import Prompt
 from megappo.rewards.compose import Scored
 from megappo.telemetry.metrics import Metric
 from megappo.telemetry.runlog import evaluation_metrics
@@ -210,32 +208,6 @@ def expert_metrics(role: Literal["policy", "critic", "sft"], tokens: Tensor | No
     load = expert_load(tokens)
     violation, idle, balance = _EXPERT_METRICS[role]
     return {violation.value: load.max_violation, idle.value: load.idle, balance.value: balance_loss}
-
-
-def trajectories_of(record: StepRecord, prompts: Sequence[Prompt], count: int) -> list[dict[str, Any]]:
-    """The first `count` samples of a step in full: text, token ids, and every per-token number that PPO used."""
-    batch = record.batch
-    rows = []
-    for index in range(min(count, batch.num_sequences)):
-        start, end = batch.cu_seqlens[index].item(), batch.cu_seqlens[index + 1].item()
-        sampled = batch["response_mask"][start:end]
-        fields = ("logprob", "rollout_logprob", "ref_logprob", "entropy", "value", "reward", "advantage", "returns")
-        rows.append(
-            {
-                "id": prompts[index].id,
-                "prompt": prompts[index].text,
-                "response": record.scored.texts[index],
-                "answer": prompts[index].answer,
-                "score": record.scored.total[index],
-                "parts": {name: values[index] for name, values in record.scored.parts.items()},
-                "truncated": bool(batch["truncated"][index]),
-                "version": int(batch["version"][index]),
-                "prompt_tokens": batch.tokens[start:end][~sampled].tolist(),
-                "response_tokens": batch.tokens[start:end][sampled].tolist(),
-                **{name: batch[name][start:end][sampled].tolist() for name in fields if name in batch},
-            }
-        )
-    return rows
 
 
 def _named(family: Metric, name: str) -> str:

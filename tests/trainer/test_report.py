@@ -10,7 +10,7 @@ from megappo.data.packing import PackedBatch, cu_seqlens_of
 from megappo.data.prompts import Prompt
 from megappo.engine.base import PassResult, StepResult
 from megappo.telemetry.timers import StageTimers
-from megappo.trainer.report import StepRecord, trajectories_of
+from megappo.trainer.report import StepRecord
 from megappo.trainer.roles import UpdateResult
 from megappo.trainer.sampler_check import Agreement
 from megappo.trainer.scoring import Scored
@@ -164,11 +164,3 @@ def test_the_logged_kl_is_capped_as_the_trained_one_is():
     metrics = metrics_of(record(fields=far, kl_estimator="k3"))
     assert metrics["kl/per_token"] == metrics["kl/per_token_k3"] == pytest.approx(want)
     assert math.isfinite(want) and not math.isfinite(float(torch.tensor(198.5).expm1())), "uncapped it is inf"
-
-
-def test_trajectories_hold_the_sampled_tokens_and_their_numbers():
-    first, second = trajectories_of(record(), PROMPTS, 8)
-    assert (first["id"], first["response"], first["score"], first["version"]) == ("f#0", "r0", 1.0, 2)
-    assert (second["prompt_tokens"], second["response_tokens"], second["truncated"]) == ([4], [5, 6, 7], True)
-    assert second["value"] == pytest.approx([0.3, 0.4, 0.5]) and second["parts"] == {"exact_match": 0.0}
-    assert len(trajectories_of(record(), PROMPTS, 1)) == 1

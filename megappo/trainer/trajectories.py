@@ -1,0 +1,68 @@
+"""Samples of a step in full, for the log: which ones, and their records in the format of `trajectories/fields.py`."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from megappo.data.prompts import Prompt
+from megappo.data.token_texts import special_ids, token_texts
+from megappo.data.tokenizers import Tokenizer
+from megappo.trainer.report import StepRecord
+from megappo.trajectories.fields import FORMAT, TOKEN_FIELDS, rounded
+
+
+def draw_samples(num_samples: int, samples_per_prompt: int, count: int, run_seed: int, step: int) -> list[int]:
+    """Ascending indices of min(count, num_samples) samples of a step; the same in every layout and after a resume.
+
+    Prompts are drawn, and all samples of a drawn prompt are taken, as their differences are what PPO learns from; of the last drawn
+    prompt as many as `count` leaves room for. The samples of a prompt stand next to each other in a step.
+    """
+    order = list(range(num_samples // samples_per_prompt))
+    # Seeded by a text, all of it; random.Random keeps its sequence across Python versions.
+    random.Random(f"trajectories {run_seed} {step}").shuffle(order)
+    drawn = [prompt * samples_per_prompt + sample for prompt in order for sample in range(samples_per_prompt)]
+    return sorted(drawn[:count])
+
+
+def trajectories_of(
+    record: StepRecord, prompts: Sequence[Prompt], drawn: Sequence[int], tokenizer: Tokenizer
+) -> list[dict[str, Any]]:
+    """Records of the drawn samples of a step; prompts[i] belongs to sample i."""
+    return [_row(record, prompts[index], index, tokenizer) for index in drawn]
+
+
+def _row(record: StepRecord, prompt: Prompt, index: int, tokenizer: Tokenizer) -> dict[str, Any]:
+    batch = record.batch
+    begin, end = batch.cu_seqlens[index].item(), batch.cu_seqlens[index + 1].item()
+    tokens, mask = batch.tokens[begin:end].tolist(), batch["response_mask"][begin:end]
+    sampled = mask.nonzero()
+    start = int(sampled[0]) if len(sampled) else len(tokens)  # the response starts at the first sampled token
+    texts = token_texts(tokens, tokenizer)
+    return {
+        "format": FORMAT,
+        "sample": index,
+        "id": prompt.id,
+        "prompt": prompt.text,
+        "response": record.scored.texts[index],
+        "answer": prompt.answer,
+        "score": record.scored.total[index],
+        "parts": {name: values[index] for name, values in record.scored.parts.items()},
+        "finish": "length" if batch["truncated"][index] else "stop",
+        "version": int(batch["version"][index]),
+        "kl_coef": record.kl_coef,
+        "prompt_tokens": tokens[:start],
+        "prompt_texts": texts[:start],
+        "response_tokens": tokens[start:],
+        "response_texts": texts[start:],
+        "special_tokens": special_ids(tokens, tokenizer),
+        "response_mask": mask[start:].int().tolist(),
+        **{
+            name: rounded(torch.where(mask, batch[name][begin:end], torch.nan)[start:].tolist())
+            for name in TOKEN_FIELDS
+            if name in batch
+        },
+    }

@@ -1,0 +1,1 @@
+"""Sampled trajectories of a run: their file format, analysis and page. Imports no torch."""

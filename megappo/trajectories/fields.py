@@ -1,0 +1,22 @@
+"""Format of a run's trajectories: RUN/trajectories/step_000010.jsonl, one JSON object per sample. docs/trajectories.md lists the keys.
+
+`trainer/trajectories.py` writes it, `read.py` reads it. Format 1, before there was the key `format`, lacks the token texts, the mask
+and `finish`; its lists hold sampled tokens alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+FORMAT = 2
+FOLDER = "trajectories"  # below the run's directory
+# Lists with one number per token of the response, null where the policy did not sample it. A run without a reference lacks
+# ref_logprob.
+TOKEN_FIELDS = ("logprob", "rollout_logprob", "ref_logprob", "entropy", "value", "reward", "advantage", "returns")
+# Half of fp32's are noise between two layouts, and a response of 1,000 tokens has 8,000 numbers.
+DIGITS = 5
+
+
+def rounded(numbers: Iterable[float]) -> list[float]:
+    """Numbers of DIGITS significant digits; NaN and infinities stay."""
+    return [float(f"{number:.{DIGITS}g}") for number in numbers]
