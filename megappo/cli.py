@@ -27,6 +27,7 @@ from megappo.platform.quiet import quiet_libraries
 from megappo.resilience.faults import Unrecoverable
 from megappo.resilience.run_time import is_fault
 from megappo.telemetry.console import is_kept, keep_console
+from megappo.trajectories.options import add_options as add_trajectories_options
 from megappo.tune.options import add_options as add_tune_options
 
 if TYPE_CHECKING:  # what a command needs is imported when it is chosen
@@ -248,6 +249,12 @@ def cmd_runs(args: Arguments) -> int:
             raise ConfigError(f"runs: one directory, not {len(args.words)} ({' '.join(args.words)})")
 
 
+def cmd_trajectories(args: Arguments) -> int:
+    from megappo.trajectories.command import show_trajectories
+
+    return show_trajectories(args)
+
+
 def cmd_config(args: Arguments) -> int:
     import json
 
@@ -435,6 +442,16 @@ def build_parser() -> Parser:
     runs.add_argument("words", metavar="DIR", nargs="*", help="run.output_dir, or one run in it (default: runs)")
     runs.add_argument("--step", type=positive_int, metavar="N", help="verify this checkpoint alone")
     runs.add_argument("--json", action="store_true", help="print JSON for scripts: one object per run or checkpoint")
+    add_trajectories_options(
+        command(
+            "trajectories",
+            cmd_trajectories,
+            "Analyse a run's sampled trajectories: repetition, score against length, entropy and KL by position, worst samples.",
+            "--html writes a page that shows their tokens coloured by log-prob, advantage, value and others. Reads the run's files "
+            "alone, also beside a live run; docs/trajectories.md explains the tables.",
+            config=None,
+        )
+    )
     command(
         "doctor", cmd_doctor, "List installed packages, working features, and missing packages with their purpose.", config=None
     )

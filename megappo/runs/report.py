@@ -13,9 +13,7 @@ from megappo.resilience.ended import ENDED
 from megappo.resilience.lease import LEASE
 from megappo.runs.read import Run, find_runs, read_run
 from megappo.runs.verify import checkpoints_of, exit_code, verify_checkpoint
-from megappo.telemetry.tables import GIB, MIB, figures, table
-
-MOST_CHARACTERS = 300  # of a reason
+from megappo.telemetry.tables import GIB, MIB, figures, plain, table
 
 
 def show_runs(directory: Path, *, as_json: bool) -> int:
@@ -77,13 +75,6 @@ def _notes(run: Run) -> Iterator[str]:
 
 def _facts(run: Run) -> dict[str, Any]:
     return {"name": run.path.name, **asdict(run), "path": str(run.path)}
-
-
-def plain(text: object) -> str:
-    """One line for a terminal: control characters of a file's name or content become `?`."""
-    line = " ".join(str(text).split())
-    line = line if len(line) <= MOST_CHARACTERS else line[: MOST_CHARACTERS - 3] + "..."
-    return "".join(character if character.isprintable() else "?" for character in line)
 
 
 def age_text(seconds: float) -> str:

@@ -39,6 +39,11 @@ def write_lines(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """Read all records. A last line torn by a crash is left out; any other broken line raises ValueError with its number."""
+    return read_whole_lines(path)[0]
+
+
+def read_whole_lines(path: Path) -> tuple[list[dict[str, Any]], bool]:
+    """Records as of `read_lines`, and True if a torn last line was left out."""
     lines = path.read_text(encoding="utf-8").split("\n")
     records = []
     for number, line in enumerate(lines, 1):
@@ -48,9 +53,9 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
             records.append(json.loads(line))
         except json.JSONDecodeError as error:
             if number == len(lines):  # without its line break: torn by a crash
-                break
+                return records, True
             raise ValueError(f"{path}, line {number}: not JSON ({error.msg}); delete or repair this line") from error
-    return records
+    return records, False
 
 
 class MetricsFile:

@@ -9,6 +9,7 @@ from itertools import groupby
 MIB = 1 << 20
 GIB = 1 << 30
 SHOWN_GROUPS = 4
+MOST_CHARACTERS = 300  # of a text on a line
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> list[str]:
@@ -30,6 +31,13 @@ def figures(value: float) -> str:
         return "0"
     decimals = max(0, 2 - math.floor(math.log10(value)))
     return f"{value:.{decimals}f}"
+
+
+def plain(text: object, longest: int = MOST_CHARACTERS) -> str:
+    """One line for a terminal: control characters of a file's name or content become `?`."""
+    line = " ".join(str(text).split())
+    line = line if len(line) <= longest else line[: longest - 3] + "..."
+    return "".join(character if character.isprintable() else "?" for character in line)
 
 
 def gib(size: int | float) -> str:

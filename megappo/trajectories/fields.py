@@ -1,7 +1,7 @@
-"""Format of a run's trajectories: RUN/trajectories/step_000010.jsonl, one JSON object per sample. docs/trajectories.md lists the keys.
+"""Format of a run's trajectories: RUN/trajectories/step_000010.jsonl, one JSON object per sample; keys in docs/trajectories.md.
 
-`trainer/trajectories.py` writes it, `read.py` reads it. Format 1, before there was the key `format`, lacks the token texts, the mask
-and `finish`; its lists hold sampled tokens alone.
+`trainer/trajectories.py` writes it, `read.py` reads it. Format 1, before there was the key `format`, lacks the token texts, the
+mask and `finish`; its lists hold sampled tokens alone.
 """
 
 from __future__ import annotations

@@ -1,0 +1,58 @@
+"""`megappo trajectories`: tables or JSON of a run's sampled trajectories, and a page of them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from megappo.config.errors import ConfigError
+from megappo.telemetry.jsonl import replace_file
+from megappo.telemetry.tables import plain
+from megappo.trajectories.analyse import analyse
+from megappo.trajectories.options import MAX_SAMPLES
+from megappo.trajectories.read import parse_steps, read_run
+from megappo.trajectories.report import LEGEND, as_json, report
+
+
+def show_trajectories(args: argparse.Namespace) -> int:
+    """Print the tables or JSON of a run, and write its page. ConfigError, one line, before anything is printed or written."""
+    run = Path(args.run_dir)
+    target = None if args.html is None else _check_page(args.html)
+    if target is None and args.max_samples is not None:
+        raise ConfigError(f"--max-samples {args.max_samples} is of the page, and has no effect without --html OUT.html")
+    sampled = read_run(run, parse_steps(args.steps) if args.steps else (0, None))
+    analysis = analyse(sampled.trajectories, args.worst)
+    notes = list(sampled.notes)
+    if target is not None:
+        from megappo.trajectories.page import page
+
+        text, more = page(analysis, run.resolve().name, args.max_samples or MAX_SAMPLES, notes)
+        notes += more
+        try:
+            replace_file(target, text.encode("utf-8"))
+        except OSError as error:
+            raise ConfigError(f"--html {args.html}: {error.strerror}") from None
+    if args.json:
+        print(json.dumps({"run": str(run), "notes": notes, **as_json(analysis)}, indent=1))
+        return 0
+    steps = [one.step for one in analysis.steps]
+    span = f"step {steps[0]}" if len(steps) == 1 else f"{len(steps)} steps ({steps[0]} to {steps[-1]})"
+    print(f"{plain(run)}: {len(analysis.samples):,} samples of {span}\n")
+    print("\n".join([*report(analysis), "", LEGEND]))
+    if target is not None:
+        print(f"\npage: {target} ({target.stat().st_size / 1e6:.1f} MB)")
+    if notes:
+        print("\n" + "\n".join(f"note: {plain(note)}" for note in notes))
+    return 0
+
+
+def _check_page(path: str) -> Path:
+    target = Path(path)
+    if target.suffix not in (".html", ".htm"):
+        raise ConfigError(f"--html {path}: the name must end in .html")
+    if not target.parent.is_dir():
+        raise ConfigError(f"--html {path}: there is no directory {target.parent}")
+    if target.is_dir():
+        raise ConfigError(f"--html {path}: is a directory")
+    return target
