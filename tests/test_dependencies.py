@@ -31,6 +31,7 @@ ALLOWED_PARTS = {
     "rewards/": {"resilience"},
     "convert/": {"config"},
     "runs/": {"checkpoint", "config", "resilience", "telemetry"},
+    "trajectories/": {"arguments", "config", "telemetry"},
 }
 FORBIDDEN_PARTS = {
     "models/": {"algo", "engine", "trainer", "rollout", "verify"},

@@ -136,7 +136,7 @@
     const facts = [fact("score", exact(s.score)), ...Object.entries(s.parts).map(([name, value]) => fact(name, exact(value)))];
     facts.push(fact("answer", s.answer), fact("tokens", s.length), fact("end", s.finish === "length" ? "cut by the length limit" : s.finish));
     facts.push(fact("repetition", percent(s.repetition) + (s.loop ? `, loop of ${s.loop.tokens} tokens (period ${s.loop.period})` : "")));
-    facts.push(fact("KL", exact(s.kl)), fact("entropy", exact(s.entropy)), fact("weights", "step " + s.version));
+    facts.push(fact("KL", exact(s.kl)), fact("entropy", exact(s.entropy)), fact("weights", "of step " + s.version));
     if (s.worst.length) facts.push(fact("listed for", s.worst.join(", ")));
     const alone = make("input", { type: "checkbox", id: "alone", onchange: () => { state.alone = alone.checked; paint(); } });
     alone.checked = state.alone;
@@ -174,6 +174,7 @@
     return (filter.step === "" || String(s.step) === filter.step) && (filter.finish === "" || s.finish === filter.finish)
       && (words === "" || [s.id, s.prompt, s.response, s.worst.join(" ")].some((text) => text.toLowerCase().includes(words)));
   }
+  const line = (text) => text.slice(0, 160).replace(/\s+/g, " ").trim();
   function refresh() {
     const value = (i) => data.samples[i][filter.order];
     state.shown = data.samples.map((_, i) => i).filter((i) => matches(data.samples[i]));
@@ -184,7 +185,7 @@
       return make("li", { role: "option", id: "s" + i, "data-sample": i, "aria-selected": "false", onclick: () => pick(i) },
         make("div", { class: "numbers" }, make("b", {}, "score " + short(s.score)), make("span", {}, "step " + s.step), make("span", {}, s.length + " tokens" + (s.finish === "length" ? ", cut" : "")),
           s.repetition ? make("span", {}, "rep " + percent(s.repetition)) : null),
-        make("div", { class: "text" }, (s.prompt + " → " + s.response).slice(0, 160).replace(/\s+/g, " ")));
+        make("div", { class: "asked" }, line(s.prompt)), make("div", { class: "text" }, line(s.response) || "(empty)"));
     }));
     document.getElementById("count").textContent = `${state.shown.length} of ${data.samples.length} samples`;
     pick(state.shown.includes(state.picked) ? state.picked : state.shown.length ? state.shown[0] : null);
@@ -254,6 +255,7 @@
       const known = one.points.map(([a, b], place) => [a, b, place]).filter(([, b]) => b != null);
       if (!one.dots) svg.append(draw("polyline", { class: one.kind, points: known.map(([a, b]) => `${x(a).toFixed(1)},${y(b).toFixed(1)}`).join(" ") }));
       for (const [a, b, place] of known) svg.append(draw("circle", { cx: x(a).toFixed(1), cy: y(b).toFixed(1), r: one.dots ? 3.5 : 2.5, class: one.kind, ...(one.dots ? one.dots[place] : {}) }));
+      if (!one.name) return;
       const name = draw("text", { x: W - RIGHT, y: 18 + 12 * i, "text-anchor": "end" }, one.name);
       name.prepend(draw("tspan", { class: one.kind, stroke: "none" }, one.dots ? (one.kind === "b" ? "○ " : "● ") : one.kind === "b" ? "╌ " : "— "));
       svg.append(name);
@@ -292,7 +294,7 @@
   document.body.append(
     make("header", {}, make("h1", {}, data.run + ": trajectories"), make("p", {}, `${data.samples.length} of ${data.total} samples, ${steps.length === 1 ? "step " + steps[0] : steps.length + " steps"}`), data.notes.map((note) => make("p", {}, "Note: " + note))),
     make("main", {},
-      make("details", { open: true }, make("summary", {}, "overview of all samples"), make("div", { class: "charts" }, charts())),
+      make("details", { open: window.innerWidth > 760 }, make("summary", {}, "overview of all samples"), make("div", { class: "charts" }, charts())),
       make("div", { class: "columns" },
         make("section", { class: "list", "aria-label": "samples" },
           make("div", { class: "controls" },

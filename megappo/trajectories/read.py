@@ -232,7 +232,7 @@ def _number(record: Mapping[str, Any], key: str) -> float:
 
 def _ids(record: Mapping[str, Any], key: str) -> np.ndarray:
     value = record.get(key)
-    if not isinstance(value, list) or any(type(one) is not int for one in value):
+    if not isinstance(value, list) or not set(map(type, value)) <= {int}:
         raise _Faulty(f"{key} is not a list of token ids")
     try:
         return np.array(value, dtype=np.int64)
@@ -245,19 +245,18 @@ def _numbers(record: Mapping[str, Any], key: str, count: int) -> np.ndarray:
     if not isinstance(value, list) or len(value) != count:
         what = f"{len(value)} numbers" if isinstance(value, list) else "no list"
         raise _Faulty(f"{key} has {what} for {count} tokens of the response")
-    try:
-        numbers = np.array(value, dtype=np.float64)  # null becomes NaN
-    except (TypeError, ValueError, OverflowError):
-        raise _Faulty(f"{key} is not a list of numbers") from None
-    if numbers.ndim != 1:
+    if not set(map(type, value)) <= {int, float, type(None)}:
         raise _Faulty(f"{key} is not a list of numbers")
-    return numbers
+    try:
+        return np.array(value, dtype=np.float64)  # null becomes NaN
+    except OverflowError:
+        raise _Faulty(f"{key} holds a number that is larger than any of a run") from None
 
 
 def _texts(record: Mapping[str, Any], key: str, count: int) -> list[str] | None:
     value: Sequence[Any] | None = record.get(key)
     if value is None:
         return None
-    if not isinstance(value, list) or len(value) != count or not all(isinstance(one, str) for one in value):
+    if not isinstance(value, list) or len(value) != count or not set(map(type, value)) <= {str}:
         raise _Faulty(f"{key} is not a list of {count} texts, one per token")
-    return [sys.intern(one) for one in value]  # millions of tokens, and a vocabulary of thousands
+    return list(map(sys.intern, value))  # millions of tokens, and a vocabulary of thousands

@@ -16,7 +16,7 @@ MOST_STEPS = 24  # rows of a table that fits a screen
 EXCERPT = 60  # characters of a response
 LEGEND = f"""\
 cut: by the length limit. rep-{NGRAM}: repeated {NGRAM}-grams. dist-2: different 2-grams of a step.
-loop: tokens/period of a block that ends a response, {LEAST_REPEATS} times or more. equal: to an earlier response to the same prompt.
+loop: tokens/period of a block that ends a response {LEAST_REPEATS} times or more. equal: to an earlier answer to the same prompt.
 KL: log pi - log pi_ref, summed over a response or per token, nats. bias, rms error: of value - return."""
 
 
