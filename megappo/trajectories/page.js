@@ -29,8 +29,12 @@
       if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
       else if (value !== false && value != null) element.setAttribute(name, value === true ? "" : value);
     }
-    element.append(...children.flat().filter((child) => child != null));
+    element.append(...children.flat().filter((child) => child != null).map(whole));
     return element;
+  }
+  // Half of a surrogate pair, which a model's bytes may leave, shows as U+FFFD everywhere.
+  function whole(child) {
+    return typeof child === "string" && child.toWellFormed ? child.toWellFormed() : child;
   }
   function choice(label, options, onchange, id) {
     const select = make("select", { id, onchange: () => onchange(select.value) }, options.map(([value, text]) => make("option", { value }, text)));
@@ -90,7 +94,6 @@
       span.style.backgroundColor = value == null ? "" : colour(value, limit);
     }
     document.getElementById("legend").replaceWith(legend(sample));
-    place();
   }
   const tip = make("div", { id: "tip", role: "tooltip", hidden: true });
   function explain(span) {

@@ -191,7 +191,7 @@ def _of_record(record: Mapping[str, Any], step: int, index: int) -> Trajectory:
         response=_text(record, "response"),
         score=_number(record, "score"),
         parts={name: _number(parts, name) for name in parts},
-        finish=_text(record, "finish") or ("length" if record.get("truncated") is True else "stop"),
+        finish=_finish(record),
         version=_integer(record, "version", -1),
         kl_coef=_number(record, "kl_coef"),
         prompt_tokens=prompt_tokens,
@@ -202,6 +202,13 @@ def _of_record(record: Mapping[str, Any], step: int, index: int) -> Trajectory:
         fields={name: np.where(mask, numbers, np.nan) for name, numbers in fields.items()},
         special=frozenset(_ids(record, "special_tokens").tolist() if "special_tokens" in record else ()),
     )
+
+
+def _finish(record: Mapping[str, Any]) -> str:
+    finish = record.get("finish", "length" if record.get("truncated") is True else "stop")
+    if finish not in ("stop", "length"):
+        raise _Faulty("finish is neither stop nor length")
+    return finish
 
 
 def _text(record: Mapping[str, Any], key: str) -> str:

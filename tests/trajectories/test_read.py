@@ -105,6 +105,8 @@ BROKEN = [
     ({"score": 10**400}, "score is larger"),
     ({"parts": []}, "parts is not an object"),
     ({"id": 5}, "id is not a text"),
+    ({"finish": "never"}, "finish is neither stop nor length"),
+    ({"finish": ["stop"]}, "finish is neither stop nor length"),
     ({"sample": None}, "sample is not an integer"),
 ]
 
