@@ -25,6 +25,12 @@ if [ -z "$quick" ] && ! slurm_is_here && [ "$(id -u)" = 0 ] && command -v apt-ge
     && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends slurm-wlm munge; } >/dev/null \
     || echo "[test] Slurm could not be installed" >&2
 fi
+# The page of `megappo trajectories` is opened in a browser (110 MB, half a minute); without one its tests are skipped and say so.
+if [ -z "$quick" ] && ! command -v chromium google-chrome >/dev/null && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+  echo "[test] installing chromium"
+  { apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends chromium; } >/dev/null 2>&1 \
+    || echo "[test] chromium could not be installed" >&2
+fi
 # The tests of the GPU stack and of whole runs on it need a CUDA build of torch (5 GB), on a machine without a GPU too. Where it
 # cannot be made they are skipped and say why.
 needs_cuda_torch() {
