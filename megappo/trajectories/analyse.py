@@ -193,7 +193,7 @@ def _by_length(samples: Sequence[Sample]) -> list[LengthFigures]:
     bucket = np.searchsorted(different if len(different) <= LENGTH_BUCKETS else np.unique(quantiles), lengths)
     figures = []
     for number in np.unique(bucket):
-        members = [samples[i] for i in np.flatnonzero(bucket == number)]
+        members = [samples[int(i)] for i in np.flatnonzero(bucket == number)]
         figures.append(
             LengthFigures(
                 shortest=min(sample.length for sample in members),

@@ -95,10 +95,8 @@ def test_wrong_options_are_one_line(tmp_path, capsys, monkeypatch, options, said
 def test_a_run_without_trajectories_is_one_line(tmp_path, capsys):
     (tmp_path / "config.yaml").write_text("telemetry:\n  trajectories_every: 0\n")
     code, _, err = run(capsys, tmp_path)
-    assert code == 2 and err == (
-        f"megappo: {tmp_path} holds no trajectories: telemetry.trajectories_every is 0; telemetry.trajectories_every=10 writes them "
-        "every 10 steps\n"
-    )
+    reason = "telemetry.trajectories_every is 0; telemetry.trajectories_every=10 writes them every 10 steps"
+    assert code == 2 and err == f"megappo: {tmp_path} holds no trajectories: {reason}\n"
 
 
 def test_a_page_that_cannot_be_written_is_one_line_and_leaves_nothing(tmp_path, capsys):
