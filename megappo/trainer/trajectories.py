@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -50,7 +51,9 @@ def _row(record: StepRecord, prompt: Prompt, index: int, tokenizer: Tokenizer) -
         "response": record.scored.texts[index],
         "answer": prompt.answer,
         "score": record.scored.total[index],
-        "parts": {name: values[index] for name, values in record.scored.parts.items()},
+        # NaN: another recipe's part
+        "parts": {name: values[index] for name, values in record.scored.parts.items() if not math.isnan(values[index])},
+        "recipe": record.scored.labels[index] if record.scored.labels else "",
         "finish": "length" if batch["truncated"][index] else "stop",
         "version": int(batch["version"][index]),
         "kl_coef": record.kl_coef,

@@ -85,7 +85,20 @@ def _dots(samples: Sequence[Sample], chosen: Sequence[int]) -> list[tuple[int, S
 
 def _facts(sample: Sample, reasons: Sequence[str]) -> dict[str, Any]:
     trajectory = sample.trajectory
-    shown = ("step", "sample", "id", "prompt", "answer", "response", "score", "parts", "finish", "version", "prompt_tokens")
+    shown = (
+        "step",
+        "sample",
+        "id",
+        "prompt",
+        "answer",
+        "response",
+        "score",
+        "parts",
+        "recipe",
+        "finish",
+        "version",
+        "prompt_tokens",
+    )
     return {
         **{key: getattr(trajectory, key) for key in shown},
         "prompt_texts": trajectory.prompt_texts,

@@ -37,6 +37,7 @@ class Trajectory:
     response: str
     score: float
     parts: dict[str, float]
+    recipe: str
     finish: str
     version: int
     kl_coef: float
@@ -190,6 +191,7 @@ def _of_record(record: Mapping[str, Any], step: int, index: int) -> Trajectory:
         answer=_text(record, "answer"),
         response=_text(record, "response"),
         score=_number(record, "score"),
+        recipe=_text(record, "recipe"),
         parts={name: _number(parts, name) for name in parts},
         finish=_finish(record),
         version=_integer(record, "version", -1),

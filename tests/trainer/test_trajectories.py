@@ -12,8 +12,8 @@ import torch
 
 from megappo.data.packing import PackedBatch, cu_seqlens_of
 from megappo.data.tokenizers import load_tokenizer
+from megappo.rewards.compose import Scored
 from megappo.telemetry.jsonl import dump_line
-from megappo.trainer.scoring import Scored
 from megappo.trainer.trajectories import draw_samples, trajectories_of
 from megappo.trajectories.fields import FORMAT, TOKEN_FIELDS
 from tests.data.tokenizer_files import write_hf_tokenizer
@@ -87,6 +87,12 @@ def test_tokens_that_the_policy_did_not_sample_have_no_numbers(tokenizer):
     assert (row["prompt_tokens"], row["response_tokens"], row["response_mask"]) == ([0], [1, 2, 3], [1, 0, 1])
     assert row["logprob"][0] == 99.0 and math.isnan(row["logprob"][1]) and row["logprob"][2] == -2.0
     assert json.loads(dump_line(row))["value"] == [99.0, None, 0.2]
+
+
+def test_a_record_has_the_parts_of_its_recipe_alone(tokenizer):
+    scored = Scored(["r0", "r1"], [1.0, 0.5], {"math": [1.0, math.nan], "code": [math.nan, 0.5]}, 0, labels=["gsm8k", "apps"])
+    first, second = trajectories_of(replace(record(), scored=scored), PROMPTS, [0, 1], tokenizer)
+    assert (first["recipe"], first["parts"], second["recipe"], second["parts"]) == ("gsm8k", {"math": 1.0}, "apps", {"code": 0.5})
 
 
 def test_a_response_without_a_sampled_token_is_a_record(tokenizer):

@@ -26,6 +26,7 @@ def record(tokens: Sequence[int] = (5, 6, EOS), **changes: Any) -> dict[str, Any
         "answer": "2",
         "score": 1.0,
         "parts": {"exact_match": 1.0},
+        "recipe": "",
         "finish": "stop",
         "version": 0,
         "kl_coef": 0.01,

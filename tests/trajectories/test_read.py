@@ -29,7 +29,7 @@ def test_a_record_is_read_as_it_was_written(tmp_path):
 
 
 def test_format_1_is_read_with_what_it_has(tmp_path):
-    new = ("format", "sample", "finish", "kl_coef", "prompt_texts", "response_texts", "special_tokens", "response_mask")
+    new = ("format", "sample", "recipe", "finish", "kl_coef", "prompt_texts", "response_texts", "special_tokens", "response_mask")
     old = {key: value for key, value in record().items() if key not in new} | {"truncated": True}
     first, second = read_run(write_run(tmp_path, {1: [old, old]})).trajectories
     assert (first.sample, second.sample, first.finish, first.texts) == (0, 1, "length", None)
