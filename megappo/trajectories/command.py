@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from pathlib import Path
 
 from megappo.config.errors import ConfigError
 from megappo.telemetry.jsonl import replace_file
 from megappo.telemetry.tables import plain
 from megappo.trajectories.analyse import analyse
-from megappo.trajectories.options import MAX_SAMPLES
 from megappo.trajectories.read import parse_steps, read_run
 from megappo.trajectories.report import LEGEND, as_json, report
 
@@ -27,12 +27,9 @@ def show_trajectories(args: argparse.Namespace) -> int:
     if target is not None:
         from megappo.trajectories.page import page
 
-        text, more = page(analysis, run.resolve().name, args.max_samples or MAX_SAMPLES, notes)
+        text, more = page(analysis, run.resolve().name, args.max_samples, notes)
         notes += more
-        try:
-            replace_file(target, text.encode("utf-8"))
-        except OSError as error:
-            raise ConfigError(f"--html {args.html}: {error.strerror}") from None
+        _write(target, text, sampled.mode)
     if args.json:
         print(json.dumps({"run": str(run), "notes": notes, **as_json(analysis)}, indent=1))
         return 0
@@ -45,6 +42,18 @@ def show_trajectories(args: argparse.Namespace) -> int:
     if notes:
         print("\n" + "\n".join(f"note: {plain(note)}" for note in notes))
     return 0
+
+
+def _write(target: Path, text: str, mode: int) -> None:
+    """Write the page, readable by those alone who may read the samples. ConfigError if it cannot be written."""
+    previous = os.umask(0o077)
+    os.umask(previous | (0o777 & ~mode))
+    try:
+        replace_file(target, text.encode("utf-8"))
+    except OSError as error:
+        raise ConfigError(f"--html {target}: {error.strerror}") from None
+    finally:
+        os.umask(previous)
 
 
 def _check_page(path: str) -> Path:

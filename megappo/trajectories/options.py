@@ -7,6 +7,7 @@ import argparse
 from megappo.arguments import non_negative_int, positive_int
 
 MAX_SAMPLES = 200
+MAX_TOKENS = 400_000  # of a page whose number of samples was not given: 40 MB
 WORST = 3
 
 
@@ -21,5 +22,5 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--max-samples",
         type=positive_int,
         metavar="N",
-        help=f"samples on the page at most, the worst of each kind first (default: {MAX_SAMPLES})",
+        help=f"samples on the page at most, the worst of each kind first (default: {MAX_SAMPLES}, or as many as have {MAX_TOKENS:,} tokens)",
     )

@@ -21,15 +21,18 @@ import numpy as np
 from megappo.telemetry.metrics import finite_or_none
 from megappo.trajectories.analyse import Analysis, Sample
 from megappo.trajectories.fields import rounded
+from megappo.trajectories.options import MAX_SAMPLES, MAX_TOKENS
 from megappo.trajectories.read import Trajectory
 
 HERE = Path(__file__).parent
 MOST_DOTS = 2000  # of a picture: more hide each other, and take a browser seconds
 
 
-def page(analysis: Analysis, name: str, max_samples: int, notes: Sequence[str]) -> tuple[str, list[str]]:
-    """HTML of at most `max_samples` samples, and notes on what is not on it. name: of the run."""
-    chosen = choose(analysis, max_samples)
+def page(analysis: Analysis, name: str, max_samples: int | None, notes: Sequence[str]) -> tuple[str, list[str]]:
+    """HTML of at most `max_samples` samples, and notes on what is not on it. None: as many as a browser shows at ease. name: of the
+    run."""
+    mean_length = sum(sample.length for sample in analysis.samples) / len(analysis.samples)
+    chosen = choose(analysis, max_samples or min(MAX_SAMPLES, max(1, int(MAX_TOKENS / max(mean_length, 1)))))
     more = []
     if len(chosen) < len(analysis.samples):
         more.append(

@@ -79,10 +79,12 @@ class Trajectory:
 
 @dataclass(frozen=True)
 class Sampled:
-    """Trajectories in the order of steps. notes: one line for everything that was left out."""
+    """Trajectories in the order of steps. notes: one line for everything that was left out. mode: permission bits that all of their
+    files have."""
 
     trajectories: list[Trajectory]
     notes: list[str]
+    mode: int
 
 
 def parse_steps(text: str) -> tuple[int, int | None]:
@@ -108,14 +110,16 @@ def read_run(run: Path, steps: tuple[int, int | None] = (0, None)) -> Sampled:
         raise ConfigError(f"--steps: {run} has no trajectories of these steps, only of {known}")
     trajectories: list[Trajectory] = []
     notes: list[str] = []
+    mode = 0o666
     for step, file in sorted(chosen.items()):
         records, is_torn = _records(file)
+        mode &= file.stat().st_mode
         if is_torn:
             notes.append(f"{file.name}: the last line is cut off (being written, or copied too early); it is left out")
         trajectories += [_trajectory(record, step, file, line) for line, record in enumerate(records, 1)]
     if not trajectories:
         raise ConfigError(f"{run}: no whole record in {', '.join(file.name for file in chosen.values())}")
-    return Sampled(trajectories, notes)
+    return Sampled(trajectories, notes, mode)
 
 
 def _files(run: Path) -> dict[int, Path]:

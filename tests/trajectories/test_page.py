@@ -59,6 +59,22 @@ def test_the_cap_is_told_on_the_page_and_on_the_terminal(tmp_path, capsys):
     assert said in html and f"note: {said}" in capsys.readouterr().out
 
 
+def test_long_responses_make_a_page_of_fewer_samples(tmp_path, monkeypatch):
+    analysis = analyse(read_run(long_run(tmp_path)).trajectories, 1)
+    monkeypatch.setattr(pages, "MAX_TOKENS", 1000)
+    mean_length = sum(one.length for one in analysis.samples) / 96
+    assert f"the page holds {int(1000 / mean_length)} of 96" in page(analysis, "run", None, [])[1][0]
+    assert page(analysis, "run", 96, [])[1] == [], "but not than was asked for"
+
+
+def test_the_page_is_read_by_those_who_may_read_the_samples(tmp_path):
+    run = write_run(tmp_path / "run", {1: [record()], 2: [record()]})
+    target = tmp_path / "page.html"
+    assert page_of(run, target).stat().st_mode & 0o777 == 0o644
+    (run / "trajectories" / "step_000002.jsonl").chmod(0o600)  # run.permissions: private
+    assert page_of(run, target).stat().st_mode & 0o777 == 0o600
+
+
 # ------------------------------------------------------------------------------------------------------------ in the browser
 
 LOOK = """
