@@ -47,6 +47,7 @@ def trained(tmp_path_factory) -> Path:
                 {"path": "rewards/mine.py", "function": "digits", "batch": True, "args": {"wanted": 2}, "weight": 0.25},
             ],
             "telemetry.trajectories_every": 1,
+            "telemetry.trajectories_per_step": 32,  # all
             "algorithm.bootstrap_truncated": False,
         },
     )
@@ -86,6 +87,25 @@ def test_a_trajectory_is_read_and_its_returns_are_those_of_the_run(trained):
     # Half a unit of the fifth digit of every reward, twice of every value, and of the return itself.
     largest = max(abs(number) for name in ("reward", "value", "returns") for number in sample[name])
     assert float(out.rsplit("at most ", 1)[1]) < (3 * len(sample["value"]) + 1) * 5e-5 * largest
+
+
+def test_figures_of_all_samples_of_a_step_are_the_metrics_of_the_run(trained):
+    figures = json.loads(python("-m", "megappo", "trajectories", trained, "--json").stdout)
+    logged = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
+    names = {
+        "score": "reward/score_mean",
+        "length": "lengths/response_mean",
+        "truncated": "lengths/truncated",
+        "entropy": "policy/entropy",
+        "kl": "kl/per_response",
+    }
+    for step, line in zip(figures["steps"], [line for line in logged if line["step"] > 0], strict=True):
+        assert (step["step"], step["samples"], step["prompts"]) == (line["step"], 32, 16)
+        # Log-probs of some -3 have an error of 5e-5 in the file, and a response has 6 tokens.
+        assert {name: line[metric] for name, metric in names.items()} == pytest.approx(
+            {name: step[name] for name in names}, abs=6e-4
+        )
+    assert abs(figures["steps"][1]["kl"]) > 6e-3, "what is compared is no rounding"
 
 
 def test_returns_by_hand_are_those_of_gae(monkeypatch):

@@ -22,5 +22,5 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--max-samples",
         type=positive_int,
         metavar="N",
-        help=f"samples on the page at most, the worst of each kind first (default: {MAX_SAMPLES}, or as many as have {MAX_TOKENS:,} tokens)",
+        help=f"samples on the page at most, the worst of each kind first (default: {MAX_SAMPLES}, of {MAX_TOKENS:,} tokens in all)",
     )
