@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from pydantic import BaseModel
+
 from megappo.config.redaction import hide_secrets
 
 SHOWN_CHARACTERS = 240  # long enough for a path: without its end it is of no use
@@ -19,8 +21,13 @@ class ConfigError(ValueError):
 
 def show(value: Any) -> str:
     """A value on one line, in YAML's flow style, cut to SHOWN_CHARACTERS."""
-    text = json.dumps(value, ensure_ascii=False, default=str)
+    text = json.dumps(value, ensure_ascii=False, default=_plain)
     return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 3] + "..."
+
+
+def _plain(value: Any) -> Any:
+    """A section as its keys, anything else that JSON lacks as its text."""
+    return value.model_dump(mode="json") if isinstance(value, BaseModel) else str(value)
 
 
 def problem(key: str, value: Any, fix: str) -> str:

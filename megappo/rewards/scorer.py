@@ -73,7 +73,7 @@ class Scorer:
         """
         end = time.monotonic() + seconds
         futures = [future for _, _, future in self._entries()]
-        for future in futures:
+        for future in futures if not self.has_failed else ():
             if isinstance(future, Deferred) and not future.done():
                 future.run()
                 if _has_failed(future) or time.monotonic() > end:

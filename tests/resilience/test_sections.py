@@ -113,3 +113,22 @@ def test_a_waiting_rank_says_in_which_exchange_and_where() -> None:
 def test_ranks_in_words() -> None:
     assert [name_ranks(ranks) for ranks in ([3], [1, 0], [0, 2, 3, 4, 7])] == ["rank 3", "ranks 0-1", "ranks 0, 2-4, 7"]
     assert list(ranks_by_value({0: "a", 1: "b", 2: "a"}).items()) == [("b", [1]), ("a", [0, 2])]
+
+
+def test_a_limit_is_for_each_stretch_without_progress(clock: Clock) -> None:
+    """Scoring that takes an hour and goes on is no hang; one that stands still for as long as it never did is one."""
+    marks = Sections(TIMEOUTS, AwakeClock(1.0))
+    marks.advance()  # outside of a section too
+    for _ in range(WARM_UP):
+        with marks.section("score"):
+            for seconds in (3.0, 7.0, 5.0):
+                clock.seconds += seconds
+                marks.advance()
+                assert marks.now().seconds == 0
+            clock.seconds += 6.0
+            assert marks.now().seconds == 6.0
+    assert marks.limit_s("score") == 5 * 7.0
+    with marks.section("score"), marks.section("checkpoint"):
+        marks.advance()
+        clock.seconds += 50.0
+    assert marks.limit_s("score") == 5 * 50.0, "a section inside belongs to the outer one, as without progress"

@@ -1,0 +1,87 @@
+"""A run with two recipes, rewards of tokens and a pool on two ranks, and its resume with other recipes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from tests.trainer.small_run import run_many, small_config, write_small_task
+from tests.worlds import spawn_world
+
+MINE = """
+def signs(sample):
+    return {"score": len(sample.response), "per_token": [0.25] * (sample.num_tokens - 1) + [0.0] if sample.num_tokens else []}
+"""
+
+
+def runs(rank: int, config: dict[str, Any], changed: dict[str, Any]) -> dict[str, Any]:
+    """What the console heard on the resume, and the processes that are left."""
+    from megappo.trainer import run_facts
+
+    warned: list[str] = []
+    run_many(rank, [(config, False)])
+    with mock.patch.object(run_facts.logger, "warning", lambda text, *values: warned.append(text % values)):
+        run_many(rank, [(changed, True)])
+    left = {pid for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()}
+    commands = [Path(f"/proc/{pid}/cmdline").read_text() for pid in left]
+    return {"warned": warned, "left": [command for command in commands if "worker" in command]}
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    folder = tmp_path_factory.mktemp("rewards")
+    write_small_task(folder)
+    for name in ("train", "eval"):
+        file = folder / "data" / f"{name}.jsonl"
+        rows = [json.loads(line) for line in file.read_text().splitlines()]
+        file.write_text("".join(json.dumps(row | {"about": {"sign": row["prompt"][1]}}) + "\n" for row in rows))
+    (folder / "mine.py").write_text(MINE)
+    own = {"path": str(folder / "mine.py"), "function": "signs", "weight": 0.5, "workers": 2}
+    route = {"key": "about.sign", "map": {"+": [own, {"name": "has_eos"}], "-": [{"name": "has_eos", "weight": 2.0}]}}
+    changes = {"rollout.engine": "megatron", "checkpoint.save_every": 1, "telemetry.trajectories_every": 1}
+    changes |= {"telemetry.trajectories_per_step": 32, "trainer.eval_every": 2, "reward": {"route": route}}
+    config = small_config(folder, "routed", steps=2, **changes)
+    fewer = {"key": "about.sign", "map": {"+": [{**own, "workers": 1}, {"name": "has_eos"}], "-": [{"name": "exact_match"}]}}
+    changed = small_config(folder, "routed", steps=3, **(changes | {"reward": {"route": fewer}}))
+    return folder / "runs" / "routed", spawn_world(runs, 2, config, changed)
+
+
+def test_each_recipe_and_part_is_logged_for_the_responses_that_it_scored(ran: tuple[Path, list[dict[str, Any]]]) -> None:
+    metrics = [json.loads(line) for line in (ran[0] / "metrics.jsonl").read_text().splitlines()]
+    for step in (1, 2, 3):
+        [logged] = [line for line in metrics if line["step"] == step and "reward/score_mean" in line]
+        rows = [json.loads(line) for line in (ran[0] / "trajectories" / f"step_{step:06d}.jsonl").read_text().splitlines()]
+        groups = {sign: [row for row in rows if row["prompt"][1] == sign] for sign in "+-"}
+        for sign, group in groups.items():
+            assert logged[f"reward/route/{sign}/count"] == len(group) > 0
+            assert logged[f"reward/route/{sign}/mean"] == pytest.approx(mean(row["score"] for row in group), abs=1e-6)
+        plus = [row["parts"]["mine.signs"] for row in groups["+"]]
+        assert None not in plus and logged["reward/mine.signs"] == pytest.approx(mean(plus), abs=1e-6)
+        assert {row["parts"]["mine.signs"] for row in groups["-"]} == {None}
+        assert logged["timing/reward/mine.signs/max_s"] >= logged["timing/reward/mine.signs/mean_s"] > 0
+        assert ("reward/exact_match" in logged) == (step == 3)
+    [evaluated] = [line for line in metrics if line["step"] == 2]
+    assert "eval/mine.signs" in evaluated and "eval/has_eos" in evaluated
+
+
+def test_rewards_of_tokens_are_in_the_reward_of_their_tokens(ran: tuple[Path, list[dict[str, Any]]]) -> None:
+    """Of the first step: the policy is the reference, so there is no KL."""
+    for row in map(json.loads, (ran[0] / "trajectories" / "step_000001.jsonl").read_text().splitlines()):
+        inner = 0.125 if row["prompt"][1] == "+" else 0.0
+        want = [inner] * (len(row["reward"]) - 1) + [row["score"]]
+        assert row["reward"] == pytest.approx(want, abs=1e-6)
+
+
+def test_other_recipes_are_told_on_resume_and_other_workers_are_not(ran: tuple[Path, list[dict[str, Any]]]) -> None:
+    for rank in ran[1]:
+        assert rank["left"] == [], "the workers end with the run"
+    assert ran[1][0]["warned"] == ["reward.route changed since step-2: scores are not comparable"]
+
+
+def mean(values: Any) -> float:
+    values = list(values)
+    return sum(values) / len(values)
