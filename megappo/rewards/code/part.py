@@ -1,0 +1,120 @@
+"""Reward of a program: the share of its record's tests that it passes, each run in a sandbox."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from megappo.rewards.base import RewardInput, UnusableAnswer
+from megappo.rewards.code.response import program_of
+from megappo.rewards.code.tests_of_record import CodeTest, tests_of
+from megappo.rewards.sandbox.box import Limits, Sandbox
+
+
+@dataclass(frozen=True)
+class CodeReward:
+    """Settings of a code reward: `reward.parts.code` of the configuration."""
+
+    tests_key: str
+    entry_point_key: str | None
+    setup_key: str | None
+    score: Literal["all", "fraction"]
+    timeout_s: float
+    workers: int
+    limits: Limits
+
+
+class CodePart:
+    """Run the program of each sample against the tests of its record, `workers` samples at a time.
+
+    Score: 1 if all tests pass, else 0; or the share that passes. Parts: has_code, passed (share), timeout, error (1 if a test
+    ended so). A response without a program scores 0. UnusableAnswer: tests that cannot be read.
+    """
+
+    def __init__(self, settings: CodeReward) -> None:
+        self._settings = settings
+        self._pool = ThreadPoolExecutor(settings.workers, thread_name_prefix="megappo-code")
+        self._lock = threading.Lock()
+        self._open: set[Sandbox] = set()
+        self._closed = False
+
+    def start(self, samples: Sequence[RewardInput]) -> Sequence[Future[Mapping[str, Any]]]:
+        """One future per sample, in order. It may raise UnusableAnswer, or SandboxError."""
+        return [self._pool.submit(self._score, sample) for sample in samples]
+
+    def close(self) -> None:
+        """End all programs and workers; what has not been scored is cancelled or fails."""
+        with self._lock:
+            self._closed = True
+            running = list(self._open)
+        for sandbox in running:
+            sandbox.kill()
+        self._pool.shutdown(cancel_futures=True)
+
+    def _score(self, sample: RewardInput) -> Mapping[str, Any]:
+        tests, setup = read_problem(self._settings, sample.record)
+        program = program_of(sample.response)
+        if program is None:
+            return {"score": 0.0, "parts": {"has_code": 0.0, "passed": 0.0, "timeout": 0.0, "error": 0.0}}
+        ended = self._run(tests, {"setup": setup, "source": program})
+        passed = ended["passed"] / len(tests)
+        score = passed if self._settings.score == "fraction" else float(ended["passed"] == len(tests))
+        others = {name: float(ended[name] > 0) for name in ("timeout", "error")}
+        return {"score": score, "parts": {"has_code": 1.0, "passed": passed, **others}}
+
+    def _run(self, tests: Sequence[CodeTest], program: Mapping[str, str]) -> Counter[str]:
+        """Number of tests per end: passed, failed, timeout, error. With score: all, the first that fails is the last."""
+        ended: Counter[str] = Counter()
+        with Sandbox(self._settings.limits) as sandbox:
+            with self._lock:
+                if self._closed:
+                    return ended
+                self._open.add(sandbox)
+            try:
+                end = time.monotonic() + self._settings.timeout_s
+                for test in tests:
+                    left = end - time.monotonic()
+                    if left <= 0:
+                        ended["timeout"] += 1
+                        break
+                    outcome = sandbox.run(test.stdin, {**test.task, **program}, left)
+                    verdict = "passed" if test.passed(outcome) else _END.get(outcome.status, "error")
+                    ended[verdict] += 1
+                    if outcome.status == "lost" or (verdict != "passed" and self._settings.score == "all"):
+                        break
+            finally:
+                with self._lock:
+                    self._open.discard(sandbox)
+        return ended
+
+
+# A program that ends well and does not pass has given a wrong answer; every end that is not listed is an error.
+_END = {"timeout": "timeout", "exit 0": "failed"}
+
+
+def read_problem(settings: CodeReward, record: Mapping[str, Any]) -> tuple[tuple[CodeTest, ...], str]:
+    """Tests of a record, and the code that comes before a program. UnusableAnswer, one line: none that can be read."""
+    entry_point = None if settings.entry_point_key is None else field_of(record, settings.entry_point_key)
+    setup = "" if settings.setup_key is None else field_of(record, settings.setup_key)
+    if entry_point is not None and not (isinstance(entry_point, str) and entry_point.isidentifier()):
+        raise UnusableAnswer(f"{settings.entry_point_key} is {entry_point!r}, not the name of a function")
+    if isinstance(setup, Sequence) and not isinstance(setup, str):  # MBPP lists imports
+        setup = "\n".join(map(str, setup))
+    if not isinstance(setup, str):
+        raise UnusableAnswer(f"{settings.setup_key} is {type(setup).__name__}, neither code nor a list of lines")
+    return tests_of(field_of(record, settings.tests_key), entry_point), setup
+
+
+def field_of(record: Mapping[str, Any], key: str) -> Any:
+    """Field of a record; `a.b` reaches inside. UnusableAnswer if there is none."""
+    value: Any = record
+    for name in key.split("."):
+        if not isinstance(value, Mapping) or value.get(name) is None:
+            raise UnusableAnswer(f"the record has no field {key}")
+        value = value[name]
+    return value

@@ -1,0 +1,36 @@
+"""The program in a response: its last fenced block of Python."""
+
+from __future__ import annotations
+
+import re
+
+_OPENING = re.compile(r"[ \t]*(`{3,}|~{3,})[ \t]*([\w+.-]*)[^`]*")
+_PYTHON = ("python", "python3", "py")
+
+
+def program_of(response: str) -> str | None:
+    """Last block fenced as python, python3 or py; else the only block, if its fence names no language; else None.
+
+    A block that the response does not close is no program: it was cut.
+    """
+    blocks = _blocks(response)
+    named = [text for language, text in blocks if language in _PYTHON]
+    if named:
+        return named[-1]
+    return blocks[0][1] if len(blocks) == 1 and not blocks[0][0] else None
+
+
+def _blocks(response: str) -> list[tuple[str, str]]:
+    """(language, text) of every closed fence."""
+    found: list[tuple[str, str]] = []
+    fence, language, lines = "", "", []
+    for line in response.splitlines():
+        if not fence:
+            if match := _OPENING.fullmatch(line):
+                fence, language, lines = match[1], match[2].lower(), []
+        elif line.strip().startswith(fence) and not line.strip().strip(fence[0]):
+            found.append((language, "\n".join(lines) + "\n"))
+            fence = ""
+        else:
+            lines.append(line)
+    return found
