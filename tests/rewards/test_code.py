@@ -13,10 +13,10 @@ import pytest
 from megappo.rewards.base import RewardInput, UnusableAnswer
 from megappo.rewards.code.part import CodePart, CodeReward, read_problem
 from megappo.rewards.code.response import program_of
-from megappo.rewards.code.tests_of_record import CodeTest, same_output, tests_of
+from megappo.rewards.code.tests_of_record import CodeTest, read_tests, same_output
 from megappo.rewards.sandbox.box import Limits, Outcome
-from tests.rewards.sandboxes import need_isolation
 from tests.rewards.samples import sample
+from tests.rewards.sandboxes import need_isolation
 
 FRACTION = CodeReward("tests", None, None, "fraction", timeout_s=20.0, workers=2, limits=Limits())
 FENCE = "```"
@@ -74,7 +74,7 @@ HUMAN_EVAL = "def check(candidate):\n    assert candidate(1, 2) == 3\n    for a 
 
 def test_each_form_of_tests_is_read() -> None:
     def kinds(field: Any, entry_point: str | None = None) -> list[str]:
-        return [test.kind for test in tests_of(field, entry_point)]
+        return [test.kind for test in read_tests(field, entry_point)]
 
     assert kinds(PAIRS) == kinds(json.dumps(PAIRS)) == ["stdin", "stdin"]
     assert kinds(CALLS) == ["call", "call"]
@@ -85,7 +85,7 @@ def test_each_form_of_tests_is_read() -> None:
 
 def test_what_is_expected_is_not_in_the_task() -> None:
     for field, secrets in ((PAIRS, ["6"]), ({**CALLS, "outputs": [12345, 67890]}, ["12345", "67890"]), (MBPP[:1], ["3"])):
-        for test in tests_of(field):
+        for test in read_tests(field):
             assert not any(secret in json.dumps(dict(test.task)) for secret in secrets)
 
 
@@ -108,7 +108,7 @@ UNUSABLE = [
 @pytest.mark.parametrize(("field", "message"), UNUSABLE)
 def test_tests_that_cannot_be_read_are_told_in_one_line(field: Any, message: str) -> None:
     with pytest.raises(UnusableAnswer, match=message) as error:
-        tests_of(field)
+        read_tests(field)
     assert "\n" not in str(error.value)
 
 
@@ -140,7 +140,7 @@ def test_a_report_of_any_kind_raises_nothing() -> None:
     deep = "[" * 100_000
     reports = ["", "{", deep, "null", "[]", "{}", '{"value": ["list"]}', '{"value": ["eval", "x"]}', '{"value": ["bytes", 3]}']
     reports += ['{"value": ["set", [["list", []]]]}', '{"value": ["dict", [1]]}', '{"value": ' + "9" * 10_000 + "}", '{"nonce": 1}']
-    tests = [*tests_of(MBPP), *tests_of(CALLS), *tests_of(HUMAN_EVAL, "add")]
+    tests = [*read_tests(MBPP), *read_tests(CALLS), *read_tests(HUMAN_EVAL, "add")]
     assert not any(test.passed(Outcome("exit 0", "", report)) for test in tests for report in reports)
     assert CodeTest("value", "", {}, 3).passed(Outcome("exit 0", "", '{"value": 3}')), "the reader can say yes"
 
@@ -149,38 +149,37 @@ def test_a_report_of_any_kind_raises_nothing() -> None:
 
 ADD = "def add(a, b):\n    return a + b"
 SUM = "n = int(input())\nprint(sum(map(int, input().split())))"
+MAIN = "if __name__ == '__main__':\n    "
+TUPLE = "def add(a, b):\n    return a + b if type(a) is int else tuple(a + b)"
+NO_TEXT = "def add(a, b):\n    return a + int(b) if type(b) is str else a + b"
+POINT = "from dataclasses import dataclass\n@dataclass\nclass P:\n    x: int\ndef make(x): return P(x)"
+COUNTER = "from collections import Counter\ndef f(x): return Counter(x)"
+PLAIN = ("None", "True", "-1.5", "b'ab'", "1+2j", "{1: (2, [3])}", "'\\ud800'", "10**40", "{'a', 'b'}")
+ALL = {"passed": 1.0}
 # name -> program, tests, score, its parts that are not 0 besides has_code
 VERDICTS: dict[str, tuple[str, Any, float, dict[str, float]]] = {
-    "program right": (SUM, PAIRS, 1.0, {"passed": 1.0}),
+    "program right": (SUM, PAIRS, 1.0, ALL),
     "program right half the time": ("input()\nprint(6)", PAIRS, 0.5, {"passed": 0.5}),
-    "program under its main guard": (f"if __name__ == '__main__':\n    {SUM.splitlines()[1]}" .replace("print", "input(); print"), PAIRS, 1.0, {"passed": 1.0}),
-    "program with all input read": ("import sys; print(sum(map(int, sys.stdin.read().split()[1:])))", PAIRS, 1.0, {"passed": 1.0}),
+    "program under its main guard": (MAIN + "input(); print(sum(map(int, input().split())))", PAIRS, 1.0, ALL),
+    "program with all input read": ("import sys; print(sum(map(int, sys.stdin.read().split()[1:])))", PAIRS, 1.0, ALL),
     "program that raises after the answer": (SUM + "\n1 / 0", PAIRS, 0.0, {"error": 1.0}),
     "program that does not end": (SUM + "\nwhile True: pass", PAIRS, 0.0, {"timeout": 1.0}),
-    "function right": (ADD, CALLS, 1.0, {"passed": 1.0}),
-    "function of a class Solution": ("class Solution:\n    def add(self, a, b): return a + b", CALLS, 1.0, {"passed": 1.0}),
-    "function with a tuple for a list": ("def add(a, b): return a + b if type(a) is int else tuple(a + b)", CALLS, 1.0, {"passed": 1.0}),
+    "function right": (ADD, CALLS, 1.0, ALL),
+    "function of a class Solution": ("class Solution:\n    def add(self, a, b): return a + b", CALLS, 1.0, ALL),
+    "function with a tuple for a list": (TUPLE, CALLS, 1.0, ALL),
     "function wrong once": ("def add(a, b): return 3", CALLS, 0.5, {"passed": 0.5}),
     "function missing": ("def sub(a, b): return a - b", CALLS, 0.0, {"error": 1.0}),
-    "values right": (ADD, MBPP, 1.0, {"passed": 1.0}),
-    "values wrong": ("def add(a, b): return a", MBPP, 0.0, {}),
-    "values that raise for text": ("def add(a, b): return a + int(b) if type(b) is str else a + b", MBPP, 2 / 3, {"passed": 2 / 3, "error": 1.0}),
-    "values behind a main guard": (ADD + "\nif __name__ == '__main__':\n    add(input(), 1)", MBPP, 1.0, {"passed": 1.0}),
-    "check right": (ADD, HUMAN_EVAL + "check(add)", 1.0, {"passed": 1.0}),
+    "values right": (ADD, MBPP, 1.0, ALL),
+    "values wrong": ("def add(a, b): return a", MBPP[:2], 0.0, {}),
+    "values that raise for text": (NO_TEXT, MBPP, 2 / 3, {"passed": 2 / 3, "error": 1.0}),
+    "values behind a main guard": (f"{ADD}\n{MAIN}add(input(), 1)", MBPP, 1.0, ALL),
+    "check right": (ADD, HUMAN_EVAL + "check(add)", 1.0, ALL),
     "check wrong": ("def add(a, b): return max(a, b, 3)", HUMAN_EVAL + "check(add)", 0.0, {"error": 1.0}),
-    "objects of the program's class": (
-        "from dataclasses import dataclass\n@dataclass\nclass P:\n    x: int\ndef make(x): return P(x)",
-        ["assert make(1) == P(1) and make(1) != P(2)"], 1.0, {"passed": 1.0},
-    ),
-    "other collections": (
-        "from collections import Counter, deque\ndef f(x): return Counter(x)", ["assert f('aab') == {'a': 2, 'b': 1}"], 1.0, {"passed": 1.0}
-    ),
-    "every plain value": (
-        "def f(x): return x", [f"assert f({v}) == {v}" for v in ("None", "True", "-1.5", "b'ab'", "1+2j", "{1: (2, [3])}", "'\\ud800'", "10**40", "set('ab')")],
-        1.0, {"passed": 1.0},
-    ),
-    "no Python": ("def add(a, b:", MBPP, 0.0, {"error": 1.0}),
-}  # fmt: skip
+    "objects of the program's class": (POINT, ["assert make(1) == P(1) and make(1) != P(2)"], 1.0, ALL),
+    "other collections": (COUNTER, ["assert f('aab') == {'a': 2, 'b': 1}"], 1.0, ALL),
+    "every plain value": ("def f(x): return x", [f"assert f({value}) == {value}" for value in PLAIN], 1.0, ALL),
+    "no Python": ("def add(a, b:", MBPP[:1], 0.0, {"error": 1.0}),
+}
 
 
 def test_verdicts(fraction: CodePart) -> None:
@@ -194,8 +193,30 @@ def test_verdicts(fraction: CodePart) -> None:
         quick.close()
 
 
-ALWAYS = "class Any:\n    def __eq__(self, other): return True\n    def __ne__(self, other): return False\n    __hash__ = object.__hash__\n"
-EVERY_FILE = "import os\nfor fd in range(1, 64):\n    for text in ({texts}):\n        try: os.write(fd, text.encode())\n        except OSError: pass\n"
+ALWAYS = """
+class Any:
+    def __eq__(self, other): return True
+    def __ne__(self, other): return False
+    __hash__ = object.__hash__
+"""
+BY_METACLASS = """
+class M(type):
+    def __eq__(self, other): return True
+    __hash__ = type.__hash__
+class A(metaclass=M): pass
+def add(*a): return A
+"""
+EVERY_FILE = """
+import os
+for fd in range(1, 64):
+    for text in ('{"value": true}', '{"nonce": true}', '{"passed": true}', '1', 'ok'):
+        try: os.write(fd, text.encode())
+        except OSError: pass
+os._exit(0)
+"""
+NONE = "\ndef add(*a): return None"
+ANY = "\ndef add(*a): return Any()"
+NO_CODE = "(lambda: None).__code__"
 FORGED = {
     "says so": "print('all tests passed'); print('ok')",
     "leaves early": "import os; os._exit(0)",
@@ -204,21 +225,24 @@ FORGED = {
     "leaves at the call": "import os\ndef add(*a): os._exit(0)",
     "raises SystemExit at the call": "def add(*a): raise SystemExit(0)",
     "leaves at the end": "import atexit, os\natexit.register(os._exit, 0)",
-    "equals everything": ALWAYS + "def add(*a): return Any()",
+    "equals everything": ALWAYS + ANY,
     "equals everything in a list": ALWAYS + "def add(*a): return [Any()]",
-    "is a number that equals everything": ALWAYS.replace("class Any", "class Any(int)") + "def add(*a): return Any()",
-    "equals by a metaclass": "class M(type):\n    def __eq__(self, o): return True\n    __hash__ = type.__hash__\nclass A(metaclass=M): pass\ndef add(*a): return A",
-    "has no asserts": "import builtins\nbuiltins.AssertionError = SystemExit\ndef add(*a): return None",
-    "changes compile": "import builtins\nbuiltins.compile = lambda *a, **k: (lambda: None).__code__\nbuiltins.exec = lambda *a: None\ndef add(*a): return None",
-    "changes json": "import json\njson.dumps = lambda x: '{\"value\": 3}'\ndef add(*a): return None",
-    "writes to every file": EVERY_FILE.format(texts="'{\"value\": true}', '{\"passed\": true}', '1', 'ok'") + "os._exit(0)",
-    "forks first": "import os\nif os.fork(): os._exit(0)\ndef add(*a): return None",
+    "is a number that equals everything": ALWAYS.replace("class Any", "class Any(int)") + ANY,
+    "is a class that equals everything": BY_METACLASS,
+    "has no asserts": "import builtins\nbuiltins.AssertionError = SystemExit" + NONE,
+    "changes exec": "import builtins\nbuiltins.exec = lambda *a: None" + NONE,
+    "changes compile": f"import builtins\nbuiltins.compile = lambda *a, **k: {NO_CODE}" + NONE,
+    "changes any": ALWAYS + "import builtins\nbuiltins.any = lambda *a: False" + ANY,
+    "changes type": ALWAYS + "import builtins\nbuiltins.type = lambda *a: int" + ANY,
+    "changes ast": f"import ast\nast.NodeTransformer.visit = ast.parse = lambda *a: {NO_CODE}" + ALWAYS + ANY,
+    "changes json": "import json\njson.dumps = lambda x: '{\"value\": 3}'" + NONE,
+    "writes to every file": EVERY_FILE,
+    "forks first": "import os\nif os.fork(): os._exit(0)" + NONE,
     "starts again": "import os, sys\nos.execv(sys.executable, [sys.executable, '-c', 'pass'])",
     "replaces the interpreter's end": "import sys, os\nsys.excepthook = lambda *a: os._exit(0)\n1 / 0",
-}  # fmt: skip
+}
 FORGED_TESTS: dict[str, Any] = {
     "stdin": {"inputs": ["3\n1 2 3\n"], "outputs": ["17"]},
-    "call": {"fn_name": "add", "inputs": [[1, 2]], "outputs": [17]},
     "value": ["assert add(1, 2) == 17"],
     "assert": ["assert 17 == add(1, 2)", "def check(f):\n    assert f(1, 2) == 17\n    assert [f(1, 2)] == [17]\ncheck(add)"],
 }
@@ -249,7 +273,7 @@ def test_a_program_does_not_find_what_is_expected(fraction: CodePart) -> None:
         seen: list[str] = []
         patch.setattr(CodeTest, "passed", lambda self, outcome: seen.append(outcome.stdout) or False)
         record = {"tests": {**tests, "outputs": ["what_is_expected"]}}
-        fraction.start([given(look, record)])[0].result()
+        fraction.start([given(look, record)])[0].result()  # its parts do not matter
     assert "stdin" in seen[0] and "what_is_expected" not in seen[0]
 
 

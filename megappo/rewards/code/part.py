@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from megappo.rewards.base import RewardInput, UnusableAnswer
 from megappo.rewards.code.response import program_of
-from megappo.rewards.code.tests_of_record import CodeTest, tests_of
+from megappo.rewards.code.tests_of_record import CodeTest, read_tests
 from megappo.rewards.sandbox.box import Limits, Sandbox
 
 
@@ -107,7 +107,7 @@ def read_problem(settings: CodeReward, record: Mapping[str, Any]) -> tuple[tuple
         setup = "\n".join(map(str, setup))
     if not isinstance(setup, str):
         raise UnusableAnswer(f"{settings.setup_key} is {type(setup).__name__}, neither code nor a list of lines")
-    return tests_of(field_of(record, settings.tests_key), entry_point), setup
+    return read_tests(field_of(record, settings.tests_key), entry_point), setup
 
 
 def field_of(record: Mapping[str, Any], key: str) -> Any:

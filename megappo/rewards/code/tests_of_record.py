@@ -49,7 +49,7 @@ class CodeTest:
             return False  # the program wrote its own report
 
 
-def tests_of(field: Any, entry_point: str | None = None) -> tuple[CodeTest, ...]:
+def read_tests(field: Any, entry_point: str | None = None) -> tuple[CodeTest, ...]:
     """Read the tests of a record. UnusableAnswer, one line: no known form, or no test in it.
 
     field: {"inputs": [...], "outputs": [...]} of a program, with "fn_name" of that function's arguments and results; or test

@@ -6,60 +6,66 @@ This is the one place of megappo that runs text as code. What shares the process
 expects is not in the task where a comparison outside can do (`stdin`, `value`, `call`), and `assert` is the rest.
 """
 
-import json
-import os
+from __future__ import annotations
+
+import builtins
 import sys
 import types
-from typing import Any
+from _sitebuiltins import Quitter
+from json import dumps, loads
+from os import _exit, close, write
+
+TYPE_CHECKING = False  # what typing says too, which takes a tenth of the time that an interpreter needs to start
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+# The code may replace what it finds in modules: the functions below keep the builtins of the start, as the names above.
+__builtins__ = dict(vars(builtins))
+TASK_FD, REPORT_FD = 3, 4
 
 
 def main() -> None:
-    with open(3, "rb") as file:
-        task = json.loads(file.read())
-    _prepare_builtins()
+    with open(TASK_FD, "rb") as file:
+        task = loads(file.read())
+    builtins.exit, builtins.quit = Quitter("exit", "Ctrl-D"), Quitter("quit", "Ctrl-D")  # as the module site does
     if task["kind"] == "stdin":
-        os.close(4)
+        close(REPORT_FD)
         _run(_module("__main__"), task["setup"], task["source"])
         return
     module = _module("solution")  # so that `if __name__ == "__main__":` is skipped
-    _run(module, task["setup"], task["source"])
     if task["kind"] == "assert":
-        _run_guarded(module, task["test"])
-        report = {"nonce": task["nonce"]}
-    elif task["kind"] == "value":
-        report = {"value": _tagged(eval(compile(task["expression"], "<test>", "eval"), vars(module)))}
+        test, report = _guarded(module, task["test"]), dumps({"nonce": task["nonce"]})
+        _run(module, task["setup"], task["source"])
+        test()
     else:
-        report = {"value": _tagged(_function(module, task["function"])(*task["arguments"]))}
-    os.write(4, json.dumps(report).encode())
-    os._exit(0)  # threads of the code do not matter any more
-
-
-def _prepare_builtins() -> None:
-    """Define exit and quit, which the module site does otherwise."""
-    import _sitebuiltins
-    import builtins
-
-    builtins.exit = _sitebuiltins.Quitter("exit", "Ctrl-D")
-    builtins.quit = _sitebuiltins.Quitter("quit", "Ctrl-D")
+        _run(module, task["setup"], task["source"])
+        report = dumps({"value": _tagged(_result(module, task))})
+    write(REPORT_FD, report.encode())
+    _exit(0)  # threads of the code do not matter any more
 
 
 def _module(name: str) -> types.ModuleType:
     module = sys.modules[name] = types.ModuleType(name)  # dataclasses look their module up
+    vars(module)["__builtins__"] = builtins
     return module
 
 
 def _run(module: types.ModuleType, *sources: str) -> None:
     for source in sources:
-        exec(compile(source, "<solution>", "exec"), vars(module))
+        exec(compile(source, "<solution>", "exec", dont_inherit=True), vars(module))
 
 
-def _function(module: types.ModuleType, name: str) -> Any:
-    """Function of the code, or method of its class Solution."""
-    return getattr(module, name) if hasattr(module, name) else getattr(module.Solution(), name)
+def _result(module: types.ModuleType, task: dict[str, Any]) -> Any:
+    """Value of an expression, or of a call of the code's function or of the method of its class Solution."""
+    if task["kind"] == "value":
+        return eval(compile(task["expression"], "<test>", "eval", dont_inherit=True), vars(module))
+    name = task["function"]
+    return (getattr(module, name) if hasattr(module, name) else getattr(module.Solution(), name))(*task["arguments"])
 
 
-def _run_guarded(module: types.ModuleType, test: str) -> None:
-    """Run test code; what it compares is a plain value, or an instance of the code's classes on both sides.
+def _guarded(module: types.ModuleType, test: str) -> Callable[[], None]:
+    """Compile test code, to run when the module is filled; what it compares is a plain value, or the code's object on both sides.
 
     Otherwise an object whose `__eq__` returns True would pass every test.
     """
@@ -88,8 +94,8 @@ def _run_guarded(module: types.ModuleType, test: str) -> None:
         members = [member for kind in type(value).__mro__ for member in vars(kind).values()]
         return any(getattr(member, "__globals__", None) is vars(module) for member in members)
 
-    tree = ast.fix_missing_locations(Guard().visit(ast.parse(test)))
-    exec(compile(tree, "<test>", "exec"), {**vars(module), "__compare__": compare})
+    code = compile(ast.fix_missing_locations(Guard().visit(ast.parse(test))), "<test>", "exec", dont_inherit=True)
+    return lambda: exec(code, {**vars(module), "__compare__": compare, "__builtins__": __builtins__})
 
 
 def _tagged(value: Any) -> Any:
