@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-import platform
 import signal
 
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x00020000, 0x04000000, 0x08000000
@@ -55,6 +54,10 @@ def pivot_root(new: str, old: str) -> None:
     _check(_libc.pivot_root(new.encode(), old.encode()), "pivot_root")
 
 
+def name_host(name: str) -> None:
+    _check(_libc.sethostname(name.encode(), ctypes.c_size_t(len(name))), "sethostname")
+
+
 def make_read_only(target: str) -> None:
     """Make a mount and those below it read-only, without set-uid programs and devices. OSError before Linux 5.12."""
     wanted = (ctypes.c_uint64 * 4)(_MOUNT_ATTR_RDONLY | _MOUNT_ATTR_NOSUID | _MOUNT_ATTR_NODEV, 0, 0, 0)  # struct mount_attr
@@ -95,7 +98,7 @@ def deny_calls() -> None:
 
     Machines of an architecture without a list keep all their calls: the namespaces hold without it.
     """
-    machine = platform.machine()
+    machine = os.uname().machine
     if machine not in _DENIED:
         return
     program = _filter(machine)

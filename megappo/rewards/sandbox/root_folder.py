@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
 
 from megappo.rewards.sandbox import kernel
 
@@ -52,16 +51,16 @@ def renew_work_folder(first: bool) -> None:
 
 def _show(path: str) -> bool:
     """Put a file, a folder or a link of the old root folder at its place in the new one. False if that took no mount."""
-    source, target = Path(_OLD + path), Path(_NEW + path)
-    if target.exists() or target.is_symlink():  # part of a folder that is shown already
+    source, target = _OLD + path, _NEW + path
+    if os.path.lexists(target):  # part of a folder that is shown already
         return False
-    target.parent.mkdir(parents=True, exist_ok=True)
-    if source.is_symlink():
-        target.symlink_to(os.readlink(source))  # /bin -> usr/bin
+    os.makedirs(os.path.dirname(target), exist_ok=True)
+    if os.path.islink(source):
+        os.symlink(os.readlink(source), target)  # /bin -> usr/bin
         return False
-    if source.is_dir():
-        target.mkdir()
+    if os.path.isdir(source):
+        os.mkdir(target)
     else:
-        target.touch()
-    kernel.mount(str(source), str(target), None, kernel.MS_BIND | kernel.MS_REC)
+        os.close(os.open(target, os.O_CREAT | os.O_WRONLY))
+    kernel.mount(source, target, None, kernel.MS_BIND | kernel.MS_REC)
     return True

@@ -14,11 +14,9 @@ import os
 import resource
 import select
 import signal
-import socket
 import sys
 import time
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from megappo.rewards.sandbox import kernel
 from megappo.rewards.sandbox.root_folder import WORK, enter_root_folder, renew_work_folder
@@ -39,8 +37,7 @@ _OPEN_FILES = 64
 _THREADS_OF_OTHERS = 32  # that may start meanwhile: without a namespace, the limit counts all processes of the user
 
 
-@dataclass(frozen=True)
-class Settings:
+class Settings(NamedTuple):
     """One line of JSON. shown: paths beside the system's that the code may read. folder: working directory if not isolated."""
 
     isolated: bool
@@ -66,7 +63,7 @@ def main() -> None:
         if settings.isolated:
             _enter_namespaces()
             enter_root_folder(settings.shown)
-            socket.sethostname("sandbox")
+            kernel.name_host("sandbox")
         else:
             kernel.adopt_orphans()
         kernel.hide_memory()
