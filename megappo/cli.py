@@ -79,6 +79,7 @@ def cmd_train(args: Arguments) -> int:
             require_resumable(config, "a restart", "--max-restarts 0")
         run_dir = check_run_dir(config.run, args.resume)
         _require_device(config.run.device)
+        _require_isolation(config)
         _plan(config, ranks, None, resume=args.resume)
         apply_permissions(config.run.permissions)
         folder, command = None, ["train", args.config, *args.overrides, *local_overrides(written, config)]
@@ -301,6 +302,13 @@ def _require_device(requested: Literal["auto", "cpu", "cuda"]) -> None:
     from megappo.platform.device import select_device
 
     select_device(requested)
+
+
+def _require_isolation(config: TrainConfig) -> None:
+    """ValueError if programs of the policy are to be run, and cannot be isolated here. Not for `plan`, as above."""
+    from megappo.prepare.code_rewards import require_isolation
+
+    require_isolation(config.reward)
 
 
 def _device(requested: Literal["auto", "cpu", "cuda"]) -> Device:

@@ -47,6 +47,8 @@ def type_text(schema: Mapping[str, Any]) -> str:
     """Put a property of a JSON schema into words: `integer >= 1 or null`."""
     if "anyOf" in schema:
         return " or ".join(type_text(part) for part in schema["anyOf"])
+    if "$ref" in schema:
+        return "section"
     if "enum" in schema:
         return "one of " + ", ".join(f"`{value}`" for value in schema["enum"])
     if "const" in schema:
@@ -76,7 +78,7 @@ def section_lines(name: str, cls: type[BaseModel], text: str, listed: set[type[B
     listed: the classes that have been.
     """
     properties = cls.model_json_schema()["properties"]
-    values = [(key, field) for key, field in cls.model_fields.items() if section_class(field) is None]
+    values = [(key, field) for key, field in cls.model_fields.items() if section_class(field) is None or field.default is None]
     if name:
         yield from (f"### {name}", "", text, "")
     if values:

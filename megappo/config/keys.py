@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Mapping
+from types import NoneType
 from typing import Any, get_args
 
 from pydantic import BaseModel
@@ -16,8 +17,9 @@ from megappo.config.foreign.rule import Outcome, Rule, Trainer
 
 
 def section_class(field: FieldInfo) -> type[BaseModel] | None:
-    """Class of a field that is a section; None if the field is a value."""
-    kind = field.annotation  # no section of the schema is optional, so its class stands here bare
+    """Class of a field that is a section, or null in its place (`reward.parts[].code`); None if the field is a value."""
+    kinds = get_args(field.annotation)
+    kind = kinds[0] if len(kinds) == 2 and kinds[1] is NoneType else field.annotation
     return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
 
 
@@ -25,6 +27,8 @@ def item_class(field: FieldInfo) -> type[BaseModel] | None:
     """Class of the items of a field that is a list of sections (`reward.parts`), or holds such lists by name (`reward.route.map`);
     None otherwise."""
     items = get_args(field.annotation)
+    if section_class(field) is not None:
+        return None
     if items and items[0] is str:
         items = get_args(items[-1])
     return items[0] if items and isinstance(items[0], type) and issubclass(items[0], BaseModel) else None

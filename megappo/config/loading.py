@@ -178,6 +178,9 @@ def _fix(error: ErrorDetails, cls: type[BaseModel]) -> str:
     if error["type"] == "extra_forbidden":  # only inside lists of sections: _refuse_unknown has seen everything else
         key = ".".join(str(part) for part in takewhile(lambda part: isinstance(part, str), error["loc"]))
         items = next((item_class(field) for name, field in value_keys(cls) if key == name or key.startswith(f"{name}.")), None)
+        for part in error["loc"][:-1]:  # into a section of the item
+            field = items.model_fields.get(str(part)) if items else None
+            items = section_class(field) or items if field is not None else items
         return f"unknown key; the keys are {', '.join(items.model_fields)}" if items else "unknown key"
     template, context = FIXES.get(error["type"]), error.get("ctx", {})
     if error["type"] == "literal_error" and error["input"] in HALF and "'bf16'" in context["expected"]:

@@ -245,8 +245,33 @@ class DataConfig(Section):
 PART_KINDS: Mapping[str, tuple[str, ...]] = {
     "path": ("function", "batch", "args", "workers", "timeout_s"),
     "entry_point": ("batch", "args", "workers", "timeout_s"),
+    "code": (),
 }
 """Key of a part that names what it is, exclusive -> the keys that belong to it. A part with none of them is a built-in rule."""
+
+
+class CodeRewardConfig(Section):
+    tests_key: str = "tests"
+    """Field of the record (`a.b` reaches inside) with the tests: inputs and outputs, or test code (docs/code_rewards.md)."""
+    entry_point_key: str | None = None
+    """Field with the name of the function that test code's `check` is called with, as HumanEval has it; null: it calls itself."""
+    setup_key: str | None = None
+    """Field with code that comes before the program, text or a list of lines, as MBPP's imports; null: none."""
+    score: Literal["all", "fraction"] = "all"
+    """all: 1 if every test passes, else 0, and the first that fails is the last that runs. fraction: the share that passes."""
+    timeout_s: PositiveFloat = 10.0
+    """Seconds for all tests of a response together, on the clock."""
+    memory_mib: Positive = 512
+    """Address space of each process of a program, in MiB."""
+    max_processes: Positive = 8
+    """Processes and threads of a program at one time."""
+    packages: bool = False
+    """Let programs import the packages of the run's environment, beside the standard library."""
+    workers: Positive = 4
+    """Responses that a rank runs at one time."""
+    i_accept_no_isolation: bool = False
+    """Run programs without a sandbox, with your rights: they can read your files and use the network. Without it a machine that
+    cannot isolate them refuses the run."""
 
 
 class RewardPart(Section):
@@ -269,6 +294,8 @@ class RewardPart(Section):
     0: the rank calls it, for one response after another."""
     timeout_s: PositiveFloat | None = None
     """Seconds that one call of your own reward may take; then its process is ended, the response is undecided. Needs `workers`."""
+    code: CodeRewardConfig | None = None
+    """Run the program in a response against the tests of its record, in a sandbox. Logged as `code`, or under `name`."""
 
     @property
     def kind(self) -> str:
@@ -280,6 +307,8 @@ class RewardPart(Section):
         """Name in metrics, records and messages: `mine.score` for the function score of mine.py."""
         if self.name is not None:
             return self.name
+        if self.code is not None:
+            return "code"
         return f"{Path(self.path).stem}.{self.function}" if self.path is not None else str(getattr(self, self.kind))
 
     @model_serializer(mode="wrap")

@@ -18,6 +18,7 @@ from megappo.data.sources import read_source
 from megappo.data.tokenizers import Tokenizer, load_tokenizer
 from megappo.models.arch import ModelArch
 from megappo.prepare.answers import answer_notes
+from megappo.prepare.code_rewards import code_notes
 from megappo.prepare.reward_parts import check_requirements, load_parts
 from megappo.prepare.reward_routes import check_labels
 from megappo.rewards.base import PreparedPart
@@ -59,6 +60,7 @@ def load_run_data(config: TrainConfig, policy: ModelArch, train: PromptSet | Non
     notes = [*check_labels(config.reward, sets)]
     check_requirements(config.reward, reward_parts, sets)
     notes += answer_notes(config.reward, sets)
+    notes += code_notes(config.reward, sets)
     return RunData(tokenizer, train, held_out, loader, total_steps, tuple(notes), reward_parts)
 
 

@@ -12,6 +12,7 @@ from functools import partial
 from megappo.config.errors import ConfigError, problem
 from megappo.config.schema import RewardConfig, RewardPart
 from megappo.data.prompts import Prompt, PromptSet, record_field
+from megappo.prepare.code_rewards import load_code
 from megappo.prepare.own_rewards import load_own
 from megappo.prepare.reward_routes import places, scored_by
 from megappo.rewards.base import PreparedPart
@@ -43,7 +44,12 @@ def _load_rule(part: RewardPart) -> PreparedPart:
     return PreparedPart(partial(make_part, part.label, part.workers), sha256=hash_of_code(part.label))
 
 
-LOADERS: Mapping[str, Callable[[RewardPart], PreparedPart]] = {"name": _load_rule, "path": load_own, "entry_point": load_own}
+LOADERS: Mapping[str, Callable[[RewardPart], PreparedPart]] = {
+    "name": _load_rule,
+    "path": load_own,
+    "entry_point": load_own,
+    "code": load_code,
+}
 """Kind of part -> its loader: ValueError, one line without the key, for a part that cannot be used."""
 
 

@@ -26,6 +26,7 @@ from megappo.parallel.consensus import on_rank_zero
 from megappo.parallel.layout import layout_of
 from megappo.platform.device import select_device, start_distributed
 from megappo.platform.permissions import apply_permissions
+from megappo.prepare.code_rewards import require_isolation
 from megappo.prepare.critic_source import critic_source
 from megappo.prepare.data import RunData
 from megappo.prepare.reward_routes import recipe_of
@@ -104,6 +105,7 @@ def _train(
     """Run PPO in the claimed directory; returns True at the run's end, False after a stop."""
     facts = run_facts(config, data)
     require_equal_data(facts)
+    require_isolation(config.reward)  # of this rank's machine
     # A checkpoint that cannot be resumed is refused before any model is built.
     manifest = store.find_resumable(facts, steps_to_skip()) if resume else None
     if manifest is not None:

@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megappo.rewards.base import RewardInput, UnusableAnswer
+from megappo.rewards.base import RewardInput, Timed, UnusableAnswer
 from megappo.rewards.code.response import program_of
 from megappo.rewards.code.tests_of_record import CodeTest, read_tests
 from megappo.rewards.sandbox.box import Limits, Sandbox
@@ -43,9 +43,9 @@ class CodePart:
         self._open: set[Sandbox] = set()
         self._closed = False
 
-    def start(self, samples: Sequence[RewardInput]) -> Sequence[Future[Mapping[str, Any]]]:
+    def start(self, samples: Sequence[RewardInput]) -> Sequence[Future[Timed]]:
         """One future per sample, in order. It may raise UnusableAnswer, or SandboxError."""
-        return [self._pool.submit(self._score, sample) for sample in samples]
+        return [self._pool.submit(self._timed, sample) for sample in samples]
 
     def close(self) -> None:
         """End all programs and workers; what has not been scored is cancelled or fails."""
@@ -55,6 +55,10 @@ class CodePart:
         for sandbox in running:
             sandbox.kill()
         self._pool.shutdown(cancel_futures=True)
+
+    def _timed(self, sample: RewardInput) -> Timed:
+        started = time.perf_counter()
+        return Timed(self._score(sample), time.perf_counter() - started)
 
     def _score(self, sample: RewardInput) -> Mapping[str, Any]:
         tests, setup = read_problem(self._settings, sample.record)

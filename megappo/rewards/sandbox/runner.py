@@ -114,7 +114,8 @@ def _tagged(value: Any) -> Any:
         return ["dict", [[_tagged(key), _tagged(item)] for key, item in dict.items(value)]]
     for kind in (list, tuple, set, frozenset):
         if isinstance(value, kind):
-            return ["set" if kind is frozenset else kind.__name__, [_tagged(item) for item in kind.__iter__(value)]]
+            items: Any = kind.__iter__
+            return ["set" if kind is frozenset else kind.__name__, [_tagged(item) for item in items(value)]]
     raise TypeError(f"{type(value).__name__} is no plain value")
 
 
