@@ -267,6 +267,14 @@ def test_odd_programs_end_as_they_should() -> None:
                 assert outcome.stdout == "ä→😀\n"
 
 
+def test_a_rank_whose_files_are_private_has_sandboxes() -> None:
+    before = os.umask(0o077)  # as `run.permissions` sets it
+    try:
+        assert run_code("print(1)") == Outcome("exit 0", "1\n")
+    finally:
+        os.umask(before)
+
+
 def test_the_same_program_prints_the_same_twice() -> None:
     outcomes = {run_code("print(hash('a'), {'b', 'c', 'd'})").stdout for _ in range(2)}
     assert len(outcomes) == 1

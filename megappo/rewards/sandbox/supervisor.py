@@ -55,6 +55,7 @@ def main() -> None:
     """Read the settings, make the sandbox, answer `{"ready": true}` or `{"error": text}`, then serve tests until the input ends."""
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(ignored, signal.SIG_DFL)  # blocked since the start; the first process of a namespace gets what has a handler
+    os.umask(0o022)  # a run's folders may be private, but the code has to find its interpreter
     settings = Settings(**json.loads(sys.stdin.buffer.readline()))
     kernel.kill_with_parent()
     if os.getppid() != settings.parent:  # it ended before the call
@@ -169,7 +170,6 @@ def _become(files: dict[int, int], settings: Settings, limit_s: float) -> None:
     os.dup2(os.open("/dev/null", os.O_WRONLY), 2)
     os.setsid()
     os.chdir(WORK if settings.isolated else settings.folder)
-    os.umask(0o022)
     _limit(settings, limit_s)
     if settings.isolated:
         kernel.forgo_privileges()
