@@ -137,6 +137,8 @@ def _of_code(code: str, entry_point: str | None) -> CodeTest:
         tree = ast.parse(code)
     except (SyntaxError, ValueError, RecursionError) as error:
         raise UnusableAnswer(f"the test code cannot be parsed: {error}") from None
+    if not any(isinstance(node, (ast.Assert, ast.Raise, ast.Call)) for node in ast.walk(tree)):
+        raise UnusableAnswer(f"the test code {code.strip()[:40]!r} checks nothing, so every program would pass")
     if (split := _split(tree)) is not None:
         return CodeTest("value", "", {"kind": "value", "expression": split[0]}, split[1])
     nonce = secrets.token_hex(16)

@@ -7,6 +7,7 @@ is the end of every process inside. It never reads what the code printed: the ra
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import math
@@ -69,7 +70,7 @@ def main() -> None:
             kernel.adopt_orphans()
         kernel.hide_memory()
     except OSError as error:
-        _answer({"error": str(error)})
+        _answer({"error": f"{error.filename}: {error.strerror}"})
         os._exit(0)
     _answer({"ready": True})
     _serve(settings)
@@ -77,7 +78,7 @@ def main() -> None:
 
 def _enter_namespaces() -> None:
     """Return in the first process of new namespaces; the process that calls waits for its end and ends too."""
-    uid, gid, root = os.geteuid(), os.getegid(), os.geteuid() == 0
+    uid, gid, root = os.geteuid(), os.getegid(), _is_root_with_nobody()
     outside = os.getpid()
     go, done = os.pipe(), os.pipe()
     mapper = os.fork()
@@ -87,7 +88,7 @@ def _enter_namespaces() -> None:
             if os.read(go[0], 1):
                 _write_maps(outside, uid, gid, root)
         except OSError as error:
-            os.write(done[1], f"{error.filename}: {error.strerror}".encode())
+            os.write(done[1], str(error).encode())
         finally:
             os._exit(0)
     os.close(done[1])
@@ -101,7 +102,7 @@ def _enter_namespaces() -> None:
     for fd in (go[0], done[0]):
         os.close(fd)
     if failure:
-        raise OSError(1, failure)
+        raise OSError(errno.EPERM, failure, "users of the namespace")
     if root:
         os.setgroups([])
     kernel.kill_with_parent()  # new credentials have cleared it
@@ -112,6 +113,16 @@ def _enter_namespaces() -> None:
         os.waitpid(inner, 0)  # returns when every process of the namespace is gone
         os._exit(0)
     kernel.kill_with_parent()
+
+
+def _is_root_with_nobody() -> bool:
+    """If this is root, and the user nobody exists: in a namespace of one user it does not, and root is an ordinary user."""
+    found = 0
+    for name in ("uid_map", "gid_map"):
+        with open(f"/proc/self/{name}") as file:
+            ranges = [tuple(map(int, line.split())) for line in file]  # first inside, first outside, number
+        found += any(first <= _NOBODY < first + count for first, _, count in ranges)
+    return os.geteuid() == 0 and found == 2
 
 
 def _write_maps(pid: int, uid: int, gid: int, root: bool) -> None:
