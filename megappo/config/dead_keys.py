@@ -176,6 +176,16 @@ TRAIN: tuple[Dead, ...] = (
         lambda c: c.telemetry.trajectories_every == 0,
         "telemetry.trajectories_every is 0; remove it, or set trajectories_every",
     ),
+    Dead(
+        ("telemetry.mode", "telemetry.project", "telemetry.experiment", "telemetry.group", "telemetry.tags"),
+        lambda c: not {"wandb", "mlflow"} & set(c.telemetry.trackers),
+        "telemetry.trackers names neither wandb nor mlflow; remove it, or add one of them",
+    ),
+    Dead(
+        ("telemetry.histograms_every",),
+        lambda c: not c.telemetry.trackers,
+        "telemetry.trackers is empty; remove it, or name a tracker",
+    ),
 )
 
 SFT: tuple[Dead, ...] = (

@@ -72,6 +72,12 @@ def value_at(config: BaseModel, dotted: str) -> Any:
     return value
 
 
+RENAMED: Mapping[str, str] = {
+    "telemetry.tensorboard": "it is now telemetry.trackers: [tensorboard], or [] for none",
+}
+"""Keys of earlier versions -> where their meaning is now."""
+
+
 def nearest_key(name: str, cls: type[BaseModel]) -> str | None:
     """Known key that `name` most likely means; None if nothing is near."""
     return _nearest(name, cls)[0]
@@ -79,6 +85,8 @@ def nearest_key(name: str, cls: type[BaseModel]) -> str | None:
 
 def hint(name: str, cls: type[BaseModel]) -> str:
     """End of the message about an unknown key: the key that is meant, or what becomes of another trainer's key here; or empty."""
+    if name in RENAMED:
+        return RENAMED[name]
     key, foreign = _nearest(name, cls)
     if foreign is not None and foreign[1].outcome is not Outcome.TAKEN:
         trainer, rule = foreign

@@ -8,7 +8,8 @@ nothing of megappo.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 HIDDEN = "(hidden)"  # the name alone shows that the value was set
 
@@ -51,3 +52,14 @@ def redacted(command: Sequence[str]) -> list[str]:
     """A command line for a record: `--token x` and `--token=x` without x, and every other word without its secrets."""
     hidden = [False, *(_OPTION.fullmatch(word) is not None for word in command)]
     return [HIDDEN if hide else hide_secrets(word) for hide, word in zip(hidden, command)]
+
+
+def redacted_values(data: Any, name: str = "") -> Any:
+    """Plain data (mappings, lists, scalars) with the secrets hidden in every text: by its form, or by the name of its key."""
+    if isinstance(data, Mapping):
+        return {key: redacted_values(value, str(key)) for key, value in data.items()}
+    if isinstance(data, (list, tuple)):
+        return [redacted_values(item, name) for item in data]
+    if not isinstance(data, str):
+        return data
+    return HIDDEN if _OPTION.fullmatch(f"--{name}") or (name.isupper() and is_secret_name(name)) else hide_secrets(data)

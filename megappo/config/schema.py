@@ -21,6 +21,8 @@ Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 PositiveFloat = Annotated[float, Field(gt=0.0)]
 NonNegativeFloat = Annotated[float, Field(ge=0.0)]
+# Of a server: MLflow's may be paths with the name of a user.
+TrackerName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_/][A-Za-z0-9@/._-]{0,127}$")]
 
 
 class Section(BaseModel):
@@ -501,12 +503,31 @@ class CheckpointConfig(Section):
 
 
 class TelemetryConfig(Section):
-    tensorboard: bool = True
-    """Write TensorBoard event files."""
+    trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ("tensorboard",)
+    """Places besides metrics.jsonl that show the run: event files of TensorBoard, Weights & Biases, MLflow. Keys and addresses come
+    from the environment or the library's own login (docs/telemetry.md). A tracker that fails costs records, never the run."""
+    mode: Literal["online", "offline"] = "online"
+    """offline: W&B and MLflow write into the run directory and need no account and no network."""
+    project: TrackerName = "megappo"
+    """Project of W&B, experiment of MLflow."""
+    experiment: TrackerName | None = None
+    """Name of the run in W&B and MLflow; null means `run.name`."""
+    group: TrackerName | None = None
+    """Group of runs in W&B, a tag in MLflow."""
+    tags: tuple[str, ...] = ()
+    """Tags of the run in W&B and MLflow."""
+    histograms_every: NonNegative = 10
+    """Steps between histograms of advantages, returns, values, KL, ratios and lengths in the trackers, the last step among them; 0
+    makes none."""
     trajectories_every: NonNegative = 10
     """Steps between full trajectories; 0 writes none."""
     trajectories_per_step: Positive = 8
     """Number of trajectories to write at such a step: all samples of prompts that are drawn by `run.seed` and the step."""
+
+    @property
+    def histogram_interval(self) -> int:
+        """Steps between histograms; 0 if there is no tracker to show them."""
+        return self.histograms_every if self.trackers else 0
 
 
 class TrainConfig(Section):

@@ -311,13 +311,25 @@ def strings(rule: Rule, value: Any, settings: Settings) -> Values:
     return _same(rule.keys, value if isinstance(value, list) else [value])
 
 
-def is_set(rule: Rule, value: Any, settings: Settings) -> Values:
-    return _same(rule.keys, value not in (None, "", False))
-
-
 def trackers(rule: Rule, value: Any, settings: Settings) -> Values:
     named = value if isinstance(value, list) else [value]
-    return _same(rule.keys, "tensorboard" in named or "all" in named)
+    ours = [tracker for tracker in ("tensorboard", "wandb", "mlflow") if tracker in named]
+    return _same(rule.keys, ["tensorboard"] if "all" in named else ours)
+
+
+TRACKER_FLAGS = {
+    "use_tensorboard": "tensorboard",
+    "use_wandb": "wandb",
+    "logger.tensorboard_enabled": "tensorboard",
+    "logger.wandb_enabled": "wandb",
+    "logger.mlflow_enabled": "mlflow",
+}
+
+
+def tracker_flags(rule: Rule, value: Any, settings: Settings) -> Values:
+    """The trackers of all flags together. A key of an account, known only when the script runs, is set."""
+    on = [key for key in TRACKER_FLAGS if key in settings.written and settings.foreign.get(key, True) not in (None, "", False)]
+    return _same(rule.keys, [TRACKER_FLAGS[key] for key in on])
 
 
 def one_file(rule: Rule, value: Any, settings: Settings) -> Values:
@@ -421,8 +433,8 @@ BY: Mapping[str, Callable[[Rule, Any, Settings], Values]] = {
         positive,
         top_k,
         strings,
-        is_set,
         trackers,
+        tracker_flags,
         one_file,
         overlong,
         truncation,

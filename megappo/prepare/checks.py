@@ -22,6 +22,7 @@ from megappo.prepare.critic_source import critic_source
 from megappo.prepare.layouts import check_layouts, read_archs
 from megappo.rewards.rules import RULES, make_rule
 from megappo.rollout.vllm_limits import check_vllm
+from megappo.telemetry.trackers.available import tracker_problem
 
 
 @dataclass(frozen=True)
@@ -100,3 +101,5 @@ def _check_names(config: TrainConfig) -> None:
             raise ConfigError(problem("reward.parts", key, how))
     if config.rollout.engine == "vllm" and (how := missing_package("vllm")) is not None:
         raise ConfigError(problem("rollout.engine", "vllm", f"{how}, or set rollout.engine=megatron"))
+    if (message := tracker_problem(config.telemetry)) is not None:
+        raise ConfigError(message)

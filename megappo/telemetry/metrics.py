@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from enum import StrEnum
-from typing import Any
+from typing import Any, Self
 
 GROUPS = (
     "reward",
@@ -27,16 +27,32 @@ GROUPS = (
 )
 
 
-class Metric(StrEnum):
-    """Value: the name in JSONL and TensorBoard. meaning: one line for the documentation."""
+class _Named(StrEnum):
+    """Value: the name in JSONL and trackers. meaning: one line for the documentation."""
 
     meaning: str
 
-    def __new__(cls, name: str, meaning: str) -> Metric:
+    def __new__(cls, name: str, meaning: str) -> Self:
         member = str.__new__(cls, name)
         member._value_ = name
         member.meaning = meaning
         return member
+
+
+class Distribution(_Named):
+    """Histograms that trackers show."""
+
+    ADVANTAGE = "policy/advantage", "advantages of the sampled tokens before whitening"
+    RATIO = "policy/ratio", "probability ratios of updated and sampling policy, sampled tokens of all updates of the step"
+    VALUE = "critic/value", "values of the sampled tokens before the updates"
+    RETURN = "critic/return", "returns of the sampled tokens"
+    KL = "kl/token", "KL to the reference per sampled token, by the estimator of algorithm.kl, nats"
+    SCORE = "reward/score", "scores of the responses"
+    RESPONSE = "lengths/response", "response lengths, tokens"
+
+
+class Metric(_Named):
+    """Numbers of a step."""
 
     SCORE_MEAN = "reward/score_mean", "mean score of the step's responses, penalties included"
     SCORE_STD = "reward/score_std", "standard deviation of the scores"
@@ -118,7 +134,10 @@ class Metric(StrEnum):
 
     FAILED_SAVES = "checkpoint/failed_saves", "checkpoints that could not be written since this process started"
 
-    LOST_RECORDS = "telemetry/lost_records", "records, scalars, trajectories and console lines lost since this start (a full disk)"
+    LOST_RECORDS = (
+        "telemetry/lost_records",
+        "records of files, trackers and console lost since this start (a full disk, no network)",
+    )
 
     SFT_LOSS = "sft/loss", "mean negative log-prob of response tokens, nats"
     SFT_GRAD_NORM = "sft/grad_norm", "global gradient norm before clipping"

@@ -1,4 +1,4 @@
-"""Log of a run: metrics.jsonl, TensorBoard, trajectories and the console. Every rank calls; rank 0 writes.
+"""Log of a run: metrics.jsonl, trackers, trajectories and the console. Every rank calls; rank 0 writes.
 
 Nothing here ends a run: what cannot be written is lost and counted (`side_work.py`).
 """
@@ -14,17 +14,17 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 import torch.distributed as dist
-from torch.utils.tensorboard import SummaryWriter
 
 from megappo.telemetry.jsonl import MetricsFile, write_lines
 from megappo.telemetry.metrics import Metric
 from megappo.telemetry.plot import write_learning_curve
 from megappo.telemetry.progress import PPO_COLUMNS, SFT_COLUMNS, Progress
 from megappo.telemetry.side_work import SideWork
+from megappo.telemetry.trackers.base import Histogram, Status, Tracker
+from megappo.telemetry.trackers.group import Trackers
 
 logger = logging.getLogger(__name__)
 
-PROBE_BYTES = 4096  # a block of most file systems
 SFT_ROWS = 20  # rows that a supervised run prints in all
 
 
@@ -53,46 +53,26 @@ def evaluation_metrics(evaluation: EvaluationResult) -> dict[str, float]:
     }
 
 
-class TensorBoard:
-    """Scalars by step in `directory`. After a resume TensorBoard hides the records of older files after `resumed_step`."""
-
-    def __init__(self, directory: Path, resumed_step: int | None = None) -> None:
-        _require_room(directory)
-        self._writer = SummaryWriter(str(directory), purge_step=None if resumed_step is None else resumed_step + 1)
-
-    def scalars(self, metrics: Mapping[str, float], step: int) -> None:
-        """Log scalars. Non-finite values are left out: a gap in the curve."""
-        for name, value in metrics.items():
-            if math.isfinite(value):
-                self._writer.add_scalar(str(name), value, step)
-        self._writer.flush()  # keeps a live view live; a step takes seconds
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-def _require_room(directory: Path) -> None:
-    """OSError if a small file cannot be written here. TensorBoard's writer would leave an empty file and a thread's traceback."""
-    directory.mkdir(parents=True, exist_ok=True)
-    probe = directory / ".room"
-    try:
-        probe.write_bytes(bytes(PROBE_BYTES))
-    finally:
-        probe.unlink(missing_ok=True)
-
-
 class RunLog:
-    """Write metrics.jsonl, tensorboard/, trajectories/ and learning_curve.svg to `root`, and the table to `stream` (stdout)."""
+    """Write metrics.jsonl, trajectories/ and learning_curve.svg to `root`, the same to trackers, the table to `stream` (stdout).
 
-    def __init__(self, root: Path, *, tensorboard: bool = True, stream: TextIO | None = None) -> None:
+    trackers: by name, not started. config: the run's for them, without secrets.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        trackers: Mapping[str, Tracker] | None = None,
+        config: Mapping[str, Any] | None = None,
+        *,
+        stream: TextIO | None = None,
+    ) -> None:
         self._root = root
         self._writes = not dist.is_initialized() or dist.get_rank() == 0
         self._stream = stream or sys.stdout
         self._side_work = SideWork()
         self._file = MetricsFile(root / "metrics.jsonl")
-        self._wants_board = tensorboard
-        self._board: TensorBoard | None = None
-        self._resumed_step: int | None = None
+        self._trackers = Trackers(trackers or {}, config or {}, self._side_work)
         self._progress: Progress | None = None
         self._held: tuple[int, dict[str, float]] | None = None
         self._warned: set[str] = set()
@@ -100,7 +80,7 @@ class RunLog:
     def resume_after(self, step: int) -> None:
         """Drop the log after `step`. Call it before the first step of a resumed run."""
         if self._writes:
-            self._resumed_step = step
+            self._trackers.resume_after(step)
             self._side_work.run("metrics.jsonl", lambda: self._file.truncate_after(step))
 
     def note(self, text: str) -> None:
@@ -149,18 +129,31 @@ class RunLog:
 
         if self._writes:
             self._side_work.run("trajectories", write)
+            self._trackers.text(step, "trajectories", rows)
 
-    def close(self) -> None:
-        """Finish the files and draw the learning curve."""
+    def histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
+        """Show distributions of a step in the trackers."""
+        if self._writes:
+            self._trackers.histograms(step, histograms)
+
+    def close(self, status: Status = "finished") -> None:
+        """Finish the files, draw the learning curve, and ask the trackers to close the run (`wait`)."""
         if not self._writes:
             return
         self._take_held(None)
         self._side_work.run("metrics.jsonl", self._file.close)
-        if self._board is not None:
-            self._side_work.run("tensorboard", self._board.close)
+        self._trackers.finish(status)
         self._side_work.run("learning_curve.svg", lambda: write_learning_curve(self._root))
         if self._side_work.lost:
             logger.warning(self._side_work.summary())
+
+    def wait(self) -> None:
+        """Wait, within limits, for trackers that have records yet to write. The last call."""
+        if self._writes:
+            known = self._side_work.num_lost
+            self._trackers.wait()
+            if self._side_work.num_lost > known:
+                logger.warning(self._side_work.summary())
 
     def _take_held(self, step: int | None) -> dict[str, float]:
         """Return the held evaluation if it is of `step`; write one of another step to its own line."""
@@ -181,14 +174,4 @@ class RunLog:
         plain[Metric.LOST_RECORDS.value] = self._side_work.num_lost
         record = {"step": step, "time": round(time.time(), 3), **plain}
         self._side_work.run("metrics.jsonl", lambda: self._file.append(record))
-        if self._wants_board:
-            self._side_work.run("tensorboard", lambda: self._write_scalars(plain, step))
-
-    def _write_scalars(self, metrics: Mapping[str, float], step: int) -> None:
-        if self._board is None:
-            # After `resume_after`: the step to hide from is known only then. A second file hides nothing of the first.
-            self._board = TensorBoard(self._root / "tensorboard", self._resumed_step)
-            self._resumed_step = None
-        board, self._board = self._board, None  # TensorBoard's writer does not recover: after a failure the next step makes another
-        board.scalars(metrics, step)
-        self._board = board
+        self._trackers.metrics(step, plain)

@@ -26,18 +26,22 @@ class SideWork:
         # Any exception: what a library raises for a full disk is its own affair (TensorBoard hands on its thread's), and training
         # is worth more than any record of it.
         except Exception as error:
-            self.lost[kind] += 1
-            if self.lost[kind] == 1:
-                # A fault of the disk is one line; any other may be a mistake of ours, and its traceback is needed.
-                expected = isinstance(error, (OSError, ValueError))
-                logger.warning(
-                    "%s: a record is lost (%s); training goes on, and telemetry/lost_records counts them (said once)",
-                    kind,
-                    _reason(error),
-                    exc_info=None if expected else error,
-                )
+            self.lose(kind, error)
             return False
         return True
+
+    def lose(self, kind: str, error: Exception) -> None:
+        """Count a record that was lost, and warn of it if it is the first of its kind."""
+        self.lost[kind] += 1
+        if self.lost[kind] == 1:
+            # A fault of the disk is one line; any other may be a mistake of ours, and its traceback is needed.
+            expected = isinstance(error, (OSError, ValueError))
+            logger.warning(
+                "%s: a record is lost (%s); training goes on, and telemetry/lost_records counts them (said once)",
+                kind,
+                _reason(error),
+                exc_info=None if expected else error,
+            )
 
     @property
     def num_lost(self) -> int:

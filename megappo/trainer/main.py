@@ -17,6 +17,7 @@ from megappo.checkpoint.store import CheckpointStore
 from megappo.config.batch import step_arithmetic
 from megappo.config.dump import dump_yaml
 from megappo.config.layout_checks import roles_in_use, trained_sections
+from megappo.config.redaction import redacted_values
 from megappo.config.schema import KLConfig, RewardConfig, RolloutConfig, TrainConfig
 from megappo.data.tokenizers import Tokenizer
 from megappo.engine.base import Engine
@@ -43,6 +44,7 @@ from megappo.rollout.build import build_rollout
 from megappo.rollout.types import RolloutEngine, SamplingParams
 from megappo.telemetry.log import configure_logging
 from megappo.telemetry.runlog import RunLog
+from megappo.telemetry.trackers.group import make_trackers
 from megappo.trainer.build_roles import Roles, build_roles
 from megappo.trainer.checkpoints import Checkpoints
 from megappo.trainer.kernel_selection import select_kernels
@@ -111,7 +113,8 @@ def _train(
     if manifest is not None:
         warn_of_changes(manifest.facts, facts, f"step-{manifest.step}")
     run_dir.begin()
-    log = RunLog(run_dir.root, tensorboard=config.telemetry.tensorboard)
+    trackers = make_trackers(config.telemetry, config.run.name, run_dir.root)
+    log = RunLog(run_dir.root, trackers, redacted_values(config.model_dump(mode="json")))
 
     factory = engines(config.model, config.run.timeouts, device)
     _note_layers(config, factory, log)
@@ -142,7 +145,7 @@ def _train(
     done_before = state.step
     with input_accepted(), closing(ppo.scorer):
         ppo.run()
-        log.close()
+        log.close("stopped" if ppo.stopped else "finished")
         if ppo.stopped:
             run_dir.record_stop(state.step, stop.received)
             log.note(f"stopped after step {state.step} with a checkpoint; {checkpoints.way_on}")
@@ -152,6 +155,7 @@ def _train(
         rollout.close()
         if not ppo.stopped:
             run_dir.record_finish(state.step)
+        log.wait()  # at last: trackers may still be sending, and the end of the run is on record
         dist.barrier()
     return not ppo.stopped
 

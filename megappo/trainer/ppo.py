@@ -24,6 +24,7 @@ from megappo.trainer.checkpoints import Checkpoints
 from megappo.trainer.evaluation import Evaluation, evaluate
 from megappo.trainer.experience import make_requests, pack_experience, sample_seed
 from megappo.trainer.finite_outputs import require_finite_outputs
+from megappo.trainer.histograms import histograms_of
 from megappo.trainer.report import StepRecord
 from megappo.trainer.roles import Critic, LanguageModel, Policy, add_model_outputs
 from megappo.trainer.sampler_check import compare_with_sampler, require_agreement
@@ -120,6 +121,7 @@ class PPO:
             critic = run_updates(self.critic, self.mini_batches(batch, step))
         with timers.stage("update_policy"):
             policy = UpdateSummary()
+            self.policy.counts_ratios = self.is_due(step, config.telemetry.histogram_interval)
             if step > config.critic.warmup_steps:
                 policy = run_updates(self.policy, self.mini_batches(batch, step))
 
@@ -140,6 +142,8 @@ class PPO:
         if config.telemetry.trajectories_every and step % config.telemetry.trajectories_every == 0:
             drawn = draw_samples(len(asked), n, config.telemetry.trajectories_per_step, config.run.seed, step)
             self.log.trajectories(step, trajectories_of(record, asked, drawn, self.tokenizer))
+        if self.policy.counts_ratios:
+            self.log.histograms(step, histograms_of(record))
         self.stopped = self.checkpoints.end_of_step(step, is_last=step == self.total_steps)
         return evaluation
 

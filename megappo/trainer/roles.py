@@ -11,6 +11,7 @@ from torch import Tensor
 from megappo.algo.alignment import align_values, next_token_targets, shift_left, shift_right
 from megappo.algo.kl import kl_loss
 from megappo.algo.losses import entropy_loss
+from megappo.algo.ratio_bins import ratio_counts
 from megappo.config.schema import AlgorithmConfig
 from megappo.data.packing import NO_ID, PackedBatch
 from megappo.engine.base import Engine, LanguageOutput, LogitsDtype, LogprobQuery, LossOutput, PassResult, StepResult
@@ -83,7 +84,7 @@ def policy_reads(algorithm: AlgorithmConfig) -> tuple[str, ...]:
 
 
 class Policy(LanguageModel):
-    """The trained policy."""
+    """The trained policy. counts_ratios: updates also count the probability ratios in bins (`algo.ratio_bins`)."""
 
     loss_name = "surrogate_sum"
     """Name of the main loss among the sums of an update."""
@@ -93,6 +94,7 @@ class Policy(LanguageModel):
         self._algorithm = algorithm
         self._kl_coef = loss_kl_coef(algorithm)
         self._reads = policy_reads(algorithm)
+        self.counts_ratios = False
 
     def update(self, mini: PackedBatch, denominator: float) -> UpdateResult:
         """Take one optimizer step on a global mini-batch with fields logprob, advantage, weight (and ref_logprob with KL in the
@@ -136,6 +138,8 @@ class Policy(LanguageModel):
             dual_clip=a.dual_clip,
         )
         metrics["surrogate_sum"] = surrogate
+        if self.counts_ratios:
+            metrics |= ratio_counts(logprob, fields["logprob"], weight)
         loss = surrogate
         if entropy is not None:
             loss = loss + a.entropy_coef * entropy_loss(entropy, weight)

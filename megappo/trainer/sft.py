@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megappo.config.dump import dump_yaml
+from megappo.config.redaction import redacted_values
 from megappo.config.schema import SftConfig
 from megappo.data.demonstrations import DemonstrationSet
 from megappo.data.packing import PackedBatch
@@ -26,6 +27,7 @@ from megappo.telemetry.log import configure_logging
 from megappo.telemetry.metrics import Metric
 from megappo.telemetry.runlog import RunLog
 from megappo.telemetry.timers import StageTimers
+from megappo.telemetry.trackers.tensorboard import TensorBoard
 from megappo.trainer.build_roles import spec_of_role
 from megappo.trainer.kernel_selection import select_kernels
 from megappo.trainer.replicas import ReplicaCheck
@@ -56,7 +58,9 @@ def _train(
     config: SftConfig, data: SftData, run_dir: RunDir, factory: EngineFactory, device: torch.device, watchdog: Watchdog
 ) -> None:
     """Train and export in the claimed directory."""
-    log = RunLog(run_dir.root)
+    log = RunLog(
+        run_dir.root, {"tensorboard": TensorBoard(run_dir.root / "tensorboard")}, redacted_values(config.model_dump(mode="json"))
+    )
     log.note(f"layers: {factory.describe(config.policy)}")
     select_kernels(config.kernels, device, log)
 

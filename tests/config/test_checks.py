@@ -177,6 +177,12 @@ BROKEN = [
         ["telemetry.trajectories_per_step = 257", "256 samples"],
         "telemetry.trajectories_per_step=256",
     ),
+    (
+        "_trackers",
+        ["telemetry.trackers=[wandb, tensorboard, wandb]"],
+        ["telemetry.trackers", "wandb is there twice"],
+        "telemetry.trackers=[wandb, tensorboard]",
+    ),
 ]
 
 

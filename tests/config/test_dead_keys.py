@@ -59,6 +59,12 @@ DEAD = [
     (["checkpoint.save_every=5"], "checkpoint.mtbf_hours=2.0", "checkpoint.save_every=auto"),
     (["checkpoint.save_every=0"], "checkpoint.asynchronous=false", "checkpoint.save_every=5"),
     (["telemetry.trajectories_every=0"], "telemetry.trajectories_per_step=4", "telemetry.trajectories_every=5"),
+    ([], "telemetry.mode=offline", "telemetry.trackers=[wandb]"),
+    ([], "telemetry.project=mine", "telemetry.trackers=[mlflow]"),
+    ([], "telemetry.experiment=first", "telemetry.trackers=[wandb]"),
+    ([], "telemetry.group=pair", "telemetry.trackers=[wandb]"),
+    ([], "telemetry.tags=[a]", "telemetry.trackers=[mlflow]"),
+    (["telemetry.trackers=[]"], "telemetry.histograms_every=5", "telemetry.trackers=[tensorboard]"),
 ]
 DEAD_SFT = [
     ([], "policy.parallel.layers_per_stage=[4]", "policy.parallel.pp=2"),

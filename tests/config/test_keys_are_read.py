@@ -15,6 +15,7 @@ READ_THROUGH = {
     "output_dir": "checks.run_dir_of",
     "checkpoint_role": "prepare.critic_source.critic_source",
     "fit_batch": "prepare.fit.fit_if_asked, whose configuration is the one that is trained",
+    "histograms_every": "config.schema.TelemetryConfig.histogram_interval",
 }
 
 

@@ -129,6 +129,9 @@ PATHS = {
 }
 
 
+TRACKER_NAMES = {"telemetry.project", "telemetry.experiment", "telemetry.group"}
+
+
 @pytest.mark.parametrize("key", sorted(PATHS))
 @pytest.mark.parametrize("escape", [r"\n", r"\0", r"\r", r"\t", r"\e", r"\L", r"\N", r"\x7f"])
 def test_a_control_character_in_a_path_is_refused(tmp_path, key, escape):
@@ -148,7 +151,7 @@ def test_every_other_text_is_none_that_a_script_or_a_file_system_sees(tmp_path):
             return False
 
     texts = {key for key, _ in value_keys(TrainConfig) if takes(key, "a")}
-    assert texts - {key for key in texts if takes(key, r"a\nb")} == PATHS | {"run.name"}
+    assert texts - {key for key in texts if takes(key, r"a\nb")} == PATHS | {"run.name", *TRACKER_NAMES}
     assert {key for key in texts if takes(key, r"a\nb")} == {
         "data.prompt_key",
         "data.answer_key",
@@ -340,7 +343,8 @@ FOREIGN = [
     ("algorithm.use_kl_in_reward", "did you mean algorithm.kl.placement?"),
     ("data.filter_overlong_prompts", "did you mean data.overlong?"),
     ("data.truncation", "did you mean data.overlong?"),
-    ("trainer.logger", "did you mean telemetry.tensorboard?"),
+    ("trainer.logger", "did you mean telemetry.trackers?"),
+    ("telemetry.tensorboard", "it is now telemetry.trackers: [tensorboard], or [] for none"),
     ("trainer.project_name", "did you mean run.output_dir?"),
     ("trainer.experiment_name", "did you mean run.name?"),
     ("trainer.nnodes", "did you mean run.num_ranks?"),

@@ -55,7 +55,7 @@ DEEPSEEK_KEYS = {
     "critic.model.fsdp_config.optimizer_offload": ("critic.offload.optimizer", False),
     "algorithm.use_kl_in_reward": ("algorithm.kl.placement", "none"),
     "trainer.critic_warmup": ("critic.warmup_steps", 0),
-    "trainer.logger": ("telemetry.tensorboard", False),
+    "trainer.logger": ("telemetry.trackers", []),
     "trainer.project_name": ("run.output_dir", "runs/verl_example_gsm8k"),
     "trainer.experiment_name": ("run.name", "deepseek_llm_7b_function_rm"),
     "trainer.n_gpus_per_node": ("run.num_ranks", 8),
@@ -112,7 +112,8 @@ def test_the_recipe_is_what_the_script_converts_to():
     config = load_config(path)
     for expected in (*DEEPSEEK_KEYS.values(), *DEEPSEEK_DEFAULTS.items()):
         if not isinstance(expected, Outcome):
-            assert value_at(config, expected[0]) == expected[1]
+            value = value_at(config, expected[0])
+            assert (list(value) if isinstance(value, tuple) else value) == expected[1]
     assert (config.policy.parallel.tp, config.critic.parallel.tp) == (4, 4)
     assert list(problems(config, explicit_keys(config), 8)) == []
 
@@ -237,7 +238,7 @@ ARITHMETIC = [
         {"policy.micro_batch_tokens": 16384, "policy.parallel.cp": 2},
     ),
     ({"trainer.nnodes": 2}, {"run.num_ranks": 16}),
-    ({"trainer.logger": ["console", "tensorboard"]}, {"telemetry.tensorboard": True}),
+    ({"trainer.logger": ["console", "tensorboard"]}, {"telemetry.trackers": ["tensorboard"]}),
     ({"data.filter_overlong_prompts": False, "data.truncation": "error"}, {"data.overlong": "error"}),
 ]
 

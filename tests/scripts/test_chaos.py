@@ -24,7 +24,7 @@ STEPS = 18
 FAULTS = ["kill", "late", "corrupt"]
 KEYS = {
     "rollout.engine": "megatron",  # starts in a second
-    "telemetry.tensorboard": False,
+    "telemetry.trackers": [],
     "telemetry.trajectories_every": 0,
     "checkpoint.save_every": 2,
     "checkpoint.export_at_end": False,

@@ -13,6 +13,7 @@ from megappo.telemetry.jsonl import MetricsFile, read_lines
 from megappo.telemetry.metrics import Metric
 from megappo.telemetry.plot import HEIGHT, WIDTH, learning_curve_svg
 from megappo.telemetry.runlog import RunLog
+from megappo.telemetry.trackers.tensorboard import TensorBoard
 from tests.worlds import spawn_world
 
 
@@ -41,7 +42,7 @@ def metrics(step):
 
 def run(root, first, last, *, resume=None, close=True, evaluate=(2,)):
     stream = io.StringIO()
-    log = RunLog(root, stream=stream)
+    log = RunLog(root, {"tensorboard": TensorBoard(root / "tensorboard")}, stream=stream)
     if resume is not None:
         log.resume_after(resume)
     else:
@@ -88,7 +89,7 @@ def test_event_files_read_back(tmp_path):
 
 
 def test_a_non_finite_value_is_warned_of_once(tmp_path, caplog):
-    log = RunLog(tmp_path, tensorboard=False, stream=io.StringIO())
+    log = RunLog(tmp_path, stream=io.StringIO())
     for step in (1, 2, 3):
         log.step({"critic/explained_variance": math.nan}, step, 3)
     log.close()
@@ -141,7 +142,7 @@ def test_the_console_has_a_header_and_one_line_per_step(tmp_path):
 
 
 def test_an_evaluation_whose_step_never_came_is_kept(tmp_path):
-    log = RunLog(tmp_path, tensorboard=False, stream=io.StringIO())
+    log = RunLog(tmp_path, stream=io.StringIO())
     log.evaluation(Result(0.9), 5)
     log.close()
     assert lines(tmp_path)[0]["eval/score"] == 0.9
@@ -149,7 +150,7 @@ def test_an_evaluation_whose_step_never_came_is_kept(tmp_path):
 
 def test_supervised_runs_print_about_twenty_rows(tmp_path):
     stream = io.StringIO()
-    log = RunLog(tmp_path, tensorboard=False, stream=stream)
+    log = RunLog(tmp_path, stream=stream)
     for step in range(1, 301):
         log.sft_step({"sft/loss": 1 / step, "sft/grad_norm": 1.0, "sft/lr": 1e-3, "throughput/tokens_per_s": 10.0}, step, 300)
     log.close()
@@ -158,7 +159,7 @@ def test_supervised_runs_print_about_twenty_rows(tmp_path):
 
 
 def test_trajectories_replace_those_of_a_repeated_step(tmp_path):
-    log = RunLog(tmp_path, tensorboard=False, stream=io.StringIO())
+    log = RunLog(tmp_path, stream=io.StringIO())
     for score in (0.0, math.nan):
         log.trajectories(10, [{"prompt": "2+2=", "response": "4 ✓", "logprob": [-0.5, math.nan], "score": score}] * 2)
     rows = read_lines(tmp_path / "trajectories" / "step_000010.jsonl")

@@ -18,6 +18,7 @@ from megappo.telemetry.jsonl import MetricsFile, read_lines, replace_file
 from megappo.telemetry.metrics import Metric
 from megappo.telemetry.runlog import RunLog
 from megappo.telemetry.side_work import SideWork
+from megappo.telemetry.trackers.tensorboard import TensorBoard
 
 from .test_runlog import lines, metrics
 
@@ -36,7 +37,11 @@ def room_for(size: int) -> Iterator[None]:
 
 
 def a_log(root: Path, **options) -> RunLog:
-    return RunLog(root, **{"tensorboard": False, "stream": io.StringIO(), **options})
+    return RunLog(root, **{"stream": io.StringIO(), **options})
+
+
+def a_board(root: Path) -> dict[str, TensorBoard]:
+    return {"tensorboard": TensorBoard(root / "tensorboard")}
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -103,11 +108,13 @@ def fail(*_args, **_options):
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_tensorboard_goes_on_in_a_new_file_after_the_death_of_its_writer(tmp_path: Path, caplog) -> None:
-    log = a_log(tmp_path, tensorboard=True)
+    boards = a_board(tmp_path)
+    log = a_log(tmp_path, trackers=boards)
     log.resume_after(0)
     log.step(metrics(1), 1, 4)
-    assert log._board is not None
-    writer = log._board._writer._get_file_writer().event_writer._async_writer
+    board = boards["tensorboard"]
+    assert board._writer is not None
+    writer = board._writer._get_file_writer().event_writer._async_writer
     writer._writer.write = fail  # in its thread, which ends
     for step in (2, 3, 4):
         log.step(metrics(step), step, 4)
@@ -120,7 +127,7 @@ def test_tensorboard_goes_on_in_a_new_file_after_the_death_of_its_writer(tmp_pat
 
 
 def test_a_full_disk_is_not_filled_with_empty_event_files(tmp_path: Path) -> None:
-    log = a_log(tmp_path, tensorboard=True)
+    log = a_log(tmp_path, trackers=a_board(tmp_path))
     with room_for(10):
         for step in (1, 2, 3):
             log.step(metrics(step), step, 4)
@@ -135,7 +142,7 @@ def test_what_cannot_be_written_is_lost_alone(tmp_path: Path, caplog, name: str)
     """A folder in place of a file, a file in place of a folder: as root, permissions stop nothing."""
     (tmp_path / name).mkdir() if "." in name else (tmp_path / name).write_text("not a folder")
     stream = io.StringIO()
-    log = a_log(tmp_path, tensorboard=True, stream=stream)
+    log = a_log(tmp_path, trackers=a_board(tmp_path), stream=stream)
     for step in (1, 2):
         log.step(metrics(step), step, 2)
         log.trajectories(step, [{"response": "1"}])

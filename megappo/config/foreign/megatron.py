@@ -44,7 +44,7 @@ _KEYS = {
     "data_path": "data.train",
     "tokenizer_model": "data.tokenizer",
     "seed": "run.seed",
-    "tensorboard_dir": "telemetry.tensorboard",
+    "tensorboard_dir": "telemetry.trackers",
 }
 
 MEGATRON = Trainer("Megatron-LM", {name: take(key) for name, key in _KEYS.items()})

@@ -19,7 +19,6 @@ from megappo.config.foreign.rule import (
 
 SHARED = "all models share the ranks of the run"
 ZERO = "ZeRO-1: optimizer states are sharded over data-parallel ranks, and models are cut by tp and pp"
-TRACKERS = "TensorBoard and metrics.jsonl"
 BOTH_LAYOUTS = "policy and critic alike"
 
 _RULES = {
@@ -116,7 +115,7 @@ _RULES = {
     **{name: implied(SHARED, "run.num_ranks") for name in ("colocate_actor_ref", "colocate_critic_reward", "colocate_all_models")},
     "eval_steps": take("trainer.eval_every", by="or_zero", note="-1 is 0: never"),
     "save_steps": take("checkpoint.save_every", by="or_zero", note="-1 is 0: at the end alone"),
-    "logging_steps": implied("every step is logged", "telemetry.tensorboard"),
+    "logging_steps": implied("every step is logged", "telemetry.trackers"),
     "save_path": take("run.output_dir", by="run_folder", note="megappo adds run.name"),
     "ckpt_path": unneeded("checkpoints are in the run's directory", "run.output_dir"),
     "save_hf_ckpt": implied("export/ at the end; `megappo export` for any step", "checkpoint.export_at_end"),
@@ -153,13 +152,13 @@ _RULES = {
     "lora_alpha": missing("every parameter is trained", off=(None, 16)),
     "lora_dropout": missing("every parameter is trained"),
     "target_modules": missing("every parameter is trained", off=(None, "all-linear")),
-    "use_tensorboard": take("telemetry.tensorboard", by="is_set"),
-    "use_wandb": missing(TRACKERS, "telemetry.tensorboard"),
-    "wandb_org": unneeded(TRACKERS, "telemetry.tensorboard"),
-    "wandb_group": unneeded(TRACKERS, "telemetry.tensorboard"),
-    "wandb_project": unneeded(TRACKERS, "telemetry.tensorboard"),
+    "use_tensorboard": take("telemetry.trackers", by="tracker_flags"),
+    "use_wandb": take("telemetry.trackers", by="tracker_flags", note="the key of the account stays in the environment"),
+    "wandb_org": unneeded("WANDB_ENTITY in the environment names it", "telemetry.trackers"),
+    "wandb_group": take("telemetry.group"),
+    "wandb_project": take("telemetry.project"),
     "wandb_run_name": take("run.name", by="run_name"),
-    "perf": implied("every step has the times of its stages", "telemetry.tensorboard"),
+    "perf": implied("every step has the times of its stages", "telemetry.trackers"),
     "use_ms": missing("a directory or a name of the Hugging Face hub", "policy.model"),
 }
 

@@ -330,9 +330,7 @@ REST = {
     "trainer.val_only": missing("a run trains", off=(None, False)),
     "trainer.save_freq": take("checkpoint.save_every", by="or_zero", note="-1 is 0: at the end alone"),
     "trainer.critic_warmup": take("critic.warmup_steps"),
-    "trainer.logger": take(
-        "telemetry.tensorboard", by="trackers", note="lines on the console and metrics.jsonl are always written"
-    ),
+    "trainer.logger": take("telemetry.trackers", by="trackers", note="lines on the console and metrics.jsonl are always written"),
     "trainer.project_name": take("run.output_dir", by="project", note="the folder of the project's runs"),
     "trainer.experiment_name": take("run.name", by="run_name"),
     "trainer.default_local_dir": take("run.output_dir", by="run_folder", note="megappo adds run.name"),

@@ -1,0 +1,54 @@
+"""Protocol of a tracker: a place where the numbers of a run are shown (TensorBoard, Weights & Biases, MLflow).
+
+A tracker may fail in any method: `group.py` counts it, and training goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+Status = Literal["finished", "stopped", "failed"]
+
+TEXT_COLUMNS = ("id", "score", "prompt", "response", "answer")
+"""Fields of a trajectory (`trainer.report.trajectories_of`) that trackers show as text."""
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """counts: n numbers of entries; edges: n + 1 ascending, finite borders of the bins."""
+
+    counts: tuple[int, ...]
+    edges: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        assert len(self.edges) == len(self.counts) + 1, f"{len(self.edges)} edges for {len(self.counts)} bins"
+
+
+class Tracker(Protocol):
+    """Calls come in the order start, records of ascending steps, finish. Values are finite; texts are whatever a policy writes."""
+
+    def start(self, config: Mapping[str, Any], resumed_step: int | None) -> None:
+        """Open the run, or continue it. config: the run's, without secrets. resumed_step: records after it come again."""
+        ...
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None: ...
+
+    def histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None: ...
+
+    def text(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Show samples, TEXT_COLUMNS of each, under `name`."""
+        ...
+
+    def finish(self, status: Status) -> None:
+        """Close the run. No record follows."""
+        ...
+
+
+def texts_of(row: Mapping[str, Any]) -> tuple[str, ...]:
+    """TEXT_COLUMNS of a trajectory as text, scores with four figures; empty where a row has none. Half a surrogate pair, which has
+    no UTF-8, becomes its escape."""
+    values = (row.get(name) for name in TEXT_COLUMNS)
+    texts = ("" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value) for value in values)
+    return tuple(text.encode("utf-8", "backslashreplace").decode("utf-8") for text in texts)

@@ -1,0 +1,108 @@
+"""MLflow: a tracking server, or a database in the run directory. For the helper process (`process.py`): every call waits."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from megappo.config.schema import TelemetryConfig
+from megappo.telemetry.trackers.base import TEXT_COLUMNS, Histogram, Status, texts_of
+from megappo.telemetry.trackers.state import TrackedRun
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+URI = "MLFLOW_TRACKING_URI"
+# MLflow's names of the ends of a run.
+_ENDS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
+_MAX_PARAMS = 100  # of one request
+_MAX_PARAM_CHARS = 6000  # MLflow refuses longer values
+_NOT_IN_NAMES = re.compile(r"[^\w\-. :/]")  # of metrics
+
+
+class Mlflow:
+    """A run of the experiment `telemetry.project`. Histograms become JSON artifacts and trajectories text artifacts."""
+
+    def __init__(self, root: Path, telemetry: TelemetryConfig, note: Callable[[str], None]) -> None:
+        self._root, self._telemetry, self._note = root, telemetry, note
+
+    def start(self, config: Mapping[str, Any], resumed_step: int | None) -> None:
+        from mlflow import MlflowClient
+
+        folder, offline = self._root.absolute() / "mlflow", self._telemetry.mode == "offline"
+        if offline:
+            folder.mkdir(parents=True, exist_ok=True)
+        self._client = MlflowClient(tracking_uri=f"sqlite:///{folder / 'mlflow.db'}" if offline else os.environ[URI])
+        self._tracked = TrackedRun(self._root, "mlflow")
+        if self._tracked.id is None:
+            self._begin(self._client, folder.as_uri() if offline else None)
+            for params in _param_batches(config):
+                self._client.log_batch(self._id, params=params)
+        else:  # its parameters cannot change any more: the artifact says what the run goes on with
+            self._client.update_run(self._id, status="RUNNING")
+        self._client.log_text(self._id, yaml.safe_dump(dict(config), sort_keys=False), "config.yaml")
+        if offline:
+            self._note(f"mlflow: offline; to look at: mlflow ui --backend-store-uri sqlite:///{folder / 'mlflow.db'}")
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        from mlflow.entities import Metric
+
+        if self._tracked.is_new(step):
+            now_ms = int(time.time() * 1000)
+            self._client.log_batch(
+                self._id, metrics=[Metric(_NOT_IN_NAMES.sub("_", name), value, now_ms, step) for name, value in values.items()]
+            )
+            self._tracked.given(step)
+
+    def histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
+        if self._tracked.is_new(step):
+            content = {name: {"counts": h.counts, "edges": h.edges} for name, h in histograms.items()}
+            self._client.log_text(self._id, json.dumps(content), f"histograms/step_{step:06d}.json")
+            self._tracked.given(step)
+
+    def text(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        if self._tracked.is_new(step):
+            samples = ("\n".join(f"{key}: {text}" for key, text in zip(TEXT_COLUMNS, texts_of(row))) for row in rows)
+            self._client.log_text(self._id, "\n\n".join(samples) + "\n", f"{name}/step_{step:06d}.txt")
+            self._tracked.given(step)
+
+    def finish(self, status: Status) -> None:
+        self._client.set_terminated(self._id, _ENDS[status])
+
+    @property
+    def _id(self) -> str:
+        assert self._tracked.id is not None, "start comes first"
+        return self._tracked.id
+
+    def _begin(self, client: MlflowClient, artifacts: str | None) -> None:
+        """Create the run, and its experiment where it is missing. artifacts: URI of the folder for a new experiment's files."""
+        project, group = self._telemetry.project, self._telemetry.group
+        experiment = client.get_experiment_by_name(project)
+        experiment_id = client.create_experiment(project, artifacts) if experiment is None else experiment.experiment_id
+        tags = {**({} if group is None else {"group": group}), **dict.fromkeys(self._telemetry.tags, "true")}
+        run = client.create_run(experiment_id, run_name=self._telemetry.experiment, tags=tags)
+        self._tracked.begin(run.info.run_id)
+
+
+def _param_batches(config: Mapping[str, Any]) -> Iterator[list]:
+    """The keys of a configuration as MLflow's parameters, as many as one request takes."""
+    from mlflow.entities import Param
+
+    params = [Param(name, str(value)[:_MAX_PARAM_CHARS]) for name, value in _leaves(config)]
+    for start in range(0, len(params), _MAX_PARAMS):
+        yield params[start : start + _MAX_PARAMS]
+
+
+def _leaves(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in section.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value

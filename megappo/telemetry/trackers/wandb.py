@@ -1,0 +1,79 @@
+"""Weights & Biases, online or into files of the run directory. For the helper process (`process.py`) only: wandb replaces
+`sys.exit`, writes to the environment and waits in an exit handler.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megappo.config.schema import TelemetryConfig
+from megappo.telemetry.trackers.base import TEXT_COLUMNS, Histogram, Status, texts_of
+from megappo.telemetry.trackers.state import TrackedRun
+
+if TYPE_CHECKING:
+    import wandb
+
+INIT_S = 60.0  # wandb's own limit on the first answer of its server
+
+
+class Wandb:
+    """A run of `telemetry.project`; offline it is written to `wandb/` of the run directory, for `wandb sync`."""
+
+    def __init__(self, root: Path, telemetry: TelemetryConfig, note: Callable[[str], None]) -> None:
+        self._root, self._telemetry, self._note = root, telemetry, note
+        self._run: wandb.Run | None = None
+
+    def start(self, config: Mapping[str, Any], resumed_step: int | None) -> None:
+        import wandb
+
+        telemetry = self._telemetry
+        wandb.teardown()  # after a failure: the service of the run before
+        self._tracked = TrackedRun(self._root, "wandb")
+        if self._tracked.id is None:
+            self._tracked.begin(uuid.uuid4().hex[:12])
+        self._run = wandb.init(
+            project=telemetry.project,
+            name=telemetry.experiment,
+            group=telemetry.group,
+            tags=list(telemetry.tags),
+            id=self._tracked.id,
+            resume="allow",
+            mode=telemetry.mode,
+            dir=str(self._root),
+            config=dict(config),
+            # The address of a git remote may hold a password, and code is the user's own.
+            settings=wandb.Settings(silent=True, console="off", disable_git=True, disable_code=True, init_timeout=INIT_S),
+        )
+        if telemetry.mode == "offline":
+            self._note(f"wandb: offline; to upload: wandb sync {self._root / 'wandb'}/offline-run-*-{self._tracked.id}")
+        else:
+            self._note(f"wandb: {self._run.url}")
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        self._log(step, dict(values))
+
+    def histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
+        import wandb
+
+        self._log(step, {f"{name}_histogram": wandb.Histogram(np_histogram=(h.counts, h.edges)) for name, h in histograms.items()})
+
+    def text(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        import wandb
+
+        self._log(step, {name: wandb.Table(columns=list(TEXT_COLUMNS), data=[list(texts_of(row)) for row in rows])})
+
+    def finish(self, status: Status) -> None:
+        import wandb
+
+        if self._run is not None:
+            self._run.finish(exit_code=1 if status == "failed" else 0)
+        wandb.teardown()
+
+    def _log(self, step: int, values: dict[str, Any]) -> None:
+        assert self._run is not None, "start comes first"
+        if self._tracked.is_new(step):
+            self._run.log(values, step=step)
+            self._tracked.given(step)
