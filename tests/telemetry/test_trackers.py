@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -130,6 +131,46 @@ def test_nothing_is_left_listening_running_or_told(wandb_runs: tuple[Path, Watch
     for path in root.rglob("*"):
         if path.is_file():
             assert b"s3cret" not in path.read_bytes().lower(), path
+
+
+RANK = """
+import io, os, signal, sys, time
+import psutil
+from pathlib import Path
+from tests.telemetry.test_trackers import steps_of, make_trackers, RunLog, TelemetryConfig, CONFIG
+
+def service():
+    return [p for p in psutil.Process().children(recursive=True) if "wandb-core" in " ".join(p.cmdline())]
+
+root = Path(sys.argv[1])
+telemetry = TelemetryConfig.model_validate({"trackers": ["wandb"], "mode": "offline"})
+trackers = make_trackers(telemetry, "killed", root)
+log = RunLog(root, trackers, CONFIG, stream=io.StringIO())
+steps_of(log, 1, 2)
+state = root / "trackers" / "wandb.json"
+while not (state.exists() and '"step": 2' in state.read_text()):
+    time.sleep(0.05)
+[process.terminate() for process in (trackers["wandb"]._process, *service())]
+time.sleep(1)
+steps_of(log, 3, 6)
+while '"step": 6' not in state.read_text():
+    time.sleep(0.05)
+print([p.pid for p in psutil.Process().children(recursive=True)], log._side_work.num_lost, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_wandb_goes_on_after_a_sigterm_to_its_service_and_ends_with_its_rank(tmp_path: Path) -> None:
+    """A job scheduler sends the request to stop to every process of a job, in whatever session."""
+    pytest.importorskip("wandb")
+    rank = subprocess.run([sys.executable, "-c", RANK, str(tmp_path)], stdout=subprocess.PIPE, text=True, timeout=120)
+    assert rank.returncode == -signal.SIGKILL
+    pids = json.loads(rank.stdout.split("]")[0] + "]")
+    assert len(pids) >= 2, "the helper, and wandb's services, dead and alive"
+    eventually(lambda: not any(psutil.pid_exists(pid) for pid in pids))
+    runs = [read_wandb(file) for file in sorted((tmp_path / "wandb").glob("offline-run-*/*.wandb"))]
+    assert len(runs) == 2 and runs[0][0].run_id == runs[1][0].run_id
+    assert {1} <= runs[0][1].keys() and {4, 5} <= runs[1][1].keys() <= {3, 4, 5, 6}
 
 
 # ---------------------------------------------------------------------------------------------------------- MLflow

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -30,7 +31,8 @@ class Wandb:
         import wandb
 
         telemetry = self._telemetry
-        wandb.teardown()  # after a failure: the service of the run before
+        with contextlib.suppress(Exception):  # after a failure: the service of the run before, which may be dead
+            wandb.teardown()
         self._tracked = TrackedRun(self._root, "wandb")
         if self._tracked.id is None:
             self._tracked.begin(uuid.uuid4().hex[:12])
@@ -41,6 +43,7 @@ class Wandb:
             tags=list(telemetry.tags),
             id=self._tracked.id,
             resume="allow",
+            reinit="create_new",  # and not the run that has failed
             mode=telemetry.mode,
             dir=str(self._root),
             config=dict(config),
