@@ -10,6 +10,7 @@ import pytest
 
 from megappo.config.redaction import redacted_values
 from megappo.config.schema import TelemetryConfig
+from megappo.telemetry.metrics import Distribution
 from megappo.telemetry.trackers import available
 from megappo.telemetry.trackers.available import tracker_problem
 from tests.test_dependencies import PACKAGE
@@ -134,3 +135,10 @@ def test_no_rank_imports_a_tracker() -> None:
     code = "import sys, megappo.telemetry.runlog, megappo.telemetry.trackers.process; print({'wandb', 'mlflow'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], cwd=PACKAGE.parent, stdout=subprocess.PIPE, text=True, check=True)
     assert done.stdout.strip() == "set()"
+
+
+def test_the_guide_lists_every_histogram_and_says_what_a_refused_run_says() -> None:
+    page = (PACKAGE.parent / "docs" / "telemetry.md").read_text()
+    assert all(f"| `{one.value}` | {one.meaning} |" in page for one in Distribution)
+    assert str(said("tensorboard", "wandb", "mlflow")) in page
+    assert str(said("mlflow")).partition(": ")[2] in page

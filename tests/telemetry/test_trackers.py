@@ -403,6 +403,11 @@ def test_a_tracker_is_started_anew_after_two_failures_in_a_row() -> None:
     assert made[0].took == [("start", None), ("metrics", 2)] and made[1].took == [("start", None), ("metrics", 5), ("metrics", 6)]
 
 
+def test_a_reason_is_one_line_without_passwords() -> None:
+    assert process.reason_of(OSError("\nno http://me:s3cret@host/x\nmore")) == "OSError: no http://(hidden)@host/x"
+    assert process.reason_of(TimeoutError()) == "TimeoutError"
+
+
 def test_steps_that_a_tracker_has_are_known_after_a_restart(tmp_path: Path) -> None:
     first = TrackedRun(tmp_path, "t")
     assert first.id is None and first.is_new(0)

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from megappo.config.redaction import hide_secrets
 from megappo.config.schema import TelemetryConfig
 from megappo.telemetry.trackers.base import Histogram, Status, Tracker
 from megappo.telemetry.trackers.mlflow import Mlflow
@@ -93,9 +94,9 @@ def give(tracker: Tracker, record: Mapping[str, Any]) -> None:
 
 
 def reason_of(error: Exception) -> str:
-    """One line for a warning: the first line of the message, and the kind of error."""
+    """One line for a warning: the kind of error and the first line of its message, without the password of an address."""
     first = next((line for line in str(error).splitlines() if line.strip()), "")
-    return f"{type(error).__name__}: {first.strip()}" if first else type(error).__name__
+    return f"{type(error).__name__}: {hide_secrets(first.strip())}" if first else type(error).__name__
 
 
 def _follow(parent: int) -> None:
