@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from megappo.config.errors import problem
 from megappo.config.schema import TelemetryConfig
 from megappo.installed import missing_package
-from megappo.telemetry.trackers.mlflow import URI
+from megappo.telemetry.trackers.mlflow_run import URI
 
 WANDB_SERVER = "https://api.wandb.ai"
 _OFFLINE = "or set telemetry.mode=offline"

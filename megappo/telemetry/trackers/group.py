@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ class Trackers:
         """Wait for the trackers in helper processes, at most FINISH_S in all."""
         for name, tracker in self._trackers.items():
             if isinstance(tracker, HelperTracker):
-                self._side_work.run(name, lambda: tracker.wait(FINISH_S[self._status]))
+                self._side_work.run(name, partial(tracker.wait, FINISH_S[self._status]))
                 self._hear(name, tracker)
 
     def _each(self, action: Callable[[Tracker], None]) -> None:

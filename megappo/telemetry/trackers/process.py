@@ -20,8 +20,8 @@ from typing import Any
 from megappo.config.redaction import hide_secrets
 from megappo.config.schema import TelemetryConfig
 from megappo.telemetry.trackers.base import Histogram, Status, Tracker
-from megappo.telemetry.trackers.mlflow import Mlflow
-from megappo.telemetry.trackers.wandb import Wandb
+from megappo.telemetry.trackers.mlflow_run import Mlflow
+from megappo.telemetry.trackers.wandb_run import Wandb
 
 TRACKERS = {"wandb": Wandb, "mlflow": Mlflow}
 

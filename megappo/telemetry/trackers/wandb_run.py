@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy
+
 from megappo.config.schema import TelemetryConfig
 from megappo.telemetry.trackers.base import TEXT_COLUMNS, Histogram, Status, texts_of
 from megappo.telemetry.trackers.state import TrackedRun
@@ -61,7 +63,8 @@ class Wandb:
     def histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
         import wandb
 
-        self._log(step, {f"{name}_histogram": wandb.Histogram(np_histogram=(h.counts, h.edges)) for name, h in histograms.items()})
+        arrays = {name: (numpy.asarray(h.counts), numpy.asarray(h.edges)) for name, h in histograms.items()}
+        self._log(step, {f"{name}_histogram": wandb.Histogram(np_histogram=pair) for name, pair in arrays.items()})
 
     def text(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
         import wandb

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
 from megappo.config.schema import TelemetryConfig
 from megappo.telemetry.trackers.base import TEXT_COLUMNS, Histogram, Status, texts_of
 from megappo.telemetry.trackers.state import TrackedRun
-
-if TYPE_CHECKING:
-    from mlflow import MlflowClient
 
 URI = "MLFLOW_TRACKING_URI"
 # MLflow's names of the ends of a run.
@@ -34,12 +32,11 @@ class Mlflow:
         self._root, self._telemetry, self._note = root, telemetry, note
 
     def start(self, config: Mapping[str, Any], resumed_step: int | None) -> None:
-        from mlflow import MlflowClient
-
+        mlflow: Any = importlib.import_module("mlflow")
         folder, offline = self._root.absolute() / "mlflow", self._telemetry.mode == "offline"
         if offline:
             folder.mkdir(parents=True, exist_ok=True)
-        self._client = MlflowClient(tracking_uri=f"sqlite:///{folder / 'mlflow.db'}" if offline else os.environ[URI])
+        self._client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{folder / 'mlflow.db'}" if offline else os.environ[URI])
         self._tracked = TrackedRun(self._root, "mlflow")
         if self._tracked.id is None:
             self._begin(self._client, folder.as_uri() if offline else None)
@@ -52,12 +49,12 @@ class Mlflow:
             self._note(f"mlflow: offline; to look at: mlflow ui --backend-store-uri sqlite:///{folder / 'mlflow.db'}")
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        from mlflow.entities import Metric
-
         if self._tracked.is_new(step):
+            entities: Any = importlib.import_module("mlflow.entities")
             now_ms = int(time.time() * 1000)
             self._client.log_batch(
-                self._id, metrics=[Metric(_NOT_IN_NAMES.sub("_", name), value, now_ms, step) for name, value in values.items()]
+                self._id,
+                metrics=[entities.Metric(_NOT_IN_NAMES.sub("_", name), value, now_ms, step) for name, value in values.items()],
             )
             self._tracked.given(step)
 
@@ -81,7 +78,7 @@ class Mlflow:
         assert self._tracked.id is not None, "start comes first"
         return self._tracked.id
 
-    def _begin(self, client: MlflowClient, artifacts: str | None) -> None:
+    def _begin(self, client: Any, artifacts: str | None) -> None:
         """Create the run, and its experiment where it is missing. artifacts: URI of the folder for a new experiment's files."""
         project, group = self._telemetry.project, self._telemetry.group
         experiment = client.get_experiment_by_name(project)
@@ -93,9 +90,8 @@ class Mlflow:
 
 def _param_batches(config: Mapping[str, Any]) -> Iterator[list]:
     """The keys of a configuration as MLflow's parameters, as many as one request takes."""
-    from mlflow.entities import Param
-
-    params = [Param(name, str(value)[:_MAX_PARAM_CHARS]) for name, value in _leaves(config)]
+    entities: Any = importlib.import_module("mlflow.entities")
+    params = [entities.Param(name, str(value)[:_MAX_PARAM_CHARS]) for name, value in _leaves(config)]
     for start in range(0, len(params), _MAX_PARAMS):
         yield params[start : start + _MAX_PARAMS]
 
