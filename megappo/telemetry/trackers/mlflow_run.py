@@ -52,10 +52,9 @@ class Mlflow:
         if self._tracked.is_new(step):
             entities: Any = importlib.import_module("mlflow.entities")
             now_ms = int(time.time() * 1000)
-            self._client.log_batch(
-                self._id,
-                metrics=[entities.Metric(_NOT_IN_NAMES.sub("_", name), value, now_ms, step) for name, value in values.items()],
-            )
+            named = {_NOT_IN_NAMES.sub("_", name): value for name, value in values.items()}
+            metrics = [entities.Metric(name, value, now_ms, step) for name, value in named.items()]
+            self._client.log_batch(self._id, metrics=metrics)
             self._tracked.given(step)
 
     def histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
