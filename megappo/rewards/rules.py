@@ -16,7 +16,7 @@ from pathlib import Path
 from megappo.rewards.base import Part, RewardInput
 from megappo.rewards.gsm8k import gsm8k_flexible, gsm8k_format, gsm8k_strict
 from megappo.rewards.inline import InlinePart
-from megappo.rewards.pool import PoolPart
+from megappo.rewards.pool import PoolPart, Worker
 from megappo.rewards.symbolic import MathVerify
 
 
@@ -46,6 +46,9 @@ RULES: Mapping[str, Callable[[], RewardRule]] = {
     "has_eos": lambda: has_eos,
 }
 
+# Rules that work in a process of their own, so that a rank can have several of them.
+POOLED: Mapping[str, Callable[[], Worker]] = {"math_verify": MathVerify}
+
 READS_NUMBER = ("gsm8k_strict", "gsm8k_flexible")
 """Rules that need a number as reference answer (`gsm8k.gold_number`)."""
 
@@ -62,7 +65,7 @@ def make_rule(name: str) -> RewardRule:
 def make_part(name: str, workers: int = 0) -> Part:
     """The rule of this name as a part, in the main thread or in a pool. ValueError as `make_rule`."""
     if workers:
-        return PoolPart(name, RULES[name], workers)
+        return PoolPart(name, POOLED[name], workers)
     rule = make_rule(name)
     return InlinePart(name, rule, close=getattr(rule, "close", None))
 
