@@ -250,6 +250,7 @@ FORGED_TESTS: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow  # 50 sandboxes
 def test_no_program_forges_its_verdict(fraction: CodePart) -> None:
     # A program of a function prints nothing, so standard output is no way for it.
     table = [(name, kind, code) for name, code in FORGED.items() for kind in FORGED_TESTS if kind != "stdin" or "def " not in code]
