@@ -51,7 +51,7 @@ class Parser(argparse.ArgumentParser):
 def cmd_train(args: Arguments) -> int:
     from megappo.config.checks import check_run_dir
     from megappo.config.loading import load_config
-    from megappo.launch.training import train_here
+    from megappo.launch.training import require_servers_here, train_here
     from megappo.launch.world import is_rank, join_srun, world_size
     from megappo.platform.permissions import apply_permissions
     from megappo.prepare.hub import local_overrides, with_local_models
@@ -80,7 +80,7 @@ def cmd_train(args: Arguments) -> int:
         run_dir = check_run_dir(config.run, args.resume)
         _require_device(config.run.device)
         _require_isolation(config)
-        _plan(config, ranks, None, resume=args.resume)
+        require_servers_here(_plan(config, ranks, None, resume=args.resume), resume=args.resume)
         apply_permissions(config.run.permissions)
         folder, command = None, ["train", args.config, *args.overrides, *local_overrides(written, config)]
         if args.max_restarts:

@@ -59,6 +59,7 @@ REQUIREMENTS: tuple[Requirement, ...] = (
     Requirement(("pyarrow",), "pyarrow", ".parquet data", False, "pip install 'megappo[datasets]'"),
     Requirement(("datasets",), "datasets", "Hugging Face datasets by name", False, "pip install 'megappo[datasets]'"),
     Requirement(("math-verify",), "math_verify", "the math_verify reward", False, "pip install 'megappo[math]'"),
+    Requirement(("httpx2",), "httpx2", "rewards of a server (url)", False, "pip install 'megappo[remote]'"),
     Requirement(
         ("transformer-engine",), "transformer_engine", "fused layers on GPUs", False, "scripts/install_transformer_engine.sh"
     ),

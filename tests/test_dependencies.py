@@ -28,7 +28,7 @@ ALLOWED_PARTS = {
     "bridge/": {"models", "parallel", "rollout"},
     "checkpoint/": {"parallel", "platform", "resilience"},  # how the writer process is started
     "data/": {"config"},
-    "rewards/": {"resilience"},
+    "rewards/": {"config", "resilience"},
     "convert/": {"config"},
     "runs/": {"checkpoint", "config", "resilience", "telemetry"},
     "trajectories/": {"arguments", "config", "telemetry"},

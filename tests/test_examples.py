@@ -15,6 +15,7 @@ from tests.trainer.small_run import small_config, write_small_task
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
+TOKEN = "s3same-open-91c4"
 
 
 def python(*arguments: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess:
@@ -28,7 +29,22 @@ def python(*arguments: str | Path, cwd: Path | None = None) -> subprocess.Comple
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory) -> Path:
+def server():
+    """Address of `remote_reward.py`, with the token in this environment."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RM_TOKEN", TOKEN)
+        command = [sys.executable, str(EXAMPLES / "remote_reward.py"), "0"]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        try:
+            assert process.stdout is not None
+            yield process.stdout.readline().split()[-1]
+        finally:
+            process.kill()
+            process.communicate()
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, server) -> Path:
     """The directory of a run of two steps with a copy of `own_reward.py` in a fresh folder, on one rank, without vLLM."""
     folder = tmp_path_factory.mktemp("examples")
     write_small_task(folder)
@@ -45,6 +61,7 @@ def trained(tmp_path_factory) -> Path:
                 {"name": "exact_match"},
                 {"path": "rewards/mine.py", "function": "close", "weight": 0.5},  # relative to the working directory
                 {"path": "rewards/mine.py", "function": "digits", "batch": True, "args": {"wanted": 2}, "weight": 0.25},
+                {"url": server, "name": "brief", "weight": 2.0, "remote": {"batch_size": 5, "token_env": "RM_TOKEN"}},
             ],
             "telemetry.trajectories_every": 1,
             "telemetry.trajectories_per_step": 32,  # all
@@ -76,8 +93,24 @@ def test_a_reward_of_ones_own_scores_the_responses(trained):
         parts = row["parts"]
         assert parts["mine.digits.digits"] == sum(character.isdigit() for character in row["response"])
         assert parts["mine.digits"] == (parts["mine.digits.digits"] == 2)
-        assert row["score"] == pytest.approx(parts["exact_match"] + 0.5 * parts["mine.close"] + 0.25 * parts["mine.digits"])
+        own = parts["exact_match"] + 0.5 * parts["mine.close"] + 0.25 * parts["mine.digits"]
+        assert row["score"] == pytest.approx(own + 2.0 * parts["brief"])
     assert any(row["parts"]["mine.digits.digits"] for row in rows)
+
+
+def test_a_server_of_ones_own_scores_the_responses_and_the_token_is_written_nowhere(trained, monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    from remote_reward import brief
+
+    rows = [json.loads(line) for path in (trained / "trajectories").iterdir() for line in path.read_text().splitlines()]
+    for row in rows:
+        expected = brief(row)
+        assert row["parts"]["brief"] == pytest.approx(expected or 0.0)
+    assert any(row["parts"]["brief"] for row in rows)
+    files = [path for path in trained.parent.parent.rglob("*") if path.is_file()]
+    assert not [path for path in files if TOKEN.encode() in path.read_bytes()]
+    recorded = yaml.safe_load((trained / "config.yaml").read_text())["reward"]["parts"][-1]
+    assert recorded["remote"]["token_env"] == "RM_TOKEN", "its name is"
 
 
 def test_a_trajectory_is_read_and_its_returns_are_those_of_the_run(trained):

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from megappo.config.errors import problem
 from megappo.config.paths import odd_character
-from megappo.config.schema import DEFAULT_RECIPE, PART_KINDS, RewardConfig, RewardPart
+from megappo.config.schema import DEFAULT_RECIPE, PART_KINDS, RewardConfig, RewardPart, Section
+from megappo.config.urls import host_of, is_loopback
 
 LONGEST_LABEL = 64  # it is part of a metric's name
 OWN_CODE = ("path", "entry_point")
@@ -22,7 +23,7 @@ def reward_problem(reward: RewardConfig) -> str | None:
     for recipe, parts in reward.recipes.items():
         if (message := _recipe_problem(reward.key_of(recipe), parts)) is not None:
             return message
-    return _same_settings(reward)
+    return _same_settings(reward) or _host_problem(reward)
 
 
 def _route_problem(reward: RewardConfig) -> str | None:
@@ -47,6 +48,17 @@ def _same_settings(reward: RewardConfig) -> str | None:
                 here = f"{reward.key_of(recipe)}.{index}"
                 fix = f"has other settings than {key}, and both are logged under this name; give one another name"
                 return problem(here, part.label, fix)
+    return None
+
+
+def _host_problem(reward: RewardConfig) -> str | None:
+    """Problem of a part whose server is not on the list of hosts. Addresses of this machine need not be."""
+    for key, part in reward.all_parts.values():
+        if part.url is None or reward.allow_hosts is None or is_loopback(host := host_of(part.url)):
+            continue
+        if host not in (allowed.lower() for allowed in reward.allow_hosts):
+            fix = f"{host} is not in reward.allow_hosts ({', '.join(reward.allow_hosts) or 'empty'}); add it, or ask another server"
+            return problem(f"{key}.url", part.url, fix)
     return None
 
 
@@ -77,6 +89,7 @@ def _part_problem(key: str, part: RewardPart) -> str | None:
     for name in dict.fromkeys(name for keys in PART_KINDS.values() for name in keys):
         value = getattr(part, name)
         if name not in allowed and value != type(part).model_fields[name].default:
+            value = value.model_dump(exclude_unset=True) if isinstance(value, Section) else value
             owners = " or ".join(kind for kind, keys in PART_KINDS.items() if name in keys)
             what = f"a part with {kinds[0]}" if kinds else f"{part.name} is a built-in rule, which"
             return problem(f"{key}.{name}", value, f"{what} has none; remove it, or set {owners}")

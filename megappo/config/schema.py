@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
 
 from megappo.config.paths import FilePath, ModelPath, PathText
+from megappo.config.urls import SecretVariable, ServerUrl
 
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
@@ -244,10 +245,38 @@ class DataConfig(Section):
     """Number of held-out prompts to evaluate on, from the first; null means all."""
 
 
+SampleField = Literal["id", "prompt", "response", "answer", "truncated", "num_tokens", "full_response", "tokens", "record"]
+
+
+class RemoteConfig(Section):
+    """Requests to a reward server (docs/rewards.md). Their samples are scored on the rank that holds them."""
+
+    batch_size: Positive = 32
+    """Most samples of one request."""
+    concurrency: Positive = 8
+    """Most requests that one rank has under way."""
+    timeout_s: PositiveFloat = 30.0
+    """Limit for one request, from its connection to the last byte of its answer."""
+    retry_budget_s: NonNegativeFloat = 60.0
+    """Seconds after its first failure in which a request is tried again: after a refused or broken connection, a timeout, and the
+    answers 408, 429 and 5xx. Then the run ends. 0 tries once."""
+    token_env: SecretVariable | None = None
+    """Environment variable with the token that every request carries (`Authorization: Bearer ...`). The token itself is never
+    written down, so the name has to say that it is one: REWARD_TOKEN, RM_API_KEY."""
+    send: tuple[SampleField, ...] = ("id", "prompt", "response", "answer", "truncated", "num_tokens")
+    """Fields of a sample that the server is sent. record is the whole record of the data, full_response the text with the stop
+    string and special tokens, tokens the sampled ids."""
+    max_response_mib: PositiveFloat = 1.0
+    """Largest answer; a larger one ends the run. A score takes some 25 bytes, and so does each further part of it."""
+    ca_file: FilePath | None = None
+    """Certificates (PEM) by which to verify the server, in place of the system's."""
+
+
 PART_KINDS: Mapping[str, tuple[str, ...]] = {
     "path": ("function", "batch", "args", "workers", "timeout_s"),
     "entry_point": ("batch", "args", "workers", "timeout_s"),
     "code": (),
+    "url": ("remote",),
 }
 """Key of a part that names what it is, exclusive -> the keys that belong to it. A part with none of them is a built-in rule."""
 
@@ -298,6 +327,10 @@ class RewardPart(Section):
     """Seconds that one call of your own reward may take; then its process is ended, the response is undecided. Needs `workers`."""
     code: CodeRewardConfig | None = None
     """Run the program in a response against the tests of its record, in a sandbox. Logged as `code`, or under `name`."""
+    url: ServerUrl | None = None
+    """Address of a server that scores samples: https, or http to an address of this machine, as `http://127.0.0.1:8000/score`."""
+    remote: RemoteConfig = RemoteConfig()
+    """Requests to `url`."""
 
     @property
     def kind(self) -> str:
@@ -339,6 +372,8 @@ class RewardConfig(Section):
     """Rules whose weighted sum is the score of a response; each is logged under its name."""
     route: RewardRoute = RewardRoute()
     """Several recipes in one run, in place of `parts`: a label in the data chooses among them."""
+    allow_hosts: tuple[str, ...] | None = None
+    """Hosts of other machines that a part's `url` may name: responses go there. null allows any, over https; an empty list none."""
     missing_eos_penalty: NonNegativeFloat = 0.0
     """Subtracted from the score of a response cut by the length limit."""
     length_penalty: NonNegativeFloat = 0.0

@@ -12,7 +12,7 @@ from megappo.launch import submit
 from megappo.launch.attempt import check_start
 from megappo.launch.options import JOB_DEFAULTS, MAX_RESTARTS, SLURM_ONLY
 from megappo.launch.script import Job
-from megappo.launch.training import train_here
+from megappo.launch.training import require_servers_here, train_here
 from megappo.launch.world import world_size
 from megappo.platform.permissions import apply_permissions
 from megappo.prepare.hub import with_local_models
@@ -90,6 +90,7 @@ def launch_here(args: argparse.Namespace, make_plan: MakePlan) -> int:
     if args.dry_run:
         print(planned.report(), end="")
         return 0
+    require_servers_here(planned, resume=args.resume)
     apply_permissions(config.run.permissions)
     folder = submit.record(config, run_dir)
     print(f"record:  {folder}", flush=True)

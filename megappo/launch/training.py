@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megappo.checkpoint.errors import RefusedCheckpoint
 from megappo.launch.exit_codes import DONE, MISTAKE, STOPPED, UNRECOVERABLE
@@ -20,6 +21,9 @@ from megappo.launch.requests import Requests
 from megappo.launch.restart import NoProgress, Start, newest_step, next_start, read_starts, record_start, saved_steps, set_aside
 from megappo.resilience.ended import Ended, is_stopped, read_end, record_failure
 from megappo.resilience.verdict import VERDICT
+
+if TYPE_CHECKING:  # imports torch
+    from megappo.plan.run import PlannedRun
 
 RANK_MODULE = "megappo.cli"
 # Everything that a rank imports on its way to the first step, as far as it starts no thread and opens no GPU: a test looks.
@@ -70,6 +74,14 @@ def _evidence() -> Iterator[Path]:
     finally:
         if not (folder / VERDICT).exists():
             shutil.rmtree(folder)
+
+
+def require_servers_here(planned: PlannedRun, *, resume: bool) -> None:
+    """ConfigError, one line, if a reward server cannot be asked from this machine, on which ranks are to start."""
+    from megappo.prepare.remote_rewards import require_reachable
+
+    assert planned.data is not None, "only a plan of shapes has no data"
+    require_reachable(planned.data.reward_parts, resume=resume)
 
 
 def conclude(end: WorldEnd, run_dir: Path) -> int:

@@ -14,6 +14,7 @@ from megappo.config.schema import RewardConfig, RewardPart
 from megappo.data.prompts import Prompt, PromptSet, record_field
 from megappo.prepare.code_rewards import load_code
 from megappo.prepare.own_rewards import load_own
+from megappo.prepare.remote_rewards import load_remote
 from megappo.prepare.reward_routes import places, scored_by
 from megappo.rewards.base import PreparedPart
 from megappo.rewards.compose import LENGTH, MISSING_EOS
@@ -49,6 +50,7 @@ LOADERS: Mapping[str, Callable[[RewardPart], PreparedPart]] = {
     "path": load_own,
     "entry_point": load_own,
     "code": load_code,
+    "url": load_remote,
 }
 """Kind of part -> its loader: ValueError, one line without the key, for a part that cannot be used."""
 

@@ -70,12 +70,14 @@ class PreparedPart:
     """A part that was loaded and checked before a model was built.
 
     make: builds it on a rank; None for a part that all ranks compute together. requires: `answer`, and fields that every record
-    must have. sha256: of its code; None if it has none.
+    must have. sha256: of its code; None if it has none. ask: tries on a
+    rank, before a model is built and for up to so many seconds, if the part can work; RewardError if not. None: nothing to try.
     """
 
     make: Callable[[], Part] | None
     requires: tuple[str, ...] = ()
     sha256: str | None = None
+    ask: Callable[[float], None] | None = None
 
 
 def describe(sample: RewardInput) -> str:

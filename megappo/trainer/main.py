@@ -50,6 +50,7 @@ from megappo.trainer.checkpoints import Checkpoints
 from megappo.trainer.kernel_selection import select_kernels
 from megappo.trainer.ppo import PPO
 from megappo.trainer.replicas import ReplicaCheck
+from megappo.trainer.reward_servers import require_servers
 from megappo.trainer.run_facts import require_equal_data, run_facts, warn_of_changes
 from megappo.trainer.rundir import RunDir
 from megappo.trainer.scoring import ScoringProgress
@@ -108,6 +109,7 @@ def _train(
     facts = run_facts(config, data)
     require_equal_data(facts)
     require_isolation(config.reward)  # of this rank's machine
+    require_servers(data.reward_parts, resume=resume)
     # A checkpoint that cannot be resumed is refused before any model is built.
     manifest = store.find_resumable(facts, steps_to_skip()) if resume else None
     if manifest is not None:

@@ -52,7 +52,9 @@ def _recipe_facts(reward: RewardConfig) -> dict[str, Any]:
 
 def _part_facts(part: RewardPart) -> dict[str, Any]:
     """A part without the place of its file, which may move: its content is in the facts of the code."""
-    facts = part.model_dump(mode="json", exclude={"workers"})  # which change no score
+    facts = part.model_dump(mode="json", exclude={"workers", "remote"})  # which change no score
+    if part.url is not None:
+        facts["send"] = list(part.remote.send)
     return facts if facts.pop("path", None) is None else {"name": part.label, **facts}
 
 

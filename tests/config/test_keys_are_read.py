@@ -13,6 +13,7 @@ INSTRUMENTS = frozenset({"config", "prepare", "plan", "verify"})
 # Read through a function of config/ or prepare/ that the trainer calls.
 READ_THROUGH = {
     "output_dir": "checks.run_dir_of",
+    "allow_hosts": "checks.check_config, which refuses the run: that is all it is for",
     "checkpoint_role": "prepare.critic_source.critic_source",
     "fit_batch": "prepare.fit.fit_if_asked, whose configuration is the one that is trained",
     "histograms_every": "config.schema.TelemetryConfig.histogram_interval",

@@ -1,0 +1,82 @@
+"""Questions to one reward server, tried again for a while: `request.py` is one request, `wire.py` its JSON."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from megappo.config.schema import RemoteConfig
+from megappo.rewards.base import RewardError, RewardInput, describe
+from megappo.rewards.request import MIB, Refused, TryAgain, make_client, post
+from megappo.rewards.wire import BadScore, Result, request_body, results_of
+
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.25, 5.0  # doubled in between; a wait is this times 0.5 to 1
+_LAST_TRY_S = 1.0  # least limit of the try at the end of the budget
+
+
+@dataclass(frozen=True)
+class Server:
+    """A reward server. name: of the part. token: sent with every request; None for none. It is in no repr and no record."""
+
+    name: str
+    url: str
+    settings: RemoteConfig
+    token: str | None = field(default=None, repr=False)
+
+
+class Asker:
+    """Client of a server, for one event loop. retried: called with the reason before a request is sent again."""
+
+    def __init__(self, server: Server, retried: Callable[[str], None] = lambda reason: None) -> None:
+        """ValueError, one line, for `ca_file` that cannot be read."""
+        self._server, self._retried = server, retried
+        self._client = make_client(server.url, server.settings, server.token)
+        self._random = random.Random()  # of its own: the run's is seeded, and the same on every rank
+
+    async def results(self, samples: Sequence[RewardInput], retry_budget_s: float) -> list[Result]:
+        """Results of the samples of one request, in order. RewardError with server, tries, reason and sample."""
+        settings, began = self._server.settings, time.monotonic()
+        try:
+            body = request_body(samples, settings.send)
+        except ValueError as error:
+            raise RewardError(f"reward {self._server.name}: {error}{_described(samples)}") from error
+        tries, give_up, wait_s = 0, float("inf"), _FIRST_WAIT_S
+        while True:
+            tries += 1
+            limit_s = min(settings.timeout_s, max(give_up - time.monotonic(), _LAST_TRY_S))
+            try:
+                answer = await post(self._client, self._server.url, body, limit_s, int(settings.max_response_mib * MIB))
+                return results_of(answer, len(samples))
+            except (Refused, ValueError) as error:
+                one = samples[error.index : error.index + 1] if isinstance(error, BadScore) else samples
+                raise self._failed(str(error), tries, began, one) from error
+            except TryAgain as error:
+                now = time.monotonic()
+                give_up = min(give_up, now + retry_budget_s)
+                left_s = give_up - now
+                if left_s <= 0:
+                    raise self._failed(str(error), tries, began, samples) from error
+                if error.after_s > left_s:
+                    reason = f"{error}; it asks to wait {error.after_s:.0f} s, and {left_s:.0f} s of remote.retry_budget_s are left"
+                    raise self._failed(reason, tries, began, samples) from error
+                self._retried(str(error))
+                await asyncio.sleep(min(left_s, max(error.after_s, wait_s * self._random.uniform(0.5, 1.0))))
+                wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._client.aclose()
+
+    def _failed(self, reason: str, tries: int, began: float, samples: Sequence[RewardInput]) -> RewardError:
+        often = f" after {tries} tries in {time.monotonic() - began:.1f} s" if tries > 1 else ""
+        return RewardError(f"reward {self._server.name}: {self._server.url}{often}: {reason}{_described(samples)}")
+
+
+def _described(samples: Sequence[RewardInput]) -> str:
+    if not samples:
+        return ""
+    first = describe(samples[0])
+    return f"; {len(samples)} samples, the first: {first}" if len(samples) > 1 else f"; {first}"

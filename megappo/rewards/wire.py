@@ -1,0 +1,148 @@
+"""JSON of remote rewards, version 1: what a reward server is asked and what it answers (docs/rewards.md).
+
+Both sides use it: the client (`remote.py`) and `scripts/reward_server.py`. Nothing here opens a connection.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+from megappo.rewards.base import RewardInput
+from megappo.rewards.verdict import LARGEST
+
+VERSION = 1
+# Name in the request -> field of RewardInput.
+FIELDS = {
+    "id": "sample_id",
+    **{name: name for name in ("prompt", "response", "answer", "truncated", "num_tokens", "full_response", "tokens", "record")},
+}
+_DEFAULTS = {"prompt": "", "answer": "", "truncated": False, "num_tokens": 0, "record": {}, "sample_id": ""}
+_ANSWER = '{"scores": [a number, or null for undecided, per sample]}'
+
+Result = float | dict[str, Any] | None
+
+
+class BadScore(ValueError):
+    """An answer whose value for one sample is no score. index: of the sample in the request."""
+
+    def __init__(self, text: str, index: int) -> None:
+        super().__init__(text)
+        self.index = index
+
+
+def request_body(samples: Sequence[RewardInput], send: Sequence[str]) -> bytes:
+    """Body of a request about these samples. ValueError, without the sample, for a record that JSON does not hold."""
+    listed = [{name: getattr(sample, FIELDS[name]) for name in send} for sample in samples]
+    try:
+        # ASCII: half of a surrogate pair, which a record may hold, has no bytes in UTF-8.
+        return json.dumps({"version": VERSION, "samples": listed}, allow_nan=False).encode("ascii")
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"a record cannot be sent as JSON: {error}") from None
+
+
+def results_of(body: bytes, num_samples: int) -> list[Result]:
+    """Results of the answer, in the order of the samples: {score, parts}, a number where there are no parts, None for undecided.
+
+    ValueError, one line, for anything but `num_samples` finite numbers or nulls.
+    """
+    answer = _parsed(body, "the answer")
+    if not isinstance(answer, dict) or not isinstance(answer.get("scores"), list):
+        raise ValueError(f"the answer is {_shown(answer)}, not {_ANSWER}")
+    if unknown := sorted(answer.keys() - {"scores", "parts", "version"}):
+        raise ValueError(f"the answer holds {_shown(unknown[0])} beside scores; known are scores, parts and version")
+    if answer.get("version", VERSION) != VERSION:
+        raise ValueError(f"the answer is of version {_shown(answer['version'])} of the protocol, not {VERSION}")
+    scores = _numbers(answer["scores"], "scores", num_samples)
+    parts = answer.get("parts") or {}
+    if not isinstance(parts, dict):
+        raise ValueError(f"parts of the answer is {_shown(parts)}, not a list of numbers for each name")
+    columns = {name: _numbers(values, f"parts.{name}", num_samples) for name, values in parts.items()}
+    return [_result(score, {name: values[i] for name, values in columns.items()}) for i, score in enumerate(scores)]
+
+
+def _result(score: float | None, parts: Mapping[str, float | None]) -> Result:
+    if score is None:
+        return None
+    given = {name: value for name, value in parts.items() if value is not None}
+    return {"score": score, "parts": given} if given else score
+
+
+def _numbers(values: Any, what: str, count: int) -> list[float | None]:
+    if not isinstance(values, list) or len(values) != count:
+        got = f"{len(values)} values" if isinstance(values, list) else _shown(values)
+        raise ValueError(f"the answer has {got} in {what} for {count} samples")
+    for i, value in enumerate(values):
+        # A bool is an int to Python; comparing keeps integers of a thousand digits exact, and leaves NaN out.
+        if value is not None and (not isinstance(value, (int, float)) or isinstance(value, bool) or not abs(value) <= LARGEST):
+            raise BadScore(f"the answer has {_shown(value)} as {what}[{i}], not a finite number", i)
+    return [None if value is None else float(value) for value in values]
+
+
+def _parsed(body: bytes, what: str) -> Any:
+    try:
+        return json.loads(body, parse_constant=_refuse_constant)
+    except _Constant as error:
+        raise ValueError(f"{what} holds {error}, which is no number of JSON; numbers are finite") from None
+    except (ValueError, RecursionError):  # no UTF-8, no JSON, an integer of a million digits, brackets in brackets in brackets
+        raise ValueError(f"{what} is no JSON: {_shown(body[:200].decode('utf-8', 'replace'))}") from None
+
+
+class _Constant(Exception):
+    """NaN or Infinity, which Python's parser takes and JSON does not have."""
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise _Constant(name)
+
+
+def _shown(value: Any) -> str:
+    """A value of the answer on one line of ASCII: it comes from elsewhere, and goes to a terminal."""
+    text = json.dumps(value) if not isinstance(value, int) or abs(value) < 1e30 else "a very large integer"
+    return text if len(text) <= 120 else text[:117] + "..."
+
+
+# ---------------------------------------------------------------------------------------------------------- side of a server
+
+
+def samples_of(body: bytes) -> list[RewardInput]:
+    """Samples of a request; fields that it lacks are empty. ValueError, one line, for anything else than a request."""
+    asked = _parsed(body, "the request")
+    if not isinstance(asked, dict) or not isinstance(asked.get("samples"), list):
+        raise ValueError('the request is not {"version": 1, "samples": [...]}')
+    if asked.get("version") != VERSION:
+        raise ValueError(f"the request has version {_shown(asked.get('version'))} of the protocol, not {VERSION}")
+    return [_sample_of(item, f"samples[{i}]") for i, item in enumerate(asked["samples"])]
+
+
+def answer_body(results: Sequence[Any]) -> dict[str, Any]:
+    """Answer to these results of a function. ValueError for one that is no score."""
+    scores, columns = [], dict[str, list[float | None]]()
+    for i, result in enumerate(results):
+        score, parts = (result.get("score"), result.get("parts", {})) if isinstance(result, Mapping) else (result, {})
+        if isinstance(result, Mapping) and (unknown := set(result) - {"score", "parts"}):
+            raise ValueError(f"returned {sorted(unknown)[0]} beside score and parts")
+        for name, value in {"the score": score, **parts}.items():
+            if value is not None and not (isinstance(value, (int, float)) and math.isfinite(value)):
+                raise ValueError(f"returned {value!r} as {name}, not a finite number")
+        scores.append(None if score is None else float(score))
+        for name, value in parts.items():
+            columns.setdefault(name, [None] * len(results))[i] = float(value)
+    return {"version": VERSION, "scores": scores, **({"parts": columns} if columns else {})}
+
+
+def _sample_of(item: Any, where: str) -> RewardInput:
+    if not isinstance(item, dict) or not isinstance(item.get("response"), str):
+        raise ValueError(f"{where} is {_shown(item)}, not an object with a response")
+    if unknown := sorted(item.keys() - FIELDS.keys()):
+        raise ValueError(f"{where} has the unknown field {_shown(unknown[0])}; known are {', '.join(FIELDS)}")
+    given = {FIELDS[name]: value for name, value in item.items()}
+    for name, value in given.items():
+        kind = {"truncated": bool, "num_tokens": int, "record": dict, "tokens": list}.get(name, str)
+        if not isinstance(value, kind):
+            raise ValueError(f"{where} has {name} = {_shown(value)}, not a {kind.__name__}")
+    if "tokens" in given:
+        given["tokens"] = tuple(given["tokens"])
+    return RewardInput(**{**_DEFAULTS, **given})

@@ -1,0 +1,257 @@
+"""A reward server for `reward.parts: [{url: ...}]`: your own function, or a Hugging Face reward model.
+
+    python scripts/reward_server.py --function rewards/mine.py:score
+    python scripts/reward_server.py --model path/to/reward-model --device cuda --dtype bf16
+
+It answers POST /score and GET /health (docs/rewards.md#remote). It listens on this machine alone unless told otherwise, and on
+another address only with a token and a certificate: megappo asks other machines over https.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hmac
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import anyio.to_thread
+import uvicorn
+from fastapi import FastAPI, HTTPException, Request
+from fastapi.responses import JSONResponse
+
+from megappo.config.urls import is_loopback
+from megappo.rewards.base import RewardInput, UnusableAnswer
+from megappo.rewards.own import load_from_file
+from megappo.rewards.wire import answer_body, samples_of
+
+MIB = 2**20
+
+
+class Unscorable(ValueError):
+    """Samples that cannot be scored however often they are sent: answered with 422, which ends the run."""
+
+
+class Scorer(Protocol):
+    def __call__(self, samples: Sequence[RewardInput]) -> Sequence[Any]:
+        """Results of the samples, in order: a number, {score, parts}, or None for undecided. Raises Unscorable."""
+        ...
+
+
+class Function:
+    """Scorer of a function of a file, as `reward.parts: [{path: ..., function: ...}]` takes it."""
+
+    def __init__(self, place: str, *, batch: bool, args: dict[str, Any]) -> None:
+        """place: `FILE:FUNCTION`. ValueError, one line, if there is no such function."""
+        path, colon, function = place.rpartition(":")
+        if not colon:
+            raise ValueError("write FILE:FUNCTION")
+        self._rule = load_from_file(function, os.path.abspath(path), function, batch=batch, args=args)
+
+    def __call__(self, samples: Sequence[RewardInput]) -> list[Any]:
+        for sample in samples:
+            if "answer" in self._rule.requires and not sample.answer:
+                raise Unscorable(f"{self._rule.name} requires an answer, which sample {sample.sample_id} lacks")
+        if self._rule.batch:
+            return list(self._called(list(samples), f"{len(samples)} samples")) if samples else []
+        return [self._called(sample, f"sample {sample.sample_id}") for sample in samples]
+
+    def _called(self, argument: Any, what: str) -> Any:
+        try:
+            value = self._rule.call(argument)
+        except UnusableAnswer:
+            return None
+        except Exception as error:  # any fault of the user's code
+            where = self._rule.place(error)
+            raise Unscorable(f"{self._rule.name} raised {type(error).__name__}: {error}{where}; {what}") from error
+        return value.tolist() if hasattr(value, "tolist") else value  # NumPy and torch
+
+
+class RewardModel:
+    """Scorer of a sequence-classification checkpoint with one label: its logit at the last token of prompt and response."""
+
+    def __init__(self, directory: str, *, device: str, dtype: str, batch_tokens: int) -> None:
+        """ValueError, one line, for a checkpoint that is no reward model."""
+        import torch
+        from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+        if not Path(directory, "config.json").is_file():
+            raise ValueError("is no directory of a Hugging Face checkpoint: it has no config.json")
+        self._torch, self._device, self._batch_tokens = torch, torch.device(device), batch_tokens
+        self._tokenizer = AutoTokenizer.from_pretrained(directory)
+        model, found = AutoModelForSequenceClassification.from_pretrained(
+            directory, dtype={"fp32": torch.float32, "bf16": torch.bfloat16}[dtype], output_loading_info=True
+        )
+        if model.config.num_labels != 1:
+            raise ValueError(f"has {model.config.num_labels} labels, and a reward model has 1")
+        if found["missing_keys"]:  # a language model without a head would get a random one
+            raise ValueError(f"lacks weights of a reward model: {sorted(found['missing_keys'])[0]}")
+        self._model = model.to(self._device).eval()
+        self._longest: int | None = getattr(model.config, "max_position_embeddings", None)
+
+    def __call__(self, samples: Sequence[RewardInput]) -> list[float]:
+        ids = [self._encode(sample) for sample in samples]
+        scores = [0.0] * len(ids)
+        for batch in self._batches(ids):
+            for i, score in zip(batch, self._scores([ids[i] for i in batch])):
+                scores[i] = score
+        return scores
+
+    def _encode(self, sample: RewardInput) -> list[int]:
+        if self._tokenizer.chat_template is not None:
+            turns = [{"role": "user", "content": sample.prompt}, {"role": "assistant", "content": sample.response}]
+            text = self._tokenizer.apply_chat_template(turns, tokenize=False)
+            ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        else:
+            ids = self._tokenizer(sample.prompt + sample.response)["input_ids"]
+        if not ids or (self._longest is not None and len(ids) > self._longest):
+            raise Unscorable(f"sample {sample.sample_id} has {len(ids)} tokens; the reward model takes 1 to {self._longest}")
+        return ids
+
+    def _batches(self, ids: Sequence[list[int]]) -> list[list[int]]:
+        """Indices of sequences of like length, whose padded tokens fit the budget."""
+        batches: list[list[int]] = []
+        for i in sorted(range(len(ids)), key=lambda i: -len(ids[i])):
+            if batches and (len(batches[-1]) + 1) * len(ids[batches[-1][0]]) <= self._batch_tokens:
+                batches[-1].append(i)
+            else:
+                batches.append([i])
+        return batches
+
+    def _scores(self, ids: Sequence[list[int]]) -> list[float]:
+        torch, longest = self._torch, max(map(len, ids))
+        # transformers scores the last token that is not the padding's: an id with which no sequence ends.
+        pad = next(i for i in range(len(ids) + 1) if all(sequence[-1] != i for sequence in ids))
+        self._model.config.pad_token_id = pad
+        tokens = torch.tensor([sequence + [pad] * (longest - len(sequence)) for sequence in ids], device=self._device)
+        mask = torch.tensor([[1] * len(sequence) + [0] * (longest - len(sequence)) for sequence in ids], device=self._device)
+        with torch.inference_mode():
+            return self._model(input_ids=tokens, attention_mask=mask).logits[:, 0].float().tolist()
+
+
+def make_app(scorer: Scorer, token: str | None, max_bytes: int) -> FastAPI:
+    """The application. Requests are scored one after the other: functions need not be thread-safe, a GPU is one."""
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    one_at_a_time = anyio.CapacityLimiter(1)
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @app.post("/score")
+    async def score(request: Request) -> JSONResponse:
+        given = request.headers.get("Authorization", "")
+        if token is not None and not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
+            raise HTTPException(401, "the token is missing or wrong")
+        body = await read(request, max_bytes)
+        try:
+            samples = samples_of(body)
+            results = await anyio.to_thread.run_sync(scorer, samples, limiter=one_at_a_time)
+            if len(results) != len(samples):
+                raise Unscorable(f"{len(results)} results for {len(samples)} samples")
+            return JSONResponse(answer_body(results))
+        except ValueError as error:
+            raise HTTPException(422, str(error)) from error
+
+    return app
+
+
+async def read(request: Request, max_bytes: int) -> bytes:
+    """Body of a request of at most this size."""
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > max_bytes:
+            raise HTTPException(413, f"the request is larger than {max_bytes / MIB:g} MiB (--max-request-mib)")
+    return bytes(body)
+
+
+def serve(app: FastAPI, listener: socket.socket, certificate: str | None, key: str | None) -> None:
+    """Serve until SIGINT or SIGTERM; requests under way are answered first."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)  # uvicorn raises the signal once more when it is done: that is no failure
+    uvicorn.Server(settings_of(app, certificate, key)).run(sockets=[listener])
+
+
+def settings_of(app: FastAPI, certificate: str | None = None, key: str | None = None) -> uvicorn.Config:
+    """Settings of the server: quiet, HTTP alone; requests under way get 30 s when it stops."""
+    return uvicorn.Config(
+        app,
+        http="h11",
+        ws="none",
+        lifespan="off",
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=30,
+        ssl_certfile=certificate,
+        ssl_keyfile=key,
+    )
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    what = made.add_mutually_exclusive_group(required=True)
+    what.add_argument("--function", metavar="FILE:FUNCTION", help="score by a function of a Python file (docs/rewards.md)")
+    what.add_argument("--model", metavar="DIR", help="score by a Hugging Face sequence-classification checkpoint with one label")
+    made.add_argument("--batch", action="store_true", help="the function takes a list of samples and returns a list")
+    made.add_argument("--args", type=json.loads, default={}, metavar="JSON", help="keyword arguments of the function")
+    made.add_argument("--device", default="cpu", help="of the model: cpu, cuda, cuda:1 (default: cpu)")
+    made.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="of the model (default: fp32)")
+    made.add_argument("--batch-tokens", type=int, default=32768, help="padded tokens of one pass of the model (default: 32768)")
+    made.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
+    made.add_argument("--port", type=int, default=8000, help="0 takes a free one (default: 8000)")
+    made.add_argument("--token-env", metavar="NAME", help="environment variable with the token that requests must carry")
+    made.add_argument("--certificate", metavar="PEM", help="certificate for https")
+    made.add_argument("--key", metavar="PEM", help="key of the certificate")
+    made.add_argument("--max-request-mib", type=float, default=64.0, help="largest request (default: 64)")
+    return made
+
+
+def token_of(args: argparse.Namespace) -> str | None:
+    """Token of the environment. ValueError, one line, if it is missing, or if the address needs more than is given."""
+    token = os.environ.get(args.token_env, "").strip() if args.token_env is not None else None
+    if token == "":
+        raise ValueError(f"--token-env {args.token_env}: the variable is not set")
+    if not is_loopback(args.host) and (token is None or args.certificate is None):
+        raise ValueError(f"--host {args.host} is open to other machines: give --token-env, --certificate and --key")
+    return token
+
+
+def scorer_of(args: argparse.Namespace) -> Scorer:
+    """ValueError, one line, for what cannot score."""
+    try:
+        if args.function is not None:
+            return Function(args.function, batch=args.batch, args=args.args)
+        return RewardModel(args.model, device=args.device, dtype=args.dtype, batch_tokens=args.batch_tokens)
+    except (ValueError, OSError) as error:
+        name, value = ("--function", args.function) if args.function is not None else ("--model", args.model)
+        raise ValueError(f"{name} {value}: {error}") from error
+
+
+def main() -> int:
+    args = parser().parse_args()
+    try:
+        token = token_of(args)
+        scorer = scorer_of(args)
+        family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
+        listener = socket.create_server((args.host, args.port), family=family)
+    except (ValueError, OSError, OverflowError) as error:  # Overflow: of a port
+        print(f"reward_server: {error}", file=sys.stderr)
+        return 2
+    host = f"[{args.host}]" if ":" in args.host else args.host
+    scheme = "https" if args.certificate is not None else "http"
+    print(f"scoring on {scheme}://{host}:{listener.getsockname()[1]}/score", flush=True)
+    serve(make_app(scorer, token, int(args.max_request_mib * MIB)), listener, args.certificate, args.key)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
