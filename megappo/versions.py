@@ -32,7 +32,7 @@ EXTRAS = {
     # From the oldest to the newest whose layers were built as models/implementation.py builds them.
     "gpu": {"transformer-engine[pytorch]": ">=2.11,<2.21"},
     "math": {"math-verify": ">=0.9"},
-    "remote": {"httpx2": ">=2.16,<3"},
+    "remote": {"httpx2": ">=2.16"},
     "server": {"fastapi": "", "uvicorn": ""},  # scripts/reward_server.py
     "datasets": {"datasets": "", "pyarrow": ""},
     "plot": {"matplotlib": ""},
