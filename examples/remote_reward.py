@@ -21,8 +21,8 @@ LARGEST = 64 * 2**20  # bytes of a request
 
 
 def brief(sample: dict[str, Any]) -> float | None:
-    """1 for an empty response, half of that for each 4 characters more; undecided (null) for one that was cut."""
-    return None if sample["truncated"] else 0.5 ** (len(sample["response"]) / 4)
+    """Halves with each 4 characters; undecided (null) for a response without text."""
+    return 0.5 ** (len(sample["response"]) / 4) if sample["response"] else None
 
 
 class Handler(BaseHTTPRequestHandler):

@@ -147,7 +147,8 @@ def _seconds(retry_after: str | None) -> float:
 def _described(error: Exception) -> str:
     """`ConnectError: Connection refused`: the kind of an error, and its first cause, as the library's own text says little."""
     cause = _in_chain(error, OSError, innermost=True)
-    text = os.strerror(cause.errno) if isinstance(cause, OSError) and cause.errno in errno.errorcode else str(cause or error)
+    number = cause.errno if isinstance(cause, OSError) else None
+    text = os.strerror(number) if number is not None and number in errno.errorcode else str(cause or error)
     return f"{type(error).__name__}: {_printable(text)}".rstrip(": ")
 
 
