@@ -3,8 +3,8 @@
     python scripts/reward_server.py --function rewards/mine.py:score
     python scripts/reward_server.py --model path/to/reward-model --device cuda --dtype bf16
 
-It answers POST /score and GET /health (docs/rewards.md, Remote rewards). It listens on this machine alone unless told otherwise, and on
-another address only with a token and a certificate: megappo asks other machines over https.
+It answers POST /score and GET /health (docs/rewards.md, Remote rewards). It listens on this machine alone unless told otherwise,
+and on another address only with a token and a certificate: megappo asks other machines over https.
 """
 
 from __future__ import annotations
