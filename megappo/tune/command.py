@@ -18,11 +18,11 @@ from megappo.config.loading import explicit_keys, load_config
 from megappo.config.schema import ParallelConfig, TrainConfig
 from megappo.models.implementation import choose_implementation
 from megappo.plan.run import PlannedRun, plan_run
+from megappo.platform.hardware import Hardware
 from megappo.prepare.hub import with_local_models
 from megappo.prepare.layouts import check_layouts, read_archs
 from megappo.rollout.vllm_limits import check_vllm
 from megappo.tune.cost import Workload, workload_of
-from megappo.tune.profiles import Hardware
 from megappo.tune.report import name_of, overrides_of
 from megappo.tune.search import ROLLOUT, Candidate, Choice, Machine, Search, gpus_needed, larger_worlds
 

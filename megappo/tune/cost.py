@@ -18,8 +18,8 @@ from megappo.models.arch import ModelArch
 from megappo.parallel.layout import ParallelLayout
 from megappo.plan.memory import FP32, ITEMSIZE, ParameterCount, RoleMemory, sharded_bytes
 from megappo.plan.timeline import padded_micro_batches
+from megappo.platform.hardware import Hardware
 from megappo.tune.links import Axis, Links, span
-from megappo.tune.profiles import Hardware
 from megappo.tune.work import Pass, stage_pass
 
 Trained = PolicyConfig | CriticConfig

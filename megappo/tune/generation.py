@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 
 from megappo.config.schema import PolicyConfig, RolloutConfig
 from megappo.models.arch import ModelArch
+from megappo.models.flops import MULTIPLY_ADD, SCORES_AND_VALUES, keys_seen, layer_weights
 from megappo.parallel.layout import ParallelLayout
 from megappo.plan.estimate import sequences_of_replica
 from megappo.plan.memory import ITEMSIZE, ParameterCount, RolloutMemory
+from megappo.platform.hardware import Dtype, Hardware
 from megappo.tune.cost import Workload, role_cost
 from megappo.tune.links import Links, Span
-from megappo.tune.profiles import Dtype, Hardware
-from megappo.tune.work import keys_seen, layer_weights
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,8 @@ def vllm_cost(
     waves = -(-samples // at_once)
     at_once = -(-samples // waves)  # even waves: the last one is not a handful of sequences
     itemsize, rate = ITEMSIZE[dtype], hardware.flops_per_s(dtype)
-    layer_flops = 2 * sum(sum(layer_weights(arch, arch.is_sparse(layer))) for layer in range(arch.num_layers)) / tp
-    head_flops = 2 * arch.hidden_size * arch.vocab_size / tp
+    layer_flops = MULTIPLY_ADD * sum(sum(layer_weights(arch, arch.is_sparse(layer))) for layer in range(arch.num_layers)) / tp
+    head_flops = MULTIPLY_ADD * arch.hidden_size * arch.vocab_size / tp
     context = workload.prompt_tokens + workload.response_tokens / 2  # mean over the tokens of a response
     read = memory.weights * _share_of_weights(arch, at_once) + at_once * context * memory.kv_bytes_per_token
     # Two of a layer: after attention and after the MLP.
@@ -65,7 +65,7 @@ def vllm_cost(
     token_s += reduce_s + hardware.decode_overhead_us * 1e-6
     prompt = samples * workload.prompt_tokens
     keys = sum(keys_seen(arch, layer, workload.prompt_tokens) for layer in range(arch.num_layers))
-    attention = 4 * arch.num_heads * arch.head_dim * keys / tp
+    attention = MULTIPLY_ADD * SCORES_AND_VALUES * arch.num_heads * arch.head_dim * keys / tp
     # Of a prompt only the last token needs logits.
     prefill = (prompt * (layer_flops + attention) + samples * head_flops) / rate
     prefill += 2 * arch.num_layers * links.all_reduce_s(group, prompt * arch.hidden_size * itemsize)

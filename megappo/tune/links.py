@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megappo.parallel.layout import ParallelLayout
-from megappo.tune.profiles import Hardware
+from megappo.platform.hardware import Hardware
 
 Axis = Literal["tp", "cp", "gradients", "pp", "etp", "ep", "expert gradients"]
 

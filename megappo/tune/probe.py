@@ -22,7 +22,7 @@ import torch
 from megappo.config.schema import TrainConfig
 from megappo.launch.local import start_ranks
 from megappo.plan.memory import GIB
-from megappo.tune.profiles import PROFILES, Hardware, hardware_of, load_hardware
+from megappo.platform.hardware import PROFILES, Hardware, hardware_of, load_hardware
 
 RANKS = 2
 # Six tiny layers, so that their time is launches and Python.

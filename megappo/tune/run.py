@@ -9,12 +9,12 @@ from megappo.config.errors import ConfigError
 from megappo.config.schema import TrainConfig
 from megappo.launch.submit import Limits
 from megappo.plan.report import remark_lines
+from megappo.platform.hardware import dump_hardware, load_hardware
 from megappo.resilience.run_time import input_accepted
 from megappo.tune import command
 from megappo.tune.job import job_for
 from megappo.tune.measure import best_measured, check_measurable, measure
 from megappo.tune.probe import probe
-from megappo.tune.profiles import dump_hardware, load_hardware
 from megappo.tune.report import overrides_of, report
 
 

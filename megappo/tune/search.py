@@ -25,10 +25,10 @@ from megappo.plan.estimate import Plan, memory_of_rollout, memory_of_stage, roll
 from megappo.plan.memory import ParameterCount, RoleMemory, RolloutMemory, count_parameters, fullest_moment
 from megappo.plan.phases import Phase, phases, tightest
 from megappo.plan.reserve import layout_bytes, reserve_bytes
+from megappo.platform.hardware import Hardware
 from megappo.tune.cost import RoleCost, Settings, Workload, role_cost
 from megappo.tune.enumerate import layouts, recompute_choices, rollout_sizes, token_budgets
 from megappo.tune.generation import GenerationCost, megatron_s, push_s, vllm_cost
-from megappo.tune.profiles import Hardware
 
 ROLLOUT = "rollout"
 # Of a working set, which is mostly activations: tests hold their estimate to 10 %.

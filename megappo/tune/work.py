@@ -12,15 +12,15 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from megappo.models.arch import ModelArch
+from megappo.models.flops import BACKWARD, MULTIPLY_ADD, SCORES_AND_VALUES, keys_seen
 from megappo.parallel.layout import ParallelLayout
 from megappo.plan.activations import layer_elements_per_token
 from megappo.plan.memory import FP32, ITEMSIZE
+from megappo.platform.hardware import Dtype, Hardware
 from megappo.tune.links import Links, span
-from megappo.tune.profiles import Dtype, Hardware
 
 Part = Literal["matmul", "attention", "memory", "head", "host", "tp", "cp", "ep", "pp"]
 TILE_ROWS, TILE_COLUMNS = 128, 256  # of the output, computed by one multiprocessor at a time
-BACKWARD = 2  # a backward pass has two matrix products for each of the forward's
 
 
 @dataclass(frozen=True)
@@ -37,16 +37,6 @@ class Pass:
     @property
     def total_s(self) -> float:
         return self.forward_s + sum(self.backward.values())
-
-
-def layer_weights(arch: ModelArch, sparse: bool) -> tuple[int, int]:
-    """(parameters of the attention's and router's matrices, parameters of the MLP used by one token) of a layer."""
-    heads, kv_heads, h = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim, arch.hidden_size
-    attention = h * (heads + 2 * kv_heads) + heads * h
-    if not sparse:
-        return attention, 3 * h * arch.ffn_size
-    assert arch.moe is not None
-    return attention + h * arch.moe.num_experts, 3 * h * arch.moe.ffn_size * arch.moe.top_k
 
 
 class Product(NamedTuple):
@@ -88,16 +78,8 @@ def product_s(product: Product, itemsize: int, rate: float, hardware: Hardware) 
     rows = TILE_ROWS * math.ceil(product.rows / TILE_ROWS) if hardware.processors > 1 else product.rows
     tiles = rows / TILE_ROWS * max(1.0, product.columns / TILE_COLUMNS) * product.count
     idle = 1 + hardware.processors / 2 / tiles if hardware.processors > 1 else 1.0
-    arithmetic = 2 * rows * product.inner * product.columns * product.count / rate * idle
+    arithmetic = MULTIPLY_ADD * rows * product.inner * product.columns * product.count / rate * idle
     return max(arithmetic, product.weights * itemsize / hardware.memory_bytes_per_s)
-
-
-def keys_seen(arch: ModelArch, layer: int, length: float) -> float:
-    """Keys that a token attends to, on average over a sequence of this length."""
-    if arch.sliding_window is None or not arch.sliding_layers[layer] or length <= arch.sliding_window:
-        return (length + 1) / 2
-    window = arch.sliding_window
-    return (window * (window + 1) / 2 + (length - window) * window) / length
 
 
 def stage_pass(
@@ -129,7 +111,8 @@ def stage_pass(
         held = sum(one.weights for one in products) * itemsize
         times["matmul"] += count * sum(product_s(one, itemsize, rate, hardware) for one in products)
         seen = keys_seen(arch, windowed, length)
-        times["attention"] += count * mine * 4 * arch.num_heads * arch.head_dim * seen / layout.tp / rate
+        channels = MULTIPLY_ADD * SCORES_AND_VALUES * arch.num_heads * arch.head_dim
+        times["attention"] += count * mine * channels * seen / layout.tp / rate
         kept = layer_elements_per_token(arch, layout, itemsize, sparse, fused=hardware.is_gpu()) * itemsize
         # 2: each stored activation is written once and read once.
         times["memory"] += count * 2 * mine * kept / hardware.memory_bytes_per_s
@@ -166,7 +149,7 @@ def _kinds(arch: ModelArch, layers: list[int]) -> list[tuple[bool, int, int]]:
 def _head_s(arch: ModelArch, layout: ParallelLayout, tokens: float, rate: float, hardware: Hardware) -> float:
     """Seconds of output projection and log-probs, whose fp32 logits are written and read once, chunk by chunk."""
     rows = arch.vocab_size / layout.tp
-    return tokens * rows * (2 * arch.hidden_size / rate + 2 * FP32 / hardware.memory_bytes_per_s)
+    return tokens * rows * (MULTIPLY_ADD * arch.hidden_size / rate + 2 * FP32 / hardware.memory_bytes_per_s)
 
 
 def _communication(

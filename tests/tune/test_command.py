@@ -17,9 +17,9 @@ from megappo.config.loading import load_config
 from megappo.config.yaml_reader import read_yaml
 from megappo.plan.estimate import make_plan
 from megappo.plan.run import plan_run
+from megappo.platform.hardware import Hardware, hardware_of, load_hardware
 from megappo.prepare.layouts import check_layouts, read_archs
 from megappo.tune import batch
-from megappo.tune.profiles import Hardware, hardware_of, load_hardware
 
 from ..plan.checkpoints import LLAMA_7B, SPARSE, write_checkpoint
 
@@ -211,7 +211,7 @@ def test_what_no_number_of_gpus_helps_says_so(tmp_path, capsys):
 
 def test_a_profile_of_the_users_own(tmp_path, capsys):
     own = tmp_path / "mine.yaml"
-    text = (ROOT / "megappo/tune/profiles.yaml").read_text()
+    text = (ROOT / "megappo/platform/hardware.yaml").read_text()
     own.write_text("mine:" + text.split("\nh200:")[1].split("\nb200:")[0])
     assert load_hardware(str(own)).memory_gib == load_hardware("h200").memory_gib
     own.write_text(own.read_text().replace("memory_tb_s: 4.8", "memory_tb_s: -1.0"))

@@ -10,19 +10,20 @@ import pytest
 
 from megappo.config.schema import TrainConfig
 from megappo.models.arch import ModelArch, MoeArch, Rope
+from megappo.models.flops import keys_seen, layer_weights
 from megappo.models.weight_map import hf_tensors
 from megappo.parallel.layout import ParallelLayout
 from megappo.plan.memory import RolloutMemory, count_parameters
 from megappo.plan.timeline import timeline
+from megappo.platform.hardware import load_hardware
 from megappo.tune.cost import RoleCost, Workload, pipeline_parts, role_cost, stage_kinds
 from megappo.tune.generation import push_s, vllm_cost
 from megappo.tune.links import Links, Span, span
 from megappo.tune.measure import predicted_s, step_s
 from megappo.tune.probe import link_gb_s
-from megappo.tune.profiles import load_hardware
 from megappo.tune.search import MOST_DOUBLINGS, Machine, larger_worlds
 from megappo.tune.trials import Measured
-from megappo.tune.work import Pass, keys_seen, layer_products, stage_pass
+from megappo.tune.work import Pass, layer_products, stage_pass
 
 ARCH = ModelArch("llama", "LlamaForCausalLM", 16, 2048, 16, 8, 128, 5632, 32000, 8192, False, 1e-6, Rope())
 SPARSE = replace(ARCH, family="qwen3_moe", architecture="Qwen3MoeForCausalLM", moe=MoeArch(16, 2, 1024, True))
@@ -107,6 +108,7 @@ def test_products_are_two_flops_for_every_weight_that_a_token_passes(arch):
     weights = sum(prod(shape) * (active if ".experts." in name else 1) for name, shape in shapes.items())
     products = layer_products(arch, ParallelLayout(1), arch.moe is not None, tokens=64)
     assert sum(2 * one.rows * one.inner * one.columns * one.count for one in products) == pytest.approx(2 * 64 * weights)
+    assert sum(layer_weights(arch, arch.moe is not None)) == pytest.approx(weights), "what the trainer's statistics count"
 
 
 @pytest.mark.parametrize(

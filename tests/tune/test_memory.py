@@ -16,11 +16,11 @@ from megappo.parallel.layout import ParallelLayout
 from megappo.plan.estimate import check_rollout_start, sequences_at_once, work_out
 from megappo.plan.memory import GIB, RolloutMemory
 from megappo.plan.phases import phases
+from megappo.platform.hardware import load_hardware
 from megappo.prepare.layouts import check_layouts, read_archs
 from megappo.tune import search as search_module
 from megappo.tune.cost import workload_of
 from megappo.tune.enumerate import layouts
-from megappo.tune.profiles import load_hardware
 from megappo.tune.report import overrides_of
 from megappo.tune.search import Machine, Search, fullest_stages
 

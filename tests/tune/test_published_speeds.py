@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from megappo.config.schema import ParallelConfig
+from megappo.platform.hardware import Hardware, load_hardware
 from megappo.tune.enumerate import divisors, token_budgets
-from megappo.tune.profiles import Hardware, load_hardware
 from tests.tune.test_known_layouts import GPT, GPT_LENGTH, GPT_RUNS, gpt, training
 
 A100 = load_hardware("a100")

@@ -14,8 +14,8 @@ from megappo.config.loading import load_config
 from megappo.models.hf_config import arch_of
 from megappo.parallel.layout import layout_of
 from megappo.plan.memory import count_parameters
+from megappo.platform.hardware import Hardware
 from megappo.tune.cost import role_cost, workload_of
-from megappo.tune.profiles import Hardware
 
 from .record_trials import LAYOUTS, MODEL, RANKS, TARGET, write_run
 

@@ -1,11 +1,13 @@
-"""Hardware profiles of one rank: GPUs from `profiles.yaml`, a file of the user's, or measured (`probe.py`).
+"""Hardware profiles of one rank: GPUs from `hardware.yaml`, a file of the user's, or measured (`tune/probe.py`).
 
 Rates come from data sheets with a stated share that is reached; `Hardware` gives the reached rates, in bytes, FLOPs and seconds.
+The tuner predicts times from them; the trainer's MFU takes the peak alone.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -13,15 +15,15 @@ from typing import Any, Literal
 
 from megappo.config.errors import ConfigError, problem
 from megappo.config.yaml_reader import read_yaml
-from megappo.plan.memory import GIB
+from megappo.telemetry.tables import GIB
 
-PROFILES = Path(__file__).with_name("profiles.yaml")
+PROFILES = Path(__file__).with_name("hardware.yaml")
 Dtype = Literal["bf16", "fp32"]
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """One rank's share of a machine. Fields are those of `profiles.yaml`, which documents their meaning and sources."""
+    """One rank's share of a machine. Fields are those of `hardware.yaml`, which documents their meaning and sources."""
 
     name: str
     memory_gib: float
@@ -54,9 +56,13 @@ class Hardware:
         """Bytes that the plan's peak may reach; the peak includes the CUDA context and NCCL's buffers."""
         return int((self.memory_gib - self.headroom_gib) * GIB)
 
+    def peak_tflops(self, dtype: Dtype) -> float:
+        """TFLOP/s of the data sheet."""
+        return self.bf16_tflops if dtype == "bf16" else self.fp32_tflops
+
     def flops_per_s(self, dtype: Dtype) -> float:
         """FLOP/s reached by matrix products."""
-        return (self.bf16_tflops if dtype == "bf16" else self.fp32_tflops) * 1e12 * self.matmul_share
+        return self.peak_tflops(dtype) * 1e12 * self.matmul_share
 
     @property
     def memory_bytes_per_s(self) -> float:
@@ -88,6 +94,14 @@ def load_hardware(name: str) -> Hardware:
             raise ConfigError(f"--gpu {name}: the file holds {len(own)} profiles; give it one")
         return next(iter(own.values()))
     raise ConfigError(f"--gpu {name}: no such profile; use {', '.join(known)}, or a YAML file with one (--probe prints one)")
+
+
+def hardware_of_gpu(device_name: str) -> Hardware | None:
+    """Profile of a GPU by the name that torch gives it (`NVIDIA H100 80GB HBM3`); None if no profile is of this kind."""
+    words = re.split(r"[\s_/-]+", device_name.lower())
+    if "pcie" in words or "nvl" in words:  # other clocks than the SXM boards of the data sheets
+        return None
+    return next((one for name, one in _profiles(PROFILES).items() if one.is_gpu() and name in words), None)
 
 
 def dump_hardware(hardware: Hardware) -> str:

@@ -1,0 +1,108 @@
+"""Floating-point operations of a model's passes, from its architecture and the lengths of the sequences.
+
+Matrix products alone count, 2 per multiply-add (Narayanan et al. 2021, appendix); a causal token meets only the keys that it sees,
+as Megatron-LM counts since 2025: half of a long sequence. Padding, embeddings, norms, softmax and the optimizer count nothing.
+The trainer's statistics and the tuner's cost model share it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from megappo.models.arch import ModelArch
+
+Recompute = Literal["none", "selective", "full"]
+MULTIPLY_ADD = 2
+BACKWARD = 2  # a backward pass has two products for each of the forward's: gradients of the input and of the weight
+SCORES_AND_VALUES = 2  # products of attention per key and channel of a head: with the keys, and with the values
+
+
+@dataclass(frozen=True)
+class ForwardFlops:
+    """FLOPs of one forward pass over a batch, whole model. layers: products with the layers' weights; attention: with keys and
+    values; head: output projection or value head."""
+
+    layers: int
+    attention: int
+    head: int
+
+    @property
+    def total(self) -> int:
+        return self.layers + self.attention + self.head
+
+    @property
+    def training(self) -> int:
+        """FLOPs of forward and backward, the model FLOPs of MFU: recomputed work is not among them."""
+        return (1 + BACKWARD) * self.total
+
+    def recomputed(self, recompute: Recompute) -> int:
+        """FLOPs that recomputation adds to the backward pass, for HFU: the layers' forward, or that of attention alone."""
+        return {"none": 0, "selective": self.attention, "full": self.layers + self.attention}[recompute]
+
+
+def layer_weights(arch: ModelArch, sparse: bool) -> tuple[int, int]:
+    """(parameters of the attention's and router's matrices, parameters of the MLP used by one token) of a layer."""
+    heads, kv_heads, h = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim, arch.hidden_size
+    attention = h * (heads + 2 * kv_heads) + heads * h
+    if not sparse:
+        return attention, 3 * h * arch.ffn_size  # gate, up and down
+    assert arch.moe is not None
+    return attention + h * arch.moe.num_experts, 3 * h * arch.moe.ffn_size * arch.moe.top_k
+
+
+def window_of(arch: ModelArch, layer: int) -> int | None:
+    """Tokens that a token of this layer sees, itself included; None if it sees all before it."""
+    return arch.sliding_window if arch.sliding_window is not None and arch.sliding_layers[layer] else None
+
+
+def keys_seen(arch: ModelArch, layer: int, length: float) -> float:
+    """Keys that a token attends to, on average over a sequence of this length."""
+    window = window_of(arch, layer)
+    if window is None or length <= window:
+        return (length + 1) / 2
+    return (window * (window + 1) / 2 + (length - window) * window) / length
+
+
+def forward_flops(
+    arch: ModelArch, lengths: Tensor, *, value_head: bool, head_rows: int | None = None, causal: bool = True
+) -> ForwardFlops:
+    """FLOPs of a forward pass over packed sequences. lengths: [B] int64 tokens of each, on the host.
+
+    value_head: a Linear(hidden, 1) in place of the output projection. head_rows: tokens that the head is computed for, all by
+    default. causal=False: attention over whole squares of a sequence, as `torch.utils.flop_counter` and Megatron-LM before 2025
+    count, sliding windows included.
+    """
+    tokens = int(lengths.sum())
+    num_sparse = sum(arch.is_sparse(layer) for layer in range(arch.num_layers))
+    weights = num_sparse * sum(layer_weights(arch, True)) if num_sparse else 0
+    weights += (arch.num_layers - num_sparse) * sum(layer_weights(arch, False))
+    windows = [window_of(arch, layer) for layer in range(arch.num_layers)]
+    keys = sum(windows.count(window) * _pairs(lengths, window, causal) for window in set(windows))
+    columns = 1 if value_head else arch.vocab_size
+    return ForwardFlops(
+        layers=MULTIPLY_ADD * weights * tokens,
+        attention=MULTIPLY_ADD * SCORES_AND_VALUES * arch.num_heads * arch.head_dim * keys,
+        head=MULTIPLY_ADD * arch.hidden_size * columns * (tokens if head_rows is None else head_rows),
+    )
+
+
+def generation_flops(arch: ModelArch, prompts: Tensor, responses: Tensor) -> ForwardFlops:
+    """FLOPs of sampling responses with a KV cache: every token but a response's last passes the layers once, and each token of
+    the response had its logits. prompts, responses: [B] int64 tokens. Prompts shared between samples count for each of them.
+    """
+    return forward_flops(arch, (prompts + responses - 1).clamp(min=0), value_head=False, head_rows=int(responses.sum()))
+
+
+def _pairs(lengths: Tensor, window: int | None, causal: bool) -> int:
+    """Pairs of a token and a key of one layer, over all sequences."""
+    if not causal:
+        return int(lengths.square().sum())
+    ramp = lengths if window is None else torch.clamp(lengths, max=window)  # tokens whose window is not full yet
+    pairs = ramp * (ramp + 1) // 2
+    if window is not None:
+        pairs = pairs + (lengths - ramp) * window
+    return int(pairs.sum())
