@@ -558,6 +558,19 @@ class TelemetryConfig(Section):
     """Steps between full trajectories; 0 writes none."""
     trajectories_per_step: Positive = 8
     """Number of trajectories to write at such a step: all samples of prompts that are drawn by `run.seed` and the step."""
+    progress: tuple[str, ...] = ()
+    """Metrics in the line that every step prints, by name (docs/statistics.md), for example
+    `[reward/score_mean, perf/mfu/update_policy]`; empty for score, evaluation, KL, entropy, length, value loss, explained variance,
+    tokens/s and seconds."""
+    summary_every: NonNegative = 10
+    """Steps between blocks of statistics on the console, each over the steps since the last one (docs/statistics.md); 0 prints
+    none."""
+    peak_tflops: PositiveFloat | None = None
+    """Peak TFLOP/s of one rank, which MFU is measured against. null takes it from the profile of the GPU, for the role's dtype
+    (`megappo/platform/hardware.yaml`); a CPU and a GPU without a profile have no MFU then."""
+    profile_steps: tuple[Positive, ...] = ()
+    """Steps to profile: torch's trace of each, with the stages named, of every rank in the run's `profile/`. A profiled step is
+    slower than others."""
 
     @property
     def histogram_interval(self) -> int:

@@ -21,10 +21,26 @@ GROUPS = (
     "timing",
     "throughput",
     "memory",
+    "perf",
     "checkpoint",
     "telemetry",
     "sft",
 )
+
+STAGES = (
+    "prompts",
+    "generate",
+    "score",
+    "logprobs",
+    "advantages",
+    "update_critic",
+    "update_policy",
+    "check_replicas",
+    "push_weights",
+    "evaluate",
+)
+"""Stages of a step in their order (`trainer/ppo.py`); checks and evaluations do not run in every step."""
+MOMENTS = ("mean", "std", "min", "max")
 
 
 class _Named(StrEnum):
@@ -37,6 +53,11 @@ class _Named(StrEnum):
         member._value_ = name
         member.meaning = meaning
         return member
+
+    def of(self, tail: str) -> str:
+        """Name of one member of a family: `Metric.STAGE_SECONDS.of("generate_s")`."""
+        assert self.value.endswith("*"), f"{self.value} is one metric"
+        return self.value[:-1] + tail
 
 
 class Distribution(_Named):
@@ -58,10 +79,13 @@ class Metric(_Named):
     SCORE_STD = "reward/score_std", "standard deviation of the scores"
     SCORE_MIN = "reward/score_min", "smallest score"
     SCORE_MAX = "reward/score_max", "largest score"
-    SHAPED_MEAN = "reward/shaped_mean", "mean over responses of the summed per-token reward (score and per_token minus KL penalty)"
+    SHAPED = (
+        "reward/shaped_*",
+        "mean, std, min, max over responses of the summed per-token reward (score and per_token minus KL penalty)",
+    )
     UNDECIDED = "reward/undecided", "scores of 0 because a rule was undecided, as math_verify out of time"
     UNUSABLE = "reward/unusable_answers", "scores of 0 because a rule could not read the reference answer"
-    REWARD_PART = "reward/*", "mean of one part of the reward over the responses that it scored, before its weight"
+    REWARD_PART = "reward/*", "mean of one part of the reward, before its weight; its std, min and max: reward/PART/std, ..."
     REWARD_ROUTE = "reward/route/*", "mean score of the responses of one recipe (LABEL/mean), and their number (LABEL/count)"
 
     EVAL_SCORE = "eval/score", "mean score of greedy answers to the held-out prompts"
@@ -111,9 +135,12 @@ class Metric(_Named):
     KL_COEF = "kl/coef", "factor of the KL penalty used in this step"
 
     RESPONSE_MEAN = "lengths/response_mean", "mean response length, tokens"
+    RESPONSE_STD = "lengths/response_std", "standard deviation of the responses' lengths, tokens"
+    RESPONSE_MIN = "lengths/response_min", "shortest response, tokens"
     RESPONSE_MAX = "lengths/response_max", "longest response, tokens"
     PROMPT_MEAN = "lengths/prompt_mean", "mean prompt length, tokens"
     PROMPT_MAX = "lengths/prompt_max", "longest prompt, tokens"
+    TOTAL_LENGTH = "lengths/total_*", "mean, std, min, max of the lengths of prompt and response together, tokens"
     TRUNCATED = "lengths/truncated", "share of responses cut by the length limit"
 
     PROB_DIFF_MEAN = "rollout/prob_diff_mean", "mean |probability difference| of sampler and trainer on sampled tokens"
@@ -129,8 +156,15 @@ class Metric(_Named):
     TOKENS_PER_S = "throughput/tokens_per_s", "prompt and response tokens of the step per second of the whole step"
     GENERATED_PER_S = "throughput/generated_tokens_per_s", "response tokens per second of generation"
     SAMPLES_PER_S = "throughput/samples_per_s", "responses per second of the whole step"
-    HOST_PEAK = "memory/host_peak_gib", "peak resident memory of rank 0, GiB"
-    DEVICE_PEAK = "memory/device_peak_gib", "peak allocated device memory of rank 0, GiB"
+    HOST_PEAK = "memory/host_peak_gib", "peak resident memory of any rank since this start, GiB"
+    DEVICE_PEAK = "memory/device_peak_gib", "peak memory that torch allocated on the GPU of any rank since this start, GiB"
+    STAGE_MEMORY = "memory/*", "largest over ranks in one stage: STAGE_peak_gib, or STAGE_end_gib where no peak can be reset, GiB"
+
+    TFLOP = "perf/tflop/*", "model FLOPs of a role in a stage, over all ranks, 1e12"
+    TFLOPS = "perf/tflops/*", "model TFLOP/s per rank in a stage, and in the whole step"
+    MFU = "perf/mfu/*", "model FLOPs of a stage over what the ranks' peak allows in its time, 0 to 1"
+    HFU = "perf/hfu/*", "the same with the FLOPs of recomputed activations"
+    STAGE_TOKENS = "perf/tokens_per_s/*", "tokens that a stage passes, prompts included, per second and rank"
 
     FAILED_SAVES = "checkpoint/failed_saves", "checkpoints that could not be written since this process started"
 

@@ -23,7 +23,7 @@ class Column:
     """title and metric; format: of a finite number, e.g. `.3f`."""
 
     title: str
-    metric: Metric
+    metric: str
     format: str
     width: int = 7
 
@@ -45,6 +45,21 @@ SFT_COLUMNS = (
     Column("lr", Metric.SFT_LR, ".1e", 8),
     Column("tok/s", Metric.TOKENS_PER_S, ",.0f", 9),
 )
+
+
+def columns_of(names: Sequence[str]) -> Sequence[Column]:
+    """Columns of these metrics (`telemetry.progress`); PPO_COLUMNS without any. A title is the name without its group, or all of
+    it where two would be the same.
+    """
+    if not names:
+        return PPO_COLUMNS
+    usual = {column.metric: column for column in PPO_COLUMNS}
+    tails = [name.split("/", 1)[1] for name in names]
+    columns = []
+    for name, tail in zip(names, tails):
+        title = tail if tails.count(tail) == 1 else name
+        columns.append(usual.get(name) or Column(title, name, ".4g", max(9, len(title))))  # 9: -1.234e-05 less its sign
+    return columns
 
 
 class Progress:

@@ -18,8 +18,9 @@ import torch.distributed as dist
 from megappo.telemetry.jsonl import MetricsFile, write_lines
 from megappo.telemetry.metrics import Metric
 from megappo.telemetry.plot import write_learning_curve
-from megappo.telemetry.progress import PPO_COLUMNS, SFT_COLUMNS, Progress
+from megappo.telemetry.progress import SFT_COLUMNS, Progress, columns_of
 from megappo.telemetry.side_work import SideWork
+from megappo.telemetry.statistics import StatisticsBlock
 from megappo.telemetry.trackers.base import Histogram, Status, Tracker
 from megappo.telemetry.trackers.group import Trackers
 
@@ -56,7 +57,8 @@ def evaluation_metrics(evaluation: EvaluationResult) -> dict[str, float]:
 class RunLog:
     """Write metrics.jsonl, trajectories/ and learning_curve.svg to `root`, the same to trackers, the table to `stream` (stdout).
 
-    trackers: by name, not started. config: the run's for them, without secrets.
+    trackers: by name, not started. config: the run's for them, without secrets. progress, summary_every: as in
+    `config.schema.TelemetryConfig`.
     """
 
     def __init__(
@@ -65,6 +67,8 @@ class RunLog:
         trackers: Mapping[str, Tracker] | None = None,
         config: Mapping[str, Any] | None = None,
         *,
+        progress: Sequence[str] = (),
+        summary_every: int = 0,
         stream: TextIO | None = None,
     ) -> None:
         self._root = root
@@ -74,6 +78,8 @@ class RunLog:
         self._file = MetricsFile(root / "metrics.jsonl")
         self._trackers = Trackers(trackers or {}, config or {}, self._side_work)
         self._progress: Progress | None = None
+        self._columns = columns_of(progress)
+        self._block = StatisticsBlock(summary_every)
         self._held: tuple[int, dict[str, float]] | None = None
         self._warned: set[str] = set()
 
@@ -93,8 +99,10 @@ class RunLog:
         if self._writes:
             row = {**self._take_held(step), **metrics}
             self._write(row, step)
-            progress = self._progress = self._progress or Progress(PPO_COLUMNS, self._stream)
+            progress = self._progress = self._progress or Progress(self._columns, self._stream)
             self._side_work.run("console", lambda: progress.row(row, step, total_steps))
+            for text in self._block.add(row, step, is_last=step == total_steps):
+                self.note(text)
 
     def sft_step(self, metrics: Mapping[str, float], step: int, total_steps: int) -> None:
         """Log one step of supervised fine-tuning; the console gets about 20 rows in all."""

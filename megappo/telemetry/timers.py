@@ -1,4 +1,4 @@
-"""Wall time of the named stages of one step."""
+"""Wall time and memory of the named stages of one step."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
 import torch
+
+from megappo.telemetry.memory import MemoryGauge
 
 
 def wait_for_device() -> None:
@@ -24,14 +26,22 @@ class StageObserver(Protocol):
 
 
 class StageTimers:
-    """Timers of one step. seconds: stage -> wall time; entering a stage again adds to it. observer: is told of every stage."""
+    """Timers of one step. seconds: stage -> wall time; entering a stage again adds to it. memory_gib: stage -> what `memory` says,
+    the larger value of a stage entered again. observer: is told of every stage.
+    """
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter, observer: StageObserver | None = None) -> None:
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.perf_counter,
+        observer: StageObserver | None = None,
+        memory: MemoryGauge | None = None,
+    ) -> None:
         self._clock = clock
-        self._observer = observer
+        self._observer, self._memory = observer, memory
         self._started = clock()
         self._open: list[str] = []
         self.seconds: dict[str, float] = {}
+        self.memory_gib: dict[str, float] = {}
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -39,6 +49,8 @@ class StageTimers:
         assert not self._open, f"stage {name} begins inside {self._open[-1]}"  # its time would count twice
         self._open.append(name)
         start = self._clock()
+        if self._memory is not None:
+            self._memory.begin()
         try:
             with nullcontext() if self._observer is None else self._observer.section(name):
                 yield
@@ -48,6 +60,8 @@ class StageTimers:
             error.add_note(f"in stage {name}, on rank {os.environ.get('RANK', '0')}")
             raise
         finally:
+            if self._memory is not None:
+                self.memory_gib[name] = max(self.memory_gib.get(name, 0.0), self._memory.end())
             self._open.pop()
             self.seconds[name] = self.seconds.get(name, 0.0) + self._clock() - start
 

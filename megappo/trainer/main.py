@@ -33,7 +33,7 @@ from megappo.prepare.data import RunData
 from megappo.prepare.reward_routes import recipe_of
 from megappo.resilience.lease import Lease
 from megappo.resilience.run_time import input_accepted
-from megappo.resilience.sections import EXPORT, Sections
+from megappo.resilience.sections import EXPORT
 from megappo.resilience.signals import StopRequest
 from megappo.resilience.skipped import steps_to_skip
 from megappo.resilience.watchdog import Watchdog
@@ -47,6 +47,7 @@ from megappo.telemetry.runlog import RunLog
 from megappo.telemetry.trackers.group import make_trackers
 from megappo.trainer.build_roles import Roles, build_roles
 from megappo.trainer.checkpoints import Checkpoints
+from megappo.trainer.instruments import Instruments
 from megappo.trainer.kernel_selection import select_kernels
 from megappo.trainer.ppo import PPO
 from megappo.trainer.replicas import ReplicaCheck
@@ -115,8 +116,14 @@ def _train(
     if manifest is not None:
         warn_of_changes(manifest.facts, facts, f"step-{manifest.step}")
     run_dir.begin()
-    trackers = make_trackers(config.telemetry, config.run.name, run_dir.root)
-    log = RunLog(run_dir.root, trackers, redacted_values(config.model_dump(mode="json")))
+    settings = config.telemetry
+    log = RunLog(
+        run_dir.root,
+        make_trackers(settings, config.run.name, run_dir.root),
+        redacted_values(config.model_dump(mode="json")),
+        progress=settings.progress,
+        summary_every=settings.summary_every,
+    )
 
     factory = engines(config.model, config.run.timeouts, device)
     _note_layers(config, factory, log)
@@ -137,7 +144,10 @@ def _train(
         sections=watchdog.sections,
         epochs_done=lambda: data.loader.epochs_done,
     )
-    ppo = _build_ppo(config, data, roles, rollout, state, kl, log, checkpoints, factory, watchdog.sections)
+    built = {role: model.engine for role, model in roles.by_name.items()}
+    instruments = Instruments(config, built, run_dir, device, watchdog.sections)
+    log.note(instruments.note)
+    ppo = _build_ppo(config, data, roles, rollout, state, kl, log, checkpoints, factory, instruments)
     if manifest is not None:
         checkpoints.resume(manifest)
         run_dir.record_config(dump_yaml(config))
@@ -202,7 +212,7 @@ def _build_ppo(
     log: RunLog,
     checkpoints: Checkpoints,
     factory: EngineFactory,
-    sections: Sections,
+    instruments: Instruments,
 ) -> PPO:
     return PPO(
         config,
@@ -223,7 +233,7 @@ def _build_ppo(
         checkpoints=checkpoints,
         settle=factory.settle,
         check_replicas=ReplicaCheck({name: role.engine for name, role in roles.by_name.items()}),
-        sections=sections,
+        instruments=instruments,
     )
 
 

@@ -15,7 +15,6 @@ from megappo.config.schema import TrainConfig
 from megappo.data.packing import PackedBatch
 from megappo.data.prompts import Prompt, PromptLoader
 from megappo.data.tokenizers import Tokenizer
-from megappo.resilience.sections import Sections
 from megappo.rewards.scorer import Scorer
 from megappo.rollout.types import RolloutEngine, SamplingParams
 from megappo.telemetry.runlog import RunLog
@@ -25,6 +24,7 @@ from megappo.trainer.evaluation import Evaluation, evaluate
 from megappo.trainer.experience import make_requests, pack_experience, sample_seed
 from megappo.trainer.finite_outputs import require_finite_outputs
 from megappo.trainer.histograms import histograms_of
+from megappo.trainer.instruments import Instruments
 from megappo.trainer.report import StepRecord
 from megappo.trainer.roles import Critic, LanguageModel, Policy, add_model_outputs
 from megappo.trainer.sampler_check import compare_with_sampler, require_agreement
@@ -38,7 +38,7 @@ from megappo.trainer.updates import MiniBatch, UpdateSummary, mini_batches, run_
 class PPO:
     """The loop. Its parts are built in `main.py`. stopped: a rank was asked to stop, and the run ended early with a checkpoint.
 
-    check_replicas: collective; raises if ranks hold different copies of a weight. sections: marks of the watchdog.
+    check_replicas: collective; raises if ranks hold different copies of a weight. instruments: measure the steps.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class PPO:
         checkpoints: Checkpoints,
         settle: Callable[[], None],
         check_replicas: Callable[[], None],
-        sections: Sections,
+        instruments: Instruments,
     ) -> None:
         self.config, self.total_steps = config, total_steps
         self.policy, self.critic, self.reference = policy, critic, reference
@@ -73,7 +73,7 @@ class PPO:
         self.kl_controller, self.state = kl_controller, state
         self.log, self.checkpoints = log, checkpoints
         self.settle, self.stopped = settle, False
-        self.check_replicas, self.sections = check_replicas, sections
+        self.check_replicas, self.instruments = check_replicas, instruments
 
     def run(self) -> Evaluation | None:
         """Run all remaining steps, or those until a stop; returns the last evaluation."""
@@ -82,7 +82,7 @@ class PPO:
         if self.config.trainer.eval_before and self.state.step == 0:
             evaluation = self.evaluate()
         while self.state.step < self.total_steps and not self.stopped:
-            with self.checkpoints.guard_step():
+            with self.instruments.step(self.state.step + 1), self.checkpoints.guard_step():
                 evaluation = self.step() or evaluation
             if self.state.step > self.config.critic.warmup_steps:  # every role has been updated
                 self.settle()
@@ -90,7 +90,7 @@ class PPO:
 
     def step(self) -> Evaluation | None:
         step, config = self.state.step + 1, self.config
-        timers = StageTimers(observer=self.sections.of_step(step))
+        timers = self.instruments.timers(step)
 
         with timers.stage("prompts"):  # 1
             chosen = [self.prompts[i] for i in self.loader.next_step()]
@@ -138,7 +138,8 @@ class PPO:
             self.kl_controller.update(record.kl_per_response(), batch.num_sequences)
         self.count(batch, critic, policy)
         evaluation = self.evaluate(timers) if self.is_due(step, config.trainer.eval_every) else None
-        self.log.step({**record.metrics(timers, evaluation), **self.checkpoints.metrics()}, step, self.total_steps)
+        costs = self.instruments.costs(record, timers)
+        self.log.step({**record.metrics(timers, evaluation), **costs, **self.checkpoints.metrics()}, step, self.total_steps)
         if config.telemetry.trajectories_every and step % config.telemetry.trajectories_every == 0:
             drawn = draw_samples(len(asked), n, config.telemetry.trajectories_per_step, config.run.seed, step)
             self.log.trajectories(step, trajectories_of(record, asked, drawn, self.tokenizer))
@@ -161,7 +162,7 @@ class PPO:
         """Greedy score on the held-out prompts with the weights that the rollout engine holds."""
         if not self.eval_prompts:
             return None
-        with (timers or StageTimers(observer=self.sections)).stage("evaluate"):
+        with (timers or self.instruments.timers()).stage("evaluate"):
             evaluation = evaluate(self.eval_prompts, self.rollout, self.sampling, self.tokenizer, self.scorer)
         self.log.evaluation(evaluation, self.state.step)
         return evaluation

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import resource
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -47,7 +47,7 @@ class StepRecord:
         return float(self._kl("k1").sum()) / max(1, self.batch.num_sequences)
 
     def metrics(self, timers: StageTimers, evaluation: Evaluation | None) -> dict[str, float]:
-        """Name -> value, grouped by the part before the slash."""
+        """Name -> value, grouped by the part before the slash. Costs that need the models or other ranks: `instruments.py`."""
         return {
             **self._reward(),
             **(evaluation_metrics(evaluation) if evaluation else {}),
@@ -61,14 +61,22 @@ class StepRecord:
 
     def _reward(self) -> dict[str, float]:
         score = torch.tensor(self.scored.total)
-        parts = {f"reward/{name}": mean for name, mean in self.scored.part_means().items()}
-        shaped = self._per_sequence("reward")
+        parts: dict[str, float] = {}
+        for name, values in self.scored.parts.items():
+            scored = torch.tensor([value for value in values if not math.isnan(value)])
+            if not len(scored):
+                continue  # no sample's recipe has the part
+            summary = _summary_of(scored)
+            parts[Metric.REWARD_PART.of(name)] = summary.pop("mean")
+            parts |= {Metric.REWARD_PART.of(f"{name}/{key}"): value for key, value in summary.items()}
+            if len(scored) < len(values):
+                parts[Metric.REWARD_PART.of(f"{name}/share")] = len(scored) / len(values)
         return {
             Metric.SCORE_MEAN.value: _mean(score),
             Metric.SCORE_STD.value: float(score.std(correction=0)),
             Metric.SCORE_MIN.value: float(score.min()),
             Metric.SCORE_MAX.value: float(score.max()),
-            Metric.SHAPED_MEAN.value: _mean(shaped),
+            **{Metric.SHAPED.of(key): value for key, value in _summary_of(self._per_sequence("reward")).items()},
             Metric.UNDECIDED.value: self.scored.num_undecided,
             Metric.UNUSABLE.value: self.scored.num_unusable,
             **parts,
@@ -80,8 +88,8 @@ class StepRecord:
         scores: dict[str, list[float]] = {}
         for label, score in sorted(zip(self.scored.labels, self.scored.total)):
             scores.setdefault(label, []).append(score)
-        means = {_named(Metric.REWARD_ROUTE, f"{label}/mean"): _mean(torch.tensor(values)) for label, values in scores.items()}
-        return means | {_named(Metric.REWARD_ROUTE, f"{label}/count"): len(values) for label, values in scores.items()}
+        means = {Metric.REWARD_ROUTE.of(f"{label}/mean"): _mean(torch.tensor(values)) for label, values in scores.items()}
+        return means | {Metric.REWARD_ROUTE.of(f"{label}/count"): len(values) for label, values in scores.items()}
 
     def _policy(self) -> dict[str, float]:
         p, advantage = self.policy, self._summary("raw_advantage", "policy/advantage")
@@ -138,13 +146,16 @@ class StepRecord:
         }
 
     def _lengths(self) -> dict[str, float]:
-        lengths = tokens_per_sequence(self._mask, self.batch.cu_seqlens).float()
-        prompts = self.batch.lengths.float() - lengths
+        response = _summary_of(self.response_lengths)
+        prompts = (self.batch.lengths - self.response_lengths).float()
         return {
-            Metric.RESPONSE_MEAN.value: _mean(lengths),
-            Metric.RESPONSE_MAX.value: float(lengths.max()),
+            Metric.RESPONSE_MEAN.value: response["mean"],
+            Metric.RESPONSE_STD.value: response["std"],
+            Metric.RESPONSE_MIN.value: response["min"],
+            Metric.RESPONSE_MAX.value: response["max"],
             Metric.PROMPT_MEAN.value: _mean(prompts),
             Metric.PROMPT_MAX.value: float(prompts.max()),
+            **{Metric.TOTAL_LENGTH.of(key): value for key, value in _summary_of(self.batch.lengths).items()},
             Metric.TRUNCATED.value: _mean(self.batch["truncated"].float()),
         }
 
@@ -160,20 +171,24 @@ class StepRecord:
     def _costs(self, timers: StageTimers) -> dict[str, float]:
         generated = int(self._mask.sum())
         total = timers.total_s
-        costs = {f"timing/{name}_s": seconds for name, seconds in timers.seconds.items()}
-        for name, seconds in self.scored.seconds.items():
-            costs[_named(Metric.REWARD_SECONDS, f"{name}/mean_s")] = seconds.mean
-            costs[_named(Metric.REWARD_SECONDS, f"{name}/max_s")] = seconds.max
-        costs |= {
+        slow = {
+            Metric.REWARD_SECONDS.of(f"{name}/{key}_s"): value
+            for name, seconds in self.scored.seconds.items()
+            for key, value in (("mean", seconds.mean), ("max", seconds.max))
+        }
+        return {
+            **{Metric.STAGE_SECONDS.of(f"{name}_s"): seconds for name, seconds in timers.seconds.items()},
+            **slow,
             Metric.STEP_SECONDS.value: total,
             Metric.TOKENS_PER_S.value: self.batch.num_tokens / total,
             Metric.GENERATED_PER_S.value: generated / max(timers.seconds["generate"], 1e-9),
             Metric.SAMPLES_PER_S.value: self.batch.num_sequences / total,
-            Metric.HOST_PEAK.value: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
         }
-        if torch.cuda.is_available():
-            costs[Metric.DEVICE_PEAK.value] = torch.cuda.max_memory_allocated() / 2**30
-        return costs
+
+    @property
+    def response_lengths(self) -> Tensor:
+        """[B] int64, sampled tokens of each response."""
+        return tokens_per_sequence(self._mask, self.batch.cu_seqlens)
 
     @property
     def _mask(self) -> Tensor:
@@ -210,9 +225,9 @@ def expert_metrics(role: Literal["policy", "critic", "sft"], tokens: Tensor | No
     return {violation.value: load.max_violation, idle.value: load.idle, balance.value: balance_loss}
 
 
-def _named(family: Metric, name: str) -> str:
-    """Name of a member of a family that ends in `*`."""
-    return f"{family.value.removesuffix('*')}{name}"
+def _summary_of(x: Tensor) -> dict[str, float]:
+    """mean, std, min and max of one number per response."""
+    return summarise(*masked_moments(x, torch.ones_like(x, dtype=torch.bool)))._asdict()
 
 
 def _mean(x: Tensor) -> float:

@@ -45,6 +45,11 @@ class RunDir:
         """The final policy as a Hugging Face checkpoint."""
         return self.root / "export"
 
+    @property
+    def profiles(self) -> Path:
+        """Traces of profiled steps."""
+        return self.root / "profile"
+
     def record_finish(self, step: int) -> None:
         """Record that the run reached its end, `step`. Collective."""
         _on_rank_0(lambda: record_end(self.root, Ended("finished", step)))

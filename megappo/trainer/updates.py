@@ -58,6 +58,8 @@ class UpdateSummary:
     expert_tokens: Tensor | None = None
     """[layers, experts] tokens that the routers sent to each expert, over all updates; None for a dense model."""
     balance_losses: list[float] = field(default_factory=list)
+    lengths: list[Tensor] = field(default_factory=list)
+    """[B] int64 of each mini-batch that was passed, tokens of its sequences."""
 
     def add(self, result: UpdateResult, denominator: float) -> None:
         for name, value in result.losses.sums.items():
@@ -105,6 +107,7 @@ def run_updates(role: Trainable, minis: Iterable[MiniBatch]) -> UpdateSummary:
         for mini, denominator in minis:
             result = role.update(mini, denominator)
             summary.add(result, denominator)
+            summary.lengths.append(mini.lengths)
             if result.step is None:
                 break
     return summary

@@ -1,0 +1,157 @@
+"""Block of statistics that a run prints every few steps: rewards, lengths, advantages, stages with their rates and memory.
+
+It is made from the steps' metrics alone, so any log can be summarised again. Figures are those of all samples and tokens of the
+steps together: moments are pooled, rates are means over time, memory is the largest.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from megappo.telemetry.metrics import MOMENTS, STAGES, Metric
+from megappo.telemetry.tables import figures, table
+
+Row = Mapping[str, float]
+ROLES = ("policy", "critic", "reference")
+RATES = (Metric.STAGE_TOKENS, Metric.TFLOPS, Metric.MFU, Metric.HFU)
+
+
+class StatisticsBlock:
+    """Collect the metrics of steps; every `every` of them, and at the run's end, they become a block. 0: never."""
+
+    def __init__(self, every: int) -> None:
+        self._every = every
+        self._rows: list[Row] = []
+        self._first = 0
+
+    def add(self, row: Row, step: int, *, is_last: bool) -> list[str]:
+        """Take a step; returns the lines to print now, if any."""
+        if self._every == 0:
+            return []
+        self._first = self._first if self._rows else step
+        self._rows.append(row)
+        if step % self._every and not is_last:
+            return []
+        rows, self._rows = self._rows, []
+        return block(rows, self._first, step)
+
+
+def block(rows: Sequence[Row], first: int, last: int) -> list[str]:
+    """Lines of the block on steps `first` to `last`; rows: their metrics by name."""
+    steps = f"step {last}" if first == last else f"steps {first} to {last}"
+    return [f"--- {steps}", *_moments(rows), *_stages(rows), *_work(rows), "---"]
+
+
+class Pooled:
+    """Moments of what several steps have in common: count-weighted mean, population deviation, extremes."""
+
+    def __init__(self, rows: Sequence[Row], names: Mapping[str, str], weights: Sequence[float]) -> None:
+        """names: moment -> name of its metric."""
+        known = [(row, weight) for row, weight in zip(rows, weights) if _finite(row.get(names["mean"]))]
+        total = sum(weight for _, weight in known)
+        self.count = len(known)
+        if not known or total == 0:
+            self.mean = self.std = self.min = self.max = math.nan
+            return
+        mean = self.mean = sum(weight * row[names["mean"]] for row, weight in known) / total
+        # Around the pooled mean: each step's own variance, and the square of its distance.
+        around = sum(weight * (row[names["std"]] ** 2 + (row[names["mean"]] - mean) ** 2) for row, weight in known) / total
+        self.std = math.sqrt(around)
+        self.min = min(row[names["min"]] for row, _ in known)
+        self.max = max(row[names["max"]] for row, _ in known)
+
+
+def _moments(rows: Sequence[Row]) -> list[str]:
+    """Table of what responses and sampled tokens have: every step has as many responses, but not as many tokens."""
+    per_response = [1.0] * len(rows)
+    per_token = [row.get(Metric.RESPONSE_MEAN, 0.0) for row in rows]
+    parts = dict.fromkeys(name.removesuffix("/std") for row in rows for name in row if _is_part(name))
+    lines = [
+        ("score", _members("reward/score_"), per_response),
+        *((f"  {name.removeprefix('reward/')}", {**_members(f"{name}/"), "mean": name}, per_response) for name in parts),
+        ("score - KL", _members(Metric.SHAPED.of("")), per_response),
+        ("response tokens", _members("lengths/response_"), per_response),
+        ("total tokens", _members(Metric.TOTAL_LENGTH.of("")), per_response),
+        ("advantage", _members(Metric.ADVANTAGE.of("")), per_token),
+        ("return", _members(Metric.RETURN.of("")), per_token),
+        ("value", _members(Metric.VALUE.of("")), per_token),
+    ]
+    cells = []
+    for title, names, weights in lines:
+        pooled = Pooled(rows, names, weights)
+        if pooled.count:
+            cells.append([title, *(_number(getattr(pooled, moment)) for moment in MOMENTS)])
+    return table(["", *MOMENTS], cells) if cells else []
+
+
+def _is_part(name: str) -> bool:
+    return name.startswith(Metric.REWARD_PART.of("")) and name.endswith("/std")
+
+
+def _members(beginning: str) -> dict[str, str]:
+    return {moment: f"{beginning}{moment}" for moment in MOMENTS}
+
+
+def _stages(rows: Sequence[Row]) -> list[str]:
+    """Table of the stages: seconds of a mean step, and rates and memory of those that have them."""
+    step_s = _total(rows, Metric.STEP_SECONDS) / len(rows)
+    if step_s == 0:
+        return []
+    header = ["stage", "s/step", "share", "tok/s/rank", "TFLOP/s/rank", "MFU", "HFU", "GiB"]
+    cells = []
+    for stage in (*STAGES, "step"):
+        seconds_name = Metric.STAGE_SECONDS.of(f"{stage}_s")
+        if not any(seconds_name in row for row in rows):
+            continue
+        # A stage that runs every tenth step costs a tenth of its time per step.
+        seconds = _total(rows, seconds_name) / len(rows)
+        tokens, tflops, mfu, hfu = (_rate(rows, metric.of(stage), seconds_name) for metric in RATES)
+        largest = _largest(rows, [Metric.STAGE_MEMORY.of(f"{stage}_{suffix}") for suffix in ("peak_gib", "end_gib")])
+        row = [
+            "whole step" if stage == "step" else stage,
+            figures(seconds),
+            f"{seconds / step_s:.1%}",
+            "" if tokens is None else f"{tokens:,.0f}",
+            "" if tflops is None else figures(tflops),
+            *("" if share is None else f"{share:.1%}" for share in (mfu, hfu)),
+            "" if largest is None else f"{largest:.2f}",
+        ]
+        cells.append(row)
+    used = [column for column in range(len(header)) if any(row[column] for row in cells)]
+    return table([header[column] for column in used], [[row[column] for column in used] for row in cells])
+
+
+def _work(rows: Sequence[Row]) -> list[str]:
+    """A line of the model FLOPs of a mean step by role and stage."""
+    roles = []
+    for role in ROLES:
+        stages = {stage: _total(rows, Metric.TFLOP.of(f"{stage}/{role}")) / len(rows) for stage in STAGES}
+        done = [f"{stage} {figures(tflop)}" for stage, tflop in stages.items() if tflop > 0]
+        if done:
+            roles.append(f"{role} {', '.join(done)}")
+    return [f"  TFLOP of a step: {'; '.join(roles)}"] if roles else []
+
+
+def _total(rows: Sequence[Row], name: str) -> float:
+    return sum(row.get(name, 0.0) for row in rows)
+
+
+def _rate(rows: Sequence[Row], name: str, seconds: str) -> float | None:
+    """Mean over time of a rate; None if no step has it."""
+    known = [row for row in rows if name in row]
+    time = sum(row[seconds] for row in known)
+    return sum(row[name] * row[seconds] for row in known) / time if time > 0 else None
+
+
+def _largest(rows: Sequence[Row], names: Sequence[str]) -> float | None:
+    return max((row[name] for row in rows for name in names if name in row), default=None)
+
+
+def _finite(value: float | None) -> bool:
+    return value is not None and math.isfinite(value)
+
+
+def _number(value: float) -> str:
+    """At most five figures, no exponent where none is needed."""
+    return f"{value:.5g}" if value == 0 or 1e-3 <= abs(value) < 1e5 else f"{value:.3g}"

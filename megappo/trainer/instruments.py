@@ -1,0 +1,66 @@
+"""Instruments of a run: what is measured of its steps beside their results - time, memory, FLOPs, profiles."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+
+import torch
+import torch.distributed as dist
+
+from megappo.config.schema import TrainConfig
+from megappo.engine.base import Engine
+from megappo.resilience.sections import Sections
+from megappo.telemetry.memory import host_peak_gib, memory_gauge
+from megappo.telemetry.metrics import Metric
+from megappo.telemetry.profiler import StepProfiler
+from megappo.telemetry.timers import StageTimers
+from megappo.trainer.report import StepRecord
+from megappo.trainer.rundir import RunDir
+from megappo.trainer.step_work import StepWork, peak_note, role_models
+
+
+class Instruments:
+    """Instruments of this rank. sections: marks of the watchdog, which are told of every stage."""
+
+    def __init__(
+        self, config: TrainConfig, engines: Mapping[str, Engine], run_dir: RunDir, device: torch.device, sections: Sections
+    ) -> None:
+        self._sections, self._on_gpu = sections, device.type == "cuda"
+        self._models = role_models(config, engines, device)
+        self._memory = memory_gauge(device)
+        self._profiler = StepProfiler(run_dir.profiles, config.telemetry.profile_steps, device)
+        self.note = f"statistics: memory of a stage is the {self._memory.kind}; {peak_note(config.telemetry, device, self._models)}"
+        """What the figures mean on this machine."""
+
+    def step(self, step: int) -> AbstractContextManager[None]:
+        """Around one step: profiles it if it is to be."""
+        return self._profiler.step(step)
+
+    def timers(self, step: int | None = None) -> StageTimers:
+        """Timers of a step from here on, or of work outside of steps."""
+        if step is not None:
+            self._sections.of_step(step)
+        return StageTimers(observer=self, memory=self._memory)
+
+    @contextmanager
+    def section(self, name: str) -> Iterator[None]:
+        """Mark a stage for the watchdog and for profilers."""
+        with self._sections.section(name), self._profiler.section(name):
+            yield
+
+    def costs(self, record: StepRecord, timers: StageTimers) -> dict[str, float]:
+        """FLOPs, their rates, and memory of a step. Collective: memory is the largest over all ranks."""
+        lengths = record.response_lengths
+        work = StepWork.of_step(self._models, record.batch, lengths, record.critic, record.policy, dist.get_world_size())
+        return {**work.metrics(timers.seconds, timers.total_s), **self._memory_over_ranks(timers)}
+
+    def _memory_over_ranks(self, timers: StageTimers) -> dict[str, float]:
+        gib = {Metric.STAGE_MEMORY.of(f"{stage}_{self._memory.suffix}"): value for stage, value in timers.memory_gib.items()}
+        if self._on_gpu:
+            gib |= {Metric.DEVICE_PEAK.value: self._memory.highest, Metric.HOST_PEAK.value: host_peak_gib()}
+        else:
+            gib[Metric.HOST_PEAK.value] = self._memory.highest
+        largest = torch.tensor(list(gib.values()), dtype=torch.float64)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)  # one message: every rank has run the same stages
+        return dict(zip(gib, largest.tolist()))

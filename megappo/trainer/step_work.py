@@ -1,0 +1,139 @@
+"""Model FLOPs and tokens of a step by stage and role, and the shares of the hardware's peak that they make: MFU and HFU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megappo.config.schema import RoleConfig, TelemetryConfig, TrainableConfig, TrainConfig
+from megappo.data.packing import PackedBatch
+from megappo.engine.base import Engine
+from megappo.models.arch import ModelArch
+from megappo.models.flops import Recompute, forward_flops, generation_flops
+from megappo.platform.hardware import Dtype, hardware_of_gpu
+from megappo.telemetry.metrics import Metric
+from megappo.trainer.updates import UpdateSummary
+
+TERA = 1e12
+MEASURED_AGAINST_PEAK = ("logprobs", "update_critic", "update_policy")
+"""Stages with MFU. Decoding reads weights and cache for every token: arithmetic does not bound it."""
+
+
+@dataclass(frozen=True)
+class RoleModel:
+    """Facts of a role's model that its FLOPs depend on. peak_tflops: of one rank in the role's dtype, None if unknown."""
+
+    arch: ModelArch
+    value_head: bool
+    recompute: Recompute
+    peak_tflops: float | None
+
+    def forward(self, lengths: Tensor) -> Work:
+        return Work(forward_flops(self.arch, lengths, value_head=self.value_head).total, 0, int(lengths.sum()))
+
+    def training(self, lengths: Tensor) -> Work:
+        flops = forward_flops(self.arch, lengths, value_head=self.value_head)
+        return Work(flops.training, flops.recomputed(self.recompute), int(lengths.sum()))
+
+    def generation(self, prompts: Tensor, responses: Tensor) -> Work:
+        return Work(generation_flops(self.arch, prompts, responses).total, 0, int((prompts + responses).sum()))
+
+
+@dataclass(frozen=True)
+class Work:
+    """Work of a role in a stage, over all ranks. flops: of the model; recomputed: FLOPs on top, for activations not kept; tokens:
+    those of its passes."""
+
+    flops: int
+    recomputed: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """Stage -> role -> work of one step. models: of the roles; num_ranks: that share the work."""
+
+    by_stage: Mapping[str, Mapping[str, Work]]
+    models: Mapping[str, RoleModel]
+    num_ranks: int
+
+    @classmethod
+    def of_step(
+        cls,
+        models: Mapping[str, RoleModel],
+        batch: PackedBatch,
+        response_lengths: Tensor,
+        critic: UpdateSummary,
+        policy: UpdateSummary,
+        num_ranks: int,
+    ) -> StepWork:
+        """Work of a step from the lengths of its sequences; an update that `target_kl` ended early has done what it has done."""
+        lengths, updated = batch.lengths, {"critic": critic.lengths, "policy": policy.lengths}
+        by_stage = {
+            "generate": {"policy": models["policy"].generation(lengths - response_lengths, response_lengths)},
+            "logprobs": {role: model.forward(lengths) for role, model in models.items()},
+            **{f"update_{role}": {role: models[role].training(torch.cat(minis))} for role, minis in updated.items() if minis},
+        }
+        return cls(by_stage, models, num_ranks)
+
+    def metrics(self, seconds: Mapping[str, float], step_s: float) -> dict[str, float]:
+        """Figures by stage. seconds: stage -> wall time; step_s: of the whole step."""
+        found: dict[str, float] = {}
+        for stage, roles in self.by_stage.items():
+            rank_s = max(seconds[stage], 1e-9) * self.num_ranks
+            found |= {Metric.TFLOP.of(f"{stage}/{role}"): work.flops / TERA for role, work in roles.items()}
+            found[Metric.TFLOPS.of(stage)] = sum(work.flops for work in roles.values()) / TERA / rank_s
+            # Roles of one stage pass the same tokens.
+            found[Metric.STAGE_TOKENS.of(stage)] = max(work.tokens for work in roles.values()) / rank_s
+            found |= dict(self._shares_of_peak(stage, roles, rank_s))
+        whole = sum(work.flops for roles in self.by_stage.values() for work in roles.values())
+        return found | {Metric.TFLOPS.of("step"): whole / TERA / (step_s * self.num_ranks)}
+
+    def _shares_of_peak(self, stage: str, roles: Mapping[str, Work], rank_s: float) -> Iterator[tuple[str, float]]:
+        """MFU, and HFU where work is repeated: seconds that the work takes at the peak over those that it took."""
+        if stage not in MEASURED_AGAINST_PEAK:
+            return
+        model_s = hardware_s = 0.0
+        for role, work in roles.items():
+            peak = self.models[role].peak_tflops
+            if peak is None:
+                return
+            model_s += work.flops / (peak * TERA)
+            hardware_s += (work.flops + work.recomputed) / (peak * TERA)
+        yield Metric.MFU.of(stage), model_s / rank_s
+        if hardware_s > model_s:
+            yield Metric.HFU.of(stage), hardware_s / rank_s
+
+
+def role_models(config: TrainConfig, engines: Mapping[str, Engine], device: torch.device) -> dict[str, RoleModel]:
+    """Role -> model, of the roles of these engines."""
+    models: dict[str, RoleModel] = {}
+    for role, engine in engines.items():
+        section: RoleConfig = getattr(config, role)
+        recompute = section.recompute if isinstance(section, TrainableConfig) else "none"
+        peak = peak_tflops(config.telemetry, device, section.dtype)
+        models[role] = RoleModel(engine.arch, engine.value_head, recompute, peak)
+    return models
+
+
+def peak_tflops(telemetry: TelemetryConfig, device: torch.device, dtype: Dtype) -> float | None:
+    """Peak TFLOP/s of one rank: `telemetry.peak_tflops`, or that of the GPU's profile; None on a CPU or an unknown GPU."""
+    if telemetry.peak_tflops is not None or device.type != "cuda":
+        return telemetry.peak_tflops
+    profile = hardware_of_gpu(torch.cuda.get_device_name(device))
+    return None if profile is None else profile.peak_tflops(dtype)
+
+
+def peak_note(telemetry: TelemetryConfig, device: torch.device, models: Mapping[str, RoleModel]) -> str:
+    """A line on the peak that MFU is measured against, or on why there is none."""
+    peaks = sorted({model.peak_tflops for model in models.values() if model.peak_tflops is not None})
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    if peaks:
+        source = "telemetry.peak_tflops" if telemetry.peak_tflops is not None else f"the profile of {gpu}"
+        return f"MFU is against {' and '.join(f'{peak:g}' for peak in peaks)} TFLOP/s of a rank ({source})"
+    if not gpu:
+        return "no MFU on a CPU without telemetry.peak_tflops"
+    return f"no MFU: no profile has the peak of {gpu}; telemetry.peak_tflops sets it"
