@@ -143,6 +143,16 @@ BAD = {
         ["no chat template", "data.chat_template=false"],
     ),
     "system prompt without template": (nothing, ["data.system_prompt=Hello"], ["data.system_prompt", "chat_template"]),
+    "column that no metric has": (
+        nothing,
+        ["telemetry.progress=[reward/score_mean, reward/exact_mach/std]"],
+        ['telemetry.progress = "reward/exact_mach/std"', "did you mean reward/exact_match/std?"],
+    ),
+    "profile of a step after the last epoch": (
+        nothing,
+        ["trainer.steps=null", "trainer.epochs=1", "telemetry.profile_steps=[9999]"],
+        ["telemetry.profile_steps = [9999]", "the run ends with step"],
+    ),
     "data of another type": (data_file("x", "other.csv"), ["data.train={}/other.csv"], ["other.csv", ".jsonl", ".parquet"]),
     "broken line": (data_file(GOOD + "{"), ["data.train={}/other.jsonl"], ["other.jsonl line 2 is not valid JSON"]),
     "line of another type": (data_file("[1]\n"), ["data.train={}/other.jsonl"], ["line 1 is a JSON list, not an object"]),

@@ -65,7 +65,7 @@ def timeout_problems(run: RunConfig) -> Iterator[str]:
 def step_problems(config: TrainConfig, total_steps: int) -> Iterator[str]:
     """Problems of the run's length, once the data has set the number of steps in `trainer.epochs`."""
     counted = config.model_copy(update={"trainer": config.trainer.model_copy(update={"steps": total_steps})})
-    found = (rule(counted) for rule in (_critic_warmup, _policy_lr_warmup, _critic_lr_warmup))
+    found = (rule(counted) for rule in (_critic_warmup, _policy_lr_warmup, _critic_lr_warmup, _profile_steps))
     yield from (message for message in found if message is not None)
 
 
@@ -272,6 +272,15 @@ def _trackers(config: TrainConfig) -> str | None:
     return problem("telemetry.trackers", list(named), f"{twice[0]} is there twice; keep one") if twice else None
 
 
+def _profile_steps(config: TrainConfig) -> str | None:
+    asked, steps = config.telemetry.profile_steps, config.trainer.steps
+    if len(set(asked)) < len(asked):
+        return problem("telemetry.profile_steps", list(asked), "names a step twice; once is enough")
+    if steps is not None and asked and max(asked) > steps:
+        return problem("telemetry.profile_steps", list(asked), f"the run ends with step {steps}; name earlier ones")
+    return None
+
+
 TrainRule = Callable[[TrainConfig], str | None]
 
 TRAIN_RULES: tuple[TrainRule, ...] = (
@@ -294,6 +303,7 @@ TRAIN_RULES: tuple[TrainRule, ...] = (
     _length_penalty,
     _trajectories,
     _trackers,
+    _profile_steps,
 )
 
 

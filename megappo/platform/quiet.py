@@ -31,6 +31,8 @@ def quiet_libraries() -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     # Megatron-core wants one hardware queue, so that tensor-parallel collectives start before the products that they overlap.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    # torch's profiler (`telemetry.profile_steps`) announces each start and stop on the console below this level, that of errors.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     import_before_megatron()
     for text in _EXPECTED_WARNINGS:
         warnings.filterwarnings("ignore", message=text)

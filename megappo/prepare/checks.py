@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from megappo.config.batch import step_arithmetic
 from megappo.config.checks import Device, check_config
 from megappo.config.errors import ConfigError, problem
+from megappo.config.layout_checks import roles_in_use
 from megappo.config.loading import explicit_keys
 from megappo.config.schema import SftConfig, TrainConfig
 from megappo.installed import missing_package
@@ -22,6 +23,8 @@ from megappo.prepare.critic_source import critic_source
 from megappo.prepare.layouts import check_layouts, read_archs
 from megappo.rewards.rules import RULES, make_rule
 from megappo.rollout.vllm_limits import check_vllm
+from megappo.telemetry.metrics import Metric
+from megappo.telemetry.names import metric_names, nearest_name
 from megappo.telemetry.trackers.available import tracker_problem
 
 
@@ -47,6 +50,7 @@ def check_run(
     the models is enough; weights and packages may be missing.
     """
     notes = check_config(config, explicit_keys(config), world_size, device)
+    _check_progress(config)
     if not shapes_only:
         _check_names(config)
     implementation = choose_implementation(config.model.impl, device)  # raises if it cannot work
@@ -88,6 +92,18 @@ def check_kernels(kernels: Kernels, device: Device) -> None:
     """ConfigError if the implementation that `kernels` names is missing on this kind of device."""
     if (reason := missing(kernels, device)) is not None:
         raise ConfigError(problem("kernels", kernels, f"{reason}; set kernels=auto, or reference"))
+
+
+def _check_progress(config: TrainConfig) -> None:
+    """ConfigError, with the nearest name, for a column of the progress line that no metric has."""
+    names = metric_names([part.label for part in config.reward.parts], list(roles_in_use(config)))
+    own = tuple(Metric.REWARD_PART.of(part.label) for part in config.reward.parts if part.own)  # may name parts when they score
+    for name in config.telemetry.progress:
+        if name not in names and not (own and name.startswith(own)):
+            nearest = nearest_name(name, names)
+            hint = f"did you mean {nearest}? " if nearest else ""
+            fix = f"this run logs no such metric; {hint}docs/statistics.md lists them"
+            raise ConfigError(problem("telemetry.progress", name, fix))
 
 
 def _check_names(config: TrainConfig) -> None:

@@ -40,6 +40,8 @@ STAGES = (
     "evaluate",
 )
 """Stages of a step in their order (`trainer/ppo.py`); checks and evaluations do not run in every step."""
+MODEL_STAGES = ("generate", "logprobs", "update_critic", "update_policy")
+"""Stages that consist of passes of models, whose FLOPs are counted."""
 MOMENTS = ("mean", "std", "min", "max")
 
 

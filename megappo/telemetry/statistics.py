@@ -9,11 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from megappo.telemetry.metrics import MOMENTS, STAGES, Metric
+from megappo.telemetry.metrics import MODEL_STAGES, MOMENTS, STAGES, Metric
 from megappo.telemetry.tables import figures, table
 
 Row = Mapping[str, float]
 ROLES = ("policy", "critic", "reference")
+UNITS = (("PFLOP", 1e3), ("TFLOP", 1.0), ("GFLOP", 1e-3), ("MFLOP", 1e-6))
 RATES = (Metric.STAGE_TOKENS, Metric.TFLOPS, Metric.MFU, Metric.HFU)
 
 
@@ -98,7 +99,10 @@ def _stages(rows: Sequence[Row]) -> list[str]:
     step_s = _total(rows, Metric.STEP_SECONDS) / len(rows)
     if step_s == 0:
         return []
-    header = ["stage", "s/step", "share", "tok/s/rank", "TFLOP/s/rank", "MFU", "HFU", "GiB"]
+    unit, scale = _unit([row[name] for row in rows for name in row if name.startswith(Metric.TFLOPS.of(""))])
+    peaks = not any(name.endswith("_end_gib") for row in rows for name in row)
+    memory = "peak GiB" if peaks else "GiB at end"
+    header = ["stage", "s/step", "share", "tok/s/rank", f"{unit}/s/rank", "MFU", "HFU", memory]
     cells = []
     for stage in (*STAGES, "step"):
         seconds_name = Metric.STAGE_SECONDS.of(f"{stage}_s")
@@ -107,13 +111,14 @@ def _stages(rows: Sequence[Row]) -> list[str]:
         # A stage that runs every tenth step costs a tenth of its time per step.
         seconds = _total(rows, seconds_name) / len(rows)
         tokens, tflops, mfu, hfu = (_rate(rows, metric.of(stage), seconds_name) for metric in RATES)
-        largest = _largest(rows, [Metric.STAGE_MEMORY.of(f"{stage}_{suffix}") for suffix in ("peak_gib", "end_gib")])
+        of = STAGES if stage == "step" else (stage,)
+        largest = _largest(rows, [Metric.STAGE_MEMORY.of(f"{one}_{suffix}") for one in of for suffix in ("peak_gib", "end_gib")])
         row = [
             "whole step" if stage == "step" else stage,
             figures(seconds),
             f"{seconds / step_s:.1%}",
             "" if tokens is None else f"{tokens:,.0f}",
-            "" if tflops is None else figures(tflops),
+            "" if tflops is None else figures(tflops / scale),
             *("" if share is None else f"{share:.1%}" for share in (mfu, hfu)),
             "" if largest is None else f"{largest:.2f}",
         ]
@@ -123,18 +128,22 @@ def _stages(rows: Sequence[Row]) -> list[str]:
 
 
 def _work(rows: Sequence[Row]) -> list[str]:
-    """A line of the model FLOPs of a mean step by role and stage."""
-    roles = []
-    for role in ROLES:
-        stages = {stage: _total(rows, Metric.TFLOP.of(f"{stage}/{role}")) / len(rows) for stage in STAGES}
-        done = [f"{stage} {figures(tflop)}" for stage, tflop in stages.items() if tflop > 0]
-        if done:
-            roles.append(f"{role} {', '.join(done)}")
-    return [f"  TFLOP of a step: {'; '.join(roles)}"] if roles else []
+    """Table of the model FLOPs of a mean step by role and stage, over all ranks."""
+    work = {role: [_total(rows, Metric.TFLOP.of(f"{stage}/{role}")) / len(rows) for stage in MODEL_STAGES] for role in ROLES}
+    done = {role: stages for role, stages in work.items() if any(stages)}
+    unit, scale = _unit([tflop for stages in done.values() for tflop in stages])
+    cells = [[role, *(figures(tflop / scale) if tflop else "" for tflop in stages)] for role, stages in done.items()]
+    return table([f"{unit}/step", *MODEL_STAGES], cells) if cells else []
+
+
+def _unit(tflops: Sequence[float]) -> tuple[str, float]:
+    """(unit, its size in TFLOP) in which the largest of these is between 1 and 1000."""
+    largest = max(tflops, default=0.0)
+    return next(((name, size) for name, size in UNITS if largest >= size), UNITS[-1])
 
 
 def _total(rows: Sequence[Row], name: str) -> float:
-    return sum(row.get(name, 0.0) for row in rows)
+    return sum(row.get(name) or 0.0 for row in rows)
 
 
 def _rate(rows: Sequence[Row], name: str, seconds: str) -> float | None:

@@ -18,8 +18,8 @@ from megappo.telemetry.metrics import Metric
 from megappo.trainer.updates import UpdateSummary
 
 TERA = 1e12
-MEASURED_AGAINST_PEAK = ("logprobs", "update_critic", "update_policy")
-"""Stages with MFU. Decoding reads weights and cache for every token: arithmetic does not bound it."""
+DECODING = "generate"
+"""The stage without MFU: it reads weights and cache for every token, and arithmetic does not bound it."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class StepWork:
 
     def _shares_of_peak(self, stage: str, roles: Mapping[str, Work], rank_s: float) -> Iterator[tuple[str, float]]:
         """MFU, and HFU where work is repeated: seconds that the work takes at the peak over those that it took."""
-        if stage not in MEASURED_AGAINST_PEAK:
+        if stage == DECODING:
             return
         model_s = hardware_s = 0.0
         for role, work in roles.items():

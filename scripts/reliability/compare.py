@@ -15,7 +15,17 @@ from megappo.checkpoint.directory import CheckpointDirectory
 from megappo.checkpoint.safe_load import load_index, load_tensors_and_plain_data
 from megappo.telemetry.jsonl import read_lines
 
-MEASURED = ("time", "timing/", "throughput/", "memory/", "rollout/push_seconds")
+MEASURED = (
+    "time",
+    "timing/",
+    "throughput/",
+    "memory/",
+    "perf/tflops/",  # not perf/tflop/, which counts
+    "perf/mfu/",
+    "perf/hfu/",
+    "perf/tokens_per_s/",
+    "rollout/push_seconds",
+)
 """Prefixes of metrics that the machine and its load decide; all others repeat bit for bit. Tests that compare runs import it."""
 # Those that faults and restarts change besides. They are no part of the state.
 VOLATILE = (*MEASURED, "checkpoint/", "rollout/push_verified")

@@ -183,6 +183,18 @@ BROKEN = [
         ["telemetry.trackers", "wandb is there twice"],
         "telemetry.trackers=[wandb, tensorboard]",
     ),
+    (
+        "_profile_steps",
+        ["telemetry.profile_steps=[3, 11]", "trainer.steps=10"],
+        ["telemetry.profile_steps = [3, 11]", "step 10"],
+        "telemetry.profile_steps=[3, 10]",
+    ),
+    (
+        "_profile_steps",
+        ["telemetry.profile_steps=[3, 3]"],
+        ["telemetry.profile_steps = [3, 3]", "twice"],
+        "telemetry.profile_steps=[3, 4]",
+    ),
 ]
 
 

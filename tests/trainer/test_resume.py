@@ -4,11 +4,14 @@ vLLM.
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 
 import pytest
 
+from megappo.telemetry.metrics import MODEL_STAGES, STAGES
+from megappo.telemetry.names import metric_names
 from scripts.reliability.compare import MEASURED
 from tests.listening import WILDCARDS, Listener, Watch
 from tests.trainer.small_run import run_many, small_config, write_small_task
@@ -23,7 +26,8 @@ VOLATILE = (*MEASURED, "rollout/push_verified", "step")
 def runs(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("resume")
     write_small_task(folder)
-    whole = small_config(folder, "whole", steps=STEPS)
+    # A profile changes nothing of what is compared below.
+    whole = small_config(folder, "whole", steps=STEPS, **{"telemetry.profile_steps": [2]})
     first_half = small_config(folder, "halves", steps=HALF)
     both_halves = small_config(folder, "halves", steps=STEPS)
     other = small_config(folder, "other_seed", steps=HALF, **{"run.seed": 5})
@@ -64,6 +68,29 @@ def test_nothing_listens_on_all_interfaces(runs: Path) -> None:
 
 def test_the_replaced_export_is_kept(runs: Path) -> None:
     assert (runs / "runs" / "halves" / "export.old1" / "model.safetensors").is_file()
+
+
+def test_a_profiled_step_has_a_trace_of_every_rank_that_names_the_stages(runs: Path) -> None:
+    folder = runs / "runs" / "whole" / "profile"
+    assert sorted(path.name for path in folder.iterdir()) == [f"step_000002_rank_0000{rank}.json.gz" for rank in range(2)]
+    for path in folder.iterdir():
+        events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+        named = {event["name"] for event in events if event.get("cat") == "user_annotation"}
+        assert {f"stage {stage}" for stage in STAGES if stage not in ("evaluate", "check_replicas")} <= named, "those of every step"
+        stage = next(event for event in events if event["name"] == "stage update_policy")
+        inside = [e for e in events if e.get("cat") == "cpu_op" and stage["ts"] <= e["ts"] <= stage["ts"] + stage["dur"]]
+        assert len(inside) > 100, "the operations of the stage lie in its range"
+
+
+def test_statistics_of_a_run_are_logged_under_names_that_a_configuration_may_show(runs: Path) -> None:
+    rows = [json.loads(line) for line in (runs / "runs" / "whole" / "metrics.jsonl").read_text().splitlines()]
+    names = metric_names(["exact_match", "has_eos"], ["policy", "critic", "reference"])
+    assert {name for row in rows for name in row} - {"step", "time"} <= set(names)
+    last = rows[-1]
+    assert last["perf/tflop/update_policy/policy"] == pytest.approx(3 * last["perf/tflop/logprobs/policy"])
+    assert 0 < last["perf/tflops/step"] < max(last[f"perf/tflops/{stage}"] for stage in MODEL_STAGES)
+    # Its ranks are forked from the tests' server, whose pages are theirs too.
+    assert 0 < last["memory/update_policy_peak_gib"] <= last["memory/host_peak_gib"] < 16
 
 
 def test_another_seed_gives_other_numbers(runs: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
+from scripts.reliability.compare import MEASURED
 from tests.trainer.small_run import small_config, write_small_task
 from tests.worlds import spawn_world
 
@@ -140,11 +141,7 @@ def test_a_full_disk_loses_records_and_nothing_of_the_training(done: tuple[Path,
     assert [row["step"] for row in clean] == [1, 2, 3, 4] and [row["step"] for row in limited] == [1, 4, 5, 6]
     assert not any(row["telemetry/lost_records"] for row in clean)
     assert limited[1]["telemetry/lost_records"] >= 2 * len(FULL), "records and trajectories"
-    same = [
-        name
-        for name in clean[3]
-        if not name.startswith(("time", "timing/", "throughput/", "memory/", "telemetry/", "rollout/push"))
-    ]
+    same = [name for name in clean[3] if not name.startswith((*MEASURED, "telemetry/", "rollout/push"))]
     assert len(same) > 40 and {name: clean[3][name] for name in same} == {name: limited[1][name] for name in same}
     shards = sorted(path.relative_to(root / "clean") for path in (root / "clean" / "checkpoints" / "step-4").rglob("*.distcp"))
     assert shards

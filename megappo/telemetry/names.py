@@ -1,0 +1,47 @@
+"""Names of all metrics that a PPO run can log, families written out, for keys that name one."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+
+from megappo.telemetry.metrics import MODEL_STAGES, MOMENTS, STAGES, Metric
+
+_MOMENTS_OF_PART = ("", "/std", "/min", "/max")
+_STAGES_AND_STEP = (*MODEL_STAGES, "step")
+
+
+def metric_names(parts: Sequence[str], roles: Sequence[str]) -> list[str]:
+    """Names of a run with these parts of the reward and these roles. Own code may name further parts, that are not among them."""
+    members: dict[Metric, Sequence[str]] = {
+        Metric.REWARD_PART: [f"{part}{moment}" for part in parts for moment in _MOMENTS_OF_PART],
+        Metric.EVAL_PART: parts,
+        Metric.SHAPED: MOMENTS,
+        Metric.ADVANTAGE: MOMENTS,
+        Metric.VALUE: MOMENTS,
+        Metric.RETURN: MOMENTS,
+        Metric.TOTAL_LENGTH: MOMENTS,
+        Metric.PUSH: ("bytes_sent", "bytes_received", "bytes_local", "seconds", "verified", "version"),
+        Metric.STAGE_SECONDS: [f"{stage}_s" for stage in STAGES],
+        Metric.STAGE_MEMORY: [f"{stage}_{suffix}" for stage in STAGES for suffix in ("peak_gib", "end_gib")],
+        Metric.TFLOP: [f"{stage}/{role}" for stage in MODEL_STAGES for role in roles],
+        Metric.TFLOPS: _STAGES_AND_STEP,
+        Metric.MFU: MODEL_STAGES[1:],  # decoding has none
+        Metric.HFU: MODEL_STAGES[1:],
+        Metric.STAGE_TOKENS: MODEL_STAGES,
+    }
+    names: list[str] = []
+    for metric in Metric:
+        if metric.value.startswith("sft/"):
+            continue
+        names += [metric.of(member) for member in members[metric]] if metric.value.endswith("*") else [metric.value]
+    return names
+
+
+def nearest_name(name: str, names: Sequence[str]) -> str | None:
+    """The known name that `name` was probably meant to be: of the whole, or of the part after the group."""
+    if near := difflib.get_close_matches(name, names, n=1, cutoff=0.6):
+        return near[0]
+    tails = {known.split("/", 1)[1]: known for known in reversed(names)}
+    near = difflib.get_close_matches(name.rsplit("/", 1)[-1], tails, n=1, cutoff=0.6)
+    return tails[near[0]] if near else None

@@ -1,0 +1,45 @@
+"""Names that `telemetry.progress` may have, and the columns that they become."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+
+from megappo.telemetry.names import metric_names, nearest_name
+from megappo.telemetry.progress import PPO_COLUMNS, Progress, columns_of
+
+NAMES = metric_names(["exact_match", "mine.score"], ["policy", "critic", "reference"])
+
+
+def test_names_are_whole_and_known_once() -> None:
+    assert len(NAMES) == len(set(NAMES)) and not [name for name in NAMES if name.endswith("*")]
+    assert {column.metric for column in PPO_COLUMNS} <= set(NAMES)
+    assert {"reward/mine.score/max", "perf/mfu/update_critic", "timing/generate_s", "perf/tflop/logprobs/reference"} <= set(NAMES)
+
+
+@pytest.mark.parametrize(
+    "wrong, meant",
+    [
+        ("reward/scor_mean", "reward/score_mean"),
+        ("perf/mfu/update", "perf/mfu/update_policy"),
+        ("grad_norm", "policy/grad_norm"),
+        ("xyzzy", None),
+    ],
+)
+def test_the_nearest_name_is_offered(wrong: str, meant: str | None) -> None:
+    assert wrong not in NAMES and nearest_name(wrong, NAMES) == meant
+
+
+def test_the_line_has_the_columns_that_were_asked_for() -> None:
+    stream = io.StringIO()
+    names = ("reward/score_mean", "policy/grad_norm", "critic/grad_norm", "perf/mfu/update_policy", "policy/lr")
+    progress = Progress(columns_of(names), stream)
+    progress.row({"reward/score_mean": 0.25, "policy/grad_norm": 1234.5678, "policy/lr": 1e-6, "kl/coef": 3.0}, 1, 1)
+    header, row = stream.getvalue().splitlines()
+    assert header.split() == ["step", "score", "policy/grad_norm", "critic/grad_norm", "mfu/update_policy", "lr", "eta"]
+    assert row.split() == ["1/1", "0.250", "1235", "-", "-", "1e-06", "0:00"] and len(header) == len(row)
+
+
+def test_without_names_the_line_is_the_usual_one() -> None:
+    assert columns_of(()) == PPO_COLUMNS

@@ -1,0 +1,122 @@
+"""FLOPs, rates and MFU of a step, against numbers written out by hand."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megappo.config.schema import TelemetryConfig
+from megappo.data.packing import PackedBatch, cu_seqlens_of
+from megappo.engine.base import PassResult, StepResult
+from megappo.models.flops import forward_flops, generation_flops
+from megappo.trainer.roles import UpdateResult
+from megappo.trainer.step_work import RoleModel, StepWork, peak_note, peak_tflops
+from megappo.trainer.updates import UpdateSummary, run_updates
+from tests.models.test_flops import LLAMA_7B
+
+CPU = torch.device("cpu")
+LENGTHS, RESPONSES = torch.tensor([4, 6]), torch.tensor([2, 3])
+BATCH = PackedBatch(torch.zeros(10, dtype=torch.long), cu_seqlens_of([4, 6]))
+CRITIC = replace(LLAMA_7B, num_layers=2)
+MODELS = {
+    "policy": RoleModel(LLAMA_7B, False, "none", 100.0),
+    "critic": RoleModel(CRITIC, True, "full", 50.0),
+    "reference": RoleModel(LLAMA_7B, False, "none", 100.0),
+}
+SECONDS = {"generate": 4.0, "logprobs": 1.0, "update_critic": 0.5, "update_policy": 2.0}
+RANKS = 2
+
+
+def updates(*minis: torch.Tensor) -> UpdateSummary:
+    return UpdateSummary(lengths=list(minis))
+
+
+def figures(models=MODELS, critic=updates(LENGTHS), policy=updates(LENGTHS)) -> dict[str, float]:
+    work = StepWork.of_step(models, BATCH, RESPONSES, critic, policy, RANKS)
+    return work.metrics(SECONDS, step_s=10.0)
+
+
+def test_every_role_has_its_own_operations_in_every_stage() -> None:
+    one = forward_flops(LLAMA_7B, LENGTHS, value_head=False)
+    value = forward_flops(CRITIC, LENGTHS, value_head=True)
+    found = figures()
+    want = {
+        "perf/tflop/generate/policy": generation_flops(LLAMA_7B, LENGTHS - RESPONSES, RESPONSES).total,
+        "perf/tflop/logprobs/policy": one.total,
+        "perf/tflop/logprobs/critic": value.total,
+        "perf/tflop/logprobs/reference": one.total,
+        "perf/tflop/update_critic/critic": 3 * value.total,
+        "perf/tflop/update_policy/policy": 3 * one.total,
+    }
+    assert {name: value for name, value in found.items() if name.startswith("perf/tflop/")} == {
+        name: flops / 1e12 for name, flops in want.items()
+    }
+    assert found["perf/tflops/update_policy"] == pytest.approx(3 * one.total / 1e12 / (2.0 * RANKS))
+    assert found["perf/tflops/step"] == pytest.approx(sum(want.values()) / 1e12 / (10.0 * RANKS))
+
+
+def test_tokens_are_those_that_a_stage_passes_per_second_and_rank() -> None:
+    found = figures(policy=updates(LENGTHS, LENGTHS[:1]))
+    assert found["perf/tokens_per_s/logprobs"] == 10 / RANKS
+    assert found["perf/tokens_per_s/update_policy"] == 14 / (2.0 * RANKS), "two passes over the first sequence"
+    assert found["perf/tokens_per_s/generate"] == 10 / (4.0 * RANKS)
+
+
+def test_mfu_is_without_recomputed_work_and_hfu_with_it() -> None:
+    found, value = figures(), forward_flops(CRITIC, LENGTHS, value_head=True)
+    assert found["perf/mfu/update_critic"] == pytest.approx(3 * value.total / 50e12 / (0.5 * RANKS))
+    assert found["perf/hfu/update_critic"] == pytest.approx((4 * value.total - value.head) / 50e12 / (0.5 * RANKS))
+    assert "perf/hfu/update_policy" not in found and "perf/hfu/logprobs" not in found, "nothing is recomputed"
+    assert "perf/mfu/generate" not in found, "decoding is bound by memory"
+    one = forward_flops(LLAMA_7B, LENGTHS, value_head=False)
+    assert found["perf/mfu/logprobs"] == pytest.approx((2 * one.total / 100e12 + value.total / 50e12) / RANKS), "each at its peak"
+
+
+def test_without_a_peak_there_is_no_mfu() -> None:
+    found = figures({**MODELS, "reference": replace(MODELS["reference"], peak_tflops=None)})
+    assert "perf/mfu/logprobs" not in found and "perf/mfu/update_policy" in found
+    assert peak_tflops(TelemetryConfig(), CPU, "bf16") is None
+    assert peak_tflops(TelemetryConfig(peak_tflops=0.1), CPU, "bf16") == 0.1
+
+
+def test_a_step_of_the_critics_warm_up_has_no_work_of_the_policy() -> None:
+    found = figures(policy=UpdateSummary())
+    assert not [name for name in found if "update_policy" in name]
+
+
+@pytest.mark.parametrize(
+    "name, dtype, peak",
+    [("NVIDIA H100 80GB HBM3", "bf16", 989.4), ("NVIDIA H100 80GB HBM3", "fp32", 66.9), ("NVIDIA T4", "bf16", None)],
+)
+def test_the_peak_of_a_gpu_is_that_of_its_profile(monkeypatch, name: str, dtype, peak: float | None) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert peak_tflops(TelemetryConfig(), torch.device("cuda", 0), dtype) == peak
+    models = {"policy": replace(MODELS["policy"], peak_tflops=peak)}
+    note = peak_note(TelemetryConfig(), torch.device("cuda", 0), models)
+    assert name in note and (f"{peak:g} TFLOP/s" in note if peak else "telemetry.peak_tflops sets it" in note)
+
+
+class Declines:
+    """A policy that stops at its second mini-batch (target KL)."""
+
+    class Modes:
+        def train_mode(self):
+            return nullcontext()
+
+    engine = Modes()
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def update(self, mini: PackedBatch, denominator: float) -> UpdateResult:
+        self.calls += 1
+        losses = PassResult({}, {}, {}, 1)
+        return UpdateResult(losses, None, None) if self.calls == 2 else UpdateResult(losses, StepResult(1.0, True), 1e-3)
+
+
+def test_updates_that_end_early_have_done_the_passes_until_then() -> None:
+    summary = run_updates(Declines(), [(BATCH, 1.0), (BATCH.select([1]), 1.0), (BATCH, 1.0)])
+    assert summary.num_updates == 1 and [lengths.tolist() for lengths in summary.lengths] == [[4, 6], [6]]
