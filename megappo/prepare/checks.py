@@ -23,8 +23,7 @@ from megappo.prepare.critic_source import critic_source
 from megappo.prepare.layouts import check_layouts, read_archs
 from megappo.rewards.rules import RULES, make_rule
 from megappo.rollout.vllm_limits import check_vllm
-from megappo.telemetry.metrics import Metric
-from megappo.telemetry.names import metric_names, nearest_name
+from megappo.telemetry.names import metric_names, nearest_name, open_beginnings
 from megappo.telemetry.trackers.available import tracker_problem
 
 
@@ -96,10 +95,11 @@ def check_kernels(kernels: Kernels, device: Device) -> None:
 
 def _check_progress(config: TrainConfig) -> None:
     """ConfigError, with the nearest name, for a column of the progress line that no metric has."""
-    names = metric_names([part.label for part in config.reward.parts], list(roles_in_use(config)))
-    own = tuple(Metric.REWARD_PART.of(part.label) for part in config.reward.parts if part.own)  # may name parts when they score
+    labels = {part.label: part.kind for part in config.reward.parts}
+    names = metric_names(list(labels), list(roles_in_use(config)))
+    unknown_ends = open_beginnings([label for label, kind in labels.items() if kind != "name"])  # a built-in rule is one number
     for name in config.telemetry.progress:
-        if name not in names and not (own and name.startswith(own)):
+        if name not in names and not name.startswith(unknown_ends):
             nearest = nearest_name(name, names)
             hint = f"did you mean {nearest}? " if nearest else ""
             fix = f"this run logs no such metric; {hint}docs/statistics.md lists them"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -49,7 +49,7 @@ class Scored:
     as it enters the total (<= 0). num_undecided: scores of 0 because a part was undecided, as math_verify out of time.
     num_unusable: scores of 0 because a part could not read the reference answer. labels: [B] recipes; empty without a route.
     per_token: [B] weighted rewards of the sampled tokens, which are not in the total; None for a sample, or for all, without.
-    seconds: of the local parts.
+    seconds: of the local parts. model_total: [B] the reward models' share of the total; None without any.
     """
 
     texts: list[str]
@@ -60,6 +60,7 @@ class Scored:
     labels: list[str] = field(default_factory=list)
     per_token: list[list[float] | None] | None = None
     seconds: dict[str, PartSeconds] = field(default_factory=dict)
+    model_total: list[float] | None = None
 
     def part_means(self) -> dict[str, float]:
         """Name -> mean over the samples that the part scored; parts that scored none are left out."""
@@ -118,7 +119,14 @@ class Composition:
             labels=[] if list(self.recipes) == [WHOLE] else [one.label for one in judged],
             per_token=self._per_token(judged, verdicts),
             seconds=_seconds(self.names, verdicts),
+            model_total=_fp32([self._weighted(one, found, model_parts) for one, found in zip(judged, verdicts)])
+            if model_parts
+            else None,
         )
+
+    def _weighted(self, one: Judged, found: Mapping[str, Verdict], names: Collection[str]) -> float:
+        """Share of these parts in a sample's score."""
+        return sum(weight * found[name].score for name, weight in self.recipes[one.label].items() if name in names)
 
     def _verdicts(self, one: Judged, index: int, model_parts: Mapping[str, Sequence[float]]) -> dict[str, Verdict]:
         """Part -> verdict for all parts of the sample's recipe."""

@@ -87,7 +87,12 @@ class Metric(_Named):
     )
     UNDECIDED = "reward/undecided", "scores of 0 because a rule was undecided, as math_verify out of time"
     UNUSABLE = "reward/unusable_answers", "scores of 0 because a rule could not read the reference answer"
-    REWARD_PART = "reward/*", "mean of one part of the reward, before its weight; its std, min and max: reward/PART/std, ..."
+    REWARD_PART = (
+        "reward/*",
+        "mean of one part of the reward over the samples that have it, before its weight; PART/std, /min, /max, /share",
+    )
+    RULES = "reward/rules_*", "mean, std, min, max of the score without its reward models; logged beside these"
+    MODELS = "reward/models_*", "mean, std, min, max of the weighted sum of the reward models"
     REWARD_ROUTE = "reward/route/*", "mean score of the responses of one recipe (LABEL/mean), and their number (LABEL/count)"
 
     EVAL_SCORE = "eval/score", "mean score of greedy answers to the held-out prompts"

@@ -7,14 +7,34 @@ from collections.abc import Sequence
 
 from megappo.telemetry.metrics import MODEL_STAGES, MOMENTS, STAGES, Metric
 
-_MOMENTS_OF_PART = ("", "/std", "/min", "/max")
+_OF_PART = ("", "/std", "/min", "/max", "/share")
 _STAGES_AND_STEP = (*MODEL_STAGES, "step")
 
 
 def metric_names(parts: Sequence[str], roles: Sequence[str]) -> list[str]:
-    """Names of a run with these parts of the reward and these roles. Own code may name further parts, that are not among them."""
-    members: dict[Metric, Sequence[str]] = {
-        Metric.REWARD_PART: [f"{part}{moment}" for part in parts for moment in _MOMENTS_OF_PART],
+    """Names of a run with these parts of the reward and these roles, without those of `open_beginnings`."""
+    members = _members(parts, roles)
+    names: list[str] = []
+    for metric in Metric:
+        if metric.value.startswith("sft/"):
+            continue
+        names += [metric.of(one) for one in members.get(metric, ())] if metric.value.endswith("*") else [metric.value]
+    return names
+
+
+def open_beginnings(parts: Sequence[str]) -> tuple[str, ...]:
+    """Beginnings of names whose ends are known only when they are logged: numbers inside these parts, sets of evaluations, and
+    families that are not written out above."""
+    families = [metric.of("") for metric in Metric if metric.value.endswith("*") and metric not in _members((), ())]
+    return (*families, *(Metric.REWARD_PART.of(f"{part}.") for part in parts))
+
+
+def _members(parts: Sequence[str], roles: Sequence[str]) -> dict[Metric, Sequence[str]]:
+    """Family -> ends of its names."""
+    return {
+        Metric.REWARD_PART: [f"{part}{end}" for part in parts for end in _OF_PART],
+        Metric.RULES: MOMENTS,
+        Metric.MODELS: MOMENTS,
         Metric.EVAL_PART: parts,
         Metric.SHAPED: MOMENTS,
         Metric.ADVANTAGE: MOMENTS,
@@ -30,12 +50,6 @@ def metric_names(parts: Sequence[str], roles: Sequence[str]) -> list[str]:
         Metric.HFU: MODEL_STAGES[1:],
         Metric.STAGE_TOKENS: MODEL_STAGES,
     }
-    names: list[str] = []
-    for metric in Metric:
-        if metric.value.startswith("sft/"):
-            continue
-        names += [metric.of(member) for member in members[metric]] if metric.value.endswith("*") else [metric.value]
-    return names
 
 
 def nearest_name(name: str, names: Sequence[str]) -> str | None:

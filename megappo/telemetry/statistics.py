@@ -70,7 +70,16 @@ def _moments(rows: Sequence[Row]) -> list[str]:
     parts = dict.fromkeys(name.removesuffix("/std") for row in rows for name in row if _is_part(name))
     lines = [
         ("score", _members("reward/score_"), per_response),
-        *((f"  {name.removeprefix('reward/')}", {**_members(f"{name}/"), "mean": name}, per_response) for name in parts),
+        ("  rules together", _members(Metric.RULES.of("")), per_response),
+        ("  models together", _members(Metric.MODELS.of("")), per_response),
+        *(
+            (
+                f"  {name.removeprefix('reward/')}",
+                {**_members(f"{name}/"), "mean": name},
+                [row.get(f"{name}/share", 1.0) for row in rows],
+            )
+            for name in parts
+        ),
         ("score - KL", _members(Metric.SHAPED.of("")), per_response),
         ("response tokens", _members("lengths/response_"), per_response),
         ("total tokens", _members(Metric.TOTAL_LENGTH.of("")), per_response),

@@ -26,7 +26,7 @@ class Instruments:
     def __init__(
         self, config: TrainConfig, engines: Mapping[str, Engine], run_dir: RunDir, device: torch.device, sections: Sections
     ) -> None:
-        self._sections, self._on_gpu = sections, device.type == "cuda"
+        self.sections, self._on_gpu = sections, device.type == "cuda"
         self._models = role_models(config, engines, device)
         self._memory = memory_gauge(device)
         self._profiler = StepProfiler(run_dir.profiles, config.telemetry.profile_steps, device)
@@ -40,27 +40,32 @@ class Instruments:
     def timers(self, step: int | None = None) -> StageTimers:
         """Timers of a step from here on, or of work outside of steps."""
         if step is not None:
-            self._sections.of_step(step)
+            self.sections.of_step(step)
         return StageTimers(observer=self, memory=self._memory)
 
     @contextmanager
     def section(self, name: str) -> Iterator[None]:
         """Mark a stage for the watchdog and for profilers."""
-        with self._sections.section(name), self._profiler.section(name):
+        with self.sections.section(name), self._profiler.section(name):
             yield
 
     def costs(self, record: StepRecord, timers: StageTimers) -> dict[str, float]:
         """FLOPs, their rates, and memory of a step. Collective: memory is the largest over all ranks."""
         lengths = record.response_lengths
         work = StepWork.of_step(self._models, record.batch, lengths, record.critic, record.policy, dist.get_world_size())
-        return {**work.metrics(timers.seconds, timers.total_s), **self._memory_over_ranks(timers)}
+        return {**work.metrics(timers.seconds, timers.total_s), **largest_over_ranks(self._memory_of(timers))}
 
-    def _memory_over_ranks(self, timers: StageTimers) -> dict[str, float]:
+    def _memory_of(self, timers: StageTimers) -> dict[str, float]:
         gib = {Metric.STAGE_MEMORY.of(f"{stage}_{self._memory.suffix}"): value for stage, value in timers.memory_gib.items()}
         if self._on_gpu:
             gib |= {Metric.DEVICE_PEAK.value: self._memory.highest, Metric.HOST_PEAK.value: host_peak_gib()}
         else:
             gib[Metric.HOST_PEAK.value] = self._memory.highest
-        largest = torch.tensor(list(gib.values()), dtype=torch.float64)
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX)  # one message: every rank has run the same stages
-        return dict(zip(gib, largest.tolist()))
+        return gib
+
+
+def largest_over_ranks(values: Mapping[str, float]) -> dict[str, float]:
+    """Largest value of any rank under each name. Collective over the world, on the host; all ranks have the same names."""
+    largest = torch.tensor(list(values.values()), dtype=torch.float64)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return dict(zip(values, largest.tolist()))

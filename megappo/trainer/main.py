@@ -226,7 +226,7 @@ def _build_ppo(
         loader=data.loader,
         eval_prompts=data.eval.prompts if data.eval else (),
         tokenizer=data.tokenizer,
-        scorer=scorer_of(config.reward, data.reward_parts, ScoringProgress(log.note, sections)),
+        scorer=scorer_of(config.reward, data.reward_parts, ScoringProgress(log.note, instruments.sections)),
         kl_controller=kl,
         state=state,
         log=log,

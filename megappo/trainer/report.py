@@ -61,16 +61,6 @@ class StepRecord:
 
     def _reward(self) -> dict[str, float]:
         score = torch.tensor(self.scored.total)
-        parts: dict[str, float] = {}
-        for name, values in self.scored.parts.items():
-            scored = torch.tensor([value for value in values if not math.isnan(value)])
-            if not len(scored):
-                continue  # no sample's recipe has the part
-            summary = _summary_of(scored)
-            parts[Metric.REWARD_PART.of(name)] = summary.pop("mean")
-            parts |= {Metric.REWARD_PART.of(f"{name}/{key}"): value for key, value in summary.items()}
-            if len(scored) < len(values):
-                parts[Metric.REWARD_PART.of(f"{name}/share")] = len(scored) / len(values)
         return {
             Metric.SCORE_MEAN.value: _mean(score),
             Metric.SCORE_STD.value: float(score.std(correction=0)),
@@ -79,9 +69,27 @@ class StepRecord:
             **{Metric.SHAPED.of(key): value for key, value in _summary_of(self._per_sequence("reward")).items()},
             Metric.UNDECIDED.value: self.scored.num_undecided,
             Metric.UNUSABLE.value: self.scored.num_unusable,
-            **parts,
+            **self._reward_parts(),
             **self._routes(),
         }
+
+    def _reward_parts(self) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for name, values in self.scored.parts.items():
+            scored = torch.tensor([value for value in values if not math.isnan(value)])
+            if not len(scored):
+                continue  # no sample's recipe has the part
+            summary = _summary_of(scored)
+            found[Metric.REWARD_PART.of(name)] = summary.pop("mean")
+            found |= {Metric.REWARD_PART.of(f"{name}/{key}"): value for key, value in summary.items()}
+            if len(scored) < len(values):
+                found[Metric.REWARD_PART.of(f"{name}/share")] = len(scored) / len(values)
+        if self.scored.model_total is not None:
+            models = torch.tensor(self.scored.model_total)
+            rules = torch.tensor(self.scored.total) - models
+            found |= {Metric.MODELS.of(key): value for key, value in _summary_of(models).items()}
+            found |= {Metric.RULES.of(key): value for key, value in _summary_of(rules).items()}
+        return found
 
     def _routes(self) -> dict[str, float]:
         """Mean score and number of the responses of each recipe; empty without a route."""

@@ -18,6 +18,8 @@ from megappo.telemetry.metrics import Metric
 from megappo.trainer.updates import UpdateSummary
 
 TERA = 1e12
+PASSING = ("policy", "critic", "reference")
+"""Roles that pass over the step's samples as they were generated. A reward model reads other texts, and is not counted."""
 DECODING = "generate"
 """The stage without MFU: it reads weights and cache for every token, and arithmetic does not bound it."""
 
@@ -109,9 +111,11 @@ class StepWork:
 
 
 def role_models(config: TrainConfig, engines: Mapping[str, Engine], device: torch.device) -> dict[str, RoleModel]:
-    """Role -> model, of the roles of these engines."""
+    """Role -> model, of the roles of these engines that are counted."""
     models: dict[str, RoleModel] = {}
     for role, engine in engines.items():
+        if role not in PASSING:
+            continue
         section: RoleConfig = getattr(config, role)
         recompute = section.recompute if isinstance(section, TrainableConfig) else "none"
         peak = peak_tflops(config.telemetry, device, section.dtype)

@@ -176,3 +176,15 @@ def test_the_logged_kl_is_capped_as_the_trained_one_is():
     metrics = metrics_of(record(fields=far, kl_estimator="k3"))
     assert metrics["kl/per_token"] == metrics["kl/per_token_k3"] == pytest.approx(want)
     assert math.isfinite(want) and not math.isfinite(float(torch.tensor(198.5).expm1())), "uncapped it is inf"
+
+
+def test_a_part_counts_over_the_samples_that_have_it_and_models_beside_the_rest():
+    whole = record()
+    scored = replace(whole.scored, parts={"rule": [0.5, math.nan], "absent": [math.nan] * 2}, model_total=[0.25, 0.5])
+    metrics = metrics_of(replace(whole, scored=scored))
+    assert (metrics["reward/rule"], metrics["reward/rule/min"], metrics["reward/rule/share"]) == (0.5, 0.5, 0.5)
+    assert not [name for name in metrics if "absent" in name]
+    assert (metrics["reward/models_mean"], metrics["reward/models_max"]) == (0.375, 0.5)
+    assert (metrics["reward/rules_mean"], metrics["reward/rules_min"]) == (0.375, 0.0), "score 1.0 and 0.5 less the models"
+    assert all(metric_of(name) for name in metrics)
+    assert not [name for name in metrics_of(whole) if "models" in name or "rules" in name or "share" in name]
