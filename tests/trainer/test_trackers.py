@@ -13,6 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from megappo.algo.ratio_bins import LOG_EDGES
 from megappo.telemetry.metrics import Distribution
+from scripts.reliability.compare import VOLATILE
 from tests.telemetry.wandb_files import read_wandb
 from tests.trainer.small_run import run_many, small_config, write_small_task
 from tests.worlds import spawn_world
@@ -97,8 +98,7 @@ def test_histograms_do_not_depend_on_the_layout(done: Path) -> None:
 def test_trackers_change_no_number(done: Path) -> None:
     """Bit for bit, over a resume too."""
     tracked, plain = rows(done / "cut"), rows(done / "plain")
-    costs = ("time", "timing/", "throughput/", "memory/", "rollout/push", "checkpoint/", "eval/")
-    names = [name for name in plain[-1] if not name.startswith(costs)]
+    names = [name for name in plain[-1] if not name.startswith((*VOLATILE, "eval/"))]
     assert len(names) > 40 and [r["step"] for r in tracked] == [r["step"] for r in plain] == [1, 2, 3, 4]
     assert [{n: r[n] for n in names} for r in tracked] == [{n: r[n] for n in names} for r in plain]
     assert not (done / "plain" / "tensorboard").exists() and not (done / "plain" / "trackers").exists()
