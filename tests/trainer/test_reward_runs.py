@@ -85,3 +85,14 @@ def test_other_recipes_are_told_on_resume_and_other_workers_are_not(ran: tuple[P
 def mean(values: Any) -> float:
     values = list(values)
     return sum(values) / len(values)
+
+
+def test_a_limit_of_time_is_a_fact_of_the_reward_and_workers_are_not() -> None:
+    from megappo.config.schema import RewardPart
+    from megappo.trainer.run_facts import _part_facts
+
+    def facts(**keys: Any) -> dict[str, Any]:
+        return _part_facts(RewardPart(**{"path": "mine.py", "function": "f", "workers": 2, "timeout_s": 1.0, **keys}))
+
+    assert facts() == facts(workers=3) == {"name": "mine.f", "weight": 1.0, "function": "f", "timeout_s": 1.0}
+    assert facts() != facts(timeout_s=2.0)
