@@ -2,7 +2,7 @@
 
 A resumed run with another reference model, another tokenizer or other prompts would train towards something else without any
 error: refused.
-Validation data, the code and the weights of rewards change what is measured or wanted, often on purpose (a mistake was corrected):
+Validation data, reward models, the code and the weights of rewards change what is measured or wanted, often on purpose (a mistake was corrected):
 a warning. Layouts, versions, the number of prompts of a step and the length of the run may change. The seed and the order are the
 loader's own to compare. A checkpoint of a megappo that did not record a fact is resumed without comparing it.
 """
@@ -68,6 +68,11 @@ def notable_changes(saved: Mapping[str, Any], now: Mapping[str, Any], name: str)
             lines.append(
                 f"the prompts have other token ids than at {name}: another version of megappo or of the tokenizer's package"
             )
+    # Saved as None: no part was a reward model, which `reward.parts` says.
+    if (old := saved.get("reward_model")) is not None and (new := now["reward_model"]) is not None:
+        changed = [f"reward_model.{key}" for key, value in new.items() if _identity(old.get(key, value)) != _identity(value)]
+        if changed:
+            lines.append(f"{', '.join(changed)} changed since {name}: scores are not comparable")
     if (old := saved.get("reward")) is not None:
         new = now["reward"]
         for rule, code in new["code"].items():

@@ -245,6 +245,14 @@ def _rewards(config: TrainConfig) -> str | None:
     return reward_problem(config.reward)
 
 
+def _reward_model(config: TrainConfig) -> str | None:
+    """Problem of the part without the section; the section without a part is a key without effect."""
+    for index, part in enumerate(config.reward.parts):
+        if part.model is not None and config.reward_model.model is None:
+            return problem(f"reward.parts.{index}.model", part.model, f"{part.model}.model is not set; name its directory there")
+    return None
+
+
 def _length_penalty(config: TrainConfig) -> str | None:
     reward: RewardConfig = config.reward
     longest = config.rollout.max_response_tokens
@@ -300,6 +308,7 @@ TRAIN_RULES: tuple[TrainRule, ...] = (
     _policy_lr_warmup,
     _critic_lr_warmup,
     _rewards,
+    _reward_model,
     _length_penalty,
     _trajectories,
     _trackers,
@@ -330,6 +339,7 @@ GPU_KEYS = (
     "critic.offload.parameters",
     "critic.offload.optimizer",
     "reference.offload.parameters",
+    "reward_model.offload.parameters",
 )
 
 

@@ -13,6 +13,7 @@ from pydantic import BaseModel
 
 from megappo.config.batch import step_arithmetic
 from megappo.config.keys import value_keys
+from megappo.config.layout_checks import scores_with_model
 from megappo.config.schema import OptimizerConfig, SftConfig, TrainConfig
 
 
@@ -46,6 +47,12 @@ TRAIN: tuple[Dead, ...] = (
     _unsplit("policy"),
     _unsplit("critic"),
     _unsplit("reference"),
+    _unsplit("reward_model"),
+    Dead(
+        ("reward_model.*",),
+        lambda c: not scores_with_model(c),
+        "no part of reward.parts is the reward model; remove it, or add the part {model: reward_model}",
+    ),
     Dead(
         (
             "reference.*",

@@ -10,7 +10,15 @@ from typing import Literal
 
 from megappo.config.batch import nearest_divisors
 from megappo.config.errors import problem
-from megappo.config.schema import CriticConfig, ParallelConfig, RoleConfig, SftConfig, TrainableConfig, TrainConfig
+from megappo.config.schema import (
+    CriticConfig,
+    ParallelConfig,
+    RewardModelConfig,
+    RoleConfig,
+    SftConfig,
+    TrainableConfig,
+    TrainConfig,
+)
 
 
 def role_sections(config: TrainConfig | SftConfig) -> dict[str, RoleConfig]:
@@ -23,7 +31,14 @@ def roles_in_use(config: TrainConfig | SftConfig) -> dict[str, ParallelConfig]:
     roles = {name: section.parallel for name, section in role_sections(config).items()}
     if isinstance(config, TrainConfig) and config.algorithm.kl.placement == "none":
         del roles["reference"]  # nothing is measured against it
+    if isinstance(config, TrainConfig) and not scores_with_model(config):
+        del roles["reward_model"]
     return roles
+
+
+def scores_with_model(config: TrainConfig) -> bool:
+    """True if a part of the reward is the reward model."""
+    return any(part.model is not None for part in config.reward.parts)
 
 
 def trained_sections(config: TrainConfig | SftConfig) -> dict[str, TrainableConfig]:
@@ -33,6 +48,8 @@ def trained_sections(config: TrainConfig | SftConfig) -> dict[str, TrainableConf
 
 def value_head_of(section: RoleConfig) -> Literal["zero", "normal", "checkpoint"] | None:
     """Start of a value model's head; None for a language model."""
+    if isinstance(section, RewardModelConfig):
+        return "checkpoint"
     return section.value_head if isinstance(section, CriticConfig) else None
 
 

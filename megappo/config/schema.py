@@ -148,11 +148,31 @@ class ModelConfig(Section):
     is installed."""
 
 
-class ReferenceConfig(RoleConfig):
-    model: ModelPath | None = None
-    """Checkpoint of the reference model; null means `policy.model`."""
+class FrozenConfig(RoleConfig):
     offload: FrozenOffloadConfig = FrozenOffloadConfig()
     """State to move off the GPU while another role works."""
+
+
+class ReferenceConfig(FrozenConfig):
+    model: ModelPath | None = None
+    """Checkpoint of the reference model; null means `policy.model`."""
+
+
+class RewardModelConfig(FrozenConfig):
+    model: ModelPath | None = None
+    """Directory of a sequence classifier with one label (LlamaForSequenceClassification and its like: config.json and safetensors);
+    null: no reward model. It scores if a part of `reward.parts` is `{model: reward_model}`."""
+    tokenizer: PathText | None = None
+    """Directory of its Hugging Face tokenizer or path of a SentencePiece .model file; null means `model`."""
+    chat_template: bool = True
+    """Show it the prompt's messages and the response as the assistant's by the chat template of its own tokenizer; false: the text
+    of the prompt, and the response behind it."""
+    center: float = 0.0
+    """Subtracted from the model's number, for example its mean over the responses of the first policy."""
+    scale: PositiveFloat = 1.0
+    """Divides the centred number, for example its standard deviation over the same responses."""
+    clip: PositiveFloat | None = None
+    """Bound of the scaled number, on both sides; null turns it off."""
 
 
 # ---------------------------------------------------------------------------------------------------------------- rollout
@@ -277,6 +297,7 @@ PART_KINDS: Mapping[str, tuple[str, ...]] = {
     "entry_point": ("batch", "args", "workers", "timeout_s"),
     "code": (),
     "url": ("remote",),
+    "model": (),
 }
 """Key of a part that names what it is, exclusive -> the keys that belong to it. A part with none of them is a built-in rule."""
 
@@ -310,6 +331,8 @@ class RewardPart(Section):
     """Name of a built-in rule; `megappo doctor` lists them. Beside another kind of part: the name under which that is logged."""
     weight: float = 1.0
     """Factor of this part in the score."""
+    model: Literal["reward_model"] | None = None
+    """Section of the reward model that scores (docs/reward_model.md)."""
     path: FilePath | None = None
     """Python file with a reward of your own, relative to the working directory (docs/rewards.md). It runs with your rights."""
     function: str | None = None
@@ -595,6 +618,8 @@ class TrainConfig(Section):
     """The model that learns the value of a prefix; with its own layout and optimizer."""
     reference: ReferenceConfig = ReferenceConfig()
     """The frozen model of the KL; built unless `algorithm.kl.placement` is none."""
+    reward_model: RewardModelConfig = RewardModelConfig()
+    """A frozen model whose score of the whole response is a part of the reward."""
     rollout: RolloutConfig = RolloutConfig()
     """Generation of responses."""
     data: DataConfig

@@ -32,16 +32,15 @@ class PromptFormat:
 
     def encode(self, question: Any, tokenizer: Tokenizer) -> list[int]:
         """Encode a string or a list of {role, content} messages up to the start of the response. Errors name no record."""
-        if isinstance(question, str):
-            if not self.chat_template:
-                return tokenizer.encode_prompt(question + self.prompt_suffix)
-            question = [{"role": "user", "content": question}]
-        elif not self.chat_template:
+        if self.chat_template:
+            return tokenizer.chat(self.messages(question))
+        if not isinstance(question, str):
             raise ValueError("the question is a list of chat messages, which needs data.chat_template=true")
-        return tokenizer.chat(self._complete(question))
+        return tokenizer.encode_prompt(question + self.prompt_suffix)
 
-    def _complete(self, messages: Sequence[Message]) -> list[Message]:
-        """Append the suffix to the last message and put the system message in front."""
+    def messages(self, question: str | Sequence[Message]) -> list[Message]:
+        """Messages of a question, with the suffix behind the last one and the system message in front."""
+        messages = [{"role": "user", "content": question}] if isinstance(question, str) else question
         completed = [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + self.prompt_suffix}]
         if self.system_prompt is None:
             return completed

@@ -61,6 +61,10 @@ class Tokenizer(Protocol):
         """Ids of a conversation ({role, content} each) up to the start of the answer. ValueError without chat template."""
         ...
 
+    def conversation(self, messages: Sequence[Message]) -> list[int]:
+        """Ids of a whole conversation, whose last message is the assistant's. ValueError without chat template."""
+        ...
+
     def decode(self, ids: Sequence[int]) -> str:
         """Text without special tokens. Ids beyond the vocabulary (models often pad theirs) become U+FFFD."""
         ...
@@ -146,12 +150,19 @@ class HuggingFaceTokenizer:
         return self._prefix + self.encode(text)
 
     def chat(self, messages: Sequence[Message]) -> list[int]:
+        return self._render(messages, for_answer=True)
+
+    def conversation(self, messages: Sequence[Message]) -> list[int]:
+        return self._render(messages, for_answer=False)
+
+    def _render(self, messages: Sequence[Message], for_answer: bool) -> list[int]:
         from jinja2 import TemplateError
 
         if not self.has_chat_template:
             raise _no_chat_template(self.path)
+        copies = [dict(message) for message in messages]
         try:
-            ids = self._tokenizer.apply_chat_template([dict(m) for m in messages], add_generation_prompt=True, return_dict=False)
+            ids = self._tokenizer.apply_chat_template(copies, add_generation_prompt=for_answer, return_dict=False)
         except TemplateError as error:  # raise_exception() of the template, for example "system role not supported"
             raise ValueError(f"the chat template of {self.path} refuses the messages: {_first_line(error)}") from error
         return list(ids)
@@ -208,6 +219,9 @@ class SentencePieceTokenizer:
         return prefix + self.encode(text)
 
     def chat(self, messages: Sequence[Message]) -> list[int]:
+        raise _no_chat_template(self.path)
+
+    def conversation(self, messages: Sequence[Message]) -> list[int]:
         raise _no_chat_template(self.path)
 
     def decode(self, ids: Sequence[int]) -> str:

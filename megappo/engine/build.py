@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 from megappo.config.schema import (
+    FrozenConfig,
     ModelConfig,
     OffloadConfig,
     ParallelConfig,
-    ReferenceConfig,
     RoleConfig,
     TimeoutsConfig,
     TrainableConfig,
@@ -112,7 +112,7 @@ def build_trainable(
 def build_frozen(
     spec: EngineSpec, groups: ProcessGroups, *, device: torch.device, implementation: Implementation = "local"
 ) -> MegatronEngine:
-    """Build a model that does not train. Only a `ReferenceConfig` offloads it: of a trained role's section the rest counts."""
+    """Build a model that does not train. Only a `FrozenConfig` offloads it: of a trained role's section the rest counts."""
     section = spec.section
     value_head = spec.value_head is not None
     chunks = build_model(spec.arch, groups, dtype=DTYPES[section.dtype], value_head=value_head, implementation=implementation)
@@ -125,7 +125,7 @@ def build_frozen(
         groups,
         device=device,
         micro_batch_tokens=section.micro_batch_tokens,
-        offload=OffloadConfig(parameters=isinstance(section, ReferenceConfig) and section.offload.parameters),
+        offload=OffloadConfig(parameters=isinstance(section, FrozenConfig) and section.offload.parameters),
     )
     engine.offload_idle()
     return engine

@@ -14,7 +14,7 @@ from typing import Literal
 from megappo.config.batch import StepArithmetic, micro_batches_bound, step_arithmetic
 from megappo.config.checks import Device
 from megappo.config.errors import ConfigError, problem
-from megappo.config.layout_checks import trained_sections, value_head_of
+from megappo.config.layout_checks import scores_with_model, trained_sections, value_head_of
 from megappo.config.schema import TrainableConfig, TrainConfig
 from megappo.models.arch import ModelArch
 from megappo.parallel.layout import ParallelLayout
@@ -82,19 +82,21 @@ class Plan:
 
     def certain(self, rank: int) -> int:
         """Bytes of one rank without activations, in its fullest moment."""
-        return self._fullest(rank, [m.offloaded + m.offloaded_optimizer for m in self._roles(rank)])
+        pushed = [self.stage(role, rank).saving for role in roles_beside_sampler(self.config)]
+        return self._fullest(rank, [m.offloaded + m.offloaded_optimizer for m in self._roles(rank)], pushed)
 
     def peak(self, rank: int) -> int:
         """Bytes of one rank in its fullest moment, with the estimate of activations."""
-        return self._fullest(rank, [m.active for m in self._roles(rank)])
+        pushed = [beside_sampler(self.config, role, self.stage(role, rank)) for role in roles_beside_sampler(self.config)]
+        return self._fullest(rank, [m.active for m in self._roles(rank)], pushed)
 
     def _roles(self, rank: int) -> list[RoleMemory]:
         return [self.stage(role, rank) for role in self.layouts]
 
-    def _fullest(self, rank: int, training: Sequence[int]) -> int:
-        """training: bytes that a role needs on top of what rests, in its fullest moment of stages 4 to 6, for each role."""
-        written = max(self.stage(role, rank).saving for role in trained_sections(self.config))
-        return fullest_moment(self.trainer_at_rest(rank), max(training), written, self.rollout, self.config.rollout.sleep)
+    def _fullest(self, rank: int, training: Sequence[int], pushed: Sequence[int]) -> int:
+        """training: bytes that a role needs on top of what rests, in its fullest moment of stages 3 to 6, for each role. pushed:
+        the same after a push."""
+        return fullest_moment(self.trainer_at_rest(rank), max(training), max(pushed), self.rollout, self.config.rollout.sleep)
 
     def host_memory(self, rank: int) -> int:
         """Host memory of one rank that the offloaded parts of all roles take while none of them works."""
@@ -109,6 +111,17 @@ class Plan:
 
     def fullest_rank(self) -> int:
         return max(self.distinct_ranks(), key=lambda rank: (self.peak(rank), -rank))
+
+
+def roles_beside_sampler(config: TrainConfig) -> list[str]:
+    """Roles that work while vLLM's pushed weights are awake: those that a checkpoint saves, and a reward model in evaluations."""
+    evaluates = scores_with_model(config) and config.data.eval is not None
+    return [*trained_sections(config), *(["reward_model"] if evaluates else [])]
+
+
+def beside_sampler(config: TrainConfig, role: str, memory: RoleMemory) -> int:
+    """Bytes that such a role then adds on the device."""
+    return memory.saving if role in trained_sections(config) else memory.inferring
 
 
 def make_plan(

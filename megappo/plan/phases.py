@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megappo.config.layout_checks import roles_in_use, trained_sections, value_head_of
-from megappo.config.schema import TrainConfig
-from megappo.plan.estimate import Plan
+from megappo.config.schema import RewardModelConfig, TrainConfig
+from megappo.plan.estimate import Plan, beside_sampler, roles_beside_sampler
 from megappo.plan.memory import Moment, RoleMemory
 
 
@@ -31,7 +31,7 @@ class Phase:
 
 
 def phases(plan: Plan, rank: int) -> list[Phase]:
-    """Phases in the order of a step: stages 2, 4, 6, 7 and 8 of trainer/ppo.py."""
+    """Phases in the order of a step: stages 2, 3, 4, 6, 7 and 8 of trainer/ppo.py."""
     # The other stages hold a few bytes per token. The buffers of a push to vLLM are not counted.
     at_rest = plan.trainer_at_rest(rank)
     found: list[Phase] = []
@@ -46,20 +46,29 @@ def phases(plan: Plan, rank: int) -> list[Phase]:
         add("generate", "rollout", 0, "generate")
     else:
         add("generate", "policy", memory("policy").inferring, "generate")
-    for role in roles_in_use(plan.config):
+    for role in forward_passes(plan.config):
         add(pass_name(plan.config, role), role, memory(role).inferring)
     for role in ("critic", "policy"):  # PPO's updates, in its order
         add(f"{role} update", role, memory(role).updating)
         add(f"{role} optimizer step", role, memory(role).stepping)
     add("push weights", "policy", memory("policy").offloaded_weights, "pushed")
-    for role in trained_sections(plan.config):  # written role by role, every rank its own part, tensor by tensor
-        add(f"{role} checkpoint", role, memory(role).saving, "pushed")
+    for role in roles_beside_sampler(plan.config):
+        # A checkpoint is written role by role, every rank its own part, tensor by tensor.
+        what = f"{role} checkpoint" if role in trained_sections(plan.config) else f"{pass_name(plan.config, role)}, evaluation"
+        add(what, role, beside_sampler(plan.config, role, memory(role)), "pushed")
     return found
 
 
+def forward_passes(config: TrainConfig) -> list[str]:
+    """Roles in the order of their passes without gradients: the reward model in stage 3, the others in stage 4."""
+    return sorted(roles_in_use(config), key=lambda role: role != "reward_model")
+
+
 def pass_name(config: TrainConfig, role: str) -> str:
-    """Name of a role's forward pass in stage 4: `log-probs`, `values`, `reference log-probs`."""
+    """Name of a role's pass without gradients: `log-probs`, `values`, `reference log-probs`, `reward model scores`."""
     section = getattr(config, role)
+    if isinstance(section, RewardModelConfig):
+        return "reward model scores"
     results = "log-probs" if value_head_of(section) is None else "values"
     return results if role in ("policy", "critic") else f"{role} {results}"
 

@@ -275,6 +275,8 @@ def _batch_lines(plan: Plan) -> list[str]:
         if layout.vpp > 1 and plan.micro_batches[role] % layout.pp
     ]
     at_most = f"  at most: when every sequence has all {step.max_sequence_tokens:,} tokens"
+    if "reward_model" in plan.layouts:
+        at_most += " of the policy's"  # another tokenizer may make more or fewer of a text
     deep = any(layout.pp > 1 for layout in plan.layouts.values())
     return lines + [at_most + ("; with fewer micro-batches the bubble is larger" if deep else "")]
 

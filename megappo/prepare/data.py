@@ -14,11 +14,13 @@ from megappo.config.errors import ConfigError, problem
 from megappo.config.schema import DataConfig, SftConfig, TrainConfig
 from megappo.data.demonstrations import DemonstrationSet, build_demonstrations
 from megappo.data.prompts import PromptFormat, PromptLoader, PromptSet, build_prompts
+from megappo.data.reward_text import RewardText
 from megappo.data.sources import read_source
 from megappo.data.tokenizers import Tokenizer, load_tokenizer
 from megappo.models.arch import ModelArch
 from megappo.prepare.answers import answer_notes
 from megappo.prepare.code_rewards import code_notes
+from megappo.prepare.reward_model import load_reward_text
 from megappo.prepare.reward_parts import check_requirements, load_parts
 from megappo.prepare.reward_routes import check_labels
 from megappo.rewards.base import PreparedPart
@@ -27,7 +29,7 @@ from megappo.rewards.base import PreparedPart
 @dataclass(frozen=True)
 class RunData:
     """Data of a run. loader: at its start. total_steps: PPO steps. notes: on answers that rules cannot read, and labels.
-    reward_parts: of the configuration, by label, as loaded."""
+    reward_parts: of the configuration, by label, as loaded. reward_text: as the reward model reads it, None without one."""
 
     tokenizer: Tokenizer
     train: PromptSet
@@ -36,6 +38,7 @@ class RunData:
     total_steps: int
     notes: tuple[str, ...] = ()
     reward_parts: Mapping[str, PreparedPart] = field(default_factory=dict)
+    reward_text: RewardText | None = None
 
 
 def load_run_data(config: TrainConfig, policy: ModelArch, train: PromptSet | None = None) -> RunData:
@@ -43,7 +46,8 @@ def load_run_data(config: TrainConfig, policy: ModelArch, train: PromptSet | Non
 
     ValueError, one line: missing or unreadable files, keys that records lack, nothing left after the filter, fewer prompts than
     a step takes, a tokenizer with ids that the model does not have, warm-ups longer than the run, a reward rule that can read no
-    reference answer, reward code that cannot be loaded or requires fields that records lack.
+    reference answer, reward code that cannot be loaded or requires fields that records lack, a reward model whose tokenizer or
+    template does not take the prompts.
     """
     reward_parts = load_parts(config.reward)
     tokenizer = _tokenizer(config.data.tokenizer or config.policy.model, policy)
@@ -61,7 +65,10 @@ def load_run_data(config: TrainConfig, policy: ModelArch, train: PromptSet | Non
     check_requirements(config.reward, reward_parts, sets)
     notes += answer_notes(config.reward, sets)
     notes += code_notes(config.reward, sets)
-    return RunData(tokenizer, train, held_out, loader, total_steps, tuple(notes), reward_parts)
+    scored = load_reward_text(config, sets)
+    notes += scored.notes if scored is not None else ()
+    text = scored.text if scored is not None else None
+    return RunData(tokenizer, train, held_out, loader, total_steps, tuple(notes), reward_parts, text)
 
 
 def load_train_prompts(config: TrainConfig) -> PromptSet:

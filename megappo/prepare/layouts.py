@@ -11,12 +11,13 @@ from pathlib import Path
 from megappo.config.batch import nearest_divisors, step_arithmetic
 from megappo.config.errors import ConfigError, problem
 from megappo.config.layout_checks import parallel_problems, roles_in_use
-from megappo.config.schema import RoleConfig, SftConfig, TrainableConfig, TrainConfig
+from megappo.config.schema import RewardModelConfig, RoleConfig, SftConfig, TrainableConfig, TrainConfig
 from megappo.models.arch import ModelArch
 from megappo.models.hf_config import read_arch
 from megappo.models.implementation import Implementation, implementation_of_role
 from megappo.parallel.layout import ParallelLayout, layout_of
 from megappo.prepare.model_rules import model_problems
+from megappo.prepare.reward_model import check_reward_model
 from megappo.rollout.vllm_limits import cut_sizes, kv_heads_fit
 
 
@@ -41,6 +42,11 @@ def read_archs(config: TrainConfig | SftConfig, need_weights: bool = True) -> di
             raise ConfigError(problem(key, path, str(error))) from None
         if need_weights:
             _check_weights_exist(key, path)
+        if isinstance(getattr(config, role), RewardModelConfig):
+            try:
+                check_reward_model(path, archs[role], need_weights)
+            except ValueError as error:
+                raise ConfigError(problem(key, path, str(error))) from None
     return archs
 
 
@@ -77,9 +83,11 @@ def check_layouts(
             raise ConfigError(problem(f"{section}.cp", parallel.cp, fix))
         _check_router(role, getattr(config, role), archs[role])
     if isinstance(config, TrainConfig):
+        # A reward model reads text: it needs neither the policy's ids nor room for as many of them.
+        of_tokens = {role: arch for role, arch in archs.items() if not isinstance(getattr(config, role), RewardModelConfig)}
         _check_rollout(config, archs["policy"])
-        _check_lengths(config, archs)
-        _check_vocabularies(archs)
+        _check_lengths(config, of_tokens)
+        _check_vocabularies(of_tokens)
     elif config.data.max_tokens > archs["policy"].max_positions:
         _too_long("data.max_tokens", config.data.max_tokens, "policy", archs["policy"])
     # No rule for vocabularies and tp: they are padded to a multiple of tp.

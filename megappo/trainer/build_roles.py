@@ -15,9 +15,9 @@ from megappo.engine.base import Engine
 from megappo.engine.factory import EngineFactory, EngineSpec
 from megappo.models.hf_config import read_arch
 from megappo.prepare.layouts import model_paths
-from megappo.trainer.roles import Critic, LanguageModel, Policy
+from megappo.trainer.roles import Critic, LanguageModel, Policy, RewardModel
 
-Role = LanguageModel | Critic
+Role = LanguageModel | Critic | RewardModel
 
 
 def _policy(config: TrainConfig, engine: Engine) -> Policy:
@@ -33,10 +33,15 @@ def _language_model(config: TrainConfig, engine: Engine) -> LanguageModel:
     return LanguageModel(engine, config.rollout.sampling.temperature, config.policy.logits_dtype)
 
 
+def _reward_model(config: TrainConfig, engine: Engine) -> RewardModel:
+    return RewardModel(engine)
+
+
 ROLES: dict[str, Callable[[TrainConfig, Engine], Role]] = {
     "policy": _policy,
     "critic": _critic,
     "reference": _language_model,
+    "reward_model": _reward_model,
 }
 """Role -> constructor from (configuration, engine). A role is an entry here and a section of the configuration (a `RoleConfig` of
 the same name) with the model's directory and, if it trains, its optimizer."""
@@ -61,6 +66,11 @@ class Roles:
     def reference(self) -> LanguageModel | None:
         """The reference model; None if no KL is measured."""
         return cast("LanguageModel | None", self.by_name.get("reference"))
+
+    @property
+    def reward_model(self) -> RewardModel | None:
+        """The reward model; None if no part of the reward is one."""
+        return cast("RewardModel | None", self.by_name.get("reward_model"))
 
     @property
     def trained_engines(self) -> dict[str, Engine]:

@@ -1,4 +1,4 @@
-"""The three models of PPO with the methods that the loop calls: log-probs, values, updates. Independent of the engine."""
+"""The models of PPO with the methods that the loop calls: log-probs, values, scores, updates. Independent of the engine."""
 
 from __future__ import annotations
 
@@ -183,6 +183,22 @@ class Critic:
         value, _ = align_values(output, micro.cu_seqlens)
         loss, metrics = value_loss(value, *(micro[name] for name in self.reads), clip=self._value_clip)
         return _loss_output(loss, {**metrics, "loss_sum": loss})
+
+
+class RewardModel:
+    """The frozen model that scores whole sequences."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+    def scores(self, batch: PackedBatch) -> Tensor:
+        """Output of the head at the last token of every sequence, [B] fp32."""
+        with self.engine.eval_mode():
+            result = self.engine.forward_backward(batch, self._report, forward_only=True)
+        return result.tokens["raw_score"][batch.cu_seqlens[1:].long() - 1]
+
+    def _report(self, output: Tensor, micro: PackedBatch) -> LossOutput:
+        return LossOutput(tokens={"raw_score": output})
 
 
 def add_model_outputs(batch: PackedBatch, policy: LanguageModel, critic: Critic, reference: LanguageModel | None) -> PackedBatch:

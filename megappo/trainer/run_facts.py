@@ -31,6 +31,7 @@ def run_facts(config: TrainConfig, data: RunData) -> dict[str, Any]:
         "config": dump_yaml(config),
         "tokenizer": data.tokenizer.fingerprint,
         "reference": identity_of_model(in_use["reference"]) if "reference" in in_use else None,
+        "reward_model": _reward_model_facts(config, data, in_use),
         "data": _data_facts(config, data),
         "reward": {
             **config.reward.model_dump(mode="json"),
@@ -48,6 +49,17 @@ def _recipe_facts(reward: RewardConfig) -> dict[str, Any]:
     if reward.route.key is None:
         return {"parts": recipes[""], "route": None}
     return {"parts": [], "route": {"key": reward.route.key, "recipes": recipes}}
+
+
+def _reward_model_facts(config: TrainConfig, data: RunData, in_use: Mapping[str, str]) -> dict[str, Any] | None:
+    if data.reward_text is None:
+        return None
+    keys = ("chat_template", "center", "scale", "clip")
+    return {
+        "model": identity_of_model(in_use["reward_model"]),
+        "tokenizer": data.reward_text.tokenizer.fingerprint,
+        **{key: getattr(config.reward_model, key) for key in keys},
+    }
 
 
 def _part_facts(part: RewardPart) -> dict[str, Any]:

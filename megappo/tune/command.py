@@ -85,14 +85,20 @@ def _check_gpus(gpus: int, hardware: Hardware) -> None:
         raise ConfigError(f"--gpus {gpus}: is not a multiple of the {hardware.gpus_per_node} GPUs of a node; {fitting}")
 
 
+_ABSENT = {
+    ROLLOUT: "is not there: rollout.engine is megatron",
+    "reference": "is not built: algorithm.kl.placement is none",
+    "reward_model": "is not built: no part of reward.parts is {model: reward_model}",
+}
+
+
 def _tuned_roles(config: TrainConfig, asked: Sequence[str] | None) -> tuple[str, ...]:
     there = [*roles_in_use(config), *([ROLLOUT] if config.rollout.engine == "vllm" else [])]
     for role in asked or ():
         if role in there:
             continue
         known = (*role_sections(config), ROLLOUT)
-        absent = "is not there: rollout.engine is megatron" if role == ROLLOUT else "is not built: algorithm.kl.placement is none"
-        why = absent if role in known else "is no role"
+        why = _ABSENT[role] if role in known else "is no role"
         raise ConfigError(f"--roles {role}: {why}; use {', '.join(there)}")
     return tuple(asked) if asked is not None else tuple(there)
 

@@ -1,4 +1,4 @@
-"""Predicted seconds of one role in a PPO step (trainer/ppo.py, stages 4 and 6), from its layout, its model and the hardware.
+"""Predicted seconds of one role in a PPO step (trainer/ppo.py, stages 3, 4 and 6), from its layout, its model and the hardware.
 
 All roles work one after the other on all ranks, so a step is the sum of its roles, generation (`generation.py`) and the push
 of weights. Not counted: the imbalance of sequences of different lengths, kernels that are slow because a shard is small, overlap
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from megappo.config.batch import micro_batches_bound, step_arithmetic
 from megappo.config.layout_checks import value_head_of
-from megappo.config.schema import CriticConfig, PolicyConfig, ReferenceConfig, TrainConfig
+from megappo.config.schema import CriticConfig, FrozenConfig, PolicyConfig, TrainConfig
 from megappo.models.arch import ModelArch
 from megappo.parallel.layout import ParallelLayout
 from megappo.plan.memory import FP32, ITEMSIZE, ParameterCount, RoleMemory, sharded_bytes
@@ -23,7 +23,7 @@ from megappo.tune.links import Axis, Links, span
 from megappo.tune.work import Pass, stage_pass
 
 Trained = PolicyConfig | CriticConfig
-Settings = Trained | ReferenceConfig
+Settings = Trained | FrozenConfig
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def workload_of(config: TrainConfig, prompt_tokens: float | None = None, respons
 
 @dataclass(frozen=True)
 class RoleCost:
-    """Seconds of one role in a step. phases: `forward` (log-probs or values) and `update`. parts: the same seconds by cause, over
+    """Seconds of one role in a step. phases: `forward` (log-probs, values or scores) and `update`. parts: the same seconds by cause, over
     both phases. num_micro_batches: of a data-parallel rank in one update (in the forward pass for a frozen role).
     """
 

@@ -65,7 +65,7 @@ class Measurement:
 def check_measurable(search: Search) -> None:
     """Raise ConfigError if there is nothing to try."""
     if set(search.tuned) <= {ROLLOUT}:
-        raise ConfigError(f"--measure: trials are of the policy, critic and reference, not of --roles {ROLLOUT}")
+        raise ConfigError(f"--measure: trials are of models, not of --roles {ROLLOUT}")
 
 
 def measure(search: Search, choice: Choice, most: int, job: Job | None = None) -> Measurement:

@@ -6,9 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
 
-from megappo.config.layout_checks import roles_in_use
 from megappo.parallel.layout import ParallelLayout
-from megappo.plan.phases import pass_name
+from megappo.plan.phases import forward_passes, pass_name
 from megappo.telemetry.tables import GIB, figures
 from megappo.tune.cost import Workload
 from megappo.tune.links import Axis, span
@@ -111,7 +110,7 @@ def _aligned(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def step_lines(search: Search, choice: Choice) -> list[str]:
-    """The chosen layouts through a step (trainer/ppo.py, stages 2, 4, 6 and 7), and the fullest rank."""
+    """The chosen layouts through a step (trainer/ppo.py, stages 2, 3, 4, 6 and 7), and the fullest rank."""
     rows = []
     for name, seconds, role in _phases(choice):
         share = seconds / choice.total_s
@@ -133,7 +132,7 @@ def step_lines(search: Search, choice: Choice) -> list[str]:
 def _phases(choice: Choice) -> Iterator[tuple[str, float, str | None]]:
     policy = choice.roles["policy"]
     yield "generate", choice.rollout.total_s + policy.generate_s, None
-    for role in roles_in_use(choice.plan.config):
+    for role in forward_passes(choice.plan.config):
         yield pass_name(choice.plan.config, role), choice.roles[role].cost.phases["forward"], role
     for role in ("critic", "policy"):  # PPO's updates, in its order
         yield f"{role} update", choice.roles[role].cost.phases["update"], role

@@ -21,7 +21,15 @@ from megappo.config.schema import PolicyConfig, TrainableConfig, TrainConfig
 from megappo.models.arch import ModelArch
 from megappo.models.implementation import Implementation, implementation_of_role
 from megappo.parallel.layout import ParallelLayout, layout_of
-from megappo.plan.estimate import Plan, memory_of_rollout, memory_of_stage, rollout_dtype, work_out
+from megappo.plan.estimate import (
+    Plan,
+    beside_sampler,
+    memory_of_rollout,
+    memory_of_stage,
+    roles_beside_sampler,
+    rollout_dtype,
+    work_out,
+)
 from megappo.plan.memory import ParameterCount, RoleMemory, RolloutMemory, count_parameters, fullest_moment
 from megappo.plan.phases import Phase, phases, tightest
 from megappo.plan.reserve import layout_bytes, reserve_bytes
@@ -57,13 +65,14 @@ class Machine:
 @dataclass(frozen=True)
 class Need:
     """Bytes of one rank of a role, enough for every stage of its layout. resident: while others work. training: on top of it in
-    stages 4 to 6, an estimate. saving: on top of it while its checkpoint is written, 0 for a frozen role.
+    stages 3 to 6, an estimate. pushed: on top of it while vLLM's weights are awake: while its checkpoint is written, or an
+    evaluation scored.
     """
 
     layout: ParallelLayout
     resident: int
     training: int
-    saving: int
+    pushed: int
 
 
 @dataclass(frozen=True)
@@ -212,7 +221,7 @@ class Search:
         """This role with these settings; None if it does not fit even alone, without replicas."""
         arch, hardware = self.archs[role], self.machine.hardware
         stages = self._stages(role, settings)
-        need = self._need(settings, stages.values())
+        need = self._need(role, settings, stages.values())
         if not any(self.fits({role: need}, rollout) for rollout in self.rollouts):
             return None
         layout, generate_s = need.layout, 0.0
@@ -241,8 +250,8 @@ class Search:
         reserve = reserve_bytes(of_roles, self.machine.world_size, rollout.tp or 1) if self.machine.device == "cuda" else 0
         at_rest = reserve + sum(need.resident for need in needs.values())
         training = int(MARGIN * max(need.training for need in needs.values()))
-        saving = max(need.saving for need in needs.values())
-        fullest = fullest_moment(at_rest, training, saving, rollout.memory, self.config.rollout.sleep)
+        pushed = max(need.pushed for need in needs.values())
+        fullest = fullest_moment(at_rest, training, pushed, rollout.memory, self.config.rollout.sleep)
         return fullest <= self.machine.hardware.usable_bytes
 
     def _has_experts(self, role: str) -> bool:
@@ -308,14 +317,16 @@ class Search:
         return [self._need_of(role, least.model_copy(update={"parallel": parallel})) for parallel in found]
 
     def _need_of(self, role: str, settings: Settings) -> Need:
-        return self._need(settings, self._stages(role, settings).values())
+        return self._need(role, settings, self._stages(role, settings).values())
 
-    def _need(self, settings: Settings, stages: Collection[RoleMemory]) -> Need:
+    def _need(self, role: str, settings: Settings, stages: Collection[RoleMemory]) -> Need:
         return Need(
             layout_of(settings.parallel, self.machine.world_size),
             resident=max(one.resident for one in stages),
             training=max(one.active for one in stages),
-            saving=max(one.saving for one in stages) if isinstance(settings, TrainableConfig) else 0,
+            pushed=max(beside_sampler(self.config, role, one) for one in stages)
+            if role in roles_beside_sampler(self.config)
+            else 0,
         )
 
     def _stages(self, role: str, settings: Settings) -> dict[int, RoleMemory]:
@@ -361,7 +372,7 @@ def pareto(needs: Sequence[Need], communicators: Callable[[ParallelLayout], int]
     front: list[tuple[int, int, int]] = []
     places = []
     for place, need in enumerate(needs):
-        own = need.resident + communicators(need.layout), need.training, need.saving
+        own = need.resident + communicators(need.layout), need.training, need.pushed
         if not any(other[0] <= own[0] and other[1] <= own[1] and other[2] <= own[2] for other in front):
             front.append(own)
             places.append(place)

@@ -24,7 +24,7 @@ from megappo.platform.device import select_device, start_alone, start_distribute
 from megappo.telemetry.timers import wait_for_device
 from megappo.trainer.build_roles import Role, build_role
 from megappo.trainer.kernel_selection import choose_kernels
-from megappo.trainer.roles import Critic, Policy
+from megappo.trainer.roles import Critic, Policy, RewardModel
 from megappo.tune.trials import RUNNING, Measured, Trial, moves, read_trial, world_folder, write_outcome
 
 # A trial generates, scores and saves nothing: its ranks are never far apart, and a hang costs the job's other trials their time.
@@ -120,6 +120,8 @@ class _Passes:
     def forward(self) -> None:
         if isinstance(self.role, Critic):
             self.role.values(self.batch)
+        elif isinstance(self.role, RewardModel):
+            self.role.scores(self.batch)
         else:
             self.role.logprobs(self.batch, want_entropy=isinstance(self.role, Policy))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from megappo.trainer.updates import mini_batches, run_updates
 from megappo.verify.delegate import DelegatingEngine
 from megappo.verify.gather import Gathered, gather_tensors
 
+REWARD_MODEL = "reward_model"
 # Quantities of a role's updates, one number per mini-batch.
 LOSS, GRAD_NORM = "loss", "gradient norm"
 
@@ -50,7 +51,7 @@ class RoleMeasures:
 
 
 Measured = dict[str, RoleMeasures]
-"""policy, critic, reference (where one is built), and experience: rewards, advantages and returns."""
+"""policy, critic, reference and reward_model (where they are built), and experience: rewards, advantages and returns."""
 
 
 def measure(
@@ -77,6 +78,8 @@ def measure(
     roles = build_roles(config, recording, dict.fromkeys(trained_sections(config), updates))
     for step, rollout in enumerate(rollouts, 1):
         batch = add_model_outputs(rollout, roles.policy, roles.critic, roles.reference)
+        if roles.reward_model is not None:
+            measured[REWARD_MODEL].add("scores", roles.reward_model.scores(_in_vocabulary(rollout, roles.reward_model.engine)))
         batch = shape_advantages(batch, batch["score"], algorithm.kl.coef, algorithm)
         for role, quantity, name in _FIELDS:
             if name in batch:
@@ -89,6 +92,11 @@ def measure(
         for recorder in recording.recorders.values():
             recorder.gather_parameters()
     return dict(measured)
+
+
+def _in_vocabulary(batch: PackedBatch, engine: Engine) -> PackedBatch:
+    """The batch with ids that the engine's model has: a reward model may have another vocabulary than the policy."""
+    return replace(batch, tokens=batch.tokens % engine.arch.vocab_size)
 
 
 # (role, quantity, field of the batch)

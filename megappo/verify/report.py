@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from megappo.verify.compare import GRADIENTS, Difference, worst
 from megappo.verify.features import DISTRIBUTED
 
-LEGEND = "[n]: token, sample (bootstrap values) or mini-batch (loss, gradient norm, metrics) of the step, counted from 0"
+LEGEND = "[n]: token, sample (bootstrap values, scores) or mini-batch (loss, gradient norm, metrics) of the step, counted from 0"
 
 # Stage by stage: a wrong result of one makes those of all later stages wrong.
-_FORWARD = ("logprobs", "entropies", "values", "bootstrap values")
+_FORWARD = ("logprobs", "entropies", "values", "bootstrap values", "scores")
 _EXPERIENCE = ("rewards", "advantages", "returns")
 
 # Settings that turn a feature off, in the order in which to try them: the rarer a feature, the likelier its fault.

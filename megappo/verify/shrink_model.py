@@ -20,6 +20,7 @@ from torch import Tensor
 
 from megappo.config.schema import ParallelConfig
 from megappo.models.arch import ModelArch, check_cp, check_tp
+from megappo.models.classifier import is_classifier
 from megappo.models.families.registry import FAMILIES
 from megappo.models.hf_config import arch_of, text_config, usual_keys
 from megappo.models.implementation import Implementation
@@ -151,7 +152,8 @@ def write_model(folder: Path, config: Mapping[str, Any], seed: int) -> None:
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
     generator = torch.Generator().manual_seed(seed)
-    tensors = {name: _random(name, shape, generator) for name, shape in hf_tensors(arch_of(config)).items()}
+    shapes = hf_tensors(arch_of(config), value_head=is_classifier(config))
+    tensors = {name: _random(name, shape, generator) for name, shape in shapes.items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 

@@ -166,6 +166,18 @@ BROKEN = [
     ),
     ("_rewards", ["reward.parts=[{name: a, weight: 0}]"], ["every weight is 0"], "reward.parts=[{name: a, weight: 0.1}]"),
     (
+        "_rewards",
+        ["reward.parts=[{model: reward_model, path: a.py}]", "reward_model.model=m"],
+        ["reward.parts.0.path = ", "a reward model has none"],
+        "reward.parts=[{model: reward_model}, {path: a.py, function: f}]",
+    ),
+    (
+        "_reward_model",
+        ["reward.parts=[{name: a}, {model: reward_model, name: judge}]"],
+        ["reward.parts.1.model = ", "reward_model.model is not set"],
+        "reward_model.model=m",
+    ),
+    (
         "_length_penalty",
         ["reward.length_penalty=0.1", "reward.length_penalty_start=512"],
         ["reward.length_penalty_start = 512", "512"],

@@ -26,6 +26,13 @@ DEAD = [
     ([], "policy.parallel.layers_per_stage=[4]", "policy.parallel.pp=2"),
     ([], "critic.parallel.layers_per_stage=[1,3]", "critic.parallel.pp=2"),
     ([], "reference.parallel.layers_per_stage=[4]", "reference.parallel.pp=2"),
+    ([], "reward_model.model=m", "reward.parts=[{model: reward_model}]"),
+    ([], "reward_model.clip=2", "reward.parts=[{model: reward_model}]"),
+    (
+        ["reward.parts=[{model: reward_model}]", "reward_model.model=m"],
+        "reward_model.parallel.layers_per_stage=[4]",
+        "reward_model.parallel.pp=2",
+    ),
     ([], "algorithm.kl.target=6.0", ADAPTIVE),
     ([], "algorithm.kl.horizon=10000", ADAPTIVE),
     (["algorithm.lam_length_alpha=0.05", "algorithm.lam_value=1.0"], "algorithm.lam=0.9", "algorithm.lam_value=null"),

@@ -122,6 +122,8 @@ PATHS = {
     "critic.model",
     "critic.checkpoint",
     "reference.model",
+    "reward_model.model",
+    "reward_model.tokenizer",
     "data.train",
     "data.eval",
     "data.tokenizer",

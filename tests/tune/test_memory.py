@@ -117,7 +117,7 @@ def test_the_peak_of_a_choice_is_the_fullest_phase_of_the_plan(tmp_path_factory,
         for stage in plan.memory[role]:
             need = choice.roles[role].need
             assert stage.resident <= need.resident and stage.active <= need.training, "it covers every stage"
-            assert role == "reference" or stage.saving <= need.saving
+            assert role == "reference" or stage.saving <= need.pushed
 
 
 @settings(max_examples=8, deadline=None)
@@ -139,7 +139,7 @@ def test_what_fits_fills_no_rank_beyond_what_may_be_used(tmp_path_factory, sleep
 
     assert not fits_into(choice.peak - 1)
     together = choice.plan.reserve + choice.plan.rollout_bytes() + sum(need.resident for need in needs.values())
-    assert fits_into(together + 2 * max(max(need.training, need.saving) for need in needs.values()))
+    assert fits_into(together + 2 * max(max(need.training, need.pushed) for need in needs.values()))
 
 
 def test_a_sum_that_knows_neither_sleep_nor_reserve_is_not_the_peak(tmp_path):

@@ -1,0 +1,84 @@
+"""Tensors of a Hugging Face checkpoint directory: their names and spellings, and lazy slices of safetensors. Nothing is unpickled."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from safetensors import SafetensorError, safe_open
+
+if TYPE_CHECKING:  # a configuration is refused without loading torch
+    from torch import Tensor
+
+
+class LazySlice(Protocol):
+    """A tensor of a file of which only the indexed part is read."""
+
+    def get_shape(self) -> list[int]: ...
+
+    def __getitem__(self, index: Any) -> Tensor: ...
+
+
+class CheckpointReader:
+    """Tensors of a checkpoint directory (model.safetensors, or shards with an index) by their text-only names."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._files = _tensor_files(self.path)
+        self._open: dict[str, Any] = {}
+
+    def find(self, name: str) -> str | None:
+        """The tensor's name in this checkpoint, or None."""
+        return next((spelling for spelling in _spellings(name) if spelling in self._files), None)
+
+    def slice(self, name: str, shape: Iterable[int]) -> tuple[LazySlice, str]:
+        """Lazy slice of a tensor, and its file and name for messages. ValueError if it is missing or has another shape."""
+        spelling = self.find(name)
+        if spelling is None:
+            raise ValueError(f"{self.path}: tensor {name} is missing ({len(self._files)} tensors in the checkpoint)")
+        file = self._files[spelling]
+        where = f"{self.path / file}: tensor {spelling}"
+        if file not in self._open:
+            try:
+                self._open[file] = safe_open(self.path / file, framework="pt", device="cpu")
+            except (SafetensorError, OSError) as error:
+                raise ValueError(f"{self.path / file} is not readable as safetensors: {error}") from None
+        try:
+            found = self._open[file].get_slice(spelling)
+        except SafetensorError:
+            raise ValueError(f"{where} is named by the index but not in the file") from None
+        if list(found.get_shape()) != list(shape):
+            raise ValueError(f"{where} has shape {list(found.get_shape())}, config.json asks for {list(shape)}")
+        return found, where
+
+
+def _tensor_files(path: Path) -> dict[str, str]:
+    index, single = path / "model.safetensors.index.json", path / "model.safetensors"
+    if index.is_file():
+        files = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        for name in sorted(set(files.values())):
+            # A name with a folder in it could read outside of the checkpoint.
+            if Path(name).name != name or not (path / name).is_file():
+                raise ValueError(f"{index} names {name}, which is not a file in {path}")
+        return files
+    if single.is_file():
+        try:
+            with safe_open(single, framework="pt", device="cpu") as file:
+                return dict.fromkeys(file.keys(), single.name)
+        except SafetensorError as error:
+            raise ValueError(f"{single} is not readable as safetensors: {error}") from None
+    if any(path.glob("*.bin")) or any(path.glob("*.pt")):
+        raise ValueError(
+            f"{path} has pickled weights only (.bin), which are never loaded; convert them with transformers: "
+            "AutoModelForCausalLM.from_pretrained(path).save_pretrained(new_path)"
+        )
+    raise ValueError(f"{path} has neither model.safetensors nor model.safetensors.index.json")
+
+
+def _spellings(name: str) -> tuple[str, ...]:
+    """Possible names of a tensor: text-only, then Mistral3ForConditionalGeneration's on the hub and in transformers 5, then those
+    of base models."""
+    bare = name.removeprefix("model.")
+    return name, f"language_model.{name}", f"model.language_model.{bare}", bare

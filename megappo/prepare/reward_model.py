@@ -1,0 +1,86 @@
+"""Fit of the reward model to its role: one label, a head, a tokenizer whose ids it has, a template that takes the prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from megappo.config.errors import ConfigError, problem
+from megappo.config.layout_checks import scores_with_model
+from megappo.config.schema import TrainConfig
+from megappo.data.prompts import PromptFormat, PromptSet
+from megappo.data.reward_text import RewardText
+from megappo.data.tokenizers import load_tokenizer
+from megappo.models.arch import ModelArch
+from megappo.models.classifier import check_classifier, check_head, pad_id_of
+from megappo.models.hf_config import read_arch
+
+KEY = "reward_model"
+
+
+def check_reward_model(path: str, arch: ModelArch, need_weights: bool) -> None:
+    """ValueError, without the key, for a checkpoint that cannot score a sequence. need_weights: also look for its head."""
+    check_classifier(path)
+    if need_weights:
+        check_head(path, arch.hidden_size)
+
+
+@dataclass(frozen=True)
+class ScoredTexts:
+    """Text format of a run's reward model, and remarks for the plan."""
+
+    text: RewardText
+    notes: tuple[str, ...] = ()
+
+
+def load_reward_text(config: TrainConfig, sets: Mapping[str, PromptSet]) -> ScoredTexts | None:
+    """Load the reward model's tokenizer and hold it against all prompts (key of the configuration -> prompts); None without model.
+
+    ConfigError, one line: a tokenizer that cannot be read, has ids that the model lacks, or no chat template; a prompt that the
+    template refuses, or that leaves the model no position for a response.
+    """
+    settings = config.reward_model
+    if not scores_with_model(config) or settings.model is None:
+        return None
+    arch, data = read_arch(settings.model), config.data
+    key, path = ("tokenizer", settings.tokenizer) if settings.tokenizer is not None else ("model", settings.model)
+    try:
+        tokenizer = load_tokenizer(path)
+    except ValueError as error:
+        other = str(error).replace("data.tokenizer", f"{KEY}.tokenizer")
+        raise ConfigError(problem(f"{KEY}.{key}", path, other)) from error
+    if tokenizer.vocab_size > arch.vocab_size:
+        fix = f"has {tokenizer.vocab_size} ids and {KEY}.model only {arch.vocab_size}; use the tokenizer of the model"
+        raise ConfigError(problem(f"{KEY}.{key}", path, fix))
+    if settings.chat_template and not tokenizer.has_chat_template:
+        fix = f"the tokenizer {tokenizer.path} has none; set it to false for plain text, or name a tokenizer with a template"
+        raise ConfigError(problem(f"{KEY}.chat_template", True, fix))
+    prompt_format = PromptFormat(data.chat_template, data.system_prompt, data.prompt_suffix)
+    text = RewardText(
+        tokenizer, settings.chat_template, data.prompt_key, prompt_format, pad_id_of(settings.model), arch.max_positions
+    )
+    longest = max(_longest(text, key, prompts) for key, prompts in sets.items())
+    return ScoredTexts(text, _length_notes(longest, config.rollout.max_response_tokens, arch.max_positions))
+
+
+def _longest(text: RewardText, key: str, prompts: PromptSet) -> int:
+    """Most tokens of a prompt with an empty response."""
+    longest = 0
+    for prompt in prompts.prompts:
+        try:
+            tokens = len(text.encode(prompt, ""))
+        except ValueError as error:
+            raise ConfigError(f"{KEY}: {error}; {prompt.place} of {key}") from error
+        if tokens >= text.max_tokens:
+            fix = "none is left for a response; lower data.max_prompt_tokens, or use a model of more positions"
+            place = f"{prompt.place} of {key} takes {tokens} of the {text.max_tokens} positions of the reward model"
+            raise ConfigError(f"{KEY}: {place}, {fix}")
+        longest = max(longest, tokens)
+    return longest
+
+
+def _length_notes(prompt_tokens: int, response_tokens: int, positions: int) -> tuple[str, ...]:
+    if prompt_tokens + response_tokens <= positions:
+        return ()
+    total = f"the longest prompt has {prompt_tokens} of its tokens, with {response_tokens} of a response"
+    return (f"{KEY}: {total} more than its {positions} positions; the front of a longer text is cut, and counted",)
