@@ -1,4 +1,7 @@
-"""Tensors of a Hugging Face checkpoint directory: their names and spellings, and lazy slices of safetensors. Nothing is unpickled."""
+"""Tensors of a Hugging Face checkpoint directory: their names and spellings, and lazy slices of safetensors.
+
+Nothing is unpickled.
+"""
 
 from __future__ import annotations
 

@@ -230,8 +230,8 @@ def fullest_moment(at_rest: int, training: int, pushed: int, rollout: RolloutMem
     """Bytes of one rank in its fullest moment of a step.
 
     at_rest: of the trainer while no role works. training: of the role that needs most in stages 3 to 6, on top of that. pushed:
-    the same after a push, while a checkpoint is written or an evaluation scored. rollout: None if the policy's own model generates, which needs no more than its
-    log-probs do.
+    the same after a push, while a checkpoint is written or an evaluation scored. rollout: None if the policy's own model generates,
+    which needs no more than its log-probs do.
     """
     moments: tuple[tuple[Moment, int], ...] = (("generate", 0), ("train", training), ("pushed", pushed))
     return at_rest + max(work + (rollout.held(moment, sleep) if rollout is not None else 0) for moment, work in moments)

@@ -59,8 +59,8 @@ def workload_of(config: TrainConfig, prompt_tokens: float | None = None, respons
 
 @dataclass(frozen=True)
 class RoleCost:
-    """Seconds of one role in a step. phases: `forward` (log-probs, values or scores) and `update`. parts: the same seconds by cause, over
-    both phases. num_micro_batches: of a data-parallel rank in one update (in the forward pass for a frozen role).
+    """Seconds of one role in a step. phases: `forward` (log-probs, values, scores) and `update`. parts: the same seconds by cause,
+    over both phases. num_micro_batches: of a data-parallel rank in one update (in the forward pass for a frozen role).
     """
 
     phases: Mapping[str, float]

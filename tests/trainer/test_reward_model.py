@@ -1,0 +1,207 @@
+"""The reward model as a role: the scores of transformers in every layout, its own text, normalisation; wrong models in one line."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megappo.config.schema import TrainConfig
+from megappo.data.prompts import Prompt
+from megappo.rewards.compose import RewardError
+from megappo.trainer.finite_outputs import NonFiniteOutput
+from tests.trainer.reward_models import (
+    EOS_AT_END,
+    QUESTIONS,
+    RESPONSES,
+    SUFFIX,
+    config_of,
+    messages_of,
+    scores_of_transformers,
+    write_reward_model,
+)
+from tests.worlds import spawn_world
+
+TOLERANCE = 1e-4
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "dp2": {},
+    "tp2": {"tp": 2},
+    "tp2 sp": {"tp": 2, "sequence_parallel": True},
+    "pp2": {"pp": 2},
+    "cp2": {"cp": 2},
+}
+# name -> (case of models/checkpoints.py, keys of write_reward_model)
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama3_tied", {}),
+    "qwen2": ("qwen2_tied", {"pad": None}),
+    "qwen3": ("qwen3", {}),
+    "mistral": ("mistral_window", {}),
+    # transformers takes an eos that is the padding's id too for padding, and reads the score before it.
+    "pad is eos": ("llama", {"pad": 2, "template": EOS_AT_END}),
+}
+EP2 = {"ep": 2}
+# Every layout once, and every family in two: the layers are those of the critic, which other tables cover.
+TABLE = [("llama", layout) for layout in LAYOUTS] + [(model, layout) for model in MODELS for layout in ("tp2 sp", "pp2")][2:]
+
+
+def prompts() -> list[Prompt]:
+    texts = [q if isinstance(q, str) else q[-1]["content"] for q in QUESTIONS]
+    return [Prompt(f"p#{i}", (1,), text, "", {"prompt": q}) for i, (q, text) in enumerate(zip(QUESTIONS, texts))]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("reward_models")
+    for name, (case, keys) in MODELS.items():
+        write_reward_model(folder / name, case, **keys)
+    write_reward_model(folder / "moe", "qwen3_moe")
+    write_reward_model(folder / "other head", "llama3_tied")
+    head = {"score.weight": torch.randn(1, 64, generator=torch.Generator().manual_seed(8))}
+    for file in (folder / "other head").glob("*.safetensors"):
+        if "score.weight" in (tensors := load_file(file)):
+            save_file(tensors | head, file, metadata={"format": "pt"})
+    return folder
+
+
+def scorer_of(section: Mapping[str, Any], folder: Path, model: str) -> tuple[Any, Any]:
+    """(scorer as in a run, factory of its engine)"""
+    from megappo.config.schema import TimeoutsConfig
+    from megappo.data.prompts import PromptSet
+    from megappo.engine.build import MegatronEngines
+    from megappo.platform.device import select_device, start_distributed
+    from megappo.prepare.reward_model import load_reward_text
+    from megappo.trainer.build_roles import build_role
+    from megappo.trainer.reward_model import ModelScorer
+
+    config = TrainConfig.model_validate(config_of(folder, folder / model, **section))
+    loaded = load_reward_text(config, {"data.train": PromptSet(tuple(prompts()[:1]), 1, 0, 99)})
+    assert loaded is not None
+    device = select_device("cpu")
+    start_distributed(device, TimeoutsConfig())
+    engines = MegatronEngines(config.model, TimeoutsConfig(), device)
+    role = build_role(config, "reward_model", engines, None)
+    return ModelScorer(role, loaded.text, config.reward_model), engines
+
+
+def run_scores(rank: int, folder: Path, jobs: list[tuple[str, str, dict[str, Any]]]) -> dict[str, Any]:
+    """Name of a job -> its scores; of what failed, the message."""
+    found: dict[str, Any] = {}
+    for name, model, section in jobs:
+        scorer, engines = scorer_of(section, folder, model)
+        asked = plain(prompts()) if section.get("chat_template") is False else prompts()
+        found[name] = scorer(asked, RESPONSES[: len(asked)])
+        if name == "offload":
+            found["storage"] = sum(p.untyped_storage().nbytes() for p in scorer.model.engine.named_parameters().values())
+        if name == "whole batch":
+            found |= with_faults(scorer)
+        engines.close()
+    return found
+
+
+def with_faults(scorer: Any) -> dict[str, Any]:
+    """Scores of broken code (negative controls), and what is said of a text that has no score."""
+    from megappo.data.reward_text import RewardText
+
+    whole, cut = RewardText.fitted, replace(scorer.text, max_tokens=12)
+    found: dict[str, Any] = {"cut": replace(scorer, text=cut)(prompts(), RESPONSES)}
+    found["cut ids"] = [len(cut.encode(prompt, response)) for prompt, response in zip(prompts(), RESPONSES)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RewardText, "fitted", lambda self, ids: whole(self, ids)[:-1])
+        found["one token early"] = scorer(prompts(), RESPONSES)
+    tool = [*prompts()[:3], replace(prompts()[3], record={"prompt": [{"role": "tool", "content": "1"}]})]
+    with pytest.raises(RewardError) as error:
+        scorer(tool, RESPONSES[:4])
+    found["refused"] = str(error.value)
+    with pytest.raises(NonFiniteOutput) as nan, pytest.MonkeyPatch.context() as patch:
+        raw = scorer.model.scores
+        patch.setattr(scorer.model, "scores", lambda batch: raw(batch).index_fill(0, torch.tensor([2]), torch.nan))
+        scorer(prompts(), RESPONSES)
+    found["nan"] = str(nan.value)
+    return found
+
+
+def plain(asked: list[Prompt]) -> list[Prompt]:
+    """Those that are no list of chat messages."""
+    return [prompt for prompt in asked if isinstance(prompt.record["prompt"], str)]
+
+
+@pytest.fixture(scope="module")
+def scores(folder) -> dict[str, Any]:
+    jobs = [(f"{model} {layout}", model, {"parallel": LAYOUTS[layout]}) for model, layout in TABLE]
+    jobs += [
+        ("moe ep2", "moe", {"parallel": EP2}),
+        ("other head", "other head", {"parallel": {"tp": 2}}),
+        ("normalised", "llama", {"parallel": {"pp": 2}, "center": -0.3, "scale": 2.0, "clip": 0.1}),
+        ("offload", "llama", {"parallel": {"tp": 2}, "offload": {"parameters": True}}),
+        ("bf16", "llama", {"parallel": {"pp": 2}, "dtype": "bf16"}),
+        ("whole batch", "llama", {"parallel": {"tp": 2}, "micro_batch_tokens": 4096}),
+        ("no template", "llama", {"parallel": {"tp": 2}, "chat_template": False}),
+    ]
+    first, second = spawn_world(run_scores, 2, folder, jobs)
+    assert first == second, "every rank has all scores"
+    return first
+
+
+@pytest.fixture(scope="module")
+def expected(folder) -> dict[str, list[float]]:
+    chats = [messages_of(question) for question in QUESTIONS]
+    return {name: scores_of_transformers(folder / name, chats, RESPONSES) for name in (*MODELS, "moe")}
+
+
+@pytest.mark.parametrize("model, layout", TABLE)
+def test_the_scores_are_those_of_transformers(scores, expected, model: str, layout: str) -> None:
+    assert scores[f"{model} {layout}"].raw == pytest.approx(expected[model], abs=TOLERANCE)
+    assert min(abs(a - b) for i, a in enumerate(expected[model]) for b in expected[model][:i]) > 10 * TOLERANCE, "all differ"
+
+
+def test_experts_over_ranks_and_other_settings_give_the_same_scores(scores, expected) -> None:
+    assert scores["moe ep2"].raw == pytest.approx(expected["moe"], abs=TOLERANCE)
+    for name in ("offload", "whole batch"):
+        assert scores[name].raw == pytest.approx(expected["llama"], abs=TOLERANCE)
+    assert scores["bf16"].raw == pytest.approx(expected["llama"], abs=0.2)
+    assert scores["bf16"].raw != pytest.approx(expected["llama"], abs=TOLERANCE), "bf16 was used"
+
+
+def test_a_plain_text_is_the_prompt_and_the_response_behind_it(scores, folder) -> None:
+    texts = [prompt.text + SUFFIX for prompt in plain(prompts())]
+    expected = scores_of_transformers(folder / "llama", texts, RESPONSES[: len(texts)])
+    assert scores["no template"].raw == pytest.approx(expected, abs=TOLERANCE)
+
+
+def test_values_are_centred_scaled_and_clipped(scores, expected) -> None:
+    values = [max(-0.1, min(0.1, (raw + 0.3) / 2.0)) for raw in expected["llama"]]
+    assert scores["normalised"].values == pytest.approx(values, abs=TOLERANCE)
+    assert scores["normalised"].raw == pytest.approx(expected["llama"], abs=TOLERANCE)
+    assert any(abs(value) == 0.1 for value in values) and any(abs(value) < 0.1 for value in values), "some are clipped"
+    assert scores["llama tp2"].values == scores["llama tp2"].raw, "and by default nothing is changed"
+
+
+def test_a_wrong_place_or_head_would_be_seen(scores, expected) -> None:
+    """Negative controls of the table above."""
+    for broken in ("one token early", "other head"):
+        assert max(abs(a - b) for a, b in zip(scores[broken].raw, expected["llama"])) > 100 * TOLERANCE, broken
+    assert scores["normalised"].values != pytest.approx(expected["llama"], abs=0.1)
+
+
+def test_the_front_of_a_text_beyond_the_positions_is_cut_and_counted(scores, expected) -> None:
+    lengths = scores["cut ids"]
+    assert scores["cut"].cut == [float(length > 12) for length in lengths]
+    assert max(lengths) > 12
+    assert scores["cut"].raw != pytest.approx(expected["llama"], abs=TOLERANCE)
+    assert scores["whole batch"].cut == [0.0] * len(RESPONSES)
+
+
+def test_a_fault_names_rank_and_sample(scores) -> None:
+    assert scores["refused"].startswith("rank 1: reward_model: the chat template of") and "no tools here" in scores["refused"]
+    assert scores["refused"].endswith("sample p#3 (sample 3)")
+    assert "score of the reward_model is NaN or infinite for 1 of 5 responses, the first to p#2 (sample 2)" in scores["nan"]
+    assert "computed by ranks 0-1 (stage 0)" in scores["nan"]
+
+
+def test_offloaded_weights_are_gone_between_the_passes(scores) -> None:
+    assert scores["storage"] == 0
