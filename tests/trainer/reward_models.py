@@ -67,7 +67,7 @@ def config_of(folder: Path, model: Path, parallel: Mapping[str, Any], **changes:
         "run": {"device": "cpu", "num_ranks": 2, "output_dir": str(folder / "runs")},
         "policy": {"model": str(folder / "policy")},
         "rollout": {"engine": "megatron", "max_response_tokens": 16},
-        "data": {"train": str(folder / "train.jsonl"), "system_prompt": SYSTEM, "prompt_suffix": SUFFIX},
+        "data": {"train": str(folder / "train.jsonl"), "max_prompt_tokens": 64, "system_prompt": SYSTEM, "prompt_suffix": SUFFIX},
         "reward": {"parts": [{"model": "reward_model"}, {"name": "has_eos", "weight": 0.1}]},
         "reward_model": section,
     }

@@ -39,9 +39,18 @@ def config(tmp_path) -> str:
     return str(path)
 
 
+def with_reward_model(config: str) -> list[str]:
+    """Overrides of a reward model beside the other roles, with a vocabulary and a layout of its own."""
+    judge = write_config_json(
+        Path(config).parent / "judge", "llama3", architectures=["LlamaForSequenceClassification"], id2label={"0": "score"}
+    )
+    parts = "reward.parts=[{name: exact_match}, {model: reward_model}]"
+    return [parts, f"reward_model.model={judge}", "reward_model.parallel.tp=2"]
+
+
 def test_the_command_prints_the_table_and_agrees(config: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "megappo", "verify", config, "--max-ranks", "2"],
+        [sys.executable, "-m", "megappo", "verify", config, *with_reward_model(config), "--max-ranks", "2"],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -62,9 +71,16 @@ def test_the_command_prints_the_table_and_agrees(config: str) -> None:
             "parameters, copies",
         )
     } < set(rows)
-    assert {"policy logprobs", "policy entropies", "critic values", "reference logprobs", "experience advantages"} < set(rows)
+    assert {
+        "policy logprobs",
+        "policy entropies",
+        "critic values",
+        "reference logprobs",
+        "experience advantages",
+        "reward_model scores",
+    } < set(rows)
     assert "tp2 pp1 dp1 sp" in done.stdout and "tp1 pp2 dp1" in done.stdout
-    assert done.stdout.splitlines()[-1] == "ok: all 22 quantities agree with those of one rank"
+    assert done.stdout.splitlines()[-1] == "ok: all 23 quantities agree with those of one rank"
     assert done.stderr == ""
 
 
