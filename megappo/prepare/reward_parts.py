@@ -45,12 +45,17 @@ def _load_rule(part: RewardPart) -> PreparedPart:
     return PreparedPart(partial(make_part, part.label, part.workers), sha256=hash_of_code(part.label))
 
 
+def _load_model(part: RewardPart) -> PreparedPart:
+    return PreparedPart(make=None)  # a role: its section names the checkpoint (`prepare/reward_model.py`)
+
+
 LOADERS: Mapping[str, Callable[[RewardPart], PreparedPart]] = {
     "name": _load_rule,
     "path": load_own,
     "entry_point": load_own,
     "code": load_code,
     "url": load_remote,
+    "model": _load_model,
 }
 """Kind of part -> its loader: ValueError, one line without the key, for a part that cannot be used."""
 

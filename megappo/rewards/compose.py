@@ -94,8 +94,9 @@ class Composition:
         """All parts, in the order of the recipes."""
         return list(dict.fromkeys(name for recipe in self.recipes.values() for name in recipe))
 
-    def compose(self, judged: Sequence[Judged], model_parts: Mapping[str, Sequence[float]] | None = None) -> Scored:
-        """Score [B] responses. model_parts: name -> [B] values of parts that all ranks computed together.
+    def compose(self, judged: Sequence[Judged], model_parts: Mapping[str, Mapping[int, Verdict]] | None = None) -> Scored:
+        """Score [B] responses. model_parts: name -> response -> verdict of the parts that all ranks computed together, for the
+        responses whose recipe has them.
 
         RewardError for a value or a sum that is not finite in fp32.
         """
@@ -128,15 +129,14 @@ class Composition:
         """Share of these parts in a sample's score."""
         return sum(weight * found[name].score for name, weight in self.recipes[one.label].items() if name in names)
 
-    def _verdicts(self, one: Judged, index: int, model_parts: Mapping[str, Sequence[float]]) -> dict[str, Verdict]:
+    def _verdicts(self, one: Judged, index: int, model_parts: Mapping[str, Mapping[int, Verdict]]) -> dict[str, Verdict]:
         """Part -> verdict for all parts of the sample's recipe."""
         found = {}
         for name in self.recipes[one.label]:
             if name in model_parts:
-                value = float(model_parts[name][index])
-                if not abs(value) <= LARGEST:
+                found[name] = model_parts[name][index]
+                if not abs(value := found[name].score) <= LARGEST:
                     raise RewardError(f"reward part {name} gave {value}, not a finite number; {_describe(one)}")
-                found[name] = Verdict(value, {})
             else:
                 found[name] = one.verdicts[name]
         return found

@@ -33,7 +33,9 @@ class _Started:
 class Scorer:
     """The parts of a run on this rank, and their composition. label_of: recipe of a record.
 
-    on_progress: the trainer tells it how many of all ranks' values are there: (found, of).
+    score_model: verdicts of the other parts of the composition for (prompts, responses), which all ranks compute together; the
+    trainer calls it once the local parts of all ranks are there. None without such a part. on_progress: the trainer tells it how
+    many of all ranks' values are there: (found, of).
     """
 
     def __init__(
@@ -42,10 +44,16 @@ class Scorer:
         composition: Composition,
         label_of: Callable[[Mapping[str, Any]], str] = lambda record: "",
         on_progress: Callable[[int, int], None] = lambda found, of: None,
+        score_model: Callable[[Sequence[Any], Sequence[Judged]], Sequence[Verdict]] | None = None,
     ) -> None:
-        self.composition, self.on_progress = composition, on_progress
+        self.composition, self.on_progress, self.score_model = composition, on_progress, score_model
         self._parts, self._label_of = dict(parts), label_of
         self._started: list[_Started] = []
+
+    @property
+    def names_of_model(self) -> list[str]:
+        """Parts that no rank scores alone."""
+        return [name for name in self.composition.names if name not in self._parts]
 
     def submit(self, samples: Sequence[RewardInput]) -> None:
         """Start the parts of these samples. Samples may come in any number of calls. RewardError for a part that cannot start."""

@@ -51,6 +51,7 @@ from megappo.trainer.instruments import Instruments
 from megappo.trainer.kernel_selection import select_kernels
 from megappo.trainer.ppo import PPO
 from megappo.trainer.replicas import ReplicaCheck
+from megappo.trainer.reward_model import ModelScorer, model_scorer
 from megappo.trainer.reward_servers import require_servers
 from megappo.trainer.run_facts import require_equal_data, run_facts, warn_of_changes
 from megappo.trainer.rundir import RunDir
@@ -226,7 +227,12 @@ def _build_ppo(
         loader=data.loader,
         eval_prompts=data.eval.prompts if data.eval else (),
         tokenizer=data.tokenizer,
-        scorer=scorer_of(config.reward, data.reward_parts, ScoringProgress(log.note, instruments.sections)),
+        scorer=scorer_of(
+            config.reward,
+            data.reward_parts,
+            ScoringProgress(log.note, instruments.sections),
+            model_scorer(roles.reward_model, data.reward_text, config.reward_model),
+        ),
         kl_controller=kl,
         state=state,
         log=log,
@@ -279,10 +285,13 @@ def kl_controller(kl: KLConfig) -> KLController:
 
 
 def scorer_of(
-    reward: RewardConfig, parts: Mapping[str, PreparedPart], on_progress: Callable[[int, int], None] = lambda found, of: None
+    reward: RewardConfig,
+    parts: Mapping[str, PreparedPart],
+    on_progress: Callable[[int, int], None] = lambda found, of: None,
+    score_model: ModelScorer | None = None,
 ) -> Scorer:
     """The scorer of a run on this rank: its parts (as `RunData` has them), and the penalties for a missing end and for length."""
     recipes = {label: {part.label: part.weight for part in parts} for label, parts in reward.recipes.items()}
     penalties = (reward.missing_eos_penalty, reward.length_penalty, reward.length_penalty_start)
     made = {name: part.make() for name, part in parts.items() if part.make is not None}
-    return Scorer(made, Composition(recipes, *penalties), partial(recipe_of, reward), on_progress)
+    return Scorer(made, Composition(recipes, *penalties), partial(recipe_of, reward), on_progress, score_model)

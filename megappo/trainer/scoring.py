@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -14,6 +14,7 @@ from megappo.resilience.sections import Sections
 from megappo.rewards.base import RewardError, RewardInput
 from megappo.rewards.compose import Judged, Scored
 from megappo.rewards.scorer import ROUND_S, Scorer
+from megappo.rewards.verdict import Verdict
 from megappo.rollout.types import Response
 
 # Seconds of scoring before the console hears of it, and between two lines.
@@ -26,12 +27,10 @@ def score_responses(
     tokenizer: Tokenizer,
     scorer: Scorer,
     stop: Sequence[str] = (),
-    model_parts: Mapping[str, Sequence[float]] | None = None,
 ) -> Scored:
     """Decode and score; prompts[i] belongs to responses[i]. Collective: each rank scores its share, all get all.
 
-    stop: strings that end a response; rules see the text before them, training keeps their tokens. model_parts: name -> [B] values
-    of parts that all ranks have computed together.
+    stop: strings that end a response; rules see the text before them, training keeps their tokens.
 
     A part that fails anywhere raises the same RewardError on every rank, so none is left waiting in a collective.
     """
@@ -46,7 +45,19 @@ def score_responses(
     shares = _gather(share)
     if failures := [found for state, found in shares if state == "failed"]:
         raise RewardError(failures[0])
-    return scorer.composition.compose(_interleave([found for _, found in shares], len(responses)), model_parts)
+    judged = _interleave([found for _, found in shares], len(responses))
+    return scorer.composition.compose(judged, _scored_by_model(scorer, prompts, judged))
+
+
+def _scored_by_model(scorer: Scorer, prompts: Sequence[Prompt], judged: Sequence[Judged]) -> dict[str, dict[int, Verdict]]:
+    """Part -> response -> verdict, for the parts that a model scores and the responses whose recipe has one. Collective."""
+    names = scorer.names_of_model
+    chosen = [i for i, one in enumerate(judged) if any(name in scorer.composition.recipes[one.label] for name in names)]
+    if not chosen:
+        return {}
+    assert scorer.score_model is not None, f"nothing scores {names}"
+    verdicts = dict(zip(chosen, scorer.score_model([prompts[i] for i in chosen], [judged[i] for i in chosen]), strict=True))
+    return dict.fromkeys(names, verdicts)
 
 
 def _score_in_rounds(scorer: Scorer, samples: Sequence[RewardInput]) -> list[Judged]:

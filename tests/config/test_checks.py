@@ -168,7 +168,7 @@ BROKEN = [
     (
         "_rewards",
         ["reward.parts=[{model: reward_model, path: a.py}]", "reward_model.model=m"],
-        ["reward.parts.0.path = ", "a reward model has none"],
+        ['reward.parts.0.model = "reward_model"', "path is set too; keep one of the two"],
         "reward.parts=[{model: reward_model}, {path: a.py, function: f}]",
     ),
     (

@@ -10,6 +10,7 @@ from megappo.rewards.compose import WHOLE, Composition, Scored
 from megappo.rewards.inline import InlinePart
 from megappo.rewards.rules import make_part
 from megappo.rewards.scorer import Scorer
+from megappo.rewards.verdict import Verdict
 
 
 def sample(response: str, answer: str = "", *, truncated: bool = False, num_tokens: int = 1, sample_id: str = "t#0") -> RewardInput:
@@ -24,7 +25,9 @@ def scorer_with(weights: Mapping[str, float], parts: Mapping[str, Part | Callabl
     return Scorer(parts, Composition({WHOLE: weights}, *penalties))
 
 
-def scores(scorer: Scorer, samples: Sequence[RewardInput], model_parts: Mapping[str, Sequence[float]] | None = None) -> Scored:
+def scores(
+    scorer: Scorer, samples: Sequence[RewardInput], model_parts: Mapping[str, Mapping[int, Verdict]] | None = None
+) -> Scored:
     """As the only rank scores them."""
     scorer.submit(samples)
     return scorer.composition.compose(scorer.finish(), model_parts)

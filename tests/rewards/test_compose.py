@@ -10,6 +10,7 @@ from megappo.rewards.base import RewardError, RewardInput
 from megappo.rewards.compose import WHOLE, Composition
 from megappo.rewards.inline import InlinePart
 from megappo.rewards.symbolic import MathVerify
+from megappo.rewards.verdict import Verdict
 from tests.rewards.samples import sample, scorer_with, scores
 
 SAMPLES = [
@@ -105,10 +106,12 @@ def test_an_undecided_rule_scores_0_and_is_counted() -> None:
 
 def test_values_of_models_are_weighed_beside_the_rules() -> None:
     scorer = scorer_with({"model": 0.5, "has_eos": 1.0}, {"model": lambda s: 7.0})  # its own value counts, no rule's
-    found = scores(scorer, SAMPLES[:2], {"model": [2.0, -4.0]})
-    assert found.total == [2.0, -1.0] and found.parts == {"model": [2.0, -4.0], "has_eos": [1.0, 1.0]}
+    verdicts = {0: Verdict(2.0, {"raw": 5.0}), 1: Verdict(-4.0, {"raw": 6.0})}
+    found = scores(scorer, SAMPLES[:2], {"model": verdicts})
+    assert found.total == [2.0, -1.0]
+    assert found.parts == {"model": [2.0, -4.0], "has_eos": [1.0, 1.0], "model.raw": [5.0, 6.0]}
     with pytest.raises(RewardError, match="reward part model gave nan, not a finite number; sample t#0"):
-        scores(scorer, SAMPLES[:1], {"model": [math.nan]})
+        scores(scorer, SAMPLES[:1], {"model": {0: Verdict(math.nan, {})}})
 
 
 @pytest.mark.parametrize("weights, says", [({}, "reward.parts is empty"), ({"a": math.nan}, "the weight of a is nan")])

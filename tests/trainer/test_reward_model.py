@@ -13,7 +13,9 @@ from safetensors.torch import load_file, save_file
 
 from megappo.config.schema import TrainConfig
 from megappo.data.prompts import Prompt
-from megappo.rewards.compose import RewardError
+from megappo.rewards.base import RewardError
+from megappo.rewards.compose import Judged
+from megappo.rewards.verdict import Verdict
 from megappo.trainer.finite_outputs import NonFiniteOutput
 from tests.trainer.reward_models import (
     EOS_AT_END,
@@ -88,13 +90,30 @@ def scorer_of(section: Mapping[str, Any], folder: Path, model: str) -> tuple[Any
     return ModelScorer(role, loaded.text, config.reward_model), engines
 
 
+def scored(scorer: Any, asked: list[Prompt]) -> list[Verdict]:
+    judged = [Judged(f"{one.id} (sample {i})", text, "", False, 1, {}) for i, (one, text) in enumerate(zip(asked, RESPONSES))]
+    return scorer(asked, judged)
+
+
+def raw(verdicts: list[Verdict]) -> list[float]:
+    return [verdict.parts["raw"] for verdict in verdicts]
+
+
+def values(verdicts: list[Verdict]) -> list[float]:
+    return [verdict.score for verdict in verdicts]
+
+
+def cut(verdicts: list[Verdict]) -> list[float]:
+    return [verdict.parts["cut"] for verdict in verdicts]
+
+
 def run_scores(rank: int, folder: Path, jobs: list[tuple[str, str, dict[str, Any]]]) -> dict[str, Any]:
     """Name of a job -> its scores; of what failed, the message."""
     found: dict[str, Any] = {}
     for name, model, section in jobs:
         scorer, engines = scorer_of(section, folder, model)
         asked = plain(prompts()) if section.get("chat_template") is False else prompts()
-        found[name] = scorer(asked, RESPONSES[: len(asked)])
+        found[name] = scored(scorer, asked)
         if name == "offload":
             found["storage"] = sum(p.untyped_storage().nbytes() for p in scorer.model.engine.named_parameters().values())
         if name == "whole batch":
@@ -107,20 +126,20 @@ def with_faults(scorer: Any) -> dict[str, Any]:
     """Scores of broken code (negative controls), and what is said of a text that has no score."""
     from megappo.data.reward_text import RewardText
 
-    whole, cut = RewardText.fitted, replace(scorer.text, max_tokens=12)
-    found: dict[str, Any] = {"cut": replace(scorer, text=cut)(prompts(), RESPONSES)}
-    found["cut ids"] = [len(cut.encode(prompt, response)) for prompt, response in zip(prompts(), RESPONSES)]
+    whole, short = RewardText.fitted, replace(scorer.text, max_tokens=12)
+    found: dict[str, Any] = {"cut": scored(replace(scorer, text=short), prompts())}
+    found["cut ids"] = [len(short.encode(prompt, response)) for prompt, response in zip(prompts(), RESPONSES)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RewardText, "fitted", lambda self, ids: whole(self, ids)[:-1])
-        found["one token early"] = scorer(prompts(), RESPONSES)
+        found["one token early"] = scored(scorer, prompts())
     tool = [*prompts()[:3], replace(prompts()[3], record={"prompt": [{"role": "tool", "content": "1"}]})]
     with pytest.raises(RewardError) as error:
-        scorer(tool, RESPONSES[:4])
+        scored(scorer, tool)
     found["refused"] = str(error.value)
     with pytest.raises(NonFiniteOutput) as nan, pytest.MonkeyPatch.context() as patch:
-        raw = scorer.model.scores
-        patch.setattr(scorer.model, "scores", lambda batch: raw(batch).index_fill(0, torch.tensor([2]), torch.nan))
-        scorer(prompts(), RESPONSES)
+        sound = scorer.model.scores
+        patch.setattr(scorer.model, "scores", lambda batch: sound(batch).index_fill(0, torch.tensor([2]), torch.nan))
+        scored(scorer, prompts())
     found["nan"] = str(nan.value)
     return found
 
@@ -155,51 +174,51 @@ def expected(folder) -> dict[str, list[float]]:
 
 @pytest.mark.parametrize("model, layout", TABLE)
 def test_the_scores_are_those_of_transformers(scores, expected, model: str, layout: str) -> None:
-    assert scores[f"{model} {layout}"].raw == pytest.approx(expected[model], abs=TOLERANCE)
+    assert raw(scores[f"{model} {layout}"]) == pytest.approx(expected[model], abs=TOLERANCE)
     assert min(abs(a - b) for i, a in enumerate(expected[model]) for b in expected[model][:i]) > 10 * TOLERANCE, "all differ"
 
 
 def test_experts_over_ranks_and_other_settings_give_the_same_scores(scores, expected) -> None:
-    assert scores["moe ep2"].raw == pytest.approx(expected["moe"], abs=TOLERANCE)
+    assert raw(scores["moe ep2"]) == pytest.approx(expected["moe"], abs=TOLERANCE)
     for name in ("offload", "whole batch"):
-        assert scores[name].raw == pytest.approx(expected["llama"], abs=TOLERANCE)
-    assert scores["bf16"].raw == pytest.approx(expected["llama"], abs=0.2)
-    assert scores["bf16"].raw != pytest.approx(expected["llama"], abs=TOLERANCE), "bf16 was used"
+        assert raw(scores[name]) == pytest.approx(expected["llama"], abs=TOLERANCE)
+    assert raw(scores["bf16"]) == pytest.approx(expected["llama"], abs=0.2)
+    assert raw(scores["bf16"]) != pytest.approx(expected["llama"], abs=TOLERANCE), "bf16 was used"
 
 
 def test_a_plain_text_is_the_prompt_and_the_response_behind_it(scores, folder) -> None:
     texts = [prompt.text + SUFFIX for prompt in plain(prompts())]
     expected = scores_of_transformers(folder / "llama", texts, RESPONSES[: len(texts)])
-    assert scores["no template"].raw == pytest.approx(expected, abs=TOLERANCE)
+    assert raw(scores["no template"]) == pytest.approx(expected, abs=TOLERANCE)
 
 
 def test_values_are_centred_scaled_and_clipped(scores, expected) -> None:
-    values = [max(-0.1, min(0.1, (raw + 0.3) / 2.0)) for raw in expected["llama"]]
-    assert scores["normalised"].values == pytest.approx(values, abs=TOLERANCE)
-    assert scores["normalised"].raw == pytest.approx(expected["llama"], abs=TOLERANCE)
-    assert any(abs(value) == 0.1 for value in values) and any(abs(value) < 0.1 for value in values), "some are clipped"
-    assert scores["llama tp2"].values == scores["llama tp2"].raw, "and by default nothing is changed"
+    wanted = [max(-0.1, min(0.1, (number + 0.3) / 2.0)) for number in expected["llama"]]
+    assert values(scores["normalised"]) == pytest.approx(wanted, abs=TOLERANCE)
+    assert raw(scores["normalised"]) == pytest.approx(expected["llama"], abs=TOLERANCE)
+    assert any(abs(value) == 0.1 for value in wanted) and any(abs(value) < 0.1 for value in wanted), "some are clipped"
+    assert values(scores["llama tp2"]) == raw(scores["llama tp2"]), "and by default nothing is changed"
 
 
 def test_a_wrong_place_or_head_would_be_seen(scores, expected) -> None:
     """Negative controls of the table above."""
     for broken in ("one token early", "other head"):
-        assert max(abs(a - b) for a, b in zip(scores[broken].raw, expected["llama"])) > 100 * TOLERANCE, broken
-    assert scores["normalised"].values != pytest.approx(expected["llama"], abs=0.1)
+        assert max(abs(a - b) for a, b in zip(raw(scores[broken]), expected["llama"])) > 100 * TOLERANCE, broken
+    assert values(scores["normalised"]) != pytest.approx(expected["llama"], abs=0.1)
 
 
 def test_the_front_of_a_text_beyond_the_positions_is_cut_and_counted(scores, expected) -> None:
     lengths = scores["cut ids"]
-    assert scores["cut"].cut == [float(length > 12) for length in lengths]
+    assert cut(scores["cut"]) == [float(length > 12) for length in lengths]
     assert max(lengths) > 12
-    assert scores["cut"].raw != pytest.approx(expected["llama"], abs=TOLERANCE)
-    assert scores["whole batch"].cut == [0.0] * len(RESPONSES)
+    assert raw(scores["cut"]) != pytest.approx(expected["llama"], abs=TOLERANCE)
+    assert cut(scores["whole batch"]) == [0.0] * len(RESPONSES)
 
 
 def test_a_fault_names_rank_and_sample(scores) -> None:
     assert scores["refused"].startswith("rank 1: reward_model: the chat template of") and "no tools here" in scores["refused"]
     assert scores["refused"].endswith("sample p#3 (sample 3)")
-    assert "score of the reward_model is NaN or infinite for 1 of 5 responses, the first to p#2 (sample 2)" in scores["nan"]
+    assert "score of the reward_model is NaN or infinite for 1 of 5 responses, the first sample p#2 (sample 2)" in scores["nan"]
     assert "computed by ranks 0-1 (stage 0)" in scores["nan"]
 
 
