@@ -160,10 +160,10 @@ class ReferenceConfig(FrozenConfig):
 
 class RewardModelConfig(FrozenConfig):
     model: ModelPath | None = None
-    """Directory of a sequence classifier with one label (LlamaForSequenceClassification and its like: config.json and safetensors);
-    null: no reward model. It scores if a part of `reward.parts` is `{model: reward_model}`."""
-    tokenizer: PathText | None = None
-    """Directory of its Hugging Face tokenizer or path of a SentencePiece .model file; null means `model`."""
+    """Sequence classifier with one label (`LlamaForSequenceClassification` and its like): a directory or a name on the hub; null:
+    no reward model. It scores if a part of `reward.parts` is `{model: reward_model}`."""
+    tokenizer: ModelPath | None = None
+    """Its Hugging Face tokenizer, a directory or a name on the hub, or a SentencePiece .model file; null means `model`."""
     chat_template: bool = True
     """Show it the prompt's messages and the response as the assistant's by the chat template of its own tokenizer; false: the text
     of the prompt, and the response behind it."""

@@ -25,9 +25,10 @@ def scorer_with(weights: Mapping[str, float], parts: Mapping[str, Part | Callabl
     return Scorer(parts, Composition({WHOLE: weights}, *penalties))
 
 
-def scores(
-    scorer: Scorer, samples: Sequence[RewardInput], model_parts: Mapping[str, Mapping[int, Verdict]] | None = None
-) -> Scored:
+Verdicts = Mapping[str, Mapping[int, Verdict]]
+
+
+def scores(scorer: Scorer, samples: Sequence[RewardInput], model_parts: Verdicts | None = None) -> Scored:
     """As the only rank scores them."""
     scorer.submit(samples)
     return scorer.composition.compose(scorer.finish(), model_parts)
