@@ -388,6 +388,15 @@ def verl_answer_key(key: str, settings: Settings) -> tuple[Any, str] | None:
     return "reward_model.ground_truth", "verl's files hold the answer there"
 
 
+def reward_model(rule: Rule, value: Any, settings: Settings) -> Values:
+    """The section of a reward model, and the part that is its score."""
+    if not isinstance(value, str) or "," in value:
+        raise Otherwise(Outcome.MISSING, "one reward model; the others may be parts of the user's own")
+    if settings.foreign.get("reward_model.enable") is False:  # verl's
+        raise Otherwise(Outcome.UNNEEDED, "reward_model.enable is false")
+    return {"reward_model.model": value, "reward.parts": [{"model": "reward_model"}]}
+
+
 def rules_of_data(key: str, settings: Settings) -> tuple[Any, str] | None:
     """Rule for data that their name tells."""
     if "reward.parts" in settings.ours:
@@ -412,6 +421,7 @@ BY: Mapping[str, Callable[[Rule, Any, Settings], Values]] = {
         warmup_ratio,
         min_lr_ratio,
         if_megatron,
+        reward_model,
         if_dtensor,
         betas_if_dtensor,
         both_clips,

@@ -240,6 +240,11 @@ ARITHMETIC = [
     ({"trainer.nnodes": 2}, {"run.num_ranks": 16}),
     ({"trainer.logger": ["console", "tensorboard"]}, {"telemetry.trackers": ["tensorboard"]}),
     ({"data.filter_overlong_prompts": False, "data.truncation": "error"}, {"data.overlong": "error"}),
+    (
+        {"reward_model.enable": True, "reward_model.model.path": "judge"},
+        {"reward_model.model": "judge", "reward.parts": [{"model": "reward_model"}]},
+    ),
+    ({"reward_model.enable": False, "reward_model.model.path": "judge"}, {"reward_model.model": None}),
 ]
 
 
@@ -257,7 +262,7 @@ NO_EQUIVALENT = [
     ({f"{AOR}.actor.ppo_epochs": 2, "critic.ppo_epochs": 3}, "algorithm.ppo_epochs is already 2"),
     ({f"{AOR}.actor.optim.lr": "fast"}, "policy.optimizer.lr"),
     ({f"{AOR}.actor.ppo_mini_batch_size": "many"}, "not a number that can be counted with"),
-    ({"reward_model.enable": True}, "scores come from rules"),
+    ({"reward_model.reward_manager": "dapo"}, "scores come from rules"),
     ({f"{AOR}.actor.optim.lr_warmup_steps_ratio": 0.1}, "set policy.optimizer.warmup_steps"),
 ]
 

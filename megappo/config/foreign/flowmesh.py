@@ -5,6 +5,7 @@ from __future__ import annotations
 from megappo.config.foreign.rule import ALWAYS_PACKED, Trainer, implied, missing, take, unneeded
 from megappo.config.foreign.trl import OLD, TRL
 
+OWN_CLASSIFIER = "decoders with one label score (docs/reward_model.md), other classifiers do not"
 ORCHESTRATOR = "for the orchestrator: `megappo launch` submits to Slurm"
 
 _TRAINING = {name: rule for name, rule in TRL.rules.items() if name not in ("output_dir", "dataset_name")}
@@ -23,8 +24,8 @@ FLOWMESH = Trainer(
         "spec.model.source.identifier": take("policy.model"),
         "spec.model.source.revision": missing("name it in the model: owner/name@revision", "policy.model", off=(None, "main")),
         "spec.model.source.trust_remote_code": missing("no code of a model repository is run"),
-        "spec.reward_model.identifier": missing("scores come from rules", "reward.parts"),
-        "spec.reward_model": missing("scores come from rules", "reward.parts"),
+        "spec.reward_model.identifier": missing(OWN_CLASSIFIER, "reward_model.model"),
+        "spec.reward_model": missing(OWN_CLASSIFIER, "reward_model.model"),
         "spec.data.prompts": missing('a file with one {"prompt": ...} a line', "data.train"),
         "spec.data.dataset_name": take("data.train"),
         "spec.data.split": implied("data.train names the split: NAME:SUBSET:SPLIT", "data.train"),

@@ -24,7 +24,7 @@ BOTH_LAYOUTS = "policy and critic alike"
 _RULES = {
     "pretrain": take("policy.model"),
     "critic_pretrain": take("critic.model"),
-    "reward_pretrain": missing("scores come from rules", "reward.parts"),
+    "reward_pretrain": take("reward_model.model", by="reward_model"),
     "remote_rm_url": missing("scores come from rules", "reward.parts"),
     "agent_func_path": missing("one turn a prompt", "reward.parts"),
     "value_head_prefix": implied("`score` or `v_head` of the checkpoint, or zeros", "critic.value_head"),

@@ -28,7 +28,7 @@ def _both(name: str) -> tuple[str, str]:
 OLD: dict[str, Rule] = {
     "model_name": take("policy.model"),
     "query_dataset": take("data.train"),
-    "reward_model": missing("scores come from rules", "reward.parts"),
+    "reward_model": take("reward_model.model", by="reward_model"),
     "steps": take("trainer.steps"),
     "adap_kl_ctrl": take("algorithm.kl.controller", values={True: "adaptive", False: "fixed"}),
     "init_kl_coef": take("algorithm.kl.coef"),
@@ -57,7 +57,7 @@ OLD: dict[str, Rule] = {
 
 _NEW: dict[str, Rule] = {
     "sft_model_path": take("policy.model"),
-    "reward_model_path": missing("scores come from rules; it may start the critic: critic.model", "reward.parts"),
+    "reward_model_path": take("reward_model.model", by="reward_model", note="TRL's critic starts from it too: critic.model"),
     "exp_name": take("run.name", by="run_name"),
     "run_name": take("run.name", by="run_name"),
     "output_dir": take("run.output_dir", by="run_folder", note="megappo adds run.name"),

@@ -315,12 +315,12 @@ REST = {
     "algorithm.rollout_correction.rollout_is": missing(
         "a difference of sampler and trainer stops the run", "rollout.max_prob_diff"
     ),
-    "reward_model.enable": missing("scores come from rules", "reward.parts"),
-    "reward_model.model.path": missing("scores come from rules", "reward.parts"),
+    "reward_model.enable": implied("a reward model is a part of the reward", "reward_model.model"),
+    "reward_model.model.path": take("reward_model.model", by="reward_model"),
     "reward_model.reward_manager": missing("scores come from rules", "reward.parts", off=(None, "naive")),
     "reward_model.launch_reward_fn_async": unneeded("rules are quick", "reward.parts"),
-    "reward_model.micro_batch_size_per_gpu": unneeded("scores come from rules", "reward.parts"),
-    "reward_model.strategy": unneeded("scores come from rules", "reward.parts"),
+    "reward_model.micro_batch_size_per_gpu": unneeded("micro-batches are bounded in tokens", "reward_model.micro_batch_tokens"),
+    "reward_model.strategy": unneeded("Megatron-core shards every model", "reward_model.parallel.tp"),
     "custom_reward_function.path": missing("examples/ shows a reward of one's own", "reward.parts"),
     "custom_reward_function.name": missing("examples/ shows a reward of one's own", "reward.parts", off=(None, "compute_score")),
     "trainer.total_epochs": take("trainer.epochs"),
