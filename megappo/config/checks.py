@@ -247,9 +247,9 @@ def _rewards(config: TrainConfig) -> str | None:
 
 def _reward_model(config: TrainConfig) -> str | None:
     """Problem of the part without the section; the section without a part is a key without effect."""
-    for index, part in enumerate(config.reward.parts):
+    for key, part in config.reward.all_parts.values():
         if part.model is not None and config.reward_model.model is None:
-            return problem(f"reward.parts.{index}.model", part.model, f"{part.model}.model is not set; name its directory there")
+            return problem(f"{key}.model", part.model, f"{part.model}.model is not set; name its directory there")
     return None
 
 

@@ -51,7 +51,7 @@ TRAIN: tuple[Dead, ...] = (
     Dead(
         ("reward_model.*",),
         lambda c: not scores_with_model(c),
-        "no part of reward.parts is the reward model; remove it, or add the part {model: reward_model}",
+        "no part of the reward is the reward model; remove it, or add the part {model: reward_model}",
     ),
     Dead(
         (

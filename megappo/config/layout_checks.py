@@ -38,7 +38,7 @@ def roles_in_use(config: TrainConfig | SftConfig) -> dict[str, ParallelConfig]:
 
 def scores_with_model(config: TrainConfig) -> bool:
     """True if a part of the reward is the reward model."""
-    return any(part.model is not None for part in config.reward.parts)
+    return any(part.model is not None for parts in config.reward.recipes.values() for part in parts)
 
 
 def trained_sections(config: TrainConfig | SftConfig) -> dict[str, TrainableConfig]:

@@ -88,7 +88,7 @@ def _check_gpus(gpus: int, hardware: Hardware) -> None:
 _ABSENT = {
     ROLLOUT: "is not there: rollout.engine is megatron",
     "reference": "is not built: algorithm.kl.placement is none",
-    "reward_model": "is not built: no part of reward.parts is {model: reward_model}",
+    "reward_model": "is not built: no part of the reward is {model: reward_model}",
 }
 
 
