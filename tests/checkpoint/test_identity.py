@@ -95,3 +95,19 @@ def test_what_may_change_is_told(case: str) -> None:
 def test_checkpoints_from_before_these_facts_resume(name: str) -> None:
     old = {key: value for key, value in FACTS.items() if key != name}
     assert resume(old, FACTS) == []
+
+
+def test_another_reward_model_is_told() -> None:
+    judge = {
+        "model": {"path": "judge", "sha256": "j"},
+        "tokenizer": "t",
+        "chat_template": True,
+        "center": 0.0,
+        "scale": 1.0,
+        "clip": None,
+    }
+    saved = changed("reward_model", judge)
+    assert resume(saved, changed("reward_model", judge | {"model": {"path": "moved", "sha256": "j"}})) == []
+    (line,) = resume(saved, changed("reward_model", judge | {"model": {"path": "judge", "sha256": "k"}, "center": 0.5}))
+    assert line == "reward_model.model, reward_model.center changed since step-3: scores are not comparable"
+    assert resume(FACTS, saved) == [], "a checkpoint of before reward models"
