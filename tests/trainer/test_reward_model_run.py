@@ -22,7 +22,7 @@ JUDGE: dict[str, Any] = {
     "rollout.engine": "megatron",
     "data.prompts_per_step": 8,
     "reward.parts": [{"name": "has_eos"}, {"model": "reward_model", "name": "judge", "weight": WEIGHT}],
-    "telemetry.tensorboard": False,
+    "telemetry.trackers": [],
     "checkpoint.export_at_end": False,
 }
 
