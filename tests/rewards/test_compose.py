@@ -122,6 +122,6 @@ def test_impossible_compositions_are_refused(weights: dict, says: str) -> None:
 
 def test_the_models_share_of_the_total_is_kept_for_the_statistics() -> None:
     scorer = scorer_with({"exact_match": 1.0, "preference": 0.5}, {"preference": lambda s: 0.0}, 0.25)
-    found = scores(scorer, SAMPLES, {"preference": [1.0, -1.0, 3.0]})
+    found = scores(scorer, SAMPLES, {"preference": {i: Verdict(value, {}) for i, value in enumerate([1.0, -1.0, 3.0])}})
     assert found.model_total == [0.5, -0.5, 1.5] and found.total == [1.5, -0.5, 2.25]
     assert scores(scorer, SAMPLES).model_total is None
