@@ -256,6 +256,12 @@ def cmd_trajectories(args: Arguments) -> int:
     return show_trajectories(args)
 
 
+def cmd_gate(args: Arguments) -> int:
+    from megappo.runs.gate import show_gates
+
+    return show_gates(Path(args.run_dir), Path(args.gates))
+
+
 def cmd_config(args: Arguments) -> int:
     import json
 
@@ -460,6 +466,16 @@ def build_parser() -> Parser:
             config=None,
         )
     )
+    gate = command(
+        "gate",
+        cmd_gate,
+        "Hold the metrics of a run against limits.",
+        "GATES is a YAML list of lines such as `eval/score > 0.65 at 40`, `kl/per_token < 0.1 max over 1..40` and "
+        "`reward/score_mean >= 0.7 mean over last 10`. Exit code: 0 if all pass, 1 if one fails.",
+        config=None,
+    )
+    gate.add_argument("run_dir", metavar="RUN", help="directory of a run (output_dir/name)")
+    gate.add_argument("gates", metavar="GATES", help="YAML file, see docs/evaluation.md")
     command(
         "doctor", cmd_doctor, "List installed packages, working features, and missing packages with their purpose.", config=None
     )
