@@ -218,6 +218,36 @@ def cmd_generate(args: Arguments) -> int:
     return 0
 
 
+def cmd_eval(args: Arguments) -> int:
+    from megappo.config.loading import load_config
+    from megappo.launch.failure import record_exceptions
+    from megappo.launch.local import start_ranks
+    from megappo.launch.world import is_rank, join_srun, world_size
+    from megappo.resilience.parent import end_with_launcher
+
+    join_srun()
+    if is_rank():
+        end_with_launcher()
+        record_exceptions(int(os.environ["RANK"]))
+    config = load_config(args.config, args.overrides)
+    from megappo.prepare.evaluate import check_output, plan_evaluation
+
+    ranks, output = world_size(config.run), check_output(args.output)
+    _require_device(config.run.device)
+    planned = plan_evaluation(config, args.checkpoint, args.only, ranks, _device(config.run.device))
+    _require_isolation(planned.config)
+    if not is_rank():
+        # A live run may save another checkpoint meanwhile: all ranks take this one.
+        options = ["--only=" + name for name in args.only] + ([f"--output={args.output}"] if args.output else [])
+        return start_ranks(ranks, ["eval", str(planned.source.path), args.config, *args.overrides, *options])
+    from megappo.trainer.evaluate import evaluate_checkpoint, report
+
+    results = evaluate_checkpoint(planned)
+    if os.environ["RANK"] == "0":
+        report(planned, results, output)
+    return DONE
+
+
 def cmd_export(args: Arguments) -> int:
     from megappo.trainer.export import export_checkpoint
 
@@ -312,9 +342,11 @@ def _require_device(requested: Literal["auto", "cpu", "cuda"]) -> None:
 
 def _require_isolation(config: TrainConfig) -> None:
     """ValueError if programs of the policy are to be run, and cannot be isolated here. Not for `plan`, as above."""
+    from megappo.config.evaluations import rewards_of
     from megappo.prepare.code_rewards import require_isolation
 
-    require_isolation(config.reward)
+    for reward in rewards_of(config):
+        require_isolation(reward)
 
 
 def _device(requested: Literal["auto", "cpu", "cuda"]) -> Device:
@@ -439,6 +471,20 @@ def build_parser() -> Parser:
     generate.add_argument("--engine", choices=("vllm", "megatron"), default="vllm", help="engine that generates")
     generate.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16")
     generate.add_argument("--raw", action="store_true", help="do not apply the chat template")
+    evaluate = command(
+        "eval",
+        cmd_eval,
+        "Evaluate a checkpoint on data.eval and the sets of `evaluations`, without a training.",
+        "CHECKPOINT is a run (its newest checkpoint), one checkpoint of it (RUN/checkpoints/step-N), or a Hugging Face checkpoint. "
+        "The layout is that of the policy in CONFIG and may differ from the run's. docs/evaluation.md explains the figures.",
+        config=None,
+    )
+    evaluate.set_defaults(takes_overrides=True)
+    evaluate.add_argument("checkpoint", metavar="CHECKPOINT", help="directory of a run, of one of its checkpoints, or of a model")
+    evaluate.add_argument("config", metavar="CONFIG", help="YAML file, see docs/config.md")
+    evaluate.add_argument("overrides", metavar="key=value", nargs="*", help="keys set over the file")
+    evaluate.add_argument("--only", action="append", default=[], metavar="SET", help="evaluate this set alone (may be repeated)")
+    evaluate.add_argument("-o", "--output", metavar="FILE", help="write settings and results as JSON")
     export = command("export", cmd_export, "Write a run's checkpoint as a Hugging Face checkpoint.", config=None)
     export.add_argument("run_dir", metavar="RUN_DIR", help="directory of a run (output_dir/name)")
     export.add_argument("output", metavar="OUTPUT", help="directory to write")

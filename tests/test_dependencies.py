@@ -57,7 +57,7 @@ ALLOWED_MODULES = {
     # The choice of an engine: where a run, a trial or a measurement has it as the default of an argument, and nowhere else.
     "megappo.engine.build": (
         "engine/",
-        *(f"trainer/{start}.py" for start in ("main", "sft", "export", "generate")),
+        *(f"trainer/{start}.py" for start in ("main", "sft", "export", "generate", "evaluate")),
         "verify/world.py",
         "tune/trial.py",
     ),

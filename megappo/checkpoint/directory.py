@@ -5,6 +5,7 @@ step-20/            complete: its manifest was written before it got this name
 bad-step-10/        damaged, set aside by a resumed run for inspection
 abandoned-step-40/  newer than the checkpoint that a run went on from
 LATEST              name of the newest, for people and scripts; loading lists the directories themselves
+BEST                name of the best by `trainer.keep_best`, in the same way
 
 Only a process that holds the run's lease renames or removes anything that it did not write.
 """
@@ -26,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 CHECKPOINTS = "checkpoints"
 """Name of the directory in that of a run."""
-LATEST = "LATEST"
+LATEST, BEST_NAME = "LATEST", "BEST"
 _STEP = re.compile(r"step-(\d+)")
 _TEMPORARY = ".tmp-"
 
@@ -123,21 +124,31 @@ class CheckpointDirectory:
 
     def point_latest_to(self, step: int) -> None:
         """Write LATEST, in one atomic replacement. One that cannot be written is a warning."""
-        temporary = self.path / f"{_TEMPORARY}{LATEST}"
+        self._point(LATEST, step)
+
+    def point_best_to(self, step: int | None) -> None:
+        """Write BEST, as LATEST; None removes it."""
+        if step is not None:
+            self._point(BEST_NAME, step)
+        elif os.path.lexists(self.path / BEST_NAME):
+            _remove(self.path / BEST_NAME)
+
+    def _point(self, name: str, step: int) -> None:
+        temporary = self.path / f"{_TEMPORARY}{name}"
         try:
             write_synced(temporary, self.step_path(step).name + "\n")
-            os.replace(temporary, self.path / LATEST)
+            os.replace(temporary, self.path / name)
             sync_directory(self.path)
         except OSError as error:  # no load reads it, and the checkpoint that it should name is complete
-            logger.warning("%s cannot be pointed to step-%d: %s", self.path / LATEST, step, error.strerror)
+            logger.warning("%s cannot be pointed to step-%d: %s", self.path / name, step, error.strerror)
 
-    def retain(self, keep_last: int, step: int) -> list[int]:
-        """Remove all complete checkpoints but the newest `keep_last` and `step`; returns those that are gone.
+    def retain(self, keep_last: int, step: int, best: int | None = None) -> list[int]:
+        """Remove all complete checkpoints but the newest `keep_last`, `step` and `best`; returns those that are gone.
 
         Damaged ones stay and do not count. One that cannot be removed is a warning.
         """
         complete = [manifest.step for manifest in self._complete()]
-        return [candidate for candidate in complete[keep_last:] if candidate != step and self._remove_step(candidate)]
+        return [candidate for candidate in complete[keep_last:] if candidate not in (step, best) and self._remove_step(candidate)]
 
     def set_aside(self, step: int) -> Path:
         """Rename a damaged checkpoint to bad-step-N, so that it is not tried again."""

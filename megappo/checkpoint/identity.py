@@ -64,6 +64,7 @@ def notable_changes(saved: Mapping[str, Any], now: Mapping[str, Any], name: str)
         new = now["data"]
         if old["eval"] and new["eval"] and old["eval"]["sha256"] != new["eval"]["sha256"]:
             lines.append(f"data.eval has another content than at {name}: validation scores before and after are of other prompts")
+        lines += _changed_sets(old.get("evaluations", {}), new.get("evaluations", {}), name)
         if old["kept"] == new["kept"] and old["tokens"] != new["tokens"]:
             lines.append(
                 f"the prompts have other token ids than at {name}: another version of megappo or of the tokenizer's package"
@@ -82,6 +83,17 @@ def notable_changes(saved: Mapping[str, Any], now: Mapping[str, Any], name: str)
         if changed:
             lines.append(f"{', '.join(f'reward.{key}' for key in changed)} changed since {name}: scores are not comparable")
     return lines
+
+
+def _changed_sets(old: Mapping[str, Any], new: Mapping[str, Any], name: str) -> list[str]:
+    """Evaluation sets that both have and that measure something else now."""
+    lines = []
+    for one in old.keys() & new.keys():
+        what = {"sha256": "content", "settings": "settings", "reward": "reward"}
+        changed = [word for key, word in what.items() if old[one].get(key) != new[one].get(key)]
+        if changed:
+            lines.append(f"evaluations.{one} has another {' and '.join(changed)} than at {name}: its figures are not comparable")
+    return sorted(lines)
 
 
 def _identity(fact: Any) -> Any:

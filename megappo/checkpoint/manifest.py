@@ -22,6 +22,8 @@ from megappo.checkpoint.signature import check_signature, sign
 
 MANIFEST = "manifest.json"
 FORMAT = 2
+BEST = "best"
+"""Fact of a checkpoint: {step, metric, mode, value} of the best step of its run so far (`trainer.keep_best`)."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,12 @@ class Manifest:
     @property
     def total_bytes(self) -> int:
         return sum(entry.bytes for entry in self.files.values())
+
+    @property
+    def best_step(self) -> int | None:
+        """Step of the best checkpoint when this one was made; None if the run chooses none."""
+        best = self.facts.get(BEST)
+        return best["step"] if best else None
 
 
 def fingerprint_file(path: Path, format: int = FORMAT) -> FileEntry:

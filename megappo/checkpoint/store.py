@@ -155,6 +155,10 @@ class CheckpointStore:
             manifest = self._publish(pending.place, pending.step, pending.facts, reports)
         return self._retain(manifest)
 
+    def steps(self) -> list[int]:
+        """Steps of all checkpoints, newest first, damaged ones included. Not collective."""
+        return self._directory.steps()
+
     def close(self) -> None:
         """End the writer process and free its memory. Not collective; what is in flight is lost."""
         self._pending = None
@@ -231,7 +235,8 @@ class CheckpointStore:
     def _retain(self, manifest: Manifest) -> Path:
         """Remove old checkpoints, now that this one is complete; returns its directory."""
         step = manifest.step
-        removed = on_rank_zero("removing old checkpoints", lambda: self._directory.retain(self._keep_last, step))
+        best = manifest.best_step
+        removed = on_rank_zero("removing old checkpoints", lambda: self._directory.retain(self._keep_last, step, best))
         if dist.get_rank() == 0:
             logger.info("saved step-%d (%.1f MB)%s", step, manifest.total_bytes / 1e6, f", removed {removed}" if removed else "")
         return self._directory.step_path(step)
@@ -246,6 +251,7 @@ class CheckpointStore:
             raise ValueError(wrong)
         write_manifest(place, manifest)
         self._directory.publish(place, manifest.step)
+        self._directory.point_best_to(manifest.best_step)
 
     # ------------------------------------------------------------------------------------------------------------ load
 
@@ -289,11 +295,16 @@ class CheckpointStore:
         # Last: building and loading draw random numbers too.
         self._restore_rng(source, manifest)
         # After all that can fail: a resume that is refused renames nothing that is valid.
-        for step, path in on_rank_zero("setting newer checkpoints aside", lambda: self._directory.abandon_newer(manifest.step)):
+        for step, path in on_rank_zero("setting newer checkpoints aside", lambda: self._abandon_newer(manifest)):
             warn_once(
                 logger, "step-%d is newer than step-%d, from which the run goes on; renamed to %s", step, manifest.step, path.name
             )
         return manifest.step
+
+    def _abandon_newer(self, manifest: Manifest) -> list[tuple[int, Path]]:
+        if self._directory.owner is not None:
+            self._directory.point_best_to(manifest.best_step)
+        return self._directory.abandon_newer(manifest.step)
 
     def load_weights(self, name: str, engine: StatefulModel, step: int | None = None, *, with_head: bool = True) -> int:
         """Load the weights of one engine, without optimizer, from checkpoint `step` (None: the newest valid one); returns the step.

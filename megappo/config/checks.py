@@ -14,6 +14,7 @@ from typing import Literal
 from megappo.config.batch import nearest_divisors, step_arithmetic
 from megappo.config.dead_keys import dead_keys
 from megappo.config.errors import ConfigError, problem
+from megappo.config.evaluations import config_of_set, evaluation_problem, evaluation_sets
 from megappo.config.keys import value_at
 from megappo.config.layout_checks import world_problems
 from megappo.config.reward_checks import reward_problem
@@ -241,6 +242,16 @@ def _critic_lr_warmup(config: TrainConfig) -> str | None:
     return _warmup_fits("critic.optimizer.warmup_steps", config.critic.optimizer, total)
 
 
+def _rewards_of_evaluations(config: TrainConfig) -> str | None:
+    """Rewards of the sets of `evaluations`, by the rules of the training's."""
+    for name, one in config.evaluations.items():
+        if one.reward is not None:
+            view = config_of_set(config, evaluation_sets(config)[name])
+            if (message := _rewards(view) or _length_penalty(view)) is not None:
+                return f"evaluations.{name}.{message}"
+    return None
+
+
 def _rewards(config: TrainConfig) -> str | None:
     return reward_problem(config.reward)
 
@@ -310,9 +321,11 @@ TRAIN_RULES: tuple[TrainRule, ...] = (
     _rewards,
     _reward_model,
     _length_penalty,
+    _rewards_of_evaluations,
     _trajectories,
     _trackers,
     _profile_steps,
+    evaluation_problem,
 )
 
 

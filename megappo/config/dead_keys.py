@@ -101,10 +101,21 @@ TRAIN: tuple[Dead, ...] = (
         "rollout.kv_cache_gib fixes the size of the KV cache; remove one of the two",
     ),
     Dead(
-        ("trainer.eval_every", "trainer.eval_before", "data.eval_prompts"),
+        ("data.eval_prompts",),
         lambda c: c.data.eval is None,
         "data.eval is not set; remove it, or name the held-out prompts",
     ),
+    Dead(
+        ("trainer.eval_every",),
+        lambda c: c.data.eval is None and all(one.every is not None for one in c.evaluations.values()),
+        "data.eval is not set, and every set of evaluations has its own; remove it, or name the held-out prompts",
+    ),
+    Dead(
+        ("trainer.eval_before",),
+        lambda c: c.data.eval is None and all(one.before is not None for one in c.evaluations.values()),
+        "data.eval is not set, and every set of evaluations has its own; remove it, or name the held-out prompts",
+    ),
+    Dead(("trainer.keep_best_mode",), lambda c: c.trainer.keep_best is None, "trainer.keep_best is not set; remove it, or set it"),
     Dead(
         ("data.eval", "data.eval_prompts"),
         lambda c: c.data.eval is not None and c.trainer.eval_every == 0 and not c.trainer.eval_before,
@@ -165,7 +176,7 @@ TRAIN: tuple[Dead, ...] = (
     ),
     Dead(
         ("checkpoint.keep_last",),
-        lambda c: c.checkpoint.save_every == 0,
+        lambda c: c.checkpoint.save_every == 0 and c.trainer.keep_best is None,
         "checkpoint.save_every is 0, so there is one checkpoint, at the end; remove it, or set save_every",
     ),
     Dead(
@@ -175,7 +186,7 @@ TRAIN: tuple[Dead, ...] = (
     ),
     Dead(
         ("checkpoint.asynchronous",),
-        lambda c: c.checkpoint.save_every == 0,
+        lambda c: c.checkpoint.save_every == 0 and c.trainer.keep_best is None,
         "checkpoint.save_every is 0, so nothing is trained after the one save at the end; remove it, or set save_every",
     ),
     Dead(

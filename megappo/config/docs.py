@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from megappo.config.keys import item_class, section_class
+from megappo.config.keys import is_mapping, item_class, section_class
 from megappo.config.loading import json_schema
 from megappo.config.schema import SftConfig, TrainConfig
 
@@ -56,6 +56,9 @@ def type_text(schema: Mapping[str, Any]) -> str:
     if schema.get("type") == "array":
         items = schema.get("items", {})
         return "list of sections" if "$ref" in items else f"list of {type_text(items)}"
+    named = schema.get("additionalProperties")
+    if isinstance(named, Mapping) and "$ref" in named:
+        return "mapping of names to sections"
     text = TYPES[schema["type"]]
     bounds = ", ".join(form.format(f"{schema[name]:g}") for name, form in BOUNDS if name in schema)
     if "pattern" in schema:
@@ -96,7 +99,8 @@ def section_lines(name: str, cls: type[BaseModel], text: str, listed: set[type[B
             yield from section_lines(dotted, inner, field.description or "", listed)
         elif items is not None and items not in listed:
             listed.add(items)
-            yield from section_lines(f"{dotted}[]", items, f"One item of `{dotted}`.", listed)
+            name_of_item = f"{dotted}.NAME" if is_mapping(field) else f"{dotted}[]"
+            yield from section_lines(name_of_item, items, f"One item of `{dotted}`.", listed)
 
 
 def page() -> str:

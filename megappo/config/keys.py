@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator, Mapping
 from types import NoneType
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -24,14 +24,17 @@ def section_class(field: FieldInfo) -> type[BaseModel] | None:
 
 
 def item_class(field: FieldInfo) -> type[BaseModel] | None:
-    """Class of the items of a field that is a list of sections (`reward.parts`), or holds such lists by name (`reward.route.map`);
-    None otherwise."""
-    items = get_args(field.annotation)
-    if section_class(field) is not None:
-        return None
-    if items and items[0] is str:
+    """Class of the items of a field that is a list (`reward.parts`) or a mapping (`evaluations`) of sections, or a mapping of such
+    lists (`reward.route.map`); None otherwise."""
+    items = get_args(field.annotation) if get_origin(field.annotation) in (tuple, dict) else ()
+    if items and get_origin(items[-1]) is tuple:
         items = get_args(items[-1])
-    return items[0] if items and isinstance(items[0], type) and issubclass(items[0], BaseModel) else None
+    return next((one for one in items if isinstance(one, type) and issubclass(one, BaseModel)), None)
+
+
+def is_mapping(field: FieldInfo) -> bool:
+    """If a field maps names of the user's choice to sections."""
+    return get_origin(field.annotation) is dict and get_args(field.annotation)[-1] is item_class(field)
 
 
 def value_keys(cls: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:

@@ -10,9 +10,11 @@ from typing import Literal
 
 from megappo.config.batch import nearest_divisors
 from megappo.config.errors import problem
+from megappo.config.evaluations import rewards_of
 from megappo.config.schema import (
     CriticConfig,
     ParallelConfig,
+    RewardConfig,
     RewardModelConfig,
     RoleConfig,
     SftConfig,
@@ -37,8 +39,13 @@ def roles_in_use(config: TrainConfig | SftConfig) -> dict[str, ParallelConfig]:
 
 
 def scores_with_model(config: TrainConfig) -> bool:
-    """True if a part of the reward is the reward model."""
-    return any(part.model is not None for parts in config.reward.recipes.values() for part in parts)
+    """True if a part of the reward, or of an evaluation's own, is the reward model."""
+    return any(map(uses_model, rewards_of(config)))
+
+
+def uses_model(reward: RewardConfig) -> bool:
+    """True if a part of this reward is the reward model."""
+    return any(part.model is not None for parts in reward.recipes.values() for part in parts)
 
 
 def trained_sections(config: TrainConfig | SftConfig) -> dict[str, TrainableConfig]:

@@ -7,16 +7,15 @@ pydantic validate in strict mode (no "2" for 2, no true for 1). Rules about seve
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from itertools import takewhile
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from megappo.config.errors import ConfigError, problem
-from megappo.config.keys import hint, item_class, section_class, value_keys, written_keys
+from megappo.config.keys import hint, is_mapping, item_class, section_class, value_keys, written_keys
 from megappo.config.schema import TrainConfig
 from megappo.config.yaml_reader import parse_yaml, read_yaml
 
@@ -83,11 +82,16 @@ def parse_override(text: str, cls: type[BaseModel]) -> tuple[str, Any]:
     for name in values:
         if name.startswith(key + ".") and data is not None:  # `policy=null` takes the whole section back
             raise ConfigError(f"{COMMAND_LINE}: {problem(key, data, f'is a section; set its keys, for example {name}=VALUE')}")
-        if key.startswith(name + "."):
+        if key.startswith(name + ".") and not _is_inside_mapping(key, name, cls):
             raise ConfigError(f"{COMMAND_LINE}: {problem(key, data, f'{name} is set as a whole, for example {name}=VALUE')}")
-    if key not in values and not _names_section(key, cls):
+    if key not in values and not _names_section(key, cls) and not any(_is_inside_mapping(key, name, cls) for name in values):
         raise ConfigError(f"{COMMAND_LINE}: {problem(key, data, _unknown(key, cls))}")
     return key, data
+
+
+def _is_inside_mapping(key: str, name: str, cls: type[BaseModel]) -> bool:
+    """If `key` is `name.X` or further inside, and `name` maps names X to sections; pydantic checks what is further inside."""
+    return key.startswith(name + ".") and is_mapping(dict(value_keys(cls))[name])
 
 
 def _assign(data: dict[str, Any], key: str, value: Any, name: str) -> None:
@@ -176,18 +180,37 @@ def _fix(error: ErrorDetails, cls: type[BaseModel]) -> str:
     if error["type"] == "model_type" and error["input"] is None:  # `policy:` with nothing below it
         return "is an empty section; give it keys, or leave it out"
     if error["type"] == "extra_forbidden":  # only inside lists of sections: _refuse_unknown has seen everything else
-        key = ".".join(str(part) for part in takewhile(lambda part: isinstance(part, str), error["loc"]))
-        items = next((item_class(field) for name, field in value_keys(cls) if key == name or key.startswith(f"{name}.")), None)
-        for part in error["loc"][:-1]:  # into a section of the item
-            field = items.model_fields.get(str(part)) if items else None
-            items = section_class(field) or items if field is not None else items
-        return f"unknown key; the keys are {', '.join(items.model_fields)}" if items else "unknown key"
+        around = _class_at(error["loc"][:-1], cls)
+        return f"unknown key; the keys are {', '.join(around.model_fields)}" if around else "unknown key"
     template, context = FIXES.get(error["type"]), error.get("ctx", {})
     if error["type"] == "literal_error" and error["input"] in HALF and "'bf16'" in context["expected"]:
         return "fp16 is not supported: its gradients underflow below 6e-8, so it needs loss scaling; use bf16, as wide as fp32"
     if error["type"] == "literal_error" and " or " not in context["expected"]:
         return f"must be {context['expected']}"
     return template.format(**context) if template else error["msg"]
+
+
+def _class_at(place: Sequence[int | str], cls: type[BaseModel]) -> type[BaseModel] | None:
+    """Class of the section at this place of a document, inside lists and mappings of sections too."""
+    section: type[BaseModel] | None = cls
+    steps = iter(place)
+    for name in steps:
+        field = section.model_fields.get(str(name)) if section is not None else None
+        if field is None:
+            return None
+        section = section_class(field) or item_class(field) or next(_classes_in(field.annotation), None)
+        if item_class(field) is not None:
+            next(steps, None)  # its index or name
+            if get_origin(field.annotation) is dict and not is_mapping(field):
+                next(steps, None)  # the index in a list that has a name
+    return section
+
+
+def _classes_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    """Sections in a type of a list, a mapping or a choice."""
+    for part in get_args(annotation):
+        if isinstance(part, type) and issubclass(part, BaseModel):
+            yield part
 
 
 def explicit_keys(config: BaseModel, prefix: str = "") -> frozenset[str]:

@@ -236,7 +236,8 @@ class DataConfig(Section):
     train: PathText
     """Training prompts: a .jsonl or .parquet file, or the name of a Hugging Face dataset (`name`, or `name:subset:split`)."""
     eval: PathText | None = None
-    """Held-out prompts for validation, same forms as `train`."""
+    """Held-out prompts for validation, same forms as `train`: one greedy answer each, scored by `reward`. `evaluations` names
+    further sets."""
     tokenizer: ModelPath | None = None
     """Directory of a Hugging Face tokenizer or path of a SentencePiece .model file; null means `policy.model`."""
     prompt_key: str = "prompt"
@@ -427,6 +428,41 @@ class RewardConfig(Section):
         return f"reward.route.map.{recipe}" if recipe in self.route.map else "reward.route.default"
 
 
+class EvaluationConfig(Section):
+    """A named set of `evaluations`."""
+
+    data: PathText
+    """Held-out prompts, same forms as `data.train`, formatted and filtered by the keys of `data`."""
+    prompt_key: str | None = None
+    """Field of a record that holds the question; null means `data.prompt_key`."""
+    answer_key: str | None = None
+    """Field of a record that holds the reference answer; null means `data.answer_key`."""
+    prompt_suffix: str | None = None
+    """Text appended to every question; null means `data.prompt_suffix`."""
+    prompts: Positive | None = None
+    """Number of prompts to evaluate on, from the first; null means all."""
+    reward: RewardConfig | None = None
+    """Score of a response, with the keys of the section `reward`; null means the reward of the training."""
+    n: Positive = 1
+    """Responses drawn for every prompt."""
+    temperature: NonNegativeFloat = 0.0
+    """Sampling temperature; 0 is greedy."""
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """Nucleus sampling: smallest set of tokens with this much probability."""
+    top_k: Annotated[int, Field(ge=-1)] = -1
+    """Sample among this many best tokens; -1 means all."""
+    max_response_tokens: Positive | None = None
+    """Responses are cut here; null means `rollout.max_response_tokens`."""
+    every: NonNegative | None = None
+    """Steps between evaluations; the last step evaluates too, 0 turns them off. null means `trainer.eval_every`."""
+    before: bool | None = None
+    """Evaluate before the first step; null means `trainer.eval_before`."""
+    correct_score: float = 1.0
+    """A response counts as correct, for pass@K and maj@N, if its score is at least this."""
+    pass_at: tuple[Positive, ...] | None = None
+    """K of pass@K; null means the powers of two up to n, and n."""
+
+
 # -------------------------------------------------------------------------------------------------------------- algorithm
 
 
@@ -534,9 +570,15 @@ class TrainerConfig(Section):
     steps: Positive | None = None
     """PPO steps; null means `epochs` full passes."""
     eval_every: NonNegative = 10
-    """Steps between validations (greedy); the last step validates too. 0 turns validation off."""
+    """Steps between validations on `data.eval` (greedy) and on the sets of `evaluations` without an `every` of their own; the last
+    step validates too. 0 turns validation off."""
     eval_before: bool = True
-    """Validate before the first step."""
+    """Validate before the first step; a set of `evaluations` may say otherwise."""
+    keep_best: str | None = None
+    """Metric of an evaluation (`eval/score`, `eval/NAME/pass@4`, ...; `eval/NAME` is short for its mean@N): the checkpoint of the
+    step with the best value so far is saved at once, and kept beside those of `checkpoint.keep_last` until a better one."""
+    keep_best_mode: Literal["max", "min"] = "max"
+    """Best value of `keep_best`: the largest or the smallest; the earlier one of two equal ones."""
 
 
 class CheckpointConfig(Section):
@@ -626,6 +668,8 @@ class TrainConfig(Section):
     """Prompts and their format."""
     reward: RewardConfig = RewardConfig()
     """Score of a response."""
+    evaluations: dict[str, EvaluationConfig] = {}
+    """Named sets of held-out prompts beside `data.eval`, each with its own sampling, reward and interval (docs/evaluation.md)."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
     """PPO."""
     trainer: TrainerConfig = TrainerConfig()

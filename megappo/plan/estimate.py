@@ -14,6 +14,7 @@ from typing import Literal
 from megappo.config.batch import StepArithmetic, micro_batches_bound, step_arithmetic
 from megappo.config.checks import Device
 from megappo.config.errors import ConfigError, problem
+from megappo.config.evaluations import evaluation_sets
 from megappo.config.layout_checks import scores_with_model, trained_sections, value_head_of
 from megappo.config.schema import TrainableConfig, TrainConfig
 from megappo.models.arch import ModelArch
@@ -115,7 +116,7 @@ class Plan:
 
 def roles_beside_sampler(config: TrainConfig) -> list[str]:
     """Roles that work while vLLM's pushed weights are awake: those that a checkpoint saves, and a reward model in evaluations."""
-    evaluates = scores_with_model(config) and config.data.eval is not None
+    evaluates = scores_with_model(config) and bool(evaluation_sets(config))
     return [*trained_sections(config), *(["reward_model"] if evaluates else [])]
 
 

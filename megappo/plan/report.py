@@ -333,6 +333,8 @@ def _data_lines(plan: Plan, data: RunData) -> list[str]:
         f"  run: {_count(data.total_steps, 'step')} = {epochs:.3g} epochs, {data.total_steps * plan.step.samples:,} samples, "
         f"{data.total_steps * plan.step.optimizer_steps:,} optimizer steps of the critic",
     ]
-    if data.eval is not None:
-        lines.append(f"  eval: {data.eval.summary()}")
+    for one in data.evaluations:
+        s = one.settings
+        how = f"; {s.n} samples at temperature {s.temperature:g}, every {_count(s.every or 0, 'step')}" if one.name else ""
+        lines.append(f"  eval{' ' + one.name if one.name else ''}: {one.prompts.summary()}{how}")
     return lines

@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megappo.config.batch import step_arithmetic
+from megappo.config import evaluations
 from megappo.config.checks import Device, check_config
 from megappo.config.errors import ConfigError, problem
+from megappo.config.evaluations import longest_sequence_tokens
 from megappo.config.layout_checks import roles_in_use
 from megappo.config.loading import explicit_keys
-from megappo.config.schema import SftConfig, TrainConfig
+from megappo.config.schema import RewardConfig, SftConfig, TrainConfig
 from megappo.installed import missing_package
 from megappo.models.arch import ModelArch
 from megappo.models.implementation import choose_implementation, implementation_notes
@@ -59,7 +60,7 @@ def check_run(
     dtypes = {role: getattr(config, role).dtype for role in layouts}
     notes = (*notes, *implementation_notes(config.model.impl, device, dtypes))
     if config.rollout.engine == "vllm":
-        longest = step_arithmetic(config).max_sequence_tokens
+        longest = longest_sequence_tokens(config)
         check_vllm(archs["policy"], config.rollout.tp, world_size, longest, device)  # raises if vLLM cannot serve it
     if not resume and not shapes_only:  # a resumed run takes the critic from its own checkpoint
         critic_source(config.critic, archs["critic"])  # raises if there is no such checkpoint
@@ -96,7 +97,7 @@ def check_kernels(kernels: Kernels, device: Device) -> None:
 def _check_progress(config: TrainConfig) -> None:
     """ConfigError, with the nearest name, for a column of the progress line that no metric has."""
     labels = {part.label: part.kind for part in config.reward.parts}
-    names = metric_names(list(labels), list(roles_in_use(config)))
+    names = [*metric_names(list(labels), list(roles_in_use(config))), *evaluations.metric_names(config)]
     unknown_ends = open_beginnings([label for label, kind in labels.items() if kind != "name"])  # a built-in rule is one number
     for name in config.telemetry.progress:
         if name not in names and not name.startswith(unknown_ends):
@@ -108,14 +109,24 @@ def _check_progress(config: TrainConfig) -> None:
 
 def _check_names(config: TrainConfig) -> None:
     """ConfigError for an unknown reward, and for a missing package that this configuration needs."""
-    for label, (_, part) in config.reward.all_parts.items():
-        if part.kind == "name" and label not in RULES:
-            make_rule(label)  # raises, with the nearest name
-    needed = {"math_verify": "math-verify"} if "math_verify" in config.reward.all_parts else {}
-    for key, package in needed.items():
-        if (how := missing_package(package)) is not None:
-            raise ConfigError(problem("reward.parts", key, how))
+    _check_reward(config.reward)
+    for name, one in config.evaluations.items():
+        if one.reward is not None:
+            try:
+                _check_reward(one.reward)
+            except ValueError as error:
+                raise ConfigError(f"evaluations.{name}.{error}") from None
     if config.rollout.engine == "vllm" and (how := missing_package("vllm")) is not None:
         raise ConfigError(problem("rollout.engine", "vllm", f"{how}, or set rollout.engine=megatron"))
     if (message := tracker_problem(config.telemetry)) is not None:
         raise ConfigError(message)
+
+
+def _check_reward(reward: RewardConfig) -> None:
+    for label, (_, part) in reward.all_parts.items():
+        if part.kind == "name" and label not in RULES:
+            make_rule(label)  # raises, with the nearest name
+    needed = {"math_verify": "math-verify"} if "math_verify" in reward.all_parts else {}
+    for key, package in needed.items():
+        if (how := missing_package(package)) is not None:
+            raise ConfigError(problem("reward.parts", key, how))

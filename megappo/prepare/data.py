@@ -6,21 +6,25 @@ of the run.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from megappo.config.checks import step_problems
-from megappo.config.errors import ConfigError, problem
-from megappo.config.schema import DataConfig, SftConfig, TrainConfig
+from megappo.config.errors import ConfigError, problem, show
+from megappo.config.evaluations import DEFAULT, key_of
+from megappo.config.layout_checks import uses_model
+from megappo.config.schema import SftConfig, TrainConfig
 from megappo.data.demonstrations import DemonstrationSet, build_demonstrations
-from megappo.data.prompts import PromptFormat, PromptLoader, PromptSet, build_prompts
+from megappo.data.prompts import PromptFormat, PromptLoader, PromptSet
 from megappo.data.reward_text import RewardText
 from megappo.data.sources import read_source
 from megappo.data.tokenizers import Tokenizer, load_tokenizer
 from megappo.models.arch import ModelArch
 from megappo.prepare.answers import answer_notes
 from megappo.prepare.code_rewards import code_notes
-from megappo.prepare.reward_model import load_reward_text
+from megappo.prepare.evaluations import EvaluationSet, check_evaluations, load_evaluations
+from megappo.prepare.prompts import load_prompts
+from megappo.prepare.reward_model import ScoredTexts, load_reward_text
 from megappo.prepare.reward_parts import check_requirements, load_parts
 from megappo.prepare.reward_routes import check_labels
 from megappo.rewards.base import PreparedPart
@@ -33,12 +37,17 @@ class RunData:
 
     tokenizer: Tokenizer
     train: PromptSet
-    eval: PromptSet | None
+    evaluations: tuple[EvaluationSet, ...]
     loader: PromptLoader
     total_steps: int
     notes: tuple[str, ...] = ()
     reward_parts: Mapping[str, PreparedPart] = field(default_factory=dict)
     reward_text: RewardText | None = None
+
+    @property
+    def eval(self) -> PromptSet | None:
+        """Prompts of `data.eval`."""
+        return next((one.prompts for one in self.evaluations if one.name == DEFAULT), None)
 
 
 def load_run_data(config: TrainConfig, policy: ModelArch, train: PromptSet | None = None) -> RunData:
@@ -53,27 +62,65 @@ def load_run_data(config: TrainConfig, policy: ModelArch, train: PromptSet | Non
     tokenizer = _tokenizer(config.data.tokenizer or config.policy.model, policy)
     if train is None:
         train = load_prompts(config.data, config.data.train, tokenizer)
-    held_out = (
-        load_prompts(config.data, config.data.eval, tokenizer, config.data.eval_prompts) if config.data.eval is not None else None
-    )
+    evaluations = load_evaluations(config, tokenizer)
     loader = PromptLoader(len(train), config.data.prompts_per_step, config.data.shuffle, config.run.seed)
     total_steps = config.trainer.steps or loader.num_steps(config.trainer.epochs)  # steps is None or >= 1
     for message in step_problems(config, total_steps):
         raise ConfigError(message)
-    sets = {"data.train": train} | ({"data.eval": held_out} if held_out is not None else {})
+    sets = {"data.train": train} | {key_of(one.name): one.prompts for one in evaluations if one.reward is None}
     notes = [*check_labels(config.reward, sets)]
     check_requirements(config.reward, reward_parts, sets)
-    notes += answer_notes(config.reward, sets)
-    notes += code_notes(config.reward, sets)
-    scored = load_reward_text(config, sets)
-    notes += scored.notes if scored is not None else ()
-    text = scored.text if scored is not None else None
-    return RunData(tokenizer, train, held_out, loader, total_steps, tuple(notes), reward_parts, text)
+    notes += [*answer_notes(config.reward, sets), *code_notes(config.reward, sets), *check_evaluations(evaluations)]
+    scored = _scored_texts(config, train, evaluations)
+    notes += scored.notes
+    return RunData(tokenizer, train, evaluations, loader, total_steps, tuple(notes), reward_parts, scored.text)
 
 
 def load_train_prompts(config: TrainConfig) -> PromptSet:
     """Load the prompts of `data.train` alone. ValueError as `load_run_data`."""
     return load_prompts(config.data, config.data.train, load_tokenizer(config.data.tokenizer or config.policy.model))
+
+
+def _scored_texts(config: TrainConfig, train: PromptSet | None, evaluations: Sequence[EvaluationSet]) -> ScoredTexts:
+    """Text format of the reward model, held against the prompts of all sets that it scores; without text if it scores none."""
+    sets = {"data.train": train} if train is not None and uses_model(config.reward) else {}
+    for one in evaluations:
+        if not uses_model(one.reward or config.reward):
+            continue
+        for key in ("prompt_key", "prompt_suffix"):
+            if (other := getattr(one.settings, key)) != (own := getattr(config.data, key)):
+                fix = f"the reward model reads every prompt as data.{key} = {show(own)} says; use that, or score this set by rules"
+                raise ConfigError(problem(f"evaluations.{one.name}.{key}", other, fix))
+        sets[key_of(one.name)] = one.prompts
+    return load_reward_text(config, sets)
+
+
+@dataclass(frozen=True)
+class EvaluationData:
+    """Data of `megappo eval`; fields as of `RunData`."""
+
+    tokenizer: Tokenizer
+    evaluations: tuple[EvaluationSet, ...]
+    notes: tuple[str, ...]
+    reward_parts: Mapping[str, PreparedPart]
+    reward_text: RewardText | None = None
+
+
+def load_evaluation_data(config: TrainConfig, policy: ModelArch) -> EvaluationData:
+    """Load tokenizer and evaluation sets of this configuration, but no training prompts. Errors as `load_run_data`."""
+    tokenizer = _tokenizer(config.data.tokenizer or config.policy.model, policy)
+    evaluations = load_evaluations(config, tokenizer)
+    sets = {key_of(one.name): one.prompts for one in evaluations if one.reward is None}
+    reward_parts: dict[str, PreparedPart] = {}
+    notes: list[str] = []
+    if sets:
+        reward_parts = load_parts(config.reward)
+        notes += check_labels(config.reward, sets)
+        check_requirements(config.reward, reward_parts, sets)
+        notes += [*answer_notes(config.reward, sets), *code_notes(config.reward, sets)]
+    scored = _scored_texts(config, None, evaluations)
+    notes += [*check_evaluations(evaluations), *scored.notes]
+    return EvaluationData(tokenizer, evaluations, tuple(notes), reward_parts, scored.text)
 
 
 @dataclass(frozen=True)
@@ -111,21 +158,3 @@ def _tokenizer(path: str, policy: ModelArch) -> Tokenizer:
         fix = f"has {tokenizer.vocab_size} ids and policy.model only {policy.vocab_size}; use the tokenizer of the model"
         raise ConfigError(problem("data.tokenizer", path, fix))
     return tokenizer
-
-
-def load_prompts(data: DataConfig, source: str, tokenizer: Tokenizer, limit: int | None = None) -> PromptSet:
-    """Load the prompts of one source, formatted and filtered by the keys of `data`."""
-    read = read_source(source)
-    built = build_prompts(
-        read.records,
-        tokenizer,
-        source=source,
-        prompt_key=data.prompt_key,
-        answer_key=data.answer_key,
-        prompt_format=PromptFormat(data.chat_template, data.system_prompt, data.prompt_suffix),
-        max_prompt_tokens=data.max_prompt_tokens,
-        overlong=data.overlong,
-        limit=limit,
-        lines=read.lines,
-    )
-    return replace(built, source_sha256=read.sha256)

@@ -131,6 +131,12 @@ def _check_lengths(config: TrainConfig, archs: Mapping[str, ModelArch]) -> None:
             sequence = f"with data.max_prompt_tokens {config.data.max_prompt_tokens} a sequence has {longest} tokens"
             fix = f"{sequence}, more than the {arch.max_positions} positions of the {role}; use at most {room}"
             raise ConfigError(problem("rollout.max_response_tokens", config.rollout.max_response_tokens, fix))
+    room = archs["policy"].max_positions - config.data.max_prompt_tokens  # the others see no evaluation
+    for name, one in config.evaluations.items():
+        if (one.max_response_tokens or 0) > room:
+            fix = f"the policy has {archs['policy'].max_positions} positions, and a prompt may have {config.data.max_prompt_tokens}"
+            key = f"evaluations.{name}.max_response_tokens"
+            raise ConfigError(problem(key, one.max_response_tokens, f"{fix}; use at most {room}"))
 
 
 def _too_long(key: str, tokens: int, role: str, arch: ModelArch) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megappo.config.errors import ConfigError, problem
-from megappo.config.layout_checks import scores_with_model
 from megappo.config.schema import TrainConfig
 from megappo.data.prompts import PromptFormat, PromptSet
 from megappo.data.reward_text import RewardText
@@ -27,21 +26,21 @@ def check_reward_model(path: str, arch: ModelArch, need_weights: bool) -> None:
 
 @dataclass(frozen=True)
 class ScoredTexts:
-    """Text format of a run's reward model, and remarks for the plan."""
+    """Text format of a run's reward model, None without one, and remarks for the plan."""
 
-    text: RewardText
+    text: RewardText | None
     notes: tuple[str, ...] = ()
 
 
-def load_reward_text(config: TrainConfig, sets: Mapping[str, PromptSet]) -> ScoredTexts | None:
-    """Load the reward model's tokenizer and hold it against all prompts (key of the configuration -> prompts); None without model.
+def load_reward_text(config: TrainConfig, sets: Mapping[str, PromptSet]) -> ScoredTexts:
+    """Load the reward model's tokenizer and hold it against the prompts that it scores (key of the configuration -> prompts).
 
     ConfigError, one line: a tokenizer that cannot be read, has ids that the model lacks, or no chat template; a prompt that the
     template refuses, or that leaves the model no position for a response.
     """
     settings = config.reward_model
-    if not scores_with_model(config) or settings.model is None:
-        return None
+    if not sets or settings.model is None:
+        return ScoredTexts(None)
     arch, data = read_arch(settings.model), config.data
     key, path = ("tokenizer", settings.tokenizer) if settings.tokenizer is not None else ("model", settings.model)
     try:

@@ -28,17 +28,27 @@ _WHOLE = re.compile(rf"\s*{_NUMBER}\s*\.?\s*")
 
 def gsm8k_strict(sample: RewardInput) -> float:
     """1 if the number after the last `#### ` that has one on its line equals the answer, else 0."""
-    return float(_last(_MARKED, sample.response) == gold_number(sample.answer))
+    return float(marked_number(sample.response) == gold_number(sample.answer))
 
 
 def gsm8k_flexible(sample: RewardInput) -> float:
     """1 if the last number anywhere in the response equals the answer (verl's `method="flexible"`). Ignores the format."""
-    return float(_last(_ANYWHERE, sample.response) == gold_number(sample.answer))
+    return float(last_number(sample.response) == gold_number(sample.answer))
 
 
 def gsm8k_format(sample: RewardInput) -> float:
     """1 if the response has `#### ` and a number, right or wrong."""
     return float(_MARKED.search(sample.response) is not None)
+
+
+def marked_number(response: str) -> Decimal | None:
+    """Number after the last `#### ` that has one: the final answer to `gsm8k_strict`."""
+    return _last(_MARKED, response)
+
+
+def last_number(response: str) -> Decimal | None:
+    """Last number anywhere: the final answer to `gsm8k_flexible`."""
+    return _last(_ANYWHERE, response)
 
 
 def gold_number(answer: str) -> Decimal:

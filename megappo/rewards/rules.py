@@ -22,7 +22,7 @@ from megappo.rewards.symbolic import MathVerify
 
 def exact_match(sample: RewardInput) -> float:
     """1 if the response equals the answer, after Unicode NFKC and with runs of white space as one space; case-sensitive."""
-    return float(_normalised(sample.response) == _normalised(sample.answer))
+    return float(normalised(sample.response) == normalised(sample.answer))
 
 
 def has_eos(sample: RewardInput) -> float:
@@ -30,7 +30,8 @@ def has_eos(sample: RewardInput) -> float:
     return float(not sample.truncated)
 
 
-def _normalised(text: str) -> str:
+def normalised(text: str) -> str:
+    """Text after Unicode NFKC, with runs of white space as one space."""
     return " ".join(unicodedata.normalize("NFKC", text).split())
 
 

@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megappo.resilience.helpers import deaf_to_stop, parent_to_follow
@@ -72,6 +73,15 @@ class MathVerify:
             raise UnusableAnswer(f"the reference answer {answer[-80:]!r} takes more than {self.cpu_limit_s:g} s to read")
         _require_usable(reply, answer)
 
+    def classes(self, responses: Sequence[str]) -> list[int | None] | None:
+        """Number the different final answers of these responses: equal numbers for answers that the rule holds equal.
+
+        None for a response without an answer; None in place of the list if the comparisons take more than `cpu_limit_s` seconds.
+        """
+        with self._lock:
+            reply = self._ask({"responses": [_final_answer(response) for response in responses]})
+        return None if reply is None else reply["classes"]
+
     def close(self) -> None:
         """End the worker; the next call starts another."""
         with self._lock:
@@ -83,7 +93,7 @@ class MathVerify:
         if getattr(self, "_worker", None) is not None:
             self._reap()
 
-    def _ask(self, question: dict[str, str]) -> dict | None:
+    def _ask(self, question: Mapping[str, str | list[str]]) -> dict | None:
         """Reply of the worker; None if it reached its limit, which ends it."""
         if self._worker is None:
             # -P: the worker's folder must not be searched for modules. It leaves when its input ends or this process is killed.

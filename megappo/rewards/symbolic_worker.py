@@ -35,7 +35,7 @@ def main() -> None:
     for line in sys.stdin:
         question = json.loads(line)
         signal.setitimer(signal.ITIMER_PROF, cpu_limit_s)  # CPU time: a busy machine decides no differently
-        reply = _compare(question["answer"], question.get("response"))
+        reply = _compare(question["answer"], question.get("response")) if "answer" in question else _classes(question["responses"])
         signal.setitimer(signal.ITIMER_PROF, 0)
         replies.write(json.dumps(reply) + "\n")
         replies.flush()
@@ -48,6 +48,20 @@ def _compare(answer: str, response: str | None) -> dict[str, object]:
         return {"usable": bool(gold)}
     found = parse(_plain(response), parsing_timeout=_NO_TIMEOUT)
     return {"usable": True, "equal": bool(verify(gold, found, timeout_seconds=_NO_TIMEOUT))}
+
+
+def _classes(responses: list[str]) -> dict[str, object]:
+    """Number the answers in the order in which they appear; equal ones, as `_compare` compares, have one number."""
+    first: list[Any] = []  # of every class
+    numbers: list[int | None] = []
+    for response in responses:
+        found = parse(_plain(response), parsing_timeout=_NO_TIMEOUT)
+        same = (number for number, other in enumerate(first) if verify(other, found, timeout_seconds=_NO_TIMEOUT))
+        number = next(same, len(first)) if found else None
+        if number == len(first):
+            first.append(found)
+        numbers.append(number)
+    return {"classes": numbers}
 
 
 def _boxed(answer: str) -> str:

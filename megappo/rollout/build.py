@@ -18,7 +18,7 @@ def build_rollout(
     *,
     model: str,
     tokenizer: Tokenizer,
-    max_prompt_tokens: int,
+    max_sequence_tokens: int,
     policy_dtype: str,
     logits_dtype: LogitsDtype = "fp32",
     seed: int,
@@ -27,8 +27,9 @@ def build_rollout(
 ) -> RolloutEngine:
     """The engine of `rollout.engine`, connected to the policy. Collective.
 
-    logits_dtype: to which the policy's own engine rounds logits when it samples; vLLM's are of its own type. timeouts: of vLLM's
-    exchanges. model: directory with the policy's config.json. ValueError if vLLM is missing.
+    max_sequence_tokens: longest prompt plus response. logits_dtype: to which the policy's own engine rounds logits when it
+    samples; vLLM's are of its own type. timeouts: of vLLM's exchanges. model: directory with the policy's config.json.
+    ValueError if vLLM is missing.
     """
     if config.engine == "megatron":
         return MegatronRollout(policy, tokenizer.decode, logits_dtype=logits_dtype)
@@ -38,7 +39,7 @@ def build_rollout(
         model,
         config,
         dtype=DTYPES[policy_dtype if config.dtype == "auto" else config.dtype],
-        max_model_len=max_prompt_tokens + config.max_response_tokens,
+        max_model_len=max_sequence_tokens,
         eos_token_ids=tokenizer.eos_ids,
         seed=seed,
         device=device,

@@ -14,13 +14,13 @@ import json
 import os
 import re
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 from megappo.checkpoint.directory import CHECKPOINTS, CheckpointDirectory
-from megappo.checkpoint.manifest import MANIFEST
+from megappo.checkpoint.manifest import BEST, MANIFEST
 from megappo.config.checks import LAUNCHES
 from megappo.config.errors import ConfigError
 from megappo.resilience.ended import CONFIG, ENDED, Ended, Outcome, read_end
@@ -44,11 +44,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The newest complete checkpoint (sizes checked, contents not). time: of its commit, epoch seconds."""
+    """The newest complete checkpoint (sizes checked, contents not). time: of its commit, epoch seconds.
+
+    best: {step, metric, mode, value} of the best step of the run so far, which has a checkpoint too; None if the run chooses none.
+    """
 
     step: int
     time: float
     bytes: int
+    best: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -203,7 +207,7 @@ def _newest(run_dir: Path) -> tuple[Checkpoint | None, list[str]]:
         place = directory.step_path(step)
         try:
             manifest = directory.read(step)
-            return Checkpoint(step, (place / MANIFEST).stat().st_mtime, manifest.total_bytes), faults
+            return Checkpoint(step, (place / MANIFEST).stat().st_mtime, manifest.total_bytes, manifest.facts.get(BEST)), faults
         except BROKEN as error:
             # Retention of a live run removes checkpoints while they are read.
             if place.exists():

@@ -98,7 +98,10 @@ class Metric(_Named):
     EVAL_SCORE = "eval/score", "mean score of greedy answers to the held-out prompts"
     EVAL_LENGTH = "eval/length", "mean response length of the evaluation, tokens"
     EVAL_TRUNCATED = "eval/truncated", "share of evaluated responses cut by the length limit"
-    EVAL_PART = "eval/*", "mean of one reward rule over the held-out prompts"
+    EVAL_PART = (
+        "eval/*",
+        "mean of one reward rule over the held-out prompts; eval/SET/...: mean@N, pass@K, maj@N, rules of a set of evaluations",
+    )
 
     POLICY_LOSS = "policy/loss", "clipped surrogate loss, mean over the step's updates"
     POLICY_KL_LOSS = "policy/kl_loss", "KL to the reference in the loss per token, before its factor (kl.placement: loss), nats"

@@ -30,28 +30,12 @@ SFT_ROWS = 20  # rows that a supervised run prints in all
 
 
 class EvaluationResult(Protocol):
-    """Result of a validation, e.g. `trainer.evaluation.Evaluation`."""
+    """Result of one set of an evaluation, e.g. `trainer.evaluation.Evaluation`. name: empty for the set of `data.eval`."""
 
-    # Read only: the results are frozen.
     @property
-    def num_prompts(self) -> int: ...
-    @property
-    def score(self) -> float: ...
-    @property
-    def parts(self) -> Mapping[str, float]: ...
-    @property
-    def length(self) -> float: ...
-    @property
-    def truncated(self) -> float: ...
-
-
-def evaluation_metrics(evaluation: EvaluationResult) -> dict[str, float]:
-    return {
-        Metric.EVAL_SCORE.value: evaluation.score,
-        Metric.EVAL_LENGTH.value: evaluation.length,
-        Metric.EVAL_TRUNCATED.value: evaluation.truncated,
-        **{f"eval/{name}": value for name, value in evaluation.parts.items()},
-    }
+    def name(self) -> str: ...
+    def metrics(self) -> dict[str, float]: ...
+    def describe(self) -> str: ...
 
 
 class RunLog:
@@ -113,19 +97,22 @@ class RunLog:
             self._side_work.run("console", lambda: progress.row(metrics, step, total_steps))
 
     def evaluation(self, evaluation: EvaluationResult, step: int) -> None:
-        """Log a validation of the weights after `step`. It joins the line of that step, logged next; step 0 gets its own line."""
+        """Log the result of one set with the weights after `step`. It joins the line of that step, logged next.
+
+        Step 0, before training, has no such line: `end_of_start` writes one. Named sets have no column in the table of steps, and
+        print a line.
+        """
         if not self._writes:
             return
-        metrics = evaluation_metrics(evaluation)
-        if step > 0:
-            self._held = (step, metrics)
-            return
-        self._write(metrics, step)
-        parts = "".join(f", {name} {value:.3f}" for name, value in evaluation.parts.items())
-        self.note(
-            f"before training: score {evaluation.score:.3f} on {evaluation.num_prompts} held-out prompts{parts}, "
-            f"mean length {evaluation.length:.1f} tokens, {evaluation.truncated:.1%} cut"
-        )
+        held = self._take_held(step)
+        self._held = (step, {**held, **evaluation.metrics()})
+        if step == 0 or evaluation.name:
+            self.note(f"{f'step {step}' if step else 'before training'}: {evaluation.describe()}")
+
+    def end_of_start(self) -> None:
+        """Write what was evaluated before the first step to a line of its own."""
+        if self._writes:
+            self._take_held(None)
 
     def trajectories(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Write samples of a step in full, one JSON object each (`trainer.trajectories`), to a file of their own."""

@@ -10,19 +10,20 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import torch.distributed as dist
 
 from megappo.checkpoint.finite import non_finite_tensors
 from megappo.checkpoint.interval import expected_mtbf_hours
-from megappo.checkpoint.manifest import Manifest
+from megappo.checkpoint.manifest import BEST, Manifest
 from megappo.checkpoint.rng import read_rng, set_rng
 from megappo.checkpoint.state import StatefulComponent
 from megappo.checkpoint.store import CheckpointStore, SaveFailed
 from megappo.config.schema import CheckpointConfig
 from megappo.engine.base import Engine
-from megappo.parallel.consensus import RankFault, on_every_rank, tally, warn_once
+from megappo.parallel.consensus import RankFault, on_every_rank, on_rank_zero, tally, warn_once
 from megappo.parallel.layout import ParallelLayout
 from megappo.resilience.faults import Unrecoverable
 from megappo.resilience.sections import CHECKPOINT, Sections
@@ -30,6 +31,7 @@ from megappo.resilience.signals import StopRequest
 from megappo.rewards.compose import RewardError
 from megappo.telemetry.metrics import Metric
 from megappo.telemetry.runlog import RunLog
+from megappo.trainer.best import BestCheckpoint
 from megappo.trainer.finite_outputs import NonFiniteOutput
 from megappo.trainer.sampler_check import SamplerMismatch
 from megappo.trainer.save_schedule import SaveSchedule
@@ -72,12 +74,15 @@ class Checkpoints:
         log: RunLog,
         sections: Sections,
         epochs_done: Callable[[], int],
+        best: BestCheckpoint | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store, self._asynchronous, self._facts = store, settings.asynchronous, facts
         self._models, self._state, self._components = models, state, {"trainer": state, **components}
         self._with_optimizer = not settings.save_only_model
         self._layouts, self._stop, self._log, self._sections = layouts, stop, log, sections
+        self._best = best or BestCheckpoint(None, "max", state)
+        self._best_of_save: dict[int, dict[str, Any] | None] = {}  # step -> best of the state that the save holds
         self._mtbf_hours = expected_mtbf_hours(dist.get_world_size(), settings.mtbf_hours)
         self._schedule, self._clock = SaveSchedule(settings, self._mtbf_hours, clock), clock
         self._chooses = settings.save_strategy == "steps" and settings.save_every == "auto"
@@ -115,16 +120,18 @@ class Checkpoints:
         """From here to the end of the step's updates its state cannot be saved. Not collective."""
         self._updating = True
 
-    def end_of_step(self, step: int, *, is_last: bool) -> bool:
+    def end_of_step(self, step: int, *, is_last: bool, evaluated: Mapping[str, float] = MappingProxyType({})) -> bool:
         """Make the checkpoint that is due after `step`; returns True if the run has to stop, because a rank was asked to.
 
+        evaluated: metrics of the evaluations after this step, equal on all ranks; the best so far is a reason for a checkpoint.
         SaveFailed if the last checkpoint of a run that ends or stops cannot be written, or MAX_FAILED_SAVES in a row could not.
         NonFiniteWeights if there is no state worth saving.
         """
         self._held_s = 0.0
         pending = self._store.pending
         writing = pending is not None and not pending.done()
-        is_due = self._schedule.is_due(step, self._epochs_done()) and not (self._chooses and pending is not None)
+        is_best = self._best.observe(step, evaluated)
+        is_due = is_best or (self._schedule.is_due(step, self._epochs_done()) and not (self._chooses and pending is not None))
         votes = (self._stop.received is not None, writing, is_due and dist.get_rank() == 0)  # due by rank 0's clock
         asked, still_writing, due = tally(votes)
         stopped = asked > 0 and not is_last
@@ -157,6 +164,7 @@ class Checkpoints:
             save()
         except (SaveFailed, RankFault) as error:
             self._count_failure()
+            self._best.forget_unsaved()
             if self._failed_in_a_row >= MAX_FAILED_SAVES:
                 raise SaveFailed(f"{self._failed_in_a_row} saves in a row failed, the last one so: {error}") from error
             warn_once(logger, "%s; training goes on, failure %d of %d in a row", error, self._failed_in_a_row, MAX_FAILED_SAVES)
@@ -168,6 +176,7 @@ class Checkpoints:
     def _save_due(self, step: int) -> None:
         self._drain()
         self._require_finite(step)
+        self._best_of_save[step] = self._state.best
         if self._asynchronous:
             self._store.begin_save(step, self._models, self._components, self._facts_now())
         else:
@@ -203,11 +212,13 @@ class Checkpoints:
         self._save(step)
 
     def _save(self, step: int, **facts: str) -> None:
+        self._best_of_save[step] = self._state.best
         self._store.save(step, self._models, self._components, {**self._facts_now(), **facts})
         self._count_success(step)
 
     def _facts_now(self) -> dict[str, Any]:
-        return {**self._facts, SAVE_S: round(self._schedule.save_s, 3)}
+        best = {} if self._state.best is None else {BEST: self._state.best}
+        return {**self._facts, SAVE_S: round(self._schedule.save_s, 3), **best}
 
     def _save_emergency(self, error: Exception, *, is_whole: bool) -> str:
         """Save the state after the last whole step, unless that is saved. Returns the outcome as a line of the error's message."""
@@ -227,6 +238,7 @@ class Checkpoints:
 
     def _count_success(self, step: int) -> None:
         self._saved_step, self._failed_in_a_row = step, 0
+        self._best.saved(step, self._best_of_save.pop(step, None))
         self._schedule.saved()
 
     def _count_failure(self) -> None:
@@ -265,6 +277,8 @@ class Checkpoints:
                 raise NonFiniteWeights(f"no checkpoint to go on from: {fault} in step-{step}; {error}") from error
             step = self._store.restore(manifest, self._models, self._components)
         self._saved_step = step
+        if line := self._best.resume(on_rank_zero("looking for checkpoints", self._store.steps)):
+            warn_once(logger, "%s", line)
         self._schedule.expect(manifest.facts.get(SAVE_S, 0.0), self._epochs_done())
         self._log.resume_after(step)
         self._log.note(f"resumed after step {step}")

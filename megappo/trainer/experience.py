@@ -14,13 +14,17 @@ import torch
 from torch import Tensor
 
 from megappo.data.packing import NO_ID, PackedBatch, cu_seqlens_of
+from megappo.data.prompts import Prompt
 from megappo.rollout.types import KeptIds, Request, Response
 
 
 def sample_seed(run_seed: int, step: int, sample: int) -> int:
     """A 63-bit seed for one sample, the same on every rank and after a resume."""
-    digest = hashlib.sha256(f"{run_seed}/{step}/{sample}".encode()).digest()
-    return int.from_bytes(digest[:8], "little") >> 1
+    return _seed_of(f"{run_seed}/{step}/{sample}")
+
+
+def _seed_of(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
 
 
 def make_requests(prompts: Sequence[Sequence[int]], samples_per_prompt: int, run_seed: int, step: int) -> list[Request]:
@@ -29,6 +33,19 @@ def make_requests(prompts: Sequence[Sequence[int]], samples_per_prompt: int, run
         Request(tuple(prompt), sample_seed(run_seed, step, index * samples_per_prompt + sample))
         for index, prompt in enumerate(prompts)
         for sample in range(samples_per_prompt)
+    ]
+
+
+def evaluation_requests(prompts: Sequence[Prompt], n: int, run_seed: int, name: str) -> list[Request]:
+    """`n` requests for each prompt of the evaluation set `name`, next to each other.
+
+    A seed depends on the run's seed, the set, the prompt's row in its source and the number of the sample: neither on the step, so
+    that evaluations differ by the weights alone, nor on which other prompts there are.
+    """
+    return [
+        Request(prompt.tokens, _seed_of(f"eval/{run_seed}/{name}/{prompt.id.rpartition('#')[2]}/{sample}"))
+        for prompt in prompts
+        for sample in range(n)
     ]
 
 

@@ -62,7 +62,7 @@ def answer(
         policy,
         model=model,
         tokenizer=tokenizer,
-        max_prompt_tokens=longest,
+        max_sequence_tokens=longest + max_tokens,
         policy_dtype=dtype,
         seed=0,
         device=device,

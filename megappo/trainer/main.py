@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,7 @@ from megappo.algo.kl import AdaptiveKL, FixedKL, KLController
 from megappo.checkpoint.store import CheckpointStore
 from megappo.config.batch import step_arithmetic
 from megappo.config.dump import dump_yaml
+from megappo.config.evaluations import best_metric, config_of_set, longest_sequence_tokens, rewards_of
 from megappo.config.layout_checks import roles_in_use, trained_sections
 from megappo.config.redaction import redacted_values
 from megappo.config.schema import KLConfig, RewardConfig, RolloutConfig, TrainConfig
@@ -30,6 +31,7 @@ from megappo.platform.permissions import apply_permissions
 from megappo.prepare.code_rewards import require_isolation
 from megappo.prepare.critic_source import critic_source
 from megappo.prepare.data import RunData
+from megappo.prepare.evaluations import EvaluationSet
 from megappo.prepare.reward_routes import recipe_of
 from megappo.resilience.lease import Lease
 from megappo.resilience.run_time import input_accepted
@@ -45,8 +47,10 @@ from megappo.rollout.types import RolloutEngine, SamplingParams
 from megappo.telemetry.log import configure_logging
 from megappo.telemetry.runlog import RunLog
 from megappo.telemetry.trackers.group import make_trackers
+from megappo.trainer.best import BestCheckpoint
 from megappo.trainer.build_roles import Roles, build_roles
 from megappo.trainer.checkpoints import Checkpoints
+from megappo.trainer.evaluation import Evaluations, Evaluator, evaluators_of
 from megappo.trainer.instruments import Instruments
 from megappo.trainer.kernel_selection import select_kernels
 from megappo.trainer.ppo import PPO
@@ -110,8 +114,10 @@ def _train(
     """Run PPO in the claimed directory; returns True at the run's end, False after a stop."""
     facts = run_facts(config, data)
     require_equal_data(facts)
-    require_isolation(config.reward)  # of this rank's machine
-    require_servers(data.reward_parts, resume=resume)
+    for reward in rewards_of(config):
+        require_isolation(reward)  # of this rank's machine
+    for parts in (data.reward_parts, *(one.reward_parts for one in data.evaluations)):
+        require_servers(parts, resume=resume)
     # A checkpoint that cannot be resumed is refused before any model is built.
     manifest = store.find_resumable(facts, steps_to_skip()) if resume else None
     if manifest is not None:
@@ -144,6 +150,7 @@ def _train(
         log=log,
         sections=watchdog.sections,
         epochs_done=lambda: data.loader.epochs_done,
+        best=BestCheckpoint(best_metric(config), config.trainer.keep_best_mode, state),
     )
     built = {role: model.engine for role, model in roles.by_name.items()}
     instruments = Instruments(config, built, run_dir, device, watchdog.sections)
@@ -215,6 +222,10 @@ def _build_ppo(
     factory: EngineFactory,
     instruments: Instruments,
 ) -> PPO:
+    sampling = sampling_params(config.rollout, data.tokenizer)
+    score_model = model_scorer(roles.reward_model, data.reward_text, config.reward_model)
+    scorer = scorer_of(config.reward, data.reward_parts, ScoringProgress(log.note, instruments.sections), score_model)
+    evaluators = evaluators_of_run(config, data.evaluations, sampling, scorer, score_model)
     return PPO(
         config,
         data.total_steps,
@@ -222,17 +233,12 @@ def _build_ppo(
         critic=roles.critic,
         reference=roles.reference,
         rollout=rollout,
-        sampling=sampling_params(config.rollout, data.tokenizer),
+        sampling=sampling,
         prompts=data.train.prompts,
         loader=data.loader,
-        eval_prompts=data.eval.prompts if data.eval else (),
+        evaluations=Evaluations(evaluators, rollout, data.tokenizer, log, data.total_steps),
         tokenizer=data.tokenizer,
-        scorer=scorer_of(
-            config.reward,
-            data.reward_parts,
-            ScoringProgress(log.note, instruments.sections),
-            model_scorer(roles.reward_model, data.reward_text, config.reward_model),
-        ),
+        scorer=scorer,
         kl_controller=kl,
         state=state,
         log=log,
@@ -250,7 +256,7 @@ def rollout_of(config: TrainConfig, tokenizer: Tokenizer, policy: Engine, device
         policy,
         model=config.policy.model,
         tokenizer=tokenizer,
-        max_prompt_tokens=config.data.max_prompt_tokens,
+        max_sequence_tokens=longest_sequence_tokens(config),
         policy_dtype=config.policy.dtype,
         logits_dtype=config.policy.logits_dtype,
         seed=config.run.seed,
@@ -295,3 +301,18 @@ def scorer_of(
     penalties = (reward.missing_eos_penalty, reward.length_penalty, reward.length_penalty_start)
     made = {name: part.make() for name, part in parts.items() if part.make is not None}
     return Scorer(made, Composition(recipes, *penalties), partial(recipe_of, reward), on_progress, score_model)
+
+
+def evaluators_of_run(
+    config: TrainConfig,
+    sets: Sequence[EvaluationSet],
+    sampling: SamplingParams,
+    scorer: Scorer | None,
+    score_model: ModelScorer | None,
+) -> list[Evaluator]:
+    """Evaluators of the sets, as `evaluators_of`; sets with a reward of their own get a scorer of their own."""
+
+    def own_scorer(one: EvaluationSet) -> Scorer:
+        return scorer_of(config_of_set(config, one.settings).reward, one.reward_parts, score_model=score_model)
+
+    return evaluators_of(sets, sampling, scorer, config.run.seed, own_scorer)

@@ -18,9 +18,8 @@ from megappo.data.tokenizers import Tokenizer
 from megappo.rewards.scorer import Scorer
 from megappo.rollout.types import RolloutEngine, SamplingParams
 from megappo.telemetry.runlog import RunLog
-from megappo.telemetry.timers import StageTimers
 from megappo.trainer.checkpoints import Checkpoints
-from megappo.trainer.evaluation import Evaluation, evaluate
+from megappo.trainer.evaluation import Evaluation, Evaluations, metrics_of
 from megappo.trainer.experience import make_requests, pack_experience, sample_seed
 from megappo.trainer.finite_outputs import require_finite_outputs
 from megappo.trainer.histograms import histograms_of
@@ -53,7 +52,7 @@ class PPO:
         sampling: SamplingParams,
         prompts: Sequence[Prompt],
         loader: PromptLoader,
-        eval_prompts: Sequence[Prompt],
+        evaluations: Evaluations,
         tokenizer: Tokenizer,
         scorer: Scorer,
         kl_controller: KLController,
@@ -68,27 +67,29 @@ class PPO:
         self.policy, self.critic, self.reference = policy, critic, reference
         self.engines = {role.engine.name: role.engine for role in (policy, critic, reference) if role is not None}
         self.rollout, self.sampling = rollout, sampling
-        self.prompts, self.loader, self.eval_prompts = prompts, loader, eval_prompts
+        self.prompts, self.loader, self.evaluations = prompts, loader, evaluations
         self.tokenizer, self.scorer = tokenizer, scorer
         self.kl_controller, self.state = kl_controller, state
         self.log, self.checkpoints = log, checkpoints
         self.settle, self.stopped = settle, False
         self.check_replicas, self.instruments = check_replicas, instruments
 
-    def run(self) -> Evaluation | None:
-        """Run all remaining steps, or those until a stop; returns the last evaluation."""
+    def run(self) -> dict[str, Evaluation]:
+        """Run all remaining steps, or those until a stop; returns the last result of every evaluation set by its name."""
         self.push_weights(self.state.step)
-        evaluation = None
-        if self.config.trainer.eval_before and self.state.step == 0:
-            evaluation = self.evaluate()
+        results = []
+        if self.state.step == 0:
+            results = self.evaluations.after(0, self.instruments.timers())
+            self.log.end_of_start()
+        last = {result.name: result for result in results}
         while self.state.step < self.total_steps and not self.stopped:
             with self.instruments.step(self.state.step + 1), self.checkpoints.guard_step():
-                evaluation = self.step() or evaluation
+                last |= {result.name: result for result in self.step()}
             if self.state.step > self.config.critic.warmup_steps:  # every role has been updated
                 self.settle()
-        return evaluation
+        return last
 
-    def step(self) -> Evaluation | None:
+    def step(self) -> list[Evaluation]:
         step, config = self.state.step + 1, self.config
         timers = self.instruments.timers(step)
 
@@ -137,16 +138,16 @@ class PPO:
         if step > config.critic.warmup_steps:
             self.kl_controller.update(record.kl_per_response(), batch.num_sequences)
         self.count(batch, critic, policy)
-        evaluation = self.evaluate(timers) if self.is_due(step, config.trainer.eval_every) else None
+        evaluated = self.evaluations.after(step, timers)
         costs = self.instruments.costs(record, timers)
-        self.log.step({**record.metrics(timers, evaluation), **costs, **self.checkpoints.metrics()}, step, self.total_steps)
+        self.log.step({**record.metrics(timers), **costs, **self.checkpoints.metrics()}, step, self.total_steps)
         if config.telemetry.trajectories_every and step % config.telemetry.trajectories_every == 0:
             drawn = draw_samples(len(asked), n, config.telemetry.trajectories_per_step, config.run.seed, step)
             self.log.trajectories(step, trajectories_of(record, asked, drawn, self.tokenizer))
         if self.policy.counts_ratios:
             self.log.histograms(step, histograms_of(record))
-        self.stopped = self.checkpoints.end_of_step(step, is_last=step == self.total_steps)
-        return evaluation
+        self.stopped = self.checkpoints.end_of_step(step, is_last=step == self.total_steps, evaluated=metrics_of(evaluated))
+        return evaluated
 
     def mini_batches(self, batch: PackedBatch, step: int) -> Iterator[MiniBatch]:
         """Mini-batches of a step, the same for critic and policy."""
@@ -157,15 +158,6 @@ class PPO:
         """Push the policy's current weights into the rollout engine; they must be resident."""
         with self.policy.engine.eval_mode():
             return self.rollout.push_weights(version)
-
-    def evaluate(self, timers: StageTimers | None = None) -> Evaluation | None:
-        """Greedy score on the held-out prompts with the weights that the rollout engine holds."""
-        if not self.eval_prompts:
-            return None
-        with (timers or self.instruments.timers()).stage("evaluate"):
-            evaluation = evaluate(self.eval_prompts, self.rollout, self.sampling, self.tokenizer, self.scorer)
-        self.log.evaluation(evaluation, self.state.step)
-        return evaluation
 
     def is_due(self, step: int, interval: int) -> bool:
         return interval > 0 and (step % interval == 0 or step == self.total_steps)

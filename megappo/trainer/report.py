@@ -15,9 +15,7 @@ from megappo.algo.summaries import expert_load, explained_variance, masked_momen
 from megappo.data.packing import PackedBatch
 from megappo.rewards.compose import Scored
 from megappo.telemetry.metrics import Metric
-from megappo.telemetry.runlog import evaluation_metrics
 from megappo.telemetry.timers import StageTimers
-from megappo.trainer.evaluation import Evaluation
 from megappo.trainer.sampler_check import Agreement
 from megappo.trainer.updates import UpdateSummary
 
@@ -46,11 +44,10 @@ class StepRecord:
             return 0.0
         return float(self._kl("k1").sum()) / max(1, self.batch.num_sequences)
 
-    def metrics(self, timers: StageTimers, evaluation: Evaluation | None) -> dict[str, float]:
+    def metrics(self, timers: StageTimers) -> dict[str, float]:
         """Name -> value, grouped by the part before the slash. Costs that need the models or other ranks: `instruments.py`."""
         return {
             **self._reward(),
-            **(evaluation_metrics(evaluation) if evaluation else {}),
             **self._policy(),
             **self._critic(),
             **self._kl_metrics(),

@@ -18,6 +18,7 @@ from megappo.config.schema import RewardConfig, RewardPart, TrainConfig
 from megappo.data.prompts import PromptSet
 from megappo.parallel.consensus import warn_once
 from megappo.prepare.data import RunData
+from megappo.prepare.evaluations import EvaluationSet
 from megappo.prepare.hub import commit_of
 from megappo.prepare.layouts import model_paths
 
@@ -83,10 +84,24 @@ def _data_facts(config: TrainConfig, data: RunData) -> dict[str, Any]:
     return {
         "train": source(config.data.train, data.train),
         "eval": source(config.data.eval, data.eval),
+        "evaluations": {one.name: _evaluation_facts(one) for one in data.evaluations if one.name},
         "format": {key: getattr(config.data, key) for key in keys},
         "template": data.tokenizer.chat_template_sha256 if config.data.chat_template else None,
         **data.train.identities(),
     }
+
+
+def _evaluation_facts(one: EvaluationSet) -> dict[str, Any]:
+    """Facts of a named set: its prompts, settings, and reward if it has one of its own."""
+    settings = one.settings.model_dump(mode="json", exclude={"data", "reward", "every", "before"})
+    reward = None
+    if one.reward is not None:
+        reward = {
+            **one.reward.model_dump(mode="json"),
+            **_recipe_facts(one.reward),
+            "code": {name: part.sha256 for name, part in one.reward_parts.items()},
+        }
+    return {"path": one.settings.data, "sha256": one.prompts.source_sha256, "settings": settings, "reward": reward}
 
 
 def require_equal_data(facts: Mapping[str, Any]) -> None:
@@ -111,11 +126,12 @@ def require_equal_data(facts: Mapping[str, Any]) -> None:
             )
     dist.all_gather_object(everyone, facts["data"])
     for rank, theirs in enumerate(everyone):
-        for name in ("train", "eval"):
-            mine, other = everyone[0][name], theirs[name]
+        sources = {f"data.{name}": (everyone[0][name], theirs[name]) for name in ("train", "eval")}
+        sources |= {f"evaluations.{name}": (mine, theirs["evaluations"][name]) for name, mine in everyone[0]["evaluations"].items()}
+        for key, (mine, other) in sources.items():
             if mine != other:
                 raise ValueError(
-                    f"data.{name}: rank {rank} reads another content of {other['path']} than rank 0; "
+                    f"{key}: rank {rank} reads another content of {other['path']} than rank 0; "
                     "put one copy on a file system that all nodes share, or make the copies equal"
                 )
         if theirs != everyone[0]:

@@ -12,7 +12,7 @@ class TrainerState:
     """Counters of a run. step: PPO steps done. episodes: responses sampled. tokens: response tokens sampled.
 
     policy_updates, critic_updates: optimizer steps taken; policy_skipped, critic_skipped: those left out, as the gradients were not
-    finite.
+    finite. best: metric, mode, step and value of the best step, or None (`best.py`).
     """
 
     step: int = 0
@@ -22,10 +22,12 @@ class TrainerState:
     critic_updates: int = 0
     policy_skipped: int = 0
     critic_skipped: int = 0
+    best: dict[str, Any] | None = None
 
     def state_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for name in asdict(self):
-            setattr(self, name, int(state.get(name, 0)))  # a counter that an older megappo did not keep
+            # What an older megappo did not keep: a counter is 0, and there was no best.
+            setattr(self, name, state.get(name) if name == "best" else int(state.get(name, 0)))

@@ -1,0 +1,181 @@
+"""Evaluations of a run with every default filled in, the names of their metrics, and the rules about their keys.
+
+The set of `data.eval` has the name "", is greedy, and keeps the metric names `eval/score`, `eval/length`, ...; a set NAME of
+`evaluations` has `eval/NAME/...`. Imports nothing of megappo but config.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator
+
+from megappo.config.errors import problem
+from megappo.config.schema import EvaluationConfig, RewardConfig, TrainConfig
+
+DEFAULT = ""
+"""Name of the set that `data.eval` makes."""
+SCORE, LENGTH, TRUNCATED = "score", "length", "truncated"
+STDERR, UNDECIDED, UNUSABLE = "stderr", "undecided", "unusable_answers"
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
+_RESERVED = (SCORE, LENGTH, TRUNCATED)  # eval/score is a metric of data.eval
+
+
+def evaluation_sets(config: TrainConfig) -> dict[str, EvaluationConfig]:
+    """Name -> set, that of `data.eval` first, without a null but in `prompts` and `reward` (null: the training's)."""
+    sets = {} if config.data.eval is None else {DEFAULT: EvaluationConfig(data=config.data.eval, prompts=config.data.eval_prompts)}
+    return {name: _filled(one, config) for name, one in {**sets, **config.evaluations}.items()}
+
+
+def _filled(one: EvaluationConfig, config: TrainConfig) -> EvaluationConfig:
+    defaults = {
+        "prompt_key": config.data.prompt_key,
+        "answer_key": config.data.answer_key,
+        "prompt_suffix": config.data.prompt_suffix,
+        "max_response_tokens": config.rollout.max_response_tokens,
+        "every": config.trainer.eval_every,
+        "before": config.trainer.eval_before,
+        "pass_at": tuple(sorted({*(1 << power for power in range(one.n.bit_length())), one.n})),
+    }
+    return one.model_copy(update={key: value for key, value in defaults.items() if getattr(one, key) is None})
+
+
+def key_of(name: str) -> str:
+    """Key of the prompts of a set."""
+    return f"evaluations.{name}.data" if name else "data.eval"
+
+
+def config_of_set(config: TrainConfig, one: EvaluationConfig) -> TrainConfig:
+    """The configuration with the reward, the response length and the data keys of a set: for what builds one of them."""
+    keys = {"prompt_key": one.prompt_key, "answer_key": one.answer_key, "prompt_suffix": one.prompt_suffix}
+    return config.model_copy(
+        update={
+            "reward": one.reward or config.reward,
+            "data": config.data.model_copy(update=keys),
+            "rollout": config.rollout.model_copy(update={"max_response_tokens": one.max_response_tokens}),
+        }
+    )
+
+
+def rewards_of(config: TrainConfig) -> list[RewardConfig]:
+    """Every reward that the run scores with: the training's, and those of sets with one of their own."""
+    return [config.reward, *(one.reward for one in config.evaluations.values() if one.reward is not None)]
+
+
+def longest_sequence_tokens(config: TrainConfig) -> int:
+    """Longest prompt and response that the sampler may see, of the training or of an evaluation."""
+    responses = [config.rollout.max_response_tokens, *(one.max_response_tokens or 0 for one in config.evaluations.values())]
+    return config.data.max_prompt_tokens + max(responses)
+
+
+# ----------------------------------------------------------------------------------------------------------------- metrics
+
+
+def metric_name(name: str, figure: str) -> str:
+    """Metric of a set: figure is score, length, mean@8, the label of a reward part, ..."""
+    return f"eval/{name}/{figure}" if name else f"eval/{figure}"
+
+
+def mean_at(n: int) -> str:
+    return f"mean@{n}"
+
+
+def pass_at(k: int) -> str:
+    return f"pass@{k}"
+
+
+def majority_at(n: int) -> str:
+    return f"maj@{n}"
+
+
+def metric_names(config: TrainConfig) -> list[str]:
+    """Metrics that the evaluations of a run may log; maj@N only if a rule of the set tells answers apart (`prepare`)."""
+    return [metric_name(name, figure) for name, one in evaluation_sets(config).items() for figure in _figures(name, one, config)]
+
+
+def _figures(name: str, one: EvaluationConfig, config: TrainConfig) -> Iterator[str]:
+    labels = list((one.reward or config.reward).all_parts)
+    if not name:
+        yield from (SCORE, LENGTH, TRUNCATED, *labels)
+        return
+    yield mean_at(one.n)
+    yield from (pass_at(k) for k in one.pass_at or ())
+    if one.n > 1:
+        yield majority_at(one.n)
+    yield from (STDERR, LENGTH, TRUNCATED, *labels)
+
+
+def best_metric(config: TrainConfig) -> str | None:
+    """Metric of `trainer.keep_best`, written out: `eval/NAME` is its mean@N, `eval` the score of `data.eval`."""
+    wanted, sets = config.trainer.keep_best, evaluation_sets(config)
+    if wanted is None:
+        return None
+    name = wanted.removeprefix("eval/")
+    if name in config.evaluations and wanted != name:
+        return metric_name(name, mean_at(sets[name].n))
+    return wanted
+
+
+# ------------------------------------------------------------------------------------------------------------------- rules
+
+
+def evaluation_problem(config: TrainConfig) -> str | None:
+    """First problem of the keys of the sets and of `trainer.keep_best`."""
+    sets = evaluation_sets(config)
+    for name, one in config.evaluations.items():
+        if (message := _name_problem(name, config) or _sampling_problem(name, one, sets[name])) is not None:
+            return message
+    return _best_problem(config)
+
+
+def _name_problem(name: str, config: TrainConfig) -> str | None:
+    if not _NAME.fullmatch(name):
+        return problem("evaluations", name, "is no name for metrics; use letters, digits and . _ - (64 at most), such as gsm8k")
+    taken = {*_RESERVED, *config.reward.all_parts} if config.data.eval is not None else set(_RESERVED)
+    if name in taken:
+        return problem("evaluations", name, f"eval/{name} is a metric of data.eval; give the set another name")
+    return None
+
+
+def _sampling_problem(name: str, one: EvaluationConfig, filled: EvaluationConfig) -> str | None:
+    key = f"evaluations.{name}"
+    if one.temperature == 0 and one.n > 1:
+        return problem(f"{key}.n", one.n, f"greedy responses to a prompt are equal; set {key}.temperature > 0, or n to 1")
+    for cut, off in (("top_p", 1.0), ("top_k", -1)):
+        if one.temperature == 0 and (value := getattr(one, cut)) != off:
+            return problem(
+                f"{key}.{cut}", value, f"has no effect: {key}.temperature is 0 (greedy); remove it, or set a temperature"
+            )
+    if one.top_k == 0:
+        return problem(f"{key}.top_k", 0, "must be >= 1, or -1 for all tokens")
+    if one.pass_at is not None and (wrong := [k for k in one.pass_at if k > one.n]):
+        return problem(f"{key}.pass_at", list(one.pass_at), f"pass@{wrong[0]} needs n >= {wrong[0]} responses, and n is {one.n}")
+    if one.pass_at is not None and len(set(one.pass_at)) < len(one.pass_at):
+        return problem(f"{key}.pass_at", list(one.pass_at), "names a K twice")
+    if filled.every == 0 and not filled.before:
+        unset = f"{key}.every is 0 and before is false" if one.every == 0 else "trainer.eval_every is 0 and before is false"
+        return problem(f"{key}.data", one.data, f"{unset}, so nothing is evaluated; remove the set, or set {key}.every")
+    return None
+
+
+def _best_problem(config: TrainConfig) -> str | None:
+    written, metric = config.trainer.keep_best, best_metric(config)
+    if metric is None:
+        return None
+    known, sets = metric_names(config), evaluation_sets(config)
+    if not sets:
+        return problem("trainer.keep_best", written, "nothing is evaluated; set data.eval, or name a set in evaluations")
+    if metric not in known:
+        nearest = difflib.get_close_matches(metric, known, n=1, cutoff=0.4)
+        hint = f"did you mean {nearest[0]}? " if nearest else ""
+        return problem("trainer.keep_best", written, f"is no metric of an evaluation; {hint}Metrics: {', '.join(known)}")
+    name = set_of(metric, config)
+    if sets[name].every == 0:
+        every = f"evaluations.{name}.every" if name and config.evaluations[name].every == 0 else "trainer.eval_every"
+        return problem("trainer.keep_best", written, f"{every} is 0, so no step is evaluated; set it")
+    return None
+
+
+def set_of(metric: str, config: TrainConfig) -> str:
+    """Name of the set that logs a metric of `metric_names`."""
+    return next((name for name in config.evaluations if metric.startswith(f"eval/{name}/")), DEFAULT)

@@ -1,0 +1,96 @@
+"""Preparation of `megappo eval`: the configuration without what only a training needs, the checkpoint, and the data."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megappo.config.batch import step_arithmetic
+from megappo.config.checks import Device
+from megappo.config.errors import ConfigError, problem
+from megappo.config.evaluations import evaluation_sets
+from megappo.config.schema import (
+    AlgorithmConfig,
+    CheckpointConfig,
+    CriticConfig,
+    KLConfig,
+    OffloadConfig,
+    OptimizerConfig,
+    ReferenceConfig,
+    TrainConfig,
+    TrainerConfig,
+)
+from megappo.models.hf_config import read_arch
+from megappo.prepare.checkpoint_source import PolicySource, policy_source
+from megappo.prepare.checks import check_run
+from megappo.prepare.data import EvaluationData, load_evaluation_data
+
+
+@dataclass(frozen=True)
+class PlannedEvaluation:
+    """An evaluation that can start. config: as `config_of_evaluation` made it. notes: as of a run."""
+
+    config: TrainConfig
+    source: PolicySource
+    data: EvaluationData
+    notes: tuple[str, ...]
+
+
+def plan_evaluation(
+    config: TrainConfig, checkpoint: str, only: Sequence[str], world_size: int, device: Device
+) -> PlannedEvaluation:
+    """Check an evaluation completely without building anything. ValueError, one line, for the first mistake.
+
+    checkpoint: a path as `policy_source` takes it. only: names of sets; empty means all.
+    """
+    source = policy_source(checkpoint)
+    config = config_of_evaluation(config, source, only)
+    checked = check_run(config, world_size, device, resume=True)
+    source.check_architecture(read_arch(config.policy.model), checkpoint)
+    data = load_evaluation_data(config, checked.archs["policy"])
+    return PlannedEvaluation(config, source, data, (*checked.notes, *data.notes))
+
+
+def config_of_evaluation(config: TrainConfig, source: PolicySource, only: Sequence[str]) -> TrainConfig:
+    """The configuration with the policy of `source` and these sets, and without critic, reference and updates.
+
+    Every set is due then, whatever its interval, and the policy's layout need not fit those of other roles.
+    """
+    if not evaluation_sets(config):
+        raise ConfigError("nothing to evaluate: the configuration has neither data.eval nor a set in evaluations")
+    for name in only:
+        if name not in config.evaluations:
+            nearest = difflib.get_close_matches(name, config.evaluations, n=1, cutoff=0.4)
+            hint = f"did you mean {nearest[0]}? " if nearest else ""
+            there = f"{hint}The sets: {', '.join(config.evaluations) or 'none'}"
+            raise ConfigError(problem("--only", name, f"is no set of evaluations; {there}"))
+    sets = {name: one for name, one in config.evaluations.items() if not only or name in only}
+    data = config.data.model_copy(update={"eval": None, "eval_prompts": None}) if only else config.data
+    unused = {"offload": OffloadConfig(), "optimizer": OptimizerConfig(), "router_aux_coef": 0.0}
+    policy = config.policy.model_copy(update={**unused, **({"model": source.model} if source.model else {})})
+    samples = step_arithmetic(config).samples
+    return config.model_copy(
+        update={
+            "policy": policy,
+            "critic": CriticConfig(dtype=policy.dtype),
+            "reference": ReferenceConfig(),
+            "data": data,
+            "algorithm": AlgorithmConfig(mini_batch_size=samples, kl=KLConfig(placement="none")),
+            "trainer": TrainerConfig(steps=1),
+            "checkpoint": CheckpointConfig(),
+            "evaluations": {name: one.model_copy(update={"every": 1, "before": True}) for name, one in sets.items()},
+        }
+    )
+
+
+def check_output(path: str | None) -> Path | None:
+    """File for the results. ConfigError if it cannot be written there."""
+    if path is None:
+        return None
+    target = Path(path)
+    if target.is_dir() or not target.absolute().parent.is_dir():
+        where = "is a directory" if target.is_dir() else f"{target.absolute().parent} does not exist"
+        raise ConfigError(problem("--output", path, f"{where}; name a file in an existing directory"))
+    return target
