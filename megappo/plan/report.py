@@ -312,6 +312,8 @@ def _checkpoint_lines(plan: Plan) -> Iterator[str]:
     settings, size = plan.config.checkpoint, checkpoint_bytes(plan)
     held = "weights" if settings.save_only_model else "weights and optimizers"
     at_once = settings.keep_last + 1 if settings.save_every else 1  # one more while it is written
+    if plan.config.trainer.keep_best is not None:
+        at_once = settings.keep_last + 2  # and the best
     yield f"  about {gib(size)} GiB each: {held} of {' and '.join(trained_sections(plan.config))}; at most {at_once} at once"
     if settings.save_every == "auto":
         hours = expected_mtbf_hours(plan.world_size, settings.mtbf_hours)

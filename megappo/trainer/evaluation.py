@@ -22,10 +22,19 @@ from megappo.rewards.compose import Scored
 from megappo.rewards.scorer import Scorer
 from megappo.rewards.votes import answers_of
 from megappo.rollout.types import RolloutEngine, SamplingParams
+from megappo.telemetry.metrics import Metric
 from megappo.telemetry.runlog import RunLog
 from megappo.telemetry.timers import StageTimers
 from megappo.trainer.experience import evaluation_requests
 from megappo.trainer.scoring import score_responses
+
+
+# The catalogue's names of the set of `data.eval`.
+_OF_DEFAULT = {
+    (names.DEFAULT, names.SCORE): Metric.EVAL_SCORE.value,
+    (names.DEFAULT, names.LENGTH): Metric.EVAL_LENGTH.value,
+    (names.DEFAULT, names.TRUNCATED): Metric.EVAL_TRUNCATED.value,
+}
 
 
 @dataclass(frozen=True)
@@ -40,7 +49,8 @@ class Evaluation:
 
     def metrics(self) -> dict[str, float]:
         """Metric -> value, the reward's parts among them."""
-        return {names.metric_name(self.name, figure): value for figure, value in {**self.figures, **self.parts}.items()}
+        figures = {**self.figures, **self.parts}
+        return {_OF_DEFAULT.get((self.name, one), names.metric_name(self.name, one)): value for one, value in figures.items()}
 
     def describe(self) -> str:
         """One line for the console."""

@@ -15,6 +15,7 @@ from megappo.config.loading import explicit_keys
 from megappo.config.schema import ParallelConfig, RunConfig
 from megappo.parallel.layout import ParallelLayout
 
+from . import evaluation_cases
 from .examples import sft_config, train_config
 
 ADAPTIVE = "algorithm.kl.controller=adaptive"
@@ -207,6 +208,7 @@ BROKEN = [
         ["telemetry.profile_steps = [3, 3]", "twice"],
         "telemetry.profile_steps=[3, 4]",
     ),
+    *evaluation_cases.CASES,
 ]
 
 

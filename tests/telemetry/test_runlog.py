@@ -3,7 +3,7 @@
 import io
 import json
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from xml.etree import ElementTree
 
 import pytest
@@ -20,10 +20,14 @@ from tests.worlds import spawn_world
 @dataclass
 class Result:
     score: float
-    num_prompts: int = 500
-    parts: dict = field(default_factory=lambda: {"exact_match": 0.25})
-    length: float = 4.0
-    truncated: float = 0.5
+    name: str = ""
+
+    def metrics(self):
+        place = f"eval/{self.name}/" if self.name else "eval/"
+        return {f"{place}score": self.score, f"{place}exact_match": 0.25, f"{place}length": 4.0, f"{place}truncated": 0.5}
+
+    def describe(self):
+        return f"score {self.score:.3f} on 500 held-out prompts, exact_match 0.250"
 
 
 def metrics(step):
