@@ -28,7 +28,6 @@ from megappo.telemetry.timers import StageTimers
 from megappo.trainer.experience import evaluation_requests
 from megappo.trainer.scoring import score_responses
 
-
 # The catalogue's names of the set of `data.eval`.
 _OF_DEFAULT = {
     (names.DEFAULT, names.SCORE): Metric.EVAL_SCORE.value,
