@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -45,10 +46,14 @@ def evaluate_checkpoint(planned: PlannedEvaluation, engines: EngineBackend = Meg
     torch.manual_seed(config.run.seed)
     policy, score_model = _load_models(planned, engines, device)
     rollout = rollout_of(config, data.tokenizer, policy, device)
+    evaluators = _evaluators(planned, score_model)
     with input_accepted():
         with policy.eval_mode():
             rollout.push_weights(planned.source.step or 0)
-        results = [one.run(rollout, data.tokenizer) for one in _evaluators(planned, score_model)]
+        with ExitStack() as workers:
+            for one in evaluators:
+                workers.callback(one.scorer.close)
+            results = [one.run(rollout, data.tokenizer) for one in evaluators]
         rollout.close()
         if owns_world:
             dist.destroy_process_group()

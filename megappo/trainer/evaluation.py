@@ -153,6 +153,11 @@ class Evaluations:
                 self._log.evaluation(results[-1], step)
         return results
 
+    def close(self) -> None:
+        """End the workers of the sets' rewards."""
+        for one in self._evaluators:
+            one.scorer.close()
+
 
 def metrics_of(results: Sequence[Evaluation]) -> dict[str, float]:
     """Metrics of several sets."""

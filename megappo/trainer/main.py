@@ -163,7 +163,7 @@ def _train(
         load_critic(config, roles.critic.engine, log)
 
     done_before = state.step
-    with input_accepted(), closing(ppo.scorer):
+    with input_accepted(), closing(ppo.scorer), closing(ppo.evaluations):
         ppo.run()
         log.close("stopped" if ppo.stopped else "finished")
         if ppo.stopped:

@@ -119,7 +119,7 @@ def old_evaluate(prompts: Any, rollout: Any, sampling: Any, tokenizer: Any, scor
         "eval/score": sum(scored.total) / count,
         "eval/length": sum(len(r.tokens) for r in responses) / count,
         "eval/truncated": sum(r.finish == "length" for r in responses) / count,
-        **{f"eval/{name}": sum(values) / count for name, values in scored.parts.items()},
+        **{f"eval/{name}": value for name, value in scored.part_means().items()},
     }
 
 
@@ -142,7 +142,18 @@ def best_of_failed_saves() -> list[tuple[int, Any, Any]]:
     sections = Sections(TimeoutsConfig(), AwakeClock(1.0))
     best = BestCheckpoint("eval/a", "max", state)
     checkpoints = Checkpoints(
-        cast(Any, Disk()), settings, {}, {}, state, {}, layouts={}, stop=StopRequest(), log=log, sections=sections, best=best
+        cast(Any, Disk()),
+        settings,
+        {},
+        {},
+        state,
+        {},
+        layouts={},
+        stop=StopRequest(),
+        log=log,
+        sections=sections,
+        epochs_done=lambda: 0,
+        best=best,
     )
     for step, value in enumerate([9.0, 2.0, 7.0, 5.0, 4.0], start=1):
         state.step = step
