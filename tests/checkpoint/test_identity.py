@@ -10,6 +10,7 @@ import pytest
 from megappo.checkpoint.identity import notable_changes, require_same_run
 from megappo.checkpoint.manifest import Manifest
 
+SET = {"path": "math.jsonl", "sha256": "m" * 64, "settings": {"n": 4}, "reward": None}
 FACTS: dict[str, Any] = {
     "reference": {"path": "m", "sha256": "r"},
     "tokenizer": "t",
@@ -20,6 +21,7 @@ FACTS: dict[str, Any] = {
         "template": "c" * 64,
         "kept": "k",
         "tokens": "i",
+        "evaluations": {"math": SET},
     },
     "reward": {
         "parts": [{"name": "exact_match", "weight": 1.0}],
@@ -78,6 +80,16 @@ TOLD = {
     "penalty": (changed("reward/missing_eos_penalty", 0.5), ["reward.missing_eos_penalty changed since step-3"]),
     "another rule": (changed("reward/code", {"has_eos": "x"}), []),  # parts name it
     "tokens": (changed("data/tokens", "x"), ["the prompts have other token ids than at step-3"]),
+    "a set": (
+        changed("data/evaluations", {"math": SET | {"sha256": "x"}}),
+        ["evaluations.math has another content than at step-3"],
+    ),
+    "its settings": (
+        changed("data/evaluations", {"math": SET | {"settings": {"n": 8}, "reward": {}}}),
+        ["settings and reward than"],
+    ),
+    "a set is new": (changed("data/evaluations", {"math": SET, "new": SET}), []),
+    "a set has gone": (changed("data/evaluations", {}), []),
     "eval is new": (changed("data/eval", None), []),
     "moved file": (changed("data/train/path", "elsewhere/train.jsonl"), []),
     "nothing": (FACTS, []),

@@ -67,27 +67,17 @@ def test_pass_at_has_the_powers_of_two_and_n(tmp_path):
         assert data is not None and data.evaluations[0].settings.pass_at == ks
 
 
+MINE, STRICT = "reward: {parts: [{path: mine.py, function: score}]}", "reward: {parts: [{name: gsm8k_strict}]}"
+TEXT = '{"prompt": "a", "answer": "x"}\n'
 OWN = "def score(sample):\n    return 1.0\nscore.requires = ('level',)\n"
 # keys of the set, files beside it, what the line says
 BAD = [
     ("prompt_key: question", {}, "evaluations.math: data.prompt_key=question: "),
-    (
-        "reward: {parts: [{name: exact_mach}]}",
-        {},
-        "evaluations.math.reward.parts: there is no rule 'exact_mach'; did you mean exact_",
-    ),
-    ("reward: {parts: [{path: mine.py, function: score}]}", {}, 'evaluations.math.reward.parts.0.path = "'),
-    (
-        "reward: {parts: [{path: mine.py, function: score}]}",
-        {"mine.py": OWN},
-        'evaluations.math.reward.parts = "mine.score": requires level',
-    ),
-    (
-        "reward: {parts: [{name: gsm8k_strict}]}",
-        {"math.jsonl": '{"prompt": "a", "answer": "x"}\n'},
-        "evaluations.math.reward.parts",
-    ),
-    ("max_response_tokens: 5000", {}, "evaluations.math.max_response_tokens = 5000: the policy has 128 positions"),
+    ("reward: {parts: [{name: exact_mach}]}", {}, "evaluations.math.reward.parts: there is no rule 'exact_mach'; did you mean"),
+    (MINE, {}, 'evaluations.math.reward.parts.0.path = "'),
+    (MINE, {"mine.py": OWN}, 'evaluations.math.reward.parts = "mine.score": requires level, which 12 of 12 records'),
+    (STRICT, {"math.jsonl": TEXT}, 'evaluations.math.reward.parts = "gsm8k_strict": the reference answer'),
+    ("max_response_tokens: 5000", {}, "evaluations.math.max_response_tokens = 5000: the policy has 256 positions"),
     ("m: 3", {}, "evaluations.math.m = 3: unknown key; the keys are data, prompt_key"),
     ("n: 2, n: 3", {}, "evaluations.math.n is written twice"),
 ]
@@ -129,7 +119,8 @@ def test_what_a_set_measures_is_a_fact_and_its_intervals_are_not(tmp_path):
 
 
 def test_eval_needs_no_training_data_and_no_layout_but_the_policys(tmp_path):
-    config = load_config(write(tmp_path), ["data.train=absent.jsonl", "critic.parallel.pp=2", "policy.optimizer.warmup_steps=500"])
+    of_training = ["data.train=absent.jsonl", "critic.parallel.pp=2", "policy.optimizer.warmup_steps=500", "run.num_ranks=null"]
+    config = load_config(write(tmp_path), of_training)
     plan = plan_evaluation(config, str(tmp_path / "model"), [], 4, "cpu")
     assert [one.name for one in plan.data.evaluations] == ["math"] and plan.source.model == str(tmp_path / "model")
     with pytest.raises(ConfigError, match="policy"):  # the policy's own layout must fit the ranks
