@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megappo.config import docs
-from megappo.config.keys import item_class, section_class, sections, value_keys
+from megappo.config.keys import is_mapping, item_class, section_class, sections, value_keys
 from megappo.config.schema import SftConfig, TrainConfig
 
 ROOT = Path(__file__).parents[2]
@@ -28,7 +28,8 @@ def test_every_key_has_a_text_and_stands_on_the_page():
             if (items := item_class(field)) is not None:
                 inner = {name for name, field in items.model_fields.items() if section_class(field) is not None}
                 assert all(f"| `{name}` |" in page for name in items.model_fields.keys() - inner)
-                assert all(f"[].{name}\n" in page for name in inner)
+                item = ".NAME" if is_mapping(field) else "[]"
+                assert all(f"{item}.{name}\n" in page for name in inner)
 
 
 @pytest.mark.parametrize(
