@@ -13,6 +13,7 @@ REQUIRED = {
     # (for Python 3.12), and engine/, platform/cpu.py and parallel/ were read against 0.16.
     "megatron-core": ">=0.16.1,<0.17",
     "einops": "",
+    "fsspec": "",
     "huggingface-hub": "",
     "jinja2": "",
     "numpy": "",

@@ -70,7 +70,7 @@ def test_the_table_of_recipes_is_what_the_files_say(row):
     path = ROOT / row[0].strip("`")
     config, text = load_config(path), path.read_text()
     assert int(row[4]) == PUBLIC[path.stem][2]
-    assert config.policy.model.startswith(f"models/{row[1]}")
+    assert config.policy.model.startswith(f"./models/{row[1]}")
     memory = re.search(r"of (\d+) GB", text)
     assert memory is not None and row[2] == f"{config.run.num_ranks} x {memory[1]} GB"
     assert row[3] == (layouts(config) if config.run.num_ranks > 1 else "one rank")

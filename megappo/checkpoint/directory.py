@@ -17,7 +17,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from megappo.checkpoint.errors import DamagedCheckpoint, RefusedCheckpoint, UnsafeCheckpoint, unreadable
@@ -142,13 +142,13 @@ class CheckpointDirectory:
         except OSError as error:  # no load reads it, and the checkpoint that it should name is complete
             logger.warning("%s cannot be pointed to step-%d: %s", self.path / name, step, error.strerror)
 
-    def retain(self, keep_last: int, step: int, best: int | None = None) -> list[int]:
-        """Remove all complete checkpoints but the newest `keep_last`, `step` and `best`; returns those that are gone.
+    def retain(self, keep_last: int, keep: Collection[int | None]) -> list[int]:
+        """Remove all complete checkpoints but the newest `keep_last` and the steps `keep`; returns those that are gone.
 
         Damaged ones stay and do not count. One that cannot be removed is a warning.
         """
         complete = [manifest.step for manifest in self._complete()]
-        return [candidate for candidate in complete[keep_last:] if candidate not in (step, best) and self._remove_step(candidate)]
+        return [candidate for candidate in complete[keep_last:] if candidate not in keep and self._remove_step(candidate)]
 
     def set_aside(self, step: int) -> Path:
         """Rename a damaged checkpoint to bad-step-N, so that it is not tried again."""

@@ -13,6 +13,9 @@ from typing import Any
 
 from megappo.checkpoint.manifest import MANIFEST, list_files
 
+COPY_S = 600.0
+"""Seconds that a run that ends waits for its last copies: a node's time is worth more than a checkpoint that the disk has too."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -36,26 +39,26 @@ class RemoteCopies:
     def __init__(self, url: str) -> None:
         self._url = url
         self._changed = threading.Condition()
-        self._waiting: Path | None = None
-        self._copying: Path | None = None
+        self._waiting: tuple[int, Path] | None = None
+        self._copying: tuple[int, Path] | None = None
         self._closed = False
         self.failed = self.skipped = 0
         self._thread = threading.Thread(target=self._work, name="copies of checkpoints", daemon=True)
         self._thread.start()
 
     @property
-    def needed(self) -> frozenset[str]:
-        """Names of the checkpoints that must stay until their copies are made."""
+    def steps_needed(self) -> frozenset[int]:
+        """Steps of the checkpoints that must stay until their copies are made."""
         with self._changed:
-            return frozenset(path.name for path in (self._waiting, self._copying) if path is not None)
+            return frozenset(one[0] for one in (self._waiting, self._copying) if one is not None)
 
-    def submit(self, checkpoint: Path) -> None:
+    def submit(self, step: int, checkpoint: Path) -> None:
         """Copy a complete checkpoint as soon as the one before is done. A waiting one gives way: the newest is worth most."""
         with self._changed:
             if self._waiting is not None:
                 self.skipped += 1
-                logger.warning("%s is slower than the saves: %s is not copied", self._url, self._waiting.name)
-            self._waiting = checkpoint
+                logger.warning("%s is slower than the saves: %s is not copied", self._url, self._waiting[1].name)
+            self._waiting = step, checkpoint
             self._changed.notify_all()
 
     def close(self, limit_s: float) -> bool:
@@ -65,7 +68,9 @@ class RemoteCopies:
             self._changed.notify_all()
         self._thread.join(limit_s)
         if self._thread.is_alive():
-            logger.warning("%s: the copy of %s was not complete after %.0f s", self._url, ", ".join(sorted(self.needed)), limit_s)
+            logger.warning(
+                "%s: the copies of steps %s were not complete after %.0f s", self._url, sorted(self.steps_needed), limit_s
+            )
         return not self._thread.is_alive() and not self.failed
 
     def _work(self) -> None:
@@ -75,14 +80,15 @@ class RemoteCopies:
                 if self._waiting is None:
                     return
                 self._copying, self._waiting = self._waiting, None
+            checkpoint = self._copying[1]
             try:
-                copy_checkpoint(self._copying, self._url)
-                logger.info("copied %s to %s", self._copying.name, self._url)
+                copy_checkpoint(checkpoint, self._url)
+                logger.info("copied %s to %s", checkpoint.name, self._url)
             # As above: the storage's own exceptions. The next checkpoint is tried again.
             except Exception as error:
                 self.failed += 1
                 reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-                logger.warning("%s was not copied to %s: %s; training goes on", self._copying.name, self._url, reason)
+                logger.warning("%s was not copied to %s: %s; training goes on", checkpoint.name, self._url, reason)
             with self._changed:
                 self._copying = None
 

@@ -28,6 +28,7 @@ from megappo.checkpoint.hashing import cores_of_rank
 from megappo.checkpoint.identity import require_same_run
 from megappo.checkpoint.image import FileImage, device_of
 from megappo.checkpoint.manifest import FileEntry, Manifest, find_wrong_size, list_files, write_manifest
+from megappo.checkpoint.remote import COPY_S, RemoteCopies
 from megappo.checkpoint.rng import encode_rng, load_rng
 from megappo.checkpoint.sharded import OPTIMIZER, ShardedFiles, load_sharded
 from megappo.checkpoint.shared_buffer import SharedBuffer
@@ -64,13 +65,21 @@ class CheckpointStore:
     """Checkpoints of one run under `directory`, which all ranks share. Every method is collective.
 
     keep_last: complete checkpoints that stay. save_only_model: weights only, for export, not for resuming. owner: id of the run's
-    lease, the same on every rank; without it what other processes wrote is neither renamed nor removed, damaged or not.
+    lease, the same on every rank; without it what other processes wrote is neither renamed nor removed, damaged or not. remote: URL
+    for copies of what is complete, made by rank 0 (`remote.py`).
 
     A loop that does not wait for the disk calls `begin_save` where a save is due, and `drain` at the step boundary where `pending`
     is done on all ranks, and before it ends; both on all ranks at the same point.
     """
 
-    def __init__(self, directory: str | Path, keep_last: int, save_only_model: bool = False, owner: str | None = None) -> None:
+    def __init__(
+        self,
+        directory: str | Path,
+        keep_last: int,
+        save_only_model: bool = False,
+        owner: str | None = None,
+        remote: str | None = None,
+    ) -> None:
         if keep_last < 1:
             raise ValueError(f"checkpoint.keep_last = {keep_last}; at least 1 must be kept")
         self._directory = CheckpointDirectory(Path(directory), owner)
@@ -80,6 +89,7 @@ class CheckpointStore:
         self._buffers: dict[str, SharedBuffer] = {}
         self._writer = BackgroundWriter()
         self._pending: PendingSave | None = None
+        self._copies = RemoteCopies(remote) if remote is not None and dist.get_rank() == 0 else None
 
     # ------------------------------------------------------------------------------------------------------------ save
 
@@ -159,6 +169,11 @@ class CheckpointStore:
         """Steps of all checkpoints, newest first, damaged ones included. Not collective."""
         return self._directory.steps()
 
+    def finish_copies(self) -> None:
+        """Wait for the copies in other storage, at most COPY_S seconds. Not collective: rank 0 makes them."""
+        if self._copies is not None:
+            self._copies.close(COPY_S)
+
     def close(self) -> None:
         """End the writer process and free its memory. Not collective; what is in flight is lost."""
         self._pending = None
@@ -235,11 +250,17 @@ class CheckpointStore:
     def _retain(self, manifest: Manifest) -> Path:
         """Remove old checkpoints, now that this one is complete; returns its directory."""
         step = manifest.step
-        best = manifest.best_step
-        removed = on_rank_zero("removing old checkpoints", lambda: self._directory.retain(self._keep_last, step, best))
+        removed = on_rank_zero("removing old checkpoints", lambda: self._remove_old(manifest))
         if dist.get_rank() == 0:
             logger.info("saved step-%d (%.1f MB)%s", step, manifest.total_bytes / 1e6, f", removed {removed}" if removed else "")
         return self._directory.step_path(step)
+
+    def _remove_old(self, manifest: Manifest) -> list[int]:
+        keep = {manifest.step, manifest.best_step}
+        if self._copies is not None:
+            self._copies.submit(manifest.step, self._directory.step_path(manifest.step))
+            keep |= self._copies.steps_needed
+        return self._directory.retain(self._keep_last, keep)
 
     def _commit(self, place: Path, manifest: Manifest) -> None:
         unreported = set(list_files(place)) ^ set(manifest.files)

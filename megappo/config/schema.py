@@ -598,6 +598,10 @@ class CheckpointConfig(Section):
     asynchronous: bool = True
     """Copy the state to host memory and write it from there while training goes on, instead of waiting for the disk. A rank's copy
     takes as much host memory as its share of the checkpoint (`megappo plan` says how much); false takes none."""
+    remote: PathText | None = None
+    """Other storage for copies of the checkpoints, as an fsspec URL (`s3://bucket/path`, `file:///mnt/backup`): each goes to
+    `remote/run.name/step-N` after it is complete, beside training. Nothing is removed there; credentials come from the
+    environment."""
     export_at_end: bool = True
     """Write the final policy as a Hugging Face checkpoint to `export/` in the run directory."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from megappo.checkpoint.remote import open_storage
 from megappo.config import evaluations
 from megappo.config.checks import Device, check_config
 from megappo.config.errors import ConfigError, problem
@@ -64,6 +65,8 @@ def check_run(
         check_vllm(archs["policy"], config.rollout.tp, world_size, longest, device)  # raises if vLLM cannot serve it
     if not resume and not shapes_only:  # a resumed run takes the critic from its own checkpoint
         critic_source(config.critic, archs["critic"])  # raises if there is no such checkpoint
+    if config.checkpoint.remote is not None and not shapes_only:
+        _check_remote(config.checkpoint.remote)
     return CheckedRun(config, archs, layouts, notes)
 
 
@@ -86,6 +89,14 @@ def check_sft(config: SftConfig, world_size: int, device: Device) -> CheckedSft:
     layout = check_layouts(config, {"policy": arch}, world_size, implementation)["policy"]
     notes = (*notes, *implementation_notes(config.model.impl, device, {"policy": config.policy.dtype}))
     return CheckedSft(config, arch, layout, notes)
+
+
+def _check_remote(url: str) -> None:
+    """ConfigError if copies of checkpoints cannot be written there."""
+    try:
+        open_storage(url)
+    except ValueError as error:
+        raise ConfigError(problem("checkpoint.remote", url, f"{error}; correct the URL, or set it to null")) from error
 
 
 def check_kernels(kernels: Kernels, device: Device) -> None:

@@ -177,12 +177,14 @@ def _train(
             run_dir.record_finish(state.step)
         log.wait()  # at last: trackers may still be sending, and the end of the run is on record
         dist.barrier()
+        store.finish_copies()
     return not ppo.stopped
 
 
 def _store_of(config: TrainConfig, run_dir: RunDir, lease: Lease) -> CheckpointStore:
     settings = config.checkpoint
-    return CheckpointStore(run_dir.checkpoints, settings.keep_last, settings.save_only_model, lease.id)
+    remote = f"{settings.remote.rstrip('/')}/{config.run.name}" if settings.remote is not None else None
+    return CheckpointStore(run_dir.checkpoints, settings.keep_last, settings.save_only_model, lease.id, remote)
 
 
 # ---------------------------------------------------------------------------------------------------- weights in and out

@@ -36,7 +36,7 @@ def save(directory, step, keep_last=2, size=100):
     files = {name: fingerprint_file(place / name) for name in list_files(place)}
     write_manifest(place, Manifest(step, 1, False, {}, files))
     directory.publish(place, step)
-    return directory.retain(keep_last, step)
+    return directory.retain(keep_last, {step})
 
 
 def latest(directory):
@@ -268,7 +268,7 @@ def save_and_die(directory, step, budget):
     manifest_module.write_synced = directory_module.write_synced = write
     write_manifest(place, Manifest(step, 1, False, {}, files))
     directory.publish(place, step)
-    directory.retain(2, step)
+    directory.retain(2, {step})
 
 
 def test_a_sigkill_at_any_of_20_offsets_of_a_save_leaves_a_valid_newest(tmp_path):

@@ -84,10 +84,10 @@ def test_a_file_that_arrives_shorter_is_noticed(tmp_path: Path, monkeypatch: pyt
 def test_a_failure_is_a_warning_and_the_next_one_is_copied(tmp_path: Path, watched: type[Watched], caplog: Any) -> None:
     watched.fails_at = "step-1/policy"
     copies = RemoteCopies(str(tmp_path / "there"))
-    copies.submit(checkpoint(tmp_path, 1))
-    while copies.needed:
+    copies.submit(1, checkpoint(tmp_path, 1))
+    while copies.steps_needed:
         pass
-    copies.submit(checkpoint(tmp_path, 2))
+    copies.submit(2, checkpoint(tmp_path, 2))
     assert not copies.close(20) and copies.failed == 1
     assert is_whole(tmp_path / "there" / "step-2") and not (tmp_path / "there" / "step-1" / MANIFEST).exists()
     (warning,) = [record.getMessage() for record in caplog.records]
@@ -98,10 +98,10 @@ def test_a_slow_storage_gets_the_newest_and_holds_nobody(tmp_path: Path, watched
     watched.gate.clear()
     copies = RemoteCopies(str(tmp_path / "there"))
     for step in (1, 2, 3):
-        copies.submit(checkpoint(tmp_path, step))
+        copies.submit(step, checkpoint(tmp_path, step))
         while step == 1 and copies._copying is None:
             pass
-    assert copies.needed == {"step-1", "step-3"} and copies.skipped == 1
+    assert copies.steps_needed == {1, 3} and copies.skipped == 1
     assert not copies.close(0.1), "it is not waited for longer than allowed"
     watched.gate.set()
     copies._thread.join(20)

@@ -173,9 +173,9 @@ def failing_updates(error: Exception) -> AbstractContextManager[Any]:
 def before_the_end_of_steps(action: Callable[[Checkpoints, int], None]) -> Iterator[None]:
     plain = Checkpoints.end_of_step
 
-    def end_of_step(self: Checkpoints, step: int, *, is_last: bool) -> bool:
+    def end_of_step(self: Checkpoints, step: int, **how: Any) -> bool:
         action(self, step)
-        return plain(self, step, is_last=is_last)
+        return plain(self, step, **how)
 
     with mock.patch.object(Checkpoints, "end_of_step", end_of_step):
         yield
@@ -263,7 +263,7 @@ def unchecked() -> Iterator[None]:
 
 def run_all(rank: int, folder: Path) -> dict[str, Any]:
     results: dict[str, Any] = {}
-    results["clean"] = outcome(config(folder, "clean"), drawing_reward())
+    results["clean"] = outcome(config(folder, "clean", **{"checkpoint.remote": f"file://{folder / 'elsewhere'}"}), drawing_reward())
 
     rare, often = {"checkpoint.save_every": 0}, {"checkpoint.save_every": 1}
     results["reward"] = outcome(config(folder, "reward", **rare), failing_reward(at=3))

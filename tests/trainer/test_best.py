@@ -83,10 +83,10 @@ def complete(folder: Path, *steps: int) -> CheckpointDirectory:
 
 def test_retention_leaves_the_best_and_the_newest(tmp_path):
     directory = complete(tmp_path, 1, 2, 3, 4, 5)
-    assert sorted(directory.retain(2, 5, 2)) == [1, 3] and directory.steps() == [5, 4, 2]
+    assert sorted(directory.retain(2, {5, 2})) == [1, 3] and directory.steps() == [5, 4, 2]
     # It does not count among the newest, and goes when another is the best.
-    assert directory.retain(2, 5, 4) == [2] and directory.steps() == [5, 4]
-    assert complete(tmp_path / "b", 1, 2, 3).retain(2, 3) == [1], "without a best, as ever"
+    assert directory.retain(2, {5, 4}) == [2] and directory.steps() == [5, 4]
+    assert complete(tmp_path / "b", 1, 2, 3).retain(2, {3, None}) == [1], "without a best, as ever"
 
 
 def test_the_name_of_the_best_is_written_and_removed(tmp_path):

@@ -239,7 +239,7 @@ def test_a_checkpoint_holds_the_inventory(folder: Path, world: list[dict[str, An
     saved = place(folder, "clean") / f"step-{STEPS}"
     state = json.loads((saved / "state.json").read_text())
     assert {name: sorted(values) for name, values in state.items()} == {
-        "trainer": ["critic_skipped", "critic_updates", "episodes", "policy_skipped", "policy_updates", "step", "tokens"],
+        "trainer": ["best", "critic_skipped", "critic_updates", "episodes", "policy_skipped", "policy_updates", "step", "tokens"],
         "loader": ["epoch", "index", "num_prompts", "seed", "shuffle"],
         "kl_controller": ["coef"],  # kind, target and horizon are the configuration's
     }
@@ -259,6 +259,15 @@ def test_a_checkpoint_holds_the_inventory(folder: Path, world: list[dict[str, An
         assert moments <= names, "of fp32 weights, which are their own main parameters"
         plain = torch.load(saved / "megatron" / role / "common.pt", weights_only=True)
         assert plain == {"optimizer": {"optimizers": {"0": {"step": STEPS}}, "schedule_steps": STEPS}}
+
+
+def test_a_copy_elsewhere_is_the_checkpoint_to_the_byte(folder: Path, world: list[dict[str, Any]]) -> None:
+    copies = sorted(path.name for path in (folder / "elsewhere" / "clean").iterdir())
+    assert copies[-1] == f"step-{STEPS}"
+    for name in entries(folder, "clean"):
+        here, there = place(folder, "clean") / name, folder / "elsewhere" / "clean" / name
+        if name in copies:  # one that a newer one overtook is not copied
+            assert files(here) == files(there)
 
 
 def test_by_default_the_first_step_and_the_last_are_saved(folder: Path, world: list[dict[str, Any]]) -> None:
