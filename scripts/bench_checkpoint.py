@@ -140,7 +140,7 @@ def _engine(hidden: int, layers: int) -> Any:
     from megappo.platform import cpu
 
     cpu.install()
-    from megappo.config.schema import OptimizerConfig
+    from megappo.config.role_sections import OptimizerConfig
     from megappo.engine.megatron import MegatronEngine
     from megappo.engine.megatron_optimizer import Optimizer, wrap_with_ddp
     from megappo.models.arch import ModelArch, Rope

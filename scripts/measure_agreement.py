@@ -50,7 +50,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """logits_dtype -> [sampled tokens] |log-prob of vLLM - log-prob of the trainer|."""
     import torch.distributed as dist
 
-    from megappo.config.schema import RoleConfig, RolloutConfig
+    from megappo.config.role_sections import RoleConfig
+    from megappo.config.schema import RolloutConfig
     from megappo.engine.build import build_frozen
     from megappo.engine.factory import EngineSpec
     from megappo.models.hf_config import read_arch

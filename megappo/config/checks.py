@@ -18,7 +18,10 @@ from megappo.config.evaluations import config_of_set, evaluation_problem, evalua
 from megappo.config.keys import value_at
 from megappo.config.layout_checks import world_problems
 from megappo.config.reward_checks import reward_problem
-from megappo.config.schema import OptimizerConfig, RewardConfig, RunConfig, SftConfig, TrainConfig
+from megappo.config.reward_sections import RewardConfig
+from megappo.config.role_sections import OptimizerConfig
+from megappo.config.run_sections import RunConfig
+from megappo.config.schema import SftConfig, TrainConfig
 
 Device = Literal["cpu", "cuda"]
 # Ids recorded for a sampled token: 4 bytes each in the experience, and about 90 in vLLM's Python lists while it generates.

@@ -14,7 +14,8 @@ from pydantic import BaseModel
 from megappo.config.batch import step_arithmetic
 from megappo.config.keys import value_keys
 from megappo.config.layout_checks import scores_with_model
-from megappo.config.schema import OptimizerConfig, SftConfig, TrainConfig
+from megappo.config.role_sections import OptimizerConfig
+from megappo.config.schema import SftConfig, TrainConfig
 
 
 class Dead(NamedTuple):

@@ -21,7 +21,7 @@ from megappo.config.schema import SftConfig, TrainConfig
 
 HEAD = """# Configuration
 
-Generated from `megappo/config/schema.py` by `python -m megappo.config.docs`; change the text there.
+Generated from `megappo/config/schema.py` and the sections it imports by `python -m megappo.config.docs`; change the text there.
 
 A configuration is one YAML file. On the command line `key=value` sets one key over the file, with the value in YAML:
 `megappo train recipe.yaml policy.optimizer.lr=2e-6 run.name=second`. `key=null` takes back what the file says where the key

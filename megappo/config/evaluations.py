@@ -11,7 +11,8 @@ import re
 from collections.abc import Iterator
 
 from megappo.config.errors import problem
-from megappo.config.schema import EvaluationConfig, RewardConfig, TrainConfig
+from megappo.config.reward_sections import EvaluationConfig, RewardConfig
+from megappo.config.schema import TrainConfig
 
 DEFAULT = ""
 """Name of the set that `data.eval` makes."""

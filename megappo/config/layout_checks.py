@@ -11,16 +11,9 @@ from typing import Literal
 from megappo.config.batch import nearest_divisors
 from megappo.config.errors import problem
 from megappo.config.evaluations import rewards_of
-from megappo.config.schema import (
-    CriticConfig,
-    ParallelConfig,
-    RewardConfig,
-    RewardModelConfig,
-    RoleConfig,
-    SftConfig,
-    TrainableConfig,
-    TrainConfig,
-)
+from megappo.config.reward_sections import RewardConfig
+from megappo.config.role_sections import CriticConfig, ParallelConfig, RewardModelConfig, RoleConfig, TrainableConfig
+from megappo.config.schema import SftConfig, TrainConfig
 
 
 def role_sections(config: TrainConfig | SftConfig) -> dict[str, RoleConfig]:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from megappo.config.errors import problem
 from megappo.config.paths import odd_character
-from megappo.config.schema import DEFAULT_RECIPE, PART_KINDS, RewardConfig, RewardPart, Section
+from megappo.config.reward_sections import DEFAULT_RECIPE, PART_KINDS, RewardConfig, RewardPart
+from megappo.config.section import Section
 from megappo.config.urls import host_of, is_loopback
 
 LONGEST_LABEL = 64  # it is part of a metric's name

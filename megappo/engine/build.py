@@ -11,15 +11,8 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.distributed as dist
 
-from megappo.config.schema import (
-    FrozenConfig,
-    ModelConfig,
-    OffloadConfig,
-    ParallelConfig,
-    RoleConfig,
-    TimeoutsConfig,
-    TrainableConfig,
-)
+from megappo.config.role_sections import FrozenConfig, ModelConfig, OffloadConfig, ParallelConfig, RoleConfig, TrainableConfig
+from megappo.config.run_sections import TimeoutsConfig
 from megappo.engine.factory import EngineSpec
 from megappo.engine.megatron import MegatronEngine
 from megappo.engine.megatron_optimizer import Optimizer, wrap_with_ddp

@@ -11,7 +11,8 @@ from typing import Literal, Protocol
 
 import torch
 
-from megappo.config.schema import ModelConfig, ParallelConfig, RoleConfig, TimeoutsConfig
+from megappo.config.role_sections import ModelConfig, ParallelConfig, RoleConfig
+from megappo.config.run_sections import TimeoutsConfig
 from megappo.engine.base import Engine
 from megappo.models.arch import ModelArch
 

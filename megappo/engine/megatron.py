@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from torch import Tensor
 
-from megappo.config.schema import OffloadConfig
+from megappo.config.role_sections import OffloadConfig
 from megappo.data.packing import PackedBatch
 from megappo.engine.base import LanguageLoss, LossFunction, LossOutput, PassResult, RouterSummary, StepResult, ValueLoss
 from megappo.engine.linear_output import LinearOutput

@@ -16,7 +16,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
-from megappo.config.schema import OptimizerConfig
+from megappo.config.role_sections import OptimizerConfig
 from megappo.engine.base import StepResult
 from megappo.engine.megatron_optimizer_state import (
     create_moments,

@@ -22,7 +22,7 @@ from megappo.checkpoint.errors import RefusedCheckpoint
 from megappo.config.checks import check_run_dir, run_dir_of
 from megappo.config.errors import ConfigError, problem
 from megappo.config.loading import load_config
-from megappo.config.schema import RunConfig
+from megappo.config.run_sections import RunConfig
 from megappo.launch.environment import report
 from megappo.launch.exit_codes import MISTAKE, STOPPED, UNRECOVERABLE
 from megappo.launch.failure import KILL_GRACE_S, first_failure

@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
-from megappo.config.schema import RunConfig
+from megappo.config.run_sections import RunConfig
 
 # Below the ephemeral ports of Linux (32768 and up), so that no outgoing connection holds one by chance.
 FIRST_PORT, NUM_PORTS = 10000, 20000

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megappo.config.schema import TimeoutsConfig
+from megappo.config.run_sections import TimeoutsConfig
 from megappo.parallel import meeting
 from megappo.parallel.layout import Coordinates, ParallelLayout
 from megappo.parallel.meeting import Limit, Point

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megappo.config.schema import ParallelConfig
+from megappo.config.role_sections import ParallelConfig
 
 AXES = ("tp", "cp", "dp", "pp", "etp", "ep", "edp")
 

@@ -16,7 +16,8 @@ from megappo.config.checks import Device
 from megappo.config.errors import ConfigError, problem
 from megappo.config.evaluations import evaluation_sets
 from megappo.config.layout_checks import scores_with_model, trained_sections, value_head_of
-from megappo.config.schema import TrainableConfig, TrainConfig
+from megappo.config.role_sections import TrainableConfig
+from megappo.config.schema import TrainConfig
 from megappo.models.arch import ModelArch
 from megappo.parallel.layout import ParallelLayout
 from megappo.plan.memory import (

@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megappo.config.layout_checks import roles_in_use, trained_sections, value_head_of
-from megappo.config.schema import RewardModelConfig, TrainConfig
+from megappo.config.role_sections import RewardModelConfig
+from megappo.config.schema import TrainConfig
 from megappo.plan.estimate import Plan, beside_sampler, roles_beside_sampler
 from megappo.plan.memory import Moment, RoleMemory
 

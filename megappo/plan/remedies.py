@@ -11,7 +11,8 @@ from math import ceil
 from typing import Any
 
 from megappo.config.errors import ConfigError
-from megappo.config.schema import RoleConfig, TrainableConfig, TrainConfig
+from megappo.config.role_sections import RoleConfig, TrainableConfig
+from megappo.config.schema import TrainConfig
 from megappo.plan.estimate import Plan, check_kv_cache, sequences_at_once, work_out
 from megappo.plan.phases import tightest
 from megappo.prepare.layouts import check_layouts

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from megappo.config.schema import TimeoutsConfig
+from megappo.config.run_sections import TimeoutsConfig
 from megappo.platform import cpu
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from megappo.config.errors import ConfigError, problem
-from megappo.config.schema import RewardConfig
+from megappo.config.reward_sections import RewardConfig
 from megappo.data.prompts import Prompt, PromptSet
 from megappo.prepare.reward_routes import places, scored_by
 from megappo.rewards.base import UnusableAnswer

@@ -15,7 +15,8 @@ from megappo.config.errors import ConfigError, problem
 from megappo.config.evaluations import longest_sequence_tokens
 from megappo.config.layout_checks import roles_in_use
 from megappo.config.loading import explicit_keys
-from megappo.config.schema import RewardConfig, SftConfig, TrainConfig
+from megappo.config.reward_sections import RewardConfig
+from megappo.config.schema import SftConfig, TrainConfig
 from megappo.installed import missing_package
 from megappo.models.arch import ModelArch
 from megappo.models.implementation import choose_implementation, implementation_notes

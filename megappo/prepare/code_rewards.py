@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from megappo.config.errors import ConfigError, problem
-from megappo.config.schema import RewardConfig, RewardPart
+from megappo.config.reward_sections import RewardConfig, RewardPart
 from megappo.data.prompts import PromptSet
 from megappo.prepare.reward_routes import places, scored_by
 from megappo.rewards import code, sandbox

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from megappo.config.errors import ConfigError, problem
-from megappo.config.schema import CriticConfig
+from megappo.config.role_sections import CriticConfig
 from megappo.models.arch import ModelArch
 from megappo.prepare.checkpoint_source import find_checkpoint, other_architecture, roles_of
 

@@ -11,17 +11,9 @@ from megappo.config.batch import step_arithmetic
 from megappo.config.checks import Device
 from megappo.config.errors import ConfigError, problem
 from megappo.config.evaluations import evaluation_sets
-from megappo.config.schema import (
-    AlgorithmConfig,
-    CheckpointConfig,
-    CriticConfig,
-    KLConfig,
-    OffloadConfig,
-    OptimizerConfig,
-    ReferenceConfig,
-    TrainConfig,
-    TrainerConfig,
-)
+from megappo.config.role_sections import CriticConfig, OffloadConfig, OptimizerConfig, ReferenceConfig
+from megappo.config.run_sections import CheckpointConfig, TrainerConfig
+from megappo.config.schema import AlgorithmConfig, KLConfig, TrainConfig
 from megappo.models.hf_config import read_arch
 from megappo.prepare.checkpoint_source import PolicySource, policy_source
 from megappo.prepare.checks import check_run

@@ -8,7 +8,8 @@ from typing import TypeVar
 
 from megappo.config.errors import ConfigError, problem
 from megappo.config.evaluations import best_metric, config_of_set, evaluation_sets, key_of, majority_at, metric_name
-from megappo.config.schema import EvaluationConfig, RewardConfig, TrainConfig
+from megappo.config.reward_sections import EvaluationConfig, RewardConfig
+from megappo.config.schema import TrainConfig
 from megappo.data.prompts import PromptSet
 from megappo.data.tokenizers import Tokenizer
 from megappo.prepare.answers import answer_notes

@@ -11,7 +11,8 @@ from pathlib import Path
 from megappo.config.batch import nearest_divisors, step_arithmetic
 from megappo.config.errors import ConfigError, problem
 from megappo.config.layout_checks import parallel_problems, roles_in_use
-from megappo.config.schema import RewardModelConfig, RoleConfig, SftConfig, TrainableConfig, TrainConfig
+from megappo.config.role_sections import RewardModelConfig, RoleConfig, TrainableConfig
+from megappo.config.schema import SftConfig, TrainConfig
 from megappo.models.arch import ModelArch
 from megappo.models.hf_config import read_arch
 from megappo.models.implementation import Implementation, implementation_of_role

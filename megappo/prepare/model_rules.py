@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from megappo.config.batch import nearest_divisors
 from megappo.config.errors import problem
-from megappo.config.schema import ParallelConfig
+from megappo.config.role_sections import ParallelConfig
 from megappo.models.arch import ModelArch, check_cp, check_ep, check_tp
 from megappo.models.implementation import Implementation
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from megappo.config.schema import RewardPart
+from megappo.config.reward_sections import RewardPart
 from megappo.rewards.base import PreparedPart
 from megappo.rewards.own import load_from_entry_point, load_from_file
 from megappo.rewards.own_process import OwnCode, OwnProcess

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 
 from megappo.config.errors import ConfigError, problem
-from megappo.config.schema import RemoteConfig, RewardPart
+from megappo.config.reward_sections import RemoteConfig, RewardPart
 from megappo.installed import missing_package
 from megappo.rewards.base import PreparedPart, RewardError
 from megappo.rewards.remote import RemotePart

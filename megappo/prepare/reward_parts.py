@@ -1,6 +1,6 @@
 """Parts of the reward: loaded, and held against the data, before a model is built.
 
-A kind of part is a key of `config.schema.PART_KINDS` and a loader in LOADERS here.
+A kind of part is a key of `config.reward_sections.PART_KINDS` and a loader in LOADERS here.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from functools import partial
 
 from megappo.config.errors import ConfigError, problem
 from megappo.config.evaluations import STDERR, UNDECIDED, UNUSABLE
-from megappo.config.schema import RewardConfig, RewardPart
+from megappo.config.reward_sections import RewardConfig, RewardPart
 from megappo.data.prompts import Prompt, PromptSet, record_field
 from megappo.prepare.code_rewards import load_code
 from megappo.prepare.own_rewards import load_own

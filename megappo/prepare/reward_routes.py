@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 from megappo.config.errors import ConfigError, problem
-from megappo.config.schema import DEFAULT_RECIPE, RewardConfig
+from megappo.config.reward_sections import DEFAULT_RECIPE, RewardConfig
 from megappo.data.prompts import Prompt, PromptSet, Record, record_field
 
 _SHOWN = 3  # records that a message names

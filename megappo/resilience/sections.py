@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from megappo.config.schema import TimeoutsConfig
+from megappo.config.run_sections import TimeoutsConfig
 
 # Occurrences of a section before its limit is learned: the first compile, warm up caches and open connections.
 WARM_UP = 5

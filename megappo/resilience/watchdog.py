@@ -30,7 +30,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Protocol
 
-from megappo.config.schema import TimeoutsConfig
+from megappo.config.run_sections import TimeoutsConfig
 from megappo.resilience.frames import main_thread_place, place_of
 from megappo.resilience.kill import DUMP_SIGNAL, dump_stacks_of, kill_with_children
 from megappo.resilience.life import SignOfLife, Store

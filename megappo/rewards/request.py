@@ -15,7 +15,7 @@ import time
 from typing import TYPE_CHECKING
 
 from megappo.config.redaction import HIDDEN, hide_secrets
-from megappo.config.schema import RemoteConfig
+from megappo.config.reward_sections import RemoteConfig
 
 if TYPE_CHECKING:
     import httpx2

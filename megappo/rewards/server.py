@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from megappo.config.schema import RemoteConfig
+from megappo.config.reward_sections import RemoteConfig
 from megappo.rewards.base import RewardError, RewardInput, describe
 from megappo.rewards.request import MIB, Refused, TryAgain, make_client, post
 from megappo.rewards.wire import BadScore, Result, request_body, results_of

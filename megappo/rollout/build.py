@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from megappo.config.schema import RolloutConfig, TimeoutsConfig
+from megappo.config.run_sections import TimeoutsConfig
+from megappo.config.schema import RolloutConfig
 from megappo.data.tokenizers import HuggingFaceTokenizer, Tokenizer
 from megappo.engine.base import Engine, LogitsDtype
 from megappo.platform.device import DTYPES

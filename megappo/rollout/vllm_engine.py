@@ -20,7 +20,8 @@ import torch.distributed as dist
 from megappo.bridge.destination import WeightReceiver
 from megappo.bridge.sync import WeightSource, WeightSync
 from megappo.bridge.vllm_loader import VllmReceiver
-from megappo.config.schema import RolloutConfig, TimeoutsConfig
+from megappo.config.run_sections import TimeoutsConfig
+from megappo.config.schema import RolloutConfig
 from megappo.models.hf_config import read_arch
 from megappo.parallel.groups import meet
 from megappo.rollout.process_state import EngineState

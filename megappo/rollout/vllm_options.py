@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from megappo.config.schema import RolloutConfig, TimeoutsConfig
+from megappo.config.run_sections import TimeoutsConfig
+from megappo.config.schema import RolloutConfig
 from megappo.models.hf_config import arch_of, read_config, text_config
 
 CPU_KV_CACHE_GIB = 0.25

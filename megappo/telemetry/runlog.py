@@ -42,7 +42,7 @@ class RunLog:
     """Write metrics.jsonl, trajectories/ and learning_curve.svg to `root`, the same to trackers, the table to `stream` (stdout).
 
     trackers: by name, not started. config: the run's for them, without secrets. progress, summary_every: as in
-    `config.schema.TelemetryConfig`.
+    `config.run_sections.TelemetryConfig`.
     """
 
     def __init__(

@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from typing import cast
 
 from megappo.config.layout_checks import roles_in_use, value_head_of
-from megappo.config.schema import RoleConfig, SftConfig, TrainConfig
+from megappo.config.role_sections import RoleConfig
+from megappo.config.schema import SftConfig, TrainConfig
 from megappo.engine.base import Engine
 from megappo.engine.factory import EngineFactory, EngineSpec
 from megappo.models.hf_config import read_arch

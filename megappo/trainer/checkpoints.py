@@ -21,7 +21,7 @@ from megappo.checkpoint.manifest import BEST, Manifest
 from megappo.checkpoint.rng import read_rng, set_rng
 from megappo.checkpoint.state import StatefulComponent
 from megappo.checkpoint.store import CheckpointStore, SaveFailed
-from megappo.config.schema import CheckpointConfig
+from megappo.config.run_sections import CheckpointConfig
 from megappo.engine.base import Engine
 from megappo.parallel.consensus import RankFault, on_every_rank, on_rank_zero, tally, warn_once
 from megappo.parallel.layout import ParallelLayout

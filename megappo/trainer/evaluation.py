@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megappo.algo.evaluation import majority, pass_at_k, standard_error
 from megappo.config import evaluations as names
-from megappo.config.schema import EvaluationConfig
+from megappo.config.reward_sections import EvaluationConfig
 from megappo.data.prompts import Prompt
 from megappo.data.tokenizers import Tokenizer
 from megappo.parallel.consensus import on_every_rank

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from megappo.checkpoint.store import CheckpointStore
 from megappo.config.layout_checks import trained_sections
 from megappo.config.loading import load_config
-from megappo.config.schema import ModelConfig, ParallelConfig, TimeoutsConfig
+from megappo.config.role_sections import ModelConfig, ParallelConfig
+from megappo.config.run_sections import TimeoutsConfig
 from megappo.engine.build import MegatronEngines
 from megappo.engine.factory import EngineBackend
 from megappo.platform.device import select_device, start_alone

@@ -8,7 +8,9 @@ from typing import Literal
 
 import torch.distributed as dist
 
-from megappo.config.schema import ModelConfig, RoleConfig, RolloutConfig, TimeoutsConfig
+from megappo.config.role_sections import ModelConfig, RoleConfig
+from megappo.config.run_sections import TimeoutsConfig
+from megappo.config.schema import RolloutConfig
 from megappo.data.prompts import PromptFormat, encode_question
 from megappo.data.tokenizers import load_tokenizer
 from megappo.engine.build import MegatronEngines

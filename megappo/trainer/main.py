@@ -19,7 +19,8 @@ from megappo.config.dump import dump_yaml
 from megappo.config.evaluations import best_metric, config_of_set, longest_sequence_tokens, rewards_of
 from megappo.config.layout_checks import roles_in_use, trained_sections
 from megappo.config.redaction import redacted_values
-from megappo.config.schema import KLConfig, RewardConfig, RolloutConfig, TrainConfig
+from megappo.config.reward_sections import RewardConfig
+from megappo.config.schema import KLConfig, RolloutConfig, TrainConfig
 from megappo.data.tokenizers import Tokenizer
 from megappo.engine.base import Engine
 from megappo.engine.build import MegatronEngines

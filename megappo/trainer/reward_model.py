@@ -9,7 +9,7 @@ import numpy
 import torch.distributed as dist
 from torch import Tensor
 
-from megappo.config.schema import RewardModelConfig
+from megappo.config.role_sections import RewardModelConfig
 from megappo.data.packing import PackedBatch, pack
 from megappo.data.prompts import Prompt
 from megappo.data.reward_text import RewardText

@@ -14,7 +14,8 @@ import megappo
 from megappo.checkpoint.identity import identity_of_model, notable_changes
 from megappo.config.dump import dump_yaml
 from megappo.config.layout_checks import role_sections
-from megappo.config.schema import RewardConfig, RewardPart, TrainConfig
+from megappo.config.reward_sections import RewardConfig, RewardPart
+from megappo.config.schema import TrainConfig
 from megappo.data.prompts import PromptSet
 from megappo.parallel.consensus import warn_once
 from megappo.prepare.data import RunData

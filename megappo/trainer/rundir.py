@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megappo.checkpoint.directory import CHECKPOINTS
 from megappo.config.checks import check_run_dir, run_dir_of
-from megappo.config.schema import RunConfig
+from megappo.config.run_sections import RunConfig
 from megappo.resilience.ended import CONFIG, ENDED, Ended, record_end
 from megappo.resilience.lease import LEASE_VARIABLE, Lease
 from megappo.telemetry.jsonl import replace_file

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from megappo.checkpoint.interval import best_interval_s
-from megappo.config.schema import CheckpointConfig
+from megappo.config.run_sections import CheckpointConfig
 
 RETRY_S = (0.0, 300.0)
 """Seconds before an extra attempt after the first and the second failed save in a row: at the next step, as a lost mount often

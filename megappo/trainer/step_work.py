@@ -8,7 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megappo.config.schema import RoleConfig, TelemetryConfig, TrainableConfig, TrainConfig
+from megappo.config.role_sections import RoleConfig, TrainableConfig
+from megappo.config.run_sections import TelemetryConfig
+from megappo.config.schema import TrainConfig
 from megappo.data.packing import PackedBatch
 from megappo.engine.base import Engine
 from megappo.models.arch import ModelArch

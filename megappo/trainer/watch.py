@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megappo.config.schema import TimeoutsConfig
+from megappo.config.run_sections import TimeoutsConfig
 from megappo.launch.failure import ATTEMPT_DIR
 from megappo.resilience.life import LAUNCHER_LISTENS, SignOfLife
 from megappo.resilience.verdict import Member

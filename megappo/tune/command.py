@@ -15,7 +15,8 @@ from megappo.config.dump import dump_yaml
 from megappo.config.errors import ConfigError
 from megappo.config.layout_checks import role_sections, roles_in_use
 from megappo.config.loading import explicit_keys, load_config
-from megappo.config.schema import ParallelConfig, TrainConfig
+from megappo.config.role_sections import ParallelConfig
+from megappo.config.schema import TrainConfig
 from megappo.models.implementation import choose_implementation
 from megappo.plan.run import PlannedRun, plan_run
 from megappo.platform.hardware import Hardware

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 from megappo.config.batch import micro_batches_bound, step_arithmetic
 from megappo.config.layout_checks import value_head_of
-from megappo.config.schema import CriticConfig, FrozenConfig, PolicyConfig, TrainConfig
+from megappo.config.role_sections import CriticConfig, FrozenConfig, PolicyConfig
+from megappo.config.schema import TrainConfig
 from megappo.models.arch import ModelArch
 from megappo.parallel.layout import ParallelLayout
 from megappo.plan.memory import FP32, ITEMSIZE, ParameterCount, RoleMemory, sharded_bytes

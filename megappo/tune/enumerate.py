@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from itertools import chain
 
 from megappo.config.layout_checks import parallel_problems
-from megappo.config.schema import ParallelConfig
+from megappo.config.role_sections import ParallelConfig
 from megappo.models.arch import ModelArch
 from megappo.models.implementation import Implementation
 from megappo.prepare.model_rules import model_problems

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from megappo.config.schema import PolicyConfig, RolloutConfig
+from megappo.config.role_sections import PolicyConfig
+from megappo.config.schema import RolloutConfig
 from megappo.models.arch import ModelArch
 from megappo.models.flops import MULTIPLY_ADD, SCORES_AND_VALUES, keys_seen, layer_weights
 from megappo.parallel.layout import ParallelLayout

@@ -17,7 +17,8 @@ from typing import Any
 from megappo.config.batch import step_arithmetic
 from megappo.config.checks import Device
 from megappo.config.layout_checks import roles_in_use, value_head_of
-from megappo.config.schema import PolicyConfig, TrainableConfig, TrainConfig
+from megappo.config.role_sections import PolicyConfig, TrainableConfig
+from megappo.config.schema import TrainConfig
 from megappo.models.arch import ModelArch
 from megappo.models.implementation import Implementation, implementation_of_role
 from megappo.parallel.layout import ParallelLayout, layout_of

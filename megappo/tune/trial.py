@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from megappo.algo.aggregation import token_weights
-from megappo.config.schema import TimeoutsConfig, TrainableConfig
+from megappo.config.role_sections import TrainableConfig
+from megappo.config.run_sections import TimeoutsConfig
 from megappo.data.packing import PackedBatch, pack
 from megappo.engine.build import MegatronEngines
 from megappo.engine.factory import EngineBackend, EngineFactory

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from pydantic import BaseModel, TypeAdapter
 
-from megappo.config.schema import OffloadConfig, TrainConfig
+from megappo.config.role_sections import OffloadConfig
+from megappo.config.schema import TrainConfig
 
 REPEATS = 3  # timed passes of each kind, of which the fastest counts
 RUNNING = "running"  # file in a world's folder with the name of the current trial

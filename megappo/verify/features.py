@@ -10,14 +10,8 @@ from math import lcm
 from typing import Any
 
 from megappo.config.layout_checks import roles_in_use
-from megappo.config.schema import (
-    FrozenOffloadConfig,
-    OffloadConfig,
-    ParallelConfig,
-    RoleConfig,
-    TrainableConfig,
-    TrainConfig,
-)
+from megappo.config.role_sections import FrozenOffloadConfig, OffloadConfig, ParallelConfig, RoleConfig, TrainableConfig
+from megappo.config.schema import TrainConfig
 from megappo.models.arch import ModelArch
 from megappo.models.hf_config import read_arch
 from megappo.verify.recording import LONGEST_SEQUENCE

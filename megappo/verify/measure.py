@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from megappo.config.layout_checks import trained_sections
-from megappo.config.schema import ParallelConfig, RoleConfig, TrainConfig
+from megappo.config.role_sections import ParallelConfig, RoleConfig
+from megappo.config.schema import TrainConfig
 from megappo.data.packing import PackedBatch
 from megappo.engine.base import Engine, LossFunction, PassResult, StepResult
 from megappo.engine.factory import EngineFactory, EngineSpec

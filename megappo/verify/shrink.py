@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megappo.config.layout_checks import roles_in_use
-from megappo.config.schema import CriticConfig, ParallelConfig, PolicyConfig, TrainableConfig, TrainConfig
+from megappo.config.role_sections import CriticConfig, ParallelConfig, PolicyConfig, TrainableConfig
+from megappo.config.schema import TrainConfig
 from megappo.models.hf_config import read_config
 from megappo.models.implementation import Implementation, choose_implementation
 from megappo.prepare.layouts import model_paths

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from math import lcm
 from typing import NamedTuple
 
-from megappo.config.schema import ParallelConfig
+from megappo.config.role_sections import ParallelConfig
 
 _AXES = ("tp", "cp", "pp", "ep", "etp")
 # Fewest layers with room for two kinds (sliding and full attention, dense and with experts).

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megappo.config.schema import ParallelConfig
+from megappo.config.role_sections import ParallelConfig
 from megappo.models.arch import ModelArch, check_cp, check_tp
 from megappo.models.classifier import is_classifier
 from megappo.models.families.registry import FAMILIES

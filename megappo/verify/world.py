@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 from megappo.config.layout_checks import trained_sections
-from megappo.config.schema import ModelConfig, TrainConfig
+from megappo.config.role_sections import ModelConfig
+from megappo.config.schema import TrainConfig
 from megappo.engine.build import MegatronEngines
 from megappo.engine.factory import EngineBackend, EngineFactory
 from megappo.models.implementation import choose_implementation

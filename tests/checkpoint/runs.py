@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megappo.checkpoint.store import CheckpointStore
-from megappo.config.schema import OffloadConfig, OptimizerConfig
+from megappo.config.role_sections import OffloadConfig, OptimizerConfig
 from megappo.data.packing import PackedBatch
 from megappo.engine.base import LossOutput
 from megappo.parallel.layout import ParallelLayout

@@ -12,7 +12,8 @@ from megappo.config.checks import check_config, check_run_dir, device_notes, pro
 from megappo.config.errors import ConfigError
 from megappo.config.layout_checks import parallel_problems
 from megappo.config.loading import explicit_keys
-from megappo.config.schema import ParallelConfig, RunConfig
+from megappo.config.role_sections import ParallelConfig
+from megappo.config.run_sections import RunConfig
 from megappo.parallel.layout import ParallelLayout
 
 from . import evaluation_cases

@@ -7,7 +7,8 @@ import torch.distributed as dist
 
 from megappo.algo.aggregation import token_weights
 from megappo.algo.alignment import first_token_mask
-from megappo.config.schema import AlgorithmConfig, CriticConfig, OffloadConfig, OptimizerConfig, PolicyConfig
+from megappo.config.role_sections import CriticConfig, OffloadConfig, OptimizerConfig, PolicyConfig
+from megappo.config.schema import AlgorithmConfig
 from megappo.data.packing import PackedBatch, pack
 
 STEPS = 2

@@ -22,7 +22,8 @@ import torch.distributed as dist
 import transformers
 from torch import Tensor
 
-from megappo.config.schema import CriticConfig, ModelConfig, OptimizerConfig, ParallelConfig, PolicyConfig, TimeoutsConfig
+from megappo.config.role_sections import CriticConfig, ModelConfig, OptimizerConfig, ParallelConfig, PolicyConfig
+from megappo.config.run_sections import TimeoutsConfig
 from megappo.data.packing import pack
 from megappo.engine.base import Engine, LossOutput, PassResult
 from megappo.engine.factory import EngineFactory, EngineSpec

@@ -156,7 +156,7 @@ def test_weights_that_others_wrote_are_the_ones_that_are_parked(step) -> None:
 
 def each_part_alone(rank: int, path: str) -> dict[str, Any]:
     """Results of updates with each part offloaded alone, and bytes of weights that rest then; fp32, bf16, both optimizers."""
-    from megappo.config.schema import OffloadConfig
+    from megappo.config.role_sections import OffloadConfig
     from megappo.parallel.groups import build_groups
     from megappo.platform import cpu
 

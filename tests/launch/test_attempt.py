@@ -9,7 +9,7 @@ import pytest
 from megappo.checkpoint.manifest import Manifest, write_manifest
 from megappo.config.checks import check_run_dir
 from megappo.config.errors import ConfigError
-from megappo.config.schema import RunConfig
+from megappo.config.run_sections import RunConfig
 from megappo.launch.attempt import REQUEUE, SKIPPED, begin, end, main
 from megappo.launch.exit_codes import MISTAKE, STOPPED, UNRECOVERABLE
 from megappo.launch.restart import NoProgress

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megappo.config.schema import RunConfig
+from megappo.config.run_sections import RunConfig
 from megappo.launch.node import rendezvous
 from megappo.launch.world import FIRST_PORT, NUM_PORTS, first_host, is_rank, join_srun, port_of, tasks_per_node, world_size
 

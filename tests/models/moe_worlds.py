@@ -214,7 +214,7 @@ def _gradient_pieces(engine) -> list[tuple]:
 
 
 def _engine(folder: Path, job: Job):
-    from megappo.config.schema import OptimizerConfig, PolicyConfig
+    from megappo.config.role_sections import OptimizerConfig, PolicyConfig
     from megappo.engine.build import build_trainable
     from megappo.engine.factory import EngineSpec
     from megappo.models.hf_config import read_arch

@@ -17,7 +17,8 @@ from safetensors.torch import save_file
 
 from megappo.bridge.plan import make_plan
 from megappo.bridge.vllm_layout import record_destination
-from megappo.config.schema import ParallelConfig, TrainConfig
+from megappo.config.role_sections import ParallelConfig
+from megappo.config.schema import TrainConfig
 from megappo.models.families.registry import FAMILIES
 from megappo.models.family import Family
 from megappo.models.hf_config import arch_of, read_arch

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megappo.config.schema import TimeoutsConfig
+from megappo.config.run_sections import TimeoutsConfig
 from tests.worlds import spawn_world
 
 START_S, PASS_S, LATE_S = 12.0, 2.0, 5.0

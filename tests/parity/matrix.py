@@ -216,7 +216,8 @@ def roles_of(case: Case) -> Iterator[dict[str, Any]]:
 
 def engines_in(roles: Mapping[str, Any], device: torch.device) -> Any:
     """Factory of Megatron engines in these groups (role -> its own), whatever the configuration says of layouts."""
-    from megappo.config.schema import ModelConfig, TimeoutsConfig
+    from megappo.config.role_sections import ModelConfig
+    from megappo.config.run_sections import TimeoutsConfig
     from megappo.engine.build import MegatronEngines
 
     class Placed(MegatronEngines):

@@ -16,7 +16,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from megappo.config.schema import RoleConfig
+from megappo.config.role_sections import RoleConfig
 from megappo.data.packing import pack
 from megappo.engine.build import build_frozen
 from megappo.engine.factory import EngineSpec

@@ -88,7 +88,8 @@ def role_of(
     """(policy or critic with an engine of random weights on all ranks of the world, its wrapped chunks)."""
     import torch.distributed as dist
 
-    from megappo.config.schema import AlgorithmConfig, OffloadConfig, OptimizerConfig
+    from megappo.config.role_sections import OffloadConfig, OptimizerConfig
+    from megappo.config.schema import AlgorithmConfig
     from megappo.engine.megatron import MegatronEngine
     from megappo.engine.megatron_optimizer import Optimizer, wrap_with_ddp
     from megappo.models.build import build_model

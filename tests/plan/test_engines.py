@@ -109,7 +109,7 @@ def measured():
 
 def allocated_bytes(axes, arch, dtype, value_head, distributed):
     """(parameters, weights, gradients, optimizer state) in bytes, the first as a number, of this rank after an update."""
-    from megappo.config.schema import OptimizerConfig
+    from megappo.config.role_sections import OptimizerConfig
     from megappo.engine.megatron_optimizer import Optimizer, wrap_with_ddp
     from megappo.models.build import build_model
     from megappo.parallel.groups import build_groups

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megappo.config.errors import ConfigError
-from megappo.config.schema import RewardConfig, RewardPart
+from megappo.config.reward_sections import RewardConfig, RewardPart
 from megappo.data.prompts import Prompt, PromptSet
 from megappo.prepare.answers import answer_notes
 

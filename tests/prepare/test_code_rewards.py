@@ -13,7 +13,7 @@ from megappo import cli
 from megappo.config.errors import ConfigError
 from megappo.config.loading import load_config
 from megappo.config.reward_checks import reward_problem
-from megappo.config.schema import RewardConfig
+from megappo.config.reward_sections import RewardConfig
 from megappo.data.prompts import Prompt, PromptSet
 from megappo.prepare import code_rewards
 from megappo.prepare.code_rewards import code_notes, require_isolation

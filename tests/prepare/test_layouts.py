@@ -8,7 +8,8 @@ import pytest
 from megappo.config.errors import ConfigError
 from megappo.config.layout_checks import parallel_problems
 from megappo.config.loading import load_config
-from megappo.config.schema import ParallelConfig, SftConfig
+from megappo.config.role_sections import ParallelConfig
+from megappo.config.schema import SftConfig
 from megappo.models.hf_config import arch_of
 from megappo.models.weight_map import local_shapes
 from megappo.parallel.layout import ParallelLayout, layout_of

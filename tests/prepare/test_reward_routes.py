@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megappo.config.errors import ConfigError
-from megappo.config.schema import RewardConfig
+from megappo.config.reward_sections import RewardConfig
 from megappo.data.prompts import Prompt, PromptSet
 from megappo.prepare.answers import answer_notes
 from megappo.prepare.reward_parts import check_requirements, load_parts

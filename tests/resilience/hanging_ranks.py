@@ -37,7 +37,7 @@ ALL = -1  # culprits
 
 def timeouts(fault: str) -> Any:
     """Limits of an exchange (meeting_s, on the host) that come before the watchdog's, or long after."""
-    from megappo.config.schema import TimeoutsConfig
+    from megappo.config.run_sections import TimeoutsConfig
 
     first = fault == "sleeping_in_a_pass"
     meeting_s, section_s = (HEARTBEAT_S, 300.0) if first else (300.0, 15.0 if fault == "healthy" else SECTION_S)

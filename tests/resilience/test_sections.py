@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megappo.config.schema import TimeoutsConfig
+from megappo.config.run_sections import TimeoutsConfig
 from megappo.resilience import sections
 from megappo.resilience.frames import Place, main_thread_place
 from megappo.resilience.ranks import name_ranks, ranks_by_value

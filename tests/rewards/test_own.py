@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megappo.config.errors import ConfigError
-from megappo.config.schema import RewardConfig, RewardPart
+from megappo.config.reward_sections import RewardConfig, RewardPart
 from megappo.data.prompts import Prompt, PromptSet
 from megappo.prepare.reward_parts import check_requirements, load_parts
 from megappo.rewards.base import PreparedPart, RewardError

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megappo.config.schema import RewardConfig
+from megappo.config.reward_sections import RewardConfig
 from megappo.prepare.reward_parts import load_parts
 from megappo.rewards.base import RewardError
 from megappo.rewards.scorer import Scorer

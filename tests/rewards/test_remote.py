@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from megappo.config.schema import RemoteConfig
+from megappo.config.reward_sections import RemoteConfig
 from megappo.rewards.base import RewardError, RewardInput
 from megappo.rewards.remote import RemotePart
 from megappo.rewards.server import Server

@@ -34,7 +34,7 @@ class Server(FaultyServer):
 
 def scored(rank: int, url: str, answers: list[str]) -> tuple[str, float, float]:
     """Score a response for each answer: (error or scores, seconds of it, moment of its end)."""
-    from megappo.config.schema import RemoteConfig, RewardConfig, RewardPart
+    from megappo.config.reward_sections import RemoteConfig, RewardConfig, RewardPart
     from megappo.data.prompts import Prompt
     from megappo.prepare.reward_parts import load_parts
     from megappo.rewards.base import RewardError

@@ -19,7 +19,7 @@ import pytest
 import torch
 import uvicorn
 
-from megappo.config.schema import RemoteConfig
+from megappo.config.reward_sections import RemoteConfig
 from megappo.rewards.base import RewardError, RewardInput
 from megappo.rewards.remote import RemotePart
 from megappo.rewards.server import Server

@@ -17,7 +17,8 @@ from ..engine.runs import recorded_batch
 
 def make_policy(path: str, layout: ParallelLayout, device: torch.device = torch.device("cpu")) -> Any:
     """A policy at temperature 1 in a layout of the world; one step moves its weights by about 1e-2."""
-    from megappo.config.schema import AlgorithmConfig, OptimizerConfig, PolicyConfig
+    from megappo.config.role_sections import OptimizerConfig, PolicyConfig
+    from megappo.config.schema import AlgorithmConfig
     from megappo.engine.build import build_trainable
     from megappo.engine.factory import EngineSpec
     from megappo.parallel.groups import build_groups

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from megappo.config.schema import RolloutConfig, TimeoutsConfig
+from megappo.config.run_sections import TimeoutsConfig
+from megappo.config.schema import RolloutConfig
 from megappo.parallel.meeting import RankIsLate
 from megappo.rollout import vllm_engine
 from megappo.rollout.build import build_rollout

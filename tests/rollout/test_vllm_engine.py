@@ -23,7 +23,7 @@ import torch.distributed as dist
 import transformers
 
 from megappo.bridge.vllm_reload import reload_api
-from megappo.config.schema import TimeoutsConfig
+from megappo.config.run_sections import TimeoutsConfig
 from megappo.models.hf_config import read_arch
 from megappo.models.weight_map import hf_tensors
 from megappo.ops.logprob import linear_logprob

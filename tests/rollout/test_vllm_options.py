@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from megappo.config.schema import RolloutConfig, TimeoutsConfig
+from megappo.config.run_sections import TimeoutsConfig
+from megappo.config.schema import RolloutConfig
 from megappo.rollout.vllm_options import see_each_other, vllm_environment, vllm_options
 from megappo.rollout.vllm_process import require_vllm
 

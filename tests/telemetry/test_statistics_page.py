@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from megappo.config.schema import TelemetryConfig
+from megappo.config.run_sections import TelemetryConfig
 from megappo.telemetry.memory import DevicePeak, HostPeak
 from megappo.telemetry.metrics import MODEL_STAGES, STAGES, Metric
 from megappo.trainer.step_work import RoleModel, peak_note, peak_tflops

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megappo.config.redaction import redacted_values
-from megappo.config.schema import TelemetryConfig
+from megappo.config.run_sections import TelemetryConfig
 from megappo.telemetry.metrics import Distribution
 from megappo.telemetry.trackers import available
 from megappo.telemetry.trackers.available import tracker_problem

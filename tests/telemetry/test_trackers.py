@@ -21,7 +21,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megappo.config.redaction import redacted_values
-from megappo.config.schema import TelemetryConfig
+from megappo.config.run_sections import TelemetryConfig
 from megappo.telemetry.metrics import Metric
 from megappo.telemetry.runlog import RunLog
 from megappo.telemetry.trackers import process

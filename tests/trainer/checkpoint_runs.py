@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from megappo.checkpoint import store
 from megappo.checkpoint.store import SaveFailed
-from megappo.config.schema import CheckpointConfig, TimeoutsConfig
+from megappo.config.run_sections import CheckpointConfig, TimeoutsConfig
 from megappo.engine.megatron import MegatronEngine
 from megappo.resilience.ended import read_end
 from megappo.resilience.faults import Unrecoverable

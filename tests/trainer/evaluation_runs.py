@@ -14,7 +14,7 @@ import yaml
 
 from megappo.checkpoint.store import SaveFailed
 from megappo.config.loading import load_config
-from megappo.config.schema import CheckpointConfig, TimeoutsConfig
+from megappo.config.run_sections import CheckpointConfig, TimeoutsConfig
 from megappo.prepare.evaluate import plan_evaluation
 from megappo.resilience.sections import AwakeClock, Sections
 from megappo.resilience.signals import StopRequest

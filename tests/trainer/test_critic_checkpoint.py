@@ -46,7 +46,7 @@ def runs_and_weights(rank: int, folder: str) -> dict[str, Weights]:
 
 def weights_of(place: Path, run: str, role: str, step: str) -> Weights:
     from megappo.checkpoint.store import CheckpointStore
-    from megappo.config.schema import RoleConfig
+    from megappo.config.role_sections import RoleConfig
     from megappo.engine.build import build_frozen
     from megappo.engine.factory import EngineSpec
     from megappo.models.hf_config import read_arch

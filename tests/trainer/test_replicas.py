@@ -114,7 +114,7 @@ def test_an_engine_of_one_rank_has_no_copies(tmp_path) -> None:
 
 
 def toy(rank: int, path: str) -> int:
-    from megappo.config.schema import PolicyConfig
+    from megappo.config.role_sections import PolicyConfig
     from megappo.engine.factory import EngineSpec
     from megappo.models.hf_config import read_arch
     from megappo.trainer.replicas import ReplicaCheck, Replicas

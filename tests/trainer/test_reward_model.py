@@ -72,7 +72,7 @@ def folder(tmp_path_factory) -> Path:
 
 def scorer_of(section: Mapping[str, Any], folder: Path, model: str) -> tuple[Any, Any]:
     """(scorer as in a run, factory of its engine)"""
-    from megappo.config.schema import TimeoutsConfig
+    from megappo.config.run_sections import TimeoutsConfig
     from megappo.data.prompts import PromptSet
     from megappo.engine.build import MegatronEngines
     from megappo.platform.device import select_device, start_distributed

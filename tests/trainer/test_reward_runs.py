@@ -88,7 +88,7 @@ def mean(values: Any) -> float:
 
 
 def test_a_limit_of_time_is_a_fact_of_the_reward_and_workers_are_not() -> None:
-    from megappo.config.schema import RewardPart
+    from megappo.config.reward_sections import RewardPart
     from megappo.trainer.run_facts import _part_facts
 
     def facts(**keys: Any) -> dict[str, Any]:

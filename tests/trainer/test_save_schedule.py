@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megappo.config.schema import CheckpointConfig
+from megappo.config.run_sections import CheckpointConfig
 from megappo.trainer.save_schedule import RETRY_S, SaveSchedule
 
 MTBF_HOURS = 20.0

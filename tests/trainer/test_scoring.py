@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megappo.config.schema import TimeoutsConfig
+from megappo.config.run_sections import TimeoutsConfig
 from megappo.resilience.sections import AwakeClock, Sections
 from megappo.trainer.scoring import FIRST_NOTE_S, NOTE_EVERY_S, ScoringProgress
 from tests.worlds import spawn_world

@@ -122,7 +122,8 @@ def four_roles(rank: int, folder: Path) -> list[str]:
     from unittest import mock
 
     from megappo.config import dead_keys
-    from megappo.config.schema import ReferenceConfig, TrainConfig
+    from megappo.config.role_sections import ReferenceConfig
+    from megappo.config.schema import TrainConfig
     from megappo.data.packing import pack
     from megappo.plan.estimate import work_out
     from megappo.plan.phases import phases

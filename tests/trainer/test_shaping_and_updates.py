@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megappo.config.schema import AlgorithmConfig, KLConfig, RewardConfig, RewardPart
+from megappo.config.reward_sections import RewardConfig, RewardPart
+from megappo.config.schema import AlgorithmConfig, KLConfig
 from megappo.data.packing import PackedBatch, cu_seqlens_of
 from megappo.data.prompts import Prompt
 from megappo.engine.base import PassResult, StepResult

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megappo.config.schema import TelemetryConfig
+from megappo.config.run_sections import TelemetryConfig
 from megappo.data.packing import PackedBatch, cu_seqlens_of
 from megappo.engine.base import PassResult, StepResult
 from megappo.models.flops import forward_flops, generation_flops

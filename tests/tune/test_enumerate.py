@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megappo.config.errors import ConfigError
-from megappo.config.schema import ParallelConfig, TrainConfig
+from megappo.config.role_sections import ParallelConfig
+from megappo.config.schema import TrainConfig
 from megappo.models.arch import ModelArch, MoeArch, Rope
 from megappo.prepare.layouts import check_layouts
 from megappo.tune.enumerate import layouts, nearly_even, recompute_choices, rollout_sizes, token_budgets

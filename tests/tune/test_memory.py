@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megappo.config.loading import load_config
-from megappo.config.schema import ParallelConfig
+from megappo.config.role_sections import ParallelConfig
 from megappo.parallel.layout import ParallelLayout
 from megappo.plan.estimate import check_rollout_start, sequences_at_once, work_out
 from megappo.plan.memory import GIB, RolloutMemory

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from megappo.config.schema import ParallelConfig
+from megappo.config.role_sections import ParallelConfig
 from megappo.platform.hardware import Hardware, load_hardware
 from megappo.tune.enumerate import divisors, token_budgets
 from tests.tune.test_known_layouts import GPT, GPT_LENGTH, GPT_RUNS, gpt, training

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from megappo.config.layout_checks import parallel_problems, roles_in_use
-from megappo.config.schema import ParallelConfig, TrainConfig
+from megappo.config.role_sections import ParallelConfig
+from megappo.config.schema import TrainConfig
 from megappo.models.arch import ModelArch
 from megappo.models.hf_config import read_arch
 from megappo.models.hf_import import CheckpointReader

@@ -9,7 +9,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from megappo.config.errors import problem
-from megappo.config.schema import TelemetryConfig
+from megappo.config.run_sections import TelemetryConfig
 from megappo.installed import missing_package
 from megappo.telemetry.trackers.mlflow_run import URI
 

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megappo.config.schema import TelemetryConfig
+from megappo.config.run_sections import TelemetryConfig
 from megappo.telemetry.side_work import SideWork
 from megappo.telemetry.trackers.base import Histogram, Status, Tracker
 from megappo.telemetry.trackers.helper import HelperTracker, TrackerError

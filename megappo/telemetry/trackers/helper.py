@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megappo.config.schema import TelemetryConfig
+from megappo.config.run_sections import TelemetryConfig
 from megappo.resilience.helpers import deaf_to_stop
 from megappo.telemetry.trackers.base import Histogram, Status
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from megappo.config.schema import TelemetryConfig
+from megappo.config.run_sections import TelemetryConfig
 from megappo.telemetry.trackers.base import TEXT_COLUMNS, Histogram, Status, texts_of
 from megappo.telemetry.trackers.state import TrackedRun
 

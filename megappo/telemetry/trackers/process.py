@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megappo.config.redaction import hide_secrets
-from megappo.config.schema import TelemetryConfig
+from megappo.config.run_sections import TelemetryConfig
 from megappo.telemetry.trackers.base import Histogram, Status, Tracker
 from megappo.telemetry.trackers.mlflow_run import Mlflow
 from megappo.telemetry.trackers.wandb_run import Wandb

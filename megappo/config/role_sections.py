@@ -1,0 +1,150 @@
+"""Keys of the roles: models, layouts, optimizers, offload. The text under a field is its documentation (`schema.py`)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from megappo.config.paths import ModelPath, PathText
+from megappo.config.section import Decay, Fraction, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Section
+
+
+class ParallelConfig(Section):
+    tp: Positive = 1
+    """Tensor-parallel size: every weight matrix is cut over this many ranks."""
+    pp: Positive = 1
+    """Pipeline-parallel size: the layers are cut into this many stages (1F1B schedule)."""
+    vpp: Positive = 1
+    """Model chunks of each pipeline stage (interleaved 1F1B: a smaller bubble for more communication). Needs pp > 1. The
+    number of micro-batches is raised to a multiple of pp; with fewer sequences than that, some are empty."""
+    cp: Positive = 1
+    """Context-parallel size: the tokens of every sequence are cut over this many ranks, in zig-zag order. Sequences are padded
+    to a multiple of 2 * cp tokens inside the model."""
+    ep: Positive = 1
+    """Expert-parallel size: the experts of a layer are distributed over this many of the tp * cp * dp ranks of a stage."""
+    etp: Positive = 1
+    """Tensor-parallel size of each expert; independent of tp (Megatron-core's own default is tp)."""
+    sequence_parallel: bool = False
+    """Shard the activations outside the matrix products over the tp ranks as well. Needs tp > 1; models with experts
+    need it then."""
+    layers_per_stage: tuple[Positive, ...] = ()
+    """Layers of each of the pp * vpp (virtual) stages in the order of the model: chunk 0 of every stage, then chunk 1. Empty
+    means an even split."""
+
+
+class OptimizerConfig(Section):
+    lr: PositiveFloat = 1e-6
+    """Peak learning rate of AdamW."""
+    beta1: Decay = 0.9
+    """AdamW's decay of the first moment."""
+    beta2: Decay = 0.95
+    """AdamW's decay of the second moment."""
+    eps: PositiveFloat = 1e-8
+    """AdamW's epsilon, added to the root of the second moment."""
+    weight_decay: NonNegativeFloat = 0.0
+    """Decoupled weight decay, applied to matrices only (never to norms and biases)."""
+    clip_grad: NonNegativeFloat = 1.0
+    """Global gradient norm above which gradients are scaled down; 0 turns clipping off."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape after the warm-up; linear and cosine reach `lr * min_lr_ratio` at the last optimizer step of the run."""
+    warmup_steps: NonNegative = 0
+    """Optimizer steps of linear warm-up from 0."""
+    min_lr_ratio: Fraction = 0.0
+    """Final learning rate as a share of `lr` (linear and cosine)."""
+    distributed: bool = True
+    """Shard fp32 main parameters and moments over data-parallel ranks (Megatron-core's distributed optimizer, ZeRO-1)."""
+
+
+class OffloadConfig(Section):
+    parameters: bool = False
+    """Keep weights in host memory while another role works."""
+    gradients: bool = False
+    """Free the gradient buffers while another role works."""
+    optimizer: bool = False
+    """Keep fp32 main parameters and moments in host memory from the end of a role's updates to the first optimizer step of its
+    next ones; between these steps they stay on the GPU."""
+
+
+class RoleConfig(Section):
+    dtype: Literal["bf16", "fp32"] = "bf16"
+    """Type of weights and activations. With bf16, main parameters and gradient sums stay fp32."""
+    parallel: ParallelConfig = ParallelConfig()
+    """Layout of the role over the ranks; what tp, cp and pp leave is data parallel."""
+    micro_batch_tokens: Positive = 16384
+    """Token budget of one packed micro-batch of a data-parallel rank (its cp ranks share it); a longer sequence gets a
+    micro-batch of its own."""
+
+
+class TrainableConfig(RoleConfig):
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """AdamW and its schedule."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Recompute activations in the backward pass: selective = core attention, full = every layer."""
+    router_aux_coef: NonNegativeFloat = 0.0
+    """Weight of the routers' balancing loss, per sequence (DeepSeek-V3, arXiv:2412.19437, eq. 17-20); 0 leaves it out.
+    For models with experts."""
+    offload: OffloadConfig = OffloadConfig()
+    """State to move off the GPU while another role works."""
+
+
+class PolicyConfig(TrainableConfig):
+    model: ModelPath
+    """Directory of a Hugging Face checkpoint (config.json and safetensors), or its name on the hub (`owner/name`, or
+    `owner/name@revision`), which is downloaded once."""
+    logits_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Rounding of the logits behind the log-probs of policy and reference: fp32 does not round; bf16 rounds as a sampler in bf16
+    does (docs/agreement.md)."""
+
+
+class CriticConfig(TrainableConfig):
+    model: ModelPath | None = None
+    """Checkpoint that initialises the critic; null means `policy.model`. A reward or critic checkpoint may carry its head."""
+    value_head: Literal["zero", "normal", "checkpoint"] = "zero"
+    """Initial value head: zeros, normal(0, 1/(hidden+1)), or read from `model` (`score.weight` or `v_head.weight`)."""
+    checkpoint: PathText | None = None
+    """megappo run (`runs/NAME`: its newest checkpoint) or checkpoint (`runs/NAME/checkpoints/step-N`) whose weights initialise
+    the critic instead of those of `model`; the layouts may differ. `model` still names the architecture. A resumed run takes
+    its own weights."""
+    checkpoint_role: Literal["critic", "policy"] = "critic"
+    """Role of `checkpoint` to load: the critic with its value head, or the policy, under a new head (`value_head`)."""
+    warmup_steps: NonNegative = 0
+    """PPO steps at the start that train only the critic."""
+
+
+class FrozenOffloadConfig(Section):
+    parameters: bool = False
+    """Keep weights in host memory while another role works."""
+
+
+class ModelConfig(Section):
+    """Implementation of the layers of all roles."""
+
+    impl: Literal["auto", "transformer_engine", "local"] = "auto"
+    """TransformerEngine's layers, or Megatron-core's own (local) with torch attention; auto takes TransformerEngine on a GPU if it
+    is installed."""
+
+
+class FrozenConfig(RoleConfig):
+    offload: FrozenOffloadConfig = FrozenOffloadConfig()
+    """State to move off the GPU while another role works."""
+
+
+class ReferenceConfig(FrozenConfig):
+    model: ModelPath | None = None
+    """Checkpoint of the reference model; null means `policy.model`."""
+
+
+class RewardModelConfig(FrozenConfig):
+    model: ModelPath | None = None
+    """Sequence classifier with one label (`LlamaForSequenceClassification` and its like): a directory or a name on the hub; null:
+    no reward model. It scores if a part of `reward.parts` is `{model: reward_model}`."""
+    tokenizer: ModelPath | None = None
+    """Its Hugging Face tokenizer, a directory or a name on the hub, or a SentencePiece .model file; null means `model`."""
+    chat_template: bool = True
+    """Show it the prompt's messages and the response as the assistant's by the chat template of its own tokenizer; false: the text
+    of the prompt, and the response behind it."""
+    center: float = 0.0
+    """Subtracted from the model's number, for example its mean over the responses of the first policy."""
+    scale: PositiveFloat = 1.0
+    """Divides the centred number, for example its standard deviation over the same responses."""
+    clip: PositiveFloat | None = None
+    """Bound of the scaled number, on both sides; null turns it off."""
