@@ -118,9 +118,9 @@ BAD = {
     ),
     "pickled weights": (pickled, ["policy.model={}/other"], ["policy.model", "pytorch_model.bin", "save_pretrained"]),
     "quantised weights": (
-        checkpoint(quantization_config={"quant_method": "fp8"}),
+        checkpoint(quantization_config={"quant_method": "awq"}),
         ["policy.model={}/other"],
-        ["policy.model", "quantised (fp8)", "bf16, fp16 or fp32"],
+        ["policy.model", "quantised (awq)", "bf16, fp16, fp32 or fp8"],
     ),
     "critic of another vocabulary": (checkpoint(vocab_size=32), ["critic.model={}/other"], ["critic.model", "32 tokens", "64"]),
     "head that no checkpoint holds": (nothing, ["critic.value_head=checkpoint"], ["critic.value_head", "needs critic.model"]),

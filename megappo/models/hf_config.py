@@ -14,6 +14,7 @@ from typing import Any
 from megappo.models.arch import ModelArch, MoeArch, Rope
 from megappo.models.families.registry import FAMILIES, family_of, wrapped_families
 from megappo.models.family import Family, Window
+from megappo.models.fp8 import read_fp8
 
 # `auto_map` names Python files beside the checkpoint, the other key a repository of kernels (CVE-2026-4372, which transformers
 # before 5.3 follows even if remote code is off). vLLM reads the same file: it is refused before any library sees it.
@@ -46,12 +47,15 @@ def read_config(path: str | Path) -> dict[str, Any]:
 
 
 def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The language model's part of a config, as a stand-alone text-only config (identity for text-only checkpoints)."""
+    """The language model's part of a config, as a stand-alone text-only config.
+
+    Without quantization_config: the weights that are trained, sampled from and exported are dequantised.
+    """
     architecture = _architecture(config)
     families = {family.name: family for family in wrapped_families().get(architecture, [])}
     if not families:
-        return dict(config)
-    text = dict(config.get("text_config") or {})
+        return {key: value for key, value in config.items() if key != "quantization_config"}
+    text = {key: value for key, value in (config.get("text_config") or {}).items() if key != "quantization_config"}
     (default,) = {family.composite.model_type for family in families.values() if family.composite is not None}
     name = text.get("model_type", default)
     if name not in families:
@@ -59,8 +63,6 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     text["architectures"] = [families[name].architecture()]
     # True: transformers' default for every config class that has none of its own.
     text.setdefault("tie_word_embeddings", config.get("tie_word_embeddings", True))
-    if "quantization_config" in config:  # a wrapper has it at its top level
-        text["quantization_config"] = config["quantization_config"]
     for key in ("dtype", "torch_dtype", "transformers_version", "bos_token_id", "eos_token_id", "pad_token_id"):
         if key in config:
             text.setdefault(key, config[key])
@@ -87,6 +89,7 @@ def arch_of(config: Mapping[str, Any]) -> ModelArch:
     if key := _code_key(config):
         fix = "use a built-in architecture, and remove the key if this is one"
         raise ValueError(f"config.json has {key} (remote code), which is never run; {fix}")
+    read_fp8(config)
     text = text_config(config)
     family = family_of(_architecture(text))
     values = _Values(text, family)
@@ -177,9 +180,6 @@ class _Values:
 
 
 def _refuse_unimplemented(values: _Values) -> None:
-    if quantization := values.get("quantization_config"):
-        method = quantization.get("quant_method", "unknown")
-        raise ValueError(f"the checkpoint is quantised ({method}); training needs its bf16, fp16 or fp32 version")
     activation = values.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise ValueError(f"hidden_act {activation!r} is not supported; only silu is")

@@ -12,8 +12,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from safetensors import SafetensorError, safe_open
 
+from megappo.models.fp8 import FP8, SCALE_SUFFIX, Dequantised, read_fp8
+from megappo.models.hf_config import read_config
+
 if TYPE_CHECKING:  # a configuration is refused without loading torch
     from torch import Tensor
+
+_PLAIN_DTYPES = ("F64", "F32", "BF16", "F16")
 
 
 class LazySlice(Protocol):
@@ -37,10 +42,32 @@ class CheckpointReader:
         return next((spelling for spelling in _spellings(name) if spelling in self._files), None)
 
     def slice(self, name: str, shape: Iterable[int]) -> tuple[LazySlice, str]:
-        """Lazy slice of a tensor, and its file and name for messages. ValueError if it is missing or has another shape."""
+        """Lazy slice of a tensor, dequantised if it is fp8, and its file and name for messages.
+
+        ValueError if it or its scale is missing, or has another shape or a dtype that holds no weights.
+        """
         spelling = self.find(name)
         if spelling is None:
             raise ValueError(f"{self.path}: tensor {name} is missing ({len(self._files)} tensors in the checkpoint)")
+        found, where = self._stored(spelling)
+        if list(found.get_shape()) != list(shape):
+            raise ValueError(f"{where} has shape {list(found.get_shape())}, config.json asks for {list(shape)}")
+        scale, dtype = spelling + SCALE_SUFFIX, found.get_dtype()
+        if dtype in _PLAIN_DTYPES:
+            if scale in self._files:
+                raise ValueError(f"{where} is {dtype}, but {scale} scales it; only {FP8} tensors have scales")
+            return found, where
+        if dtype != FP8:
+            raise ValueError(f"{where} is {dtype}; weights are read from {', '.join(_PLAIN_DTYPES)} and {FP8}")
+        fp8 = read_fp8(read_config(self.path))
+        if fp8 is None:
+            raise ValueError(f"{where} is {dtype}, but config.json has no quantization_config that says how it is scaled")
+        if scale not in self._files:
+            raise ValueError(f"{where} is {dtype}, but its scale {scale} is missing; the download may be incomplete")
+        return Dequantised(found, *self._stored(scale), fp8), where
+
+    def _stored(self, spelling: str) -> tuple[Any, str]:
+        """safetensors' own slice of a tensor by its name in this checkpoint, and where it is."""
         file = self._files[spelling]
         where = f"{self.path / file}: tensor {spelling}"
         if file not in self._open:
@@ -52,8 +79,6 @@ class CheckpointReader:
             found = self._open[file].get_slice(spelling)
         except SafetensorError:
             raise ValueError(f"{where} is named by the index but not in the file") from None
-        if list(found.get_shape()) != list(shape):
-            raise ValueError(f"{where} has shape {list(found.get_shape())}, config.json asks for {list(shape)}")
         return found, where
 
 

@@ -103,12 +103,15 @@ def see_each_other(tp: int, places: Sequence[tuple[str, int | None]]) -> bool:
 
 
 def _model_config(model: str) -> Callable[[Any], Any]:
-    """Override of config.json for vLLM: of a multimodal checkpoint only the language model, which is trained."""
+    """Override of config.json for vLLM: of a multimodal checkpoint only the language model, which is trained, in the policy's
+    dtype: vLLM would build fp8 layers for a checkpoint in fp8."""
     text = text_config(read_config(model))
     rope = arch_of(text).rope
 
     def override(config: Any) -> Any:
         config = getattr(config, "text_config", config)
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config
         config.architectures = text["architectures"]
         config.tie_word_embeddings = text.get("tie_word_embeddings", False)
         if rope.llama_4_scaling is not None:

@@ -1,6 +1,8 @@
 """A config.json, and the tables of the world tests of models/. A layout is (tp, pp, sequence_parallel); jobs are (case, layout,
 critic, recompute)."""
 
+import torch
+
 from megappo.parallel.layout import ParallelLayout
 
 # Keys of a small llama's config.json; 131 is prime, so that every tp pads the vocabulary.
@@ -37,6 +39,14 @@ BF16_CASES = ["llama", "qwen3", "ministral3_tied"]
 # Everything at once, on 4 ranks.
 DENSE_LAYOUT = (2, 2, True)
 DENSE_JOBS = [(case, DENSE_LAYOUT, critic, "full") for case in ("qwen2_tied", "qwen3") for critic in (False, True)]
+
+
+# name -> (case of checkpoints.py, block, dtype of the scales). tp 2 cuts blocks of 32; those of (20, 28) end beyond the edges.
+FP8_CASES: dict[str, tuple[str, tuple[int, int] | None, torch.dtype]] = {
+    "ministral fp8": ("mistral3", None, torch.bfloat16),
+    "llama fp8 blocks": ("llama", (32, 32), torch.float32),
+    "qwen3 fp8 ragged": ("qwen3", (20, 28), torch.float32),
+}
 
 
 def place(tp: int, pp: int, tp_rank: int, stage: int) -> tuple[ParallelLayout, int]:

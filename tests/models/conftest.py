@@ -10,6 +10,7 @@ from tests.models.cases import (
     DENSE_JOBS,
     DENSE_LAYOUT,
     EXPORT_LAYOUTS,
+    FP8_CASES,
     GRADIENT_JOBS,
     LEARNING_RATE,
     LOGIT_LAYOUTS,
@@ -18,6 +19,7 @@ from tests.models.cases import (
     SHAPE_LAYOUTS,
 )
 from tests.models.checkpoints import CASES, COMPOSITE, example_sequences, reference_logits, write_checkpoint
+from tests.models.fp8_checkpoints import quantise_checkpoint
 from tests.worlds import spawn_world
 
 
@@ -29,6 +31,9 @@ def checkpoints(tmp_path_factory):
         torch.save(reference_logits(write_checkpoint(folder / case, case)), folder / f"{case}.pt")
         (folder / case / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
         (folder / case / "modeling_custom.py").write_text("raise RuntimeError")
+    for name, (case, block, dtype) in FP8_CASES.items():
+        write_checkpoint(folder / name, case)
+        torch.save(quantise_checkpoint(folder / name, block, dtype), folder / f"{name}.pt")
     write_checkpoint(folder / "reward", "qwen2_tied", head="SequenceClassification", num_labels=1)
     total = sum(len(s) for s in example_sequences())
     torch.save(torch.randn(total, 131, generator=torch.Generator().manual_seed(5)), folder / "weight.pt")
@@ -65,6 +70,7 @@ def four_ranks(checkpoints):
     jobs += [(COMPOSITE, f"{COMPOSITE}.out2", EXPORT_LAYOUTS[2], False, "zero", 1 << 30)]
     jobs += [("reward", f"reward.out{i}", layout, True, "checkpoint", 60_000) for i, layout in enumerate(EXPORT_LAYOUTS)]
     jobs += [("llama", f"normal.out{i}", layout, True, "normal", 1 << 30) for i, layout in enumerate(EXPORT_LAYOUTS)]
+    jobs += [(name, f"{name}.out", EXPORT_LAYOUTS[2], False, "zero", 1 << 30) for name in FP8_CASES]
     return spawn_world(
         worlds.run_all,
         4,
