@@ -10,7 +10,8 @@ from megappo.config.dump import dump_yaml
 from megappo.config.loading import explicit_keys, load_config
 from megappo.config.schema import SftConfig, TrainConfig
 
-RECIPES = sorted((Path(__file__).parents[2] / "configs").rglob("*.yaml"))
+CONFIGS = Path(__file__).parents[2] / "configs"
+RECIPES = sorted(path for path in CONFIGS.rglob("*.yaml") if path.parent != CONFIGS / "gates")
 WORLDS = (1, 2, 4, 8, 16, 32, 64)
 
 

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
+from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
 LARGEST = 448.0  # of float8_e4m3fn
 
@@ -53,3 +57,15 @@ def quantise_checkpoint(folder: Path, block: Block, scale_dtype: torch.dtype = t
     }
     (folder / "config.json").write_text(json.dumps(config))
     return meant
+
+
+def transformers_model(kind: Any, folder: Path, **arguments: Any) -> torch.nn.Module:
+    """transformers' model of class `kind`, dequantised by transformers if the checkpoint is in fp8."""
+    settings = json.loads((folder / "config.json").read_text()).get("quantization_config")
+    if settings is None:
+        return kind.from_pretrained(folder, **arguments)
+    block = settings["weight_block_size"]
+    arguments["quantization_config"] = transformers.FineGrainedFP8Config(weight_block_size=block, dequantize=True)
+    # It asks for accelerate, which dequantising does not use.
+    with mock.patch.object(FineGrainedFP8HfQuantizer, "validate_environment"):
+        return kind.from_pretrained(folder, **arguments)

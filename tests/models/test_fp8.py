@@ -17,7 +17,7 @@ from megappo.models.weight_map import hf_tensors, megatron_pieces
 
 from .cases import FP8_CASES, LLAMA, place
 from .checkpoints import COMPOSITE, write_checkpoint
-from .fp8_checkpoints import quantise_checkpoint
+from .fp8_checkpoints import quantise_checkpoint, transformers_model
 
 UP = "model.layers.1.mlp.up_proj.weight"
 
@@ -68,17 +68,12 @@ def test_the_comparison_sees_scales_that_are_ignored_or_transposed(change, tmp_p
 
 
 @pytest.mark.parametrize("case", ["llama fp8 blocks", "ministral fp8"])
-def test_transformers_dequantises_to_the_same_weights(case, tmp_path, monkeypatch):
-    from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
-
-    # It asks for accelerate, which dequantising does not use.
-    monkeypatch.setattr(FineGrainedFP8HfQuantizer, "validate_environment", lambda self, *args, **kwargs: None)
+def test_transformers_dequantises_to_the_same_weights(case, tmp_path):
     stem, block, dtype = FP8_CASES[case]
     write_checkpoint(tmp_path, stem)
     quantise_checkpoint(tmp_path, block, dtype)
     kind = transformers.Mistral3ForConditionalGeneration if stem == COMPOSITE else transformers.AutoModelForCausalLM
-    settings = transformers.FineGrainedFP8Config(weight_block_size=block, dequantize=True)
-    model = kind.from_pretrained(tmp_path, dtype=torch.float32, quantization_config=settings)
+    model = transformers_model(kind, tmp_path, dtype=torch.float32)
     theirs = {name.replace("model.language_model.", "model."): tensor for name, tensor in model.state_dict().items()}
     pairs = list(cut(tmp_path, theirs))
     assert pairs and all(torch.equal(found, expected) for found, expected in pairs)

@@ -15,6 +15,8 @@ from megappo.config.schema import RolloutConfig
 from megappo.rollout.vllm_options import see_each_other, vllm_environment, vllm_options
 from megappo.rollout.vllm_process import require_vllm
 
+from ..models.checkpoints import write_checkpoint as write_random
+from ..models.fp8_checkpoints import quantise_checkpoint
 from ..plan.checkpoints import write_checkpoint
 
 SYMMETRIC = "VLLM_ALLREDUCE_USE_SYMM_MEM"
@@ -109,3 +111,16 @@ def test_a_vllm_that_would_take_over_the_process_is_refused(monkeypatch):
         require_vllm()
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "0")
     require_vllm()
+
+
+def test_vllm_builds_no_fp8_layers_for_a_release_in_fp8(tmp_path):
+    """vLLM itself reads the options. Without the override it would quantise: the negative control."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    write_random(tmp_path, "llama")
+    quantise_checkpoint(tmp_path, (32, 32))
+    settings = dict(dtype=torch.float32, max_model_len=96, seed=3, device_type="cpu", executor="uni")
+    told = vllm_options(RolloutConfig(), str(tmp_path), **settings)
+    assert EngineArgs(**told).create_model_config().quantization is None
+    told.pop("hf_overrides")
+    assert EngineArgs(**told).create_model_config().quantization == "fp8"

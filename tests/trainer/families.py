@@ -9,9 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ..data.tokenizer_files import TEMPLATE, write_hf_tokenizer
 from ..gsm8k_files import DIRECTORY, gsm8k
 from ..models.checkpoints import COMPOSITE, write_checkpoint
+from ..models.fp8_checkpoints import quantise_checkpoint
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 VOCAB = 1201  # odd, so that tp 2 pads it
@@ -48,13 +51,15 @@ _MINISTRAL_ROPE = {
 
 @dataclass(frozen=True)
 class Family:
-    """recipe: file in configs/. case, changes: see tests/models/checkpoints.py. layout: overrides for a world of two ranks."""
+    """recipe: file in configs/. case, changes: see tests/models/checkpoints.py. layout: overrides for a world of two ranks.
+    fp8: the checkpoint is quantised, as the release is."""
 
     recipe: str
     case: str
     changes: dict[str, Any]
     template: str
     layout: tuple[str, ...]
+    fp8: bool = False
 
 
 FAMILIES: dict[str, Family] = {
@@ -70,7 +75,7 @@ FAMILIES: dict[str, Family] = {
         "qwen2_tied",
         dict(hidden_size=128),
         TEMPLATE,
-        ("critic.parallel.tp=2", "rollout.tp=2"),
+        ("critic.parallel.tp=2", "rollout.tp=2", "rollout.samples_per_prompt=1"),
     ),
     "deepseek: policy pp 2, critic tp 2 sp, rollout tp 2": Family(
         "gsm8k_deepseek_7b_chat",
@@ -104,7 +109,8 @@ FAMILIES: dict[str, Family] = {
         COMPOSITE,
         dict(head_dim=32, rope_parameters=_MINISTRAL_ROPE),
         MISTRAL,
-        ("critic.parallel.tp=1", "critic.parallel.sequence_parallel=false"),
+        ("policy.parallel.tp=2", "policy.parallel.sequence_parallel=true", "reference.parallel.tp=2"),
+        fp8=True,
     ),
     # Families without a recipe of their own, in the recipes of their nearest relatives.
     "qwen 3: policy dp 2, critic pp 2": Family(
@@ -127,6 +133,8 @@ FAMILIES: dict[str, Family] = {
 def write_family(folder: Path, family: Family) -> Path:
     """Checkpoint and tokenizer of one family."""
     write_checkpoint(folder, family.case, vocab_size=VOCAB, **family.changes)
+    if family.fp8:
+        quantise_checkpoint(folder, None, torch.bfloat16)
     questions = [record["question"] for record in gsm8k("train")[:1000]]
     return write_hf_tokenizer(folder, questions, VOCAB - 9, chat_template=family.template)
 

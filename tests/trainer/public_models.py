@@ -92,6 +92,13 @@ MINISTRAL_3B: dict[str, Any] = {
     "architectures": ["Mistral3ForConditionalGeneration"],
     "model_type": "mistral3",
     "tie_word_embeddings": True,
+    "quantization_config": {
+        "quant_method": "fp8",
+        "activation_scheme": "static",
+        "weight_block_size": None,
+        "dequantize": False,
+        "modules_to_not_convert": ["model.vision_tower", "model.multi_modal_projector", "lm_head"],
+    },
     "vision_config": {"model_type": "pixtral", "hidden_size": 1024, "num_hidden_layers": 24},
     "text_config": {
         "model_type": "ministral3",
@@ -116,11 +123,11 @@ MINISTRAL_3B: dict[str, Any] = {
 # 116,398,080 (query and output 3,072 x 4,096 each, key and value 3,072 x 1,024 each, MLP 3 x 3,072 x 9,216, two norms), norm.
 PUBLIC: dict[str, tuple[dict[str, Any], int, int]] = {
     "gsm8k_qwen2.5_0.5b": (QWEN_05B, 494_032_768, 438),
-    "gsm8k_qwen2.5_1.5b": (QWEN_15B, 1_543_714_304, 219),
+    "gsm8k_qwen2.5_1.5b": (QWEN_15B, 1_543_714_304, 100),
     "gsm8k_deepseek_7b_chat": (DEEPSEEK_7B, 6_910_365_696, 110),
-    "gsm8k_llama3.2_1b": (LLAMA_1B, 1_235_814_400, 292),
+    "gsm8k_llama3.2_1b": (LLAMA_1B, 1_235_814_400, 351),
     "gsm8k_llama3.2_1b_multi": (LLAMA_1B, 1_235_814_400, 292),
-    "gsm8k_ministral3_3b": (MINISTRAL_3B, 3_429_006_336, 146),
+    "gsm8k_ministral3_3b": (MINISTRAL_3B, 3_429_006_336, 351),
 }
 
 CONVERTED = {"gsm8k_deepseek_7b_verl"}

@@ -8,12 +8,14 @@ import pytest
 
 from megappo import cli
 from megappo.config.loading import load_config
+from megappo.runs.gate import read_gates
 
 from ..data.tokenizer_files import write_hf_tokenizer
 from ..plan.checkpoints import write_checkpoint
 from .public_models import CONVERTED, PUBLIC
 
 CONFIGS = Path(__file__).parents[2] / "configs"
+GATES = sorted((CONFIGS / "gates").glob("*.yaml"))
 
 
 def recipe_path(name: str) -> Path:
@@ -42,6 +44,7 @@ def plan(capsys, name, folder, prompts, *arguments):
 
 def test_every_recipe_has_public_dimensions_to_be_held_against():
     assert {path.stem for path in CONFIGS.glob("gsm8k_*.yaml")} == set(PUBLIC) | CONVERTED
+    assert GATES and {path.stem for path in GATES} <= set(PUBLIC)
 
 
 @pytest.mark.parametrize("name", PUBLIC)
@@ -71,8 +74,21 @@ def test_comments_of_a_recipe_state_the_steps_that_the_plan_counts(name):
     prompts, per_step, per_epoch, total = (int(number.replace(",", "")) for number in stated.groups())
     config = load_config(recipe_path(name))
     assert (prompts, per_step) == (7473, config.data.prompts_per_step)
-    assert (per_epoch, total) == (-(-prompts // per_step), -(-prompts * config.trainer.epochs // per_step))
+    steps = config.trainer.steps or -(-prompts * config.trainer.epochs // per_step)
+    assert (per_epoch, total) == (-(-prompts // per_step), steps)
     assert total == PUBLIC[name][2]
+
+
+@pytest.mark.parametrize("path", GATES, ids=[path.stem for path in GATES])
+def test_gates_ask_for_steps_that_their_recipe_reaches(path):
+    """That it logs their metrics: test_recipes.py, with its runs."""
+    config, steps = load_config(recipe_path(path.stem)), PUBLIC[path.stem][2]
+    for gate in read_gates(path):
+        asked = gate.steps[1] if gate.steps else gate.at
+        assert asked is None or 1 <= asked <= steps, gate.text
+        if gate.metric.startswith("eval/") and gate.at is not None:
+            assert gate.at % config.trainer.eval_every == 0, f"{gate.text}: not evaluated there"
+    assert "They have not been measured" in path.read_text(), "no limit may pass for a result"
 
 
 # a recipe, an override that its model cannot carry, what the message says
@@ -80,7 +96,7 @@ TOO_WIDE = [
     ("gsm8k_qwen2.5_0.5b", "policy.parallel.tp=4", "2 KV heads"),
     ("gsm8k_qwen2.5_1.5b", "critic.parallel.pp=8", "28 layers"),
     ("gsm8k_deepseek_7b_chat", "critic.parallel.pp=4", "does not divide the 8 ranks"),
-    ("gsm8k_llama3.2_1b_multi", "algorithm.mini_batch_size=48", "256 samples"),
+    ("gsm8k_llama3.2_1b_multi", "algorithm.mini_batch_size=48", "128 samples"),
     ("gsm8k_ministral3_3b", "rollout.max_response_tokens=300000", "262144 positions"),
 ]
 

@@ -26,9 +26,11 @@ from megappo.config.schema import TrainConfig
 from megappo.data.prompts import PromptLoader
 from megappo.models.hf_config import read_arch
 from megappo.prepare.data import load_run_data
+from megappo.runs.gate import read_gates
 from megappo.telemetry.jsonl import read_lines
 
 from ..gsm8k_files import gsm8k, needs_gsm8k
+from ..models.fp8_checkpoints import transformers_model
 from ..worlds import spawn_world
 from .families import (
     CONFIGS,
@@ -113,6 +115,24 @@ def rules(run: Run) -> list[str]:
     return [f"reward/{part.name}" for part in run.config.reward.parts]
 
 
+def test_the_gates_of_a_recipe_name_what_it_logs(run, request):
+    file = CONFIGS / "gates" / f"{FAMILIES[request.node.callspec.params['run']].recipe}.yaml"
+    if not file.is_file():
+        pytest.skip(f"{file.stem} has no gates")
+    logged = {name for record in by_step(run).values() for name in record}
+    assert {gate.metric for gate in read_gates(file)} <= logged
+
+
+def test_an_fp8_release_is_trained_and_exported_as_a_plain_checkpoint(runs):
+    """That it is sampled from as it is trained: `rollout/prob_diff_max`, above."""
+    name = next(name for name, family in FAMILIES.items() if family.fp8)
+    stored = {tensor.dtype for tensor in load_file(runs[name].model / "model.safetensors").values()}
+    assert torch.float8_e4m3fn in stored
+    export = runs[name].folder / "export"
+    exported = {tensor.dtype for file in export.glob("*.safetensors") for tensor in load_file(file).values()}
+    assert exported == {torch.float32} and "quantization_config" not in (export / "config.json").read_text()
+
+
 def test_held_out_prompts_are_validated_before_and_at_the_end(run):
     evaluated = {step for step, record in by_step(run).items() if "eval/score" in record}
     assert evaluated >= {0, 2, 3}
@@ -148,7 +168,7 @@ def test_the_comparison_sees_three_steps_of_training(run):
     """Negative control: the checkpoint that the run started from does not pass."""
     whole = "vision_config" in json.loads((run.model / "config.json").read_text())
     model_class = transformers.AutoModelForImageTextToText if whole else transformers.AutoModelForCausalLM
-    logprob, _ = what_transformers_says(model_class.from_pretrained(run.model, **EXACT))
+    logprob, _ = what_transformers_says(transformers_model(model_class, run.model, **EXACT))
     assert (run.said[0] - logprob).abs().max() > 100 * TOLERANCE
 
 
