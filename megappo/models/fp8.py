@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # a configuration is refused without loading torch
     from torch import Tensor
 
-    from megappo.models.hf_tensors import LazySlice
-
 FP8 = "F8_E4M3"
 """Name of float8_e4m3fn in safetensors files."""
 SCALE_SUFFIX = "_scale_inv"
@@ -57,10 +55,11 @@ def read_fp8(config: Mapping[str, Any]) -> Fp8 | None:
 class Dequantised:
     """A 2-D fp8 tensor of a checkpoint that yields fp32 values; a rectangle reads only its own weights and scales.
 
-    scale: safetensors' slice of `grid(shape)` elements, a scalar where there is one. where: file and name of the scale.
+    weight, scale: safetensors' slices; scale of `grid(shape)` elements, or a scalar where there is one. where: file and name of
+    the scale.
     """
 
-    def __init__(self, weight: LazySlice, scale: Any, where: str, fp8: Fp8) -> None:
+    def __init__(self, weight: Any, scale: Any, where: str, fp8: Fp8) -> None:
         self._weight, self._shape = weight, tuple(weight.get_shape())
         if len(self._shape) != 2:
             raise ValueError(f"{where} scales a weight of shape {list(self._shape)}; a matrix is needed")
