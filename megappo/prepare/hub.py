@@ -24,7 +24,7 @@ Config = TypeVar("Config", bound=BaseModel)
 # No pickled weights and no code: neither is ever read.
 WANTED = ["*.json", "*.safetensors", "*.model", "*.jinja", "merges.txt", "vocab.txt"]
 SHAPES = ["config.json"]
-# A folder below the repository's (`original/`, `onnx/`) holds the weights in another form once more; so does Mistral's consolidated file.
+# A folder below (`original/`, `onnx/`) holds the weights in another form once more; so does Mistral's consolidated file.
 UNWANTED = ["*/*", "consolidated*"]
 _REPOSITORY = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>[\w./-]+))?")
 _SNAPSHOT = re.compile(r"models--.+/snapshots/(?P<commit>[0-9a-f]{40})")

@@ -30,9 +30,9 @@ class UpdateResult:
 class LanguageModel:
     """A model that gives log-probs of tokens: the reference, and the policy below.
 
-    Log-probs are those of the sampler's distribution: its temperature and logits_dtype (`config.role_sections.PolicyConfig`), and with
-    the field `kept` in a batch, restricted to those ids. The same for policy and reference, so that their KL compares like with
-    like.
+    Log-probs are those of the sampler's distribution: its temperature and logits_dtype (`config.role_sections.PolicyConfig`), and
+    with the field `kept` in a batch, restricted to those ids. The same for policy and reference, so that their KL compares like
+    with like.
     """
 
     sampling_fields = ("kept",)
