@@ -24,7 +24,7 @@ def summary(run_dir: Path) -> str:
     lines += [
         f"learning curve:      {run_dir / 'learning_curve.svg'}",
         f"TensorBoard:         tensorboard --logdir {run_dir / 'tensorboard'}",
-        f"sample trajectories: {run_dir / 'trajectories'}",
+        f"sample trajectories: megappo trajectories {run_dir}",
         f"exported checkpoint: {run_dir / 'export'}",
     ]
     return "\n".join(lines)
@@ -40,7 +40,7 @@ def _scores(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _stages(rows: Sequence[dict[str, Any]]) -> list[str]:
-    stages = [key for row in rows for key in row if key.startswith("timing/") and key != Metric.STEP_SECONDS.value]
+    stages = [key for row in rows for key in row if _is_stage(key)]
     # Mean over all steps: a stage that runs every tenth step costs a tenth of its time per step.
     steps = [row for row in rows if row.get(Metric.STEP_SECONDS.value) is not None]
     means = {key: sum(row.get(key) or 0.0 for row in steps) / len(steps) for key in dict.fromkeys(stages)}
@@ -49,6 +49,11 @@ def _stages(rows: Sequence[dict[str, Any]]) -> list[str]:
     )
     whole = _mean(rows, Metric.STEP_SECONDS.value)
     return [f"seconds per step:    {whole:.2f} ({parts})"] if means else []
+
+
+def _is_stage(key: str) -> bool:
+    """If the metric is the time of a stage; `timing/reward/...` are those of a stage's parts."""
+    return key.startswith("timing/") and key.count("/") == 1 and key != Metric.STEP_SECONDS.value
 
 
 def _mean(rows: Sequence[dict[str, Any]], key: str) -> float:

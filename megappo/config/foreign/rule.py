@@ -92,6 +92,7 @@ DTYPES = {
 CHECKPOINTING = {True: "full", False: "none"}
 ENGINES = {"vllm": "vllm"}
 NO_FP16 = "megappo trains in bf16 or fp32, which need no loss scaling"
+OWN_SAMPLING = "the set of data.eval is greedy, one answer a prompt; a set in evaluations has its own n, temperature and top_p"
 ONE_SCHEDULE = "schedules are constant, linear and cosine"
 FSDP = "no FSDP: models are cut by tp and pp, and optimizer states sharded over data-parallel ranks"
 ALWAYS_PACKED = "batches are always packed, without padding"

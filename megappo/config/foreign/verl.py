@@ -11,6 +11,7 @@ from megappo.config.foreign.rule import (
     KL_ESTIMATORS,
     NO_FP16,
     ONE_SCHEDULE,
+    OWN_SAMPLING,
     RAY,
     SCHEDULES,
     Rule,
@@ -25,7 +26,6 @@ SAMPLES = "verl counts prompts, megappo samples: times rollout.n"
 SEQUENCES = "verl counts sequences, megappo tokens: times prompt + response length"
 SAME_BUDGET = "log-probs and values are computed in the micro-batches of training", "policy.micro_batch_tokens"
 COMPILED = "kernels are chosen by `kernels` and `model.impl`"
-VAL = "validation is greedy, one answer a prompt"
 
 
 def _optimizer(prefix: str, role: str) -> dict[str, Rule]:
@@ -261,11 +261,11 @@ ROLLOUT = {
     "layered_summon": unneeded("shards are pushed one by one", "rollout.engine"),
     "multi_turn.enable": missing("one turn a prompt"),
     "agent.num_workers": unneeded("one turn a prompt, without agents"),
-    "val_kwargs.temperature": missing(VAL, "trainer.eval_every"),
-    "val_kwargs.top_p": missing(VAL, "trainer.eval_every", off=(None, 1, 1.0)),
-    "val_kwargs.top_k": missing(VAL, "trainer.eval_every"),
-    "val_kwargs.n": missing(VAL, "trainer.eval_every", off=(None, 1)),
-    "val_kwargs.do_sample": missing(VAL, "trainer.eval_every"),
+    "val_kwargs.temperature": missing(OWN_SAMPLING, "trainer.eval_every"),
+    "val_kwargs.top_p": missing(OWN_SAMPLING, "trainer.eval_every", off=(None, 1, 1.0)),
+    "val_kwargs.top_k": missing(OWN_SAMPLING, "trainer.eval_every"),
+    "val_kwargs.n": missing(OWN_SAMPLING, "trainer.eval_every", off=(None, 1)),
+    "val_kwargs.do_sample": missing(OWN_SAMPLING, "trainer.eval_every"),
 }
 
 CRITIC = {
