@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy
 import torch
@@ -89,20 +90,35 @@ def train(
     # Rewards may draw from these; they start anew in every process, and a checkpoint keeps them too.
     random.seed(config.run.seed)
     numpy.random.seed(config.run.seed % 2**32)
-    run_dir = RunDir.of(config.run)
+    run_dir, facts = RunDir.of(config.run), facts_of_ranks(config, data, resume=resume)
     with run_dir.claim(config.run, dump_yaml(config), resume=resume) as lease:
         with watched(config.run.timeouts, run_dir.root) as watchdog, closing(_store_of(config, run_dir, lease)) as store:
             finished = _train(
-                config, data, run_dir, store, device, watchdog, resume=resume, stop=stop or StopRequest(), engines=engines
+                config, data, facts, run_dir, store, device, watchdog, resume=resume, stop=stop or StopRequest(), engines=engines
             )
     if owns_world:
         dist.destroy_process_group()
     return finished
 
 
+def facts_of_ranks(config: TrainConfig, data: RunData, *, resume: bool) -> dict[str, Any]:
+    """Facts of the run, once every rank has what it needs on its own machine. Collective; ValueError on all ranks.
+
+    Before the directory is claimed: a run that cannot start leaves its name free.
+    """
+    facts = run_facts(config, data)
+    require_equal_data(facts)
+    for reward in rewards_of(config):
+        require_isolation(reward)
+    for parts in (data.reward_parts, *(one.reward_parts for one in data.evaluations)):
+        require_servers(parts, resume=resume)
+    return facts
+
+
 def _train(
     config: TrainConfig,
     data: RunData,
+    facts: Mapping[str, Any],
     run_dir: RunDir,
     store: CheckpointStore,
     device: torch.device,
@@ -113,12 +129,6 @@ def _train(
     engines: EngineBackend,
 ) -> bool:
     """Run PPO in the claimed directory; returns True at the run's end, False after a stop."""
-    facts = run_facts(config, data)
-    require_equal_data(facts)
-    for reward in rewards_of(config):
-        require_isolation(reward)  # of this rank's machine
-    for parts in (data.reward_parts, *(one.reward_parts for one in data.evaluations)):
-        require_servers(parts, resume=resume)
     # A checkpoint that cannot be resumed is refused before any model is built.
     manifest = store.find_resumable(facts, steps_to_skip()) if resume else None
     if manifest is not None:

@@ -303,6 +303,8 @@ def run_all(rank: int, folder: Path) -> dict[str, Any]:
     hopeless = config(folder, "hopeless", **often)
     outcome(hopeless, unchecked(), poison("moment", at=1), failing_reward(at=2))
     results["hopeless"] = outcome(hopeless, resume=True)
+    other_data = mock.patch("megappo.trainer.main.require_equal_data", side_effect=ValueError("data.train: rank 1 reads another"))
+    results["other data"] = outcome(config(folder, "other"), other_data)
     results.update({name: case(folder) for name, case in CASES.items()})
     return results
 

@@ -270,6 +270,11 @@ def test_a_copy_elsewhere_is_the_checkpoint_to_the_byte(folder: Path, world: lis
             assert files(here) == files(there)
 
 
+def test_a_run_that_cannot_start_leaves_its_name_free(folder: Path, world: list[dict[str, Any]]) -> None:
+    assert all(rank["other data"] == "ValueError: data.train: rank 1 reads another" for rank in world)
+    assert not (folder / "runs" / "other").exists()
+
+
 def test_by_default_the_first_step_and_the_last_are_saved(folder: Path, world: list[dict[str, Any]]) -> None:
     assert world[0]["clean"] == ""
     assert entries(folder, "clean") == ["step-1", f"step-{STEPS}"]  # the next one would be due after a minute or more
