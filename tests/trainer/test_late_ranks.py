@@ -61,7 +61,8 @@ def one_run(
         "save": (store, "encode_rng"),
     }
     for work in late:
-        slow(*places[work], work, LATE_S if meets else 4 * LATE_S)  # still asleep when the watchdogs look at it, on a busy machine too
+        # Without the meeting it must be asleep still when the watchdogs look at it, on a busy machine too.
+        slow(*places[work], work, LATE_S if meets else 4 * LATE_S)
     if hangs:
         slow(roles.Policy, "update", "a hang", 1000.0)
     if not meets:
