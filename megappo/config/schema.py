@@ -13,30 +13,10 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from megappo.config.paths import ModelPath, PathText
-from megappo.config.reward_sections import (
-    EvaluationConfig,
-    RewardConfig,
-)
-from megappo.config.role_sections import (
-    CriticConfig,
-    ModelConfig,
-    PolicyConfig,
-    ReferenceConfig,
-    RewardModelConfig,
-)
-from megappo.config.run_sections import (
-    CheckpointConfig,
-    RunConfig,
-    TelemetryConfig,
-    TrainerConfig,
-)
-from megappo.config.section import (
-    Fraction,
-    NonNegativeFloat,
-    Positive,
-    PositiveFloat,
-    Section,
-)
+from megappo.config.reward_sections import EvaluationConfig, RewardConfig
+from megappo.config.role_sections import CriticConfig, ModelConfig, PolicyConfig, ReferenceConfig, RewardModelConfig
+from megappo.config.run_sections import CheckpointConfig, RunConfig, TelemetryConfig, TrainerConfig
+from megappo.config.section import Fraction, NonNegativeFloat, Positive, PositiveFloat, Section
 
 # ---------------------------------------------------------------------------------------------------------------- rollout
 
