@@ -50,7 +50,7 @@ def test_the_engine_has_the_limits_of_the_run(monkeypatch: pytest.MonkeyPatch) -
         policy,
         model="",
         tokenizer=tokenizer,
-        max_prompt_tokens=8,
+        max_sequence_tokens=8 + RolloutConfig().max_response_tokens,
         policy_dtype="fp32",
         seed=0,
         device=torch.device("cpu"),

@@ -55,7 +55,7 @@ def metrics_of(step_record):
     timers = StageTimers()
     with timers.stage("generate"):
         pass
-    return step_record.metrics(timers, None)
+    return step_record.metrics(timers)
 
 
 POLICY_SUMS = {

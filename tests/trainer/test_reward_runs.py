@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import psutil
 import pytest
 
 from tests.trainer.small_run import run_many, small_config, write_small_task
@@ -26,8 +27,7 @@ def runs(rank: int, config: dict[str, Any], changed: dict[str, Any]) -> dict[str
     run_many(rank, [(config, False)])
     with mock.patch.object(run_facts.logger, "warning", lambda text, *values: warned.append(text % values)):
         run_many(rank, [(changed, True)])
-    left = {pid for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()}
-    commands = [Path(f"/proc/{pid}/cmdline").read_text() for pid in left]
+    commands = [" ".join(child.cmdline()) for child in psutil.Process().children(recursive=True)]
     return {"warned": warned, "left": [command for command in commands if "worker" in command]}
 
 
@@ -61,7 +61,7 @@ def test_each_recipe_and_part_is_logged_for_the_responses_that_it_scored(ran: tu
             assert logged[f"reward/route/{sign}/mean"] == pytest.approx(mean(row["score"] for row in group), abs=1e-6)
         plus = [row["parts"]["mine.signs"] for row in groups["+"]]
         assert None not in plus and logged["reward/mine.signs"] == pytest.approx(mean(plus), abs=1e-6)
-        assert {row["parts"]["mine.signs"] for row in groups["-"]} == {None}
+        assert not any("mine.signs" in row["parts"] for row in groups["-"])
         assert logged["timing/reward/mine.signs/max_s"] >= logged["timing/reward/mine.signs/mean_s"] > 0
         assert ("reward/exact_match" in logged) == (step == 3)
     [evaluated] = [line for line in metrics if line["step"] == 2]

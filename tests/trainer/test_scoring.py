@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +24,7 @@ def scoring_world(rank: int) -> dict[str, Any]:
     from megappo.rewards.compose import Composition
     from megappo.rewards.inline import InlinePart
     from megappo.rewards.scorer import Scorer
+    from megappo.rewards.verdict import Verdict
     from megappo.rollout.types import Response
     from megappo.trainer import scoring
 
@@ -47,13 +49,17 @@ def scoring_world(rank: int) -> dict[str, Any]:
 
     seen: list[tuple[int, int]] = []
 
+    def score_model(prompts: Any, judged: Any) -> list[Verdict]:
+        return [Verdict(float(prompt.answer), {}) for prompt in prompts]
+
     def scorer(rule: Any, extra: dict[str, float]) -> Scorer:
         parts = {"rule": InlinePart("rule", rule), "extra": InlinePart("extra", lambda s: 1.0)}
         recipes = {"odd": {"rule": 1.0}, "third": {"rule": 2.0, **extra}}
-        return Scorer(parts, Composition(recipes), lambda record: record["kind"], lambda *counts: seen.append(counts))
+        label_of = operator.itemgetter("kind")
+        return Scorer(parts, Composition(recipes), label_of, lambda *counts: seen.append(counts), score_model)
 
     whole = scorer(index, {"extra": 1.0, "model": 1.0})
-    found = scoring.score_responses(prompts, responses, tokenizer, whole, (), {"model": range(count)})
+    found = scoring.score_responses(prompts, responses, tokenizer, whole)
     progress, seen = seen, []
     try:
         scoring.score_responses(prompts, responses, tokenizer, scorer(fails, {}))
