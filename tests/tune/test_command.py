@@ -117,7 +117,7 @@ MISTAKES = [
     (["--gpu", "h100", "--top", "0"], "argument --top: 0 is not an integer >= 1"),
     (["--gpu", "h100", "--measure", "0"], "argument --measure: 0 is not an integer >= 1"),
     (["--gpu", "h100", "--measure", "1"], "16 ranks need a GPU each and this machine has 0; --slurm runs the trials as a job"),
-    (["--gpu", "h100", "--measure", "1", "--roles", "rollout"], "--measure: trials are of the policy, critic and reference"),
+    (["--gpu", "h100", "--measure", "1", "--roles", "rollout"], "--measure: trials are of models, not of --roles rollout"),
     (["--gpu", "h100", "--slurm"], "--slurm runs the trials of --measure K as a job, and has no effect without it"),
     (["--gpu", "h100", "--measure", "1", "--partition", "a"], "--partition is of the job of --slurm, and has no effect"),
     (["--gpu", "h100", "--measure", "1", "--sbatch=--exclusive"], "--sbatch is of the job of --slurm, and has no effect"),
