@@ -37,9 +37,9 @@ if importlib.util.find_spec("triton") and not torch.cuda.is_available():
 
 @pytest.fixture(autouse=True)
 def umask_stays() -> Iterator[None]:
-    """Commands that a test runs in this process restrict the files that they make (`run.permissions`), not those of later tests."""
+    """Commands that a test, or a fixture of its module, runs in this process restrict the files that they make (`run.permissions`),
+    not those of later tests: every test starts with the usual umask."""
     before = os.umask(0o022)
-    os.umask(before)
     yield
     os.umask(before)
 

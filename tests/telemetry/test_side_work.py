@@ -119,6 +119,7 @@ def test_tensorboard_goes_on_in_a_new_file_after_the_death_of_its_writer(tmp_pat
     for step in (2, 3, 4):
         log.step(metrics(step), step, 4)
     log.close()
+    writer._worker.join(20)  # it has failed, and may not have ended yet
     assert not writer._worker.is_alive()
     assert scalar_steps(tmp_path) == [1, 3, 4]
     assert [r["step"] for r in lines(tmp_path)] == [1, 2, 3, 4] and lines(tmp_path)[-1][LOST] == 1
