@@ -112,11 +112,12 @@ def _rank_main(rank: int, dp: int, hidden: int, layers: int, repeats: int, folde
     store = CheckpointStore(Path(folder, "checkpoints"), keep_last=1)
     stalls = {"first asynchronous save": _seconds(lambda: store.begin_save(0, {"policy": engine}, {}, {}))}
     store.drain()
+    peers_group = dist.new_group()
     saves, turns = [], []
     for step in range(1, 2 * repeats, 2):
         saves.append(_cost(lambda: store.save(step, {"policy": engine}, {}, {})))
         stall = _seconds(lambda: store.begin_save(step + 1, {"policy": engine}, {}, {}))
-        turns.append((stall, _seconds(store.drain), *_peer(engine, Path(folder, f"peer{step}"))))
+        turns.append((stall, _seconds(store.drain), *_peer(engine, Path(folder, f"peer{step}"), peers_group)))
     names = ("asynchronous save", "  until it is committed", "torch's async_save", "  until it is written")
     stalls |= {name: statistics.median(values) for name, values in zip(names, zip(*turns))}
     mine = [path for path in Path(folder, "checkpoints").rglob("*.distcp") if int(_RANK.search(path.name)[1]) == rank]  # type: ignore[index]
@@ -171,11 +172,14 @@ def _seconds(action: Callable[[], object]) -> float:
     return time.monotonic() - started
 
 
-def _peer(engine: Any, folder: Path) -> tuple[float, float]:
-    """Stall of torch's own asynchronous save of the tensors that this rank writes, and the seconds until they are written."""
+def _peer(engine: Any, folder: Path, group: dist.ProcessGroup) -> tuple[float, float]:
+    """Stall of torch's own asynchronous save of the tensors that this rank writes, and the seconds until they are written.
+
+    group: of its own. It talks in a thread, and on the group of the barriers below two threads have no order that all ranks share.
+    """
     tensors = {f"{dist.get_rank()}.{number}": tensor for number, tensor in enumerate(engine._optimizer.tensors())}
     held: list[Any] = []
-    stall = _seconds(lambda: held.append(dcp.async_save(tensors, checkpoint_id=folder)))
+    stall = _seconds(lambda: held.append(dcp.async_save(tensors, checkpoint_id=folder, process_group=group)))
     return stall, _seconds(held[0].result)
 
 
