@@ -119,4 +119,5 @@ def _tagged(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} is no plain value")
 
 
-main()
+if __name__ == "__main__":
+    main()
