@@ -15,10 +15,10 @@ AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "fixe
 
 
 class TokenWeights(NamedTuple):
-    """weight: [T] fp32, 0 where the mask is false. count: 0-dim fp64, this batch's share of the global denominator."""
+    """weight: [T] fp32, 0 where the mask is false. count: this batch's share of the global denominator."""
 
     weight: Tensor
-    count: Tensor
+    count: float
 
 
 def tokens_per_sequence(mask: Tensor, cu_seqlens: Tensor) -> Tensor:
@@ -37,19 +37,25 @@ def token_weights(mode: str, mask: Tensor, cu_seqlens: Tensor, max_tokens: int |
 
     A sequence without a true mask entry counts nowhere. Raises ValueError for another mode or a missing `max_tokens`.
     """
-    if mode not in AGGREGATIONS:
-        raise ValueError(f"loss aggregation {mode!r} is not one of {', '.join(AGGREGATIONS)}")
     lengths = tokens_per_sequence(mask, cu_seqlens)
+    count = loss_count(mode, lengths, max_tokens)
     weight = mask.float()
-    if mode == "token-mean":
-        return TokenWeights(weight, lengths.sum().double())
-    sequences = (lengths > 0).sum().double()
     if mode == "seq-mean-token-mean":
         per_sequence = lengths.clamp(min=1).float().reciprocal()
         spans = (cu_seqlens[1:] - cu_seqlens[:-1]).long()
         weight = weight * torch.repeat_interleave(per_sequence, spans, output_size=mask.numel())
-    if mode == "fixed-length":
-        if not max_tokens:
-            raise ValueError("loss aggregation fixed-length needs max_tokens, the longest response")
-        sequences = sequences * max_tokens
-    return TokenWeights(weight, sequences)
+    return TokenWeights(weight, count)
+
+
+def loss_count(mode: str, sampled: Tensor, max_tokens: int | None = None) -> float:
+    """Share of a batch in the denominator of its loss, as in `token_weights`. sampled: [B] sampled tokens of each sequence."""
+    if mode not in AGGREGATIONS:
+        raise ValueError(f"loss aggregation {mode!r} is not one of {', '.join(AGGREGATIONS)}")
+    if mode == "token-mean":
+        return float(sampled.sum())
+    sequences = float((sampled > 0).sum())
+    if mode != "fixed-length":
+        return sequences
+    if not max_tokens:
+        raise ValueError("loss aggregation fixed-length needs max_tokens, the longest response")
+    return sequences * max_tokens

@@ -1,8 +1,8 @@
 """Interface of an engine: the model of a role (policy, critic, reference) with its optimizer, for any sharding.
 
 Roles, bridge, checkpoints, export and the instruments are written against `Engine`; only `build.py` names the engine that runs.
-An engine knows nothing of PPO: losses arrive as callables. Batches are global: every rank passes the same packed batch and the
-engine takes the part that its layout needs.
+An engine knows nothing of PPO: losses arrive as callables. Its model replicas share a batch (`parallel/shares.py`): every rank
+passes the share of its replica. `whole_batch.py` runs a pass over a batch that all ranks have.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megappo.checkpoint.state import StatefulModel
@@ -21,6 +22,7 @@ from megappo.data.packing import PackedBatch
 from megappo.models.arch import ModelArch
 from megappo.models.pieces import RankPieces
 from megappo.ops.linear_loss import TokenLoss
+from megappo.parallel.shares import Shares
 
 LogitsDtype = Literal["fp32", "bf16"]
 
@@ -103,9 +105,9 @@ class RouterSummary:
 
 @dataclass(frozen=True)
 class PassResult:
-    """Outcome of one pass over a global batch, identical on every rank. tokens: name -> [T] fp32 in the batch's order.
+    """Outcome of one pass. tokens: name -> [T] fp32 in the order of this replica's share, zeros on ranks that do not report them.
 
-    router: of a training pass of a model with experts.
+    The rest is of all replicas, identical on every rank. router: of a training pass of a model with experts.
     """
 
     tokens: dict[str, Tensor]
@@ -138,6 +140,16 @@ class Engine(StatefulModel, Protocol):
     @property
     def value_head(self) -> bool:
         """True if the model gives values, not log-probs."""
+        ...
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """All ranks of the role."""
+        ...
+
+    @property
+    def shares(self) -> Shares:
+        """Ranks of the shares of a batch, one for each replica of the model. The same on every rank."""
         ...
 
     # ----------------------------------------------------------------------------------------------------------- weights
@@ -177,23 +189,20 @@ class Engine(StatefulModel, Protocol):
 
     def forward_backward(
         self,
-        batch: PackedBatch,
+        share: PackedBatch,
         loss_fn: LossFunction,
         *,
         reads: Collection[str] = (),
         denominator: float = 1.0,
         forward_only: bool = False,
     ) -> PassResult:
-        """Run the micro-batches of the global batch; a training pass leaves the reduced gradient of sum(loss_sum) / denominator.
+        """Run the micro-batches of all shares; a training pass leaves the reduced gradient of sum(loss_sum) / denominator.
 
-        One training pass between `optimizer_zero_grad` and `optimizer_step`: a second one would reduce gradients over ranks twice.
-        reads: fields of the batch that loss_fn reads, if the batch has them. No others go to the device; reading another field of a
-        micro-batch is a KeyError.
+        share: of this rank's replica, which may be empty. Tokens are read where `shares` has holders and readers, fields where it
+        has holders; lengths everywhere. One training pass between `optimizer_zero_grad` and `optimizer_step`: a second one would
+        reduce gradients over ranks twice. reads: fields of the batch that loss_fn reads, if the batch has them. No others go to the
+        device; reading another field of a micro-batch is a KeyError.
         """
-        ...
-
-    def ranks_of(self, batch: PackedBatch, sequence: int) -> str:
-        """Ranks that hand back the results of this sequence in a pass over the batch, in words. Not collective."""
         ...
 
     # --------------------------------------------------------------------------------------------------------- optimizer

@@ -1,12 +1,11 @@
 """Engine of a Megatron-core model: pipeline schedules, gradient reduction, optimizer, offload.
 
-It takes global packed batches, gives every data-parallel rank its balanced part, pads and shards it as the layout needs, and
-returns per-token results in the global order to every rank. Losses are callables; their meaning is unknown here.
+It takes the share of its data-parallel replica, cuts it into micro-batches, pads and shards them as the layout needs, and returns
+per-token results in the share's order on the rank that reports. Losses are callables; their meaning is unknown here.
 """
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -33,10 +32,10 @@ from megappo.models.moe import share_router_state
 from megappo.models.naming import named_parameters
 from megappo.models.pieces import RankPieces
 from megappo.models.weight_map import LOCAL_OUTPUT, LOCAL_VALUE_HEAD, pieces_by_rank
-from megappo.parallel.balance import MicroBatchPlan, plan_micro_batches
+from megappo.parallel.balance import plan_micro_batches, split_by_budget
 from megappo.parallel.context import ContextShard
 from megappo.parallel.groups import ProcessGroups
-from megappo.parallel.meeting import Point
+from megappo.parallel.shares import Shares, shares_of
 from megappo.resilience.faults import Unrecoverable
 from megappo.resilience.ranks import name_ranks
 
@@ -99,6 +98,14 @@ class MegatronEngine:
     @property
     def value_head(self) -> bool:
         return isinstance(self.chunks[0], CriticModel)
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        return self.groups.everyone
+
+    @property
+    def shares(self) -> Shares:
+        return shares_of(self.groups.layout)
 
     # --------------------------------------------------------------------------------------------------------- weights
 
@@ -180,63 +187,51 @@ class MegatronEngine:
 
     def forward_backward(
         self,
-        batch: PackedBatch,
+        share: PackedBatch,
         loss_fn: LossFunction,
         *,
         reads: Collection[str] = (),
         denominator: float = 1.0,
         forward_only: bool = False,
     ) -> PassResult:
-        mine = self._my_sequences(batch)
         self._passes += 1
         kind = "a forward pass" if forward_only else "forward and backward"
-        lengths = zlib.crc32(batch.cu_seqlens.numpy().tobytes())
+        lengths = share.lengths
+        needed = split_by_budget(lengths.tolist(), self._micro_batch_tokens)
         # A rank that runs another pass than its peers would hang or abort inside it, without a name.
-        self.groups.agree(Point(f"{kind} of the {self.name}", self._passes, len(mine), lengths))
-        read = batch.only(reads if self.groups.is_last_stage else ())  # only the last stage computes the loss
+        agreed = self.groups.agree(f"{kind} of the {self.name}", self._passes, lengths, needed)
+        mine = plan_micro_batches(lengths.tolist(), self._micro_batch_tokens, self._rounded(agreed.micro_batches))
+        read = share.only(reads if self.groups.is_last_stage else ())  # only the last stage computes the loss
         micro_batches = MicroBatches(read, mine, self.groups, self.device)
         outputs: list[LossOutput] = []
         if self._router_state is not None:
-            self._router_state.begin(self._router_aux_coef, max(1, batch.num_sequences))
+            self._router_state.begin(self._router_aux_coef, max(1, agreed.sequences))
         compute_loss = partial(self._compute_loss, loss_fn, denominator, outputs)
         run_schedule(self._wrapped, micro_batches, compute_loss, self.groups, forward_only=forward_only)
         tokens = [output.tokens for output in outputs]
         names = self._agree_on_names(outputs)
         sums, maxima = self._combine_metrics(outputs, names["sums"], names["maxima"])
-        router = None if forward_only else self._combine_router_load(batch.num_sequences)
-        return PassResult(self._gather_tokens(batch, mine, tokens, names["tokens"]), sums, maxima, len(mine), router)
+        router = None if forward_only else self._combine_router_load(agreed.sequences)
+        return PassResult(self._in_order(share, mine, tokens, names["tokens"]), sums, maxima, len(mine), router)
 
-    def _gather_tokens(
-        self, batch: PackedBatch, mine: list[list[int]], tokens: list[Mapping[str, Tensor]], names: list[str]
+    def _rounded(self, micro_batches: int) -> int:
+        """Number of micro-batches that the schedule can run: at least so many."""
+        # The interleaved schedule passes micro-batches through the stages in groups of pp.
+        multiple = self.groups.layout.pp if self.groups.layout.vpp > 1 else 1
+        return -(-micro_batches // multiple) * multiple
+
+    def _in_order(
+        self, share: PackedBatch, mine: list[list[int]], tokens: list[Mapping[str, Tensor]], names: list[str]
     ) -> dict[str, Tensor]:
-        if not names:
-            return {}
-        # Each position is written by exactly one rank, so the sum over ranks adds zeros and keeps the bits.
-        gathered = torch.zeros(len(names), batch.num_tokens, dtype=torch.float32, device=self.device)
+        """Results of the micro-batches in the order of the share's tokens; zeros on a rank that does not report."""
+        ordered = torch.zeros(len(names), share.num_tokens, dtype=torch.float32, device=self.device)
         if self.groups.is_reporter:
             for sequences, values in zip(mine, tokens):
-                index = batch.token_index(sequences).to(self.device)
+                index = share.token_index(sequences).to(self.device)
                 for row, name in enumerate(names):
-                    gathered[row, index] = values[name].float()
-        dist.all_reduce(gathered, group=self.groups.everyone)
-        return {name: gathered[row].to(batch.tokens.device) for row, name in enumerate(names)}
-
-    def ranks_of(self, batch: PackedBatch, sequence: int) -> str:
-        layout, last = self.groups.layout, self.groups.layout.pp - 1
-        dp = next(dp for dp, theirs in enumerate(self._plan(batch)) if any(sequence in micro for micro in theirs))
-        ranks = [layout.rank_of(tp=tp, cp=cp, dp=dp, pp=last) for cp in range(layout.cp) for tp in range(layout.tp)]
-        return f"{name_ranks(ranks)} (stage {last})"
-
-    def _my_sequences(self, batch: PackedBatch) -> list[list[int]]:
-        """Sequences of each micro-batch of this data-parallel rank."""
-        return self._plan(batch)[self.groups.coordinates.dp]
-
-    def _plan(self, batch: PackedBatch) -> MicroBatchPlan:
-        """Sequences of each micro-batch of every data-parallel rank."""
-        layout = self.groups.layout
-        # The interleaved schedule passes micro-batches through the stages in groups of pp.
-        multiple = layout.pp if layout.vpp > 1 else 1
-        return plan_micro_batches(batch.lengths.tolist(), layout.dp, self._micro_batch_tokens, multiple)
+                    ordered[row, index] = values[name].float()
+        on_share = ordered.to(share.tokens.device)
+        return dict(zip(names, on_share))
 
     def _compute_loss(
         self, loss_fn: LossFunction, denominator: float, outputs: list[LossOutput], micro: MicroBatch, raw: Tensor

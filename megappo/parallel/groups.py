@@ -10,19 +10,31 @@ the next pass, on the host and with a long limit: an exchange on the device woul
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import Tensor
 
 from megappo.config.run_sections import TimeoutsConfig
 from megappo.parallel import meeting
 from megappo.parallel.layout import Coordinates, ParallelLayout
 from megappo.parallel.meeting import Limit, Point
 from megappo.platform.device import limit_of, set_limit, world_group
+
+_NO_VALUE = -(1 << 62)  # below every digest and its negative
+
+
+class AgreedPass(NamedTuple):
+    """Size of a pass. micro_batches: of every replica. sequences: of all replicas together."""
+
+    micro_batches: int
+    sequences: int
 
 
 @dataclass(frozen=True)
@@ -41,14 +53,25 @@ class ProcessGroups:
         """
         meet(before, self.timeouts.meeting_s)
 
-    def agree(self, point: Point) -> None:
-        """Check that every rank is about to run this pass. Collective over the world, on the host.
+    def agree(self, work: str, number: int, lengths: Tensor, micro_batches: int) -> AgreedPass:
+        """Check that every rank is about to run this pass, and agree on its size. Collective over the world, on the host.
 
-        Errors as `meeting.meet`. Ranks are at most a pass apart here, so the limit is that of exchanges inside a pass.
+        work, number: name of the pass, and how many the role has made. lengths: [B] of this replica's sequences. micro_batches:
+        that they need. Errors as `meeting.meet`; ScheduleDiverged too if ranks of a replica have other sequences. Ranks are at most
+        a pass apart here, so the limit is that of exchanges inside a pass.
         """
         seconds = limit_of(self.tp)
         key = "pass_s" if seconds == self.timeouts.pass_s else "start_s"
-        meeting.meet(point, Limit(f"run.timeouts.{key}", seconds))
+        dp, share = self.layout.dp, self.coordinates.dp
+        digest = zlib.crc32(lengths.numpy().tobytes())
+        # Of every replica: digests of its ranks (equal if the largest and the negative of the smallest are), and its sequences.
+        slots = [_NO_VALUE] * (3 * dp)
+        slots[share::dp] = digest, -digest, lengths.numel()
+        point = Point(work, number, share, digest)
+        largest, *found = meeting.meet(point, Limit(f"run.timeouts.{key}", seconds), [micro_batches, *slots])
+        if any(high != -low for high, low in zip(found[:dp], found[dp : 2 * dp])):
+            meeting.raise_diverged(point)
+        return AgreedPass(largest, sum(found[2 * dp :]))
 
     def limit(self, seconds: float) -> None:
         """Set the timeout of later exchanges within these groups. Not collective."""

@@ -1,7 +1,7 @@
 """Meetings on the host: the ranks wait for each other and prove that they are at the same point of the schedule.
 
 Ranks that differ there (one micro-batch fewer, a skipped update) would abort inside a collective without a name, or wait in a
-pipeline for ever. A meeting is one all-reduce of two integers; details are exchanged only if the ranks differ.
+pipeline for ever. A meeting is one all-reduce of a few integers; details are exchanged only if the ranks differ.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -37,22 +37,24 @@ class ScheduleDiverged(RuntimeError):
 class Point:
     """Point of the schedule before some work. work: named in messages. The rest is of a pass.
 
-    number: passes of the role so far. lengths: digest of the batch's sequence lengths.
+    number: passes of the role so far. share: of the batch, that this rank's replica has. lengths: digest of that share's sequence
+    lengths, the same on the ranks of a replica only.
     """
 
     work: str
     number: int | None = None
-    micro_batches: int | None = None
+    share: int | None = None
     lengths: int | None = None
 
     def digest(self) -> int:
+        """The same on all ranks that are at the same point, whatever their shares."""
         # 7 bytes: its negative is an int64 too.
-        return int.from_bytes(hashlib.blake2b(repr(self).encode(), digest_size=7).digest(), "big")
+        return int.from_bytes(hashlib.blake2b(repr((self.work, self.number)).encode(), digest_size=7).digest(), "big")
 
     def __str__(self) -> str:
-        if self.micro_batches is None:
+        if self.lengths is None:
             return f"before {self.work}"
-        return f"before {self.work} (pass {self.number}) with {self.micro_batches} micro-batches, lengths {self.lengths:08x}"
+        return f"before {self.work} (pass {self.number}) with lengths {self.lengths:08x} of share {self.share}"
 
 
 @dataclass(frozen=True)
@@ -63,27 +65,34 @@ class Limit:
     seconds: float
 
 
-def meet(point: Point, limit: Limit) -> None:
-    """Wait until every rank is at this point. Collective over the world, on the host.
+def meet(point: Point, limit: Limit, values: Sequence[int] = ()) -> list[int]:
+    """Wait until every rank is at this point; returns the largest of all ranks' `values`, one by one.
 
-    ScheduleDiverged on every rank if one is at another point. RankIsLate after the limit; it names the ranks that are missing.
+    Collective over the world, on the host. ScheduleDiverged on every rank if one is at another point. RankIsLate after the limit;
+    it names the ranks that are missing.
     """
     digest = point.digest()
-    extremes = torch.tensor([digest, -digest])  # maxima of both are equal in size if all digests are
-    _combine(extremes, point, limit)
-    if extremes[0] != -extremes[1]:
-        points: list = [None] * dist.get_world_size()
-        dist.all_gather_object(points, point)
-        raise ScheduleDiverged(f"the ranks are at different points of the schedule: {_by_rank(points)}")
+    largest = torch.tensor([digest, -digest, *values])  # maxima of the first two are equal in size if all digests are
+    _combine(largest, point, limit)
+    if largest[0] != -largest[1]:
+        raise_diverged(point)
+    return largest[2:].tolist()
 
 
-def _combine(extremes: Tensor, point: Point, limit: Limit) -> None:
+def raise_diverged(point: Point) -> NoReturn:
+    """Raise ScheduleDiverged with the points of all ranks. Collective."""
+    points: list = [None] * dist.get_world_size()
+    dist.all_gather_object(points, point)
+    raise ScheduleDiverged(f"the ranks are at different points of the schedule: {_by_rank(points)}")
+
+
+def _combine(largest: Tensor, point: Point, limit: Limit) -> None:
     """Take the maximum over all ranks, in place."""
     options: Any = dist.AllreduceOptions()  # torch's stub has another type for the operation
     options.reduceOp = dist.ReduceOp.MAX
     options.timeout = timedelta(seconds=limit.seconds)
     # The method, whose limit is its own: the world's is that of exchanges on the host.
-    work = world_group().allreduce([extremes], options)
+    work = world_group().allreduce([largest], options)
     grace_s = min(_MARK_S, limit.seconds / 2)
     if _is_over(work, grace_s):
         return

@@ -1,6 +1,6 @@
 """Score of a response: the weighted sum of the parts of its recipe minus penalties, with every part kept for the logs.
 
-Every rank composes the same verdicts of all ranks, so all have the same scores, or raise the same error.
+A rank composes the verdicts of its own samples.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -34,22 +34,15 @@ class Judged:
 
 
 @dataclass(frozen=True)
-class PartSeconds:
-    """Mean over the samples that a part scored, and the slowest of them."""
-
-    mean: float
-    max: float
-
-
-@dataclass(frozen=True)
 class Scored:
-    """Texts and scores of all samples, the same on every rank. total: [B], numbers of fp32.
+    """Texts and scores of some samples. total: [B], numbers of fp32.
 
     parts: name -> [B] of fp32; a part's own value before its weight, NaN for a sample whose recipe has not the part, or a penalty
     as it enters the total (<= 0). num_undecided: scores of 0 because a part was undecided, as math_verify out of time.
     num_unusable: scores of 0 because a part could not read the reference answer. labels: [B] recipes; empty without a route.
     per_token: [B] weighted rewards of the sampled tokens, which are not in the total; None for a sample, or for all, without.
-    seconds: of the local parts. model_total: [B] the reward models' share of the total; None without any.
+    seconds: [B] or fewer, part -> seconds of the samples that it scored. model_total: [B] the reward models' share of the total;
+    None without any. recipe_labels: all that there are.
     """
 
     texts: list[str]
@@ -59,13 +52,18 @@ class Scored:
     num_unusable: int = 0
     labels: list[str] = field(default_factory=list)
     per_token: list[list[float] | None] | None = None
-    seconds: dict[str, PartSeconds] = field(default_factory=dict)
+    seconds: dict[str, list[float]] = field(default_factory=dict)
     model_total: list[float] | None = None
+    recipe_labels: tuple[str, ...] = ()
 
-    def part_means(self) -> dict[str, float]:
-        """Name -> mean over the samples that the part scored; parts that scored none are left out."""
-        scored = {name: [value for value in values if not math.isnan(value)] for name, values in self.parts.items()}
-        return {name: float(torch.tensor(values).double().mean()) for name, values in scored.items() if values}
+    def with_parts(self, names: Sequence[str]) -> Scored:
+        """With these parts and no others, in this order. A part that is new is a number inside of another one, which no sample here
+        has: 0, or NaN for a sample without that other part."""
+        return replace(self, parts={name: self.parts.get(name) or self._without(name) for name in names})
+
+    def _without(self, name: str) -> list[float]:
+        outer = next((values for part, values in self.parts.items() if name.startswith(f"{part}.")), None)
+        return [math.nan if outer is None or math.isnan(outer[i]) else 0.0 for i in range(len(self.total))]
 
 
 @dataclass(frozen=True)
@@ -117,13 +115,18 @@ class Composition:
             parts={name: _fp32(values) for name, values in {**rules, **self._inner_parts(verdicts), **penalties}.items()},
             num_undecided=reasons["undecided"],
             num_unusable=reasons["unusable"],
-            labels=[] if list(self.recipes) == [WHOLE] else [one.label for one in judged],
+            labels=[one.label for one in judged] if self.is_routed else [],
             per_token=self._per_token(judged, verdicts),
             seconds=_seconds(self.names, verdicts),
             model_total=_fp32([self._weighted(one, found, model_parts) for one, found in zip(judged, verdicts)])
             if model_parts
             else None,
+            recipe_labels=tuple(self.recipes) if self.is_routed else (),
         )
+
+    @property
+    def is_routed(self) -> bool:
+        return list(self.recipes) != [WHOLE]
 
     def _weighted(self, one: Judged, found: Mapping[str, Verdict], names: Collection[str]) -> float:
         """Share of these parts in a sample's score."""
@@ -173,9 +176,8 @@ class Composition:
         return rewards if any(values is not None for values in rewards) else None
 
 
-def _seconds(names: Sequence[str], verdicts: Sequence[Mapping[str, Verdict]]) -> dict[str, PartSeconds]:
-    found = {name: [s for one in verdicts if name in one and (s := one[name].seconds) is not None] for name in names}
-    return {name: PartSeconds(sum(values) / len(values), max(values)) for name, values in found.items() if values}
+def _seconds(names: Sequence[str], verdicts: Sequence[Mapping[str, Verdict]]) -> dict[str, list[float]]:
+    return {name: [s for one in verdicts if name in one and (s := one[name].seconds) is not None] for name in names}
 
 
 def _fp32(values: Sequence[float]) -> list[float]:

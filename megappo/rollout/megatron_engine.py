@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megappo.data.packing import NO_ID, PackedBatch, pack
 from megappo.engine.base import Engine, LanguageOutput, LogitsDtype, LossOutput
+from megappo.engine.whole_batch import pass_whole_batch
 from megappo.rollout.types import KeptIds, Request, Response, SamplingParams
 
 # The engine returns one number per token and name: the ids that a token was drawn from have the names "kept 0", "kept 1", ...
@@ -59,7 +60,7 @@ class MegatronRollout:
                 batch = pack([[*requests[i].prompt, *sampled[i]] for i in active])
                 draws = _draws([requests[i] for i in active], position)
                 batch = batch.with_fields(sequence_fields={"draw": draws, "length": batch.lengths})
-                result = self._engine.forward_backward(batch, sample_next, reads=("draw", "length"), forward_only=True)
+                result = pass_whole_batch(self._engine, batch, sample_next, reads=("draw", "length"), forward_only=True)
                 ends = batch.cu_seqlens[1:].long() - 1
                 drawn = {name: values[ends].tolist() for name, values in result.tokens.items()}
                 columns = [values for name, values in drawn.items() if name.startswith(_KEPT)]

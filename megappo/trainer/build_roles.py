@@ -15,6 +15,7 @@ from megappo.config.schema import SftConfig, TrainConfig
 from megappo.engine.base import Engine
 from megappo.engine.factory import EngineFactory, EngineSpec
 from megappo.models.hf_config import read_arch
+from megappo.parallel.shares import Shares
 from megappo.prepare.layouts import model_paths
 from megappo.trainer.roles import Critic, LanguageModel, Policy, RewardModel
 
@@ -50,10 +51,11 @@ the same name) with the model's directory and, if it trains, its optimizer."""
 
 @dataclass(frozen=True)
 class Roles:
-    """Roles of one run. trained: names of those that have an optimizer."""
+    """Roles of one run. trained: names of those that have an optimizer. shares: of every role, how it divides a batch."""
 
     by_name: Mapping[str, Role]
     trained: tuple[str, ...]
+    shares: Mapping[str, Shares]
 
     @property
     def policy(self) -> Policy:
@@ -87,7 +89,8 @@ def build_roles(config: TrainConfig, engines: EngineFactory, total_updates: Mapp
     in_use = roles_in_use(config)
     engines.connect(in_use.values())
     by_name = {name: build_role(config, name, engines, total_updates.get(name)) for name in in_use}
-    return Roles(by_name, tuple(name for name in in_use if name in total_updates))
+    shares = {name: role.engine.shares for name, role in by_name.items()}
+    return Roles(by_name, tuple(name for name in in_use if name in total_updates), shares)
 
 
 def build_role(

@@ -67,7 +67,7 @@ def _load_models(planned: PlannedEvaluation, engines: EngineBackend, device: tor
     factory.connect([config.policy.parallel, *([config.reward_model.parallel] if text is not None else [])])
     policy = _load_policy(config, planned.source, factory)
     model = cast(RewardModel, build_role(config, "reward_model", factory, None)) if text is not None else None
-    return policy, model_scorer(model, text, config.reward_model)
+    return policy, model_scorer(model, model and model.engine.shares, text, config.reward_model)
 
 
 def _load_policy(config: TrainConfig, source: PolicySource, factory: EngineFactory) -> Engine:

@@ -9,14 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import torch.distributed as dist
+import torch
 
 from megappo.algo.evaluation import majority, pass_at_k, standard_error
+from megappo.algo.summaries import masked_moments
 from megappo.config import evaluations as names
 from megappo.config.reward_sections import EvaluationConfig
 from megappo.data.prompts import Prompt
 from megappo.data.tokenizers import Tokenizer
+from megappo.experience.experience import Experience
 from megappo.parallel.consensus import on_every_rank
+from megappo.parallel.totals import place_in_world, total, totals
 from megappo.prepare.evaluations import EvaluationSet
 from megappo.rewards.compose import Scored
 from megappo.rewards.scorer import Scorer
@@ -25,7 +28,7 @@ from megappo.rollout.types import RolloutEngine, SamplingParams
 from megappo.telemetry.metrics import Metric
 from megappo.telemetry.runlog import RunLog
 from megappo.telemetry.timers import StageTimers
-from megappo.trainer.experience import evaluation_requests
+from megappo.trainer.experience import collect, evaluation_requests, own_part
 from megappo.trainer.scoring import score_responses
 
 # The catalogue's names of the set of `data.eval`.
@@ -92,33 +95,46 @@ class Evaluator:
         """Evaluate the weights that the rollout engine holds. Collective; the same result on every rank."""
         n = self.settings.n
         requests = evaluation_requests(self.prompts, n, self.seed, self.name)
-        asked = [prompt for prompt in self.prompts for _ in range(n)]
         responses = rollout.generate(requests, self.sampling)
-        scored = score_responses(asked, responses, tokenizer, self.scorer, self.sampling.stop)
-        count = len(asked)
+        experience = collect(requests, *own_part(responses))
+
+        def prompt_of(number: int) -> Prompt:
+            return self.prompts[number // n]
+
+        scored = score_responses(experience, prompt_of, tokenizer, self.scorer, self.sampling.stop)
+        table, parts = experience.table, _part_means(scored)
         figures = {
-            **self._scores(scored),
-            names.LENGTH: sum(len(r.tokens) for r in responses) / count,
-            names.TRUNCATED: sum(r.finish == "length" for r in responses) / count,
+            **self._scores(experience, scored),
+            names.LENGTH: float(table.sampled.sum()) / table.num_samples,
+            names.TRUNCATED: float(table.truncated.sum()) / table.num_samples,
         }
         if self.name:
-            figures |= {names.UNDECIDED: float(scored.num_undecided), names.UNUSABLE: float(scored.num_unusable)}
-        return Evaluation(self.name, len(self.prompts), n, figures, scored.part_means())
+            unscored = total(torch.tensor([scored.num_undecided, scored.num_unusable], dtype=torch.float64)).tolist()
+            figures |= dict(zip((names.UNDECIDED, names.UNUSABLE), unscored))
+        return Evaluation(self.name, len(self.prompts), n, figures, parts)
 
-    def _scores(self, scored: Scored) -> dict[str, float]:
-        mean = sum(scored.total) / len(scored.total)
+    def _scores(self, experience: Experience, scored: Scored) -> dict[str, float]:
+        scores = experience.column(torch.tensor(scored.total, dtype=torch.float64)).tolist()
+        mean = sum(scores) / len(scores)
         if not self.name:
             return {names.SCORE: mean}
         n = self.settings.n
-        groups = _grouped(scored.total, n)
-        right = [[score >= self.settings.correct_score for score in scores] for scores in groups]
-        figures = {names.mean_at(n): mean, names.STDERR: standard_error([sum(scores) / n for scores in groups])}
+        groups = _grouped(scores, n)
+        right = [[score >= self.settings.correct_score for score in one] for one in groups]
+        figures = {names.mean_at(n): mean, names.STDERR: standard_error([sum(one) / n for one in groups])}
         for k in self.settings.pass_at or ():
             figures[names.pass_at(k)] = sum(pass_at_k(n, sum(one), k) for one in right) / len(right)
         if self.votes is not None:
-            answers = _vote(self.votes, _grouped(scored.texts, n))
+            answers = _vote(self.votes, experience, scored.texts, n)
             figures[names.majority_at(n)] = sum(map(majority, right, answers)) / len(right)
         return figures
+
+
+def _part_means(scored: Scored) -> dict[str, float]:
+    """Name -> mean over the samples of all ranks that the part scored; parts that scored none are left out. Collective."""
+    columns = {name: torch.tensor(values, dtype=torch.float64) for name, values in scored.parts.items()}
+    sums = totals({name: masked_moments(x, ~x.isnan())[0] for name, x in columns.items()})
+    return {name: float(moments[1] / moments[0]) for name, moments in sums.items() if moments[0]}
 
 
 def _grouped(values: Sequence, n: int) -> list:
@@ -126,11 +142,19 @@ def _grouped(values: Sequence, n: int) -> list:
     return [values[start : start + n] for start in range(0, len(values), n)]
 
 
-def _vote(rule: str, texts: Sequence[Sequence[str]]) -> list:
-    """Answers of the samples of each prompt; each rank reads those of its share. Collective."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    shares = on_every_rank(f"counting the votes of {rule}", lambda: answers_of(rule, texts[rank::world_size]))
-    return [shares[i % world_size][i // world_size] for i in range(len(texts))]
+def _vote(rule: str, experience: Experience, texts: Sequence[str], n: int) -> list:
+    """Answers of the n samples of each prompt. Collective: all ranks get all answers, of which each reads its share of the
+    prompts'.
+
+    Texts are exchanged here as objects: an answer is equal to another one by its rule, which needs the texts of a prompt together.
+    """
+    own = dict(zip(experience.numbers.tolist(), texts, strict=True))
+    parts = on_every_rank(f"collecting the responses for the votes of {rule}", lambda: own)
+    everywhere = {number: text for part in parts for number, text in part.items()}
+    groups = _grouped([everywhere[number] for number in range(experience.table.num_samples)], n)
+    rank, world_size = place_in_world()
+    shares = on_every_rank(f"counting the votes of {rule}", lambda: answers_of(rule, groups[rank::world_size]))
+    return [shares[i % world_size][i // world_size] for i in range(len(groups))]
 
 
 class Evaluations:

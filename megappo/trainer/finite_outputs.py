@@ -11,8 +11,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from megappo.data.packing import PackedBatch
-from megappo.engine.base import Engine
+from megappo.experience.experience import Experience
+from megappo.parallel.shares import Shares
+from megappo.parallel.totals import largest, total
+from megappo.trainer.model_outputs import computing_ranks
 
 # Field of the batch -> role that computes it, None for the sampler. Not the entropy, which is only measured.
 _TOKENS = {"rollout_logprob": None, "logprob": "policy", "value": "critic", "ref_logprob": "reference"}
@@ -26,32 +28,38 @@ class NonFiniteOutput(RuntimeError):
     """
 
 
-def require_finite_outputs(batch: PackedBatch, engines: Mapping[str, Engine], sampler: str, step: int) -> None:
-    """Raise NonFiniteOutput if a field that training reads is not finite at a sampled token. Every rank holds all of the batch.
+def require_finite_outputs(experience: Experience, shares: Mapping[str, Shares], sampler: str, step: int) -> None:
+    """Raise NonFiniteOutput, on every rank, if a field that training reads is not finite at a sampled token of any rank's samples.
+    Collective over the world.
 
-    engines: role -> engine. sampler: name of the rollout engine. The step's fields: logprob, value, bootstrap (of cut responses),
-    ref_logprob if there is a reference, rollout_logprob.
+    shares: role -> its division of a batch. sampler: name of the rollout engine. The step's fields: logprob, value, bootstrap (of
+    cut responses), ref_logprob if there is a reference, rollout_logprob.
     """
-    samples = torch.arange(batch.num_sequences)
-    of_token = samples.repeat_interleave(batch.lengths)
+    batch, numbers = experience.batch, experience.numbers
+    of_token = numbers.repeat_interleave(batch.lengths, output_size=batch.num_tokens)
     bad = {name: _bad(batch[name], batch["response_mask"], of_token) for name in _TOKENS if name in batch}
-    bad["bootstrap"] = _bad(batch["bootstrap"], batch["truncated"], samples)
-    for name, theirs in bad.items():
-        if not theirs:
+    bad["bootstrap"] = _bad(batch["bootstrap"], batch["truncated"], numbers)
+    counts = total(torch.tensor([len(samples) for samples in bad.values()]))
+    if not int(counts.sum()):
+        return
+    none = experience.table.num_samples
+    firsts = -largest(-torch.tensor([int(samples.min()) if len(samples) else none for samples in bad.values()]))
+    for name, number, first in zip(bad, counts.tolist(), firsts.tolist()):
+        if not number:
             continue
-        role, first = _TOKENS.get(name, "critic"), theirs[0]
+        role = _TOKENS.get(name, "critic")
         whose, where = sampler, ""
         if role is not None:
-            whose, where = f"the {role}", f", computed by {engines[role].ranks_of(batch, first)}"
+            whose, where = f"the {role}", f", computed by {computing_ranks(experience, shares[role], first)}"
         raise NonFiniteOutput(
-            f"step {step}: {name} of {whose} is NaN or infinite at {_count(name, len(theirs))}, the first of sample {first}{where}"
+            f"step {step}: {name} of {whose} is NaN or infinite at {_count(name, number)}, the first of sample {first}{where}"
             "; no update is made of it"
         )
 
 
-def _bad(values: Tensor, counts: Tensor, samples: Tensor) -> list[int]:
+def _bad(values: Tensor, counts: Tensor, samples: Tensor) -> Tensor:
     """Sample of every element of `values` that counts and is not finite."""
-    return samples[counts & ~values.isfinite()].tolist()
+    return samples[counts & ~values.isfinite()]
 
 
 def _count(name: str, number: int) -> str:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
 from megappo.algo.aggregation import tokens_per_sequence
 from megappo.algo.kl import kl_estimate
 from megappo.algo.ratio_bins import ratio_histogram
+from megappo.parallel.totals import maxima, totals
 from megappo.telemetry.metrics import Distribution
 from megappo.telemetry.trackers.base import Histogram
 from megappo.trainer.report import StepRecord
@@ -16,7 +20,10 @@ NUM_BINS = 64  # TensorBoard shows about 30
 
 
 def histograms_of(record: StepRecord) -> dict[str, Histogram]:
-    """Name -> histogram. Ratios are those of all updates of the step, if the policy counted them; KL needs a reference."""
+    """Name -> histogram. Ratios are those of all updates of the step, if the policy counted them; KL needs a reference.
+
+    Collective over the world.
+    """
     batch = record.batch
     mask = batch["response_mask"]
     values = {
@@ -28,18 +35,34 @@ def histograms_of(record: StepRecord) -> dict[str, Histogram]:
     }
     if "ref_logprob" in batch:
         values[Distribution.KL] = kl_estimate(batch["logprob"], batch["ref_logprob"], record.kl_estimator)[mask]
-    found = {name.value: even_histogram(x) for name, x in values.items() if x.numel()}
+    found = even_histograms({name.value: x for name, x in values.items()})
     if (ratios := ratio_histogram(record.policy.sums)) is not None:
         found[Distribution.RATIO.value] = Histogram(tuple(ratios[0]), tuple(ratios[1]))
     return found
 
 
-def even_histogram(x: Tensor, num_bins: int = NUM_BINS) -> Histogram:
-    """Histogram of finite values [n > 0] in even bins from the smallest to the largest; a single value gets one bin around it."""
-    x = x.detach().double().cpu()
-    low, high = float(x.min()), float(x.max())
+def even_histograms(values: Mapping[str, Tensor], num_bins: int = NUM_BINS) -> dict[str, Histogram]:
+    """Histograms of the finite values [n] of all ranks, in even bins from the smallest to the largest; a single value gets one bin
+    around it, and names without any value are left out. Collective over the world."""
+    exact = {name: x.detach().double().cpu() for name, x in values.items()}
+    none = torch.full((1,), -math.inf, dtype=torch.float64)
+    ends = maxima({name: torch.stack([torch.cat([-x, none]).max(), torch.cat([x, none]).max()]) for name, x in exact.items()})
+    ranges = {name: (-float(low), float(high)) for name, (low, high) in ends.items() if high > -math.inf}
+    counted = totals({name: _counts(exact[name], ends_of, num_bins) for name, ends_of in ranges.items()})
+    return {name: _histogram(counted[name], ends_of) for name, ends_of in ranges.items()}
+
+
+def _counts(x: Tensor, ends: tuple[float, float], num_bins: int) -> Tensor:
+    if ends[0] == ends[1] or not x.numel():
+        return torch.tensor([x.numel()] + [0] * (num_bins - 1), dtype=torch.float64)
+    return torch.histogram(x, num_bins, range=ends).hist
+
+
+def _histogram(counts: Tensor, ends: tuple[float, float]) -> Histogram:
+    low, high = ends
     if low == high:
         margin = max(abs(low), 1.0) * 0.5
-        return Histogram((x.numel(),), (low - margin, high + margin))
-    counts, edges = torch.histogram(x, num_bins, range=(low, high))
+        return Histogram((int(counts.sum()),), (low - margin, high + margin))
+    # The edges that `torch.histogram` counts by.
+    edges = torch.histogram(torch.empty(0, dtype=torch.float64), len(counts), range=ends).bin_edges
     return Histogram(tuple(int(count) for count in counts), tuple(edges.tolist()))

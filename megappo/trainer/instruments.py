@@ -51,8 +51,8 @@ class Instruments:
 
     def costs(self, record: StepRecord, timers: StageTimers) -> dict[str, float]:
         """FLOPs, their rates, and memory of a step. Collective: memory is the largest over all ranks."""
-        lengths = record.response_lengths
-        work = StepWork.of_step(self._models, record.batch, lengths, record.critic, record.policy, dist.get_world_size())
+        lengths, sampled = record.experience.table.length.long(), record.response_lengths.long()
+        work = StepWork.of_step(self._models, lengths, sampled, record.critic, record.policy, dist.get_world_size())
         return {**work.metrics(timers.seconds, timers.total_s), **largest_over_ranks(self._memory_of(timers))}
 
     def _memory_of(self, timers: StageTimers) -> dict[str, float]:

@@ -236,15 +236,13 @@ def _build_ppo(
     instruments: Instruments,
 ) -> PPO:
     sampling = sampling_params(config.rollout, data.tokenizer)
-    score_model = model_scorer(roles.reward_model, data.reward_text, config.reward_model)
+    score_model = model_scorer(roles.reward_model, roles.shares.get("reward_model"), data.reward_text, config.reward_model)
     scorer = scorer_of(config.reward, data.reward_parts, ScoringProgress(log.note, instruments.sections), score_model)
     evaluators = evaluators_of_run(config, data.evaluations, sampling, scorer, score_model)
     return PPO(
         config,
         data.total_steps,
-        policy=roles.policy,
-        critic=roles.critic,
-        reference=roles.reference,
+        roles=roles,
         rollout=rollout,
         sampling=sampling,
         prompts=data.train.prompts,

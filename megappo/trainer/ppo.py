@@ -1,37 +1,38 @@
 """Proximal policy optimisation with a learned critic (Schulman et al. 2017; Ouyang et al. 2022 for the KL-shaped reward).
 
 One step has eight stages, numbered here as in the design. Every rank runs every line; a stage that needs only some ranks decides
-that itself. Nothing tensor-level happens here.
+that itself. Experience lies distributed: each rank has some samples, and all have a table of all samples. Nothing tensor-level
+happens here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from megappo.algo.kl import KLController
 from megappo.config.schema import TrainConfig
-from megappo.data.packing import PackedBatch
 from megappo.data.prompts import Prompt, PromptLoader
 from megappo.data.tokenizers import Tokenizer
 from megappo.rewards.scorer import Scorer
 from megappo.rollout.types import RolloutEngine, SamplingParams
 from megappo.telemetry.runlog import RunLog
+from megappo.trainer.build_roles import Roles
 from megappo.trainer.checkpoints import Checkpoints
 from megappo.trainer.evaluation import Evaluation, Evaluations, metrics_of
-from megappo.trainer.experience import make_requests, pack_experience, sample_seed
+from megappo.trainer.experience import collect, own_part, requests_of_step, sample_seed
 from megappo.trainer.finite_outputs import require_finite_outputs
 from megappo.trainer.histograms import histograms_of
 from megappo.trainer.instruments import Instruments
+from megappo.trainer.model_outputs import add_model_outputs
 from megappo.trainer.report import StepRecord
-from megappo.trainer.roles import Critic, LanguageModel, Policy, add_model_outputs
 from megappo.trainer.sampler_check import compare_with_sampler, require_agreement
 from megappo.trainer.scoring import score_responses
 from megappo.trainer.shaping import shape_advantages
 from megappo.trainer.state import TrainerState
 from megappo.trainer.trajectories import draw_samples, trajectories_of
-from megappo.trainer.updates import MiniBatch, UpdateSummary, mini_batches, run_updates
+from megappo.trainer.updates import Updates
 
 
 class PPO:
@@ -45,9 +46,7 @@ class PPO:
         config: TrainConfig,
         total_steps: int,
         *,
-        policy: Policy,
-        critic: Critic,
-        reference: LanguageModel | None,
+        roles: Roles,
         rollout: RolloutEngine,
         sampling: SamplingParams,
         prompts: Sequence[Prompt],
@@ -64,8 +63,7 @@ class PPO:
         instruments: Instruments,
     ) -> None:
         self.config, self.total_steps = config, total_steps
-        self.policy, self.critic, self.reference = policy, critic, reference
-        self.engines = {role.engine.name: role.engine for role in (policy, critic, reference) if role is not None}
+        self.roles = roles
         self.rollout, self.sampling = rollout, sampling
         self.prompts, self.loader, self.evaluations = prompts, loader, evaluations
         self.tokenizer, self.scorer = tokenizer, scorer
@@ -94,37 +92,40 @@ class PPO:
         timers = self.instruments.timers(step)
 
         with timers.stage("prompts"):  # 1
-            chosen = [self.prompts[i] for i in self.loader.next_step()]
-            n = config.rollout.samples_per_prompt
-            requests = make_requests([p.tokens for p in chosen], n, config.run.seed, step)
-            asked = [prompt for prompt in chosen for _ in range(n)]
+            rows, n = self.loader.next_step(), config.rollout.samples_per_prompt
+            requests = requests_of_step(self.prompts, rows, n, config.run.seed, step)
+
+            def prompt_of(sample: int) -> Prompt:
+                return self.prompts[rows[sample // n]]
 
         with timers.stage("generate"):  # 2
             responses = self.rollout.generate(requests, self.sampling)
             self.rollout.sleep()
-            batch = pack_experience(requests, responses)
+            experience = collect(requests, *own_part(responses), with_kept=self.sampling.kept_width > 0)
 
         with timers.stage("score"):  # 3
-            scored = score_responses(asked, responses, self.tokenizer, self.scorer, self.sampling.stop)
+            scored = score_responses(experience, prompt_of, self.tokenizer, self.scorer, self.sampling.stop)
 
         with timers.stage("logprobs"):  # 4
-            batch = add_model_outputs(batch, self.policy, self.critic, self.reference)
-            require_finite_outputs(batch, self.engines, self.rollout.name, step)
-            agreement = compare_with_sampler(batch, self.sampling)
+            experience = add_model_outputs(experience, self.roles)
+            require_finite_outputs(experience, self.roles.shares, self.rollout.name, step)
+            agreement = compare_with_sampler(experience.batch, self.sampling)
             require_agreement(agreement, config.rollout.max_prob_diff, step, self.rollout.name)
 
         with timers.stage("advantages"):  # 5
-            kl_coef = self.kl_controller.coef
-            batch = shape_advantages(batch, torch.tensor(scored.total), kl_coef, config.algorithm, scored.per_token)
+            kl_coef, score = self.kl_controller.coef, torch.tensor(scored.total)
+            shaped = shape_advantages(experience.batch, score, kl_coef, config.algorithm, scored.per_token)
+            experience = experience.with_batch(shaped)
 
         with timers.stage("update_critic"):  # 6
             self.checkpoints.begin_updates()
-            critic = run_updates(self.critic, self.mini_batches(batch, step))
+            updated = ("critic", "policy") if step > config.critic.warmup_steps else ("critic",)
+            counts_ratios = self.is_due(step, config.telemetry.histogram_interval)
+            updates = Updates(experience, self.roles, updated, config, sample_seed(config.run.seed, step, -1), counts_ratios)
+            updates.run("critic")
         with timers.stage("update_policy"):
-            policy = UpdateSummary()
-            self.policy.counts_ratios = self.is_due(step, config.telemetry.histogram_interval)
-            if step > config.critic.warmup_steps:
-                policy = run_updates(self.policy, self.mini_batches(batch, step))
+            updates.run("policy")
+            critic, policy = updates.summary("critic"), updates.summary("policy")
 
         if self.is_due(step, config.run.replica_check_every):  # before wrong weights reach the sampler or a checkpoint
             with timers.stage("check_replicas"):
@@ -133,39 +134,36 @@ class PPO:
         with timers.stage("push_weights"):  # 7
             pushed = self.push_weights(step)
 
-        record = StepRecord(step, batch, scored, agreement, config.algorithm.kl.estimator, kl_coef, critic, policy, pushed)  # 8
+        kl_kind = config.algorithm.kl.estimator  # 8
+        record = StepRecord(step, experience, scored, agreement, kl_kind, kl_coef, critic, policy, pushed)
         # During the critic's warm-up the policy does not change, and its KL says nothing about the coefficient.
         if step > config.critic.warmup_steps:
-            self.kl_controller.update(record.kl_per_response(), batch.num_sequences)
-        self.count(batch, critic, policy)
+            self.kl_controller.update(record.kl_per_response(), experience.table.num_samples)
+        self.count(record)
         evaluated = self.evaluations.after(step, timers)
         costs = self.instruments.costs(record, timers)
         self.log.step({**record.metrics(timers), **costs, **self.checkpoints.metrics()}, step, self.total_steps)
         if config.telemetry.trajectories_every and step % config.telemetry.trajectories_every == 0:
-            drawn = draw_samples(len(asked), n, config.telemetry.trajectories_per_step, config.run.seed, step)
-            self.log.trajectories(step, trajectories_of(record, asked, drawn, self.tokenizer))
-        if self.policy.counts_ratios:
+            drawn = draw_samples(len(requests), n, config.telemetry.trajectories_per_step, config.run.seed, step)
+            self.log.trajectories(step, trajectories_of(record, prompt_of, drawn, self.tokenizer))
+        if counts_ratios:
             self.log.histograms(step, histograms_of(record))
         self.stopped = self.checkpoints.end_of_step(step, is_last=step == self.total_steps, evaluated=metrics_of(evaluated))
         return evaluated
 
-    def mini_batches(self, batch: PackedBatch, step: int) -> Iterator[MiniBatch]:
-        """Mini-batches of a step, the same for critic and policy."""
-        seed = sample_seed(self.config.run.seed, step, -1)
-        return mini_batches(batch, self.config.algorithm, self.config.rollout.max_response_tokens, seed)
-
     def push_weights(self, version: int) -> dict[str, float]:
         """Push the policy's current weights into the rollout engine; they must be resident."""
-        with self.policy.engine.eval_mode():
+        with self.roles.policy.engine.eval_mode():
             return self.rollout.push_weights(version)
 
     def is_due(self, step: int, interval: int) -> bool:
         return interval > 0 and (step % interval == 0 or step == self.total_steps)
 
-    def count(self, batch: PackedBatch, critic: UpdateSummary, policy: UpdateSummary) -> None:
+    def count(self, record: StepRecord) -> None:
+        table, critic, policy = record.experience.table, record.critic, record.policy
         self.state.step += 1
-        self.state.episodes += batch.num_sequences
-        self.state.tokens += int(batch["response_mask"].sum())
+        self.state.episodes += table.num_samples
+        self.state.tokens += int(table.sampled.sum())
         self.state.critic_updates += critic.num_updates
         self.state.policy_updates += policy.num_updates
         self.state.critic_skipped += critic.skipped

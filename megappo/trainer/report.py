@@ -1,18 +1,24 @@
-"""Report of a step: its metrics by name."""
+"""Report of a step: its metrics by name.
+
+Each rank adds up its own samples; one exchange of sums and one of maxima make the figures of all.
+"""
 
 from __future__ import annotations
 
-import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from megappo.algo.aggregation import tokens_per_sequence
 from megappo.algo.kl import kl_estimate
-from megappo.algo.summaries import expert_load, explained_variance, masked_moments, regression_moments, summarise
+from megappo.algo.summaries import Summary, expert_load, explained_variance, masked_moments, regression_moments, summarise
 from megappo.data.packing import PackedBatch
+from megappo.experience.experience import Experience
+from megappo.parallel.totals import maxima as maxima_of_ranks
+from megappo.parallel.totals import totals
 from megappo.rewards.compose import Scored
 from megappo.telemetry.metrics import Metric
 from megappo.telemetry.timers import StageTimers
@@ -20,12 +26,35 @@ from megappo.trainer.sampler_check import Agreement
 from megappo.trainer.updates import UpdateSummary
 
 
+class Totals:
+    """Moments of named quantities over the samples of all ranks. sums: name -> fp64 vector, [3] of `masked_moments` or others."""
+
+    def __init__(self, sums: Mapping[str, Tensor], maxima: Mapping[str, Tensor]) -> None:
+        """Collective over the world, with the same names on every rank."""
+        self._sums, self._maxima = totals(sums), maxima_of_ranks(maxima)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._sums[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._sums
+
+    def summary(self, name: str) -> Summary:
+        return summarise(self._sums[name], self._maxima[name])
+
+    def mean(self, name: str) -> float:
+        """Mean; 0 without entries."""
+        count, total = self._sums[name][:2].tolist()
+        return total / count if count else 0.0
+
+
 @dataclass(frozen=True)
 class StepRecord:
-    """Results of one PPO step, the same on every rank."""
+    """Results of one PPO step. experience, scored: of this rank's samples. All else is the same on every rank; critic and policy on
+    the ranks of the role."""
 
     step: int
-    batch: PackedBatch
+    experience: Experience
     scored: Scored
     agreement: Agreement
     kl_estimator: str
@@ -34,15 +63,54 @@ class StepRecord:
     policy: UpdateSummary
     pushed: dict[str, float]
 
+    @property
+    def batch(self) -> PackedBatch:
+        return self.experience.batch
+
+    @cached_property
+    def totals(self) -> Totals:
+        """Moments over all ranks. Collective over the world when first read."""
+        moments = {name: masked_moments(x, mask) for name, (x, mask) in {**self._of_tokens(), **self._of_samples()}.items()}
+        sums = {name: found[0] for name, found in moments.items()}
+        sums["fit"] = regression_moments(self.batch["value"], self.batch["returns"], self._mask)
+        sums["unscored"] = torch.tensor([self.scored.num_undecided, self.scored.num_unusable], dtype=torch.float64)
+        return Totals(sums, {name: found[1] for name, found in moments.items()})
+
+    def _of_tokens(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """Name -> (values [T], mask [T])."""
+        values = {name: self.batch[name] for name in ("entropy", "raw_advantage", "value", "returns")}
+        if "ref_logprob" in self.batch:
+            values |= {f"kl {estimator}": self._kl(estimator) for estimator in {self.kl_estimator, "k1", "k3"}}
+        return {name: (x, self._mask) for name, x in sorted(values.items())}
+
+    def _of_samples(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """Name -> (values [B], mask [B])."""
+        scored = self.scored
+        score = torch.tensor(scored.total, dtype=torch.float32)
+        values = {"score": score, "shaped": self._per_sequence("reward")}
+        if scored.model_total is not None:
+            values["models"] = torch.tensor(scored.model_total, dtype=torch.float32)
+            values["rules"] = score - values["models"]
+        found = {name: (x, torch.ones(x.shape, dtype=torch.bool)) for name, x in values.items()}
+        for name, part in scored.parts.items():
+            x = torch.tensor(part, dtype=torch.float32)
+            found[f"part {name}"] = (x, ~x.isnan())  # NaN: another recipe's
+        for label in scored.recipe_labels:
+            found[f"route {label}"] = (score, torch.tensor([one == label for one in scored.labels], dtype=torch.bool))
+        for name, part in scored.seconds.items():
+            seconds = torch.tensor(part, dtype=torch.float64)
+            found[f"seconds {name}"] = (seconds, torch.ones(seconds.shape, dtype=torch.bool))
+        return found
+
     def kl_per_response(self) -> float:
         """Mean over responses of sum over tokens of log pi - log pi_ref, in nats; 0 without a reference.
 
         This is k1 under every estimator: the adaptive controller compares the KL of whole responses with its target, and k1 sums to
         log pi(y) / pi_ref(y), whose mean is that KL (`algo.kl.KLController`).
         """
-        if "ref_logprob" not in self.batch:
+        if "kl k1" not in self.totals:
             return 0.0
-        return float(self._kl("k1").sum()) / max(1, self.batch.num_sequences)
+        return float(self.totals["kl k1"][1]) / max(1, self.experience.table.num_samples)
 
     def metrics(self, timers: StageTimers) -> dict[str, float]:
         """Name -> value, grouped by the part before the slash. Costs that need the models or other ranks: `instruments.py`."""
@@ -57,49 +125,47 @@ class StepRecord:
         }
 
     def _reward(self) -> dict[str, float]:
-        score = torch.tensor(self.scored.total)
+        score = self.totals.summary("score")
+        undecided, unusable = self.totals["unscored"].tolist()
         return {
-            Metric.SCORE_MEAN.value: _mean(score),
-            Metric.SCORE_STD.value: float(score.std(correction=0)),
-            Metric.SCORE_MIN.value: float(score.min()),
-            Metric.SCORE_MAX.value: float(score.max()),
-            **{Metric.SHAPED.of(key): value for key, value in _summary_of(self._per_sequence("reward")).items()},
-            Metric.UNDECIDED.value: self.scored.num_undecided,
-            Metric.UNUSABLE.value: self.scored.num_unusable,
+            Metric.SCORE_MEAN.value: score.mean,
+            Metric.SCORE_STD.value: score.std,
+            Metric.SCORE_MIN.value: score.min,
+            Metric.SCORE_MAX.value: score.max,
+            **{Metric.SHAPED.of(key): value for key, value in self.totals.summary("shaped")._asdict().items()},
+            Metric.UNDECIDED.value: int(undecided),
+            Metric.UNUSABLE.value: int(unusable),
             **self._reward_parts(),
             **self._routes(),
         }
 
     def _reward_parts(self) -> dict[str, float]:
         found: dict[str, float] = {}
-        for name, values in self.scored.parts.items():
-            scored = torch.tensor([value for value in values if not math.isnan(value)])
-            if not len(scored):
+        for name in self.scored.parts:
+            count = float(self.totals[f"part {name}"][0])
+            if not count:
                 continue  # no sample's recipe has the part
-            summary = _summary_of(scored)
+            summary = self.totals.summary(f"part {name}")._asdict()
             found[Metric.REWARD_PART.of(name)] = summary.pop("mean")
             found |= {Metric.REWARD_PART.of(f"{name}/{key}"): value for key, value in summary.items()}
-            if len(scored) < len(values):
-                found[Metric.REWARD_PART.of(f"{name}/share")] = len(scored) / len(values)
-        if self.scored.model_total is not None:
-            models = torch.tensor(self.scored.model_total)
-            rules = torch.tensor(self.scored.total) - models
-            found |= {Metric.MODELS.of(key): value for key, value in _summary_of(models).items()}
-            found |= {Metric.RULES.of(key): value for key, value in _summary_of(rules).items()}
+            if count < self.experience.table.num_samples:
+                found[Metric.REWARD_PART.of(f"{name}/share")] = count / self.experience.table.num_samples
+        for metric, name in ((Metric.MODELS, "models"), (Metric.RULES, "rules")):
+            if name in self.totals:
+                found |= {metric.of(key): value for key, value in self.totals.summary(name)._asdict().items()}
         return found
 
     def _routes(self) -> dict[str, float]:
-        """Mean score and number of the responses of each recipe; empty without a route."""
-        scores: dict[str, list[float]] = {}
-        for label, score in sorted(zip(self.scored.labels, self.scored.total)):
-            scores.setdefault(label, []).append(score)
-        means = {Metric.REWARD_ROUTE.of(f"{label}/mean"): _mean(torch.tensor(values)) for label, values in scores.items()}
-        return means | {Metric.REWARD_ROUTE.of(f"{label}/count"): len(values) for label, values in scores.items()}
+        """Mean score and number of the responses of each recipe that any has; empty without a route."""
+        counts = {label: int(self.totals[f"route {label}"][0]) for label in self.scored.recipe_labels}
+        drawn = sorted(label for label, count in counts.items() if count)
+        means = {Metric.REWARD_ROUTE.of(f"{label}/mean"): self.totals.mean(f"route {label}") for label in drawn}
+        return means | {Metric.REWARD_ROUTE.of(f"{label}/count"): counts[label] for label in drawn}
 
     def _policy(self) -> dict[str, float]:
         p, advantage = self.policy, self._summary("raw_advantage", "policy/advantage")
         metrics = {
-            Metric.POLICY_ENTROPY.value: _masked_mean(self.batch["entropy"], self._mask),
+            Metric.POLICY_ENTROPY.value: self.totals.mean("entropy"),
             Metric.POLICY_UPDATES.value: p.num_updates,
             **advantage,
         }
@@ -124,10 +190,9 @@ class StepRecord:
 
     def _critic(self) -> dict[str, float]:
         c = self.critic
-        fit = regression_moments(self.batch["value"], self.batch["returns"], self._mask)
         metrics = {
             Metric.CRITIC_LOSS.value: c.loss("loss_sum"),
-            Metric.CRITIC_EXPLAINED_VARIANCE.value: explained_variance(fit),
+            Metric.CRITIC_EXPLAINED_VARIANCE.value: explained_variance(self.totals["fit"]),
             Metric.CRITIC_VALUE_CLIP.value: c.per_token("value_clip_sum"),
             Metric.CRITIC_VALUE_ERROR_MAX.value: c.maxima.get("value_error_max", 0.0),
             Metric.CRITIC_GRAD_NORM.value: c.grad_norm,
@@ -141,18 +206,18 @@ class StepRecord:
         return metrics | expert_metrics("critic", c.expert_tokens, c.balance_loss)
 
     def _kl_metrics(self) -> dict[str, float]:
-        if "ref_logprob" not in self.batch:
+        if "kl k1" not in self.totals:
             return {}
         return {
-            Metric.KL_TOKEN.value: _masked_mean(self._kl(self.kl_estimator), self._mask),
-            Metric.KL_TOKEN_K3.value: _masked_mean(self._kl("k3"), self._mask),
+            Metric.KL_TOKEN.value: self.totals.mean(f"kl {self.kl_estimator}"),
+            Metric.KL_TOKEN_K3.value: self.totals.mean("kl k3"),
             Metric.KL_RESPONSE.value: self.kl_per_response(),
             Metric.KL_COEF.value: self.kl_coef,
         }
 
     def _lengths(self) -> dict[str, float]:
-        response = _summary_of(self.response_lengths)
-        prompts = (self.batch.lengths - self.response_lengths).float()
+        table = self.experience.table
+        response, prompts = _summary_of(self.response_lengths), (table.length - self.response_lengths).float()
         return {
             Metric.RESPONSE_MEAN.value: response["mean"],
             Metric.RESPONSE_STD.value: response["std"],
@@ -160,8 +225,8 @@ class StepRecord:
             Metric.RESPONSE_MAX.value: response["max"],
             Metric.PROMPT_MEAN.value: _mean(prompts),
             Metric.PROMPT_MAX.value: float(prompts.max()),
-            **{Metric.TOTAL_LENGTH.of(key): value for key, value in _summary_of(self.batch.lengths).items()},
-            Metric.TRUNCATED.value: _mean(self.batch["truncated"].float()),
+            **{Metric.TOTAL_LENGTH.of(key): value for key, value in _summary_of(table.length).items()},
+            Metric.TRUNCATED.value: _mean(table.truncated.float()),
         }
 
     def _rollout(self) -> dict[str, float]:
@@ -174,26 +239,27 @@ class StepRecord:
         }
 
     def _costs(self, timers: StageTimers) -> dict[str, float]:
-        generated = int(self._mask.sum())
-        total = timers.total_s
+        table, total = self.experience.table, timers.total_s
         slow = {
             Metric.REWARD_SECONDS.of(f"{name}/{key}_s"): value
-            for name, seconds in self.scored.seconds.items()
-            for key, value in (("mean", seconds.mean), ("max", seconds.max))
+            for name in self.scored.seconds
+            if float(self.totals[f"seconds {name}"][0])
+            for key, value in self.totals.summary(f"seconds {name}")._asdict().items()
+            if key in ("mean", "max")
         }
         return {
             **{Metric.STAGE_SECONDS.of(f"{name}_s"): seconds for name, seconds in timers.seconds.items()},
             **slow,
             Metric.STEP_SECONDS.value: total,
-            Metric.TOKENS_PER_S.value: self.batch.num_tokens / total,
-            Metric.GENERATED_PER_S.value: generated / max(timers.seconds["generate"], 1e-9),
-            Metric.SAMPLES_PER_S.value: self.batch.num_sequences / total,
+            Metric.TOKENS_PER_S.value: table.num_tokens / total,
+            Metric.GENERATED_PER_S.value: int(table.sampled.sum()) / max(timers.seconds["generate"], 1e-9),
+            Metric.SAMPLES_PER_S.value: table.num_samples / total,
         }
 
     @property
     def response_lengths(self) -> Tensor:
-        """[B] int64, sampled tokens of each response."""
-        return tokens_per_sequence(self._mask, self.batch.cu_seqlens)
+        """[N] int32, sampled tokens of each response of all ranks."""
+        return self.experience.table.sampled
 
     @property
     def _mask(self) -> Tensor:
@@ -210,8 +276,7 @@ class StepRecord:
         return running[ends[1:]] - running[ends[:-1]]
 
     def _summary(self, name: str, prefix: str) -> dict[str, float]:
-        summary = summarise(*masked_moments(self.batch[name], self._mask))
-        return {f"{prefix}_{key}": value for key, value in summary._asdict().items()}
+        return {f"{prefix}_{key}": value for key, value in self.totals.summary(name)._asdict().items()}
 
 
 _EXPERT_METRICS = {
@@ -237,7 +302,3 @@ def _summary_of(x: Tensor) -> dict[str, float]:
 
 def _mean(x: Tensor) -> float:
     return float(x.double().mean()) if x.numel() else 0.0
-
-
-def _masked_mean(x: Tensor, mask: Tensor) -> float:
-    return _mean(x[mask])

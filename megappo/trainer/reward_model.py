@@ -5,78 +5,91 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy
-import torch.distributed as dist
+import torch
 from torch import Tensor
 
 from megappo.config.role_sections import RewardModelConfig
-from megappo.data.packing import PackedBatch, pack
+from megappo.data.packing import pack
 from megappo.data.prompts import Prompt
 from megappo.data.reward_text import RewardText
+from megappo.experience.experience import Experience
+from megappo.parallel.shares import Shares
+from megappo.parallel.totals import first_of_ranks, total
 from megappo.rewards.base import RewardError
 from megappo.rewards.compose import Judged
 from megappo.rewards.verdict import Verdict
 from megappo.trainer.finite_outputs import NonFiniteOutput
+from megappo.trainer.model_outputs import computing_ranks
 from megappo.trainer.roles import RewardModel
+from megappo.trainer.scoring import raise_together
 
+ROLE = "reward_model"
 RAW, CUT = "raw", "cut"
 """Numbers beside the score: the head's own; 1 for a text whose front was cut to the model's positions, else 0."""
 
 
 @dataclass(frozen=True)
 class ModelScorer:
-    """The reward model of a run with the text that it reads and the normalisation of its section."""
+    """The reward model of a run with the text that it reads and the normalisation of its section.
 
-    model: RewardModel
+    model: None on a rank where it does not live. shares: how it divides a batch.
+    """
+
+    model: RewardModel | None
+    shares: Shares
     text: RewardText
     settings: RewardModelConfig
 
     def __call__(self, prompts: Sequence[Prompt], responses: Sequence[Judged]) -> list[Verdict]:
-        """Score; prompts[i] belongs to responses[i], whose text rules see too. Collective: every rank passes all of them.
+        """Score this rank's responses; prompts[i] belongs to responses[i], whose text rules see too. Collective over the world.
 
         RewardError, on every rank, for a text that the model's template refuses; NonFiniteOutput for a NaN or infinite score.
         """
-        texts = self._encode(prompts, responses)
+        texts, failure = self._encode(prompts, responses)
+        raise_together(failure)
         batch = pack([self.text.fitted(ids) for ids in texts])
-        raw = self.model.scores(batch)
-        self._require_finite(raw, batch, responses)
-        inner = [{RAW: value, CUT: float(len(ids) > self.text.max_tokens)} for value, ids in zip(raw.tolist(), texts)]
-        return [Verdict(value, parts) for value, parts in zip(normalised(raw, self.settings).tolist(), inner)]
+        owned = Experience.of_own(batch)
+        share = owned.for_role(self.shares, ())
+        raw = {} if self.model is None else {RAW: self.model.scores(share.batch)}
+        scored = owned.with_results(share, (), (RAW,), raw)
+        self._require_finite(scored, responses)
+        inner = [{RAW: value, CUT: float(len(ids) > self.text.max_tokens)} for value, ids in zip(scored.batch[RAW].tolist(), texts)]
+        return [Verdict(value, parts) for value, parts in zip(normalised(scored.batch[RAW], self.settings).tolist(), inner)]
 
-    def _encode(self, prompts: Sequence[Prompt], responses: Sequence[Judged]) -> list[list[int]]:
-        """Ids of all texts, of which each rank encodes its share."""
-        rank, world_size = dist.get_rank(), dist.get_world_size()
-        mine: list[numpy.ndarray] | str = []
-        for prompt, response in list(zip(prompts, responses, strict=True))[rank::world_size]:
+    def _encode(self, prompts: Sequence[Prompt], responses: Sequence[Judged]) -> tuple[list[list[int]], RewardError | None]:
+        """Ids of the texts; a failure, if one cannot be encoded."""
+        texts: list[list[int]] = []
+        for prompt, response in zip(prompts, responses, strict=True):
             try:
-                # int32: all ranks send their share to all others.
-                mine.append(numpy.array(self.text.encode(prompt, response.text), dtype=numpy.int32))
+                texts.append(list(self.text.encode(prompt, response.text)))
             except ValueError as error:
-                mine = f"rank {rank}: {self.model.engine.name}: {error}; sample {response.sample_id}"
-                break
-        shares: list = [None] * world_size
-        dist.all_gather_object(shares, mine)
-        failures = [share for share in shares if isinstance(share, str)]
-        if failures:
-            raise RewardError(failures[0])
-        return [shares[index % world_size][index // world_size].tolist() for index in range(len(responses))]
+                return [], RewardError(f"{ROLE}: {error}; sample {response.sample_id}")
+        return texts, None
 
-    def _require_finite(self, raw: Tensor, batch: PackedBatch, responses: Sequence[Judged]) -> None:
-        bad = (~raw.isfinite()).nonzero().flatten().tolist()
+    def _require_finite(self, scored: Experience, responses: Sequence[Judged]) -> None:
+        """Raise NonFiniteOutput on every rank if a score of any rank's responses is not finite. Collective over the world."""
+        bad = (~scored.batch[RAW].isfinite()).nonzero().flatten().tolist()
+        count, of = total(torch.tensor([len(bad), len(responses)])).tolist()
+        if not count:
+            return
+        own = None
         if bad:
-            engine, first = self.model.engine, bad[0]
-            raise NonFiniteOutput(
-                f"score of the {engine.name} is NaN or infinite for {len(bad)} of {len(responses)} responses, the first sample "
-                f"{responses[first].sample_id}, computed by {engine.ranks_of(batch, first)}; no update is made of it"
-            )
+            computed_by = computing_ranks(scored, self.shares, int(scored.numbers[bad[0]]))
+            own = f"sample {responses[bad[0]].sample_id}, computed by {computed_by}"
+        raise NonFiniteOutput(
+            f"score of the {ROLE} is NaN or infinite for {count} of {of} responses, the first {first_of_ranks(own)}; no update is "
+            "made of it"
+        )
 
 
-def model_scorer(model: RewardModel | None, text: RewardText | None, settings: RewardModelConfig) -> ModelScorer | None:
-    """The scorer of a run; None for a run without reward model."""
-    if model is None:
+def model_scorer(
+    model: RewardModel | None, shares: Shares | None, text: RewardText | None, settings: RewardModelConfig
+) -> ModelScorer | None:
+    """The scorer of a run; None for a run without reward model. shares: how it divides a batch, None without one."""
+    if shares is None:
         return None
     assert text is not None, "a reward model without its text"
-    return ModelScorer(model, text, settings)
+    return ModelScorer(model, shares, text, settings)
 
 
 def normalised(raw: Tensor, settings: RewardModelConfig) -> Tensor:

@@ -43,13 +43,17 @@ class LanguageModel:
         self.temperature = temperature
         self.logits_dtype: LogitsDtype = logits_dtype
 
-    def logprobs(self, batch: PackedBatch, *, want_entropy: bool = True) -> tuple[Tensor, Tensor | None]:
-        """(logprob [T], entropy [T] or None) of every token given its prefix, under the sampling temperature; 0 at sequence
-        starts.
+    def outputs(self, share: PackedBatch) -> dict[str, Tensor]:
+        """ref_logprob [T]: log-probs of this replica's tokens under the reference, on the rank that reports."""
+        return {"ref_logprob": self.logprobs(share, want_entropy=False)[0]}
+
+    def logprobs(self, share: PackedBatch, *, want_entropy: bool = True) -> tuple[Tensor, Tensor | None]:
+        """(logprob [T], entropy [T] or None) of every token of this replica's share given its prefix, under the sampling
+        temperature; 0 at sequence starts. On the rank that reports them, zeros on others (`engine.base.PassResult`).
         """
         with self.engine.eval_mode():
             report = partial(self._report, want_entropy=want_entropy)
-            result = self.engine.forward_backward(batch, report, reads=self.sampling_fields, forward_only=True)
+            result = self.engine.forward_backward(share, report, reads=self.sampling_fields, forward_only=True)
         return result.tokens["logprob"], result.tokens.get("entropy")
 
     def _report(self, output: LanguageOutput, micro: PackedBatch, want_entropy: bool) -> LossOutput:
@@ -96,9 +100,15 @@ class Policy(LanguageModel):
         self._reads = policy_reads(algorithm)
         self.counts_ratios = False
 
+    def outputs(self, share: PackedBatch) -> dict[str, Tensor]:
+        """logprob and entropy [T], on the rank that reports them."""
+        logprob, entropy = self.logprobs(share)
+        assert entropy is not None
+        return {"logprob": logprob, "entropy": entropy}
+
     def update(self, mini: PackedBatch, denominator: float) -> UpdateResult:
-        """Take one optimizer step on a global mini-batch with fields logprob, advantage, weight (and ref_logprob with KL in the
-        loss).
+        """Take one optimizer step on a mini-batch, of which `mini` is this replica's share, with fields logprob, advantage, weight
+        (and ref_logprob with KL in the loss).
         """
         self.engine.optimizer_zero_grad()
         reads = (*self.sampling_fields, *self._reads)
@@ -162,15 +172,23 @@ class Critic:
         self.engine = engine
         self._value_clip = value_clip
 
-    def values(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
-        """(value [T], value after the last token [B]); value[t] = V(x_<t), 0 at the first token of a sequence."""
+    def outputs(self, share: PackedBatch) -> dict[str, Tensor]:
+        """value [T] and bootstrap [B], see `values`."""
+        value, bootstrap = self.values(share)
+        return {"value": value, "bootstrap": bootstrap}
+
+    def values(self, share: PackedBatch) -> tuple[Tensor, Tensor]:
+        """(value [T], value after the last token [B]); value[t] = V(x_<t), 0 at the first token of a sequence.
+
+        Of this replica's share, on the rank that reports them.
+        """
         with self.engine.eval_mode():
-            result = self.engine.forward_backward(batch, self._report, forward_only=True)
+            result = self.engine.forward_backward(share, self._report, forward_only=True)
         raw = result.tokens["raw_value"]
-        return align_values(raw, batch.cu_seqlens)
+        return align_values(raw, share.cu_seqlens)
 
     def update(self, mini: PackedBatch, denominator: float) -> UpdateResult:
-        """Take one optimizer step on a global mini-batch with fields value, returns, weight."""
+        """Take one optimizer step on a mini-batch, of which `mini` is this replica's share, with fields value, returns, weight."""
         self.engine.optimizer_zero_grad()
         losses = self.engine.forward_backward(mini, self._loss_of, reads=self.reads, denominator=denominator)
         lr = self.engine.lr_scheduler_step()
@@ -191,25 +209,14 @@ class RewardModel:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
 
-    def scores(self, batch: PackedBatch) -> Tensor:
-        """Output of the head at the last token of every sequence, [B] fp32."""
+    def scores(self, share: PackedBatch) -> Tensor:
+        """Output of the head at the last token of every sequence of this replica's share, [B] fp32, on the rank that reports."""
         with self.engine.eval_mode():
-            result = self.engine.forward_backward(batch, self._report, forward_only=True)
-        return result.tokens["raw_score"][batch.cu_seqlens[1:].long() - 1]
+            result = self.engine.forward_backward(share, self._report, forward_only=True)
+        return result.tokens["raw_score"][share.cu_seqlens[1:].long() - 1]
 
     def _report(self, output: Tensor, micro: PackedBatch) -> LossOutput:
         return LossOutput(tokens={"raw_score": output})
-
-
-def add_model_outputs(batch: PackedBatch, policy: LanguageModel, critic: Critic, reference: LanguageModel | None) -> PackedBatch:
-    """Add the fields of stage 4: logprob and entropy of the policy, ref_logprob of the reference, value and bootstrap of the
-    critic."""
-    logprob, entropy = policy.logprobs(batch)
-    value, bootstrap = critic.values(batch)
-    fields = {"logprob": logprob, "entropy": entropy, "value": value}
-    if reference is not None:
-        fields["ref_logprob"], _ = reference.logprobs(batch, want_entropy=False)
-    return batch.with_fields(fields, {"bootstrap": bootstrap})
 
 
 def _loss_output(loss: Tensor, metrics: dict[str, Tensor]) -> LossOutput:

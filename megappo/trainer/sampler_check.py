@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from megappo.data.packing import NO_ID, PackedBatch
+from megappo.parallel.totals import largest, total
 from megappo.rollout.types import SamplingParams
 
 
@@ -40,8 +41,8 @@ class KeptSummary:
 
 
 def compare_with_sampler(batch: PackedBatch, sampling: SamplingParams) -> Agreement:
-    """Compare logprob (trainer) and rollout_logprob (sampler) of a batch, both [T]; with `kept` the trainer's are of the truncated
-    distribution.
+    """Compare logprob (trainer) and rollout_logprob (sampler), both [T], of all ranks' samples; `batch` has this rank's. With
+    `kept` the trainer's are of the truncated distribution. Collective over the world.
 
     With top-p or top-k the sampler renormalises over fewer tokens. Without `kept` the trainer does not, so the sampler's
     probabilities are rightly larger: then only amounts by which they are smaller count.
@@ -49,13 +50,16 @@ def compare_with_sampler(batch: PackedBatch, sampling: SamplingParams) -> Agreem
     mask = batch["response_mask"]
     difference = batch["logprob"][mask].double().exp() - batch["rollout_logprob"][mask].double().exp()
     difference = difference.clamp(min=0) if sampling.truncates and "kept" not in batch else difference.abs()
-    if difference.numel() == 0:
+    counts = (batch["kept"][mask] != NO_ID).sum(1).double() if "kept" in batch else difference.new_zeros(difference.shape)
+    overflow = (counts >= sampling.kept_width).double()
+    sums = total(torch.stack([torch.ones_like(difference), difference, counts, overflow], 1).sum(0))
+    # NaN, which a maximum over ranks may lose, is in the sum.
+    highest = float(largest(torch.cat([difference, difference.new_zeros(1)]).max()))
+    count, differences, kept, overflows = sums.tolist()
+    if count == 0:
         return Agreement(0.0, 0.0)
-    kept = None
-    if "kept" in batch:
-        counts = (batch["kept"][mask] != NO_ID).sum(1).double()
-        kept = KeptSummary(float(counts.mean()), float((counts >= sampling.kept_width).double().mean()))
-    return Agreement(float(difference.mean()), float(difference.max()), kept)
+    summary = KeptSummary(kept / count, overflows / count) if "kept" in batch else None
+    return Agreement(differences / count, highest, summary)
 
 
 def require_agreement(agreement: Agreement, limit: float, step: int, engine: str) -> None:

@@ -1,62 +1,80 @@
-"""Stage 3: the rewards of the sampled responses, computed once over all ranks."""
+"""Stage 3: the rewards of the sampled responses, each on the rank that owns the sample."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
 
-import torch.distributed as dist
+import torch
 
 from megappo.data.prompts import Prompt
 from megappo.data.tokenizers import Tokenizer
+from megappo.experience.experience import Experience
+from megappo.parallel.totals import first_of_ranks, names_of_ranks, place_in_world, total
 from megappo.resilience.sections import Sections
 from megappo.rewards.base import RewardError, RewardInput
 from megappo.rewards.compose import Judged, Scored
 from megappo.rewards.scorer import ROUND_S, Scorer
 from megappo.rewards.verdict import Verdict
-from megappo.rollout.types import Response
+
+Result = TypeVar("Result")
 
 # Seconds of scoring before the console hears of it, and between two lines.
 FIRST_NOTE_S, NOTE_EVERY_S = 5.0, 15.0
 
 
 def score_responses(
-    prompts: Sequence[Prompt],
-    responses: Sequence[Response],
-    tokenizer: Tokenizer,
-    scorer: Scorer,
-    stop: Sequence[str] = (),
+    experience: Experience, prompt_of: Callable[[int], Prompt], tokenizer: Tokenizer, scorer: Scorer, stop: Sequence[str] = ()
 ) -> Scored:
-    """Decode and score; prompts[i] belongs to responses[i]. Collective: each rank scores its share, all get all.
+    """Decode and score the samples of this rank, in the order of its batch. Collective over the world.
 
-    stop: strings that end a response; rules see the text before them, training keeps their tokens.
+    prompt_of: prompt of a sample's number. stop: strings that end a response; rules see the text before them, training keeps their
+    tokens.
 
     A part that fails anywhere raises the same RewardError on every rank, so none is left waiting in a collective.
     """
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    mine = range(rank, len(responses), world_size)
-    samples = [_reward_input(prompts[i], responses[i], tokenizer, stop, i) for i in mine]
-    share: tuple[str, Any]
+    samples = [_reward_input(sample, prompt_of(sample.number), tokenizer, stop) for sample in samples_of(experience)]
+    judged, failure = _tried(lambda: _score_in_rounds(scorer, samples))
+    raise_together(failure)
+    by_model = _scored_by_model(scorer, experience, prompt_of, judged or [])
+    scored, failure = _tried(lambda: scorer.composition.compose(judged or [], by_model))
+    raise_together(failure)
+    assert scored is not None, "it has not failed"
+    # A rule may name numbers of its own; ranks that have no such sample know them too.
+    return scored.with_parts(names_of_ranks(list(scored.parts)))
+
+
+def _tried(action: Callable[[], Result]) -> tuple[Result | None, RewardError | None]:
     try:
-        share = ("scored", _score_in_rounds(scorer, samples))
+        return action(), None
     except RewardError as error:
-        share = ("failed", f"rank {rank}: {error}")
-    shares = _gather(share)
-    if failures := [found for state, found in shares if state == "failed"]:
-        raise RewardError(failures[0])
-    judged = _interleave([found for _, found in shares], len(responses))
-    return scorer.composition.compose(judged, _scored_by_model(scorer, prompts, judged))
+        return None, error
 
 
-def _scored_by_model(scorer: Scorer, prompts: Sequence[Prompt], judged: Sequence[Judged]) -> dict[str, dict[int, Verdict]]:
-    """Part -> response -> verdict, for the parts that a model scores and the responses whose recipe has one. Collective."""
+def raise_together(failure: RewardError | None) -> None:
+    """Raise the first rank's failure on every rank, if there is one. Collective over the world."""
+    if int(total(torch.tensor(int(failure is not None)))):
+        said = first_of_ranks(None if failure is None else f"rank {place_in_world()[0]}: {failure}")
+        raise RewardError(said) from failure
+
+
+def _scored_by_model(
+    scorer: Scorer, experience: Experience, prompt_of: Callable[[int], Prompt], judged: Sequence[Judged]
+) -> dict[str, dict[int, Verdict]]:
+    """Part -> place among this rank's samples -> verdict, for the parts that a model scores and the responses whose recipe has one.
+    Collective over the world."""
     names = scorer.names_of_model
+    if not names:
+        return {}
     chosen = [i for i, one in enumerate(judged) if any(name in scorer.composition.recipes[one.label] for name in names)]
-    if not chosen:
+    if not int(total(torch.tensor(len(chosen)))):
         return {}
     assert scorer.score_model is not None, f"nothing scores {names}"
-    verdicts = dict(zip(chosen, scorer.score_model([prompts[i] for i in chosen], [judged[i] for i in chosen]), strict=True))
+    numbers = experience.numbers.tolist()
+    prompts = [prompt_of(numbers[i]) for i in chosen]
+    verdicts = dict(zip(chosen, scorer.score_model(prompts, [judged[i] for i in chosen]), strict=True))
     return dict.fromkeys(names, verdicts)
 
 
@@ -73,10 +91,9 @@ def _score_in_rounds(scorer: Scorer, samples: Sequence[RewardInput]) -> list[Jud
         failure = error
     while True:
         counts = (0, 0) if failure is not None else scorer.work(ROUND_S)
-        rounds = _gather((*counts, failure is not None or scorer.has_failed))
-        found, of = (sum(values) for values in list(zip(*rounds))[:2])
+        found, of, failed = total(torch.tensor([*counts, int(failure is not None or scorer.has_failed)])).tolist()
         scorer.on_progress(found, of)
-        if any(failed for _, _, failed in rounds):
+        if failed:
             break
         if found == of:
             return scorer.finish()
@@ -86,12 +103,6 @@ def _score_in_rounds(scorer: Scorer, samples: Sequence[RewardInput]) -> list[Jud
     if failure is not None:
         raise failure
     return []
-
-
-def _gather(value: Any) -> list[Any]:
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, value)
-    return gathered
 
 
 class ScoringProgress:
@@ -114,30 +125,45 @@ class ScoringProgress:
             self._note(f"score: {found:,}/{of:,} rewards after {now - self._begun:.0f} s")
 
 
-def response_text(response: Response, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> str:
+@dataclass(frozen=True)
+class Sample:
+    """A sample of this rank. tokens: ids of its response. num_sampled: those of them that the policy sampled."""
+
+    number: int
+    tokens: list[int]
+    num_sampled: int
+    truncated: bool
+
+
+def samples_of(experience: Experience) -> Iterator[Sample]:
+    """The samples of this rank, in the order of its batch."""
+    batch, numbers = experience.batch, experience.numbers
+    rows = experience.table.rows(numbers)
+    starts, ends = batch.cu_seqlens[:-1] + rows.prompt, batch.cu_seqlens[1:]
+    columns = (numbers, starts, ends, rows.sampled, rows.truncated)
+    for number, start, end, num_sampled, truncated in zip(*(column.tolist() for column in columns)):
+        yield Sample(number, batch.tokens[start:end].tolist(), num_sampled, bool(truncated))
+
+
+def response_text(tokens: Sequence[int], tokenizer: Tokenizer, stop: Sequence[str] = ()) -> str:
     """The response without the end-of-sequence token, up to the first of the stop strings."""
-    tokens = list(response.tokens)
-    if tokens and tokens[-1] in tokenizer.eos_ids:
-        tokens.pop()
-    text = tokenizer.decode(tokens)
+    ids = list(tokens)
+    if ids and ids[-1] in tokenizer.eos_ids:
+        ids.pop()
+    text = tokenizer.decode(ids)
     ends = [end for string in stop if (end := text.find(string)) >= 0]
     return text[: min(ends)] if ends else text
 
 
-def _reward_input(prompt: Prompt, response: Response, tokenizer: Tokenizer, stop: Sequence[str], index: int) -> RewardInput:
+def _reward_input(sample: Sample, prompt: Prompt, tokenizer: Tokenizer, stop: Sequence[str]) -> RewardInput:
     return RewardInput(
         prompt=prompt.text,
-        response=response_text(response, tokenizer, stop),
+        response=response_text(sample.tokens, tokenizer, stop),
         answer=prompt.answer,
-        truncated=response.finish == "length",
-        num_tokens=len(response.tokens),
+        truncated=sample.truncated,
+        num_tokens=sample.num_sampled,
         record=prompt.record,
-        sample_id=f"{prompt.id} (sample {index})",
-        full_response=tokenizer.decode_all(response.tokens),
-        tokens=tuple(response.tokens),
+        sample_id=f"{prompt.id} (sample {sample.number})",
+        full_response=tokenizer.decode_all(sample.tokens),
+        tokens=tuple(sample.tokens),
     )
-
-
-def _interleave(shares: list[list], count: int) -> list:
-    """Undo the split i -> rank i % world_size."""
-    return [shares[i % len(shares)][i // len(shares)] for i in range(count)]

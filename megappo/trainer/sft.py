@@ -17,6 +17,7 @@ from megappo.data.prompts import PromptLoader
 from megappo.engine.base import Engine, LanguageOutput, LossOutput
 from megappo.engine.build import MegatronEngines
 from megappo.engine.factory import EngineBackend, EngineFactory
+from megappo.engine.whole_batch import pass_whole_batch
 from megappo.platform.device import select_device, start_distributed
 from megappo.platform.permissions import apply_permissions
 from megappo.prepare.data import SftData
@@ -111,7 +112,7 @@ def run_sft(
         num_tokens = int(batch["response_mask"].sum())
         with timers.stage("update"), engine.train_mode():
             engine.optimizer_zero_grad()
-            result = engine.forward_backward(batch, loss, reads=loss.reads, denominator=num_tokens)
+            result = pass_whole_batch(engine, batch, loss, reads=loss.reads, denominator=num_tokens)
             lr = engine.lr_scheduler_step()
             taken = engine.optimizer_step()
         settle()

@@ -13,6 +13,7 @@ from megappo.config.schema import AlgorithmConfig
 from megappo.data.packing import PackedBatch
 from megappo.ops.advantages import gae, token_advantages
 from megappo.ops.whiten import whiten_apply
+from megappo.parallel.totals import total
 
 # Ops of stage 5, which run where the experience is: on the host.
 HOST_OPS = ("token_advantages", "whiten_apply")
@@ -27,9 +28,10 @@ def shape_advantages(
 ) -> PackedBatch:
     """Add reward, advantage (whitened if asked), raw_advantage and returns, all [T] fp32 and 0 outside the response mask.
 
-    batch has logprob, value, response_mask, bootstrap, truncated (and ref_logprob with the KL in the reward); score: [B]. kl_coef:
-    the controller's current coefficient, used only with the KL in the reward. per_token: [B] rewards of the sampled tokens, one for
-    each, or None for a sample without; they add to KL and score.
+    batch: this rank's samples; whitening takes the moments of all ranks'. Collective over the world. It has logprob, value,
+    response_mask, bootstrap, truncated (and ref_logprob with the KL in the reward); score: [B]. kl_coef: the controller's current
+    coefficient, used only with the KL in the reward. per_token: [B] rewards of the sampled tokens, one for each, or None for a
+    sample without; they add to KL and score.
     """
     mask = batch["response_mask"]
     kl_in_reward = algorithm.kl.placement == "reward"
@@ -55,7 +57,7 @@ def shape_advantages(
     else:  # the kernel of the line above knows one score per sequence
         reward = (token_rewards(batch["logprob"], ref_logprob, score, mask, batch.cu_seqlens, **kl) + inner).float()
         advantage, returns, moments = gae(reward, batch["value"], mask, batch.cu_seqlens, bootstrap, **scan)
-    whitened = whiten_apply(advantage, mask, moments) if algorithm.whiten_advantages else advantage
+    whitened = whiten_apply(advantage, mask, total(moments)) if algorithm.whiten_advantages else advantage
     return batch.with_fields({"reward": reward, "advantage": whitened, "raw_advantage": advantage, "returns": returns})
 
 

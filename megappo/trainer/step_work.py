@@ -11,7 +11,6 @@ from torch import Tensor
 from megappo.config.role_sections import RoleConfig, TrainableConfig
 from megappo.config.run_sections import TelemetryConfig
 from megappo.config.schema import TrainConfig
-from megappo.data.packing import PackedBatch
 from megappo.engine.base import Engine
 from megappo.models.arch import ModelArch
 from megappo.models.flops import Recompute, forward_flops, generation_flops
@@ -68,14 +67,15 @@ class StepWork:
     def of_step(
         cls,
         models: Mapping[str, RoleModel],
-        batch: PackedBatch,
+        lengths: Tensor,
         response_lengths: Tensor,
         critic: UpdateSummary,
         policy: UpdateSummary,
         num_ranks: int,
     ) -> StepWork:
-        """Work of a step from the lengths of its sequences; an update that `target_kl` ended early has done what it has done."""
-        lengths, updated = batch.lengths, {"critic": critic.lengths, "policy": policy.lengths}
+        """Work of a step from the lengths [N] of all its samples and of their responses; an update that `target_kl` ended early has
+        done what it has done."""
+        updated = {"critic": critic.lengths, "policy": policy.lengths}
         by_stage = {
             "generate": {"policy": models["policy"].generation(lengths - response_lengths, response_lengths)},
             "logprobs": {role: model.forward(lengths) for role, model in models.items()},

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megappo.data.prompts import Prompt
 from megappo.data.token_texts import special_ids, token_texts
 from megappo.data.tokenizers import Tokenizer
+from megappo.parallel.totals import place_in_world
 from megappo.trainer.report import StepRecord
 from megappo.trajectories.fields import FORMAT, TOKEN_FIELDS, rounded
 
@@ -30,22 +32,32 @@ def draw_samples(num_samples: int, samples_per_prompt: int, count: int, run_seed
 
 
 def trajectories_of(
-    record: StepRecord, prompts: Sequence[Prompt], drawn: Sequence[int], tokenizer: Tokenizer
+    record: StepRecord, prompt_of: Callable[[int], Prompt], drawn: Sequence[int], tokenizer: Tokenizer
 ) -> list[dict[str, Any]]:
-    """Records of the drawn samples of a step; prompts[i] belongs to sample i."""
-    return [_row(record, prompts[index], index, tokenizer) for index in drawn]
+    """Records of the drawn samples of a step on rank 0, by number; nothing elsewhere. Collective over the world.
+
+    prompt_of: prompt of a sample's number.
+    """
+    places = {number: place for place, number in enumerate(record.experience.numbers.tolist())}
+    rows = [_row(record, prompt_of(number), number, places[number], tokenizer) for number in drawn if number in places]
+    rank, world_size = place_in_world()
+    if world_size == 1:
+        return rows
+    gathered: list[list[dict[str, Any]]] = [[] for _ in range(world_size)]
+    dist.gather_object(rows, gathered if rank == 0 else None)  # a few rows, of which only rank 0 writes
+    return sorted((row for theirs in gathered for row in theirs), key=lambda row: row["sample"])
 
 
-def _row(record: StepRecord, prompt: Prompt, index: int, tokenizer: Tokenizer) -> dict[str, Any]:
+def _row(record: StepRecord, prompt: Prompt, number: int, index: int, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Record of a sample; index: its place in this rank's batch."""
     batch = record.batch
     begin, end = batch.cu_seqlens[index].item(), batch.cu_seqlens[index + 1].item()
     tokens, mask = batch.tokens[begin:end].tolist(), batch["response_mask"][begin:end]
-    sampled = mask.nonzero()
-    start = int(sampled[0]) if len(sampled) else len(tokens)  # the response starts at the first sampled token
+    start = int(record.experience.table.prompt[number])
     texts = token_texts(tokens, tokenizer)
     return {
         "format": FORMAT,
-        "sample": index,
+        "sample": number,
         "id": prompt.id,
         "prompt": prompt.text,
         "response": record.scored.texts[index],
@@ -55,7 +67,7 @@ def _row(record: StepRecord, prompt: Prompt, index: int, tokenizer: Tokenizer) -
         "parts": {name: values[index] for name, values in record.scored.parts.items() if not math.isnan(values[index])},
         "recipe": record.scored.labels[index] if record.scored.labels else "",
         "finish": "length" if batch["truncated"][index] else "stop",
-        "version": int(batch["version"][index]),
+        "version": int(record.experience.table.oldest[number]),
         "kl_coef": record.kl_coef,
         "prompt_tokens": tokens[:start],
         "prompt_texts": texts[:start],

@@ -3,36 +3,96 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from megappo.algo.aggregation import token_weights
-from megappo.config.schema import AlgorithmConfig
+from megappo.algo.aggregation import loss_count, token_weights
+from megappo.config.schema import AlgorithmConfig, TrainConfig
 from megappo.data.packing import PackedBatch
 from megappo.engine.base import Engine
-from megappo.trainer.roles import UpdateResult
+from megappo.experience.experience import Experience
+from megappo.experience.owners import Owners, balanced
+from megappo.experience.route import GroupWire
+from megappo.experience.table import SampleTable
+from megappo.parallel.shares import Shares
+from megappo.parallel.totals import place_in_world
+from megappo.trainer.build_roles import Roles
+from megappo.trainer.roles import Critic, LanguageModel, UpdateResult, policy_reads
 
-MiniBatch = tuple[PackedBatch, float]
-"""(sequences with field `weight`, denominator of the loss: count of the whole mini-batch over all ranks)"""
+READS = ("response_mask",)
+"""Fields that mini-batches are weighted by, beside those that the role's loss reads."""
 
 
-def mini_batches(batch: PackedBatch, algorithm: AlgorithmConfig, max_response_tokens: int, seed: int) -> Iterator[MiniBatch]:
-    """Cut experience into optimizer steps of `mini_batch_size` samples: `ppo_epochs` passes, each in a new seeded order.
+class MiniBatch(NamedTuple):
+    """One optimizer step of a role. share: this rank's samples, with the field `weight`. denominator: count of the loss over all
+    ranks. lengths: [M] tokens of all samples of the mini-batch."""
 
-    max_response_tokens: the length that `loss_aggregation: fixed-length` divides by.
+    share: PackedBatch
+    denominator: float
+    lengths: Tensor
+
+
+@dataclass(frozen=True)
+class EpochPlan:
+    """Mini-batches of one epoch, the same on every rank: the numbers of the samples of each, and the owner of every sample."""
+
+    numbers: tuple[Tensor, ...]
+    owners: Owners
+
+    @classmethod
+    def of(cls, table: SampleTable, shares: Shares, size: int, seed: int) -> EpochPlan:
+        """`size` samples for each mini-batch, in a seeded order, balanced over the shares one mini-batch at a time."""
+        order = torch.randperm(table.num_samples, generator=torch.Generator().manual_seed(seed % 2**63))
+        share = torch.empty(table.num_samples, dtype=torch.long)
+        numbers = order.split(size)
+        for chosen in numbers:
+            share[chosen] = balanced(table.length[chosen], shares.count)
+        return cls(numbers, Owners(share, shares))
+
+
+def mini_batches(
+    experience: Experience, shares: Shares, group: dist.ProcessGroup | None, algorithm: AlgorithmConfig, max_tokens: int, seed: int
+) -> Iterator[MiniBatch]:
+    """Optimizer steps of `mini_batch_size` samples for a role: `ppo_epochs` passes, each in a new seeded order.
+
+    experience: sent to the owners of the first epoch (`first_epoch`). shares, group: of the role, which is collective over the
+    group: later epochs exchange samples there. max_tokens: the length that `loss_aggregation: fixed-length` divides by.
     """
+    table, mode = experience.table, algorithm.loss_aggregation
     for epoch in range(algorithm.ppo_epochs):
-        generator = torch.Generator().manual_seed((seed + epoch) % 2**63)
-        order = torch.randperm(batch.num_sequences, generator=generator)
-        for chosen in order.split(algorithm.mini_batch_size):
-            mini = batch.select(chosen)
-            weights = token_weights(algorithm.loss_aggregation, mini["response_mask"], mini.cu_seqlens, max_response_tokens)
+        plan = EpochPlan.of(table, shares, algorithm.mini_batch_size, seed + epoch)
+        if epoch > 0:
+            assert group is not None, "only a process alone has no group, and then nothing moves"
+            experience = experience.redistribute(plan.owners, wire=GroupWire(group))
+        mine = experience.numbers
+        index = plan.owners.shares.index_of(experience.rank)
+        for chosen in plan.numbers:
+            own = chosen[plan.owners.share[chosen] == index]  # in the order of the mini-batch
+            share = experience.batch.select(torch.searchsorted(mine, own))
+            if "response_mask" in share:
+                weights = token_weights(mode, share["response_mask"], share.cu_seqlens, max_tokens)
+                share = share.with_fields({"weight": weights.weight})
             # Without a single sampled token every weight is 0; any denominator keeps the loss 0 instead of NaN.
-            yield mini.with_fields({"weight": weights.weight}), max(float(weights.count), 1.0)
+            count = loss_count(mode, table.sampled[chosen], max_tokens)
+            yield MiniBatch(share, max(count, 1.0), table.length[chosen].long())
+
+
+def first_epoch(
+    experience: Experience, shares: Shares, fields: Collection[str], algorithm: AlgorithmConfig, seed: int
+) -> Experience:
+    """Experience with these fields where the first epoch of a role's updates needs it. Collective over the world."""
+    plan = EpochPlan.of(experience.table, shares, algorithm.mini_batch_size, seed)
+    return experience.redistribute(plan.owners, {*fields, *READS})
+
+
+def update_reads(role: str, algorithm: AlgorithmConfig) -> tuple[str, ...]:
+    """Fields of the experience that the updates of policy or critic read, if there are."""
+    return Critic.reads if role == "critic" else (*LanguageModel.sampling_fields, *policy_reads(algorithm))
 
 
 class Trainable(Protocol):
@@ -59,7 +119,7 @@ class UpdateSummary:
     """[layers, experts] tokens that the routers sent to each expert, over all updates; None for a dense model."""
     balance_losses: list[float] = field(default_factory=list)
     lengths: list[Tensor] = field(default_factory=list)
-    """[B] int64 of each mini-batch that was passed, tokens of its sequences."""
+    """[M] int64 of each mini-batch that was passed, tokens of its samples on all ranks."""
 
     def add(self, result: UpdateResult, denominator: float) -> None:
         for name, value in result.losses.sums.items():
@@ -104,10 +164,56 @@ def run_updates(role: Trainable, minis: Iterable[MiniBatch]) -> UpdateSummary:
     """Run one update for each mini-batch. Ends early if the role declines one (target KL): all ranks see the same KL and stop."""
     summary = UpdateSummary()
     with role.engine.train_mode():
-        for mini, denominator in minis:
-            result = role.update(mini, denominator)
-            summary.add(result, denominator)
+        for mini in minis:
+            result = role.update(mini.share, mini.denominator)
+            summary.add(result, mini.denominator)
             summary.lengths.append(mini.lengths)
             if result.step is None:
                 break
     return summary
+
+
+class Updates:
+    """Stage 6 of a step, for some of the trained roles: each is sent its data once, before any of them starts.
+
+    Roles on other ranks then wait for each other no more until the summaries. counts_ratios: as `Policy.counts_ratios`.
+    """
+
+    def __init__(
+        self, experience: Experience, roles: Roles, names: Collection[str], config: TrainConfig, seed: int, counts_ratios: bool
+    ) -> None:
+        """Collective over the world. names: of the roles to update, of policy and critic."""
+        self._roles, self._config, self._seed = roles, config, seed
+        if "policy" in roles.by_name:
+            roles.policy.counts_ratios = counts_ratios
+        reads: dict[Shares, set[str]] = {}
+        for name in names:
+            reads.setdefault(roles.shares[name], set()).update(update_reads(name, config.algorithm))
+        # Once for roles that divide a batch alike.
+        sent = {shares: first_epoch(experience, shares, fields, config.algorithm, seed) for shares, fields in reads.items()}
+        self._data = {name: sent[roles.shares[name]] for name in names}
+        self._summaries = {name: UpdateSummary() for name in roles.trained}
+
+    def run(self, name: str) -> None:
+        """Run the role's updates if it is to be updated and lives here. Collective over the role."""
+        role = self._roles.by_name.get(name)
+        if name not in self._data or role is None:
+            return
+        minis = mini_batches(
+            self._data.pop(name),
+            self._roles.shares[name],
+            role.engine.group,
+            self._config.algorithm,
+            self._config.rollout.max_response_tokens,
+            self._seed,
+        )
+        self._summaries[name] = run_updates(cast(Trainable, role), minis)
+
+    def summary(self, name: str) -> UpdateSummary:
+        """Summary of the role's updates, empty without any; the same on every rank. Collective over the world."""
+        members = self._roles.shares[name].members
+        if sum(map(len, members)) < place_in_world()[1]:
+            box = [self._summaries[name]]
+            dist.broadcast_object_list(box, src=members[0][0])  # some dozen numbers, and two for each expert
+            self._summaries[name] = box[0]
+        return self._summaries[name]

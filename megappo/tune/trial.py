@@ -14,12 +14,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megappo.algo.aggregation import token_weights
+from megappo.algo.aggregation import loss_count, token_weights, tokens_per_sequence
 from megappo.config.role_sections import TrainableConfig
 from megappo.config.run_sections import TimeoutsConfig
 from megappo.data.packing import PackedBatch, pack
 from megappo.engine.build import MegatronEngines
 from megappo.engine.factory import EngineBackend, EngineFactory
+from megappo.engine.whole_batch import sequences_of_share
 from megappo.launch.world import is_rank
 from megappo.platform.device import select_device, start_alone, start_distributed
 from megappo.telemetry.timers import wait_for_device
@@ -99,19 +100,18 @@ def _build_passes(trial: Trial, engines: EngineFactory) -> _Passes:
 
 
 class _Passes:
-    """The role's own passes (trainer/roles.py) over one batch of random tokens, the same on every rank."""
+    """The role's own passes (trainer/roles.py) over one batch of random tokens, of which each replica has its share."""
 
     def __init__(self, trial: Trial, role: Role) -> None:
         config = trial.config
         self.role = role
-        self.batch = _random_batch(trial, role.engine.arch.vocab_size)
-        weights = token_weights(
-            config.algorithm.loss_aggregation,
-            self.batch["response_mask"],
-            self.batch.cu_seqlens,
-            config.rollout.max_response_tokens,
-        )
-        self._mini, self._count = self.batch.with_fields({"weight": weights.weight}), max(float(weights.count), 1.0)
+        whole = _random_batch(trial, role.engine.arch.vocab_size)
+        self.batch = whole.select(sequences_of_share(role.engine, whole))
+        mode, max_tokens = config.algorithm.loss_aggregation, config.rollout.max_response_tokens
+        weights = token_weights(mode, self.batch["response_mask"], self.batch.cu_seqlens, max_tokens)
+        sampled = tokens_per_sequence(whole["response_mask"], whole.cu_seqlens)
+        self._mini = self.batch.with_fields({"weight": weights.weight})
+        self._count = max(loss_count(mode, sampled, max_tokens), 1.0)
 
     def nothing(self) -> None:
         """Run a pass without a batch: its weights come from host memory and are freed, as they did not change."""

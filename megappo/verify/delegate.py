@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megappo.data.packing import PackedBatch
 from megappo.engine.base import Engine, LossFunction, PassResult, StepResult
 from megappo.models.arch import ModelArch
 from megappo.models.pieces import RankPieces
+from megappo.parallel.shares import Shares
 
 
 class DelegatingEngine:
@@ -38,6 +40,14 @@ class DelegatingEngine:
     def head_names(self) -> tuple[str, ...]:
         return self._engine.head_names
 
+    @property
+    def group(self) -> dist.ProcessGroup:
+        return self._engine.group
+
+    @property
+    def shares(self) -> Shares:
+        return self._engine.shares
+
     def named_parameters(self) -> Mapping[str, torch.nn.Parameter]:
         return self._engine.named_parameters()
 
@@ -61,17 +71,14 @@ class DelegatingEngine:
 
     def forward_backward(
         self,
-        batch: PackedBatch,
+        share: PackedBatch,
         loss_fn: LossFunction,
         *,
         reads: Collection[str] = (),
         denominator: float = 1.0,
         forward_only: bool = False,
     ) -> PassResult:
-        return self._engine.forward_backward(batch, loss_fn, reads=reads, denominator=denominator, forward_only=forward_only)
-
-    def ranks_of(self, batch: PackedBatch, sequence: int) -> str:
-        return self._engine.ranks_of(batch, sequence)
+        return self._engine.forward_backward(share, loss_fn, reads=reads, denominator=denominator, forward_only=forward_only)
 
     def optimizer_zero_grad(self) -> None:
         self._engine.optimizer_zero_grad()

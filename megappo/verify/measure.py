@@ -19,11 +19,13 @@ from megappo.config.schema import TrainConfig
 from megappo.data.packing import PackedBatch
 from megappo.engine.base import Engine, LossFunction, PassResult, StepResult
 from megappo.engine.factory import EngineFactory, EngineSpec
+from megappo.experience.experience import Experience
 from megappo.trainer.build_roles import build_roles
 from megappo.trainer.experience import sample_seed
-from megappo.trainer.roles import add_model_outputs
+from megappo.trainer.model_outputs import add_model_outputs
+from megappo.trainer.roles import RewardModel
 from megappo.trainer.shaping import shape_advantages
-from megappo.trainer.updates import mini_batches, run_updates
+from megappo.trainer.updates import Updates
 from megappo.verify.delegate import DelegatingEngine
 from megappo.verify.gather import Gathered, gather_tensors
 
@@ -73,26 +75,35 @@ def measure(
     sharded = config.policy.optimizer.distributed or config.critic.optimizer.distributed
     assert not (gradients and sharded), "gradients are gathered without the distributed optimizer"
     algorithm, num_samples = config.algorithm, sum(batch.num_sequences for batch in rollouts)
-    updates = max(1, num_samples * algorithm.ppo_epochs // algorithm.mini_batch_size)
+    num_updates = max(1, num_samples * algorithm.ppo_epochs // algorithm.mini_batch_size)
     measured: Measured = defaultdict(RoleMeasures)
     recording = _RecordingEngines(engines, measured, gradients)
-    roles = build_roles(config, recording, dict.fromkeys(trained_sections(config), updates))
+    roles = build_roles(config, recording, dict.fromkeys(trained_sections(config), num_updates))
     for step, rollout in enumerate(rollouts, 1):
-        batch = add_model_outputs(rollout, roles.policy, roles.critic, roles.reference)
+        experience = add_model_outputs(Experience.of_whole(rollout), roles)
         if roles.reward_model is not None:
-            measured[REWARD_MODEL].add("scores", roles.reward_model.scores(_in_vocabulary(rollout, roles.reward_model.engine)))
-        batch = shape_advantages(batch, batch["score"], algorithm.kl.coef, algorithm)
+            measured[REWARD_MODEL].add("scores", _scores(rollout, roles.reward_model))
+        shaped = shape_advantages(experience.batch, experience.batch["score"], algorithm.kl.coef, algorithm)
+        experience = experience.with_batch(shaped)
+        batch = experience.everywhere()
         for role, quantity, name in _FIELDS:
             if name in batch:
                 measured[role].add(quantity, batch[name])
-        seed = sample_seed(config.run.seed, step, -1)
+        updates = Updates(experience, roles, roles.trained, config, sample_seed(config.run.seed, step, -1), counts_ratios=False)
         for role in (roles.critic, roles.policy):  # in the trainer's order, stage 6
-            run_updates(role, mini_batches(batch, algorithm, config.rollout.max_response_tokens, seed))
+            updates.run(role.engine.name)
             recording.recorders[role.engine.name].end_step(role.loss_name)
     if parameters:
         for recorder in recording.recorders.values():
             recorder.gather_parameters()
     return dict(measured)
+
+
+def _scores(rollout: PackedBatch, model: RewardModel) -> Tensor:
+    """Scores [B] of all sequences of a rollout that every rank has. Collective."""
+    experience = Experience.of_whole(_in_vocabulary(rollout, model.engine))
+    share = experience.for_role(model.engine.shares, ())
+    return experience.with_results(share, (), ("raw",), {"raw": model.scores(share.batch)}).everywhere(("raw",))["raw"]
 
 
 def _in_vocabulary(batch: PackedBatch, engine: Engine) -> PackedBatch:
@@ -151,14 +162,14 @@ class _Recorder(DelegatingEngine):
 
     def forward_backward(
         self,
-        batch: PackedBatch,
+        share: PackedBatch,
         loss_fn: LossFunction,
         *,
         reads: Collection[str] = (),
         denominator: float = 1.0,
         forward_only: bool = False,
     ) -> PassResult:
-        result = self._engine.forward_backward(batch, loss_fn, reads=reads, denominator=denominator, forward_only=forward_only)
+        result = self._engine.forward_backward(share, loss_fn, reads=reads, denominator=denominator, forward_only=forward_only)
         if not forward_only:
             self._updates.append(_metrics(result, denominator))
         return result

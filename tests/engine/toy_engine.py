@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import AdamW
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
@@ -21,6 +22,7 @@ from megappo.engine.base import LogitsDtype, LogprobQuery, PassResult, StepResul
 from megappo.engine.factory import EngineSpec
 from megappo.models.pieces import Box, Piece, as_2d
 from megappo.parallel.balance import plan_micro_batches
+from megappo.parallel.shares import Shares
 
 
 class ToyOutput:
@@ -48,6 +50,11 @@ class ToyOutput:
 class ToyEngine:
     head_names = ("lm_head.weight", "score.weight")
     output = ToyOutput
+    shares = Shares.of_all([0])
+
+    @property
+    def group(self) -> Any:
+        return dist.group.WORLD
 
     def __init__(self, spec: EngineSpec) -> None:
         self.name, self.arch, self.value_head = spec.role, spec.arch, spec.value_head is not None
@@ -104,12 +111,12 @@ class ToyEngine:
         return torch.no_grad()
 
     def forward_backward(
-        self, batch: PackedBatch, loss_fn: Any, *, reads: Collection[str] = (), denominator: float = 1.0, forward_only: bool = False
+        self, share: PackedBatch, loss_fn: Any, *, reads: Collection[str] = (), denominator: float = 1.0, forward_only: bool = False
     ) -> PassResult:
-        plan = plan_micro_batches(batch.lengths.tolist(), 1, self._budget)[0]
+        plan = plan_micro_batches(share.lengths.tolist(), self._budget)
         result = PassResult({}, {}, {}, len(plan))
         for sequences in plan:
-            micro, where = batch.only(reads).select(sequences), batch.token_index(sequences)
+            micro, where = share.only(reads).select(sequences), share.token_index(sequences)
             with torch.set_grad_enabled(not forward_only):
                 raw = torch.cat([self._model(ids[None]).logits[0] for ids in micro.tokens.split(micro.lengths.tolist())])
                 output: Any = raw.flatten() if self.value_head else self.output(raw)
@@ -117,13 +124,10 @@ class ToyEngine:
                 if found.loss_sum is not None:
                     (found.loss_sum / denominator).backward()
             for name, values in found.tokens.items():
-                result.tokens.setdefault(name, torch.zeros(batch.num_tokens))[where] = values.detach().float()
+                result.tokens.setdefault(name, torch.zeros(share.num_tokens))[where] = values.detach().float()
             result.sums.update({name: result.sums.get(name, 0.0) + float(value) for name, value in found.sums.items()})
             result.maxima.update({name: max(result.maxima.get(name, -inf), float(value)) for name, value in found.maxima.items()})
         return result
-
-    def ranks_of(self, batch: PackedBatch, sequence: int) -> str:
-        return "every rank"
 
     def optimizer_zero_grad(self) -> None:
         self._optimizer.zero_grad(set_to_none=False)

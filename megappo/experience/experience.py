@@ -1,0 +1,152 @@
+"""Experience of a step: the table of all samples, and the tokens and fields of those that this rank owns.
+
+`redistribute` moves samples to other owners. What a rank holds and does depends on its own samples, apart from a row of the table
+for each other one, so it does not grow with the world.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from megappo.algo.aggregation import tokens_per_sequence
+from megappo.data.packing import PackedBatch, cu_seqlens_of
+from megappo.experience.owners import Owners
+from megappo.experience.route import Route, Wire, world_wire
+from megappo.experience.table import SampleTable
+from megappo.parallel.shares import Shares
+from megappo.parallel.totals import place_in_world, total
+
+
+@dataclass(frozen=True)
+class Experience:
+    """table: of all samples. owners: of this distribution. batch: the samples of this rank, by ascending number.
+
+    rank: of this process in the world. wire: over which samples move, by default the world.
+    """
+
+    table: SampleTable
+    owners: Owners
+    batch: PackedBatch
+    rank: int
+    wire: Wire
+
+    @property
+    def numbers(self) -> Tensor:
+        """[B] int64, numbers of the samples of `batch`."""
+        return self.owners.numbers(self.rank)
+
+    def with_fields(self, token_fields: Mapping[str, Tensor] = {}, sequence_fields: Mapping[str, Tensor] = {}) -> Experience:
+        """Add fields of the own samples, [T] and [B]."""
+        return replace(self, batch=self.batch.with_fields(token_fields, sequence_fields))
+
+    def with_batch(self, batch: PackedBatch) -> Experience:
+        """The same samples with the fields of `batch`."""
+        return replace(self, batch=batch)
+
+    def redistribute(self, owners: Owners, fields: Collection[str] | None = None, wire: Wire | None = None) -> Experience:
+        """The same samples under other owners, with these fields (None: all). Collective over the wire.
+
+        All ranks name the same fields and have them. Other fields stay behind: reading them raises KeyError.
+        """
+        batch = self.batch if fields is None else self.batch.only(fields)
+        route = Route.between(self.table.length, self.owners, owners, self.rank, wire or self.wire)
+        if route.is_still:
+            return replace(self, owners=owners, batch=batch)
+        moved = replace(
+            batch,
+            tokens=route.tokens(batch.tokens),
+            cu_seqlens=cu_seqlens_of(route.lengths),
+            token_fields=route.token_fields(batch.token_fields),
+            sequence_fields=route.sequence_fields(batch.sequence_fields),
+        )
+        return replace(self, owners=owners, batch=moved)
+
+    def for_role(self, shares: Shares, fields: Collection[str]) -> Experience:
+        """Tokens and these fields where a pass of a role over all samples needs them. Collective over the world."""
+        return self.redistribute(Owners.of_role(self.table, shares), fields)
+
+    def with_results(
+        self, share: Experience, token_names: Sequence[str], sequence_names: Sequence[str], results: Mapping[str, Tensor]
+    ) -> Experience:
+        """Add results of a role, fp32, that its reporters have for the samples of `share`. Collective over the world.
+
+        results: [T] and [B] of the samples of `share`, read on reporters; others may leave them out.
+        """
+        route = Route.between(self.table.length, share.owners, self.owners, self.rank, self.wire)
+        nothing = torch.empty(0)
+        tokens = route.token_fields({name: results.get(name, nothing) for name in token_names})
+        return self.with_fields(tokens, route.sequence_fields({name: results.get(name, nothing) for name in sequence_names}))
+
+    def everywhere(self, fields: Collection[str] | None = None) -> PackedBatch:
+        """All samples with these fields (None: all) on every rank, for instruments and tests. Collective over the world."""
+        return self.redistribute(Owners.everywhere(self.table, place_in_world()[1]), fields).batch
+
+    def column(self, values: Tensor) -> Tensor:
+        """[N] fp64, one number of every sample, from those [B] of this rank's. Collective over the world."""
+        column = torch.zeros(self.table.num_samples, dtype=torch.float64)
+        column[self.numbers] = values.double()
+        return total(column)
+
+    @classmethod
+    def of_drawn(
+        cls, numbers: Tensor, drawn: PackedBatch, num_samples: int, versions: tuple[Tensor, Tensor], wire: Wire | None = None
+    ) -> Experience:
+        """Agree on the table, and spread the samples that the ranks drew over all of them. Collective over the world.
+
+        numbers: [M] int64, ascending, of the samples that this rank drew. drawn: those, with the fields response_mask and
+        truncated. versions: [M] each, oldest and newest weights that sampled them.
+        """
+        rank, world_size = place_in_world()
+        table = SampleTable.agreed(numbers, _rows(drawn, versions, rank), num_samples)
+        experience = cls(table, Owners.drawn(table, world_size), drawn, rank, wire or world_wire())
+        return experience.redistribute(Owners.spread(table, world_size))
+
+    @classmethod
+    def of_own(cls, batch: PackedBatch) -> Experience:
+        """Experience of sequences that each rank has some of, numbered rank by rank. Collective over the world."""
+        rank, world_size = place_in_world()
+        counts = torch.zeros(world_size, dtype=torch.long)
+        counts[rank] = batch.num_sequences
+        counts = total(counts)
+        numbers = torch.arange(batch.num_sequences) + int(counts[:rank].sum())
+        nothing = torch.zeros(batch.num_sequences, dtype=torch.int32)
+        lengths = batch.lengths.int()
+        rows = SampleTable(lengths, lengths, nothing, nothing, nothing, nothing, nothing + rank)
+        table = SampleTable.agreed(numbers, rows, int(counts.sum()))
+        return cls(table, Owners.drawn(table, world_size), batch, rank, world_wire())
+
+    @classmethod
+    def of_whole(cls, batch: PackedBatch) -> Experience:
+        """Experience of a batch that every rank has, with the fields response_mask and truncated. Not collective."""
+        rank, world_size = place_in_world()
+        version = torch.zeros(batch.num_sequences, dtype=torch.int32)
+        table = _rows(batch, (version, version), 0)
+        owners = Owners.spread(table, world_size)
+        return cls(table, owners, batch.select(owners.numbers(rank)), rank, world_wire())
+
+
+def _rows(batch: PackedBatch, versions: tuple[Tensor, Tensor], owner: int) -> SampleTable:
+    """Rows of the table for the samples of a batch."""
+    mask, lengths = batch["response_mask"], batch.lengths
+    sampled = tokens_per_sequence(mask, batch.cu_seqlens)
+    columns = (
+        lengths,
+        _prompt_lengths(mask, batch.cu_seqlens, sampled),
+        sampled,
+        batch["truncated"],
+        *versions,
+        torch.full_like(lengths, owner),
+    )
+    return SampleTable(*(column.int() for column in columns))
+
+
+def _prompt_lengths(mask: Tensor, cu_seqlens: Tensor, sampled: Tensor) -> Tensor:
+    """[B] tokens before the first sampled one; all tokens of a sequence without any. sampled: [B], of each sequence."""
+    starts, ends = cu_seqlens[:-1].long(), cu_seqlens[1:].long()
+    first = torch.cat([mask.nonzero().flatten(), ends.new_zeros(1)])  # positions of all sampled tokens, in order
+    index = sampled.cumsum(0) - sampled
+    return torch.where(sampled > 0, first[index.clamp(max=len(first) - 1)] - starts, ends - starts)

@@ -1,0 +1,57 @@
+"""Owners of samples: which share each belongs to. Pure functions of the table, identical on every rank.
+
+A plan of one kind never depends on another: `spread` balances all samples over the ranks of the world for scoring, advantages and
+metrics; `of_role` over the replicas of a model, as its passes want them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megappo.experience.table import SampleTable
+from megappo.parallel.balance import partition_balanced
+from megappo.parallel.shares import Shares
+
+
+@dataclass(frozen=True)
+class Owners:
+    """share: [N] int64, the share that each sample belongs to. shares: the ranks of every share."""
+
+    share: Tensor
+    shares: Shares
+
+    @classmethod
+    def drawn(cls, table: SampleTable, world_size: int) -> Owners:
+        """Each sample belongs to the rank that drew it."""
+        return cls(table.owner.long(), Shares.of_ranks(range(world_size)))
+
+    @classmethod
+    def spread(cls, table: SampleTable, world_size: int) -> Owners:
+        """Balanced over the ranks of the world by tokens."""
+        return cls.of_role(table, Shares.of_ranks(range(world_size)))
+
+    @classmethod
+    def of_role(cls, table: SampleTable, shares: Shares) -> Owners:
+        """Balanced over the replicas of a role by tokens, all samples at once."""
+        return cls(balanced(table.length, shares.count), shares)
+
+    @classmethod
+    def everywhere(cls, table: SampleTable, world_size: int) -> Owners:
+        """Every rank holds all samples: for instruments and tests."""
+        return cls(torch.zeros(table.num_samples, dtype=torch.long), Shares.of_all(range(world_size)))
+
+    def numbers(self, rank: int) -> Tensor:
+        """[M] int64, ascending: samples that this world rank holds or knows the lengths of."""
+        index = self.shares.index_of(rank)
+        return self.share.new_empty(0) if index is None else (self.share == index).nonzero().flatten()
+
+
+def balanced(lengths: Tensor, count: int) -> Tensor:
+    """[N] int64 share of each sample, shares of nearly equal tokens (`parallel.balance`)."""
+    share = torch.zeros(lengths.numel(), dtype=torch.long)
+    for index, part in enumerate(partition_balanced(lengths.tolist(), count)):
+        share[part] = index
+    return share

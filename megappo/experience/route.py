@@ -1,0 +1,225 @@
+"""Exchange of samples between owners: an all-to-all of a packed buffer for each field.
+
+A route is worked out from the table and the owners on both sides, so the ranks exchange no sizes and no objects. Between every two
+ranks samples go in order of their numbers. A field at a time: buffers are those of one field, however many there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megappo.data.packing import NO_ID, token_positions
+from megappo.experience.owners import Owners
+from megappo.platform.device import world_group
+
+
+class Wire(Protocol):
+    """Exchange between some ranks of the world. ranks: theirs, in the order of the counts."""
+
+    ranks: Sequence[int]
+
+    def all_to_all(self, received: Tensor, sent: Tensor, received_counts: Sequence[int], sent_counts: Sequence[int]) -> None:
+        """Fill `received` [R] with what the others send to this rank, in exchange for `sent` [S]. Counts are elements per rank."""
+        ...
+
+
+class GroupWire:
+    """Exchange over a process group. Collective."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self.ranks: Sequence[int] = dist.get_process_group_ranks(group)
+
+    def all_to_all(self, received: Tensor, sent: Tensor, received_counts: Sequence[int], sent_counts: Sequence[int]) -> None:
+        dist.all_to_all_single(received, sent, list(received_counts), list(sent_counts), group=self._group)
+
+
+class NoWire:
+    """The only rank, from which nothing goes anywhere."""
+
+    ranks: Sequence[int] = (0,)
+
+    def all_to_all(self, received: Tensor, sent: Tensor, received_counts: Sequence[int], sent_counts: Sequence[int]) -> None:
+        received.copy_(sent)
+
+
+def world_wire() -> Wire:
+    """The wire of all ranks; of this one in a process without a world."""
+    return GroupWire(world_group()) if dist.is_initialized() else NoWire()
+
+
+@dataclass(frozen=True)
+class Leg:
+    """One end of a route on this rank. rows: [R] int64, samples of the local batch, peer by peer, each peer's by number.
+
+    starts, lengths: [R] int64, of those samples in the local batch. tokens, samples: number of each peer.
+    """
+
+    rows: Tensor
+    starts: Tensor
+    lengths: Tensor
+    tokens: list[int]
+    samples: list[int]
+
+    @classmethod
+    def of(cls, rows: Tensor, peers: Tensor, lengths: Tensor, num_peers: int) -> Leg:
+        """rows, peers: [R], samples of the batch with `lengths` [B] and the position of their peer on the wire."""
+        order = peers.argsort(stable=True)
+        rows, peers = rows[order], peers[order]
+        chosen, starts = lengths[rows], (lengths.cumsum(0) - lengths)[rows]
+        tokens = torch.zeros(num_peers, dtype=torch.long).index_add_(0, peers, chosen)
+        return cls(rows, starts, chosen, tokens.tolist(), peers.bincount(minlength=num_peers).tolist())
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """[sum of lengths] int64, positions of the samples' tokens in the local batch."""
+        return token_positions(self.starts, self.lengths)
+
+
+@dataclass(frozen=True)
+class Route:
+    """Way of samples from one ownership to another, as one rank sees it.
+
+    sent, received: of fields, which holders receive. sent_tokens, received_tokens: of tokens, which readers receive too. lengths:
+    [B'] int64, of the samples that are here afterwards. is_still: nothing moves, on any rank.
+    """
+
+    wire: Wire
+    sent: Leg
+    received: Leg
+    sent_tokens: Leg
+    received_tokens: Leg
+    lengths: Tensor
+    is_holder: bool
+    is_still: bool
+
+    @classmethod
+    def between(cls, length: Tensor, source: Owners, target: Owners, rank: int, wire: Wire) -> Route:
+        """The route for world rank `rank`, which is on the wire as all owners are. length: [N], of all samples."""
+        before, after = source.numbers(rank), target.numbers(rank)
+        legs = _Legs(length.long(), source, target, rank, wire, before, after)
+        holders, readers = target.shares.holders, target.shares.readers
+        sent, received = legs.to(holders)
+        all_readers = tuple(map(tuple.__add__, holders, readers))
+        sent_tokens, received_tokens = legs.to(all_readers) if any(readers) else (sent, received)
+        index = target.shares.index_of(rank)
+        is_holder = index is not None and rank in holders[index]
+        same = len(wire.ranks) == 1 or (source.shares == target.shares and torch.equal(source.share, target.share))
+        return cls(wire, sent, received, sent_tokens, received_tokens, length.long()[after], is_holder, same)
+
+    def tokens(self, tokens: Tensor) -> Tensor:
+        """[T'] int64 tokens of the samples that come here; zeros on a rank that gets lengths alone. Collective."""
+        if self.is_still:
+            return tokens
+        # int32 holds every token id in half the bytes.
+        return self._by_token(tokens.int(), self.sent_tokens, self.received_tokens, int(self.lengths.sum())).long()
+
+    def token_fields(self, fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Fields of the tokens that come here, [T'] each; none on a rank that is no holder. Collective.
+
+        fields: [T, ...], the same names and types on every rank; read on ranks that send. [T, K] int32 holds ids, then NO_ID: its K
+        is that of the longest row here.
+        """
+        if self.is_still:
+            return dict(fields)
+        moved = {name: self._ragged(values) if values.dim() == 2 else self._field(values) for name, values in fields.items()}
+        return moved if self.is_holder else {}
+
+    def sequence_fields(self, fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """As `token_fields` for fields of one number per sample: [B] -> [B']."""
+        if self.is_still:
+            return dict(fields)
+        moved = {name: self._exchange(v, self.sent.rows, self.sent.samples, self.received.samples) for name, v in fields.items()}
+        placed = {name: _placed(v, self.received.rows, self.lengths.numel()) for name, v in moved.items()}
+        return placed if self.is_holder else {}
+
+    def _field(self, values: Tensor) -> Tensor:
+        num_tokens = int(self.lengths.sum()) if self.is_holder else 0
+        if values.dtype == torch.bool:  # backends carry numbers
+            return self._by_token(values.to(torch.uint8), self.sent, self.received, num_tokens).bool()
+        return self._by_token(values, self.sent, self.received, num_tokens)
+
+    def _by_token(self, values: Tensor, sent: Leg, received: Leg, num_tokens: int) -> Tensor:
+        arrived = self._exchange(values, sent.positions, sent.tokens, received.tokens)
+        return _placed(arrived, received.positions, num_tokens)
+
+    def _ragged(self, values: Tensor) -> Tensor:
+        """Ids [T, K] as counts and flat ids, so that the wire carries no padding."""
+        there = values != NO_ID
+        counts = there.sum(1, dtype=torch.int32)
+        chosen = values.index_select(0, self.sent.positions)
+        flat = chosen[chosen != NO_ID]
+        arrived = self._exchange(counts, self.sent.positions, self.sent.tokens, self.received.tokens)
+        sizes = [_sums_of_parts(part, self.wire) for part in (counts.index_select(0, self.sent.positions), arrived)]
+        ids = flat.new_empty(int(arrived.sum()))
+        self.wire.all_to_all(ids, flat, sizes[1](self.received.tokens), sizes[0](self.sent.tokens))
+        width = int(arrived.max()) if arrived.numel() else 0
+        rows = values.new_full((arrived.numel(), width), NO_ID)
+        rows[torch.arange(width) < arrived[:, None]] = ids
+        return _placed(rows, self.received.positions, int(self.lengths.sum()) if self.is_holder else 0, NO_ID)
+
+    def _exchange(self, values: Tensor, index: Tensor, sent_counts: list[int], received_counts: list[int]) -> Tensor:
+        """Values [n] at `index`, to the peers by counts; returns what comes, in the order of the peers."""
+        arrived = values.new_empty(sum(received_counts))
+        self.wire.all_to_all(arrived, values.index_select(0, index), received_counts, sent_counts)
+        return arrived
+
+
+@dataclass(frozen=True)
+class _Legs:
+    """Both ends of a route, for the ranks that a kind of payload goes to."""
+
+    lengths: Tensor
+    source: Owners
+    target: Owners
+    rank: int
+    wire: Wire
+    before: Tensor
+    after: Tensor
+
+    def to(self, ranks_of_share: tuple[tuple[int, ...], ...]) -> tuple[Leg, Leg]:
+        """(sent, received) if the ranks of every share receive. Only the reporter of a source share sends."""
+        places, size = self._places(), len(self.wire.ranks)
+        none = self.lengths.new_empty(0)
+        receivers = places[torch.tensor(ranks_of_share, dtype=torch.long).view(len(ranks_of_share), -1)]
+        mine = self.source.shares.index_of(self.rank)
+        rows, peers = none, none
+        if mine is not None and self.source.shares.reporters[mine] == self.rank:
+            to = receivers[self.target.share[self.before]]  # [M, receivers of a share]
+            rows, peers = torch.arange(len(self.before)).repeat_interleave(to.shape[1]), to.flatten()
+        sent = Leg.of(rows, peers, self.lengths[self.before], size)
+        theirs = self.target.shares.index_of(self.rank)
+        rows, peers = none, none
+        if theirs is not None and self.rank in ranks_of_share[theirs]:
+            rows = torch.arange(len(self.after))
+            peers = places[torch.tensor(self.source.shares.reporters)][self.source.share[self.after]]
+        return sent, Leg.of(rows, peers, self.lengths[self.after], size)
+
+    def _places(self) -> Tensor:
+        """[largest rank + 1] int64, place of a world rank on the wire."""
+        places = torch.full((max(self.wire.ranks) + 1,), NO_ID)
+        places[torch.tensor(self.wire.ranks)] = torch.arange(len(self.wire.ranks))
+        return places
+
+
+def _placed(values: Tensor, positions: Tensor, size: int, fill: int = 0) -> Tensor:
+    """Values [n, ...] at these positions of a tensor of `size` rows."""
+    return values.new_full((size, *values.shape[1:]), fill).index_copy_(0, positions, values)
+
+
+def _sums_of_parts(counts: Tensor, wire: Wire) -> Callable[[Sequence[int]], list[int]]:
+    """Sums of consecutive parts of `counts`, whose sizes are the argument."""
+    running = torch.cat([counts.new_zeros(1, dtype=torch.long), counts.long().cumsum(0)])
+
+    def sums(sizes: Sequence[int]) -> list[int]:
+        ends = torch.tensor([0, *sizes]).cumsum(0)
+        return running[ends].diff().tolist()
+
+    return sums

@@ -1,0 +1,60 @@
+"""The table of a step's samples: one row of numbers for each, the same on every rank.
+
+Everything that is decided for all ranks alike - owners, mini-batches, denominators - is a pure function of it. Tokens and their
+fields are on the ranks that own them (`experience.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor
+
+from megappo.parallel.totals import total
+
+
+@dataclass(frozen=True)
+class SampleTable:
+    """Rows of samples 0..N-1, [N] int32 each.
+
+    length: tokens, prompt included. prompt: tokens before the first sampled one. sampled: tokens that the policy sampled.
+    truncated: 1 if the response was cut by the length limit. oldest, newest: versions of the weights that sampled it. owner: world
+    rank that drew it.
+    """
+
+    length: Tensor
+    prompt: Tensor
+    sampled: Tensor
+    truncated: Tensor
+    oldest: Tensor
+    newest: Tensor
+    owner: Tensor
+
+    @property
+    def num_samples(self) -> int:
+        return self.length.numel()
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.length.sum())
+
+    def rows(self, chosen: Tensor) -> SampleTable:
+        """Rows of these samples, int64 [M], in this order."""
+        return replace(self, **{field.name: getattr(self, field.name)[chosen] for field in fields(self)})
+
+    @classmethod
+    def agreed(cls, numbers: Tensor, mine: SampleTable, num_samples: int) -> SampleTable:
+        """The table of all samples from the rows that each rank has. Collective over the world.
+
+        numbers: [M] int64, samples of the rows of `mine`. RuntimeError on every rank if a sample has no row, or several.
+        """
+        names = [field.name for field in fields(cls)]
+        rows = torch.zeros(len(names) + 1, num_samples, dtype=torch.int32)
+        rows[:, numbers] = torch.stack([torch.ones_like(mine.length), *(getattr(mine, name) for name in names)])
+        rows = total(rows)  # each row is written by one rank: the sum is that row
+        wrong = (rows[0] != 1).nonzero().flatten().tolist()
+        if wrong:
+            found = int(rows[0, wrong[0]])
+            raise RuntimeError(f"sample {wrong[0]} was drawn by {found or 'no'} ranks ({len(wrong)} such of {num_samples} in all)")
+        return cls(*rows[1:])

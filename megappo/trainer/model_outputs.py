@@ -1,0 +1,63 @@
+"""Stage 4: what the models say of the sampled tokens, computed where each role lives and returned to the owners of the samples."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple, Protocol, cast
+
+from torch import Tensor
+
+from megappo.data.packing import PackedBatch
+from megappo.experience.experience import Experience
+from megappo.experience.owners import Owners
+from megappo.parallel.shares import Shares
+from megappo.trainer.build_roles import Roles
+from megappo.trainer.roles import LanguageModel
+
+
+class _Passing(Protocol):
+    def outputs(self, share: PackedBatch) -> Mapping[str, Tensor]: ...
+
+
+class Outputs(NamedTuple):
+    """Fields of a role's pass over all samples: those that it reads if there are any, and those that it gives."""
+
+    reads: tuple[str, ...]
+    tokens: tuple[str, ...]
+    sequences: tuple[str, ...] = ()
+
+
+OUTPUTS: dict[str, Outputs] = {
+    "policy": Outputs(LanguageModel.sampling_fields, ("logprob", "entropy")),
+    "critic": Outputs((), ("value",), ("bootstrap",)),
+    "reference": Outputs(LanguageModel.sampling_fields, ("ref_logprob",)),
+}
+"""Role -> its fields. In this order a rank makes the passes of the roles that it hosts."""
+
+
+def add_model_outputs(experience: Experience, roles: Roles) -> Experience:
+    """Add the fields of stage 4. Collective over the world.
+
+    All roles are sent their inputs before any of them starts, and the results are exchanged after all have ended here: roles on
+    other ranks do not wait for each other in between.
+    """
+    asked = {name: outputs for name, outputs in OUTPUTS.items() if name in roles.shares}
+    inputs = _inputs(experience, {roles.shares[name]: set(outputs.reads) for name, outputs in asked.items()})
+    found: dict[str, Mapping[str, Tensor]] = {}
+    for name in asked:
+        role = roles.by_name.get(name)
+        found[name] = {} if role is None else cast(_Passing, role).outputs(inputs[roles.shares[name]].batch)
+    for name, outputs in asked.items():
+        share = inputs[roles.shares[name]]
+        experience = experience.with_results(share, outputs.tokens, outputs.sequences, found[name])
+    return experience
+
+
+def _inputs(experience: Experience, reads: dict[Shares, set[str]]) -> dict[Shares, Experience]:
+    """Experience for each division among replicas, once for all roles that have it."""
+    return {shares: experience.for_role(shares, fields) for shares, fields in reads.items()}
+
+
+def computing_ranks(experience: Experience, shares: Shares, sample: int) -> str:
+    """Ranks that computed a role's outputs of a sample in `add_model_outputs`, in words."""
+    return shares.describe(int(Owners.of_role(experience.table, shares).share[sample]))
