@@ -19,12 +19,12 @@ from megappo.ops import dispatch
 from megappo.plan.run import plan_run
 from megappo.platform.device import select_device, start_alone
 from megappo.trainer.build_roles import build_roles
-from megappo.trainer.experience import make_requests, pack_experience
+from megappo.trainer.experience import collect, requests_of_step
 from megappo.trainer.main import rollout_of, sampling_params, scorer_of
-from megappo.trainer.roles import add_model_outputs
+from megappo.trainer.model_outputs import add_model_outputs
 from megappo.trainer.scoring import score_responses
 from megappo.trainer.shaping import shape_advantages
-from megappo.trainer.updates import mini_batches, run_updates
+from megappo.trainer.updates import Updates
 
 # One rank, and the policy's own model generates: slower than vLLM, and nothing to start.
 ALONE = ("run.num_ranks=1", "policy.parallel=null", "critic.parallel=null", "reference.parallel=null", "rollout.engine=megatron")
@@ -46,25 +46,26 @@ def main(path: str, overrides: list[str]) -> None:
         rollout.push_weights(0)
 
     # 1 prompts
-    prompts = [data.train.prompts[index] for index in data.loader.next_step()]
-    repeats = config.rollout.samples_per_prompt
-    requests = make_requests([prompt.tokens for prompt in prompts], repeats, config.run.seed, step=1)
-    # 2 generate: from here on there is one packed batch, tokens [T] and cu_seqlens [B+1]
+    rows, repeats = data.loader.next_step(), config.rollout.samples_per_prompt
+    requests = requests_of_step(data.train.prompts, rows, repeats, config.run.seed, step=1)
+    # 2 generate: from here on a sample lives on one rank, as tokens [T] and cu_seqlens [B+1] of a packed batch
     responses = rollout.generate(requests, sampling)
-    batch = pack_experience(requests, responses)
+    experience = collect(requests, range(len(requests)), responses)
     # 3 score
-    asked = [prompt for prompt in prompts for _ in range(repeats)]
     with closing(scorer_of(config.reward, data.reward_parts)) as scorer:
-        scored = score_responses(asked, responses, data.tokenizer, scorer, sampling.stop)
+        prompts = data.train.prompts
+        scored = score_responses(experience, lambda i: prompts[rows[i // repeats]], data.tokenizer, scorer, sampling.stop)
     # 4 log-probs of policy and reference, values of the critic
-    batch = add_model_outputs(batch, roles.policy, roles.critic, roles.reference)
+    experience = add_model_outputs(experience, roles)
     # 5 KL-shaped rewards, GAE, whitening
-    batch = shape_advantages(batch, torch.tensor(scored.total), config.algorithm.kl.coef, config.algorithm, scored.per_token)
+    score, kl_coef = torch.tensor(scored.total), config.algorithm.kl.coef
+    batch = shape_advantages(experience.batch, score, kl_coef, config.algorithm, scored.per_token)
     # 6 updates: the same mini-batches for critic and policy
-    for role in (roles.critic, roles.policy):
-        minis = mini_batches(batch, config.algorithm, config.rollout.max_response_tokens, seed=1)
-        summary = run_updates(role, minis)
-        print(f"{role.engine.name}: {summary.num_updates} updates, gradient norm {summary.grad_norm:.4f}")
+    updates = Updates(experience.with_batch(batch), roles, ("critic", "policy"), config, seed=1, counts_ratios=False)
+    for name in ("critic", "policy"):
+        updates.run(name)
+        summary = updates.summary(name)
+        print(f"{name}: {summary.num_updates} updates, gradient norm {summary.grad_norm:.4f}")
     # 7 push weights
     with roles.policy.engine.eval_mode():
         rollout.push_weights(1)

@@ -66,8 +66,8 @@ def mini_batches(
     table, mode = experience.table, algorithm.loss_aggregation
     for epoch in range(algorithm.ppo_epochs):
         plan = EpochPlan.of(table, shares, algorithm.mini_batch_size, seed + epoch)
-        if epoch > 0:
-            assert group is not None, "only a process alone has no group, and then nothing moves"
+        if epoch > 0 and shares.count > 1:
+            assert group is not None, "several replicas are several ranks"
             experience = experience.redistribute(plan.owners, wire=GroupWire(group))
         mine = experience.numbers
         index = plan.owners.shares.index_of(experience.rank)

@@ -11,7 +11,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 
@@ -71,22 +70,24 @@ def labels_rolled_on_each_cp_rank() -> Iterator[None]:
 @contextmanager
 def normalised_per_micro_batch() -> Iterator[None]:
     """Each micro-batch is divided by its own token count, and the micro-batches are averaged."""
+    from megappo.engine import megatron
     from megappo.engine.megatron import MegatronEngine
 
-    right_pass, right_loss = MegatronEngine.forward_backward, MegatronEngine._compute_loss
+    right_loss, right_plan = MegatronEngine._compute_loss, megatron.plan_micro_batches
     num_micro_batches = [1]
 
-    def forward_backward(self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        num_micro_batches[0] = len(self._my_sequences(batch)) * self.groups.layout.dp
-        return right_pass(self, batch, *args, **kwargs)
+    def plan(*args: Any) -> Any:
+        micro_batches = right_plan(*args)
+        num_micro_batches[0] = len(micro_batches)
+        return micro_batches
 
     def compute_loss(self: Any, loss_fn: Any, denominator: float, outputs: Any, micro: Any, raw: Tensor) -> Any:
         if "weight" in micro.batch:
-            denominator = max(1.0, float(micro.batch["weight"].sum())) * num_micro_batches[0]
+            denominator = max(1.0, float(micro.batch["weight"].sum())) * num_micro_batches[0] * self.groups.layout.dp
         return right_loss(self, loss_fn, denominator, outputs, micro, raw)
 
     with (
-        mock.patch.object(MegatronEngine, "forward_backward", forward_backward),
+        mock.patch.object(megatron, "plan_micro_batches", plan),
         mock.patch.object(MegatronEngine, "_compute_loss", compute_loss),
     ):
         yield
@@ -97,16 +98,7 @@ def whitened_on_each_rank() -> Iterator[None]:
     """Every rank takes mean and deviation of its own share of the sequences."""
     from megappo.trainer import shaping
 
-    right = shaping.whiten_apply
-
-    def whiten_apply(advantage: Tensor, mask: Tensor, moments: Tensor) -> Tensor:
-        mine = torch.zeros_like(mask)
-        mine.chunk(dist.get_world_size())[dist.get_rank()].fill_(True)
-        inside = advantage[mask & mine].double()
-        own = torch.stack([torch.tensor(float(inside.numel()), dtype=torch.float64), inside.sum(), inside.square().sum()])
-        return right(advantage, mask, own)
-
-    with mock.patch.object(shaping, "whiten_apply", whiten_apply):
+    with mock.patch.object(shaping, "total", lambda moments: moments):
         yield
 
 

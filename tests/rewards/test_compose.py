@@ -12,6 +12,7 @@ from megappo.rewards.inline import InlinePart
 from megappo.rewards.symbolic import MathVerify
 from megappo.rewards.verdict import Verdict
 from tests.rewards.samples import sample, scorer_with, scores
+from tests.trainer.experiences import part_means
 
 SAMPLES = [
     sample("#### 72", "#### 72", num_tokens=5),
@@ -31,7 +32,7 @@ def test_the_total_is_the_weighted_sum_less_the_penalties() -> None:
         "missing_eos_penalty": [0, 0, -0.5],
         "length_penalty": [0, -0.25, -0.75],
     } and (found.num_undecided, found.labels, found.per_token) == (0, [], None)
-    assert found.part_means()["length_penalty"] == pytest.approx(-1 / 3)
+    assert part_means(found)["length_penalty"] == pytest.approx(-1 / 3)
 
 
 def test_scores_are_numbers_of_fp32() -> None:
@@ -45,7 +46,7 @@ def test_penalties_of_0_have_no_part() -> None:
 
 def test_an_empty_batch_has_empty_scores() -> None:
     found = scores(scorer_with({"has_eos": 1.0}, {}, 1.0), [])
-    assert found.total == [] and found.parts["has_eos"] == [] and found.part_means() == {}
+    assert found.total == [] and found.parts["has_eos"] == [] and part_means(found) == {}
 
 
 def test_undecided_samples_are_counted_per_call() -> None:

@@ -40,7 +40,7 @@ def scored(rank: int, url: str, answers: list[str]) -> tuple[str, float, float]:
     from megappo.rewards.base import RewardError
     from megappo.rollout.types import Response
     from megappo.trainer.main import scorer_of
-    from megappo.trainer.scoring import score_responses
+    from tests.trainer.experiences import score
     from tests.trainer.test_shaping_and_updates import LETTERS
 
     remote = RemoteConfig(batch_size=1, retry_budget_s=BUDGET_S, timeout_s=60.0)
@@ -50,7 +50,7 @@ def scored(rank: int, url: str, answers: list[str]) -> tuple[str, float, float]:
     responses = [Response((2,) * (1 + i % 3), (0.0,) * (1 + i % 3), "stop", 0) for i in range(len(answers))]
     start = time.monotonic()
     try:
-        result = json.dumps(score_responses(prompts, responses, LETTERS, scorer).total)
+        result = json.dumps(score(prompts, responses, LETTERS, scorer).total)
     except RewardError as error:
         result = str(error)
     end = time.monotonic()

@@ -19,6 +19,7 @@ from megappo.rollout.vllm_engine import VllmEngine
 from megappo.trainer.experience import pack_experience
 from megappo.trainer.roles import LanguageModel
 from megappo.trainer.sampler_check import compare_with_sampler
+from tests.engine.whole import Whole
 
 SAMPLING = SamplingParams(max_tokens=10, temperature=0.7, top_p=0.8, top_k=5, record_kept=True)
 TOP_K = dataclasses.replace(SAMPLING, top_p=1.0)
@@ -32,7 +33,7 @@ def differences(
     counts: ids that each token was drawn from. own, others: share of tokens that stand among their own ids, and among those of
     the token before.
     """
-    batch = pack_experience(requests, responses)
+    batch = pack_experience(requests, responses, with_kept=True)
     mask, kept = batch["response_mask"], batch["kept"]
     whole = dataclasses.replace(batch, token_fields={name: field for name, field in batch.token_fields.items() if name != "kept"})
     with_ids = of_trainer(policy, batch, sampling)
@@ -51,7 +52,7 @@ def differences(
 
 
 def of_trainer(policy: Any, batch: PackedBatch, sampling: SamplingParams) -> Tensor:
-    logprob, _ = LanguageModel(policy.engine, sampling.temperature).logprobs(batch, want_entropy=False)
+    logprob, _ = LanguageModel(Whole(policy.engine), sampling.temperature).logprobs(batch, want_entropy=False)
     return logprob
 
 

@@ -23,8 +23,8 @@ from megappo.trainer.checkpoints import Checkpoints
 from megappo.trainer.evaluate import evaluate_checkpoint, results_record
 from megappo.trainer.evaluation import Evaluation, Evaluator
 from megappo.trainer.experience import make_requests
-from megappo.trainer.scoring import score_responses
 from megappo.trainer.state import TrainerState
+from tests.trainer.experiences import part_means, score
 from tests.trainer.small_run import run_many, small_config
 
 STEPS, HALF = 6, 3
@@ -113,13 +113,13 @@ def old_evaluate(prompts: Any, rollout: Any, sampling: Any, tokenizer: Any, scor
     """`trainer.evaluation.evaluate` and `runlog.evaluation_metrics` as they were before `evaluations`."""
     requests = make_requests([p.tokens for p in prompts], samples_per_prompt=1, run_seed=0, step=0)
     responses = rollout.generate(requests, replace(sampling, temperature=0.0, top_p=1.0, top_k=-1))
-    scored = score_responses(prompts, responses, tokenizer, scorer, sampling.stop)
+    scored = score(prompts, responses, tokenizer, scorer, sampling.stop)
     count = len(prompts)
     return {
         "eval/score": sum(scored.total) / count,
         "eval/length": sum(len(r.tokens) for r in responses) / count,
         "eval/truncated": sum(r.finish == "length" for r in responses) / count,
-        **{f"eval/{name}": value for name, value in scored.part_means().items()},
+        **{f"eval/{name}": value for name, value in part_means(scored).items()},
     }
 
 

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from functools import partial
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 import torch
 
 from megappo.data.packing import PackedBatch, cu_seqlens_of
-from megappo.engine.megatron import MegatronEngine
+from megappo.experience.owners import Owners
 from megappo.parallel.layout import ParallelLayout
+from megappo.parallel.shares import Shares, shares_of
 from megappo.resilience.faults import Unrecoverable
 from megappo.trainer.finite_outputs import NonFiniteOutput, require_finite_outputs
+from megappo.trainer.model_outputs import computing_ranks
+from tests.trainer.experiences import dealt
+from tests.worlds import spawn_world
 
 LENGTHS = torch.tensor([3, 4, 2, 5])
 MASK = torch.tensor([0, 1, 1, 0, 0, 1, 1, 0, 1, 0, 0, 1, 1, 1], dtype=torch.bool)
 FIELDS = ("logprob", "value", "ref_logprob", "rollout_logprob")
-ENGINES: Any = {role: SimpleNamespace(ranks_of=lambda batch, b: f"rank {b}") for role in ("policy", "critic", "reference")}
+# A replica for each of the four samples, of lengths 3, 4, 2, 5: the longest goes to the first.
+SHARES = dict.fromkeys(("policy", "critic", "reference"), Shares.of_ranks([3, 1, 0, 2]))
 
 
 def batch(field: str = "", places: tuple[int, ...] = (), wrong: float = torch.nan) -> PackedBatch:
@@ -34,8 +35,16 @@ def batch(field: str = "", places: tuple[int, ...] = (), wrong: float = torch.na
 
 
 CASES = [
-    ("logprob", (1,), "logprob of the policy is NaN or infinite at a sampled token, the first of sample 0, computed by rank 0"),
-    ("value", (12, 5, 4), "value of the critic is NaN or infinite at 2 sampled tokens, the first of sample 1, computed by rank 1"),
+    (
+        "logprob",
+        (1,),
+        "logprob of the policy is NaN or infinite at a sampled token, the first of sample 0, computed by rank 0 ",
+    ),
+    (
+        "value",
+        (12, 5, 4),
+        "value of the critic is NaN or infinite at 2 sampled tokens, the first of sample 1, computed by rank 1 ",
+    ),
     ("ref_logprob", (8,), "ref_logprob of the reference is NaN or infinite at a sampled token, the first of sample 2, computed by"),
     (
         "rollout_logprob",
@@ -45,7 +54,7 @@ CASES = [
     (
         "bootstrap",
         (1,),
-        "bootstrap of the critic is NaN or infinite at the end of a cut response, the first of sample 1, computed by rank 1",
+        "bootstrap of the critic is NaN or infinite at the end of a cut response, the first of sample 1, computed by rank 1 ",
     ),
 ]
 
@@ -54,7 +63,7 @@ CASES = [
 @pytest.mark.parametrize(("field", "places", "said"), CASES, ids=[case[0] for case in CASES])
 def test_it_is_named(field: str, places: tuple[int, ...], said: str, wrong: float) -> None:
     with pytest.raises(NonFiniteOutput) as caught:
-        require_finite_outputs(batch(field, places, wrong), ENGINES, "vllm", 7)
+        require_finite_outputs(dealt(batch(field, places, wrong)), SHARES, "vllm", 7)
     assert str(caught.value).startswith(f"step 7: {said}")
     assert not isinstance(caught.value, Unrecoverable), "another start may get over it"
 
@@ -62,18 +71,28 @@ def test_it_is_named(field: str, places: tuple[int, ...], said: str, wrong: floa
 def test_tokens_and_fields_that_train_nothing_are_not_looked_at() -> None:
     """Prompts, entropies, and the value after a response that is whole."""
     for field in FIELDS:
-        require_finite_outputs(batch(field, tuple((~MASK).nonzero().flatten().tolist())), ENGINES, "vllm", 7)
+        require_finite_outputs(dealt(batch(field, tuple((~MASK).nonzero().flatten().tolist()))), SHARES, "vllm", 7)
 
 
-def test_the_ranks_are_those_that_hand_back_the_sequence() -> None:
-    """tp 2, dp 2, pp 2: the last stage of the replica that has the sequence."""
-    groups = SimpleNamespace(layout=ParallelLayout(8, tp=2, pp=2))
-    engine: Any = SimpleNamespace(groups=groups, _micro_batch_tokens=5)
-    engine._plan = partial(MegatronEngine._plan, engine)
-    said = [MegatronEngine.ranks_of(engine, batch(), sequence) for sequence in range(4)]
-    mine = {}
-    for dp in range(2):
-        groups.coordinates = SimpleNamespace(dp=dp)
-        mine |= {sequence: dp for micro in MegatronEngine._my_sequences(engine, batch()) for sequence in micro}
-    assert said == [["ranks 4-5 (stage 1)", "ranks 6-7 (stage 1)"][mine[sequence]] for sequence in range(4)]
-    assert set(mine.values()) == {0, 1}
+def test_the_ranks_are_those_that_hand_back_the_sample() -> None:
+    """tp 2, dp 2, pp 2: the last stage of the replica that has the sample."""
+    shares, whole = shares_of(ParallelLayout(8, tp=2, pp=2)), dealt(batch())
+    said = [computing_ranks(whole, shares, sample) for sample in range(4)]
+    owner = Owners.of_role(whole.table, shares).share.tolist()
+    assert said == [["ranks 4-5 (stage 1)", "ranks 6-7 (stage 1)"][share] for share in owner] and set(owner) == {0, 1}
+
+
+def other_rank(rank: int) -> str:
+    """Sample 1, of rank 1, is wrong: every rank says so."""
+    try:
+        require_finite_outputs(dealt(batch("value", (5,))), SHARES, "vllm", 7)
+    except NonFiniteOutput as error:
+        return str(error)
+    return ""
+
+
+def test_every_rank_names_what_one_rank_has() -> None:
+    first, second = spawn_world(other_rank, 2)
+    assert first == second and first.startswith(
+        "step 7: value of the critic is NaN or infinite at a sampled token, the first of sample 1"
+    )

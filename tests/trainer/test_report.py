@@ -16,6 +16,7 @@ from megappo.trainer.sampler_check import Agreement
 from megappo.trainer.scoring import Scored
 from megappo.trainer.updates import UpdateSummary
 from tests.telemetry.catalogue import metric_of
+from tests.trainer.experiences import dealt
 
 # two prompt tokens and two sampled ones, then one and three; 99 stands where nothing may be read
 MASK = [False, False, True, True, False, True, True, True]
@@ -43,12 +44,14 @@ def record(policy_sums=None, fields=FIELDS, kl_estimator="k1"):
         tokens=torch.arange(8),
         cu_seqlens=cu_seqlens_of([4, 4]),
         token_fields={"response_mask": torch.tensor(MASK), **{name: torch.tensor(x) for name, x in fields.items()}},
-        sequence_fields={"truncated": torch.tensor([False, True]), "version": torch.tensor([2, 2])},
+        sequence_fields={"truncated": torch.tensor([False, True])},
     )
     scored = Scored(["r0", "r1"], [1.0, 0.5], {"exact_match": [1.0, 0.0]}, num_undecided=1, num_unusable=2)
     policy = UpdateSummary() if policy_sums is None else updates(policy_sums)
     critic = updates({"tokens_sum": 5.0, "loss_sum": 4.0})
-    return StepRecord(3, batch, scored, Agreement(0.001, 0.01), kl_estimator, 0.02, critic, policy, {"seconds": 0.5})
+    return StepRecord(
+        3, dealt(batch, version=2), scored, Agreement(0.001, 0.01), kl_estimator, 0.02, critic, policy, {"seconds": 0.5}
+    )
 
 
 def metrics_of(step_record):
@@ -142,7 +145,7 @@ def test_every_name_is_in_the_catalogue_and_every_value_finite():
 def test_a_step_without_a_sampled_token_has_no_loss_and_only_moments_of_nothing_are_nan():
     whole = record(dict.fromkeys(POLICY_SUMS, 0.0))
     fields = whole.batch.token_fields | {"response_mask": torch.zeros(8, dtype=torch.bool)}
-    metrics = metrics_of(replace(whole, batch=replace(whole.batch, token_fields=fields)))
+    metrics = metrics_of(replace(whole, experience=dealt(replace(whole.batch, token_fields=fields))))
     undefined = {name for name, value in metrics.items() if not math.isfinite(value)}  # logged as null
     moments = {
         f"{name}_{what}" for name in ("policy/advantage", "critic/value", "critic/return") for what in ("mean", "std", "min", "max")

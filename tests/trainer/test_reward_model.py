@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from megappo.config.schema import TrainConfig
@@ -87,12 +88,15 @@ def scorer_of(section: Mapping[str, Any], folder: Path, model: str) -> tuple[Any
     start_distributed(device, TimeoutsConfig())
     engines = MegatronEngines(config.model, TimeoutsConfig(), device)
     role = build_role(config, "reward_model", engines, None)
-    return ModelScorer(role, loaded.text, config.reward_model), engines
+    return ModelScorer(role, role.engine.shares, loaded.text, config.reward_model), engines
 
 
 def scored(scorer: Any, asked: list[Prompt]) -> list[Verdict]:
     judged = [Judged(f"{one.id} (sample {i})", text, "", False, 1, {}) for i, (one, text) in enumerate(zip(asked, RESPONSES))]
-    return scorer(asked, judged)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    shares: list = [None] * world_size
+    dist.all_gather_object(shares, scorer(asked[rank::world_size], judged[rank::world_size]))
+    return [shares[i % world_size][i // world_size] for i in range(len(asked))]
 
 
 def raw(verdicts: list[Verdict]) -> list[float]:
@@ -138,7 +142,7 @@ def with_faults(scorer: Any) -> dict[str, Any]:
     found["refused"] = str(error.value)
     with pytest.raises(NonFiniteOutput) as nan, pytest.MonkeyPatch.context() as patch:
         sound = scorer.model.scores
-        patch.setattr(scorer.model, "scores", lambda batch: sound(batch).index_fill(0, torch.tensor([2]), torch.nan))
+        patch.setattr(scorer.model, "scores", lambda batch: sound(batch).index_fill(0, torch.tensor([1]), torch.nan))  # rank 0 has numbers 0-2
         scored(scorer, prompts())
     found["nan"] = str(nan.value)
     return found

@@ -79,8 +79,7 @@ def steps(task: Path, name: str) -> list[dict[str, Any]]:
 
 
 def test_the_scores_of_a_run_are_those_of_transformers(task: Path) -> None:
-    asked = [json.loads(line) for line in (task / "asked0.jsonl").read_text().splitlines()]
-    assert (task / "asked0.jsonl").read_text() == (task / "asked1.jsonl").read_text(), "every rank has the same"
+    asked = [json.loads(line) for rank in range(2) for line in (task / f"asked{rank}.jsonl").read_text().splitlines()]
     assert len(asked) == 2 * 20 + STEPS * 16, "two evaluations, and the samples of the steps"
     chats = [[{"role": "user", "content": question}] for question, *_ in asked]
     expected = scores_of_transformers(task / "judge", chats, [response for _, response, *_ in asked])

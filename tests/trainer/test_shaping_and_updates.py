@@ -15,6 +15,7 @@ from megappo.config.schema import AlgorithmConfig, KLConfig
 from megappo.data.packing import PackedBatch, cu_seqlens_of
 from megappo.data.prompts import Prompt
 from megappo.engine.base import PassResult, StepResult
+from megappo.parallel.shares import Shares
 from megappo.prepare.reward_parts import load_parts
 from megappo.rewards.base import RewardError, RewardInput
 from megappo.rollout.megatron_engine import truncated_logprobs
@@ -24,10 +25,11 @@ from megappo.trainer.generate import answer
 from megappo.trainer.main import scorer_of
 from megappo.trainer.roles import UpdateResult
 from megappo.trainer.sampler_check import Agreement, SamplerMismatch, compare_with_sampler, require_agreement
-from megappo.trainer.scoring import response_text, score_responses
+from megappo.trainer.scoring import response_text
 from megappo.trainer.shaping import shape_advantages
-from megappo.trainer.updates import mini_batches, run_updates
+from megappo.trainer.updates import first_epoch, mini_batches, run_updates
 from tests.rewards.samples import scorer_with, scores
+from tests.trainer.experiences import dealt, score
 
 # (prompt tokens, sampled tokens, cut by the length limit); the second response was never started
 SAMPLES = [(2, 3, False), (3, 0, False), (1, 4, True), (2, 1, False), (1, 2, True)]
@@ -201,11 +203,13 @@ def numbered(count):
 def cut(batch, seed, epochs=1, mode="token-mean"):
     """Mini-batches of 4; the longest response has 9 tokens."""
     settings = AlgorithmConfig(mini_batch_size=4, ppo_epochs=epochs, loss_aggregation=mode)
-    return list(mini_batches(batch, settings, 9, seed))
+    data, shares = dealt(batch), Shares.of_ranks([0])
+    sent = first_epoch(data, shares, (), settings, seed)
+    return list(mini_batches(sent, shares, dist.group.WORLD, settings, 9, seed))
 
 
 def order_of(batch, seed, epochs=1):
-    return [mini.tokens[mini.cu_seqlens[:-1].long()].tolist() for mini, _ in cut(batch, seed, epochs)]
+    return [share.tokens[share.cu_seqlens[:-1].long()].tolist() for share, _, _ in cut(batch, seed, epochs)]
 
 
 def visits_all_once(minis, count, epochs):
@@ -244,7 +248,8 @@ MODES = {
 def wrong_weights(mode, minis):
     weight_of, share_of = MODES[mode]
     wrong = []
-    for mini, denominator in minis:
+    for mini, denominator, lengths in minis:
+        assert torch.equal(lengths, mini.lengths), "alone, a rank has all samples"
         sampled = [int(n) - 1 for n in mini.lengths]
         want = [0.0 if place == 0 else weight_of(n) for n in sampled for place in range(n + 1)]
         wrong.append(denominator != sum(map(share_of, sampled)) or not torch.allclose(mini["weight"], torch.tensor(want)))
@@ -265,7 +270,7 @@ def test_the_weights_of_another_mode_are_noticed(mode):
 def test_a_mini_batch_without_sampled_tokens_has_a_denominator():
     batch = numbered(4)
     empty = batch.with_fields({"response_mask": torch.zeros_like(batch["response_mask"])})
-    assert [(float(mini["weight"].sum()), d) for mini, d in cut(empty, 0)] == [(0.0, 1.0)]
+    assert [(float(mini["weight"].sum()), d) for mini, d, _ in cut(empty, 0)] == [(0.0, 1.0)]
 
 
 class Counting:
@@ -393,7 +398,7 @@ def test_samples_of_one_prompt_are_neighbours_with_seeds_of_their_own():
     requests = make_requests([[1, 2], [3]], samples_per_prompt=3, run_seed=0, step=1)
     assert [request.prompt for request in requests] == [(1, 2)] * 3 + [(3,)] * 3
     assert len({request.seed for request in requests}) == 6
-    assert requests == make_requests([[1, 2], [3]], 3, 0, 1) and requests != make_requests([[1, 2], [3]], 3, 0, 2)
+    assert list(requests) == list(make_requests([[1, 2], [3]], 3, 0, 1)) != list(make_requests([[1, 2], [3]], 3, 0, 2))
 
 
 def test_experience_lays_prompt_and_response_end_to_end():
@@ -415,11 +420,12 @@ def test_experience_holds_the_ids_that_each_token_was_drawn_from():
         Response((), (), "stop", 0, KeptIds.of([])),
         Response((7,), (-2.5,), "length", 0, KeptIds.of([[5, 6, 7]])),
     ]
-    kept = pack_experience(requests, responses)["kept"]
+    kept = pack_experience(requests, responses, with_kept=True)["kept"]
     none = [-1, -1, -1]
     assert kept.dtype == torch.int32
     assert kept.tolist() == [none, none, [8, 1, -1], [9, -1, -1], none, none, [5, 6, 7]]
-    assert pack_experience(requests[1:2], responses[1:2])["kept"].shape == (1, 0)
+    assert pack_experience([requests[1]], responses[1:2], with_kept=True)["kept"].shape == (1, 0)
+    assert pack_experience([], [], with_kept=True)["kept"].shape == (0, 0), "a rank that drew nothing"
     assert responses[0].kept.first(1) == KeptIds.of([[8, 1]]) and responses[0].kept.first(2) == responses[0].kept
 
 
@@ -455,14 +461,14 @@ def alone():
     "tokens, text", [((2, 3, 0), "bc"), ((2, 3, 1), "bc"), ((2, 3), "bc"), ((2, 1, 3), "bac"), ((0,), ""), ((), "")]
 )
 def test_only_the_last_end_of_sequence_token_is_left_out_of_the_text(tokens, text):
-    assert response_text(Response(tokens, (0.0,) * len(tokens), "stop", 0), LETTERS) == text
+    assert response_text(tokens, LETTERS) == text
 
 
 def test_rules_see_the_text_before_the_first_stop_string():
     tokens = (2, 3, 4, 3, 5)
-    whole = response_text(Response(tokens, (0.0,) * 5, "stop", 0), LETTERS)
-    assert response_text(Response(tokens, (0.0,) * 5, "stop", 0), LETTERS, (whole[3:], whole[1])) == whole[0]
-    assert response_text(Response(tokens, (0.0,) * 5, "stop", 0), LETTERS, ("absent",)) == whole
+    whole = response_text(tokens, LETTERS)
+    assert response_text(tokens, LETTERS, (whole[3:], whole[1])) == whole[0]
+    assert response_text(tokens, LETTERS, ("absent",)) == whole
 
 
 def asked(answers):
@@ -472,7 +478,7 @@ def asked(answers):
 def test_scores_come_in_the_order_of_the_responses(alone):
     ends = (((2, 0), "stop"), ((3,), "length"), ((4, 0), "stop"))
     responses = [Response(tokens, (0.0,) * len(tokens), finish, 0) for tokens, finish in ends]
-    scored = score_responses(asked("bcx"), responses, LETTERS, scorer_with({"exact_match": 2.0}, {}, 0.5))
+    scored = score(asked("bcx"), responses, LETTERS, scorer_with({"exact_match": 2.0}, {}, 0.5))
     assert scored.texts == ["b", "c", "d"] and scored.total == [2.0, 1.5, 0.0] and scored.num_undecided == 0
     assert scored.parts == {"exact_match": [1.0, 1.0, 0.0], "missing_eos_penalty": [0.0, -0.5, 0.0]}
 
@@ -482,13 +488,13 @@ def test_own_code_sees_the_whole_response_and_names_the_rank_that_failed(alone, 
     file.write_text("def score(s):\n    return {'score': len(s.tokens), 'parts': {'end': s.full_response != s.response}}\n")
     reward = RewardConfig(parts=(RewardPart(path=str(file), function="score"),))
     responses = [Response((2, 0), (0.0,) * 2, "stop", 0), Response((3,), (0.0,), "length", 0)]
-    scored = score_responses(asked("bc"), responses, LETTERS, scorer_of(reward, load_parts(reward)))
+    scored = score(asked("bc"), responses, LETTERS, scorer_of(reward, load_parts(reward)))
     assert scored.total == [2.0, 1.0] and scored.parts == {"mine.score": [2.0, 1.0], "mine.score.end": [1.0, 0.0]}
     file.write_text("def score(s):\n    return 1 / (s.answer != 'c')\n")
     with pytest.raises(
         RewardError, match=r"^rank 0: reward rule mine.score raised ZeroDiv.*\(mine.py:2\); sample file#1 \(sample 1\)"
     ):
-        score_responses(asked("bc"), responses, LETTERS, scorer_of(reward, load_parts(reward)))
+        score(asked("bc"), responses, LETTERS, scorer_of(reward, load_parts(reward)))
 
 
 def test_the_scorer_of_a_configuration_has_its_penalties():
@@ -512,8 +518,8 @@ def test_a_rule_that_fails_names_the_sample(alone, result):
 
     responses = [Response((2, 0), (0.0,) * 2, "stop", 0)] * 2
     with pytest.raises(RewardError, match=r"broken .*file#1 \(sample 1\)"):
-        score_responses(asked("bc"), responses, LETTERS, scorer_with({"broken": 1.0}, {"broken": rule}))
-    assert score_responses(asked("bb"), responses, LETTERS, scorer_with({"broken": 1.0}, {"broken": rule})).total == [1.0, 1.0]
+        score(asked("bc"), responses, LETTERS, scorer_with({"broken": 1.0}, {"broken": rule}))
+    assert score(asked("bb"), responses, LETTERS, scorer_with({"broken": 1.0}, {"broken": rule})).total == [1.0, 1.0]
 
 
 # ----------------------------------------------------------------------------------------------------- truncated sampling

@@ -14,12 +14,12 @@ from megappo.engine.base import PassResult, StepResult
 from megappo.models.flops import forward_flops, generation_flops
 from megappo.trainer.roles import UpdateResult
 from megappo.trainer.step_work import RoleModel, StepWork, peak_note, peak_tflops
-from megappo.trainer.updates import UpdateSummary, run_updates
+from megappo.trainer.updates import MiniBatch, UpdateSummary, run_updates
 from tests.models.test_flops import LLAMA_7B
 
 CPU = torch.device("cpu")
-LENGTHS, RESPONSES = torch.tensor([4, 6]), torch.tensor([2, 3])
 BATCH = PackedBatch(torch.zeros(10, dtype=torch.long), cu_seqlens_of([4, 6]))
+LENGTHS, RESPONSES = torch.tensor([4, 6]), torch.tensor([2, 3])
 CRITIC = replace(LLAMA_7B, num_layers=2)
 MODELS = {
     "policy": RoleModel(LLAMA_7B, False, "none", 100.0),
@@ -35,7 +35,7 @@ def updates(*minis: torch.Tensor) -> UpdateSummary:
 
 
 def figures(models=MODELS, critic=updates(LENGTHS), policy=updates(LENGTHS)) -> dict[str, float]:
-    work = StepWork.of_step(models, BATCH, RESPONSES, critic, policy, RANKS)
+    work = StepWork.of_step(models, LENGTHS, RESPONSES, critic, policy, RANKS)
     return work.metrics(SECONDS, step_s=10.0)
 
 
@@ -118,5 +118,5 @@ class Declines:
 
 
 def test_updates_that_end_early_have_done_the_passes_until_then() -> None:
-    summary = run_updates(Declines(), [(BATCH, 1.0), (BATCH.select([1]), 1.0), (BATCH, 1.0)])
+    summary = run_updates(Declines(), [MiniBatch(BATCH, 1.0, lengths) for lengths in (LENGTHS, LENGTHS[1:], LENGTHS)])
     assert summary.num_updates == 1 and [lengths.tolist() for lengths in summary.lengths] == [[4, 6], [6]]
