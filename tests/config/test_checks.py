@@ -359,10 +359,10 @@ def test_micro_batches_bound_is_reached_by_full_sequences_and_never_passed_by_sh
 
     for count, longest, budget in [(32, 1024, 16384), (7, 100, 250), (5, 300, 200), (1, 1, 1), (64, 24, 100)]:
         bound = micro_batches_bound(count, longest, budget)
-        assert len(plan_micro_batches([longest] * count, 1, budget)[0]) == bound
+        assert len(plan_micro_batches([longest] * count, budget)) == bound
         assert bound == math.ceil(count / max(1, budget // longest))
         shorter = [1 + (i * 7919) % longest for i in range(count)]
-        assert len(plan_micro_batches(shorter, 1, budget)[0]) <= bound
+        assert len(plan_micro_batches(shorter, budget)) <= bound
 
 
 def test_nearest_divisors():

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megappo.data.packing import PackedBatch, pack
+from megappo.data.packing import PackedBatch, pack, token_positions
 
 
 def batch_of(lengths: list[int]) -> PackedBatch:
@@ -68,3 +68,24 @@ def test_ids_of_padding_are_none_and_rows_stay_whole() -> None:
 def test_an_empty_micro_batch_gets_one_sequence_of_padding(lengths) -> None:
     padded, index = batch_of(lengths).padded(4, 8)
     assert padded.lengths.tolist() == [*lengths, 8] and index.numel() == 0 and not padded["mask"].any()
+
+
+@given(spans=st.lists(st.tuples(st.integers(0, 50), st.integers(0, 5)), max_size=20))
+def test_positions_of_spans_are_those_of_the_loop(spans: list[tuple[int, int]]) -> None:
+    """Spans in any order, that may overlap or be empty."""
+    starts, lengths = (torch.tensor([span[column] for span in spans], dtype=torch.long) for column in (0, 1))
+    found = token_positions(starts, lengths)
+    assert found.dtype == torch.long
+    assert found.tolist() == [start + offset for start, length in spans for offset in range(length)]
+
+
+@pytest.mark.parametrize("chosen", [[], [1], [1, 1], [3, 0, 2], [2, 1, 3, 1], torch.tensor([3, 1, 0])])
+def test_selected_sequences_have_their_tokens_and_fields(chosen) -> None:
+    """Sequence 1 is empty."""
+    rows = [[1, 2], [], [3, 4, 5], [6]]
+    batch = pack(rows).with_fields({"square": torch.arange(1, 7) ** 2, "ids": torch.arange(12).view(6, 2)})
+    batch = batch.with_fields({}, {"number": torch.arange(4)})
+    selected, wanted = batch.select(chosen), [token for row in map(rows.__getitem__, chosen) for token in row]
+    assert selected.tokens.tolist() == wanted and selected["square"].tolist() == [token**2 for token in wanted]
+    assert selected["ids"].tolist() == [[2 * token - 2, 2 * token - 1] for token in wanted]
+    assert selected["number"].tolist() == list(chosen) and selected.lengths.tolist() == [len(rows[i]) for i in chosen]

@@ -1,4 +1,4 @@
-"""Rank grids and micro-batch plans are pure values: their properties, over random sizes."""
+"""Rank grids are pure values: their properties, over random sizes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megappo.parallel.balance import partition_balanced, plan_micro_batches
 from megappo.parallel.layout import ParallelLayout
 
 SMALL = st.sampled_from([1, 2, 3, 4])
@@ -78,30 +77,3 @@ def test_chunks_of_an_interleaved_pipeline_alternate_between_the_stages() -> Non
     assert [list(uneven.stage_layers(8, stage)) for stage in range(2)] == [[0, 4, 5], [1, 2, 3, 6, 7]]
     with pytest.raises(ValueError, match=r"layers_per_stage \[1, 3, 2, 2\] adds up to 8, the model has 9 layers"):
         uneven.chunk_layers(9, 0)
-
-
-LENGTHS = st.lists(st.integers(1, 300), max_size=40)
-
-
-@given(lengths=LENGTHS, num_dp=st.integers(1, 6), budget=st.integers(1, 600))
-def test_micro_batches_cover_every_sequence_once_within_the_budget(lengths: list[int], num_dp: int, budget: int) -> None:
-    plan = plan_micro_batches(lengths, num_dp, budget)
-    assert len(plan) == num_dp
-    assert len({len(micro_batches) for micro_batches in plan}) == 1, "every rank runs the same number"
-    flat = [i for micro_batches in plan for micro in micro_batches for i in micro]
-    assert sorted(flat) == list(range(len(lengths)))
-    for micro_batches in plan:
-        for micro in micro_batches:
-            assert len(micro) <= 1 or sum(lengths[i] for i in micro) <= budget
-
-
-@given(lengths=LENGTHS, parts=st.integers(1, 6))
-def test_parts_are_balanced(lengths: list[int], parts: int) -> None:
-    loads = [sum(lengths[i] for i in part) for part in partition_balanced(lengths, parts)]
-    # Longest first puts the last item of the fullest part onto a part that was the emptiest.
-    assert max(loads) - min(loads) <= max(lengths, default=0)
-
-
-def test_no_more_micro_batches_than_needed() -> None:
-    assert [len(m) for m in plan_micro_batches([10] * 8, num_dp=2, token_budget=40)] == [1, 1]
-    assert [len(m) for m in plan_micro_batches([10] * 8, num_dp=2, token_budget=39)] == [2, 2]
