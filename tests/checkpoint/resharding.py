@@ -12,6 +12,8 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
+from megappo.engine.whole_batch import pass_whole_batch
+
 from . import runs
 
 DENSE_POLICY = ("tp2", "pp2", "pp2 vpp2", "pp2 uneven", "dp2", "cp2", "tp2")
@@ -60,7 +62,7 @@ def train(engine, steps=2):
     for step in range(steps):
         with engine.train_mode():
             engine.optimizer_zero_grad()
-            engine.forward_backward(runs.batch(step), lambda output, micro: runs.squares(1.0, output, micro), denominator=25.0)
+            pass_whole_batch(engine, runs.batch(step), lambda output, micro: runs.squares(1.0, output, micro), denominator=25.0)
             engine.lr_scheduler_step()
             assert engine.optimizer_step().applied
 

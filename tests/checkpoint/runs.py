@@ -14,6 +14,7 @@ from megappo.checkpoint.store import CheckpointStore
 from megappo.config.role_sections import OffloadConfig, OptimizerConfig
 from megappo.data.packing import PackedBatch
 from megappo.engine.base import LossOutput
+from megappo.engine.whole_batch import pass_whole_batch
 from megappo.parallel.layout import ParallelLayout
 
 FACTS = {
@@ -166,7 +167,7 @@ class Run:
             for one in self.engines.values():
                 with one.train_mode():
                     one.optimizer_zero_grad()
-                    one.forward_backward(batch(self.step), partial(squares, noise()), denominator=25.0)
+                    pass_whole_batch(one, batch(self.step), partial(squares, noise()), denominator=25.0)
                     one.lr_scheduler_step()
                     result = one.optimizer_step()
                     assert result.applied

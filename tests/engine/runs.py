@@ -10,6 +10,7 @@ from megappo.algo.alignment import first_token_mask
 from megappo.config.role_sections import CriticConfig, OffloadConfig, OptimizerConfig, PolicyConfig
 from megappo.config.schema import AlgorithmConfig
 from megappo.data.packing import PackedBatch, pack
+from tests.engine.whole import on_whole_batches
 
 STEPS = 2
 SEQUENCES = 9
@@ -44,7 +45,7 @@ def build_roles(
     distributed: bool = True,
     recompute: str = "none",
 ):
-    """offload: all parts, none, or those that are named."""
+    """Policy and critic on whole batches. offload: all parts, none, or those that are named."""
     from megappo.engine.build import build_trainable
     from megappo.engine.factory import EngineSpec
     from megappo.models.hf_config import read_arch
@@ -63,7 +64,8 @@ def build_roles(
     acts = EngineSpec("policy", path, arch, PolicyConfig(model=path, **common), total_updates=10)
     values = EngineSpec("critic", path, arch, CriticConfig(**common), value_head="normal", total_updates=10)
     policy, critic = (build_trainable(spec, groups, device=torch.device("cpu")) for spec in (acts, values))
-    return Policy(policy, 0.7, AlgorithmConfig(entropy_coef=0.01)), Critic(critic, 0.2)
+    roles = Policy(policy, 0.7, AlgorithmConfig(entropy_coef=0.01)), Critic(critic, 0.2)
+    return tuple(map(on_whole_batches, roles))
 
 
 def train(path: str, groups, batch: PackedBatch, **how) -> dict[str, object]:

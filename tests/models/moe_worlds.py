@@ -13,6 +13,7 @@ import transformers
 
 from megappo.data.packing import PackedBatch, pack
 from megappo.parallel.layout import ParallelLayout
+from tests.engine.whole import Whole
 
 _BASE = dict(
     hidden_size=64,
@@ -175,7 +176,7 @@ def _run(folder: Path, job: Job) -> dict:
     from megappo.trainer.roles import LanguageModel
 
     with _broken(job.fault):
-        engine = _engine(folder, job)
+        engine = Whole(_engine(folder, job))
         batch = example_batch()
         model = LanguageModel(engine, 1.0)
 

@@ -126,10 +126,17 @@ def batch_of(lengths: Sequence[int], vocab_size: int) -> Any:
     return PackedBatch(ids, cu_seqlens_of(lengths)).with_fields({**fields, "weight": torch.ones(tokens)})
 
 
+def share_of(engine: Any, batch: Any) -> Any:
+    """The sequences of this rank's replica."""
+    from megappo.engine.whole_batch import sequences_of_share
+
+    return batch.select(sequences_of_share(engine, batch))
+
+
 def peaks(arch: ModelArch, axes: dict, dtype: torch.dtype, recompute: str, critic: bool, lengths: list[int], budget: int) -> tuple:
     """Bytes of (a pass without gradients, forward and backward passes) on this rank, beyond weights, gradients and optimizer."""
     role, wrapped = role_of(arch, axes, dtype, recompute, critic, budget)
-    engine, batch = role.engine, batch_of(lengths, arch.vocab_size)
+    engine, batch = role.engine, share_of(role.engine, batch_of(lengths, arch.vocab_size))
     # gloo sums the gradients through copies of the whole buffer, NCCL in place.
     wrapped[0].module.config.finalize_model_grads_func = lambda *args, **kwargs: None
     buffers = [buffer for chunk in wrapped for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
@@ -145,7 +152,7 @@ def peaks(arch: ModelArch, axes: dict, dtype: torch.dtype, recompute: str, criti
 def modes(arch: ModelArch, axes: dict, critic: bool, lengths: list[int]) -> dict[str, tuple[int, int, int]]:
     """mode -> bytes of (weights, gradients, optimizer) of a role that offloads everything, in the order of a step."""
     role, wrapped = role_of(arch, axes, torch.bfloat16, "none", critic, sum(lengths), offload=True)
-    engine, batch = role.engine, batch_of(lengths, arch.vocab_size)
+    engine, batch = role.engine, share_of(role.engine, batch_of(lengths, arch.vocab_size))
     optimizer = engine._optimizer
     buffers = [buffer for chunk in wrapped for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     found: dict[str, tuple[int, int, int]] = {}

@@ -13,10 +13,11 @@ from megappo.parallel.layout import ParallelLayout
 from megappo.rollout.types import Request, Response
 
 from ..engine.runs import recorded_batch
+from ..engine.whole import on_whole_batches
 
 
 def make_policy(path: str, layout: ParallelLayout, device: torch.device = torch.device("cpu")) -> Any:
-    """A policy at temperature 1 in a layout of the world; one step moves its weights by about 1e-2."""
+    """A policy at temperature 1 in a layout of the world, on whole batches; one step moves its weights by about 1e-2."""
     from megappo.config.role_sections import OptimizerConfig, PolicyConfig
     from megappo.config.schema import AlgorithmConfig
     from megappo.engine.build import build_trainable
@@ -27,7 +28,7 @@ def make_policy(path: str, layout: ParallelLayout, device: torch.device = torch.
     config = PolicyConfig(model=path, dtype="fp32", micro_batch_tokens=256, optimizer=OptimizerConfig(lr=1e-2, eps=1e-5))
     spec = EngineSpec("policy", path, read_arch(path), config, total_updates=10)
     engine = build_trainable(spec, build_groups(layout), device=device)
-    return Policy(engine, 1.0, AlgorithmConfig())
+    return on_whole_batches(Policy(engine, 1.0, AlgorithmConfig()))
 
 
 def train_once(policy: Any) -> None:
