@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -52,9 +52,9 @@ class Point:
         return int.from_bytes(hashlib.blake2b(repr((self.work, self.number)).encode(), digest_size=7).digest(), "big")
 
     def __str__(self) -> str:
-        if self.lengths is None:
-            return f"before {self.work}"
-        return f"before {self.work} (pass {self.number}) with lengths {self.lengths:08x} of share {self.share}"
+        number = "" if self.number is None else f" (pass {self.number})"
+        lengths = "" if self.lengths is None else f" with lengths {self.lengths:08x} of share {self.share}"
+        return f"before {self.work}{number}{lengths}"
 
 
 @dataclass(frozen=True)
@@ -126,5 +126,13 @@ def _missing(marks: dist.Store) -> str:
 
 
 def _by_rank(points: Sequence[Point]) -> str:
-    groups = ranks_by_value(dict(enumerate(points)))
+    """The ranks that differ, in words: by their passes, or by lengths in the replicas whose ranks have different ones."""
+    passes = [replace(point, share=None, lengths=None) for point in points]
+    if len(set(passes)) > 1:  # lengths differ from replica to replica as a rule, and would part those that are at one pass
+        groups = ranks_by_value(dict(enumerate(passes)))
+    else:
+        known: dict[int | None, set[int | None]] = {}
+        for point in points:
+            known.setdefault(point.share, set()).add(point.lengths)
+        groups = ranks_by_value({rank: point for rank, point in enumerate(points) if len(known[point.share]) > 1})
     return "; ".join(f"{name_ranks(ranks)} {'are' if len(ranks) > 1 else 'is'} {point}" for point, ranks in groups.items())
