@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,11 +22,19 @@ from megappo.parallel.shares import Shares
 from megappo.parallel.totals import place_in_world, total
 
 
+class Fields(NamedTuple):
+    """Fields per token and per sample, by name."""
+
+    tokens: Mapping[str, Tensor]
+    sequences: Mapping[str, Tensor]
+
+
 @dataclass(frozen=True)
 class Experience:
     """table: of all samples. owners: of this distribution. batch: the samples of this rank, by ascending number.
 
-    rank: of this process in the world. wire: over which samples move, by default the world.
+    rank: of this process in the world. wire: over which samples move, by default the world. absent: empty tensors of the types of
+    the fields that holders have, on a rank of theirs that is none: it takes part in their exchanges.
     """
 
     table: SampleTable
@@ -33,6 +42,7 @@ class Experience:
     batch: PackedBatch
     rank: int
     wire: Wire
+    absent: Fields = Fields({}, {})
 
     @property
     def numbers(self) -> Tensor:
@@ -53,17 +63,21 @@ class Experience:
         All ranks name the same fields and have them. Other fields stay behind: reading them raises KeyError.
         """
         batch = self.batch if fields is None else self.batch.only(fields)
+        given = Fields({**self.absent.tokens, **batch.token_fields}, {**self.absent.sequences, **batch.sequence_fields})
+        if fields is not None:
+            given = Fields(*({name: x for name, x in kind.items() if name in fields} for kind in given))
         route = Route.between(self.table.length, self.owners, owners, self.rank, wire or self.wire)
         if route.is_still:
             return replace(self, owners=owners, batch=batch)
+        absent = Fields({}, {}) if route.is_holder else Fields(*({name: x[:0] for name, x in kind.items()} for kind in given))
         moved = replace(
             batch,
             tokens=route.tokens(batch.tokens),
             cu_seqlens=cu_seqlens_of(route.lengths),
-            token_fields=route.token_fields(batch.token_fields),
-            sequence_fields=route.sequence_fields(batch.sequence_fields),
+            token_fields=route.token_fields(given.tokens),
+            sequence_fields=route.sequence_fields(given.sequences),
         )
-        return replace(self, owners=owners, batch=moved)
+        return replace(self, owners=owners, batch=moved, absent=absent)
 
     def for_role(self, shares: Shares, fields: Collection[str]) -> Experience:
         """Tokens and these fields where a pass of a role over all samples needs them. Collective over the world."""

@@ -129,21 +129,23 @@ class Route:
         """
         if self.is_still:
             return dict(fields)
-        moved = {name: self._ragged(values) if values.dim() == 2 else self._field(values) for name, values in fields.items()}
+        # Sorted: all ranks exchange them in the same order.
+        moved = {name: self._ragged(x) if x.dim() == 2 else self._field(x) for name, x in sorted(fields.items())}
         return moved if self.is_holder else {}
 
     def sequence_fields(self, fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """As `token_fields` for fields of one number per sample: [B] -> [B']."""
         if self.is_still:
             return dict(fields)
-        moved = {name: self._exchange(v, self.sent.rows, self.sent.samples, self.received.samples) for name, v in fields.items()}
+        moved = {
+            name: self._exchange(values, self.sent.rows, self.sent.samples, self.received.samples)
+            for name, values in sorted(fields.items())
+        }
         placed = {name: _placed(v, self.received.rows, self.lengths.numel()) for name, v in moved.items()}
         return placed if self.is_holder else {}
 
     def _field(self, values: Tensor) -> Tensor:
         num_tokens = int(self.lengths.sum()) if self.is_holder else 0
-        if values.dtype == torch.bool:  # backends carry numbers
-            return self._by_token(values.to(torch.uint8), self.sent, self.received, num_tokens).bool()
         return self._by_token(values, self.sent, self.received, num_tokens)
 
     def _by_token(self, values: Tensor, sent: Leg, received: Leg, num_tokens: int) -> Tensor:
@@ -167,6 +169,8 @@ class Route:
 
     def _exchange(self, values: Tensor, index: Tensor, sent_counts: list[int], received_counts: list[int]) -> Tensor:
         """Values [n] at `index`, to the peers by counts; returns what comes, in the order of the peers."""
+        if values.dtype == torch.bool:  # backends carry numbers
+            return self._exchange(values.to(torch.uint8), index, sent_counts, received_counts).bool()
         arrived = values.new_empty(sum(received_counts))
         self.wire.all_to_all(arrived, values.index_select(0, index), received_counts, sent_counts)
         return arrived
