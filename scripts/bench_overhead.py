@@ -66,10 +66,10 @@ def _rank_main(rank: int, folder: str, rounds: int) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
     from megappo.config.loading import load_config
     from megappo.engine.build import MegatronEngines
-    from megappo.parallel.groups import ProcessGroups
+    from megappo.parallel.groups import AgreedPass, ProcessGroups
     from megappo.platform.device import start_distributed
     from megappo.telemetry.timers import StageTimers
-    from megappo.trainer.build_roles import build_role
+    from megappo.trainer.build_roles import Roles, build_role
     from megappo.trainer.replicas import ReplicaCheck
     from megappo.trainer.watch import watched
 
@@ -77,24 +77,28 @@ def _rank_main(rank: int, folder: str, rounds: int) -> None:
     start_distributed(torch.device("cpu"), config.run.timeouts)
     factory = MegatronEngines(config.model, config.run.timeouts, torch.device("cpu"))
     updates = {"policy": 100, "critic": 100, "reference": None}
-    roles = {name: build_role(config, name, factory, total, random_weights=True) for name, total in updates.items()}
-    batch = _experience(config)
+    by_name = {name: build_role(config, name, factory, total, random_weights=True) for name, total in updates.items()}
+    roles = Roles(by_name, ("policy", "critic"), {name: role.engine.shares for name, role in by_name.items()})
+    experience = _experience(config)
     agree, meetings = ProcessGroups.agree, [0]
 
-    def counted(self: ProcessGroups, point: Any) -> None:
+    def counted(self: ProcessGroups, *point: Any) -> AgreedPass:
         meetings[0] += 1
-        agree(self, point)
+        return agree(self, *point)
+
+    def unasked(self: ProcessGroups, work: str, number: int, lengths: torch.Tensor, micro_batches: int) -> AgreedPass:
+        return AgreedPass(micro_batches, lengths.numel())
 
     def steps(observer: Any) -> float:
         dist.barrier()
         start = time.perf_counter()
         for _ in range(STEPS_PER_ROUND):
-            _step(config, roles, batch, StageTimers(observer=observer))
+            _step(config, roles, experience, StageTimers(observer=observer))
         return (time.perf_counter() - start) / STEPS_PER_ROUND
 
     @contextmanager
     def guarded(on: bool) -> Iterator[Any]:
-        setattr(ProcessGroups, "agree", counted if on else lambda self, point: None)
+        setattr(ProcessGroups, "agree", counted if on else unasked)
         with watched(config.run.timeouts, Path(folder)) if on else nullcontext() as watchdog:
             yield watchdog.of_step(1) if watchdog is not None else None
 
@@ -107,8 +111,8 @@ def _rank_main(rank: int, folder: str, rounds: int) -> None:
                 times[on].append(seconds)
     per_step = meetings[0] / (rounds + 1) / STEPS_PER_ROUND
     step_s = statistics.median(times[False])
-    costs = [_agreement(roles["policy"].engine.groups, per_step), _watchdog(config, folder, watched, step_s)]
-    costs.append(_copies(ReplicaCheck({name: role.engine for name, role in roles.items()}), config.run.replica_check_every))
+    costs = [_agreement(by_name["policy"].engine.groups, per_step), _watchdog(config, folder, watched, step_s)]
+    costs.append(_copies(ReplicaCheck({name: role.engine for name, role in by_name.items()}), config.run.replica_check_every))
     if rank == 0:
         torch.save({"guarded": times[True], "plain": times[False], "costs": [tuple(cost) for cost in costs]}, f"{folder}/found.pt")
     dist.barrier()
@@ -118,6 +122,7 @@ def _rank_main(rank: int, folder: str, rounds: int) -> None:
 def _experience(config: Any) -> Any:
     from megappo.algo.alignment import first_token_mask
     from megappo.data.packing import pack
+    from megappo.experience.experience import Experience
 
     generator = torch.Generator().manual_seed(0)
     count = config.data.prompts_per_step * config.rollout.samples_per_prompt
@@ -125,24 +130,26 @@ def _experience(config: Any) -> Any:
     batch = pack([torch.randint(3, VOCAB_SIZE, (n,), generator=generator).tolist() for n in lengths])
     mask = ~first_token_mask(batch.num_tokens, batch.cu_seqlens)
     noise = torch.randn(batch.num_tokens, generator=generator) * mask
-    return batch.with_fields({"response_mask": mask, "advantage": noise, "returns": noise})
+    fields = {"response_mask": mask, "advantage": noise, "returns": noise}
+    return Experience.of_whole(batch.with_fields(fields, {"truncated": torch.zeros(count, dtype=torch.bool)}))
 
 
-def _step(config: Any, roles: dict[str, Any], batch: Any, timers: Any) -> None:
-    from megappo.trainer.roles import add_model_outputs
-    from megappo.trainer.updates import mini_batches, run_updates
+def _step(config: Any, roles: Any, experience: Any, timers: Any) -> None:
+    from megappo.trainer.model_outputs import add_model_outputs
+    from megappo.trainer.updates import Updates
 
     with timers.stage("logprobs"):
-        full = add_model_outputs(batch, roles["policy"], roles["critic"], roles["reference"])
-    for name in ("critic", "policy"):
+        full = add_model_outputs(experience, roles)
+    names = ("critic", "policy")
+    updates = Updates(full, roles, names, config, seed=0, counts_ratios=False)
+    for name in names:
         with timers.stage(f"update_{name}"):
-            run_updates(roles[name], mini_batches(full, config.algorithm, config.rollout.max_response_tokens, 0))
+            updates.run(name)
 
 
 def _agreement(groups: Any, per_step: float) -> Cost:
-    from megappo.parallel.meeting import Point
-
-    one = _median(lambda: groups.agree(Point("the benchmark", 1, 4, 0)), MEETINGS)
+    lengths = torch.full((64,), TOKENS[1])
+    one = _median(lambda: groups.agree("the benchmark", 1, lengths, 4), MEETINGS)
     return Cost("schedule agreement", per_step * one, f"{per_step:.0f} passes of {1e6 * one:.0f} us")
 
 

@@ -109,15 +109,16 @@ def train_by_phases(rank: int, config: dict[str, Any]) -> dict[str, tuple[int, i
 
     class WatchedPPO(PPO):
         def run(self) -> Any:
+            policy, critic, reference = (self.roles.by_name[name] for name in ("policy", "critic", "reference"))
             for owner, method, phase in (
                 (self.rollout, "generate", "generate"),
-                (self.policy, "logprobs", "log-probs"),
-                (self.critic, "values", "values"),
-                (self.reference, "logprobs", "reference log-probs"),
-                (self.critic.engine, "forward_backward", "critic update"),
-                (self.critic.engine, "optimizer_step", "critic optimizer step"),
-                (self.policy.engine, "forward_backward", "policy update"),
-                (self.policy.engine, "optimizer_step", "policy optimizer step"),
+                (policy, "logprobs", "log-probs"),
+                (critic, "values", "values"),
+                (reference, "logprobs", "reference log-probs"),
+                (critic.engine, "forward_backward", "critic update"),
+                (critic.engine, "optimizer_step", "critic optimizer step"),
+                (policy.engine, "forward_backward", "policy update"),
+                (policy.engine, "optimizer_step", "policy optimizer step"),
                 (self, "push_weights", "push weights"),
             ):
                 setattr(owner, method, watched(phase, getattr(owner, method)))

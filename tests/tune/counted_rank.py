@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,11 @@ import torch.distributed as dist
 
 from megappo.engine.build import MegatronEngines
 from megappo.engine.offload import StorageOffload
+from megappo.experience.experience import Experience
 from megappo.launch.world import is_rank
 from megappo.platform.device import start_alone, start_distributed
 from megappo.trainer.kernel_selection import choose_kernels
-from megappo.trainer.updates import mini_batches, run_updates
+from megappo.trainer.updates import first_epoch, mini_batches, run_updates, update_reads
 from megappo.tune import trial as tried
 from megappo.tune.trials import read_trial
 
@@ -46,6 +48,16 @@ def copied_by(work: Callable[[], Any]) -> list[tuple[str, int]]:
     return list(copies)
 
 
+def trainers_updates(trial: Any, passes: Any) -> None:
+    """Two updates of the trial's role, as in stage 6."""
+    algorithm = trial.config.algorithm.model_copy(update={"mini_batch_size": trial.samples // 2, "ppo_epochs": 1})
+    truncated = torch.zeros(passes.batch.num_sequences, dtype=torch.bool)
+    experience = Experience.of_whole(passes.batch.with_fields(sequence_fields={"truncated": truncated}))
+    engine = passes.role.engine
+    sent = first_epoch(experience, engine.shares, update_reads(trial.role, algorithm), algorithm, seed=0)
+    run_updates(passes.role, mini_batches(sent, engine.shares, engine.group, algorithm, trial.response_tokens, seed=0))
+
+
 def main(folder: Path) -> None:
     device = torch.device("cpu")
     start_distributed(device) if is_rank() else start_alone(device)
@@ -62,12 +74,7 @@ def main(folder: Path) -> None:
         tried._fastest = fastest
         tried.run_trial(trial, device)
         passes = tried._build_passes(trial, MegatronEngines(trial.config.model, tried.TIMEOUTS, device))
-        algorithm = trial.config.algorithm.model_copy(update={"mini_batch_size": trial.samples // 2, "ppo_epochs": 1})
-
-        def updates(passes: Any = passes, algorithm: Any = algorithm, most: int = trial.response_tokens) -> None:
-            run_updates(passes.role, mini_batches(passes.batch, algorithm, most, seed=0))
-
-        timed["the trainer's updates"] = copied_by(updates)
+        timed["the trainer's updates"] = copied_by(partial(trainers_updates, trial, passes))
         found[name] = timed
     (folder / "copies.json").write_text(json.dumps(found))
     dist.destroy_process_group()
