@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -20,9 +21,10 @@ def waits(rank: int, case: str) -> tuple[str, float]:
     from megappo.parallel.layout import ParallelLayout
     from megappo.parallel.meeting import RankIsLate
 
-    timeouts = TimeoutsConfig(start_s=START_S, pass_s=PASS_S, meeting_s=60)
+    start_s = PASS_S if case == "absent from the first pass" else START_S
+    timeouts = TimeoutsConfig(start_s=start_s, pass_s=PASS_S / 2 if start_s == PASS_S else PASS_S, meeting_s=60)
     groups = build_groups(ParallelLayout(3), timeouts)
-    if case == "settled":
+    if case in ("settled", "absent from a pass"):
         settle([groups], timeouts)
     groups.meet("the test")
     start = time.monotonic()
@@ -31,9 +33,11 @@ def waits(rank: int, case: str) -> tuple[str, float]:
     try:
         if case == "absent":
             meet("the next pass", PASS_S)
+        elif case in ("absent from a pass", "absent from the first pass"):
+            groups.agree("a pass of the policy", 1, torch.tensor([3, 4]), 1)
         elif case == "met":
             groups.meet("the next pass")
-        if case != "absent":
+        if not case.startswith("absent"):
             dist.all_reduce(torch.ones(1), group=groups.dp)
     except RankIsLate as error:
         raised = f"late: {error}"
@@ -54,7 +58,7 @@ def outcome(case: str) -> list[tuple[str, float]]:
 def _alone(rank: int, case: str) -> tuple[str, float]:
     """A broken group breaks the barrier at the end of a test world: leave with a world of its own for that."""
     found = waits(rank, case)
-    if case in ("settled", "absent"):
+    if case == "settled" or case.startswith("absent"):
         dist.destroy_process_group()
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     return found
@@ -76,6 +80,55 @@ def test_who_missed_a_meeting_is_named() -> None:
     for rank in (0, 2):
         expected = f"late: rank {rank} waited for rank 1 before the next pass (run.timeouts.meeting_s = 2): "
         assert found[rank][0].startswith(expected)
+
+
+@pytest.mark.parametrize("case, key", [("absent from a pass", "pass_s"), ("absent from the first pass", "start_s")])
+def test_who_missed_a_pass_is_named_after_the_limit_of_passes(case: str, key: str) -> None:
+    found = outcome(case)
+    for rank in (0, 2):
+        expected = f"late: rank {rank} waited for rank 1 before a pass of the policy (run.timeouts.{key} = 2): "
+        assert found[rank][0].startswith(expected)
+
+
+def agreements(rank: int, layouts: list[dict[str, int]]) -> list[dict[str, Any]]:
+    """Agreements before passes: replica `dp` has dp + 2 sequences and needs 5 - dp micro-batches. Rank 3 may have others."""
+    from megappo.parallel.groups import build_groups
+    from megappo.parallel.layout import ParallelLayout
+    from megappo.parallel.meeting import ScheduleDiverged
+
+    results = []
+    for sizes in layouts:
+        groups = build_groups(ParallelLayout(4, **sizes))
+        share = groups.coordinates.dp
+        lengths = 10 + torch.arange(share + 2)
+        found: dict[str, Any] = {"agreed": tuple(groups.agree("a pass", 1, lengths, 5 - share))}
+        for name, other in {"longer": lengths + 1, "fewer": lengths[1:], "none": lengths[:0], "reversed": lengths.flip(0)}.items():
+            try:
+                groups.agree("a pass", 2, other if rank == 3 else lengths, 1)
+                found[name] = ""
+            except ScheduleDiverged as error:
+                found[name] = str(error)
+        results.append(found)
+    return results
+
+
+# Layout of four ranks -> sequences of all replicas, and the ranks of the replica of rank 3 as a message names them.
+AGREED: list[tuple[dict[str, int], int, list[str]]] = [
+    ({"tp": 2}, 5, ["rank 2 is", "rank 3 is"]),
+    ({"pp": 2}, 5, ["rank 1 is", "rank 3 is"]),
+    ({"tp": 2, "pp": 2}, 2, ["rank 3 is", "ranks 0-2 are"]),
+    ({}, 14, []),
+]
+
+
+def test_ranks_agree_on_the_size_of_a_pass_and_on_the_lengths_of_each_replica() -> None:
+    for of_rank in spawn_world(agreements, 4, [sizes for sizes, *_ in AGREED]):
+        for found, (sizes, sequences, named) in zip(of_rank, AGREED, strict=True):
+            assert found.pop("agreed") == (5, sequences), "the largest number of micro-batches"
+            for message in found.values():
+                parts = message.partition(": ")[2].split("; ") if named else []
+                assert [part.partition(" before a pass (pass 2) with lengths ")[0] for part in parts] == named, (sizes, message)
+                assert bool(message) == bool(named)
 
 
 def test_a_world_with_two_backends_can_meet() -> None:
