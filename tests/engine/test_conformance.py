@@ -24,33 +24,51 @@ from torch import Tensor
 
 from megappo.config.role_sections import CriticConfig, ModelConfig, OptimizerConfig, ParallelConfig, PolicyConfig
 from megappo.config.run_sections import TimeoutsConfig
-from megappo.data.packing import pack
+from megappo.data.packing import PackedBatch, pack
 from megappo.engine.base import Engine, LossOutput, PassResult
 from megappo.engine.factory import EngineFactory, EngineSpec
+from megappo.engine.whole_batch import sequences_of_share
+from megappo.parallel.shares import Shares
+from megappo.verify.delegate import DelegatingEngine
 from tests.engine.runs import recorded_batch
 from tests.engine.toy_engine import ToyEngine, ToyOutput, toy_engines
+from tests.engine.whole import Whole
 from tests.models.checkpoints import write_checkpoint
 from tests.worlds import spawn_world
 
 LR, WARMUP = 1e-2, 2
-TWO_RANKS = {"megatron tp2": {"tp": 2}, "megatron pp2": {"pp": 2}, "megatron tp2 sp": {"tp": 2, "sequence_parallel": True}}
+TWO_RANKS = {
+    "megatron tp2": {"tp": 2},
+    "megatron pp2": {"pp": 2},
+    "megatron dp2": {},
+    "megatron tp2 sp": {"tp": 2, "sequence_parallel": True},
+}
 # Log-probs and gradients of order 1, in fp32, added up in another order.
 TOLERANCE = 2e-5
 
 
 class World(NamedTuple):
-    """The place of one check: a factory, the layout, a checkpoint, an empty directory that all ranks share."""
+    """The place of one check: a factory, the layout, a checkpoint, an empty directory that all ranks share.
+
+    fault: put between a policy and its check.
+    """
 
     engines: EngineFactory
     parallel: ParallelConfig
     path: str
     folder: Path
+    fault: Callable[[Engine], Engine] = lambda engine: engine
+
+    def sharing_policy(self) -> Engine:
+        """The engine as it is: every rank passes its share."""
+        return self.fault(self.engines.build(self.spec("policy", PolicyConfig(model=self.path, **self.settings()))))
 
     def policy(self) -> Engine:
-        return self.engines.build(self.spec("policy", PolicyConfig(model=self.path, **self.settings())))
+        """Every rank passes the whole batch, as to the critic."""
+        return Whole(self.sharing_policy())
 
     def critic(self) -> Engine:
-        return self.engines.build(self.spec("critic", CriticConfig(**self.settings()), value_head="normal"))
+        return Whole(self.engines.build(self.spec("critic", CriticConfig(**self.settings()), value_head="normal")))
 
     def value_head(self, start: str, seed: int, path: str, trained: bool) -> Tensor:
         """[1, hidden] as a value model of the checkpoint at `path` starts with it."""
@@ -258,7 +276,8 @@ def a_pass_reads_what_it_declares_and_hands_results_back_in_order(world: World) 
     with engine.eval_mode():
         result = engine.forward_backward(batch, look, reads=("advantage", "absent"), forward_only=True)
     assert torch.equal(result.tokens["id"], batch.tokens.float()) and torch.equal(result.tokens["advantage"], batch["advantage"])
-    assert result.sums["refused"] == result.num_micro_batches > 1, "micro-batches of one data-parallel rank"
+    assert result.num_micro_batches > 1, "of one replica"
+    assert result.sums["refused"] == result.num_micro_batches * engine.shares.count
     assert math.isclose(result.sums["sum"], float(batch["advantage"].sum()), abs_tol=1e-5)
     assert result.maxima["max"] == float(batch["advantage"].max())
 
@@ -447,17 +466,101 @@ def logits_of_a_few_rows_are_those_behind_the_log_probs(world: World) -> None:
     from megappo.rollout.megatron_engine import MegatronRollout
     from megappo.rollout.types import Request, SamplingParams
 
-    engine = world.policy()
+    engine = world.sharing_policy()
     requests = [Request((5, 6, 7), seed=1), Request((9,), seed=2), Request((3, 11), seed=3)]
     responses = MegatronRollout(engine).generate(requests, SamplingParams(5))
     from megappo.trainer.roles import LanguageModel
 
     batch = pack([[*request.prompt, *response.tokens] for request, response in zip(requests, responses)])
-    logprob, _ = LanguageModel(engine, 1.0).logprobs(batch, want_entropy=False)
+    logprob, _ = LanguageModel(Whole(engine), 1.0).logprobs(batch, want_entropy=False)
     for end, response in zip(batch.cu_seqlens.tolist()[1:], responses):
         drawn = torch.tensor(response.logprobs)
         assert torch.allclose(logprob[end - len(drawn) : end], drawn, atol=TOLERANCE)
         assert all(0 <= token < engine.arch.vocab_size for token in response.tokens)
+
+
+# ------------------------------------------------------------------------------------------------------------------- shares
+
+
+def shares_are_of_all_ranks_and_say_who_holds_what(world: World) -> None:
+    engine, rank = world.sharing_policy(), dist.get_rank()
+    shares, found = engine.shares, [None] * dist.get_world_size()
+    members = sorted(rank for ranks in shares.members for rank in ranks)
+    assert members == sorted(dist.get_process_group_ranks(engine.group)) == list(range(dist.get_world_size()))
+    for ranks, holders, readers in zip(shares.members, shares.holders, shares.readers, strict=True):
+        assert holders and len({*holders, *readers}) == len(holders) + len(readers) and {*holders, *readers} <= {*ranks}
+    assert rank in shares.members[shares.index_of(rank)]
+    dist.all_gather_object(found, shares)
+    assert all(theirs == shares for theirs in found)
+
+
+def results_of_a_share_are_in_its_order_on_its_reporter_alone(world: World) -> None:
+    engine, batch = world.sharing_policy(), recorded_batch()
+    index, count = engine.shares.index_of(dist.get_rank()), engine.shares.count
+    share = batch.select([number for number in reversed(range(batch.num_sequences)) if number % count == index])
+
+    def look(output: Any, micro: Any) -> LossOutput:
+        weight = micro["weight"]
+        return LossOutput(tokens={"id": micro.tokens}, sums={"weight": weight.sum()}, maxima={"tokens": micro.lengths.max()})
+
+    with engine.eval_mode():
+        result = engine.forward_backward(share, look, reads=("weight",), forward_only=True)
+    reports = dist.get_rank() in engine.shares.reporters
+    assert torch.equal(result.tokens["id"], share.tokens.float() if reports else torch.zeros(share.num_tokens))
+    assert result.sums["weight"] == float(batch["weight"].sum()), "of all shares, on every rank"
+    assert result.maxima["tokens"] == float(batch.lengths.max())
+
+
+def any_division_of_a_batch_gives_its_gradient(world: World) -> None:
+    """Also with a share of one sequence or none, beside one that needs more micro-batches."""
+    engine, batch, rank = world.sharing_policy(), recorded_batch(), dist.get_rank()
+    wanted, count = gradients_of(Whole(engine)), batch.num_sequences
+    for first in (count, count - 1, 1) if engine.shares.count > 1 else (count,):
+        mine = range(first) if engine.shares.index_of(rank) == 0 else range(first, count)
+        result, gradients = gradients_of_share(engine, batch.select(mine))
+        assert all(torch.allclose(gradients[name], wanted[name], atol=TOLERANCE) for name in wanted), f"{first=}"
+        sizes: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(sizes, result.num_micro_batches)
+        assert len({*sizes}) == 1 and result.sums["tokens"] == float(batch["weight"].sum())
+    nothing, gradients = gradients_of_share(engine, batch.select([]))
+    assert nothing.tokens["logprob"].shape == (0,) and nothing.sums == {"loss": 0.0, "tokens": 0.0}
+    assert not any(gradient.any() for gradient in gradients.values())
+
+
+def gradients_of_share(engine: Engine, share: PackedBatch) -> tuple[PassResult, dict[str, Tensor]]:
+    with engine.train_mode():
+        engine.optimizer_zero_grad()
+        result = engine.forward_backward(share, negative_logprob, reads=("weight",))
+        return result, {name: gradient.clone() for name, gradient in engine.named_gradients().items()}
+
+
+def ranks_read_what_the_shares_say_and_no_more(world: World) -> None:
+    """Ranks that are not among the holders have no fields, and tokens if they are readers."""
+    engine, batch, rank = world.sharing_policy(), recorded_batch(), dist.get_rank()
+    index = engine.shares.index_of(rank)
+    wanted, share = gradients_of(Whole(engine)), batch.select(sequences_of_share(engine, batch))
+    if rank not in engine.shares.holders[index]:
+        tokens = share.tokens if rank in engine.shares.readers[index] else torch.zeros_like(share.tokens)
+        share = PackedBatch(tokens, share.cu_seqlens)
+    _, gradients = gradients_of_share(engine, share)
+    assert all(torch.equal(gradients[name], wanted[name]) for name in wanted)
+
+
+def a_rank_with_other_sequences_than_its_replica_is_named(world: World) -> None:
+    from megappo.parallel.meeting import ScheduleDiverged
+
+    engine, batch = world.sharing_policy(), recorded_batch()
+    order = list(range(batch.num_sequences))
+    message = ""
+    with engine.eval_mode():
+        try:
+            share = batch.select(order[::-1] if dist.get_rank() == 1 else order)
+            engine.forward_backward(share, without_loss, reads=("weight",), forward_only=True)
+        except ScheduleDiverged as error:
+            message = str(error)
+    assert "rank 0 is before a forward pass of the policy (pass 1) with lengths" in message
+    assert "rank 1 is before a forward pass of the policy (pass 1) with lengths" in message
+    assert torch.equal(logprobs_of(Whole(engine)), logprobs_of(world.policy())), "the next pass is right again"
 
 
 CHECKS: tuple[Callable[[World], None], ...] = (
@@ -480,6 +583,11 @@ CHECKS: tuple[Callable[[World], None], ...] = (
     a_weight_that_is_nan_is_found_in_what_would_be_saved,
     exports_are_read_by_transformers,
     logits_of_a_few_rows_are_those_behind_the_log_probs,
+    shares_are_of_all_ranks_and_say_who_holds_what,
+    results_of_a_share_are_in_its_order_on_its_reporter_alone,
+    any_division_of_a_batch_gives_its_gradient,
+    ranks_read_what_the_shares_say_and_no_more,
+    a_rank_with_other_sequences_than_its_replica_is_named,
 )
 
 
@@ -509,6 +617,10 @@ def run_megatron(rank: int, path: str, folder: str) -> dict[str, dict[str, str]]
             check.__name__: outcome(check, World(engines, parallel, path, Path(folder, name.replace(" ", "_"), check.__name__)))
             for check in CHECKS
         }
+        for fault, (layout, check, _) in FAULTY_OF_TWO.items():
+            if layout == name:
+                place = World(engines, parallel, path, Path(folder, fault.__name__), fault)
+                found[fault.__name__] = {check.__name__: outcome(check, place)}
     return found
 
 
@@ -529,18 +641,18 @@ def run_toy(rank: int, path: str, folder: str) -> dict[str, dict[str, str]]:
 
 
 class DividesTwice(ToyEngine):
-    def forward_backward(self, batch: Any, loss_fn: Any, *, denominator: float = 1.0, **how: Any) -> PassResult:
-        return super().forward_backward(batch, loss_fn, denominator=denominator**2, **how)
+    def forward_backward(self, share: Any, loss_fn: Any, *, denominator: float = 1.0, **how: Any) -> PassResult:
+        return super().forward_backward(share, loss_fn, denominator=denominator**2, **how)
 
 
 class ReadsEverything(ToyEngine):
-    def forward_backward(self, batch: Any, loss_fn: Any, *, reads: Any = (), **how: Any) -> PassResult:
-        return super().forward_backward(batch, loss_fn, reads=(*batch.token_fields, *reads), **how)
+    def forward_backward(self, share: Any, loss_fn: Any, *, reads: Any = (), **how: Any) -> PassResult:
+        return super().forward_backward(share, loss_fn, reads=(*share.token_fields, *reads), **how)
 
 
 class HandsBackInItsOwnOrder(ToyEngine):
-    def forward_backward(self, batch: Any, loss_fn: Any, **how: Any) -> PassResult:
-        result = super().forward_backward(batch, loss_fn, **how)
+    def forward_backward(self, share: Any, loss_fn: Any, **how: Any) -> PassResult:
+        result = super().forward_backward(share, loss_fn, **how)
         result.tokens.update({name: values.roll(1) for name, values in result.tokens.items()})
         return result
 
@@ -594,15 +706,15 @@ class FusesWithoutTemperature(ToyEngine):
 
 
 class ReducesATensorTwice(ToyEngine):
-    def forward_backward(self, batch: Any, loss_fn: Any, **how: Any) -> PassResult:
-        result = super().forward_backward(batch, loss_fn, **how)
+    def forward_backward(self, share: Any, loss_fn: Any, **how: Any) -> PassResult:
+        result = super().forward_backward(share, loss_fn, **how)
         self.named_gradients()["model.embed_tokens.weight"].mul_(2.0)
         return result
 
 
 class LeavesGradientsBehind(ToyEngine):
-    def forward_backward(self, batch: Any, loss_fn: Any, *, forward_only: bool = False, **how: Any) -> PassResult:
-        result = super().forward_backward(batch, loss_fn, forward_only=forward_only, **how)
+    def forward_backward(self, share: Any, loss_fn: Any, *, forward_only: bool = False, **how: Any) -> PassResult:
+        result = super().forward_backward(share, loss_fn, forward_only=forward_only, **how)
         if forward_only:
             self.named_gradients()["model.norm.weight"].add_(1.0)
         return result
@@ -657,6 +769,34 @@ class GivesTheNextRow(ToyEngine):
             return super().logits(rows if isinstance(rows, slice) else rows - 1, logits_dtype)
 
 
+class HasNoHolder(ToyEngine):
+    shares = Shares(((0,),), ((),), ((),))
+
+
+class LeavesEmptySharesOut(ToyEngine):
+    def forward_backward(self, share: Any, loss_fn: Any, **how: Any) -> PassResult:
+        return super().forward_backward(share, loss_fn, **how) if share.num_sequences else PassResult({}, {}, {}, 0)
+
+
+class ReportsEverywhere(DelegatingEngine):
+    def forward_backward(self, share: Any, loss_fn: Any, **how: Any) -> PassResult:
+        result = super().forward_backward(share, loss_fn, **how)
+        for values in result.tokens.values():
+            dist.all_reduce(values)
+        return result
+
+
+class ReadsFieldsEverywhere(DelegatingEngine):
+    def forward_backward(self, share: Any, loss_fn: Any, *, reads: Any = (), **how: Any) -> PassResult:
+        {name: share[name] for name in reads}
+        return super().forward_backward(share, loss_fn, reads=reads, **how)
+
+
+class AgreesWithoutAsking(DelegatingEngine):
+    def forward_backward(self, share: Any, loss_fn: Any, **how: Any) -> PassResult:
+        return PassResult({}, {}, {}, 1)
+
+
 # Faulty engine -> the check that notices it, and a part of the line that fails.
 FAULTY: dict[type[ToyEngine], tuple[Callable[[World], None], str]] = {
     RecordsInEvalMode: (modes_decide_whether_gradients_are_recorded, "not torch.is_grad_enabled()"),
@@ -680,9 +820,31 @@ FAULTY: dict[type[ToyEngine], tuple[Callable[[World], None], str]] = {
     ExportsItsFirstWeights: (exports_are_read_by_transformers, "theirs[name]"),
     OverwritesAnExport: (exports_are_read_by_transformers, "an export that exists"),
     GivesTheNextRow: (logits_of_a_few_rows_are_those_behind_the_log_probs, "torch.allclose(logprob["),
+    HasNoHolder: (shares_are_of_all_ranks_and_say_who_holds_what, "assert holders"),
+    LeavesEmptySharesOut: (any_division_of_a_batch_gives_its_gradient, "nothing.tokens["),
+}
+# The same of engines on two ranks, with the layout.
+FAULTY_OF_TWO: dict[type[DelegatingEngine], tuple[str, Callable[[World], None], str]] = {
+    ReportsEverywhere: (
+        "megatron tp2",
+        results_of_a_share_are_in_its_order_on_its_reporter_alone,
+        "else torch.zeros(share.num_tokens)",
+    ),
+    ReadsFieldsEverywhere: ("megatron pp2", ranks_read_what_the_shares_say_and_no_more, "share[name] for name in reads"),
+    AgreesWithoutAsking: ("megatron tp2", a_rank_with_other_sequences_than_its_replica_is_named, 'assert "rank 0 is before'),
 }
 # Checks that an engine cannot fail, and the reason.
-VACUOUS = {("toy", both_ways_to_a_loss_give_its_gradient): "the toy has no fused_loss: there is one way to its loss"}
+VACUOUS = {
+    ("toy", both_ways_to_a_loss_give_its_gradient): "the toy has no fused_loss: there is one way to its loss",
+    **{
+        (engine, ranks_read_what_the_shares_say_and_no_more): "every rank holds tokens and fields"
+        for engine in ("megatron tp2", "megatron dp2", "megatron tp2 sp", "toy")
+    },
+    **{
+        (engine, a_rank_with_other_sequences_than_its_replica_is_named): "a replica is one rank"
+        for engine in ("megatron dp2", "toy")
+    },
+}
 
 
 # -------------------------------------------------------------------------------------------------------------------- tests
@@ -696,7 +858,7 @@ def outcomes(tmp_path_factory) -> dict[str, list[dict[str, str]]]:
     write_checkpoint(path, "llama")
     ranks = spawn_world(run_megatron, 2, path, str(folder / "megatron"))
     (toy,) = spawn_world(run_toy, 1, path, str(folder / "toy"))
-    return {name: [found[name] for found in ranks] for name in TWO_RANKS} | {name: [found] for name, found in toy.items()}
+    return {name: [found[name] for found in ranks] for name in ranks[0]} | {name: [found] for name, found in toy.items()}
 
 
 ENGINES = (*TWO_RANKS, "toy")
@@ -714,5 +876,11 @@ def test_a_fault_is_noticed(outcomes, fault: type[ToyEngine]) -> None:
     assert line in outcomes[fault.__name__][0][check.__name__]
 
 
+@pytest.mark.parametrize("fault", FAULTY_OF_TWO, ids=lambda fault: fault.__name__)
+def test_a_fault_of_one_of_two_ranks_is_noticed(outcomes, fault: type[DelegatingEngine]) -> None:
+    _, check, line = FAULTY_OF_TWO[fault]
+    assert any(line in found[check.__name__] for found in outcomes[fault.__name__])
+
+
 def test_every_check_can_fail() -> None:
-    assert {check for check, _ in FAULTY.values()} == set(CHECKS)
+    assert {check for *_, check, _ in (*FAULTY.values(), *FAULTY_OF_TWO.values())} == set(CHECKS)

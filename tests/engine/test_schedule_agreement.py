@@ -1,7 +1,11 @@
-"""Ranks whose control flow differs are named before a pass, on all of them at once, instead of an abort or a hang inside it."""
+"""Ranks whose control flow differs are named before a pass, on all of them at once, instead of an abort or a hang inside it.
+
+They cannot differ in the number of micro-batches, which is agreed on; a rank that comes late is in tests/parallel/test_groups.py.
+"""
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from typing import Any
@@ -12,8 +16,9 @@ from tests.engine.runs import build_roles, recorded_batch
 from tests.models.checkpoints import write_checkpoint
 from tests.worlds import spawn_world
 
-# Per data-parallel rank: on three ranks there is a majority.
-LAYOUTS: dict[str, tuple[int, dict]] = {"tp2": (2, dict(tp=2)), "pp2": (2, dict(pp=2)), "dp3": (3, {})}
+# On more than two ranks there is a majority. Ranks 0 and 1 of "tp2 dp2" are one replica.
+LAYOUTS: dict[str, tuple[int, dict]] = {"tp2": (2, dict(tp=2)), "pp2": (2, dict(pp=2)), "dp3": (3, {}), "tp2 dp2": (4, dict(tp=2))}
+OTHERS = {2: "rank 0 is", 3: "ranks 0, 2 are", 4: "ranks 0, 2-3 are"}
 REFUSED_S = 1.0
 
 
@@ -44,12 +49,17 @@ def cases(rank: int, path: str, sizes: dict) -> dict[str, tuple[str, float]]:
         else:
             found[name] = "", time.monotonic() - start
 
-    def fewer(policy: Any, critic: Any, batch: Any) -> None:
-        whole = policy.engine._my_sequences
-        if rank == 1:
-            policy.engine._my_sequences = lambda batch: whole(batch)[:-1]
+    def another_kind(policy: Any, critic: Any, batch: Any) -> None:
         with policy.engine.train_mode():
-            policy.update(batch, 10.0)
+            if rank == 1:
+                policy.engine.forward_backward(batch, no_loss, forward_only=True)
+            else:
+                policy.update(batch, 10.0)
+
+    def pass_more(policy: Any, critic: Any, batch: Any) -> None:
+        if rank == 1:
+            policy.engine._engine._passes += 1
+        policy.logprobs(batch)
 
     def skipped(policy: Any, critic: Any, batch: Any) -> None:
         for role in (critic, policy) if rank != 1 else (policy,):
@@ -63,10 +73,16 @@ def cases(rank: int, path: str, sizes: dict) -> dict[str, tuple[str, float]]:
                     role.update(batch, 10.0)
 
     def other_lengths(policy: Any, critic: Any, batch: Any) -> None:
-        chosen = range(batch.num_sequences) if rank != 1 else reversed(range(batch.num_sequences))
-        policy.logprobs(batch.select(list(chosen)))
+        engine = policy.engine._engine  # every rank passes its share
+        shares, order = engine.shares, list(range(batch.num_sequences))
+        share = batch.select(order[shares.index_of(rank) :: shares.count])
+        if rank == 1:
+            share = share.select(list(reversed(range(share.num_sequences))))
+        with engine.eval_mode():
+            engine.forward_backward(share, no_loss, forward_only=True)
 
-    record("one micro-batch fewer", fewer)
+    record("another kind of pass", another_kind)
+    record("one pass more", pass_more)
     record("an update skipped", skipped)
     record("one mini-batch fewer", mini_batch_less)
     record("other sequences", other_lengths)
@@ -82,12 +98,18 @@ def found(request, tmp_path_factory) -> list[dict[str, tuple[str, float]]]:
     return spawn_world(cases, world, path, sizes, timeout_s=60)
 
 
+def no_loss(output: Any, micro: Any) -> Any:
+    from megappo.engine.base import LossOutput
+
+    return LossOutput()
+
+
 # Case -> (point of rank 1, point of the others)
 DIFFERENCES = {
-    "one micro-batch fewer": ("forward and backward of the policy (pass 2) with",) * 2,
+    "another kind of pass": ("a forward pass of the policy (pass 2)", "forward and backward of the policy (pass 2)"),
+    "one pass more": ("a forward pass of the policy (pass 3)", "a forward pass of the policy (pass 2)"),
     "an update skipped": ("training the policy", "training the critic"),
-    "one mini-batch fewer": ("training the policy", "forward and backward of the critic (pass 2) with"),
-    "other sequences": ("a forward pass of the policy (pass 2) with",) * 2,
+    "one mini-batch fewer": ("training the policy", "forward and backward of the critic (pass 2)"),
 }
 
 
@@ -102,9 +124,7 @@ def points(message: str) -> dict[str, str]:
 def test_a_rank_at_another_point_is_named_at_once_on_all_ranks(found, case: str) -> None:
     (message,) = {of_rank[case][0] for of_rank in found}
     theirs, others = DIFFERENCES[case]
-    parts = points(message)
-    assert parts["rank 1 is"].startswith(theirs) and parts["rank 0 is" if len(found) == 2 else "ranks 0, 2 are"].startswith(others)
-    assert len(set(parts.values())) == 2
+    assert points(message) == {"rank 1 is": theirs, OTHERS[len(found)]: others}, "however the lengths of replicas differ"
     # The mini-batches before the one that is missing are computed first.
     assert all(of_rank[case][1] < (5 if case == "one mini-batch fewer" else REFUSED_S) for of_rank in found)
 
@@ -114,6 +134,14 @@ def test_ranks_that_agree_pass(found) -> None:
     assert all(of_rank["alike"][0] == "" for of_rank in found)
 
 
-def test_the_number_of_micro_batches_is_told(found) -> None:
-    counts = [int(point.split(" with ")[1].split()[0]) for point in points(found[0]["one micro-batch fewer"][0]).values()]
-    assert abs(counts[0] - counts[1]) == 1
+def test_a_rank_with_other_sequences_than_its_replica_is_named_at_once_on_all_ranks(found) -> None:
+    """With the rank that it differs from; ranks of other replicas have other sequences anyway, and are right."""
+    (message,) = {of_rank["other sequences"][0] for of_rank in found}
+    if len(found) == 3:
+        assert message == "", "each replica is one rank"
+        return
+    parts = points(message)
+    assert parts.keys() == {"rank 0 is", "rank 1 is"} and len(set(parts.values())) == 2
+    for point in parts.values():
+        assert re.fullmatch(r"a forward pass of the policy \(pass 2\) with lengths [0-9a-f]{8} of share 0", point)
+    assert all(of_rank["other sequences"][1] < REFUSED_S for of_rank in found)

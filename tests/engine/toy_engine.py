@@ -118,7 +118,9 @@ class ToyEngine:
         for sequences in plan:
             micro, where = share.only(reads).select(sequences), share.token_index(sequences)
             with torch.set_grad_enabled(not forward_only):
-                raw = torch.cat([self._model(ids[None]).logits[0] for ids in micro.tokens.split(micro.lengths.tolist())])
+                # One token of padding where there is no sequence.
+                sequences_of_ids = micro.tokens.split(micro.lengths.tolist()) or (torch.zeros(1, dtype=torch.long),)
+                raw = torch.cat([self._model(ids[None]).logits[0] for ids in sequences_of_ids])[: micro.num_tokens]
                 output: Any = raw.flatten() if self.value_head else self.output(raw)
                 found = loss_fn(output, micro)
                 if found.loss_sum is not None:

@@ -25,9 +25,7 @@ class Whole(DelegatingEngine):
         denominator: float = 1.0,
         forward_only: bool = False,
     ) -> PassResult:
-        return pass_whole_batch(
-            self._engine, share, loss_fn, reads=reads, denominator=denominator, forward_only=forward_only
-        )
+        return pass_whole_batch(self._engine, share, loss_fn, reads=reads, denominator=denominator, forward_only=forward_only)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
