@@ -101,6 +101,7 @@ def _rank_main(rank: int, folder: str, rounds: int) -> None:
         setattr(ProcessGroups, "agree", counted if on else unasked)
         with watched(config.run.timeouts, Path(folder)) if on else nullcontext() as watchdog:
             yield watchdog.of_step(1) if watchdog is not None else None
+        setattr(ProcessGroups, "agree", agree)
 
     times: dict[bool, list[float]] = {True: [], False: []}
     for turn in range(rounds + 1):
