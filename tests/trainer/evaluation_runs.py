@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 from unittest import mock
 
+import torch.distributed as dist
 import yaml
 
 from megappo.checkpoint.store import SaveFailed
@@ -18,6 +19,7 @@ from megappo.config.run_sections import CheckpointConfig, TimeoutsConfig
 from megappo.prepare.evaluate import plan_evaluation
 from megappo.resilience.sections import AwakeClock, Sections
 from megappo.resilience.signals import StopRequest
+from megappo.rewards.compose import Scored
 from megappo.trainer.best import BestCheckpoint
 from megappo.trainer.checkpoints import Checkpoints
 from megappo.trainer.evaluate import evaluate_checkpoint, results_record
@@ -113,7 +115,7 @@ def old_evaluate(prompts: Any, rollout: Any, sampling: Any, tokenizer: Any, scor
     """`trainer.evaluation.evaluate` and `runlog.evaluation_metrics` as they were before `evaluations`."""
     requests = make_requests([p.tokens for p in prompts], samples_per_prompt=1, run_seed=0, step=0)
     responses = rollout.generate(requests, replace(sampling, temperature=0.0, top_p=1.0, top_k=-1))
-    scored = score(prompts, responses, tokenizer, scorer, sampling.stop)
+    scored = of_all_ranks(score(prompts, responses, tokenizer, scorer, sampling.stop))
     count = len(prompts)
     return {
         "eval/score": sum(scored.total) / count,
@@ -121,6 +123,16 @@ def old_evaluate(prompts: Any, rollout: Any, sampling: Any, tokenizer: Any, scor
         "eval/truncated": sum(r.finish == "length" for r in responses) / count,
         **{f"eval/{name}": value for name, value in part_means(scored).items()},
     }
+
+
+def of_all_ranks(mine: Scored) -> Scored:
+    """Scores of all samples, in their order."""
+    world_size = dist.get_world_size()
+    parts: list = [None] * world_size
+    dist.all_gather_object(parts, mine)
+    places = [divmod(i, world_size) for i in range(sum(len(part.total) for part in parts))]
+    columns = {name: [parts[rank].parts[name][at] for at, rank in places] for name in mine.parts}
+    return replace(mine, total=[parts[rank].total[at] for at, rank in places], parts=columns)
 
 
 def best_of_failed_saves() -> list[tuple[int, Any, Any]]:

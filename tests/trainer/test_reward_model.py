@@ -142,7 +142,7 @@ def with_faults(scorer: Any) -> dict[str, Any]:
     found["refused"] = str(error.value)
     with pytest.raises(NonFiniteOutput) as nan, pytest.MonkeyPatch.context() as patch:
         sound = scorer.model.scores
-        patch.setattr(scorer.model, "scores", lambda batch: sound(batch).index_fill(0, torch.tensor([1]), torch.nan))  # rank 0 has numbers 0-2
+        patch.setattr(scorer.model, "scores", lambda batch: sound(batch).index_fill(0, torch.tensor([1]), torch.nan))
         scored(scorer, prompts())
     found["nan"] = str(nan.value)
     return found
