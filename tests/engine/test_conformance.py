@@ -788,7 +788,9 @@ class ReportsEverywhere(DelegatingEngine):
 
 class ReadsFieldsEverywhere(DelegatingEngine):
     def forward_backward(self, share: Any, loss_fn: Any, *, reads: Any = (), **how: Any) -> PassResult:
-        {name: share[name] for name in reads}
+        missing = torch.tensor(float(any(name not in share for name in reads)))
+        dist.all_reduce(missing)  # all ranks fail: one alone would leave the others in the pass
+        assert not missing, "a field is not there"
         return super().forward_backward(share, loss_fn, reads=reads, **how)
 
 
@@ -830,7 +832,7 @@ FAULTY_OF_TWO: dict[type[DelegatingEngine], tuple[str, Callable[[World], None], 
         results_of_a_share_are_in_its_order_on_its_reporter_alone,
         "else torch.zeros(share.num_tokens)",
     ),
-    ReadsFieldsEverywhere: ("megatron pp2", ranks_read_what_the_shares_say_and_no_more, "share[name] for name in reads"),
+    ReadsFieldsEverywhere: ("megatron pp2", ranks_read_what_the_shares_say_and_no_more, "assert not missing"),
     AgreesWithoutAsking: ("megatron tp2", a_rank_with_other_sequences_than_its_replica_is_named, 'assert "rank 0 is before'),
 }
 # Checks that an engine cannot fail, and the reason.
