@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from megappo.experience.experience import Experience
+from megappo.parallel.shares import Shares
 from megappo.trainer.experience import sample_seed
-from megappo.trainer.updates import mini_batches
+from megappo.trainer.updates import first_epoch, mini_batches
 from megappo.verify.recording import record_rollouts
 from tests.parity.matrix import ALGORITHMS, MODELS, SEQUENCES, VARIANTS, VOCABULARY, config_of, run_world, write_models
 from tests.parity.oracle import Numbers, Outcome, Sample, ppo_step
@@ -59,9 +61,10 @@ def order_of(config) -> list[list[int]]:
     """Mini-batches by their samples: found by content, as the order itself is arbitrary."""
     (batch,) = record_rollouts(1, sequences=SEQUENCES, vocab_size=VOCABULARY)
     numbered = batch.with_fields(sequence_fields={"number": torch.arange(SEQUENCES)})
-    seed = sample_seed(config.run.seed, 1, -1)
-    minis = mini_batches(numbered, config.algorithm, config.rollout.max_response_tokens, seed)
-    return [mini["number"].tolist() for mini, _ in minis]
+    seed, alone = sample_seed(config.run.seed, 1, -1), Shares.of_ranks([0])
+    whole = first_epoch(Experience.of_whole(numbered), alone, ("number",), config.algorithm, seed)
+    minis = mini_batches(whole, alone, None, config.algorithm, config.rollout.max_response_tokens, seed)
+    return [mini.share["number"].tolist() for mini in minis]
 
 
 def numbers_of(config) -> Numbers:

@@ -28,6 +28,7 @@ from megappo.rollout.megatron_engine import MegatronRollout
 from megappo.rollout.types import Request, Response, SamplingParams
 from megappo.rollout.vllm_engine import VllmEngine
 from megappo.trainer.roles import LanguageModel
+from tests.engine.whole import Whole
 
 from ..rollout.engines import garbage_kept, make_engine
 
@@ -110,7 +111,7 @@ def build_megatron(path: str, groups: ProcessGroups, dtype: str) -> Any:
 
 def score_by_megatron(engine: Any) -> list[Tensor]:
     batch = pack(sequences())
-    logprob, _ = LanguageModel(engine, 1.0).logprobs(batch, want_entropy=False)
+    logprob, _ = LanguageModel(Whole(engine), 1.0).logprobs(batch, want_entropy=False)
     starts = batch.cu_seqlens.tolist()
     return [logprob[start + 1 : end] for start, end in zip(starts, starts[1:])]
 

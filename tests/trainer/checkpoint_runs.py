@@ -33,7 +33,7 @@ from megappo.rewards.inline import InlinePart
 from megappo.rewards.scorer import Scorer
 from megappo.rollout.megatron_engine import MegatronRollout
 from megappo.trainer import checkpoints as module
-from megappo.trainer import main, ppo
+from megappo.trainer import main, ppo, updates
 from megappo.trainer.checkpoints import Checkpoints
 from megappo.trainer.roles import Critic, Policy
 from megappo.trainer.state import TrainerState
@@ -158,15 +158,15 @@ def asked_in_every_phase(asked: list[str]) -> Iterator[None]:
 
 def failing_updates(error: Exception) -> AbstractContextManager[Any]:
     """All ranks raise after the critic's updates."""
-    plain, calls = ppo.run_updates, []
+    plain, calls = updates.run_updates, []
 
-    def updates(*arguments: Any) -> Any:
+    def failing(*arguments: Any) -> Any:
         calls.append(None)
         if len(calls) == 4:  # the policy's of step 2
             raise error
         return plain(*arguments)
 
-    return mock.patch.object(ppo, "run_updates", updates)
+    return mock.patch.object(updates, "run_updates", failing)
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from megappo.plan.run import plan_run
 from megappo.trainer import main
 from megappo.trainer.evaluation import Evaluation
 from megappo.trainer.ppo import PPO
+from tests.engine.whole import on_whole_batches
 
 PROBE_LENGTHS = (7, 1, 40, 12, 150)
 
@@ -32,7 +33,7 @@ class ProbedPPO(PPO):
 
     def run(self) -> Evaluation | None:
         result = super().run()
-        type(self).said = self.policy.logprobs(self.probe)
+        type(self).said = on_whole_batches(self.roles.policy).logprobs(self.probe)
         return result
 
 

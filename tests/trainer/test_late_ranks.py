@@ -31,7 +31,7 @@ def one_run(
     from megappo.parallel.groups import ProcessGroups
     from megappo.rewards.scorer import Scorer
     from megappo.rollout.megatron_engine import MegatronRollout
-    from megappo.trainer import ppo, roles
+    from megappo.trainer import roles, updates
 
     dist.destroy_process_group()
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
@@ -57,7 +57,7 @@ def one_run(
     places = {
         "generation": (MegatronRollout, "generate"),
         "reward": (Scorer, "submit"),
-        "between passes": (ppo, "run_updates"),
+        "between passes": (updates, "run_updates"),
         "save": (store, "encode_rng"),
     }
     for work in late:
