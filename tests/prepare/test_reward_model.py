@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 from megappo.config.errors import ConfigError
 from megappo.config.schema import TrainConfig
 from megappo.data.cache import Cache
-from megappo.data.cache import Cache
 from megappo.data.prompts import Prompt, PromptSet
 from megappo.models.classifier import labels_of
 from megappo.prepare.layouts import check_layouts, read_archs
