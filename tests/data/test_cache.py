@@ -19,7 +19,7 @@ import pytest
 
 from megappo.data import cache as module
 from megappo.data.cache import Cache
-from megappo.data.token_rows import DamagedRows, RowWriter, TokenRows, read_checked, write_checked
+from megappo.data.token_rows import Block, DamagedRows, RowWriter, TokenRows, read_checked, write_checked
 
 ROWS = [([1, 2, 3], (7, -1)), ([4], (8, 2**40)), (list(range(100, 300)), (9, 0))]
 KEY = {"a": 1}
@@ -39,8 +39,6 @@ def expected(row: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
 def read(rows: TokenRows, row: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """As `expected`; the block is read too."""
     tokens, (first, second, *block) = rows.read(row)
-    from megappo.data.token_rows import Block
-
     assert rows.read_block(Block(*block), row) == b"block of %d" % first
     return tokens, (first, second)
 
@@ -81,7 +79,7 @@ FILES = ("tokens.i32", "lengths.i32", "index.i64", "blocks.bin", "meta.json")
 def test_a_cut_file_is_made_anew(tmp_path: Path, file: str) -> None:
     Cache(tmp_path).rows(KEY, write)
     path = entry(tmp_path) / file
-    path.write_bytes(path.read_bytes()[:-1])
+    path.write_bytes(path.read_bytes()[:-2])
     made, build = builds()
     rows = Cache(tmp_path).rows(KEY, build)
     assert made and [read(rows, i) for i in range(3)] == [expected(i) for i in range(3)]

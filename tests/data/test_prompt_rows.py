@@ -1,4 +1,4 @@
-"""Prompts of mapped rows: those that a list in memory would hold, for every kind of source, and tokenised again when they must be."""
+"""Prompts of mapped rows: those that a list in memory would hold, for every kind of source; tokenised again when they must be."""
 
 from __future__ import annotations
 
@@ -163,9 +163,9 @@ def test_a_dataset_is_kept_by_its_files_and_its_choice_of_rows(
 
     datasets.Dataset.from_list(records(100)).save_to_disk(tmp_path / "saved")
     whole = datasets.Dataset.load_from_disk(str(tmp_path / "saved"))
-    slices = {"train": whole, "train[:10]": whole.select(range(10))}
+    slices = {"train": whole, "train[10%]": whole.select(range(10))}
     monkeypatch.setattr(datasets, "load_dataset", lambda name, subset, split: slices[split])
-    for split, count in (("train", 100), ("train[:10]", 10), ("train", 100)):
+    for split, count in (("train", 100), ("train[10%]", 10), ("train", 100)):
         built = prompts(f"name::{split}", char, tmp_path / "cache")
         assert built.num_records == count and [p.record for p in built.prompts] == [
             r for n, r in enumerate(records(count)) if n % 5

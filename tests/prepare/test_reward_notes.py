@@ -1,4 +1,4 @@
-"""Notes on what a reward cannot read: from the records once, then from the cache, and anew when anything that decides them changes."""
+"""Notes on what a reward cannot read: of the records once, then of the cache, and anew when anything that decides them changes."""
 
 from __future__ import annotations
 
