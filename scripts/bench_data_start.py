@@ -9,6 +9,7 @@ holds; mapped: growth of the pages of files, which all ranks of a node share. Bo
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import re
@@ -27,7 +28,7 @@ from megappo.data.arithmetic import train_tokenizer
 from megappo.data.cache import Cache
 from megappo.data.prompt_rows import PromptRules, prompts_of
 from megappo.data.prompts import Prompt, PromptFormat, PromptLoader, PromptSet, answer_field, encode_question, question_field
-from megappo.data.sources import open_source
+from megappo.data.sources import Record, open_source
 from megappo.data.tokenizers import Tokenizer, load_tokenizer
 from megappo.telemetry.tables import table
 
@@ -40,15 +41,28 @@ MIB = 1 << 20
 
 def load_into_memory(spec: str, tokenizer: Tokenizer) -> PromptSet:
     """Every record and prompt as an object: what each rank did at each start before."""
-    source = open_source(spec)
-    records = [record for block in source.blocks() for record in block.records]
+    records, sha256 = _read_parquet(spec) if spec.endswith(".parquet") else _read_jsonl(spec)
     made = []
     for row, record in enumerate(records):
         question = question_field(record, "prompt", "data.prompt_key", spec)
         tokens = tuple(encode_question(question, tokenizer, RULES.format, spec))
         assert isinstance(question, str)
         made.append(Prompt(f"{spec}#{row}", tokens, question, answer_field(record, "answer", spec), record))
-    return PromptSet(tuple(made), len(made), 0, RULES.max_prompt_tokens, source.sha256)
+    return PromptSet(tuple(made), len(made), 0, RULES.max_prompt_tokens, sha256)
+
+
+def _read_jsonl(spec: str) -> tuple[list[Record], str]:
+    source = open_source(spec)
+    return [record for block in source.blocks() for record in block.records], source.sha256
+
+
+def _read_parquet(spec: str) -> tuple[list[Record], str]:
+    """In one piece: small blocks, as the cache keeps them, would take longer."""
+    import pyarrow
+    from pyarrow import parquet
+
+    content = Path(spec).read_bytes()
+    return parquet.read_table(pyarrow.BufferReader(content)).to_pylist(), hashlib.sha256(content).hexdigest()
 
 
 def load_by_cache(spec: str, tokenizer: Tokenizer) -> PromptSet:

@@ -89,8 +89,11 @@ class Cache:
                 return found["value"]
             value = make()
             temporary = path.with_name(_temporary_name(name))
-            write_checked(temporary, {"value": value})
-            temporary.rename(path)
+            try:
+                write_checked(temporary, {"value": value})
+                temporary.rename(path)
+            except OSError as error:
+                self._note(error.strerror or str(error))
         return value
 
     def content_of(self, files: Sequence[Path]) -> str:
@@ -128,14 +131,17 @@ class Cache:
             shutil.rmtree(temporary, ignore_errors=True)
 
     def _temporary(self, build: Callable[[Path], None]) -> TokenRows:
-        note = f"{self.root} cannot be written ({self._refused}), so every start of every rank prepares the data; set {VARIABLE}"
-        if note not in self.notes:
-            self.notes.append(note)
+        self._note(self._refused)
         with tempfile.TemporaryDirectory(prefix="megappo-") as folder:
             build(Path(folder))
             rows = TokenRows.open(Path(folder))
         assert rows is not None, f"{folder}: incomplete after it was made"
         return rows  # mapped files stay readable without their names
+
+    def _note(self, reason: str) -> None:
+        note = f"{self.root} cannot be written ({reason}), so every start of every rank prepares the data; set {VARIABLE}"
+        if note not in self.notes:
+            self.notes.append(note)
 
     @contextmanager
     def _lock(self, kind: str, name: str) -> Iterator[None]:

@@ -28,8 +28,10 @@ def reward_notes(reward: RewardConfig, parts: Mapping[str, PreparedPart], sets: 
     """
     if not sets:
         return []
-    if not (cache.is_writable and all(one.fingerprint for one in sets.values())):
-        return list(_notes(reward, parts, sets, is_thorough=os.environ.get("RANK", "0") == "0"))
+    have_source = all(one.fingerprint for one in sets.values())  # else they have no name in the cache
+    is_thorough = (have_source and cache.is_writable) or os.environ.get("RANK", "0") == "0"
+    if not have_source:
+        return list(_notes(reward, parts, sets, is_thorough=is_thorough))
     key = {
         "notes": {name: one.fingerprint for name, one in sets.items()},
         "reward": reward.model_dump(mode="json"),
@@ -37,7 +39,7 @@ def reward_notes(reward: RewardConfig, parts: Mapping[str, PreparedPart], sets: 
         "code": hash_of_modules(megappo.prepare, megappo.rewards),
         "math_verify": _version("math-verify"),
     }
-    return cache.value(key, lambda: list(_notes(reward, parts, sets, is_thorough=True)))
+    return cache.value(key, lambda: list(_notes(reward, parts, sets, is_thorough=is_thorough)))
 
 
 def _notes(

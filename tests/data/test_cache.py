@@ -238,6 +238,15 @@ def test_values_are_kept_and_a_changed_one_is_not_believed(tmp_path: Path) -> No
     assert read_checked(tmp_path / "v") == {"a": [1, "é"]} and read_checked(tmp_path / "absent") is None
 
 
+def test_a_value_that_finds_no_room_is_used_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(module, "write_checked", full)
+    cache = Cache(tmp_path)
+    assert cache.value(KEY, lambda: 3) == 3 and "No space left on device" in cache.notes[0]
+
+
 def count_hashing(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     hashed: list[Path] = []
     monkeypatch.setattr(module, "_hash_file", lambda file: hashed.append(file) or hashlib.sha256(file.read_bytes()).hexdigest())
