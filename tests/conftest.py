@@ -35,6 +35,14 @@ if importlib.util.find_spec("triton") and not torch.cuda.is_available():
             importlib.import_module(f"megappo.ops.triton.{file.stem}")
 
 
+@pytest.fixture(autouse=True, scope="session")
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Prepared data of the tests, and of the worlds that they start, in a folder of their own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MEGAPPO_CACHE", str(tmp_path_factory.mktemp("megappo-cache")))
+        yield
+
+
 @pytest.fixture(autouse=True)
 def umask_stays() -> Iterator[None]:
     """Commands that a test, or a fixture of its module, runs in this process restrict the files that they make (`run.permissions`),

@@ -23,11 +23,11 @@ ALLOWED_PARTS = {
     "config/": set(),
     "telemetry/log.py": set(),
     "algo/": set(),
-    "ops/": {"algo", "resilience"},  # how a helper process is started
+    "ops/": {"algo", "cache_dir", "resilience"},  # how a helper process is started
     "platform/quiet.py": set(),
     "bridge/": {"models", "parallel", "rollout"},
     "checkpoint/": {"parallel", "platform", "resilience"},  # how the writer process is started
-    "data/": {"config"},
+    "data/": {"cache_dir", "config"},
     "rewards/": {"config", "resilience"},
     "convert/": {"config"},
     "runs/": {"checkpoint", "config", "resilience", "telemetry"},

@@ -6,14 +6,26 @@ its own, the end-of-sequence id.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
 
 import torch
 
+from megappo.data.cache import Cache
 from megappo.data.packing import PackedBatch, pack
-from megappo.data.prompts import PromptFormat, encode_question, question_field, record_field, record_name, require_text
+from megappo.data.prompt_rows import rows_of
+from megappo.data.prompts import (
+    PromptFormat,
+    Record,
+    encode_question,
+    question_field,
+    record_field,
+    record_name,
+    require_text,
+)
+from megappo.data.sources import Source
+from megappo.data.token_rows import RowWriter, TokenRows
 from megappo.data.tokenizers import Tokenizer
 
 
@@ -27,65 +39,81 @@ class Demonstration:
 
 
 @dataclass(frozen=True)
-class DemonstrationSet:
-    """Demonstrations of at most max_tokens tokens, in the order of the records."""
+class DemonstrationRules:
+    """Keys of `data` that make demonstrations of records."""
 
-    demonstrations: tuple[Demonstration, ...]
+    prompt_key: str
+    response_key: str
+    format: PromptFormat
+    max_tokens: int
+
+
+@dataclass(frozen=True)
+class DemonstrationSet:
+    """Demonstrations of at most max_tokens tokens, in the order of the records; made when they are asked for."""
+
+    rows: TokenRows
+    source: str
     num_records: int
     max_tokens: int
 
     def __len__(self) -> int:
-        return len(self.demonstrations)
+        return len(self.rows)
 
     def __getitem__(self, index: int) -> Demonstration:
-        return self.demonstrations[index]
-
-    @property
-    def num_overlong(self) -> int:
-        return self.num_records - len(self)
+        tokens, (row, prompt_length) = self.rows.read(range(len(self))[index])
+        return Demonstration(f"{self.source}#{row}", tokens, prompt_length)
 
     def summary(self) -> str:
-        text = f"kept {len(self):,} of {self.num_records:,} demonstrations"
-        return text + (f"; {self.num_overlong:,} longer than data.max_tokens={self.max_tokens}" if self.num_overlong else "")
+        return _summary(len(self), self.num_records, self.max_tokens)
 
     def packed(self, indices: Sequence[int]) -> PackedBatch:
         """Pack these demonstrations, with `response_mask` [T] bool: true on response tokens and eos."""
-        chosen = [self.demonstrations[i] for i in indices]
+        chosen = [self[i] for i in indices]
         batch = pack([d.tokens for d in chosen])
         mask = torch.cat([torch.arange(len(d.tokens)) >= d.prompt_length for d in chosen])
         return batch.with_fields(token_fields={"response_mask": mask})
 
 
-def build_demonstrations(
-    records: Sequence[Mapping[str, Any]],
-    tokenizer: Tokenizer,
-    *,
-    source: str,
-    prompt_key: str,
-    response_key: str,
-    prompt_format: PromptFormat,
-    max_tokens: int,
-    lines: Sequence[int] | None = None,
-) -> DemonstrationSet:
-    """Tokenise every record once. Records longer than max_tokens are left out and counted, never cut. `lines`: of the records
-    in the file `source`.
+def demonstrations_of(source: Source, tokenizer: Tokenizer, rules: DemonstrationRules, cache: Cache) -> DemonstrationSet:
+    """Demonstrations of a source by these rules; tokenised if the cache has them not. Records longer than max_tokens are left out
+    and counted, never cut.
 
     ValueError, one line: a key that a record lacks (its keys are listed), a value of the wrong type, or nothing left.
     """
-    kept: list[Demonstration] = []
-    for row, record in enumerate(records):
-        name = record_name(source, row, lines)
-        question = question_field(record, prompt_key, "data.prompt_key", name)
-        response = record_field(record, response_key, "data.response_key", name)
-        if not isinstance(response, str):
-            raise ValueError(f"data.response_key={response_key}: {name} holds a {type(response).__name__}, not a string")
-        require_text(response, "the response", name)
-        prompt = encode_question(question, tokenizer, prompt_format, name)
-        # Encoded on its own: merged with the prompt, the border's tokens would differ from those that the policy samples.
-        tokens = (*prompt, *tokenizer.encode(response), tokenizer.eos_id)
-        if len(tokens) <= max_tokens:
-            kept.append(Demonstration(f"{source}#{row}", tokens, len(prompt)))
-    built = DemonstrationSet(tuple(kept), len(records), max_tokens)
-    if not kept:
-        raise ValueError(f"no demonstrations are left of {source}: {built.summary()}")
-    return built
+    key = {"demonstrations": asdict(rules)}
+    rows, _ = rows_of(source, tokenizer, key, cache, partial(_write, source, tokenizer, rules))
+    return DemonstrationSet(rows, source.spec, rows.facts["num_records"], rules.max_tokens)
+
+
+def _write(source: Source, tokenizer: Tokenizer, rules: DemonstrationRules, writer: RowWriter) -> None:
+    """Tokenise every record once and write the rows; errors as `demonstrations_of`."""
+    num_records = num_kept = 0
+    for block in source.blocks():
+        for record in block.records:
+            name = record_name(source.spec, num_records, block.line)
+            tokens, prompt_length = _encode(record, tokenizer, rules, name)
+            if len(tokens) <= rules.max_tokens:
+                writer.add(tokens, (num_records, prompt_length))
+                num_kept += 1
+            num_records += 1
+    if not num_kept:
+        raise ValueError(f"no demonstrations are left of {source.spec}: {_summary(0, num_records, rules.max_tokens)}")
+    writer.close({"num_records": num_records})
+
+
+def _encode(record: Record, tokenizer: Tokenizer, rules: DemonstrationRules, name: str) -> tuple[list[int], int]:
+    """(token ids, those of the prompt) of a record."""
+    question = question_field(record, rules.prompt_key, "data.prompt_key", name)
+    response = record_field(record, rules.response_key, "data.response_key", name)
+    if not isinstance(response, str):
+        raise ValueError(f"data.response_key={rules.response_key}: {name} holds a {type(response).__name__}, not a string")
+    require_text(response, "the response", name)
+    prompt = encode_question(question, tokenizer, rules.format, name)
+    # Encoded on its own: merged with the prompt, the border's tokens would differ from those that the policy samples.
+    return [*prompt, *tokenizer.encode(response), tokenizer.eos_id], len(prompt)
+
+
+def _summary(kept: int, num_records: int, max_tokens: int) -> str:
+    overlong = f"; {num_records - kept:,} longer than data.max_tokens={max_tokens}" if kept < num_records else ""
+    return f"kept {kept:,} of {num_records:,} demonstrations{overlong}"

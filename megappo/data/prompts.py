@@ -1,6 +1,7 @@
-"""Prompts of a run: records -> token ids, the overlong filter, and the resumable order of visits.
+"""Prompts of a run: the fields of a record, their format, and the resumable order of visits.
 
-`sources.py` reads files. Every rank builds the same PromptSet and the same loader, so nothing is communicated.
+`sources.py` reads files, `prompt_rows.py` makes the prompts of a source. Every rank has the same PromptSet and the same loader, so
+nothing is communicated.
 """
 
 from __future__ import annotations
@@ -11,11 +12,17 @@ import random
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
+import numpy
+
+from megappo.data.cache import Cache
+from megappo.data.token_rows import write_rows
 from megappo.data.tokenizers import Message, Tokenizer
 
 Record = Mapping[str, Any]
+
+KEPT_ORDER = 1_000_000  # prompts from which on an order is kept in the cache: to shuffle them takes 0.6 s, 10 M 6 s
 
 
 @dataclass(frozen=True)
@@ -64,18 +71,27 @@ class Prompt:
     @property
     def place(self) -> str:
         """The id, with the line in the file where there is one: `train.jsonl#2 (line 3)`."""
-        return self.id if self.line is None else f"{self.id} (line {self.line})"
+        source, _, row = self.id.rpartition("#")
+        return record_name(source, int(row), self.line)
 
 
 @dataclass(frozen=True)
 class PromptSet:
-    """Prompts of at most max_prompt_tokens tokens, in the order of the records. source_sha256: of the source's content."""
+    """Prompts of at most max_prompt_tokens tokens, in the order of the records.
 
-    prompts: tuple[Prompt, ...]
+    prompts: made when they are asked for, if they are those of a cache. source_sha256: of the source's content. fingerprint: of all
+    that decides the prompts and their names in messages; "" if they are not of a source. lengths: [N] int32. hashes: `identities`,
+    if they are known.
+    """
+
+    prompts: Sequence[Prompt]
     num_records: int
     num_overlong: int
     max_prompt_tokens: int
     source_sha256: str = ""
+    fingerprint: str = ""
+    lengths: numpy.ndarray | None = None
+    hashes: Mapping[str, str] | None = None
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -83,15 +99,22 @@ class PromptSet:
     def __getitem__(self, index: int) -> Prompt:
         return self.prompts[index]
 
+    @property
+    def prompt_lengths(self) -> numpy.ndarray:
+        """[N] int32, tokens of each prompt; not to be written to."""
+        if self.lengths is not None:
+            return self.lengths
+        return numpy.array([len(prompt.tokens) for prompt in self.prompts], dtype=numpy.int32)
+
     def identities(self) -> dict[str, str]:
         """SHA-256 of the choice of records (`kept`), which gives the loader's cursor its meaning, and of their token ids and
         answers (`tokens`), in order."""
-        kept, tokens = hashlib.sha256(), hashlib.sha256()
+        if self.hashes is not None:
+            return dict(self.hashes)
+        identities = Identities()
         for prompt in self.prompts:
-            kept.update(prompt.id.rpartition("#")[2].encode() + b"\n")  # the row: the file may have moved
-            answer = prompt.answer.encode("utf-8", "surrogatepass")
-            tokens.update(f"{len(prompt.tokens)} {len(answer)}\n".encode() + array("q", prompt.tokens).tobytes() + answer)
-        return {"kept": kept.hexdigest(), "tokens": tokens.hexdigest()}
+            identities.add(int(prompt.id.rpartition("#")[2]), prompt.tokens, prompt.answer)
+        return identities.hexdigests()
 
     def summary(self) -> str:
         text = f"kept {len(self):,} of {self.num_records:,} prompts"
@@ -100,55 +123,24 @@ class PromptSet:
         return text
 
 
-def build_prompts(
-    records: Sequence[Record],
-    tokenizer: Tokenizer,
-    *,
-    source: str,
-    prompt_key: str,
-    answer_key: str,
-    prompt_format: PromptFormat,
-    max_prompt_tokens: int,
-    overlong: Literal["filter", "error"] = "filter",
-    limit: int | None = None,
-    lines: Sequence[int] | None = None,
-) -> PromptSet:
-    """Tokenise every record once (GSM8K: 1 s). `source` names the data in ids and messages, `lines` the records' lines in its file;
-    `limit` bounds the number of prompts.
+class Identities:
+    """Hashes of `PromptSet.identities`, prompt by prompt."""
 
-    ValueError, one line: a key that a record lacks (its keys are listed), a question or an answer of the wrong type, a prompt
-    without tokens, a prompt longer than max_prompt_tokens with overlong="error", or nothing left.
-    """
-    kept: list[Prompt] = []
-    overlong_prompts: list[tuple[str, int]] = []
-    for row, record in enumerate(records):
-        if limit is not None and len(kept) == limit:
-            break
-        name = record_name(source, row, lines)
-        question = question_field(record, prompt_key, "data.prompt_key", name)
-        answer = answer_field(record, answer_key, name)
-        tokens = encode_question(question, tokenizer, prompt_format, name)
-        if len(tokens) > max_prompt_tokens:
-            overlong_prompts.append((name, len(tokens)))
-        else:
-            text = question if isinstance(question, str) else question[-1]["content"]
-            kept.append(Prompt(f"{source}#{row}", tuple(tokens), text, answer, record, None if lines is None else lines[row]))
-    seen = len(kept) + len(overlong_prompts)
-    built = PromptSet(tuple(kept), seen, len(overlong_prompts), max_prompt_tokens)
-    if overlong_prompts and overlong == "error":
-        name, length = max(overlong_prompts, key=lambda pair: pair[1])
-        raise ValueError(
-            f"{len(overlong_prompts):,} of {seen:,} prompts are longer than data.max_prompt_tokens={max_prompt_tokens} "
-            f"(longest: {name}, {length} tokens): raise it, or set data.overlong=filter to leave them out"
-        )
-    if not kept:
-        raise ValueError(f"no prompts are left of {source}: {built.summary()}")
-    return built
+    def __init__(self) -> None:
+        self._kept, self._tokens = hashlib.sha256(), hashlib.sha256()
+
+    def add(self, row: int, tokens: Sequence[int], answer: str) -> None:
+        self._kept.update(b"%d\n" % row)  # not the source's name: the file may have moved
+        text = answer.encode("utf-8", "surrogatepass")
+        self._tokens.update(f"{len(tokens)} {len(text)}\n".encode() + array("q", tokens).tobytes() + text)
+
+    def hexdigests(self) -> dict[str, str]:
+        return {"kept": self._kept.hexdigest(), "tokens": self._tokens.hexdigest()}
 
 
-def record_name(source: str, row: int, lines: Sequence[int] | None) -> str:
+def record_name(source: str, row: int, line: int | None) -> str:
     """Name of a record in messages: `train.jsonl#2 (line 3)`, or without the line where the source has none."""
-    return f"{source}#{row}" + (f" (line {lines[row]})" if lines is not None else "")
+    return f"{source}#{row}" + (f" (line {line})" if line is not None else "")
 
 
 def encode_question(question: Any, tokenizer: Tokenizer, prompt_format: PromptFormat, name: str) -> list[int]:
@@ -221,10 +213,10 @@ class PromptLoader:
 
     No prompt is dropped: a step at the end of an epoch takes the rest from the next one. So every prompt is visited exactly once
     per epoch, and only a step across an epoch's end can hold a prompt twice. The permutation of an epoch depends on
-    (seed, epoch) alone; without shuffle it is the order of the data.
+    (seed, epoch) alone; without shuffle it is the order of the data. cache: keeps the orders of many prompts.
     """
 
-    def __init__(self, num_prompts: int, prompts_per_step: int, shuffle: bool, seed: int) -> None:
+    def __init__(self, num_prompts: int, prompts_per_step: int, shuffle: bool, seed: int, cache: Cache | None = None) -> None:
         if prompts_per_step > num_prompts:
             raise ValueError(
                 f"data.prompts_per_step={prompts_per_step} is more than the {num_prompts:,} prompts: lower it or add data"
@@ -233,6 +225,7 @@ class PromptLoader:
         self.prompts_per_step = prompts_per_step
         self.shuffle = shuffle
         self.seed = seed
+        self._cache = cache
         self.epoch = 0
         self.index = 0
         self._order = self._permutation(0)
@@ -260,7 +253,7 @@ class PromptLoader:
                 self._order = self._permutation(self.epoch)
             taken = self._order[self.index : self.index + self.prompts_per_step - len(chosen)]
             self.index += len(taken)
-            chosen += taken
+            chosen += map(int, taken)
         return chosen
 
     def state_dict(self) -> dict[str, int]:
@@ -284,9 +277,16 @@ class PromptLoader:
         self.epoch, self.index = state["epoch"], state["index"]
         self._order = self._permutation(self.epoch)
 
-    def _permutation(self, epoch: int) -> list[int]:
-        order = list(range(self.num_prompts))
-        if self.shuffle:
-            # Seeding by a string hashes all of it (SHA-512); random.Random keeps its sequence across Python versions.
-            random.Random(f"prompts {self.seed} {epoch}").shuffle(order)
+    def _permutation(self, epoch: int) -> Sequence[int] | numpy.ndarray:
+        if not self.shuffle:
+            return range(self.num_prompts)
+        if self._cache is None or self.num_prompts < KEPT_ORDER:
+            return self._shuffled(epoch)
+        key = {"order": [self.num_prompts, self.seed, epoch]}
+        return self._cache.rows(key, lambda folder: write_rows(folder, [self._shuffled(epoch)])).read_array(0)
+
+    def _shuffled(self, epoch: int) -> array:
+        order = array("i", range(self.num_prompts))  # 4 bytes a prompt; a list takes 36
+        # Seeding by a string hashes all of it (SHA-512); random.Random keeps its sequence across Python versions.
+        random.Random(f"prompts {self.seed} {epoch}").shuffle(order)  # pyright: ignore[reportArgumentType]  no MutableSequence
         return order

@@ -1,84 +1,117 @@
-"""Records from files and Hugging Face datasets. `prompts.py` and `demonstrations.py` interpret them."""
+"""Records from files and Hugging Face datasets, a few at a time. `prompt_rows.py` and `demonstrations.py` interpret them."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 Record = dict[str, Any]
 
 MAX_DEPTH = 100  # of a record's objects and lists; the reader of JSON ends at Python's recursion limit, some 900 levels
 _DATASET = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_ARROW_ROWS = 64  # records of a block: the bytes that are read for one of them, against a schema for each
 
 
-@dataclass(frozen=True)
-class Source:
-    """Records of a source, in order. lines: of a .jsonl file, from 1.
+class RecordBlock(NamedTuple):
+    """Consecutive records, kept together. content: read by `decode`. line: of the one record of a .jsonl file, from 1."""
 
-    sha256: of a .parquet file's bytes, of a dataset's records, or of a .jsonl file's lines, each ended by a newline: that of the
-    file itself, unless it has ends of lines as on Windows, a byte order mark or blank lines, which change no record.
+    content: bytes
+    records: Sequence[Record]
+    line: int | None = None
+
+
+class Source(Protocol):
+    """Records of one source. spec: as the user wrote it. files: that hold the records; empty if none does. choice: of the records
+    among those of the files, "" for all.
+
+    sha256: once `blocks` has been read to its end; of a .parquet file's bytes, of a dataset's records, or of a .jsonl file's lines,
+    each ended by a newline: that of the file itself, unless it has ends of lines as on Windows, a byte order mark or blank lines,
+    which change no record.
     """
 
-    records: list[Record]
-    sha256: str
-    lines: list[int] | None = None
+    spec: str
+    files: Sequence[Path]
+    choice: str
+    has_lines: bool
+
+    @property
+    def sha256(self) -> str: ...
+
+    def blocks(self) -> Iterator[RecordBlock]:
+        """All records in order. ValueError, one line, for a malformed source; it names a bad line of a file by its number."""
+        ...
+
+    def decode(self, content: bytes, position: int) -> Record:
+        """Record of a block by its position there."""
+        ...
 
 
-def read_source(spec: str) -> Source:
-    """Read all records of a `.jsonl` file, a `.parquet` file or a Hugging Face dataset, in order.
+def open_source(spec: str) -> Source:
+    """Open a `.jsonl` file, a `.parquet` file or a Hugging Face dataset; of files nothing is read.
 
     A dataset is `name` (its "train" split) or `name:subset:split` (an empty subset means the default one). ValueError, one line,
-    for a missing or malformed source; a bad line of a .jsonl file is named by its number.
+    for a missing or unreadable source.
     """
     path = Path(spec)
     if path.suffix in (".jsonl", ".parquet"):
         if not path.is_file():
             raise ValueError(f"data file {spec} {'is a directory' if path.is_dir() else 'does not exist'}")
         try:
-            content = path.read_bytes()
+            path.open("rb").close()
         except OSError as error:
             raise ValueError(f"data file {spec} cannot be read: {error.strerror}") from error
-        # Hashing takes 1 s per GB, of the 10 s and more that reading the records takes.
-        if path.suffix == ".parquet":
-            return Source(_parse_parquet(path, content), hashlib.sha256(content).hexdigest())
-        lines, sha256 = _parse_jsonl(path, content)
-        return Source(list(lines.values()), sha256, list(lines))
+        return JsonLines(spec) if path.suffix == ".jsonl" else Parquet(spec)
     if path.exists():
         raise ValueError(f"data source {spec} is neither a .jsonl nor a .parquet file")
-    records = _read_dataset(spec)
-    return Source(records, _hash_records(records))
+    return HubDataset(spec)
 
 
-def _parse_jsonl(path: Path, content: bytes) -> tuple[dict[int, Record], str]:
-    """Line number -> record, without blank lines, and the SHA-256 of these lines."""
-    records: dict[int, Record] = {}
-    digest = hashlib.sha256()
-    # Split bytes at \n only: str.splitlines would also split at U+2028, which JSON strings may hold.
-    for number, line in enumerate(content.removeprefix(_BYTE_ORDER_MARK).split(b"\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line.decode("utf-8"), parse_constant=_refuse_constant)
-            _require_flat(record, line)
-        except UnicodeDecodeError as error:
-            raise ValueError(
-                f"{path} line {number} is not valid JSON: byte {error.start} is not UTF-8; save it as UTF-8"
-            ) from error
-        except RecursionError:
-            raise ValueError(f"{path} line {number} is nested more than {MAX_DEPTH} levels deep") from None
-        except ValueError as error:
-            raise ValueError(f"{path} line {number} is not valid JSON: {str(error).splitlines()[0]}") from error
-        if not isinstance(record, dict):
-            raise ValueError(f"{path} line {number} is a JSON {type(record).__name__}, not an object")
-        records[number] = record
-        digest.update(line.strip() + b"\n")
-    return records, digest.hexdigest()
+class JsonLines:
+    """Lines of a .jsonl file, one record each; blank lines are none."""
+
+    choice, has_lines = "", True
+
+    def __init__(self, spec: str) -> None:
+        self.spec = spec
+        self.files: Sequence[Path] = (Path(spec),)
+        self._digest = hashlib.sha256()
+
+    @property
+    def sha256(self) -> str:
+        return self._digest.hexdigest()
+
+    def blocks(self) -> Iterator[RecordBlock]:
+        self._digest = hashlib.sha256()
+        with self.files[0].open("rb") as file:
+            # Lines of bytes end at \n only: str.splitlines would also split at U+2028, which JSON strings may hold.
+            for number, line in enumerate(file, start=1):
+                line = (line.removeprefix(_BYTE_ORDER_MARK) if number == 1 else line).strip()
+                if line:
+                    self._digest.update(line + b"\n")
+                    yield RecordBlock(line, [_parse_line(self.spec, number, line)], number)
+
+    def decode(self, content: bytes, position: int) -> Record:
+        return json.loads(content)
+
+
+def _parse_line(spec: str, number: int, line: bytes) -> Record:
+    try:
+        record = json.loads(line.decode("utf-8"), parse_constant=_refuse_constant)
+        _require_flat(record, line)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{spec} line {number} is not valid JSON: byte {error.start} is not UTF-8; save it as UTF-8") from error
+    except RecursionError:
+        raise ValueError(f"{spec} line {number} is nested more than {MAX_DEPTH} levels deep") from None
+    except ValueError as error:
+        raise ValueError(f"{spec} line {number} is not valid JSON: {str(error).splitlines()[0]}") from error
+    if not isinstance(record, dict):
+        raise ValueError(f"{spec} line {number} is a JSON {type(record).__name__}, not an object")
+    return record
 
 
 def _refuse_constant(name: str) -> NoReturn:
@@ -101,25 +134,78 @@ def _items(value: Mapping[str, Any] | Sequence[Any]) -> list[Any]:
     return list(value.values()) if isinstance(value, Mapping) else list(value)
 
 
-def _parse_parquet(path: Path, content: bytes) -> list[Record]:
-    # An optional package, and slow to import.
+class _Arrow:
+    """Records of Arrow tables: a block is an IPC stream, which keeps every type that JSON lacks."""
+
+    has_lines = False
+
+    def decode(self, content: bytes, position: int) -> Record:
+        import pyarrow
+
+        return pyarrow.ipc.open_stream(content).read_all().slice(position, 1).to_pylist()[0]
+
+
+def _arrow_block(table: Any) -> RecordBlock:
     import pyarrow
-    from pyarrow import parquet
 
-    try:
-        return parquet.read_table(pyarrow.BufferReader(content)).to_pylist()
-    except (OSError, UnicodeDecodeError, pyarrow.ArrowException) as error:
-        raise ValueError(f"{path} cannot be read as parquet: {str(error).splitlines()[0]}") from error
-
-
-def _hash_records(records: Sequence[Record]) -> str:
-    digest = hashlib.sha256()
-    for record in records:
-        digest.update(json.dumps(record, sort_keys=True, default=repr).encode() + b"\n")
-    return digest.hexdigest()
+    table = table.replace_schema_metadata(None)  # kilobytes, of pandas and others, in every block
+    sink = pyarrow.BufferOutputStream()
+    with pyarrow.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    return RecordBlock(sink.getvalue().to_pybytes(), table.to_pylist())
 
 
-def _read_dataset(spec: str) -> list[Record]:
+class Parquet(_Arrow):
+    """Rows of a .parquet file."""
+
+    choice = ""
+
+    def __init__(self, spec: str) -> None:
+        self.spec = spec
+        self.files: Sequence[Path] = (Path(spec),)
+        self._sha256 = ""
+
+    @property
+    def sha256(self) -> str:
+        return self._sha256
+
+    def blocks(self) -> Iterator[RecordBlock]:
+        # An optional package, and slow to import.
+        import pyarrow
+        from pyarrow import parquet
+
+        try:
+            with self.files[0].open("rb") as stream:
+                self._sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
+                for batch in parquet.ParquetFile(stream).iter_batches(_ARROW_ROWS):
+                    yield _arrow_block(pyarrow.Table.from_batches([batch]))
+        except (OSError, UnicodeDecodeError, pyarrow.ArrowException) as error:
+            raise ValueError(f"{self.spec} cannot be read as parquet: {str(error).splitlines()[0]}") from error
+
+
+class HubDataset(_Arrow):
+    """Rows of a Hugging Face dataset, loaded (and downloaded, if need be) when this is made."""
+
+    def __init__(self, spec: str) -> None:
+        self.spec = self.choice = spec  # the files of a split are those of its slices too
+        self._dataset = _load_dataset(spec)
+        self.files: Sequence[Path] = tuple(Path(file["filename"]) for file in self._dataset.cache_files)
+        self._digest = hashlib.sha256()
+
+    @property
+    def sha256(self) -> str:
+        return self._digest.hexdigest()
+
+    def blocks(self) -> Iterator[RecordBlock]:
+        self._digest = hashlib.sha256()
+        for table in self._dataset.with_format("arrow").iter(_ARROW_ROWS):
+            block = _arrow_block(table)
+            for record in block.records:
+                self._digest.update(json.dumps(record, sort_keys=True, default=repr).encode() + b"\n")
+            yield block
+
+
+def _load_dataset(spec: str) -> Any:
     name, subset, split = _dataset_parts(spec)
     try:
         import datasets
@@ -130,7 +216,7 @@ def _read_dataset(spec: str) -> list[Record]:
         ) from error
 
     try:
-        return datasets.load_dataset(name, subset, split=split).to_list()
+        return datasets.load_dataset(name, subset, split=split)
     # OSError covers a failed connection, offline mode and a missing dataset; ValueError an unknown subset or split.
     except (OSError, ValueError, DatasetsError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -7,9 +7,11 @@ This is the only file outside `models/` that imports transformers.
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from datetime import date
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Protocol
@@ -71,6 +73,10 @@ class Tokenizer(Protocol):
 
     def decode_all(self, ids: Sequence[int]) -> str:
         """Text with special tokens, as `decode` otherwise."""
+        ...
+
+    def identity(self) -> dict[str, str]:
+        """All that decides the ids of a text: the files, the packages that read them, and the day, if the template writes it."""
         ...
 
     def save(self, directory: str | Path) -> None:
@@ -181,6 +187,10 @@ class HuggingFaceTokenizer:
 
         return _decode(ids, self.vocab_size, known)
 
+    def identity(self) -> dict[str, str]:
+        day = {"day": str(date.today())} if "strftime_now" in repr(self._tokenizer.chat_template) else {}
+        return {"files": self.fingerprint, **_versions("transformers", "tokenizers", "sentencepiece", "jinja2"), **day}
+
     def save(self, directory: str | Path) -> None:
         _copy(self._files, Path(directory))
 
@@ -233,6 +243,9 @@ class SentencePieceTokenizer:
         pieces = ("".join(map(self._processor.id_to_piece, run)) if control else self.decode(list(run)) for control, run in runs)
         return "".join(pieces)
 
+    def identity(self) -> dict[str, str]:
+        return {"files": self.fingerprint, **_versions("sentencepiece")}
+
     def save(self, directory: str | Path) -> None:
         _copy(self._files, Path(directory))
 
@@ -274,6 +287,10 @@ def _fingerprint(files: Mapping[str, Path]) -> str:
         digest.update(f"{name}\0{len(content)}\0".encode())
         digest.update(content)
     return digest.hexdigest()
+
+
+def _versions(*names: str) -> dict[str, str]:
+    return {name: importlib.metadata.version(name) for name in names}
 
 
 def _copy(files: Mapping[str, Path], directory: Path) -> None:

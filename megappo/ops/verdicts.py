@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 
+from megappo.cache_dir import cache_dir
 from megappo.ops import dispatch, selfcheck
 from megappo.ops.dispatch import Pair
 from megappo.ops.implementations import LIBRARY, Kernels, interpreted
@@ -124,9 +125,7 @@ class Verdicts:
 
 def cache_file(device: torch.device) -> Path:
     """Path of this device's file, which need not exist."""
-    folder = os.environ.get("MEGAPPO_CACHE")
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return (Path(folder) if folder else Path(base, "megappo")) / f"kernels-{fingerprint(device)}.json"
+    return cache_dir() / f"kernels-{fingerprint(device)}.json"
 
 
 def fingerprint(device: torch.device) -> str:

@@ -76,7 +76,7 @@ class PlannedSft:
             f"policy: {arch.family} of {parameters:,} parameters, {layout} on {layout.world_size} ranks",
             f"data: {demonstrations.summary()}",
             f"run: {trainer.steps:,} steps of {trainer.batch_size:,} demonstrations = {figures(epochs)} epochs",
-            *(f"note: {note}" for note in self.checked.notes),
+            *(f"note: {note}" for note in (*self.checked.notes, *self.data.notes)),
         ]
         return "\n".join(lines) + "\n"
 

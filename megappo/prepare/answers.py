@@ -6,7 +6,6 @@ the wrong `data.answer_key`, and the run is refused.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from megappo.config.errors import ConfigError, problem
@@ -23,11 +22,8 @@ def answer_notes(reward: RewardConfig, sets: Mapping[str, PromptSet]) -> Iterato
     """Check every answer of `sets` (key of the configuration -> prompts) with every rule of `reward` that restricts them.
 
     One note per rule and set with unusable answers: their number, the first records and the reason. ConfigError if a rule can read
-    none of a set. Ranks besides the first check nothing: their notes are not printed, and math_verify takes 4 ms an answer that is
-    no number.
+    none of a set.
     """
-    if int(os.environ.get("RANK", "0")):
-        return
     for name in reward.all_parts:
         scored = {key: found for key, prompts in sets.items() if (found := scored_by(reward, name, prompts))}
         if name in READS_NUMBER:

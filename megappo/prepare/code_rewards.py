@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -51,10 +50,8 @@ def code_notes(reward: RewardConfig, sets: Mapping[str, PromptSet]) -> Iterator[
     """Read the tests of every record of `sets` (key of the configuration -> prompts) that a code reward scores.
 
     One note per part and set with tests that cannot be read, and one per part without isolation. ConfigError if a part can read
-    none of a set. Ranks besides the first read nothing: their notes are not printed.
+    none of a set.
     """
-    if int(os.environ.get("RANK", "0")):
-        return
     for label, (key, part) in reward.all_parts.items():
         if part.code is None:
             continue

@@ -14,19 +14,18 @@ from megappo.config.errors import ConfigError, problem, show
 from megappo.config.evaluations import DEFAULT, key_of
 from megappo.config.layout_checks import uses_model
 from megappo.config.schema import SftConfig, TrainConfig
-from megappo.data.demonstrations import DemonstrationSet, build_demonstrations
+from megappo.data.cache import Cache
+from megappo.data.demonstrations import DemonstrationRules, DemonstrationSet, demonstrations_of
 from megappo.data.prompts import PromptFormat, PromptLoader, PromptSet
 from megappo.data.reward_text import RewardText
-from megappo.data.sources import read_source
+from megappo.data.sources import open_source
 from megappo.data.tokenizers import Tokenizer, load_tokenizer
 from megappo.models.arch import ModelArch
-from megappo.prepare.answers import answer_notes
-from megappo.prepare.code_rewards import code_notes
 from megappo.prepare.evaluations import EvaluationSet, check_evaluations, load_evaluations
-from megappo.prepare.prompts import load_prompts
+from megappo.prepare.prompts import load_prompts, open_cache
 from megappo.prepare.reward_model import ScoredTexts, load_reward_text
-from megappo.prepare.reward_parts import check_requirements, load_parts
-from megappo.prepare.reward_routes import check_labels
+from megappo.prepare.reward_notes import reward_notes
+from megappo.prepare.reward_parts import load_parts
 from megappo.rewards.base import PreparedPart
 
 
@@ -59,29 +58,27 @@ def load_run_data(config: TrainConfig, policy: ModelArch, train: PromptSet | Non
     template does not take the prompts.
     """
     reward_parts = load_parts(config.reward)
-    tokenizer = _tokenizer(config.data.tokenizer or config.policy.model, policy)
+    tokenizer, cache = _tokenizer(config.data.tokenizer or config.policy.model, policy), open_cache(config.run)
     if train is None:
-        train = load_prompts(config.data, config.data.train, tokenizer)
-    evaluations = load_evaluations(config, tokenizer)
-    loader = PromptLoader(len(train), config.data.prompts_per_step, config.data.shuffle, config.run.seed)
+        train = load_prompts(config.data, config.data.train, tokenizer, cache)
+    evaluations = load_evaluations(config, tokenizer, cache)
+    loader = PromptLoader(len(train), config.data.prompts_per_step, config.data.shuffle, config.run.seed, cache)
     total_steps = config.trainer.steps or loader.num_steps(config.trainer.epochs)  # steps is None or >= 1
     for message in step_problems(config, total_steps):
         raise ConfigError(message)
     sets = {"data.train": train} | {key_of(one.name): one.prompts for one in evaluations if one.reward is None}
-    notes = [*check_labels(config.reward, sets)]
-    check_requirements(config.reward, reward_parts, sets)
-    notes += [*answer_notes(config.reward, sets), *code_notes(config.reward, sets), *check_evaluations(evaluations)]
-    scored = _scored_texts(config, train, evaluations)
-    notes += scored.notes
+    notes = [*reward_notes(config.reward, reward_parts, sets, cache), *check_evaluations(evaluations, cache)]
+    scored = _scored_texts(config, train, evaluations, cache)
+    notes += [*scored.notes, *cache.notes]
     return RunData(tokenizer, train, evaluations, loader, total_steps, tuple(notes), reward_parts, scored.text)
 
 
-def load_train_prompts(config: TrainConfig) -> PromptSet:
+def load_train_prompts(config: TrainConfig, cache: Cache) -> PromptSet:
     """Load the prompts of `data.train` alone. ValueError as `load_run_data`."""
-    return load_prompts(config.data, config.data.train, load_tokenizer(config.data.tokenizer or config.policy.model))
+    return load_prompts(config.data, config.data.train, load_tokenizer(config.data.tokenizer or config.policy.model), cache)
 
 
-def _scored_texts(config: TrainConfig, train: PromptSet | None, evaluations: Sequence[EvaluationSet]) -> ScoredTexts:
+def _scored_texts(config: TrainConfig, train: PromptSet | None, evaluations: Sequence[EvaluationSet], cache: Cache) -> ScoredTexts:
     """Text format of the reward model, held against the prompts of all sets that it scores; without text if it scores none."""
     sets = {"data.train": train} if train is not None and uses_model(config.reward) else {}
     for one in evaluations:
@@ -92,7 +89,7 @@ def _scored_texts(config: TrainConfig, train: PromptSet | None, evaluations: Seq
                 fix = f"the reward model reads every prompt as data.{key} = {show(own)} says; use that, or score this set by rules"
                 raise ConfigError(problem(f"evaluations.{one.name}.{key}", other, fix))
         sets[key_of(one.name)] = one.prompts
-    return load_reward_text(config, sets)
+    return load_reward_text(config, sets, cache)
 
 
 @dataclass(frozen=True)
@@ -108,48 +105,36 @@ class EvaluationData:
 
 def load_evaluation_data(config: TrainConfig, policy: ModelArch) -> EvaluationData:
     """Load tokenizer and evaluation sets of this configuration, but no training prompts. Errors as `load_run_data`."""
-    tokenizer = _tokenizer(config.data.tokenizer or config.policy.model, policy)
-    evaluations = load_evaluations(config, tokenizer)
+    tokenizer, cache = _tokenizer(config.data.tokenizer or config.policy.model, policy), open_cache(config.run)
+    evaluations = load_evaluations(config, tokenizer, cache)
     sets = {key_of(one.name): one.prompts for one in evaluations if one.reward is None}
-    reward_parts: dict[str, PreparedPart] = {}
-    notes: list[str] = []
-    if sets:
-        reward_parts = load_parts(config.reward)
-        notes += check_labels(config.reward, sets)
-        check_requirements(config.reward, reward_parts, sets)
-        notes += [*answer_notes(config.reward, sets), *code_notes(config.reward, sets)]
-    scored = _scored_texts(config, None, evaluations)
-    notes += [*check_evaluations(evaluations), *scored.notes]
+    reward_parts = load_parts(config.reward) if sets else {}
+    notes = reward_notes(config.reward, reward_parts, sets, cache)
+    scored = _scored_texts(config, None, evaluations, cache)
+    notes += [*check_evaluations(evaluations, cache), *scored.notes, *cache.notes]
     return EvaluationData(tokenizer, evaluations, tuple(notes), reward_parts, scored.text)
 
 
 @dataclass(frozen=True)
 class SftData:
-    """Data of a fine-tuning."""
+    """Data of a fine-tuning. notes: for the plan."""
 
     tokenizer: Tokenizer
     demonstrations: DemonstrationSet
+    notes: tuple[str, ...] = ()
 
 
 def load_sft_data(config: SftConfig, policy: ModelArch) -> SftData:
     """Load tokenizer and demonstrations of this configuration. ValueError, one line, as `load_run_data`."""
     data = config.data
-    tokenizer = _tokenizer(data.tokenizer or config.policy.model, policy)
-    source = read_source(data.train)
-    demonstrations = build_demonstrations(
-        source.records,
-        tokenizer,
-        source=data.train,
-        prompt_key=data.prompt_key,
-        response_key=data.response_key,
-        prompt_format=PromptFormat(data.chat_template, data.system_prompt, data.prompt_suffix),
-        max_tokens=data.max_tokens,
-        lines=source.lines,
-    )
+    tokenizer, cache = _tokenizer(data.tokenizer or config.policy.model, policy), open_cache(config.run)
+    prompt_format = PromptFormat(data.chat_template, data.system_prompt, data.prompt_suffix)
+    rules = DemonstrationRules(data.prompt_key, data.response_key, prompt_format, data.max_tokens)
+    demonstrations = demonstrations_of(open_source(data.train), tokenizer, rules, cache)
     if config.trainer.batch_size > len(demonstrations):
         fix = f"more than the {len(demonstrations):,} demonstrations ({demonstrations.summary()}); lower it or add data"
         raise ConfigError(problem("trainer.batch_size", config.trainer.batch_size, fix))
-    return SftData(tokenizer, demonstrations)
+    return SftData(tokenizer, demonstrations, tuple(cache.notes))
 
 
 def _tokenizer(path: str, policy: ModelArch) -> Tokenizer:

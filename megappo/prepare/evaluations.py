@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar
 
 from megappo.config.errors import ConfigError, problem
 from megappo.config.evaluations import best_metric, config_of_set, evaluation_sets, key_of, majority_at, metric_name
 from megappo.config.reward_sections import EvaluationConfig, RewardConfig
 from megappo.config.schema import TrainConfig
+from megappo.data.cache import Cache
 from megappo.data.prompts import PromptSet
 from megappo.data.tokenizers import Tokenizer
-from megappo.prepare.answers import answer_notes
-from megappo.prepare.code_rewards import code_notes
 from megappo.prepare.prompts import load_prompts
-from megappo.prepare.reward_parts import check_requirements, load_parts
-from megappo.prepare.reward_routes import check_labels
+from megappo.prepare.reward_notes import reward_notes
+from megappo.prepare.reward_parts import load_parts
 from megappo.rewards.base import PreparedPart
 from megappo.rewards.votes import VOTING, voting_rule
 
@@ -39,9 +39,9 @@ class EvaluationSet:
     votes: str | None = None
 
 
-def load_evaluations(config: TrainConfig, tokenizer: Tokenizer) -> tuple[EvaluationSet, ...]:
+def load_evaluations(config: TrainConfig, tokenizer: Tokenizer, cache: Cache) -> tuple[EvaluationSet, ...]:
     """Load every set that `config` evaluates on. ConfigError or ValueError, one line that names the set, as for training data."""
-    sets = tuple(_load(name, one, config, tokenizer) for name, one in evaluation_sets(config).items())
+    sets = tuple(_load(name, one, config, tokenizer, cache) for name, one in evaluation_sets(config).items())
     for one in sets:
         maj = metric_name(one.name, majority_at(one.settings.n))
         if one.votes is None and one.settings.n > 1 and best_metric(config) == maj:
@@ -50,9 +50,10 @@ def load_evaluations(config: TrainConfig, tokenizer: Tokenizer) -> tuple[Evaluat
     return sets
 
 
-def _load(name: str, one: EvaluationConfig, config: TrainConfig, tokenizer: Tokenizer) -> EvaluationSet:
+def _load(name: str, one: EvaluationConfig, config: TrainConfig, tokenizer: Tokenizer, cache: Cache) -> EvaluationSet:
     view = config_of_set(config, one)
-    prompts = _naming(f"evaluations.{name}: " if name else "", lambda: load_prompts(view.data, one.data, tokenizer, one.prompts))
+    prefix = f"evaluations.{name}: " if name else ""
+    prompts = _naming(prefix, lambda: load_prompts(view.data, one.data, tokenizer, cache, one.prompts))
     votes = _voting_rule(view.reward) if one.n > 1 else None
     if one.reward is None:
         return EvaluationSet(name, one, prompts, votes=votes)
@@ -66,21 +67,15 @@ def _voting_rule(reward: RewardConfig) -> str | None:
     return rules.pop() if len(rules) == 1 else None
 
 
-def check_evaluations(sets: Sequence[EvaluationSet]) -> Iterator[str]:
-    """Hold the prompts of the sets with a reward of their own against it; yields notes, as `answer_notes`. ConfigError as there."""
+def check_evaluations(sets: Sequence[EvaluationSet], cache: Cache) -> Iterator[str]:
+    """Hold the prompts of the sets with a reward of their own against it; yields notes. ConfigError as `reward_notes`."""
     for one in sets:
         if one.reward is not None:
-            yield from _naming(f"evaluations.{one.name}.", lambda one=one: _check(one, one.reward or RewardConfig()))
+            check = partial(reward_notes, one.reward, one.reward_parts, {key_of(one.name): one.prompts}, cache)
+            yield from _naming(f"evaluations.{one.name}.", check)
         if one.votes is None and one.settings.n > 1:
             n = one.settings.n
             yield f"evaluations.{one.name}: no maj@{n}: no rule of its reward names the final answer ({', '.join(VOTING)} do)"
-
-
-def _check(one: EvaluationSet, reward: RewardConfig) -> list[str]:
-    prompts = {key_of(one.name): one.prompts}
-    notes = [*check_labels(reward, prompts)]
-    check_requirements(reward, one.reward_parts, prompts)
-    return [*notes, *answer_notes(reward, prompts), *code_notes(reward, prompts)]
 
 
 def _naming(prefix: str, action: Callable[[], T]) -> T:

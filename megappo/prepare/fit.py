@@ -8,6 +8,7 @@ from megappo.config.layout_checks import trained_sections
 from megappo.config.schema import TrainConfig
 from megappo.data.prompts import PromptSet
 from megappo.prepare.data import load_train_prompts
+from megappo.prepare.prompts import open_cache
 
 
 def fit_if_asked(
@@ -16,9 +17,10 @@ def fit_if_asked(
     """(configuration to run, training prompts if they had to be read, notes); without `data.fit_batch` nothing is changed."""
     if not config.data.fit_batch:
         return config, None, ()
-    train = None if shapes_only else load_train_prompts(config)
+    cache = open_cache(config.run)
+    train = None if shapes_only else load_train_prompts(config, cache)
     config, notes = fit_batch(config, world_size, len(train) if train is not None else None)
-    return config, train, notes
+    return config, train, (*notes, *cache.notes)
 
 
 def fit_batch(config: TrainConfig, world_size: int, num_prompts: int | None) -> tuple[TrainConfig, tuple[str, ...]]:

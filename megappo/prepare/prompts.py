@@ -1,28 +1,31 @@
-"""Prompts of one source by the keys of a configuration."""
+"""Prompts of one source by the keys of a configuration, and the cache that they are kept in."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
+from megappo.config.run_sections import RunConfig
 from megappo.config.schema import DataConfig
-from megappo.data.prompts import PromptFormat, PromptSet, build_prompts
-from megappo.data.sources import read_source
+from megappo.data.cache import Cache
+from megappo.data.prompt_rows import PromptRules, prompts_of
+from megappo.data.prompts import PromptFormat, PromptSet
+from megappo.data.sources import open_source
 from megappo.data.tokenizers import Tokenizer
+from megappo.platform.permissions import apply_permissions
 
 
-def load_prompts(data: DataConfig, source: str, tokenizer: Tokenizer, limit: int | None = None) -> PromptSet:
-    """Load the prompts of one source, formatted and filtered by the keys of `data`."""
-    read = read_source(source)
-    built = build_prompts(
-        read.records,
-        tokenizer,
-        source=source,
-        prompt_key=data.prompt_key,
-        answer_key=data.answer_key,
-        prompt_format=PromptFormat(data.chat_template, data.system_prompt, data.prompt_suffix),
-        max_prompt_tokens=data.max_prompt_tokens,
-        overlong=data.overlong,
-        limit=limit,
-        lines=read.lines,
+def open_cache(run: RunConfig) -> Cache:
+    """Open the cache of prepared data; it gets the readers that the run's files have."""
+    apply_permissions(run.permissions)
+    return Cache()
+
+
+def load_prompts(data: DataConfig, source: str, tokenizer: Tokenizer, cache: Cache, limit: int | None = None) -> PromptSet:
+    """Load the prompts of one source, formatted and filtered by the keys of `data`. ValueError as `prompts_of`."""
+    rules = PromptRules(
+        data.prompt_key,
+        data.answer_key,
+        PromptFormat(data.chat_template, data.system_prompt, data.prompt_suffix),
+        data.max_prompt_tokens,
+        data.overlong,
+        limit,
     )
-    return replace(built, source_sha256=read.sha256)
+    return prompts_of(open_source(source), tokenizer, rules, cache)

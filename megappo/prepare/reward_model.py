@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
+import megappo.data
+import megappo.prepare
 from megappo.config.errors import ConfigError, problem
 from megappo.config.schema import TrainConfig
+from megappo.data.cache import Cache, hash_of_modules
 from megappo.data.prompts import PromptFormat, PromptSet
 from megappo.data.reward_text import RewardText
 from megappo.data.tokenizers import load_tokenizer
@@ -32,7 +35,7 @@ class ScoredTexts:
     notes: tuple[str, ...] = ()
 
 
-def load_reward_text(config: TrainConfig, sets: Mapping[str, PromptSet]) -> ScoredTexts:
+def load_reward_text(config: TrainConfig, sets: Mapping[str, PromptSet], cache: Cache) -> ScoredTexts:
     """Load the reward model's tokenizer and hold it against the prompts that it scores (key of the configuration -> prompts).
 
     ConfigError, one line: a tokenizer that cannot be read, has ids that the model lacks, or no chat template; a prompt that the
@@ -58,12 +61,20 @@ def load_reward_text(config: TrainConfig, sets: Mapping[str, PromptSet]) -> Scor
     text = RewardText(
         tokenizer, settings.chat_template, data.prompt_key, prompt_format, pad_id_of(settings.model), arch.max_positions
     )
-    longest = max(_longest(text, key, prompts) for key, prompts in sets.items())
+    longest = max(_longest(text, key, prompts, cache) for key, prompts in sets.items())
     return ScoredTexts(text, _length_notes(longest, config.rollout.max_response_tokens, arch.max_positions))
 
 
-def _longest(text: RewardText, key: str, prompts: PromptSet) -> int:
-    """Most tokens of a prompt with an empty response."""
+def _longest(text: RewardText, key: str, prompts: PromptSet, cache: Cache) -> int:
+    """Most tokens of a prompt with an empty response; kept with the prepared data."""
+    if not prompts.fingerprint:
+        return _read_longest(text, key, prompts)
+    facts = {**vars(text), "tokenizer": text.tokenizer.identity(), "prompt_format": asdict(text.prompt_format)}
+    decided_by = {"longest": prompts.fingerprint, "text": facts, "code": hash_of_modules(megappo.data, megappo.prepare)}
+    return cache.value(decided_by, lambda: _read_longest(text, key, prompts))
+
+
+def _read_longest(text: RewardText, key: str, prompts: PromptSet) -> int:
     longest = 0
     for prompt in prompts.prompts:
         try:

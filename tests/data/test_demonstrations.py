@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 
 from megappo.data.arithmetic import train_tokenizer
-from megappo.data.demonstrations import DemonstrationSet, build_demonstrations
+from megappo.data.cache import Cache
+from megappo.data.demonstrations import DemonstrationRules, DemonstrationSet, demonstrations_of
 from megappo.data.prompts import PromptFormat
 from megappo.data.tokenizers import Tokenizer, load_tokenizer
+from tests.data.record_lists import Records
 from tests.data.tokenizer_files import write_hf_tokenizer
 
 
@@ -21,15 +23,8 @@ def char(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 def build(
     records: list, tokenizer: Tokenizer, prompt_format=PromptFormat(chat_template=False), max_tokens: int = 99
 ) -> DemonstrationSet:
-    return build_demonstrations(
-        records,
-        tokenizer,
-        source="s",
-        prompt_key="prompt",
-        response_key="answer",
-        prompt_format=prompt_format,
-        max_tokens=max_tokens,
-    )
+    rules = DemonstrationRules("prompt", "answer", prompt_format, max_tokens)
+    return demonstrations_of(Records(records, "s"), tokenizer, rules, Cache())
 
 
 def test_the_mask_covers_the_response_and_eos_and_nothing_else(char: Tokenizer) -> None:
@@ -53,7 +48,7 @@ def test_a_chat_demonstration_has_the_tokens_of_a_rollout(tmp_path: Path) -> Non
 def test_longer_records_are_left_out_and_counted(char: Tokenizer) -> None:
     """bos, 4 characters, answer, eos: 7 and 8 tokens."""
     built = build([{"prompt": "1+1=", "answer": "2"}, {"prompt": "5*5=", "answer": "25"}], char, max_tokens=7)
-    assert [d.id for d in built.demonstrations] == ["s#0"]
+    assert [built[i].id for i in range(len(built))] == ["s#0"]
     assert built.summary() == "kept 1 of 2 demonstrations; 1 longer than data.max_tokens=7"
 
 

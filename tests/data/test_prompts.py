@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from megappo.data.arithmetic import train_tokenizer
-from megappo.data.prompts import PromptFormat, PromptSet, build_prompts
+from megappo.data.prompts import PromptFormat, PromptSet
 from megappo.data.tokenizers import Tokenizer, load_tokenizer
+from tests.data.record_lists import prompts_of_records
 from tests.data.tokenizer_files import write_hf_tokenizer
 from tests.gsm8k_files import gsm8k, needs_gsm8k
 
@@ -27,8 +28,7 @@ def hf(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 def build(records: list, tokenizer: Tokenizer, prompt_format: PromptFormat = PLAIN, **options) -> PromptSet:
-    defaults = {"source": "t.jsonl", "prompt_key": "prompt", "answer_key": "answer", "max_prompt_tokens": 6}
-    return build_prompts(records, tokenizer, prompt_format=prompt_format, **{**defaults, **options})
+    return prompts_of_records(records, tokenizer, prompt_format, **options)
 
 
 def records_of(*prompts: object) -> list[dict]:

@@ -13,13 +13,23 @@ import pytest
 from pyarrow import parquet
 
 from megappo.data.arithmetic import train_tokenizer
-from megappo.data.prompts import PromptFormat, build_prompts
-from megappo.data.sources import Record, read_source
+from megappo.data.cache import Cache
+from megappo.data.prompt_rows import PromptRules, prompts_of
+from megappo.data.prompts import PromptFormat
+from megappo.data.sources import Record, Source, open_source
 from megappo.data.tokenizers import load_tokenizer
 
 
+def read_all(spec: str) -> Source:
+    """The source, read to its end; every record is decoded from its block as well."""
+    source = open_source(spec)
+    for block in source.blocks():
+        assert [source.decode(block.content, at) for at in range(len(block.records))] == block.records
+    return source
+
+
 def read_records(spec: str) -> list[Record]:
-    return read_source(spec).records
+    return [record for block in open_source(spec).blocks() for record in block.records]
 
 
 RECORDS = [{"prompt": "a\u2028b", "answer": "1"}, {"prompt": [{"role": "user", "content": "é"}], "answer": "2"}]
@@ -128,7 +138,7 @@ def test_a_line_that_no_reader_should_take_is_named(tmp_path: Path, case: str) -
     file = tmp_path / "bad.jsonl"
     file.write_text('{"a": 1}\n' + line + "\n")
     with pytest.raises(ValueError) as caught:
-        read_source(str(file))
+        read_all(str(file))
     assert f"{file} {says}" in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -142,8 +152,8 @@ def test_brackets_in_a_text_are_no_levels(tmp_path: Path) -> None:
 def test_marks_and_line_ends_of_other_systems_are_read(tmp_path: Path) -> None:
     file = tmp_path / "windows.jsonl"
     file.write_bytes(b'\xef\xbb\xbf{"a": "\xc3\xa9"}\r\n\r\n{"a": 2}\r\n')
-    source = read_source(str(file))
-    assert source.records == [{"a": "é"}, {"a": 2}] and source.lines == [1, 3]
+    read = [(block.records, block.line) for block in open_source(str(file)).blocks()]
+    assert read == [([{"a": "é"}], 1), ([{"a": 2}], 3)]
 
 
 def test_another_encoding_is_named_with_the_way_out(tmp_path: Path) -> None:
@@ -151,21 +161,21 @@ def test_another_encoding_is_named_with_the_way_out(tmp_path: Path) -> None:
         file = tmp_path / f"{encoding}.jsonl"
         file.write_text('{"a": "é"}\n', encoding=encoding)
         with pytest.raises(ValueError, match=r"line 1 is not valid JSON: byte \d+ is not UTF-8; save it as UTF-8$"):
-            read_source(str(file))
+            read_all(str(file))
 
 
 def test_what_is_no_readable_file_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "folder.jsonl").mkdir()
     with pytest.raises(ValueError, match="folder.jsonl is a directory"):
-        read_source(str(tmp_path / "folder.jsonl"))
+        read_all(str(tmp_path / "folder.jsonl"))
     (tmp_path / "secret.parquet").touch()
 
     def refuse(*_):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(Path, "read_bytes", refuse)
+    monkeypatch.setattr(Path, "open", refuse)
     with pytest.raises(ValueError, match="secret.parquet cannot be read: Permission denied$"):
-        read_source(str(tmp_path / "secret.parquet"))
+        read_all(str(tmp_path / "secret.parquet"))
 
 
 def test_the_hash_is_that_of_the_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,13 +183,13 @@ def test_the_hash_is_that_of_the_content(tmp_path: Path, monkeypatch: pytest.Mon
 
     file = tmp_path / "a.jsonl"
     file.write_text('{"a": 1}\n')
-    assert read_source(str(file)).sha256 == hashlib.sha256(file.read_bytes()).hexdigest()
+    assert read_all(str(file)).sha256 == hashlib.sha256(file.read_bytes()).hexdigest()
     parquet.write_table(pyarrow.Table.from_pylist([{"a": 1}]), tmp_path / "a.parquet")
-    assert read_source(str(tmp_path / "a.parquet")).sha256 == hashlib.sha256((tmp_path / "a.parquet").read_bytes()).hexdigest()
+    assert read_all(str(tmp_path / "a.parquet")).sha256 == hashlib.sha256((tmp_path / "a.parquet").read_bytes()).hexdigest()
     seen = []
     for records in ([{"a": 1, "b": 2}], [{"b": 2, "a": 1}], [{"a": 1, "b": 3}]):
         monkeypatch.setattr(datasets, "load_dataset", lambda *_, records=records, **__: datasets.Dataset.from_list(records))
-        seen.append(read_source("someone/data").sha256)
+        seen.append(read_all("someone/data").sha256)
     assert seen[0] == seen[1] != seen[2]
 
 
@@ -189,7 +199,7 @@ def test_what_changes_no_record_of_a_jsonl_file_changes_no_hash(tmp_path: Path) 
 
     def sha256(content: bytes) -> str:
         file.write_bytes(content)
-        return read_source(str(file)).sha256
+        return read_all(str(file)).sha256
 
     same = [plain.replace(b"\n", b"\r\n"), plain.rstrip(), b"\xef\xbb\xbf" + plain, b"\n" + plain + b" \n"]
     other = [plain.replace(b"2", b"3"), plain.replace(b'"1"', b'" 1"'), plain + b'{"a": "2"}\n', b'{"a": "2"}\n{"a": "1"}\n']
@@ -217,22 +227,13 @@ def mutated(text: bytes, random: Random) -> bytes:
 def test_mutated_data_is_read_or_refused_in_one_line(tmp_path: Path) -> None:
     """Up to the prompts, as a run reads it."""
     tokenizer = load_tokenizer(train_tokenizer(tmp_path / "model"))
+    rules, cache = PromptRules("prompt", "answer", PromptFormat(chat_template=False), 64), Cache(tmp_path / "cache")
     file, random, outcomes = tmp_path / "a.jsonl", Random(0), Counter()
     text = b"".join(b'{"prompt": "%d+1=", "answer": "%d", "more": {"a": [1, 2.5, true]}}\n' % (n, n + 1) for n in range(4))
     for _ in range(600):
         file.write_bytes(mutated(text, random))
         try:
-            source = read_source(str(file))
-            built = build_prompts(
-                source.records,
-                tokenizer,
-                source=str(file),
-                prompt_key="prompt",
-                answer_key="answer",
-                prompt_format=PromptFormat(chat_template=False),
-                max_prompt_tokens=64,
-                lines=source.lines,
-            )
+            built = prompts_of(open_source(str(file)), tokenizer, rules, cache)
             outcomes["read"] += 1
             assert all(prompt.answer not in ("None", "nan", "inf") for prompt in built.prompts)
         except ValueError as error:

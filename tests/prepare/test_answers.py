@@ -49,8 +49,3 @@ def test_a_rule_that_can_read_no_answer_is_refused() -> None:
     )
     with pytest.raises(ConfigError, match="for all 1 records of data.eval"):
         notes("7", evaluated=("",))
-
-
-def test_only_the_first_rank_checks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "1")
-    assert notes("seven", rule="gsm8k_strict") == []

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from megappo.config.errors import ConfigError
 from megappo.config.schema import TrainConfig
+from megappo.data.cache import Cache
 from megappo.data.prompts import Prompt, PromptSet
 from megappo.models.classifier import labels_of
 from megappo.prepare.layouts import check_layouts, read_archs
@@ -115,14 +116,14 @@ def prompts(*questions: Any) -> dict[str, PromptSet]:
 
 def refused_text(config: TrainConfig, *questions: Any) -> str:
     with pytest.raises(ConfigError) as error:
-        load_reward_text(config, prompts(*questions))
+        load_reward_text(config, prompts(*questions), Cache())
     assert "\n" not in str(error.value)
     return str(error.value)
 
 
 def test_a_tokenizer_that_does_not_fit_is_one_line(model, tmp_path) -> None:
     other = write_reward_model(tmp_path / "plain", "llama", template=None)
-    assert load_reward_text(config_for(other, chat_template=False), prompts("1")) is not None
+    assert load_reward_text(config_for(other, chat_template=False), prompts("1"), Cache()) is not None
     text = refused_text(config_for(other), "1")
     assert (
         text
@@ -146,9 +147,9 @@ def test_a_prompt_that_the_model_cannot_take_is_named(model) -> None:
 
 
 def test_a_longest_response_beyond_the_positions_is_a_note(model) -> None:
-    loaded = load_reward_text(config_for(model), prompts("1"))
+    loaded = load_reward_text(config_for(model), prompts("1"), Cache())
     assert loaded is not None and loaded.notes == ()
-    longer = load_reward_text(config_for(model), prompts("x" * 200))
+    longer = load_reward_text(config_for(model), prompts("x" * 200), Cache())
     assert longer is not None and "the front of a longer text is cut, and counted" in longer.notes[0]
 
 
@@ -164,7 +165,7 @@ def test_the_text_ends_at_the_token_that_transformers_reads(model) -> None:
         file.write_text(json.dumps(json.loads(file.read_text()) | {"pad_token_id": pad}))
         config = config_for(model)
         config = config.model_copy(update={"data": config.data.model_copy(update={"system_prompt": None, "prompt_suffix": ""})})
-        loaded = load_reward_text(config, asked := prompts("1"))
+        loaded = load_reward_text(config, asked := prompts("1"), Cache())
         assert loaded is not None
         assert loaded.text.encode(asked["data.train"][0], "2") == ids[: len(ids) - left_out]
     assert TEMPLATE.count("im_end") == 1, "the text does not end with eos"

@@ -74,6 +74,7 @@ def folder(tmp_path_factory) -> Path:
 def scorer_of(section: Mapping[str, Any], folder: Path, model: str) -> tuple[Any, Any]:
     """(scorer as in a run, factory of its engine)"""
     from megappo.config.run_sections import TimeoutsConfig
+    from megappo.data.cache import Cache
     from megappo.data.prompts import PromptSet
     from megappo.engine.build import MegatronEngines
     from megappo.platform.device import select_device, start_distributed
@@ -82,7 +83,7 @@ def scorer_of(section: Mapping[str, Any], folder: Path, model: str) -> tuple[Any
     from megappo.trainer.reward_model import ModelScorer
 
     config = TrainConfig.model_validate(config_of(folder, folder / model, **section))
-    loaded = load_reward_text(config, {"data.train": PromptSet(tuple(prompts()[:1]), 1, 0, 99)})
+    loaded = load_reward_text(config, {"data.train": PromptSet(tuple(prompts()[:1]), 1, 0, 99)}, Cache())
     assert loaded is not None
     device = select_device("cpu")
     start_distributed(device, TimeoutsConfig())
