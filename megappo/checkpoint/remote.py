@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megappo.checkpoint.manifest import MANIFEST, list_files
+from megappo.error_text import first_line
 
 COPY_S = 600.0
 """Seconds that a run that ends waits for its last copies: a node's time is worth more than a checkpoint that the disk has too."""
@@ -28,8 +29,7 @@ def open_storage(url: str) -> tuple[Any, str]:
         storage.makedirs(root, exist_ok=True)
     # Every storage has exceptions of its own (botocore's, gcsfs's), and all of them mean that this one cannot be used.
     except Exception as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ValueError(f"cannot be used: {reason}") from error
+        raise ValueError(f"cannot be used: {first_line(error)}") from error
     return storage, root.rstrip("/")
 
 
@@ -87,8 +87,7 @@ class RemoteCopies:
             # As above: the storage's own exceptions. The next checkpoint is tried again.
             except Exception as error:
                 self.failed += 1
-                reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-                logger.warning("%s was not copied to %s: %s; training goes on", checkpoint.name, self._url, reason)
+                logger.warning("%s was not copied to %s: %s; training goes on", checkpoint.name, self._url, first_line(error))
             with self._changed:
                 self._copying = None
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from megappo.error_text import first_line
+
 Record = dict[str, Any]
 
 MAX_DEPTH = 100  # of a record's objects and lists; the reader of JSON ends at Python's recursion limit, some 900 levels
@@ -73,7 +75,7 @@ def _parse_jsonl(path: Path, content: bytes) -> tuple[dict[int, Record], str]:
         except RecursionError:
             raise ValueError(f"{path} line {number} is nested more than {MAX_DEPTH} levels deep") from None
         except ValueError as error:
-            raise ValueError(f"{path} line {number} is not valid JSON: {str(error).splitlines()[0]}") from error
+            raise ValueError(f"{path} line {number} is not valid JSON: {first_line(error)}") from error
         if not isinstance(record, dict):
             raise ValueError(f"{path} line {number} is a JSON {type(record).__name__}, not an object")
         records[number] = record
@@ -109,7 +111,7 @@ def _parse_parquet(path: Path, content: bytes) -> list[Record]:
     try:
         return parquet.read_table(pyarrow.BufferReader(content)).to_pylist()
     except (OSError, UnicodeDecodeError, pyarrow.ArrowException) as error:
-        raise ValueError(f"{path} cannot be read as parquet: {str(error).splitlines()[0]}") from error
+        raise ValueError(f"{path} cannot be read as parquet: {first_line(error)}") from error
 
 
 def _hash_records(records: Sequence[Record]) -> str:
@@ -133,9 +135,8 @@ def _read_dataset(spec: str) -> list[Record]:
         return datasets.load_dataset(name, subset, split=split).to_list()
     # OSError covers a failed connection, offline mode and a missing dataset; ValueError an unknown subset or split.
     except (OSError, ValueError, DatasetsError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(
-            f"cannot load the Hugging Face dataset {spec}: {reason}; for a local file give a .jsonl or .parquet path"
+            f"cannot load the Hugging Face dataset {spec}: {first_line(error)}; for a local file give a .jsonl or .parquet path"
         ) from error
 
 

@@ -18,6 +18,7 @@ from pydantic.fields import FieldInfo
 from megappo.config.errors import ConfigError, problem
 from megappo.config.keys import value_at, value_keys
 from megappo.config.paths import NAMES_MODEL
+from megappo.error_text import first_line
 
 Config = TypeVar("Config", bound=BaseModel)
 
@@ -97,8 +98,7 @@ def _download(key: str, name: str, shapes_only: bool) -> str:
         if os.environ.get("HF_HUB_OFFLINE", "0").upper() in ("1", "ON", "YES", "TRUE"):
             fix = f"no such directory, and not in the cache, which HF_HUB_OFFLINE allows alone; {by_hand}"
         else:
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            fix = f"no such directory, and not downloaded from the Hugging Face hub: {reason}; {by_hand}"
+            fix = f"no such directory, and not downloaded from the Hugging Face hub: {first_line(error)}; {by_hand}"
     raise ConfigError(problem(key, name, fix))
 
 
