@@ -51,7 +51,7 @@ class Parser(argparse.ArgumentParser):
 def cmd_train(args: Arguments) -> int:
     from megappo.config.checks import check_run_dir
     from megappo.config.loading import load_config
-    from megappo.launch.training import require_servers_here, train_here
+    from megappo.launch.training import train_here
     from megappo.launch.world import is_rank, join_srun, world_size
     from megappo.platform.permissions import apply_permissions
     from megappo.prepare.hub import local_overrides, with_local_models
@@ -72,6 +72,8 @@ def cmd_train(args: Arguments) -> int:
     config = with_local_models(written)
     ranks = world_size(config.run)
     if not is_rank():
+        from megappo.prepare.surroundings import require_isolation_here, require_servers_here, require_storage
+
         # Check everything here once, so that a mistake is one line and not a launcher's traceback.
         if args.max_restarts:
             from megappo.launch.submit import require_resumable
@@ -79,8 +81,11 @@ def cmd_train(args: Arguments) -> int:
             require_resumable(config, "a restart", "--max-restarts 0")
         run_dir = check_run_dir(config.run, args.resume)
         _require_device(config.run.device)
-        _require_isolation(config)
-        require_servers_here(_plan(config, ranks, None, resume=args.resume), resume=args.resume)
+        require_isolation_here(config)
+        planned = _plan(config, ranks, None, resume=args.resume)
+        assert planned.data is not None, "only a plan of shapes has no data"
+        require_servers_here(planned.data, resume=args.resume)
+        require_storage(config)
         apply_permissions(config.run.permissions)
         folder, command = None, ["train", args.config, *args.overrides, *local_overrides(written, config)]
         if args.max_restarts:
@@ -235,8 +240,11 @@ def cmd_eval(args: Arguments) -> int:
     ranks, output = world_size(config.run), check_output(args.output)
     _require_device(config.run.device)
     planned = plan_evaluation(config, args.checkpoint, args.only, ranks, _device(config.run.device))
-    _require_isolation(planned.config)
     if not is_rank():
+        from megappo.prepare.surroundings import require_isolation_here, require_servers_here
+
+        require_isolation_here(planned.config)
+        require_servers_here(planned.data, resume=False)
         # A live run may save another checkpoint meanwhile: all ranks take this one.
         options = ["--only=" + name for name in args.only] + ([f"--output={args.output}"] if args.output else [])
         return start_ranks(ranks, ["eval", str(planned.source.path), args.config, *args.overrides, *options])
@@ -338,15 +346,6 @@ def _require_device(requested: Literal["auto", "cpu", "cuda"]) -> None:
     from megappo.platform.device import select_device
 
     select_device(requested)
-
-
-def _require_isolation(config: TrainConfig) -> None:
-    """ValueError if programs of the policy are to be run, and cannot be isolated here. Not for `plan`, as above."""
-    from megappo.config.evaluations import rewards_of
-    from megappo.prepare.code_rewards import require_isolation
-
-    for reward in rewards_of(config):
-        require_isolation(reward)
 
 
 def _device(requested: Literal["auto", "cpu", "cuda"]) -> Device:

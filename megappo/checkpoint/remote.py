@@ -20,6 +20,17 @@ COPY_S = 600.0
 logger = logging.getLogger(__name__)
 
 
+def require_protocol(url: str) -> None:
+    """ValueError, one line, if fsspec knows no storage of this protocol, or a package for it is missing. Connects to nothing."""
+    from fsspec import get_filesystem_class
+    from fsspec.utils import get_protocol
+
+    try:
+        get_filesystem_class(get_protocol(url))
+    except (ValueError, ImportError) as error:
+        raise ValueError(f"cannot be used: {first_line(error)}") from error
+
+
 def open_storage(url: str) -> tuple[Any, str]:
     """fsspec's file system of a URL, and the path in it. ValueError, one line: unknown protocol, missing package, no access."""
     import fsspec

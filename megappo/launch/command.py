@@ -12,7 +12,7 @@ from megappo.launch import submit
 from megappo.launch.attempt import check_start
 from megappo.launch.options import JOB_DEFAULTS, MAX_RESTARTS, SLURM_ONLY
 from megappo.launch.script import Job
-from megappo.launch.training import require_servers_here, train_here
+from megappo.launch.training import train_here
 from megappo.launch.world import world_size
 from megappo.platform.permissions import apply_permissions
 from megappo.prepare.hub import with_local_models
@@ -52,6 +52,10 @@ def launch(args: argparse.Namespace, make_plan: MakePlan) -> int:
         submit.check_cluster(job, limits)
     run_dir = check_start(config.run, resume=args.resume)
     make_plan(config, job.world_size, args.gpu_memory_gib, resume=args.resume, device="cuda" if job.gpus else "cpu")
+    if not args.dry_run:
+        from megappo.prepare.surroundings import require_storage  # imports torch
+
+        require_storage(config)
     script = submit.print_script(config, job, resume=args.resume)  # refuses names that a script cannot hold, before any is written
     if args.dry_run:
         print(script, end="")
@@ -78,7 +82,8 @@ def launch_here(args: argparse.Namespace, make_plan: MakePlan) -> int:
             option = "--" + name.removesuffix("_s").replace("_", "-")
             raise ConfigError(f"launch: {option} {value} does not go with --local, which starts the ranks on this machine")
     config = with_local_models(load_config(args.config, args.overrides))
-    from megappo.platform.device import select_device  # imports torch
+    from megappo.platform.device import select_device  # imports torch, as does the next
+    from megappo.prepare.surroundings import require_isolation_here, require_servers_here, require_storage
 
     keep_console()
     ranks = args.gpus_per_node if args.gpus_per_node is not None else world_size(config.run)
@@ -90,7 +95,9 @@ def launch_here(args: argparse.Namespace, make_plan: MakePlan) -> int:
     if args.dry_run:
         print(planned.report(), end="")
         return 0
-    require_servers_here(planned, resume=args.resume)
+    require_isolation_here(config)
+    require_servers_here(planned.data, resume=args.resume)
+    require_storage(config)
     apply_permissions(config.run.permissions)
     folder = submit.record(config, run_dir)
     print(f"record:  {folder}", flush=True)

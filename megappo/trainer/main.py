@@ -17,7 +17,7 @@ from megappo.algo.kl import AdaptiveKL, FixedKL, KLController
 from megappo.checkpoint.store import CheckpointStore
 from megappo.config.batch import step_arithmetic
 from megappo.config.dump import dump_yaml
-from megappo.config.evaluations import best_metric, config_of_set, longest_sequence_tokens, rewards_of
+from megappo.config.evaluations import best_metric, config_of_set, longest_sequence_tokens
 from megappo.config.layout_checks import roles_in_use, trained_sections
 from megappo.config.redaction import redacted_values
 from megappo.config.reward_sections import RewardConfig
@@ -30,7 +30,6 @@ from megappo.parallel.consensus import on_rank_zero
 from megappo.parallel.layout import layout_of
 from megappo.platform.device import select_device, start_distributed
 from megappo.platform.permissions import apply_permissions
-from megappo.prepare.code_rewards import require_isolation
 from megappo.prepare.critic_source import critic_source
 from megappo.prepare.data import RunData
 from megappo.prepare.evaluations import EvaluationSet
@@ -58,12 +57,12 @@ from megappo.trainer.kernel_selection import select_kernels
 from megappo.trainer.ppo import PPO
 from megappo.trainer.replicas import ReplicaCheck
 from megappo.trainer.reward_model import ModelScorer, model_scorer
-from megappo.trainer.reward_servers import require_servers
 from megappo.trainer.run_facts import require_equal_data, run_facts, warn_of_changes
 from megappo.trainer.rundir import RunDir
 from megappo.trainer.scoring import ScoringProgress
 from megappo.trainer.shaping import HOST_OPS
 from megappo.trainer.state import TrainerState
+from megappo.trainer.surroundings import require_surroundings
 from megappo.trainer.watch import watched
 
 
@@ -108,10 +107,7 @@ def facts_of_ranks(config: TrainConfig, data: RunData, *, resume: bool) -> dict[
     """
     facts = run_facts(config, data)
     require_equal_data(facts)
-    for reward in rewards_of(config):
-        require_isolation(reward)
-    for parts in (data.reward_parts, *(one.reward_parts for one in data.evaluations)):
-        require_servers(parts, resume=resume)
+    require_surroundings(config, data, resume=resume)
     return facts
 
 
