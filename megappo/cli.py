@@ -15,7 +15,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NoReturn
+from typing import TYPE_CHECKING, Literal, NoReturn, TypeVar
 
 from megappo.arguments import positive_float, positive_int
 from megappo.config.errors import ConfigError
@@ -32,12 +32,13 @@ from megappo.tune.options import add_options as add_tune_options
 
 if TYPE_CHECKING:  # what a command needs is imported when it is chosen
     from megappo.config.checks import Device
-    from megappo.config.schema import TrainConfig
+    from megappo.config.schema import SftConfig, TrainConfig
     from megappo.plan.memory import Counter
     from megappo.plan.run import PlannedRun
     from megappo.resilience.signals import StopRequest
 
 Arguments = argparse.Namespace
+Config = TypeVar("Config", "TrainConfig", "SftConfig")
 PACKAGE = Path(__file__).parent
 
 
@@ -54,7 +55,7 @@ def cmd_train(args: Arguments) -> int:
     from megappo.launch.training import train_here
     from megappo.launch.world import is_rank, join_srun, world_size
     from megappo.platform.permissions import apply_permissions
-    from megappo.prepare.hub import local_overrides, with_local_models
+    from megappo.prepare.hub import local_overrides
     from megappo.resilience.lease import held_lease
     from megappo.resilience.signals import StopRequest
 
@@ -69,7 +70,7 @@ def cmd_train(args: Arguments) -> int:
                 "`megappo launch --local` itself can restart them (under Slurm: --max-requeues)"
             )
     written = load_config(args.config, args.overrides)
-    config = with_local_models(written)
+    config = _local_models(written)
     ranks = world_size(config.run)
     if not is_rank():
         from megappo.prepare.surroundings import require_isolation_here, require_servers_here, require_storage
@@ -102,6 +103,7 @@ def cmd_train(args: Arguments) -> int:
 
     assert planned.data is not None, "only a plan of shapes has no data"
     train(planned.plan.config, planned.data, resume=args.resume, stop=stop)
+    _leave_world()
     # After a stop too: with another code, torchrun or srun would treat the first rank to exit as failed and kill the others.
     return DONE
 
@@ -114,7 +116,7 @@ def cmd_sft(args: Arguments) -> int:
     from megappo.launch.training import train_here
     from megappo.launch.world import is_rank, join_srun, world_size
     from megappo.platform.permissions import apply_permissions
-    from megappo.prepare.hub import local_overrides, with_local_models
+    from megappo.prepare.hub import local_overrides
     from megappo.resilience.lease import held_lease
     from megappo.resilience.parent import end_with_launcher
 
@@ -124,7 +126,7 @@ def cmd_sft(args: Arguments) -> int:
         end_with_launcher()
         record_exceptions(int(os.environ["RANK"]))
     written = load_config(args.config, args.overrides, SftConfig)
-    config = with_local_models(written)
+    config = _local_models(written)
     from megappo.plan.run import plan_sft
 
     ranks = world_size(config.run)
@@ -228,13 +230,15 @@ def cmd_eval(args: Arguments) -> int:
     from megappo.launch.failure import record_exceptions
     from megappo.launch.local import start_ranks
     from megappo.launch.world import is_rank, join_srun, world_size
+    from megappo.prepare.hub import local_overrides
     from megappo.resilience.parent import end_with_launcher
 
     join_srun()
     if is_rank():
         end_with_launcher()
         record_exceptions(int(os.environ["RANK"]))
-    config = load_config(args.config, args.overrides)
+    written = load_config(args.config, args.overrides)
+    config = _local_models(written)
     from megappo.prepare.evaluate import check_output, plan_evaluation
 
     ranks, output = world_size(config.run), check_output(args.output)
@@ -247,10 +251,12 @@ def cmd_eval(args: Arguments) -> int:
         require_servers_here(planned.data, resume=False)
         # A live run may save another checkpoint meanwhile: all ranks take this one.
         options = ["--only=" + name for name in args.only] + ([f"--output={args.output}"] if args.output else [])
-        return start_ranks(ranks, ["eval", str(planned.source.path), args.config, *args.overrides, *options])
+        overrides = [*args.overrides, *local_overrides(written, config)]
+        return start_ranks(ranks, ["eval", str(planned.source.path), args.config, *overrides, *options])
     from megappo.trainer.evaluate import evaluate_checkpoint, report
 
     results = evaluate_checkpoint(planned)
+    _leave_world()
     if os.environ["RANK"] == "0":
         report(planned, results, output)
     return DONE
@@ -334,6 +340,28 @@ def _enter_rank(stop: StopRequest) -> None:
     end_with_launcher()
     stop.listen()
     record_exceptions(int(os.environ["RANK"]))
+
+
+def _local_models(config: Config) -> Config:
+    """`with_local_models`. Ranks of torchrun or srun join their world for it: one of them asks the hub."""
+    from megappo.launch.world import is_rank
+    from megappo.prepare.hub import names_models, with_local_models
+
+    if not is_rank() or not names_models(config):  # ranks that megappo starts are told directories
+        return with_local_models(config)
+    from megappo.platform.device import select_device, start_distributed
+    from megappo.trainer.hub_models import local_models_of_ranks
+
+    start_distributed(select_device(config.run.device), config.run.timeouts)
+    return local_models_of_ranks(config)
+
+
+def _leave_world() -> None:
+    """Leave a world that was joined before the training; one that the training joined, it has left."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _print_on_rank_0(text: str) -> None:

@@ -91,7 +91,7 @@ class Watchdog:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._pulse is not None and trace is not None and "timed out" in str(error).lower() and _in_exchange(trace):
+        if self._pulse is not None and error is not None and trace is not None and _gave_up_waiting(error, trace):
             # The rank that gave up waiting is not the one that is late: let all ranks say where they are.
             self._raised_at = trace
             why = f"rank {self._rank} gave up waiting: {first_line(error)[:300]}"
@@ -295,6 +295,10 @@ class _Pulse:
 
     def _beat_key(self, rank: int) -> str:
         return f"beat/{rank}"
+
+
+def _gave_up_waiting(error: BaseException, trace: TracebackType) -> bool:
+    return "timed out" in str(error).lower() and _in_exchange(trace)
 
 
 def _in_exchange(trace: TracebackType) -> bool:
