@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NoReturn, TypeVar
 
-from megappo.arguments import positive_float, positive_int
+from megappo.arguments import positive_float, positive_int, step_or_best
 from megappo.config.errors import ConfigError
 from megappo.config.redaction import hide_secrets
 from megappo.launch.exit_codes import DONE, INTERRUPTED, MISTAKE, UNRECOVERABLE
@@ -515,7 +515,9 @@ def build_parser() -> Parser:
     export = command("export", cmd_export, "Write a run's checkpoint as a Hugging Face checkpoint.", config=None)
     export.add_argument("run_dir", metavar="RUN_DIR", help="directory of a run (output_dir/name)")
     export.add_argument("output", metavar="OUTPUT", help="directory to write")
-    export.add_argument("--step", type=positive_int, metavar="N", help="step of the checkpoint (default: the last)")
+    export.add_argument(
+        "--step", type=step_or_best, metavar="N", help="step of the checkpoint, or best, by trainer.keep_best (default: the last)"
+    )
     export.add_argument("--role", metavar="ROLE", default="policy", help="trained role: policy (default) or critic")
     runs = command(
         "runs",
