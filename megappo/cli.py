@@ -73,6 +73,7 @@ def cmd_train(args: Arguments) -> int:
     config = _local_models(written)
     ranks = world_size(config.run)
     if not is_rank():
+        from megappo.prepare.remote_run import fetch, find_copies
         from megappo.prepare.surroundings import require_isolation_here, require_servers_here, require_storage
 
         # Check everything here once, so that a mistake is one line and not a launcher's traceback.
@@ -80,13 +81,16 @@ def cmd_train(args: Arguments) -> int:
             from megappo.launch.submit import require_resumable
 
             require_resumable(config, "a restart", "--max-restarts 0")
-        run_dir = check_run_dir(config.run, args.resume)
+        copies = find_copies(config, resume=args.resume)
+        run_dir = check_run_dir(config.run, args.resume and copies is None)
         _require_device(config.run.device)
         require_isolation_here(config)
         planned = _plan(config, ranks, None, resume=args.resume)
         assert planned.data is not None, "only a plan of shapes has no data"
         require_servers_here(planned.data, resume=args.resume)
         require_storage(config)
+        if copies is not None:
+            fetch(copies, run_dir)
         apply_permissions(config.run.permissions)
         folder, command = None, ["train", args.config, *args.overrides, *local_overrides(written, config)]
         if args.max_restarts:

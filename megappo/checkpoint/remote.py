@@ -31,17 +31,31 @@ def require_protocol(url: str) -> None:
         raise ValueError(f"cannot be used: {first_line(error)}") from error
 
 
-def open_storage(url: str) -> tuple[Any, str]:
-    """fsspec's file system of a URL, and the path in it. ValueError, one line: unknown protocol, missing package, no access."""
+def url_of_run(remote: str, name: str) -> str:
+    """URL of a run's copies below `checkpoint.remote`."""
+    return f"{remote.rstrip('/')}/{name}"
+
+
+def storage_of(url: str) -> tuple[Any, str]:
+    """fsspec's file system of a URL, and the path in it, which may be missing. ValueError, one line, as `open_storage`."""
     import fsspec
 
     try:
         storage, root = fsspec.core.url_to_fs(url)
-        storage.makedirs(root, exist_ok=True)
     # Every storage has exceptions of its own (botocore's, gcsfs's), and all of them mean that this one cannot be used.
     except Exception as error:
         raise ValueError(f"cannot be used: {first_line(error)}") from error
     return storage, root.rstrip("/")
+
+
+def open_storage(url: str) -> tuple[Any, str]:
+    """As `storage_of`, with the directory made. ValueError, one line: unknown protocol, missing package, no access."""
+    storage, root = storage_of(url)
+    try:
+        storage.makedirs(root, exist_ok=True)
+    except Exception as error:  # as above
+        raise ValueError(f"cannot be used: {first_line(error)}") from error
+    return storage, root
 
 
 class RemoteCopies:

@@ -24,11 +24,13 @@ from megappo.config.checks import check_run_dir, run_dir_of
 from megappo.config.errors import ConfigError, problem
 from megappo.config.loading import load_config
 from megappo.config.run_sections import RunConfig
+from megappo.config.schema import TrainConfig
 from megappo.launch.environment import report
 from megappo.launch.exit_codes import FAILED, MISTAKE, STOPPED, UNRECOVERABLE
 from megappo.launch.failure import KILL_GRACE_S, Failure, first_failure
 from megappo.launch.restart import NoProgress, newest_step, next_start, read_starts, record_start, saved_steps, set_aside
 from megappo.platform.permissions import apply_permissions
+from megappo.prepare.remote_run import fetch, find_copies
 from megappo.resilience.ended import Ended, is_stopped, record_failure
 from megappo.resilience.lease import Lease, LeaseHeld
 
@@ -134,7 +136,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _begin(args: argparse.Namespace, attempt: int) -> int:
     try:
-        if begin(args.launch_dir, _run_of(args), attempt, resume=args.resume):
+        config = _config_of(args)
+        if not read_starts(args.launch_dir) and (copies := find_copies(config, resume=args.resume)) is not None:
+            fetch(copies, run_dir_of(config.run))
+        if begin(args.launch_dir, config.run, attempt, resume=args.resume):
             print("--resume")
     except (ConfigError, RefusedCheckpoint, LeaseHeld, NoProgress) as error:
         print(f"megappo: {error}", file=sys.stderr)
@@ -144,7 +149,9 @@ def _begin(args: argparse.Namespace, attempt: int) -> int:
 
 def _end(args: argparse.Namespace, attempt: int) -> int:
     try:
-        text, code = end(args.launch_dir, run_dir_of(_run_of(args)), attempt, status=args.status, max_requeues=args.max_requeues)
+        text, code = end(
+            args.launch_dir, run_dir_of(_config_of(args).run), attempt, status=args.status, max_requeues=args.max_requeues
+        )
     except (ConfigError, RefusedCheckpoint, OSError) as error:  # `begin` has read all of it: no mistake of the user
         text, code = end_without_files(args.launch_dir, attempt, error, status=args.status)
     print(text, file=sys.stderr)
@@ -152,10 +159,10 @@ def _end(args: argparse.Namespace, attempt: int) -> int:
     return 0
 
 
-def _run_of(args: argparse.Namespace) -> RunConfig:
-    run = load_config(args.config, args.overrides).run
-    apply_permissions(run.permissions)
-    return run
+def _config_of(args: argparse.Namespace) -> TrainConfig:
+    config = load_config(args.config, args.overrides)
+    apply_permissions(config.run.permissions)
+    return config
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from megappo.launch.training import train_here
 from megappo.launch.world import world_size
 from megappo.platform.permissions import apply_permissions
 from megappo.prepare.hub import with_local_models
+from megappo.prepare.remote_run import fetch, find_copies
 from megappo.resilience.lease import held_lease
 from megappo.telemetry.console import keep_console
 
@@ -50,13 +51,15 @@ def launch(args: argparse.Namespace, make_plan: MakePlan) -> int:
     submit.check_job(config, job, limits)
     if not args.dry_run:
         submit.check_cluster(job, limits)
-    run_dir = check_start(config.run, resume=args.resume)
+    copies = find_copies(config, resume=args.resume)  # the job fetches them
+    run_dir = check_start(config.run, resume=args.resume and copies is None)
     make_plan(config, job.world_size, args.gpu_memory_gib, resume=args.resume, device="cuda" if job.gpus else "cpu")
     if not args.dry_run:
         from megappo.prepare.surroundings import require_storage  # imports torch
 
         require_storage(config)
-    script = submit.print_script(config, job, resume=args.resume)  # refuses names that a script cannot hold, before any is written
+    # Refuses names that a script cannot hold, before any is written.
+    script = submit.print_script(config, job, run_dir, resume=args.resume)
     if args.dry_run:
         print(script, end="")
         return 0
@@ -89,7 +92,8 @@ def launch_here(args: argparse.Namespace, make_plan: MakePlan) -> int:
     ranks = args.gpus_per_node if args.gpus_per_node is not None else world_size(config.run)
     if args.max_restarts:
         submit.require_resumable(config, "a restart", f"{MAX_RESTARTS} 0")
-    run_dir = check_start(config.run, resume=args.resume)
+    copies = find_copies(config, resume=args.resume)
+    run_dir = check_start(config.run, resume=args.resume and copies is None)
     select_device(config.run.device)  # raises if there is no such device
     planned = make_plan(config, ranks, args.gpu_memory_gib, resume=args.resume)
     if args.dry_run:
@@ -98,6 +102,8 @@ def launch_here(args: argparse.Namespace, make_plan: MakePlan) -> int:
     require_isolation_here(config)
     require_servers_here(planned.data, resume=args.resume)
     require_storage(config)
+    if copies is not None:
+        fetch(copies, run_dir)
     apply_permissions(config.run.permissions)
     folder = submit.record(config, run_dir)
     print(f"record:  {folder}", flush=True)

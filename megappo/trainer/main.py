@@ -14,9 +14,11 @@ import torch
 import torch.distributed as dist
 
 from megappo.algo.kl import AdaptiveKL, FixedKL, KLController
+from megappo.checkpoint.remote import url_of_run
 from megappo.checkpoint.store import CheckpointStore
 from megappo.config.batch import step_arithmetic
 from megappo.config.dump import dump_yaml
+from megappo.config.errors import ConfigError
 from megappo.config.evaluations import best_metric, config_of_set, longest_sequence_tokens
 from megappo.config.layout_checks import roles_in_use, trained_sections
 from megappo.config.redaction import redacted_values
@@ -33,6 +35,7 @@ from megappo.platform.permissions import apply_permissions
 from megappo.prepare.critic_source import critic_source
 from megappo.prepare.data import RunData
 from megappo.prepare.evaluations import EvaluationSet
+from megappo.prepare.remote_run import fetch, find_copies
 from megappo.prepare.reward_routes import recipe_of
 from megappo.resilience.lease import Lease
 from megappo.resilience.run_time import input_accepted
@@ -90,6 +93,7 @@ def train(
     random.seed(config.run.seed)
     numpy.random.seed(config.run.seed % 2**32)
     run_dir, facts = RunDir.of(config.run), facts_of_ranks(config, data, resume=resume)
+    fetch_on_rank_0(config, run_dir.root, resume=resume)
     with run_dir.claim(config.run, dump_yaml(config), resume=resume) as lease:
         with watched(config.run.timeouts, run_dir.root) as watchdog, closing(_store_of(config, run_dir, lease)) as store:
             finished = _train(
@@ -109,6 +113,21 @@ def facts_of_ranks(config: TrainConfig, data: RunData, *, resume: bool) -> dict[
     require_equal_data(facts)
     require_surroundings(config, data, resume=resume)
     return facts
+
+
+def fetch_on_rank_0(config: TrainConfig, run_dir: Path, *, resume: bool) -> None:
+    """Fetch a run that is not here, where torchrun or srun started the ranks; other launchers have done it. Collective."""
+
+    def attempt() -> str | None:
+        try:
+            if (copies := find_copies(config, resume=resume)) is not None:
+                fetch(copies, run_dir)
+        except ValueError as error:
+            return str(error)
+        return None
+
+    if (fault := on_rank_zero("fetching a checkpoint", attempt)) is not None:
+        raise ConfigError(fault)
 
 
 def _train(
@@ -190,7 +209,7 @@ def _train(
 
 def _store_of(config: TrainConfig, run_dir: RunDir, lease: Lease) -> CheckpointStore:
     settings = config.checkpoint
-    remote = f"{settings.remote.rstrip('/')}/{config.run.name}" if settings.remote is not None else None
+    remote = url_of_run(settings.remote, config.run.name) if settings.remote is not None else None
     return CheckpointStore(run_dir.checkpoints, settings.keep_last, settings.save_only_model, lease.id, remote)
 
 
