@@ -149,9 +149,8 @@ def _begin(args: argparse.Namespace, attempt: int) -> int:
 
 def _end(args: argparse.Namespace, attempt: int) -> int:
     try:
-        text, code = end(
-            args.launch_dir, run_dir_of(_config_of(args).run), attempt, status=args.status, max_requeues=args.max_requeues
-        )
+        run_dir = run_dir_of(_config_of(args).run)
+        text, code = end(args.launch_dir, run_dir, attempt, status=args.status, max_requeues=args.max_requeues)
     except (ConfigError, RefusedCheckpoint, OSError) as error:  # `begin` has read all of it: no mistake of the user
         text, code = end_without_files(args.launch_dir, attempt, error, status=args.status)
     print(text, file=sys.stderr)
