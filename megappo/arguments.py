@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import argparse
+from typing import Literal
 
 
 def positive_int(text: str) -> int:
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not an integer >= 1")
     return int(text)
+
+
+def step_or_best(text: str) -> int | Literal["best"]:
+    if text != "best" and (not text.isdigit() or int(text) < 1):
+        raise argparse.ArgumentTypeError(f"{text} is neither an integer >= 1 nor best")
+    return "best" if text == "best" else int(text)
 
 
 def non_negative_int(text: str) -> int:

@@ -15,9 +15,9 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NoReturn
+from typing import TYPE_CHECKING, Literal, NoReturn, TypeVar
 
-from megappo.arguments import positive_float, positive_int
+from megappo.arguments import positive_float, positive_int, step_or_best
 from megappo.config.errors import ConfigError
 from megappo.config.redaction import hide_secrets
 from megappo.launch.exit_codes import DONE, INTERRUPTED, MISTAKE, UNRECOVERABLE
@@ -32,12 +32,13 @@ from megappo.tune.options import add_options as add_tune_options
 
 if TYPE_CHECKING:  # what a command needs is imported when it is chosen
     from megappo.config.checks import Device
-    from megappo.config.schema import TrainConfig
+    from megappo.config.schema import SftConfig, TrainConfig
     from megappo.plan.memory import Counter
     from megappo.plan.run import PlannedRun
     from megappo.resilience.signals import StopRequest
 
 Arguments = argparse.Namespace
+Config = TypeVar("Config", "TrainConfig", "SftConfig")
 PACKAGE = Path(__file__).parent
 
 
@@ -51,10 +52,10 @@ class Parser(argparse.ArgumentParser):
 def cmd_train(args: Arguments) -> int:
     from megappo.config.checks import check_run_dir
     from megappo.config.loading import load_config
-    from megappo.launch.training import require_servers_here, train_here
+    from megappo.launch.training import train_here
     from megappo.launch.world import is_rank, join_srun, world_size
     from megappo.platform.permissions import apply_permissions
-    from megappo.prepare.hub import local_overrides, with_local_models
+    from megappo.prepare.hub import local_overrides
     from megappo.resilience.lease import held_lease
     from megappo.resilience.signals import StopRequest
 
@@ -69,18 +70,27 @@ def cmd_train(args: Arguments) -> int:
                 "`megappo launch --local` itself can restart them (under Slurm: --max-requeues)"
             )
     written = load_config(args.config, args.overrides)
-    config = with_local_models(written)
+    config = _local_models(written)
     ranks = world_size(config.run)
     if not is_rank():
+        from megappo.prepare.remote_run import fetch, find_copies
+        from megappo.prepare.surroundings import require_isolation_here, require_servers_here, require_storage
+
         # Check everything here once, so that a mistake is one line and not a launcher's traceback.
         if args.max_restarts:
             from megappo.launch.submit import require_resumable
 
             require_resumable(config, "a restart", "--max-restarts 0")
-        run_dir = check_run_dir(config.run, args.resume)
+        copies = find_copies(config, resume=args.resume)
+        run_dir = check_run_dir(config.run, args.resume and copies is None)
         _require_device(config.run.device)
-        _require_isolation(config)
-        require_servers_here(_plan(config, ranks, None, resume=args.resume), resume=args.resume)
+        require_isolation_here(config)
+        planned = _plan(config, ranks, None, resume=args.resume)
+        assert planned.data is not None, "only a plan of shapes has no data"
+        require_servers_here(planned.data, resume=args.resume)
+        require_storage(config)
+        if copies is not None:
+            fetch(copies, run_dir)
         apply_permissions(config.run.permissions)
         folder, command = None, ["train", args.config, *args.overrides, *local_overrides(written, config)]
         if args.max_restarts:
@@ -97,6 +107,7 @@ def cmd_train(args: Arguments) -> int:
 
     assert planned.data is not None, "only a plan of shapes has no data"
     train(planned.plan.config, planned.data, resume=args.resume, stop=stop)
+    _leave_world()
     # After a stop too: with another code, torchrun or srun would treat the first rank to exit as failed and kill the others.
     return DONE
 
@@ -109,7 +120,7 @@ def cmd_sft(args: Arguments) -> int:
     from megappo.launch.training import train_here
     from megappo.launch.world import is_rank, join_srun, world_size
     from megappo.platform.permissions import apply_permissions
-    from megappo.prepare.hub import local_overrides, with_local_models
+    from megappo.prepare.hub import local_overrides
     from megappo.resilience.lease import held_lease
     from megappo.resilience.parent import end_with_launcher
 
@@ -119,7 +130,7 @@ def cmd_sft(args: Arguments) -> int:
         end_with_launcher()
         record_exceptions(int(os.environ["RANK"]))
     written = load_config(args.config, args.overrides, SftConfig)
-    config = with_local_models(written)
+    config = _local_models(written)
     from megappo.plan.run import plan_sft
 
     ranks = world_size(config.run)
@@ -223,26 +234,33 @@ def cmd_eval(args: Arguments) -> int:
     from megappo.launch.failure import record_exceptions
     from megappo.launch.local import start_ranks
     from megappo.launch.world import is_rank, join_srun, world_size
+    from megappo.prepare.hub import local_overrides
     from megappo.resilience.parent import end_with_launcher
 
     join_srun()
     if is_rank():
         end_with_launcher()
         record_exceptions(int(os.environ["RANK"]))
-    config = load_config(args.config, args.overrides)
+    written = load_config(args.config, args.overrides)
+    config = _local_models(written)
     from megappo.prepare.evaluate import check_output, plan_evaluation
 
     ranks, output = world_size(config.run), check_output(args.output)
     _require_device(config.run.device)
     planned = plan_evaluation(config, args.checkpoint, args.only, ranks, _device(config.run.device))
-    _require_isolation(planned.config)
     if not is_rank():
+        from megappo.prepare.surroundings import require_isolation_here, require_servers_here
+
+        require_isolation_here(planned.config)
+        require_servers_here(planned.data, resume=False)
         # A live run may save another checkpoint meanwhile: all ranks take this one.
         options = ["--only=" + name for name in args.only] + ([f"--output={args.output}"] if args.output else [])
-        return start_ranks(ranks, ["eval", str(planned.source.path), args.config, *args.overrides, *options])
+        overrides = [*args.overrides, *local_overrides(written, config)]
+        return start_ranks(ranks, ["eval", str(planned.source.path), args.config, *overrides, *options])
     from megappo.trainer.evaluate import evaluate_checkpoint, report
 
     results = evaluate_checkpoint(planned)
+    _leave_world()
     if os.environ["RANK"] == "0":
         report(planned, results, output)
     return DONE
@@ -328,6 +346,28 @@ def _enter_rank(stop: StopRequest) -> None:
     record_exceptions(int(os.environ["RANK"]))
 
 
+def _local_models(config: Config) -> Config:
+    """`with_local_models`. Ranks of torchrun or srun join their world for it: one of them asks the hub."""
+    from megappo.launch.world import is_rank
+    from megappo.prepare.hub import names_models, with_local_models
+
+    if not is_rank() or not names_models(config):  # ranks that megappo starts are told directories
+        return with_local_models(config)
+    from megappo.platform.device import select_device, start_distributed
+    from megappo.trainer.hub_models import local_models_of_ranks
+
+    start_distributed(select_device(config.run.device), config.run.timeouts)
+    return local_models_of_ranks(config)
+
+
+def _leave_world() -> None:
+    """Leave a world that was joined before the training; one that the training joined, it has left."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 def _print_on_rank_0(text: str) -> None:
     if os.environ["RANK"] == "0":
         print(text, flush=True)
@@ -338,15 +378,6 @@ def _require_device(requested: Literal["auto", "cpu", "cuda"]) -> None:
     from megappo.platform.device import select_device
 
     select_device(requested)
-
-
-def _require_isolation(config: TrainConfig) -> None:
-    """ValueError if programs of the policy are to be run, and cannot be isolated here. Not for `plan`, as above."""
-    from megappo.config.evaluations import rewards_of
-    from megappo.prepare.code_rewards import require_isolation
-
-    for reward in rewards_of(config):
-        require_isolation(reward)
 
 
 def _device(requested: Literal["auto", "cpu", "cuda"]) -> Device:
@@ -488,7 +519,9 @@ def build_parser() -> Parser:
     export = command("export", cmd_export, "Write a run's checkpoint as a Hugging Face checkpoint.", config=None)
     export.add_argument("run_dir", metavar="RUN_DIR", help="directory of a run (output_dir/name)")
     export.add_argument("output", metavar="OUTPUT", help="directory to write")
-    export.add_argument("--step", type=positive_int, metavar="N", help="step of the checkpoint (default: the last)")
+    export.add_argument(
+        "--step", type=step_or_best, metavar="N", help="step of the checkpoint, or best, by trainer.keep_best (default: the last)"
+    )
     export.add_argument("--role", metavar="ROLE", default="policy", help="trained role: policy (default) or critic")
     runs = command(
         "runs",

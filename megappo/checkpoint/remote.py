@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megappo.checkpoint.manifest import MANIFEST, list_files
+from megappo.error_text import first_line
 
 COPY_S = 600.0
 """Seconds that a run that ends waits for its last copies: a node's time is worth more than a checkpoint that the disk has too."""
@@ -19,18 +20,42 @@ COPY_S = 600.0
 logger = logging.getLogger(__name__)
 
 
-def open_storage(url: str) -> tuple[Any, str]:
-    """fsspec's file system of a URL, and the path in it. ValueError, one line: unknown protocol, missing package, no access."""
+def require_protocol(url: str) -> None:
+    """ValueError, one line, if fsspec knows no storage of this protocol, or a package for it is missing. Connects to nothing."""
+    from fsspec import get_filesystem_class
+    from fsspec.utils import get_protocol
+
+    try:
+        get_filesystem_class(get_protocol(url))
+    except (ValueError, ImportError) as error:
+        raise ValueError(f"cannot be used: {first_line(error)}") from error
+
+
+def url_of_run(remote: str, name: str) -> str:
+    """URL of a run's copies below `checkpoint.remote`."""
+    return f"{remote.rstrip('/')}/{name}"
+
+
+def storage_of(url: str) -> tuple[Any, str]:
+    """fsspec's file system of a URL, and the path in it, which may be missing. ValueError, one line, as `open_storage`."""
     import fsspec
 
     try:
         storage, root = fsspec.core.url_to_fs(url)
-        storage.makedirs(root, exist_ok=True)
     # Every storage has exceptions of its own (botocore's, gcsfs's), and all of them mean that this one cannot be used.
     except Exception as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ValueError(f"cannot be used: {reason}") from error
+        raise ValueError(f"cannot be used: {first_line(error)}") from error
     return storage, root.rstrip("/")
+
+
+def open_storage(url: str) -> tuple[Any, str]:
+    """As `storage_of`, with the directory made. ValueError, one line: unknown protocol, missing package, no access."""
+    storage, root = storage_of(url)
+    try:
+        storage.makedirs(root, exist_ok=True)
+    except Exception as error:  # as above
+        raise ValueError(f"cannot be used: {first_line(error)}") from error
+    return storage, root
 
 
 class RemoteCopies:
@@ -87,8 +112,7 @@ class RemoteCopies:
             # As above: the storage's own exceptions. The next checkpoint is tried again.
             except Exception as error:
                 self.failed += 1
-                reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-                logger.warning("%s was not copied to %s: %s; training goes on", checkpoint.name, self._url, reason)
+                logger.warning("%s was not copied to %s: %s; training goes on", checkpoint.name, self._url, first_line(error))
             with self._changed:
                 self._copying = None
 

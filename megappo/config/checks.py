@@ -398,18 +398,23 @@ def check_run_dir(run: RunConfig, resume: bool) -> Path:
         raise ConfigError(
             problem("run.output_dir", run.output_dir, f"no permission to write in {existing}; choose another directory")
         )
-    # `megappo launch` writes its folder before the run starts, and the process that starts the ranks its lease.
-    holds_run = path.is_dir() and any(entry.name != LAUNCHES and not is_lease(entry.name) for entry in path.iterdir())
-    if holds_run and not resume:
+    occupied = holds_run(path)
+    if occupied and not resume:
         fix = f"{path} holds another run; use run.name={_free_name(base, run.name)} for a new one, or continue it with --resume"
         raise ConfigError(problem("run.name", run.name, fix))
-    if resume and not holds_run:
+    if resume and not occupied:
         runs = sorted(entry.name for entry in base.iterdir() if entry.is_dir())[:8] if base.is_dir() else []
         there = f"runs there: {', '.join(runs)}" if runs else "there are no runs there"
         raise ConfigError(
             problem("run.name", run.name, f"{path} holds no run to resume ({there}); leave --resume out or name one of them")
         )
     return path
+
+
+def holds_run(run_dir: Path) -> bool:
+    """True if a run has left anything in its directory."""
+    # `megappo launch` writes its folder before the run starts, and the process that starts the ranks its lease.
+    return run_dir.is_dir() and any(entry.name != LAUNCHES and not is_lease(entry.name) for entry in run_dir.iterdir())
 
 
 def is_lease(name: str) -> bool:

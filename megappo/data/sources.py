@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, Protocol
 
+from megappo.error_text import first_line
+
 Record = dict[str, Any]
 
 MAX_DEPTH = 100  # of a record's objects and lists; the reader of JSON ends at Python's recursion limit, some 900 levels
@@ -108,7 +110,7 @@ def _parse_line(spec: str, number: int, line: bytes) -> Record:
     except RecursionError:
         raise ValueError(f"{spec} line {number} is nested more than {MAX_DEPTH} levels deep") from None
     except ValueError as error:
-        raise ValueError(f"{spec} line {number} is not valid JSON: {str(error).splitlines()[0]}") from error
+        raise ValueError(f"{spec} line {number} is not valid JSON: {first_line(error)}") from error
     if not isinstance(record, dict):
         raise ValueError(f"{spec} line {number} is a JSON {type(record).__name__}, not an object")
     return record
@@ -180,7 +182,7 @@ class Parquet(_Arrow):
                 for batch in parquet.ParquetFile(stream).iter_batches(_ARROW_ROWS):
                     yield _arrow_block(pyarrow.Table.from_batches([batch]))
         except (OSError, UnicodeDecodeError, pyarrow.ArrowException) as error:
-            raise ValueError(f"{self.spec} cannot be read as parquet: {str(error).splitlines()[0]}") from error
+            raise ValueError(f"{self.spec} cannot be read as parquet: {first_line(error)}") from error
 
 
 class HubDataset(_Arrow):
@@ -219,9 +221,8 @@ def _load_dataset(spec: str) -> Any:
         return datasets.load_dataset(name, subset, split=split)
     # OSError covers a failed connection, offline mode and a missing dataset; ValueError an unknown subset or split.
     except (OSError, ValueError, DatasetsError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(
-            f"cannot load the Hugging Face dataset {spec}: {reason}; for a local file give a .jsonl or .parquet path"
+            f"cannot load the Hugging Face dataset {spec}: {first_line(error)}; for a local file give a .jsonl or .parquet path"
         ) from error
 
 

@@ -16,6 +16,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Protocol
 
+from megappo.error_text import first_line
+
 Message = Mapping[str, str]
 
 # Files that may belong to a Hugging Face tokenizer, besides the vocabulary files that its class names.
@@ -124,7 +126,7 @@ class HuggingFaceTokenizer:
             # local_files_only: a directory that lacks a file must not be looked up on a hub.
             tokenizer = AutoTokenizer.from_pretrained(str(directory), trust_remote_code=False, local_files_only=True)
         except (OSError, ValueError, ImportError, KeyError, TypeError) as error:
-            raise ValueError(f"transformers cannot read the tokenizer in {directory}: {_first_line(error)}") from error
+            raise ValueError(f"transformers cannot read the tokenizer in {directory}: {first_line(error)}") from error
         if tokenizer.eos_token_id is None:
             raise ValueError(
                 f"{directory / 'tokenizer_config.json'} names no eos_token: set it to the token that ends a response, "
@@ -170,7 +172,7 @@ class HuggingFaceTokenizer:
         try:
             ids = self._tokenizer.apply_chat_template(copies, add_generation_prompt=for_answer, return_dict=False)
         except TemplateError as error:  # raise_exception() of the template, for example "system role not supported"
-            raise ValueError(f"the chat template of {self.path} refuses the messages: {_first_line(error)}") from error
+            raise ValueError(f"the chat template of {self.path} refuses the messages: {first_line(error)}") from error
         return list(ids)
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -207,7 +209,7 @@ class SentencePieceTokenizer:
         try:
             self._processor = SentencePieceProcessor(model_file=str(model))
         except (OSError, RuntimeError) as error:
-            raise ValueError(f"{model} is not a SentencePiece model: {_first_line(error)}") from error
+            raise ValueError(f"{model} is not a SentencePiece model: {first_line(error)}") from error
         if self._processor.eos_id() < 0:
             raise ValueError(f"{model} has no end-of-sequence piece: train it with eos_id >= 0 (spm_train --eos_id=2)")
         self.path = model
@@ -273,7 +275,7 @@ def _read_json(file: Path) -> dict[str, Any]:
     except RecursionError:
         raise ValueError(f"{file} is not valid JSON: nested too deeply") from None
     except ValueError as error:
-        raise ValueError(f"{file} is not valid JSON: {_first_line(error)}") from error
+        raise ValueError(f"{file} is not valid JSON: {first_line(error)}") from error
     if not isinstance(value, dict):
         raise ValueError(f"{file} holds a JSON {type(value).__name__}, not an object")
     return value
@@ -306,7 +308,3 @@ def _no_chat_template(path: Path) -> ValueError:
 
 def _optional(token_id: int) -> int | None:
     return None if token_id < 0 else token_id  # SentencePiece's -1: not defined
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -11,6 +11,7 @@ Every start of a job's ranks is an attempt, numbered by Slurm's count of restart
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -23,11 +24,13 @@ from megappo.config.checks import check_run_dir, run_dir_of
 from megappo.config.errors import ConfigError, problem
 from megappo.config.loading import load_config
 from megappo.config.run_sections import RunConfig
+from megappo.config.schema import TrainConfig
 from megappo.launch.environment import report
-from megappo.launch.exit_codes import MISTAKE, STOPPED, UNRECOVERABLE
-from megappo.launch.failure import KILL_GRACE_S, first_failure
+from megappo.launch.exit_codes import FAILED, MISTAKE, STOPPED, UNRECOVERABLE
+from megappo.launch.failure import KILL_GRACE_S, Failure, first_failure
 from megappo.launch.restart import NoProgress, newest_step, next_start, read_starts, record_start, saved_steps, set_aside
 from megappo.platform.permissions import apply_permissions
+from megappo.prepare.remote_run import fetch, find_copies
 from megappo.resilience.ended import Ended, is_stopped, record_failure
 from megappo.resilience.lease import Lease, LeaseHeld
 
@@ -66,8 +69,15 @@ def begin(launch_dir: Path, run: RunConfig, attempt: int, *, resume: bool) -> bo
 
 
 def end(launch_dir: Path, run_dir: Path, attempt: int, *, status: int, max_requeues: int) -> tuple[str, int]:
-    """Last lines of the log and exit code of the job; REQUEUE asks for a requeue. status: exit code of the ranks."""
-    started_at = next(start.step for start in reversed(read_starts(launch_dir)) if start.attempt == attempt)
+    """Last lines of the log and exit code of the job; REQUEUE asks for a requeue. status: exit code of the ranks.
+
+    RefusedCheckpoint or OSError if the files of the run cannot be read any more; nothing is written then.
+    """
+    started_at = next((start.step for start in reversed(read_starts(launch_dir)) if start.attempt == attempt), None)
+    if started_at is None:
+        raise RefusedCheckpoint(
+            f"{launch_dir} holds no record of attempt {attempt}, which wrote one: is its file system still there?"
+        )
     step = newest_step(run_dir)
     # The ranks end with 0 after a stop; a job of one rank runs `megappo train`, which ends with STOPPED.
     stopped = status in (0, STOPPED, 128 + signal.SIGTERM) and is_stopped(run_dir)
@@ -78,7 +88,7 @@ def end(launch_dir: Path, run_dir: Path, attempt: int, *, status: int, max_reque
     if stopped:
         said = f"megappo: stopped after step {step} with a checkpoint\n"
     else:
-        said = failure.report() if failure is not None else f"megappo: the ranks ended with exit code {status}\n"
+        said = _of_the_ranks(failure, status)
         message = failure.in_one_line() if failure is not None else f"the ranks ended with exit code {status}"
         # srun's status is the highest code, also of ranks that were killed after the first failure.
         of_rank = status if failure is None or failure.code is None or status == UNRECOVERABLE else failure.code
@@ -98,6 +108,18 @@ def end(launch_dir: Path, run_dir: Path, attempt: int, *, status: int, max_reque
     return f"{said}megappo: not requeued: {why}", code
 
 
+def end_without_files(launch_dir: Path, attempt: int, error: Exception, *, status: int) -> tuple[str, int]:
+    """As `end` if the files of the run have become unreadable: what the ranks left is told as far as it can be read."""
+    failure = None
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        failure = first_failure(launch_dir / f"attempt-{attempt}", KILL_GRACE_S)
+    return f"{_of_the_ranks(failure, status)}megappo: not requeued: {error}", status or FAILED
+
+
+def _of_the_ranks(failure: Failure | None, status: int) -> str:
+    return failure.report() if failure is not None else f"megappo: the ranks ended with exit code {status}\n"
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m megappo.launch.attempt", allow_abbrev=False)
     parser.add_argument("action", choices=("begin", "end"))
@@ -109,20 +131,37 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--max-requeues", type=int, default=0)
     args = parser.parse_intermixed_args(argv)  # overrides on both sides of --resume
     attempt = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+    return _begin(args, attempt) if args.action == "begin" else _end(args, attempt)
+
+
+def _begin(args: argparse.Namespace, attempt: int) -> int:
     try:
-        run = load_config(args.config, args.overrides).run
-        apply_permissions(run.permissions)
-        if args.action == "begin":
-            if begin(args.launch_dir, run, attempt, resume=args.resume):
-                print("--resume")
-            return 0
-        text, code = end(args.launch_dir, run_dir_of(run), attempt, status=args.status, max_requeues=args.max_requeues)
+        config = _config_of(args)
+        if not read_starts(args.launch_dir) and (copies := find_copies(config, resume=args.resume)) is not None:
+            fetch(copies, run_dir_of(config.run))
+        if begin(args.launch_dir, config.run, attempt, resume=args.resume):
+            print("--resume")
     except (ConfigError, RefusedCheckpoint, LeaseHeld, NoProgress) as error:
         print(f"megappo: {error}", file=sys.stderr)
         return UNRECOVERABLE if isinstance(error, NoProgress) else MISTAKE
+    return 0
+
+
+def _end(args: argparse.Namespace, attempt: int) -> int:
+    try:
+        run_dir = run_dir_of(_config_of(args).run)
+        text, code = end(args.launch_dir, run_dir, attempt, status=args.status, max_requeues=args.max_requeues)
+    except (ConfigError, RefusedCheckpoint, OSError) as error:  # `begin` has read all of it: no mistake of the user
+        text, code = end_without_files(args.launch_dir, attempt, error, status=args.status)
     print(text, file=sys.stderr)
     print(code)  # not this process's own exit code: srun, which starts it in a container, would log that as the last line
     return 0
+
+
+def _config_of(args: argparse.Namespace) -> TrainConfig:
+    config = load_config(args.config, args.overrides)
+    apply_permissions(config.run.permissions)
+    return config
 
 
 if __name__ == "__main__":

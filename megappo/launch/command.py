@@ -12,10 +12,11 @@ from megappo.launch import submit
 from megappo.launch.attempt import check_start
 from megappo.launch.options import JOB_DEFAULTS, MAX_RESTARTS, SLURM_ONLY
 from megappo.launch.script import Job
-from megappo.launch.training import require_servers_here, train_here
+from megappo.launch.training import train_here
 from megappo.launch.world import world_size
 from megappo.platform.permissions import apply_permissions
 from megappo.prepare.hub import with_local_models
+from megappo.prepare.remote_run import fetch, find_copies
 from megappo.resilience.lease import held_lease
 from megappo.telemetry.console import keep_console
 
@@ -50,9 +51,15 @@ def launch(args: argparse.Namespace, make_plan: MakePlan) -> int:
     submit.check_job(config, job, limits)
     if not args.dry_run:
         submit.check_cluster(job, limits)
-    run_dir = check_start(config.run, resume=args.resume)
+    copies = find_copies(config, resume=args.resume)  # the job fetches them
+    run_dir = check_start(config.run, resume=args.resume and copies is None)
     make_plan(config, job.world_size, args.gpu_memory_gib, resume=args.resume, device="cuda" if job.gpus else "cpu")
-    script = submit.print_script(config, job, resume=args.resume)  # refuses names that a script cannot hold, before any is written
+    if not args.dry_run:
+        from megappo.prepare.surroundings import require_storage  # imports torch
+
+        require_storage(config)
+    # Refuses names that a script cannot hold, before any is written.
+    script = submit.print_script(config, job, run_dir, resume=args.resume)
     if args.dry_run:
         print(script, end="")
         return 0
@@ -78,19 +85,25 @@ def launch_here(args: argparse.Namespace, make_plan: MakePlan) -> int:
             option = "--" + name.removesuffix("_s").replace("_", "-")
             raise ConfigError(f"launch: {option} {value} does not go with --local, which starts the ranks on this machine")
     config = with_local_models(load_config(args.config, args.overrides))
-    from megappo.platform.device import select_device  # imports torch
+    from megappo.platform.device import select_device  # imports torch, as does the next
+    from megappo.prepare.surroundings import require_isolation_here, require_servers_here, require_storage
 
     keep_console()
     ranks = args.gpus_per_node if args.gpus_per_node is not None else world_size(config.run)
     if args.max_restarts:
         submit.require_resumable(config, "a restart", f"{MAX_RESTARTS} 0")
-    run_dir = check_start(config.run, resume=args.resume)
+    copies = find_copies(config, resume=args.resume)
+    run_dir = check_start(config.run, resume=args.resume and copies is None)
     select_device(config.run.device)  # raises if there is no such device
     planned = make_plan(config, ranks, args.gpu_memory_gib, resume=args.resume)
     if args.dry_run:
         print(planned.report(), end="")
         return 0
-    require_servers_here(planned, resume=args.resume)
+    require_isolation_here(config)
+    require_servers_here(planned.data, resume=args.resume)
+    require_storage(config)
+    if copies is not None:
+        fetch(copies, run_dir)
     apply_permissions(config.run.permissions)
     folder = submit.record(config, run_dir)
     print(f"record:  {folder}", flush=True)

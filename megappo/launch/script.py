@@ -17,6 +17,7 @@ import jinja2
 from megappo.config.errors import ConfigError, show
 from megappo.config.paths import odd_character
 from megappo.config.redaction import hide_secrets
+from megappo.launch.exit_codes import STOPPED
 from megappo.launch.failure import KILL_GRACE_S
 
 EXAMPLES = Path(__file__).parents[2] / "scripts" / "slurm"
@@ -111,6 +112,7 @@ def _render(job: Job, *, head: Sequence[str], options: Sequence[str], resume: bo
         launcher=job.launcher,
         signal_lead_s=job.signal_lead_s,
         kill_grace_s=KILL_GRACE_S,
+        requeue=STOPPED,
         max_requeues=job.max_requeues,
         cpus_per_rank=job.cpus_per_rank,
         pyxis=job.uses_pyxis,

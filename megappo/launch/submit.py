@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megappo.config.checks import LAUNCHES, check_run_dir
+from megappo.config.checks import LAUNCHES
 from megappo.config.dump import dump_yaml
 from megappo.config.errors import ConfigError, problem
 from megappo.config.paths import odd_character
@@ -200,9 +200,9 @@ def remarks(config: TrainConfig, job: Job, limits: Limits) -> list[str]:
     return notes
 
 
-def print_script(config: TrainConfig, job: Job, *, resume: bool) -> str:
+def print_script(config: TrainConfig, job: Job, run_dir: Path, *, resume: bool) -> str:
     """Render the script that a launch would submit, without writing anything."""
-    return _script(job, _free_folder(check_run_dir(config.run, resume)), config.run.name, resume)
+    return _script(job, _free_folder(run_dir), config.run.name, resume)
 
 
 def record(config: TrainConfig, run_dir: Path) -> Path:

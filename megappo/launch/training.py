@@ -23,7 +23,7 @@ from megappo.resilience.ended import Ended, is_stopped, read_end, record_failure
 from megappo.resilience.verdict import VERDICT
 
 if TYPE_CHECKING:  # imports torch
-    from megappo.plan.run import PlannedRun
+    pass
 
 RANK_MODULE = "megappo.cli"
 # Everything that a rank imports on its way to the first step, as far as it starts no thread and opens no GPU: a test looks.
@@ -74,14 +74,6 @@ def _evidence() -> Iterator[Path]:
     finally:
         if not (folder / VERDICT).exists():
             shutil.rmtree(folder)
-
-
-def require_servers_here(planned: PlannedRun, *, resume: bool) -> None:
-    """ConfigError, one line, if a reward server cannot be asked from this machine, on which ranks are to start."""
-    from megappo.prepare.remote_rewards import require_reachable
-
-    assert planned.data is not None, "only a plan of shapes has no data"
-    require_reachable(planned.data.reward_parts, resume=resume)
 
 
 def conclude(end: WorldEnd, run_dir: Path) -> int:

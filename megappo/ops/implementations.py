@@ -16,6 +16,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
+from megappo.error_text import first_line
+
 Kernels = Literal["auto", "cpp", "triton", "cuda", "reference"]
 # What `auto` tries, best first.
 ORDER = {"cpu": ("cpp", "reference"), "cuda": ("cuda", "triton", "reference")}
@@ -105,7 +107,7 @@ def _unloadable(library: Path) -> str | None:
         torch.ops.load_library(str(library))
     except OSError as error:
         # torch's message says only that loading failed; the loader's own (a missing symbol or library) is its cause
-        said = str(error.__cause__ or error).splitlines()[0]
+        said = first_line(error.__cause__ or error)
         again = "install megappo again for this torch (pip install --no-build-isolation -e .)"
         return f"the compiled kernels cannot be loaded ({said}): {again}"
     return None

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from megappo.algo.whitening import whitening_moments
+from megappo.error_text import first_line
 from megappo.ops import dispatch
 from megappo.ops.advantages import gae, token_advantages
 from megappo.ops.implementations import ORDER, interpreted, missing
@@ -264,8 +265,7 @@ def _check_here(problem: Problem, device: torch.device) -> Iterator[Finding]:
     try:
         yield from check(problem, device, calls)
     except RuntimeError as error:  # a launch that CUDA refuses, or a failed check of the C++ layer
-        text = str(error).strip().partition("\n")[0]
-        yield Finding(problem.function, "", calls.take(), math.inf, 0.0, (), text)
+        yield Finding(problem.function, "", calls.take(), math.inf, 0.0, (), first_line(error))
 
 
 def check(problem: Problem, device: torch.device, calls: Calls) -> Iterator[Finding]:

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from megappo.error_text import first_line
 from megappo.ops import dispatch, selfcheck
 from megappo.ops.dispatch import Pair
 from megappo.ops.implementations import Kernels
@@ -206,7 +207,7 @@ def main(argument: str) -> None:
             report.write(json.dumps(line) + "\n")
 
     def raised(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        say(raised=f"{kind.__name__}: {error}".strip().partition("\n")[0])
+        say(raised=first_line(error, kind=True))
         sys.__excepthook__(kind, error, trace)
 
     say(started=True)

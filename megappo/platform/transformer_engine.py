@@ -13,6 +13,8 @@ import sys
 from importlib.abc import MetaPathFinder
 from typing import Any
 
+from megappo.error_text import first_line
+
 # A library of a wrong version or place, a core package without its torch part, a torch that it was not compiled for.
 _IMPORT_FAULTS = (ImportError, OSError, RuntimeError, AssertionError, AttributeError)
 
@@ -26,7 +28,7 @@ def import_fault() -> str | None:
         importlib.import_module("transformer_engine.pytorch")
     except _IMPORT_FAULTS as error:
         sys.modules["transformer_engine"] = None  # type: ignore[assignment]  # Python's mark of a module that cannot be imported
-        return f"does not import ({_first_line(error)})"
+        return f"does not import ({first_line(error, kind=True)})"
     return None
 
 
@@ -43,8 +45,3 @@ class _BeforeMegatron(MetaPathFinder):
         if fullname == "megatron.core":
             sys.meta_path.remove(self)
             import_fault()
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

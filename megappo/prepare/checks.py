@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megappo.checkpoint.remote import open_storage
+from megappo.checkpoint.remote import require_protocol
 from megappo.config import evaluations
 from megappo.config.checks import Device, check_config
 from megappo.config.errors import ConfigError, problem
@@ -93,9 +93,9 @@ def check_sft(config: SftConfig, world_size: int, device: Device) -> CheckedSft:
 
 
 def _check_remote(url: str) -> None:
-    """ConfigError if copies of checkpoints cannot be written there."""
+    """ConfigError if no storage has such URLs, or its package is missing. `surroundings.py` asks the storage itself."""
     try:
-        open_storage(url)
+        require_protocol(url)
     except ValueError as error:
         raise ConfigError(problem("checkpoint.remote", url, f"{error}; correct the URL, or set it to null")) from error
 

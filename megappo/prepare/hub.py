@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -18,6 +18,7 @@ from pydantic.fields import FieldInfo
 from megappo.config.errors import ConfigError, problem
 from megappo.config.keys import value_at, value_keys
 from megappo.config.paths import NAMES_MODEL
+from megappo.error_text import first_line
 
 Config = TypeVar("Config", bound=BaseModel)
 
@@ -35,9 +36,7 @@ def with_local_models(config: Config, *, shapes_only: bool = False) -> Config:
 
     Downloads what the cache lacks; shapes_only: config.json alone. ConfigError, one line, if that fails.
     """
-    for key, name in _names(config):
-        config = _replaced(config, key.split("."), _download(key, name, shapes_only))
-    return config
+    return with_values(config, {key: _download(key, name, shapes_only) for key, name in _names(config)})
 
 
 def local_model(key: str, path: str) -> str:
@@ -48,6 +47,28 @@ def local_model(key: str, path: str) -> str:
 def local_overrides(config: BaseModel, resolved: BaseModel) -> list[str]:
     """Overrides that make `resolved` of `config`: other processes of the run read the same revision, whatever the hub says then."""
     return [f"{key}={json.dumps(value_at(resolved, key))}" for key, _ in _names(config)]
+
+
+def names_models(config: BaseModel) -> bool:
+    """True if a model or tokenizer of the configuration is a name of the hub."""
+    return next(_names(config), None) is not None
+
+
+def pinned_names(config: BaseModel, resolved: BaseModel) -> dict[str, str]:
+    """Key -> `owner/name@commit` of every name of the hub in `config`, with the commit that `resolved` has of it."""
+    pins = {}
+    for key, name in _names(config):
+        commit = commit_of(value_at(resolved, key))
+        assert commit is not None, "huggingface_hub returns a snapshot of its cache"
+        pins[key] = f"{name.partition('@')[0]}@{commit}"
+    return pins
+
+
+def with_values(config: Config, values: Mapping[str, str]) -> Config:
+    """Copy of the configuration with other values at these keys."""
+    for key, value in values.items():
+        config = _replaced(config, key.split("."), value)
+    return config
 
 
 def commit_of(path: str) -> str | None:
@@ -97,8 +118,7 @@ def _download(key: str, name: str, shapes_only: bool) -> str:
         if os.environ.get("HF_HUB_OFFLINE", "0").upper() in ("1", "ON", "YES", "TRUE"):
             fix = f"no such directory, and not in the cache, which HF_HUB_OFFLINE allows alone; {by_hand}"
         else:
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            fix = f"no such directory, and not downloaded from the Hugging Face hub: {reason}; {by_hand}"
+            fix = f"no such directory, and not downloaded from the Hugging Face hub: {first_line(error)}; {by_hand}"
     raise ConfigError(problem(key, name, fix))
 
 

@@ -31,6 +31,7 @@ from types import FrameType, TracebackType
 from typing import Protocol
 
 from megappo.config.run_sections import TimeoutsConfig
+from megappo.error_text import first_line
 from megappo.resilience.frames import main_thread_place, place_of
 from megappo.resilience.kill import DUMP_SIGNAL, dump_stacks_of, kill_with_children
 from megappo.resilience.life import SignOfLife, Store
@@ -90,10 +91,10 @@ class Watchdog:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._pulse is not None and trace is not None and "timed out" in str(error).lower() and _in_exchange(trace):
+        if self._pulse is not None and error is not None and trace is not None and _gave_up_waiting(error, trace):
             # The rank that gave up waiting is not the one that is late: let all ranks say where they are.
             self._raised_at = trace
-            why = f"rank {self._rank} gave up waiting: {str(error).splitlines()[0][:300]}"
+            why = f"rank {self._rank} gave up waiting: {first_line(error)[:300]}"
             self._pulse.propose(Verdict.now(self._rank, why, self._rank))
             self._pulse.over.wait(EXCHANGE_S)
         elif self._pulse is not None and self._pulse.verdict is not None:
@@ -294,6 +295,10 @@ class _Pulse:
 
     def _beat_key(self, rank: int) -> str:
         return f"beat/{rank}"
+
+
+def _gave_up_waiting(error: BaseException, trace: TracebackType) -> bool:
+    return "timed out" in str(error).lower() and _in_exchange(trace)
 
 
 def _in_exchange(trace: TracebackType) -> bool:

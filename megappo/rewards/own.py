@@ -20,6 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from megappo.error_text import first_line
 from megappo.rewards.inline import InlinePart
 
 GROUP = "megappo.rewards"
@@ -81,7 +82,9 @@ def load_from_entry_point(name: str, entry_point: str, *, batch: bool, args: Map
     try:
         found = offered[entry_point].load()
     except (Exception, SystemExit) as error:  # anything that the package does
-        raise ValueError(f"{offered[entry_point].value} cannot be imported: {_line_of(error)}{_innermost(error, None)}") from error
+        raise ValueError(
+            f"{offered[entry_point].value} cannot be imported: {first_line(error, kind=True)}{_innermost(error, None)}"
+        ) from error
     file = inspect.getsourcefile(found) if inspect.isfunction(found) else None
     source = Path(file).read_bytes() if file is not None and Path(file).is_file() else None
     return _rule(name, found, offered[entry_point].value, file, source, batch, args)
@@ -114,10 +117,10 @@ def _import(path: str, source: bytes, module_name: str) -> ModuleType:
         spec.loader.exec_module(module)
     except SyntaxError as error:
         del sys.modules[module_name]
-        raise ValueError(f"cannot be imported: {_line_of(error)} (line {error.lineno})") from None
+        raise ValueError(f"cannot be imported: {type(error).__name__}: {error.msg} (line {error.lineno})") from None
     except (Exception, SystemExit) as error:  # anything that the file does
         del sys.modules[module_name]
-        raise ValueError(f"cannot be imported: {_line_of(error)}{_innermost(error, path)}") from error
+        raise ValueError(f"cannot be imported: {first_line(error, kind=True)}{_innermost(error, path)}") from error
     return module
 
 
@@ -145,12 +148,6 @@ def _rule(
         raise ValueError(f"{origin}.requires is {requires!r}, not a tuple of names")
     sha256 = None if source is None else hashlib.sha256(source).hexdigest()
     return OwnRule(name, functools.partial(found, **args), batch, tuple(requires), file, source, sha256)
-
-
-def _line_of(error: BaseException) -> str:
-    text = error.msg if isinstance(error, SyntaxError) else str(error)
-    first = text.strip().split("\n", 1)[0]
-    return f"{type(error).__name__}: {first}" if first else type(error).__name__
 
 
 def _innermost(error: BaseException, file: str | None) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from megappo.rewards.base import RewardInput
-from megappo.rewards.verdict import LARGEST
+from megappo.rewards.verdict import LARGEST, PER_TOKEN, plain
 
 VERSION = 1
 # Name in the request -> field of RewardInput.
@@ -44,15 +44,15 @@ def request_body(samples: Sequence[RewardInput], send: Sequence[str]) -> bytes:
 
 
 def results_of(body: bytes, num_samples: int) -> list[Result]:
-    """Results of the answer, in the order of the samples: {score, parts}, a number where there are no parts, None for undecided.
+    """Results of the answer, in the order of the samples: {score, parts, per_token}, a number if it is alone, None for undecided.
 
-    ValueError, one line, for anything but `num_samples` finite numbers or nulls.
+    ValueError, one line, for anything but `num_samples` finite numbers or nulls. Rewards of tokens are counted by `verdict_of`.
     """
     answer = _parsed(body, "the answer")
     if not isinstance(answer, dict) or not isinstance(answer.get("scores"), list):
         raise ValueError(f"the answer is {_shown(answer)}, not {_ANSWER}")
-    if unknown := sorted(answer.keys() - {"scores", "parts", "version"}):
-        raise ValueError(f"the answer holds {_shown(unknown[0])} beside scores; known are scores, parts and version")
+    if unknown := sorted(answer.keys() - {"scores", "parts", PER_TOKEN, "version"}):
+        raise ValueError(f"the answer holds {_shown(unknown[0])} beside scores; known are scores, parts, per_token and version")
     if answer.get("version", VERSION) != VERSION:
         raise ValueError(f"the answer is of version {_shown(answer['version'])} of the protocol, not {VERSION}")
     scores = _numbers(answer["scores"], "scores", num_samples)
@@ -60,25 +60,50 @@ def results_of(body: bytes, num_samples: int) -> list[Result]:
     if not isinstance(parts, dict):
         raise ValueError(f"parts of the answer is {_shown(parts)}, not a list of numbers for each name")
     columns = {name: _numbers(values, f"parts.{name}", num_samples) for name, values in parts.items()}
-    return [_result(score, {name: values[i] for name, values in columns.items()}) for i, score in enumerate(scores)]
+    tokens = _of_tokens(answer.get(PER_TOKEN), num_samples)
+    return [_result(score, {name: values[i] for name, values in columns.items()}, tokens[i]) for i, score in enumerate(scores)]
 
 
-def _result(score: float | None, parts: Mapping[str, float | None]) -> Result:
+def _result(score: float | None, parts: Mapping[str, float | None], per_token: list[float] | None) -> Result:
     if score is None:
         return None
     given = {name: value for name, value in parts.items() if value is not None}
-    return {"score": score, "parts": given} if given else score
+    beside = {**({"parts": given} if given else {}), **({PER_TOKEN: per_token} if per_token is not None else {})}
+    return {"score": score, **beside} if beside else score
+
+
+def _of_tokens(rows: Any, count: int) -> list[list[float] | None]:
+    """Rewards of the sampled tokens of each sample; None for a sample, or for all, without."""
+    if rows is None:
+        return [None] * count
+    for i, row in enumerate(_of_length(rows, PER_TOKEN, count)):
+        if row is None:
+            continue
+        if not isinstance(row, list):
+            raise BadScore(f"the answer has {_shown(row)} as {PER_TOKEN}[{i}], not a list of numbers", i)
+        for value in row:
+            if not _is_number(value):
+                raise BadScore(f"the answer has {_shown(value)} in {PER_TOKEN}[{i}], not a finite number", i)
+    return [None if row is None else [float(value) for value in row] for row in rows]
 
 
 def _numbers(values: Any, what: str, count: int) -> list[float | None]:
+    for i, value in enumerate(_of_length(values, what, count)):
+        if value is not None and not _is_number(value):
+            raise BadScore(f"the answer has {_shown(value)} as {what}[{i}], not a finite number", i)
+    return [None if value is None else float(value) for value in values]
+
+
+def _of_length(values: Any, what: str, count: int) -> list[Any]:
     if not isinstance(values, list) or len(values) != count:
         got = f"{len(values)} values" if isinstance(values, list) else _shown(values)
         raise ValueError(f"the answer has {got} in {what} for {count} samples")
-    for i, value in enumerate(values):
-        # A bool is an int to Python; comparing keeps integers of a thousand digits exact, and leaves NaN out.
-        if value is not None and (not isinstance(value, (int, float)) or isinstance(value, bool) or not abs(value) <= LARGEST):
-            raise BadScore(f"the answer has {_shown(value)} as {what}[{i}], not a finite number", i)
-    return [None if value is None else float(value) for value in values]
+    return values
+
+
+def _is_number(value: Any) -> bool:
+    # A bool is an int to Python; comparing keeps integers of a thousand digits exact, and leaves NaN out.
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= LARGEST
 
 
 def _parsed(body: bytes, what: str) -> Any:
@@ -120,17 +145,31 @@ def samples_of(body: bytes) -> list[RewardInput]:
 def answer_body(results: Sequence[Any]) -> dict[str, Any]:
     """Answer to these results of a function. ValueError for one that is no score."""
     scores, columns = [], dict[str, list[float | None]]()
+    tokens: list[list[float] | None] = [None] * len(results)
     for i, result in enumerate(results):
-        score, parts = (result.get("score"), result.get("parts", {})) if isinstance(result, Mapping) else (result, {})
-        if isinstance(result, Mapping) and (unknown := set(result) - {"score", "parts"}):
-            raise ValueError(f"returned {sorted(unknown)[0]} beside score and parts")
+        beside = result if isinstance(result, Mapping) else {"score": result}
+        if unknown := set(beside) - {"score", "parts", PER_TOKEN}:
+            raise ValueError(f"returned {sorted(unknown)[0]} beside score, parts and per_token")
+        score, parts = beside.get("score"), beside.get("parts", {})
         for name, value in {"the score": score, **parts}.items():
-            if value is not None and not (isinstance(value, (int, float)) and math.isfinite(value)):
-                raise ValueError(f"returned {value!r} as {name}, not a finite number")
+            if value is not None:
+                _require_finite(value, name)
+        if (rewards := plain(beside.get(PER_TOKEN))) is not None:
+            if not isinstance(rewards, (list, tuple)):
+                raise ValueError(f"returned {rewards!r} as per_token, not a list of numbers")
+            for at, value in enumerate(rewards):
+                _require_finite(value, f"per_token[{at}]")
+            tokens[i] = [float(value) for value in rewards]
         scores.append(None if score is None else float(score))
         for name, value in parts.items():
             columns.setdefault(name, [None] * len(results))[i] = float(value)
-    return {"version": VERSION, "scores": scores, **({"parts": columns} if columns else {})}
+    of_tokens = {PER_TOKEN: tokens} if any(rewards is not None for rewards in tokens) else {}
+    return {"version": VERSION, "scores": scores, **({"parts": columns} if columns else {}), **of_tokens}
+
+
+def _require_finite(value: Any, name: str) -> None:
+    if not (isinstance(value, (int, float)) and math.isfinite(value)):
+        raise ValueError(f"returned {value!r} as {name}, not a finite number")
 
 
 def _sample_of(item: Any, where: str) -> RewardInput:

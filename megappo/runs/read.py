@@ -46,12 +46,14 @@ T = TypeVar("T")
 class Checkpoint:
     """The newest complete checkpoint (sizes checked, contents not). time: of its commit, epoch seconds.
 
+    weights_only: saved by `checkpoint.save_only_model`, and nothing to resume from.
     best: {step, metric, mode, value} of the best step of the run so far, which has a checkpoint too; None if the run chooses none.
     """
 
     step: int
     time: float
     bytes: int
+    weights_only: bool
     best: Mapping[str, Any] | None = None
 
 
@@ -207,7 +209,8 @@ def _newest(run_dir: Path) -> tuple[Checkpoint | None, list[str]]:
         place = directory.step_path(step)
         try:
             manifest = directory.read(step)
-            return Checkpoint(step, (place / MANIFEST).stat().st_mtime, manifest.total_bytes, manifest.facts.get(BEST)), faults
+            time = (place / MANIFEST).stat().st_mtime
+            return Checkpoint(step, time, manifest.total_bytes, manifest.model_only, manifest.facts.get(BEST)), faults
         except BROKEN as error:
             # Retention of a live run removes checkpoints while they are read.
             if place.exists():

@@ -11,7 +11,7 @@ from typing import Any
 
 from megappo.resilience.ended import ENDED
 from megappo.resilience.lease import LEASE
-from megappo.runs.read import Run, find_runs, read_run
+from megappo.runs.read import Checkpoint, Run, find_runs, read_run
 from megappo.runs.verify import checkpoints_of, exit_code, verify_checkpoint
 from megappo.telemetry.tables import GIB, MIB, figures, plain, table
 
@@ -68,11 +68,18 @@ def _notes(run: Run) -> Iterator[str]:
     if run.ended is not None and run.ended.message and run.state in ("failed", "stopped"):
         yield plain(run.ended.message)
     if run.state == "died":
-        way_out = f"; --resume goes on after step {run.checkpoint.step}" if run.checkpoint is not None else ""
-        yield f"its process is gone and left no {ENDED}: killed from outside, or its machine went down{way_out}"
+        yield f"its process is gone and left no {ENDED}: killed from outside, or its machine went down{_way_on(run.checkpoint)}"
     if run.state == "unknown" and not run.faults:
         yield f"has neither {LEASE} nor {ENDED}: an earlier version of megappo wrote none"
     yield from map(plain, run.faults)
+
+
+def _way_on(checkpoint: Checkpoint | None) -> str:
+    if checkpoint is None:
+        return ""
+    if checkpoint.weights_only:
+        return f"; step-{checkpoint.step} holds weights only (checkpoint.save_only_model): megappo export takes it, --resume cannot"
+    return f"; --resume goes on after step {checkpoint.step}"
 
 
 def _facts(run: Run) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from megappo.trainer.evaluation import Evaluation, Evaluator
 from megappo.trainer.main import evaluators_of_run, rollout_of, sampling_params, scorer_of
 from megappo.trainer.reward_model import ModelScorer, model_scorer
 from megappo.trainer.roles import RewardModel
+from megappo.trainer.surroundings import require_surroundings
 
 
 def evaluate_checkpoint(planned: PlannedEvaluation, engines: EngineBackend = MegatronEngines) -> list[Evaluation]:
@@ -44,6 +45,7 @@ def evaluate_checkpoint(planned: PlannedEvaluation, engines: EngineBackend = Meg
     start_distributed(device, config.run.timeouts)
     configure_logging(dist.get_rank(), dist.get_world_size())
     torch.manual_seed(config.run.seed)
+    require_surroundings(config, data, resume=False)
     policy, score_model = _load_models(planned, engines, device)
     rollout = rollout_of(config, data.tokenizer, policy, device)
     evaluators = _evaluators(planned, score_model)

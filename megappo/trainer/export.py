@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import torch.distributed as dist
 
+from megappo.checkpoint.directory import CheckpointDirectory
 from megappo.checkpoint.store import CheckpointStore
+from megappo.config.errors import ConfigError, problem
 from megappo.config.layout_checks import trained_sections
 from megappo.config.loading import load_config
 from megappo.config.role_sections import ModelConfig, ParallelConfig
@@ -20,11 +23,13 @@ from megappo.trainer.build_roles import spec_of_role
 from megappo.trainer.rundir import RunDir
 
 
-def export_checkpoint(run: str, output: str, *, role: str, step: int | None, engines: EngineBackend = MegatronEngines) -> int:
+def export_checkpoint(
+    run: str, output: str, *, role: str, step: int | Literal["best"] | None, engines: EngineBackend = MegatronEngines
+) -> int:
     """Export `role` of the run in directory `run` to `output`, which must not exist; returns the step.
 
-    role: a trained one. step: None takes the newest valid one. engines: builds the model of the run's resolved configuration; those
-    of the run. ValueError for a missing run or checkpoint, another role, or an existing output.
+    role: a trained one. step: None takes the newest valid one, best that of `trainer.keep_best`. engines: builds the model of the
+    run's resolved configuration; those of the run. ValueError for a missing run or checkpoint, another role, or an existing output.
     """
     run_dir = RunDir(Path(run))
     if not run_dir.config.is_file():
@@ -38,6 +43,8 @@ def export_checkpoint(run: str, output: str, *, role: str, step: int | None, eng
     config = load_config(str(run_dir.config), [])
     if role not in trained_sections(config):
         raise ValueError(f"--role {role}: checkpoints hold {', '.join(trained_sections(config))}")
+    if step == "best":
+        step = _best_step(run_dir)
     spec = spec_of_role(config, role, None)
     alone = spec.section.model_copy(update={"parallel": ParallelConfig()})
     # The head comes from the checkpoint, whatever it started from.
@@ -50,3 +57,14 @@ def export_checkpoint(run: str, output: str, *, role: str, step: int | None, eng
         engine.export(Path(output), Path(spec.model))
     dist.destroy_process_group()
     return exported
+
+
+def _best_step(run_dir: RunDir) -> int:
+    """Step of the best checkpoint of the run so far. ConfigError if the run chooses none, or has saved none."""
+    newest = CheckpointDirectory(run_dir.checkpoints).newest()
+    if newest is None:
+        raise ConfigError(problem("--step", "best", f"{run_dir.checkpoints} holds no complete checkpoint"))
+    if newest.best_step is None:
+        fix = f"step-{newest.step} knows of none: the run has no trainer.keep_best, or no evaluation yet; name a step"
+        raise ConfigError(problem("--step", "best", fix))
+    return newest.best_step

@@ -14,10 +14,12 @@ import torch
 import torch.distributed as dist
 
 from megappo.algo.kl import AdaptiveKL, FixedKL, KLController
+from megappo.checkpoint.remote import url_of_run
 from megappo.checkpoint.store import CheckpointStore
 from megappo.config.batch import step_arithmetic
 from megappo.config.dump import dump_yaml
-from megappo.config.evaluations import best_metric, config_of_set, longest_sequence_tokens, rewards_of
+from megappo.config.errors import ConfigError
+from megappo.config.evaluations import best_metric, config_of_set, longest_sequence_tokens
 from megappo.config.layout_checks import roles_in_use, trained_sections
 from megappo.config.redaction import redacted_values
 from megappo.config.reward_sections import RewardConfig
@@ -30,10 +32,10 @@ from megappo.parallel.consensus import on_rank_zero
 from megappo.parallel.layout import layout_of
 from megappo.platform.device import select_device, start_distributed
 from megappo.platform.permissions import apply_permissions
-from megappo.prepare.code_rewards import require_isolation
 from megappo.prepare.critic_source import critic_source
 from megappo.prepare.data import RunData
 from megappo.prepare.evaluations import EvaluationSet
+from megappo.prepare.remote_run import fetch, find_copies
 from megappo.prepare.reward_routes import recipe_of
 from megappo.resilience.lease import Lease
 from megappo.resilience.run_time import input_accepted
@@ -58,12 +60,12 @@ from megappo.trainer.kernel_selection import select_kernels
 from megappo.trainer.ppo import PPO
 from megappo.trainer.replicas import ReplicaCheck
 from megappo.trainer.reward_model import ModelScorer, model_scorer
-from megappo.trainer.reward_servers import require_servers
 from megappo.trainer.run_facts import require_equal_data, run_facts, warn_of_changes
 from megappo.trainer.rundir import RunDir
 from megappo.trainer.scoring import ScoringProgress
 from megappo.trainer.shaping import HOST_OPS
 from megappo.trainer.state import TrainerState
+from megappo.trainer.surroundings import require_surroundings
 from megappo.trainer.watch import watched
 
 
@@ -91,6 +93,7 @@ def train(
     random.seed(config.run.seed)
     numpy.random.seed(config.run.seed % 2**32)
     run_dir, facts = RunDir.of(config.run), facts_of_ranks(config, data, resume=resume)
+    fetch_on_rank_0(config, run_dir.root, resume=resume)
     with run_dir.claim(config.run, dump_yaml(config), resume=resume) as lease:
         with watched(config.run.timeouts, run_dir.root) as watchdog, closing(_store_of(config, run_dir, lease)) as store:
             finished = _train(
@@ -108,11 +111,23 @@ def facts_of_ranks(config: TrainConfig, data: RunData, *, resume: bool) -> dict[
     """
     facts = run_facts(config, data)
     require_equal_data(facts)
-    for reward in rewards_of(config):
-        require_isolation(reward)
-    for parts in (data.reward_parts, *(one.reward_parts for one in data.evaluations)):
-        require_servers(parts, resume=resume)
+    require_surroundings(config, data, resume=resume)
     return facts
+
+
+def fetch_on_rank_0(config: TrainConfig, run_dir: Path, *, resume: bool) -> None:
+    """Fetch a run that is not here, where torchrun or srun started the ranks; other launchers have done it. Collective."""
+
+    def attempt() -> str | None:
+        try:
+            if (copies := find_copies(config, resume=resume)) is not None:
+                fetch(copies, run_dir)
+        except ValueError as error:
+            return str(error)
+        return None
+
+    if (fault := on_rank_zero("fetching a checkpoint", attempt)) is not None:
+        raise ConfigError(fault)
 
 
 def _train(
@@ -194,7 +209,7 @@ def _train(
 
 def _store_of(config: TrainConfig, run_dir: RunDir, lease: Lease) -> CheckpointStore:
     settings = config.checkpoint
-    remote = f"{settings.remote.rstrip('/')}/{config.run.name}" if settings.remote is not None else None
+    remote = url_of_run(settings.remote, config.run.name) if settings.remote is not None else None
     return CheckpointStore(run_dir.checkpoints, settings.keep_last, settings.save_only_model, lease.id, remote)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from megappo.config.batch import step_arithmetic
 from megappo.config.checks import check_config
 from megappo.config.dump import dump_yaml
-from megappo.config.errors import ConfigError
+from megappo.config.errors import ConfigError, problem
 from megappo.config.layout_checks import role_sections, roles_in_use
 from megappo.config.loading import explicit_keys, load_config
 from megappo.config.role_sections import ParallelConfig
@@ -63,6 +63,10 @@ def num_gpus(asked: int | None, config: TrainConfig) -> int:
 def make_search(question: Question) -> Search:
     """The search for a question. ConfigError, one line, if its options do not fit together."""
     _check_gpus(question.gpus, question.hardware)
+    if question.config.data.fit_batch:
+        # Every layout would train on another batch, and the shortest step would be that of the smallest.
+        fix = "tune compares layouts at one batch; write the sizes that `megappo plan` says instead, and set it to false"
+        raise ConfigError(problem("data.fit_batch", True, fix))
     run = question.config.run.model_copy(update={"num_ranks": question.gpus})
     config = question.config.model_copy(update={"run": run})
     tuned = _tuned_roles(config, question.roles)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megappo.error_text import first_line
 from megappo.ops import dispatch
 from megappo.ops.implementations import Kernels
 from scripts.bench.model import Absent, Calls, Candidate
@@ -118,7 +119,7 @@ def peer(
                 imported = importlib.import_module(module)
             return make(imported)
         except (ImportError, AttributeError, OSError, RuntimeError) as error:
-            raise Absent(f"{package}{_version(package)} cannot be used: {first_line(error)}") from None
+            raise Absent(f"{package}{_version(package)} cannot be used: {reason_of(error)}") from None
 
     return Candidate(name, "peer", checked, note, **fields)
 
@@ -129,9 +130,9 @@ def _version(package: str) -> str:
     return ""
 
 
-def first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0]}"[:160]
+def reason_of(error: BaseException) -> str:
+    """Kind and first line of an error, short enough for a table."""
+    return first_line(error, kind=True)[:160]
 
 
 class TooSlow(Exception):

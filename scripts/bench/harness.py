@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from scripts.bench.candidates import TooSlow, first_line, time_limit
+from scripts.bench.candidates import TooSlow, reason_of, time_limit
 from scripts.bench.clock import Clock, Memory, summary
 from scripts.bench.model import Absent, Benchmark, Calls, Candidate, Line, Problem, Report
 
@@ -114,7 +114,7 @@ def _enter(candidate: Candidate, problem: Problem, memory: Memory, settings: Set
         line.status, line.reason = "absent", str(reason)
         return line, None
     except OUR_FAULTS if candidate.kind == "ours" else Exception as error:  # noqa: B030  whatever other code raises is its result
-        line.status, line.reason = "failed", first_line(error)
+        line.status, line.reason = "failed", reason_of(error)
         return line, None
     wrong = [d for d in differences if d.wrong]
     if wrong:

@@ -11,7 +11,7 @@ from megappo.config.checks import check_run_dir
 from megappo.config.errors import ConfigError
 from megappo.config.run_sections import RunConfig
 from megappo.launch.attempt import REQUEUE, SKIPPED, begin, end, main
-from megappo.launch.exit_codes import MISTAKE, STOPPED, UNRECOVERABLE
+from megappo.launch.exit_codes import FAILED, MISTAKE, STOPPED, UNRECOVERABLE
 from megappo.launch.restart import NoProgress
 from megappo.resilience.ended import Ended, read_end, record_end
 from megappo.resilience.lease import Lease
@@ -214,8 +214,29 @@ def test_checkpoints_that_cannot_be_read_stop_the_job_and_nothing_is_moved(
     text = capsys.readouterr().err
     assert said in text and "nothing was" in text and text.count("\n") == 1
     assert contents(run_dir) == before
-    assert main(["end", launch_dir, "--status", "1", str(config), "run.name=run"]) == MISTAKE
-    assert said in capsys.readouterr().err and contents(run_dir) == before
+    assert main(["end", launch_dir, "--status", "1", str(config), "run.name=run"]) == 0
+    log = capsys.readouterr()
+    assert log.out == "1\n", "the exit code of the ranks: a lost disk is no mistake of the user"
+    lines = log.err.splitlines()
+    assert lines[0] == "megappo: the ranks ended with exit code 1" and lines[1].startswith("megappo: not requeued: ")
+    assert said in lines[1] and len(lines) == 2 and contents(run_dir) == before
+
+
+@pytest.mark.parametrize(("status", "code"), [(137, 137), (0, FAILED)])
+def test_a_job_whose_run_directory_has_gone_says_so(run_dir: Path, tmp_path: Path, capsys, status: int, code: int) -> None:
+    """Also after ranks that ended well: nobody can see what they saved."""
+    config, launch_dir = write_run(tmp_path), run_dir / "launch" / "001"
+    started(run_dir, 0)
+    run_dir.rename(tmp_path / "elsewhere")
+    assert main(["end", str(launch_dir), "--status", str(status), "--max-requeues", "3", str(config), "run.name=run"]) == 0
+    log = capsys.readouterr()
+    assert log.out == f"{code}\n"
+    assert f"not requeued: {launch_dir} holds no record of attempt 0" in log.err and "is its file system still there?" in log.err
+    (tmp_path / "elsewhere").rename(run_dir)
+    config.unlink()
+    assert main(["end", str(launch_dir), "--status", str(status), str(config), "run.name=run"]) == 0
+    log = capsys.readouterr()
+    assert log.out == f"{code}\n" and f"not requeued: {config}" in log.err, "a configuration that begin has read"
 
 
 def test_a_run_that_somebody_writes_to_is_not_started_and_not_moved(run_dir: Path, tmp_path: Path, capsys) -> None:

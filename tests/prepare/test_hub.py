@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -173,3 +174,66 @@ def test_the_other_processes_of_a_run_are_told_the_directory(tmp_path: Path, mon
     assert load_config(run, overrides) == resolved and isinstance(resolved, TrainConfig)
     assert resolved.critic.model is None, "null still means policy.model"
     assert commit_of(resolved.policy.model) == COMMIT and commit_of(str(tmp_path)) is None
+
+
+RANK = """
+import os, sys
+import torch.distributed as dist
+from megappo.config.errors import ConfigError
+from megappo.config.loading import load_config
+from megappo.prepare.hub import with_local_models
+from megappo.trainer.hub_models import local_models_of_ranks
+dist.init_process_group("gloo")
+rank, (path, *names) = dist.get_rank(), sys.argv[1:]
+for name in names:
+    resolve = with_local_models if name.startswith("alone:") else local_models_of_ranks
+    try:
+        found = resolve(load_config(path, [f"policy.model={name.removeprefix('alone:')}"])).policy.model
+    except ConfigError as error:
+        found = str(error)
+    dist.barrier()
+    print(found, flush=True)
+dist.destroy_process_group()
+"""
+
+
+def resolved_by_ranks(folder: Path, hub: Hub, *names: str, shared: bool = True) -> list[list[str]]:
+    """What each of two ranks makes of every name. shared: one cache for both."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    ranks = []
+    for rank in ("0", "1"):
+        variables = environment(folder if shared else folder / rank, hub)
+        variables |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        command = [sys.executable, "-c", RANK, str(folder / "run.yaml"), *names]
+        ranks.append(subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, text=True))
+    said = [rank.communicate(timeout=120)[0].splitlines() for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0]
+    return said
+
+
+def questions(hub: Hub) -> int:
+    return sum(line.startswith("GET /api/") and line.endswith("/revision/main") for line in hub.asked)
+
+
+def test_one_rank_asks_the_hub_and_the_others_learn_the_outcome(hub: Hub, tmp_path: Path) -> None:
+    write_run(tmp_path)
+    hub.asked.clear()
+    first, second = resolved_by_ranks(tmp_path, hub, NAME, "lab/absent")
+    assert first == second and commit_of(first[0]) == COMMIT
+    assert first[1].startswith('policy.model = "lab/absent": no such directory')
+    fetched = [line for line in hub.asked if line.startswith("GET /lab/tiny/resolve/")]
+    assert questions(hub) == 2, "one for each name"
+    assert len(fetched) == len(set(fetched)), "no file is downloaded twice into one cache"
+
+
+def test_ranks_with_a_cache_of_their_own_download_the_commit_of_rank_0(hub: Hub, tmp_path: Path) -> None:
+    write_run(tmp_path)
+    hub.asked.clear()
+    (first,), (second,) = resolved_by_ranks(tmp_path, hub, NAME, shared=False)
+    assert first != second and commit_of(first) == commit_of(second) == COMMIT
+    assert questions(hub) == 1, "the name is asked for once; the files of the commit by both"
+    hub.asked.clear()
+    resolved_by_ranks(tmp_path, hub, f"alone:{NAME}", shared=False)
+    assert questions(hub) == 2, "each rank for itself asks twice: the count can tell"

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import wait
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from megappo.config.reward_sections import RemoteConfig
 from megappo.rewards.base import RewardError, RewardInput
 from megappo.rewards.remote import RemotePart
 from megappo.rewards.server import Server
+from megappo.rewards.verdict import verdict_of
 from megappo.rewards.wire import answer_body, results_of, samples_of
 from tests.rewards import faulty_server as faulty
 from tests.rewards.faulty_server import Behaviour, FaultyServer, Handler, saying, serving
@@ -67,6 +69,17 @@ def test_samples_go_out_in_batches_and_come_back_in_order(server: FaultyServer) 
     assert [[item["id"] for item in asked["samples"]] for _, asked in server.requests] == [["t#0", "t#1"], ["t#2", "t#3"], ["t#4"]]
     assert all(asked["version"] == 1 for _, asked in server.requests)
     assert results(server, [], [], concurrency=1) == [] and not server.requests, "a rank without a share asks nothing"
+
+
+def test_rewards_of_tokens_come_over_the_wire_and_are_counted(server: FaultyServer) -> None:
+    answer = json.dumps({"scores": [1, 2], "per_token": [[0.5, -1, 0], None]})
+    found = results(server, [saying(answer)], [SAMPLES[0], SAMPLES[1]])
+    assert found == [{"score": 1.0, "per_token": [0.5, -1.0, 0.0]}, 2.0]
+    of_three = RewardInput("q", "r", "a", False, 3, {}, "t#0")
+    verdict = verdict_of(found[0], "rm", of_three)
+    assert verdict.per_token == (0.5, -1.0, 0.0) and verdict.parts == {"per_token": -0.5}
+    with pytest.raises(RewardError, match="per_token with 3 rewards for 4 sampled tokens"):
+        verdict_of(found[0], "rm", replace(of_three, num_tokens=4))
 
 
 def test_a_sample_is_sent_the_fields_that_were_asked_for_and_its_record_only_then(server: FaultyServer) -> None:
@@ -276,6 +289,9 @@ REFUSED: list[tuple[Behaviour, str]] = [
     (saying('{"score": [1, 2]}'), "not {"),
     (saying('{"scores": [1, 2], "part": {}}'), 'the answer holds "part" beside scores'),
     (saying('{"scores": [1, 2], "parts": {"a": [1]}}'), "the answer has 1 values in parts.a for 2 samples"),
+    (saying('{"scores": [1, 2], "per_token": [[1]]}'), "the answer has 1 values in per_token for 2 samples"),
+    (saying('{"scores": [1, 2], "per_token": [null, 3]}'), "the answer has 3 as per_token[1], not a list of numbers"),
+    (saying('{"scores": [1, 2], "per_token": [null, [1, true]]}'), "the answer has true in per_token[1], not a finite number"),
     (saying('{"scores": [1, 2], "version": 2}'), "the answer is of version 2"),
 ]
 
@@ -375,9 +391,10 @@ def test_a_certificate_is_verified(certificates: dict[str, tuple[Path, Path]]) -
 def test_both_sides_read_each_other() -> None:
     body = b'{"version": 1, "samples": [{"id": "a#1", "response": "r", "tokens": [1, 2], "truncated": true}]}'
     assert samples_of(body) == [RewardInput("", "r", "", True, 0, {}, "a#1", "", (1, 2))]
-    given = [{"score": 1, "parts": {"a": 2}}, None, 0.5]
+    given = [{"score": 1, "parts": {"a": 2}}, None, 0.5, {"score": 0, "per_token": (1, 0.5)}]
     answer = json.dumps(answer_body(given)).encode()
-    assert results_of(answer, 3) == [{"score": 1.0, "parts": {"a": 2.0}}, None, 0.5]
+    assert results_of(answer, 4) == [{"score": 1.0, "parts": {"a": 2.0}}, None, 0.5, {"score": 0.0, "per_token": [1.0, 0.5]}]
+    assert "per_token" not in answer_body(given[:3]), "a server without it answers as before"
 
 
 @pytest.mark.parametrize(
@@ -398,7 +415,16 @@ def test_a_wrong_request_is_refused_with_its_place(body: bytes, says: str) -> No
 
 
 @pytest.mark.parametrize(
-    "result", [float("nan"), "1", {"score": 1, "per_token": [1]}, {"score": float("inf")}, {"score": 1, "parts": {"a": "b"}}]
+    "result",
+    [
+        float("nan"),
+        "1",
+        {"score": 1, "per_token": 1},
+        {"score": 1, "per_token": [float("nan")]},
+        {"score": 1, "weight": 2},
+        {"score": float("inf")},
+        {"score": 1, "parts": {"a": "b"}},
+    ],
 )
 def test_a_server_does_not_send_what_is_no_score(result: Any) -> None:
     with pytest.raises(ValueError, match="returned"):

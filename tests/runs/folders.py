@@ -26,14 +26,14 @@ FILES = (
 )
 
 
-def save(run_dir: Path, step: int) -> Path:
+def save(run_dir: Path, step: int, *, weights_only: bool = False) -> Path:
     """A checkpoint of one rank with the names that every one has."""
     place = CheckpointDirectory(run_dir / "checkpoints").step_path(step)
     for name in FILES:
         (place / name).parent.mkdir(parents=True, exist_ok=True)
         (place / name).write_bytes(f"{name} of {step}".encode() * 100)
     entries = {name: fingerprint_file(place / name) for name in list_files(place)}
-    write_manifest(place, Manifest(step, 1, False, {}, entries))
+    write_manifest(place, Manifest(step, 1, weights_only, {}, entries))
     return place
 
 

@@ -150,6 +150,21 @@ def test_a_broken_file_is_a_fault_of_its_run_alone(tmp_path, capsys, name, make,
     assert snapshot(tmp_path) == before
 
 
+def test_a_run_that_died_is_said_to_go_on_only_if_it_can(tmp_path, capsys):
+    for name, weights_only in (("whole", False), ("weights", True)):
+        write_lease(tmp_path / name, pid=NO_PROCESS)
+        save(tmp_path / name, 4, weights_only=weights_only)
+    write_lease(tmp_path / "without", pid=NO_PROCESS)
+    assert cli.main(["runs", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    whole, weights, without = (
+        next(line for line in lines if line.startswith(f"  {name}: ")) for name in ("whole", "weights", "without")
+    )
+    assert whole.endswith("; --resume goes on after step 4")
+    assert weights.endswith("; step-4 holds weights only (checkpoint.save_only_model): megappo export takes it, --resume cannot")
+    assert without.endswith("or its machine went down")
+
+
 def test_text_of_others_does_not_reach_the_terminal(tmp_path, capsys):
     name = "a\x1b[31m\n" + os.fsdecode(b"\xff")
     write_end(tmp_path / name, "failed", code=1, message="rank 1:\x1b]0;title\x07 ValueError\nTraceback " + "x" * 1000)

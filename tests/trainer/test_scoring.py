@@ -50,7 +50,10 @@ def scoring_world(rank: int) -> dict[str, Any]:
 
     seen: list[tuple[int, int]] = []
 
+    asked: list[int] = []
+
     def score_model(prompts: Any, judged: Any) -> list[Verdict]:
+        asked.append(len(prompts))
         return [Verdict(float(prompt.answer), {}) for prompt in prompts]
 
     def scorer(rule: Any, extra: dict[str, float]) -> Scorer:
@@ -67,7 +70,10 @@ def scoring_world(rank: int) -> dict[str, Any]:
         failed = ""
     except RewardError as error:
         failed = str(error)
-    return {"found": found, "progress": progress, "failed": failed, "called": len(called)}
+    odd = [i for i in range(count) if i % 3]
+    of_one_recipe = ([prompts[i] for i in odd], [responses[i] for i in odd], tokenizer)
+    unjudged = scoring.score_responses(*of_one_recipe, scorer(index, {"model": 1.0}))
+    return {"found": found, "unjudged": unjudged, "asked": asked, "progress": progress, "failed": failed, "called": len(called)}
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +89,14 @@ def test_each_rank_has_the_scores_of_its_samples_in_their_order(ranks: list[dict
         assert found.per_token == [[0.0, i if i % 3 else 2 * i, 0.0] for i in numbers]
         assert len(found.seconds["rule"]) == SHARE
     assert max(ranks[1]["found"].seconds["rule"]) >= 0.1
+
+
+def test_a_recipe_without_the_reward_model_is_scored_without_it(ranks: list[dict[str, Any]]) -> None:
+    """Of a step whose samples all take such a recipe the model is asked nothing, on no rank."""
+    for rank in ranks:
+        assert rank["asked"] == [2 * SHARE // 3], "the samples of the other recipe, once"
+        assert rank["unjudged"].total == [float(i) for i in range(2 * SHARE) if i % 3]
+        assert rank["unjudged"].model_total is None
 
 
 def test_all_ranks_see_how_far_all_are(ranks: list[dict[str, Any]]) -> None:

@@ -106,6 +106,7 @@ def test_experts_are_placed(tmp_path, capsys):
 
 
 MISTAKES = [
+    (["--gpu", "h100", "data.fit_batch=true"], "data.fit_batch = true: tune compares layouts at one batch; write the sizes"),
     (["--gpu", "h900"], "--gpu h900: no such profile; use a100, h100, h200, b200, cpu"),
     (["--gpu", "h100", "--gpus", "0"], "argument --gpus: 0 is not an integer >= 1"),
     (["--gpu", "h100", "--gpus", "-8"], "argument --gpus: -8 is not an integer >= 1"),

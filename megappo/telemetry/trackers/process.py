@@ -19,6 +19,7 @@ from typing import Any
 
 from megappo.config.redaction import hide_secrets
 from megappo.config.run_sections import TelemetryConfig
+from megappo.error_text import first_line
 from megappo.telemetry.trackers.base import Histogram, Status, Tracker
 from megappo.telemetry.trackers.mlflow_run import Mlflow
 from megappo.telemetry.trackers.wandb_run import Wandb
@@ -94,9 +95,8 @@ def give(tracker: Tracker, record: Mapping[str, Any]) -> None:
 
 
 def reason_of(error: Exception) -> str:
-    """One line for a warning: the kind of error and the first line of its message, without the password of an address."""
-    first = next((line for line in str(error).splitlines() if line.strip()), "")
-    return f"{type(error).__name__}: {hide_secrets(first.strip())}" if first else type(error).__name__
+    """One line for a warning, without the password of an address."""
+    return hide_secrets(first_line(error, kind=True))
 
 
 def _follow(parent: int) -> None:

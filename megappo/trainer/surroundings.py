@@ -1,0 +1,30 @@
+"""Surroundings of all ranks, checked together before a model is built: a rank that raised alone would leave the others waiting."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from megappo.config.errors import ConfigError
+from megappo.config.schema import TrainConfig
+from megappo.prepare.data import EvaluationData, RunData
+from megappo.prepare.surroundings import require_isolation_here, require_servers_here, require_storage
+
+
+def require_surroundings(config: TrainConfig, data: RunData | EvaluationData, *, resume: bool) -> None:
+    """ConfigError on all ranks, naming the first such rank, if one of them cannot isolate programs or reach a reward server.
+
+    Rank 0 also opens the storage for copies of checkpoints, which it alone makes. Collective.
+    """
+    fault = None
+    try:
+        require_isolation_here(config)
+        require_servers_here(data, resume=resume)
+        if dist.get_rank() == 0:
+            require_storage(config)
+    except ConfigError as error:
+        fault = str(error)
+    faults: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(faults, fault)
+    for rank, found in enumerate(faults):
+        if found is not None:
+            raise ConfigError(f"rank {rank}: {found}")
