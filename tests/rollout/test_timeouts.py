@@ -26,7 +26,7 @@ def test_ranks_meet_before_a_generation(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(vllm_engine, "meet", meet)
     engine = object.__new__(vllm_engine.VllmEngine)
-    engine._version, engine._timeouts, engine._max_model_len = 1, TIMEOUTS, 16
+    engine._version, engine._timeouts, engine._max_model_len, engine._subworld = 1, TIMEOUTS, 16, None
     engine._memory = SimpleNamespace(weights_asleep=False)
     with pytest.raises(RankIsLate, match="^generation 7.0$"):
         engine.generate([Request((3, 4), 0)], SamplingParams(max_tokens=4))
