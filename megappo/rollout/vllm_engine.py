@@ -84,7 +84,7 @@ class VllmEngine:
     ) -> None:
         require_vllm()
         self._subworld = subworld
-        with self._in_world():
+        with self.in_world():
             num_ranks, position = dist.get_world_size(), dist.get_rank()
         arch = read_arch(model)
         check_vllm(arch, config.tp, num_ranks, max_model_len, device.type)
@@ -99,7 +99,7 @@ class VllmEngine:
         self._timeouts = timeouts
         self._version: int | None = None
         self._sync: WeightSync | None = None
-        with self._in_world():
+        with self.in_world():
             self._identity = new_identity()
             peers_visible = sees_peers(config.tp, device)
         self._environment = vllm_environment(config, device.type, peers_visible)
@@ -128,7 +128,7 @@ class VllmEngine:
             self._memory.sleep_cache()
             # vLLM would shut down at garbage collection or exit and destroy the trainer's process group; close() shuts it down.
             self._llm.llm_engine.engine_core._finalizer.detach()
-        with self._in_world():
+        with self.in_world():
             unlink_shared_memory(self._identity)
 
     def connect(self, policy: WeightSource) -> None:
@@ -140,13 +140,13 @@ class VllmEngine:
         assert self._sync is not None, "connect() comes before the first push"
         return self._sync.push(version, self._version is None if verify is None else verify)
 
-    def _in_world(self) -> AbstractContextManager[None]:
-        """Make the engine's ranks the world of torch.distributed."""
+    def in_world(self) -> AbstractContextManager[None]:
+        """Make the engine's ranks the world of torch.distributed: its default group, its store, ranks by position in it."""
         return nullcontext() if self._subworld is None else self._subworld.entered()
 
     @contextmanager
     def _running(self) -> Iterator[None]:
-        with self._in_world(), vllm_running(self._own, self._environment):
+        with self.in_world(), vllm_running(self._own, self._environment):
             yield
 
     def weights_changing(self) -> None:
@@ -172,7 +172,7 @@ class VllmEngine:
             raise RuntimeError("the vLLM engine's weights are asleep (rollout.sleep: all): push weights before it generates")
         self._check(requests, sampling)
         # The ranks of a replica would count the time of one that comes late within vLLM's exchanges, whose limit is short.
-        with self._in_world():
+        with self.in_world():
             meet(self._generation(), self._timeouts.meeting_s)
         shares = share_requests([request.prompt for request in requests], self._replicas)
         with self._running():
@@ -180,7 +180,7 @@ class VllmEngine:
             drawn = self._draw(requests, shares[self._replica], sampling)
             self._finish_steps()
             self._memory.sleep_cache()
-        with self._in_world():
+        with self.in_world():
             return self._gather(drawn if self._tp_rank == 0 else [], len(requests))  # all tp ranks of a replica draw the same
 
     def _generation(self) -> str:
