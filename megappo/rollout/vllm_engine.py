@@ -1,16 +1,16 @@
 """Generation by vLLM inside the trainer's ranks.
 
-Every rank hosts one vLLM worker; tp neighbouring ranks form a replica, and the replicas share the requests. Weights never come
-from disk: vLLM starts with dummy weights and `bridge/` fills them (`push_weights`). `vllm_process.py` contains vLLM's effects on
-the process.
+Every rank hosts one vLLM worker, or only those of a `SubWorld` do; tp neighbouring ranks form a replica, and the replicas share the
+requests. Weights never come from disk: vLLM starts with dummy weights and `bridge/` fills them (`push_weights`). `vllm_process.py`
+contains vLLM's effects on the process.
 """
 
 from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import numpy
@@ -25,6 +25,7 @@ from megappo.config.schema import RolloutConfig
 from megappo.models.hf_config import read_arch
 from megappo.parallel.groups import meet
 from megappo.rollout.process_state import EngineState
+from megappo.rollout.subworld import SubWorld
 from megappo.rollout.types import KeptIds, Request, Response, SamplingParams
 from megappo.rollout.vllm_limits import check_vllm
 from megappo.rollout.vllm_memory import VllmMemory, require_sleep
@@ -54,13 +55,14 @@ class _Drawn(NamedTuple):
 
 
 class VllmEngine:
-    """vLLM over the default process group, which must exist; construction is collective.
+    """vLLM over the default process group, which must exist, or over a part of it; construction is collective.
 
     config: layout, sizes and switches; dtype and lengths are arguments. model: directory with config.json. max_model_len: longest
     prompt plus response in tokens. eos_token_ids: end a response and are part of it. tokenizer: Hugging Face tokenizer directory,
     needed by vLLM for stop strings only; without one, they are searched in the text of `detokenize` (token ids -> text) after
-    generation. timeouts: how long ranks wait for each other, in vLLM's groups and before a generation. ValueError for mistakes of
-    the user: vLLM missing, or a limit of `vllm_limits`.
+    generation. timeouts: how long ranks wait for each other, in vLLM's groups and before a generation. subworld: the ranks of the
+    engine (None: all), of `subworld.prepare_rollout_world`; what is collective here is so over them, and the others have no engine.
+    ValueError for mistakes of the user: vLLM missing, or a limit of `vllm_limits`.
     """
 
     name = "vllm"
@@ -78,14 +80,17 @@ class VllmEngine:
         tokenizer: str | None = None,
         detokenize: Detokenize | None = None,
         timeouts: TimeoutsConfig = TimeoutsConfig(),
+        subworld: SubWorld | None = None,
     ) -> None:
         require_vllm()
-        world = dist.get_world_size()
+        self._subworld = subworld
+        with self.in_world():
+            num_ranks, position = dist.get_world_size(), dist.get_rank()
         arch = read_arch(model)
-        check_vllm(arch, config.tp, world, max_model_len, device.type)
+        check_vllm(arch, config.tp, num_ranks, max_model_len, device.type)
         self.device = device
-        self._replicas = world // config.tp
-        self._replica, self._tp_rank = divmod(dist.get_rank(), config.tp)
+        self._replicas = num_ranks // config.tp
+        self._replica, self._tp_rank = divmod(position, config.tp)
         self._max_model_len = max_model_len
         self._vocab_size = arch.vocab_size
         self._eos_token_ids = tuple(eos_token_ids)
@@ -94,8 +99,9 @@ class VllmEngine:
         self._timeouts = timeouts
         self._version: int | None = None
         self._sync: WeightSync | None = None
-        self._identity = new_identity()
-        peers_visible = sees_peers(config.tp, device)
+        with self.in_world():
+            self._identity = new_identity()
+            peers_visible = sees_peers(config.tp, device)
         self._environment = vllm_environment(config, device.type, peers_visible)
         self._own = EngineState(device)
         with self._running():
@@ -122,7 +128,8 @@ class VllmEngine:
             self._memory.sleep_cache()
             # vLLM would shut down at garbage collection or exit and destroy the trainer's process group; close() shuts it down.
             self._llm.llm_engine.engine_core._finalizer.detach()
-        unlink_shared_memory(self._identity)
+        with self.in_world():
+            unlink_shared_memory(self._identity)
 
     def connect(self, policy: WeightSource) -> None:
         """Plan the transfer of the policy's parameters (see `bridge.sync.WeightSync`) into this engine. Collective."""
@@ -133,8 +140,14 @@ class VllmEngine:
         assert self._sync is not None, "connect() comes before the first push"
         return self._sync.push(version, self._version is None if verify is None else verify)
 
-    def _running(self) -> AbstractContextManager[None]:
-        return vllm_running(self._own, self._environment)
+    def in_world(self) -> AbstractContextManager[None]:
+        """Make the engine's ranks the world of torch.distributed: its default group, its store, ranks by position in it."""
+        return nullcontext() if self._subworld is None else self._subworld.entered()
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        with self.in_world(), vllm_running(self._own, self._environment):
+            yield
 
     def weights_changing(self) -> None:
         self._version = None
@@ -159,14 +172,20 @@ class VllmEngine:
             raise RuntimeError("the vLLM engine's weights are asleep (rollout.sleep: all): push weights before it generates")
         self._check(requests, sampling)
         # The ranks of a replica would count the time of one that comes late within vLLM's exchanges, whose limit is short.
-        meet("generation", self._timeouts.meeting_s)
+        with self.in_world():
+            meet(self._generation(), self._timeouts.meeting_s)
         shares = share_requests([request.prompt for request in requests], self._replicas)
         with self._running():
             self._memory.wake_cache()
             drawn = self._draw(requests, shares[self._replica], sampling)
             self._finish_steps()
             self._memory.sleep_cache()
-        return self._gather(drawn if self._tp_rank == 0 else [], len(requests))  # all tp ranks of a replica draw the same
+        with self.in_world():
+            return self._gather(drawn if self._tp_rank == 0 else [], len(requests))  # all tp ranks of a replica draw the same
+
+    def _generation(self) -> str:
+        """The work's name in a meeting, which counts ranks from 0 in a subworld."""
+        return "generation" if self._subworld is None else f"generation (counted from 0 on ranks {list(self._subworld.ranks)})"
 
     def sleep(self) -> None:
         """Release the weights until the next push (`rollout.sleep: all`); `generate` raises before it."""
@@ -181,7 +200,9 @@ class VllmEngine:
             core.get_output()
 
     def close(self) -> None:
-        """Free the engine and its process groups, but not the default group; call it before that one is destroyed. Collective."""
+        """Free the engine and its process groups, but neither the default group nor the subworld's. Collective.
+
+        Call it before the default group is destroyed."""
         if self._llm is None:
             return
         with self._running(), default_group_kept():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +19,14 @@ from megappo.rollout.types import Request, SamplingParams
 TIMEOUTS = TimeoutsConfig(start_s=11, pass_s=5, meeting_s=7)
 
 
-def test_ranks_meet_before_a_generation(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "subworld, work",
+    [
+        (None, "generation"),
+        (SimpleNamespace(ranks=(4, 6), entered=nullcontext), r"generation \(counted from 0 on ranks \[4, 6\]\)"),
+    ],
+)
+def test_ranks_meet_before_a_generation(monkeypatch: pytest.MonkeyPatch, subworld: Any, work: str) -> None:
     """A rank that does not come is told by the meeting; nothing was asked of vLLM by then."""
 
     def meet(before: str, limit_s: float) -> None:
@@ -26,9 +34,9 @@ def test_ranks_meet_before_a_generation(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(vllm_engine, "meet", meet)
     engine = object.__new__(vllm_engine.VllmEngine)
-    engine._version, engine._timeouts, engine._max_model_len = 1, TIMEOUTS, 16
+    engine._version, engine._timeouts, engine._max_model_len, engine._subworld = 1, TIMEOUTS, 16, subworld
     engine._memory = SimpleNamespace(weights_asleep=False)
-    with pytest.raises(RankIsLate, match="^generation 7.0$"):
+    with pytest.raises(RankIsLate, match=f"^{work} 7.0$"):
         engine.generate([Request((3, 4), 0)], SamplingParams(max_tokens=4))
 
 

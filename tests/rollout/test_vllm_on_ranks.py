@@ -1,0 +1,206 @@
+"""Real engines on some ranks of a world, beside ranks without vLLM that train meanwhile.
+
+The oracle is the same engine in a world of that size alone: tokens and log-probs are equal bit for bit. One world of four ranks
+runs both placements, one of two the oracle; in the third a rank of an engine dies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megappo.bridge.sync import WeightSync
+from megappo.config.run_sections import TimeoutsConfig
+from megappo.models.hf_config import read_arch
+from megappo.parallel.groups import meet
+from megappo.parallel.layout import ParallelLayout
+from megappo.rollout.subworld import SubWorld, prepare_rollout_world
+from megappo.rollout.types import Request, SamplingParams
+from megappo.rollout.vllm_engine import VllmEngine
+
+from ..bridge.engines import HeldPolicy, policy_tensors, read_checkpoint
+from ..models.checkpoints import write_checkpoint
+from ..worlds import WorldError, spawn_world
+from .engines import garbage_kept, make_engine
+
+RANKS = 4
+SEEDED = SamplingParams(max_tokens=12, temperature=0.9)
+REQUESTS = [Request(tuple(range(3 + i, 40 + 7 * i)), seed=i) for i in range(6)]
+# name -> (world ranks of the engine, tp)
+CASES = {"two replicas": ((1, 3), 1), "one replica of tp 2": ((2, 3), 2)}
+TIMEOUTS = TimeoutsConfig(start_s=60, pass_s=20, meeting_s=60)
+
+
+# ------------------------------------------------------------------------------------------------------------- in the world
+
+
+def fill(engine: VllmEngine, path: str, alone: dist.ProcessGroup) -> None:
+    """Fill this rank's part of the engine from the checkpoint. alone: a group of this rank, which is the policy too."""
+    arch, layout = read_arch(path), ParallelLayout(1)
+    policy = HeldPolicy(arch, layout, policy_tensors(arch, layout, 0, read_checkpoint(path)))
+    WeightSync(policy, engine, alone).push(0)
+
+
+def groups_of_one() -> dist.ProcessGroup:
+    """Group of this rank alone. Collective."""
+    return [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+
+
+def answers(engine: VllmEngine) -> list[tuple]:
+    return [(response.tokens, response.logprobs, response.finish) for response in engine.generate(REQUESTS, SEEDED)]
+
+
+def train(group: dist.ProcessGroup, passes: int = 3) -> float:
+    """Exchanges of ranks that do not generate."""
+    gradient = torch.full((1000,), float(dist.get_rank()))
+    for _ in range(passes):
+        dist.all_reduce(gradient, group=group)
+    return float(gradient[0])
+
+
+def work_of_the_world() -> list[Any]:
+    """What all ranks do together between generations: groups, reductions, objects; the same on every rank."""
+    mine = torch.tensor(dist.get_rank())
+    dist.all_reduce(mine, group=dist.new_group(list(range(RANKS))))
+    gathered: list[Any] = [None] * RANKS
+    dist.all_gather_object(gathered, (dist.get_rank(), dist.get_world_size()))
+    dist.barrier()
+    return [int(mine), gathered]
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def run_case(rank: int, path: str, ranks: Sequence[int], tp: int, alone: dist.ProcessGroup) -> dict[str, Any]:
+    others = [other for other in range(RANKS) if other not in ranks]
+    trainers = dist.new_group(others)
+    found: dict[str, Any] = {"resident": [resident_bytes()], "answers": [], "world": [work_of_the_world()]}
+    world = prepare_rollout_world(ranks, TIMEOUTS)
+    if world is None:
+        for _ in range(3):
+            found["trained"] = train(trainers)
+            found["world"].append(work_of_the_world())
+    else:
+        run_engine(path, tp, world, alone, found)
+    found["resident"].append(resident_bytes())
+    found["imported"] = "vllm" in sys.modules
+    return found
+
+
+def run_engine(path: str, tp: int, world: SubWorld, alone: dist.ProcessGroup, found: dict[str, Any]) -> None:
+    """Two generations, with the weights asleep in between; all ranks meet after each and after the end."""
+    with contextlib.closing(make_engine(path, tp, sleep="all", subworld=world, timeouts=TIMEOUTS)) as engine:
+        for _ in range(2):
+            fill(engine, path, alone)
+            found["answers"].append(answers(engine))
+            engine.sleep()
+            found["world"].append(work_of_the_world())
+    found["world"].append(work_of_the_world())
+    found["left"] = [path.name for path in Path("/dev/shm").glob(f"{engine._identity}*")]
+
+
+def in_world(rank: int, path: str) -> dict[str, Any]:
+    alone = groups_of_one()
+    with garbage_kept():
+        return {name: run_case(rank, path, ranks, tp, alone) for name, (ranks, tp) in CASES.items()}
+
+
+def in_own_world(rank: int, path: str) -> dict[str, Any]:
+    """The oracle."""
+    alone, found = groups_of_one(), {}
+    with garbage_kept():
+        for name, (_, tp) in CASES.items():
+            with contextlib.closing(make_engine(path, tp)) as engine:
+                fill(engine, path, alone)
+                found[name] = answers(engine)
+    return found
+
+
+def with_a_death(rank: int, path: str, folder: str) -> None:
+    """Rank 2 ends in the middle of a generation. What the others are told is left in the folder."""
+    alone, world = groups_of_one(), prepare_rollout_world((1, 2), TIMEOUTS)
+    try:
+        if world is None:
+            meet("the update of the policy", TIMEOUTS.meeting_s)
+        else:
+            engine = make_engine(path, 1, subworld=world, timeouts=TIMEOUTS)
+            fill(engine, path, alone)
+            if rank == 2:
+                engine._llm.llm_engine.step = lambda: os._exit(0)
+            engine.generate(REQUESTS, SEEDED)
+    except RuntimeError as error:
+        Path(folder, f"told {rank}").write_text(f"{type(error).__name__} {error}")
+    # As a program ends after such an error. With 0, for the harness would end the others at once.
+    os._exit(int(world is None))
+
+
+# ------------------------------------------------------------------------------------------------------------------ tests
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("checkpoint")
+    write_checkpoint(folder, "llama", head_dim=32)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def world(checkpoint) -> list[dict[str, Any]]:
+    return spawn_world(in_world, RANKS, checkpoint)
+
+
+@pytest.fixture(scope="module")
+def oracle(checkpoint) -> dict[str, Any]:
+    return spawn_world(in_own_world, 2, checkpoint)[0]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_engine_on_some_ranks_answers_as_in_a_world_of_its_own(world, oracle, name):
+    for rank in CASES[name][0]:
+        assert world[rank][name]["answers"] == [oracle[name]] * 2
+    assert len({tokens for tokens, _, _ in oracle[name]}) == len(REQUESTS), "the answers differ from each other"
+
+
+def test_the_answers_show_how_the_model_was_cut(oracle):
+    one, two = (oracle[name] for name in CASES)
+    assert [tokens for tokens, _, _ in one] == [tokens for tokens, _, _ in two]
+    assert [logprobs for _, logprobs, _ in one] != [logprobs for _, logprobs, _ in two], "negative control: bits tell tp apart"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_whole_world_works_before_between_and_after(world, name):
+    everyone = [(rank, RANKS) for rank in range(RANKS)]
+    for result in world:
+        assert result[name]["world"] == [[6, everyone]] * 4
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_other_ranks_are_free_of_vllm(world, name):
+    ranks, _ = CASES[name]
+    for rank, result in enumerate(world):
+        before, after = result[name]["resident"]
+        if rank in ranks:
+            assert result[name]["left"] == []
+        elif rank == 0:  # in neither engine
+            assert not result[name]["imported"] and after - before < 32 << 20
+    hosts = {rank for ranks, _ in CASES.values() for rank in ranks}
+    assert {rank for rank, result in enumerate(world) if result["one replica of tp 2"]["imported"]} == hosts
+    before, after = world[1]["two replicas"]["resident"]
+    assert after - before > 128 << 20, "negative control: vLLM's own memory is seen"
+
+
+def test_the_death_of_a_rank_is_told_to_its_engine_and_to_the_others(checkpoint, tmp_path):
+    with pytest.raises(WorldError):
+        spawn_world(with_a_death, 3, checkpoint, str(tmp_path))
+    of_trainer, of_engine = (Path(tmp_path, f"told {rank}").read_text() for rank in (0, 1))
+    assert "by peer" in of_engine and "by peer" in of_trainer, "not by a limit"
+    assert "RankIsLate rank 0 waited for" in of_trainer and "before the update of the policy" in of_trainer
