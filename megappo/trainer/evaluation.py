@@ -21,6 +21,7 @@ from megappo.prepare.evaluations import EvaluationSet
 from megappo.rewards.compose import Scored
 from megappo.rewards.scorer import Scorer
 from megappo.rewards.votes import answers_of
+from megappo.rollout.generation import gather_responses, generate
 from megappo.rollout.types import RolloutEngine, SamplingParams
 from megappo.telemetry.metrics import Metric
 from megappo.telemetry.runlog import RunLog
@@ -93,7 +94,7 @@ class Evaluator:
         n = self.settings.n
         requests = evaluation_requests(self.prompts, n, self.seed, self.name)
         asked = [prompt for prompt in self.prompts for _ in range(n)]
-        responses = rollout.generate(requests, self.sampling)
+        responses = gather_responses(generate(rollout, requests, self.sampling), len(requests))
         scored = score_responses(asked, responses, tokenizer, self.scorer, self.sampling.stop)
         count = len(asked)
         figures = {

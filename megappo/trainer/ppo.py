@@ -16,6 +16,7 @@ from megappo.data.packing import PackedBatch
 from megappo.data.prompts import Prompt, PromptLoader
 from megappo.data.tokenizers import Tokenizer
 from megappo.rewards.scorer import Scorer
+from megappo.rollout.generation import gather_responses, generate
 from megappo.rollout.types import RolloutEngine, SamplingParams
 from megappo.telemetry.runlog import RunLog
 from megappo.trainer.checkpoints import Checkpoints
@@ -100,7 +101,7 @@ class PPO:
             asked = [prompt for prompt in chosen for _ in range(n)]
 
         with timers.stage("generate"):  # 2
-            responses = self.rollout.generate(requests, self.sampling)
+            responses = gather_responses(generate(self.rollout, requests, self.sampling), len(requests))
             self.rollout.sleep()
             batch = pack_experience(requests, responses)
 

@@ -116,7 +116,7 @@ class ScoringProgress:
 
 def response_text(response: Response, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> str:
     """The response without the end-of-sequence token, up to the first of the stop strings."""
-    tokens = list(response.tokens)
+    tokens = response.tokens.tolist()
     if tokens and tokens[-1] in tokenizer.eos_ids:
         tokens.pop()
     text = tokenizer.decode(tokens)
@@ -125,16 +125,17 @@ def response_text(response: Response, tokenizer: Tokenizer, stop: Sequence[str] 
 
 
 def _reward_input(prompt: Prompt, response: Response, tokenizer: Tokenizer, stop: Sequence[str], index: int) -> RewardInput:
+    tokens = response.tokens.tolist()
     return RewardInput(
         prompt=prompt.text,
         response=response_text(response, tokenizer, stop),
         answer=prompt.answer,
         truncated=response.finish == "length",
-        num_tokens=len(response.tokens),
+        num_tokens=len(tokens),
         record=prompt.record,
         sample_id=f"{prompt.id} (sample {index})",
-        full_response=tokenizer.decode_all(response.tokens),
-        tokens=tuple(response.tokens),
+        full_response=tokenizer.decode_all(tokens),
+        tokens=tuple(tokens),
     )
 
 
