@@ -18,6 +18,7 @@ from megappo.engine.build import MegatronEngines
 from megappo.ops import dispatch
 from megappo.plan.run import plan_run
 from megappo.platform.device import select_device, start_alone
+from megappo.rollout.generation import generate
 from megappo.trainer.build_roles import build_roles
 from megappo.trainer.experience import make_requests, pack_experience
 from megappo.trainer.main import rollout_of, sampling_params, scorer_of
@@ -50,7 +51,7 @@ def main(path: str, overrides: list[str]) -> None:
     repeats = config.rollout.samples_per_prompt
     requests = make_requests([prompt.tokens for prompt in prompts], repeats, config.run.seed, step=1)
     # 2 generate: from here on there is one packed batch, tokens [T] and cu_seqlens [B+1]
-    responses = rollout.generate(requests, sampling)
+    responses = generate(rollout, requests, sampling)
     batch = pack_experience(requests, responses)
     # 3 score
     asked = [prompt for prompt in prompts for _ in range(repeats)]

@@ -30,7 +30,6 @@ def one_run(
     from megappo.engine import build
     from megappo.parallel.groups import ProcessGroups
     from megappo.rewards.scorer import Scorer
-    from megappo.rollout.megatron_engine import MegatronRollout
     from megappo.trainer import ppo, roles
 
     dist.destroy_process_group()
@@ -55,7 +54,7 @@ def one_run(
 
     build.settle = record
     places = {
-        "generation": (MegatronRollout, "generate"),
+        "generation": (ppo, "generate"),
         "reward": (Scorer, "submit"),
         "between passes": (ppo, "run_updates"),
         "save": (store, "encode_rng"),
