@@ -32,7 +32,7 @@ def generate(
     replica = engine.replica
     responses: list[Response] = []
     with engine.serving():
-        waiting = _Waiting(len(requests), replica, engine.meeting_s)
+        waiting = _Waiting(len(requests), replica)
         # The ranks of a replica would count the time of one that comes late within the engine's exchanges, whose limit is short.
         meet("generation", engine.meeting_s)
         while waiting or engine.num_unfinished:
@@ -70,8 +70,8 @@ class _Waiting:
     The rest is in the order of the batch too, so that samples of one prompt are taken together and share their cached prefix.
     """
 
-    def __init__(self, count: int, replica: Replica, limit_s: float) -> None:
-        self._replica, self._limit_s = replica, limit_s
+    def __init__(self, count: int, replica: Replica) -> None:
+        self._replica = replica
         size, index = replica.max_running, replica.index
         if replica.count == 1 or size is None or count <= replica.count * size:
             self._own = range(index * count // replica.count, (index + 1) * count // replica.count)
@@ -81,7 +81,7 @@ class _Waiting:
             self._shared = range(replica.count * size, count)
         self._exhausted = not self._shared
         self._store = dist.PrefixStore("megappo.generation", dist.distributed_c10d._get_default_store())
-        if self._shared and index == 0 and self._is_leader:
+        if self._shared and index == 0 and replica.is_leader:
             self._store.set("taken", "0")  # the meeting before generation is between this and the first count
 
     def __bool__(self) -> bool:
@@ -96,14 +96,10 @@ class _Waiting:
         self._exhausted = end >= len(self._shared)
         return self._shared[end - num : end]
 
-    @property
-    def _is_leader(self) -> bool:
-        return self._replica.group is None or dist.get_rank(self._replica.group) == 0
-
     def _counted(self, num: int) -> int:
         """Count `num` more as taken; the count of all replicas so far."""
         group = self._replica.group
-        count = self._store.add("taken", num) if self._is_leader else 0
+        count = self._store.add("taken", num) if self._replica.is_leader else 0
         if group is None:
             return count
         box = torch.tensor([count])

@@ -158,6 +158,11 @@ class Replica:
     group: dist.ProcessGroup | None
     max_running: int | None
 
+    @property
+    def is_leader(self) -> bool:
+        """True on the rank that takes requests for the replica."""
+        return self.group is None or dist.get_rank(self.group) == 0
+
 
 class RolloutEngine(Protocol):
     """Generator with the newest pushed weights.

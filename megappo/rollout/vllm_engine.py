@@ -179,15 +179,11 @@ class VllmEngine:
         responses = []
         for output in self._llm.llm_engine.step():  # finished ones only
             sampling, rows = self._asked.pop(output.request_id)
-            if self._answers:
+            if self.replica.is_leader:
                 stop = sampling.stop if self._tokenizer is None else ()
                 number = int(output.request_id)
                 responses.append(response_of(number, output.outputs[0], rows, self._version, stop, self._detokenize))
         return responses
-
-    @property
-    def _answers(self) -> bool:
-        return self.replica.group is None or dist.get_rank(self.replica.group) == 0
 
     def _cache_salt(self) -> str:
         """Part of the key of cached prefixes: what older weights computed is never found again."""
