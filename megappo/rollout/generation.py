@@ -22,12 +22,12 @@ OnFinished = Callable[[list[Response]], None]
 def generate(
     engine: RolloutEngine, requests: Sequence[Request], sampling: SamplingParams, on_finished: OnFinished | None = None
 ) -> list[Response]:
-    """Answer a batch; returns the responses that this rank answers for, by number. Collective over the world.
+    """Answer a batch; returns the responses that this rank answers for, by number. Collective over the engine's ranks.
 
-    requests: the whole batch, of the same length on all ranks; `requests[i]` is read on the ranks of one replica, which took it.
-    on_finished: called with responses of this rank as they finish, in the process state of `RolloutEngine.serving`: let it start
-    work elsewhere. ValueError, on the ranks that took it, for a request that the engine cannot answer. RankIsLate if a rank does
-    not come, before the first request or after the last.
+    requests: the whole batch, of the same length on all ranks; `requests[i]`, of number i, is read only on the ranks of the replica
+    that takes it. on_finished: called with responses of this rank as they finish, inside `RolloutEngine.serving`: let it start work
+    elsewhere. ValueError, on the ranks that took it, for a request that the engine cannot answer. RankIsLate if a rank does not
+    come, before the first request or after the last.
     """
     replica = engine.replica
     responses: list[Response] = []
@@ -44,8 +44,8 @@ def generate(
                 responses += finished
                 if on_finished is not None:
                     on_finished(finished)
-    # Nobody counts for the next batch while another still counts for this one; and a replica that failed is missed here.
-    meet("the end of generation", engine.meeting_s)
+        # Nobody counts for the next batch while another still counts for this one; and a replica that failed is missed here.
+        meet("the end of generation", engine.meeting_s)
     return sorted(responses, key=lambda response: response.number)
 
 
@@ -80,7 +80,6 @@ class _Waiting:
             self._own = range(index * size, (index + 1) * size)
             self._shared = range(replica.count * size, count)
         self._exhausted = not self._shared
-        self._store = dist.PrefixStore("megappo.generation", dist.distributed_c10d._get_default_store())
         if self._shared and index == 0 and replica.is_leader:
             self._store.set("taken", "0")  # the meeting before generation is between this and the first count
 
@@ -95,6 +94,10 @@ class _Waiting:
         end = self._counted(num)
         self._exhausted = end >= len(self._shared)
         return self._shared[end - num : end]
+
+    @property
+    def _store(self) -> dist.Store:
+        return dist.PrefixStore("megappo.generation", dist.distributed_c10d._get_default_store())
 
     def _counted(self, num: int) -> int:
         """Count `num` more as taken; the count of all replicas so far."""

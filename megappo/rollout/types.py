@@ -179,8 +179,9 @@ class RolloutEngine(Protocol):
     def serving(self) -> AbstractContextManager[None]:
         """Context of `submit` and `poll`; all requests are answered before it is left, unless by an error.
 
-        Entering takes as long as a step. Inside, the process may be in another state than the trainer's: random numbers drawn
-        there are drawn again outside. RuntimeError if the engine cannot answer: no weights, or requests of a failed generation.
+        Entering takes as long as a step. Inside, the process may be in another state than the trainer's (random numbers drawn there
+        are drawn again outside), and collectives without a group are of the engine's ranks. RuntimeError if the engine cannot
+        answer: no weights, or requests of a failed generation.
         """
         ...
 
