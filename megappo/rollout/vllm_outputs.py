@@ -1,7 +1,7 @@
 """vLLM's outputs as arrays: what its sampler drew, without a Python object for every number on the way.
 
-vLLM's own `LogprobsProcessor` makes lists of ids and log-probs (7-10 us a token; with 20 recorded ids as much again). `SampledRows`
-takes its place for each request and copies the sampler's rows (3 us).
+vLLM's own `LogprobsProcessor` makes lists of ids and log-probs: 13 us a token on one core, 54 us with `top_k: 50` recorded.
+`SampledRows` takes its place for each request and copies the sampler's rows: 3 us.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy
 
-from megappo.rollout.types import KeptIds, Response, Segment
+from megappo.rollout.types import Ids, KeptIds, Logprobs, Response, Segment
 
 Detokenize = Callable[[Sequence[int]], str]
-_FIRST_ROWS = 64
+_FIRST_ROWS = 64  # doubled when they are full
 
 
 class SampledRows:
@@ -38,7 +38,8 @@ class SampledRows:
             return
         end = self._count + len(rows.logprobs)
         while end > len(self._ids):
-            self._ids, self._logprobs = (numpy.concatenate([a, numpy.empty_like(a)]) for a in (self._ids, self._logprobs))
+            self._ids = numpy.concatenate([self._ids, numpy.empty_like(self._ids)])
+            self._logprobs = numpy.concatenate([self._logprobs, numpy.empty_like(self._logprobs)])
         # Copied: the rows are views of a table of all requests of the step. It is wider if another request records more ids.
         self._ids[self._count : end] = rows.logprob_token_ids[:, : self._width]
         self._logprobs[self._count : end] = rows.logprobs[:, : self._width]
@@ -49,12 +50,12 @@ class SampledRows:
         return self
 
     @property
-    def ids_table(self) -> numpy.ndarray:
+    def ids_table(self) -> Ids:
         """[tokens, 1 + best] int32, the sampled id first."""
         return self._ids[: self._count]
 
     @property
-    def logprobs_table(self) -> numpy.ndarray:
+    def logprobs_table(self) -> Logprobs:
         """[tokens, 1 + best] float32, -inf for ids that top-k or top-p cut."""
         return self._logprobs[: self._count]
 
@@ -82,7 +83,7 @@ def response_of(
     return Response(number, (Segment(tokens[:end], logprobs[:end, 0].copy(), version),), finish, kept)
 
 
-def kept_ids(ids: numpy.ndarray, logprobs: numpy.ndarray) -> KeptIds:
+def kept_ids(ids: Ids, logprobs: Logprobs) -> KeptIds:
     """Ids that were not cut, of tables [tokens, 1 + best] whose first column is the sampled id."""
     kept = logprobs > -numpy.inf
     # The sampled id appears again among the best; if more ids tie than were requested, it may be missing and replaces the last.
@@ -91,7 +92,7 @@ def kept_ids(ids: numpy.ndarray, logprobs: numpy.ndarray) -> KeptIds:
     return KeptIds.where(ids, kept)
 
 
-def stop_length(tokens: numpy.ndarray, stop: Sequence[str], detokenize: Detokenize) -> int | None:
+def stop_length(tokens: Ids, stop: Sequence[str], detokenize: Detokenize) -> int | None:
     """Number of tokens up to the one that completes a stop string; None if there is none."""
     ids = tokens.tolist()
 
