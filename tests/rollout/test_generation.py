@@ -139,7 +139,8 @@ def run_vllm(rank: int, path: str, tp: int) -> dict[str, Any]:
         engine.push_weights(1)
         for name, sampling in SAMPLINGS.items():
             found[name] = by_vllm(engine, sampling), readable(generate_all(engine, requests(), sampling))
-        with slow_steps(engine, 0.05 * rank):  # of tp2 the second rank: the first waits for it in every step
+        # Of tp2 it is the second rank of the replica, for which the first waits in every step.
+        with slow_steps(engine, rank * (0.05 if tp == 1 else 0.005)):
             mine = generate(engine, requests(), PLAIN)
         found["slow"] = [response.number for response in mine], readable(gather_responses(mine, COUNT))
         found["one"] = readable(generate_all(engine, requests(1), PLAIN))

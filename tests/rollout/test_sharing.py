@@ -10,6 +10,7 @@ import contextlib
 import random
 import time
 from collections.abc import Iterator, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -141,14 +142,15 @@ def error_of(call: Any) -> str:
     return ""
 
 
-def failing(rank: int, folder: str) -> None:
-    """Rank 1's engine breaks; the others say that they miss it, and rank 1 ends once all have."""
-    engine = CountingEngine(Replica(rank, RANKS, None, 4), meeting_s=2.0)
+def failing(rank: int, folder: str, tp: int, broken_rank: int) -> None:
+    """The engine of a rank breaks; the others say that they miss it, and that rank ends once all have."""
+    group = dist.new_subgroups(tp, timeout=timedelta(seconds=2.0))[0] if tp > 1 else None
+    engine = CountingEngine(Replica(rank // tp, RANKS // tp, group, 4), meeting_s=2.0)
 
     def broken() -> list[Response]:
         raise ValueError("the engine broke")
 
-    if rank == 1:
+    if rank == broken_rank:
         engine.poll = broken
     try:
         generate(engine, Requests(57), SAMPLING)
@@ -232,9 +234,20 @@ def test_a_response_that_is_missing_is_an_error(world):
     assert all(result["missing"] == "no replica answered request 0 (3 of 3 in all)" for result in world)
 
 
+def told_by_others(folder: Path, tp: int, broken_rank: int) -> dict[int, str]:
+    with pytest.raises(WorldError, match=rf"rank {broken_rank} failed first:(?s:.*)the engine broke"):
+        spawn_world(failing, RANKS, str(folder), tp, broken_rank)
+    told = {int(path.name.removeprefix("told")): path.read_text() for path in folder.iterdir()}
+    assert set(told) == set(range(RANKS)) - {broken_rank}
+    return told
+
+
 def test_a_replica_that_fails_is_missed_by_all_others(tmp_path):
-    with pytest.raises(WorldError, match=r"rank 1 failed first:(?s:.*)the engine broke"):
-        spawn_world(failing, RANKS, str(tmp_path))
-    told = {path.name: path.read_text() for path in tmp_path.iterdir()}
-    assert set(told) == {"told0", "told2", "told3"}
-    assert all("waited for rank 1 before the end of generation (run.timeouts.meeting_s = 2)" in text for text in told.values())
+    for text in told_by_others(tmp_path, 1, 1).values():
+        assert "waited for rank 1 before the end of generation (run.timeouts.meeting_s = 2)" in text
+
+
+def test_the_first_rank_of_a_replica_is_missed_by_its_others(tmp_path):
+    told = told_by_others(tmp_path, 2, 2)
+    assert told[3].startswith("rank 3 waited for rank 2 to take requests for their replica: ")
+    assert all("waited for ranks 2-3 before the end of generation" in told[rank] for rank in (0, 1))
