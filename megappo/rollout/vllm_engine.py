@@ -210,8 +210,8 @@ class VllmEngine:
             self._memory.wake_weights()
             self._memory.wake_cache()
             self._llm.llm_engine.engine_core.engine_core.shutdown()
-        if self.replica.group is not None:
-            dist.destroy_process_group(self.replica.group)
+            if self.replica.group is not None:
+                dist.destroy_process_group(self.replica.group)
         self._llm = self._sync = self._version = None
         del self.receiver, self._memory
 
