@@ -18,6 +18,7 @@ from megappo.engine.build import MegatronEngines
 from megappo.ops import dispatch
 from megappo.plan.run import plan_run
 from megappo.platform.device import select_device, start_alone
+from megappo.rollout.generation import generate
 from megappo.trainer.build_roles import build_roles
 from megappo.trainer.experience import collect, requests_of_step
 from megappo.trainer.main import rollout_of, sampling_params, scorer_of
@@ -49,8 +50,7 @@ def main(path: str, overrides: list[str]) -> None:
     rows, repeats = data.loader.next_step(), config.rollout.samples_per_prompt
     requests = requests_of_step(data.train.prompts, rows, repeats, config.run.seed, step=1)
     # 2 generate: from here on a sample lives on one rank, as tokens [T] and cu_seqlens [B+1] of a packed batch
-    responses = rollout.generate(requests, sampling)
-    experience = collect(requests, range(len(requests)), responses)
+    experience = collect(requests, generate(rollout, requests, sampling))
     # 3 score
     with closing(scorer_of(config.reward, data.reward_parts)) as scorer:
         prompts = data.train.prompts

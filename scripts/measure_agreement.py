@@ -58,6 +58,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     from megappo.parallel.groups import build_groups
     from megappo.parallel.layout import ParallelLayout
     from megappo.platform.device import DTYPES, select_device, start_alone
+    from megappo.rollout.generation import generate
     from megappo.rollout.types import SamplingParams
     from megappo.rollout.vllm_engine import VllmEngine
     from megappo.trainer.experience import make_requests, pack_experience
@@ -83,9 +84,9 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     prompts = [[rng.randrange(3, highest) for _ in range(rng.randint(4, 19))] for _ in range(arguments.responses)]
     requests = list(make_requests(prompts, samples_per_prompt=1, run_seed=0, step=1))
     sampling = SamplingParams(arguments.tokens, arguments.temperature, arguments.top_p, arguments.top_k, record_kept=True)
-    engine.generate(requests[:1], sampling)
+    generate(engine, requests[:1], sampling)
     start = time.perf_counter()
-    responses = engine.generate(requests, sampling)
+    responses = generate(engine, requests, sampling)
     seconds = time.perf_counter() - start
     batch = pack_experience(requests, responses, with_kept=sampling.kept_width > 0)
     mask = batch["response_mask"]

@@ -29,11 +29,11 @@ def build_rollout(
     """The engine of `rollout.engine`, connected to the policy. Collective.
 
     max_sequence_tokens: longest prompt plus response. logits_dtype: to which the policy's own engine rounds logits when it
-    samples; vLLM's are of its own type. timeouts: of vLLM's exchanges. model: directory with the policy's config.json.
-    ValueError if vLLM is missing.
+    samples; vLLM's are of its own type. timeouts: of vLLM's exchanges and of meetings. model: directory with the policy's
+    config.json. ValueError if vLLM is missing.
     """
     if config.engine == "megatron":
-        return MegatronRollout(policy, tokenizer.decode, logits_dtype=logits_dtype)
+        return MegatronRollout(policy, tokenizer.decode, logits_dtype=logits_dtype, timeouts=timeouts)
     from megappo.rollout.vllm_engine import VllmEngine
 
     engine = VllmEngine(

@@ -6,80 +6,96 @@ pushed, and the log-probs are the trainer's by construction.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import repeat
+from typing import Literal
 
+import numpy
 import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 
-from megappo.data.packing import NO_ID, PackedBatch, pack
+from megappo.config.run_sections import TimeoutsConfig
+from megappo.data.packing import NO_ID, PackedBatch, cu_seqlens_of
 from megappo.engine.base import Engine, LanguageOutput, LogitsDtype, LossOutput
 from megappo.engine.whole_batch import pass_whole_batch
-from megappo.rollout.types import KeptIds, Request, Response, SamplingParams
+from megappo.rollout.types import KeptIds, Replica, Request, Response, SamplingParams, Segment
 
 # The engine returns one number per token and name: the ids that a token was drawn from have the names "kept 0", "kept 1", ...
 _KEPT = "kept "
 
 
 class MegatronRollout:
-    """Rollout engine that samples with the engine of the policy. `detokenize` (ids -> text) is needed for stop strings only.
+    """Rollout engine that samples with the engine of the policy, whose ranks are one replica. A step of it is one token for all
+    running requests; rank r of R answers for the requests with number % R = r.
 
-    logits_dtype: they are rounded to it, as the trainer does with `policy.logits_dtype`.
+    detokenize: ids -> text, needed for stop strings only. logits_dtype: the logits are rounded to it, as the trainer does with
+    `policy.logits_dtype`.
     """
 
     name = "megatron"
 
     def __init__(
-        self, engine: Engine, detokenize: Callable[[Sequence[int]], str] | None = None, *, logits_dtype: LogitsDtype = "fp32"
+        self,
+        engine: Engine,
+        detokenize: Callable[[Sequence[int]], str] | None = None,
+        *,
+        logits_dtype: LogitsDtype = "fp32",
+        timeouts: TimeoutsConfig = TimeoutsConfig(),
     ) -> None:
+        self.replica = Replica(0, 1, None, None)
+        self.meeting_s = timeouts.meeting_s
         self._engine = engine
         self._detokenize = detokenize
         self._logits_dtype: LogitsDtype = logits_dtype
         self._version = 0
+        self._sampling: SamplingParams | None = None
+        self._growing: list[_Growing] = []
 
     def push_weights(self, version: int) -> dict[str, float]:
         """Set the version; the model that samples is the model that trains, so nothing moves."""
         self._version = version
         return {"bytes_sent": 0.0, "seconds": 0.0}
 
-    def generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Response]:
-        """Collective; see `rollout.types.RolloutEngine`. Temperature 0 gives the log-probs of temperature 1."""
+    @contextlib.contextmanager
+    def serving(self) -> Iterator[None]:
+        """See `rollout.types.RolloutEngine`."""
+        if self._growing:
+            raise RuntimeError(f"the policy's engine holds {len(self._growing)} requests of a generation that failed")
+        with self._engine.eval_mode():
+            yield
+        assert not self._growing, "requests were left unanswered"
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._growing)
+
+    def submit(self, requests: Sequence[Request], sampling: SamplingParams) -> None:
+        """See `rollout.types.RolloutEngine`; one kind of sampling at a time. Temperature 0 gives the log-probs of temperature 1."""
         if sampling.stop and self._detokenize is None:
             raise ValueError(f"rollout.stop = {list(sampling.stop)}: stop strings need a tokenizer; use stop token ids")
-        sampled: list[list[int]] = [[] for _ in requests]
-        logprobs: list[list[float]] = [[] for _ in requests]
-        kept: list[list[list[int]]] = [[] for _ in requests]
-        sample_next = partial(_sample_next, sampling, self._logits_dtype)
-        finished = [False] * len(requests)
-        with self._engine.eval_mode():
-            for position in range(sampling.max_tokens):  # collective: all ranks pass the same requests and stop together
-                active = [i for i, done in enumerate(finished) if not done]
-                if not active:
-                    break
-                batch = pack([[*requests[i].prompt, *sampled[i]] for i in active])
-                draws = _draws([requests[i] for i in active], position)
-                batch = batch.with_fields(sequence_fields={"draw": draws, "length": batch.lengths})
-                result = pass_whole_batch(self._engine, batch, sample_next, reads=("draw", "length"), forward_only=True)
-                ends = batch.cu_seqlens[1:].long() - 1
-                drawn = {name: values[ends].tolist() for name, values in result.tokens.items()}
-                columns = [values for name, values in drawn.items() if name.startswith(_KEPT)]
-                rows = zip(*columns) if columns else repeat(())
-                for i, token, logprob, row in zip(active, drawn["token"], drawn["logprob"], rows):
-                    sampled[i].append(int(token))
-                    logprobs[i].append(logprob)
-                    kept[i].append([int(one) for one in row if one != NO_ID])
-                    finished[i] = self._ends(sampled[i], sampling)
-        return [
-            Response(
-                tuple(sampled[i]),
-                tuple(logprobs[i]),
-                "stop" if finished[i] else "length",
-                self._version,
-                KeptIds.of(kept[i]) if sampling.kept_width else None,
-            )
-            for i in range(len(requests))
-        ]
+        assert not self._growing or sampling == self._sampling, "the running requests are sampled in another way"
+        self._sampling = sampling
+        self._growing += [_Growing(request, sampling) for request in requests]
+
+    def poll(self) -> list[Response]:
+        """See `rollout.types.RolloutEngine`. Collective over the policy's ranks."""
+        growing, sampling = self._growing, self._sampling
+        if not growing:
+            return []
+        assert sampling is not None
+        for one, *drawn in zip(growing, *self._draw(growing, sampling)):
+            one.add(*drawn)
+        self._growing, responses = [], []
+        for one in growing:
+            is_stopped = self._ends(one, sampling)
+            if not is_stopped and one.num_sampled < sampling.max_tokens:
+                self._growing.append(one)
+            elif one.number % dist.get_world_size() == dist.get_rank():
+                responses.append(one.response("stop" if is_stopped else "length", self._version))
+        return responses
 
     def sleep(self) -> None:
         """No memory of its own to release."""
@@ -87,20 +103,69 @@ class MegatronRollout:
     def close(self) -> None:
         """No resources of its own to free."""
 
-    def _ends(self, tokens: list[int], sampling: SamplingParams) -> bool:
-        if tokens[-1] in sampling.stop_token_ids:
+    def _draw(self, growing: Sequence[_Growing], sampling: SamplingParams) -> tuple[NDArray, NDArray, NDArray]:
+        """Next token [B], its log-prob [B] and the ids that it was drawn from [B, K] of every request. Collective."""
+        batch = PackedBatch(
+            torch.from_numpy(numpy.concatenate([one.tokens for one in growing])).long(),
+            cu_seqlens_of([len(one.tokens) for one in growing]),
+        )
+        batch = batch.with_fields(sequence_fields={"draw": _draws(growing), "length": batch.lengths})
+        sample_next = partial(_sample_next, sampling, self._logits_dtype)
+        result = pass_whole_batch(self._engine, batch, sample_next, reads=("draw", "length"), forward_only=True)
+        ends = batch.cu_seqlens[1:].long() - 1
+        drawn = {name: values[ends].cpu().numpy() for name, values in result.tokens.items()}
+        columns = [values for name, values in drawn.items() if name.startswith(_KEPT)]
+        kept = numpy.stack(columns, 1) if columns else numpy.empty((len(growing), 0))
+        return drawn["token"], drawn["logprob"], kept
+
+    def _ends(self, one: _Growing, sampling: SamplingParams) -> bool:
+        if one.sampled[-1] in sampling.stop_token_ids:
             return True
         if not sampling.stop:
             return False
         assert self._detokenize is not None
-        text = self._detokenize(tokens)
+        text = self._detokenize(one.sampled.tolist())
         return any(string in text for string in sampling.stop)
 
 
-def _draws(requests: Sequence[Request], position: int) -> Tensor:
-    """[B] uniform numbers in [0, 1), a function of each request's seed and the position only."""
-    # 2^64 over the golden ratio: neighbouring positions get seeds far apart.
-    seeds = [(request.seed + 0x9E3779B97F4A7C15 * position) % 2**63 for request in requests]
+class _Growing:
+    """A request and the tokens drawn for it so far."""
+
+    def __init__(self, request: Request, sampling: SamplingParams) -> None:
+        self.number, self.seed = request.number, request.seed
+        self.num_sampled, self._start = 0, len(request.prompt)
+        self._tokens = numpy.empty(self._start + sampling.max_tokens, numpy.int32)
+        self._tokens[: self._start] = request.prompt
+        self._logprobs = numpy.empty(sampling.max_tokens, numpy.float32)
+        self._kept = numpy.empty((sampling.max_tokens, sampling.kept_width), numpy.int32)
+
+    @property
+    def tokens(self) -> NDArray[numpy.int32]:
+        """Prompt and sampled tokens."""
+        return self._tokens[: self._start + self.num_sampled]
+
+    @property
+    def sampled(self) -> NDArray[numpy.int32]:
+        return self.tokens[self._start :]
+
+    def add(self, token: float, logprob: float, kept: NDArray) -> None:
+        """Add a token. kept: [K] ids that it was drawn from, then NO_ID."""
+        self._tokens[self._start + self.num_sampled] = token
+        self._logprobs[self.num_sampled] = logprob
+        # Fewer than `kept_width` if the vocabulary is smaller.
+        self._kept[self.num_sampled, : len(kept)], self._kept[self.num_sampled, len(kept) :] = kept, NO_ID
+        self.num_sampled += 1
+
+    def response(self, finish: Literal["stop", "length"], version: int) -> Response:
+        kept = self._kept[: self.num_sampled]
+        segment = Segment(self.sampled.copy(), self._logprobs[: self.num_sampled].copy(), version)
+        return Response(self.number, (segment,), finish, KeptIds.where(kept, kept != NO_ID) if kept.shape[1] else None)
+
+
+def _draws(growing: Sequence[_Growing]) -> Tensor:
+    """[B] uniform numbers in [0, 1), a function of each request's seed and of the place of the token in the response only."""
+    # 2^64 over the golden ratio: neighbouring places get seeds far apart.
+    seeds = [(one.seed + 0x9E3779B97F4A7C15 * one.num_sampled) % 2**63 for one in growing]
     draws = [torch.rand(1, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) for seed in seeds]
     return torch.cat(draws)
 

@@ -1,11 +1,21 @@
-"""Interface of a generation engine. Token ids in, token ids out; text is decoded for rewards and logs only."""
+"""Interface of a generation engine. Token ids in, token ids out; text is decoded for rewards and logs only.
+
+Ids and log-probs are numpy arrays from the engine to the packed batch. `generation.py` runs an engine until a batch is answered.
+"""
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal, Protocol
+
+import numpy
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+Ids = NDArray[numpy.int32]
+Logprobs = NDArray[numpy.float32]
 
 
 @dataclass(frozen=True)
@@ -42,68 +52,160 @@ class SamplingParams:
         return self.top_k + 16 + self.top_k // 8 if self.record_kept and self.truncates else 0
 
 
-@dataclass(frozen=True)
+# Arrays have no truth value: the values below compare by identity, not by their fields.
+@dataclass(frozen=True, eq=False)
 class Request:
-    """One response to draw; `seed` makes it reproducible in any batch."""
+    """One response to draw. number: of the sample in its batch. prompt: ids, int32 if an array. seed: makes the response
+    reproducible on any replica and in any batch."""
 
-    prompt: tuple[int, ...]
+    number: int
+    prompt: Ids | Sequence[int]
     seed: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class KeptIds:
-    """Ids that each token of a response was drawn from, its own included, in no particular order.
+    """Ids that each sampled token of a response was drawn from, its own included, in no particular order.
 
-    counts: int32 per token. ids: int32, concatenated over the tokens. Compact, because all ranks exchange them: with top-p most
-    tokens are drawn from a few ids.
+    counts: int32 per sampled token. ids: int32, concatenated over the tokens. Compact, because they travel: with top-p most tokens
+    are drawn from a few ids.
     """
 
-    counts: array
-    ids: array
+    counts: Ids
+    ids: Ids
 
     @classmethod
-    def of(cls, rows: Sequence[Sequence[int]]) -> KeptIds:
-        return cls(array("i", map(len, rows)), array("i", (one for row in rows for one in row)))
+    def where(cls, table: Ids, kept: NDArray[numpy.bool_]) -> KeptIds:
+        """Ids of a table [tokens, width] at the places [tokens, width] that are kept."""
+        return cls(kept.sum(1, dtype=numpy.int32), table[kept])
 
     def first(self, num_tokens: int) -> KeptIds:
         """Ids of the first `num_tokens` tokens."""
-        return KeptIds(self.counts[:num_tokens], self.ids[: sum(self.counts[:num_tokens])])
+        counts = self.counts[:num_tokens]
+        return KeptIds(counts, self.ids[: int(counts.sum())])
+
+
+@dataclass(frozen=True, eq=False)
+class Segment:
+    """A part of a response, all sampled or all given (the output of a tool, which the policy only reads).
+
+    tokens: int32. logprobs: float32, natural log, under the sampled distribution (after temperature, top-p, top-k); None if the
+    tokens were given. version: of the engine's weights at the time.
+    """
+
+    tokens: Ids
+    logprobs: Logprobs | None
+    version: int
+
+
+@dataclass(frozen=True, eq=False)
+class Response:
+    """Answer to a request: one segment, or more if tokens were given in between or the weights changed.
+
+    number: of the request. finish: "stop" (end of sequence, which is then the last token, or stop string) or "length" (cut). kept:
+    ids that the sampled tokens were drawn from, if `SamplingParams.record_kept` is set and top-k or top-p cut the vocabulary.
+    """
+
+    number: int
+    segments: tuple[Segment, ...]
+    finish: Literal["stop", "length"]
+    kept: KeptIds | None = None
+
+    @property
+    def tokens(self) -> Ids:
+        """All tokens, int32."""
+        return _joined([segment.tokens for segment in self.segments])
+
+    @property
+    def logprobs(self) -> Logprobs:
+        """Log-probs of all tokens, float32; 0 for given ones."""
+        zeros = numpy.zeros
+        return _joined([zeros(len(s.tokens), numpy.float32) if s.logprobs is None else s.logprobs for s in self.segments])
+
+    @property
+    def sampled(self) -> NDArray[numpy.bool_]:
+        """True for every token that was sampled."""
+        return _joined([numpy.full(len(segment.tokens), segment.logprobs is not None) for segment in self.segments])
+
+    @property
+    def num_sampled(self) -> int:
+        return sum(len(segment.tokens) for segment in self.segments if segment.logprobs is not None)
+
+    @property
+    def oldest_version(self) -> int:
+        return min(segment.version for segment in self.segments)
+
+    @property
+    def newest_version(self) -> int:
+        return max(segment.version for segment in self.segments)
+
+
+def _joined(parts: list) -> NDArray:
+    return parts[0] if len(parts) == 1 else numpy.concatenate(parts)
 
 
 @dataclass(frozen=True)
-class Response:
-    """Sampled token ids with the sampler's log-probs.
+class Replica:
+    """The ranks that answer requests together, as one of them sees it.
 
-    tokens: sampled ids, the end-of-sequence token included if it was sampled. logprobs: one per token, natural log, under the
-    sampled distribution (after temperature, top-p, top-k). finish: "stop" (end of sequence or stop string) or "length" (cut).
-    version: of the weights. kept: ids that the tokens were drawn from, if `SamplingParams.record_kept` is set and top-k or top-p
-    cut the vocabulary.
+    index: number of this rank's replica, of `count`. group: its ranks, on the host, the first of which takes requests for all; None
+    if they need not talk, because the replica is one rank or the only one. max_running: requests that it works on at once; None
+    for any number.
     """
 
-    tokens: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    finish: Literal["stop", "length"]
-    version: int
-    kept: KeptIds | None = None
+    index: int
+    count: int
+    group: dist.ProcessGroup | None
+    max_running: int | None
+
+    @property
+    def is_leader(self) -> bool:
+        """True on the rank that takes requests for the replica."""
+        return self.group is None or dist.get_rank(self.group) == 0
 
 
 class RolloutEngine(Protocol):
-    """Generator with the newest pushed weights. Every method is collective: all ranks of the world call it."""
+    """Generator with the newest pushed weights.
+
+    The ranks of a replica make the same calls of `submit` and `poll` in the same order: one that submits a step later than the
+    others samples wrong tokens without an error. Replicas do not wait for each other there.
+    """
 
     name: str
+    replica: Replica
+    meeting_s: float
+    """Limit of the meetings before and after a generation, in seconds (`run.timeouts.meeting_s`)."""
 
-    def generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Response]:
-        """Generate. All ranks pass the same requests and get all responses, in the order of the requests."""
+    def serving(self) -> AbstractContextManager[None]:
+        """Context of `submit` and `poll`; all requests are answered before it is left, unless by an error.
+
+        Entering takes as long as a step. Inside, the process may be in another state than the trainer's (random numbers drawn there
+        are drawn again outside), and collectives without a group are of the engine's ranks. RuntimeError if the engine cannot
+        answer: no weights, or requests of a failed generation.
+        """
+        ...
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests submitted and not answered; equal on all ranks of the replica."""
+        ...
+
+    def submit(self, requests: Sequence[Request], sampling: SamplingParams) -> None:
+        """Add requests to those that run. ValueError for one that the engine cannot answer; then none is added."""
+        ...
+
+    def poll(self) -> list[Response]:
+        """Run one step; returns what finished since and this rank answers for: every response belongs to one rank."""
         ...
 
     def push_weights(self, version: int) -> dict[str, float]:
-        """Copy the policy's current weights into the engine; returns metrics (seconds, bytes, verified)."""
+        """Copy the policy's current weights into the engine; returns metrics (seconds, bytes, verified). Collective."""
         ...
 
     def sleep(self) -> None:
-        """Release memory until the next push, before which nothing is generated. May do nothing."""
+        """Release memory until the next push, before which nothing is generated. May do nothing. Collective."""
         ...
 
     def close(self) -> None:
-        """Free the engine; the default process group stays."""
+        """Free the engine; the default process group stays. Collective."""
         ...

@@ -1,17 +1,16 @@
 """Generation by vLLM inside the trainer's ranks.
 
-Every rank hosts one vLLM worker, or only those of a `SubWorld` do; tp neighbouring ranks form a replica, and the replicas share the
-requests. Weights never come from disk: vLLM starts with dummy weights and `bridge/` fills them (`push_weights`). `vllm_process.py`
-contains vLLM's effects on the process.
+Every rank hosts one vLLM worker, or only those of a `SubWorld` do; tp neighbouring ranks form a replica, whose first rank answers
+for it. Weights never come from disk: vLLM starts with dummy weights and `bridge/` fills them (`push_weights`). `vllm_process.py`
+contains vLLM's effects on the process, `vllm_outputs.py` makes arrays of what it draws.
 """
 
 from __future__ import annotations
 
-from array import array
-from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple
+from datetime import timedelta
+from typing import Any
 
 import numpy
 import torch
@@ -23,13 +22,13 @@ from megappo.bridge.vllm_loader import VllmReceiver
 from megappo.config.run_sections import TimeoutsConfig
 from megappo.config.schema import RolloutConfig
 from megappo.models.hf_config import read_arch
-from megappo.parallel.groups import meet
 from megappo.rollout.process_state import EngineState
 from megappo.rollout.subworld import SubWorld
-from megappo.rollout.types import KeptIds, Request, Response, SamplingParams
+from megappo.rollout.types import Replica, Request, Response, SamplingParams
 from megappo.rollout.vllm_limits import check_vllm
 from megappo.rollout.vllm_memory import VllmMemory, require_sleep
 from megappo.rollout.vllm_options import vllm_environment, vllm_options
+from megappo.rollout.vllm_outputs import Detokenize, SampledRows, response_of
 from megappo.rollout.vllm_process import (
     colocated_executor,
     default_group_kept,
@@ -40,19 +39,6 @@ from megappo.rollout.vllm_process import (
     vllm_running,
 )
 
-Detokenize = Callable[[Sequence[int]], str]
-_GROUPS_PER_REPLICA = 4  # with fewer, keeping equal prompts together would leave replicas idle
-
-
-class _Drawn(NamedTuple):
-    """A response in the form that is gathered over the ranks. finish: 0 length, 1 stop."""
-
-    index: int
-    tokens: array
-    logprobs: array
-    finish: int
-    kept: KeptIds | None
-
 
 class VllmEngine:
     """vLLM over the default process group, which must exist, or over a part of it; construction is collective.
@@ -60,7 +46,7 @@ class VllmEngine:
     config: layout, sizes and switches; dtype and lengths are arguments. model: directory with config.json. max_model_len: longest
     prompt plus response in tokens. eos_token_ids: end a response and are part of it. tokenizer: Hugging Face tokenizer directory,
     needed by vLLM for stop strings only; without one, they are searched in the text of `detokenize` (token ids -> text) after
-    generation. timeouts: how long ranks wait for each other, in vLLM's groups and before a generation. subworld: the ranks of the
+    generation. timeouts: how long ranks wait for each other, in vLLM's groups and around a generation. subworld: the ranks of the
     engine (None: all), of `subworld.prepare_rollout_world`; what is collective here is so over them, and the others have no engine.
     ValueError for mistakes of the user: vLLM missing, or a limit of `vllm_limits`.
     """
@@ -85,18 +71,19 @@ class VllmEngine:
         require_vllm()
         self._subworld = subworld
         with self.in_world():
-            num_ranks, position = dist.get_world_size(), dist.get_rank()
+            num_ranks = dist.get_world_size()
         arch = read_arch(model)
         check_vllm(arch, config.tp, num_ranks, max_model_len, device.type)
         self.device = device
-        self._replicas = num_ranks // config.tp
-        self._replica, self._tp_rank = divmod(position, config.tp)
+        self.meeting_s = timeouts.meeting_s
+        with self.in_world():
+            self.replica = _replica_of(config, self.meeting_s)
         self._max_model_len = max_model_len
         self._vocab_size = arch.vocab_size
         self._eos_token_ids = tuple(eos_token_ids)
         self._tokenizer = tokenizer
         self._detokenize = detokenize
-        self._timeouts = timeouts
+        self._asked: dict[str, tuple[SamplingParams, SampledRows]] = {}
         self._version: int | None = None
         self._sync: WeightSync | None = None
         with self.in_world():
@@ -160,35 +147,63 @@ class VllmEngine:
                 raise RuntimeError("vLLM did not reset its prefix cache: requests are still running")
         self._version = version
 
-    def generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Response]:
-        """Collective; see `rollout.types.RolloutEngine`. Temperature 0 gives the log-probs of temperature 1.
-
-        ValueError for a request longer than the context and for stop strings without tokenizer. RuntimeError before the first push,
-        after a failed one, and while the weights are asleep. RankIsLate if a rank does not come.
-        """
+    @contextmanager
+    def serving(self) -> Iterator[None]:
+        """See `rollout.types.RolloutEngine`. The KV cache exists inside."""
         if self._version is None:
             raise RuntimeError("the vLLM engine holds no weights: none were pushed, or the last push failed")
         if self._memory.weights_asleep:
             raise RuntimeError("the vLLM engine's weights are asleep (rollout.sleep: all): push weights before it generates")
-        self._check(requests, sampling)
-        # The ranks of a replica would count the time of one that comes late within vLLM's exchanges, whose limit is short.
-        with self.in_world():
-            meet(self._generation(), self._timeouts.meeting_s)
-        shares = share_requests([request.prompt for request in requests], self._replicas)
+        if self._asked:
+            raise RuntimeError(f"the vLLM engine holds {len(self._asked)} requests of a generation that failed; make a new engine")
         with self._running():
             self._memory.wake_cache()
-            drawn = self._draw(requests, shares[self._replica], sampling)
+            yield
+            assert not self._asked, "requests were left unanswered"
             self._finish_steps()
             self._memory.sleep_cache()
-        with self.in_world():
-            return self._gather(drawn if self._tp_rank == 0 else [], len(requests))  # all tp ranks of a replica draw the same
 
-    def _generation(self) -> str:
-        """The work's name in a meeting, which counts ranks from 0 in a subworld."""
-        return "generation" if self._subworld is None else f"generation (counted from 0 on ranks {list(self._subworld.ranks)})"
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._asked)
+
+    def submit(self, requests: Sequence[Request], sampling: SamplingParams) -> None:
+        """See `rollout.types.RolloutEngine`. Temperature 0 gives the log-probs of temperature 1.
+
+        ValueError for a request longer than the context and for stop strings without tokenizer.
+        """
+        from vllm.inputs import tokens_input
+
+        self._check(requests, sampling)
+        core = self._llm.llm_engine
+        for request in requests:
+            name = str(request.number)
+            assert name not in self._asked, f"request {name} is answered already"
+            prompt = numpy.asarray(request.prompt, numpy.int32).tolist()
+            inputs = tokens_input(prompt, cache_salt=self._cache_salt())
+            internal = core.add_request(name, inputs, self._vllm_sampling(sampling, request.seed))
+            rows = SampledRows(self._best(sampling))
+            core.output_processor.request_states[internal].logprobs_processor = rows
+            self._asked[name] = (sampling, rows)
+
+    def poll(self) -> list[Response]:
+        """See `rollout.types.RolloutEngine`. The first rank of a replica answers for it; all of them draw the same."""
+        assert self._version is not None
+        responses = []
+        for output in self._llm.llm_engine.step():  # finished ones only
+            sampling, rows = self._asked.pop(output.request_id)
+            if self.replica.is_leader:
+                stop = sampling.stop if self._tokenizer is None else ()
+                number = int(output.request_id)
+                responses.append(response_of(number, output.outputs[0], rows, self._version, stop, self._detokenize))
+        return responses
+
+    def _cache_salt(self) -> str:
+        """Part of the key of cached prefixes: what older weights computed is never found again."""
+        return str(self._version)
 
     def sleep(self) -> None:
-        """Release the weights until the next push (`rollout.sleep: all`); `generate` raises before it."""
+        """Release the weights until the next push (`rollout.sleep: all`); `serving` raises before it."""
         with self._running():
             self._memory.sleep_weights()
 
@@ -210,15 +225,17 @@ class VllmEngine:
             self._memory.wake_weights()
             self._memory.wake_cache()
             self._llm.llm_engine.engine_core.engine_core.shutdown()
+            if self.replica.group is not None:
+                dist.destroy_process_group(self.replica.group)
         self._llm = self._sync = self._version = None
         del self.receiver, self._memory
 
     def _check(self, requests: Sequence[Request], sampling: SamplingParams) -> None:
-        for index, request in enumerate(requests):
+        for request in requests:
             total = len(request.prompt) + sampling.max_tokens
-            if total > self._max_model_len or not request.prompt:
+            if total > self._max_model_len or len(request.prompt) == 0:
                 raise ValueError(
-                    f"request {index}: prompt of {len(request.prompt)} tokens plus max_tokens {sampling.max_tokens} "
+                    f"request {request.number}: prompt of {len(request.prompt)} tokens plus max_tokens {sampling.max_tokens} "
                     f"is not within 1 and the engine's {self._max_model_len}"
                 )
         if sampling.stop and self._tokenizer is None and self._detokenize is None:
@@ -227,17 +244,9 @@ class VllmEngine:
                 "leave it empty or use stop token ids"
             )
 
-    def _draw(self, requests: Sequence[Request], share: Sequence[int], sampling: SamplingParams) -> list[_Drawn]:
-        """Generate this replica's share."""
-        if not share:
-            return []
-        prompts = [{"prompt_token_ids": list(requests[index].prompt)} for index in share]
-        params = [self._vllm_sampling(sampling, requests[index].seed) for index in share]
-        outputs = self._llm.generate(prompts, params, use_tqdm=False)
-        return [self._drawn(index, output.outputs[0], sampling) for index, output in zip(share, outputs, strict=True)]
-
     def _vllm_sampling(self, sampling: SamplingParams, seed: int) -> Any:
         from vllm import SamplingParams as VllmSampling
+        from vllm.sampling_params import RequestOutputKind
 
         native_stop = bool(sampling.stop) and self._tokenizer is not None
         return VllmSampling(
@@ -251,84 +260,20 @@ class VllmEngine:
             ignore_eos=True,  # the ids above end a response, not those of the tokenizer's files
             detokenize=native_stop,
             logprobs=self._best(sampling),  # of the sampled token and of this many best
-            flat_logprobs=True,  # lists instead of one object per token
+            output_kind=RequestOutputKind.FINAL_ONLY,
         )
 
     def _best(self, sampling: SamplingParams) -> int:
         """Number of most likely ids that vLLM reports for every token."""
         return min(sampling.kept_width, self._vocab_size)
 
-    def _drawn(self, index: int, output: Any, sampling: SamplingParams) -> _Drawn:
-        tokens = list(output.token_ids)
-        best = self._best(sampling)
-        logprobs = output.logprobs.logprobs[:: best + 1]
-        assert output.logprobs.token_ids[:: best + 1] == tokens, "vLLM gives the sampled token first"
-        kept = _kept_ids(output.logprobs.token_ids, output.logprobs.logprobs, best) if best else None
-        if output.finish_reason not in ("stop", "length"):
-            raise RuntimeError(f"vLLM ended request {index} with {output.finish_reason!r}")
-        finish = int(output.finish_reason == "stop")
-        if sampling.stop and self._tokenizer is None:
-            end = self._stop_length(tokens, sampling.stop)
-            if end is not None:
-                tokens, logprobs, finish = tokens[:end], logprobs[:end], 1
-                kept = kept and kept.first(end)
-        return _Drawn(index, array("q", tokens), array("f", logprobs), finish, kept)
 
-    def _stop_length(self, tokens: Sequence[int], stop: Sequence[str]) -> int | None:
-        """Number of tokens up to the one that completes a stop string; None if there is none."""
-        assert self._detokenize is not None
-        detokenize = self._detokenize
-
-        def stopped(length: int) -> bool:
-            text = detokenize(tokens[:length])
-            return any(string in text for string in stop)
-
-        if not stopped(len(tokens)):
-            return None
-        return bisect_left(range(len(tokens) + 1), True, key=stopped)  # once complete, a stop string stays in the text
-
-    def _gather(self, drawn: Sequence[_Drawn], count: int) -> list[Response]:
-        """Gather the responses of all replicas, in request order. Collective."""
-        everywhere: list[Sequence[_Drawn] | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(everywhere, drawn)
-        responses: list[Response | None] = [None] * count
-        assert self._version is not None
-        for index, tokens, logprobs, finish, kept in (item for part in everywhere for item in part or ()):
-            responses[index] = Response(tuple(tokens), tuple(logprobs), "stop" if finish else "length", self._version, kept)
-        missing = [index for index, response in enumerate(responses) if response is None]
-        if missing:
-            raise RuntimeError(f"no replica answered request {missing[0]} ({len(missing)} of {count} in all)")
-        return [response for response in responses if response is not None]
-
-
-def _kept_ids(ids: Sequence[int], logprobs: Sequence[float], best: int) -> KeptIds:
-    """ids, logprobs: for every token, the sampled id and the `best` most likely, with -inf for ids that top-k or top-p cut."""
-    table = numpy.array(ids, dtype=numpy.int32).reshape(-1, best + 1)
-    kept = (numpy.array(logprobs, dtype=numpy.float32) > -numpy.inf).reshape(table.shape)
-    # The sampled id appears again among the best; if more ids tie than were requested, it may be missing and replaces the last.
-    kept[:, 0] &= ~(kept[:, 1:] & (table[:, 1:] == table[:, :1])).any(1)
-    kept[:, best] &= ~kept[:, 0]
-    return KeptIds(array("i", kept.sum(1, dtype=numpy.int32).tobytes()), array("i", table[kept].tobytes()))
-
-
-def share_requests(prompts: Sequence[Sequence[int]], replicas: int) -> list[list[int]]:
-    """Indices of each replica's requests, ascending; every request once. Pure arithmetic, equal on every rank.
-
-    Balanced by count, then by prompt tokens. Equal prompts (several samples of one) stay on one replica if there are enough
-    different ones to balance.
-    """
-    # Equal prompts on one replica share its prefix cache.
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for index, prompt in enumerate(prompts):
-        groups.setdefault(tuple(prompt), []).append(index)
-    units = list(groups.values())
-    if len(units) < _GROUPS_PER_REPLICA * replicas:
-        units = [[index] for index in range(len(prompts))]
-    units.sort(key=lambda unit: (-len(unit), -len(prompts[unit[0]]), unit[0]))
-    shares: list[list[int]] = [[] for _ in range(replicas)]
-    tokens = [0] * replicas
-    for unit in units:
-        replica = min(range(replicas), key=lambda r: (len(shares[r]), tokens[r], r))
-        shares[replica].extend(unit)
-        tokens[replica] += len(unit) * len(prompts[unit[0]])
-    return [sorted(share) for share in shares]
+def _replica_of(config: RolloutConfig, limit_s: float) -> Replica:
+    """Replica of this rank: tp neighbouring ranks. Collective; limit_s: of exchanges in its group."""
+    index, count = dist.get_rank() // config.tp, dist.get_world_size() // config.tp
+    group = None
+    if config.tp > 1:
+        limit = timedelta(seconds=limit_s)
+        group, _ = dist.new_subgroups(config.tp, timeout=limit, backend="gloo", group_desc="replica")
+        assert isinstance(group, dist.ProcessGroup), "every rank is in one replica"
+    return Replica(index, count, group, config.max_num_seqs)

@@ -24,11 +24,12 @@ from megappo.prepare.evaluations import EvaluationSet
 from megappo.rewards.compose import Scored
 from megappo.rewards.scorer import Scorer
 from megappo.rewards.votes import answers_of
+from megappo.rollout.generation import generate
 from megappo.rollout.types import RolloutEngine, SamplingParams
 from megappo.telemetry.metrics import Metric
 from megappo.telemetry.runlog import RunLog
 from megappo.telemetry.timers import StageTimers
-from megappo.trainer.experience import collect, evaluation_requests, own_part
+from megappo.trainer.experience import collect, evaluation_requests
 from megappo.trainer.scoring import score_responses
 
 # The catalogue's names of the set of `data.eval`.
@@ -95,8 +96,8 @@ class Evaluator:
         """Evaluate the weights that the rollout engine holds. Collective; the same result on every rank."""
         n = self.settings.n
         requests = evaluation_requests(self.prompts, n, self.seed, self.name)
-        responses = rollout.generate(requests, self.sampling)
-        experience = collect(requests, *own_part(responses))
+        responses = generate(rollout, requests, self.sampling)
+        experience = collect(requests, responses)
 
         def prompt_of(number: int) -> Prompt:
             return self.prompts[number // n]

@@ -13,12 +13,12 @@ from functools import partial
 
 import numpy
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from megappo.data.packing import NO_ID, PackedBatch, cu_seqlens_of
 from megappo.data.prompts import Prompt
 from megappo.experience.experience import Experience
-from megappo.parallel.totals import place_in_world
 from megappo.rollout.types import KeptIds, Request, Response
 
 
@@ -49,7 +49,8 @@ class SampleRequests(Sequence[Request]):
     def __getitem__(self, number: int) -> Request:  # type: ignore[override]  # no slices
         if not 0 <= number < len(self):
             raise IndexError(number)
-        return Request(tuple(self.tokens_of(number // self.samples_per_prompt)), self.seed_of(number))
+        prompt = numpy.asarray(self.tokens_of(number // self.samples_per_prompt), numpy.int32)
+        return Request(number, prompt, self.seed_of(number))
 
 
 def make_requests(prompts: Sequence[Sequence[int]], samples_per_prompt: int, run_seed: int, step: int) -> SampleRequests:
@@ -76,55 +77,51 @@ def evaluation_requests(prompts: Sequence[Prompt], n: int, run_seed: int, name: 
     return SampleRequests(len(prompts), n, lambda place: prompts[place].tokens, seed_of)
 
 
-def own_part(responses: Sequence[Response]) -> tuple[Sequence[int], list[Response]]:
-    """(numbers, responses) that this rank answers for, of responses that every rank has."""
-    rank, world_size = place_in_world()
-    numbers = range(rank, len(responses), world_size)
-    return numbers, [responses[number] for number in numbers]
-
-
-def collect(
-    requests: Sequence[Request], numbers: Sequence[int], responses: Sequence[Response], *, with_kept: bool = False
-) -> Experience:
+def collect(requests: Sequence[Request], responses: Sequence[Response], *, with_kept: bool = False) -> Experience:
     """Experience of all ranks' responses, spread over all ranks. Collective over the world.
 
-    requests: of the whole batch, the same on every rank. numbers: samples of this rank's `responses`, in any order; each sample is
-    one rank's. with_kept: responses have the ids that tokens were drawn from.
+    requests: of the whole batch, the same on every rank. responses: those that this rank answers for, by number. with_kept: they
+    have the ids that tokens were drawn from.
     """
-    order = sorted(range(len(numbers)), key=numbers.__getitem__)
-    mine = torch.tensor([numbers[i] for i in order], dtype=torch.long)
-    ordered = [responses[i] for i in order]
-    drawn = pack_experience([requests[number] for number in mine.tolist()], ordered, with_kept=with_kept)
-    versions = torch.tensor([response.version for response in ordered], dtype=torch.int32)
-    return Experience.of_drawn(mine, drawn, len(requests), (versions, versions))
+    numbers = [response.number for response in responses]
+    drawn = pack_experience([requests[number] for number in numbers], responses, with_kept=with_kept)
+    oldest, newest = ([getattr(one, name) for one in responses] for name in ("oldest_version", "newest_version"))
+    versions = torch.tensor([oldest, newest], dtype=torch.int32)
+    return Experience.of_drawn(torch.tensor(numbers, dtype=torch.long), drawn, len(requests), (versions[0], versions[1]))
 
 
 def pack_experience(requests: Sequence[Request], responses: Sequence[Response], *, with_kept: bool = False) -> PackedBatch:
-    """Pack prompt and response of some samples.
+    """Pack prompt and response of some samples; responses[i] answers requests[i].
 
     Token fields: response_mask (true on sampled tokens), rollout_logprob (the sampler's, 0 elsewhere), and if `with_kept` kept ([T,
-    K] int32, the ids that the token was drawn from, then NO_ID, and NO_ID in prompts; K: most ids of any token). Sequence fields:
-    truncated (cut by the length limit).
+    K] int32, the ids that the token was drawn from, then NO_ID, and NO_ID at tokens that were not sampled; K: most ids of any
+    token). Sequence fields: truncated (cut by the length limit).
     """
-    prompts = [numpy.asarray(request.prompt, dtype=numpy.int64) for request in requests]
-    sampled = [numpy.asarray(response.tokens, dtype=numpy.int64) for response in responses]
-    logprobs = [numpy.asarray(response.logprobs, dtype=numpy.float32) for response in responses]
-    parts = [part for pair in zip(prompts, sampled, strict=True) for part in pair]
-    lengths = torch.tensor([part.size for part in parts], dtype=torch.long)
-    tokens = torch.from_numpy(numpy.concatenate([*parts, numpy.empty(0, dtype=numpy.int64)]))
-    # Parts go prompt, response, prompt, response.
-    mask = (torch.arange(len(parts)) % 2 == 1).repeat_interleave(lengths, output_size=tokens.numel())
-    rollout_logprob = torch.zeros(tokens.numel(), dtype=torch.float32)
-    rollout_logprob[mask] = torch.from_numpy(numpy.concatenate([*logprobs, numpy.empty(0, dtype=numpy.float32)]))
-    fields = {"response_mask": mask, "rollout_logprob": rollout_logprob}
+    tokens: list[NDArray[numpy.int32]] = []
+    mask: list[NDArray[numpy.bool_]] = []
+    logprobs: list[NDArray[numpy.float32]] = []
+    for request, response in zip(requests, responses, strict=True):
+        assert request.number == response.number, f"response {response.number} for request {request.number}"
+        prompt = numpy.asarray(request.prompt, numpy.int32)
+        tokens += [prompt, response.tokens]
+        mask += [numpy.zeros(len(prompt), numpy.bool_), response.sampled]
+        logprobs += [numpy.zeros(len(prompt), numpy.float32), response.logprobs]
+    lengths = [len(prompt) + len(answer) for prompt, answer in zip(tokens[::2], tokens[1::2])]
+    sampled = torch.from_numpy(_joined(mask, numpy.bool_))
+    fields = {"response_mask": sampled, "rollout_logprob": torch.from_numpy(_joined(logprobs, numpy.float32))}
     if with_kept:  # also of a rank that drew nothing
-        fields["kept"] = _kept_field([response.kept for response in responses if response.kept is not None], mask)
+        fields["kept"] = _kept_field([response.kept for response in responses if response.kept is not None], sampled)
     return PackedBatch(
-        tokens=tokens,
-        cu_seqlens=cu_seqlens_of(lengths.view(-1, 2).sum(1)),
+        tokens=torch.from_numpy(_joined(tokens, numpy.int32)).long(),
+        cu_seqlens=cu_seqlens_of(torch.tensor(lengths, dtype=torch.long)),
         token_fields=fields,
         sequence_fields={"truncated": torch.tensor([r.finish == "length" for r in responses], dtype=torch.bool)},
     )
+
+
+def _joined(parts: list[NDArray], dtype: type) -> NDArray:
+    """Parts end to end; an empty array of none."""
+    return numpy.concatenate([numpy.empty(0, dtype), *parts])
 
 
 def _kept_field(kept: Sequence[KeptIds], sampled: Tensor) -> Tensor:

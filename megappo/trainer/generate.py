@@ -19,6 +19,7 @@ from megappo.models.hf_config import read_arch
 from megappo.platform.device import select_device, start_alone
 from megappo.resilience.run_time import input_accepted
 from megappo.rollout.build import build_rollout
+from megappo.rollout.generation import generate
 from megappo.rollout.types import SamplingParams
 from megappo.trainer.experience import make_requests
 from megappo.trainer.scoring import response_text
@@ -73,7 +74,8 @@ def answer(
     with input_accepted():
         rollout.push_weights(version=0)
         sampling = SamplingParams(max_tokens, temperature, stop_token_ids=tokenizer.eos_ids)
-        responses = rollout.generate(make_requests(tokens, samples_per_prompt=1, run_seed=0, step=0), sampling)
+        # One process is one replica: its responses are all.
+        responses = generate(rollout, make_requests(tokens, samples_per_prompt=1, run_seed=0, step=0), sampling)
         rollout.close()
         dist.destroy_process_group()
         return [response_text(response.tokens, tokenizer) for response in responses]

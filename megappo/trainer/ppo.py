@@ -16,12 +16,13 @@ from megappo.config.schema import TrainConfig
 from megappo.data.prompts import Prompt, PromptLoader
 from megappo.data.tokenizers import Tokenizer
 from megappo.rewards.scorer import Scorer
+from megappo.rollout.generation import generate
 from megappo.rollout.types import RolloutEngine, SamplingParams
 from megappo.telemetry.runlog import RunLog
 from megappo.trainer.build_roles import Roles
 from megappo.trainer.checkpoints import Checkpoints
 from megappo.trainer.evaluation import Evaluation, Evaluations, metrics_of
-from megappo.trainer.experience import collect, own_part, requests_of_step, sample_seed
+from megappo.trainer.experience import collect, requests_of_step, sample_seed
 from megappo.trainer.finite_outputs import require_finite_outputs
 from megappo.trainer.histograms import histograms_of
 from megappo.trainer.instruments import Instruments
@@ -99,9 +100,9 @@ class PPO:
                 return self.prompts[rows[sample // n]]
 
         with timers.stage("generate"):  # 2
-            responses = self.rollout.generate(requests, self.sampling)
+            responses = generate(self.rollout, requests, self.sampling)
             self.rollout.sleep()
-            experience = collect(requests, *own_part(responses), with_kept=self.sampling.kept_width > 0)
+            experience = collect(requests, responses, with_kept=self.sampling.kept_width > 0)
 
         with timers.stage("score"):  # 3
             scored = score_responses(experience, prompt_of, self.tokenizer, self.scorer, self.sampling.stop)

@@ -34,6 +34,7 @@ from tests.engine.runs import recorded_batch
 from tests.engine.toy_engine import ToyEngine, ToyOutput, toy_engines
 from tests.engine.whole import Whole
 from tests.models.checkpoints import write_checkpoint
+from tests.rollout.responses import generate_all, sequence
 from tests.worlds import spawn_world
 
 LR, WARMUP = 1e-2, 2
@@ -467,14 +468,14 @@ def logits_of_a_few_rows_are_those_behind_the_log_probs(world: World) -> None:
     from megappo.rollout.types import Request, SamplingParams
 
     engine = world.sharing_policy()
-    requests = [Request((5, 6, 7), seed=1), Request((9,), seed=2), Request((3, 11), seed=3)]
-    responses = MegatronRollout(engine).generate(requests, SamplingParams(5))
+    requests = [Request(0, (5, 6, 7), seed=1), Request(1, (9,), seed=2), Request(2, (3, 11), seed=3)]
+    responses = generate_all(MegatronRollout(engine), requests, SamplingParams(5))
     from megappo.trainer.roles import LanguageModel
 
-    batch = pack([[*request.prompt, *response.tokens] for request, response in zip(requests, responses)])
+    batch = pack([sequence(request, response) for request, response in zip(requests, responses)])
     logprob, _ = LanguageModel(Whole(engine), 1.0).logprobs(batch, want_entropy=False)
     for end, response in zip(batch.cu_seqlens.tolist()[1:], responses):
-        drawn = torch.tensor(response.logprobs)
+        drawn = torch.from_numpy(response.logprobs)
         assert torch.allclose(logprob[end - len(drawn) : end], drawn, atol=TOLERANCE)
         assert all(0 <= token < engine.arch.vocab_size for token in response.tokens)
 

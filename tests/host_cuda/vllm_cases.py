@@ -34,6 +34,7 @@ from megappo.rollout.types import Request, SamplingParams
 from megappo.rollout.vllm_engine import VllmEngine
 from tests.bridge.engines import engine_tensors, read_checkpoint
 from tests.rollout import policies
+from tests.rollout.responses import generate_all
 
 RANKS = 2
 GREEDY = SamplingParams(max_tokens=3, temperature=0.0)
@@ -92,7 +93,7 @@ def engine_of(rank: int, path: str, tp: int, runner: str) -> VllmEngine:
 
 def requests() -> list[Request]:
     rng = random.Random(4)
-    return [Request(tuple(rng.randrange(3, 131) for _ in range(n)), seed=n) for n in (3, 9, 17)]
+    return [Request(i, tuple(rng.randrange(3, 131) for _ in range(n)), seed=n) for i, n in enumerate((3, 9, 17))]
 
 
 def policys_weights(policy: Any, arch: ModelArch, layout: ParallelLayout) -> dict[str, Tensor]:
@@ -146,12 +147,12 @@ def pushed_and_asked(rank: int, path: str, tp: int, runner: str, last: bool) -> 
         if version == 1:
             assert all(torch.equal(weights[name], tensor) for name, tensor in read_checkpoint(path).items())
         wrong = wrong_parameters(engine, arch, weights, tp, rank)
-        responses = engine.generate(requests(), GREEDY)
+        responses = generate_all(engine, requests(), GREEDY)
         found["versions"].append([metrics["verified"], wrong, policies.distance(policy, requests(), responses), stale])
         if version == 1:
             before = of_the_process()
             engine.push_weights(version, verify=False)
-            engine.generate(requests()[:RANKS], SamplingParams(max_tokens=1))
+            generate_all(engine, requests()[:RANKS], SamplingParams(max_tokens=1))
             found["kept"].append(of_the_process() == before)
             policies.train_once(policy)
     found["races"] = {waits: races_without(engine, waits) for waits in ("", *WAITS)}
@@ -185,7 +186,7 @@ def answer_without_a_wait(engine: VllmEngine) -> str:
     try:
         with wait_removed("vLLM"):  # it waits at the push already
             engine.push_weights(3, verify=False)
-            engine.generate(requests(), GREEDY)
+            generate_all(engine, requests(), GREEDY)
     except RuntimeError as error:
         return str(error)
     return ""

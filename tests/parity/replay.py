@@ -21,6 +21,7 @@ from megappo.rollout.types import SamplingParams
 from megappo.trainer.experience import make_requests, pack_experience
 from megappo.verify.recording import record_rollouts
 from tests.parity.matrix import SEQUENCES, SP, VOCABULARY, Case, config_of, measure_case, roles_of, title, write_models
+from tests.rollout.responses import generate_all
 from tests.worlds import spawn_world
 
 STEPS = 20
@@ -94,7 +95,7 @@ def written_by_the_policy(folder: str, groups: Any) -> PackedBatch:
     generator = torch.Generator().manual_seed(2)
     prompts = [torch.randint(0, VOCABULARY, (4,), generator=generator).tolist() for _ in range(SEQUENCES)]
     requests = make_requests(prompts, samples_per_prompt=1, run_seed=0, step=1)
-    responses = MegatronRollout(engine).generate(requests, SamplingParams(10, config.rollout.sampling.temperature))
+    responses = generate_all(MegatronRollout(engine), requests, SamplingParams(10, config.rollout.sampling.temperature))
     return pack_experience(requests, responses).with_fields(sequence_fields={"score": torch.randn(SEQUENCES, generator=generator)})
 
 

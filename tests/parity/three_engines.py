@@ -31,6 +31,7 @@ from megappo.trainer.roles import LanguageModel
 from tests.engine.whole import Whole
 
 from ..rollout.engines import garbage_kept, make_engine
+from ..rollout.responses import generate_all
 
 RANKS = 2
 VOCABULARY = 131
@@ -58,7 +59,7 @@ def sequences() -> list[list[int]]:
 
 
 def requests() -> list[Request]:
-    return [Request(tuple(tokens), seed=index) for index, tokens in enumerate(sequences())]
+    return [Request(index, tuple(tokens), seed=index) for index, tokens in enumerate(sequences())]
 
 
 # -------------------------------------------------------------------------------------------------------------- transformers
@@ -117,7 +118,7 @@ def score_by_megatron(engine: Any) -> list[Tensor]:
 
 
 def continue_by_megatron(engine: Any) -> Tokens:
-    return tokens_of(MegatronRollout(engine).generate(requests(), GREEDY))
+    return tokens_of(generate_all(MegatronRollout(engine), requests(), GREEDY))
 
 
 @contextlib.contextmanager
@@ -143,11 +144,11 @@ def score_by_vllm(engine: VllmEngine) -> list[Tensor]:
 
 
 def continue_by_vllm(engine: VllmEngine) -> Tokens:
-    return tokens_of(engine.generate(requests(), GREEDY))
+    return tokens_of(generate_all(engine, requests(), GREEDY))
 
 
 def tokens_of(responses: Sequence[Response]) -> Tokens:
-    return [response.tokens for response in responses]
+    return [tuple(response.tokens.tolist()) for response in responses]
 
 
 # ------------------------------------------------------------------------------------------------------------- in the world

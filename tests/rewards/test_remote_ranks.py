@@ -38,8 +38,8 @@ def scored(rank: int, url: str, answers: list[str]) -> tuple[str, float, float]:
     from megappo.data.prompts import Prompt
     from megappo.prepare.reward_parts import load_parts
     from megappo.rewards.base import RewardError
-    from megappo.rollout.types import Response
     from megappo.trainer.main import scorer_of
+    from tests.rollout.responses import answered
     from tests.trainer.experiences import score
     from tests.trainer.test_shaping_and_updates import LETTERS
 
@@ -47,7 +47,7 @@ def scored(rank: int, url: str, answers: list[str]) -> tuple[str, float, float]:
     reward = RewardConfig(parts=(RewardPart(name="rm", url=url, remote=remote),))
     scorer = scorer_of(reward, load_parts(reward))
     prompts = [Prompt(f"f#{i}", (1,), "q", answer, {}) for i, answer in enumerate(answers)]
-    responses = [Response((2,) * (1 + i % 3), (0.0,) * (1 + i % 3), "stop", 0) for i in range(len(answers))]
+    responses = [answered((2,) * (1 + i % 3)) for i in range(len(answers))]
     start = time.monotonic()
     try:
         result = json.dumps(score(prompts, responses, LETTERS, scorer).total)

@@ -14,6 +14,7 @@ from megappo.rollout.types import Request, Response
 
 from ..engine.runs import recorded_batch
 from ..engine.whole import on_whole_batches
+from .responses import sequence
 
 
 def make_policy(path: str, layout: ParallelLayout, device: torch.device = torch.device("cpu")) -> Any:
@@ -40,7 +41,7 @@ def train_once(policy: Any) -> None:
 
 def of_responses(policy: Any, requests: Sequence[Request], responses: Sequence[Response]) -> list[torch.Tensor]:
     """The trainer's log-probs of the sampled tokens."""
-    batch = pack([[*request.prompt, *response.tokens] for request, response in zip(requests, responses, strict=True)])
+    batch = pack([sequence(request, response) for request, response in zip(requests, responses, strict=True)])
     logprob, _ = policy.logprobs(batch, want_entropy=False)
     return [logprob[end - len(r.tokens) : end] for end, r in zip(batch.cu_seqlens[1:].tolist(), responses)]
 
@@ -48,4 +49,4 @@ def of_responses(policy: Any, requests: Sequence[Request], responses: Sequence[R
 def distance(policy: Any, requests: Sequence[Request], responses: Sequence[Response]) -> float:
     """Largest |log-prob of the engine - log-prob of the trainer| of a sampled token."""
     pairs = zip(responses, of_responses(policy, requests, responses), strict=True)
-    return max(float((torch.tensor(response.logprobs) - own.cpu()).abs().max()) for response, own in pairs)
+    return max(float((torch.from_numpy(response.logprobs) - own.cpu()).abs().max()) for response, own in pairs)

@@ -29,6 +29,7 @@ from ..worlds import spawn_world
 from . import truncated
 from .engines import garbage_kept, make_engine
 from .policies import distance, make_policy, train_once
+from .responses import generate_all
 
 RANKS = 2
 TOLERANCE = 1e-4  # fp32; measured at most 3e-6 here, a wrong expert gives 1e-1 and more
@@ -87,16 +88,16 @@ def requests() -> list[Request]:
     """Prompts of 3 to 30 tokens, and two beyond vLLM's 128-token cache blocks, where stale keys and values would be used."""
     rng = random.Random(4)
     lengths = [rng.randint(3, 30) for _ in range(5)] + [170, 170]
-    return [Request(tuple(rng.randrange(3, 131) for _ in range(n)), seed=i) for i, n in enumerate(lengths)]
+    return [Request(i, tuple(rng.randrange(3, 131) for _ in range(n)), seed=i) for i, n in enumerate(lengths)]
 
 
 def push_and_draw(engine: VllmEngine, policy: Any, version: int) -> dict[str, Any]:
     metrics = engine.push_weights(version, verify=True)
-    responses = engine.generate(requests(), GREEDY)
-    greedy = MegatronRollout(policy.engine).generate(requests(), GREEDY)
+    responses = generate_all(engine, requests(), GREEDY)
+    greedy = generate_all(MegatronRollout(policy.engine), requests(), GREEDY)
     return {
         "distance": distance(policy, requests(), responses),
-        "same_tokens": [r.tokens for r in responses] == [r.tokens for r in greedy],
+        "same_tokens": [r.tokens.tolist() for r in responses] == [r.tokens.tolist() for r in greedy],
         "responses": responses,
         "metrics": metrics,
     }
@@ -139,7 +140,7 @@ def run_faults(engine: VllmEngine, path: str) -> dict[str, Any]:
         pieces = renamed(source.pieces(), rename)
         engine.connect(SimpleNamespace(arch=source.arch, named_parameters=source.named_parameters, pieces=lambda: pieces))
         assert engine.push_weights(3, verify=True)["verified"]
-        return distance(policy, requests(), engine.generate(requests(), GREEDY))
+        return distance(policy, requests(), generate_all(engine, requests(), GREEDY))
 
     result["right"] = push(lambda hf: hf)
     result["experts"] = push(lambda hf: exchanged(hf, "layers.0.mlp.experts.2.", "layers.0.mlp.experts.5."))
@@ -155,9 +156,9 @@ def run_faults(engine: VllmEngine, path: str) -> dict[str, Any]:
 
     with kept_expert_kernels():
         engine.push_weights(6, verify=True)
-        result["kept_kernels"] = distance(policy, requests(), engine.generate(requests(), GREEDY))
+        result["kept_kernels"] = distance(policy, requests(), generate_all(engine, requests(), GREEDY))
     engine.push_weights(7, verify=True)
-    result["renewed_kernels"] = distance(policy, requests(), engine.generate(requests(), GREEDY))
+    result["renewed_kernels"] = distance(policy, requests(), generate_all(engine, requests(), GREEDY))
 
     sync = engine._sync
     sync._rounds = [one._replace(local=tuple(m for m in one.local if "experts" not in m.hf)) for one in sync._rounds]

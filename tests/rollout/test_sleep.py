@@ -7,8 +7,9 @@ bit for bit like one that never does: everything it reads was pushed, restored o
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from ..bridge.engines import HeldPolicy, policy_tensors, random_checkpoint, read
 from ..models.checkpoints import write_checkpoint
 from ..worlds import spawn_world
 from .engines import garbage_kept, make_engine
+from .responses import generate_all, plain
 
 RANKS = 2
 SEEDED = SamplingParams(max_tokens=12, temperature=0.9)
@@ -44,7 +46,7 @@ def requests(length: int = 150, count: int = 4) -> list[Request]:
     """Longer than vLLM's 128-token cache blocks; the last two are of one prompt."""
     rng = random.Random(3)
     prompts = [tuple(rng.randrange(3, 131) for _ in range(length)) for _ in range(count - 1)]
-    return [Request(prompt, seed=i) for i, prompt in enumerate([*prompts, prompts[-1]])]
+    return [Request(i, prompt, seed=i) for i, prompt in enumerate([*prompts, prompts[-1]])]
 
 
 def pushing(engine: VllmEngine, path: str, rank: int) -> list[Any]:
@@ -66,8 +68,8 @@ def memory_of(engine: VllmEngine) -> dict[str, int]:
     }
 
 
-def answers(engine: VllmEngine) -> list[tuple]:
-    return [(response.tokens, response.logprobs) for response in engine.generate(requests(), SEEDED)]
+def answers(engine: VllmEngine, asked: Sequence[Request] | None = None) -> list[dict]:
+    return plain(generate_all(engine, requests() if asked is None else asked, SEEDED))
 
 
 def run_steps(rank: int, path: str, tp: int, sleep: str) -> dict[str, Any]:
@@ -83,7 +85,7 @@ def run_steps(rank: int, path: str, tp: int, sleep: str) -> dict[str, Any]:
             found["memory"][f"answered {step}"] = memory_of(engine)
             engine.sleep()
             found["memory"][f"asleep {step}"] = memory_of(engine)
-            found["refused"] = error_of(lambda: engine.generate(requests(), SEEDED))
+            found["refused"] = error_of(lambda: generate_all(engine, requests(), SEEDED))
             engine.sleep()
         found["unregistered"] = len(unregistered_tensors(engine._llm.llm_engine.model_executor.driver_worker.worker))
         return found
@@ -107,7 +109,7 @@ def run_faults(rank: int, path: str) -> dict[str, Any]:
         engine.sleep()
         with engine._running():
             engine._memory.wake_weights()  # and no push
-        found["unpushed"] = error_of(lambda: engine.generate(requests(), SEEDED))
+        found["unpushed"] = error_of(lambda: generate_all(engine, requests(), SEEDED))
     return found
 
 
@@ -120,17 +122,17 @@ def run_long(rank: int, path: str) -> dict[str, Any]:
         engine.push_weights(0)
         scheduler = engine._llm.llm_engine.vllm_config.scheduler_config
         found: dict[str, Any] = {"at once": scheduler.max_num_batched_tokens}
-        found["together"] = [response.tokens for response in engine.generate(several, SEEDED)]
-        found["alone"] = [engine.generate([request], SEEDED)[0].tokens for request in several]
+        found["together"] = answers(engine, several)
+        found["alone"] = [answers(engine, [request])[0] for request in several]
     with contextlib.closing(make_engine(path, 1, max_model_len=6000, max_num_seqs=8)) as engine:
         pushing(engine, path, rank)[0]()
         engine.push_weights(0)
-        longest = Request(requests(5900, 2)[0].prompt, seed=1)
-        found["longest"] = [len(response.tokens) for response in engine.generate([longest, longest], SEEDED)]
+        longest = dataclasses.replace(requests(5900, 2)[0], seed=1)
+        found["longest"] = [len(response.tokens) for response in generate_all(engine, [longest, longest], SEEDED)]
     with chunked_prefill(), contextlib.closing(make_engine(path, 1, max_model_len=LONG + 12, max_num_seqs=8)) as engine:
         pushing(engine, path, rank)[0]()
         engine.push_weights(0)
-        found["chunked"] = error_of(lambda: engine.generate(several, SEEDED))
+        found["chunked"] = error_of(lambda: generate_all(engine, several, SEEDED))
     return found
 
 

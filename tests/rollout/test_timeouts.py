@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+import contextlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,32 +12,37 @@ import torch
 from megappo.config.run_sections import TimeoutsConfig
 from megappo.config.schema import RolloutConfig
 from megappo.parallel.meeting import RankIsLate
-from megappo.rollout import vllm_engine
+from megappo.rollout import generation, vllm_engine
 from megappo.rollout.build import build_rollout
-from megappo.rollout.types import Request, SamplingParams
+from megappo.rollout.megatron_engine import MegatronRollout
+from megappo.rollout.types import Replica, SamplingParams
 
 TIMEOUTS = TimeoutsConfig(start_s=11, pass_s=5, meeting_s=7)
 
 
-@pytest.mark.parametrize(
-    "subworld, work",
-    [
-        (None, "generation"),
-        (SimpleNamespace(ranks=(4, 6), entered=nullcontext), r"generation \(counted from 0 on ranks \[4, 6\]\)"),
-    ],
-)
-def test_ranks_meet_before_a_generation(monkeypatch: pytest.MonkeyPatch, subworld: Any, work: str) -> None:
-    """A rank that does not come is told by the meeting; nothing was asked of vLLM by then."""
+def test_ranks_meet_before_a_generation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that does not come is told by the meeting; no request was made or submitted by then."""
 
     def meet(before: str, limit_s: float) -> None:
         raise RankIsLate(f"{before} {limit_s}")
 
-    monkeypatch.setattr(vllm_engine, "meet", meet)
-    engine = object.__new__(vllm_engine.VllmEngine)
-    engine._version, engine._timeouts, engine._max_model_len, engine._subworld = 1, TIMEOUTS, 16, subworld
-    engine._memory = SimpleNamespace(weights_asleep=False)
-    with pytest.raises(RankIsLate, match=f"^{work} 7.0$"):
-        engine.generate([Request((3, 4), 0)], SamplingParams(max_tokens=4))
+    class Requests(list):
+        def __getitem__(self, number: Any) -> Any:
+            raise AssertionError("a request was read")
+
+    monkeypatch.setattr(generation, "meet", meet)
+    engine: Any = SimpleNamespace(replica=Replica(0, 2, None, 4), meeting_s=TIMEOUTS.meeting_s, serving=contextlib.nullcontext)
+    with pytest.raises(RankIsLate, match="^generation 7.0$"):
+        generation.generate(engine, Requests([None] * 3), SamplingParams(max_tokens=4))
+
+
+@pytest.mark.parametrize("name", ["vllm", "megatron"])
+def test_engines_that_hold_requests_of_a_failed_generation_refuse_another(name: str) -> None:
+    engine: Any = object.__new__({"vllm": vllm_engine.VllmEngine, "megatron": MegatronRollout}[name])
+    engine._version, engine._memory, engine._asked = 1, SimpleNamespace(weights_asleep=False), {"3": None}
+    engine._growing = [None]
+    with pytest.raises(RuntimeError, match="holds 1 requests of a generation that failed"), engine.serving():
+        pass
 
 
 def test_the_engine_has_the_limits_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,6 +37,7 @@ from ..data.tokenizer_files import write_hf_tokenizer
 from ..models.checkpoints import write_checkpoint
 from ..worlds import spawn_world
 from .engines import garbage_kept, make_engine
+from .responses import generate_all, plain, sequence
 
 RANKS = 2
 TOLERANCE = 1e-4  # fp32; BRIDGE measured at most 3e-5 on peaky logits, a wrong slice gives 1e-1 and more
@@ -76,33 +77,33 @@ def load(path: str) -> torch.nn.Module:
 
 def requests_of(seed: int, count: int = 6, vocab: int = 131) -> list[Request]:
     rng = random.Random(seed)
-    return [Request(tuple(rng.randrange(3, vocab) for _ in range(rng.randint(3, 30))), seed=i) for i in range(count)]
+    return [Request(i, tuple(rng.randrange(3, vocab) for _ in range(rng.randint(3, 30))), seed=i) for i in range(count)]
 
 
 def long_requests(vocab: int = 131) -> list[Request]:
     """Longer than vLLM's 128-token cache blocks, so that stale cached keys and values would be used."""
     rng = random.Random(9)
-    return [Request(tuple(rng.randrange(3, vocab) for _ in range(170)), seed=i) for i in range(2)]
+    return [Request(i, tuple(rng.randrange(3, vocab) for _ in range(170)), seed=i) for i in range(2)]
 
 
 def distance(model: torch.nn.Module, requests: list[Request], responses: list[Response], temperature: float = 1.0) -> float:
     """Largest |log-prob difference| to transformers on the same tokens; 1e9 where a greedy token is not transformers' best."""
     worst = 0.0
     for request, response in zip(requests, responses, strict=True):
-        ids = torch.tensor([request.prompt + response.tokens])
+        ids = torch.tensor([sequence(request, response)])
         with torch.no_grad():
             logprobs = torch.log_softmax(model(input_ids=ids).logits[0].float() / temperature, -1)[len(request.prompt) - 1 : -1]
-        chosen = logprobs.gather(1, torch.tensor(response.tokens)[:, None])[:, 0]
-        worst = max(worst, float((chosen - torch.tensor(response.logprobs)).abs().max()))
+        chosen = logprobs.gather(1, torch.from_numpy(response.tokens).long()[:, None])[:, 0]
+        worst = max(worst, float((chosen - torch.from_numpy(response.logprobs)).abs().max()))
     return worst
 
 
 def is_greedy(model: torch.nn.Module, requests: list[Request], responses: list[Response]) -> bool:
     for request, response in zip(requests, responses, strict=True):
         with torch.no_grad():
-            logits = model(input_ids=torch.tensor([request.prompt + response.tokens])).logits[0]
+            logits = model(input_ids=torch.tensor([sequence(request, response)])).logits[0]
         best = logits[len(request.prompt) - 1 : -1].argmax(-1)
-        if best.tolist() != list(response.tokens):
+        if best.tolist() != response.tokens.tolist():
             return False
     return True
 
@@ -168,19 +169,19 @@ def run_case(rank: int, folder: str, name: str) -> dict[str, Any]:
         for tp, pp in layouts:
             policy = Policy(path, tp, pp)
             engine.connect(policy)
-            results.setdefault("unpushed", error_of(lambda: engine.generate(requests, GREEDY)))
+            results.setdefault("unpushed", error_of(lambda: generate_all(engine, requests, GREEDY)))
             steps = []
             for version, model in ((1, old), (2, new)):
                 policy.become(model)
                 metrics = engine.push_weights(version)
-                responses = engine.generate(requests, GREEDY)
+                responses = generate_all(engine, requests, GREEDY)
                 other = new if model is old else old
                 steps.append(
                     {
                         "distance": distance(model, requests, responses),
                         "greedy": is_greedy(model, requests, responses),
                         "to_other": distance(other, requests, responses),
-                        "version": {r.version for r in responses},
+                        "version": {version for r in responses for version in (r.oldest_version, r.newest_version)},
                         "lengths": [len(r.tokens) for r in responses],
                         "metrics": metrics,
                     }
@@ -202,29 +203,30 @@ def run_case(rank: int, folder: str, name: str) -> dict[str, Any]:
 def run_sampling(engine: VllmEngine, model: torch.nn.Module) -> dict[str, Any]:
     requests = requests_of(2, count=7)
     warm = SamplingParams(max_tokens=24, temperature=0.8)
-    drawn = engine.generate(requests, warm)
-    again = engine.generate(list(reversed(requests)), warm)[::-1]
-    alone = engine.generate(requests[2:3], warm)
-    reseeded = engine.generate([dataclasses.replace(r, seed=r.seed + 100) for r in requests], warm)
-    narrow = engine.generate(requests, SamplingParams(max_tokens=24, temperature=0.8, top_k=5))
-    nucleus = engine.generate(requests, SamplingParams(max_tokens=24, temperature=1.0, top_p=0.6))
-    ending = drawn[0].tokens[5]
-    stopped = engine.generate(requests, dataclasses.replace(warm, stop_token_ids=(ending,)))
+    responses = generate_all(engine, requests, warm)
+    drawn = plain(responses)
+    again = plain(generate_all(engine, requests[::-1], warm)[::-1])
+    alone = plain(generate_all(engine, requests[2:3], warm))
+    reseeded = plain(generate_all(engine, [dataclasses.replace(r, seed=r.seed + 100) for r in requests], warm))
+    narrow = generate_all(engine, requests, SamplingParams(max_tokens=24, temperature=0.8, top_k=5))
+    nucleus = generate_all(engine, requests, SamplingParams(max_tokens=24, temperature=1.0, top_p=0.6))
+    ending = drawn[0]["tokens"][5]
+    stopped = plain(generate_all(engine, requests, dataclasses.replace(warm, stop_token_ids=(ending,))))
     engine._eos_token_ids = (ending,)
-    ended = engine.generate(requests, warm)
+    ended = plain(generate_all(engine, requests, warm))
     engine._eos_token_ids = ()
     engine._detokenize = lambda tokens: "".join(f"<{token}>" for token in tokens)
-    word = f"{drawn[1].tokens[7] % 10}><{drawn[1].tokens[8]}>"
-    worded = engine.generate(requests, dataclasses.replace(warm, stop=(word,)))
+    word = f"{drawn[1]['tokens'][7] % 10}><{drawn[1]['tokens'][8]}>"
+    worded = plain(generate_all(engine, requests, dataclasses.replace(warm, stop=(word,))))
     engine._detokenize = None
     errors = {}
     for key, bad, how in (
-        ("long", [Request((5,) * 250, 0)], warm),
-        ("empty", [Request((), 0)], warm),
+        ("long", [Request(0, (5,) * 250, 0)], warm),
+        ("empty", [*requests, Request(7, (), 0)], warm),
         ("stop", requests, dataclasses.replace(warm, stop=("x",))),
     ):
         try:
-            engine.generate(bad, how)
+            engine.submit(bad, how)
         except ValueError as error:
             errors[key] = str(error)
     return {
@@ -236,10 +238,11 @@ def run_sampling(engine: VllmEngine, model: torch.nn.Module) -> dict[str, Any]:
         "ended": ended,
         "worded": (word, worded),
         "errors": errors,
-        "distance": distance(model, requests, drawn, 0.8),
+        "distance": distance(model, requests, responses, 0.8),
         "narrow_distance": truncated_distance(model, requests, narrow, 0.8, top_k=5),
         "nucleus_distance": truncated_distance(model, requests, nucleus, 1.0, top_p=0.6),
-        "none": engine.generate([], warm),
+        "none": generate_all(engine, [], warm),
+        "unfinished": engine.num_unfinished,
     }
 
 
@@ -255,8 +258,10 @@ def truncated_distance(
     worst = 0.0
     for request, response in zip(requests, responses, strict=True):
         with torch.no_grad():
-            logits = model(input_ids=torch.tensor([request.prompt + response.tokens])).logits[0].double() / temperature
-        for position, (token, logprob) in enumerate(zip(response.tokens, response.logprobs), start=len(request.prompt) - 1):
+            logits = model(input_ids=torch.tensor([sequence(request, response)])).logits[0].double() / temperature
+        for position, (token, logprob) in enumerate(
+            zip(response.tokens.tolist(), response.logprobs.tolist()), start=len(request.prompt) - 1
+        ):
             probs, order = torch.softmax(logits[position], -1).sort(descending=True)
             kept = top_k or int(((probs.cumsum(0) - probs) < top_p).sum())
             where = order[:kept].tolist().index(token) if token in order[:kept].tolist() else None
@@ -283,22 +288,27 @@ def run_faults(engine: VllmEngine, path: str, old: torch.nn.Module, new: torch.n
     engine.receiver = Flipping(receiver) if rank == 1 else receiver
     result["flip"] = error_of(lambda: engine.push_weights(3, verify=True))
     engine.receiver = receiver
-    result["refuses"] = error_of(lambda: engine.generate(requests, GREEDY))
+    result["refuses"] = error_of(lambda: generate_all(engine, requests, GREEDY))
     engine.push_weights(4, verify=True)
-    result["recovered"] = distance(new, requests, engine.generate(requests, GREEDY))
+    result["recovered"] = distance(new, requests, generate_all(engine, requests, GREEDY))
 
-    # Stale keys and values: the reset left out.
+    # Stale keys and values: the reset left out, and without it the version that is part of a cached prefix's key.
     fresh.become(old)
     with left_out_reset(engine):
         engine.push_weights(5)
-    result["no_reset"] = distance(old, requests, engine.generate(requests, GREEDY))
+        result["no_reset"] = distance(old, requests, generate_all(engine, requests, GREEDY))
+        fresh.become(new)
+        engine.push_weights(6)
+        with one_salt("5"):
+            result["no_salt"] = distance(new, requests, generate_all(engine, requests, GREEDY))
     engine.push_weights(6)
-    result["with_reset"] = distance(old, requests, engine.generate(requests, GREEDY))
+    with one_salt("5"):
+        result["no_salt_but_reset"] = distance(new, requests, generate_all(engine, requests, GREEDY))
 
     # Gate and up exchanged in the map of the policy: consistent, so checksums pass, but the model is another one.
     restart(2, 1, exchanged)
     result["swap_verified"] = engine.push_weights(7, verify=True)["verified"]
-    result["swap"] = distance(new, requests, engine.generate(requests, GREEDY))
+    result["swap"] = distance(new, requests, generate_all(engine, requests, GREEDY))
 
     # A rectangle that never comes (on both ranks, so that neither waits for the other).
     restart(1, 1)
@@ -327,6 +337,14 @@ def left_out_reset(engine: VllmEngine) -> Iterator[None]:
     engine._llm.reset_prefix_cache = lambda: True
     yield
     engine._llm.reset_prefix_cache = real
+
+
+@contextlib.contextmanager
+def one_salt(salt: str) -> Iterator[None]:
+    """Cached prefixes have the same key in all versions."""
+    real, VllmEngine._cache_salt = VllmEngine._cache_salt, lambda self: salt
+    yield
+    VllmEngine._cache_salt = real
 
 
 class Flipping:
@@ -361,21 +379,21 @@ def run_tokenized(folder: str) -> dict[str, Any]:
         engine.connect(policy)
         metrics = engine.push_weights(1)
         rounding = logit_rounding(engine, model)
-        drawn = engine.generate(requests, sampling)
-        texts = [[tokenizer.decode(response.tokens[:n]) for n in range(1, 25)] for response in drawn]
+        drawn = generate_all(engine, requests, sampling)
+        texts = [[tokenizer.decode(response.tokens[:n].tolist()) for n in range(1, 25)] for response in drawn]
         # the letter or digit that appears latest in the first response, so that the cut is not at its start
         word = max((c for c in set(texts[0][-1]) if c.isascii() and c.isalnum()), key=texts[0][-1].index)
-        stopped = engine.generate(requests, dataclasses.replace(sampling, stop=(word,)))
+        stopped = generate_all(engine, requests, dataclasses.replace(sampling, stop=(word,)))
     expected = [next((n for n, text in enumerate(prefixes, 1) if word in text), None) for prefixes in texts]
     differences = []
     for request, response in zip(requests, drawn):
         with torch.no_grad():
-            logits = model(input_ids=torch.tensor([request.prompt + response.tokens])).logits[0, len(request.prompt) - 1 : -1]
-        chosen = torch.log_softmax(logits, -1).gather(1, torch.tensor(response.tokens)[:, None])[:, 0]
-        differences.append((chosen - torch.tensor(response.logprobs)).abs())
+            logits = model(input_ids=torch.tensor([sequence(request, response)])).logits[0, len(request.prompt) - 1 : -1]
+        chosen = torch.log_softmax(logits, -1).gather(1, torch.from_numpy(response.tokens).long()[:, None])[:, 0]
+        differences.append((chosen - torch.from_numpy(response.logprobs)).abs())
     return {
-        "drawn": drawn,
-        "stopped": stopped,
+        "drawn": plain(drawn),
+        "stopped": plain(stopped),
         "expected": expected,
         "metrics": metrics,
         "rounding": rounding,
@@ -557,39 +575,41 @@ def test_sampled_logprobs_are_of_the_distribution_sampled_from(sampling):
 
 
 def test_seeds_reproduce_whatever_the_batch(sampling):
-    tokens = lambda responses: [response.tokens for response in responses]
+    tokens = lambda responses: [response["tokens"] for response in responses]
     assert tokens(sampling["again"]) == tokens(sampling["drawn"])
-    assert sampling["alone"][0].tokens == sampling["drawn"][2].tokens
+    assert sampling["alone"][0] == sampling["drawn"][2]
     assert all(a != b for a, b in zip(tokens(sampling["reseeded"]), tokens(sampling["drawn"])))
-    assert len(set(tokens(sampling["drawn"]))) == len(sampling["drawn"])
+    assert len(set(map(tuple, tokens(sampling["drawn"])))) == len(sampling["drawn"])
 
 
 def test_a_stop_token_ends_the_response_and_is_part_of_it(sampling):
     ending, stopped = sampling["stopped"]
     for response, full in zip(stopped, sampling["drawn"]):
-        if ending in full.tokens:
-            assert response.tokens == full.tokens[: full.tokens.index(ending) + 1] and response.finish == "stop"
+        tokens = full["tokens"]
+        if ending in tokens:
+            assert response["tokens"] == tokens[: tokens.index(ending) + 1] and response["finish"] == "stop"
         else:
-            assert response.tokens == full.tokens and response.finish == "length"
-        assert len(response.logprobs) == len(response.tokens)
-    assert {response.finish for response in stopped} == {"stop", "length"}
+            assert response["tokens"] == tokens and response["finish"] == "length"
+        assert len(response["logprobs"]) == len(response["tokens"])
+    assert {response["finish"] for response in stopped} == {"stop", "length"}
     assert sampling["ended"] == stopped, "an end-of-sequence token does the same"
 
 
 def test_a_stop_string_ends_the_response_with_the_token_that_completes_it(sampling):
     word, worded = sampling["worded"]
     cut = worded[1]
-    assert cut.finish == "stop" and len(cut.tokens) <= 9 and cut.tokens == sampling["drawn"][1].tokens[: len(cut.tokens)]
-    text = "".join(f"<{token}>" for token in cut.tokens)
-    assert word in text and word not in "".join(f"<{token}>" for token in cut.tokens[:-1])
-    assert len(cut.logprobs) == len(cut.tokens)
+    tokens = cut["tokens"]
+    assert cut["finish"] == "stop" and len(tokens) <= 9 and tokens == sampling["drawn"][1]["tokens"][: len(tokens)]
+    text = "".join(f"<{token}>" for token in tokens)
+    assert word in text and word not in "".join(f"<{token}>" for token in tokens[:-1])
+    assert len(cut["logprobs"]) == len(tokens)
 
 
 def test_vllm_finds_stop_strings_itself_where_it_has_the_tokenizer(world):
     for result in (world[0]["tokenized"], world[1]["tokenized"]):
         assert result["expected"][0] is not None and result["expected"][0] > 1
         for full, cut, length in zip(result["drawn"], result["stopped"], result["expected"]):
-            assert cut.tokens == full.tokens[:length] and cut.finish == ("length" if length is None else "stop")
+            assert cut["tokens"] == full["tokens"][:length] and cut["finish"] == ("length" if length is None else "stop")
 
 
 def test_a_bf16_engine_gets_the_fp32_policy_rounded(world):
@@ -610,7 +630,7 @@ def test_logits_are_rounded_to_bf16_where_vllm_rounds_them(world):
 
 def test_requests_that_cannot_be_served_are_refused(sampling):
     assert "request 0: prompt of 250 tokens plus max_tokens 24" in sampling["errors"]["long"]
-    assert "request 0: prompt of 0 tokens" in sampling["errors"]["empty"]
+    assert "request 7: prompt of 0 tokens" in sampling["errors"]["empty"] and sampling["unfinished"] == 0, "none is added"
     assert "rollout.stop" in sampling["errors"]["stop"]
     assert sampling["none"] == []
 
@@ -627,9 +647,11 @@ def test_a_flipped_bit_is_named_by_all_ranks_and_the_engine_refuses_to_work(faul
         assert fault["recovered"] < TOLERANCE
 
 
-def test_a_stale_prefix_cache_would_show(faults):
+def test_nothing_is_computed_from_prefixes_of_older_weights(faults):
+    """A push empties the cache, and its version is in the key of every prefix: each alone is enough."""
     for fault in faults:
-        assert fault["no_reset"] > 0.1 and fault["with_reset"] < TOLERANCE
+        assert fault["no_reset"] < TOLERANCE and fault["no_salt_but_reset"] < TOLERANCE
+        assert fault["no_salt"] > 0.1, "negative control: without both"
 
 
 def test_a_wrong_weight_map_would_show_although_checksums_pass(faults):

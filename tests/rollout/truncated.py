@@ -21,6 +21,8 @@ from megappo.trainer.roles import LanguageModel
 from megappo.trainer.sampler_check import compare_with_sampler
 from tests.engine.whole import Whole
 
+from .responses import generate_all
+
 SAMPLING = SamplingParams(max_tokens=10, temperature=0.7, top_p=0.8, top_k=5, record_kept=True)
 TOP_K = dataclasses.replace(SAMPLING, top_p=1.0)
 
@@ -58,22 +60,22 @@ def of_trainer(policy: Any, batch: PackedBatch, sampling: SamplingParams) -> Ten
 
 def measure(engine: VllmEngine, policy: Any, requests: Sequence[Request]) -> dict[str, Any]:
     """The engine holds the weights of the policy. Some responses end early, by a token and by a string."""
-    drawn = engine.generate(requests, SAMPLING)
-    ending = drawn[0].tokens[3]
-    stopped = engine.generate(requests, dataclasses.replace(SAMPLING, stop_token_ids=(ending,)))
+    drawn = generate_all(engine, requests, SAMPLING)
+    ending = int(drawn[0].tokens[3])
+    stopped = generate_all(engine, requests, dataclasses.replace(SAMPLING, stop_token_ids=(ending,)))
     engine._detokenize = lambda tokens: "".join(f"<{token}>" for token in tokens)
-    worded = engine.generate(requests, dataclasses.replace(SAMPLING, stop=(f"<{drawn[1].tokens[4]}>",)))
+    worded = generate_all(engine, requests, dataclasses.replace(SAMPLING, stop=(f"<{drawn[1].tokens[4]}>",)))
     engine._detokenize = None
-    few = [Request(request.prompt[:20], request.seed) for request in requests[:3]]
-    by_trainer = MegatronRollout(policy.engine).generate(few, dataclasses.replace(SAMPLING, max_tokens=4))
+    few = [dataclasses.replace(request, prompt=request.prompt[:20]) for request in requests[:3]]
+    by_trainer = generate_all(MegatronRollout(policy.engine), few, dataclasses.replace(SAMPLING, max_tokens=4))
     return {
         "vllm": differences(policy, requests, drawn, SAMPLING),
-        "top_k": differences(policy, requests, engine.generate(requests, TOP_K), TOP_K),
+        "top_k": differences(policy, requests, generate_all(engine, requests, TOP_K), TOP_K),
         "stopped": differences(policy, requests, stopped, SAMPLING),
         "worded": differences(policy, requests, worded, SAMPLING),
         "megatron": differences(policy, few, by_trainer, SAMPLING),
         "lengths": [[len(response.tokens) for response in responses] for responses in (drawn, stopped, worded)],
-        "greedy": [response.kept for response in engine.generate(requests, dataclasses.replace(SAMPLING, temperature=0.0))],
+        "greedy": [response.kept for response in generate_all(engine, requests, dataclasses.replace(SAMPLING, temperature=0.0))],
     }
 
 
@@ -85,8 +87,8 @@ def measure_ties(engine: VllmEngine, policy: Any, requests: Sequence[Request], v
         with torch.no_grad():
             change(weight)
         engine.push_weights(version)
-        responses = engine.generate(requests, TOP_K)
-        by_trainer = MegatronRollout(policy.engine).generate(requests[:2], dataclasses.replace(TOP_K, max_tokens=2))
+        responses = generate_all(engine, requests, TOP_K)
+        by_trainer = generate_all(MegatronRollout(policy.engine), requests[:2], dataclasses.replace(TOP_K, max_tokens=2))
         found[name] = {
             "vllm": differences(policy, requests, responses, TOP_K),
             "megatron": differences(policy, requests[:2], by_trainer, TOP_K),

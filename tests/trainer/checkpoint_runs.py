@@ -119,7 +119,7 @@ def nan_once(role: type, result: str) -> Iterator[None]:
 
 # Work of a step, in its order, to which a request to stop comes on rank 1; the last one is the save.
 PHASES: tuple[tuple[Any, str], ...] = (
-    (MegatronRollout, "generate"),
+    (ppo, "generate"),
     (ppo, "score_responses"),
     (Critic, "values"),
     (Critic, "_loss_of"),

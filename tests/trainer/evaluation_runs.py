@@ -26,6 +26,7 @@ from megappo.trainer.evaluate import evaluate_checkpoint, results_record
 from megappo.trainer.evaluation import Evaluation, Evaluator
 from megappo.trainer.experience import make_requests
 from megappo.trainer.state import TrainerState
+from tests.rollout.responses import generate_all
 from tests.trainer.experiences import part_means, score
 from tests.trainer.small_run import run_many, small_config
 
@@ -114,7 +115,7 @@ class beside_the_old_one:
 def old_evaluate(prompts: Any, rollout: Any, sampling: Any, tokenizer: Any, scorer: Any) -> dict[str, float]:
     """`trainer.evaluation.evaluate` and `runlog.evaluation_metrics` as they were before `evaluations`."""
     requests = make_requests([p.tokens for p in prompts], samples_per_prompt=1, run_seed=0, step=0)
-    responses = rollout.generate(requests, replace(sampling, temperature=0.0, top_p=1.0, top_k=-1))
+    responses = generate_all(rollout, requests, replace(sampling, temperature=0.0, top_p=1.0, top_k=-1))
     scored = of_all_ranks(score(prompts, responses, tokenizer, scorer, sampling.stop))
     count = len(prompts)
     return {

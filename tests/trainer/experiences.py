@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -36,8 +37,8 @@ def score(
     prompts: Sequence[Prompt], responses: Sequence[Response], tokenizer: Any, scorer: Any, stop: Sequence[str] = ()
 ) -> Scored:
     """Scores of this rank's part of the responses; prompts[i] belongs to responses[i]."""
-    requests = [Request(prompt.tokens, 0) for prompt in prompts]
-    experience = dealt(pack_experience(requests, responses))
+    requests = [Request(number, prompt.tokens, 0) for number, prompt in enumerate(prompts)]
+    experience = dealt(pack_experience(requests, [replace(one, number=number) for number, one in enumerate(responses)]))
     return score_responses(experience, prompts.__getitem__, tokenizer, scorer, stop)
 
 

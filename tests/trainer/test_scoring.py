@@ -25,15 +25,15 @@ def scoring_world(rank: int) -> dict[str, Any]:
     from megappo.rewards.inline import InlinePart
     from megappo.rewards.scorer import Scorer
     from megappo.rewards.verdict import Verdict
-    from megappo.rollout.types import Response
     from megappo.trainer import scoring
+    from tests.rollout.responses import answered
     from tests.trainer.experiences import score
 
     scoring.ROUND_S = 0.2
     count = 2 * SHARE
     tokenizer: Any = SimpleNamespace(eos_ids=(0,), decode=str, decode_all=str)
     prompts = [Prompt(f"f#{i}", (1,), "?", str(i), {"kind": "odd" if i % 3 else "third"}) for i in range(count)]
-    responses = [Response((2, 3, 0), (0.0,) * 3, "stop", 0) for _ in prompts]
+    responses = [answered((2, 3, 0)) for _ in prompts]
 
     def index(sample: Any) -> dict[str, Any]:
         time.sleep(0.1 * rank)  # rank 0 has ended long before rank 1

@@ -6,6 +6,7 @@ import random
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,7 +20,7 @@ from megappo.parallel.shares import Shares
 from megappo.prepare.reward_parts import load_parts
 from megappo.rewards.base import RewardError, RewardInput
 from megappo.rollout.megatron_engine import truncated_logprobs
-from megappo.rollout.types import KeptIds, Response, SamplingParams
+from megappo.rollout.types import Response, SamplingParams
 from megappo.trainer.experience import make_requests, pack_experience, sample_seed
 from megappo.trainer.generate import answer
 from megappo.trainer.main import scorer_of
@@ -29,6 +30,7 @@ from megappo.trainer.scoring import response_text
 from megappo.trainer.shaping import shape_advantages
 from megappo.trainer.updates import first_epoch, mini_batches, run_updates
 from tests.rewards.samples import scorer_with, scores
+from tests.rollout.responses import answered, kept_of, segment
 from tests.trainer.experiences import dealt, score
 
 # (prompt tokens, sampled tokens, cut by the length limit); the second response was never started
@@ -396,14 +398,15 @@ def test_seeds_are_those_of_every_rank_and_every_start():
 
 def test_samples_of_one_prompt_are_neighbours_with_seeds_of_their_own():
     requests = make_requests([[1, 2], [3]], samples_per_prompt=3, run_seed=0, step=1)
-    assert [request.prompt for request in requests] == [(1, 2)] * 3 + [(3,)] * 3
-    assert len({request.seed for request in requests}) == 6
-    assert list(requests) == list(make_requests([[1, 2], [3]], 3, 0, 1)) != list(make_requests([[1, 2], [3]], 3, 0, 2))
+    assert [request.prompt.tolist() for request in requests] == [[1, 2]] * 3 + [[3]] * 3
+    assert [request.number for request in requests] == list(range(6)) and requests[0].prompt.dtype == numpy.int32
+    seeds = [[request.seed for request in make_requests([[1, 2], [3]], 3, 0, step)] for step in (1, 1, 2)]
+    assert len(set(seeds[0])) == 6 and seeds[0] == seeds[1] and not set(seeds[0]) & set(seeds[2])
 
 
 def test_experience_lays_prompt_and_response_end_to_end():
     requests = make_requests([[1, 2], [3]], 1, 0, 1)
-    responses = [Response((8, 9), (-0.5, -1.5), "stop", 0), Response((7,), (-2.5,), "length", 0)]
+    responses = [answered((8, 9), (-0.5, -1.5)), answered((7,), (-2.5,), "length", 1)]
     batch = pack_experience(requests, responses)
     assert batch.tokens.tolist() == [1, 2, 8, 9, 3, 7] and batch.cu_seqlens.tolist() == [0, 4, 6]
     assert batch["response_mask"].tolist() == [False, False, True, True, False, True]
@@ -416,9 +419,9 @@ def test_experience_lays_prompt_and_response_end_to_end():
 def test_experience_holds_the_ids_that_each_token_was_drawn_from():
     requests = make_requests([[1, 2], [3], [4]], 1, 0, 1)
     responses = [
-        Response((8, 9), (-0.5, -1.5), "stop", 0, KeptIds.of([[8, 1], [9]])),
-        Response((), (), "stop", 0, KeptIds.of([])),
-        Response((7,), (-2.5,), "length", 0, KeptIds.of([[5, 6, 7]])),
+        answered((8, 9), kept=[[8, 1], [9]]),
+        answered((), number=1, kept=[]),
+        answered((7,), number=2, kept=[[5, 6, 7]]),
     ]
     kept = pack_experience(requests, responses, with_kept=True)["kept"]
     none = [-1, -1, -1]
@@ -426,7 +429,19 @@ def test_experience_holds_the_ids_that_each_token_was_drawn_from():
     assert kept.tolist() == [none, none, [8, 1, -1], [9, -1, -1], none, none, [5, 6, 7]]
     assert pack_experience([requests[1]], responses[1:2], with_kept=True)["kept"].shape == (1, 0)
     assert pack_experience([], [], with_kept=True)["kept"].shape == (0, 0), "a rank that drew nothing"
-    assert responses[0].kept.first(1) == KeptIds.of([[8, 1]]) and responses[0].kept.first(2) == responses[0].kept
+
+
+def test_given_tokens_are_of_the_sample_and_not_of_the_policy():
+    """The output of a tool between two sampled parts, of which the second is by newer weights."""
+    parts = (segment((8, 9), (-0.5, -1.5), 3), segment((4, 5, 6), None, 3), segment((7,), (-2.5,), 4))
+    answer = Response(0, parts, "stop", kept_of([[8, 1], [9], [7, 2]]))
+    batch = pack_experience(list(make_requests([[1, 2]], 1, 0, 1)), [answer], with_kept=True)
+    assert batch.tokens.tolist() == [1, 2, 8, 9, 4, 5, 6, 7]
+    assert batch["response_mask"].tolist() == [False] * 2 + [True] * 2 + [False] * 3 + [True]
+    assert batch["rollout_logprob"].tolist() == [0.0, 0.0, -0.5, -1.5, 0.0, 0.0, 0.0, -2.5]
+    none = [-1, -1]
+    assert batch["kept"].tolist() == [none, none, [8, 1], [9, -1], none, none, none, [7, 2]]
+    assert (answer.oldest_version, answer.newest_version) == (3, 4)
 
 
 def test_ids_can_be_recorded_only_where_their_number_is_bounded():
@@ -477,7 +492,7 @@ def asked(answers):
 
 def test_scores_come_in_the_order_of_the_responses(alone):
     ends = (((2, 0), "stop"), ((3,), "length"), ((4, 0), "stop"))
-    responses = [Response(tokens, (0.0,) * len(tokens), finish, 0) for tokens, finish in ends]
+    responses = [answered(tokens, finish=finish) for tokens, finish in ends]
     scored = score(asked("bcx"), responses, LETTERS, scorer_with({"exact_match": 2.0}, {}, 0.5))
     assert scored.texts == ["b", "c", "d"] and scored.total == [2.0, 1.5, 0.0] and scored.num_undecided == 0
     assert scored.parts == {"exact_match": [1.0, 1.0, 0.0], "missing_eos_penalty": [0.0, -0.5, 0.0]}
@@ -487,7 +502,7 @@ def test_own_code_sees_the_whole_response_and_names_the_rank_that_failed(alone, 
     file = tmp_path / "mine.py"
     file.write_text("def score(s):\n    return {'score': len(s.tokens), 'parts': {'end': s.full_response != s.response}}\n")
     reward = RewardConfig(parts=(RewardPart(path=str(file), function="score"),))
-    responses = [Response((2, 0), (0.0,) * 2, "stop", 0), Response((3,), (0.0,), "length", 0)]
+    responses = [answered((2, 0)), answered((3,), finish="length")]
     scored = score(asked("bc"), responses, LETTERS, scorer_of(reward, load_parts(reward)))
     assert scored.total == [2.0, 1.0] and scored.parts == {"mine.score": [2.0, 1.0], "mine.score.end": [1.0, 0.0]}
     file.write_text("def score(s):\n    return 1 / (s.answer != 'c')\n")
@@ -516,7 +531,7 @@ def test_a_rule_that_fails_names_the_sample(alone, result):
             raise result
         return result if sample.answer == "c" else 1.0
 
-    responses = [Response((2, 0), (0.0,) * 2, "stop", 0)] * 2
+    responses = [answered((2, 0))] * 2
     with pytest.raises(RewardError, match=r"broken .*file#1 \(sample 1\)"):
         score(asked("bc"), responses, LETTERS, scorer_with({"broken": 1.0}, {"broken": rule}))
     assert score(asked("bb"), responses, LETTERS, scorer_with({"broken": 1.0}, {"broken": rule})).total == [1.0, 1.0]

@@ -1,0 +1,116 @@
+"""Generation of a batch: the replicas of an engine share its requests, and every rank gets the responses that it answers for.
+
+Each replica starts with a share of its own. What does not fit into the running batches waits, and a replica takes some whenever one
+of its requests is answered, by one counter in the world's store: a slow replica takes fewer. Seeds belong to samples, so the
+responses do not depend on who takes what.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from megappo.parallel.groups import meet
+from megappo.parallel.meeting import RankIsLate
+from megappo.rollout.types import Replica, Request, Response, RolloutEngine, SamplingParams
+
+OnFinished = Callable[[list[Response]], None]
+
+
+def generate(
+    engine: RolloutEngine, requests: Sequence[Request], sampling: SamplingParams, on_finished: OnFinished | None = None
+) -> list[Response]:
+    """Answer a batch; returns the responses that this rank answers for, by number. Collective over the engine's ranks.
+
+    requests: the whole batch, of the same length on all ranks; `requests[i]`, of number i, is read only on the ranks of the replica
+    that takes it. on_finished: called with responses of this rank as they finish, inside `RolloutEngine.serving`: let it start work
+    elsewhere. ValueError, on the ranks that took it, for a request that the engine cannot answer. RankIsLate if a rank does not
+    come, before the first request or after the last.
+    """
+    replica = engine.replica
+    responses: list[Response] = []
+    with engine.serving():
+        waiting = _Waiting(len(requests), replica)
+        # The ranks of a replica would count the time of one that comes late within the engine's exchanges, whose limit is short.
+        meet("generation", engine.meeting_s)
+        while waiting or engine.num_unfinished:
+            # Equal on all ranks of the replica, so that they take and submit before the same step.
+            free = len(requests) if replica.max_running is None else replica.max_running - engine.num_unfinished
+            if waiting and free > 0 and (taken := waiting.take(free)):
+                engine.submit([requests[number] for number in taken], sampling)
+            if engine.num_unfinished and (finished := engine.poll()):
+                responses += finished
+                if on_finished is not None:
+                    on_finished(finished)
+        # Nobody counts for the next batch while another still counts for this one; and a replica that failed is missed here.
+        meet("the end of generation", engine.meeting_s)
+    return sorted(responses, key=lambda response: response.number)
+
+
+def gather_responses(responses: Sequence[Response], count: int, group: dist.ProcessGroup | None = None) -> list[Response]:
+    """Gather all responses of a batch of `count` on every rank of the group, by number. Collective.
+
+    Pickled, and whole on every rank: for tools and tests, not for a training step. RuntimeError if a response is missing.
+    """
+    everywhere: list[Sequence[Response]] = [[]] * dist.get_world_size(group)
+    dist.all_gather_object(everywhere, responses, group=group)
+    found = {response.number: response for part in everywhere for response in part}
+    missing = [number for number in range(count) if number not in found]
+    if missing:
+        raise RuntimeError(f"no replica answered request {missing[0]} ({len(missing)} of {count} in all)")
+    return [found[number] for number in range(count)]
+
+
+class _Waiting:
+    """Requests that were not taken yet, as far as this replica knows; false once there are none.
+
+    Its own share comes first, without communication: the whole batch is dealt out if it fits into what the replicas run at once.
+    The rest is in the order of the batch too, so that samples of one prompt are taken together and share their cached prefix.
+    """
+
+    def __init__(self, count: int, replica: Replica) -> None:
+        self._replica = replica
+        size, index = replica.max_running, replica.index
+        if replica.count == 1 or size is None or count <= replica.count * size:
+            self._own = range(index * count // replica.count, (index + 1) * count // replica.count)
+            self._shared = range(0)
+        else:
+            self._own = range(index * size, (index + 1) * size)
+            self._shared = range(replica.count * size, count)
+        self._exhausted = not self._shared
+        if self._shared and index == 0 and replica.is_leader:
+            self._store.set("taken", "0")  # the meeting before generation is between this and the first count
+
+    def __bool__(self) -> bool:
+        return bool(self._own) or not self._exhausted
+
+    def take(self, num: int) -> range:
+        """Take up to `num` requests; their numbers, ascending. Called by all ranks of the replica or by none."""
+        if self._own:
+            taken, self._own = self._own[:num], self._own[num:]
+            return taken
+        end = self._counted(num)
+        self._exhausted = end >= len(self._shared)
+        return self._shared[end - num : end]
+
+    @property
+    def _store(self) -> dist.Store:
+        return dist.PrefixStore("megappo.generation", dist.distributed_c10d._get_default_store())
+
+    def _counted(self, num: int) -> int:
+        """Count `num` more as taken; the count of all replicas so far."""
+        group = self._replica.group
+        count = self._store.add("taken", num) if self._replica.is_leader else 0
+        if group is None:
+            return count
+        box = torch.tensor([count])
+        try:
+            dist.broadcast(box, group_src=0, group=group)
+        except RuntimeError as error:
+            leader = dist.get_process_group_ranks(group)[0]
+            raise RankIsLate(
+                f"rank {dist.get_rank()} waited for rank {leader} to take requests for their replica: {error}"
+            ) from error
+        return int(box)
