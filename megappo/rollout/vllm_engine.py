@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from megappo.bridge.destination import WeightReceiver
-from megappo.bridge.sync import WeightSource, WeightSync
+from megappo.bridge.sync import Route, WeightSource, WeightSync
 from megappo.bridge.vllm_loader import VllmReceiver
 from megappo.config.run_sections import TimeoutsConfig
 from megappo.config.schema import RolloutConfig
@@ -84,6 +84,7 @@ class VllmEngine:
         arch = read_arch(model)
         check_vllm(arch, config.tp, world, max_model_len, device.type)
         self.device = device
+        self._tp = config.tp
         self._replicas = world // config.tp
         self._replica, self._tp_rank = divmod(dist.get_rank(), config.tp)
         self._max_model_len = max_model_len
@@ -126,12 +127,12 @@ class VllmEngine:
 
     def connect(self, policy: WeightSource) -> None:
         """Plan the transfer of the policy's parameters (see `bridge.sync.WeightSync`) into this engine. Collective."""
-        self._sync = WeightSync(policy, self)
+        self._sync = WeightSync(policy, self, Route.colocated(policy, self._tp), self.device)
 
-    def push_weights(self, version: int, verify: bool | None = None) -> dict[str, float]:
-        """Push the weights. Collective. verify: compare checksums; None verifies while the engine holds no valid weights."""
+    def push_weights(self, version: int) -> dict[str, float]:
+        """Push the weights and compare their checksums. Collective."""
         assert self._sync is not None, "connect() comes before the first push"
-        return self._sync.push(version, self._version is None if verify is None else verify)
+        return self._sync.push(version)
 
     def _running(self) -> AbstractContextManager[None]:
         return vllm_running(self._own, self._environment)

@@ -148,7 +148,7 @@ def chat_warmup(engine: VllmEngine, *, filtered: bool = True) -> list[str]:
 class Policy(HeldPolicy):
     """Megatron shards of one rank, refilled from a transformers model."""
 
-    def __init__(self, path: str, tp: int, pp: int, rename: Callable[[str], str] = lambda hf: hf) -> None:
+    def __init__(self, path: str, tp: int, pp: int, rename: Callable[[str], str] | None = None) -> None:
         super().__init__(read_arch(path), ParallelLayout(RANKS, tp=tp, pp=pp), rename=rename)
 
     def become(self, model: torch.nn.Module) -> None:
@@ -271,7 +271,7 @@ def run_faults(engine: VllmEngine, path: str, old: torch.nn.Module, new: torch.n
     result: dict[str, Any] = {}
     requests = requests_of(3) + long_requests()
 
-    def restart(tp: int, pp: int, rename: Callable[[str], str] = lambda hf: hf) -> Policy:
+    def restart(tp: int, pp: int, rename: Callable[[str], str] | None = None) -> Policy:
         fresh = Policy(path, tp, pp, rename)
         fresh.become(new)
         engine.connect(fresh)
@@ -281,10 +281,10 @@ def run_faults(engine: VllmEngine, path: str, old: torch.nn.Module, new: torch.n
     fresh = restart(2, 1)
     receiver = engine.receiver
     engine.receiver = Flipping(receiver) if rank == 1 else receiver
-    result["flip"] = error_of(lambda: engine.push_weights(3, verify=True))
+    result["flip"] = error_of(lambda: engine.push_weights(3))
     engine.receiver = receiver
     result["refuses"] = error_of(lambda: engine.generate(requests, GREEDY))
-    engine.push_weights(4, verify=True)
+    engine.push_weights(4)
     result["recovered"] = distance(new, requests, engine.generate(requests, GREEDY))
 
     # Stale keys and values: the reset left out.
@@ -297,7 +297,7 @@ def run_faults(engine: VllmEngine, path: str, old: torch.nn.Module, new: torch.n
 
     # Gate and up exchanged in the map of the policy: consistent, so checksums pass, but the model is another one.
     restart(2, 1, exchanged)
-    result["swap_verified"] = engine.push_weights(7, verify=True)["verified"]
+    result["swap_verified"] = engine.push_weights(7)["verified"]
     result["swap"] = distance(new, requests, engine.generate(requests, GREEDY))
 
     # A rectangle that never comes (on both ranks, so that neither waits for the other).
@@ -305,7 +305,7 @@ def run_faults(engine: VllmEngine, path: str, old: torch.nn.Module, new: torch.n
     assert engine._sync is not None
     first = engine._sync._rounds[0]
     engine._sync._rounds[0] = first._replace(local=first.local[1:])
-    result["dropped"] = error_of(lambda: engine.push_weights(8, verify=True))
+    result["dropped"] = error_of(lambda: engine.push_weights(8))
     return result
 
 
