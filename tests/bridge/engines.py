@@ -103,7 +103,7 @@ def engine_tensors(arch: ModelArch, checkpoint: dict[str, Tensor], tp: int, rank
 
     def vocab(tensor: Tensor) -> Tensor:
         padding = -tensor.shape[0] % 64
-        return rows(torch.cat([tensor, torch.zeros(padding, tensor.shape[1])]))
+        return rows(torch.cat([tensor, tensor.new_zeros(padding, tensor.shape[1])]))
 
     embedding, norm = "model.embed_tokens.weight", "model.norm.weight"
     out = {embedding: vocab(checkpoint[embedding]), norm: checkpoint[norm]}
@@ -181,7 +181,7 @@ def engine_pieces(arch: ModelArch, tp: int, rank: int) -> Iterator[Piece]:
 
 def engine_destination(arch: ModelArch, tp: int, rank: int, dtype: torch.dtype) -> Destination:
     """Pieces, padding and shapes of one engine rank."""
-    blank = {name: torch.zeros(shape) for name, shape in hf_tensors(arch).items()}
+    blank = {name: torch.zeros(shape, device="meta") for name, shape in hf_tensors(arch).items()}
     shapes = {name: Shape.of(tensor.shape) for name, tensor in engine_tensors(arch, blank, tp, rank).items()}
     pieces = tuple(engine_pieces(arch, tp, rank))
     fills = []
