@@ -41,7 +41,7 @@ def rectangle_sum(values: Tensor, block: int, row: int = 0, col: int = 0, dtype:
     by_row = _weights(0, row + rows, values.device)[row : row + rows]
     total = torch.zeros((), dtype=torch.int64, device=values.device)
     step = max(1, _CHUNK // max(1, cols * size))
-    for r0 in range(0, rows, step):
+    for r0 in range(0, rows if cols else 0, step):
         words = _words(values[r0 : r0 + step].to(dtype or values.dtype), min(block, 8)).unflatten(1, (last - col // width, -1))
         blocks = words.sum(2, dtype=torch.int64) if words.shape[2] > 1 else words[..., 0].long()
         total += ((blocks * by_col).sum(1) * by_row[r0 : r0 + len(blocks)]).sum()

@@ -59,8 +59,8 @@ def agree_rounds(plan: RankPlan, itemsize: int, cap_bytes: int, wire: Wire) -> l
 def _bytes_by_step(moves: Iterable[Move], steps: int, itemsize: int) -> list[int]:
     load = [0] * steps
     for move in moves:
-        load[move.step] += move.numel * itemsize
-    return load
+        load[move.step] += move.rows * move.cols
+    return [numel * itemsize for numel in load]
 
 
 def _round(plan: RankPlan, rank: int, start: int, end: int, on_wire: bool) -> Round:

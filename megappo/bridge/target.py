@@ -51,10 +51,14 @@ class Target(NamedTuple):
         sections: list[int] = []
         owner: dict[str, Section] = {}
         for section, held in zip(pieces.sections, _by_section(destination.pieces, pieces)):
-            template = tuple(piece._replace(local=_generic(piece.local, section)) for piece in held)
-            names = {generic.local: piece.local for generic, piece in zip(template, held)}
-            for name in names.values():
+            names: dict[str, str] = {}  # generic -> whole
+            known: dict[str, str] = {}
+            for name in dict.fromkeys(piece.local for piece in held):
+                known[name] = _generic(name, section)
+                names[known[name]] = name
                 assert owner.setdefault(name, section) is section, f"{name} holds tensors of {owner[name].hf} and {section.hf}"
+            skip = len(section.hf)
+            template = tuple(Piece(p.hf[skip:], p.box, known[p.local], p.row, p.col, p.slot) for p in held)
             # Layers of equal pieces that meet other sources, shapes or constants are of different kinds.
             facts = tuple((destination.shapes[name], tuple(fills.get(name, ()))) for name in names.values())
             kind = section.template, template, facts
@@ -103,14 +107,13 @@ def _number(section: Section) -> str:
 
 
 def _by_section(wanted: Sequence[Piece], pieces: PieceMap) -> list[list[Piece]]:
-    """Pieces of every section in the engine's order, their Hugging Face names without the section's prefix."""
+    """Pieces of every section, in the engine's order."""
     index = {section.hf: number for number, section in enumerate(pieces.sections)}
     depth = max(section.hf.count(".") for section in pieces.sections)
     sections: list[list[Piece]] = [[] for _ in pieces.sections]
     for piece in wanted:
-        prefix = "".join(f"{part}." for part in piece.hf.split(".", depth)[:depth])
-        section = index.get(prefix, 0)
-        sections[section].append(piece._replace(hf=piece.hf[len(pieces.sections[section].hf) :]))
+        parts = piece.hf.split(".", depth)
+        sections[index.get(".".join((*parts[:depth], "")), 0)].append(piece)
     return sections
 
 

@@ -1,7 +1,7 @@
 """The largest open models as geometries, for plans of worlds that do not exist here.
 
-DeepSeek-V3's attention (MLA) and shared expert are no part of megappo: grouped-query attention of 8 KV heads, a third larger, stands
-in for both. Layers, experts and all widths are the model's, and the experts are 97 % of its bytes.
+DeepSeek-V3's attention (MLA) and shared expert are no part of megappo: grouped-query attention of 8 KV heads, a third larger,
+stands in for both. Layers, experts and all widths are the model's, and the experts are 97 % of its bytes.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,9 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from megappo.bridge import sync as sync_module
 from megappo.bridge.destination import Destination, rectangle
 from megappo.bridge.sync import BUCKET_BYTES, Route, WeightSync
 from megappo.models.arch import ModelArch
+from megappo.models.weight_map import piece_map
 from megappo.parallel.layout import ParallelLayout
 
 from ..worlds import spawn_world
@@ -38,6 +42,15 @@ PUSHES = {
     "ep2-etp2-to-tp2": ("qwen3_moe", dict(tp=2, ep=2, etp=2), 2, *_FP32, 1 << 20),
     "ep2-pp2-vpp2-to-tp4": ("qwen3_moe", dict(pp=2, vpp=2, ep=2), 4, *_FP32, 1 << 20),
     "ep2-tp4-fp32-to-bf16": ("qwen3_moe", dict(tp=4, ep=2), 1, torch.float32, torch.bfloat16, 500),
+}
+# arch, layout of the sources, their ranks, ranks of the engine, its tp; the other ranks of the world are at neither end
+SPLITS = {
+    "own-ranks-tp2": ("llama", ParallelLayout(2, tp=2), (0, 1), (2, 3), 2),
+    "own-ranks-pp2-to-replicas": ("qwen2_tied", ParallelLayout(2, pp=2), (0, 1), (2, 3), 1),
+    "engine-on-half-of-the-ranks": ("llama", ParallelLayout(4, tp=2, pp=2), (0, 1, 2, 3), (2, 3), 2),
+    "policy-on-half-of-the-ranks": ("qwen3_moe", ParallelLayout(2, ep=2), (1, 3), (0, 1, 2, 3), 2),
+    "overlap-of-one-rank": ("qwen3_moe", ParallelLayout(2, ep=2), (0, 1), (1, 2, 3), 1),
+    "two-idle-ranks": ("llama", ParallelLayout(1), (3,), (1,), 1),
 }
 FAULTS = {
     "flipped_bit": "arrived with checksum",
@@ -113,6 +126,52 @@ def run_push(rank: int, case: tuple) -> dict[str, Any]:
     return {"wrong": wrong, "metrics": metrics, "needed": needed * engine_dtype.itemsize}
 
 
+def run_split(rank: int, case: tuple) -> dict[str, Any]:
+    name, layout, sources, destinations, engine_tp = case
+    arch = ARCHS[name]
+    policy = HeldPolicy(arch, layout) if rank in sources else None
+    tp_rank = destinations.index(rank) % engine_tp if rank in destinations else None
+    engine = None if tp_rank is None else PlainEngine(arch, engine_tp, tp_rank, torch.float32)
+    route = Route(arch, piece_map(arch, layout), sources, destinations, engine_tp)
+    sync = WeightSync(policy, engine, route, torch.device("cpu"))
+    wrong, metrics = [], {}
+    for version in (1, 2):
+        checkpoint = random_checkpoint(arch, seed=version)
+        if policy is not None:
+            policy.tensors = policy_tensors(arch, layout, sources.index(rank), checkpoint)
+        metrics = sync.push(version)
+        if engine is not None:
+            wrong += differing(engine, engine_tensors(arch, checkpoint, engine_tp, tp_rank))
+            assert engine.version == version
+    return {"wrong": wrong, "metrics": metrics, "engine": engine is not None, "policy": policy is not None}
+
+
+def differing(engine: PlainEngine, wanted: dict[str, Tensor]) -> list[str]:
+    return [name for name, want in wanted.items() if not torch.equal(engine.tensors[name], want.view(engine.tensors[name].shape))]
+
+
+def flip_bytes(rank: int) -> list[tuple[str, str]]:
+    """Push again and again, with one byte of another parameter of rank 1 flipped each time: (parameter, error), "" without."""
+    arch, layout = ARCHS["qwen3_moe"], ParallelLayout(RANKS, tp=2, ep=2)
+    engine = PlainEngine(arch, 2, rank % 2, torch.bfloat16)
+    sync = connect(HeldPolicy(arch, layout, policy_tensors(arch, layout, rank, random_checkpoint(arch, seed=1))), engine, 2)
+    generator, found = random.Random(3), []
+    for version, name in enumerate(["", *engine.describe({}).shapes, ""]):
+
+        def flip(tensors: dict[str, Tensor], name: str = name) -> None:
+            if rank == 1 and name:
+                raw = tensors[name].view(-1).view(torch.uint8)
+                raw[generator.randrange(len(raw))] ^= 1 << generator.randrange(8)
+
+        engine.spoil_end = flip
+        try:
+            sync.push(version)
+            found.append((name, ""))
+        except RuntimeError as error:
+            found.append((name, str(error)))
+    return found
+
+
 def run_fault(rank: int, fault: str | None) -> str:
     """Push with one fault on rank 1 (or in rank 3's parameters); returns the error this rank raised."""
     arch, layout = arch_like("llama", num_kv_heads=4, vocab_size=50), ParallelLayout(RANKS, tp=4)
@@ -176,11 +235,29 @@ def disagree(rank: int) -> str:
     return ""
 
 
+def plan_otherwise(rank: int) -> str:
+    """Rank 2 chooses senders by another rule."""
+    arch, layout = ARCHS["llama"], ParallelLayout(RANKS, tp=2)
+    planned = sync_module.plan_rank
+    if rank == 2:
+        sync_module.plan_rank = lambda ends, rank: planned(dataclasses.replace(ends, ranks_per_node=2), rank)
+    try:
+        connect(HeldPolicy(arch, layout), PlainEngine(arch, 1, 0, torch.float32), 1)
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        sync_module.plan_rank = planned
+    return ""
+
+
 def in_world(rank: int) -> dict[str, Any]:
     return {
         "push": {name: run_push(rank, case) for name, case in PUSHES.items()},
         "fault": {fault: run_fault(rank, fault) for fault in (None, *FAULTS)},
+        "split": {name: run_split(rank, case) for name, case in SPLITS.items()},
+        "flipped": flip_bytes(rank),
         "disagree": disagree(rank),
+        "planned_otherwise": plan_otherwise(rank),
     }
 
 
@@ -221,4 +298,29 @@ def test_the_same_push_without_a_fault_passes(world):
 
 
 def test_ranks_with_different_plans_refuse_to_start(world):
-    assert all("different weight transfer plans" in result["disagree"] for result in world)
+    start = "the ranks computed different weight transfer plans: "
+    layout = f"{start}rank 2 was given another policy layout or other ranks than rank 0"
+    assert {result["disagree"] for result in world} == {layout}
+    (error,) = {result["planned_otherwise"] for result in world}
+    assert error.startswith(start) and "rank 2" in error and "would send" in error
+
+
+@pytest.mark.parametrize("name", SPLITS)
+def test_policy_and_engine_may_live_on_different_ranks(world, name):
+    results = [result["split"][name] for result in world]
+    assert [result["wrong"] for result in results] == [[]] * RANKS
+    for result in results:
+        sent, received, local = (result["metrics"][f"bytes_{what}"] for what in ("sent", "received", "local"))
+        assert bool(received + local) == result["engine"]
+        assert result["policy"] or not sent
+        assert not local or (result["policy"] and result["engine"]), "only a rank at both ends keeps anything"
+    assert sum(r["metrics"]["bytes_sent"] for r in results) == sum(r["metrics"]["bytes_received"] for r in results)
+
+
+def test_one_flipped_byte_is_named_at_every_push(world):
+    for result in world:
+        flips = result["flipped"]
+        assert len(flips) > 30 and flips[0] == flips[-1] == ("", "")
+        for version, (name, error) in enumerate(flips[1:-1], start=1):
+            assert error.startswith(f"push of weights {version}: rank 1: {name} arrived with checksum"), name
+            assert "more" not in error
