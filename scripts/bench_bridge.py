@@ -1,8 +1,8 @@
 """Benchmark the checksums of a push over gloo: `python scripts/bench_bridge.py [--mib 256] [--ranks 2]`.
 
-A policy of tp shards is pushed into an engine of the same ranks that is cut otherwise (tp 1: every rank receives all), with checksums
-and without, in turn: seconds of the slowest rank and GB/s of engine parameters. Beside it the speed of one copy of those bytes and of
-one reading of them, the limit of any checksum, and the same for a policy in fp32 that the engine holds in bf16.
+A policy of tp shards is pushed into an engine of the same ranks that is cut otherwise (tp 1: every rank receives all), with
+checksums and without, in turn: seconds of the slowest rank; from a bf16 policy, and from an fp32 policy into a bf16 engine. Beside
+it the time of one copy of those bytes and of one reading of them, the limit of any checksum.
 """
 
 from __future__ import annotations

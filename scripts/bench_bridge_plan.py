@@ -1,10 +1,10 @@
 """Benchmark planning a push of weights on one rank of a large world: `python scripts/bench_bridge_plan.py [--trainers 256]`.
 
-For the geometries of Qwen3-235B and DeepSeek-V3 (tests/bridge/geometries.py), on trainers in a layout that fits them and replicas of
-32 engine ranks, colocated and on ranks of their own: processor seconds and rise of resident memory of planning (description of the
-engine as templates, moves, rounds, entries of the checksums), of a sample of ranks, each in a process of its own, and the worst of
-them. This rank's own answers stand in for what others would agree to. Beside it, the time of all ranks together: what planning the
-whole transfer on every rank would cost.
+For the geometries of Qwen3-235B and DeepSeek-V3 (tests/bridge/geometries.py), on trainers in a layout that fits them and replicas
+of 32 engine ranks, colocated and on ranks of their own: processor seconds and rise of resident memory of planning (description of
+the engine as templates, moves, rounds, entries of the checksums), of a sample of ranks, each in a process of its own, and the worst
+of them. This rank's own answers stand in for what others would agree to. Beside it, the time of all ranks together: what planning
+the whole transfer on every rank would cost.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ GEOMETRIES = {
 
 
 class Cost(NamedTuple):
-    """Of one rank. described, planned: seconds of processor time, which other jobs do not lengthen. growth: bytes of resident memory. gigabytes: sent over the wire."""
+    """Of one rank. described, planned: processor seconds. growth: bytes of resident memory. gigabytes: sent over the wire."""
 
     rank: int
     described: float
@@ -128,9 +128,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     replicas = args.trainers // ENGINE_TP
-    print(
-        f"{args.trainers} trainers, {replicas} replicas of {ENGINE_TP}; the worst of {args.sample} ranks; whole: seconds of all ranks"
-    )
+    print(f"{args.trainers} trainers, {replicas} replicas of {ENGINE_TP}; worst of {args.sample} ranks; whole: all ranks, s")
     print(f"{'':23} {'described':>9} {'planned':>8} {'MiB':>8} {'moves':>9} {'rounds':>7} {'GB sent':>9} {'whole':>12}")
     for name, (arch, sizes) in GEOMETRIES.items():
         layout = ParallelLayout(args.trainers, **sizes)
