@@ -15,8 +15,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from megappo.bridge.plan import Move, check_tiling
-from megappo.models.pieces import Box, Piece, as_2d
+from megappo.bridge.move import Move
+from megappo.models.pieces import Box, Piece, as_2d, check_tiling
 
 Land = Callable[[Move, Tensor], None]
 Inspect = Callable[[str, Tensor], None]
@@ -51,12 +51,11 @@ class Fill(NamedTuple):
 
 @dataclass(frozen=True)
 class Destination:
-    """Parameters of one engine rank: pieces to receive, constants to set, shapes, and the load order of the modules."""
+    """Parameters of one engine rank: pieces to receive, constants to set, and shapes."""
 
     pieces: tuple[Piece, ...]
     fills: tuple[Fill, ...]
     shapes: Mapping[str, Shape]
-    modules: tuple[str, ...]
     dtype: torch.dtype
 
     def check_complete(self) -> None:

@@ -1,174 +1,329 @@
-"""Static plan of a weight transfer: the rectangles to move from rank to rank.
+"""Plan of a weight transfer as one rank needs it: the rectangles that it sends and those that it receives.
 
-Sources and destinations are pieces of Hugging Face tensors; the plan is the intersection of their boxes, with one sender chosen
-among the replicas. A pure function of the two layouts, so every rank computes the same plan and only a digest is compared.
-`transfer.py` executes it; `models/weight_map.py` and `vllm_layout.py` provide the pieces.
+Sources and destinations are pieces of Hugging Face tensors; a move is the intersection of two boxes, with one sender chosen among
+the holders. Every rank knows both layouts as templates (`models/pieces.py`, `target.py`) and the choice of a sender is a pure
+function of move and destination, so both ends of a move find it without the rest of the plan. `RankPlan.sent` and `received` prove
+that they did. `rounds.py` cuts the moves into rounds, `transfer.py` executes them.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from math import lcm
+from operator import attrgetter
 from typing import NamedTuple
 
-from megappo.models.pieces import Box, Piece
+from megappo.bridge.move import Move
+from megappo.bridge.target import Parameter, Target, whole_name
+from megappo.models.pieces import Box, Held, Piece, PieceMap, Section, check_tiling
+
+_MASK = (1 << 64) - 1
+# An odd multiplier (of splitmix64): the order of moves counts in `_Plan._prove`.
+_ODD = 0x9E3779B97F4A7C15
+# Modules of an engine rank that one phase of a push may hold in loader format, beside their live parameters.
+OPEN_BYTES = 2 << 30
 
 
-class Move(NamedTuple):
-    """A rectangle of `rows` x `cols` elements of HF tensor `hf`, from (s_row, s_col) of rank `src`'s tensor `source` to (d_row,
-    d_col) of rank `dst`'s tensor `target`. `s_slot`, `d_slot`: leading index of 3-D tensors, else 0."""
+@dataclass(frozen=True)
+class Ends:
+    """Both ends of a transfer, the same on every rank.
 
-    src: int
-    dst: int
-    hf: str
-    source: str
-    s_row: int
-    s_col: int
-    s_slot: int
-    target: str
-    d_row: int
-    d_col: int
-    d_slot: int
-    rows: int
-    cols: int
+    pieces: of the policy's positions. sources: world rank of every position. destinations: world ranks of the engine, replica after
+    replica of tp neighbours. targets: of every tp rank. ranks_per_node: neighbouring world ranks that share a node.
+    """
+
+    pieces: PieceMap
+    sources: tuple[int, ...]
+    destinations: tuple[int, ...]
+    targets: tuple[Target, ...]
+    ranks_per_node: int = 1
 
     @property
-    def numel(self) -> int:
-        return self.rows * self.cols
+    def replicas(self) -> int:
+        return len(self.destinations) // len(self.targets)
+
+    def parameters(self, tp_rank: int) -> dict[str, Parameter]:
+        """Parameters of an engine tp rank that receive anything, by their whole names."""
+        target = self.targets[tp_rank]
+        return {
+            whole_name(name, section): parameter
+            for section, template in zip(self.pieces.sections, target.sections)
+            for name, parameter in target.parameters[template].items()
+        }
+
+    def unused(self) -> list[str]:
+        """Hugging Face names of the policy's tensors that no engine rank takes, in order."""
+        missing: dict[tuple[int, ...], list[str]] = {}
+        unused = []
+        for number, section in enumerate(self.pieces.sections):
+            kind = section.template, *(target.sections[number] for target in self.targets)
+            if kind not in missing:
+                taken = {piece.hf for target in self.targets for piece in target.templates[target.sections[number]]}
+                held = dict.fromkeys(piece.hf for piece, _ in self.pieces.templates[section.template])
+                missing[kind] = [name for name in held if name not in taken]
+            unused += [section.hf + name for name in missing[kind]]
+        return unused
 
 
-Holders = dict[int, Piece]  # rank -> its piece of a box
+class RankPlan(NamedTuple):
+    """Moves of one rank, by step. incoming holds the rank's moves to itself, outgoing does not.
 
-
-def make_plan(
-    sources: Mapping[int, Sequence[Piece]],
-    destinations: Mapping[int, Sequence[Piece]],
-    itemsize: int,
-    ranks_per_node: int = 1,
-) -> list[Move]:
-    """Moves that fill every destination piece exactly once, ordered by destination rank and piece.
-
-    sources, destinations: pieces per rank of one world. itemsize: bytes of an element on the wire; loads are balanced in bytes.
-    ValueError, with the names, if the sources do not cover a destination piece exactly.
+    steps: of the whole transfer. sent[d] of a rank s and received[s] of rank d are equal if and only if both planned the same moves
+    between them in the same order (64-bit hashes).
     """
-    held = _holders(sources)
-    sent: dict[int, int] = defaultdict(int)
-    plan: list[Move] = []
-    cut: dict[tuple[str, Box], list[tuple[Box, Holders]]] = {}  # replicas of the engine want the same boxes
-    for dst in sorted(destinations):  # in one order, so that every rank balances the senders alike
-        for piece in destinations[dst]:
-            wanted = piece.hf, piece.box
-            if wanted not in cut:
-                cut[wanted] = _parts(piece, held.get(piece.hf, {}), f"{piece.hf} -> {piece.local} of rank {dst}")
-            for box, holders in cut[wanted]:
-                src = _choose(holders, dst, sent, ranks_per_node)
-                if src != dst:  # a local copy costs the sender nothing
-                    sent[src] += box.area * itemsize
-                plan.append(_move(src, dst, box, holders[src], piece))
-    return plan
+
+    incoming: list[Move]
+    outgoing: list[Move]
+    steps: int
+    sent: Mapping[int, int]
+    received: Mapping[int, int]
 
 
-def _parts(piece: Piece, held: Mapping[Box, Holders], what: str) -> list[tuple[Box, Holders]]:
-    """Boxes that make up a destination piece, in order, each with its holders."""
-    parts = [(box, holders) for source, holders in held.items() if (box := source.intersect(piece.box))]
-    check_tiling(piece.box, [box for box, _ in parts], what)
-    return sorted(parts, key=lambda part: part[0])
+def plan_rank(ends: Ends, rank: int) -> RankPlan:
+    """The moves that `rank` takes part in; every destination piece is filled exactly once.
+
+    ValueError, with the names, if the sources do not cover a destination piece of this rank exactly.
+    """
+    plan = _Plan(ends, rank)
+    if rank in ends.destinations:
+        plan.receive(ends.destinations.index(rank))
+    if rank in ends.sources:
+        plan.send(ends.sources.index(rank))
+    # Stable: moves of a step keep the order in which both ends find them.
+    plan.incoming.sort(key=attrgetter("step"))
+    plan.outgoing.sort(key=attrgetter("step"))
+    return RankPlan(plan.incoming, plan.outgoing, plan.order.steps, plan.sent, plan.received)
 
 
-def _holders(sources: Mapping[int, Sequence[Piece]]) -> dict[str, dict[Box, Holders]]:
-    """HF name -> box -> ranks that hold exactly this box. A rank that holds a box twice (tied tensors) counts once."""
-    held: dict[str, dict[Box, Holders]] = defaultdict(dict)
-    for rank in sorted(sources):
-        for piece in sources[rank]:
-            held[piece.hf].setdefault(piece.box, {}).setdefault(rank, piece)
-    return held
+class _Source:
+    """A box of a template of the policy, and its holders: more than one `Held` if ranks keep it in different places (tied tensors).
+
+    group: number of the set of positions, the same for boxes that the same positions hold.
+    """
+
+    def __init__(self, held: Sequence[Held], groups: dict[tuple[int, ...], int]) -> None:
+        self.box, self.held = held[0].piece.box, held
+        self.positions = held[0].positions if len(held) == 1 else tuple(sorted({at for one in held for at in one.positions}))
+        self.group = groups.setdefault(self.positions, len(groups))
+
+    def piece_of(self, position: int) -> Piece:
+        if len(self.held) == 1:
+            return self.held[0].piece
+        return next(piece for piece, positions in self.held if position in positions)
 
 
-def _choose(holders: Holders, dst: int, sent: Mapping[int, int], ranks_per_node: int) -> int:
-    if dst in holders:  # no wire at all
-        return dst
-    # A rank of the same node, then the one that has sent least, then the lowest.
-    node = dst // ranks_per_node
-    return min(holders, key=lambda rank: (rank // ranks_per_node != node, sent.get(rank, 0), rank))
+_Boxes = Mapping[str, Sequence[_Source]]  # of a template, by Hugging Face name
 
 
-def _move(src: int, dst: int, box: Box, source: Piece, target: Piece) -> Move:
-    return Move(
-        src=src,
-        dst=dst,
-        hf=target.hf,
-        source=source.local,
+class _Cut(NamedTuple):
+    """One move of a template: `box`, which lies in a source's and in the target's piece.
+
+    turn: shifts the choice of the sender. step: within the section. mark: hash of all that the moves made of it depend on.
+    """
+
+    box: Box
+    source: _Source
+    target: Piece
+    turn: int
+    step: int
+    mark: int
+
+
+class _Holders:
+    """Ranks that hold a box in one section, and the choice of the sender for every destination."""
+
+    def __init__(self, ranks: tuple[int, ...], ends: Ends) -> None:
+        self._ranks, self._ends = ranks, ends
+        self._set = frozenset(ranks)
+        self._near: dict[int, tuple[int, ...]] = {}
+        self._fed: dict[tuple[int, int], tuple[int, ...]] = {}
+
+    def _candidates(self, dst: int) -> tuple[int, ...]:
+        """The destination itself: no wire at all; else the holders on its node; else all."""
+        return (dst,) if dst in self._set else self._on_node(dst) or self._ranks
+
+    def _on_node(self, dst: int) -> tuple[int, ...]:
+        size = self._ends.ranks_per_node
+        node = dst // size
+        if node not in self._near:
+            self._near[node] = tuple(rank for rank in self._ranks if rank // size == node)
+        return self._near[node]
+
+    def sender(self, turn: int, position: int) -> int:
+        """Rank that sends to this position of `Ends.destinations`."""
+        candidates = self._candidates(self._ends.destinations[position])
+        # Neighbouring replicas, then neighbouring tp ranks, ask different holders.
+        replica, tp_rank = divmod(position, len(self._ends.targets))
+        return candidates[(turn + tp_rank * self._ends.replicas + replica) % len(candidates)]
+
+    def fed_by(self, rank: int, turn: int, tp_rank: int) -> tuple[int, ...]:
+        """Destinations of this tp rank, other than `rank`, that `rank` sends to. Always asked for the same rank."""
+        period = lcm(len(self._ranks), len(self._on_node(rank)) or 1)
+        key = tp_rank, turn % period
+        if key not in self._fed:
+            positions = range(tp_rank, len(self._ends.destinations), len(self._ends.targets))
+            fed = (self._ends.destinations[one] for one in positions if self.sender(turn, one) == rank)
+            self._fed[key] = tuple(dst for dst in fed if dst != rank)
+        return self._fed[key]
+
+
+class _Order(NamedTuple):
+    """Order of a push: sections with the step that each begins at. steps: in all."""
+
+    begins: list[tuple[int, int]]  # (section, first step)
+    steps: int
+
+    @classmethod
+    def of(cls, ends: Ends, lengths: Sequence[int]) -> _Order:
+        """lengths: steps of every template of the policy.
+
+        Sections of different pipeline stages share their steps, so that all stages send at the same time, as long as the engine
+        modules that are open together stay below OPEN_BYTES.
+        """
+        layers = [sum(piece.box.area for piece in template) for target in ends.targets for template in target.templates]
+        at_once = max(1, OPEN_BYTES // max(1, max(layers) * ends.targets[0].dtype.itemsize))
+        stages: dict[int, list[int]] = defaultdict(list)
+        for number, section in enumerate(ends.pieces.sections[1:], start=1):
+            stages[section.first].append(number)
+        phases = [[0]]
+        for across in zip_longest(*stages.values()):  # the first layer of every stage, then the second
+            layer = [number for number in across if number is not None]
+            phases += [layer[at : at + at_once] for at in range(0, len(layer), at_once)]
+        begins, step = [], 0
+        for phase in phases:
+            begins += [(number, step) for number in phase]
+            step += max(lengths[ends.pieces.sections[number].template] for number in phase)
+        return cls(begins, step)
+
+
+class _Plan:
+    """State of the planning of one rank."""
+
+    def __init__(self, ends: Ends, rank: int) -> None:
+        self.ends, self.rank = ends, rank
+        self.incoming: list[Move] = []
+        self.outgoing: list[Move] = []
+        self.sent: dict[int, int] = {}
+        self.received: dict[int, int] = {}
+        self._groups: dict[tuple[int, ...], int] = {}
+        self._boxes = [_by_tensor(template, self._groups) for template in ends.pieces.templates]
+        self._steps = [_steps(boxes) for boxes in self._boxes]
+        self.order = _Order.of(ends, [1 + max(steps.values(), default=-1) for steps in self._steps])
+        self._members = list(self._groups)
+        self._holders: dict[tuple[int, int], _Holders] = {}
+        self._position = {source: position for position, source in enumerate(ends.sources)}
+
+    def receive(self, position: int) -> None:
+        """Plan the moves to a position of the destinations, those of this rank to itself among them."""
+        target = self.ends.targets[position % len(self.ends.targets)]
+        known: dict[tuple[int, int], list[_Cut]] = {}
+        for number, begin in self.order.begins:
+            section = self.ends.pieces.sections[number]
+            kind = section.template, target.sections[number]
+            if kind not in known:
+                known[kind] = list(self._cuts(self._boxes[kind[0]], kind[0], target.templates[kind[1]]))
+                self._check(target.templates[kind[1]], known[kind], section)
+            for cut in known[kind]:
+                src = self._holding(cut, section).sender(cut.turn + number, position)
+                self.incoming += self._moves(cut, section, begin, src, (self.rank,))
+                if src != self.rank:
+                    self._prove(self.received, src, cut.mark, number, begin)
+
+    def send(self, position: int) -> None:
+        """Plan the moves from a position of the policy to other ranks."""
+        own: dict[tuple[int, int], _Boxes] = {}
+        known: dict[tuple[int, int, int, int], list[_Cut]] = {}
+        for number, begin in self.order.begins:
+            section = self.ends.pieces.sections[number]
+            here = section.template, position - section.first
+            if here not in own:
+                own[here] = _held_at(self._boxes[section.template], here[1])
+            for tp_rank, target in enumerate(self.ends.targets if own[here] else ()):
+                key = (*here, tp_rank, target.sections[number])
+                if key not in known:
+                    known[key] = list(self._cuts(own[here], section.template, target.templates[key[3]]))
+                for cut in known[key]:
+                    fed = self._holding(cut, section).fed_by(self.rank, cut.turn + number, tp_rank)
+                    self.outgoing += self._moves(cut, section, begin, self.rank, fed)
+                    for dst in fed:
+                        self._prove(self.sent, dst, cut.mark, number, begin)
+
+    def _cuts(self, boxes: _Boxes, template: int, wanted: Sequence[Piece]) -> Iterator[_Cut]:
+        """Moves of a target's template from these boxes, in the order of its pieces; within a piece by box."""
+        for turn, piece in enumerate(wanted):
+            if piece.hf not in boxes:  # a sender holds few of all experts
+                continue
+            parts = [(box, one) for one in boxes[piece.hf] if (box := one.box.intersect(piece.box))]
+            for box, source in sorted(parts, key=lambda part: part[0]):
+                step = self._steps[template][piece.hf]
+                facts = box, [held.piece for held in source.held], piece, turn, step
+                yield _Cut(box, source, piece, turn, step, _hash(repr(facts)))
+
+    def _check(self, wanted: Sequence[Piece], cuts: Sequence[_Cut], section: Section) -> None:
+        """ValueError unless the cuts fill every wanted piece exactly."""
+        parts: dict[int, list[Box]] = defaultdict(list)
+        for cut in cuts:
+            parts[cut.turn].append(cut.box)
+        for turn, piece in enumerate(wanted):
+            local = whole_name(piece.local, section)
+            check_tiling(piece.box, parts[turn], f"{section.hf}{piece.hf} -> {local} of rank {self.rank}")
+
+    def _holding(self, cut: _Cut, section: Section) -> _Holders:
+        key = cut.source.group, section.first
+        if key not in self._holders:
+            ranks = tuple(self.ends.sources[section.first + at] for at in self._members[cut.source.group])
+            self._holders[key] = _Holders(ranks, self.ends)
+        return self._holders[key]
+
+    def _moves(self, cut: _Cut, section: Section, begin: int, src: int, dsts: Sequence[int]) -> list[Move]:
+        """The moves of a cut in one section, to each of `dsts`."""
+        if not dsts:
+            return []
+        box, target = cut.box, cut.target
+        source = cut.source.piece_of(self._position[src] - section.first)
+        hf, local, engine = section.hf + target.hf, section.local + source.local, whole_name(target.local, section)
         # Offsets within the local tensors: the piece's place plus the box's offset in the piece.
-        s_row=source.row + box.r0 - source.box.r0,
-        s_col=source.col + box.c0 - source.box.c0,
-        s_slot=source.slot,
-        target=target.local,
-        d_row=target.row + box.r0 - target.box.r0,
-        d_col=target.col + box.c0 - target.box.c0,
-        d_slot=target.slot,
-        rows=box.rows,
-        cols=box.cols,
-    )
+        s_row, s_col = source.row + box.r0 - source.box.r0, source.col + box.c0 - source.box.c0
+        d_row, d_col = target.row + box.r0 - target.box.r0, target.col + box.c0 - target.box.c0
+        there, here, size = (hf, local, s_row, s_col, source.slot), (engine, d_row, d_col, target.slot), (box.rows, box.cols)
+        return [Move(begin + cut.step, src, dst, *there, *here, *size) for dst in dsts]
+
+    @staticmethod
+    def _prove(proofs: dict[int, int], peer: int, mark: int, section: int, begin: int) -> None:
+        """Add a move to the proof of a pair of ranks. Both ends find the moves of a pair in the same order."""
+        proofs[peer] = (proofs.get(peer, 0) * _ODD + (mark ^ (section << 32 | begin))) & _MASK
 
 
-def check_tiling(whole: Box, parts: Sequence[Box], what: str) -> None:
-    """ValueError unless the parts, all inside `whole`, cover it without overlap."""
-    # Area and overlap together: parts inside `whole` without overlap and of the same area cover it.
-    covered = sum(part.area for part in parts)
-    if covered < whole.area:
-        raise ValueError(f"{what}: {covered} of {whole.area} elements have a source")
-    ordered = sorted(parts)
-    for i, a in enumerate(ordered):
-        for b in ordered[i + 1 :]:
-            if b.r0 >= a.r1:  # sorted by r0: no later box reaches back into a
-                break
-            if a.intersect(b):
-                raise ValueError(f"{what}: {tuple(a)} and {tuple(b)} overlap")
+def _by_tensor(template: Sequence[Held], groups: dict[tuple[int, ...], int]) -> _Boxes:
+    same: dict[str, dict[Box, list[Held]]] = defaultdict(dict)
+    for held in template:
+        same[held.piece.hf].setdefault(held.piece.box, []).append(held)
+    return {hf: [_Source(held, groups) for held in boxes.values()] for hf, boxes in same.items()}
 
 
-def digest(plan: Iterable[Move]) -> str:
-    """Short fingerprint of a plan; ranks that disagree on it must not exchange anything."""
-    hasher = hashlib.sha256()
-    for move in plan:
-        hasher.update(repr(tuple(move)).encode())
-    return hasher.hexdigest()[:16]  # 64 bits: only to notice ranks that computed different plans
+def _held_at(boxes: _Boxes, position: int) -> _Boxes:
+    """The boxes that this position holds."""
+    held = {hf: [one for one in of_tensor if position in one.positions] for hf, of_tensor in boxes.items()}
+    return {hf: of_tensor for hf, of_tensor in held.items() if of_tensor}
 
 
-def module_of(target: str) -> str:
-    """Module path of a parameter: "model.norm.weight" -> "model.norm"."""
-    return target.rpartition(".")[0]
+def _steps(boxes: _Boxes) -> dict[str, int]:
+    """Step of every tensor of a template: tensors of the same holders follow each other, those of different ones share a step.
 
-
-def make_buckets(plan: Sequence[Move], module_order: Sequence[str], itemsize: int, cap_bytes: int) -> list[list[Move]]:
-    """Cut the plan into rounds, in the destination's order of modules; together they hold every move once.
-
-    No rank sends or receives more than `cap_bytes` over the wire in one round, unless a single module is larger.
+    So all ep ranks send an expert at the same time.
     """
-    position = {name: i for i, name in enumerate(module_order)}
-    # By module, so that each is complete, and leaves loader format, as early as possible.
-    by_module: dict[int, list[Move]] = defaultdict(list)
-    for move in plan:
-        by_module[position[module_of(move.target)]].append(move)
-    buckets: list[list[Move]] = []
-    current: list[Move] = []
-    load: dict[tuple[str, int], int] = defaultdict(int)
-    for index in sorted(by_module):
-        extra = _wire_load(by_module[index], itemsize)
-        if current and any(load[key] + n > cap_bytes for key, n in extra.items()):
-            buckets.append(current)
-            current, load = [], defaultdict(int)
-        current.extend(by_module[index])
-        for key, n in extra.items():
-            load[key] += n
-    return buckets + [current] if current else buckets
+    last: dict[tuple[int, ...], int] = defaultdict(lambda: -1)
+    steps = {}
+    for hf, of_tensor in boxes.items():
+        holders = tuple(one.group for one in of_tensor)
+        last[holders] += 1
+        steps[hf] = last[holders]
+    return steps
 
 
-def _wire_load(moves: Iterable[Move], itemsize: int) -> dict[tuple[str, int], int]:
-    """Bytes that each rank sends ("out", rank) and receives ("in", rank) over the wire."""
-    load: dict[tuple[str, int], int] = defaultdict(int)
-    for move in moves:
-        if move.src != move.dst:
-            load["out", move.src] += move.numel * itemsize
-            load["in", move.dst] += move.numel * itemsize
-    return load
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")

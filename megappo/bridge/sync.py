@@ -1,25 +1,34 @@
 """Brings the policy's weights into the rollout engine, version by version.
 
-Ties the parts together: pieces -> plan (once) -> transfer -> verification -> engine. Every method is collective over the group.
+Ties the parts together: pieces and targets -> plan of this rank (once) -> transfer -> verification -> engine. Every method is
+collective over the group.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import os
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megappo.bridge.destination import Destination, WeightReceiver
-from megappo.bridge.plan import Move, digest, make_buckets, make_plan
-from megappo.bridge.transfer import Round, transfer
-from megappo.bridge.verify import ChecksumRound, agree
+from megappo.bridge.destination import Destination, Inspect, Land, WeightReceiver
+from megappo.bridge.move import Move
+from megappo.bridge.plan import Ends, RankPlan, plan_rank
+from megappo.bridge.rounds import agree_rounds, disagreements
+from megappo.bridge.target import Target, exchange_targets
+from megappo.bridge.transfer import transfer
+from megappo.bridge.verify import Checksums
+from megappo.bridge.wire import Wire
 from megappo.models.arch import ModelArch
-from megappo.models.pieces import RankPieces
+from megappo.models.pieces import PieceMap
 from megappo.models.weight_map import hf_tensors
 
 # Of one rank, round and direction. Two rounds are in memory, each packed and received: at most 1 GiB beside the model.
@@ -36,8 +45,8 @@ class WeightSource(Protocol):
         """This rank's parameters."""
         ...
 
-    def pieces(self) -> RankPieces:
-        """Rank -> the Hugging Face rectangles in its parameters, the same on every rank."""
+    def pieces(self) -> PieceMap:
+        """Hugging Face rectangles in the parameters of every position of the policy, the same on every rank."""
         ...
 
 
@@ -45,7 +54,6 @@ class BridgedEngine(Protocol):
     """The rollout engine, as far as the bridge needs it."""
 
     receiver: WeightReceiver
-    device: torch.device
 
     def weights_changing(self) -> None:
         """The weights are undefined from here on."""
@@ -54,89 +62,145 @@ class BridgedEngine(Protocol):
         """The weights are those of `version`: forget everything computed with older ones."""
 
 
+@dataclass(frozen=True)
+class Route:
+    """The ranks at both ends of a transfer, the same value on every rank.
+
+    arch, pieces: of the policy. sources: world rank of each of its positions. destinations: world ranks of the engine, replica
+    after replica, each of engine_tp ranks in order. A rank may be at both ends, at one or at none.
+    """
+
+    arch: ModelArch
+    pieces: PieceMap
+    sources: tuple[int, ...]
+    destinations: tuple[int, ...]
+    engine_tp: int
+
+    def digest(self) -> int:
+        """Of everything that the plans depend on, in 62 bits: equal on ranks that were given the same ends."""
+        facts = repr((self.pieces, self.sources, self.destinations, self.engine_tp))
+        return int.from_bytes(hashlib.blake2b(facts.encode(), digest_size=8).digest(), "little") >> 2
+
+    def __post_init__(self) -> None:
+        assert len(self.pieces) == len(self.sources), f"a policy of {len(self.pieces)} ranks on {len(self.sources)}"
+        assert len(self.destinations) % self.engine_tp == 0, f"{len(self.destinations)} ranks for engines of tp {self.engine_tp}"
+
+    @classmethod
+    def colocated(cls, policy: WeightSource, engine_tp: int) -> Route:
+        """All ranks of the world at both ends."""
+        world = tuple(range(dist.get_world_size()))
+        return cls(policy.arch, policy.pieces(), world, world, engine_tp)
+
+
 class WeightSync:
     """Pushes the weights of `policy` into `engine`.
 
-    group: the ranks that `policy.pieces()` counts, in order (default: the world). The plan is built here; raises ValueError when
-    it cannot be and RuntimeError when the ranks disagree on it.
+    policy, engine: None on a rank that is not among the sources or the destinations. device: of the buffers. group: holds the ranks
+    of both ends, in any order (default: the world). The plan is built here; raises ValueError when it cannot be and RuntimeError
+    when the ranks disagree on it, both on every rank.
     """
 
     def __init__(
         self,
-        policy: WeightSource,
-        engine: BridgedEngine,
+        policy: WeightSource | None,
+        engine: BridgedEngine | None,
+        route: Route,
+        device: torch.device,
         group: dist.ProcessGroup | None = None,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         self._policy = policy
         self._engine = engine
-        self._group = group
-        self._rank = dist.get_rank(group)
-        self._world = dist.get_world_size(group)
-        pieces, tensors = policy.pieces(), hf_tensors(policy.arch)
-        assert len(pieces) == self._world, f"a policy of {len(pieces)} ranks on a group of {self._world}"
-        self._destinations = self._gather(engine.receiver.describe(tensors))
-        self._check_all_used(tensors)
-        plan = self._agreed_plan(pieces)
-        destination = self._destinations[self._rank]
-        buckets = make_buckets(plan, destination.modules, destination.dtype.itemsize, bucket_bytes)
-        self._rounds = [Round.of(bucket, self._rank, self._world) for bucket in buckets]
-        self._incoming = [move for move in plan if move.dst == self._rank]
-        self._outgoing = [move for move in plan if move.src == self._rank]
+        self._wire = Wire(device, group)
+        assert (policy is not None) == (self._wire.rank in route.sources), "a rank has a policy if and only if it is a source"
+        assert (engine is not None) == (self._wire.rank in route.destinations), "an engine belongs to every destination"
+        self._check_route(route)
+        destination = self._describe(route)
+        ends = self._agreed_ends(route, destination)
+        plan = self._agreed_plan(ends)
+        self._dtype = ends.targets[0].dtype
+        self._rounds = agree_rounds(plan, self._dtype.itemsize, bucket_bytes, self._wire)
+        self._incoming = plan.incoming
+        self._extents = _extents([*plan.outgoing, *(move for move in plan.incoming if move.src == self._wire.rank)])
+        self._checksums = Checksums(ends, plan, destination, self._dtype, self._wire)
 
-    def _gather(self, mine: Destination) -> dict[int, Destination]:
-        gathered: list[Destination | None] = [None] * self._world
-        dist.all_gather_object(gathered, mine, group=self._group)
-        destinations = {rank: destination for rank, destination in enumerate(gathered) if destination is not None}
-        first = destinations[0]
-        for rank, destination in destinations.items():
-            if (destination.modules, destination.dtype) != (first.modules, first.dtype):
-                raise RuntimeError(f"rank {rank}'s engine holds other modules or another dtype than rank 0's")
-        return destinations
+    def _check_route(self, route: Route) -> None:
+        rank, first = self._wire.rank, self._wire.peers[0]
+        mine = route.digest()
+        (theirs,) = self._wire.reduce([mine if rank == first else 0], dist.ReduceOp.SUM)
+        lines = [] if mine == theirs else [f"rank {rank} was given another policy layout or other ranks than rank {first}"]
+        self._raise_different(lines)
 
-    def _check_all_used(self, tensors: Mapping[str, tuple[int, ...]]) -> None:
-        used = {piece.hf for destination in self._destinations.values() for piece in destination.pieces}
-        unused = [name for name in tensors if name not in used]
+    def _describe(self, route: Route) -> Destination | None:
+        """This rank's end of the engine. ValueError on every rank if one engine cannot be described."""
+        destination, problems = None, []
+        if self._engine is not None:
+            try:
+                destination = self._engine.receiver.describe(hf_tensors(route.arch))
+            except ValueError as error:  # raised below, when the ranks without an engine know
+                problems.append(str(error))
+        self._raise_first(problems)
+        return destination
+
+    def _agreed_ends(self, route: Route, destination: Destination | None) -> Ends:
+        replica, tp_rank = (0, 0) if destination is None else divmod(route.destinations.index(self._wire.rank), route.engine_tp)
+        mine = None if destination is None else Target.of(destination, route.pieces)
+        targets, problem = exchange_targets(mine, tp_rank, replica == 0, route.engine_tp, self._wire)
+        lines = [f"rank {self._wire.rank}: {problem}"] if problem else []
+        if len({target.dtype for target in targets}) > 1:
+            lines.append(f"the engine's tp ranks hold {', '.join(str(target.dtype) for target in targets)}")
+        self._raise_different(lines)
+        ends = Ends(route.pieces, route.sources, route.destinations, targets, self._ranks_per_node())
+        unused = ends.unused()  # a pure function of what all ranks know: they raise together
         if unused:
             raise ValueError(f"the engine's model has no place for {unused[0]} of the policy ({len(unused)} such tensors)")
+        return ends
 
-    def _agreed_plan(self, sources: RankPieces) -> list[Move]:
-        destinations = {rank: destination.pieces for rank, destination in self._destinations.items()}
-        itemsize = self._destinations[self._rank].dtype.itemsize
-        plan = make_plan(sources, destinations, itemsize, self._ranks_per_node())
-        fingerprints: list[str | None] = [None] * self._world
-        dist.all_gather_object(fingerprints, digest(plan), group=self._group)
-        if len(set(fingerprints)) > 1:
-            raise RuntimeError(f"the ranks computed different weight transfer plans: {dict(enumerate(fingerprints))}")
+    def _agreed_plan(self, ends: Ends) -> RankPlan:
+        plan, problems = None, []
+        try:
+            plan = plan_rank(ends, self._wire.rank)
+        except ValueError as error:
+            problems.append(str(error))
+        self._raise_first(problems)
+        assert plan is not None
+        self._raise_different(disagreements(plan, self._wire))
         return plan
+
+    def _raise_different(self, lines: Sequence[str]) -> None:
+        """Collective: RuntimeError on every rank if one found a difference."""
+        everywhere = self._wire.gather_lines(lines)
+        if everywhere:
+            more = f" (and {len(everywhere) - 1} more)" if len(everywhere) > 1 else ""
+            raise RuntimeError(f"the ranks computed different weight transfer plans: {everywhere[0]}{more}")
 
     def _ranks_per_node(self) -> int:
         """Of the launcher; the smallest over all ranks, so that every rank plans alike."""
-        mine = torch.tensor(int(os.environ.get("LOCAL_WORLD_SIZE", self._world)), device=self._engine.device)
-        dist.all_reduce(mine, op=dist.ReduceOp.MIN, group=self._group)
-        return int(mine)
+        mine = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+        return self._wire.reduce([mine], dist.ReduceOp.MIN)[0]
 
     def push(self, version: int, verify: bool = True) -> dict[str, float]:
-        """Bring the present weights into the engine as `version`. verify: compare checksums of every engine parameter.
+        """Bring the present weights into the engine as `version`. verify: False only to measure what the checksums cost.
 
         Returns bytes_sent, bytes_received and bytes_local of this rank, seconds, verified (0 or 1) and version. Raises
         RuntimeError on all ranks, naming rank and tensor, when a parameter is missing here or arrived different; the engine
         then refuses to work.
         """
         started = time.perf_counter()
-        tensors = self._policy.named_parameters()  # asked anew: offloaded, reallocated or re-cast since the last push
+        tensors: Mapping[str, Tensor] = {}
+        if self._policy is not None:
+            tensors = self._policy.named_parameters()  # asked anew: offloaded, reallocated or re-cast since the last push
         # Before the engine's weights become undefined: after a refused push it still has the old ones.
         self._raise_together(version, self._source_problems(tensors))
-        destination = self._destinations[self._rank]
-        self._engine.weights_changing()
-        checksums = ChecksumRound(self._destinations, self._rank) if verify else None
-        if checksums is not None:
-            checksums.add_moves(self._outgoing, tensors, destination.dtype)
-        with self._engine.receiver.session(self._incoming, checksums.inspect if checksums else None) as land:
-            traffic = transfer(self._rounds, tensors, land, destination.dtype, self._engine.device, self._group)
-        if checksums is not None:
-            self._raise_together(version, checksums.mismatches(self._engine.device, self._group))
-        self._engine.weights_changed(version)
+        if self._engine is not None:
+            self._engine.weights_changing()
+        sums = self._checksums.read_sources(tensors) if verify else None
+        with self._session(self._checksums.inspect if verify else None) as land:
+            traffic = transfer(self._rounds, tensors, land, self._dtype, self._wire)
+        if sums is not None:
+            self._raise_together(version, self._checksums.mismatches(sums))
+        if self._engine is not None:
+            self._engine.weights_changed(version)
         return {
             "bytes_sent": float(traffic.sent),
             "bytes_received": float(traffic.received),
@@ -146,22 +210,47 @@ class WeightSync:
             "version": float(version),
         }
 
+    def _session(self, inspect: Inspect | None) -> AbstractContextManager[Land]:
+        if self._engine is None:
+            return contextlib.nullcontext(_no_engine)
+        return self._engine.receiver.session(self._incoming, inspect)
+
+    def _raise_first(self, problems: Sequence[str]) -> None:
+        """Collective: ValueError with the first problem of any rank."""
+        everywhere = self._wire.gather_lines(problems)
+        if everywhere:
+            raise ValueError(everywhere[0])
+
     def _raise_together(self, version: int, problems: Sequence[str]) -> None:
         """Collective: every rank raises when one has a problem."""
-        everywhere = agree(problems, self._group)
+        everywhere = self._wire.gather_lines(problems)
         if everywhere:
             more = f" (and {len(everywhere) - 1} more)" if len(everywhere) > 1 else ""
             raise RuntimeError(f"push of weights {version}: {everywhere[0]}{more}")
 
     def _source_problems(self, tensors: Mapping[str, Tensor]) -> list[str]:
-        problems = []
-        for move in self._outgoing:
-            tensor = tensors.get(move.source)
+        rank, problems = self._wire.rank, []
+        for source, (rows, cols, hf) in self._extents.items():
+            tensor = tensors.get(source)
             if tensor is None:
-                problems.append(f"rank {self._rank} has no parameter {move.source} (for {move.hf})")
+                problems.append(f"rank {rank} has no parameter {source} (for {hf})")
                 continue
-            rows, cols = (*tensor.shape[-2:], 1)[:2] if tensor.dim() > 1 else (tensor.shape[0], 1)
-            if move.s_row + move.rows > rows or move.s_col + move.cols > cols:
-                shape = tuple(tensor.shape)
-                problems.append(f"rank {self._rank}: {move.source} of shape {shape} is too small for its part of {move.hf}")
+            have_rows, have_cols = (*tensor.shape[-2:], 1)[:2] if tensor.dim() > 1 else (tensor.shape[0], 1)
+            if rows > have_rows or cols > have_cols:
+                problems.append(f"rank {rank}: {source} of shape {tuple(tensor.shape)} is too small for its part of {hf}")
         return problems
+
+
+def _extents(moves: Sequence[Move]) -> dict[str, tuple[int, int, str]]:
+    """Parameter of this rank -> rows and columns that it needs, and the tensor that needs the last row or column."""
+    extents: dict[str, tuple[int, int, str]] = {}
+    for move in moves:
+        rows, cols, hf = extents.get(move.source, (0, 0, move.hf))
+        last_row, last_col = move.s_row + move.rows, move.s_col + move.cols
+        if last_row > rows or last_col > cols:
+            extents[move.source] = max(rows, last_row), max(cols, last_col), move.hf
+    return extents
+
+
+def _no_engine(move: Move, values: Tensor) -> None:
+    raise AssertionError(f"{move.target} arrived on a rank without an engine")

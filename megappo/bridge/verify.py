@@ -1,110 +1,124 @@
-"""Verification of a transfer: a checksum that senders and receivers compute independently.
+"""Verification of every push: senders and receivers compute checksums (`checksum.py`) of the engine's parameters independently.
 
-For one destination parameter the checksum is  sum_i bits(x_i) * w(i)  mod 2^64, where i is the element's flat index in the
-destination parameter and w(i) an odd hash of it. The sum is additive: each sender contributes its rectangles, and the receiver
-sums the whole parameter in loader format, padding included. It does not detect a plan that names the wrong tensor (the plan
-proves its coverage itself), nor changes by vLLM's kernels afterwards.
+Each sender contributes its rectangles, as it reads them from its own parameters, and the receiver sums the whole parameter in
+loader format, padding included. It does not detect a plan that names the wrong tensor (the plan proves its coverage itself), nor
+changes by vLLM's kernels afterwards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megappo.bridge.destination import Destination, Shape, rectangle
-from megappo.bridge.plan import Move
-
-_BITS = {2: torch.int16, 4: torch.int32}
-_CHUNK = 1 << 21  # elements at once: the int64 temporaries of one chunk stay below 64 MiB
-
-
-def _index_weight(index: Tensor) -> Tensor:
-    """Odd 64-bit hash of int64 indices (multiply, xor-shift, multiply); int64 products wrap modulo 2^64."""
-    # The multipliers of splitmix64 (2^64 / golden ratio, and of its mixer) as signed integers.
-    mixed = index * -7046029254386353131
-    mixed = (mixed ^ (mixed >> 31)) * -4658895280553007687
-    return mixed | 1  # odd, so invertible modulo 2^64: no single changed element keeps the sum
+from megappo.bridge.checksum import block_bytes, rectangle_sum
+from megappo.bridge.destination import Destination
+from megappo.bridge.move import Move
+from megappo.bridge.plan import Ends, RankPlan
+from megappo.bridge.target import Parameter
+from megappo.bridge.transfer import source_view
+from megappo.bridge.wire import Wire
 
 
-def rectangle_sum(values: Tensor, base: int, stride: int) -> int:
-    """Signed 64-bit contribution of [rows, cols] `values` with element (r, c) at flat index base + r * stride + c."""
-    rows, cols = values.shape
-    columns = torch.arange(cols, device=values.device)
-    step = max(1, _CHUNK // max(cols, 1))
-    total = torch.zeros((), dtype=torch.int64, device=values.device)
-    for r0 in range(0, rows, step):
-        part = values[r0 : r0 + step].contiguous()  # `view` below needs it
-        starts = base + (r0 + torch.arange(part.shape[0], device=values.device)) * stride
-        bits = part.view(_BITS[part.element_size()]).long()
-        total += (bits * _index_weight(starts[:, None] + columns)).sum()
-    return int(total)
+class Checksums:
+    """Checksums of the parameters of all engine ranks, push after push: each rank handles its own moves only.
 
-
-def _wrap(value: int) -> int:
-    """Reduce a Python integer modulo 2^64 to a signed 64-bit integer."""
-    return (value + (1 << 63)) % (1 << 64) - (1 << 63)
-
-
-class ChecksumRound:
-    """Checksums of one push: senders `add_moves`, receivers `inspect` finished parameters, `mismatches` compares.
-
-    destinations: of every rank of the group. The order of the entries is the same on all ranks.
+    destination: of this rank; None if it hosts no engine.
     """
 
-    def __init__(self, destinations: Mapping[int, Destination], rank: int) -> None:
-        self._destinations = destinations
-        self._rank = rank
-        names = [(dst, name) for dst in sorted(destinations) for name in destinations[dst].shapes]
-        self._entry = {key: i for i, key in enumerate(names)}
-        self._sent = [0] * len(names)  # by entry; Python integers, reduced modulo 2^64 when they are exchanged
-        self._received: dict[str, int] = {}
+    def __init__(self, ends: Ends, plan: RankPlan, destination: Destination | None, dtype: torch.dtype, wire: Wire) -> None:
+        self._wire, self._dtype = wire, dtype
+        places = [ends.parameters(tp_rank) for tp_rank in range(len(ends.targets))]
+        tp_rank_of = {dst: position % len(places) for position, dst in enumerate(ends.destinations)}
+        local = [move for move in plan.incoming if move.src == wire.rank]
+        # A checksum travels for each parameter and pair of ranks. Both ends meet the parameters of a pair in the same order.
+        sent: dict[int, dict[str, int]] = {peer: {} for peer in wire.peers}
+        received: dict[int, dict[str, int]] = {peer: {} for peer in wire.peers}
+        for move in sorted([*plan.outgoing, *local], key=lambda move: move.step):
+            sent[move.dst].setdefault(move.target, len(sent[move.dst]))
+        for move in plan.incoming:
+            received[move.src].setdefault(move.target, len(received[move.src]))
+        self._sent_counts = [len(sent[peer]) for peer in wire.peers]
+        self._received_counts = [len(received[peer]) for peer in wire.peers]
+        begins = dict(zip(wire.peers, accumulate(self._sent_counts, initial=0)))
+        # Replicas of the engine are sent the same rectangles, which are summed once.
+        parts: dict[tuple, list[int]] = defaultdict(list)
+        self._parts: list[tuple[Move, Parameter]] = []
+        for move in (*plan.outgoing, *local):
+            key = tp_rank_of[move.dst], *move[3:]
+            if key not in parts:
+                self._parts.append((move, places[key[0]][move.target]))
+            parts[key].append(begins[move.dst] + sent[move.dst][move.target])
+        entries = [(part, entry) for part, of_part in enumerate(parts.values()) for entry in of_part]
+        self._part_of, self._entry_of = _columns(entries, wire.device)
+        self._parameters: dict[str, Parameter] = {}
+        self._constants: Tensor | None = None
+        self._arrived: dict[str, Tensor] = {}
+        if destination is not None:
+            mine = places[tp_rank_of[wire.rank]]
+            whole = {name: shape for name, shape in destination.shapes.items() if name not in mine}  # all padding
+            self._parameters = mine | {
+                name: Parameter(name, shape, block_bytes(dtype.itemsize, [shape.cols])) for name, shape in whole.items()
+            }
+            self._constants = self._sum_of_fills(destination)
+        index = {name: number for number, name in enumerate(self._parameters)}
+        pairs = [(index[name], 0) for peer in wire.peers for name in received[peer]]
+        self._parameter_of, _ = _columns(pairs, wire.device)
 
-    def add_moves(self, moves: Iterable[Move], tensors: Mapping[str, Tensor], dtype: torch.dtype) -> None:
-        """Add the rectangles that this rank sends, read from its own parameters and rounded to `dtype`."""
-        for move in moves:
-            shape = self._destinations[move.dst].shapes[move.target]
-            values = rectangle(tensors[move.source].detach(), move.s_slot, move.s_row, move.s_col, move.rows, move.cols)
-            base = shape.flat_index(move.d_slot, move.d_row, move.d_col)
-            self._sent[self._entry[move.dst, move.target]] += rectangle_sum(values.to(dtype), base, shape.cols)
+    def _sum_of_fills(self, destination: Destination) -> Tensor:
+        """Contributions of the constants in this rank's parameters, which no sender has: [parameters]."""
+        sums = dict.fromkeys(self._parameters, torch.zeros((), dtype=torch.int64))
+        for fill in destination.fills:
+            _, shape, block = self._parameters[fill.target]
+            # On the host: a fill is a few rows of padding.
+            values = torch.full((fill.box.rows, fill.box.cols), fill.value, dtype=self._dtype)
+            row = fill.slot * shape.rows + fill.box.r0
+            sums[fill.target] = sums[fill.target] + rectangle_sum(values, block, row, fill.box.c0)
+        return torch.stack(list(sums.values())).to(self._wire.device)
+
+    def read_sources(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Contributions of this rank's parameters to those of the engine, by peer and parameter; call it before they can change."""
+        sums = torch.zeros(sum(self._sent_counts), dtype=torch.int64, device=self._wire.device)
+        if self._parts:
+            found = [
+                rectangle_sum(source_view(move, tensors), block, move.d_slot * shape.rows + move.d_row, move.d_col, self._dtype)
+                for move, (_, shape, block) in self._parts
+            ]
+            of_parts = torch.stack(found).to(self._wire.device)
+            sums.index_add_(0, self._entry_of, of_parts[self._part_of])  # wraps modulo 2^64
+        self._arrived = {}
+        return sums
 
     def inspect(self, name: str, tensor: Tensor) -> None:
         """Record the checksum of a finished parameter of this rank, in loader format."""
-        shape = Shape.of(tensor.shape)
-        self._received[name] = rectangle_sum(tensor.detach().reshape(-1, shape.cols), 0, shape.cols)
+        _, shape, block = self._parameters[name]
+        self._arrived[name] = rectangle_sum(tensor.detach().reshape(-1, shape.cols), block)
 
-    def _fill_sums(self) -> dict[str, int]:
-        """Contributions of the constants in this rank's parameters, which no sender has."""
-        destination = self._destinations[self._rank]
-        sums: dict[str, int] = {}
-        for fill in destination.fills:
-            shape = destination.shapes[fill.target]
-            # On the host: a fill is a few rows of padding.
-            values = torch.full((fill.box.rows, fill.box.cols), fill.value, dtype=destination.dtype)
-            base = shape.flat_index(fill.slot, fill.box.r0, fill.box.c0)
-            sums[fill.target] = sums.get(fill.target, 0) + rectangle_sum(values, base, shape.cols)
-        return sums
+    def mismatches(self, sums: Tensor) -> list[str]:
+        """One line per parameter of this rank that differs from the senders'; empty if none does. Collective.
 
-    def mismatches(self, device: torch.device, group: dist.ProcessGroup | None) -> list[str]:
-        """One line per parameter of this rank that differs from the senders'; empty if none does. Collective."""
-        sent = torch.tensor([_wrap(value) for value in self._sent], dtype=torch.int64, device=device)
-        dist.all_reduce(sent, group=group)  # int64 sums wrap modulo 2^64, as the checksum does
-        expected = sent.tolist()
-        fills = self._fill_sums()
+        sums: of `read_sources` at this push.
+        """
+        told = torch.empty(sum(self._received_counts), dtype=torch.int64, device=self._wire.device)
+        dist.all_to_all_single(told, sums, self._received_counts, self._sent_counts, group=self._wire.group)
+        if self._constants is None:
+            return []
+        expected = self._constants.clone().index_add_(0, self._parameter_of, told).tolist()
+        found = torch.stack(list(self._arrived.values())).tolist() if self._arrived else []
+        arrived = dict(zip(self._arrived, found))
         lines = []
-        for name in self._destinations[self._rank].shapes:
-            want = _wrap(expected[self._entry[self._rank, name]] + fills.get(name, 0))
-            got = self._received.get(name)
+        for name, want in zip(self._parameters, expected):
+            got = arrived.get(name)
             if got != want:
                 seen = "never arrived" if got is None else f"arrived with checksum {got & (1 << 64) - 1:#018x}"
-                lines.append(f"rank {self._rank}: {name} {seen}, the senders hold {want & (1 << 64) - 1:#018x}")
+                lines.append(f"rank {self._wire.rank}: {name} {seen}, the senders hold {want & (1 << 64) - 1:#018x}")
         return lines
 
 
-def agree(lines: Sequence[str], group: dist.ProcessGroup | None) -> list[str]:
-    """Gather the lines of all ranks, so that every rank raises or none. Collective."""
-    gathered: list[list[str] | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, list(lines), group=group)
-    return [line for part in gathered for line in part or []]
+def _columns(pairs: Sequence[tuple[int, int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    first, second = torch.tensor(pairs, dtype=torch.int64, device=device).view(-1, 2).unbind(1)
+    return first, second

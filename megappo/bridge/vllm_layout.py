@@ -139,7 +139,6 @@ def record_destination(
     dtype: the engine's. Call it inside vLLM's `set_current_vllm_config`. ValueError, with the tensor's name, for a loader that
     computes, for a parameter that the checkpoint does not fill, and for one of another dtype.
     """
-    order = [name for name, _ in model.named_modules()]
     parameter_names = {name for name, _ in model.named_parameters()}
     load_weights: Any = model.load_weights  # every model of vLLM has it
     with _loader_format(model, api), torch.no_grad():
@@ -168,7 +167,6 @@ def record_destination(
         pieces=tuple(_piece(source, target, sources, shapes) for source, target in recorder.copies if 0 not in source.size),
         fills=tuple(fills),
         shapes=shapes,
-        modules=tuple(order),
         dtype=dtype,
     )
     destination.check_complete()

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megappo.bridge.destination import Destination, Fill, Inspect, Land, rectangle
-from megappo.bridge.plan import Move, module_of
+from megappo.bridge.move import Move, module_of
 from megappo.bridge.vllm_layout import record_destination
 from megappo.bridge.vllm_reload import reload_api
 

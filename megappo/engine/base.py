@@ -20,7 +20,7 @@ from torch import Tensor
 from megappo.checkpoint.state import StatefulModel
 from megappo.data.packing import PackedBatch
 from megappo.models.arch import ModelArch
-from megappo.models.pieces import RankPieces
+from megappo.models.pieces import PieceMap
 from megappo.ops.linear_loss import TokenLoss
 from megappo.parallel.shares import Shares
 
@@ -167,7 +167,7 @@ class Engine(StatefulModel, Protocol):
         if the optimizer is sharded. Resident until the mode is left. Not collective."""
         ...
 
-    def pieces(self) -> RankPieces:
+    def pieces(self) -> PieceMap:
         """Rank -> its rectangles of Hugging Face tensors, by the names above. Not collective; the same on every rank."""
         ...
 

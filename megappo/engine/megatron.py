@@ -30,8 +30,8 @@ from megappo.models.gpt import CriticModel, PackedModel, PolicyModel
 from megappo.models.hf_export import export_pretrained
 from megappo.models.moe import share_router_state
 from megappo.models.naming import named_parameters
-from megappo.models.pieces import RankPieces
-from megappo.models.weight_map import LOCAL_OUTPUT, LOCAL_VALUE_HEAD, pieces_by_rank
+from megappo.models.pieces import PieceMap
+from megappo.models.weight_map import LOCAL_OUTPUT, LOCAL_VALUE_HEAD, piece_map
 from megappo.parallel.balance import plan_micro_batches, split_by_budget
 from megappo.parallel.context import ContextShard
 from megappo.parallel.groups import ProcessGroups
@@ -125,8 +125,8 @@ class MegatronEngine:
         main = {id(parameter): copy for parameter, copy in self._optimizer.main_parameters()}
         return {name: main[id(parameter)] for name, parameter in self.named_parameters().items() if id(parameter) in main}
 
-    def pieces(self) -> RankPieces:
-        return pieces_by_rank(self.arch, self.groups.layout, self.value_head)
+    def pieces(self) -> PieceMap:
+        return piece_map(self.arch, self.groups.layout, self.value_head)
 
     def export(self, directory: Path, source: Path) -> None:
         with self.eval_mode():

@@ -1,13 +1,14 @@
 """Places of the rectangles of Hugging Face tensors in the parameters of a rank.
 
 Import, export, the bridge and every engine share this description. A Piece is a 2-D box of an HF tensor and its place in a local
-tensor; 1-D tensors are [n, 1]. `megatron_pieces` in `weight_map.py` makes those of a Megatron rank. Pure values, no Megatron, no
-vLLM.
+tensor; 1-D tensors are [n, 1]. `megatron_pieces` in `weight_map.py` makes those of a Megatron rank, `piece_map` those of a whole
+role. Pure values, no Megatron, no vLLM.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -49,8 +50,84 @@ class Piece(NamedTuple):
     slot: int = 0
 
 
-RankPieces = Mapping[int, Sequence[Piece]]
-"""Rank -> its pieces. Ranks that hold copies have equal pieces."""
+def check_tiling(whole: Box, parts: Sequence[Box], what: str) -> None:
+    """ValueError unless the parts, all inside `whole`, cover it without overlap."""
+    # Area and overlap together: parts inside `whole` without overlap and of the same area cover it.
+    covered = sum(part.area for part in parts)
+    if covered < whole.area:
+        raise ValueError(f"{what}: {covered} of {whole.area} elements have a source")
+    ordered = sorted(parts)
+    for i, a in enumerate(ordered):
+        for b in ordered[i + 1 :]:
+            if b.r0 >= a.r1:  # sorted by r0: no later box reaches back into a
+                break
+            if a.intersect(b):
+                raise ValueError(f"{what}: {tuple(a)} and {tuple(b)} overlap")
+
+
+class Held(NamedTuple):
+    """A piece and the positions that hold it, in ascending order."""
+
+    piece: Piece
+    positions: tuple[int, ...]
+
+
+class Section(NamedTuple):
+    """A layer, or all tensors outside the layers, as an instance of a template.
+
+    hf, local: prefixes of the names in the template; both empty outside the layers. first: position that the template's positions
+    count from, so that a layer looks alike on every pipeline stage.
+    """
+
+    hf: str
+    local: str
+    template: int
+    first: int
+
+
+@dataclass(frozen=True)
+class PieceMap(Mapping[int, Sequence[Piece]]):
+    """Pieces of every position of a role. As a mapping: position -> its pieces, with whole names.
+
+    Layers repeat, so each kind of layer is described once: the size does not grow with the number of layers, and with the ranks
+    only by one integer for each that holds a piece. sections[0] is outside the layers; the layers follow by number.
+    """
+
+    num_positions: int
+    templates: tuple[tuple[Held, ...], ...]
+    sections: tuple[Section, ...]
+
+    @classmethod
+    def of(cls, pieces: Mapping[int, Iterable[Piece]]) -> PieceMap:
+        """The map of pieces that were listed position by position, as one template."""
+        positions: dict[Piece, list[int]] = {}
+        for position in sorted(pieces):
+            for piece in pieces[position]:
+                positions.setdefault(piece, []).append(position)
+        template = tuple(Held(piece, tuple(at)) for piece, at in positions.items())
+        return cls(len(pieces), (template,), (Section("", "", 0, 0),))
+
+    def __len__(self) -> int:
+        return self.num_positions
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.num_positions))
+
+    def __getitem__(self, position: int) -> list[Piece]:
+        if position not in range(self.num_positions):
+            raise KeyError(position)
+        return [
+            piece._replace(hf=section.hf + piece.hf, local=section.local + piece.local)
+            for section in self.sections
+            for piece, positions in self.templates[section.template]
+            if position - section.first in positions
+        ]
+
+    def held(self) -> Iterator[tuple[str, Box, int]]:
+        """(Hugging Face name, box, number of positions that hold it) of every piece; a box appears once for each place."""
+        for section in self.sections:
+            for piece, positions in self.templates[section.template]:
+                yield section.hf + piece.hf, piece.box, len(positions)
 
 
 def as_2d(tensor: torch.Tensor) -> torch.Tensor:

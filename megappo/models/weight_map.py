@@ -7,11 +7,11 @@ families have the same tensors.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from megappo.models.arch import ModelArch, check_ep, check_tp, padded_vocab, vocab_shard
 from megappo.models.families.registry import FAMILIES
-from megappo.models.pieces import Box, Piece
+from megappo.models.pieces import Box, Held, Piece, PieceMap, Section
 from megappo.models.weight_rules import Rule, Shape
 from megappo.parallel.layout import Coordinates, ParallelLayout
 
@@ -105,35 +105,83 @@ def megatron_pieces(arch: ModelArch, layout: ParallelLayout, rank: int, value_he
     check_tp(arch, layout.tp)
     check_ep(arch, layout.ep, layout.etp)
     at = layout.coordinates(rank)
-    pieces: list[Piece] = []
-    if at.pp == 0:
-        pieces += _vocab_piece(arch, layout.tp, at.tp, EMBEDDING, LOCAL_EMBEDDING)
+    pieces = _first_pieces(arch, layout, at.tp) if at.pp == 0 else []
     for layer in layout.stage_layers(arch.num_layers, at.pp):
         hf, local = hf_layer(layer), local_layer(layer)
         for rule, ranks, mine in _rank_rules(arch, layout, at, layer):
-            parts = rule.parts(arch, ranks, mine)
-            pieces += [Piece(hf + name, box, local + rule.local, row, col) for name, box, row, col in parts]
+            pieces += [p._replace(hf=hf + p.hf, local=local + p.local) for p in _rule_pieces(arch, rule, ranks, mine)]
     if at.pp == layout.pp - 1:
-        pieces.append(Piece(FINAL_NORM, Box(0, arch.hidden_size, 0, 1), LOCAL_FINAL_NORM, 0, 0))
-        if value_head:
-            pieces.append(Piece(VALUE_HEAD, Box(0, 1, 0, arch.hidden_size), LOCAL_VALUE_HEAD, 0, 0))
-        elif not arch.tied_embeddings:
-            pieces += _vocab_piece(arch, layout.tp, at.tp, OUTPUT, LOCAL_OUTPUT)
-        elif layout.pp > 1:
-            pieces += _vocab_piece(arch, layout.tp, at.tp, EMBEDDING, LOCAL_OUTPUT)
+        pieces += _last_pieces(arch, layout, at.tp, value_head)
     return pieces
 
 
-def pieces_by_rank(arch: ModelArch, layout: ParallelLayout, value_head: bool = False) -> dict[int, list[Piece]]:
-    """`megatron_pieces` of every rank of the layout. Ranks that hold copies (dp, cp) share one list."""
-    by_place: dict[tuple[int, int, int, int], list[Piece]] = {}
-    pieces = {}
-    for rank in range(layout.world_size):
-        at = layout.coordinates(rank)
-        place = (at.tp, at.pp, at.etp, at.ep)
-        if place not in by_place:
-            by_place[place] = megatron_pieces(arch, layout, rank, value_head)
-        pieces[rank] = by_place[place]
+def piece_map(arch: ModelArch, layout: ParallelLayout, value_head: bool = False) -> PieceMap:
+    """`megatron_pieces` of all ranks of the layout, from one template for each kind of layer. ValueError as there."""
+    check_tp(arch, layout.tp)
+    check_ep(arch, layout.ep, layout.etp)
+    at = [layout.coordinates(rank) for rank in range(layout.world_size)]
+    stage = at[: layout.ranks_per_stage]  # every stage is laid out like the first
+    outside = [(_first_pieces(arch, layout, one.tp) if one.pp == 0 else []) for one in at]
+    for pieces, one in zip(outside, at):
+        if one.pp == layout.pp - 1:
+            pieces += _last_pieces(arch, layout, one.tp, value_head)
+    templates = [PieceMap.of(dict(enumerate(outside))).templates[0]]
+    sections = [Section("", "", 0, 0)]
+    kinds: dict[bool, int] = {}
+    stage_of = {layer: pp for pp in range(layout.pp) for layer in layout.stage_layers(arch.num_layers, pp)}
+    for layer in range(arch.num_layers):
+        sparse = arch.is_sparse(layer)
+        if sparse not in kinds:
+            kinds[sparse] = len(templates)
+            templates.append(_layer_template(arch, layout, stage, layer))
+        first = stage_of[layer] * layout.ranks_per_stage
+        sections.append(Section(hf_layer(layer), local_layer(layer), kinds[sparse], first))
+    return PieceMap(layout.world_size, tuple(templates), tuple(sections))
+
+
+def _layer_template(arch: ModelArch, layout: ParallelLayout, stage: list[Coordinates], layer: int) -> tuple[Held, ...]:
+    """Pieces of one layer and their holders within a stage."""
+    held = [_held(arch, rule, layout.tp, [at.tp for at in stage]) for rule in layer_rules(arch, layer)]
+    if arch.is_sparse(layer):
+        for ep in range(layout.ep):
+            # A rank of another ep rank holds nothing of these experts.
+            etp = [at.etp if at.ep == ep else None for at in stage]
+            for expert in rank_experts(arch, layout.ep, ep):
+                held += [_held(arch, rule, layout.etp, etp) for rule in expert_rules(arch, expert)]
+    return tuple(one for tensor in held for one in tensor)
+
+
+def _held(arch: ModelArch, rule: Rule, ranks: int, indices: Iterable[int | None]) -> Iterator[Held]:
+    """Pieces of a rule's tensor. indices: of every position among the `ranks` that shard it; None holds no part."""
+    positions: list[list[int]] = [[] for _ in range(ranks)]
+    for position, index in enumerate(indices):
+        if index is not None:
+            positions[index].append(position)
+    by_piece: dict[Piece, list[int]] = {}  # norms and routers are the same on all shards
+    for index in range(ranks):
+        for piece in _rule_pieces(arch, rule, ranks, index):
+            by_piece.setdefault(piece, []).extend(positions[index])
+    return (Held(piece, tuple(sorted(at))) for piece, at in by_piece.items())
+
+
+def _rule_pieces(arch: ModelArch, rule: Rule, ranks: int, index: int) -> list[Piece]:
+    return [Piece(name, box, rule.local, row, col) for name, box, row, col in rule.parts(arch, ranks, index)]
+
+
+def _first_pieces(arch: ModelArch, layout: ParallelLayout, tp_rank: int) -> list[Piece]:
+    """Pieces before the layers, on the first stage."""
+    return _vocab_piece(arch, layout.tp, tp_rank, EMBEDDING, LOCAL_EMBEDDING)
+
+
+def _last_pieces(arch: ModelArch, layout: ParallelLayout, tp_rank: int, value_head: bool) -> list[Piece]:
+    """Pieces after the layers, on the last stage."""
+    pieces = [Piece(FINAL_NORM, Box(0, arch.hidden_size, 0, 1), LOCAL_FINAL_NORM, 0, 0)]
+    if value_head:
+        pieces.append(Piece(VALUE_HEAD, Box(0, 1, 0, arch.hidden_size), LOCAL_VALUE_HEAD, 0, 0))
+    elif not arch.tied_embeddings:
+        pieces += _vocab_piece(arch, layout.tp, tp_rank, OUTPUT, LOCAL_OUTPUT)
+    elif layout.pp > 1:
+        pieces += _vocab_piece(arch, layout.tp, tp_rank, EMBEDDING, LOCAL_OUTPUT)
     return pieces
 
 

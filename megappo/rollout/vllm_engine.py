@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megappo.bridge.destination import WeightReceiver
-from megappo.bridge.sync import WeightSource, WeightSync
+from megappo.bridge.sync import Route, WeightSource, WeightSync
 from megappo.bridge.vllm_loader import VllmReceiver
 from megappo.config.run_sections import TimeoutsConfig
 from megappo.config.schema import RolloutConfig
@@ -75,7 +75,7 @@ class VllmEngine:
         arch = read_arch(model)
         check_vllm(arch, config.tp, num_ranks, max_model_len, device.type)
         self.device = device
-        self.meeting_s = timeouts.meeting_s
+        self._tp, self.meeting_s = config.tp, timeouts.meeting_s
         with self.in_world():
             self.replica = _replica_of(config, self.meeting_s)
         self._max_model_len = max_model_len
@@ -120,12 +120,12 @@ class VllmEngine:
 
     def connect(self, policy: WeightSource) -> None:
         """Plan the transfer of the policy's parameters (see `bridge.sync.WeightSync`) into this engine. Collective."""
-        self._sync = WeightSync(policy, self)
+        self._sync = WeightSync(policy, self, Route.colocated(policy, self._tp), self.device)
 
-    def push_weights(self, version: int, verify: bool | None = None) -> dict[str, float]:
-        """Push the weights. Collective. verify: compare checksums; None verifies while the engine holds no valid weights."""
+    def push_weights(self, version: int) -> dict[str, float]:
+        """Push the weights and compare their checksums. Collective."""
         assert self._sync is not None, "connect() comes before the first push"
-        return self._sync.push(version, self._version is None if verify is None else verify)
+        return self._sync.push(version)
 
     def in_world(self) -> AbstractContextManager[None]:
         """Make the engine's ranks the world of torch.distributed: its default group, its store, ranks by position in it."""

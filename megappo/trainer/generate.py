@@ -78,4 +78,4 @@ def answer(
         responses = generate(rollout, make_requests(tokens, samples_per_prompt=1, run_seed=0, step=0), sampling)
         rollout.close()
         dist.destroy_process_group()
-        return [response_text(response.tokens, tokenizer) for response in responses]
+        return [response_text(response.tokens.tolist(), tokenizer) for response in responses]

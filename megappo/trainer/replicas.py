@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megappo.bridge.checksum import block_bytes, rectangle_sum
 from megappo.bridge.destination import rectangle
-from megappo.bridge.verify import rectangle_sum
 from megappo.engine.base import Engine
 from megappo.models.pieces import Box, Piece
 from megappo.resilience.faults import ReplicaDrift
@@ -45,13 +45,8 @@ class Replicas:
         self._engine = engine
         pieces, rank = engine.pieces(), dist.get_rank()
         holders: dict[tuple[str, Box], int] = defaultdict(int)
-        counts: dict[int, int] = defaultdict(int)  # ranks that share one list of pieces: those of a large dp
-        lists = {id(held): held for held in pieces.values()}
-        for held in pieces.values():
-            counts[id(held)] += 1
-        for key, held in lists.items():
-            for piece in held:
-                holders[piece.hf, piece.box] += counts[key]
+        for hf, box, ranks in pieces.held():
+            holders[hf, box] += ranks
         own: dict[tuple[str, Box], list[Piece]] = defaultdict(list)
         for piece in pieces.get(rank, ()):
             own[piece.hf, piece.box].append(piece)
@@ -81,15 +76,12 @@ class Replicas:
         return [f"{self._copies[index]}{kind} {_odd_ones(index, gathered)}" for index in differ]
 
     def _digests(self, pieces: Iterable[Piece], tensors: Mapping[str, Tensor]) -> list[int]:
-        return [
-            rectangle_sum(
-                rectangle(tensors[piece.local].detach(), piece.slot, piece.row, piece.col, piece.box.rows, piece.box.cols),
-                0,
-                piece.box.cols,
-            )
-            for piece in pieces
-            if piece.local in tensors
-        ]
+        return [_digest(piece, tensors[piece.local].detach()) for piece in pieces if piece.local in tensors]
+
+
+def _digest(piece: Piece, tensor: Tensor) -> int:
+    values = rectangle(tensor, piece.slot, piece.row, piece.col, piece.box.rows, piece.box.cols)
+    return int(rectangle_sum(values, block_bytes(values.element_size(), [piece.box.cols])))
 
 
 def _odd_ones(index: int, gathered: list[dict[int, list[int]]]) -> str:

@@ -14,7 +14,7 @@ from torch import Tensor
 from megappo.data.packing import PackedBatch
 from megappo.engine.base import Engine, LossFunction, PassResult, StepResult
 from megappo.models.arch import ModelArch
-from megappo.models.pieces import RankPieces
+from megappo.models.pieces import PieceMap
 from megappo.parallel.shares import Shares
 
 
@@ -57,7 +57,7 @@ class DelegatingEngine:
     def main_parameters(self) -> Mapping[str, Tensor]:
         return self._engine.main_parameters()
 
-    def pieces(self) -> RankPieces:
+    def pieces(self) -> PieceMap:
         return self._engine.pieces()
 
     def export(self, directory: Path, source: Path) -> None:

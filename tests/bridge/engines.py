@@ -16,8 +16,8 @@ from torch import Tensor
 
 from megappo.bridge.destination import Destination, Fill, Shape, rectangle
 from megappo.models.arch import ModelArch, MoeArch, Rope
-from megappo.models.pieces import Box, Piece, RankPieces, as_2d
-from megappo.models.weight_map import hf_tensors, local_shapes, megatron_pieces, pieces_by_rank
+from megappo.models.pieces import Box, Piece, PieceMap, as_2d
+from megappo.models.weight_map import hf_tensors, local_shapes, megatron_pieces, piece_map
 from megappo.parallel.layout import ParallelLayout
 
 
@@ -76,7 +76,7 @@ class HeldPolicy:
         arch: ModelArch,
         layout: ParallelLayout,
         tensors: dict[str, Tensor] | None = None,
-        rename: Callable[[str], str] = lambda hf: hf,
+        rename: Callable[[str], str] | None = None,
     ) -> None:
         self.arch, self.layout, self.rename = arch, layout, rename
         self.tensors = {} if tensors is None else tensors
@@ -84,12 +84,14 @@ class HeldPolicy:
     def named_parameters(self) -> dict[str, Tensor]:
         return self.tensors
 
-    def pieces(self) -> dict[int, list[Piece]]:
-        return renamed(pieces_by_rank(self.arch, self.layout), self.rename)
+    def pieces(self) -> PieceMap:
+        pieces = piece_map(self.arch, self.layout)
+        return pieces if self.rename is None else renamed(pieces, self.rename)
 
 
-def renamed(pieces: RankPieces, rename: Callable[[str], str]) -> dict[int, list[Piece]]:
-    return {rank: [piece._replace(hf=rename(piece.hf)) for piece in held] for rank, held in pieces.items()}
+def renamed(pieces: PieceMap, rename: Callable[[str], str]) -> PieceMap:
+    """The same pieces of other Hugging Face tensors, which may differ from layer to layer."""
+    return PieceMap.of({rank: [piece._replace(hf=rename(piece.hf)) for piece in held] for rank, held in pieces.items()})
 
 
 def engine_tensors(arch: ModelArch, checkpoint: dict[str, Tensor], tp: int, rank: int) -> dict[str, Tensor]:
@@ -101,7 +103,7 @@ def engine_tensors(arch: ModelArch, checkpoint: dict[str, Tensor], tp: int, rank
 
     def vocab(tensor: Tensor) -> Tensor:
         padding = -tensor.shape[0] % 64
-        return rows(torch.cat([tensor, torch.zeros(padding, tensor.shape[1])]))
+        return rows(torch.cat([tensor, tensor.new_zeros(padding, tensor.shape[1])]))
 
     embedding, norm = "model.embed_tokens.weight", "model.norm.weight"
     out = {embedding: vocab(checkpoint[embedding]), norm: checkpoint[norm]}
@@ -178,8 +180,8 @@ def engine_pieces(arch: ModelArch, tp: int, rank: int) -> Iterator[Piece]:
 
 
 def engine_destination(arch: ModelArch, tp: int, rank: int, dtype: torch.dtype) -> Destination:
-    """Pieces, padding and shapes of one engine rank; layers in order, as an engine's modules are."""
-    blank = {name: torch.zeros(shape) for name, shape in hf_tensors(arch).items()}
+    """Pieces, padding and shapes of one engine rank."""
+    blank = {name: torch.zeros(shape, device="meta") for name, shape in hf_tensors(arch).items()}
     shapes = {name: Shape.of(tensor.shape) for name, tensor in engine_tensors(arch, blank, tp, rank).items()}
     pieces = tuple(engine_pieces(arch, tp, rank))
     fills = []
@@ -188,8 +190,7 @@ def engine_destination(arch: ModelArch, tp: int, rank: int, dtype: torch.dtype) 
             filled = sum(piece.box.rows for piece in pieces if piece.local == name)
             if filled < shapes[name].rows:
                 fills.append(Fill(name, 0, Box(filled, shapes[name].rows, 0, arch.hidden_size), 0.0))
-    modules = dict.fromkeys(["model.embed_tokens", *sorted(name.rpartition(".")[0] for name in shapes)])
-    return Destination(pieces, tuple(fills), shapes, tuple(modules), dtype)
+    return Destination(pieces, tuple(fills), shapes, dtype)
 
 
 def layout_mistakes(destination: Destination, arch: ModelArch, checkpoint: Mapping[str, Tensor], tp: int, rank: int) -> list[str]:

@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
-import random
 import re
+import threading
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megappo.bridge.plan import Move, digest, make_buckets, make_plan, module_of
-from megappo.bridge.transfer import Round
+from megappo.bridge.destination import Destination, Shape
+from megappo.bridge.move import Move
+from megappo.bridge.plan import Ends, RankPlan, plan_rank
+from megappo.bridge.rounds import Round, agree_rounds
+from megappo.bridge.target import Target
 from megappo.models.arch import ModelArch
-from megappo.models.pieces import Box, Piece
-from megappo.models.weight_map import pieces_by_rank
+from megappo.models.pieces import Box, Piece, PieceMap
+from megappo.models.weight_map import megatron_pieces, piece_map
 from megappo.parallel.layout import ParallelLayout
 
 from .engines import arch_like, engine_destination, engine_pieces, engine_tensors, policy_tensors, random_checkpoint
+from .geometries import DEEPSEEK_V3, QWEN3_235B, large_ends
 
 ARCHS = {
     "llama": arch_like("llama"),
@@ -62,15 +72,45 @@ CASES = [
 ]
 
 
-def both_sides(arch: ModelArch, layout: ParallelLayout, engine_tp: int) -> tuple[dict, dict]:
-    destinations = {rank: list(engine_pieces(arch, engine_tp, rank % engine_tp)) for rank in range(layout.world_size)}
-    return pieces_by_rank(arch, layout), destinations
+def ends_of(arch: ModelArch, layout: ParallelLayout, engine_tp: int, destinations: tuple[int, ...] = (), node: int = 1) -> Ends:
+    """Both ends on the ranks of the layout, or the engine on other ranks; its descriptions as they come over the wire."""
+    pieces, sources = piece_map(arch, layout), tuple(range(layout.world_size))
+    described = [engine_destination(arch, engine_tp, tp_rank, torch.bfloat16) for tp_rank in range(engine_tp)]
+    targets = tuple(Target.decode(Target.of(one, pieces).encode()) for one in described)
+    return Ends(pieces, sources, destinations or sources, targets, node)
+
+
+def listed_ends(sources: dict[int, list[Piece]], wanted: list[Piece], destinations: tuple[int, ...], node: int = 1) -> Ends:
+    """Ends from lists of pieces, with one engine rank for a replica."""
+    pieces = PieceMap.of(dict(enumerate(sources.values())))
+    sizes: dict[str, Shape] = {}
+    for piece in wanted:
+        _, rows, cols = sizes.get(piece.local, (1, 0, 0))
+        sizes[piece.local] = Shape(1, max(rows, piece.row + piece.box.rows), max(cols, piece.col + piece.box.cols))
+    target = Target.of(Destination(tuple(wanted), (), sizes, torch.bfloat16), pieces)
+    return Ends(pieces, tuple(sources), destinations, (target,), node)
+
+
+def plans_of(ends: Ends) -> dict[int, RankPlan]:
+    return {rank: plan_rank(ends, rank) for rank in sorted({*ends.sources, *ends.destinations})}
+
+
+def whole_plan(ends: Ends) -> list[Move]:
+    """The moves of all ranks, each found by both its ends, in the same order and with the same proof."""
+    plans = plans_of(ends)
+    for a, sender in plans.items():
+        for b, receiver in plans.items():
+            if a != b:
+                assert [m for m in sender.outgoing if m.dst == b] == [m for m in receiver.incoming if m.src == a]
+                assert sender.sent.get(b) == receiver.received.get(a)
+    assert len({plan.steps for plan in plans.values()}) == 1
+    return [move for plan in plans.values() for move in plan.incoming]
 
 
 def carry_out(plan: list[Move], arch: ModelArch, layout: ParallelLayout, engine_tp: int, checkpoint: dict) -> dict[int, dict]:
     """Weights of the engines after the moves, done one by one on plain tensors."""
-    ranks = range(layout.world_size)
-    held = [policy_tensors(arch, layout, rank, checkpoint) for rank in ranks]
+    held = [policy_tensors(arch, layout, rank, checkpoint) for rank in range(layout.world_size)]
+    ranks = sorted({move.dst for move in plan})
     wanted = {rank: engine_tensors(arch, checkpoint, engine_tp, rank % engine_tp) for rank in ranks}
     got = {rank: {name: torch.zeros_like(tensor) for name, tensor in wanted[rank].items()} for rank in ranks}
     for m in plan:
@@ -100,18 +140,23 @@ def test_any_layout_fills_the_engine_exactly(arch, layout, engine_tp):
 
 
 def check_plan(arch: ModelArch, layout: ParallelLayout, engine_tp: int) -> None:
-    checkpoint = random_checkpoint(arch, 0)
-    sources, destinations = both_sides(arch, layout, engine_tp)
-    plan = make_plan(sources, destinations, itemsize=2)
-    assert differing(carry_out(plan, arch, layout, engine_tp, checkpoint), arch, engine_tp, checkpoint) == []
+    """Against tensors cut out of a checkpoint; colocated, with the engine on half of the ranks, and on ranks of its own."""
+    checkpoint, world = random_checkpoint(arch, 0), layout.world_size
+    sources = {rank: megatron_pieces(arch, layout, rank) for rank in range(world)}
     own = {rank: {(piece.hf, piece.box) for piece in pieces} for rank, pieces in sources.items()}
-    for rank in range(layout.world_size):
-        arriving = [move for move in plan if move.dst == rank]
-        wanted = sum(piece.box.area for piece in destinations[rank])
-        assert sum(move.numel for move in arriving) == wanted, "no element is sent twice"
-        # The names of sources are unique per rank and box: what a rank holds itself never comes from a replica.
-        remote = [(move.hf, source_box(move, sources[move.src])) for move in arriving if move.src != rank]
-        assert not own[rank] & set(remote)
+    apart = tuple(range(world, world + engine_tp))
+    half = tuple(range(engine_tp * (world // engine_tp // 2)))  # replicas stand on multiples of engine_tp in all of them
+    for destinations in {tuple(range(world)), half or tuple(range(world)), tuple(rank + -world % engine_tp for rank in apart)}:
+        plan = whole_plan(ends_of(arch, layout, engine_tp, destinations, node=2))
+        assert {move.dst for move in plan} == set(destinations)
+        assert differing(carry_out(plan, arch, layout, engine_tp, checkpoint), arch, engine_tp, checkpoint) == []
+        for rank in destinations:
+            arriving = [move for move in plan if move.dst == rank]
+            wanted = sum(piece.box.area for piece in engine_pieces(arch, engine_tp, rank % engine_tp))
+            assert sum(move.numel for move in arriving) == wanted, "no element is sent twice"
+            # The names of sources are unique per rank and box: what a rank holds itself never comes from a replica.
+            remote = [(move.hf, source_box(move, sources[move.src])) for move in arriving if move.src != rank]
+            assert not own.get(rank, set()) & set(remote)
 
 
 def source_box(move: Move, held: list[Piece]) -> Box:
@@ -163,9 +208,9 @@ def test_experts_that_are_cut_alike_stay_where_they_are():
     """etp 2 on one side and tp 2 on the other cut every expert the same way; ep 2 keeps half of all experts on each rank."""
     arch = ARCHS["qwen3_moe"]
     expert = lambda plan: [move for move in plan if ".experts." in move.hf]
-    alike = expert(make_plan(*both_sides(arch, ParallelLayout(2, etp=2), 2), itemsize=2))
+    alike = expert(whole_plan(ends_of(arch, ParallelLayout(2, etp=2), 2)))
     assert alike and all(move.src == move.dst for move in alike)
-    spread = expert(make_plan(*both_sides(arch, ParallelLayout(2, ep=2), 1), itemsize=2))
+    spread = expert(whole_plan(ends_of(arch, ParallelLayout(2, ep=2), 1)))
     per_rank = sum(move.numel for move in spread) // 2
     for rank in range(2):
         assert sum(move.numel for move in spread if move.dst == rank != move.src) == per_rank // 2
@@ -181,7 +226,7 @@ def test_experts_that_are_cut_alike_stay_where_they_are():
 def test_a_spoilt_plan_is_seen_by_that_comparison(spoil, family, layout):
     arch = ARCHS[family]
     checkpoint = random_checkpoint(arch, 0)
-    plan = make_plan(*both_sides(arch, layout, 1), itemsize=2)
+    plan = whole_plan(ends_of(arch, layout, 1))
     victim = next(i for i, move in enumerate(plan) if "gate_proj" in move.hf)
     partner = next(i for i, move in enumerate(plan) if "up_proj" in move.hf)
     if spoil == "drop":
@@ -206,43 +251,88 @@ def test_a_spoilt_plan_is_seen_by_that_comparison(spoil, family, layout):
     ],
 )
 def test_what_a_rank_holds_itself_never_travels(ranks, engine_tp, remote_share):
-    plan = make_plan(*both_sides(arch_like("llama", vocab_size=64), ParallelLayout(*ranks), engine_tp), itemsize=2)
+    plan = whole_plan(ends_of(arch_like("llama", vocab_size=64), ParallelLayout(*ranks), engine_tp))
     remote = sum(move.numel for move in plan if move.src != move.dst)
     assert remote / sum(move.numel for move in plan) == remote_share
 
 
 def test_a_pipeline_sends_what_the_other_stages_hold():
     arch, layout = arch_like("llama"), ParallelLayout(4, pp=4)
-    plan = make_plan(*both_sides(arch, layout, 1), itemsize=2)
+    plan = whole_plan(ends_of(arch, layout, 1))
     total = sum(piece.box.area for piece in engine_pieces(arch, 1, 0))
     for rank in range(4):
-        held = sum(piece.box.area for piece in pieces_by_rank(arch, layout)[rank])
+        held = sum(piece.box.area for piece in megatron_pieces(arch, layout, rank))
         assert sum(move.numel for move in plan if move.dst == rank and move.src != rank) == total - held
 
 
 def test_senders_of_equal_pieces_share_the_load():
     boxes = [Piece(f"t{i}", Box(0, 1 + i % 5, 0, 8), f"t{i}", 0, 0) for i in range(200)]
-    plan = make_plan(dict.fromkeys(range(4), boxes), dict.fromkeys(range(4, 8), boxes), itemsize=2)
+    plan = whole_plan(listed_ends(dict.fromkeys(range(4), boxes), boxes, (4, 5, 6, 7)))
     sent = [sum(move.numel for move in plan if move.src == rank) for rank in range(4)]
     assert max(sent) - min(sent) <= max(piece.box.area for piece in boxes)
+    alone = whole_plan(listed_ends(dict.fromkeys(range(4), boxes), boxes, (9,)))
+    sent = [sum(move.numel for move in alone if move.src == rank) for rank in range(4)]
+    assert max(sent) <= 1.1 * sum(sent) / 4
 
 
 def test_a_sender_of_the_same_node_is_preferred():
     piece = Piece("t", Box(0, 8, 0, 8), "t", 0, 0)
-    plan = make_plan({0: [piece], 5: [piece]}, {rank: [piece] for rank in range(8)}, itemsize=2, ranks_per_node=4)
-    assert [move.src for move in plan] == [0, 0, 0, 0, 5, 5, 5, 5]
+    plan = whole_plan(listed_ends({0: [piece], 5: [piece]}, [piece], tuple(range(12)), node=4))
+    assert [move.src for move in plan] == [0, 0, 0, 0, 5, 5, 5, 5, *[plan[8].src, plan[9].src] * 2]
+    assert {plan[8].src, plan[9].src} == {0, 5}, "a node without a holder asks all in turn"
 
 
-def test_the_plan_depends_on_the_layouts_only():
-    arch, layout = ARCHS["qwen2_tied"], ParallelLayout(4, tp=2, pp=2)
-    sources, destinations = both_sides(arch, layout, 2)
-    plan = make_plan(sources, destinations, itemsize=2)
-    shuffled = list(sources.items())
-    random.Random(0).shuffle(shuffled)
-    assert digest(make_plan(dict(shuffled), dict(reversed(destinations.items())), itemsize=2)) == digest(plan)
-    other = make_plan(*both_sides(arch, ParallelLayout(4, pp=4), 2), itemsize=2)
-    assert digest(other) != digest(plan)
-    assert digest([plan[0]._replace(d_row=plan[0].d_row + 1), *plan[1:]]) != digest(plan)
+def test_the_proof_shows_ranks_that_planned_differently():
+    """Layout, node size, engine: whatever one rank takes otherwise, a pair with it no longer agrees."""
+    arch = ARCHS["qwen2_tied"]
+    ends = ends_of(arch, ParallelLayout(8, tp=2), 1)
+    (target,) = ends.targets
+    odd = {
+        "layout": ends_of(arch, ParallelLayout(8), 1),
+        "nodes": dataclasses.replace(ends, ranks_per_node=4),
+        "sources": dataclasses.replace(ends, sources=(1, 0, *range(2, 8))),
+        "engine": dataclasses.replace(ends, targets=(target._replace(templates=tuple(t[::-1] for t in target.templates)),)),
+    }
+    agreed = plans_of(ends)
+    for what, other in odd.items():
+        wrong = {**agreed, 3: plan_rank(other, 3)}
+        pairs = [(a, b) for a in wrong for b in wrong if a != b and wrong[a].sent.get(b, 0) != wrong[b].received.get(a, 0)]
+        assert pairs and all(3 in pair for pair in pairs), what
+
+
+def test_the_proof_depends_on_the_order_of_the_moves():
+    tensors = [Piece(name, Box(0, 2, 0, 2), name, 0, 0) for name in "ab"]
+    there = plan_rank(listed_ends({0: tensors}, tensors, (1,)), 0)
+    here = plan_rank(listed_ends({0: tensors}, tensors[::-1], (1,)), 1)
+    assert sorted(there.outgoing) == sorted(here.incoming) and there.sent[1] != here.received[0]
+
+
+GEOMETRIES = {
+    "qwen3-235b": (QWEN3_235B, ParallelLayout(256, tp=2, pp=8, ep=32, layers_per_stage=(12,) * 6 + (11,) * 2)),
+    "deepseek-v3": (DEEPSEEK_V3, ParallelLayout(256, pp=16, ep=16, layers_per_stage=(4,) * 13 + (3,) * 3)),
+}
+
+
+@pytest.mark.parametrize("name", GEOMETRIES)
+def test_a_rank_of_a_large_world_plans_its_own_moves_only(name):
+    """256 trainers, 8 replicas of 32: the moves of a rank stay those of its own boxes, and every stage sends in every phase."""
+    arch, layout = GEOMETRIES[name]
+    ends = large_ends(arch, layout, 32)
+    plans = {rank: plan_rank(ends, rank) for rank in (0, 37, 255)}
+    wanted = sum(len(ends.targets[0].templates[kind]) for kind in ends.targets[0].sections)
+    layers = Counter(section.first for section in ends.pieces.sections[1:])
+    for rank, plan in plans.items():
+        assert {move.dst for move in plan.incoming} == {rank} == {move.src for move in plan.outgoing}
+        assert wanted <= len(plan.incoming) <= 1.1 * wanted
+        experts = arch.moe.num_experts // layout.ep * layers[rank // layout.ranks_per_stage * layout.ranks_per_stage]
+        assert sum(".experts." in move.hf for move in plan.outgoing) <= 3 * experts * 256
+        for peer, other in plans.items():
+            if peer != rank:
+                assert [m for m in plan.outgoing if m.dst == peer] == [m for m in other.incoming if m.src == rank]
+                assert plan.sent.get(peer, 0) == other.received.get(rank, 0)
+    # In order of layers, one stage would send and the others wait.
+    first = min(plans[255].outgoing, key=lambda move: move.step)
+    assert first.step < 0.2 * plans[255].steps
 
 
 WHOLE = Piece("w", Box(0, 8, 0, 4), "e.w", 0, 0)
@@ -262,7 +352,7 @@ WHOLE = Piece("w", Box(0, 8, 0, 4), "e.w", 0, 0)
 def test_sources_that_do_not_tile_a_destination_are_refused(held, message):
     sources = {rank: [Piece("w", box, "w", 0, 0)] for rank, box in enumerate(held)}
     with pytest.raises(ValueError, match=re.escape(message)):
-        make_plan(sources, {0: [WHOLE]}, itemsize=2)
+        plan_rank(listed_ends(sources or {0: []}, [WHOLE], (0,)), 0)
 
 
 def cuts(size: int) -> st.SearchStrategy[list[int]]:
@@ -283,7 +373,7 @@ def test_random_grids_meet_exactly(source_rows, source_cols, wanted_rows, wanted
     sources = {rank: source[rank::ranks] for rank in range(ranks)}
     got = {piece.local: torch.full((piece.box.rows, piece.box.cols), -1) for piece in wanted}
     held = {piece.local: full[piece.box.r0 : piece.box.r1, piece.box.c0 : piece.box.c1] for piece in source}
-    for m in make_plan(sources, {0: wanted}, itemsize=4):
+    for m in whole_plan(listed_ends(sources, wanted, (0,))):
         got[m.target][m.d_row : m.d_row + m.rows, m.d_col : m.d_col + m.cols] = held[m.source][
             m.s_row : m.s_row + m.rows, m.s_col : m.s_col + m.cols
         ]
@@ -291,36 +381,53 @@ def test_random_grids_meet_exactly(source_rows, source_cols, wanted_rows, wanted
         assert torch.equal(got[piece.local], full[piece.box.r0 : piece.box.r1, piece.box.c0 : piece.box.c1])
 
 
+class Threads:
+    """`wire.Wire` between threads, as far as the rounds need it."""
+
+    def __init__(self, world: int) -> None:
+        self._barrier, self._values = threading.Barrier(world), [[] for _ in range(world)]
+
+    def run(self, plans: dict[int, RankPlan], cap: int) -> list[list[Round]]:
+        at = lambda rank: SimpleNamespace(rank=rank, reduce=partial(self._reduce, rank))
+        with ThreadPoolExecutor(len(plans)) as pool:
+            return list(pool.map(lambda rank: agree_rounds(plans[rank], 2, cap, at(rank)), plans))
+
+    def _reduce(self, rank: int, values: list[int], op: Any) -> list[int]:
+        self._values[rank] = values
+        self._barrier.wait(60)
+        reduced = [{dist.ReduceOp.MIN: min, dist.ReduceOp.MAX: max}[op](column) for column in zip(*self._values)]
+        self._barrier.wait(60)
+        return reduced
+
+
 @pytest.mark.parametrize("cap", [1, 2000, 1 << 20])
-def test_buckets_hold_every_move_once_within_the_cap(cap):
+def test_rounds_hold_every_move_once_within_the_cap(cap):
     arch, layout = ARCHS["llama"], ParallelLayout(4, tp=2, pp=2)
-    plan = make_plan(*both_sides(arch, layout, 2), itemsize=2)
-    order = engine_destination(arch, 2, 0, torch.bfloat16).modules
-    buckets = make_buckets(plan, order, 2, cap)
-    assert sorted(move for bucket in buckets for move in bucket) == sorted(plan)
-    modules = [list(dict.fromkeys(module_of(move.target) for move in bucket)) for bucket in buckets]
-    seen = [name for names in modules for name in names]
-    assert seen == [name for name in order if name in set(seen)], "modules come in order, each in one bucket"
-    for bucket, names in zip(buckets, modules):
-        for rank in range(4):
-            sent = 2 * sum(move.numel for move in bucket if move.src == rank != move.dst)
-            received = 2 * sum(move.numel for move in bucket if move.dst == rank != move.src)
-            assert max(sent, received) <= cap or len(names) == 1
-    if cap == 2000:
-        assert 1 < len(buckets) < len(seen)
-    else:
-        assert len(buckets) == {1: len(seen), 1 << 20: 1}[cap]
+    plans = plans_of(ends_of(arch, layout, 2))
+    rounds = Threads(4).run(plans, cap)
+    assert len({len(of_rank) for of_rank in rounds}) == 1
+    kept = [move for of_rank in rounds for one in of_rank for moves in (one.local, *one.incoming.values()) for move in moves]
+    assert sorted(kept) == sorted(move for plan in plans.values() for move in plan.incoming)
+    for number, together in enumerate(zip(*rounds)):
+        assert len({one.on_wire for one in together}) == 1
+        assert together[0].on_wire == any(one.outgoing for one in together)
+        steps = {move.step for one in together for moves in (one.local, *one.incoming.values()) for move in moves}
+        assert all(min(steps) > step for earlier in seen_steps(rounds, number) for step in earlier)
+        for a, one in enumerate(together):
+            size = lambda moves: 2 * sum(move.numel for of_peer in moves.values() for move in of_peer)
+            assert max(size(one.outgoing), size(one.incoming)) <= cap or len(steps) == 1
+            for b, other in enumerate(together):
+                assert one.outgoing.get(b, []) == other.incoming.get(a, [])
+    steps = plans[0].steps
+    assert {1: len(rounds[0]) == steps, 2000: 1 < len(rounds[0]) < steps, 1 << 20: len(rounds[0]) == 1}[cap]
 
 
-def test_both_ends_of_a_round_agree():
-    arch, layout = ARCHS["qwen3"], ParallelLayout(4, tp=2, pp=2)
-    plan = make_plan(*both_sides(arch, layout, 1), itemsize=2)
-    rounds = [Round.of(plan, rank, 4) for rank in range(4)]
-    for a in range(4):
-        for b in range(4):
-            assert rounds[a].outgoing[b] == rounds[b].incoming[a]
-    kept = [move for one in rounds for move in one.local] + [move for one in rounds for moves in one.incoming for move in moves]
-    assert sorted(kept) == sorted(plan)
+def seen_steps(rounds: list[list[Round]], number: int) -> list[set[int]]:
+    """Steps of the rounds before `number`."""
+    return [
+        {move.step for of_rank in rounds for moves in (of_rank[i].local, *of_rank[i].incoming.values()) for move in moves}
+        for i in range(number)
+    ]
 
 
 def test_a_destination_must_be_covered_by_pieces_and_constants():

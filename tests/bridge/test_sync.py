@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,9 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from megappo.bridge import sync as sync_module
 from megappo.bridge.destination import Destination, rectangle
-from megappo.bridge.sync import WeightSync
+from megappo.bridge.sync import BUCKET_BYTES, Route, WeightSync
 from megappo.models.arch import ModelArch
+from megappo.models.weight_map import piece_map
 from megappo.parallel.layout import ParallelLayout
 
 from ..worlds import spawn_world
@@ -38,6 +42,15 @@ PUSHES = {
     "ep2-etp2-to-tp2": ("qwen3_moe", dict(tp=2, ep=2, etp=2), 2, *_FP32, 1 << 20),
     "ep2-pp2-vpp2-to-tp4": ("qwen3_moe", dict(pp=2, vpp=2, ep=2), 4, *_FP32, 1 << 20),
     "ep2-tp4-fp32-to-bf16": ("qwen3_moe", dict(tp=4, ep=2), 1, torch.float32, torch.bfloat16, 500),
+}
+# arch, layout of the sources, their ranks, ranks of the engine, its tp; the other ranks of the world are at neither end
+SPLITS = {
+    "own-ranks-tp2": ("llama", ParallelLayout(2, tp=2), (0, 1), (2, 3), 2),
+    "own-ranks-pp2-to-replicas": ("qwen2_tied", ParallelLayout(2, pp=2), (0, 1), (2, 3), 1),
+    "engine-on-half-of-the-ranks": ("llama", ParallelLayout(4, tp=2, pp=2), (0, 1, 2, 3), (2, 3), 2),
+    "policy-on-half-of-the-ranks": ("qwen3_moe", ParallelLayout(2, ep=2), (1, 3), (0, 1, 2, 3), 2),
+    "overlap-of-one-rank": ("qwen3_moe", ParallelLayout(2, ep=2), (0, 1), (1, 2, 3), 1),
+    "two-idle-ranks": ("llama", ParallelLayout(1), (3,), (1,), 1),
 }
 FAULTS = {
     "flipped_bit": "arrived with checksum",
@@ -90,23 +103,73 @@ class PlainEngine:
         self.version = version
 
 
+def connect(policy: HeldPolicy, engine: PlainEngine, engine_tp: int, cap: int = BUCKET_BYTES) -> WeightSync:
+    return WeightSync(policy, engine, Route.colocated(policy, engine_tp), torch.device("cpu"), bucket_bytes=cap)
+
+
 def run_push(rank: int, case: tuple) -> dict[str, Any]:
     name, sizes, engine_tp, policy_dtype, engine_dtype, cap = case
     arch, layout = ARCHS[name], ParallelLayout(RANKS, **sizes)
     engine = PlainEngine(arch, engine_tp, rank % engine_tp, engine_dtype)
     policy = HeldPolicy(arch, layout)
-    local, sync = policy.tensors, WeightSync(policy, engine, bucket_bytes=cap)
+    local, sync = policy.tensors, connect(policy, engine, engine_tp, cap)
     wrong, metrics = [], {}
     for version in (1, 2):
         checkpoint = random_checkpoint(arch, seed=version)
         local.update({n: t.to(policy_dtype) for n, t in policy_tensors(arch, layout, rank, checkpoint).items()})
-        metrics = sync.push(version, verify=version == 1)
+        metrics = sync.push(version)
         for target, want in engine_tensors(arch, checkpoint, engine_tp, rank % engine_tp).items():
             if not torch.equal(engine.tensors[target], want.to(engine_dtype).view(engine.tensors[target].shape)):
                 wrong.append(f"version {version} {target}")
         assert engine.version == version
     needed = sum(t.numel() for t in engine.tensors.values()) - sum(f.box.area for f in engine.describe({}).fills)
     return {"wrong": wrong, "metrics": metrics, "needed": needed * engine_dtype.itemsize}
+
+
+def run_split(rank: int, case: tuple) -> dict[str, Any]:
+    name, layout, sources, destinations, engine_tp = case
+    arch = ARCHS[name]
+    policy = HeldPolicy(arch, layout) if rank in sources else None
+    tp_rank = destinations.index(rank) % engine_tp if rank in destinations else None
+    engine = None if tp_rank is None else PlainEngine(arch, engine_tp, tp_rank, torch.float32)
+    route = Route(arch, piece_map(arch, layout), sources, destinations, engine_tp)
+    sync = WeightSync(policy, engine, route, torch.device("cpu"))
+    wrong, metrics = [], {}
+    for version in (1, 2):
+        checkpoint = random_checkpoint(arch, seed=version)
+        if policy is not None:
+            policy.tensors = policy_tensors(arch, layout, sources.index(rank), checkpoint)
+        metrics = sync.push(version)
+        if engine is not None:
+            wrong += differing(engine, engine_tensors(arch, checkpoint, engine_tp, tp_rank))
+            assert engine.version == version
+    return {"wrong": wrong, "metrics": metrics, "engine": engine is not None, "policy": policy is not None}
+
+
+def differing(engine: PlainEngine, wanted: dict[str, Tensor]) -> list[str]:
+    return [name for name, want in wanted.items() if not torch.equal(engine.tensors[name], want.view(engine.tensors[name].shape))]
+
+
+def flip_bytes(rank: int) -> list[tuple[str, str]]:
+    """Push again and again, with one byte of another parameter of rank 1 flipped each time: (parameter, error), "" without."""
+    arch, layout = ARCHS["qwen3_moe"], ParallelLayout(RANKS, tp=2, ep=2)
+    engine = PlainEngine(arch, 2, rank % 2, torch.bfloat16)
+    sync = connect(HeldPolicy(arch, layout, policy_tensors(arch, layout, rank, random_checkpoint(arch, seed=1))), engine, 2)
+    generator, found = random.Random(3), []
+    for version, name in enumerate(["", *engine.describe({}).shapes, ""]):
+
+        def flip(tensors: dict[str, Tensor], name: str = name) -> None:
+            if rank == 1 and name:
+                raw = tensors[name].view(-1).view(torch.uint8)
+                raw[generator.randrange(len(raw))] ^= 1 << generator.randrange(8)
+
+        engine.spoil_end = flip
+        try:
+            sync.push(version)
+            found.append((name, ""))
+        except RuntimeError as error:
+            found.append((name, str(error)))
+    return found
 
 
 def run_fault(rank: int, fault: str | None) -> str:
@@ -116,7 +179,7 @@ def run_fault(rank: int, fault: str | None) -> str:
         arch, layout = arch_like("qwen3_moe", num_kv_heads=4, vocab_size=50), ParallelLayout(RANKS, ep=4)
     engine = PlainEngine(arch, 1, 0, torch.float32)
     local = policy_tensors(arch, layout, rank, random_checkpoint(arch, seed=1))
-    sync = WeightSync(HeldPolicy(arch, layout, local), engine)
+    sync = connect(HeldPolicy(arch, layout, local), engine, 1)
     fc1 = "decoder.layers.0.mlp.linear_fc1.weight"
     if fault == "flipped_bit" and rank == 1:
 
@@ -153,7 +216,7 @@ def run_fault(rank: int, fault: str | None) -> str:
     elif fault == "wrong_shape" and rank == 3:
         local[fc1] = local[fc1][:1]
     try:
-        sync.push(7, verify=True)
+        sync.push(7)
     except RuntimeError as error:
         assert engine.version is None
         return str(error)
@@ -166,9 +229,24 @@ def disagree(rank: int) -> str:
     arch = ARCHS["llama"]
     layout = ParallelLayout(RANKS, tp=2 if rank == 2 else 4)
     try:
-        WeightSync(HeldPolicy(arch, layout), PlainEngine(arch, 1, 0, torch.float32))
+        connect(HeldPolicy(arch, layout), PlainEngine(arch, 1, 0, torch.float32), 1)
     except RuntimeError as error:
         return str(error)
+    return ""
+
+
+def plan_otherwise(rank: int) -> str:
+    """Rank 2 chooses senders by another rule."""
+    arch, layout = ARCHS["llama"], ParallelLayout(RANKS, tp=2)
+    planned = sync_module.plan_rank
+    if rank == 2:
+        sync_module.plan_rank = lambda ends, rank: planned(dataclasses.replace(ends, ranks_per_node=2), rank)
+    try:
+        connect(HeldPolicy(arch, layout), PlainEngine(arch, 1, 0, torch.float32), 1)
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        sync_module.plan_rank = planned
     return ""
 
 
@@ -176,7 +254,10 @@ def in_world(rank: int) -> dict[str, Any]:
     return {
         "push": {name: run_push(rank, case) for name, case in PUSHES.items()},
         "fault": {fault: run_fault(rank, fault) for fault in (None, *FAULTS)},
+        "split": {name: run_split(rank, case) for name, case in SPLITS.items()},
+        "flipped": flip_bytes(rank),
         "disagree": disagree(rank),
+        "planned_otherwise": plan_otherwise(rank),
     }
 
 
@@ -199,8 +280,8 @@ def test_bytes_are_accounted_for(world, name):
     assert sum(r["metrics"]["bytes_sent"] for r in results) == sum(r["metrics"]["bytes_received"] for r in results)
 
 
-def test_verified_says_whether_checksums_were_compared(world):
-    assert {result["push"]["tp2-pp2-to-tp2"]["metrics"]["verified"] for result in world} == {0.0}  # of the second push
+def test_every_push_is_verified(world):
+    assert {push["metrics"]["verified"] for result in world for push in result["push"].values()} == {1.0}  # of the second push
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -217,4 +298,29 @@ def test_the_same_push_without_a_fault_passes(world):
 
 
 def test_ranks_with_different_plans_refuse_to_start(world):
-    assert all("different weight transfer plans" in result["disagree"] for result in world)
+    start = "the ranks computed different weight transfer plans: "
+    layout = f"{start}rank 2 was given another policy layout or other ranks than rank 0"
+    assert {result["disagree"] for result in world} == {layout}
+    (error,) = {result["planned_otherwise"] for result in world}
+    assert error.startswith(start) and "rank 2" in error and "would send" in error
+
+
+@pytest.mark.parametrize("name", SPLITS)
+def test_policy_and_engine_may_live_on_different_ranks(world, name):
+    results = [result["split"][name] for result in world]
+    assert [result["wrong"] for result in results] == [[]] * RANKS
+    for result in results:
+        sent, received, local = (result["metrics"][f"bytes_{what}"] for what in ("sent", "received", "local"))
+        assert bool(received + local) == result["engine"]
+        assert result["policy"] or not sent
+        assert not local or (result["policy"] and result["engine"]), "only a rank at both ends keeps anything"
+    assert sum(r["metrics"]["bytes_sent"] for r in results) == sum(r["metrics"]["bytes_received"] for r in results)
+
+
+def test_one_flipped_byte_is_named_at_every_push(world):
+    for result in world:
+        flips = result["flipped"]
+        assert len(flips) > 30 and flips[0] == flips[-1] == ("", "")
+        for version, (name, error) in enumerate(flips[1:-1], start=1):
+            assert error.startswith(f"push of weights {version}: rank 1: {name} arrived with checksum"), name
+            assert "more" not in error

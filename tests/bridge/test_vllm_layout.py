@@ -77,7 +77,6 @@ def test_slices_become_pieces():
     }
     assert destination.fills == (Fill("layer.w", 1, Box(2, 3, 0, 6), 0.0),)
     assert destination.shapes == {"layer.qk": Shape(1, 6, 6), "layer.norm": Shape(1, 6, 1), "layer.w": Shape(2, 3, 6)}
-    assert destination.modules == ("", "layer")
 
 
 @pytest.mark.parametrize(

@@ -190,8 +190,7 @@ def names_of_parameters_gradients_and_pieces_agree(world: World) -> None:
 
 
 def pieces_cover_every_tensor_once(world: World) -> None:
-    from megappo.bridge.plan import check_tiling
-    from megappo.models.pieces import Box
+    from megappo.models.pieces import Box, check_tiling
     from megappo.models.weight_map import hf_tensors
 
     for engine in (world.policy(), world.critic()):

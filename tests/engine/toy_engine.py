@@ -20,7 +20,7 @@ from megappo.algo.alignment import IGNORE_INDEX
 from megappo.data.packing import PackedBatch
 from megappo.engine.base import LogitsDtype, LogprobQuery, PassResult, StepResult
 from megappo.engine.factory import EngineSpec
-from megappo.models.pieces import Box, Piece, as_2d
+from megappo.models.pieces import Box, Piece, PieceMap, as_2d
 from megappo.parallel.balance import plan_micro_batches
 from megappo.parallel.shares import Shares
 
@@ -94,8 +94,9 @@ class ToyEngine:
     def main_parameters(self) -> dict[str, Tensor]:
         return {}
 
-    def pieces(self) -> dict[int, list[Piece]]:
-        return {0: [Piece(name, Box(0, len(p), 0, as_2d(p).shape[1]), name, 0, 0) for name, p in self._weights.items()]}
+    def pieces(self) -> PieceMap:
+        weights = {name: as_2d(parameter) for name, parameter in self._weights.items()}
+        return PieceMap.of({0: [Piece(name, Box(0, len(p), 0, p.shape[1]), name, 0, 0) for name, p in weights.items()]})
 
     def export(self, directory: Path, source: Path) -> None:
         if directory.exists():

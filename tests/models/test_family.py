@@ -15,7 +15,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megappo.bridge.plan import make_plan
+from megappo.bridge.plan import Ends, plan_rank
+from megappo.bridge.target import Target
 from megappo.bridge.vllm_layout import record_destination
 from megappo.config.role_sections import ParallelConfig
 from megappo.config.schema import TrainConfig
@@ -23,7 +24,7 @@ from megappo.models.families.registry import FAMILIES
 from megappo.models.family import Family
 from megappo.models.hf_config import arch_of, read_arch
 from megappo.models.pieces import as_2d
-from megappo.models.weight_map import hf_tensors, pieces_by_rank
+from megappo.models.weight_map import hf_tensors, piece_map
 from megappo.models.weight_rules import GateUp, Norm, Qkv, RowParallel
 from megappo.parallel.layout import ParallelLayout
 from megappo.verify.shrink import small_run
@@ -199,7 +200,9 @@ def test_the_bridge_fills_an_engine_from_every_layout(registered, folder):
     for layout in (ParallelLayout(1), ParallelLayout(2, tp=2), ParallelLayout(4, tp=2, pp=2)):
         held = [policy_tensors(arch, layout, rank, checkpoint) for rank in range(layout.world_size)]
         got = {name: torch.full_like(tensor, float("nan")) for name, tensor in wanted.items()}
-        for move in make_plan(pieces_by_rank(arch, layout), {0: destination.pieces}, itemsize=4):
+        pieces = piece_map(arch, layout)
+        ends = Ends(pieces, tuple(range(len(pieces))), (0,), (Target.of(destination, pieces),))
+        for move in plan_rank(ends, 0).incoming:
             source = as_2d(held[move.src][move.source])[move.s_row : move.s_row + move.rows, move.s_col : move.s_col + move.cols]
             as_2d(got[move.target])[move.d_row : move.d_row + move.rows, move.d_col : move.d_col + move.cols] = source
         assert all(torch.equal(got[name], tensor) for name, tensor in wanted.items()), layout

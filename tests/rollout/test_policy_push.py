@@ -92,7 +92,7 @@ def requests() -> list[Request]:
 
 
 def push_and_draw(engine: VllmEngine, policy: Any, version: int) -> dict[str, Any]:
-    metrics = engine.push_weights(version, verify=True)
+    metrics = engine.push_weights(version)
     responses = generate_all(engine, requests(), GREEDY)
     greedy = generate_all(MegatronRollout(policy.engine), requests(), GREEDY)
     return {
@@ -139,7 +139,7 @@ def run_faults(engine: VllmEngine, path: str) -> dict[str, Any]:
         source = policy.engine
         pieces = renamed(source.pieces(), rename)
         engine.connect(SimpleNamespace(arch=source.arch, named_parameters=source.named_parameters, pieces=lambda: pieces))
-        assert engine.push_weights(3, verify=True)["verified"]
+        assert engine.push_weights(3)["verified"]
         return distance(policy, requests(), generate_all(engine, requests(), GREEDY))
 
     result["right"] = push(lambda hf: hf)
@@ -149,20 +149,20 @@ def run_faults(engine: VllmEngine, path: str) -> dict[str, Any]:
     receiver = engine.receiver
     engine.receiver = Misplacing(receiver)
     engine.connect(policy.engine)
-    result["misplaced"] = error_of(lambda: engine.push_weights(4, verify=True))
+    result["misplaced"] = error_of(lambda: engine.push_weights(4))
     engine.receiver = receiver
     engine.connect(policy.engine)
-    result["again"] = engine.push_weights(5, verify=True)["verified"]
+    result["again"] = engine.push_weights(5)["verified"]
 
     with kept_expert_kernels():
-        engine.push_weights(6, verify=True)
+        engine.push_weights(6)
         result["kept_kernels"] = distance(policy, requests(), generate_all(engine, requests(), GREEDY))
-    engine.push_weights(7, verify=True)
+    engine.push_weights(7)
     result["renewed_kernels"] = distance(policy, requests(), generate_all(engine, requests(), GREEDY))
 
     sync = engine._sync
     sync._rounds = [one._replace(local=tuple(m for m in one.local if "experts" not in m.hf)) for one in sync._rounds]
-    result["dropped"] = error_of(lambda: engine.push_weights(8, verify=True))
+    result["dropped"] = error_of(lambda: engine.push_weights(8))
     return result
 
 
