@@ -72,11 +72,16 @@ def meet(point: Point, limit: Limit, values: Sequence[int] = ()) -> list[int]:
     it names the ranks that are missing.
     """
     digest = point.digest()
-    largest = torch.tensor([digest, -digest, *values])  # maxima of the first two are equal in size if all digests are
-    _combine(largest, point, limit)
-    if largest[0] != -largest[1]:
+    extremes = torch.tensor([digest, -digest])  # maxima of both are equal in size if all digests are
+    _combine(extremes, point, limit)
+    if extremes[0] != -extremes[1]:
         raise_diverged(point)
-    return largest[2:].tolist()
+    if not values:
+        return []
+    # An exchange of its own, since ranks at different points have different numbers of values, at which gloo aborts.
+    largest = torch.tensor(values)
+    _combine(largest, point, limit)
+    return largest.tolist()
 
 
 def raise_diverged(point: Point) -> NoReturn:
