@@ -10,6 +10,7 @@ import torch.distributed as dist
 from megappo.checkpoint.store import CheckpointStore
 from megappo.config.layout_checks import trained_sections
 from megappo.config.loading import load_config
+from megappo.config.rank_ranges import ALL
 from megappo.config.role_sections import ModelConfig, ParallelConfig
 from megappo.config.run_sections import TimeoutsConfig
 from megappo.engine.build import MegatronEngines
@@ -39,7 +40,7 @@ def export_checkpoint(run: str, output: str, *, role: str, step: int | None, eng
     if role not in trained_sections(config):
         raise ValueError(f"--role {role}: checkpoints hold {', '.join(trained_sections(config))}")
     spec = spec_of_role(config, role, None)
-    alone = spec.section.model_copy(update={"parallel": ParallelConfig()})
+    alone = spec.section.model_copy(update={"parallel": ParallelConfig(), "ranks": ALL})
     # The head comes from the checkpoint, whatever it started from.
     spec = replace(spec, section=alone, value_head="zero" if spec.value_head is not None else None)
     device = select_device("auto")
