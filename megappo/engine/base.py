@@ -21,6 +21,7 @@ from megappo.data.packing import PackedBatch
 from megappo.models.arch import ModelArch
 from megappo.models.pieces import RankPieces
 from megappo.ops.linear_loss import TokenLoss
+from megappo.parallel.placement import Placement
 
 LogitsDtype = Literal["fp32", "bf16"]
 
@@ -125,11 +126,19 @@ class StepResult:
 
 
 class Engine(StatefulModel, Protocol):
-    """One model on all ranks of the world, with its optimizer if it trains. Methods are collective unless they say otherwise."""
+    """One model on the ranks of its role, with its optimizer if it trains. A rank that the role does not live on has no engine.
+
+    Methods are collective over the role's ranks unless they say otherwise: nobody else takes part or waits.
+    """
 
     @property
     def name(self) -> str:
         """The role, for messages."""
+        ...
+
+    @property
+    def placement(self) -> Placement:
+        """Ranks of the role."""
         ...
 
     @property
@@ -156,7 +165,8 @@ class Engine(StatefulModel, Protocol):
         ...
 
     def pieces(self) -> RankPieces:
-        """Rank -> its rectangles of Hugging Face tensors, by the names above. Not collective; the same on every rank."""
+        """Rank of the world -> its rectangles of Hugging Face tensors, by the names above, for the ranks of the role. Not
+        collective; the same on every rank."""
         ...
 
     def export(self, directory: Path, source: Path) -> None:

@@ -37,6 +37,7 @@ from megappo.parallel.balance import MicroBatchPlan, plan_micro_batches
 from megappo.parallel.context import ContextShard
 from megappo.parallel.groups import ProcessGroups
 from megappo.parallel.meeting import Point
+from megappo.parallel.placement import Placement
 from megappo.resilience.faults import Unrecoverable
 from megappo.resilience.ranks import name_ranks
 
@@ -97,6 +98,14 @@ class MegatronEngine:
         return self.chunks[0].arch
 
     @property
+    def placement(self) -> Placement:
+        return self.groups.placement
+
+    @property
+    def host_group(self) -> dist.ProcessGroup:
+        return self.groups.host
+
+    @property
     def value_head(self) -> bool:
         return isinstance(self.chunks[0], CriticModel)
 
@@ -119,7 +128,8 @@ class MegatronEngine:
         return {name: main[id(parameter)] for name, parameter in self.named_parameters().items() if id(parameter) in main}
 
     def pieces(self) -> RankPieces:
-        return pieces_by_rank(self.arch, self.groups.layout, self.value_head)
+        by_position = pieces_by_rank(self.arch, self.groups.layout, self.value_head)
+        return {self.groups.placement.rank_of(position): pieces for position, pieces in by_position.items()}
 
     def export(self, directory: Path, source: Path) -> None:
         with self.eval_mode():
@@ -224,7 +234,7 @@ class MegatronEngine:
     def ranks_of(self, batch: PackedBatch, sequence: int) -> str:
         layout, last = self.groups.layout, self.groups.layout.pp - 1
         dp = next(dp for dp, theirs in enumerate(self._plan(batch)) if any(sequence in micro for micro in theirs))
-        ranks = [layout.rank_of(tp=tp, cp=cp, dp=dp, pp=last) for cp in range(layout.cp) for tp in range(layout.tp)]
+        ranks = [self.groups.world_rank(tp=tp, cp=cp, dp=dp, pp=last) for cp in range(layout.cp) for tp in range(layout.tp)]
         return f"{name_ranks(ranks)} (stage {last})"
 
     def _my_sequences(self, batch: PackedBatch) -> list[list[int]]:
@@ -281,7 +291,7 @@ class MegatronEngine:
             assert names is not None
             return names
         box = [names]
-        dist.broadcast_object_list(box, src=layout.rank_of(pp=layout.pp - 1), group=self.groups.everyone)
+        dist.broadcast_object_list(box, src=self.groups.world_rank(pp=layout.pp - 1), group=self.groups.everyone)
         agreed = box[0]
         assert agreed is not None, "the last stage computed no loss"
         return agreed
@@ -339,18 +349,18 @@ class MegatronEngine:
         return self._optimizer
 
     def _non_finite_ranks(self) -> str:
-        """Tensors with such gradients, rank by rank. Collective, on the host."""
+        """Tensors with such gradients, rank by rank. Collective over the role, on the host."""
         bad = [name for name, gradient in self.named_gradients().items() if not torch.isfinite(gradient).all()]
-        found: list = [None] * dist.get_world_size()
-        dist.all_gather_object(found, (len(bad), bad[:MAX_NAMED]))
-        at = self.groups.layout.coordinates
+        found: list = [None] * self.groups.layout.world_size
+        dist.all_gather_object(found, (len(bad), bad[:MAX_NAMED]), group=self.groups.host)
+        at, ranks = self.groups.layout.coordinates, self.groups.placement.ranks
         named = [
-            f"rank {rank} (stage {at(rank).pp}, tp {at(rank).tp}): {', '.join(names)}"
+            f"rank {ranks[position]} (stage {at(position).pp}, tp {at(position).tp}): {', '.join(names)}"
             + (f" and {count - len(names)} more" if count > len(names) else "")
-            for rank, (count, names) in enumerate(found)
+            for position, (count, names) in enumerate(found)
             if count
         ]
-        clean = [rank for rank, (count, _) in enumerate(found) if not count]
+        clean = [rank for rank, (count, _) in zip(ranks, found) if not count]
         if not named:  # every tensor is finite, but not the norm
             return "no rank has one among its own tensors: the norm overflows"
         return "; ".join([*named, *([f"{name_ranks(clean)}: none of their own tensors"] if clean else [])])

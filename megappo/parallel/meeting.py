@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megappo.platform.device import world_group
 from megappo.resilience.ranks import name_ranks, ranks_by_value
 
 # Seconds after which a waiting rank leaves a mark for the message about those that are missing. Meetings are shorter as a rule
@@ -63,38 +62,41 @@ class Limit:
     seconds: float
 
 
-def meet(point: Point, limit: Limit) -> None:
-    """Wait until every rank is at this point. Collective over the world, on the host.
+def meet(point: Point, limit: Limit, group: dist.ProcessGroup) -> None:
+    """Wait until every rank of `group` is at this point. Collective over it, on the host. Messages name ranks of the world.
 
     ScheduleDiverged on every rank if one is at another point. RankIsLate after the limit; it names the ranks that are missing.
     """
     digest = point.digest()
     extremes = torch.tensor([digest, -digest])  # maxima of both are equal in size if all digests are
-    _combine(extremes, point, limit)
+    _combine(extremes, point, limit, group)
     if extremes[0] != -extremes[1]:
-        points: list = [None] * dist.get_world_size()
-        dist.all_gather_object(points, point)
-        raise ScheduleDiverged(f"the ranks are at different points of the schedule: {_by_rank(points)}")
+        points: list = [None] * group.size()
+        dist.all_gather_object(points, point, group=group)
+        at = dict(zip(dist.get_process_group_ranks(group), points))
+        raise ScheduleDiverged(f"the ranks are at different points of the schedule: {_by_rank(at)}")
 
 
-def _combine(extremes: Tensor, point: Point, limit: Limit) -> None:
-    """Take the maximum over all ranks, in place."""
+def _combine(extremes: Tensor, point: Point, limit: Limit, group: dist.ProcessGroup) -> None:
+    """Take the maximum over all ranks of the group, in place."""
     options: Any = dist.AllreduceOptions()  # torch's stub has another type for the operation
     options.reduceOp = dist.ReduceOp.MAX
     options.timeout = timedelta(seconds=limit.seconds)
-    # The method, whose limit is its own: the world's is that of exchanges on the host.
-    work = world_group().allreduce([extremes], options)
+    # The method, whose limit is its own: the group's is that of exchanges on the host.
+    work = group.allreduce([extremes], options)
     grace_s = min(_MARK_S, limit.seconds / 2)
     if _is_over(work, grace_s):
         return
-    marks = dist.PrefixStore("megappo.meeting", dist.distributed_c10d._get_default_store())
+    # By the group: a rank may be in the meeting of one role while ranks of another role wait for it.
+    marks = dist.PrefixStore(f"megappo.meeting.{group.group_name}", dist.distributed_c10d._get_default_store())
     marks.set(str(dist.get_rank()), point.work)
     try:
         work.wait()
     except RuntimeError as error:
         time.sleep(grace_s)  # the others that are here leave their marks by then
+        missing = _missing(marks, group)
         raise RankIsLate(
-            f"rank {dist.get_rank()} waited for {_missing(marks)} before {point.work} ({limit.key} = {limit.seconds:g}): {error}"
+            f"rank {dist.get_rank()} waited for {missing} before {point.work} ({limit.key} = {limit.seconds:g}): {error}"
         ) from error
     marks.delete_key(str(dist.get_rank()))
 
@@ -107,15 +109,15 @@ def _is_over(work: dist.Work, seconds: float) -> bool:
         return False
 
 
-def _missing(marks: dist.Store) -> str:
-    """Ranks without a mark, in words."""
+def _missing(marks: dist.Store, group: dist.ProcessGroup) -> str:
+    """Ranks of the group without a mark, in words."""
     try:
-        missing = [rank for rank in range(dist.get_world_size()) if not marks.check([str(rank)])]
+        missing = [rank for rank in dist.get_process_group_ranks(group) if not marks.check([str(rank)])]
     except RuntimeError:  # the store is gone with the process that held it
         missing = []
     return name_ranks(missing) if missing else "the others"
 
 
-def _by_rank(points: Sequence[Point]) -> str:
-    groups = ranks_by_value(dict(enumerate(points)))
+def _by_rank(points: Mapping[int, Point]) -> str:
+    groups = ranks_by_value(points)
     return "; ".join(f"{name_ranks(ranks)} {'are' if len(ranks) > 1 else 'is'} {point}" for point, ranks in groups.items())

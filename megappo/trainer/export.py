@@ -46,6 +46,7 @@ def export_checkpoint(run: str, output: str, *, role: str, step: int | None, eng
     device = select_device("auto")
     start_alone(device)
     engine = engines(ModelConfig(impl="local"), TimeoutsConfig(), device).build(spec)
+    assert engine is not None, "alone in its world"
     exported = CheckpointStore(run_dir.checkpoints, keep_last=1).load_weights(role, engine, step)
     with input_accepted():
         engine.export(Path(output), Path(spec.model))

@@ -17,8 +17,10 @@ from megappo.algo.kl import AdaptiveKL, FixedKL, KLController
 from megappo.checkpoint.store import CheckpointStore
 from megappo.config.batch import step_arithmetic
 from megappo.config.dump import dump_yaml
+from megappo.config.errors import ConfigError, problem
 from megappo.config.evaluations import best_metric, config_of_set, longest_sequence_tokens, rewards_of
-from megappo.config.layout_checks import roles_in_use, trained_sections
+from megappo.config.layout_checks import placements_in_use, roles_in_use, trained_sections
+from megappo.config.rank_ranges import ALL
 from megappo.config.redaction import redacted_values
 from megappo.config.reward_sections import RewardConfig
 from megappo.config.schema import KLConfig, RolloutConfig, TrainConfig
@@ -59,6 +61,7 @@ from megappo.trainer.ppo import PPO
 from megappo.trainer.replicas import ReplicaCheck
 from megappo.trainer.reward_model import ModelScorer, model_scorer
 from megappo.trainer.reward_servers import require_servers
+from megappo.trainer.roles import Critic, Policy
 from megappo.trainer.run_facts import require_equal_data, run_facts, warn_of_changes
 from megappo.trainer.rundir import RunDir
 from megappo.trainer.scoring import ScoringProgress
@@ -81,6 +84,7 @@ def train(
     resumed then. `ended.json` says so either way. An existing world is used and left to the caller; otherwise the launcher's is
     joined and left again.
     """
+    _refuse_placements(config)
     apply_permissions(config.run.permissions)
     owns_world = not dist.is_initialized()
     device = select_device(config.run.device)
@@ -99,6 +103,13 @@ def train(
     if owns_world:
         dist.destroy_process_group()
     return finished
+
+
+def _refuse_placements(config: TrainConfig) -> None:
+    """ConfigError for roles on ranks of their own: the loop has every role on every rank."""
+    for name, ranks in placements_in_use(config).items():
+        if ranks != ALL:
+            raise ConfigError(problem(f"{name}.ranks", ranks, f"the training loop has all roles on all ranks; use {ALL}"))
 
 
 def facts_of_ranks(config: TrainConfig, data: RunData, *, resume: bool) -> dict[str, Any]:
@@ -147,7 +158,9 @@ def _train(
     _note_layers(config, factory, log)
     select_kernels(config.kernels, device, log, host_ops=HOST_OPS)
     roles = build_roles(config, factory, updates_of_run(config, data.total_steps))
-    rollout = rollout_of(config, data.tokenizer, roles.policy.engine, device)
+    policy, critic = roles.policy, roles.critic
+    assert policy is not None and critic is not None, "placements were refused"
+    rollout = rollout_of(config, data.tokenizer, policy.engine, device)
     state, kl = TrainerState(), kl_controller(config.algorithm.kl)
     checkpoints = Checkpoints(
         store,
@@ -156,22 +169,21 @@ def _train(
         roles.trained_engines,
         state,
         {"loader": data.loader, "kl_controller": kl},
-        layouts={role: layout_of(sizes, dist.get_world_size()) for role, sizes in roles_in_use(config).items()},
+        layouts={role: layout_of(sizes, len(roles.placements[role])) for role, sizes in roles_in_use(config).items()},
         stop=stop,
         log=log,
         sections=watchdog.sections,
         epochs_done=lambda: data.loader.epochs_done,
         best=BestCheckpoint(best_metric(config), config.trainer.keep_best_mode, state),
     )
-    built = {role: model.engine for role, model in roles.by_name.items()}
-    instruments = Instruments(config, built, run_dir, device, watchdog.sections)
+    instruments = Instruments(config, roles.engines, run_dir, device, watchdog.sections)
     log.note(instruments.note)
-    ppo = _build_ppo(config, data, roles, rollout, state, kl, log, checkpoints, factory, instruments)
+    ppo = _build_ppo(config, data, roles, policy, critic, rollout, state, kl, log, checkpoints, factory, instruments)
     if manifest is not None:
         checkpoints.resume(manifest)
         run_dir.record_config(dump_yaml(config))
     else:
-        load_critic(config, roles.critic.engine, log)
+        load_critic(config, critic.engine, log)
 
     done_before = state.step
     with input_accepted(), closing(ppo.scorer), closing(ppo.evaluations):
@@ -182,7 +194,7 @@ def _train(
             log.note(f"stopped after step {state.step} with a checkpoint; {checkpoints.way_on}")
         elif config.checkpoint.export_at_end and (state.step > done_before or not run_dir.is_exported()):
             with watchdog.section(EXPORT):
-                export_policy(roles.policy.engine, run_dir, Path(config.policy.model))
+                export_policy(policy.engine, run_dir, Path(config.policy.model))
         rollout.close()
         if not ppo.stopped:
             run_dir.record_finish(state.step)
@@ -227,6 +239,8 @@ def _build_ppo(
     config: TrainConfig,
     data: RunData,
     roles: Roles,
+    policy: Policy,
+    critic: Critic,
     rollout: RolloutEngine,
     state: TrainerState,
     kl: KLController,
@@ -242,8 +256,8 @@ def _build_ppo(
     return PPO(
         config,
         data.total_steps,
-        policy=roles.policy,
-        critic=roles.critic,
+        policy=policy,
+        critic=critic,
         reference=roles.reference,
         rollout=rollout,
         sampling=sampling,
@@ -257,7 +271,7 @@ def _build_ppo(
         log=log,
         checkpoints=checkpoints,
         settle=factory.settle,
-        check_replicas=ReplicaCheck({name: role.engine for name, role in roles.by_name.items()}),
+        check_replicas=ReplicaCheck(roles.engines),
         instruments=instruments,
     )
 

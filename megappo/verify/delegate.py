@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megappo.data.packing import PackedBatch
 from megappo.engine.base import Engine, LossFunction, PassResult, StepResult
 from megappo.models.arch import ModelArch
 from megappo.models.pieces import RankPieces
+from megappo.parallel.placement import Placement
 
 
 class DelegatingEngine:
@@ -25,6 +27,14 @@ class DelegatingEngine:
     @property
     def name(self) -> str:
         return self._engine.name
+
+    @property
+    def placement(self) -> Placement:
+        return self._engine.placement
+
+    @property
+    def host_group(self) -> dist.ProcessGroup:
+        return self._engine.host_group
 
     @property
     def arch(self) -> ModelArch:

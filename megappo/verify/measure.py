@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megappo.config.layout_checks import trained_sections
-from megappo.config.role_sections import ParallelConfig, RoleConfig
+from megappo.config.role_sections import RoleConfig
 from megappo.config.schema import TrainConfig
 from megappo.data.packing import PackedBatch
 from megappo.engine.base import Engine, LossFunction, PassResult, StepResult
@@ -120,9 +120,9 @@ class _RecordingEngines:
         self._engines, self._measured, self._gradients = engines, measured, gradients
         self.recorders: dict[str, _Recorder] = {}
 
-    def build(self, spec: EngineSpec) -> Engine:
+    def build(self, spec: EngineSpec) -> Engine | None:
         engine = self._engines.build(spec)
-        if spec.total_updates is None:
+        if engine is None or spec.total_updates is None:
             return engine
         self.recorders[spec.role] = _Recorder(engine, self._measured[spec.role], self._gradients)
         return self.recorders[spec.role]
@@ -130,8 +130,8 @@ class _RecordingEngines:
     def describe(self, section: RoleConfig) -> str:
         return self._engines.describe(section)
 
-    def connect(self, parallels: Iterable[ParallelConfig]) -> None:
-        self._engines.connect(parallels)
+    def connect(self, sections: Iterable[RoleConfig]) -> None:
+        self._engines.connect(sections)
 
     def settle(self) -> None:
         self._engines.settle()

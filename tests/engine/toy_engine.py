@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import AdamW
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
@@ -21,6 +22,8 @@ from megappo.engine.base import LogitsDtype, LogprobQuery, PassResult, StepResul
 from megappo.engine.factory import EngineSpec
 from megappo.models.pieces import Box, Piece, as_2d
 from megappo.parallel.balance import plan_micro_batches
+from megappo.parallel.placement import Placement
+from megappo.platform.device import world_group
 
 
 class ToyOutput:
@@ -77,6 +80,14 @@ class ToyEngine:
             drawn = torch.randn(weight.shape, generator=torch.Generator().manual_seed(spec.seed))
             weight.copy_(drawn * (spec.arch.hidden_size + 1) ** -0.5)
         torch.nn.init.zeros_(self._model.score.bias)
+
+    @property
+    def placement(self) -> Placement:
+        return Placement.whole(1)
+
+    @property
+    def host_group(self) -> dist.ProcessGroup:
+        return world_group()
 
     def named_parameters(self) -> dict[str, torch.nn.Parameter]:
         return self._weights

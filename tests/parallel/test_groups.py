@@ -21,7 +21,7 @@ def waits(rank: int, case: str) -> tuple[str, float]:
     from megappo.parallel.meeting import RankIsLate
 
     timeouts = TimeoutsConfig(start_s=START_S, pass_s=PASS_S, meeting_s=60)
-    groups = build_groups(ParallelLayout(3), timeouts)
+    groups = build_groups(ParallelLayout(3), timeouts=timeouts)
     if case == "settled":
         settle([groups], timeouts)
     groups.meet("the test")
