@@ -77,8 +77,10 @@ def measure(
     measured: Measured = defaultdict(RoleMeasures)
     recording = _RecordingEngines(engines, measured, gradients)
     roles = build_roles(config, recording, dict.fromkeys(trained_sections(config), updates))
+    policy, critic = roles.policy, roles.critic
+    assert policy is not None and critic is not None, "a measurement has its roles on all ranks"
     for step, rollout in enumerate(rollouts, 1):
-        batch = add_model_outputs(rollout, roles.policy, roles.critic, roles.reference)
+        batch = add_model_outputs(rollout, policy, critic, roles.reference)
         if roles.reward_model is not None:
             measured[REWARD_MODEL].add("scores", roles.reward_model.scores(_in_vocabulary(rollout, roles.reward_model.engine)))
         batch = shape_advantages(batch, batch["score"], algorithm.kl.coef, algorithm)
@@ -86,7 +88,7 @@ def measure(
             if name in batch:
                 measured[role].add(quantity, batch[name])
         seed = sample_seed(config.run.seed, step, -1)
-        for role in (roles.critic, roles.policy):  # in the trainer's order, stage 6
+        for role in (critic, policy):  # in the trainer's order, stage 6
             run_updates(role, mini_batches(batch, algorithm, config.rollout.max_response_tokens, seed))
             recording.recorders[role.engine.name].end_step(role.loss_name)
     if parameters:
