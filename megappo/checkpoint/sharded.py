@@ -2,8 +2,8 @@
 
 The files are Megatron's own, but described here and written by `files.py` (Megatron's writer starts a manager process and forks),
 by all ranks that hold a copy, each a part of it, and read without unpickling. Model and optimizer load in any layout, on any
-ranks: everything here is collective over those that the engine lives on. Megatron-core and torch exchange over the default group,
-which is theirs meanwhile (`as_world`).
+ranks: everything here is collective over those that the engine lives on. Megatron-core validates over the default group, which is
+theirs meanwhile (`as_world`); torch's descriptions of shards hold ranks of the world and are made outside of that.
 """
 
 from __future__ import annotations
@@ -152,16 +152,16 @@ def _plan(
         # Megatron's validation, done here because the shards of all ranks are needed below too.
         _, everyone = determine_global_metadata(shards)
         validate_sharding_integrity(everyone, common_state_dict=common)
-        holders = holders_of([[entry for entry in theirs if isinstance(entry, ShardedTensor)] for theirs in everyone])
-        by_key: dict[str, list[ShardedBase]] = {}
-        for part in _parts(list(nested_values(shards)), holders, group):
-            by_key.setdefault(part.key, []).append(part)
-        described = {**mcore_to_pyt_state_dict(by_key), **{key: io.BytesIO(value) for key, value in objects.items()}}
-        try:
-            dcp.save(described, storage_writer=planned, planner=planner)
-        except CheckpointException as error:
-            # torch gathers the faults of all ranks and raises on all, but as a BaseException.
-            raise RankFault(f"planning the shards failed on {_first_failure(error, group)}") from error
+    holders = holders_of([[entry for entry in theirs if isinstance(entry, ShardedTensor)] for theirs in everyone])
+    by_key: dict[str, list[ShardedBase]] = {}
+    for part in _parts(list(nested_values(shards)), holders, group):
+        by_key.setdefault(part.key, []).append(part)
+    described = {**mcore_to_pyt_state_dict(by_key), **{key: io.BytesIO(value) for key, value in objects.items()}}
+    try:
+        dcp.save(described, storage_writer=planned, planner=planner, process_group=group)
+    except CheckpointException as error:
+        # torch gathers the faults of all ranks and raises on all, but as a BaseException.
+        raise RankFault(f"planning the shards failed on {_first_failure(error, group)}") from error
     return _Layout(fingerprint, holders, planned.items, planned.index)
 
 
@@ -224,14 +224,15 @@ def load_sharded(
     passed_over: prefixes of keys that only the checkpoint may have; all other tensors must match. Extra state is loaded if both
     sides have it.
     """
-    held = {entry.key for entry in _SafeShardedStrategy().load_sharded_metadata(directory).values()}
+    strategy = _SafeShardedStrategy(group)
+    held = {entry.key for entry in strategy.load_sharded_metadata(directory).values()}
     # TransformerEngine's modules have extra state, which is empty without FP8; other modules have none.
     _keep_own_extra_state(state, held)
     _require_same_keys(state, held, directory, passed_over, group)
-    strategies = {"sharded_strategy": _SafeShardedStrategy(), "common_strategy": _SafeCommonStrategy()}
+    strategies = {"sharded_strategy": strategy, "common_strategy": _SafeCommonStrategy()}
     try:
-        with as_world(group):
-            loaded = dist_checkpointing.load(state, str(directory), **strategies)
+        # The strategy validates, over the group.
+        loaded = dist_checkpointing.load(state, str(directory), **strategies, validate_access_integrity=False)
     except CheckpointingException as error:
         raise ValueError(f"{directory} does not fit the model: {' '.join(str(error).split())}") from None
     except CheckpointException as error:
@@ -295,9 +296,16 @@ class _SafePlanner(MCoreLoadPlanner):
 
 
 class _SafeShardedStrategy(TorchDistLoadShardedStrategy):
-    """Megatron's torch_dist loading with the safe reader and planner, which it does not take as arguments."""
+    """Megatron's torch_dist loading on the ranks of `group`, with the safe reader and planner, which it does not take as
+    arguments."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self._group = group
 
     def load(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> dict[str, Any]:
+        with as_world(self._group):
+            validate_sharding_integrity(determine_global_metadata(sharded_state_dict)[1])
         tensors = [value for value in nested_values(sharded_state_dict) if isinstance(value, ShardedTensor)]
         by_key, flat_mapping, rename_mapping = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict)
         filled = mcore_to_pyt_state_dict(by_key, is_loading=True)
@@ -309,6 +317,7 @@ class _SafeShardedStrategy(TorchDistLoadShardedStrategy):
                 allow_shape_mismatch_sharded_tensors={t.key: t for t in tensors if t.allow_shape_mismatch},
                 flatten_state_dict=False,
             ),
+            process_group=self._group,
         )
         unwrapped: dict[str, Any] = {key: _unwrap_pyt_sharded_tensor(value) for key, value in filled.items()}
         state = _replace_sharded_keys_with_state_dict_keys(unwrapped, flat_mapping, rename_mapping)

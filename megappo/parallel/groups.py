@@ -46,7 +46,8 @@ class ProcessGroups:
     @property
     def position(self) -> int:
         """Position of this rank in the layout."""
-        return self.placement.position_of(dist.get_rank())
+        at = self.coordinates
+        return self.layout.rank_of(tp=at.tp, cp=at.cp, dp=at.dp, pp=at.pp)
 
     def world_rank(self, *, tp: int = 0, cp: int = 0, dp: int = 0, pp: int = 0) -> int:
         """Rank of the world at these coordinates."""
