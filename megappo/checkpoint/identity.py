@@ -3,8 +3,9 @@
 A resumed run with another reference model, another tokenizer or other prompts would train towards something else without any
 error: refused.
 Validation data, reward models, the code and the weights of rewards change what is measured or wanted, often on purpose (a mistake
-was corrected): a warning. Layouts, versions, the number of prompts of a step and the length of the run may change. The seed and the
-order are the loader's own to compare. A checkpoint of a megappo that did not record a fact is resumed without comparing it.
+was corrected): a warning. Layouts, the ranks of roles, versions, the number of prompts of a step and the length of the run may
+change. The seed and the order are the loader's own to compare. A checkpoint of a megappo that did not record a fact is resumed
+without comparing it.
 """
 
 from __future__ import annotations

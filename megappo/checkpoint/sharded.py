@@ -1,7 +1,9 @@
 """Save and load the sharded state of one engine in one directory, in Megatron-core's dist_checkpointing format (torch_dist).
 
 The files are Megatron's own, but described here and written by `files.py` (Megatron's writer starts a manager process and forks),
-by all ranks that hold a copy, each a part of it, and read without unpickling. Model and optimizer load in any layout.
+by all ranks that hold a copy, each a part of it, and read without unpickling. Model and optimizer load in any layout, on any
+ranks: everything here is collective over those that the engine lives on. Megatron-core validates over the default group, which is
+theirs meanwhile (`as_world`); torch's descriptions of shards hold ranks of the world and are made outside of that.
 """
 
 from __future__ import annotations
@@ -53,6 +55,7 @@ from megappo.checkpoint.image import FileImage, archive, archive_bytes
 from megappo.checkpoint.ranges import Holders, holders_of, parts_to_write
 from megappo.checkpoint.safe_load import load_index, load_tensors_and_plain_data
 from megappo.parallel.consensus import RankFault, on_every_rank
+from megappo.platform.device import as_world
 
 OPTIMIZER = "optimizer."
 """Prefix of the optimizer's keys."""
@@ -63,8 +66,8 @@ _EXTRA_STATE = "._extra_state"
 class _Layout:
     """Places of the tensors of one state in the files of all ranks.
 
-    holders: see `ranges.py`. items: of this rank's file, in order; key, and offset of a tensor, None of an object. index: content
-    of `.metadata`, on rank 0.
+    holders: see `ranges.py`; by position in the group. items: of this rank's file, in order; key, and offset of a tensor, None of
+    an object. index: content of `.metadata`, on the group's first rank.
     """
 
     fingerprint: bytes
@@ -76,17 +79,18 @@ class _Layout:
 class ShardedFiles:
     """Files of the sharded state of one engine, below `folder`: described as images, which others write.
 
-    The layout is planned at the first save, by all ranks together, and used again while every rank's state is described alike.
+    The layout is planned at the first save, by all ranks of `group` together, on which the engine lives, and used again while every
+    rank's state is described alike.
     """
 
-    def __init__(self, folder: str) -> None:
-        self._folder = folder
+    def __init__(self, folder: str, group: dist.ProcessGroup) -> None:
+        self._folder, self._group = folder, group
         self._layout: _Layout | None = None
 
     def images(self, state: dict[str, Any]) -> list[FileImage]:
         """This rank's files of `state` (tensors wrapped in ShardedTensor, the rest plain and equal on all ranks).
 
-        The images share memory with the state. Collective over the world; RankFault on every rank if one cannot describe its state.
+        The images share memory with the state. RankFault on every rank if one cannot describe its state.
         """
         shards, common = save_preprocess(state, validate_access_integrity=False)
         assert isinstance(shards, dict), "as the state is"
@@ -95,17 +99,17 @@ class ShardedFiles:
         fingerprint = _fingerprint(entries, objects)
         is_planned = self._layout is not None and self._layout.fingerprint == fingerprint
         # One agreement instead of a plan, for which every rank describes everything to all others.
-        if not all(on_every_rank("comparing the layout of the checkpoint", lambda: is_planned)):
-            self._layout = _plan(shards, common, objects, fingerprint)
+        if not all(on_every_rank("comparing the layout of the checkpoint", lambda: is_planned, self._group)):
+            self._layout = _plan(shards, common, objects, fingerprint, self._group)
         layout = self._layout
         assert layout is not None
-        parts = _parts(entries, layout.holders)
+        parts = _parts(entries, layout.holders, self._group)
         tensors = {(part.key, tuple(part.global_offset)): part.data for part in parts if part.data is not None}
         contents = [archive(tensors[key, offset]) if offset is not None else [objects[key]] for key, offset in layout.items]
         images = [self._image(_shard_file(dist.get_rank()), [piece for content in contents for piece in content])]
         if layout.index is not None:
             images.append(self._image(".metadata", [layout.index]))
-        if dist.get_rank() == 0:
+        if self._group.rank() == 0:
             images.append(self._image(COMMON_STATE_FNAME, [_saved(common)]))
             images.append(self._image(CONFIG_FNAME, [json.dumps(asdict(CheckpointingConfig("torch_dist", 1))).encode()]))
         return images
@@ -139,39 +143,41 @@ def _fingerprint(entries: Sequence[ShardedBase], objects: dict[str, bytes]) -> b
     return hashlib.sha256(repr((described, [(key, len(value)) for key, value in objects.items()])).encode()).digest()
 
 
-def _plan(shards: dict[str, Any], common: dict[str, Any], objects: dict[str, bytes], fingerprint: bytes) -> _Layout:
-    """Agree with all ranks on the layout. Collective."""
-    # Megatron's validation, done here because the shards of all ranks are needed below too.
-    _, everyone = determine_global_metadata(shards)
-    validate_sharding_integrity(everyone, common_state_dict=common)
+def _plan(
+    shards: dict[str, Any], common: dict[str, Any], objects: dict[str, bytes], fingerprint: bytes, group: dist.ProcessGroup
+) -> _Layout:
+    """Agree with all ranks of the group on the layout. Collective."""
+    planned, planner = _PlanOnly(dist.get_rank()), MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
+    with as_world(group):
+        # Megatron's validation, done here because the shards of all ranks are needed below too.
+        _, everyone = determine_global_metadata(shards)
+        validate_sharding_integrity(everyone, common_state_dict=common)
     holders = holders_of([[entry for entry in theirs if isinstance(entry, ShardedTensor)] for theirs in everyone])
     by_key: dict[str, list[ShardedBase]] = {}
-    for part in _parts(list(nested_values(shards)), holders):
+    for part in _parts(list(nested_values(shards)), holders, group):
         by_key.setdefault(part.key, []).append(part)
     described = {**mcore_to_pyt_state_dict(by_key), **{key: io.BytesIO(value) for key, value in objects.items()}}
-    planned = _PlanOnly()
     try:
-        dcp.save(
-            described, storage_writer=planned, planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
-        )
+        dcp.save(described, storage_writer=planned, planner=planner, process_group=group)
     except CheckpointException as error:
         # torch gathers the faults of all ranks and raises on all, but as a BaseException.
-        raise RankFault(f"planning the shards failed on {_first_failure(error)}") from error
+        raise RankFault(f"planning the shards failed on {_first_failure(error, group)}") from error
     return _Layout(fingerprint, holders, planned.items, planned.index)
 
 
-def _parts(entries: Sequence[ShardedBase], holders: Holders) -> list[ShardedTensor]:
+def _parts(entries: Sequence[ShardedBase], holders: Holders, group: dist.ProcessGroup) -> list[ShardedTensor]:
     """Tensors, or parts of them, that this rank writes."""
-    return parts_to_write([entry for entry in entries if isinstance(entry, ShardedTensor)], holders, dist.get_rank())
+    return parts_to_write([entry for entry in entries if isinstance(entry, ShardedTensor)], holders, group.rank())
 
 
 class _PlanOnly(dcp.StorageWriter):
     """Storage for torch's planner that writes nothing: it notes the order of a rank's items and the index of all files.
 
-    items: see `_Layout`. index: on rank 0.
+    rank: of the world, for the file's name. items, index: see `_Layout`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int) -> None:
+        self._file = _shard_file(rank)
         self.items: list[tuple[str, tuple[int, ...] | None]] = []
         self.index: bytes | None = None
 
@@ -188,7 +194,7 @@ class _PlanOnly(dcp.StorageWriter):
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        name, start, results = _shard_file(dist.get_rank()), 0, []
+        name, start, results = self._file, 0, []
         for item in plan.items:
             data = planner.resolve_data(item)
             length = archive_bytes(data) if isinstance(data, torch.Tensor) else len(data.getbuffer())
@@ -209,24 +215,28 @@ class _PlanOnly(dcp.StorageWriter):
         return True
 
 
-def load_sharded(state: dict[str, Any], directory: Path, *, passed_over: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Fill the sharded description `state` from a directory that `save_sharded` wrote, in any layout.
+def load_sharded(
+    state: dict[str, Any], directory: Path, group: dist.ProcessGroup, *, passed_over: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    """Fill the sharded description `state` from a directory that `ShardedFiles` described, in any layout.
 
-    Collective. ValueError if the model has other tensors or shapes than the checkpoint. passed_over: prefixes of keys that only
-    the checkpoint may have; all other tensors must match. Extra state is loaded if both sides have it.
+    Collective over `group`, the ranks of the model. ValueError if the model has other tensors or shapes than the checkpoint.
+    passed_over: prefixes of keys that only the checkpoint may have; all other tensors must match. Extra state is loaded if both
+    sides have it.
     """
-    held = {entry.key for entry in _SafeShardedStrategy().load_sharded_metadata(directory).values()}
+    strategy = _SafeShardedStrategy(group)
+    held = {entry.key for entry in strategy.load_sharded_metadata(directory).values()}
     # TransformerEngine's modules have extra state, which is empty without FP8; other modules have none.
     _keep_own_extra_state(state, held)
-    _require_same_keys(state, held, directory, passed_over)
+    _require_same_keys(state, held, directory, passed_over, group)
+    strategies = {"sharded_strategy": strategy, "common_strategy": _SafeCommonStrategy()}
     try:
-        loaded = dist_checkpointing.load(
-            state, str(directory), sharded_strategy=_SafeShardedStrategy(), common_strategy=_SafeCommonStrategy()
-        )
+        # The strategy validates, over the group.
+        loaded = dist_checkpointing.load(state, str(directory), **strategies, validate_access_integrity=False)
     except CheckpointingException as error:
         raise ValueError(f"{directory} does not fit the model: {' '.join(str(error).split())}") from None
     except CheckpointException as error:
-        raise ValueError(f"{directory} does not fit the model: {_first_failure(error)}") from None
+        raise ValueError(f"{directory} does not fit the model: {_first_failure(error, group)}") from None
     assert isinstance(loaded, dict), "a report of missing keys was not asked for"
     return {name: value for name, value in loaded.items() if name in state}  # Megatron returns all plain values
 
@@ -240,12 +250,14 @@ def _keep_own_extra_state(state: dict[str, Any], held: set[str]) -> None:
     dict_list_map_inplace(replace, state)
 
 
-def _require_same_keys(state: dict[str, Any], held: set[str], directory: Path, passed_over: tuple[str, ...]) -> None:
-    """ValueError on every rank alike if the keys differ."""
+def _require_same_keys(
+    state: dict[str, Any], held: set[str], directory: Path, passed_over: tuple[str, ...], group: dist.ProcessGroup
+) -> None:
+    """ValueError on every rank of the group alike if the keys differ."""
     # Megatron-core's own check raises only on the ranks that miss something, and the others hang.
     mine, ordered = {entry.key for entry in nested_values(state) if isinstance(entry, ShardedBase)}, sorted(held)
     # One byte per key of the checkpoint: the keys' text from every rank of a large world would be hundreds of megabytes.
-    ranks = on_every_rank("describing the model", lambda: (sorted(mine - held), bytes(key in mine for key in ordered)))
+    ranks = on_every_rank("describing the model", lambda: (sorted(mine - held), bytes(key in mine for key in ordered)), group)
     missing = {key for unknown, _ in ranks for key in unknown}
     unused = {key for index, key in enumerate(ordered) if not any(wanted[index] for _, wanted in ranks)}
     surplus = {key for key in unused if not key.startswith(passed_over) and not key.endswith(_EXTRA_STATE)}
@@ -254,9 +266,9 @@ def _require_same_keys(state: dict[str, Any], held: set[str], directory: Path, p
             raise ValueError(f"{directory} does not fit the model: {where} has {min(keys)} ({len(keys)} such tensors)")
 
 
-def _first_failure(error: CheckpointException) -> str:
-    rank, (fault, _) = min(error.failures.items())
-    return f"rank {rank}: {type(fault).__name__}: {fault}"
+def _first_failure(error: CheckpointException, group: dist.ProcessGroup) -> str:
+    position, (fault, _) = min(error.failures.items())
+    return f"rank {dist.get_process_group_ranks(group)[position]}: {type(fault).__name__}: {fault}"
 
 
 class _SafeCommonStrategy(TorchCommonLoadStrategy):
@@ -284,9 +296,16 @@ class _SafePlanner(MCoreLoadPlanner):
 
 
 class _SafeShardedStrategy(TorchDistLoadShardedStrategy):
-    """Megatron's torch_dist loading with the safe reader and planner, which it does not take as arguments."""
+    """Megatron's torch_dist loading on the ranks of `group`, with the safe reader and planner, which it does not take as
+    arguments."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self._group = group
 
     def load(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> dict[str, Any]:
+        with as_world(self._group):
+            validate_sharding_integrity(determine_global_metadata(sharded_state_dict)[1])
         tensors = [value for value in nested_values(sharded_state_dict) if isinstance(value, ShardedTensor)]
         by_key, flat_mapping, rename_mapping = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict)
         filled = mcore_to_pyt_state_dict(by_key, is_loading=True)
@@ -298,6 +317,7 @@ class _SafeShardedStrategy(TorchDistLoadShardedStrategy):
                 allow_shape_mismatch_sharded_tensors={t.key: t for t in tensors if t.allow_shape_mismatch},
                 flatten_state_dict=False,
             ),
+            process_group=self._group,
         )
         unwrapped: dict[str, Any] = {key: _unwrap_pyt_sharded_tensor(value) for key, value in filled.items()}
         state = _replace_sharded_keys_with_state_dict_keys(unwrapped, flat_mapping, rename_mapping)

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+import torch.distributed as dist
+
 
 class StatefulModel(Protocol):
-    """A sharded model with its optimizer. All methods are collective.
+    """A sharded model with its optimizer. All methods are collective over the ranks that it lives on.
 
     State is a dict. A tensor that ranks hold in parts stands in it as a ShardedTensor, Megatron-core's, whose format
-    `checkpoint/sharded.py` writes; everything else, plain tensors too, is equal on all ranks.
+    `checkpoint/sharded.py` writes; everything else, plain tensors too, is equal on all of them.
     """
+
+    @property
+    def host_group(self) -> dist.ProcessGroup:
+        """Group of the model's ranks for exchanges on the host; the world's if it lives on all ranks."""
+        ...
 
     @property
     def head_names(self) -> tuple[str, ...]:

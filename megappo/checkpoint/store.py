@@ -22,6 +22,7 @@ from megappo.checkpoint.background import BackgroundWriter, SnapshotFile
 from megappo.checkpoint.components import encode_components, read_components
 from megappo.checkpoint.contents import STATE, engine_folder, rng_file
 from megappo.checkpoint.directory import CheckpointDirectory
+from megappo.checkpoint.engines import Models, on_engines
 from megappo.checkpoint.errors import DamagedCheckpoint
 from megappo.checkpoint.files import sync_parents, write_file
 from megappo.checkpoint.hashing import cores_of_rank
@@ -37,6 +38,9 @@ from megappo.checkpoint.verification import newest_verified, verify
 from megappo.parallel.consensus import RankFault, on_every_rank, on_rank_zero, warn_once
 
 logger = logging.getLogger(__name__)
+
+LOAD_FAULTS = (RankFault, ValueError)
+"""Errors that all ranks of an engine raise together if its checkpoint does not fit it."""
 
 
 class SaveFailed(RuntimeError):
@@ -96,7 +100,7 @@ class CheckpointStore:
     def save(
         self,
         step: int,
-        engines: Mapping[str, StatefulModel],
+        engines: Models,
         components: Mapping[str, StatefulComponent],
         facts: Mapping[str, Any],
     ) -> Path:
@@ -124,7 +128,7 @@ class CheckpointStore:
     def begin_save(
         self,
         step: int,
-        engines: Mapping[str, StatefulModel],
+        engines: Models,
         components: Mapping[str, StatefulComponent],
         facts: Mapping[str, Any],
     ) -> None:
@@ -189,7 +193,7 @@ class CheckpointStore:
             on_rank_zero("removing the failed checkpoint", self._directory.remove_leftovers)
             raise SaveFailed(f"checkpoint of step {step} was not saved: {failure}") from failure
 
-    def _prepare(self, step: int, engines: Mapping[str, StatefulModel], ready: Callable[[], None] = lambda: None) -> Path:
+    def _prepare(self, step: int, engines: Models, ready: Callable[[], None] = lambda: None) -> Path:
         """Directory for the files of a new checkpoint. ready: what every rank needs besides, may fail."""
 
         def begin() -> Path:
@@ -208,18 +212,12 @@ class CheckpointStore:
 
     def _describe(
         self,
-        engines: Mapping[str, StatefulModel],
+        engines: Models,
         components: Mapping[str, StatefulComponent],
         take: Callable[[str, list[FileImage]], None],
     ) -> None:
         """Describe this rank's files, an engine at a time, and let `take` copy or write them before the state may change."""
-        for name, engine in engines.items():
-            try:
-                state = engine.save_state(with_optimizer=not self._save_only_model)
-                images = self._files.setdefault(name, ShardedFiles(engine_folder(name))).images(state)
-                on_every_rank(f"writing {name}", lambda: take(name, images))
-            finally:  # also after a failure: the state that it brought to the device can be offloaded again
-                engine.release_state()
+        on_engines(engines, lambda name, engine: self._describe_engine(name, engine, take), RankFault)
         if self._save_only_model:
             return
         state = encode_components(components)
@@ -228,6 +226,16 @@ class CheckpointStore:
             "writing random states",
             lambda: take("", [*small, FileImage(rng_file(dist.get_rank()), [encode_rng()])]),
         )
+
+    def _describe_engine(self, name: str, engine: StatefulModel, take: Callable[[str, list[FileImage]], None]) -> None:
+        """Collective over the engine's ranks; RankFault on all of them if one cannot describe or take its part."""
+        group = engine.host_group
+        try:
+            state = engine.save_state(with_optimizer=not self._save_only_model)
+            images = self._files.setdefault(name, ShardedFiles(engine_folder(name), group)).images(state)
+            on_every_rank(f"writing {name}", lambda: take(name, images), group)
+        finally:  # also after a failure: the state that it brought to the device can be offloaded again
+            engine.release_state()
 
     def _copy(self, key: str, images: list[FileImage]) -> list[SnapshotFile]:
         """Copy images to the buffer of this key, which is kept for the next save."""
@@ -278,7 +286,7 @@ class CheckpointStore:
 
     def load(
         self,
-        engines: Mapping[str, StatefulModel],
+        engines: Models,
         components: Mapping[str, StatefulComponent],
         facts: Mapping[str, Any],
     ) -> int:
@@ -301,16 +309,20 @@ class CheckpointStore:
         require_same_run(manifest, facts, source.name)
         return manifest
 
-    def restore(self, manifest: Manifest, engines: Mapping[str, StatefulModel], components: Mapping[str, StatefulComponent]) -> int:
+    def restore(self, manifest: Manifest, engines: Models, components: Mapping[str, StatefulComponent]) -> int:
         """Load the checkpoint that `find_resumable` verified; returns its step.
 
-        Weights and optimizer load in any layout; random states only with the same number of ranks. Under a lease, newer checkpoints
-        are then renamed to abandoned-step-N: the run will save their steps again.
+        Weights and optimizer load in any layout, on any ranks; random states only with the same number of ranks. Under a lease,
+        newer checkpoints are then renamed to abandoned-step-N: the run will save their steps again.
         """
         source = self._directory.step_path(manifest.step)
         state = read_components(source, components)
-        for name, engine in engines.items():
-            engine.load_state(load_sharded(engine.state_to_load(with_optimizer=True), source / engine_folder(name)))
+
+        def load(name: str, engine: StatefulModel) -> None:
+            state = engine.state_to_load(with_optimizer=True)
+            engine.load_state(load_sharded(state, source / engine_folder(name), engine.host_group))
+
+        on_engines(engines, load, *LOAD_FAULTS)
         for name, component in components.items():
             component.load_state_dict(state[name])
         # Last: building and loading draw random numbers too.
@@ -327,8 +339,10 @@ class CheckpointStore:
             self._directory.point_best_to(manifest.best_step)
         return self._directory.abandon_newer(manifest.step)
 
-    def load_weights(self, name: str, engine: StatefulModel, step: int | None = None, *, with_head: bool = True) -> int:
+    def load_weights(self, name: str, engine: StatefulModel | None, step: int | None = None, *, with_head: bool = True) -> int:
         """Load the weights of one engine, without optimizer, from checkpoint `step` (None: the newest valid one); returns the step.
+
+        engine: None on ranks that it does not live on.
 
         Works for `save_only_model` checkpoints and in any layout. Without `with_head` the engine keeps its own head, and the
         checkpoint may have another one or none: a critic takes a policy's layers. ValueError if there is no such valid checkpoint
@@ -338,9 +352,13 @@ class CheckpointStore:
         source = self._directory.step_path(manifest.step) / engine_folder(name)
         if not on_rank_zero("looking for the weights", source.is_dir):
             raise ValueError(f"{source} does not exist: the checkpoint holds no {name}")
-        state = engine.state_to_load(with_optimizer=False, with_head=with_head)
-        passed_over = (OPTIMIZER,) if with_head else (OPTIMIZER, *engine.head_names)
-        engine.load_state(load_sharded(state, source, passed_over=passed_over))
+
+        def load(_: str, engine: StatefulModel) -> None:
+            state = engine.state_to_load(with_optimizer=False, with_head=with_head)
+            passed_over = (OPTIMIZER,) if with_head else (OPTIMIZER, *engine.head_names)
+            engine.load_state(load_sharded(state, source, engine.host_group, passed_over=passed_over))
+
+        on_engines({name: engine}, load, *LOAD_FAULTS)
         return manifest.step
 
     def _verified(self, step: int) -> Manifest:

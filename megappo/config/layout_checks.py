@@ -5,14 +5,22 @@ Limits of a model (heads, layers, experts) are checked in `megappo/prepare/model
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Literal
 
 from megappo.config.batch import nearest_divisors
 from megappo.config.errors import problem
 from megappo.config.evaluations import rewards_of
+from megappo.config.rank_ranges import ALL, ranges_text, ranks_of
 from megappo.config.reward_sections import RewardConfig
-from megappo.config.role_sections import CriticConfig, ParallelConfig, RewardModelConfig, RoleConfig, TrainableConfig
+from megappo.config.role_sections import (
+    CriticConfig,
+    FrozenConfig,
+    ParallelConfig,
+    RewardModelConfig,
+    RoleConfig,
+    TrainableConfig,
+)
 from megappo.config.schema import SftConfig, TrainConfig
 
 
@@ -54,20 +62,94 @@ def value_head_of(section: RoleConfig) -> Literal["zero", "normal", "checkpoint"
 
 
 def world_problems(config: TrainConfig | SftConfig, world_size: int) -> Iterator[str]:
-    """Parallel sizes that do not fit the ranks of the run or each other, for any model."""
+    """Ranks and parallel sizes that do not fit the ranks of the run or each other, for any model."""
     wanted = config.run.num_ranks
     if wanted is not None and wanted != world_size:
         fix = f"the run has {world_size} ranks; set it to {world_size} or leave it out, or start {wanted} processes"
         yield problem("run.num_ranks", wanted, fix)
+    misplaced = list(placement_problems(config, world_size))
+    yield from misplaced
+    if misplaced:  # the sizes are of ranks that the world may not have
+        return
     for role, parallel in roles_in_use(config).items():
-        yield from parallel_problems(f"{role}.parallel", parallel, world_size)
-    if isinstance(config, TrainConfig) and config.rollout.engine == "vllm" and world_size % config.rollout.tp:
-        fix = f"does not divide the {world_size} ranks into replicas; {_worlds(config.rollout.tp, world_size)}"
-        yield problem("rollout.tp", config.rollout.tp, fix)
+        ranks = getattr(config, role).ranks
+        yield from parallel_problems(f"{role}.parallel", parallel, len(ranks_of(ranks, world_size)), ranks)
+    if isinstance(config, TrainConfig) and config.rollout.engine == "vllm":
+        yield from _replica_problems(config.rollout.tp, config.rollout.ranks, world_size)
 
 
-def parallel_problems(section: str, parallel: ParallelConfig, world_size: int) -> Iterator[str]:
-    """Problems of one role's sizes on `world_size` ranks. section: `policy.parallel`."""
+# -------------------------------------------------------------------------------------------------------------- placements
+
+
+def placements_in_use(config: TrainConfig | SftConfig) -> dict[str, str]:
+    """Role or `rollout` -> its `ranks`, for all that the configuration builds."""
+    places = {role: getattr(config, role).ranks for role in roles_in_use(config)}
+    return {**places, "rollout": config.rollout.ranks} if isinstance(config, TrainConfig) else places
+
+
+def placement_problems(config: TrainConfig | SftConfig, world_size: int) -> Iterator[str]:
+    """Ranks that the world lacks, that do nothing, or that roles must share and do not."""
+    places, outside = placements_in_use(config), False
+    for name, text in places.items():
+        try:
+            ranks_of(text, world_size)
+        except ValueError as error:
+            outside = True
+            yield problem(f"{name}.ranks", text, str(error))
+    if outside:
+        return
+    if not isinstance(config, TrainConfig):
+        if (ranks := config.policy.ranks) != ALL:
+            yield problem(
+                "policy.ranks", ranks, "fine-tuning trains its one model on all ranks; leave it out, or start fewer ranks"
+            )
+        return
+    hosted = {name: set(ranks_of(text, world_size)) for name, text in places.items()}
+    yield from _idle_ranks(hosted, config.rollout.ranks, world_size)
+    if config.rollout.engine == "megatron" and hosted["rollout"] != hosted["policy"]:
+        fix = f"rollout.engine megatron generates with the policy's own shards; set it to policy.ranks, {config.policy.ranks}"
+        yield problem("rollout.ranks", config.rollout.ranks, fix)
+    yield from _lonely_offloads(config, hosted)
+
+
+def _idle_ranks(hosted: Mapping[str, set[int]], rollout: str, world_size: int) -> Iterator[str]:
+    idle = sorted(set(range(world_size)).difference(*hosted.values()))
+    if idle:
+        ranks = f"rank {idle[0]}" if len(idle) == 1 else f"ranks {ranges_text(idle)}"
+        others = ", ".join(f"{name}.ranks" for name in hosted if name != "rollout")
+        fix = f"{ranks} of the world would have no role and generate nothing; add them here or to {others}, or start fewer ranks"
+        yield problem("rollout.ranks", rollout, fix)
+
+
+def _lonely_offloads(config: TrainConfig, hosted: Mapping[str, set[int]]) -> Iterator[str]:
+    """Memory that is freed for others on ranks where there are no others."""
+
+    def is_alone(name: str) -> bool:
+        return not any(hosted[name] & ranks for other, ranks in hosted.items() if other != name)
+
+    for role, section in role_sections(config).items():
+        if role not in hosted or not is_alone(role):
+            continue
+        for key, away in section.offload.model_dump().items() if isinstance(section, TrainableConfig | FrozenConfig) else ():
+            if away:
+                fix = f"makes room for others, and none shares {role}.ranks = {section.ranks}; leave it out, or share ranks"
+                yield problem(f"{role}.offload.{key}", True, fix)
+    if config.rollout.sleep != "none" and is_alone("rollout"):
+        fix = f"makes room for models, and none is on rollout.ranks = {config.rollout.ranks}; use none, or share ranks"
+        yield problem("rollout.sleep", config.rollout.sleep, fix)
+
+
+def _replica_problems(tp: int, ranks: str, world_size: int) -> Iterator[str]:
+    num_ranks = len(ranks_of(ranks, world_size))
+    if num_ranks % tp:
+        fix = (
+            f"does not divide the {_named(num_ranks, 'rollout', ranks)} into replicas; {_fitting(tp, num_ranks, 'rollout', ranks)}"
+        )
+        yield problem("rollout.tp", tp, fix)
+
+
+def parallel_problems(section: str, parallel: ParallelConfig, num_ranks: int, ranks: str = ALL) -> Iterator[str]:
+    """Problems of one role's sizes on its `num_ranks` ranks. section: `policy.parallel`. ranks: as the user wrote them."""
     if parallel.sequence_parallel and parallel.tp == 1:
         yield problem(f"{section}.sequence_parallel", True, "shards over the tp ranks and needs tp > 1; set tp, or leave it out")
     if parallel.vpp > 1 and parallel.pp == 1:
@@ -80,20 +162,22 @@ def parallel_problems(section: str, parallel: ParallelConfig, world_size: int) -
         fix = f"has {len(given)} entries and {stages} needs {parts}; give one number per stage, or leave it out"
         yield problem(f"{section}.layers_per_stage", list(given), fix)
     model_ranks = parallel.tp * parallel.cp * parallel.pp  # what is left is data parallel
-    if world_size % model_ranks:
+    if num_ranks % model_ranks:
         cp = f" x cp {parallel.cp}" if parallel.cp > 1 else ""
         sizes = f"tp {parallel.tp}{cp} x pp {parallel.pp} = {model_ranks}"
-        yield f"{section}: {sizes} does not divide the {world_size} ranks; {_worlds(model_ranks, world_size)}"
+        role = section.removesuffix(".parallel")
+        named, fix = _named(num_ranks, role, ranks), _fitting(model_ranks, num_ranks, role, ranks)
+        yield f"{section}: {sizes} does not divide the {named}; {fix}"
     else:
-        yield from _expert_problems(section, parallel, world_size)
+        yield from _expert_problems(section, parallel, num_ranks)
 
 
-def _expert_problems(section: str, parallel: ParallelConfig, world_size: int) -> Iterator[str]:
+def _expert_problems(section: str, parallel: ParallelConfig, num_ranks: int) -> Iterator[str]:
     """Problems of ep and etp, given sizes of the dense layers that fit."""
-    ranks = world_size // parallel.pp  # experts are spread over all ranks of a stage: tp * cp * dp
+    ranks = num_ranks // parallel.pp  # experts are spread over all ranks of a stage: tp * cp * dp
     if ranks % (parallel.etp * parallel.ep) == 0:
         return
-    stage = f"the {ranks} ranks of a pipeline stage ({world_size} ranks / pp {parallel.pp})"
+    stage = f"the {ranks} ranks of a pipeline stage ({num_ranks} ranks / pp {parallel.pp})"
     if ranks % parallel.etp:
         fitting = " or ".join(map(str, nearest_divisors(ranks, parallel.etp)))
         yield problem(f"{section}.etp", parallel.etp, f"does not divide {stage}; use {fitting}")
@@ -103,8 +187,13 @@ def _expert_problems(section: str, parallel: ParallelConfig, world_size: int) ->
     yield problem(f"{section}.ep", parallel.ep, f"{product}does not divide {stage}; use {fitting}")
 
 
-def _worlds(model_ranks: int, world_size: int) -> str:
-    """Name the nearest numbers of ranks that fit."""
-    below = world_size // model_ranks * model_ranks
-    fitting = [str(ranks) for ranks in (below, below + model_ranks) if ranks > 0]
-    return f"lower the sizes or use {' or '.join(fitting)} ranks (run.num_ranks, or torchrun's --nproc-per-node)"
+def _named(num_ranks: int, role: str, ranks: str) -> str:
+    return f"{num_ranks} ranks" if ranks == ALL else f"{num_ranks} ranks of {role}.ranks = {ranks}"
+
+
+def _fitting(model_ranks: int, num_ranks: int, role: str, ranks: str) -> str:
+    """Name the nearest numbers of ranks that fit, and the key that sets them."""
+    below = num_ranks // model_ranks * model_ranks
+    fitting = [str(number) for number in (below, below + model_ranks) if number > 0]
+    where = "run.num_ranks, or torchrun's --nproc-per-node" if ranks == ALL else f"{role}.ranks"
+    return f"lower the sizes or use {' or '.join(fitting)} ranks ({where})"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from megappo.config.paths import ModelPath, PathText
+from megappo.config.rank_ranges import ALL, RankRanges
 from megappo.config.section import Decay, Fraction, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Section
 
 
@@ -68,7 +69,10 @@ class RoleConfig(Section):
     dtype: Literal["bf16", "fp32"] = "bf16"
     """Type of weights and activations. With bf16, main parameters and gradient sums stay fp32."""
     parallel: ParallelConfig = ParallelConfig()
-    """Layout of the role over the ranks; what tp, cp and pp leave is data parallel."""
+    """Layout of the role over its ranks; what tp, cp and pp leave is data parallel."""
+    ranks: RankRanges = ALL
+    """Ranks of the world that the role lives on: `all`, or increasing ranges such as `0-47`, `0-15,32-47` or `3`. Roles on
+    different ranks work at the same time."""
     micro_batch_tokens: Positive = 16384
     """Token budget of one packed micro-batch of a data-parallel rank (its cp ranks share it); a longer sequence gets a
     micro-batch of its own."""

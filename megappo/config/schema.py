@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from megappo.config.paths import ModelPath, PathText
+from megappo.config.rank_ranges import ALL, RankRanges
 from megappo.config.reward_sections import EvaluationConfig, RewardConfig
 from megappo.config.role_sections import CriticConfig, ModelConfig, PolicyConfig, ReferenceConfig, RewardModelConfig
 from megappo.config.run_sections import CheckpointConfig, RunConfig, TelemetryConfig, TrainerConfig
@@ -43,7 +44,10 @@ class RolloutConfig(Section):
     engine: Literal["vllm", "megatron"] = "vllm"
     """vllm, or megatron: generation by the policy's own Megatron model, for platforms without vLLM and as a cross-check."""
     tp: Positive = 1
-    """Tensor-parallel size of one vLLM replica; the world holds world_size / tp replicas."""
+    """Tensor-parallel size of one vLLM replica; the ranks of the rollout divided by tp is the number of replicas."""
+    ranks: RankRanges = ALL
+    """Ranks of the world that generate: `all`, or ranges as of a role. Other ranks hold nothing of vLLM; ranks without a role only
+    generate."""
     dtype: Literal["auto", "bf16", "fp32"] = "auto"
     """Type of the vLLM weights; auto means `policy.dtype`."""
     samples_per_prompt: Positive = 1

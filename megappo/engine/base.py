@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megappo.checkpoint.state import StatefulModel
@@ -22,6 +21,7 @@ from megappo.data.packing import PackedBatch
 from megappo.models.arch import ModelArch
 from megappo.models.pieces import PieceMap
 from megappo.ops.linear_loss import TokenLoss
+from megappo.parallel.placement import Placement
 from megappo.parallel.shares import Shares
 
 LogitsDtype = Literal["fp32", "bf16"]
@@ -127,11 +127,19 @@ class StepResult:
 
 
 class Engine(StatefulModel, Protocol):
-    """One model on all ranks of the world, with its optimizer if it trains. Methods are collective unless they say otherwise."""
+    """One model on the ranks of its role, with its optimizer if it trains. A rank that the role does not live on has no engine.
+
+    Methods are collective over the role's ranks unless they say otherwise: nobody else takes part or waits.
+    """
 
     @property
     def name(self) -> str:
         """The role, for messages."""
+        ...
+
+    @property
+    def placement(self) -> Placement:
+        """Ranks of the role."""
         ...
 
     @property
@@ -140,11 +148,6 @@ class Engine(StatefulModel, Protocol):
     @property
     def value_head(self) -> bool:
         """True if the model gives values, not log-probs."""
-        ...
-
-    @property
-    def group(self) -> dist.ProcessGroup:
-        """All ranks of the role."""
         ...
 
     @property
@@ -168,7 +171,8 @@ class Engine(StatefulModel, Protocol):
         ...
 
     def pieces(self) -> PieceMap:
-        """Rank -> its rectangles of Hugging Face tensors, by the names above. Not collective; the same on every rank."""
+        """Position in the role's layout -> its rectangles of Hugging Face tensors, by the names above. Not collective; the same on
+        every rank."""
         ...
 
     def export(self, directory: Path, source: Path) -> None:

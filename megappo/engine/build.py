@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.distributed as dist
 
-from megappo.config.role_sections import FrozenConfig, ModelConfig, OffloadConfig, ParallelConfig, RoleConfig, TrainableConfig
+from megappo.config.role_sections import FrozenConfig, ModelConfig, OffloadConfig, RoleConfig, TrainableConfig
 from megappo.config.run_sections import TimeoutsConfig
 from megappo.engine.factory import EngineSpec
 from megappo.engine.megatron import MegatronEngine
@@ -22,11 +22,12 @@ from megappo.models.hf_import import load_pretrained
 from megappo.models.implementation import Implementation, Requested, choose_implementation, implementation_of_role
 from megappo.parallel.groups import ProcessGroups, build_groups, destroy_groups, settle
 from megappo.parallel.layout import ParallelLayout, layout_of
+from megappo.parallel.placement import Placement, placement_of
 from megappo.platform.device import DTYPES
 
 
 class MegatronEngines:
-    """The `EngineFactory` of Megatron-core. Roles with the same layout share their groups.
+    """The `EngineFactory` of Megatron-core. Roles with the same layout and ranks share their groups.
 
     ValueError if the layers that `model.impl` names cannot be built here.
     """
@@ -36,36 +37,45 @@ class MegatronEngines:
         self._requested: Requested = model.impl
         self._timeouts = timeouts
         self._device = device
-        self._groups: dict[ParallelLayout, ProcessGroups] = {}
+        # In the order in which they were made, the same on all ranks; None where this rank is left out.
+        self._groups: dict[tuple[ParallelLayout, Placement], ProcessGroups | None] = {}
 
     def describe(self, section: RoleConfig) -> str:
         return self._implementation(section)
 
-    def connect(self, parallels: Iterable[ParallelConfig]) -> None:
-        for parallel in parallels:
-            self._groups_of(layout_of(parallel, dist.get_world_size()))
+    def connect(self, sections: Iterable[RoleConfig]) -> None:
+        for section in sections:
+            self._groups_of(section)
 
-    def build(self, spec: EngineSpec) -> MegatronEngine:
+    def build(self, spec: EngineSpec) -> MegatronEngine | None:
+        groups = self.groups_for(spec)
+        if groups is None:
+            return None
         build = build_frozen if spec.total_updates is None else build_trainable
-        return build(spec, self.groups_for(spec), device=self._device, implementation=self._implementation(spec.section))
+        return build(spec, groups, device=self._device, implementation=self._implementation(spec.section))
 
-    def groups_for(self, spec: EngineSpec) -> ProcessGroups:
-        """Process groups of the role's layout on this world, made at the first call. Collective."""
-        return self._groups_of(layout_of(spec.section.parallel, dist.get_world_size()))
+    def groups_for(self, spec: EngineSpec) -> ProcessGroups | None:
+        """Process groups of the role, made at the first call; None on ranks that it does not live on. Collective over the world."""
+        return self._groups_of(spec.section)
+
+    def _groups_of(self, section: RoleConfig) -> ProcessGroups | None:
+        placement = placement_of(section.ranks, dist.get_world_size())
+        layout = layout_of(section.parallel, len(placement))
+        if (layout, placement) not in self._groups:
+            self._groups[layout, placement] = build_groups(layout, placement, self._timeouts)
+        return self._groups[layout, placement]
 
     def settle(self) -> None:
-        settle(self._groups.values(), self._timeouts)
+        settle(self._own_groups(), self._timeouts)
 
     def close(self) -> None:
         gc.collect()  # models are reference cycles that hold their groups
-        for groups in self._groups.values():
+        for groups in self._own_groups():
             destroy_groups(groups)
         self._groups.clear()
 
-    def _groups_of(self, layout: ParallelLayout) -> ProcessGroups:
-        if layout not in self._groups:
-            self._groups[layout] = build_groups(layout, self._timeouts)
-        return self._groups[layout]
+    def _own_groups(self) -> list[ProcessGroups]:
+        return [groups for groups in self._groups.values() if groups is not None]
 
     def _implementation(self, section: RoleConfig) -> Implementation:
         return implementation_of_role(self._chosen, self._requested, section.dtype)

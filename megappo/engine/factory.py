@@ -11,7 +11,7 @@ from typing import Literal, Protocol
 
 import torch
 
-from megappo.config.role_sections import ModelConfig, ParallelConfig, RoleConfig
+from megappo.config.role_sections import ModelConfig, RoleConfig
 from megappo.config.run_sections import TimeoutsConfig
 from megappo.engine.base import Engine
 from megappo.models.arch import ModelArch
@@ -21,7 +21,7 @@ ValueHead = Literal["zero", "normal", "checkpoint"]
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """Model of a role, and the role's section of the configuration: its layout, micro-batches and optimizer.
+    """Model of a role, and the role's section of the configuration: its layout, ranks, micro-batches and optimizer.
 
     role: its name. model: directory of a Hugging Face checkpoint. value_head: initial weights of a value model's head; None for a
     language model. total_updates: optimizer steps of the whole run, for the schedule; None for a frozen model. seed: of a random
@@ -39,17 +39,21 @@ class EngineSpec:
 
 
 class EngineFactory(Protocol):
-    """Builds engines over all ranks of the world, which exists. Every method but `describe` is collective."""
+    """Builds engines on ranks of the world, which exists. Every method but `describe` is collective over the world: ranks that a
+    role does not live on take part in making its groups."""
 
     def describe(self, section: RoleConfig) -> str:
         """Name of the layers of a role with this section, in a word or two for the log."""
         ...
 
-    def connect(self, parallels: Iterable[ParallelConfig]) -> None:
-        """Connect the ranks of these layouts before they load models, which takes each a different time."""
+    def connect(self, sections: Iterable[RoleConfig]) -> None:
+        """Connect the ranks of these roles before they load models, which takes each a different time."""
 
-    def build(self, spec: EngineSpec) -> Engine:
-        """Build the engine, with all parts offloaded that its section offloads. ValueError if the model does not fit."""
+    def build(self, spec: EngineSpec) -> Engine | None:
+        """Build the engine, with all parts offloaded that its section offloads; None on ranks that the role does not live on.
+
+        ValueError if the model does not fit.
+        """
         ...
 
     def settle(self) -> None:

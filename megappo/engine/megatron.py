@@ -35,6 +35,7 @@ from megappo.models.weight_map import LOCAL_OUTPUT, LOCAL_VALUE_HEAD, piece_map
 from megappo.parallel.balance import plan_micro_batches, split_by_budget
 from megappo.parallel.context import ContextShard
 from megappo.parallel.groups import ProcessGroups
+from megappo.parallel.placement import Placement
 from megappo.parallel.shares import Shares, shares_of
 from megappo.resilience.faults import Unrecoverable
 from megappo.resilience.ranks import name_ranks
@@ -96,16 +97,20 @@ class MegatronEngine:
         return self.chunks[0].arch
 
     @property
+    def placement(self) -> Placement:
+        return self.groups.placement
+
+    @property
+    def host_group(self) -> dist.ProcessGroup:
+        return self.groups.host
+
+    @property
     def value_head(self) -> bool:
         return isinstance(self.chunks[0], CriticModel)
 
     @property
-    def group(self) -> dist.ProcessGroup:
-        return self.groups.everyone
-
-    @property
     def shares(self) -> Shares:
-        return shares_of(self.groups.layout)
+        return shares_of(self.groups.layout, self.groups.placement.ranks)
 
     # --------------------------------------------------------------------------------------------------------- weights
 
@@ -276,7 +281,7 @@ class MegatronEngine:
             assert names is not None
             return names
         box = [names]
-        dist.broadcast_object_list(box, src=layout.rank_of(pp=layout.pp - 1), group=self.groups.everyone)
+        dist.broadcast_object_list(box, src=self.groups.world_rank(pp=layout.pp - 1), group=self.groups.everyone)
         agreed = box[0]
         assert agreed is not None, "the last stage computed no loss"
         return agreed
@@ -334,18 +339,18 @@ class MegatronEngine:
         return self._optimizer
 
     def _non_finite_ranks(self) -> str:
-        """Tensors with such gradients, rank by rank. Collective, on the host."""
+        """Tensors with such gradients, rank by rank. Collective over the role, on the host."""
         bad = [name for name, gradient in self.named_gradients().items() if not torch.isfinite(gradient).all()]
-        found: list = [None] * dist.get_world_size()
-        dist.all_gather_object(found, (len(bad), bad[:MAX_NAMED]))
-        at = self.groups.layout.coordinates
+        found: list = [None] * self.groups.layout.world_size
+        dist.all_gather_object(found, (len(bad), bad[:MAX_NAMED]), group=self.groups.host)
+        at, ranks = self.groups.layout.coordinates, self.groups.placement.ranks
         named = [
-            f"rank {rank} (stage {at(rank).pp}, tp {at(rank).tp}): {', '.join(names)}"
+            f"rank {ranks[position]} (stage {at(position).pp}, tp {at(position).tp}): {', '.join(names)}"
             + (f" and {count - len(names)} more" if count > len(names) else "")
-            for rank, (count, names) in enumerate(found)
+            for position, (count, names) in enumerate(found)
             if count
         ]
-        clean = [rank for rank, (count, _) in enumerate(found) if not count]
+        clean = [rank for rank, (count, _) in zip(ranks, found) if not count]
         if not named:  # every tensor is finite, but not the norm
             return "no rank has one among its own tensors: the norm overflows"
         return "; ".join([*named, *([f"{name_ranks(clean)}: none of their own tensors"] if clean else [])])

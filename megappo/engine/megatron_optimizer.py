@@ -27,6 +27,7 @@ from megappo.engine.megatron_optimizer_state import (
 from megappo.models.fusion import accumulate_into_main_grad
 from megappo.parallel.consensus import any_rank
 from megappo.parallel.groups import ProcessGroups
+from megappo.platform.device import as_world
 
 
 def wrap_with_ddp(
@@ -46,30 +47,30 @@ def wrap_with_ddp(
 
 
 class Optimizer:
-    """Megatron-core's optimizer with its schedule; a step whose gradient is not finite is skipped on every rank."""
+    """Megatron-core's optimizer with its schedule; a step whose gradient is not finite is skipped on every rank of the role."""
 
     def __init__(
         self, chunks: Sequence[DistributedDataParallel], groups: ProcessGroups, config: OptimizerConfig, total_steps: int
     ) -> None:
         params_dtype = chunks[0].config.params_dtype
-        self._optimizer: MegatronOptimizer = get_megatron_optimizer(
-            MegatronOptimizerConfig(
-                optimizer="adam",
-                lr=config.lr,
-                min_lr=config.lr * config.min_lr_ratio,
-                weight_decay=config.weight_decay,
-                adam_beta1=config.beta1,
-                adam_beta2=config.beta2,
-                adam_eps=config.eps,
-                clip_grad=config.clip_grad,
-                bf16=params_dtype == torch.bfloat16,
-                params_dtype=params_dtype,
-                use_distributed_optimizer=config.distributed,
-            ),
-            list(chunks),
-            pg_collection=groups.collection,
-            use_gloo_process_groups=False,
+        settings = MegatronOptimizerConfig(
+            optimizer="adam",
+            lr=config.lr,
+            min_lr=config.lr * config.min_lr_ratio,
+            weight_decay=config.weight_decay,
+            adam_beta1=config.beta1,
+            adam_beta2=config.beta2,
+            adam_eps=config.eps,
+            clip_grad=config.clip_grad,
+            bf16=params_dtype == torch.bfloat16,
+            params_dtype=params_dtype,
+            use_distributed_optimizer=config.distributed,
         )
+        with as_world(groups.host):  # Megatron agrees on the parameter groups over the default group
+            self._optimizer: MegatronOptimizer = get_megatron_optimizer(
+                settings, list(chunks), pg_collection=groups.collection, use_gloo_process_groups=False
+            )
+        self._everyone = groups.host
         # Now, not at the first step: vLLM starts before that and takes all memory that it finds free.
         for inner in self._chained():
             create_moments(inner.optimizer)
@@ -101,7 +102,7 @@ class Optimizer:
         found_inf = self._optimizer.prepare_grads()
         grad_norm = float(self._optimizer.get_grad_norm())
         # A vote, although the norm is a sum over ranks: copies on dp ranks are assumed equal there, and counted once.
-        if any_rank(bool(found_inf) or not math.isfinite(grad_norm)):
+        if any_rank(bool(found_inf) or not math.isfinite(grad_norm), self._everyone):
             return StepResult(math.nan if math.isfinite(grad_norm) else grad_norm, applied=False)
         if self._clip_grad > 0:
             for optimizer in self._chained():

@@ -38,7 +38,7 @@ def pass_whole_batch(
     if dist.get_rank() in shares.reporters:
         whole[:, batch.token_index(mine)] = torch.stack([result.tokens[name] for name in names])
     # Each position is written by exactly one rank, so the sum over ranks adds zeros and keeps the bits.
-    dist.all_reduce(whole, group=engine.group)
+    dist.all_reduce(whole, group=engine.host_group)
     return replace(result, tokens=dict(zip(names, whole)))
 
 

@@ -113,22 +113,22 @@ def export_pretrained(
     dtype = dtype or chunks[0].config.params_dtype
     value_head = isinstance(chunks[0], CriticModel)
     shards = plan_shards(arch, groups.layout, value_head, dtype.itemsize, shard_bytes)
-    is_first = dist.get_rank() == 0
-    _on_all_ranks(lambda: _start(out, partial) if is_first else None)
-    _on_all_ranks(lambda: _write_stage(chunks, arch, groups, partial, shards, dtype))
-    _on_all_ranks(lambda: _finish(arch, out, partial, Path(source_dir), shards, dtype, value_head) if is_first else None)
+    is_first = groups.position == 0
+    _on_all_ranks(lambda: _start(out, partial) if is_first else None, groups)
+    _on_all_ranks(lambda: _write_stage(chunks, arch, groups, partial, shards, dtype), groups)
+    _on_all_ranks(lambda: _finish(arch, out, partial, Path(source_dir), shards, dtype, value_head) if is_first else None, groups)
 
 
-def _on_all_ranks(step: Callable[[], None]) -> None:
-    """Run a step; if it fails on any rank, every rank raises, so that none is left waiting."""
+def _on_all_ranks(step: Callable[[], None], groups: ProcessGroups) -> None:
+    """Run a step; if it fails on any rank of the role, each of them raises, so that none is left waiting."""
     own: tuple[type, str] | None = None
     try:
         step()
     except (ValueError, OSError, SafetensorError) as error:
         own = (ValueError if isinstance(error, ValueError) else OSError, str(error))
-    outcomes: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(outcomes, own)
-    for rank, outcome in enumerate(outcomes):
+    outcomes: list[Any] = [None] * len(groups.placement)
+    dist.all_gather_object(outcomes, own, group=groups.host)
+    for rank, outcome in zip(groups.placement.ranks, outcomes):
         if outcome is not None:
             kind, text = outcome
             raise kind(text if kind is ValueError else f"export on rank {rank}: {text}")
@@ -168,12 +168,12 @@ def _write_stage(
 
 
 class _Gather:
-    """Assembly of one Hugging Face tensor after the other on the first rank of this stage."""
+    """Assembly of one Hugging Face tensor after the other on the first rank of this stage. Ranks are positions in the role."""
 
     def __init__(self, parameters: Mapping[str, Tensor], arch: ModelArch, groups: ProcessGroups, value_head: bool) -> None:
         layout = groups.layout
-        self.rank, self.root = dist.get_rank(), layout.rank_of(pp=groups.coordinates.pp)
-        self.parameters = parameters
+        self.rank, self.root = groups.position, layout.rank_of(pp=groups.coordinates.pp)
+        self.parameters, self.host = parameters, groups.host
         self.shapes = hf_tensors(arch, value_head)
         self.pieces: dict[int, dict[str, list[Piece]]] = {}
         places: set[tuple[int, int, int]] = set()
@@ -205,12 +205,12 @@ class _Gather:
             if rank == self.rank:
                 values = torch.cat([self._take(piece).to(dtype).flatten() for piece in pieces]).cpu()
                 if not self.is_root:
-                    # Over the host, in the world's group: the root may be writing a file for longer than the time limit of an
+                    # Over the host, in the patient group: the root may be writing a file for longer than the time limit of an
                     # exchange on the device.
-                    dist.send(values, self.root)
+                    dist.send(values, group=self.host, group_dst=self.root)
             elif self.is_root:
                 values = torch.empty(sum(sizes), dtype=dtype)
-                dist.recv(values, rank)
+                dist.recv(values, group=self.host, group_src=rank)
             if whole is not None:
                 assert values is not None
                 for piece, part in zip(pieces, values.split(sizes)):

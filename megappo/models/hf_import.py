@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megappo.models.arch import ModelArch
@@ -51,7 +50,7 @@ def load_pretrained(
     """
     parameters = {name: parameter.data for name, parameter in named_parameters(chunks).items()}
     is_critic = isinstance(chunks[0], CriticModel)
-    pieces = megatron_pieces(arch, groups.layout, dist.get_rank(), is_critic)
+    pieces = megatron_pieces(arch, groups.layout, groups.position, is_critic)
     shapes = hf_tensors(arch, is_critic)
     reader = CheckpointReader(path)
     for local in (LOCAL_EMBEDDING, LOCAL_OUTPUT):

@@ -1,5 +1,6 @@
 """Collective wrappers of work that may fail on one rank: every rank learns of the failure, and all raise or none.
 
+They are collective over the world, or over the group that they are given. Messages name ranks of the world.
 A rank that raises alone leaves its peers waiting in the next collective until the timeout.
 """
 
@@ -23,7 +24,7 @@ class RankFault(RuntimeError):
     """Failure on at least one rank, raised on all of them with the first failing rank's message."""
 
 
-def on_every_rank(what: str, action: Callable[[], Result]) -> list[Result]:
+def on_every_rank(what: str, action: Callable[[], Result], group: dist.ProcessGroup | None = None) -> list[Result]:
     """Run `action` on every rank; returns the results in rank order, on every rank. RankFault on all if one fails.
 
     `action` must not contain collectives. Results are gathered as pickled objects: keep them small.
@@ -33,9 +34,10 @@ def on_every_rank(what: str, action: Callable[[], Result]) -> list[Result]:
         result = action()
     except _FAULTS as error:
         fault, cause = f"{type(error).__name__}: {error}", error
-    outcomes: list = [None] * dist.get_world_size()
-    dist.all_gather_object(outcomes, (result, fault))
-    faults = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(outcomes) if text is not None]
+    ranks = dist.get_process_group_ranks(group)
+    outcomes: list = [None] * len(ranks)
+    dist.all_gather_object(outcomes, (result, fault), group=group)
+    faults = [f"rank {rank}: {text}" for rank, (_, text) in zip(ranks, outcomes) if text is not None]
     if faults:
         # cause: this rank's own error, None on ranks that did not fail.
         raise RankFault(f"{what} failed on {len(faults)} of {len(outcomes)} ranks; {faults[0]}") from cause
@@ -48,16 +50,37 @@ def on_rank_zero(what: str, action: Callable[[], Result]) -> Result:
     return cast(Result, results[0])
 
 
-def tally(votes: Sequence[bool]) -> list[int]:
-    """Number of ranks that vote yes, for each question. Collective over the world, on the host: one small message."""
+def tally(votes: Sequence[bool], group: dist.ProcessGroup | None = None) -> list[int]:
+    """Number of ranks that vote yes, for each question. Collective, on the host: one small message."""
     counts = torch.tensor([int(vote) for vote in votes])
-    dist.all_reduce(counts)
+    dist.all_reduce(counts, group=group)
     return counts.tolist()
 
 
-def any_rank(flag: bool) -> bool:
-    """True on every rank if the flag is set on at least one. Collective over the world, on the host."""
-    return tally([flag])[0] > 0
+def any_rank(flag: bool, group: dist.ProcessGroup | None = None) -> bool:
+    """True on every rank if the flag is set on at least one. Collective, on the host."""
+    return tally([flag], group)[0] > 0
+
+
+def raised_by_all(action: Callable[[], Result], *kinds: type[Exception]) -> Result:
+    """Run `action`, whose errors of these kinds some ranks raise together, and raise the first one's on all ranks of the world.
+
+    For work of which each role's ranks do a part: `action` may exchange within a role. Ranks without a fault of their own raise the
+    first of `kinds` that the error is, with its text.
+    """
+    result, fault = None, None
+    try:
+        result = action()
+    except kinds as error:
+        fault = error
+    mine = None if fault is None else (next(index for index, kind in enumerate(kinds) if isinstance(fault, kind)), str(fault))
+    outcomes: list = [None] * dist.get_world_size()
+    dist.all_gather_object(outcomes, mine)
+    if fault is not None:
+        raise fault
+    if first := next((outcome for outcome in outcomes if outcome is not None), None):
+        raise kinds[first[0]](first[1])
+    return cast(Result, result)
 
 
 def warn_once(logger: logging.Logger, text: str, *values: object) -> None:

@@ -1,6 +1,7 @@
-"""Process groups of one role, built from its layout. Groups are values passed as arguments, never module globals.
+"""Process groups of one role, built from its layout and placement. Groups are values passed as arguments, never module globals.
 
-Two roles with different layouts may live on the same ranks: each has its own ProcessGroups. Megatron-core takes all of them
+Roles with different layouts may live on the same ranks, on others, or on some in common: each has its own ProcessGroups. Nothing
+but making them is collective over the world, so roles on different ranks never wait for each other. Megatron-core takes all groups
 explicitly (ProcessGroupCollection); the one global it still needs is the scratch buffer of its sequence-parallel layers.
 
 Timeouts (`run.timeouts`): inside a pass ranks are at most a pass apart, and the groups made here have a short limit, so that a
@@ -14,7 +15,7 @@ import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import NamedTuple
+from typing import NamedTuple, cast, overload
 
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -25,6 +26,7 @@ from megappo.config.run_sections import TimeoutsConfig
 from megappo.parallel import meeting
 from megappo.parallel.layout import Coordinates, ParallelLayout
 from megappo.parallel.meeting import Limit, Point
+from megappo.parallel.placement import Placement
 from megappo.platform.device import limit_of, set_limit, world_group
 
 _NO_VALUE = -(1 << 62)  # below every digest and its negative
@@ -39,22 +41,38 @@ class AgreedPass(NamedTuple):
 
 @dataclass(frozen=True)
 class ProcessGroups:
-    """Groups of this rank in one layout."""
+    """Groups of this rank in one layout.
+
+    placement: world ranks of the layout's positions. host: all ranks of the role, for exchanges on the host between passes, with
+    the limit `meeting_s`; the world itself if the role lives on all of it.
+    """
 
     layout: ParallelLayout
+    placement: Placement
     coordinates: Coordinates
     collection: ProcessGroupCollection
+    host: dist.ProcessGroup
     timeouts: TimeoutsConfig = TimeoutsConfig()
 
+    @property
+    def position(self) -> int:
+        """Position of this rank in the layout."""
+        at = self.coordinates
+        return self.layout.rank_of(tp=at.tp, cp=at.cp, dp=at.dp, pp=at.pp)
+
+    def world_rank(self, *, tp: int = 0, cp: int = 0, dp: int = 0, pp: int = 0) -> int:
+        """Rank of the world at these coordinates."""
+        return self.placement.rank_of(self.layout.rank_of(tp=tp, cp=cp, dp=dp, pp=pp))
+
     def meet(self, before: str) -> None:
-        """Wait, on the host, until every rank is here. Collective over the world. before: the next work, for the message.
+        """Wait, on the host, until every rank of the role is here. Collective over these. before: the next work, for the message.
 
         Errors as `meeting.meet`, after `meeting_s`.
         """
-        meet(before, self.timeouts.meeting_s)
+        meeting.meet(Point(before), Limit("run.timeouts.meeting_s", self.timeouts.meeting_s), self.host)
 
     def agree(self, work: str, number: int, lengths: Tensor, micro_batches: int) -> AgreedPass:
-        """Check that every rank is about to run this pass, and agree on its size. Collective over the world, on the host.
+        """Check that every rank of the role is about to run this pass, and agree on its size. Collective over these, on the host.
 
         work, number: name of the pass, and how many the role has made. lengths: [B] of this replica's sequences. micro_batches:
         that they need. Errors as `meeting.meet`; ScheduleDiverged too if ranks of a replica have other sequences. Ranks are at most
@@ -67,10 +85,10 @@ class ProcessGroups:
         # Of every replica: digests of its ranks (equal if the largest and the negative of the smallest are), and its sequences.
         slots = [_NO_VALUE] * (3 * dp)
         slots[share::dp] = digest, -digest, lengths.numel()
-        point = Point(work, number, share, digest)
-        largest, *found = meeting.meet(point, Limit(f"run.timeouts.{key}", seconds), [micro_batches, *slots])
+        point, limit = Point(work, number, share, digest), Limit(f"run.timeouts.{key}", seconds)
+        largest, *found = meeting.meet(point, limit, self.host, [micro_batches, *slots])
         if any(high != -low for high, low in zip(found[:dp], found[dp : 2 * dp])):
-            meeting.raise_diverged(point)
+            meeting.raise_diverged(point, self.host)
         return AgreedPass(largest, sum(found[2 * dp :]))
 
     def limit(self, seconds: float) -> None:
@@ -117,8 +135,8 @@ class ProcessGroups:
 
 
 def meet(before: str, limit_s: float) -> None:
-    """See `ProcessGroups.meet`."""
-    meeting.meet(Point(before), Limit("run.timeouts.meeting_s", limit_s))
+    """As `ProcessGroups.meet`, for all ranks of the world."""
+    meeting.meet(Point(before), Limit("run.timeouts.meeting_s", limit_s), world_group())
 
 
 def settle(roles: Iterable[ProcessGroups], timeouts: TimeoutsConfig) -> None:
@@ -128,24 +146,37 @@ def settle(roles: Iterable[ProcessGroups], timeouts: TimeoutsConfig) -> None:
     set_limit(world_group(), timeouts.pass_s, device_only=True)
 
 
-def build_groups(layout: ParallelLayout, timeouts: TimeoutsConfig = TimeoutsConfig()) -> ProcessGroups:
-    """Create every group of the layout. Collective: all ranks of the world call it in the same order.
+@overload
+def build_groups(layout: ParallelLayout, placement: None = None, timeouts: TimeoutsConfig = ...) -> ProcessGroups: ...
 
-    Their timeout is `start_s` until `settle`.
+
+@overload
+def build_groups(layout: ParallelLayout, placement: Placement, timeouts: TimeoutsConfig = ...) -> ProcessGroups | None: ...
+
+
+def build_groups(
+    layout: ParallelLayout, placement: Placement | None = None, timeouts: TimeoutsConfig = TimeoutsConfig()
+) -> ProcessGroups | None:
+    """Create every group of the layout; None on ranks that the placement leaves out. placement: None for all ranks.
+
+    Collective over the world: all ranks, those left out too, call it in the same order. Timeouts are `start_s` until `settle`.
     """
+    rank = dist.get_rank()
+    placement = placement or Placement.whole(dist.get_world_size())
+    assert len(placement) == layout.world_size, f"a layout of {layout.world_size} ranks on {len(placement)}"
     limit = timedelta(seconds=timeouts.start_s)
     built: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup] = {}
 
     def along(*axes: str) -> dist.ProcessGroup:
-        ranks = layout.axis_groups(*axes)
+        ranks = [placement.ranks_of(positions) for positions in layout.axis_groups(*axes)]
         key = tuple(map(tuple, ranks))
         # Axes with the same ranks share one group (HyperCommGrid would make one each): a group costs buffers on a GPU, and a
         # polling thread under gloo.
         if key not in built:
             # group_desc appears in messages of NCCL's watchdog.
             group, _ = dist.new_subgroups_by_enumeration(ranks, timeout=limit, group_desc=" x ".join(axes))
-            assert isinstance(group, dist.ProcessGroup), "every rank is in one group of each axis"
-            built[key] = group
+            assert (group is not None) == (rank in placement), "every rank of the role is in one group of each axis"
+            built[key] = cast(dist.ProcessGroup, group)  # None on ranks that are left out, which return before they use it
         return built[key]
 
     groups = ProcessGroupCollection()
@@ -159,24 +190,38 @@ def build_groups(layout: ParallelLayout, timeouts: TimeoutsConfig = TimeoutsConf
     groups.tp_ep, groups.tp_ep_pp = along("etp", "ep"), along("etp", "ep", "pp")
     for absent in ("hcp", "inter_dist_opt", "pos_embd"):
         setattr(groups, absent, None)
-    setattr(groups, "embd", _embedding_group(layout, limit))  # None on the stages between: Megatron-core annotates a group
+    setattr(groups, "embd", _embedding_group(layout, placement, limit))  # None on the stages between: Megatron annotates a group
+    host = _host_group(placement, timeouts)
+    if host is None:
+        return None
     # Scratch of sequence-parallel layers, the one global that Megatron-core still needs.
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:
         parallel_state._set_global_memory_buffer()
-    return ProcessGroups(layout, layout.coordinates(dist.get_rank()), groups, timeouts)
+    return ProcessGroups(layout, placement, layout.coordinates(placement.position_of(rank)), groups, host, timeouts)
 
 
 def destroy_groups(groups: ProcessGroups) -> None:
-    """Free the groups of a layout whose models are gone. Collective; for a process that tries many layouts."""
+    """Free the groups of a layout whose models are gone. Collective over the role; for a process that tries many layouts."""
     for group in groups._distinct():
         dist.destroy_process_group(group)
+    if not groups.placement.is_whole:
+        dist.destroy_process_group(groups.host)
 
 
-def _embedding_group(layout: ParallelLayout, limit: timedelta) -> dist.ProcessGroup | None:
-    """Group of the first and last stage of a pipeline, which hold the copies of a tied embedding; None on stages between."""
+def _host_group(placement: Placement, timeouts: TimeoutsConfig) -> dist.ProcessGroup | None:
+    """Group of all ranks of a role for exchanges on the host, as patient as the world's; None on other ranks."""
+    if placement.is_whole:
+        return world_group()
+    limit = timedelta(seconds=timeouts.meeting_s)
+    group = dist.new_group(list(placement.ranks), timeout=limit, backend="gloo", group_desc="host")
+    return group if isinstance(group, dist.ProcessGroup) else None
+
+
+def _embedding_group(layout: ParallelLayout, placement: Placement, limit: timedelta) -> dist.ProcessGroup | None:
+    """Group of the first and last stage of a pipeline, which hold the copies of a tied embedding; None on other ranks."""
     mine: dist.ProcessGroup | None = None
-    for ranks in layout.axis_groups("pp"):
-        ends = sorted({ranks[0], ranks[-1]})
+    for positions in layout.axis_groups("pp"):
+        ends = placement.ranks_of(sorted({positions[0], positions[-1]}))
         group = dist.new_group(ends, timeout=limit, group_desc="embedding")  # collective over the world, members or not
         if dist.get_rank() in ends:
             assert isinstance(group, dist.ProcessGroup)

@@ -1,4 +1,4 @@
-"""Parallel layout as a value: sizes of the axes, coordinates of every rank, layers of every stage.
+"""Parallel layout as a value: sizes of the axes, coordinates of every rank of a role, layers of every stage.
 
 Pure arithmetic without torch.distributed: `megappo plan` and the bridge use it for worlds that do not exist here. The order of
 the axes is Megatron's default: tp fastest, then cp, dp and pp. Experts divide the ranks of a stage in another way: etp fastest,
@@ -30,8 +30,9 @@ class Coordinates:
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """tp x cp x dp x pp ranks, from rank 0 of the world. Raises ValueError if the sizes do not fit the world or each other.
+    """tp x cp x dp x pp positions, counted from 0. Raises ValueError if the sizes do not fit the world or each other.
 
+    world_size: ranks of the role, which `placement.py` maps to those of the world. A rank here is a position among them.
     vpp: model chunks of every pipeline stage (interleaved schedule). ep: ranks over which the experts of a layer are distributed;
     etp: ranks over which each of them is cut. layers_per_stage: layers of the pp * vpp virtual stages in the order of the
     model, that is chunk 0 of every stage, then chunk 1; empty means an even split.
@@ -137,7 +138,7 @@ class ParallelLayout:
 
 
 def layout_of(parallel: ParallelConfig, world_size: int) -> ParallelLayout:
-    """The layout of a section `<role>.parallel` on `world_size` ranks. ValueError if the sizes do not fit."""
+    """The layout of a section `<role>.parallel` on the role's `world_size` ranks. ValueError if the sizes do not fit."""
     return ParallelLayout(
         world_size,
         tp=parallel.tp,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megappo.platform.device import world_group
 from megappo.resilience.ranks import name_ranks, ranks_by_value
 
 # Seconds after which a waiting rank leaves a mark for the message about those that are missing. Meetings are shorter as a rule
@@ -65,50 +64,55 @@ class Limit:
     seconds: float
 
 
-def meet(point: Point, limit: Limit, values: Sequence[int] = ()) -> list[int]:
-    """Wait until every rank is at this point; returns the largest of all ranks' `values`, one by one.
+def meet(point: Point, limit: Limit, group: dist.ProcessGroup, values: Sequence[int] = ()) -> list[int]:
+    """Wait until every rank of `group` is at this point; returns the largest of all ranks' `values`, one by one.
+
+    Collective over the group, on the host. Messages name ranks of the world.
 
     Collective over the world, on the host. ScheduleDiverged on every rank if one is at another point. RankIsLate after the limit;
     it names the ranks that are missing.
     """
     digest = point.digest()
     extremes = torch.tensor([digest, -digest])  # maxima of both are equal in size if all digests are
-    _combine(extremes, point, limit)
+    _combine(extremes, point, limit, group)
     if extremes[0] != -extremes[1]:
-        raise_diverged(point)
+        raise_diverged(point, group)
     if not values:
         return []
     # An exchange of its own, since ranks at different points have different numbers of values, at which gloo aborts.
     largest = torch.tensor(values)
-    _combine(largest, point, limit)
+    _combine(largest, point, limit, group)
     return largest.tolist()
 
 
-def raise_diverged(point: Point) -> NoReturn:
-    """Raise ScheduleDiverged with the points of all ranks. Collective."""
-    points: list = [None] * dist.get_world_size()
-    dist.all_gather_object(points, point)
-    raise ScheduleDiverged(f"the ranks are at different points of the schedule: {_by_rank(points)}")
+def raise_diverged(point: Point, group: dist.ProcessGroup) -> NoReturn:
+    """Raise ScheduleDiverged with the points of all ranks of the group. Collective."""
+    points: list = [None] * group.size()
+    dist.all_gather_object(points, point, group=group)
+    at = dict(zip(dist.get_process_group_ranks(group), points))
+    raise ScheduleDiverged(f"the ranks are at different points of the schedule: {_by_rank(at)}")
 
 
-def _combine(largest: Tensor, point: Point, limit: Limit) -> None:
-    """Take the maximum over all ranks, in place."""
+def _combine(largest: Tensor, point: Point, limit: Limit, group: dist.ProcessGroup) -> None:
+    """Take the maximum over all ranks of the group, in place."""
     options: Any = dist.AllreduceOptions()  # torch's stub has another type for the operation
     options.reduceOp = dist.ReduceOp.MAX
     options.timeout = timedelta(seconds=limit.seconds)
-    # The method, whose limit is its own: the world's is that of exchanges on the host.
-    work = world_group().allreduce([largest], options)
+    # The method, whose limit is its own: the group's is that of exchanges on the host.
+    work = group.allreduce([largest], options)
     grace_s = min(_MARK_S, limit.seconds / 2)
     if _is_over(work, grace_s):
         return
-    marks = dist.PrefixStore("megappo.meeting", dist.distributed_c10d._get_default_store())
+    # By the group: a rank may be in the meeting of one role while ranks of another role wait for it.
+    marks = dist.PrefixStore(f"megappo.meeting.{group.group_name}", dist.distributed_c10d._get_default_store())
     marks.set(str(dist.get_rank()), point.work)
     try:
         work.wait()
     except RuntimeError as error:
         time.sleep(grace_s)  # the others that are here leave their marks by then
+        missing = _missing(marks, group)
         raise RankIsLate(
-            f"rank {dist.get_rank()} waited for {_missing(marks)} before {point.work} ({limit.key} = {limit.seconds:g}): {error}"
+            f"rank {dist.get_rank()} waited for {missing} before {point.work} ({limit.key} = {limit.seconds:g}): {error}"
         ) from error
     marks.delete_key(str(dist.get_rank()))
 
@@ -121,23 +125,23 @@ def _is_over(work: dist.Work, seconds: float) -> bool:
         return False
 
 
-def _missing(marks: dist.Store) -> str:
-    """Ranks without a mark, in words."""
+def _missing(marks: dist.Store, group: dist.ProcessGroup) -> str:
+    """Ranks of the group without a mark, in words."""
     try:
-        missing = [rank for rank in range(dist.get_world_size()) if not marks.check([str(rank)])]
+        missing = [rank for rank in dist.get_process_group_ranks(group) if not marks.check([str(rank)])]
     except RuntimeError:  # the store is gone with the process that held it
         missing = []
     return name_ranks(missing) if missing else "the others"
 
 
-def _by_rank(points: Sequence[Point]) -> str:
+def _by_rank(points: Mapping[int, Point]) -> str:
     """The ranks that differ, in words: by their passes, or by lengths in the replicas whose ranks have different ones."""
-    passes = [replace(point, share=None, lengths=None) for point in points]
-    if len(set(passes)) > 1:  # lengths differ from replica to replica as a rule, and would part those that are at one pass
-        groups = ranks_by_value(dict(enumerate(passes)))
+    passes = {rank: replace(point, share=None, lengths=None) for rank, point in points.items()}
+    if len(set(passes.values())) > 1:  # lengths differ from replica to replica as a rule, and would part those that are at one pass
+        groups = ranks_by_value(passes)
     else:
         known: dict[int | None, set[int | None]] = {}
-        for point in points:
+        for point in points.values():
             known.setdefault(point.share, set()).add(point.lengths)
-        groups = ranks_by_value({rank: point for rank, point in enumerate(points) if len(known[point.share]) > 1})
+        groups = ranks_by_value({rank: point for rank, point in points.items() if len(known[point.share]) > 1})
     return "; ".join(f"{name_ranks(ranks)} {'are' if len(ranks) > 1 else 'is'} {point}" for point, ranks in groups.items())

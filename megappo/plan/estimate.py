@@ -7,7 +7,8 @@ activations only warns.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import ceil, floor
 from typing import Literal
 
@@ -15,11 +16,12 @@ from megappo.config.batch import StepArithmetic, micro_batches_bound, step_arith
 from megappo.config.checks import Device
 from megappo.config.errors import ConfigError, problem
 from megappo.config.evaluations import evaluation_sets
-from megappo.config.layout_checks import scores_with_model, trained_sections, value_head_of
+from megappo.config.layout_checks import placements_in_use, scores_with_model, trained_sections, value_head_of
 from megappo.config.role_sections import TrainableConfig
 from megappo.config.schema import TrainConfig
 from megappo.models.arch import ModelArch
 from megappo.parallel.layout import ParallelLayout
+from megappo.parallel.placement import Placement, placement_of
 from megappo.plan.memory import (
     CPU_KV_CACHE_GIB,
     GIB,
@@ -63,52 +65,79 @@ class Plan:
         """vLLM replicas, or the data-parallel ranks of the policy that generate."""
         if self.rollout is None:
             return self.layouts["policy"].dp
-        return self.world_size // self.config.rollout.tp
+        return len(self.placements["rollout"]) // self.config.rollout.tp
+
+    @cached_property
+    def placements(self) -> Mapping[str, Placement]:
+        """Ranks of every role and of `rollout`."""
+        return {name: placement_of(ranks, self.world_size) for name, ranks in placements_in_use(self.config).items()}
+
+    def roles_on(self, rank: int) -> list[str]:
+        """Roles that live on a rank of the world."""
+        return [role for role in self.layouts if rank in self.placements[role]]
+
+    def generates(self, rank: int) -> bool:
+        """True if vLLM is on this rank."""
+        return self.rollout is not None and rank in self.placements["rollout"]
 
     def distinct_ranks(self) -> list[int]:
-        """The first rank of each combination of stages: others with the same ones hold as much."""
-        # Stages are runs of neighbouring ranks: a combination begins where a stage of some role does.
-        return sorted({layout.rank_of(pp=stage) for layout in self.layouts.values() for stage in range(layout.pp)})
+        """The first rank of each combination of stages, and some others: those between hold as much as the one before them."""
+        # Stages and placements are runs of neighbouring ranks: a combination begins where one of a role begins or ends.
+        begins = {
+            self.placements[role].rank_of(layout.rank_of(pp=stage))
+            for role, layout in self.layouts.items()
+            for stage in range(layout.pp)
+        }
+        for placement in (one for one in self.placements.values() if not one.is_whole):
+            begins |= {rank for rank in placement.ranks if rank - 1 not in placement}
+            begins |= {rank + 1 for rank in placement.ranks if rank + 1 not in placement} - {self.world_size}
+        return sorted(begins)
 
     def stage(self, role: str, rank: int) -> RoleMemory:
-        """Memory of a role on one rank of the world."""
-        return self.memory[role][self.layouts[role].coordinates(rank).pp]
+        """Memory of a role on one of its ranks of the world."""
+        return self.memory[role][self.layouts[role].coordinates(self.placements[role].position_of(rank)).pp]
 
     def rollout_bytes(self, moment: Moment = "generate") -> int:
-        """Bytes of vLLM on a rank: all while it generates, those that do not sleep (`rollout.sleep`) at other moments."""
+        """Bytes of vLLM on one of its ranks: all while it generates, those that do not sleep (`rollout.sleep`) at other moments."""
         return self.rollout.held(moment, self.config.rollout.sleep) if self.rollout is not None else 0
 
     def trainer_at_rest(self, rank: int) -> int:
         """Bytes of one rank beside vLLM while no role works: also when vLLM starts."""
-        return self.reserve + sum(self.stage(role, rank).resident for role in self.layouts)
+        return self.reserve + sum(self.stage(role, rank).resident for role in self.roles_on(rank))
 
     def certain(self, rank: int) -> int:
         """Bytes of one rank without activations, in its fullest moment."""
-        pushed = [self.stage(role, rank).saving for role in roles_beside_sampler(self.config)]
+        pushed = [self.stage(role, rank).saving for role in self._beside_sampler(rank)]
         return self._fullest(rank, [m.offloaded + m.offloaded_optimizer for m in self._roles(rank)], pushed)
 
     def peak(self, rank: int) -> int:
         """Bytes of one rank in its fullest moment, with the estimate of activations."""
-        pushed = [beside_sampler(self.config, role, self.stage(role, rank)) for role in roles_beside_sampler(self.config)]
+        pushed = [beside_sampler(self.config, role, self.stage(role, rank)) for role in self._beside_sampler(rank)]
         return self._fullest(rank, [m.active for m in self._roles(rank)], pushed)
 
     def _roles(self, rank: int) -> list[RoleMemory]:
-        return [self.stage(role, rank) for role in self.layouts]
+        return [self.stage(role, rank) for role in self.roles_on(rank)]
+
+    def _beside_sampler(self, rank: int) -> list[str]:
+        here = self.roles_on(rank)
+        return [role for role in roles_beside_sampler(self.config) if role in here]
 
     def _fullest(self, rank: int, training: Sequence[int], pushed: Sequence[int]) -> int:
         """training: bytes that a role needs on top of what rests, in its fullest moment of stages 3 to 6, for each role. pushed:
         the same after a push."""
-        return fullest_moment(self.trainer_at_rest(rank), max(training), max(pushed), self.rollout, self.config.rollout.sleep)
+        work = max(training, default=0), max(pushed, default=0)
+        rollout = self.rollout if self.generates(rank) else None
+        return fullest_moment(self.trainer_at_rest(rank), *work, rollout, self.config.rollout.sleep)
 
     def host_memory(self, rank: int) -> int:
         """Host memory of one rank that the offloaded parts of all roles take while none of them works."""
-        return sum(self.stage(role, rank).host_memory for role in self.layouts)
+        return sum(memory.host_memory for memory in self._roles(rank))
 
     def snapshot_memory(self, rank: int) -> int:
         """Host memory of one rank for the copy that an asynchronous save writes from; kept from the first save on."""
         if not self.config.checkpoint.asynchronous:
             return 0
-        roles = [self.stage(role, rank) for role in trained_sections(self.config)]
+        roles = [self.stage(role, rank) for role in self.roles_on(rank) if role in trained_sections(self.config)]
         return sum(m.written_weights if self.config.checkpoint.save_only_model else m.written for m in roles)
 
     def fullest_rank(self) -> int:
@@ -163,13 +192,18 @@ def work_out(
         for role, layout in layouts.items()
     }
     rollout = _rollout(config, archs["policy"], device, device_memory) if config.rollout.engine == "vllm" else None
-    reserve = _reserve(config, archs, layouts, world_size) if device == "cuda" else 0
-    return Plan(config, archs, layouts, world_size, device, device_memory, step, micro_batches, memory, rollout, reserve)
+    plan = Plan(config, archs, layouts, world_size, device, device_memory, step, micro_batches, memory, rollout)
+    return replace(plan, reserve=_reserve(plan)) if device == "cuda" else plan
 
 
-def _reserve(config: TrainConfig, archs: Mapping[str, ModelArch], layouts: Mapping[str, ParallelLayout], world_size: int) -> int:
-    of_roles = [(layout, archs[role].moe is not None) for role, layout in layouts.items()]
-    return reserve_bytes(of_roles, world_size, config.rollout.tp if config.rollout.engine == "vllm" else 1)
+def _reserve(plan: Plan) -> int:
+    """Of the rank with most communicators."""
+
+    def of_rank(rank: int) -> int:
+        of_roles = [(plan.layouts[role], plan.archs[role].moe is not None) for role in plan.roles_on(rank)]
+        return reserve_bytes(of_roles, plan.world_size, plan.config.rollout.tp if plan.generates(rank) else 1)
+
+    return max(map(of_rank, plan.distinct_ranks()))
 
 
 def memory_of_stage(
@@ -323,7 +357,8 @@ def check_rollout_start(plan: Plan) -> None:
     if plan.rollout is None or plan.device_memory is None or plan.device == "cpu":
         return
     config, have = plan.config.rollout, plan.device_memory
-    rank = max(plan.distinct_ranks(), key=lambda rank: (plan.trainer_at_rest(rank), -rank))
+    generating = [rank for rank in plan.distinct_ranks() if plan.generates(rank)]
+    rank = max(generating, key=lambda rank: (plan.trainer_at_rest(rank), -rank))
     held = plan.trainer_at_rest(rank)
     if config.kv_cache_gib is not None or held + config.memory_share * have <= have:
         return
@@ -354,19 +389,23 @@ def _check_fit(plan: Plan) -> Plan:
         f"rank {rank} may run out of memory: {gib(peak)} GiB with activations (an estimate), {gib(have)} GiB there; "
         "the table of phases says what would relieve it"
     )
-    return Plan(**{**plan.__dict__, "warnings": (warning,)})
+    return replace(plan, warnings=(warning,))
 
 
 def _ways_to_fit(plan: Plan, rank: int) -> Iterator[str]:
     """Fixes that lower the certain part: sizes of the largest role on this rank, offload that is not on yet, a smaller cache."""
-    role = max(plan.layouts, key=lambda role: plan.stage(role, rank).held)
+    here = plan.roles_on(rank)
+    if not here:
+        yield "raise rollout.tp"
+        return
+    role = max(here, key=lambda role: plan.stage(role, rank).held)
     yield f"raise {role}.parallel.tp or .pp" + (" or .ep" if plan.archs[role].moe is not None else "")
-    resting = max(plan.layouts, key=lambda role: plan.stage(role, rank).resident)
+    resting = max(here, key=lambda role: plan.stage(role, rank).resident)
     offload = getattr(plan.config, resting).offload
-    here = [what for what in type(offload).model_fields if not getattr(offload, what)]
-    if here and plan.device == "cuda":
-        yield f"set {resting}.offload.{here[-1]}=true"
-    if plan.rollout is not None:
+    off = [what for what in type(offload).model_fields if not getattr(offload, what)]
+    if off and plan.device == "cuda" and (len(here) > 1 or plan.generates(rank)):
+        yield f"set {resting}.offload.{off[-1]}=true"
+    if plan.generates(rank):
         yield "lower " + ("rollout.memory_share" if plan.config.rollout.kv_cache_gib is None else "rollout.kv_cache_gib")
 
 

@@ -32,28 +32,31 @@ class Phase:
 
 
 def phases(plan: Plan, rank: int) -> list[Phase]:
-    """Phases in the order of a step: stages 2, 3, 4, 6, 7 and 8 of trainer/ppo.py."""
+    """Phases of one rank in the order of a step, of the roles that live on it: stages 2, 3, 4, 6, 7 and 8 of trainer/ppo.py."""
     # The other stages hold a few bytes per token. The buffers of a push to vLLM are not counted.
     at_rest = plan.trainer_at_rest(rank)
     found: list[Phase] = []
 
     def add(name: str, role: str, work: int, moment: Moment = "train") -> None:
-        found.append(Phase(name, role, plan.rollout_bytes(moment) + at_rest, work))
+        beside = plan.rollout_bytes(moment) if plan.generates(rank) else 0
+        found.append(Phase(name, role, beside + at_rest, work))
 
     def memory(role: str) -> RoleMemory:
         return plan.stage(role, rank)
 
-    if plan.rollout is not None:
+    here = plan.roles_on(rank)
+    if plan.generates(rank):
         add("generate", "rollout", 0, "generate")
-    else:
+    elif plan.rollout is None and "policy" in here:
         add("generate", "policy", memory("policy").inferring, "generate")
-    for role in forward_passes(plan.config):
+    for role in filter(here.__contains__, forward_passes(plan.config)):
         add(pass_name(plan.config, role), role, memory(role).inferring)
-    for role in ("critic", "policy"):  # PPO's updates, in its order
+    for role in filter(here.__contains__, ("critic", "policy")):  # PPO's updates, in its order
         add(f"{role} update", role, memory(role).updating)
         add(f"{role} optimizer step", role, memory(role).stepping)
-    add("push weights", "policy", memory("policy").offloaded_weights, "pushed")
-    for role in roles_beside_sampler(plan.config):
+    if "policy" in here:
+        add("push weights", "policy", memory("policy").offloaded_weights, "pushed")
+    for role in filter(here.__contains__, roles_beside_sampler(plan.config)):
         # A checkpoint is written role by role, every rank its own part, tensor by tensor.
         what = f"{role} checkpoint" if role in trained_sections(plan.config) else f"{pass_name(plan.config, role)}, evaluation"
         add(what, role, beside_sampler(plan.config, role, memory(role)), "pushed")

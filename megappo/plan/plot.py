@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from megappo.config.layout_checks import trained_sections
 from megappo.parallel.layout import ParallelLayout
+from megappo.parallel.placement import Placement
 from megappo.plan.estimate import Plan
 from megappo.plan.pipeline import pipeline_of
 from megappo.plan.timeline import Pass, Timeline, padded_micro_batches
@@ -55,22 +56,31 @@ def figure_of(plan: Plan) -> Figure:
     lines = [max(4, grid.num_lines) for grid in grids.values()]
     if plan.rollout is not None:
         tp = plan.config.rollout.tp
-        replicas = _Grid([[range(start, start + tp) for start in range(0, plan.world_size, tp)]], [_REPLICA])
+        replicas = _Grid([[range(start, start + tp) for start in range(0, len(plan.placements["rollout"]), tp)]], [_REPLICA])
         lines.append(replicas.num_lines)
     heights = [_HEAD_INCHES + _LINE_INCHES * count for count in lines]
     figure = Figure(figsize=(_WIDTH_INCHES, sum(heights) + 0.4), layout="constrained")
     axes = figure.subplots(len(heights), 2, squeeze=False, height_ratios=heights, width_ratios=(1, 1.3))
     figure.suptitle(f"{plan.config.run.name}: {plan.world_size} ranks", fontsize=13)
     for row, (role, layout) in zip(axes, plan.layouts.items()):
-        _draw_grid(row[0], f"{role}: {layout}\n{_reading(layout)}", grids[role])
+        _draw_grid(row[0], f"{role}: {layout}{_counted(plan.placements[role])}\n{_reading(layout)}", grids[role])
         if role in trained_sections(plan.config):
             _draw_pipeline(row[1], plan, role)
         else:
             row[1].set_axis_off()
     if plan.rollout is not None:
-        _draw_grid(axes[-1][0], f"rollout: vLLM, tp {tp}; a cell is one of {plan.replicas} replicas", replicas)
+        _draw_grid(
+            axes[-1][0],
+            f"rollout: vLLM, tp {tp}{_counted(plan.placements['rollout'])}; a cell is one of {plan.replicas} replicas",
+            replicas,
+        )
         axes[-1][1].set_axis_off()
     return figure
+
+
+def _counted(placement: Placement) -> str:
+    """Cells count the ranks of a role from 0; its ranks in the world are named beside."""
+    return "" if placement.is_whole else f", counted from 0 on ranks {placement}"
 
 
 # ----------------------------------------------------------------------------------------------------------------- ranks

@@ -11,6 +11,7 @@ from megappo.config.layout_checks import trained_sections, value_head_of
 from megappo.models.arch import ModelArch
 from megappo.models.weight_map import VALUE_HEAD, hf_tensors
 from megappo.parallel.layout import ParallelLayout
+from megappo.parallel.placement import Placement
 from megappo.plan.estimate import Plan, samples_of_pass, sequences_at_once, work_out
 from megappo.plan.memory import RoleMemory
 from megappo.plan.phases import phases, tightest
@@ -86,7 +87,7 @@ def _rank_lines(plan: Plan) -> list[str]:
     axes = ["tp", "pp", "dp", *extra]
     grouped = [axis for axis in axes if axis != "vpp"]  # chunks lie on the same rank
     sizes = [[role, *(_size(layout, axis) for axis in axes)] for role, layout in layouts.items()]
-    groups = [[_groups(layout, axis) for axis in grouped] for layout in layouts.values()]
+    groups = [[_groups(layout, plan.placements[role], axis) for axis in grouped] for role, layout in layouts.items()]
     header = ["role", *axes]
     lines = [f"  {plan.world_size} ranks on {plan.device}"]
     if not extra and sum(max(map(len, column)) for column in zip(*groups)) <= GROUPS_WIDTH:
@@ -97,15 +98,25 @@ def _rank_lines(plan: Plan) -> list[str]:
         lines += [
             f"  {role:9} {axis:3} {text}" for role, row in zip(layouts, groups) for axis, text in zip(grouped, row) if text != "-"
         ]
-    return [*lines, *_split_lines(plan), f"  {_rollout_ranks(plan)}"]
+    return [*lines, *_split_lines(plan), *_placement_lines(plan), f"  {_rollout_ranks(plan)}"]
 
 
 def _size(layout: ParallelLayout, axis: str) -> str:
     return str(getattr(layout, axis)) + (" sp" if axis == "tp" and layout.sequence_parallel else "")
 
 
-def _groups(layout: ParallelLayout, axis: str) -> str:
-    return groups_text(layout.axis_groups(axis)) if getattr(layout, axis) > 1 else "-"
+def _groups(layout: ParallelLayout, placement: Placement, axis: str) -> str:
+    """Groups by ranks of the world."""
+    return groups_text([placement.ranks_of(group) for group in layout.axis_groups(axis)]) if getattr(layout, axis) > 1 else "-"
+
+
+def _placement_lines(plan: Plan) -> Iterator[str]:
+    """Ranks of every role, if one does not live on all."""
+    if all(placement.is_whole for placement in plan.placements.values()):
+        return
+    for role in plan.layouts:
+        placement = plan.placements[role]
+        yield f"  {role}: on ranks {placement}" if not placement.is_whole else f"  {role}: on all ranks"
 
 
 def _split_lines(plan: Plan) -> Iterator[str]:
@@ -124,7 +135,8 @@ def _rollout_ranks(plan: Plan) -> str:
     if plan.rollout is None:
         return f"rollout by megatron: the policy's own shards, {plan.replicas} data-parallel parts"
     tp = plan.config.rollout.tp
-    replicas = [range(start, start + tp) for start in range(0, plan.world_size, tp)]
+    ranks = plan.placements["rollout"].ranks
+    replicas = [ranks[start : start + tp] for start in range(0, len(ranks), tp)]
     count = "1 replica" if plan.replicas == 1 else f"{plan.replicas} replicas"
     return f"rollout by vllm: {count} of tp {tp} on ranks {groups_text(replicas)}"
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Literal
 
@@ -87,6 +89,21 @@ def world_group() -> dist.ProcessGroup:
     world = dist.group.WORLD
     assert world is not None, "the world was not joined"
     return world
+
+
+@contextmanager
+def as_world(group: dist.ProcessGroup) -> Iterator[None]:
+    """Let `group` be the default group inside, for libraries that exchange over it and take none as an argument.
+
+    Megatron-core agrees on parameter groups and checks shards that way, over all ranks of the process. Inside, ranks are counted in
+    the group. Groups must not be made.
+    """
+    world = world_group()
+    dist.distributed_c10d._update_default_pg(group)
+    try:
+        yield
+    finally:
+        dist.distributed_c10d._update_default_pg(world)
 
 
 def set_limit(group: dist.ProcessGroup, seconds: float, *, device_only: bool = False) -> None:

@@ -22,6 +22,7 @@ from megappo.models.arch import ModelArch
 from megappo.models.implementation import choose_implementation, implementation_notes
 from megappo.ops.implementations import Kernels, missing
 from megappo.parallel.layout import ParallelLayout
+from megappo.parallel.placement import placement_of
 from megappo.prepare.critic_source import critic_source
 from megappo.prepare.layouts import check_layouts, read_archs
 from megappo.rewards.rules import RULES, make_rule
@@ -63,7 +64,8 @@ def check_run(
     notes = (*notes, *implementation_notes(config.model.impl, device, dtypes))
     if config.rollout.engine == "vllm":
         longest = longest_sequence_tokens(config)
-        check_vllm(archs["policy"], config.rollout.tp, world_size, longest, device)  # raises if vLLM cannot serve it
+        num_ranks = len(placement_of(config.rollout.ranks, world_size))
+        check_vllm(archs["policy"], config.rollout.tp, num_ranks, longest, device)  # raises if vLLM cannot serve it
     if not resume and not shapes_only:  # a resumed run takes the critic from its own checkpoint
         critic_source(config.critic, archs["critic"])  # raises if there is no such checkpoint
     if config.checkpoint.remote is not None and not shapes_only:

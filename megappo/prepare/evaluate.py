@@ -6,18 +6,22 @@ import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from megappo.config.batch import step_arithmetic
 from megappo.config.checks import Device
 from megappo.config.errors import ConfigError, problem
 from megappo.config.evaluations import evaluation_sets
-from megappo.config.role_sections import CriticConfig, OffloadConfig, OptimizerConfig, ReferenceConfig
+from megappo.config.rank_ranges import ALL
+from megappo.config.role_sections import CriticConfig, OffloadConfig, OptimizerConfig, ReferenceConfig, RoleConfig
 from megappo.config.run_sections import CheckpointConfig, TrainerConfig
-from megappo.config.schema import AlgorithmConfig, KLConfig, TrainConfig
+from megappo.config.schema import AlgorithmConfig, KLConfig, RolloutConfig, TrainConfig
 from megappo.models.hf_config import read_arch
 from megappo.prepare.checkpoint_source import PolicySource, policy_source
 from megappo.prepare.checks import check_run
 from megappo.prepare.data import EvaluationData, load_evaluation_data
+
+Placed = TypeVar("Placed", bound=RoleConfig | RolloutConfig)
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,8 @@ def plan_evaluation(
 def config_of_evaluation(config: TrainConfig, source: PolicySource, only: Sequence[str]) -> TrainConfig:
     """The configuration with the policy of `source` and these sets, and without critic, reference and updates.
 
-    Every set is due then, whatever its interval, and the policy's layout need not fit those of other roles.
+    Every set is due then, whatever its interval, and the policy's layout need not fit those of other roles. All ranks do the same:
+    the run's placement is for training beside it.
     """
     if not evaluation_sets(config):
         raise ConfigError("nothing to evaluate: the configuration has neither data.eval nor a set in evaluations")
@@ -65,9 +70,11 @@ def config_of_evaluation(config: TrainConfig, source: PolicySource, only: Sequen
     samples = step_arithmetic(config).samples
     return config.model_copy(
         update={
-            "policy": policy,
+            "policy": _everywhere(policy),
             "critic": CriticConfig(dtype=policy.dtype),
             "reference": ReferenceConfig(),
+            "reward_model": _everywhere(config.reward_model),
+            "rollout": _everywhere(config.rollout),
             "data": data,
             "algorithm": AlgorithmConfig(mini_batch_size=samples, kl=KLConfig(placement="none")),
             "trainer": TrainerConfig(steps=1),
@@ -75,6 +82,11 @@ def config_of_evaluation(config: TrainConfig, source: PolicySource, only: Sequen
             "evaluations": {name: one.model_copy(update={"every": 1, "before": True}) for name, one in sets.items()},
         }
     )
+
+
+def _everywhere(section: Placed) -> Placed:
+    """The section on all ranks. A key that the user left out stays unset."""
+    return section if section.ranks == ALL else section.model_copy(update={"ranks": ALL})
 
 
 def check_output(path: str | None) -> Path | None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from math import gcd, lcm
 
-from megappo.config.layout_checks import trained_sections
+from megappo.config.errors import ConfigError
+from megappo.config.layout_checks import placement_problems, trained_sections
+from megappo.config.rank_ranges import ranks_of
 from megappo.config.schema import TrainConfig
 from megappo.data.prompts import PromptSet
 from megappo.prepare.data import load_train_prompts
@@ -63,6 +65,10 @@ def _mini_batch(samples: int, asked: int, replicas: int) -> int:
 def _replicas(config: TrainConfig, world_size: int) -> int:
     """Least common multiple of the trained roles' data-parallel sizes; of a layout that the world cannot hold, which is refused
     later, nothing is asked."""
-    model_sizes = [section.parallel for section in trained_sections(config).values()]
-    ranks_each = [parallel.tp * parallel.pp * parallel.cp for parallel in model_sizes]
-    return lcm(*(world_size // ranks for ranks in ranks_each if world_size % ranks == 0))
+    for message in placement_problems(config, world_size):
+        raise ConfigError(message)  # before it is counted on ranks that the world lacks
+    dps = [1]
+    for section in trained_sections(config).values():
+        size, ranks = section.parallel.tp * section.parallel.pp * section.parallel.cp, len(ranks_of(section.ranks, world_size))
+        dps += [ranks // size] if ranks % size == 0 else []
+    return lcm(*dps)

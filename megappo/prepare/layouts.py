@@ -10,13 +10,14 @@ from pathlib import Path
 
 from megappo.config.batch import nearest_divisors, step_arithmetic
 from megappo.config.errors import ConfigError, problem
-from megappo.config.layout_checks import parallel_problems, roles_in_use
+from megappo.config.layout_checks import parallel_problems, placement_problems, placements_in_use, roles_in_use
 from megappo.config.role_sections import RewardModelConfig, RoleConfig, TrainableConfig
 from megappo.config.schema import SftConfig, TrainConfig
 from megappo.models.arch import ModelArch
 from megappo.models.hf_config import read_arch
 from megappo.models.implementation import Implementation, implementation_of_role
 from megappo.parallel.layout import ParallelLayout, layout_of
+from megappo.parallel.placement import Placement, placement_of
 from megappo.prepare.model_rules import model_problems
 from megappo.prepare.reward_model import check_reward_model
 from megappo.rollout.vllm_limits import cut_sizes, kv_heads_fit
@@ -66,14 +67,14 @@ def _check_weights_exist(key: str, path: str) -> None:
 def check_layouts(
     config: TrainConfig | SftConfig, archs: Mapping[str, ModelArch], world_size: int, implementation: Implementation = "local"
 ) -> dict[str, ParallelLayout]:
-    """Check every role's layout and return role -> layout. ConfigError, one line with key, value and fix.
+    """Check every role's layout and return role -> layout over its own ranks. ConfigError, one line with key, value and fix.
 
     implementation: of the run's layers; `local` has the stricter rules.
     """
-    roles = roles_in_use(config)
+    roles, places = roles_in_use(config), placements(config, world_size)
     for role, parallel in roles.items():
         section = f"{role}.parallel"
-        for message in parallel_problems(section, parallel, world_size):
+        for message in parallel_problems(section, parallel, len(places[role]), getattr(config, role).ranks):
             raise ConfigError(message)
         layers = implementation_of_role(implementation, config.model.impl, getattr(config, role).dtype)
         for message in model_problems(section, parallel, archs[role], layers):
@@ -92,7 +93,14 @@ def check_layouts(
     elif config.data.max_tokens > archs["policy"].max_positions:
         _too_long("data.max_tokens", config.data.max_tokens, "policy", archs["policy"])
     # No rule for vocabularies and tp: they are padded to a multiple of tp.
-    return {role: layout_of(parallel, world_size) for role, parallel in roles.items()}
+    return {role: layout_of(parallel, len(places[role])) for role, parallel in roles.items()}
+
+
+def placements(config: TrainConfig | SftConfig, world_size: int) -> dict[str, Placement]:
+    """Role, and `rollout` of a PPO run, -> its ranks. ConfigError, one line, if they do not fit the world or each other."""
+    for message in placement_problems(config, world_size):
+        raise ConfigError(message)
+    return {name: placement_of(ranks, world_size) for name, ranks in placements_in_use(config).items()}
 
 
 def _check_router(role: str, settings: RoleConfig, arch: ModelArch) -> None:

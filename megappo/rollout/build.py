@@ -2,20 +2,38 @@
 
 from __future__ import annotations
 
-import torch
+from typing import NamedTuple
 
+import torch
+import torch.distributed as dist
+
+from megappo.bridge.sync import Route, WeightSync
 from megappo.config.run_sections import TimeoutsConfig
 from megappo.config.schema import RolloutConfig
 from megappo.data.tokenizers import HuggingFaceTokenizer, Tokenizer
 from megappo.engine.base import Engine, LogitsDtype
+from megappo.models.arch import ModelArch
+from megappo.models.weight_map import piece_map
+from megappo.parallel.layout import ParallelLayout
+from megappo.parallel.placement import Placement, placement_of
 from megappo.platform.device import DTYPES
+from megappo.rollout.elsewhere import RolloutElsewhere
 from megappo.rollout.megatron_engine import MegatronRollout
+from megappo.rollout.subworld import prepare_rollout_world
 from megappo.rollout.types import RolloutEngine
+
+
+class PolicyPlace(NamedTuple):
+    """Layout of the policy, and the ranks of the world that it lives on."""
+
+    arch: ModelArch
+    layout: ParallelLayout
+    placement: Placement
 
 
 def build_rollout(
     config: RolloutConfig,
-    policy: Engine,
+    policy: Engine | None,
     *,
     model: str,
     tokenizer: Tokenizer,
@@ -25,15 +43,28 @@ def build_rollout(
     seed: int,
     device: torch.device,
     timeouts: TimeoutsConfig,
+    place: PolicyPlace | None = None,
 ) -> RolloutEngine:
-    """The engine of `rollout.engine`, connected to the policy. Collective.
+    """The engine of `rollout.engine` on `rollout.ranks`, connected to the policy. Collective over the world.
+
+    policy: None on ranks that it does not live on. place: of the policy; None if policy and engine live on all ranks.
 
     max_sequence_tokens: longest prompt plus response. logits_dtype: to which the policy's own engine rounds logits when it
     samples; vLLM's are of its own type. timeouts: of vLLM's exchanges and of meetings. model: directory with the policy's
     config.json. ValueError if vLLM is missing.
     """
     if config.engine == "megatron":
+        if policy is None:  # it samples where the policy is
+            return RolloutElsewhere("megatron", None)
         return MegatronRollout(policy, tokenizer.decode, logits_dtype=logits_dtype, timeouts=timeouts)
+    route, subworld = None, None
+    if place is not None:
+        ranks = placement_of(config.ranks, place.placement.world_size)
+        pieces = piece_map(place.arch, place.layout, False)
+        route = Route(place.arch, pieces, place.placement.ranks, ranks.ranks, config.tp)
+        subworld = None if ranks.is_whole else prepare_rollout_world(ranks.ranks, timeouts)
+        if dist.get_rank() not in ranks:
+            return RolloutElsewhere("vllm", WeightSync(policy, None, route, device))
     from megappo.rollout.vllm_engine import VllmEngine
 
     engine = VllmEngine(
@@ -47,6 +78,7 @@ def build_rollout(
         tokenizer=str(tokenizer.path) if config.stop and isinstance(tokenizer, HuggingFaceTokenizer) else None,
         detokenize=tokenizer.decode,
         timeouts=timeouts,
+        subworld=subworld,
     )
-    engine.connect(policy)
+    engine.connect(policy, route)
     return engine

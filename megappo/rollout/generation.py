@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from megappo.parallel.groups import meet
 from megappo.parallel.meeting import RankIsLate
 from megappo.rollout.types import Replica, Request, Response, RolloutEngine, SamplingParams
 
@@ -22,7 +21,8 @@ OnFinished = Callable[[list[Response]], None]
 def generate(
     engine: RolloutEngine, requests: Sequence[Request], sampling: SamplingParams, on_finished: OnFinished | None = None
 ) -> list[Response]:
-    """Answer a batch; returns the responses that this rank answers for, by number. Collective over the engine's ranks.
+    """Answer a batch; returns the responses that this rank answers for, by number: none where the engine does not live. Collective
+    over the engine's ranks.
 
     requests: the whole batch, of the same length on all ranks; `requests[i]`, of number i, is read only on the ranks of the replica
     that takes it. on_finished: called with responses of this rank as they finish, inside `RolloutEngine.serving`: let it start work
@@ -30,11 +30,13 @@ def generate(
     come, before the first request or after the last.
     """
     replica = engine.replica
+    if replica is None:
+        return []
     responses: list[Response] = []
     with engine.serving():
         waiting = _Waiting(len(requests), replica)
         # The ranks of a replica would count the time of one that comes late within the engine's exchanges, whose limit is short.
-        meet("generation", engine.meeting_s)
+        engine.meet("generation")
         while waiting or engine.num_unfinished:
             # Equal on all ranks of the replica, so that they take and submit before the same step.
             free = len(requests) if replica.max_running is None else replica.max_running - engine.num_unfinished
@@ -45,7 +47,7 @@ def generate(
                 if on_finished is not None:
                     on_finished(finished)
         # Nobody counts for the next batch while another still counts for this one; and a replica that failed is missed here.
-        meet("the end of generation", engine.meeting_s)
+        engine.meet("the end of generation")
     return sorted(responses, key=lambda response: response.number)
 
 

@@ -21,6 +21,7 @@ from megappo.config.run_sections import TimeoutsConfig
 from megappo.data.packing import NO_ID, PackedBatch, cu_seqlens_of
 from megappo.engine.base import Engine, LanguageOutput, LogitsDtype, LossOutput
 from megappo.engine.whole_batch import pass_whole_batch
+from megappo.parallel.meeting import Limit, Point, meet
 from megappo.rollout.types import KeptIds, Replica, Request, Response, SamplingParams, Segment
 
 # The engine returns one number per token and name: the ids that a token was drawn from have the names "kept 0", "kept 1", ...
@@ -46,13 +47,17 @@ class MegatronRollout:
         timeouts: TimeoutsConfig = TimeoutsConfig(),
     ) -> None:
         self.replica = Replica(0, 1, None, None)
-        self.meeting_s = timeouts.meeting_s
+        self._meeting = Limit("run.timeouts.meeting_s", timeouts.meeting_s)
         self._engine = engine
         self._detokenize = detokenize
         self._logits_dtype: LogitsDtype = logits_dtype
         self._version = 0
         self._sampling: SamplingParams | None = None
         self._growing: list[_Growing] = []
+
+    def meet(self, before: str) -> None:
+        """See `rollout.types.RolloutEngine`."""
+        meet(Point(before), self._meeting, self._engine.host_group)
 
     def push_weights(self, version: int) -> dict[str, float]:
         """Set the version; the model that samples is the model that trains, so nothing moves."""
@@ -88,12 +93,12 @@ class MegatronRollout:
         assert sampling is not None
         for one, *drawn in zip(growing, *self._draw(growing, sampling)):
             one.add(*drawn)
-        self._growing, responses = [], []
+        self._growing, responses, ranks = [], [], self._engine.host_group
         for one in growing:
             is_stopped = self._ends(one, sampling)
             if not is_stopped and one.num_sampled < sampling.max_tokens:
                 self._growing.append(one)
-            elif one.number % dist.get_world_size() == dist.get_rank():
+            elif one.number % dist.get_world_size(ranks) == dist.get_rank(ranks):
                 responses.append(one.response("stop" if is_stopped else "length", self._version))
         return responses
 

@@ -172,9 +172,15 @@ class RolloutEngine(Protocol):
     """
 
     name: str
-    replica: Replica
-    meeting_s: float
-    """Limit of the meetings before and after a generation, in seconds (`run.timeouts.meeting_s`)."""
+
+    @property
+    def replica(self) -> Replica | None:
+        """None on a rank that the engine does not live on; there only `push_weights`, `sleep` and `close` are called."""
+        ...
+
+    def meet(self, before: str) -> None:
+        """Wait until all ranks of the engine are here, for up to `run.timeouts.meeting_s`. Called inside `serving`."""
+        ...
 
     def serving(self) -> AbstractContextManager[None]:
         """Context of `submit` and `poll`; all requests are answered before it is left, unless by an error.
@@ -199,7 +205,8 @@ class RolloutEngine(Protocol):
         ...
 
     def push_weights(self, version: int) -> dict[str, float]:
-        """Copy the policy's current weights into the engine; returns metrics (seconds, bytes, verified). Collective."""
+        """Copy the policy's current weights into the engine; returns metrics (seconds, bytes, verified). Collective over the
+        world."""
         ...
 
     def sleep(self) -> None:

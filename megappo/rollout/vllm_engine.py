@@ -22,6 +22,7 @@ from megappo.bridge.vllm_loader import VllmReceiver
 from megappo.config.run_sections import TimeoutsConfig
 from megappo.config.schema import RolloutConfig
 from megappo.models.hf_config import read_arch
+from megappo.parallel.groups import meet
 from megappo.rollout.process_state import EngineState
 from megappo.rollout.subworld import SubWorld
 from megappo.rollout.types import Replica, Request, Response, SamplingParams
@@ -75,9 +76,9 @@ class VllmEngine:
         arch = read_arch(model)
         check_vllm(arch, config.tp, num_ranks, max_model_len, device.type)
         self.device = device
-        self._tp, self.meeting_s = config.tp, timeouts.meeting_s
+        self._tp, self._meeting_s = config.tp, timeouts.meeting_s
         with self.in_world():
-            self.replica = _replica_of(config, self.meeting_s)
+            self.replica = _replica_of(config, self._meeting_s)
         self._max_model_len = max_model_len
         self._vocab_size = arch.vocab_size
         self._eos_token_ids = tuple(eos_token_ids)
@@ -118,9 +119,19 @@ class VllmEngine:
         with self.in_world():
             unlink_shared_memory(self._identity)
 
-    def connect(self, policy: WeightSource) -> None:
-        """Plan the transfer of the policy's parameters (see `bridge.sync.WeightSync`) into this engine. Collective."""
-        self._sync = WeightSync(policy, self, Route.colocated(policy, self._tp), self.device)
+    def connect(self, policy: WeightSource | None, route: Route | None = None) -> None:
+        """Plan the transfer of the policy's parameters (see `bridge.sync.WeightSync`) into this engine. Collective over the world.
+
+        route: the ranks at both ends; None if both live on all. policy: None on a rank that it does not live on.
+        """
+        if route is None:
+            assert policy is not None, "a policy on all ranks is on this one"
+            route = Route.colocated(policy, self._tp)
+        self._sync = WeightSync(policy, self, route, self.device)
+
+    def meet(self, before: str) -> None:
+        """See `rollout.types.RolloutEngine`."""
+        meet(before, self._meeting_s)
 
     def push_weights(self, version: int) -> dict[str, float]:
         """Push the weights and compare their checksums. Collective."""

@@ -9,13 +9,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import cast
 
+import torch.distributed as dist
+
 from megappo.config.layout_checks import roles_in_use, value_head_of
 from megappo.config.role_sections import RoleConfig
 from megappo.config.schema import SftConfig, TrainConfig
 from megappo.engine.base import Engine
 from megappo.engine.factory import EngineFactory, EngineSpec
 from megappo.models.hf_config import read_arch
-from megappo.parallel.shares import Shares
+from megappo.parallel.layout import layout_of
+from megappo.parallel.placement import Placement, placement_of
+from megappo.parallel.shares import Shares, shares_of
 from megappo.prepare.layouts import model_paths
 from megappo.trainer.roles import Critic, LanguageModel, Policy, RewardModel
 
@@ -51,34 +55,46 @@ the same name) with the model's directory and, if it trains, its optimizer."""
 
 @dataclass(frozen=True)
 class Roles:
-    """Roles of one run. trained: names of those that have an optimizer. shares: of every role, how it divides a batch."""
+    """Roles of one run.
+
+    by_name: those that live on this rank. placements: ranks of all of them. Both are in the run's order of roles, the same on every
+    rank, so that work role by role never waits in a circle. trained: names of those that have an optimizer. shares: of every role,
+    how it divides a batch.
+    """
 
     by_name: Mapping[str, Role]
+    placements: Mapping[str, Placement]
     trained: tuple[str, ...]
     shares: Mapping[str, Shares]
 
     @property
-    def policy(self) -> Policy:
-        return cast(Policy, self.by_name["policy"])
+    def policy(self) -> Policy | None:
+        """The policy; None on ranks that it does not live on, as every role."""
+        return cast("Policy | None", self.by_name.get("policy"))
 
     @property
-    def critic(self) -> Critic:
-        return cast(Critic, self.by_name["critic"])
+    def critic(self) -> Critic | None:
+        return cast("Critic | None", self.by_name.get("critic"))
 
     @property
     def reference(self) -> LanguageModel | None:
-        """The reference model; None if no KL is measured."""
+        """The reference model; None on every rank if no KL is measured."""
         return cast("LanguageModel | None", self.by_name.get("reference"))
 
     @property
     def reward_model(self) -> RewardModel | None:
-        """The reward model; None if no part of the reward is one."""
+        """The reward model; None on every rank if no part of the reward is one."""
         return cast("RewardModel | None", self.by_name.get("reward_model"))
 
     @property
-    def trained_engines(self) -> dict[str, Engine]:
-        """Engines of the trained roles, whose state a checkpoint holds."""
-        return {name: self.by_name[name].engine for name in self.trained}
+    def engines(self) -> dict[str, Engine]:
+        """Engines on this rank, by role."""
+        return {name: role.engine for name, role in self.by_name.items()}
+
+    @property
+    def trained_engines(self) -> dict[str, Engine | None]:
+        """Engines of the trained roles, whose state a checkpoint holds; None where a role does not live on this rank."""
+        return {name: self.engines.get(name) for name in self.trained}
 
 
 def build_roles(config: TrainConfig, engines: EngineFactory, total_updates: Mapping[str, int]) -> Roles:
@@ -86,19 +102,34 @@ def build_roles(config: TrainConfig, engines: EngineFactory, total_updates: Mapp
 
     total_updates: trained role -> optimizer steps of the whole run, for its schedule. ValueError if a model cannot be built.
     """
-    in_use = roles_in_use(config)
-    engines.connect(in_use.values())
-    by_name = {name: build_role(config, name, engines, total_updates.get(name)) for name in in_use}
-    shares = {name: role.engine.shares for name, role in by_name.items()}
-    return Roles(by_name, tuple(name for name in in_use if name in total_updates), shares)
+    sections: dict[str, RoleConfig] = {name: getattr(config, name) for name in roles_in_use(config)}
+    engines.connect(sections.values())
+    built = {name: build_role(config, name, engines, total_updates.get(name)) for name in sections}
+    world_size = dist.get_world_size()
+    placements = {name: placement_of(section.ranks, world_size) for name, section in sections.items()}
+    return Roles(
+        {name: role for name, role in built.items() if role is not None},
+        placements,
+        tuple(name for name in sections if name in total_updates),
+        {name: shares_of_role(section, placements[name]) for name, section in sections.items()},
+    )
+
+
+def shares_of_role(section: RoleConfig, placement: Placement) -> Shares:
+    """Shares of a batch among the replicas of a role, known on every rank."""
+    return shares_of(layout_of(section.parallel, len(placement)), placement.ranks)
 
 
 def build_role(
     config: TrainConfig, name: str, engines: EngineFactory, total_updates: int | None, *, random_weights: bool = False
-) -> Role:
-    """Build one role. total_updates: None for a frozen role. random_weights: see `EngineSpec`."""
+) -> Role | None:
+    """Build one role; None on ranks that it does not live on. Collective over the world.
+
+    total_updates: None for a frozen role. random_weights: see `EngineSpec`.
+    """
     spec = replace(spec_of_role(config, name, total_updates), random_weights=random_weights)
-    return ROLES[name](config, engines.build(spec))
+    engine = engines.build(spec)
+    return None if engine is None else ROLES[name](config, engine)
 
 
 def spec_of_role(config: TrainConfig | SftConfig, name: str, total_updates: int | None) -> EngineSpec:

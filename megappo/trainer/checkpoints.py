@@ -54,7 +54,8 @@ class NonFiniteWeights(Unrecoverable):
 class Checkpoints:
     """Checkpoints of one run.
 
-    models: trained role -> engine. components: small state beside them and `state`. layouts: of the models, for messages.
+    models: trained role -> engine, None on ranks that it does not live on. components: small state beside them and `state`.
+    layouts: of the models, for messages.
     epochs_done: whole passes over the prompts so far, for `save_strategy: epoch`.
     failed_saves: of this process. The checkpoints that are due are written while training goes on, unless
     `checkpoint.asynchronous` is false; the last one is waited for.
@@ -65,7 +66,7 @@ class Checkpoints:
         store: CheckpointStore,
         settings: CheckpointConfig,
         facts: Mapping[str, Any],
-        models: Mapping[str, Engine],
+        models: Mapping[str, Engine | None],
         state: TrainerState,
         components: Mapping[str, StatefulComponent],
         *,
@@ -292,13 +293,14 @@ class Checkpoints:
 
     def _non_finite(self) -> str:
         """First value on any rank that is NaN or infinite, the same text on all ranks; empty if there is none."""
-        mine = {role: non_finite_tensors(model, with_optimizer=self._with_optimizer) for role, model in self._models.items()}
-        faults = [self._describe(role, tensors) for role, tensors in mine.items() if tensors]
+        here = {role: model for role, model in self._models.items() if model is not None}
+        mine = {role: non_finite_tensors(model, with_optimizer=self._with_optimizer) for role, model in here.items()}
+        faults = [self._describe(role, here[role], tensors) for role, tensors in mine.items() if tensors]
         everyone = on_every_rank("looking for NaN", lambda: faults[:1])
         return next((fault for theirs in everyone for fault in theirs), "")
 
-    def _describe(self, role: str, tensors: list[str]) -> str:
+    def _describe(self, role: str, engine: Engine, tensors: list[str]) -> str:
         rank = dist.get_rank()
-        at = self._layouts[role].coordinates(rank)
+        at = self._layouts[role].coordinates(engine.placement.position_of(rank))
         others = f" and {len(tensors) - 1} more" if len(tensors) > 1 else ""
         return f"{tensors[0]}{others} of the {role} is NaN or infinite on rank {rank} (stage {at.pp}, tp {at.tp})"

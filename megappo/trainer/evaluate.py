@@ -66,9 +66,9 @@ def _load_models(planned: PlannedEvaluation, engines: EngineBackend, device: tor
     """The policy with the weights of the checkpoint, and the reward model if a set is scored by it."""
     config, text = planned.config, planned.data.reward_text
     factory = engines(config.model, config.run.timeouts, device)
-    factory.connect([config.policy.parallel, *([config.reward_model.parallel] if text is not None else [])])
+    factory.connect([config.policy, *([config.reward_model] if text is not None else [])])
     policy = _load_policy(config, planned.source, factory)
-    model = cast(RewardModel, build_role(config, "reward_model", factory, None)) if text is not None else None
+    model = cast("RewardModel | None", build_role(config, "reward_model", factory, None)) if text is not None else None
     return policy, model_scorer(model, model and model.engine.shares, text, config.reward_model)
 
 
@@ -76,6 +76,7 @@ def _load_policy(config: TrainConfig, source: PolicySource, factory: EngineFacto
     spec = spec_of_role(config, "policy", None)
     # Weights that a checkpoint replaces at once need not be read; its step has been looked for.
     policy = factory.build(replace(spec, random_weights=source.directory is not None))
+    assert policy is not None, "an evaluation has its roles on all ranks"
     if source.directory is not None:
         CheckpointStore(source.directory, keep_last=1).load_weights("policy", policy, source.step)
     return policy

@@ -13,6 +13,7 @@ from megappo.checkpoint.store import CheckpointStore
 from megappo.config.errors import ConfigError, problem
 from megappo.config.layout_checks import trained_sections
 from megappo.config.loading import load_config
+from megappo.config.rank_ranges import ALL
 from megappo.config.role_sections import ModelConfig, ParallelConfig
 from megappo.config.run_sections import TimeoutsConfig
 from megappo.engine.build import MegatronEngines
@@ -46,12 +47,13 @@ def export_checkpoint(
     if step == "best":
         step = _best_step(run_dir)
     spec = spec_of_role(config, role, None)
-    alone = spec.section.model_copy(update={"parallel": ParallelConfig()})
+    alone = spec.section.model_copy(update={"parallel": ParallelConfig(), "ranks": ALL})
     # The head comes from the checkpoint, whatever it started from.
     spec = replace(spec, section=alone, value_head="zero" if spec.value_head is not None else None)
     device = select_device("auto")
     start_alone(device)
     engine = engines(ModelConfig(impl="local"), TimeoutsConfig(), device).build(spec)
+    assert engine is not None, "alone in its world"
     exported = CheckpointStore(run_dir.checkpoints, keep_last=1).load_weights(role, engine, step)
     with input_accepted():
         engine.export(Path(output), Path(spec.model))

@@ -59,6 +59,7 @@ def answer(
     start_alone(device)
     timeouts = TimeoutsConfig()
     policy = engines(ModelConfig(impl="local"), timeouts, device).build(EngineSpec("policy", model, arch, RoleConfig(dtype=dtype)))
+    assert policy is not None, "alone in its world"
     config = RolloutConfig(engine=engine, max_response_tokens=max_tokens)
     rollout = build_rollout(
         config,

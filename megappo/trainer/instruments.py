@@ -8,13 +8,15 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 import torch.distributed as dist
 
+from megappo.config.rank_ranges import ALL
 from megappo.config.schema import TrainConfig
-from megappo.engine.base import Engine
+from megappo.parallel.placement import placement_of
 from megappo.resilience.sections import Sections
 from megappo.telemetry.memory import host_peak_gib, memory_gauge
 from megappo.telemetry.metrics import Metric
 from megappo.telemetry.profiler import StepProfiler
 from megappo.telemetry.timers import StageTimers
+from megappo.trainer.build_roles import Roles
 from megappo.trainer.report import StepRecord
 from megappo.trainer.rundir import RunDir
 from megappo.trainer.step_work import StepWork, peak_note, role_models
@@ -23,11 +25,11 @@ from megappo.trainer.step_work import StepWork, peak_note, role_models
 class Instruments:
     """Instruments of this rank. sections: marks of the watchdog, which are told of every stage."""
 
-    def __init__(
-        self, config: TrainConfig, engines: Mapping[str, Engine], run_dir: RunDir, device: torch.device, sections: Sections
-    ) -> None:
+    def __init__(self, config: TrainConfig, roles: Roles, run_dir: RunDir, device: torch.device, sections: Sections) -> None:
         self.sections, self._on_gpu = sections, device.type == "cuda"
-        self._models = role_models(config, engines, device)
+        self._models = role_models(config, roles.placements, device)
+        self._split = not all(placement.is_whole for placement in roles.placements.values()) or config.rollout.ranks != ALL
+        self._generating = placement_of(config.rollout.ranks, dist.get_world_size()).ranks
         self._memory = memory_gauge(device)
         self._profiler = StepProfiler(run_dir.profiles, config.telemetry.profile_steps, device)
         self.note = f"statistics: memory of a stage is the {self._memory.kind}; {peak_note(config.telemetry, device, self._models)}"
@@ -49,10 +51,15 @@ class Instruments:
         with self.sections.section(name), self._profiler.section(name):
             yield
 
+    def settle_times(self, timers: StageTimers) -> None:
+        """Make the seconds of every stage those of the rank that took longest, if ranks have different roles. Collective then."""
+        if self._split:
+            timers.seconds.update(largest_over_ranks(timers.seconds))
+
     def costs(self, record: StepRecord, timers: StageTimers) -> dict[str, float]:
         """FLOPs, their rates, and memory of a step. Collective: memory is the largest over all ranks."""
         lengths, sampled = record.experience.table.length.long(), record.response_lengths.long()
-        work = StepWork.of_step(self._models, lengths, sampled, record.critic, record.policy, dist.get_world_size())
+        work = StepWork.of_step(self._models, lengths, sampled, record.critic, record.policy, self._generating)
         return {**work.metrics(timers.seconds, timers.total_s), **largest_over_ranks(self._memory_of(timers))}
 
     def _memory_of(self, timers: StageTimers) -> dict[str, float]:

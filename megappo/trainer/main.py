@@ -21,6 +21,7 @@ from megappo.config.dump import dump_yaml
 from megappo.config.errors import ConfigError
 from megappo.config.evaluations import best_metric, config_of_set, longest_sequence_tokens
 from megappo.config.layout_checks import roles_in_use, trained_sections
+from megappo.config.rank_ranges import ALL
 from megappo.config.redaction import redacted_values
 from megappo.config.reward_sections import RewardConfig
 from megappo.config.schema import KLConfig, RolloutConfig, TrainConfig
@@ -28,8 +29,9 @@ from megappo.data.tokenizers import Tokenizer
 from megappo.engine.base import Engine
 from megappo.engine.build import MegatronEngines
 from megappo.engine.factory import EngineBackend, EngineFactory
-from megappo.parallel.consensus import on_rank_zero
+from megappo.parallel.consensus import RankFault, on_rank_zero, raised_by_all
 from megappo.parallel.layout import layout_of
+from megappo.parallel.placement import placement_of
 from megappo.platform.device import select_device, start_distributed
 from megappo.platform.permissions import apply_permissions
 from megappo.prepare.critic_source import critic_source
@@ -46,13 +48,13 @@ from megappo.resilience.watchdog import Watchdog
 from megappo.rewards.base import PreparedPart
 from megappo.rewards.compose import Composition
 from megappo.rewards.scorer import Scorer
-from megappo.rollout.build import build_rollout
+from megappo.rollout.build import PolicyPlace, build_rollout
 from megappo.rollout.types import RolloutEngine, SamplingParams
 from megappo.telemetry.log import configure_logging
 from megappo.telemetry.runlog import RunLog
 from megappo.telemetry.trackers.group import make_trackers
 from megappo.trainer.best import BestCheckpoint
-from megappo.trainer.build_roles import Roles, build_roles
+from megappo.trainer.build_roles import Roles, build_roles, spec_of_role
 from megappo.trainer.checkpoints import Checkpoints
 from megappo.trainer.evaluation import Evaluations, Evaluator, evaluators_of
 from megappo.trainer.instruments import Instruments
@@ -162,7 +164,7 @@ def _train(
     _note_layers(config, factory, log)
     select_kernels(config.kernels, device, log, host_ops=HOST_OPS)
     roles = build_roles(config, factory, updates_of_run(config, data.total_steps))
-    rollout = rollout_of(config, data.tokenizer, roles.policy.engine, device)
+    rollout = rollout_of(config, data.tokenizer, roles.engines.get("policy"), device)
     state, kl = TrainerState(), kl_controller(config.algorithm.kl)
     checkpoints = Checkpoints(
         store,
@@ -171,22 +173,21 @@ def _train(
         roles.trained_engines,
         state,
         {"loader": data.loader, "kl_controller": kl},
-        layouts={role: layout_of(sizes, dist.get_world_size()) for role, sizes in roles_in_use(config).items()},
+        layouts={role: layout_of(sizes, len(roles.placements[role])) for role, sizes in roles_in_use(config).items()},
         stop=stop,
         log=log,
         sections=watchdog.sections,
         epochs_done=lambda: data.loader.epochs_done,
         best=BestCheckpoint(best_metric(config), config.trainer.keep_best_mode, state),
     )
-    built = {role: model.engine for role, model in roles.by_name.items()}
-    instruments = Instruments(config, built, run_dir, device, watchdog.sections)
+    instruments = Instruments(config, roles, run_dir, device, watchdog.sections)
     log.note(instruments.note)
     ppo = _build_ppo(config, data, roles, rollout, state, kl, log, checkpoints, factory, instruments)
     if manifest is not None:
         checkpoints.resume(manifest)
         run_dir.record_config(dump_yaml(config))
     else:
-        load_critic(config, roles.critic.engine, log)
+        load_critic(config, roles.engines.get("critic"), log)
 
     done_before = state.step
     with input_accepted(), closing(ppo.scorer), closing(ppo.evaluations):
@@ -197,7 +198,7 @@ def _train(
             log.note(f"stopped after step {state.step} with a checkpoint; {checkpoints.way_on}")
         elif config.checkpoint.export_at_end and (state.step > done_before or not run_dir.is_exported()):
             with watchdog.section(EXPORT):
-                export_policy(roles.policy.engine, run_dir, Path(config.policy.model))
+                export_policy(roles.engines.get("policy"), run_dir, Path(config.policy.model))
         rollout.close()
         if not ppo.stopped:
             run_dir.record_finish(state.step)
@@ -216,10 +217,11 @@ def _store_of(config: TrainConfig, run_dir: RunDir, lease: Lease) -> CheckpointS
 # ---------------------------------------------------------------------------------------------------- weights in and out
 
 
-def load_critic(config: TrainConfig, engine: Engine, log: RunLog) -> None:
-    """Load the weights of `critic.checkpoint`, if set, in place of those of `critic.model`."""
+def load_critic(config: TrainConfig, engine: Engine | None, log: RunLog) -> None:
+    """Load the weights of `critic.checkpoint`, if set, in place of those of `critic.model`. engine: None where it does not live."""
     # Another run may be writing there: rank 0 decides which of its checkpoints all ranks read.
-    source = on_rank_zero("finding critic.checkpoint", lambda: critic_source(config.critic, engine.arch))
+    arch = spec_of_role(config, "critic", None).arch
+    source = on_rank_zero("finding critic.checkpoint", lambda: critic_source(config.critic, arch))
     if source is None:
         return
     store = CheckpointStore(source.directory, keep_last=1)
@@ -227,12 +229,15 @@ def load_critic(config: TrainConfig, engine: Engine, log: RunLog) -> None:
     log.note(f"critic: starts from the {source.role} of step {source.step} in {source.directory}")
 
 
-def export_policy(engine: Engine, run_dir: RunDir, source: Path) -> None:
-    """Write the policy for transformers and vLLM; an export that a resumed run replaces is renamed."""
+def export_policy(engine: Engine | None, run_dir: RunDir, source: Path) -> None:
+    """Write the policy for transformers and vLLM; an export that a resumed run replaces is renamed. Collective over the world.
+
+    engine: None on ranks that it does not live on.
+    """
     if dist.get_rank() == 0 and run_dir.export.exists():
         run_dir.export.rename(run_dir.export_replaced())
     dist.barrier()
-    engine.export(run_dir.export, source)
+    raised_by_all(lambda: None if engine is None else engine.export(run_dir.export, source), ValueError, OSError, RankFault)
 
 
 # -------------------------------------------------------------------------------------------------------- parts of the loop
@@ -270,13 +275,16 @@ def _build_ppo(
         log=log,
         checkpoints=checkpoints,
         settle=factory.settle,
-        check_replicas=ReplicaCheck({name: role.engine for name, role in roles.by_name.items()}),
+        check_replicas=ReplicaCheck(roles.engines),
         instruments=instruments,
     )
 
 
-def rollout_of(config: TrainConfig, tokenizer: Tokenizer, policy: Engine, device: torch.device) -> RolloutEngine:
-    """The rollout engine of a run, connected to the policy's engine. Collective; errors as `build_rollout`."""
+def rollout_of(config: TrainConfig, tokenizer: Tokenizer, policy: Engine | None, device: torch.device) -> RolloutEngine:
+    """The rollout engine of a run, connected to the policy's engine. Collective over the world; errors as `build_rollout`.
+
+    policy: None on ranks that it does not live on.
+    """
     return build_rollout(
         config.rollout,
         policy,
@@ -288,7 +296,17 @@ def rollout_of(config: TrainConfig, tokenizer: Tokenizer, policy: Engine, device
         seed=config.run.seed,
         device=device,
         timeouts=config.run.timeouts,
+        place=_place_of_policy(config),
     )
+
+
+def _place_of_policy(config: TrainConfig) -> PolicyPlace | None:
+    """Place of the policy; None if it and the rollout live on all ranks."""
+    if config.policy.ranks == config.rollout.ranks == ALL:
+        return None
+    placement = placement_of(config.policy.ranks, dist.get_world_size())
+    arch = spec_of_role(config, "policy", None).arch
+    return PolicyPlace(arch, layout_of(config.policy.parallel, len(placement)), placement)
 
 
 def updates_of_run(config: TrainConfig, total_steps: int) -> dict[str, int]:

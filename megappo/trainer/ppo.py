@@ -8,6 +8,7 @@ happens here.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 import torch
 
@@ -135,7 +136,8 @@ class PPO:
         with timers.stage("push_weights"):  # 7
             pushed = self.push_weights(step)
 
-        kl_kind = config.algorithm.kl.estimator  # 8
+        self.instruments.settle_times(timers)  # 8
+        kl_kind = config.algorithm.kl.estimator
         record = StepRecord(step, experience, scored, agreement, kl_kind, kl_coef, critic, policy, pushed)
         # During the critic's warm-up the policy does not change, and its KL says nothing about the coefficient.
         if step > config.critic.warmup_steps:
@@ -154,7 +156,7 @@ class PPO:
 
     def push_weights(self, version: int) -> dict[str, float]:
         """Push the policy's current weights into the rollout engine; they must be resident."""
-        with self.roles.policy.engine.eval_mode():
+        with nullcontext() if self.roles.policy is None else self.roles.policy.engine.eval_mode():
             return self.rollout.push_weights(version)
 
     def is_due(self, step: int, interval: int) -> bool:

@@ -18,6 +18,7 @@ from megappo.bridge.checksum import block_bytes, rectangle_sum
 from megappo.bridge.destination import rectangle
 from megappo.engine.base import Engine
 from megappo.models.pieces import Box, Piece
+from megappo.parallel.consensus import raised_by_all
 from megappo.resilience.faults import ReplicaDrift
 from megappo.resilience.ranks import name_ranks, ranks_by_value
 
@@ -39,21 +40,22 @@ class Copies:
 
 
 class Replicas:
-    """Copies of one engine's weights. Which rectangles have copies is read from `Engine.pieces` once."""
+    """Copies of one engine's weights, on its ranks. Which rectangles have copies is read from `Engine.pieces` once."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        pieces, rank = engine.pieces(), dist.get_rank()
+        pieces, position = engine.pieces(), engine.placement.position_of(dist.get_rank())
         holders: dict[tuple[str, Box], int] = defaultdict(int)
         for hf, box, ranks in pieces.held():
             holders[hf, box] += ranks
         own: dict[tuple[str, Box], list[Piece]] = defaultdict(list)
-        for piece in pieces.get(rank, ()):
+        for piece in pieces.get(position, ()):
             own[piece.hf, piece.box].append(piece)
         self._copies = [Copies(*key, tuple(own.get(key, ()))) for key, count in holders.items() if count > 1]
 
     def differences(self) -> list[str]:
-        """One line per rectangle whose copies differ, the same on every rank; empty if none does. Collective, on the host."""
+        """One line per rectangle whose copies differ, the same on every rank of the engine; empty if none does. Collective over
+        these, on the host."""
         with self._engine.eval_mode():
             kinds = {"": self._engine.named_parameters(), " (fp32 main parameter)": self._engine.main_parameters()}
             return [line for kind, tensors in kinds.items() for line in self._compare(tensors, kind)]
@@ -65,15 +67,16 @@ class Replicas:
         for index, found in enumerate(digests):
             if found:
                 extremes[0, index], extremes[1, index] = max(found), max(~digest for digest in found)
-        dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
+        dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=self._engine.host_group)
         largest, smallest = extremes[0].tolist(), (~extremes[1]).tolist()
         # Nobody holds the main parameters of a frozen or a sharded model: both extremes are the initial value.
         differ = [index for index, (a, b) in enumerate(zip(largest, smallest)) if a != b and a != _MIN]
         if not differ:
             return []
-        gathered: list = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, {index: digests[index] for index in differ})
-        return [f"{self._copies[index]}{kind} {_odd_ones(index, gathered)}" for index in differ]
+        gathered: list = [None] * len(self._engine.placement)
+        dist.all_gather_object(gathered, {index: digests[index] for index in differ}, group=self._engine.host_group)
+        by_rank = dict(zip(self._engine.placement.ranks, gathered))
+        return [f"{self._copies[index]}{kind} {_odd_ones(index, by_rank)}" for index in differ]
 
     def _digests(self, pieces: Iterable[Piece], tensors: Mapping[str, Tensor]) -> list[int]:
         return [_digest(piece, tensors[piece.local].detach()) for piece in pieces if piece.local in tensors]
@@ -84,9 +87,9 @@ def _digest(piece: Piece, tensor: Tensor) -> int:
     return int(rectangle_sum(values, block_bytes(values.element_size(), [piece.box.cols])))
 
 
-def _odd_ones(index: int, gathered: list[dict[int, list[int]]]) -> str:
+def _odd_ones(index: int, gathered: Mapping[int, Mapping[int, list[int]]]) -> str:
     """Ranks whose copies differ from those of the most; all, if no copy is held by more ranks than another."""
-    values = {rank: tuple(found[index]) for rank, found in enumerate(gathered) if found[index]}
+    values = {rank: tuple(found[index]) for rank, found in gathered.items() if found[index]}
     groups = list(ranks_by_value(values).values())
     if len(groups) == 1:
         return f"differs between two places of {name_ranks(groups[0])}"
@@ -97,15 +100,19 @@ def _odd_ones(index: int, gathered: list[dict[int, list[int]]]) -> str:
 
 
 class ReplicaCheck:
-    """Copies of the weights of all roles."""
+    """Copies of the weights of all roles. engines: those of this rank, in the order of the run's roles."""
 
     def __init__(self, engines: Mapping[str, Engine]) -> None:
         self._replicas = {role: Replicas(engine) for role, engine in engines.items()}
 
     def __call__(self) -> None:
-        """ReplicaDrift on every rank if copies differ. Collective; one role after the other is made resident."""
-        for role, replicas in self._replicas.items():
-            found = replicas.differences()
-            if found:
-                more = f"; and {len(found) - MAX_NAMED} more" if len(found) > MAX_NAMED else ""
-                raise ReplicaDrift(f"copies of the {role}'s weights differ: {'; '.join(found[:MAX_NAMED])}{more}")
+        """ReplicaDrift on every rank if copies differ. Collective over the world; one role after the other is made resident, roles
+        on different ranks at the same time."""
+        raised_by_all(self._compare_own, ReplicaDrift)
+
+    def _compare_own(self) -> None:
+        # All before one raises: a later role may live on ranks that know nothing of the difference, and would wait.
+        drifts = {role: found for role, replicas in self._replicas.items() if (found := replicas.differences())}
+        for role, found in drifts.items():
+            more = f"; and {len(found) - MAX_NAMED} more" if len(found) > MAX_NAMED else ""
+            raise ReplicaDrift(f"copies of the {role}'s weights differ: {'; '.join(found[:MAX_NAMED])}{more}")

@@ -66,8 +66,9 @@ def _train(
     select_kernels(config.kernels, device, log)
 
     trainer = config.trainer
-    factory.connect([config.policy.parallel])
+    factory.connect([config.policy])
     engine = factory.build(spec_of_role(config, "policy", trainer.steps))
+    assert engine is not None, "fine-tuning is on all ranks"
     with input_accepted():
         run_sft(
             engine,

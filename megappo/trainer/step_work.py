@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,11 +11,12 @@ from torch import Tensor
 from megappo.config.role_sections import RoleConfig, TrainableConfig
 from megappo.config.run_sections import TelemetryConfig
 from megappo.config.schema import TrainConfig
-from megappo.engine.base import Engine
 from megappo.models.arch import ModelArch
 from megappo.models.flops import Recompute, forward_flops, generation_flops
+from megappo.parallel.placement import Placement
 from megappo.platform.hardware import Dtype, hardware_of_gpu
 from megappo.telemetry.metrics import Metric
+from megappo.trainer.build_roles import spec_of_role
 from megappo.trainer.updates import UpdateSummary
 
 TERA = 1e12
@@ -27,12 +28,14 @@ DECODING = "generate"
 
 @dataclass(frozen=True)
 class RoleModel:
-    """Facts of a role's model that its FLOPs depend on. peak_tflops: of one rank in the role's dtype, None if unknown."""
+    """Facts of a role's model that its FLOPs depend on. peak_tflops: of one rank in the role's dtype, None if unknown. ranks: of
+    the world, that share its work."""
 
     arch: ModelArch
     value_head: bool
     recompute: Recompute
     peak_tflops: float | None
+    ranks: Sequence[int]
 
     def forward(self, lengths: Tensor) -> Work:
         return Work(forward_flops(self.arch, lengths, value_head=self.value_head).total, 0, int(lengths.sum()))
@@ -57,11 +60,11 @@ class Work:
 
 @dataclass(frozen=True)
 class StepWork:
-    """Stage -> role -> work of one step. models: of the roles; num_ranks: that share the work."""
+    """Stage -> role -> work of one step. models: of the roles; generating: ranks that share the work of generation."""
 
     by_stage: Mapping[str, Mapping[str, Work]]
     models: Mapping[str, RoleModel]
-    num_ranks: int
+    generating: Sequence[int]
 
     @classmethod
     def of_step(
@@ -71,7 +74,7 @@ class StepWork:
         response_lengths: Tensor,
         critic: UpdateSummary,
         policy: UpdateSummary,
-        num_ranks: int,
+        generating: Sequence[int],
     ) -> StepWork:
         """Work of a step from the lengths [N] of all its samples and of their responses; an update that `target_kl` ended early has
         done what it has done."""
@@ -81,20 +84,25 @@ class StepWork:
             "logprobs": {role: model.forward(lengths) for role, model in models.items()},
             **{f"update_{role}": {role: models[role].training(torch.cat(minis))} for role, minis in updated.items() if minis},
         }
-        return cls(by_stage, models, num_ranks)
+        return cls(by_stage, models, generating)
 
     def metrics(self, seconds: Mapping[str, float], step_s: float) -> dict[str, float]:
         """Figures by stage. seconds: stage -> wall time; step_s: of the whole step."""
         found: dict[str, float] = {}
         for stage, roles in self.by_stage.items():
-            rank_s = max(seconds[stage], 1e-9) * self.num_ranks
+            rank_s = max(seconds[stage], 1e-9) * len(self._ranks(stage, roles))
             found |= {Metric.TFLOP.of(f"{stage}/{role}"): work.flops / TERA for role, work in roles.items()}
             found[Metric.TFLOPS.of(stage)] = sum(work.flops for work in roles.values()) / TERA / rank_s
             # Roles of one stage pass the same tokens.
             found[Metric.STAGE_TOKENS.of(stage)] = max(work.tokens for work in roles.values()) / rank_s
             found |= dict(self._shares_of_peak(stage, roles, rank_s))
         whole = sum(work.flops for roles in self.by_stage.values() for work in roles.values())
-        return found | {Metric.TFLOPS.of("step"): whole / TERA / (step_s * self.num_ranks)}
+        ranks = {rank for stage, roles in self.by_stage.items() for rank in self._ranks(stage, roles)}
+        return found | {Metric.TFLOPS.of("step"): whole / TERA / (step_s * len(ranks))}
+
+    def _ranks(self, stage: str, roles: Mapping[str, Work]) -> set[int]:
+        """Ranks that share the work of a stage."""
+        return set(self.generating) if stage == DECODING else {rank for role in roles for rank in self.models[role].ranks}
 
     def _shares_of_peak(self, stage: str, roles: Mapping[str, Work], rank_s: float) -> Iterator[tuple[str, float]]:
         """MFU, and HFU where work is repeated: seconds that the work takes at the peak over those that it took."""
@@ -112,16 +120,17 @@ class StepWork:
             yield Metric.HFU.of(stage), hardware_s / rank_s
 
 
-def role_models(config: TrainConfig, engines: Mapping[str, Engine], device: torch.device) -> dict[str, RoleModel]:
-    """Role -> model, of the roles of these engines that are counted."""
+def role_models(config: TrainConfig, placements: Mapping[str, Placement], device: torch.device) -> dict[str, RoleModel]:
+    """Role -> model, of these roles that are counted."""
     models: dict[str, RoleModel] = {}
-    for role, engine in engines.items():
+    for role, placement in placements.items():
         if role not in PASSING:
             continue
         section: RoleConfig = getattr(config, role)
         recompute = section.recompute if isinstance(section, TrainableConfig) else "none"
         peak = peak_tflops(config.telemetry, device, section.dtype)
-        models[role] = RoleModel(engine.arch, engine.value_head, recompute, peak)
+        spec = spec_of_role(config, role, None)
+        models[role] = RoleModel(spec.arch, spec.value_head is not None, recompute, peak, placement.ranks)
     return models
 
 

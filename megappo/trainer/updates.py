@@ -184,7 +184,7 @@ class Updates:
     ) -> None:
         """Collective over the world. names: of the roles to update, of policy and critic."""
         self._roles, self._config, self._seed = roles, config, seed
-        if "policy" in roles.by_name:
+        if roles.policy is not None:
             roles.policy.counts_ratios = counts_ratios
         reads: dict[Shares, set[str]] = {}
         for name in names:
@@ -202,7 +202,7 @@ class Updates:
         minis = mini_batches(
             self._data.pop(name),
             self._roles.shares[name],
-            role.engine.group,
+            role.engine.host_group,
             self._config.algorithm,
             self._config.rollout.max_response_tokens,
             self._seed,

@@ -13,8 +13,9 @@ from megappo.config.batch import step_arithmetic
 from megappo.config.checks import check_config
 from megappo.config.dump import dump_yaml
 from megappo.config.errors import ConfigError, problem
-from megappo.config.layout_checks import role_sections, roles_in_use
+from megappo.config.layout_checks import placements_in_use, role_sections, roles_in_use
 from megappo.config.loading import explicit_keys, load_config
+from megappo.config.rank_ranges import ALL
 from megappo.config.role_sections import ParallelConfig
 from megappo.config.schema import TrainConfig
 from megappo.models.implementation import choose_implementation
@@ -69,6 +70,7 @@ def make_search(question: Question) -> Search:
         raise ConfigError(problem("data.fit_batch", True, fix))
     run = question.config.run.model_copy(update={"num_ranks": question.gpus})
     config = question.config.model_copy(update={"run": run})
+    _check_placements(config)
     tuned = _tuned_roles(config, question.roles)
     machine_device = "cuda" if question.hardware.is_gpu() else "cpu"
     implementation = choose_implementation(config.model.impl, machine_device)
@@ -88,6 +90,14 @@ def _check_gpus(gpus: int, hardware: Hardware) -> None:
         below = gpus // hardware.gpus_per_node * hardware.gpus_per_node
         fitting = f"use {below} or {below + hardware.gpus_per_node}, or --gpus-per-node"
         raise ConfigError(f"--gpus {gpus}: is not a multiple of the {hardware.gpus_per_node} GPUs of a node; {fitting}")
+
+
+def _check_placements(config: TrainConfig) -> None:
+    """ConfigError for roles on ranks of their own: their layouts are searched on all ranks only."""
+    for name, ranks in placements_in_use(config).items():
+        if ranks != ALL:
+            fix = f"the tuner shares all ranks among the roles and would choose for another run; use {name}.ranks={ALL} here"
+            raise ConfigError(problem(f"{name}.ranks", ranks, fix))
 
 
 _ABSENT = {

@@ -96,7 +96,9 @@ def _build_passes(trial: Trial, engines: EngineFactory) -> _Passes:
     algorithm = algorithm.model_copy(update={"target_kl": None})  # a skipped update would take no time
     config = trial.config.model_copy(update={"algorithm": algorithm})
     updates = TOTAL_UPDATES if isinstance(section, TrainableConfig) else None
-    return _Passes(trial, build_role(config, trial.role, engines, updates, random_weights=True))
+    role = build_role(config, trial.role, engines, updates, random_weights=True)
+    assert role is not None, "a trial has its role on all ranks"
+    return _Passes(trial, role)
 
 
 class _Passes:

@@ -15,6 +15,7 @@ from megappo.data.packing import PackedBatch
 from megappo.engine.base import Engine, LossFunction, PassResult, StepResult
 from megappo.models.arch import ModelArch
 from megappo.models.pieces import PieceMap
+from megappo.parallel.placement import Placement
 from megappo.parallel.shares import Shares
 
 
@@ -29,6 +30,14 @@ class DelegatingEngine:
         return self._engine.name
 
     @property
+    def placement(self) -> Placement:
+        return self._engine.placement
+
+    @property
+    def host_group(self) -> dist.ProcessGroup:
+        return self._engine.host_group
+
+    @property
     def arch(self) -> ModelArch:
         return self._engine.arch
 
@@ -39,10 +48,6 @@ class DelegatingEngine:
     @property
     def head_names(self) -> tuple[str, ...]:
         return self._engine.head_names
-
-    @property
-    def group(self) -> dist.ProcessGroup:
-        return self._engine.group
 
     @property
     def shares(self) -> Shares:

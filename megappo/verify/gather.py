@@ -36,7 +36,7 @@ def gather_tensors(local: Mapping[str, Tensor], engine: Engine) -> Gathered:
     """Assemble `local`, this rank's parameters of the engine or their gradients by its names. Collective over the world."""
     mine = [
         (piece.hf, tuple(piece.box), _part(local[piece.local], piece.row, piece.col, piece.box))
-        for piece in engine.pieces()[dist.get_rank()]
+        for piece in engine.pieces()[engine.placement.position_of(dist.get_rank())]
     ]
     parts: list[Any] = [None] * dist.get_world_size()
     dist.gather_object(mine, parts if dist.get_rank() == 0 else None, dst=0)

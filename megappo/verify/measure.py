@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megappo.config.layout_checks import trained_sections
-from megappo.config.role_sections import ParallelConfig, RoleConfig
+from megappo.config.role_sections import RoleConfig
 from megappo.config.schema import TrainConfig
 from megappo.data.packing import PackedBatch
 from megappo.engine.base import Engine, LossFunction, PassResult, StepResult
@@ -79,6 +79,8 @@ def measure(
     measured: Measured = defaultdict(RoleMeasures)
     recording = _RecordingEngines(engines, measured, gradients)
     roles = build_roles(config, recording, dict.fromkeys(trained_sections(config), num_updates))
+    policy, critic = roles.policy, roles.critic
+    assert policy is not None and critic is not None, "a measurement has its roles on all ranks"
     for step, rollout in enumerate(rollouts, 1):
         experience = add_model_outputs(Experience.of_whole(rollout), roles)
         if roles.reward_model is not None:
@@ -90,7 +92,7 @@ def measure(
             if name in batch:
                 measured[role].add(quantity, batch[name])
         updates = Updates(experience, roles, roles.trained, config, sample_seed(config.run.seed, step, -1), counts_ratios=False)
-        for role in (roles.critic, roles.policy):  # in the trainer's order, stage 6
+        for role in (critic, policy):  # in the trainer's order, stage 6
             updates.run(role.engine.name)
             recording.recorders[role.engine.name].end_step(role.loss_name)
     if parameters:
@@ -131,9 +133,9 @@ class _RecordingEngines:
         self._engines, self._measured, self._gradients = engines, measured, gradients
         self.recorders: dict[str, _Recorder] = {}
 
-    def build(self, spec: EngineSpec) -> Engine:
+    def build(self, spec: EngineSpec) -> Engine | None:
         engine = self._engines.build(spec)
-        if spec.total_updates is None:
+        if engine is None or spec.total_updates is None:
             return engine
         self.recorders[spec.role] = _Recorder(engine, self._measured[spec.role], self._gradients)
         return self.recorders[spec.role]
@@ -141,8 +143,8 @@ class _RecordingEngines:
     def describe(self, section: RoleConfig) -> str:
         return self._engines.describe(section)
 
-    def connect(self, parallels: Iterable[ParallelConfig]) -> None:
-        self._engines.connect(parallels)
+    def connect(self, sections: Iterable[RoleConfig]) -> None:
+        self._engines.connect(sections)
 
     def settle(self) -> None:
         self._engines.settle()

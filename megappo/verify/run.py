@@ -14,8 +14,9 @@ from pathlib import Path
 import torch
 
 from megappo.config.checks import Device, check_config
-from megappo.config.layout_checks import roles_in_use
+from megappo.config.layout_checks import placements_in_use, roles_in_use
 from megappo.config.loading import explicit_keys
+from megappo.config.rank_ranges import ALL, ranges_of
 from megappo.config.schema import TrainConfig
 from megappo.launch.local import start_ranks
 from megappo.models.hf_config import read_arch
@@ -27,7 +28,7 @@ from megappo.resilience.run_time import input_accepted
 from megappo.verify.compare import PARAMETER_TOLERANCE, TOLERANCE, Difference, compare
 from megappo.verify.features import features, on_one_rank, one_at_a_time
 from megappo.verify.report import LEGEND, aligned, bisection, first_cause, table, verdict
-from megappo.verify.shrink import SAMPLES, STEPS, Run, implementation_of, small_run
+from megappo.verify.shrink import SAMPLES, STEPS, Run, implementation_of, placement_notes, small_run
 from megappo.verify.shrink_layouts import ranks_needed
 from megappo.verify.world import Results, read_results
 
@@ -55,7 +56,8 @@ def verify(
         folder = Path(name)
         implementation, notes = implementation_of(config, device)
         run, given_up = small_run(config, folder, max_ranks, implementation)
-        print("\n".join([*_described(run), *(f"note: {note}" for note in (*given_up, *notes))]), flush=True)
+        said = (*given_up, *placement_notes(config), *notes)
+        print("\n".join([*_described(run), *(f"note: {note}" for note in said)]), flush=True)
         runs = {LAYOUT: run, ALONE: on_one_rank(run), **(one_at_a_time(run) if bisect else {})}
         with input_accepted():
             code = _measure(runs, folder, rank_module)
@@ -69,11 +71,19 @@ def _check(config: TrainConfig, device: Device) -> None:
     """Check as `megappo plan`, for the run's own ranks or the fewest possible, but without weights and data."""
     ranks = config.run.num_ranks
     if ranks is None:
-        replicas = config.rollout.tp if config.rollout.engine == "vllm" else 1
-        ranks = lcm(replicas, *(ranks_needed(parallel) for parallel in roles_in_use(config).values()))
+        ranks = _fewest_ranks(config)
     check_config(config, explicit_keys(config), ranks, device)
     check_kernels(config.kernels, device)
     check_layouts(config, read_archs(config, need_weights=False), ranks, choose_implementation(config.model.impl, device))
+
+
+def _fewest_ranks(config: TrainConfig) -> int:
+    """Smallest world of the layouts; of roles on ranks of their own the world of all ranks that they name."""
+    named = [ranges_of(text)[-1].stop for text in placements_in_use(config).values() if text != ALL]
+    if named:
+        return max(named)
+    replicas = config.rollout.tp if config.rollout.engine == "vllm" else 1
+    return lcm(replicas, *(ranks_needed(parallel) for parallel in roles_in_use(config).values()))
 
 
 def _described(run: Run) -> list[str]:

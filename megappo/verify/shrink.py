@@ -7,11 +7,12 @@ algorithm. Changes settings that would hide a difference or take time; `small_ru
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megappo.config.layout_checks import roles_in_use
+from megappo.config.rank_ranges import ALL
 from megappo.config.role_sections import CriticConfig, ParallelConfig, PolicyConfig, TrainableConfig
 from megappo.config.schema import TrainConfig
 from megappo.models.hf_config import read_config
@@ -52,6 +53,7 @@ def small_run(config: TrainConfig, folder: Path, max_ranks: int, implementation:
         changes: dict[str, Any] = {
             "model": models[role],
             "parallel": parallel[role],
+            "ranks": ALL,  # every layout is measured over the whole small world, wherever its ranks are in the run
             "dtype": "fp32",  # half types differ by their rounding
             "micro_batch_tokens": MICRO_BATCH_TOKENS,
         }
@@ -71,12 +73,19 @@ def small_run(config: TrainConfig, folder: Path, max_ranks: int, implementation:
         update={
             **sections,
             "algorithm": config.algorithm.model_copy(update=algorithm),
-            "rollout": config.rollout.model_copy(update={"max_response_tokens": LONGEST_RESPONSE}),
+            "rollout": config.rollout.model_copy(update={"max_response_tokens": LONGEST_RESPONSE, "ranks": ALL}),
             "model": config.model.model_copy(update={"impl": implementation}),
             "run": config.run.model_copy(update={"num_ranks": None}),  # the small world's number holds
         }
     )
     return Run(small, fitted.world_size), fitted.notes
+
+
+def placement_notes(config: TrainConfig) -> Iterator[str]:
+    """One line for every role that lives on ranks of its own in the run."""
+    for role in roles_in_use(config):
+        if (ranks := getattr(config, role).ranks) != ALL:
+            yield f"{role}: its layout is verified on all ranks of this small world, instead of {role}.ranks = {ranks}"
 
 
 def _write_models(

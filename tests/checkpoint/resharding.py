@@ -10,7 +10,6 @@ import re
 from dataclasses import replace
 
 import torch
-import torch.distributed as dist
 
 from megappo.engine.whole_batch import pass_whole_batch
 
@@ -233,9 +232,9 @@ def whole_state(engine, groups):
     for name, parameter in engine.named_parameters().items():
         for kind, values in local_optimizer_state(engine, parameter, steps).items():
             kinds.setdefault(kind, {})[name] = values
-    every = [step for theirs in runs.gathered(sorted(steps)) for step in theirs]
+    every = [step for theirs in runs.gathered(sorted(steps), groups.host) for step in theirs]
     whole = {"step": torch.tensor(sorted(set(every)))}
-    for kind in sorted({kind for theirs in runs.gathered(sorted(kinds)) for kind in theirs}):
+    for kind in sorted({kind for theirs in runs.gathered(sorted(kinds), groups.host) for kind in theirs}):
         whole |= {f"{kind} {name}": tensor for name, tensor in assemble(kinds.get(kind, {}), engine, groups).items()}
     return whole
 
@@ -280,11 +279,11 @@ def assemble(mine, engine, groups):
     arch, critic = engine.chunks[0].arch, engine.name == "critic"
     held = [
         (piece.hf, box, as_2d(mine[piece.local])[piece.row : piece.row + box.rows, piece.col : piece.col + box.cols].clone())
-        for piece in megatron_pieces(arch, groups.layout, dist.get_rank(), critic)
+        for piece in megatron_pieces(arch, groups.layout, groups.position, critic)
         if piece.local in mine and (box := piece.box)
     ]
     whole = {name: torch.full(shape, torch.nan) for name, shape in hf_tensors(arch, critic).items()}
-    for theirs in runs.gathered(held):
+    for theirs in runs.gathered(held, groups.host):
         for name, box, values in theirs:
             target, known = as_2d(whole[name])[box.r0 : box.r1, box.c0 : box.c1], ~values.isnan()
             twice = known & ~target.isnan()

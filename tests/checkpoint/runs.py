@@ -115,7 +115,7 @@ def fill(chunks, groups, critic, seed):
     with torch.no_grad():
         for parameter in parameters.values():
             parameter.zero_()  # padding of the vocabulary
-        for piece in megatron_pieces(model, groups.layout, dist.get_rank(), critic):
+        for piece in megatron_pieces(model, groups.layout, groups.position, critic):
             box = piece.box
             target = as_2d(parameters[piece.local])[piece.row : piece.row + box.rows, piece.col : piece.col + box.cols]
             target.copy_(as_2d(whole[piece.hf])[box.r0 : box.r1, box.c0 : box.c1])
@@ -245,7 +245,7 @@ def store(path, keep_last=3, owner="a1b2", **options):
     return CheckpointStore(path, keep_last, owner=owner, **options)
 
 
-def gathered(value):
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+def gathered(value, group=None):
+    values = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
     return values

@@ -612,7 +612,7 @@ def run_megatron(rank: int, path: str, folder: str) -> dict[str, dict[str, str]]
     found: dict[str, dict[str, str]] = {}
     for name, sizes in TWO_RANKS.items():
         parallel = ParallelConfig.model_validate(sizes)
-        engines.connect([parallel])
+        engines.connect([PolicyConfig(model=path, parallel=parallel)])
         found[name] = {
             check.__name__: outcome(check, World(engines, parallel, path, Path(folder, name.replace(" ", "_"), check.__name__)))
             for check in CHECKS

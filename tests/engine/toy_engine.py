@@ -22,7 +22,9 @@ from megappo.engine.base import LogitsDtype, LogprobQuery, PassResult, StepResul
 from megappo.engine.factory import EngineSpec
 from megappo.models.pieces import Box, Piece, PieceMap, as_2d
 from megappo.parallel.balance import plan_micro_batches
+from megappo.parallel.placement import Placement
 from megappo.parallel.shares import Shares
+from megappo.platform.device import world_group
 
 
 class ToyOutput:
@@ -52,10 +54,6 @@ class ToyEngine:
     output = ToyOutput
     shares = Shares.of_all([0])
 
-    @property
-    def group(self) -> Any:
-        return dist.group.WORLD
-
     def __init__(self, spec: EngineSpec) -> None:
         self.name, self.arch, self.value_head = spec.role, spec.arch, spec.value_head is not None
         self._budget, self._loads_head, self._updates = spec.section.micro_batch_tokens, True, 0
@@ -84,6 +82,14 @@ class ToyEngine:
             drawn = torch.randn(weight.shape, generator=torch.Generator().manual_seed(spec.seed))
             weight.copy_(drawn * (spec.arch.hidden_size + 1) ** -0.5)
         torch.nn.init.zeros_(self._model.score.bias)
+
+    @property
+    def placement(self) -> Placement:
+        return Placement.whole(1)
+
+    @property
+    def host_group(self) -> dist.ProcessGroup:
+        return world_group()
 
     def named_parameters(self) -> dict[str, torch.nn.Parameter]:
         return self._weights

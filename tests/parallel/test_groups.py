@@ -23,7 +23,7 @@ def waits(rank: int, case: str) -> tuple[str, float]:
 
     start_s = PASS_S if case == "absent from the first pass" else START_S
     timeouts = TimeoutsConfig(start_s=start_s, pass_s=PASS_S / 2 if start_s == PASS_S else PASS_S, meeting_s=60)
-    groups = build_groups(ParallelLayout(3), timeouts)
+    groups = build_groups(ParallelLayout(3), timeouts=timeouts)
     if case in ("settled", "absent from a pass"):
         settle([groups], timeouts)
     groups.meet("the test")

@@ -18,6 +18,7 @@ import numpy
 import pytest
 import torch.distributed as dist
 
+from megappo.parallel.groups import meet
 from megappo.parallel.meeting import RankIsLate
 from megappo.rollout.generation import gather_responses, generate
 from megappo.rollout.types import Replica, Request, Response, SamplingParams, Segment
@@ -40,11 +41,14 @@ class CountingEngine:
     name = "counting"
 
     def __init__(self, replica: Replica, step_s: float = 0.0, meeting_s: float = 60.0) -> None:
-        self.replica, self.meeting_s, self.step_s = replica, meeting_s, step_s
+        self.replica, self._meeting_s, self.step_s = replica, meeting_s, step_s
         self.running: dict[int, list[int]] = {}
         self.submitted: list[tuple[int, list[int]]] = []  # steps before, numbers
         self.ages: dict[int, int] = {}  # of the running requests, in steps
         self.steps, self.most, self.entered = 0, 0, 0
+
+    def meet(self, before: str) -> None:
+        meet(before, self._meeting_s)
 
     @contextlib.contextmanager
     def serving(self) -> Iterator[None]:

@@ -18,16 +18,16 @@ from megappo.trainer.updates import MiniBatch, UpdateSummary, run_updates
 from tests.models.test_flops import LLAMA_7B
 
 CPU = torch.device("cpu")
+RANKS = 2
 BATCH = PackedBatch(torch.zeros(10, dtype=torch.long), cu_seqlens_of([4, 6]))
 LENGTHS, RESPONSES = torch.tensor([4, 6]), torch.tensor([2, 3])
 CRITIC = replace(LLAMA_7B, num_layers=2)
 MODELS = {
-    "policy": RoleModel(LLAMA_7B, False, "none", 100.0),
-    "critic": RoleModel(CRITIC, True, "full", 50.0),
-    "reference": RoleModel(LLAMA_7B, False, "none", 100.0),
+    "policy": RoleModel(LLAMA_7B, False, "none", 100.0, range(RANKS)),
+    "critic": RoleModel(CRITIC, True, "full", 50.0, range(RANKS)),
+    "reference": RoleModel(LLAMA_7B, False, "none", 100.0, range(RANKS)),
 }
 SECONDS = {"generate": 4.0, "logprobs": 1.0, "update_critic": 0.5, "update_policy": 2.0}
-RANKS = 2
 
 
 def updates(*minis: torch.Tensor) -> UpdateSummary:
@@ -35,7 +35,7 @@ def updates(*minis: torch.Tensor) -> UpdateSummary:
 
 
 def figures(models=MODELS, critic=updates(LENGTHS), policy=updates(LENGTHS)) -> dict[str, float]:
-    work = StepWork.of_step(models, LENGTHS, RESPONSES, critic, policy, RANKS)
+    work = StepWork.of_step(models, LENGTHS, RESPONSES, critic, policy, range(RANKS))
     return work.metrics(SECONDS, step_s=10.0)
 
 

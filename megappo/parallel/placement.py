@@ -1,0 +1,71 @@
+"""Placement as a value: the ranks of the world on which a role lives, and their positions in its layout.
+
+A `ParallelLayout` counts positions from 0; position p of a role is the p-th of its ranks. Pure arithmetic without
+torch.distributed, for worlds that do not exist here too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+from megappo.config.rank_ranges import ALL, ranges_text, ranks_of
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Ranks of a role, increasing, in a world of `world_size` ranks. ValueError if there are none, or others than these."""
+
+    ranks: tuple[int, ...]
+    world_size: int
+
+    def __post_init__(self) -> None:
+        if not self.ranks or any(a >= b for a, b in zip(self.ranks, self.ranks[1:])):
+            raise ValueError(f"ranks {list(self.ranks)[:8]} of a role must be increasing, and at least one")
+        if self.ranks[0] < 0 or self.ranks[-1] >= self.world_size:
+            raise ValueError(f"ranks {ranges_text(self.ranks)} are outside a world of {self.world_size}")
+
+    @classmethod
+    def whole(cls, world_size: int) -> Placement:
+        """All ranks of the world."""
+        return cls(tuple(range(world_size)), world_size)
+
+    @property
+    def is_whole(self) -> bool:
+        return len(self.ranks) == self.world_size
+
+    def __len__(self) -> int:
+        return len(self.ranks)
+
+    def __contains__(self, rank: int) -> bool:
+        return rank in self._positions
+
+    def rank_of(self, position: int) -> int:
+        """World rank of a position of the layout."""
+        return self.ranks[position]
+
+    def position_of(self, rank: int) -> int:
+        """Position of a world rank that the role lives on; KeyError for another one."""
+        return self._positions[rank]
+
+    def ranks_of(self, positions: Iterable[int]) -> list[int]:
+        """World ranks of positions, in their order."""
+        return [self.ranks[position] for position in positions]
+
+    def overlaps(self, other: Placement) -> bool:
+        """True if the two share a rank."""
+        return not self._positions.keys().isdisjoint(other._positions)
+
+    def __str__(self) -> str:
+        """As a user writes it."""
+        return ALL if self.is_whole else ranges_text(self.ranks)
+
+    @cached_property
+    def _positions(self) -> dict[int, int]:
+        return {rank: position for position, rank in enumerate(self.ranks)}
+
+
+def placement_of(ranks: str, world_size: int) -> Placement:
+    """Placement of a key `ranks`. ValueError, without the key, as `config.rank_ranges.ranks_of`."""
+    return Placement(ranks_of(ranks, world_size), world_size)
