@@ -127,7 +127,7 @@ class PPO:
             updates.run("critic")
         with timers.stage("update_policy"):
             updates.run("policy")
-            critic, policy = updates.summary("critic"), updates.summary("policy")
+        critic, policy = updates.summary("critic"), updates.summary("policy")
 
         if self.is_due(step, config.run.replica_check_every):  # before wrong weights reach the sampler or a checkpoint
             with timers.stage("check_replicas"):

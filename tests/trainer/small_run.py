@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy
 import torch
+import torch.distributed as dist
 import transformers
 import yaml
 
@@ -88,4 +89,4 @@ def run_many(rank: int, runs: list[tuple[dict[str, Any], bool]]) -> None:
         path = Path(config["run"]["output_dir"]).parent / f"{config['run']['name']}.{rank}.yaml"
         path.write_text(yaml.safe_dump(config))
         loaded = load_config(str(path), [])
-        train(loaded, plan_run(loaded, 2, "cpu", resume=resume).data, resume=resume)
+        train(loaded, plan_run(loaded, dist.get_world_size(), "cpu", resume=resume).data, resume=resume)
