@@ -191,7 +191,12 @@ class HuggingFaceTokenizer:
 
     def identity(self) -> dict[str, str]:
         day = {"day": str(date.today())} if "strftime_now" in repr(self._tokenizer.chat_template) else {}
-        return {"files": self.fingerprint, **_versions("transformers", "tokenizers", "sentencepiece", "jinja2"), **day}
+        # The same files make another tokenizer beside another config.json: transformers takes its class from there.
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        made = f"{type(self._tokenizer).__qualname__} {'' if backend is None else backend.to_str()}"
+        loaded = hashlib.sha256(made.encode("utf-8", "surrogatepass")).hexdigest()
+        versions = _versions("transformers", "tokenizers", "sentencepiece", "jinja2")
+        return {"files": self.fingerprint, "loaded": loaded, **versions, **day}
 
     def save(self, directory: str | Path) -> None:
         _copy(self._files, Path(directory))

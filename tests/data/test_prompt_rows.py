@@ -183,6 +183,19 @@ def test_a_template_that_writes_the_day_is_tokenised_each_day(tmp_path: Path) ->
     assert load_tokenizer(folder).identity()["day"] == str(datetime.date.today())
 
 
+def test_the_same_files_beside_another_model_are_another_tokenizer(tmp_path: Path) -> None:
+    """transformers takes the class from config.json, and Qwen2's splits numbers into digits whatever the files say."""
+    made = {}
+    for kind in ("qwen2", "qwen3", "llama"):
+        folder = write_hf_tokenizer(tmp_path / kind)
+        (folder / "config.json").write_text(json.dumps({"model_type": kind}))
+        made[kind] = load_tokenizer(folder)
+    text = "now 12345"
+    assert made["qwen2"].encode(text) != made["qwen3"].encode(text) == made["llama"].encode(text)
+    assert made["qwen2"].fingerprint == made["qwen3"].fingerprint
+    assert made["qwen2"].identity() != made["qwen3"].identity() == made["llama"].identity()
+
+
 def test_demonstrations_are_read_again_from_their_rows(tmp_path: Path, char: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = [{"prompt": "1" * (1 + n % 3), "answer": "2" * (1 + n % 2)} for n in range(20)]
     spec, rules = write_jsonl(tmp_path / "a.jsonl", lines), DemonstrationRules("prompt", "answer", PLAIN, 6)
