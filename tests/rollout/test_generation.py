@@ -160,7 +160,7 @@ def interrupt(responses: list[Response]) -> None:
 
 
 def run_megatron(rank: int, path: str, sizes: dict[str, int]) -> dict[str, Any]:
-    engine = MegatronRollout(make_policy(path, ParallelLayout(RANKS, **sizes)).engine)
+    engine = MegatronRollout(make_policy(path, ParallelLayout(RANKS, **sizes)).engine._engine)
     engine.push_weights(1)
     few, sampling = requests(7), dataclasses.replace(PLAIN, max_tokens=12)
     kept = dataclasses.replace(KEPT, max_tokens=12)

@@ -94,7 +94,7 @@ def requests() -> list[Request]:
 def push_and_draw(engine: VllmEngine, policy: Any, version: int) -> dict[str, Any]:
     metrics = engine.push_weights(version)
     responses = generate_all(engine, requests(), GREEDY)
-    greedy = generate_all(MegatronRollout(policy.engine), requests(), GREEDY)
+    greedy = generate_all(MegatronRollout(policy.engine._engine), requests(), GREEDY)
     return {
         "distance": distance(policy, requests(), responses),
         "same_tokens": [r.tokens.tolist() for r in responses] == [r.tokens.tolist() for r in greedy],

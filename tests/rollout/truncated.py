@@ -19,7 +19,6 @@ from megappo.rollout.vllm_engine import VllmEngine
 from megappo.trainer.experience import pack_experience
 from megappo.trainer.roles import LanguageModel
 from megappo.trainer.sampler_check import compare_with_sampler
-from tests.engine.whole import Whole
 
 from .responses import generate_all
 
@@ -54,7 +53,7 @@ def differences(
 
 
 def of_trainer(policy: Any, batch: PackedBatch, sampling: SamplingParams) -> Tensor:
-    logprob, _ = LanguageModel(Whole(policy.engine), sampling.temperature).logprobs(batch, want_entropy=False)
+    logprob, _ = LanguageModel(policy.engine, sampling.temperature).logprobs(batch, want_entropy=False)
     return logprob
 
 
@@ -67,7 +66,7 @@ def measure(engine: VllmEngine, policy: Any, requests: Sequence[Request]) -> dic
     worded = generate_all(engine, requests, dataclasses.replace(SAMPLING, stop=(f"<{drawn[1].tokens[4]}>",)))
     engine._detokenize = None
     few = [dataclasses.replace(request, prompt=request.prompt[:20]) for request in requests[:3]]
-    by_trainer = generate_all(MegatronRollout(policy.engine), few, dataclasses.replace(SAMPLING, max_tokens=4))
+    by_trainer = generate_all(MegatronRollout(policy.engine._engine), few, dataclasses.replace(SAMPLING, max_tokens=4))
     return {
         "vllm": differences(policy, requests, drawn, SAMPLING),
         "top_k": differences(policy, requests, generate_all(engine, requests, TOP_K), TOP_K),
@@ -88,7 +87,7 @@ def measure_ties(engine: VllmEngine, policy: Any, requests: Sequence[Request], v
             change(weight)
         engine.push_weights(version)
         responses = generate_all(engine, requests, TOP_K)
-        by_trainer = generate_all(MegatronRollout(policy.engine), requests[:2], dataclasses.replace(TOP_K, max_tokens=2))
+        by_trainer = generate_all(MegatronRollout(policy.engine._engine), requests[:2], dataclasses.replace(TOP_K, max_tokens=2))
         found[name] = {
             "vllm": differences(policy, requests, responses, TOP_K),
             "megatron": differences(policy, requests[:2], by_trainer, TOP_K),
