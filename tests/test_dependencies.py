@@ -32,6 +32,7 @@ ALLOWED_PARTS = {
     "checkpoint/": {"parallel", "platform", "resilience"},  # how the writer process is started
     "data/": {"cache_dir", "config"},
     "rewards/": {"config", "resilience"},
+    "experience/": {"algo", "data", "parallel", "platform"},
     "convert/": {"config"},
     "runs/": {"checkpoint", "config", "resilience", "telemetry"},
     "trajectories/": {"arguments", "config", "telemetry"},

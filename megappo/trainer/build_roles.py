@@ -111,12 +111,14 @@ def build_roles(config: TrainConfig, engines: EngineFactory, total_updates: Mapp
         {name: role for name, role in built.items() if role is not None},
         placements,
         tuple(name for name in sections if name in total_updates),
-        {name: shares_of_role(section, placements[name]) for name, section in sections.items()},
+        {name: _shares_of(built[name], section, placements[name]) for name, section in sections.items()},
     )
 
 
-def shares_of_role(section: RoleConfig, placement: Placement) -> Shares:
-    """Shares of a batch among the replicas of a role, known on every rank."""
+def _shares_of(role: Role | None, section: RoleConfig, placement: Placement) -> Shares:
+    """Shares of a batch among the replicas of a role: its engine knows them, and ranks without it those of its section."""
+    if role is not None:
+        return role.engine.shares
     return shares_of(layout_of(section.parallel, len(placement)), placement.ranks)
 
 
