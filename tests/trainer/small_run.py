@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy
 import torch
-import torch.distributed as dist
 import transformers
 import yaml
 
@@ -89,4 +88,4 @@ def run_many(rank: int, runs: list[tuple[dict[str, Any], bool]]) -> None:
         path = Path(config["run"]["output_dir"]).parent / f"{config['run']['name']}.{rank}.yaml"
         path.write_text(yaml.safe_dump(config))
         loaded = load_config(str(path), [])
-        train(loaded, plan_run(loaded, dist.get_world_size(), "cpu", resume=resume).data, resume=resume)
+        train(loaded, plan_run(loaded, config["run"]["num_ranks"], "cpu", resume=resume).data, resume=resume)
