@@ -133,12 +133,16 @@ def first_of_two_fails(world: World, folder: Path) -> str:
 
 def spoil(engine: Any) -> None:
     """Its tensors cannot be read, as a disk cannot be written."""
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
     save_state = engine.save_state
 
     def broken(**how: Any) -> Any:
         state = save_state(**how)
-        entry = next(iter(state["model"]["0"].values()))
-        entry.data = entry.data.to("meta")
+        for entry in nested_values(state["model"]):  # all: which of them this rank writes depends on the placement
+            if isinstance(entry, ShardedTensor):
+                entry.data = entry.data.to("meta")
         return state
 
     engine.save_state = broken
