@@ -1,5 +1,6 @@
-"""PPO by `megappo launch` on two nodes: the first one trains, the second one generates. Its numbers are those of a job that does both
-on the same two ranks; both run at the same time.
+"""PPO by `megappo launch` on two nodes, of which the first one trains and the second one generates.
+
+The oracle is a job that does both on the same two ranks, at the same time as the first one.
 """
 
 from __future__ import annotations
