@@ -14,9 +14,10 @@ from tests.launch.cluster import NODES, Cluster
 from tests.launch.test_ppo_on_slurm import ROOT, START_S, STEP_S, Launched, are_running, launch, process_of, write_quickstart
 from tests.trainer.test_placed_run import NAMES, responses, rows
 
-STEPS = 3
+STEPS = 8  # of half a second: the ranks are looked at after the first one
 TRAINING, GENERATING = (0, 1), (2, 3)
-ENGINE = {
+BOTH = {
+    "critic.warmup_steps": 0,
     "rollout.engine": "vllm",
     "rollout.tp": 2,
     "rollout.kv_cache_gib": 0.03,
@@ -58,8 +59,8 @@ def story(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Story:
         patch.setenv("SLURM_CONF", cluster.environment["SLURM_CONF"])
         patch.chdir(ROOT)
         write_quickstart(folder)
-        apart = launch(folder, "apart", STEPS, **ENGINE, **APART)
-        colocated = launch(folder, "colocated", STEPS, "--nodes", "1", **ENGINE)
+        apart = launch(folder, "apart", STEPS, **BOTH, **APART)
+        colocated = launch(folder, "colocated", STEPS, "--nodes", "1", **BOTH)
     cluster.wait_for("both jobs", lambda: are_running(cluster, apart, colocated), STEP_S, apart.log)
     cluster.wait_for("a step", lambda: 1 in apart.steps() or cluster.has_ended(apart.job), START_S, apart.log)
     assert apart.steps(), apart.log.read_text()
@@ -86,5 +87,6 @@ def test_weights_that_cross_nodes_change_no_number(story: Story) -> None:
     assert len(ours) == len(theirs) == STEPS
     for one, other in zip(ours, theirs):
         assert {key: one[key] for key in NAMES} == pytest.approx({key: other[key] for key in NAMES}, rel=1e-4, abs=1e-5)
+    assert theirs[-1]["kl/per_token"] > 1e-3, "weights that stayed behind would be seen"
     assert len(responses(story.folder, "apart")) == STEPS * 16
     assert responses(story.folder, "apart") == responses(story.folder, "colocated")
