@@ -25,7 +25,9 @@ from pathlib import Path
 from megappo.config.checks import LAUNCHES
 from megappo.config.dump import dump_yaml
 from megappo.config.errors import ConfigError, problem
+from megappo.config.layout_checks import placement_problems, roles_in_use
 from megappo.config.paths import odd_character
+from megappo.config.rank_ranges import ranges_text, ranks_of
 from megappo.config.redaction import redacted
 from megappo.config.schema import TrainConfig
 from megappo.launch import slurm
@@ -63,11 +65,7 @@ def check_job(config: TrainConfig, job: Job, limits: Limits) -> None:
         raise ConfigError(problem("run.num_ranks", ranks, fix))
     _check_options(job, limits)
     _check_mounts(job)
-    for key, tp in _tensor_parallel(config).items():
-        # A tensor-parallel group must lie within a node or consist of whole nodes.
-        if job.nodes > 1 and job.ranks_per_node % tp != 0 and tp % job.ranks_per_node != 0:
-            fix = f"does not divide the {job.ranks_per_node} GPUs of a node, so groups would lie across two nodes; use a divisor"
-            raise ConfigError(problem(key, tp, fix))
+    _check_nodes(config, job)
     if job.max_requeues:
         require_resumable(config, "a requeued job", "--max-requeues 0")
     limit_s = slurm.parse_time(limits.time) if limits.time is not None else None
@@ -144,9 +142,36 @@ def _check_mounts(job: Job) -> None:
         raise ConfigError(f"--container: the working directory {directory} cannot be mounted, for {min(bad)!r} in its name")
 
 
-def _tensor_parallel(config: TrainConfig) -> dict[str, int]:
-    vllm = {"rollout.tp": config.rollout.tp} if config.rollout.engine == "vllm" else {}
-    return {"policy.parallel.tp": config.policy.parallel.tp, "critic.parallel.tp": config.critic.parallel.tp, **vllm}
+def _tensor_parallel(config: TrainConfig) -> dict[str, tuple[int, str]]:
+    """Key -> its size, and the ranks that are cut into groups of this size."""
+    found = {f"{role}.parallel.tp": (sizes.tp, getattr(config, role).ranks) for role, sizes in roles_in_use(config).items()}
+    return found | ({"rollout.tp": (config.rollout.tp, config.rollout.ranks)} if config.rollout.engine == "vllm" else {})
+
+
+def _check_nodes(config: TrainConfig, job: Job) -> None:
+    """A tensor-parallel group must lie within a node or consist of whole nodes."""
+    if next(placement_problems(config, job.world_size), None) is not None:
+        return  # the plan's to report
+    per_node = job.ranks_per_node
+    for key, (tp, text) in _tensor_parallel(config).items():
+        ranks = ranks_of(text, job.world_size)
+        groups = [ranks[first : first + tp] for first in range(0, len(ranks), tp)]
+        if (cut := next((group for group in groups if _cuts_nodes(group, per_node)), None)) is None:
+            continue
+        if per_node % tp != 0 and tp % per_node != 0:
+            fix = f"does not divide the {per_node} GPUs of a node, so groups would lie across two nodes; use a divisor"
+            raise ConfigError(problem(key, tp, fix))
+        fix = (
+            f"ranks {ranges_text(cut)} would be a group of {key} = {tp} across nodes of {per_node} ranks; "
+            f"let each range begin at a multiple of {tp} and name a multiple of {tp} ranks"
+        )
+        raise ConfigError(problem(f"{key.partition('.')[0]}.ranks", text, fix))
+
+
+def _cuts_nodes(group: Sequence[int], per_node: int) -> bool:
+    """True for ranks on several nodes that are not all ranks of them."""
+    num_nodes = len({rank // per_node for rank in group})
+    return num_nodes > 1 and len(group) != num_nodes * per_node
 
 
 def check_cluster(job: Job, limits: Limits) -> None:
@@ -194,7 +219,7 @@ def remarks(config: TrainConfig, job: Job, limits: Limits) -> list[str]:
     if job.gpus and job.cpus_per_rank is None and not any(option.startswith("--exclusive") for option in job.options):
         shared = "one core per rank" if job.launcher == "srun" else "one core for all ranks of a node"
         notes.append(f"no --cpus-per-rank: the cluster's default holds, which may be {shared}")
-    for key, tp in _tensor_parallel(config).items():
+    for key, (tp, _) in _tensor_parallel(config).items():
         if tp > job.ranks_per_node:
             notes.append(f"{key} = {tp}: crosses nodes of {job.ranks_per_node} GPUs, so every layer waits for the network")
     return notes

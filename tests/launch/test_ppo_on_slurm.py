@@ -50,7 +50,8 @@ def write_quickstart(folder: Path) -> None:
     write_arithmetic(folder / "data", 200, 20, 10, 0, TASK, 0.0)
 
 
-def launch(folder: Path, name: str, steps: int, *options: str) -> Launched:
+def launch(folder: Path, name: str, steps: int, *options: str, **changes: object) -> Launched:
+    """Submit a run of `write_quickstart`'s files. changes: dotted keys of the configuration."""
     overrides = {
         "run.name": name,
         "run.output_dir": folder / "runs",
@@ -70,6 +71,7 @@ def launch(folder: Path, name: str, steps: int, *options: str) -> Launched:
         "rollout.engine": "megatron",
         "checkpoint.export_at_end": "false",
         "checkpoint.save_every": 0,  # what the rank that is killed did is lost
+        **changes,
     }
     arguments = ["launch", str(ROOT / "configs" / "quickstart.yaml"), "--nodes", "2", "--gpus-per-node", "2", *options]
     assert cli.main([*arguments, *(f"{key}={value}" for key, value in overrides.items())]) == 0
@@ -83,7 +85,8 @@ def process_of(rank: int, launched: Launched) -> psutil.Process:
         command = process.info["cmdline"] or []
         if "megappo" in command and "train" in command and "-c" not in command and "torch" not in " ".join(command):
             environment = process.environ()
-            if environment.get("MEGAPPO_ATTEMPT_DIR", "").startswith(str(launched.folder)) and environment.get("RANK") == str(rank):
+            own = environment.get("RANK", environment.get("SLURM_PROCID"))  # torchrun's; srun sets the other one alone
+            if environment.get("MEGAPPO_ATTEMPT_DIR", "").startswith(str(launched.folder)) and own == str(rank):
                 return process
     raise AssertionError(f"no process of rank {rank}")
 

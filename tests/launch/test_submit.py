@@ -56,6 +56,19 @@ MISTAKES = {
         ["--nodes", "4", "--gpus-per-node", "3", "run.num_ranks=12", "policy.parallel.tp=2"],
         "policy.parallel.tp = 2: does not divide the 3 GPUs of a node",
     ),
+    "ranks of a third node": (
+        [*TWO_BY_TWO, "critic.ranks=0-1", "rollout.ranks=2-5"],
+        'rollout.ranks = "2-5": 2-5 is outside the world, which has ranks 0-3; name ranks below 4, or start more',
+    ),
+    "a node without work": (
+        [*TWO_BY_TWO, "policy.ranks=0-1", "critic.ranks=0-1", "reference.ranks=0-1", "rollout.ranks=0-1"],
+        'rollout.ranks = "0-1": ranks 2-3 of the world would have no role',
+    ),
+    "ranks of two nodes": (
+        [*TWO_BY_TWO, "policy.ranks=1-2", "policy.parallel.tp=2"],
+        'policy.ranks = "1-2": ranks 1-2 would be a group of policy.parallel.tp = 2 across nodes of 2 ranks; let each range begin',
+    ),
+    "a replica on two nodes": ([*TWO_BY_TWO, "rollout.ranks=0,2", "rollout.tp=2"], 'rollout.ranks = "0,2": ranks 0,2 would be'),
     "time": ([*TWO_BY_TWO, "--time", "4"], "--time 4: too short for one checkpoint: Slurm asks for it up to 240 s before the end"),
     "no time": ([*TWO_BY_TWO, "--time", "tomorrow"], "--time tomorrow: not a time"),
     "lead": ([*TWO_BY_TWO, "--time", "1:00:00", "--signal-lead", "3600"], "--signal-lead 3600"),
@@ -98,6 +111,25 @@ def test_mistakes_are_refused_in_one_line(tmp_path: Path, capsys, monkeypatch, c
     assert (code, out) == (2, "") and err.startswith("megappo: ") and err.count("\n") == 1, err
     assert message in err
     assert files_of(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    "size, overrides",
+    [
+        ((2, 2), ["policy.ranks=0-1", "critic.ranks=0-1", "reference.ranks=0-1", "rollout.ranks=2-3", "rollout.tp=2"]),
+        ((3, 2), ["policy.ranks=0-3", "rollout.ranks=2-5", "rollout.tp=4"]),  # two whole nodes
+        ((2, 4), ["critic.ranks=1-2", "critic.parallel.tp=2", "critic.parallel.pp=1"]),  # no multiples of 2, but on one node
+    ],
+    ids=["apart", "whole nodes", "inside"],
+)
+def test_groups_on_one_node_or_on_whole_nodes_are_taken(
+    tmp_path: Path, capsys, size: tuple[int, int], overrides: list[str]
+) -> None:
+    nodes, per_node = size
+    ranks = f"run.num_ranks={nodes * per_node}"
+    config = write_run(tmp_path)
+    code, out, err = launch(capsys, config, "--nodes", nodes, "--gpus-per-node", per_node, "--dry-run", ranks, *overrides)
+    assert (code, err) == (0, "") and out.startswith("#!/bin/bash\n")
 
 
 def test_without_slurm_it_says_what_else_can_be_done(tmp_path: Path, capsys, monkeypatch) -> None:
