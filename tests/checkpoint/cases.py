@@ -262,9 +262,9 @@ def corruption(layouts, place):
     verification.logger.addHandler(collector := Collector(warnings))
     unwatched = store_module.load_sharded
 
-    def watched(state, directory):
+    def watched(state, directory, *group):
         opened.append(directory.parts[-3])
-        return unwatched(state, directory)
+        return unwatched(state, directory, *group)
 
     store_module.load_sharded = watched
     for file in FILES:
