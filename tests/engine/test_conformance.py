@@ -486,7 +486,7 @@ def shares_are_of_all_ranks_and_say_who_holds_what(world: World) -> None:
     engine, rank = world.sharing_policy(), dist.get_rank()
     shares, found = engine.shares, [None] * dist.get_world_size()
     members = sorted(rank for ranks in shares.members for rank in ranks)
-    assert members == sorted(dist.get_process_group_ranks(engine.group)) == list(range(dist.get_world_size()))
+    assert members == sorted(dist.get_process_group_ranks(engine.host_group)) == list(range(dist.get_world_size()))
     for ranks, holders, readers in zip(shares.members, shares.holders, shares.readers, strict=True):
         assert holders and len({*holders, *readers}) == len(holders) + len(readers) and {*holders, *readers} <= {*ranks}
     assert rank in shares.members[shares.index_of(rank)]

@@ -111,7 +111,7 @@ def diverged(path: str, own: dict[str, Any]) -> str:
     if own["critic"] is None:
         return ""
     _, critic = build_roles(path, own["critic"], budget=64)
-    critic.engine._passes = dist.get_rank()
+    critic.engine._engine._passes = dist.get_rank()
     with pytest.raises(ScheduleDiverged) as error:
         critic.values(recorded_batch())
     return str(error.value)

@@ -17,11 +17,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megappo.bridge.sync import WeightSync
+from megappo.bridge.sync import Route, WeightSync
 from megappo.config.run_sections import TimeoutsConfig
 from megappo.models.hf_config import read_arch
 from megappo.parallel.groups import meet
 from megappo.parallel.layout import ParallelLayout
+from megappo.rollout.generation import generate
 from megappo.rollout.subworld import SubWorld, prepare_rollout_world
 from megappo.rollout.types import Request, SamplingParams
 from megappo.rollout.vllm_engine import VllmEngine
@@ -30,10 +31,11 @@ from ..bridge.engines import HeldPolicy, policy_tensors, read_checkpoint
 from ..models.checkpoints import write_checkpoint
 from ..worlds import WorldError, spawn_world
 from .engines import garbage_kept, make_engine
+from .responses import generate_all
 
 RANKS = 4
 SEEDED = SamplingParams(max_tokens=12, temperature=0.9)
-REQUESTS = [Request(tuple(range(3 + i, 40 + 7 * i)), seed=i) for i in range(6)]
+REQUESTS = [Request(i, tuple(range(3 + i, 40 + 7 * i)), seed=i) for i in range(6)]
 # name -> (world ranks of the engine, tp)
 CASES = {"two replicas": ((1, 3), 1), "one replica of tp 2": ((2, 3), 2)}
 TIMEOUTS = TimeoutsConfig(start_s=60, pass_s=20, meeting_s=60)
@@ -46,7 +48,9 @@ def fill(engine: VllmEngine, path: str, alone: dist.ProcessGroup) -> None:
     """Fill this rank's part of the engine from the checkpoint. alone: a group of this rank, which is the policy too."""
     arch, layout = read_arch(path), ParallelLayout(1)
     policy = HeldPolicy(arch, layout, policy_tensors(arch, layout, 0, read_checkpoint(path)))
-    WeightSync(policy, engine, alone).push(0)
+    rank = (dist.get_rank(),)
+    route = Route(arch, policy.pieces(), rank, rank, engine_tp=1)
+    WeightSync(policy, engine, route, engine.device, alone).push(0)
 
 
 def groups_of_one() -> dist.ProcessGroup:
@@ -55,7 +59,9 @@ def groups_of_one() -> dist.ProcessGroup:
 
 
 def answers(engine: VllmEngine) -> list[tuple]:
-    return [(response.tokens, response.logprobs, response.finish) for response in engine.generate(REQUESTS, SEEDED)]
+    with engine.in_world():
+        responses = generate_all(engine, REQUESTS, SEEDED)
+    return [(tuple(one.tokens.tolist()), tuple(one.logprobs.tolist()), one.finish) for one in responses]
 
 
 def train(group: dist.ProcessGroup, passes: int = 3) -> float:
@@ -136,7 +142,7 @@ def with_a_death(rank: int, path: str, folder: str) -> None:
             fill(engine, path, alone)
             if rank == 2:
                 engine._llm.llm_engine.step = lambda: os._exit(0)
-            engine.generate(REQUESTS, SEEDED)
+            generate(engine, REQUESTS, SEEDED)
     except RuntimeError as error:
         Path(folder, f"told {rank}").write_text(f"{type(error).__name__} {error}")
     # As a program ends after such an error. With 0, for the harness would end the others at once.

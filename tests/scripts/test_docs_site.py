@@ -21,9 +21,9 @@ def test_the_picture_of_a_step_is_the_code_s():
 def test_the_stages_are_the_designs_eight():
     stages = stages_of(LOOP.read_text(encoding="utf-8"))
     assert [stage.number for stage in stages] == list(range(1, 9))
-    assert ("make_requests", "trainer.experience") in stages[0].calls
+    assert ("requests_of_step", "trainer.experience") in stages[0].calls
     assert ("RolloutEngine.push_weights", "rollout.types") in stages[6].calls, "the loop's own methods are followed"
-    assert "batch" in stages[1].leaves and "batch" in stages[4].leaves
+    assert "experience" in stages[1].leaves and "experience" in stages[4].leaves
 
 
 def test_a_changed_loop_changes_the_picture():

@@ -55,7 +55,7 @@ def trainers_updates(trial: Any, passes: Any) -> None:
     experience = Experience.of_whole(passes.batch.with_fields(sequence_fields={"truncated": truncated}))
     engine = passes.role.engine
     sent = first_epoch(experience, engine.shares, update_reads(trial.role, algorithm), algorithm, seed=0)
-    run_updates(passes.role, mini_batches(sent, engine.shares, engine.group, algorithm, trial.response_tokens, seed=0))
+    run_updates(passes.role, mini_batches(sent, engine.shares, engine.host_group, algorithm, trial.response_tokens, seed=0))
 
 
 def main(folder: Path) -> None:
