@@ -13,6 +13,7 @@ from megappo.models.weight_map import VALUE_HEAD, hf_tensors
 from megappo.parallel.layout import ParallelLayout
 from megappo.parallel.placement import Placement
 from megappo.plan.estimate import Plan, samples_of_pass, sequences_at_once, work_out
+from megappo.plan.host_report import host_lines
 from megappo.plan.memory import RoleMemory
 from megappo.plan.phases import phases, tightest
 from megappo.plan.pipeline import bubble
@@ -31,6 +32,7 @@ def report(plan: Plan, data: RunData | None = None, notes: Sequence[str] = ()) -
         ["ranks", *_rank_lines(plan)],
         _memory_lines(plan),
         phase_lines(plan),
+        host_lines(plan),
         ["batch", *_batch_lines(plan)],
         ["checkpoints", *_checkpoint_lines(plan)],
     ]

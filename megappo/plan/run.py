@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from megappo.config.checks import Device
 from megappo.config.schema import SftConfig, TrainConfig
 from megappo.models.weight_map import hf_tensors
 from megappo.plan.estimate import Plan, make_plan
+from megappo.plan.host_report import host_warnings
 from megappo.plan.memory import Counter, count_parameters
 from megappo.plan.report import report
 from megappo.prepare.checks import CheckedSft, check_run, check_sft
@@ -52,6 +53,7 @@ def plan_run(
     config, train, fitted = fit_if_asked(config, world_size, shapes_only=shapes_only)
     checked = check_run(config, world_size, device, resume=resume, shapes_only=shapes_only)
     plan = make_plan(config, checked.archs, checked.layouts, world_size, device, device_memory, counter)
+    plan = replace(plan, warnings=(*plan.warnings, *host_warnings(plan)))
     if shapes_only:
         return PlannedRun(
             plan, None, (*fitted, *checked.notes, "only shapes were looked at: weights, tokenizer and data may be missing")

@@ -85,11 +85,11 @@ class Hardware:
 
 def load_hardware(name: str) -> Hardware:
     """Load a profile by its name or from a YAML file. ConfigError, one line, if `name` is neither."""
-    known = _profiles(PROFILES)
+    known = profiles(PROFILES)
     if name in known:
         return known[name]
     if Path(name).is_file():
-        own = _profiles(Path(name))
+        own = profiles(Path(name))
         if len(own) != 1:
             raise ConfigError(f"--gpu {name}: the file holds {len(own)} profiles; give it one")
         return next(iter(own.values()))
@@ -101,7 +101,7 @@ def hardware_of_gpu(device_name: str) -> Hardware | None:
     words = re.split(r"[\s_/-]+", device_name.lower())
     if "pcie" in words or "nvl" in words:  # other clocks than the SXM boards of the data sheets
         return None
-    return next((one for name, one in _profiles(PROFILES).items() if one.is_gpu() and name in words), None)
+    return next((one for name, one in profiles(PROFILES).items() if one.is_gpu() and name in words), None)
 
 
 def dump_hardware(hardware: Hardware) -> str:
@@ -113,7 +113,8 @@ def dump_hardware(hardware: Hardware) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _profiles(path: Path) -> dict[str, Hardware]:
+def profiles(path: Path) -> dict[str, Hardware]:
+    """Profiles of a file by their names."""
     return {name: hardware_of(name, values, str(path)) for name, values in read_yaml(path).data.items()}
 
 

@@ -227,7 +227,7 @@ def test_a_large_world_is_printed_compactly(tmp_path):
     plan = plan_of(path, overrides, 1024, "cuda", 80 * GIB)
     text = report(plan)
     assert all(len(line) <= 100 for line in text.splitlines() if str(tmp_path) not in line)
-    assert len(text.splitlines()) < 80
+    assert len(text.splitlines()) < 92
     assert "0-7 | 8-15 | ... | 1016-1023 (128 groups)" in text and "0,512 | 1,513 | ... | 511,1023 (512 groups)" in text
 
 
