@@ -185,7 +185,7 @@ def step(shape: Shape, rank: int, inner: Wire | None) -> Cost:
             for _mini in mini_batches(sent, shares, None, algorithm, shape.tokens, 7):
                 pass
     with meter.phase("metrics"):
-        _record(experience, agreement, score).totals
+        _ = _record(experience, agreement, score).totals  # computed when first read
     return Cost(meter, wire.bytes_sent, plan_of_step(table, shares, shape, rank, wire, algorithm))
 
 
