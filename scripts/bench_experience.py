@@ -139,11 +139,11 @@ def compared(costs: Mapping[Shape, Cost], old: tuple[float, float], here: Cost, 
     ns = old[0] + sum(1e9 * here.meter.processor_s[name] for name in phases) / here_tokens
     for shape, cost in costs.items():
         all_tokens = shape.samples * shape.tokens
+        peak, own_ns = max(cost.meter.peak.values()) / 2**20, 1e9 * processor_s(cost) / shape.own_tokens
         lines.append(
-            f"{shape.world:,} ranks, tp {shape.tp}: {1e9 * processor_s(cost) / shape.own_tokens:.0f} ns per own token (limit {LIMIT_NS}), "
-            f"{processor_s(cost):.3f} s (limit {LIMIT_S:g}), {max(cost.meter.peak.values()) / 2**20:.0f} MiB (limit {LIMIT_MIB:,}); "
-            f"old, extrapolated from {OLD_SAMPLES} samples: {ns:.0f} ns per token of all, {1e-9 * ns * all_tokens:.1f} s, "
-            f"{old[1] * all_tokens / 2**30:.1f} GiB without its fields"
+            f"{shape.world:,} ranks, tp {shape.tp}: {own_ns:.0f} ns per own token (limit {LIMIT_NS}), {processor_s(cost):.3f} s "
+            f"(limit {LIMIT_S:g}), {peak:.0f} MiB (limit {LIMIT_MIB:,}); old, extrapolated from {OLD_SAMPLES} samples: {ns:.0f} ns "
+            f"per token of all, {1e-9 * ns * all_tokens:.1f} s, {old[1] * all_tokens / 2**30:.1f} GiB without its fields"
         )
     return "\n".join(lines)
 
@@ -184,9 +184,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not shapes:
             continue
         costs = {shape: measured(work, shape, shape.world if work is of_world else 1) for shape in shapes}
-        print(
-            f"{'real worlds' if work is of_world else 'rank 0 alone'}, {shapes[0].samples:,} samples of about {args.tokens:,} tokens"
-        )
+        kind = "real worlds" if work is of_world else "rank 0 alone"
+        print(f"{kind}, {shapes[0].samples:,} samples of about {args.tokens:,} tokens")
         print(table_of(costs), flush=True)
         found |= costs
         if work is alone:
