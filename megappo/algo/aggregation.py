@@ -23,7 +23,8 @@ class TokenWeights(NamedTuple):
 
 def tokens_per_sequence(mask: Tensor, cu_seqlens: Tensor) -> Tensor:
     """[B] int64, number of true entries of mask [T] in each sequence."""
-    running = torch.cat((mask.new_zeros(1, dtype=torch.long), mask.long().cumsum(0)))
+    running = mask.new_zeros(mask.numel() + 1, dtype=torch.long)
+    torch.cumsum(mask, 0, out=running[1:])  # no copy: the sums are the largest tensor of a step that is not a field
     return running[cu_seqlens[1:].long()] - running[cu_seqlens[:-1].long()]
 
 

@@ -16,6 +16,9 @@ from torch import Tensor
 MIN_DEVIATION = 1e-6
 
 
+_CHUNK = 1 << 15  # tokens summed at once: their temporaries stay in the cache of a core
+
+
 class Summary(NamedTuple):
     """Summary as Python floats; nan without valid entries."""
 
@@ -27,11 +30,18 @@ class Summary(NamedTuple):
 
 def masked_moments(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """x [T], mask [T] bool -> fp64 (sums [3]: count, sum, sum of squares; maxima [2]: -min, max, both -inf without entries)."""
-    kept = torch.where(mask, x.double(), 0.0)
-    sums = torch.stack((mask.sum().double(), kept.sum(), kept.square().sum()))
-    extremes = torch.stack((torch.where(mask, -x.double(), -math.inf), torch.where(mask, x.double(), -math.inf)))
-    none = extremes.new_full((2, 1), -math.inf)
-    return sums, torch.cat((extremes, none), 1).amax(1)
+    sums, maxima = zip(*map(_moments_of_chunk, x.split(_CHUNK), mask.split(_CHUNK)))
+    return torch.stack(sums).sum(0), torch.stack(maxima).amax(0)
+
+
+def _moments_of_chunk(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    kept = torch.where(mask, x, 0).double()
+    sums = torch.stack((mask.sum().double(), kept.sum(), kept.square_().sum()))
+    if not x.numel():
+        return sums, sums.new_full((2,), -math.inf)
+    x = x if x.is_floating_point() else x.double()  # extremes are exact in the type of x: fp64 would double the memory
+    lowest, highest = torch.where(mask, x, math.inf).amin(), torch.where(mask, x, -math.inf).amax()
+    return sums, torch.stack((-lowest, highest)).double()
 
 
 def summarise(sums: Tensor, maxima: Tensor) -> Summary:
@@ -45,9 +55,10 @@ def summarise(sums: Tensor, maxima: Tensor) -> Summary:
 
 def regression_moments(value: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
     """[5] fp64 sums over the mask: count, R, R^2, R - V, (R - V)^2."""
-    target = torch.where(mask, returns.double(), 0.0)
-    error = torch.where(mask, returns.double() - value.double(), 0.0)
-    return torch.stack((mask.sum().double(), target.sum(), target.square().sum(), error.sum(), error.square().sum()))
+    target = torch.where(mask, returns, 0.0).double()
+    error = target - torch.where(mask, value, 0.0)
+    sums = mask.sum().double(), target.sum(), target.square_().sum(), error.sum(), error.square_().sum()
+    return torch.stack(sums)
 
 
 def explained_variance(moments: Tensor) -> float:

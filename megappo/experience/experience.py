@@ -115,7 +115,7 @@ class Experience:
         truncated. versions: [M] each, oldest and newest weights that sampled them.
         """
         rank, world_size = place_in_world()
-        table = SampleTable.agreed(numbers, _rows(drawn, versions, rank), num_samples)
+        table = SampleTable.agreed(numbers, rows_of(drawn, versions, rank), num_samples)
         experience = cls(table, Owners.drawn(table, world_size), drawn, rank, wire or world_wire())
         return experience.redistribute(Owners.spread(table, world_size))
 
@@ -138,13 +138,13 @@ class Experience:
         """Experience of a batch that every rank has, with the fields response_mask and truncated. Not collective."""
         rank, world_size = place_in_world()
         version = torch.zeros(batch.num_sequences, dtype=torch.int32)
-        table = _rows(batch, (version, version), 0)
+        table = rows_of(batch, (version, version), 0)
         owners = Owners.spread(table, world_size)
         return cls(table, owners, batch.select(owners.numbers(rank)), rank, world_wire())
 
 
-def _rows(batch: PackedBatch, versions: tuple[Tensor, Tensor], owner: int) -> SampleTable:
-    """Rows of the table for the samples of a batch."""
+def rows_of(batch: PackedBatch, versions: tuple[Tensor, Tensor], owner: int) -> SampleTable:
+    """Rows of the table for the samples of a batch, with response_mask and truncated. versions: as in `Experience.of_drawn`."""
     mask, lengths = batch["response_mask"], batch.lengths
     sampled = tokens_per_sequence(mask, batch.cu_seqlens)
     columns = (

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megappo.experience.table import SampleTable
-from megappo.parallel.balance import partition_balanced
+from megappo.parallel.balance import parts_balanced
 from megappo.parallel.shares import Shares
 
 
@@ -51,7 +51,4 @@ class Owners:
 
 def balanced(lengths: Tensor, count: int) -> Tensor:
     """[N] int64 share of each sample, shares of nearly equal tokens (`parallel.balance`)."""
-    share = torch.zeros(lengths.numel(), dtype=torch.long)
-    for index, part in enumerate(partition_balanced(lengths.tolist(), count)):
-        share[part] = index
-    return share
+    return torch.tensor(parts_balanced(lengths.tolist(), count), dtype=torch.long)

@@ -215,7 +215,10 @@ class _Legs:
 
 def _placed(values: Tensor, positions: Tensor, size: int, fill: int = 0) -> Tensor:
     """Values [n, ...] at these positions of a tensor of `size` rows."""
-    return values.new_full((size, *values.shape[1:]), fill).index_copy_(0, positions, values)
+    shape = (size, *values.shape[1:])
+    # Positions are distinct: as many as rows leave none to fill.
+    rows = values.new_empty(shape) if len(positions) == size else values.new_full(shape, fill)
+    return rows.index_copy_(0, positions, values)
 
 
 def _sums_of_parts(counts: Tensor, wire: Wire) -> Callable[[Sequence[int]], list[int]]:

@@ -12,6 +12,14 @@ from collections.abc import Sequence
 def partition_balanced(lengths: Sequence[int], num_parts: int) -> list[list[int]]:
     """Partition indices into `num_parts` parts of nearly equal token count; ties by index."""
     parts: list[list[int]] = [[] for _ in range(num_parts)]
+    for index, part in enumerate(parts_balanced(lengths, num_parts)):
+        parts[part].append(index)
+    return parts
+
+
+def parts_balanced(lengths: Sequence[int], num_parts: int) -> list[int]:
+    """Part of every index in `partition_balanced`."""
+    found = [0] * len(lengths)
     # A load and its part in one integer: they compare six times faster than a pair, which counts from 100,000 sequences on.
     bits = max(1, (num_parts - 1).bit_length())
     last = (1 << bits) - 1
@@ -19,9 +27,9 @@ def partition_balanced(lengths: Sequence[int], num_parts: int) -> list[list[int]
     # Longest processing time first (Graham 1969): at most 4/3 of the optimal load. Sorting is stable: ties go by index.
     for index in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
         lightest = heap[0]
-        parts[lightest & last].append(index)
+        found[index] = lightest & last
         heapq.heapreplace(heap, lightest + (lengths[index] << bits))
-    return [sorted(part) for part in parts]
+    return found
 
 
 def split_by_budget(lengths: Sequence[int], token_budget: int) -> int:

@@ -36,9 +36,14 @@ def require_finite_outputs(experience: Experience, shares: Mapping[str, Shares],
     cut responses), ref_logprob if there is a reference, rollout_logprob.
     """
     batch, numbers = experience.batch, experience.numbers
-    of_token = numbers.repeat_interleave(batch.lengths, output_size=batch.num_tokens)
-    bad = {name: _bad(batch[name], batch["response_mask"], of_token) for name in _TOKENS if name in batch}
-    bad["bootstrap"] = _bad(batch["bootstrap"], batch["truncated"], numbers)
+    ends = batch.cu_seqlens[1:].long()
+    bad = {
+        # The sample of a token is the first that ends behind it.
+        name: numbers[torch.searchsorted(ends, _bad(batch[name], batch["response_mask"]), right=True)]
+        for name in _TOKENS
+        if name in batch
+    }
+    bad["bootstrap"] = numbers[_bad(batch["bootstrap"], batch["truncated"])]
     counts = total(torch.tensor([len(samples) for samples in bad.values()]))
     if not int(counts.sum()):
         return
@@ -57,9 +62,9 @@ def require_finite_outputs(experience: Experience, shares: Mapping[str, Shares],
         )
 
 
-def _bad(values: Tensor, counts: Tensor, samples: Tensor) -> Tensor:
-    """Sample of every element of `values` that counts and is not finite."""
-    return samples[counts & ~values.isfinite()]
+def _bad(values: Tensor, counts: Tensor) -> Tensor:
+    """Positions of the elements of `values` that count and are not finite."""
+    return (counts & ~values.isfinite()).nonzero().flatten()
 
 
 def _count(name: str, number: int) -> str:

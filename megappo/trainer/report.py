@@ -271,7 +271,8 @@ class StepRecord:
 
     def _per_sequence(self, name: str) -> Tensor:
         """Sum over the tokens of each sequence, [B]."""
-        running = torch.cat([torch.zeros(1, dtype=torch.float64), self.batch[name].double().cumsum(0)])
+        running = torch.zeros(self.batch.num_tokens + 1, dtype=torch.float64)
+        torch.cumsum(self.batch[name], 0, out=running[1:])
         ends = self.batch.cu_seqlens.long()
         return running[ends[1:]] - running[ends[:-1]]
 

@@ -48,13 +48,15 @@ def compare_with_sampler(batch: PackedBatch, sampling: SamplingParams) -> Agreem
     probabilities are rightly larger: then only amounts by which they are smaller count.
     """
     mask = batch["response_mask"]
-    difference = batch["logprob"][mask].double().exp() - batch["rollout_logprob"][mask].double().exp()
-    difference = difference.clamp(min=0) if sampling.truncates and "kept" not in batch else difference.abs()
-    counts = (batch["kept"][mask] != NO_ID).sum(1).double() if "kept" in batch else difference.new_zeros(difference.shape)
-    overflow = (counts >= sampling.kept_width).double()
-    sums = total(torch.stack([torch.ones_like(difference), difference, counts, overflow], 1).sum(0))
+    sampled = mask.nonzero().flatten()  # once for both: index_select is several times faster than [mask]
+    difference, drawn = (batch[name].index_select(0, sampled).double().exp_() for name in ("logprob", "rollout_logprob"))
+    difference.sub_(drawn)
+    difference = difference.clamp_(min=0) if sampling.truncates and "kept" not in batch else difference.abs_()
+    counts = (batch["kept"].index_select(0, sampled) != NO_ID).sum(1) if "kept" in batch else sampled.new_zeros(0)
+    overflow = (counts >= sampling.kept_width).sum()
+    sums = total(torch.stack([difference.new_tensor(len(sampled)), difference.sum(), counts.sum(), overflow]))
     # NaN, which a maximum over ranks may lose, is in the sum.
-    highest = float(largest(torch.cat([difference, difference.new_zeros(1)]).max()))
+    highest = float(largest(difference.max() if len(difference) else difference.new_zeros(())))
     count, differences, kept, overflows = sums.tolist()
     if count == 0:
         return Agreement(0.0, 0.0)

@@ -37,22 +37,17 @@ class MiniBatch(NamedTuple):
     lengths: Tensor
 
 
-@dataclass(frozen=True)
-class EpochPlan:
-    """Mini-batches of one epoch, the same on every rank: the numbers of the samples of each, and the owner of every sample."""
+def samples_of_epoch(table: SampleTable, size: int, seed: int) -> tuple[Tensor, ...]:
+    """Numbers of the samples of each mini-batch of an epoch, `size` in a seeded order; the same on every rank."""
+    return torch.randperm(table.num_samples, generator=torch.Generator().manual_seed(seed % 2**63)).split(size)
 
-    numbers: tuple[Tensor, ...]
-    owners: Owners
 
-    @classmethod
-    def of(cls, table: SampleTable, shares: Shares, size: int, seed: int) -> EpochPlan:
-        """`size` samples for each mini-batch, in a seeded order, balanced over the shares one mini-batch at a time."""
-        order = torch.randperm(table.num_samples, generator=torch.Generator().manual_seed(seed % 2**63))
-        share = torch.empty(table.num_samples, dtype=torch.long)
-        numbers = order.split(size)
-        for chosen in numbers:
-            share[chosen] = balanced(table.length[chosen], shares.count)
-        return cls(numbers, Owners(share, shares))
+def owners_of_epoch(table: SampleTable, shares: Shares, size: int, seed: int) -> Owners:
+    """Owners of the samples in an epoch, balanced over the shares one mini-batch at a time."""
+    share = torch.empty(table.num_samples, dtype=torch.long)
+    for chosen in samples_of_epoch(table, size, seed):
+        share[chosen] = balanced(table.length[chosen], shares.count)
+    return Owners(share, shares)
 
 
 def mini_batches(
@@ -65,14 +60,14 @@ def mini_batches(
     """
     table, mode = experience.table, algorithm.loss_aggregation
     for epoch in range(algorithm.ppo_epochs):
-        plan = EpochPlan.of(table, shares, algorithm.mini_batch_size, seed + epoch)
         if epoch > 0 and shares.count > 1:
             assert group is not None, "several replicas are several ranks"
-            experience = experience.redistribute(plan.owners, wire=GroupWire(group))
-        mine = experience.numbers
-        index = plan.owners.shares.index_of(experience.rank)
-        for chosen in plan.numbers:
-            own = chosen[plan.owners.share[chosen] == index]  # in the order of the mini-batch
+            owners = owners_of_epoch(table, shares, algorithm.mini_batch_size, seed + epoch)
+            experience = experience.redistribute(owners, wire=GroupWire(group))
+        mine, owners = experience.numbers, experience.owners
+        index = shares.index_of(experience.rank)
+        for chosen in samples_of_epoch(table, algorithm.mini_batch_size, seed + epoch):
+            own = chosen[owners.share[chosen] == index]  # in the order of the mini-batch
             share = experience.batch.select(torch.searchsorted(mine, own))
             if "response_mask" in share:
                 weights = token_weights(mode, share["response_mask"], share.cu_seqlens, max_tokens)
@@ -86,8 +81,8 @@ def first_epoch(
     experience: Experience, shares: Shares, fields: Collection[str], algorithm: AlgorithmConfig, seed: int
 ) -> Experience:
     """Experience with these fields where the first epoch of a role's updates needs it. Collective over the world."""
-    plan = EpochPlan.of(experience.table, shares, algorithm.mini_batch_size, seed)
-    return experience.redistribute(plan.owners, {*fields, *READS})
+    owners = owners_of_epoch(experience.table, shares, algorithm.mini_batch_size, seed)
+    return experience.redistribute(owners, {*fields, *READS})
 
 
 def update_reads(role: str, algorithm: AlgorithmConfig) -> tuple[str, ...]:

@@ -1,0 +1,219 @@
+"""One rank's host work of a PPO step around generation, passes and updates, phase by phase, with a count of the bytes it sends.
+
+The calls are those of the loop (`trainer/ppo.py`). Models are left out: random numbers stand for their outputs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megappo.config.schema import AlgorithmConfig
+from megappo.data.packing import PackedBatch
+from megappo.experience.experience import Experience, rows_of
+from megappo.experience.owners import Owners
+from megappo.experience.route import Route, Wire
+from megappo.experience.table import SampleTable
+from megappo.parallel.layout import ParallelLayout
+from megappo.parallel.shares import Shares, shares_of
+from megappo.rewards.compose import Scored
+from megappo.rollout.types import Request, Response, SamplingParams, Segment
+from megappo.trainer.experience import pack_experience
+from megappo.trainer.finite_outputs import require_finite_outputs
+from megappo.trainer.model_outputs import OUTPUTS
+from megappo.trainer.report import StepRecord
+from megappo.trainer.sampler_check import Agreement, compare_with_sampler
+from megappo.trainer.shaping import shape_advantages
+from megappo.trainer.updates import UpdateSummary, first_epoch, mini_batches, owners_of_epoch, update_reads
+
+MINI_BATCHES = 8  # of an epoch
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A step. samples, tokens: number of samples and their mean length. tp: of the roles; one rank of each replica draws."""
+
+    world: int
+    samples: int
+    tokens: int
+    tp: int = 1
+
+    @property
+    def own_tokens(self) -> float:
+        """Tokens of the step for each rank of the world."""
+        return self.samples * self.tokens / self.world
+
+    def table(self) -> SampleTable:
+        """Samples of 1/2 to 3/2 of the mean length, 1/16 of it the prompt."""
+        generator = torch.Generator().manual_seed(0)
+        length = torch.randint(self.tokens // 2, self.tokens * 3 // 2 + 1, (self.samples,), generator=generator).int()
+        prompt = torch.full_like(length, self.tokens // 16)
+        number, none = torch.arange(self.samples), torch.zeros_like(length)
+        drawn_by = (number % (self.world // self.tp) * self.tp).int()
+        return SampleTable(length, prompt, length - prompt, (number % 8 == 0).int(), none, none, drawn_by)
+
+
+@dataclass
+class CountingWire:
+    """A wire that counts the bytes sent to others. inner: None for a stand-in, which fills what arrives with what is sent."""
+
+    rank: int
+    ranks: Sequence[int]
+    inner: Wire | None
+    bytes_sent: int = 0
+
+    def all_to_all(self, received: Tensor, sent: Tensor, received_counts: Sequence[int], sent_counts: Sequence[int]) -> None:
+        assert received.numel() == sum(received_counts) and sent.numel() == sum(sent_counts), "counts are of the buffers"
+        own = sent_counts[self.ranks.index(self.rank)]
+        self.bytes_sent += (sent.numel() - own) * sent.element_size()
+        if self.inner is not None:
+            self.inner.all_to_all(received, sent, received_counts, sent_counts)
+        elif not sent.numel():
+            received.zero_()
+        else:
+            for part in received.split(sent.numel()):
+                part.copy_(sent[: part.numel()])
+
+
+def planned_bytes(
+    table: SampleTable, source: Owners, target: Owners, rank: int, wire: Wire, per_token: int, per_sample: int, ids: bool = True
+) -> int:
+    """Bytes that the owners make a rank send to others. per_token, per_sample: of the fields. ids: token ids go too."""
+    route = Route.between(table.length, source, target, rank, wire)
+    if route.is_still:
+        return 0
+
+    def elsewhere(counts: list[int]) -> int:
+        return sum(counts) - counts[list(wire.ranks).index(rank)]
+
+    tokens = 4 * elsewhere(route.sent_tokens.tokens) if ids else 0  # int32
+    return tokens + per_token * elsewhere(route.sent.tokens) + per_sample * elsewhere(route.sent.samples)
+
+
+@dataclass
+class Meter:
+    """Costs by phase: processor and wall seconds of this process. peak: bytes of resident memory above the start, of them all."""
+
+    processor_s: dict[str, float] = field(default_factory=dict)
+    wall_s: dict[str, float] = field(default_factory=dict)
+    peak: dict[str, int] = field(default_factory=dict)
+    start: int = 0
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        if dist.is_initialized():
+            dist.barrier()
+        Path("/proc/self/clear_refs").write_text("5")  # the peak is the present size again
+        wall, processor = time.perf_counter(), time.process_time()
+        yield
+        self.wall_s[name], self.processor_s[name] = time.perf_counter() - wall, time.process_time() - processor
+        self.peak[name] = resident("VmHWM") - self.start
+
+
+def resident(kind: str = "VmRSS") -> int:
+    """Bytes of this process that are in memory; VmHWM: their peak."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line.split()[1] for line in lines if line.startswith(f"{kind}:"))) << 10
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of a rank. sent, planned: bytes to others."""
+
+    meter: Meter
+    sent: int
+    planned: int
+
+
+def responses_of(table: SampleTable, numbers: Tensor) -> tuple[list[Request], list[Response]]:
+    """Requests and responses as the rollout engine gives them."""
+    source, mine = numpy.random.default_rng(0), table.rows(numbers)
+    requests, responses = [], []
+    for number, prompt, sampled, cut in zip(*(x.tolist() for x in (numbers, mine.prompt, mine.sampled, mine.truncated))):
+        ids = source.integers(0, 32_000, prompt + sampled, dtype=numpy.int32)
+        logprobs = -source.random(sampled, dtype=numpy.float32)
+        requests.append(Request(number, ids[:prompt], number))
+        responses.append(Response(number, (Segment(ids[prompt:], logprobs, 0),), "length" if cut else "stop"))
+    return requests, responses
+
+
+def step(shape: Shape, rank: int, inner: Wire | None) -> Cost:
+    """Do a step's host work of one rank. inner: wire of a real world; None for a rank alone, among ranks that do not exist."""
+    meter, known = Meter(start=resident()), shape.table()
+    wire = CountingWire(rank, range(shape.world), inner)
+    shares = shares_of(ParallelLayout(shape.world, tp=shape.tp))
+    algorithm = AlgorithmConfig(mini_batch_size=-(-shape.samples // MINI_BATCHES))
+    numbers = (known.owner == rank).nonzero().flatten()
+    requests, responses = responses_of(known, numbers)
+
+    with meter.phase("pack"):
+        drawn = pack_experience(requests, responses)
+    with meter.phase("table"):
+        versions = torch.zeros(len(numbers), dtype=torch.int32)
+        rows = rows_of(drawn, (versions, versions), rank)
+        # A rank alone has the rows of the others already.
+        agreed = (numbers, rows) if inner is not None or shape.world == 1 else (torch.arange(shape.samples), known)
+        table = SampleTable.agreed(*agreed, shape.samples)
+    with meter.phase("spread"):
+        experience = Experience(table, Owners.drawn(table, shape.world), drawn, rank, wire)
+        experience = experience.redistribute(Owners.spread(table, shape.world))
+    with meter.phase("to roles"):
+        share = experience.for_role(shares, ())
+    found = _outputs(share.batch)
+    with meter.phase("results back"):
+        for outputs in OUTPUTS.values():
+            experience = experience.with_results(share, outputs.tokens, outputs.sequences, found)
+    with meter.phase("checks"):
+        require_finite_outputs(experience, dict.fromkeys(OUTPUTS, shares), "bench", 1)
+        agreement = compare_with_sampler(experience.batch, SamplingParams(shape.tokens))
+    with meter.phase("advantages"):
+        score = torch.rand(experience.batch.num_sequences)
+        experience = experience.with_batch(shape_advantages(experience.batch, score, 0.1, algorithm))
+    with meter.phase("to updates"):
+        fields = {*update_reads("policy", algorithm), *update_reads("critic", algorithm)}
+        sent = first_epoch(experience, shares, fields, algorithm, 7)
+    with meter.phase("mini-batches"):
+        for _ in ("critic", "policy"):
+            for _mini in mini_batches(sent, shares, None, algorithm, shape.tokens, 7):
+                pass
+    with meter.phase("metrics"):
+        _ = _record(experience, agreement, score).totals  # computed when first read
+    return Cost(meter, wire.bytes_sent, plan_of_step(table, shares, shape, rank, wire, algorithm))
+
+
+def plan_of_step(table: SampleTable, shares: Shares, shape: Shape, rank: int, wire: Wire, algorithm: AlgorithmConfig) -> int:
+    """Bytes that a rank sends to others in `step`, from the table alone."""
+    spread, role = Owners.spread(table, shape.world), Owners.of_role(table, shares)
+    epoch = owners_of_epoch(table, shares, algorithm.mini_batch_size, 7)
+    legs = (
+        (Owners.drawn(table, shape.world), spread, 1 + 4, 1, True),  # response_mask, rollout_logprob; truncated
+        (spread, role, 0, 0, True),
+        (role, spread, 4 * 4, 4, False),  # logprob, entropy, value, ref_logprob; bootstrap
+        (spread, epoch, 4 * 4 + 1, 0, True),  # logprob, advantage, value, returns, response_mask
+    )
+    return sum(planned_bytes(table, a, b, rank, wire, token, sample, ids) for a, b, token, sample, ids in legs)
+
+
+def _outputs(share: PackedBatch) -> dict[str, Tensor]:
+    """Random outputs of all roles for a share."""
+    names = [name for outputs in OUTPUTS.values() for name in outputs.tokens]
+    values = -torch.rand(share.num_tokens)
+    return {**dict.fromkeys(names, values), "bootstrap": torch.zeros(share.num_sequences)}
+
+
+def _record(experience: Experience, agreement: Agreement, score: Tensor) -> StepRecord:
+    scored = Scored([], score.tolist(), {"exact_match": score.tolist()}, 0)
+    return StepRecord(1, experience, scored, agreement, "k1", 0.1, UpdateSummary(), UpdateSummary(), {})
+
+
+def warm_up() -> None:
+    """Load what a first step loads."""
+    step(replace(Shape(1, 8, 64)), 0, None)

@@ -1,0 +1,200 @@
+"""Benchmark the distributed experience on the host: `python scripts/bench_experience.py [--worlds 1 2 4] [--alone 64 512 4096]`.
+
+All of a rank's work on samples in a step but texts, rewards and models (scripts/bench/experience_step.py). Worlds: real ones over
+gloo, of processes on this machine, with a batch of their own (--world-samples). Alone: rank 0 of larger worlds, with the table of
+all samples; what others would send is a copy of what is sent. Per phase nanoseconds of processor time per own token (tokens of the
+step / world), of the rank with the largest sum; the best of some repetitions. peak: rise of resident memory (VmHWM), the responses
+included, in the first repetition. old: what every rank did when it had the responses of all, measured on a few samples.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import pickle
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from megappo.experience.route import GroupWire
+from megappo.platform.device import world_group
+from scripts.bench.experience_step import Cost, Shape, resident, responses_of, step, warm_up
+from scripts.bench.model import Mistake
+
+REPETITIONS = 3
+LIMIT_NS, LIMIT_S, LIMIT_MIB = 120, 1.0, 1024
+OLD_SAMPLES = 64
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise Mistake(message)
+
+
+def of_world(rank: int, shape: Shape, folder: str) -> None:
+    """Write the costs of a rank of a real world to the folder."""
+    torch.set_num_threads(1)
+    warm_up()
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=shape.world)
+    wire = GroupWire(world_group())
+    found = [step(shape, rank, wire) for _ in range(REPETITIONS)]
+    Path(folder, str(rank)).write_bytes(pickle.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def alone(rank: int, shape: Shape, folder: str) -> None:
+    """Write the costs of a rank that has the world to itself to the folder."""
+    torch.set_num_threads(1)
+    warm_up()
+    found = [step(shape, rank, None) for _ in range(REPETITIONS)]
+    Path(folder, str(rank)).write_bytes(pickle.dumps(found))
+
+
+def measured(work: Callable[[int, Shape, str], None], shape: Shape, ranks: int) -> Cost:
+    """Costs of the rank with the largest sum, in processes of their own. RuntimeError if a rank fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        fork = multiprocessing.get_context("fork")
+        processes = [fork.Process(target=work, args=(rank, shape, folder)) for rank in range(ranks)]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join()
+        if any(process.exitcode for process in processes):
+            raise RuntimeError(f"a rank of {shape.world} failed; its error is above")
+        return max((best_of(pickle.loads(Path(folder, str(rank)).read_bytes())) for rank in range(ranks)), key=processor_s)
+
+
+def best_of(found: Sequence[Cost]) -> Cost:
+    """The repetition of the least processor time, with the peaks of the first: later ones reuse its memory."""
+    best = min(found, key=processor_s)
+    best.meter.peak = found[0].meter.peak
+    return best
+
+
+def processor_s(cost: Cost) -> float:
+    return sum(cost.meter.processor_s.values())
+
+
+def old_path(tokens: int) -> tuple[float, float]:
+    """(ns, bytes) per token of the whole batch that unpickling and packing lists took on every rank."""
+    shape = Shape(1, OLD_SAMPLES, tokens)
+    table = shape.table()
+    answers = [
+        (request.prompt.tolist(), tuple(response.tokens.tolist()), tuple(response.logprobs.tolist()))
+        for request, response in zip(*responses_of(table, torch.arange(OLD_SAMPLES)))
+    ]
+    gathered = pickle.dumps(answers)
+    del answers
+    before, start = resident(), time.process_time()
+    ids: list[int] = []
+    mask: list[bool] = []
+    logprobs: list[float] = []
+    received = pickle.loads(gathered)
+    for prompt, response, drawn in received:
+        ids += [*prompt, *response]
+        mask += [False] * len(prompt) + [True] * len(response)
+        logprobs += [0.0] * len(prompt) + list(drawn)
+    packed = torch.tensor(ids), torch.tensor(mask), torch.tensor(logprobs)
+    count = len(packed[0])
+    return 1e9 * (time.process_time() - start) / count, (resident() - before) / count
+
+
+def table_of(costs: Mapping[Shape, Cost]) -> str:
+    """A line for each phase, a column for each world."""
+    phases = list(next(iter(costs.values())).meter.processor_s)
+
+    def line(name: str, value: Callable[[Shape, Cost], Any], figure: str) -> str:
+        return f"{name:22}" + "".join(f"{value(*item):>13{figure}}" for item in costs.items())
+
+    return "\n".join(
+        [
+            line("ranks", lambda shape, _: shape.world, ",d"),
+            line("tp of the roles", lambda shape, _: shape.tp, "d"),
+            line("own tokens", lambda shape, _: shape.own_tokens, ",.0f"),
+            *(line(name, lambda s, c, name=name: 1e9 * c.meter.processor_s[name] / s.own_tokens, ".1f") for name in phases),
+            line("sum, ns", lambda shape, cost: 1e9 * processor_s(cost) / shape.own_tokens, ".1f"),
+            line("processor s", lambda _, cost: processor_s(cost), ".3f"),
+            line("wall s", lambda _, cost: sum(cost.meter.wall_s.values()), ".3f"),
+            line("peak MiB", lambda _, cost: max(cost.meter.peak.values()) / 2**20, ".0f"),
+            line("sent, bytes", lambda _, cost: cost.sent, ",d"),
+            line("planned, bytes", lambda _, cost: cost.planned, ",d"),
+        ]
+    )
+
+
+def compared(costs: Mapping[Shape, Cost], old: tuple[float, float], here: Cost, here_tokens: float) -> str:
+    """Each rank alone against the limits and against the old path, whose other phases were at least those of all tokens now."""
+    lines = []
+    phases = ("checks", "advantages", "mini-batches", "metrics")
+    ns = old[0] + sum(1e9 * here.meter.processor_s[name] for name in phases) / here_tokens
+    for shape, cost in costs.items():
+        all_tokens = shape.samples * shape.tokens
+        peak, own_ns = max(cost.meter.peak.values()) / 2**20, 1e9 * processor_s(cost) / shape.own_tokens
+        lines.append(
+            f"{shape.world:,} ranks, tp {shape.tp}: {own_ns:.0f} ns per own token (limit {LIMIT_NS}), {processor_s(cost):.3f} s "
+            f"(limit {LIMIT_S:g}), {peak:.0f} MiB (limit {LIMIT_MIB:,}); old, extrapolated from {OLD_SAMPLES} samples: {ns:.0f} ns "
+            f"per token of all, {1e-9 * ns * all_tokens:.1f} s, {old[1] * all_tokens / 2**30:.1f} GiB without its fields"
+        )
+    return "\n".join(lines)
+
+
+def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = _Parser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--worlds", type=int, nargs="*", default=[1, 2, 4], help="real worlds")
+    parser.add_argument("--alone", type=int, nargs="*", default=[64, 512, 4096], help="worlds of which one rank runs")
+    parser.add_argument("--tp", type=int, nargs="+", default=[1, 8], help="of the roles of larger worlds; real ones have 1")
+    parser.add_argument("--tokens", type=int, default=8192, help="mean length of a sample")
+    parser.add_argument("--samples", type=int, default=8192, help="of larger worlds")
+    parser.add_argument("--world-samples", type=int, default=256, help="of real worlds")
+    args = parser.parse_args(argv)
+    for name, least in (("samples", 8), ("world_samples", 8), ("tokens", 16)):
+        if getattr(args, name) < least:
+            raise Mistake(f"--{name.replace('_', '-')} {getattr(args, name)} is too few; at least {least}")
+    for name in ("worlds", "alone"):
+        if wrong := [number for number in getattr(args, name) if number < 1]:
+            raise Mistake(f"--{name} {wrong[0]} has no rank; at least 1")
+    for world in args.alone:
+        if wrong := [tp for tp in args.tp if tp < 1 or world % tp]:
+            raise Mistake(f"--tp {wrong[0]} does not divide a world of {world} (--alone)")
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    try:
+        args = parsed(argv)
+    except Mistake as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    torch.set_num_threads(1)
+    found: dict[Shape, Cost] = {}
+    for work, shapes in (
+        (of_world, [Shape(world, args.world_samples, args.tokens) for world in args.worlds]),
+        (alone, [Shape(world, args.samples, args.tokens, tp) for tp in args.tp for world in args.alone]),
+    ):
+        if not shapes:
+            continue
+        costs = {shape: measured(work, shape, shape.world if work is of_world else 1) for shape in shapes}
+        kind = "real worlds" if work is of_world else "rank 0 alone"
+        print(f"{kind}, {shapes[0].samples:,} samples of about {args.tokens:,} tokens")
+        print(table_of(costs), flush=True)
+        found |= costs
+        if work is alone:
+            whole = Shape(1, OLD_SAMPLES, args.tokens)
+            print(compared(costs, old_path(args.tokens), measured(alone, whole, 1), whole.own_tokens))
+    if wrong := [shape for shape, cost in found.items() if cost.sent != cost.planned]:
+        print(f"error: {wrong[0]} sent other bytes than planned", file=sys.stderr)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
