@@ -55,6 +55,8 @@ ALLOWED = {
     "megappo/rewards/own_process.py": {"unpickles"},
     "megappo/rewards/own_worker.py": {"unpickles"},
     "megappo/rewards/sandbox/runner.py": {"runs text as code"},  # a program inside the sandbox, which nothing imports
+    # The exchange of experience as it was, by pickled objects, and results of its own processes.
+    "scripts/bench_experience.py": {"unpickles"},
     "scripts/reliability/page.py": {"listens to all"},  # `::` is the separator of pytest's node ids
 }
 

@@ -66,12 +66,12 @@ def cases(rank: int, url: str) -> list[tuple[str, float, float]]:
 def test_all_ranks_fail_together_with_one_message() -> None:
     with serving(make=Server) as server:
         ranks = spawn_world(cases, 2, server.url)
-    for mine, other in zip(*ranks):
+    assert [json.loads(cases[0][0]) for cases in ranks] == [[1.0, 3.0], [2.0, 1.0]], "each rank's share, in order"
+    for mine, other in zip(*(cases[1:] for cases in ranks)):
         assert mine[0] == other[0] and abs(mine[2] - other[2]) < TOGETHER_S
-    (fine_scores, _), (lasting, lasting_s), (wrong, wrong_s), (both, both_s) = (
-        (mine[0], max(mine[1], other[1])) for mine, other in zip(*ranks)
+    (lasting, lasting_s), (wrong, wrong_s), (both, both_s) = (
+        (mine[0], max(mine[1], other[1])) for mine, other in zip(*(cases[1:] for cases in ranks))
     )
-    assert json.loads(fine_scores) == [1.0, 2.0, 3.0, 1.0], "each rank's share, in order"
     assert lasting.startswith(f"rank 1: reward rm: {server.url} after ") and "answered 500 Internal Server Error" in lasting
     assert lasting.endswith("sample f#1 (sample 1), response 'bb'")
     assert BUDGET_S <= lasting_s < BUDGET_S + TOGETHER_S

@@ -32,6 +32,6 @@ def test_the_block_of_the_page_has_the_stages_in_their_order() -> None:
 def test_the_notes_of_the_page_are_those_of_a_run(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
     for device, gauge in ((torch.device("cpu"), HostPeak), (torch.device("cuda", 0), DevicePeak)):
-        models = {"policy": RoleModel(LLAMA_7B, False, "none", peak_tflops(TelemetryConfig(), device, "bf16"))}
+        models = {"policy": RoleModel(LLAMA_7B, False, "none", peak_tflops(TelemetryConfig(), device, "bf16"), [0])}
         note = peak_note(TelemetryConfig(), device, models)
         assert f"    statistics: memory of a stage is the {gauge.kind}; {note}\n" in PAGE
