@@ -111,7 +111,7 @@ def train_by_phases(rank: int, config: dict[str, Any]) -> dict[str, tuple[int, i
         def run(self) -> Any:
             policy, critic, reference = (self.roles.by_name[name] for name in ("policy", "critic", "reference"))
             for owner, method, phase in (
-                (self.rollout, "generate", "generate"),
+                (self.rollout, "poll", "generate"),
                 (policy, "logprobs", "log-probs"),
                 (critic, "values", "values"),
                 (reference, "logprobs", "reference log-probs"),
