@@ -106,9 +106,7 @@ class Experience:
         return total(column)
 
     @classmethod
-    def of_drawn(
-        cls, numbers: Tensor, drawn: PackedBatch, num_samples: int, versions: tuple[Tensor, Tensor], wire: Wire | None = None
-    ) -> Experience:
+    def of_drawn(cls, numbers: Tensor, drawn: PackedBatch, num_samples: int, versions: tuple[Tensor, Tensor]) -> Experience:
         """Agree on the table, and spread the samples that the ranks drew over all of them. Collective over the world.
 
         numbers: [M] int64, ascending, of the samples that this rank drew. drawn: those, with the fields response_mask and
@@ -116,7 +114,7 @@ class Experience:
         """
         rank, world_size = place_in_world()
         table = SampleTable.agreed(numbers, rows_of(drawn, versions, rank), num_samples)
-        experience = cls(table, Owners.drawn(table, world_size), drawn, rank, wire or world_wire())
+        experience = cls(table, Owners.drawn(table, world_size), drawn, rank, world_wire())
         return experience.redistribute(Owners.spread(table, world_size))
 
     @classmethod

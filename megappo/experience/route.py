@@ -6,7 +6,7 @@ ranks samples go in order of their numbers. A field at a time: buffers are those
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -159,9 +159,9 @@ class Route:
         chosen = values.index_select(0, self.sent.positions)
         flat = chosen[chosen != NO_ID]
         arrived = self._exchange(counts, self.sent.positions, self.sent.tokens, self.received.tokens)
-        sizes = [_sums_of_parts(part, self.wire) for part in (counts.index_select(0, self.sent.positions), arrived)]
+        sent = _sums_of_parts(counts.index_select(0, self.sent.positions), self.sent.tokens)
         ids = flat.new_empty(int(arrived.sum()))
-        self.wire.all_to_all(ids, flat, sizes[1](self.received.tokens), sizes[0](self.sent.tokens))
+        self.wire.all_to_all(ids, flat, _sums_of_parts(arrived, self.received.tokens), sent)
         width = int(arrived.max()) if arrived.numel() else 0
         rows = values.new_full((arrived.numel(), width), NO_ID)
         rows[torch.arange(width) < arrived[:, None]] = ids
@@ -221,12 +221,7 @@ def _placed(values: Tensor, positions: Tensor, size: int, fill: int = 0) -> Tens
     return rows.index_copy_(0, positions, values)
 
 
-def _sums_of_parts(counts: Tensor, wire: Wire) -> Callable[[Sequence[int]], list[int]]:
-    """Sums of consecutive parts of `counts`, whose sizes are the argument."""
+def _sums_of_parts(counts: Tensor, sizes: Sequence[int]) -> list[int]:
+    """Sums of consecutive parts of `counts`, of these sizes."""
     running = torch.cat([counts.new_zeros(1, dtype=torch.long), counts.long().cumsum(0)])
-
-    def sums(sizes: Sequence[int]) -> list[int]:
-        ends = torch.tensor([0, *sizes]).cumsum(0)
-        return running[ends].diff().tolist()
-
-    return sums
+    return running[torch.tensor([0, *sizes]).cumsum(0)].diff().tolist()
