@@ -3,6 +3,7 @@
     rank-3.log         output of the rank
     rank-3.traceback   written the moment an exception reaches the top, before the process is taken down
     rank-3.stacks      stacks of all threads, of a run that hung (`resilience/watchdog.py`)
+    rank-3.late.stacks the same, of a rank that could not be asked for them
     verdict.json       the rank that held it up, with the watchdogs' report
     rank-3.exit        exit code, time (ns), step and node, written by the shell that starts the rank; absent if the shell was
                        killed with the rank

@@ -133,7 +133,7 @@ def judge(
     for (section, step, place), ranks in groups.items():
         longest = max(sightings[rank].where.seconds for rank in ranks)
         lines.append(f"  {name_ranks(ranks)}: {place} ({section}, step {step}, {longest:.0f} s)")
-    lines.append(f"  stacks of every thread: {folder}/rank-N.stacks")
+    lines.append(f"  stacks of every thread: {folder}/rank-N.stacks, or rank-N.late.stacks")
     return Report(culprits, silent, line, "\n".join(lines) + "\n")
 
 

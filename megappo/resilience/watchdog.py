@@ -56,8 +56,8 @@ class SharedStore(Store, Protocol):
 class Watchdog:
     """Watches this rank and the next one while it is entered. `sections` is what the run marks its work in.
 
-    members: all ranks. store: a connection that nobody else uses; None in a world of one rank. folder: for `rank-N.stacks` and the
-    verdict; it exists. sign: to the launcher, if it listens.
+    members: all ranks. store: a connection that nobody else uses; None in a world of one rank. folder: for `rank-N.stacks`, what a rank
+    writes whose own watchdog is blocked (`rank-N.late.stacks`), and the verdict; it exists. sign: to the launcher, if it listens.
     """
 
     def __init__(
@@ -81,6 +81,8 @@ class Watchdog:
 
     def __enter__(self) -> Watchdog:
         self._stacks = (self._folder / f"rank-{self._rank}.stacks").open("w")
+        # A stopped rank that goes on is asked for its stacks and is late at once: in one file the two would be written into each other.
+        self._late_stacks = (self._folder / f"rank-{self._rank}.late.stacks").open("w")
         if self._rank == 0:
             (self._folder / VERDICT).unlink(missing_ok=True)  # of an earlier start in this directory
         faulthandler.register(DUMP_SIGNAL, file=self._stacks, all_threads=True)
@@ -107,10 +109,11 @@ class Watchdog:
             self._sign.end()
         faulthandler.cancel_dump_traceback_later()
         faulthandler.unregister(DUMP_SIGNAL)
-        self._stacks.close()
-        path = Path(self._stacks.name)
-        if path.stat().st_size == 0:
-            path.unlink()
+        for stacks in (self._stacks, self._late_stacks):
+            stacks.close()
+            path = Path(stacks.name)
+            if path.stat().st_size == 0:
+                path.unlink()
 
     def of_step(self, step: int) -> Sections:
         """The observer of a step's stages."""
@@ -127,7 +130,7 @@ class Watchdog:
             if self._sign is not None:
                 self._sign.give(self.sections.now())
             # Where this thread is blocked itself, the stacks are written without the interpreter; a later tick puts it off.
-            faulthandler.dump_traceback_later(self._heartbeat_s, file=self._stacks)
+            faulthandler.dump_traceback_later(self._heartbeat_s, file=self._late_stacks)
             if self._pulse is not None and not self._pulse.answers(self._heartbeat_s):
                 why = f"the job's store (rank 0's process, or the launcher) did not answer for {self._heartbeat_s:g} s"
                 self._end_alone(Verdict.now(0, why, self._rank))
