@@ -3,8 +3,8 @@
 python scripts/bench_overhead.py [--rounds 20]
 
 Two ranks run the log-probs, values and updates of one PPO step with random weights, without generation: a real step is longer.
-Rounds with and without the guards alternate in the same processes. They differ by less than a busy machine's noise, so each guard
-is timed alone as well.
+Rounds with and without the guards alternate in the same processes. They differ by less than a busy machine's noise, so processor
+time of the ranks is compared as well, and each guard is timed alone.
 """
 
 from __future__ import annotations
@@ -38,6 +38,13 @@ IDLE_S = 10.0
 MEETINGS, CHECKS = 300, 5
 
 
+class Spent(NamedTuple):
+    """Seconds of one step: by the clock, and of processor time of rank 0."""
+
+    wall: float
+    processor: float
+
+
 class Cost(NamedTuple):
     """Seconds that a guard takes of one step. details: how it was counted."""
 
@@ -69,16 +76,14 @@ def _rank_main(rank: int, folder: str, rounds: int) -> None:
     from megappo.parallel.groups import AgreedPass, ProcessGroups
     from megappo.platform.device import start_distributed
     from megappo.telemetry.timers import StageTimers
-    from megappo.trainer.build_roles import Roles, build_role
+    from megappo.trainer.build_roles import build_roles
     from megappo.trainer.replicas import ReplicaCheck
     from megappo.trainer.watch import watched
 
     config = load_config(str(ROOT / "configs/quickstart.yaml"), [f"policy.model={folder}"])
     start_distributed(torch.device("cpu"), config.run.timeouts)
     factory = MegatronEngines(config.model, config.run.timeouts, torch.device("cpu"))
-    updates = {"policy": 100, "critic": 100, "reference": None}
-    by_name = {name: build_role(config, name, factory, total, random_weights=True) for name, total in updates.items()}
-    roles = Roles(by_name, ("policy", "critic"), {name: role.engine.shares for name, role in by_name.items()})
+    roles = build_roles(config, factory, {"policy": 100, "critic": 100}, random_weights=True)
     experience = _experience(config)
     agree, meetings = ProcessGroups.agree, [0]
 
@@ -89,12 +94,12 @@ def _rank_main(rank: int, folder: str, rounds: int) -> None:
     def unasked(self: ProcessGroups, work: str, number: int, lengths: torch.Tensor, micro_batches: int) -> AgreedPass:
         return AgreedPass(micro_batches, lengths.numel())
 
-    def steps(observer: Any) -> float:
+    def steps(observer: Any) -> Spent:
         dist.barrier()
-        start = time.perf_counter()
+        wall, processor = time.perf_counter(), time.process_time()
         for _ in range(STEPS_PER_ROUND):
             _step(config, roles, experience, StageTimers(observer=observer))
-        return (time.perf_counter() - start) / STEPS_PER_ROUND
+        return Spent((time.perf_counter() - wall) / STEPS_PER_ROUND, (time.process_time() - processor) / STEPS_PER_ROUND)
 
     @contextmanager
     def guarded(on: bool) -> Iterator[Any]:
@@ -103,19 +108,20 @@ def _rank_main(rank: int, folder: str, rounds: int) -> None:
             yield watchdog.of_step(1) if watchdog is not None else None
         setattr(ProcessGroups, "agree", agree)
 
-    times: dict[bool, list[float]] = {True: [], False: []}
+    times: dict[bool, list[Spent]] = {True: [], False: []}
     for turn in range(rounds + 1):
         for on in (True, False) if turn % 2 else (False, True):
             with guarded(on) as observer:
-                seconds = steps(observer)
+                spent = steps(observer)
             if turn:  # the first round warms up
-                times[on].append(seconds)
+                times[on].append(spent)
     per_step = meetings[0] / (rounds + 1) / STEPS_PER_ROUND
-    step_s = statistics.median(times[False])
-    costs = [_agreement(by_name["policy"].engine.groups, per_step), _watchdog(config, folder, watched, step_s)]
-    costs.append(_copies(ReplicaCheck({name: role.engine for name, role in by_name.items()}), config.run.replica_check_every))
+    step_s = statistics.median(spent.wall for spent in times[False])
+    costs = [_agreement(roles.by_name["policy"].engine.groups, per_step), _watchdog(config, folder, watched, step_s)]
+    costs.append(_copies(ReplicaCheck(roles.engines), config.run.replica_check_every))
     if rank == 0:
-        torch.save({"guarded": times[True], "plain": times[False], "costs": [tuple(cost) for cost in costs]}, f"{folder}/found.pt")
+        rounds_of = {name: [tuple(spent) for spent in times[on]] for name, on in (("guarded", True), ("plain", False))}
+        torch.save({**rounds_of, "costs": [tuple(cost) for cost in costs]}, f"{folder}/found.pt")
     dist.barrier()
     dist.destroy_process_group()
 
@@ -186,11 +192,8 @@ def _median(action: Callable[[], None], repeats: int) -> float:
 
 def report(found: dict[str, Any]) -> str:
     """Table of the guards' shares of a step."""
-    guarded, plain = found["guarded"], found["plain"]
-    step_s = statistics.median(plain)
-    # Rounds that lie next to each other are compared, so that a drift of the machine affects both.
-    ratios = sorted(a / b - 1 for a, b in zip(guarded, plain))
-    low, middle, high = (ratios[int(share * (len(ratios) - 1))] for share in (0.25, 0.5, 0.75))
+    guarded, plain = ([Spent(*spent) for spent in found[name]] for name in ("guarded", "plain"))
+    step_s = statistics.median(spent.wall for spent in plain)
     lines = [f"{os.cpu_count()} cores, {platform.processor() or platform.machine()}, {RANKS} ranks; step {1e3 * step_s:.0f} ms"]
     lines.append(f"{'guard':<24}{'ms of a step':>14}{'share':>9}")
     costs = [Cost(*cost) for cost in found["costs"]]
@@ -198,8 +201,16 @@ def report(found: dict[str, Any]) -> str:
         lines.append(f"{cost.guard:<24}{1e3 * cost.seconds:>14.3f}{cost.seconds / step_s:>9.2%}  {cost.details}")
     total = sum(cost.seconds for cost in costs)
     lines.append(f"{'together':<24}{1e3 * total:>14.3f}{total / step_s:>9.2%}")
-    lines.append(f"interleaved, {len(ratios)} rounds: median {middle:+.2%}, quartiles {low:+.2%} .. {high:+.2%}")
+    lines.append(f"interleaved, {len(plain)} rounds, clock: {_difference([a.wall / b.wall for a, b in zip(guarded, plain)])}")
+    lines.append(f"  processor time of rank 0: {_difference([a.processor / b.processor for a, b in zip(guarded, plain)])}")
     return "\n".join(lines)
+
+
+def _difference(ratios: Sequence[float]) -> str:
+    """Of rounds with the guards to the rounds beside them, so that a drift of the machine affects both."""
+    ordered = sorted(ratio - 1 for ratio in ratios)
+    low, middle, high = (ordered[int(share * (len(ordered) - 1))] for share in (0.25, 0.5, 0.75))
+    return f"median {middle:+.2%}, quartiles {low:+.2%} .. {high:+.2%}"
 
 
 if __name__ == "__main__":

@@ -22,6 +22,9 @@ from megappo.resilience.ranks import name_ranks, ranks_by_value
 # Seconds after which a waiting rank leaves a mark for the message about those that are missing. Meetings are shorter as a rule
 # and leave none.
 _MARK_S = 1.0
+# Numbers in the first exchange of a meeting: two digests, and values. Ranks at different points bring more or fewer values, and
+# gloo aborts at messages of different sizes; so many are enough for a pass on four replicas, which then needs no second exchange.
+_FIRST_SIZE = 16
 
 
 class RankIsLate(RuntimeError):
@@ -67,22 +70,21 @@ class Limit:
 def meet(point: Point, limit: Limit, group: dist.ProcessGroup, values: Sequence[int] = ()) -> list[int]:
     """Wait until every rank of `group` is at this point; returns the largest of all ranks' `values`, one by one.
 
-    Collective over the group, on the host. Messages name ranks of the world.
-
-    Collective over the world, on the host. ScheduleDiverged on every rank if one is at another point. RankIsLate after the limit;
-    it names the ranks that are missing.
+    Collective over the group, on the host. Messages name ranks of the world. ScheduleDiverged on every rank if one is at another
+    point. RankIsLate after the limit; it names the ranks that are missing.
     """
     digest = point.digest()
-    extremes = torch.tensor([digest, -digest])  # maxima of both are equal in size if all digests are
-    _combine(extremes, point, limit, group)
-    if extremes[0] != -extremes[1]:
+    first = torch.zeros(_FIRST_SIZE, dtype=torch.int64)
+    first[:2] = torch.tensor([digest, -digest])  # maxima of both are equal in size if all digests are
+    early = values[: _FIRST_SIZE - 2]
+    first[2 : 2 + len(early)] = torch.tensor(early, dtype=torch.int64)
+    _combine(first, point, limit, group)
+    if first[0] != -first[1]:
         raise_diverged(point, group)
-    if not values:
-        return []
-    # An exchange of its own, since ranks at different points have different numbers of values, at which gloo aborts.
-    largest = torch.tensor(values)
-    _combine(largest, point, limit, group)
-    return largest.tolist()
+    rest = torch.tensor(values[len(early) :], dtype=torch.int64)
+    if len(rest):
+        _combine(rest, point, limit, group)
+    return [*first[2 : 2 + len(early)].tolist(), *rest.tolist()]
 
 
 def raise_diverged(point: Point, group: dist.ProcessGroup) -> NoReturn:

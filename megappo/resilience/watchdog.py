@@ -56,8 +56,8 @@ class SharedStore(Store, Protocol):
 class Watchdog:
     """Watches this rank and the next one while it is entered. `sections` is what the run marks its work in.
 
-    members: all ranks. store: a connection that nobody else uses; None in a world of one rank. folder: for `rank-N.stacks`, what a rank
-    writes whose own watchdog is blocked (`rank-N.late.stacks`), and the verdict; it exists. sign: to the launcher, if it listens.
+    members: all ranks. store: a connection that nobody else uses; None in a world of one rank. folder: for `rank-N.stacks`,
+    `rank-N.late.stacks` (of a rank whose own watchdog is blocked) and the verdict; it exists. sign: to the launcher, if it listens.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Watchdog:
 
     def __enter__(self) -> Watchdog:
         self._stacks = (self._folder / f"rank-{self._rank}.stacks").open("w")
-        # A stopped rank that goes on is asked for its stacks and is late at once: in one file the two would be written into each other.
+        # A stopped rank that goes on is asked for its stacks and is late at once: in one file the two would mix.
         self._late_stacks = (self._folder / f"rank-{self._rank}.late.stacks").open("w")
         if self._rank == 0:
             (self._folder / VERDICT).unlink(missing_ok=True)  # of an earlier start in this directory

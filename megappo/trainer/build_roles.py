@@ -97,14 +97,17 @@ class Roles:
         return {name: self.engines.get(name) for name in self.trained}
 
 
-def build_roles(config: TrainConfig, engines: EngineFactory, total_updates: Mapping[str, int]) -> Roles:
+def build_roles(
+    config: TrainConfig, engines: EngineFactory, total_updates: Mapping[str, int], *, random_weights: bool = False
+) -> Roles:
     """Build all roles that `config` uses, in their order. Collective over the world.
 
-    total_updates: trained role -> optimizer steps of the whole run, for its schedule. ValueError if a model cannot be built.
+    total_updates: trained role -> optimizer steps of the whole run, for its schedule. random_weights: see `EngineSpec`.
+    ValueError if a model cannot be built.
     """
     sections: dict[str, RoleConfig] = {name: getattr(config, name) for name in roles_in_use(config)}
     engines.connect(sections.values())
-    built = {name: build_role(config, name, engines, total_updates.get(name)) for name in sections}
+    built = {name: build_role(config, name, engines, total_updates.get(name), random_weights=random_weights) for name in sections}
     world_size = dist.get_world_size()
     placements = {name: placement_of(section.ranks, world_size) for name, section in sections.items()}
     return Roles(

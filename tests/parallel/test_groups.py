@@ -94,7 +94,7 @@ def agreements(rank: int, layouts: list[dict[str, int]]) -> list[dict[str, Any]]
     """Agreements before passes: replica `dp` has dp + 2 sequences and needs 5 - dp micro-batches. Rank 3 may have others."""
     from megappo.parallel.groups import build_groups
     from megappo.parallel.layout import ParallelLayout
-    from megappo.parallel.meeting import ScheduleDiverged
+    from megappo.parallel.meeting import Limit, Point, ScheduleDiverged, meet
 
     results = []
     for sizes in layouts:
@@ -108,6 +108,9 @@ def agreements(rank: int, layouts: list[dict[str, int]]) -> list[dict[str, Any]]
                 found[name] = ""
             except ScheduleDiverged as error:
                 found[name] = str(error)
+        # More values than the first exchange of a meeting takes.
+        values = [place * (rank + 1) for place in range(-20, 20)]
+        found["values"] = meet(Point("values"), Limit("pass_s", PASS_S), groups.host, values)
         results.append(found)
     return results
 
@@ -125,6 +128,7 @@ def test_ranks_agree_on_the_size_of_a_pass_and_on_the_lengths_of_each_replica() 
     for of_rank in spawn_world(agreements, 4, [sizes for sizes, *_ in AGREED]):
         for found, (sizes, sequences, named) in zip(of_rank, AGREED, strict=True):
             assert found.pop("agreed") == (5, sequences), "the largest number of micro-batches"
+            assert found.pop("values") == [*range(-20, 0), *range(0, 80, 4)]
             for message in found.values():
                 parts = message.partition(": ")[2].split("; ") if named else []
                 assert [part.partition(" before a pass (pass 2) with lengths ")[0] for part in parts] == named, (sizes, message)
