@@ -4,8 +4,9 @@ For each number of data-parallel ranks: seconds, bytes written, and the rise of 
 The rise excludes memory that the process had before and reused; it includes a worker thread's buffers.
 
 Then what an asynchronous save costs: its stall (`begin_save`, the first one, which plans and allocates, apart) beside a synchronous
-save and beside the stall of torch's own `async_save` of the same tensors, in turn; and, on rank 0 alone, the speed of the hash
-beside that of `cp` and of the disk (write and fsync), of the same file.
+save, beside a bare copy of as many bytes in memory (the limit: a snapshot is a copy), and beside the stall of torch's own
+`async_save` of the same tensors, in turn; and, on rank 0 alone, the speed of the hash beside that of `cp` and of the disk (write
+and fsync), of the same file.
 """
 
 from __future__ import annotations
@@ -117,8 +118,9 @@ def _rank_main(rank: int, dp: int, hidden: int, layers: int, repeats: int, folde
     for step in range(1, 2 * repeats, 2):
         saves.append(_cost(lambda: store.save(step, {"policy": engine}, {}, {})))
         stall = _seconds(lambda: store.begin_save(step + 1, {"policy": engine}, {}, {}))
-        turns.append((stall, _seconds(store.drain), *_peer(engine, Path(folder, f"peer{step}"), peers_group)))
-    names = ("asynchronous save", "  until it is committed", "torch's async_save", "  until it is written")
+        turns.append((stall, _seconds(store.drain), _bare_copy(engine), *_peer(engine, Path(folder, f"peer{step}"), peers_group)))
+    commit, written = "  until it is committed", "  until it is written"
+    names = ("asynchronous save", commit, "bare copy of the tensors", "torch's async_save", written)
     stalls |= {name: statistics.median(values) for name, values in zip(names, zip(*turns))}
     mine = [path for path in Path(folder, "checkpoints").rglob("*.distcp") if int(_RANK.search(path.name)[1]) == rank]  # type: ignore[index]
     manifest = store.find_resumable({})
@@ -170,6 +172,13 @@ def _seconds(action: Callable[[], object]) -> float:
     started = time.monotonic()
     action()
     return time.monotonic() - started
+
+
+def _bare_copy(engine: Any) -> float:
+    """Seconds to copy as many bytes as this rank's tensors have into memory that has been touched."""
+    source = torch.ones(sum(tensor.nbytes for tensor in engine._optimizer.tensors()), dtype=torch.uint8)
+    target = torch.zeros_like(source)
+    return _seconds(lambda: target.copy_(source))
 
 
 def _peer(engine: Any, folder: Path, group: dist.ProcessGroup) -> tuple[float, float]:

@@ -99,6 +99,7 @@ def saves(folder: Path) -> dict[str, Any]:
         "bytes": sum(row.written),
         "sync_s": row.save.seconds,
         "stall_s": row.stalls["asynchronous save"],
+        "copy_s": row.stalls["bare copy of the tensors"],
         "load_s": row.load.seconds,
     }
 

@@ -18,7 +18,7 @@ def test_every_rank_writes_and_the_table_says_so(capfd):
     assert dp == "2" and 0.9 * float(most) < float(least) <= float(most)
     # Name, seconds and share; name and GB/s.
     figures = [float(number.rstrip("%")) for number in re.findall(r" (\d+\.\d+%?)(?= |$)", asynchronous, re.MULTILINE)]
-    assert len(figures) >= 2 * 5 + 5 and all(figure >= 0 for figure in figures)
+    assert len(figures) >= 2 * 6 + 5 and all(figure >= 0 for figure in figures)
 
 
 @pytest.mark.parametrize("arguments", [["--dp", "0"], ["--dp", "two"], ["--hidden", "100"], ["--repeats", "0"], ["--unknown"]])
