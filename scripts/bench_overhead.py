@@ -1,6 +1,6 @@
 """Cost of the guards of a run beside a step of the quickstart's size: watchdog, schedule agreement, comparison of copies.
 
-python scripts/bench_overhead.py [--rounds 20]
+python scripts/bench_overhead.py [--rounds 20] [--idle 10]
 
 Two ranks run the log-probs, values and updates of one PPO step with random weights, without generation: a real step is longer.
 Rounds with and without the guards alternate in the same processes. They differ by less than a busy machine's noise, so processor
@@ -34,7 +34,6 @@ from scripts.quickstart_model import VOCAB_SIZE, llama_config
 RANKS = 2
 TOKENS = (10, 15)  # of a prompt and its response
 STEPS_PER_ROUND = 2
-IDLE_S = 10.0
 MEETINGS, CHECKS = 300, 5
 
 
@@ -56,18 +55,19 @@ class Cost(NamedTuple):
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Cost of watchdog, schedule agreement and comparison of copies.")
     parser.add_argument("--rounds", type=int, default=20, help="rounds with and without the guards, each")
+    parser.add_argument("--idle", type=float, default=10.0, help="seconds in which the watchdog's threads are watched alone")
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory(prefix="overhead") as folder:
         config = llama_config()
         config.architectures = ["LlamaForCausalLM"]
         config.save_pretrained(folder)
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29611", WORLD_SIZE=str(RANKS), LOCAL_WORLD_SIZE=str(RANKS))
-        mp.spawn(_rank_main, args=(folder, args.rounds), nprocs=RANKS)
+        mp.spawn(_rank_main, args=(folder, args.rounds, args.idle), nprocs=RANKS)
         print(report(torch.load(Path(folder, "found.pt"), weights_only=True)))
     return 0
 
 
-def _rank_main(rank: int, folder: str, rounds: int) -> None:
+def _rank_main(rank: int, folder: str, rounds: int, idle_s: float) -> None:
     torch.set_num_threads(1)
     quiet_libraries()
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
@@ -117,7 +117,7 @@ def _rank_main(rank: int, folder: str, rounds: int) -> None:
                 times[on].append(spent)
     per_step = meetings[0] / (rounds + 1) / STEPS_PER_ROUND
     step_s = statistics.median(spent.wall for spent in times[False])
-    costs = [_agreement(roles.by_name["policy"].engine.groups, per_step), _watchdog(config, folder, watched, step_s)]
+    costs = [_agreement(roles.by_name["policy"].engine.groups, per_step), _watchdog(config, folder, watched, idle_s, step_s)]
     costs.append(_copies(ReplicaCheck(roles.engines), config.run.replica_check_every))
     if rank == 0:
         rounds_of = {name: [tuple(spent) for spent in times[on]] for name, on in (("guarded", True), ("plain", False))}
@@ -160,14 +160,14 @@ def _agreement(groups: Any, per_step: float) -> Cost:
     return Cost("schedule agreement", per_step * one, f"{per_step:.0f} passes of {1e6 * one:.0f} us")
 
 
-def _watchdog(config: Any, folder: str, watched: Any, step_s: float) -> Cost:
+def _watchdog(config: Any, folder: str, watched: Any, idle_s: float, step_s: float) -> Cost:
     """Processor time of the threads while the main thread sleeps, less that of the process without them (gloo's own threads)."""
 
     def busy() -> float:
         dist.barrier()
         before = time.process_time()
-        time.sleep(IDLE_S)
-        return (time.process_time() - before) / IDLE_S
+        time.sleep(idle_s)
+        return (time.process_time() - before) / idle_s
 
     alone = busy()
     with watched(config.run.timeouts, Path(folder)):
