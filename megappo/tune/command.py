@@ -19,20 +19,22 @@ from megappo.config.rank_ranges import ALL
 from megappo.config.role_sections import ParallelConfig
 from megappo.config.schema import TrainConfig
 from megappo.models.implementation import choose_implementation
+from megappo.parallel.placement import placement_of
 from megappo.plan.run import PlannedRun, plan_run
 from megappo.platform.hardware import Hardware
 from megappo.prepare.hub import with_local_models
 from megappo.prepare.layouts import check_layouts, read_archs
 from megappo.rollout.vllm_limits import check_vllm
+from megappo.tune.candidates import ROLLOUT, Candidate, Choice, Machine
 from megappo.tune.cost import Workload, workload_of
 from megappo.tune.report import name_of, overrides_of
-from megappo.tune.search import ROLLOUT, Candidate, Choice, Machine, Search, gpus_needed, larger_worlds
+from megappo.tune.search import Search, gpus_needed, larger_worlds
 
 
 @dataclass(frozen=True)
 class Question:
     """A request to tune. config: the file and overrides below, as loaded; overrides of a winner are added to these.
-    prompt_tokens, response_tokens: means of a sequence, None for the longest.
+    prompt_tokens, response_tokens: means of a sequence, None for the longest. placements: to be searched too.
     """
 
     config: TrainConfig
@@ -43,6 +45,7 @@ class Question:
     roles: tuple[str, ...] | None = None
     prompt_tokens: float | None = None
     response_tokens: float | None = None
+    placements: bool = False
 
 
 def default_profile(config: TrainConfig) -> str:
@@ -70,18 +73,20 @@ def make_search(question: Question) -> Search:
         raise ConfigError(problem("data.fit_batch", True, fix))
     run = question.config.run.model_copy(update={"num_ranks": question.gpus})
     config = question.config.model_copy(update={"run": run})
-    _check_placements(config)
+    if question.placements:
+        _check_placements(config)
     tuned = _tuned_roles(config, question.roles)
     machine_device = "cuda" if question.hardware.is_gpu() else "cpu"
     implementation = choose_implementation(config.model.impl, machine_device)
     machine = Machine(question.gpus, question.hardware, implementation)
-    neutral = _neutral(config, tuned)
+    neutral = neutral_config(config, tuned)
     check_config(neutral, explicit_keys(neutral), question.gpus, machine.device)
     archs = read_archs(config, need_weights=False)
     check_layouts(neutral, archs, question.gpus, implementation)
     if config.rollout.engine == "vllm":
         longest = step_arithmetic(config).max_sequence_tokens
-        check_vllm(archs["policy"], neutral.rollout.tp, question.gpus, longest, machine.device)
+        num_ranks = len(placement_of(config.rollout.ranks, question.gpus))
+        check_vllm(archs["policy"], neutral.rollout.tp, num_ranks, longest, machine.device)
     return Search(config, archs, machine, _workload(config, question), tuned)
 
 
@@ -93,10 +98,10 @@ def _check_gpus(gpus: int, hardware: Hardware) -> None:
 
 
 def _check_placements(config: TrainConfig) -> None:
-    """ConfigError for roles on ranks of their own: their layouts are searched on all ranks only."""
+    """ConfigError for a placement of the user's own where placements are to be searched."""
     for name, ranks in placements_in_use(config).items():
         if ranks != ALL:
-            fix = f"the tuner shares all ranks among the roles and would choose for another run; use {name}.ranks={ALL} here"
+            fix = f"--placements would choose others; leave it out to search layouts on these ranks, or use {name}.ranks={ALL}"
             raise ConfigError(problem(f"{name}.ranks", ranks, fix))
 
 
@@ -118,7 +123,7 @@ def _tuned_roles(config: TrainConfig, asked: Sequence[str] | None) -> tuple[str,
     return tuple(asked) if asked is not None else tuple(there)
 
 
-def _neutral(config: TrainConfig, tuned: Sequence[str]) -> TrainConfig:
+def neutral_config(config: TrainConfig, tuned: Sequence[str]) -> TrainConfig:
     """The configuration without the layouts to be chosen, so that all other mistakes are reported at once. Keys that the user left
     out stay unset."""
     changes: dict[str, Any] = {}
@@ -144,12 +149,15 @@ def find_best(search: Search) -> Choice:
     if best is not None:
         return best
     machine = search.machine
-    needed = gpus_needed(search)
     resting = all(getattr(search.config, role).offload.parameters for role in search.candidates)
     offload = "" if resting or machine.device == "cpu" else ", or offload (policy.offload.*)"
     kept = [role for role in search.candidates if role not in search.tuned]
     beside = f" beside the {' and the '.join(kept)} as configured" if kept else ""
     what = f"no layout fits on {machine.world_size} x {machine.hardware.name}{beside}"
+    if not search.is_colocated:  # larger worlds have other ranks
+        where = ", ".join(f"{name}.ranks={placement}" for name, placement in search.placements.items() if not placement.is_whole)
+        raise ConfigError(f"--gpus {machine.world_size}: {what} with {where}; name more ranks, or let roles share them{offload}")
+    needed = gpus_needed(search)
     if needed is not None:
         raise ConfigError(f"--gpus {machine.world_size}: {what}; it needs about {needed} (found by doubling){offload}")
     fix = f"lower rollout.memory_share, shorten the sequences{offload}"
@@ -186,9 +194,16 @@ def check_target(option: str, text: str) -> Path:
     return path
 
 
-def as_json(search: Search, choice: Choice, top: int, prepared: PlannedRun, measured: Mapping[str, Any] | None = None) -> str:
+def as_json(
+    search: Search,
+    choice: Choice,
+    top: int,
+    prepared: PlannedRun,
+    measured: Mapping[str, Any] | None = None,
+    placements: Sequence[Mapping[str, Any]] | None = None,
+) -> str:
     """The ranking for other programs: the content of the tables, in seconds and bytes, and the remarks of the plan. measured: facts
-    of the trials, by role.
+    of the trials, by role. placements: all that were searched, the fastest first.
     """
     tables: dict[str, Any] = {
         role: [_facts(one) for one in search.beside(choice, role)[:top]] for role in choice.roles if role in search.tuned
@@ -208,6 +223,7 @@ def as_json(search: Search, choice: Choice, top: int, prepared: PlannedRun, meas
         "warnings": list(prepared.plan.warnings),
         "roles": tables,
         **({"measured": measured} if measured is not None else {}),
+        **({"placements": placements} if placements is not None else {}),
     }
     return json.dumps(facts, indent=1) + "\n"
 

@@ -15,11 +15,12 @@ from megappo.config.schema import RolloutConfig
 from megappo.models.arch import ModelArch
 from megappo.models.flops import MULTIPLY_ADD, SCORES_AND_VALUES, keys_seen, layer_weights
 from megappo.parallel.layout import ParallelLayout
+from megappo.parallel.placement import Placement
 from megappo.plan.estimate import sequences_of_replica
 from megappo.plan.memory import ITEMSIZE, ParameterCount, RolloutMemory
 from megappo.platform.hardware import Dtype, Hardware
 from megappo.tune.cost import Workload, role_cost
-from megappo.tune.links import Links, Span
+from megappo.tune.links import Links, Span, ranks_together
 
 
 @dataclass(frozen=True)
@@ -103,15 +104,30 @@ def megatron_s(
     return workload.response_tokens * one
 
 
-def push_s(policy: ParallelLayout, memory: RolloutMemory | None, hardware: Hardware, offloaded: int = 0) -> float:
+def push_s(
+    policy: ParallelLayout,
+    memory: RolloutMemory | None,
+    hardware: Hardware,
+    offloaded: int = 0,
+    ends: tuple[Placement, Placement] | None = None,
+) -> float:
     """Seconds to push the policy's weights into the replicas. offloaded: bytes of the policy's weights that come from host memory
-    first.
+    first. ends: ranks of policy and rollout, None for all ranks.
     """
     # Every rank receives its whole part of the model; layers of stages on other nodes come over the network.
     loading = offloaded / hardware.host_bytes_per_s
     if memory is None:
         return loading
     links = Links.of(hardware)
-    stages_here = max(1, hardware.gpus_per_node // policy.ranks_per_stage) if policy.pp > 1 else 1
+    per_node = hardware.gpus_per_node
+    together = per_node if ends is None else ranks_together(ends[0], per_node)
+    stages_here = max(1, together // policy.ranks_per_stage) if policy.pp > 1 else 1
     elsewhere = 0.0 if policy.ranks_per_stage >= policy.world_size else max(0.0, 1 - stages_here / policy.pp)
-    return loading + memory.weights * (elsewhere / links.network_bytes_per_s + (1 - elsewhere) / links.node_bytes_per_s)
+    times = 1.0
+    if ends is not None and ends[0] != ends[1]:
+        senders, receivers = ends
+        # The nodes that have no rank of the policy get all of it over the network, and few ranks send to many one after the other.
+        times = max(1.0, len(receivers) / len(senders))
+        sending, receiving = ({rank // per_node for rank in one.ranks} for one in ends)
+        elsewhere = elsewhere if receiving <= sending else 1.0
+    return loading + times * memory.weights * (elsewhere / links.network_bytes_per_s + (1 - elsewhere) / links.node_bytes_per_s)

@@ -21,7 +21,7 @@ from megappo.launch import slurm
 from megappo.launch.environment import REPOSITORY
 from megappo.launch.script import Job, shell_templates
 from megappo.launch.submit import Limits, check_cluster, check_options
-from megappo.tune.search import Machine
+from megappo.tune.candidates import Machine
 from megappo.tune.trials import Outcome, read_outcome, read_trial, world_folder
 
 POLL_S = 5.0  # seconds

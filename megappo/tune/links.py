@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megappo.parallel.layout import ParallelLayout
+from megappo.parallel.placement import Placement
 from megappo.platform.hardware import Hardware
 
 Axis = Literal["tp", "cp", "gradients", "pp", "etp", "ep", "expert gradients"]
@@ -43,6 +44,15 @@ def span(layout: ParallelLayout, axis: Axis, ranks_per_node: int) -> Span:
         "expert gradients": (layout.etp * layout.ep, layout.edp),
     }[axis]
     return Span(size, min(size, max(1, -(-ranks_per_node // stride))))
+
+
+def ranks_together(placement: Placement, ranks_per_node: int) -> int:
+    """Largest number of neighbours, counted in a role's own ranks from the first on, that always share a node."""
+    if placement.is_whole:
+        return ranks_per_node
+    nodes = [rank // ranks_per_node for rank in placement.ranks]
+    sizes = range(min(ranks_per_node, len(nodes)), 1, -1)
+    return next((size for size in sizes if all(nodes[at] == nodes[at - at % size] for at in range(len(nodes)))), 1)
 
 
 @dataclass(frozen=True)

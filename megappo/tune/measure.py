@@ -24,10 +24,11 @@ from megappo.config.errors import ConfigError, problem
 from megappo.launch.script import Job
 from megappo.telemetry.tables import figures, table
 from megappo.tune.batch import ranks_here, run_trials
+from megappo.tune.candidates import ROLLOUT, Candidate, Choice
 from megappo.tune.cost import Workload
 from megappo.tune.job import Follower, living_jobs, submit
 from megappo.tune.report import name_of
-from megappo.tune.search import ROLLOUT, Candidate, Choice, Search
+from megappo.tune.search import Search
 from megappo.tune.trials import REPEATS, Failed, Measured, Outcome, Trial, outcome_file, read_outcome, trial_file, write_trial
 
 

@@ -9,7 +9,17 @@ from megappo.config.errors import ConfigError
 
 OF_THE_JOB = ("partition", "account", "time", "sbatch")
 """Options without effect unless --slurm is given."""
-OF_A_RANKING = ("gpus", "gpus_per_node", "roles", "mean_prompt_tokens", "mean_response_tokens", "measure", "output", "json")
+OF_A_RANKING = (
+    "gpus",
+    "gpus_per_node",
+    "roles",
+    "mean_prompt_tokens",
+    "mean_response_tokens",
+    "measure",
+    "output",
+    "json",
+    "placements",
+)
 """Options without effect on a probe alone."""
 
 
@@ -19,6 +29,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--gpu", metavar="NAME", help="a100, h100, h200, b200, cpu, or a YAML file with one (default: cpu with run.device=cpu)")
     add("--gpus-per-node", type=positive_int, metavar="N", help="GPUs that share the fast link (default: the profile's)")
     add("--roles", metavar="A,B", help="roles whose layout is open (default: all, rollout among them); the others keep theirs")
+    add("--placements", action="store_true", default=None, help="search the ranks of roles too: critic or rollout apart")
     add("--top", type=positive_int, default=10, metavar="N", help="rows of a table (default: 10)")
     add("--mean-prompt-tokens", type=float, metavar="N", help="of a sequence on average (default: data.max_prompt_tokens)")
     add("--mean-response-tokens", type=float, metavar="N", help="the same (default: rollout.max_response_tokens)")

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import groupby
 
 from megappo.parallel.layout import ParallelLayout
-from megappo.plan.phases import forward_passes, pass_name
+from megappo.plan.phases import pass_name
+from megappo.platform.hardware import Hardware
 from megappo.telemetry.tables import GIB, figures
+from megappo.tune.candidates import ROLLOUT, Candidate, Choice, Machine, RolloutCandidate
 from megappo.tune.cost import Workload
 from megappo.tune.links import Axis, span
-from megappo.tune.search import ROLLOUT, Candidate, Choice, Machine, RolloutCandidate, Search
+from megappo.tune.rank_use import rank_uses
+from megappo.tune.search import Search
+from megappo.tune.tables import aligned
 
 NOTABLE = 0.05  # share of a role's time from which a part of it is a reason
 MOST_REASONS = 3
+LEFT = ("layout", "recompute", "the chosen step")  # columns of text
 
 
 def report(search: Search, choice: Choice, top: int) -> str:
@@ -75,7 +80,7 @@ def role_lines(search: Search, choice: Choice, role: str, top: int) -> list[str]
             ]
         )
     count = f"{len(found)} of {len({one.layout for one in search.candidates[role]})} layouts that fit alone fit beside the others"
-    return [f"{role}: {count}", *_aligned(header, rows)]
+    return [f"{role}{_where(search, role)}: {count}", *aligned(header, rows, LEFT)]
 
 
 def rollout_lines(search: Search, choice: Choice, top: int) -> list[str]:
@@ -86,67 +91,67 @@ def rollout_lines(search: Search, choice: Choice, top: int) -> list[str]:
             [
                 str(place),
                 f"tp{one.tp}",
-                str(search.machine.world_size // one.tp),
+                str(search.num_ranks(ROLLOUT) // one.tp),
                 figures(one.total_s),
                 figures(one.cost.prefill_s),
                 figures(one.cost.decode_s),
                 f"{one.cost.at_once} x {one.cost.waves}",
                 figures(search.choice(choice.roles, one).peak / GIB),
-                "; ".join(_rollout_reasons(one, search.machine)),
+                "; ".join(_rollout_reasons(one, search.hardware_of(ROLLOUT))),
             ]
         )
-    return ["rollout", *_aligned(["", "layout", "replicas", "step s", "prefill", "decode", "at once", "GiB", "why"], rows)]
-
-
-def _aligned(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Align columns: numbers to the right, names and reasons to the left."""
-    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header) - 1)]
-    left = {"layout", "recompute", "the chosen step"}
-    lines = []
-    for row in [header, *rows]:
-        cells = [text.ljust(width) if name in left else text.rjust(width) for name, text, width in zip(header, row, widths)]
-        lines.append(("  " + "  ".join([*cells, row[-1]])).rstrip())
-    return lines
+    return [
+        f"rollout{_where(search, ROLLOUT)}",
+        *aligned(["", "layout", "replicas", "step s", "prefill", "decode", "at once", "GiB", "why"], rows, LEFT),
+    ]
 
 
 def step_lines(search: Search, choice: Choice) -> list[str]:
-    """The chosen layouts through a step (trainer/ppo.py, stages 2, 3, 4, 6 and 7), and the fullest rank."""
-    rows = []
-    for name, seconds, role in _phases(choice):
-        share = seconds / choice.total_s
+    """The chosen layouts through a step (trainer/ppo.py, stages 2, 3, 4, 6 and 7), and the fullest rank. Where roles work at the
+    same time, when they begin, and how long their ranks wait."""
+    rows, apart = [], not search.timetable.takes_turns
+    for name, begin, seconds, role in _phases(choice):
         what = ""
         if role is not None:
             one = choice.roles[role]
-            what = f"{layout_text(one.layout)}, {figures(choice.peak_of(role) / GIB)} GiB"
-        rows.append([name, figures(seconds), f"{share:.0%}", what])
-    lines = [line.rstrip() for line in _aligned(["the chosen step", "s", "share", "at work"], rows)]
+            what = f"{layout_text(one.layout)}, {figures(choice.peak_of(role) / GIB)} GiB{_where(search, role)}"
+        share = f"{seconds / choice.total_s:.0%}"
+        rows.append([name, *([figures(begin)] if apart else []), figures(seconds), share, what])
+    lines = aligned(["the chosen step", *(["from s"] if apart else []), "s", "share", "at work"], rows, LEFT)
     phase, rank = choice.fullest()
     room = search.machine.hardware.usable_bytes
     return [
         *lines,
         f"  together {figures(choice.total_s)} s; fullest is rank {rank} in `{phase.name}`: "
         f"{figures(phase.total / GIB)} of {figures(room / GIB)} GiB",
+        *([f"  {use}" for use in rank_uses(choice)] if not search.is_colocated else []),
     ]
 
 
-def _phases(choice: Choice) -> Iterator[tuple[str, float, str | None]]:
-    policy = choice.roles["policy"]
-    yield "generate", choice.rollout.total_s + policy.generate_s, None
-    for role in forward_passes(choice.plan.config):
-        yield pass_name(choice.plan.config, role), choice.roles[role].cost.phases["forward"], role
-    for role in ("critic", "policy"):  # PPO's updates, in its order
-        yield f"{role} update", choice.roles[role].cost.phases["update"], role
-    yield "push weights", choice.push_s, None
+def _phases(choice: Choice) -> Iterator[tuple[str, float, float, str | None]]:
+    """(name, begin, seconds, role) of a step's parts."""
+    yield "generate", 0.0, choice.generate_s, None
+    config = choice.plan.config
+    for work in choice.timetable.works({role: one.cost.phases for role, one in choice.roles.items()}):
+        name = pass_name(config, work.role) if work.phase == "forward" else f"{work.role} update"
+        yield name, choice.generate_s + work.begin, work.seconds, work.role
+    yield "push weights", choice.total_s - choice.push_s, choice.push_s, None
+
+
+def _where(search: Search, name: str) -> str:
+    """`, on ranks 0-31` of a role that does not live on all."""
+    placement = search.placements[name]
+    return "" if placement.is_whole else f", on ranks {placement}"
 
 
 def reasons(one: Candidate, search: Search) -> list[str]:
     """Parts of this layout's time that are not arithmetic, the largest first; and its optimizer state if that fills the rank."""
-    return [text for _, text in sorted(_shares(one, search.machine), key=lambda pair: -pair[0])][:MOST_REASONS] or [
+    return [text for _, text in sorted(_shares(one, search.hardware_of(one.role)), key=lambda pair: -pair[0])][:MOST_REASONS] or [
         f"matrix products {one.cost.share('matmul') + one.cost.share('head') + one.cost.share('attention'):.0%}"
     ]
 
 
-def _shares(one: Candidate, machine: Machine) -> Iterator[tuple[float, str]]:
+def _shares(one: Candidate, hardware: Hardware) -> Iterator[tuple[float, str]]:
     layout, cost = one.layout, one.cost
     collectives = "all-gather and reduce-scatter" if layout.sequence_parallel else "all-reduce"
     axes: list[tuple[str, Axis, str, str]] = [
@@ -158,7 +163,7 @@ def _shares(one: Candidate, machine: Machine) -> Iterator[tuple[float, str]]:
     ]
     for part, axis, name, what in axes:
         if (share := cost.share(part)) >= NOTABLE:
-            crosses = " crosses nodes" if span(layout, axis, machine.hardware.gpus_per_node).crosses_nodes else ""
+            crosses = " crosses nodes" if span(layout, axis, hardware.gpus_per_node).crosses_nodes else ""
             yield share, f"{name}{crosses}: {share:.0%} is {what}"
     if (share := cost.share("bubble")) >= NOTABLE:
         yield share, f"pp {layout.pp}: bubble {share:.0%} of {cost.num_micro_batches} micro-batches"
@@ -179,9 +184,9 @@ def _shards(layout: ParallelLayout) -> str:
     return f"dp {layout.dp}" + (f" x cp {layout.cp}" if layout.cp > 1 else "")
 
 
-def _rollout_reasons(one: RolloutCandidate, machine: Machine) -> Iterator[str]:
+def _rollout_reasons(one: RolloutCandidate, hardware: Hardware) -> Iterator[str]:
     assert one.tp is not None and one.cost is not None
-    if one.tp > machine.hardware.gpus_per_node:
+    if one.tp > hardware.gpus_per_node:
         yield f"tp {one.tp} crosses nodes"
     if one.cost.waves > 1:
         yield f"{one.cost.waves} waves of {one.cost.at_once} sequences"
@@ -205,8 +210,8 @@ def name_of(one: Candidate) -> str:
 
 
 def overrides_of(search: Search, choice: Choice) -> list[str]:
-    """`key=value` lines of the tuned roles, and the number of ranks."""
-    lines = [f"run.num_ranks={search.machine.world_size}"]
+    """`key=value` lines of the tuned roles, the number of ranks, and the placement if it was searched."""
+    lines = [f"run.num_ranks={search.machine.world_size}", *search.placing]
     for role, one in choice.roles.items():
         lines += one.overrides() if role in search.tuned else []
     return lines + (choice.rollout.overrides() if ROLLOUT in search.tuned else [])

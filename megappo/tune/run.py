@@ -14,6 +14,8 @@ from megappo.resilience.run_time import input_accepted
 from megappo.tune import command
 from megappo.tune.job import job_for
 from megappo.tune.measure import best_measured, check_measurable, measure
+from megappo.tune.placing import rank_placements
+from megappo.tune.placing_report import placement_facts, placement_lines
 from megappo.tune.probe import probe
 from megappo.tune.report import overrides_of, report
 
@@ -45,13 +47,21 @@ def tune(args: argparse.Namespace, config: TrainConfig | None) -> int:
         tuple(part.strip() for part in args.roles.split(",")) if args.roles is not None else None,
         args.mean_prompt_tokens,
         args.mean_response_tokens,
+        bool(args.placements),
     )
     search = command.make_search(question)
     if args.measure is not None:
         check_measurable(search)
     job = job_for(search.machine, Limits(args.partition, args.account, args.time), args.sbatch or ()) if args.slurm else None
     with input_accepted(unless=(ConfigError,)):  # the search and the trials find out what cannot work
-        choice = command.find_best(search)
+        ranked = None
+        if args.placements:
+            ranked = rank_placements(search, command.neutral_config(search.config, search.tuned))
+        if ranked is not None and (first := ranked[0]).choice is not None:
+            search, choice = first.search, first.choice
+            print("\n".join(placement_lines(ranked, args.top)) + "\n", flush=True)
+        else:
+            choice = command.find_best(search)
         print(report(search, choice, args.top), flush=True)
         measurement = None
         if args.measure is not None:
@@ -67,5 +77,7 @@ def tune(args: argparse.Namespace, config: TrainConfig | None) -> int:
             command.write_output(targets["--output"], command.written_choice(search, choice, question), overrides)
         if "--json" in targets:
             measured = measurement.facts() if measurement is not None else None
-            targets["--json"].write_text(command.as_json(search, choice, args.top, prepared, measured), encoding="utf-8")
+            placements = placement_facts(ranked) if ranked is not None else None
+            facts = command.as_json(search, choice, args.top, prepared, measured, placements)
+            targets["--json"].write_text(facts, encoding="utf-8")
     return 0

@@ -1,29 +1,29 @@
 """Search for the fastest layouts that fit: every role is ranked by itself, then the roles are combined under their common memory.
 
-Roles take turns on the same ranks, so the step time is a sum, and roles constrain each other only through memory: resident memory
-of all roles plus the largest working set. Memory is the plan's (`plan/memory.py`, `plan/reserve.py`); a choice carries its plan.
-To decide if it fits, a role's fullest stage stands for all of its ranks, which overestimates if the fullest stages of two roles lie
-on different ranks.
+A search is of one placement, that of its configuration (`placing.py` tries others). Roles on the same ranks take turns, and
+constrain each other only through memory: resident memory of all roles that live there plus the largest working set. Memory is the
+plan's (`plan/memory.py`, `plan/reserve.py`); a choice carries its plan. To decide if it fits, a role's fullest stage stands for all
+of its ranks, which overestimates if the fullest stages of two roles lie on different ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property, partial
 from math import lcm
 from typing import Any
 
 from megappo.config.batch import step_arithmetic
-from megappo.config.checks import Device
-from megappo.config.layout_checks import roles_in_use, value_head_of
-from megappo.config.role_sections import PolicyConfig, TrainableConfig
+from megappo.config.layout_checks import placements_in_use, roles_in_use, value_head_of
+from megappo.config.rank_ranges import ALL
+from megappo.config.role_sections import PolicyConfig
 from megappo.config.schema import TrainConfig
 from megappo.models.arch import ModelArch
 from megappo.models.implementation import Implementation, implementation_of_role
 from megappo.parallel.layout import ParallelLayout, layout_of
+from megappo.parallel.placement import Placement, placement_of
 from megappo.plan.estimate import (
-    Plan,
     beside_sampler,
     memory_of_rollout,
     memory_of_stage,
@@ -31,143 +31,67 @@ from megappo.plan.estimate import (
     rollout_dtype,
     work_out,
 )
-from megappo.plan.memory import ParameterCount, RoleMemory, RolloutMemory, count_parameters, fullest_moment
-from megappo.plan.phases import Phase, phases, tightest
+from megappo.plan.memory import ParameterCount, RoleMemory, count_parameters, fullest_moment
+from megappo.plan.phases import forward_passes
 from megappo.plan.reserve import layout_bytes, reserve_bytes
 from megappo.platform.hardware import Hardware
+from megappo.tune.candidates import ROLLOUT, Candidate, Choice, Machine, Need, RolloutCandidate
+from megappo.tune.combine import combinations, pareto
 from megappo.tune.cost import RoleCost, Settings, Workload, role_cost
 from megappo.tune.enumerate import layouts, recompute_choices, rollout_sizes, token_budgets
-from megappo.tune.generation import GenerationCost, megatron_s, push_s, vllm_cost
+from megappo.tune.generation import megatron_s, push_s, vllm_cost
+from megappo.tune.links import ranks_together
+from megappo.tune.step import Timetable
 
-ROLLOUT = "rollout"
 # Of a working set, which is mostly activations: tests hold their estimate to 10 %.
 MARGIN = 1.1
 MOST_DOUBLINGS = 8  # up to 256 times the GPUs asked for
 
 
-@dataclass(frozen=True)
-class Machine:
-    """Machine that a run is tuned for. implementation: of the layers, whose rules differ."""
-
-    world_size: int
-    hardware: Hardware
-    implementation: Implementation = "local"
-
-    @property
-    def device(self) -> Device:
-        return "cuda" if self.hardware.is_gpu() else "cpu"
-
-    @property
-    def device_memory(self) -> int | None:
-        """Bytes of a GPU, as the plan is given them; None for CPU ranks, whose memory no plan counts."""
-        return self.hardware.memory_bytes if self.hardware.is_gpu() else None
-
-
-@dataclass(frozen=True)
-class Need:
-    """Bytes of one rank of a role, enough for every stage of its layout. resident: while others work. training: on top of it in
-    stages 3 to 6, an estimate. pushed: on top of it while vLLM's weights are awake: while its checkpoint is written, or an
-    evaluation scored.
-    """
-
-    layout: ParallelLayout
-    resident: int
-    training: int
-    pushed: int
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A role in one layout with its secondary choices. memory: of the fullest stage.
-
-    generate_s: seconds of generation by the role itself (the policy, without vLLM).
-    """
-
-    role: str
-    settings: Settings
-    need: Need
-    memory: RoleMemory
-    cost: RoleCost
-    generate_s: float
-
-    @property
-    def layout(self) -> ParallelLayout:
-        return self.need.layout
-
-    @property
-    def total_s(self) -> float:
-        return self.cost.total_s + self.generate_s
-
-    @property
-    def recompute(self) -> str:
-        """Recomputation of a role that trains; "none" of a frozen one, which has no backward pass."""
-        return self.settings.recompute if isinstance(self.settings, TrainableConfig) else "none"
-
-    def overrides(self) -> list[str]:
-        """`policy.parallel.tp=8` ...: every chosen key; a layers_per_stage of the user's file is reset."""
-        parallel = self.settings.parallel
-        split = "null" if not parallel.layers_per_stage else "[" + ",".join(map(str, parallel.layers_per_stage)) + "]"
-        sizes = {key: getattr(parallel, key) for key in ("tp", "pp", "vpp", "cp", "ep", "etp")}
-        chosen = {**sizes, "sequence_parallel": str(parallel.sequence_parallel).lower(), "layers_per_stage": split}
-        lines = [f"{self.role}.parallel.{key}={value}" for key, value in chosen.items()]
-        lines.append(f"{self.role}.micro_batch_tokens={self.settings.micro_batch_tokens}")
-        if self.cost.is_trained:
-            lines.append(f"{self.role}.recompute={self.recompute}")
-        return lines
-
-
-@dataclass(frozen=True)
-class RolloutCandidate:
-    """vLLM with one tp; all None if the policy's own model generates."""
-
-    tp: int | None
-    memory: RolloutMemory | None
-    cost: GenerationCost | None
-
-    @property
-    def total_s(self) -> float:
-        return self.cost.total_s if self.cost is not None else 0.0
-
-    def overrides(self) -> list[str]:
-        return [f"rollout.tp={self.tp}"] if self.tp is not None else []
-
-
-@dataclass(frozen=True)
-class Choice:
-    """A candidate for every role, and the replicas. plan: that of `megappo plan` for them."""
-
-    roles: Mapping[str, Candidate]
-    rollout: RolloutCandidate
-    push_s: float
-    plan: Plan
-
-    @property
-    def total_s(self) -> float:
-        return sum(one.total_s for one in self.roles.values()) + self.rollout.total_s + self.push_s
-
-    @property
-    def peak(self) -> int:
-        """Peak bytes of the fullest rank."""
-        return self.plan.peak(self.plan.fullest_rank())
-
-    def peak_of(self, role: str) -> int:
-        """Peak bytes of a rank while this role works, over all ranks."""
-        return tightest(self.plan)[role][0].total
-
-    def fullest(self) -> tuple[Phase, int]:
-        """The phase in which a rank is fullest, and the rank."""
-        rank = self.plan.fullest_rank()
-        return max(phases(self.plan, rank), key=lambda phase: phase.total), rank
-
-
 class Search:
-    """Candidates of every role of a run. tuned: roles whose layout is open, `rollout` among them; the others keep theirs."""
+    """Candidates of every role of a run, in the placement of its configuration.
+
+    tuned: roles whose layout is open, `rollout` among them; the others keep theirs. placing: `key=value` lines of the placement,
+    if the user's configuration does not have it.
+    """
 
     def __init__(
-        self, config: TrainConfig, archs: Mapping[str, ModelArch], machine: Machine, workload: Workload, tuned: Sequence[str]
+        self,
+        config: TrainConfig,
+        archs: Mapping[str, ModelArch],
+        machine: Machine,
+        workload: Workload,
+        tuned: Sequence[str],
+        placing: Sequence[str] = (),
     ) -> None:
         self.config, self.archs, self.machine, self.workload, self.tuned = config, archs, machine, workload, tuned
+        self.placing = placing
+        self.placements = {name: placement_of(ranks, machine.world_size) for name, ranks in placements_in_use(config).items()}
+        self.timetable = Timetable(self.placements, forward_passes(config))
+        self._hardware = {name: _seen_from(placement, machine.hardware) for name, placement in self.placements.items()}
         self._counts: dict[tuple[object, ...], ParameterCount] = {}
+        # By role, number of its ranks, ranks that are neighbours on a node, and settings: the same in every placement.
+        self._memory: dict[tuple[object, ...], dict[int, RoleMemory]] = {}
+        self._costs: dict[tuple[object, ...], tuple[RoleCost, float]] = {}
+
+    def placed(self, config: TrainConfig, placing: Sequence[str]) -> Search:
+        """The search of this run in another placement. What was counted for one serves the other."""
+        other = Search(config, self.archs, self.machine, self.workload, self.tuned, placing)
+        other._counts, other._memory, other._costs = self._counts, self._memory, self._costs
+        return other
+
+    @property
+    def is_colocated(self) -> bool:
+        """True if all roles and vLLM live on all ranks."""
+        return all(one.is_whole for one in self.placements.values())
+
+    def num_ranks(self, name: str) -> int:
+        """Ranks of a role or of `rollout`."""
+        return len(self.placements[name])
+
+    def hardware_of(self, name: str) -> Hardware:
+        """The machine as a role or `rollout` sees it: as many of its neighbouring ranks share a node."""
+        return self._hardware[name]
 
     @cached_property
     def candidates(self) -> dict[str, list[Candidate]]:
@@ -180,7 +104,8 @@ class Search:
         config, arch, machine = self.config, self.archs["policy"], self.machine
         if config.rollout.engine == "megatron":
             return [RolloutCandidate(None, None, None)]
-        sizes = rollout_sizes(arch, machine.world_size) if ROLLOUT in self.tuned else [config.rollout.tp]
+        num_ranks, hardware = self.num_ranks(ROLLOUT), self.hardware_of(ROLLOUT)
+        sizes = rollout_sizes(arch, num_ranks) if ROLLOUT in self.tuned else [config.rollout.tp]
         longest = step_arithmetic(config).max_sequence_tokens
         found = []
         for tp in sizes:
@@ -189,19 +114,19 @@ class Search:
             if not memory.holds_sequence(longest):
                 continue
             dtype, workload = rollout_dtype(config), self.workload
-            cost = vllm_cost(arch, with_tp.rollout, dtype, memory, workload, machine.world_size, machine.hardware)
+            cost = vllm_cost(arch, with_tp.rollout, dtype, memory, workload, num_ranks, hardware)
             found.append(RolloutCandidate(tp, memory, cost))
         return sorted(found, key=lambda one: one.total_s)
 
     def _all(self, role: str) -> Iterator[Candidate]:
         settings: Settings = getattr(self.config, role)
-        arch, machine = self.archs[role], self.machine
+        arch = self.archs[role]
         if role not in self.tuned:
             own = self.candidate(role, settings)
             yield from [own] if own is not None else []
             return
         budgets = token_budgets(settings.micro_batch_tokens, step_arithmetic(self.config).max_sequence_tokens)
-        for parallel in layouts(arch, machine.world_size, self.implementation(role)):
+        for parallel in layouts(arch, self.num_ranks(role), self.implementation(role)):
             for recompute in recompute_choices(getattr(settings, "recompute", None)):
                 for tokens in budgets:
                     chosen = {"parallel": parallel, "micro_batch_tokens": tokens} | self._recompute(settings, recompute)
@@ -220,18 +145,30 @@ class Search:
 
     def candidate(self, role: str, settings: Settings) -> Candidate | None:
         """This role with these settings; None if it does not fit even alone, without replicas."""
-        arch, hardware = self.archs[role], self.machine.hardware
         stages = self._stages(role, settings)
         need = self._need(role, settings, stages.values())
         if not any(self.fits({role: need}, rollout) for rollout in self.rollouts):
             return None
-        layout, generate_s = need.layout, 0.0
+        key = self._key(role, settings)
+        if key not in self._costs:
+            self._costs[key] = self._cost(role, settings, need.layout, stages)
+        memory = max(stages.values(), key=lambda one: one.resident + one.active)
+        return Candidate(role, settings, need, memory, *self._costs[key])
+
+    def _cost(
+        self, role: str, settings: Settings, layout: ParallelLayout, stages: Mapping[int, RoleMemory]
+    ) -> tuple[RoleCost, float]:
+        """Seconds of its passes and updates, and of generation by the role itself."""
+        arch, hardware, generate_s = self.archs[role], self.hardware_of(role), 0.0
         counts = {stage: self._count(arch, layout, stage, value_head_of(settings) is not None) for stage in stages}
         cost = role_cost(role, arch, layout, settings, self.workload, hardware, counts, stages)
         if isinstance(settings, PolicyConfig) and self.config.rollout.engine == "megatron":
             generate_s = megatron_s(arch, layout, settings, self.workload, hardware, counts)
-        memory = max(stages.values(), key=lambda one: one.resident + one.active)
-        return Candidate(role, settings, need, memory, cost, generate_s)
+        return cost, generate_s
+
+    def _key(self, role: str, settings: Settings) -> tuple[object, ...]:
+        anywhere = settings.model_copy(update={"ranks": ALL})
+        return role, self.num_ranks(role), self.hardware_of(role).gpus_per_node, anywhere
 
     def _count(self, arch: ModelArch, layout: ParallelLayout, stage: int, value_head: bool = False) -> ParameterCount:
         """Parameters of one rank of a stage, from shapes."""
@@ -247,13 +184,22 @@ class Search:
 
     def fits(self, needs: Mapping[str, Need], rollout: RolloutCandidate) -> bool:
         """True if these roles and the replicas fit together, with the margin. If some roles do not, neither do more."""
-        of_roles = [(need.layout, self._has_experts(role)) for role, need in needs.items()]
-        reserve = reserve_bytes(of_roles, self.machine.world_size, rollout.tp or 1) if self.machine.device == "cuda" else 0
-        at_rest = reserve + sum(need.resident for need in needs.values())
-        training = int(MARGIN * max(need.training for need in needs.values()))
-        pushed = max(need.pushed for need in needs.values())
-        fullest = fullest_moment(at_rest, training, pushed, rollout.memory, self.config.rollout.sleep)
-        return fullest <= self.machine.hardware.usable_bytes
+        hosts = self.timetable.ranks
+        reserve = max(self._reserve(names, needs, rollout) for names in hosts) if self.machine.device == "cuda" else 0
+        for names in hosts:
+            here = [need for role, need in needs.items() if role in names]
+            training = int(MARGIN * max((need.training for need in here), default=0))
+            pushed = max((need.pushed for need in here), default=0)
+            at_rest = reserve + sum(need.resident for need in here)
+            sampler = rollout.memory if ROLLOUT in names else None
+            if fullest_moment(at_rest, training, pushed, sampler, self.config.rollout.sleep) > self.machine.hardware.usable_bytes:
+                return False
+        return True
+
+    def _reserve(self, names: Collection[str], needs: Mapping[str, Need], rollout: RolloutCandidate) -> int:
+        """Of a rank that these live on; the plan takes that of the rank with most communicators for all."""
+        of_roles = [(need.layout, self._has_experts(role)) for role, need in needs.items() if role in names]
+        return reserve_bytes(of_roles, self.machine.world_size, (rollout.tp or 1) if ROLLOUT in names else 1)
 
     def _has_experts(self, role: str) -> bool:
         return self.archs[role].moe is not None
@@ -263,21 +209,30 @@ class Search:
         choice of the policy."""
         if not self.rollouts or not all(self.candidates.values()):
             return None
-        fronts = {
-            role: [found[index] for index in self._front(role, [one.need for one in found])]
-            for role, found in self.candidates.items()
-        }
+        fronts = {role: [found[index] for index in self._front_of(role, found)] for role, found in self.candidates.items()}
         best: Choice | None = None
         for rollout in self.rollouts:
-            for roles in _combinations(fronts, lambda needs, rollout=rollout: self.fits(needs, rollout), _limit(best, rollout)):
+            limit = float("inf") if best is None else best.total_s - rollout.total_s
+            fit = partial(self.fits, rollout=rollout)
+            for roles in combinations(fronts, fit, self.timetable, limit):
                 choice = self.choice(roles, rollout)
                 if best is None or choice.total_s < best.total_s:
                     best = choice
         return best
 
-    def _front(self, role: str, needs: Sequence[Need]) -> list[int]:
+    def _front_of(self, role: str, found: Sequence[Candidate]) -> list[int]:
+        """Indices of those that no other undercuts in memory and time. found: the fastest first."""
+        # Where roles take turns, their sum counts; beside another role a slow pass may cost nothing, and a slow update much.
+        times = None if self.timetable.takes_turns else [(one.generate_s, *one.cost.phases.values()) for one in found]
+        return self._front(role, [one.need for one in found], times)
+
+    def _front(self, role: str, needs: Sequence[Need], times: Sequence[tuple[float, ...]] | None = None) -> list[int]:
         """Indices of the Pareto front of `needs` (`pareto`), the best first."""
-        return pareto(needs, lambda layout: layout_bytes(layout, self._has_experts(role)) if self.machine.device == "cuda" else 0)
+
+        def communicators(layout: ParallelLayout) -> int:
+            return layout_bytes(layout, self._has_experts(role)) if self.machine.device == "cuda" else 0
+
+        return pareto(needs, communicators, times)
 
     def choice(self, roles: Mapping[str, Candidate], rollout: RolloutCandidate) -> Choice:
         """These candidates with their plan, fitting or not."""
@@ -289,7 +244,9 @@ class Search:
         config = self.config.model_copy(update=changes)
         plan = work_out(config, self.archs, layouts, machine.world_size, machine.device, machine.device_memory, self._count)
         loaded = max(stage.offloaded_weights for stage in plan.memory["policy"])
-        return Choice(roles, rollout, push_s(policy.layout, rollout.memory, machine.hardware, loaded), plan)
+        ends = (self.placements["policy"], self.placements[ROLLOUT])
+        pushing = push_s(policy.layout, rollout.memory, machine.hardware, loaded, ends)
+        return Choice(roles, rollout, pushing, plan, self.timetable)
 
     def can_fit(self) -> bool:
         """True if anything fits at all. Tries the least demanding layouts and settings of every role, without their time."""
@@ -314,7 +271,7 @@ class Search:
     def _least_needs(self, role: str, settings: Settings) -> list[Need]:
         chosen = {"micro_batch_tokens": step_arithmetic(self.config).max_sequence_tokens} | self._recompute(settings, "full")
         least = settings.model_copy(update=chosen)
-        found = layouts(self.archs[role], self.machine.world_size, self.implementation(role), frugal=True)
+        found = layouts(self.archs[role], self.num_ranks(role), self.implementation(role), frugal=True)
         return [self._need_of(role, least.model_copy(update={"parallel": parallel})) for parallel in found]
 
     def _need_of(self, role: str, settings: Settings) -> Need:
@@ -322,7 +279,7 @@ class Search:
 
     def _need(self, role: str, settings: Settings, stages: Collection[RoleMemory]) -> Need:
         return Need(
-            layout_of(settings.parallel, self.machine.world_size),
+            layout_of(settings.parallel, self.num_ranks(role)),
             resident=max(one.resident for one in stages),
             training=max(one.active for one in stages),
             pushed=max(beside_sampler(self.config, role, one) for one in stages)
@@ -332,12 +289,15 @@ class Search:
 
     def _stages(self, role: str, settings: Settings) -> dict[int, RoleMemory]:
         """Stage -> memory, of the stages that may be the fullest."""
-        arch, layout = self.archs[role], layout_of(settings.parallel, self.machine.world_size)
-        config = self.config.model_copy(update={role: settings})
-        return {
-            stage: memory_of_stage(config, role, arch, layout, stage, self.machine.device, self._count)
-            for stage in fullest_stages(arch, layout)
-        }
+        key = self._key(role, settings)
+        if key not in self._memory:
+            arch, layout = self.archs[role], layout_of(settings.parallel, self.num_ranks(role))
+            config = self.config.model_copy(update={role: settings})
+            self._memory[key] = {
+                stage: memory_of_stage(config, role, arch, layout, stage, self.machine.device, self._count)
+                for stage in fullest_stages(arch, layout)
+            }
+        return self._memory[key]
 
     def beside(self, choice: Choice, role: str) -> list[Candidate]:
         """Candidates of a role that fit beside the other roles of `choice`, the fastest first, each layout once."""
@@ -350,6 +310,10 @@ class Search:
     def rollouts_beside(self, choice: Choice) -> list[RolloutCandidate]:
         needs = {role: one.need for role, one in choice.roles.items()}
         return [one for one in self.rollouts if self.fits(needs, one)]
+
+
+def _seen_from(placement: Placement, hardware: Hardware) -> Hardware:
+    return replace(hardware, gpus_per_node=ranks_together(placement, hardware.gpus_per_node))
 
 
 def fullest_stages(arch: ModelArch, layout: ParallelLayout) -> list[int]:
@@ -365,52 +329,6 @@ def fullest_stages(arch: ModelArch, layout: ParallelLayout) -> list[int]:
     if max(sizes) - min(sizes) > 1:
         return every
     return sorted({0, sizes.index(max(sizes)), layout.pp - 1})
-
-
-def pareto(needs: Sequence[Need], communicators: Callable[[ParallelLayout], int]) -> list[int]:
-    """Indices of the needs that no earlier one undercuts in every respect. communicators: bytes of a layout's own communicators."""
-    # Counted as if no other role had the same layout and shared them: combining all layouts that could be shared takes too long.
-    front: list[tuple[int, int, int]] = []
-    places = []
-    for place, need in enumerate(needs):
-        own = need.resident + communicators(need.layout), need.training, need.pushed
-        if not any(other[0] <= own[0] and other[1] <= own[1] and other[2] <= own[2] for other in front):
-            front.append(own)
-            places.append(place)
-    return places
-
-
-def _limit(best: Choice | None, rollout: RolloutCandidate) -> float:
-    return float("inf") if best is None else best.total_s - rollout.total_s
-
-
-def _combinations(
-    fronts: Mapping[str, Sequence[Candidate]], fits: Callable[[Mapping[str, Need]], bool], limit_s: float
-) -> Iterator[dict[str, Candidate]]:
-    """Combinations of one of each front that fit together, each faster than those before. fronts: the fastest first. fits: takes
-    a subset of the roles; once false, more roles do not fit either.
-    """
-    best = limit_s
-    roles = list(fronts)
-    fastest = [min(one.total_s for one in front) for front in fronts.values()]
-
-    def extend(chosen: dict[str, Candidate], needs: dict[str, Need], seconds: float) -> Iterator[dict[str, Candidate]]:
-        nonlocal best
-        depth = len(chosen)
-        if depth == len(roles):
-            best = seconds
-            yield chosen
-            return
-        role, rest = roles[depth], sum(fastest[depth + 1 :])
-        for one in fronts[role]:
-            total = seconds + one.total_s
-            if total + rest >= best:  # the fastest first: no later one of this front is better
-                return
-            together = {**needs, role: one.need}
-            if fits(together):
-                yield from extend({**chosen, role: one}, together, total)
-
-    return extend({}, {}, 0.0)
 
 
 def larger_worlds(machine: Machine) -> list[int]:

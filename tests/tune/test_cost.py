@@ -16,12 +16,13 @@ from megappo.parallel.layout import ParallelLayout
 from megappo.plan.memory import RolloutMemory, count_parameters
 from megappo.plan.timeline import timeline
 from megappo.platform.hardware import load_hardware
+from megappo.tune.candidates import Machine
 from megappo.tune.cost import RoleCost, Workload, pipeline_parts, role_cost, stage_kinds
 from megappo.tune.generation import push_s, vllm_cost
 from megappo.tune.links import Links, Span, span
 from megappo.tune.measure import predicted_s, step_s
 from megappo.tune.probe import link_gb_s
-from megappo.tune.search import MOST_DOUBLINGS, Machine, larger_worlds
+from megappo.tune.search import MOST_DOUBLINGS, larger_worlds
 from megappo.tune.trials import Measured
 from megappo.tune.work import Pass, layer_products, stage_pass
 

@@ -16,8 +16,9 @@ import pytest
 from megappo.config.loading import load_config
 from megappo.models.hf_config import read_arch
 from megappo.platform.hardware import Hardware, load_hardware
+from megappo.tune.candidates import Machine
 from megappo.tune.cost import workload_of
-from megappo.tune.search import Machine, Search
+from megappo.tune.search import Search
 
 # Facts of "The Llama 3 Herd of Models" (2024), table 3, and of "Qwen3 Technical Report" (2025), table 2.
 LLAMA = {

@@ -19,10 +19,11 @@ from megappo.plan.phases import phases
 from megappo.platform.hardware import load_hardware
 from megappo.prepare.layouts import check_layouts, read_archs
 from megappo.tune import search as search_module
+from megappo.tune.candidates import Machine
 from megappo.tune.cost import workload_of
 from megappo.tune.enumerate import layouts
 from megappo.tune.report import overrides_of
-from megappo.tune.search import Machine, Search, fullest_stages
+from megappo.tune.search import Search, fullest_stages
 
 from ..plan.archs import llama
 from ..plan.checkpoints import SPARSE, TINY, write_checkpoint
@@ -182,7 +183,7 @@ def test_a_kept_split_is_counted_at_its_fullest_stage(tmp_path, monkeypatch):
         for role in ROLES:
             assert choice.roles[role].need.training == max(one.active for one in choice.plan.memory[role])
     monkeypatch.setattr(search_module, "fullest_stages", lambda arch, layout: [0, 3])
-    choice = choice_of(search, [split] * 3, 1, micro_batch_tokens=128)
+    choice = choice_of(search_of(write_run(tmp_path, "dense")), [split] * 3, 1, micro_batch_tokens=128)
     fullest = max(one.active for one in choice.plan.memory["policy"])
     assert choice.roles["policy"].need.training < fullest, "negative control: the ends alone"
 

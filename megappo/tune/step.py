@@ -1,0 +1,83 @@
+"""Length of a PPO step whose roles take turns on the same ranks, work at the same time on ranks of their own, or both.
+
+A step is a chain of stages that all ranks enter together (trainer/ppo.py): generation, scores of the reward model, passes of the
+other roles, updates, push of weights. Within a stage a role begins as soon as all of its ranks are done with the roles before it,
+so roles that share a rank take turns and others do not wait for each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from megappo.parallel.placement import Placement
+
+UPDATES = ("critic", "policy")  # PPO's updates, in its order
+SCORES = "reward_model"  # its results are shared before any other role begins
+
+
+class Work(NamedTuple):
+    """A pass or the updates of a role in a step. phase: `forward` or `update`. begin: seconds after generation."""
+
+    role: str
+    phase: str
+    begin: float
+    seconds: float
+
+    @property
+    def end(self) -> float:
+        return self.begin + self.seconds
+
+
+def ranks_by_roles(placements: Mapping[str, Placement]) -> dict[tuple[str, ...], tuple[int, ...]]:
+    """Those that live on a rank, roles and `rollout` -> all ranks with just these, increasing. The first ranks come first."""
+    if all(one.is_whole for one in placements.values()):
+        return {tuple(placements): next(iter(placements.values())).ranks}
+    hosts: dict[int, list[str]] = {}
+    for name, placement in placements.items():
+        for rank in placement.ranks:
+            hosts.setdefault(rank, []).append(name)
+    found: dict[tuple[str, ...], list[int]] = {}
+    for rank in sorted(hosts):
+        found.setdefault(tuple(hosts[rank]), []).append(rank)
+    return {names: tuple(ranks) for names, ranks in found.items()}
+
+
+class Timetable:
+    """Order of work in a step. placements: of every role and `rollout`. order: roles, as they make their passes."""
+
+    def __init__(self, placements: Mapping[str, Placement], order: Sequence[str]) -> None:
+        self.ranks = ranks_by_roles(placements)
+        self._order = order
+        # Ranks with the same roles are free at the same times: one number stands for all of them.
+        self._places = {role: [at for at, names in enumerate(self.ranks) if role in names] for role in order}
+
+    @property
+    def takes_turns(self) -> bool:
+        """True if no two roles ever work at the same time: the length of a step is a sum."""
+        return len({tuple(places) for places in self._places.values()}) == 1
+
+    def works(self, phases: Mapping[str, Mapping[str, float]]) -> list[Work]:
+        """Passes and updates of a step, in their order. phases: role -> seconds of `forward` and, if it trains, `update`; a role
+        that is missing takes no time."""
+        done: list[Work] = []
+        begin = 0.0
+        for stage in self._stages(phases):
+            free = [begin] * len(self.ranks)
+            for role, phase, seconds in stage:
+                work = Work(role, phase, max(free[at] for at in self._places[role]), seconds)
+                for at in self._places[role]:
+                    free[at] = work.end
+                done.append(work)
+            begin = max(free)  # an exchange over all ranks ends the stage
+        return done
+
+    def step_s(self, phases: Mapping[str, Mapping[str, float]]) -> float:
+        """Seconds from the end of generation to the last update."""
+        return max((work.end for work in self.works(phases)), default=0.0)
+
+    def _stages(self, phases: Mapping[str, Mapping[str, float]]) -> Iterator[list[tuple[str, str, float]]]:
+        forward = [(role, "forward", phases[role]["forward"]) for role in self._order if role in phases]
+        yield [one for one in forward if one[0] == SCORES]
+        yield [one for one in forward if one[0] != SCORES]
+        yield [(role, "update", phases[role]["update"]) for role in UPDATES if "update" in phases.get(role, ())]
