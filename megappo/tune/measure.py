@@ -34,13 +34,18 @@ from megappo.tune.trials import REPEATS, Failed, Measured, Outcome, Trial, outco
 
 @dataclass(frozen=True)
 class Tried:
-    """A candidate with the outcome of its trial. measured_s: seconds of its passes and updates in a whole step, like
-    `RoleCost.total_s`; None if the trial failed. file: of the outcome."""
+    """A candidate with the outcome of its trial. phases: seconds of its passes and updates in a whole step, like those of
+    `RoleCost`; None if the trial failed. file: of the outcome."""
 
     candidate: Candidate
     outcome: Outcome
-    measured_s: float | None
+    phases: Mapping[str, float] | None
     file: Path
+
+    @property
+    def measured_s(self) -> float | None:
+        """Seconds of all phases; None if the trial failed."""
+        return None if self.phases is None else sum(self.phases.values())
 
     @property
     def total_s(self) -> float:
@@ -197,15 +202,15 @@ def _tried(one: Candidate, folder: Path, name: str, workload: Workload) -> Tried
     assert outcome is not None, "every trial has run"
     if isinstance(outcome, Failed):
         return Tried(one, outcome, None, outcome_file(folder, name))
-    return Tried(one, outcome, step_s(outcome, workload), outcome_file(folder, name))
+    return Tried(one, outcome, phases_of(outcome, workload), outcome_file(folder, name))
 
 
-def step_s(measured: Measured, workload: Workload) -> float:
-    """Seconds of a role in a whole step: a phase with one pass over all samples, and a phase with its updates. Each phase moves
+def phases_of(measured: Measured, workload: Workload) -> dict[str, float]:
+    """Seconds of a role in a whole step: `forward` with one pass over all samples, and `update` with its updates. Each phase moves
     offloaded parts once."""
     passes = max(1.0, workload.samples / workload.mini_batch)
-    seconds = (measured.forward_s - measured.load_s) * passes + measured.load_s
-    return seconds if measured.update_s is None else seconds + measured.update_s * workload.updates + measured.trip_s
+    phases = {"forward": (measured.forward_s - measured.load_s) * passes + measured.load_s}
+    return phases if measured.update_s is None else phases | {"update": measured.update_s * workload.updates + measured.trip_s}
 
 
 def _lines(role: str, tried: Sequence[Tried]) -> list[str]:
@@ -249,10 +254,17 @@ def best_measured(search: Search, choice: Choice, measurement: Measurement) -> C
     best, fastest = None, float("inf")
     for combination in product(*working.values()):
         roles = {**choice.roles, **{one.candidate.role: one.candidate for one in combination}}
-        seconds = sum(one.total_s for one in combination)
+        seconds = _seconds(search, roles, combination)
         # Each fits beside the predicted best of the other roles; together they may not.
         if seconds < fastest and search.fits({role: one.need for role, one in roles.items()}, choice.rollout):
             best, fastest = roles, seconds
     if best is None:
         raise ConfigError("--measure: no combination of the layouts that were measured fits; measure more of them")
     return search.choice(best, choice.rollout)
+
+
+def _seconds(search: Search, roles: Mapping[str, Candidate], tried: Sequence[Tried]) -> float:
+    """Seconds of a step by what was measured, without vLLM and the push; roles that were not tried count as predicted."""
+    measured = {one.candidate.role: one.phases for one in tried if one.phases is not None}
+    phases = {role: measured.get(role, one.cost.phases) for role, one in roles.items()}
+    return search.timetable.step_s(phases) + roles["policy"].generate_s

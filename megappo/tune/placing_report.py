@@ -11,6 +11,7 @@ from megappo.tune.placing import COLOCATED, Placed
 from megappo.tune.rank_use import idle_share, rank_uses
 from megappo.tune.tables import aligned
 
+UNSURE = 0.05  # of a step: published runs are predicted within 10 % or so (docs/tuning.md)
 HEADER = ["", "placement", "step s", "generate", "passes", "updates", "push", "GiB", "idle", "why"]
 
 
@@ -64,6 +65,7 @@ def advice(ranked: Sequence[Placed]) -> str:
         return f"{first.placing.name}: {COLOCATED} the models do not fit"
     saved = together.total_s - first.choice.total_s
     less = f"{figures(saved)} s ({saved / together.total_s:.0%}) less than {COLOCATED}"
+    less += ", which the model cannot tell apart" if saved < UNSURE * together.total_s else ""
     return f"{first.placing.name}: {less}; {_memory(first.choice, together)}"
 
 

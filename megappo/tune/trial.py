@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,7 @@ def run_trial(trial: Trial, device: torch.device, backend: EngineBackend = Megat
     update_s, trip_s = None, 0.0
     if isinstance(section, TrainableConfig):
         phase_s = _fastest(passes.phase, trial.repeats) if moves(section.offload) else None
-        with passes.role.engine.train_mode():
+        with passes.train_mode():
             update_s = _fastest(passes.update, trial.repeats)
         trip_s = max(0.0, phase_s - update_s) if phase_s is not None else 0.0
     del passes
@@ -91,14 +92,25 @@ def _fastest(work: Callable[[], Any], repeats: int) -> float:
     return min(times[1:])
 
 
-def _build_passes(trial: Trial, engines: EngineFactory) -> _Passes:
+def _build_passes(trial: Trial, engines: EngineFactory) -> _Passes | _NoPasses:
+    """The role's passes; of a rank that it does not live on none. Collective over the world."""
     section, algorithm = getattr(trial.config, trial.role), trial.config.algorithm
     algorithm = algorithm.model_copy(update={"target_kl": None})  # a skipped update would take no time
     config = trial.config.model_copy(update={"algorithm": algorithm})
     updates = TOTAL_UPDATES if isinstance(section, TrainableConfig) else None
     role = build_role(config, trial.role, engines, updates, random_weights=True)
-    assert role is not None, "a trial has its role on all ranks"
-    return _Passes(trial, role)
+    return _NoPasses() if role is None else _Passes(trial, role)
+
+
+class _NoPasses:
+    """A rank without the role: it waits at the barriers, so that every rank finds the time of the slowest."""
+
+    def nothing(self) -> None: ...
+
+    forward = phase = update = nothing
+
+    def train_mode(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 class _Passes:
@@ -128,11 +140,14 @@ class _Passes:
         else:
             self.role.logprobs(self.batch, want_entropy=isinstance(self.role, Policy))
 
+    def train_mode(self) -> AbstractContextManager[None]:
+        return self.role.engine.train_mode()
+
     def phase(self) -> None:
         """Run a phase of one update, as stage 6 (trainer/updates.py): weights come, the optimizer's state comes with the step, and
         both go back."""
         assert isinstance(self.role, (Policy, Critic))
-        with self.role.engine.train_mode():
+        with self.train_mode():
             self.update()
 
     def update(self) -> None:

@@ -107,8 +107,9 @@ def test_experts_are_placed(tmp_path, capsys):
 
 MISTAKES = [
     (["--gpu", "h100", "data.fit_batch=true"], "data.fit_batch = true: tune compares layouts at one batch; write the sizes"),
-    (["--gpus", "16", "--gpu", "h100", "critic.ranks=0-7"], 'critic.ranks = "0-7": the tuner shares all ranks among the roles'),
-    (["--gpus", "16", "--gpu", "h100", "rollout.ranks=8-15"], "use rollout.ranks=all here"),
+    (["--gpu", "h100", "--placements", "critic.ranks=0-7"], 'critic.ranks = "0-7": --placements would choose others'),
+    (["--gpu", "h100", "rollout.ranks=8-16"], 'rollout.ranks = "8-16": 8-16 is outside the world, which has ranks 0-15'),
+    (["--gpu", "h100", "critic.ranks=0-7", "policy.ranks=8-9"], "critic.ranks=0-7"),
     (["--gpu", "h900"], "--gpu h900: no such profile; use a100, h100, h200, b200, cpu"),
     (["--gpu", "h100", "--gpus", "0"], "argument --gpus: 0 is not an integer >= 1"),
     (["--gpu", "h100", "--gpus", "-8"], "argument --gpus: -8 is not an integer >= 1"),

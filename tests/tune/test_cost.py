@@ -20,7 +20,7 @@ from megappo.tune.candidates import Machine
 from megappo.tune.cost import RoleCost, Workload, pipeline_parts, role_cost, stage_kinds
 from megappo.tune.generation import push_s, vllm_cost
 from megappo.tune.links import Links, Span, span
-from megappo.tune.measure import predicted_s, step_s
+from megappo.tune.measure import phases_of, predicted_s
 from megappo.tune.probe import link_gb_s
 from megappo.tune.search import MOST_DOUBLINGS, larger_worlds
 from megappo.tune.trials import Measured
@@ -208,8 +208,9 @@ def test_larger_worlds_are_of_whole_nodes():
 def test_what_was_measured_is_a_step_with_weights_that_come_once():
     """256 samples in mini-batches of 64; a second of every pass is the way from host memory, three of a phase of updates there and
     back."""
-    assert step_s(Measured(forward_s=3.0, update_s=5.0, load_s=1.0, trip_s=3.0), WORK) == pytest.approx(1 + 4 * 2 + 3 + 4 * 5)
-    assert step_s(Measured(forward_s=3.0, update_s=None), WORK) == pytest.approx(4 * 3)
+    found = phases_of(Measured(forward_s=3.0, update_s=5.0, load_s=1.0, trip_s=3.0), WORK)
+    assert found == pytest.approx({"forward": 1 + 4 * 2, "update": 3 + 4 * 5})
+    assert phases_of(Measured(forward_s=3.0, update_s=None), WORK) == pytest.approx({"forward": 4 * 3})
 
 
 def test_a_trial_is_predicted_as_one_mini_batch_of_the_step():
