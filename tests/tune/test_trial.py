@@ -8,9 +8,10 @@ import pytest
 
 from megappo.config.loading import load_config
 from megappo.launch.local import start_ranks
-from megappo.tune.trials import Trial, write_trial
+from megappo.tune.trials import Measured, Trial, read_outcome, world_folder, write_trial
 
 from ..plan.checkpoints import TINY, write_checkpoint
+from .slow_critic_rank import PAUSE_S
 
 OFFLOADS = {
     "none": {},
@@ -71,3 +72,26 @@ def test_a_pass_loads_weights_that_it_does_not_change(copied, role):
     timed = copied[f"parameters-{role}"]
     assert timed["forward"] == timed["nothing"] and [direction for direction, _ in timed["forward"]] == ["to device"]
     assert copied[f"optimizer-{role}"]["forward"] == []
+
+
+def test_a_role_is_timed_on_its_own_ranks(tmp_path):
+    """Rank 0, which writes the outcome, has no critic, and finds the time of rank 1, which has; no policy is built there."""
+    model = write_checkpoint(tmp_path / "model", TINY, weights=False, tokenizer=False)
+    path = tmp_path / "run.yaml"
+    run = {
+        "run": {"device": "cpu", "num_ranks": 2},
+        "policy": {"model": str(model), "dtype": "fp32", "ranks": "0"},
+        "critic": {"dtype": "fp32", "ranks": "1"},
+        "reference": {"dtype": "fp32", "ranks": "0"},
+        "data": {"train": "none", "max_prompt_tokens": 8},
+        "rollout": {"engine": "megatron", "max_response_tokens": 8, "ranks": "0"},
+    }
+    path.write_text(json.dumps(run))
+    for role in ("critic", "policy"):
+        trial = Trial(config=load_config(path), role=role, label=role, samples=4, prompt_tokens=8, response_tokens=8)
+        write_trial(tmp_path, role, trial)
+    world_folder(tmp_path, ["critic"]).mkdir()
+    assert start_ranks(2, [str(tmp_path), "critic", "policy"], module="tests.tune.slow_critic_rank") == 0
+    found = {role: read_outcome(tmp_path, role) for role in ("critic", "policy")}
+    assert all(isinstance(one, Measured) and one.update_s for one in found.values())
+    assert found["critic"].forward_s >= PAUSE_S > found["policy"].forward_s
