@@ -6,7 +6,7 @@ torch.distributed, for worlds that do not exist here too.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -69,3 +69,17 @@ class Placement:
 def placement_of(ranks: str, world_size: int) -> Placement:
     """Placement of a key `ranks`. ValueError, without the key, as `config.rank_ranges.ranks_of`."""
     return Placement(ranks_of(ranks, world_size), world_size)
+
+
+def ranks_by_roles(placements: Mapping[str, Placement]) -> dict[tuple[str, ...], tuple[int, ...]]:
+    """Those that live on a rank, roles and `rollout` -> all ranks with just these, increasing. The first ranks come first."""
+    if all(one.is_whole for one in placements.values()):
+        return {tuple(placements): next(iter(placements.values())).ranks}
+    hosts: dict[int, list[str]] = {}
+    for name, placement in placements.items():
+        for rank in placement.ranks:
+            hosts.setdefault(rank, []).append(name)
+    found: dict[tuple[str, ...], list[int]] = {}
+    for rank in sorted(hosts):
+        found.setdefault(tuple(hosts[rank]), []).append(rank)
+    return {names: tuple(ranks) for names, ranks in found.items()}

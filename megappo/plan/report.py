@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import combinations
 from math import prod
 
 from megappo.checkpoint.interval import best_interval_s, expected_mtbf_hours
 from megappo.config.batch import StepArithmetic
 from megappo.config.layout_checks import trained_sections, value_head_of
+from megappo.config.rank_ranges import ranges_text
 from megappo.models.arch import ModelArch
 from megappo.models.weight_map import VALUE_HEAD, hf_tensors
 from megappo.parallel.layout import ParallelLayout
-from megappo.parallel.placement import Placement
+from megappo.parallel.placement import Placement, ranks_by_roles
 from megappo.plan.estimate import Plan, samples_of_pass, sequences_at_once, work_out
 from megappo.plan.host_report import host_lines
 from megappo.plan.memory import RoleMemory
@@ -113,12 +115,14 @@ def _groups(layout: ParallelLayout, placement: Placement, axis: str) -> str:
 
 
 def _placement_lines(plan: Plan) -> Iterator[str]:
-    """Ranks of every role, if one does not live on all."""
+    """Ranks of every role, if one does not live on all, and the roles that do not wait for each other."""
     if all(placement.is_whole for placement in plan.placements.values()):
         return
     for role in plan.layouts:
         placement = plan.placements[role]
         yield f"  {role}: on ranks {placement}" if not placement.is_whole else f"  {role}: on all ranks"
+    if apart := [f"{a} and {b}" for a, b in combinations(plan.layouts, 2) if not plan.placements[a].overlaps(plan.placements[b])]:
+        yield f"  at the same time in passes and updates, for they share no rank: {', '.join(apart)}"
 
 
 def _split_lines(plan: Plan) -> Iterator[str]:
@@ -167,12 +171,24 @@ def _memory_lines(plan: Plan) -> list[str]:
         f"  fullest rank: {rank}, about {size(plan.peak(rank))}{have} at its peak, "
         f"{size(plan.certain(rank))} of it without activations",
         "  activations are an estimate of one role at work; offloaded parts count while their role works",
+        *_shared_lines(plan, size),
         *(["  reserve: an estimate of what the CUDA context and NCCL's communicators take"] if plan.reserve else []),
         *_offload_lines(plan),
         *_snapshot_lines(plan, size, name),
         *_adam_lines(plan),
         *(f"  {line}" for line in _cache_lines(plan)),
     ]
+
+
+def _shared_lines(plan: Plan, size: Callable[[int], str]) -> Iterator[str]:
+    """The fullest of the ranks that hold the same, if not all do: what a placement leaves to each."""
+    groups = ranks_by_roles({name: placement for name, placement in plan.placements.items() if name != "rollout" or plan.rollout})
+    distinct = plan.distinct_ranks() if len(groups) > 1 else []
+    for names, ranks in groups.items() if len(groups) > 1 else ():
+        here = [rank for rank in distinct if rank in ranks]
+        peak = max(map(plan.peak, here))
+        what = "rank" if len(ranks) == 1 else "ranks"
+        yield f"  {what} {ranges_text(ranks)} ({', '.join(names)}): about {size(peak)} at the peak"
 
 
 def _offload_lines(plan: Plan) -> Iterator[str]:

@@ -10,6 +10,7 @@ from megappo.config.schema import SftConfig, TrainConfig
 from megappo.models.weight_map import hf_tensors
 from megappo.plan.estimate import Plan, make_plan
 from megappo.plan.host_report import host_warnings
+from megappo.plan.idle import idle_notes
 from megappo.plan.memory import Counter, count_parameters
 from megappo.plan.report import report
 from megappo.prepare.checks import CheckedSft, check_run, check_sft
@@ -54,12 +55,11 @@ def plan_run(
     checked = check_run(config, world_size, device, resume=resume, shapes_only=shapes_only)
     plan = make_plan(config, checked.archs, checked.layouts, world_size, device, device_memory, counter)
     plan = replace(plan, warnings=(*plan.warnings, *host_warnings(plan)))
+    notes = (*fitted, *checked.notes, *idle_notes(plan))
     if shapes_only:
-        return PlannedRun(
-            plan, None, (*fitted, *checked.notes, "only shapes were looked at: weights, tokenizer and data may be missing")
-        )
+        return PlannedRun(plan, None, (*notes, "only shapes were looked at: weights, tokenizer and data may be missing"))
     data = load_run_data(config, checked.archs["policy"], train)
-    return PlannedRun(plan, data, (*fitted, *checked.notes, *data.notes))
+    return PlannedRun(plan, data, (*notes, *data.notes))
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from megappo.parallel.placement import Placement
+from megappo.parallel.placement import Placement, ranks_by_roles
 
 UPDATES = ("critic", "policy")  # PPO's updates, in its order
 SCORES = "reward_model"  # its results are shared before any other role begins
@@ -27,20 +27,6 @@ class Work(NamedTuple):
     @property
     def end(self) -> float:
         return self.begin + self.seconds
-
-
-def ranks_by_roles(placements: Mapping[str, Placement]) -> dict[tuple[str, ...], tuple[int, ...]]:
-    """Those that live on a rank, roles and `rollout` -> all ranks with just these, increasing. The first ranks come first."""
-    if all(one.is_whole for one in placements.values()):
-        return {tuple(placements): next(iter(placements.values())).ranks}
-    hosts: dict[int, list[str]] = {}
-    for name, placement in placements.items():
-        for rank in placement.ranks:
-            hosts.setdefault(rank, []).append(name)
-    found: dict[tuple[str, ...], list[int]] = {}
-    for rank in sorted(hosts):
-        found.setdefault(tuple(hosts[rank]), []).append(rank)
-    return {names: tuple(ranks) for names, ranks in found.items()}
 
 
 class Timetable:

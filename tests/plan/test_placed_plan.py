@@ -9,7 +9,9 @@ from megappo.plan.estimate import GIB, make_plan
 from megappo.plan.phases import phases, tightest
 from megappo.plan.plot import figure_of
 from megappo.plan.report import report
+from megappo.plan.run import plan_run
 from megappo.prepare.layouts import check_layouts, read_archs
+from megappo.telemetry.tables import MIB
 
 from .checkpoints import write_run
 
@@ -82,3 +84,42 @@ def test_the_report_names_the_ranks_of_roles(tmp_path):
     )
     titles = [axis.get_title(loc=loc) for axis in figure_of(plan).axes for loc in ("left", "center")]
     assert any("counted from 0 on ranks 4-5" in title for title in titles)
+
+
+def test_the_report_says_what_is_left_of_each_rank_and_who_does_not_wait(tmp_path):
+    plan = plan_of(write_run(tmp_path), SPLIT)
+    text = report(plan)
+    lines = [line.strip() for line in text.splitlines()]
+    for names, ranks in (("policy, rollout", "ranks 0-1"), ("critic, reference", "ranks 4-5"), ("rollout", "ranks 6-7")):
+        (line,) = [line for line in lines if f"({names}): about" in line]
+        peak = max(plan.peak(rank) for rank in range(*map(int, line.split()[1].split("-"))))
+        assert line == f"{ranks} ({names}): about {peak / MIB:,.2f} at the peak"
+    assert "at the same time in passes and updates, for they share no rank: policy and critic" in lines
+    together = report(plan_of(write_run(tmp_path), ["run.num_ranks=null"]))
+    assert "at the same time" not in together and "at the peak" not in together
+
+
+# overrides of a run on 8 ranks, the beginnings of its notes on replicas without work
+BATCHES = [
+    (["data.prompts_per_step=16", "algorithm.mini_batch_size=8"], []),
+    (["algorithm.mini_batch_size=2"], ["critic: a mini-batch of 2 samples leaves 1 of 3 replicas without work; raise algorithm"]),
+    (
+        ["data.prompts_per_step=1", "algorithm.mini_batch_size=1"],
+        [
+            "policy: a mini-batch of 1 sample leaves 1 of 2 replicas",
+            "critic: a mini-batch of 1 sample leaves 2 of 3 replicas",
+            "reference: a step of 2 samples leaves 6 of 8 replicas without work; raise data.prompts_per_step, or reference.parallel",
+            "rollout: a step of 2 samples leaves 6 of 8 replicas without work",
+        ],
+    ),
+    (["algorithm.mini_batch_size=2", "critic.parallel.pp=3", "critic.parallel.layers_per_stage=[1,2,1]"], []),
+    (["data.prompts_per_step=2", "rollout.tp=2", "reference.ranks=4-7", "algorithm.mini_batch_size=4"], []),
+]
+
+
+@pytest.mark.parametrize("overrides, beginnings", BATCHES, ids=str)
+def test_replicas_without_a_sample_are_named_with_the_key_that_fills_them(tmp_path, overrides, beginnings):
+    placed = ["run.num_ranks=8", "policy.parallel.tp=1", "policy.ranks=0-1", "critic.ranks=5-7", "critic.parallel.pp=1"]
+    config = load_config(write_run(tmp_path), [*placed, *overrides])
+    found = [note for note in plan_run(config, 8, "cpu").notes if "without work" in note]
+    assert len(found) == len(beginnings) and all(note.startswith(one) for note, one in zip(found, beginnings)), found

@@ -11,7 +11,7 @@ import pytest
 from megappo import cli
 from megappo.config.checks import problems
 from megappo.config.loading import explicit_keys, load_config
-from megappo.parallel.placement import Placement, placement_of
+from megappo.parallel.placement import Placement, placement_of, ranks_by_roles
 from megappo.plan.memory import GIB
 from megappo.plan.phases import phases
 from megappo.plan.run import plan_run
@@ -26,7 +26,7 @@ from megappo.tune.placing import placings, rank_placements
 from megappo.tune.placing_report import advice, stage_seconds
 from megappo.tune.rank_use import idle_share, rank_uses
 from megappo.tune.search import Search
-from megappo.tune.step import Timetable, ranks_by_roles
+from megappo.tune.step import Timetable
 
 from ..plan.checkpoints import LLAMA_7B, TINY, write_checkpoint
 
