@@ -365,6 +365,58 @@ def test_train_refuses_what_its_keys_name(case, tmp_path, capsys):
     assert_refused(capsys, tmp_path, fragments, "train", path, *[text.replace("{}", str(tmp_path)) for text in overrides])
 
 
+APART = ["run.num_ranks=4", "policy.ranks=0-1", "critic.ranks=2-3", "reference.ranks=0-1", "rollout.ranks=0-1"]
+# overrides of APART, what stderr must contain
+MISPLACED = {
+    "outside the world": (["critic.ranks=2-4"], ['critic.ranks = "2-4": 2-4 is outside the world', "name ranks below 4"]),
+    "twice": (["critic.ranks=2-3,3"], ['critic.ranks = "2-3,3": the ranges 2-3 and 3 overlap; name every rank once']),
+    "backwards": (["critic.ranks=3-2"], ['critic.ranks = "3-2": the range 3-2 runs backwards; write 2-3']),
+    "no ranks": (
+        ["critic.ranks=half"],
+        ['critic.ranks = "half"', "write all, a range (0-47), several (0-15,32-47) or one rank (3)"],
+    ),
+    "a rank without work": (
+        ["critic.ranks=0-1"],
+        ['rollout.ranks = "0-1": ranks 2-3 of the world would have no role and generate nothing; add them here or to policy.ranks'],
+    ),
+    "another layout": (
+        ["critic.ranks=1-3"],
+        ["critic.parallel: tp 1 x pp 2 = 2 does not divide the 3 ranks of critic.ranks = 1-3", "use 2 or 4 ranks (critic.ranks)"],
+    ),
+    "another replica": (["rollout.ranks=0-2", "rollout.tp=2"], ["rollout.tp = 2", "the 3 ranks of rollout.ranks = 0-2"]),
+    "offload for nobody": (
+        ["critic.offload.gradients=true"],
+        ["critic.offload.gradients = true: makes room for others, and none shares critic.ranks = 2-3; leave it out, or share"],
+    ),
+    "sleep for nobody": (
+        ["policy.ranks=2-3", "reference.ranks=2-3", "rollout.sleep=cache"],
+        ['rollout.sleep = "cache": makes room for models, and none is on rollout.ranks = 0-1; use none, or share ranks'],
+    ),
+    "generation without the policy": (
+        ["rollout.engine=megatron", "rollout.ranks=2-3"],
+        ['rollout.ranks = "2-3": rollout.engine megatron', "set it to policy.ranks, 0-1"],
+    ),
+    "a role that is not there": (
+        ["reward_model.ranks=0"],
+        ['reward_model.ranks = "0": has no effect', "remove it, or add the part"],
+    ),
+}
+COMMANDS = {"train": [], "plan": [], "launch": ["--nodes", "2", "--gpus-per-node", "2", "--dry-run"]}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("case", MISPLACED)
+def test_ranks_of_roles_that_cannot_work_are_refused_by_every_command(case, command, tmp_path, capsys):
+    overrides, fragments = MISPLACED[case]
+    assert_refused(capsys, tmp_path, fragments, command, write_run(tmp_path), *COMMANDS[command], *APART, *overrides)
+
+
+def test_the_placement_that_the_mistakes_are_made_in_works(tmp_path, capsys):
+    """Negative control."""
+    code, out, err = run(capsys, "plan", write_run(tmp_path), *APART)
+    assert code == 0 and "critic: on ranks 2-3" in out, err
+
+
 def test_a_data_set_is_refused_with_its_reason_where_there_is_no_network(tmp_path, capsys, monkeypatch):
     import datasets
 

@@ -82,10 +82,13 @@ def small_run(config: TrainConfig, folder: Path, max_ranks: int, implementation:
 
 
 def placement_notes(config: TrainConfig) -> Iterator[str]:
-    """One line for every role that lives on ranks of its own in the run."""
-    for role in roles_in_use(config):
-        if (ranks := getattr(config, role).ranks) != ALL:
-            yield f"{role}: its layout is verified on all ranks of this small world, instead of {role}.ranks = {ranks}"
+    """One line for every role that lives on ranks of its own in the run, and one on what that leaves unmeasured."""
+    placed = {role: getattr(config, role).ranks for role in roles_in_use(config) if getattr(config, role).ranks != ALL}
+    for role, ranks in placed.items():
+        yield f"{role}: its layout is verified on all ranks of this small world, instead of {role}.ranks = {ranks}"
+    if placed:
+        keys = " ".join(f"{role}.ranks={ALL}" for role in placed)
+        yield f"exchanges between ranks of different roles are not measured; compare trainer.steps=3 with one of {keys}"
 
 
 def _write_models(

@@ -102,13 +102,13 @@ def test_the_report_says_what_is_left_of_each_rank_and_who_does_not_wait(tmp_pat
 # overrides of a run on 8 ranks, the beginnings of its notes on replicas without work
 BATCHES = [
     (["data.prompts_per_step=16", "algorithm.mini_batch_size=8"], []),
-    (["algorithm.mini_batch_size=2"], ["critic: a mini-batch of 2 samples leaves 1 of 3 replicas without work; raise algorithm"]),
+    (["algorithm.mini_batch_size=2"], ["critic: a mini-batch of 2 samples leaves 1 of 3 replicas without work; raise"]),
     (
         ["data.prompts_per_step=1", "algorithm.mini_batch_size=1"],
         [
             "policy: a mini-batch of 1 sample leaves 1 of 2 replicas",
             "critic: a mini-batch of 1 sample leaves 2 of 3 replicas",
-            "reference: a step of 2 samples leaves 6 of 8 replicas without work; raise data.prompts_per_step, or reference.parallel",
+            "reference: a step of 2 samples leaves 6 of 8 replicas without work; raise data.prompts_per_step, or",
             "rollout: a step of 2 samples leaves 6 of 8 replicas without work",
         ],
     ),

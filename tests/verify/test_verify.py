@@ -106,6 +106,9 @@ BAD = [
     (["critic.parallel.pp=5"], ["critic.parallel.pp = 5", "does not divide the 24 layers", "4 or 6"]),
     (["critic.parallel.ep=2"], ["critic.parallel.ep = 2", "has none; set ep to 1"]),
     (["run.num_ranks=3"], ["tp 2 x pp 1 = 2 does not divide the 3 ranks"]),
+    (["run.num_ranks=4", "policy.ranks=0-1", "critic.ranks=2-4"], ['critic.ranks = "2-4"', "outside the world", "below 4"]),
+    (["policy.ranks=0-1", "critic.ranks=3-4", "reference.ranks=0-1", "rollout.ranks=0-1"], ["rank 2 of the world would have no"]),
+    (["policy.ranks=0-1", "critic.ranks=2-4"], ["critic.parallel", "does not divide the 3 ranks of critic.ranks = 2-4"]),
     (["critic.parallel.vp=2"], ["unknown key; did you mean critic.parallel.vpp?"]),
     (["rollout.sampling.temperature=0.0"], ["rollout.sampling.temperature = 0.0", "use a value > 0"]),
     (["run.device=cuda"], ["run.device = cuda", "run.device=cpu"]),
@@ -128,6 +131,28 @@ def test_it_is_not_run_by_a_launcher(config: str, capsys, monkeypatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert cli.main(["verify", config]) == 2
     assert "run it once, without torchrun" in capsys.readouterr().err
+
+
+def test_placed_roles_are_measured_on_all_ranks_of_the_small_world_and_that_is_said(config: str, monkeypatch, capsys) -> None:
+    """The world is that of the layouts, however many ranks the run names; without ranks of their own nothing is said."""
+    started: list[int] = []
+
+    def start(world_size: int, arguments: list[str], module: str) -> int:
+        for name in arguments[1:]:
+            small = load_config(str(Path(arguments[0]) / f"{name}.json"))
+            assert all(getattr(small, role).ranks == "all" for role in ("policy", "critic", "reference", "rollout"))
+        started.append(world_size)
+        return 7
+
+    monkeypatch.setattr(verify_run, "start_ranks", start)
+    placed = ["policy.ranks=0-1", "critic.ranks=2-5", "reference.ranks=0-1", "rollout.ranks=0-5"]
+    assert verify(load_config(config, placed), "cpu", max_ranks=4) == 7
+    notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note:")]
+    for role, ranks in (("policy", "0-1"), ("critic", "2-5"), ("reference", "0-1")):
+        assert f"note: {role}: its layout is verified on all ranks of this small world, instead of {role}.ranks = {ranks}" in notes
+    assert notes[3].endswith("compare trainer.steps=3 with one of policy.ranks=all critic.ranks=all reference.ranks=all")
+    assert verify(load_config(config), "cpu", max_ranks=4) == 7
+    assert started == [4, 4] and "small world" not in capsys.readouterr().out
 
 
 def test_the_exit_code_of_a_failed_rank_is_handed_on(config: str, monkeypatch) -> None:
