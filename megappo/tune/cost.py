@@ -1,7 +1,7 @@
 """Predicted seconds of one role in a PPO step (trainer/ppo.py, stages 3, 4 and 6), from its layout, its model and the hardware.
 
-All roles work one after the other on all ranks, so a step is the sum of its roles, generation (`generation.py`) and the push
-of weights. Not counted: the imbalance of sequences of different lengths, kernels that are slow because a shard is small, overlap
+How roles, generation (`generation.py`) and the push of weights add up to a step depends on the ranks of the roles: `step.py`.
+Not counted: the imbalance of sequences of different lengths, kernels that are slow because a shard is small, overlap
 of communication with computation (megappo does not overlap the reduction of gradients), checkpoints, scoring, data.
 """
 
