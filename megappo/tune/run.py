@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import replace
 
 from megappo.config.errors import ConfigError
@@ -12,12 +13,14 @@ from megappo.plan.report import remark_lines
 from megappo.platform.hardware import dump_hardware, load_hardware
 from megappo.resilience.run_time import input_accepted
 from megappo.tune import command
+from megappo.tune.candidates import Choice
 from megappo.tune.job import job_for
 from megappo.tune.measure import best_measured, check_measurable, measure
-from megappo.tune.placing import rank_placements
+from megappo.tune.placing import Placed, rank_placements
 from megappo.tune.placing_report import placement_facts, placement_lines
 from megappo.tune.probe import probe
 from megappo.tune.report import overrides_of, report
+from megappo.tune.search import Search
 
 
 def tune(args: argparse.Namespace, config: TrainConfig | None) -> int:
@@ -54,14 +57,8 @@ def tune(args: argparse.Namespace, config: TrainConfig | None) -> int:
         check_measurable(search)
     job = job_for(search.machine, Limits(args.partition, args.account, args.time), args.sbatch or ()) if args.slurm else None
     with input_accepted(unless=(ConfigError,)):  # the search and the trials find out what cannot work
-        ranked = None
-        if args.placements:
-            ranked = rank_placements(search, command.neutral_config(search.config, search.tuned))
-        if ranked is not None and (first := ranked[0]).choice is not None:
-            search, choice = first.search, first.choice
-            print("\n".join(placement_lines(ranked, args.top)) + "\n", flush=True)
-        else:
-            choice = command.find_best(search)
+        ranked = rank_placements(search, command.neutral_config(search.config, search.tuned)) if args.placements else ()
+        search, choice = _first(ranked, search, args)
         print(report(search, choice, args.top), flush=True)
         measurement = None
         if args.measure is not None:
@@ -77,7 +74,19 @@ def tune(args: argparse.Namespace, config: TrainConfig | None) -> int:
             command.write_output(targets["--output"], command.written_choice(search, choice, question), overrides)
         if "--json" in targets:
             measured = measurement.facts() if measurement is not None else None
-            placements = placement_facts(ranked) if ranked is not None else None
+            placements = placement_facts(ranked) if ranked else None
             facts = command.as_json(search, choice, args.top, prepared, measured, placements)
             targets["--json"].write_text(facts, encoding="utf-8")
     return 0
+
+
+def _first(ranked: Sequence[Placed], search: Search, args: argparse.Namespace) -> tuple[Search, Choice]:
+    """The fastest run, and the search of its placement. ranked: placements, the fastest first; none if they are not searched."""
+    first = next((one for one in ranked if one.choice is not None), None)
+    if first is None or first.choice is None:
+        return search, command.find_best(search)  # or the message that nothing fits
+    print("\n".join(placement_lines(ranked, args.top)), flush=True)
+    if args.measure is not None:
+        print(f"  trials are of {first.placing.name} alone; the others stay as predicted")
+    print()
+    return first.search, first.choice

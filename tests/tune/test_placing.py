@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -17,16 +18,19 @@ from megappo.plan.phases import phases
 from megappo.plan.run import plan_run
 from megappo.platform.hardware import load_hardware
 from megappo.prepare.layouts import read_archs
+from megappo.tune import batch
 from megappo.tune.candidates import Machine
 from megappo.tune.command import neutral_config
 from megappo.tune.cost import workload_of
 from megappo.tune.generation import push_s
 from megappo.tune.links import ranks_together
+from megappo.tune.measure import phases_of
 from megappo.tune.placing import placings, rank_placements
 from megappo.tune.placing_report import advice, stage_seconds
 from megappo.tune.rank_use import idle_share, rank_uses
 from megappo.tune.search import Search
 from megappo.tune.step import Timetable
+from megappo.tune.trials import Measured, read_trial, write_outcome
 
 from ..plan.checkpoints import LLAMA_7B, TINY, write_checkpoint
 
@@ -297,3 +301,39 @@ def test_given_ranks_that_hold_nothing_are_told_with_their_keys(tmp_path, capsys
     code, told = tune(capsys, path, "--gpus", 8, "--gpu", "h100", "policy.ranks=7", "critic.ranks=0-6")
     assert code == 2 and told.err.count("\n") == 1
     assert "no layout fits on 8 x h100 with policy.ranks=7, critic.ranks=0-6; name more ranks" in told.err
+
+
+def test_trials_are_of_the_first_placement_and_that_is_said(tmp_path, capsys, monkeypatch):
+    """On CPU ranks that are replaced: a role is tried on the ranks of the winner, and its times count along the longest chain."""
+    model = TINY | {"hidden_size": 256, "intermediate_size": 512}
+    fp32 = {"dtype": "fp32"}
+    path = write_run(tmp_path, model, policy=fp32, critic=fp32, reference=fp32, run={"device": "cpu"})
+    tried = []
+
+    def start_ranks(world, arguments, module):
+        folder, *names = arguments
+        for name in names:
+            tried.append(read_trial(Path(folder), name))
+            write_outcome(Path(folder), name, Measured(forward_s=1.0, update_s=2.0 if "reference" not in name else None))
+        return 0
+
+    def critic_apart(*arguments):
+        return [one for one in rank_placements(*arguments) if one.placing.name.startswith("critic on")]
+
+    monkeypatch.setattr(batch, "start_ranks", start_ranks)
+    monkeypatch.setattr("megappo.tune.run.rank_placements", critic_apart)
+    overrides = ["rollout.engine=megatron", "rollout.kv_cache_gib=null", f"run.output_dir={tmp_path / 'runs'}"]
+    facts = tmp_path / "all.json"
+    arguments = ["--gpus", 4, "--gpu", "cpu", "--placements", "--measure", 1, "--json", facts, *overrides]
+    code, told = tune(capsys, path, *arguments)
+    assert code == 0, told.err
+    first = json.loads(facts.read_text())["placements"][0]
+    assert f"trials are of {first['placement']} alone" in told.out
+    assert {trial.role for trial in tried} == {"policy", "critic", "reference"}
+    for trial in tried:
+        assert f"{trial.role}.ranks={getattr(trial.config, trial.role).ranks}" in first["overrides"]
+    # Two mini-batches in a step: the updates of critic and policy overlap, and the critic's passes with the others'.
+    search = search_of(path, [*overrides, *first["overrides"]], load_hardware("cpu"), world=4)
+    phases = {role: phases_of(Measured(forward_s=1.0, update_s=2.0), search.workload) for role in ("policy", "critic")}
+    phases["reference"] = phases_of(Measured(forward_s=1.0, update_s=None), search.workload)
+    assert search.timetable.step_s(phases) == pytest.approx(2 * (1.0 + 1.0) + 2 * 2.0)
