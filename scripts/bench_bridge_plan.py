@@ -25,6 +25,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from megappo.bridge.collector import collector_paused
 from megappo.bridge.plan import Ends, RankPlan, plan_rank
 from megappo.bridge.rounds import agree_rounds
 from megappo.bridge.sync import BUCKET_BYTES
@@ -80,13 +81,14 @@ def measure(arch: ModelArch, ends: Ends, encoded: list[bytes], rank: int) -> Cos
     gc.collect()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     started = time.process_time()
-    if destination is not None:
-        Target.of(destination, ends.pieces).encode()
-        described = time.process_time() - started
-    ends = replace(ends, targets=tuple(map(Target.decode, encoded)))
-    plan: RankPlan = plan_rank(ends, rank)
-    rounds = agree_rounds(plan, 2, BUCKET_BYTES, wire)
-    Checksums(ends, plan, destination, torch.bfloat16, wire)
+    with collector_paused():
+        if destination is not None:
+            Target.of(destination, ends.pieces).encode()
+            described = time.process_time() - started
+        ends = replace(ends, targets=tuple(map(Target.decode, encoded)))
+        plan: RankPlan = plan_rank(ends, rank)
+        rounds = agree_rounds(plan, 2, BUCKET_BYTES, wire)
+        Checksums(ends, plan, destination, torch.bfloat16, wire)
     seconds = time.process_time() - started
     growth = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10
     sent = 2e-9 * sum(move.numel for move in plan.outgoing)

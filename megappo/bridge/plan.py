@@ -138,6 +138,7 @@ class _Holders:
 
     def __init__(self, ranks: tuple[int, ...], ends: Ends) -> None:
         self._ranks, self._ends = ranks, ends
+        self._tp, self._replicas = len(ends.targets), ends.replicas  # asked for with every move
         self._set = frozenset(ranks)
         self._near: dict[int, tuple[int, ...]] = {}
         self._fed: dict[tuple[int, int], tuple[int, ...]] = {}
@@ -157,15 +158,15 @@ class _Holders:
         """Rank that sends to this position of `Ends.destinations`."""
         candidates = self._candidates(self._ends.destinations[position])
         # Neighbouring replicas, then neighbouring tp ranks, ask different holders.
-        replica, tp_rank = divmod(position, len(self._ends.targets))
-        return candidates[(turn + tp_rank * self._ends.replicas + replica) % len(candidates)]
+        replica, tp_rank = divmod(position, self._tp)
+        return candidates[(turn + tp_rank * self._replicas + replica) % len(candidates)]
 
     def fed_by(self, rank: int, turn: int, tp_rank: int) -> tuple[int, ...]:
         """Destinations of this tp rank, other than `rank`, that `rank` sends to. Always asked for the same rank."""
         period = lcm(len(self._ranks), len(self._on_node(rank)) or 1)
         key = tp_rank, turn % period
         if key not in self._fed:
-            positions = range(tp_rank, len(self._ends.destinations), len(self._ends.targets))
+            positions = range(tp_rank, len(self._ends.destinations), self._tp)
             fed = (self._ends.destinations[one] for one in positions if self.sender(turn, one) == rank)
             self._fed[key] = tuple(dst for dst in fed if dst != rank)
         return self._fed[key]

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megappo.bridge.collector import collector_paused
 from megappo.bridge.destination import Destination, Inspect, Land, WeightReceiver
 from megappo.bridge.move import Move
 from megappo.bridge.plan import Ends, RankPlan, plan_rank
@@ -114,15 +115,16 @@ class WeightSync:
         self._wire = Wire(device, group)
         assert (policy is not None) == (self._wire.rank in route.sources), "a rank has a policy if and only if it is a source"
         assert (engine is not None) == (self._wire.rank in route.destinations), "an engine belongs to every destination"
-        self._check_route(route)
-        destination = self._describe(route)
-        ends = self._agreed_ends(route, destination)
-        plan = self._agreed_plan(ends)
-        self._dtype = ends.targets[0].dtype
-        self._rounds = agree_rounds(plan, self._dtype.itemsize, bucket_bytes, self._wire)
-        self._incoming = plan.incoming
-        self._extents = _extents([*plan.outgoing, *(move for move in plan.incoming if move.src == self._wire.rank)])
-        self._checksums = Checksums(ends, plan, destination, self._dtype, self._wire)
+        with collector_paused():
+            self._check_route(route)
+            destination = self._describe(route)
+            ends = self._agreed_ends(route, destination)
+            plan = self._agreed_plan(ends)
+            self._dtype = ends.targets[0].dtype
+            self._rounds = agree_rounds(plan, self._dtype.itemsize, bucket_bytes, self._wire)
+            self._incoming = plan.incoming
+            self._extents = _extents([*plan.outgoing, *(move for move in plan.incoming if move.src == self._wire.rank)])
+            self._checksums = Checksums(ends, plan, destination, self._dtype, self._wire)
 
     def _check_route(self, route: Route) -> None:
         rank, first = self._wire.rank, self._wire.peers[0]
