@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megappo.bridge.destination import Destination, Fill, Shape
+from megappo.bridge.layer_kinds import Samples, kinds_of_layers, sampled
 from megappo.bridge.vllm_reload import ReloadApi
 from megappo.models.pieces import Box, Piece
 
@@ -140,37 +141,55 @@ def record_destination(
     computes, for a parameter that the checkpoint does not fill, and for one of another dtype.
     """
     parameter_names = {name for name, _ in model.named_parameters()}
-    load_weights: Any = model.load_weights  # every model of vLLM has it
     with _loader_format(model, api), torch.no_grad():
         watched: dict[str, Tensor] = {}
+        facts: list[tuple[str, Any]] = list(tensors.items())
         for module_name, module in model.named_modules():
             for name, tensor in api.layer_tensors(module).items():
-                tensor.weight_loader = api.original_loader(tensor)  # the reload's wrapper would process each filled layer
+                loader = api.original_loader(tensor)
+                tensor.weight_loader = loader  # the reload's wrapper would process each filled layer
                 watched[f"{module_name}.{name}"] = tensor
-        weights = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in tensors.items()}
-        recorder = _LoaderRecorder(
-            {_storage(tensor): name for name, tensor in weights.items()},
-            {_storage(tensor): name for name, tensor in watched.items()},
-        )
-        with recorder:
-            load_weights(iter(weights.items()))
-        filled = {target.name for _, target in recorder.copies}
+                about = type(module), getattr(loader, "__qualname__", None), tuple(tensor.shape), tensor.dtype
+                facts.append((f"{module_name}.{name}", about))
+        kinds = kinds_of_layers(facts)
+        # Two layers of each kind, that what is told of the others is held against one of them.
+        chosen = sampled(tensors, kinds)
+        pieces, fills = _recorded(model, {name: tensors[name] for name in chosen}, watched, dtype)
+        samples = Samples(kinds, pieces, fills)
+        if len(chosen) < len(tensors) and samples.agree():
+            pieces, fills = samples.expanded(tensors)
+        elif len(chosen) < len(tensors):
+            pieces, fills = _recorded(model, tensors, watched, dtype)
+        filled = {piece.local for piece in pieces} | {fill.target for fill in fills}  # a part of the vocabulary may be all padding
         _check_parameters(watched, filled, parameter_names, dtype)
         shapes = {name: Shape.of(tensor.shape) for name, tensor in watched.items() if name in filled}
+    destination = Destination(pieces, fills, shapes, dtype)
+    destination.check_complete()
+    return destination
+
+
+def _recorded(
+    model: torch.nn.Module, tensors: Mapping[str, tuple[int, ...]], watched: Mapping[str, Tensor], dtype: torch.dtype
+) -> tuple[tuple[Piece, ...], tuple[Fill, ...]]:
+    """Pieces and fills that the model's loader makes of these tensors; watched: its parameters, on meta."""
+    load_weights: Any = model.load_weights  # every model of vLLM has it
+    weights = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in tensors.items()}
+    recorder = _LoaderRecorder(
+        {_storage(tensor): name for name, tensor in weights.items()},
+        {_storage(tensor): name for name, tensor in watched.items()},
+    )
+    with recorder:
+        load_weights(iter(weights.items()))
+    filled = {target.name for _, target in recorder.copies}
+    shapes = {name: Shape.of(watched[name].shape) for name in filled}
     sources = {name: Shape.of(shape) for name, shape in tensors.items()}
     fills = []
     for region, value in recorder.fills:
         if region.name in filled and 0 not in region.size:  # a vocabulary that needs no padding has an empty fill
             slot, box = _rectangle(region, shapes[region.name])
             fills.append(Fill(region.name, slot, box, value))
-    destination = Destination(
-        pieces=tuple(_piece(source, target, sources, shapes) for source, target in recorder.copies if 0 not in source.size),
-        fills=tuple(fills),
-        shapes=shapes,
-        dtype=dtype,
-    )
-    destination.check_complete()
-    return destination
+    pieces = (_piece(source, target, sources, shapes) for source, target in recorder.copies if 0 not in source.size)
+    return tuple(pieces), tuple(fills)
 
 
 def _check_parameters(watched: Mapping[str, Tensor], filled: set[str], parameters: set[str], dtype: torch.dtype) -> None:
