@@ -6,18 +6,20 @@ its own, the end-of-sequence id.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from functools import partial
 
 import torch
 
 from megappo.data.cache import Cache
+from megappo.data.encoding import encode_all, usable_processes
 from megappo.data.packing import PackedBatch, pack
 from megappo.data.prompt_rows import rows_of
 from megappo.data.prompts import (
     PromptFormat,
-    Record,
     encode_question,
     question_field,
     record_field,
@@ -26,7 +28,7 @@ from megappo.data.prompts import (
 )
 from megappo.data.sources import Source
 from megappo.data.token_rows import RowWriter, TokenRows
-from megappo.data.tokenizers import Tokenizer
+from megappo.data.tokenizers import Message, Tokenizer
 
 
 @dataclass(frozen=True)
@@ -89,29 +91,38 @@ def demonstrations_of(source: Source, tokenizer: Tokenizer, rules: Demonstration
 def _write(source: Source, tokenizer: Tokenizer, rules: DemonstrationRules, writer: RowWriter) -> None:
     """Tokenise every record once and write the rows; errors as `demonstrations_of`."""
     num_records = num_kept = 0
-    for block in source.blocks():
-        for record in block.records:
-            name = record_name(source.spec, num_records, block.line)
-            tokens, prompt_length = _encode(record, tokenizer, rules, name)
+    with closing(encode_all(_parts(source, rules), partial(_encode, rules), tokenizer, usable_processes())) as encoded:
+        for row, (tokens, prompt_length) in encoded:
             if len(tokens) <= rules.max_tokens:
-                writer.add(tokens, (num_records, prompt_length))
+                writer.add(tokens, (row, prompt_length))
                 num_kept += 1
-            num_records += 1
+            num_records = row + 1
     if not num_kept:
         raise ValueError(f"no demonstrations are left of {source.spec}: {_summary(0, num_records, rules.max_tokens)}")
     writer.close({"num_records": num_records})
 
 
-def _encode(record: Record, tokenizer: Tokenizer, rules: DemonstrationRules, name: str) -> tuple[list[int], int]:
+_Parts = tuple[str | list[Message], str, str]  # question, response, name of the record
+
+
+def _parts(source: Source, rules: DemonstrationRules) -> Iterator[tuple[int, _Parts]]:
+    """(row, parts) of every record."""
+    records = ((record, block.line) for block in source.blocks() for record in block.records)
+    for row, (record, line) in enumerate(records):
+        name = record_name(source.spec, row, line)
+        question = question_field(record, rules.prompt_key, "data.prompt_key", name)
+        response = record_field(record, rules.response_key, "data.response_key", name)
+        if not isinstance(response, str):
+            raise ValueError(f"data.response_key={rules.response_key}: {name} holds a {type(response).__name__}, not a string")
+        yield row, (question, require_text(response, "the response", name), name)
+
+
+def _encode(rules: DemonstrationRules, tokenizer: Tokenizer, parts: _Parts) -> tuple[array[int], int]:
     """(token ids, those of the prompt) of a record."""
-    question = question_field(record, rules.prompt_key, "data.prompt_key", name)
-    response = record_field(record, rules.response_key, "data.response_key", name)
-    if not isinstance(response, str):
-        raise ValueError(f"data.response_key={rules.response_key}: {name} holds a {type(response).__name__}, not a string")
-    require_text(response, "the response", name)
+    question, response, name = parts
     prompt = encode_question(question, tokenizer, rules.format, name)
     # Encoded on its own: merged with the prompt, the border's tokens would differ from those that the policy samples.
-    return [*prompt, *tokenizer.encode(response), tokenizer.eos_id], len(prompt)
+    return array("i", [*prompt, *tokenizer.encode(response), tokenizer.eos_id]), len(prompt)
 
 
 def _summary(kept: int, num_records: int, max_tokens: int) -> str:

@@ -5,14 +5,17 @@ What a row keeps is the token ids and the record; text and answer are fields of 
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import megappo.data
 from megappo.data.cache import Cache, Key, digest, hash_of_modules, signature
+from megappo.data.encoding import encode_all, usable_processes
 from megappo.data.prompts import (
     Identities,
     Prompt,
@@ -23,7 +26,7 @@ from megappo.data.prompts import (
     question_field,
     record_name,
 )
-from megappo.data.sources import Record, Source
+from megappo.data.sources import Record, RecordBlock, Source
 from megappo.data.token_rows import Block, RowWriter, TokenRows
 from megappo.data.tokenizers import Message, Tokenizer
 
@@ -93,24 +96,20 @@ def _content_in_memory(source: Source) -> str:
 def _write(source: Source, tokenizer: Tokenizer, rules: PromptRules, writer: RowWriter) -> None:
     """Tokenise every record once and write the rows; errors as `prompts_of`."""
     identities = Identities()
-    row, num_kept, num_overlong, longest = -1, 0, 0, ("", 0)
-    for block in source.blocks():
-        place = None
-        for position, record in enumerate(block.records):
-            row += 1
-            if num_kept == rules.limit:
-                continue  # read all the same: a bad line and the hash are of the whole source
-            name = record_name(source.spec, row, block.line)
-            question = question_field(record, rules.prompt_key, "data.prompt_key", name)
-            answer = answer_field(record, rules.answer_key, name)
-            tokens = encode_question(question, tokenizer, rules.format, name)
+    num_kept, num_overlong, longest = 0, 0, ("", 0)
+    block, place = None, None
+    # With a limit one after the other: nobody may complain of records beyond it, and their tokens say where it is.
+    processes = usable_processes() if rules.limit is None else 1
+    with closing(encode_all(_questions(source, rules, lambda: num_kept), partial(_encode, rules), tokenizer, processes)) as encoded:
+        for record, tokens in encoded:
             if len(tokens) > rules.max_prompt_tokens:
                 num_overlong += 1
-                longest = max(longest, (name, len(tokens)), key=lambda pair: pair[1])
+                longest = max(longest, (record.name, len(tokens)), key=lambda pair: pair[1])
                 continue
-            place = place or writer.add_block(block.content)
-            writer.add(tokens, (row, block.line or 0, position, *place))
-            identities.add(row, tokens, answer)
+            if block is not record.block or place is None:
+                block, place = record.block, writer.add_block(record.block.content)
+            writer.add(tokens, (record.row, record.block.line or 0, record.position, *place))
+            identities.add(record.row, tokens, record.answer)
             num_kept += 1
     seen = num_kept + num_overlong
     if num_overlong and rules.overlong == "error":
@@ -129,6 +128,34 @@ def _write(source: Source, tokenizer: Tokenizer, rules: PromptRules, writer: Row
             "identities": identities.hexdigests(),
         }
     )
+
+
+class _Place(NamedTuple):
+    """A record on its way to a row. row: from 0, in the source; position: in its block."""
+
+    row: int
+    block: RecordBlock
+    position: int
+    name: str
+    answer: str
+
+
+def _questions(source: Source, rules: PromptRules, num_kept: Callable[[], int]) -> Iterator[tuple[_Place, tuple[Any, str]]]:
+    """(place, (question, name)) of every record up to the limit."""
+    row = -1
+    for block in source.blocks():
+        for position, record in enumerate(block.records):
+            row += 1
+            if rules.limit is not None and num_kept() >= rules.limit:
+                continue  # read all the same: a bad line and the hash are of the whole source
+            name = record_name(source.spec, row, block.line)
+            question = question_field(record, rules.prompt_key, "data.prompt_key", name)
+            yield _Place(row, block, position, name, answer_field(record, rules.answer_key, name)), (question, name)
+
+
+def _encode(rules: PromptRules, tokenizer: Tokenizer, item: tuple[Any, str]) -> array[int]:
+    question, name = item
+    return array("i", encode_question(question, tokenizer, rules.format, name))
 
 
 class StoredPrompts(Sequence[Prompt]):

@@ -73,7 +73,18 @@ def open_source(spec: str) -> Source:
     return HubDataset(spec)
 
 
-class JsonLines:
+class _Digested:
+    """A source whose `blocks` begins a digest of its content and completes it."""
+
+    _digest: Any = None
+
+    @property
+    def sha256(self) -> str:
+        assert self._digest is not None, "the hash is known once the records were read"
+        return self._digest.hexdigest()
+
+
+class JsonLines(_Digested):
     """Lines of a .jsonl file, one record each; blank lines are none."""
 
     choice, has_lines = "", True
@@ -81,11 +92,6 @@ class JsonLines:
     def __init__(self, spec: str) -> None:
         self.spec = spec
         self.files: Sequence[Path] = (Path(spec),)
-        self._digest = hashlib.sha256()
-
-    @property
-    def sha256(self) -> str:
-        return self._digest.hexdigest()
 
     def blocks(self) -> Iterator[RecordBlock]:
         self._digest = hashlib.sha256()
@@ -136,7 +142,7 @@ def _items(value: Mapping[str, Any] | Sequence[Any]) -> list[Any]:
     return list(value.values()) if isinstance(value, Mapping) else list(value)
 
 
-class _Arrow:
+class _Arrow(_Digested):
     """Records of Arrow tables: a block is an IPC stream, which keeps every type that JSON lacks."""
 
     has_lines = False
@@ -165,11 +171,6 @@ class Parquet(_Arrow):
     def __init__(self, spec: str) -> None:
         self.spec = spec
         self.files: Sequence[Path] = (Path(spec),)
-        self._sha256 = ""
-
-    @property
-    def sha256(self) -> str:
-        return self._sha256
 
     def blocks(self) -> Iterator[RecordBlock]:
         # An optional package, and slow to import.
@@ -178,7 +179,7 @@ class Parquet(_Arrow):
 
         try:
             with self.files[0].open("rb") as stream:
-                self._sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
+                self._digest = hashlib.file_digest(stream, "sha256")
                 for batch in parquet.ParquetFile(stream).iter_batches(_ARROW_ROWS):
                     yield _arrow_block(pyarrow.Table.from_batches([batch]))
         except (OSError, UnicodeDecodeError, pyarrow.ArrowException) as error:
@@ -192,11 +193,6 @@ class HubDataset(_Arrow):
         self.spec = self.choice = spec  # the files of a split are those of its slices too
         self._dataset = _load_dataset(spec)
         self.files: Sequence[Path] = tuple(Path(file["filename"]) for file in self._dataset.cache_files)
-        self._digest = hashlib.sha256()
-
-    @property
-    def sha256(self) -> str:
-        return self._digest.hexdigest()
 
     def blocks(self) -> Iterator[RecordBlock]:
         self._digest = hashlib.sha256()
