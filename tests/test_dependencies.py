@@ -30,7 +30,7 @@ ALLOWED_PARTS = {
     "platform/quiet.py": set(),
     "bridge/": {"models", "parallel", "rollout"},
     "checkpoint/": {"parallel", "platform", "resilience"},  # how the writer process is started
-    "data/": {"cache_dir", "config"},
+    "data/": {"cache_dir", "config", "resilience"},  # how the encoding processes are started
     "rewards/": {"config", "resilience"},
     "experience/": {"algo", "data", "parallel", "platform"},
     "convert/": {"config"},

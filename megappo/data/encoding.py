@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import chain, islice
 from pathlib import Path
@@ -44,7 +44,7 @@ def usable_processes() -> int:
 
 def encode_all(
     jobs: Iterable[tuple[Context, Item]], encode: Encode[Item, Result], tokenizer: Tokenizer, processes: int
-) -> Iterator[tuple[Context, Result]]:
+) -> Generator[tuple[Context, Result], None, None]:
     """(context, encode(tokenizer, item)) of every job, in order; close the iterator if it is left early.
 
     encode, items and results are pickled; contexts stay here. ValueError of `encode` or of `jobs`: the first in their order.
