@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 from megappo.data.tokenizers import Tokenizer
 from megappo.resilience.helpers import deaf_to_stop
 
-ALONE = 20_000  # records that are encoded here: about as long as a process takes to load a tokenizer
+ALONE = 200_000  # records that are encoded here: a few times as long as other processes take to load a tokenizer
 BATCH = 256
 MOST_PROCESSES = 32  # one reader and writer of records feeds no more
 _PACKAGE = Path(__file__).resolve().parents[2]
