@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 
+from megappo.parallel.totals import place_in_world, total
+
 Result = TypeVar("Result")
 
 # Faults of reading and writing files: full disk, lost mount, broken file, state that does not serialise.
@@ -63,24 +65,36 @@ def any_rank(flag: bool, group: dist.ProcessGroup | None = None) -> bool:
 
 
 def raised_by_all(action: Callable[[], Result], *kinds: type[Exception]) -> Result:
-    """Run `action`, whose errors of these kinds some ranks raise together, and raise the first one's on all ranks of the world.
+    """Run `action`, and raise its first rank's error of these kinds on all ranks of the world. Collective, also if it raises.
 
-    For work of which each role's ranks do a part: `action` may exchange within a role. Ranks without a fault of their own raise the
-    first of `kinds` that the error is, with its text.
+    For work of which each rank, or each role's ranks, do a part: `action` may exchange among ranks that raise together.
     """
     result, fault = None, None
     try:
         result = action()
     except kinds as error:
         fault = error
-    mine = None if fault is None else (next(index for index, kind in enumerate(kinds) if isinstance(fault, kind)), str(fault))
-    outcomes: list = [None] * dist.get_world_size()
-    dist.all_gather_object(outcomes, mine)
-    if fault is not None:
-        raise fault
-    if first := next((outcome for outcome in outcomes if outcome is not None), None):
-        raise kinds[first[0]](first[1])
+    raise_together(fault, *kinds)
     return cast(Result, result)
+
+
+def raise_together(fault: Exception | None, *kinds: type[Exception]) -> None:
+    """Raise the first rank's fault on all ranks of the world, if any has one. Collective: one small message without a fault.
+
+    The first rank raises its own; others raise the first of `kinds` that it is, with its text.
+    """
+    rank, world_size = place_in_world()
+    if not int(total(torch.tensor(int(fault is not None)))):
+        return
+    mine = None if fault is None else (rank, next(index for index, kind in enumerate(kinds) if isinstance(fault, kind)), str(fault))
+    outcomes: list = [mine]
+    if world_size > 1:
+        outcomes = [None] * world_size
+        dist.all_gather_object(outcomes, mine)
+    first, kind, text = next(outcome for outcome in outcomes if outcome is not None)
+    if fault is not None and first == rank:
+        raise fault
+    raise kinds[kind](text) from fault
 
 
 def warn_once(logger: logging.Logger, text: str, *values: object) -> None:

@@ -54,7 +54,12 @@ class Part(Protocol):
 
     A future's `UnusableAnswer` scores 0 and is counted. After any other exception all ranks stop; a `RewardError` tells itself
     which part and sample failed, of other exceptions the scorer says it.
+
+    streams: values come from other threads or processes, and do not depend on which samples were started together or before: then
+    samples are started while others are generated. Futures of samples that still wait can be cancelled.
     """
+
+    streams: bool
 
     def start(self, samples: Sequence[RewardInput]) -> Sequence[Future[Any]]:
         """One future of a `Result` (or `Timed`) per sample, in order; may be done already. Called again as samples finish."""

@@ -42,7 +42,8 @@ class Scored:
     num_unusable: scores of 0 because a part could not read the reference answer. labels: [B] recipes; empty without a route.
     per_token: [B] weighted rewards of the sampled tokens, which are not in the total; None for a sample, or for all, without.
     seconds: [B] or fewer, part -> seconds of the samples that it scored. model_total: [B] the reward models' share of the total;
-    None without any. recipe_labels: all that there are.
+    None without any. recipe_labels: all that there are. early_s: seconds of generation in which this rank computed rewards; None
+    if no part streams.
     """
 
     texts: list[str]
@@ -55,6 +56,7 @@ class Scored:
     seconds: dict[str, list[float]] = field(default_factory=dict)
     model_total: list[float] | None = None
     recipe_labels: tuple[str, ...] = ()
+    early_s: float | None = None
 
     def with_parts(self, names: Sequence[str]) -> Scored:
         """With these parts and no others, in this order. A part that is new is a number inside of another one, which no sample here

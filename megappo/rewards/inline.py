@@ -40,6 +40,9 @@ class Deferred(Future):
 class InlinePart:
     """A function as a part. batch: it takes the list of the samples that `start` gets. close: ends what the function holds."""
 
+    # It may draw from the rank's random state, in the order of the samples, or want all of them in one list.
+    streams = False
+
     def __init__(
         self, name: str, function: Callable[[Any], Any], *, batch: bool = False, place: Place | None = None, close: Any = None
     ) -> None:

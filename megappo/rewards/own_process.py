@@ -47,6 +47,8 @@ class OwnProcess:
         self._code, self._timeout_s = code, timeout_s
         self._process: subprocess.Popen[bytes] | None = None
         self._closed, self._undecided = False, 0
+        # The rank's own: processes also start while an engine generates, which sets variables for itself.
+        self._environment = dict(os.environ)
 
     def __call__(self, sample: RewardInput) -> Any:
         try:
@@ -79,7 +81,9 @@ class OwnProcess:
         # -P: the worker's folder must not be searched for modules. In a session of its own, what it starts can be ended with it.
         command = [sys.executable, "-P", str(_WORKER)]
         with deaf_to_stop():
-            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, env=self._environment
+            )
         # The kernel ends it with this thread, which lives as long as the pool.
         self._send({"sys_path": sys.path, "parent": os.getpid(), "code": vars(self._code)})
         state, value = self._receive(None)

@@ -15,7 +15,7 @@ JOIN_S = 10.0  # for a worker that ends
 
 
 class Worker(Protocol):
-    """Scores one sample at a time. Made, and called, in one thread."""
+    """Scores one sample at a time. Called in one thread, and made in another."""
 
     def __call__(self, sample: RewardInput) -> Any:
         """A `Result`; raises as a `Part`'s future."""
@@ -27,24 +27,25 @@ class Worker(Protocol):
 
 
 class PoolPart:
-    """A part whose samples wait in one queue for the next of `workers` workers, made by the first samples."""
+    """A part whose samples wait in one queue for the next of `workers` workers, whose threads the first samples start."""
+
+    streams = True
 
     def __init__(self, name: str, make: Callable[[], Worker], workers: int) -> None:
-        self._name, self._make, self._limit = name, make, workers
+        self._name = name
         self._queue: queue.SimpleQueue[tuple[Future[Any], RewardInput] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
-        self._workers: list[Worker] = []
+        self._workers = [make() for _ in range(workers)]
 
     def start(self, samples: Sequence[RewardInput]) -> list[Future[Any]]:
+        assert self._workers, "the pool was closed"
         futures: list[Future[Any]] = []
         for sample in samples:
             futures.append(Future())
             self._queue.put((futures[-1], sample))
-        for _ in range(self._limit - len(self._threads) if samples else 0):
-            worker = self._make()
+        for worker in self._workers if samples and not self._threads else ():
             # A daemon: a worker that never answers must not hold the end of a rank that has failed.
             thread = threading.Thread(target=self._serve, args=(worker,), name=f"reward {self._name}", daemon=True)
-            self._workers.append(worker)
             self._threads.append(thread)
             thread.start()
         return futures

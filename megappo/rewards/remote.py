@@ -28,6 +28,8 @@ class RemotePart:
     The failure of one request is that of everything that waits: it ends the run, and nobody has to wait for the others.
     """
 
+    streams = True
+
     def __init__(self, server: Server) -> None:
         """ValueError, one line, for settings that no client can be made of."""
         self.server = server
@@ -45,8 +47,6 @@ class RemotePart:
     def start(self, samples: Sequence[RewardInput]) -> Sequence[Future[Result]]:
         """Begin to score the samples; returns a future for each, in order. A failed one holds a RewardError."""
         futures: list[Future[Result]] = [Future() for _ in samples]
-        for future in futures:
-            future.set_running_or_notify_cancel()  # from here on nobody can cancel it
         if futures:
             self._running_loop().call_soon_threadsafe(self._take_in, list(zip(samples, futures)))
         return futures
@@ -89,8 +89,7 @@ class RemotePart:
     async def _work(self) -> None:
         """Send batches until nothing waits."""
         settings = self.server.settings
-        while self._waiting:
-            batch = [self._waiting.popleft() for _ in range(min(settings.batch_size, len(self._waiting)))]
+        while batch := self._next_batch(settings.batch_size):
             try:
                 results = await self._asker.results([sample for sample, _ in batch], settings.retry_budget_s)
             except Exception as error:  # whatever it is, these samples have no score: their futures say why, and the run ends
@@ -100,10 +99,22 @@ class RemotePart:
                 self._open.discard(future)
                 future.set_result(result)
 
+    def _next_batch(self, size: int) -> list[tuple[RewardInput, Future[Result]]]:
+        """Up to `size` of the samples that wait, which nobody can cancel from here on; none if nothing waits."""
+        batch: list[tuple[RewardInput, Future[Result]]] = []
+        while self._waiting and len(batch) < size:
+            sample, future = self._waiting.popleft()
+            if future.set_running_or_notify_cancel():
+                batch.append((sample, future))
+            else:
+                self._open.discard(future)
+        return batch
+
     def _fail(self, error: Exception) -> None:
         """Fail everything that waits or is under way."""
         for future in self._open:
-            future.set_exception(error)
+            if future.running() or future.set_running_or_notify_cancel():
+                future.set_exception(error)
         self._open.clear()
         self._waiting.clear()
         self._retries_before = self.num_retries  # the error says how often

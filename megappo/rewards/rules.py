@@ -47,7 +47,7 @@ RULES: Mapping[str, Callable[[], RewardRule]] = {
     "has_eos": lambda: has_eos,
 }
 
-# Rules that work in a process of their own, so that a rank can have several of them.
+# Rules that work in a process of their own: a rank can have several of them, and they work while it generates.
 POOLED: Mapping[str, Callable[[], Worker]] = {"math_verify": MathVerify}
 
 READS_NUMBER = ("gsm8k_strict", "gsm8k_flexible")
@@ -64,9 +64,9 @@ def make_rule(name: str) -> RewardRule:
 
 
 def make_part(name: str, workers: int = 0) -> Part:
-    """The rule of this name as a part, in the main thread or in a pool. ValueError as `make_rule`."""
-    if workers:
-        return PoolPart(name, POOLED[name], workers)
+    """The rule of this name as a part: in the main thread, or in a pool of one or more workers. ValueError as `make_rule`."""
+    if name in POOLED:
+        return PoolPart(name, POOLED[name], max(1, workers))
     rule = make_rule(name)
     return InlinePart(name, rule, close=getattr(rule, "close", None))
 

@@ -1,10 +1,13 @@
-"""Scoring of this rank's samples: the parts of their recipe, started as samples finish, collected at the end.
+"""Scoring of samples on this rank: the parts of their recipe, started as samples finish, collected at the end.
 
-Nothing here needs the other ranks; `compose.py` makes scores of what all ranks have found.
+Parts that stream are started early, on the rank that drew a sample; all others on the rank that owns it. Nothing here needs the
+other ranks: `trainer/scoring.py` takes early values to the owners, and `compose.py` makes scores of what all ranks have found.
 """
 
 from __future__ import annotations
 
+import contextlib
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
@@ -19,14 +22,21 @@ from megappo.rewards.verdict import Verdict, verdict_of
 ROUND_S = 2.0  # between two looks at the other parts, and of the trainer at the other ranks
 
 
+Found = dict[str, Verdict | None]
+"""Part -> verdict of a sample that another rank has found; None while it is being computed there."""
+
+
 @dataclass
 class _Started:
-    """A sample and what its parts have found. seconds: part -> time from its start to its end, once there is one."""
+    """A sample and what its parts have found. begun: part -> time of its start. seconds: from there to its end, once there is one.
+    elsewhere: what another rank has found, or will."""
 
     sample: RewardInput
     label: str
+    begun: dict[str, float] = field(default_factory=dict)
     futures: dict[str, Future[Any]] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
+    elsewhere: Found = field(default_factory=dict)
     verdicts: dict[str, Verdict] = field(default_factory=dict)
 
 
@@ -49,30 +59,84 @@ class Scorer:
         self.composition, self.on_progress, self.score_model = composition, on_progress, score_model
         self._parts, self._label_of = dict(parts), label_of
         self._started: list[_Started] = []
+        self._early: dict[int, _Started] = {}
+
+    @property
+    def streams(self) -> bool:
+        """If some parts can be started early."""
+        return any(part.streams for part in self._parts.values())
 
     @property
     def names_of_model(self) -> list[str]:
         """Parts that no rank scores alone."""
         return [name for name in self.composition.names if name not in self._parts]
 
-    def submit(self, samples: Sequence[RewardInput]) -> None:
-        """Start the parts of these samples. Samples may come in any number of calls. RewardError for a part that cannot start."""
+    def submit(self, samples: Sequence[RewardInput], found: Sequence[Found] | None = None) -> None:
+        """Start the parts of these samples. Samples may come in any number of calls. RewardError for a part that cannot start.
+
+        found: for each sample what another rank has, of which nothing is started here.
+        """
         started = [_Started(sample, self._label_of(sample.record)) for sample in samples]
-        for name, part in self._parts.items():
-            chosen = [one for one in started if name in self.composition.recipes[one.label]]
-            if not chosen:
-                continue
-            begun = time.perf_counter()
-            try:
-                futures = part.start([one.sample for one in chosen])
-            except RewardError:
-                raise
-            except Exception as error:  # any fault of a part: named here, then it stops the run
-                raise _failed(name, error, chosen[0].sample) from error
-            for one, future in zip(chosen, futures, strict=True):
-                one.futures[name] = future
-                future.add_done_callback(_clock(one.seconds, name, begun))
+        for one, elsewhere in zip(started, found or [{}] * len(started), strict=True):
+            one.elsewhere |= elsewhere
+        for name in self._parts:
+            self._start(name, started)
         self._started += started
+
+    def submit_early(self, samples: Mapping[int, RewardInput]) -> None:
+        """Start those parts of these samples, by number, that stream. A part that cannot start fails later, in `finish`."""
+        started = {number: _Started(sample, self._label_of(sample.record)) for number, sample in samples.items()}
+        for name, part in self._parts.items():
+            if part.streams:
+                try:
+                    self._start(name, list(started.values()))
+                except RewardError as error:
+                    # Raised here, in generation, it would leave the other ranks waiting there.
+                    next(iter(started.values())).futures[name] = failure = Future()
+                    failure.set_exception(error)
+        self._early |= started
+
+    def hand_over(self) -> tuple[dict[int, Found], float]:
+        """What was started early, by number, without values that nobody has begun to compute: they are cancelled, and their
+        samples' owners start them. And the seconds in which such values were computed so far."""
+        now = time.perf_counter()
+        spans = [
+            (one.begun[name], one.begun[name] + one.seconds.get(name, now - one.begun[name]))
+            for one in self._early.values()
+            for name in one.begun
+        ]
+        return {number: _handed_over(one) for number, one in self._early.items()}, _covered(spans)
+
+    def finish_early(self) -> dict[int, dict[str, Verdict]]:
+        """Verdicts that were being computed at `hand_over`, once all values are there. RewardError if a part failed."""
+        self._wait()
+        try:
+            return {
+                number: {name: _verdict(one, name, future) for name, future in one.futures.items()}
+                for number, one in self._early.items()
+                if one.futures
+            }
+        except RewardError:
+            self.drop()
+            raise
+        finally:
+            self._early = {}
+
+    def _start(self, name: str, started: Sequence[_Started]) -> None:
+        """Start a part for those of the samples whose recipe has it, and whose value is not found elsewhere."""
+        chosen = [one for one in started if name in self.composition.recipes[one.label] and name not in one.elsewhere]
+        if not chosen:
+            return
+        begun = time.perf_counter()
+        try:
+            futures = self._parts[name].start([one.sample for one in chosen])
+        except RewardError:
+            raise
+        except Exception as error:  # any fault of a part: named here, then it stops the run
+            raise _failed(name, error, chosen[0].sample) from error
+        for one, future in zip(chosen, futures, strict=True):
+            one.futures[name], one.begun[name] = future, begun
+            future.add_done_callback(_clock(one.seconds, name, begun))
 
     def work(self, seconds: float) -> tuple[int, int]:
         """Score for about so long: (values found, values to find), a value being that of a part for a sample.
@@ -101,15 +165,15 @@ class Scorer:
         """Forget all samples, as after a failure of another rank. Values in hand are not waited for."""
         for _, _, future in self._entries():
             future.cancel()
-        self._started = []
+        self._started, self._early = [], {}
 
     def finish(self) -> list[Judged]:
-        """Verdicts of all samples, in the order of submission, once all are there; then the scorer is empty.
+        """Verdicts of all submitted samples, in their order, once all are there; then the scorer is empty.
 
-        RewardError if a part failed for one of them, without waiting for the others.
+        Without those that another rank was still computing. RewardError if a part failed for one of them, without waiting for the
+        others.
         """
-        while len(set(self.work(ROUND_S))) > 1:
-            pass
+        self._wait()
         started = self._started
         try:
             # Stable: the first that failed raises.
@@ -117,10 +181,11 @@ class Scorer:
                 one.verdicts[name] = _verdict(one, name, future)
         finally:
             self.drop()
-        return [
-            Judged(one.sample.sample_id, one.sample.response, one.label, one.sample.truncated, one.sample.num_tokens, one.verdicts)
-            for one in started
-        ]
+        return [_judged(one) for one in started]
+
+    def _wait(self) -> None:
+        while len(set(self.work(ROUND_S))) > 1:
+            pass
 
     def close(self) -> None:
         """End what the parts hold."""
@@ -133,6 +198,38 @@ class Scorer:
             for one in self._started:
                 if name in one.futures:
                     yield one, name, one.futures[name]
+        for one in self._early.values():
+            for name, future in one.futures.items():
+                yield one, name, future
+
+
+def _handed_over(one: _Started) -> Found:
+    """What an early sample's owner need not start. Verdicts that are there leave the sample."""
+    found: Found = {}
+    for name, future in list(one.futures.items()):
+        found[name] = None
+        if future.cancel():
+            del one.futures[name], found[name]
+        elif future.done():
+            with contextlib.suppress(RewardError):  # it stays here, and `finish` raises it
+                found[name] = _verdict(one, name, future)
+                del one.futures[name]
+    return found
+
+
+def _judged(one: _Started) -> Judged:
+    known = {name: verdict for name, verdict in one.elsewhere.items() if verdict is not None}
+    sample = one.sample
+    return Judged(sample.sample_id, sample.response, one.label, sample.truncated, sample.num_tokens, {**known, **one.verdicts})
+
+
+def _covered(spans: Sequence[tuple[float, float]]) -> float:
+    """Length of what these spans cover together."""
+    covered, end = 0.0, -math.inf
+    for first, last in sorted(spans):
+        covered += max(0.0, last - max(first, end))
+        end = max(end, last)
+    return covered
 
 
 def _clock(seconds: dict[str, float], name: str, begun: float) -> Callable[[Future[Any]], None]:

@@ -162,6 +162,10 @@ class Metric(_Named):
     STEP_SECONDS = "timing/step_s", "wall time of the step, s"
     STAGE_SECONDS = "timing/*", "wall time of one stage of the step, s"
     REWARD_SECONDS = "timing/reward/*", "seconds of one part of the reward for a response: PART/mean_s, and the slowest, PART/max_s"
+    REWARD_EARLY = (
+        "timing/reward/during_generation_s",
+        "seconds of generate in which rewards were computed too, on the rank with most; score_s is what was left of them",
+    )
     SAVE_SECONDS = "timing/checkpoint_s", "time that saving held training after the previous step, no part of step_s, s"
     TOKENS_PER_S = "throughput/tokens_per_s", "prompt and response tokens of the step per second of the whole step"
     GENERATED_PER_S = "throughput/generated_tokens_per_s", "response tokens per second of generation"

@@ -78,14 +78,14 @@ class RunLog:
         if self._writes:
             self._side_work.run("console", lambda: print(text, file=self._stream, flush=True))
 
-    def step(self, metrics: Mapping[str, float], step: int, total_steps: int) -> None:
-        """Log one PPO step: a line in the file, scalars, a row on the console."""
+    def step(self, metrics: Mapping[str, float], step: int, total_steps: int, timeline: Sequence[str] = ()) -> None:
+        """Log one PPO step: a line in the file, scalars, a row on the console. timeline: its lines in a block that is due."""
         if self._writes:
             row = {**self._take_held(step), **metrics}
             self._write(row, step)
             progress = self._progress = self._progress or Progress(self._columns, self._stream)
             self._side_work.run("console", lambda: progress.row(row, step, total_steps))
-            for text in self._block.add(row, step, is_last=step == total_steps):
+            for text in self._block.add(row, step, is_last=step == total_steps, more=timeline):
                 self.note(text)
 
     def sft_step(self, metrics: Mapping[str, float], step: int, total_steps: int) -> None:

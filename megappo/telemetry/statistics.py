@@ -26,8 +26,8 @@ class StatisticsBlock:
         self._rows: list[Row] = []
         self._first = 0
 
-    def add(self, row: Row, step: int, *, is_last: bool) -> list[str]:
-        """Take a step; returns the lines to print now, if any."""
+    def add(self, row: Row, step: int, *, is_last: bool, more: Sequence[str] = ()) -> list[str]:
+        """Take a step; returns the lines to print now, if any. more: lines for the end of a block."""
         if self._every == 0:
             return []
         self._first = self._first if self._rows else step
@@ -35,13 +35,13 @@ class StatisticsBlock:
         if step % self._every and not is_last:
             return []
         rows, self._rows = self._rows, []
-        return block(rows, self._first, step)
+        return block(rows, self._first, step, more)
 
 
-def block(rows: Sequence[Row], first: int, last: int) -> list[str]:
-    """Lines of the block on steps `first` to `last`; rows: their metrics by name."""
+def block(rows: Sequence[Row], first: int, last: int, more: Sequence[str] = ()) -> list[str]:
+    """Lines of the block on steps `first` to `last`; rows: their metrics by name. more: lines before the last."""
     steps = f"step {last}" if first == last else f"steps {first} to {last}"
-    return [f"--- {steps}", *_moments(rows), *_stages(rows), *_work(rows), "---"]
+    return [f"--- {steps}", *_moments(rows), *_stages(rows), *_work(rows), *more, "---"]
 
 
 class Pooled:

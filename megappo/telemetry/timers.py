@@ -26,8 +26,10 @@ class StageObserver(Protocol):
 
 
 class StageTimers:
-    """Timers of one step. seconds: stage -> wall time; entering a stage again adds to it. memory_gib: stage -> what `memory` says,
-    the larger value of a stage entered again. observer: is told of every stage.
+    """Timers of one step. seconds: stage -> wall time; entering a stage again adds to it. spans: stage -> its first begin and last
+    end, seconds since construction. memory_gib: stage -> what `memory` says, the larger value of a stage entered again.
+
+    observer: is told of every stage.
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class StageTimers:
         self._started = clock()
         self._open: list[str] = []
         self.seconds: dict[str, float] = {}
+        self.spans: dict[str, tuple[float, float]] = {}
         self.memory_gib: dict[str, float] = {}
 
     @contextmanager
@@ -63,7 +66,10 @@ class StageTimers:
             if self._memory is not None:
                 self.memory_gib[name] = max(self.memory_gib.get(name, 0.0), self._memory.end())
             self._open.pop()
-            self.seconds[name] = self.seconds.get(name, 0.0) + self._clock() - start
+            end = self._clock()
+            self.seconds[name] = self.seconds.get(name, 0.0) + end - start
+            begin, _ = self.spans.get(name, (start - self._started, 0.0))
+            self.spans[name] = (begin, end - self._started)
 
     @property
     def total_s(self) -> float:

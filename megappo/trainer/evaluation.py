@@ -30,7 +30,7 @@ from megappo.telemetry.metrics import Metric
 from megappo.telemetry.runlog import RunLog
 from megappo.telemetry.timers import StageTimers
 from megappo.trainer.experience import collect, evaluation_requests
-from megappo.trainer.scoring import score_responses
+from megappo.trainer.scoring import begin_rewards, score_responses
 
 # The catalogue's names of the set of `data.eval`.
 _OF_DEFAULT = {
@@ -96,12 +96,13 @@ class Evaluator:
         """Evaluate the weights that the rollout engine holds. Collective; the same result on every rank."""
         n = self.settings.n
         requests = evaluation_requests(self.prompts, n, self.seed, self.name)
-        responses = generate(rollout, requests, self.sampling)
-        experience = collect(requests, responses)
 
         def prompt_of(number: int) -> Prompt:
             return self.prompts[number // n]
 
+        begin = begin_rewards(prompt_of, tokenizer, self.scorer, self.sampling.stop)
+        responses = generate(rollout, requests, self.sampling, begin)
+        experience = collect(requests, responses)
         scored = score_responses(experience, prompt_of, tokenizer, self.scorer, self.sampling.stop)
         table, parts = experience.table, _part_means(scored)
         figures = {

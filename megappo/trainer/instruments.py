@@ -20,6 +20,7 @@ from megappo.trainer.build_roles import Roles
 from megappo.trainer.report import StepRecord
 from megappo.trainer.rundir import RunDir
 from megappo.trainer.step_work import StepWork, peak_note, role_models
+from megappo.trainer.timeline import spans_of_ranks, timeline
 
 
 class Instruments:
@@ -29,7 +30,9 @@ class Instruments:
         self.sections, self._on_gpu = sections, device.type == "cuda"
         self._models = role_models(config, roles.placements, device)
         self._split = not all(placement.is_whole for placement in roles.placements.values()) or config.rollout.ranks != ALL
-        self._generating = placement_of(config.rollout.ranks, dist.get_world_size()).ranks
+        rollout = placement_of(config.rollout.ranks, dist.get_world_size())
+        self._generating = rollout.ranks
+        self._places = {**roles.placements, "rollout": rollout}
         self._memory = memory_gauge(device)
         self._profiler = StepProfiler(run_dir.profiles, config.telemetry.profile_steps, device)
         self.note = f"statistics: memory of a stage is the {self._memory.kind}; {peak_note(config.telemetry, device, self._models)}"
@@ -55,6 +58,10 @@ class Instruments:
         """Make the seconds of every stage those of the rank that took longest, if ranks have different roles. Collective then."""
         if self._split:
             timers.seconds.update(largest_over_ranks(timers.seconds))
+
+    def timeline(self, timers: StageTimers, step: int) -> list[str]:
+        """Lines on when each role's ranks were in which stage; none if all roles live on all ranks. Collective if not."""
+        return timeline(spans_of_ranks(timers), self._places, step) if self._split else []
 
     def costs(self, record: StepRecord, timers: StageTimers) -> dict[str, float]:
         """FLOPs, their rates, and memory of a step. Collective: memory is the largest over all ranks."""

@@ -30,7 +30,7 @@ from megappo.trainer.instruments import Instruments
 from megappo.trainer.model_outputs import add_model_outputs
 from megappo.trainer.report import StepRecord
 from megappo.trainer.sampler_check import compare_with_sampler, require_agreement
-from megappo.trainer.scoring import score_responses
+from megappo.trainer.scoring import begin_rewards, score_responses
 from megappo.trainer.shaping import shape_advantages
 from megappo.trainer.state import TrainerState
 from megappo.trainer.trajectories import draw_samples, trajectories_of
@@ -101,7 +101,8 @@ class PPO:
                 return self.prompts[rows[sample // n]]
 
         with timers.stage("generate"):  # 2
-            responses = generate(self.rollout, requests, self.sampling)
+            begin = begin_rewards(prompt_of, self.tokenizer, self.scorer, self.sampling.stop)
+            responses = generate(self.rollout, requests, self.sampling, begin)
             self.rollout.sleep()
             experience = collect(requests, responses, with_kept=self.sampling.kept_width > 0)
 
@@ -145,7 +146,8 @@ class PPO:
         self.count(record)
         evaluated = self.evaluations.after(step, timers)
         costs = self.instruments.costs(record, timers)
-        self.log.step({**record.metrics(timers), **costs, **self.checkpoints.metrics()}, step, self.total_steps)
+        timeline = self.instruments.timeline(timers, step) if self.is_due(step, config.telemetry.summary_every) else []
+        self.log.step({**record.metrics(timers), **costs, **self.checkpoints.metrics()}, step, self.total_steps, timeline)
         if config.telemetry.trajectories_every and step % config.telemetry.trajectories_every == 0:
             drawn = draw_samples(len(requests), n, config.telemetry.trajectories_per_step, config.run.seed, step)
             self.log.trajectories(step, trajectories_of(record, prompt_of, drawn, self.tokenizer))

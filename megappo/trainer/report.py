@@ -97,6 +97,8 @@ class StepRecord:
             found[f"part {name}"] = (x, ~x.isnan())  # NaN: another recipe's
         for label in scored.recipe_labels:
             found[f"route {label}"] = (score, torch.tensor([one == label for one in scored.labels], dtype=torch.bool))
+        if scored.early_s is not None:
+            found["early"] = (torch.tensor([scored.early_s], dtype=torch.float64), torch.ones(1, dtype=torch.bool))
         for name, part in scored.seconds.items():
             seconds = torch.tensor(part, dtype=torch.float64)
             found[f"seconds {name}"] = (seconds, torch.ones(seconds.shape, dtype=torch.bool))
@@ -247,6 +249,8 @@ class StepRecord:
             for key, value in self.totals.summary(f"seconds {name}")._asdict().items()
             if key in ("mean", "max")
         }
+        if "early" in self.totals:
+            slow[Metric.REWARD_EARLY.value] = self.totals.summary("early").max
         return {
             **{Metric.STAGE_SECONDS.of(f"{name}_s"): seconds for name, seconds in timers.seconds.items()},
             **slow,

@@ -21,7 +21,7 @@ from megappo.rewards.verdict import Verdict
 from megappo.trainer.finite_outputs import NonFiniteOutput
 from megappo.trainer.model_outputs import computing_ranks
 from megappo.trainer.roles import RewardModel
-from megappo.trainer.scoring import raise_together
+from megappo.trainer.scoring import raised_as_one
 
 ROLE = "reward_model"
 RAW, CUT = "raw", "cut"
@@ -45,8 +45,7 @@ class ModelScorer:
 
         RewardError, on every rank, for a text that the model's template refuses; NonFiniteOutput for a NaN or infinite score.
         """
-        texts, failure = self._encode(prompts, responses)
-        raise_together(failure)
+        texts = raised_as_one(lambda: self._encode(prompts, responses))
         batch = pack([self.text.fitted(ids) for ids in texts])
         owned = Experience.of_own(batch)
         share = owned.for_role(self.shares, ())
@@ -56,15 +55,15 @@ class ModelScorer:
         inner = [{RAW: value, CUT: float(len(ids) > self.text.max_tokens)} for value, ids in zip(scored.batch[RAW].tolist(), texts)]
         return [Verdict(value, parts) for value, parts in zip(normalised(scored.batch[RAW], self.settings).tolist(), inner)]
 
-    def _encode(self, prompts: Sequence[Prompt], responses: Sequence[Judged]) -> tuple[list[list[int]], RewardError | None]:
-        """Ids of the texts; a failure, if one cannot be encoded."""
+    def _encode(self, prompts: Sequence[Prompt], responses: Sequence[Judged]) -> list[list[int]]:
+        """Ids of the texts; RewardError if one cannot be encoded."""
         texts: list[list[int]] = []
         for prompt, response in zip(prompts, responses, strict=True):
             try:
                 texts.append(list(self.text.encode(prompt, response.text)))
             except ValueError as error:
-                return [], RewardError(f"{ROLE}: {error}; sample {response.sample_id}")
-        return texts, None
+                raise RewardError(f"{ROLE}: {error}; sample {response.sample_id}") from error
+        return texts
 
     def _require_finite(self, scored: Experience, responses: Sequence[Judged]) -> None:
         """Raise NonFiniteOutput on every rank if a score of any rank's responses is not finite. Collective over the world."""

@@ -1,10 +1,14 @@
-"""Stage 3: the rewards of the sampled responses, each on the rank that owns the sample."""
+"""Stage 3: the rewards of the sampled responses, each on the rank that owns the sample.
+
+Parts that stream begin in stage 2, on the rank that drew a sample (`begin_rewards`). After generation its owner gets their values,
+and starts itself what has not begun, so that samples drawn by few ranks do not wait for the workers of these ranks.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -12,17 +16,38 @@ import torch
 from megappo.data.prompts import Prompt
 from megappo.data.tokenizers import Tokenizer
 from megappo.experience.experience import Experience
-from megappo.parallel.totals import first_of_ranks, names_of_ranks, place_in_world, total
+from megappo.experience.parcels import to_owners
+from megappo.parallel.consensus import raised_by_all
+from megappo.parallel.totals import names_of_ranks, place_in_world, total
 from megappo.resilience.sections import Sections
 from megappo.rewards.base import RewardError, RewardInput
 from megappo.rewards.compose import Judged, Scored
-from megappo.rewards.scorer import ROUND_S, Scorer
+from megappo.rewards.scorer import ROUND_S, Found, Scorer
 from megappo.rewards.verdict import Verdict
+from megappo.rollout.generation import OnFinished
+from megappo.rollout.types import Response
 
 Result = TypeVar("Result")
 
 # Seconds of scoring before the console hears of it, and between two lines.
 FIRST_NOTE_S, NOTE_EVERY_S = 5.0, 15.0
+
+
+def begin_rewards(
+    prompt_of: Callable[[int], Prompt], tokenizer: Tokenizer, scorer: Scorer, stop: Sequence[str] = ()
+) -> OnFinished | None:
+    """For `rollout.generation.generate`: starts the rewards of responses as they finish. None if no part of the reward streams.
+
+    Nothing is raised there for a part that cannot start, but in `score_responses`.
+    """
+    if not scorer.streams:
+        return None
+
+    def begin(responses: list[Response]) -> None:
+        samples = map(_sample_of, responses)
+        scorer.submit_early({one.number: _reward_input(one, prompt_of(one.number), tokenizer, stop) for one in samples})
+
+    return begin
 
 
 def score_responses(
@@ -31,33 +56,42 @@ def score_responses(
     """Decode and score the samples of this rank, in the order of its batch. Collective over the world.
 
     prompt_of: prompt of a sample's number. stop: strings that end a response; rules see the text before them, training keeps their
-    tokens.
+    tokens. What `begin_rewards` has started is brought here.
 
     A part that fails anywhere raises the same RewardError on every rank, so none is left waiting in a collective.
     """
     samples = [_reward_input(sample, prompt_of(sample.number), tokenizer, stop) for sample in samples_of(experience)]
-    judged, failure = _tried(lambda: _score_in_rounds(scorer, samples))
-    raise_together(failure)
-    by_model = _scored_by_model(scorer, experience, prompt_of, judged or [])
-    scored, failure = _tried(lambda: scorer.composition.compose(judged or [], by_model))
-    raise_together(failure)
-    assert scored is not None, "it has not failed"
+    judged, early_s = _judge(experience, scorer, samples)
+    by_model = _scored_by_model(scorer, experience, prompt_of, judged)
+    scored = raised_as_one(lambda: scorer.composition.compose(judged, by_model))
     # A rule may name numbers of its own; ranks that have no such sample know them too.
-    return scored.with_parts(names_of_ranks(list(scored.parts)))
+    return replace(scored.with_parts(names_of_ranks(list(scored.parts))), early_s=early_s)
 
 
-def _tried(action: Callable[[], Result]) -> tuple[Result | None, RewardError | None]:
-    try:
-        return action(), None
-    except RewardError as error:
-        return None, error
+def _judge(experience: Experience, scorer: Scorer, samples: Sequence[RewardInput]) -> tuple[list[Judged], float | None]:
+    """Verdicts of this rank's samples, and the seconds of generation in which it computed some; None if no part streams.
+    Collective over the world."""
+    if not scorer.streams:
+        return raised_as_one(lambda: _score_in_rounds(scorer, samples))[0], None
+    handed_over, early_s = scorer.hand_over()
+    there = to_owners(experience, handed_over)
+    found = [there.get(number, {}) for number in experience.numbers.tolist()]
+    judged, early = raised_as_one(lambda: _score_in_rounds(scorer, samples, found))
+    late = to_owners(experience, early)
+    numbers = experience.numbers.tolist()
+    return [replace(one, verdicts={**one.verdicts, **late.get(n, {})}) for n, one in zip(numbers, judged, strict=True)], early_s
 
 
-def raise_together(failure: RewardError | None) -> None:
-    """Raise the first rank's failure on every rank, if there is one. Collective over the world."""
-    if int(total(torch.tensor(int(failure is not None)))):
-        said = first_of_ranks(None if failure is None else f"rank {place_in_world()[0]}: {failure}")
-        raise RewardError(said) from failure
+def raised_as_one(action: Callable[[], Result]) -> Result:
+    """Run `action`; RewardError on every rank, naming the first one that failed, if any has. Collective over the world."""
+
+    def named() -> Result:
+        try:
+            return action()
+        except RewardError as error:
+            raise RewardError(f"rank {place_in_world()[0]}: {error}") from error
+
+    return raised_by_all(named, RewardError)
 
 
 def _scored_by_model(
@@ -78,15 +112,18 @@ def _scored_by_model(
     return dict.fromkeys(names, verdicts)
 
 
-def _score_in_rounds(scorer: Scorer, samples: Sequence[RewardInput]) -> list[Judged]:
-    """Verdicts of this rank's samples, once all ranks have theirs. Collective, also if it raises.
+def _score_in_rounds(
+    scorer: Scorer, samples: Sequence[RewardInput], found_elsewhere: Sequence[Found] | None = None
+) -> tuple[list[Judged], dict[int, dict[str, Verdict]]]:
+    """Verdicts of this rank's samples without those in hand on other ranks, and those in hand here, by number, of the samples of
+    others; once all ranks have theirs. Collective, also if it raises.
 
     The ranks meet every `ROUND_S` seconds: none waits for a slow one longer than an exchange may take, all know that the work goes
     on, and all stop soon after a failure. Empty if another rank has failed.
     """
     failure: RewardError | None = None
     try:
-        scorer.submit(samples)
+        scorer.submit(samples, found_elsewhere)
     except RewardError as error:
         failure = error
     while True:
@@ -96,13 +133,14 @@ def _score_in_rounds(scorer: Scorer, samples: Sequence[RewardInput]) -> list[Jud
         if failed:
             break
         if found == of:
-            return scorer.finish()
+            early = scorer.finish_early()
+            return scorer.finish(), early
     if failure is None and scorer.has_failed:
-        return scorer.finish()  # raises
+        scorer.finish()  # raises
     scorer.drop()
     if failure is not None:
         raise failure
-    return []
+    return [], {}
 
 
 class ScoringProgress:
@@ -143,6 +181,11 @@ def samples_of(experience: Experience) -> Iterator[Sample]:
     columns = (numbers, starts, ends, rows.sampled, rows.truncated)
     for number, start, end, num_sampled, truncated in zip(*(column.tolist() for column in columns)):
         yield Sample(number, batch.tokens[start:end].tolist(), num_sampled, bool(truncated))
+
+
+def _sample_of(response: Response) -> Sample:
+    """As `samples_of` has it later."""
+    return Sample(response.number, response.tokens.tolist(), response.num_sampled, response.finish == "length")
 
 
 def response_text(tokens: Sequence[int], tokenizer: Tokenizer, stop: Sequence[str] = ()) -> str:

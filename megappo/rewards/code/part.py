@@ -36,6 +36,8 @@ class CodePart:
     ended so). A response without a program scores 0. UnusableAnswer: tests that cannot be read.
     """
 
+    streams = True
+
     def __init__(self, settings: CodeReward) -> None:
         self._settings = settings
         self._pool = ThreadPoolExecutor(settings.workers, thread_name_prefix="megappo-code")
