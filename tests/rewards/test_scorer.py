@@ -6,19 +6,22 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 
 from megappo.rewards.base import RewardError, RewardInput, Timed, UnusableAnswer
 from megappo.rewards.compose import Composition
 from megappo.rewards.inline import InlinePart
-from megappo.rewards.scorer import Scorer
+from megappo.rewards.scorer import Scorer, _covered
 from tests.rewards.samples import sample, scorer_with, scores
 from tests.trainer.experiences import part_means
 
 
 class Remote:
     """A part whose futures the test fulfils."""
+
+    streams = True
 
     def __init__(self) -> None:
         self.futures: dict[str, Future[Any]] = {}
@@ -97,6 +100,54 @@ def test_a_part_that_cannot_start_names_itself() -> None:
 
     with pytest.raises(RewardError, match="reward part broken failed with OSError: no socket; sample t#0"):
         scores(scorer_with({"broken": 1.0}, {"broken": Broken()}), [sample("a")])
+
+
+def test_what_was_started_early_is_handed_over_found_in_hand_or_not_at_all() -> None:
+    """One value of each kind; parts that do not stream are not started. The owner starts what nobody has begun, and only that."""
+    remote, called = Remote(), []
+    drawing = scorer_with({"remote": 1.0, "rule": 1.0}, {"remote": remote, "rule": lambda s: called.append(s.response)})
+    drawing.submit_early({7: sample("found"), 3: sample("in hand"), 5: sample("waits")})
+    remote.futures["found"].set_result({"score": 2, "per_token": [0.5]})
+    remote.futures["in hand"].set_running_or_notify_cancel()
+    handed_over, early_s = drawing.hand_over()
+    assert called == [] and early_s > 0
+    assert handed_over == {7: {"remote": ANY}, 3: {"remote": None}, 5: {}}
+    assert drawing.work(0.0) == (0, 1) and remote.futures["waits"].cancelled()
+    remote.futures["in hand"].set_result(3)
+    late = drawing.finish_early()
+    assert drawing.work(0.0) == (0, 0) and [*late] == [3] and late[3]["remote"].score == 3
+
+    owning = scorer_with({"remote": 1.0, "rule": 1.0}, {"remote": (other := Remote()), "rule": lambda s: len(s.response)})
+    owning.submit([sample("in hand"), sample("waits"), sample("found")], [handed_over[number] for number in (3, 5, 7)])
+    assert [*other.futures] == ["waits"]
+    other.futures["waits"].set_result(4)
+    judged = owning.finish()
+    assert [{name: verdict.score for name, verdict in one.verdicts.items()} for one in judged] == [
+        {"rule": 7},
+        {"remote": 4, "rule": 5},
+        {"remote": 2, "rule": 5},
+    ]
+    assert judged[2].verdicts["remote"].per_token == (0.5,)
+
+
+def test_an_early_failure_is_raised_at_the_end_and_never_in_generation() -> None:
+    class Broken(Remote):
+        def start(self, samples: Sequence[RewardInput]) -> list[Future[Any]]:
+            raise OSError("no socket")
+
+    for part, says in ((Broken(), "reward part it failed with OSError: no socket"), (Remote(), "reward rule it returned nan")):
+        scorer = scorer_with({"it": 1.0}, {"it": part})
+        scorer.submit_early({4: sample("a", sample_id="t#4")})
+        for future in part.futures.values():
+            future.set_result(float("nan"))
+        assert scorer.hand_over()[0] == {4: {"it": None}}, "nobody else starts it"
+        with pytest.raises(RewardError, match=f"{says}.*sample t#4"):
+            scorer.finish_early()
+        assert scorer.work(0.0) == (0, 0)
+
+
+def test_seconds_of_early_values_are_those_in_which_any_was_in_hand() -> None:
+    assert _covered([]) == 0 and _covered([(1, 2), (4, 6), (1.5, 3), (5, 5.5)]) == 4
 
 
 def test_a_sample_is_scored_by_the_parts_of_its_recipe() -> None:

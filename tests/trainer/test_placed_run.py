@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import re
 import time
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -56,22 +60,39 @@ NAMES = (
     "rollout/prob_diff_mean",
 )
 PAUSE_S = 3.0
+SPAN = re.compile(r"(\d+\.\d+)-(\d+\.\d+)")
+LENGTH = """
+import time
+
+
+def count(sample):
+    time.sleep(0.02)
+    return sample.num_tokens
+"""
 
 
 def config_of(folder: Path, name: str, *, steps: int = STEPS, **changes: Any) -> dict[str, Any]:
     sizes = FEW if name in FEW_RUNS else {"telemetry.trajectories_per_step": 32, **BY_VLLM}
     changes = {"run.num_ranks": WORLD, **COLOCATED, **sizes, **(RUNS | FEW_RUNS)[name], **changes}
-    return small_config(folder, name.replace(" ", "-"), steps=steps, **changes)
+    config = small_config(folder, name.replace(" ", "-"), steps=steps, **changes)
+    if name == "rollout apart":  # of weight 0: the others have the same scores without it
+        own = {"path": str(folder / "length.py"), "function": "count", "weight": 0.0, "workers": 1}
+        config["reward"]["parts"].append(own)
+    return config
 
 
 def run_all(rank: int, folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name in RUNS | FEW_RUNS:
-        run_many(rank, [(config_of(folder, name), False)])
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            run_many(rank, [(config_of(folder, name), False)])
+        found[f"printed by {name}"] = printed.getvalue()
     # A checkpoint of one placement, resumed on another and with everything everywhere.
     moved = config_of(folder, "critic apart", steps=STEPS + 1)
     run_many(rank, [(moved | {"critic": {**moved["critic"], "ranks": "all"}}, True)])
-    found["times"] = update_times(rank, folder)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        found["times"] = update_times(rank, folder)
+    found["printed by timed"] = printed.getvalue()
     return found
 
 
@@ -108,6 +129,7 @@ def update_times(rank: int, folder: Path) -> dict[str, tuple[float, float]]:
 def task(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
     folder = tmp_path_factory.mktemp("placed")
     write_small_task(folder)
+    (folder / "length.py").write_text(LENGTH)
     return folder, spawn_world(run_all, WORLD, folder, timeout_s=400)
 
 
@@ -158,3 +180,40 @@ def test_critic_and_policy_update_at_the_same_time(task: tuple[Path, list]) -> N
             assert policy[1] < critic[0] + PAUSE_S, "they overlap"
     first = rows(task[0], "timed")[0]
     assert first["timing/update_critic_s"] > 2 * PAUSE_S > first["timing/update_policy_s"], "the log has the longest of any rank"
+
+
+def timeline(printed: str) -> dict[str, dict[str, tuple[float, float]]]:
+    """Row -> stage -> (begin, end) of the timeline in what a run printed; empty without one."""
+    lines = printed.splitlines()
+    at = next((at for at, line in enumerate(lines) if line.startswith("  seconds of step ")), len(lines))
+    ends = {column.end(): column.group() for column in re.finditer(r"\w+", lines[at])} if at < len(lines) else {}
+    return {
+        line.split("  ")[1]: {ends[cell.end()]: (float(cell[1]), float(cell[2])) for cell in SPAN.finditer(line)}
+        for line in takewhile("---".__ne__, lines[at + 1 :])
+    }
+
+
+def test_the_timeline_in_the_log_shows_that_they_overlap(task: tuple[Path, list]) -> None:
+    """Negative control: a run with every role on every rank prints statistics, and no timeline."""
+    _, ranks = task
+    print(ranks[0]["printed by timed"])
+    found = timeline(ranks[0]["printed by timed"])
+    assert set(found) == {"rollout 0-1", "policy 0-1", "reference 0-1", "critic 2-3", "all"}
+    policy, critic = found["policy 0-1"]["update_policy"], found["critic 2-3"]["update_critic"]
+    assert critic[1] - critic[0] > 2 * PAUSE_S and critic[0] < policy[0] < policy[1] < critic[0] + PAUSE_S
+    assert found["rollout 0-1"]["generate"][1] <= found["all"]["score"][0] + 0.05 < critic[0]
+    assert "--- steps 1 to 3" in ranks[0]["printed by colocated"] and timeline(ranks[0]["printed by colocated"]) == {}
+    assert [rank["printed by timed"] for rank in ranks[1:]] == [""] * 3
+
+
+def test_rewards_begin_where_responses_are_drawn_and_reach_their_samples(task: tuple[Path, list]) -> None:
+    """Drawn on rank 2, scored by its process, owned by all ranks: each sample has the number of its own tokens."""
+    folder, _ = task
+    for row in rows(folder, "rollout apart"):
+        assert row["timing/reward/during_generation_s"] > 0
+        assert row["reward/length.count"] == pytest.approx(row["lengths/response_mean"], rel=1e-6)
+    assert not any("timing/reward/during_generation_s" in row for row in rows(folder, "colocated"))
+    files = sorted((folder / "runs" / "rollout-apart" / "trajectories").glob("*.jsonl"))
+    written = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    counts = [row["parts"]["length.count"] for row in written]
+    assert counts == [len(row["response_tokens"]) for row in written] and len(set(counts)) > 2

@@ -10,6 +10,7 @@ from unittest import mock
 import psutil
 import pytest
 
+from scripts.reliability.compare import MEASURED
 from tests.trainer.small_run import run_many, small_config, write_small_task
 from tests.worlds import spawn_world
 
@@ -19,12 +20,12 @@ def signs(sample):
 """
 
 
-def runs(rank: int, config: dict[str, Any], changed: dict[str, Any]) -> dict[str, Any]:
-    """What the console heard on the resume, and the processes that are left."""
+def runs(rank: int, config: dict[str, Any], changed: dict[str, Any], late: dict[str, Any]) -> dict[str, Any]:
+    """What the console heard on the resume, and the processes that are left. late: its rewards are computed in the ranks."""
     from megappo.trainer import run_facts
 
     warned: list[str] = []
-    run_many(rank, [(config, False)])
+    run_many(rank, [(config, False), (late, False)])
     with mock.patch.object(run_facts.logger, "warning", lambda text, *values: warned.append(text % values)):
         run_many(rank, [(changed, True)])
     commands = [" ".join(child.cmdline()) for child in psutil.Process().children(recursive=True)]
@@ -47,7 +48,9 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, 
     config = small_config(folder, "routed", steps=2, **changes)
     fewer = {"key": "about.sign", "map": {"+": [{**own, "workers": 1}, {"name": "has_eos"}], "-": [{"name": "exact_match"}]}}
     changed = small_config(folder, "routed", steps=3, **(changes | {"reward": {"route": fewer}}))
-    return folder / "runs" / "routed", spawn_world(runs, 2, config, changed)
+    inside = {"key": "about.sign", "map": {"+": [{**own, "workers": 0}, {"name": "has_eos"}], "-": route["map"]["-"]}}
+    late = small_config(folder, "late", steps=2, **(changes | {"reward": {"route": inside}}))
+    return folder / "runs" / "routed", spawn_world(runs, 2, config, changed, late)
 
 
 def test_each_recipe_and_part_is_logged_for_the_responses_that_it_scored(ran: tuple[Path, list[dict[str, Any]]]) -> None:
@@ -66,6 +69,24 @@ def test_each_recipe_and_part_is_logged_for_the_responses_that_it_scored(ran: tu
         assert ("reward/exact_match" in logged) == (step == 3)
     [evaluated] = [line for line in metrics if line["step"] == 2]
     assert "eval/mine.signs" in evaluated and "eval/has_eos" in evaluated
+
+
+def test_rewards_beside_generation_change_no_bit_of_a_run(ran: tuple[Path, list[dict[str, Any]]]) -> None:
+    """Against the run whose rewards are computed in the ranks, after generation. Only that one has nothing of generation's time."""
+    early, late = (
+        [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        for run in (ran[0], ran[0].with_name("late"))
+    )
+    logged = [row for row in early if "reward/score_mean" in row][:2]
+    for one, other in zip(logged, [row for row in late if "reward/score_mean" in row], strict=True):
+        assert one.pop("timing/reward/during_generation_s") > 0
+        assert one.keys() == other.keys()
+        compared = {name for name in one if not name.startswith((*MEASURED, "time"))}
+        assert {"reward/mine.signs", "policy/loss", "critic/loss"} <= compared
+        assert {name: one[name] for name in compared} == {name: other[name] for name in compared}
+    for step in (1, 2):
+        file = Path("trajectories") / f"step_{step:06d}.jsonl"
+        assert (ran[0] / file).read_bytes() == (ran[0].with_name("late") / file).read_bytes()
 
 
 def test_rewards_of_tokens_are_in_the_reward_of_their_tokens(ran: tuple[Path, list[dict[str, Any]]]) -> None:

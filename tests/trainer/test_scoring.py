@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import operator
 import time
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from megappo.config.run_sections import TimeoutsConfig
+from megappo.data.prompts import Prompt
 from megappo.resilience.sections import AwakeClock, Sections
+from megappo.rollout.elsewhere import RolloutElsewhere
+from megappo.rollout.types import Replica, Request, SamplingParams
 from megappo.trainer.scoring import FIRST_NOTE_S, NOTE_EVERY_S, ScoringProgress
+from tests.rollout.responses import answered
 from tests.worlds import spawn_world
 
 SHARE = 12  # responses of each rank
@@ -19,14 +25,12 @@ SHARE = 12  # responses of each rank
 
 def scoring_world(rank: int) -> dict[str, Any]:
     """What this rank finds: scores, the progress that it saw, and the error and its calls when a rule fails on rank 1."""
-    from megappo.data.prompts import Prompt
     from megappo.rewards.base import RewardError
     from megappo.rewards.compose import Composition
     from megappo.rewards.inline import InlinePart
     from megappo.rewards.scorer import Scorer
     from megappo.rewards.verdict import Verdict
     from megappo.trainer import scoring
-    from tests.rollout.responses import answered
     from tests.trainer.experiences import score
 
     scoring.ROUND_S = 0.2
@@ -76,9 +80,152 @@ def scoring_world(rank: int) -> dict[str, Any]:
     return {"found": found, "unjudged": unjudged, "asked": asked, "progress": progress, "failed": failed, "called": len(called)}
 
 
+REWARD_S, POLL_S = 0.1, 0.12
+
+
+def streaming_world(rank: int) -> dict[str, Any]:
+    """Generation on rank 0 alone, a response at a time, and a reward with one slow worker on each rank.
+
+    Seconds and scores of stages 2 and 3 with and without early rewards; and the error of a part that fails.
+    """
+    from megappo.rewards.base import RewardError
+    from megappo.rewards.compose import Composition, Scored
+    from megappo.rewards.inline import InlinePart
+    from megappo.rewards.pool import PoolPart
+    from megappo.rewards.scorer import Scorer
+    from megappo.rewards.verdict import Verdict
+    from megappo.rollout.generation import generate
+    from megappo.trainer import scoring
+    from megappo.trainer.experience import collect
+
+    scoring.ROUND_S = 0.2
+    count = 2 * SHARE
+    tokenizer: Any = SimpleNamespace(eos_ids=(0,), decode=str, decode_all=str)
+    prompts = [Prompt(f"f#{i}", (1,), "?", str(i), {"kind": "odd" if i % 3 else "third"}) for i in range(count)]
+    requests = [Request(i, (1,), seed=i) for i in range(count)]
+
+    class Slow:
+        def __init__(self) -> None:
+            self.calls = 0
+
+        def __call__(self, sample: Any) -> Any:
+            time.sleep(REWARD_S)
+            self.calls += 1
+            if sample.answer == fails_at:
+                raise OSError("gone")
+            number = int(sample.answer)
+            return None if number == 4 else {"score": number, "per_token": [0.0, 0.5 * number, 0.0], "parts": {"half": number / 2}}
+
+        def close(self) -> None: ...
+
+    fails_at, workers = "", []
+    batches: list[int] = []
+
+    def make() -> Slow:
+        workers.append(Slow())
+        return workers[-1]
+
+    def batch(samples: list[Any]) -> list[float]:
+        batches.append(len(samples))
+        return [float(one.answer) for one in samples]
+
+    def score_model(prompts: Any, judged: Any) -> list[Verdict]:
+        return [Verdict(one.verdicts["slow"].score if "slow" in one.verdicts else -1.0, {}) for one in judged]
+
+    def step(poll_s: float, early: bool) -> tuple[float, Scored]:
+        parts = {"slow": PoolPart("slow", make, 1), "batch": InlinePart("batch", batch, batch=True)}
+        recipes = {"odd": {"slow": 1.0, "batch": 0.25, "model": 1.0}, "third": {"batch": 2.0, "slow": 2.0}}
+        scorer = Scorer(parts, Composition(recipes), operator.itemgetter("kind"), score_model=score_model)
+        dist.barrier()
+        begun = time.monotonic()
+        begin = scoring.begin_rewards(prompts.__getitem__, tokenizer, scorer)
+        assert begin is not None
+        engine: Any = OneByOne(poll_s) if rank == 0 else RolloutElsewhere("one by one", None)
+        responses = generate(engine, requests, SamplingParams(3), begin if early else None)
+        scored = scoring.score_responses(collect(requests, responses), prompts.__getitem__, tokenizer, scorer)
+        seconds = time.monotonic() - begun
+        scorer.close()
+        return seconds, scored
+
+    found: dict[str, Any] = {}
+    for name, poll_s, early in (("plain", POLL_S, False), ("early", POLL_S, True), ("all at the end", 0.0, True)):
+        workers.clear()
+        batches.clear()
+        seconds, scored = step(poll_s, early)
+        found[name] = {"seconds": seconds, "scored": scored, "calls": sum(one.calls for one in workers), "batches": [*batches]}
+    fails_at = "0"
+    with pytest.raises(RewardError) as raised:
+        step(REWARD_S, True)
+    return {**found, "failed": str(raised.value)}
+
+
+class OneByOne:
+    """Engine of one replica that finishes a response each time it is polled."""
+
+    replica = Replica(0, 1, None, None)
+
+    def __init__(self, poll_s: float) -> None:
+        self._poll_s, self._waiting = poll_s, []
+
+    def serving(self) -> Any:
+        return nullcontext()
+
+    def meet(self, before: str) -> None: ...
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._waiting)
+
+    def submit(self, requests: Any, sampling: Any) -> None:
+        self._waiting += requests
+
+    def poll(self) -> list[Any]:
+        time.sleep(self._poll_s)
+        return [answered((2, 3, 0), number=self._waiting.pop(0).number)]
+
+
 @pytest.fixture(scope="module")
 def ranks() -> list[dict[str, Any]]:
-    return spawn_world(scoring_world, 2)
+    return spawn_world(both_worlds, 2)
+
+
+def both_worlds(rank: int) -> dict[str, Any]:
+    return {**scoring_world(rank), "streaming": streaming_world(rank)}
+
+
+def test_rewards_beside_generation_cost_the_longer_of_the_two(ranks: list[dict[str, Any]]) -> None:
+    """Negative control: after generation they cost the sum, though both ranks share them."""
+    generation_s = 2 * SHARE * POLL_S
+    seconds = {name: ranks[0]["streaming"][name]["seconds"] for name in ("plain", "early", "all at the end")}
+    assert seconds["plain"] > generation_s + SHARE * REWARD_S
+    assert generation_s < seconds["early"] < generation_s + 0.6 * SHARE * REWARD_S
+    early_s = [rank["streaming"]["early"]["scored"].early_s for rank in ranks]
+    assert early_s[0] == pytest.approx((2 * SHARE - 1) * REWARD_S, rel=0.25) and early_s[1] == 0
+    assert [rank["streaming"]["early"]["calls"] for rank in ranks] == [2 * SHARE - 1, 1] or early_s[0] > 0
+
+
+def test_early_rewards_are_the_same_to_the_last_bit_and_in_the_same_order(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        plain, *others = (vars(rank["streaming"][name]["scored"]) for name in ("plain", "early", "all at the end"))
+        assert plain["num_undecided"] + ranks[0]["streaming"]["plain"]["scored"].num_undecided >= 1 and plain["per_token"]
+        assert not set(plain["total"]) <= {0.0} and {"slow.half", "slow.per_token", "model"} <= set(plain["parts"])
+        for other in others:
+            same = {name: value for name, value in other.items() if name not in ("seconds", "early_s")}
+            assert repr(same) == repr({name: plain[name] for name in same}), "repr: NaN is not equal to itself"
+        assert {tuple(rank["streaming"][name]["batches"]) for name in ("plain", "early")} == {(SHARE,)}, "a batch stays whole"
+
+
+def test_what_no_worker_had_begun_is_scored_by_the_owners(ranks: list[dict[str, Any]]) -> None:
+    """All responses come at once on rank 0: its one worker does not score them for both ranks."""
+    ran = [rank["streaming"]["all at the end"] for rank in ranks]
+    assert [one["calls"] for one in ran] == pytest.approx([SHARE, SHARE], abs=2) and sum(one["calls"] for one in ran) == 2 * SHARE
+    assert ran[0]["seconds"] < 1.6 * SHARE * REWARD_S
+
+
+def test_an_early_failure_ends_the_step_on_all_ranks(ranks: list[dict[str, Any]]) -> None:
+    assert {rank["streaming"]["failed"].split(", response")[0] for rank in ranks} == {
+        "rank 0: reward part slow failed with OSError: gone; sample f#0 (sample 0)"
+    }
 
 
 def test_each_rank_has_the_scores_of_its_samples_in_their_order(ranks: list[dict[str, Any]]) -> None:
