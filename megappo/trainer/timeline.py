@@ -28,7 +28,7 @@ SHARED = ("score", "advantages", "check_replicas", "evaluate")
 
 
 def spans_of_ranks(timers: StageTimers) -> list[dict[str, Span]]:
-    """Stage -> span on every rank, by rank, on the clock of rank 0. Collective over the world.
+    """Stage -> span on every rank, by rank, since the step's start on rank 0. Collective over the world.
 
     Clocks of machines differ: the end of one exchange is taken for the same moment on all ranks.
     """
@@ -63,4 +63,7 @@ def timeline(spans: Sequence[Mapping[str, Span]], places: Mapping[str, Placement
 
 def _cell(spans: Sequence[Mapping[str, Span]], ranks: Sequence[int], stage: str) -> str:
     found = [spans[rank][stage] for rank in ranks if stage in spans[rank]]
-    return f"{min(begin for begin, _ in found):.2f}-{max(end for _, end in found):.2f}" if found else ""
+    if not found:
+        return ""
+    # A rank may begin the step a moment before rank 0.
+    return f"{max(0.0, min(begin for begin, _ in found)):.2f}-{max(end for _, end in found):.2f}"

@@ -124,8 +124,42 @@ AGREED: list[tuple[dict[str, int], int, list[str]]] = [
 ]
 
 
-def test_ranks_agree_on_the_size_of_a_pass_and_on_the_lengths_of_each_replica() -> None:
-    for of_rank in spawn_world(agreements, 4, [sizes for sizes, *_ in AGREED]):
+def together(rank: int) -> tuple[list[dict[str, Any]], list[Any]]:
+    return agreements(rank, [sizes for sizes, *_ in AGREED]), faults(rank)
+
+
+def faults(rank: int) -> list[Any]:
+    """What this rank gets of work that fails on no rank, on rank 2, and on ranks 1 and 2 with different errors."""
+    from megappo.parallel.consensus import raised_by_all
+
+    outcomes: list[Any] = []
+    for failing in ((), (2,), (1, 2)):
+
+        def work() -> int:
+            if rank in failing:
+                raise FileNotFoundError("no file") if rank == 1 else ValueError("no number")
+            return rank
+
+        try:
+            outcomes.append(raised_by_all(work, ValueError, OSError))
+        except Exception as error:
+            outcomes.append(repr(error))
+    return outcomes
+
+
+@pytest.fixture(scope="module")
+def agreed() -> list[tuple[list[dict[str, Any]], list[Any]]]:
+    return spawn_world(together, 4)
+
+
+def test_all_ranks_raise_the_error_of_the_first_that_failed(agreed: list[tuple[list, list[Any]]]) -> None:
+    one = "ValueError('no number')"
+    others, first = "OSError('no file')", "FileNotFoundError('no file')"
+    assert [raised for _, raised in agreed] == [[0, one, others], [1, one, first], [2, one, others], [3, one, others]]
+
+
+def test_ranks_agree_on_the_size_of_a_pass_and_on_the_lengths_of_each_replica(agreed: list[tuple[list, list]]) -> None:
+    for of_rank, _ in agreed:
         for found, (sizes, sequences, named) in zip(of_rank, AGREED, strict=True):
             assert found.pop("agreed") == (5, sequences), "the largest number of micro-batches"
             assert found.pop("values") == [*range(-20, 0), *range(0, 80, 4)]

@@ -196,7 +196,6 @@ def timeline(printed: str) -> dict[str, dict[str, tuple[float, float]]]:
 def test_the_timeline_in_the_log_shows_that_they_overlap(task: tuple[Path, list]) -> None:
     """Negative control: a run with every role on every rank prints statistics, and no timeline."""
     _, ranks = task
-    print(ranks[0]["printed by timed"])
     found = timeline(ranks[0]["printed by timed"])
     assert set(found) == {"rollout 0-1", "policy 0-1", "reference 0-1", "critic 2-3", "all"}
     policy, critic = found["policy 0-1"]["update_policy"], found["critic 2-3"]["update_critic"]
