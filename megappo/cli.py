@@ -56,6 +56,7 @@ def cmd_train(args: Arguments) -> int:
     from megappo.launch.world import is_rank, join_srun, world_size
     from megappo.platform.permissions import apply_permissions
     from megappo.prepare.hub import local_overrides
+    from megappo.prepare.inputs import check_inputs
     from megappo.resilience.lease import held_lease
     from megappo.resilience.signals import StopRequest
 
@@ -71,6 +72,7 @@ def cmd_train(args: Arguments) -> int:
             )
     written = load_config(args.config, args.overrides)
     config = _local_models(written)
+    check_inputs(config)
     ranks = world_size(config.run)
     if not is_rank():
         from megappo.prepare.remote_run import fetch, find_copies
@@ -121,6 +123,7 @@ def cmd_sft(args: Arguments) -> int:
     from megappo.launch.world import is_rank, join_srun, world_size
     from megappo.platform.permissions import apply_permissions
     from megappo.prepare.hub import local_overrides
+    from megappo.prepare.inputs import check_inputs
     from megappo.resilience.lease import held_lease
     from megappo.resilience.parent import end_with_launcher
 
@@ -131,6 +134,7 @@ def cmd_sft(args: Arguments) -> int:
         record_exceptions(int(os.environ["RANK"]))
     written = load_config(args.config, args.overrides, SftConfig)
     config = _local_models(written)
+    check_inputs(config)
     from megappo.plan.run import plan_sft
 
     ranks = world_size(config.run)
@@ -154,8 +158,10 @@ def cmd_plan(args: Arguments) -> int:
     from megappo.config.loading import load_config
     from megappo.launch.world import world_size
     from megappo.prepare.hub import with_local_models
+    from megappo.prepare.inputs import check_inputs
 
     config = with_local_models(load_config(args.config, args.overrides), shapes_only=args.shapes_only)
+    check_inputs(config, shapes_only=args.shapes_only)
     from megappo.plan.counted import counter_of_built_models
     from megappo.plan.plot import check_plot, plot
 
@@ -183,10 +189,12 @@ def cmd_verify(args: Arguments) -> int:
     from megappo.config.loading import load_config
     from megappo.launch.world import is_rank
     from megappo.prepare.hub import with_local_models
+    from megappo.prepare.inputs import check_model_files
 
     if is_rank():
         raise ConfigError("verify starts its own ranks; run it once, without torchrun (RANK and WORLD_SIZE are set here)")
     config = with_local_models(load_config(args.config, args.overrides), shapes_only=True)
+    check_model_files(config, need_weights=False)
     from megappo.verify.run import verify
 
     _require_device(config.run.device)
@@ -202,8 +210,10 @@ def cmd_tune(args: Arguments) -> int:
     if args.config is not None:
         from megappo.config.loading import load_config
         from megappo.prepare.hub import with_local_models
+        from megappo.prepare.inputs import check_model_files
 
         config = with_local_models(load_config(args.config, args.overrides), shapes_only=True)
+        check_model_files(config, need_weights=False)
     from megappo.tune.run import tune
 
     return tune(args, config)

@@ -28,8 +28,8 @@ RUN, SFT = "configs/quickstart.yaml", "configs/quickstart_sft.yaml"
 SCRIPT = "tests/convert/sources/deepseek_7b_gsm8k.sh"
 NUM_RUNS = 100
 WRONG_KEY, WRONG_VALUE = "policy.paralel.tp=2", "algorithm.gamma=2"
-# The last: torch is imported before the answer is known.
-HELP_S, LISTED_S, REFUSED_S, REFUSED_AFTER_TORCH_S = 0.3, 0.5, 1.5, 4.0
+NOT_THERE = ("policy.model=absent", "reward.parts=[{name: exakt}]", "algorithm.mini_batch_size=7")
+HELP_S, LISTED_S, REFUSED_S = 0.3, 0.5, 1.5
 # arguments, exit code, limit in seconds
 CASES: list[tuple[list[str], int, float]] = [
     (["--help"], 0, HELP_S),
@@ -42,7 +42,7 @@ CASES: list[tuple[list[str], int, float]] = [
     (["launch", RUN, "--nodes", "1", "--gpus-per-node", "2", WRONG_KEY], 2, REFUSED_S),
     (["tune", RUN, "--gpu", "h100", WRONG_KEY], 2, REFUSED_S),
     (["verify", RUN, WRONG_KEY], 2, REFUSED_S),
-    (["train", RUN, "policy.model=absent"], 2, REFUSED_AFTER_TORCH_S),
+    *((["train", RUN, wrong], 2, REFUSED_S) for wrong in NOT_THERE),
 ]
 
 

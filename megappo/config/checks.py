@@ -42,6 +42,11 @@ def check_config(config: TrainConfig | SftConfig, explicit: frozenset[str], worl
 def problems(config: TrainConfig | SftConfig, explicit: frozenset[str], world_size: int) -> Iterator[str]:
     """Every problem, the ones about the world first."""
     yield from world_problems(config, world_size)
+    yield from rule_problems(config, explicit)
+
+
+def rule_problems(config: TrainConfig | SftConfig, explicit: frozenset[str]) -> Iterator[str]:
+    """Problems that do not depend on the world."""
     yield from timeout_problems(config.run)
     if isinstance(config, TrainConfig):
         found = (rule(config) for rule in TRAIN_RULES)

@@ -59,6 +59,16 @@ def open_source(spec: str) -> Source:
     A dataset is `name` (its "train" split) or `name:subset:split` (an empty subset means the default one). ValueError, one line,
     for a missing or unreadable source.
     """
+    path = find_file(spec)
+    if path is None:
+        return HubDataset(spec)
+    return JsonLines(spec) if path.suffix == ".jsonl" else Parquet(spec)
+
+
+def find_file(spec: str) -> Path | None:
+    """The file that a source names, None for a Hugging Face dataset, of which nothing but the name is looked at. ValueError as
+    `open_source`.
+    """
     path = Path(spec)
     if path.suffix in (".jsonl", ".parquet"):
         if not path.is_file():
@@ -67,10 +77,11 @@ def open_source(spec: str) -> Source:
             path.open("rb").close()
         except OSError as error:
             raise ValueError(f"data file {spec} cannot be read: {error.strerror}") from error
-        return JsonLines(spec) if path.suffix == ".jsonl" else Parquet(spec)
+        return path
     if path.exists():
         raise ValueError(f"data source {spec} is neither a .jsonl nor a .parquet file")
-    return HubDataset(spec)
+    _dataset_parts(spec)
+    return None
 
 
 class _Digested:

@@ -12,6 +12,7 @@ import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from datetime import date
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Protocol
@@ -91,6 +92,11 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
     A directory with tokenizer.json or tokenizer_config.json is Hugging Face's; one with only tokenizer.model is SentencePiece's.
     """
+    return find_tokenizer(path)()
+
+
+def find_tokenizer(path: str | Path) -> Callable[[], Tokenizer]:
+    """Reader of the tokenizer at `path`, of which only the names of its files are looked at. ValueError as `load_tokenizer`."""
     path = Path(path)
     if not path.exists():
         raise ValueError(
@@ -101,11 +107,11 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
             raise ValueError(
                 f"tokenizer {path} is a file but not a SentencePiece .model; for a Hugging Face tokenizer name its directory"
             )
-        return SentencePieceTokenizer(path)
+        return partial(SentencePieceTokenizer, path)
     if (path / "tokenizer.json").exists() or (path / "tokenizer_config.json").exists():
-        return HuggingFaceTokenizer(path)
+        return partial(HuggingFaceTokenizer, path)
     if (path / "tokenizer.model").exists():
-        return SentencePieceTokenizer(path / "tokenizer.model")
+        return partial(SentencePieceTokenizer, path / "tokenizer.model")
     raise ValueError(f"{path} holds no tokenizer (tokenizer.json, tokenizer_config.json or tokenizer.model); set data.tokenizer")
 
 

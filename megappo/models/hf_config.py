@@ -6,12 +6,12 @@ ignored. Differences between families are stated in `family.py`.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from megappo.models.arch import ModelArch, MoeArch, Rope
+from megappo.models.config_file import read_config
 from megappo.models.families.registry import FAMILIES, family_of, wrapped_families
 from megappo.models.family import Family, Window
 from megappo.models.fp8 import read_fp8
@@ -27,23 +27,6 @@ _ROPE_KEYS: dict[str, tuple[str, ...]] = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate"),
 }
-
-
-def read_config(path: str | Path) -> dict[str, Any]:
-    """config.json of a checkpoint directory. ValueError if it is missing or not JSON."""
-    file = Path(path) / "config.json"
-    if not file.is_file():
-        what = "has no config.json" if Path(path).is_dir() else "is not a directory"
-        raise ValueError(f"{path} {what}; a Hugging Face checkpoint directory is needed")
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except RecursionError:
-        raise ValueError(f"{file} is not valid JSON: nested too deeply") from None
-    except ValueError as error:
-        raise ValueError(f"{file} is not valid JSON: {error}") from None
-    if not isinstance(config, dict):
-        raise ValueError(f"{file} does not hold a JSON object")
-    return config
 
 
 def text_config(config: Mapping[str, Any]) -> dict[str, Any]:

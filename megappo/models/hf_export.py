@@ -22,9 +22,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megappo.models.arch import ModelArch
+from megappo.models.config_file import read_config
 from megappo.models.families.registry import FAMILIES
 from megappo.models.gpt import CriticModel, PackedModel
-from megappo.models.hf_config import read_config, text_config
+from megappo.models.hf_config import text_config
 from megappo.models.naming import named_parameters
 from megappo.models.pieces import Piece, as_2d
 from megappo.models.weight_map import VALUE_HEAD, hf_tensors, megatron_pieces

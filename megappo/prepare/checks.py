@@ -9,26 +9,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megappo.checkpoint.remote import require_protocol
-from megappo.config import evaluations
 from megappo.config.checks import Device, check_config
 from megappo.config.errors import ConfigError, problem
 from megappo.config.evaluations import longest_sequence_tokens
-from megappo.config.layout_checks import roles_in_use
 from megappo.config.loading import explicit_keys
-from megappo.config.reward_sections import RewardConfig
 from megappo.config.schema import SftConfig, TrainConfig
-from megappo.installed import missing_package
 from megappo.models.arch import ModelArch
 from megappo.models.implementation import choose_implementation, implementation_notes
 from megappo.ops.implementations import Kernels, missing
 from megappo.parallel.layout import ParallelLayout
 from megappo.parallel.placement import placement_of
 from megappo.prepare.critic_source import critic_source
+from megappo.prepare.inputs import check_names
 from megappo.prepare.layouts import check_layouts, read_archs
-from megappo.rewards.rules import RULES, make_rule
 from megappo.rollout.vllm_limits import check_vllm
-from megappo.telemetry.names import metric_names, nearest_name, open_beginnings
-from megappo.telemetry.trackers.available import tracker_problem
 
 
 @dataclass(frozen=True)
@@ -53,9 +47,7 @@ def check_run(
     the models is enough; weights and packages may be missing.
     """
     notes = check_config(config, explicit_keys(config), world_size, device)
-    _check_progress(config)
-    if not shapes_only:
-        _check_names(config)
+    check_names(config, need_packages=not shapes_only)
     implementation = choose_implementation(config.model.impl, device)  # raises if it cannot work
     check_kernels(config.kernels, device)
     archs = read_archs(config, need_weights=not shapes_only)
@@ -106,41 +98,3 @@ def check_kernels(kernels: Kernels, device: Device) -> None:
     """ConfigError if the implementation that `kernels` names is missing on this kind of device."""
     if (reason := missing(kernels, device)) is not None:
         raise ConfigError(problem("kernels", kernels, f"{reason}; set kernels=auto, or reference"))
-
-
-def _check_progress(config: TrainConfig) -> None:
-    """ConfigError, with the nearest name, for a column of the progress line that no metric has."""
-    labels = {part.label: part.kind for part in config.reward.parts}
-    names = [*metric_names(list(labels), list(roles_in_use(config))), *evaluations.metric_names(config)]
-    unknown_ends = open_beginnings([label for label, kind in labels.items() if kind != "name"])  # a built-in rule is one number
-    for name in config.telemetry.progress:
-        if name not in names and not name.startswith(unknown_ends):
-            nearest = nearest_name(name, names)
-            hint = f"did you mean {nearest}? " if nearest else ""
-            fix = f"this run logs no such metric; {hint}docs/statistics.md lists them"
-            raise ConfigError(problem("telemetry.progress", name, fix))
-
-
-def _check_names(config: TrainConfig) -> None:
-    """ConfigError for an unknown reward, and for a missing package that this configuration needs."""
-    _check_reward(config.reward)
-    for name, one in config.evaluations.items():
-        if one.reward is not None:
-            try:
-                _check_reward(one.reward)
-            except ValueError as error:
-                raise ConfigError(f"evaluations.{name}.{error}") from None
-    if config.rollout.engine == "vllm" and (how := missing_package("vllm")) is not None:
-        raise ConfigError(problem("rollout.engine", "vllm", f"{how}, or set rollout.engine=megatron"))
-    if (message := tracker_problem(config.telemetry)) is not None:
-        raise ConfigError(message)
-
-
-def _check_reward(reward: RewardConfig) -> None:
-    for label, (_, part) in reward.all_parts.items():
-        if part.kind == "name" and label not in RULES:
-            make_rule(label)  # raises, with the nearest name
-    needed = {"math_verify": "math-verify"} if "math_verify" in reward.all_parts else {}
-    for key, package in needed.items():
-        if (how := missing_package(package)) is not None:
-            raise ConfigError(problem("reward.parts", key, how))

@@ -58,10 +58,7 @@ def load_from_file(
     ValueError, one line: no such file or function, an exception while importing (with file and line), arguments that do not fit.
     """
     file = Path(path)
-    try:
-        source = file.read_bytes() if source is None else source
-    except OSError as error:
-        raise ValueError(f"cannot be read: {error.strerror}; the path is relative to the working directory") from None
+    source = read_code(path) if source is None else source
     digest = hashlib.sha256(source).hexdigest()
     module = _import(str(file), source, f"_megappo_reward_{digest[:16]}_{hashlib.sha256(path.encode()).hexdigest()[:16]}")
     found = getattr(module, function, None)
@@ -71,6 +68,14 @@ def load_from_file(
         ]
         raise ValueError(f"defines no {function}; its functions: {', '.join(functions) or 'none'}")
     return _rule(name, found, f"{file.name}: {function}", str(file), source, batch, args)
+
+
+def read_code(path: str) -> bytes:
+    """Content of a file of rules. ValueError, one line, if it cannot be read."""
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise ValueError(f"cannot be read: {error.strerror}; the path is relative to the working directory") from None
 
 
 def load_from_entry_point(name: str, entry_point: str, *, batch: bool, args: Mapping[str, Any]) -> OwnRule:

@@ -13,7 +13,8 @@ import torch
 
 from megappo.config.run_sections import TimeoutsConfig
 from megappo.config.schema import RolloutConfig
-from megappo.models.hf_config import arch_of, read_config, text_config
+from megappo.models.config_file import read_config
+from megappo.models.hf_config import arch_of, text_config
 
 CPU_KV_CACHE_GIB = 0.25
 LEAST_SHARE = 0.01

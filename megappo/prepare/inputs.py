@@ -1,0 +1,134 @@
+"""Mistakes that are known without a model's shapes and without reading the data: rules about keys, names, files that are missing.
+
+Imports no torch, which takes seconds: every command looks here first. What is found is then read, by `checks.py` and `data.py`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megappo.config import evaluations
+from megappo.config.checks import rule_problems
+from megappo.config.errors import ConfigError, problem
+from megappo.config.layout_checks import roles_in_use
+from megappo.config.loading import explicit_keys
+from megappo.config.reward_sections import RewardConfig
+from megappo.config.schema import SftConfig, TrainConfig
+from megappo.data.sources import find_file
+from megappo.data.tokenizers import find_tokenizer
+from megappo.installed import missing_package
+from megappo.models.config_file import read_config
+from megappo.rewards.own import read_code
+from megappo.rewards.rules import RULES, make_rule
+from megappo.telemetry.names import metric_names, nearest_name, open_beginnings
+from megappo.telemetry.trackers.available import tracker_problem
+
+
+def check_inputs(config: TrainConfig | SftConfig, *, shapes_only: bool = False) -> None:
+    """Refuse a run whose mistake is known here: ValueError, one line, in the words of the check that reads the input.
+
+    shapes_only: config.json of the models is enough, as for `check_run`.
+    """
+    # With data.fit_batch the batch sizes that the rules are about are known once the data is read.
+    if isinstance(config, SftConfig) or not config.data.fit_batch:
+        for message in rule_problems(config, explicit_keys(config)):
+            raise ConfigError(message)
+    if isinstance(config, TrainConfig):
+        check_names(config, need_packages=not shapes_only)
+    check_model_files(config, need_weights=not shapes_only)
+    if not shapes_only:
+        find_tokenizer(config.data.tokenizer or config.policy.model)
+        find_file(config.data.train)
+        if isinstance(config, TrainConfig):
+            _check_files(config)
+
+
+def _check_files(config: TrainConfig) -> None:
+    """ConfigError for evaluation data and reward code that is missing."""
+    for name, one in evaluations.evaluation_sets(config).items():
+        try:
+            find_file(one.data)
+        except ValueError as error:
+            raise ConfigError(f"evaluations.{name}: {error}" if name else str(error)) from None
+    rewards = {f"evaluations.{name}.": one.reward for name, one in config.evaluations.items() if one.reward is not None}
+    for prefix, reward in {"": config.reward, **rewards}.items():
+        for key, part in reward.all_parts.values():
+            if part.path is not None:
+                try:
+                    read_code(part.path)
+                except ValueError as error:
+                    raise ConfigError(prefix + problem(f"{key}.path", part.path, str(error))) from None
+
+
+def model_paths(config: TrainConfig | SftConfig) -> dict[str, tuple[str, str]]:
+    """Role -> (key that names its checkpoint, path), for the roles that are built."""
+    paths: dict[str, tuple[str, str]] = {}
+    for role in roles_in_use(config):
+        own = getattr(config, role).model
+        paths[role] = (f"{role}.model", own) if own is not None else ("policy.model", config.policy.model)
+    return paths
+
+
+def check_model_files(config: TrainConfig | SftConfig, *, need_weights: bool) -> None:
+    """ConfigError for a role's checkpoint without config.json, or without the weights that `need_weights` asks for."""
+    for key, path in model_paths(config).values():
+        try:
+            read_config(path)
+        except ValueError as error:
+            raise ConfigError(problem(key, path, str(error))) from None
+        if need_weights:
+            check_weights_exist(key, path)
+
+
+def check_weights_exist(key: str, path: str) -> None:
+    """ConfigError if a checkpoint directory holds no weights that are read."""
+    directory = Path(path)
+    if any(directory.glob("*.safetensors")):
+        return
+    others = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in directory.glob(pattern))
+    if others:
+        fix = f"holds {others[0]} and no .safetensors; pickled weights are never read, save it with transformers' save_pretrained"
+    else:
+        fix = "holds no .safetensors weights; the download may be incomplete"
+    raise ConfigError(problem(key, path, fix))
+
+
+def _check_progress(config: TrainConfig) -> None:
+    """ConfigError, with the nearest name, for a column of the progress line that no metric has."""
+    labels = {part.label: part.kind for part in config.reward.parts}
+    names = [*metric_names(list(labels), list(roles_in_use(config))), *evaluations.metric_names(config)]
+    unknown_ends = open_beginnings([label for label, kind in labels.items() if kind != "name"])  # a built-in rule is one number
+    for name in config.telemetry.progress:
+        if name not in names and not name.startswith(unknown_ends):
+            nearest = nearest_name(name, names)
+            hint = f"did you mean {nearest}? " if nearest else ""
+            fix = f"this run logs no such metric; {hint}docs/statistics.md lists them"
+            raise ConfigError(problem("telemetry.progress", name, fix))
+
+
+def check_names(config: TrainConfig, *, need_packages: bool) -> None:
+    """ConfigError for an unknown metric or reward, and for a missing package that this configuration needs."""
+    _check_progress(config)
+    if not need_packages:
+        return
+    _check_reward(config.reward)
+    for name, one in config.evaluations.items():
+        if one.reward is not None:
+            try:
+                _check_reward(one.reward)
+            except ValueError as error:
+                raise ConfigError(f"evaluations.{name}.{error}") from None
+    if config.rollout.engine == "vllm" and (how := missing_package("vllm")) is not None:
+        raise ConfigError(problem("rollout.engine", "vllm", f"{how}, or set rollout.engine=megatron"))
+    if (message := tracker_problem(config.telemetry)) is not None:
+        raise ConfigError(message)
+
+
+def _check_reward(reward: RewardConfig) -> None:
+    for label, (_, part) in reward.all_parts.items():
+        if part.kind == "name" and label not in RULES:
+            make_rule(label)  # raises, with the nearest name
+    needed = {"math_verify": "math-verify"} if "math_verify" in reward.all_parts else {}
+    for key, package in needed.items():
+        if (how := missing_package(package)) is not None:
+            raise ConfigError(problem("reward.parts", key, how))

@@ -1,0 +1,97 @@
+"""Mistakes that every command knows before it imports torch, which takes seconds."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ..plan.checkpoints import TINY, write_checkpoint, write_run
+
+ROOT = Path(__file__).parents[2]
+# One process for all calls. What torch has not: its import fails, and with it the call.
+WITHOUT_TORCH = """
+import json, sys
+sys.modules["torch"] = None
+from megappo.cli import main
+for arguments in json.load(sys.stdin):
+    try:
+        print(f"exit code {main(arguments)}", file=sys.stderr)
+    except ImportError:
+        print("torch was needed", file=sys.stderr)
+"""
+# Overrides, and a fragment of the one line.
+MISTAKES = [
+    ("policy.model=absent", 'policy.model = "absent": absent is not a directory'),
+    ("critic.model=absent", 'critic.model = "absent": absent is not a directory'),
+    ("policy.model={}/empty", "has no config.json"),
+    ("policy.model={}/unfinished", "holds no .safetensors weights; the download may be incomplete"),
+    ("data.tokenizer=absent", "tokenizer absent does not exist; set data.tokenizer"),
+    ("data.tokenizer={}/empty", "holds no tokenizer"),
+    ("data.train=absent.jsonl", "data file absent.jsonl does not exist"),
+    ("data.eval=absent.jsonl", "data file absent.jsonl does not exist"),
+    ('evaluations={{"math": {{"data": "absent.jsonl"}}}}', "evaluations.math: data file absent.jsonl does not exist"),
+    ('reward.parts=[{{"path": "absent.py", "function": "score"}}]', "cannot be read: No such file or directory"),
+    ('reward.parts=[{{"name": "exakt"}}]', "exakt"),
+    ("algorithm.mini_batch_size=7", "algorithm.mini_batch_size = 7: must divide"),
+]
+
+
+def answers(calls: list[list[str]]) -> list[str]:
+    """Lines on stderr of these calls of `megappo` in a process that has no torch."""
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH],
+        input=json.dumps(calls),
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stderr.splitlines()
+
+
+@pytest.fixture(scope="module")
+def refusals(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], list[str]]:
+    """(command, override) -> its two lines; the override "" is none."""
+    folder = tmp_path_factory.mktemp("inputs")
+    run = str(write_run(folder))
+    (folder / "empty").mkdir()
+    write_checkpoint(folder / "unfinished", TINY, weights=False)
+    overrides = ["", *(override for override, _ in MISTAKES)]
+    calls = {(name, text): [name, run, *filter(None, [text.format(folder)])] for name in ("train", "plan") for text in overrides}
+    for command in (["verify"], ["tune", "--gpu", "h100"]):
+        calls[command[0], "policy.model=absent"] = [command[0], run, "policy.model=absent", *command[1:]]
+    lines = answers(list(calls.values()))
+    # A call that needs torch says one line alone.
+    found = iter(lines)
+    said = {}
+    for call in calls:
+        first = next(found)
+        said[call] = [first] if first == "torch was needed" else [first, next(found)]
+    assert next(found, None) is None
+    return said
+
+
+@pytest.mark.parametrize("command", ["train", "plan"])
+@pytest.mark.parametrize("override, fragment", MISTAKES, ids=[override for override, _ in MISTAKES])
+def test_what_needs_no_model_is_refused_without_torch(refusals, command: str, override: str, fragment: str) -> None:
+    line, code = refusals[command, override]
+    assert line.startswith("megappo: ") and fragment in line
+    assert code == "exit code 2"
+
+
+@pytest.mark.parametrize("command", ["verify", "tune"])
+def test_commands_on_shapes_look_for_the_models_first(refusals, command: str) -> None:
+    line, code = refusals[command, "policy.model=absent"]
+    assert 'policy.model = "absent"' in line and code == "exit code 2"
+
+
+def test_a_run_without_mistake_needs_torch(refusals) -> None:
+    assert refusals["train", ""] == refusals["plan", ""] == ["torch was needed"]
