@@ -21,6 +21,7 @@ def test_every_kind_of_extension_has_an_example():
     assert EXAMPLES.keys() == wanted and all("assert" in code for code in EXAMPLES.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("title", EXAMPLES)
 def test_an_example_runs(title):
     """In a process of its own: examples register what no other test should see."""

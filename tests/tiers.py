@@ -1,7 +1,7 @@
 """Two tiers: `--quick` leaves out the slow tests, and holds the others to starting no ranks and no vLLM.
 
-Slow are the tests marked so, those whose module or fixtures start worlds (`worlds.spawn_world`) or ask for Slurm, kernels that are
-interpreted or compiled, and the places below.
+Slow are the tests marked so, those whose module or fixtures start worlds (`worlds.spawn_world`) or ask for Slurm, a page in a browser or
+kernels that are interpreted or compiled, and the places below.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ SLOW_PLACES = (
 )
 # Parameters of the kernels' tests: Triton's are interpreted without a GPU (1 s of processor time each), CUDA's compiled (24 s).
 SLOW_KERNELS = {"cuda_on_cpu", "triton"}
-SLOW_FIXTURES = {"cluster", "cuda_on_cpu", "on_cluster"}
+SLOW_FIXTURES = {"cluster", "cuda_on_cpu", "on_cluster", "seen"}
 HINT = "mark this test slow (pytest.mark.slow, or its place in tests/tiers.py): --quick starts no ranks and no vLLM"
 
 

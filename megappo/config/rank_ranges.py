@@ -29,7 +29,7 @@ def ranges_of(text: str) -> list[range]:
         if last < first:
             raise ValueError(f"the range {part.strip()} runs backwards; write {last}-{first}")
         if found and first < found[-1].stop:
-            before = ranges_text(found[-1])
+            before = _range_text(found[-1])
             if last >= found[-1].start:
                 raise ValueError(f"the ranges {before} and {part.strip()} overlap; name every rank once")
             raise ValueError(f"the range {part.strip()} comes after {before}; write the ranges in increasing order")
@@ -46,7 +46,7 @@ def ranks_of(text: str, world_size: int) -> tuple[int, ...]:
     for one in ranges:
         if one.stop > world_size:
             what = "has rank 0 only" if world_size == 1 else f"has ranks 0-{world_size - 1}"
-            raise ValueError(f"{ranges_text(one)} is outside the world, which {what}; name ranks below {world_size}, or start more")
+            raise ValueError(f"{_range_text(one)} is outside the world, which {what}; name ranks below {world_size}, or start more")
     return tuple(rank for one in ranges for rank in one)
 
 
@@ -58,7 +58,12 @@ def ranges_text(ranks: Iterable[int]) -> str:
             runs[-1][1] = rank
         else:
             runs.append([rank, rank])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+    return ",".join(_range_text(range(first, last + 1)) for first, last in runs)
+
+
+def _range_text(one: range) -> str:
+    """One range as a user writes it, without a walk through it: a mistake may name a billion ranks."""
+    return str(one[0]) if len(one) == 1 else f"{one[0]}-{one[-1]}"
 
 
 def _quoted(part: str) -> str:

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import time
 
 import pytest
 
@@ -112,8 +113,10 @@ REFUSED = [
 @pytest.mark.parametrize("changes, world, fragments", REFUSED)
 def test_a_placement_that_cannot_work_is_refused(tmp_path, changes, world, fragments):
     config = train_config(tmp_path, [*SPLIT, *changes])
+    begun = time.process_time()
     said = next(problems(config, explicit_keys(config), world))
     assert "\n" not in said and all(fragment in said for fragment in fragments), said
+    assert time.process_time() - begun < 1, "a range is not listed before it is refused"
 
 
 @pytest.mark.parametrize(

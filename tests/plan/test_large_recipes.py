@@ -54,6 +54,7 @@ def test_without_the_flag_the_missing_weights_are_named(recipe, facts, gpus, par
     assert "holds no .safetensors weights" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @BY_NAME
 def test_the_model_of_every_rank_is_built_on_the_meta_device(recipe, facts, gpus, parameters):
     config, arch = load_config(CONFIGS / "large" / f"{recipe}.yaml"), read_arch(FACTS / facts)

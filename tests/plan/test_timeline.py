@@ -95,6 +95,7 @@ def overlaps(boxes):
     return [(boxes[a][0], boxes[b][0]) for a, b in zip(*numpy.nonzero(numpy.triu(crossing, 1)))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", LARGE)
 def test_a_picture_of_a_large_run_shows_every_rank_and_no_text_on_another(ranks, monkeypatch):
     plan = large_plan(*LARGE[ranks])

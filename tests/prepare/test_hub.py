@@ -217,6 +217,7 @@ def questions(hub: Hub) -> int:
     return sum(line.startswith("GET /api/") and line.endswith("/revision/main") for line in hub.asked)
 
 
+@pytest.mark.slow
 def test_one_rank_asks_the_hub_and_the_others_learn_the_outcome(hub: Hub, tmp_path: Path) -> None:
     write_run(tmp_path)
     hub.asked.clear()
@@ -228,6 +229,7 @@ def test_one_rank_asks_the_hub_and_the_others_learn_the_outcome(hub: Hub, tmp_pa
     assert len(fetched) == len(set(fetched)), "no file is downloaded twice into one cache"
 
 
+@pytest.mark.slow
 def test_ranks_with_a_cache_of_their_own_download_the_commit_of_rank_0(hub: Hub, tmp_path: Path) -> None:
     write_run(tmp_path)
     hub.asked.clear()

@@ -74,6 +74,7 @@ def test_answers_of_competition_mathematics(rule: MathVerify, answer: str, right
     assert [rule(sample(f"So it is ${text}$.", answer)) for text in (right, wrong)] == [1.0, 0.0]
 
 
+@pytest.mark.slow
 @needs_gsm8k
 def test_all_gold_answers_agree_inside_a_thread_in_a_minute_of_processor_time() -> None:
     """8,792 gold answers as responses score 1; every 20th with its last digit changed scores 0. Not the main thread: no signals

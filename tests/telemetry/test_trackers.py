@@ -163,6 +163,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+@pytest.mark.slow
 def test_wandb_goes_on_after_the_death_of_its_service_and_ends_with_its_rank(tmp_path: Path) -> None:
     """Slurm sends a request to stop to every process of a step, in whatever session, and wandb's service takes it."""
     pytest.importorskip("wandb")

@@ -145,7 +145,7 @@ return seen;
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> Document:
-    """Four samples of two steps, opened at sample 2 and its advantages."""
+    """Four samples of two steps, opened at sample 2 and its advantages, in a browser."""
     folder = tmp_path_factory.mktemp("page")
     rows = {
         1: [record(score=0.5), record((7, 8, 9, EOS), sample=1, score=1.0, finish="length")],
@@ -258,6 +258,7 @@ def is_harmless(document: Document) -> bool:
     )
 
 
+@pytest.mark.slow
 def test_what_a_model_wrote_is_text(tmp_path):
     """Also in the dark, and on a narrow window."""
     shown = open_page(hostile_page(tmp_path), HOSTILE, tmp_path / "profile", "--force-dark-mode", "--window-size=420,900")
@@ -273,6 +274,7 @@ def without_policy(html: Path) -> Path:
     return html
 
 
+@pytest.mark.slow
 def test_without_the_escapes_it_is_markup_and_the_policy_alone_holds_it(tmp_path, monkeypatch):
     """Negative control: the test above notices, and without the policy the attack runs."""
     monkeypatch.setattr(pages, "json_block", lambda data: json.dumps(data))
@@ -283,6 +285,7 @@ def test_without_the_escapes_it_is_markup_and_the_policy_alone_holds_it(tmp_path
     assert not is_harmless(open_to_all) and open_to_all.title == "owned"
 
 
+@pytest.mark.slow
 def test_texts_as_markup_would_be_noticed(tmp_path):
     """Negative control: a page.js that parses what it shows."""
     html = without_policy(hostile_page(tmp_path, ATTACK[:-1]))
