@@ -1,7 +1,7 @@
 """Two tiers: `--quick` leaves out the slow tests, and holds the others to starting no ranks and no vLLM.
 
-Slow are the tests marked so, those whose module or fixtures start worlds (`worlds.spawn_world`) or ask for Slurm, a page in a browser or
-kernels that are interpreted or compiled, and the places below.
+Slow are the tests marked so, those whose module or fixtures start worlds (`worlds.spawn_world`), ask for Slurm or open a page in a
+browser, kernels that are interpreted or compiled, and the places below.
 """
 
 from __future__ import annotations

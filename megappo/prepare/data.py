@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megappo.config.checks import step_problems
-from megappo.config.errors import ConfigError, problem, show
-from megappo.config.evaluations import DEFAULT, key_of
+from megappo.config.errors import ConfigError, problem
+from megappo.config.evaluations import DEFAULT, config_of_set, key_of
 from megappo.config.layout_checks import uses_model
 from megappo.config.schema import SftConfig, TrainConfig
 from megappo.data.cache import Cache
@@ -80,15 +80,10 @@ def load_train_prompts(config: TrainConfig, cache: Cache) -> PromptSet:
 
 def _scored_texts(config: TrainConfig, train: PromptSet | None, evaluations: Sequence[EvaluationSet], cache: Cache) -> ScoredTexts:
     """Text format of the reward model, held against the prompts of all sets that it scores; without text if it scores none."""
-    sets = {"data.train": train} if train is not None and uses_model(config.reward) else {}
+    sets = {"data.train": (train, config.data)} if train is not None and uses_model(config.reward) else {}
     for one in evaluations:
-        if not uses_model(one.reward or config.reward):
-            continue
-        for key in ("prompt_key", "prompt_suffix"):
-            if (other := getattr(one.settings, key)) != (own := getattr(config.data, key)):
-                fix = f"the reward model reads every prompt as data.{key} = {show(own)} says; use that, or score this set by rules"
-                raise ConfigError(problem(f"evaluations.{one.name}.{key}", other, fix))
-        sets[key_of(one.name)] = one.prompts
+        if uses_model(one.reward or config.reward):
+            sets[key_of(one.name)] = (one.prompts, config_of_set(config, one.settings).data)
     return load_reward_text(config, sets, cache)
 
 

@@ -20,6 +20,7 @@ from megappo.installed import missing_package
 from megappo.models.config_file import read_config
 from megappo.rewards.own import read_code
 from megappo.rewards.rules import RULES, make_rule
+from megappo.telemetry.metrics import Metric
 from megappo.telemetry.names import metric_names, nearest_name, open_beginnings
 from megappo.telemetry.trackers.available import tracker_problem
 
@@ -97,6 +98,7 @@ def _check_progress(config: TrainConfig) -> None:
     """ConfigError, with the nearest name, for a column of the progress line that no metric has."""
     labels = {part.label: part.kind for part in config.reward.parts}
     names = [*metric_names(list(labels), list(roles_in_use(config))), *evaluations.metric_names(config)]
+    names += [Metric.REWARD_PART.of(f"{label}/retries") for label, kind in labels.items() if kind == "url"]
     unknown_ends = open_beginnings([label for label, kind in labels.items() if kind != "name"])  # a built-in rule is one number
     for name in config.telemetry.progress:
         if name not in names and not name.startswith(unknown_ends):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import megappo.data
 import megappo.prepare
 from megappo.config.errors import ConfigError, problem
-from megappo.config.schema import TrainConfig
+from megappo.config.schema import DataConfig, TrainConfig
 from megappo.data.cache import Cache, hash_of_modules
 from megappo.data.prompts import PromptFormat, PromptSet
 from megappo.data.reward_text import RewardText
@@ -35,8 +36,9 @@ class ScoredTexts:
     notes: tuple[str, ...] = ()
 
 
-def load_reward_text(config: TrainConfig, sets: Mapping[str, PromptSet], cache: Cache) -> ScoredTexts:
-    """Load the reward model's tokenizer and hold it against the prompts that it scores (key of the configuration -> prompts).
+def load_reward_text(config: TrainConfig, sets: Mapping[str, tuple[PromptSet, DataConfig]], cache: Cache) -> ScoredTexts:
+    """Load the reward model's tokenizer and hold it against the prompts that it scores: key of the configuration -> prompts, with
+    the keys of `data` that they were made by. The text is that of the training's prompts.
 
     ConfigError, one line: a tokenizer that cannot be read, has ids that the model lacks, or no chat template; a prompt that the
     template refuses, or that leaves the model no position for a response.
@@ -44,7 +46,7 @@ def load_reward_text(config: TrainConfig, sets: Mapping[str, PromptSet], cache: 
     settings = config.reward_model
     if not sets or settings.model is None:
         return ScoredTexts(None)
-    arch, data = read_arch(settings.model), config.data
+    arch = read_arch(settings.model)
     key, path = ("tokenizer", settings.tokenizer) if settings.tokenizer is not None else ("model", settings.model)
     try:
         tokenizer = load_tokenizer(path)
@@ -57,12 +59,18 @@ def load_reward_text(config: TrainConfig, sets: Mapping[str, PromptSet], cache: 
     if settings.chat_template and not tokenizer.has_chat_template:
         fix = f"the tokenizer {tokenizer.path} has none; set it to false for plain text, or name a tokenizer with a template"
         raise ConfigError(problem(f"{KEY}.chat_template", True, fix))
-    prompt_format = PromptFormat(data.chat_template, data.system_prompt, data.prompt_suffix)
-    text = RewardText(
-        tokenizer, settings.chat_template, data.prompt_key, prompt_format, pad_id_of(settings.model), arch.max_positions
-    )
-    longest = max(_longest(text, key, prompts, cache) for key, prompts in sets.items())
+    how = {"pad_id": pad_id_of(settings.model), "max_tokens": arch.max_positions, **prompts_read(config.data)}
+    text = RewardText(tokenizer, settings.chat_template, **how)
+    longest = max(_longest(replace(text, **prompts_read(data)), key, prompts, cache) for key, (prompts, data) in sets.items())
     return ScoredTexts(text, _length_notes(longest, config.rollout.max_response_tokens, arch.max_positions))
+
+
+def prompts_read(data: DataConfig) -> dict[str, Any]:
+    """Fields of a `RewardText` that follow the prompts of a set, which evaluations may have other keys for."""
+    return {
+        "prompt_key": data.prompt_key,
+        "prompt_format": PromptFormat(data.chat_template, data.system_prompt, data.prompt_suffix),
+    }
 
 
 def _longest(text: RewardText, key: str, prompts: PromptSet, cache: Cache) -> int:

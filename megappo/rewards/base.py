@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,13 @@ class Part(Protocol):
     def close(self) -> None:
         """End its workers and connections, also those with work in hand. May be called twice."""
         ...
+
+
+@runtime_checkable
+class RetryingPart(Part, Protocol):
+    """A part that asks again what failed. num_retries: requests sent again so far."""
+
+    num_retries: int
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,8 @@ class Scored:
     per_token: [B] weighted rewards of the sampled tokens, which are not in the total; None for a sample, or for all, without.
     seconds: [B] or fewer, part -> seconds of the samples that it scored. model_total: [B] the reward models' share of the total;
     None without any. recipe_labels: all that there are. early_s: seconds of generation in which this rank computed rewards; None
-    if no part streams.
+    if no part streams. model_lengths: tokens of each text that the reward model read, of these samples. retries: remote part ->
+    requests that this rank sent again for them.
     """
 
     texts: list[str]
@@ -57,6 +58,8 @@ class Scored:
     model_total: list[float] | None = None
     recipe_labels: tuple[str, ...] = ()
     early_s: float | None = None
+    model_lengths: list[int] = field(default_factory=list)
+    retries: dict[str, int] = field(default_factory=dict)
 
     def with_parts(self, names: Sequence[str]) -> Scored:
         """With these parts and no others, in this order. A part that is new is a number inside of another one, which no sample here
@@ -124,6 +127,7 @@ class Composition:
             if model_parts
             else None,
             recipe_labels=tuple(self.recipes) if self.is_routed else (),
+            model_lengths=_model_lengths(model_parts or {}),
         )
 
     @property
@@ -180,6 +184,12 @@ class Composition:
 
 def _seconds(names: Sequence[str], verdicts: Sequence[Mapping[str, Verdict]]) -> dict[str, list[float]]:
     return {name: [s for one in verdicts if name in one and (s := one[name].seconds) is not None] for name in names}
+
+
+def _model_lengths(model_parts: Mapping[str, Mapping[int, Verdict]]) -> list[int]:
+    """Tokens of the texts of one pass: parts of the same model share its verdicts."""
+    first: Mapping[int, Verdict] = next(iter(model_parts.values()), {})
+    return [verdict.num_tokens for verdict in first.values() if verdict.num_tokens is not None]
 
 
 def _fp32(values: Sequence[float]) -> list[float]:

@@ -14,7 +14,7 @@ from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, field
 from typing import Any
 
-from megappo.rewards.base import Part, RewardError, RewardInput, Timed, UnusableAnswer, describe
+from megappo.rewards.base import Part, RetryingPart, RewardError, RewardInput, Timed, UnusableAnswer, describe
 from megappo.rewards.compose import Composition, Judged
 from megappo.rewards.inline import Deferred
 from megappo.rewards.verdict import Verdict, verdict_of
@@ -60,16 +60,30 @@ class Scorer:
         self._parts, self._label_of = dict(parts), label_of
         self._started: list[_Started] = []
         self._early: dict[int, _Started] = {}
+        self._retries_taken: dict[str, int] = {}
 
     @property
     def streams(self) -> bool:
         """If some parts can be started early."""
         return any(part.streams for part in self._parts.values())
 
+    def with_model(self, score_model: Callable[[Sequence[Any], Sequence[Judged]], Sequence[Verdict]]) -> Scorer:
+        """Scorer with the same parts, which both may close, and another `score_model`."""
+        other = Scorer(self._parts, self.composition, self._label_of, self.on_progress, score_model)
+        other._retries_taken = self._retries_taken  # of the same parts
+        return other
+
     @property
     def names_of_model(self) -> list[str]:
         """Parts that no rank scores alone."""
         return [name for name in self.composition.names if name not in self._parts]
+
+    def take_retries(self) -> dict[str, int]:
+        """Part -> requests that this rank has sent again since the last call, for the parts that do."""
+        now = {name: part.num_retries for name, part in self._parts.items() if isinstance(part, RetryingPart)}
+        new = {name: count - self._retries_taken.get(name, 0) for name, count in now.items()}
+        self._retries_taken.update(now)
+        return new
 
     def submit(self, samples: Sequence[RewardInput], found: Sequence[Found] | None = None) -> None:
         """Start the parts of these samples. Samples may come in any number of calls. RewardError for a part that cannot start.

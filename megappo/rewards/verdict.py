@@ -21,7 +21,7 @@ class Verdict:
     """Result of a part for a sample. parts: numbers inside it, with the sum of per_token under that name.
 
     per_token: rewards of the sampled tokens, [num_tokens]; None if the part has none. reason: of a score of 0 that the part did not
-    give. seconds: time that it took; None if unknown.
+    give. seconds: time that it took; None if unknown. num_tokens: tokens that a reward model read for it; None of other parts.
     """
 
     score: float
@@ -29,6 +29,7 @@ class Verdict:
     per_token: tuple[float, ...] | None = None
     reason: Literal["undecided", "unusable"] | None = None
     seconds: float | None = None
+    num_tokens: int | None = None
 
 
 def verdict_of(result: Any, name: str, sample: RewardInput, seconds: float | None = None) -> Verdict:

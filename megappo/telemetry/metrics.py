@@ -42,6 +42,8 @@ STAGES = (
 """Stages of a step in their order (`trainer/ppo.py`); checks and evaluations do not run in every step."""
 MODEL_STAGES = ("generate", "logprobs", "update_critic", "update_policy")
 """Stages that consist of passes of models, whose FLOPs are counted."""
+REWARD_MODEL_STAGE = "score"
+"""Stage that is one too in a run with a reward model."""
 MOMENTS = ("mean", "std", "min", "max")
 
 
@@ -89,7 +91,8 @@ class Metric(_Named):
     UNUSABLE = "reward/unusable_answers", "scores of 0 because a rule could not read the reference answer"
     REWARD_PART = (
         "reward/*",
-        "mean of one part of the reward over the samples that have it, before its weight; PART/std, /min, /max, /share",
+        "mean of one part of the reward over the samples that have it, before its weight; PART/std, /min, /max, /share; "
+        "/retries: requests that all ranks sent again to its server in this step",
     )
     RULES = "reward/rules_*", "mean, std, min, max of the score without its reward models; logged beside these"
     MODELS = "reward/models_*", "mean, std, min, max of the weighted sum of the reward models"

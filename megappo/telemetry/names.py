@@ -5,10 +5,9 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 
-from megappo.telemetry.metrics import MODEL_STAGES, MOMENTS, STAGES, Metric
+from megappo.telemetry.metrics import MODEL_STAGES, MOMENTS, REWARD_MODEL_STAGE, STAGES, Metric
 
 _OF_PART = ("", "/std", "/min", "/max", "/share")
-_STAGES_AND_STEP = (*MODEL_STAGES, "step")
 
 
 def metric_names(parts: Sequence[str], roles: Sequence[str]) -> list[str]:
@@ -31,6 +30,7 @@ def open_beginnings(parts: Sequence[str]) -> tuple[str, ...]:
 
 def _members(parts: Sequence[str], roles: Sequence[str]) -> dict[Metric, Sequence[str]]:
     """Family -> ends of its names."""
+    stages = [*MODEL_STAGES, *([REWARD_MODEL_STAGE] if "reward_model" in roles else [])]
     return {
         Metric.REWARD_PART: [f"{part}{end}" for part in parts for end in _OF_PART],
         Metric.RULES: MOMENTS,
@@ -44,11 +44,11 @@ def _members(parts: Sequence[str], roles: Sequence[str]) -> dict[Metric, Sequenc
         Metric.PUSH: ("bytes_sent", "bytes_received", "bytes_local", "seconds", "verified", "version"),
         Metric.STAGE_SECONDS: [f"{stage}_s" for stage in STAGES],
         Metric.STAGE_MEMORY: [f"{stage}_{suffix}" for stage in STAGES for suffix in ("peak_gib", "end_gib")],
-        Metric.TFLOP: [f"{stage}/{role}" for stage in MODEL_STAGES for role in roles],
-        Metric.TFLOPS: _STAGES_AND_STEP,
-        Metric.MFU: MODEL_STAGES[1:],  # decoding has none
-        Metric.HFU: MODEL_STAGES[1:],
-        Metric.STAGE_TOKENS: MODEL_STAGES,
+        Metric.TFLOP: [f"{stage}/{role}" for stage in stages for role in roles],
+        Metric.TFLOPS: [*stages, "step"],
+        Metric.MFU: stages[1:],  # decoding has none
+        Metric.HFU: stages[1:],
+        Metric.STAGE_TOKENS: stages,
     }
 
 

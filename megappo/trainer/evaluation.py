@@ -193,12 +193,10 @@ def metrics_of(results: Sequence[Evaluation]) -> dict[str, float]:
 def evaluators_of(
     sets: Sequence[EvaluationSet],
     sampling: SamplingParams,
-    scorer: Scorer | None,
     seed: int,
-    own_scorer: Callable[[EvaluationSet], Scorer],
+    scorer_of: Callable[[EvaluationSet], Scorer],
 ) -> list[Evaluator]:
-    """Evaluators of the sets. sampling: of the training, for stop strings and ends. scorer: of the training's reward, which sets
-    without one of their own share. own_scorer: makes that of a set with one."""
+    """Evaluators of the sets. sampling: of the training, for stop strings and ends. scorer_of: that of a set, which it may share."""
     made = []
     for one in sets:
         s = one.settings
@@ -206,7 +204,5 @@ def evaluators_of(
         of_set = SamplingParams(
             s.max_response_tokens, s.temperature, s.top_p, s.top_k, stop=sampling.stop, stop_token_ids=sampling.stop_token_ids
         )
-        judge = scorer if one.reward is None else own_scorer(one)
-        assert judge is not None, "a set without a reward shares the training's"
-        made.append(Evaluator.of(one, of_set, judge, seed))
+        made.append(Evaluator.of(one, of_set, scorer_of(one), seed))
     return made

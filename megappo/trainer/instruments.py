@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megappo.config.rank_ranges import ALL
 from megappo.config.schema import TrainConfig
 from megappo.parallel.placement import placement_of
+from megappo.parallel.totals import total
 from megappo.resilience.sections import Sections
 from megappo.telemetry.memory import host_peak_gib, memory_gauge
 from megappo.telemetry.metrics import Metric
@@ -19,7 +20,7 @@ from megappo.telemetry.timers import StageTimers
 from megappo.trainer.build_roles import Roles
 from megappo.trainer.report import StepRecord
 from megappo.trainer.rundir import RunDir
-from megappo.trainer.step_work import StepWork, peak_note, role_models
+from megappo.trainer.step_work import REWARD_MODEL, StepWork, Work, peak_note, role_models
 from megappo.trainer.timeline import spans_of_ranks, timeline
 
 
@@ -66,8 +67,19 @@ class Instruments:
     def costs(self, record: StepRecord, timers: StageTimers) -> dict[str, float]:
         """FLOPs, their rates, and memory of a step. Collective: memory is the largest over all ranks."""
         lengths, sampled = record.experience.table.length.long(), record.response_lengths.long()
-        work = StepWork.of_step(self._models, lengths, sampled, record.critic, record.policy, self._generating)
+        work = StepWork.of_step(
+            self._models, lengths, sampled, record.critic, record.policy, self._generating, self._scoring(record)
+        )
         return {**work.metrics(timers.seconds, timers.total_s), **largest_over_ranks(self._memory_of(timers))}
+
+    def _scoring(self, record: StepRecord) -> Work | None:
+        """Work of the reward model over the texts of all ranks; None without one. Collective then."""
+        model = self._models.get(REWARD_MODEL)
+        if model is None:
+            return None
+        own = model.forward(torch.tensor(record.scored.model_lengths, dtype=torch.long))
+        flops, tokens = total(torch.tensor([own.flops, own.tokens])).tolist()
+        return Work(flops, 0, tokens)
 
     def _memory_of(self, timers: StageTimers) -> dict[str, float]:
         gib = {Metric.STAGE_MEMORY.of(f"{stage}_{self._memory.suffix}"): value for stage, value in timers.memory_gib.items()}

@@ -356,7 +356,12 @@ def evaluators_of_run(
 ) -> list[Evaluator]:
     """Evaluators of the sets, as `evaluators_of`; sets with a reward of their own get a scorer of their own."""
 
-    def own_scorer(one: EvaluationSet) -> Scorer:
-        return scorer_of(config_of_set(config, one.settings).reward, one.reward_parts, score_model=score_model)
+    def scorer_of_set(one: EvaluationSet) -> Scorer:
+        view = config_of_set(config, one.settings)
+        model = None if score_model is None else score_model.of_prompts(view.data)
+        if one.reward is not None:
+            return scorer_of(view.reward, one.reward_parts, score_model=model)
+        assert scorer is not None, "a set without a reward shares the training's"
+        return scorer if model is score_model or model is None else scorer.with_model(model)
 
-    return evaluators_of(sets, sampling, scorer, config.run.seed, own_scorer)
+    return evaluators_of(sets, sampling, config.run.seed, scorer_of_set)

@@ -73,6 +73,7 @@ class StepRecord:
         moments = {name: masked_moments(x, mask) for name, (x, mask) in {**self._of_tokens(), **self._of_samples()}.items()}
         sums = {name: found[0] for name, found in moments.items()}
         sums["fit"] = regression_moments(self.batch["value"], self.batch["returns"], self._mask)
+        sums["retries"] = torch.tensor(list(self.scored.retries.values()), dtype=torch.float64)
         sums["unscored"] = torch.tensor([self.scored.num_undecided, self.scored.num_unusable], dtype=torch.float64)
         return Totals(sums, {name: found[1] for name, found in moments.items()})
 
@@ -152,6 +153,8 @@ class StepRecord:
             found |= {Metric.REWARD_PART.of(f"{name}/{key}"): value for key, value in summary.items()}
             if count < self.experience.table.num_samples:
                 found[Metric.REWARD_PART.of(f"{name}/share")] = count / self.experience.table.num_samples
+        for name, count in zip(self.scored.retries, self.totals["retries"].tolist()):
+            found[Metric.REWARD_PART.of(f"{name}/retries")] = int(count)
         for metric, name in ((Metric.MODELS, "models"), (Metric.RULES, "rules")):
             if name in self.totals:
                 found |= {metric.of(key): value for key, value in self.totals.summary(name)._asdict().items()}

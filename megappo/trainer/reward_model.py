@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from megappo.config.role_sections import RewardModelConfig
+from megappo.config.schema import DataConfig
 from megappo.data.packing import pack
 from megappo.data.prompts import Prompt
 from megappo.data.reward_text import RewardText
 from megappo.experience.experience import Experience
 from megappo.parallel.shares import Shares
 from megappo.parallel.totals import first_of_ranks, total
+from megappo.prepare.reward_model import prompts_read
 from megappo.rewards.base import RewardError
 from megappo.rewards.compose import Judged
 from megappo.rewards.verdict import Verdict
@@ -46,14 +48,21 @@ class ModelScorer:
         RewardError, on every rank, for a text that the model's template refuses; NonFiniteOutput for a NaN or infinite score.
         """
         texts = raised_as_one(lambda: self._encode(prompts, responses))
-        batch = pack([self.text.fitted(ids) for ids in texts])
+        read = [self.text.fitted(ids) for ids in texts]
+        batch = pack(read)
         owned = Experience.of_own(batch)
         share = owned.for_role(self.shares, ())
         raw = {} if self.model is None else {RAW: self.model.scores(share.batch)}
         scored = owned.with_results(share, (), (RAW,), raw)
         self._require_finite(scored, responses)
         inner = [{RAW: value, CUT: float(len(ids) > self.text.max_tokens)} for value, ids in zip(scored.batch[RAW].tolist(), texts)]
-        return [Verdict(value, parts) for value, parts in zip(normalised(scored.batch[RAW], self.settings).tolist(), inner)]
+        values = normalised(scored.batch[RAW], self.settings).tolist()
+        return [Verdict(value, parts, num_tokens=len(ids)) for value, parts, ids in zip(values, inner, read)]
+
+    def of_prompts(self, data: DataConfig) -> ModelScorer:
+        """The same model for prompts that these keys have made; itself if they are those of its text."""
+        text = replace(self.text, **prompts_read(data))
+        return self if text == self.text else replace(self, text=text)
 
     def _encode(self, prompts: Sequence[Prompt], responses: Sequence[Judged]) -> list[list[int]]:
         """Ids of the texts; RewardError if one cannot be encoded."""

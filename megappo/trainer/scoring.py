@@ -65,7 +65,8 @@ def score_responses(
     by_model = _scored_by_model(scorer, experience, prompt_of, judged)
     scored = raised_as_one(lambda: scorer.composition.compose(judged, by_model))
     # A rule may name numbers of its own; ranks that have no such sample know them too.
-    return replace(scored.with_parts(names_of_ranks(list(scored.parts))), early_s=early_s)
+    named = scored.with_parts(names_of_ranks(list(scored.parts)))
+    return replace(named, early_s=early_s, retries=scorer.take_retries())
 
 
 def _judge(experience: Experience, scorer: Scorer, samples: Sequence[RewardInput]) -> tuple[list[Judged], float | None]:

@@ -15,13 +15,14 @@ from megappo.models.arch import ModelArch
 from megappo.models.flops import Recompute, forward_flops, generation_flops
 from megappo.parallel.placement import Placement
 from megappo.platform.hardware import Dtype, hardware_of_gpu
-from megappo.telemetry.metrics import Metric
+from megappo.telemetry.metrics import REWARD_MODEL_STAGE, Metric
 from megappo.trainer.build_roles import spec_of_role
 from megappo.trainer.updates import UpdateSummary
 
 TERA = 1e12
 PASSING = ("policy", "critic", "reference")
-"""Roles that pass over the step's samples as they were generated. A reward model reads other texts, and is not counted."""
+"""Roles that pass over the step's samples as they were generated. A reward model reads texts of its own."""
+REWARD_MODEL = "reward_model"
 DECODING = "generate"
 """The stage without MFU: it reads weights and cache for every token, and arithmetic does not bound it."""
 
@@ -75,13 +76,15 @@ class StepWork:
         critic: UpdateSummary,
         policy: UpdateSummary,
         generating: Sequence[int],
+        scoring: Work | None = None,
     ) -> StepWork:
         """Work of a step from the lengths [N] of all its samples and of their responses; an update that `target_kl` ended early has
-        done what it has done."""
+        done what it has done. scoring: work of the reward model, None without one."""
         updated = {"critic": critic.lengths, "policy": policy.lengths}
         by_stage = {
             "generate": {"policy": models["policy"].generation(lengths - response_lengths, response_lengths)},
-            "logprobs": {role: model.forward(lengths) for role, model in models.items()},
+            **({} if scoring is None else {REWARD_MODEL_STAGE: {REWARD_MODEL: scoring}}),
+            "logprobs": {role: models[role].forward(lengths) for role in PASSING if role in models},
             **{f"update_{role}": {role: models[role].training(torch.cat(minis))} for role, minis in updated.items() if minis},
         }
         return cls(by_stage, models, generating)
@@ -121,11 +124,9 @@ class StepWork:
 
 
 def role_models(config: TrainConfig, placements: Mapping[str, Placement], device: torch.device) -> dict[str, RoleModel]:
-    """Role -> model, of these roles that are counted."""
+    """Role -> model."""
     models: dict[str, RoleModel] = {}
     for role, placement in placements.items():
-        if role not in PASSING:
-            continue
         section: RoleConfig = getattr(config, role)
         recompute = section.recompute if isinstance(section, TrainableConfig) else "none"
         peak = peak_tflops(config.telemetry, device, section.dtype)

@@ -113,6 +113,7 @@ def test_a_vllm_that_would_take_over_the_process_is_refused(monkeypatch):
     require_vllm()
 
 
+@pytest.mark.slow
 def test_vllm_builds_no_fp8_layers_for_a_release_in_fp8(tmp_path):
     """vLLM itself reads the options. Without the override it would quantise: the negative control."""
     from vllm.engine.arg_utils import EngineArgs

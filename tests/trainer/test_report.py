@@ -46,7 +46,9 @@ def record(policy_sums=None, fields=FIELDS, kl_estimator="k1"):
         token_fields={"response_mask": torch.tensor(MASK), **{name: torch.tensor(x) for name, x in fields.items()}},
         sequence_fields={"truncated": torch.tensor([False, True])},
     )
-    scored = Scored(["r0", "r1"], [1.0, 0.5], {"exact_match": [1.0, 0.0]}, num_undecided=1, num_unusable=2)
+    scored = Scored(
+        ["r0", "r1"], [1.0, 0.5], {"exact_match": [1.0, 0.0]}, num_undecided=1, num_unusable=2, retries={"rm": 3, "other": 0}
+    )
     policy = UpdateSummary() if policy_sums is None else updates(policy_sums)
     critic = updates({"tokens_sum": 5.0, "loss_sum": 4.0})
     return StepRecord(
@@ -71,6 +73,8 @@ POLICY_SUMS = {
     "ratio_sum": 5.5,
 }
 WANT = {
+    "reward/rm/retries": 3,
+    "reward/other/retries": 0,
     "reward/score_mean": 0.75,
     "reward/score_std": 0.25,
     "reward/shaped_mean": (0.8 + 0.3) / 2,

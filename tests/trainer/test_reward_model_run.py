@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Iterator
@@ -11,13 +12,17 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
+from megappo.models.flops import forward_flops
+from megappo.models.hf_config import read_arch
 from megappo.trainer.reward_model import ModelScorer
 from tests.trainer.reward_models import scores_of_transformers, write_reward_model
 from tests.trainer.small_run import run_many, small_config, write_small_task
 from tests.worlds import spawn_world
 
 CENTER, SCALE, WEIGHT, STEPS = -0.2, 0.5, 0.5, 3
+SUFFIX = "0="
 JUDGE: dict[str, Any] = {
     "rollout.engine": "megatron",
     "data.prompts_per_step": 8,
@@ -33,28 +38,33 @@ def keys_of(judge: Path, **section: Any) -> dict[str, Any]:
 
 
 def run_all(rank: int, folder: Path) -> None:
-    """Two layouts of the reward model, a resumed run with another normalisation, and a run in bf16."""
+    """Two layouts of the reward model, a resumed run with another normalisation, and a run in bf16 beside vLLM."""
     tp2 = keys_of(folder / "judge", **{"parallel.tp": 2, "micro_batch_tokens": 128})
     other = keys_of(folder / "judge", **{"parallel.pp": 2, "offload.parameters": True})
-    bf16 = keys_of(folder / "judge", dtype="bf16")
+    vllm = keys_of(folder / "judge", dtype="bf16") | {"rollout.engine": "vllm"}
+    terse = {"terse": {"data": str(folder / "data" / "eval.jsonl"), "prompt_suffix": SUFFIX}}
     with recorded(folder / f"asked{rank}.jsonl"):
         run_many(rank, [(small_config(folder, "tp2", steps=STEPS, **tp2), False)])
-    run_many(
-        rank, [(small_config(folder, "pp2", steps=STEPS, **other), False), (small_config(folder, "bf16", steps=1, **bf16), False)]
-    )
+    with recorded(folder / f"suffixed{rank}.jsonl"):
+        run_many(rank, [(small_config(folder, "pp2", steps=STEPS, evaluations=terse, **other), False)])
     run_many(rank, [(small_config(folder, "tp2", steps=STEPS + 1, **tp2 | {"reward_model.center": 0.0}), True)])
+    with recorded(folder / f"sampled{rank}.jsonl"):
+        run_many(rank, [(small_config(folder, "vllm", steps=STEPS, **vllm), False)])
 
 
 @contextmanager
 def recorded(file: Path) -> Iterator[None]:
-    """Write the question, the response and the verdict of every sample that the model scores."""
-    scorer = ModelScorer.__call__
+    """Write the question, the response, the number of the call, the tokens read and the verdict of every sample that the model
+    scores."""
+    scorer, calls = ModelScorer.__call__, itertools.count()
 
     def call(self: ModelScorer, prompts: Any, responses: Any) -> Any:
         verdicts = scorer(self, prompts, responses)
+        number = next(calls)
         with file.open("a") as out:
             for prompt, response, verdict in zip(prompts, responses, verdicts):
-                out.write(json.dumps([prompt.text, response.text, verdict.parts["raw"], verdict.score]) + "\n")
+                length = len(self.text.encode(prompt, response.text))
+                out.write(json.dumps([prompt.text, response.text, number, length, verdict.parts["raw"], verdict.score]) + "\n")
         return verdicts
 
     with mock.patch.object(ModelScorer, "__call__", call):
@@ -78,13 +88,17 @@ def steps(task: Path, name: str) -> list[dict[str, Any]]:
     return [row for row in rows(task, name) if "policy/loss" in row]
 
 
+def asked(task: Path, name: str = "asked") -> list[list[Any]]:
+    return [json.loads(line) for rank in range(2) for line in (task / f"{name}{rank}.jsonl").read_text().splitlines()]
+
+
 def test_the_scores_of_a_run_are_those_of_transformers(task: Path) -> None:
-    asked = [json.loads(line) for rank in range(2) for line in (task / f"asked{rank}.jsonl").read_text().splitlines()]
-    assert len(asked) == 2 * 20 + STEPS * 16, "two evaluations, and the samples of the steps"
-    chats = [[{"role": "user", "content": question}] for question, *_ in asked]
-    expected = scores_of_transformers(task / "judge", chats, [response for _, response, *_ in asked])
-    assert [raw for *_, raw, _ in asked] == pytest.approx(expected, abs=1e-4)
-    assert [value for *_, value in asked] == pytest.approx([(raw - CENTER) / SCALE for raw in expected], abs=1e-3)
+    samples = asked(task)
+    assert len(samples) == 2 * 20 + STEPS * 16, "two evaluations, and the samples of the steps"
+    chats = [[{"role": "user", "content": question}] for question, *_ in samples]
+    expected = scores_of_transformers(task / "judge", chats, [response for _, response, *_ in samples])
+    assert [raw for *_, raw, _ in samples] == pytest.approx(expected, abs=1e-4)
+    assert [value for *_, value in samples] == pytest.approx([(raw - CENTER) / SCALE for raw in expected], abs=1e-3)
 
 
 def test_the_score_is_made_of_the_model_and_a_rule(task: Path) -> None:
@@ -98,6 +112,18 @@ def test_the_score_is_made_of_the_model_and_a_rule(task: Path) -> None:
     assert len({row["reward/judge"] for row in steps(task, "tp2")}) == STEPS + 1
 
 
+def test_its_operations_are_those_of_the_texts_that_all_ranks_read(task: Path) -> None:
+    arch = read_arch(task / "judge")
+    for row in steps(task, "tp2")[:STEPS]:
+        lengths = torch.tensor([length for _, _, call, length, *_ in asked(task) if call == row["step"]])  # call 0: an evaluation
+        assert len(lengths) == 16
+        expected = forward_flops(arch, lengths, value_head=True).total / 1e12
+        assert row["perf/tflop/score/reward_model"] == pytest.approx(expected)
+        seconds = 2 * row["timing/score_s"]  # of both ranks
+        assert row["perf/tflops/score"] == pytest.approx(expected / seconds)
+        assert row["perf/tokens_per_s/score"] == pytest.approx(int(lengths.sum()) / seconds)
+
+
 def test_evaluations_ask_the_model_too(task: Path) -> None:
     scored = [row for row in rows(task, "tp2") if "eval/score" in row]
     assert len(scored) == 3
@@ -105,12 +131,37 @@ def test_evaluations_ask_the_model_too(task: Path) -> None:
         assert row["eval/score"] == pytest.approx(row["eval/has_eos"] + WEIGHT * row["eval/judge"], abs=1e-5)
 
 
+def test_a_set_with_another_suffix_is_read_with_it(task: Path) -> None:
+    samples = asked(task, "suffixed")
+    last = max(call for _, _, call, *_ in samples)
+    of_set = {1, last}  # after data.eval, before the steps and at the end
+    chats = [[{"role": "user", "content": question + SUFFIX * (call in of_set)}] for question, _, call, *_ in samples]
+    expected = scores_of_transformers(task / "judge", chats, [response for _, response, *_ in samples])
+    assert [raw for *_, raw, _ in samples] == pytest.approx(expected, abs=1e-4)
+    assert last == 2 + STEPS + 1 and sum(call in of_set for _, _, call, *_ in samples) == 2 * 20
+    bare = [{"role": "user", "content": samples[-1][0]}]
+    with_it, without = scores_of_transformers(task / "judge", [chats[-1], bare], [samples[-1][1], samples[-1][1]])
+    assert with_it != pytest.approx(without, abs=1e-3), "the suffix is seen in the score"
+
+
 def test_another_layout_and_offload_change_nothing(task: Path) -> None:
     names = ("reward/judge.raw", "reward/score_mean", "policy/loss", "critic/loss", "kl/per_token")
     for ours, theirs in zip(steps(task, "tp2"), steps(task, "pp2")):
         assert {name: ours[name] for name in names} == pytest.approx({name: theirs[name] for name in names}, abs=1e-4)
-    bf16, fp32 = steps(task, "bf16")[0]["reward/judge.raw"], steps(task, "tp2")[0]["reward/judge.raw"]
-    assert bf16 == pytest.approx(fp32, abs=0.1) and bf16 != pytest.approx(fp32, abs=1e-5)
+
+
+def test_what_vllm_samples_is_scored_too_and_bf16_only_rounds(task: Path) -> None:
+    samples = asked(task, "sampled")
+    chats = [[{"role": "user", "content": question}] for question, *_ in samples]
+    expected = scores_of_transformers(task / "judge", chats, [response for _, response, *_ in samples])
+    raw = [raw for *_, raw, _ in samples]
+    assert raw == pytest.approx(expected, abs=0.1) and raw != pytest.approx(expected, abs=1e-5)
+    assert len(steps(task, "vllm")) == STEPS
+    for row in steps(task, "vllm"):
+        of_step = [value for *_, call, _, value, _ in samples if call == row["step"]]
+        assert row["reward/judge.raw"] == pytest.approx(sum(of_step) / len(of_step), abs=1e-5) and len(of_step) == 16
+        assert row["reward/score_mean"] == pytest.approx(row["reward/has_eos"] + WEIGHT * row["reward/judge"], abs=1e-5)
+        assert row["policy/grad_norm"] > 0 and row["rollout/push_verified"] > 0
 
 
 def test_checkpoints_hold_the_trained_models_and_the_identity_of_this_one(task: Path) -> None:

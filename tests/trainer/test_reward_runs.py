@@ -1,4 +1,4 @@
-"""A run with two recipes, rewards of tokens and a pool on two ranks, and its resume with other recipes."""
+"""A run with two recipes, rewards of tokens, a pool and a server on two ranks, and its resume with other recipes."""
 
 from __future__ import annotations
 
@@ -11,8 +11,20 @@ import psutil
 import pytest
 
 from scripts.reliability.compare import MEASURED
+from tests.rewards.faulty_server import Behaviour, FaultyServer, Handler, fine, serving
 from tests.trainer.small_run import run_many, small_config, write_small_task
 from tests.worlds import spawn_world
+
+
+class FlakyServer(FaultyServer):
+    """Answers every request with 503 first, and well when it comes again."""
+
+    def take(self, handler: Handler) -> Behaviour:
+        super().take(handler)
+        with self.lock:
+            asked = [body for _, body in self.requests].count(handler.asked)
+        return fine if asked % 2 == 0 else lambda handler: handler.answer(503, b"loading")
+
 
 MINE = """
 def signs(sample):
@@ -20,12 +32,12 @@ def signs(sample):
 """
 
 
-def runs(rank: int, config: dict[str, Any], changed: dict[str, Any], late: dict[str, Any]) -> dict[str, Any]:
-    """What the console heard on the resume, and the processes that are left. late: its rewards are computed in the ranks."""
+def runs(rank: int, config: dict[str, Any], changed: dict[str, Any], others: list[dict[str, Any]]) -> dict[str, Any]:
+    """What the console heard on the resume, and the processes that are left."""
     from megappo.trainer import run_facts
 
     warned: list[str] = []
-    run_many(rank, [(config, False), (late, False)])
+    run_many(rank, [(one, False) for one in (config, *others)])
     with mock.patch.object(run_facts.logger, "warning", lambda text, *values: warned.append(text % values)):
         run_many(rank, [(changed, True)])
     commands = [" ".join(child.cmdline()) for child in psutil.Process().children(recursive=True)]
@@ -41,16 +53,23 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, 
         rows = [json.loads(line) for line in file.read_text().splitlines()]
         file.write_text("".join(json.dumps(row | {"about": {"sign": row["prompt"][1]}}) + "\n" for row in rows))
     (folder / "mine.py").write_text(MINE)
+    remote = {"name": "rm", "url": "", "weight": 0.1, "remote": {"batch_size": 1, "concurrency": 16, "retry_budget_s": 60.0}}
     own = {"path": str(folder / "mine.py"), "function": "signs", "weight": 0.5, "workers": 2}
-    route = {"key": "about.sign", "map": {"+": [own, {"name": "has_eos"}], "-": [{"name": "has_eos", "weight": 2.0}]}}
+    route = {"key": "about.sign", "map": {"+": [own, {"name": "has_eos"}], "-": [{"name": "has_eos", "weight": 2.0}, remote]}}
     changes = {"rollout.engine": "megatron", "checkpoint.save_every": 1, "telemetry.trajectories_every": 1}
     changes |= {"telemetry.trajectories_per_step": 32, "trainer.eval_every": 2, "reward": {"route": route}}
-    config = small_config(folder, "routed", steps=2, **changes)
     fewer = {"key": "about.sign", "map": {"+": [{**own, "workers": 1}, {"name": "has_eos"}], "-": [{"name": "exact_match"}]}}
     changed = small_config(folder, "routed", steps=3, **(changes | {"reward": {"route": fewer}}))
-    inside = {"key": "about.sign", "map": {"+": [{**own, "workers": 0}, {"name": "has_eos"}], "-": route["map"]["-"]}}
-    late = small_config(folder, "late", steps=2, **(changes | {"reward": {"route": inside}}))
-    return folder / "runs" / "routed", spawn_world(runs, 2, config, changed, late)
+    alone = {"key": "about.sign", "map": {"+": route["map"]["+"], "-": route["map"]["-"][:1]}}
+    inside = {"key": "about.sign", "map": {"+": [{**own, "workers": 0}, {"name": "has_eos"}], "-": route["map"]["-"][:1]}}
+    others = [
+        small_config(folder, name, steps=2, **(changes | {"reward": {"route": one}}))
+        for name, one in (("early", alone), ("late", inside))
+    ]
+    with serving(make=FlakyServer) as server:
+        remote["url"] = server.url
+        config = small_config(folder, "routed", steps=2, **changes)
+        return folder / "runs" / "routed", spawn_world(runs, 2, config, changed, others)
 
 
 def test_each_recipe_and_part_is_logged_for_the_responses_that_it_scored(ran: tuple[Path, list[dict[str, Any]]]) -> None:
@@ -75,9 +94,9 @@ def test_rewards_beside_generation_change_no_bit_of_a_run(ran: tuple[Path, list[
     """Against the run whose rewards are computed in the ranks, after generation. Only that one has nothing of generation's time."""
     early, late = (
         [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-        for run in (ran[0], ran[0].with_name("late"))
+        for run in (ran[0].with_name("early"), ran[0].with_name("late"))
     )
-    logged = [row for row in early if "reward/score_mean" in row][:2]
+    logged = [row for row in early if "reward/score_mean" in row]
     for one, other in zip(logged, [row for row in late if "reward/score_mean" in row], strict=True):
         assert one.pop("timing/reward/during_generation_s") > 0
         assert one.keys() == other.keys()
@@ -86,7 +105,16 @@ def test_rewards_beside_generation_change_no_bit_of_a_run(ran: tuple[Path, list[
         assert {name: one[name] for name in compared} == {name: other[name] for name in compared}
     for step in (1, 2):
         file = Path("trajectories") / f"step_{step:06d}.jsonl"
-        assert (ran[0] / file).read_bytes() == (ran[0].with_name("late") / file).read_bytes()
+        assert (ran[0].with_name("early") / file).read_bytes() == (ran[0].with_name("late") / file).read_bytes()
+
+
+def test_requests_that_were_sent_again_are_counted_over_ranks_and_by_step(ran: tuple[Path, list[dict[str, Any]]]) -> None:
+    """Every response that the server scores is a request of its own, which it answers the second time. So are those of the
+    evaluations, which no step counts."""
+    metrics = [json.loads(line) for line in (ran[0] / "metrics.jsonl").read_text().splitlines()]
+    steps = {line["step"]: line for line in metrics if "reward/score_mean" in line}
+    assert all(steps[step]["reward/rm/retries"] == steps[step]["reward/route/-/count"] > 0 for step in (1, 2))
+    assert "reward/rm/retries" not in steps[3], "the resumed run has no server"
 
 
 def test_rewards_of_tokens_are_in_the_reward_of_their_tokens(ran: tuple[Path, list[dict[str, Any]]]) -> None:

@@ -58,6 +58,26 @@ def test_every_role_has_its_own_operations_in_every_stage() -> None:
     assert found["perf/tflops/step"] == pytest.approx(sum(want.values()) / 1e12 / (10.0 * RANKS))
 
 
+def test_a_reward_model_works_in_the_stage_of_the_scores() -> None:
+    """On texts of its own: 3 and 8 tokens of two responses, by hand as in models/flops.py."""
+    texts, judge = torch.tensor([3, 8]), replace(CRITIC, num_layers=1)
+    model = RoleModel(judge, True, "none", 50.0, [1])
+    weights = (
+        judge.hidden_size * (2 * judge.num_heads + 2 * judge.num_kv_heads) * judge.head_dim + 3 * judge.hidden_size * judge.ffn_size
+    )
+    pairs = 3 * 4 // 2 + 8 * 9 // 2
+    by_hand = 2 * weights * 11 + 4 * judge.num_heads * judge.head_dim * pairs + 2 * judge.hidden_size * 11
+    models = {**MODELS, "reward_model": model}
+    work = StepWork.of_step(models, LENGTHS, RESPONSES, updates(LENGTHS), updates(LENGTHS), range(RANKS), model.forward(texts))
+    found, without = work.metrics({**SECONDS, "score": 0.5}, step_s=10.0), figures()
+    assert found["perf/tflop/score/reward_model"] == by_hand / 1e12
+    assert found["perf/tflops/score"] == pytest.approx(by_hand / 1e12 / 0.5), "of the one rank where it lives"
+    assert found["perf/mfu/score"] == pytest.approx(by_hand / 50e12 / 0.5)
+    assert found["perf/tokens_per_s/score"] == 11 / 0.5
+    assert found["perf/tflops/step"] == pytest.approx(without["perf/tflops/step"] + by_hand / 1e12 / (10.0 * RANKS))
+    assert "perf/tflop/logprobs/reward_model" not in found and "perf/tflops/score" not in without
+
+
 def test_tokens_are_those_that_a_stage_passes_per_second_and_rank() -> None:
     found = figures(policy=updates(LENGTHS, LENGTHS[:1]))
     assert found["perf/tokens_per_s/logprobs"] == 10 / RANKS
