@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from megappo import cli
+from megappo.commands import settings, training
 from megappo.config.errors import ConfigError
 from megappo.launch.world import first_host
 from megappo.resilience.faults import Unrecoverable
@@ -163,27 +164,27 @@ def test_help_lists_every_command(capsys):
 
 def test_a_fault_keeps_its_traceback(capsys, monkeypatch):
     """A ValueError of a library is not a user's mistake: it must not shrink to one line."""
-    monkeypatch.setattr(cli, "cmd_doctor", lambda args: json.loads("{"))
+    monkeypatch.setattr(settings, "cmd_doctor", lambda args: json.loads("{"))
     with pytest.raises(ValueError):
         cli.main(["doctor"])
 
     def interrupted(args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "cmd_doctor", interrupted)
+    monkeypatch.setattr(settings, "cmd_doctor", interrupted)
     assert cli.main(["doctor"]) == 130
 
 
 def test_once_the_input_is_accepted_a_value_error_of_megappo_is_a_fault_too(capsys, monkeypatch):
     """It must keep its traceback, and exit with 1: Slurm does not requeue a mistake of the user."""
-    monkeypatch.setattr(cli, "cmd_doctor", lambda args: first_host(""))
+    monkeypatch.setattr(settings, "cmd_doctor", lambda args: first_host(""))
     assert run(capsys, "doctor")[0] == 2, "negative control"
 
     def accepted(args):
         with input_accepted():
             first_host("")
 
-    monkeypatch.setattr(cli, "cmd_doctor", accepted)
+    monkeypatch.setattr(settings, "cmd_doctor", accepted)
     with pytest.raises(ValueError, match="not a list of hosts"):
         cli.main(["doctor"])
 
@@ -191,7 +192,7 @@ def test_once_the_input_is_accepted_a_value_error_of_megappo_is_a_fault_too(caps
         with input_accepted(unless=(ConfigError,)):
             raise ConfigError("no layout fits")
 
-    monkeypatch.setattr(cli, "cmd_doctor", searched)
+    monkeypatch.setattr(settings, "cmd_doctor", searched)
     monkeypatch.setattr(cli, "PACKAGE", Path(__file__).parent)
     assert run(capsys, "doctor") == (2, "", "megappo: no layout fits\n")
 
@@ -206,7 +207,7 @@ def test_a_fault_that_would_come_back_has_a_code_of_its_own(capsys, monkeypatch)
     def drifted(args):
         raise Unrecoverable("replicas differ")
 
-    monkeypatch.setattr(cli, "cmd_doctor", drifted)
+    monkeypatch.setattr(settings, "cmd_doctor", drifted)
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)  # torch wraps it once for each world of earlier tests
     code, _, err = run(capsys, "doctor")
     assert code == 17 and "Traceback" in err and err.endswith("Unrecoverable: replicas differ\n")
@@ -216,14 +217,14 @@ def test_a_broken_pipe_is_the_readers_end_unless_the_console_cannot_break(monkey
     def broken(args):
         raise BrokenPipeError
 
-    monkeypatch.setattr(cli, "cmd_doctor", broken)
+    monkeypatch.setattr(settings, "cmd_doctor", broken)
     monkeypatch.setattr(cli, "is_kept", lambda: True)
     with pytest.raises(BrokenPipeError):  # of a helper process: `train` must not end with 0
         cli.main(["doctor"])
 
 
 def test_ranks_of_another_launcher_cannot_be_restarted_here(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(cli, "_enter_rank", lambda stop: None)
+    monkeypatch.setattr(training, "_enter_rank", lambda stop: None)
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0")):
         monkeypatch.setenv(name, value)
     code, _, err = run(capsys, "train", write_run(tmp_path), "--max-restarts", "2")

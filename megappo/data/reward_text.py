@@ -15,8 +15,9 @@ from megappo.data.tokenizers import Tokenizer
 class RewardText:
     """Format of the scored text.
 
-    tokenizer, chat_template: the reward model's. prompt_key, prompt_format: of the prompts (section `data`, or their evaluation's):
-    the model sees the same messages as the policy. pad_id: of the model's config.json, None without. max_tokens: the model's positions.
+    tokenizer, chat_template: the reward model's. prompt_key, prompt_format: of the prompts (section `data`, or those of their
+    evaluation): the model sees the same messages as the policy. pad_id: of the model's config.json, None without. max_tokens: the
+    model's positions.
     """
 
     tokenizer: Tokenizer

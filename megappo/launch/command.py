@@ -22,7 +22,7 @@ from megappo.resilience.lease import held_lease
 from megappo.telemetry.console import keep_console
 
 MakePlan = Callable[..., Any]
-"""`cli._plan`: all checks of `megappo plan`; returns an object with a `report()`."""
+"""`commands.prepared.plan_here`: all checks of `megappo plan`; returns an object with a `report()`."""
 
 
 def launch(args: argparse.Namespace, make_plan: MakePlan) -> int:

@@ -196,7 +196,7 @@ def evaluators_of(
     seed: int,
     scorer_of: Callable[[EvaluationSet], Scorer],
 ) -> list[Evaluator]:
-    """Evaluators of the sets. sampling: of the training, for stop strings and ends. scorer_of: that of a set, which it may share."""
+    """Evaluators of the sets. sampling: of the training, for stop strings and ends. scorer_of: makes or shares that of a set."""
     made = []
     for one in sets:
         s = one.settings

@@ -1,0 +1,74 @@
+"""Commands on what a run has written: `megappo runs`, `trajectories`, `gate`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from megappo.arguments import positive_int
+from megappo.commands.parser import AddCommand
+from megappo.config.errors import ConfigError
+from megappo.trajectories.options import add_options as add_trajectories_options
+
+
+def add_commands(command: AddCommand) -> None:
+    runs = command(
+        "runs",
+        cmd_runs,
+        "List the runs below a directory: state, last step, last checkpoint, size on disk, and why a run ended.",
+        "`megappo runs verify RUN` reads every byte of a run's checkpoints and compares it with the manifests. Neither changes a "
+        "file, and both work beside a live run. Exit code of verify: 0 if all are sound, 1 if one is damaged or unverified.",
+        config=None,
+    )
+    runs.usage = "megappo runs [DIR] [--json]\n       megappo runs verify RUN [--step N] [--json]"
+    runs.add_argument("words", metavar="DIR", nargs="*", help="run.output_dir, or one run in it (default: runs)")
+    runs.add_argument("--step", type=positive_int, metavar="N", help="verify this checkpoint alone")
+    runs.add_argument("--json", action="store_true", help="print JSON for scripts: one object per run or checkpoint")
+    add_trajectories_options(
+        command(
+            "trajectories",
+            cmd_trajectories,
+            "Analyse a run's sampled trajectories: repetition, score against length, entropy and KL by position, worst samples.",
+            "--html writes a page that shows their tokens coloured by log-prob, advantage, value and others. Reads the run's files "
+            "alone, also beside a live run; docs/trajectories.md explains the tables.",
+            config=None,
+        )
+    )
+    gate = command(
+        "gate",
+        cmd_gate,
+        "Hold the metrics of a run against limits.",
+        "GATES is a YAML list of lines such as `eval/score > 0.65 at 40`, `kl/per_token < 0.1 max over 1..40` and "
+        "`reward/score_mean >= 0.7 mean over last 10`. Exit code: 0 if all pass, 1 if one fails.",
+        config=None,
+    )
+    gate.add_argument("run_dir", metavar="RUN", help="directory of a run (output_dir/name)")
+    gate.add_argument("gates", metavar="GATES", help="YAML file, see docs/evaluation.md")
+
+
+def cmd_runs(args: argparse.Namespace) -> int:
+    from megappo.runs.report import show_runs, show_verified
+
+    match args.words:
+        case ["verify", run_dir]:
+            return show_verified(Path(run_dir), args.step, as_json=args.json)
+        case ["verify", *_]:
+            raise ConfigError("runs verify: name one run, as in `megappo runs verify runs/NAME` (a directory `verify`: ./verify)")
+        case [] | [_] if args.step is None:
+            return show_runs(Path(*args.words or ["runs"]), as_json=args.json)
+        case [] | [_]:
+            raise ConfigError(f"--step {args.step} is of `megappo runs verify RUN`, and has no effect without it")
+        case _:
+            raise ConfigError(f"runs: one directory, not {len(args.words)} ({' '.join(args.words)})")
+
+
+def cmd_trajectories(args: argparse.Namespace) -> int:
+    from megappo.trajectories.command import show_trajectories
+
+    return show_trajectories(args)
+
+
+def cmd_gate(args: argparse.Namespace) -> int:
+    from megappo.runs.gate import show_gates
+
+    return show_gates(Path(args.run_dir), Path(args.gates))

@@ -1,0 +1,59 @@
+"""Commands on the installation and on configurations: `megappo doctor`, `convert`, `config`."""
+
+from __future__ import annotations
+
+import argparse
+
+from megappo.commands.parser import AddCommand
+from megappo.config.errors import ConfigError
+
+
+def add_commands(command: AddCommand) -> None:
+    command(
+        "doctor", cmd_doctor, "List installed packages, working features, and missing packages with their purpose.", config=None
+    )
+    convert = command(
+        "convert",
+        cmd_convert,
+        "Write settings of verl, NeMo-RL, OpenRLHF, LightRFT, TRL or FlowMesh as a configuration, with a report on every key.",
+        "FILE is a shell script, a YAML file or a Python file with a PPOConfig; nothing in it is executed. Exit code: 0, or 1 with "
+        "--strict if keys are unknown; 2 if FILE is none of these.",
+        config=None,
+    )
+    convert.add_argument("file", metavar="FILE", help="shell script (.sh), YAML (.yaml, .yml) or Python (.py)")
+    convert.add_argument("-o", "--output", metavar="CONFIG", help="file to write (default: stdout, and the report on stderr)")
+    convert.add_argument("--strict", action="store_true", help="exit code 1 if the source has keys that are unknown")
+    config = command("config", cmd_config, "Print the resolved configuration.", config="[CONFIG]")
+    config.add_argument("--sft", action="store_true", help="the file is a configuration of `megappo sft`")
+    config.add_argument("--schema", action="store_true", help="print the JSON schema instead")
+
+
+def cmd_doctor(args: argparse.Namespace) -> int:
+    from megappo.doctor import report
+
+    text, code = report()
+    print(text, end="")
+    return code
+
+
+def cmd_convert(args: argparse.Namespace) -> int:
+    from megappo.convert.command import convert_file
+
+    return convert_file(args.file, args.output, strict=args.strict)
+
+
+def cmd_config(args: argparse.Namespace) -> int:
+    import json
+
+    from megappo.config.dump import dump_yaml
+    from megappo.config.loading import json_schema, load_config
+    from megappo.config.schema import SftConfig, TrainConfig
+
+    cls = SftConfig if args.sft else TrainConfig
+    if args.schema:
+        print(json.dumps(json_schema(cls), indent=1))
+    elif args.config is None:
+        raise ConfigError("config: name a YAML file, or ask for --schema")
+    else:
+        print(dump_yaml(load_config(args.config, args.overrides, cls)), end="")
+    return 0

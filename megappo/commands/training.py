@@ -1,0 +1,148 @@
+"""`megappo train` and `sft`: the same call starts the ranks and is a rank."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from megappo.commands.parser import AddCommand
+from megappo.commands.prepared import device_of, leave_world, local_models, plan_here, print_on_rank_0, require_device
+from megappo.config.errors import ConfigError
+from megappo.launch.exit_codes import DONE
+from megappo.launch.options import add_max_restarts
+from megappo.telemetry.console import keep_console
+
+if TYPE_CHECKING:
+    from megappo.config.schema import TrainConfig
+    from megappo.resilience.signals import StopRequest
+
+
+def add_commands(command: AddCommand) -> None:
+    train = command("train", cmd_train, "Train with PPO. Starts the ranks itself unless torchrun or srun has.")
+    train.add_argument("--resume", action="store_true", help="continue the run of this name after its last checkpoint")
+    add_max_restarts(train)
+    command("sft", cmd_sft, "Fine-tune on demonstrations with the same engine.")
+
+
+def cmd_train(args: argparse.Namespace) -> int:
+    from megappo.config.loading import load_config
+    from megappo.launch.world import is_rank, join_srun, world_size
+    from megappo.prepare.hub import local_overrides
+    from megappo.prepare.inputs import check_inputs
+    from megappo.resilience.signals import StopRequest
+
+    keep_console()
+    join_srun()
+    stop = StopRequest()
+    if is_rank():
+        _enter_rank(stop)
+        if args.max_restarts:
+            raise ConfigError(
+                f"--max-restarts {args.max_restarts}: these ranks were started by torchrun or srun; only `megappo train` or "
+                "`megappo launch --local` itself can restart them (under Slurm: --max-requeues)"
+            )
+    written = load_config(args.config, args.overrides)
+    config = local_models(written)
+    check_inputs(config)
+    ranks = world_size(config.run)
+    if not is_rank():
+        return _start_ranks(args, config, ranks, local_overrides(written, config))
+    planned = plan_here(config, ranks, None, resume=args.resume)
+    print_on_rank_0(planned.report())
+    from megappo.trainer.main import train
+
+    assert planned.data is not None, "only a plan of shapes has no data"
+    train(planned.plan.config, planned.data, resume=args.resume, stop=stop)
+    leave_world()
+    # After a stop too: with another code, torchrun or srun would treat the first rank to exit as failed and kill the others.
+    return DONE
+
+
+def _start_ranks(args: argparse.Namespace, config: TrainConfig, ranks: int, of_models: Sequence[str]) -> int:
+    """Check everything here once, so that a mistake is one line and not a launcher's traceback; then start the ranks and wait.
+
+    of_models: overrides that name directories for models of the hub.
+    """
+    from megappo.config.checks import check_run_dir
+    from megappo.launch.training import train_here
+    from megappo.platform.permissions import apply_permissions
+    from megappo.prepare.remote_run import fetch, find_copies
+    from megappo.prepare.surroundings import require_isolation_here, require_servers_here, require_storage
+    from megappo.resilience.lease import held_lease
+
+    if args.max_restarts:
+        from megappo.launch.submit import require_resumable
+
+        require_resumable(config, "a restart", "--max-restarts 0")
+    copies = find_copies(config, resume=args.resume)
+    run_dir = check_run_dir(config.run, args.resume and copies is None)
+    require_device(config.run.device)
+    require_isolation_here(config)
+    planned = plan_here(config, ranks, None, resume=args.resume)
+    assert planned.data is not None, "only a plan of shapes has no data"
+    require_servers_here(planned.data, resume=args.resume)
+    require_storage(config)
+    if copies is not None:
+        fetch(copies, run_dir)
+    apply_permissions(config.run.permissions)
+    folder, command = None, ["train", args.config, *args.overrides, *of_models]
+    if args.max_restarts:
+        from megappo.launch.submit import record
+
+        folder = record(config, run_dir)  # before the lease, which it refuses
+        # Every restart reads the recorded configuration: later edits of the file do not reach it.
+        command = ["train", str(folder / "config.yaml")]
+    with held_lease(run_dir, f"megappo train {args.config}"):
+        return train_here(ranks, command, run_dir, resume=args.resume, max_restarts=args.max_restarts, record=folder)
+
+
+def cmd_sft(args: argparse.Namespace) -> int:
+    from megappo.config.checks import check_run_dir
+    from megappo.config.loading import load_config
+    from megappo.config.schema import SftConfig
+    from megappo.launch.failure import record_exceptions
+    from megappo.launch.training import train_here
+    from megappo.launch.world import is_rank, join_srun, world_size
+    from megappo.platform.permissions import apply_permissions
+    from megappo.prepare.hub import local_overrides
+    from megappo.prepare.inputs import check_inputs
+    from megappo.resilience.lease import held_lease
+    from megappo.resilience.parent import end_with_launcher
+
+    keep_console()
+    join_srun()
+    if is_rank():
+        end_with_launcher()
+        record_exceptions(int(os.environ["RANK"]))
+    written = load_config(args.config, args.overrides, SftConfig)
+    config = local_models(written)
+    check_inputs(config)
+    from megappo.plan.run import plan_sft
+
+    ranks = world_size(config.run)
+    if not is_rank():
+        run_dir = check_run_dir(config.run, resume=False)
+        require_device(config.run.device)
+        plan_sft(config, ranks, device_of(config.run.device))
+        apply_permissions(config.run.permissions)
+        command = ["sft", args.config, *args.overrides, *local_overrides(written, config)]
+        with held_lease(run_dir, f"megappo sft {args.config}"):
+            return train_here(ranks, command, run_dir, stoppable=False)
+    planned = plan_sft(config, ranks, device_of(config.run.device))
+    print_on_rank_0(planned.report())
+    from megappo.trainer.sft import train_sft
+
+    train_sft(config, planned.data)
+    return DONE
+
+
+def _enter_rank(stop: StopRequest) -> None:
+    """Set up signals and tracebacks of a rank, and its end with its launcher, before anything heavy is imported."""
+    from megappo.launch.failure import record_exceptions
+    from megappo.resilience.parent import end_with_launcher
+
+    end_with_launcher()
+    stop.listen()
+    record_exceptions(int(os.environ["RANK"]))
