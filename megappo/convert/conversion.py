@@ -18,7 +18,8 @@ from megappo.config.loading import explicit_keys
 from megappo.config.redaction import HIDDEN
 from megappo.config.schema import TrainConfig
 from megappo.config.yaml_reader import LARGEST_NUMBER
-from megappo.convert.arithmetic import BY, CHOOSE, LATE, Otherwise, Settings, Values, translated
+from megappo.convert.arithmetic import BY, CHOOSE, LATE
+from megappo.convert.settings import Otherwise, Settings, Values, translated
 from megappo.convert.sources import Source, Unread
 
 FIELDS = dict(value_keys(TrainConfig))

@@ -1,0 +1,75 @@
+"""Both sides of a conversion while it goes on, and how a rule's function says that there is no value.
+
+Such a function takes the rule, the foreign value and the settings, and returns our values by key; or raises Otherwise, if the value has
+no equivalent or nothing is left to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from megappo.config.foreign.rule import Outcome, Rule
+from megappo.config.yaml_reader import LARGEST_NUMBER
+
+Values = dict[str, Any]
+
+
+class Otherwise(Exception):
+    """Another outcome than the rule's, and the reason."""
+
+    def __init__(self, outcome: Outcome, reason: str) -> None:
+        super().__init__(reason)
+        self.outcome, self.reason = outcome, reason
+
+
+@dataclass
+class Settings:
+    """Both sides as far as they are known: foreign keys with the trainer's defaults, and our keys."""
+
+    foreign: Mapping[str, Any]
+    written: frozenset[str]
+    """Foreign keys that the source writes."""
+    steps_of_ppo: bool
+    ours: Values = field(default_factory=dict)
+
+    def samples(self) -> int:
+        """Responses of a step."""
+        return int(self.ours.get("data.prompts_per_step", 256)) * int(self.ours.get("rollout.samples_per_prompt", 1))
+
+    def sequence_tokens(self) -> int:
+        """Longest prompt and response, in tokens."""
+        return int(self.ours.get("data.max_prompt_tokens", 512)) + int(self.ours.get("rollout.max_response_tokens", 512))
+
+    def updates(self) -> int:
+        """Optimizer steps of a PPO step."""
+        mini_batch = int(self.ours.get("algorithm.mini_batch_size", 256))
+        return max(1, self.samples() // mini_batch) * int(self.ours.get("algorithm.ppo_epochs", 1))
+
+
+def same(keys: tuple[str, ...], value: Any) -> Values:
+    return dict.fromkeys(keys, value)
+
+
+def number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < LARGEST_NUMBER:
+        raise Otherwise(Outcome.MISSING, "not a number that can be counted with")
+    return value
+
+
+def translated(rule: Rule, value: Any) -> Any:
+    """Our value by the rule's table; the value itself if it has none."""
+    if rule.values is None:
+        return value
+    if isinstance(value, list | dict) or value not in rule.values:
+        raise missing(rule.otherwise or f"one of {', '.join(str(key) for key in rule.values)}")
+    return rule.values[value]
+
+
+def missing(reason: str) -> Otherwise:
+    return Otherwise(Outcome.MISSING, reason)
+
+
+def implied(reason: str) -> Otherwise:
+    return Otherwise(Outcome.IMPLIED, reason)
