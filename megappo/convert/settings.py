@@ -1,7 +1,7 @@
 """Both sides of a conversion while it goes on, and how a rule's function says that there is no value.
 
-Such a function takes the rule, the foreign value and the settings, and returns our values by key; or raises Otherwise, if the value has
-no equivalent or nothing is left to say.
+Such a function takes the rule, the foreign value and the settings, and returns our values by key; or raises Otherwise, if the
+value has no equivalent or nothing is left to say.
 """
 
 from __future__ import annotations
