@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megappo.config.errors import ConfigError
-from megappo.config.schema import TrainConfig
+from megappo.config.schema import DataConfig, TrainConfig
 from megappo.data.cache import Cache
 from megappo.data.prompts import Prompt, PromptSet
 from megappo.models.classifier import labels_of
@@ -109,21 +109,22 @@ def test_a_head_that_does_not_fit_is_one_line(model, tensors, message) -> None:
     read_archs(config_for(model), need_weights=False)  # of a plan of shapes nothing is read
 
 
-def prompts(*questions: Any) -> dict[str, PromptSet]:
+def prompts(config: TrainConfig, *questions: Any) -> dict[str, tuple[PromptSet, DataConfig]]:
     made = [Prompt(f"train.jsonl#{i}", (1,), str(q), "", {"prompt": q}, i + 1) for i, q in enumerate(questions)]
-    return {"data.train": PromptSet(tuple(made), len(made), 0, 99)}
+    return {"data.train": (PromptSet(tuple(made), len(made), 0, 99), config.data)}
 
 
 def refused_text(config: TrainConfig, *questions: Any) -> str:
     with pytest.raises(ConfigError) as error:
-        load_reward_text(config, prompts(*questions), Cache())
+        load_reward_text(config, prompts(config, *questions), Cache())
     assert "\n" not in str(error.value)
     return str(error.value)
 
 
 def test_a_tokenizer_that_does_not_fit_is_one_line(model, tmp_path) -> None:
     other = write_reward_model(tmp_path / "plain", "llama", template=None)
-    assert load_reward_text(config_for(other, chat_template=False), prompts("1"), Cache()) is not None
+    plain = config_for(other, chat_template=False)
+    assert load_reward_text(plain, prompts(plain, "1"), Cache()) is not None
     text = refused_text(config_for(other), "1")
     assert (
         text
@@ -147,9 +148,10 @@ def test_a_prompt_that_the_model_cannot_take_is_named(model) -> None:
 
 
 def test_a_longest_response_beyond_the_positions_is_a_note(model) -> None:
-    loaded = load_reward_text(config_for(model), prompts("1"), Cache())
+    config = config_for(model)
+    loaded = load_reward_text(config, prompts(config, "1"), Cache())
     assert loaded is not None and loaded.notes == ()
-    longer = load_reward_text(config_for(model), prompts("x" * 200), Cache())
+    longer = load_reward_text(config, prompts(config, "x" * 200), Cache())
     assert longer is not None and "the front of a longer text is cut, and counted" in longer.notes[0]
 
 
@@ -165,7 +167,7 @@ def test_the_text_ends_at_the_token_that_transformers_reads(model) -> None:
         file.write_text(json.dumps(json.loads(file.read_text()) | {"pad_token_id": pad}))
         config = config_for(model)
         config = config.model_copy(update={"data": config.data.model_copy(update={"system_prompt": None, "prompt_suffix": ""})})
-        loaded = load_reward_text(config, asked := prompts("1"), Cache())
+        loaded = load_reward_text(config, asked := prompts(config, "1"), Cache())
         assert loaded is not None
-        assert loaded.text.encode(asked["data.train"][0], "2") == ids[: len(ids) - left_out]
+        assert loaded.text.encode(asked["data.train"][0][0], "2") == ids[: len(ids) - left_out]
     assert TEMPLATE.count("im_end") == 1, "the text does not end with eos"

@@ -83,7 +83,7 @@ def scorer_of(section: Mapping[str, Any], folder: Path, model: str) -> tuple[Any
     from megappo.trainer.reward_model import ModelScorer
 
     config = TrainConfig.model_validate(config_of(folder, folder / model, **section))
-    loaded = load_reward_text(config, {"data.train": PromptSet(tuple(prompts()[:1]), 1, 0, 99)}, Cache())
+    loaded = load_reward_text(config, {"data.train": (PromptSet(tuple(prompts()[:1]), 1, 0, 99), config.data)}, Cache())
     assert loaded is not None
     device = select_device("cpu")
     start_distributed(device, TimeoutsConfig())
