@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megappo.algo.chunks import in_chunks
+
 AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "fixed-length")
 
 
@@ -23,9 +25,22 @@ class TokenWeights(NamedTuple):
 
 def tokens_per_sequence(mask: Tensor, cu_seqlens: Tensor) -> Tensor:
     """[B] int64, number of true entries of mask [T] in each sequence."""
-    running = mask.new_zeros(mask.numel() + 1, dtype=torch.long)
-    torch.cumsum(mask, 0, out=running[1:])  # no copy: the sums are the largest tensor of a step that is not a field
-    return running[cu_seqlens[1:].long()] - running[cu_seqlens[:-1].long()]
+    return sums_per_sequence(mask, cu_seqlens, torch.long)
+
+
+def sums_per_sequence(values: Tensor, cu_seqlens: Tensor, dtype: torch.dtype) -> Tensor:
+    """[B] sums of values [T] over each sequence, in `dtype`: differences of a running sum over all tokens."""
+    ends = cu_seqlens.long()
+    at_ends = torch.zeros(ends.numel(), dtype=dtype, device=values.device)
+    carried, start = at_ends.new_zeros(()), 0
+    for (chunk,) in in_chunks(values):
+        running = chunk.to(dtype, copy=True)
+        running[:1] += carried
+        running.cumsum_(0)
+        first, last = torch.searchsorted(ends, ends.new_tensor([start, start + len(chunk)]), right=True).tolist()
+        at_ends[first:last] = running[ends[first:last] - start - 1]
+        carried, start = running[-1:].sum(), start + len(chunk)
+    return at_ends.diff()
 
 
 def token_weights(mode: str, mask: Tensor, cu_seqlens: Tensor, max_tokens: int | None = None) -> TokenWeights:

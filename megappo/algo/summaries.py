@@ -7,16 +7,16 @@ on the layout. The names under which they are logged are in `telemetry/metrics.p
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from megappo.algo.chunks import in_chunks
+
 # Returns that vary by less are those of a batch without reward, and only rounding would be explained.
 MIN_DEVIATION = 1e-6
-
-
-_CHUNK = 1 << 15  # tokens summed at once: their temporaries stay in the cache of a core
 
 
 class Summary(NamedTuple):
@@ -28,20 +28,34 @@ class Summary(NamedTuple):
     max: float
 
 
-def masked_moments(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """x [T], mask [T] bool -> fp64 (sums [3]: count, sum, sum of squares; maxima [2]: -min, max, both -inf without entries)."""
-    sums, maxima = zip(*map(_moments_of_chunk, x.split(_CHUNK), mask.split(_CHUNK)))
-    return torch.stack(sums).sum(0), torch.stack(maxima).amax(0)
+class Moments(NamedTuple):
+    """Figures that add over ranks and batches. sums: fp64 [3], count, sum, sum of squares. maxima: fp64 [2], -min and max, which
+    combine by maximum; -inf without entries."""
+
+    sums: Tensor
+    maxima: Tensor
+
+    @classmethod
+    def joined(cls, parts: Sequence[Moments]) -> Moments:
+        """Of all parts together."""
+        sums, maxima = zip(*parts)
+        return cls(torch.stack(sums).sum(0), torch.stack(maxima).amax(0))
 
 
-def _moments_of_chunk(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+def masked_moments(x: Tensor, mask: Tensor) -> Moments:
+    """Of x [T] where mask [T] is true."""
+    return Moments.joined([moments_of_chunk(chunk, where, where.sum()) for chunk, where in in_chunks(x, mask)])
+
+
+def moments_of_chunk(x: Tensor, mask: Tensor, count: Tensor) -> Moments:
+    """As `masked_moments`, for a few tokens. count: true entries of the mask, which several quantities share."""
     kept = torch.where(mask, x, 0).double()
-    sums = torch.stack((mask.sum().double(), kept.sum(), kept.square_().sum()))
+    sums = torch.stack((count.double(), kept.sum(), kept.square_().sum()))
     if not x.numel():
-        return sums, sums.new_full((2,), -math.inf)
+        return Moments(sums, sums.new_full((2,), -math.inf))
     x = x if x.is_floating_point() else x.double()  # extremes are exact in the type of x: fp64 would double the memory
     lowest, highest = torch.where(mask, x, math.inf).amin(), torch.where(mask, x, -math.inf).amax()
-    return sums, torch.stack((-lowest, highest)).double()
+    return Moments(sums, torch.stack((-lowest, highest)).double())
 
 
 def summarise(sums: Tensor, maxima: Tensor) -> Summary:
@@ -55,6 +69,10 @@ def summarise(sums: Tensor, maxima: Tensor) -> Summary:
 
 def regression_moments(value: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
     """[5] fp64 sums over the mask: count, R, R^2, R - V, (R - V)^2."""
+    return torch.stack([_regression_of_chunk(*chunk) for chunk in in_chunks(value, returns, mask)]).sum(0)
+
+
+def _regression_of_chunk(value: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
     target = torch.where(mask, returns, 0.0).double()
     error = target - torch.where(mask, value, 0.0)
     sums = mask.sum().double(), target.sum(), target.square_().sum(), error.sum(), error.square_().sum()

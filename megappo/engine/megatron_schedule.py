@@ -19,7 +19,8 @@ from megatron.core.pipeline_parallel.schedules import (
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
-from megappo.data.packing import PackedBatch, moved, padded_lengths
+from megappo.data.packing import PackedBatch, padded_lengths
+from megappo.data.positions import moved
 from megappo.engine.megatron_p2p import PlannedCommunicator
 from megappo.parallel.context import ContextShard, context_shard
 from megappo.parallel.groups import ProcessGroups

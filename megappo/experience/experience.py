@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megappo.algo.aggregation import tokens_per_sequence
 from megappo.data.packing import PackedBatch, cu_seqlens_of
+from megappo.data.ragged import Ragged
 from megappo.experience.owners import Owners
 from megappo.experience.route import Route, Wire, world_wire
 from megappo.experience.table import SampleTable
@@ -23,10 +24,28 @@ from megappo.parallel.totals import place_in_world, total
 
 
 class Fields(NamedTuple):
-    """Fields per token and per sample, by name."""
+    """Fields per token, per sample, and of some ids per token, by name."""
 
-    tokens: Mapping[str, Tensor]
-    sequences: Mapping[str, Tensor]
+    tokens: Mapping[str, Tensor] = {}
+    sequences: Mapping[str, Tensor] = {}
+    ragged: Mapping[str, Ragged] = {}
+
+    @classmethod
+    def of(cls, batch: PackedBatch) -> Fields:
+        return cls(batch.token_fields, batch.sequence_fields, batch.ragged_fields)
+
+    def or_else(self, absent: Fields) -> Fields:
+        """These, and of `absent` those that are not here."""
+        return Fields(*({**others, **mine} for others, mine in zip(absent, self)))
+
+    def only(self, names: Collection[str]) -> Fields:
+        return Fields(*({name: x for name, x in kind.items() if name in names} for kind in self))
+
+    def emptied(self) -> Fields:
+        """The same names and types, of no token and no sample."""
+        nothing = torch.empty(0, dtype=torch.long)
+        tokens, sequences = ({name: x[:0] for name, x in kind.items()} for kind in (self.tokens, self.sequences))
+        return Fields(tokens, sequences, {name: x.spans(nothing, nothing) for name, x in self.ragged.items()})
 
 
 @dataclass(frozen=True)
@@ -42,7 +61,7 @@ class Experience:
     batch: PackedBatch
     rank: int
     wire: Wire
-    absent: Fields = Fields({}, {})
+    absent: Fields = Fields()
 
     @property
     def numbers(self) -> Tensor:
@@ -62,22 +81,24 @@ class Experience:
 
         All ranks name the same fields and have them. Other fields stay behind: reading them raises KeyError.
         """
-        batch = self.batch if fields is None else self.batch.only(fields)
-        given = Fields({**self.absent.tokens, **batch.token_fields}, {**self.absent.sequences, **batch.sequence_fields})
-        if fields is not None:
-            given = Fields(*({name: x for name, x in kind.items() if name in fields} for kind in given))
+        kept = self if fields is None else self.only(fields)
+        batch, given = kept.batch, Fields.of(kept.batch).or_else(kept.absent)
         route = Route.between(self.table.length, self.owners, owners, self.rank, wire or self.wire)
         if route.is_still:
-            return replace(self, owners=owners, batch=batch)
-        absent = Fields({}, {}) if route.is_holder else Fields(*({name: x[:0] for name, x in kind.items()} for kind in given))
+            return replace(kept, owners=owners)
         moved = replace(
             batch,
             tokens=route.tokens(batch.tokens),
             cu_seqlens=cu_seqlens_of(route.lengths),
             token_fields=route.token_fields(given.tokens),
             sequence_fields=route.sequence_fields(given.sequences),
+            ragged_fields=route.ragged_fields(given.ragged),
         )
-        return replace(self, owners=owners, batch=moved, absent=absent)
+        return replace(self, owners=owners, batch=moved, absent=Fields() if route.is_holder else given.emptied())
+
+    def only(self, fields: Collection[str]) -> Experience:
+        """The same samples with these fields; the others stay behind, as in `redistribute`."""
+        return replace(self, batch=self.batch.only(fields), absent=self.absent.only(fields))
 
     def for_role(self, shares: Shares, fields: Collection[str]) -> Experience:
         """Tokens and these fields where a pass of a role over all samples needs them. Collective over the world."""

@@ -16,8 +16,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megappo.data.packing import NO_ID, PackedBatch, cu_seqlens_of
+from megappo.data.packing import PackedBatch, cu_seqlens_of
 from megappo.data.prompts import Prompt
+from megappo.data.ragged import Ragged
 from megappo.experience.experience import Experience
 from megappo.rollout.types import KeptIds, Request, Response
 
@@ -93,9 +94,9 @@ def collect(requests: Sequence[Request], responses: Sequence[Response], *, with_
 def pack_experience(requests: Sequence[Request], responses: Sequence[Response], *, with_kept: bool = False) -> PackedBatch:
     """Pack prompt and response of some samples; responses[i] answers requests[i].
 
-    Token fields: response_mask (true on sampled tokens), rollout_logprob (the sampler's, 0 elsewhere), and if `with_kept` kept ([T,
-    K] int32, the ids that the token was drawn from, then NO_ID, and NO_ID at tokens that were not sampled; K: most ids of any
-    token). Sequence fields: truncated (cut by the length limit).
+    Token fields: response_mask (true on sampled tokens), rollout_logprob (the sampler's, 0 elsewhere). Sequence fields: truncated
+    (cut by the length limit). Ragged fields: if `with_kept` kept (the ids that the token was drawn from; none at tokens that were
+    not sampled).
     """
     tokens: list[NDArray[numpy.int32]] = []
     mask: list[NDArray[numpy.bool_]] = []
@@ -109,13 +110,13 @@ def pack_experience(requests: Sequence[Request], responses: Sequence[Response], 
     lengths = [len(prompt) + len(answer) for prompt, answer in zip(tokens[::2], tokens[1::2])]
     sampled = torch.from_numpy(_joined(mask, numpy.bool_))
     fields = {"response_mask": sampled, "rollout_logprob": torch.from_numpy(_joined(logprobs, numpy.float32))}
-    if with_kept:  # also of a rank that drew nothing
-        fields["kept"] = _kept_field([response.kept for response in responses if response.kept is not None], sampled)
+    kept = [response.kept for response in responses if response.kept is not None]
     return PackedBatch(
         tokens=torch.from_numpy(_joined(tokens, numpy.int32)).long(),
         cu_seqlens=cu_seqlens_of(torch.tensor(lengths, dtype=torch.long)),
         token_fields=fields,
         sequence_fields={"truncated": torch.tensor([r.finish == "length" for r in responses], dtype=torch.bool)},
+        ragged_fields={"kept": _kept_field(kept, sampled)} if with_kept else {},  # also of a rank that drew nothing
     )
 
 
@@ -124,11 +125,8 @@ def _joined(parts: list[NDArray], dtype: type) -> NDArray:
     return numpy.concatenate([numpy.empty(0, dtype), *parts])
 
 
-def _kept_field(kept: Sequence[KeptIds], sampled: Tensor) -> Tensor:
-    """Kept ids [T, K] int32 from those of all sampled tokens, in their order."""
-    counts = torch.zeros(sampled.numel(), dtype=torch.long)
-    counts[sampled] = torch.from_numpy(numpy.concatenate([numpy.empty(0, dtype=numpy.int32), *(one.counts for one in kept)])).long()
-    places = torch.arange(int(counts.max()) if counts.numel() else 0) < counts[:, None]
-    field = torch.full(places.shape, NO_ID, dtype=torch.int32)
-    field[places] = torch.from_numpy(numpy.concatenate([numpy.empty(0, dtype=numpy.int32), *(one.ids for one in kept)]))
-    return field
+def _kept_field(kept: Sequence[KeptIds], sampled: Tensor) -> Ragged:
+    """Kept ids of all tokens from those of the sampled ones, in their order."""
+    counts = torch.zeros(sampled.numel(), dtype=torch.int32)
+    counts[sampled] = torch.from_numpy(_joined([one.counts for one in kept], numpy.int32)).int()
+    return Ragged(torch.from_numpy(_joined([one.ids for one in kept], numpy.int32)), counts)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple, Protocol, cast
 
 from torch import Tensor
@@ -43,14 +43,20 @@ def add_model_outputs(experience: Experience, roles: Roles) -> Experience:
     """
     asked = {name: outputs for name, outputs in OUTPUTS.items() if name in roles.shares}
     inputs = _inputs(experience, {roles.shares[name]: set(outputs.reads) for name, outputs in asked.items()})
-    found: dict[str, Mapping[str, Tensor]] = {}
+    found: dict[Shares, dict[str, Tensor]] = {shares: {} for shares in inputs}
     for name in asked:
         role = roles.by_name.get(name)
-        found[name] = {} if role is None else cast(_Passing, role).outputs(inputs[roles.shares[name]].batch)
-    for name, outputs in asked.items():
-        share = inputs[roles.shares[name]]
-        experience = experience.with_results(share, outputs.tokens, outputs.sequences, found[name])
+        if role is not None:
+            found[roles.shares[name]] |= cast(_Passing, role).outputs(inputs[roles.shares[name]].batch)
+    for shares, share in inputs.items():
+        experience = experience.with_results(share, *results_of([name for name in asked if roles.shares[name] == shares]), found[shares])
     return experience
+
+
+def results_of(names: Iterable[str]) -> tuple[list[str], list[str]]:
+    """Fields per token and per sample that these roles give."""
+    outputs = [OUTPUTS[name] for name in names]
+    return [field for one in outputs for field in one.tokens], [field for one in outputs for field in one.sequences]
 
 
 def _inputs(experience: Experience, reads: dict[Shares, set[str]]) -> dict[Shares, Experience]:

@@ -13,8 +13,19 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megappo.algo.kl import kl_estimate
-from megappo.algo.summaries import Summary, expert_load, explained_variance, masked_moments, regression_moments, summarise
+from megappo.algo.aggregation import sums_per_sequence
+from megappo.algo.chunks import in_chunks
+from megappo.algo.kl import kl_of_log_ratio
+from megappo.algo.summaries import (
+    Moments,
+    Summary,
+    expert_load,
+    explained_variance,
+    masked_moments,
+    moments_of_chunk,
+    regression_moments,
+    summarise,
+)
 from megappo.data.packing import PackedBatch
 from megappo.experience.experience import Experience
 from megappo.parallel.totals import maxima as maxima_of_ranks
@@ -70,25 +81,34 @@ class StepRecord:
     @cached_property
     def totals(self) -> Totals:
         """Moments over all ranks. Collective over the world when first read."""
-        moments = {name: masked_moments(x, mask) for name, (x, mask) in {**self._of_tokens(), **self._of_samples()}.items()}
-        sums = {name: found[0] for name, found in moments.items()}
+        of_samples = {name: masked_moments(x, mask) for name, (x, mask) in self._of_samples().items()}
+        moments = {**self._of_tokens(), **of_samples}
+        sums = {name: found.sums for name, found in moments.items()}
         sums["fit"] = regression_moments(self.batch["value"], self.batch["returns"], self._mask)
         sums["retries"] = torch.tensor(list(self.scored.retries.values()), dtype=torch.float64)
         sums["unscored"] = torch.tensor([self.scored.num_undecided, self.scored.num_unusable], dtype=torch.float64)
-        return Totals(sums, {name: found[1] for name, found in moments.items()})
+        return Totals(sums, {name: found.maxima for name, found in moments.items()})
 
-    def _of_tokens(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """Name -> (values [T], mask [T])."""
-        values = {name: self.batch[name] for name in ("entropy", "raw_advantage", "value", "returns")}
-        if "ref_logprob" in self.batch:
-            values |= {f"kl {estimator}": self._kl(estimator) for estimator in {self.kl_estimator, "k1", "k3"}}
-        return {name: (x, self._mask) for name, x in sorted(values.items())}
+    def _of_tokens(self) -> dict[str, Moments]:
+        """Name -> moments over the sampled tokens, a chunk of tokens at a time."""
+        names = ["entropy", "raw_advantage", "value", "returns"]
+        read = [*names, "logprob", "ref_logprob"] if "ref_logprob" in self.batch else names
+        parts: dict[str, list[Moments]] = {}
+        for mask, *chunk in in_chunks(self._mask, *(self.batch[name] for name in read)):
+            values = dict(zip(names, chunk))
+            if len(read) > len(names):
+                log_ratio = chunk[-2] - chunk[-1]
+                values |= {f"kl {kind}": kl_of_log_ratio(log_ratio, kind) for kind in {self.kl_estimator, "k1", "k3"}}
+            count = mask.sum()
+            for name, x in sorted(values.items()):
+                parts.setdefault(name, []).append(moments_of_chunk(x, mask, count))
+        return {name: Moments.joined(found) for name, found in parts.items()}
 
     def _of_samples(self) -> dict[str, tuple[Tensor, Tensor]]:
         """Name -> (values [B], mask [B])."""
         scored = self.scored
         score = torch.tensor(scored.total, dtype=torch.float32)
-        values = {"score": score, "shaped": self._per_sequence("reward")}
+        values = {"score": score, "shaped": sums_per_sequence(self.batch["reward"], self.batch.cu_seqlens, torch.float64)}
         if scored.model_total is not None:
             values["models"] = torch.tensor(scored.model_total, dtype=torch.float32)
             values["rules"] = score - values["models"]
@@ -271,17 +291,6 @@ class StepRecord:
     @property
     def _mask(self) -> Tensor:
         return self.batch["response_mask"]
-
-    def _kl(self, kl_estimator: str) -> Tensor:
-        """Estimated KL to the reference, [T]: on sampled tokens, 0 elsewhere."""
-        return torch.where(self._mask, kl_estimate(self.batch["logprob"], self.batch["ref_logprob"], kl_estimator), 0.0)
-
-    def _per_sequence(self, name: str) -> Tensor:
-        """Sum over the tokens of each sequence, [B]."""
-        running = torch.zeros(self.batch.num_tokens + 1, dtype=torch.float64)
-        torch.cumsum(self.batch[name], 0, out=running[1:])
-        ends = self.batch.cu_seqlens.long()
-        return running[ends[1:]] - running[ends[:-1]]
 
     def _summary(self, name: str, prefix: str) -> dict[str, float]:
         return {f"{prefix}_{key}": value for key, value in self.totals.summary(name)._asdict().items()}

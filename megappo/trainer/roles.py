@@ -13,7 +13,8 @@ from megappo.algo.kl import kl_loss
 from megappo.algo.losses import entropy_loss
 from megappo.algo.ratio_bins import ratio_counts
 from megappo.config.schema import AlgorithmConfig
-from megappo.data.packing import NO_ID, PackedBatch
+from megappo.data.packing import PackedBatch
+from megappo.data.ragged import NO_ID
 from megappo.engine.base import Engine, LanguageOutput, LogitsDtype, LogprobQuery, LossOutput, PassResult, StepResult
 from megappo.ops.losses import policy_loss, value_loss
 
@@ -72,7 +73,7 @@ class LanguageModel:
             target=next_token_targets(micro.tokens, micro.cu_seqlens),
             temperature=self.temperature,
             logits_dtype=self.logits_dtype,
-            kept=shift_left(micro["kept"], micro.cu_seqlens, NO_ID) if "kept" in micro else None,
+            kept=shift_left(micro.ragged("kept").padded(), micro.cu_seqlens, NO_ID) if "kept" in micro else None,
             want_entropy=want_entropy,
         )
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from megappo.data.packing import NO_ID, PackedBatch
+from megappo.algo.chunks import in_chunks
+from megappo.data.packing import PackedBatch
 from megappo.parallel.totals import largest, total
 from megappo.rollout.types import SamplingParams
 
@@ -47,21 +49,31 @@ def compare_with_sampler(batch: PackedBatch, sampling: SamplingParams) -> Agreem
     With top-p or top-k the sampler renormalises over fewer tokens. Without `kept` the trainer does not, so the sampler's
     probabilities are rightly larger: then only amounts by which they are smaller count.
     """
-    mask = batch["response_mask"]
-    sampled = mask.nonzero().flatten()  # once for both: index_select is several times faster than [mask]
-    difference, drawn = (batch[name].index_select(0, sampled).double().exp_() for name in ("logprob", "rollout_logprob"))
-    difference.sub_(drawn)
-    difference = difference.clamp_(min=0) if sampling.truncates and "kept" not in batch else difference.abs_()
-    counts = (batch["kept"].index_select(0, sampled) != NO_ID).sum(1) if "kept" in batch else sampled.new_zeros(0)
+    mask, is_kept = batch["response_mask"], "kept" in batch
+    one_sided = sampling.truncates and not is_kept
+    parts = [_of_chunk(*chunk, one_sided) for chunk in in_chunks(mask, batch["logprob"], batch["rollout_logprob"])]
+    count, difference = torch.stack([sums for sums, _ in parts]).sum(0)
+    most = torch.stack([largest_of_chunk for _, largest_of_chunk in parts]).amax()
+    # Only tokens that were sampled have ids.
+    counts = batch.ragged("kept").counts if is_kept else torch.zeros(0, dtype=torch.int32)
     overflow = (counts >= sampling.kept_width).sum()
-    sums = total(torch.stack([difference.new_tensor(len(sampled)), difference.sum(), counts.sum(), overflow]))
+    sums = total(torch.stack([count, difference, counts.sum(), overflow]))
     # NaN, which a maximum over ranks may lose, is in the sum.
-    highest = float(largest(difference.max() if len(difference) else difference.new_zeros(())))
+    highest = float(largest(most))
     count, differences, kept, overflows = sums.tolist()
     if count == 0:
         return Agreement(0.0, 0.0)
-    summary = KeptSummary(kept / count, overflows / count) if "kept" in batch else None
-    return Agreement(differences / count, highest, summary)
+    return Agreement(differences / count, highest, KeptSummary(kept / count, overflows / count) if is_kept else None)
+
+
+def _of_chunk(mask: Tensor, logprob: Tensor, drawn: Tensor, one_sided: bool) -> tuple[Tensor, Tensor]:
+    """(count and sum [2], maximum []) of the differences of sampled tokens, fp64."""
+    sampled = mask.nonzero().flatten()  # once for both: index_select is several times faster than [mask]
+    difference, theirs = (x.index_select(0, sampled).double().exp_() for x in (logprob, drawn))
+    difference.sub_(theirs)
+    difference = difference.clamp_(min=0) if one_sided else difference.abs_()
+    most = difference.amax() if len(sampled) else difference.new_zeros(())
+    return torch.stack([difference.new_tensor(len(sampled)), difference.sum()]), most
 
 
 def require_agreement(agreement: Agreement, limit: float, step: int, engine: str) -> None:

@@ -186,7 +186,8 @@ class Updates:
             reads.setdefault(roles.shares[name], set()).update(update_reads(name, config.algorithm))
         # Once for roles that divide a batch alike.
         sent = {shares: first_epoch(experience, shares, fields, config.algorithm, seed) for shares, fields in reads.items()}
-        self._data = {name: sent[roles.shares[name]] for name in names}
+        # Each role cuts, and exchanges for later epochs, its own fields alone.
+        self._data = {name: sent[roles.shares[name]].only({*update_reads(name, config.algorithm), *READS}) for name in names}
         self._summaries = {name: UpdateSummary() for name in roles.trained}
 
     def run(self, name: str) -> None:

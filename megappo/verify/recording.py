@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Generator, Tensor
+from torch import Generator
 
 from megappo.config.schema import SamplingConfig
-from megappo.data.packing import NO_ID, PackedBatch, pack
+from megappo.data.packing import PackedBatch, pack
+from megappo.data.ragged import NO_ID, Ragged
 
 # Most given and most sampled tokens in one turn.
 _LONGEST_GIVEN, _LONGEST_SAMPLED, _MOST_TURNS = 7, 12, 3
@@ -36,12 +37,12 @@ class Turn(NamedTuple):
 def record_rollouts(num_rollouts: int, *, sequences: int, vocab_size: int, seed: int = 0, kept: int = 0) -> list[PackedBatch]:
     """`num_rollouts` batches of `sequences` samples. Of four one has a one-token response, one several turns, one was cut.
 
-    kept: most ids that a token was drawn from. Token fields: response_mask, rollout_logprob, and with kept > 0 also `kept`.
-    Sequence fields: truncated, version, score.
+    kept: most ids that a token was drawn from. Token fields: response_mask, rollout_logprob. Sequence fields: truncated, version,
+    score. With kept > 0 the ragged field `kept`.
     """
     generator = torch.Generator().manual_seed(seed)
     rollouts = [_record(sequences, vocab_size, version, generator) for version in range(num_rollouts)]
-    return [batch.with_fields({"kept": _kept(batch, kept, vocab_size, generator)}) for batch in rollouts] if kept else rollouts
+    return rollouts if not kept else [_with_kept(batch, kept, vocab_size, generator) for batch in rollouts]
 
 
 def num_kept(sampling: SamplingConfig) -> int:
@@ -64,13 +65,13 @@ def _record(sequences: int, vocab_size: int, version: int, generator: Generator)
     )
 
 
-def _kept(batch: PackedBatch, most: int, vocab_size: int, generator: Generator) -> Tensor:
-    """[T, most] int32: the sampled token and up to most - 1 other ids, then NO_ID; all NO_ID if the token was not sampled."""
+def _with_kept(batch: PackedBatch, most: int, vocab_size: int, generator: Generator) -> PackedBatch:
+    """Add `kept`: the sampled token and up to most - 1 other ids; none if the token was not sampled."""
     ids = torch.randint(0, vocab_size, (batch.num_tokens, most), generator=generator, dtype=torch.int32)
     ids[:, 0] = batch.tokens
     counts = torch.randint(1, most + 1, (batch.num_tokens, 1), generator=generator)
     unsampled = ~batch["response_mask"][:, None] | (torch.arange(most) >= counts)
-    return ids.masked_fill(unsampled, NO_ID)
+    return batch.with_fields(ragged_fields={"kept": Ragged.of_table(ids.masked_fill(unsampled, NO_ID))})
 
 
 def _turns(index: int, generator: Generator) -> Sequence[Turn]:

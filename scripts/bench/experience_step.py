@@ -28,11 +28,11 @@ from megappo.rewards.compose import Scored
 from megappo.rollout.types import Request, Response, SamplingParams, Segment
 from megappo.trainer.experience import pack_experience
 from megappo.trainer.finite_outputs import require_finite_outputs
-from megappo.trainer.model_outputs import OUTPUTS
+from megappo.trainer.model_outputs import OUTPUTS, results_of
 from megappo.trainer.report import StepRecord
 from megappo.trainer.sampler_check import Agreement, compare_with_sampler
 from megappo.trainer.shaping import shape_advantages
-from megappo.trainer.updates import UpdateSummary, first_epoch, mini_batches, owners_of_epoch, update_reads
+from megappo.trainer.updates import READS, UpdateSummary, first_epoch, mini_batches, owners_of_epoch, update_reads
 
 MINI_BATCHES = 8  # of an epoch
 
@@ -169,8 +169,7 @@ def step(shape: Shape, rank: int, inner: Wire | None) -> Cost:
         share = experience.for_role(shares, ())
     found = _outputs(share.batch)
     with meter.phase("results back"):
-        for outputs in OUTPUTS.values():
-            experience = experience.with_results(share, outputs.tokens, outputs.sequences, found)
+        experience = experience.with_results(share, *results_of(OUTPUTS), found)
     with meter.phase("checks"):
         require_finite_outputs(experience, dict.fromkeys(OUTPUTS, shares), "bench", 1)
         agreement = compare_with_sampler(experience.batch, SamplingParams(shape.tokens))
@@ -181,8 +180,9 @@ def step(shape: Shape, rank: int, inner: Wire | None) -> Cost:
         fields = {*update_reads("policy", algorithm), *update_reads("critic", algorithm)}
         sent = first_epoch(experience, shares, fields, algorithm, 7)
     with meter.phase("mini-batches"):
-        for _ in ("critic", "policy"):
-            for _mini in mini_batches(sent, shares, None, algorithm, shape.tokens, 7):
+        for role in ("critic", "policy"):
+            of_role = sent.only({*update_reads(role, algorithm), *READS})
+            for _mini in mini_batches(of_role, shares, None, algorithm, shape.tokens, 7):
                 pass
     with meter.phase("metrics"):
         _ = _record(experience, agreement, score).totals  # computed when first read

@@ -1,0 +1,17 @@
+"""Chunks of per-token tensors, for arithmetic whose temporaries then stay in the cache of a core.
+
+Memory that a process touches for the first time costs more than the arithmetic on it: 2 ns for a number of 4 bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+TOKENS = 1 << 15
+
+
+def in_chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Views of consecutive tokens of all tensors [T, ...]; one empty view of each without tokens."""
+    yield from zip(*(x.split(TOKENS) for x in tensors), strict=True)
