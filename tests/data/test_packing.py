@@ -7,7 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megappo.data.packing import PackedBatch, pack, token_positions
+from megappo.data.packing import PackedBatch, pack
+from megappo.data.positions import token_positions
+from tests.data.test_ragged import ragged, rows_of
 
 
 def batch_of(lengths: list[int]) -> PackedBatch:
@@ -53,15 +55,14 @@ def test_what_is_even_already_is_handed_back(lengths, sequence_multiple, total_m
     assert padded is batch and torch.equal(index, torch.arange(sum(lengths)))
 
 
-def test_ids_of_padding_are_none_and_rows_stay_whole() -> None:
-    batch = batch_of([3, 1])
-    batch = batch.with_fields({"kept": torch.arange(8, dtype=torch.int32).view(4, 2)})
+def test_padding_has_no_ids_and_rows_stay_whole() -> None:
+    rows = [[6], [], [7, 8, 9], [4, 5]]
+    batch = batch_of([3, 1]).with_fields(ragged_fields={"kept": ragged(rows)})
     padded, index = batch.padded(4, 16)
-    assert torch.equal(padded["kept"][index], batch["kept"])
-    rest = torch.ones(16, dtype=torch.bool)
-    rest[index] = False
-    assert (padded["kept"][rest] == -1).all() and padded["kept"].dtype == torch.int32
-    assert batch.select([1])["kept"].tolist() == [[6, 7]]
+    found = rows_of(padded.ragged("kept"))
+    assert [found[i] for i in index.tolist()] == rows and sum(map(len, found)) == 6 and len(found) == 16
+    assert rows_of(batch.select([1]).ragged("kept")) == [[4, 5]]
+    assert rows_of(batch.select([1, 0]).ragged("kept")) == [[4, 5], [6], [], [7, 8, 9]]
 
 
 @pytest.mark.parametrize("lengths", [[], [0, 0]])

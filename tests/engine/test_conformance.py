@@ -227,13 +227,13 @@ def log_probs_are_those_of_transformers_in_the_batchs_order(world: World) -> Non
 def both_ways_to_a_loss_give_its_gradient(world: World) -> None:
     """`fused_loss`, where there is one, and a loss of `logprobs`: rounded logits, temperature, kept ids, entropy."""
     from megappo.config.schema import AlgorithmConfig
-    from megappo.data.packing import NO_ID
+    from megappo.data.ragged import NO_ID, Ragged
     from megappo.trainer.roles import Policy
 
     engine, batch = world.policy(), recorded_batch()
     kept = torch.full((batch.num_tokens, 3), NO_ID, dtype=torch.int32)
     kept[:, 0], kept[: batch.num_tokens // 2, 1] = batch.tokens.int(), 7
-    batch = batch.with_fields({"kept": kept})
+    batch = batch.with_fields(ragged_fields={"kept": Ragged.of_table(kept)})
     policy = Policy(engine, 0.7, AlgorithmConfig(entropy_coef=0.01), "bf16")
     batch = batch.with_fields({"logprob": policy.logprobs(batch)[0]})
 

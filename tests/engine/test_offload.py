@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megappo.data.packing import NO_ID, pack
+from megappo.data.packing import pack
+from megappo.data.ragged import Ragged
 from megappo.engine.offload import ALIGNMENT, HostBuffer, StorageOffload
 from megappo.parallel.layout import ParallelLayout
 from tests.engine.runs import build_roles, recorded_batch, train
@@ -187,18 +188,19 @@ def test_each_part_is_offloaded_without_the_others(tmp_path) -> None:
 
 def a_batch() -> Any:
     batch = pack([[1, 2, 3], [4, 5], [6, 7, 8, 9], [10], [11, 12]])
-    ids = torch.full((batch.num_tokens, 3), NO_ID, dtype=torch.int32)
-    return batch.with_fields({"weight": torch.ones(batch.num_tokens), "kept": ids}, {"truncated": torch.zeros(5, dtype=torch.bool)})
+    none = torch.zeros(batch.num_tokens, dtype=torch.int32)
+    fields = {"weight": torch.ones(batch.num_tokens)}, {"truncated": torch.zeros(5, dtype=torch.bool)}
+    return batch.with_fields(*fields, {"kept": Ragged(none[:0], none)})
 
 
 def test_what_a_pass_did_not_declare_is_left_out_and_asking_for_it_is_an_error() -> None:
     batch = a_batch().only(("weight", "absent"))
     for changed in (batch, batch.select([1, 3]), batch.padded(4)[0], batch.to("cpu")):
-        assert list(changed.token_fields) == ["weight"] and not changed.sequence_fields
+        assert list(changed.token_fields) == ["weight"] and not changed.sequence_fields and not changed.ragged_fields
         assert "absent" not in changed and "weight" in changed
         for name in ("kept", "truncated"):
             with pytest.raises(KeyError, match=f"'{name}' was left out of this pass"):
-                changed[name]
+                changed.ragged(name) if name == "kept" else changed[name]
             with pytest.raises(KeyError, match=f"'{name}' was left out of this pass"):
                 assert name in changed  # "not there" would be a wrong answer
     assert "kept" in batch.with_fields({"kept": torch.zeros(batch.num_tokens)}), "a field of that name that is put there is there"
@@ -244,13 +246,13 @@ def fields_of_passes(rank: int, path: str) -> dict[str, Any]:
     cpu.install()
     batch = recorded_batch()
     fields = {name: torch.zeros(batch.num_tokens) for name in ("rollout_logprob", "entropy", "value", "logprob")}
-    kept = torch.arange(131, dtype=torch.int32).expand(batch.num_tokens, 131).contiguous()
-    batch = batch.with_fields({**fields, "kept": kept})
+    kept = Ragged.of_table(torch.arange(131, dtype=torch.int32).expand(batch.num_tokens, 131))
+    batch = batch.with_fields(fields, ragged_fields={"kept": kept})
     policy, critic = build_roles(path, build_groups(ParallelLayout(1)), budget=64)
     usual, seen = schedule.MicroBatch.to, set()
 
     def to(self, device):
-        seen.update({*self.batch.token_fields, *self.batch.sequence_fields})
+        seen.update({*self.batch.token_fields, *self.batch.sequence_fields, *self.batch.ragged_fields})
         return usual(self, device)
 
     schedule.MicroBatch.to = to

@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megappo.data.packing import NO_ID, PackedBatch, cu_seqlens_of
+from megappo.data.packing import PackedBatch, cu_seqlens_of
+from megappo.data.ragged import NO_ID, Ragged
 from megappo.experience.experience import Experience
 from megappo.experience.owners import Owners
 from megappo.experience.route import Leg
@@ -36,9 +37,9 @@ def whole_batch(lengths: list[int], seed: int = 0) -> PackedBatch:
         {
             "logprob": torch.randn(total, generator=generator),
             "response_mask": torch.rand(total, generator=generator) < 0.5,
-            "kept": kept,
         },
         {"bootstrap": torch.randn(len(lengths), generator=generator)},
+        {"kept": Ragged.of_table(kept)},
     )
 
 
@@ -48,18 +49,16 @@ def table_of(lengths: list[int]) -> SampleTable:
 
 
 def differs(found: PackedBatch, want: PackedBatch) -> list[str]:
-    """Names that differ; `kept` may be narrower, by columns of NO_ID alone."""
-    wrong = [name for name in ("tokens", "cu_seqlens") if not torch.equal(getattr(found, name), getattr(want, name))]
-    for name in NAMES:
-        a, b = found[name], want[name]
-        if name == "kept":
-            width = a.shape[1]
-            if (b[:, width:] != NO_ID).any():
-                wrong.append(name)
-            b = b[:, :width]
-        if a.dtype != b.dtype or not torch.equal(a, b):
-            wrong.append(name)
-    return wrong
+    """Names that differ."""
+    a, b = named(found), named(want)
+    return [name for name in b if a[name].dtype != b[name].dtype or not torch.equal(a[name], b[name])]
+
+
+def named(batch: PackedBatch) -> dict[str, torch.Tensor]:
+    """All tensors of a batch with the fields of NAMES."""
+    kept, flat = batch.ragged("kept"), [name for name in NAMES if name != "kept"]
+    of_batch = {"tokens": batch.tokens, "cu_seqlens": batch.cu_seqlens, "ids": kept.ids, "counts": kept.counts}
+    return of_batch | {name: batch[name] for name in flat}
 
 
 OWNED = st.integers(1, 6).flatmap(
@@ -130,7 +129,7 @@ def test_a_role_is_sent_what_its_ranks_read_and_its_results_come_back(
         elif rank in shares.holders[index]:
             assert not differs(share.batch, want)
         else:
-            assert not share.batch.token_fields and not share.batch.sequence_fields
+            assert not share.batch.token_fields and not share.batch.sequence_fields and not share.batch.ragged_fields
             assert torch.equal(share.batch.tokens, want.tokens if rank in shares.readers[index] else torch.zeros_like(want.tokens))
 
 
@@ -152,16 +151,18 @@ def test_a_second_epoch_exchanges_within_the_role() -> None:
             assert not differs(found.batch, want)
         else:
             assert torch.equal(found.batch.tokens, want.tokens) and not found.batch.token_fields
+            assert not found.batch.ragged_fields
 
 
-def test_a_sample_off_by_one_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = Leg.of.__func__  # type: ignore[attr-defined]
+@pytest.mark.parametrize("end", ["sent", "received"])
+def test_a_sample_off_by_one_is_noticed(monkeypatch: pytest.MonkeyPatch, end: str) -> None:
+    right = getattr(Leg, end).__func__
 
-    def shifted(cls: Any, rows: torch.Tensor, *rest: Any) -> Leg:
-        leg = right(cls, rows, *rest)
+    def shifted(cls: Any, *arguments: Any) -> Leg:
+        leg = right(cls, *arguments)
         return replace(leg, starts=leg.starts.roll(1)) if len(leg.starts) > 1 else leg
 
-    monkeypatch.setattr(Leg, "of", classmethod(shifted))
+    monkeypatch.setattr(Leg, end, classmethod(shifted))
     with pytest.raises(AssertionError):
         test_a_role_is_sent_what_its_ranks_read_and_its_results_come_back(*LAYOUTS[0], [3, 3, 3, 3, 3, 3, 3, 3])
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megappo.data.packing import NO_ID, PackedBatch
+from megappo.data.packing import PackedBatch
 from megappo.rollout.megatron_engine import MegatronRollout
 from megappo.rollout.types import Request, Response, SamplingParams
 from megappo.rollout.vllm_engine import VllmEngine
@@ -35,8 +35,8 @@ def differences(
     the token before.
     """
     batch = pack_experience(requests, responses, with_kept=True)
-    mask, kept = batch["response_mask"], batch["kept"]
-    whole = dataclasses.replace(batch, token_fields={name: field for name, field in batch.token_fields.items() if name != "kept"})
+    mask, kept = batch["response_mask"], batch.ragged("kept").padded()
+    whole = dataclasses.replace(batch, ragged_fields={})
     with_ids = of_trainer(policy, batch, sampling)
     logprobs = (with_ids, of_trainer(policy, whole, sampling))
     exact, without = ((logprob - batch["rollout_logprob"])[mask].abs() for logprob in logprobs)
@@ -45,7 +45,7 @@ def differences(
     return {
         "exact": float(exact.max()),
         "without": float(without.mean()),
-        "counts": (kept != NO_ID).sum(1)[mask].tolist(),
+        "counts": batch.ragged("kept").counts[mask].tolist(),
         "own": float(inside[0][mask].double().mean()),
         "others": float(inside[1][both].double().mean()),
         "agreement": compare_with_sampler(batch.with_fields({"logprob": with_ids}), sampling),

@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megappo.data.packing import NO_ID, PackedBatch, pack
+from megappo.data.packing import PackedBatch, pack
+from megappo.data.ragged import NO_ID, Ragged
 from megappo.engine.linear_output import LinearOutput
 from megappo.rollout.megatron_engine import _sample_next
 from megappo.rollout.types import SamplingParams
@@ -35,7 +36,7 @@ def batch_of(kept: dict[int, set[int]]) -> PackedBatch:
     field = torch.full((batch.num_tokens, 5), NO_ID, dtype=torch.int32)
     for position, ids in kept.items():
         field[position, : len(ids)] = torch.tensor(sorted(ids), dtype=torch.int32)
-    return batch.with_fields({"kept": field})
+    return batch.with_fields(ragged_fields={"kept": Ragged.of_table(field)})
 
 
 def output_of() -> LinearOutput:
@@ -78,6 +79,18 @@ def test_logprobs_and_entropies_are_over_the_ids_of_their_own_token(alone, kept,
     assert max(abs(a - b) for a, b in zip(want, other)) > 1e-3, "the rounding shows"
 
 
+def test_the_width_of_the_table_changes_no_bit(alone, monkeypatch):
+    """A micro-batch's own longest row, or that of a whole share, as long as all ids."""
+    found = []
+    tight = Ragged.padded
+    for columns in (0, VOCAB - 4):
+        monkeypatch.setattr(Ragged, "padded", lambda self, n=columns: torch.nn.functional.pad(tight(self), (0, n), value=NO_ID))
+        output = output_of()
+        logprob, entropy = LanguageModel(None, TEMPERATURE).token_logprobs(output, batch_of(SAMPLED), True)
+        found.append((logprob, entropy, *torch.autograd.grad(logprob.sum() + entropy.sum(), output.hidden)))
+    assert all(torch.equal(a, b) for a, b in zip(*found))
+
+
 def test_a_token_with_one_id_has_no_gradient(alone):
     output = output_of()
     logprob, _ = LanguageModel(None, TEMPERATURE).token_logprobs(output, batch_of(SAMPLED), False)
@@ -109,7 +122,8 @@ def test_the_megatron_engine_draws_from_the_trainers_logits(alone, dtype, bf16):
         token, found = int(drawn["token"][end]), [one for one in ids if one != NO_ID]
         assert token in found and 1 <= len(found) <= 4
         row = dataclasses.replace(output, hidden=output.hidden[[end, end]])
-        pair = pack([[0, token]]).with_fields({"kept": torch.tensor([[NO_ID] * len(ids), ids], dtype=torch.int32)})
+        of_pair = Ragged.of_table(torch.tensor([[NO_ID] * len(ids), ids], dtype=torch.int32))
+        pair = pack([[0, token]]).with_fields(ragged_fields={"kept": of_pair})
         for rounded in (False, True):
             model = LanguageModel(None, TEMPERATURE, "bf16" if rounded else "fp32")
             difference = abs(float(model.token_logprobs(row, pair, False)[0][1] - drawn["logprob"][end]))

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from megappo.config.reward_sections import RewardConfig, RewardPart
 from megappo.config.schema import AlgorithmConfig, KLConfig
 from megappo.data.packing import PackedBatch, cu_seqlens_of
+from megappo.data.ragged import Ragged
 from megappo.data.prompts import Prompt
 from megappo.engine.base import PassResult, StepResult
 from megappo.parallel.shares import Shares
@@ -336,7 +337,7 @@ def drawn_with(sampling, batch):
     if not sampling.record_kept:
         return batch
     kept = torch.tensor([[-1] * 3] + [[0, 5, 7], [0, -1, -1]][: batch.num_tokens - 1], dtype=torch.int32)
-    return batch.with_fields({"kept": kept})
+    return batch.with_fields(ragged_fields={"kept": Ragged.of_table(kept)})
 
 
 @pytest.mark.parametrize(
@@ -367,7 +368,7 @@ def test_tokens_with_as_many_ids_as_are_recorded_are_counted(width, ids, overflo
     kept[1], kept[2, 0] = torch.arange(width, dtype=torch.int32), 3
     if width == 17:
         kept[2] = kept[1]
-    got = compare_with_sampler(batch.with_fields({"kept": kept}), sampling).kept
+    got = compare_with_sampler(batch.with_fields(ragged_fields={"kept": Ragged.of_table(kept)}), sampling).kept
     assert got is not None and got.ids == ids and got.overflow == (0.0 if width < 18 else overflow)
 
 
@@ -423,12 +424,12 @@ def test_experience_holds_the_ids_that_each_token_was_drawn_from():
         answered((), number=1, kept=[]),
         answered((7,), number=2, kept=[[5, 6, 7]]),
     ]
-    kept = pack_experience(requests, responses, with_kept=True)["kept"]
+    kept = pack_experience(requests, responses, with_kept=True).ragged("kept")
     none = [-1, -1, -1]
-    assert kept.dtype == torch.int32
-    assert kept.tolist() == [none, none, [8, 1, -1], [9, -1, -1], none, none, [5, 6, 7]]
-    assert pack_experience([requests[1]], responses[1:2], with_kept=True)["kept"].shape == (1, 0)
-    assert pack_experience([], [], with_kept=True)["kept"].shape == (0, 0), "a rank that drew nothing"
+    assert kept.ids.dtype == kept.counts.dtype == torch.int32 and kept.ids.tolist() == [8, 1, 9, 5, 6, 7]
+    assert kept.padded().tolist() == [none, none, [8, 1, -1], [9, -1, -1], none, none, [5, 6, 7]]
+    assert pack_experience([requests[1]], responses[1:2], with_kept=True).ragged("kept").padded().shape == (1, 0)
+    assert pack_experience([], [], with_kept=True).ragged("kept").padded().shape == (0, 0), "a rank that drew nothing"
 
 
 def test_given_tokens_are_of_the_sample_and_not_of_the_policy():
@@ -440,7 +441,7 @@ def test_given_tokens_are_of_the_sample_and_not_of_the_policy():
     assert batch["response_mask"].tolist() == [False] * 2 + [True] * 2 + [False] * 3 + [True]
     assert batch["rollout_logprob"].tolist() == [0.0, 0.0, -0.5, -1.5, 0.0, 0.0, 0.0, -2.5]
     none = [-1, -1]
-    assert batch["kept"].tolist() == [none, none, [8, 1], [9, -1], none, none, none, [7, 2]]
+    assert batch.ragged("kept").padded().tolist() == [none, none, [8, 1], [9, -1], none, none, none, [7, 2]]
     assert (answer.oldest_version, answer.newest_version) == (3, 4)
 
 

@@ -37,7 +37,7 @@ def test_it_has_gaps_cuts_single_tokens_and_unequal_lengths() -> None:
 def test_every_sampled_token_is_among_the_ids_it_was_drawn_from() -> None:
     for plain, batch in zip(drawn(), record_rollouts(3, sequences=12, vocab_size=131, kept=5)):
         assert "kept" not in plain and torch.equal(plain.tokens, batch.tokens), "the rest is as without"
-        kept, mask = batch["kept"], batch["response_mask"]
+        kept, mask = batch.ragged("kept").padded(), batch["response_mask"]
         counts = (kept >= 0).sum(1)
         assert kept.shape == (batch.num_tokens, 5) and kept.dtype == torch.int32 and int(kept.max()) < 131
         assert (kept == batch.tokens[:, None]).any(1)[mask].all() and not counts[~mask].any()
