@@ -41,9 +41,10 @@ class Ragged:
 
     def spans(self, starts: Tensor, lengths: Tensor) -> Ragged:
         """Rows starts[i], starts[i] + 1, ... for lengths[i] rows, one span after the other; both [M] int64."""
-        first = self.offsets[starts]
-        ids = token_positions(first, self.offsets[starts + lengths] - first)
-        return Ragged(self.ids.index_select(0, ids), self.counts.index_select(0, token_positions(starts, lengths)))
+        # Slices: a span has many ids, and an index of each would take twice their memory.
+        bounds = zip(self.offsets[starts].tolist(), self.offsets[starts + lengths].tolist())
+        ids = torch.cat([self.ids[:0], *(self.ids[first:end] for first, end in bounds)])
+        return Ragged(ids, self.counts.index_select(0, token_positions(starts, lengths)))
 
     def spread(self, index: Tensor, num_rows: int) -> Ragged:
         """Row t as row index[t] of `num_rows`, the others empty; index: [T] int64, ascending."""

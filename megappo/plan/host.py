@@ -29,8 +29,7 @@ AGREEMENT_NS = 28.0  # comparison with the sampler
 ADVANTAGES_NS = 6.0
 METRICS_NS = 80.0
 # Of something else:
-KEPT_PACK_NS = 18.0  # a place of [T, K] filled
-KEPT_NS = 18.0  # a place of [T, K] gathered or placed
+KEPT_NS = 0.6  # a kept id copied: joined, gathered or placed
 WIRE_NS = 1.0  # a byte sent or received over gloo
 ROW_NS = 700.0  # a sample in a plan of owners
 
@@ -40,8 +39,9 @@ RESPONSE = 8  # ids and log-probs of a response, which lives until the next gene
 PACKING = 6  # the ids as int32 and two masks, until they are packed
 TEXT = 48  # an int object and its place in a tuple, and 4 characters in each of two texts
 AGREEMENT, METRICS = 72, 40  # fp64 columns
-# Of a place of [T, K], measured: a mask and its two indices in int64, and the ids once more.
-KEPT_PACKING, KEPT_SENT, KEPT_RECEIVED = 21, 8, 23
+ID = 4  # a kept id
+KEPT_ROW = 12  # number of a token's ids, and where they start
+KEPT_PACKING = 12  # the places of sampled tokens, and the numbers of their ids once more
 # Bytes of a sample: the table's 7 columns, and one column for each set of owners.
 ROW, OWNER = 28, 8
 
@@ -87,7 +87,9 @@ class HostWork:
     def __init__(self, plan: Plan) -> None:
         config, step = plan.config, plan.step
         self._plan, self._samples, self._longest = plan, step.samples, step.max_sequence_tokens
-        self._kept, _ = values_read(config, "policy")
+        self._most_kept, _ = values_read(config, "policy")
+        # Ids of a token at most, on average: those of prompts have none.
+        self._kept = self._most_kept * config.rollout.max_response_tokens / self._longest
         shares = {role: shares_of(plan.layouts[role], plan.placements[role].ranks) for role in OUTPUTS if role in plan.layouts}
         self._shares, self._trained = shares, [role for role in shares if role in trained_sections(config)]
         self._divisions = tuple(dict.fromkeys(shares.values()))
@@ -142,14 +144,14 @@ class HostWork:
 
     def _at_rest(self, draws: bool) -> float:
         """Bytes from the end of generation to the end of the step: the responses, the table and the owners."""
-        responses = self._responses * (RESPONSE + (FIELD * (1 + self._kept) if self._kept else 0)) if draws else 0
+        responses = self._responses * (RESPONSE + (FIELD + ID * self._most_kept if self._kept else 0)) if draws else 0
         return responses + self._samples * (ROW + OWNER * (2 + len(self._divisions)))
 
     def _generate(self, draws: bool) -> Work:
         if not draws:
             return Work()
-        packing = self._drawn * (self._size({"tokens", *self._fields}) + PACKING + KEPT_PACKING * self._kept)
-        return Work(packing, self._drawn * (PACK_NS + KEPT_PACK_NS * self._kept))
+        packing = self._drawn * (self._size({"tokens", *self._fields}) + PACKING + (KEPT_PACKING if self._kept else 0))
+        return Work(packing, self._drawn * (PACK_NS + KEPT_NS * self._kept))
 
     def _exchange(self, draws: bool) -> Work:
         """From the ranks that drew to all."""
@@ -220,15 +222,15 @@ class HostWork:
         absent = {"weight", *([] if self._kept else ["kept"]), *([] if "reference" in self._shares else ["ref_logprob"])}
         return set(fields) - absent
 
-    def _size(self, fields: Collection[str]) -> int:
+    def _size(self, fields: Collection[str]) -> float:
         """Bytes of these fields of a token."""
-        sizes = {"tokens": TOKEN, "response_mask": MASK, "kept": FIELD * self._kept}
+        sizes = {"tokens": TOKEN, "response_mask": MASK, "kept": KEPT_ROW + ID * self._kept}
         return sum(sizes.get(name, FIELD) for name in fields)
 
-    def _of_own(self, fields: Collection[str]) -> int:
+    def _of_own(self, fields: Collection[str]) -> float:
         return self._own * self._size({"tokens", *fields})
 
-    def _held(self, shares: Shares, part: Part, fields: Collection[str]) -> int:
+    def _held(self, shares: Shares, part: Part, fields: Collection[str]) -> float:
         """Bytes of a role's share on a rank; none where the own samples are the share."""
         if shares == self._spread or not (part.holds or part.reads):
             return 0
@@ -245,10 +247,11 @@ class HostWork:
 
     def _moved(self, sent: int, received: int, fields: Collection[str]) -> Work:
         """An exchange: the index of both ends, and the buffers of one field at a time. Ids travel as int32."""
-        ends, most, kept = sent + received, max(sent, received), self._kept if "kept" in fields else 0
-        count = len(fields) - (kept > 0)
-        on_wire = self._size(fields) - (TOKEN - FIELD if "tokens" in fields else 0)
-        buffers = max(FIELD * ends, kept * (KEPT_SENT * sent + KEPT_RECEIVED * received))
+        ends, most, kept = sent + received, max(sent, received), self._kept if "kept" in fields else 0.0
+        count = len(fields)  # the numbers of ids are a field as others
+        on_wire = self._size(fields) - (TOKEN - FIELD if "tokens" in fields else 0) - (KEPT_ROW - FIELD if kept else 0)
+        # Ids stay at both ends until they are placed, beside where those of the batch start.
+        buffers = ends * max(FIELD, FIELD + ID * kept if kept else 0)
         ns = ends * (INDEX_NS + FIELD_NS * count + KEPT_NS * kept) + WIRE_NS * most * on_wire
         return Work(INDEX * ends + buffers, ns)
 
@@ -256,8 +259,9 @@ class HostWork:
         """Nanoseconds to gather a share's tokens and fields once more."""
         if not (part.holds or part.reads):
             return 0.0
-        places = 1 + sum(self._kept if name == "kept" else 1 for name in fields if part.holds)
-        return FIELD_NS * places * self._tokens_each(shares.count)
+        count = 1 + (len(fields) if part.holds else 0)
+        ids_ns = KEPT_NS * self._kept if part.holds and "kept" in fields else 0.0
+        return (FIELD_NS * count + ids_ns) * self._tokens_each(shares.count)
 
 
 def _part(shares: Shares, rank: int) -> Part:

@@ -16,7 +16,7 @@ from megappo.plan.least_step import hardware_of_plan, least_step_s
 from megappo.plan.run import plan_run
 from megappo.platform.hardware import load_hardware
 from megappo.prepare.layouts import check_layouts, read_archs
-from megappo.rollout.types import Request, Response, Segment
+from megappo.rollout.types import KeptIds, Request, Response, Segment
 from megappo.trainer.experience import pack_experience
 from megappo.trainer.shaping import shape_advantages
 
@@ -88,6 +88,20 @@ def test_a_token_takes_the_bytes_of_its_tensors():
     assert set(shaped.token_fields) - set(full.token_fields) == {"reward", "advantage", "raw_advantage", "returns"}
 
 
+def test_the_kept_ids_of_a_plan_are_those_that_a_batch_holds(tmp_path):
+    """Bytes counted on tensors: 32 samples at their longest, every sampled token with as many ids as are recorded."""
+    found = [HostWork(plan_of(write_run(tmp_path), sampling)).phases(1) for sampling in ([], ["rollout.sampling.top_k=50"])]
+    planned = {one.name: other.bytes - one.bytes for one, other in zip(*found)}
+    kept = KeptIds(numpy.full(8, KEPT, numpy.int32), numpy.zeros(8 * KEPT, numpy.int32))
+    segment = Segment(numpy.ones(8, numpy.int32), numpy.zeros(8, numpy.float32), 0)
+    requests = [Request(number, numpy.ones(16, numpy.int32), 0) for number in range(32)]
+    responses = [Response(number, (segment,), "length", kept) for number in range(32)]
+    rows = pack_experience(requests, responses, with_kept=True).ragged("kept")
+    of_batch = rows.ids.nbytes + rows.counts.nbytes + rows.offsets[1:].nbytes
+    assert planned["score"] == planned["metrics"] == of_batch + 32 * (kept.ids.nbytes + kept.counts.nbytes)
+    assert of_batch < 0.4 * 4 * KEPT * len(rows), "a table of all tokens is three times as large"
+
+
 @pytest.mark.parametrize("ranks, own", [(8, 8_388_608), (64, 1_048_576), (512, 131_072)])
 def test_67_million_tokens_by_hand(tmp_path, ranks, own):
     plan = large(tmp_path, ranks)
@@ -127,15 +141,21 @@ def test_with_as_many_samples_for_each_rank_only_rows_are_more_in_a_larger_world
     assert big["updates"].bytes - small["updates"].bytes > 16 * 16 * 8192 * 8
 
 
-def test_kept_ids_count_at_their_padded_width(tmp_path):
+def test_kept_ids_count_as_many_as_there_can_be(tmp_path):
+    """Those of the sampled tokens, and their number and start for every token; no table [T, K]."""
     path = write_run(tmp_path)
     without, kept = (by_name(plan_of(path, overrides), 1) for overrides in ([], ["rollout.sampling.top_k=50"]))
     own, responses = 32 * 24, 32 * 8
-    more = 4 * KEPT * own + responses * 4 * (1 + KEPT)
+    more = 12 * own + 4 * KEPT * responses + responses * 4 * (1 + KEPT)
     for name in ("score", "advantages", "metrics"):
         assert kept[name].bytes - without[name].bytes == more, name
-    assert kept["generate"].bytes - without["generate"].bytes == more + own * 21 * KEPT
-    assert kept["exchange"].seconds > 10 * without["exchange"].seconds
+    assert kept["generate"].bytes - without["generate"].bytes == more + own * 12
+    # Both ends of the exchange hold ids and their numbers, beside what was drawn.
+    held = 2 * (12 * own + 4 * KEPT * responses) + responses * 4 * (1 + KEPT)
+    assert kept["exchange"].bytes - without["exchange"].bytes == held + 2 * 4 * KEPT * responses
+    # A field more, and ids copied at both ends; 4 bytes of each on the wire
+    more_ns = 2 * own * 1.3 + 2 * KEPT * responses * 0.6 + 4 * (own + KEPT * responses)
+    assert kept["exchange"].seconds - without["exchange"].seconds == pytest.approx(more_ns * 1e-9)
     dropped = plan_of(path, ["rollout.sampling.top_k=50", "rollout.sampling.replay_kept_tokens=false"])
     assert by_name(dropped, 1) == without
 
