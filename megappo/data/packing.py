@@ -13,7 +13,7 @@ from math import lcm
 import torch
 from torch import Tensor
 
-from megappo.data.positions import token_positions
+from megappo.data.positions import moved, token_positions
 from megappo.data.ragged import Ragged
 
 @dataclass(frozen=True)

@@ -120,6 +120,18 @@ class Experience:
         """All samples with these fields (None: all) on every rank, for instruments and tests. Collective over the world."""
         return self.redistribute(Owners.everywhere(self.table, place_in_world()[1]), fields).batch
 
+    def texts(self, texts: Sequence[str], owners: Owners) -> list[str]:
+        """Texts of the samples that this rank has under other owners, from those of its own. Collective over the world.
+
+        A text goes to its owner alone, as bytes.
+        """
+        encoded = [text.encode("utf-8", "surrogatepass") for text in texts]
+        lengths = self.column(torch.tensor([len(one) for one in encoded], dtype=torch.float64)).long()
+        flat = torch.tensor(bytearray(b"".join(encoded)), dtype=torch.uint8)
+        route = Route.between(lengths, self.owners, owners, self.rank, self.wire)
+        found = route.token_fields({"text": flat})["text"].split(lengths[owners.numbers(self.rank)].tolist())
+        return [bytes(part.numpy()).decode("utf-8", "surrogatepass") for part in found]
+
     def column(self, values: Tensor) -> Tensor:
         """[N] fp64, one number of every sample, from those [B] of this rank's. Collective over the world."""
         column = torch.zeros(self.table.num_samples, dtype=torch.float64)
@@ -140,7 +152,11 @@ class Experience:
 
     @classmethod
     def of_own(cls, batch: PackedBatch) -> Experience:
-        """Experience of sequences that each rank has some of, numbered rank by rank. Collective over the world."""
+        """Experience of sequences that each rank has some of, numbered rank by rank. Collective over the world.
+
+        For passes, not for updates: the sequences are read, none of their tokens was sampled (`sampled` is 0), and `first_epoch`
+        refuses them.
+        """
         rank, world_size = place_in_world()
         counts = torch.zeros(world_size, dtype=torch.long)
         counts[rank] = batch.num_sequences

@@ -39,6 +39,12 @@ class Owners:
         return cls(balanced(table.length, shares.count), shares)
 
     @classmethod
+    def of_prompts(cls, table: SampleTable, samples_per_prompt: int, world_size: int) -> Owners:
+        """All samples of a prompt belong to one rank; prompts are balanced over the world by tokens."""
+        prompts = balanced(table.length.view(-1, samples_per_prompt).sum(1), world_size)
+        return cls(prompts.repeat_interleave(samples_per_prompt), Shares.of_ranks(range(world_size)))
+
+    @classmethod
     def everywhere(cls, table: SampleTable, world_size: int) -> Owners:
         """Every rank holds all samples: for instruments and tests."""
         return cls(torch.zeros(table.num_samples, dtype=torch.long), Shares.of_all(range(world_size)))

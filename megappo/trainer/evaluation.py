@@ -18,6 +18,7 @@ from megappo.config.reward_sections import EvaluationConfig
 from megappo.data.prompts import Prompt
 from megappo.data.tokenizers import Tokenizer
 from megappo.experience.experience import Experience
+from megappo.experience.owners import Owners
 from megappo.parallel.consensus import on_every_rank
 from megappo.parallel.totals import place_in_world, total, totals
 from megappo.prepare.evaluations import EvaluationSet
@@ -127,8 +128,7 @@ class Evaluator:
         for k in self.settings.pass_at or ():
             figures[names.pass_at(k)] = sum(pass_at_k(n, sum(one), k) for one in right) / len(right)
         if self.votes is not None:
-            answers = _vote(self.votes, experience, scored.texts, n)
-            figures[names.majority_at(n)] = sum(map(majority, right, answers)) / len(right)
+            figures[names.majority_at(n)] = sum(_majorities(self.votes, experience, scored.texts, right)) / len(right)
         return figures
 
 
@@ -144,19 +144,22 @@ def _grouped(values: Sequence, n: int) -> list:
     return [values[start : start + n] for start in range(0, len(values), n)]
 
 
-def _vote(rule: str, experience: Experience, texts: Sequence[str], n: int) -> list:
-    """Answers of the n samples of each prompt. Collective: all ranks get all answers, of which each reads its share of the
-    prompts'.
+def _majorities(rule: str, experience: Experience, texts: Sequence[str], right: Sequence[Sequence[bool]]) -> list[float]:
+    """`majority` of each prompt; right: of its n samples, of all prompts. Collective over the world.
 
-    Texts are exchanged here as objects: an answer is equal to another one by its rule, which needs the texts of a prompt together.
+    Answers are equal by the rule, which needs the texts of a prompt together: they go to one rank, which counts its votes.
     """
-    own = dict(zip(experience.numbers.tolist(), texts, strict=True))
-    parts = on_every_rank(f"collecting the responses for the votes of {rule}", lambda: own)
-    everywhere = {number: text for part in parts for number, text in part.items()}
-    groups = _grouped([everywhere[number] for number in range(experience.table.num_samples)], n)
-    rank, world_size = place_in_world()
-    shares = on_every_rank(f"counting the votes of {rule}", lambda: answers_of(rule, groups[rank::world_size]))
-    return [shares[i % world_size][i // world_size] for i in range(len(groups))]
+    n, (rank, world_size) = len(right[0]), place_in_world()
+    owners = Owners.of_prompts(experience.table, n, world_size)
+    groups = _grouped(experience.texts(texts, owners), n)
+    mine = (owners.numbers(rank)[::n] // n).tolist()
+
+    def count() -> dict[int, float]:
+        return {prompt: majority(right[prompt], answers) for prompt, answers in zip(mine, answers_of(rule, groups), strict=True)}
+
+    found = on_every_rank(f"counting the votes of {rule}", count)
+    of_prompt = {prompt: value for part in found for prompt, value in part.items()}
+    return [of_prompt[prompt] for prompt in range(len(right))]
 
 
 class Evaluations:

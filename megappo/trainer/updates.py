@@ -81,6 +81,7 @@ def first_epoch(
     experience: Experience, shares: Shares, fields: Collection[str], algorithm: AlgorithmConfig, seed: int
 ) -> Experience:
     """Experience with these fields where the first epoch of a role's updates needs it. Collective over the world."""
+    assert "response_mask" in experience.batch, "sequences that were not sampled (`Experience.of_own`) cannot be trained on"
     owners = owners_of_epoch(experience.table, shares, algorithm.mini_batch_size, seed)
     return experience.redistribute(owners, {*fields, *READS})
 

@@ -14,7 +14,7 @@ from megappo.data.packing import PackedBatch, cu_seqlens_of
 from megappo.data.ragged import NO_ID, Ragged
 from megappo.experience.experience import Experience
 from megappo.experience.owners import Owners
-from megappo.experience.route import Leg
+from megappo.experience.route import Leg, world_wire
 from megappo.experience.table import SampleTable
 from megappo.parallel.layout import ParallelLayout
 from megappo.parallel.shares import Shares, shares_of
@@ -179,6 +179,19 @@ def test_only_what_is_read_goes_over_the_wire() -> None:
     assert world_of_threads(range(2), sent) == [2 * 64 * 8] * 2, "two of four samples, 4 bytes a token and 4 of its field"
 
 
+TEXTS = ["Ja, 42", "", "\u0663 \U0001f600", "42", "\udcff", "no"]
+"""Of three prompts: an empty one, of several bytes a character, one that is no UTF-8."""
+
+
+def texts_of_prompts(rank: int) -> Any:
+    """Owners of two samples for each of three prompts, and the texts that come to a rank; all are of rank 1 before."""
+    table, shares = table_of([3, 1, 4, 1, 5, 9]), Shares.of_ranks(range(2))
+    own = Owners(torch.ones(6, dtype=torch.long), shares)
+    experience = Experience(table, own, whole_batch([]), rank, world_wire())
+    owners = Owners.of_prompts(table, 2, 2)
+    return owners.share.tolist(), experience.texts([TEXTS[number] for number in own.numbers(rank)], owners)
+
+
 def drawn_world(rank: int) -> list[Any]:
     """What two ranks drew, put together; samples that nobody drew, or both."""
     lengths = [4, 2, 7, 3, 5]
@@ -197,7 +210,7 @@ def drawn_world(rank: int) -> list[Any]:
             Experience.of_drawn(numbers, batch.select(numbers), 5, (versions, versions))
         except RuntimeError as error:
             found.append(str(error))
-    return found
+    return [*found, texts_of_prompts(rank)]
 
 
 def test_the_table_is_agreed_and_samples_are_spread() -> None:
@@ -211,6 +224,8 @@ def test_the_table_is_agreed_and_samples_are_spread() -> None:
     assert first[0][0].owner.tolist() == [0, 1, 1, 0, 1] and first[1][0].owner.tolist() == [1] * 5
     assert first[2] == second[2] == "sample 2 was drawn by no ranks (2 such of 5 in all)"
     assert first[3] == second[3] == "sample 0 was drawn by 2 ranks (5 such of 5 in all)"
+    # A text goes to the rank of its prompt alone; prompts are balanced by tokens: 14 against 5 and 4.
+    assert first[4] == ([1, 1, 1, 1, 0, 0], TEXTS[4:]) and second[4] == ([1, 1, 1, 1, 0, 0], TEXTS[:4])
 
 
 def test_rows_of_the_table_follow_the_mask() -> None:
