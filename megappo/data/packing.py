@@ -16,6 +16,7 @@ from torch import Tensor
 from megappo.data.positions import moved, token_positions
 from megappo.data.ragged import Ragged
 
+
 @dataclass(frozen=True)
 class PackedBatch:
     """Sequences b = 0..B-1 laid end to end.

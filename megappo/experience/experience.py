@@ -36,10 +36,12 @@ class Fields(NamedTuple):
 
     def or_else(self, absent: Fields) -> Fields:
         """These, and of `absent` those that are not here."""
-        return Fields(*({**others, **mine} for others, mine in zip(absent, self)))
+        tokens, sequences = {**absent.tokens, **self.tokens}, {**absent.sequences, **self.sequences}
+        return Fields(tokens, sequences, {**absent.ragged, **self.ragged})
 
     def only(self, names: Collection[str]) -> Fields:
-        return Fields(*({name: x for name, x in kind.items() if name in names} for kind in self))
+        tokens, sequences = ({name: x for name, x in kind.items() if name in names} for kind in (self.tokens, self.sequences))
+        return Fields(tokens, sequences, {name: x for name, x in self.ragged.items() if name in names})
 
     def emptied(self) -> Fields:
         """The same names and types, of no token and no sample."""

@@ -176,9 +176,7 @@ class Route:
         """As counts and ids. A sample's ids are as contiguous as its tokens."""
         sent = values.spans(self.sent.starts, self.sent.lengths)
         counts = self._exchange(sent.counts, self.sent.tokens, self.received.tokens)
-        ids = self._exchange(
-            sent.ids, _sums_of_parts(sent.counts, self.sent.tokens), _sums_of_parts(counts, self.received.tokens)
-        )
+        ids = self._exchange(sent.ids, _sums_of_parts(sent.counts, self.sent.tokens), _sums_of_parts(counts, self.received.tokens))
         return Ragged(ids, counts).spans(self.received.starts, self.received.lengths)
 
     def _exchange(self, values: Tensor, sent_counts: list[int], received_counts: list[int]) -> Tensor:

@@ -49,7 +49,9 @@ def add_model_outputs(experience: Experience, roles: Roles) -> Experience:
         if role is not None:
             found[roles.shares[name]] |= cast(_Passing, role).outputs(inputs[roles.shares[name]].batch)
     for shares, share in inputs.items():
-        experience = experience.with_results(share, *results_of([name for name in asked if roles.shares[name] == shares]), found[shares])
+        experience = experience.with_results(
+            share, *results_of([name for name in asked if roles.shares[name] == shares]), found[shares]
+        )
     return experience
 
 

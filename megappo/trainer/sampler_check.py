@@ -51,7 +51,8 @@ def compare_with_sampler(batch: PackedBatch, sampling: SamplingParams) -> Agreem
     """
     mask, is_kept = batch["response_mask"], "kept" in batch
     one_sided = sampling.truncates and not is_kept
-    parts = [_of_chunk(*chunk, one_sided) for chunk in in_chunks(mask, batch["logprob"], batch["rollout_logprob"])]
+    columns = in_chunks(mask, batch["logprob"], batch["rollout_logprob"])
+    parts = [_of_chunk(where, logprob, drawn, one_sided) for where, logprob, drawn in columns]
     count, difference = torch.stack([sums for sums, _ in parts]).sum(0)
     most = torch.stack([largest_of_chunk for _, largest_of_chunk in parts]).amax()
     # Only tokens that were sampled have ids.

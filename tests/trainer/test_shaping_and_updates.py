@@ -14,8 +14,8 @@ import torch.distributed as dist
 from megappo.config.reward_sections import RewardConfig, RewardPart
 from megappo.config.schema import AlgorithmConfig, KLConfig
 from megappo.data.packing import PackedBatch, cu_seqlens_of
-from megappo.data.ragged import Ragged
 from megappo.data.prompts import Prompt
+from megappo.data.ragged import Ragged
 from megappo.engine.base import PassResult, StepResult
 from megappo.parallel.shares import Shares
 from megappo.prepare.reward_parts import load_parts
