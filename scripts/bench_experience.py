@@ -1,16 +1,18 @@
-"""Benchmark the distributed experience on the host: `python scripts/bench_experience.py [--worlds 1 2 4] [--alone 64 512 4096]`.
+"""Benchmark the distributed experience on the host: `python scripts/bench_experience.py [--worlds 1 2 4 8] [--alone 64 512 4096]`.
 
-All of a rank's work on samples in a step but texts, rewards and models (scripts/bench/experience_step.py). Worlds: real ones over
-gloo, of processes on this machine, with a batch of their own (--world-samples). Alone: rank 0 of larger worlds, with the table of
-all samples; what others would send is a copy of what is sent. Per phase nanoseconds of processor time per own token (tokens of the
-step / world), of the rank with the largest sum; the best of some repetitions. peak: rise of resident memory (VmHWM), the responses
-included, in the first repetition. old: what every rank did when it had the responses of all, measured on a few samples.
+Prints the tables of docs/scale.md. All of a rank's work on samples in a step but texts, rewards and models
+(scripts/bench/experience_step.py). Worlds: real ones over gloo, of processes on this machine, with a batch of their own
+(--world-samples). Alone: rank 0 of larger worlds, with the table of all samples; what others would send is a copy of what is sent.
+Per phase nanoseconds of processor time, all threads of the process, per own token (tokens of the step / world), of the rank with
+the largest sum; the best of some repetitions. wire: its part inside the exchanges (over gloo: copies to and from sockets). peak: rise of resident memory (VmHWM), the responses included, in the first repetition. old: what every rank did when it had the
+responses of all, measured on a few samples.
 """
 
 from __future__ import annotations
 
 import argparse
 import multiprocessing
+import os
 import pickle
 import sys
 import tempfile
@@ -85,6 +87,10 @@ def processor_s(cost: Cost) -> float:
     return sum(cost.meter.processor_s.values())
 
 
+def wall_s(cost: Cost) -> float:
+    return sum(cost.meter.wall_s.values())
+
+
 def old_path(tokens: int) -> tuple[float, float]:
     """(ns, bytes) per token of the whole batch that unpickling and packing lists took on every rank."""
     shape = Shape(1, OLD_SAMPLES, tokens)
@@ -110,26 +116,41 @@ def old_path(tokens: int) -> tuple[float, float]:
 
 
 def table_of(costs: Mapping[Shape, Cost]) -> str:
-    """A line for each phase, a column for each world."""
+    """A line for each phase, a column for each world, in Markdown."""
     phases = list(next(iter(costs.values())).meter.processor_s)
 
     def line(name: str, value: Callable[[Shape, Cost], Any], figure: str) -> str:
-        return f"{name:22}" + "".join(f"{value(*item):>13{figure}}" for item in costs.items())
+        return f"| {name} | " + " | ".join(f"{value(*item):{figure}}" for item in costs.items()) + " |"
 
     return "\n".join(
         [
             line("ranks", lambda shape, _: shape.world, ",d"),
+            "|---" * (len(costs) + 1) + "|",
             line("tp of the roles", lambda shape, _: shape.tp, "d"),
             line("own tokens", lambda shape, _: shape.own_tokens, ",.0f"),
             *(line(name, lambda s, c, name=name: 1e9 * c.meter.processor_s[name] / s.own_tokens, ".1f") for name in phases),
             line("sum, ns", lambda shape, cost: 1e9 * processor_s(cost) / shape.own_tokens, ".1f"),
+            line("of it the wire, ns", lambda shape, cost: 1e9 * cost.wire_s / shape.own_tokens, ".1f"),
+            line("wall, ns", lambda shape, cost: 1e9 * wall_s(cost) / shape.own_tokens, ".1f"),
             line("processor s", lambda _, cost: processor_s(cost), ".3f"),
-            line("wall s", lambda _, cost: sum(cost.meter.wall_s.values()), ".3f"),
+            line("wall s", lambda _, cost: wall_s(cost), ".3f"),
             line("peak MiB", lambda _, cost: max(cost.meter.peak.values()) / 2**20, ".0f"),
             line("sent, bytes", lambda _, cost: cost.sent, ",d"),
             line("planned, bytes", lambda _, cost: cost.planned, ",d"),
         ]
     )
+
+
+def against_limit(costs: Mapping[Shape, Cost]) -> str:
+    """Processor time of each real world against the limit, with and without the wire."""
+    lines = []
+    for shape, cost in costs.items():
+        ns, wire = (1e9 * seconds / shape.own_tokens for seconds in (processor_s(cost), cost.wire_s))
+        lines.append(
+            f"{shape.world} ranks on {os.cpu_count()} cores: {ns:.0f} ns of processor time per own token (limit {LIMIT_NS}), "
+            f"{wire:.0f} of them the wire and {ns - wire:.0f} without it"
+        )
+    return "\n".join(lines)
 
 
 def compared(costs: Mapping[Shape, Cost], old: tuple[float, float], here: Cost, here_tokens: float) -> str:
@@ -150,7 +171,7 @@ def compared(costs: Mapping[Shape, Cost], old: tuple[float, float], here: Cost, 
 
 def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = _Parser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--worlds", type=int, nargs="*", default=[1, 2, 4], help="real worlds")
+    parser.add_argument("--worlds", type=int, nargs="*", default=[1, 2, 4, 8], help="real worlds")
     parser.add_argument("--alone", type=int, nargs="*", default=[64, 512, 4096], help="worlds of which one rank runs")
     parser.add_argument("--tp", type=int, nargs="+", default=[1, 8], help="of the roles of larger worlds; real ones have 1")
     parser.add_argument("--tokens", type=int, default=8192, help="mean length of a sample")
@@ -183,14 +204,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     ):
         if not shapes:
             continue
+        before = os.getloadavg()[0]
         costs = {shape: measured(work, shape, shape.world if work is of_world else 1) for shape in shapes}
-        kind = "real worlds" if work is of_world else "rank 0 alone"
-        print(f"{kind}, {shapes[0].samples:,} samples of about {args.tokens:,} tokens")
-        print(table_of(costs), flush=True)
+        kind = "real worlds over gloo" if work is of_world else "rank 0 alone"
+        load = f"{os.cpu_count()} cores, load {before:.1f} before and {os.getloadavg()[0]:.1f} after"
+        print(f"{kind}, {shapes[0].samples:,} samples of about {args.tokens:,} tokens; {load}\n")
+        print(f"{table_of(costs)}\n", flush=True)
         found |= costs
         if work is alone:
             whole = Shape(1, OLD_SAMPLES, args.tokens)
             print(compared(costs, old_path(args.tokens), measured(alone, whole, 1), whole.own_tokens))
+        else:
+            print(f"{against_limit(costs)}\n")
     if wrong := [shape for shape, cost in found.items() if cost.sent != cost.planned]:
         print(f"error: {wrong[0]} sent other bytes than planned", file=sys.stderr)
     return 1 if wrong else 0

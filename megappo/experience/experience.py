@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megappo.algo.aggregation import tokens_per_sequence
+from megappo.algo.chunks import in_chunks
 from megappo.data.packing import PackedBatch, cu_seqlens_of
 from megappo.data.ragged import Ragged
 from megappo.experience.owners import Owners
@@ -198,6 +199,11 @@ def rows_of(batch: PackedBatch, versions: tuple[Tensor, Tensor], owner: int) -> 
 def _prompt_lengths(mask: Tensor, cu_seqlens: Tensor, sampled: Tensor) -> Tensor:
     """[B] tokens before the first sampled one; all tokens of a sequence without any. sampled: [B], of each sequence."""
     starts, ends = cu_seqlens[:-1].long(), cu_seqlens[1:].long()
-    first = torch.cat([mask.nonzero().flatten(), ends.new_zeros(1)])  # positions of all sampled tokens, in order
-    index = sampled.cumsum(0) - sampled
-    return torch.where(sampled > 0, first[index.clamp(max=len(first) - 1)] - starts, ends - starts)
+    wanted = sampled.cumsum(0) - sampled  # place of each sequence's first among all sampled tokens
+    first, passed, start = torch.zeros_like(starts), 0, 0
+    for (chunk,) in in_chunks(mask):
+        positions = chunk.nonzero().flatten()
+        here = (wanted >= passed) & (wanted < passed + len(positions))
+        first[here] = start + positions[wanted[here] - passed]
+        passed, start = passed + len(positions), start + len(chunk)
+    return torch.where(sampled > 0, first - starts, ends - starts)

@@ -63,17 +63,22 @@ class Shape:
 
 @dataclass
 class CountingWire:
-    """A wire that counts the bytes sent to others. inner: None for a stand-in, which fills what arrives with what is sent."""
+    """A wire that counts the bytes sent to others, and the processor seconds of this process (the backend's threads too) meanwhile.
+
+    inner: None for a stand-in, which fills what arrives with what is sent.
+    """
 
     rank: int
     ranks: Sequence[int]
     inner: Wire | None
     bytes_sent: int = 0
+    processor_s: float = 0.0
 
     def all_to_all(self, received: Tensor, sent: Tensor, received_counts: Sequence[int], sent_counts: Sequence[int]) -> None:
         assert received.numel() == sum(received_counts) and sent.numel() == sum(sent_counts), "counts are of the buffers"
         own = sent_counts[self.ranks.index(self.rank)]
         self.bytes_sent += (sent.numel() - own) * sent.element_size()
+        start = time.process_time()
         if self.inner is not None:
             self.inner.all_to_all(received, sent, received_counts, sent_counts)
         elif not sent.numel():
@@ -81,6 +86,7 @@ class CountingWire:
         else:
             for part in received.split(sent.numel()):
                 part.copy_(sent[: part.numel()])
+        self.processor_s += time.process_time() - start
 
 
 def planned_bytes(
@@ -126,11 +132,12 @@ def resident(kind: str = "VmRSS") -> int:
 
 @dataclass(frozen=True)
 class Cost:
-    """Of a rank. sent, planned: bytes to others."""
+    """Of a rank. sent, planned: bytes to others. wire_s: processor seconds of the wire, which the phases include."""
 
     meter: Meter
     sent: int
     planned: int
+    wire_s: float
 
 
 def responses_of(table: SampleTable, numbers: Tensor) -> tuple[list[Request], list[Response]]:
@@ -186,7 +193,7 @@ def step(shape: Shape, rank: int, inner: Wire | None) -> Cost:
                 pass
     with meter.phase("metrics"):
         _ = _record(experience, agreement, score).totals  # computed when first read
-    return Cost(meter, wire.bytes_sent, plan_of_step(table, shares, shape, rank, wire, algorithm))
+    return Cost(meter, wire.bytes_sent, plan_of_step(table, shares, shape, rank, wire, algorithm), wire.processor_s)
 
 
 def plan_of_step(table: SampleTable, shares: Shares, shape: Shape, rank: int, wire: Wire, algorithm: AlgorithmConfig) -> int:

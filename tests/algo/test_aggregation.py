@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megappo.algo.aggregation import AGGREGATIONS, token_weights, tokens_per_sequence
+from megappo.algo.aggregation import AGGREGATIONS, sums_per_sequence, token_weights, tokens_per_sequence
 
 MASKS = st.lists(st.lists(st.booleans(), max_size=6), max_size=6)
 
@@ -53,6 +53,14 @@ def test_mean_of_micro_batch_means_is_another_number():
     losses = losses_like(masks)
     means = [oracle("token-mean", losses[i : i + 1], masks[i : i + 1], 7) for i in range(2)]
     assert sum(means) / 2 != pytest.approx(oracle("token-mean", losses, masks, 7))
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 4, 100])
+def test_sums_per_sequence_go_on_over_chunks(monkeypatch, chunk):
+    monkeypatch.setattr("megappo.algo.chunks.TOKENS", chunk)
+    values, cu = torch.arange(1.0, 10.0), torch.tensor([0, 0, 2, 2, 7, 9, 9], dtype=torch.int32)
+    found = sums_per_sequence(values, cu, torch.float64)
+    assert found.dtype == torch.float64 and found.tolist() == [0.0, 3.0, 0.0, 25.0, 17.0, 0.0]
 
 
 def test_tokens_per_sequence_counts_empty_ones():

@@ -23,6 +23,15 @@ def test_summary_of_masked_values_adds_over_parts():
     assert got == pytest.approx(tuple(map(float, want)), rel=1e-9)
 
 
+def test_chunks_of_tokens_change_no_figure(monkeypatch):
+    x, returns, mask = data()
+    whole = masked_moments(x, mask), regression_moments(x, returns, mask)
+    monkeypatch.setattr("megappo.algo.chunks.TOKENS", 7)
+    (sums, maxima), fit = masked_moments(x, mask), regression_moments(x, returns, mask)
+    assert torch.equal(maxima, whole[0].maxima) and torch.allclose(sums, whole[0].sums, rtol=1e-14, atol=0)
+    assert torch.allclose(fit, whole[1], rtol=1e-12, atol=0)
+
+
 def test_summary_of_nothing_is_nan():
     assert all(math.isnan(v) for v in summarise(*masked_moments(torch.ones(3), torch.zeros(3, dtype=torch.bool))))
 

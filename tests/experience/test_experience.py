@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megappo.data.packing import PackedBatch, cu_seqlens_of
 from megappo.data.ragged import NO_ID, Ragged
-from megappo.experience.experience import Experience
+from megappo.experience.experience import Experience, rows_of
 from megappo.experience.owners import Owners
 from megappo.experience.route import Leg, world_wire
 from megappo.experience.table import SampleTable
@@ -237,3 +237,20 @@ def test_rows_of_the_table_follow_the_mask() -> None:
     table = Experience.of_whole(batch).table
     assert (table.length.tolist(), table.prompt.tolist(), table.sampled.tolist()) == ([5, 2, 1], [2, 2, 0], [2, 0, 1])
     assert table.truncated.tolist() == [1, 0, 0]
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.lists(st.booleans(), min_size=1, max_size=9), max_size=9), st.integers(1, 7))
+def test_rows_of_the_table_are_those_of_the_loop(masks: list[list[bool]], chunk: int) -> None:
+    """However many tokens are looked at together."""
+    flat = torch.tensor([one for mask in masks for one in mask], dtype=torch.bool)
+    cut = torch.zeros(len(masks), dtype=torch.bool)
+    lengths = torch.tensor([len(mask) for mask in masks], dtype=torch.long)
+    batch = PackedBatch(
+        torch.zeros_like(flat, dtype=torch.long), cu_seqlens_of(lengths), {"response_mask": flat}, {"truncated": cut}
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("megappo.algo.chunks.TOKENS", chunk)
+        table = rows_of(batch, (cut.int(), cut.int()), 0)
+    assert table.sampled.tolist() == [sum(mask) for mask in masks]
+    assert table.prompt.tolist() == [mask.index(True) if any(mask) else len(mask) for mask in masks]

@@ -22,6 +22,7 @@ WHOLE = {
     "policy__router_aux_coef": 0.0,
     "critic__router_aux_coef": 0.0,
 }
+PAIRS = {"algorithm__mini_batch_size": 2, "algorithm__ppo_epochs": 2, "data__prompts_per_step": 4}
 SINGLE = {"algorithm__mini_batch_size": 1, "algorithm__ppo_epochs": 2, "data__prompts_per_step": 1}
 PADDED_TO = 64
 CASES: dict[str, list[Case]] = {"llama": [{}, {"cp": 2}, SP, {"pp": 2, "vpp": 2}], "qwen3_moe": [{"ep": 2}, {**SP, "ep": 2}]}
@@ -30,6 +31,13 @@ ORDER = list(reversed(range(SEQUENCES)))
 
 def recorded() -> PackedBatch:
     return record_rollouts(1, sequences=SEQUENCES, vocab_size=VOCABULARY)[0]
+
+
+def one_long() -> PackedBatch:
+    """Four samples with the ids that tokens were drawn from; one is longer than the others together, and than a micro-batch."""
+    batch = record_rollouts(1, sequences=SEQUENCES, vocab_size=VOCABULARY, kept=5)[0]
+    order = batch.lengths.argsort()
+    return batch.select([int(order[-1]), *order[:3].tolist()])
 
 
 def arrangements() -> dict[str, tuple[PackedBatch, torch.Tensor]]:
@@ -44,7 +52,7 @@ def arrangements() -> dict[str, tuple[PackedBatch, torch.Tensor]]:
 
 
 def packing_world(rank: int, folders: dict[str, str]):
-    """model -> title -> arrangement -> Measured; "single" is one sequence for all ranks."""
+    """model -> title -> arrangement -> Measured; "single" is one sequence for all ranks, "long" `one_long`."""
     from megappo.platform import cpu
 
     cpu.install()
@@ -56,6 +64,7 @@ def packing_world(rank: int, folders: dict[str, str]):
                 by_name = {name: measure_case(folder, roles, WHOLE, [batch]) for name, (batch, _) in arrangements().items()}
                 one = record_rollouts(1, sequences=1, vocab_size=VOCABULARY, seed=5)
                 by_name["single"] = measure_case(folder, roles, SINGLE, one)
+                by_name["long"] = measure_case(folder, roles, PAIRS, [one_long()])
             found.setdefault(model, {})[title(case, size)] = by_name
     return found
 
@@ -99,6 +108,21 @@ def test_order_and_padding_change_nothing(packed, model: str, size: int, name: s
 def test_a_batch_of_one_sequence_gives_the_same_and_every_rank_takes_part(packed, model: str, size: int, name: str) -> None:
     """A rank without sequences runs through every collective: pipeline, all-to-all of the experts, gradients, metrics."""
     assert disagreements(packed[size][model][name]["single"], packed[1][model]["tp1 pp1 dp1"]["single"]) == []
+
+
+@pytest.mark.parametrize("model, size, name", RUNS[len(CASES) :])
+def test_a_sample_longer_than_all_others_gives_the_same(packed, model: str, size: int, name: str) -> None:
+    """Its replica has nothing else of a mini-batch; the other one may have none at all."""
+    lengths = one_long().lengths.tolist()
+    assert lengths[0] > sum(lengths[1:]) and lengths[0] > 48, "tokens of a micro-batch"
+    assert disagreements(packed[size][model][name]["long"], packed[1][model]["tp1 pp1 dp1"]["long"]) == []
+
+
+def test_the_ids_that_tokens_were_drawn_from_count(packed) -> None:
+    """Negative control of the one above: without them the log-probs are others."""
+    found = packed[1]["llama"]["tp1 pp1 dp1"]["long"]["policy"].values
+    drawn_alone = one_long().ragged("kept").counts == 1
+    assert drawn_alone.any() and found["logprobs"][0][drawn_alone].abs().max() < 1e-6
 
 
 def test_the_comparison_notices_a_wrong_order(packed) -> None:

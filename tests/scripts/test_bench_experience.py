@@ -72,15 +72,17 @@ def test_the_tables_are_printed() -> None:
     )
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    tables = [lines[start : start + 20] for start, line in enumerate(lines) if line.endswith("samples of about 32 tokens")]
-    assert len(tables) == 2
-    for table, columns in zip(tables, (1, 2)):
-        values = {line[:22].strip(): line[22:].split() for line in table[1:]}
-        assert all(len(value) == columns for value in values.values() if value)
+    starts = [number for number, line in enumerate(lines) if "samples of about 32 tokens" in line]
+    assert len(starts) == 2 and all(" cores, load " in line for line in map(lines.__getitem__, starts))
+    for start, columns in zip(starts, (1, 2)):
+        table = lines[start + 2 : start + 24]
+        values = {row[0]: row[1:] for row in ([cell.strip() for cell in line.strip("|").split("|")] for line in table)}
+        assert all(len(value) == columns for value in values.values())
         assert values["sent, bytes"] == values["planned, bytes"] and "0" not in values["sent, bytes"]
-        phases = list(values)[3:13]
+        phases = list(values)[4:14]
         assert phases[0] == "pack" and phases[-1] == "metrics" and all(float(x) > 0 for p in phases for x in values[p])
-        assert [float(x) for x in values["sum, ns"]] == pytest.approx(
-            [sum(float(values[p][i]) for p in phases) for i in range(columns)], abs=1
-        )
+        summed = [float(x) for x in values["sum, ns"]]
+        assert summed == pytest.approx([sum(float(values[p][i]) for p in phases) for i in range(columns)], abs=1)
+        assert all(0 < float(wire) < whole for wire, whole in zip(values["of it the wire, ns"], summed))
     assert sum("extrapolated" in line for line in lines) == 2
+    assert sum("ns of processor time per own token (limit 120)" in line for line in lines) == 1
