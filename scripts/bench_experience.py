@@ -4,7 +4,8 @@ Prints the tables of docs/scale.md. All of a rank's work on samples in a step bu
 (scripts/bench/experience_step.py). Worlds: real ones over gloo, of processes on this machine, with a batch of their own
 (--world-samples). Alone: rank 0 of larger worlds, with the table of all samples; what others would send is a copy of what is sent.
 Per phase nanoseconds of processor time, all threads of the process, per own token (tokens of the step / world), of the rank with
-the largest sum; the best of some repetitions. wire: its part inside the exchanges (over gloo: copies to and from sockets). peak: rise of resident memory (VmHWM), the responses included, in the first repetition. old: what every rank did when it had the
+the largest sum; the best of some repetitions. wire: its part inside the exchanges (over gloo: copies to and from sockets). peak:
+rise of resident memory (VmHWM), the responses included, in the first repetition. old: what every rank did when it had the
 responses of all, measured on a few samples.
 """
 
