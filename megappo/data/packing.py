@@ -13,7 +13,7 @@ from math import lcm
 import torch
 from torch import Tensor
 
-from megappo.data.positions import moved, token_positions
+from megappo.data.positions import Spans, moved, token_positions
 from megappo.data.ragged import Ragged
 
 
@@ -107,15 +107,14 @@ class PackedBatch:
         """Select sequences with all their fields, in the given order."""
         chosen = torch.as_tensor(sequences, dtype=torch.long, device=self.tokens.device)
         starts, lengths = self.cu_seqlens[:-1].long()[chosen], self.lengths[chosen]
-        index = token_positions(starts, lengths)
+        spans = Spans(starts, lengths)
         return replace(
             self,
-            tokens=self.tokens.index_select(0, index),
+            tokens=spans.of(self.tokens),
             cu_seqlens=cu_seqlens_of(lengths),
-            # Three times faster than v[index].
-            token_fields={k: v.index_select(0, index) for k, v in self.token_fields.items()},
+            token_fields={k: spans.of(v) for k, v in self.token_fields.items()},
             sequence_fields={k: v[chosen] for k, v in self.sequence_fields.items()},
-            ragged_fields={k: v.spans(starts, lengths) for k, v in self.ragged_fields.items()},
+            ragged_fields={k: v.select(spans) for k, v in self.ragged_fields.items()},
         )
 
     def padded(self, sequence_multiple: int = 1, total_multiple: int = 1) -> tuple[PackedBatch, Tensor]:

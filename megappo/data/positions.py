@@ -2,8 +2,38 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cached_property
+
 import torch
 from torch import Tensor
+
+LONG = 2048  # mean elements of a span from which on slices are faster than an index of every element, and take no memory
+
+
+@dataclass(frozen=True)
+class Spans:
+    """Spans of a flat tensor, which are gathered one after the other. starts, lengths: [M] int64."""
+
+    starts: Tensor
+    lengths: Tensor
+
+    def of(self, values: Tensor) -> Tensor:
+        """[sum of lengths, ...] elements of the spans."""
+        if self._bounds is None:
+            return values.index_select(0, self._positions)
+        return torch.cat([values[:0], *(values[start:end] for start, end in self._bounds)])
+
+    @cached_property
+    def _bounds(self) -> list[tuple[int, int]] | None:
+        """Ends of the spans; None if they are short."""
+        if int(self.lengths.sum()) < LONG * len(self.lengths):
+            return None
+        return list(zip(self.starts.tolist(), (self.starts + self.lengths).tolist()))
+
+    @cached_property
+    def _positions(self) -> Tensor:
+        return token_positions(self.starts, self.lengths)
 
 
 def token_positions(starts: Tensor, lengths: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from megappo.data.positions import moved, token_positions
+from megappo.data.positions import Spans, moved
 
 NO_ID = -1  # "none" in a table of token ids
 
@@ -39,12 +39,11 @@ class Ragged:
         """[T+1] int64, where the ids of each row start, and their number."""
         return torch.cat([self.counts.new_zeros(1, dtype=torch.long), self.counts.cumsum(0)])
 
-    def spans(self, starts: Tensor, lengths: Tensor) -> Ragged:
-        """Rows starts[i], starts[i] + 1, ... for lengths[i] rows, one span after the other; both [M] int64."""
-        # Slices: a span has many ids, and an index of each would take twice their memory.
-        bounds = zip(self.offsets[starts].tolist(), self.offsets[starts + lengths].tolist())
-        ids = torch.cat([self.ids[:0], *(self.ids[first:end] for first, end in bounds)])
-        return Ragged(ids, self.counts.index_select(0, token_positions(starts, lengths)))
+    def select(self, spans: Spans) -> Ragged:
+        """Rows of the spans, one after the other."""
+        first = self.offsets[spans.starts]
+        ids = Spans(first, self.offsets[spans.starts + spans.lengths] - first)
+        return Ragged(ids.of(self.ids), spans.of(self.counts))
 
     def spread(self, index: Tensor, num_rows: int) -> Ragged:
         """Row t as row index[t] of `num_rows`, the others empty; index: [T] int64, ascending."""

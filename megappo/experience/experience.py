@@ -16,6 +16,7 @@ from torch import Tensor
 from megappo.algo.aggregation import tokens_per_sequence
 from megappo.algo.chunks import in_chunks
 from megappo.data.packing import PackedBatch, cu_seqlens_of
+from megappo.data.positions import Spans
 from megappo.data.ragged import Ragged
 from megappo.experience.owners import Owners
 from megappo.experience.route import Route, Wire, world_wire
@@ -46,9 +47,9 @@ class Fields(NamedTuple):
 
     def emptied(self) -> Fields:
         """The same names and types, of no token and no sample."""
-        nothing = torch.empty(0, dtype=torch.long)
+        nothing = Spans(torch.empty(0, dtype=torch.long), torch.empty(0, dtype=torch.long))
         tokens, sequences = ({name: x[:0] for name, x in kind.items()} for kind in (self.tokens, self.sequences))
-        return Fields(tokens, sequences, {name: x.spans(nothing, nothing) for name, x in self.ragged.items()})
+        return Fields(tokens, sequences, {name: x.select(nothing) for name, x in self.ragged.items()})
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megappo.data.packing import PackedBatch, pack
-from megappo.data.positions import token_positions
+from megappo.data.positions import Spans, token_positions
 from tests.data.test_ragged import ragged, rows_of
 
 
@@ -78,6 +78,12 @@ def test_positions_of_spans_are_those_of_the_loop(spans: list[tuple[int, int]]) 
     found = token_positions(starts, lengths)
     assert found.dtype == torch.long
     assert found.tolist() == [start + offset for start, length in spans for offset in range(length)]
+    values = torch.arange(60).int() * 3
+    for long in (1, 10**6):  # by slices, and by an index
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("megappo.data.positions.LONG", long)
+            gathered = Spans(starts, lengths).of(values)
+        assert gathered.dtype == torch.int32 and gathered.tolist() == [3 * position for position in found.tolist()]
 
 
 @pytest.mark.parametrize("chosen", [[], [1], [1, 1], [3, 0, 2], [2, 1, 3, 1], torch.tensor([3, 1, 0])])

@@ -6,6 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megappo.data.positions import Spans
 from megappo.data.ragged import NO_ID, Ragged
 
 ROWS = st.lists(st.lists(st.integers(0, 99), max_size=4), max_size=9)
@@ -37,7 +38,7 @@ def test_spans_are_those_of_the_list(rows: list[list[int]], data: st.DataObject)
     """In any order, that may overlap or be empty."""
     starts = data.draw(st.lists(st.integers(0, len(rows)), max_size=5))
     lengths = [data.draw(st.integers(0, len(rows) - start)) for start in starts]
-    found = ragged(rows).spans(torch.tensor(starts, dtype=torch.long), torch.tensor(lengths, dtype=torch.long))
+    found = ragged(rows).select(Spans(torch.tensor(starts, dtype=torch.long), torch.tensor(lengths, dtype=torch.long)))
     assert rows_of(found) == [row for start, length in zip(starts, lengths) for row in rows[start : start + length]]
 
 

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megappo.data.packing import PackedBatch, cu_seqlens_of
+from megappo.data.positions import Spans
 from megappo.data.ragged import NO_ID, Ragged
 from megappo.experience.experience import Experience, rows_of
 from megappo.experience.owners import Owners
@@ -87,6 +88,12 @@ def test_every_rank_ends_with_its_samples(case: tuple[int, list[tuple[int, int, 
         assert not differs(back, batch.select(before.numbers(rank)))
 
 
+@pytest.fixture(params=[1, 10**6], ids=["slices", "index"])
+def both_ways_to_gather(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Samples are as short here as none of a run's that are gathered by slices."""
+    monkeypatch.setattr("megappo.data.positions.LONG", request.param)
+
+
 LAYOUTS = [
     (ParallelLayout(4, tp=2), (0, 1, 2, 3)),
     (ParallelLayout(4, pp=2), (0, 1, 2, 3)),
@@ -97,6 +104,7 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.usefixtures("both_ways_to_gather")
 @pytest.mark.parametrize(("layout", "ranks"), LAYOUTS, ids=lambda value: str(value))
 @pytest.mark.parametrize("lengths", [[3, 1, 4, 1, 5, 9, 2, 6], [40], [1, 1, 200]], ids=["eight", "one", "a long one"])
 def test_a_role_is_sent_what_its_ranks_read_and_its_results_come_back(
@@ -160,7 +168,8 @@ def test_a_sample_off_by_one_is_noticed(monkeypatch: pytest.MonkeyPatch, end: st
 
     def shifted(cls: Any, *arguments: Any) -> Leg:
         leg = right(cls, *arguments)
-        return replace(leg, starts=leg.starts.roll(1)) if len(leg.starts) > 1 else leg
+        spans = Spans(leg.spans.starts.roll(1), leg.spans.lengths)
+        return replace(leg, spans=spans) if len(leg.rows) > 1 else leg
 
     monkeypatch.setattr(Leg, end, classmethod(shifted))
     with pytest.raises(AssertionError):
