@@ -6,7 +6,7 @@ per-token results in the share's order on the rank that reports. Losses are call
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -23,8 +23,11 @@ from megappo.data.packing import PackedBatch
 from megappo.engine.base import LanguageLoss, LossFunction, LossOutput, PassResult, RouterSummary, StepResult, ValueLoss
 from megappo.engine.linear_output import LinearOutput
 from megappo.engine.megatron_optimizer import Optimizer
-from megappo.engine.megatron_schedule import MicroBatch, MicroBatches, run_schedule
+from megappo.engine.megatron_schedule import run_schedule
+from megappo.engine.micro_batches import MicroBatch, MicroBatches
 from megappo.engine.offload import StorageOffload, without_storages_of
+from megappo.engine.results import combined_metrics, detached, in_order, names_of
+from megappo.engine.skipped_steps import SkippedSteps
 from megappo.models.arch import ModelArch, vocab_shard
 from megappo.models.gpt import CriticModel, PackedModel, PolicyModel
 from megappo.models.hf_export import export_pretrained
@@ -37,19 +40,6 @@ from megappo.parallel.context import ContextShard
 from megappo.parallel.groups import ProcessGroups
 from megappo.parallel.placement import Placement
 from megappo.parallel.shares import Shares, shares_of
-from megappo.resilience.faults import Unrecoverable
-from megappo.resilience.ranks import name_ranks
-
-# Skipped steps in a row after which the run stops: a diverged model does not recover by itself.
-MAX_SKIPPED_STEPS = 3
-
-
-# Tensors that one rank names in a message.
-MAX_NAMED = 4
-
-
-class NonFiniteGradient(Unrecoverable):
-    """Gradients were NaN or infinite several steps in a row. The same message on every rank."""
 
 
 class MegatronEngine:
@@ -83,7 +73,7 @@ class MegatronEngine:
         self._micro_batch_tokens = micro_batch_tokens
         self._optimizer = optimizer
         self._offload = offload
-        self._skipped_steps = 0
+        self._skipped_steps = SkippedSteps(name, groups)
         self._passes = 0
         self._router_state = share_router_state(self.chunks)
         self._router_aux_coef = router_aux_coef
@@ -213,30 +203,17 @@ class MegatronEngine:
             self._router_state.begin(self._router_aux_coef, max(1, agreed.sequences))
         compute_loss = partial(self._compute_loss, loss_fn, denominator, outputs)
         run_schedule(self._wrapped, micro_batches, compute_loss, self.groups, forward_only=forward_only)
-        tokens = [output.tokens for output in outputs]
-        names = self._agree_on_names(outputs)
-        sums, maxima = self._combine_metrics(outputs, names["sums"], names["maxima"])
+        names, reports = self._agree_on_names(outputs), self.groups.is_reporter
+        sums, maxima = combined_metrics(outputs, names, self.groups.everyone, self.device, reports=reports)
         router = None if forward_only else self._combine_router_load(agreed.sequences)
-        return PassResult(self._in_order(share, mine, tokens, names["tokens"]), sums, maxima, len(mine), router)
+        tokens = in_order(share, mine, outputs, names["tokens"], self.device, reports=reports)
+        return PassResult(tokens, sums, maxima, len(mine), router)
 
     def _rounded(self, micro_batches: int) -> int:
         """Number of micro-batches that the schedule can run: at least so many."""
         # The interleaved schedule passes micro-batches through the stages in groups of pp.
         multiple = self.groups.layout.pp if self.groups.layout.vpp > 1 else 1
         return -(-micro_batches // multiple) * multiple
-
-    def _in_order(
-        self, share: PackedBatch, mine: list[list[int]], tokens: list[Mapping[str, Tensor]], names: list[str]
-    ) -> dict[str, Tensor]:
-        """Results of the micro-batches in the order of the share's tokens; zeros on a rank that does not report."""
-        ordered = torch.zeros(len(names), share.num_tokens, dtype=torch.float32, device=self.device)
-        if self.groups.is_reporter:
-            for sequences, values in zip(mine, tokens):
-                index = share.token_index(sequences).to(self.device)
-                for row, name in enumerate(names):
-                    ordered[row, index] = values[name].float()
-        on_share = ordered.to(share.tokens.device)
-        return dict(zip(names, on_share))
 
     def _compute_loss(
         self, loss_fn: LossFunction, denominator: float, outputs: list[LossOutput], micro: MicroBatch, raw: Tensor
@@ -246,13 +223,7 @@ class MegatronEngine:
             output = cast(LanguageLoss, loss_fn)(self._language_output(model, raw, micro.context), micro.batch)
         else:
             output = cast(ValueLoss, loss_fn)(raw, micro.batch)
-        outputs.append(
-            LossOutput(
-                tokens={name: value.detach().index_select(0, micro.real) for name, value in output.tokens.items()},
-                sums={name: value.detach() for name, value in output.sums.items()},
-                maxima={name: value.detach() for name, value in output.maxima.items()},
-            )
-        )
+        outputs.append(detached(output, micro.real))
         loss = raw.new_zeros(()) if output.loss_sum is None else output.loss_sum / denominator
         # Megatron normalises by the token count; our loss is normalised already, so a count of one is reported and never used.
         return loss, torch.ones((), dtype=torch.int, device=self.device), {}
@@ -276,7 +247,7 @@ class MegatronEngine:
         layout = self.groups.layout
         names: dict[str, list[str]] | None = None
         if outputs:
-            names = {kind: sorted(getattr(outputs[0], kind)) for kind in ("tokens", "sums", "maxima")}
+            names = names_of(outputs[0])
         if layout.pp == 1:
             assert names is not None
             return names
@@ -285,23 +256,6 @@ class MegatronEngine:
         agreed = box[0]
         assert agreed is not None, "the last stage computed no loss"
         return agreed
-
-    def _combine_metrics(
-        self, outputs: list[LossOutput], sum_names: list[str], maximum_names: list[str]
-    ) -> tuple[dict[str, float], dict[str, float]]:
-        sums = torch.zeros(len(sum_names), dtype=torch.float64, device=self.device)
-        maxima = torch.full((len(maximum_names),), -torch.inf, dtype=torch.float64, device=self.device)
-        if self.groups.is_reporter:
-            for output in outputs:
-                for row, name in enumerate(sum_names):
-                    sums[row] += output.sums[name].double()
-                for row, name in enumerate(maximum_names):
-                    maxima[row] = torch.maximum(maxima[row], output.maxima[name].double())
-        if sum_names:
-            dist.all_reduce(sums, group=self.groups.everyone)
-        if maximum_names:
-            dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=self.groups.everyone)
-        return dict(zip(sum_names, sums.tolist())), dict(zip(maximum_names, maxima.tolist()))
 
     def _combine_router_load(self, num_sequences: int) -> RouterSummary | None:
         """Load of the routers of all ranks in this pass; None for a dense model."""
@@ -327,33 +281,12 @@ class MegatronEngine:
         # Both stay until the mode is left, instead of one round trip to the host per mini-batch.
         self.to("device")
         result = self._trained().step()
-        self._skipped_steps = 0 if result.applied else self._skipped_steps + 1
-        if self._skipped_steps >= MAX_SKIPPED_STEPS:
-            raise NonFiniteGradient(
-                f"{self.name}: gradient norm not finite in {self._skipped_steps} steps in a row; {self._non_finite_ranks()}"
-            )
+        self._skipped_steps.count(result, self.named_gradients())
         return result
 
     def _trained(self) -> Optimizer:
         assert self._optimizer is not None, f"{self.name} is frozen: it has no optimizer"
         return self._optimizer
-
-    def _non_finite_ranks(self) -> str:
-        """Tensors with such gradients, rank by rank. Collective over the role, on the host."""
-        bad = [name for name, gradient in self.named_gradients().items() if not torch.isfinite(gradient).all()]
-        found: list = [None] * self.groups.layout.world_size
-        dist.all_gather_object(found, (len(bad), bad[:MAX_NAMED]), group=self.groups.host)
-        at, ranks = self.groups.layout.coordinates, self.groups.placement.ranks
-        named = [
-            f"rank {ranks[position]} (stage {at(position).pp}, tp {at(position).tp}): {', '.join(names)}"
-            + (f" and {count - len(names)} more" if count > len(names) else "")
-            for position, (count, names) in enumerate(found)
-            if count
-        ]
-        clean = [rank for rank, (count, _) in zip(ranks, found) if not count]
-        if not named:  # every tensor is finite, but not the norm
-            return "no rank has one among its own tensors: the norm overflows"
-        return "; ".join([*named, *([f"{name_ranks(clean)}: none of their own tensors"] if clean else [])])
 
     # ------------------------------------------------------------------------------------------------------ checkpoint
 

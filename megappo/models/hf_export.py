@@ -102,22 +102,55 @@ def export_pretrained(
     dtype: torch.dtype | None = None,
     shard_bytes: int = _SHARD_BYTES,
 ) -> None:
-    """Write a model (its chunks, not wrapped) to `out_dir` in `dtype` (the model's own by default).
+    """Write a Megatron model (its chunks, not wrapped) to `out_dir` in `dtype` (the model's own by default): `export_pieces`."""
+    value_head = isinstance(chunks[0], CriticModel)
+    parameters = {name: parameter.data for name, parameter in named_parameters(chunks).items()}
+    pieces = _pieces_of_stage(arch, groups, value_head)
+    dtype = dtype or chunks[0].config.params_dtype
+    export_pieces(parameters, pieces, arch, groups, out_dir, source_dir, dtype, value_head=value_head, shard_bytes=shard_bytes)
 
-    Collective over the role's ranks.
+
+def export_pieces(
+    parameters: Mapping[str, Tensor],
+    pieces: Mapping[int, Sequence[Piece]],
+    arch: ModelArch,
+    groups: ProcessGroups,
+    out_dir: str | Path,
+    source_dir: str | Path,
+    dtype: torch.dtype,
+    *,
+    value_head: bool,
+    shard_bytes: int = _SHARD_BYTES,
+) -> None:
+    """Write a model as a Hugging Face checkpoint in `dtype`. Collective over the role's ranks.
+
+    parameters: of this rank. pieces: position -> its rectangles, for positions of this rank's stage that together hold all of it,
+    the first one among them.
 
     config.json, generation settings and tokenizer files come from `source_dir`. A critic becomes a token classifier with one
     label, whose head stays fp32 in the file. The directory appears under its name when it is complete and must not exist before.
     A ValueError or OSError of any rank is raised on all.
     """
     out, partial = Path(out_dir), Path(f"{out_dir}.partial")
-    dtype = dtype or chunks[0].config.params_dtype
-    value_head = isinstance(chunks[0], CriticModel)
     shards = plan_shards(arch, groups.layout, value_head, dtype.itemsize, shard_bytes)
-    is_first = groups.position == 0
+    gather, is_first = _Gather(parameters, pieces, hf_tensors(arch, value_head), groups), groups.position == 0
     _on_all_ranks(lambda: _start(out, partial) if is_first else None, groups)
-    _on_all_ranks(lambda: _write_stage(chunks, arch, groups, partial, shards, dtype), groups)
+    _on_all_ranks(lambda: _write_stage(gather, groups, partial, shards, dtype), groups)
     _on_all_ranks(lambda: _finish(arch, out, partial, Path(source_dir), shards, dtype, value_head) if is_first else None, groups)
+
+
+def _pieces_of_stage(arch: ModelArch, groups: ProcessGroups, value_head: bool) -> dict[int, list[Piece]]:
+    """Position -> its pieces, for one position of this stage with each part of its weights."""
+    layout = groups.layout
+    root = layout.rank_of(pp=groups.coordinates.pp)
+    pieces: dict[int, list[Piece]] = {}
+    places: set[tuple[int, int, int]] = set()
+    for rank in range(root, root + layout.ranks_per_stage):
+        at = layout.coordinates(rank)
+        if (at.tp, at.etp, at.ep) not in places:  # dp and cp ranks hold copies
+            places.add((at.tp, at.etp, at.ep))
+            pieces[rank] = megatron_pieces(arch, layout, rank, value_head)
+    return pieces
 
 
 def _on_all_ranks(step: Callable[[], None], groups: ProcessGroups) -> None:
@@ -143,11 +176,7 @@ def _start(out: Path, partial: Path) -> None:
     partial.mkdir(parents=True)
 
 
-def _write_stage(
-    chunks: Sequence[PackedModel], arch: ModelArch, groups: ProcessGroups, folder: Path, shards: list[Shard], dtype: torch.dtype
-) -> None:
-    parameters = {name: parameter.data for name, parameter in named_parameters(chunks).items()}
-    gather = _Gather(parameters, arch, groups, isinstance(chunks[0], CriticModel))
+def _write_stage(gather: _Gather, groups: ProcessGroups, folder: Path, shards: list[Shard], dtype: torch.dtype) -> None:
     failure: Exception | None = None
     for shard in shards:
         if shard.stage != groups.coordinates.pp:
@@ -171,20 +200,19 @@ def _write_stage(
 class _Gather:
     """Assembly of one Hugging Face tensor after the other on the first rank of this stage. Ranks are positions in the role."""
 
-    def __init__(self, parameters: Mapping[str, Tensor], arch: ModelArch, groups: ProcessGroups, value_head: bool) -> None:
-        layout = groups.layout
-        self.rank, self.root = groups.position, layout.rank_of(pp=groups.coordinates.pp)
-        self.parameters, self.host = parameters, groups.host
-        self.shapes = hf_tensors(arch, value_head)
-        self.pieces: dict[int, dict[str, list[Piece]]] = {}
-        places: set[tuple[int, int, int]] = set()
-        for rank in range(self.root, self.root + layout.ranks_per_stage):
-            at = layout.coordinates(rank)
-            if (at.tp, at.etp, at.ep) not in places:  # dp and cp ranks hold copies
-                places.add((at.tp, at.etp, at.ep))
-                self.pieces[rank] = defaultdict(list)
-                for piece in megatron_pieces(arch, layout, rank, value_head):
-                    self.pieces[rank][piece.hf].append(piece)
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        pieces: Mapping[int, Sequence[Piece]],
+        shapes: Mapping[str, tuple[int, ...]],
+        groups: ProcessGroups,
+    ) -> None:
+        self.rank, self.root = groups.position, groups.layout.rank_of(pp=groups.coordinates.pp)
+        self.parameters, self.host, self.shapes = parameters, groups.host, shapes
+        self.pieces: dict[int, dict[str, list[Piece]]] = {rank: defaultdict(list) for rank in sorted(pieces)}
+        for rank, held in pieces.items():
+            for piece in held:
+                self.pieces[rank][piece.hf].append(piece)
 
     @property
     def is_root(self) -> bool:

@@ -61,9 +61,9 @@ def load_pretrained(
             source, _ = reader.slice(piece.hf, shapes[piece.hf])
             _place(parameters[piece.local], piece, read_box(source, piece.box))
     if not is_critic and arch.tied_embeddings:
-        _check_tied(reader, arch, pieces)
+        check_tied(reader, arch, pieces)
     if LOCAL_VALUE_HEAD in parameters:
-        _fill_value_head(parameters[LOCAL_VALUE_HEAD], arch, reader, value_head, seed)
+        fill_value_head(parameters[LOCAL_VALUE_HEAD], arch, reader, value_head, seed)
 
 
 def read_box(source: LazySlice, box: Box) -> Tensor:
@@ -78,7 +78,7 @@ def _place(parameter: Tensor, piece: Piece, values: Tensor) -> None:
     target.copy_(values)
 
 
-def _check_tied(reader: CheckpointReader, arch: ModelArch, pieces: list[Piece]) -> None:
+def check_tied(reader: CheckpointReader, arch: ModelArch, pieces: list[Piece]) -> None:
     """Raise ValueError for a checkpoint that claims tied embeddings but has another output projection, which would be lost."""
     if reader.find(OUTPUT) is None:
         return
@@ -91,7 +91,8 @@ def _check_tied(reader: CheckpointReader, arch: ModelArch, pieces: list[Piece]) 
             raise ValueError(f"{where} differs from the embedding to which it is tied; {fix}")
 
 
-def _fill_value_head(weight: Tensor, arch: ModelArch, reader: CheckpointReader, source: ValueHeadSource, seed: int) -> None:
+def fill_value_head(weight: Tensor, arch: ModelArch, reader: CheckpointReader, source: ValueHeadSource, seed: int) -> None:
+    """Fill the whole head [1, hidden] as `load_pretrained` says. ValueError names tensor and file."""
     if source == "zero":
         weight.zero_()
     elif source == "normal":

@@ -101,7 +101,7 @@ def one_rank() -> Iterator[Any]:
 def outputs(model: str, dtype: torch.dtype, value_head: bool) -> dict[str, Tensor]:
     """Stage 4's per-token results of one role, without data."""
     from megappo.engine.megatron import MegatronEngine
-    from megappo.engine.megatron_schedule import MicroBatch
+    from megappo.engine.micro_batches import MicroBatch
     from megappo.models.build import build_model
     from megappo.models.hf_config import read_arch
     from megappo.trainer.roles import Critic, LanguageModel

@@ -208,7 +208,7 @@ def test_what_a_pass_did_not_declare_is_left_out_and_asking_for_it_is_an_error()
 
 @pytest.mark.parametrize("vpp", [1, 2])
 def test_micro_batches_are_sent_one_ahead_and_let_go_after_the_last_chunk(monkeypatch, vpp: int) -> None:
-    from megappo.engine import megatron_schedule as schedule
+    from megappo.engine import micro_batches as schedule
 
     layout = ParallelLayout(2, pp=2, vpp=vpp) if vpp > 1 else ParallelLayout(1)
     alone = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
@@ -238,7 +238,7 @@ def test_micro_batches_are_sent_one_ahead_and_let_go_after_the_last_chunk(monkey
 
 def fields_of_passes(rank: int, path: str) -> dict[str, Any]:
     """Fields that passes of policy and critic take to the device, and what a loss that reads another one gets."""
-    from megappo.engine import megatron_schedule as schedule
+    from megappo.engine import micro_batches as schedule
     from megappo.engine.base import LossOutput
     from megappo.parallel.groups import build_groups
     from megappo.platform import cpu

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megappo.models.hf_config import read_arch
-from megappo.models.hf_import import CheckpointReader, _check_tied, _fill_value_head, read_box
+from megappo.models.hf_import import CheckpointReader, check_tied, fill_value_head, read_box
 from megappo.models.weight_map import hf_tensors, megatron_pieces
 from tests.models.cases import place
 from tests.models.checkpoints import write_checkpoint
@@ -120,10 +120,10 @@ def test_a_tied_checkpoint_with_another_output_projection_is_refused(folder, sam
     for rank in (0, 1):
         pieces = megatron_pieces(arch, *place(2, 1, rank, 0))
         if same or rank == 0:
-            _check_tied(reader, arch, pieces)
+            check_tied(reader, arch, pieces)
         else:
             with pytest.raises(ValueError, match="lm_head.weight differs from the embedding .* set tie_word_embeddings to false"):
-                _check_tied(reader, arch, pieces)
+                check_tied(reader, arch, pieces)
 
 
 @pytest.mark.parametrize("name", ["score.weight", "v_head.summary.weight", "v_head.weight"])
@@ -132,17 +132,17 @@ def test_a_value_head_is_read_from_every_known_name(folder, name):
     bias = name.removesuffix("weight") + "bias"
     path = rewrite(folder, lambda tensors: tensors.update({name: head, bias: torch.zeros(1)}))
     weight = torch.empty(1, 64)
-    _fill_value_head(weight, read_arch(path), CheckpointReader(path), "checkpoint", 0)
+    fill_value_head(weight, read_arch(path), CheckpointReader(path), "checkpoint", 0)
     assert torch.equal(weight, head)
     rewrite(folder, lambda tensors: tensors.update({bias: torch.tensor([0.5])}))
     with pytest.raises(ValueError, match=f"{bias} is 0.5, but the value head has no bias"):
-        _fill_value_head(weight, read_arch(path), CheckpointReader(path), "checkpoint", 0)
+        fill_value_head(weight, read_arch(path), CheckpointReader(path), "checkpoint", 0)
 
 
 def test_an_absent_or_wide_value_head_is_refused(folder):
     path = folder / "single"
     with pytest.raises(ValueError, match="has no value head .*set critic.value_head to zero or normal"):
-        _fill_value_head(torch.empty(1, 64), read_arch(path), CheckpointReader(path), "checkpoint", 0)
+        fill_value_head(torch.empty(1, 64), read_arch(path), CheckpointReader(path), "checkpoint", 0)
     rewrite(folder, lambda tensors: tensors.update({"score.weight": torch.zeros(2, 64)}))
     with pytest.raises(ValueError, match=r"score.weight has shape \[2, 64\], config.json asks for \[1, 64\]"):
-        _fill_value_head(torch.empty(1, 64), read_arch(path), CheckpointReader(path), "checkpoint", 0)
+        fill_value_head(torch.empty(1, 64), read_arch(path), CheckpointReader(path), "checkpoint", 0)
