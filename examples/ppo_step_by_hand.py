@@ -14,7 +14,7 @@ from contextlib import closing
 import torch
 
 from megappo.config.loading import load_config
-from megappo.engine.build import MegatronEngines
+from megappo.engine.build import RoleEngines
 from megappo.ops import dispatch
 from megappo.plan.run import plan_run
 from megappo.platform.device import select_device, start_alone
@@ -39,7 +39,7 @@ def main(path: str, overrides: list[str]) -> None:
     data = plan_run(config, 1, device.type).data
     assert data is not None, "plan_run reads the data unless it is asked for shapes only"
 
-    factory = MegatronEngines(config.model, config.run.timeouts, device)
+    factory = RoleEngines(config.model, config.run.timeouts, device)
     roles = build_roles(config, factory, total_updates={"policy": 100, "critic": 100})
     sampling = sampling_params(config.rollout, data.tokenizer)
     rollout = rollout_of(config, data.tokenizer, roles.policy.engine, device)

@@ -72,7 +72,7 @@ def _rank_main(rank: int, folder: str, rounds: int, idle_s: float) -> None:
     quiet_libraries()
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
     from megappo.config.loading import load_config
-    from megappo.engine.build import MegatronEngines
+    from megappo.engine.build import RoleEngines
     from megappo.parallel.groups import AgreedPass, ProcessGroups
     from megappo.platform.device import start_distributed
     from megappo.telemetry.timers import StageTimers
@@ -82,7 +82,7 @@ def _rank_main(rank: int, folder: str, rounds: int, idle_s: float) -> None:
 
     config = load_config(str(ROOT / "configs/quickstart.yaml"), [f"policy.model={folder}"])
     start_distributed(torch.device("cpu"), config.run.timeouts)
-    factory = MegatronEngines(config.model, config.run.timeouts, torch.device("cpu"))
+    factory = RoleEngines(config.model, config.run.timeouts, torch.device("cpu"))
     roles = build_roles(config, factory, {"policy": 100, "critic": 100}, random_weights=True)
     experience = _experience(config)
     agree, meetings = ProcessGroups.agree, [0]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from math import prod
 
-from megatron.core.dist_checkpointing.mapping import ReplicaId, ShardedTensor
+from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ReplicaId, ShardedTensor
 from torch import Tensor
 
 Shard = tuple[str, tuple[int, ...], tuple[int, ...]]
@@ -67,6 +67,17 @@ def cut(entry: ShardedTensor, start: int, values: Tensor) -> list[ShardedTensor]
             )
         )
     return found
+
+
+def sharded_rows(key: str, values: Tensor, shape: Sequence[int], start: int) -> ShardedTensor:
+    """Rows `start`, ... of a tensor of this shape, which no other rank holds; shares memory with `values`."""
+    offset = (start, *(0 for _ in shape[1:]))
+    return ShardedTensor(key, values, values.dtype, tuple(values.shape), tuple(shape), offset, axis_fragmentations=None)
+
+
+def keep_own(values: Tensor) -> LocalNonpersistentObject:
+    """Description of a tensor that the reader of a checkpoint gives back as it is."""
+    return LocalNonpersistentObject(values)
 
 
 Holders = dict[Shard, list[int]]

@@ -263,7 +263,8 @@ def _require_same_keys(
     surplus = {key for key in unused if not key.startswith(passed_over) and not key.endswith(_EXTRA_STATE)}
     for where, keys in (("only the model", missing), ("only the checkpoint", surplus)):
         if keys:
-            raise ValueError(f"{directory} does not fit the model: {where} has {min(keys)} ({len(keys)} such tensors)")
+            fix = "use the architecture and the role's engine that wrote it"
+            raise ValueError(f"{directory} does not fit the model: {where} has {min(keys)} ({len(keys)} such tensors); {fix}")
 
 
 def _first_failure(error: CheckpointException, group: dist.ProcessGroup) -> str:

@@ -13,6 +13,7 @@ from typing import Literal
 
 from megappo.config.batch import nearest_divisors, step_arithmetic
 from megappo.config.dead_keys import dead_keys
+from megappo.config.engine_checks import engine_problems
 from megappo.config.errors import ConfigError, problem
 from megappo.config.evaluations import config_of_set, evaluation_problem, evaluation_sets
 from megappo.config.keys import value_at
@@ -48,6 +49,7 @@ def problems(config: TrainConfig | SftConfig, explicit: frozenset[str], world_si
 def rule_problems(config: TrainConfig | SftConfig, explicit: frozenset[str]) -> Iterator[str]:
     """Problems that do not depend on the world."""
     yield from timeout_problems(config.run)
+    yield from engine_problems(config)
     if isinstance(config, TrainConfig):
         found = (rule(config) for rule in TRAIN_RULES)
     else:

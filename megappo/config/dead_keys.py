@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 from megappo.config.batch import step_arithmetic
 from megappo.config.keys import value_keys
-from megappo.config.layout_checks import scores_with_model
+from megappo.config.layout_checks import roles_in_use, scores_with_model
 from megappo.config.role_sections import OptimizerConfig
 from megappo.config.schema import SftConfig, TrainConfig
 
@@ -35,11 +35,21 @@ def _unsplit(role: str) -> Dead:
     )
 
 
+def _without_megatron(config: TrainConfig | SftConfig) -> bool:
+    return all(getattr(config, role).engine != "megatron" for role in roles_in_use(config))
+
+
+_IMPL = Dead(
+    ("model.impl",), _without_megatron, "no role has engine megatron, whose layers it chooses; remove it, or set a role's engine"
+)
+
+
 def _constant(optimizer: OptimizerConfig) -> bool:
     return optimizer.lr_schedule == "constant"
 
 
 TRAIN: tuple[Dead, ...] = (
+    _IMPL,
     Dead(
         ("rollout.sampling.replay_kept_tokens",),
         lambda c: not c.rollout.sampling.truncates,
@@ -208,6 +218,7 @@ TRAIN: tuple[Dead, ...] = (
 )
 
 SFT: tuple[Dead, ...] = (
+    _IMPL,
     _unsplit("policy"),
     Dead(
         ("data.system_prompt",), lambda c: not c.data.chat_template, "data.chat_template is false; remove it, or use the template"

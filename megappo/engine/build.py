@@ -1,6 +1,6 @@
-"""Build of a Megatron engine from a role's configuration: groups, model, weights, gradient buffers, optimizer.
+"""Engines of a run, each as its role's section names it; and the build of Megatron's: model, weights, gradient buffers, optimizer.
 
-The one module that names the engine of a run.
+The one module that names engines.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from megappo.config.role_sections import FrozenConfig, ModelConfig, OffloadConfig, RoleConfig, TrainableConfig
 from megappo.config.run_sections import TimeoutsConfig
+from megappo.engine.base import Engine
 from megappo.engine.factory import EngineSpec
 from megappo.engine.megatron import MegatronEngine
 from megappo.engine.megatron_optimizer import Optimizer, wrap_with_ddp
@@ -26,8 +27,8 @@ from megappo.parallel.placement import Placement, placement_of
 from megappo.platform.device import DTYPES
 
 
-class MegatronEngines:
-    """The `EngineFactory` of Megatron-core. Roles with the same layout and ranks share their groups.
+class RoleEngines:
+    """The `EngineFactory` of a run. Roles with the same layout and ranks share their groups, whatever their engines.
 
     ValueError if the layers that `model.impl` names cannot be built here.
     """
@@ -41,16 +42,21 @@ class MegatronEngines:
         self._groups: dict[tuple[ParallelLayout, Placement], ProcessGroups | None] = {}
 
     def describe(self, section: RoleConfig) -> str:
-        return self._implementation(section)
+        return "transformers, fsdp2" if section.engine == "fsdp2" else self._implementation(section)
 
     def connect(self, sections: Iterable[RoleConfig]) -> None:
         for section in sections:
             self._groups_of(section)
 
-    def build(self, spec: EngineSpec) -> MegatronEngine | None:
+    def build(self, spec: EngineSpec) -> Engine | None:
         groups = self.groups_for(spec)
         if groups is None:
             return None
+        if spec.section.engine == "fsdp2":
+            # Imports transformers, which a run of Megatron models alone does without.
+            from megappo.engine.fsdp2_build import build_fsdp2
+
+            return build_fsdp2(spec, groups, self._device)
         build = build_frozen if spec.total_updates is None else build_trainable
         return build(spec, groups, device=self._device, implementation=self._implementation(spec.section))
 

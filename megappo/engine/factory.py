@@ -1,6 +1,6 @@
 """Specification of a role's engine, and the interface of the factory that builds it.
 
-A run takes one `EngineBackend`, by default `build.MegatronEngines`: to a library user another engine is another argument.
+A run takes one `EngineBackend`, by default `build.RoleEngines`: to a library user another engine is another argument.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ from megappo.config.schema import TrainConfig
 from megappo.models.arch import ModelArch
 from megappo.parallel.layout import ParallelLayout
 from megappo.parallel.placement import Placement, placement_of
+from megappo.plan.fsdp2 import sharded_memory
 from megappo.plan.memory import (
     CPU_KV_CACHE_GIB,
     GIB,
@@ -275,24 +276,28 @@ def _stage_memory(
         "values": values_read(config, role),
         "counter": counter,
     }
+    trained = isinstance(settings, TrainableConfig)
+    away = (settings.offload.parameters and device == "cuda", False, False)
     if isinstance(settings, TrainableConfig):
-        away = settings.offload
-        offload = (away.parameters and device == "cuda", away.gradients, away.optimizer and device == "cuda")
-        return role_memory(
+        away = (away[0], settings.offload.gradients, settings.offload.optimizer and device == "cuda")
+        memory = role_memory(
             arch,
             layout,
             stage,
             trained=True,
             distributed_optimizer=settings.optimizer.distributed,
             recompute=settings.recompute,
-            offload=offload,
+            offload=away,
             steps=step.optimizer_steps,
             adam_buffers=device == "cuda" and config.model.impl == "local",
             **common,
         )
-    return role_memory(
-        arch, layout, stage, trained=False, offload=(settings.offload.parameters and device == "cuda", False, False), **common
-    )
+    else:
+        memory = role_memory(arch, layout, stage, trained=False, offload=away, **common)
+    if settings.engine == "megatron":
+        return memory
+    itemsize, value_head = ITEMSIZE[settings.dtype], value_head_of(settings) is not None
+    return sharded_memory(memory, arch, layout.dp, itemsize, trained=trained, value_head=value_head, offload=away)
 
 
 def values_read(config: TrainConfig, role: str) -> tuple[int, int]:

@@ -63,6 +63,7 @@ def check_layouts(
             fix = "TransformerEngine has no context parallelism in fp32; set model.impl=auto, or the role's dtype to bf16"
             raise ConfigError(problem(f"{section}.cp", parallel.cp, fix))
         _check_router(role, getattr(config, role), archs[role])
+        _check_engine(role, getattr(config, role), archs[role])
     if isinstance(config, TrainConfig):
         # A reward model reads text: it needs neither the policy's ids nor room for as many of them.
         of_tokens = {role: arch for role, arch in archs.items() if not isinstance(getattr(config, role), RewardModelConfig)}
@@ -87,6 +88,13 @@ def _check_router(role: str, settings: RoleConfig, arch: ModelArch) -> None:
     if isinstance(settings, TrainableConfig) and settings.router_aux_coef > 0 and arch.moe is None:
         fix = f"has no effect: it balances experts and this {arch.family} model has none; remove it"
         raise ConfigError(problem(f"{role}.router_aux_coef", settings.router_aux_coef, fix))
+
+
+def _check_engine(role: str, settings: RoleConfig, arch: ModelArch) -> None:
+    """ConfigError for a model that the role's engine does not have."""
+    if settings.engine == "fsdp2" and arch.moe is not None:
+        fix = f"has no experts, and this {arch.family} model has {arch.moe.num_experts}; use megatron, or a dense model"
+        raise ConfigError(problem(f"{role}.engine", settings.engine, fix))
 
 
 def _check_rollout(config: TrainConfig, arch: ModelArch) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,8 @@ from megappo.config.schema import RolloutConfig
 from megappo.data.tokenizers import HuggingFaceTokenizer, Tokenizer
 from megappo.engine.base import Engine, LogitsDtype
 from megappo.models.arch import ModelArch
+from megappo.models.pieces import PieceMap
+from megappo.models.row_shards import row_piece_map
 from megappo.models.weight_map import piece_map
 from megappo.parallel.layout import ParallelLayout
 from megappo.parallel.placement import Placement, placement_of
@@ -24,11 +26,18 @@ from megappo.rollout.types import RolloutEngine
 
 
 class PolicyPlace(NamedTuple):
-    """Layout of the policy, and the ranks of the world that it lives on."""
+    """Layout of the policy under its engine, and the ranks of the world that it lives on."""
 
     arch: ModelArch
     layout: ParallelLayout
     placement: Placement
+    engine: Literal["megatron", "fsdp2"] = "megatron"
+
+    def pieces(self) -> PieceMap:
+        """As `Engine.pieces`, on ranks without the engine too."""
+        if self.engine == "fsdp2":
+            return row_piece_map(self.arch, self.layout.dp)
+        return piece_map(self.arch, self.layout)
 
 
 def build_rollout(
@@ -60,8 +69,7 @@ def build_rollout(
     route, subworld = None, None
     if place is not None:
         ranks = placement_of(config.ranks, place.placement.world_size)
-        pieces = piece_map(place.arch, place.layout, False)
-        route = Route(place.arch, pieces, place.placement.ranks, ranks.ranks, config.tp)
+        route = Route(place.arch, place.pieces(), place.placement.ranks, ranks.ranks, config.tp)
         subworld = None if ranks.is_whole else prepare_rollout_world(ranks.ranks, timeouts)
         if dist.get_rank() not in ranks:
             return RolloutElsewhere("vllm", WeightSync(policy, None, route, device))

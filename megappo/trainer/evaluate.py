@@ -16,7 +16,7 @@ from megappo.checkpoint.store import CheckpointStore
 from megappo.config.evaluations import key_of
 from megappo.config.schema import TrainConfig
 from megappo.engine.base import Engine
-from megappo.engine.build import MegatronEngines
+from megappo.engine.build import RoleEngines
 from megappo.engine.factory import EngineBackend, EngineFactory
 from megappo.platform.device import select_device, start_distributed
 from megappo.prepare.checkpoint_source import PolicySource
@@ -34,7 +34,7 @@ from megappo.trainer.roles import RewardModel
 from megappo.trainer.surroundings import require_surroundings
 
 
-def evaluate_checkpoint(planned: PlannedEvaluation, engines: EngineBackend = MegatronEngines) -> list[Evaluation]:
+def evaluate_checkpoint(planned: PlannedEvaluation, engines: EngineBackend = RoleEngines) -> list[Evaluation]:
     """Evaluate on this rank of the world; returns the results of all sets, the same on every rank.
 
     engines: builds the model. An existing world is used and left to the caller; otherwise the launcher's is joined and left again.

@@ -16,7 +16,7 @@ from megappo.config.loading import load_config
 from megappo.config.rank_ranges import ALL
 from megappo.config.role_sections import ModelConfig, ParallelConfig
 from megappo.config.run_sections import TimeoutsConfig
-from megappo.engine.build import MegatronEngines
+from megappo.engine.build import RoleEngines
 from megappo.engine.factory import EngineBackend
 from megappo.platform.device import select_device, start_alone
 from megappo.resilience.run_time import input_accepted
@@ -25,7 +25,7 @@ from megappo.trainer.rundir import RunDir
 
 
 def export_checkpoint(
-    run: str, output: str, *, role: str, step: int | Literal["best"] | None, engines: EngineBackend = MegatronEngines
+    run: str, output: str, *, role: str, step: int | Literal["best"] | None, engines: EngineBackend = RoleEngines
 ) -> int:
     """Export `role` of the run in directory `run` to `output`, which must not exist; returns the step.
 

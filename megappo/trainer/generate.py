@@ -13,7 +13,7 @@ from megappo.config.run_sections import TimeoutsConfig
 from megappo.config.schema import RolloutConfig
 from megappo.data.prompts import PromptFormat, encode_question
 from megappo.data.tokenizers import load_tokenizer
-from megappo.engine.build import MegatronEngines
+from megappo.engine.build import RoleEngines
 from megappo.engine.factory import EngineBackend, EngineSpec
 from megappo.models.hf_config import read_arch
 from megappo.platform.device import select_device, start_alone
@@ -35,7 +35,7 @@ def answer(
     temperature: float,
     chat_template: bool,
     dtype: Literal["bf16", "fp32"],
-    engines: EngineBackend = MegatronEngines,
+    engines: EngineBackend = RoleEngines,
 ) -> list[str]:
     """Generate one response text per prompt, in one process. engine: samples. engines: build the model that it samples from.
 

@@ -27,7 +27,7 @@ from megappo.config.reward_sections import RewardConfig
 from megappo.config.schema import KLConfig, RolloutConfig, TrainConfig
 from megappo.data.tokenizers import Tokenizer
 from megappo.engine.base import Engine
-from megappo.engine.build import MegatronEngines
+from megappo.engine.build import RoleEngines
 from megappo.engine.factory import EngineBackend, EngineFactory
 from megappo.parallel.consensus import RankFault, on_rank_zero, raised_by_all
 from megappo.parallel.layout import layout_of
@@ -77,7 +77,7 @@ def train(
     *,
     resume: bool,
     stop: StopRequest | None = None,
-    engines: EngineBackend = MegatronEngines,
+    engines: EngineBackend = RoleEngines,
 ) -> bool:
     """Run PPO on this rank of the world. `config` and `data` have been checked by `plan.run.plan_run`.
 
@@ -306,7 +306,7 @@ def _place_of_policy(config: TrainConfig) -> PolicyPlace | None:
         return None
     placement = placement_of(config.policy.ranks, dist.get_world_size())
     arch = spec_of_role(config, "policy", None).arch
-    return PolicyPlace(arch, layout_of(config.policy.parallel, len(placement)), placement)
+    return PolicyPlace(arch, layout_of(config.policy.parallel, len(placement)), placement, config.policy.engine)
 
 
 def updates_of_run(config: TrainConfig, total_steps: int) -> dict[str, int]:

@@ -15,7 +15,7 @@ from megappo.data.demonstrations import DemonstrationSet
 from megappo.data.packing import PackedBatch
 from megappo.data.prompts import PromptLoader
 from megappo.engine.base import Engine, LanguageOutput, LossOutput
-from megappo.engine.build import MegatronEngines
+from megappo.engine.build import RoleEngines
 from megappo.engine.factory import EngineBackend, EngineFactory
 from megappo.engine.whole_batch import pass_whole_batch
 from megappo.platform.device import select_device, start_distributed
@@ -38,7 +38,7 @@ from megappo.trainer.rundir import RunDir
 from megappo.trainer.watch import watched
 
 
-def train_sft(config: SftConfig, data: SftData, engines: EngineBackend = MegatronEngines) -> None:
+def train_sft(config: SftConfig, data: SftData, engines: EngineBackend = RoleEngines) -> None:
     """Train on this rank of the world, then export the model to `export/` of the run directory.
 
     `config` and `data` have been checked by `plan.run.plan_sft`. engines: builds the model.

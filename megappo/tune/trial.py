@@ -19,7 +19,7 @@ from megappo.algo.aggregation import loss_count, token_weights, tokens_per_seque
 from megappo.config.role_sections import TrainableConfig
 from megappo.config.run_sections import TimeoutsConfig
 from megappo.data.packing import PackedBatch, pack
-from megappo.engine.build import MegatronEngines
+from megappo.engine.build import RoleEngines
 from megappo.engine.factory import EngineBackend, EngineFactory
 from megappo.engine.whole_batch import sequences_of_share
 from megappo.launch.world import is_rank
@@ -58,7 +58,7 @@ def main(folder: Path, names: Sequence[str]) -> None:
     dist.destroy_process_group()
 
 
-def run_trial(trial: Trial, device: torch.device, backend: EngineBackend = MegatronEngines) -> Measured:
+def run_trial(trial: Trial, device: torch.device, backend: EngineBackend = RoleEngines) -> Measured:
     """Time one trial. Collective. The first pass of each kind is not counted: it allocates, compiles and connects."""
     section = getattr(trial.config, trial.role)
     engines = backend(trial.config.model, TIMEOUTS, device)

@@ -1,7 +1,7 @@
 """The baseline of a small run (one rank, no features), and the same with one feature at a time.
 
-A feature is a setting that must not change the numbers: an axis of a layout, data parallelism, recomputation, offload,
-the distributed optimizer, the token budget of a micro-batch, the kernels.
+A feature is a setting that must not change the numbers: another engine than Megatron's, an axis of a layout, data parallelism,
+recomputation, offload, the distributed optimizer, the token budget of a micro-batch, the kernels.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from megappo.verify.shrink import SAMPLES, Run
 from megappo.verify.shrink_layouts import ranks_needed
 
 _AXES = ("tp", "sequence_parallel", "pp", "vpp", "cp", "ep", "etp")
-_SETTINGS = ("recompute", "offload", "micro_batch_tokens")
-DISTRIBUTED, DP, KERNELS = "optimizer.distributed", "dp", "kernels"
+_SETTINGS = ("engine", "recompute", "offload", "micro_batch_tokens")
+DISTRIBUTED, DP, ENGINE, KERNELS = "optimizer.distributed", "dp", "engine", "kernels"
 
 
 def on_one_rank(run: Run) -> Run:
-    """The baseline: the same run without parallelism, sharding, recomputation or offload, by the reference ops."""
+    """The baseline: the run in Megatron's engine, without parallelism, sharding, recomputation or offload, by the reference ops."""
     plain = {role: _plain(run.config, role) for role in roles_in_use(run.config)}
     return Run(run.config.model_copy(update={**plain, KERNELS: "reference"}), 1)
 
@@ -37,7 +37,7 @@ def features(config: TrainConfig, role: str, world_size: int) -> list[str]:
     if world_size > parallel.tp * parallel.cp * parallel.pp:
         found.append(DP)
     found += [key for key in _SETTINGS if getattr(section, key, None) != getattr(plain, key, None)]
-    if isinstance(section, TrainableConfig) and section.optimizer.distributed:
+    if isinstance(section, TrainableConfig) and section.engine == "megatron" and section.optimizer.distributed:
         found.append(DISTRIBUTED)
     return found
 
@@ -54,7 +54,7 @@ def one_at_a_time(run: Run) -> dict[str, Run]:
             update={role: _with_feature(run.config, role, feature if feature in found else None) for role, found in used.items()}
         )
         world_size = lcm(*(ranks_needed(parallel) for parallel in roles_in_use(config).values()))
-        if feature in (DP, DISTRIBUTED):
+        if feature in (DP, DISTRIBUTED, ENGINE):
             world_size = min(2, run.world_size)  # two copies are enough to differ
         runs[feature] = Run(config, world_size)
     return runs
@@ -63,7 +63,8 @@ def one_at_a_time(run: Run) -> dict[str, Run]:
 def _plain(config: TrainConfig, role: str) -> RoleConfig:
     """The role's section without features."""
     section = getattr(config, role)
-    changes: dict[str, Any] = {"parallel": ParallelConfig(), "micro_batch_tokens": SAMPLES * LONGEST_SEQUENCE}
+    changes: dict[str, Any] = {"engine": "megatron", "parallel": ParallelConfig()}
+    changes["micro_batch_tokens"] = SAMPLES * LONGEST_SEQUENCE
     if isinstance(section, TrainableConfig):
         optimizer = section.optimizer.model_copy(update={"distributed": False})
         changes |= {"recompute": "none", "offload": OffloadConfig(), "optimizer": optimizer}

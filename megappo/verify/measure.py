@@ -68,12 +68,12 @@ def measure(
     """Run one PPO step for each rollout (of `verify/recording.py`), the critic updated before the policy. Collective.
 
     config: models, layouts, roles and algorithm. engines: builds the roles; the caller closes it. gradients: also gather those of
-    the first mini-batch, which needs optimizer.distributed=false. parameters: also gather those after the last step. The KL
-    coefficient stays at its first value.
+    the first mini-batch, for which Megatron's optimizers must not be distributed. parameters: also gather those after the last
+    step. The KL coefficient stays at its first value.
     """
-    # The distributed optimizer leaves each rank with the reduced sum of its own shard only.
-    sharded = config.policy.optimizer.distributed or config.critic.optimizer.distributed
-    assert not (gradients and sharded), "gradients are gathered without the distributed optimizer"
+    # Megatron's distributed optimizer leaves each rank with whole gradients of which only its own shard is reduced.
+    partial = [s for s in (config.policy, config.critic) if s.engine == "megatron" and s.optimizer.distributed]
+    assert not (gradients and partial), "gradients are gathered without the distributed optimizer"
     algorithm, num_samples = config.algorithm, sum(batch.num_sequences for batch in rollouts)
     num_updates = max(1, num_samples * algorithm.ppo_epochs // algorithm.mini_batch_size)
     measured: Measured = defaultdict(RoleMeasures)

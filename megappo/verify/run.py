@@ -93,7 +93,9 @@ def _described(run: Run) -> list[str]:
     rows = []
     for role, parallel in roles_in_use(run.config).items():
         arch = read_arch(getattr(run.config, role).model)
-        others = [name for name in features(run.config, role, run.world_size) if "." in name or name in ("recompute", "offload")]
+        others = [
+            name for name in features(run.config, role, run.world_size) if "." in name or name in ("engine", "recompute", "offload")
+        ]
         layout = str(layout_of(parallel, run.world_size))
         rows.append((f"  {role}", f"{arch.family} of {arch.num_layers} layers", layout, ", ".join(others)))
     return [*lines, aligned(rows)]

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megappo.config.layout_checks import trained_sections
 from megappo.config.role_sections import ModelConfig
 from megappo.config.schema import TrainConfig
-from megappo.engine.build import MegatronEngines
+from megappo.engine.build import RoleEngines
 from megappo.engine.factory import EngineBackend, EngineFactory
 from megappo.models.implementation import choose_implementation
 from megappo.platform.device import select_device, start_distributed
@@ -36,7 +36,7 @@ class Results(NamedTuple):
     steps: Measured
 
 
-def main(folder: str, names: Sequence[str], backend: EngineBackend = MegatronEngines) -> None:
+def main(folder: str, names: Sequence[str], backend: EngineBackend = RoleEngines) -> None:
     """Join the world that torchrun described, measure every run and leave."""
     runs = {name: TrainConfig.model_validate_json(Path(folder, f"{name}.json").read_text(encoding="utf-8")) for name in names}
     run = next(iter(runs.values())).run

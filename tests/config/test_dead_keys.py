@@ -77,7 +77,10 @@ DEAD = [
     ([], "telemetry.tags=[a]", "telemetry.trackers=[mlflow]"),
     (["telemetry.trackers=[]"], "telemetry.histograms_every=5", "telemetry.trackers=[tensorboard]"),
 ]
+ALL_FSDP2 = [f"{role}.engine=fsdp2" for role in ("policy", "critic", "reference")]
+DEAD.append((ALL_FSDP2, "model.impl=local", "critic.engine=megatron"))
 DEAD_SFT = [
+    (["policy.engine=fsdp2"], "model.impl=local", "policy.engine=megatron"),
     ([], "policy.parallel.layers_per_stage=[4]", "policy.parallel.pp=2"),
     (["data.chat_template=false"], "data.system_prompt=hello", "data.chat_template=true"),
     ([], "policy.optimizer.min_lr_ratio=0.1", "policy.optimizer.lr_schedule=cosine"),

@@ -1,4 +1,4 @@
-"""The contract of `engine/base.py`, asked of every engine: Megatron in layouts of two ranks, and the toy engine.
+"""The contract of `engine/base.py`, asked of every engine: Megatron and FSDP2 in layouts of two ranks, and the toy engine.
 
 Each check runs on all ranks of one world for each backend and raises where the engine breaks the contract. Faulty engines show
 that the checks can fail.
@@ -43,6 +43,7 @@ TWO_RANKS = {
     "megatron pp2": {"pp": 2},
     "megatron dp2": {},
     "megatron tp2 sp": {"tp": 2, "sequence_parallel": True},
+    "fsdp2 dp2": {},
 }
 # Log-probs and gradients of order 1, in fp32, added up in another order.
 TOLERANCE = 2e-5
@@ -51,7 +52,7 @@ TOLERANCE = 2e-5
 class World(NamedTuple):
     """The place of one check: a factory, the layout, a checkpoint, an empty directory that all ranks share.
 
-    fault: put between a policy and its check.
+    fault: put between a policy and its check. engine: as the sections name it.
     """
 
     engines: EngineFactory
@@ -59,6 +60,7 @@ class World(NamedTuple):
     path: str
     folder: Path
     fault: Callable[[Engine], Engine] = lambda engine: engine
+    engine: str = "megatron"
 
     def sharing_policy(self) -> Engine:
         """The engine as it is: every rank passes its share."""
@@ -85,10 +87,12 @@ class World(NamedTuple):
         return EngineSpec(role, path, read_arch(path), section, **{"total_updates": 10, **more})
 
     def settings(self) -> dict[str, Any]:
-        """Whole gradients on every rank, several micro-batches, everything offloaded that can be."""
-        optimizer = OptimizerConfig(lr=LR, warmup_steps=WARMUP, distributed=False, clip_grad=0.0, eps=1e-5)
+        """Whole gradients on every rank if the engine can, several micro-batches, everything offloaded that can be."""
+        distributed = self.engine == "fsdp2"
+        optimizer = OptimizerConfig(lr=LR, warmup_steps=WARMUP, distributed=distributed, clip_grad=0.0, eps=1e-5)
         offload = {"parameters": True, "gradients": True, "optimizer": True}
-        return dict(dtype="fp32", micro_batch_tokens=48, parallel=self.parallel, optimizer=optimizer, offload=offload)
+        layout = dict(engine=self.engine, parallel=self.parallel)
+        return dict(dtype="fp32", micro_batch_tokens=48, optimizer=optimizer, offload=offload, **layout)
 
 
 # ------------------------------------------------------------------------------------------------------------------- losses
@@ -602,20 +606,20 @@ def outcome(check: Callable[[World], None], world: World) -> str:
     return ""
 
 
-def run_megatron(rank: int, path: str, folder: str) -> dict[str, dict[str, str]]:
+def run_of_two(rank: int, path: str, folder: str) -> dict[str, dict[str, str]]:
     """layout -> check -> the traceback of its failure, empty where it passes."""
-    from megappo.engine.build import MegatronEngines
+    from megappo.engine.build import RoleEngines
     from megappo.platform import cpu
 
     cpu.install()
-    engines = MegatronEngines(ModelConfig(impl="local"), TimeoutsConfig(), torch.device("cpu"))
+    engines = RoleEngines(ModelConfig(impl="local"), TimeoutsConfig(), torch.device("cpu"))
     found: dict[str, dict[str, str]] = {}
     for name, sizes in TWO_RANKS.items():
         parallel = ParallelConfig.model_validate(sizes)
         engines.connect([PolicyConfig(model=path, parallel=parallel)])
+        place, kind = Path(folder, name.replace(" ", "_")), name.split()[0]
         found[name] = {
-            check.__name__: outcome(check, World(engines, parallel, path, Path(folder, name.replace(" ", "_"), check.__name__)))
-            for check in CHECKS
+            check.__name__: outcome(check, World(engines, parallel, path, place / check.__name__, engine=kind)) for check in CHECKS
         }
         for fault, (layout, check, _) in FAULTY_OF_TWO.items():
             if layout == name:
@@ -625,7 +629,7 @@ def run_megatron(rank: int, path: str, folder: str) -> dict[str, dict[str, str]]
 
 
 def run_toy(rank: int, path: str, folder: str) -> dict[str, dict[str, str]]:
-    """As `run_megatron`, for the toy engine and every faulty one."""
+    """As `run_of_two`, for the toy engine and every faulty one."""
     found: dict[str, dict[str, str]] = {}
     for kind in (ToyEngine, *FAULTY):
         engines, name = toy_engines(), "toy" if kind is ToyEngine else kind.__name__
@@ -840,11 +844,11 @@ VACUOUS = {
     ("toy", both_ways_to_a_loss_give_its_gradient): "the toy has no fused_loss: there is one way to its loss",
     **{
         (engine, ranks_read_what_the_shares_say_and_no_more): "every rank holds tokens and fields"
-        for engine in ("megatron tp2", "megatron dp2", "megatron tp2 sp", "toy")
+        for engine in ("megatron tp2", "megatron dp2", "megatron tp2 sp", "fsdp2 dp2", "toy")
     },
     **{
         (engine, a_rank_with_other_sequences_than_its_replica_is_named): "a replica is one rank"
-        for engine in ("megatron dp2", "toy")
+        for engine in ("megatron dp2", "fsdp2 dp2", "toy")
     },
 }
 
@@ -858,7 +862,7 @@ def outcomes(tmp_path_factory) -> dict[str, list[dict[str, str]]]:
     folder = tmp_path_factory.mktemp("conformance")
     path = str(folder / "llama")
     write_checkpoint(path, "llama")
-    ranks = spawn_world(run_megatron, 2, path, str(folder / "megatron"))
+    ranks = spawn_world(run_of_two, 2, path, str(folder / "two"))
     (toy,) = spawn_world(run_toy, 1, path, str(folder / "toy"))
     return {name: [found[name] for found in ranks] for name in ranks[0]} | {name: [found] for name, found in toy.items()}
 

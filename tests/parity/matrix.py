@@ -131,6 +131,24 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
 }
 
 
+# Changes of the configuration that run roles under FSDP2: their data-parallel layout gives the numbers of one Megatron rank.
+FSDP2: dict[str, dict[str, Any]] = {
+    f"fsdp2{'' if name == 'alone' else ', ' + name}": {
+        **{f"{role}__engine": "fsdp2" for role in ("policy", "critic", "reference")},
+        **changes,
+    }
+    for name, changes in {"alone": {}, **{name: VARIANTS[name] for name in ("one sequence", "offload", "bf16")}}.items()
+}
+# Policy and reference in the layout of the case under Megatron, the critic over all ranks under FSDP2.
+MIXED = {"critic__engine": "fsdp2"}
+MIXED_CASE: Case = ({"tp": 2}, {})
+SHARDED: dict[str, dict[int, list[str]]] = {
+    "llama": {1: ["fsdp2"], 2: list(FSDP2), 4: ["fsdp2"]},
+    "llama3_tied": {2: ["fsdp2"]},
+    "mistral_window": {2: ["fsdp2"]},
+}
+
+
 def layouts_of(case: Case, world_size: int) -> tuple[ParallelLayout, ParallelLayout]:
     """(policy's, critic's)"""
     policy, critic = case if isinstance(case, tuple) else (case, case)
@@ -185,7 +203,8 @@ def config_of(folder: Path, **changes: Any) -> TrainConfig:
 
 
 def run_world(rank: int, folders: Mapping[str, str], variants: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """model -> title -> Measured, for all cases of this world size; f"{title}, {variant}" for the cases of VARIED."""
+    """model -> title -> Measured, for all cases of this world size; f"{title}, {variant}" for the cases of VARIED; those of SHARDED
+    by their names, and "mixed"."""
     from megappo.platform import cpu
 
     cpu.install()
@@ -198,6 +217,13 @@ def run_world(rank: int, folders: Mapping[str, str], variants: Mapping[str, Mapp
                 measured[model][title(case, size)] = measure_case(folder, roles)
                 for name, changes in variants.items() if case in VARIED.get(model, {}).get(size, []) else ():
                     measured[model][f"{title(case, size)}, {name}"] = measure_case(folder, roles, changes)
+        if size in SHARDED.get(model, {}):
+            with roles_of({}) as roles:
+                for name in SHARDED[model][size]:
+                    measured[model][name] = measure_case(folder, roles, FSDP2[name])
+    if "llama" in folders and size == 2:
+        with roles_of(MIXED_CASE) as roles:
+            measured["llama"]["mixed"] = measure_case(folders["llama"], roles, MIXED)
     return measured
 
 
@@ -218,9 +244,9 @@ def engines_in(roles: Mapping[str, Any], device: torch.device) -> Any:
     """Factory of Megatron engines in these groups (role -> its own), whatever the configuration says of layouts."""
     from megappo.config.role_sections import ModelConfig
     from megappo.config.run_sections import TimeoutsConfig
-    from megappo.engine.build import MegatronEngines
+    from megappo.engine.build import RoleEngines
 
-    class Placed(MegatronEngines):
+    class Placed(RoleEngines):
         def connect(self, parallels: Any) -> None:
             pass
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megappo.verify.compare import compare
-from tests.parity.matrix import ALGORITHMS, MODELS, VARIANTS, VARIED, title
+from tests.parity.matrix import ALGORITHMS, MODELS, SHARDED, VARIANTS, VARIED, title
 
 BASELINE = "tp1 pp1 dp1"
 # Log-probs, values and losses of order 1 to 10 through four layers whose numbers have 8 bits; experts may be chosen differently.
@@ -41,6 +41,15 @@ BF16_LAYOUTS = [
 ]
 
 
+SHARDED_RUNS = [
+    pytest.param(model, size, name, id=f"{model}-{size}-{name}")
+    for model, sizes in SHARDED.items()
+    for size, names in sizes.items()
+    for name in names
+    if "bf16" not in name
+]
+
+
 def disagreements(found, expected) -> list[str]:
     return [
         f"{d.role} {d.quantity} at {d.where}: {d.relative:.1e} > {d.tolerance:.0e}"
@@ -51,6 +60,12 @@ def disagreements(found, expected) -> list[str]:
 
 @pytest.mark.parametrize("model, size, name", LAYOUTS)
 def test_every_layout_gives_the_numbers_of_one_rank(measured, model: str, size: int, name: str) -> None:
+    assert disagreements(measured[size][model][name], measured[1][model][BASELINE]) == []
+
+
+@pytest.mark.parametrize("model, size, name", [*SHARDED_RUNS, pytest.param("llama", 2, "mixed", id="llama-2-mixed")])
+def test_fsdp2_gives_the_numbers_of_one_megatron_rank(measured, model: str, size: int, name: str) -> None:
+    """Policy, critic and reference; or, mixed, the critic beside a policy of tp 2."""
     assert disagreements(measured[size][model][name], measured[1][model][BASELINE]) == []
 
 
@@ -71,13 +86,21 @@ def test_other_losses_give_the_numbers_of_one_rank(measured, model: str, size: i
 def test_bf16_errs_no_more_than_rounding_does(measured, model: str, size: int, name: str) -> None:
     """Root mean square of log-probs and values against fp32: at most twice that of one rank, and below the documented bound."""
     exact = measured[1][model][BASELINE]
+    check_rounding(measured[size][model][f"{name}, bf16"], exact, measured[1][model][f"{BASELINE}, bf16"])
+
+
+def test_bf16_under_fsdp2_errs_no_more_than_rounding_does(measured) -> None:
+    alone = measured[1]["llama"]
+    check_rounding(measured[2]["llama"]["fsdp2, bf16"], alone[BASELINE], alone[f"{BASELINE}, bf16"])
+
+
+def check_rounding(measured_bf16, exact, alone_bf16) -> None:
     for role, quantity in (("policy", "logprobs"), ("critic", "values")):
         here, alone = (
-            rms(found[role].values[quantity][0], exact[role].values[quantity][0])
-            for found in (measured[size][model][f"{name}, bf16"], measured[1][model][f"{BASELINE}, bf16"])
+            rms(found[role].values[quantity][0], exact[role].values[quantity][0]) for found in (measured_bf16, alone_bf16)
         )
         assert here < 2 * alone and alone < BF16_BOUND, (role, quantity)
-    losses = (measured[size][model][f"{name}, bf16"], exact)
+    losses = (measured_bf16, exact)
     bf16, fp32 = (found["critic"].values["loss"][0][0] for found in losses)
     assert abs(float(bf16 - fp32)) < BF16_BOUND * float(fp32)
 

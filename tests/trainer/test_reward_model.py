@@ -76,7 +76,7 @@ def scorer_of(section: Mapping[str, Any], folder: Path, model: str) -> tuple[Any
     from megappo.config.run_sections import TimeoutsConfig
     from megappo.data.cache import Cache
     from megappo.data.prompts import PromptSet
-    from megappo.engine.build import MegatronEngines
+    from megappo.engine.build import RoleEngines
     from megappo.platform.device import select_device, start_distributed
     from megappo.prepare.reward_model import load_reward_text
     from megappo.trainer.build_roles import build_role
@@ -87,7 +87,7 @@ def scorer_of(section: Mapping[str, Any], folder: Path, model: str) -> tuple[Any
     assert loaded is not None
     device = select_device("cpu")
     start_distributed(device, TimeoutsConfig())
-    engines = MegatronEngines(config.model, TimeoutsConfig(), device)
+    engines = RoleEngines(config.model, TimeoutsConfig(), device)
     role = build_role(config, "reward_model", engines, None)
     return ModelScorer(role, role.engine.shares, loaded.text, config.reward_model), engines
 

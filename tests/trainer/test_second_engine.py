@@ -27,7 +27,7 @@ FOURTH = "ema"
 def run(folder: Path, name: str, *, resume: bool = False, stop: bool = False, **changes: Any) -> None:
     """One rank, sampled by the policy's own engine; every role in one piece, so that both engines can have it."""
     from megappo.config.loading import load_config
-    from megappo.engine.build import MegatronEngines
+    from megappo.engine.build import RoleEngines
     from megappo.plan.run import plan_run
     from megappo.resilience.signals import StopRequest
     from megappo.trainer.main import train
@@ -43,7 +43,7 @@ def run(folder: Path, name: str, *, resume: bool = False, stop: bool = False, **
     asked = StopRequest()
     if stop:
         asked.received = signal.SIGTERM
-    engines: Any = MegatronEngines if name == "megatron" else toy_engines
+    engines: Any = RoleEngines if name == "megatron" else toy_engines
     train(loaded, plan_run(loaded, 1, "cpu", resume=resume).data, resume=resume, stop=asked, engines=engines)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megappo.engine.build import MegatronEngines
+from megappo.engine.build import RoleEngines
 from megappo.engine.offload import StorageOffload
 from megappo.experience.experience import Experience
 from megappo.launch.world import is_rank
@@ -73,7 +73,7 @@ def main(folder: Path) -> None:
 
         tried._fastest = fastest
         tried.run_trial(trial, device)
-        passes = tried._build_passes(trial, MegatronEngines(trial.config.model, tried.TIMEOUTS, device))
+        passes = tried._build_passes(trial, RoleEngines(trial.config.model, tried.TIMEOUTS, device))
         timed["the trainer's updates"] = copied_by(partial(trainers_updates, trial, passes))
         found[name] = timed
     (folder / "copies.json").write_text(json.dumps(found))

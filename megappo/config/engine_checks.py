@@ -1,0 +1,43 @@
+"""Keys that engine fsdp2 does not have: refused, not ignored. Rules about its models: `prepare/layouts.py`. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from megappo.config.errors import problem
+from megappo.config.layout_checks import role_sections, roles_in_use
+from megappo.config.role_sections import ParallelConfig, RoleConfig, TrainableConfig
+from megappo.config.schema import SftConfig, TrainConfig
+
+_AXES = ("tp", "pp", "vpp", "cp", "ep", "etp")
+
+
+def engine_problems(config: TrainConfig | SftConfig) -> Iterator[str]:
+    """Problems of every role that runs under fsdp2, one line each."""
+    sections = role_sections(config)
+    for role in roles_in_use(config):
+        if sections[role].engine == "fsdp2":
+            yield from _problems_of(role, sections[role])
+
+
+def _problems_of(role: str, section: RoleConfig) -> Iterator[str]:
+    def refused(key: str, value: Any, why: str, fix: str) -> str:
+        return problem(f"{role}.{key}", value, f"{why}; {fix}, or set {role}.engine to megatron")
+
+    for axis in _AXES:
+        if (size := getattr(section.parallel, axis)) > 1:
+            why = f"{role}.engine is fsdp2, which shards over data-parallel ranks only"
+            yield refused(f"parallel.{axis}", size, why, f"set {axis} to 1")
+    others = section.parallel.model_dump(exclude={*_AXES})
+    for name, value in others.items():
+        if value != ParallelConfig.model_fields[name].default:
+            yield refused(f"parallel.{name}", value, f"{role}.engine is fsdp2, which has no such layout", "leave it out")
+    if not isinstance(section, TrainableConfig):
+        return
+    if section.recompute != "none":
+        yield refused("recompute", section.recompute, f"{role}.engine is fsdp2, which keeps all activations", "use none")
+    if section.router_aux_coef > 0:
+        yield refused("router_aux_coef", section.router_aux_coef, f"{role}.engine is fsdp2, which has no experts", "leave it out")
+    if not section.optimizer.distributed:
+        yield refused("optimizer.distributed", False, f"{role}.engine is fsdp2, which always shards the optimizer", "leave it out")

@@ -1,0 +1,245 @@
+"""Engine of transformers' own classes under FSDP2: data parallel, every weight sharded over all ranks of the role.
+
+Each rank is a replica with a share of its own, which it cuts into micro-batches by the token budget, as many as every other rank.
+Gradients are reduced, in fp32, at each micro-batch: kept back to the last they would be as large as the whole model on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megappo.checkpoint.ranges import keep_own, sharded_rows
+from megappo.config.role_sections import OffloadConfig
+from megappo.data.packing import PackedBatch
+from megappo.engine.base import LanguageLoss, LossFunction, LossOutput, PassResult, StepResult, ValueLoss
+from megappo.engine.fsdp2_model import ShardedModel
+from megappo.engine.fsdp2_optimizer import ShardedOptimizer
+from megappo.engine.linear_output import LinearOutput
+from megappo.engine.micro_batches import MicroBatch, MicroBatches
+from megappo.engine.offload import StorageOffload
+from megappo.engine.results import combined_metrics, detached, in_order, names_of
+from megappo.engine.skipped_steps import SkippedSteps
+from megappo.models.arch import ModelArch
+from megappo.models.hf_export import export_pieces
+from megappo.models.pieces import PieceMap
+from megappo.models.row_shards import row_piece_map
+from megappo.models.weight_map import OUTPUT, VALUE_HEAD
+from megappo.parallel.balance import plan_micro_batches, split_by_budget
+from megappo.parallel.groups import ProcessGroups
+from megappo.parallel.placement import Placement
+from megappo.parallel.shares import Shares, shares_of
+
+
+class Fsdp2Engine:
+    """Engine (see base.py) of one role. dtype: of computation and export. `optimizer` is None for a frozen role."""
+
+    head_names = (OUTPUT, VALUE_HEAD)
+
+    def __init__(
+        self,
+        name: str,
+        model: ShardedModel,
+        arch: ModelArch,
+        groups: ProcessGroups,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        micro_batch_tokens: int,
+        optimizer: ShardedOptimizer | None = None,
+        offload: OffloadConfig = OffloadConfig(),
+    ) -> None:
+        self.name = name
+        self.arch = arch
+        self.groups = groups
+        self.device = device
+        self._model = model
+        self._dtype = dtype
+        self._micro_batch_tokens = micro_batch_tokens
+        self._optimizer = optimizer
+        self._offload = offload
+        self._passes = 0
+        self._skipped_steps = SkippedSteps(name, groups)
+        self._parameter_storages = StorageOffload(lambda: model.shards.values())
+        self._optimizer_storages = StorageOffload(lambda: () if optimizer is None else optimizer.tensors())
+
+    @property
+    def placement(self) -> Placement:
+        return self.groups.placement
+
+    @property
+    def host_group(self) -> dist.ProcessGroup:
+        return self.groups.host
+
+    @property
+    def value_head(self) -> bool:
+        return self._model.is_value_model
+
+    @property
+    def shares(self) -> Shares:
+        return shares_of(self.groups.layout, self.groups.placement.ranks)
+
+    # --------------------------------------------------------------------------------------------------------- weights
+
+    def named_parameters(self) -> dict[str, torch.nn.Parameter]:
+        """Name of a Hugging Face tensor -> this rank's rows, fp32 if the model trains; those without rows here are left out."""
+        return dict(self._model.shards)
+
+    def named_gradients(self) -> dict[str, Tensor]:
+        return self._model.gradients()
+
+    def main_parameters(self) -> dict[str, Tensor]:
+        """None: the parameters are fp32 themselves."""
+        return {}
+
+    def pieces(self) -> PieceMap:
+        return row_piece_map(self.arch, self.groups.layout.dp, self.value_head)
+
+    def export(self, directory: Path, source: Path) -> None:
+        with self.eval_mode():
+            parameters = {name: shard.data for name, shard in self._model.shards.items()}
+            pieces, value_head = self.pieces(), self.value_head
+            export_pieces(parameters, pieces, self.arch, self.groups, directory, source, self._dtype, value_head=value_head)
+
+    # ------------------------------------------------------------------------------------------------ modes and memory
+
+    @contextmanager
+    def train_mode(self) -> Iterator[None]:
+        self.groups.meet(f"training the {self.name}")
+        self._parameter_storages.restore()
+        yield
+        self.offload_idle()
+
+    @contextmanager
+    def eval_mode(self) -> Iterator[None]:
+        self.groups.meet(f"passes of the {self.name}")
+        self._parameter_storages.restore(to_change=False)
+        with torch.no_grad():
+            yield
+        self.offload_idle()
+
+    def to(self, device: Literal["host", "device"], *, model: bool = True, optimizer: bool = True) -> None:
+        for wanted, storages in ((model, self._parameter_storages), (optimizer, self._optimizer_storages)):
+            if wanted:
+                storages.restore() if device == "device" else storages.offload()
+
+    def offload_idle(self) -> None:
+        """Offload the parts that this role's section offloads, to free memory for the next role or the rollout engine."""
+        self.to("host", model=self._offload.parameters, optimizer=self._offload.optimizer)
+        if self._offload.gradients:
+            self._model.free_gradients()
+
+    # ---------------------------------------------------------------------------------------------------------- passes
+
+    def forward_backward(
+        self,
+        share: PackedBatch,
+        loss_fn: LossFunction,
+        *,
+        reads: Collection[str] = (),
+        denominator: float = 1.0,
+        forward_only: bool = False,
+    ) -> PassResult:
+        self._passes += 1
+        kind = "a forward pass" if forward_only else "forward and backward"
+        needed = split_by_budget(share.lengths.tolist(), self._micro_batch_tokens)
+        # Every micro-batch gathers the layers from all ranks: a rank with fewer of them would leave its peers waiting.
+        agreed = self.groups.agree(f"{kind} of the {self.name}", self._passes, share.lengths, needed)
+        mine = plan_micro_batches(share.lengths.tolist(), self._micro_batch_tokens, agreed.micro_batches)
+        outputs: list[LossOutput] = []
+        for micro in MicroBatches(share.only(reads), mine, self.groups, self.device).of_chunk():
+            outputs.append(self._run(micro, loss_fn, denominator, forward_only=forward_only))
+        names = names_of(outputs[0])
+        sums, maxima = combined_metrics(outputs, names, self.groups.everyone, self.device, reports=True)
+        tokens = in_order(share, mine, outputs, names["tokens"], self.device, reports=True)
+        return PassResult(tokens, sums, maxima, len(mine))
+
+    def _run(self, micro: MicroBatch, loss_fn: LossFunction, denominator: float, *, forward_only: bool) -> LossOutput:
+        """One micro-batch, forward and, unless `forward_only`, backward. Collective over the role's ranks."""
+        with torch.set_grad_enabled(not forward_only):
+            raw = self._model(micro.batch.tokens, micro.cu_seqlens)
+            if self.value_head:
+                output = cast(ValueLoss, loss_fn)(raw, micro.batch)
+            else:
+                output = cast(LanguageLoss, loss_fn)(self._language_output(raw), micro.batch)
+            if not forward_only:
+                # 0 * raw: a loss that reads no output still runs the backward, which its peers wait for.
+                loss = 0.0 * raw.sum() + (0.0 if output.loss_sum is None else output.loss_sum / denominator)
+                loss.backward()
+        self._model.reshard()
+        return detached(output, micro.real)
+
+    def _language_output(self, hidden: Tensor) -> LinearOutput:
+        return LinearOutput(hidden, self._model.output_weight(), vocab_start=0, num_valid=self.arch.vocab_size)
+
+    # ------------------------------------------------------------------------------------------------------- optimizer
+
+    def optimizer_zero_grad(self) -> None:
+        self._model.zero_gradients()
+
+    def lr_scheduler_step(self) -> float:
+        return self._trained().advance_schedule()
+
+    def optimizer_step(self) -> StepResult:
+        # Both stay until the mode is left, instead of one round trip to the host per mini-batch.
+        self.to("device")
+        result = self._trained().step()
+        self._skipped_steps.count(result, self.named_gradients())
+        return result
+
+    def _trained(self) -> ShardedOptimizer:
+        assert self._optimizer is not None, f"{self.name} is frozen: it has no optimizer"
+        return self._optimizer
+
+    # ------------------------------------------------------------------------------------------------------ checkpoint
+
+    def save_state(self, *, with_optimizer: bool) -> dict[str, Any]:
+        for storages in (self._parameter_storages, self._optimizer_storages):
+            storages.restore(to_change=False)  # unchanged by the save, so `release_state` copies nothing to the host
+        return self._sharded_state(with_optimizer=with_optimizer)
+
+    def release_state(self) -> None:
+        """Offload again what `save_state` made resident."""
+        self.offload_idle()
+
+    def state_to_load(self, *, with_optimizer: bool, with_head: bool = True) -> dict[str, Any]:
+        """Description for `load_state`: the engine's own shards, which the checkpoint reader fills in place."""
+        self.to("device")
+        state = self._sharded_state(with_optimizer=with_optimizer)
+        for name in () if with_head else self.head_names:
+            if name in state["model"]:
+                state["model"][name] = keep_own(self._model.shards[name].data)
+        return state
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        with torch.no_grad():
+            for name, values in state["model"].items():
+                self._model.shards[name].copy_(values)
+            if "optimizer" in state:
+                moments = state["optimizer"]["moments"]
+                for moment, name, own in self._trained().moments():
+                    own.copy_(moments[moment][name])
+                self._trained().set_position(state["optimizer"]["updates"], state["optimizer"]["schedule_steps"])
+        self.offload_idle()
+
+    def _sharded_state(self, *, with_optimizer: bool) -> dict[str, Any]:
+        shapes, starts = self._model.shapes, self._model.first_rows
+
+        def rows(key: str, name: str, values: Tensor) -> Any:
+            return sharded_rows(key, values, shapes[name], starts[name])
+
+        state: dict[str, Any] = {"model": {name: rows(name, name, shard.data) for name, shard in self._model.shards.items()}}
+        if with_optimizer:
+            optimizer = self._trained()
+            moments: dict[str, dict[str, Any]] = {}
+            for moment, name, values in optimizer.moments():
+                moments.setdefault(moment, {})[name] = rows(f"optimizer.state.{moment}.{name}", name, values)
+            position = {"updates": optimizer.updates, "schedule_steps": optimizer.schedule_steps}
+            state["optimizer"] = {"moments": moments, **position}
+        return state

@@ -1,0 +1,40 @@
+"""Build of an FSDP2 engine from a role's configuration: model, shards, weights, optimizer."""
+
+from __future__ import annotations
+
+import torch
+
+from megappo.config.role_sections import FrozenConfig, OffloadConfig, TrainableConfig
+from megappo.engine.factory import EngineSpec
+from megappo.engine.fsdp2 import Fsdp2Engine
+from megappo.engine.fsdp2_model import build_sharded
+from megappo.engine.fsdp2_optimizer import ShardedOptimizer
+from megappo.parallel.groups import ProcessGroups
+from megappo.platform.device import DTYPES
+
+
+def build_fsdp2(spec: EngineSpec, groups: ProcessGroups, device: torch.device) -> Fsdp2Engine:
+    """Build the engine of a role. A role's section that trains is a `TrainableConfig`. Collective over the role's ranks.
+
+    ValueError if the model or the checkpoint does not fit.
+    """
+    section, trains, dtype = spec.section, spec.total_updates is not None, DTYPES[spec.section.dtype]
+    model = build_sharded(spec, groups.dp, dtype=dtype, device=device, trains=trains)
+    optimizer, offload = None, OffloadConfig(parameters=isinstance(section, FrozenConfig) and section.offload.parameters)
+    if spec.total_updates is not None:
+        assert isinstance(section, TrainableConfig), f"{spec.role} has no optimizer to train with"
+        optimizer = ShardedOptimizer(model.shards, groups, section.optimizer, spec.total_updates, device)
+        offload = section.offload
+    engine = Fsdp2Engine(
+        spec.role,
+        model,
+        spec.arch,
+        groups,
+        device=device,
+        dtype=dtype,
+        micro_batch_tokens=section.micro_batch_tokens,
+        optimizer=optimizer,
+        offload=offload,
+    )
+    engine.offload_idle()
+    return engine

@@ -1,0 +1,91 @@
+"""AdamW on this rank's fp32 shards, its schedule, clipping by the norm over all ranks, and the vote on gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import AdamW
+
+from megappo.config.role_sections import OptimizerConfig
+from megappo.engine.base import StepResult
+from megappo.engine.schedule import scheduled_lr
+from megappo.parallel.groups import ProcessGroups
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class ShardedOptimizer:
+    """AdamW over the shards of one model. shards: name -> rows of this rank, none on a rank without any. updates: of the weights
+    so far. schedule_steps: those that the schedule counted, skipped ones too."""
+
+    def __init__(
+        self,
+        shards: Mapping[str, torch.nn.Parameter],
+        groups: ProcessGroups,
+        config: OptimizerConfig,
+        total_steps: int,
+        device: torch.device,
+    ) -> None:
+        self._shards, self._groups, self._config, self._total_steps = shards, groups, config, total_steps
+        self._device = device
+        self.updates, self.schedule_steps = 0, 0
+        decayed = [shard for shard in shards.values() if shard.dim() > 1]
+        others = [shard for shard in shards.values() if shard.dim() == 1]
+        kinds = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
+        held = [kind for kind in kinds if kind["params"]]
+        self._optimizer = AdamW(held or [{"params": []}], lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps)
+        # Now, not at the first step: vLLM starts before that and takes all memory that it finds free.
+        for shard in shards.values():
+            moments = {name: torch.zeros_like(shard, requires_grad=False) for name in MOMENTS}
+            self._optimizer.state[shard] = {"step": torch.zeros((), dtype=torch.float32), **moments}
+
+    def set_position(self, updates: int, schedule_steps: int) -> None:
+        """Go on from a position, after the moments were loaded."""
+        for state in self._optimizer.state.values():
+            state["step"] = torch.tensor(float(updates))
+        self.updates, self.schedule_steps = updates, schedule_steps
+        self._set_lr()
+
+    def advance_schedule(self) -> float:
+        """Set the learning rate of the next step and return it."""
+        self.schedule_steps += 1
+        return self._set_lr()
+
+    def _set_lr(self) -> float:
+        lr = scheduled_lr(self._config, self.schedule_steps, self._total_steps)
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        return lr
+
+    def step(self) -> StepResult:
+        """Clip by the global norm and update; skip the step on all ranks if the norm is not finite on one. Collective."""
+        gradients = [shard.grad for shard in self._shards.values() if shard.grad is not None]
+        assert len(gradients) == len(self._shards), "a step comes after a pass"
+        squares = torch.zeros((), dtype=torch.float64, device=self._device)
+        for gradient in gradients:
+            squares += torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
+        # No copies of a gradient: a NaN on one rank is in the sum of all, which is the vote.
+        dist.all_reduce(squares, group=self._groups.everyone)
+        grad_norm = float(squares.sqrt())
+        if not math.isfinite(grad_norm):
+            return StepResult(grad_norm, applied=False)
+        scale = self._config.clip_grad / (grad_norm + 1e-6)  # Megatron-core's, for equal numbers
+        if 0 < scale < 1 and gradients:
+            torch._foreach_mul_(gradients, scale)
+        self._optimizer.step()
+        self.updates += 1
+        return StepResult(grad_norm, applied=True)
+
+    def moments(self) -> Iterator[tuple[str, str, Tensor]]:
+        """(name of the moment, name of the shard, values)."""
+        for name, shard in self._shards.items():
+            for moment in MOMENTS:
+                yield moment, name, self._optimizer.state[shard][moment]
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Of this rank's device memory, beside the shards."""
+        yield from (values for *_, values in self.moments())

@@ -1,0 +1,53 @@
+"""Keys of Megatron's engine are refused under fsdp2, by name, value and fix, and pass under megatron."""
+
+from __future__ import annotations
+
+import pytest
+
+from megappo.config.checks import problems
+from megappo.config.errors import ConfigError
+
+from .examples import sft_config, train_config
+
+ROLES = ("policy", "critic", "reference")
+# overrides that a role with engine fsdp2 refuses -> the beginning of the message and its fix; ranks of the run
+REFUSED = [
+    (
+        ["policy.parallel.tp=2"],
+        "policy.parallel.tp = 2: policy.engine is fsdp2, which shards over data-parallel ranks only; set tp to 1, or",
+    ),
+    (["critic.parallel.pp=2"], "critic.parallel.pp = 2: critic.engine is fsdp2"),
+    (["reference.parallel.cp=2"], "reference.parallel.cp = 2: reference.engine is fsdp2"),
+    (["policy.parallel.pp=2", "policy.parallel.vpp=2"], "policy.parallel.vpp = 2: policy.engine is fsdp2"),
+    (["policy.parallel.ep=2"], "policy.parallel.ep = 2: policy.engine is fsdp2"),
+    (["policy.parallel.etp=2"], "policy.parallel.etp = 2: policy.engine is fsdp2"),
+    (["policy.parallel.tp=2", "policy.parallel.sequence_parallel=true"], "policy.parallel.sequence_parallel = true: policy.engine"),
+    (
+        ["policy.parallel.pp=2", "policy.parallel.layers_per_stage=[3, 1]"],
+        "policy.parallel.layers_per_stage = [3, 1]: policy.engine",
+    ),
+    (["policy.recompute=full"], 'policy.recompute = "full": policy.engine is fsdp2, which keeps all activations; use none'),
+    (["critic.recompute=selective"], 'critic.recompute = "selective": critic.engine is fsdp2'),
+    (["policy.router_aux_coef=0.1"], "policy.router_aux_coef = 0.1: policy.engine is fsdp2, which has no experts"),
+    (["critic.optimizer.distributed=false"], "critic.optimizer.distributed = false: critic.engine is fsdp2, which always shards"),
+]
+
+
+@pytest.mark.parametrize("overrides, wanted", REFUSED)
+def test_what_fsdp2_does_not_have_is_refused(tmp_path, overrides, wanted: str) -> None:
+    role = overrides[0].split(".")[0]
+    there = list(problems(train_config(tmp_path, [*overrides, f"{role}.engine=fsdp2"]), frozenset(), 4))
+    assert any(message.startswith(wanted) and message.endswith(f"or set {role}.engine to megatron") for message in there), there
+    with_megatron = list(problems(train_config(tmp_path, overrides), frozenset(), 4))
+    assert not any("engine" in message for message in with_megatron)
+
+
+def test_a_role_without_such_keys_may_run_under_fsdp2(tmp_path) -> None:
+    ppo = train_config(tmp_path, [f"{role}.engine=fsdp2" for role in ROLES])
+    for config in (ppo, sft_config(tmp_path, ["policy.engine=fsdp2"])):
+        assert list(problems(config, frozenset(), 4)) == []
+
+
+def test_an_engine_that_does_not_exist_is_refused_at_its_key(tmp_path) -> None:
+    with pytest.raises(ConfigError, match="policy.engine"):
+        train_config(tmp_path, ["policy.engine=fsdp"])

@@ -1,0 +1,247 @@
+"""FSDP2 beyond the contract (`test_conformance.py`) and the numbers (`tests/parity`): families, refusals, shards, bytes, faults."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from megappo.config.role_sections import CriticConfig, ModelConfig, OptimizerConfig, PolicyConfig
+from megappo.config.run_sections import TimeoutsConfig
+from megappo.engine.schedule import scheduled_lr
+from megappo.models.hf_config import read_arch
+from megappo.models.row_shards import row_piece_map, rows_of_rank
+from megappo.parallel.layout import ParallelLayout
+from megappo.plan.fsdp2 import sharded_memory
+from megappo.plan.memory import role_memory
+from tests.engine.runs import recorded_batch
+from tests.models.checkpoints import CASES, COMPOSITE, write_checkpoint
+from tests.models.fp8_checkpoints import quantise_checkpoint
+from tests.worlds import spawn_world
+
+FP8 = "llama in fp8"
+FAMILIES = (*CASES, COMPOSITE, FP8)
+# fp32: log-probs of order 1 to 10 in another order of sums; bf16 beside Megatron's bf16, both against fp32.
+TOLERANCE, BF16_FACTOR = 2e-5, 1.5
+BUILT = [(dtype, value_head) for dtype in ("bf16", "fp32") for value_head in (False, True)]
+
+
+def engine_of(engines: Any, path: str, section: Any, **spec: Any) -> Any:
+    from megappo.engine.factory import EngineSpec
+
+    role = "critic" if spec.get("value_head") else "policy"
+    return engines.build(EngineSpec(role, path, read_arch(path), section, **spec))
+
+
+def logprobs(engine: Any) -> torch.Tensor:
+    from megappo.trainer.roles import LanguageModel
+    from tests.engine.whole import Whole
+
+    return LanguageModel(Whole(engine), 1.0).logprobs(recorded_batch(), want_entropy=False)[0]
+
+
+def run_of_two(rank: int, folder: str) -> dict[str, Any]:
+    from megappo.engine.build import RoleEngines
+    from megappo.platform import cpu
+
+    cpu.install()
+    engines = RoleEngines(ModelConfig(impl="local"), TimeoutsConfig(), torch.device("cpu"))
+    found: dict[str, Any] = {"kinds": set(), "families": {}, "bytes": {}}
+    for family in FAMILIES:
+        path, outputs = f"{folder}/{family}", {}
+        for kind in ("megatron", "fsdp2"):
+            for dtype in ("fp32", "bf16"):
+                engine = engine_of(engines, path, PolicyConfig(model=path, engine=kind, dtype=dtype, micro_batch_tokens=64))
+                found["kinds"].add((kind, type(engine).__name__))
+                outputs[kind, dtype] = logprobs(engine)
+        found["families"][family] = outputs
+    path = f"{folder}/llama"
+    for dtype, value_head in BUILT:
+        found["bytes"][dtype, value_head] = held_bytes(engines, path, dtype, value_head)
+    policy = PolicyConfig(model=path, engine="fsdp2", dtype="fp32")
+    found["averaged"] = first_gradient(engines, path, policy, averaged=True) / first_gradient(engines, path, policy)
+    found["weights seen"] = weights_are_seen(engine_of(engines, path, policy))
+    with mock.patch("megappo.engine.fsdp2_model.ShardedModel.reshard"):
+        found["weights seen without reshard"] = weights_are_seen(engine_of(engines, path, policy))
+    found["neighbours"] = message(lambda: with_one_long_sequence(engines, path, policy))
+    found["softcap"] = message(capped_attention)
+    return found
+
+
+def held_bytes(engines: Any, path: str, dtype: Any, value_head: bool) -> tuple[int, int, int]:
+    """(weights, gradients, optimizer state) of this rank of a model that trains."""
+    section = CriticConfig(engine="fsdp2", dtype=dtype) if value_head else PolicyConfig(model=path, engine="fsdp2", dtype=dtype)
+    engine = engine_of(engines, path, section, value_head="normal" if value_head else None, total_updates=1)
+    engine.optimizer_zero_grad()
+    parameters, gradients = engine.named_parameters().values(), engine.named_gradients().values()
+    counted = (parameters, gradients, engine._optimizer.tensors())
+    return tuple(sum(tensor.nbytes for tensor in tensors) for tensors in counted)  # type: ignore[return-value]
+
+
+def first_gradient(engines: Any, path: str, section: PolicyConfig, *, averaged: bool = False) -> float:
+    """A number of the reduced gradient of a fixed batch on every rank; averaged: with FSDP2's own division by the ranks."""
+    from torch.distributed.fsdp import FSDPModule
+
+    from tests.engine.test_conformance import negative_logprob
+
+    engine = engine_of(engines, path, section, total_updates=1)
+    for part in engine._model.module.modules() if averaged else ():
+        if isinstance(part, FSDPModule):
+            part.set_gradient_divide_factor(2.0)
+    with engine.train_mode():
+        engine.optimizer_zero_grad()
+        engine.forward_backward(recorded_batch(), negative_logprob, reads=("weight",))
+        return float(engine.named_gradients()["model.layers.0.self_attn.q_proj.weight"].flatten()[0])
+
+
+def weights_are_seen(engine: Any) -> bool:
+    """New numbers in the shards, as a load or a step writes them, change the next pass."""
+    before = logprobs(engine)
+    with torch.no_grad():
+        for parameter in engine.named_parameters().values():
+            parameter.mul_(1.25) if parameter.dim() > 1 else None
+    return not torch.equal(before, logprobs(engine))
+
+
+def with_one_long_sequence(engines: Any, path: str, section: PolicyConfig) -> None:
+    """Build with attention to whatever stands before a token, of other sequences too."""
+    from megappo.models import own_classes
+
+    real = own_classes.PackedSequences
+
+    def one_sequence(**settings: Any) -> Any:
+        settings["offsets"] = settings["offsets"][[0, -1]]
+        return real(**settings)
+
+    with mock.patch.object(own_classes, "PackedSequences", one_sequence):
+        engine_of(engines, path, section)
+
+
+def capped_attention() -> None:
+    from megappo.models.own_classes import packed_attention
+
+    q = torch.zeros(1, 1, 2, 4)
+    packed_attention(torch.nn.Linear(1, 1), q, q, q, None, packed=None, softcap=30.0)  # type: ignore[arg-type]
+
+
+def message(action: Any) -> str:
+    try:
+        action()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("fsdp2")
+    for family in FAMILIES:
+        write_checkpoint(folder / family, "llama" if family == FP8 else family)
+    quantise_checkpoint(folder / FP8, (32, 32))
+    return spawn_world(run_of_two, 2, str(folder))
+
+
+def test_every_dense_family_gives_the_log_probs_of_megatron(world) -> None:
+    assert world[0]["kinds"] == {("megatron", "MegatronEngine"), ("fsdp2", "Fsdp2Engine")}
+    for family, found in world[0]["families"].items():
+        exact = found["megatron", "fp32"]
+        assert torch.allclose(found["fsdp2", "fp32"], exact, atol=TOLERANCE), family
+        ours, theirs = (float((found[kind, "bf16"] - exact).square().mean()) for kind in ("fsdp2", "megatron"))
+        assert 0 < ours < BF16_FACTOR**2 * theirs, family
+
+
+@pytest.mark.parametrize("dtype, value_head", BUILT)
+def test_the_plan_counts_what_a_trained_model_holds(world, tmp_path, dtype: Any, value_head: bool) -> None:
+    write_checkpoint(tmp_path, "llama")
+    arch, sizes = read_arch(tmp_path), {"trained": True, "value_head": value_head}
+    megatron = role_memory(arch, ParallelLayout(2), 0, dtype=dtype, micro_batch_tokens=1, num_micro_batches=1, **sizes)
+    planned = sharded_memory(megatron, arch, 2, 2 if dtype == "bf16" else 4, offload=(False, False, False), **sizes)
+    assert world[0]["bytes"][dtype, value_head] == (planned.weights, planned.gradients, planned.optimizer)
+    assert planned.gradients == pytest.approx(megatron.gradients / 2, rel=0.01), "a half, unlike Megatron's"
+
+
+def test_gradients_are_sums_over_ranks_and_a_mean_would_be_seen(world) -> None:
+    assert all(found["averaged"] == pytest.approx(0.5) for found in world)
+
+
+def test_new_weights_are_seen_because_the_root_is_let_go(world) -> None:
+    assert all(found["weights seen"] for found in world)
+    assert not any(found["weights seen without reshard"] for found in world), "negative control"
+
+
+def test_a_model_whose_tokens_see_other_sequences_is_refused(world) -> None:
+    for found in world:
+        assert "LlamaModel: sequences packed together differ from each alone by" in found["neighbours"]
+        assert "cannot run under engine fsdp2" in found["neighbours"] and "\n" not in found["neighbours"]
+
+
+def test_attention_that_would_be_left_out_is_refused(world) -> None:
+    assert "has softcap, which packed attention leaves out" in world[0]["softcap"]
+
+
+# ---------------------------------------------------------------------------------------------------------------- values
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 200])
+@pytest.mark.parametrize("family", ["llama", "llama3_tied", "qwen2_window"])
+@pytest.mark.parametrize("value_head", [False, True])
+def test_rows_cover_every_tensor_once(tmp_path, ranks: int, family: str, value_head: bool) -> None:
+    from megappo.models.pieces import Box, check_tiling
+    from megappo.models.weight_map import hf_tensors
+
+    write_checkpoint(tmp_path, family)
+    arch = read_arch(tmp_path)
+    held: dict[str, list[Box]] = {}
+    pieces = row_piece_map(arch, ranks, value_head)
+    for rank in range(ranks):
+        for piece in pieces[rank]:
+            held.setdefault(piece.hf, []).append(piece.box)
+    shapes = hf_tensors(arch, value_head)
+    assert held.keys() == shapes.keys()
+    for name, shape in shapes.items():
+        check_tiling(Box(0, shape[0], 0, (*shape, 1)[1]), held[name], name)
+    moved = [box._replace(r0=box.r0 + (box.r0 > 0)) for box in held["model.embed_tokens.weight"]]
+    if ranks > 1:  # a cut that is off by one
+        with pytest.raises(ValueError, match="elements have a source"):
+            check_tiling(Box(0, arch.vocab_size, 0, arch.hidden_size), moved, "embedding")
+
+
+@pytest.mark.parametrize("rows, ranks", [(131, 2), (131, 4), (7, 3), (1, 4), (5, 4), (8, 4)])
+def test_rows_are_those_of_torch_chunk(rows: int, ranks: int) -> None:
+    chunks = [chunk.tolist() for chunk in torch.arange(rows).chunk(ranks)] + [[]] * ranks
+    assert [list(range(*rows_of_rank(rows, ranks, rank))) for rank in range(ranks)] == chunks[:ranks]
+
+
+@pytest.mark.parametrize("shape", ["constant", "linear", "cosine"])
+@pytest.mark.parametrize("warmup, total", [(0, 10), (3, 10), (1, 1), (5, 3)])
+def test_the_schedule_is_that_of_megatron(shape: Any, warmup: int, total: int) -> None:
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    config = OptimizerConfig(lr=2.0, lr_schedule=shape, warmup_steps=warmup, min_lr_ratio=0.25)
+    group: dict[str, Any] = {"lr": 0.0}
+    scheduler = OptimizerParamScheduler(
+        mock.Mock(param_groups=[group]),
+        init_lr=0.0,
+        max_lr=2.0,
+        min_lr=0.5,
+        lr_warmup_steps=warmup,
+        lr_decay_steps=max(total, warmup + 1),
+        lr_decay_style=shape,
+        start_wd=0.0,
+        end_wd=0.0,
+        wd_incr_steps=0,
+        wd_incr_style="constant",
+    )
+    for step in range(1, total + 4):
+        scheduler.step(increment=1)
+        assert scheduled_lr(config, step, total) == pytest.approx(group["lr"], rel=1e-12), step
+
+
+def test_a_run_of_megatron_models_does_not_import_transformers() -> None:
+    code = "import sys, megappo.trainer.main, megappo.engine.build; sys.exit('transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-W", "ignore", "-c", code], cwd=Path(__file__).parents[2]).returncode == 0
