@@ -150,10 +150,10 @@ def _fill(module: torch.nn.Module, spec: EngineSpec, group: dist.ProcessGroup) -
             continue
         source, _ = reader.slice(piece.hf, shapes[piece.hf])
         as_2d(local[piece.local]).copy_(read_box(source, piece.box))
+    # Both by every rank in whole, so that all of them refuse a checkpoint, and none waits for the others in the next collective.
     if is_value_model:
-        # By every rank, so that all of them refuse a checkpoint without a head.
         head = torch.empty(shapes[VALUE_HEAD])
         fill_value_head(head, spec.arch, reader, spec.value_head or "zero", spec.seed)
         local[VALUE_HEAD].copy_(head[slice(*rows_of_rank(1, group.size(), group.rank()))])
     elif spec.arch.tied_embeddings:
-        check_tied(reader, spec.arch, pieces)
+        check_tied(reader, spec.arch, row_piece_map(spec.arch, 1)[0])

@@ -27,7 +27,7 @@ HIDDEN_METHOD = "hidden_states"
 _ATTENTION = "megappo_packed"
 # Largest relative error of hidden states in which a sum in another order cannot be told from an architecture that needs more than
 # its own sequence. Neighbours that are seen change them by 0.4 to 1.6 of their norm.
-_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
+_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
 
 
 class ValueModel(torch.nn.Module):
