@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
 
-from megappo.data.packing import moved, pack
+from megappo.data.packing import pack
+from megappo.data.positions import moved
 from megappo.models.attention import PackedSequences, grouped_attention, varlen_attention
 
 OUTPUT_METHOD = "packed_output"
