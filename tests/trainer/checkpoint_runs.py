@@ -74,12 +74,12 @@ def failing_reward(at: int) -> AbstractContextManager[Any]:
     """The rule raises in its call of this number, on rank 1."""
     submit, calls = Scorer.submit, []
 
-    def submitted(self: Scorer, samples: Any) -> None:
+    def submitted(self: Scorer, samples: Any, found: Any = None) -> None:
         calls.append(None)
         if len(calls) == at and dist.get_rank() == 1:
             raise RewardError("the verifier is gone")
         torch.rand(3)  # as a rule may that draws random numbers
-        submit(self, samples)
+        submit(self, samples, found)
 
     return mock.patch.object(Scorer, "submit", submitted)
 
@@ -92,10 +92,10 @@ def nan_reward() -> AbstractContextManager[Any]:
     """The rule exact_match gives NaN on rank 1."""
     submit = Scorer.submit
 
-    def submitted(self: Scorer, samples: Any) -> None:
+    def submitted(self: Scorer, samples: Any, found: Any = None) -> None:
         if dist.get_rank() == 1:
             self._parts["exact_match"] = InlinePart("exact_match", lambda sample: float("nan"))
-        submit(self, samples)
+        submit(self, samples, found)
 
     return mock.patch.object(Scorer, "submit", submitted)
 
