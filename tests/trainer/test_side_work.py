@@ -66,8 +66,8 @@ def disk_that_is_full_at(steps: tuple[int, ...]) -> Any:
             finally:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
-        def step(self, metrics: Any, step: int, total_steps: int) -> None:
-            self._when_full(step, lambda: RunLog.step(self, metrics, step, total_steps))
+        def step(self, metrics: Any, step: int, total_steps: int, timeline: Any = ()) -> None:
+            self._when_full(step, lambda: RunLog.step(self, metrics, step, total_steps, timeline))
 
         def trajectories(self, step: int, rows: Any) -> None:
             rows = [{**row, "response": "\ud800" * 1000} for row in rows]  # half a pair, and no room for it
