@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -119,12 +120,19 @@ def diverged(path: str, own: dict[str, Any]) -> str:
 
 def non_finite(path: str, groups: Any) -> str:
     """Gradients of rank 2 are NaN, its position is 1."""
+    from megappo.engine.base import StepResult
+    from megappo.engine.skipped_steps import MAX_SKIPPED_STEPS, NonFiniteGradient, SkippedSteps
+
     if groups is None:
         return ""
     policy, _ = build_roles(path, groups, budget=64)
     if dist.get_rank() == 2:
         next(iter(policy.engine.named_gradients().values())).fill_(torch.nan)
-    return policy.engine._non_finite_ranks()
+    skipped = SkippedSteps("policy", groups)
+    with pytest.raises(NonFiniteGradient) as error:
+        for _ in range(MAX_SKIPPED_STEPS):
+            skipped.count(StepResult(math.nan, applied=False), policy.engine.named_gradients())
+    return str(error.value)
 
 
 def drift(path: str, groups: Any, later: Any) -> str:
@@ -219,7 +227,7 @@ def test_a_late_rank_is_named_by_world_rank(found: Any) -> None:
 def test_non_finite_gradients_are_named_by_world_rank(found: Any) -> None:
     for rank in (1, 2):
         text = found[1][rank]["non-finite"]
-        assert text.startswith("rank 2 (stage 0, tp 1): ") and text.endswith("; rank 1: none of their own tensors"), text
+        assert " in a row; rank 2 (stage 0, tp 1): " in text and text.endswith("; rank 1: none of their own tensors"), text
 
 
 def test_a_drifted_copy_ends_all_ranks_with_the_same_message(found: Any) -> None:
