@@ -198,10 +198,10 @@ def test_rewards_beside_generation_cost_the_longer_of_the_two(ranks: list[dict[s
     generation_s = 2 * SHARE * POLL_S
     seconds = {name: ranks[0]["streaming"][name]["seconds"] for name in ("plain", "early", "all at the end")}
     assert seconds["plain"] > generation_s + SHARE * REWARD_S
-    assert generation_s < seconds["early"] < generation_s + 0.6 * SHARE * REWARD_S
+    # Against the control of the same machine: what is slow there is slow here.
+    assert generation_s < seconds["early"] < seconds["plain"] - 0.5 * SHARE * REWARD_S
     early_s = [rank["streaming"]["early"]["scored"].early_s for rank in ranks]
-    assert early_s[0] == pytest.approx((2 * SHARE - 1) * REWARD_S, rel=0.25) and early_s[1] == 0
-    assert [rank["streaming"]["early"]["calls"] for rank in ranks] == [2 * SHARE - 1, 1] or early_s[0] > 0
+    assert SHARE * REWARD_S < early_s[0] < seconds["early"] and early_s[1] == 0
 
 
 def test_early_rewards_are_the_same_to_the_last_bit_and_in_the_same_order(ranks: list[dict[str, Any]]) -> None:
@@ -218,8 +218,9 @@ def test_early_rewards_are_the_same_to_the_last_bit_and_in_the_same_order(ranks:
 def test_what_no_worker_had_begun_is_scored_by_the_owners(ranks: list[dict[str, Any]]) -> None:
     """All responses come at once on rank 0: its one worker does not score them for both ranks."""
     ran = [rank["streaming"]["all at the end"] for rank in ranks]
-    assert [one["calls"] for one in ran] == pytest.approx([SHARE, SHARE], abs=2) and sum(one["calls"] for one in ran) == 2 * SHARE
-    assert ran[0]["seconds"] < 1.6 * SHARE * REWARD_S
+    calls = [one["calls"] for one in ran]
+    assert calls == pytest.approx([SHARE, SHARE], abs=SHARE / 2) and sum(calls) == 2 * SHARE
+    assert ran[0]["seconds"] < 1.8 * SHARE * REWARD_S, "one worker for all takes twice as long"
 
 
 def test_an_early_failure_ends_the_step_on_all_ranks(ranks: list[dict[str, Any]]) -> None:
