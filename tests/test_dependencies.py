@@ -52,6 +52,7 @@ FORBIDDEN_PARTS = {
 ALLOWED_MODULES = {
     "megappo.engine.megatron": ("engine/",),
     "megappo.engine.fsdp2": ("engine/",),
+    "megappo.engine.role_engine": ("engine/",),
     "megappo.engine.micro_batches": ("engine/",),
     "megappo.engine.linear_output": ("engine/",),
     "megappo.engine.offload": ("engine/",),

@@ -6,26 +6,23 @@ Gradients are reduced, in fp32, at each micro-batch: kept back to the last they 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megappo.checkpoint.ranges import keep_own, sharded_rows
 from megappo.config.role_sections import OffloadConfig
 from megappo.data.packing import PackedBatch
-from megappo.engine.base import LanguageLoss, LossFunction, LossOutput, PassResult, StepResult, ValueLoss
+from megappo.engine.base import LanguageLoss, LossFunction, LossOutput, PassResult, ValueLoss
 from megappo.engine.fsdp2_model import ShardedModel
 from megappo.engine.fsdp2_optimizer import ShardedOptimizer
 from megappo.engine.linear_output import LinearOutput
 from megappo.engine.micro_batches import MicroBatch, MicroBatches
-from megappo.engine.offload import StorageOffload
 from megappo.engine.results import combined_metrics, detached, in_order, names_of
-from megappo.engine.skipped_steps import SkippedSteps
+from megappo.engine.role_engine import RoleEngine
 from megappo.models.arch import ModelArch
 from megappo.models.hf_export import export_pieces
 from megappo.models.pieces import PieceMap
@@ -33,11 +30,9 @@ from megappo.models.row_shards import row_piece_map
 from megappo.models.weight_map import OUTPUT, VALUE_HEAD
 from megappo.parallel.balance import plan_micro_batches, split_by_budget
 from megappo.parallel.groups import ProcessGroups
-from megappo.parallel.placement import Placement
-from megappo.parallel.shares import Shares, shares_of
 
 
-class Fsdp2Engine:
+class Fsdp2Engine(RoleEngine[ShardedOptimizer]):
     """Engine (see base.py) of one role. dtype: of computation and export. `optimizer` is None for a frozen role."""
 
     head_names = (OUTPUT, VALUE_HEAD)
@@ -55,35 +50,23 @@ class Fsdp2Engine:
         optimizer: ShardedOptimizer | None = None,
         offload: OffloadConfig = OffloadConfig(),
     ) -> None:
-        self.name = name
+        super().__init__(
+            name,
+            groups,
+            device=device,
+            micro_batch_tokens=micro_batch_tokens,
+            optimizer=optimizer,
+            offload=offload,
+            parameters=lambda: model.shards.values(),
+            optimizer_tensors=lambda: () if optimizer is None else optimizer.tensors(),
+        )
         self.arch = arch
-        self.groups = groups
-        self.device = device
         self._model = model
         self._dtype = dtype
-        self._micro_batch_tokens = micro_batch_tokens
-        self._optimizer = optimizer
-        self._offload = offload
-        self._passes = 0
-        self._skipped_steps = SkippedSteps(name, groups)
-        self._parameter_storages = StorageOffload(lambda: model.shards.values())
-        self._optimizer_storages = StorageOffload(lambda: () if optimizer is None else optimizer.tensors())
-
-    @property
-    def placement(self) -> Placement:
-        return self.groups.placement
-
-    @property
-    def host_group(self) -> dist.ProcessGroup:
-        return self.groups.host
 
     @property
     def value_head(self) -> bool:
         return self._model.is_value_model
-
-    @property
-    def shares(self) -> Shares:
-        return shares_of(self.groups.layout, self.groups.placement.ranks)
 
     # --------------------------------------------------------------------------------------------------------- weights
 
@@ -109,31 +92,11 @@ class Fsdp2Engine:
 
     # ------------------------------------------------------------------------------------------------ modes and memory
 
-    @contextmanager
-    def train_mode(self) -> Iterator[None]:
-        self.groups.meet(f"training the {self.name}")
-        self._parameter_storages.restore()
-        yield
-        self.offload_idle()
+    def _enter(self, *, trains: bool) -> None:
+        """Nothing: the mode of the modules makes no difference to these models."""
 
-    @contextmanager
-    def eval_mode(self) -> Iterator[None]:
-        self.groups.meet(f"passes of the {self.name}")
-        self._parameter_storages.restore(to_change=False)
-        with torch.no_grad():
-            yield
-        self.offload_idle()
-
-    def to(self, device: Literal["host", "device"], *, model: bool = True, optimizer: bool = True) -> None:
-        for wanted, storages in ((model, self._parameter_storages), (optimizer, self._optimizer_storages)):
-            if wanted:
-                storages.restore() if device == "device" else storages.offload()
-
-    def offload_idle(self) -> None:
-        """Offload the parts that this role's section offloads, to free memory for the next role or the rollout engine."""
-        self.to("host", model=self._offload.parameters, optimizer=self._offload.optimizer)
-        if self._offload.gradients:
-            self._model.free_gradients()
+    def _free_gradients(self) -> None:
+        self._model.free_gradients()
 
     # ---------------------------------------------------------------------------------------------------------- passes
 
@@ -183,30 +146,7 @@ class Fsdp2Engine:
     def optimizer_zero_grad(self) -> None:
         self._model.zero_gradients()
 
-    def lr_scheduler_step(self) -> float:
-        return self._trained().advance_schedule()
-
-    def optimizer_step(self) -> StepResult:
-        # Both stay until the mode is left, instead of one round trip to the host per mini-batch.
-        self.to("device")
-        result = self._trained().step()
-        self._skipped_steps.count(result, self.named_gradients())
-        return result
-
-    def _trained(self) -> ShardedOptimizer:
-        assert self._optimizer is not None, f"{self.name} is frozen: it has no optimizer"
-        return self._optimizer
-
     # ------------------------------------------------------------------------------------------------------ checkpoint
-
-    def save_state(self, *, with_optimizer: bool) -> dict[str, Any]:
-        for storages in (self._parameter_storages, self._optimizer_storages):
-            storages.restore(to_change=False)  # unchanged by the save, so `release_state` copies nothing to the host
-        return self._sharded_state(with_optimizer=with_optimizer)
-
-    def release_state(self) -> None:
-        """Offload again what `save_state` made resident."""
-        self.offload_idle()
 
     def state_to_load(self, *, with_optimizer: bool, with_head: bool = True) -> dict[str, Any]:
         """Description for `load_state`: the engine's own shards, which the checkpoint reader fills in place."""

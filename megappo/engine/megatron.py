@@ -7,27 +7,26 @@ per-token results in the share's order on the rank that reports. Losses are call
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from torch import Tensor
 
+from megappo.checkpoint.ranges import keep_own
 from megappo.config.role_sections import OffloadConfig
 from megappo.data.packing import PackedBatch
-from megappo.engine.base import LanguageLoss, LossFunction, LossOutput, PassResult, RouterSummary, StepResult, ValueLoss
+from megappo.engine.base import LanguageLoss, LossFunction, LossOutput, PassResult, RouterSummary, ValueLoss
 from megappo.engine.linear_output import LinearOutput
 from megappo.engine.megatron_optimizer import Optimizer
 from megappo.engine.megatron_schedule import run_schedule
 from megappo.engine.micro_batches import MicroBatch, MicroBatches
-from megappo.engine.offload import StorageOffload, without_storages_of
+from megappo.engine.offload import without_storages_of
 from megappo.engine.results import combined_metrics, detached, in_order, names_of
-from megappo.engine.skipped_steps import SkippedSteps
+from megappo.engine.role_engine import RoleEngine
 from megappo.models.arch import ModelArch, vocab_shard
 from megappo.models.gpt import CriticModel, PackedModel, PolicyModel
 from megappo.models.hf_export import export_pretrained
@@ -38,11 +37,9 @@ from megappo.models.weight_map import LOCAL_OUTPUT, LOCAL_VALUE_HEAD, piece_map
 from megappo.parallel.balance import plan_micro_batches, split_by_budget
 from megappo.parallel.context import ContextShard
 from megappo.parallel.groups import ProcessGroups
-from megappo.parallel.placement import Placement
-from megappo.parallel.shares import Shares, shares_of
 
 
-class MegatronEngine:
+class MegatronEngine(RoleEngine[Optimizer]):
     """Engine (see base.py) of one role.
 
     chunks: the model chunks of `models/build.py`, each wrapped in DDP when they train. `optimizer` is None for a frozen role.
@@ -62,24 +59,24 @@ class MegatronEngine:
         offload: OffloadConfig = OffloadConfig(),
         router_aux_coef: float = 0.0,
     ) -> None:
-        self.name = name
-        self.groups = groups
-        self.device = device
+        super().__init__(
+            name,
+            groups,
+            device=device,
+            micro_batch_tokens=micro_batch_tokens,
+            optimizer=optimizer,
+            offload=offload,
+            parameters=self._parameters,
+            optimizer_tensors=self._optimizer_tensors,
+        )
         self._wrapped = list(chunks)
         self._with_gradients = [c for c in chunks if isinstance(c, DistributedDataParallel)]  # all of a model that trains
         # DDP's `module` has the type of any module.
         self.chunks = [cast(PackedModel, c.module if isinstance(c, DistributedDataParallel) else c) for c in chunks]
         self._config = self.chunks[0].config
-        self._micro_batch_tokens = micro_batch_tokens
-        self._optimizer = optimizer
-        self._offload = offload
-        self._skipped_steps = SkippedSteps(name, groups)
-        self._passes = 0
         self._router_state = share_router_state(self.chunks)
         self._router_aux_coef = router_aux_coef
         self._config.finalize_model_grads_func = _sum_gradients
-        self._parameter_storages = StorageOffload(self._parameters)
-        self._optimizer_storages = StorageOffload(self._optimizer_tensors)
         self._gradients_freed = False
 
     @property
@@ -87,20 +84,8 @@ class MegatronEngine:
         return self.chunks[0].arch
 
     @property
-    def placement(self) -> Placement:
-        return self.groups.placement
-
-    @property
-    def host_group(self) -> dist.ProcessGroup:
-        return self.groups.host
-
-    @property
     def value_head(self) -> bool:
         return isinstance(self.chunks[0], CriticModel)
-
-    @property
-    def shares(self) -> Shares:
-        return shares_of(self.groups.layout, self.groups.placement.ranks)
 
     # --------------------------------------------------------------------------------------------------------- weights
 
@@ -133,44 +118,19 @@ class MegatronEngine:
 
     # ------------------------------------------------------------------------------------------------ modes and memory
 
-    @contextmanager
-    def train_mode(self) -> Iterator[None]:
-        self.groups.meet(f"training the {self.name}")
+    def _enter(self, *, trains: bool) -> None:
         for chunk in self._wrapped:
-            chunk.train()
-        self._parameter_storages.restore()
-        self._restore_gradients()
-        yield
-        self.offload_idle()
-
-    @contextmanager
-    def eval_mode(self) -> Iterator[None]:
-        self.groups.meet(f"passes of the {self.name}")
-        for chunk in self._wrapped:
-            chunk.eval()
-        self._parameter_storages.restore(to_change=False)
-        with torch.no_grad():
-            yield
-        self.offload_idle()
-
-    def to(self, device: Literal["host", "device"], *, model: bool = True, optimizer: bool = True) -> None:
-        for wanted, storages in ((model, self._parameter_storages), (optimizer, self._optimizer_storages)):
-            if wanted:
-                storages.restore() if device == "device" else storages.offload()
-
-    def offload_idle(self) -> None:
-        """Offload the parts that this role's section offloads, to free memory for the next role or the rollout engine."""
-        self.to("host", model=self._offload.parameters, optimizer=self._offload.optimizer)
-        if self._offload.gradients and self._optimizer is not None and not self._gradients_freed:
-            for chunk in self._with_gradients:
-                chunk.offload_grad_buffers(empty_cache=self.device.type == "cuda")
-            self._gradients_freed = True
-
-    def _restore_gradients(self) -> None:
-        if self._gradients_freed:
+            chunk.train(trains)
+        if trains and self._gradients_freed:
             for chunk in self._with_gradients:
                 chunk.restore_grad_buffers()
             self._gradients_freed = False
+
+    def _free_gradients(self) -> None:
+        if self._optimizer is not None and not self._gradients_freed:
+            for chunk in self._with_gradients:
+                chunk.offload_grad_buffers(empty_cache=self.device.type == "cuda")
+            self._gradients_freed = True
 
     def _optimizer_tensors(self) -> Iterator[Tensor]:
         """Optimizer state without tensors that are model parameters themselves."""
@@ -274,30 +234,7 @@ class MegatronEngine:
             chunk.zero_grad_buffer()
         self._trained().zero_grad()
 
-    def lr_scheduler_step(self) -> float:
-        return self._trained().advance_schedule()
-
-    def optimizer_step(self) -> StepResult:
-        # Both stay until the mode is left, instead of one round trip to the host per mini-batch.
-        self.to("device")
-        result = self._trained().step()
-        self._skipped_steps.count(result, self.named_gradients())
-        return result
-
-    def _trained(self) -> Optimizer:
-        assert self._optimizer is not None, f"{self.name} is frozen: it has no optimizer"
-        return self._optimizer
-
     # ------------------------------------------------------------------------------------------------------ checkpoint
-
-    def save_state(self, *, with_optimizer: bool) -> dict[str, Any]:
-        for storages in (self._parameter_storages, self._optimizer_storages):
-            storages.restore(to_change=False)  # unchanged by the save, so `release_state` copies nothing to the host
-        return self._sharded_state(with_optimizer=with_optimizer)
-
-    def release_state(self) -> None:
-        """Offload again what `save_state` made resident."""
-        self.offload_idle()
 
     def state_to_load(self, *, with_optimizer: bool, with_head: bool = True) -> dict[str, Any]:
         """Sharded description for `load_state`: the engine's own tensors, which the checkpoint reader fills in place.
@@ -309,8 +246,7 @@ class MegatronEngine:
         for weights in () if with_head else state["model"].values():
             for name, entry in list(weights.items()):
                 if getattr(entry, "key", None) in self.head_names:  # a tied output projection has the embedding's key
-                    # For this type the reader returns the model's own tensor.
-                    weights[name] = LocalNonpersistentObject(entry.data)
+                    weights[name] = keep_own(entry.data)
         return state
 
     def load_state(self, state: dict[str, Any]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -31,11 +31,14 @@ class SkippedSteps:
     def __init__(self, role: str, groups: ProcessGroups) -> None:
         self._role, self._groups, self._count = role, groups, 0
 
-    def count(self, result: StepResult, gradients: Mapping[str, Tensor]) -> None:
-        """Count a step. gradients: of this rank by name. NonFiniteGradient on every rank at the last one that a run survives."""
+    def count(self, result: StepResult, gradients: Callable[[], Mapping[str, Tensor]]) -> None:
+        """Count a step. gradients: of this rank by name, asked for at the end only.
+
+        NonFiniteGradient on every rank at the last one that a run survives.
+        """
         self._count = 0 if result.applied else self._count + 1
         if self._count >= MAX_SKIPPED_STEPS:
-            found = _non_finite_ranks(gradients, self._groups)
+            found = _non_finite_ranks(gradients(), self._groups)
             raise NonFiniteGradient(f"{self._role}: gradient norm not finite in {self._count} steps in a row; {found}")
 
 

@@ -75,11 +75,10 @@ def _judge(experience: Experience, scorer: Scorer, samples: Sequence[RewardInput
     if not scorer.streams:
         return raised_as_one(lambda: _score_in_rounds(scorer, samples))[0], None
     handed_over, early_s = scorer.hand_over()
-    there = to_owners(experience, handed_over)
-    found = [there.get(number, {}) for number in experience.numbers.tolist()]
+    there, numbers = to_owners(experience, handed_over), experience.numbers.tolist()
+    found = [there.get(number, {}) for number in numbers]
     judged, early = raised_as_one(lambda: _score_in_rounds(scorer, samples, found))
     late = to_owners(experience, early)
-    numbers = experience.numbers.tolist()
     return [replace(one, verdicts={**one.verdicts, **late.get(n, {})}) for n, one in zip(numbers, judged, strict=True)], early_s
 
 

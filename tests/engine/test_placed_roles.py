@@ -131,7 +131,7 @@ def non_finite(path: str, groups: Any) -> str:
     skipped = SkippedSteps("policy", groups)
     with pytest.raises(NonFiniteGradient) as error:
         for _ in range(MAX_SKIPPED_STEPS):
-            skipped.count(StepResult(math.nan, applied=False), policy.engine.named_gradients())
+            skipped.count(StepResult(math.nan, applied=False), policy.engine.named_gradients)
     return str(error.value)
 
 
