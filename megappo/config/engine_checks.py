@@ -35,8 +35,6 @@ def _problems_of(role: str, section: RoleConfig) -> Iterator[str]:
             yield refused(f"parallel.{name}", value, f"{role}.engine is fsdp2, which has no such layout", "leave it out")
     if not isinstance(section, TrainableConfig):
         return
-    if section.recompute != "none":
-        yield refused("recompute", section.recompute, f"{role}.engine is fsdp2, which keeps all activations", "use none")
     if section.router_aux_coef > 0:
         yield refused("router_aux_coef", section.router_aux_coef, f"{role}.engine is fsdp2, which has no experts", "leave it out")
     if not section.optimizer.distributed:

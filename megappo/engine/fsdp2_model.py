@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
+from megappo.config.role_sections import TrainableConfig
 from megappo.engine.factory import EngineSpec
 from megappo.models.hf_import import check_tied, fill_value_head, read_box
 from megappo.models.hf_tensors import CheckpointReader
@@ -101,7 +102,8 @@ def build_sharded(
     if the checkpoint or the architecture does not fit.
     """
     kept = torch.float32 if trains else dtype
-    module = build_on_meta(spec.model, value_head=spec.value_head is not None, dtype=kept)
+    recompute = spec.section.recompute if trains and isinstance(spec.section, TrainableConfig) else "none"
+    module = build_on_meta(spec.model, value_head=spec.value_head is not None, dtype=kept, recompute=recompute)
     module.requires_grad_(trains)
     module.eval()  # no dropout, as in every engine; it does not turn off gradients
     _shard(module, DeviceMesh.from_group(group, device.type), dtype)

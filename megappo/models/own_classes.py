@@ -7,25 +7,29 @@ Parameters are made without memory, and have the names of the checkpoint.
 
 from __future__ import annotations
 
+import functools
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 from megappo.data.packing import pack
 from megappo.data.positions import moved
 from megappo.models.attention import PackedSequences, grouped_attention, varlen_attention
+from megappo.models.flops import Recompute
 
 OUTPUT_METHOD = "packed_output"
 """Method of both kinds of model: (tokens [T], cu_seqlens [B+1] on the host) -> final hidden states [1, T, H], or values [1, T, 1]
 fp32. In the form of the decoder's output: FSDP2 wants no views."""
 HIDDEN_METHOD = "hidden_states"
 """Method of value models, see `ValueModel`."""
-_ATTENTION = "megappo_packed"
+# Names in transformers' registry: attention of packed sequences, and the same with its activations computed again in the backward.
+_ATTENTION, _ATTENTION_AGAIN = "megappo_packed", "megappo_packed_again"
 # Largest relative error of hidden states in which a sum in another order cannot be told from an architecture that needs more than
 # its own sequence. Neighbours that are seen change them by 0.4 to 1.6 of their norm.
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
@@ -50,13 +54,20 @@ class ValueModel(torch.nn.Module):
         return _hidden_states(self.model, tokens, cu_seqlens)
 
 
-def build_on_meta(path: str, *, value_head: bool, dtype: torch.dtype) -> torch.nn.Module:
-    """The model of a checkpoint directory, its parameters in `dtype` on the meta device (a value head in fp32)."""
+def build_on_meta(path: str, *, value_head: bool, dtype: torch.dtype, recompute: Recompute = "none") -> torch.nn.Module:
+    """The model of a checkpoint directory, its parameters in `dtype` on the meta device (a value head in fp32).
+
+    recompute: activations that a backward pass computes again: of core attention (selective), or of every layer (full).
+    """
     AttentionInterface.register(_ATTENTION, packed_attention)
+    AttentionInterface.register(_ATTENTION_AGAIN, _attention_again)
     config = AutoConfig.from_pretrained(path, trust_remote_code=False).get_text_config()
     kind = AutoModel if value_head else AutoModelForCausalLM
     with torch.device("meta"):
-        model = kind.from_config(config, dtype=dtype, attn_implementation=_ATTENTION)
+        attention = _ATTENTION_AGAIN if recompute == "selective" else _ATTENTION
+        model = kind.from_config(config, dtype=dtype, attn_implementation=attention)
+        if recompute == "full":
+            _recompute_layers(model)
         # transformers gives the embedding of the padding token no gradient; here no token is padding.
         model.get_input_embeddings().padding_idx = None
         if value_head:
@@ -64,6 +75,18 @@ def build_on_meta(path: str, *, value_head: bool, dtype: torch.dtype) -> torch.n
     model.tie_weights()
     setattr(model, OUTPUT_METHOD, types.MethodType(_language_output, model))
     return model
+
+
+def _recompute_layers(model: PreTrainedModel) -> None:
+    """Keep the input of every layer alone. Before `fully_shard`, whose hooks then gather a layer once for both of its forwards."""
+    for layer in model.base_model.layers:
+        forward = layer.forward
+        layer.forward = functools.partial(_again, forward)
+
+
+def _again(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call `function` so that its backward calls it again instead of keeping its activations. It draws no random numbers."""
+    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
 
 def decoder_of(model: torch.nn.Module) -> Any:
@@ -143,6 +166,10 @@ def packed_attention(
     return out[None], None
 
 
+def _attention_again(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+    return _again(packed_attention, *args, **kwargs)
+
+
 # ------------------------------------------------------------------------------------------------------------ start-up check
 
 
@@ -179,6 +206,7 @@ def _rows(model: torch.nn.Module, tokens: Tensor, cu_seqlens: Tensor | None) -> 
 
 @contextmanager
 def _own_attention(decoder: Any) -> Iterator[None]:
+    packed = decoder.config._attn_implementation
     decoder.config._attn_implementation = "sdpa"
     yield
-    decoder.config._attn_implementation = _ATTENTION
+    decoder.config._attn_implementation = packed

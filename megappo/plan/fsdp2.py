@@ -1,7 +1,7 @@
 """Memory of one rank of a role under FSDP2, from the shapes of its shards.
 
 Weights, gradients and moments are exact; gathered layers are counted by what FSDP2 holds at once, and activations are estimated as
-Megatron-core's without recomputation.
+Megatron-core's, with the same recomputation.
 """
 
 from __future__ import annotations

@@ -26,8 +26,6 @@ REFUSED = [
         ["policy.parallel.pp=2", "policy.parallel.layers_per_stage=[3, 1]"],
         "policy.parallel.layers_per_stage = [3, 1]: policy.engine",
     ),
-    (["policy.recompute=full"], 'policy.recompute = "full": policy.engine is fsdp2, which keeps all activations; use none'),
-    (["critic.recompute=selective"], 'critic.recompute = "selective": critic.engine is fsdp2'),
     (["policy.router_aux_coef=0.1"], "policy.router_aux_coef = 0.1: policy.engine is fsdp2, which has no experts"),
     (["critic.optimizer.distributed=false"], "critic.optimizer.distributed = false: critic.engine is fsdp2, which always shards"),
 ]
@@ -43,7 +41,8 @@ def test_what_fsdp2_does_not_have_is_refused(tmp_path, overrides, wanted: str) -
 
 
 def test_a_role_without_such_keys_may_run_under_fsdp2(tmp_path) -> None:
-    ppo = train_config(tmp_path, [f"{role}.engine=fsdp2" for role in ROLES])
+    recompute = ["policy.recompute=full", "critic.recompute=selective"]
+    ppo = train_config(tmp_path, [*(f"{role}.engine=fsdp2" for role in ROLES), *recompute])
     for config in (ppo, sft_config(tmp_path, ["policy.engine=fsdp2"])):
         assert list(problems(config, frozenset(), 4)) == []
 

@@ -28,6 +28,7 @@ FP8 = "llama in fp8"
 FAMILIES = (*CASES, COMPOSITE, FP8)
 # fp32: log-probs of order 1 to 10 in another order of sums; bf16 beside Megatron's bf16, both against fp32.
 TOLERANCE, BF16_FACTOR = 2e-5, 1.5
+RECOMPUTE = ("none", "selective", "full")
 BUILT = [(dtype, value_head) for dtype in ("bf16", "fp32") for value_head in (False, True)]
 
 
@@ -68,6 +69,9 @@ def run_of_two(rank: int, folder: str) -> dict[str, Any]:
     found["weights seen"] = weights_are_seen(engine_of(engines, path, policy))
     with mock.patch("megappo.engine.fsdp2_model.ShardedModel.reshard"):
         found["weights seen without reshard"] = weights_are_seen(engine_of(engines, path, policy))
+    for recompute in RECOMPUTE:
+        section = policy.model_copy(update={"recompute": recompute})
+        found["recompute", recompute] = kept_and_gradients(engine_of(engines, path, section, total_updates=1))
     found["neighbours"] = message(lambda: with_one_long_sequence(engines, path, policy))
     found["softcap"] = message(capped_attention)
     return found
@@ -97,6 +101,21 @@ def first_gradient(engines: Any, path: str, section: PolicyConfig, *, averaged: 
         engine.optimizer_zero_grad()
         engine.forward_backward(recorded_batch(), negative_logprob, reads=("weight",))
         return float(engine.named_gradients()["model.layers.0.self_attn.q_proj.weight"].flatten()[0])
+
+
+def kept_and_gradients(engine: Any) -> tuple[int, dict[str, torch.Tensor]]:
+    """(bytes that autograd keeps from forward to backward, reduced gradients) of a fixed batch."""
+    from tests.engine.test_conformance import gradients_of
+
+    kept: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        gradients = gradients_of(engine)
+    return sum(kept.values()), gradients
 
 
 def weights_are_seen(engine: Any) -> bool:
@@ -166,6 +185,14 @@ def test_the_plan_counts_what_a_trained_model_holds(world, tmp_path, dtype: Any,
 
 def test_gradients_are_sums_over_ranks_and_a_mean_would_be_seen(world) -> None:
     assert all(found["averaged"] == pytest.approx(0.5) for found in world)
+
+
+def test_recomputed_activations_are_not_kept_and_give_the_same_gradients(world) -> None:
+    for found in world:
+        kept, gradients = zip(*(found["recompute", recompute] for recompute in RECOMPUTE), strict=True)
+        assert kept[0] > kept[1] > kept[2], kept
+        for name, wanted in gradients[0].items():
+            assert all(torch.equal(other[name], wanted) for other in gradients[1:]), name
 
 
 def test_new_weights_are_seen_because_the_root_is_let_go(world) -> None:

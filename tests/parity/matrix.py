@@ -131,13 +131,14 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
 }
 
 
+FSDP2_VARIANTS = ("one sequence", "recompute selective", "recompute full", "offload", "bf16")
 # Changes of the configuration that run roles under FSDP2: their data-parallel layout gives the numbers of one Megatron rank.
 FSDP2: dict[str, dict[str, Any]] = {
     f"fsdp2{'' if name == 'alone' else ', ' + name}": {
         **{f"{role}__engine": "fsdp2" for role in ("policy", "critic", "reference")},
         **changes,
     }
-    for name, changes in {"alone": {}, **{name: VARIANTS[name] for name in ("one sequence", "offload", "bf16")}}.items()
+    for name, changes in {"alone": {}, **{name: VARIANTS[name] for name in FSDP2_VARIANTS}}.items()
 }
 # Policy and reference in the layout of the case under Megatron, the critic over all ranks under FSDP2.
 MIXED = {"critic__engine": "fsdp2"}
