@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal
 
-from megappo.config.batch import nearest_divisors, step_arithmetic
+from megappo.config.batch import nearest_divisors, step_arithmetic, update_schedule
 from megappo.config.dead_keys import dead_keys
 from megappo.config.engine_checks import engine_problems
 from megappo.config.errors import ConfigError, problem
@@ -92,7 +92,16 @@ def dead_key_problems(config: TrainConfig | SftConfig, explicit: frozenset[str])
 
 
 def _mini_batches(config: TrainConfig) -> str | None:
-    size, samples = config.algorithm.mini_batch_size, step_arithmetic(config).samples
+    return _mini_batch_divides("algorithm.mini_batch_size", config.algorithm.mini_batch_size, config)
+
+
+def _critic_mini_batches(config: TrainConfig) -> str | None:
+    size = config.critic.mini_batch_size
+    return None if size is None else _mini_batch_divides("critic.mini_batch_size", size, config)
+
+
+def _mini_batch_divides(key: str, size: int, config: TrainConfig) -> str | None:
+    samples = step_arithmetic(config).samples
     if samples % size == 0:
         return None
     product = (
@@ -100,9 +109,7 @@ def _mini_batches(config: TrainConfig) -> str | None:
     )
     left = f"{samples % size} would be dropped" if size < samples else "not one mini-batch would be full"
     nearest = " or ".join(str(d) for d in nearest_divisors(samples, size))
-    return problem(
-        "algorithm.mini_batch_size", size, f"must divide the {samples} samples of a step ({product}): {left}; use {nearest}"
-    )
+    return problem(key, size, f"must divide the {samples} samples of a step ({product}): {left}; use {nearest}")
 
 
 def _greedy_training(config: TrainConfig) -> str | None:
@@ -241,14 +248,14 @@ def _policy_lr_warmup(config: TrainConfig) -> str | None:
     if config.trainer.steps is None:
         return None
     steps = max(0, config.trainer.steps - config.critic.warmup_steps)  # the critic's warm-up does not update the policy
-    total = steps * step_arithmetic(config).optimizer_steps
+    total = steps * update_schedule(config, "policy").optimizer_steps(step_arithmetic(config).samples)
     return _warmup_fits("policy.optimizer.warmup_steps", config.policy.optimizer, total)
 
 
 def _critic_lr_warmup(config: TrainConfig) -> str | None:
     if config.trainer.steps is None:
         return None
-    total = config.trainer.steps * step_arithmetic(config).optimizer_steps
+    total = config.trainer.steps * update_schedule(config, "critic").optimizer_steps(step_arithmetic(config).samples)
     return _warmup_fits("critic.optimizer.warmup_steps", config.critic.optimizer, total)
 
 
@@ -314,6 +321,7 @@ TrainRule = Callable[[TrainConfig], str | None]
 
 TRAIN_RULES: tuple[TrainRule, ...] = (
     _mini_batches,
+    _critic_mini_batches,
     _greedy_training,
     _top_k_zero,
     _kept_tokens,

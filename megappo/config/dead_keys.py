@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
-from megappo.config.batch import step_arithmetic
+from megappo.config.batch import step_arithmetic, update_schedule
 from megappo.config.keys import value_keys
 from megappo.config.layout_checks import roles_in_use, scores_with_model
 from megappo.config.role_sections import OptimizerConfig
@@ -88,7 +88,7 @@ TRAIN: tuple[Dead, ...] = (
     ),
     Dead(
         ("algorithm.target_kl",),
-        lambda c: step_arithmetic(c).optimizer_steps <= 1,
+        lambda c: update_schedule(c, "policy").optimizer_steps(step_arithmetic(c).samples) <= 1,
         "a step makes one update, and there is no later one to stop; remove it, or raise ppo_epochs, or lower mini_batch_size",
     ),
     Dead(

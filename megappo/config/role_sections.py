@@ -6,7 +6,7 @@ from typing import Literal
 
 from megappo.config.paths import ModelPath, PathText
 from megappo.config.rank_ranges import ALL, RankRanges
-from megappo.config.section import Decay, Fraction, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Section
+from megappo.config.section import Decay, Fraction, LossAggregation, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Section
 
 
 class ParallelConfig(Section):
@@ -115,6 +115,13 @@ class CriticConfig(TrainableConfig):
     """Role of `checkpoint` to load: the critic with its value head, or the policy, under a new head (`value_head`)."""
     warmup_steps: NonNegative = 0
     """PPO steps at the start that train only the critic."""
+    ppo_epochs: Positive | None = None
+    """The critic's passes over the responses of a step, for example 2 for two critic updates to one of the policy; null means
+    `algorithm.ppo_epochs`."""
+    mini_batch_size: Positive | None = None
+    """Samples per optimizer step of the critic; null means `algorithm.mini_batch_size`."""
+    loss_aggregation: LossAggregation | None = None
+    """Reduction of the critic's token losses; null means `algorithm.loss_aggregation`."""
 
 
 class FrozenOffloadConfig(Section):

@@ -17,7 +17,7 @@ from megappo.config.rank_ranges import ALL, RankRanges
 from megappo.config.reward_sections import EvaluationConfig, RewardConfig
 from megappo.config.role_sections import CriticConfig, ModelConfig, PolicyConfig, ReferenceConfig, RewardModelConfig
 from megappo.config.run_sections import CheckpointConfig, RunConfig, TelemetryConfig, TrainerConfig
-from megappo.config.section import Fraction, NonNegativeFloat, Positive, PositiveFloat, Section
+from megappo.config.section import Fraction, LossAggregation, NonNegativeFloat, Positive, PositiveFloat, Section
 
 # ---------------------------------------------------------------------------------------------------------------- rollout
 
@@ -107,7 +107,7 @@ class DataConfig(Section):
     prompts_per_step: Positive = 256
     """Prompts per PPO step (the train batch, before `rollout.samples_per_prompt`)."""
     fit_batch: bool = False
-    """Lower `prompts_per_step` and `algorithm.mini_batch_size` to what data and data-parallel ranks can fill, and say so, instead
+    """Lower `prompts_per_step` and the mini-batch sizes to what data and data-parallel ranks can fill, and say so, instead
     of refusing a run that they do not fit."""
     eval_prompts: Positive | None = None
     """Number of held-out prompts to evaluate on, from the first; null means all."""
@@ -161,7 +161,7 @@ class AlgorithmConfig(Section):
     target_kl: PositiveFloat | None = None
     """Stop the policy's updates of this step once the approximate KL to the sampling policy is above 1.5 times this.
     Skipped updates do not advance the learning-rate schedule."""
-    loss_aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "fixed-length"] = "token-mean"
+    loss_aggregation: LossAggregation = "token-mean"
     """Reduction of token losses to one number; fixed-length divides by samples * `rollout.max_response_tokens`."""
     bootstrap_truncated: bool = False
     """Bootstrap responses cut by the length limit with the critic's value after the last token instead of 0."""

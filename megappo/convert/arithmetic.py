@@ -45,6 +45,16 @@ def samples(rule: Rule, value: Any, settings: Settings) -> Values:
     return same(rule.keys, int(number(value)) * int(settings.ours.get("rollout.samples_per_prompt", 1)))
 
 
+def unless_shared(rule: Rule, value: Any, settings: Settings) -> Values:
+    """A key of the critic's own schedule; nothing if the key of `algorithm`, which holds for both models, says it."""
+    (key,) = rule.keys
+    found = samples(rule, value, settings)[key] if key == "critic.mini_batch_size" else translated(rule, value)
+    shared = key.replace("critic.", "algorithm.")
+    if found == settings.ours.get(shared):
+        raise Otherwise(Outcome.UNNEEDED, f"{shared} says it")
+    return same(rule.keys, found)
+
+
 def tokens_of_sequences(rule: Rule, value: Any, settings: Settings) -> Values:
     if any(settings.foreign.get(key) for key in settings.written if key.endswith("use_dynamic_bsz") or key == "use_dynamic_batch"):
         raise implied("micro-batches are filled by tokens")
@@ -66,7 +76,7 @@ def token_budget(rule: Rule, value: Any, settings: Settings) -> Values:
 def warmup_steps(rule: Rule, value: Any, settings: Settings) -> Values:
     if number(value) < 0:
         raise implied("negative: the ratio counts")
-    return same(rule.keys, int(value) * (settings.updates() if settings.steps_of_ppo else 1))
+    return same(rule.keys, int(value) * (settings.updates(rule.keys[0].split(".")[0]) if settings.steps_of_ppo else 1))
 
 
 def warmup_ratio(rule: Rule, value: Any, settings: Settings) -> Values:
@@ -75,7 +85,7 @@ def warmup_ratio(rule: Rule, value: Any, settings: Settings) -> Values:
     steps = settings.ours.get("trainer.steps")
     if steps is None:
         raise missing(f"the number of steps depends on the data: set {rule.keys[0]}")
-    return same(rule.keys, int(value * steps * settings.updates()))
+    return same(rule.keys, int(value * steps * settings.updates(rule.keys[0].split(".")[0])))
 
 
 def min_lr_ratio(rule: Rule, value: Any, settings: Settings) -> Values:
@@ -250,6 +260,7 @@ BY: Mapping[str, Callable[[Rule, Any, Settings], Values]] = {
     for function in (
         spread,
         samples,
+        unless_shared,
         tokens_of_sequences,
         sequences_of_total_length,
         token_budget,
@@ -298,8 +309,8 @@ BY: Mapping[str, Callable[[Rule, Any, Settings], Values]] = {
     "openrlhf_ranks": _ranks("actor_num_nodes", "actor_num_gpus_per_node"),
 }
 
-# Computed after the others, whose results they count with.
-LATE = ("warmup_steps", "warmup_ratio", "min_lr_ratio")
+# Computed after the others, and in this order, as they count with the results.
+LATE = (("unless_shared",), ("warmup_steps", "warmup_ratio", "min_lr_ratio"))
 
 # Values where the source has none, chosen from the others; None leaves megappo's default.
 CHOOSE: Mapping[str, Callable[[str, Settings], tuple[Any, str] | None]] = {

@@ -140,8 +140,8 @@ def _apply(rows: list[Row], trainer: Trainer, settings: Settings) -> None:
     taken = [(row, rule) for row in rows if row.outcome is Outcome.TAKEN and (rule := rule_of(row.key, trainer)) is not None]
     stages = (
         [one for one in taken if not one[1].by],
-        [one for one in taken if one[1].by and one[1].by not in LATE],
-        [one for one in taken if one[1].by in LATE],
+        [one for one in taken if one[1].by and one[1].by not in sum(LATE, ())],
+        *([one for one in taken if one[1].by in late] for late in LATE),
     )
     for stage in stages:
         for row, rule in sorted(stage, key=lambda one: one[0].is_default):

@@ -42,10 +42,14 @@ class Settings:
         """Longest prompt and response, in tokens."""
         return int(self.ours.get("data.max_prompt_tokens", 512)) + int(self.ours.get("rollout.max_response_tokens", 512))
 
-    def updates(self) -> int:
-        """Optimizer steps of a PPO step."""
-        mini_batch = int(self.ours.get("algorithm.mini_batch_size", 256))
-        return max(1, self.samples() // mini_batch) * int(self.ours.get("algorithm.ppo_epochs", 1))
+    def updates(self, role: str) -> int:
+        """Optimizer steps of a role in a PPO step."""
+
+        def of(name: str, default: int) -> int:
+            own = self.ours.get(f"critic.{name}") if role == "critic" else None
+            return int(self.ours.get(f"algorithm.{name}", default) if own is None else own)
+
+        return max(1, self.samples() // of("mini_batch_size", 256)) * of("ppo_epochs", 1)
 
 
 def same(keys: tuple[str, ...], value: Any) -> Values:

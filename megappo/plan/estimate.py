@@ -12,7 +12,7 @@ from functools import cached_property
 from math import ceil, floor
 from typing import Literal
 
-from megappo.config.batch import StepArithmetic, micro_batches_bound, step_arithmetic
+from megappo.config.batch import StepArithmetic, micro_batches_bound, step_arithmetic, update_schedule
 from megappo.config.checks import Device
 from megappo.config.errors import ConfigError, problem
 from megappo.config.evaluations import evaluation_sets
@@ -227,7 +227,7 @@ def _sequences(config: TrainConfig, role: str, layout: ParallelLayout, step: Ste
 
 def samples_of_pass(config: TrainConfig, role: str, step: StepArithmetic) -> int:
     """Samples of a mini-batch for a role that trains, of the whole step for a frozen one."""
-    return config.algorithm.mini_batch_size if role in trained_sections(config) else step.samples
+    return update_schedule(config, role).mini_batch_size if role in trained_sections(config) else step.samples
 
 
 def _each(samples: int, layout: ParallelLayout) -> int:
@@ -288,7 +288,7 @@ def _stage_memory(
             distributed_optimizer=settings.optimizer.distributed,
             recompute=settings.recompute,
             offload=away,
-            steps=step.optimizer_steps,
+            steps=update_schedule(config, role).optimizer_steps(step.samples),
             adam_buffers=device == "cuda" and config.model.impl == "local",
             **common,
         )

@@ -13,6 +13,7 @@ from functools import cached_property
 from math import ceil
 from typing import NamedTuple
 
+from megappo.config.batch import update_schedule
 from megappo.config.layout_checks import trained_sections
 from megappo.parallel.shares import Shares, shares_of
 from megappo.plan.estimate import Plan, values_read
@@ -190,15 +191,18 @@ class HostWork:
     def _updates(self, parts: tuple[Part, ...]) -> Work:
         """Data of all roles that train, sent before the first of them starts; later epochs exchange within a role."""
         algorithm = self._plan.config.algorithm
-        later = algorithm.ppo_epochs - 1
         held, ns, most = 0.0, 0.0, 0.0
-        for shares, part in zip(self._divisions, parts):
-            roles = {role: self._existing({*update_reads(role, algorithm), *READS}) for role in self._trained}
-            roles = {role: fields for role, fields in roles.items() if self._shares[role] == shares}
-            if not roles:
-                continue
-            fields = set().union(*roles.values())
+        schedules = {role: update_schedule(self._plan.config, role) for role in self._trained}
+        reads = {role: self._existing({*update_reads(role, algorithm), *READS}) for role in self._trained}
+        parts_of = dict(zip(self._divisions, parts))
+        # Sent once for roles that divide a batch, and an epoch, alike.
+        alike = {(self._shares[role], schedules[role].mini_batch_size) for role in self._trained}
+        for shares, size in sorted(alike, key=lambda one: (self._divisions.index(one[0]), one[1])):
+            part = parts_of[shares]
+            roles = [role for role in self._trained if (self._shares[role], schedules[role].mini_batch_size) == (shares, size)]
+            fields = set().union(*(reads[role] for role in roles))
             here, sent = self._held(shares, part, fields), self._sent(shares, part, fields)
+            later = sum(schedules[role].epochs - 1 for role in roles)
             again = Work()
             if shares.count > 1 and later and part.holds | part.reads:
                 share = self._tokens_each(shares.count)
@@ -207,10 +211,10 @@ class HostWork:
                 )
                 again = Work(here + moved.bytes, moved.ns + ROW_NS * self._samples)
             # A mini-batch is selected, then cut into micro-batches.
-            select = here / (self._samples // algorithm.mini_batch_size)
+            select = here / (self._samples // size)
             held, most = held + here, max(most, sent.bytes, again.bytes, select)
-            cut_ns = sum(2 * self._cut_ns(shares, part, {*one, "weight"}) for one in roles.values())
-            ns += sent.ns + (later + 1) * cut_ns + later * len(roles) * again.ns
+            cut = ((schedules[role].epochs, self._cut_ns(shares, part, {*reads[role], "weight"})) for role in roles)
+            ns += sent.ns + sum(2 * epochs * one_ns for epochs, one_ns in cut) + later * again.ns
         return Work(self._of_own(self._fields | self._outputs | self._shaped) + held + most, ns)
 
     def _tokens_each(self, count: int) -> int:

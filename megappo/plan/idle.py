@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megappo.config.batch import mini_batch_key
 from megappo.config.layout_checks import trained_sections
 from megappo.plan.estimate import Plan, samples_of_pass
 
@@ -14,7 +15,7 @@ def idle_notes(plan: Plan) -> Iterator[str]:
     for role, layout in plan.layouts.items():
         samples = samples_of_pass(plan.config, role, plan.step)
         if samples < layout.dp:
-            key = "algorithm.mini_batch_size" if role in trained else "data.prompts_per_step"
+            key = mini_batch_key(plan.config, role) if role in trained else "data.prompts_per_step"
             what = "a mini-batch" if role in trained else "a step"
             fix = f"raise {key}, or {role}.parallel.tp or .pp, or give it fewer ranks ({role}.ranks)"
             yield f"{role}: {what} of {_samples(samples)} leaves {layout.dp - samples} of {layout.dp} replicas without work; {fix}"

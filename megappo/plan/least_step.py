@@ -10,6 +10,7 @@ from typing import Literal
 
 import torch
 
+from megappo.config.batch import update_schedule
 from megappo.config.layout_checks import trained_sections, value_head_of
 from megappo.config.role_sections import TrainableConfig
 from megappo.models.flops import forward_flops, generation_flops
@@ -48,7 +49,7 @@ def _role_s(plan: Plan, role: str, hardware: Hardware) -> float:
     flops = one.total
     if role in trained_sections(config):
         recompute: Literal["none", "selective", "full"] = section.recompute if isinstance(section, TrainableConfig) else "none"
-        flops += config.algorithm.ppo_epochs * (one.training + one.recomputed(recompute))
+        flops += update_schedule(config, role).epochs * (one.training + one.recomputed(recompute))
     return plan.step.samples * flops / hardware.flops_per_s(section.dtype) / len(plan.placements[role])
 
 

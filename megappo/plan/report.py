@@ -7,7 +7,7 @@ from itertools import combinations
 from math import prod
 
 from megappo.checkpoint.interval import best_interval_s, expected_mtbf_hours
-from megappo.config.batch import StepArithmetic
+from megappo.config.batch import StepArithmetic, update_schedule
 from megappo.config.layout_checks import trained_sections, value_head_of
 from megappo.config.rank_ranges import ranges_text
 from megappo.models.arch import ModelArch
@@ -287,13 +287,17 @@ def _cache_lines(plan: Plan) -> Iterator[str]:
 
 def _batch_lines(plan: Plan) -> list[str]:
     config, step = plan.config, plan.step
-    epochs = "1 epoch" if config.algorithm.ppo_epochs == 1 else f"{config.algorithm.ppo_epochs} epochs"
+    schedules = {role: update_schedule(config, role) for role in trained_sections(config)}
     lines = [
         f"  step: {step.prompts:,} prompts x {config.rollout.samples_per_prompt} samples = {_count(step.samples, 'sample')}, "
         f"{step.samples * step.max_sequence_tokens:,} tokens at most",
-        f"  updates: {_count(step.mini_batches, 'mini-batch')} of {config.algorithm.mini_batch_size:,} x {epochs} "
-        f"= {_count(step.optimizer_steps, 'optimizer step')} per step and role, nothing dropped",
     ]
+    for schedule in dict.fromkeys(schedules.values()):
+        roles = ", ".join(role for role in schedules if schedules[role] == schedule)
+        lines.append(
+            f"  updates of {roles}: {_count(schedule.mini_batches(step.samples), 'mini-batch')} of {schedule.mini_batch_size:,} "
+            f"x {_count(schedule.epochs, 'epoch')} = {_count(schedule.optimizer_steps(step.samples), 'optimizer step')}"
+        )
     lines += table(
         ["micro-batches", "dp", "sequences each", "token budget", "micro-batches at most", "bubble"],
         list(_micro_rows(plan, step)),
@@ -321,7 +325,7 @@ def _micro_rows(plan: Plan, step: StepArithmetic) -> Iterator[list[str]]:
 
 
 def _count(number: int, what: str) -> str:
-    plural = what + ("es" if what.endswith("ch") else "s")
+    plural = what + ("es" if what.endswith("tch") else "s")
     return f"{number:,} {what if number == 1 else plural}"
 
 
@@ -355,6 +359,7 @@ def _checkpoint_lines(plan: Plan) -> Iterator[str]:
 
 
 def _data_lines(plan: Plan, data: RunData) -> list[str]:
+    schedule = update_schedule(plan.config, "critic")
     per_epoch, per_step, prompts = data.loader.steps_per_epoch, plan.step.prompts, len(data.train)
     epochs = data.total_steps * per_step / prompts
     over = per_epoch * per_step - prompts
@@ -363,7 +368,7 @@ def _data_lines(plan: Plan, data: RunData) -> list[str]:
         f"  train: {data.train.summary()}",
         f"  epoch: {prompts:,} prompts / {per_step:,} per step = {_count(per_epoch, 'step')}{crossing}",
         f"  run: {_count(data.total_steps, 'step')} = {epochs:.3g} epochs, {data.total_steps * plan.step.samples:,} samples, "
-        f"{data.total_steps * plan.step.optimizer_steps:,} optimizer steps of the critic",
+        f"{data.total_steps * schedule.optimizer_steps(plan.step.samples):,} optimizer steps of the critic",
     ]
     for one in data.evaluations:
         s = one.settings

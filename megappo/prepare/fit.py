@@ -8,6 +8,7 @@ from megappo.config.errors import ConfigError
 from megappo.config.layout_checks import placement_problems, trained_sections
 from megappo.config.rank_ranges import ranks_of
 from megappo.config.schema import TrainConfig
+from megappo.config.section import Section
 from megappo.data.prompts import PromptSet
 from megappo.prepare.data import load_train_prompts
 from megappo.prepare.prompts import open_cache
@@ -26,7 +27,7 @@ def fit_if_asked(
 
 
 def fit_batch(config: TrainConfig, world_size: int, num_prompts: int | None) -> tuple[TrainConfig, tuple[str, ...]]:
-    """Lower `data.prompts_per_step` and `algorithm.mini_batch_size` until they fit; returns notes on what was changed.
+    """Lower `data.prompts_per_step` and the mini-batch sizes until they fit; returns notes on what was changed.
 
     A step takes at most all prompts, its samples divide evenly over the data-parallel ranks of policy and critic, and so do those
     of a mini-batch, which divides the step. If there are fewer samples than ranks, some ranks stay without any. num_prompts: after
@@ -38,20 +39,22 @@ def fit_batch(config: TrainConfig, world_size: int, num_prompts: int | None) -> 
     asked = config.data.prompts_per_step
     prompts = min(asked, num_prompts) if num_prompts else asked
     prompts -= prompts % unit if prompts >= unit else 0
-    mini_batch = _mini_batch(prompts * n, config.algorithm.mini_batch_size, replicas)
+    sizes = {"algorithm.mini_batch_size": config.algorithm.mini_batch_size}
+    if config.critic.mini_batch_size is not None:
+        sizes["critic.mini_batch_size"] = config.critic.mini_batch_size
+    fitting = {key: _mini_batch(prompts * n, size, replicas) for key, size in sizes.items()}
     notes = []
     if prompts != asked:
         of_data = f"of {num_prompts:,} prompts " if num_prompts is not None else ""
         notes.append(f"data.fit_batch: data.prompts_per_step {asked} -> {prompts} ({of_data}on {replicas} data-parallel ranks)")
-    if mini_batch != config.algorithm.mini_batch_size:
-        before = config.algorithm.mini_batch_size
-        notes.append(f"data.fit_batch: algorithm.mini_batch_size {before} -> {mini_batch} (of {prompts * n} samples a step)")
-    fitted = config.model_copy(
-        update={
-            "data": config.data.model_copy(update={"prompts_per_step": prompts}),
-            "algorithm": config.algorithm.model_copy(update={"mini_batch_size": mini_batch}),
-        }
-    )
+    for key, size in sizes.items():
+        if fitting[key] != size:
+            notes.append(f"data.fit_batch: {key} {size} -> {fitting[key]} (of {prompts * n} samples a step)")
+    update: dict[str, Section] = {"data": config.data.model_copy(update={"prompts_per_step": prompts})}
+    for key, size in fitting.items():
+        section, name = key.split(".")
+        update[section] = getattr(config, section).model_copy(update={name: size})
+    fitted = config.model_copy(update=update)
     return (fitted, tuple(notes)) if notes else (config, ())
 
 

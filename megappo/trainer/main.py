@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megappo.algo.kl import AdaptiveKL, FixedKL, KLController
 from megappo.checkpoint.remote import url_of_run
 from megappo.checkpoint.store import CheckpointStore
-from megappo.config.batch import step_arithmetic
+from megappo.config.batch import step_arithmetic, update_schedule
 from megappo.config.dump import dump_yaml
 from megappo.config.errors import ConfigError
 from megappo.config.evaluations import best_metric, config_of_set, longest_sequence_tokens
@@ -313,7 +313,8 @@ def updates_of_run(config: TrainConfig, total_steps: int) -> dict[str, int]:
     """Trained role -> optimizer steps of the whole run; the policy takes none in the critic's warm-up."""
     steps = dict.fromkeys(trained_sections(config), total_steps)
     steps["policy"] = max(1, total_steps - config.critic.warmup_steps)
-    return {role: number * step_arithmetic(config).optimizer_steps for role, number in steps.items()}
+    samples = step_arithmetic(config).samples
+    return {role: number * update_schedule(config, role).optimizer_steps(samples) for role, number in steps.items()}
 
 
 def _note_layers(config: TrainConfig, factory: EngineFactory, log: RunLog) -> None:

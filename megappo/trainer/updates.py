@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megappo.algo.aggregation import loss_count, token_weights
+from megappo.config.batch import UpdateSchedule, update_schedule
 from megappo.config.schema import AlgorithmConfig, TrainConfig
 from megappo.data.packing import PackedBatch
 from megappo.engine.base import Engine
@@ -51,22 +52,22 @@ def owners_of_epoch(table: SampleTable, shares: Shares, size: int, seed: int) ->
 
 
 def mini_batches(
-    experience: Experience, shares: Shares, group: dist.ProcessGroup | None, algorithm: AlgorithmConfig, max_tokens: int, seed: int
+    experience: Experience, shares: Shares, group: dist.ProcessGroup | None, schedule: UpdateSchedule, max_tokens: int, seed: int
 ) -> Iterator[MiniBatch]:
-    """Optimizer steps of `mini_batch_size` samples for a role: `ppo_epochs` passes, each in a new seeded order.
+    """Optimizer steps of a role by its schedule; each epoch is in a new seeded order.
 
     experience: sent to the owners of the first epoch (`first_epoch`). shares, group: of the role, which is collective over the
     group: later epochs exchange samples there. max_tokens: the length that `loss_aggregation: fixed-length` divides by.
     """
-    table, mode = experience.table, algorithm.loss_aggregation
-    for epoch in range(algorithm.ppo_epochs):
+    table, mode, size = experience.table, schedule.loss_aggregation, schedule.mini_batch_size
+    for epoch in range(schedule.epochs):
         if epoch > 0 and shares.count > 1:
             assert group is not None, "several replicas are several ranks"
-            owners = owners_of_epoch(table, shares, algorithm.mini_batch_size, seed + epoch)
+            owners = owners_of_epoch(table, shares, size, seed + epoch)
             experience = experience.redistribute(owners, wire=GroupWire(group))
         mine, owners = experience.numbers, experience.owners
         index = shares.index_of(experience.rank)
-        for chosen in samples_of_epoch(table, algorithm.mini_batch_size, seed + epoch):
+        for chosen in samples_of_epoch(table, size, seed + epoch):
             own = chosen[owners.share[chosen] == index]  # in the order of the mini-batch
             share = experience.batch.select(torch.searchsorted(mine, own))
             if "response_mask" in share:
@@ -77,12 +78,10 @@ def mini_batches(
             yield MiniBatch(share, max(count, 1.0), table.length[chosen].long())
 
 
-def first_epoch(
-    experience: Experience, shares: Shares, fields: Collection[str], algorithm: AlgorithmConfig, seed: int
-) -> Experience:
+def first_epoch(experience: Experience, shares: Shares, fields: Collection[str], mini_batch_size: int, seed: int) -> Experience:
     """Experience with these fields where the first epoch of a role's updates needs it. Collective over the world."""
     assert "response_mask" in experience.batch, "sequences that were not sampled (`Experience.of_own`) cannot be trained on"
-    owners = owners_of_epoch(experience.table, shares, algorithm.mini_batch_size, seed)
+    owners = owners_of_epoch(experience.table, shares, mini_batch_size, seed)
     return experience.redistribute(owners, {*fields, *READS})
 
 
@@ -182,13 +181,14 @@ class Updates:
         self._roles, self._config, self._seed = roles, config, seed
         if roles.policy is not None:
             roles.policy.counts_ratios = counts_ratios
-        reads: dict[Shares, set[str]] = {}
+        # Once for roles that divide a batch, and an epoch, alike.
+        division = {name: (roles.shares[name], update_schedule(config, name).mini_batch_size) for name in names}
+        reads: dict[tuple[Shares, int], set[str]] = {}
         for name in names:
-            reads.setdefault(roles.shares[name], set()).update(update_reads(name, config.algorithm))
-        # Once for roles that divide a batch alike.
-        sent = {shares: first_epoch(experience, shares, fields, config.algorithm, seed) for shares, fields in reads.items()}
+            reads.setdefault(division[name], set()).update(update_reads(name, config.algorithm))
+        sent = {key: first_epoch(experience, key[0], fields, key[1], seed) for key, fields in reads.items()}
         # Each role cuts, and exchanges for later epochs, its own fields alone.
-        self._data = {name: sent[roles.shares[name]].only({*update_reads(name, config.algorithm), *READS}) for name in names}
+        self._data = {name: sent[division[name]].only({*update_reads(name, config.algorithm), *READS}) for name in names}
         self._summaries = {name: UpdateSummary() for name in roles.trained}
 
     def run(self, name: str) -> None:
@@ -200,7 +200,7 @@ class Updates:
             self._data.pop(name),
             self._roles.shares[name],
             role.engine.host_group,
-            self._config.algorithm,
+            update_schedule(self._config, name),
             self._config.rollout.max_response_tokens,
             self._seed,
         )

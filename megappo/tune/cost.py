@@ -11,8 +11,8 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megappo.config.batch import micro_batches_bound, step_arithmetic
-from megappo.config.layout_checks import value_head_of
+from megappo.config.batch import UpdateSchedule, micro_batches_bound, step_arithmetic, update_schedule
+from megappo.config.layout_checks import trained_sections, value_head_of
 from megappo.config.role_sections import CriticConfig, FrozenConfig, PolicyConfig
 from megappo.config.schema import TrainConfig
 from megappo.models.arch import ModelArch
@@ -29,11 +29,10 @@ Settings = Trained | FrozenConfig
 
 @dataclass(frozen=True)
 class Workload:
-    """Size of a PPO step. Tokens are means of a sequence; if unknown, the longest allowed."""
+    """Size of a PPO step. schedules: of the roles that train. Tokens are means of a sequence; if unknown, the longest allowed."""
 
     samples: int
-    mini_batch: int
-    epochs: int
+    schedules: Mapping[str, UpdateSchedule]
     prompt_tokens: float
     response_tokens: float
 
@@ -41,9 +40,13 @@ class Workload:
     def length(self) -> float:
         return self.prompt_tokens + self.response_tokens
 
-    @property
-    def updates(self) -> int:
-        return self.samples // self.mini_batch * self.epochs
+    def mini_batch(self, role: str) -> int:
+        """Samples of one update, or of one pass of a trial for a frozen role: as many as the policy's."""
+        return self.schedules.get(role, self.schedules["policy"]).mini_batch_size
+
+    def updates(self, role: str) -> int:
+        """Optimizer steps of a role that trains."""
+        return self.schedules[role].optimizer_steps(self.samples)
 
 
 def workload_of(config: TrainConfig, prompt_tokens: float | None = None, response_tokens: float | None = None) -> Workload:
@@ -51,8 +54,7 @@ def workload_of(config: TrainConfig, prompt_tokens: float | None = None, respons
     step = step_arithmetic(config)
     return Workload(
         step.samples,
-        config.algorithm.mini_batch_size,
-        config.algorithm.ppo_epochs,
+        {role: update_schedule(config, role) for role in trained_sections(config)},
         float(config.data.max_prompt_tokens if prompt_tokens is None else prompt_tokens),
         float(config.rollout.max_response_tokens if response_tokens is None else response_tokens),
     )
@@ -132,11 +134,11 @@ def role_cost(
         return RoleCost({"forward": forward_s}, dict(parts), num)
     before = dict(parts)
     parts.clear()
-    num = one_pass(workload.mini_batch, trained=True)
+    num = one_pass(workload.mini_batch(role), trained=True)
     _reduce_gradients(parts, layout, settings, counts, hardware)
     _optimizer(parts, layout, settings, counts, hardware)
     for part in parts:
-        parts[part] *= workload.updates
+        parts[part] *= workload.updates(role)
     parts["offload"] += 2 * (weights_s + optimizer_s)  # both ways, once for all updates of the step
     update_s = sum(parts.values())
     for part, seconds in before.items():

@@ -113,7 +113,7 @@ def trial_of(search: Search, one: Candidate) -> Trial:
         config=search.config.model_copy(update={one.role: one.settings, "run": run}),
         role=one.role,
         label=f"{one.role} {name_of(one)}",
-        samples=min(workload.samples, workload.mini_batch),
+        samples=min(workload.samples, workload.mini_batch(one.role)),
         prompt_tokens=max(1, round(workload.prompt_tokens)),
         response_tokens=max(1, round(workload.response_tokens)),
     )
@@ -165,10 +165,10 @@ def _make_folder(folder: Path, output_dir: str) -> None:
 
 def predicted_s(one: Candidate, workload: Workload) -> float:
     """Predicted seconds of a trial, without its start. With offload it also times a phase of one update."""
-    phases, passes = one.cost.phases, max(1.0, workload.samples / workload.mini_batch)
+    phases, passes = one.cost.phases, max(1.0, workload.samples / workload.mini_batch(one.role))
     trips = one.cost.parts.get("offload", 0.0)
     times = 2 if one.cost.is_trained and trips else 1
-    update_s = phases.get("update", 0.0) / workload.updates
+    update_s = phases["update"] / workload.updates(one.role) if one.cost.is_trained else 0.0
     return (REPEATS + 1) * (phases["forward"] / passes + times * update_s + trips)  # one more: the first is not counted
 
 
@@ -202,15 +202,17 @@ def _tried(one: Candidate, folder: Path, name: str, workload: Workload) -> Tried
     assert outcome is not None, "every trial has run"
     if isinstance(outcome, Failed):
         return Tried(one, outcome, None, outcome_file(folder, name))
-    return Tried(one, outcome, phases_of(outcome, workload), outcome_file(folder, name))
+    return Tried(one, outcome, phases_of(outcome, one.role, workload), outcome_file(folder, name))
 
 
-def phases_of(measured: Measured, workload: Workload) -> dict[str, float]:
-    """Seconds of a role in a whole step: `forward` with one pass over all samples, and `update` with its updates. Each phase moves
+def phases_of(measured: Measured, role: str, workload: Workload) -> dict[str, float]:
+    """Seconds of `role` in a whole step: `forward` with one pass over all samples, and `update` with its updates. Each phase moves
     offloaded parts once."""
-    passes = max(1.0, workload.samples / workload.mini_batch)
+    passes = max(1.0, workload.samples / workload.mini_batch(role))
     phases = {"forward": (measured.forward_s - measured.load_s) * passes + measured.load_s}
-    return phases if measured.update_s is None else phases | {"update": measured.update_s * workload.updates + measured.trip_s}
+    if measured.update_s is None:
+        return phases
+    return phases | {"update": measured.update_s * workload.updates(role) + measured.trip_s}
 
 
 def _lines(role: str, tried: Sequence[Tried]) -> list[str]:

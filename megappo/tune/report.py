@@ -40,8 +40,9 @@ def _assumptions(workload: Workload, machine: Machine) -> list[str]:
     return [
         f"{machine.world_size} x {hardware.name} on {nodes} node{'s' if nodes > 1 else ''}: "
         f"{figures(hardware.usable_bytes / GIB)} GiB each, matrix products at {hardware.matmul_share:.0%} of the peak",
-        f"a step: {workload.samples:,} samples of {workload.prompt_tokens:,.0f} + {workload.response_tokens:,.0f} tokens, "
-        f"{workload.updates} updates of {workload.mini_batch:,}",
+        f"a step: {workload.samples:,} samples of {workload.prompt_tokens:,.0f} + {workload.response_tokens:,.0f} tokens, , ".join(
+            f"{workload.updates(role)} updates of {workload.mini_batch(role):,} ({role})" for role in workload.schedules
+        ),
     ]
 
 

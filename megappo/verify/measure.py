@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from megappo.config.batch import update_schedule
 from megappo.config.layout_checks import trained_sections
 from megappo.config.role_sections import RoleConfig
 from megappo.config.schema import TrainConfig
@@ -75,10 +76,10 @@ def measure(
     partial = [s for s in (config.policy, config.critic) if s.engine == "megatron" and s.optimizer.distributed]
     assert not (gradients and partial), "gradients are gathered without the distributed optimizer"
     algorithm, num_samples = config.algorithm, sum(batch.num_sequences for batch in rollouts)
-    num_updates = max(1, num_samples * algorithm.ppo_epochs // algorithm.mini_batch_size)
+    num_updates = {role: max(1, update_schedule(config, role).optimizer_steps(num_samples)) for role in trained_sections(config)}
     measured: Measured = defaultdict(RoleMeasures)
     recording = _RecordingEngines(engines, measured, gradients)
-    roles = build_roles(config, recording, dict.fromkeys(trained_sections(config), num_updates))
+    roles = build_roles(config, recording, num_updates)
     policy, critic = roles.policy, roles.critic
     assert policy is not None and critic is not None, "a measurement has its roles on all ranks"
     for step, rollout in enumerate(rollouts, 1):

@@ -24,6 +24,8 @@ from megappo.verify.shrink_model import small_config, write_model
 
 # Two mini-batches in a step: the second sees weights that the first has moved.
 STEPS, SAMPLES, MINI_BATCH = 3, 12, 6
+# In a second epoch ratios are far from 1, so that clipping is measured; a third would show nothing else.
+MOST_EPOCHS = 2
 # Room for a few sequences: several micro-batches in a mini-batch, with different numbers of sequences.
 MICRO_BATCH_TOKENS = 64
 # Large: the few steps move every weight by far more than its rounding.
@@ -65,10 +67,14 @@ def small_run(config: TrainConfig, folder: Path, max_ranks: int, implementation:
         if isinstance(section, CriticConfig):
             # A head of zeros would let no gradient reach the layers.
             changes |= {"value_head": "normal", "warmup_steps": 0, "checkpoint": None}
+            if section.mini_batch_size is not None:
+                changes["mini_batch_size"] = MINI_BATCH
+            if section.ppo_epochs is not None:
+                changes["ppo_epochs"] = min(section.ppo_epochs, MOST_EPOCHS)
         sections[role] = section.model_copy(update=changes)
     # Without warm-ups and target KL every step updates both models.
-    # In a second epoch ratios are far from 1, so that clipping is measured; a third would show nothing else.
-    algorithm = {"mini_batch_size": MINI_BATCH, "ppo_epochs": min(config.algorithm.ppo_epochs, 2), "target_kl": None}
+    epochs = min(config.algorithm.ppo_epochs, MOST_EPOCHS)
+    algorithm = {"mini_batch_size": MINI_BATCH, "ppo_epochs": epochs, "target_kl": None}
     small = config.model_copy(
         update={
             **sections,

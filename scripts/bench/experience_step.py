@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megappo.config.batch import shared_schedule
 from megappo.config.schema import AlgorithmConfig
 from megappo.data.packing import PackedBatch
 from megappo.experience.experience import Experience, rows_of
@@ -185,11 +186,11 @@ def step(shape: Shape, rank: int, inner: Wire | None) -> Cost:
         experience = experience.with_batch(shape_advantages(experience.batch, score, 0.1, algorithm))
     with meter.phase("to updates"):
         fields = {*update_reads("policy", algorithm), *update_reads("critic", algorithm)}
-        sent = first_epoch(experience, shares, fields, algorithm, 7)
+        sent = first_epoch(experience, shares, fields, algorithm.mini_batch_size, 7)
     with meter.phase("mini-batches"):
         for role in ("critic", "policy"):
             of_role = sent.only({*update_reads(role, algorithm), *READS})
-            for _mini in mini_batches(of_role, shares, None, algorithm, shape.tokens, 7):
+            for _mini in mini_batches(of_role, shares, None, shared_schedule(algorithm), shape.tokens, 7):
                 pass
     with meter.phase("metrics"):
         _ = _record(experience, agreement, score).totals  # computed when first read

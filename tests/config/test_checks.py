@@ -3,11 +3,12 @@
 import itertools
 import math
 import os
+from dataclasses import replace
 
 import pytest
 
 from megappo.config import checks
-from megappo.config.batch import micro_batches_bound, nearest_divisors, step_arithmetic
+from megappo.config.batch import UpdateSchedule, micro_batches_bound, nearest_divisors, step_arithmetic, update_schedule
 from megappo.config.checks import check_config, check_run_dir, device_notes, problems, step_problems
 from megappo.config.errors import ConfigError
 from megappo.config.layout_checks import parallel_problems
@@ -41,6 +42,12 @@ BROKEN = [
         ["algorithm.mini_batch_size=512"],
         ["not one mini-batch would be full; use 256"],
         "rollout.samples_per_prompt=2",
+    ),
+    (
+        "_critic_mini_batches",
+        ["critic.mini_batch_size=100"],
+        ["critic.mini_batch_size = 100", "56 would be dropped", "use 64 or 128"],
+        "critic.mini_batch_size=128",
     ),
     (
         "_greedy_training",
@@ -350,8 +357,22 @@ def test_batch_arithmetic_by_hand(tmp_path):
         "algorithm.ppo_epochs=2",
         "rollout.max_response_tokens=512",
     ]
-    step = step_arithmetic(train_config(tmp_path, overrides))
-    assert (step.samples, step.mini_batches, step.optimizer_steps, step.max_sequence_tokens) == (1024, 4, 8, 1024)
+    config = train_config(tmp_path, overrides)
+    step, schedule = step_arithmetic(config), update_schedule(config, "policy")
+    assert (step.samples, step.max_sequence_tokens) == (1024, 1024)
+    assert (schedule.mini_batches(step.samples), schedule.optimizer_steps(step.samples)) == (4, 8)
+
+
+def test_the_critic_has_the_policys_schedule_but_for_its_own_keys(tmp_path):
+    shared = ["algorithm.ppo_epochs=2", "algorithm.mini_batch_size=8", "algorithm.loss_aggregation=seq-mean-token-mean"]
+    own = {"ppo_epochs": 3, "mini_batch_size": 4, "loss_aggregation": "token-mean"}
+    config = train_config(tmp_path, shared)
+    assert update_schedule(config, "critic") == update_schedule(config, "policy") == UpdateSchedule(2, 8, "seq-mean-token-mean")
+    for name, value in own.items():
+        config = train_config(tmp_path, [*shared, f"critic.{name}={value}"])
+        assert update_schedule(config, "policy") == UpdateSchedule(2, 8, "seq-mean-token-mean")
+        field = "epochs" if name == "ppo_epochs" else name
+        assert update_schedule(config, "critic") == replace(update_schedule(config, "policy"), **{field: value})
 
 
 def test_micro_batches_bound_is_reached_by_full_sequences_and_never_passed_by_shorter_ones():

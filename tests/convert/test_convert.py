@@ -212,6 +212,19 @@ def test_runs_of_the_other_trainers_become_configurations_that_load(name, tmp_pa
 ARITHMETIC = [
     ({f"{AOR}.actor.ppo_mini_batch_size": 64, f"{AOR}.rollout.n": 5}, {"algorithm.mini_batch_size": 320}),
     (
+        {f"{AOR}.actor.ppo_mini_batch_size": 64, "critic.ppo_mini_batch_size": 32, f"{AOR}.rollout.n": 5},
+        {"algorithm.mini_batch_size": 320, "critic.mini_batch_size": 160},
+    ),
+    (
+        {f"{AOR}.actor.ppo_epochs": 2, "critic.ppo_epochs": 3, "critic.loss_agg_mode": "seq-mean-token-mean"},
+        {"algorithm.ppo_epochs": 2, "critic.ppo_epochs": 3, "critic.loss_aggregation": "seq-mean-token-mean"},
+    ),
+    ({f"{AOR}.actor.ppo_epochs": 2, "critic.ppo_epochs": 2}, {"algorithm.ppo_epochs": 2, "critic.ppo_epochs": None}),
+    (
+        {"data.train_batch_size": 64, "critic.ppo_mini_batch_size": 16, "critic.optim.lr_warmup_steps": 3},
+        {"critic.optimizer.warmup_steps": 12},
+    ),
+    (
         {f"{AOR}.actor.use_kl_loss": True},
         {"algorithm.kl.placement": "loss", "algorithm.kl.estimator": "k3"},
     ),
@@ -259,7 +272,7 @@ NO_EQUIVALENT = [
     ({f"{AOR}.rollout.name": "sglang"}, "vLLM generates"),
     ({"data.truncation": "left"}, "never truncated"),
     ({"data.train_files": ["a", "b"]}, "one file: join the 2"),
-    ({f"{AOR}.actor.ppo_epochs": 2, "critic.ppo_epochs": 3}, "algorithm.ppo_epochs is already 2"),
+    ({"critic.ulysses_sequence_parallel_size": 2, "critic.megatron.context_parallel_size": 4}, "critic.parallel.cp is already 2"),
     ({f"{AOR}.actor.optim.lr": "fast"}, "policy.optimizer.lr"),
     ({f"{AOR}.actor.ppo_mini_batch_size": "many"}, "not a number that can be counted with"),
     ({"reward_model.reward_manager": "dapo"}, "scores come from rules"),

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megappo.config.batch import update_schedule
 from megappo.experience.experience import Experience
 from megappo.parallel.shares import Shares
 from megappo.trainer.experience import sample_seed
@@ -62,8 +63,9 @@ def order_of(config) -> list[list[int]]:
     (batch,) = record_rollouts(1, sequences=SEQUENCES, vocab_size=VOCABULARY)
     numbered = batch.with_fields(sequence_fields={"number": torch.arange(SEQUENCES)})
     seed, alone = sample_seed(config.run.seed, 1, -1), Shares.of_ranks([0])
-    whole = first_epoch(Experience.of_whole(numbered), alone, ("number",), config.algorithm, seed)
-    minis = mini_batches(whole, alone, None, config.algorithm, config.rollout.max_response_tokens, seed)
+    schedule = update_schedule(config, "policy")
+    whole = first_epoch(Experience.of_whole(numbered), alone, ("number",), schedule.mini_batch_size, seed)
+    minis = mini_batches(whole, alone, None, schedule, config.rollout.max_response_tokens, seed)
     return [mini.share["number"].tolist() for mini in minis]
 
 

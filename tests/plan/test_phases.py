@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from megappo.config.batch import update_schedule
 from megappo.config.errors import ConfigError
 from megappo.config.loading import load_config
 from megappo.models.arch import MoeArch
@@ -83,7 +84,9 @@ def test_offloaded_state_works_only_in_its_phases(tmp_path):
     resting = plan.rollout_bytes() + sum(plan.stage(role, 0).resident for role in plan.layouts)
     assert memory.resident == 0 and by_name["generate"].total == resting
     assert by_name["log-probs"].work == memory.weights + memory.forward
-    assert plan.step.optimizer_steps == 4, "after the first of them the optimizer stays"
+    assert update_schedule(plan.config, "policy").optimizer_steps(plan.step.samples) == 4, (
+        "after the first of them the optimizer stays"
+    )
     update = memory.weights + memory.gradients + memory.activations
     assert by_name["policy update"].work == update + memory.optimizer
     step = memory.weights + memory.gradients + memory.optimizer + memory.step_buffers
@@ -100,7 +103,8 @@ def test_offloaded_state_works_only_in_its_phases(tmp_path):
     once = planned(write_run(tmp_path), [*OFFLOAD, "algorithm.mini_batch_size=64"])
     only = once.stage("policy", 0)
     (alone,) = (phase.work for phase in phases(once, 0) if phase.name == "policy update")
-    assert once.step.optimizer_steps == 1 and alone == only.weights + only.gradients + only.activations
+    assert update_schedule(once.config, "policy").optimizer_steps(once.step.samples) == 1
+    assert alone == only.weights + only.gradients + only.activations
 
 
 @pytest.mark.parametrize("sleep, held", [("none", "wc wc wc"), ("cache", "wc w w"), ("all", "wc - w")])

@@ -36,7 +36,7 @@ def test_the_quickstart_plan_by_hand(tmp_path):
     body = (total - 2 * 64 * 128 - 128) // 2
     assert [m.parameters for m in critic] == [body + 64 * 128, body + 128 + 128]
     assert policy[0].weights == 4 * policy[0].parameters and policy[0].optimizer == 8 * policy[0].parameters
-    assert (plan.step.samples, plan.step.mini_batches, plan.replicas) == (64, 4, 2)
+    assert (plan.step.samples, plan.replicas) == (64, 2)
     # 16 sequences of at most 24 tokens, far below 16,384: one micro-batch, and activations of 16 * 24 tokens only
     assert plan.micro_batches == {"policy": 1, "critic": 1, "reference": 1}
     per_layer = 2 * 3 * 128 + (3 * (4 + 2) * 32 + 5 * 384) // 2

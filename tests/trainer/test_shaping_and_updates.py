@@ -11,8 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megappo.config.batch import UpdateSchedule
 from megappo.config.reward_sections import RewardConfig, RewardPart
-from megappo.config.schema import AlgorithmConfig, KLConfig
+from megappo.config.role_sections import CriticConfig, PolicyConfig
+from megappo.config.schema import AlgorithmConfig, DataConfig, KLConfig, TrainConfig
 from megappo.data.packing import PackedBatch, cu_seqlens_of
 from megappo.data.prompts import Prompt
 from megappo.data.ragged import Ragged
@@ -22,6 +24,7 @@ from megappo.prepare.reward_parts import load_parts
 from megappo.rewards.base import RewardError, RewardInput
 from megappo.rollout.megatron_engine import truncated_logprobs
 from megappo.rollout.types import Response, SamplingParams
+from megappo.trainer.build_roles import Roles
 from megappo.trainer.experience import make_requests, pack_experience, sample_seed
 from megappo.trainer.generate import answer
 from megappo.trainer.main import scorer_of
@@ -29,7 +32,7 @@ from megappo.trainer.roles import UpdateResult
 from megappo.trainer.sampler_check import Agreement, SamplerMismatch, compare_with_sampler, require_agreement
 from megappo.trainer.scoring import response_text
 from megappo.trainer.shaping import shape_advantages
-from megappo.trainer.updates import first_epoch, mini_batches, run_updates
+from megappo.trainer.updates import UpdateResult, Updates, first_epoch, mini_batches, run_updates
 from tests.rewards.samples import scorer_with, scores
 from tests.rollout.responses import answered, kept_of, segment
 from tests.trainer.experiences import dealt, score
@@ -205,10 +208,10 @@ def numbered(count):
 
 def cut(batch, seed, epochs=1, mode="token-mean"):
     """Mini-batches of 4; the longest response has 9 tokens."""
-    settings = AlgorithmConfig(mini_batch_size=4, ppo_epochs=epochs, loss_aggregation=mode)
+    schedule = UpdateSchedule(epochs, 4, mode)
     data, shares = dealt(batch), Shares.of_ranks([0])
-    sent = first_epoch(data, shares, (), settings, seed)
-    return list(mini_batches(sent, shares, dist.group.WORLD, settings, 9, seed))
+    sent = first_epoch(data, shares, (), schedule.mini_batch_size, seed)
+    return list(mini_batches(sent, shares, dist.group.WORLD, schedule, 9, seed))
 
 
 def order_of(batch, seed, epochs=1):
@@ -313,6 +316,54 @@ def test_a_declined_step_ends_the_updates_of_all_epochs():
     assert (role.calls, summary.num_updates, summary.stopped_early, summary.lr) == (2, 1, True, 0.1)
     assert run_updates(Counting(), cut(numbered(12), 0, epochs=2)).num_updates == 5
     assert not role.training
+
+
+class Recording(Counting):
+    """Notes the samples of its mini-batches, and the sums of their weights over the denominators."""
+
+    counts_ratios = False
+    host_group = None
+
+    def __init__(self):
+        super().__init__()
+        self.seen, self.weights = [], []
+
+    def update(self, mini, denominator):
+        self.seen.append(mini.tokens[mini.cu_seqlens[:-1].long()].tolist())
+        self.weights.append(float(mini["weight"].sum()) / denominator)
+        return super().update(mini, denominator)
+
+
+def updated(**critic):
+    """Policy and critic after the updates of a step of 12 samples, 6 a mini-batch and one epoch but for the critic's own keys."""
+    fields = dict.fromkeys(("logprob", "advantage", "value", "returns"), torch.zeros(numbered(12).num_tokens))
+    config = TrainConfig(
+        policy=PolicyConfig(model="m"),
+        critic=CriticConfig(**critic),
+        data=DataConfig(train="t"),
+        algorithm=AlgorithmConfig(mini_batch_size=6),
+    )
+    models, shares = {"policy": Recording(), "critic": Recording()}, Shares.of_ranks([0])
+    roles = Roles(models, {}, tuple(models), dict.fromkeys(models, shares))
+    updates = Updates(dealt(numbered(12).with_fields(fields)), roles, tuple(models), config, 5, counts_ratios=False)
+    for name in models:
+        updates.run(name)
+    return models["policy"], models["critic"], updates.summary("critic").num_updates
+
+
+def test_the_critic_is_updated_by_its_own_schedule():
+    policy, critic, _ = updated()
+    assert policy.seen == critic.seen and [len(one) for one in policy.seen] == [6, 6]
+    own, twice, steps = updated(ppo_epochs=2, mini_batch_size=4)
+    assert own.seen == policy.seen, "the policy keeps the shared schedule"
+    assert [len(one) for one in twice.seen] == [4] * 6 and visits_all_once(twice.seen, 12, epochs=2)
+    assert steps == 5, "of six, as the second is skipped"
+
+
+def test_the_critics_loss_is_aggregated_in_its_own_way():
+    policy, critic, _ = updated(loss_aggregation="seq-mean-token-sum")
+    assert policy.weights == pytest.approx([1.0, 1.0]), "a mean over tokens"
+    assert sum(critic.weights) == pytest.approx(sum(len_of - 1 for len_of in numbered(12).lengths.tolist()) / 6)
 
 
 # -------------------------------------------------------------------------------------------------------------- agreement

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megappo.config.batch import UpdateSchedule
 from megappo.engine.build import RoleEngines
 from megappo.engine.offload import StorageOffload
 from megappo.experience.experience import Experience
@@ -50,12 +51,13 @@ def copied_by(work: Callable[[], Any]) -> list[tuple[str, int]]:
 
 def trainers_updates(trial: Any, passes: Any) -> None:
     """Two updates of the trial's role, as in stage 6."""
-    algorithm = trial.config.algorithm.model_copy(update={"mini_batch_size": trial.samples // 2, "ppo_epochs": 1})
+    schedule = UpdateSchedule(1, trial.samples // 2, "token-mean")
     truncated = torch.zeros(passes.batch.num_sequences, dtype=torch.bool)
     experience = Experience.of_whole(passes.batch.with_fields(sequence_fields={"truncated": truncated}))
     engine = passes.role.engine
-    sent = first_epoch(experience, engine.shares, update_reads(trial.role, algorithm), algorithm, seed=0)
-    run_updates(passes.role, mini_batches(sent, engine.shares, engine.host_group, algorithm, trial.response_tokens, seed=0))
+    reads = update_reads(trial.role, trial.config.algorithm)
+    sent = first_epoch(experience, engine.shares, reads, schedule.mini_batch_size, seed=0)
+    run_updates(passes.role, mini_batches(sent, engine.shares, engine.host_group, schedule, trial.response_tokens, seed=0))
 
 
 def main(folder: Path) -> None:

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from megappo.config.batch import UpdateSchedule
 from megappo.config.schema import TrainConfig
 from megappo.models.arch import ModelArch, MoeArch, Rope
 from megappo.models.flops import keys_seen, layer_weights
@@ -30,7 +31,8 @@ ARCH = ModelArch("llama", "LlamaForCausalLM", 16, 2048, 16, 8, 128, 5632, 32000,
 SPARSE = replace(ARCH, family="qwen3_moe", architecture="Qwen3MoeForCausalLM", moe=MoeArch(16, 2, 1024, True))
 H100 = load_hardware("h100")
 LINKS = Links(100e9, 10e9, 1e-6, 10e-6)
-WORK = Workload(samples=256, mini_batch=64, epochs=1, prompt_tokens=256, response_tokens=768)
+SCHEDULE = UpdateSchedule(1, 64, "token-mean")
+WORK = Workload(samples=256, schedules={"policy": SCHEDULE, "critic": SCHEDULE}, prompt_tokens=256, response_tokens=768)
 
 
 def cost(layout, arch=ARCH, role="policy", work=WORK, hardware=H100, **settings):
@@ -167,7 +169,7 @@ def test_what_everybody_knows(better, worse):
 def test_recomputation_costs_one_forward_pass_of_the_layers():
     layout = ParallelLayout(8)
     plain, again = (cost(layout, recompute=how, micro_batch_tokens=8192) for how in ("none", "full"))
-    updates = WORK.updates * WORK.mini_batch / WORK.samples
+    updates = WORK.updates("policy") * WORK.mini_batch("policy") / WORK.samples
     assert again.parts["matmul"] - plain.parts["matmul"] == pytest.approx(updates * plain.parts["matmul"] / 4)
 
 
@@ -208,16 +210,16 @@ def test_larger_worlds_are_of_whole_nodes():
 def test_what_was_measured_is_a_step_with_weights_that_come_once():
     """256 samples in mini-batches of 64; a second of every pass is the way from host memory, three of a phase of updates there and
     back."""
-    found = phases_of(Measured(forward_s=3.0, update_s=5.0, load_s=1.0, trip_s=3.0), WORK)
+    found = phases_of(Measured(forward_s=3.0, update_s=5.0, load_s=1.0, trip_s=3.0), "policy", WORK)
     assert found == pytest.approx({"forward": 1 + 4 * 2, "update": 3 + 4 * 5})
-    assert phases_of(Measured(forward_s=3.0, update_s=None), WORK) == pytest.approx({"forward": 4 * 3})
+    assert phases_of(Measured(forward_s=3.0, update_s=None), "reference", WORK) == pytest.approx({"forward": 4 * 3})
 
 
 def test_a_trial_is_predicted_as_one_mini_batch_of_the_step():
     """Four passes and updates of 64 of the 256 samples, the first of which is not counted."""
-    one = SimpleNamespace(cost=RoleCost({"forward": 8.0, "update": 24.0}, {}, 1))
+    one = SimpleNamespace(role="policy", cost=RoleCost({"forward": 8.0, "update": 24.0}, {}, 1))
     assert predicted_s(one, WORK) == pytest.approx(4 * (8 / 4 + 24 / 4))
-    assert predicted_s(SimpleNamespace(cost=RoleCost({"forward": 8.0}, {}, 1)), WORK) == pytest.approx(4 * 8 / 4)
+    assert predicted_s(SimpleNamespace(role="policy", cost=RoleCost({"forward": 8.0}, {}, 1)), WORK) == pytest.approx(4 * 8 / 4)
 
 
 def test_a_link_is_not_taken_to_be_faster_than_what_was_seen():

@@ -334,6 +334,6 @@ def test_trials_are_of_the_first_placement_and_that_is_said(tmp_path, capsys, mo
         assert f"{trial.role}.ranks={getattr(trial.config, trial.role).ranks}" in first["overrides"]
     # Two mini-batches in a step: the updates of critic and policy overlap, and the critic's passes with the others'.
     search = search_of(path, [*overrides, *first["overrides"]], load_hardware("cpu"), world=4)
-    phases = {role: phases_of(Measured(forward_s=1.0, update_s=2.0), search.workload) for role in ("policy", "critic")}
-    phases["reference"] = phases_of(Measured(forward_s=1.0, update_s=None), search.workload)
+    phases = {role: phases_of(Measured(forward_s=1.0, update_s=2.0), role, search.workload) for role in ("policy", "critic")}
+    phases["reference"] = phases_of(Measured(forward_s=1.0, update_s=None), "reference", search.workload)
     assert search.timetable.step_s(phases) == pytest.approx(2 * (1.0 + 1.0) + 2 * 2.0)

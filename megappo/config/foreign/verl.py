@@ -25,6 +25,12 @@ from megappo.config.foreign.rule import (
 SAMPLES = "verl counts prompts, megappo samples: times rollout.n"
 SEQUENCES = "verl counts sequences, megappo tokens: times prompt + response length"
 SAME_BUDGET = "log-probs and values are computed in the micro-batches of training", "policy.micro_batch_tokens"
+AGGREGATIONS = {
+    "token-mean": "token-mean",
+    "seq-mean-token-sum": "seq-mean-token-sum",
+    "seq-mean-token-mean": "seq-mean-token-mean",
+    "seq-mean-token-sum-norm": "fixed-length",
+}
 COMPILED = "kernels are chosen by `kernels` and `model.impl`"
 
 
@@ -193,15 +199,7 @@ ACTOR = {
     "actor_rollout_ref.actor.clip_ratio_low": take("algorithm.clip_low"),
     "actor_rollout_ref.actor.clip_ratio_high": take("algorithm.clip_high"),
     "actor_rollout_ref.actor.clip_ratio_c": take("algorithm.dual_clip"),
-    "actor_rollout_ref.actor.loss_agg_mode": take(
-        "algorithm.loss_aggregation",
-        values={
-            "token-mean": "token-mean",
-            "seq-mean-token-sum": "seq-mean-token-sum",
-            "seq-mean-token-mean": "seq-mean-token-mean",
-            "seq-mean-token-sum-norm": "fixed-length",
-        },
-    ),
+    "actor_rollout_ref.actor.loss_agg_mode": take("algorithm.loss_aggregation", values=AGGREGATIONS),
     "actor_rollout_ref.actor.entropy_coeff": take("algorithm.entropy_coef"),
     "actor_rollout_ref.actor.use_kl_loss": take("algorithm.kl.placement", by="kl_placement"),
     "actor_rollout_ref.actor.kl_loss_coef": take("algorithm.kl.coef", by="kl_in_loss"),
@@ -279,11 +277,11 @@ CRITIC = {
     "critic.model.external_lib": missing("no code of others is imported"),
     "critic.model.lora_rank": missing("every parameter is trained"),
     "critic.rollout_n": implied("actor_rollout_ref.rollout.n", "rollout.samples_per_prompt"),
-    "critic.ppo_mini_batch_size": take("algorithm.mini_batch_size", by="samples", note=SAMPLES),
-    "critic.ppo_epochs": take("algorithm.ppo_epochs"),
+    "critic.ppo_mini_batch_size": take("critic.mini_batch_size", by="unless_shared", note=SAMPLES),
+    "critic.ppo_epochs": take("critic.ppo_epochs", by="unless_shared"),
     "critic.grad_clip": take("critic.optimizer.clip_grad"),
     "critic.cliprange_value": take("algorithm.value_clip"),
-    "critic.loss_agg_mode": implied("the value loss is a mean over tokens", expects=("token-mean",)),
+    "critic.loss_agg_mode": take("critic.loss_aggregation", by="unless_shared", values=AGGREGATIONS),
     "critic.forward_micro_batch_size_per_gpu": unneeded(SAME_BUDGET[0], "critic.micro_batch_tokens"),
     "critic.forward_micro_batch_size": unneeded(SAME_BUDGET[0], "critic.micro_batch_tokens"),
     "critic.forward_max_token_len_per_gpu": unneeded(SAME_BUDGET[0], "critic.micro_batch_tokens"),
