@@ -32,3 +32,15 @@ def positive_float(text: str) -> float:
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} is not a number > 0")
     return value
+
+
+def limit(text: str) -> tuple[str, float]:
+    """`METRIC=VALUE`, a number >= 0."""
+    name, found, number = text.rpartition("=")
+    try:
+        value = float(number)
+    except ValueError:
+        value = -1.0
+    if not (found and name and 0 <= value < float("inf")):
+        raise argparse.ArgumentTypeError(f"{text} is not METRIC=VALUE with a number >= 0, as in kl/per_token=0.001")
+    return name, value

@@ -78,7 +78,8 @@ def cmd_plan(args: argparse.Namespace) -> int:
     config = with_local_models(load_config(args.config, args.overrides), shapes_only=args.shapes_only)
     check_inputs(config, shapes_only=args.shapes_only)
     from megappo.plan.counted import counter_of_built_models
-    from megappo.plan.plot import check_plot, plot
+    from megappo.plan.plot import plot
+    from megappo.telemetry.picture import check_plot
 
     target = None if args.plot is None else check_plot(args.plot)
     ranks = args.world_size if args.world_size is not None else world_size(config.run)

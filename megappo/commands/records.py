@@ -1,11 +1,11 @@
-"""Commands on what a run has written: `megappo runs`, `trajectories`, `gate`."""
+"""Commands on what a run has written: `megappo runs`, `trajectories`, `gate`, `compare`."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
-from megappo.arguments import positive_int
+from megappo.arguments import limit, positive_float, positive_int
 from megappo.commands.parser import AddCommand
 from megappo.config.errors import ConfigError
 from megappo.trajectories.options import add_options as add_trajectories_options
@@ -44,6 +44,30 @@ def add_commands(command: AddCommand) -> None:
     )
     gate.add_argument("run_dir", metavar="RUN", help="directory of a run (output_dir/name)")
     gate.add_argument("gates", metavar="GATES", help="YAML file, see docs/evaluation.md")
+    compare = command(
+        "compare",
+        cmd_compare,
+        "Lay the curves of two or more runs over each other: values, largest differences, and where they part.",
+        "Also prints the settings, versions and data that differ. Reads the runs' files alone, also beside a live run. Exit code: "
+        "1 if a --max-difference is exceeded, else 0. docs/evaluation.md explains the table.",
+        config=None,
+    )
+    add = compare.add_argument
+    add("runs", metavar="RUN", nargs="+", help="directories of two or more runs (output_dir/name)")
+    add("--metric", action="append", default=[], metavar="NAME", help="compare this one, or all of critic/* (may be repeated)")
+    add("--window", type=positive_int, default=1, metavar="N", help="compare means of the last N values instead of single ones")
+    add("--until", type=positive_int, metavar="STEP", help="leave out what was logged after this step")
+    add("--tolerance", type=positive_float, default=1e-4, help="relative to a metric's largest value, for `apart from` (1e-4)")
+    add(
+        "--max-difference",
+        type=limit,
+        action="append",
+        default=[],
+        metavar="METRIC=VALUE",
+        help="exit with 1 if the runs differ by more at any step, or if one of them has not logged a step (may be repeated)",
+    )
+    add("--plot", metavar="FILE", help="draw the curves (.png, .svg or .pdf)")
+    add("--json", action="store_true", help="print JSON for scripts: every value, difference and setting")
 
 
 def cmd_runs(args: argparse.Namespace) -> int:
@@ -72,3 +96,18 @@ def cmd_gate(args: argparse.Namespace) -> int:
     from megappo.runs.gate import show_gates
 
     return show_gates(Path(args.run_dir), Path(args.gates))
+
+
+def cmd_compare(args: argparse.Namespace) -> int:
+    from megappo.runs.compare import Options, compare_runs
+
+    options = Options(
+        metrics=tuple(args.metric),
+        window=args.window,
+        until=args.until,
+        tolerance=args.tolerance,
+        limits=dict(args.max_difference),
+        plot=args.plot,
+        as_json=args.json,
+    )
+    return compare_runs(args.runs, options)

@@ -5,7 +5,6 @@ Needs matplotlib. Of a long schedule only the beginning and the end are drawn; o
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,18 +28,6 @@ MOST_LABELS = 512  # cells; more have no numbers
 LEGIBLE_TIME = 45.0  # forwards of a stage, side by side
 _FORWARD, _BACKWARD, _WAITING, _REPLICA = "#4c72b0", "#dd8452", "#e8e8e8", "#b8b8b8"
 _LINE_INCHES, _HEAD_INCHES, _WIDTH_INCHES = 0.27, 1.25, 17.0
-
-
-def check_plot(path: str) -> Path:
-    """Check the path of the picture. ValueError if it cannot be drawn or written there."""
-    target = Path(path)
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError(f"--plot {path}: matplotlib is not installed; pip install 'megappo[plot]'")
-    if target.suffix not in (".png", ".svg", ".pdf"):
-        raise ValueError(f"--plot {path}: the name must end in .png, .svg or .pdf")
-    if not target.parent.is_dir():
-        raise ValueError(f"--plot {path}: there is no directory {target.parent}")
-    return target
 
 
 def plot(plan: Plan, target: Path) -> None:

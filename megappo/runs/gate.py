@@ -13,7 +13,6 @@ finite (null).
 
 from __future__ import annotations
 
-import difflib
 import math
 import operator
 import re
@@ -24,9 +23,8 @@ from typing import Any
 
 from megappo.config.errors import ConfigError, show
 from megappo.config.yaml_reader import parse_yaml
+from megappo.runs.metrics import Rows, finite, is_known, logged_names, nearest_hint, read_rows, value_text
 from megappo.runs.read import METRICS
-from megappo.telemetry.jsonl import read_lines
-from megappo.telemetry.metrics import Metric
 from megappo.telemetry.tables import table
 
 FORMS = "METRIC > NUMBER at STEP (or: at last, max over A..B, mean over last N; max, min, mean; > >= < <=)"
@@ -82,12 +80,12 @@ class _Missing(Exception):
 def show_gates(run_dir: Path, file: Path) -> int:
     """Print a row per gate; returns 0 if all pass, else 1. ConfigError, one line: no run, no gates, a metric that no run has."""
     gates = read_gates(file)
-    rows = _rows_of(run_dir)
-    logged = {name for row in rows.values() for name in row}
+    rows = read_rows(run_dir)
+    logged = logged_names(rows)
     for gate in gates:
         _require_known(gate, logged, run_dir)
     outcomes = [hold(gate, rows) for gate in gates]
-    cells = [[one.gate.text, _value_text(one.value), "pass" if one.passed else "FAIL"] for one in outcomes]
+    cells = [[one.gate.text, value_text(one.value), "pass" if one.passed else "FAIL"] for one in outcomes]
     lines = table(["gate", "value", "result"], cells)
     reasons = [f"  {one.gate.text}: {one.reason}" for one in outcomes if one.reason]
     failed = sum(not one.passed for one in outcomes)
@@ -135,34 +133,13 @@ def parse_gate(line: Any, place: str) -> Gate:
 # --------------------------------------------------------------------------------------------------------------------- run
 
 
-def _rows_of(run_dir: Path) -> dict[int, dict[str, float | None]]:
-    """Step -> metric -> value, None for one that was not finite. ConfigError if this is no run, or it has logged nothing."""
-    path = run_dir / METRICS
-    try:
-        records = read_lines(path)
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}; name the directory of a run (run.output_dir/run.name)") from None
-    rows: dict[int, dict[str, float | None]] = {}
-    for number, record in enumerate(records, 1):
-        if not isinstance(record, dict) or type(record.get("step")) is not int:
-            raise ConfigError(f"{path}, record {number}: has no step; it is not a line of megappo")
-        values = {name: value for name, value in record.items() if "/" in name}
-        rows.setdefault(record["step"], {}).update(values)  # an evaluation may have a line of its own
-    if not rows:
-        raise ConfigError(f"{path}: has no line yet; the run has logged no step")
-    return rows
-
-
 def _require_known(gate: Gate, logged: set[str], run_dir: Path) -> None:
     """ConfigError for a metric that neither this run has logged nor megappo knows, with the nearest one."""
-    if gate.metric in logged or (gate.metric in set(Metric) and "*" not in gate.metric):
-        return
-    nearest = difflib.get_close_matches(gate.metric, logged, n=1, cutoff=0.5)
-    hint = f"; did you mean {nearest[0]}?" if nearest else ""
-    raise ConfigError(f"{gate.text}: {run_dir / METRICS} has no metric {gate.metric}{hint}")
+    if not is_known(gate.metric, logged):
+        raise ConfigError(f"{gate.text}: {run_dir / METRICS} has no metric {gate.metric}{nearest_hint(gate.metric, logged)}")
 
 
-def hold(gate: Gate, rows: Mapping[int, Mapping[str, float | None]]) -> Outcome:
+def hold(gate: Gate, rows: Rows) -> Outcome:
     """Hold one gate against the rows of a run (step -> metric -> value)."""
     try:
         return Outcome(gate, _value(gate, rows))
@@ -170,7 +147,7 @@ def hold(gate: Gate, rows: Mapping[int, Mapping[str, float | None]]) -> Outcome:
         return Outcome(gate, None, str(reason))
 
 
-def _value(gate: Gate, rows: Mapping[int, Mapping[str, float | None]]) -> float:
+def _value(gate: Gate, rows: Rows) -> float:
     steps, reached = sorted(step for step, row in rows.items() if gate.metric in row), max(rows)
     wanted = gate.at if gate.steps is None else gate.steps[1]
     if wanted is not None and wanted > reached:
@@ -193,10 +170,6 @@ def _value(gate: Gate, rows: Mapping[int, Mapping[str, float | None]]) -> float:
 
 
 def _finite(value: Any, step: int) -> float:
-    if not isinstance(value, (int, float)) or not math.isfinite(value):
+    if (number := finite(value)) is None:
         raise _Missing(f"was not finite at step {step}")
-    return float(value)
-
-
-def _value_text(value: float | None) -> str:
-    return "-" if value is None else f"{value:.6g}"
+    return number
