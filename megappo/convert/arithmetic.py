@@ -1,6 +1,6 @@
 """Arithmetic of the rules that name one (`Rule.by`, `Trainer.chosen`): values that depend on other keys, and the tables.
 
-The functions are as `settings.py` says; those of single values stand in `single_values.py`.
+The functions are as `settings.py` says; those of engines stand in `engines.py`, those of single values in `single_values.py`.
 """
 
 from __future__ import annotations
@@ -9,6 +9,15 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from megappo.config.foreign.rule import Outcome, Rule
+from megappo.convert.engines import (
+    betas_if_dtensor,
+    fsdp2_if_on,
+    if_dtensor,
+    if_megatron,
+    offload_if_dtensor,
+    only_if_on,
+    verl_engine,
+)
 from megappo.convert.settings import Otherwise, Settings, Values, implied, missing, number, same, translated
 from megappo.convert.single_values import (
     env_rules,
@@ -23,6 +32,7 @@ from megappo.convert.single_values import (
     run_folder,
     run_name,
     save_contents,
+    spread,
     strings,
     top_k,
     tracker_flags,
@@ -32,13 +42,6 @@ from megappo.convert.single_values import (
 )
 
 # ---------------------------------------------------------------------------------------------------------------- batches
-
-
-def spread(rule: Rule, value: Any, settings: Settings) -> Values:
-    """A list over the keys; a shorter one repeats (betas of policy and critic)."""
-    if not isinstance(value, list) or not value or len(rule.keys) % len(value):
-        raise missing("not a list of that many numbers")
-    return {key: value[place % len(value)] for place, key in enumerate(rule.keys)}
 
 
 def samples(rule: Rule, value: Any, settings: Settings) -> Values:
@@ -104,38 +107,17 @@ def _ranks(nodes: str, each: str) -> Callable[[Rule, Any, Settings], Values]:
 
 
 def tp_of_rollout(key: str, settings: Settings) -> tuple[Any, str] | None:
+    """tp of a source that shards by FSDP; None for one that names its layout, or an engine that shards as it does."""
     tp = settings.ours.get("rollout.tp", 1)
-    if tp == 1 or any(".megatron." in name for name in settings.written):
+    is_fsdp2 = settings.ours.get(f"{key.split('.')[0]}.engine") == "fsdp2"
+    if tp == 1 or is_fsdp2 or any(".megatron." in name for name in settings.written):
         return None
-    return tp, "no FSDP here: cut as vLLM is, so that no slice crosses a rank when weights are pushed"
+    return tp, "instead of FSDP: cut as vLLM is, so that no slice crosses a rank when weights are pushed"
 
 
 def sequence_parallel_of_tp(key: str, settings: Settings) -> tuple[Any, str] | None:
     tp = settings.ours.get(key.replace("sequence_parallel", "tp"), 1)
     return (True, "with tp: activations outside the matrix products are cut too") if tp > 1 else None
-
-
-def if_megatron(rule: Rule, value: Any, settings: Settings) -> Values:
-    return _of_backend(rule, value, settings, "megatron_cfg")
-
-
-def if_dtensor(rule: Rule, value: Any, settings: Settings) -> Values:
-    return _of_backend(rule, value, settings, "dtensor_cfg")
-
-
-def betas_if_dtensor(rule: Rule, value: Any, settings: Settings) -> Values:
-    _of_backend(rule, value, settings, "dtensor_cfg")
-    return spread(rule, value, settings)
-
-
-def _of_backend(rule: Rule, value: Any, settings: Settings, backend: str) -> Values:
-    """NeMo-RL writes both backends and enables one."""
-    role = "value" if rule.keys[0].startswith("critic") else "policy"
-    other = {"megatron_cfg": "dtensor_cfg", "dtensor_cfg": "megatron_cfg"}[backend]
-    enabled = settings.foreign.get(f"{role}.{backend}.enabled", not settings.foreign.get(f"{role}.{other}.enabled", False))
-    if not enabled:
-        raise Otherwise(Outcome.UNNEEDED, f"{backend} is not enabled")
-    return same(rule.keys, translated(rule, value))
 
 
 # -------------------------------------------------------------------------------------------------------------- algorithm
@@ -271,6 +253,10 @@ BY: Mapping[str, Callable[[Rule, Any, Settings], Values]] = {
         reward_model,
         if_dtensor,
         betas_if_dtensor,
+        fsdp2_if_on,
+        offload_if_dtensor,
+        only_if_on,
+        verl_engine,
         both_clips,
         kl_placement,
         kl_in_reward,

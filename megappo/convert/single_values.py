@@ -9,6 +9,13 @@ from megappo.config.foreign.rule import Outcome, Rule
 from megappo.convert.settings import Otherwise, Settings, Values, implied, missing, number, same, translated
 
 
+def spread(rule: Rule, value: Any, settings: Settings) -> Values:
+    """A list over the keys; a shorter one repeats (betas of policy and critic)."""
+    if not isinstance(value, list) or not value or len(rule.keys) % len(value):
+        raise missing("not a list of that many numbers")
+    return {key: value[place % len(value)] for place, key in enumerate(rule.keys)}
+
+
 def or_zero(rule: Rule, value: Any, settings: Settings) -> Values:
     return same(rule.keys, max(0, int(number(value))))
 

@@ -356,7 +356,7 @@ FOREIGN = [
         "algorithm.adv_estimator",
         "verl has it; implied here: GAE with a critic is the only estimator of advantages (see algorithm.lam)",
     ),
-    ("trainer.use_legacy_worker_impl", "verl has it; not needed here: there is one engine (see model.impl)"),
+    ("trainer.use_legacy_worker_impl", "verl has it; not needed here: each role names its engine (see policy.engine)"),
     ("--max-epochs", "did you mean algorithm.ppo_epochs?"),
     ("max_epochs", "did you mean algorithm.ppo_epochs?"),
     ("padding_side", "FlowMesh has it; implied here: batches are always packed, without padding (see policy.micro_batch_tokens)"),

@@ -8,6 +8,7 @@ import pytest
 
 from megappo.cli import main
 from megappo.config.checks import problems
+from megappo.config.foreign.nemo_rl import NEMO_RL
 from megappo.config.foreign.rule import Outcome
 from megappo.config.foreign.verl import VERL
 from megappo.config.keys import value_at
@@ -348,3 +349,77 @@ def test_the_guide_shows_what_the_command_prints():
     ):
         shown = "".join(f"    {line}\n" if line else "\n" for line in [command, *text.splitlines()])
         assert shown in page
+
+
+# --------------------------------------------------------------------------------------------------------------------- engines
+
+
+def engines_of(conversion) -> dict[str, str]:
+    return {role: engine for role in ("policy", "critic", "reference") if (engine := conversion.values.get(f"{role}.engine"))}
+
+
+WITH_KL = {f"{AOR}.actor.use_kl_loss": True, "data.train_files": "train.parquet", f"{AOR}.model.path": "m"}
+FSDP2 = {f"{AOR}.actor.strategy": "fsdp2", "critic.strategy": "fsdp2"}
+
+
+@pytest.mark.parametrize(
+    "written, engines",
+    [
+        (FSDP2, dict.fromkeys(("policy", "critic", "reference"), "fsdp2")),
+        ({f"{AOR}.actor.strategy": "fsdp2"}, dict.fromkeys(("policy", "reference"), "fsdp2")),
+        ({"critic.strategy": "fsdp2"}, {"critic": "fsdp2"}),
+        (FSDP2 | {f"{AOR}.ref.strategy": "megatron"}, {"policy": "fsdp2", "critic": "fsdp2", "reference": "megatron"}),
+        (FSDP2 | {f"{AOR}.actor.use_kl_loss": False}, dict.fromkeys(("policy", "critic"), "fsdp2")),
+        ({f"{AOR}.actor.strategy": "megatron"}, dict.fromkeys(("policy", "reference"), "megatron")),
+        ({f"{AOR}.actor.strategy": "fsdp", "critic.strategy": "fsdp"}, {}),
+    ],
+)
+def test_a_strategy_of_verl_names_the_engine(written, engines):
+    conversion = converted(WITH_KL | written)
+    assert engines_of(conversion) == engines
+    assert conversion.todo == [] or all("engine" not in line for line in conversion.todo)
+    # Sharded as FSDP does, a model is not cut as vLLM is.
+    tp = {role: conversion.values.get(f"{role}.parallel.tp", 1) for role in ("policy", "critic")}
+    assert tp == {role: 1 if engines.get(role) == "fsdp2" else 2 for role in tp}
+
+
+def test_what_has_no_engine_is_said():
+    rows = {row.key: row for row in converted(WITH_KL | {f"{AOR}.actor.strategy": "veomni", "critic.strategy": "fsdp"}).rows}
+    assert rows[f"{AOR}.actor.strategy"].outcome is Outcome.MISSING
+    assert rows["critic.strategy"].outcome is Outcome.IMPLIED and "strategy=fsdp2 is engine fsdp2" in rows["critic.strategy"].note
+
+
+def test_keys_of_a_verl_section_of_fsdp():
+    fsdp = f"{AOR}.actor.fsdp_config"
+    keys = {"offload_policy": True, "fsdp_size": -1, "reshard_after_forward": True, "model_dtype": "fp32", "dtype": "bfloat16"}
+    conversion = converted(WITH_KL | FSDP2 | {f"{fsdp}.{key}": value for key, value in keys.items()})
+    rows = {row.key: row.outcome for row in conversion.rows}
+    assert {key: rows[f"{fsdp}.{key}"] for key in keys} == {
+        "offload_policy": Outcome.TAKEN,
+        "fsdp_size": Outcome.IMPLIED,
+        "reshard_after_forward": Outcome.IMPLIED,
+        "model_dtype": Outcome.IMPLIED,
+        "dtype": Outcome.TAKEN,
+    }
+    assert {part: conversion.values[f"policy.offload.{part}"] for part in ("parameters", "gradients", "optimizer")} == {
+        "parameters": True,
+        "gradients": True,
+        "optimizer": True,
+    }
+    other = converted(WITH_KL | FSDP2 | {f"{fsdp}.fsdp_size": 4, f"{fsdp}.model_dtype": "bf16", f"{fsdp}.offload_policy": False})
+    rows = {row.key: row.outcome for row in other.rows}
+    assert rows[f"{fsdp}.fsdp_size"] is rows[f"{fsdp}.model_dtype"] is Outcome.MISSING
+    assert rows[f"{fsdp}.offload_policy"] is Outcome.UNNEEDED and "policy.offload.parameters" not in other.values
+
+
+@pytest.mark.parametrize("backend", ["dtensor", "megatron"])
+def test_the_enabled_backend_of_nemo_rl_is_the_engine(backend):
+    enabled = {f"{role}.{name}_cfg.enabled": name == backend for role in ("policy", "value") for name in ("dtensor", "megatron")}
+    cpu = {f"{role}.dtensor_cfg.cpu_offload": True for role in ("policy", "value")}
+    kl = {"loss_fn.reference_policy_kl_penalty": 0.01, "policy.model_name": "m", "data.train.dataset_name": "d"}
+    conversion = converted(kl | enabled | cpu | {"policy.dtensor_cfg.tensor_parallel_size": 1}, NEMO_RL)
+    roles = ("policy", "critic", "reference") if backend == "dtensor" else ()
+    assert engines_of(conversion) == dict.fromkeys(roles, "fsdp2")
+    offloaded = {key for key, value in conversion.values.items() if ".offload." in key and value}
+    parts = ("parameters", "gradients", "optimizer")
+    assert offloaded == {f"{role}.offload.{part}" for role in ("policy", "critic") for part in parts if backend == "dtensor"}

@@ -7,9 +7,10 @@ from megappo.config.foreign.rule import (
     CHECKPOINTING,
     DTYPES,
     ENGINES,
-    FSDP,
+    FP32_MAIN,
     KL_ESTIMATORS,
     NO_FP16,
+    OLD_FSDP,
     ONE_SCHEDULE,
     OWN_SAMPLING,
     RAY,
@@ -100,19 +101,36 @@ def _megatron(prefix: str, role: str) -> dict[str, Rule]:
 
 
 def _fsdp(prefix: str, role: str) -> dict[str, Rule]:
-    rules = {
-        f"{prefix}.param_offload": take(f"{role}.offload.parameters"),
-        f"{prefix}.fsdp_size": missing(FSDP, f"{role}.parallel.tp"),
-        f"{prefix}.reshard_after_forward": missing(FSDP, f"{role}.parallel.tp", off=(None, False, True)),
-        f"{prefix}.offload_policy": missing("set the parts to offload", f"{role}.offload.parameters"),
-        f"{prefix}.forward_prefetch": missing(FSDP),
-        f"{prefix}.wrap_policy.min_num_params": missing(FSDP),
-        f"{prefix}.model_dtype": take(f"{role}.dtype", values=DTYPES, otherwise=NO_FP16),
-        f"{prefix}.use_orig_params": missing(FSDP),
+    """Keys of an FSDP section; role: policy, critic or reference."""
+    parts = ("parameters",) if role == "reference" else ("parameters", "gradients", "optimizer")
+    kinds = {"param_offload": "parameters", "grad_offload": "gradients", "optimizer_offload": "optimizer"}
+    rules = {f"{prefix}.{key}": take(f"{role}.offload.{part}") for key, part in kinds.items() if part in parts}
+    return rules | {
+        f"{prefix}.strategy": unneeded("actor.strategy and critic.strategy say it", f"{role}.engine"),
+        f"{prefix}.fsdp_size": implied(
+            "shards are over all data-parallel ranks", f"{role}.engine", expects=(-1,), otherwise="groups of ranks hold no copies"
+        ),
+        f"{prefix}.reshard_after_forward": implied(
+            "a layer is gathered for its pass alone", f"{role}.engine", expects=(True,), otherwise="layers do not stay gathered"
+        ),
+        f"{prefix}.offload_policy": take(*(f"{role}.offload.{part}" for part in parts), by="only_if_on", note="between passes"),
+        f"{prefix}.forward_prefetch": unneeded(OLD_FSDP),
+        f"{prefix}.wrap_policy.min_num_params": unneeded("every layer is sharded by itself", f"{role}.engine"),
+        f"{prefix}.model_dtype": implied(FP32_MAIN, f"{role}.dtype", expects=("fp32", "float32"), otherwise=FP32_MAIN),
+        f"{prefix}.dtype": take(f"{role}.dtype", values=DTYPES, otherwise=NO_FP16),
+        f"{prefix}.mixed_precision.param_dtype": take(f"{role}.dtype", values=DTYPES, otherwise=NO_FP16),
+        f"{prefix}.mixed_precision.reduce_dtype": implied(
+            "gradients are summed in fp32", expects=("fp32", "float32"), otherwise="gradients are summed in fp32"
+        ),
+        f"{prefix}.mixed_precision.buffer_dtype": unneeded("buffers keep the type that the model gives them"),
+        f"{prefix}.use_orig_params": unneeded(OLD_FSDP),
+        f"{prefix}.ulysses_sequence_parallel_size": take(f"{role}.parallel.cp", note="context parallelism instead"),
+        f"{prefix}.entropy_checkpointing": unneeded("entropy never holds all logits at once"),
+        f"{prefix}.entropy_from_logits_with_chunking": unneeded("entropy never holds all logits at once"),
+        f"{prefix}.use_torch_compile": unneeded(COMPILED, "kernels"),
+        f"{prefix}.forward_only": unneeded("the reference has no optimizer", f"{role}.engine"),
+        f"{prefix}.seed": unneeded("run.seed is the one seed", "run.seed"),
     }
-    if role != "reference":
-        rules[f"{prefix}.optimizer_offload"] = take(f"{role}.offload.optimizer")
-    return rules
 
 
 def _micro_batches(prefix: str, role: str) -> dict[str, Rule]:
@@ -191,7 +209,8 @@ ACTOR = {
     "actor_rollout_ref.model.lora_rank": missing("every parameter is trained"),
     "actor_rollout_ref.model.lora_alpha": missing("every parameter is trained", off=(None, 16)),
     "actor_rollout_ref.model.target_modules": missing("every parameter is trained", off=(None, "all-linear")),
-    "actor_rollout_ref.actor.strategy": implied("Megatron-core; " + FSDP, "policy.parallel.tp"),
+    # verl's default for the reference is the actor's.
+    "actor_rollout_ref.actor.strategy": take("policy.engine", "reference.engine", by="verl_engine"),
     "actor_rollout_ref.actor.ppo_mini_batch_size": take("algorithm.mini_batch_size", by="samples", note=SAMPLES),
     "actor_rollout_ref.actor.ppo_epochs": take("algorithm.ppo_epochs"),
     "actor_rollout_ref.actor.grad_clip": take("policy.optimizer.clip_grad"),
@@ -213,7 +232,7 @@ ACTOR = {
     "actor_rollout_ref.actor.use_fused_kernels": unneeded(COMPILED, "kernels"),
     "actor_rollout_ref.actor.ulysses_sequence_parallel_size": take("policy.parallel.cp", note="context parallelism instead"),
     "actor_rollout_ref.actor.load_weight": implied("weights are read", "policy.model", expects=(True,)),
-    "actor_rollout_ref.ref.strategy": implied("Megatron-core", "reference.parallel.tp"),
+    "actor_rollout_ref.ref.strategy": take("reference.engine", by="verl_engine"),
     "actor_rollout_ref.ref.model.path": take("reference.model"),
     "actor_rollout_ref.ref.ulysses_sequence_parallel_size": take("reference.parallel.cp", note="context parallelism instead"),
     "actor_rollout_ref.ref.use_torch_compile": unneeded(COMPILED, "kernels"),
@@ -267,7 +286,7 @@ ROLLOUT = {
 }
 
 CRITIC = {
-    "critic.strategy": implied("Megatron-core; " + FSDP, "critic.parallel.tp"),
+    "critic.strategy": take("critic.engine", by="verl_engine"),
     "critic.enable": implied("PPO has a critic", "critic.model", expects=(True, None)),
     "critic.model.path": take("critic.model"),
     "critic.model.tokenizer_path": implied("the policy's tokenizer", "data.tokenizer"),
@@ -318,7 +337,7 @@ REST = {
     "reward_model.reward_manager": missing("scores come from rules", "reward.parts", off=(None, "naive")),
     "reward_model.launch_reward_fn_async": unneeded("rules are quick", "reward.parts"),
     "reward_model.micro_batch_size_per_gpu": unneeded("micro-batches are bounded in tokens", "reward_model.micro_batch_tokens"),
-    "reward_model.strategy": unneeded("Megatron-core shards every model", "reward_model.parallel.tp"),
+    "reward_model.strategy": take("reward_model.engine", by="verl_engine"),
     "custom_reward_function.path": missing("examples/ shows a reward of one's own", "reward.parts"),
     "custom_reward_function.name": missing("examples/ shows a reward of one's own", "reward.parts", off=(None, "compute_score")),
     "trainer.total_epochs": take("trainer.epochs"),
@@ -342,7 +361,7 @@ REST = {
     "trainer.rollout_data_dir": implied("trajectories go to the run's directory", "telemetry.trajectories_every"),
     "trainer.validation_data_dir": implied("trajectories go to the run's directory", "telemetry.trajectories_every"),
     "trainer.balance_batch": implied("sequences are spread over the ranks by their tokens", "policy.micro_batch_tokens"),
-    "trainer.use_legacy_worker_impl": unneeded("there is one engine", "model.impl"),
+    "trainer.use_legacy_worker_impl": unneeded("each role names its engine", "policy.engine"),
     "trainer.device": take("run.device", values={"cuda": "cuda", "cpu": "cpu"}, otherwise="CUDA or CPU"),
     "trainer.default_hdfs_dir": missing("a directory that all ranks see", "run.output_dir"),
     "trainer.del_local_ckpt_after_load": unneeded("checkpoint.keep_last bounds them", "checkpoint.keep_last"),
