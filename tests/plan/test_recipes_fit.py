@@ -33,7 +33,8 @@ def facts(architecture, layers, hidden, heads, kv_heads, ffn, vocab, tied, **mor
 # recipe, shape by the model's config.json, number of parameters by its weight files
 RECIPES = [
     ("gsm8k_qwen2.5_0.5b", facts("Qwen2ForCausalLM", 24, 896, 14, 2, 4864, 151936, True), 494_032_768),
-    ("gsm8k_qwen2.5_1.5b", facts("Qwen2ForCausalLM", 28, 1536, 12, 2, 8960, 151936, True), 1_543_714_304),
+    ("gsm8k_qwen2.5_1.5b_megatron", facts("Qwen2ForCausalLM", 28, 1536, 12, 2, 8960, 151936, True), 1_543_714_304),
+    ("gsm8k_qwen2.5_1.5b_fsdp2", facts("Qwen2ForCausalLM", 28, 1536, 12, 2, 8960, 151936, True), 1_543_714_304),
     ("gsm8k_llama3.2_1b", facts("LlamaForCausalLM", 16, 2048, 32, 8, 8192, 128256, True, head_dim=64), 1_235_814_400),
     ("gsm8k_llama3.2_1b_multi", facts("LlamaForCausalLM", 16, 2048, 32, 8, 8192, 128256, True, head_dim=64), 1_235_814_400),
     ("gsm8k_deepseek_7b_chat", facts("LlamaForCausalLM", 30, 4096, 32, 32, 11008, 102400, False), 6_910_365_696),

@@ -118,12 +118,13 @@ MINISTRAL_3B: dict[str, Any] = {
     },
 }
 
-# recipe -> (config.json, parameters, steps of a full run on the 7,473 training prompts of GSM8K). The totals of the first five
+# recipe -> (config.json, parameters, steps of a full run on the 7,473 training prompts of GSM8K). The totals of all but the last
 # are those that the models' pages state; Ministral's counts its language model, by hand: embedding 131,072 x 3,072, 26 layers of
 # 116,398,080 (query and output 3,072 x 4,096 each, key and value 3,072 x 1,024 each, MLP 3 x 3,072 x 9,216, two norms), norm.
 PUBLIC: dict[str, tuple[dict[str, Any], int, int]] = {
     "gsm8k_qwen2.5_0.5b": (QWEN_05B, 494_032_768, 438),
-    "gsm8k_qwen2.5_1.5b": (QWEN_15B, 1_543_714_304, 100),
+    "gsm8k_qwen2.5_1.5b_megatron": (QWEN_15B, 1_543_714_304, 100),
+    "gsm8k_qwen2.5_1.5b_fsdp2": (QWEN_15B, 1_543_714_304, 100),
     "gsm8k_deepseek_7b_chat": (DEEPSEEK_7B, 6_910_365_696, 110),
     "gsm8k_llama3.2_1b": (LLAMA_1B, 1_235_814_400, 351),
     "gsm8k_llama3.2_1b_multi": (LLAMA_1B, 1_235_814_400, 292),

@@ -91,10 +91,23 @@ def test_gates_ask_for_steps_that_their_recipe_reaches(path):
     assert "They have not been measured" in path.read_text(), "no limit may pass for a result"
 
 
+def test_twins_differ_in_their_engines_alone():
+    names = [f"gsm8k_qwen2.5_1.5b_{engine}" for engine in ("megatron", "fsdp2")]
+    megatron, fsdp2 = (load_config(recipe_path(name)).model_dump() for name in names)
+    for role in ("policy", "critic", "reference"):
+        assert (megatron[role].pop("engine"), fsdp2[role].pop("engine")) == ("megatron", "fsdp2")
+    assert megatron["run"].pop("name") != fsdp2["run"].pop("name")
+    assert megatron == fsdp2
+    gates = [[gate.text for gate in read_gates(CONFIGS / "gates" / f"{name}.yaml")] for name in names]
+    assert gates[0] == gates[1]
+    assert {"reward/score_mean > 0.75 at 40", "eval/score > 0.65 at 40"} <= set(gates[0]), "those of the source"
+
+
 # a recipe, an override that its model cannot carry, what the message says
 TOO_WIDE = [
     ("gsm8k_qwen2.5_0.5b", "policy.parallel.tp=4", "2 KV heads"),
-    ("gsm8k_qwen2.5_1.5b", "critic.parallel.pp=8", "28 layers"),
+    ("gsm8k_qwen2.5_1.5b_megatron", "critic.parallel.pp=8", "28 layers"),
+    ("gsm8k_qwen2.5_1.5b_fsdp2", "critic.parallel.pp=7", "critic.engine is fsdp2"),
     ("gsm8k_deepseek_7b_chat", "critic.parallel.pp=4", "does not divide the 8 ranks"),
     ("gsm8k_llama3.2_1b_multi", "algorithm.mini_batch_size=48", "128 samples"),
     ("gsm8k_ministral3_3b", "rollout.max_response_tokens=300000", "262144 positions"),

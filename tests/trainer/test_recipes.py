@@ -21,6 +21,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
+from megappo import cli
 from megappo.config.loading import load_config
 from megappo.config.schema import TrainConfig
 from megappo.data.prompts import PromptLoader
@@ -47,6 +48,7 @@ from .public_models import CONVERTED
 from .recipe_runs import probe_sequences, run_recipes
 
 pytestmark = needs_gsm8k
+TWINS = ("gsm8k_qwen2.5_1.5b_megatron", "gsm8k_qwen2.5_1.5b_fsdp2")
 TOLERANCE = 1e-4  # fp32 against transformers', as everywhere
 EXACT = dict(dtype=torch.float32, attn_implementation="eager")
 
@@ -121,6 +123,24 @@ def test_the_gates_of_a_recipe_name_what_it_logs(run, request):
         pytest.skip(f"{file.stem} has no gates")
     logged = {name for record in by_step(run).values() for name in record}
     assert {gate.metric for gate in read_gates(file)} <= logged
+
+
+def test_twins_give_the_same_curves(runs, capsys):
+    """The recipes of one model for two engines, in layouts of their own: the same samples, and numbers within rounding."""
+    folders = [str(run.folder) for name, run in runs.items() if FAMILIES[name].recipe in TWINS]
+    assert len(folders) == 2
+    metrics = [word for name in ("policy/*", "critic/*", "kl/*", "reward/*") for word in ("--metric", name)]
+    equal = [word for name in ("eval/*", "lengths/*") for word in ("--max-difference", f"{name}=0")]
+    code = cli.main(["compare", *folders, "--json", *metrics, *equal, "--tolerance", str(TOLERANCE)])
+    facts = json.loads(capsys.readouterr().out)
+    assert code == 0, facts["limits"]
+    compared = {name: found for name, found in facts["metrics"].items() if found["steps"] == 3}
+    assert len(compared) > 30 and {"policy/loss", "policy/grad_norm", "critic/loss", "critic/value_mean"} <= set(compared)
+    # The KL of two equal models is rounding alone.
+    apart = {name: found for name, found in compared.items() if found["parts"] is not None and found["largest"] > TOLERANCE**2}
+    assert not apart, apart
+    assert facts["settings"]["critic.engine"] == dict(zip(TWINS, ("megatron", "fsdp2")))
+    assert cli.main(["compare", *folders, "--max-difference", "timing/step_s=0"]) == 1, "negative control"
 
 
 def test_an_fp8_release_is_trained_and_exported_as_a_plain_checkpoint(runs):
