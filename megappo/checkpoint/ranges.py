@@ -69,10 +69,19 @@ def cut(entry: ShardedTensor, start: int, values: Tensor) -> list[ShardedTensor]
     return found
 
 
-def sharded_rows(key: str, values: Tensor, shape: Sequence[int], start: int) -> ShardedTensor:
-    """Rows `start`, ... of a tensor of this shape, which no other rank holds; shares memory with `values`."""
-    offset = (start, *(0 for _ in shape[1:]))
-    return ShardedTensor(key, values, values.dtype, tuple(values.shape), tuple(shape), offset, axis_fragmentations=None)
+def sharded_box(key: str, values: Tensor, shape: Sequence[int], offset: Sequence[int], copy: int = 0) -> ShardedTensor:
+    """Box of a tensor of this shape that begins at `offset`; shares memory with `values`. copy: 0 for the main one of its copies on
+    tp ranks, which alone is written."""
+    return ShardedTensor(
+        key,
+        values,
+        values.dtype,
+        tuple(values.shape),
+        tuple(shape),
+        tuple(offset),
+        axis_fragmentations=None,
+        replica_id=(0, copy, 0),
+    )
 
 
 def keep_own(values: Tensor) -> LocalNonpersistentObject:

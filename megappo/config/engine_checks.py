@@ -10,7 +10,13 @@ from megappo.config.layout_checks import role_sections, roles_in_use
 from megappo.config.role_sections import ParallelConfig, RoleConfig, TrainableConfig
 from megappo.config.schema import SftConfig, TrainConfig
 
-_AXES = ("tp", "pp", "vpp", "cp", "ep", "etp")
+_REFUSED_AXES = {
+    "pp": "has no pipeline",
+    "vpp": "has no pipeline",
+    "ep": "has no experts",
+    "etp": "has no experts",
+}
+_KEPT = ("tp", "cp", "sequence_parallel")
 
 
 def engine_problems(config: TrainConfig | SftConfig) -> Iterator[str]:
@@ -25,11 +31,10 @@ def _problems_of(role: str, section: RoleConfig) -> Iterator[str]:
     def refused(key: str, value: Any, why: str, fix: str) -> str:
         return problem(f"{role}.{key}", value, f"{why}; {fix}, or set {role}.engine to megatron")
 
-    for axis in _AXES:
+    for axis, why in _REFUSED_AXES.items():
         if (size := getattr(section.parallel, axis)) > 1:
-            why = f"{role}.engine is fsdp2, which shards over data-parallel ranks only"
-            yield refused(f"parallel.{axis}", size, why, f"set {axis} to 1")
-    others = section.parallel.model_dump(exclude={*_AXES})
+            yield refused(f"parallel.{axis}", size, f"{role}.engine is fsdp2, which {why}", f"set {axis} to 1")
+    others = section.parallel.model_dump(exclude={*_REFUSED_AXES, *_KEPT})
     for name, value in others.items():
         if value != ParallelConfig.model_fields[name].default:
             yield refused(f"parallel.{name}", value, f"{role}.engine is fsdp2, which has no such layout", "leave it out")

@@ -67,8 +67,8 @@ class OffloadConfig(Section):
 
 class RoleConfig(Section):
     engine: Literal["megatron", "fsdp2"] = "megatron"
-    """Builds and trains the model: Megatron-core (every layout), or transformers' own classes under FSDP2 (data parallel, weights,
-    gradients and optimizer sharded over all ranks of the role; docs/engines.md). Roles may differ."""
+    """Builds and trains the model: Megatron-core (every layout), or transformers' own classes under FSDP2 (data, tensor and context
+    parallel, weights, gradients and optimizer sharded over all ranks of the role; docs/engines.md). Roles may differ."""
     dtype: Literal["bf16", "fp32"] = "bf16"
     """Type of weights and activations. With bf16, main parameters and gradient sums stay fp32."""
     parallel: ParallelConfig = ParallelConfig()

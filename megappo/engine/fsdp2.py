@@ -1,6 +1,6 @@
-"""Engine of transformers' own classes under FSDP2: data parallel, every weight sharded over all ranks of the role.
+"""Engine of transformers' own classes under FSDP2: data, tensor and context parallel, every weight sharded over the role's ranks.
 
-Each rank is a replica with a share of its own, which it cuts into micro-batches by the token budget, as many as every other rank.
+Each replica (tp x cp ranks) has a share of its own, which it cuts into micro-batches by the token budget, as many as every other.
 Gradients are reduced, in fp32, at each micro-batch: kept back to the last they would be as large as the whole model on every rank.
 """
 
@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from megappo.checkpoint.ranges import keep_own, sharded_rows
+from megappo.checkpoint.ranges import keep_own, sharded_box
 from megappo.config.role_sections import OffloadConfig
 from megappo.data.packing import PackedBatch
 from megappo.engine.base import LanguageLoss, LossFunction, LossOutput, PassResult, ValueLoss
@@ -23,12 +23,13 @@ from megappo.engine.linear_output import LinearOutput
 from megappo.engine.micro_batches import MicroBatch, MicroBatches
 from megappo.engine.results import combined_metrics, detached, in_order, names_of
 from megappo.engine.role_engine import RoleEngine
-from megappo.models.arch import ModelArch
+from megappo.models.arch import ModelArch, padded_vocab, vocab_shard
 from megappo.models.hf_export import export_pieces
 from megappo.models.pieces import PieceMap
-from megappo.models.row_shards import row_piece_map
+from megappo.models.row_shards import shard_piece_map
 from megappo.models.weight_map import OUTPUT, VALUE_HEAD
 from megappo.parallel.balance import plan_micro_batches, split_by_budget
+from megappo.parallel.context import ContextShard
 from megappo.parallel.groups import ProcessGroups
 
 
@@ -71,7 +72,7 @@ class Fsdp2Engine(RoleEngine[ShardedOptimizer]):
     # --------------------------------------------------------------------------------------------------------- weights
 
     def named_parameters(self) -> dict[str, torch.nn.Parameter]:
-        """Name of a Hugging Face tensor -> this rank's rows, fp32 if the model trains; those without rows here are left out."""
+        """Name of a Hugging Face tensor -> this rank's rectangle, fp32 if the model trains; those without any are left out."""
         return dict(self._model.shards)
 
     def named_gradients(self) -> dict[str, Tensor]:
@@ -82,7 +83,7 @@ class Fsdp2Engine(RoleEngine[ShardedOptimizer]):
         return {}
 
     def pieces(self) -> PieceMap:
-        return row_piece_map(self.arch, self.groups.layout.dp, self.value_head)
+        return shard_piece_map(self.arch, self.groups.layout, self.value_head)
 
     def export(self, directory: Path, source: Path) -> None:
         with self.eval_mode():
@@ -118,19 +119,22 @@ class Fsdp2Engine(RoleEngine[ShardedOptimizer]):
         outputs: list[LossOutput] = []
         for micro in MicroBatches(share.only(reads), mine, self.groups, self.device).of_chunk():
             outputs.append(self._run(micro, loss_fn, denominator, forward_only=forward_only))
+        if not forward_only:
+            self._model.sum_partial_gradients()
         names = names_of(outputs[0])
-        sums, maxima = combined_metrics(outputs, names, self.groups.everyone, self.device, reports=True)
-        tokens = in_order(share, mine, outputs, names["tokens"], self.device, reports=True)
+        reports = self.groups.is_reporter
+        sums, maxima = combined_metrics(outputs, names, self.groups.everyone, self.device, reports=reports)
+        tokens = in_order(share, mine, outputs, names["tokens"], self.device, reports=reports)
         return PassResult(tokens, sums, maxima, len(mine))
 
     def _run(self, micro: MicroBatch, loss_fn: LossFunction, denominator: float, *, forward_only: bool) -> LossOutput:
         """One micro-batch, forward and, unless `forward_only`, backward. Collective over the role's ranks."""
         with torch.set_grad_enabled(not forward_only):
-            raw = self._model(micro.batch.tokens, micro.cu_seqlens)
+            raw = self._model(micro.batch.tokens, micro.cu_seqlens, micro.context)
             if self.value_head:
                 output = cast(ValueLoss, loss_fn)(raw, micro.batch)
             else:
-                output = cast(LanguageLoss, loss_fn)(self._language_output(raw), micro.batch)
+                output = cast(LanguageLoss, loss_fn)(self._language_output(raw, micro.context), micro.batch)
             if not forward_only:
                 # 0 * raw: a loss that reads no output still runs the backward, which its peers wait for.
                 loss = 0.0 * raw.sum() + (0.0 if output.loss_sum is None else output.loss_sum / denominator)
@@ -138,8 +142,19 @@ class Fsdp2Engine(RoleEngine[ShardedOptimizer]):
         self._model.reshard()
         return detached(output, micro.real)
 
-    def _language_output(self, hidden: Tensor) -> LinearOutput:
-        return LinearOutput(hidden, self._model.output_weight(), vocab_start=0, num_valid=self.arch.vocab_size)
+    def _language_output(self, hidden: Tensor, context: ContextShard | None) -> LinearOutput:
+        layout = self.groups.layout
+        start, num_valid = vocab_shard(self.arch, layout.tp, self.groups.coordinates.tp)
+        return LinearOutput(
+            hidden=hidden,
+            weight=self._model.output_weight(),
+            vocab_start=start,
+            num_valid=num_valid,
+            group=self.groups.tp,
+            sequence_parallel=layout.sequence_parallel,
+            context=context,
+            widest=padded_vocab(self.arch, layout.tp) // layout.tp,
+        )
 
     # ------------------------------------------------------------------------------------------------------- optimizer
 
@@ -169,17 +184,20 @@ class Fsdp2Engine(RoleEngine[ShardedOptimizer]):
         self.offload_idle()
 
     def _sharded_state(self, *, with_optimizer: bool) -> dict[str, Any]:
-        shapes, starts = self._model.shapes, self._model.first_rows
+        model, tp_rank = self._model, self.groups.coordinates.tp
 
-        def rows(key: str, name: str, values: Tensor) -> Any:
-            return sharded_rows(key, values, shapes[name], starts[name])
+        def rectangle(key: str, name: str, values: Tensor) -> Any:
+            shape, box = model.shapes[name], model.boxes[name]
+            copy = tp_rank if name in model.copied else 0
+            return sharded_box(key, values, shape, (box.r0, box.c0)[: len(shape)], copy)
 
-        state: dict[str, Any] = {"model": {name: rows(name, name, shard.data) for name, shard in self._model.shards.items()}}
+        weights = {name: rectangle(name, name, shard.data) for name, shard in model.shards.items()}
+        state: dict[str, Any] = {"model": weights}
         if with_optimizer:
             optimizer = self._trained()
             moments: dict[str, dict[str, Any]] = {}
             for moment, name, values in optimizer.moments():
-                moments.setdefault(moment, {})[name] = rows(f"optimizer.state.{moment}.{name}", name, values)
+                moments.setdefault(moment, {})[name] = rectangle(f"optimizer.state.{moment}.{name}", name, values)
             position = {"updates": optimizer.updates, "schedule_steps": optimizer.schedule_steps}
             state["optimizer"] = {"moments": moments, **position}
         return state

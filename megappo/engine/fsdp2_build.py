@@ -19,11 +19,11 @@ def build_fsdp2(spec: EngineSpec, groups: ProcessGroups, device: torch.device) -
     ValueError if the model or the checkpoint does not fit.
     """
     section, trains, dtype = spec.section, spec.total_updates is not None, DTYPES[spec.section.dtype]
-    model = build_sharded(spec, groups.dp, dtype=dtype, device=device, trains=trains)
+    model = build_sharded(spec, groups, dtype=dtype, device=device, trains=trains)
     optimizer, offload = None, OffloadConfig(parameters=isinstance(section, FrozenConfig) and section.offload.parameters)
     if spec.total_updates is not None:
         assert isinstance(section, TrainableConfig), f"{spec.role} has no optimizer to train with"
-        optimizer = ShardedOptimizer(model.shards, groups, section.optimizer, spec.total_updates, device)
+        optimizer = ShardedOptimizer(model.shards, model.copied, groups, section.optimizer, spec.total_updates, device)
         offload = section.offload
     engine = Fsdp2Engine(
         spec.role,

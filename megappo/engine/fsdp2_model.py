@@ -1,8 +1,9 @@
 """A model of transformers' own classes under FSDP2: its shards on this rank, their gradients, and the source of its weights.
 
-Every layer is a group of FSDP2, gathered for its forward and backward; embedding, last norm and output projection are the root's
-group, the value head one of its own, in fp32. The optimizer, the checkpoint and the bridge work on this rank's shards as plain
-tensors: a DTensor of one mesh axis is its rows and their number.
+Tensor parallel cuts first (`models/tensor_parallel.py`); FSDP2 shards what is left over the ranks of the same tp coordinate, dp x
+cp. Every layer is a group of FSDP2, gathered for its forward and backward; embedding, last norm and output projection are the
+root's group, the value head one of its own, in fp32. The optimizer, the checkpoint and the bridge work on this rank's shards as
+plain tensors: a DTensor is its rectangle (`models/row_shards.py`) and its numbers.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import cast
 
 import torch
 import torch.distributed as dist
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
@@ -30,44 +32,61 @@ from megappo.models.own_classes import (
     fill_buffers,
     output_weight,
 )
-from megappo.models.pieces import as_2d
-from megappo.models.row_shards import row_piece_map, rows_of_rank
+from megappo.models.pieces import Box, as_2d
+from megappo.models.row_shards import shard_piece_map
+from megappo.models.tensor_parallel import copied_names, cut_over_tp, partial_names
 from megappo.models.weight_map import VALUE_HEAD, hf_tensors
+from megappo.parallel.context import ContextShard
+from megappo.parallel.groups import ProcessGroups
+from megappo.parallel.layout import ParallelLayout
 
 
 class ShardedModel:
     """A model and this rank's shards of it.
 
-    shards: name of a Hugging Face tensor -> this rank's rows, sharing memory with FSDP2's own; tensors of which the rank holds no
-    row are left out. shapes: of the whole tensors, all of them. first_rows: where the shards start.
+    shards: name of a Hugging Face tensor -> this rank's rectangle, sharing memory with FSDP2's own; tensors of which the rank holds
+    nothing are left out. shapes: of the whole tensors, all of them. boxes: places of the shards. copied: names of tensors that tp
+    does not cut, so that each tp rank has the same shard.
     """
 
-    def __init__(self, module: torch.nn.Module, group: dist.ProcessGroup) -> None:
+    def __init__(self, module: torch.nn.Module, spec: EngineSpec, groups: ProcessGroups) -> None:
         self.module = module
-        self._root = cast(FSDPModule, module)
+        self._root, self._groups = cast(FSDPModule, module), groups
         self._whole = {name: cast(DTensor, parameter.data) for name, parameter in module.named_parameters()}
         self._sharded = dict(module.named_parameters())  # FSDP2 puts others in their place while they are gathered
         self.shapes = {name: tuple(parameter.shape) for name, parameter in self._sharded.items()}
         self.shards: dict[str, torch.nn.Parameter] = {}
-        self.first_rows: dict[str, int] = {}
-        for name, whole in self._whole.items():
-            start, stop = rows_of_rank(whole.shape[0], group.size(), group.rank())
-            if stop > start:
-                self.shards[name] = torch.nn.Parameter(whole.to_local().detach())
-                self.first_rows[name] = start
-                assert len(self.shards[name]) == stop - start, f"{name} was cut otherwise"
+        self.boxes: dict[str, Box] = {}
+        for piece in shard_piece_map(spec.arch, groups.layout, self.is_value_model)[groups.position]:
+            shard = torch.nn.Parameter(self._whole[piece.hf].to_local().detach())
+            assert as_2d(shard).shape == (piece.box.rows, piece.box.cols), f"{piece.hf} was cut otherwise"
+            self.shards[piece.hf], self.boxes[piece.hf] = shard, piece.box
+        self.copied = copied_names(spec.arch, self.is_value_model)
+        self._partial = sorted(
+            self.shards.keys() & partial_names(spec.arch, self.is_value_model, sequence_parallel=groups.layout.sequence_parallel)
+        )
 
     @property
     def is_value_model(self) -> bool:
         return isinstance(self.module, ValueModel)
 
-    def __call__(self, tokens: Tensor, cu_seqlens: Tensor) -> Tensor:
-        """Final hidden states [T, H], or values [T] fp32. cu_seqlens: on the host. Collective over the ranks."""
-        rows = getattr(self.module, OUTPUT_METHOD)(tokens, cu_seqlens)[0]
-        return rows.squeeze(-1) if self.is_value_model else rows
+    def __call__(self, tokens: Tensor, cu_seqlens: Tensor, context: ContextShard | None = None) -> Tensor:
+        """Final hidden states of this rank's tokens, [T / cp, H] ([T / cp / tp, H] under sequence parallel), or values [T] fp32.
+
+        tokens: all T. cu_seqlens: on the host. context: this rank's part of the tokens under context parallel. Collective over the
+        ranks.
+        """
+        rows = getattr(self.module, OUTPUT_METHOD)(tokens, cu_seqlens, context)[0]
+        if not self.is_value_model:
+            return rows
+        values = rows.squeeze(-1)
+        if self._groups.layout.sequence_parallel:
+            # Every tp rank computes the same loss from all values, so the backward takes this rank's slice without a sum.
+            values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False, group=self._groups.tp)
+        return values if context is None else context.gather(values)
 
     def output_weight(self) -> Tensor:
-        """The whole output projection [V, H], between a forward and its backward or the next `reshard`."""
+        """Rows of the output projection of this tp rank [V / tp, H], between a forward and its backward or the next `reshard`."""
         return output_weight(self.module)
 
     def reshard(self) -> None:
@@ -84,6 +103,17 @@ class ShardedModel:
             if name in self.shards:
                 self.shards[name].grad = gradient
 
+    def sum_partial_gradients(self) -> None:
+        """Add up, over tp, the gradients of copies that saw a part of the heads or tokens each. Once, after a pass."""
+        if self._groups.layout.tp == 1:
+            return
+        gradients = [gradient for name in self._partial if (gradient := self.shards[name].grad) is not None]
+        if gradients:
+            merged = torch.cat([gradient.flatten() for gradient in gradients])
+            dist.all_reduce(merged, group=self._groups.tp)
+            for gradient, total in zip(gradients, merged.split([gradient.numel() for gradient in gradients])):
+                gradient.copy_(total.view_as(gradient))
+
     def free_gradients(self) -> None:
         for parameter in (*self._sharded.values(), *self.shards.values()):
             parameter.grad = None
@@ -94,26 +124,32 @@ class ShardedModel:
 
 
 def build_sharded(
-    spec: EngineSpec, group: dist.ProcessGroup, *, dtype: torch.dtype, device: torch.device, trains: bool
+    spec: EngineSpec, groups: ProcessGroups, *, dtype: torch.dtype, device: torch.device, trains: bool
 ) -> ShardedModel:
-    """Build, shard and fill the model of `spec` over `group`. Collective over it.
+    """Build, cut, shard and fill the model of `spec` over the role's ranks. Collective over them.
 
     A model that trains keeps fp32 shards and computes in `dtype`; a frozen one keeps `dtype`, and fp32 for a value head. ValueError
     if the checkpoint or the architecture does not fit.
     """
-    kept = torch.float32 if trains else dtype
+    kept, layout = torch.float32 if trains else dtype, groups.layout
     recompute = spec.section.recompute if trains and isinstance(spec.section, TrainableConfig) else "none"
     module = build_on_meta(spec.model, value_head=spec.value_head is not None, dtype=kept, recompute=recompute)
     module.requires_grad_(trains)
     module.eval()  # no dropout, as in every engine; it does not turn off gradients
-    _shard(module, DeviceMesh.from_group(group, device.type), dtype)
+    # tp is the fastest axis of a layout, so its positions in rows of tp are those of one dp x cp coordinate.
+    ranks = torch.tensor(groups.placement.ranks).view(-1, layout.tp)
+    axes = [groups.collection.dp_cp, groups.tp]
+    mesh = DeviceMesh.from_group(axes, device.type, mesh=ranks, mesh_dim_names=("fsdp", "tp"))
+    if layout.tp > 1:
+        cut_over_tp(module, spec.arch, mesh["tp"], sequence_parallel=layout.sequence_parallel)
+    _shard(module, mesh["fsdp"], dtype)
     module.to_empty(device=device)
     fill_buffers(module, device)
     with torch.no_grad():
-        _fill(module, spec, group)
-    check_packing(module, dtype, device)
+        _fill(module, spec, groups)
+    check_packing(module, dtype, device, groups)
     cast(FSDPModule, module).reshard()
-    return ShardedModel(module, group)
+    return ShardedModel(module, spec, groups)
 
 
 def _shard(module: torch.nn.Module, mesh: DeviceMesh, dtype: torch.dtype) -> None:
@@ -133,8 +169,8 @@ def _shard(module: torch.nn.Module, mesh: DeviceMesh, dtype: torch.dtype) -> Non
             register_fsdp_forward_method(module, method)
 
 
-def _fill(module: torch.nn.Module, spec: EngineSpec, group: dist.ProcessGroup) -> None:
-    """Read this rank's rows from the checkpoint; or small random ones, for timing."""
+def _fill(module: torch.nn.Module, spec: EngineSpec, groups: ProcessGroups) -> None:
+    """Read this rank's rectangles from the checkpoint; or small random ones, for timing."""
     local = {name: cast(DTensor, parameter).to_local() for name, parameter in module.named_parameters()}
     if spec.random_weights:
         generator = torch.Generator().manual_seed(0)
@@ -146,16 +182,16 @@ def _fill(module: torch.nn.Module, spec: EngineSpec, group: dist.ProcessGroup) -
     if local.keys() != shapes.keys():
         other = min(local.keys() ^ shapes.keys())
         raise ValueError(f"{spec.model}: transformers and megappo differ on the tensor {other}; use engine megatron")
-    pieces = row_piece_map(spec.arch, group.size(), is_value_model)[group.rank()]
-    for piece in pieces:
-        if piece.hf == VALUE_HEAD:
-            continue
-        source, _ = reader.slice(piece.hf, shapes[piece.hf])
-        as_2d(local[piece.local]).copy_(read_box(source, piece.box))
+    boxes = {piece.hf: piece.box for piece in shard_piece_map(spec.arch, groups.layout, is_value_model)[groups.position]}
+    for name, box in boxes.items():
+        if name != VALUE_HEAD:
+            source, _ = reader.slice(name, shapes[name])
+            as_2d(local[name]).copy_(read_box(source, box))
     # Both by every rank in whole, so that all of them refuse a checkpoint, and none waits for the others in the next collective.
     if is_value_model:
         head = torch.empty(shapes[VALUE_HEAD])
         fill_value_head(head, spec.arch, reader, spec.value_head or "zero", spec.seed)
-        local[VALUE_HEAD].copy_(head[slice(*rows_of_rank(1, group.size(), group.rank()))])
+        if VALUE_HEAD in boxes:
+            local[VALUE_HEAD].copy_(head)
     elif spec.arch.tied_embeddings:
-        check_tied(reader, spec.arch, row_piece_map(spec.arch, 1)[0])
+        check_tied(reader, spec.arch, shard_piece_map(spec.arch, ParallelLayout(1))[0])

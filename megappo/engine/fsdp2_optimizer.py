@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 import torch
 import torch.distributed as dist
@@ -19,19 +19,23 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class ShardedOptimizer:
-    """AdamW over the shards of one model. shards: name -> rows of this rank, none on a rank without any. updates: of the weights
-    so far. schedule_steps: those that the schedule counted, skipped ones too."""
+    """AdamW over the shards of one model.
+
+    shards: name -> rectangle of this rank, none on a rank without any. copied: names of shards that every tp rank has alike.
+    updates: of the weights so far. schedule_steps: those that the schedule counted, skipped ones too.
+    """
 
     def __init__(
         self,
         shards: Mapping[str, torch.nn.Parameter],
+        copied: Collection[str],
         groups: ProcessGroups,
         config: OptimizerConfig,
         total_steps: int,
         device: torch.device,
     ) -> None:
         self._shards, self._groups, self._config, self._total_steps = shards, groups, config, total_steps
-        self._device = device
+        self._copied, self._device = copied, device
         self.updates, self.schedule_steps = 0, 0
         decayed = [shard for shard in shards.values() if shard.dim() > 1]
         others = [shard for shard in shards.values() if shard.dim() == 1]
@@ -66,9 +70,10 @@ class ShardedOptimizer:
         gradients = [shard.grad for shard in self._shards.values() if shard.grad is not None]
         assert len(gradients) == len(self._shards), "a step comes after a pass"
         squares = torch.zeros((), dtype=torch.float64, device=self._device)
-        for gradient in gradients:
-            squares += torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
-        # No copies of a gradient: a NaN on one rank is in the sum of all, which is the vote.
+        for name, gradient in zip(self._shards, gradients):
+            copies = self._groups.layout.tp if name in self._copied else 1
+            squares += torch.linalg.vector_norm(gradient, dtype=torch.float64).square() / copies
+        # Every gradient of every rank, a copy too, has a part: a NaN on one rank is in the sum of all, which is the vote.
         dist.all_reduce(squares, group=self._groups.everyone)
         grad_norm = float(squares.sqrt())
         if not math.isfinite(grad_norm):

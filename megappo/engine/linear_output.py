@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import pad
 
 from megappo.engine.base import FusedLoss, LogitsDtype, LogprobQuery
 from megappo.ops.linear_logprob import has_main_grad, linear_logprob
@@ -24,7 +25,8 @@ class LinearOutput:
 
     hidden: [T / cp, H], with sequence_parallel [T / cp / tp, H]. weight: [V / tp, H], the rows of this rank of `group` (tp; None
     is this rank alone). vocab_start: global id of its first row; num_valid: number of its rows that are real vocabulary (the rest
-    is padding). context: this rank's part of the T tokens under context parallel (None: all).
+    is padding). context: this rank's part of the T tokens under context parallel (None: all). widest: rows of the largest shard
+    (None: all shards are as large as this one).
     """
 
     hidden: Tensor
@@ -34,6 +36,7 @@ class LinearOutput:
     group: dist.ProcessGroup | None = None
     sequence_parallel: bool = False
     context: ContextShard | None = None
+    widest: int | None = None
 
     @property
     def fused_loss(self) -> FusedLoss | None:
@@ -51,6 +54,8 @@ class LinearOutput:
         local = _product(self.all_tokens(hidden)[rows], self.weight)
         local = local.bfloat16().float() if logits_dtype == "bf16" else local
         local[:, self.num_valid :] = -torch.inf
+        if self.widest is not None:  # a gather takes equal shards
+            local = pad(local, (0, self.widest - local.shape[1]), value=-torch.inf)
         return self._gathered(local.t().contiguous()).t()
 
     def _fused_loss(self, query: LogprobQuery, token_loss: TokenLoss) -> tuple[Tensor, dict[str, Tensor]]:

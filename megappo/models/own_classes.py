@@ -14,18 +14,24 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 from megappo.data.packing import pack
 from megappo.data.positions import moved
-from megappo.models.attention import PackedSequences, grouped_attention, varlen_attention
+from megappo.models.attention import PackedSequences, grouped_attention, varlen_attention, whole_sequences
 from megappo.models.flops import Recompute
+from megappo.parallel.context import ContextShard, context_shard
+from megappo.parallel.groups import ProcessGroups
 
 OUTPUT_METHOD = "packed_output"
-"""Method of both kinds of model: (tokens [T], cu_seqlens [B+1] on the host) -> final hidden states [1, T, H], or values [1, T, 1]
-fp32. In the form of the decoder's output: FSDP2 wants no views."""
+"""Method of both kinds of model: (tokens [T], cu_seqlens [B+1] on the host, this rank's part of the tokens under context parallel)
+-> final hidden states [1, T, H], or values [1, T, 1] fp32, of this rank's tokens (T / cp, and / tp under sequence parallel). In the
+form of the decoder's output: FSDP2 wants no views."""
 HIDDEN_METHOD = "hidden_states"
 """Method of value models, see `ValueModel`."""
 # Names in transformers' registry: attention of packed sequences, and the same with its activations computed again in the backward.
@@ -43,15 +49,15 @@ class ValueModel(torch.nn.Module):
         self.model = decoder
         self.score = torch.nn.Linear(hidden_size, 1, bias=False, dtype=torch.float32)
 
-    def packed_output(self, tokens: Tensor, cu_seqlens: Tensor) -> Tensor:
+    def packed_output(self, tokens: Tensor, cu_seqlens: Tensor, context: ContextShard | None = None) -> Tensor:
         """See `OUTPUT_METHOD`."""
-        return self.score(self.hidden_states(tokens, cu_seqlens).float())
+        return self.score(self.hidden_states(tokens, cu_seqlens, context).float())
 
-    def hidden_states(self, tokens: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    def hidden_states(self, tokens: Tensor, cu_seqlens: Tensor | None, context: ContextShard | None = None) -> Tensor:
         """[1, T, H]; without `cu_seqlens` of one sequence, through transformers' own attention."""
         if cu_seqlens is None:
             return self.model(input_ids=tokens[None], use_cache=False).last_hidden_state
-        return _hidden_states(self.model, tokens, cu_seqlens)
+        return _hidden_states(self.model, tokens, cu_seqlens, context)
 
 
 def build_on_meta(path: str, *, value_head: bool, dtype: torch.dtype, recompute: Recompute = "none") -> torch.nn.Module:
@@ -95,10 +101,10 @@ def decoder_of(model: torch.nn.Module) -> Any:
 
 
 def output_weight(model: torch.nn.Module) -> Tensor:
-    """Output projection [V, H] of a language model; the embedding if they are tied."""
+    """Output projection [V, H] of a language model, this tp rank's rows of it; the embedding if they are tied."""
     assert isinstance(model, PreTrainedModel)
     projection: Any = model.get_output_embeddings()
-    return projection.weight
+    return projection.weight.to_local() if isinstance(projection.weight, DTensor) else projection.weight
 
 
 def fill_buffers(model: torch.nn.Module, device: torch.device) -> None:
@@ -112,10 +118,13 @@ def fill_buffers(model: torch.nn.Module, device: torch.device) -> None:
         raise ValueError(f"{type(model).__name__} has the buffer {left[0]}, which engine fsdp2 does not load; use engine megatron")
 
 
-def _hidden_states(decoder: Any, tokens: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """[1, T, H] of packed sequences."""
+def _hidden_states(decoder: Any, tokens: Tensor, cu_seqlens: Tensor, context: ContextShard | None) -> Tensor:
+    """[1, T, H] of packed sequences; of this rank's tokens under context parallel."""
     lengths = cu_seqlens.long().diff()
     positions = torch.arange(int(cu_seqlens[-1])) - cu_seqlens[:-1].long().repeat_interleave(lengths)
+    positions = moved(positions, tokens.device)
+    if context is not None:
+        tokens, positions = context.take(tokens), context.take(positions)
     on_device = moved(cu_seqlens.to(torch.int32), tokens.device)
     longest = int(lengths.max())
     packed = PackedSequences(
@@ -125,13 +134,14 @@ def _hidden_states(decoder: Any, tokens: Tensor, cu_seqlens: Tensor) -> Tensor:
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
         offsets=cu_seqlens,
+        context=context,
     )
-    inputs: Any = dict(position_ids=moved(positions, tokens.device)[None], use_cache=False, packed=packed)
+    inputs: Any = dict(position_ids=positions[None], use_cache=False, packed=packed)
     return decoder(input_ids=tokens[None], **inputs).last_hidden_state
 
 
-def _language_output(model: PreTrainedModel, tokens: Tensor, cu_seqlens: Tensor) -> Tensor:
-    return _hidden_states(model.base_model, tokens, cu_seqlens)
+def _language_output(model: PreTrainedModel, tokens: Tensor, cu_seqlens: Tensor, context: ContextShard | None = None) -> Tensor:
+    return _hidden_states(model.base_model, tokens, cu_seqlens, context)
 
 
 def packed_attention(
@@ -150,20 +160,23 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Causal attention within each sequence, in the form that transformers calls.
 
-    query [1, heads, T, dim], key and value [1, kv_heads, T, dim] -> [1, T, heads, dim]. sliding_window: tokens that a token sees,
-    itself included. ValueError for scores that are capped or have sinks.
+    query [1, heads, T, dim], key and value [1, kv_heads, T, dim] -> [1, T, heads, dim]; of T / cp tokens under context parallel, for
+    which tokens are exchanged for heads (DeepSpeed-Ulysses, arXiv:2309.14509) and whole sequences attended. sliding_window: tokens
+    that a token sees, itself included. ValueError for scores that are capped or have sinks.
     """
     if softcap is not None or s_aux is not None:
         what = "softcap" if softcap is not None else "attention sinks"
         raise ValueError(f"{type(module).__name__} has {what}, which packed attention leaves out; use another model")
     assert attention_mask is None, "packed sequences need no mask"
     q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
+    if packed.context is not None:
+        q, k, v = (x.contiguous() for x in whole_sequences(q, k, v, packed.context))
     scale = q.size(-1) ** -0.5 if scaling is None else scaling
     if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16):
         out = varlen_attention(q, k, v, packed, scale, sliding_window)
     else:
         out = grouped_attention(q, k, v, packed.grouping(), scale, sliding_window)
-    return out[None], None
+    return (out if packed.context is None else packed.context.tokens_from_heads(out))[None], None
 
 
 def _attention_again(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
@@ -173,21 +186,29 @@ def _attention_again(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
 # ------------------------------------------------------------------------------------------------------------ start-up check
 
 
-def check_packing(model: torch.nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+def check_packing(model: torch.nn.Module, dtype: torch.dtype, device: torch.device, groups: ProcessGroups) -> None:
     """Compare two packed sequences with each alone through transformers' own attention, and logits with the output projection.
 
     ValueError if they differ: layers carry state from token to token, or scale or cap the logits. Collective over the ranks of a
     sharded model, whose root stays gathered.
     """
-    decoder = decoder_of(model)
-    ids = torch.arange(1, 20) * 7919 % decoder.config.vocab_size
-    parts = [ids[:7].tolist(), ids[7:].tolist()]
+    decoder, layout = decoder_of(model), groups.layout
+    # As long as context and sequence parallel can cut.
+    multiple = 2 * layout.cp * layout.tp if layout.cp * layout.tp > 1 else 1
+    first, second = (-(-length // multiple) * multiple for length in (7, 12))
+    ids = torch.arange(first + second) * 7919 % decoder.config.vocab_size
+    parts = [ids[:first].tolist(), ids[first:].tolist()]
     batch = pack(parts)
+    context = context_shard(batch.cu_seqlens, groups.cp, device)
     with torch.no_grad():
-        packed = _rows(model, batch.tokens.to(device), batch.cu_seqlens)
+        packed = _rows(model, batch.tokens.to(device), batch.cu_seqlens, groups, context)
         with _own_attention(decoder):
-            alone = torch.cat([_rows(model, torch.tensor(part, device=device), None) for part in parts], dim=1)
-    error = float((packed - alone).norm() / alone.norm())
+            alone = torch.cat([_rows(model, torch.tensor(part, device=device), None, groups) for part in parts])
+    alone = alone if context is None else context.take(alone)
+    # Of the tokens and logits of all ranks: all of them refuse, or none.
+    squares = torch.stack([(packed - alone).double().square().sum(), alone.double().square().sum()])
+    dist.all_reduce(squares, group=groups.everyone)
+    error = float((squares[0] / squares[1]).sqrt())
     if not error <= _TOLERANCE[dtype]:
         raise ValueError(
             f"{type(decoder).__name__}: sequences packed together differ from each alone by {error:.1e} of their norm "
@@ -195,13 +216,21 @@ def check_packing(model: torch.nn.Module, dtype: torch.dtype, device: torch.devi
         )
 
 
-def _rows(model: torch.nn.Module, tokens: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """Logits [1, T, V] or, of a value model, hidden states [1, T, H], fp32; without `cu_seqlens` as transformers computes them."""
-    if not isinstance(model, PreTrainedModel):
-        return getattr(model, HIDDEN_METHOD)(tokens, cu_seqlens).float()
-    if cu_seqlens is None:
-        return model(input_ids=tokens[None], use_cache=False).logits.float()
-    return getattr(model, OUTPUT_METHOD)(tokens, cu_seqlens).float() @ output_weight(model).float().t()
+def _rows(
+    model: torch.nn.Module,
+    tokens: Tensor,
+    cu_seqlens: Tensor | None,
+    groups: ProcessGroups,
+    context: ContextShard | None = None,
+) -> Tensor:
+    """Logits [T, V / tp] or, of a value model, hidden states [T, H], fp32; without `cu_seqlens` as transformers computes them."""
+    if isinstance(model, PreTrainedModel) and cu_seqlens is None:
+        return model(input_ids=tokens[None], use_cache=False).logits[0].float()
+    method = OUTPUT_METHOD if isinstance(model, PreTrainedModel) else HIDDEN_METHOD
+    hidden = getattr(model, method)(tokens, cu_seqlens, context)[0]
+    if groups.layout.sequence_parallel:
+        hidden = gather_from_sequence_parallel_region(hidden, group=groups.tp)
+    return hidden.float() @ output_weight(model).float().t() if isinstance(model, PreTrainedModel) else hidden.float()
 
 
 @contextmanager

@@ -1,14 +1,19 @@
-"""Rows of Hugging Face tensors on the ranks of a model that is sharded over its data-parallel ranks by the first dimension.
+"""Rectangles of Hugging Face tensors on the ranks of a model that FSDP2 shards, by rows, beside a tensor-parallel cut.
 
-The cut is torch.chunk's, which FSDP2 takes: ceil(rows / ranks) rows for each rank, fewer or none for the last. The names of the
-parameters are the tensors' own. Pure values, as `pieces.py`.
+tp cuts first, columns or rows, as the family's rules say; the rows that are left are cut over all ranks of the same tp coordinate
+(dp x cp). Both cuts are torch.chunk's, which DTensor and FSDP2 take: ceil(rows / ranks) rows for each rank, fewer or none for the
+last. The names of the parameters are the tensors' own. Pure values, as `pieces.py`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from megappo.models.arch import ModelArch
 from megappo.models.pieces import Box, Piece, PieceMap, Section
-from megappo.models.weight_map import hf_layer, hf_tensors
+from megappo.models.weight_map import hf_cuts, hf_layer, hf_tensors
+from megappo.models.weight_rules import Cut
+from megappo.parallel.layout import ParallelLayout
 
 
 def rows_of_rank(rows: int, ranks: int, rank: int) -> tuple[int, int]:
@@ -17,25 +22,40 @@ def rows_of_rank(rows: int, ranks: int, rank: int) -> tuple[int, int]:
     return min(rows, rank * step), min(rows, (rank + 1) * step)
 
 
-def row_piece_map(arch: ModelArch, ranks: int, value_head: bool = False) -> PieceMap:
-    """Rectangles of every rank, from one template for all layers. For a model without experts."""
+def shard_box(shape: tuple[int, ...], cut: Cut, layout: ParallelLayout, position: int) -> Box | None:
+    """Rectangle of a tensor at a position of a layout without pipeline; None if there are fewer rows than ranks."""
+    at = layout.coordinates(position)
+    ranges = [(0, shape[0]), (0, (*shape, 1)[1])]
+    if cut.dim is not None:
+        ranges[cut.dim] = rows_of_rank(ranges[cut.dim][1], layout.tp, at.tp)
+    (first, end), columns = ranges
+    start, stop = rows_of_rank(end - first, layout.dp * layout.cp, at.cp + layout.cp * at.dp)
+    return Box(first + start, first + stop, *columns) if stop > start else None
+
+
+def shard_piece_map(arch: ModelArch, layout: ParallelLayout, value_head: bool = False) -> PieceMap:
+    """Rectangles of every position, from one template for all layers. For a model without experts."""
     assert arch.moe is None, "experts are one parameter in transformers, and many tensors in its checkpoints"
     first = hf_layer(0)
-    shapes = hf_tensors(arch, value_head)
-    layer = {name.removeprefix(first): shape for name, shape in shapes.items() if name.startswith(first)}
+    shapes, cuts = hf_tensors(arch, value_head), hf_cuts(arch, value_head)
     prefixes = tuple(map(hf_layer, range(arch.num_layers)))
     others = {name: shape for name, shape in shapes.items() if not name.startswith(prefixes)}
+    layer = {name: shape for name, shape in shapes.items() if name.startswith(first)}
     templates = tuple(
-        PieceMap.of({rank: _pieces(tensors, ranks, rank) for rank in range(ranks)}).templates[0] for tensors in (others, layer)
+        PieceMap.of({at: _pieces(tensors, cuts, layout, at, prefix) for at in range(layout.world_size)}).templates[0]
+        for tensors, prefix in ((others, ""), (layer, first))
     )
     layers = (Section(hf_layer(number), hf_layer(number), 1, 0) for number in range(arch.num_layers))
-    return PieceMap(ranks, templates, (Section("", "", 0, 0), *layers))
+    return PieceMap(layout.world_size, templates, (Section("", "", 0, 0), *layers))
 
 
-def _pieces(shapes: dict[str, tuple[int, ...]], ranks: int, rank: int) -> list[Piece]:
+def _pieces(
+    shapes: Mapping[str, tuple[int, ...]], cuts: Mapping[str, Cut], layout: ParallelLayout, position: int, prefix: str
+) -> list[Piece]:
+    """prefix: what the template leaves out of the names."""
     found = []
-    for name, shape in shapes.items():
-        start, stop = rows_of_rank(shape[0], ranks, rank)
-        if stop > start:
-            found.append(Piece(name, Box(start, stop, 0, (*shape, 1)[1]), name, 0, 0))
+    for whole_name, shape in shapes.items():
+        name, box = whole_name.removeprefix(prefix), shard_box(shape, cuts[whole_name], layout, position)
+        if box is not None:
+            found.append(Piece(name, box, name, 0, 0))
     return found

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from megappo.models.arch import ModelArch, check_ep, check_tp, padded_vocab, vocab_shard
 from megappo.models.families.registry import FAMILIES
 from megappo.models.pieces import Box, Held, Piece, PieceMap, Section
-from megappo.models.weight_rules import Rule, Shape
+from megappo.models.weight_rules import Cut, Rule, Shape
 from megappo.parallel.layout import Coordinates, ParallelLayout
 
 EMBEDDING, FINAL_NORM, OUTPUT, VALUE_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight", "score.weight"
@@ -73,6 +73,15 @@ def hf_tensors(arch: ModelArch, value_head: bool = False) -> dict[str, Shape]:
     elif not arch.tied_embeddings:
         tensors[OUTPUT] = (arch.vocab_size, arch.hidden_size)
     return tensors
+
+
+def hf_cuts(arch: ModelArch, value_head: bool = False) -> dict[str, Cut]:
+    """Cut of every tensor of `hf_tensors` over tp ranks; those of experts are left out."""
+    cuts = {EMBEDDING: Cut(0), OUTPUT: Cut(0), FINAL_NORM: Cut(None), VALUE_HEAD: Cut(None)}
+    for layer in range(arch.num_layers):
+        for rule in layer_rules(arch, layer):
+            cuts.update({hf_layer(layer) + name: rule.cut for name in rule.hf(arch)})
+    return {name: cuts[name] for name in hf_tensors(arch, value_head) if name in cuts}
 
 
 def local_shapes(arch: ModelArch, layout: ParallelLayout, rank: int, value_head: bool = False) -> dict[str, Shape]:

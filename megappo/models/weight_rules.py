@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from megappo.models.arch import ModelArch
 from megappo.models.pieces import Box
@@ -18,11 +18,27 @@ Shape = tuple[int, ...]
 Part = tuple[str, Box, int, int]
 
 
+class Cut(NamedTuple):
+    """Cut of a Hugging Face tensor over tp ranks.
+
+    dim: the dimension that is cut; None: every rank has a copy. by_heads: a copy that works on the heads of its rank alone, so that
+    its gradient is a part of the sum.
+    """
+
+    dim: int | None
+    by_heads: bool = False
+
+
 class Rule(Protocol):
     """One local tensor of a layer in terms of Hugging Face tensors. Sharded over tp ranks, an expert's over etp ranks."""
 
     @property
     def local(self) -> str: ...
+
+    @property
+    def cut(self) -> Cut:
+        """Of each of its Hugging Face tensors."""
+        ...
 
     def hf(self, arch: ModelArch) -> dict[str, Shape]: ...
 
@@ -38,6 +54,10 @@ class Norm:
     local: str
     name: str
     size: str = "hidden_size"
+
+    @property
+    def cut(self) -> Cut:
+        return Cut(None, by_heads=self.size == "head_dim")
 
     def hf(self, arch: ModelArch) -> dict[str, Shape]:
         return {self.name: (getattr(arch, self.size),)}
@@ -55,6 +75,7 @@ class Router:
 
     local: str
     name: str
+    cut = Cut(None)
 
     def hf(self, arch: ModelArch) -> dict[str, Shape]:
         return {self.name: self.shape(arch, 1)}
@@ -77,6 +98,7 @@ class Qkv:
     key: str
     value: str
     bias: bool = False
+    cut = Cut(0)
 
     def _cols(self, arch: ModelArch) -> tuple[int, ...]:
         return () if self.bias else (arch.hidden_size,)
@@ -106,6 +128,7 @@ class GateUp:
     gate: str
     up: str
     outputs: str = "ffn"
+    cut = Cut(0)
 
     def hf(self, arch: ModelArch) -> dict[str, Shape]:
         return {name: (_width(arch, self.outputs), arch.hidden_size) for name in (self.gate, self.up)}
@@ -126,6 +149,7 @@ class RowParallel:
     local: str
     name: str
     inputs: str
+    cut = Cut(1)
 
     def hf(self, arch: ModelArch) -> dict[str, Shape]:
         return {self.name: (arch.hidden_size, _width(arch, self.inputs))}

@@ -297,7 +297,7 @@ def _stage_memory(
     if settings.engine == "megatron":
         return memory
     itemsize, value_head = ITEMSIZE[settings.dtype], value_head_of(settings) is not None
-    return sharded_memory(memory, arch, layout.dp, itemsize, trained=trained, value_head=value_head, offload=away)
+    return sharded_memory(memory, arch, layout, itemsize, trained=trained, value_head=value_head, offload=away)
 
 
 def values_read(config: TrainConfig, role: str) -> tuple[int, int]:

@@ -7,11 +7,11 @@ Megatron-core's, with the same recomputation.
 from __future__ import annotations
 
 from dataclasses import replace
-from math import prod
 
 from megappo.models.arch import ModelArch
-from megappo.models.row_shards import rows_of_rank
-from megappo.models.weight_map import hf_layer, hf_tensors
+from megappo.models.row_shards import shard_box
+from megappo.models.weight_map import hf_cuts, hf_layer, hf_tensors
+from megappo.parallel.layout import ParallelLayout
 from megappo.plan.activations import FP32
 from megappo.plan.memory import RoleMemory
 
@@ -19,21 +19,27 @@ from megappo.plan.memory import RoleMemory
 def sharded_memory(
     megatron: RoleMemory,
     arch: ModelArch,
-    ranks: int,
+    layout: ParallelLayout,
     itemsize: int,
     *,
     trained: bool,
     value_head: bool,
     offload: tuple[bool, bool, bool],
 ) -> RoleMemory:
-    """The memory of a Megatron rank of the same role, with the shards of the fullest of `ranks` in place of whole weights.
+    """The memory of a Megatron rank of the same role, with the shards of the fullest rank of `layout` in place of whole weights.
 
     itemsize: bytes of a number in computation. offload: parameters, gradients, optimizer.
     """
-    shapes = hf_tensors(arch, value_head)
-    held = sum(rows_of_rank(shape[0], ranks, 0)[1] * prod(shape[1:]) for shape in shapes.values())
-    layer = sum(prod(shape) for name, shape in shapes.items() if name.startswith(hf_layer(0)))
-    root = sum(map(prod, shapes.values())) - arch.num_layers * layer
+    shapes, cuts = hf_tensors(arch, value_head), hf_cuts(arch, value_head)
+
+    def sizes(over: ParallelLayout) -> dict[str, int]:
+        """Name -> numbers of its shard on the first rank, which is the fullest."""
+        return {name: box.area for name, shape in shapes.items() if (box := shard_box(shape, cuts[name], over, 0)) is not None}
+
+    held = sum(sizes(layout).values())
+    whole = sizes(ParallelLayout(layout.tp, tp=layout.tp))  # of one tp rank, while it is gathered
+    layer = sum(size for name, size in whole.items() if name.startswith(hf_layer(0)))
+    root = sum(whole.values()) - arch.num_layers * layer
     weights = held * (FP32 if trained else itemsize)
     gradients, optimizer = (held * FP32, 2 * held * FP32) if trained else (0, 0)
     # The root's group stays gathered, and of the layers the one at work and the next.

@@ -55,7 +55,10 @@ def check_layouts(
         section = f"{role}.parallel"
         for message in parallel_problems(section, parallel, len(places[role]), getattr(config, role).ranks):
             raise ConfigError(message)
+        _check_engine(role, getattr(config, role), archs[role])
         layers = implementation_of_role(implementation, config.model.impl, getattr(config, role).dtype)
+        if getattr(config, role).engine == "fsdp2":
+            layers = "local"  # attention is ours there too, and under cp exchanges tokens for heads
         for message in model_problems(section, parallel, archs[role], layers):
             raise ConfigError(message)
         # Only if model.impl names it: auto takes Megatron-core's layers for fp32.
@@ -63,7 +66,6 @@ def check_layouts(
             fix = "TransformerEngine has no context parallelism in fp32; set model.impl=auto, or the role's dtype to bf16"
             raise ConfigError(problem(f"{section}.cp", parallel.cp, fix))
         _check_router(role, getattr(config, role), archs[role])
-        _check_engine(role, getattr(config, role), archs[role])
     if isinstance(config, TrainConfig):
         # A reward model reads text: it needs neither the policy's ids nor room for as many of them.
         of_tokens = {role: arch for role, arch in archs.items() if not isinstance(getattr(config, role), RewardModelConfig)}
@@ -93,6 +95,9 @@ def _check_router(role: str, settings: RoleConfig, arch: ModelArch) -> None:
 def _check_engine(role: str, settings: RoleConfig, arch: ModelArch) -> None:
     """ConfigError for a model that the role's engine does not have."""
     if settings.engine == "fsdp2" and arch.moe is not None:
+        if settings.parallel.tp > 1:
+            fix = f"no tensor parallel plan for {arch.family} under fsdp2; set tp to 1, or {role}.engine to megatron"
+            raise ConfigError(problem(f"{role}.parallel.tp", settings.parallel.tp, fix))
         fix = f"has no experts, and this {arch.family} model has {arch.moe.num_experts}; use megatron, or a dense model"
         raise ConfigError(problem(f"{role}.engine", settings.engine, fix))
 

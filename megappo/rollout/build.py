@@ -14,7 +14,7 @@ from megappo.data.tokenizers import HuggingFaceTokenizer, Tokenizer
 from megappo.engine.base import Engine, LogitsDtype
 from megappo.models.arch import ModelArch
 from megappo.models.pieces import PieceMap
-from megappo.models.row_shards import row_piece_map
+from megappo.models.row_shards import shard_piece_map
 from megappo.models.weight_map import piece_map
 from megappo.parallel.layout import ParallelLayout
 from megappo.parallel.placement import Placement, placement_of
@@ -36,7 +36,7 @@ class PolicyPlace(NamedTuple):
     def pieces(self) -> PieceMap:
         """As `Engine.pieces`, on ranks without the engine too."""
         if self.engine == "fsdp2":
-            return row_piece_map(self.arch, self.layout.dp)
+            return shard_piece_map(self.arch, self.layout)
         return piece_map(self.arch, self.layout)
 
 

@@ -12,16 +12,10 @@ from .examples import sft_config, train_config
 ROLES = ("policy", "critic", "reference")
 # overrides that a role with engine fsdp2 refuses -> the beginning of the message and its fix; ranks of the run
 REFUSED = [
-    (
-        ["policy.parallel.tp=2"],
-        "policy.parallel.tp = 2: policy.engine is fsdp2, which shards over data-parallel ranks only; set tp to 1, or",
-    ),
-    (["critic.parallel.pp=2"], "critic.parallel.pp = 2: critic.engine is fsdp2"),
-    (["reference.parallel.cp=2"], "reference.parallel.cp = 2: reference.engine is fsdp2"),
+    (["critic.parallel.pp=2"], "critic.parallel.pp = 2: critic.engine is fsdp2, which has no pipeline; set pp to 1, or"),
     (["policy.parallel.pp=2", "policy.parallel.vpp=2"], "policy.parallel.vpp = 2: policy.engine is fsdp2"),
     (["policy.parallel.ep=2"], "policy.parallel.ep = 2: policy.engine is fsdp2"),
     (["policy.parallel.etp=2"], "policy.parallel.etp = 2: policy.engine is fsdp2"),
-    (["policy.parallel.tp=2", "policy.parallel.sequence_parallel=true"], "policy.parallel.sequence_parallel = true: policy.engine"),
     (
         ["policy.parallel.pp=2", "policy.parallel.layers_per_stage=[3, 1]"],
         "policy.parallel.layers_per_stage = [3, 1]: policy.engine",
@@ -43,7 +37,9 @@ def test_what_fsdp2_does_not_have_is_refused(tmp_path, overrides, wanted: str) -
 def test_a_role_without_such_keys_may_run_under_fsdp2(tmp_path) -> None:
     recompute = ["policy.recompute=full", "critic.recompute=selective"]
     ppo = train_config(tmp_path, [*(f"{role}.engine=fsdp2" for role in ROLES), *recompute])
-    for config in (ppo, sft_config(tmp_path, ["policy.engine=fsdp2"])):
+    sizes = ["policy.parallel.tp=2", "policy.parallel.sequence_parallel=true", "critic.parallel.cp=2", "reference.parallel.tp=4"]
+    cut = train_config(tmp_path, [*(f"{role}.engine=fsdp2" for role in ROLES), *sizes])
+    for config in (ppo, cut, sft_config(tmp_path, ["policy.engine=fsdp2"])):
         assert list(problems(config, frozenset(), 4)) == []
 
 

@@ -44,6 +44,8 @@ TWO_RANKS = {
     "megatron dp2": {},
     "megatron tp2 sp": {"tp": 2, "sequence_parallel": True},
     "fsdp2 dp2": {},
+    "fsdp2 tp2 sp": {"tp": 2, "sequence_parallel": True},
+    "fsdp2 cp2": {"cp": 2},
 }
 # Log-probs and gradients of order 1, in fp32, added up in another order.
 TOLERANCE = 2e-5
@@ -147,8 +149,8 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return bool(own)
 
 
-def whole(engine: Engine, local: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Hugging Face name -> tensor, put together by `pieces` on every rank; copies have to agree."""
+def whole(engine: Engine, local: dict[str, Tensor], *, check_copies: bool = True) -> dict[str, Tensor]:
+    """Hugging Face name -> tensor, put together by `pieces` on every rank; copies have to agree unless `check_copies` is off."""
     from megappo.models.pieces import as_2d
     from megappo.models.weight_map import hf_tensors
 
@@ -165,7 +167,7 @@ def whole(engine: Engine, local: dict[str, Tensor]) -> dict[str, Tensor]:
     tensors = {name: torch.full(shape, torch.nan) for name, shape in hf_tensors(engine.arch, engine.value_head).items()}
     for name, box, part in (one for of_rank in gathered for one in of_rank):
         place = as_2d(tensors[name])[box.r0 : box.r1, box.c0 : box.c1]
-        assert place.isnan().all() or torch.allclose(place, part, atol=TOLERANCE), f"copies of {name} differ"
+        assert not check_copies or place.isnan().all() or torch.allclose(place, part, atol=TOLERANCE), f"copies of {name} differ"
         place.copy_(part)
     return tensors
 
@@ -505,14 +507,14 @@ def results_of_a_share_are_in_its_order_on_its_reporter_alone(world: World) -> N
 
     def look(output: Any, micro: Any) -> LossOutput:
         weight = micro["weight"]
-        return LossOutput(tokens={"id": micro.tokens}, sums={"weight": weight.sum()}, maxima={"tokens": micro.lengths.max()})
+        return LossOutput(tokens={"id": micro.tokens}, sums={"weight": weight.sum()}, maxima={"id": micro.tokens.max()})
 
     with engine.eval_mode():
         result = engine.forward_backward(share, look, reads=("weight",), forward_only=True)
     reports = dist.get_rank() in engine.shares.reporters
     assert torch.equal(result.tokens["id"], share.tokens.float() if reports else torch.zeros(share.num_tokens))
     assert result.sums["weight"] == float(batch["weight"].sum()), "of all shares, on every rank"
-    assert result.maxima["tokens"] == float(batch.lengths.max())
+    assert result.maxima["id"] == float(batch.tokens.max())
 
 
 def any_division_of_a_batch_gives_its_gradient(world: World) -> None:
@@ -844,7 +846,7 @@ VACUOUS = {
     ("toy", both_ways_to_a_loss_give_its_gradient): "the toy has no fused_loss: there is one way to its loss",
     **{
         (engine, ranks_read_what_the_shares_say_and_no_more): "every rank holds tokens and fields"
-        for engine in ("megatron tp2", "megatron dp2", "megatron tp2 sp", "fsdp2 dp2", "toy")
+        for engine in (*(name for name in TWO_RANKS if "pp2" not in name), "toy")
     },
     **{
         (engine, a_rank_with_other_sequences_than_its_replica_is_named): "a replica is one rank"

@@ -11,11 +11,14 @@ from unittest import mock
 import pytest
 import torch
 
-from megappo.config.role_sections import CriticConfig, ModelConfig, OptimizerConfig, PolicyConfig
+from megappo.config.role_sections import CriticConfig, ModelConfig, OptimizerConfig, ParallelConfig, PolicyConfig
 from megappo.config.run_sections import TimeoutsConfig
 from megappo.engine.schedule import scheduled_lr
 from megappo.models.hf_config import read_arch
-from megappo.models.row_shards import row_piece_map, rows_of_rank
+from megappo.models.pieces import Box, check_tiling
+from megappo.models.row_shards import shard_box, shard_piece_map
+from megappo.models.weight_map import hf_cuts, hf_tensors
+from megappo.models.weight_rules import Cut
 from megappo.parallel.layout import ParallelLayout
 from megappo.plan.fsdp2 import sharded_memory
 from megappo.plan.memory import role_memory
@@ -29,7 +32,10 @@ FAMILIES = (*CASES, COMPOSITE, FP8)
 # fp32: log-probs of order 1 to 10 in another order of sums; bf16 beside Megatron's bf16, both against fp32.
 TOLERANCE, BF16_FACTOR = 2e-5, 1.5
 RECOMPUTE = ("none", "selective", "full")
-BUILT = [(dtype, value_head) for dtype in ("bf16", "fp32") for value_head in (False, True)]
+BUILT = [(dtype, value_head, 1) for dtype in ("bf16", "fp32") for value_head in (False, True)] + [("bf16", True, 2)]
+SEQUENCE_PARALLEL = ParallelConfig(tp=2, sequence_parallel=True)
+# Families with gradients of a kind of their own: head norms are partial over tp, biases are cut, ties come apart.
+CUT = ("qwen3", "qwen2_tied")
 
 
 def engine_of(engines: Any, path: str, section: Any, **spec: Any) -> Any:
@@ -60,10 +66,16 @@ def run_of_two(rank: int, folder: str) -> dict[str, Any]:
                 engine = engine_of(engines, path, PolicyConfig(model=path, engine=kind, dtype=dtype, micro_batch_tokens=64))
                 found["kinds"].add((kind, type(engine).__name__))
                 outputs[kind, dtype] = logprobs(engine)
+        cut = PolicyConfig(model=path, engine="fsdp2", dtype="fp32", micro_batch_tokens=64, parallel=SEQUENCE_PARALLEL)
+        outputs["fsdp2 tp2 sp", "fp32"] = logprobs(engine_of(engines, path, cut))
         found["families"][family] = outputs
+    for family in CUT:
+        found[family] = wrong_gradients(engines, f"{folder}/{family}")
+    with mock.patch("megappo.engine.fsdp2_model.ShardedModel.sum_partial_gradients"):
+        found["qwen3 without sum"] = wrong_gradients(engines, f"{folder}/qwen3")
     path = f"{folder}/llama"
-    for dtype, value_head in BUILT:
-        found["bytes"][dtype, value_head] = held_bytes(engines, path, dtype, value_head)
+    for dtype, value_head, tp in BUILT:
+        found["bytes"][dtype, value_head, tp] = held_bytes(engines, path, dtype, value_head, tp)
     policy = PolicyConfig(model=path, engine="fsdp2", dtype="fp32")
     found["averaged"] = first_gradient(engines, path, policy, averaged=True) / first_gradient(engines, path, policy)
     found["weights seen"] = weights_are_seen(engine_of(engines, path, policy))
@@ -77,9 +89,24 @@ def run_of_two(rank: int, folder: str) -> dict[str, Any]:
     return found
 
 
-def held_bytes(engines: Any, path: str, dtype: Any, value_head: bool) -> tuple[int, int, int]:
+def wrong_gradients(engines: Any, path: str) -> list[str]:
+    """Tensors whose gradients differ between data parallel and tensor parallel, or between copies of a tp rank."""
+    from tests.engine.test_conformance import gradients_of, whole
+    from tests.engine.whole import Whole
+
+    found = []
+    for parallel in (ParallelConfig(), ParallelConfig(tp=2)):
+        section = PolicyConfig(model=path, engine="fsdp2", dtype="fp32", parallel=parallel)
+        engine = Whole(engine_of(engines, path, section, total_updates=1))
+        found.append(whole(engine, gradients_of(engine), check_copies=False))
+    wanted, ours = found
+    return [name for name, gradient in wanted.items() if not torch.allclose(ours[name], gradient, atol=TOLERANCE)]
+
+
+def held_bytes(engines: Any, path: str, dtype: Any, value_head: bool, tp: int) -> tuple[int, int, int]:
     """(weights, gradients, optimizer state) of this rank of a model that trains."""
-    section = CriticConfig(engine="fsdp2", dtype=dtype) if value_head else PolicyConfig(model=path, engine="fsdp2", dtype=dtype)
+    settings: dict[str, Any] = dict(engine="fsdp2", dtype=dtype, parallel={"tp": tp})
+    section = CriticConfig(**settings) if value_head else PolicyConfig(model=path, **settings)
     engine = engine_of(engines, path, section, value_head="normal" if value_head else None, total_updates=1)
     engine.optimizer_zero_grad()
     parameters, gradients = engine.named_parameters().values(), engine.named_gradients().values()
@@ -169,18 +196,27 @@ def test_every_dense_family_gives_the_log_probs_of_megatron(world) -> None:
     for family, found in world[0]["families"].items():
         exact = found["megatron", "fp32"]
         assert torch.allclose(found["fsdp2", "fp32"], exact, atol=TOLERANCE), family
+        assert torch.allclose(found["fsdp2 tp2 sp", "fp32"], exact, atol=TOLERANCE), family
         ours, theirs = (float((found[kind, "bf16"] - exact).square().mean()) for kind in ("fsdp2", "megatron"))
         assert 0 < ours < BF16_FACTOR**2 * theirs, family
 
 
-@pytest.mark.parametrize("dtype, value_head", BUILT)
-def test_the_plan_counts_what_a_trained_model_holds(world, tmp_path, dtype: Any, value_head: bool) -> None:
+def test_tensor_parallel_gives_the_gradients_of_data_parallel(world) -> None:
+    """Negative control: without a sum over tp the head norms, and no others, have the gradients of one rank's heads."""
+    for found in world:
+        assert [found[family] for family in CUT] == [[]] * len(CUT)
+        assert {name.rsplit(".", 2)[1] for name in found["qwen3 without sum"]} == {"q_norm", "k_norm"}
+
+
+@pytest.mark.parametrize("dtype, value_head, tp", BUILT)
+def test_the_plan_counts_what_a_trained_model_holds(world, tmp_path, dtype: Any, value_head: bool, tp: int) -> None:
     write_checkpoint(tmp_path, "llama")
     arch, sizes = read_arch(tmp_path), {"trained": True, "value_head": value_head}
-    megatron = role_memory(arch, ParallelLayout(2), 0, dtype=dtype, micro_batch_tokens=1, num_micro_batches=1, **sizes)
-    planned = sharded_memory(megatron, arch, 2, 2 if dtype == "bf16" else 4, offload=(False, False, False), **sizes)
-    assert world[0]["bytes"][dtype, value_head] == (planned.weights, planned.gradients, planned.optimizer)
-    assert planned.gradients == pytest.approx(megatron.gradients / 2, rel=0.01), "a half, unlike Megatron's"
+    layout = ParallelLayout(2, tp=tp)
+    megatron = role_memory(arch, layout, 0, dtype=dtype, micro_batch_tokens=1, num_micro_batches=1, **sizes)
+    planned = sharded_memory(megatron, arch, layout, 2 if dtype == "bf16" else 4, offload=(False, False, False), **sizes)
+    assert world[0]["bytes"][dtype, value_head, tp] == (planned.weights, planned.gradients, planned.optimizer)
+    assert planned.gradients == pytest.approx(megatron.gradients / layout.dp, rel=0.01), "over dp a half, unlike Megatron's"
 
 
 def test_gradients_are_sums_over_ranks_and_a_mean_would_be_seen(world) -> None:
@@ -213,34 +249,51 @@ def test_attention_that_would_be_left_out_is_refused(world) -> None:
 # ---------------------------------------------------------------------------------------------------------------- values
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 200])
-@pytest.mark.parametrize("family", ["llama", "llama3_tied", "qwen2_window"])
-@pytest.mark.parametrize("value_head", [False, True])
-def test_rows_cover_every_tensor_once(tmp_path, ranks: int, family: str, value_head: bool) -> None:
-    from megappo.models.pieces import Box, check_tiling
-    from megappo.models.weight_map import hf_tensors
+# Uneven rows, more ranks than rows of some tensors.
+LAYOUTS = [
+    *(ParallelLayout(ranks) for ranks in (1, 2, 3, 5, 200)),
+    ParallelLayout(2, tp=2),
+    ParallelLayout(6, tp=2),
+    ParallelLayout(12, tp=2, cp=2),
+    ParallelLayout(300, tp=2, cp=3),
+]
 
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("family", ["llama", "llama3_tied", "qwen2_window", "qwen3"])
+@pytest.mark.parametrize("value_head", [False, True])
+def test_rectangles_cover_every_tensor_once(tmp_path, layout: ParallelLayout, family: str, value_head: bool) -> None:
     write_checkpoint(tmp_path, family)
     arch = read_arch(tmp_path)
     held: dict[str, list[Box]] = {}
-    pieces = row_piece_map(arch, ranks, value_head)
-    for rank in range(ranks):
-        for piece in pieces[rank]:
-            held.setdefault(piece.hf, []).append(piece.box)
+    pieces, cuts = shard_piece_map(arch, layout, value_head), hf_cuts(arch, value_head)
+    for position in range(layout.world_size):
+        for piece in pieces[position]:
+            # Of a tensor that tp does not cut every tp rank has a copy.
+            if cuts[piece.hf].dim is not None or layout.coordinates(position).tp == 0:
+                held.setdefault(piece.hf, []).append(piece.box)
     shapes = hf_tensors(arch, value_head)
     assert held.keys() == shapes.keys()
     for name, shape in shapes.items():
         check_tiling(Box(0, shape[0], 0, (*shape, 1)[1]), held[name], name)
     moved = [box._replace(r0=box.r0 + (box.r0 > 0)) for box in held["model.embed_tokens.weight"]]
-    if ranks > 1:  # a cut that is off by one
+    if layout.world_size > 1:  # a cut that is off by one
         with pytest.raises(ValueError, match="elements have a source"):
             check_tiling(Box(0, arch.vocab_size, 0, arch.hidden_size), moved, "embedding")
 
 
-@pytest.mark.parametrize("rows, ranks", [(131, 2), (131, 4), (7, 3), (1, 4), (5, 4), (8, 4)])
-def test_rows_are_those_of_torch_chunk(rows: int, ranks: int) -> None:
-    chunks = [chunk.tolist() for chunk in torch.arange(rows).chunk(ranks)] + [[]] * ranks
-    assert [list(range(*rows_of_rank(rows, ranks, rank))) for rank in range(ranks)] == chunks[:ranks]
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("cut, shape", [(Cut(dim), shape) for dim in (None, 0, 1) for shape in ((131, 24), (7, 8), (2, 6))])
+def test_rectangles_are_chunks_of_the_chunks_of_a_tp_rank(layout: ParallelLayout, cut: Cut, shape: tuple[int, int]) -> None:
+    whole = torch.arange(shape[0] * shape[1]).view(shape)
+    for position in range(layout.world_size):
+        of_tp = whole if cut.dim is None else whole.chunk(layout.tp, cut.dim)[position % layout.tp]
+        chunks = of_tp.chunk(layout.dp * layout.cp)
+        number, box = position // layout.tp, shard_box(shape, cut, layout, position)
+        if box is None:
+            assert number >= len(chunks), "a rank without rows"
+        else:
+            assert torch.equal(whole[box.r0 : box.r1, box.c0 : box.c1], chunks[number])
 
 
 @pytest.mark.parametrize("shape", ["constant", "linear", "cosine"])

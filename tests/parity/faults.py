@@ -125,6 +125,58 @@ def forgotten_all_reduce(part: str) -> Callable[[], Any]:
     return fault
 
 
+@contextmanager
+def fsdp2_partial_gradients() -> Iterator[None]:
+    """Under FSDP2 the gradients of norms, of a rank's own tokens, are not added up over tp."""
+    from megappo.engine.fsdp2_model import ShardedModel
+
+    with mock.patch.object(ShardedModel, "sum_partial_gradients", lambda self: None):
+        yield
+
+
+@contextmanager
+def fsdp2_copies_counted() -> Iterator[None]:
+    """Every tp rank adds the whole of the weights that all of them have to the gradient norm."""
+    from megappo.engine import fsdp2_model
+
+    with mock.patch.object(fsdp2_model, "copied_names", lambda arch, value_head: set()):
+        yield
+
+
+@contextmanager
+def fsdp2_mean_gradients() -> Iterator[None]:
+    """Gradients are averaged over the ranks that share the weights, as FSDP2 does by itself: losses are divided once more."""
+    from torch.distributed.fsdp import FSDPModule
+
+    from megappo.engine import fsdp2_model
+
+    right = fsdp2_model._shard
+
+    def averaged(module: torch.nn.Module, *args: Any) -> None:
+        right(module, *args)
+        for part in module.modules():
+            if isinstance(part, FSDPModule):
+                part.set_gradient_divide_factor(2.0)
+
+    with mock.patch.object(fsdp2_model, "_shard", averaged):
+        yield
+
+
+@contextmanager
+def fsdp2_vocabulary_off_by_one() -> Iterator[None]:
+    """The second tp rank takes its rows of an odd vocabulary for those one further."""
+    from megappo.engine import fsdp2
+
+    right = fsdp2.vocab_shard
+
+    def shifted(arch: Any, tp: int, tp_rank: int) -> tuple[int, int]:
+        start, rows = right(arch, tp, tp_rank)
+        return start + (tp_rank > 0), rows
+
+    with mock.patch.object(fsdp2, "vocab_shard", shifted):
+        yield
+
+
 FAULTS: dict[str, Callable[[], Any]] = {
     "no right shift": no_right_shift,
     "temperature on values": temperature_on_values,
@@ -135,4 +187,8 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "forgotten all-reduce of norms": forgotten_all_reduce("layernorm"),
     "forgotten all-reduce of the router": forgotten_all_reduce("router"),
     "forgotten all-reduce of the value head": forgotten_all_reduce("value_head"),
+    "fsdp2: forgotten sum of norms over tp": fsdp2_partial_gradients,
+    "fsdp2: copies counted by every tp rank": fsdp2_copies_counted,
+    "fsdp2: mean of gradients over ranks": fsdp2_mean_gradients,
+    "fsdp2: vocabulary off by one": fsdp2_vocabulary_off_by_one,
 }

@@ -132,21 +132,32 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
 
 
 FSDP2_VARIANTS = ("one sequence", "recompute selective", "recompute full", "offload", "bf16")
-# Changes of the configuration that run roles under FSDP2: their data-parallel layout gives the numbers of one Megatron rank.
-FSDP2: dict[str, dict[str, Any]] = {
-    f"fsdp2{'' if name == 'alone' else ', ' + name}": {
-        **{f"{role}__engine": "fsdp2" for role in ("policy", "critic", "reference")},
-        **changes,
-    }
-    for name, changes in {"alone": {}, **{name: VARIANTS[name] for name in FSDP2_VARIANTS}}.items()
+_FSDP2 = {f"{role}__engine": "fsdp2" for role in ("policy", "critic", "reference")}
+_RECOMPUTE = {"policy__recompute": "full", "critic__recompute": "selective"}
+# Changes of the configuration that run roles under FSDP2, by layout: they give the numbers of one Megatron rank.
+FSDP2_DP: dict[str, dict[str, Any]] = {
+    "fsdp2": _FSDP2,
+    **{f"fsdp2, {name}": {**_FSDP2, **VARIANTS[name]} for name in FSDP2_VARIANTS},
 }
+FSDP2_CASES: dict[str, Case] = {
+    "fsdp2 tp2": {"tp": 2},
+    "fsdp2 tp2 sp": SP,
+    "fsdp2 cp2": {"cp": 2},
+    "fsdp2 tp2 cp2 sp, recompute": {**SP, "cp": 2},
+    "fsdp2 tp2 / critic cp2": ({"tp": 2}, {"cp": 2}),
+}
+FSDP2 = {**FSDP2_DP, **{name: {**_FSDP2, **(_RECOMPUTE if "recompute" in name else {})} for name in FSDP2_CASES}}
 # Policy and reference in the layout of the case under Megatron, the critic over all ranks under FSDP2.
 MIXED = {"critic__engine": "fsdp2"}
 MIXED_CASE: Case = ({"tp": 2}, {})
 SHARDED: dict[str, dict[int, list[str]]] = {
-    "llama": {1: ["fsdp2"], 2: list(FSDP2), 4: ["fsdp2"]},
-    "llama3_tied": {2: ["fsdp2"]},
-    "mistral_window": {2: ["fsdp2"]},
+    "llama": {
+        1: ["fsdp2"],
+        2: [*FSDP2_DP, "fsdp2 tp2 sp", "fsdp2 tp2 / critic cp2"],
+        4: ["fsdp2", "fsdp2 tp2", "fsdp2 tp2 sp", "fsdp2 cp2", "fsdp2 tp2 cp2 sp, recompute"],
+    },
+    "llama3_tied": {2: ["fsdp2", "fsdp2 tp2 sp"]},
+    "mistral_window": {2: ["fsdp2", "fsdp2 cp2"]},
 }
 
 
@@ -218,10 +229,9 @@ def run_world(rank: int, folders: Mapping[str, str], variants: Mapping[str, Mapp
                 measured[model][title(case, size)] = measure_case(folder, roles)
                 for name, changes in variants.items() if case in VARIED.get(model, {}).get(size, []) else ():
                     measured[model][f"{title(case, size)}, {name}"] = measure_case(folder, roles, changes)
-        if size in SHARDED.get(model, {}):
-            with roles_of({}) as roles:
-                for name in SHARDED[model][size]:
-                    measured[model][name] = measure_case(folder, roles, FSDP2[name])
+        for name in SHARDED.get(model, {}).get(size, []):
+            with roles_of(FSDP2_CASES.get(name, {})) as roles:
+                measured[model][name] = measure_case(folder, roles, FSDP2[name])
     if "llama" in folders and size == 2:
         with roles_of(MIXED_CASE) as roles:
             measured["llama"]["mixed"] = measure_case(folders["llama"], roles, MIXED)

@@ -20,7 +20,19 @@ from megappo.rollout.megatron_engine import MegatronRollout
 from megappo.rollout.types import SamplingParams
 from megappo.trainer.experience import make_requests, pack_experience
 from megappo.verify.recording import record_rollouts
-from tests.parity.matrix import SEQUENCES, SP, VOCABULARY, Case, config_of, measure_case, roles_of, title, write_models
+from tests.parity.matrix import (
+    FSDP2,
+    FSDP2_CASES,
+    SEQUENCES,
+    SP,
+    VOCABULARY,
+    Case,
+    config_of,
+    measure_case,
+    roles_of,
+    title,
+    write_models,
+)
 from tests.rollout.responses import generate_all
 from tests.worlds import spawn_world
 
@@ -30,7 +42,9 @@ REPLAYED: dict[str, dict[int, list[Case]]] = {
     "llama": {1: [{}], 2: [{}, SP, {"pp": 2, "vpp": 2}, {"cp": 2}, ({"tp": 2}, {"pp": 2})]},
     "qwen3_moe": {1: [{}], 2: [{**SP, "ep": 2}], 4: [{"ep": 2, "pp": 2}]},
 }
-SHARDED = {"policy__optimizer__distributed": True, "critic__optimizer__distributed": True}
+# The same under FSDP2.
+FSDP2_REPLAYED: dict[str, dict[int, list[str]]] = {"llama": {4: ["fsdp2 tp2"]}}
+DISTRIBUTED = {"policy__optimizer__distributed": True, "critic__optimizer__distributed": True}
 Curves = dict[str, list[float]]
 
 
@@ -45,7 +59,11 @@ def replay_world(rank: int, folders: Mapping[str, str]) -> dict[str, dict[str, A
     for model, folder in folders.items():
         for case in REPLAYED[model].get(size, []):
             with roles_of(case) as roles:
-                measured[model][title(case, size)] = measure_case(folder, roles, SHARDED, rollouts, gradients=False)
+                measured[model][title(case, size)] = measure_case(folder, roles, DISTRIBUTED, rollouts, gradients=False)
+        for name in FSDP2_REPLAYED.get(model, {}).get(size, []):
+            changes = {**DISTRIBUTED, **FSDP2["fsdp2"]}
+            with roles_of(FSDP2_CASES[name]) as roles:
+                measured[model][name] = measure_case(folder, roles, changes, rollouts, gradients=False)
     return measured
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megappo.verify.compare import compare
-from tests.parity.matrix import SP, Case, measure_case, roles_of
+from tests.parity.matrix import FSDP2, SP, Case, measure_case, roles_of
 from tests.parity.test_layouts import BASELINE
 from tests.parity.test_oracle import TOLERANCE, differences
 from tests.worlds import spawn_world
@@ -27,6 +27,10 @@ BETWEEN: dict[str, tuple[str, Case, tuple[str, str]]] = {
     "forgotten all-reduce of norms": ("llama", SP, ("policy", "gradients")),
     "forgotten all-reduce of the router": ("qwen3_moe", {**SP, "ep": 2}, ("policy", "gradients")),
     "forgotten all-reduce of the value head": ("llama", SP, ("critic", "gradients, copies")),
+    "fsdp2: forgotten sum of norms over tp": ("llama", SP, ("critic", "gradients")),
+    "fsdp2: copies counted by every tp rank": ("llama", SP, ("policy", "gradient norm")),
+    "fsdp2: mean of gradients over ranks": ("llama", {"cp": 2}, ("policy", "gradients")),
+    "fsdp2: vocabulary off by one": ("llama", {"tp": 2}, ("policy", "logprobs")),
 }
 
 
@@ -36,7 +40,7 @@ def measure_with_fault(rank: int, folder: str, case: Case, name: str):
 
     cpu.install()
     with roles_of(case) as roles, FAULTS[name]():
-        return measure_case(folder, roles)
+        return measure_case(folder, roles, FSDP2["fsdp2"] if name.startswith("fsdp2") else {})
 
 
 def measure_all(rank: int, jobs: list[tuple[str, Case, str]]):

@@ -8,7 +8,7 @@ import pytest
 
 from megappo.verify.compare import compare
 from tests.parity.matrix import SP, Case, title
-from tests.parity.replay import GOLDEN, REPLAYED, STEPS, curves, on_policy_world, replay_world
+from tests.parity.replay import FSDP2_REPLAYED, GOLDEN, REPLAYED, STEPS, curves, on_policy_world, replay_world
 from tests.worlds import spawn_world
 
 BASELINE = "tp1 pp1 dp1"
@@ -21,6 +21,11 @@ CUT = [
     for size, cases in sizes.items()
     for case in cases
     if size > 1
+] + [
+    pytest.param(model, size, name, id=f"{model}-{size}-{name}")
+    for model, sizes in FSDP2_REPLAYED.items()
+    for size, names in sizes.items()
+    for name in names
 ]
 
 

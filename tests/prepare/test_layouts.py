@@ -69,6 +69,13 @@ IMPOSSIBLE = [
     (TINY, ["critic.parallel.ep=2"], 4, ["critic.parallel.ep = 2", "llama model has none", "set ep to 1"]),
     (TINY, ["policy.parallel.etp=2"], 2, ["policy.parallel.etp = 2", "llama model has none", "set etp to 1"]),
     (TINY, ["critic.router_aux_coef=0.01"], 2, ["critic.router_aux_coef = 0.01", "this llama model has none; remove it"]),
+    (TINY, ["policy.engine=fsdp2", "policy.parallel.tp=4"], 4, ["policy.parallel.tp = 4", "2 KV heads", "works is 2"]),
+    (
+        SPARSE,
+        ["policy.engine=fsdp2", SP],
+        2,
+        ["policy.parallel.tp = 2", "plan for qwen3_moe under fsdp2; set tp to 1, or policy.engine to megatron"],
+    ),
     (SPARSE, [], 2, ["policy.parallel.sequence_parallel = false", "tp 2 with experts needs it", "set it to true"]),
     (SPARSE, [SP, "reference.parallel.tp=2"], 2, ["reference.parallel.sequence_parallel = false", "tp 2 with experts"]),
     (SPARSE, [SP, "policy.parallel.ep=4"], 4, ["policy.parallel.ep = 4", "does not divide the 6 experts", "divisor of 6"]),
@@ -103,6 +110,16 @@ def test_an_impossible_layout_is_refused_with_what_works(tmp_path, facts, overri
     assert "\n" not in text and all(fragment in text for fragment in fragments), text
 
 
+def test_fsdp2_exchanges_heads_under_any_implementation(tmp_path):
+    path = write_run(tmp_path)
+    write_checkpoint(tmp_path / "model", TINY, tokenizer=False)
+    config = load_config(path, ["run.num_ranks=null", "policy.engine=fsdp2", "policy.parallel.cp=4", "policy.dtype=bf16"])
+    with pytest.raises(ConfigError, match="policy.parallel.cp = 4: .*2 attention heads and 1 KV heads .tp 2.; .* are 1, 2"):
+        check_layouts(config, read_archs(config), 8, "transformer_engine")
+    megatron = load_config(path, ["run.num_ranks=null", "policy.parallel.cp=4", "policy.dtype=bf16"])
+    check_layouts(megatron, read_archs(megatron), 8, "transformer_engine")  # passes keys and values round a ring
+
+
 @pytest.mark.parametrize(
     "overrides, ranks",
     [
@@ -117,6 +134,7 @@ def test_an_impossible_layout_is_refused_with_what_works(tmp_path, facts, overri
             4,
         ),
         ([NONE, "policy.parallel.tp=1"], 2),
+        (["policy.engine=fsdp2", SP, "policy.parallel.cp=2", "critic.engine=fsdp2", "critic.parallel.pp=1"], 8),
     ],
 )
 def test_a_layout_that_works_passes(tmp_path, overrides, ranks):
