@@ -61,6 +61,7 @@ ALLOWED_MODULES = {
     "megappo.models.hf_import": ("engine/", "models/"),
     "megappo.models.hf_export": ("engine/", "models/"),
     "megappo.models.own_classes": ("engine/", "models/"),
+    "megappo.models.tensor_parallel": ("engine/", "models/"),
     "megappo.models.naming": ("engine/", "models/"),
     # The choice of an engine: where a run, a trial or a measurement has it as the default of an argument, and nowhere else.
     "megappo.engine.build": (

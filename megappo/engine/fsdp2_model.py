@@ -12,7 +12,6 @@ from typing import cast
 
 import torch
 import torch.distributed as dist
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
@@ -31,6 +30,7 @@ from megappo.models.own_classes import (
     decoder_of,
     fill_buffers,
     output_weight,
+    tokens_of_all_tp_ranks,
 )
 from megappo.models.pieces import Box, as_2d
 from megappo.models.row_shards import shard_piece_map
@@ -79,10 +79,7 @@ class ShardedModel:
         rows = getattr(self.module, OUTPUT_METHOD)(tokens, cu_seqlens, context)[0]
         if not self.is_value_model:
             return rows
-        values = rows.squeeze(-1)
-        if self._groups.layout.sequence_parallel:
-            # Every tp rank computes the same loss from all values, so the backward takes this rank's slice without a sum.
-            values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False, group=self._groups.tp)
+        values = tokens_of_all_tp_ranks(rows.squeeze(-1), self._groups)
         return values if context is None else context.gather(values)
 
     def output_weight(self) -> Tensor:

@@ -107,6 +107,14 @@ def output_weight(model: torch.nn.Module) -> Tensor:
     return projection.weight.to_local() if isinstance(projection.weight, DTensor) else projection.weight
 
 
+def tokens_of_all_tp_ranks(x: Tensor, groups: ProcessGroups) -> Tensor:
+    """Gather [T / tp, ...] to [T, ...] on every tp rank under sequence parallel; else `x` has all tokens. Collective over tp."""
+    if not groups.layout.sequence_parallel:
+        return x
+    # Every tp rank computes the same loss from all tokens, so the backward takes this rank's slice without a sum.
+    return gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=False, group=groups.tp)
+
+
 def fill_buffers(model: torch.nn.Module, device: torch.device) -> None:
     """Make the tables of rotary embeddings, which no checkpoint brings. ValueError for a model with other buffers."""
     decoder = decoder_of(model)
@@ -160,7 +168,7 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Causal attention within each sequence, in the form that transformers calls.
 
-    query [1, heads, T, dim], key and value [1, kv_heads, T, dim] -> [1, T, heads, dim]; of T / cp tokens under context parallel, for
+    query [1, heads, T, dim], key and value [1, kv_heads, T, dim] -> [1, T, heads, dim]; T / cp tokens under context parallel, for
     which tokens are exchanged for heads (DeepSpeed-Ulysses, arXiv:2309.14509) and whole sequences attended. sliding_window: tokens
     that a token sees, itself included. ValueError for scores that are capped or have sinks.
     """
@@ -227,9 +235,7 @@ def _rows(
     if isinstance(model, PreTrainedModel) and cu_seqlens is None:
         return model(input_ids=tokens[None], use_cache=False).logits[0].float()
     method = OUTPUT_METHOD if isinstance(model, PreTrainedModel) else HIDDEN_METHOD
-    hidden = getattr(model, method)(tokens, cu_seqlens, context)[0]
-    if groups.layout.sequence_parallel:
-        hidden = gather_from_sequence_parallel_region(hidden, group=groups.tp)
+    hidden = tokens_of_all_tp_ranks(getattr(model, method)(tokens, cu_seqlens, context)[0], groups)
     return hidden.float() @ output_weight(model).float().t() if isinstance(model, PreTrainedModel) else hidden.float()
 
 

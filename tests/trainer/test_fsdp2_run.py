@@ -40,7 +40,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "mixed": {"critic.engine": "fsdp2", "critic.parallel": {}, "reference.engine": "fsdp2"},
     "cut": CUT,
     "vllm": {**FSDP2, "rollout.engine": "vllm", "rollout.kv_cache_gib": 0.03},
-    "vllm, cut": {**CUT, "rollout.engine": "vllm", "rollout.kv_cache_gib": 0.03},
+    "vllm-cut": {**CUT, "rollout.engine": "vllm", "rollout.kv_cache_gib": 0.03},
     # Rank 1 has no role but the rollout's: it knows the policy's shards without its engine.
     "placed": {
         **FSDP2,
@@ -149,7 +149,7 @@ def test_a_resume_under_another_engine_is_refused_in_one_line(task) -> None:
         assert "does not fit the model" in message and "engine" in message and "\n" not in message
 
 
-@pytest.mark.parametrize("name", ["vllm", "vllm, cut", "placed"])
+@pytest.mark.parametrize("name", ["vllm", "vllm-cut", "placed"])
 def test_vllm_samples_with_the_pushed_weights(task, name: str) -> None:
     folder, _ = task
     for row in rows(folder, name):
