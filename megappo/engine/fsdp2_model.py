@@ -133,13 +133,10 @@ def build_sharded(
     module = build_on_meta(spec.model, value_head=spec.value_head is not None, dtype=kept, recompute=recompute)
     module.requires_grad_(trains)
     module.eval()  # no dropout, as in every engine; it does not turn off gradients
-    # tp is the fastest axis of a layout, so its positions in rows of tp are those of one dp x cp coordinate.
-    ranks = torch.tensor(groups.placement.ranks).view(-1, layout.tp)
-    axes = [groups.collection.dp_cp, groups.tp]
-    mesh = DeviceMesh.from_group(axes, device.type, mesh=ranks, mesh_dim_names=("fsdp", "tp"))
+    over_fsdp, over_tp = _meshes(groups, device)
     if layout.tp > 1:
-        cut_over_tp(module, spec.arch, mesh["tp"], sequence_parallel=layout.sequence_parallel)
-    _shard(module, mesh["fsdp"], dtype)
+        cut_over_tp(module, spec.arch, over_tp, sequence_parallel=layout.sequence_parallel)
+    _shard(module, over_fsdp, dtype)
     module.to_empty(device=device)
     fill_buffers(module, device)
     with torch.no_grad():
@@ -147,6 +144,18 @@ def build_sharded(
     check_packing(module, dtype, device, groups)
     cast(FSDPModule, module).reshard()
     return ShardedModel(module, spec, groups)
+
+
+def _meshes(groups: ProcessGroups, device: torch.device) -> tuple[DeviceMesh, DeviceMesh]:
+    """Axes of one mesh over the role's groups: FSDP2's, which is dp x cp, and tensor parallel's."""
+    axes = [groups.collection.dp_cp, groups.tp]
+    # tp is the fastest axis of a layout: a row of positions is of one dp x cp coordinate.
+    ranks = torch.tensor(groups.placement.ranks).view(-1, groups.layout.tp)
+    # DTensor remembers decisions, and the groups in them, by ranks and names of a mesh: another role, or an engine that is gone,
+    # may have had groups of its own on the same ranks.
+    names = tuple(f"{kind} {group.group_name}" for kind, group in zip(("fsdp", "tp"), axes))
+    mesh = DeviceMesh.from_group(axes, device.type, mesh=ranks, mesh_dim_names=names)
+    return mesh[names[0]], mesh[names[1]]
 
 
 def _shard(module: torch.nn.Module, mesh: DeviceMesh, dtype: torch.dtype) -> None:
