@@ -163,17 +163,17 @@ def fsdp2_mean_gradients() -> Iterator[None]:
 
 
 @contextmanager
-def fsdp2_vocabulary_off_by_one() -> Iterator[None]:
-    """The second tp rank takes its rows of an odd vocabulary for those one further."""
-    from megappo.engine import fsdp2
+def fsdp2_rows_off_by_one() -> Iterator[None]:
+    """The second rank reads its rows of an odd vocabulary one too early."""
+    from megappo.engine import fsdp2_model
 
-    right = fsdp2.vocab_shard
+    right = fsdp2_model.read_box
 
-    def shifted(arch: Any, tp: int, tp_rank: int) -> tuple[int, int]:
-        start, rows = right(arch, tp, tp_rank)
-        return start + (tp_rank > 0), rows
+    def shifted(source: Any, box: Any) -> Tensor:
+        odd = source.get_shape()[0] % 2 and box.r0 > 0
+        return right(source, box._replace(r0=box.r0 - 1, r1=box.r1 - 1) if odd else box)
 
-    with mock.patch.object(fsdp2, "vocab_shard", shifted):
+    with mock.patch.object(fsdp2_model, "read_box", shifted):
         yield
 
 
@@ -190,5 +190,5 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "fsdp2: forgotten sum of norms over tp": fsdp2_partial_gradients,
     "fsdp2: copies counted by every tp rank": fsdp2_copies_counted,
     "fsdp2: mean of gradients over ranks": fsdp2_mean_gradients,
-    "fsdp2: vocabulary off by one": fsdp2_vocabulary_off_by_one,
+    "fsdp2: odd rows off by one": fsdp2_rows_off_by_one,
 }

@@ -30,7 +30,7 @@ BETWEEN: dict[str, tuple[str, Case, tuple[str, str]]] = {
     "fsdp2: forgotten sum of norms over tp": ("llama", SP, ("critic", "gradients")),
     "fsdp2: copies counted by every tp rank": ("llama", SP, ("policy", "gradient norm")),
     "fsdp2: mean of gradients over ranks": ("llama", {"cp": 2}, ("policy", "gradients")),
-    "fsdp2: vocabulary off by one": ("llama", {"tp": 2}, ("policy", "logprobs")),
+    "fsdp2: odd rows off by one": ("llama", {"tp": 2}, ("policy", "logprobs")),
 }
 
 
