@@ -85,7 +85,7 @@ def build_on_meta(path: str, *, value_head: bool, dtype: torch.dtype, recompute:
 
 def _recompute_layers(model: PreTrainedModel) -> None:
     """Keep the input of every layer alone. Before `fully_shard`, whose hooks then gather a layer once for both of its forwards."""
-    for layer in model.base_model.layers:
+    for layer in decoder_of(model).layers:
         forward = layer.forward
         layer.forward = functools.partial(_again, forward)
 

@@ -133,7 +133,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
 
 FSDP2_VARIANTS = ("one sequence", "recompute selective", "recompute full", "offload", "bf16")
 _FSDP2 = {f"{role}__engine": "fsdp2" for role in ("policy", "critic", "reference")}
-_RECOMPUTE = {"policy__recompute": "full", "critic__recompute": "selective"}
+_RECOMPUTE = {"policy__recompute": "full", "critic__recompute": "selective", **VARIANTS["whole batch"]}
 # Changes of the configuration that run roles under FSDP2, by layout: they give the numbers of one Megatron rank.
 FSDP2_DP: dict[str, dict[str, Any]] = {
     "fsdp2": _FSDP2,
@@ -154,7 +154,7 @@ SHARDED: dict[str, dict[int, list[str]]] = {
     "llama": {
         1: ["fsdp2"],
         2: [*FSDP2_DP, "fsdp2 tp2 sp", "fsdp2 tp2 / critic cp2"],
-        4: ["fsdp2", "fsdp2 tp2", "fsdp2 tp2 sp", "fsdp2 cp2", "fsdp2 tp2 cp2 sp, recompute"],
+        4: ["fsdp2", "fsdp2 tp2", "fsdp2 cp2", "fsdp2 tp2 cp2 sp, recompute"],
     },
     "llama3_tied": {2: ["fsdp2", "fsdp2 tp2 sp"]},
     "mistral_window": {2: ["fsdp2", "fsdp2 cp2"]},

@@ -25,6 +25,7 @@ from tests.parity.matrix import (
     FSDP2_CASES,
     SEQUENCES,
     SP,
+    VARIANTS,
     VOCABULARY,
     Case,
     config_of,
@@ -61,7 +62,7 @@ def replay_world(rank: int, folders: Mapping[str, str]) -> dict[str, dict[str, A
             with roles_of(case) as roles:
                 measured[model][title(case, size)] = measure_case(folder, roles, DISTRIBUTED, rollouts, gradients=False)
         for name in FSDP2_REPLAYED.get(model, {}).get(size, []):
-            changes = {**DISTRIBUTED, **FSDP2["fsdp2"]}
+            changes = {**DISTRIBUTED, **FSDP2[name], **VARIANTS["whole batch"]}  # a third of the time
             with roles_of(FSDP2_CASES[name]) as roles:
                 measured[model][name] = measure_case(folder, roles, changes, rollouts, gradients=False)
     return measured
