@@ -32,6 +32,13 @@ def require_same_run(manifest: Manifest, facts: Mapping[str, Any], name: str) ->
     """ValueError, in one line, if a fact that must match does not."""
     if (change := _other_prompts(manifest.facts.get("data"), facts.get("data"))) is not None:
         raise ValueError(f"{name} was written with other prompts: {change}; restore it, or start a new run in another directory")
+    # Every checkpoint of a megappo that did not record it has a critic.
+    if manifest.facts.get("critic", True) != facts.get("critic", True):
+        had, has = ("a", "none") if manifest.facts.get("critic", True) else ("no", "one")
+        raise ValueError(
+            f"{name} was written with {had} critic, and under algorithm.estimator this run has {has}; "
+            "resume with the estimator of then, or start a new run in another directory"
+        )
     for key in MUST_MATCH:
         saved, now = manifest.facts.get(key), facts.get(key)
         if _identity(saved) != _identity(now):

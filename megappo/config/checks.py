@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal
 
+from megappo.config.algorithm_checks import correction_problem, group_problem, sequence_loss_problem
 from megappo.config.batch import nearest_divisors, step_arithmetic, update_schedule
 from megappo.config.dead_keys import dead_keys
 from megappo.config.engine_checks import engine_problems
@@ -322,6 +323,9 @@ TrainRule = Callable[[TrainConfig], str | None]
 TRAIN_RULES: tuple[TrainRule, ...] = (
     _mini_batches,
     _critic_mini_batches,
+    group_problem,
+    sequence_loss_problem,
+    correction_problem,
     _greedy_training,
     _top_k_zero,
     _kept_tokens,

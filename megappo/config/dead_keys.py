@@ -87,6 +87,53 @@ TRAIN: tuple[Dead, ...] = (
         "lam_length_alpha replaces it for the policy and lam_value for the critic; remove one of the three",
     ),
     Dead(
+        (
+            "critic.*",
+            "algorithm.lam",
+            "algorithm.lam_value",
+            "algorithm.lam_length_alpha",
+            "algorithm.value_clip",
+            "algorithm.bootstrap_truncated",
+        ),
+        lambda c: not c.algorithm.has_critic,
+        "algorithm.estimator is not gae, so there is no critic; remove it, or set algorithm.estimator to gae",
+    ),
+    Dead(
+        ("algorithm.gamma",),
+        lambda c: c.algorithm.estimator in ("grpo", "rloo", "remax"),
+        "algorithm.estimator does not discount; remove it, or use gae or reinforce_plus_plus",
+    ),
+    Dead(
+        ("algorithm.divide_by_group_std",),
+        lambda c: c.algorithm.estimator != "grpo",
+        "algorithm.estimator is not grpo; remove it, or set algorithm.estimator to grpo",
+    ),
+    Dead(
+        ("algorithm.correction.level", "algorithm.correction.low", "algorithm.correction.high"),
+        lambda c: c.algorithm.correction.kind == "none",
+        "algorithm.correction.kind is none; remove it, or choose a correction",
+    ),
+    Dead(
+        ("algorithm.correction.low",),
+        lambda c: c.algorithm.correction.kind in ("tis", "mis"),
+        "it is the lower bound of icepop; remove it, or set algorithm.correction.kind to icepop",
+    ),
+    Dead(
+        ("algorithm.dual_clip",),
+        lambda c: c.algorithm.objective == "cispo",
+        "cispo bounds every weight by clip_high; remove it, or set algorithm.objective to ppo or gspo",
+    ),
+    Dead(
+        ("algorithm.sequence_advantages",),
+        lambda c: c.algorithm.objective != "gspo",
+        "algorithm.objective is not gspo; remove it, or set algorithm.objective to gspo",
+    ),
+    Dead(
+        ("algorithm.sequence_advantages",),
+        lambda c: c.algorithm.compares_groups,
+        "algorithm.estimator gives all tokens of a response one advantage already; remove it",
+    ),
+    Dead(
         ("algorithm.target_kl",),
         lambda c: update_schedule(c, "policy").optimizer_steps(step_arithmetic(c).samples) <= 1,
         "a step makes one update, and there is no later one to stop; remove it, or raise ppo_epochs, or lower mini_batch_size",

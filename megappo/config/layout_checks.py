@@ -36,6 +36,8 @@ def roles_in_use(config: TrainConfig | SftConfig) -> dict[str, ParallelConfig]:
         del roles["reference"]  # nothing is measured against it
     if isinstance(config, TrainConfig) and not scores_with_model(config):
         del roles["reward_model"]
+    if isinstance(config, TrainConfig) and not config.algorithm.has_critic:
+        del roles["critic"]  # nobody reads its values
     return roles
 
 
@@ -50,8 +52,9 @@ def uses_model(reward: RewardConfig) -> bool:
 
 
 def trained_sections(config: TrainConfig | SftConfig) -> dict[str, TrainableConfig]:
-    """Role -> its section, for the roles that have an optimizer and a place in checkpoints."""
-    return {name: section for name, section in role_sections(config).items() if isinstance(section, TrainableConfig)}
+    """Role -> its section, for the roles of this configuration that have an optimizer and a place in checkpoints."""
+    used = roles_in_use(config)
+    return {name: one for name, one in role_sections(config).items() if isinstance(one, TrainableConfig) and name in used}
 
 
 def value_head_of(section: RoleConfig) -> Literal["zero", "normal", "checkpoint"] | None:

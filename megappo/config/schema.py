@@ -131,7 +131,25 @@ class KLConfig(Section):
     """Responses over which the adaptive controller reacts."""
 
 
+class CorrectionConfig(Section):
+    kind: Literal["none", "tis", "mis", "icepop"] = "none"
+    """Weight of the policy gradient by the ratio of the trainer's probability before the update to the sampler's recorded one: tis
+    bounds it by `high`, mis leaves out what is above `high`, icepop also what is below `low` (docs/algorithms.md)."""
+    level: Literal["token", "sequence", "geometric"] = "token"
+    """The ratio is of each token, of the whole response, or the geometric mean over the response's tokens."""
+    low: PositiveFloat | None = None
+    """Lower bound of icepop (0.5 in its paper)."""
+    high: PositiveFloat = 2.0
+    """Upper bound (icepop's paper has 5)."""
+
+
 class AlgorithmConfig(Section):
+    estimator: Literal["gae", "grpo", "rloo", "reinforce_plus_plus", "remax"] = "gae"
+    """Estimator of the advantages (docs/algorithms.md): gae over the critic's values, or one without a critic, and then none is
+    built. grpo and rloo compare the responses to a prompt with each other, remax with a greedy one; reinforce_plus_plus whitens
+    returns."""
+    divide_by_group_std: bool = True
+    """grpo: divide by the standard deviation of the rewards of the prompt's responses; false is Dr. GRPO (arXiv:2503.20783)."""
     gamma: Fraction = 1.0
     """Discount per token."""
     lam: Fraction = 0.95
@@ -140,6 +158,21 @@ class AlgorithmConfig(Section):
     """GAE lambda of the critic's returns; null means `lam`."""
     lam_length_alpha: PositiveFloat | None = None
     """Length-adaptive policy lambda 1 - 1/(alpha * length) (VAPO, 2025); replaces `lam`."""
+    objective: Literal["ppo", "gspo", "cispo"] = "ppo"
+    """Surrogate of the policy's loss (docs/algorithms.md): ppo clips the ratio of every token, gspo that of the response
+    (arXiv:2507.18071; it needs `loss_aggregation: seq-mean-token-mean` and far smaller clip ranges, 3e-4 and 4e-4 in the paper),
+    cispo the importance weight of REINFORCE (arXiv:2506.13585; `clip_low` of 1 or more leaves the weight unbounded below)."""
+    sequence_advantages: bool = False
+    """Give every token of a response the mean of its advantages, one number as GSPO's objective has it; for estimators whose
+    advantages differ between the tokens of a response. false is GSPO-token (arXiv:2507.18071, eq. 13)."""
+    correction: CorrectionConfig = CorrectionConfig()
+    """Correction of the difference between the sampler's policy and the trainer's."""
+    high_entropy_token_ratio: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
+    """Train on this share of the sampled tokens of a step, those with the highest entropy (arXiv:2506.01939 has 0.2): the others
+    have advantage 0. null trains on all."""
+    mask_truncated: bool = False
+    """Leave responses cut by the length limit out of the policy's loss (DAPO, arXiv:2503.14476, overlong filtering). Their rewards
+    still count in the advantages of others, and the critic learns from them."""
     clip_low: PositiveFloat = 0.2
     """The ratio is clipped below at 1 - clip_low."""
     clip_high: PositiveFloat = 0.2
@@ -150,8 +183,9 @@ class AlgorithmConfig(Section):
     """Clip new values to this distance from the old ones in the value loss; null turns it off."""
     entropy_coef: NonNegativeFloat = 0.0
     """Factor of the entropy bonus."""
-    whiten_advantages: bool = True
-    """Normalise advantages by mean and standard deviation of the global batch."""
+    whiten_advantages: bool | None = None
+    """Normalise advantages by mean and standard deviation of the global batch; null means true for the estimators gae and
+    reinforce_plus_plus, false for the others, whose advantages have mean 0 or a baseline already."""
     kl: KLConfig = KLConfig()
     """KL to the reference model."""
     ppo_epochs: Positive = 1
@@ -165,6 +199,22 @@ class AlgorithmConfig(Section):
     """Reduction of token losses to one number; fixed-length divides by samples * `rollout.max_response_tokens`."""
     bootstrap_truncated: bool = False
     """Bootstrap responses cut by the length limit with the critic's value after the last token instead of 0."""
+
+    @property
+    def has_critic(self) -> bool:
+        """True if the advantages are those of a critic's values."""
+        return self.estimator == "gae"
+
+    @property
+    def compares_groups(self) -> bool:
+        """True if the advantage of a response depends on the other responses to its prompt."""
+        return self.estimator in ("grpo", "rloo")
+
+    @property
+    def whitens(self) -> bool:
+        """`whiten_advantages`, or its default for the estimator."""
+        default = self.estimator in ("gae", "reinforce_plus_plus")
+        return default if self.whiten_advantages is None else self.whiten_advantages
 
 
 # ------------------------------------------------------------------------------------------------------------------ train
@@ -184,7 +234,7 @@ class TrainConfig(Section):
     policy: PolicyConfig
     """The model that is trained to act."""
     critic: CriticConfig = CriticConfig()
-    """The model that learns the value of a prefix; with its own layout and optimizer."""
+    """The model that learns the value of a prefix, with its own layout and optimizer; built if `algorithm.estimator` is gae."""
     reference: ReferenceConfig = ReferenceConfig()
     """The frozen model of the KL; built unless `algorithm.kl.placement` is none."""
     reward_model: RewardModelConfig = RewardModelConfig()

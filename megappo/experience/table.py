@@ -20,7 +20,7 @@ class SampleTable:
 
     length: tokens, prompt included. prompt: tokens before the first sampled one. sampled: tokens that the policy sampled.
     truncated: 1 if the response was cut by the length limit. oldest, newest: versions of the weights that sampled it. owner: world
-    rank that drew it.
+    rank that drew it. group: number of its prompt in the step, the same for all responses to it; -1 of a sample without a group.
     """
 
     length: Tensor
@@ -30,6 +30,7 @@ class SampleTable:
     oldest: Tensor
     newest: Tensor
     owner: Tensor
+    group: Tensor
 
     @property
     def num_samples(self) -> int:

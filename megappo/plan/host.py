@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from megappo.config.batch import update_schedule
 from megappo.config.layout_checks import trained_sections
+from megappo.config.schema import AlgorithmConfig
 from megappo.parallel.shares import Shares, shares_of
 from megappo.plan.estimate import Plan, values_read
 from megappo.trainer.model_outputs import OUTPUTS
@@ -43,8 +44,8 @@ AGREEMENT, METRICS = 72, 40  # fp64 columns
 ID = 4  # a kept id
 KEPT_ROW = 12  # number of a token's ids, and where they start
 KEPT_PACKING = 12  # the places of sampled tokens, and the numbers of their ids once more
-# Bytes of a sample: the table's 7 columns, and one column for each set of owners.
-ROW, OWNER = 28, 8
+# Bytes of a sample: the table's 8 columns, and one column for each set of owners.
+ROW, OWNER = 32, 8
 
 
 class Work(NamedTuple):
@@ -101,7 +102,7 @@ class HostWork:
         self._drawn, self._responses = self._tokens_each(drawing), ceil(step.samples / drawing) * config.rollout.max_response_tokens
         self._fields = {"response_mask", "rollout_logprob", *self._existing({"kept"})}
         self._outputs = {name for role in shares for name in OUTPUTS[role].tokens}
-        self._shaped = {"reward", "raw_advantage", "returns", *(["advantage"] if config.algorithm.whiten_advantages else [])}
+        self._shaped = _shaped_fields(config.algorithm)
 
     @cached_property
     def fullest_rank(self) -> int:
@@ -266,6 +267,15 @@ class HostWork:
         count = 1 + (len(fields) if part.holds else 0)
         ids_ns = KEPT_NS * self._kept if part.holds and "kept" in fields else 0.0
         return (FIELD_NS * count + ids_ns) * self._tokens_each(shares.count)
+
+
+def _shaped_fields(algorithm: AlgorithmConfig) -> set[str]:
+    """Fields of a token that stage 5 adds with memory of their own: without whitening the advantage is the raw one."""
+    return (
+        {"reward", "raw_advantage"}
+        | ({"returns"} if algorithm.has_critic else set())
+        | ({"advantage"} if algorithm.whitens else set())
+    )
 
 
 def _part(shares: Shares, rank: int) -> Part:

@@ -58,7 +58,7 @@ def check_run(
         longest = longest_sequence_tokens(config)
         num_ranks = len(placement_of(config.rollout.ranks, world_size))
         check_vllm(archs["policy"], config.rollout.tp, num_ranks, longest, device)  # raises if vLLM cannot serve it
-    if not resume and not shapes_only:  # a resumed run takes the critic from its own checkpoint
+    if "critic" in archs and not resume and not shapes_only:  # a resumed run takes the critic from its own checkpoint
         critic_source(config.critic, archs["critic"])  # raises if there is no such checkpoint
     if config.checkpoint.remote is not None and not shapes_only:
         _check_remote(config.checkpoint.remote)

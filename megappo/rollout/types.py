@@ -56,11 +56,12 @@ class SamplingParams:
 @dataclass(frozen=True, eq=False)
 class Request:
     """One response to draw. number: of the sample in its batch. prompt: ids, int32 if an array. seed: makes the response
-    reproducible on any replica and in any batch."""
+    reproducible on any replica and in any batch. group: the same for all requests of one prompt; -1 of a request without one."""
 
     number: int
     prompt: Ids | Sequence[int]
     seed: int
+    group: int = -1
 
 
 @dataclass(frozen=True, eq=False)

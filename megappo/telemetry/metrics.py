@@ -98,6 +98,9 @@ class Metric(_Named):
     MODELS = "reward/models_*", "mean, std, min, max of the weighted sum of the reward models"
     REWARD_ROUTE = "reward/route/*", "mean score of the responses of one recipe (LABEL/mean), and their number (LABEL/count)"
 
+    EQUAL_GROUPS = "reward/equal_groups", "share of the prompts whose responses all have the same score (estimators grpo, rloo)"
+    GREEDY_SCORE = "reward/greedy_score", "mean score of the greedy responses that the estimator remax compares with"
+
     EVAL_SCORE = "eval/score", "mean score of greedy answers to the held-out prompts"
     EVAL_LENGTH = "eval/length", "mean response length of the evaluation, tokens"
     EVAL_TRUNCATED = "eval/truncated", "share of evaluated responses cut by the length limit"
@@ -124,6 +127,13 @@ class Metric(_Named):
     POLICY_EXPERTS_IDLE = "policy/experts_idle", "share of the experts that no token of the updates chose"
     POLICY_BALANCE_LOSS = "policy/balance_loss", "routers' balancing loss per sequence, all layers, before router_aux_coef"
     ADVANTAGE = "policy/advantage_*", "mean, std, min, max of the advantages before whitening"
+    CORRECTION_MEAN = "policy/correction_mean", "mean importance weight of a sampled token (algorithm.correction), after its bounds"
+    CORRECTION_CUT = "policy/correction_cut", "share of the sampled tokens whose ratio was out of the correction's bounds"
+    CORRECTION_MAX = "policy/correction_max", "largest ratio of trainer and sampler at a sampled token, before the bounds"
+    HIGH_ENTROPY = (
+        "policy/high_entropy_threshold",
+        "least entropy of a token that is trained on (algorithm.high_entropy_token_ratio), nats",
+    )
 
     CRITIC_LOSS = "critic/loss", "clipped value loss, mean over the step's updates"
     CRITIC_EXPLAINED_VARIANCE = "critic/explained_variance", "1 - Var(return - value) / Var(return) before the updates"

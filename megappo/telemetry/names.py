@@ -15,7 +15,7 @@ def metric_names(parts: Sequence[str], roles: Sequence[str]) -> list[str]:
     members = _members(parts, roles)
     names: list[str] = []
     for metric in Metric:
-        if metric.value.startswith("sft/"):
+        if metric.value.startswith("sft/") or (metric.value.startswith("critic/") and "critic" not in roles):
             continue
         names += [metric.of(one) for one in members.get(metric, ())] if metric.value.endswith("*") else [metric.value]
     return names
@@ -30,7 +30,9 @@ def open_beginnings(parts: Sequence[str]) -> tuple[str, ...]:
 
 def _members(parts: Sequence[str], roles: Sequence[str]) -> dict[Metric, Sequence[str]]:
     """Family -> ends of its names."""
-    stages = [*MODEL_STAGES, *([REWARD_MODEL_STAGE] if "reward_model" in roles else [])]
+    absent = () if "critic" in roles else ("update_critic",)
+    stages = [*(one for one in MODEL_STAGES if one not in absent), *([REWARD_MODEL_STAGE] if "reward_model" in roles else [])]
+    timed = [one for one in STAGES if one not in absent]
     return {
         Metric.REWARD_PART: [f"{part}{end}" for part in parts for end in _OF_PART],
         Metric.RULES: MOMENTS,
@@ -42,8 +44,8 @@ def _members(parts: Sequence[str], roles: Sequence[str]) -> dict[Metric, Sequenc
         Metric.RETURN: MOMENTS,
         Metric.TOTAL_LENGTH: MOMENTS,
         Metric.PUSH: ("bytes_sent", "bytes_received", "bytes_local", "seconds", "verified", "version"),
-        Metric.STAGE_SECONDS: [f"{stage}_s" for stage in STAGES],
-        Metric.STAGE_MEMORY: [f"{stage}_{suffix}" for stage in STAGES for suffix in ("peak_gib", "end_gib")],
+        Metric.STAGE_SECONDS: [f"{stage}_s" for stage in timed],
+        Metric.STAGE_MEMORY: [f"{stage}_{suffix}" for stage in timed for suffix in ("peak_gib", "end_gib")],
         Metric.TFLOP: [f"{stage}/{role}" for stage in stages for role in roles],
         Metric.TFLOPS: [*stages, "step"],
         Metric.MFU: stages[1:],  # decoding has none

@@ -47,6 +47,11 @@ SFT_COLUMNS = (
 )
 
 
+def columns_without_critic() -> tuple[str, ...]:
+    """Metrics of PPO_COLUMNS that a run without a critic has."""
+    return tuple(column.metric for column in PPO_COLUMNS if not column.metric.startswith("critic/"))
+
+
 def columns_of(names: Sequence[str]) -> Sequence[Column]:
     """Columns of these metrics (`telemetry.progress`); PPO_COLUMNS without any. A title is the name without its group, or all of
     it where two would be the same.

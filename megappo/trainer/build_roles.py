@@ -67,6 +67,10 @@ class Roles:
     trained: tuple[str, ...]
     shares: Mapping[str, Shares]
 
+    def trains(self, name: str) -> bool:
+        """True if the run has this role and it has an optimizer, here or on other ranks."""
+        return name in self.trained
+
     @property
     def policy(self) -> Policy | None:
         """The policy; None on ranks that it does not live on, as every role."""
@@ -74,6 +78,7 @@ class Roles:
 
     @property
     def critic(self) -> Critic | None:
+        """The critic; None on every rank if the estimator needs none."""
         return cast("Critic | None", self.by_name.get("critic"))
 
     @property

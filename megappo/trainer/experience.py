@@ -50,8 +50,8 @@ class SampleRequests(Sequence[Request]):
     def __getitem__(self, number: int) -> Request:  # type: ignore[override]  # no slices
         if not 0 <= number < len(self):
             raise IndexError(number)
-        prompt = numpy.asarray(self.tokens_of(number // self.samples_per_prompt), numpy.int32)
-        return Request(number, prompt, self.seed_of(number))
+        place = number // self.samples_per_prompt
+        return Request(number, numpy.asarray(self.tokens_of(place), numpy.int32), self.seed_of(number), group=place)
 
 
 def make_requests(prompts: Sequence[Sequence[int]], samples_per_prompt: int, run_seed: int, step: int) -> SampleRequests:
@@ -85,10 +85,12 @@ def collect(requests: Sequence[Request], responses: Sequence[Response], *, with_
     have the ids that tokens were drawn from.
     """
     numbers = [response.number for response in responses]
-    drawn = pack_experience([requests[number] for number in numbers], responses, with_kept=with_kept)
+    asked = [requests[number] for number in numbers]
+    drawn = pack_experience(asked, responses, with_kept=with_kept)
     oldest, newest = ([getattr(one, name) for one in responses] for name in ("oldest_version", "newest_version"))
     versions = torch.tensor([oldest, newest], dtype=torch.int32)
-    return Experience.of_drawn(torch.tensor(numbers, dtype=torch.long), drawn, len(requests), (versions[0], versions[1]))
+    groups = torch.tensor([request.group for request in asked], dtype=torch.int32)
+    return Experience.of_drawn(torch.tensor(numbers, dtype=torch.long), drawn, len(requests), (versions[0], versions[1]), groups)
 
 
 def pack_experience(requests: Sequence[Request], responses: Sequence[Response], *, with_kept: bool = False) -> PackedBatch:

@@ -33,8 +33,8 @@ def require_finite_outputs(experience: Experience, shares: Mapping[str, Shares],
     """Raise NonFiniteOutput, on every rank, if a field that training reads is not finite at a sampled token of any rank's samples.
     Collective over the world.
 
-    shares: role -> its division of a batch. sampler: name of the rollout engine. The step's fields: logprob, value, bootstrap (of
-    cut responses), ref_logprob if there is a reference, rollout_logprob.
+    shares: role -> its division of a batch. sampler: name of the rollout engine. The step's fields: logprob, rollout_logprob, value
+    and bootstrap (of cut responses) if there is a critic, ref_logprob if there is a reference.
     """
     batch, numbers = experience.batch, experience.numbers
     ends = batch.cu_seqlens[1:].long()
@@ -44,7 +44,8 @@ def require_finite_outputs(experience: Experience, shares: Mapping[str, Shares],
         for name in _TOKENS
         if name in batch
     }
-    bad["bootstrap"] = numbers[_bad(batch["bootstrap"], batch["truncated"])]
+    if "bootstrap" in batch:
+        bad["bootstrap"] = numbers[_bad(batch["bootstrap"], batch["truncated"])]
     counts = total(torch.tensor([len(samples) for samples in bad.values()]))
     if not int(counts.sum()):
         return

@@ -20,7 +20,8 @@ NUM_BINS = 64  # TensorBoard shows about 30
 
 
 def histograms_of(record: StepRecord) -> dict[str, Histogram]:
-    """Name -> histogram. Ratios are those of all updates of the step, if the policy counted them; KL needs a reference.
+    """Name -> histogram. Ratios are those of all updates of the step, if the policy counted them. KL needs a reference, values
+    and returns a critic.
 
     Collective over the world.
     """
@@ -28,11 +29,11 @@ def histograms_of(record: StepRecord) -> dict[str, Histogram]:
     mask = batch["response_mask"]
     values = {
         Distribution.ADVANTAGE: batch["raw_advantage"][mask],
-        Distribution.VALUE: batch["value"][mask],
-        Distribution.RETURN: batch["returns"][mask],
         Distribution.RESPONSE: tokens_per_sequence(mask, batch.cu_seqlens),
         Distribution.SCORE: torch.tensor(record.scored.total),
     }
+    if "value" in batch:
+        values |= {Distribution.VALUE: batch["value"][mask], Distribution.RETURN: batch["returns"][mask]}
     if "ref_logprob" in batch:
         values[Distribution.KL] = kl_estimate(batch["logprob"], batch["ref_logprob"], record.kl_estimator)[mask]
     found = even_histograms({name.value: x for name, x in values.items()})

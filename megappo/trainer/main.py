@@ -51,6 +51,7 @@ from megappo.rewards.scorer import Scorer
 from megappo.rollout.build import PolicyPlace, build_rollout
 from megappo.rollout.types import RolloutEngine, SamplingParams
 from megappo.telemetry.log import configure_logging
+from megappo.telemetry.progress import columns_without_critic
 from megappo.telemetry.runlog import RunLog
 from megappo.telemetry.trackers.group import make_trackers
 from megappo.trainer.best import BestCheckpoint
@@ -156,7 +157,7 @@ def _train(
         run_dir.root,
         make_trackers(settings, config.run.name, run_dir.root),
         redacted_values(config.model_dump(mode="json")),
-        progress=settings.progress,
+        progress=settings.progress or (() if config.algorithm.has_critic else columns_without_critic()),
         summary_every=settings.summary_every,
     )
 
@@ -219,6 +220,8 @@ def _store_of(config: TrainConfig, run_dir: RunDir, lease: Lease) -> CheckpointS
 
 def load_critic(config: TrainConfig, engine: Engine | None, log: RunLog) -> None:
     """Load the weights of `critic.checkpoint`, if set, in place of those of `critic.model`. engine: None where it does not live."""
+    if not config.algorithm.has_critic:
+        return
     # Another run may be writing there: rank 0 decides which of its checkpoints all ranks read.
     arch = spec_of_role(config, "critic", None).arch
     source = on_rank_zero("finding critic.checkpoint", lambda: critic_source(config.critic, arch))

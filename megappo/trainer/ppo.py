@@ -25,13 +25,14 @@ from megappo.trainer.checkpoints import Checkpoints
 from megappo.trainer.evaluation import Evaluation, Evaluations, metrics_of
 from megappo.trainer.experience import collect, requests_of_step, sample_seed
 from megappo.trainer.finite_outputs import require_finite_outputs
+from megappo.trainer.greedy import draw_greedy, score_greedy
 from megappo.trainer.histograms import histograms_of
 from megappo.trainer.instruments import Instruments
 from megappo.trainer.model_outputs import add_model_outputs
 from megappo.trainer.report import StepRecord
 from megappo.trainer.sampler_check import compare_with_sampler, require_agreement
 from megappo.trainer.scoring import begin_rewards, score_responses
-from megappo.trainer.shaping import shape_advantages
+from megappo.trainer.shaping import shape_experience
 from megappo.trainer.state import TrainerState
 from megappo.trainer.trajectories import draw_samples, trajectories_of
 from megappo.trainer.updates import Updates
@@ -103,11 +104,14 @@ class PPO:
         with timers.stage("generate"):  # 2
             begin = begin_rewards(prompt_of, self.tokenizer, self.scorer, self.sampling.stop)
             responses = generate(self.rollout, requests, self.sampling, begin)
+            greedy = draw_greedy(self.rollout, requests, self.sampling) if config.algorithm.estimator == "remax" else None
             self.rollout.sleep()
             experience = collect(requests, responses, with_kept=self.sampling.kept_width > 0)
 
         with timers.stage("score"):  # 3
-            scored = score_responses(experience, prompt_of, self.tokenizer, self.scorer, self.sampling.stop)
+            scoring = self.tokenizer, self.scorer, self.sampling.stop
+            scored = score_responses(experience, prompt_of, *scoring)
+            baseline = None if greedy is None else score_greedy(greedy, experience, lambda group: prompt_of(group * n), *scoring)
 
         with timers.stage("logprobs"):  # 4
             experience = add_model_outputs(experience, self.roles)
@@ -117,12 +121,12 @@ class PPO:
 
         with timers.stage("advantages"):  # 5
             kl_coef, score = self.kl_controller.coef, torch.tensor(scored.total)
-            shaped = shape_advantages(experience.batch, score, kl_coef, config.algorithm, scored.per_token)
-            experience = experience.with_batch(shaped)
+            shaped = shape_experience(experience, score, kl_coef, config.algorithm, scored.per_token, baseline)
+            experience = shaped.experience
 
-        with timers.stage("update_critic"):  # 6
+        with timers.stage("update_critic" if self.roles.trains("critic") else "update_policy"):  # 6
             self.checkpoints.begin_updates()
-            updated = ("critic", "policy") if step > config.critic.warmup_steps else ("critic",)
+            updated = self.roles.trained if step > config.critic.warmup_steps else ("critic",)
             counts_ratios = self.is_due(step, config.telemetry.histogram_interval)
             updates = Updates(experience, self.roles, updated, config, sample_seed(config.run.seed, step, -1), counts_ratios)
             updates.run("critic")
@@ -139,7 +143,7 @@ class PPO:
 
         self.instruments.settle_times(timers)  # 8
         kl_kind = config.algorithm.kl.estimator
-        record = StepRecord(step, experience, scored, agreement, kl_kind, kl_coef, critic, policy, pushed)
+        record = StepRecord(step, experience, scored, agreement, kl_kind, kl_coef, critic, policy, pushed, shaped.metrics)
         # During the critic's warm-up the policy does not change, and its KL says nothing about the coefficient.
         if step > config.critic.warmup_steps:
             self.kl_controller.update(record.kl_per_response(), experience.table.num_samples)

@@ -6,7 +6,7 @@ Each rank adds up its own samples; one exchange of sums and one of maxima make t
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
@@ -73,6 +73,8 @@ class StepRecord:
     critic: UpdateSummary
     policy: UpdateSummary
     pushed: dict[str, float]
+    shaping: Mapping[str, float] = field(default_factory=dict)
+    """Figures of stage 5 by metric."""
 
     @property
     def batch(self) -> PackedBatch:
@@ -84,14 +86,15 @@ class StepRecord:
         of_samples = {name: masked_moments(x, mask) for name, (x, mask) in self._of_samples().items()}
         moments = {**self._of_tokens(), **of_samples}
         sums = {name: found.sums for name, found in moments.items()}
-        sums["fit"] = regression_moments(self.batch["value"], self.batch["returns"], self._mask)
+        if self._has_values:
+            sums["fit"] = regression_moments(self.batch["value"], self.batch["returns"], self._mask)
         sums["retries"] = torch.tensor(list(self.scored.retries.values()), dtype=torch.float64)
         sums["unscored"] = torch.tensor([self.scored.num_undecided, self.scored.num_unusable], dtype=torch.float64)
         return Totals(sums, {name: found.maxima for name, found in moments.items()})
 
     def _of_tokens(self) -> dict[str, Moments]:
         """Name -> moments over the sampled tokens, a chunk of tokens at a time."""
-        names = ["entropy", "raw_advantage", "value", "returns"]
+        names = ["entropy", "raw_advantage", *(["value", "returns"] if self._has_values else [])]
         read = [*names, "logprob", "ref_logprob"] if "ref_logprob" in self.batch else names
         parts: dict[str, list[Moments]] = {}
         for mask, *chunk in in_chunks(self._mask, *(self.batch[name] for name in read)):
@@ -142,6 +145,7 @@ class StepRecord:
             **self._policy(),
             **self._critic(),
             **self._kl_metrics(),
+            **self.shaping,
             **self._lengths(),
             **self._rollout(),
             **self._costs(timers),
@@ -214,6 +218,9 @@ class StepRecord:
         return metrics | expert_metrics("policy", p.expert_tokens, p.balance_loss)
 
     def _critic(self) -> dict[str, float]:
+        """Empty without a critic."""
+        if not self._has_values:
+            return {}
         c = self.critic
         metrics = {
             Metric.CRITIC_LOSS.value: c.loss("loss_sum"),
@@ -287,6 +294,11 @@ class StepRecord:
     def response_lengths(self) -> Tensor:
         """[N] int32, sampled tokens of each response of all ranks."""
         return self.experience.table.sampled
+
+    @property
+    def _has_values(self) -> bool:
+        """True in a run with a critic."""
+        return "value" in self.batch
 
     @property
     def _mask(self) -> Tensor:

@@ -16,7 +16,8 @@ from megappo.config.schema import AlgorithmConfig
 from megappo.data.packing import PackedBatch
 from megappo.data.ragged import NO_ID
 from megappo.engine.base import Engine, LanguageOutput, LogitsDtype, LogprobQuery, LossOutput, PassResult, StepResult
-from megappo.ops.losses import policy_loss, value_loss
+from megappo.ops.losses import value_loss
+from megappo.trainer.objectives import fields_of_sequences, separates, surrogate
 
 
 @dataclass(frozen=True)
@@ -123,9 +124,12 @@ class Policy(LanguageModel):
     def _loss_of(self, output: LanguageOutput, micro: PackedBatch) -> LossOutput:
         # Without an entropy bonus its gradient is 0, and a pass over the logits is saved.
         want_entropy = self._algorithm.entropy_coef > 0
-        if output.fused_loss is None:
+        if output.fused_loss is None or not separates(self._algorithm):
             logprob, entropy = self.token_logprobs(output, micro, want_entropy)
-            return _loss_output(*self._token_loss({name: micro[name] for name in self._reads}, logprob, entropy))
+            own = {name: micro[name] for name in self._reads}
+            if not separates(self._algorithm):
+                own |= fields_of_sequences(micro, own, logprob)
+            return _loss_output(*self._token_loss(own, logprob, entropy))
 
         fields = {name: shift_left(micro[name], micro.cu_seqlens, 0) for name in self._reads}
 
@@ -139,19 +143,10 @@ class Policy(LanguageModel):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """(loss, metrics) of some tokens; `fields` and log-probs are of the same tokens."""
         a, weight = self._algorithm, fields["weight"]
-        surrogate, metrics = policy_loss(
-            logprob,
-            fields["logprob"],
-            fields["advantage"],
-            weight,
-            clip_low=a.clip_low,
-            clip_high=a.clip_high,
-            dual_clip=a.dual_clip,
-        )
-        metrics["surrogate_sum"] = surrogate
+        loss, metrics = surrogate(a, fields, logprob)
+        metrics["surrogate_sum"] = loss
         if self.counts_ratios:
             metrics |= ratio_counts(logprob, fields["logprob"], weight)
-        loss = surrogate
         if entropy is not None:
             loss = loss + a.entropy_coef * entropy_loss(entropy, weight)
         if self._kl_coef > 0:

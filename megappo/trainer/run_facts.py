@@ -33,6 +33,7 @@ def run_facts(config: TrainConfig, data: RunData) -> dict[str, Any]:
         "config": dump_yaml(config),
         "tokenizer": data.tokenizer.fingerprint,
         "reference": identity_of_model(in_use["reference"]) if "reference" in in_use else None,
+        "critic": config.algorithm.has_critic,
         "reward_model": _reward_model_facts(config, data, in_use),
         "data": _data_facts(config, data),
         "reward": {

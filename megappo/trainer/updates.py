@@ -52,14 +52,22 @@ def owners_of_epoch(table: SampleTable, shares: Shares, size: int, seed: int) ->
 
 
 def mini_batches(
-    experience: Experience, shares: Shares, group: dist.ProcessGroup | None, schedule: UpdateSchedule, max_tokens: int, seed: int
+    experience: Experience,
+    shares: Shares,
+    group: dist.ProcessGroup | None,
+    schedule: UpdateSchedule,
+    max_tokens: int,
+    seed: int,
+    left_out: Tensor | None = None,
 ) -> Iterator[MiniBatch]:
     """Optimizer steps of a role by its schedule; each epoch is in a new seeded order.
 
     experience: sent to the owners of the first epoch (`first_epoch`). shares, group: of the role, which is collective over the
     group: later epochs exchange samples there. max_tokens: the length that `loss_aggregation: fixed-length` divides by.
+    left_out: [N] bool, samples whose tokens count nowhere in the loss; None for none.
     """
     table, mode, size = experience.table, schedule.loss_aggregation, schedule.mini_batch_size
+    counted = table.sampled if left_out is None else table.sampled.masked_fill(left_out, 0)
     for epoch in range(schedule.epochs):
         if epoch > 0 and shares.count > 1:
             assert group is not None, "several replicas are several ranks"
@@ -71,10 +79,13 @@ def mini_batches(
             own = chosen[owners.share[chosen] == index]  # in the order of the mini-batch
             share = experience.batch.select(torch.searchsorted(mine, own))
             if "response_mask" in share:
-                weights = token_weights(mode, share["response_mask"], share.cu_seqlens, max_tokens)
+                mask = share["response_mask"]
+                if left_out is not None:
+                    mask = mask & ~left_out[own].repeat_interleave(share.lengths, output_size=mask.numel())
+                weights = token_weights(mode, mask, share.cu_seqlens, max_tokens)
                 share = share.with_fields({"weight": weights.weight})
             # Without a single sampled token every weight is 0; any denominator keeps the loss 0 instead of NaN.
-            count = loss_count(mode, table.sampled[chosen], max_tokens)
+            count = loss_count(mode, counted[chosen], max_tokens)
             yield MiniBatch(share, max(count, 1.0), table.length[chosen].long())
 
 
@@ -88,6 +99,11 @@ def first_epoch(experience: Experience, shares: Shares, fields: Collection[str],
 def update_reads(role: str, algorithm: AlgorithmConfig) -> tuple[str, ...]:
     """Fields of the experience that the updates of policy or critic read, if there are."""
     return Critic.reads if role == "critic" else (*LanguageModel.sampling_fields, *policy_reads(algorithm))
+
+
+def left_out_of(role: str, table: SampleTable, algorithm: AlgorithmConfig) -> Tensor | None:
+    """[N] bool, samples that count nowhere in the loss of policy or critic; None if all do."""
+    return table.truncated.bool() if role == "policy" and algorithm.mask_truncated else None
 
 
 class Trainable(Protocol):
@@ -190,9 +206,11 @@ class Updates:
         # Each role cuts, and exchanges for later epochs, its own fields alone.
         self._data = {name: sent[division[name]].only({*update_reads(name, config.algorithm), *READS}) for name in names}
         self._summaries = {name: UpdateSummary() for name in roles.trained}
+        self._table = experience.table
 
     def run(self, name: str) -> None:
-        """Run the role's updates if it is to be updated and lives here. Collective over the role."""
+        """Run the role's updates if it is to be updated and lives here; nothing for a role that the run does not have. Collective
+        over the role."""
         role = self._roles.by_name.get(name)
         if name not in self._data or role is None:
             return
@@ -203,11 +221,14 @@ class Updates:
             update_schedule(self._config, name),
             self._config.rollout.max_response_tokens,
             self._seed,
+            left_out_of(name, self._table, self._config.algorithm),
         )
         self._summaries[name] = run_updates(cast(Trainable, role), minis)
 
     def summary(self, name: str) -> UpdateSummary:
         """Summary of the role's updates, empty without any; the same on every rank. Collective over the world."""
+        if name not in self._summaries:
+            return UpdateSummary()
         members = self._roles.shares[name].members
         if sum(map(len, members)) < place_in_world()[1]:
             box = [self._summaries[name]]

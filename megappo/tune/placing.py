@@ -75,7 +75,8 @@ def _proposed(config: TrainConfig, machine: Machine) -> Iterator[Placing]:
         first, last = ranges_text(range(world_size - size)), ranges_text(range(world_size - size, world_size))
         if by_vllm:
             yield Placing(f"rollout on {last}", {**{f"{role}.ranks": first for role in roles}, "rollout.ranks": last})
-        for apart in [["critic"], *([["critic", *frozen]] if frozen else [])]:
+        critic = [role for role in roles if role == "critic"]
+        for apart in [one for one in dict.fromkeys(((*critic,), (*critic, *frozen))) if one]:
             ranks = {f"{role}.ranks": last if role in apart else first for role in roles}
             name = f"{' and '.join(apart).replace('_', ' ')} on {last}"
             if by_vllm:

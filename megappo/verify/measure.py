@@ -25,7 +25,7 @@ from megappo.trainer.build_roles import build_roles
 from megappo.trainer.experience import sample_seed
 from megappo.trainer.model_outputs import add_model_outputs
 from megappo.trainer.roles import RewardModel
-from megappo.trainer.shaping import shape_advantages
+from megappo.trainer.shaping import shape_experience
 from megappo.trainer.updates import Updates
 from megappo.verify.delegate import DelegatingEngine
 from megappo.verify.gather import Gathered, gather_tensors
@@ -55,7 +55,7 @@ class RoleMeasures:
 
 
 Measured = dict[str, RoleMeasures]
-"""policy, critic, reference and reward_model (where they are built), and experience: rewards, advantages and returns."""
+"""policy, critic, reference and reward_model (where they are built), and experience: rewards, advantages, with a critic returns."""
 
 
 def measure(
@@ -73,27 +73,29 @@ def measure(
     step. The KL coefficient stays at its first value.
     """
     # Megatron's distributed optimizer leaves each rank with whole gradients of which only its own shard is reduced.
-    partial = [s for s in (config.policy, config.critic) if s.engine == "megatron" and s.optimizer.distributed]
+    trained = trained_sections(config)
+    partial = [s for s in trained.values() if s.engine == "megatron" and s.optimizer.distributed]
     assert not (gradients and partial), "gradients are gathered without the distributed optimizer"
     algorithm, num_samples = config.algorithm, sum(batch.num_sequences for batch in rollouts)
-    num_updates = {role: max(1, update_schedule(config, role).optimizer_steps(num_samples)) for role in trained_sections(config)}
+    num_updates = {role: max(1, update_schedule(config, role).optimizer_steps(num_samples)) for role in trained}
     measured: Measured = defaultdict(RoleMeasures)
     recording = _RecordingEngines(engines, measured, gradients)
     roles = build_roles(config, recording, num_updates)
-    policy, critic = roles.policy, roles.critic
-    assert policy is not None and critic is not None, "a measurement has its roles on all ranks"
+    updated = [role for role in (roles.critic, roles.policy) if role is not None]  # in the trainer's order, stage 6
+    assert len(updated) == len(trained), "a measurement has its roles on all ranks"
     for step, rollout in enumerate(rollouts, 1):
         experience = add_model_outputs(Experience.of_whole(rollout), roles)
         if roles.reward_model is not None:
             measured[REWARD_MODEL].add("scores", _scores(rollout, roles.reward_model))
-        shaped = shape_advantages(experience.batch, experience.batch["score"], algorithm.kl.coef, algorithm)
-        experience = experience.with_batch(shaped)
+        score = experience.batch["score"]
+        shaped = shape_experience(experience, score, algorithm.kl.coef, algorithm, greedy=experience.batch["greedy"])
+        experience = shaped.experience
         batch = experience.everywhere()
         for role, quantity, name in _FIELDS:
             if name in batch:
                 measured[role].add(quantity, batch[name])
         updates = Updates(experience, roles, roles.trained, config, sample_seed(config.run.seed, step, -1), counts_ratios=False)
-        for role in (critic, policy):  # in the trainer's order, stage 6
+        for role in updated:
             updates.run(role.engine.name)
             recording.recorders[role.engine.name].end_step(role.loss_name)
     if parameters:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Generator
+from torch import Generator, Tensor
 
 from megappo.config.schema import SamplingConfig
 from megappo.data.packing import PackedBatch, pack
@@ -21,6 +21,7 @@ from megappo.data.ragged import NO_ID, Ragged
 _LONGEST_GIVEN, _LONGEST_SAMPLED, _MOST_TURNS = 7, 12, 3
 # Ids that a token was drawn from; more would be most of a small vocabulary.
 _MOST_KEPT = 8
+_GROUP = 4  # samples of one group
 
 LONGEST_RESPONSE = _LONGEST_SAMPLED * _MOST_TURNS
 """Most tokens of a response, for `rollout.max_response_tokens`."""
@@ -38,7 +39,8 @@ def record_rollouts(num_rollouts: int, *, sequences: int, vocab_size: int, seed:
     """`num_rollouts` batches of `sequences` samples. Of four one has a one-token response, one several turns, one was cut.
 
     kept: most ids that a token was drawn from. Token fields: response_mask, rollout_logprob. Sequence fields: truncated, version,
-    score. With kept > 0 the ragged field `kept`.
+    score, group (four samples of each, which are no neighbours), greedy (score of a greedy response to the prompt of the
+    group). With kept > 0 the ragged field `kept`.
     """
     generator = torch.Generator().manual_seed(seed)
     rollouts = [_record(sequences, vocab_size, version, generator) for version in range(num_rollouts)]
@@ -61,8 +63,15 @@ def _record(sequences: int, vocab_size: int, version: int, generator: Generator)
             "truncated": torch.tensor([_is_cut(index) for index in range(sequences)]),
             "version": torch.full((sequences,), version, dtype=torch.long),
             "score": torch.randn(sequences, generator=generator),
+            **_groups(sequences),
         },
     )
+
+
+def _groups(sequences: int) -> dict[str, Tensor]:
+    """Groups whose samples are no neighbours, and a greedy score of each, on its samples."""
+    group = torch.arange(sequences) % max(1, sequences // _GROUP)
+    return {"group": group, "greedy": torch.cos(group.float())}
 
 
 def _with_kept(batch: PackedBatch, most: int, vocab_size: int, generator: Generator) -> PackedBatch:

@@ -99,7 +99,8 @@ def _next_step(
         return f"so it does with {', '.join(breaking)} alone"
     if alone:
         return "no feature alone does that: try two at a time"
-    role = cause.role if cause.role in used else "critic"  # advantages and returns are computed from its values
+    computing = "critic" if "critic" in used else "policy"  # of advantages and returns: from its values, or its log-probs
+    role = cause.role if cause.role in used else computing
     candidates = [override for feature, override in _WITHOUT.items() if feature in used[role]]
     first = f"try first {candidates[0].format(role=role)}, or " if candidates else ""
     return f"{first}--bisect for each feature alone"

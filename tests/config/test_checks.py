@@ -43,6 +43,50 @@ BROKEN = [
         ["not one mini-batch would be full; use 256"],
         "rollout.samples_per_prompt=2",
     ),
+    *(
+        (
+            "group_problem",
+            [f"algorithm.estimator={name}"],
+            [f'algorithm.estimator = "{name}"', "set rollout.samples_per_prompt to 2 or more"],
+            "rollout.samples_per_prompt=2",
+        )
+        for name in ("grpo", "rloo")
+    ),
+    ("group_problem", ["algorithm.estimator=grpo"], ["or use remax"], "algorithm.estimator=remax"),
+    (
+        "sequence_loss_problem",
+        ["algorithm.objective=gspo"],
+        ['algorithm.loss_aggregation = "token-mean"', "set it to seq-mean-token-mean"],
+        "algorithm.loss_aggregation=seq-mean-token-mean",
+    ),
+    (
+        "sequence_loss_problem",
+        [
+            "algorithm.objective=gspo",
+            "algorithm.loss_aggregation=seq-mean-token-mean",
+            "algorithm.high_entropy_token_ratio=0.2",
+        ],
+        ["algorithm.high_entropy_token_ratio = 0.2", "it chooses tokens"],
+        "algorithm.objective=cispo",
+    ),
+    (
+        "correction_problem",
+        ["algorithm.correction.kind=icepop"],
+        ["algorithm.correction.low = null", "set it, for example to 0.5"],
+        "algorithm.correction.low=0.5",
+    ),
+    (
+        "correction_problem",
+        ["algorithm.correction.kind=icepop", "algorithm.correction.low=2.0"],
+        ["algorithm.correction.low = 2.0", "algorithm.correction.high = 2"],
+        "algorithm.correction.high=5.0",
+    ),
+    (
+        "correction_problem",
+        ["algorithm.correction.kind=tis", "rollout.sampling.top_k=5", "rollout.sampling.replay_kept_tokens=false"],
+        ['algorithm.correction.kind = "tis"', "set rollout.sampling.replay_kept_tokens to true"],
+        "rollout.sampling.replay_kept_tokens=true",
+    ),
     (
         "_critic_mini_batches",
         ["critic.mini_batch_size=100"],

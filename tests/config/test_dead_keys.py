@@ -16,6 +16,7 @@ from .examples import SFT, TRAIN, sft_config, train_config, write
 
 EVAL, ADAPTIVE, NONE = "data.eval=e.jsonl", "algorithm.kl.controller=adaptive", "algorithm.kl.placement=none"
 MEGATRON = "rollout.engine=megatron"
+GRPO, GAE = ["algorithm.estimator=grpo", "rollout.samples_per_prompt=2"], "algorithm.estimator=gae"
 # overrides that set the scene, the key that is dead there (with a value), an override that brings it to life
 DEAD = [
     ([NONE], "reference.model=m", "algorithm.kl.placement=reward"),
@@ -36,6 +37,24 @@ DEAD = [
     ([], "algorithm.kl.target=6.0", ADAPTIVE),
     ([], "algorithm.kl.horizon=10000", ADAPTIVE),
     (["algorithm.lam_length_alpha=0.05", "algorithm.lam_value=1.0"], "algorithm.lam=0.9", "algorithm.lam_value=null"),
+    (GRPO, "critic.parallel.tp=1", GAE),
+    (GRPO, "critic.warmup_steps=2", GAE),
+    (GRPO, "critic.optimizer.lr=0.1", GAE),
+    (GRPO, "algorithm.lam=0.9", GAE),
+    (GRPO, "algorithm.lam_value=1.0", "algorithm.estimator=gae"),
+    (GRPO, "algorithm.value_clip=0.1", GAE),
+    (GRPO, "algorithm.bootstrap_truncated=true", GAE),
+    (["algorithm.estimator=reinforce_plus_plus"], "algorithm.lam_length_alpha=0.05", GAE),
+    (GRPO, "algorithm.gamma=0.9", "algorithm.estimator=reinforce_plus_plus"),
+    (["algorithm.estimator=remax"], "algorithm.gamma=1.0", GAE),
+    ([], "algorithm.divide_by_group_std=false", "algorithm.estimator=grpo"),
+    (["algorithm.objective=cispo"], "algorithm.dual_clip=3.0", "algorithm.objective=ppo"),
+    ([], "algorithm.sequence_advantages=true", "algorithm.objective=gspo"),
+    ([*GRPO, "algorithm.objective=gspo"], "algorithm.sequence_advantages=true", GAE),
+    ([], "algorithm.correction.level=sequence", "algorithm.correction.kind=mis"),
+    ([], "algorithm.correction.low=0.5", "algorithm.correction.kind=icepop"),
+    ([], "algorithm.correction.high=3.0", "algorithm.correction.kind=tis"),
+    (["algorithm.correction.kind=tis"], "algorithm.correction.low=0.5", "algorithm.correction.kind=icepop"),
     ([], "algorithm.target_kl=0.1", "algorithm.ppo_epochs=2"),
     ([MEGATRON], "rollout.tp=1", "rollout.engine=vllm"),
     ([MEGATRON], "rollout.dtype=bf16", "rollout.engine=vllm"),

@@ -16,6 +16,7 @@ READ_THROUGH = {
     "allow_hosts": "checks.check_config, which refuses the run: that is all it is for",
     "checkpoint_role": "prepare.critic_source.critic_source",
     "fit_batch": "prepare.fit.fit_if_asked, whose configuration is the one that is trained",
+    "whiten_advantages": "config.schema.AlgorithmConfig.whitens",
     "histograms_every": "config.run_sections.TelemetryConfig.histogram_interval",
 }
 

@@ -128,7 +128,20 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
         "algorithm__value_clip": None,
     },
     "top-k and top-p": {"rollout__sampling__top_k": 6, "rollout__sampling__top_p": 0.9},
+    "grpo, gspo, no cut responses": {
+        "algorithm__estimator": "grpo",
+        "algorithm__objective": "gspo",
+        "algorithm__loss_aggregation": "seq-mean-token-mean",
+        "algorithm__mask_truncated": True,
+    },
+    "reinforce++, cispo, high entropy": {
+        "algorithm__estimator": "reinforce_plus_plus",
+        "algorithm__objective": "cispo",
+        "algorithm__high_entropy_token_ratio": 0.4,
+    },
 }
+# The one of them that is run under FSDP2 too, on two ranks.
+SHARDED_LOSS = "grpo, gspo, no cut responses"
 
 
 FSDP2_VARIANTS = ("one sequence", "recompute selective", "recompute full", "offload", "bf16")
@@ -235,6 +248,9 @@ def run_world(rank: int, folders: Mapping[str, str], variants: Mapping[str, Mapp
     if "llama" in folders and size == 2:
         with roles_of(MIXED_CASE) as roles:
             measured["llama"]["mixed"] = measure_case(folders["llama"], roles, MIXED)
+        with roles_of({}) as roles:
+            changes = {**FSDP2["fsdp2"], **ALGORITHMS[SHARDED_LOSS]}
+            measured["llama"][f"fsdp2, {SHARDED_LOSS}"] = measure_case(folders["llama"], roles, changes)
     return measured
 
 

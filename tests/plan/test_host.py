@@ -80,7 +80,7 @@ def test_a_token_takes_the_bytes_of_its_tensors():
     response = Response(0, (Segment(numpy.ones(6, numpy.int32), numpy.zeros(6, numpy.float32), 0),), "stop")
     batch = pack_experience([Request(0, numpy.ones(4, numpy.int32), 0)], [response])
     assert sum(x.nbytes for x in (batch.tokens, *batch.token_fields.values())) == 10 * (8 + 1 + 4)
-    table = SampleTable(*torch.zeros(7, 5, dtype=torch.int32))
+    table = SampleTable(*torch.zeros(8, 5, dtype=torch.int32))
     assert sum(getattr(table, name).nbytes for name in vars(table)) == 5 * ROW
     outputs = {name: torch.zeros(10) for name in ("logprob", "entropy", "value", "ref_logprob")}
     full = batch.with_fields(outputs, {"bootstrap": torch.zeros(1)})

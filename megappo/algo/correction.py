@@ -1,0 +1,55 @@
+"""Correction of the difference between the policy that sampled and the one that the update starts from, by importance weights.
+
+The behaviour policy is the sampler's recorded log-prob, the proximal policy the log-prob that the trainer computed of the same
+tokens before the update. Their ratio weighs the policy gradient; the ratio of the update itself is against the proximal policy.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megappo.algo.kl import MAX_LOG_RATIO
+
+
+class Correction(NamedTuple):
+    """weight: [T] fp64, 0 outside the mask. cut: [T] bool, tokens whose ratio was out of bounds."""
+
+    weight: Tensor
+    cut: Tensor
+
+
+def behaviour_ratio(logprob: Tensor, rollout_logprob: Tensor, mask: Tensor, cu_seqlens: Tensor, level: str) -> Tensor:
+    """exp of the log-ratio proximal / behaviour at each sampled token, [T] fp64; 0 where mask [T] is false, even if NaN.
+
+    level: token: of the token; sequence: summed over the sampled tokens of its sequence; geometric: their mean. Log-ratios are
+    bounded to +-20. ValueError for another level.
+    """
+    log_ratio = torch.where(mask, logprob.double() - rollout_logprob.double(), 0.0)
+    if level in ("sequence", "geometric"):
+        columns = torch.stack((log_ratio, mask.double()), 1)
+        sums = torch.segment_reduce(columns, "sum", offsets=cu_seqlens.long(), initial=0.0, unsafe=True)
+        whole = sums[:, 0] / (sums[:, 1].clamp(min=1.0) if level == "geometric" else 1.0)
+        log_ratio = whole.repeat_interleave(cu_seqlens.long().diff(), output_size=mask.numel())
+    elif level != "token":
+        raise ValueError(f"level {level!r} is not one of token, sequence, geometric")
+    return torch.where(mask, log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp(), 0.0)
+
+
+def correction_weights(ratio: Tensor, mask: Tensor, kind: str, low: float | None, high: float) -> Correction:
+    """Weights [T] from ratios of `behaviour_ratio`.
+
+    tis: min(ratio, high) (Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training"). mis: the
+    ratio up to `high`, 0 above (Liu et al. 2025, "When Speed Kills Stability"). icepop: the ratio from `low` to `high`, 0 outside
+    (Ring-1T, arXiv:2510.18855). ValueError for another kind.
+    """
+    if kind not in ("tis", "mis", "icepop"):
+        raise ValueError(f"correction {kind!r} is not one of tis, mis, icepop")
+    cut = ratio > high
+    if kind == "icepop":
+        assert low is not None, "icepop has a lower bound"
+        cut = cut | (ratio < low)
+    bounded = ratio.clamp(max=high) if kind == "tis" else torch.where(cut, 0.0, ratio)
+    return Correction(torch.where(mask, bounded, 0.0), cut & mask)

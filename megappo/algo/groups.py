@@ -1,0 +1,65 @@
+"""Advantages of responses by comparison within their group, the responses to one prompt: GRPO and RLOO.
+
+Of numbers per response, [N]; a response's tokens all have its advantage. Groups are named, not places in an order: they may have
+different sizes, and their responses may stand anywhere. fp64, as the differences of rewards may be small beside them.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+EPSILON = 1e-6
+"""Added to the standard deviation of a group (verl, NeMo-RL; TRL has 1e-4), so that equal rewards give 0 and not noise."""
+
+
+class GroupMoments(NamedTuple):
+    """Of the group of every response, [N] fp64. size; mean and std (with size - 1; 0 in a group of one) of its rewards."""
+
+    size: Tensor
+    mean: Tensor
+    std: Tensor
+
+
+def group_moments(reward: Tensor, group: Tensor) -> GroupMoments:
+    """reward: [N], summed over the tokens of a response. group: [N] int, equal for responses to one prompt."""
+    exact = reward.double()
+    _, member = torch.unique(group, return_inverse=True)
+    size = torch.bincount(member).double()
+    # Rewards near their mean: equal ones then differ from it by their own rounding alone.
+    mean = torch.zeros_like(size).index_add_(0, member, exact) / size
+    squares = torch.zeros_like(size).index_add_(0, member, (exact - mean[member]).square())
+    std = (squares / (size - 1.0).clamp(min=1.0)).sqrt()
+    return GroupMoments(size[member], mean[member], std[member])
+
+
+def grpo_advantages(reward: Tensor, group: Tensor, *, divide_by_std: bool = True) -> Tensor:
+    """[N] fp64: (R - mean) / (std + EPSILON) of the group (Shao et al. 2024, arXiv:2402.03300, section 4.1.2).
+
+    Without the division: Dr. GRPO (Liu et al. 2025, arXiv:2503.20783). 0 in a group of one. Arguments as `group_moments`.
+    """
+    _, mean, std = group_moments(reward, group)
+    centred = reward.double() - mean
+    return centred / (std + EPSILON) if divide_by_std else centred
+
+
+def rloo_advantages(reward: Tensor, group: Tensor) -> Tensor:
+    """[N] fp64: R minus the mean of the other responses of the group (Ahmadian et al. 2024, arXiv:2402.14740, eq. 8).
+
+    That is size / (size - 1) of R - mean; 0 in a group of one, which has no others. Arguments as `group_moments`.
+    """
+    size, mean, _ = group_moments(reward, group)
+    return size / (size - 1.0).clamp(min=1.0) * (reward.double() - mean)
+
+
+def equal_groups(reward: Tensor, group: Tensor) -> float:
+    """Share of the groups whose rewards are all equal: their responses teach nothing. 0 without groups."""
+    names, member = torch.unique(group, return_inverse=True)
+    if not len(names):
+        return 0.0
+    exact = reward.double()
+    largest = torch.full((len(names),), -torch.inf, dtype=torch.float64).scatter_reduce_(0, member, exact, "amax")
+    smallest = torch.full((len(names),), torch.inf, dtype=torch.float64).scatter_reduce_(0, member, exact, "amin")
+    return float((largest == smallest).double().mean())

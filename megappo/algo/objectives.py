@@ -1,0 +1,62 @@
+"""Parts of the policy's objectives beside PPO's clipped one (`losses.py`): the ratio of a whole sequence, and CISPO.
+
+`weight` [T] as in `losses.py`: a token with weight 0 is ignored, even if NaN.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megappo.algo.kl import MAX_LOG_RATIO, kl_of_log_ratio
+
+
+def sequence_log_ratio(logprob: Tensor, old_logprob: Tensor, weight: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Mean log-ratio of the sequence at each of its tokens, [T] fp32, without gradient: the log of GSPO's ratio, the geometric mean
+    of those of the tokens (Zheng et al. 2025, arXiv:2507.18071, eq. 7).
+
+    cu_seqlens: [B+1], of whole sequences. 0 at tokens with weight 0.
+    """
+    valid = weight != 0
+    log_ratio = torch.where(valid, logprob.detach().double() - old_logprob.double(), 0.0)
+    ends = cu_seqlens.long()
+    # One sum per sequence: a running sum over the batch would round each by its neighbours.
+    sums = torch.segment_reduce(torch.stack((log_ratio, valid.double()), 1), "sum", offsets=ends, initial=0.0, unsafe=True)
+    mean = sums[:, 0] / sums[:, 1].clamp(min=1.0)
+    spread = mean.repeat_interleave(ends.diff(), output_size=log_ratio.numel())
+    return torch.where(valid, spread, 0.0).float()
+
+
+def token_kl_sum(logprob: Tensor, old_logprob: Tensor, weight: Tensor) -> Tensor:
+    """Sum over tokens with weight of the k3 estimate of KL(old || new), fp64, without gradient: `approx_kl_sum` of `losses.py`."""
+    log_ratio = torch.where(weight != 0, logprob.detach().double() - old_logprob.double(), 0.0)
+    return kl_of_log_ratio(-log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO), "k3").sum()
+
+
+def cispo_loss(
+    logprob: Tensor, old_logprob: Tensor, advantage: Tensor, weight: Tensor, clip_low: float, clip_high: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """(sum of weight * l, metrics), l = -sg(clip(r, 1 - clip_low, 1 + clip_high)) A log pi, r = exp(logprob - old_logprob).
+
+    REINFORCE whose importance weight is clipped instead of its gradient: no token is left out (MiniMax-M1, arXiv:2506.13585, eq. 4
+    and 5). All tensors [T]; differentiable with respect to `logprob`. clip_low >= 1 leaves the weight unbounded below, as the paper
+    does. Metrics: the names of `losses.POLICY_SUMS` and POLICY_MAXIMA; clip_low and clip_high count tokens with a clipped weight.
+    """
+    valid = weight != 0
+    log_ratio = torch.where(valid, logprob.detach() - old_logprob, 0.0)
+    ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    clipped = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
+    scale = weight * clipped * torch.where(valid, advantage, 0.0)
+    # where, not only the weight 0: 0 * NaN is NaN, in the gradient too.
+    loss = -(scale * torch.where(valid, logprob, 0.0)).sum(dtype=torch.float64).to(logprob.dtype)
+    counted = torch.where(valid, ratio, 0.0).double()
+    metrics = {
+        "tokens_sum": valid.sum(dtype=torch.float64),
+        "clip_low_sum": (ratio < 1.0 - clip_low).sum(dtype=torch.float64),
+        "clip_high_sum": (ratio > 1.0 + clip_high).sum(dtype=torch.float64),
+        "dual_clip_sum": counted.new_zeros(()),
+        "approx_kl_sum": token_kl_sum(logprob, old_logprob, weight),
+        "ratio_sum": counted.sum(),
+        "ratio_max": torch.cat((counted, counted.new_zeros(1))).amax(),
+    }
+    return loss, metrics

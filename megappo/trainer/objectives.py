@@ -1,0 +1,44 @@
+"""The surrogate of the policy's loss by `algorithm.objective`: PPO's, GSPO's or CISPO's, over the tokens of a micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from megappo.algo.objectives import cispo_loss, sequence_log_ratio, token_kl_sum
+from megappo.config.schema import AlgorithmConfig
+from megappo.data.packing import PackedBatch
+from megappo.ops.losses import policy_loss
+
+SEQUENCE_RATIO = "sequence_log_ratio"
+"""Field of GSPO's loss: the log-ratio of the token's sequence."""
+
+
+def separates(algorithm: AlgorithmConfig) -> bool:
+    """True if the loss of a token depends on no other token: then it is computed while the logits of a chunk exist."""
+    return algorithm.objective != "gspo"
+
+
+def fields_of_sequences(micro: PackedBatch, fields: Mapping[str, Tensor], logprob: Tensor) -> dict[str, Tensor]:
+    """The fields that GSPO's `surrogate` reads beside `fields`. micro: whole sequences. fields, logprob: of all its tokens, [T]."""
+    return {SEQUENCE_RATIO: sequence_log_ratio(logprob, fields["logprob"], fields["weight"], micro.cu_seqlens)}
+
+
+def surrogate(algorithm: AlgorithmConfig, fields: Mapping[str, Tensor], logprob: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """(sum of weight * loss, metrics) of some tokens, differentiable with respect to `logprob`; metrics: `algo.losses.POLICY_SUMS`.
+
+    fields: of the same tokens, logprob of the sampling policy, advantage, weight; for GSPO those of `fields_of_sequences` too.
+    """
+    old, advantage, weight = fields["logprob"], fields["advantage"], fields["weight"]
+    a = algorithm
+    if a.objective == "cispo":
+        return cispo_loss(logprob, old, advantage, weight, a.clip_low, a.clip_high)
+    clip = {"clip_low": a.clip_low, "clip_high": a.clip_high, "dual_clip": a.dual_clip}
+    if a.objective == "ppo":
+        return policy_loss(logprob, old, advantage, weight, **clip)
+    # The value of the sequence's ratio with the gradient of the token's own (arXiv:2507.18071, eq. 14). Against zeros, so that all
+    # tokens of a sequence have the same bits: GSPO's clip ranges are of 1e-4.
+    of_sequence = fields[SEQUENCE_RATIO] + (logprob - logprob.detach())
+    loss, metrics = policy_loss(of_sequence, old.new_zeros(old.shape), advantage, weight, **clip)
+    return loss, {**metrics, "approx_kl_sum": token_kl_sum(logprob, old, weight)}

@@ -1,0 +1,197 @@
+"""GSPO and CISPO against their papers' formulas in loops of Python floats, with gradients; the k-th largest of several ranks.
+
+Derived by hand from the papers, as in verl 0.8.0.dev (`core_algos.compute_policy_loss_gspo`, `compute_policy_loss_cispo`), TRL
+1.10.0.dev0 (`importance_sampling_level: sequence`; its `cispo` has no lower bound) and NeMo-RL 0.6.0
+(`sequence_level_importance_ratios`): all take the mean of the token log-ratios under the mask.
+"""
+
+import math
+import random
+
+import pytest
+import torch
+
+from megappo.algo.aggregation import token_weights
+from megappo.algo.objectives import cispo_loss, sequence_log_ratio
+from megappo.algo.selection import kth_largest
+from megappo.config.schema import AlgorithmConfig
+from megappo.data.packing import PackedBatch, cu_seqlens_of
+from megappo.trainer.objectives import fields_of_sequences, surrogate
+
+# Lengths of the sequences, one empty and one without a sampled token; gaps in the masks.
+LENGTHS = [5, 0, 7, 2, 9, 3]
+MASKS = [[0, 1, 1, 0, 1], [], [0, 0, 1, 1, 1, 0, 1], [0, 0], [1, 0, 0, 1, 1, 1, 1, 0, 1], [0, 0, 1]]
+CLIP = {"clip_low": 0.1, "clip_high": 0.15}
+
+
+def case(seed, per_token_advantages=False):
+    """(logprob, old, advantage, mask, cu_seqlens); NaN where the mask is false."""
+    draw = random.Random(seed)
+    mask = torch.tensor([bool(flag) for one in MASKS for flag in one])
+    old = torch.tensor([-draw.random() - 0.1 for _ in range(len(mask))])
+    logprob = old + torch.tensor([draw.gauss(0, 0.3) for _ in range(len(mask))])
+    advantage = torch.tensor([a if not per_token_advantages else draw.gauss(0, 1) for n in LENGTHS for a in [draw.gauss(0, 1)] * n])
+    nan = torch.full((len(mask),), torch.nan)
+    logprob, old, advantage = (torch.where(mask, x, nan) for x in (logprob, old, advantage))
+    return logprob, old, advantage, mask, cu_seqlens_of(LENGTHS)
+
+
+def sequences(mask):
+    start = 0
+    for length in LENGTHS:
+        yield [t for t in range(start, start + length) if mask[t]]
+        start += length
+
+
+def gspo_by_hand(logprob, old, advantage, mask, clip_low, clip_high):
+    """(loss, gradient): mean over responses of -min(s A, clip(s) A), by eq. 5 and 10 of the paper, one response at a time."""
+    loss, gradient, count = 0.0, [0.0] * len(mask), sum(1 for places in sequences(mask) if places)
+    for places in sequences(mask):
+        if not places:
+            continue
+        s = math.exp(math.fsum(float(logprob[t]) - float(old[t]) for t in places) / len(places))
+        for t in places:  # the advantage is one number of the response, or GSPO-token's
+            a, clipped = float(advantage[t]), min(max(s, 1 - clip_low), 1 + clip_high)
+            loss -= min(s * a, clipped * a) / len(places) / count
+            if s * a <= clipped * a:
+                gradient[t] -= s * a / len(places) / count
+    return loss, gradient
+
+
+def cispo_by_hand(logprob, old, advantage, mask, clip_low, clip_high):
+    tokens = [t for places in sequences(mask) for t in places]
+    loss, gradient = 0.0, [0.0] * len(mask)
+    for t in tokens:
+        r = math.exp(float(logprob[t]) - float(old[t]))
+        w = min(max(r, 1 - clip_low), 1 + clip_high) * float(advantage[t]) / len(tokens)
+        loss -= w * float(logprob[t])
+        gradient[t] = -w
+    return loss, gradient
+
+
+def found(objective, batch, aggregation, **changes):
+    logprob, old, advantage, mask, cu = batch
+    algorithm = AlgorithmConfig(objective=objective, **{**CLIP, **changes})
+    weight, count = token_weights(aggregation, mask, cu)
+    leaf = logprob.clone().requires_grad_()
+    fields = {"logprob": old, "advantage": advantage, "weight": weight}
+    if objective == "gspo":
+        fields |= fields_of_sequences(PackedBatch(torch.arange(len(mask)), cu), fields, leaf)
+    loss, metrics = surrogate(algorithm, fields, leaf)
+    (loss / count).backward()
+    return float(loss) / count, leaf.grad, metrics
+
+
+@pytest.mark.parametrize("per_token", [False, True], ids=["one advantage", "gspo-token"])
+@pytest.mark.parametrize("seed", range(4))
+def test_gspo_is_the_papers(seed, per_token):
+    batch = case(seed, per_token)
+    loss, gradient, metrics = found("gspo", batch, "seq-mean-token-mean")
+    want, wanted = gspo_by_hand(*batch[:4], **CLIP)
+    assert loss == pytest.approx(want, abs=1e-5)
+    torch.testing.assert_close(gradient, torch.tensor(wanted), rtol=1e-4, atol=1e-6)
+    assert float(metrics["tokens_sum"]) == int(batch[3].sum())
+    cut = float(metrics["clip_low_sum"] + metrics["clip_high_sum"])
+    assert cut == sum(g == 0.0 for g, m in zip(wanted, batch[3]) if m), "whole responses, not tokens, are cut"
+
+
+def test_cases_cut_some_responses_and_not_others():
+    shares = [sum(g == 0.0 for g, m in zip(gspo_by_hand(*case(seed)[:4], **CLIP)[1], case(seed)[3]) if m) for seed in range(4)]
+    assert any(shares) and not all(share == int(case(0)[3].sum()) for share in shares)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("clip_low", [0.1, 1.0])
+def test_cispo_is_the_papers(seed, clip_low):
+    batch = case(seed, per_token_advantages=True)
+    loss, gradient, metrics = found("cispo", batch, "token-mean", clip_low=clip_low)
+    want, wanted = cispo_by_hand(*batch[:4], clip_low, CLIP["clip_high"])
+    assert loss == pytest.approx(want, abs=1e-5)
+    torch.testing.assert_close(gradient, torch.tensor(wanted), rtol=1e-4, atol=1e-6)
+    assert (float(metrics["clip_low_sum"]) == 0) == (clip_low == 1.0) and float(metrics["clip_high_sum"]) > 0
+    assert all(g != 0 for g, m in zip(wanted, batch[3]) if m), "no token is left out"
+
+
+def test_at_the_sampling_policy_all_objectives_have_one_gradient():
+    """The ratio is 1 there: minus weight times advantage, whatever the clip."""
+    logprob, old, advantage, mask, cu = case(0)
+    on_policy = (old, old, advantage, mask, cu)
+    gradients = [found(name, on_policy, "seq-mean-token-mean")[1] for name in ("ppo", "gspo", "cispo")]
+    assert all(torch.allclose(gradients[0], other, atol=1e-7) for other in gradients[1:])
+    assert gradients[0][mask].abs().min() > 0 and not gradients[0][~mask].any()
+
+
+def test_the_ratio_of_the_wrong_sequence_is_noticed():
+    """Negative control: borders moved by one sequence, and a ratio over all tokens, the masked ones too."""
+    logprob, old, advantage, mask, cu = case(1)
+    weight = mask.float()
+    right = sequence_log_ratio(logprob, old, weight, cu)
+    moved = sequence_log_ratio(logprob, old, weight, cu_seqlens_of([LENGTHS[-1], *LENGTHS[:-1]]))
+    assert (right - moved).abs().max() > 1e-2
+    filled = torch.nan_to_num(logprob), torch.nan_to_num(old)
+    assert (right - torch.where(mask, sequence_log_ratio(*filled, torch.ones_like(weight), cu), 0.0)).abs().max() > 1e-2
+
+
+def test_tokens_of_a_sequence_have_the_same_ratio_to_the_bit():
+    """Else some tokens of a response near a clip range of 3e-4 would be cut and others not."""
+    logprob, old, _, mask, cu = case(2)
+    far = 100.0 * torch.rand(len(mask), generator=torch.Generator().manual_seed(0))  # log-probs whose fp32 steps are 1e-5
+    ratios = sequence_log_ratio(logprob - far, old - far, mask.float(), cu)
+    assert all(len({float(ratios[t]) for t in places}) <= 1 for places in sequences(mask))
+
+
+@pytest.mark.parametrize("cap", [0.0, 1.0])
+def test_tokens_without_weight_count_nowhere_even_if_nan(cap):
+    logprob, old, advantage, mask, _ = case(3)
+    loss, metrics = cispo_loss(logprob, old, advantage, mask.float() * cap, 0.2, 0.2)
+    assert math.isfinite(float(loss)) and float(metrics["tokens_sum"]) == cap * int(mask.sum())
+
+
+# ------------------------------------------------------------------------------------------------------------ k-th largest
+
+
+def shares_of(values, parts):
+    """What each rank would add, for one process: every exchange is the sum over the parts."""
+    cut = list(values.split(-(-len(values) // parts))) if len(values) else []
+    return cut + [values[:0]] * (parts - len(cut))
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("parts", [1, 3])
+def test_the_kth_largest_is_that_of_a_sort(seed, parts):
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.rand(200, generator=generator) * torch.tensor([1e-6, 1.0, 12.0])[torch.randint(3, (200,), generator=generator)]
+    values[:20] = values[20]  # ties
+    values[30:33] = 0.0
+    for k in (1, 2, 17, 100, 199, 200):
+        assert kth_of_ranks(shares_of(values, parts), k) == float(values.sort(descending=True).values[k - 1])
+
+
+def kth_of_ranks(parts, k):
+    """Run the ranks in lockstep, as threads would: each takes its turn in every exchange."""
+    import threading
+
+    barrier, counts, results = threading.Barrier(len(parts)), {}, [0.0] * len(parts)
+
+    def run(rank):
+        def add(mine):
+            counts[rank] = mine
+            barrier.wait()
+            summed = torch.stack([counts[i] for i in range(len(parts))]).sum(0)
+            barrier.wait()
+            return summed
+
+        results[rank] = kth_largest(parts[rank], k, add)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(parts))]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+    assert len(set(results)) == 1, "every rank has the same"
+    return results[0]
+
+
+def test_fewer_values_than_k_choose_none():
+    assert kth_largest(torch.tensor([1.0]), 2, lambda counts: counts) == math.inf
+    assert kth_largest(torch.empty(0), 1, lambda counts: counts) == math.inf

@@ -1,0 +1,134 @@
+"""Complete PPO steps without a critic, one short run for each estimator: what is built, logged, saved and resumed."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from tests.trainer.small_run import run_many, set_keys, small_config, write_small_task
+from tests.worlds import spawn_world
+
+STEPS = 3
+RUNS: dict[str, dict[str, Any]] = {
+    "grpo": {"algorithm.estimator": "grpo", "checkpoint.save_every": 2, "rollout.engine": "vllm", "rollout.kv_cache_gib": 0.03},
+    "dr_grpo": {
+        "algorithm.estimator": "grpo",
+        "algorithm.divide_by_group_std": False,
+        "algorithm.loss_aggregation": "fixed-length",
+        "algorithm.kl": {"placement": "none"},
+    },
+    "rloo": {"algorithm.estimator": "rloo"},
+    "reinforce_plus_plus": {"algorithm.estimator": "reinforce_plus_plus", "algorithm.gamma": 0.99},
+    "remax": {"algorithm.estimator": "remax", "policy.parallel": {}},
+    # Everything else that the policy's loss can be, without a critic.
+    "gspo": {
+        "algorithm.estimator": "grpo",
+        "algorithm.objective": "gspo",
+        "algorithm.loss_aggregation": "seq-mean-token-mean",
+        "algorithm.clip_low": 0.01,
+        "algorithm.clip_high": 0.01,
+        "algorithm.mask_truncated": True,
+        "algorithm.correction.kind": "tis",
+    },
+    "cispo": {"algorithm.estimator": "rloo", "algorithm.objective": "cispo", "algorithm.high_entropy_token_ratio": 0.3},
+}
+
+
+def config_of(folder: Path, name: str, **changes: Any) -> dict[str, Any]:
+    """The small run without the keys of the critic."""
+    config = small_config(folder, name, steps=STEPS)
+    del config["critic"], config["algorithm"]["bootstrap_truncated"]
+    if name == "dr_grpo":
+        del config["reference"]
+    usual = {"rollout.engine": "megatron", "rollout.samples_per_prompt": 4, "trainer.eval_every": 0, "checkpoint.save_every": 0}
+    return set_keys(config, {**usual, **RUNS[name], **changes})
+
+
+def run_all(rank: int, folder: Path) -> str:
+    """All runs; grpo is resumed to one step more than it had. Returns the message of a resume with a critic."""
+    run_many(rank, [(config_of(folder, name), False) for name in RUNS])
+    run_many(rank, [(config_of(folder, "grpo", **{"trainer.steps": STEPS + 1}), True)])
+    try:
+        run_many(rank, [(small_config(folder, "grpo", steps=STEPS + 2), True)])
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory) -> tuple[Path, list[str]]:
+    folder = tmp_path_factory.mktemp("estimators")
+    write_small_task(folder)
+    return folder, spawn_world(run_all, 2, folder, timeout_s=400)
+
+
+def rows(folder: Path, name: str) -> list[dict[str, Any]]:
+    lines = (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()
+    return [row for row in map(json.loads, lines) if "policy/loss" in row]
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_it_trains_the_policy_and_knows_of_no_critic(task, name: str) -> None:
+    folder, _ = task
+    found = rows(folder, name)
+    assert len(found) == STEPS + (name == "grpo")
+    for row in found:
+        assert row["policy/updates"] == 4 and row["policy/skipped_updates"] == 0 and row["policy/grad_norm"] > 0
+        assert row["rollout/prob_diff_mean"] < 1e-4, "the sampler has the policy's weights"
+        assert not [key for key in row if "critic" in key or "value" in key or "return" in key]
+    before = transformers.AutoModelForCausalLM.from_pretrained(folder / "model").state_dict()
+    after = transformers.AutoModelForCausalLM.from_pretrained(folder / "runs" / name / "export").state_dict()
+    assert max(float((after[key] - tensor).abs().max()) for key, tensor in before.items()) > 1e-4
+
+
+def test_figures_of_the_estimators(task) -> None:
+    folder, _ = task
+    for name in ("grpo", "dr_grpo", "rloo"):
+        assert all(0 <= row["reward/equal_groups"] < 1 for row in rows(folder, name))
+    # Group advantages are centred: over responses, not over tokens.
+    assert all(abs(row["policy/advantage_mean"]) < 0.5 and row["policy/advantage_max"] < 1.51 for row in rows(folder, "grpo"))
+    greedy = [row["reward/greedy_score"] for row in rows(folder, "remax")]
+    assert all(0 <= score <= 1.5 for score in greedy)
+    # Without the KL, rewards are the scores: the reward of a response is that of remax's sampled ones less the greedy one.
+    assert "kl/per_token" not in rows(folder, "dr_grpo")[0]
+
+
+def test_a_checkpoint_holds_no_critic_and_resumes(task) -> None:
+    folder, _ = task
+    (newest,) = sorted((folder / "runs" / "grpo" / "checkpoints").glob(f"step-{STEPS + 1}"))
+    names = {path.name for path in newest.rglob("*")}
+    assert any("policy" in name for name in names) and not any("critic" in name for name in names), names
+
+
+def test_a_resume_with_a_critic_is_refused_in_one_line(task) -> None:
+    _, messages = task
+    for message in messages:
+        assert re.search("was written with no critic, and under algorithm.estimator this run has one", message), message
+        assert "\n" not in message
+
+
+def test_the_plan_has_no_critic(task) -> None:
+    from megappo.config.loading import load_config
+    from megappo.plan.report import report
+    from megappo.plan.run import plan_run
+
+    folder, _ = task
+    path = folder / "plan.yaml"
+    path.write_text(json.dumps(config_of(folder, "rloo", **{"run.name": "new"})))
+    planned = plan_run(load_config(str(path), []), 2, "cpu")
+    text = report(planned.plan, planned.data)
+    assert "policy" in text and "reference" in text and "critic" not in text
+
+
+def test_remax_draws_the_greedy_responses_of_the_weights_at_hand(task) -> None:
+    """The greedy score moves with the policy, and is not a sampled one."""
+    torch.manual_seed(0)
+    folder, _ = task
+    found = rows(folder, "remax")
+    assert any(row["reward/greedy_score"] != row["reward/score_mean"] for row in found)

@@ -1,0 +1,260 @@
+"""Stage 5 without a critic: each estimator against loops in Python floats, on responses with gaps, cuts and rewards of tokens; and
+on three ranks of which one has no sample."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megappo.config.schema import AlgorithmConfig, KLConfig
+from megappo.data.packing import PackedBatch, cu_seqlens_of
+from megappo.experience.experience import Experience
+from megappo.experience.owners import Owners
+from megappo.parallel.shares import Shares
+from megappo.parallel.totals import place_in_world
+from megappo.trainer.shaping import shape_experience
+from megappo.trainer.updates import left_out_of, mini_batches, samples_of_epoch
+from tests.worlds import spawn_world
+
+# Responses of one to three turns: (given, sampled) tokens of each. The third has no sampled token.
+TURNS = [[(2, 3), (2, 1)], [(1, 1)], [(3, 0)], [(1, 2), (1, 2), (2, 3)], [(2, 4)], [(1, 3)], [(2, 2)]]
+GROUP = [0, 1, 1, 0, 1, 0, 1]
+SCORE = [1.0, -0.5, 0.25, 2.0, 0.0, 1.5, 0.25]
+GREEDY = [0.5, -1.0]
+GAMMA, KL = 0.9, 0.3
+PER_TOKEN = [[0.25 * (t + 1) for t in range(sum(s for _, s in turns))] if i % 3 == 0 else None for i, turns in enumerate(TURNS)]
+ESTIMATORS = ("grpo", "rloo", "reinforce_plus_plus", "remax")
+
+
+def whole_batch():
+    mask = [flag for turns in TURNS for given, sampled in turns for flag in [False] * given + [True] * sampled]
+    generator = torch.Generator().manual_seed(4)
+    names = ("logprob", "ref_logprob", "rollout_logprob", "entropy")
+    fields = {name: (-1.0) ** (name != "entropy") * torch.rand(len(mask), generator=generator) for name in names}
+    mask = torch.tensor(mask)
+    nan = torch.full(mask.shape, torch.nan)  # nothing outside the mask may be read
+    return PackedBatch(
+        tokens=torch.arange(len(mask)),
+        cu_seqlens=cu_seqlens_of([sum(map(sum, turns)) for turns in TURNS]),
+        token_fields={"response_mask": mask, **{name: torch.where(mask, x, nan) for name, x in fields.items()}},
+        sequence_fields={
+            "truncated": torch.tensor([i % 2 == 1 for i in range(len(TURNS))]),
+            "group": torch.tensor(GROUP, dtype=torch.int32),
+        },
+    )
+
+
+def algorithm(estimator, placement="reward", **changes):
+    discount = {"gamma": GAMMA} if estimator == "reinforce_plus_plus" else {}
+    return AlgorithmConfig(estimator=estimator, kl=KLConfig(placement=placement), **discount, **changes)
+
+
+def shaped(asked, on_own_ranks=None, per_token=None):
+    """Fields on all samples, from the samples of every rank. on_own_ranks: rank of each sample."""
+    batch = whole_batch()
+    experience = Experience.of_whole(batch)
+    if on_own_ranks is not None:
+        rank, world_size = place_in_world()
+        owners = Owners(torch.tensor(on_own_ranks), Shares.of_ranks(range(world_size)))
+        experience = Experience(experience.table, owners, batch.select(owners.numbers(rank)), rank, experience.wire)
+    mine = experience.numbers.tolist()
+    result = shape_experience(
+        experience,
+        torch.tensor([SCORE[i] for i in mine]),
+        KL,
+        asked,
+        None if per_token is None else [per_token[i] for i in mine],
+        greedy=torch.tensor([GREEDY[GROUP[i]] for i in mine], dtype=torch.float64),
+    )
+    found = result.experience.everywhere(("reward", "raw_advantage", "advantage"))
+    return {name: found[name] for name in ("reward", "raw_advantage", "advantage")}, result.metrics
+
+
+def by_hand(asked, per_token=None, group=GROUP):
+    """(reward, advantage) of all tokens, before whitening."""
+    batch, reward, places = whole_batch(), [], []
+    cuts = batch.cu_seqlens.tolist()
+    for b in range(len(TURNS)):
+        sampled = [t for t in range(cuts[b], cuts[b + 1]) if batch["response_mask"][t]]
+        kl = [float(batch["logprob"][t]) - float(batch["ref_logprob"][t]) for t in sampled]
+        one = [-KL * x if asked.kl.placement == "reward" else 0.0 for x in kl]
+        if per_token is not None and per_token[b] is not None:
+            one = [a + c for a, c in zip(one, per_token[b], strict=True)]
+        if one:
+            one[-1] += SCORE[b]
+        reward.append(one)
+        places.append(sampled)
+    whole = [math.fsum(one) if one else SCORE[b] for b, one in enumerate(reward)]
+    rewards, advantages = torch.zeros(batch.num_tokens), torch.zeros(batch.num_tokens)
+    for b, one in enumerate(reward):
+        of_group = [whole[i] for i in range(len(TURNS)) if group[i] == group[b]]
+        mean = math.fsum(of_group) / len(of_group)
+        for k, t in enumerate(places[b]):
+            rewards[t] = one[k]
+            if asked.estimator == "grpo":
+                std = math.sqrt(math.fsum((x - mean) ** 2 for x in of_group) / (len(of_group) - 1))
+                advantages[t] = (whole[b] - mean) / ((std + 1e-6) if asked.divide_by_group_std else 1.0)
+            elif asked.estimator == "rloo":
+                advantages[t] = whole[b] - (math.fsum(of_group) - whole[b]) / (len(of_group) - 1)
+            elif asked.estimator == "reinforce_plus_plus":
+                advantages[t] = math.fsum(x * asked.gamma**j for j, x in enumerate(one[k:]))
+            else:
+                advantages[t] = math.fsum(one[k:]) - GREEDY[group[b]]
+    return rewards, advantages
+
+
+CASES = [
+    *((name, {"placement": placement}) for name in ESTIMATORS for placement in ("none", "reward", "loss")),
+    ("grpo", {"divide_by_group_std": False}),
+]
+
+
+@pytest.mark.parametrize("per_token", [None, PER_TOKEN], ids=["score", "per token"])
+@pytest.mark.parametrize("estimator, changes", CASES)
+def test_advantages_are_those_of_the_loops(estimator, changes, per_token):
+    asked = algorithm(estimator, **changes)
+    found, _ = shaped(asked, per_token=per_token)
+    reward, advantage = by_hand(asked, per_token)
+    torch.testing.assert_close(found["reward"], reward, rtol=0, atol=1e-6)
+    torch.testing.assert_close(found["raw_advantage"], advantage, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "rloo"])
+def test_advantages_of_the_wrong_group_are_noticed(estimator):
+    found, _ = shaped(algorithm(estimator))
+    _, advantage = by_hand(algorithm(estimator), group=[i // 4 for i in range(len(TURNS))])
+    assert (found["raw_advantage"] - advantage).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_whitening_is_reinforces_own_and_a_choice_elsewhere(estimator):
+    mask = whole_batch()["response_mask"]
+    found, _ = shaped(algorithm(estimator))
+    assert torch.equal(found["advantage"], found["raw_advantage"]) == (estimator != "reinforce_plus_plus")
+    whitened, _ = shaped(algorithm(estimator, whiten_advantages=True))
+    assert float(whitened["advantage"][mask].mean()) == pytest.approx(0.0, abs=1e-6)
+    assert float(whitened["advantage"][mask].std()) == pytest.approx(1.0, abs=1e-5)
+
+
+def test_metrics_of_the_comparison():
+    batch = whole_batch()
+    assert shaped(algorithm("grpo"))[1] == {"reward/equal_groups": 0.0}
+    same = torch.tensor([1.0 if name == 0 else float(i) for i, name in enumerate(GROUP)])
+    assert shape_experience(Experience.of_whole(batch), same, KL, algorithm("rloo")).metrics == {"reward/equal_groups": 0.5}
+    greedy = sum(GREEDY[name] for name in GROUP) / len(GROUP)
+    assert shaped(algorithm("remax"))[1] == {"reward/greedy_score": pytest.approx(greedy)}
+    assert shaped(algorithm("reinforce_plus_plus"))[1] == {}
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "rloo"])
+def test_a_sample_without_a_group_is_refused(estimator):
+    batch = whole_batch()
+    alone = replace(batch, sequence_fields={"truncated": batch["truncated"]})
+    with pytest.raises(AssertionError, match="without a group"):
+        shape_experience(Experience.of_whole(alone), torch.tensor(SCORE), KL, algorithm(estimator))
+
+
+# ------------------------------------------------------------------------------------------------------- tokens reweighted
+
+
+def plain_advantages(**changes):
+    """Of REINFORCE++, which differ between the tokens of a response."""
+    return shaped(algorithm("reinforce_plus_plus", **changes))
+
+
+def responses():
+    batch = whole_batch()
+    cuts = batch.cu_seqlens.tolist()
+    for begin, end in zip(cuts, cuts[1:]):
+        yield [t for t in range(begin, end) if batch["response_mask"][t]]
+
+
+def test_advantages_of_sequences_are_means_over_sampled_tokens():
+    found, _ = plain_advantages(objective="gspo", sequence_advantages=True)
+    plain, _ = plain_advantages()
+    want = torch.zeros_like(plain["advantage"])
+    for places in responses():
+        for t in places:
+            want[t] = math.fsum(float(plain["advantage"][s]) for s in places) / len(places)
+    torch.testing.assert_close(found["advantage"], want, rtol=0, atol=1e-6)
+    assert torch.equal(found["raw_advantage"], plain["raw_advantage"]) and (want - plain["advantage"]).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+def test_a_correction_weighs_the_gradient_by_the_samplers_log_probs(level):
+    batch = whole_batch()
+    found, metrics = plain_advantages(correction={"kind": "mis", "level": level, "high": 1.2})
+    plain, _ = plain_advantages()
+    want, weights = torch.zeros_like(plain["advantage"]), []
+    for places in responses():
+        each = {t: float(batch["logprob"][t]) - float(batch["rollout_logprob"][t]) for t in places}
+        for t in places:
+            whole = math.fsum(each.values())
+            ratio = math.exp({"token": each[t], "sequence": whole, "geometric": whole / len(places)}[level])
+            weights.append(ratio if ratio <= 1.2 else 0.0)
+            want[t] = plain["advantage"][t] * weights[-1]
+    torch.testing.assert_close(found["advantage"], want, rtol=1e-5, atol=1e-6)
+    assert metrics["policy/correction_mean"] == pytest.approx(sum(weights) / len(weights))
+    assert metrics["policy/correction_cut"] == pytest.approx(weights.count(0.0) / len(weights)) and 0 < weights.count(0.0) < len(
+        weights
+    )
+    assert metrics["policy/correction_max"] > 1.2
+
+
+def test_high_entropy_tokens_alone_are_trained_on():
+    batch = whole_batch()
+    found, metrics = plain_advantages(high_entropy_token_ratio=0.3)
+    plain, _ = plain_advantages()
+    sampled = [t for places in responses() for t in places]
+    highest = sorted(sampled, key=lambda t: float(batch["entropy"][t]))[-math.ceil(0.3 * len(sampled)) :]
+    kept = torch.zeros(batch.num_tokens, dtype=torch.bool)
+    kept[highest] = True
+    assert torch.equal(found["advantage"], torch.where(kept, plain["advantage"], 0.0))
+    assert metrics["policy/high_entropy_threshold"] == min(float(batch["entropy"][t]) for t in highest)
+
+
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "fixed-length"])
+def test_cut_responses_count_neither_in_the_loss_nor_in_its_denominator(mode):
+    asked = algorithm("rloo", mask_truncated=True, loss_aggregation=mode, mini_batch_size=4)
+    experience, alone = Experience.of_whole(whole_batch()), Shares.of_ranks([0])
+    assert left_out_of("critic", experience.table, asked) is None
+    left_out = left_out_of("policy", experience.table, asked)
+    counts = {tokens: sum(s for _, s in turns) for tokens, turns in zip(range(len(TURNS)), TURNS)}
+    seen = 0
+    for chosen, mini in zip(samples_of_epoch(experience.table, 4, 7), mini_batches(experience, alone, None, asked, 9, 7, left_out)):
+        lengths = [0 if i % 2 else counts[i] for i in chosen.tolist()]  # every other response is cut
+        sequences = sum(n > 0 for n in lengths)
+        want = {"token-mean": sum(lengths), "fixed-length": 9 * sequences}.get(mode, sequences)
+        assert mini.denominator == max(want, 1)
+        weights = mini.share["weight"].split(mini.share.lengths.tolist())
+        for n, weight in zip(lengths, weights, strict=True):
+            assert int((weight != 0).sum()) == n
+            assert float(weight.sum()) == pytest.approx(n if mode != "seq-mean-token-mean" else min(n, 1))
+        seen += sum(lengths)
+    assert 0 < seen < sum(counts.values())
+
+
+# Responses to one prompt are on different ranks, and rank 1 has none.
+ON_RANKS = [0, 2, 0, 2, 2, 0, 0]
+ON_THREE_RANKS = [
+    *(algorithm(name) for name in ESTIMATORS),
+    algorithm("rloo", high_entropy_token_ratio=0.3),
+    algorithm("grpo", correction={"kind": "icepop", "low": 0.8, "high": 1.2}),
+    algorithm("remax", correction={"kind": "tis", "level": "geometric"}, objective="gspo", sequence_advantages=True),
+]
+
+
+def shape_all(rank):
+    return [shaped(asked, ON_RANKS, PER_TOKEN) for asked in ON_THREE_RANKS]
+
+
+def test_three_ranks_of_which_one_has_nothing_give_the_numbers_of_one():
+    ranks = spawn_world(shape_all, 3)
+    for of_rank in ranks:
+        for asked, (found, metrics) in zip(ON_THREE_RANKS, of_rank, strict=True):
+            alone, figures = shaped(asked, per_token=PER_TOKEN)
+            # whitening sums in another order
+            tolerance = 1e-6 if asked.estimator == "reinforce_plus_plus" else 0.0
+            assert all((found[name] - alone[name]).abs().max() <= tolerance for name in alone), asked
+            assert metrics == pytest.approx(figures)
