@@ -24,7 +24,7 @@ from megappo.trainer.experience import collect, requests_of_step
 from megappo.trainer.main import rollout_of, sampling_params, scorer_of
 from megappo.trainer.model_outputs import add_model_outputs
 from megappo.trainer.scoring import score_responses
-from megappo.trainer.shaping import shape_advantages
+from megappo.trainer.shaping import shape_experience
 from megappo.trainer.updates import Updates
 
 # One rank, and the policy's own model generates: slower than vLLM, and nothing to start.
@@ -59,9 +59,10 @@ def main(path: str, overrides: list[str]) -> None:
     experience = add_model_outputs(experience, roles)
     # 5 KL-shaped rewards, GAE, whitening
     score, kl_coef = torch.tensor(scored.total), config.algorithm.kl.coef
-    batch = shape_advantages(experience.batch, score, kl_coef, config.algorithm, scored.per_token)
+    experience = shape_experience(experience, score, kl_coef, config.algorithm, scored.per_token).experience
+    batch = experience.batch
     # 6 updates: the same mini-batches for critic and policy
-    updates = Updates(experience.with_batch(batch), roles, ("critic", "policy"), config, seed=1, counts_ratios=False)
+    updates = Updates(experience, roles, ("critic", "policy"), config, seed=1, counts_ratios=False)
     for name in ("critic", "policy"):
         updates.run(name)
         summary = updates.summary(name)

@@ -354,7 +354,7 @@ FOREIGN = [
     ("trainer.nnodes", "did you mean run.num_ranks?"),
     (
         "algorithm.adv_estimator",
-        "verl has it; implied here: GAE with a critic is the only estimator of advantages (see algorithm.lam)",
+        "verl has it; implied here: set algorithm.estimator by hand, without the critic's keys (see algorithm.estimator)",
     ),
     ("trainer.use_legacy_worker_impl", "verl has it; not needed here: each role names its engine (see policy.engine)"),
     ("--max-epochs", "did you mean algorithm.ppo_epochs?"),

@@ -269,7 +269,7 @@ def test_units_change_with_the_other_keys(foreign, wanted):
 
 
 NO_EQUIVALENT = [
-    ({"algorithm.adv_estimator": "grpo"}, "GAE with a critic is the only estimator"),
+    ({"algorithm.adv_estimator": "grpo"}, "set algorithm.estimator by hand"),
     ({f"{AOR}.rollout.name": "sglang"}, "vLLM generates"),
     ({"data.truncation": "left"}, "never truncated"),
     ({"data.train_files": ["a", "b"]}, "one file: join the 2"),

@@ -172,7 +172,7 @@ _RUN = {
     "ppo.val_batch_size": unneeded("the sampler schedules the validation prompts", "rollout.max_num_seqs"),
     "ppo.seed": take("run.seed"),
     "ppo.max_rollout_turns": missing("one turn a prompt", off=(None, 1)),
-    "ppo.overlong_filtering": missing("cut responses count", "reward.missing_eos_penalty"),
+    "ppo.overlong_filtering": take("algorithm.mask_truncated"),
     "ppo.use_dynamic_sampling": missing("every prompt of a step counts", "data.prompts_per_step"),
     "ppo.dynamic_sampling_max_gen_batches": unneeded("every prompt of a step counts", "data.prompts_per_step"),
     "ppo.batch_multiplier": missing("every prompt of a step counts", "data.prompts_per_step", off=(None, 1)),
@@ -181,7 +181,12 @@ _RUN = {
     "ppo.async_ppo": unneeded("a step trains on its own responses"),
     "ppo.reward_shaping.enabled": missing("set the length penalty", "reward.length_penalty"),
     "ppo.reward_shaping": unneeded("see reward_shaping.enabled", "reward.length_penalty"),
-    "ppo.adv_estimator.name": implied("GAE", "algorithm.lam", expects=("gae",), otherwise="GAE is the only estimator"),
+    "ppo.adv_estimator.name": implied(
+        "GAE",
+        "algorithm.estimator",
+        expects=("gae",),
+        otherwise="set algorithm.estimator by hand, without the critic's keys",
+    ),
     "ppo.adv_estimator.gae_lambda": take("algorithm.lam"),
     "ppo.adv_estimator.gae_gamma": take("algorithm.gamma"),
     "ppo.adv_estimator.normalize_advantages": take("algorithm.whiten_advantages"),
@@ -203,7 +208,9 @@ _RUN = {
     "loss_fn.disable_ppo_ratio": missing("PPO's clipped loss"),
     "loss_fn.use_on_policy_kl_approximation": missing("the KL is over samples of the policy"),
     "loss_fn.use_importance_sampling_correction": missing("a difference stops the run", "rollout.max_prob_diff"),
-    "loss_fn.sequence_level_importance_ratios": missing("ratios are per token"),
+    "loss_fn.sequence_level_importance_ratios": missing(
+        "set algorithm.objective to gspo by hand, with seq-mean-token-mean", "algorithm.objective"
+    ),
     "loss_fn.force_on_policy_ratio": missing("PPO's clipped loss"),
     "loss_fn.positive_example_nll_weight": missing("PPO's loss alone", off=(None, 0, 0.0)),
     "value_loss_fn.scale": implied("the critic has its own optimizer", "critic.optimizer.lr"),

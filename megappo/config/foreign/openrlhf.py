@@ -72,7 +72,12 @@ _RULES = {
     "value_clip": take("algorithm.value_clip"),
     "lambd": take("algorithm.lam"),
     "gamma": take("algorithm.gamma"),
-    "advantage_estimator": implied("GAE", "algorithm.lam", expects=("gae",), otherwise="GAE with a critic is the only estimator"),
+    "advantage_estimator": implied(
+        "GAE",
+        "algorithm.estimator",
+        expects=("gae",),
+        otherwise="set algorithm.estimator by hand, without the critic's keys",
+    ),
     "no_advantage_std_norm": missing("mean and standard deviation, or neither", "algorithm.whiten_advantages"),
     "normalize_reward": missing("advantages are normalised instead", "algorithm.whiten_advantages"),
     "reward_clip_range": missing("scores are not clipped", "reward.parts", off=(None, [-10, 10])),

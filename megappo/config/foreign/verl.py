@@ -224,7 +224,7 @@ ACTOR = {
     "actor_rollout_ref.actor.kl_loss_coef": take("algorithm.kl.coef", by="kl_in_loss"),
     "actor_rollout_ref.actor.kl_loss_type": take("algorithm.kl.estimator", values=KL_ESTIMATORS, by="kl_in_loss"),
     "actor_rollout_ref.actor.policy_loss.loss_mode": implied(
-        "PPO's clipped loss", expects=("vanilla",), otherwise="PPO's clipped loss is the only one"
+        "PPO's clipped loss", "algorithm.objective", expects=("vanilla",), otherwise="there are ppo, gspo and cispo; set it by hand"
     ),
     "actor_rollout_ref.actor.use_torch_compile": unneeded(COMPILED, "kernels"),
     "actor_rollout_ref.actor.entropy_checkpointing": unneeded("entropy never holds all logits at once"),
@@ -317,7 +317,10 @@ CRITIC = {
 
 REST = {
     "algorithm.adv_estimator": implied(
-        "GAE", "algorithm.lam", expects=("gae",), otherwise="GAE with a critic is the only estimator of advantages"
+        "GAE",
+        "algorithm.estimator",
+        expects=("gae",),
+        otherwise="set algorithm.estimator by hand, without the critic's keys",
     ),
     "algorithm.gamma": take("algorithm.gamma"),
     "algorithm.lam": take("algorithm.lam"),
@@ -327,11 +330,9 @@ REST = {
     "algorithm.kl_ctrl.kl_coef": take("algorithm.kl.coef", by="kl_in_reward"),
     "algorithm.kl_ctrl.target_kl": take("algorithm.kl.target"),
     "algorithm.kl_ctrl.horizon": take("algorithm.kl.horizon"),
-    "algorithm.norm_adv_by_std_in_grpo": unneeded("for GRPO alone", "algorithm.whiten_advantages"),
+    "algorithm.norm_adv_by_std_in_grpo": unneeded("for GRPO alone", "algorithm.divide_by_group_std"),
     "algorithm.use_pf_ppo": missing("every sample has the same weight"),
-    "algorithm.rollout_correction.rollout_is": missing(
-        "a difference of sampler and trainer stops the run", "rollout.max_prob_diff"
-    ),
+    "algorithm.rollout_correction.rollout_is": missing("set the correction by hand, with its bounds", "algorithm.correction.kind"),
     "reward_model.enable": implied("a reward model is a part of the reward", "reward_model.model"),
     "reward_model.model.path": take("reward_model.model", by="reward_model"),
     "reward_model.reward_manager": missing("scores come from rules", "reward.parts", off=(None, "naive")),
