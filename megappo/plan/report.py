@@ -359,7 +359,8 @@ def _checkpoint_lines(plan: Plan) -> Iterator[str]:
 
 
 def _data_lines(plan: Plan, data: RunData) -> list[str]:
-    schedule = update_schedule(plan.config, "critic")
+    role = "critic" if "critic" in plan.layouts else "policy"  # the critic's are not ended early, nor left out in its warm-up
+    schedule = update_schedule(plan.config, role)
     per_epoch, per_step, prompts = data.loader.steps_per_epoch, plan.step.prompts, len(data.train)
     epochs = data.total_steps * per_step / prompts
     over = per_epoch * per_step - prompts
@@ -368,7 +369,7 @@ def _data_lines(plan: Plan, data: RunData) -> list[str]:
         f"  train: {data.train.summary()}",
         f"  epoch: {prompts:,} prompts / {per_step:,} per step = {_count(per_epoch, 'step')}{crossing}",
         f"  run: {_count(data.total_steps, 'step')} = {epochs:.3g} epochs, {data.total_steps * plan.step.samples:,} samples, "
-        f"{data.total_steps * schedule.optimizer_steps(plan.step.samples):,} optimizer steps of the critic",
+        f"{data.total_steps * schedule.optimizer_steps(plan.step.samples):,} optimizer steps of the {role}",
     ]
     for one in data.evaluations:
         s = one.settings

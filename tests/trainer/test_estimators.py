@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megappo.config.batch import shared_schedule
 from megappo.config.schema import AlgorithmConfig, KLConfig
 from megappo.data.packing import PackedBatch, cu_seqlens_of
 from megappo.experience.experience import Experience
@@ -222,7 +223,8 @@ def test_cut_responses_count_neither_in_the_loss_nor_in_its_denominator(mode):
     left_out = left_out_of("policy", experience.table, asked)
     counts = {tokens: sum(s for _, s in turns) for tokens, turns in zip(range(len(TURNS)), TURNS)}
     seen = 0
-    for chosen, mini in zip(samples_of_epoch(experience.table, 4, 7), mini_batches(experience, alone, None, asked, 9, 7, left_out)):
+    minis = mini_batches(experience, alone, None, shared_schedule(asked), 9, 7, left_out)
+    for chosen, mini in zip(samples_of_epoch(experience.table, 4, 7), minis, strict=True):
         lengths = [0 if i % 2 else counts[i] for i in chosen.tolist()]  # every other response is cut
         sequences = sum(n > 0 for n in lengths)
         want = {"token-mean": sum(lengths), "fixed-length": 9 * sequences}.get(mode, sequences)
