@@ -211,6 +211,12 @@ class AlgorithmConfig(Section):
         return self.estimator in ("grpo", "rloo")
 
     @property
+    def reweights(self) -> bool:
+        """True if tokens of a response count differently, or their advantages are averaged."""
+        chosen = self.high_entropy_token_ratio is not None
+        return chosen or self.sequence_advantages or self.correction.kind != "none"
+
+    @property
     def whitens(self) -> bool:
         """`whiten_advantages`, or its default for the estimator."""
         default = self.estimator in ("gae", "reinforce_plus_plus")

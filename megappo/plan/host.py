@@ -270,12 +270,9 @@ class HostWork:
 
 
 def _shaped_fields(algorithm: AlgorithmConfig) -> set[str]:
-    """Fields of a token that stage 5 adds with memory of their own: without whitening the advantage is the raw one."""
-    return (
-        {"reward", "raw_advantage"}
-        | ({"returns"} if algorithm.has_critic else set())
-        | ({"advantage"} if algorithm.whitens else set())
-    )
+    """Fields of a token that stage 5 adds with memory of their own: if nothing changes the advantage, it is the raw one."""
+    changed = algorithm.whitens or algorithm.reweights
+    return {"reward", "raw_advantage", *(["returns"] if algorithm.has_critic else []), *(["advantage"] if changed else [])}
 
 
 def _part(shares: Shares, rank: int) -> Part:

@@ -7,7 +7,7 @@ import io
 import pytest
 
 from megappo.telemetry.names import metric_names, nearest_name
-from megappo.telemetry.progress import PPO_COLUMNS, Progress, columns_of
+from megappo.telemetry.progress import PPO_COLUMNS, Progress, columns_of, columns_without_critic
 
 NAMES = metric_names(["exact_match", "mine.score"], ["policy", "critic", "reference"])
 
@@ -16,6 +16,12 @@ def test_names_are_whole_and_known_once() -> None:
     assert len(NAMES) == len(set(NAMES)) and not [name for name in NAMES if name.endswith("*")]
     assert {column.metric for column in PPO_COLUMNS} <= set(NAMES)
     assert {"reward/mine.score/max", "perf/mfu/update_critic", "timing/generate_s", "perf/tflop/logprobs/reference"} <= set(NAMES)
+
+
+def test_a_run_without_a_critic_has_no_names_of_it() -> None:
+    names = metric_names(["exact_match"], ["policy", "reference"])
+    assert not [name for name in names if "critic" in name] and [name for name in NAMES if "critic" in name]
+    assert set(columns_without_critic()) == {column.metric for column in PPO_COLUMNS} & set(names)
 
 
 @pytest.mark.parametrize(

@@ -214,6 +214,14 @@ def test_every_placement_is_one_that_the_plan_takes(tmp_path, overrides):
             assert one.applied(search.config) == config
 
 
+def test_a_critic_that_is_not_built_is_placed_nowhere(tmp_path):
+    search = search_of(write_run(tmp_path), ["critic=null", "algorithm.estimator=reinforce_plus_plus"], world=2)
+    found = list(placings(search.config, search.machine))
+    assert not [key for one in found for key in one.changes if "critic" in key]
+    assert {one.name for one in found} == {"colocated", "rollout on 1", "reference on 1", "reference on 1, rollout on 0"}
+    assert ranked(search)[0].choice is not None
+
+
 def test_several_nodes_are_cut_between_nodes(tmp_path):
     search = search_of(write_run(tmp_path), world=24)
     for one in placings(search.config, search.machine):
