@@ -7,12 +7,15 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from megappo.arguments import positive_int
 from megappo.commands.parser import AddCommand
 from megappo.commands.prepared import device_of, leave_world, local_models, plan_here, print_on_rank_0, require_device
 from megappo.config.errors import ConfigError
 from megappo.launch.exit_codes import DONE
 from megappo.launch.options import add_max_restarts
 from megappo.telemetry.console import keep_console
+
+PRETRAINING = ("critic.warmup_lam=1.0", "checkpoint.export_at_end=false")  # the policy is the one that the run starts from
 
 if TYPE_CHECKING:
     from megappo.config.schema import TrainConfig
@@ -21,9 +24,28 @@ if TYPE_CHECKING:
 
 def add_commands(command: AddCommand) -> None:
     train = command("train", cmd_train, "Train with PPO. Starts the ranks itself unless torchrun or srun has.")
-    train.add_argument("--resume", action="store_true", help="continue the run of this name after its last checkpoint")
-    add_max_restarts(train)
+    _add_restarting(train)
+    pretrain = command(
+        "pretrain-critic",
+        cmd_pretrain_critic,
+        "Train the critic alone, on Monte Carlo returns of responses that the policy samples without changing.",
+        "The run's checkpoints are for `critic.checkpoint` of the runs that follow. It is `train` with a warm-up of the critic for "
+        "the whole run, a lambda of 1 and the name NAME-critic; key=value counts over these.",
+    )
+    pretrain.add_argument("--steps", type=positive_int, default=50, metavar="N", help="PPO steps at most (default: 50)")
+    pretrain.add_argument(
+        "--explained-variance",
+        type=float,
+        metavar="X",
+        help="end the run after the first step whose values explain this share of the variance of their returns, for example 0.8",
+    )
+    _add_restarting(pretrain)
     command("sft", cmd_sft, "Fine-tune on demonstrations with the same engine.")
+
+
+def _add_restarting(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--resume", action="store_true", help="continue the run of this name after its last checkpoint")
+    add_max_restarts(parser)
 
 
 def cmd_train(args: argparse.Namespace) -> int:
@@ -96,6 +118,22 @@ def _start_ranks(args: argparse.Namespace, config: TrainConfig, ranks: int, of_m
         command = ["train", str(folder / "config.yaml")]
     with held_lease(run_dir, f"megappo train {args.config}"):
         return train_here(ranks, command, run_dir, resume=args.resume, max_restarts=args.max_restarts, record=folder)
+
+
+def cmd_pretrain_critic(args: argparse.Namespace) -> int:
+    """Train with a warm-up of the critic that is the whole run."""
+    from megappo.config.loading import load_config
+
+    name = load_config(args.config, args.overrides).run.name
+    args.overrides = [
+        f"trainer.steps={args.steps}",
+        f"critic.warmup_steps={args.steps}",
+        *([] if args.explained_variance is None else [f"critic.warmup_explained_variance={args.explained_variance}"]),
+        *PRETRAINING,
+        f"run.name={name}-critic",
+        *args.overrides,  # these count where both set a key
+    ]
+    return cmd_train(args)
 
 
 def cmd_sft(args: argparse.Namespace) -> int:

@@ -18,7 +18,7 @@ from megappo.config.engine_checks import engine_problems
 from megappo.config.errors import ConfigError, problem
 from megappo.config.evaluations import config_of_set, evaluation_problem, evaluation_sets
 from megappo.config.keys import value_at
-from megappo.config.layout_checks import world_problems
+from megappo.config.layout_checks import only_pretrains, world_problems
 from megappo.config.reward_checks import reward_problem
 from megappo.config.reward_sections import RewardConfig
 from megappo.config.role_sections import OptimizerConfig
@@ -246,7 +246,7 @@ def _warmup_fits(key: str, optimizer: OptimizerConfig, total: int) -> str | None
 
 
 def _policy_lr_warmup(config: TrainConfig) -> str | None:
-    if config.trainer.steps is None:
+    if config.trainer.steps is None or only_pretrains(config):
         return None
     steps = max(0, config.trainer.steps - config.critic.warmup_steps)  # the critic's warm-up does not update the policy
     total = steps * update_schedule(config, "policy").optimizer_steps(step_arithmetic(config).samples)

@@ -134,6 +134,11 @@ TRAIN: tuple[Dead, ...] = (
         "algorithm.estimator gives all tokens of a response one advantage already; remove it",
     ),
     Dead(
+        ("critic.warmup_lam", "critic.warmup_explained_variance"),
+        lambda c: c.critic.warmup_steps == 0,
+        "critic.warmup_steps is 0, so there are no steps that train the critic alone; remove it, or set critic.warmup_steps",
+    ),
+    Dead(
         ("algorithm.target_kl",),
         lambda c: update_schedule(c, "policy").optimizer_steps(step_arithmetic(c).samples) <= 1,
         "a step makes one update, and there is no later one to stop; remove it, or raise ppo_epochs, or lower mini_batch_size",

@@ -54,7 +54,15 @@ def uses_model(reward: RewardConfig) -> bool:
 def trained_sections(config: TrainConfig | SftConfig) -> dict[str, TrainableConfig]:
     """Role -> its section, for the roles of this configuration that have an optimizer and a place in checkpoints."""
     used = roles_in_use(config)
+    if isinstance(config, TrainConfig) and only_pretrains(config):
+        del used["policy"]
     return {name: one for name, one in role_sections(config).items() if isinstance(one, TrainableConfig) and name in used}
+
+
+def only_pretrains(config: TrainConfig) -> bool:
+    """True if the critic's warm-up is the whole run: the policy samples and never changes."""
+    steps, warmup = config.trainer.steps, config.critic.warmup_steps
+    return config.algorithm.has_critic and steps is not None and warmup >= steps
 
 
 def value_head_of(section: RoleConfig) -> Literal["zero", "normal", "checkpoint"] | None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from megappo.config.paths import ModelPath, PathText
 from megappo.config.rank_ranges import ALL, RankRanges
@@ -114,7 +116,14 @@ class CriticConfig(TrainableConfig):
     checkpoint_role: Literal["critic", "policy"] = "critic"
     """Role of `checkpoint` to load: the critic with its value head, or the policy, under a new head (`value_head`)."""
     warmup_steps: NonNegative = 0
-    """PPO steps at the start that train only the critic."""
+    """PPO steps at the start that train only the critic. As many as `trainer.steps`: the run pretrains the critic, and the policy
+    has no optimizer (`megappo pretrain-critic`)."""
+    warmup_lam: Fraction | None = None
+    """GAE lambda of the critic's returns in these steps; 1 means Monte Carlo returns (value pretraining, arXiv:2503.01491). null
+    means `algorithm.lam_value`."""
+    warmup_explained_variance: Annotated[float, Field(lt=1.0)] | None = None
+    """End these steps early, after the first whose values explain this share of the variance of their returns
+    (`critic/explained_variance`). The policy's schedule of learning rates then counts all steps of the run."""
     ppo_epochs: Positive | None = None
     """The critic's passes over the responses of a step, for example 2 for two critic updates to one of the policy; null means
     `algorithm.ppo_epochs`."""

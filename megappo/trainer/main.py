@@ -313,9 +313,10 @@ def _place_of_policy(config: TrainConfig) -> PolicyPlace | None:
 
 
 def updates_of_run(config: TrainConfig, total_steps: int) -> dict[str, int]:
-    """Trained role -> optimizer steps of the whole run; the policy takes none in the critic's warm-up."""
+    """Trained role -> optimizer steps of the whole run; the policy takes none in a critic's warm-up of fixed length."""
     steps = dict.fromkeys(trained_sections(config), total_steps)
-    steps["policy"] = max(1, total_steps - config.critic.warmup_steps)
+    if "policy" in steps and config.critic.warmup_explained_variance is None:
+        steps["policy"] = max(1, total_steps - config.critic.warmup_steps)
     samples = step_arithmetic(config).samples
     return {role: number * update_schedule(config, role).optimizer_steps(samples) for role, number in steps.items()}
 

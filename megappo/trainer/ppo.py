@@ -36,6 +36,7 @@ from megappo.trainer.shaping import shape_experience
 from megappo.trainer.state import TrainerState
 from megappo.trainer.trajectories import draw_samples, trajectories_of
 from megappo.trainer.updates import Updates
+from megappo.trainer.warmup import CriticWarmup
 
 
 class PPO:
@@ -65,7 +66,7 @@ class PPO:
         check_replicas: Callable[[], None],
         instruments: Instruments,
     ) -> None:
-        self.config, self.total_steps = config, total_steps
+        self.config, self.total_steps, self.warmup = config, total_steps, CriticWarmup(config, state)
         self.roles = roles
         self.rollout, self.sampling = rollout, sampling
         self.prompts, self.loader, self.evaluations = prompts, loader, evaluations
@@ -83,10 +84,10 @@ class PPO:
             results = self.evaluations.after(0, self.instruments.timers())
             self.log.end_of_start()
         last = {result.name: result for result in results}
-        while self.state.step < self.total_steps and not self.stopped:
+        while self.state.step < self.last_step and not self.stopped:
             with self.instruments.step(self.state.step + 1), self.checkpoints.guard_step():
                 last |= {result.name: result for result in self.step()}
-            if self.state.step > self.config.critic.warmup_steps:  # every role has been updated
+            if not self.warmup.covers(self.state.step):  # every role has been updated
                 self.settle()
         return last
 
@@ -121,12 +122,12 @@ class PPO:
 
         with timers.stage("advantages"):  # 5
             kl_coef, score = self.kl_controller.coef, torch.tensor(scored.total)
-            shaped = shape_experience(experience, score, kl_coef, config.algorithm, scored.per_token, baseline)
+            shaped = shape_experience(experience, score, kl_coef, self.warmup.algorithm(step), scored.per_token, baseline)
             experience = shaped.experience
 
         with timers.stage("update_critic" if self.roles.trains("critic") else "update_policy"):  # 6
             self.checkpoints.begin_updates()
-            updated = self.roles.trained if step > config.critic.warmup_steps else ("critic",)
+            updated = ("critic",) if self.warmup.covers(step) else self.roles.trained
             counts_ratios = self.is_due(step, config.telemetry.histogram_interval)
             updates = Updates(experience, self.roles, updated, config, sample_seed(config.run.seed, step, -1), counts_ratios)
             updates.run("critic")
@@ -145,9 +146,11 @@ class PPO:
         kl_kind = config.algorithm.kl.estimator
         record = StepRecord(step, experience, scored, agreement, kl_kind, kl_coef, critic, policy, pushed, shaped.metrics)
         # During the critic's warm-up the policy does not change, and its KL says nothing about the coefficient.
-        if step > config.critic.warmup_steps:
+        if not self.warmup.covers(step):
             self.kl_controller.update(record.kl_per_response(), experience.table.num_samples)
         self.count(record)
+        if self.warmup.covers(step) and self.warmup.end_if_fitted(step, record.explained_variance):
+            self.log.note(f"critic: explains {record.explained_variance:.3f} of the returns; its warm-up ends after step {step}")
         evaluated = self.evaluations.after(step, timers)
         costs = self.instruments.costs(record, timers)
         timeline = self.instruments.timeline(timers, step) if self.is_due(step, config.telemetry.summary_every) else []
@@ -157,7 +160,7 @@ class PPO:
             self.log.trajectories(step, trajectories_of(record, prompt_of, drawn, self.tokenizer))
         if counts_ratios:
             self.log.histograms(step, histograms_of(record))
-        self.stopped = self.checkpoints.end_of_step(step, is_last=step == self.total_steps, evaluated=metrics_of(evaluated))
+        self.stopped = self.checkpoints.end_of_step(step, is_last=step == self.last_step, evaluated=metrics_of(evaluated))
         return evaluated
 
     def push_weights(self, version: int) -> dict[str, float]:
@@ -166,7 +169,11 @@ class PPO:
             return self.rollout.push_weights(version)
 
     def is_due(self, step: int, interval: int) -> bool:
-        return interval > 0 and (step % interval == 0 or step == self.total_steps)
+        return interval > 0 and (step % interval == 0 or step == self.last_step)
+
+    @property
+    def last_step(self) -> int:
+        return self.warmup.last_step(self.total_steps)
 
     def count(self, record: StepRecord) -> None:
         table, critic, policy = record.experience.table, record.critic, record.policy

@@ -217,6 +217,11 @@ class StepRecord:
             metrics[Metric.POLICY_LR.value] = p.lr
         return metrics | expert_metrics("policy", p.expert_tokens, p.balance_loss)
 
+    @property
+    def explained_variance(self) -> float:
+        """Share of the variance of the returns that the values explain, before the updates; NaN if the returns are all alike."""
+        return explained_variance(self.totals["fit"])
+
     def _critic(self) -> dict[str, float]:
         """Empty without a critic."""
         if not self._has_values:
@@ -224,7 +229,7 @@ class StepRecord:
         c = self.critic
         metrics = {
             Metric.CRITIC_LOSS.value: c.loss("loss_sum"),
-            Metric.CRITIC_EXPLAINED_VARIANCE.value: explained_variance(self.totals["fit"]),
+            Metric.CRITIC_EXPLAINED_VARIANCE.value: self.explained_variance,
             Metric.CRITIC_VALUE_CLIP.value: c.per_token("value_clip_sum"),
             Metric.CRITIC_VALUE_ERROR_MAX.value: c.maxima.get("value_error_max", 0.0),
             Metric.CRITIC_GRAD_NORM.value: c.grad_norm,

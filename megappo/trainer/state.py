@@ -12,7 +12,8 @@ class TrainerState:
     """Counters of a run. step: PPO steps done. episodes: responses sampled. tokens: response tokens sampled.
 
     policy_updates, critic_updates: optimizer steps taken; policy_skipped, critic_skipped: those left out, as the gradients were not
-    finite. best: metric, mode, step and value of the best step, or None (`best.py`).
+    finite. warmup_ended: step after which the critic's warm-up ended early, or 0. best: metric, mode, step and value of the best
+    step, or None (`best.py`).
     """
 
     step: int = 0
@@ -22,6 +23,7 @@ class TrainerState:
     critic_updates: int = 0
     policy_skipped: int = 0
     critic_skipped: int = 0
+    warmup_ended: int = 0
     best: dict[str, Any] | None = None
 
     def state_dict(self) -> dict[str, Any]:

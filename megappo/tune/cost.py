@@ -41,8 +41,8 @@ class Workload:
         return self.prompt_tokens + self.response_tokens
 
     def mini_batch(self, role: str) -> int:
-        """Samples of one update, or of one pass of a trial for a frozen role: as many as the policy's."""
-        return self.schedules.get(role, self.schedules["policy"]).mini_batch_size
+        """Samples of one update, or of one pass of a trial for a frozen role: as many as of the first that trains."""
+        return self.schedules.get(role, next(iter(self.schedules.values()))).mini_batch_size
 
     def updates(self, role: str) -> int:
         """Optimizer steps of a role that trains."""

@@ -66,7 +66,8 @@ def small_run(config: TrainConfig, folder: Path, max_ranks: int, implementation:
             changes["optimizer"] = section.optimizer.model_copy(update=optimizer)
         if isinstance(section, CriticConfig):
             # A head of zeros would let no gradient reach the layers.
-            changes |= {"value_head": "normal", "warmup_steps": 0, "checkpoint": None}
+            changes |= {"value_head": "normal", "warmup_steps": 0, "warmup_lam": None, "checkpoint": None}
+            changes["warmup_explained_variance"] = None
             if section.mini_batch_size is not None:
                 changes["mini_batch_size"] = MINI_BATCH
             if section.ppo_epochs is not None:

@@ -1,7 +1,8 @@
-"""`critic.checkpoint`: a run whose critic starts from another run's critic or policy, in another layout; runs of one PPO step."""
+"""`critic.checkpoint`: a run whose critic starts from another run's critic or policy, in another layout; runs that pretrain it."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,13 @@ Weights = dict[str, torch.Tensor]
 
 
 @pytest.fixture(scope="module")
-def weights(tmp_path_factory) -> dict[str, Weights]:
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("critics")
+
+
+@pytest.fixture(scope="module")
+def weights(folder) -> dict[str, Weights]:
     """ "run role" -> its weights, by canonical name."""
-    folder = tmp_path_factory.mktemp("critics")
     write_small_task(folder)
     return spawn_world(runs_and_weights, 2, str(folder), timeout_s=500)[0]
 
@@ -39,9 +44,23 @@ def runs_and_weights(rank: int, folder: str) -> dict[str, Weights]:
     from_policy = config("from_policy", **body, **{"critic.checkpoint": f"{source}/checkpoints/step-1"})
     # A resumed run takes its own critic: nobody looks for what the key names.
     resumed = config("from_policy", steps=2, **body, **{"critic.checkpoint": f"{source}/checkpoints/step-99"})
-    run_many(rank, [(first, False), (from_critic, False), (from_policy, False), (resumed, True)])
+    # Any value explains more than that: the warm-up ends after the first step.
+    pretrain = {"critic.warmup_steps": 3, "critic.warmup_lam": 1.0, "checkpoint.keep_last": 3, "checkpoint.save_every": 1}
+    fitted = {**pretrain, "critic.warmup_explained_variance": -1e9}
+    pretrained, early = config("pretrained", 3, **pretrain), config("early", 3, **fitted)
+    warm = config("warm", 4, **{**fitted, "critic.checkpoint": str(place / "runs" / "pretrained")})
+    resumed_early = [(config("early", 3, **fitted), True), (config("warm", 5, **fitted), True)]
+    run_many(
+        rank,
+        [
+            *((one, False) for one in (first, from_critic, from_policy)),
+            (resumed, True),
+            *((one, False) for one in (pretrained, early, warm)),
+            *resumed_early,
+        ],
+    )
     wanted = ("source critic 1", "source policy 1", "from_critic critic 1", "from_policy critic 1", "from_policy critic 2")
-    return {name: weights_of(place, *name.split()) for name in wanted}
+    return {name: weights_of(place, *name.split()) for name in (*wanted, "pretrained critic 3", "early critic 1")}
 
 
 def weights_of(place: Path, run: str, role: str, step: str) -> Weights:
@@ -90,3 +109,37 @@ def test_a_resumed_run_takes_its_own_critic(weights) -> None:
 def test_the_sources_differ(weights) -> None:
     """Negative control: one step has moved policy and critic of the first run apart, layer by layer."""
     assert len(differing(weights["source critic 1"], weights["source policy 1"])) > 10
+
+
+# ------------------------------------------------------------------------------------------------------------- pretraining
+
+
+def steps_of(folder: Path, run: str) -> list[dict[str, Any]]:
+    rows = map(json.loads, (folder / "runs" / run / "metrics.jsonl").read_text().splitlines())
+    return [row for row in rows if "critic/loss" in row]
+
+
+def roles_at(folder: Path, run: str, step: int) -> list[str]:
+    from megappo.checkpoint.manifest import read_manifest
+    from megappo.prepare.checkpoint_source import roles_of
+
+    return roles_of(read_manifest(folder / "runs" / run / "checkpoints" / f"step-{step}"))
+
+
+def test_a_run_that_pretrains_the_critic_has_no_optimizer_of_the_policy(weights, folder) -> None:
+    rows = steps_of(folder, "pretrained")
+    assert len(rows) == 3 and not any("policy/lr" in row for row in rows)
+    assert roles_at(folder, "pretrained", 3) == ["critic"]
+    assert differing(weights["pretrained critic 3"], weights["early critic 1"]), "and it trains the critic, step by step"
+
+
+def test_pretraining_ends_with_the_step_that_fits(weights, folder) -> None:
+    assert len(steps_of(folder, "early")) == 1 and roles_at(folder, "early", 1) == ["critic"]
+    assert json.loads((folder / "runs" / "early" / "ended.json").read_text())["step"] == 1
+
+
+def test_the_policy_follows_when_the_warm_up_ends_early_and_after_a_resume(weights, folder) -> None:
+    rows = steps_of(folder, "warm")
+    assert ["policy/lr" in row for row in rows] == [False, True, True, True, True]
+    # The critic starts from the pretrained one: its values before the first update are not 0, as a new head's are.
+    assert rows[0]["critic/value_std"] > 0 and steps_of(folder, "pretrained")[0]["critic/value_std"] == 0
