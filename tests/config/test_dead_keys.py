@@ -56,6 +56,8 @@ DEAD = [
     ([], "algorithm.correction.high=3.0", "algorithm.correction.kind=tis"),
     (["algorithm.correction.kind=tis"], "algorithm.correction.low=0.5", "algorithm.correction.kind=icepop"),
     ([], "algorithm.target_kl=0.1", "algorithm.ppo_epochs=2"),
+    ([], "critic.warmup_lam=1.0", "critic.warmup_steps=2"),
+    ([], "critic.warmup_explained_variance=0.8", "critic.warmup_steps=2"),
     ([MEGATRON], "rollout.tp=1", "rollout.engine=vllm"),
     ([MEGATRON], "rollout.dtype=bf16", "rollout.engine=vllm"),
     ([MEGATRON], "rollout.max_num_seqs=8", "rollout.engine=vllm"),
