@@ -1,8 +1,8 @@
 """Alignment of model outputs to tokens: the one place that shifts.
 
 A causal model's output at position t-1 is about token x_t. Every per-token field of megappo is stored at its own token
-(log pi(x_t | x_<t) and V(x_<t) at t), so outputs move one place to the right within their sequence. Without this shift training
-runs without any error and loses 10 points on GSM8K.
+(log pi(x_t | x_<t) and V(x_<t) at t), so outputs move one place to the right within their sequence. Without this shift
+training runs without any error; it cost a public trainer 10 points on GSM8K, and the quickstart nothing (docs/engines.md).
 """
 
 from __future__ import annotations
