@@ -79,9 +79,11 @@ def cmd_eval(args: argparse.Namespace) -> int:
         record_exceptions(int(os.environ["RANK"]))
     written = load_config(args.config, args.overrides)
     config = local_models(written)
-    from megappo.prepare.evaluate import check_output, plan_evaluation
+    from megappo.prepare.evaluate import check_output, find_evaluation, plan_evaluation
 
-    ranks, output = world_size(config.run), check_output(args.output)
+    output = check_output(args.output)
+    find_evaluation(config, args.checkpoint, args.only)  # before torch is imported, as by the next
+    ranks = world_size(config.run)
     require_device(config.run.device)
     planned = plan_evaluation(config, args.checkpoint, args.only, ranks, device_of(config.run.device))
     if not is_rank():

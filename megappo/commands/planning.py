@@ -76,7 +76,7 @@ def cmd_plan(args: argparse.Namespace) -> int:
     from megappo.prepare.inputs import check_inputs
 
     config = with_local_models(load_config(args.config, args.overrides), shapes_only=args.shapes_only)
-    check_inputs(config, shapes_only=args.shapes_only)
+    check_inputs(config, resume=args.resume, shapes_only=args.shapes_only)
     from megappo.plan.counted import counter_of_built_models
     from megappo.plan.plot import plot
     from megappo.telemetry.picture import check_plot
@@ -109,10 +109,10 @@ def cmd_tune(args: argparse.Namespace) -> int:
     if args.config is not None:
         from megappo.config.loading import load_config
         from megappo.prepare.hub import with_local_models
-        from megappo.prepare.inputs import check_model_files
+        from megappo.prepare.layouts import read_archs
 
         config = with_local_models(load_config(args.config, args.overrides), shapes_only=True)
-        check_model_files(config, need_weights=False)
+        read_archs(config, need_weights=False)
     from megappo.tune.run import tune
 
     return tune(args, config)
@@ -122,12 +122,12 @@ def cmd_verify(args: argparse.Namespace) -> int:
     from megappo.config.loading import load_config
     from megappo.launch.world import is_rank
     from megappo.prepare.hub import with_local_models
-    from megappo.prepare.inputs import check_model_files
+    from megappo.prepare.layouts import read_archs
 
     if is_rank():
         raise ConfigError("verify starts its own ranks; run it once, without torchrun (RANK and WORLD_SIZE are set here)")
     config = with_local_models(load_config(args.config, args.overrides), shapes_only=True)
-    check_model_files(config, need_weights=False)
+    read_archs(config, need_weights=False)
     from megappo.verify.run import verify
 
     require_device(config.run.device)

@@ -67,7 +67,7 @@ def cmd_train(args: argparse.Namespace) -> int:
             )
     written = load_config(args.config, args.overrides)
     config = local_models(written)
-    check_inputs(config)
+    check_inputs(config, resume=args.resume)
     ranks = world_size(config.run)
     if not is_rank():
         return _start_ranks(args, config, ranks, local_overrides(written, config))

@@ -16,7 +16,6 @@ from megappo.launch.training import train_here
 from megappo.launch.world import world_size
 from megappo.platform.permissions import apply_permissions
 from megappo.prepare.hub import with_local_models
-from megappo.prepare.inputs import check_inputs
 from megappo.prepare.remote_run import fetch, find_copies
 from megappo.resilience.lease import held_lease
 from megappo.telemetry.console import keep_console
@@ -37,7 +36,9 @@ def launch(args: argparse.Namespace, make_plan: MakePlan) -> int:
         if value is None:
             raise ConfigError(f"launch: {option} is missing (how many; --local needs none)")
     config = with_local_models(load_config(args.config, args.overrides))
-    check_inputs(config)
+    from megappo.prepare.inputs import check_inputs  # and numpy, which a wrong key need not wait for
+
+    check_inputs(config, resume=args.resume)
     limits = submit.Limits(args.partition, args.account, args.time)
     job = Job(
         args.nodes,
@@ -87,7 +88,9 @@ def launch_here(args: argparse.Namespace, make_plan: MakePlan) -> int:
             option = "--" + name.removesuffix("_s").replace("_", "-")
             raise ConfigError(f"launch: {option} {value} does not go with --local, which starts the ranks on this machine")
     config = with_local_models(load_config(args.config, args.overrides))
-    check_inputs(config)
+    from megappo.prepare.inputs import check_inputs
+
+    check_inputs(config, resume=args.resume)
     from megappo.platform.device import select_device  # imports torch, as does the next
     from megappo.prepare.surroundings import require_isolation_here, require_servers_here, require_storage
 

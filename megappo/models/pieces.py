@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
+if TYPE_CHECKING:  # a configuration is refused without loading torch
+    from torch import Tensor
 
 
 class Box(NamedTuple):
@@ -130,6 +131,6 @@ class PieceMap(Mapping[int, Sequence[Piece]]):
                 yield section.hf + piece.hf, piece.box, len(positions)
 
 
-def as_2d(tensor: torch.Tensor) -> torch.Tensor:
+def as_2d(tensor: Tensor) -> Tensor:
     """View [n] as [n, 1]; 2-D tensors stay."""
     return tensor.view(-1, 1) if tensor.dim() == 1 else tensor

@@ -21,7 +21,7 @@ from megappo.plan.phases import phases, tightest
 from megappo.plan.pipeline import bubble
 from megappo.plan.remedies import remedies
 from megappo.prepare.data import RunData
-from megappo.prepare.inputs import model_paths
+from megappo.prepare.layouts import model_paths
 from megappo.telemetry.tables import GIB, MIB, figures, gib, groups_text, ranks_text, table
 
 GROUPS_WIDTH = 64  # columns of a line that groups of ranks may take beside the sizes

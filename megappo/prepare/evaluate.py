@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from megappo.config.batch import step_arithmetic
 from megappo.config.checks import Device
@@ -18,8 +18,10 @@ from megappo.config.run_sections import CheckpointConfig, TrainerConfig
 from megappo.config.schema import AlgorithmConfig, KLConfig, RolloutConfig, TrainConfig
 from megappo.models.hf_config import read_arch
 from megappo.prepare.checkpoint_source import PolicySource, policy_source
-from megappo.prepare.checks import check_run
-from megappo.prepare.data import EvaluationData, load_evaluation_data
+from megappo.prepare.inputs import check_inputs
+
+if TYPE_CHECKING:  # imports torch
+    from megappo.prepare.data import EvaluationData
 
 Placed = TypeVar("Placed", bound=RoleConfig | RolloutConfig)
 
@@ -41,12 +43,23 @@ def plan_evaluation(
 
     checkpoint: a path as `policy_source` takes it. only: names of sets; empty means all.
     """
-    source = policy_source(checkpoint)
-    config = config_of_evaluation(config, source, only)
+    from megappo.prepare.checks import check_run
+    from megappo.prepare.data import load_evaluation_data  # imports torch
+
+    config, source = find_evaluation(config, checkpoint, only)
     checked = check_run(config, world_size, device, resume=True)
-    source.check_architecture(read_arch(config.policy.model), checkpoint)
     data = load_evaluation_data(config, checked.archs["policy"])
     return PlannedEvaluation(config, source, data, (*checked.notes, *data.notes))
+
+
+def find_evaluation(config: TrainConfig, checkpoint: str, only: Sequence[str]) -> tuple[TrainConfig, PolicySource]:
+    """Configuration of the evaluation and its checkpoint. Imports no torch. ValueError, one line, for a checkpoint or a set that
+    does not exist, and as `check_inputs`."""
+    source = policy_source(checkpoint)
+    config = config_of_evaluation(config, source, only)
+    check_inputs(config, resume=True, trains=False)
+    source.check_architecture(read_arch(config.policy.model), checkpoint)
+    return config, source
 
 
 def config_of_evaluation(config: TrainConfig, source: PolicySource, only: Sequence[str]) -> TrainConfig:

@@ -1,11 +1,9 @@
-"""Mistakes that are known without a model's shapes and without reading the data: rules about keys, names, files that are missing.
+"""Mistakes that are known without a layout and without reading the data: rules about keys, names, files that are missing.
 
 Imports no torch, which takes seconds: every command looks here first. What is found is then read, by `checks.py` and `data.py`.
 """
 
 from __future__ import annotations
-
-from pathlib import Path
 
 from megappo.config import evaluations
 from megappo.config.checks import rule_problems
@@ -17,7 +15,9 @@ from megappo.config.schema import SftConfig, TrainConfig
 from megappo.data.sources import find_file
 from megappo.data.tokenizers import find_tokenizer
 from megappo.installed import missing_package
-from megappo.models.config_file import read_config
+from megappo.prepare.critic_source import critic_source
+from megappo.prepare.layouts import read_archs
+from megappo.prepare.reward_model import find_reward_tokenizer
 from megappo.rewards.own import read_code
 from megappo.rewards.rules import RULES, make_rule
 from megappo.telemetry.metrics import Metric
@@ -25,10 +25,11 @@ from megappo.telemetry.names import metric_names, nearest_name, open_beginnings
 from megappo.telemetry.trackers.available import tracker_problem
 
 
-def check_inputs(config: TrainConfig | SftConfig, *, shapes_only: bool = False) -> None:
+def check_inputs(config: TrainConfig | SftConfig, *, resume: bool = False, shapes_only: bool = False, trains: bool = True) -> None:
     """Refuse a run whose mistake is known here: ValueError, one line, in the words of the check that reads the input.
 
-    shapes_only: config.json of the models is enough, as for `check_run`.
+    resume, shapes_only: as for `check_run`. trains: False for `megappo eval`, which reads neither `data.train` nor a reward that no
+    set has.
     """
     # With data.fit_batch the batch sizes that the rules are about are known once the data is read.
     if isinstance(config, SftConfig) or not config.data.fit_batch:
@@ -36,62 +37,38 @@ def check_inputs(config: TrainConfig | SftConfig, *, shapes_only: bool = False) 
             raise ConfigError(message)
     if isinstance(config, TrainConfig):
         check_names(config, need_packages=not shapes_only)
-    check_model_files(config, need_weights=not shapes_only)
-    if not shapes_only:
-        find_tokenizer(config.data.tokenizer or config.policy.model)
+    archs = read_archs(config, need_weights=not shapes_only, need_heads=False)
+    if shapes_only:
+        return
+    if isinstance(config, TrainConfig) and not resume:
+        critic_source(config.critic, archs["critic"])
+    find_tokenizer(config.data.tokenizer or config.policy.model)
+    if trains:
         find_file(config.data.train)
-        if isinstance(config, TrainConfig):
-            _check_files(config)
+    if isinstance(config, TrainConfig):
+        if config.reward_model.model is not None:
+            find_reward_tokenizer(config.reward_model)
+        _check_files(config, trains)
 
 
-def _check_files(config: TrainConfig) -> None:
+def _check_files(config: TrainConfig, trains: bool) -> None:
     """ConfigError for evaluation data and reward code that is missing."""
-    for name, one in evaluations.evaluation_sets(config).items():
+    sets = evaluations.evaluation_sets(config)
+    for name, one in sets.items():
         try:
             find_file(one.data)
         except ValueError as error:
             raise ConfigError(f"evaluations.{name}: {error}" if name else str(error)) from None
     rewards = {f"evaluations.{name}.": one.reward for name, one in config.evaluations.items() if one.reward is not None}
-    for prefix, reward in {"": config.reward, **rewards}.items():
+    if trains or any(one.reward is None for one in sets.values()):
+        rewards[""] = config.reward
+    for prefix, reward in rewards.items():
         for key, part in reward.all_parts.values():
             if part.path is not None:
                 try:
                     read_code(part.path)
                 except ValueError as error:
                     raise ConfigError(prefix + problem(f"{key}.path", part.path, str(error))) from None
-
-
-def model_paths(config: TrainConfig | SftConfig) -> dict[str, tuple[str, str]]:
-    """Role -> (key that names its checkpoint, path), for the roles that are built."""
-    paths: dict[str, tuple[str, str]] = {}
-    for role in roles_in_use(config):
-        own = getattr(config, role).model
-        paths[role] = (f"{role}.model", own) if own is not None else ("policy.model", config.policy.model)
-    return paths
-
-
-def check_model_files(config: TrainConfig | SftConfig, *, need_weights: bool) -> None:
-    """ConfigError for a role's checkpoint without config.json, or without the weights that `need_weights` asks for."""
-    for key, path in model_paths(config).values():
-        try:
-            read_config(path)
-        except ValueError as error:
-            raise ConfigError(problem(key, path, str(error))) from None
-        if need_weights:
-            check_weights_exist(key, path)
-
-
-def check_weights_exist(key: str, path: str) -> None:
-    """ConfigError if a checkpoint directory holds no weights that are read."""
-    directory = Path(path)
-    if any(directory.glob("*.safetensors")):
-        return
-    others = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in directory.glob(pattern))
-    if others:
-        fix = f"holds {others[0]} and no .safetensors; pickled weights are never read, save it with transformers' save_pretrained"
-    else:
-        fix = "holds no .safetensors weights; the download may be incomplete"
-    raise ConfigError(problem(key, path, fix))
 
 
 def _check_progress(config: TrainConfig) -> None:

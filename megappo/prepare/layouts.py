@@ -6,6 +6,7 @@ Reads config.json files and the names of the weight files, never weights.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 from megappo.config.batch import nearest_divisors, step_arithmetic
 from megappo.config.errors import ConfigError, problem
@@ -17,15 +18,23 @@ from megappo.models.hf_config import read_arch
 from megappo.models.implementation import Implementation, implementation_of_role
 from megappo.parallel.layout import ParallelLayout, layout_of
 from megappo.parallel.placement import Placement, placement_of
-from megappo.prepare.inputs import check_weights_exist, model_paths
 from megappo.prepare.model_rules import model_problems
 from megappo.prepare.reward_model import check_reward_model
 from megappo.rollout.vllm_limits import cut_sizes, kv_heads_fit
 
 
-def read_archs(config: TrainConfig | SftConfig, need_weights: bool = True) -> dict[str, ModelArch]:
+def model_paths(config: TrainConfig | SftConfig) -> dict[str, tuple[str, str]]:
+    """Role -> (key that names its checkpoint, path), for the roles that are built."""
+    paths: dict[str, tuple[str, str]] = {}
+    for role in roles_in_use(config):
+        own = getattr(config, role).model
+        paths[role] = (f"{role}.model", own) if own is not None else ("policy.model", config.policy.model)
+    return paths
+
+
+def read_archs(config: TrainConfig | SftConfig, need_weights: bool = True, need_heads: bool = True) -> dict[str, ModelArch]:
     """Role -> architecture of its checkpoint. ConfigError, with the key, for a checkpoint that is missing, not supported, or lacks
-    the weights that `need_weights` asks for.
+    the weights that `need_weights` asks for. need_heads: look into the weights of a reward model too, which imports torch.
     """
     archs: dict[str, ModelArch] = {}
     for role, (key, path) in model_paths(config).items():
@@ -34,13 +43,26 @@ def read_archs(config: TrainConfig | SftConfig, need_weights: bool = True) -> di
         except ValueError as error:
             raise ConfigError(problem(key, path, str(error))) from None
         if need_weights:
-            check_weights_exist(key, path)
+            _check_weights_exist(key, path)
         if isinstance(getattr(config, role), RewardModelConfig):
             try:
-                check_reward_model(path, archs[role], need_weights)
+                check_reward_model(path, archs[role], need_weights and need_heads)
             except ValueError as error:
                 raise ConfigError(problem(key, path, str(error))) from None
     return archs
+
+
+def _check_weights_exist(key: str, path: str) -> None:
+    """ConfigError if a checkpoint directory holds no weights that are read."""
+    directory = Path(path)
+    if any(directory.glob("*.safetensors")):
+        return
+    others = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in directory.glob(pattern))
+    if others:
+        fix = f"holds {others[0]} and no .safetensors; pickled weights are never read, save it with transformers' save_pretrained"
+    else:
+        fix = "holds no .safetensors weights; the download may be incomplete"
+    raise ConfigError(problem(key, path, fix))
 
 
 def check_layouts(

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import megappo.data
 import megappo.prepare
 from megappo.config.errors import ConfigError, problem
+from megappo.config.role_sections import RewardModelConfig
 from megappo.config.schema import DataConfig, TrainConfig
 from megappo.data.cache import Cache, hash_of_modules
 from megappo.data.prompts import PromptFormat, PromptSet
 from megappo.data.reward_text import RewardText
-from megappo.data.tokenizers import load_tokenizer
+from megappo.data.tokenizers import Tokenizer, find_tokenizer
 from megappo.models.arch import ModelArch
 from megappo.models.classifier import check_classifier, check_head, pad_id_of
 from megappo.models.hf_config import read_arch
@@ -47,15 +48,11 @@ def load_reward_text(config: TrainConfig, sets: Mapping[str, tuple[PromptSet, Da
     if not sets or settings.model is None:
         return ScoredTexts(None)
     arch = read_arch(settings.model)
-    key, path = ("tokenizer", settings.tokenizer) if settings.tokenizer is not None else ("model", settings.model)
-    try:
-        tokenizer = load_tokenizer(path)
-    except ValueError as error:
-        other = str(error).replace("data.tokenizer", f"{KEY}.tokenizer")
-        raise ConfigError(problem(f"{KEY}.{key}", path, other)) from error
+    key, path = _tokenizer_of(settings)
+    tokenizer = _in_words_of_role(settings, find_reward_tokenizer(settings))
     if tokenizer.vocab_size > arch.vocab_size:
         fix = f"has {tokenizer.vocab_size} ids and {KEY}.model only {arch.vocab_size}; use the tokenizer of the model"
-        raise ConfigError(problem(f"{KEY}.{key}", path, fix))
+        raise ConfigError(problem(key, path, fix))
     if settings.chat_template and not tokenizer.has_chat_template:
         fix = f"the tokenizer {tokenizer.path} has none; set it to false for plain text, or name a tokenizer with a template"
         raise ConfigError(problem(f"{KEY}.chat_template", True, fix))
@@ -63,6 +60,27 @@ def load_reward_text(config: TrainConfig, sets: Mapping[str, tuple[PromptSet, Da
     text = RewardText(tokenizer, settings.chat_template, **how)
     longest = max(_longest(replace(text, **prompts_read(data)), key, prompts, cache) for key, (prompts, data) in sets.items())
     return ScoredTexts(text, _length_notes(longest, config.rollout.max_response_tokens, arch.max_positions))
+
+
+def find_reward_tokenizer(settings: RewardModelConfig) -> Callable[[], Tokenizer]:
+    """Reader of the tokenizer of the reward model, as `find_tokenizer`. ConfigError, one line, if there is none."""
+    return _in_words_of_role(settings, lambda: find_tokenizer(_tokenizer_of(settings)[1]))
+
+
+def _tokenizer_of(settings: RewardModelConfig) -> tuple[str, str]:
+    """(key that names the tokenizer, path)"""
+    if settings.tokenizer is not None:
+        return f"{KEY}.tokenizer", settings.tokenizer
+    return f"{KEY}.model", str(settings.model)
+
+
+def _in_words_of_role(settings: RewardModelConfig, read: Callable[[], Any]) -> Any:
+    """Result of `read`; its ValueError about a tokenizer as a ConfigError that names the role's key."""
+    key, path = _tokenizer_of(settings)
+    try:
+        return read()
+    except ValueError as error:
+        raise ConfigError(problem(key, path, str(error).replace("data.tokenizer", f"{KEY}.tokenizer"))) from error
 
 
 def prompts_read(data: DataConfig) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from megappo.models.hf_config import read_arch
 from megappo.parallel.layout import layout_of
 from megappo.parallel.placement import Placement, placement_of
 from megappo.parallel.shares import Shares, shares_of
-from megappo.prepare.inputs import model_paths
+from megappo.prepare.layouts import model_paths
 from megappo.trainer.roles import Critic, LanguageModel, Policy, RewardModel
 
 Role = LanguageModel | Critic | RewardModel

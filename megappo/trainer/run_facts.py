@@ -21,7 +21,7 @@ from megappo.parallel.consensus import warn_once
 from megappo.prepare.data import RunData
 from megappo.prepare.evaluations import EvaluationSet
 from megappo.prepare.hub import commit_of
-from megappo.prepare.inputs import model_paths
+from megappo.prepare.layouts import model_paths
 
 logger = logging.getLogger(__name__)
 

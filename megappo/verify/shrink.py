@@ -17,7 +17,7 @@ from megappo.config.role_sections import CriticConfig, ParallelConfig, PolicyCon
 from megappo.config.schema import TrainConfig
 from megappo.models.config_file import read_config
 from megappo.models.implementation import Implementation, choose_implementation
-from megappo.prepare.inputs import model_paths
+from megappo.prepare.layouts import model_paths
 from megappo.verify.recording import LONGEST_RESPONSE
 from megappo.verify.shrink_layouts import fit_layouts, split_layers
 from megappo.verify.shrink_model import small_config, write_model

@@ -13,8 +13,7 @@ from megappo.config.schema import SftConfig
 from megappo.models.hf_config import arch_of
 from megappo.models.weight_map import local_shapes
 from megappo.parallel.layout import ParallelLayout, layout_of
-from megappo.prepare.inputs import model_paths
-from megappo.prepare.layouts import check_layouts, read_archs
+from megappo.prepare.layouts import check_layouts, model_paths, read_archs
 from megappo.prepare.model_rules import model_problems
 from tests.plan.checkpoints import SPARSE, TINY, write_checkpoint, write_run
 
