@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import warnings
+from importlib.abc import MetaPathFinder
+from typing import Any
 
 from megappo.platform.transformer_engine import import_before_megatron
 
@@ -34,11 +37,33 @@ def quiet_libraries() -> None:
     # torch's profiler (`telemetry.profile_steps`) announces each start and stop on the console below this level, that of errors.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     import_before_megatron()
+    if not any(isinstance(finder, _HidesWandb) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _HidesWandb())
     for text in _EXPECTED_WARNINGS:
         warnings.filterwarnings("ignore", message=text)
     logging.getLogger("torch.utils.cpp_extension").addFilter(_is_no_missing_gpu)
     # Megatron-core calls collectives by names that newer torch versions deprecate.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+
+
+class _HidesWandb(MetaPathFinder):
+    """Import hook that hides wandb from Megatron-core alone; finds nothing itself.
+
+    Its timers and its inference import wandb wherever it is installed (a second, and handlers of the process), and can do without.
+    Runs are tracked by a process of their own (`telemetry/trackers/process.py`); a user's reward code may import what it likes.
+    """
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> None:
+        if fullname == "wandb" and _importing_module().startswith("megatron."):
+            raise ModuleNotFoundError("megappo hides wandb from Megatron-core", name=fullname)
+
+
+def _importing_module() -> str:
+    """Name of the module whose import statement called a finder of this file."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("importlib."):
+        frame = frame.f_back
+    return frame.f_globals.get("__name__", "")
 
 
 def _is_no_missing_gpu(record: logging.LogRecord) -> bool:

@@ -321,6 +321,18 @@ def test_the_schedule_is_that_of_megatron(shape: Any, warmup: int, total: int) -
         assert scheduled_lr(config, step, total) == pytest.approx(group["lr"], rel=1e-12), step
 
 
-def test_a_run_of_megatron_models_does_not_import_transformers() -> None:
-    code = "import sys, megappo.trainer.main, megappo.engine.build; sys.exit('transformers' in sys.modules)"
-    assert subprocess.run([sys.executable, "-W", "ignore", "-c", code], cwd=Path(__file__).parents[2]).returncode == 0
+RANK_IMPORTS = """
+import sys
+from megappo.platform.quiet import quiet_libraries
+quiet_libraries()
+import megappo.trainer.main, megappo.engine.build
+assert not {"transformers", "wandb"} & set(sys.modules)
+from megatron.core import timers
+assert timers.wandb is None
+import wandb  # it is installed, so that Megatron-core's own import would have found it; other code may import it
+"""
+
+
+def test_a_run_of_megatron_models_imports_neither_transformers_nor_wandb() -> None:
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", RANK_IMPORTS], cwd=Path(__file__).parents[2], capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()
