@@ -33,9 +33,10 @@ from megappo.telemetry.tables import table
 from scripts.reliability.compare import Comparison, compare
 from scripts.reliability.faults import KINDS, MEANING
 from scripts.reliability.live import LiveRun, Row
+from scripts.reliability.own_faults import HOOK
 from scripts.reliability.soak import HEADING, Injection, Outcome, Soak, draw, productive_s, wall_s
 
-SITE = ROOT / "scripts" / "reliability" / "site"
+SITE = ROOT / "scripts" / "after_import"
 RUN_LIMIT_S = 24 * 3600.0
 
 
@@ -187,7 +188,7 @@ def run(
 
 def environment(notes: str) -> dict[str, str]:
     path = os.pathsep.join(filter(None, (str(SITE), str(ROOT), os.environ.get("PYTHONPATH"))))
-    return {**os.environ, "MEGAPPO_CHAOS": notes, "PYTHONPATH": path}
+    return {**os.environ, "AFTER_IMPORT": HOOK, "MEGAPPO_CHAOS": notes, "PYTHONPATH": path}
 
 
 def told(outcome: Outcome) -> str:

@@ -97,7 +97,7 @@ class LiveRun:
     # ------------------------------------------------------------------------------------------------------- processes
 
     def ranks(self) -> dict[int, psutil.Process]:
-        """Ranks that have taken an optimizer step and still run; see site/sitecustomize.py."""
+        """Ranks that have taken an optimizer step and still run; see own_faults.py."""
         found = {}
         for path in self._notes.glob("rank-*"):
             number = path.name.removeprefix("rank-")

@@ -73,7 +73,9 @@ def environment(python: str, num_devices: int = 1, **settings: str) -> dict[str,
     return {
         "LD_PRELOAD": str(folder / "libhostcuda.so"),
         "LD_LIBRARY_PATH": str(folder),
-        "HOST_CUDA": "1",
+        "AFTER_IMPORT": "torch=host_cuda:install",
+        # Its fused kernels are launched past torch's dispatcher; host_cuda/fused_optimizers.py stands in for some.
+        "HIDDEN_MODULES": "transformer_engine",
         "HOST_CUDA_DEVICES": str(num_devices),
         "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(num_devices))),
         **{f"HOST_CUDA_{name.upper()}": value for name, value in settings.items()},
@@ -81,8 +83,8 @@ def environment(python: str, num_devices: int = 1, **settings: str) -> dict[str,
 
 
 def site() -> str:
-    """First folder of PYTHONPATH in such a process."""
-    return str(HERE / "site")
+    """First folders of PYTHONPATH in such a process."""
+    return f"{HERE.parents[1] / 'scripts' / 'after_import'}:{HERE / 'site'}"
 
 
 def _symbols(files: Sequence[Path], which: str) -> set[str]:

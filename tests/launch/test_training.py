@@ -18,11 +18,11 @@ from megappo.launch.restart import read_starts
 from megappo.launch.zygote import reason_not_to_fork
 from megappo.resilience.ended import read_end
 from megappo.runs.verify import checkpoints_of, verify_checkpoint
+from tests.launch import fault_injection
 from tests.trainer.small_run import run_many, small_config, write_small_task
 from tests.trainer.test_resume import metrics
 from tests.worlds import spawn_world
 
-ROOT = Path(__file__).parents[2]
 STEPS = 8
 LONGEST_S = 300  # a run takes 20 s of processor time; the machine may be busy with other tests
 # A save in the background is complete one step later or two, as the machine is busy: then faults meet other steps.
@@ -51,11 +51,10 @@ def train(folder: Path, name: str, faults: str, *options: str, **overrides: obje
     (folder / f"{name}.yaml").write_text(yaml.safe_dump(config))
     done = folder / f"{name}.faults"
     done.mkdir()
-    path = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "launch" / "fault_injection")])
     with (folder / f"{name}.err").open("w") as errors:
         process = subprocess.Popen(
             [sys.executable, "-m", "megappo", "train", str(folder / f"{name}.yaml"), *options],
-            env=os.environ | {"PYTHONPATH": path, "FAULTS": faults, "FAULTS_DONE": str(done)},
+            env=os.environ | fault_injection.environment(faults, done),
             stdout=subprocess.PIPE,
             stderr=errors,
             start_new_session=True,  # a fault may signal the whole group

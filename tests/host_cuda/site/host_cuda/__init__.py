@@ -10,10 +10,8 @@ import os
 import threading
 
 
-def install() -> None:
+def install(torch) -> None:
     """Enter the mode in this and all later threads, serve nccl groups by gloo, report at the end."""
-    import torch
-
     from host_cuda import collectives, mode, report
 
     mode.enter()

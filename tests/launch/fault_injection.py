@@ -1,4 +1,4 @@
-"""Faults in real ranks: with this folder in PYTHONPATH, every Python process obeys FAULTS.
+"""Faults in real ranks: a Python process in this `environment` obeys FAULTS. Imports nothing that a rank does not have.
 
 FAULTS holds faults, separated by blanks: NAME=RANK:MODULE:ATTRIBUTE:N:ACTION[:AFTER]. In rank RANK the N-th call of
 MODULE.ATTRIBUTE since its process started does ACTION instead, once the fault AFTER has happened: kill, stop (SIGSTOP), term
@@ -7,13 +7,12 @@ wrapper of a save takes for a fault of the disk). Each happens once: it leaves t
 """
 
 import functools
-import importlib.abc
-import importlib.machinery
 import os
 import signal
-import sys
 import time
 from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
 
 
 class Fault:
@@ -63,24 +62,15 @@ class Fault:
             raise AssertionError("injected")
 
 
-class Finder(importlib.abc.MetaPathFinder):
-    def __init__(self, faults):
-        self.faults = faults
-
-    def find_spec(self, fullname, path, target=None):
-        mine = [fault for fault in self.faults if fault.module == fullname]
-        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target) if mine else None
-        if spec is not None:
-            execute = spec.loader.exec_module
-
-            def exec_module(module):
-                execute(module)
-                for fault in mine:
-                    fault.install(module)
-
-            spec.loader.exec_module = exec_module
-        return spec
+def environment(faults, done):
+    """Variables of a process whose ranks have these faults. done: folder for the files of those that have happened."""
+    modules = dict.fromkeys(Fault(text).module for text in faults.split())
+    calls = " ".join(f"{module}={__name__}:install" for module in modules)
+    path = os.pathsep.join([str(ROOT), str(ROOT / "scripts" / "after_import")])
+    return {"PYTHONPATH": path, "AFTER_IMPORT": calls, "FAULTS": faults, "FAULTS_DONE": str(done)}
 
 
-if os.environ.get("FAULTS"):
-    sys.meta_path.insert(0, Finder([Fault(text) for text in os.environ["FAULTS"].split()]))
+def install(module):
+    for fault in map(Fault, os.environ["FAULTS"].split()):
+        if fault.module == module.__name__:
+            fault.install(module)
