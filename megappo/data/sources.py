@@ -7,9 +7,10 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from megappo.error_text import first_line
+from megappo.json_object import NestedTooDeeply, parse_object
 
 Record = dict[str, Any]
 
@@ -119,26 +120,17 @@ class JsonLines(_Digested):
 
 
 def _parse_line(spec: str, number: int, line: bytes) -> Record:
+    where = f"{spec} line {number}"
     try:
-        record = json.loads(line.decode("utf-8"), parse_constant=_refuse_constant)
+        record = parse_object(line, where, finite=True)
         _require_flat(record, line)
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{spec} line {number} is not valid JSON: byte {error.start} is not UTF-8; save it as UTF-8") from error
-    except RecursionError:
-        raise ValueError(f"{spec} line {number} is nested more than {MAX_DEPTH} levels deep") from None
-    except ValueError as error:
-        raise ValueError(f"{spec} line {number} is not valid JSON: {first_line(error)}") from error
-    if not isinstance(record, dict):
-        raise ValueError(f"{spec} line {number} is a JSON {type(record).__name__}, not an object")
+    except NestedTooDeeply:
+        raise ValueError(f"{where} is nested more than {MAX_DEPTH} levels deep") from None
     return record
 
 
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number of JSON's")
-
-
 def _require_flat(record: Any, line: bytes) -> None:
-    """RecursionError for a record nested deeper than MAX_DEPTH."""
+    """NestedTooDeeply for a record nested deeper than MAX_DEPTH."""
     if line.count(b"[") + line.count(b"{") <= MAX_DEPTH:  # nearly every line
         return
     level = [record]
@@ -146,7 +138,7 @@ def _require_flat(record: Any, line: bytes) -> None:
         level = [item for value in level if isinstance(value, (dict, list)) for item in _items(value)]
         if not level:
             return
-    raise RecursionError
+    raise NestedTooDeeply
 
 
 def _items(value: Mapping[str, Any] | Sequence[Any]) -> list[Any]:

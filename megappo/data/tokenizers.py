@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
-import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from datetime import date
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megappo.error_text import first_line
+from megappo.json_object import parse_object
 
 Message = Mapping[str, str]
 
@@ -279,17 +279,7 @@ def _eos_ids(eos_id: int, directory: Path) -> tuple[int, ...]:
 
 def _read_json(file: Path) -> dict[str, Any]:
     """Object in this JSON file; {} if there is no file. ValueError if it holds something else."""
-    if not file.exists():
-        return {}
-    try:
-        value = json.loads(file.read_bytes())
-    except RecursionError:
-        raise ValueError(f"{file} is not valid JSON: nested too deeply") from None
-    except ValueError as error:
-        raise ValueError(f"{file} is not valid JSON: {first_line(error)}") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{file} holds a JSON {type(value).__name__}, not an object")
-    return value
+    return parse_object(file.read_bytes(), str(file)) if file.exists() else {}
 
 
 def _fingerprint(files: Mapping[str, Path]) -> str:

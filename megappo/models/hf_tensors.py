@@ -5,13 +5,13 @@ Nothing is unpickled.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from safetensors import SafetensorError, safe_open
 
+from megappo.json_object import parse_object
 from megappo.models.config_file import read_config
 from megappo.models.fp8 import FP8, SCALE_SUFFIX, Dequantised, read_fp8
 
@@ -85,7 +85,7 @@ class CheckpointReader:
 def _tensor_files(path: Path) -> dict[str, str]:
     index, single = path / "model.safetensors.index.json", path / "model.safetensors"
     if index.is_file():
-        files = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        files = parse_object(index.read_bytes(), str(index))["weight_map"]
         for name in sorted(set(files.values())):
             # A name with a folder in it could read outside of the checkpoint.
             if Path(name).name != name or not (path / name).is_file():

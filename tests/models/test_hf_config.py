@@ -179,7 +179,9 @@ def test_qwen_windows_are_in_the_layers_that_transformers_gives_them(max_window_
     assert list(arch_of(config).sliding_layers) == expected
 
 
-@pytest.mark.parametrize("content, expected", [(None, "has no config.json"), ("{", "not valid JSON"), ("[]", "JSON object")])
+@pytest.mark.parametrize(
+    "content, expected", [(None, "has no config.json"), ("{", "not valid JSON"), ("[]", "JSON list, not an object")]
+)
 def test_a_bad_config_file_is_named(content, expected, tmp_path):
     if content is not None:
         (tmp_path / "config.json").write_text(content)
