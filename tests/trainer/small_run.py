@@ -3,16 +3,38 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy
+import pytest
 import torch
 import transformers
 import yaml
 
 from megappo.data.arithmetic import ArithmeticTask, train_tokenizer, write_arithmetic
+
+# Rewards, losses and KL of the same tokens, added up in another order.
+NUMBERS = (
+    "reward/score_mean",
+    "policy/loss",
+    "policy/grad_norm",
+    "policy/entropy",
+    "critic/loss",
+    "critic/grad_norm",
+    "critic/value_mean",
+    "kl/per_token",
+    "kl/coef",
+    "lengths/response_mean",
+    "rollout/prob_diff_mean",
+)
+
+
+def check_same_numbers(ours: Sequence[Mapping[str, Any]], theirs: Sequence[Mapping[str, Any]]) -> None:
+    """Assert that steps of two runs (rows of metrics.jsonl) have the same NUMBERS, but for rounding."""
+    for one, other in zip(ours, theirs, strict=True):
+        assert {key: one[key] for key in NUMBERS} == pytest.approx({key: other[key] for key in NUMBERS}, rel=1e-4, abs=1e-5)
 
 
 def write_small_task(folder: Path) -> None:
