@@ -33,7 +33,7 @@ def item_class(field: FieldInfo) -> type[BaseModel] | None:
 
 
 def is_mapping(field: FieldInfo) -> bool:
-    """If a field maps names of the user's choice to sections."""
+    """True if a field maps names of the user's choice to sections."""
     return get_origin(field.annotation) is dict and get_args(field.annotation)[-1] is item_class(field)
 
 

@@ -90,7 +90,7 @@ def parse_override(text: str, cls: type[BaseModel]) -> tuple[str, Any]:
 
 
 def _is_inside_mapping(key: str, name: str, cls: type[BaseModel]) -> bool:
-    """If `key` is `name.X` or further inside, and `name` maps names X to sections; pydantic checks what is further inside."""
+    """True if `key` is `name.X` or further inside, and `name` maps names X to sections; pydantic checks what is further inside."""
     return key.startswith(name + ".") and is_mapping(dict(value_keys(cls))[name])
 
 

@@ -53,7 +53,7 @@ class Conversion:
     comments: dict[str, str]
     """Our key -> where its value comes from."""
     todo: list[str]
-    """What is left to the user before the configuration can run."""
+    """Changes that the user has to make before the configuration can run."""
 
 
 def convert(source: Source) -> Conversion:

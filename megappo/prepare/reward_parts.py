@@ -75,7 +75,7 @@ def check_requirements(reward: RewardConfig, parts: Mapping[str, PreparedPart], 
 
 
 def _has(prompt: Prompt, field: str) -> bool:
-    """If the record has this field (`a.b` reaches inside), not null; `answer` is the reference answer, which must hold text."""
+    """True if the record has this field (`a.b` reaches inside), not null; `answer`, the reference answer, must hold text."""
     if field == "answer":
         return bool(prompt.answer.strip())
     try:

@@ -88,7 +88,7 @@ class LeaseRecord:
         return now - written
 
     def describe(self) -> str:
-        """Who, where, since when, in words."""
+        """Holder, machine and time, in words."""
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
         job = f", Slurm job {self.job}" if self.job is not None else ""
         return f"`{self.command}` (process {self.pid} on {self.host}{job}) since {since}"

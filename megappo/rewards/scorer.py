@@ -64,7 +64,7 @@ class Scorer:
 
     @property
     def streams(self) -> bool:
-        """If some parts can be started early."""
+        """True if some parts can be started early."""
         return any(part.streams for part in self._parts.values())
 
     def with_model(self, score_model: Callable[[Sequence[Any], Sequence[Judged]], Sequence[Verdict]]) -> Scorer:
@@ -111,8 +111,10 @@ class Scorer:
         self._early |= started
 
     def hand_over(self) -> tuple[dict[int, Found], float]:
-        """What was started early, by number, without values that nobody has begun to compute: they are cancelled, and their
-        samples' owners start them. And the seconds in which such values were computed so far."""
+        """Samples that were started early, by number, and the seconds in which their values were computed so far.
+
+        Values that nobody has begun to compute are left out: they are cancelled, and their samples' owners start them.
+        """
         now = time.perf_counter()
         spans = [
             (one.begun[name], one.begun[name] + one.seconds.get(name, now - one.begun[name]))
@@ -218,7 +220,7 @@ class Scorer:
 
 
 def _handed_over(one: _Started) -> Found:
-    """What an early sample's owner need not start. Verdicts that are there leave the sample."""
+    """Values that an early sample's owner need not start. Verdicts that are there leave the sample."""
     found: Found = {}
     for name, future in list(one.futures.items()):
         found[name] = None

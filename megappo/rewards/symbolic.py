@@ -158,7 +158,7 @@ def _final_answer(response: str) -> str:
 
 
 def _has_box(text: str) -> bool:
-    """If a box opens and closes: a response that was cut inside its box has none. One pass, for thousands of repetitions."""
+    """True if a box opens and closes: a response that was cut inside its box has none. One pass, for thousands of repetitions."""
     depth, boxes = 0, []  # depths at which a box is open
     for match in _BOX_PARTS.finditer(text):
         token = match[0]

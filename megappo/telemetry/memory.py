@@ -17,7 +17,7 @@ class MemoryGauge(Protocol):
     """Gauge of one kind of memory. highest: largest GiB seen since the process began."""
 
     kind: str
-    """What is measured, for people."""
+    """Name of that memory in texts."""
     suffix: str
     """End of the metrics' names."""
     highest: float

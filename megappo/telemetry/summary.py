@@ -52,7 +52,7 @@ def _stages(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _is_stage(key: str) -> bool:
-    """If the metric is the time of a stage; `timing/reward/...` are those of a stage's parts."""
+    """True if the metric is the time of a stage; `timing/reward/...` are those of a stage's parts."""
     return key.startswith("timing/") and key.count("/") == 1 and key != Metric.STEP_SECONDS.value
 
 

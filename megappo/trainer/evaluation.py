@@ -87,7 +87,7 @@ class Evaluator:
         return cls(one.name, one.settings, one.prompts.prompts, sampling, scorer, one.votes, seed)
 
     def is_due(self, step: int, total_steps: int) -> bool:
-        """If the weights after `step` are evaluated; step 0 is before training."""
+        """True if the weights after `step` are evaluated; step 0 is before training."""
         every = self.settings.every or 0
         if step == 0:
             return bool(self.settings.before)

@@ -37,7 +37,7 @@ class Instruments:
         self._memory = memory_gauge(device)
         self._profiler = StepProfiler(run_dir.profiles, config.telemetry.profile_steps, device)
         self.note = f"statistics: memory of a stage is the {self._memory.kind}; {peak_note(config.telemetry, device, self._models)}"
-        """What the figures mean on this machine."""
+        """Meaning of the figures on this machine, in one line."""
 
     def step(self, step: int) -> AbstractContextManager[None]:
         """Around one step: profiles it if it is to be."""

@@ -32,7 +32,7 @@ class CodeTest:
     expected: Any
 
     def passed(self, outcome: Outcome) -> bool:
-        """If the program ended well and its result is the expected one. Whatever it wrote, this raises nothing."""
+        """True if the program ended well and its result is the expected one. Whatever it wrote, this raises nothing."""
         if outcome.status != "exit 0":
             return False
         if self.kind == "stdin":
@@ -67,7 +67,7 @@ def read_tests(field: Any, entry_point: str | None = None) -> tuple[CodeTest, ..
 
 
 def same_output(text: str, expected: str) -> bool:
-    """If both have the same words on the same lines; blanks do not count, and decimals may differ by 1e-6 of their size."""
+    """True if both have the same words on the same lines; blanks do not count, and decimals may differ by 1e-6 of their size."""
     lines, wanted = text.rstrip().split("\n"), expected.rstrip().split("\n")
     return len(lines) == len(wanted) and all(_same_line(line.split(), want.split()) for line, want in zip(lines, wanted))
 

@@ -116,7 +116,7 @@ def _enter_namespaces() -> None:
 
 
 def _is_root_with_nobody() -> bool:
-    """If this is root, and the user nobody exists: in a namespace of one user it does not, and root is an ordinary user."""
+    """True if this is root, and the user nobody exists: in a namespace of one user it does not, and root is an ordinary user."""
     found = 0
     for name in ("uid_map", "gid_map"):
         with open(f"/proc/self/{name}") as file:

@@ -101,7 +101,7 @@ class HelperTracker:
             raise TrackerError(f"its process ended with code {code}")
 
     def replies(self) -> list[Reply]:
-        """What the process has said since the last call."""
+        """Replies of the process since the last call."""
         return [self._replies.popleft() for _ in range(len(self._replies))]
 
     # ---------------------------------------------------------------------------------------------------------- process
