@@ -6,6 +6,7 @@ before this. With a GPU they stay compiled, and the interpreter's tests are for 
 not inherit the variable.
 """
 
+import gc
 import importlib
 import importlib.util
 import os
@@ -59,6 +60,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--quick"):
         tiers.refuse_slow_work()
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Not imported, as all tests of a slow place are slow."""
+    return True if config.getoption("--quick") and tiers.is_slow_place(collection_path) else None
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # libraries, and thousands of tests: a million objects, which every collection would visit
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # or libraries that look for leaks at the end (nanobind's) take the frozen objects for some
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -49,9 +49,12 @@ class SlowTest(BaseException):
     """A test that is not marked does what only slow ones may. No Exception: code under test may catch those."""
 
 
+def is_slow_place(path: Path) -> bool:
+    return any(path.is_relative_to(TESTS / place) for place in SLOW_PLACES)
+
+
 def is_slow(item: pytest.Item) -> bool:
-    path = item.path.relative_to(TESTS)
-    if item.get_closest_marker("slow") or any(path.is_relative_to(place) for place in SLOW_PLACES):
+    if item.get_closest_marker("slow") or is_slow_place(item.path):
         return True
     assert isinstance(item, pytest.Function)
     callspec = getattr(item, "callspec", None)

@@ -7,6 +7,7 @@ in each.
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import sys
@@ -33,6 +34,7 @@ class WorldError(AssertionError):
 def _rank_main(
     rank: int, fn: Callable, world_size: int, folder: str, timeout_s: float, environment: dict[str, str], args: tuple
 ) -> None:
+    gc.freeze()  # what the server has imported: a million objects, which each of a rank's collections would visit
     os.environ.clear()  # of the server, which is that of its start
     os.environ.update(environment)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))

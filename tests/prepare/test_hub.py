@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from megappo.cli import main
 from megappo.config.loading import load_config
 from megappo.config.schema import TrainConfig
 from megappo.prepare.hub import commit_of, local_overrides, with_local_models
@@ -96,7 +97,7 @@ def environment(folder: Path, hub: Hub | None, *, offline: bool = False) -> dict
     return {**os.environ, "HF_HOME": str(folder / "hf"), "HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": str(int(offline))}
 
 
-def plan(folder: Path, *overrides: str, variables: dict[str, str] | None = None) -> str:
+def plan(folder: Path, *overrides: str, variables: dict[str, str]) -> str:
     command = [sys.executable, "-m", "megappo", "plan", str(folder / "run.yaml"), *overrides]
     done = subprocess.run(command, env=variables, cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -119,7 +120,7 @@ for name in sys.argv[1:]:
     return done.stdout.splitlines()
 
 
-def test_a_name_of_the_hub_is_downloaded_once_and_then_works_without_it(hub: Hub, tmp_path: Path) -> None:
+def test_a_name_of_the_hub_is_downloaded_once_and_then_works_without_it(hub: Hub, tmp_path: Path, capsys) -> None:
     write_run(tmp_path)
     hub.asked.clear()
     first = plan(tmp_path, f"policy.model={NAME}", variables=environment(tmp_path, hub))
@@ -128,7 +129,9 @@ def test_a_name_of_the_hub_is_downloaded_once_and_then_works_without_it(hub: Hub
     assert not fetched & {"pytorch_model.bin", "modeling_tiny.py", "consolidated.safetensors", "README.md"}
     (snapshot,) = (tmp_path / "hf").rglob("snapshots/*")
     assert snapshot.name == COMMIT and not list(snapshot.rglob("*.py"))
-    assert plan(tmp_path).replace(str(tmp_path / "model"), str(snapshot)) == first
+    capsys.readouterr()
+    assert main(["plan", str(tmp_path / "run.yaml")]) == 0
+    assert capsys.readouterr().out.replace(str(tmp_path / "model"), str(snapshot)) == first
     hub.asked.clear()
     assert (
         refused([NAME], environment(tmp_path, hub)) == refused([NAME], environment(tmp_path, None, offline=True)) == [str(snapshot)]
@@ -180,6 +183,7 @@ RANK = """
 import os, sys
 import torch.distributed as dist
 from megappo.config.errors import ConfigError
+from megappo.cli import main
 from megappo.config.loading import load_config
 from megappo.prepare.hub import with_local_models
 from megappo.trainer.hub_models import local_models_of_ranks
