@@ -1,19 +1,20 @@
 #!/usr/bin/env bash
 # Sets up an environment and runs PPO from nothing to a trained model, on a machine without a GPU, in minutes.
-#   scripts/quickstart.sh [--gpu N] [--out DIR] [KEY=VALUE ...]      for example: scripts/quickstart.sh trainer.steps=10
+#   scripts/quickstart.sh [--gpu N] [--out DIR] [--sft-steps N] [KEY=VALUE ...]      for example: scripts/quickstart.sh trainer.steps=10
 # --gpu N: the same on N GPUs (1 or 2), in the environment that MEGAPPO_VENV names, else that of the `python` on PATH (docs/gpu.md);
 # nothing is installed then.
-# --out DIR: where everything is written; otherwise runs/quickstart, or the next free name. KEY=VALUE: overrides of
-# configs/quickstart.yaml.
+# --out DIR: where everything is written; otherwise runs/quickstart, or the next free name. --sft-steps N: steps of the supervised
+# warm-up, for a shorter run. KEY=VALUE: overrides of configs/quickstart.yaml.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 started=$SECONDS
 
-gpus= dir=
+gpus= dir= warm_up=()
 while :; do
   case "${1:-}" in
     --gpu) gpus=${2:-}; [[ $gpus =~ ^[12]$ ]] || { echo "quickstart: --gpu $gpus: 1 or 2 GPUs" >&2; exit 2; }; shift 2 ;;
     --out) dir=${2:?quickstart: --out needs a directory}; shift 2 ;;
+    --sft-steps) warm_up=("trainer.steps=${2:?quickstart: --sft-steps needs a number}"); shift 2 ;;
     -*) echo "quickstart: $1: unknown option; see the head of scripts/quickstart.sh" >&2; exit 2 ;;
     *) break ;;
   esac
@@ -42,7 +43,7 @@ TRANSFORMERS_VERBOSITY=error HF_HUB_DISABLE_PROGRESS_BARS=1 "$python" scripts/qu
 
 say "2/3 supervised warm-up (policy tp=$ranks)"
 "$python" -m megappo sft configs/quickstart_sft.yaml run.output_dir="$dir" policy.model="$dir/model" \
-  data.train="$dir/data/sft.jsonl" data.tokenizer="$dir/model/tokenizer.model" "${layout[@]}"
+  data.train="$dir/data/sft.jsonl" data.tokenizer="$dir/model/tokenizer.model" "${layout[@]}" "${warm_up[@]}"
 
 say "3/3 PPO (policy tp=$ranks, critic pp=$ranks, vLLM, on the same ranks)"
 "$python" -m megappo train configs/quickstart.yaml run.output_dir="$dir" policy.model="$dir/sft/export" \

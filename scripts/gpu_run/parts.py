@@ -11,6 +11,8 @@ from pathlib import Path
 MINUTE = 60
 # The quickstart trains the critic alone for 10 steps, and its policy warms up for 10 updates, 4 a step, after that.
 QUICK_STEPS = 14
+# Of the supervised warm-up before, whose learning rate rises for 20.
+QUICK_SFT_STEPS = 30
 # Of a response, so that it fits the quickstart's model, which has 64 positions, behind the prompts of measure_agreement.py.
 AGREEMENT_TOKENS = 40
 Command = list[str]
@@ -75,8 +77,9 @@ def _layout(ranks: int) -> list[str]:
 def _quickstart(ranks: int) -> Callable[[Place], Command]:
     def command(place: Place) -> Command:
         steps = [f"trainer.steps={QUICK_STEPS}", f"trainer.eval_every={QUICK_STEPS}"] if place.quick else []
+        warm_up = ["--sft-steps", str(QUICK_SFT_STEPS)] if place.quick else []
         where = ["--gpu", str(ranks)] if place.on_gpu else []
-        return ["scripts/quickstart.sh", *where, "--out", str(place.quickstart(ranks)), *steps]
+        return ["scripts/quickstart.sh", *where, "--out", str(place.quickstart(ranks)), *warm_up, *steps]
 
     return command
 

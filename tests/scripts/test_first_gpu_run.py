@@ -119,6 +119,7 @@ def test_the_quickstart_refuses_what_it_does_not_know():
         (["--gpu", "3"], "--gpu 3: 1 or 2 GPUs"),
         (["--gpus"], "--gpus: unknown option"),
         (["--out"], "--out needs"),
+        (["--sft-steps"], "--sft-steps needs"),
     ]:
         done = subprocess.run(["scripts/quickstart.sh", *options], cwd=ROOT, capture_output=True, text=True)
         assert done.returncode != 0 and said in done.stderr and "[setup" not in done.stdout
