@@ -29,12 +29,13 @@ NUMBERS = (
     "lengths/response_mean",
     "rollout/prob_diff_mean",
 )
+TOLERANCE = 1e-5
 
 
 def check_same_numbers(ours: Sequence[Mapping[str, Any]], theirs: Sequence[Mapping[str, Any]]) -> None:
     """Assert that steps of two runs (rows of metrics.jsonl) have the same NUMBERS, but for rounding."""
     for one, other in zip(ours, theirs, strict=True):
-        assert {key: one[key] for key in NUMBERS} == pytest.approx({key: other[key] for key in NUMBERS}, rel=1e-4, abs=1e-5)
+        assert {key: one[key] for key in NUMBERS} == pytest.approx({key: other[key] for key in NUMBERS}, rel=1e-4, abs=TOLERANCE)
 
 
 def write_small_task(folder: Path) -> None:
