@@ -92,6 +92,16 @@ def _install_cpu_placeholders() -> None:
             setattr(owner, name, values[name])
 
 
+def _keep_kernel_overrides() -> None:
+    """Let vLLM put its C++ code in place of its Triton kernels once in a process, not at every start of a CPU worker."""
+    from vllm.platforms.cpu import CpuPlatform
+    from vllm.triton_utils import dispatcher
+
+    # It looks through all modules for them (0.3 s), and wraps what it has wrapped before once more.
+    if dispatcher._registry:
+        setattr(CpuPlatform, "register_triton_kernel_overrides", staticmethod(lambda: None))
+
+
 @contextlib.contextmanager
 def _random_state_kept() -> Iterator[None]:
     python, array, host = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
@@ -150,6 +160,7 @@ def vllm_running(own: EngineState, environment: Mapping[str, str]) -> Iterator[N
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore", FutureWarning)  # of vLLM's import, about torch names that it does not use
             _install_cpu_placeholders()
+            _keep_kernel_overrides()
         yield
 
 

@@ -465,7 +465,16 @@ def in_world(rank: int, folder: str) -> dict[str, Any]:
     process = run_process(folder)  # first, as its engine imports vLLM
     with garbage_kept():
         cases = {name: process if name == "llama to tp2" else run_case(rank, folder, name) for name in CASES}
-        return {"process": process, "cases": cases, "tokenized": run_tokenized(folder)}
+        return {"process": process, "cases": cases, "tokenized": run_tokenized(folder), "kernels": wrapped_kernels()}
+
+
+def wrapped_kernels() -> tuple[int, list[str]]:
+    """(number of vLLM's Triton kernels with a stand-in on a CPU, those whose stand-in has a stand-in)"""
+    from vllm.triton_utils import dispatcher
+
+    stand_ins = dispatcher._registry
+    twice = [name for name, (original, _) in stand_ins.items() if isinstance(original, dispatcher.KernelOverride)]
+    return len(stand_ins), twice
 
 
 # ----------------------------------------------------------------------------------------------------------------- tests
@@ -669,6 +678,12 @@ def test_vllm_leaves_the_process_as_it_was(world):
         assert result["process"]["changed"] == []
         assert all(case["built"] == [] for case in result["cases"].values())
         assert result["process"]["group"] == RANKS, "the default process group works after close()"
+
+
+def test_the_second_engine_of_a_process_does_not_wrap_kernels_again(world):
+    for result in world:
+        number, twice = result["kernels"]
+        assert number > 0 and twice == []
 
 
 def test_engines_leave_no_names_in_shared_memory(world):
