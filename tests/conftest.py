@@ -10,12 +10,12 @@ import gc
 import importlib
 import importlib.util
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import settings
 
 from tests import tiers
@@ -28,7 +28,10 @@ LONG = ("host_cuda", "parity", "trainer", "models", "launch", "ops", "rollout", 
 settings.register_profile("shared machine", deadline=None)
 settings.load_profile("shared machine")
 
-if importlib.util.find_spec("triton") and not torch.cuda.is_available():
+# The process that hands tests to pytest-xdist's workers: it runs none, and they wait until it has read this file.
+IS_CONTROLLER = "-n" in sys.argv and "PYTEST_XDIST_WORKER" not in os.environ
+
+if not IS_CONTROLLER and importlib.util.find_spec("triton") and not importlib.import_module("torch").cuda.is_available():
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
         importlib.import_module("triton.language")

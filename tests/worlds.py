@@ -24,7 +24,16 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 # They start no thread, so that the server can be forked.
-IMPORTED_ONCE = ["torch", "transformers.models.auto.modeling_auto", "megappo.engine.megatron", "megappo.trainer.ppo"]
+IMPORTED_ONCE = [
+    "torch",
+    "transformers.models.auto.modeling_auto",
+    "megappo.engine.megatron",
+    "megappo.trainer.ppo",
+    # Of what vLLM imports in a rank, that which has nothing to do with torch or the process: a third of its 3 s.
+    "openai.types.responses",
+    "aiohttp",
+    "fastapi",
+]
 
 
 class WorldError(AssertionError):
