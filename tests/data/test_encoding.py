@@ -80,7 +80,7 @@ def demonstrations_into(root: Path, spec: str, tokenizer: Tokenizer, rules: Demo
     demonstrations_of(open_source(spec), tokenizer, rules, Cache(root))
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "parquet", "template", "demonstrations"])
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", pytest.param("template", marks=pytest.mark.slow), "demonstrations"])
 def test_several_processes_write_the_bytes_that_one_writes(
     tmp_path: Path, char: Tokenizer, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
@@ -206,6 +206,7 @@ def endless() -> Iterator[tuple[int, tuple[str, str]]]:
         yield n, ("1" * (1 + n % 4), "name")
 
 
+@pytest.mark.slow
 def test_a_request_to_stop_ends_no_process_but_the_end_of_their_rank_does(char: Tokenizer) -> None:
     command = [sys.executable, "-c", SLOW, str(char.path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as rank:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import subprocess
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from megappo.launch.script import Job, render, render_by_hand
 from megappo.launch.submit import Limits, check_options
 from megappo.tune import job as trials
 
-from .test_script import run_script, script
+from .test_script import run_script, script, write_program
 
 # As parts of a folder's name, so without a slash. Each would leave a file `gone` where a shell takes it for a command.
 COMMANDS = {
@@ -44,7 +45,10 @@ def test_a_name_with_a_shells_characters_runs_nothing(tmp_path: Path, case: str,
     text = COMMANDS[case]
     image = {None: None, "pyxis": f"./{text}.sqsh", "apptainer": f"{text}.sif"}[container]
     folder = tmp_path / text
-    calls, done = run_script(folder, job_of(text, image))
+    write_program(
+        tmp_path / "sleep", "exec /bin/sleep 0.02"
+    )  # the script waits by the second for ranks that take milliseconds here
+    calls, done = run_script(folder, job_of(text, image), PATH=f"{folder / 'bin'}:{tmp_path}:{os.environ['PATH']}")
     assert done.returncode == 0, done.stderr
     config = str(folder / "config.yaml")
     assert len(calls) == 4 and all(config in call for call in calls), "and every command got the configuration's name whole"

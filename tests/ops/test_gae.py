@@ -225,6 +225,7 @@ def of_instruction_set(isa, inputs, folder):
     return subprocess.Popen(command, cwd=root, env={**os.environ, "MEGAPPO_CPU_ISA": isa, "PYTHONPATH": str(root)}), folder / isa
 
 
+@pytest.mark.slow  # a process each, which imports torch
 def test_every_instruction_set_computes_the_same(tmp_path):
     inputs = batch([3000, 0, 5, 700], seed=1)
     with dispatch.using("reference"):

@@ -288,6 +288,7 @@ torch.save(results, sys.argv[2])
 """
 
 
+@pytest.mark.slow  # a process of its own, with as much arithmetic as the other tests of the file together
 @pytest.mark.parametrize("isa", ["baseline", "avx2"])
 def test_every_instruction_set_matches_the_oracle(tmp_path, isa):
     problems = [batch(7, 5003, dtype=dtype) for dtype in DTYPES]
