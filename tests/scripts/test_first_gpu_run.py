@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from megappo.telemetry.jsonl import read_lines
 from scripts.gpu_run import __main__ as first_gpu_run
-from scripts.gpu_run.parts import PARTS, Part, Place
+from scripts.gpu_run.parts import PARTS, QUICK_SFT_STEPS, Part, Place
 
 ROOT = Path(__file__).parents[2]
 
@@ -143,3 +144,8 @@ def test_a_rehearsal_runs_ppo_and_compares_with_vllm(rehearsal):
     assert "sft/export" in page and agreement.splitlines()[-1].split()[0] == "bf16"
     assert float(agreement.splitlines()[-1].split()[1]) < 0.05
     assert (rehearsal / "quickstart_2/ppo/metrics.jsonl").exists()
+
+
+def test_the_warm_up_of_a_rehearsal_learns(rehearsal):
+    losses = [row["sft/loss"] for row in read_lines(rehearsal / "quickstart_2/sft/metrics.jsonl")]
+    assert len(losses) == QUICK_SFT_STEPS and losses[-1] < 0.8 * losses[0]
