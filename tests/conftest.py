@@ -24,6 +24,9 @@ TESTS = Path(__file__).parent
 # Folders whose tests take minutes. They go to the workers first, so that none of them is left to one worker at the end.
 LONG = ("host_cuda", "parity", "trainer", "models", "launch", "ops", "rollout", "checkpoint")
 
+# Thousands of tests make much that lives long: with the usual 700 an eighth of the quick tier went into collections.
+gc.set_threshold(10_000)
+
 # Two workers and the worlds that they start share two cores: a slow example says nothing of the code.
 settings.register_profile("shared machine", deadline=None)
 settings.load_profile("shared machine")

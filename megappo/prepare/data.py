@@ -23,9 +23,9 @@ from megappo.data.tokenizers import Tokenizer, load_tokenizer
 from megappo.models.arch import ModelArch
 from megappo.prepare.evaluations import EvaluationSet, check_evaluations, load_evaluations
 from megappo.prepare.prompts import load_prompts, open_cache
-from megappo.prepare.reward_model import ScoredTexts, load_reward_text
 from megappo.prepare.reward_notes import reward_notes
 from megappo.prepare.reward_parts import load_parts
+from megappo.prepare.reward_text import ScoredTexts, load_reward_text
 from megappo.rewards.base import PreparedPart
 
 

@@ -16,7 +16,7 @@ from megappo.data.reward_text import RewardText
 from megappo.experience.experience import Experience
 from megappo.parallel.shares import Shares
 from megappo.parallel.totals import first_of_ranks, total
-from megappo.prepare.reward_model import prompts_read
+from megappo.prepare.reward_text import prompts_read
 from megappo.rewards.base import RewardError
 from megappo.rewards.compose import Judged
 from megappo.rewards.verdict import Verdict

@@ -206,7 +206,6 @@ def endless() -> Iterator[tuple[int, tuple[str, str]]]:
         yield n, ("1" * (1 + n % 4), "name")
 
 
-@pytest.mark.slow
 def test_a_request_to_stop_ends_no_process_but_the_end_of_their_rank_does(char: Tokenizer) -> None:
     command = [sys.executable, "-c", SLOW, str(char.path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as rank:

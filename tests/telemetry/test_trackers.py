@@ -182,6 +182,7 @@ def test_wandb_goes_on_after_the_death_of_its_service_and_ends_with_its_rank(tmp
 # ---------------------------------------------------------------------------------------------------------- MLflow
 
 
+@pytest.mark.slow  # 7 s, of MLflow's imports
 def test_a_run_of_mlflow_is_continued_by_a_resumed_one(tmp_path: Path) -> None:
     mlflow = pytest.importorskip("mlflow")
     pytest.importorskip("alembic")

@@ -20,6 +20,8 @@ from megappo.tune.candidates import Machine
 from megappo.tune.cost import workload_of
 from megappo.tune.search import Search
 
+pytestmark = pytest.mark.slow  # searches for clusters of thousands of GPUs
+
 # Facts of "The Llama 3 Herd of Models" (2024), table 3, and of "Qwen3 Technical Report" (2025), table 2.
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
