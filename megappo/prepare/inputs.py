@@ -40,7 +40,7 @@ def check_inputs(config: TrainConfig | SftConfig, *, resume: bool = False, shape
     archs = read_archs(config, need_weights=not shapes_only, need_heads=False)
     if shapes_only:
         return
-    if isinstance(config, TrainConfig) and not resume:
+    if isinstance(config, TrainConfig) and not resume and "critic" in archs:
         critic_source(config.critic, archs["critic"])
     find_tokenizer(config.data.tokenizer or config.policy.model)
     if trains:
