@@ -79,7 +79,7 @@ def found(objective, batch, aggregation, **changes):
         fields |= fields_of_sequences(PackedBatch(torch.arange(len(mask)), cu), fields, leaf)
     loss, metrics = surrogate(algorithm, fields, leaf)
     (loss / count).backward()
-    return float(loss) / count, leaf.grad, metrics
+    return float(loss.detach()) / count, leaf.grad, metrics
 
 
 @pytest.mark.parametrize("per_token", [False, True], ids=["one advantage", "gspo-token"])
