@@ -245,7 +245,7 @@ class _LinearLogprob(torch.autograd.Function):
         if g_logprob is None:  # a loss of the entropy alone
             g_logprob = torch.zeros_like(lse)
         rows = call.all_rows(hidden)  # gathered again: kept, [T, H] would undo what sequence parallel saves
-        if call.into_main_grad:
+        if call.into_main_grad or not ctx.needs_input_grad[1]:
             dhidden = backward_in_blocks(
                 call.problem(rows, weight, target, row_inv_temp, kept),
                 lse,
@@ -254,10 +254,10 @@ class _LinearLogprob(torch.autograd.Function):
                 g_entropy,
                 logits,
                 call.chunk_tokens,
-                main_grad_of(weight),
+                main_grad_of(weight) if call.into_main_grad else None,
                 add=True,
             )
-            dweight = handed_over(weight)
+            dweight = handed_over(weight) if call.into_main_grad else None
         else:
             dhidden, dweight = torch.ops.megappo.linear_backward(
                 rows,

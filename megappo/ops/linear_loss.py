@@ -109,7 +109,9 @@ class _Chunks:
         # Without gradients the inputs stand in: nothing of a model's size is allocated for them.
         self.dhidden = torch.zeros_like(hidden, memory_format=torch.contiguous_format) if gradients else hidden
         dtype = compute_dtype(weight.dtype)
-        self.dweight = torch.zeros(weight.shape, dtype=dtype, device=weight.device) if gradients else weight
+        # None: the weight is frozen, and its gradient is no work.
+        trains = gradients and weight.requires_grad
+        self.dweight = torch.zeros(weight.shape, dtype=dtype, device=weight.device) if trains else None
 
     def run(self) -> LinearLoss:
         num_tokens = self.problem.num_tokens
@@ -135,9 +137,10 @@ class _Chunks:
             dlogits = problem.dlogits(logits, tokens, columns, lse, entropy, g_logprob, g_entropy, own=True)
             self.dhidden[tokens] = dlogits @ problem.weight[columns]
             # a dweight that autograd rounds to the weight's type may round each term to it; main_grad stays fp32
-            exact = self.call.into_main_grad
-            for block in problem.blocks(dlogits.shape[0])[1]:
-                add_mm_(self.dweight[block], dlogits[:, block].t(), problem.hidden[tokens], first=tokens.start == 0, exact=exact)
+            exact, dweight = self.call.into_main_grad, self.dweight
+            if dweight is not None:
+                for block in problem.blocks(dlogits.shape[0])[1]:
+                    add_mm_(dweight[block], dlogits[:, block].t(), problem.hidden[tokens], first=tokens.start == 0, exact=exact)
         return loss, logprob, entropy if self.want_entropy else None, metrics
 
     def logits(self, tokens: slice) -> Tensor:
@@ -177,7 +180,7 @@ class _WithGradients(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, loss: Tensor, dhidden: Tensor, dweight: Tensor, into_main_grad: bool
+        ctx: Any, hidden: Tensor, weight: Tensor, loss: Tensor, dhidden: Tensor, dweight: Tensor | None, into_main_grad: bool
     ) -> Tensor:
         ctx.save_for_backward(weight, dhidden, dweight)
         ctx.into_main_grad = into_main_grad
@@ -191,5 +194,5 @@ class _WithGradients(torch.autograd.Function):
             main_grad_of(weight).addcmul_(dweight, g)  # g stays on the device: its value is never read on the host
             weight_grad = handed_over(weight)
         else:
-            weight_grad = (dweight * g).to(weight.dtype)
+            weight_grad = None if dweight is None else (dweight * g).to(weight.dtype)
         return dhidden * g, weight_grad, None, None, None, None

@@ -142,23 +142,25 @@ def backward_in_blocks(
     g_entropy: Tensor | None,
     logits: Tensor | None,
     chunk_tokens: int,
-    dweight: Tensor,
+    dweight: Tensor | None,
     *,
     add: bool,
 ) -> Tensor:
     """dhidden of `linear_backward`. The weight's gradient is written to `dweight` [Vl, H] of any type; with `add` it is added, by
-    the products themselves, to a `dweight` of the compute type (an optimizer's fp32 accumulator)."""
+    the products themselves, to a `dweight` of the compute type (an optimizer's fp32 accumulator). None: the weight is frozen."""
     hidden, weight = problem.hidden, problem.weight
     blocks_of_tokens, blocks_of_columns = problem.blocks(chunk_tokens)
     # Sums in fp32: in bf16 the sum of 64 chunks has six times the error of one rounding.
     dtype = compute_dtype(weight.dtype)
     dhidden = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
     # one block of tokens needs no fp32 sum: its product is rounded to the weight's type once, as the sum would be
-    direct = dweight.dtype == dtype or (dweight.dtype == weight.dtype and len(blocks_of_tokens) == 1)
+    direct = dweight is not None and (dweight.dtype == dtype or (dweight.dtype == weight.dtype and len(blocks_of_tokens) == 1))
     h = problem.operand(hidden) if logits is None else hidden
     for b, columns in enumerate(blocks_of_columns):
         w = problem.operand(weight[columns]) if logits is None else weight[columns]
-        total = dweight[columns] if direct else torch.zeros(w.shape, dtype=dtype, device=w.device)
+        total = None
+        if dweight is not None:
+            total = dweight[columns] if direct else torch.zeros(w.shape, dtype=dtype, device=w.device)
         for i, tokens in enumerate(blocks_of_tokens):
             x = problem.logits(h[tokens], w, tokens, columns) if logits is None else logits[tokens, columns]
             dlogits = problem.dlogits(
@@ -172,7 +174,8 @@ def backward_in_blocks(
                 own=logits is None,  # kept logits may be read by a second backward
             )
             add_mm_(dhidden[tokens], dlogits, weight[columns], first=b == 0, exact=False)
-            add_mm_(total, dlogits.t(), hidden[tokens], first=i == 0 and not add)
-        if not direct:
+            if total is not None:
+                add_mm_(total, dlogits.t(), hidden[tokens], first=i == 0 and not add)
+        if dweight is not None and total is not None and not direct:
             dweight[columns] = total
     return dhidden.to(hidden.dtype)

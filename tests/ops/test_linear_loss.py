@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megappo.algo.losses import entropy_loss
 from megappo.ops.linear_logprob import linear_logprob
@@ -132,6 +133,42 @@ def test_no_more_logits_than_a_chunk():
     with LargestTensor() as seen:
         clipped_linear_loss(h, w, target, *fields(target), None, vocab_start=0, num_valid=2000, chunk_tokens=64).loss.backward()
     assert seen.largest == 64 * 2000
+
+
+class WeightGradients(TorchDispatchMode):
+    """Number of new tensors of a weight's shape, or of its transpose."""
+
+    def __init__(self, weight):
+        super().__init__()
+        self.weight, self.count = weight.detach(), 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and sorted(out.shape) == sorted(self.weight.shape):
+            self.count += out.untyped_storage().data_ptr() != self.weight.untyped_storage().data_ptr()
+        return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_frozen_weight_costs_no_gradient(fused, dtype):
+    h, w, target, g, _ = problem(dtype=dtype, padding=0)
+
+    def backward():
+        h.grad = None
+        with WeightGradients(w) as seen:
+            if fused:
+                clipped_linear_loss(h, w, target, *fields(target), None, **WHERE).loss.backward()
+            else:
+                (linear_logprob(h, w, target, None, **WHERE)[0] * g).sum().backward()
+        return h.grad.clone(), seen.count
+
+    trained, made = backward()
+    w.requires_grad_(False)
+    frozen, left = backward()
+    assert torch.equal(trained, frozen)
+    if dtype == torch.float32:  # the CPU's products take weights of other types in fp32
+        assert made > 0 and left == 0
 
 
 def test_no_tokens():
