@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megappo.bridge.move import Move
-from megappo.models.pieces import Box, Piece, as_2d, check_tiling
+from megappo.models.pieces import Box, Piece, check_tiling
 
 Land = Callable[[Move, Tensor], None]
 Inspect = Callable[[str, Tensor], None]
@@ -84,9 +84,3 @@ class WeightReceiver(Protocol):
         `inspect(name, tensor)` is called with every completed parameter, in loader format. RuntimeError at the end if a move is
         missing. After any error the engine's weights are undefined."""
         ...
-
-
-def rectangle(tensor: Tensor, slot: int, row: int, col: int, rows: int, cols: int) -> Tensor:
-    """[rows, cols] view of a 1-D, 2-D or 3-D tensor."""
-    matrix = tensor[slot] if tensor.dim() == 3 else as_2d(tensor)
-    return matrix[row : row + rows, col : col + cols]

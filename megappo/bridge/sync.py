@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -29,6 +29,7 @@ from megappo.bridge.transfer import transfer
 from megappo.bridge.verify import Checksums
 from megappo.bridge.wire import Wire
 from megappo.models.arch import ModelArch
+from megappo.models.lora import Weights
 from megappo.models.pieces import PieceMap
 from megappo.models.weight_map import hf_tensors
 
@@ -42,8 +43,8 @@ class WeightSource(Protocol):
     @property
     def arch(self) -> ModelArch: ...
 
-    def named_parameters(self) -> Mapping[str, Tensor]:
-        """This rank's parameters."""
+    def merged_parameters(self) -> Weights:
+        """This rank's parameters by the names of `pieces`, with adapters (`models.lora.Adapted`). Collective over the policy."""
         ...
 
     def pieces(self) -> PieceMap:
@@ -189,9 +190,9 @@ class WeightSync:
         then refuses to work.
         """
         started = time.perf_counter()
-        tensors: Mapping[str, Tensor] = {}
+        tensors: Weights = {}
         if self._policy is not None:
-            tensors = self._policy.named_parameters()  # asked anew: offloaded, reallocated or re-cast since the last push
+            tensors = self._policy.merged_parameters()  # asked anew: offloaded, reallocated or re-cast since the last push
         # Before the engine's weights become undefined: after a refused push it still has the old ones.
         self._raise_together(version, self._source_problems(tensors))
         if self._engine is not None:
@@ -230,14 +231,14 @@ class WeightSync:
             more = f" (and {len(everywhere) - 1} more)" if len(everywhere) > 1 else ""
             raise RuntimeError(f"push of weights {version}: {everywhere[0]}{more}")
 
-    def _source_problems(self, tensors: Mapping[str, Tensor]) -> list[str]:
+    def _source_problems(self, tensors: Weights) -> list[str]:
         rank, problems = self._wire.rank, []
         for source, (rows, cols, hf) in self._extents.items():
             tensor = tensors.get(source)
             if tensor is None:
                 problems.append(f"rank {rank} has no parameter {source} (for {hf})")
                 continue
-            have_rows, have_cols = (*tensor.shape[-2:], 1)[:2] if tensor.dim() > 1 else (tensor.shape[0], 1)
+            have_rows, have_cols = (*tensor.shape[-2:], 1)[:2] if len(tensor.shape) > 1 else (tensor.shape[0], 1)
             if rows > have_rows or cols > have_cols:
                 problems.append(f"rank {rank}: {source} of shape {tuple(tensor.shape)} is too small for its part of {hf}")
         return problems

@@ -14,12 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megappo.bridge.destination import Land, rectangle
+from megappo.bridge.destination import Land
 from megappo.bridge.move import Move
 from megappo.bridge.rounds import Round
 from megappo.bridge.wire import Wire
-
-Tensors = Mapping[str, Tensor]
+from megappo.models.lora import Weights, part_of
 
 
 class Traffic(NamedTuple):
@@ -37,7 +36,7 @@ class _InFlight(NamedTuple):
     work: dist.Work | None
 
 
-def transfer(rounds: Sequence[Round], tensors: Tensors, land: Land, dtype: torch.dtype, wire: Wire) -> Traffic:
+def transfer(rounds: Sequence[Round], tensors: Weights, land: Land, dtype: torch.dtype, wire: Wire) -> Traffic:
     """Run all rounds. Collective. At most two rounds are in memory.
 
     tensors: this rank's parameters by local name. land(move, [rows, cols]): takes one rectangle and must copy it before it returns.
@@ -61,19 +60,19 @@ def _numel(moves: Iterable[Move]) -> int:
     return sum(move.numel for move in moves)
 
 
-def source_view(move: Move, tensors: Tensors) -> Tensor:
-    """[rows, cols] of a move in this rank's parameters, in their dtype."""
-    return rectangle(tensors[move.source].detach(), move.s_slot, move.s_row, move.s_col, move.rows, move.cols)
+def source_part(move: Move, tensors: Weights) -> Tensor:
+    """[rows, cols] of a move in this rank's parameters: a view in their dtype, or fp32 values with an adapter added."""
+    return part_of(tensors[move.source], move.s_slot, move.s_row, move.s_col, move.rows, move.cols)
 
 
-def _start(current: Round, tensors: Tensors, dtype: torch.dtype, wire: Wire) -> _InFlight:
+def _start(current: Round, tensors: Weights, dtype: torch.dtype, wire: Wire) -> _InFlight:
     send_counts = [_numel(current.outgoing.get(peer, ())) for peer in wire.peers]
     receive_counts = [_numel(current.incoming.get(peer, ())) for peer in wire.peers]
     packed = torch.empty(sum(send_counts), dtype=dtype, device=wire.device)
     buffer = torch.empty(sum(receive_counts), dtype=dtype, device=wire.device)
     offset = 0
     for move in _in_order(current.outgoing, wire):
-        packed[offset : offset + move.numel].view(move.rows, move.cols).copy_(source_view(move, tensors))
+        packed[offset : offset + move.numel].view(move.rows, move.cols).copy_(source_part(move, tensors))
         offset += move.numel
     work = None
     if current.on_wire:  # as bytes, which every backend carries
@@ -88,9 +87,9 @@ def _start(current: Round, tensors: Tensors, dtype: torch.dtype, wire: Wire) -> 
     return _InFlight(current, buffer, packed, work)
 
 
-def _finish(flying: _InFlight, tensors: Tensors, land: Land, wire: Wire) -> None:
+def _finish(flying: _InFlight, tensors: Weights, land: Land, wire: Wire) -> None:
     for move in flying.round.local:  # while the wire is busy
-        land(move, source_view(move, tensors))
+        land(move, source_part(move, tensors))
     if flying.work is not None:
         flying.work.wait()
     offset = 0

@@ -8,7 +8,7 @@ changes by vLLM's kernels afterwards.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 
 import torch
@@ -20,8 +20,9 @@ from megappo.bridge.destination import Destination
 from megappo.bridge.move import Move
 from megappo.bridge.plan import Ends, RankPlan
 from megappo.bridge.target import Parameter
-from megappo.bridge.transfer import source_view
+from megappo.bridge.transfer import source_part
 from megappo.bridge.wire import Wire
+from megappo.models.lora import Weights
 
 
 class Checksums:
@@ -80,12 +81,12 @@ class Checksums:
             sums[fill.target] = sums[fill.target] + rectangle_sum(values, block, row, fill.box.c0)
         return torch.stack(list(sums.values())).to(self._wire.device)
 
-    def read_sources(self, tensors: Mapping[str, Tensor]) -> Tensor:
+    def read_sources(self, tensors: Weights) -> Tensor:
         """Contributions of this rank's parameters to those of the engine, by peer and parameter; call it before they can change."""
         sums = torch.zeros(sum(self._sent_counts), dtype=torch.int64, device=self._wire.device)
         if self._parts:
             found = [
-                rectangle_sum(source_view(move, tensors), block, move.d_slot * shape.rows + move.d_row, move.d_col, self._dtype)
+                rectangle_sum(source_part(move, tensors), block, move.d_slot * shape.rows + move.d_row, move.d_col, self._dtype)
                 for move, (_, shape, block) in self._parts
             ]
             of_parts = torch.stack(found).to(self._wire.device)

@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megappo.bridge.destination import Destination, Fill, Inspect, Land, rectangle
+from megappo.bridge.destination import Destination, Fill, Inspect, Land
 from megappo.bridge.move import Move, module_of
 from megappo.bridge.vllm_layout import record_destination
 from megappo.bridge.vllm_reload import reload_api
+from megappo.models.pieces import rectangle
 
 
 class VllmReceiver:
@@ -32,12 +33,13 @@ class VllmReceiver:
         self._worker = worker
         # By vLLM's accessor: the runner's own attribute may be a wrapper that captures CUDA graphs.
         self._model: torch.nn.Module = worker.get_model()
-        self._modules = dict(self._model.named_modules())
+        with lora_layers_apart(self._model):
+            self._modules = dict(self._model.named_modules())
         self._dtype = dtype
         self._destination: Destination | None = None
 
     def describe(self, tensors: Mapping[str, tuple[int, ...]]) -> Destination:
-        with self._vllm_config():
+        with self._vllm_config(), lora_layers_apart(self._model):
             self._destination = record_destination(self._model, self._api, tensors, self._dtype)
         for name in self._destination.shapes:
             if self._api.is_deferred(self._modules[module_of(name)]):
@@ -49,7 +51,7 @@ class VllmReceiver:
     @contextlib.contextmanager
     def session(self, moves: Sequence[Move], inspect: Inspect | None) -> Iterator[Land]:
         assert self._destination is not None, "describe() comes before the first session"
-        with self._vllm_config(), torch.no_grad():
+        with self._vllm_config(), torch.no_grad(), lora_layers_apart(self._model):
             self._api.initialize(self._model)
             landing = _Landing(self, moves, self._destination, inspect)
             yield landing.land
@@ -148,3 +150,23 @@ class _Landing:
             raise RuntimeError(
                 f"weight transfer ended with {count} rectangles of {module} missing ({len(missing)} modules incomplete)"
             )
+
+
+@contextlib.contextmanager
+def lora_layers_apart(model: torch.nn.Module) -> Iterator[None]:
+    """Put the layers that vLLM wraps for adapters back in their places: its loader knows them by these names."""
+    from vllm.lora.layers import BaseLayerWithLoRA
+
+    wrapped = [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if isinstance(child, BaseLayerWithLoRA)
+    ]
+    for parent, name, child in wrapped:
+        setattr(parent, name, child.base_layer)
+    try:
+        yield
+    finally:
+        for parent, name, child in wrapped:
+            setattr(parent, name, child)

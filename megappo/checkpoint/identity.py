@@ -1,7 +1,7 @@
 """Facts about a run in its checkpoints: some must match on resume, the others are only recorded.
 
-A resumed run with another reference model, another tokenizer or other prompts would train towards something else without any
-error: refused.
+A resumed run with another reference model, other adapters or another model below them, another tokenizer or other prompts would
+train towards something else without any error: refused.
 Validation data, reward models, the code and the weights of rewards change what is measured or wanted, often on purpose (a mistake
 was corrected): a warning. Layouts, the ranks of roles, versions, the number of prompts of a step and the length of the run may
 change. The seed and the order are the loader's own to compare. A checkpoint of a megappo that did not record a fact is resumed
@@ -24,6 +24,7 @@ _SAMPLE_BYTES = 1 << 16
 _WHOLE_FILE_BYTES = 1 << 20  # files up to this size are hashed whole
 
 
+_ADAPTER_KEYS = ("rank", "alpha", "targets", "use_rslora")  # of the section lora; dropout may change
 MUST_MATCH = ("reference", "tokenizer")
 """Keys of the facts that a resumed run must share with its checkpoint; all other keys are only recorded."""
 
@@ -39,6 +40,8 @@ def require_same_run(manifest: Manifest, facts: Mapping[str, Any], name: str) ->
             f"{name} was written with {had} critic, and under algorithm.estimator this run has {has}; "
             "resume with the estimator of then, or start a new run in another directory"
         )
+    if (change := other_adapters(manifest.facts.get("lora"), facts.get("lora", {}))) is not None:
+        raise ValueError(f"{name} was written with {change}; restore it, or start a new run in another directory")
     for key in MUST_MATCH:
         saved, now = manifest.facts.get(key), facts.get(key)
         if _identity(saved) != _identity(now):
@@ -46,6 +49,29 @@ def require_same_run(manifest: Manifest, facts: Mapping[str, Any], name: str) ->
                 f"{name} was written with {key} {saved!r}, this run has {now!r}; "
                 "resume with the same one, or start a new run in another directory"
             )
+
+
+def other_adapters(saved: Mapping[str, Any] | None, now: Mapping[str, Any]) -> str | None:
+    """The first difference in adapters or in the models below them, with its key; None if there is none.
+
+    saved, now: role -> its section `lora` and `base`, the identity of its model; roles that train all weights are left out. None:
+    the megappo that wrote the checkpoint had no adapters.
+    """
+    saved = saved or {}
+    for role in sorted({*saved, *now}):
+        old, new = saved.get(role), now.get(role)
+        if old is None or new is None:
+            return f"{role}.lora = {_rank(old)}, this run has {_rank(new)}"
+        for key in _ADAPTER_KEYS:
+            if old[key] != new[key]:
+                return f"{role}.lora.{key} = {json.dumps(old[key])}, this run has {json.dumps(new[key])}"
+        if _identity(old["base"]) != _identity(new["base"]):
+            return f"adapters of the {role} on {old['base']['path']}, this run has another model, {new['base']['path']}"
+    return None
+
+
+def _rank(lora: Mapping[str, Any] | None) -> str:
+    return "null" if lora is None else f"{{rank: {lora['rank']}}}"
 
 
 def _other_prompts(saved: Mapping[str, Any] | None, now: Mapping[str, Any] | None) -> str | None:

@@ -28,6 +28,7 @@ from megappo.config.schema import SftConfig, TrainConfig
 Device = Literal["cpu", "cuda"]
 # Ids recorded for a sampled token: 4 bytes each in the experience, and about 90 in vLLM's Python lists while it generates.
 MAX_REPLAYED_TOP_K = 128
+MAX_VLLM_RANK = 512  # vLLM 0.32, MaxLoRARanks
 MAX_ADAPTIVE_STEP = 0.2  # clip of the error in the adaptive KL controller (Ziegler et al. 2019, section 2.2)
 
 
@@ -157,6 +158,18 @@ def _bf16_logits(config: TrainConfig) -> str | None:
         return problem(
             "policy.logits_dtype", "bf16", "the logits of vLLM are fp32 (rollout.dtype, policy.dtype); use fp32, or sample in bf16"
         )
+    return None
+
+
+def _separate_adapter(config: TrainConfig) -> str | None:
+    lora = config.policy.lora
+    if config.rollout.adapter == "merged" or config.rollout.engine == "megatron" or lora is None:
+        return None
+    if lora.rank > MAX_VLLM_RANK:
+        fix = f"vLLM applies adapters up to rank {MAX_VLLM_RANK}; lower it, or set rollout.adapter to merged"
+        return problem("policy.lora.rank", lora.rank, fix)
+    if config.rollout.sleep == "all":
+        return problem("rollout.sleep", "all", "vLLM would lose the frozen weights, which rollout.adapter pushes once; use cache")
     return None
 
 
@@ -330,6 +343,7 @@ TRAIN_RULES: tuple[TrainRule, ...] = (
     _top_k_zero,
     _kept_tokens,
     _bf16_logits,
+    _separate_adapter,
     _seed,
     _empty_stop,
     _adaptive_placement,

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 from megappo.config.batch import step_arithmetic, update_schedule
 from megappo.config.keys import value_keys
-from megappo.config.layout_checks import roles_in_use, scores_with_model
+from megappo.config.layout_checks import reference_is_base, roles_in_use, scores_with_model
 from megappo.config.role_sections import OptimizerConfig
 from megappo.config.schema import SftConfig, TrainConfig
 
@@ -75,6 +75,11 @@ TRAIN: tuple[Dead, ...] = (
         ),
         lambda c: c.algorithm.kl.placement == "none",
         "algorithm.kl.placement is none, so there is no reference model; remove it, or set placement to reward or loss",
+    ),
+    Dead(
+        ("reference.*",),
+        reference_is_base,
+        "the reference is the policy without its adapters (policy.lora); remove it, or name reference.model to build one",
     ),
     Dead(
         ("algorithm.kl.target", "algorithm.kl.horizon"),
@@ -154,9 +159,15 @@ TRAIN: tuple[Dead, ...] = (
             "rollout.enforce_eager",
             "rollout.model_runner",
             "rollout.async_scheduling",
+            "rollout.adapter",
         ),
         lambda c: c.rollout.engine == "megatron",
         "rollout.engine is megatron, which generates with the policy's own shards; remove it, or set engine to vllm",
+    ),
+    Dead(
+        ("rollout.adapter",),
+        lambda c: c.policy.lora is None,
+        "policy.lora is not set, so all weights are pushed; remove it, or set policy.lora",
     ),
     Dead(
         ("rollout.memory_share",),

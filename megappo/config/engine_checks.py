@@ -10,6 +10,8 @@ from megappo.config.layout_checks import role_sections, roles_in_use
 from megappo.config.role_sections import ParallelConfig, RoleConfig, TrainableConfig
 from megappo.config.schema import SftConfig, TrainConfig
 
+WITH_ADAPTERS = frozenset({"fsdp2"})
+"""Engines that train low-rank adapters."""
 _REFUSED_AXES = {
     "pp": "has no pipeline",
     "vpp": "has no pipeline",
@@ -23,8 +25,12 @@ def engine_problems(config: TrainConfig | SftConfig) -> Iterator[str]:
     """Problems of every role that runs under fsdp2, one line each."""
     sections = role_sections(config)
     for role in roles_in_use(config):
-        if sections[role].engine == "fsdp2":
-            yield from _problems_of(role, sections[role])
+        section = sections[role]
+        if section.engine == "fsdp2":
+            yield from _problems_of(role, section)
+        if isinstance(section, TrainableConfig) and section.lora is not None and section.engine not in WITH_ADAPTERS:
+            fix = f"{role}.engine is {section.engine}, which has no adapters; leave it out"
+            yield problem(f"{role}.lora.rank", section.lora.rank, fix)
 
 
 def _problems_of(role: str, section: RoleConfig) -> Iterator[str]:
@@ -40,6 +46,9 @@ def _problems_of(role: str, section: RoleConfig) -> Iterator[str]:
             yield refused(f"parallel.{name}", value, f"{role}.engine is fsdp2, which has no such layout", "leave it out")
     if not isinstance(section, TrainableConfig):
         return
+    if section.lora is not None and section.parallel.tp > 1:
+        why = f"{role}.lora is set and {role}.engine is fsdp2, which does not cut adapters"
+        yield refused("parallel.tp", section.parallel.tp, why, "set tp to 1")
     if section.router_aux_coef > 0:
         yield refused("router_aux_coef", section.router_aux_coef, f"{role}.engine is fsdp2, which has no experts", "leave it out")
     if not section.optimizer.distributed:

@@ -68,10 +68,10 @@ def written_keys(data: Mapping[str, Any], cls: type[BaseModel], prefix: str = ""
 
 
 def value_at(config: BaseModel, dotted: str) -> Any:
-    """Value of a dotted key of a configuration."""
+    """Value of a dotted key of a configuration; None if a section around it is null."""
     value: Any = config
     for part in dotted.split("."):
-        value = getattr(value, part)
+        value = getattr(value, part) if value is not None else None
     return value
 
 
@@ -90,6 +90,9 @@ def hint(name: str, cls: type[BaseModel]) -> str:
     """End of the message about an unknown key: the key that is meant, or what becomes of another trainer's key here; or empty."""
     if name in RENAMED:
         return RENAMED[name]
+    role, _, key = name.partition(".")
+    if key.partition(".")[0] == "lora" and role in cls.model_fields:
+        return f"the {role} trains nothing that an adapter could learn; policy and critic have the section"
     key, foreign = _nearest(name, cls)
     if foreign is not None and foreign[1].outcome is not Outcome.TAKEN:
         trainer, rule = foreign

@@ -32,13 +32,18 @@ def role_sections(config: TrainConfig | SftConfig) -> dict[str, RoleConfig]:
 def roles_in_use(config: TrainConfig | SftConfig) -> dict[str, ParallelConfig]:
     """Role -> parallel sizes, for the roles that this configuration builds."""
     roles = {name: section.parallel for name, section in role_sections(config).items()}
-    if isinstance(config, TrainConfig) and config.algorithm.kl.placement == "none":
-        del roles["reference"]  # nothing is measured against it
+    if isinstance(config, TrainConfig) and (config.algorithm.kl.placement == "none" or reference_is_base(config)):
+        del roles["reference"]  # nothing is measured against it, or the policy's own base is it
     if isinstance(config, TrainConfig) and not scores_with_model(config):
         del roles["reward_model"]
     if isinstance(config, TrainConfig) and not config.algorithm.has_critic:
         del roles["critic"]  # nobody reads its values
     return roles
+
+
+def reference_is_base(config: TrainConfig) -> bool:
+    """True if the reference is the policy without its adapters: no model of its own is built."""
+    return config.algorithm.kl.placement != "none" and config.policy.lora is not None and config.reference.model is None
 
 
 def scores_with_model(config: TrainConfig) -> bool:

@@ -39,6 +39,7 @@ FIXES: Mapping[str, str] = {
     "bool_type": "must be true or false",
     "string_type": "must be a string; put it in quotes if it looks like a number",
     "string_pattern_mismatch": "must match {pattern} (letters, digits and . _ -)",
+    "too_short": "must have at least {min_length} entry",
     "literal_error": "must be one of {expected}",
     "tuple_type": "must be a list, for example [a, b]",
     "model_type": "is a section; give it keys, or leave it out",

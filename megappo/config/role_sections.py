@@ -83,7 +83,26 @@ class RoleConfig(Section):
     micro-batch of its own."""
 
 
+class LoraConfig(Section):
+    """Low-rank adapters (arXiv:2106.09685): the model is frozen, and each adapted layer trains two small matrices A and B."""
+
+    rank: Positive = 16
+    """Rows of A and columns of B: the rank of the change that an adapted layer can learn."""
+    alpha: PositiveFloat = 32.0
+    """The change is alpha / rank * B A. Twice the rank is the usual choice."""
+    dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    """Probability of dropping an input of A in training passes. With it PPO's ratios differ from 1 before the first update."""
+    targets: Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)] = "all-linear"
+    """Layers to adapt: endings of their names in the checkpoint (`[q_proj, v_proj]`), or all-linear, every linear layer of the
+    decoder's layers. Embeddings, output projection, norms and experts have no adapters."""
+    use_rslora: bool = False
+    """Scale by alpha / sqrt(rank) instead, which keeps high ranks from learning more slowly (rsLoRA, arXiv:2312.03732)."""
+
+
 class TrainableConfig(RoleConfig):
+    lora: LoraConfig | None = None
+    """Train low-rank adapters on a frozen model instead of all weights (docs/lora.md); null trains all. A critic's value head is
+    trained in full. `{}` takes the defaults."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """AdamW and its schedule."""
     recompute: Literal["none", "selective", "full"] = "none"
@@ -153,7 +172,8 @@ class FrozenConfig(RoleConfig):
 
 class ReferenceConfig(FrozenConfig):
     model: ModelPath | None = None
-    """Checkpoint of the reference model; null means `policy.model`."""
+    """Checkpoint of the reference model; null means `policy.model`, and with `policy.lora` the policy itself without its adapters:
+    no second model is built, and the other keys of this section have no effect."""
 
 
 class RewardModelConfig(FrozenConfig):

@@ -72,6 +72,9 @@ class RolloutConfig(Section):
     """Model runner of vLLM; auto leaves the choice to vLLM, which takes v2 if it can."""
     async_scheduling: bool | None = None
     """Let vLLM prepare a step while the previous one runs; null leaves the choice to vLLM, which does so if it can."""
+    adapter: Literal["merged", "separate"] = "merged"
+    """How a policy with `policy.lora` reaches vLLM: merged into its weights at every push; or separate, its frozen weights once and
+    then its adapter alone, which vLLM's own LoRA layers apply at every token."""
     max_prob_diff: PositiveFloat = 0.01
     """Stop the run if the mean |probability difference| between sampler and trainer on sampled tokens exceeds this."""
 

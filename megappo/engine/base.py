@@ -19,6 +19,7 @@ from torch import Tensor
 from megappo.checkpoint.state import StatefulModel
 from megappo.data.packing import PackedBatch
 from megappo.models.arch import ModelArch
+from megappo.models.lora import Weights
 from megappo.models.pieces import PieceMap
 from megappo.ops.linear_loss import TokenLoss
 from megappo.parallel.placement import Placement
@@ -170,9 +171,22 @@ class Engine(StatefulModel, Protocol):
         if the optimizer is sharded. Resident until the mode is left. Not collective."""
         ...
 
+    def merged_parameters(self) -> Weights:
+        """Parameters by the names of `pieces`, as the bridge and an export read them: a weight with an adapter adds it to the part
+        that is read (`models.lora.Adapted`), and adapters have no entry of their own. Good until the weights change."""
+        ...
+
+    def without_adapters(self) -> AbstractContextManager[None]:
+        """Inside, passes give the output of the base model. An AssertionError on an engine without adapters. Not collective."""
+        ...
+
     def pieces(self) -> PieceMap:
         """Position in the role's layout -> its rectangles of Hugging Face tensors, by the names above. Not collective; the same on
         every rank."""
+        ...
+
+    def adapter_pieces(self) -> PieceMap:
+        """The same of adapters' tensors (`models.lora.adapter_shapes`), in the parameters that hold them; none without adapters."""
         ...
 
     def export(self, directory: Path, source: Path) -> None:

@@ -7,6 +7,7 @@ Gradients are reduced, in fp32, at each micro-batch: kept back to the last they 
 from __future__ import annotations
 
 from collections.abc import Collection
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,8 +26,10 @@ from megappo.engine.results import combined_metrics, detached, in_order, names_o
 from megappo.engine.role_engine import RoleEngine
 from megappo.models.arch import ModelArch, padded_vocab, vocab_shard
 from megappo.models.hf_export import export_pieces
+from megappo.models.lora import Weights, is_beside_base
+from megappo.models.peft_files import AdapterTensors
 from megappo.models.pieces import PieceMap
-from megappo.models.row_shards import shard_piece_map
+from megappo.models.row_shards import plain_piece_map, shard_piece_map
 from megappo.models.weight_map import OUTPUT, VALUE_HEAD
 from megappo.parallel.balance import plan_micro_batches, split_by_budget
 from megappo.parallel.context import ContextShard
@@ -72,24 +75,49 @@ class Fsdp2Engine(RoleEngine[ShardedOptimizer]):
     # --------------------------------------------------------------------------------------------------------- weights
 
     def named_parameters(self) -> dict[str, torch.nn.Parameter]:
-        """Name of a Hugging Face tensor -> this rank's rectangle, fp32 if the model trains; those without any are left out."""
+        """Name of a Hugging Face tensor or of an adapter's -> this rank's rectangle, fp32 if it trains; empty ones are left out."""
         return dict(self._model.shards)
 
     def named_gradients(self) -> dict[str, Tensor]:
         return self._model.gradients()
 
+    def merged_parameters(self) -> Weights:
+        return self._model.merged()
+
+    def without_adapters(self) -> AbstractContextManager[None]:
+        adapters = self._model.adapters
+        return super().without_adapters() if adapters is None else adapters.off()
+
     def main_parameters(self) -> dict[str, Tensor]:
-        """None: the parameters are fp32 themselves."""
+        """None: parameters that train are fp32 themselves."""
         return {}
 
     def pieces(self) -> PieceMap:
         return shard_piece_map(self.arch, self.groups.layout, self.value_head)
 
+    def adapter_pieces(self) -> PieceMap:
+        adapters = self._model.adapters
+        return super().adapter_pieces() if adapters is None else plain_piece_map(adapters.shapes, self.groups.layout)
+
     def export(self, directory: Path, source: Path) -> None:
         with self.eval_mode():
-            parameters = {name: shard.data for name, shard in self._model.shards.items()}
-            pieces, value_head = self.pieces(), self.value_head
-            export_pieces(parameters, pieces, self.arch, self.groups, directory, source, self._dtype, value_head=value_head)
+            export_pieces(
+                self._model.merged(),
+                self.pieces(),
+                self.arch,
+                self.groups,
+                directory,
+                source,
+                self._dtype,
+                value_head=self.value_head,
+                adapter=self._adapter_tensors(),
+            )
+
+    def _adapter_tensors(self) -> AdapterTensors | None:
+        if (adapters := self._model.adapters) is None:
+            return None
+        beside = {name: shape for name, shape in self._model.shapes.items() if is_beside_base(name)}
+        return AdapterTensors(adapters.lora, self._model.shards, plain_piece_map(beside, self.groups.layout))
 
     # ------------------------------------------------------------------------------------------------ modes and memory
 
@@ -117,8 +145,9 @@ class Fsdp2Engine(RoleEngine[ShardedOptimizer]):
         agreed = self.groups.agree(f"{kind} of the {self.name}", self._passes, share.lengths, needed)
         mine = plan_micro_batches(share.lengths.tolist(), self._micro_batch_tokens, agreed.micro_batches)
         outputs: list[LossOutput] = []
-        for micro in MicroBatches(share.only(reads), mine, self.groups, self.device).of_chunk():
-            outputs.append(self._run(micro, loss_fn, denominator, forward_only=forward_only))
+        with nullcontext() if forward_only else self._dropping():
+            for micro in MicroBatches(share.only(reads), mine, self.groups, self.device).of_chunk():
+                outputs.append(self._run(micro, loss_fn, denominator, forward_only=forward_only))
         if not forward_only:
             self._model.sum_partial_gradients()
         names = names_of(outputs[0])
@@ -126,6 +155,16 @@ class Fsdp2Engine(RoleEngine[ShardedOptimizer]):
         sums, maxima = combined_metrics(outputs, names, self.groups.everyone, self.device, reports=reports)
         tokens = in_order(share, mine, outputs, names["tokens"], self.device, reports=reports)
         return PassResult(tokens, sums, maxima, len(mine))
+
+    def _dropping(self) -> AbstractContextManager[None]:
+        """Around a training pass."""
+        adapters = self._model.adapters
+        # Steps of the schedule are in checkpoints, unlike the number of passes.
+        return (
+            nullcontext()
+            if adapters is None
+            else adapters.dropping(self._trained().schedule_steps, self.groups.position, self.device)
+        )
 
     def _run(self, micro: MicroBatch, loss_fn: LossFunction, denominator: float, *, forward_only: bool) -> LossOutput:
         """One micro-batch, forward and, unless `forward_only`, backward. Collective over the role's ranks."""
@@ -191,7 +230,7 @@ class Fsdp2Engine(RoleEngine[ShardedOptimizer]):
             copy = tp_rank if name in model.copied else 0
             return sharded_box(key, values, shape, (box.r0, box.c0)[: len(shape)], copy)
 
-        weights = {name: rectangle(name, name, shard.data) for name, shard in model.shards.items()}
+        weights = {name: rectangle(name, name, shard.data) for name, shard in model.saved.items()}
         state: dict[str, Any] = {"model": weights}
         if with_optimizer:
             optimizer = self._trained()

@@ -23,7 +23,7 @@ def build_fsdp2(spec: EngineSpec, groups: ProcessGroups, device: torch.device) -
     optimizer, offload = None, OffloadConfig(parameters=isinstance(section, FrozenConfig) and section.offload.parameters)
     if spec.total_updates is not None:
         assert isinstance(section, TrainableConfig), f"{spec.role} has no optimizer to train with"
-        optimizer = ShardedOptimizer(model.shards, model.copied, groups, section.optimizer, spec.total_updates, device)
+        optimizer = ShardedOptimizer(model.trained, model.copied, groups, section.optimizer, spec.total_updates, device)
         offload = section.offload
     engine = Fsdp2Engine(
         spec.role,

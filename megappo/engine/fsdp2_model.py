@@ -19,8 +19,10 @@ from torch.distributed.tensor import DTensor
 
 from megappo.config.role_sections import TrainableConfig
 from megappo.engine.factory import EngineSpec
+from megappo.engine.fsdp2_lora import Adapters
 from megappo.models.hf_import import check_tied, fill_value_head, read_box
 from megappo.models.hf_tensors import CheckpointReader
+from megappo.models.lora import ADAPTER_A, ADAPTER_B, Adapted, Weights, is_adapter, is_beside_base
 from megappo.models.own_classes import (
     HIDDEN_METHOD,
     OUTPUT_METHOD,
@@ -33,7 +35,7 @@ from megappo.models.own_classes import (
     tokens_of_all_tp_ranks,
 )
 from megappo.models.pieces import Box, as_2d
-from megappo.models.row_shards import shard_piece_map
+from megappo.models.row_shards import plain_piece_map, shard_piece_map
 from megappo.models.tensor_parallel import copied_names, cut_over_tp, partial_names
 from megappo.models.weight_map import VALUE_HEAD, hf_tensors
 from megappo.parallel.context import ContextShard
@@ -44,26 +46,33 @@ from megappo.parallel.layout import ParallelLayout
 class ShardedModel:
     """A model and this rank's shards of it.
 
-    shards: name of a Hugging Face tensor -> this rank's rectangle, sharing memory with FSDP2's own; tensors of which the rank holds
-    nothing are left out. shapes: of the whole tensors, all of them. boxes: places of the shards. copied: names of tensors that tp
-    does not cut, so that each tp rank has the same shard.
+    shards: name of a tensor, Hugging Face's or an adapter's -> this rank's rectangle, sharing memory with FSDP2's own; tensors of
+    which the rank holds nothing are left out. trained: those of them with a gradient. saved: those that a checkpoint holds. shapes:
+    of the whole tensors, all of them. boxes: places of the shards. copied: names of tensors that tp does not cut, so that each tp
+    rank has the same shard. adapters: of the model's LoRA adapters; None without.
     """
 
-    def __init__(self, module: torch.nn.Module, spec: EngineSpec, groups: ProcessGroups) -> None:
-        self.module = module
+    def __init__(self, module: torch.nn.Module, spec: EngineSpec, groups: ProcessGroups, adapters: Adapters | None = None) -> None:
+        self.module, self.adapters = module, adapters
         self._root, self._groups = cast(FSDPModule, module), groups
         self._whole = {name: cast(DTensor, parameter.data) for name, parameter in module.named_parameters()}
         self._sharded = dict(module.named_parameters())  # FSDP2 puts others in their place while they are gathered
         self.shapes = {name: tuple(parameter.shape) for name, parameter in self._sharded.items()}
         self.shards: dict[str, torch.nn.Parameter] = {}
         self.boxes: dict[str, Box] = {}
-        for piece in shard_piece_map(spec.arch, groups.layout, self.is_value_model)[groups.position]:
-            shard = torch.nn.Parameter(self._whole[piece.hf].to_local().detach())
+        pieces = shard_piece_map(spec.arch, groups.layout, self.is_value_model)[groups.position]
+        if adapters is not None:
+            pieces += plain_piece_map(adapters.shapes, groups.layout)[groups.position]
+        for piece in pieces:
+            trains = self._sharded[piece.hf].requires_grad
+            shard = torch.nn.Parameter(self._whole[piece.hf].to_local().detach(), requires_grad=trains)
             assert as_2d(shard).shape == (piece.box.rows, piece.box.cols), f"{piece.hf} was cut otherwise"
             self.shards[piece.hf], self.boxes[piece.hf] = shard, piece.box
+        self.saved = {name: shard for name, shard in self.shards.items() if adapters is None or is_beside_base(name)}
+        self.trained = {name: shard for name, shard in self.shards.items() if shard.requires_grad}
         self.copied = copied_names(spec.arch, self.is_value_model)
         self._partial = sorted(
-            self.shards.keys() & partial_names(spec.arch, self.is_value_model, sequence_parallel=groups.layout.sequence_parallel)
+            self.trained.keys() & partial_names(spec.arch, self.is_value_model, sequence_parallel=groups.layout.sequence_parallel)
         )
 
     @property
@@ -93,6 +102,8 @@ class ShardedModel:
     def zero_gradients(self) -> None:
         """Set the gradients to zero, and make those that are not there. A backward pass adds to them."""
         for name, parameter in self._sharded.items():
+            if not parameter.requires_grad:
+                continue
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             gradient = cast(DTensor, parameter.grad).to_local()
@@ -115,6 +126,18 @@ class ShardedModel:
         for parameter in (*self._sharded.values(), *self.shards.values()):
             parameter.grad = None
 
+    def merged(self) -> Weights:
+        """Shards of the Hugging Face tensors, an adapted one with its adapter, of which every rank gathers A. Collective."""
+        if self.adapters is None:
+            return self.shards
+        weights: dict[str, Tensor | Adapted] = {name: shard for name, shard in self.shards.items() if not is_adapter(name)}
+        for module in self.adapters.modules:
+            a = self._whole[module + ADAPTER_A].full_tensor()
+            if (name := f"{module}.weight") in self.shards:
+                # Rows of B are cut as those of the weight: both have the module's outputs.
+                weights[name] = Adapted(self.shards[name], a, self.shards[module + ADAPTER_B], self.adapters.scaling)
+        return weights
+
     def gradients(self) -> dict[str, Tensor]:
         """Reduced gradients of this rank's shards, fp32; those that are not there are left out."""
         return {name: shard.grad for name, shard in self.shards.items() if shard.grad is not None}
@@ -125,13 +148,26 @@ def build_sharded(
 ) -> ShardedModel:
     """Build, cut, shard and fill the model of `spec` over the role's ranks. Collective over them.
 
-    A model that trains keeps fp32 shards and computes in `dtype`; a frozen one keeps `dtype`, and fp32 for a value head. ValueError
-    if the checkpoint or the architecture does not fit.
+    Weights that train have fp32 shards and compute in `dtype`; frozen ones are kept in `dtype`, a value head and adapters in fp32.
+    ValueError if the checkpoint or the architecture does not fit.
     """
-    kept, layout = torch.float32 if trains else dtype, groups.layout
-    recompute = spec.section.recompute if trains and isinstance(spec.section, TrainableConfig) else "none"
-    module = build_on_meta(spec.model, value_head=spec.value_head is not None, dtype=kept, recompute=recompute)
-    module.requires_grad_(trains)
+    section, lora, recompute, layout = spec.section, None, "none", groups.layout
+    if isinstance(section, TrainableConfig):
+        lora, recompute = section.lora, section.recompute if trains else "none"
+    assert lora is None or layout.tp == 1, "adapters are not cut over tp; the configuration is refused"
+    module = build_on_meta(
+        spec.model,
+        value_head=spec.value_head is not None,
+        dtype=torch.float32 if trains and lora is None else dtype,
+        recompute=recompute,
+        draws=lora is not None and lora.dropout > 0,
+    )
+    adapters = None
+    if lora is not None:
+        adapters = Adapters(hf_tensors(spec.arch), lora, spec.seed)
+        adapters.add_to(module)
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(trains and (lora is None or is_beside_base(name)))
     module.eval()  # no dropout, as in every engine; it does not turn off gradients
     over_fsdp, over_tp = _meshes(groups, device)
     if layout.tp > 1:
@@ -140,10 +176,10 @@ def build_sharded(
     module.to_empty(device=device)
     fill_buffers(module, device)
     with torch.no_grad():
-        _fill(module, spec, groups)
+        _fill(module, spec, groups, adapters)
     check_packing(module, dtype, device, groups)
     cast(FSDPModule, module).reshard()
-    return ShardedModel(module, spec, groups)
+    return ShardedModel(module, spec, groups, adapters)
 
 
 def _meshes(groups: ProcessGroups, device: torch.device) -> tuple[DeviceMesh, DeviceMesh]:
@@ -175,7 +211,7 @@ def _shard(module: torch.nn.Module, mesh: DeviceMesh, dtype: torch.dtype) -> Non
             register_fsdp_forward_method(module, method)
 
 
-def _fill(module: torch.nn.Module, spec: EngineSpec, groups: ProcessGroups) -> None:
+def _fill(module: torch.nn.Module, spec: EngineSpec, groups: ProcessGroups, adapters: Adapters | None) -> None:
     """Read this rank's rectangles from the checkpoint; or small random ones, for timing."""
     local = {name: cast(DTensor, parameter).to_local() for name, parameter in module.named_parameters()}
     if spec.random_weights:
@@ -183,6 +219,9 @@ def _fill(module: torch.nn.Module, spec: EngineSpec, groups: ProcessGroups) -> N
         for part in local.values():
             part.copy_(torch.randn(part.shape, generator=generator) * 0.02 if part.dim() > 1 else torch.ones(part.shape))
         return
+    if adapters is not None:
+        parts = {name: local.pop(name) for name in list(local) if is_adapter(name)}
+        adapters.start(parts, plain_piece_map(adapters.shapes, groups.layout)[groups.position])
     reader, is_value_model = CheckpointReader(spec.model), spec.value_head is not None
     shapes = hf_tensors(spec.arch, is_value_model)
     if local.keys() != shapes.keys():

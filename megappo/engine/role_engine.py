@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import torch
@@ -15,6 +15,8 @@ from megappo.config.role_sections import OffloadConfig
 from megappo.engine.base import StepResult
 from megappo.engine.offload import StorageOffload
 from megappo.engine.skipped_steps import SkippedSteps
+from megappo.models.lora import Weights
+from megappo.models.pieces import PieceMap
 from megappo.parallel.groups import ProcessGroups
 from megappo.parallel.placement import Placement
 from megappo.parallel.shares import Shares, shares_of
@@ -73,7 +75,21 @@ class RoleEngine(ABC, Generic[OptimizerT]):
         return shares_of(self.groups.layout, self.groups.placement.ranks)
 
     @abstractmethod
+    def named_parameters(self) -> Mapping[str, torch.nn.Parameter]: ...
+
+    @abstractmethod
     def named_gradients(self) -> Mapping[str, Tensor]: ...
+
+    # --------------------------------------------------------------------------------------- of an engine without adapters
+
+    def merged_parameters(self) -> Weights:
+        return self.named_parameters()
+
+    def adapter_pieces(self) -> PieceMap:
+        return PieceMap.of(dict.fromkeys(range(len(self.placement)), ()))
+
+    def without_adapters(self) -> AbstractContextManager[None]:
+        raise AssertionError(f"{self.name} has no adapters")
 
     # ------------------------------------------------------------------------------------------------ modes and memory
 

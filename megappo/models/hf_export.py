@@ -9,25 +9,25 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torch import Tensor
 
 from megappo.models.arch import ModelArch
 from megappo.models.config_file import read_config
 from megappo.models.families.registry import FAMILIES
+from megappo.models.gather import Gather, on_all_ranks
 from megappo.models.gpt import CriticModel, PackedModel
 from megappo.models.hf_config import text_config
+from megappo.models.lora import Weights
 from megappo.models.naming import named_parameters
-from megappo.models.pieces import Piece, as_2d
+from megappo.models.peft_files import ADAPTER_FOLDER, AdapterTensors, write_adapter
+from megappo.models.pieces import Piece
 from megappo.models.weight_map import VALUE_HEAD, hf_tensors, megatron_pieces
 from megappo.parallel.groups import ProcessGroups
 from megappo.parallel.layout import ParallelLayout
@@ -111,7 +111,7 @@ def export_pretrained(
 
 
 def export_pieces(
-    parameters: Mapping[str, Tensor],
+    parameters: Weights,
     pieces: Mapping[int, Sequence[Piece]],
     arch: ModelArch,
     groups: ProcessGroups,
@@ -120,6 +120,7 @@ def export_pieces(
     dtype: torch.dtype,
     *,
     value_head: bool,
+    adapter: AdapterTensors | None = None,
     shard_bytes: int = _SHARD_BYTES,
 ) -> None:
     """Write a model as a Hugging Face checkpoint in `dtype`. Collective over the role's ranks.
@@ -128,15 +129,18 @@ def export_pieces(
     the first one among them.
 
     config.json, generation settings and tokenizer files come from `source_dir`. A critic becomes a token classifier with one
-    label, whose head stays fp32 in the file. The directory appears under its name when it is complete and must not exist before.
+    label, whose head stays fp32 in the file. adapter: also written, to a folder inside, for PEFT. The directory appears under its
+    name when it is complete and must not exist before.
     A ValueError or OSError of any rank is raised on all.
     """
     out, partial = Path(out_dir), Path(f"{out_dir}.partial")
     shards = plan_shards(arch, groups.layout, value_head, dtype.itemsize, shard_bytes)
-    gather, is_first = _Gather(parameters, pieces, hf_tensors(arch, value_head), groups), groups.position == 0
-    _on_all_ranks(lambda: _start(out, partial) if is_first else None, groups)
-    _on_all_ranks(lambda: _write_stage(gather, groups, partial, shards, dtype), groups)
-    _on_all_ranks(lambda: _finish(arch, out, partial, Path(source_dir), shards, dtype, value_head) if is_first else None, groups)
+    gather, is_first = Gather(parameters, pieces, hf_tensors(arch, value_head), groups), groups.position == 0
+    on_all_ranks(lambda: _start(out, partial) if is_first else None, groups)
+    on_all_ranks(lambda: _write_stage(gather, groups, partial, shards, dtype), groups)
+    if adapter is not None:
+        on_all_ranks(lambda: write_adapter(adapter, groups, partial / ADAPTER_FOLDER, Path(source_dir)), groups)
+    on_all_ranks(lambda: _finish(arch, out, partial, Path(source_dir), shards, dtype, value_head) if is_first else None, groups)
 
 
 def _pieces_of_stage(arch: ModelArch, groups: ProcessGroups, value_head: bool) -> dict[int, list[Piece]]:
@@ -153,21 +157,6 @@ def _pieces_of_stage(arch: ModelArch, groups: ProcessGroups, value_head: bool) -
     return pieces
 
 
-def _on_all_ranks(step: Callable[[], None], groups: ProcessGroups) -> None:
-    """Run a step; if it fails on any rank of the role, each of them raises, so that none is left waiting."""
-    own: tuple[type, str] | None = None
-    try:
-        step()
-    except (ValueError, OSError, SafetensorError) as error:
-        own = (ValueError if isinstance(error, ValueError) else OSError, str(error))
-    outcomes: list[Any] = [None] * len(groups.placement)
-    dist.all_gather_object(outcomes, own, group=groups.host)
-    for rank, outcome in zip(groups.placement.ranks, outcomes):
-        if outcome is not None:
-            kind, text = outcome
-            raise kind(text if kind is ValueError else f"export on rank {rank}: {text}")
-
-
 def _start(out: Path, partial: Path) -> None:
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise ValueError(f"{out} exists; export to another directory or remove it")
@@ -176,7 +165,7 @@ def _start(out: Path, partial: Path) -> None:
     partial.mkdir(parents=True)
 
 
-def _write_stage(gather: _Gather, groups: ProcessGroups, folder: Path, shards: list[Shard], dtype: torch.dtype) -> None:
+def _write_stage(gather: Gather, groups: ProcessGroups, folder: Path, shards: list[Shard], dtype: torch.dtype) -> None:
     failure: Exception | None = None
     for shard in shards:
         if shard.stage != groups.coordinates.pp:
@@ -195,62 +184,6 @@ def _write_stage(gather: _Gather, groups: ProcessGroups, folder: Path, shards: l
                 failure = error  # the peers still send the rest: receive it, then report
     if failure is not None:
         raise failure
-
-
-class _Gather:
-    """Assembly of one Hugging Face tensor after the other on the first rank of this stage. Ranks are positions in the role."""
-
-    def __init__(
-        self,
-        parameters: Mapping[str, Tensor],
-        pieces: Mapping[int, Sequence[Piece]],
-        shapes: Mapping[str, tuple[int, ...]],
-        groups: ProcessGroups,
-    ) -> None:
-        self.rank, self.root = groups.position, groups.layout.rank_of(pp=groups.coordinates.pp)
-        self.parameters, self.host, self.shapes = parameters, groups.host, shapes
-        self.pieces: dict[int, dict[str, list[Piece]]] = {rank: defaultdict(list) for rank in sorted(pieces)}
-        for rank, held in pieces.items():
-            for piece in held:
-                self.pieces[rank][piece.hf].append(piece)
-
-    @property
-    def is_root(self) -> bool:
-        return self.rank == self.root
-
-    def __call__(self, name: str, dtype: torch.dtype) -> Tensor | None:
-        """The whole tensor on the host of the stage's first rank, None on the others."""
-        shape, covered = self.shapes[name], 0
-        whole = torch.empty(shape, dtype=dtype) if self.is_root else None
-        given: set[tuple[int, int, int, int]] = set()
-        for rank, by_name in self.pieces.items():
-            pieces = [piece for piece in by_name.get(name, []) if piece.box not in given]
-            if not pieces:
-                continue  # no part of this tensor, or only copies of an earlier rank's
-            given.update(piece.box for piece in pieces)
-            sizes = [piece.box.area for piece in pieces]
-            covered += sum(sizes)
-            values = None
-            if rank == self.rank:
-                values = torch.cat([self._take(piece).to(dtype).flatten() for piece in pieces]).cpu()
-                if not self.is_root:
-                    # Over the host, in the patient group: the root may be writing a file for longer than the time limit of an
-                    # exchange on the device.
-                    dist.send(values, group=self.host, group_dst=self.root)
-            elif self.is_root:
-                values = torch.empty(sum(sizes), dtype=dtype)
-                dist.recv(values, group=self.host, group_src=rank)
-            if whole is not None:
-                assert values is not None
-                for piece, part in zip(pieces, values.split(sizes)):
-                    box = piece.box
-                    as_2d(whole)[box.r0 : box.r1, box.c0 : box.c1] = part.view(box.rows, box.cols)
-        assert covered == math.prod(shape), f"{name}: pieces cover {covered} of {math.prod(shape)} elements"
-        return whole
-
-    def _take(self, piece: Piece) -> Tensor:
-        box = piece.box
-        return as_2d(self.parameters[piece.local])[piece.row : piece.row + box.rows, piece.col : piece.col + box.cols]
 
 
 def _finish(

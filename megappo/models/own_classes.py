@@ -60,10 +60,13 @@ class ValueModel(torch.nn.Module):
         return _hidden_states(self.model, tokens, cu_seqlens, context)
 
 
-def build_on_meta(path: str, *, value_head: bool, dtype: torch.dtype, recompute: Recompute = "none") -> torch.nn.Module:
+def build_on_meta(
+    path: str, *, value_head: bool, dtype: torch.dtype, recompute: Recompute = "none", draws: bool = False
+) -> torch.nn.Module:
     """The model of a checkpoint directory, its parameters in `dtype` on the meta device (a value head in fp32).
 
-    recompute: activations that a backward pass computes again: of core attention (selective), or of every layer (full).
+    recompute: activations that a backward pass computes again: of core attention (selective), or of every layer (full). draws: the
+    layers draw random numbers, which they are to draw again.
     """
     AttentionInterface.register(_ATTENTION, packed_attention)
     AttentionInterface.register(_ATTENTION_AGAIN, _attention_again)
@@ -73,7 +76,7 @@ def build_on_meta(path: str, *, value_head: bool, dtype: torch.dtype, recompute:
         attention = _ATTENTION_AGAIN if recompute == "selective" else _ATTENTION
         model = kind.from_config(config, dtype=dtype, attn_implementation=attention)
         if recompute == "full":
-            _recompute_layers(model)
+            _recompute_layers(model, draws)
         # transformers gives the embedding of the padding token no gradient; here no token is padding.
         model.get_input_embeddings().padding_idx = None
         if value_head:
@@ -83,16 +86,15 @@ def build_on_meta(path: str, *, value_head: bool, dtype: torch.dtype, recompute:
     return model
 
 
-def _recompute_layers(model: PreTrainedModel) -> None:
+def _recompute_layers(model: PreTrainedModel, draws: bool) -> None:
     """Keep the input of every layer alone. Before `fully_shard`, whose hooks then gather a layer once for both of its forwards."""
     for layer in decoder_of(model).layers:
-        forward = layer.forward
-        layer.forward = functools.partial(_again, forward)
+        layer.forward = functools.partial(_again, layer.forward, draws)
 
 
-def _again(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call `function` so that its backward calls it again instead of keeping its activations. It draws no random numbers."""
-    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+def _again(function: Callable[..., Any], draws: bool, *args: Any, **kwargs: Any) -> Any:
+    """Call `function`; its backward calls it again instead of keeping its activations. draws: with the same random numbers."""
+    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=draws, **kwargs)
 
 
 def decoder_of(model: torch.nn.Module) -> Any:
@@ -188,7 +190,7 @@ def packed_attention(
 
 
 def _attention_again(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-    return _again(packed_attention, *args, **kwargs)
+    return _again(packed_attention, False, *args, **kwargs)
 
 
 # ------------------------------------------------------------------------------------------------------------ start-up check

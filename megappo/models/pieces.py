@@ -131,6 +131,21 @@ class PieceMap(Mapping[int, Sequence[Piece]]):
                 yield section.hf + piece.hf, piece.box, len(positions)
 
 
+def sizes_of(pieces: PieceMap) -> dict[str, tuple[int, int]]:
+    """Hugging Face name -> (rows, columns) of the 2-D tensors that these pieces cover."""
+    sizes: dict[str, tuple[int, int]] = {}
+    for name, box, _ in pieces.held():
+        rows, cols = sizes.get(name, (0, 0))
+        sizes[name] = max(rows, box.r1), max(cols, box.c1)
+    return sizes
+
+
+def rectangle(tensor: Tensor, slot: int, row: int, col: int, rows: int, cols: int) -> Tensor:
+    """[rows, cols] view of a 1-D, 2-D or 3-D tensor."""
+    matrix = tensor[slot] if tensor.dim() == 3 else as_2d(tensor)
+    return matrix[row : row + rows, col : col + cols]
+
+
 def as_2d(tensor: Tensor) -> Tensor:
     """View [n] as [n, 1]; 2-D tensors stay."""
     return tensor.view(-1, 1) if tensor.dim() == 1 else tensor

@@ -49,6 +49,12 @@ def shard_piece_map(arch: ModelArch, layout: ParallelLayout, value_head: bool = 
     return PieceMap(layout.world_size, templates, (Section("", "", 0, 0), *layers))
 
 
+def plain_piece_map(shapes: Mapping[str, tuple[int, ...]], layout: ParallelLayout) -> PieceMap:
+    """Rectangles of every position of tensors that tp does not cut, listed one by one."""
+    cuts = dict.fromkeys(shapes, Cut(None))
+    return PieceMap.of({at: _pieces(shapes, cuts, layout, at, "") for at in range(layout.world_size)})
+
+
 def _pieces(
     shapes: Mapping[str, tuple[int, ...]], cuts: Mapping[str, Cut], layout: ParallelLayout, position: int, prefix: str
 ) -> list[Piece]:

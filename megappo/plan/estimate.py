@@ -297,7 +297,8 @@ def _stage_memory(
     if settings.engine == "megatron":
         return memory
     itemsize, value_head = ITEMSIZE[settings.dtype], value_head_of(settings) is not None
-    return sharded_memory(memory, arch, layout, itemsize, trained=trained, value_head=value_head, offload=away)
+    lora = settings.lora if isinstance(settings, TrainableConfig) else None
+    return sharded_memory(memory, arch, layout, itemsize, trained=trained, value_head=value_head, offload=away, lora=lora)
 
 
 def values_read(config: TrainConfig, role: str) -> tuple[int, int]:

@@ -8,9 +8,10 @@ from math import prod
 
 from megappo.checkpoint.interval import best_interval_s, expected_mtbf_hours
 from megappo.config.batch import StepArithmetic, update_schedule
-from megappo.config.layout_checks import trained_sections, value_head_of
+from megappo.config.layout_checks import reference_is_base, trained_sections, value_head_of
 from megappo.config.rank_ranges import ranges_text
 from megappo.models.arch import ModelArch
+from megappo.models.lora import shapes_beside_base
 from megappo.models.weight_map import VALUE_HEAD, hf_tensors
 from megappo.parallel.layout import ParallelLayout
 from megappo.parallel.placement import Placement, ranks_by_roles
@@ -74,6 +75,13 @@ def _model_lines(plan: Plan) -> list[str]:
         ["role", "family", "parameters", "layers", "hidden", "heads / KV", "ffn", "vocab"], [row[:-1] for row in rows], left=2
     )
     lines += [f"  {row[0]}: {row[-1]}" for row in rows]
+    for role, section in trained_sections(plan.config).items():
+        if section.lora is not None:
+            shapes = hf_tensors(plan.archs[role], value_head_of(section) is not None)
+            beside = sum(map(prod, shapes_beside_base(shapes, section.lora).values()))
+            lines.append(f"  {role}: trains {beside:,} parameters beside a frozen model (lora.rank {section.lora.rank})")
+    if reference_is_base(plan.config):
+        lines.append("  reference: the policy without its adapters")
     critic = plan.config.critic
     if critic.checkpoint is not None:
         lines.append(f"  critic: starts from the {critic.checkpoint_role} in {critic.checkpoint}")
@@ -334,7 +342,13 @@ def checkpoint_bytes(plan: Plan) -> int:
     config, total = plan.config, 0
     for role, section in trained_sections(config).items():
         value_head = value_head_of(section) is not None
-        for name, shape in hf_tensors(plan.archs[role], value_head).items():
+        shapes = hf_tensors(plan.archs[role], value_head)
+        if section.lora is not None:  # adapters and a value head alone, all fp32
+            total += (4 if config.checkpoint.save_only_model else 12) * sum(
+                map(prod, shapes_beside_base(shapes, section.lora).values())
+            )
+            continue
+        for name, shape in shapes.items():
             in_half = section.dtype == "bf16" and name != VALUE_HEAD
             # Two moments in fp32, and the fp32 main parameter of a bf16 one.
             optimizer = 0 if config.checkpoint.save_only_model else 12 if in_half else 8

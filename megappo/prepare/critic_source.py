@@ -5,10 +5,12 @@ Critics that start from a Hugging Face checkpoint (`critic.model`) are left to t
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+from megappo.checkpoint.identity import identity_of_model, other_adapters
 from megappo.config.errors import ConfigError, problem
 from megappo.config.role_sections import CriticConfig
 from megappo.models.arch import ModelArch
@@ -26,10 +28,10 @@ class CriticSource:
     role: Literal["critic", "policy"]
 
 
-def critic_source(critic: CriticConfig, arch: ModelArch) -> CriticSource | None:
-    """Find the source that `critic.checkpoint` names; None if it is not set. arch: of the critic to build.
+def critic_source(critic: CriticConfig, arch: ModelArch, model: str) -> CriticSource | None:
+    """Find the source that `critic.checkpoint` names; None if it is not set. arch, model: of the critic to build, its directory.
 
-    ConfigError, one line: no directory, no complete checkpoint, weights of that role missing, another architecture.
+    ConfigError, one line: no directory, no complete checkpoint, weights of that role missing, another architecture, other adapters.
     """
     text = critic.checkpoint
     if text is None:
@@ -42,8 +44,23 @@ def critic_source(critic: CriticConfig, arch: ModelArch) -> CriticSource | None:
         there = directory.step_path(source.step)
         fix = f"{there} holds no {source.role} (it has: {', '.join(held) or 'no weights'}); set critic.checkpoint_role"
         raise ConfigError(problem(_KEY, text, fix))
+    _check_adapters(critic, model, source, manifest.facts.get("lora"), text)
     if (other := other_architecture(text, manifest, source.role, arch)) is not None:
         what, model = other
         fix = f"its {source.role} is of another architecture ({what}); set critic.model to {model}"
         raise ConfigError(problem(_KEY, text, fix))
     return source
+
+
+def _check_adapters(critic: CriticConfig, model: str, source: CriticSource, saved: Mapping[str, Any] | None, text: str) -> None:
+    """ConfigError if one of checkpoint and critic has adapters and the other all weights, or if they or their bases differ."""
+    lora = None if critic.lora is None else critic.lora.model_dump(mode="json")
+    theirs = (saved or {}).get(source.role)
+    if (lora is None) != (theirs is None):
+        what, mine = ("adapters", "is null: set it") if theirs is not None else ("all weights", "is set: remove it")
+        fix = f"its {source.role} trained {what}, and critic.lora {mine}, or export that {source.role} and name it in critic.model"
+        raise ConfigError(problem(_KEY, text, fix))
+    if lora is not None and theirs is not None:
+        now = {source.role: {**lora, "base": identity_of_model(model)}}
+        if (change := other_adapters({source.role: theirs}, now)) is not None:
+            raise ConfigError(problem(_KEY, text, f"was written with {change}; make critic.lora and critic.model the same"))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from megappo.config import evaluations
 from megappo.config.checks import rule_problems
 from megappo.config.errors import ConfigError, problem
-from megappo.config.layout_checks import roles_in_use
+from megappo.config.layout_checks import reference_is_base, roles_in_use
 from megappo.config.loading import explicit_keys
 from megappo.config.reward_sections import RewardConfig
 from megappo.config.schema import SftConfig, TrainConfig
@@ -74,7 +74,8 @@ def _check_files(config: TrainConfig, trains: bool) -> None:
 def _check_progress(config: TrainConfig) -> None:
     """ConfigError, with the nearest name, for a column of the progress line that no metric has."""
     labels = {part.label: part.kind for part in config.reward.parts}
-    names = [*metric_names(list(labels), list(roles_in_use(config))), *evaluations.metric_names(config)]
+    roles = [*roles_in_use(config), *(["reference"] if reference_is_base(config) else [])]
+    names = [*metric_names(list(labels), roles), *evaluations.metric_names(config)]
     names += [Metric.REWARD_PART.of(f"{label}/retries") for label, kind in labels.items() if kind == "url"]
     unknown_ends = open_beginnings([label for label, kind in labels.items() if kind != "name"])  # a built-in rule is one number
     for name in config.telemetry.progress:

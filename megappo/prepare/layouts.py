@@ -16,6 +16,8 @@ from megappo.config.schema import SftConfig, TrainConfig
 from megappo.models.arch import ModelArch
 from megappo.models.hf_config import read_arch
 from megappo.models.implementation import Implementation, implementation_of_role
+from megappo.models.lora import adapted_modules
+from megappo.models.weight_map import hf_tensors
 from megappo.parallel.layout import ParallelLayout, layout_of
 from megappo.parallel.placement import Placement, placement_of
 from megappo.prepare.model_rules import model_problems
@@ -88,6 +90,7 @@ def check_layouts(
             fix = "TransformerEngine has no context parallelism in fp32; set model.impl=auto, or the role's dtype to bf16"
             raise ConfigError(problem(f"{section}.cp", parallel.cp, fix))
         _check_router(role, getattr(config, role), archs[role])
+        _check_adapters(role, getattr(config, role), archs[role])
     if isinstance(config, TrainConfig):
         # A reward model reads text: it needs neither the policy's ids nor room for as many of them.
         of_tokens = {role: arch for role, arch in archs.items() if not isinstance(getattr(config, role), RewardModelConfig)}
@@ -122,6 +125,15 @@ def _check_engine(role: str, settings: RoleConfig, arch: ModelArch) -> None:
             raise ConfigError(problem(f"{role}.parallel.tp", settings.parallel.tp, fix))
         fix = f"has no experts, and this {arch.family} model has {arch.moe.num_experts}; use megatron, or a dense model"
         raise ConfigError(problem(f"{role}.engine", settings.engine, fix))
+
+
+def _check_adapters(role: str, settings: RoleConfig, arch: ModelArch) -> None:
+    """ConfigError for targets of adapters that the model does not have."""
+    if isinstance(settings, TrainableConfig) and settings.lora is not None:
+        try:
+            adapted_modules(hf_tensors(arch), settings.lora.targets)
+        except ValueError as error:
+            raise ConfigError(problem(f"{role}.lora.targets", settings.lora.targets, str(error))) from None
 
 
 def _check_rollout(config: TrainConfig, arch: ModelArch) -> None:

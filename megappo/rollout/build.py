@@ -7,15 +7,18 @@ from typing import Literal, NamedTuple
 import torch
 import torch.distributed as dist
 
-from megappo.bridge.sync import Route, WeightSync
+from megappo.bridge.adapter_sync import sync_of
+from megappo.bridge.sync import Route
+from megappo.config.role_sections import LoraConfig
 from megappo.config.run_sections import TimeoutsConfig
 from megappo.config.schema import RolloutConfig
 from megappo.data.tokenizers import HuggingFaceTokenizer, Tokenizer
 from megappo.engine.base import Engine, LogitsDtype
 from megappo.models.arch import ModelArch
+from megappo.models.lora import shapes_beside_base
 from megappo.models.pieces import PieceMap
 from megappo.models.row_shards import shard_piece_map
-from megappo.models.weight_map import piece_map
+from megappo.models.weight_map import hf_tensors, piece_map
 from megappo.parallel.layout import ParallelLayout
 from megappo.parallel.placement import Placement, placement_of
 from megappo.platform.device import DTYPES
@@ -53,10 +56,12 @@ def build_rollout(
     device: torch.device,
     timeouts: TimeoutsConfig,
     place: PolicyPlace | None = None,
+    lora: LoraConfig | None = None,
 ) -> RolloutEngine:
     """The engine of `rollout.engine` on `rollout.ranks`, connected to the policy. Collective over the world.
 
-    policy: None on ranks that it does not live on. place: of the policy; None if policy and engine live on all ranks.
+    policy: None on ranks that it does not live on. place: of the policy; None if policy and engine live on all ranks. lora: of the
+    policy.
 
     max_sequence_tokens: longest prompt plus response. logits_dtype: to which the policy's own engine rounds logits when it
     samples; vLLM's are of its own type. timeouts: of vLLM's exchanges and of meetings. model: directory with the policy's
@@ -66,19 +71,21 @@ def build_rollout(
         if policy is None:  # it samples where the policy is
             return RolloutElsewhere("megatron", None)
         return MegatronRollout(policy, tokenizer.decode, logits_dtype=logits_dtype, timeouts=timeouts)
-    route, subworld = None, None
+    route, subworld, dtype = None, None, DTYPES[policy_dtype if config.dtype == "auto" else config.dtype]
+    apart = lora if config.adapter == "separate" else None
     if place is not None:
         ranks = placement_of(config.ranks, place.placement.world_size)
         route = Route(place.arch, place.pieces(), place.placement.ranks, ranks.ranks, config.tp)
         subworld = None if ranks.is_whole else prepare_rollout_world(ranks.ranks, timeouts)
         if dist.get_rank() not in ranks:
-            return RolloutElsewhere("vllm", WeightSync(policy, None, route, device))
+            shapes = None if apart is None else shapes_beside_base(hf_tensors(place.arch), apart)
+            return RolloutElsewhere("vllm", sync_of(policy, None, route, device, dtype, shapes))
     from megappo.rollout.vllm_engine import VllmEngine
 
     engine = VllmEngine(
         model,
         config,
-        dtype=DTYPES[policy_dtype if config.dtype == "auto" else config.dtype],
+        dtype=dtype,
         max_model_len=max_sequence_tokens,
         eos_token_ids=tokenizer.eos_ids,
         seed=seed,
@@ -87,6 +94,7 @@ def build_rollout(
         detokenize=tokenizer.decode,
         timeouts=timeouts,
         subworld=subworld,
+        lora=apart,
     )
     engine.connect(policy, route)
     return engine

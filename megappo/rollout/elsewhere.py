@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import NoReturn
 
+from megappo.bridge.adapter_sync import AdapterSync
 from megappo.bridge.sync import WeightSync
 from megappo.rollout.types import Replica, Request, Response, SamplingParams
 
@@ -16,7 +17,7 @@ class RolloutElsewhere:
 
     replica: Replica | None = None
 
-    def __init__(self, name: str, sync: WeightSync | None) -> None:
+    def __init__(self, name: str, sync: WeightSync | AdapterSync | None) -> None:
         self.name = name
         self._sync = sync
 

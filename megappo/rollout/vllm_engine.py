@@ -7,7 +7,7 @@ contains vLLM's effects on the process, `vllm_outputs.py` makes arrays of what i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
@@ -15,17 +15,23 @@ from typing import Any
 import numpy
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from megappo.bridge.adapter_sync import AdapterSource, AdapterSync, sync_of
 from megappo.bridge.destination import WeightReceiver
-from megappo.bridge.sync import Route, WeightSource, WeightSync
+from megappo.bridge.sync import Route, WeightSync
 from megappo.bridge.vllm_loader import VllmReceiver
+from megappo.config.role_sections import LoraConfig
 from megappo.config.run_sections import TimeoutsConfig
 from megappo.config.schema import RolloutConfig
 from megappo.models.hf_config import read_arch
+from megappo.models.lora import shapes_beside_base
+from megappo.models.weight_map import hf_tensors
 from megappo.parallel.groups import meet
 from megappo.rollout.process_state import EngineState
 from megappo.rollout.subworld import SubWorld
 from megappo.rollout.types import Replica, Request, Response, SamplingParams
+from megappo.rollout.vllm_adapter import VllmAdapter
 from megappo.rollout.vllm_limits import check_vllm
 from megappo.rollout.vllm_memory import VllmMemory, require_sleep
 from megappo.rollout.vllm_options import vllm_environment, vllm_options
@@ -49,6 +55,7 @@ class VllmEngine:
     needed by vLLM for stop strings only; without one, they are searched in the text of `detokenize` (token ids -> text) after
     generation. timeouts: how long ranks wait for each other, in vLLM's groups and around a generation. subworld: the ranks of the
     engine (None: all), of `subworld.prepare_rollout_world`; what is collective here is so over them, and the others have no engine.
+    lora: of the policy, if its adapter is pushed apart from the weights below (`rollout.adapter`).
     ValueError for mistakes of the user: vLLM missing, or a limit of `vllm_limits`.
     """
 
@@ -68,6 +75,7 @@ class VllmEngine:
         detokenize: Detokenize | None = None,
         timeouts: TimeoutsConfig = TimeoutsConfig(),
         subworld: SubWorld | None = None,
+        lora: LoraConfig | None = None,
     ) -> None:
         require_vllm()
         self._subworld = subworld
@@ -75,7 +83,7 @@ class VllmEngine:
             num_ranks = dist.get_world_size()
         arch = read_arch(model)
         check_vllm(arch, config.tp, num_ranks, max_model_len, device.type)
-        self.device = device
+        self.device, self._dtype = device, dtype
         self._tp, self._meeting_s = config.tp, timeouts.meeting_s
         with self.in_world():
             self.replica = _replica_of(config, self._meeting_s)
@@ -86,7 +94,9 @@ class VllmEngine:
         self._detokenize = detokenize
         self._asked: dict[str, tuple[SamplingParams, SampledRows]] = {}
         self._version: int | None = None
-        self._sync: WeightSync | None = None
+        self._sync: WeightSync | AdapterSync | None = None
+        self._adapter_shapes = None if lora is None else shapes_beside_base(hf_tensors(arch), lora)
+        self._adapter: VllmAdapter | None = None
         with self.in_world():
             self._identity = new_identity()
             peers_visible = sees_peers(config.tp, device)
@@ -108,10 +118,12 @@ class VllmEngine:
                     tokenizer=tokenizer,
                     peers_visible=peers_visible,
                     timeouts=timeouts,
+                    lora=lora,
                 )
             )
             worker = self._llm.llm_engine.model_executor.driver_worker.worker
             self.receiver: WeightReceiver = VllmReceiver(worker, dtype)
+            self._adapter = None if lora is None else VllmAdapter(worker, lora)
             self._memory = VllmMemory(self._llm, worker, config.sleep)
             self._memory.sleep_cache()
             # vLLM would shut down at garbage collection or exit and destroy the trainer's process group; close() shuts it down.
@@ -119,7 +131,7 @@ class VllmEngine:
         with self.in_world():
             unlink_shared_memory(self._identity)
 
-    def connect(self, policy: WeightSource | None, route: Route | None = None) -> None:
+    def connect(self, policy: AdapterSource | None, route: Route | None = None) -> None:
         """Plan the transfer of the policy's parameters (see `bridge.sync.WeightSync`) into this engine. Collective over the world.
 
         route: the ranks at both ends; None if both live on all. policy: None on a rank that it does not live on.
@@ -127,7 +139,13 @@ class VllmEngine:
         if route is None:
             assert policy is not None, "a policy on all ranks is on this one"
             route = Route.colocated(policy, self._tp)
-        self._sync = WeightSync(policy, self, route, self.device)
+        self._sync = sync_of(policy, self, route, self.device, self._dtype, self._adapter_shapes)
+
+    def take_adapter(self, tensors: Mapping[str, Tensor]) -> None:
+        """See `bridge.adapter_sync.AdaptedEngine`."""
+        assert self._adapter is not None, "the engine was built without a place for adapters"
+        with self._running():
+            self._adapter.replace(tensors)
 
     def meet(self, before: str) -> None:
         """See `rollout.types.RolloutEngine`."""
@@ -192,7 +210,8 @@ class VllmEngine:
             assert name not in self._asked, f"request {name} is answered already"
             prompt = numpy.asarray(request.prompt, numpy.int32).tolist()
             inputs = tokens_input(prompt, cache_salt=self._cache_salt())
-            internal = core.add_request(name, inputs, self._vllm_sampling(sampling, request.seed))
+            adapter = None if self._adapter is None else self._adapter.request
+            internal = core.add_request(name, inputs, self._vllm_sampling(sampling, request.seed), lora_request=adapter)
             rows = SampledRows(self._best(sampling))
             core.output_processor.request_states[internal].logprobs_processor = rows
             self._asked[name] = (sampling, rows)

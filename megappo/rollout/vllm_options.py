@@ -11,10 +11,12 @@ from typing import Any
 
 import torch
 
+from megappo.config.role_sections import LoraConfig
 from megappo.config.run_sections import TimeoutsConfig
 from megappo.config.schema import RolloutConfig
 from megappo.models.config_file import read_config
 from megappo.models.hf_config import arch_of, text_config
+from megappo.rollout.vllm_adapter import adapter_options
 
 CPU_KV_CACHE_GIB = 0.25
 LEAST_SHARE = 0.01
@@ -33,12 +35,13 @@ def vllm_options(
     tokenizer: str | None = None,
     peers_visible: bool = True,
     timeouts: TimeoutsConfig = TimeoutsConfig(),
+    lora: LoraConfig | None = None,
 ) -> dict[str, Any]:
     """Arguments of `vllm.LLM`, or of `vllm.EngineArgs`.
 
     model: directory with config.json. max_model_len: longest prompt plus response in tokens. device_type: "cpu" or "cuda".
     executor: vLLM's placement of workers. peers_visible: this process sees the GPUs of the other ranks of its replica.
-    timeouts: of the process groups that vLLM makes.
+    timeouts: of the process groups that vLLM makes. lora: of an adapter that vLLM applies itself.
     """
     on_cpu = device_type == "cpu"
     cache_gib = CPU_KV_CACHE_GIB if config.kv_cache_gib is None and on_cpu else config.kv_cache_gib
@@ -72,6 +75,8 @@ def vllm_options(
         max_logprobs=arch.vocab_size,
         seed=seed,
     )
+    if lora is not None:
+        options |= adapter_options(lora)
     if on_cpu:
         # With a chunked prompt a seeded request raises "CPU Generator does not use offset": vLLM rewinds the generator after every
         # chunk. Whole prompts fit: vLLM then takes at least max_model_len tokens at once.

@@ -11,7 +11,7 @@ from typing import cast
 
 import torch.distributed as dist
 
-from megappo.config.layout_checks import roles_in_use, value_head_of
+from megappo.config.layout_checks import reference_is_base, roles_in_use, value_head_of
 from megappo.config.role_sections import RoleConfig
 from megappo.config.schema import SftConfig, TrainConfig
 from megappo.engine.base import Engine
@@ -21,7 +21,7 @@ from megappo.parallel.layout import layout_of
 from megappo.parallel.placement import Placement, placement_of
 from megappo.parallel.shares import Shares, shares_of
 from megappo.prepare.layouts import model_paths
-from megappo.trainer.roles import Critic, LanguageModel, Policy, RewardModel
+from megappo.trainer.roles import BaseOfPolicy, Critic, LanguageModel, Policy, RewardModel
 
 Role = LanguageModel | Critic | RewardModel
 
@@ -57,9 +57,9 @@ the same name) with the model's directory and, if it trains, its optimizer."""
 class Roles:
     """Roles of one run.
 
-    by_name: those that live on this rank. placements: ranks of all of them. Both are in the run's order of roles, the same on every
-    rank, so that work role by role never waits in a circle. trained: names of those that have an optimizer. shares: of every role,
-    how it divides a batch.
+    by_name: those that live on this rank. placements: ranks of all that have a model of their own. Both are in the run's order of
+    roles, the same on every rank, so that work role by role never waits in a circle. trained: names of those that have an
+    optimizer. shares: of every role, how it divides a batch.
     """
 
     by_name: Mapping[str, Role]
@@ -93,8 +93,8 @@ class Roles:
 
     @property
     def engines(self) -> dict[str, Engine]:
-        """Engines on this rank, by role."""
-        return {name: role.engine for name, role in self.by_name.items()}
+        """Engines on this rank, each under the name of its own role."""
+        return {name: role.engine for name, role in self.by_name.items() if name in self.placements}
 
     @property
     def trained_engines(self) -> dict[str, Engine | None]:
@@ -115,12 +115,13 @@ def build_roles(
     built = {name: build_role(config, name, engines, total_updates.get(name), random_weights=random_weights) for name in sections}
     world_size = dist.get_world_size()
     placements = {name: placement_of(section.ranks, world_size) for name, section in sections.items()}
-    return Roles(
-        {name: role for name, role in built.items() if role is not None},
-        placements,
-        tuple(name for name in sections if name in total_updates),
-        {name: _shares_of(built[name], section, placements[name]) for name, section in sections.items()},
-    )
+    shares = {name: _shares_of(built[name], section, placements[name]) for name, section in sections.items()}
+    by_name = {name: role for name, role in built.items() if role is not None}
+    if reference_is_base(config):
+        shares["reference"] = shares["policy"]
+        if (policy := by_name.get("policy")) is not None:
+            by_name["reference"] = BaseOfPolicy(policy.engine, config.rollout.sampling.temperature, config.policy.logits_dtype)
+    return Roles(by_name, placements, tuple(name for name in sections if name in total_updates), shares)
 
 
 def _shares_of(role: Role | None, section: RoleConfig, placement: Placement) -> Shares:

@@ -223,8 +223,8 @@ def load_critic(config: TrainConfig, engine: Engine | None, log: RunLog) -> None
     if not config.algorithm.has_critic:
         return
     # Another run may be writing there: rank 0 decides which of its checkpoints all ranks read.
-    arch = spec_of_role(config, "critic", None).arch
-    source = on_rank_zero("finding critic.checkpoint", lambda: critic_source(config.critic, arch))
+    spec = spec_of_role(config, "critic", None)
+    source = on_rank_zero("finding critic.checkpoint", lambda: critic_source(config.critic, spec.arch, spec.model))
     if source is None:
         return
     store = CheckpointStore(source.directory, keep_last=1)
@@ -300,6 +300,7 @@ def rollout_of(config: TrainConfig, tokenizer: Tokenizer, policy: Engine | None,
         device=device,
         timeouts=config.run.timeouts,
         place=_place_of_policy(config),
+        lora=config.policy.lora,
     )
 
 

@@ -15,9 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megappo.bridge.checksum import block_bytes, rectangle_sum
-from megappo.bridge.destination import rectangle
 from megappo.engine.base import Engine
-from megappo.models.pieces import Box, Piece
+from megappo.models.pieces import Box, Piece, rectangle
 from megappo.parallel.consensus import raised_by_all
 from megappo.resilience.faults import ReplicaDrift
 from megappo.resilience.ranks import name_ranks, ranks_by_value
@@ -44,13 +43,14 @@ class Replicas:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        pieces, position = engine.pieces(), engine.placement.position_of(dist.get_rank())
+        position = engine.placement.position_of(dist.get_rank())
         holders: dict[tuple[str, Box], int] = defaultdict(int)
-        for hf, box, ranks in pieces.held():
-            holders[hf, box] += ranks
         own: dict[tuple[str, Box], list[Piece]] = defaultdict(list)
-        for piece in pieces.get(position, ()):
-            own[piece.hf, piece.box].append(piece)
+        for pieces in (engine.pieces(), engine.adapter_pieces()):
+            for hf, box, ranks in pieces.held():
+                holders[hf, box] += ranks
+            for piece in pieces.get(position, ()):
+                own[piece.hf, piece.box].append(piece)
         self._copies = [Copies(*key, tuple(own.get(key, ()))) for key, count in holders.items() if count > 1]
 
     def differences(self) -> list[str]:

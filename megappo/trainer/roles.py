@@ -79,6 +79,14 @@ class LanguageModel:
         )
 
 
+class BaseOfPolicy(LanguageModel):
+    """The reference of a policy with adapters: the policy's own model without them."""
+
+    def logprobs(self, share: PackedBatch, *, want_entropy: bool = True) -> tuple[Tensor, Tensor | None]:
+        with self.engine.without_adapters():
+            return super().logprobs(share, want_entropy=want_entropy)
+
+
 def loss_kl_coef(algorithm: AlgorithmConfig) -> float:
     """Coefficient of the KL term in the policy's loss; 0 if the KL is in the reward or nowhere."""
     return algorithm.kl.coef if algorithm.kl.placement == "loss" else 0.0

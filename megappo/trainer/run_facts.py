@@ -13,7 +13,7 @@ import torch.distributed as dist
 import megappo
 from megappo.checkpoint.identity import identity_of_model, notable_changes
 from megappo.config.dump import dump_yaml
-from megappo.config.layout_checks import placements_in_use, role_sections
+from megappo.config.layout_checks import placements_in_use, reference_is_base, role_sections, trained_sections
 from megappo.config.reward_sections import RewardConfig, RewardPart
 from megappo.config.schema import TrainConfig
 from megappo.data.prompts import PromptSet
@@ -29,11 +29,18 @@ logger = logging.getLogger(__name__)
 def run_facts(config: TrainConfig, data: RunData) -> dict[str, Any]:
     """Facts of a run, JSON-compatible. `checkpoint/identity.py` says which may change on resume: layouts may, the data may not."""
     in_use = {role: path for role, (_, path) in model_paths(config).items()}
+    if reference_is_base(config):
+        in_use["reference"] = in_use["policy"]
     return {
         "config": dump_yaml(config),
         "tokenizer": data.tokenizer.fingerprint,
         "reference": identity_of_model(in_use["reference"]) if "reference" in in_use else None,
         "critic": config.algorithm.has_critic,
+        "lora": {
+            role: {"base": identity_of_model(in_use[role]), **section.lora.model_dump(mode="json")}
+            for role, section in trained_sections(config).items()
+            if section.lora is not None
+        },
         "reward_model": _reward_model_facts(config, data, in_use),
         "data": _data_facts(config, data),
         "reward": {

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megappo.config.layout_checks import reference_is_base
 from megappo.config.role_sections import RoleConfig, TrainableConfig
 from megappo.config.run_sections import TelemetryConfig
 from megappo.config.schema import TrainConfig
@@ -132,6 +133,8 @@ def role_models(config: TrainConfig, placements: Mapping[str, Placement], device
         peak = peak_tflops(config.telemetry, device, section.dtype)
         spec = spec_of_role(config, role, None)
         models[role] = RoleModel(spec.arch, spec.value_head is not None, recompute, peak, placement.ranks)
+    if reference_is_base(config):
+        models["reference"] = models["policy"]  # its pass is one more of the same model
     return models
 
 

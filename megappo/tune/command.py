@@ -116,7 +116,7 @@ def _check_placements(config: TrainConfig) -> None:
 
 _ABSENT = {
     ROLLOUT: "is not there: rollout.engine is megatron",
-    "reference": "is not built: algorithm.kl.placement is none",
+    "reference": "is not built: algorithm.kl.placement is none, or policy.lora has the reference in the policy",
     "reward_model": "is not built: no part of the reward is {model: reward_model}",
 }
 

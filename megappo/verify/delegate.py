@@ -14,6 +14,7 @@ from torch import Tensor
 from megappo.data.packing import PackedBatch
 from megappo.engine.base import Engine, LossFunction, PassResult, StepResult
 from megappo.models.arch import ModelArch
+from megappo.models.lora import Weights
 from megappo.models.pieces import PieceMap
 from megappo.parallel.placement import Placement
 from megappo.parallel.shares import Shares
@@ -62,8 +63,17 @@ class DelegatingEngine:
     def main_parameters(self) -> Mapping[str, Tensor]:
         return self._engine.main_parameters()
 
+    def merged_parameters(self) -> Weights:
+        return self._engine.merged_parameters()
+
+    def without_adapters(self) -> AbstractContextManager[None]:
+        return self._engine.without_adapters()
+
     def pieces(self) -> PieceMap:
         return self._engine.pieces()
+
+    def adapter_pieces(self) -> PieceMap:
+        return self._engine.adapter_pieces()
 
     def export(self, directory: Path, source: Path) -> None:
         self._engine.export(directory, source)

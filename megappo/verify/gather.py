@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megappo.engine.base import Engine
-from megappo.models.pieces import Box, as_2d
+from megappo.models.pieces import Box, as_2d, sizes_of
 from megappo.models.weight_map import hf_tensors
 
 
@@ -33,10 +33,16 @@ class Gathered:
 
 
 def gather_tensors(local: Mapping[str, Tensor], engine: Engine) -> Gathered:
-    """Assemble `local`, this rank's parameters of the engine or their gradients by its names. Collective over the world."""
+    """Assemble `local`, this rank's parameters of the engine or their gradients by its names. Collective over the world.
+
+    Of a model with adapters the tensors of the frozen base may be missing.
+    """
+    position, adapters = engine.placement.position_of(dist.get_rank()), engine.adapter_pieces()
+    of_adapters = sizes_of(adapters)
     mine = [
         (piece.hf, tuple(piece.box), _part(local[piece.local], piece.row, piece.col, piece.box))
-        for piece in engine.pieces()[engine.placement.position_of(dist.get_rank())]
+        for piece in (*engine.pieces()[position], *adapters[position])
+        if not of_adapters or piece.local in local
     ]
     parts: list[Any] = [None] * dist.get_world_size()
     dist.gather_object(mine, parts if dist.get_rank() == 0 else None, dst=0)
@@ -46,7 +52,9 @@ def gather_tensors(local: Mapping[str, Tensor], engine: Engine) -> Gathered:
     for name, box, values in (part for rank in parts for part in rank):
         copies[name][Box(*box)].append(values)
     gathered = Gathered()
-    for name, shape in hf_tensors(engine.arch, engine.value_head).items():
+    for name, shape in {**hf_tensors(engine.arch, engine.value_head), **of_adapters}.items():
+        if of_adapters and name not in of_adapters and name not in copies:
+            continue
         gathered.tensors[name], gathered.spread[name] = _assemble(name, torch.zeros(shape), copies[name])
     return gathered
 

@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megappo.bridge.destination import Destination, Fill, Shape, rectangle
+from megappo.bridge.destination import Destination, Fill, Shape
 from megappo.models.arch import ModelArch, MoeArch, Rope
-from megappo.models.pieces import Box, Piece, PieceMap, as_2d
+from megappo.models.pieces import Box, Piece, PieceMap, as_2d, rectangle
 from megappo.models.weight_map import hf_tensors, local_shapes, megatron_pieces, piece_map
 from megappo.parallel.layout import ParallelLayout
 
@@ -81,7 +81,7 @@ class HeldPolicy:
         self.arch, self.layout, self.rename = arch, layout, rename
         self.tensors = {} if tensors is None else tensors
 
-    def named_parameters(self) -> dict[str, Tensor]:
+    def merged_parameters(self) -> dict[str, Tensor]:
         return self.tensors
 
     def pieces(self) -> PieceMap:

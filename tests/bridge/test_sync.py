@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from megappo.bridge import sync as sync_module
-from megappo.bridge.destination import Destination, rectangle
+from megappo.bridge.destination import Destination
 from megappo.bridge.sync import BUCKET_BYTES, Route, WeightSync
 from megappo.models.arch import ModelArch
+from megappo.models.pieces import rectangle
 from megappo.models.weight_map import piece_map
 from megappo.parallel.layout import ParallelLayout
 

@@ -99,6 +99,18 @@ BROKEN = [
         ["rollout.sampling.temperature = 0.0"],
         "rollout.sampling.temperature=0.1",
     ),
+    (
+        "_separate_adapter",
+        ["policy.engine=fsdp2", "policy.lora.rank=600", "rollout.adapter=separate"],
+        ["policy.lora.rank = 600: vLLM applies adapters up to rank 512"],
+        "policy.lora.rank=512",
+    ),
+    (
+        "_separate_adapter",
+        ["policy.engine=fsdp2", "policy.lora.rank=4", "rollout.adapter=separate", "rollout.sleep=all"],
+        ['rollout.sleep = "all": vLLM would lose the frozen weights'],
+        "rollout.sleep=cache",
+    ),
     ("_top_k_zero", ["rollout.sampling.top_k=0"], ["rollout.sampling.top_k = 0", "-1 for all"], "rollout.sampling.top_k=-1"),
     (
         "_kept_tokens",

@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 
+from megappo.checkpoint.identity import identity_of_model
 from megappo.checkpoint.manifest import FileEntry, Manifest, write_manifest
 from megappo.config.dump import dump_yaml
 from megappo.config.errors import ConfigError
@@ -16,7 +17,7 @@ from megappo.prepare.layouts import read_archs
 from tests.plan.checkpoints import TINY, write_checkpoint, write_run
 
 
-def write_step(run, step, config, roles=("policy", "critic")):
+def write_step(run, step, config, roles=("policy", "critic"), **facts):
     """A checkpoint directory as a run with this configuration writes it, with one small file for each role."""
     place = run / "checkpoints" / f"step-{step}"
     names = [f"megatron/{role}/__0_0.distcp" for role in roles]
@@ -24,7 +25,7 @@ def write_step(run, step, config, roles=("policy", "critic")):
         (place / name).parent.mkdir(parents=True)
         (place / name).write_bytes(b"weights")
     files = {name: FileEntry(7, "0" * 64) for name in names}
-    write_manifest(place, Manifest(step, 1, False, {"config": dump_yaml(config)}, files))
+    write_manifest(place, Manifest(step, 1, False, {"config": dump_yaml(config), **facts}, files))
     return place
 
 
@@ -39,7 +40,7 @@ def other_run(tmp_path):
 
 def source_of(folder, *overrides):
     config = load_config(folder / "run.yaml", overrides)
-    return critic_source(config.critic, read_archs(config)["critic"])
+    return critic_source(config.critic, read_archs(config)["critic"], config.critic.model or config.policy.model)
 
 
 def refusal(folder, *overrides):
@@ -116,3 +117,18 @@ def test_a_model_that_has_moved_is_left_to_the_load(tmp_path, other_run):
     moved = shutil.move(tmp_path / "model", tmp_path / "moved")
     overrides = [f"policy.model={moved}", f"critic.checkpoint={other_run}"]
     assert source_of(tmp_path, *overrides).step == 10
+
+
+def test_a_critic_with_adapters_starts_from_the_same_adapters_on_the_same_model(tmp_path, other_run):
+    lora, there = ["critic.lora.rank=4", "critic.lora.alpha=8"], f"critic.checkpoint={other_run}"
+    assert "its critic trained all weights, and critic.lora is set: remove it" in refusal(tmp_path, there, *lora)
+    config = load_config(tmp_path / "run.yaml", lora)
+    base = identity_of_model(tmp_path / "model")
+    write_step(other_run, 20, config, lora={"critic": {"base": base, **config.critic.lora.model_dump(mode="json")}})
+    assert source_of(tmp_path, there, *lora).step == 20
+    assert source_of(tmp_path, there, *lora, "critic.lora.dropout=0.1").step == 20, "dropout is of the training"
+    assert "its critic trained adapters, and critic.lora is null: set it" in refusal(tmp_path, there)
+    assert "critic.lora.rank = 4, this run has 3" in refusal(tmp_path, there, *lora, "critic.lora.rank=3")
+    other = write_checkpoint(tmp_path / "other_model", TINY | {"rope_theta": 5.0}, tokenizer=False)
+    text = refusal(tmp_path, there, *lora, f"critic.model={other}")
+    assert f"adapters of the critic on {tmp_path / 'model'}, this run has another model, {other}" in text

@@ -141,7 +141,7 @@ def run_faults(engine: VllmEngine, path: str) -> dict[str, Any]:
         """Distance after a push by a map that calls some tensors by others' names: consistent, so that checksums pass."""
         source = policy.engine
         pieces = renamed(source.pieces(), rename)
-        engine.connect(SimpleNamespace(arch=source.arch, named_parameters=source.named_parameters, pieces=lambda: pieces))
+        engine.connect(SimpleNamespace(arch=source.arch, merged_parameters=source.merged_parameters, pieces=lambda: pieces))
         assert engine.push_weights(3)["verified"]
         return distance(policy, requests(), generate_all(engine, requests(), GREEDY))
 

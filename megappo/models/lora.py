@@ -1,0 +1,151 @@
+"""Low-rank adapters (LoRA, arXiv:2106.09685): which modules have one, its shapes, its start, and a weight with its adapter added.
+
+The facts that both engines, the bridge and checkpoints share. Modules have Hugging Face names, `model.layers.0.self_attn.q_proj`.
+An adapted module computes  x W^T + scaling * (x A^T) B^T  with A [rank, in] and B [out, rank] trained in fp32, W frozen.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megappo.config.role_sections import LoraConfig
+from megappo.models.pieces import rectangle
+from megappo.models.weight_map import VALUE_HEAD
+from megappo.models.weight_rules import Shape
+
+ADAPTER_A, ADAPTER_B = ".lora_A.weight", ".lora_B.weight"
+"""Endings of the names of an adapter's tensors, behind the name of its module."""
+_LAYER = re.compile(r"\.layers\.\d+\.")
+
+
+def adapted_modules(tensors: Mapping[str, Shape], targets: tuple[str, ...] | str) -> dict[str, tuple[int, int]]:
+    """Name -> (out, in) of the modules with an adapter, in the order of `tensors`.
+
+    tensors: of the Hugging Face checkpoint (`weight_map.hf_tensors`). targets: endings of module names (`q_proj`,
+    `self_attn.q_proj`), or `all-linear`: every linear layer of the decoder's layers. ValueError for a target that matches nothing,
+    with the nearest names, and for one that matches experts or their router.
+    """
+    linear = {
+        name.removesuffix(".weight"): (shape[0], shape[1])
+        for name, shape in tensors.items()
+        if _LAYER.search(name) and name.endswith(".weight") and len(shape) == 2
+    }
+    if isinstance(targets, str):
+        found = linear
+    else:
+        for target in targets:
+            if not any(_ends_with(name, target) for name in linear):
+                raise ValueError(f"{target} matches no linear layer; {_nearest(target, linear)}")
+        found = {name: size for name, size in linear.items() if any(_ends_with(name, target) for target in targets)}
+    routed = {name.partition(".experts.")[0] for name in linear if ".experts." in name}
+    for name in found:
+        if ".experts." in name or name.rpartition(".")[0] in routed:
+            others = _kinds(other for other in linear if ".experts." not in other and other.rpartition(".")[0] not in routed)
+            raise ValueError(f"{name} is of a layer of experts, which have no adapters; name others: {', '.join(others)}")
+    return dict(found)
+
+
+def _ends_with(name: str, target: str) -> bool:
+    return f".{name}".endswith(f".{target}")
+
+
+def _kinds(names: Iterable[str]) -> list[str]:
+    """Last parts of the names, each once."""
+    return sorted({name.rpartition(".")[2] for name in names})
+
+
+def _nearest(target: str, linear: Mapping[str, tuple[int, int]]) -> str:
+    kinds = _kinds(linear)
+    near = difflib.get_close_matches(target.rpartition(".")[2], kinds, n=2, cutoff=0.5)
+    return f"did you mean {' or '.join(near)}?" if near else f"name some of {', '.join(kinds)}, or all-linear"
+
+
+def adapter_shapes(modules: Mapping[str, tuple[int, int]], rank: int) -> dict[str, Shape]:
+    """Tensor name -> shape of all adapters: A [rank, in] and B [out, rank] of each module."""
+    shapes: dict[str, Shape] = {}
+    for module, (rows, columns) in modules.items():
+        shapes[module + ADAPTER_A] = (rank, columns)
+        shapes[module + ADAPTER_B] = (rows, rank)
+    return shapes
+
+
+def is_adapter(name: str) -> bool:
+    """True of the names of adapters' tensors."""
+    return name.endswith((ADAPTER_A, ADAPTER_B))
+
+
+def is_beside_base(name: str) -> bool:
+    """True of what trains on a frozen base, and is in its checkpoints: adapters, and a value head."""
+    return is_adapter(name) or name == VALUE_HEAD
+
+
+def shapes_beside_base(tensors: Mapping[str, Shape], lora: LoraConfig) -> dict[str, Shape]:
+    """Name -> shape of what trains on a base with these tensors. ValueError as `adapted_modules`."""
+    adapters = adapter_shapes(adapted_modules(tensors, lora.targets), lora.rank)
+    return {**adapters, **{name: shape for name, shape in tensors.items() if name == VALUE_HEAD}}
+
+
+def adapted_of(names: Iterable[str]) -> list[str]:
+    """Modules of the adapters' tensors among these, each once, in order."""
+    return list(dict.fromkeys(name.removesuffix(ADAPTER_A).removesuffix(ADAPTER_B) for name in names if is_adapter(name)))
+
+
+def scaling(lora: LoraConfig) -> float:
+    """Factor of B A: alpha / rank, or alpha / sqrt(rank) with rsLoRA (arXiv:2312.03732)."""
+    return lora.alpha / (math.sqrt(lora.rank) if lora.use_rslora else lora.rank)
+
+
+def initial_a(module: str, columns: int, rank: int, seed: int) -> Tensor:
+    """Start of a module's A, [rank, columns] fp32 on the host: uniform within 1 / sqrt(columns), PEFT's Kaiming start.
+
+    It depends on the run's seed and the module's name alone, so it is the same in every layout and engine. B starts as zeros.
+    """
+    generator = torch.Generator().manual_seed(seed_of(seed, module))
+    return (torch.rand(rank, columns, generator=generator) * 2 - 1) / math.sqrt(columns)
+
+
+def seed_of(run_seed: int, purpose: str) -> int:
+    """63-bit seed of a run for one purpose."""
+    return int.from_bytes(hashlib.blake2b(f"{run_seed}/{purpose}".encode(), digest_size=8).digest(), "little") >> 1
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """A weight with its adapter, which is added to the part that is read: never a second copy of the whole weight.
+
+    base: [rows, columns], rows of a weight. a: [rank, columns]. b: [rows, rank]; a, b fp32.
+    """
+
+    base: Tensor
+    a: Tensor
+    b: Tensor
+    scaling: float
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.base.shape
+
+    def rectangle(self, row: int, col: int, rows: int, cols: int) -> Tensor:
+        """[rows, cols] fp32 of the merged weight: base + scaling * b a, in fp32."""
+        rows_of, cols_of = slice(row, row + rows), slice(col, col + cols)
+        part = self.base.detach()[rows_of, cols_of].float()
+        return torch.addmm(part, self.b.detach()[rows_of], self.a.detach()[:, cols_of], alpha=self.scaling)
+
+
+Weights = Mapping[str, Tensor | Adapted]
+"""Parameters of a rank by name, as others read them (`engine.base.Engine.merged_parameters`)."""
+
+
+def part_of(weight: Tensor | Adapted, slot: int, row: int, col: int, rows: int, cols: int) -> Tensor:
+    """[rows, cols] of a 1-D, 2-D or 3-D tensor (a view), or of a weight with its adapter (fp32)."""
+    if isinstance(weight, Adapted):
+        return weight.rectangle(row, col, rows, cols)
+    return rectangle(weight.detach(), slot, row, col, rows, cols)

@@ -1,0 +1,427 @@
+"""Adapters under every engine that has them: PEFT's numbers, the base untouched and without gradients, the reference, checkpoints.
+
+A world of two ranks and one of four; `ENGINES` says which engines and layouts.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import peft
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from megappo.config.role_sections import CriticConfig, LoraConfig, ModelConfig, OptimizerConfig, PolicyConfig
+from megappo.config.run_sections import TimeoutsConfig
+from megappo.models.hf_config import read_arch
+from megappo.models.lora import is_adapter
+from megappo.parallel.layout import ParallelLayout
+from megappo.plan.fsdp2 import sharded_memory
+from megappo.plan.memory import role_memory
+from tests.engine.lora_oracle import Oracle, noise_of, worst
+from tests.engine.runs import recorded_batch
+from tests.models.checkpoints import write_checkpoint
+from tests.worlds import spawn_world
+
+STEPS = 2
+OPTIMIZER = OptimizerConfig(lr=1e-2, eps=1e-5, clip_grad=0.0, weight_decay=0.01)
+LORA = LoraConfig(rank=3, alpha=6.0)
+SOME = LoraConfig(rank=5, alpha=4.0, targets=("q_proj", "layers.1.mlp.down_proj"), use_rslora=True)
+# Sums in another order, in fp32; two steps of Adam on gradients of which some are nearly 0.
+TOLERANCE = 1e-5
+
+
+class Layout(NamedTuple):
+    """Keys of a role's section, and the ranks that it takes."""
+
+    ranks: int
+    keys: dict[str, Any]
+
+
+LAYOUTS = {
+    "fsdp2 dp1": Layout(2, {"engine": "fsdp2", "ranks": "0"}),
+    "fsdp2 dp2": Layout(2, {"engine": "fsdp2"}),
+    "fsdp2 dp2 recomputed": Layout(2, {"engine": "fsdp2", "recompute": "full"}),
+    "fsdp2 dp2 offloaded": Layout(2, {"engine": "fsdp2", "offload": {"parameters": True, "gradients": True, "optimizer": True}}),
+    "fsdp2 cp2": Layout(2, {"engine": "fsdp2", "parallel": {"cp": 2}}),
+    "fsdp2 dp4": Layout(4, {"engine": "fsdp2"}),
+}
+CASES = {"all": ("llama", LORA), "some, tied": ("qwen2_tied", SOME)}
+BF16 = "fsdp2 dp2"
+
+
+# ----------------------------------------------------------------------------------------------------------- in the world
+
+
+class Bench:
+    """One engine factory, and engines of its roles on a checkpoint with adapters whose B is not zero."""
+
+    def __init__(self, engines: Any, path: str) -> None:
+        self.engines, self.path = engines, path
+
+    def engine(self, lora: LoraConfig, keys: dict[str, Any], *, value_head: bool = False, noise: bool = True, **spec: Any) -> Any:
+        from megappo.engine.factory import EngineSpec
+        from megappo.models.hf_config import read_arch
+        from tests.engine.whole import Whole
+
+        section: dict[str, Any] = {"dtype": "fp32", "micro_batch_tokens": 48, "optimizer": OPTIMIZER, "lora": lora, **keys}
+        kind = CriticConfig(**section) if value_head else PolicyConfig(model=self.path, **section)
+        head = {"value_head": "zero"} if value_head else {}
+        role = "critic" if value_head else "policy"
+        built = self.engines.build(EngineSpec(role, self.path, read_arch(self.path), kind, **{"total_updates": 10, **head, **spec}))
+        if built is None:
+            return None
+        engine = Whole(built)
+        if noise:
+            with engine.train_mode(), torch.no_grad():
+                write_noise(engine)
+        return engine
+
+
+def write_noise(engine: Any) -> None:
+    from megappo.models.pieces import as_2d, sizes_of
+
+    pieces = engine.adapter_pieces()
+    sizes = sizes_of(pieces)
+    if engine.value_head:
+        sizes["score.weight"] = (1, engine.arch.hidden_size)
+    parameters = engine.named_parameters()
+    position = engine.placement.position_of(torch.distributed.get_rank())
+    for piece in (*pieces[position], *(one for one in engine.pieces()[position] if one.hf == "score.weight")):
+        whole = noise_of(piece.hf, sizes[piece.hf])
+        rows = whole[piece.box.r0 : piece.box.r1, piece.box.c0 : piece.box.c1]
+        as_2d(parameters[piece.local])[piece.row : piece.row + piece.box.rows, piece.col : piece.col + piece.box.cols].copy_(rows)
+
+
+def loss_function(value_head: bool) -> Any:
+    from megappo.engine.base import LossOutput
+    from tests.engine.test_conformance import negative_logprob
+
+    def squares(values: Any, micro: Any) -> LossOutput:
+        loss = ((values - micro["returns"]) ** 2 * micro["weight"]).sum()
+        return LossOutput(loss, sums={"loss": loss})
+
+    return squares if value_head else negative_logprob
+
+
+def trained(engine: Any) -> dict[str, Any]:
+    """As `Oracle.train`."""
+    found: dict[str, Any] = {"losses": [], "gradients": None}
+    before = {name: p.detach().clone() for name, p in resident(engine).items() if not is_trained(name)}
+    for _ in range(STEPS):
+        with engine.train_mode():
+            engine.optimizer_zero_grad()
+            reads = ("returns", "weight") if engine.value_head else ("weight",)
+            result = engine.forward_backward(recorded_batch(), loss_function(engine.value_head), reads=reads)
+            found["losses"].append(result.sums["loss"])
+            gradients = engine.named_gradients()
+            found["with gradient"] = all(map(is_trained, gradients)) and bool(gradients)
+            if found["gradients"] is None:
+                found["gradients"] = gathered(gradients, engine)
+            engine.lr_scheduler_step()
+            engine.optimizer_step()
+    after = resident(engine)
+    found["frozen"] = all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+    return found | {"parameters": {n: t for n, t in gathered(after, engine).items() if is_trained(n)}}
+
+
+def is_trained(name: str) -> bool:
+    return is_adapter(name) or name == "score.weight"
+
+
+def resident(engine: Any) -> dict[str, Tensor]:
+    with engine.eval_mode():
+        return {name: p.detach().clone() for name, p in engine.named_parameters().items()}
+
+
+def gathered(local: dict[str, Tensor], engine: Any) -> dict[str, Tensor]:
+    """On the first rank of the role, by Hugging Face's names."""
+    from megappo.verify.gather import gather_tensors
+
+    if not engine.placement.is_whole:  # one rank, which has all
+        return {name: tensor.detach().clone() for name, tensor in local.items()}
+    return gather_tensors(local, engine).tensors
+
+
+def logprobs(engine: Any) -> Tensor:
+    from megappo.trainer.roles import LanguageModel
+
+    return LanguageModel(engine, 1.0).logprobs(recorded_batch(), want_entropy=False)[0]
+
+
+def base_logprobs(engine: Any) -> Tensor:
+    from megappo.trainer.roles import BaseOfPolicy
+
+    return BaseOfPolicy(engine, 1.0).logprobs(recorded_batch(), want_entropy=False)[0]
+
+
+def merged_parts(engine: Any) -> dict[str, list[tuple[tuple[int, ...], Tensor]]]:
+    """Name -> (box, values) of this rank, as the bridge reads them: every rectangle in two halves."""
+    from megappo.models.lora import part_of
+
+    found: dict[str, list[tuple[tuple[int, ...], Tensor]]] = {}
+    with engine.eval_mode():
+        weights = engine.merged_parameters()
+        for piece in engine.pieces()[engine.placement.position_of(torch.distributed.get_rank())]:
+            box, half = piece.box, piece.box.cols // 2
+            for start, cols in ((0, half), (half, box.cols - half)) if half else ((0, box.cols),):
+                values = part_of(weights[piece.local], piece.slot, piece.row, piece.col + start, box.rows, cols)
+                found.setdefault(piece.hf, []).append(((box.r0, box.r1, box.c0 + start, box.c0 + start + cols), values.clone()))
+    return found
+
+
+def run_world(rank: int, folder: str) -> dict[str, Any]:
+    from megappo.engine.build import RoleEngines
+    from megappo.platform import cpu
+
+    cpu.install()
+    engines = RoleEngines(ModelConfig(impl="local"), TimeoutsConfig(), torch.device("cpu"))
+    ranks, found = torch.distributed.get_world_size(), {}
+    for case, (family, lora) in CASES.items():
+        bench = Bench(engines, f"{folder}/{family}")
+        for name, layout in LAYOUTS.items():
+            if layout.ranks != ranks:
+                continue
+            for value_head in (False, True):
+                engine = bench.engine(lora, layout.keys, value_head=value_head)
+                found[case, name, value_head] = None if engine is None else trained(engine)
+    if ranks == 2:
+        found |= of_two_ranks(Bench(engines, f"{folder}/llama"), Path(folder))
+    return found
+
+
+def of_two_ranks(bench: Bench, folder: Path) -> dict[str, Any]:
+    keys = LAYOUTS["fsdp2 dp2"].keys
+    engine, plain = bench.engine(LORA, keys), bench.engine(None, keys, noise=False)  # type: ignore[arg-type]
+    found: dict[str, Any] = {
+        "base": logprobs(plain),
+        "on": logprobs(engine),
+        "off": base_logprobs(engine),
+        "again": logprobs(engine),
+    }
+    found["started"] = logprobs(bench.engine(LORA, keys, noise=False))
+    found["merged"], found["kept"] = merged_parts(engine), resident(engine)
+    engine.export(folder / "export", Path(bench.path))
+    critic = bench.engine(LORA, keys, value_head=True)
+    critic.export(folder / "critic_export", Path(bench.path))
+    found["message"] = refused(lambda: plain.without_adapters())
+    for dtype in ("fp32", "bf16"):
+        for value_head in (False, True):
+            found["bytes", dtype, value_head] = bytes_of(bench.engine(LORA, {**keys, "dtype": dtype}, value_head=value_head))
+    half = bench.engine(LORA, {**keys, "dtype": "bf16"})
+    found["bf16"] = {name: p.dtype for name, p in half.named_parameters().items()}
+    found["bf16 logprobs"] = logprobs(half)
+    dropping = LORA.model_copy(update={"dropout": 0.3})
+    for name, more in (("kept", {}), ("again", {}), ("recomputed", {"recompute": "full"})):
+        found["dropout", name] = trained(bench.engine(dropping, {**keys, **more}))
+    found["dropout", "forward"] = logprobs(bench.engine(dropping, keys))
+    found["saved"] = saved_names(engine)
+    return found
+
+
+def refused(action: Any) -> str:
+    try:
+        action()
+    except AssertionError as error:
+        return str(error)
+    return ""
+
+
+def bytes_of(engine: Any) -> tuple[int, int, int]:
+    """(weights, gradients, optimizer state) of this rank."""
+    with engine.train_mode():
+        engine.optimizer_zero_grad()
+        gradients = sum(tensor.nbytes for tensor in engine.named_gradients().values())
+    optimizer = sum(tensor.nbytes for tensor in engine._engine._optimizer.tensors())
+    return sum(p.nbytes for p in engine.named_parameters().values()), gradients, optimizer
+
+
+def saved_names(engine: Any) -> dict[str, int]:
+    """Key of a checkpoint's tensor -> bytes of this rank."""
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    state = engine.save_state(with_optimizer=True)
+    engine.release_state()
+    moments = state["optimizer"]["moments"]
+    entries = [*state["model"].values(), *(entry for moment in moments.values() for entry in moment.values())]
+    assert all(isinstance(entry, ShardedTensor) for entry in entries)
+    return {entry.key: entry.data.nbytes for entry in entries}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("lora")
+    for family in {family for family, _ in CASES.values()}:
+        write_checkpoint(folder / family, family)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def two(folder) -> list[dict[Any, Any]]:
+    return spawn_world(run_world, 2, str(folder), timeout_s=500)
+
+
+@pytest.fixture(scope="module")
+def four(folder) -> list[dict[Any, Any]]:
+    return spawn_world(run_world, 4, str(folder), timeout_s=500)
+
+
+@pytest.fixture(scope="module")
+def oracles(folder) -> dict[tuple[str, bool], dict[str, Any]]:
+    batch = recorded_batch()
+
+    def negative_logprob(rows: Tensor) -> Tensor:
+        logprob = torch.zeros(batch.num_tokens, dtype=torch.float64)
+        chosen = rows[:-1].log_softmax(-1).gather(1, batch.tokens[1:, None])[:, 0]
+        logprob[1:] = chosen
+        logprob[batch.cu_seqlens[:-1].long()] = 0.0
+        return -(logprob * batch["weight"].double()).sum()
+
+    def squares(rows: Tensor) -> Tensor:
+        return ((rows[:, 0] - batch["returns"].double()) ** 2 * batch["weight"].double()).sum()
+
+    return {
+        (case, value_head): Oracle(f"{folder}/{family}", lora, value_head=value_head).train(
+            squares if value_head else negative_logprob, batch, OPTIMIZER, STEPS
+        )
+        for case, (family, lora) in CASES.items()
+        for value_head in (False, True)
+    }
+
+
+# ------------------------------------------------------------------------------------------------------------------ numbers
+
+
+@pytest.mark.parametrize("value_head", [False, True], ids=["policy", "critic"])
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_losses_gradients_and_adapters_are_those_of_peft(request, oracles, layout: str, case: str, value_head: bool) -> None:
+    ranks = request.getfixturevalue("two" if LAYOUTS[layout].ranks == 2 else "four")
+    found, wanted = ranks[0][case, layout, value_head], oracles[case, value_head]
+    assert found["losses"] == pytest.approx(wanted["losses"], rel=TOLERANCE)
+    assert worst(found["gradients"], wanted["gradients"]) < TOLERANCE
+    assert worst(found["parameters"], wanted["parameters"]) < 10 * TOLERANCE
+    assert found["frozen"] and found["with gradient"]
+
+
+def test_the_comparison_sees_another_scaling(oracles, folder) -> None:
+    """Negative control."""
+    other = Oracle(str(folder / "llama"), LORA.model_copy(update={"alpha": 6.1}))
+    assert {name: t.shape for name, t in other.tensors.items()} == {
+        name: t.shape for name, t in oracles["all", False]["parameters"].items()
+    }
+    batch = recorded_batch()
+    rows = Oracle(str(folder / "llama"), LORA).rows(batch)
+    assert float((other.rows(batch) - rows).abs().max()) > 100 * TOLERANCE
+
+
+# ---------------------------------------------------------------------------------------------------------- the base model
+
+
+def test_without_adapters_the_base_model_speaks(two) -> None:
+    for found in two:
+        assert torch.equal(found["off"], found["base"]), "the reference is the same model"
+        assert torch.equal(found["on"], found["again"]), "and the policy is back afterwards"
+        assert float((found["on"] - found["base"]).abs().max()) > 0.01, "a reference with the adapter on would be seen"
+        assert torch.equal(found["started"], found["base"]), "B starts as zeros"
+        assert found["message"] == "policy has no adapters"
+
+
+def test_merged_parts_are_base_and_adapter_in_fp32(two, folder) -> None:
+    before = transformers.AutoModelForCausalLM.from_pretrained(folder / "llama", dtype=torch.float32).state_dict()
+    oracle = Oracle(str(folder / "llama"), LORA).model.merge_and_unload().state_dict()
+    seen: dict[str, int] = {}
+    for found in two:
+        for name, parts in found["merged"].items():
+            for (r0, r1, c0, c1), values in parts:
+                wanted = oracle[name].reshape(len(oracle[name]), -1)[r0:r1, c0:c1]
+                assert float((values.double() - wanted).abs().max()) < 1e-6, name
+                seen[name] = seen.get(name, 0) + values.numel()
+    assert seen == {name: tensor.numel() for name, tensor in before.items()}
+    moved = max(float((oracle[name] - tensor).abs().max()) for name, tensor in before.items())
+    assert moved > 0.01, "an unmerged push would be seen"
+
+
+# ------------------------------------------------------------------------------------------------------- bytes, checkpoints
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("value_head", [False, True])
+def test_only_adapters_and_head_have_gradients_and_moments(two, folder, dtype: str, value_head: bool) -> None:
+    weights, gradients, optimizer = map(sum, zip(*(found["bytes", dtype, value_head] for found in two)))
+    adapters = sum((rows + columns) * LORA.rank for rows, columns in MODULES.values())
+    beside = adapters + (64 if value_head else 0)
+    base = BASE - (131 * 64 if value_head else 0)
+    assert gradients == 4 * beside and optimizer == 8 * beside
+    assert weights == base * (2 if dtype == "bf16" else 4) + 4 * beside
+    arch, sizes = read_arch(folder / "llama"), {"trained": True, "value_head": value_head}
+    megatron = role_memory(arch, ParallelLayout(2), 0, dtype=dtype, micro_batch_tokens=1, num_micro_batches=1, **sizes)  # type: ignore[arg-type]
+    planned = sharded_memory(
+        megatron, arch, ParallelLayout(2), 2 if dtype == "bf16" else 4, offload=(False, False, False), lora=LORA, **sizes
+    )
+    assert (planned.weights, planned.gradients, planned.optimizer) == two[0]["bytes", dtype, value_head], "the plan's"
+
+
+# Of the llama of tests/models/checkpoints.py: 64 wide, 4 heads and 2 KV heads of 16, 96 columns, 2 layers, 131 tokens.
+_LAYER = {"q": (64, 64), "k": (32, 64), "v": (32, 64), "o": (64, 64), "gate": (96, 64), "up": (96, 64), "down": (64, 96)}
+MODULES = {(layer, name): size for layer in range(2) for name, size in _LAYER.items()}
+BASE = 2 * 131 * 64 + 5 * 64 + sum(rows * columns for rows, columns in MODULES.values())
+
+
+def test_adapters_of_a_bf16_model_are_fp32(two, folder) -> None:
+    for name, dtype in two[0]["bf16"].items():
+        assert dtype == (torch.float32 if is_adapter(name) else torch.bfloat16), name
+    assert 0 < float((two[0]["bf16 logprobs"] - two[0]["on"]).abs().max()) < 0.2
+
+
+def test_a_checkpoint_holds_adapters_and_their_moments_alone(two) -> None:
+    keys = {key for found in two for key in found["saved"]}
+    own = {key for key in keys if not key.startswith("optimizer.")}
+    assert own and all(map(is_adapter, own)) and len(own) == 2 * len(MODULES)
+    assert keys == own | {f"optimizer.state.{moment}.{key}" for moment in ("exp_avg", "exp_avg_sq") for key in own}
+
+
+# ----------------------------------------------------------------------------------------------------------------- dropout
+
+
+def test_dropout_is_of_training_passes_and_depends_on_the_step_alone(two) -> None:
+    for found in two:
+        assert torch.equal(found["dropout", "forward"], found["on"])
+        kept, again, recomputed = (found["dropout", name]["losses"] for name in ("kept", "again", "recomputed"))
+        assert kept == again and kept == pytest.approx(recomputed, rel=1e-6)
+        assert abs(kept[0] - found["all", "fsdp2 dp2", False]["losses"][0]) > 1e-4
+    first, recomputed = two[0]["dropout", "kept"]["gradients"], two[0]["dropout", "recomputed"]["gradients"]
+    assert worst(recomputed, {name: tensor.double() for name, tensor in first.items()}) < TOLERANCE, "the same masks again"
+
+
+# ------------------------------------------------------------------------------------------------------------------ export
+
+
+def test_peft_reads_the_exported_adapter_and_transformers_the_merged_model(two, folder) -> None:
+    batch = recorded_batch()
+    ids, oracle = batch.tokens[None, :40], Oracle(str(folder / "llama"), LORA).model
+    with torch.no_grad():
+        wanted = oracle(input_ids=ids).logits
+        base = transformers.AutoModelForCausalLM.from_pretrained(folder / "llama", dtype=torch.float32)
+        adapted = peft.PeftModel.from_pretrained(base, folder / "export" / "adapter").eval()
+        merged = transformers.AutoModelForCausalLM.from_pretrained(folder / "export", dtype=torch.float32).eval()
+        for name, model in (("adapter", adapted), ("merged", merged)):
+            assert float((model(input_ids=ids).logits - wanted).abs().max()) < 1e-4, name
+    config = json.loads((folder / "export" / "adapter" / "adapter_config.json").read_text())
+    assert config["r"] == 3 and config["task_type"] == "CAUSAL_LM" and "lm_head" not in config["target_modules"]
+
+
+def test_a_critics_adapter_brings_its_head(two, folder) -> None:
+    kind = transformers.AutoModelForTokenClassification
+    ids, oracle = recorded_batch().tokens[None, :40], Oracle(str(folder / "llama"), LORA, value_head=True).model
+    with torch.no_grad():
+        wanted = oracle(input_ids=ids).logits
+        base = kind.from_pretrained(folder / "llama", dtype=torch.float32, num_labels=1)
+        adapted = peft.PeftModel.from_pretrained(base, folder / "critic_export" / "adapter").eval()
+        merged = kind.from_pretrained(folder / "critic_export", dtype=torch.float32).eval()
+        for name, model in (("adapter", adapted), ("merged", merged)):
+            assert float((model(input_ids=ids).logits - wanted).abs().max()) < 1e-4, name
