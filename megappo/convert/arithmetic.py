@@ -20,6 +20,7 @@ from megappo.convert.engines import (
 )
 from megappo.convert.settings import Otherwise, Settings, Values, implied, missing, number, same, translated
 from megappo.convert.single_values import (
+    adapter_rank,
     env_rules,
     one_file,
     or_zero,
@@ -39,6 +40,7 @@ from megappo.convert.single_values import (
     trackers,
     truncation,
     verl_answer_key,
+    with_adapters,
 )
 
 # ---------------------------------------------------------------------------------------------------------------- batches
@@ -264,6 +266,8 @@ BY: Mapping[str, Callable[[Rule, Any, Settings], Values]] = {
         nemo_kl,
         openrlhf_kl,
         adaptive_kl,
+        adapter_rank,
+        with_adapters,
         early_stopping,
         trl_batch,
         trl_mini_batch,

@@ -26,6 +26,23 @@ def positive(rule: Rule, value: Any, settings: Settings) -> Values:
     return same(rule.keys, value)
 
 
+def adapter_rank(rule: Rule, value: Any, settings: Settings) -> Values:
+    if number(value) <= 0:
+        raise implied("off: all weights are trained")
+    return same(rule.keys, int(value))
+
+
+def with_adapters(rule: Rule, value: Any, settings: Settings) -> Values:
+    """A setting of adapters, which says something only beside a rank of the same role."""
+    critics = rule.keys[0].startswith("critic.")
+    ranks = [
+        key for key in settings.foreign if key.endswith("lora_rank") and ("." not in key or key.startswith("critic.") == critics)
+    ]
+    if not any(number(settings.foreign[key] or 0) > 0 for key in ranks):
+        raise implied("off: all weights are trained")
+    return same(rule.keys, value)
+
+
 def top_k(rule: Rule, value: Any, settings: Settings) -> Values:
     return same(rule.keys, -1 if value in (None, 0) else value)
 

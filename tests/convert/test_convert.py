@@ -226,6 +226,11 @@ ARITHMETIC = [
         {"critic.optimizer.warmup_steps": 12},
     ),
     (
+        {f"{AOR}.model.lora_rank": 8, f"{AOR}.model.target_modules": ["q_proj"], "critic.model.lora_rank": 0},
+        {"policy.lora.rank": 8, "policy.lora.alpha": 16, "policy.lora.targets": ["q_proj"], "critic.lora.alpha": None},
+    ),
+    ({f"{AOR}.model.lora_rank": 0, f"{AOR}.model.lora_alpha": 64}, {"policy.lora.rank": None, "policy.lora.alpha": None}),
+    (
         {f"{AOR}.actor.use_kl_loss": True},
         {"algorithm.kl.placement": "loss", "algorithm.kl.estimator": "k3"},
     ),

@@ -105,7 +105,7 @@ def _role(prefix: str, role: str) -> dict[str, Rule]:
             by="offload_if_dtensor",
             note="between passes; AdamW runs on the GPU",
         ),
-        f"{dtensor}.lora_cfg.enabled": missing("every parameter is trained"),
+        f"{dtensor}.lora_cfg.enabled": missing("set the rank by hand", f"{role}.lora.rank"),
         f"{prefix}.optimizer.name": implied("AdamW", expects=("torch.optim.AdamW",), otherwise="AdamW is the only optimizer"),
         f"{prefix}.optimizer.kwargs.lr": take(f"{ours}.lr", by="if_dtensor"),
         f"{prefix}.optimizer.kwargs.weight_decay": take(f"{ours}.weight_decay", by="if_dtensor"),

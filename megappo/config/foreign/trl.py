@@ -124,9 +124,9 @@ _NEW: dict[str, Rule] = {
     "save_total_limit": take("checkpoint.keep_last"),
     "save_only_model": take("checkpoint.save_only_model"),
     "push_to_hub": missing(HUB, "checkpoint.export_at_end"),
-    "use_peft": missing("every parameter is trained"),
-    "model_adapter_name": missing("every parameter is trained"),
-    "ref_adapter_name": missing("every parameter is trained"),
+    "use_peft": missing("set the rank by hand", "policy.lora.rank"),
+    "model_adapter_name": missing("set the rank by hand", "policy.lora.rank"),
+    "ref_adapter_name": missing("set the rank by hand", "policy.lora.rank"),
     "trust_remote_code": missing("no code of a model repository is run"),
     **{
         f"reward_shaping_{name}": missing("a penalty a token beyond a length", "reward.length_penalty")
