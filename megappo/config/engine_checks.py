@@ -10,8 +10,6 @@ from megappo.config.layout_checks import role_sections, roles_in_use
 from megappo.config.role_sections import ParallelConfig, RoleConfig, TrainableConfig
 from megappo.config.schema import SftConfig, TrainConfig
 
-WITH_ADAPTERS = frozenset({"fsdp2"})
-"""Engines that train low-rank adapters."""
 _REFUSED_AXES = {
     "pp": "has no pipeline",
     "vpp": "has no pipeline",
@@ -28,9 +26,6 @@ def engine_problems(config: TrainConfig | SftConfig) -> Iterator[str]:
         section = sections[role]
         if section.engine == "fsdp2":
             yield from _problems_of(role, section)
-        if isinstance(section, TrainableConfig) and section.lora is not None and section.engine not in WITH_ADAPTERS:
-            fix = f"{role}.engine is {section.engine}, which has no adapters; leave it out"
-            yield problem(f"{role}.lora.rank", section.lora.rank, fix)
 
 
 def _problems_of(role: str, section: RoleConfig) -> Iterator[str]:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.distributed as dist
 
-from megappo.config.role_sections import FrozenConfig, ModelConfig, OffloadConfig, RoleConfig, TrainableConfig
+from megappo.config.role_sections import FrozenConfig, LoraConfig, ModelConfig, OffloadConfig, RoleConfig, TrainableConfig
 from megappo.config.run_sections import TimeoutsConfig
 from megappo.engine.base import Engine
 from megappo.engine.factory import EngineSpec
@@ -21,6 +21,7 @@ from megappo.models.build import build_model
 from megappo.models.gpt import PackedModel
 from megappo.models.hf_import import load_pretrained
 from megappo.models.implementation import Implementation, Requested, choose_implementation, implementation_of_role
+from megappo.models.lora_linear import ModelAdapters, attach_adapters
 from megappo.parallel.groups import ProcessGroups, build_groups, destroy_groups, settle
 from megappo.parallel.layout import ParallelLayout, layout_of
 from megappo.parallel.placement import Placement, placement_of
@@ -102,6 +103,7 @@ def build_trainable(
         implementation=implementation,
     )
     _fill(chunks, spec, groups)
+    adapters = _adapt(chunks, spec, groups, section.lora)
     wrapped = wrap_with_ddp(chunks, groups, distributed_optimizer=section.optimizer.distributed)
     optimizer = Optimizer(wrapped, groups, section.optimizer, spec.total_updates)
     engine = MegatronEngine(
@@ -113,6 +115,7 @@ def build_trainable(
         optimizer=optimizer,
         offload=section.offload,
         router_aux_coef=section.router_aux_coef,
+        adapters=adapters,
     )
     engine.offload_idle()
     return engine
@@ -126,6 +129,8 @@ def build_frozen(
     value_head = spec.value_head is not None
     chunks = build_model(spec.arch, groups, dtype=DTYPES[section.dtype], value_head=value_head, implementation=implementation)
     _fill(chunks, spec, groups)
+    lora = section.lora if isinstance(section, TrainableConfig) else None  # for the weights of a checkpoint
+    adapters = _adapt(chunks, spec, groups, lora)
     for chunk in chunks:
         chunk.requires_grad_(False)
     engine = MegatronEngine(
@@ -135,9 +140,14 @@ def build_frozen(
         device=device,
         micro_batch_tokens=section.micro_batch_tokens,
         offload=OffloadConfig(parameters=isinstance(section, FrozenConfig) and section.offload.parameters),
+        adapters=adapters,
     )
     engine.offload_idle()
     return engine
+
+
+def _adapt(chunks: Sequence[PackedModel], spec: EngineSpec, groups: ProcessGroups, lora: LoraConfig | None) -> ModelAdapters | None:
+    return None if lora is None else attach_adapters(chunks, spec.arch, groups, lora, role=spec.role, seed=spec.seed)
 
 
 def _fill(chunks: Sequence[PackedModel], spec: EngineSpec, groups: ProcessGroups) -> None:

@@ -7,6 +7,7 @@ per-token results in the share's order on the rank that reports. Losses are call
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -21,6 +22,7 @@ from megappo.config.role_sections import OffloadConfig
 from megappo.data.packing import PackedBatch
 from megappo.engine.base import LanguageLoss, LossFunction, LossOutput, PassResult, RouterSummary, ValueLoss
 from megappo.engine.linear_output import LinearOutput
+from megappo.engine.megatron_adapters import load_adapters, sharded_adapters
 from megappo.engine.megatron_optimizer import Optimizer
 from megappo.engine.megatron_schedule import run_schedule
 from megappo.engine.micro_batches import MicroBatch, MicroBatches
@@ -30,10 +32,12 @@ from megappo.engine.role_engine import RoleEngine
 from megappo.models.arch import ModelArch, vocab_shard
 from megappo.models.gpt import CriticModel, PackedModel, PolicyModel
 from megappo.models.hf_export import export_pretrained
+from megappo.models.lora import Weights
+from megappo.models.lora_linear import ModelAdapters, merged_parameters
 from megappo.models.moe import share_router_state
 from megappo.models.naming import named_parameters
 from megappo.models.pieces import PieceMap
-from megappo.models.weight_map import LOCAL_OUTPUT, LOCAL_VALUE_HEAD, piece_map
+from megappo.models.weight_map import LOCAL_OUTPUT, LOCAL_VALUE_HEAD, VALUE_HEAD, piece_map
 from megappo.parallel.balance import plan_micro_batches, split_by_budget
 from megappo.parallel.context import ContextShard
 from megappo.parallel.groups import ProcessGroups
@@ -43,9 +47,10 @@ class MegatronEngine(RoleEngine[Optimizer]):
     """Engine (see base.py) of one role.
 
     chunks: the model chunks of `models/build.py`, each wrapped in DDP when they train. `optimizer` is None for a frozen role.
+    adapters: those of the chunks, if they have some.
     """
 
-    head_names = (LOCAL_OUTPUT, LOCAL_VALUE_HEAD)
+    head_names = (LOCAL_OUTPUT, LOCAL_VALUE_HEAD, VALUE_HEAD)  # the last: beside adapters, in any engine's checkpoint
 
     def __init__(
         self,
@@ -58,6 +63,7 @@ class MegatronEngine(RoleEngine[Optimizer]):
         optimizer: Optimizer | None = None,
         offload: OffloadConfig = OffloadConfig(),
         router_aux_coef: float = 0.0,
+        adapters: ModelAdapters | None = None,
     ) -> None:
         super().__init__(
             name,
@@ -78,6 +84,7 @@ class MegatronEngine(RoleEngine[Optimizer]):
         self._router_aux_coef = router_aux_coef
         self._config.finalize_model_grads_func = _sum_gradients
         self._gradients_freed = False
+        self._adapters = adapters
 
     @property
     def arch(self) -> ModelArch:
@@ -95,8 +102,9 @@ class MegatronEngine(RoleEngine[Optimizer]):
 
     def named_gradients(self) -> dict[str, Tensor]:
         """Views of DDP's fp32 buffers; the distributed optimizer leaves each rank with the reduced sum of its own shard only."""
-        # main_grad: an attribute that DDP adds.
-        return {name: cast(Any, parameter).main_grad for name, parameter in self.named_parameters().items()}
+        # main_grad: an attribute that DDP adds to what trains.
+        trained = {name: parameter for name, parameter in self.named_parameters().items() if parameter.requires_grad}
+        return {name: cast(Any, parameter).main_grad for name, parameter in trained.items()}
 
     def main_parameters(self) -> dict[str, Tensor]:
         if self._optimizer is None:
@@ -105,12 +113,22 @@ class MegatronEngine(RoleEngine[Optimizer]):
         main = {id(parameter): copy for parameter, copy in self._optimizer.main_parameters()}
         return {name: main[id(parameter)] for name, parameter in self.named_parameters().items() if id(parameter) in main}
 
+    def merged_parameters(self) -> Weights:
+        return merged_parameters(self.chunks)
+
+    def without_adapters(self) -> AbstractContextManager[None]:
+        return super().without_adapters() if self._adapters is None else self._adapters.off()
+
     def pieces(self) -> PieceMap:
         return piece_map(self.arch, self.groups.layout, self.value_head)
 
+    def adapter_pieces(self) -> PieceMap:
+        return super().adapter_pieces() if self._adapters is None else self._adapters.pieces()
+
     def export(self, directory: Path, source: Path) -> None:
         with self.eval_mode():
-            export_pretrained(self.chunks, self.arch, self.groups, directory, source)
+            adapter = None if self._adapters is None else self._adapters.tensors()
+            export_pretrained(self.chunks, self.arch, self.groups, directory, source, adapter=adapter)
 
     def _parameters(self) -> Iterator[torch.nn.Parameter]:
         for chunk in self.chunks:
@@ -161,6 +179,8 @@ class MegatronEngine(RoleEngine[Optimizer]):
         outputs: list[LossOutput] = []
         if self._router_state is not None:
             self._router_state.begin(self._router_aux_coef, max(1, agreed.sequences))
+        if self._adapters is not None and not forward_only:
+            self._adapters.start_dropping(self._trained().schedule_steps)
         compute_loss = partial(self._compute_loss, loss_fn, denominator, outputs)
         run_schedule(self._wrapped, micro_batches, compute_loss, self.groups, forward_only=forward_only)
         names, reports = self._agree_on_names(outputs), self.groups.is_reporter
@@ -252,7 +272,10 @@ class MegatronEngine(RoleEngine[Optimizer]):
     def load_state(self, state: dict[str, Any]) -> None:
         self.to("device")
         for index, chunk in enumerate(self.chunks):
-            chunk.load_state_dict(state["model"][str(index)])
+            if self._adapters is not None:
+                load_adapters(chunk, state["model"][str(index)])
+            else:
+                chunk.load_state_dict(state["model"][str(index)])
         if "optimizer" in state:
             self._trained().load_state_dict(state["optimizer"])
         elif self._optimizer is not None:
@@ -262,7 +285,12 @@ class MegatronEngine(RoleEngine[Optimizer]):
     def _sharded_state(self, *, with_optimizer: bool) -> dict[str, Any]:
         # With the group Megatron does not read its globals; with names per layer any pipeline split can read the checkpoint.
         metadata = {"dp_cp_group": self.groups.collection.dp_cp, "non_homogeneous_layers": True}
-        model_state = {str(index): chunk.sharded_state_dict(metadata=metadata) for index, chunk in enumerate(self.chunks)}
+        model_state = {
+            str(index): sharded_adapters(chunk, self.groups)
+            if self._adapters is not None
+            else chunk.sharded_state_dict(metadata=metadata)
+            for index, chunk in enumerate(self.chunks)
+        }
         state: dict[str, Any] = {"model": model_state}
         if with_optimizer:
             state["optimizer"] = self._trained().sharded_state_dict(model_state)

@@ -97,6 +97,11 @@ class Optimizer:
         self._scheduler.step(increment=1)
         return max(group["lr"] for group in self._optimizer.param_groups)
 
+    @property
+    def schedule_steps(self) -> int:
+        """Steps that the schedule counted, skipped ones too."""
+        return self._scheduler.num_steps
+
     def step(self) -> StepResult:
         """Clip by the global norm and update; skip the step if the norm is not finite."""
         found_inf = self._optimizer.prepare_grads()
@@ -135,7 +140,7 @@ class Optimizer:
         """
         return {
             "optimizers": sharded_optimizer_state(self._chained(), model_state),
-            "schedule_steps": self._scheduler.num_steps,
+            "schedule_steps": self.schedule_steps,
         }
 
     def load_state_dict(self, state: dict) -> None:

@@ -32,11 +32,11 @@ def fusion_config(arch: ModelArch, implementation: Implementation, *, on_gpu: bo
 
 def accumulate_into_main_grad(model: torch.nn.Module) -> None:
     """Let TransformerEngine's products add a weight's gradient to its `main_grad` (fp32), without a rounded copy in the weight's
-    type. For models whose weights have a main_grad from DDP.
+    type. For models whose weights have a main_grad from DDP; frozen weights have none.
 
     The protocol is that of `ops.linear_logprob.main_grad_of`.
     """
     # Set on the modules: Megatron's switch, `gradient_accumulation_fusion`, would also ask the output layer for Apex's kernel.
     for module in model.modules():
-        if hasattr(module, "fuse_wgrad_accumulation"):
+        if hasattr(module, "fuse_wgrad_accumulation") and all(p.requires_grad for p in module.parameters(recurse=False)):
             setattr(module, "fuse_wgrad_accumulation", True)

@@ -25,7 +25,7 @@ from megappo.models.gather import Gather, on_all_ranks
 from megappo.models.gpt import CriticModel, PackedModel
 from megappo.models.hf_config import text_config
 from megappo.models.lora import Weights
-from megappo.models.naming import named_parameters
+from megappo.models.lora_linear import merged_parameters
 from megappo.models.peft_files import ADAPTER_FOLDER, AdapterTensors, write_adapter
 from megappo.models.pieces import Piece
 from megappo.models.weight_map import VALUE_HEAD, hf_tensors, megatron_pieces
@@ -100,14 +100,16 @@ def export_pretrained(
     out_dir: str | Path,
     source_dir: str | Path,
     dtype: torch.dtype | None = None,
+    adapter: AdapterTensors | None = None,
     shard_bytes: int = _SHARD_BYTES,
 ) -> None:
     """Write a Megatron model (its chunks, not wrapped) to `out_dir` in `dtype` (the model's own by default): `export_pieces`."""
     value_head = isinstance(chunks[0], CriticModel)
-    parameters = {name: parameter.data for name, parameter in named_parameters(chunks).items()}
+    parameters = merged_parameters(chunks)
     pieces = _pieces_of_stage(arch, groups, value_head)
     dtype = dtype or chunks[0].config.params_dtype
-    export_pieces(parameters, pieces, arch, groups, out_dir, source_dir, dtype, value_head=value_head, shard_bytes=shard_bytes)
+    options = {"value_head": value_head, "adapter": adapter, "shard_bytes": shard_bytes}
+    export_pieces(parameters, pieces, arch, groups, out_dir, source_dir, dtype, **options)
 
 
 def export_pieces(

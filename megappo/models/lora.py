@@ -121,7 +121,7 @@ def seed_of(run_seed: int, purpose: str) -> int:
 class Adapted:
     """A weight with its adapter, which is added to the part that is read: never a second copy of the whole weight.
 
-    base: [rows, columns], rows of a weight. a: [rank, columns]. b: [rows, rank]; a, b fp32.
+    base: [rows, columns], rows of a weight. a: [rank, columns]. b: [rows, rank].
     """
 
     base: Tensor
@@ -137,7 +137,7 @@ class Adapted:
         """[rows, cols] fp32 of the merged weight: base + scaling * b a, in fp32."""
         rows_of, cols_of = slice(row, row + rows), slice(col, col + cols)
         part = self.base.detach()[rows_of, cols_of].float()
-        return torch.addmm(part, self.b.detach()[rows_of], self.a.detach()[:, cols_of], alpha=self.scaling)
+        return torch.addmm(part, self.b.detach()[rows_of].float(), self.a.detach()[:, cols_of].float(), alpha=self.scaling)
 
 
 Weights = Mapping[str, Tensor | Adapted]

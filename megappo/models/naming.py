@@ -1,7 +1,7 @@
 """Canonical names of a role's parameters: the same tensor has the same name in every layout and implementation.
 
 Megatron numbers layers and experts from 0 on every rank (and in every model chunk). The weight maps, the bridge and messages
-to the user name the layer and the expert of the model.
+to the user name the layer and the expert of the model. Adapters (`lora_linear.py`) have the Hugging Face names of their modules.
 """
 
 from __future__ import annotations
@@ -35,6 +35,10 @@ def _canonical(chunk: PackedModel) -> Iterator[tuple[str, torch.nn.Parameter]]:
         layers: Any = chunk.decoder.layers
         layer = layers[int(match[1])]
         inside = match[2]
+        if ".lora." in inside:
+            adapter: Any = layer.get_submodule(inside.rpartition(".")[0])
+            yield f"{adapter.module}.{inside.rpartition('.')[2]}.weight", parameter  # as PEFT names it
+            continue
         if inside.startswith("mlp.experts."):
             inside = expert_name(inside, layer.mlp.local_expert_indices[0])
         yield f"decoder.layers.{layer.layer_number - 1}.{inside}", parameter  # Megatron counts layers from 1

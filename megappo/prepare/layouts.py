@@ -17,6 +17,7 @@ from megappo.models.arch import ModelArch
 from megappo.models.hf_config import read_arch
 from megappo.models.implementation import Implementation, implementation_of_role
 from megappo.models.lora import adapted_modules
+from megappo.models.lora_shards import check_stages
 from megappo.models.weight_map import hf_tensors
 from megappo.parallel.layout import ParallelLayout, layout_of
 from megappo.parallel.placement import Placement, placement_of
@@ -90,7 +91,7 @@ def check_layouts(
             fix = "TransformerEngine has no context parallelism in fp32; set model.impl=auto, or the role's dtype to bf16"
             raise ConfigError(problem(f"{section}.cp", parallel.cp, fix))
         _check_router(role, getattr(config, role), archs[role])
-        _check_adapters(role, getattr(config, role), archs[role])
+        _check_adapters(role, getattr(config, role), archs[role], layout_of(parallel, len(places[role])))
     if isinstance(config, TrainConfig):
         # A reward model reads text: it needs neither the policy's ids nor room for as many of them.
         of_tokens = {role: arch for role, arch in archs.items() if not isinstance(getattr(config, role), RewardModelConfig)}
@@ -127,11 +128,11 @@ def _check_engine(role: str, settings: RoleConfig, arch: ModelArch) -> None:
         raise ConfigError(problem(f"{role}.engine", settings.engine, fix))
 
 
-def _check_adapters(role: str, settings: RoleConfig, arch: ModelArch) -> None:
-    """ConfigError for targets of adapters that the model does not have."""
+def _check_adapters(role: str, settings: RoleConfig, arch: ModelArch, layout: ParallelLayout) -> None:
+    """ConfigError for targets of adapters that the model, or a stage of its pipeline, does not have."""
     if isinstance(settings, TrainableConfig) and settings.lora is not None:
         try:
-            adapted_modules(hf_tensors(arch), settings.lora.targets)
+            check_stages(arch, layout, adapted_modules(hf_tensors(arch), settings.lora.targets))
         except ValueError as error:
             raise ConfigError(problem(f"{role}.lora.targets", settings.lora.targets, str(error))) from None
 

@@ -30,12 +30,6 @@ def test_what_an_adapter_cannot_be(tmp_path, override: str, words: str) -> None:
     assert words in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_an_engine_without_adapters_is_named(tmp_path) -> None:
-    config = train_config(tmp_path, ["critic.lora.rank=4"])
-    wanted = "critic.lora.rank = 4: critic.engine is megatron, which has no adapters; leave it out"
-    assert wanted in list(problems(config, explicit_keys(config), 1))
-
-
 def test_fsdp2_does_not_cut_adapters_over_tp(tmp_path) -> None:
     config = train_config(tmp_path, ["policy.engine=fsdp2", "policy.lora.rank=4", "policy.parallel.tp=2"])
     (message,) = problems(config, explicit_keys(config), 2)

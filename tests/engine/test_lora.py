@@ -29,6 +29,10 @@ from tests.worlds import spawn_world
 
 STEPS = 2
 OPTIMIZER = OptimizerConfig(lr=1e-2, eps=1e-5, clip_grad=0.0, weight_decay=0.01)
+WHOLE = OPTIMIZER.model_copy(update={"distributed": False})
+"""Whole gradients on every rank of Megatron's engine."""
+OFFLOADED = {"parameters": True, "gradients": True, "optimizer": True}
+SP = {"tp": 2, "sequence_parallel": True}
 LORA = LoraConfig(rank=3, alpha=6.0)
 SOME = LoraConfig(rank=5, alpha=4.0, targets=("q_proj", "layers.1.mlp.down_proj"), use_rslora=True)
 # Sums in another order, in fp32; two steps of Adam on gradients of which some are nearly 0.
@@ -46,9 +50,24 @@ LAYOUTS = {
     "fsdp2 dp1": Layout(2, {"engine": "fsdp2", "ranks": "0"}),
     "fsdp2 dp2": Layout(2, {"engine": "fsdp2"}),
     "fsdp2 dp2 recomputed": Layout(2, {"engine": "fsdp2", "recompute": "full"}),
-    "fsdp2 dp2 offloaded": Layout(2, {"engine": "fsdp2", "offload": {"parameters": True, "gradients": True, "optimizer": True}}),
+    "fsdp2 dp2 offloaded": Layout(2, {"engine": "fsdp2", "offload": OFFLOADED}),
     "fsdp2 cp2": Layout(2, {"engine": "fsdp2", "parallel": {"cp": 2}}),
     "fsdp2 dp4": Layout(4, {"engine": "fsdp2"}),
+    **{
+        f"megatron {name}": Layout(ranks, {"optimizer": WHOLE, **keys})
+        for name, ranks, keys in (
+            ("dp2", 2, {}),
+            ("tp2", 2, {"parallel": {"tp": 2}}),
+            ("tp2 sp", 2, {"parallel": SP}),
+            ("tp2 sp recomputed", 2, {"parallel": SP, "recompute": "full"}),
+            ("tp2 offloaded", 2, {"parallel": {"tp": 2}, "offload": OFFLOADED}),
+            ("pp2", 2, {"parallel": {"pp": 2}}),
+            ("pp2 recomputed", 2, {"parallel": {"pp": 2}, "recompute": "full"}),
+            ("cp2", 2, {"parallel": {"cp": 2}}),
+            ("tp2 sp pp2", 4, {"parallel": {**SP, "pp": 2}}),
+            ("tp2 cp2", 4, {"parallel": {"tp": 2, "cp": 2}}),
+        )
+    },
 }
 CASES = {"all": ("llama", LORA), "some, tied": ("qwen2_tied", SOME)}
 BF16 = "fsdp2 dp2"
@@ -130,7 +149,8 @@ def trained(engine: Any) -> dict[str, Any]:
 
 
 def is_trained(name: str) -> bool:
-    return is_adapter(name) or name == "score.weight"
+    """By the names of either engine."""
+    return is_adapter(name) or name in ("score.weight", "value_head.weight")
 
 
 def resident(engine: Any) -> dict[str, Tensor]:

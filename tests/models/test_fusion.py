@@ -130,7 +130,10 @@ def test_a_model_with_fused_activations_is_the_same_and_keeps_two_tensors_of_an_
 
 
 def test_only_what_has_the_switch_is_told_to_accumulate() -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
-    setattr(model[1], "fuse_wgrad_accumulation", False)
+    model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(3)))
+    model[2].requires_grad_(False)
+    for switched in model[1:]:
+        setattr(switched, "fuse_wgrad_accumulation", False)
     accumulate_into_main_grad(model)
     assert not hasattr(model[0], "fuse_wgrad_accumulation") and model[1].fuse_wgrad_accumulation is True
+    assert model[2].fuse_wgrad_accumulation is False, "a frozen weight has no main_grad"

@@ -67,6 +67,12 @@ IMPOSSIBLE = [
     (TINY, ["policy.parallel.cp=2"], 2, ["policy.parallel: tp 2 x cp 2 x pp 1 = 4 does not divide the 2 ranks", "use 4 ranks"]),
     (TINY, ["policy.lora.targets=[q_porj]"], 2, ['policy.lora.targets = ["q_porj"]', "matches no linear layer", "mean q_proj or"]),
     (TINY, ["critic.lora.targets=[lm_head]"], 2, ['critic.lora.targets = ["lm_head"]', "down_proj, gate_proj, k_proj"]),
+    (
+        TINY,
+        ["critic.lora.targets=[layers.3.mlp.up_proj]"],
+        2,
+        ['critic.lora.targets = ["layers.3.mlp.up_proj"]', "no layer of pipeline stage 0 (layers 0 to 1)", "or lower pp"],
+    ),
     (TINY, ["critic.parallel.ep=2"], 4, ["critic.parallel.ep = 2", "llama model has none", "set ep to 1"]),
     (TINY, ["policy.parallel.etp=2"], 2, ["policy.parallel.etp = 2", "llama model has none", "set etp to 1"]),
     (TINY, ["critic.router_aux_coef=0.01"], 2, ["critic.router_aux_coef = 0.01", "this llama model has none; remove it"]),

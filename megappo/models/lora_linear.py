@@ -1,0 +1,257 @@
+"""Adapters (LoRA) on Megatron's parallel linears, TransformerEngine's too, for any tp, pp, vpp and sequence parallel.
+
+An adapter belongs to a Hugging Face module, also where Megatron fuses several of them: q, k and v, or gate and up, each have their
+own A and B, cut as the module's weight (`lora_shards.py`). Only the product with A, rank numbers per token, travels between tp
+ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    get_cuda_rng_tracker,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+    set_tensor_model_parallel_attributes,
+)
+from torch import Tensor
+from torch.nn import functional
+
+from megappo.config.role_sections import LoraConfig
+from megappo.models.arch import ModelArch
+from megappo.models.gpt import CriticModel, PackedModel
+from megappo.models.lora import Adapted, adapted_modules, initial_a, is_adapter, scaling, seed_of
+from megappo.models.lora_shards import AdaptedLinear, adapted_linears, adapter_piece_map, check_stages
+from megappo.models.naming import named_parameters
+from megappo.models.peft_files import AdapterTensors
+from megappo.models.pieces import Box, Piece, PieceMap
+from megappo.models.weight_map import LOCAL_VALUE_HEAD, VALUE_HEAD, hf_tensors
+from megappo.parallel.groups import ProcessGroups
+
+
+class Adapter(torch.nn.Module):
+    """Part of one Hugging Face module's adapter on this rank, in the model's dtype.
+
+    module: its name. size: (out, in) of its weight. box: the rectangle of that weight that this rank holds. lora_A: [rank, columns
+    of box]. lora_B: [rows of box, rank].
+    """
+
+    def __init__(self, module: str, size: tuple[int, int], box: Box, rank: int, like: Tensor) -> None:
+        super().__init__()
+        self.module, self.size, self.box = module, size, box
+        empty = {"dtype": like.dtype, "device": like.device}
+        self.lora_A = torch.nn.Parameter(torch.empty(rank, box.cols, **empty))
+        self.lora_B = torch.nn.Parameter(torch.empty(box.rows, rank, **empty))
+
+    @torch.no_grad()
+    def start(self, seed: int) -> None:
+        """Fill as `lora.initial_a` says, B with zeros: the model computes what it did without the adapter."""
+        rank, (_, columns) = self.lora_A.shape[0], self.size
+        self.lora_A.copy_(initial_a(self.module, columns, rank, seed)[:, self.box.c0 : self.box.c1])
+        self.lora_B.zero_()
+
+
+class LinearAdapters(torch.nn.Module):
+    """Adapters of the modules that one parallel linear holds.
+
+    rows: (last name of a module, adapted or not, number of rows) of the linear's output on this rank, in order. dropped: name of
+    the state of random numbers that says which inputs are dropped.
+    """
+
+    def __init__(
+        self,
+        adapters: Sequence[Adapter],
+        rows: Sequence[tuple[str, int]],
+        lora: LoraConfig,
+        groups: ProcessGroupCollection,
+        *,
+        row_parallel: bool,
+        sequence_parallel: bool,
+        dropped: str,
+    ) -> None:
+        super().__init__()
+        self.adapters = torch.nn.ModuleDict({_last(adapter.module): adapter for adapter in adapters})
+        self.enabled = True
+        self.scaling = scaling(lora)
+        self._rows, self._rank, self._dropout = tuple(rows), lora.rank, lora.dropout
+        self._group, self._row_parallel, self._sequence_parallel = groups.tp, row_parallel, sequence_parallel
+        self._dropped = dropped
+        for adapter in adapters:
+            cut, copied = (adapter.lora_A, adapter.lora_B) if row_parallel else (adapter.lora_B, adapter.lora_A)
+            set_tensor_model_parallel_attributes(cut, True, 1 if row_parallel else 0, 1)
+            # Each tp rank multiplies the copy with its part of the tokens: finalize_model_grads sums the partial gradients.
+            setattr(copied, "sequence_parallel", sequence_parallel)
+
+    def each(self) -> Iterator[Adapter]:
+        return (cast(Adapter, adapter) for adapter in self.adapters.values())
+
+    def forward(self, x: Tensor, output: Tensor) -> Tensor:
+        """The linear's output [tokens, 1, rows] with the adapters' change. x: its input, [tokens, 1, columns].
+
+        Tokens, rows and columns are those of this rank, under sequence parallel the tokens on the linear's cut side too.
+        """
+        if self.training and self._dropout > 0:
+            tracker = get_cuda_rng_tracker()
+            assert tracker is not None
+            # Recomputation sets the named state back.
+            with tracker.fork(self._dropped):
+                x = functional.dropout(x, self._dropout)
+        hidden = self._exchanged(functional.linear(x, self.a())).flatten(0, -2)
+        # One product for all rows of a fused linear, added where it is made: no other activation as wide as the output.
+        return torch.addmm(output.flatten(0, -2), hidden, self.b().t(), alpha=self.scaling).view_as(output)
+
+    def a(self) -> Tensor:
+        """[rank of all adapters, columns]: A of each, one below the other."""
+        return torch.cat([adapter.lora_A for adapter in self.each()])
+
+    def b(self) -> Tensor:
+        """[rows of the linear, rank of all adapters]: in the rows of a module its B, in its own columns, and 0 in the others."""
+        width = self._rank * len(self.adapters)
+        blocks: dict[str, Iterator[Tensor]] = {}
+        for place, (name, adapter) in enumerate(zip(self.adapters, self.each())):
+            before = self._rank * place
+            wide = functional.pad(adapter.lora_B, (before, width - self._rank - before))
+            blocks[name] = iter(wide.split([rows for owner, rows in self._rows if owner == name]))
+        none = next(self.each()).lora_B
+        return torch.cat([next(blocks[name]) if name in blocks else none.new_zeros(rows, width) for name, rows in self._rows])
+
+    def _exchanged(self, hidden: Tensor) -> Tensor:
+        """Product with A [tokens, 1, rank of each adapter] of all columns, for the tokens that the product with B is taken of."""
+        # Rank numbers per token are exchanged instead of a hidden size of them: of a row-parallel linear beside the sum of the
+        # output, since joining the two would take TransformerEngine's linear apart.
+        if self._row_parallel:
+            if self._sequence_parallel:
+                return reduce_scatter_to_sequence_parallel_region(hidden, group=self._group)
+            return reduce_from_tensor_model_parallel_region(hidden, group=self._group)
+        if self._sequence_parallel:
+            return gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=self._group)
+        # Backward sums over the ranks, each of which has some rows of B: gradients of A and of the input are then whole.
+        return copy_to_tensor_model_parallel_region(hidden, group=self._group)
+
+    @torch.no_grad()
+    def merged(self, weight: Tensor) -> Adapted:
+        """The linear's weight on this rank, with the adapters added to what is read of it."""
+        return Adapted(weight, self.a(), self.b(), self.scaling)
+
+
+def attach_adapters(
+    chunks: Sequence[PackedModel], arch: ModelArch, groups: ProcessGroups, lora: LoraConfig, *, role: str, seed: int
+) -> ModelAdapters:
+    """Freeze a built model, except a value head, and give the modules that `lora.targets` names their adapters, at their start.
+
+    ValueError, on every rank, for targets that match nothing, experts, or nothing on a stage of the pipeline.
+    """
+    model = ModelAdapters(chunks, arch, groups, lora, role, seed)
+    check_stages(arch, groups.layout, model.modules)
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            parameter.requires_grad_(name.startswith("value_head."))
+        model.add_to(chunk)
+        if chunk.pre_process and chunk.config.recompute_granularity == "full":
+            # A recomputed layer whose input needs no gradient gives none to its weights either.
+            chunk.embedding.register_forward_hook(lambda _module, _inputs, output: output.requires_grad_(torch.is_grad_enabled()))
+    return model
+
+
+class ModelAdapters:
+    """Adapters of a model. chunks: of this rank. role, seed: of the run."""
+
+    def __init__(
+        self, chunks: Sequence[PackedModel], arch: ModelArch, groups: ProcessGroups, lora: LoraConfig, role: str, seed: int
+    ) -> None:
+        self._chunks, self._arch, self._groups, self._seed = chunks, arch, groups, seed
+        self.lora, self.modules = lora, adapted_modules(hf_tensors(arch), lora.targets)
+        self._dropped = f"inputs that adapters of the {role} drop"
+
+    def add_to(self, chunk: PackedModel) -> None:
+        """Make the adapters of a chunk's layers."""
+        tp = self._groups.layout.tp, self._groups.coordinates.tp
+        for layer in cast(Any, chunk.decoder.layers):  # Megatron's type is that of any module
+            # Megatron counts layers from 1.
+            for linear in adapted_linears(self._arch, *tp, layer.layer_number - 1, self.modules):
+                adapters = self._adapters_of(linear, layer.get_parameter(linear.local))
+                _attach(layer.get_submodule(linear.local.removesuffix(".weight")), adapters, self._seed)
+
+    def _adapters_of(self, linear: AdaptedLinear, weight: Tensor) -> LinearAdapters:
+        rank, groups = self.lora.rank, self._groups
+        return LinearAdapters(
+            [Adapter(module, self.modules[module], box, rank, weight) for module, box in linear.boxes.items()],
+            [(_last(module), rows) for module, rows in linear.rows],
+            self.lora,
+            groups.collection,
+            row_parallel=linear.row_parallel,
+            sequence_parallel=groups.layout.sequence_parallel,
+            dropped=self._dropped,
+        )
+
+    def start_dropping(self, step: int) -> None:
+        """Choose the inputs that a training pass drops. step: of the schedule, which a resumed run knows too."""
+        if self.lora.dropout == 0:
+            return
+        at, device, tracker = self._groups.coordinates, next(self._chunks[0].parameters()).device, get_cuda_rng_tracker()
+        assert tracker is not None
+        # The same on the tp ranks of a model: a column-parallel linear has the same input on all of them.
+        generator = torch.Generator(device).manual_seed(seed_of(self._seed, f"dropout/{step}/{at.pp}/{at.dp}/{at.cp}"))
+        tracker.set_states({**tracker.get_states(), self._dropped: generator.get_state()})
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Inside, the model computes what its base does."""
+        switched = list(adapters_of(self._chunks))
+        for adapters in switched:
+            adapters.enabled = False
+        try:
+            yield
+        finally:
+            for adapters in switched:
+                adapters.enabled = True
+
+    def pieces(self) -> PieceMap:
+        """Rectangles of the adapters' tensors in the parameters of every rank of the role."""
+        return adapter_piece_map(self._arch, self._groups.layout, self.modules, self.lora.rank)
+
+    def tensors(self) -> AdapterTensors:
+        """Adapters and value head for an export."""
+        by_rank = {position: list(held) for position, held in self.pieces().items()}
+        if isinstance(self._chunks[0], CriticModel):
+            layout, columns = self._groups.layout, self._arch.hidden_size
+            head = Piece(VALUE_HEAD, Box(0, 1, 0, columns), LOCAL_VALUE_HEAD, 0, 0)
+            by_rank[layout.rank_of(pp=layout.pp - 1)].append(head)
+        parameters = {name: parameter.detach() for name, parameter in named_parameters(self._chunks).items()}
+        return AdapterTensors(self.lora, parameters, PieceMap.of(by_rank))
+
+
+def _attach(parallel_linear: torch.nn.Module, adapters: LinearAdapters, seed: int) -> None:
+    """Let a linear, which returns (output, bias), add its adapters' change to the output."""
+    for adapter in adapters.each():
+        adapter.start(seed)
+    # A hook, not a class around the linear: the base keeps its names, by which weights are imported, pushed and exported.
+    parallel_linear.add_module("lora", adapters)
+    parallel_linear.register_forward_hook(
+        lambda _module, inputs, output: (adapters(inputs[0], output[0]), output[1]) if adapters.enabled else output
+    )
+
+
+def adapters_of(chunks: Sequence[PackedModel]) -> Iterator[LinearAdapters]:
+    """Adapters of every linear of a model."""
+    return (module for chunk in chunks for module in chunk.modules() if isinstance(module, LinearAdapters))
+
+
+def merged_parameters(chunks: Sequence[PackedModel]) -> dict[str, Tensor | Adapted]:
+    """Canonical name -> parameter of this rank's base model, adapters added when a part of it is read."""
+    modules = [module for chunk in chunks for module in chunk.modules() if hasattr(module, "lora")]
+    merged = {id(module.weight): cast(LinearAdapters, module.lora).merged(cast(Tensor, module.weight)) for module in modules}
+    return {
+        name: merged.get(id(parameter), parameter) for name, parameter in named_parameters(chunks).items() if not is_adapter(name)
+    }
+
+
+def _last(module: str) -> str:
+    return module.rpartition(".")[2]

@@ -1,0 +1,264 @@
+"""Adapters on Megatron's layers: PEFT's numbers in every kind of layout, what others read of the weights, checkpoints, dropout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor
+
+from megappo.config.role_sections import LoraConfig, ModelConfig
+from megappo.config.run_sections import TimeoutsConfig
+from megappo.models.lora import is_adapter
+from tests.engine.lora_oracle import Oracle, worst
+from tests.engine.runs import recorded_batch
+from tests.engine.test_lora import (
+    LORA,
+    MODULES,
+    OPTIMIZER,
+    SP,
+    TOLERANCE,
+    WHOLE,
+    Bench,
+    base_logprobs,
+    logprobs,
+    merged_parts,
+    refused,
+    resident,
+    trained,
+)
+from tests.models.checkpoints import write_checkpoint
+from tests.worlds import spawn_world
+
+READ = {"tp2": {"parallel": SP, "optimizer": WHOLE}, "pp2": {"parallel": {"pp": 2}, "optimizer": WHOLE}}
+RESUMED: dict[str, dict[str, Any]] = {
+    "same": {"parallel": SP, "optimizer": OPTIMIZER},
+    "pp2": {"parallel": {"pp": 2}, "optimizer": OPTIMIZER},
+    "dp2": {"optimizer": OPTIMIZER},
+    "tp2 plain": {"parallel": {"tp": 2}, "optimizer": WHOLE},
+}
+
+
+# ------------------------------------------------------------------------------------------------------------ in the world
+
+
+def run_world(rank: int, folder: str) -> dict[str, Any]:
+    from megappo.engine.build import RoleEngines
+    from megappo.platform import cpu
+
+    cpu.install()
+    engines = RoleEngines(ModelConfig(impl="local"), TimeoutsConfig(), torch.device("cpu"))
+    bench = Bench(engines, f"{folder}/llama")
+    return {
+        "read": {name: read_by_others(bench, Path(folder, name), keys) for name, keys in READ.items()},
+        "saved": saved(bench, Path(folder)),
+        "dropout": dropout(bench),
+        "refused": stage_without_adapters(bench),
+    }
+
+
+def read_by_others(bench: Bench, folder: Path, keys: dict[str, Any]) -> dict[str, Any]:
+    """The weights as the bridge, exports and the reference see them."""
+    engine, plain = bench.engine(LORA, keys), bench.engine(None, keys, noise=False)  # type: ignore[arg-type]
+    found: dict[str, Any] = {
+        "base": logprobs(plain),
+        "on": logprobs(engine),
+        "off": base_logprobs(engine),
+        "again": logprobs(engine),
+        "started": logprobs(bench.engine(LORA, keys, noise=False)),
+        "message": refused(lambda: plain.without_adapters()),
+        "merged": merged_parts(engine),
+    }
+    folder.mkdir(exist_ok=True)
+    engine.export(folder / "policy", Path(bench.path))
+    bench.engine(LORA, keys, value_head=True).export(folder / "critic", Path(bench.path))
+    return found
+
+
+def saved(bench: Bench, folder: Path) -> dict[str, Any]:
+    """Two steps, saved after the first; resumed in the same layout, in others, and as a model that does not train."""
+    from megappo.checkpoint.store import CheckpointStore
+
+    found: dict[str, Any] = {}
+    for value_head in (False, True):
+        role = "critic" if value_head else "policy"
+        first = bench.engine(LORA, RESUMED["same"], value_head=value_head)
+        trained(first)
+        store = CheckpointStore(folder / f"{role}_run", keep_last=1)
+        store.save(1, {role: first}, {}, {})
+        found[role, "keys"] = keys_of(first)
+        found[role, "one"] = everything(first)
+        trained(first)
+        found[role, "two"] = everything(first)
+        for name, keys in RESUMED.items():
+            other = bench.engine(LORA, keys, value_head=value_head, noise=False)
+            store.load({role: other}, {}, {})
+            found[role, name, "one"] = everything(other)
+            trained(other)
+            found[role, name, "two"] = everything(other)
+        frozen = bench.engine(LORA, {"parallel": SP}, value_head=value_head, noise=False, total_updates=None)
+        store.load_weights(role, frozen)
+        found[role, "frozen", "one"] = everything(frozen)
+    return found
+
+
+def everything(engine: Any) -> dict[str, Tensor]:
+    """Name -> whole tensor, on every rank."""
+    from megappo.verify.gather import gather_tensors
+
+    box = [gather_tensors(resident(engine), engine._engine).tensors]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def keys_of(engine: Any) -> set[str]:
+    """Keys of the tensors in the files, of all ranks."""
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    state = engine.save_state(with_optimizer=True)
+    mine = {entry.key for entry in nested_values(state) if isinstance(entry, ShardedTensor)}
+    engine.release_state()
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return set().union(*everyone)
+
+
+def dropout(bench: Bench) -> dict[str, Any]:
+    from megappo.verify.gather import gather_tensors
+
+    dropping = LORA.model_copy(update={"dropout": 0.3})
+    found = {}
+    for name, keys in {"tp2": {"parallel": {"tp": 2}}, "sp": {"parallel": SP}}.items():
+        for again, more in (("kept", {}), ("again", {}), ("recomputed", {"recompute": "full"})):
+            engine = bench.engine(dropping, {"optimizer": WHOLE, **keys, **more})
+            found[name, again] = trained(engine)
+            found[name, again]["spread"] = max(gather_tensors(resident(engine), engine._engine).spread.values(), default=0.0)
+        found[name, "forward"] = logprobs(bench.engine(dropping, keys))
+        found[name, "on"] = logprobs(bench.engine(LORA, keys))
+        found[name, "without"] = trained(bench.engine(LORA, {"optimizer": WHOLE, **keys}))
+    return found
+
+
+def stage_without_adapters(bench: Bench) -> str:
+    """The message of targets in the second layer alone."""
+    lora = LoraConfig(rank=2, targets=("layers.1.mlp.down_proj", "layers.1.self_attn.q_proj"))
+    try:
+        bench.engine(lora, {"parallel": {"pp": 2}}, noise=False)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("lora")
+    write_checkpoint(folder / "llama", "llama")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def two(folder) -> list[dict[str, Any]]:
+    return spawn_world(run_world, 2, str(folder))
+
+
+# ------------------------------------------------------------------------------------------------- what others read of them
+
+
+@pytest.mark.parametrize("layout", READ)
+def test_without_adapters_the_base_model_speaks(two, layout: str) -> None:
+    for found in (ranks["read"][layout] for ranks in two):
+        assert torch.equal(found["off"], found["base"]), "the reference is the same model"
+        assert torch.equal(found["on"], found["again"]), "and the policy is back afterwards"
+        assert torch.equal(found["started"], found["base"]), "B starts as zeros"
+        assert found["message"] == "policy has no adapters"
+    reporter = two[-1]["read"][layout] if layout == "pp2" else two[0]["read"][layout]
+    assert float((reporter["on"] - reporter["base"]).abs().max()) > 0.01, "a reference with the adapter on would be seen"
+
+
+@pytest.mark.parametrize("layout", READ)
+def test_merged_parts_are_base_and_adapter_in_fp32(two, folder, layout: str) -> None:
+    before = transformers.AutoModelForCausalLM.from_pretrained(folder / "llama", dtype=torch.float32).state_dict()
+    oracle = Oracle(str(folder / "llama"), LORA).model.merge_and_unload().state_dict()
+    seen: dict[str, set] = {}
+    for ranks in two:
+        for name, parts in ranks["read"][layout]["merged"].items():
+            for (r0, r1, c0, c1), values in parts:
+                wanted = oracle[name].reshape(len(oracle[name]), -1)[r0:r1, c0:c1]
+                assert values.numel() == 0 or float((values.double() - wanted).abs().max()) < 1e-6, name
+                seen.setdefault(name, set()).add((r0, r1, c0, c1))
+    covered = {name: sum((r1 - r0) * (c1 - c0) for r0, r1, c0, c1 in boxes) for name, boxes in seen.items()}
+    assert covered == {name: tensor.numel() for name, tensor in before.items()}
+    unmerged = [name for name, tensor in before.items() if float((oracle[name] - tensor).abs().max()) > 0.01]
+    assert len(unmerged) == len(MODULES), "an unmerged push of any of them would be seen"
+
+
+@pytest.mark.parametrize("layout", READ)
+@pytest.mark.parametrize("role", ["policy", "critic"])
+def test_peft_reads_the_exported_adapter_and_transformers_the_merged_model(two, folder, layout: str, role: str) -> None:
+    value_head = role == "critic"
+    kind = transformers.AutoModelForTokenClassification if value_head else transformers.AutoModelForCausalLM
+    more = {"num_labels": 1} if value_head else {}
+    ids, exported = recorded_batch().tokens[None, :40], folder / layout / role
+    with torch.no_grad():
+        wanted = Oracle(str(folder / "llama"), LORA, value_head=value_head).model(input_ids=ids).logits
+        base = kind.from_pretrained(folder / "llama", dtype=torch.float32, **more)
+        adapted = peft.PeftModel.from_pretrained(base, exported / "adapter").eval()
+        merged = kind.from_pretrained(exported, dtype=torch.float32).eval()
+        for name, model in (("adapter", adapted), ("merged", merged)):
+            assert float((model(input_ids=ids).logits - wanted).abs().max()) < 1e-4, name
+
+
+# -------------------------------------------------------------------------------------------------------------- checkpoints
+
+
+@pytest.mark.parametrize("role", ["policy", "critic"])
+def test_a_checkpoint_holds_adapters_head_and_moments_alone(two, role: str) -> None:
+    keys = two[0]["saved"][role, "keys"]
+    own = {key for key in keys if not key.startswith("optimizer.")}
+    adapters = {key for key in own if is_adapter(key)}
+    assert len(adapters) == 2 * len(MODULES) and own - adapters == ({"score.weight"} if role == "critic" else set())
+    assert keys == own | {f"optimizer.state.{moment}.{key}" for moment in ("exp_avg", "exp_avg_sq") for key in own}
+
+
+@pytest.mark.parametrize("role", ["policy", "critic"])
+def test_a_checkpoint_resumes_in_any_layout_and_to_the_bit_in_its_own(two, role: str) -> None:
+    found = two[0]["saved"]
+    for name in (*RESUMED, "frozen"):
+        assert all(torch.equal(found[role, name, "one"][key], tensor) for key, tensor in found[role, "one"].items()), name
+    for name in RESUMED:
+        further = found[role, name, "two"]
+        if name == "same":
+            assert all(torch.equal(further[key], tensor) for key, tensor in found[role, "two"].items())
+        assert worst(further, {key: tensor.double() for key, tensor in found[role, "two"].items()}) < 10 * TOLERANCE, name
+    assert any(not torch.equal(found[role, "two"][key], tensor) for key, tensor in found[role, "one"].items())
+
+
+# ---------------------------------------------------------------------------------------------------------- dropout, faults
+
+
+@pytest.mark.parametrize("layout", ["tp2", "sp"])
+def test_dropout_is_of_training_passes_and_the_same_when_they_are_repeated(two, layout: str) -> None:
+    for found in (ranks["dropout"] for ranks in two):
+        assert torch.equal(found[layout, "forward"], found[layout, "on"])
+        kept, again, recomputed = (found[layout, name]["losses"] for name in ("kept", "again", "recomputed"))
+        assert kept == again and kept == pytest.approx(recomputed, rel=1e-6)
+        assert abs(kept[0] - found[layout, "without"]["losses"][0]) > 1e-4
+    first, recomputed = (two[0]["dropout"][layout, name]["gradients"] for name in ("kept", "recomputed"))
+    assert worst(recomputed, {name: tensor.double() for name, tensor in first.items()}) < TOLERANCE, "the same masks again"
+
+
+def test_dropout_keeps_the_copies_of_tp_ranks_equal(two) -> None:
+    """Without sequence parallel both have the whole input of a column-parallel layer, and have to drop the same of it."""
+    first, second = (ranks["dropout"]["tp2", "kept"] for ranks in two)
+    assert first["losses"] == second["losses"] and first["spread"] == 0.0
+
+
+def test_a_stage_without_adapters_is_refused_on_every_rank(two) -> None:
+    for found in two:
+        assert found["refused"].startswith("adapts no layer of pipeline stage 0 (layer 0), which must train some")
